@@ -1,0 +1,15 @@
+"""Lockstep: an LLM inference engine whose answer never changes."""
+
+__version__ = "0.1.0"
+
+__all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    """Imports on first use, so that the command line answers at once."""
+    from importlib import import_module
+
+    homes = {"LLM": "llm", "EngineConfig": "config", "SamplingParams": "sampling_params"}
+    if name not in homes:
+        raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
+    return getattr(import_module(f"lockstep.{homes[name]}"), name)

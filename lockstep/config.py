@@ -1,0 +1,174 @@
+"""What the user chose (EngineConfig) and what it implies (Plan). Both are frozen."""
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError, choice_error
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+GRAPH_MODES = ("full", "piecewise", "none")
+MAX_DRAFTS = 7
+
+
+def _option(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """How drafts are made, in vLLM's keys. `method`: a name in lockstep.spec.DRAFTERS."""
+
+    method: str
+    num_speculative_tokens: int = 3
+    prompt_lookup_min: int = 2
+    prompt_lookup_max: int = 4
+
+    def __post_init__(self) -> None:
+        k = self.num_speculative_tokens
+        if not isinstance(k, int) or not 1 <= k <= MAX_DRAFTS:
+            raise choice_error(
+                ConfigError,
+                "num_speculative_tokens",
+                k,
+                f"1 to {MAX_DRAFTS}",
+                "Choose K in that range, or leave speculative_config out to draft nothing.",
+            )
+        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= 16:
+            raise ConfigError(
+                f"prompt_lookup_min={self.prompt_lookup_min} and prompt_lookup_max="
+                f"{self.prompt_lookup_max} are not allowed; allowed: 1 <= min <= max <= 16. "
+                "Change one of them."
+            )
+
+    @classmethod
+    def read(cls, value: "dict[str, Any] | SpeculativeConfig | None") -> "SpeculativeConfig | None":
+        """A config from vLLM's dict. Raises ConfigError on an unknown key or a missing method."""
+        if value is None or isinstance(value, SpeculativeConfig):
+            return value
+        known = [f.name for f in fields(cls)]
+        for key in value:
+            if key not in known:
+                raise choice_error(
+                    ConfigError, "speculative_config key", key, known, "Remove or rename the key."
+                )
+        if "method" not in value:
+            raise ConfigError('speculative_config has no "method"; name a drafter, e.g. "mtp".')
+        return cls(**value)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What the user chose, in vLLM's names where vLLM has one."""
+
+    model: str | None = _option(None, "model folder or hub id; the bundled model if left out")
+    dtype: str = _option("auto", "auto, float32, bfloat16 or float16; auto is float32 on a CPU")
+    device: str = _option("auto", "auto, cpu or cuda")
+    load_format: str = _option("auto", "auto, or dummy for random weights")
+    max_model_len: int | None = _option(None, "most tokens of prompt and answer together")
+    max_num_seqs: int = _option(16, "most requests that run at once")
+    max_num_batched_tokens: int = _option(2048, "most prompt tokens in one step")
+    speculative_config: SpeculativeConfig | None = _option(
+        None, 'drafting, e.g. {"method": "mtp", "num_speculative_tokens": 3}'
+    )
+    kv_cache_dtype: str = _option("auto", "format of the KV cache; auto is the model's dtype")
+    cuda_graph_mode: str = _option("full", "full, piecewise or none; a CPU has no graphs")
+    gpu_memory_utilization: float = _option(0.9, "share of the GPU's memory to use")
+    num_gpu_blocks: int | None = _option(None, "pages of KV cache, instead of measuring memory")
+    num_snapshots: int | None = _option(None, "snapshots of recurrent state kept for prefix hits")
+    enable_prefix_caching: bool = _option(True, "reuse the cache of common prompt prefixes")
+    scheduling_policy: str = _option("fcfs", "fcfs, or priority (lower runs sooner)")
+    skip_tokenizer_init: bool = _option(False, "token ids in, token ids out")
+    seed: int = _option(0, "seed of dummy weights")
+    tensor_parallel_size: int = _option(1, "GPUs that share the model; 1 for now")
+    row_buckets: tuple[int, ...] | None = _option(
+        None, "row counts that steps are padded to; chosen for the device if left out"
+    )
+    steps_in_flight: int | None = _option(
+        None, "steps launched before the first is read: 2 on a GPU, 1 on a CPU"
+    )
+    preempt_every: int = _option(0, "preempt a row every N steps, to test that nothing changes")
+
+    def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "speculative_config", SpeculativeConfig.read(self.speculative_config)
+        )
+        for name, allowed in (
+            ("dtype", DTYPES),
+            ("device", ("auto", "cpu", "cuda")),
+            ("load_format", ("auto", "dummy")),
+            ("kv_cache_dtype", ("auto",)),
+            ("cuda_graph_mode", GRAPH_MODES),
+            ("scheduling_policy", ("fcfs", "priority")),
+            ("tensor_parallel_size", (1,)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise choice_error(
+                    ConfigError,
+                    name,
+                    getattr(self, name),
+                    ", ".join(map(str, allowed)),
+                    "Choose one of them.",
+                )
+        for name, low, high in (
+            ("max_num_seqs", 1, 1024),
+            ("max_num_batched_tokens", 64, 1 << 20),
+            ("max_model_len", 2, 1 << 24),
+            ("num_gpu_blocks", 2, 1 << 30),
+            ("num_snapshots", 0, 1 << 20),
+            ("preempt_every", 0, 1 << 30),
+            ("steps_in_flight", 1, 2),
+            ("gpu_memory_utilization", 0.05, 0.98),
+        ):
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise choice_error(ConfigError, name, value, f"{low} to {high}", "Change it.")
+
+    @classmethod
+    def read(cls, **chosen: Any) -> "EngineConfig":
+        """A config from keyword arguments. Raises ConfigError on an unknown name."""
+        known = [f.name for f in fields(cls)]
+        for name in chosen:
+            if name not in known:
+                raise choice_error(
+                    ConfigError, "setting", name, ", ".join(known), "Remove or rename it."
+                )
+        return cls(**chosen)
+
+    @property
+    def num_drafts(self) -> int:
+        """K: draft tokens per row and step."""
+        spec = self.speculative_config
+        return spec.num_speculative_tokens if spec else 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a config implies on this machine, for this model: fixed before anything is allocated."""
+
+    model_path: Path
+    device: str
+    dtype: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    query_len: int
+    page_size: int
+    num_pages: int
+    page_bytes: int
+    num_slots: int
+    slot_bytes: int
+    row_buckets: tuple[int, ...]
+    graph_mode: str
+    steps_in_flight: int
+    numerics: str
+
+    @property
+    def row_columns(self) -> int:
+        """Columns of a page table: pages for max_model_len tokens and two windows of drafts."""
+        return -(-self.history_len // self.page_size)
+
+    @property
+    def history_len(self) -> int:
+        """Tokens that a row of the table can hold, drafts past the end included."""
+        return self.max_model_len + 3 * self.query_len + 1

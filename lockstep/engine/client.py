@@ -1,0 +1,160 @@
+"""The client: an engine in a thread of its own, for many asynchronous callers."""
+
+import asyncio
+import contextlib
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lockstep.engine.engine import Engine
+from lockstep.engine.request import Request
+from lockstep.engine.stats import Stats
+from lockstep.errors import EngineDeadError, LockstepError
+from lockstep.outputs import Logprob, RequestMetrics
+
+
+@dataclass
+class TokenUpdate:
+    """New tokens of a request; finish_reason is set on the last update."""
+
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+    metrics: RequestMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+
+
+class Stream:
+    """The updates of one request, in order; raises what the engine raised."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._queue: asyncio.Queue[TokenUpdate | BaseException] = asyncio.Queue()
+        self.sent = 0
+
+    def put(self, item: TokenUpdate | BaseException) -> None:
+        """Called from the engine's thread."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+
+    def __aiter__(self) -> AsyncIterator[TokenUpdate]:
+        return self._updates()
+
+    async def _updates(self) -> AsyncIterator[TokenUpdate]:
+        while True:
+            item = await self._queue.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+            if item.finish_reason is not None:
+                return
+
+
+class EngineClient:
+    """Owns an engine from start() to shutdown(). submit, abort and stats may come from anywhere."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._streams: dict[str, Stream] = {}
+        self._thread = threading.Thread(target=self._loop, name="lockstep-engine", daemon=True)
+        self._error: BaseException | None = None
+
+    def start(self) -> None:
+        """Starts the engine's thread."""
+        self._thread.start()
+
+    def shutdown(self) -> None:
+        """Ends the thread after its current step; open streams end with EngineDeadError."""
+        self._commands.put(None)
+        if self._thread.is_alive():
+            self._thread.join(timeout=30)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are served."""
+        return self._thread.is_alive() and self._error is None
+
+    def submit(self, request: Request) -> Stream:
+        """Queues a request from within a running event loop; errors arrive through the stream."""
+        if not self.is_alive:
+            raise EngineDeadError(f"the engine has stopped: {self._error}. Restart the server.")
+        stream = Stream(asyncio.get_running_loop())
+        self._commands.put(lambda: self._add(request, stream))
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; its stream gets a last update with finish_reason abort."""
+        self._commands.put(lambda: self._abort(request_id))
+
+    def stats(self) -> Stats:
+        """A copy of the counters; histogram lists are handed over and start anew."""
+        live = self.engine.stats
+        drained: dict[str, Any] = {}
+        for name in ("ttft_seconds", "itl_seconds", "e2e_seconds"):
+            drained[name] = getattr(live, name)
+            setattr(live, name, [])
+        self.engine.refresh_stats()
+        return replace(live, **drained)
+
+    def _add(self, request: Request, stream: Stream) -> None:
+        try:
+            self.engine.add(request)
+        except LockstepError as error:
+            stream.put(error)
+            return
+        self._streams[request.id] = stream
+
+    def _abort(self, request_id: str) -> None:
+        request = self.engine.abort(request_id)
+        stream = self._streams.pop(request_id, None)
+        if request is not None and stream is not None:
+            stream.put(TokenUpdate([], None, "abort", None, request.metrics))
+
+    def _loop(self) -> None:
+        try:
+            while self._take_commands():
+                for request in self.engine.step():
+                    self._send(request)
+        except BaseException as error:
+            self._error = error
+            raise
+        finally:
+            dead = EngineDeadError(f"the engine has stopped: {self._error}. Restart the server.")
+            for stream in self._streams.values():
+                stream.put(dead)
+
+    def _take_commands(self) -> bool:
+        """Runs what callers asked for; sleeps while there is no work. False: shut down."""
+        while True:
+            try:
+                command = self._commands.get(block=not self.engine.has_work())
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command()
+
+    def _send(self, request: Request) -> None:
+        stream = self._streams.get(request.id)
+        if stream is None:
+            return
+        new = request.output_token_ids[stream.sent :]
+        scores = request.logprobs[stream.sent :] if request.params.logprobs is not None else None
+        first = stream.sent == 0 and request.params.prompt_logprobs is not None
+        stream.sent += len(new)
+        stream.put(
+            TokenUpdate(
+                new,
+                scores,
+                request.finish_reason,
+                request.stop_reason,
+                request.metrics,
+                [None, *request.prompt_logprobs] if first else None,
+            )
+        )
+        if request.finish_reason is not None:
+            del self._streams[request.id]

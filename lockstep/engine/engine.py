@@ -1,0 +1,155 @@
+"""The engine: requests in, tokens out. One iteration schedules, launches, then reads.
+
+The host runs `steps_in_flight` steps ahead of what it has read; the device holds the truth.
+"""
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.cache.cache import Cache, CacheConfig
+from lockstep.config import EngineConfig
+from lockstep.engine.request import Request
+from lockstep.engine.scheduler import Schedule, Scheduler
+from lockstep.engine.setup import Progress, stand
+from lockstep.engine.stats import Stats
+from lockstep.errors import RequestError
+from lockstep.runner.rows import check_ids
+from lockstep.runner.runner import Flight
+
+
+def _silent(what: str, done: int, of: int) -> None:
+    """No progress shown."""
+
+
+class Engine:
+    """A model that serves requests. Not thread-safe: EngineClient owns one from a thread."""
+
+    def __init__(self, config: EngineConfig, progress: Progress = _silent) -> None:
+        self.config = config
+        self._stand = stand(config, progress)
+        self.plan, self.runner = self._stand.plan, self._stand.runner
+        self.model_config = self._stand.raw
+        self.numerics = self.plan.numerics
+        digest = hashlib.sha256(self.numerics.encode()).hexdigest()
+        self.fingerprint = f"ls-{digest[:12]}"
+        plan = self.plan
+        cache = Cache(
+            CacheConfig(
+                num_pages=plan.num_pages,
+                page_size=plan.page_size,
+                num_state_slots=plan.num_slots,
+                max_num_seqs=plan.max_num_seqs,
+                enable_prefix_caching=config.enable_prefix_caching,
+            )
+        )
+        self.scheduler = Scheduler(
+            cache,
+            max_num_seqs=plan.max_num_seqs,
+            max_num_batched_tokens=plan.max_num_batched_tokens,
+            max_model_len=plan.max_model_len,
+            query_len=plan.query_len,
+            policy=config.scheduling_policy,
+            preempt_every=config.preempt_every,
+        )
+        self.stats = Stats()
+        self._flights: deque[tuple[Schedule, Flight]] = deque()
+        self._last_token_time: dict[str, float] = {}
+        self.host_seconds = 0.0
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that the model knows."""
+        return self.runner.program.table.sampling.bias.shape[1]
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises RequestError or CapacityError if it can never be served."""
+        length, most = len(request.prompt_token_ids), self.plan.max_model_len
+        if not 1 <= length < most:
+            raise RequestError(
+                f"the prompt has {length} tokens; allowed: 1 to {most - 1} (max_model_len="
+                f"{most}, one of them for the answer). Shorten the prompt.",
+                "prompt",
+            )
+        check_ids(request, self.vocab_size)
+        self.scheduler.add(request)
+        self.stats.prompt_tokens_total += length
+
+    def abort(self, request_id: str) -> Request | None:
+        """Ends a request wherever it is; what it has emitted stays. None if it is not known."""
+        request = self.scheduler.abort(request_id)
+        self.runner.forget(request_id)
+        self._last_token_time.pop(request_id, None)
+        if request is not None:
+            self.stats.requests_success_total["abort"] += 1
+        return request
+
+    def has_work(self) -> bool:
+        """Whether step() has anything to do."""
+        return bool(self._flights) or self.scheduler.has_work()
+
+    def step(self) -> list[Request]:
+        """One iteration; returns the requests that got tokens or finished."""
+        schedule = self.scheduler.schedule()
+        if schedule.decode or schedule.prompt or schedule.swap_out:
+            self._flights.append((schedule, self.runner.launch(schedule)))
+            self.stats.steps_total += bool(schedule.decode)
+        idle = not (schedule.decode or schedule.prompt)
+        if self._flights and (idle or len(self._flights) >= self.plan.steps_in_flight):
+            return self._read()
+        return []
+
+    def _read(self) -> list[Request]:
+        """Reads the oldest flight and gives its tokens to their requests."""
+        schedule, flight = self._flights.popleft()
+        touched = self.scheduler.update(schedule, self.runner.collect(flight))
+        now = time.monotonic()
+        for request in touched:
+            self._count(request, now)
+        return touched
+
+    def _count(self, request: Request, now: float) -> None:
+        stats, metrics = self.stats, request.metrics
+        last = self._last_token_time.get(request.id)
+        if last is not None:
+            stats.observe("itl_seconds", now - last)
+        elif request.output_token_ids:
+            metrics.first_token_time = now
+            stats.observe("ttft_seconds", now - metrics.arrival_time)
+        self._last_token_time[request.id] = now
+        if request.finish_reason is not None:
+            self._last_token_time.pop(request.id, None)
+            metrics.finished_time = now
+            stats.observe("e2e_seconds", now - metrics.arrival_time)
+            stats.requests_success_total[request.finish_reason] += 1
+            stats.generation_tokens_total += len(request.output_token_ids)
+            stats.draft_tokens_total += metrics.num_draft_tokens
+            stats.accepted_tokens_total += metrics.num_accepted_tokens
+
+    def explain(self) -> dict[str, Any]:
+        """The plan, and per layer: op, backend, and why the others were refused."""
+        return {
+            "plan": {k: str(v) if k == "model_path" else v for k, v in vars(self.plan).items()},
+            "fingerprint": self.fingerprint,
+            "layers": [vars(choice) for choice in self._stand.choices],
+        }
+
+    def run(self, requests: list[Request], on_update: Callable[[Request], None]) -> None:
+        """Serves requests to their ends, calling on_update for each that got tokens or finished.
+
+        All or none: if one is refused, none of them runs.
+        """
+        added = []
+        try:
+            for request in requests:
+                self.add(request)
+                added.append(request.id)
+        except Exception:
+            for request_id in added:
+                self.abort(request_id)
+            raise
+        while self.has_work():
+            for request in self.step():
+                on_update(request)

@@ -1,0 +1,219 @@
+"""From what the user chose to a runner that stands: model, plan, memory, warm-up."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.config import EngineConfig, Plan
+from lockstep.errors import ConfigError
+from lockstep.kernels.backends import load as load_backends
+from lockstep.layers.build import Build, Choice
+from lockstep.models.loader import build_model, fill_dummy, load_weights, read_config
+from lockstep.runner import memory
+from lockstep.runner.program import Program
+from lockstep.runner.runner import Runner
+from lockstep.runner.sampler import Sampler
+from lockstep.runner.table import RowTable
+from lockstep.spec import DraftContext, NoDrafter, drafter_module
+from lockstep.step import StepShape
+
+Progress = Callable[[str, int, int], None]
+GPU_ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
+GPU_SNAPSHOT_SHARE = 0.2
+
+
+@dataclass
+class Stand:
+    """All that an engine stands on."""
+
+    plan: Plan
+    runner: Runner
+    raw: dict[str, Any]
+    choices: list[Choice]
+
+
+def find_model(model: str | None) -> Path:
+    """The checkpoint folder of a path, a hub id, or the bundled model."""
+    if model is None:
+        return Path(str(files("lockstep") / "assets" / "model"))
+    if Path(model).is_dir():
+        return Path(model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+    except (HFValidationError, HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(
+            f"model={model!r} is neither a folder nor a hub id that can be fetched ({reason}). "
+            "Name a folder with config.json and *.safetensors, a hub id, or leave model out for "
+            "the bundled one."
+        ) from None
+
+
+def pick_device(config: EngineConfig) -> str:
+    """cpu or cuda. Raises ConfigError where cuda is asked for and absent."""
+    if config.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device='cuda' but no GPU is visible to torch; use device='cpu'.")
+    return config.device
+
+
+def pick_dtype(config: EngineConfig, raw: dict[str, Any], device: str) -> torch.dtype:
+    """auto: float32 on a CPU, else the checkpoint's own."""
+    if config.dtype != "auto":
+        return getattr(torch, config.dtype)
+    if device == "cpu":
+        return torch.float32
+    text = raw.get("text_config", raw)
+    return getattr(torch, text.get("dtype") or text.get("torch_dtype") or "bfloat16")
+
+
+def pick_length(config: EngineConfig, raw: dict[str, Any]) -> int:
+    """max_model_len, at most what the checkpoint's positions allow."""
+    most = raw.get("text_config", raw)["max_position_embeddings"]
+    if config.max_model_len is not None and config.max_model_len > most:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is not allowed; allowed: 2 to {most} "
+            "(max_position_embeddings of the checkpoint). Lower it."
+        )
+    return config.max_model_len or most
+
+
+def numerics(device: str, dtype: torch.dtype) -> str:
+    """All that bits may depend on besides weights and request: printed, and the fingerprint."""
+    if device == "cuda":
+        arch = "sm" + "".join(map(str, torch.cuda.get_device_capability()))
+    else:
+        arch = f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
+    name = str(dtype).removeprefix("torch.")
+    try:
+        release = version("lockstep-llm")
+    except PackageNotFoundError:
+        from lockstep import __version__ as release
+    parts = (arch, f"weights-{name}", f"kv-{name}", "state-float32", "tp1")
+    return "/".join((*parts, f"torch-{torch.__version__}", f"lockstep-{release}"))
+
+
+@torch.inference_mode()
+def stand(config: EngineConfig, progress: Progress) -> Stand:
+    """Builds everything. Raises ConfigError, CheckpointError or CapacityError."""
+    folder, device = find_model(config.model), pick_device(config)
+    raw = read_config(folder)
+    dtype, length = pick_dtype(config, raw, device), pick_length(config, raw)
+    window = config.num_drafts + 1
+    drafting = drafter_module(config.speculative_config)
+    load_backends()
+    build = Build(device, dtype, window, length + 3 * window + 1)
+    model, draft = build_model(raw, build, bool(drafting and drafting.NEEDS_MODULE))
+    if config.load_format == "dummy":
+        fill_dummy(model, draft, config.seed)
+    else:
+        load_weights(folder, raw, model, draft, lambda i, n: progress("loading", i, n))
+    layers = memory.mixers(model, draft)
+    plan = _plan(config, folder, device, dtype, length, layers)
+    table = RowTable(plan, model.config.vocab_size)
+    program = _program(config, table, build, model, draft, drafting)
+    if device == "cuda" and config.num_gpu_blocks is None:
+        plan = _measured(config, plan, layers, program)
+    runner = Runner(plan, model, draft, program)
+    runner.warm_up(lambda i, n: progress("warming up", i, n))
+    return Stand(plan, runner, raw, build.choices)
+
+
+def _program(
+    config: EngineConfig,
+    table: RowTable,
+    build: Build,
+    model: nn.Module,
+    draft: nn.Module | None,
+    drafting: Any,
+) -> Program:
+    sampler = Sampler(table, build, model.config.vocab_size)
+    drafter: Any = NoDrafter()
+    if drafting:
+        context = DraftContext(
+            config.speculative_config,  # type: ignore[arg-type]
+            table.drafts,
+            table.tokens,
+            table.computed,
+            table.page_size,
+            draft,
+            sampler.sample,
+        )
+        drafter = drafting.create(context)
+    return Program(table, model, sampler, drafter)
+
+
+def _plan(
+    config: EngineConfig,
+    folder: Path,
+    device: str,
+    dtype: torch.dtype,
+    length: int,
+    layers: dict[str, nn.Module],
+) -> Plan:
+    cost, seqs = memory.cache_bytes(layers), config.max_num_seqs
+    per_row = -(-(length + 3 * (config.num_drafts + 1) + 1) // memory.PAGE_SIZE)
+    pages = config.num_gpu_blocks
+    if pages is None:
+        budget = memory.CPU_CACHE_BYTES
+        pages = memory.count_pages(budget, cost.page, seqs * per_row + 1, min(per_row, 2) + 1)
+    snapshots = config.num_snapshots
+    if snapshots is None:
+        snapshots = 2 * seqs if config.enable_prefix_caching else 0
+    cuda = device == "cuda"
+    buckets = config.row_buckets or (GPU_ROW_BUCKETS if cuda else tuple(range(1, seqs + 1)))
+    buckets = tuple(sorted({b for b in buckets if b < seqs} | {seqs}))
+    return Plan(
+        model_path=folder,
+        device=device,
+        dtype=str(dtype).removeprefix("torch."),
+        max_model_len=length,
+        max_num_seqs=seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        query_len=config.num_drafts + 1,
+        page_size=memory.PAGE_SIZE,
+        num_pages=pages,
+        page_bytes=cost.page,
+        num_slots=1 + seqs + snapshots if cost.slot else 0,
+        slot_bytes=cost.slot,
+        row_buckets=buckets,
+        graph_mode=config.cuda_graph_mode if cuda else "none",
+        steps_in_flight=config.steps_in_flight or (2 if cuda else 1),
+        numerics=numerics(device, dtype),
+    )
+
+
+def _measured(
+    config: EngineConfig, plan: Plan, layers: dict[str, nn.Module], program: Program
+) -> Plan:
+    """The plan with the pages that fit beside weights, state and the largest prompt step."""
+    from dataclasses import replace
+
+    memory.allocate(layers, 2, min(plan.num_slots, 2), plan.device)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    tokens = plan.max_num_batched_tokens
+    program.table.inputs.fill(query_lens=[tokens])
+    program.run_step(StepShape(1, tokens, tokens, prompt=True))
+    program.run_step(StepShape.uniform(plan.row_buckets[-1], plan.query_len))
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    free, total = torch.cuda.mem_get_info()
+    budget = int(total * config.gpu_memory_utilization) - (total - free) - peak
+    snapshots = plan.num_slots - 1 - plan.max_num_seqs if plan.num_slots else 0
+    if config.num_snapshots is None and plan.slot_bytes:
+        snapshots = min(snapshots, int(budget * GPU_SNAPSHOT_SHARE) // plan.slot_bytes)
+    slots = 1 + plan.max_num_seqs + snapshots if plan.slot_bytes else 0
+    useful = plan.max_num_seqs * plan.row_columns * 4 + 1
+    pages = memory.count_pages(budget - slots * plan.slot_bytes, plan.page_bytes, useful, 3)
+    return replace(plan, num_pages=pages, num_slots=slots)

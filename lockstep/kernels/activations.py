@@ -1,0 +1,27 @@
+"""sigmoid, silu and softplus out of exp, log1p and IEEE arithmetic.
+
+torch.sigmoid, silu and softplus on a CPU give the last elements of a tensor (those past its last
+whole vector) other bits than the same numbers elsewhere, so a row's bits would depend on how many
+rows there are. exp and log1p do not (docs/decisions/0002-cpu-elementwise.md).
+"""
+
+import torch
+from torch import Tensor
+
+SOFTPLUS_LINEAR = 20.0
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """1 / (1 + exp(-x)), computed in fp32, of x's dtype."""
+    return (1.0 / (1.0 + torch.exp(-x.float()))).to(x.dtype)
+
+
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x), computed in fp32, of x's dtype."""
+    wide = x.float()
+    return (wide / (1.0 + torch.exp(-wide))).to(x.dtype)
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)) of fp32 x, and x itself above 20 as in torch."""
+    return torch.where(x > SOFTPLUS_LINEAR, x, torch.log1p(torch.exp(x)))

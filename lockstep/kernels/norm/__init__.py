@@ -1,0 +1,31 @@
+"""rms_norm and its gated form: one fixed lane layout per row width, whatever the batch."""
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.activations import silu
+from lockstep.kernels.registry import op
+
+
+def _normalise(x: Tensor, eps: float) -> Tensor:
+    x = x.float()
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+
+
+@op
+def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
+    """x [..., D], weight [D] -> [..., D] of x's dtype: x / rms(x) * (offset + weight) in fp32.
+
+    `offset` is 1.0 for the zero-centred norms of Qwen3-Next and Qwen3.5 (models: Qwen3.5
+    checkpoints store weights around 0), 0.0 for plain ones. Rounded once.
+    """
+    return (_normalise(x, eps) * (offset + weight.float())).to(x.dtype)
+
+
+@op
+def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., D] fp32, gate [..., D], weight [D] -> [..., D] of gate's dtype.
+
+    x / rms(x) * weight * silu(gate), all in fp32, norm before gate (Gated DeltaNet).
+    """
+    return (_normalise(x, eps) * weight.float() * silu(gate.float())).to(gate.dtype)

@@ -1,0 +1,199 @@
+"""sample: the one token that the target emits at each position.
+
+argmax over processed logits / T + Gumbel(seed, position, token id), ties by the smaller id;
+temperature 0 is plain argmax. Every row is its own: parameters, masks and noise come from the row's
+line of the table and the absolute position, never from the batch. Penalties count the drafts in
+front of a position, so a draft changes nothing but the time at which a token is known.
+"""
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.registry import op
+
+MASK32 = 0xFFFFFFFF
+
+BIAS, PENALTIES, MIN_TOKENS, BAD_WORDS, FILTERS, NOISE = 1, 2, 4, 8, 16, 32
+"""Bits of `flags`: what a row uses. A row that uses nothing is a plain argmax."""
+
+
+@dataclass
+class SamplingState:
+    """One line per row of the table (R rows, V tokens); line 0 is the null row's.
+
+    flags [R] int32; temperature, top_p, min_p, repetition, presence, frequency [R] fp32; top_k [R]
+    int32 (0: off); seed [R] int64; bias [R, V] fp32 (-inf: not allowed); counts [R, V] int32 of
+    generated tokens; in_prompt [R, V] bool; min_position [R] int64: before it the stop_ids
+    [R, 16] int64 (-1: none) are not allowed; bad_words [R, 32, 8] int64, right-aligned, -1 in
+    front: the last token of each is not allowed after the others.
+    """
+
+    flags: Tensor
+    temperature: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    repetition: Tensor
+    presence: Tensor
+    frequency: Tensor
+    top_k: Tensor
+    seed: Tensor
+    bias: Tensor
+    counts: Tensor
+    in_prompt: Tensor
+    min_position: Tensor
+    stop_ids: Tensor
+    bad_words: Tensor
+
+    @classmethod
+    def empty(
+        cls, rows: int, vocab: int, stop_ids: int, bad_words: tuple[int, int], device: str
+    ) -> "SamplingState":
+        """Lines that ask for nothing: greedy, no penalties, no masks."""
+
+        def full(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.full((rows, *shape), value, dtype=dtype, device=device)
+
+        one, zero = (full(v, torch.float32) for v in (1.0, 0.0))
+        return cls(
+            flags=full(0, torch.int32),
+            temperature=zero.clone(),
+            top_p=one.clone(),
+            min_p=zero.clone(),
+            repetition=one.clone(),
+            presence=zero.clone(),
+            frequency=zero.clone(),
+            top_k=full(0, torch.int32),
+            seed=full(0, torch.int64),
+            bias=full(0.0, torch.float32, vocab),
+            counts=full(0, torch.int32, vocab),
+            in_prompt=full(0, torch.bool, vocab),
+            min_position=full(0, torch.int64),
+            stop_ids=full(-1, torch.int64, stop_ids),
+            bad_words=full(-1, torch.int64, *bad_words),
+        )
+
+    def tensors(self) -> list[Tensor]:
+        """All parts, each indexed by row first."""
+        return [getattr(self, f.name) for f in fields(self)]
+
+
+@op
+def sample(
+    logits: Tensor,
+    positions: Tensor,
+    drafts: Tensor,
+    row_ids: Tensor,
+    history: Tensor,
+    state: SamplingState,
+) -> Tensor:
+    """logits [S, Q, V] fp32; positions [S, Q] int64: where the sampled token will stand;
+    drafts [S, Q-1] int64 (-1: none); row_ids [S] int64; history [R, L] int64: each row's tokens,
+    drafts written in front of the positions -> [S, Q] int64.
+
+    Order of processing, as in vLLM: bias and allowed ids, bad words, min_tokens, repetition,
+    frequency and presence penalties, temperature, min_p, top_k, top_p, noise. Ties at the top-k
+    threshold are kept; top-p keeps the likeliest tokens up to the one that reaches top_p.
+    """
+    best = logits.argmax(-1)
+    flags = state.flags[row_ids]
+    for s in torch.nonzero(flags).flatten().tolist():
+        row = row_ids[s : s + 1]
+        x = _process(logits[s], positions[s], drafts[s], row, history, state, int(flags[s]))
+        best[s] = x.argmax(-1)
+    return best
+
+
+def _process(
+    logits: Tensor,
+    positions: Tensor,
+    drafts: Tensor,
+    row: Tensor,
+    history: Tensor,
+    state: SamplingState,
+    flags: int,
+) -> Tensor:
+    """One row's logits [Q, V] -> scores [Q, V] whose argmax is the token."""
+    x = logits.clone()
+    if flags & BIAS:
+        x = x + state.bias[row]
+    if flags & BAD_WORDS:
+        _ban_words(x, positions, history[row[0]], state.bad_words[row[0]])
+    if flags & MIN_TOKENS:
+        early = positions < state.min_position[row]
+        ids = state.stop_ids[row[0]]
+        x[early.nonzero(), ids[ids >= 0]] = -torch.inf
+    if flags & PENALTIES:
+        x = _penalise(x, drafts, row, state)
+    if not flags & NOISE:
+        return x
+    x = x / state.temperature[row]
+    if flags & FILTERS:
+        x = _filter(x, float(state.min_p[row]), int(state.top_k[row]), float(state.top_p[row]))
+    return x + gumbel(state.seed[row], positions, x.shape[-1])
+
+
+def _ban_words(x: Tensor, positions: Tensor, history: Tensor, words: Tensor) -> None:
+    length = words.shape[1]
+    for word in words[words[:, -1] >= 0]:
+        prefix = word[:-1]
+        used = prefix >= 0
+        back = torch.arange(1 - length, 0)
+        for q, position in enumerate(positions.tolist()):
+            seen = history[(position + back).clamp_min(0)]
+            if bool(((seen == prefix) | ~used).all()) and position >= int(used.sum()):
+                x[q, word[-1]] = -torch.inf
+
+
+def _penalise(x: Tensor, drafts: Tensor, row: Tensor, state: SamplingState) -> Tensor:
+    """Counts at position q: the row's own and the drafts in front of q."""
+    counts = state.counts[row].repeat(x.shape[0], 1)
+    for q, draft in enumerate(drafts.tolist()):
+        if draft >= 0:
+            counts[q + 1 :, draft] += 1
+    seen = (counts > 0) | state.in_prompt[row]
+    repetition = state.repetition[row]
+    x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
+    x = x - state.frequency[row] * counts
+    return x - state.presence[row] * (counts > 0)
+
+
+def _filter(x: Tensor, min_p: float, top_k: int, top_p: float) -> Tensor:
+    if min_p > 0:
+        floor = x.amax(-1, keepdim=True) + torch.log(torch.tensor(min_p))
+        x = x.masked_fill(x < floor, -torch.inf)
+    if 0 < top_k < x.shape[-1]:
+        x = x.masked_fill(x < x.topk(top_k).values[:, -1:], -torch.inf)
+    if top_p < 1:
+        ordered, ids = x.sort(dim=-1, descending=True, stable=True)
+        mass = torch.softmax(ordered, -1).cumsum(-1)
+        out = torch.zeros_like(mass, dtype=torch.bool)
+        out[:, 1:] = mass[:, :-1] >= top_p
+        x = x.masked_fill(torch.zeros_like(out).scatter_(-1, ids, out), -torch.inf)
+    return x
+
+
+def gumbel(seed: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """seed [1] int64, positions [Q] int64 -> standard Gumbel noise [Q, V] fp32.
+
+    A counter-based hash (murmur3's 32-bit finaliser over seed, position and token id) gives 24
+    bits; -log(-log((bits + 0.5) / 2^24)). No state: the same (seed, position, token) gives the
+    same noise in any batch, step or drafter.
+    """
+    key = _mix((seed & MASK32) ^ 0x9E3779B9)
+    key = _mix(key ^ ((seed >> 32) & MASK32))
+    key = _mix(key ^ (positions & MASK32))
+    ids = torch.arange(vocab, device=seed.device)
+    bits = _mix(_mix(key[:, None] ^ ids) ^ key[:, None]) >> 8
+    uniform = (bits.float() + 0.5) * 2.0**-24
+    return -torch.log(-torch.log(uniform))
+
+
+def _mix(x: Tensor) -> Tensor:
+    """murmur3's fmix32 on int64 tensors that hold 32 bits."""
+    x = x ^ (x >> 16)
+    x = (x * 0x85EBCA6B) & MASK32
+    x = x ^ (x >> 13)
+    x = (x * 0xC2B2AE35) & MASK32
+    return x ^ (x >> 16)

@@ -1,0 +1,1 @@
+"""Layers: parameters, their op's backend, and what they need from the cache."""

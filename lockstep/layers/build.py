@@ -1,0 +1,68 @@
+"""Build: what layers are built with. It chooses each op's backend once and remembers why."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from lockstep.kernels import Op
+from lockstep.kernels.linear import draft_linear
+
+
+@dataclass
+class Choice:
+    """One op of one layer: the backend that serves it, and why the others do not."""
+
+    layer: str
+    op: str
+    backend: str
+    refused: dict[str, str]
+
+
+@dataclass
+class Build:
+    """Device and dtype of a model under construction. `exact=False` is for drafters only.
+
+    window: most tokens of a generated step (K + 1), the size of a recurrent mixer's window.
+    """
+
+    device: str
+    dtype: torch.dtype
+    window: int
+    max_positions: int
+    exact: bool = True
+    layer: str = ""
+    choices: list[Choice] = field(default_factory=list)
+
+    def at(self, layer: str) -> "Build":
+        """The same build, speaking for the named layer."""
+        return Build(
+            self.device,
+            self.dtype,
+            self.window,
+            self.max_positions,
+            self.exact,
+            layer,
+            self.choices,
+        )
+
+    def op(self, op: Op, **traits: Any) -> Callable[..., Any]:
+        """The function that serves this op here."""
+        traits = {"device": self.device, "dtype": self.dtype, **traits}
+        name = op.choose(**traits)
+        refused = {n: why for n, why in op.explain(**traits).items() if why is not None}
+        self.choices.append(Choice(self.layer, op.name, name, refused))
+        return op.backends[name][0]
+
+    def linear_op(self, op: Op, **traits: Any) -> Callable[..., Any]:
+        """The linear's function: canonical, or the fastest where nothing depends on its bits."""
+        if self.exact:
+            return self.op(op, **traits)
+        self.choices.append(Choice(self.layer, op.name, "draft", {}))
+        return draft_linear
+
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
+        """A parameter to be filled by the loader."""
+        tensor = torch.empty(*shape, dtype=dtype or self.dtype, device=self.device)
+        return torch.nn.Parameter(tensor, requires_grad=False)

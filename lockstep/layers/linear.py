@@ -1,0 +1,47 @@
+"""Linear layers: a weight, or several fused along their outputs."""
+
+from torch import Tensor, nn
+
+from lockstep.kernels.linear import linear
+from lockstep.layers.build import Build
+
+
+class Linear(nn.Module):
+    """x [T, K] -> [T, N]; N may be the sum of several checkpoint weights' rows."""
+
+    def __init__(self, build: Build, inputs: int, *outputs: int) -> None:
+        super().__init__()
+        self.outputs = outputs
+        self.weight = build.empty(sum(outputs), inputs)
+        self.linear = build.linear_op(linear, n=sum(outputs), k=inputs)
+
+    def part(self, index: int) -> Tensor:
+        """The rows of the index-th of the fused weights."""
+        begin = sum(self.outputs[:index])
+        return self.weight[begin : begin + self.outputs[index]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x, self.weight)
+
+
+class Embedding(nn.Module):
+    """ids [T] -> [T, H]. Out-of-range ids cannot occur: drafts of -1 are clamped by the table."""
+
+    def __init__(self, build: Build, vocab: int, hidden: int) -> None:
+        super().__init__()
+        self.weight = build.empty(vocab, hidden)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.weight[ids]
+
+
+class Head(nn.Module):
+    """x [T, H] -> logits [T, V] fp32, over its own weight or the embedding's (tied)."""
+
+    def __init__(self, build: Build, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+        self.linear = build.linear_op(linear, n=weight.shape[0], k=weight.shape[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x, self.weight).float()

@@ -1,0 +1,30 @@
+"""RMS norms, plain and zero-centred, and the gated norm of Gated DeltaNet."""
+
+from torch import Tensor, nn
+
+from lockstep.kernels.norm import gated_rms_norm, rms_norm
+from lockstep.layers.build import Build
+
+
+class RMSNorm(nn.Module):
+    """x [..., D] -> x / rms(x) * (offset + weight). offset 1: weights are stored around zero."""
+
+    def __init__(self, build: Build, width: int, eps: float, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight, self.eps, self.offset = build.empty(width), eps, offset
+        self.norm = build.op(rms_norm, width=width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x, self.weight, self.eps, self.offset)
+
+
+class GatedRMSNorm(nn.Module):
+    """x [..., D] fp32, gate [..., D] -> x / rms(x) * weight * silu(gate)."""
+
+    def __init__(self, build: Build, width: int, eps: float) -> None:
+        super().__init__()
+        self.weight, self.eps = build.empty(width), eps
+        self.norm = build.op(gated_rms_norm, width=width)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return self.norm(x, gate, self.weight, self.eps)

@@ -1,0 +1,30 @@
+"""Rotary positions (Su et al., 2021), over the whole head or its first dimensions."""
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.layers.build import Build
+
+
+class Rotary(nn.Module):
+    """Rotates the first `width` dims of q and k in NeoX pairs (j, j + width/2); the rest passes."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, build: Build, width: int, theta: float) -> None:
+        super().__init__()
+        self.width = width
+        inverse = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+        angles = torch.arange(build.max_positions, dtype=torch.float64)[:, None] * inverse.float()
+        angles = angles.float()
+        self.register_buffer("cos", angles.cos().to(build.device), persistent=False)
+        self.register_buffer("sin", angles.sin().to(build.device), persistent=False)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x [T, H, D], positions [T] -> rotated in fp32, of x's dtype."""
+        cos, sin = self.cos[positions, None], self.sin[positions, None]
+        half = self.width // 2
+        a, b = x[..., :half].float(), x[..., half : self.width].float()
+        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+        return torch.cat([turned, x[..., self.width :]], dim=-1)

@@ -1,0 +1,148 @@
+"""LLM: the engine for programs that have all their prompts at hand."""
+
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lockstep.config import EngineConfig
+from lockstep.engine.engine import Engine
+from lockstep.engine.request import Request
+from lockstep.errors import RequestError
+from lockstep.outputs import RequestOutput
+from lockstep.sampling_params import SamplingParams
+from lockstep.text.processor import CompletionText, Processor
+from lockstep.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int] | dict[str, Any]
+
+
+class LLM:
+    """A model and its tokenizer.
+
+        llm = LLM()
+        print(llm.generate("def main(", SamplingParams(max_tokens=20))[0].outputs[0].text)
+
+    Settings are EngineConfig's. `progress(what, done, of)` is called while loading.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        progress: Callable[[str, int, int], None] = lambda what, done, of: None,
+        **settings: Any,
+    ) -> None:
+        config = EngineConfig.read(model=model, **settings)
+        self.engine = Engine(config, progress)
+        plan = self.engine.plan
+        self.tokenizer = None
+        if not config.skip_tokenizer_init:
+            self.tokenizer = Tokenizer(plan.model_path)
+        self.processor = Processor.for_model(self.tokenizer, plan.model_path, plan.max_model_len)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        on_progress: Callable[[RequestOutput], None] | None = None,
+    ) -> list[RequestOutput]:
+        """Answers prompts (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}).
+
+        Outputs come in the order of the prompts. `on_progress` sees each output as it grows.
+        Raises RequestError naming the parameter where a request is wrong; then none is run.
+        """
+        many = _as_list(prompts)
+        params = _per_prompt("sampling_params", sampling_params or SamplingParams(), len(many))
+        ranks = _per_prompt("priority", priority, len(many))
+        jobs = [
+            _Job(self.processor, prompt, p, rank)
+            for prompt, p, rank in zip(many, params, ranks, strict=True)
+        ]
+        owner = {request.id: job for job in jobs for request in job.requests}
+
+        def update(request: Request) -> None:
+            job = owner[request.id]
+            if job.push(request):
+                self.engine.abort(request.id)
+            if on_progress:
+                on_progress(job.output)
+
+        self.engine.run([r for job in jobs for r in job.requests], update)
+        return [job.output for job in jobs]
+
+    def chat(
+        self,
+        messages: list[dict[str, Any]] | list[list[dict[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Answers one conversation or several, rendered with the checkpoint's chat template."""
+        several = messages if messages and isinstance(messages[0], list) else [messages]
+        extra = chat_template_kwargs or {}
+        ids = [self.processor.render(m, tools=tools, **extra) for m in several]
+        return self.generate([{"prompt_token_ids": i} for i in ids], sampling_params, **options)
+
+
+class _Job:
+    """One prompt: its requests (n of them) and what has come of them."""
+
+    def __init__(
+        self, processor: Processor, prompt: Prompt, params: SamplingParams, priority: int
+    ) -> None:
+        self.requests = processor.requests(uuid.uuid4().hex, prompt, params, priority=priority)
+        now = time.monotonic()
+        for request in self.requests:
+            request.metrics.arrival_time = now
+        self.texts: dict[str, CompletionText] = {
+            r.id: processor.completion(r, index=i) for i, r in enumerate(self.requests)
+        }
+        self.seen = dict.fromkeys(self.texts, 0)
+        first = self.requests[0]
+        self.output = RequestOutput(
+            request_id=first.id,
+            prompt=prompt if isinstance(prompt, str) else None,
+            prompt_token_ids=list(first.prompt_token_ids),
+            outputs=[text.output for text in self.texts.values()],
+            metrics=first.metrics,
+        )
+
+    def push(self, request: Request) -> bool:
+        """Takes the request's new tokens; True if it ended on a stop string and is to be aborted."""
+        text, seen = self.texts[request.id], self.seen[request.id]
+        if text.finished:
+            return False
+        new = request.output_token_ids[seen:]
+        self.seen[request.id] += len(new)
+        scores = request.logprobs[seen:] if request.params.logprobs is not None else None
+        if request.params.prompt_logprobs is not None and self.output.prompt_logprobs is None:
+            self.output.prompt_logprobs = [None, *request.prompt_logprobs]
+        text.push(new, scores, request.finish_reason, request.stop_reason)
+        self.output.finished = all(t.finished for t in self.texts.values())
+        return text.finished and request.finish_reason is None
+
+
+def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    if prompts and isinstance(prompts[0], int):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
+    if not isinstance(value, (list, tuple)):
+        return [value] * count
+    if len(value) != count:
+        raise RequestError(
+            f"{name} has {len(value)} entries for {count} prompts; send one, or one per prompt.",
+            name,
+        )
+    return list(value)
+
+

@@ -1,0 +1,24 @@
+"""One file per architecture. `ARCHITECTURES` maps a checkpoint's model_type to its module."""
+
+from importlib import import_module
+from types import ModuleType
+
+from lockstep.errors import CheckpointError, choice_error
+
+ARCHITECTURES = {
+    "qwen3_5": "lockstep.models.qwen3_5",
+    "qwen3_5_text": "lockstep.models.qwen3_5",
+}
+
+
+def architecture(model_type: object) -> ModuleType:
+    """The module that builds this model_type: `Config`, `Model`, and `Draft` where it drafts."""
+    if model_type not in ARCHITECTURES:
+        raise choice_error(
+            CheckpointError,
+            "model_type",
+            model_type,
+            ", ".join(ARCHITECTURES),
+            "Serve a checkpoint of one of these architectures.",
+        )
+    return import_module(ARCHITECTURES[str(model_type)])

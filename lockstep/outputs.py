@@ -1,0 +1,57 @@
+"""What a request gives back, shaped like vLLM's outputs."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Logprob:
+    """Log-probability of one token (of the raw logits), its rank from 1, its text if known."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+@dataclass
+class RequestMetrics:
+    """What one request cost. Times in seconds since `arrival_time` (time.monotonic)."""
+
+    arrival_time: float = 0.0
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    num_cached_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_steps: int = 0
+    num_preemptions: int = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens emitted per step: 1 + accepted."""
+        return 1.0 + self.num_accepted_tokens / self.num_steps if self.num_steps else 1.0
+
+
+@dataclass
+class CompletionOutput:
+    """One of a request's `n` completions. finish_reason: stop, length, or abort."""
+
+    index: int = 0
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    seed: int = 0
+
+
+@dataclass
+class RequestOutput:
+    """A request's answer so far."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)

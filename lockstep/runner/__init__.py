@@ -1,0 +1,1 @@
+"""The device side: the table, the step, its capture, and the object that launches schedules."""

@@ -1,0 +1,47 @@
+"""run_step: the whole device side of a step."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+from lockstep.runner.sampler import Sampler
+from lockstep.runner.table import RowTable
+from lockstep.step import Step, StepShape, Verdict
+
+
+class Target(Protocol):
+    """A model, as a step needs it."""
+
+    def __call__(self, step: Step) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """-> hidden [T, H], taps."""
+        ...
+
+    def logits(self, hidden: Tensor, step: Step) -> Tensor:
+        """-> [N, V] fp32 at the step's logit rows."""
+        ...
+
+
+class Drafter(Protocol):
+    """Fills the table's drafts for the next step."""
+
+    def propose(
+        self, step: Step, hidden: Tensor, taps: tuple[Tensor, ...], verdict: Verdict
+    ) -> None:
+        """Called at the end of every step, the table already advanced."""
+        ...
+
+
+class Program:
+    """One step, from the table to the table. Captured or not, this is all there is to it."""
+
+    def __init__(self, table: RowTable, model: Target, sampler: Sampler, drafter: Drafter) -> None:
+        self.table, self.model, self.sampler, self.drafter = table, model, sampler, drafter
+
+    def run_step(self, shape: StepShape) -> tuple[Step, Tensor, Verdict]:
+        """Runs the step of the table's inputs; returns it, its hidden states and the verdict."""
+        step = self.table.prepare(shape)
+        hidden, taps = self.model(step)
+        verdict = self.sampler.verify(self.model.logits(hidden, step), step)
+        self.table.advance(step, verdict)
+        self.drafter.propose(step, hidden, taps, verdict)
+        return step, hidden, verdict

@@ -1,0 +1,150 @@
+"""Rows of the table as the host writes them: a request admitted, moved out, moved back in."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.engine.request import Request
+from lockstep.errors import RequestError
+from lockstep.kernels import sampling as s
+from lockstep.runner.table import RowTable
+
+
+@dataclass
+class HostRow:
+    """A preempted row in host memory: its line of the table, its pages, its state."""
+
+    line: list[Tensor]
+    pages: list[Tensor]
+    state: list[Tensor]
+
+
+def write_row(table: RowTable, row: int, request: Request, start: int) -> None:
+    """The line of a request that begins with its first `start` tokens cached."""
+    prompt = torch.tensor(request.prompt_token_ids, dtype=torch.int64)
+    table.tokens[row, : len(prompt)] = prompt.to(table.tokens.device)
+    table.prompt_len[row] = len(prompt)
+    table.computed[row] = start
+    table.pending[row] = 0
+    table.drafts[row] = -1
+    write_sampling(table.sampling, row, request, prompt)
+
+
+def write_place(table: RowTable, row: int, pages: list[int], slot: int) -> None:
+    """Where the row's cache is."""
+    table.page_table[row] = 0
+    write_pages(table, row, 0, pages)
+    table.state_slots[row] = slot
+
+
+def write_pages(table: RowTable, row: int, column: int, pages: list[int]) -> None:
+    """Pages granted to a row, from this column on."""
+    ids = torch.tensor(pages, dtype=torch.int32)
+    table.page_table[row, column : column + len(pages)] = ids.to(table.page_table.device)
+
+
+def write_sampling(state: s.SamplingState, row: int, request: Request, prompt: Tensor) -> None:
+    """The sampling parameters of a request as a line of tensors."""
+    p, vocab = request.params, state.bias.shape[1]
+    check_ids(request, vocab)
+    flags = 0
+    state.counts[row] = 0
+    state.in_prompt[row] = False
+    if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty:
+        flags |= s.PENALTIES
+        state.in_prompt[row, prompt.unique().to(state.in_prompt.device)] = True
+    if p.logit_bias or p.allowed_token_ids is not None:
+        flags |= s.BIAS
+        state.bias[row] = _bias(request, vocab).to(state.bias.device)
+    if p.min_tokens:
+        flags |= s.MIN_TOKENS
+        stops = sorted(request.eos_token_ids | set(p.stop_token_ids or ()))
+        state.stop_ids[row] = _padded(stops, state.stop_ids.shape[1]).to(state.stop_ids.device)
+    if p.bad_words_ids:
+        flags |= s.BAD_WORDS
+        state.bad_words[row] = _words(p.bad_words_ids, state.bad_words[row].shape).to(
+            state.bad_words.device
+        )
+    if not p.greedy:
+        flags |= s.NOISE
+        if p.top_k > 0 or p.top_p < 1 or p.min_p > 0:
+            flags |= s.FILTERS
+    state.min_position[row] = len(prompt) + p.min_tokens
+    state.flags[row] = flags
+    state.temperature[row], state.top_p[row], state.min_p[row] = p.temperature, p.top_p, p.min_p
+    state.top_k[row] = max(p.top_k, 0)
+    state.repetition[row] = p.repetition_penalty
+    state.presence[row], state.frequency[row] = p.presence_penalty, p.frequency_penalty
+    state.seed[row] = request.seed
+
+
+def check_ids(request: Request, vocab: int) -> None:
+    """Raises RequestError where a parameter names a token that the model does not have."""
+    p = request.params
+    for name, ids in (
+        ("prompt_token_ids", request.prompt_token_ids),
+        ("allowed_token_ids", p.allowed_token_ids or ()),
+        ("logit_bias", p.logit_bias or ()),
+        ("bad_words", [t for word in p.bad_words_ids or () for t in word]),
+        ("stop_token_ids", p.stop_token_ids or ()),
+    ):
+        wrong = [i for i in ids if not 0 <= int(i) < vocab]
+        if wrong:
+            raise RequestError(
+                f"{name} has token id {wrong[0]}; allowed: 0 to {vocab - 1}. Leave it out.", name
+            )
+
+
+def _bias(request: Request, vocab: int) -> Tensor:
+    p = request.params
+    bias = torch.zeros(vocab)
+    if p.allowed_token_ids is not None:
+        bias.fill_(-torch.inf)
+        bias[torch.tensor(list(p.allowed_token_ids), dtype=torch.int64)] = 0.0
+    for token, value in (p.logit_bias or {}).items():
+        bias[int(token)] += value
+    return bias
+
+
+def _padded(values: list[int], length: int) -> Tensor:
+    return torch.tensor((values + [-1] * length)[:length], dtype=torch.int64)
+
+
+def _words(words: "object", shape: torch.Size) -> Tensor:
+    out = torch.full(shape, -1, dtype=torch.int64)
+    for i, word in enumerate(words):  # type: ignore[arg-type]
+        out[i, shape[1] - len(word) :] = torch.tensor(list(word), dtype=torch.int64)
+    return out
+
+
+def save_row(
+    table: RowTable, row: int, pages: list[int], slot: int, paged: list[Tensor], state: list[Tensor]
+) -> HostRow:
+    """Everything of a row, copied to host memory in the order of device work."""
+    index = torch.tensor(pages, dtype=torch.int64)
+    return HostRow(
+        [t[row].cpu().clone() for t in table.row_tensors()],
+        [t[index.to(t.device)].cpu() for t in paged],
+        [t[slot].cpu().clone() for t in state],
+    )
+
+
+def restore_row(
+    table: RowTable,
+    row: int,
+    saved: HostRow,
+    pages: list[int],
+    slot: int,
+    paged: list[Tensor],
+    state: list[Tensor],
+) -> None:
+    """The row as it was saved, in its new place. Pages past the saved ones are fresh."""
+    for tensor, line in zip(table.row_tensors(), saved.line, strict=True):
+        tensor[row] = line.to(tensor.device)
+    write_place(table, row, pages, slot)
+    for tensor, kept in zip(paged, saved.pages, strict=True):
+        index = torch.tensor(pages[: kept.shape[0]], dtype=torch.int64, device=tensor.device)
+        tensor[index] = kept.to(tensor.device)
+    for tensor, kept in zip(state, saved.state, strict=True):
+        tensor[slot] = kept.to(tensor.device)

@@ -1,0 +1,178 @@
+"""The runner: launches schedules, one step ahead of the host, and reads results one step late."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.cache.specs import PagedSpec, StateSpec
+from lockstep.config import Plan
+from lockstep.engine.request import Request
+from lockstep.engine.scheduler import PromptChunk, RowResult, Schedule
+from lockstep.runner import memory, rows
+from lockstep.runner.capture import capture_pieces, capture_program
+from lockstep.runner.program import Program
+from lockstep.runner.sampler import logprobs
+from lockstep.step import Step, StepShape, Verdict
+
+PROMPT_LOGPROB_TILE = 64
+
+
+@dataclass
+class Launch:
+    """One launched step whose results are still on their way to the host."""
+
+    requests: list[Request]
+    emits: list[bool]
+    query_len: int
+    results: Tensor
+    logits: dict[int, Tensor]
+    event: Any
+
+
+@dataclass
+class Flight:
+    """One launched schedule: its steps, not yet read."""
+
+    launches: list[Launch] = field(default_factory=list)
+
+
+class Runner:
+    """Owns table, program and cache tensors. `last_step` is the latest step, for tracing."""
+
+    def __init__(
+        self, plan: Plan, model: nn.Module, draft: nn.Module | None, program: Program
+    ) -> None:
+        self.plan, self.model, self.program, self.table = plan, model, program, program.table
+        self.layers = memory.mixers(model, draft)
+        self.saved: dict[str, rows.HostRow] = {}
+        self.last_step: Step | None = None
+        self.run_step: Callable[[StepShape], tuple[Step, Tensor, Verdict]] = program.run_step
+        memory.allocate(self.layers, plan.num_pages, plan.num_slots, plan.device)
+        self.paged = memory.tensors(self.layers, PagedSpec)
+        self.state = memory.tensors(self.layers, StateSpec)
+
+    def warm_up(self, progress: Callable[[int, int], None]) -> None:
+        """Runs every uniform shape on null rows, capturing it if the plan asks for graphs."""
+        buckets = self.plan.row_buckets if self.plan.device == "cuda" else self.plan.row_buckets[:1]
+        shapes = [StepShape.uniform(r, self.plan.query_len) for r in reversed(buckets)]
+        if self.plan.graph_mode != "none":
+            pool = torch.cuda.graph_pool_handle()
+            if self.plan.graph_mode == "full":
+                self.run_step = capture_program(self.program.run_step, pool)
+            else:
+                capture_pieces(self.model, pool, [s.tokens for s in shapes])
+        self.table.inputs.fill()
+        self.run_step(StepShape(1, memory.PAGE_SIZE, memory.PAGE_SIZE, prompt=True))
+        for index, shape in enumerate(shapes):
+            self.run_step(shape)
+            progress(index + 1, len(shapes))
+        if self.plan.device == "cuda":
+            torch.cuda.synchronize()
+
+    @torch.inference_mode()
+    def launch(self, schedule: Schedule) -> Flight:
+        """Puts a schedule on the device. Does not wait for it."""
+        self._place(schedule)
+        flight = Flight()
+        if schedule.decode:
+            flight.launches.append(self._launch_decode(schedule.decode))
+        if schedule.prompt:
+            flight.launches.append(self._launch_prompt(schedule.prompt))
+        return flight
+
+    def _place(self, schedule: Schedule) -> None:
+        """Moves, admits and grants, in the order of the schedule."""
+        table = self.table
+        for swap in schedule.swap_out:
+            self.saved[swap.request.id] = rows.save_row(
+                table, swap.row, swap.pages, swap.state_slot, self.paged, self.state
+            )
+        for swap in schedule.swap_in:
+            saved = self.saved.pop(swap.request.id)
+            place = (swap.pages, swap.state_slot, self.paged, self.state)
+            rows.restore_row(table, swap.row, saved, *place)
+        for admission in schedule.admissions:
+            rows.write_row(table, admission.row, admission.request, admission.start)
+            rows.write_place(table, admission.row, admission.pages, admission.state_slot)
+        for grant in schedule.grants:
+            rows.write_pages(table, grant.row, grant.column, grant.pages)
+
+    def _launch_decode(self, decode: list[tuple[int, Request]]) -> Launch:
+        bucket = next(b for b in self.plan.row_buckets if b >= len(decode))
+        self.table.inputs.fill(row_ids=[row for row, _ in decode])
+        requests = [request for _, request in decode]
+        return self._run(StepShape.uniform(bucket, self.plan.query_len), requests, True)
+
+    def _launch_prompt(self, chunks: list[PromptChunk]) -> Launch:
+        lengths = [c.length for c in chunks]
+        self.table.inputs.fill(
+            row_ids=[c.row for c in chunks],
+            query_lens=lengths,
+            state_src=[c.state_src for c in chunks],
+            snapshot_slots=[c.snapshot_slot for c in chunks],
+        )
+        shape = StepShape(len(chunks), sum(lengths), max(lengths), prompt=True)
+        launch = self._run(shape, [c.request for c in chunks], False)
+        launch.emits = [c.last for c in chunks]
+        return launch
+
+    def _run(self, shape: StepShape, requests: list[Request], uniform: bool) -> Launch:
+        step, hidden, verdict = self.run_step(shape)
+        self.last_step = step
+        count = len(requests)
+        drafted = (step.drafts >= 0).sum(1, keepdim=True)
+        packed = torch.cat([verdict.tokens, verdict.accepted[:, None], drafted], dim=1)[:count]
+        cuda = self.plan.device == "cuda"
+        results = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=cuda)
+        results.copy_(packed, non_blocking=True)
+        window = verdict.tokens.shape[1]
+        wanted = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
+        logits = {i: verdict.logits[i * window : (i + 1) * window].clone() for i in wanted}
+        if not uniform:
+            self._prompt_logprobs(step, hidden, requests)
+        event = torch.cuda.Event() if cuda else None
+        if event:
+            event.record()
+        return Launch(requests, [True] * count, window, results, logits, event)
+
+    def _prompt_logprobs(self, step: Step, hidden: Tensor, requests: list[Request]) -> None:
+        """For requests that ask: the log-probabilities of their prompt tokens, chunk by chunk."""
+        for i, request in enumerate(requests):
+            most = request.params.prompt_logprobs
+            if most is None:
+                continue
+            begin, end = step.cu_seqlens[i : i + 2].tolist()
+            first = int(step.starts[i])
+            following = request.prompt_token_ids[first + 1 : first + 1 + end - begin]
+            for tile in range(0, len(following), PROMPT_LOGPROB_TILE):
+                tokens = following[tile : tile + PROMPT_LOGPROB_TILE]
+                at = begin + tile
+                logits = self.program.model.head(hidden[at : at + len(tokens)])  # type: ignore[attr-defined]
+                request.prompt_logprobs.extend(logprobs(logits, tokens, most))
+
+    def collect(self, flight: Flight) -> dict[str, RowResult]:
+        """Waits for a flight and reads what its rows emitted, by request id."""
+        found: dict[str, RowResult] = {}
+        for launch in flight.launches:
+            if launch.event:
+                launch.event.synchronize()
+            for i, line in enumerate(launch.results.tolist()):
+                if launch.emits[i]:
+                    found[launch.requests[i].id] = self._result(launch, i, line)
+        return found
+
+    def _result(self, launch: Launch, index: int, line: list[int]) -> RowResult:
+        *tokens, accepted, drafted = line
+        tokens = tokens[: accepted + 1]
+        scores = None
+        if index in launch.logits:
+            most = launch.requests[index].params.logprobs or 0
+            scores = logprobs(launch.logits[index][: len(tokens)], tokens, most)
+        return RowResult(tokens, drafted, accepted, scores)
+
+    def forget(self, request_id: str) -> None:
+        """Drops what is kept of a preempted request that was aborted."""
+        self.saved.pop(request_id, None)

@@ -1,0 +1,50 @@
+"""The sampler: logits to a verdict. Verifying zero drafts is sampling."""
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.sampling import sample
+from lockstep.layers.build import Build
+from lockstep.outputs import Logprob
+from lockstep.runner.table import RowTable
+from lockstep.step import Step, Verdict
+
+
+class Sampler:
+    """At every position the target has one token that it would emit; a draft is accepted iff equal."""
+
+    def __init__(self, table: RowTable, build: Build, vocab: int) -> None:
+        self.table = table
+        self.sample_op = build.at("sampler").op(sample, vocab=vocab)
+
+    def sample(self, logits: Tensor, positions: Tensor, drafts: Tensor, row_ids: Tensor) -> Tensor:
+        """logits [S, Q, V], positions [S, Q] of the sampled tokens -> tokens [S, Q]."""
+        table = self.table
+        return self.sample_op(logits, positions, drafts, row_ids, table.tokens, table.sampling)
+
+    def verify(self, logits: Tensor, step: Step) -> Verdict:
+        """logits [N, V] at the step's logit rows -> the verdict."""
+        drafts = step.drafts
+        window = (step.shape.rows, drafts.shape[1] + 1)
+        positions = step.positions[step.logit_rows].view(window) + 1
+        tokens = self.sample(logits.view(*window, -1), positions, drafts, step.row_ids)
+        agreed = (drafts == tokens[:, :-1]).int()
+        accepted = agreed.cumprod(1).sum(1, dtype=torch.int32)
+        return Verdict(tokens, accepted, logits)
+
+
+def logprobs(logits: Tensor, tokens: list[int], most: int) -> list[dict[int, Logprob]]:
+    """logits [N, V] raw, the N chosen tokens -> per position: the token and the `most` likeliest.
+
+    One log_softmax per row, so that the bits depend on that row alone; ties in rank count once.
+    """
+    found = []
+    for row, token in zip(logits.float().cpu(), tokens, strict=True):
+        scores = torch.log_softmax(row, -1)
+        rank = int((scores > scores[token]).sum()) + 1
+        entry = {token: Logprob(float(scores[token]), rank)}
+        values, ids = scores.topk(most) if most else (scores[:0], scores[:0])
+        for place, (value, index) in enumerate(zip(values.tolist(), ids.tolist(), strict=True)):
+            entry.setdefault(int(index), Logprob(value, place + 1))
+        found.append(entry)
+    return found

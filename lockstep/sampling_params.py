@@ -1,0 +1,129 @@
+"""What a request asks of the sampler, in vLLM's names."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from lockstep.errors import RequestError
+
+MAX_LOGPROBS = 20
+MAX_BAD_WORDS = 32
+MAX_BAD_WORD_TOKENS = 8
+MAX_STOP_IDS = 16
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Sampling parameters of one request; `seed=None` draws one, which the output returns.
+
+    temperature 0 is greedy. top_k 0 or -1 and top_p 1 switch off. `bad_words` are strings
+    (`bad_words_ids` once tokenized). `logprobs` N: the chosen token and the N likeliest at every
+    generated position, of the raw logits. `prompt_logprobs`: the same for the prompt.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
+    bad_words_ids: Sequence[Sequence[int]] | None = None
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    detokenize: bool = True
+    skip_special_tokens: bool = True
+    extra_args: dict[str, Any] | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("n", 1, 128),
+            ("temperature", 0.0, 100.0),
+            ("top_p", 1e-9, 1.0),
+            ("min_p", 0.0, 1.0),
+            ("repetition_penalty", 1e-3, 100.0),
+            ("presence_penalty", -2.0, 2.0),
+            ("frequency_penalty", -2.0, 2.0),
+            ("top_k", -1, 2**31 - 1),
+            ("min_tokens", 0, 2**31 - 1),
+            ("max_tokens", 1, 2**31 - 1),
+            ("logprobs", 0, MAX_LOGPROBS),
+            ("prompt_logprobs", 0, MAX_LOGPROBS),
+            ("seed", -(2**63), 2**63 - 1),
+        ):
+            self._check_range(name, low, high)
+        self._check_lists()
+
+    def _check_range(self, name: str, low: float, high: float) -> None:
+        value = getattr(self, name)
+        if value is None and type(self).__dataclass_fields__[name].default in (None, 16):
+            return
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        whole = isinstance(type(self).__dataclass_fields__[name].default, float) or isinstance(
+            value, int
+        )
+        if not (number and whole and low <= value <= high):
+            kind = "a number" if isinstance(low, float) else "a whole number"
+            raise RequestError(
+                f"{name}={value!r} is not allowed; allowed: {kind} from {low} to {high}. "
+                f"Change {name} or leave it out.",
+                name,
+            )
+
+    def _check_lists(self) -> None:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; "
+                "lower min_tokens or raise max_tokens.",
+                "min_tokens",
+            )
+        if self.allowed_token_ids is not None and not list(self.allowed_token_ids):
+            raise RequestError(
+                "allowed_token_ids=[] leaves no token to emit; name at least one or leave it out.",
+                "allowed_token_ids",
+            )
+        for name, most in (
+            ("bad_words", MAX_BAD_WORDS),
+            ("bad_words_ids", MAX_BAD_WORDS),
+            ("stop_token_ids", MAX_STOP_IDS),
+        ):
+            value = getattr(self, name)
+            if value is not None and len(value) > most:
+                raise RequestError(
+                    f"{name} has {len(value)} entries; allowed: at most {most}. Send fewer.", name
+                )
+        for words in self.bad_words_ids or ():
+            if not 1 <= len(words) <= MAX_BAD_WORD_TOKENS:
+                raise RequestError(
+                    f"bad_words entry of {len(words)} tokens is not allowed; allowed: 1 to "
+                    f"{MAX_BAD_WORD_TOKENS} tokens. Shorten it.",
+                    "bad_words",
+                )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the target token is a plain argmax."""
+        return self.temperature == 0.0
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The names of all fields."""
+        return tuple(f.name for f in fields(cls))

@@ -1,0 +1,76 @@
+"""What every layer receives: the static shape of a step and its device tensors.
+
+A step is one ragged batch of rows. T tokens, S rows, Q query length, P pages of a row.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+GRID = 64
+"""Prompt chunks, snapshots and pages meet on this absolute token grid."""
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """The static sizes of a step: what a captured program is keyed by.
+
+    rows: S, null rows included. tokens: T, all rows together. query_len: the most tokens a row
+    brings; a step that is not a prompt step is uniform, tokens == rows * query_len.
+    """
+
+    rows: int
+    tokens: int
+    query_len: int
+    prompt: bool = False
+
+    @classmethod
+    def uniform(cls, rows: int, query_len: int) -> "StepShape":
+        """Every row brings `query_len` tokens: its last token and query_len - 1 drafts."""
+        return cls(rows, rows * query_len, query_len)
+
+
+@dataclass
+class Step:
+    """The device tensors of one step; integers are int32 unless noted.
+
+    row_ids [S] lines of the table (int64); token_ids [T] (int64); positions [T] (int64);
+    token_rows [T] index into the S rows (int64); cu_seqlens [S+1]; starts [S] tokens committed
+    before this step; seq_lens [S] = starts + query lengths; page_table [S, P];
+    slot_mapping [T] (int64) page * page_size + offset.
+    State: state_slots [S] where a row's state is kept; state_src [S] where a prompt chunk reads
+    its first state (a snapshot, or the row's own); snapshot_slots [S] where a prompt chunk leaves
+    the state of its last grid point (0: nowhere); pending [S] tokens of the last window that are
+    committed and not yet folded into the state.
+    drafts [S, Q-1]: the draft tokens among token_ids, -1 where there is none (uniform steps).
+    logit_rows [N] (int64): indices into T whose logits are wanted (all, or a row's last).
+    """
+
+    shape: StepShape
+    row_ids: Tensor
+    token_ids: Tensor
+    positions: Tensor
+    token_rows: Tensor
+    cu_seqlens: Tensor
+    starts: Tensor
+    seq_lens: Tensor
+    page_table: Tensor
+    slot_mapping: Tensor
+    state_slots: Tensor
+    state_src: Tensor
+    snapshot_slots: Tensor
+    pending: Tensor
+    drafts: Tensor
+    logit_rows: Tensor
+
+
+@dataclass
+class Verdict:
+    """What the target decided. tokens [S, Q] (int64): the token it emits after each position;
+    accepted [S] (int32): leading drafts that equal it. A row emits tokens[s, : accepted[s] + 1].
+    logits [N, V] fp32: the raw logits, for logprobs outside the step.
+    """
+
+    tokens: Tensor
+    accepted: Tensor
+    logits: Tensor
