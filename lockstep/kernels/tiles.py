@@ -1,9 +1,11 @@
 """Row tiles: how a CPU matrix product keeps its bits whatever rows stand beside a row.
 
-A BLAS library picks its inner loops by the number of rows, so the same row gives other bits in a
-batch of 4 than in a batch of 40. Cut into tiles of one fixed, zero-padded size, every row goes
-through the same inner loops. Tiles of SMALL rows define the bits; where a probe of this very
-(N, K) shows that a tile of LARGE rows gives the same, long batches take those.
+A BLAS library picks its inner loops by the number of rows, so the same row may give other bits in a
+batch of 4 than in a batch of 40. Products are therefore cut into tiles of a few fixed sizes, padded
+where rows are short. A tile of BASE rows defines the bits; the other sizes serve a (K, N) only
+where a probe of that very shape shows the same bits. With the right operand stored [K, N], MKL
+gives the same bits from 2 rows up (until it blocks K); stored [N, K] only from 16 up, and 3 times
+slower (docs/decisions/0003-cpu-row-tiles.md).
 """
 
 from functools import cache
@@ -12,36 +14,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SMALL = 16
-LARGE = 256
+BASE = 8
+SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 128, 256, 384)
 
 
 @cache
-def large_tile_is_exact(n: int, k: int) -> bool:
-    """Whether tiles of LARGE and SMALL rows give the same bits for weights [n, k] on this CPU."""
+def exact_sizes(k: int, n: int) -> tuple[int, ...]:
+    """The tile sizes, ascending, that give BASE's bits for a right operand [k, n] on this CPU."""
     generator = torch.Generator().manual_seed(n * 65537 + k)
-    x = torch.randn(LARGE, k, generator=generator)
+    x = torch.randn(SIZES[-1], k, generator=generator)
     x = x * torch.exp2(torch.randint(-20, 21, x.shape, generator=generator).float())
-    weight = torch.randn(n, k, generator=generator)
-    small = torch.cat([F.linear(rows, weight) for rows in x.split(SMALL)])
-    return torch.equal(F.linear(x, weight), small)
+    right = torch.randn(k, n, generator=generator)
+    base = torch.cat([torch.mm(rows, right) for rows in x.split(BASE)])
+    stacked = torch.stack([right, -right])
+    good = []
+    for size in SIZES:
+        tile = x[:size].expand(2, size, k)
+        single = torch.equal(torch.mm(x[:size], right), base[:size])
+        if single and torch.equal(torch.bmm(tile, stacked)[0], base[:size]):
+            good.append(size)
+    return tuple(good) if BASE in good else (BASE,)
 
 
-def tiled_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, K] @ weight [N, K]^T -> [T, N] fp32; every row's bits depend on that row alone."""
+def padded_rows(rows: int, sizes: tuple[int, ...]) -> int:
+    """The smallest exact size that holds `rows`; the largest one where none does."""
+    return next((size for size in sizes if size >= rows), sizes[-1])
+
+
+def tiled_mm(x: Tensor, right: Tensor) -> Tensor:
+    """x [T, K] @ right [K, N] -> [T, N], fp32, contiguous; a row's bits depend on it alone."""
     rows, k = x.shape
-    n = weight.shape[0]
-    out = x.new_empty(rows, n)
-    done = 0
-    if rows >= LARGE and large_tile_is_exact(n, k):
-        while rows - done >= LARGE:
-            torch.mm(x[done : done + LARGE], weight.t(), out=out[done : done + LARGE])
-            done += LARGE
-    while rows - done >= SMALL:
-        torch.mm(x[done : done + SMALL], weight.t(), out=out[done : done + SMALL])
-        done += SMALL
-    if done < rows:
-        tail = x.new_zeros(SMALL, k)
-        tail[: rows - done] = x[done:]
-        out[done:] = F.linear(tail, weight)[: rows - done]
-    return out
+    sizes = exact_sizes(k, right.shape[1])
+    size = padded_rows(rows, sizes)
+    if rows == size:
+        return torch.mm(x, right)
+    if rows < size:
+        tile = x.expand(size, k) if rows == 1 else F.pad(x, (0, 0, 0, size - rows))
+        return torch.mm(tile, right)[:rows]
+    return torch.cat([tiled_mm(part, right) for part in x.split(size)])
+
+
+def tiled_bmm(x: Tensor, right: Tensor) -> Tensor:
+    """x [R, K] @ each of right [B, K, N] -> [B, R, N]. R is a size of exact_sizes(K, N)."""
+    return torch.bmm(x.expand(right.shape[0], *x.shape), right)

@@ -1,5 +1,6 @@
 """Gated softmax attention over paged KV (Qwen3-Next and Qwen3.5 full-attention layers)."""
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.cache.specs import PagedSpec
@@ -45,8 +46,8 @@ class GatedAttention(nn.Module):
         qg, k, v = self.qkv(x).split(self.qkv.outputs, dim=-1)
         q, gate = qg.unflatten(-1, (self.heads, 2 * self.head_dim)).chunk(2, dim=-1)
         k, v = (t.unflatten(-1, (self.kv_heads, self.head_dim)) for t in (k, v))
-        q = self.rotary(self.q_norm(q), step.positions)
-        k = self.rotary(self.k_norm(k), step.positions)
+        turned = self.rotary(torch.cat([self.q_norm(q), self.k_norm(k)], dim=1), step.positions)
+        q, k = turned.split([self.heads, self.kv_heads], dim=1)
         self.k_cache.flatten(0, 1).index_put_((step.slot_mapping,), k)
         self.v_cache.flatten(0, 1).index_put_((step.slot_mapping,), v)
         mixed = self.attend(

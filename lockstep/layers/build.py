@@ -62,6 +62,13 @@ class Build:
         self.choices.append(Choice(self.layer, op.name, "draft", {}))
         return draft_linear
 
+    def matrix(self, n: int, k: int) -> torch.nn.Parameter:
+        """A weight [n, k] to be filled, stored as its op likes it: [k, n] on a CPU."""
+        if self.device == "cpu":
+            stored = torch.empty(k, n, dtype=self.dtype).t()
+            return torch.nn.Parameter(stored, requires_grad=False)
+        return self.empty(n, k)
+
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
         """A parameter to be filled by the loader."""
         tensor = torch.empty(*shape, dtype=dtype or self.dtype, device=self.device)

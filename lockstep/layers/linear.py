@@ -12,7 +12,7 @@ class Linear(nn.Module):
     def __init__(self, build: Build, inputs: int, *outputs: int) -> None:
         super().__init__()
         self.outputs = outputs
-        self.weight = build.empty(sum(outputs), inputs)
+        self.weight = build.matrix(sum(outputs), inputs)
         self.linear = build.linear_op(linear, n=sum(outputs), k=inputs)
 
     def part(self, index: int) -> Tensor:
@@ -29,7 +29,7 @@ class Embedding(nn.Module):
 
     def __init__(self, build: Build, vocab: int, hidden: int) -> None:
         super().__init__()
-        self.weight = build.empty(vocab, hidden)
+        self.weight = build.matrix(vocab, hidden)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.weight[ids]

@@ -23,8 +23,8 @@ class Rotary(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """x [T, H, D], positions [T] -> rotated in fp32, of x's dtype."""
-        cos, sin = self.cos[positions, None], self.sin[positions, None]
+        cos, sin = (t.index_select(0, positions).unsqueeze(1) for t in (self.cos, self.sin))
         half = self.width // 2
         a, b = x[..., :half].float(), x[..., half : self.width].float()
-        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
-        return torch.cat([turned, x[..., self.width :]], dim=-1)
+        turned = ((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype))
+        return torch.cat([*turned, x[..., self.width :]], dim=-1)

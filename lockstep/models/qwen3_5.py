@@ -133,7 +133,7 @@ class Model(nn.Module):
             Block(c, build.at(f"layers.{i}"), kind, rotary) for i, kind in enumerate(c.layer_types)
         )
         self.norm = RMSNorm(build.at("norm"), c.hidden_size, c.eps, offset=1.0)
-        own = build.empty(c.vocab_size, c.hidden_size) if not c.tied else self.embed.weight
+        own = build.matrix(c.vocab_size, c.hidden_size) if not c.tied else self.embed.weight
         self.head = Head(build.at("head"), own)
 
     def forward(self, step: Step) -> tuple[Tensor, tuple[Tensor, ...]]:

@@ -101,10 +101,10 @@ class RowTable:
             seq_lens=starts + query_lens,
             page_table=pages,
             slot_mapping=page * self.page_size + positions % self.page_size,
-            state_slots=self.state_slots[row_ids],
+            state_slots=self.state_slots[row_ids].long(),
             state_src=inputs.state_src[:rows],
             snapshot_slots=inputs.snapshot_slots[:rows],
-            pending=self.pending[row_ids],
+            pending=self.pending[row_ids].long(),
             drafts=drafts,
             logit_rows=(cu[1:].long() - 1).clamp_min(0) if shape.prompt else index,
         )

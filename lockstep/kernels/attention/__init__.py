@@ -1,15 +1,17 @@
 """paged_attention: any query length over paged KV, folded at fixed absolute positions.
 
 The keys of a row are cut at absolute multiples of SEGMENT. A segment gives (max, sum, output) by
-softmax in base e over its own keys; segments are folded in ascending order. Prefill, decode and
-verification use the same fold, so a token's bits depend on its own prefix alone.
+softmax over its own keys; segments are added in ascending order, each scaled to the row's largest
+max. Prefill, decode and verification use the same fold, so a token's bits depend on its own prefix
+alone.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.kernels.registry import op
-from lockstep.kernels.tiles import tiled_linear
+from lockstep.kernels.tiles import exact_sizes, padded_rows, tiled_bmm
 
 SEGMENT = 256
 
@@ -36,55 +38,58 @@ def paged_attention(
     bounds = cu_seqlens.tolist()
     for s, start in enumerate(starts.tolist()):
         begin, end = bounds[s], bounds[s + 1]
-        if begin == end:
-            continue
-        keys = start + end - begin
-        pages = page_table[s, : -(-keys // k_cache.shape[1])].long()
-        k = k_cache[pages].flatten(0, 1)[:keys]
-        v = v_cache[pages].flatten(0, 1)[:keys]
-        out[begin:end] = _attend(q[begin:end], k, v, start, scale)
+        if begin < end:
+            k, v = (_segments(x, page_table[s], start + end - begin) for x in (k_cache, v_cache))
+            out[begin:end] = _attend(q[begin:end].float() * scale, k, v, start).to(q.dtype)
     return out
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float) -> Tensor:
-    """One row: q [Q, H, D] at positions start.., k and v [keys, Hkv, D] -> [Q, H, D]."""
+def _segments(cache: Tensor, pages: Tensor, keys: int) -> Tensor:
+    """The first `keys` tokens of a row, zero-padded: [segments, SEGMENT, Hkv, D] fp32."""
+    size = cache.shape[1]
+    used = -(-keys // size)
+    found = cache.index_select(0, pages[:used]).flatten(0, 1).float()
+    short = -(-keys // SEGMENT) * SEGMENT - keys
+    return F.pad(found[:keys], (0, 0, 0, 0, 0, short)).unflatten(0, (-1, SEGMENT))
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    """One row: q [Q, H, D] scaled, at positions start.., k and v of _segments -> [Q, H, D]."""
     queries, heads, dim = q.shape
-    group = heads // k.shape[1]
-    position = torch.arange(start, start + queries).repeat_interleave(group)
-    out = torch.empty_like(q)
-    for h in range(k.shape[1]):
-        mine = slice(h * group, (h + 1) * group)
-        rows = (q[:, mine].float() * scale).reshape(queries * group, dim)
-        folded = _fold(rows, k[:, h].float(), v[:, h].float(), position)
-        out[:, mine] = folded.view(queries, group, dim).to(q.dtype)
-    return out
+    group = heads // k.shape[2]
+    sizes = exact_sizes(dim, SEGMENT), exact_sizes(SEGMENT, dim)
+    shared = tuple(size for size in sizes[0] if size in sizes[1])
+    block = max(shared[-1] // group, 1)
+    parts = []
+    for at in range(0, queries, block):
+        tokens = q[at : at + block]
+        count = tokens.shape[0] * group
+        last = start + at + torch.arange(count) // group
+        seen = -(-(start + at + tokens.shape[0]) // SEGMENT)
+        short = padded_rows(count, shared) - count
+        rows = tokens.unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2)
+        rows, last = F.pad(rows, (0, 0, 0, short)), F.pad(last, (0, short))
+        done = [
+            _fold(rows[h], k[:seen, :, h], v[:seen, :, h], last)[:count] for h in range(len(rows))
+        ]
+        parts.append(torch.stack(done).unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _fold(rows: Tensor, k: Tensor, v: Tensor, position: Tensor) -> Tensor:
-    """rows [R, D] in ascending position [R], k and v [keys, D] fp32 -> [R, D] fp32."""
-    total = torch.zeros(rows.shape[0], v.shape[1])
-    norm = torch.zeros(rows.shape[0], 1)
-    top = torch.full((rows.shape[0], 1), -torch.inf)
-    for left in range(0, k.shape[0], SEGMENT):
-        first = int(torch.searchsorted(position, left))
-        part, part_norm, part_top = _segment(
-            rows[first:], k[left : left + SEGMENT], v[left : left + SEGMENT], position[first:] - left
-        )
-        new_top = torch.maximum(top[first:], part_top)
-        old, new = torch.exp(top[first:] - new_top), torch.exp(part_top - new_top)
-        total[first:] = total[first:] * old + part * new
-        norm[first:] = norm[first:] * old + part_norm * new
-        top[first:] = new_top
-    return total / norm
+def _fold(rows: Tensor, k: Tensor, v: Tensor, last: Tensor) -> Tensor:
+    """rows [R, D]; k, v [segments, SEGMENT, D]; row r sees keys 0 .. last[r] -> [R, D].
 
-
-def _segment(rows: Tensor, k: Tensor, v: Tensor, last: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """One segment, zero-padded to SEGMENT keys; row r sees its keys 0 .. last[r]."""
-    if k.shape[0] < SEGMENT:
-        short = SEGMENT - k.shape[0]
-        k, v = (torch.nn.functional.pad(x, (0, 0, 0, short)) for x in (k, v))
-    scores = tiled_linear(rows, k.contiguous())
-    scores.masked_fill_(torch.arange(SEGMENT) > last[:, None], -torch.inf)
+    Segments past a row's last key add exact zeros; cumsum adds one after another.
+    """
+    scores = tiled_bmm(rows, k.transpose(1, 2).contiguous())
+    keys = torch.arange(k.shape[0] * SEGMENT).view(-1, 1, SEGMENT)
+    scores.masked_fill_(keys > last[:, None], -torch.inf)
     top = scores.amax(-1, keepdim=True)
-    weights = torch.exp(scores - top)
-    return tiled_linear(weights, v.t().contiguous()), weights.sum(-1, keepdim=True), top
+    best = top.amax(0, keepdim=True)
+    weights = torch.exp(scores - top.clamp_min(torch.finfo(torch.float32).min))
+    part = torch.bmm(weights, v.contiguous())
+    norm = weights.sum(-1, keepdim=True)
+    if k.shape[0] == 1:
+        return (part / norm)[0]
+    scale = torch.exp(top - best)
+    return (part * scale).cumsum(0)[-1] / (norm * scale).cumsum(0)[-1]

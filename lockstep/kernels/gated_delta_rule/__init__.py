@@ -40,13 +40,13 @@ class GatedDeltaState:
 
 
 def _heads(mixed: Tensor, state: GatedDeltaState) -> tuple[Tensor, Tensor, Tensor]:
-    """Convolved mixed [..., C] fp32 -> q, k [..., HV, K] normalised (q scaled), v [..., HV, V]."""
+    """Convolved mixed [..., C] fp32 -> q, k [..., HK, K] normalised (q scaled), v [..., HV, V]."""
     hv, dk, dv = state.recurrent.shape[1:]
     hk = state.k.shape[2]
-    q, k, v = mixed.split([hk * dk, hk * dk, hv * dv], dim=-1)
-    q, k = (x.unflatten(-1, (hk, dk)) for x in (q, k))
-    q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS) for x in (q, k))
-    return q * dk**-0.5, k, v.unflatten(-1, (hv, dv))
+    qk, v = mixed.split([2 * hk * dk, hv * dv], dim=-1)
+    qk = qk.unflatten(-1, (2 * hk, dk))
+    qk = qk * torch.rsqrt((qk * qk).sum(-1, keepdim=True).add_(L2_EPS))
+    return qk[..., :hk, :] * dk**-0.5, qk[..., hk:, :], v.unflatten(-1, (hv, dv))
 
 
 def _convolve(x: Tensor, weight: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ def _convolve(x: Tensor, weight: Tensor) -> Tensor:
     length = x.shape[-2] - taps.shape[0] + 1
     total = x[..., :length, :] * taps[0]
     for j in range(1, taps.shape[0]):
-        total = total + x[..., j : j + length, :] * taps[j]
+        total += x[..., j : j + length, :] * taps[j]
     return silu(total)
 
 
@@ -78,51 +78,74 @@ def gated_delta_step(
     """Generated tokens: replay the accepted ones of the last window, run the new window.
 
     mixed [S, Q, C] raw; g [S, Q, HV] fp32 log decay; beta [S, Q, HV] fp32; conv_weight [C, R + 1];
-    slots [S] int32; pending [S] int32 (0..W) -> o [S, Q, HV, V] fp32. The state is read once and
+    slots [S] int64; pending [S] int64 (0..W) -> o [S, Q, HV, V] fp32. The state is read once and
     written once: after the replay, before the new window, whose inputs are kept. Q <= W.
     Slots may repeat only if null; a null row's results are undefined.
     """
-    length, hv = mixed.shape[1], state.recurrent.shape[1]
-    history = state.conv.shape[1] - state.u.shape[1]
-    slots, pending = slots.long(), pending.long()
-    taken = (pending[:, None] + torch.arange(history))[..., None]
-    conv = state.conv[slots]
-    conv = torch.cat([conv.gather(1, taken.expand(-1, -1, conv.shape[2])), mixed], dim=1)
-    q, k, v = _heads(_convolve(conv, conv_weight), state)
+    length, window, hv = mixed.shape[1], state.u.shape[1], state.recurrent.shape[1]
+    history = state.conv.shape[1] - window
+    taken = pending[:, None] + torch.arange(history)
+    past = state.conv.index_select(0, slots).gather(1, taken[..., None].expand(-1, -1, mixed.shape[2]))
+    raw = torch.cat([past, mixed], dim=1)
+    q, k, v = _heads(_convolve(raw, conv_weight), state)
     s = _replay(state, slots, pending)
-    state.recurrent[slots] = s
-    u, decay = torch.empty_like(v), torch.exp(g)
-    q, wide = _expand(q, hv).transpose(1, 2), _expand(k, hv).transpose(1, 2)
-    out = torch.empty_like(v)
-    for t in range(length):
-        s, kt = s * decay[:, t, :, None, None], wide[:, :, t]
-        u[:, t] = (v[:, t] - _read(s, kt)) * beta[:, t, :, None]
-        s = _write(s, kt, u[:, t])
-        out[:, t] = _read(s, q[:, :, t])
-    state.conv[slots, : history + length] = conv.to(state.conv.dtype)
-    state.u[slots, :length], state.k[slots, :length], state.decay[slots, :length] = u, k, decay
+    state.recurrent.index_copy_(0, slots, s)
+    decay = torch.exp(g)
+    out, u = _run(s, _expand(q, hv), _expand(k, hv), v, decay, beta)
+    for kept, new in ((state.conv, raw), (state.u, u), (state.k, k), (state.decay, decay)):
+        kept[:, : new.shape[1]].index_copy_(0, slots, new.to(kept.dtype))
     return out
 
 
-def _read(s: Tensor, k: Tensor) -> Tensor:
-    """s [S, HV, K, V], k [S, HV, K] -> [S, HV, V]."""
-    return torch.bmm(k.flatten(0, 1).unsqueeze(1), s.flatten(0, 1)).view(*k.shape[:2], s.shape[3])
+def _run(
+    s: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The recurrence, token by token: s [S, HV, K, V], changed in place; q, k [S, Q, HV, K];
+    v [S, Q, HV, V]; decay, beta [S, Q, HV] -> o, u [S, Q, HV, V]."""
+    s = s.flatten(0, 1)
+    out, u = [], []
+    tokens = (_by_token(x) for x in (q, k, v, decay[..., None], beta[..., None]))
+    for qt, kt, vt, fade, rate in zip(*tokens, strict=True):
+        s.mul_(fade)
+        u.append((vt - torch.bmm(kt, s)).mul_(rate))
+        _write(s, kt, u[-1])
+        out.append(torch.bmm(qt, s))
+    return _by_row(out, v), _by_row(u, v)
 
 
-def _write(s: Tensor, k: Tensor, u: Tensor) -> Tensor:
-    """s + k (x) u; the one expression that stepping and replay share."""
-    return s + k[..., :, None] * u[..., None, :]
+def _by_token(x: Tensor) -> tuple[Tensor, ...]:
+    """[S, Q, HV, X] -> Q tensors [S * HV, 1, X]."""
+    return x.transpose(0, 1).flatten(1, 2).unsqueeze(2).unbind(0)
+
+
+def _by_row(tokens: list[Tensor], like: Tensor) -> Tensor:
+    """Q tensors [S * HV, 1, V] -> [S, Q, HV, V], as `like`."""
+    rows, length, heads, width = like.shape
+    return torch.cat(tokens, 1).view(rows, heads, length, width).transpose(1, 2)
+
+
+def _write(s: Tensor, k: Tensor, u: Tensor) -> None:
+    """s [N, K, V] += k [N, 1, K] (x) u [N, 1, V]: the one expression of stepping and replay."""
+    s.baddbmm_(k.transpose(1, 2), u)
 
 
 def _replay(state: GatedDeltaState, slots: Tensor, pending: Tensor) -> Tensor:
-    """The committed state [S, HV, K, V]: the last window's first `pending` tokens folded in."""
-    s = state.recurrent[slots]
-    hv = s.shape[1]
-    for t in range(int(pending.max())):
-        live = (t < pending)[:, None, None, None]
-        k = _expand(state.k[slots, t], hv)
-        replayed = _write(s * state.decay[slots, t, :, None, None], k, state.u[slots, t])
-        s = torch.where(live, replayed, s)
+    """The committed state [S, HV, K, V]: the last window's first `pending` tokens folded in.
+
+    Where a row has fewer than its batch mates, the rest is decay 1 and u 0: an exact no-op.
+    """
+    s = state.recurrent.index_select(0, slots)
+    most = int(pending.max())
+    if most:
+        decay, u, k = (x[:, :most].index_select(0, slots) for x in (state.decay, state.u, state.k))
+        if pending.shape[0] > 1:
+            live = (torch.arange(most) < pending[:, None])[..., None]
+            decay, u = torch.where(live, decay, 1.0), torch.where(live[..., None], u, 0.0)
+        flat = s.flatten(0, 1)
+        tokens = (_by_token(x) for x in (decay[..., None], _expand(k, s.shape[1]), u))
+        for fade, kt, ut in zip(*tokens, strict=True):
+            flat.mul_(fade)
+            _write(flat, kt, ut)
     return s
 
 

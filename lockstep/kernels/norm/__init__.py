@@ -9,7 +9,7 @@ from lockstep.kernels.registry import op
 
 def _normalise(x: Tensor, eps: float) -> Tensor:
     x = x.float()
-    return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+    return x * torch.rsqrt((x * x).mean(-1, keepdim=True).add_(eps))
 
 
 @op
@@ -19,7 +19,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     `offset` is 1.0 for the zero-centred norms of Qwen3-Next and Qwen3.5 (models: Qwen3.5
     checkpoints store weights around 0), 0.0 for plain ones. Rounded once.
     """
-    return (_normalise(x, eps) * (offset + weight.float())).to(x.dtype)
+    scale = offset + weight.float() if offset else weight.float()
+    return (_normalise(x, eps) * scale).to(x.dtype)
 
 
 @op

@@ -1,0 +1,147 @@
+"""The cache in four verbs, in tokens: admit, reserve, commit, release.
+
+All device work is ordered, so what a launched schedule writes may be shared by the next one. Inside
+one schedule nothing that it reads or writes may change hands: snapshots stay pinned until settle().
+"""
+
+from dataclasses import dataclass
+
+from lockstep.cache.groups import CacheSeq, PagedGroup, StateGroup
+from lockstep.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    """num_pages and num_state_slots count the null one; num_state_slots 0: no recurrent state."""
+
+    num_pages: int
+    page_size: int = 64
+    num_state_slots: int = 0
+    max_num_seqs: int = 16
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        least = self.max_num_seqs + 1
+        if self.num_pages < 2:
+            raise ConfigError(
+                f"num_pages={self.num_pages} is not allowed; allowed: 2 or more (page 0 is the "
+                "null page). Give the cache more memory."
+            )
+        if self.num_state_slots and self.num_state_slots < least:
+            raise ConfigError(
+                f"num_state_slots={self.num_state_slots} is not allowed; allowed: 0 (no recurrent "
+                f"state) or at least {least} (max_num_seqs and the null slot). Lower max_num_seqs."
+            )
+
+
+class Cache:
+    """Who owns which page and slot. `hit_tokens` of `query_tokens` prompt tokens were cached."""
+
+    def __init__(self, config: CacheConfig) -> None:
+        self.config = config
+        self.paged = PagedGroup(config.num_pages, config.page_size)
+        slots = config.num_state_slots
+        self.state = StateGroup(slots, config.page_size) if slots else None
+        self.seqs: set[CacheSeq] = set()
+        self.hit_tokens = self.query_tokens = 0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that one sequence can have if it is alone."""
+        return self.paged.pool.total * self.config.page_size
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that `tokens` tokens fill or begin."""
+        return -(-tokens // self.config.page_size)
+
+    def admit(self, seq: CacheSeq, tokens: int, spare: int = 0) -> int | None:
+        """Gives a sequence a slot and pages for `tokens`; returns how many tokens are cached.
+
+        The hit is the longest that every group can resume, and leaves a token to compute. None, and
+        nothing changed, if memory does not suffice with `spare` pages left over.
+        """
+        hit = self._hit(seq)
+        if self.state:
+            self.state.pin(seq, hit)
+            seq.slot = self.state.pool.take()
+            if not seq.slot and seq.source:
+                self.state.unpin(seq)
+                hit, seq.slot = 0, self.state.pool.take()
+        self.paged.resume(seq, hit)
+        missing = self.pages_for(tokens) - hit
+        lacks_slot = self.state is not None and not seq.slot
+        if lacks_slot or missing + spare > self.paged.pool.available:
+            if self.state:
+                self.state.unpin(seq)
+            self.release(seq)
+            return None
+        self.paged.reserve(seq, tokens)
+        self.seqs.add(seq)
+        cached = hit * self.config.page_size
+        if self.config.enable_prefix_caching and seq.reuse:
+            self.hit_tokens += cached
+            self.query_tokens += len(seq.prompt)
+        return cached
+
+    def _hit(self, seq: CacheSeq) -> int:
+        """The joint prefix hit, in pages."""
+        if not (self.config.enable_prefix_caching and seq.reuse):
+            return 0
+        hit = self.paged.hit(seq, (len(seq.prompt) - 1) // self.config.page_size)
+        return self.state.hit(seq, hit) if self.state else hit
+
+    def readmit(self, seq: CacheSeq, tokens: int, spare: int = 0) -> bool:
+        """Fresh pages and a fresh slot for a sequence that comes back from the host."""
+        if self.pages_for(tokens) + spare > self.paged.pool.available:
+            return False
+        if self.state:
+            seq.slot = self.state.pool.take()
+            if not seq.slot:
+                return False
+        self.paged.reserve(seq, tokens)
+        self.seqs.add(seq)
+        return True
+
+    def reserve(self, seq: CacheSeq, tokens: int) -> bool:
+        """Pages to cover `tokens` tokens in all; False, and nothing changed, if there are none."""
+        return self.paged.reserve(seq, tokens)
+
+    def snapshot(self, seq: CacheSeq, tokens: int) -> int:
+        """A slot for the state after `tokens` (whole pages) prompt tokens, or 0 for none."""
+        if self.state is None or not self.config.enable_prefix_caching:
+            return 0
+        return self.state.snapshot(seq, tokens)
+
+    def commit(self, seq: CacheSeq, tokens: int) -> None:
+        """The first `tokens` tokens are final: their full pages may be shared from now on.
+
+        With recurrent state only prompt pages are, since only prompt-law state can resume there.
+        """
+        if self.config.enable_prefix_caching:
+            self.paged.commit(seq, min(tokens, len(seq.prompt)) if self.state else tokens)
+
+    def settle(self) -> None:
+        """Ends a schedule: its snapshots are no longer pinned."""
+        if self.state:
+            self.state.settle()
+
+    def release(self, seq: CacheSeq) -> None:
+        """Gives back all that a sequence has; what is cached of it stays until evicted."""
+        self.paged.release(seq)
+        if self.state:
+            self.state.release(seq)
+        self.seqs.discard(seq)
+
+    def check(self) -> None:
+        """Asserts the invariants: one place per id, references equal owners, pins balanced."""
+        self.paged.pool.check(self.paged.owners(self.seqs))
+        for seq in self.seqs:
+            for index, page in enumerate(seq.pages):
+                shared = self.paged.pool.refs[page] > 1
+                cached = page in self.paged.pool.key_of
+                assert index < seq.published or not (shared or cached), "a writer shares a page"
+        if self.state:
+            self.state.pool.check(self.state.owners(self.seqs))
+            for seq in self.seqs:
+                assert self.state.pool.refs[seq.slot] == 1, "a row's slot is shared"
+                assert seq.slot not in self.state.pool.key_of, "a row's slot is a snapshot"

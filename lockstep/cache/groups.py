@@ -1,0 +1,143 @@
+"""Storage laws: one group per law, each with its own pool.
+
+PagedGroup: a page holds the keys and values of `page_size` tokens; full pages may be shared.
+StateGroup: a slot holds all recurrent state of one row, or a snapshot of it at a page boundary.
+"""
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from lockstep.cache.pool import Key, Pool
+
+
+@dataclass(eq=False)
+class CacheSeq:
+    """What the cache keeps for one request. `output` is the request's own, growing list.
+
+    pages: where tokens [j * page_size, (j + 1) * page_size) are; the first `published` are cached.
+    slot: its state, 0 if it has none. source: the snapshot it resumed from, 0 if none.
+    """
+
+    prompt: Sequence[int]
+    output: Sequence[int] = ()
+    salt: bytes = b""
+    reuse: bool = True
+    pages: list[int] = field(default_factory=list)
+    slot: int = 0
+    source: int = 0
+    published: int = 0
+    keys: list[Key] = field(default_factory=list)
+
+    def key(self, page: int, page_size: int) -> Key:
+        """The key of a full page: a hash of all tokens up to its end, chained page by page."""
+        while len(self.keys) <= page:
+            begin = len(self.keys) * page_size
+            tokens, split = self.prompt[begin : begin + page_size], len(self.prompt)
+            if begin + page_size > split:
+                tail = self.output[max(begin - split, 0) : begin + page_size - split]
+                tokens = [*tokens, *tail]
+            parent = self.keys[-1] if self.keys else self.salt
+            data = array("q", tokens).tobytes()
+            self.keys.append(blake2b(len(parent).to_bytes(8) + parent + data).digest())
+        return self.keys[page]
+
+
+class PagedGroup:
+    """Keys and values. A row writes only pages that it alone owns: cached ones are full."""
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        self.pool, self.page_size = Pool(num_pages), page_size
+
+    def hit(self, seq: CacheSeq, most: int) -> int:
+        """Leading pages, at most `most`, that are cached."""
+        count = 0
+        while count < most and self.pool.find(seq.key(count, self.page_size)):
+            count += 1
+        return count
+
+    def resume(self, seq: CacheSeq, pages: int) -> None:
+        """Shares the first `pages` cached pages."""
+        seq.pages = [self.pool.find(seq.key(i, self.page_size)) for i in range(pages)]
+        seq.published = pages
+        for page in seq.pages:
+            self.pool.share(page)
+
+    def reserve(self, seq: CacheSeq, tokens: int) -> bool:
+        """Grows to cover `tokens`, or changes nothing."""
+        missing = -(-tokens // self.page_size) - len(seq.pages)
+        if missing > self.pool.available:
+            return False
+        seq.pages.extend(self.pool.take() for _ in range(missing))
+        return True
+
+    def commit(self, seq: CacheSeq, tokens: int) -> None:
+        """Publishes the pages that `tokens` final tokens fill."""
+        for page in range(seq.published, min(tokens // self.page_size, len(seq.pages))):
+            self.pool.publish(seq.pages[page], seq.key(page, self.page_size))
+            seq.published = page + 1
+
+    def release(self, seq: CacheSeq) -> None:
+        """Drops all pages, last first, so that a prefix outlives what follows it."""
+        for page in reversed(seq.pages):
+            self.pool.drop(page)
+        seq.pages, seq.published = [], 0
+
+    def owners(self, seqs: set[CacheSeq]) -> Counter[int]:
+        """How often each page is owned."""
+        return Counter(page for seq in seqs for page in seq.pages)
+
+
+class StateGroup:
+    """Recurrent state: one slot per row; all slots that no row needs may hold snapshots."""
+
+    def __init__(self, num_slots: int, page_size: int) -> None:
+        self.pool, self.page_size = Pool(num_slots), page_size
+        self.pins: list[int] = []
+
+    def hit(self, seq: CacheSeq, most: int) -> int:
+        """The most pages, at most `most`, after which there is a snapshot."""
+        return next(
+            (n for n in range(most, 0, -1) if self.pool.find(seq.key(n - 1, self.page_size))), 0
+        )
+
+    def pin(self, seq: CacheSeq, pages: int) -> None:
+        """Holds the snapshot after `pages` pages until settle()."""
+        seq.source = self.pool.find(seq.key(pages - 1, self.page_size)) if pages else 0
+        if seq.source:
+            self.pool.share(seq.source)
+            self.pins.append(seq.source)
+
+    def unpin(self, seq: CacheSeq) -> None:
+        """Gives back what pin() took."""
+        if seq.source:
+            self.pins.remove(seq.source)
+            self.pool.drop(seq.source)
+            seq.source = 0
+
+    def snapshot(self, seq: CacheSeq, tokens: int) -> int:
+        """A slot for the state after `tokens` tokens; 0 if it is cached or none is left."""
+        key = seq.key(tokens // self.page_size - 1, self.page_size)
+        slot = 0 if self.pool.find(key) else self.pool.take()
+        if slot:
+            self.pool.publish(slot, key)
+            self.pins.append(slot)
+        return slot
+
+    def settle(self) -> None:
+        """Lets go of the snapshots that this schedule reads or writes."""
+        for slot in self.pins:
+            self.pool.drop(slot)
+        self.pins = []
+
+    def release(self, seq: CacheSeq) -> None:
+        """Drops the row's slot."""
+        if seq.slot:
+            self.pool.drop(seq.slot)
+        seq.slot = 0
+
+    def owners(self, seqs: set[CacheSeq]) -> Counter[int]:
+        """How often each slot is owned."""
+        return Counter([*(seq.slot for seq in seqs if seq.slot), *self.pins])

@@ -1,0 +1,82 @@
+"""A pool of pages or slots: free, idle (unreferenced but cached) or referenced, never two of them.
+
+Ids run from 1; 0 is the null page or slot and is never given out.
+"""
+
+from collections import Counter, OrderedDict, deque
+
+Key = bytes
+
+
+class Pool:
+    """`size` ids including the null one. Idle ids are evicted least recently used first."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.free = deque(range(1, size))
+        self.idle: OrderedDict[int, None] = OrderedDict()
+        self.refs: dict[int, int] = {}
+        self.by_key: dict[Key, int] = {}
+        self.key_of: dict[int, Key] = {}
+
+    @property
+    def total(self) -> int:
+        """Ids that can be given out at all."""
+        return max(self.size - 1, 0)
+
+    @property
+    def available(self) -> int:
+        """Ids that take() can give now."""
+        return len(self.free) + len(self.idle)
+
+    @property
+    def used(self) -> int:
+        """Ids that somebody references."""
+        return len(self.refs)
+
+    def take(self) -> int:
+        """An id for one exclusive owner, evicting if need be; 0 if all are referenced."""
+        if self.free:
+            taken = self.free.popleft()
+        elif self.idle:
+            taken, _ = self.idle.popitem(last=False)
+            del self.by_key[self.key_of.pop(taken)]
+        else:
+            return 0
+        self.refs[taken] = 1
+        return taken
+
+    def share(self, taken: int) -> None:
+        """One more owner of a cached id, who may only read it."""
+        self.idle.pop(taken, None)
+        self.refs[taken] = self.refs.get(taken, 0) + 1
+
+    def drop(self, taken: int) -> None:
+        """One owner less. The last one leaves it idle if it is cached, else free."""
+        self.refs[taken] -= 1
+        if self.refs[taken]:
+            return
+        del self.refs[taken]
+        if taken in self.key_of:
+            self.idle[taken] = None
+        else:
+            self.free.append(taken)
+
+    def publish(self, taken: int, key: Key) -> None:
+        """Makes a referenced id findable; its content is final. The first under a key stays."""
+        if key not in self.by_key and taken not in self.key_of:
+            self.by_key[key] = taken
+            self.key_of[taken] = key
+
+    def find(self, key: Key) -> int:
+        """The id published under a key, or 0."""
+        return self.by_key.get(key, 0)
+
+    def check(self, owners: Counter[int]) -> None:
+        """Asserts that every id is in one place, and that references are exactly `owners`."""
+        places = [*self.free, *self.idle, *self.refs]
+        assert sorted(places) == list(range(1, self.size)), "an id is lost, doubled, or null"
+        assert dict(owners) == self.refs, f"references {self.refs} but owners {dict(owners)}"
+        assert {i: k for k, i in self.by_key.items()} == self.key_of, "key maps disagree"
+        assert all(i in self.key_of for i in self.idle), "an idle id without a key"
+        assert not any(i in self.key_of for i in self.free), "a free id with a key"

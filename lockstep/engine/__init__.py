@@ -1,0 +1,1 @@
+"""The engine: requests, the scheduler, the loop, the client. Knows no text."""

@@ -1,0 +1,74 @@
+"""One running completion: what was asked, what has come, why it ended."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from lockstep.outputs import Logprob, RequestMetrics
+from lockstep.sampling_params import SamplingParams
+
+
+@dataclass(eq=False)
+class Request:
+    """A request with n=1; fan-out happens above.
+
+    priority: lower runs sooner, under the policy "priority". seed: always set, even when the user
+    gave none. max_len: most tokens of prompt and answer together; the scheduler sets it.
+    finish_reason: stop, length or abort once it ended. stop_reason: the stop token id asked for.
+    """
+
+    id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0
+    arrival: float = field(default_factory=time.monotonic)
+    eos_token_ids: frozenset[int] = frozenset()
+    seed: int = 0
+    max_len: int = 2**31 - 1
+    output_token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    def __post_init__(self) -> None:
+        self.metrics.arrival_time = self.arrival
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and answer so far."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of prompt and answer at which it ends with "length"."""
+        most = self.params.max_tokens
+        return self.max_len if most is None else min(self.max_len, len(self.prompt_token_ids) + most)
+
+    def append(
+        self, tokens: Sequence[int], logprobs: Sequence[dict[int, Logprob]] | None = None
+    ) -> int:
+        """Takes tokens up to the one that ends the request; returns how many were taken.
+
+        A stop token ends it once `min_tokens` tokens came before it, and is itself taken.
+        """
+        for index, token in enumerate(tokens):
+            if self.finish_reason is not None:
+                return index
+            self.output_token_ids.append(token)
+            if logprobs is not None:
+                self.logprobs.append(logprobs[index])
+            self._judge(token)
+        return len(tokens)
+
+    def _judge(self, token: int) -> None:
+        if len(self.output_token_ids) > self.params.min_tokens:
+            if token in (self.params.stop_token_ids or ()):
+                self.finish_reason, self.stop_reason = "stop", token
+                return
+            if token in self.eos_token_ids and not self.params.ignore_eos:
+                self.finish_reason = "stop"
+                return
+        if self.num_tokens >= self.most_tokens:
+            self.finish_reason = "length"

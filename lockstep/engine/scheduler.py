@@ -1,0 +1,327 @@
+"""The scheduler: who runs, who waits, who moves to the host. Torch-free; runs ahead of results.
+
+Waiting and preempted requests stand in one queue, by priority and then by arrival. Its head is
+served or everybody behind it waits, so nobody is overtaken forever. When memory runs short, the row
+that would be last in that queue moves to host memory; nothing is ever computed twice.
+
+A request ends with "length" at max_model_len tokens, at max_tokens, or when it alone would fill the
+whole pool of pages. Pages are reserved up to that length only, so a lone row always fits: there is
+no deadlock, and where a request ends does not depend on how many tokens are drafted. What is
+written past that length goes to the null page and is never read for a token that counts.
+"""
+
+from bisect import insort
+from dataclasses import dataclass, field
+
+from lockstep.cache.cache import Cache
+from lockstep.cache.groups import CacheSeq
+from lockstep.engine.chunks import split_budget
+from lockstep.engine.request import Request
+from lockstep.engine.schedule import (
+    Admission,
+    PageGrant,
+    PromptChunk,
+    RowResult,
+    Schedule,
+    Swap,
+)
+from lockstep.errors import CapacityError, ConfigError, RequestError
+
+__all__ = [
+    "Admission", "PageGrant", "PromptChunk", "RowResult", "Schedule", "Scheduler", "Swap",
+]  # fmt: skip
+
+
+@dataclass(eq=False)
+class Entry:
+    """The scheduler's side of a request.
+
+    key: its place in the queue, and among victims. row: 0 while it waits. bound: the most tokens
+    that the device may have committed after all launched steps. in_flight: launched steps that emit
+    and are not read yet. started: the schedule that gave it its row. served: its last chunk's.
+    """
+
+    request: Request
+    seq: CacheSeq
+    key: tuple[int, int]
+    row: int = 0
+    bound: int = 0
+    in_flight: int = 0
+    swapped: bool = False
+    started: int = -1
+    served: int = -1
+    length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.length = len(self.request.prompt_token_ids)
+
+    @property
+    def in_prompt(self) -> bool:
+        """Whether prompt tokens are still to be scheduled."""
+        return self.bound < self.length
+
+    @property
+    def surely_done(self) -> bool:
+        """Whether the steps in flight end it whatever they emit."""
+        request = self.request
+        return request.num_tokens + self.in_flight >= request.most_tokens
+
+    def need(self, query_len: int) -> int:
+        """Tokens that pages must cover before its next step."""
+        return min(max(self.bound, self.length) + query_len, self.request.most_tokens)
+
+
+class Scheduler:
+    """Makes schedules and takes results. schedule() may run ahead of update() by any number."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        query_len: int,
+        grid: int = 64,
+        policy: str = "fcfs",
+        preempt_every: int = 0,
+    ) -> None:
+        if policy not in ("fcfs", "priority"):
+            raise ConfigError(
+                f"scheduling_policy={policy!r} is not allowed; allowed: fcfs, priority. Choose one."
+            )
+        if cache.state and (max_num_batched_tokens < grid or cache.config.page_size != grid):
+            raise ConfigError(
+                f"max_num_batched_tokens={max_num_batched_tokens} is not allowed; allowed: {grid} "
+                f"or more with recurrent layers, and pages of {grid} tokens, since their prompt "
+                "chunks end on that grid. Raise it."
+            )
+        self.cache, self.query_len, self.policy = cache, query_len, policy
+        self.max_model_len, self.preempt_every = max_model_len, preempt_every
+        self.max_num_seqs, self.budget = max_num_seqs, max_num_batched_tokens
+        self.grain = min(grid, max_num_batched_tokens)
+        self.free_rows = list(range(max_num_seqs, 0, -1))
+        self.entries: dict[str, Entry] = {}
+        self.running: list[Entry] = []
+        self.queue: list[Entry] = []
+        self.forced: set[str] = set()
+        self.ticks = self.arrivals = self.preemptions = 0
+
+    @property
+    def num_running(self) -> int:
+        """Requests with a row."""
+        return len(self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not begun."""
+        return len(self.queue) - self.num_swapped
+
+    @property
+    def num_swapped(self) -> int:
+        """Preempted requests, in host memory."""
+        return sum(entry.swapped for entry in self.queue)
+
+    def add(self, request: Request) -> None:
+        """Queues a request. RequestError or CapacityError if it can never be served."""
+        length, capacity = len(request.prompt_token_ids), self.cache.capacity
+        most = min(self.max_model_len, capacity)
+        if request.id in self.entries:
+            raise RequestError(
+                f"request_id={request.id!r} is not allowed; allowed: ids of no running request. "
+                "Choose another.",
+                "request_id",
+            )
+        if not 1 <= length < self.max_model_len:
+            raise RequestError(
+                f"prompt has {length} tokens; allowed: 1 to {self.max_model_len - 1} "
+                f"(max_model_len={self.max_model_len}). Change the prompt or raise max_model_len.",
+                "prompt",
+            )
+        if length >= capacity:
+            raise CapacityError(
+                f"prompt has {length} tokens; allowed: 1 to {capacity - 1}, since the cache has "
+                f"{self.cache.paged.pool.total} pages of {self.cache.config.page_size} tokens. "
+                "Shorten the prompt or give the cache more pages."
+            )
+        request.max_len = most
+        self.arrivals += 1
+        rank = request.priority if self.policy == "priority" else 0
+        reuse = request.params.prompt_logprobs is None
+        seq = CacheSeq(request.prompt_token_ids, request.output_token_ids, reuse=reuse)
+        entry = Entry(request, seq, (rank, self.arrivals))
+        self.entries[request.id] = entry
+        self._enqueue(entry)
+
+    def abort(self, request_id: str) -> Request | None:
+        """Ends a request in any phase; steps in flight are ignored. None if it is not known."""
+        entry = self.entries.get(request_id)
+        if entry is None:
+            return None
+        entry.request.finish_reason = "abort"
+        self._finish(entry)
+        return entry.request
+
+    def force_preempt(self, request_id: str) -> None:
+        """Preempts a request at the next schedule, if it runs then."""
+        self.forced.add(request_id)
+
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.entries)
+
+    def schedule(self) -> Schedule:
+        """The next iteration. What it launches counts as done for the schedules after it."""
+        self.ticks += 1
+        plan = Schedule()
+        self._preempt_forced(plan)
+        self._reserve(plan)
+        self._serve_queue(plan)
+        for entry in sorted(self.running, key=lambda e: e.row):
+            if not entry.in_prompt and not entry.surely_done:
+                plan.decode.append((entry.row, entry.request))
+                entry.bound += self.query_len
+                entry.in_flight += 1
+        self._plan_prompt(plan)
+        self.cache.settle()
+        return plan
+
+    def update(self, schedule: Schedule, results: dict[str, RowResult]) -> list[Request]:
+        """Gives a schedule's results to its requests; returns those that got tokens."""
+        touched = []
+        for request, decoded in [
+            *((request, True) for _, request in schedule.decode),
+            *((chunk.request, False) for chunk in schedule.prompt if chunk.last),
+        ]:
+            entry = self.entries.get(request.id)
+            if entry is None or entry.request is not request:
+                continue
+            result = results[request.id]
+            entry.in_flight -= 1
+            if decoded:
+                entry.bound -= self.query_len - len(result.tokens)
+                request.metrics.num_steps += 1
+                request.metrics.num_draft_tokens += result.num_drafted
+                request.metrics.num_accepted_tokens += result.num_accepted
+            request.append(result.tokens, result.logprobs)
+            self.cache.commit(entry.seq, request.num_tokens - 1)
+            if request.finish_reason is not None:
+                self._finish(entry)
+            touched.append(request)
+        return touched
+
+    def _enqueue(self, entry: Entry) -> None:
+        insort(self.queue, entry, key=lambda e: e.key)
+
+    def _leave_row(self, entry: Entry) -> None:
+        self.cache.release(entry.seq)
+        self.running.remove(entry)
+        self.free_rows.append(entry.row)
+        entry.row = 0
+
+    def _finish(self, entry: Entry) -> None:
+        del self.entries[entry.request.id]
+        self.forced.discard(entry.request.id)
+        if entry.row:
+            self._leave_row(entry)
+        else:
+            self.queue.remove(entry)
+
+    def _preempt(self, plan: Schedule, entry: Entry) -> None:
+        """Moves a row to the host: only the pages that hold committed tokens."""
+        used = self.cache.pages_for(min(entry.bound, entry.request.most_tokens))
+        pages = entry.seq.pages[:used]
+        plan.swap_out.append(Swap(entry.row, entry.request, pages, entry.seq.slot))
+        plan.grants = [grant for grant in plan.grants if grant.row != entry.row]
+        self._leave_row(entry)
+        entry.swapped = True
+        entry.request.metrics.num_preemptions += 1
+        self.preemptions += 1
+        self._enqueue(entry)
+
+    def _preempt_forced(self, plan: Schedule) -> None:
+        """Preempts for tests' sake: what was asked for, and every Nth time one row in turn."""
+        victims = [entry for entry in self.running if entry.request.id in self.forced]
+        self.forced.clear()
+        if self.preempt_every and self.ticks % self.preempt_every == 0 and self.running:
+            turn = self.ticks // self.preempt_every % len(self.running)
+            victims = list({*victims, self.running[turn]})
+        for entry in sorted(victims, key=lambda e: e.key):
+            self._preempt(plan, entry)
+
+    def _reserve(self, plan: Schedule) -> None:
+        """Pages for all decoding rows, first in the queue's order first; the last ones give way."""
+        for entry in sorted(self.running, key=lambda e: e.key):
+            if not entry.row or entry.in_prompt or entry.surely_done:
+                continue
+            column = len(entry.seq.pages)
+            while not self.cache.reserve(entry.seq, entry.need(self.query_len)):
+                victim = max(self.running, key=lambda e: e.key)
+                self._preempt(plan, victim)
+                if victim is entry:
+                    break
+            if entry.row and len(entry.seq.pages) > column:
+                plan.grants.append(PageGrant(entry.row, column, entry.seq.pages[column:]))
+
+    def _serve_queue(self, plan: Schedule) -> None:
+        """Serves the queue from its head until one does not fit."""
+        overdue = sum(e.in_prompt and e.served < self.ticks - 1 for e in self.running)
+        fresh = self.budget // self.grain - overdue
+        while self.queue:
+            entry = self.queue[0]
+            if not entry.swapped and fresh <= 0:
+                return
+            while not self._start(plan, entry):
+                victim = max(self.running, key=lambda e: e.key, default=None)
+                if victim is None or victim.key[0] <= entry.key[0] or victim.started == self.ticks:
+                    return
+                self._preempt(plan, victim)
+            fresh -= entry.bound < entry.length
+
+    def _start(self, plan: Schedule, entry: Entry) -> bool:
+        """Gives the queue's head a row, pages and a slot. One page per running row stays spare."""
+        if not self.free_rows:
+            return False
+        seq, request = entry.seq, entry.request
+        need, spare = entry.need(self.query_len), len(self.running)
+        if entry.swapped:
+            if not self.cache.readmit(seq, need, spare):
+                return False
+        else:
+            cached = self.cache.admit(seq, need, spare)
+            if cached is None:
+                return False
+            entry.bound = request.metrics.num_cached_tokens = cached
+        del self.queue[0]
+        entry.row, entry.started = self.free_rows.pop(), self.ticks
+        self.running.append(entry)
+        pages = list(seq.pages)
+        if entry.swapped:
+            plan.swap_in.append(Swap(entry.row, request, pages, seq.slot))
+        else:
+            plan.admissions.append(
+                Admission(entry.row, request, pages, seq.slot, entry.bound, seq.source)
+            )
+        entry.swapped = False
+        return True
+
+    def _plan_prompt(self, plan: Schedule) -> None:
+        """Chunks of the prompts that waited longest, all in one ragged step."""
+        prompts = [entry for entry in self.running if entry.in_prompt]
+        ranked = sorted(prompts, key=lambda e: (e.served >= 0, e.served, e.key))
+        chosen = ranked[: self.budget // self.grain]
+        lengths = split_budget([e.length - e.bound for e in chosen], self.budget, self.grain)
+        for entry, length in zip(chosen, lengths, strict=True):
+            start, end = entry.bound, entry.bound + length
+            size = self.cache.config.page_size
+            point = end // size * size
+            slot = self.cache.snapshot(entry.seq, point) if point > start else 0
+            source, entry.seq.source = entry.seq.source, 0
+            last = end == entry.length
+            plan.prompt.append(
+                PromptChunk(entry.row, entry.request, start, length, last, source, slot)
+            )
+            entry.bound, entry.served = end, self.ticks
+            entry.in_flight += last
+        for entry in chosen:
+            self.cache.commit(entry.seq, entry.bound)

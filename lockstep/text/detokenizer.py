@@ -1,0 +1,63 @@
+"""Tokens to text as they come: whole characters only, stop strings held back until decided."""
+
+import codecs
+
+from tokenizers.decoders import DecodeStream
+
+from lockstep.text.scan import Markers
+from lockstep.text.tokenizer import Tokenizer
+
+
+class Detokenizer:
+    """One completion's text. Its pieces, joined, equal the decoding of all tokens at once.
+
+    `stop` ends the text where one of its strings begins, or after it with `include_stop`; text of
+    the first `min_tokens` tokens is not searched. `stopped` is the string that ended the text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        stop: tuple[str, ...] = (),
+        include_stop: bool = False,
+        skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+    ) -> None:
+        self.stopped: str | None = None
+        self._tokenizer, self._skip = tokenizer, skip_special_tokens
+        self._stop, self._include_stop, self._unchecked = stop, include_stop, min_tokens
+        self._markers = Markers({f"s{i}": s for i, s in enumerate(stop)}) if stop else None
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._held = ""
+
+    def push(self, token_id: int) -> str:
+        """The text that one more token settles."""
+        piece = self._piece(token_id)
+        if self._unchecked > 0:
+            self._unchecked -= 1
+            return piece
+        return self._settle(piece, final=False)
+
+    def flush(self) -> str:
+        """What was held back, once no more tokens come."""
+        tail = self._utf8.decode(b"", final=True)
+        return self._settle(tail, final=True)
+
+    def _piece(self, token_id: int) -> str:
+        if not self._tokenizer.byte_level:
+            return self._stream.step(self._tokenizer.fast, token_id) or ""
+        if self._skip and token_id in self._tokenizer.special_ids:
+            return ""
+        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+
+    def _settle(self, piece: str, final: bool) -> str:
+        if self.stopped is not None:
+            return ""
+        if self._markers is None:
+            return piece
+        text, marker, self._held = self._markers.take(self._held + piece, final)
+        if marker is None:
+            return text
+        self.stopped, self._held = self._stop[int(marker[1:])], ""
+        return text + self.stopped if self._include_stop else text

@@ -1,0 +1,57 @@
+"""Reasoning and tool-call parsers, and which of them a model's template asks for."""
+
+from typing import Any
+
+from lockstep.errors import ConfigError, choice_error
+from lockstep.text.parsers.events import Content, Event, Parser, Reply
+from lockstep.text.parsers.hermes import HermesParser
+from lockstep.text.parsers.qwen3_coder import Qwen3CoderParser
+from lockstep.text.parsers.think import ThinkParser
+
+# A parser is one file and one line here; auto takes the first whose SIGN the template holds.
+TOOL_PARSERS = {"qwen3_coder": Qwen3CoderParser, "hermes": HermesParser}
+REASONING_PARSERS = {"think": ThinkParser}
+
+
+def choose(
+    field: str, table: dict[str, Any], choice: str | None, template: str | None
+) -> Any:
+    """The parser class of a choice: a name, "auto" (by the template), or None or "none"."""
+    if choice in (None, "none"):
+        return None
+    if choice == "auto":
+        return next((p for p in table.values() if template and p.SIGN in template), None)
+    if choice not in table:
+        allowed = ", ".join(["auto", "none", *table])
+        raise choice_error(ConfigError, field, choice, allowed, "Choose one of them.")
+    return table[choice]
+
+
+class ReplyParser:
+    """Reasoning first, then tool calls in what is left. Either may be None."""
+
+    def __init__(self, reasoning: Parser | None, tools: Parser | None) -> None:
+        self._reasoning, self._tools = reasoning, tools
+
+    def feed(self, text: str) -> list[Event]:
+        """The events that more text settles."""
+        if not text:
+            return []
+        return self._calls(self._reasoning.feed(text) if self._reasoning else [Content(text)])
+
+    def finish(self) -> list[Event]:
+        """What was held back, once no more text comes."""
+        events = self._calls(self._reasoning.finish() if self._reasoning else [])
+        return events + (self._tools.finish() if self._tools else [])
+
+    def _calls(self, events: list[Event]) -> list[Event]:
+        if self._tools is None:
+            return events
+        found: list[Event] = []
+        for event in events:
+            found += self._tools.feed(event.text) if isinstance(event, Content) else [event]
+        return found
+
+    def parse(self, text: str) -> Reply:
+        """A whole answer at once."""
+        return Reply().add(self.feed(text) + self.finish())

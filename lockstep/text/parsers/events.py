@@ -1,0 +1,90 @@
+"""What parsers make of a model's text, in the order in which it was written."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Content:
+    """Text meant for the reader."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Reasoning:
+    """Text of the model's thinking."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CallStart:
+    """A tool call begins; `index` counts the calls of one answer from 0."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """A piece of call `index`'s arguments; the pieces, joined, are a JSON object."""
+
+    index: int
+    text: str
+
+
+Event = Content | Reasoning | CallStart | CallArguments
+
+
+class Parser(Protocol):
+    """Text in pieces, events out. How the text was cut changes no joined result."""
+
+    def feed(self, text: str) -> list[Event]:
+        """The events that more text settles."""
+        ...
+
+    def finish(self) -> list[Event]:
+        """What was held back, once no more text comes."""
+        ...
+
+
+@dataclass
+class ToolCall:
+    """A whole tool call; `arguments` is JSON text."""
+
+    name: str
+    arguments: str = ""
+
+
+@dataclass
+class Reply:
+    """A parsed answer as a whole."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+
+    def add(self, events: Iterable[Event]) -> "Reply":
+        """Appends what the events say; returns itself."""
+        for event in events:
+            match event:
+                case Content(text):
+                    self.content += text
+                case Reasoning(text):
+                    self.reasoning += text
+                case CallStart(_, name):
+                    self.tool_calls.append(ToolCall(name))
+                case CallArguments(index, text):
+                    self.tool_calls[index].arguments += text
+        return self
+
+
+def parameters_of(tools: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """The JSON schema of a tool's parameters; {} if the tool or its schema is not known."""
+    for tool in tools:
+        function = tool.get("function", tool)
+        if function.get("name") == name:
+            return function.get("parameters") or {}
+    return {}

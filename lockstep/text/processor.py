@@ -1,0 +1,246 @@
+"""Between text and tokens: prompts become engine requests, tokens become completions."""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from lockstep.engine.request import Request
+from lockstep.errors import RequestError
+from lockstep.outputs import CompletionOutput, Logprob
+from lockstep.sampling_params import SamplingParams
+from lockstep.text.detokenizer import Detokenizer
+from lockstep.text.parsers import REASONING_PARSERS, TOOL_PARSERS, ReplyParser, choose
+from lockstep.text.template import ChatTemplate, Message
+from lockstep.text.tokenizer import Tokenizer, read_json
+
+Prompt = str | Sequence[int] | dict[str, Any]
+Logprobs = list[dict[int, Logprob]]
+_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+class CompletionText:
+    """One completion's text while its tokens come. `output` holds all of it so far."""
+
+    def __init__(self, tokenizer: Tokenizer | None, request: Request, index: int = 0) -> None:
+        params = request.params
+        self.request = request
+        self.output = CompletionOutput(index=index, seed=request.seed)
+        self._tokenizer = tokenizer
+        self._text = None
+        if tokenizer is not None and params.detokenize:
+            self._text = Detokenizer(
+                tokenizer,
+                params.stop_strings,
+                params.include_stop_str_in_output,
+                params.skip_special_tokens,
+                params.min_tokens,
+            )
+
+    @property
+    def finished(self) -> bool:
+        """Whether the completion has ended; if by a stop string, the engine does not know yet."""
+        return self.output.finish_reason is not None
+
+    def push(
+        self,
+        token_ids: list[int],
+        logprobs: Logprobs | None = None,
+        finish_reason: str | None = None,
+        stop_reason: int | str | None = None,
+    ) -> str:
+        """Takes new tokens; returns the text they settle. Tokens after a stop string are dropped.
+
+        The token that ended the answer (finish_reason stop) is listed but gives no text, unless
+        include_stop_str_in_output is set.
+        """
+        if self.finished:
+            return ""
+        silent_last = finish_reason == "stop" and not self.request.params.include_stop_str_in_output
+        delta, taken = "", 0
+        for i, token in enumerate(token_ids):
+            taken += 1
+            if self._text and not (silent_last and i == len(token_ids) - 1):
+                delta += self._text.push(token)
+                if self._text.stopped is not None:
+                    break
+        if self._text and finish_reason is not None and self._text.stopped is None:
+            delta += self._text.flush()
+        if self._text and self._text.stopped is not None:
+            finish_reason, stop_reason = "stop", self._text.stopped
+        self._keep(token_ids[:taken], logprobs[:taken] if logprobs is not None else None)
+        self.output.finish_reason, self.output.stop_reason = finish_reason, stop_reason
+        self.output.text += delta
+        return delta
+
+    def _keep(self, token_ids: list[int], logprobs: Logprobs | None) -> None:
+        self.output.token_ids += token_ids
+        if logprobs is not None:
+            name_tokens(self._tokenizer, logprobs)
+            self.output.logprobs = (self.output.logprobs or []) + logprobs
+
+
+def name_tokens(tokenizer: Tokenizer | None, logprobs: Sequence[dict[int, Logprob] | None]) -> None:
+    """Fills in `decoded_token` where it is missing."""
+    for entry in logprobs:
+        for token_id, logprob in (entry or {}).items():
+            if tokenizer is not None and logprob.decoded_token is None:
+                logprob.decoded_token = tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+class Processor:
+    """A model's text side. Without a tokenizer it takes and gives token ids only."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        chat_template: str | None,
+        max_model_len: int,
+        eos_ids: frozenset[int] = frozenset(),
+        defaults: dict[str, Any] | None = None,
+        tool_parser: str | None = "auto",
+        reasoning_parser: str | None = "auto",
+    ) -> None:
+        self.tokenizer, self.max_model_len, self.eos_ids = tokenizer, max_model_len, eos_ids
+        special = tokenizer.special_tokens if tokenizer else {}
+        self.template = ChatTemplate(chat_template, special) if chat_template else None
+        self.defaults = defaults or {}
+        self._tools = choose("tool_parser", TOOL_PARSERS, tool_parser, chat_template)
+        self._reasoning = choose(
+            "reasoning_parser", REASONING_PARSERS, reasoning_parser, chat_template
+        )
+
+    @classmethod
+    def for_model(
+        cls, tokenizer: Tokenizer | None, folder: str | Path, max_model_len: int, **options: Any
+    ) -> "Processor":
+        """The processor of a model folder; `options` are those of the constructor."""
+        settings = read_json(Path(folder) / "generation_config.json")
+        defaults = {k: settings[k] for k in _SAMPLING_DEFAULTS if settings.get(k) is not None}
+        if settings.get("do_sample") is False:
+            defaults["temperature"] = 0.0
+        eos = tokenizer.eos_ids if tokenizer else _listed(settings.get("eos_token_id"))
+        template = tokenizer.chat_template if tokenizer else None
+        return cls(
+            tokenizer, template, max_model_len, frozenset(eos), defaults, **options
+        )
+
+    def default_params(self, **changes: Any) -> SamplingParams:
+        """Sampling parameters as the model's generation_config wants them, with changes."""
+        return SamplingParams(**{**self.defaults, **changes})
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises RequestError without a tokenizer."""
+        if self.tokenizer is None:
+            raise RequestError(
+                "prompt is text, but skip_tokenizer_init is set; send token ids.", "prompt"
+            )
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def render_text(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **kwargs: Any
+    ) -> str:
+        """The text of a conversation, ready for the next answer."""
+        if self.template is None:
+            raise RequestError(
+                "messages need a chat template, and this model has none; send a prompt instead, "
+                "or add chat_template.jinja to the model folder.",
+                "messages",
+            )
+        return self.template.render(messages, tools, **kwargs)
+
+    def render(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **kwargs: Any
+    ) -> list[int]:
+        """The token ids of a conversation, ready for the next answer."""
+        text = self.render_text(messages, tools, **kwargs)
+        return self.encode(text, add_special_tokens=False)
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt: text, ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+        if isinstance(prompt, dict):
+            found = prompt.get("prompt_token_ids", prompt.get("prompt"))
+            if found is None:
+                raise RequestError(
+                    f"prompt has the keys {sorted(prompt)}; allowed: prompt (text) or "
+                    "prompt_token_ids (ids). Send one of them.",
+                    "prompt",
+                )
+            prompt = found
+        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not 1 <= len(ids) < self.max_model_len:
+            raise RequestError(
+                f"the prompt has {len(ids)} tokens; allowed: 1 to {self.max_model_len - 1} "
+                f"(max_model_len={self.max_model_len}, one of them for the answer). "
+                "Shorten the prompt.",
+                "prompt",
+            )
+        return ids
+
+    def requests(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
+    ) -> list[Request]:
+        """`params.n` engine requests: seeds seed, seed + 1, ...; max_tokens is made to fit."""
+        ids = self.prompt_ids(prompt)
+        if params.stop_strings and (self.tokenizer is None or not params.detokenize):
+            raise RequestError("stop needs text; leave out stop or detokenize=False.", "stop")
+        if "" in params.stop_strings:
+            raise RequestError('stop="" would end every answer; leave it out.', "stop")
+        room = self.max_model_len - len(ids)
+        seed = secrets.randbits(48) if params.seed is None else params.seed
+        single = replace(
+            params,
+            n=1,
+            max_tokens=min(params.max_tokens or room, room),
+            bad_words_ids=self._bad_words(params),
+        )
+        requests = []
+        for i in range(params.n):
+            mine = (seed + i + 2**63) % 2**64 - 2**63
+            requests.append(
+                Request(
+                    id=request_id if params.n == 1 else f"{request_id}-{i}",
+                    prompt_token_ids=ids,
+                    params=replace(single, seed=mine),
+                    priority=priority,
+                    eos_token_ids=self.eos_ids,
+                    seed=mine,
+                )
+            )
+        return requests
+
+    def completion(self, request: Request, index: int = 0) -> CompletionText:
+        """The text side of one of `requests`."""
+        return CompletionText(self.tokenizer, request, index)
+
+    def reply_parser(self, prompt: str, tools: list[dict[str, Any]] | None) -> ReplyParser:
+        """What splits an answer to this rendered prompt into reasoning, content and calls."""
+        return ReplyParser(
+            self._reasoning(prompt) if self._reasoning else None,
+            self._tools(tools) if self._tools and tools else None,
+        )
+
+    @property
+    def can_call_tools(self) -> bool:
+        """Whether the model's tool calls are understood."""
+        return self._tools is not None
+
+    def _bad_words(self, params: SamplingParams) -> Sequence[Sequence[int]] | None:
+        """A word stands for two token sequences: at a text's start, and after a blank."""
+        if not params.bad_words:
+            return params.bad_words_ids
+        found = [list(ids) for ids in params.bad_words_ids or ()]
+        for word in params.bad_words:
+            plain = self.encode(word.lstrip(), add_special_tokens=False)
+            spaced = self.encode(" " + word.lstrip(), add_special_tokens=False)
+            if not plain:
+                raise RequestError(f"bad_words holds {word!r}; it has no tokens.", "bad_words")
+            found.append(plain)
+            if spaced[0] != plain[0] and len(spaced) == len(plain):
+                found.append(spaced)
+        return found
+
+
+def _listed(value: int | list[int] | None) -> list[int]:
+    return [] if value is None else value if isinstance(value, list) else [value]
