@@ -128,6 +128,16 @@ class Engine:
             stats.draft_tokens_total += metrics.num_draft_tokens
             stats.accepted_tokens_total += metrics.num_accepted_tokens
 
+    def refresh_stats(self) -> Stats:
+        """The counters, gauges of the scheduler and the cache included."""
+        stats, scheduler, cache = self.stats, self.scheduler, self.scheduler.cache
+        stats.num_running, stats.num_waiting = scheduler.num_running, scheduler.num_waiting
+        stats.num_swapped, stats.preemptions_total = scheduler.num_swapped, scheduler.preemptions
+        stats.pages_total = cache.paged.pool.total
+        stats.pages_used = sum(map(bool, cache.paged.owners(cache.seqs).values()))
+        stats.prefix_hits_total, stats.prefix_queries_total = cache.hit_tokens, cache.query_tokens
+        return stats
+
     def explain(self) -> dict[str, Any]:
         """The plan, and per layer: op, backend, and why the others were refused."""
         return {

@@ -43,8 +43,10 @@ class Request:
     @property
     def most_tokens(self) -> int:
         """Tokens of prompt and answer at which it ends with "length"."""
-        most = self.params.max_tokens
-        return self.max_len if most is None else min(self.max_len, len(self.prompt_token_ids) + most)
+        asked = self.params.max_tokens
+        if asked is None:
+            return self.max_len
+        return min(self.max_len, len(self.prompt_token_ids) + asked)
 
     def append(
         self, tokens: Sequence[int], logprobs: Sequence[dict[int, Logprob]] | None = None

@@ -48,6 +48,7 @@ class Entry:
     bound: int = 0
     in_flight: int = 0
     swapped: bool = False
+    saved: int = 0
     started: int = -1
     served: int = -1
     length: int = field(init=False)
@@ -234,7 +235,7 @@ class Scheduler:
         plan.swap_out.append(Swap(entry.row, entry.request, pages, entry.seq.slot))
         plan.grants = [grant for grant in plan.grants if grant.row != entry.row]
         self._leave_row(entry)
-        entry.swapped = True
+        entry.swapped, entry.saved = True, used
         entry.request.metrics.num_preemptions += 1
         self.preemptions += 1
         self._enqueue(entry)
@@ -267,8 +268,7 @@ class Scheduler:
         """Serves the queue from its head until one does not fit."""
         overdue = sum(e.in_prompt and e.served < self.ticks - 1 for e in self.running)
         fresh = self.budget // self.grain - overdue
-        while self.queue:
-            entry = self.queue[0]
+        for entry in [e for e in self.queue if not e.surely_done]:
             if not entry.swapped and fresh <= 0:
                 return
             while not self._start(plan, entry):
@@ -279,12 +279,13 @@ class Scheduler:
             fresh -= entry.bound < entry.length
 
     def _start(self, plan: Schedule, entry: Entry) -> bool:
-        """Gives the queue's head a row, pages and a slot. One page per running row stays spare."""
+        """Gives the head of the queue a row, pages and a slot. One page per running row stays spare."""
         if not self.free_rows:
             return False
         seq, request = entry.seq, entry.request
         need, spare = entry.need(self.query_len), len(self.running)
         if entry.swapped:
+            need = max(need, entry.saved * self.cache.config.page_size)
             if not self.cache.readmit(seq, need, spare):
                 return False
         else:
@@ -292,7 +293,7 @@ class Scheduler:
             if cached is None:
                 return False
             entry.bound = request.metrics.num_cached_tokens = cached
-        del self.queue[0]
+        self.queue.remove(entry)
         entry.row, entry.started = self.free_rows.pop(), self.ticks
         self.running.append(entry)
         pages = list(seq.pages)

@@ -112,6 +112,8 @@ def stand(config: EngineConfig, progress: Progress) -> Stand:
     window = config.num_drafts + 1
     drafting = drafter_module(config.speculative_config)
     load_backends()
+    if device == "cpu":
+        memory.keep_freed_memory()
     build = Build(device, dtype, window, length + 3 * window + 1)
     model, draft = build_model(raw, build, bool(drafting and drafting.NEEDS_MODULE))
     if config.load_format == "dummy":

@@ -1,5 +1,7 @@
 """How many pages and slots fit, and the tensors behind them."""
 
+import ctypes
+from contextlib import suppress
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -9,6 +11,21 @@ from lockstep.errors import CapacityError
 
 PAGE_SIZE = 64
 CPU_CACHE_BYTES = 1 << 30
+
+
+MALLOC_TRIM_THRESHOLD, MALLOC_MMAP_THRESHOLD = -1, -3
+
+
+def keep_freed_memory() -> None:
+    """Tells glibc to keep what a step frees: the next step takes the same again.
+
+    On a virtual machine every page handed back and taken again costs a fault of about 10 us: adding
+    two 98 KB tensors took 291 us, and 68 us with this. Other C libraries lack it and need nothing.
+    """
+    with suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        libc.mallopt(MALLOC_TRIM_THRESHOLD, 1 << 30)
+        libc.mallopt(MALLOC_MMAP_THRESHOLD, 32 << 20)
 
 
 @dataclass(frozen=True)

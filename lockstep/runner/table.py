@@ -20,8 +20,8 @@ from lockstep.step import Step, StepShape, Verdict
 class StepInputs:
     """What the host says of a step: fixed buffers, one entry per row of the step.
 
-    row_ids int64, 0 where a row pads the step; query_lens, state_src, snapshot_slots int32 are read
-    by prompt steps only.
+    row_ids int64, 0 where a row pads the step; query_lens, state_src (0: the row's own slot) and
+    snapshot_slots, int32, are read by prompt steps only.
     """
 
     row_ids: Tensor
@@ -90,6 +90,7 @@ class RowTable:
         page = pages[token_rows, column].long()
         drafts = self.drafts[row_ids, : 0 if shape.prompt else shape.query_len - 1]
         self._show_drafts(row_ids, starts, drafts)
+        slots, sources = self.state_slots[row_ids].long(), inputs.state_src[:rows].long()
         return Step(
             shape=shape,
             row_ids=row_ids,
@@ -101,8 +102,8 @@ class RowTable:
             seq_lens=starts + query_lens,
             page_table=pages,
             slot_mapping=page * self.page_size + positions % self.page_size,
-            state_slots=self.state_slots[row_ids].long(),
-            state_src=inputs.state_src[:rows],
+            state_slots=slots,
+            state_src=torch.where(sources > 0, sources, slots),
             snapshot_slots=inputs.snapshot_slots[:rows],
             pending=self.pending[row_ids].long(),
             drafts=drafts,

@@ -1,5 +1,6 @@
 """What clients may send: OpenAI's fields and vLLM's further ones. Unknown fields are kept aside."""
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -160,6 +161,8 @@ class CompletionRequest(SamplingFields):
     def params(self, processor: Processor) -> SamplingParams:
         """Sampling parameters; echo with logprobs asks for those of the prompt as well."""
         params = self.sampling(processor, self.max_tokens, self.logprobs)
+        if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
+            params = replace(params, prompt_logprobs=self.logprobs)
         return params
 
     def prompts(self) -> list[str | list[int]]:

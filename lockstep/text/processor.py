@@ -122,9 +122,7 @@ class Processor:
             defaults["temperature"] = 0.0
         eos = tokenizer.eos_ids if tokenizer else _listed(settings.get("eos_token_id"))
         template = tokenizer.chat_template if tokenizer else None
-        return cls(
-            tokenizer, template, max_model_len, frozenset(eos), defaults, **options
-        )
+        return cls(tokenizer, template, max_model_len, frozenset(eos), defaults, **options)
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """Sampling parameters as the model's generation_config wants them, with changes."""

@@ -13,9 +13,7 @@ TOOL_PARSERS = {"qwen3_coder": Qwen3CoderParser, "hermes": HermesParser}
 REASONING_PARSERS = {"think": ThinkParser}
 
 
-def choose(
-    field: str, table: dict[str, Any], choice: str | None, template: str | None
-) -> Any:
+def choose(field: str, table: dict[str, Any], choice: str | None, template: str | None) -> Any:
     """The parser class of a choice: a name, "auto" (by the template), or None or "none"."""
     if choice in (None, "none"):
         return None

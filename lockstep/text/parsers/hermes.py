@@ -72,5 +72,7 @@ class HermesParser:
             return
         self._blank = ""
         self._index += 1
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        text = (
+            arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        )
         events += [CallStart(self._index, name), CallArguments(self._index, text)]

@@ -1,0 +1,54 @@
+# Everything starts from .venv, which `make install` makes: the package with its test extras.
+PYTHON ?= python3
+PORT ?= 8000
+# E.g. PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" for torch without CUDA.
+PIP_ARGS ?=
+BIN := .venv/bin
+STAMP := .venv/installed
+
+.PHONY: install serve test lint types layers check bench fmt test-gpu eval clean
+.DEFAULT_GOAL := install
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Lockstep needs Python 3.11 or newer; name one with PYTHON=python3.12"; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[test]'
+	@touch $@
+
+serve: install
+	@$(BIN)/python -m lockstep serve --port $(PORT)
+
+test: lint types layers
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 -m "not gpu and not slow"
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+layers: install
+	$(BIN)/lint-imports --no-cache
+
+check: install
+	$(BIN)/python -m lockstep check
+
+bench: install
+	$(BIN)/python -m lockstep bench
+
+fmt: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+test-gpu: install
+	$(BIN)/python -m pytest -q -m gpu
+
+eval: install
+	$(BIN)/python -m training.evaluate
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache

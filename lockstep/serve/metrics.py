@@ -1,0 +1,78 @@
+"""The engine's counters in Prometheus' text form, under `lockstep:`."""
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from lockstep.engine.stats import Stats
+
+_GAUGES = {
+    "num_running": ("num_requests_running", "Requests that are running."),
+    "num_waiting": ("num_requests_waiting", "Requests that wait."),
+}
+_COUNTERS = {
+    "prompt_tokens_total": ("prompt_tokens", "Prompt tokens received."),
+    "generation_tokens_total": ("generation_tokens", "Tokens generated."),
+    "draft_tokens_total": ("spec_decode_num_draft_tokens", "Tokens drafted."),
+    "accepted_tokens_total": ("spec_decode_num_accepted_tokens", "Draft tokens accepted."),
+    "steps_total": ("decode_steps", "Decode steps launched."),
+    "preemptions_total": ("num_preemptions", "Requests moved to host memory."),
+    "prefix_hits_total": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "prefix_queries_total": ("prefix_cache_queries", "Prompt tokens looked up there."),
+}
+_LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+_SHORT = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
+_HISTOGRAMS = {
+    "ttft_seconds": ("time_to_first_token_seconds", "Arrival to first token.", _LONG),
+    "itl_seconds": ("inter_token_latency_seconds", "Between two updates of a request.", _SHORT),
+    "e2e_seconds": ("e2e_request_latency_seconds", "Arrival to last token.", _LONG),
+}
+
+
+class Metrics:
+    """Turns Stats into Prometheus' text; every label set carries the model's name."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model_name
+        self._seen: dict[str, float] = {}
+        label = ["model_name"]
+        self._gauges = {
+            k: Gauge(f"lockstep:{n}", h, label, registry=self.registry)
+            for k, (n, h) in _GAUGES.items()
+        }
+        self._usage = Gauge(
+            "lockstep:kv_cache_usage_perc", "Used share of pages.", label, registry=self.registry
+        )
+        self._counters = {
+            k: Counter(f"lockstep:{n}", h, label, registry=self.registry)
+            for k, (n, h) in _COUNTERS.items()
+        }
+        self._success = Counter(
+            "lockstep:request_success",
+            "Requests that ended, by reason.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self._histograms = {
+            k: Histogram(f"lockstep:{n}", h, label, buckets=b, registry=self.registry)
+            for k, (n, h, b) in _HISTOGRAMS.items()
+        }
+
+    def render(self, stats: Stats) -> bytes:
+        """The text for one scrape; the histogram lists of `stats` are used up by it."""
+        for key, gauge in self._gauges.items():
+            gauge.labels(self._model).set(getattr(stats, key))
+        self._usage.labels(self._model).set(stats.pages_used / max(stats.pages_total, 1))
+        for key, counter in self._counters.items():
+            counter.labels(self._model).inc(self._grown(key, getattr(stats, key)))
+        for reason, total in stats.requests_success_total.items():
+            grown = self._grown(f"success {reason}", total)
+            self._success.labels(self._model, reason).inc(grown)
+        for key, histogram in self._histograms.items():
+            for seconds in getattr(stats, key):
+                histogram.labels(self._model).observe(seconds)
+        return generate_latest(self.registry)
+
+    def _grown(self, key: str, total: float) -> float:
+        before = self._seen.get(key, 0)
+        self._seen[key] = total
+        return max(total - before, 0)

@@ -1,0 +1,219 @@
+"""Random walks of scheduler and cache against a model of the device that stores token contents."""
+
+import random
+from collections import deque
+
+import pytest
+
+from lockstep.cache.cache import Cache, CacheConfig
+from lockstep.engine.request import Request
+from lockstep.engine.scheduler import RowResult, Schedule, Scheduler
+from lockstep.sampling_params import SamplingParams
+
+PAGE, EOS, JUNK = 4, 7, -1
+
+
+def fold(state: int, token: int) -> int:
+    return (state * 1_000_003 + token + 1) % (2**61 - 1)
+
+
+class Truth:
+    """What a request's tokens are, and the state after each; generated from the state alone."""
+
+    def __init__(self, request: Request, most: int) -> None:
+        self.tokens, self.states = list(request.prompt_token_ids), [0]
+        for i in range(most):
+            if i == len(self.tokens):
+                self.tokens.append(self.states[i] % 40)
+            self.states.append(fold(self.states[i], self.tokens[i]))
+
+
+class Row:
+    def __init__(self, request: Request, pages: list[int], slot: int, computed: int) -> None:
+        self.request, self.pages, self.slot, self.computed = request, pages, slot, computed
+
+
+class Device:
+    """Executes schedules in order. Every read must find the row's own tokens and state."""
+
+    def __init__(self, pages: int, slots: int, query_len: int, rng: random.Random) -> None:
+        self.kv = [[JUNK] * PAGE for _ in range(pages)]
+        self.state, self.query_len, self.rng = [JUNK] * slots, query_len, rng
+        self.rows: dict[int, Row] = {}
+        self.saved: dict[str, tuple[int, list[list[int]], int]] = {}
+        self.truth: dict[Request, Truth] = {}
+
+    def launch(self, plan: Schedule) -> dict[str, RowResult]:
+        for s in plan.swap_out:
+            row = self.rows.pop(s.row)
+            assert row.request is s.request and row.pages[: len(s.pages)] == s.pages
+            kept = [self.kv[p][:] for p in s.pages]
+            self.saved[s.request.id] = (row.computed, kept, self.state[s.state_slot])
+            for p in row.pages:
+                assert p > 0
+        for s in plan.swap_in:
+            computed, kept, state = self.saved.pop(s.request.id)
+            assert len(s.pages) >= len(kept)
+            for page, content in zip(s.pages, kept, strict=False):
+                self.kv[page] = content[:]
+            self.state[s.state_slot] = state
+            self.rows[s.row] = Row(s.request, list(s.pages), s.state_slot, computed)
+        for a in plan.admissions:
+            assert a.row > 0 and a.start < len(a.request.prompt_token_ids) and a.start % PAGE == 0
+            self.rows[a.row] = Row(a.request, list(a.pages), a.state_slot, a.start)
+        for g in plan.grants:
+            assert g.column == len(self.rows[g.row].pages), "a grant that does not follow"
+            self.rows[g.row].pages += g.pages
+        return {**self._decode(plan), **self._prompt(plan)}
+
+    def _decode(self, plan: Schedule) -> dict[str, RowResult]:
+        results = {}
+        for number, request in plan.decode:
+            row, truth = self.rows[number], self.truth[request]
+            assert row.request is request and row.computed >= len(request.prompt_token_ids)
+            self._read(row)
+            assert not self.has_state or self.state[row.slot] == truth.states[row.computed]
+            accepted = self.rng.randrange(self.query_len)
+            begin, end = row.computed, row.computed + 1 + accepted
+            window = truth.tokens[begin:end] + [JUNK] * (self.query_len - 1 - accepted)
+            self._write(row, begin, window)
+            row.computed, self.state[row.slot] = end, truth.states[end]
+            emitted = truth.tokens[begin + 1 : end + 1]
+            results[request.id] = RowResult(emitted, self.query_len - 1, accepted)
+        return results
+
+    def _prompt(self, plan: Schedule) -> dict[str, RowResult]:
+        results, slots = {}, []
+        for c in plan.prompt:
+            row, truth = self.rows[c.row], self.truth[c.request]
+            assert row.request is c.request and row.computed == c.start and c.length > 0
+            self._read(row)
+            if self.has_state and c.start:
+                assert self.state[c.state_src or row.slot] == truth.states[c.start]
+                assert c.start % PAGE == 0
+            assert not self.has_state or c.last or c.length % PAGE == 0
+            slots += [s for s in (row.slot, c.snapshot_slot) if s]
+        assert len(slots) == len(set(slots)), "one slot, two writers"
+        assert not {c.state_src for c in plan.prompt} & set(slots), "a snapshot given to a writer"
+        for c in plan.prompt:
+            row, truth, end = self.rows[c.row], self.truth[c.request], c.start + c.length
+            self._write(row, c.start, truth.tokens[c.start : end])
+            row.computed, self.state[row.slot] = end, truth.states[end]
+            if c.snapshot_slot:
+                self.state[c.snapshot_slot] = truth.states[end // PAGE * PAGE]
+            if c.last:
+                assert end == len(c.request.prompt_token_ids)
+                results[c.request.id] = RowResult([truth.tokens[end]])
+        return results
+
+    @property
+    def has_state(self) -> bool:
+        return len(self.state) > 1
+
+    def _read(self, row: Row) -> None:
+        length = min(row.computed, row.request.most_tokens)
+        found = [t for p in row.pages for t in self.kv[p]][:length]
+        assert found == self.truth[row.request].tokens[:length], "a row reads another's tokens"
+
+    def _write(self, row: Row, begin: int, tokens: list[int]) -> None:
+        for position, token in enumerate(tokens, begin):
+            if position // PAGE < len(row.pages):
+                self.kv[row.pages[position // PAGE]][position % PAGE] = token
+
+
+def expected(request: Request, truth: Truth) -> list[int]:
+    out = []
+    for token in truth.tokens[len(request.prompt_token_ids) :]:
+        out.append(token)
+        stops = token == EOS and not request.params.ignore_eos
+        if stops and len(out) > request.params.min_tokens:
+            break
+        if len(request.prompt_token_ids) + len(out) >= request.most_tokens:
+            break
+    return out
+
+
+def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead: int) -> Scheduler:
+    rng = random.Random(seed)
+    rows, pages = rng.choice([1, 3, 5]), rng.choice([9, 17, 30])
+    slots = 1 + rows + rng.choice([0, 1, 6]) if state else 0
+    cache = Cache(CacheConfig(pages, PAGE, slots, rows))
+    sched = Scheduler(
+        cache,
+        max_num_seqs=rows,
+        max_num_batched_tokens=rng.choice([4, 9, 24] if state else [3, 9, 24]),
+        max_model_len=60,
+        query_len=query_len,
+        grid=PAGE,
+        policy=policy,
+        preempt_every=rng.choice([0, 0, 1, 7]),
+    )
+    device = Device(pages, max(slots, 1), query_len, rng)
+    stems = [[rng.randrange(40) for _ in range(32)] for _ in range(3)]
+    flights: deque[tuple[Schedule, dict[str, RowResult]]] = deque()
+    finished, made, aborted, tick = set(), {}, set(), 0
+    while tick < ticks or sched.has_work() or flights:
+        tick += 1
+        assert tick < ticks + 3_000, "the walk does not end"
+        if tick < ticks and len(sched.entries) < 12 and rng.random() < 0.35:
+            most = min(60, cache.capacity)
+            stem = rng.choice(stems)[: rng.randrange(1, min(33, most))]
+            prompt = (stem + [rng.randrange(40)] * rng.randrange(3))[: most - 1]
+            params = SamplingParams(
+                max_tokens=rng.choice([None, 1, 5, 30]),
+                min_tokens=rng.choice([0, 1]),
+                ignore_eos=rng.random() < 0.5,
+                prompt_logprobs=rng.choice([None, None, None, 1]),
+            )
+            request = Request(
+                f"r{len(made)}",
+                prompt,
+                params,
+                rng.randrange(3),
+                eos_token_ids=frozenset({EOS}),
+            )
+            made[request.id] = request
+            device.truth[request] = Truth(request, 60 + 8 * query_len)
+            sched.add(request)
+        if sched.entries and rng.random() < 0.03:
+            victim = rng.choice(list(sched.entries))
+            assert sched.abort(victim) is made[victim]
+            device.saved.pop(victim, None)
+            aborted.add(victim)
+            cache.check()
+        if sched.entries and rng.random() < 0.03:
+            sched.force_preempt(rng.choice(list(sched.entries)))
+        plan = sched.schedule()
+        cache.check()
+        busy = bool(plan.decode or plan.prompt)
+        assert busy or not plan.swap_in, "a move in that computes nothing"
+        assert sum(c.length for c in plan.prompt) <= sched.budget
+        if busy or plan.swap_out:
+            flights.append((plan, device.launch(plan)))
+        while flights and (len(flights) > ahead or not busy):
+            for request in sched.update(*flights.popleft()):
+                assert request.id not in finished | aborted
+                if request.finish_reason:
+                    finished.add(request.id)
+                    device.saved.pop(request.id, None)
+                    assert request.output_token_ids == expected(request, device.truth[request])
+            cache.check()
+    assert finished | aborted == set(made) and not finished & aborted
+    for request in made.values():
+        full = expected(request, device.truth[request])
+        assert request.output_token_ids == full[: len(request.output_token_ids)]
+    assert cache.paged.pool.used == 0 and (cache.state is None or cache.state.pool.used == 0)
+    assert not cache.seqs and not sched.running and not sched.queue and not device.saved
+    assert len(sched.free_rows) == rows
+    return sched
+
+
+@pytest.mark.parametrize("state", [False, True])
+@pytest.mark.parametrize("query_len", [1, 4])
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+@pytest.mark.parametrize("ahead", [0, 1, 2])
+def test_random_walk(state: bool, query_len: int, policy: str, ahead: int) -> None:
+    base = 100 * (ahead + 3 * state + 6 * query_len) + len(policy)
+    scheds = [walk(base + i, 210, state, query_len, policy, ahead) for i in range(4)]
+    assert sum(s.cache.hit_tokens for s in scheds) > 0
+    assert sum(s.preemptions for s in scheds) > 0
