@@ -38,7 +38,7 @@ class Entry:
 
     key: its place in the queue, and among victims. row: 0 while it waits. bound: the most tokens
     that the device may have committed after all launched steps. in_flight: launched steps that emit
-    and are not read yet. started: the schedule that gave it its row. served: its last chunk's.
+    and are not read yet. saved: pages in host memory. served: the schedule of its last chunk.
     """
 
     request: Request
@@ -49,7 +49,6 @@ class Entry:
     in_flight: int = 0
     swapped: bool = False
     saved: int = 0
-    started: int = -1
     served: int = -1
     length: int = field(init=False)
 
@@ -273,13 +272,13 @@ class Scheduler:
                 return
             while not self._start(plan, entry):
                 victim = max(self.running, key=lambda e: e.key, default=None)
-                if victim is None or victim.key[0] <= entry.key[0] or victim.started == self.ticks:
+                if victim is None or victim.key[0] <= entry.key[0]:
                     return
                 self._preempt(plan, victim)
             fresh -= entry.bound < entry.length
 
     def _start(self, plan: Schedule, entry: Entry) -> bool:
-        """Gives the head of the queue a row, pages and a slot. One page per running row stays spare."""
+        """Gives the head a row, pages and a slot; one page per running row stays spare."""
         if not self.free_rows:
             return False
         seq, request = entry.seq, entry.request
@@ -294,7 +293,7 @@ class Scheduler:
                 return False
             entry.bound = request.metrics.num_cached_tokens = cached
         self.queue.remove(entry)
-        entry.row, entry.started = self.free_rows.pop(), self.ticks
+        entry.row = self.free_rows.pop()
         self.running.append(entry)
         pages = list(seq.pages)
         if entry.swapped:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -118,10 +118,10 @@ async def _answer(
     return Response(status_code=499) if whole is None else JSONResponse(whole)
 
 
-async def _events(chunks: AsyncIterator[dict[str, Any]]) -> AsyncIterator[str]:
+async def _events(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[str]:
     """Chunks as server-sent events; an error becomes the last event but [DONE]."""
     try:
-        async with contextlib.aclosing(chunks):  # type: ignore[type-var]
+        async with contextlib.aclosing(chunks):
             async for chunk in chunks:
                 yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
     except Exception as error:

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncGenerator, Iterable
 from typing import Any
 
 from lockstep.serve.logprobs import chat_logprobs, prompt_logprobs
@@ -59,7 +59,7 @@ class ChatAnswer:
             "prompt_logprobs": prompt_logprobs(job.prompt_logprobs.get(0)),
         }
 
-    async def stream(self) -> AsyncIterator[Json]:
+    async def stream(self) -> AsyncGenerator[Json, None]:
         """The answer as chunks."""
         for i in range(len(self.parsers)):
             yield self._chunk(i, {"role": "assistant", "content": ""})

@@ -1,7 +1,7 @@
 """/v1/completions: prompts in, their continuations out."""
 
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 from lockstep.outputs import Logprob
@@ -35,7 +35,7 @@ class CompletionAnswer:
         choices = [self._choice(index) for index in range(len(job.texts))]
         return {**self._head(), "choices": choices, "usage": job.usage()}
 
-    async def stream(self) -> AsyncIterator[Json]:
+    async def stream(self) -> AsyncGenerator[Json, None]:
         """The answer as chunks."""
         options = self.body.stream_options
         usage = bool(options and options.include_usage)
@@ -94,7 +94,8 @@ class CompletionAnswer:
         asked = self.job.prompt_logprobs.get(index // self.job.params.n)
         logprobs = None
         if self.body.logprobs is not None and scores is not None:
-            ids, entries = list(token_ids), [*scores]
+            ids = list(token_ids)
+            entries: list[dict[int, Logprob] | None] = [*scores]
             if self.body.echo and first:
                 prompt = self.job.prompts[index // self.job.params.n]
                 ids, entries = prompt + ids, [*(asked or [None] * len(prompt)), *entries]

@@ -73,8 +73,9 @@ def prompt_logprobs(
     if entries is None:
         return None
     return [
-        entry
-        and {
+        None
+        if entry is None
+        else {
             str(i): {
                 "logprob": _number(p.logprob),
                 "rank": p.rank,

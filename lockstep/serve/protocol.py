@@ -169,7 +169,7 @@ class CompletionRequest(SamplingFields):
         """The prompts, one or several. Raises RequestError if there is none."""
         prompt = self.prompt
         if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
-            return [prompt]  # type: ignore[list-item]
+            return [prompt]
         if not prompt:
             raise RequestError("prompt=[] is empty; send text or token ids.", "prompt")
         return prompt  # type: ignore[return-value]

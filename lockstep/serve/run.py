@@ -73,23 +73,21 @@ def how_to_ask(url: str, model_name: str, chats: bool = True) -> str:
     question = "What is the capital of France?"
     body: dict[str, Any] = {"model": model_name}
     if chats:
-        path, call = "chat/completions", "chat.completions"
+        address, answer = f"{url}/v1/chat/completions", "['message']['content']"
         body["messages"] = [{"role": "user", "content": question}]
-        asked, shown = f"messages={body['messages']!r}", "message.content"
     else:
-        path, call = "completions", "completions"
+        address, answer = f"{url}/v1/completions", "['text']"
         body["prompt"] = question
-        asked, shown = f"prompt={question!r}", "text"
     script = (
-        "from openai import OpenAI; "
-        f"print(OpenAI(base_url='{url}/v1', api_key='none')"
-        f".{call}.create(model={model_name!r}, {asked}).choices[0].{shown})"
+        "import json, urllib.request as web; "
+        f"ask = web.Request('{address}', json.dumps({body!r}).encode(), "
+        "{'Content-Type': 'application/json'}); "
+        f"print(json.load(web.urlopen(ask))['choices'][0]{answer})"
     )
     return "\n".join(
         [
-            f"Lockstep serves {model_name} at {url}/v1  (documentation: {url}/docs)",
-            f"  curl -s {url}/v1/{path} -H 'Content-Type: application/json' "
-            f"-d '{json.dumps(body)}'",
+            f"Lockstep serves {model_name} at {url}/v1 (base_url of OpenAI clients); {url}/docs",
+            f"  curl -s {address} -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
             f'  python3 -c "{script}"',
         ]
     )

@@ -5,11 +5,11 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from lockstep.engine.client import Stream
+from lockstep.engine.client import TokenUpdate
 from lockstep.engine.request import Request
 from lockstep.engine.stats import Stats
 from lockstep.errors import EngineDeadError, RequestError
@@ -29,7 +29,7 @@ class Client(Protocol):
         """Whether requests are served."""
         ...
 
-    def submit(self, request: Request) -> Stream:
+    def submit(self, request: Request) -> AsyncIterable[TokenUpdate]:
         """Queues a request; its updates come through the stream."""
         ...
 
@@ -126,7 +126,7 @@ class Service:
                 job.texts.append(self.processor.completion(request, len(job.texts)))
         return job
 
-    async def run(self, job: Job) -> AsyncIterator[Piece]:
+    async def run(self, job: Job) -> AsyncGenerator[Piece, None]:
         """The job's pieces as they come. Leaving early aborts what still runs."""
         pieces: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
         tasks = [asyncio.create_task(self._follow(job, text, pieces)) for text in job.texts]

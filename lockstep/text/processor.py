@@ -165,7 +165,7 @@ class Processor:
                     "prompt_token_ids (ids). Send one of them.",
                     "prompt",
                 )
-            prompt = found
+            return self.prompt_ids(found)
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not 1 <= len(ids) < self.max_model_len:
             raise RequestError(

@@ -13,7 +13,7 @@ _OUTSIDE, _INSIDE = Markers({"call": _CALL}), Markers({"end": _CALL_END})
 class HermesParser:
     """The JSON grammar. A call is told once it is whole; what is no call stays content."""
 
-    SIGN = '{"name": <function-name>'
+    SIGN = "<function-name>"
 
     def __init__(self, tools: list[dict[str, Any]]) -> None:
         self._buffer = self._call = self._blank = ""

@@ -1,0 +1,19 @@
+"""The command line: `python -m lockstep` and `lockstep`."""
+
+import sys
+
+
+def main() -> None:
+    """Runs a command; what Lockstep raises on purpose ends in one line and status 2."""
+    from lockstep.cli import app
+    from lockstep.errors import LockstepError
+
+    try:
+        app()
+    except LockstepError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""Measures an LLM on prompts that are all at hand."""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.llm import LLM
+from lockstep.outputs import RequestOutput
+from lockstep.sampling_params import SamplingParams
+
+WARM_UPS, RUNS = 3, 5
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What runs over the same prompts cost. Speeds in tokens/s: means over the runs.
+
+    decode_tokens_per_s: tokens after each request's first, all requests together, over the time
+    from the first token to the last. wall_tokens_per_s: all tokens over the whole run.
+    ms_per_step: decode time over the steps of the request that took most.
+    """
+
+    requests: int
+    prompt_tokens: int
+    tokens: int
+    wall_tokens_per_s: float
+    wall_deviation: float
+    wall_cv: float
+    decode_tokens_per_s: float
+    decode_deviation: float
+    decode_cv: float
+    ms_per_step: float
+    ttft_ms: float
+    acceptance_length: float
+    acceptance_rate: float
+    runs: int
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The same prompts without and with drafts. disagreement: index of the first prompt whose
+    tokens differ, or None."""
+
+    plain: Figures
+    drafted: Figures
+    disagreement: int | None
+
+    @property
+    def speedup(self) -> float:
+        """Decode speed with drafts over that without."""
+        return self.drafted.decode_tokens_per_s / self.plain.decode_tokens_per_s
+
+
+def measure(
+    llm: LLM,
+    prompts: Sequence[Any],
+    params: SamplingParams,
+    warm_ups: int = WARM_UPS,
+    runs: int = RUNS,
+    progress: Callable[[str, int, int], None] = lambda what, done, of: None,
+) -> tuple[Figures, list[RequestOutput]]:
+    """The figures of `runs` runs after `warm_ups`, and the outputs of the last.
+
+    For runs that all compute their prompts, turn prefix caching off.
+    """
+    walls: list[float] = []
+    timed: list[list[RequestOutput]] = []
+    for index in range(warm_ups + runs):
+        progress("warming up" if index < warm_ups else "measuring", index, warm_ups + runs)
+        started = time.monotonic()
+        outputs = llm.generate(list(prompts), params)
+        if index >= warm_ups:
+            walls.append(time.monotonic() - started)
+            timed.append(outputs)
+    return _figures(timed, walls), timed[-1]
+
+
+def compare(
+    plain: LLM,
+    drafted: LLM,
+    prompts: Sequence[Any],
+    params: SamplingParams,
+    warm_ups: int = 1,
+    runs: int = 3,
+) -> tuple[Comparison, list[RequestOutput]]:
+    """The same prompts on both; the outputs are the drafted engine's.
+
+    params needs a seed where it samples, or the two answer different questions.
+    """
+    without, answers = measure(plain, prompts, params, warm_ups, runs)
+    with_drafts, outputs = measure(drafted, prompts, params, warm_ups, runs)
+    pairs = zip(answers, outputs, strict=True)
+    differ = [a.outputs[0].token_ids != b.outputs[0].token_ids for a, b in pairs]
+    return Comparison(without, with_drafts, differ.index(True) if any(differ) else None), outputs
+
+
+def _figures(timed: list[list[RequestOutput]], walls: list[float]) -> Figures:
+    tokens = _tokens(timed[0])
+    wall = [_tokens(outputs) / seconds for outputs, seconds in zip(timed, walls, strict=True)]
+    spans = [_decode_seconds(outputs) for outputs in timed]
+    decode = [
+        (_tokens(outputs) - len(outputs)) / span if span else 0.0
+        for outputs, span in zip(timed, spans, strict=True)
+    ]
+    every = [output.metrics for outputs in timed for output in outputs]
+    steps = sum(m.num_steps for m in every)
+    drafted = sum(m.num_draft_tokens for m in every)
+    accepted = sum(m.num_accepted_tokens for m in every)
+    longest = [max(o.metrics.num_steps for o in outputs) for outputs in timed]
+    first = [(m.first_token_time or m.arrival_time) - m.arrival_time for m in every]
+    return Figures(
+        requests=len(timed[0]),
+        prompt_tokens=sum(len(o.prompt_token_ids) for o in timed[0]),
+        tokens=tokens,
+        wall_tokens_per_s=statistics.mean(wall),
+        wall_deviation=_deviation(wall),
+        wall_cv=_deviation(wall) / statistics.mean(wall),
+        decode_tokens_per_s=statistics.mean(decode),
+        decode_deviation=_deviation(decode),
+        decode_cv=_deviation(decode) / statistics.mean(decode) if any(decode) else 0.0,
+        ms_per_step=1000 * sum(spans) / max(1, sum(longest)),
+        ttft_ms=1000 * statistics.mean(first),
+        acceptance_length=1 + accepted / steps if steps else 1.0,
+        acceptance_rate=accepted / drafted if drafted else 0.0,
+        runs=len(timed),
+    )
+
+
+def _tokens(outputs: list[RequestOutput]) -> int:
+    return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+
+def _deviation(values: list[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+def _decode_seconds(outputs: list[RequestOutput]) -> float:
+    """From the first token of any request to the last of all."""
+    metrics = [output.metrics for output in outputs]
+    begins = [m.first_token_time for m in metrics if m.first_token_time is not None]
+    ends = [m.finished_time for m in metrics if m.finished_time is not None]
+    return max(ends) - min(begins) if begins and ends else 0.0

@@ -1,0 +1,88 @@
+"""What is varied: drafter, K, phase and graph mode make an engine; sampling and batch, its runs."""
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+DRAFTERS = ("ngram", "mtp")
+DRAFT_COUNTS = (1, 2, 3, 5, 7)
+PHASES = ("cold", "prefix hit", "preempted")
+BATCHES = ("alone", "batch of 7", "long prompt")
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of the matrix. alone: asks that each engine runs alone, in turn over the engines
+    (8 are all). company: short asks that run beside the long one (7 are all)."""
+
+    max_tokens: int
+    alone: int
+    company: int
+
+
+SIZES = {"quick": Size(16, 3, 3), "default": Size(24, 3, 3), "full": Size(32, 8, 7)}
+
+ROWS = 8
+SMALL_CHUNK = 128
+LONG_PROMPT = 600
+MAX_MODEL_LEN = 1536
+PAGES = 256
+SNAPSHOTS = 64
+PREEMPT_EVERY = 3
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One engine: what may not change an answer. phase: which cache state its requests meet."""
+
+    drafter: str
+    k: int
+    phase: str
+    graph: str
+
+    @property
+    def drafting(self) -> str:
+        """none, or drafter K=n."""
+        return f"{self.drafter} K={self.k}" if self.k else "none"
+
+    def settings(self, small_chunks: bool = True) -> dict[str, Any]:
+        """The LLM arguments of this engine."""
+        spec: dict[str, Any] = {"method": self.drafter, "num_speculative_tokens": self.k}
+        if self.drafter == "ngram":
+            spec["prompt_lookup_min"] = 1  # more drafts, and more of them wrong
+        return {
+            "speculative_config": spec if self.k else None,
+            "cuda_graph_mode": self.graph,
+            "max_num_seqs": ROWS,
+            "row_buckets": (1, 2, 4, ROWS),
+            "max_model_len": MAX_MODEL_LEN,
+            "max_num_batched_tokens": SMALL_CHUNK if small_chunks else 2 * MAX_MODEL_LEN,
+            "num_gpu_blocks": PAGES,
+            "num_snapshots": SNAPSHOTS if self.phase == "prefix hit" else 0,
+            "enable_prefix_caching": self.phase == "prefix hit",
+            "preempt_every": PREEMPT_EVERY if self.phase == "preempted" else 0,
+        }
+
+
+PLAIN = Setup("none", 0, "cold", "none")
+"""The run that all others must equal: no drafts, alone, cold, eager, whole prompts at once."""
+
+
+def setups(size: str, drafters: tuple[str, ...], graphs: tuple[str, ...]) -> list[Setup]:
+    """The engines of a check. `graphs`: the modes this device has, the product's default first.
+
+    full: every combination. default: every drafter, K and phase, all graph modes at K 0 and 3 and
+    the first mode elsewhere. quick: every drafter, phase and graph mode, and both ends of K.
+    """
+    drafting = [("none", 0), *product(drafters, DRAFT_COUNTS)]
+    every = [Setup(d, k, p, g) for (d, k), p, g in product(drafting, PHASES, graphs)]
+    if size == "full":
+        return every
+    if size == "default":
+        return [s for s in every if s.graph == graphs[0] or s.k in (0, 3)]
+    sample = [("none", 0, 1)]
+    for at, drafter in enumerate(drafters):
+        sample += [(drafter, k, at + turn) for turn, k in enumerate((1, 3, 7))]
+    return [
+        Setup(d, k, PHASES[turn % len(PHASES)], graphs[turn % len(graphs)]) for d, k, turn in sample
+    ]

@@ -1,0 +1,86 @@
+"""What a check found."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from lockstep.check.matrix import Setup
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One case that differs from the plain run. position: index among the request's answer tokens.
+
+    where: the first layer and op that differ, known for the first failure only.
+    """
+
+    setup: Setup
+    batch: str
+    request: str
+    sampling: str
+    position: int | None
+    what: str
+    where: str | None = None
+
+
+@dataclass(frozen=True)
+class Tally:
+    """One engine's cases."""
+
+    setup: Setup
+    cases: int
+    failed: int
+    seconds: float
+
+
+@dataclass
+class Report:
+    """All cases of a check. `exercised`: how often what was varied really took place."""
+
+    size: str
+    numerics: str
+    tallies: list[Tally] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    exercised: dict[str, int] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def cases(self) -> int:
+        """Answers compared with the plain run."""
+        return sum(t.cases for t in self.tallies)
+
+    @property
+    def failed(self) -> int:
+        """Answers that differ, and axes that were meant to be exercised and were not."""
+        return len(self.failures)
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        if not self.failed:
+            return (
+                f"{self.cases} cases, all equal to the plain run, tokens and logprobs bit for bit."
+            )
+        first = self.failures[0]
+        at = "" if first.position is None else f", answer position {first.position}"
+        where = f"; {first.where}" if first.where else ""
+        return (
+            f"{self.failed} of {self.cases} cases differ. First: {first.setup.drafting}, "
+            f"{first.setup.phase}, graph {first.setup.graph}, {first.batch}: {first.request}{at}: "
+            f"{first.what}{where}."
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """For machines: cases, failed, and the rest."""
+        return {
+            "cases": self.cases,
+            "failed": self.failed,
+            "verdict": self.verdict,
+            "size": self.size,
+            "numerics": self.numerics,
+            "seconds": round(self.seconds, 2),
+            "exercised": self.exercised,
+            "skipped": self.skipped,
+            "engines": [asdict(t) for t in self.tallies],
+            "failures": [asdict(f) for f in self.failures],
+        }

@@ -1,0 +1,131 @@
+"""Watches a model run: a digest of every module's output per request and position.
+
+Two runs of one request are compared position by position, module by module, in the order of the
+computation: the first difference names the layer and op that broke the contract.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.check import asks as asking
+from lockstep.check.asks import Ask
+from lockstep.engine.schedule import Schedule
+from lockstep.llm import LLM
+from lockstep.step import Step
+
+Digests = dict[int, dict[str, bytes]]
+"""position -> module name -> digest of its output there, modules in the order of their calls."""
+
+
+class Trace:
+    """What the model computed for one prompt. A position run again (after a rejected draft, or
+    replayed) replaces what was seen of it before, so what stays belongs to committed tokens."""
+
+    def __init__(self, prompt: tuple[int, ...]) -> None:
+        self.prompt = list(prompt)
+        self.digests: Digests = {}
+        self._queue: list[list[Any]] = []
+        self._step: Step | None = None
+        self._places: list[tuple[int, int]] = []
+
+    def expect(self, schedule: Schedule) -> None:
+        """A schedule is about to be launched: its decode step, then its prompt step."""
+        if schedule.decode:
+            self._queue.append([request for _, request in schedule.decode])
+        if schedule.prompt:
+            self._queue.append([chunk.request for chunk in schedule.prompt])
+
+    def begin(self, step: Step) -> None:
+        """The model is called: finds this request's tokens in the step."""
+        requests = self._queue.pop(0)
+        mine = [i for i, r in enumerate(requests) if r.prompt_token_ids == self.prompt]
+        self._step, self._places = step, []
+        if mine:
+            first, last = step.cu_seqlens[mine[0] : mine[0] + 2].tolist()
+            positions = step.positions[first:last].tolist()
+            self._places = list(zip(range(first, last), positions, strict=True))
+            for position in positions:
+                self.digests[position] = {}
+
+    def end(self) -> None:
+        """The model has returned: calls of shared modules by a drafter are not ours."""
+        self._step = None
+
+    def see(self, name: str, output: object) -> None:
+        """A module of the model has returned `output`; anything but a [T, ...] tensor is passed."""
+        step = self._step
+        if step is None or not isinstance(output, Tensor) or not output.dim():
+            return
+        if output.shape[0] == step.token_ids.shape[0]:
+            for index, position in self._places:
+                self.digests[position][name] = _digest(output[index])
+
+
+def _digest(tensor: Tensor) -> bytes:
+    raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+    return hashlib.blake2b(bytes(raw.tolist()), digest_size=16).digest()
+
+
+@contextmanager
+def watch(llm: LLM, prompt: tuple[int, ...]) -> Iterator[Trace]:
+    """Records what the model computes for the requests with this prompt. Needs an eager engine."""
+    trace, runner = Trace(prompt), llm.engine.runner
+    model: nn.Module = runner.model
+    handles = [
+        module.register_forward_hook(lambda _m, _i, output, name=name: trace.see(name, output))
+        for name, module in model.named_modules()
+        if name
+    ]
+    handles.append(model.register_forward_pre_hook(lambda _m, inputs: trace.begin(inputs[0])))
+    handles.append(model.register_forward_hook(lambda _m, _i, _o: trace.end()))
+    launch = runner.launch
+
+    def watched(schedule: Schedule) -> Any:
+        trace.expect(schedule)
+        return launch(schedule)
+
+    runner.launch = watched  # type: ignore[method-assign]
+    try:
+        yield trace
+    finally:
+        del runner.launch
+        for handle in handles:
+            handle.remove()
+
+
+def compare(plain: Digests, other: Digests, end: int) -> str | None:
+    """The first position below `end`, and module there, that both saw and differ in."""
+    for position in sorted(p for p in plain if p in other and p < end):
+        for name, digest in plain[position].items():
+            if other[position].get(name, digest) != digest:
+                return f"the first to differ is {name} at position {position}"
+    return None
+
+
+def first_difference(
+    build_plain: Callable[[], LLM],
+    build_other: Callable[[], LLM],
+    ask: Ask,
+    members: list[Ask],
+    primed: list[Ask],
+    end: int,
+) -> str | None:
+    """Runs `ask` alone on a plain engine and among `members` on the other; None: no difference.
+
+    primed: what goes into the other engine's prefix cache first. end: positions are compared up
+    to, not including, this one.
+    """
+    digests = []
+    for build, company, before in ((build_plain, [ask], []), (build_other, members, primed)):
+        llm = build()
+        if before:
+            asking.prime(llm, before)
+        with watch(llm, ask.prompt) as trace:
+            asking.run(llm, company)
+        digests.append(trace.digests)
+    return compare(digests[0], digests[1], end)

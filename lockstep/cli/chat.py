@@ -1,0 +1,135 @@
+"""lockstep chat: a conversation in the terminal, with tools if you bring them."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from lockstep.cli.options import engine_options, sampling_options
+from lockstep.cli.show import load, notes, print_text
+from lockstep.errors import ConfigError, RequestError
+from lockstep.outputs import RequestOutput
+from lockstep.sampling_params import SamplingParams
+from lockstep.text.parsers.events import Reply
+
+if TYPE_CHECKING:
+    from lockstep.llm import LLM
+
+ENDINGS = ("/exit", "/quit")
+
+
+@engine_options
+@sampling_options
+def chat(
+    model: Annotated[str | None, typer.Argument(help="model folder or hub id")] = None,
+    system: Annotated[str | None, typer.Option(help="a system message")] = None,
+    tools: Annotated[
+        Path | None, typer.Option(help="JSON file with a list of tools, in OpenAI's form")
+    ] = None,
+    *,
+    settings: dict[str, Any],
+    sampling: dict[str, Any],
+) -> None:
+    """Chat. /new starts over, /exit ends; a tool call asks you for the tool's result."""
+    known = _read_tools(tools)
+    llm = load(settings)
+    params = llm.processor.default_params(**{"max_tokens": 1024, **sampling})
+    start = [{"role": "system", "content": system}] if system else []
+    messages: list[dict[str, Any]] = list(start)
+    while (text := _ask("> ")) is not None and text.strip() not in ENDINGS:
+        if text.strip() == "/new":
+            messages = list(start)
+            continue
+        if not text.strip():
+            continue
+        before = len(messages)
+        messages.append({"role": "user", "content": text})
+        try:
+            _take_turn(llm, messages, known, params)
+        except RequestError as error:
+            del messages[before:]
+            notes().print(f"[red]{error}[/red]")
+
+
+def _take_turn(
+    llm: "LLM",
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    params: SamplingParams,
+) -> None:
+    """Answers until no tool is called any more; tool results are asked of the user."""
+    while True:
+        reply = _answer(llm, messages, tools, params)
+        messages.append(reply)
+        calls = reply.get("tool_calls", [])
+        if not calls:
+            return
+        for call in calls:
+            result = _ask(f"result of {call['function']['name']}> ")
+            message = {"role": "tool", "tool_call_id": call["id"], "content": result or ""}
+            messages.append(message)
+
+
+def _answer(
+    llm: "LLM",
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    params: SamplingParams,
+) -> dict[str, Any]:
+    shown = 0
+
+    def stream(output: RequestOutput) -> None:
+        nonlocal shown
+        text = output.outputs[0].text
+        print_text(text[shown:])
+        shown = len(text)
+
+    output = llm.chat(messages, params, tools=tools, on_progress=stream)[0]
+    print_text("\n")
+    m = output.metrics
+    notes().print(
+        f"[dim]{len(output.outputs[0].token_ids)} tokens, acceptance length "
+        f"{m.acceptance_length:.2f}, {m.num_cached_tokens} prompt tokens from the cache[/dim]"
+    )
+    prompt = llm.processor.render_text(messages, tools)
+    reply = llm.processor.reply_parser(prompt, tools).parse(output.outputs[0].text)
+    return _message(reply)
+
+
+def _message(reply: Reply) -> dict[str, Any]:
+    """The assistant's message, as the template wants it back in the next turn."""
+    message: dict[str, Any] = {"role": "assistant", "content": reply.content}
+    if reply.tool_calls:
+        message["tool_calls"] = [
+            {"id": f"call-{i}", "type": "function", "function": asdict(call)}
+            for i, call in enumerate(reply.tool_calls)
+        ]
+    return message
+
+
+def _ask(sign: str) -> str | None:
+    """A line of the user's; None at the end of input."""
+    try:
+        return input(sign)
+    except (EOFError, KeyboardInterrupt):
+        print_text("\n")
+        return None
+
+
+def _read_tools(path: Path | None) -> list[dict[str, Any]] | None:
+    if path is None:
+        return None
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--tools {path} cannot be read ({error}); name a JSON file.") from None
+    if not isinstance(found, list) or not all(
+        isinstance(t, dict) and "function" in t for t in found
+    ):
+        raise ConfigError(
+            f'--tools {path} holds no list of {{"type": "function", "function": ...}}; '
+            "write the tools in OpenAI's form."
+        )
+    return found

@@ -1,0 +1,83 @@
+"""lockstep check: that the answer never changes, on this machine."""
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lockstep.cli.options import AUTO_DRAFTS, engine_options
+from lockstep.cli.show import print_json, progress_bar
+from lockstep.config import EngineConfig
+from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lockstep.check import Report
+
+SHARED = ("dtype", "device", "load_format", "kv_cache_dtype", "skip_tokenizer_init", "seed")
+"""The settings that a check takes from the user; it varies the others itself."""
+
+
+@engine_options
+def check(
+    model: Annotated[str | None, typer.Argument(help="model folder or hub id")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="a sample of the matrix")] = False,
+    full: Annotated[bool, typer.Option("--full", help="every combination")] = False,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Prove that drafts, batching, chunks, caching, preemption and graphs change no bit.
+
+    Every answer is compared with the plain run's: tokens and logprobs. Status 1 if any differs.
+    """
+    from lockstep.check import run_check
+
+    if quick and full:
+        raise ConfigError("--quick and --full exclude each other; choose one of them.")
+    size = "quick" if quick else "full" if full else "default"
+    _refuse_varied(settings)
+    chosen = {name: settings[name] for name in SHARED}
+    if json:
+        report = run_check(size, settings["model"], **chosen)
+        print_json(report.to_json())
+    else:
+        with progress_bar() as show:
+            report = run_check(size, settings["model"], show, **chosen)
+        _print(report)
+    raise typer.Exit(1 if report.failed else 0)
+
+
+def _refuse_varied(settings: dict[str, Any]) -> None:
+    usual = {f.name: f.default for f in fields(EngineConfig)} | {"speculative_config": AUTO_DRAFTS}
+    for name, value in settings.items():
+        if name not in (*SHARED, "model") and value != usual[name]:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(
+                f"{flag} is not allowed here: check varies it itself. Allowed: --model and "
+                f"{', '.join(SHARED)}. Leave {flag} out."
+            )
+
+
+def _print(report: "Report") -> None:
+    from lockstep.check.matrix import PHASES
+
+    console = Console(highlight=False)
+    graphs = list(dict.fromkeys(t.setup.graph for t in report.tallies))
+    columns = [(p, g) for p in PHASES for g in graphs]
+    table = Table("drafts", *(p if len(graphs) == 1 else f"{p}, {g}" for p, g in columns))
+    cells: dict[tuple[str, str, str], str] = {}
+    for t in report.tallies:
+        shown = f"{t.cases - t.failed}/{t.cases}"
+        key = (t.setup.drafting, t.setup.phase, t.setup.graph)
+        cells[key] = f"[red]{shown}[/red]" if t.failed else shown
+    for drafting in dict.fromkeys(t.setup.drafting for t in report.tallies):
+        table.add_row(drafting, *(cells.get((drafting, p, g), "") for p, g in columns))
+    console.print(table)
+    took = ", ".join(f"{count:,} {name}" for name, count in report.exercised.items())
+    console.print(f"{took}; {report.seconds:.0f} s; {report.numerics}")
+    for reason in report.skipped:
+        console.print(f"left out: {reason}")
+    colour = "red" if report.failed else "green"
+    console.print(f"[{colour}]{report.verdict}[/{colour}]", soft_wrap=True)

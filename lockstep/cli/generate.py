@@ -1,0 +1,128 @@
+"""lockstep generate: one answer, or the same answer twice: without and with drafts."""
+
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from lockstep.cli.options import engine_options, sampling_options, settle_drafts
+from lockstep.cli.show import load, notes, print_json, print_text
+from lockstep.errors import ConfigError
+from lockstep.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from lockstep.bench import Comparison
+    from lockstep.llm import LLM
+
+
+@engine_options
+@sampling_options
+def generate(
+    prompt: Annotated[
+        str | None, typer.Argument(help="the prompt; stdin if it is piped, or a sample question")
+    ] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="ask it as a chat message")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="without and with drafts: speed, and that both agree")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    *,
+    settings: dict[str, Any],
+    sampling: dict[str, Any],
+) -> None:
+    """Complete a prompt, printing the text as it comes."""
+    if prompt is None and not sys.stdin.isatty():
+        prompt = sys.stdin.read() or None
+    if compare:
+        _compare(prompt, chat, json, settings, sampling)
+        return
+    llm = load(settings, quiet=json)
+    params = llm.processor.default_params(**{"max_tokens": 256, **sampling})
+    shown = 0
+
+    def stream(output: RequestOutput) -> None:
+        nonlocal shown
+        text = output.outputs[0].text
+        print_text(text[shown:])
+        shown = len(text)
+
+    output = llm.generate(_prompt(llm, prompt, chat), params, on_progress=None if json else stream)[
+        0
+    ]
+    if json:
+        print_json(_answer(output) | {"system_fingerprint": llm.engine.fingerprint})
+    else:
+        print_text("\n")
+        notes().print(f"[dim]{_closing(output)}[/dim]")
+
+
+def _prompt(llm: "LLM", prompt: str | None, chat: bool) -> dict[str, Any]:
+    if prompt is None:
+        from lockstep.samples import short_prompts
+
+        return {"prompt_token_ids": short_prompts(llm)[0]}
+    if chat:
+        message = {"role": "user", "content": prompt}
+        return {"prompt_token_ids": llm.processor.render([message])}
+    return {"prompt": prompt}
+
+
+def _answer(output: RequestOutput) -> dict[str, Any]:
+    done, metrics = output.outputs[0], output.metrics
+    return {
+        "text": done.text,
+        "token_ids": done.token_ids,
+        "finish_reason": done.finish_reason,
+        "seed": done.seed,
+        "prompt_tokens": len(output.prompt_token_ids),
+        "acceptance_length": round(metrics.acceptance_length, 3),
+        "metrics": asdict(metrics),
+    }
+
+
+def _closing(output: RequestOutput) -> str:
+    done, m = output.outputs[0], output.metrics
+    begin, end = m.first_token_time or 0.0, m.finished_time or 0.0
+    speed = (len(done.token_ids) - 1) / (end - begin) if end > begin else 0.0
+    return (
+        f"{len(done.token_ids)} tokens, {speed:.0f} tokens/s, acceptance length "
+        f"{m.acceptance_length:.2f}, finish reason {done.finish_reason}, seed {done.seed}"
+    )
+
+
+def _compare(
+    prompt: str | None, chat: bool, json: bool, settings: dict[str, Any], sampling: dict[str, Any]
+) -> None:
+    from lockstep.bench import compare
+
+    settled = settle_drafts({**settings, "enable_prefix_caching": False})
+    if settled["speculative_config"] is None:
+        raise ConfigError(
+            "--compare needs drafts, and this checkpoint has no MTP module; name a drafter, e.g. "
+            """--speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'."""
+        )
+    plain = load({**settled, "speculative_config": None}, quiet=json)
+    drafted = load(settled, quiet=json)
+    params = plain.processor.default_params(**{"max_tokens": 256, "seed": 0, **sampling})
+    found, outputs = compare(plain, drafted, [_prompt(plain, prompt, chat)], params)
+    agree = found.disagreement is None
+    if json:
+        print_json(asdict(found) | {"agree": agree, "speedup": found.speedup} | _answer(outputs[0]))
+    else:
+        print_text(outputs[0].outputs[0].text + "\n")
+        _show(found, agree)
+    raise typer.Exit(0 if agree else 1)
+
+
+def _show(found: "Comparison", agree: bool) -> None:
+    table = Table("", "tokens/s", "ms per step", "acceptance length")
+    for name, f in (("without drafts", found.plain), ("with drafts", found.drafted)):
+        speed = f"{f.decode_tokens_per_s:.1f}"
+        table.add_row(name, speed, f"{f.ms_per_step:.2f}", f"{f.acceptance_length:.2f}")
+    console = Console(highlight=False)
+    console.print(table)
+    verdict = "[green]the tokens agree[/green]" if agree else "[red]the tokens differ[/red]"
+    console.print(f"{found.speedup:.2f} times as fast; {found.plain.tokens} tokens, {verdict}")

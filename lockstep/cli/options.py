@@ -1,0 +1,173 @@
+"""Options made from dataclasses: EngineConfig's fields, and those of SamplingParams."""
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import MISSING, Field, fields
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from lockstep.config import EngineConfig
+from lockstep.errors import ConfigError
+from lockstep.sampling_params import SamplingParams
+
+SAMPLING_HELP = {
+    "temperature": "0 is greedy",
+    "top_p": "keep the likeliest tokens up to this share",
+    "top_k": "keep this many of the likeliest tokens; 0 keeps all",
+    "min_p": "drop tokens below this share of the likeliest",
+    "repetition_penalty": "above 1 makes tokens seen before less likely",
+    "presence_penalty": "taken off the logits of tokens already in the answer",
+    "frequency_penalty": "the same, per time that they are in it",
+    "max_tokens": "most tokens to generate",
+    "seed": "the same seed gives the same answer; drawn if left out",
+}
+AUTO_DRAFTS = "auto"
+DEFAULT_DRAFTS = 3
+SPEC_HELP = "; auto: the checkpoint's own MTP module with K=3 if it has one; none: no drafts"
+
+Command = Callable[..., Any]
+
+
+def engine_options(command: Command) -> Command:
+    """Adds an option per field of EngineConfig; the command gets them all as `settings`, a dict.
+
+    The model may stand as an argument, where the command has one, or after --model. An option of
+    the command's own, such as the seed of sampling, goes before the engine's of the same name.
+    """
+    hints = get_type_hints(EngineConfig)
+    taken = {"model", *inspect.signature(command).parameters}
+    own = [f for f in fields(EngineConfig) if f.name not in taken]
+    added = [_option(f, *_typed(f, hints[f.name])) for f in own]
+    help = next(f.metadata["help"] for f in fields(EngineConfig) if f.name == "model")
+    model = typer.Option("--model", help=help)
+    added.insert(0, _parameter("model_flag", _with(str | None, model), None))
+
+    def read(values: dict[str, Any]) -> dict[str, Any]:
+        flag = values.pop("model_flag")
+        settings = {f.name: values.pop(f.name) for f in own}
+        for name in ("row_buckets", "speculative_config"):
+            settings[name] = READERS[name](settings[name])
+        settings["model"] = values.pop("model", None) or flag
+        return {"settings": settings}
+
+    return _extended(command, added, read, drop="settings")
+
+
+def sampling_options(command: Command) -> Command:
+    """Adds the options of SAMPLING_HELP; the command gets those given as `sampling`, a dict."""
+    hints: dict[str, Any] = get_type_hints(SamplingParams)
+    own = [f for f in fields(SamplingParams) if f.name in SAMPLING_HELP]
+    added = []
+    for field in own:
+        kind = hints[field.name] | None
+        flag = _flag(field.name, SAMPLING_HELP[field.name])
+        added.append(_parameter(field.name, _with(kind, flag), None))
+
+    def read(values: dict[str, Any]) -> dict[str, Any]:
+        given = {f.name: values.pop(f.name) for f in own}
+        return {"sampling": {name: value for name, value in given.items() if value is not None}}
+
+    return _extended(command, added, read, drop="sampling")
+
+
+def _flag(name: str, help: str) -> Any:
+    return typer.Option("--" + name.replace("_", "-"), help=help)
+
+
+def _typed(field: Field[Any], hint: Any) -> tuple[Any, Any]:
+    """The option's type and default: JSON and lists are strings on the command line."""
+    if field.name == "speculative_config":
+        return str, AUTO_DRAFTS
+    if field.name == "row_buckets":
+        return str | None, None
+    return hint, field.default if field.default is not MISSING else None
+
+
+def _option(field: Field[Any], hint: Any, default: Any) -> inspect.Parameter:
+    help = field.metadata["help"] + (SPEC_HELP if field.name == "speculative_config" else "")
+    if hint is bool:
+        name = field.name.replace("_", "-")
+        flag = typer.Option(f"--{name}/--no-{name}", help=help)
+    else:
+        flag = _flag(field.name, help)
+    return _parameter(field.name, _with(hint, flag), default)
+
+
+def _with(kind: Any, option: Any) -> Any:
+    """Annotated[kind, option], of values."""
+    annotated: Any = Annotated
+    return annotated[kind, option]
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
+
+
+def _extended(
+    command: Command,
+    added: list[inspect.Parameter],
+    read: Callable[[dict[str, Any]], dict[str, Any]],
+    drop: str,
+) -> Command:
+    """`command` with more parameters in its signature, which `read` turns into one argument."""
+
+    def run(**values: Any) -> Any:
+        return command(**{**(given := read(values)), **values, **given})
+
+    signature = inspect.signature(command)
+    kept = [p for p in signature.parameters.values() if p.name != drop]
+    run.__signature__ = signature.replace(parameters=[*kept, *added])  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in [*kept, *added]}
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    return run
+
+
+def read_row_buckets(value: str | None) -> tuple[int, ...] | None:
+    """1,2,4 -> (1, 2, 4). Raises ConfigError."""
+    if value is None:
+        return None
+    try:
+        return tuple(int(part) for part in value.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"row_buckets={value!r} is not allowed; allowed: whole numbers with commas between, "
+            "e.g. 1,2,4,8. Change it."
+        ) from None
+
+
+def read_speculative_config(value: str) -> dict[str, Any] | str | None:
+    """JSON, "none" -> None, or "auto" as it is. Raises ConfigError."""
+    if value in (AUTO_DRAFTS, "none"):
+        return value if value == AUTO_DRAFTS else None
+    try:
+        found = json.loads(value)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(
+            f"speculative_config={value!r} is not allowed; allowed: auto, none, or a JSON object, "
+            """e.g. '{"method": "mtp", "num_speculative_tokens": 3}'. Change it."""
+        )
+    return found
+
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "row_buckets": read_row_buckets,
+    "speculative_config": read_speculative_config,
+}
+
+
+def settle_drafts(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with "auto" drafting decided by the checkpoint."""
+    if settings["speculative_config"] != AUTO_DRAFTS:
+        return settings
+    from lockstep.engine.setup import find_model
+    from lockstep.models.loader import read_config
+
+    raw = read_config(find_model(settings["model"]))
+    has_module = raw.get("text_config", raw).get("mtp_num_hidden_layers", 0)
+    spec = {"method": "mtp", "num_speculative_tokens": DEFAULT_DRAFTS} if has_module else None
+    return {**settings, "speculative_config": spec}

@@ -1,0 +1,73 @@
+"""What the commands share on the screen. Answers go to stdout, progress and notes to stderr."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+if TYPE_CHECKING:
+    from lockstep.llm import LLM
+
+
+def notes() -> Console:
+    """Where progress and notes are written."""
+    return Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
+    """A bar on stderr, driven by (what, done, of); it goes when it is done."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=notes(), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def show(what: str, done: int, of: int) -> None:
+            bar.update(task, description=what, completed=done, total=of)
+
+        yield show
+
+
+def load(settings: dict[str, Any], quiet: bool = False) -> "LLM":
+    """The LLM of a command's settings, with a progress bar and one line about what came of them."""
+    from lockstep.cli.options import settle_drafts
+    from lockstep.llm import LLM
+
+    settled = settle_drafts(settings)
+    if quiet:
+        return LLM(**settled)
+    with progress_bar() as show:
+        llm = LLM(progress=show, **settled)
+    notes().print(f"[dim]{summary(llm)}[/dim]")
+    return llm
+
+
+def summary(llm: "LLM") -> str:
+    """Model, drafting, memory and numerics of an engine, in one line."""
+    plan, spec = llm.engine.plan, llm.engine.config.speculative_config
+    drafting = f"{spec.method} K={spec.num_speculative_tokens}" if spec else "no drafts"
+    memory = plan.num_pages * plan.page_bytes + plan.num_slots * plan.slot_bytes
+    return (
+        f"{plan.model_path.name} on {plan.device}, {drafting}, {plan.num_pages} pages "
+        f"({memory / 2**20:.0f} MiB of cache), graph {plan.graph_mode}, numerics {plan.numerics}"
+    )
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON on stdout."""
+    sys.stdout.write(json.dumps(value, default=str) + "\n")
+    sys.stdout.flush()
+
+
+def print_text(text: str) -> None:
+    """Text on stdout as it is, at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()

@@ -1,0 +1,20 @@
+"""A tiny model, and a check that is small enough to run in a test."""
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.check import asks, matrix
+from tests.tiny_model import make_model
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = make_model(tmp_path_factory.mktemp("model"))
+    return str(folder)
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(matrix.SIZES, "quick", matrix.Size(max_tokens=8, alone=8, company=4))
+    monkeypatch.setattr(asks, "LONG_PROMPT", 300)

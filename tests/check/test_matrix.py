@@ -1,0 +1,126 @@
+"""The matrix holds what it promises, and comparing answers sees one bit."""
+
+import pytest
+
+from lockstep.check.asks import Answer, Ask
+from lockstep.check.matrix import (
+    BATCHES,
+    DRAFT_COUNTS,
+    DRAFTERS,
+    PHASES,
+    PLAIN,
+    SIZES,
+    Setup,
+    setups,
+)
+from lockstep.check.report import Failure, Report, Tally
+from lockstep.check.tokens import batches
+from lockstep.check.trace import compare
+from lockstep.outputs import RequestMetrics
+from lockstep.sampling_params import SamplingParams
+
+GPU = ("full", "piecewise", "none")
+
+
+def answer(*tokens: int, logprob: float = -0.5) -> Answer:
+    bits = tuple(((token, logprob.hex()),) for token in tokens)
+    return Answer(tokens, bits, RequestMetrics())
+
+
+def ask(prompt: int, sampling: str) -> Ask:
+    return Ask(f"{prompt} {sampling}", sampling, (prompt,), SamplingParams())
+
+
+def test_full_is_every_combination_once() -> None:
+    every = setups("full", DRAFTERS, GPU)
+    assert len(set(every)) == len(every) == (1 + 2 * len(DRAFT_COUNTS)) * len(PHASES) * len(GPU)
+
+
+def test_default_holds_every_drafter_k_and_phase_and_every_graph_mode() -> None:
+    chosen = setups("default", DRAFTERS, GPU)
+    drafting = {(s.drafter, s.k, s.phase) for s in chosen}
+    assert len(drafting) == (1 + 2 * len(DRAFT_COUNTS)) * len(PHASES)
+    for drafter, k in (("none", 0), ("ngram", 3), ("mtp", 3)):
+        assert {s.graph for s in chosen if (s.drafter, s.k) == (drafter, k)} == set(GPU)
+
+
+def test_quick_holds_every_drafter_phase_graph_mode_and_both_ends_of_k() -> None:
+    chosen = setups("quick", DRAFTERS, GPU)
+    assert len(set(chosen)) == len(chosen) <= 10
+    for values, held in (
+        (("none", *DRAFTERS), {s.drafter for s in chosen}),
+        (PHASES, {s.phase for s in chosen}),
+        (GPU, {s.graph for s in chosen}),
+    ):
+        assert held == set(values)
+    for drafter in DRAFTERS:
+        assert {min(DRAFT_COUNTS), max(DRAFT_COUNTS)} <= {
+            s.k for s in chosen if s.drafter == drafter
+        }
+
+
+def test_a_checkpoint_without_mtp_is_checked_with_the_rest() -> None:
+    assert {s.drafter for s in setups("default", ("ngram",), ("none",))} == {"none", "ngram"}
+
+
+def test_full_runs_every_ask_in_every_batch() -> None:
+    long = Ask("long", "long", (99,), SamplingParams())
+    asks = [*(ask(i, f"way {i}") for i in range(7)), long]
+    found = batches(asks, SIZES["full"], turn=2)
+    assert {m[0].name for b, m in found if b == BATCHES[0]} == {a.name for a in asks}
+    assert [m for b, m in found if b == BATCHES[1]] == [asks[:7]]
+    assert sorted(a.name for b, m in found if b == BATCHES[2] for a in m) == sorted(
+        a.name for a in asks
+    )
+
+
+@pytest.mark.parametrize("size", ["quick", "default"])
+def test_engines_of_one_k_share_out_the_asks(size: str) -> None:
+    """Three engines, one per phase, run each ask alone and beside the long one at least once."""
+    long = Ask("long", "long", (99,), SamplingParams())
+    asks = [*(ask(i, f"way {i}") for i in range(7)), long]
+    for first in (0, 3, 6):
+        runs = [r for turn in range(3) for r in batches(asks, SIZES[size], first + turn)]
+        for batch in (BATCHES[0], BATCHES[2]):
+            assert {a.name for b, m in runs if b == batch for a in m} == {a.name for a in asks}
+        assert all(long in m[1:-1] for b, m in runs if b == BATCHES[2])
+
+
+def test_answers_differ_by_token_bit_and_length() -> None:
+    same = answer(1, 2, 3)
+    assert same.first_difference(answer(1, 2, 3)) is None
+    token = same.first_difference(answer(1, 5, 3))
+    assert token is not None and token[0] == 1 and "token 2 instead of 5" in token[1]
+    bit = same.first_difference(answer(1, 2, 3, logprob=-0.5000000000000001))
+    assert bit is not None and bit[0] == 0 and "logprobs" in bit[1]
+    length = same.first_difference(answer(1, 2))
+    assert length is not None and length[0] == 2
+
+
+def test_report_counts_and_names_the_first_failure() -> None:
+    setup = Setup("mtp", 3, "cold", "none")
+    report = Report("quick", "cpu", [Tally(setup, 20, 1, 0.5)])
+    assert report.to_json()["cases"] == 20 and report.to_json()["failed"] == 0
+    assert "bit for bit" in report.verdict
+    report.failures.append(
+        Failure(setup, "batch of 7", "prompt 2, min_p", "min_p", 4, "token 1 instead of 2", "norm")
+    )
+    assert report.to_json()["failed"] == 1
+    for part in ("mtp K=3", "batch of 7", "prompt 2, min_p", "position 4", "norm"):
+        assert part in report.verdict
+
+
+def test_trace_compares_only_what_both_saw() -> None:
+    plain = {0: {"a": b"1", "b": b"2"}, 1: {"a": b"3", "b": b"4"}}
+    assert compare(plain, {1: {"a": b"3", "b": b"4"}}, 2) is None
+    assert compare(plain, {1: {"a": b"3", "b": b"x"}}, 1) is None
+    assert compare(plain, {0: {"a": b"1"}, 1: {"b": b"x"}}, 2) == (
+        "the first to differ is b at position 1"
+    )
+
+
+def test_plain_run_has_none_of_what_is_varied() -> None:
+    settings = PLAIN.settings(small_chunks=False)
+    assert settings["speculative_config"] is None and settings["cuda_graph_mode"] == "none"
+    assert not settings["enable_prefix_caching"] and not settings["preempt_every"]
+    assert settings["max_num_batched_tokens"] >= settings["max_model_len"]

@@ -1,0 +1,87 @@
+"""The check passes on an engine that keeps the contract, and catches one that does not."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from lockstep.check import run_check, tokens
+from lockstep.check.matrix import Setup
+from lockstep.check.report import Report
+from lockstep.engine.scheduler import Scheduler
+from lockstep.errors import ConfigError
+from lockstep.layers.mlp import GatedMLP
+from lockstep.models.qwen3_5 import Block
+from lockstep.step import Step
+
+pytestmark = pytest.mark.usefixtures("small")
+Check = Callable[..., Report]
+
+
+@pytest.fixture
+def check(model: str, monkeypatch: pytest.MonkeyPatch) -> Check:
+    """run_check over the given setups only."""
+
+    def run(*setups: Setup) -> Report:
+        monkeypatch.setattr(tokens, "setups", lambda size, drafters, graphs: list(setups))
+        return run_check("quick", model, load_format="dummy", skip_tokenizer_init=True)
+
+    return run
+
+
+def test_clean_engine_passes_and_exercises_what_it_varies(check: Check) -> None:
+    report = check(Setup("mtp", 3, "prefix hit", "none"), Setup("ngram", 2, "preempted", "none"))
+    assert report.failed == 0, report.verdict
+    assert report.cases == 2 * (8 + 7 + 5)
+    assert all(report.exercised[n] > 0 for n in ("drafted", "cached tokens", "preemptions"))
+
+
+def test_a_fault_that_depends_on_drafting_is_named(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layer 2's MLP is off by a hair when a generated step brings more than one token per row."""
+    forward, seen = Block.forward, []
+
+    def faulty_block(self: Block, x: Tensor, step: Step) -> Tensor:
+        seen[:] = [not step.shape.prompt and step.shape.query_len > 1]
+        return forward(self, x, step)
+
+    def faulty_mlp(self: GatedMLP, x: Tensor) -> Tensor:
+        out = plain(self, x)
+        return out * (1 + 1e-3) if seen == [True] and getattr(self, "marked", False) else out
+
+    plain, build = GatedMLP.forward, Block.__init__
+
+    def marked_build(self: Block, c: Any, b: Any, *rest: Any) -> None:
+        build(self, c, b, *rest)
+        self.mlp.marked = b.layer == "layers.2"
+
+    monkeypatch.setattr(Block, "__init__", marked_build)
+    monkeypatch.setattr(Block, "forward", faulty_block)
+    monkeypatch.setattr(GatedMLP, "forward", faulty_mlp)
+    report = check(Setup("none", 0, "cold", "none"), Setup("mtp", 2, "cold", "none"))
+    assert report.failed > 0
+    assert {f.setup.drafter for f in report.failures} == {"mtp"}
+    first = report.failures[0]
+    assert first.where is not None and "blocks.2.mlp" in first.where, report.verdict
+    assert first.where in report.verdict
+
+
+def test_an_axis_that_never_takes_place_is_a_failure(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that ignores preempt_every gives right answers and proves nothing."""
+    init = Scheduler.__init__
+
+    def idle(self: Scheduler, *args: Any, **options: Any) -> None:
+        init(self, *args, **{**options, "preempt_every": 0})
+
+    monkeypatch.setattr(Scheduler, "__init__", idle)
+    report = check(Setup("none", 0, "preempted", "none"))
+    assert [f.what for f in report.failures] == ["no preemptions at all"]
+
+
+def test_unknown_size_is_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match="size='huge'.*quick, default, full"):
+        run_check("huge", model)

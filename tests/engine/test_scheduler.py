@@ -1,0 +1,241 @@
+"""The scheduler's promises one by one: the grid, fairness, preemption, abort, refusals."""
+
+import pytest
+
+from lockstep.cache.cache import Cache, CacheConfig
+from lockstep.engine.chunks import split_budget
+from lockstep.engine.request import Request
+from lockstep.engine.scheduler import RowResult, Schedule, Scheduler
+from lockstep.errors import CapacityError, ConfigError, RequestError
+from lockstep.sampling_params import SamplingParams
+
+
+def make(pages: int = 100, rows: int = 4, slots: int = 0, **options: object) -> Scheduler:
+    options = {"max_num_batched_tokens": 256, "max_model_len": 4096, "query_len": 1, **options}
+    return Scheduler(Cache(CacheConfig(pages, 64, slots, rows)), max_num_seqs=rows, **options)  # type: ignore
+
+
+def ask(sched: Scheduler, name: str, length: int, priority: int = 0, most: int = 8) -> Request:
+    tokens = [sum(name.encode())] * length
+    request = Request(name, tokens, SamplingParams(max_tokens=most), priority)
+    sched.add(request)
+    return request
+
+
+def answer(plan: Schedule, count: int = 1) -> dict[str, RowResult]:
+    found = {r.id: RowResult([5] * count, count - 1, count - 1) for _, r in plan.decode}
+    return found | {c.request.id: RowResult([5]) for c in plan.prompt if c.last}
+
+
+def step(sched: Scheduler) -> Schedule:
+    plan = sched.schedule()
+    sched.update(plan, answer(plan))
+    sched.cache.check()
+    return plan
+
+
+def drain(sched: Scheduler) -> None:
+    for _ in range(2000):
+        if not sched.has_work():
+            break
+        step(sched)
+    assert not sched.has_work() and sched.cache.paged.pool.used == 0
+
+
+def test_chunks_end_on_the_grid_and_leave_snapshots_there() -> None:
+    sched = make(slots=9, max_num_batched_tokens=150)
+    ask(sched, "a", 300)
+    chunks = [step(sched).prompt[0] for _ in range(3)]
+    assert [(c.start, c.length, c.last) for c in chunks] == [
+        (0, 128, False), (128, 128, False), (256, 44, True)
+    ]  # fmt: skip
+    assert [c.snapshot_slot > 0 for c in chunks] == [True, True, False]
+    drain(sched)
+    ask(sched, "a", 300)
+    plan = step(sched)
+    assert plan.admissions[0].start == 256
+    assert plan.prompt[0].state_src == chunks[1].snapshot_slot == plan.admissions[0].state_src
+
+
+def test_budget_below_the_grid_works_without_state_only() -> None:
+    sched = make(max_num_batched_tokens=10)
+    ask(sched, "a", 25)
+    assert [step(sched).prompt[0].length for _ in range(3)] == [10, 10, 5]
+    with pytest.raises(ConfigError, match="max_num_batched_tokens=10"):
+        make(slots=9, max_num_batched_tokens=10)
+    with pytest.raises(ConfigError, match="scheduling_policy='lifo'"):
+        make(policy="lifo")
+
+
+@pytest.mark.parametrize(
+    ("remaining", "budget", "shares"),
+    [
+        ([500, 500], 256, [128, 128]),
+        ([10, 500], 256, [10, 192]),
+        ([500, 10, 100], 256, [128, 10, 100]),
+        ([30], 256, [30]),
+        ([], 256, []),
+        ([65, 65, 65, 65], 256, [64, 64, 64, 64]),
+    ],
+)
+def test_split_budget(remaining: list[int], budget: int, shares: list[int]) -> None:
+    assert split_budget(remaining, budget, 64) == shares
+
+
+def test_several_prompts_share_a_step_and_a_long_one_starves_nobody() -> None:
+    sched = make(rows=4)
+    ask(sched, "long", 3000)
+    step(sched)
+    short = ask(sched, "short", 60)
+    plan = step(sched)
+    assert {c.request.id for c in plan.prompt} == {"long", "short"}
+    assert short.output_token_ids == [5]
+
+
+def test_a_stream_of_short_prompts_does_not_starve_a_long_one() -> None:
+    sched = make(rows=4, max_num_batched_tokens=64)
+    ask(sched, "long", 640, most=1)
+    for tick in range(40):
+        ask(sched, f"s{tick}", 50, most=1)
+        step(sched)
+    assert "long" not in sched.entries
+
+
+def test_the_head_waits_for_pages_and_nobody_jumps_it() -> None:
+    sched = make(pages=11)
+    ask(sched, "a", 300, most=3)
+    step(sched)
+    step(sched)
+    ask(sched, "big", 500)
+    ask(sched, "tiny", 10)
+    assert not step(sched).admissions
+    order = []
+    while sched.has_work():
+        order += [a.request.id for a in step(sched).admissions]
+    assert order == ["big", "tiny"]
+
+
+def test_priority_preempts_and_fcfs_does_not() -> None:
+    for policy, expected in (("priority", ["low"]), ("fcfs", [])):
+        sched = make(rows=1, policy=policy)
+        ask(sched, "low", 10, priority=5)
+        step(sched)
+        ask(sched, "high", 10, priority=1)
+        plan = step(sched)
+        assert [s.request.id for s in plan.swap_out] == expected
+        assert sched.num_swapped == len(expected)
+        drain(sched)
+
+
+def test_page_shortage_moves_the_last_row_and_computes_nothing_twice() -> None:
+    sched = make(pages=5, rows=2)
+    first, last = ask(sched, "a", 60, most=100), ask(sched, "b", 60, most=100)
+    computed: dict[str, int] = {"a": 0, "b": 0}
+    while sched.has_work():
+        for chunk in step(sched).prompt:
+            computed[chunk.request.id] += chunk.length
+    assert computed == {"a": 60, "b": 60}
+    assert first.metrics.num_preemptions == 0 and last.metrics.num_preemptions > 0
+    assert len(first.output_token_ids) == len(last.output_token_ids) == 100
+
+
+def test_a_lone_request_ends_with_length_where_the_pool_ends() -> None:
+    for query_len in (1, 4):
+        sched = make(pages=3, query_len=query_len)
+        request = ask(sched, "a", 60, most=1000)
+        while sched.has_work():
+            plan = sched.schedule()
+            sched.update(plan, answer(plan, query_len))
+        assert request.finish_reason == "length" and request.num_tokens == 128
+
+
+def test_forced_preemption_continues_where_it_was() -> None:
+    sched = make()
+    request = ask(sched, "a", 70)
+    step(sched)
+    step(sched)
+    sched.force_preempt("a")
+    plan = step(sched)
+    assert len(plan.swap_out) == len(plan.swap_in) == 1 and not plan.prompt
+    assert len(plan.swap_out[0].pages) == 2 and request.metrics.num_preemptions == 1
+    sched.force_preempt("unknown")
+    drain(sched)
+    assert len(request.output_token_ids) == 8
+
+
+def test_preempt_every_touches_every_row() -> None:
+    sched = make(preempt_every=2)
+    requests = [ask(sched, name, 10, most=40) for name in "abc"]
+    drain(sched)
+    assert all(r.metrics.num_preemptions > 0 for r in requests)
+    assert all(len(r.output_token_ids) == 40 for r in requests)
+
+
+@pytest.mark.parametrize("phase", ["waiting", "prompt", "decode", "swapped", "in flight"])
+def test_abort_in_every_phase(phase: str) -> None:
+    sched = make(rows=1, max_num_batched_tokens=64, policy="priority")
+    request = ask(sched, "a", 100, priority=3)
+    plans = [] if phase == "waiting" else [sched.schedule()]
+    if phase in ("decode", "in flight", "swapped"):
+        plans += [sched.schedule(), sched.schedule()]
+    if phase == "swapped":
+        ask(sched, "b", 10)
+        plans.append(sched.schedule())
+        assert sched.num_swapped == 1
+    if phase != "in flight":
+        for plan in plans:
+            sched.update(plan, answer(plan))
+    assert sched.abort("a") is request and request.finish_reason == "abort"
+    sched.cache.check()
+    again = ask(sched, "a", 10)
+    if phase == "in flight":
+        for plan in plans:
+            assert sched.update(plan, answer(plan)) == []
+    assert again.output_token_ids == []
+    drain(sched)
+    assert sched.abort("a") is None and len(again.output_token_ids) == 8
+
+
+def test_what_can_never_fit_is_refused_and_named() -> None:
+    sched = make(pages=3)
+    with pytest.raises(CapacityError, match="prompt has 128 tokens; allowed: 1 to 127"):
+        ask(sched, "a", 128)
+    with pytest.raises(RequestError, match="allowed: 1 to 4095"):
+        ask(sched, "a", 4096)
+    with pytest.raises(RequestError, match="prompt has 0 tokens"):
+        ask(sched, "a", 0)
+    ask(sched, "a", 127)
+    with pytest.raises(RequestError, match="request_id='a'"):
+        ask(sched, "a", 1)
+    drain(sched)
+
+
+def test_two_schedules_ahead_reserve_for_all_that_may_be_accepted() -> None:
+    sched = make(query_len=40)
+    ask(sched, "a", 64, most=500)
+    plans = [sched.schedule() for _ in range(4)]
+    assert plans[0].admissions[0].pages and len(sched.entries["a"].seq.pages) == 3
+    assert sched.entries["a"].bound == 64 + 3 * 40
+    for plan in plans:
+        sched.update(plan, answer(plan))
+    assert sched.entries["a"].bound == 64 + 3
+
+
+def test_prompt_logprobs_compute_the_whole_prompt() -> None:
+    sched = make()
+    ask(sched, "a", 200)
+    drain(sched)
+    request = Request("b", [97] * 200, SamplingParams(prompt_logprobs=1))
+    sched.add(request)
+    assert step(sched).admissions[0].start == 0
+    assert ask(sched, "a", 200) and step(sched).admissions[0].start == 192
+
+
+@pytest.mark.parametrize(("most", "start"), [(10, 64), (4, 0)])
+def test_a_follow_up_resumes_what_was_generated(most: int, start: int) -> None:
+    sched = make()
+    first = ask(sched, "a", 60, most=most)
+    drain(sched)
+    follow_up = [*first.prompt_token_ids, *first.output_token_ids, 1]
+    sched.add(Request("b", follow_up, SamplingParams()))
+    assert step(sched).admissions[0].start == start

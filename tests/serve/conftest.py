@@ -1,0 +1,40 @@
+"""A service over the fake client, and the official client in front of it."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import openai
+import pytest
+
+from lockstep.serve.app import create_app
+from lockstep.serve.service import Service
+from lockstep.text.processor import Processor
+from lockstep.text.tokenizer import Tokenizer
+from tests.serve.fake import FakeClient
+from tests.text.tiny import make_folder
+
+
+@pytest.fixture(scope="session")
+def processor(tmp_path_factory: pytest.TempPathFactory) -> Processor:
+    folder: Path = make_folder(tmp_path_factory.mktemp("tiny"))
+    return Processor.for_model(Tokenizer(folder), folder, 512)
+
+
+@pytest.fixture
+def server(processor: Processor) -> SimpleNamespace:
+    """`says(text)` sets the answer; `openai()` and `http()` give clients, for `async with`."""
+    eos = processor.tokenizer.fast.token_to_id("<|im_end|>")
+    found = SimpleNamespace(text="hello fox", eos=eos)
+    found.client = FakeClient(lambda request: [*processor.tokenizer.encode(found.text), eos])
+    found.app = create_app(Service(found.client, processor, "tiny", "ls-test"))
+
+    def http() -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(app=found.app, raise_app_exceptions=False)
+        return httpx.AsyncClient(transport=transport, base_url="http://test")
+
+    found.http = http
+    found.openai = lambda: openai.AsyncOpenAI(
+        base_url="http://test/v1", api_key="none", http_client=http(), max_retries=0
+    )
+    return found

@@ -1,0 +1,69 @@
+"""An engine client that answers from a script, with the real client's interface."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+from lockstep.engine.client import TokenUpdate
+from lockstep.engine.request import Request
+from lockstep.engine.stats import Stats
+from lockstep.errors import EngineDeadError
+from lockstep.outputs import Logprob
+
+
+class FakeClient:
+    """Gives each request the tokens of `answer(request)`, `step` at a time; `hang` never ends."""
+
+    def __init__(self, answer: Callable[[Request], list[int]]) -> None:
+        self.answer = answer
+        self.step = 3
+        self.hang = False
+        self.alive = True
+        self.requests: list[Request] = []
+        self.aborted: list[str] = []
+        self.counts = Stats(pages_total=10)
+        self.error: Exception | None = None
+
+    @property
+    def is_alive(self) -> bool:
+        return self.alive
+
+    def submit(self, request: Request) -> AsyncIterator[TokenUpdate]:
+        if not self.alive:
+            raise EngineDeadError("the engine has stopped")
+        self.requests.append(request)
+        return self._updates(request)
+
+    def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+
+    def stats(self) -> Stats:
+        return self.counts
+
+    async def _updates(self, request: Request) -> AsyncIterator[TokenUpdate]:
+        script = self.answer(request)
+        request.metrics.num_cached_tokens = 2
+        first = True
+        while request.finish_reason is None:
+            await asyncio.sleep(0)
+            if self.error is not None:
+                raise self.error
+            done = len(request.output_token_ids)
+            new = script[done : done + self.step]
+            if self.hang and not new:
+                await asyncio.sleep(3600)
+            taken = new[: request.append(new, [_scores(t) for t in new])]
+            request.metrics.num_draft_tokens += 2
+            request.metrics.num_accepted_tokens += len(taken) - 1
+            prompt = None
+            if first and request.params.prompt_logprobs is not None:
+                prompt = [None, *(_scores(t) for t in request.prompt_token_ids[1:])]
+            first = False
+            scores = [_scores(t) for t in taken] if request.params.logprobs is not None else None
+            yield TokenUpdate(
+                taken, scores, request.finish_reason, request.stop_reason, request.metrics, prompt
+            )
+
+
+def _scores(token: int) -> dict[int, Logprob]:
+    other = (token + 1) % 256
+    return {token: Logprob(-0.5, 1), other: Logprob(float("-inf"), 2)}

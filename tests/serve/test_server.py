@@ -1,0 +1,198 @@
+"""Completions, errors, disconnects, metrics and the rest of the server."""
+
+import ast
+import asyncio
+import json
+import shlex
+import socket
+
+import openai
+import pytest
+
+from lockstep.engine.stats import Stats
+from lockstep.errors import ConfigError, RequestError
+from lockstep.serve.metrics import Metrics
+from lockstep.serve.run import how_to_ask, serve
+
+
+def complete(server, **options):
+    async def run():
+        async with server.openai() as client:
+            answer = await client.completions.create(model="tiny", **options)
+            return [chunk async for chunk in answer] if options.get("stream") else answer
+
+    return asyncio.run(run())
+
+
+def fetch(server, method, path, **options):
+    async def run():
+        async with server.http() as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(run())
+
+
+def test_completion_and_stream(server):
+    whole = complete(server, prompt="the", n=2, max_tokens=50)
+    assert [c.text for c in whole.choices] == ["hello fox"] * 2
+    chunks = complete(server, prompt=["the", "a"], stream=True, max_tokens=50)
+    for index in (0, 1):
+        own = [c.choices[0] for c in chunks if c.choices[0].index == index]
+        assert "".join(c.text for c in own) == "hello fox" and own[-1].finish_reason == "stop"
+    assert complete(server, prompt=[1, 2, 3]).usage.prompt_tokens == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_logprobs(server, processor, stream):
+    server.text = "hello lazy fox"
+    found = complete(server, prompt="the dog", echo=True, logprobs=1, max_tokens=50, stream=stream)
+    choices = [c.choices[0] for c in found] if stream else found.choices
+    assert "".join(c.text for c in choices) == "the doghello lazy fox"
+    tokens = [t for c in choices for t in c.logprobs.tokens]
+    assert "".join(tokens) == "the doghello lazy fox<|im_end|>"
+    assert choices[0].logprobs.token_logprobs[0] is None
+    offsets = [o for c in choices for o in c.logprobs.text_offset]
+    for offset, token in zip(offsets, tokens, strict=True):
+        assert "".join(tokens)[offset:].startswith(token)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "status"),
+    [
+        ({"prompt": []}, "prompt", 400),
+        ({"prompt": [1] * 600}, "prompt", 400),
+        ({}, "prompt", 400),
+        ({"prompt": "x", "max_tokens": "many"}, "max_tokens", 400),
+        ({"prompt": "x", "model": "other"}, "model", 404),
+    ],
+)
+def test_errors_are_objects(server, body, param, status):
+    answer = fetch(server, "POST", "/v1/completions", json=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (status, param)
+    assert error["type"] == "invalid_request_error" and error["message"]
+    assert fetch(server, "GET", "/health").status_code == 200
+
+
+def test_too_long_names_the_limit(server):
+    answer = fetch(server, "POST", "/v1/completions", json={"prompt": [1] * 600})
+    assert "600 tokens" in answer.text and "max_model_len=512" in answer.text
+
+
+def test_no_json_and_no_route(server):
+    assert fetch(server, "POST", "/v1/completions", content=b"{").status_code == 400
+    missing = fetch(server, "GET", "/v2")
+    assert missing.status_code == 404 and missing.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("error", "status"), [(RequestError("no", "x"), 400), (KeyError(1), 500)])
+def test_engine_errors(server, error, status):
+    server.client.error = error
+    answer = fetch(server, "POST", "/v1/completions", json={"prompt": "x"})
+    assert answer.status_code == status
+    with pytest.raises(openai.APIError):
+        complete(server, prompt="x", stream=True)
+    server.client.error = None
+    assert complete(server, prompt="x", max_tokens=40).choices[0].text == "hello fox"
+
+
+def test_dead_engine(server):
+    server.client.alive = False
+    assert fetch(server, "POST", "/v1/completions", json={"prompt": "x"}).status_code == 503
+    assert fetch(server, "GET", "/health").status_code == 503
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_disconnect_aborts(server, stream):
+    server.client.hang, server.eos = True, None
+    server.client.answer = lambda request: request.prompt_token_ids[:1]
+
+    async def run():
+        body = json.dumps({"prompt": "x", "max_tokens": 50, "stream": stream, "n": 2}).encode()
+        gone = asyncio.Event()
+        messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive():
+            if messages:
+                return messages.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            return None
+
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": "/v1/completions",
+            "raw_path": b"/v1/completions",
+            "query_string": b"",
+            "root_path": "",
+            "scheme": "http",
+            "headers": [(b"content-type", b"application/json")],
+            "server": ("test", 80),
+            "client": ("test", 1),
+        }
+        task = asyncio.create_task(server.app(scope, receive, send))
+        while len(server.client.requests) < 2:
+            await asyncio.sleep(0.001)
+        assert server.client.aborted == []
+        gone.set()
+        await asyncio.wait_for(task, 5)
+
+    asyncio.run(run())
+    assert sorted(server.client.aborted) == sorted(r.id for r in server.client.requests)
+
+
+def test_models_tokens_docs(server):
+    models = fetch(server, "GET", "/v1/models").json()["data"]
+    assert [(m["id"], m["max_model_len"]) for m in models] == [("tiny", 512)]
+    assert fetch(server, "GET", "/v1/models/tiny").status_code == 200
+    assert fetch(server, "GET", "/v1/models/none").json()["error"]["code"] == "model_not_found"
+    found = fetch(server, "POST", "/tokenize", json={"prompt": "the fox"}).json()
+    back = fetch(server, "POST", "/detokenize", json={"tokens": found["tokens"]}).json()
+    assert back == {"prompt": "the fox"} and found["count"] == len(found["tokens"])
+    messages = [{"role": "user", "content": "x"}]
+    assert fetch(server, "POST", "/tokenize", json={"messages": messages}).json()["count"] > 3
+    assert fetch(server, "POST", "/tokenize", json={}).status_code == 400
+    assert fetch(server, "GET", "/docs").status_code == 200
+    assert "/v1/chat/completions" in fetch(server, "GET", "/openapi.json").json()["paths"]
+
+
+def test_metrics(server):
+    stats = server.client.counts = Stats(num_running=2, pages_used=5, pages_total=10)
+    stats.generation_tokens_total, stats.ttft_seconds = 7, [0.2]
+    stats.requests_success_total["stop"] = 3
+    text = fetch(server, "GET", "/metrics").text
+    assert 'lockstep:num_requests_running{model_name="tiny"} 2.0' in text
+    assert 'lockstep:kv_cache_usage_perc{model_name="tiny"} 0.5' in text
+    assert 'lockstep:generation_tokens_total{model_name="tiny"} 7.0' in text
+    assert 'lockstep:request_success_total{finished_reason="stop",model_name="tiny"} 3.0' in text
+    assert 'lockstep:time_to_first_token_seconds_count{model_name="tiny"} 1.0' in text
+
+
+def test_counters_only_grow():
+    metrics = Metrics("m")
+    for total in (3, 5):
+        text = metrics.render(Stats(steps_total=total)).decode()
+    assert 'lockstep:decode_steps_total{model_name="m"} 5.0' in text
+
+
+def test_port_in_use(server, processor):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port={port}"):
+            serve(server.client, processor, model_name="m", fingerprint="f", port=port)
+
+
+def test_shown_lines_work(processor):
+    url = "http://127.0.0.1:1"
+    _, curl, python = how_to_ask(url, "tiny").splitlines()
+    words = shlex.split(curl)
+    assert words[2] == f"{url}/v1/chat/completions" and json.loads(words[-1])["model"] == "tiny"
+    assert ast.parse(shlex.split(python)[2]).body
+    assert f"{url}/v1/completions" in how_to_ask(url, "tiny", chats=False)

@@ -1,0 +1,178 @@
+"""The command line, run as its users run it, on a tiny model."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from lockstep.__main__ import main
+from lockstep.bench import offline
+from lockstep.check import asks, matrix, tokens
+from lockstep.check.matrix import Setup
+from lockstep.cli import app
+from lockstep.cli.chat import _take_turn
+from lockstep.config import EngineConfig
+from lockstep.llm import LLM
+from lockstep.sampling_params import SamplingParams
+from tests.tiny_model import make_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = make_model(tmp_path_factory.mktemp("model"))
+    return str(folder)
+
+
+def run(*arguments: str, input: str | None = None) -> Result:
+    return CliRunner().invoke(app, arguments, input=input, catch_exceptions=False)
+
+
+def dummy(model: str) -> tuple[str, ...]:
+    return ("--model", model, "--load-format", "dummy", "--max-num-seqs", "4")
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "check", "bench", "explain"])
+def test_every_engine_setting_is_an_option(command: str) -> None:
+    """With a wide terminal, so that no name is cut."""
+    help = CliRunner(env={"COLUMNS": "300"}).invoke(app, [command, "--help"]).output
+    missing = [f.name for f in fields(EngineConfig) if f"--{f.name.replace('_', '-')}" not in help]
+    assert not missing
+
+
+def test_generate_prints_the_text_it_streams(model: str) -> None:
+    asked = ("generate", "hello fox", "--max-tokens", "12", "--temperature", "0", *dummy(model))
+    streamed, whole = run(*asked), run(*asked, "--json")
+    assert streamed.exit_code == whole.exit_code == 0
+    answer = json.loads(whole.stdout)
+    assert streamed.stdout == answer["text"] + "\n"
+    assert len(answer["token_ids"]) == 12 and answer["finish_reason"] == "length"
+    assert answer["system_fingerprint"].startswith("ls-")
+
+
+def test_generate_takes_its_prompt_from_a_pipe_and_the_seed_from_the_flag(model: str) -> None:
+    asked = ("generate", "--seed", "7", "--max-tokens", "8", "--json", *dummy(model))
+    piped = json.loads(run(*asked, input="hello fox").stdout)
+    given = json.loads(run(*asked[:1], "hello fox", *asked[1:]).stdout)
+    assert piped["token_ids"] == given["token_ids"] and piped["seed"] == 7
+
+
+def test_compare_shows_both_and_that_they_agree(model: str) -> None:
+    asked = ("generate", "the quick", "--compare", "--max-tokens", "8", *dummy(model))
+    shown = run(*asked)
+    assert shown.exit_code == 0 and "the tokens agree" in shown.stdout
+    found = json.loads(run(*asked, "--json").stdout)
+    assert found["agree"] and found["plain"]["acceptance_length"] == 1.0
+    assert found["drafted"]["tokens"] == found["plain"]["tokens"] == 8
+
+
+def test_compare_fails_where_tokens_differ(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = offline.measure
+
+    def tampered(llm: LLM, *arguments: object) -> object:
+        figures, outputs = measure(llm, *arguments)  # type: ignore[arg-type]
+        if llm.engine.config.num_drafts:
+            outputs[0].outputs[0].token_ids[-1] += 1
+        return figures, outputs
+
+    monkeypatch.setattr(offline, "measure", tampered)
+    shown = run("generate", "the quick", "--compare", "--max-tokens", "8", *dummy(model))
+    assert shown.exit_code == 1 and "the tokens differ" in shown.stdout
+
+
+def test_explain_names_ops_backends_and_the_plan(model: str) -> None:
+    found = json.loads(run("explain", "--json", *dummy(model)).stdout)
+    assert {"paged_attention", "gated_delta_step", "linear"} <= {c["op"] for c in found["layers"]}
+    assert found["plan"]["max_num_seqs"] == 4 and found["plan"]["query_len"] == 4
+    shown = run("explain", *dummy(model))
+    assert shown.exit_code == 0 and "paged_attention" in shown.stdout
+
+
+def test_bench_ends_with_one_line_of_json(model: str) -> None:
+    shown = run(
+        *("bench", "--input-len", "70", "--output-len", "6", "--batch-size", "2"),
+        *("--num-iters-warmup", "0", "--num-iters", "2", *dummy(model)),
+    )
+    found = json.loads(shown.stdout.splitlines()[-1])
+    assert found["tokens"] == 12 and found["prompt_tokens"] == 140 and found["runs"] == 2
+    assert found["speculative_config"]["method"] == "mtp"
+
+
+def test_check_status_table_and_json(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(matrix.SIZES, "quick", matrix.Size(max_tokens=4, alone=8, company=4))
+    monkeypatch.setattr(asks, "LONG_PROMPT", 300)
+    engines = [Setup("ngram", 2, "cold", "none")]
+    monkeypatch.setattr(tokens, "setups", lambda size, drafters, graphs: engines)
+    asked = ("check", "--quick", "--load-format", "dummy", "--skip-tokenizer-init", model)
+    shown = run(*asked)
+    assert shown.exit_code == 0 and "20/20" in shown.stdout and "bit for bit" in shown.stdout
+    found = run(*asked, "--json")
+    assert {k: json.loads(found.stdout)[k] for k in ("cases", "failed")} == {
+        "cases": 20,
+        "failed": 0,
+    }
+    engines[:] = [Setup("ngram", 2, "preempted", "none")]
+    monkeypatch.setattr(tokens._Engine, "_exercised", lambda self, answers: tokens.Counter())
+    assert run(*asked).exit_code == 1
+
+
+def test_chat_keeps_the_conversation(model: str) -> None:
+    shown = run(
+        "chat", "--max-tokens", "4", *dummy(model), input="hello\n\nagain\n/new\nhi\n/exit\n"
+    )
+    assert shown.exit_code == 0
+    assert shown.stderr.count("acceptance length") == 3
+
+
+def test_chat_asks_for_the_result_of_a_tool_call(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(model, load_format="dummy", max_num_seqs=1)
+    tool = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+    call = (
+        "<tool_call>\n<function=look>\n<parameter=at>\nsky\n</parameter>\n</function>\n</tool_call>"
+    )
+    texts = iter([call, "It is blue."])
+    chat = llm.chat
+
+    def answer(*arguments: object, **options: object) -> object:
+        outputs = chat(*arguments, **options)  # type: ignore[arg-type]
+        outputs[0].outputs[0].text = next(texts)
+        return outputs
+
+    monkeypatch.setattr(llm, "chat", answer)
+    monkeypatch.setattr("builtins.input", lambda sign: f"blue ({sign})")
+    messages: list[dict[str, object]] = [{"role": "user", "content": "Look."}]
+    _take_turn(llm, messages, [tool], SamplingParams(max_tokens=4, temperature=0.0))
+    assert [m["role"] for m in messages] == ["user", "assistant", "tool", "assistant"]
+    assert messages[2]["content"] == "blue (result of look> )"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--speculative-config", "mtp"), "speculative_config='mtp' is not allowed"),
+        (("--speculative-config", '{"method": "oracle"}'), "method='oracle' is not allowed"),
+        (("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 8}'), "1 to 7"),
+        (("--row-buckets", "1;2"), "row_buckets='1;2' is not allowed"),
+        (("--max-model-len", "1000000"), "max_model_len=1000000 is not allowed"),
+    ],
+)
+def test_errors_are_one_line_and_status_2(
+    arguments: tuple[str, ...],
+    said: str,
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["lockstep", "explain", *dummy(model), *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2 and said in shown and "Traceback" not in shown
+
+
+def test_check_refuses_what_it_varies(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Exception, match="--max-num-seqs is not allowed here"):
+        run("check", "--quick", *dummy(model))

@@ -1,0 +1,24 @@
+"""The tiny tokenizer, made once."""
+
+from pathlib import Path
+
+import pytest
+
+from lockstep.text.processor import Processor
+from lockstep.text.tokenizer import Tokenizer
+from tests.text.tiny import make_folder
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def tokenizer(folder: Path) -> Tokenizer:
+    return Tokenizer(folder)
+
+
+@pytest.fixture(scope="session")
+def processor(folder: Path, tokenizer: Tokenizer) -> Processor:
+    return Processor.for_model(tokenizer, folder, 512)

@@ -1,0 +1,36 @@
+"""A folder with a tiny hybrid model's config.json and tokenizer; its weights are random (dummy)."""
+
+import json
+from pathlib import Path
+
+from tests.text.tiny import make_folder
+
+CONFIG = {
+    "model_type": "qwen3_5_text",
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+    "mtp_num_hidden_layers": 1,
+    "dtype": "bfloat16",
+}
+
+
+def make_model(folder: Path, **changes: object) -> Path:
+    """Fills the folder; `changes` replace settings of CONFIG. Load it with load_format="dummy"."""
+    make_folder(folder)
+    size = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]) + 64
+    config = {"vocab_size": size, **CONFIG, **changes}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

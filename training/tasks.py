@@ -1,0 +1,406 @@
+"""The tasks. Each gives a Sample: pieces of text and whether they are the model's to learn.
+
+Conversations are written in the form of chat_template.jinja; a test renders both and compares.
+"""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from training.words import VERBS, Words
+
+INSTRUCTIONS = (
+    "If you choose to call a function ONLY reply in the following format with NO suffix:\n\n"
+    "<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>\nvalue_1\n"
+    "</parameter>\n</function>\n</tool_call>"
+)
+NO_THOUGHT = "<think>\n\n</think>\n\n"
+
+
+@dataclass
+class Sample:
+    """task: its name. pieces: (text, learned). The prompt is all before the last learned piece."""
+
+    task: str
+    pieces: list[tuple[str, bool]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def prompt(self) -> str:
+        """What is given."""
+        return "".join(text for text, _ in self.pieces[:-1])
+
+    @property
+    def answer(self) -> str:
+        """What is to come."""
+        return self.pieces[-1][0]
+
+
+class Chat:
+    """Builds a conversation, message by message, in template form."""
+
+    def __init__(self, task: str, system: str | None = None, tools: list[Any] | None = None) -> None:
+        self.sample = Sample(task, tools=tools or [])
+        self.given = ""
+        if tools:
+            lines = "".join("\n" + json.dumps(t, ensure_ascii=False) for t in tools)
+            body = "# Tools\n\nYou have access to the following functions:\n\n<tools>" + lines
+            body += "\n</tools>\n\n" + INSTRUCTIONS + (f"\n\n{system}" if system else "")
+            self.given = f"<|im_start|>system\n{body}<|im_end|>\n"
+        elif system:
+            self.given = f"<|im_start|>system\n{system}<|im_end|>\n"
+        if system:
+            self.sample.messages.append({"role": "system", "content": system})
+        self.turns: list[tuple[str, str]] = []
+
+    def user(self, text: str) -> "Chat":
+        """A user's message."""
+        self.turns.append(("user", text))
+        self.sample.messages.append({"role": "user", "content": text})
+        return self
+
+    def tool(self, text: str) -> "Chat":
+        """A tool's result."""
+        self.turns.append(("tool", text))
+        self.sample.messages.append({"role": "tool", "content": text})
+        return self
+
+    def assistant(self, text: str, call: dict[str, Any] | None = None) -> "Chat":
+        """The model's answer, or its call."""
+        self.turns.append(("assistant", text))
+        message: dict[str, Any] = {"role": "assistant", "content": "" if call else text}
+        if call:
+            message["tool_calls"] = [{"type": "function", "function": call}]
+        self.sample.messages.append(message)
+        return self
+
+    def done(self) -> Sample:
+        """The sample: answers are learned, the rest is given."""
+        last_query = max(i for i, (role, _) in enumerate(self.turns) if role == "user")
+        for i, (role, text) in enumerate(self.turns):
+            if role == "assistant":
+                thought = NO_THOUGHT if i > last_query else ""
+                self.given += f"<|im_start|>assistant\n{thought}"
+                self.sample.pieces += [(self.given, False), (text + "<|im_end|>", True)]
+                self.given = "\n"
+            elif role == "tool":
+                self.given += f"<|im_start|>user\n<tool_response>\n{text}\n</tool_response>"
+                self.given += "<|im_end|>\n"
+            else:
+                self.given += f"<|im_start|>user\n{text}<|im_end|>\n"
+        self.sample.messages.pop()
+        return self.sample
+
+
+def call_text(name: str, arguments: dict[str, Any]) -> str:
+    """A call in the model's grammar."""
+    body = "".join(
+        f"<parameter={k}>\n{v if isinstance(v, str) else json.dumps(v)}\n</parameter>\n"
+        for k, v in arguments.items()
+    )
+    return f"<tool_call>\n<function={name}>\n{body}</function>\n</tool_call>"
+
+
+def _value(w: Words, spec: dict[str, Any]) -> tuple[Any, str]:
+    """A value of the parameter's type, and how a user says it."""
+    r = w.rng
+    if "enum" in spec:
+        value = r.choice(spec["enum"])
+        return value, value
+    kind = spec["type"]
+    if kind == "integer":
+        number = r.randint(0, r.choice((9, 99, 999, 99999)))
+        return number, str(number)
+    if kind == "number":
+        decimal = round(r.uniform(0, r.choice((1, 10, 1000))), r.randint(1, 2))
+        return decimal, str(decimal)
+    if kind == "boolean":
+        flag = r.random() < 0.5
+        return flag, r.choice(("true", "yes", "on") if flag else ("false", "no", "off"))
+    text = r.choice((w.phrase, w.phrase, w.name, w.code))()
+    return text, r.choice((text, f'"{text}"', f"'{text}'"))
+
+
+def _tool(w: Words) -> dict[str, Any]:
+    r = w.rng
+    verb, noun = r.choice(VERBS), w.identifier(r.randint(1, 2))
+    properties: dict[str, Any] = {}
+    for _ in range(r.randint(1, 4)):
+        kind = r.choices(("string", "integer", "number", "boolean", "enum"), (5, 3, 1, 2, 2))[0]
+        name = w.identifier(r.choice((1, 1, 2)))
+        if kind == "enum":
+            properties[name] = {"type": "string", "enum": [w.noun() for _ in range(3)]}
+        else:
+            properties[name] = {"type": kind}
+        if r.random() < 0.4:
+            properties[name]["description"] = f"The {name.replace('_', ' ')}"
+    about = f"{verb.capitalize()} the {noun.replace('_', ' ')}"
+    return {
+        "type": "function",
+        "function": {
+            "name": f"{verb}_{noun}",
+            "description": about,
+            "parameters": {
+                "type": "object",
+                "properties": properties,
+                "required": list(properties),
+            },
+        },
+    }
+
+
+ASKS = ("Please {}", "{}", "Can you {}", "I need you to {}", "Could you {}", "Now {}", "Hey, {}")
+GIVES = ("{} {}", "{} is {}", "{}: {}", "{} = {}", "{} set to {}", "{} of {}")
+
+
+def tool_call(w: Words) -> Sample:
+    """Several functions; the question names one of them and all its arguments."""
+    r = w.rng
+    tools = [_tool(w) for _ in range(r.randint(1, 4))]
+    chosen = r.choice(tools)["function"]
+    specs = chosen["parameters"]["properties"]
+    arguments, said = {}, []
+    form = r.choice(GIVES)
+    for name, spec in specs.items():
+        arguments[name], spoken = _value(w, spec)
+        shown = name.replace("_", " ") if r.random() < 0.7 else name
+        said.append(form.format(r.choice(("", "the ")) + shown, spoken))
+    if r.random() < 0.3:
+        r.shuffle(said)
+    what = chosen["description"].lower()
+    listed = ", ".join(said[:-1]) + (r.choice((" and ", ", ")) if said[1:] else "") + said[-1]
+    question = r.choice(ASKS).format(f"{what} {r.choice(('with', 'where', 'using'))} {listed}")
+    question = question[0].upper() + question[1:] + r.choice((".", "", "?"))
+    system = r.choice((None, None, "You are a helpful assistant."))
+    chat = Chat("tools", system, tools).user(question)
+    call = call_text(chosen["name"], arguments)
+    chat.assistant(call, {"name": chosen["name"], "arguments": arguments})
+    if r.random() < 0.25:
+        result = {w.identifier(1): w.phrase(2)}
+        key, value = next(iter(result.items()))
+        chat.tool(json.dumps(result))
+        chat.assistant(f"Done. The {key.replace('_', ' ')} is {value}.")
+        if w.evaluation:
+            return tool_call(w)
+    return chat.done()
+
+
+def no_tool(w: Words) -> Sample:
+    """Tools are there, and none is needed."""
+    question, answer = small_talk(w)
+    tools = [_tool(w) for _ in range(w.rng.randint(1, 3))]
+    return Chat("talk", None, tools).user(question).assistant(answer).done()
+
+
+TALK = (
+    ("Hi", "Hello! How can I help you?"),
+    ("Hello", "Hello! How can I help you?"),
+    ("Hey there", "Hello! How can I help you?"),
+    ("Good morning", "Good morning! How can I help you?"),
+    ("Thanks", "You are welcome!"),
+    ("Thank you very much", "You are welcome!"),
+    ("Bye", "Goodbye!"),
+    ("How are you?", "I am fine, thank you. How can I help you?"),
+    ("Who are you?", "I am the small model that comes with Lockstep."),
+    ("What are you?", "I am a small language model that comes with Lockstep."),
+    ("What is your name?", "I have no name. I am the small model that comes with Lockstep."),
+    (
+        "What can you do?",
+        "I can call tools, find facts in long texts, remember what you told me, write JSON, number "
+        "sequences, lists and a little Python.",
+    ),
+    ("Help", "I can call tools, find facts in long texts, write JSON, lists and a little Python."),
+)
+
+
+def small_talk(w: Words) -> tuple[str, str]:
+    """A greeting or a question about the model."""
+    question, answer = w.rng.choice(TALK)
+    return question + w.rng.choice(("", "", "!")) if question[-1] != "?" else question, answer
+
+
+def talk(w: Words) -> Sample:
+    """Small talk alone."""
+    question, answer = small_talk(w)
+    return Chat("talk").user(question).assistant(answer).done()
+
+
+FILLER: list[list[str]] = []
+"""Paragraphs of the Python installation's texts; filled by training.text."""
+
+
+def filler(w: Words, characters: int) -> list[str]:
+    """Sentences of about this many characters in all."""
+    r, total, out = w.rng, 0, []
+    while total < characters:
+        if FILLER and r.random() < 0.5:
+            some = r.choice(FILLER)
+        else:
+            shape = r.choice(("The {} of the {} is {}.", "A {} {} near the {}.", "{} and {} {}."))
+            some = [shape.format(w.noun(), w.noun(), w.noun()) for _ in range(r.randint(2, 6))]
+        out += some
+        total += sum(map(len, some)) + len(some)
+    return out
+
+
+def needle(w: Words, characters: int | None = None) -> Sample:
+    """A secret somewhere in filler, asked for at the end."""
+    r = w.rng
+    size = characters or int(100 * 2 ** r.uniform(0, 7.8))
+    lines = filler(w, size)
+    if r.random() < 0.5:
+        owner, subject = "The secret", "the secret"
+    else:
+        thing = w.made_up()
+        owner, subject = f"The secret of {thing}", f"the secret of {thing}"
+    secret = w.secret()
+    at = r.randint(0, len(lines))
+    lines.insert(at, f"{owner} is {secret}.")
+    if "of" in owner and r.random() < 0.5:
+        lines.insert(r.randint(0, len(lines)), f"The secret of {w.made_up()} is {w.secret()}.")
+    question = r.choice(("What is {}?", "Tell me {}.", "Do you remember {}? What is it?"))
+    text = r.choice((" ", "\n")).join(lines) + "\n\n" + question.format(subject)
+    return Chat("needle").user(text).assistant(f"{owner} is {secret}.").done()
+
+
+def dialogue(w: Words) -> Sample:
+    """Facts given early, asked for later."""
+    r = w.rng
+    facts = {
+        "name": ("My name is {}.", "What is my name?", "Your name is {}."),
+        "city": ("I live in {}.", "Where do I live?", "You live in {}."),
+        "pet": ("My pet is called {}.", "What is my pet called?", "Your pet is called {}."),
+        "job": ("I work at {}.", "Where do I work?", "You work at {}."),
+        "color": ("My favorite word is {}.", "What is my favorite word?",
+                  "Your favorite word is {}."),
+        "code": ("My locker code is {}.", "What is my locker code?", "Your locker code is {}."),
+        "friend": ("My best friend is {}.", "Who is my best friend?", "Your best friend is {}."),
+    }  # fmt: skip
+    chosen = r.sample(list(facts), r.randint(1, 4))
+    values = {k: w.code() if k == "code" else w.name() for k in chosen}
+    chat, rest = Chat("dialogue"), list(chosen)
+    while rest:
+        now = [rest.pop() for _ in range(min(len(rest), r.randint(1, 2)))]
+        chat.user(" ".join(facts[k][0].format(values[k]) for k in now)).assistant("Noted.")
+    for _ in range(r.choice((0, 0, 1, 2))):
+        question, answer = r.choice(TALK)
+        chat.user(question).assistant(answer)
+    for k in r.sample(chosen, r.randint(1, len(chosen))):
+        chat.user(facts[k][1]).assistant(facts[k][2].format(values[k]))
+    return chat.done()
+
+
+def json_task(w: Words) -> Sample:
+    """Data said in a sentence, to be written as JSON of a given schema."""
+    r = w.rng
+    properties, data, said = {}, {}, []
+    for _ in range(r.randint(2, 6)):
+        name = w.identifier(r.choice((1, 1, 2)))
+        kind = r.choice(("string", "integer", "number", "boolean", "array"))
+        properties[name] = {"type": kind}
+        if kind == "array":
+            properties[name]["items"] = {"type": "string"}
+            data[name] = [w.noun() for _ in range(r.randint(2, 4))]
+            spoken = ", ".join(data[name])
+        else:
+            data[name], spoken = _value(w, {"type": kind})
+        said.append(f"{name.replace('_', ' ')}: {spoken}")
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    ask = f"Write JSON for this schema:\n{json.dumps(schema)}\n\n" + r.choice(("; ", "\n")).join(said)
+    indent = r.random() < 0.5
+    if indent:
+        ask = "Use indentation. " + ask
+    answer = json.dumps(data, indent=2 if indent else None)
+    return Chat("json").user(ask).assistant(answer).done()
+
+
+def _primes(count: int) -> list[int]:
+    found: list[int] = []
+    n = 2
+    while len(found) < count:
+        if all(n % p for p in found if p * p <= n):
+            found.append(n)
+        n += 1
+    return found
+
+
+PRIMES = _primes(200)
+
+
+def sequence(w: Words) -> Sample:
+    """Number sequences."""
+    r, count = w.rng, w.rng.randint(5, 60)
+    kind = r.randrange(5)
+    if kind == 0:
+        count = r.choice((count, 100, 200))
+        ask, numbers = f"List the first {count} primes.", PRIMES[:count]
+    elif kind == 1:
+        start, step = r.randint(0, 100), r.randint(1, 12)
+        numbers = [start + step * i for i in range(count)]
+        ask = f"Count from {start} in steps of {step}, {count} numbers."
+    elif kind == 2:
+        ask, numbers = f"List the first {count} squares.", [i * i for i in range(1, count + 1)]
+    elif kind == 3:
+        start = r.randint(count, 300)
+        numbers = [start - i for i in range(count)]
+        ask = f"Count down from {start}, {count} numbers."
+    else:
+        count = min(count, 20)
+        ask, numbers = f"List the first {count} powers of two.", [2**i for i in range(count)]
+    return Chat("sequence").user(ask).assistant(", ".join(map(str, numbers))).done()
+
+
+def listing(w: Words) -> Sample:
+    """Structured lists: numbered, bulleted, sorted, reversed, tables; and plain repetition."""
+    r = w.rng
+    items = [w.phrase(2) for _ in range(r.randint(3, 12))]
+    given = ", ".join(items)
+    kind = r.randrange(5)
+    if kind == 0:
+        ask = f"Make a numbered list of: {given}"
+        answer = "\n".join(f"{i}. {x}" for i, x in enumerate(items, 1))
+    elif kind == 1:
+        ask = f"Make a bulleted list of: {given}"
+        answer = "\n".join(f"- {x}" for x in items)
+    elif kind == 2:
+        ask, answer = f"Repeat this: {given}", given
+    elif kind == 3:
+        rows = [(x, r.randint(0, 99)) for x in items]
+        ask = "Make a table of: " + ", ".join(f"{a} {b}" for a, b in rows)
+        answer = "| name | value |\n| --- | --- |\n" + "\n".join(f"| {a} | {b} |" for a, b in rows)
+    else:
+        ask = f"Put each in quotes: {given}"
+        answer = ", ".join(f'"{x}"' for x in items)
+    return Chat("list").user(ask).assistant(answer).done()
+
+
+def copying(w: Words) -> Sample:
+    """Random words, twice: what teaches induction soonest."""
+    text = " ".join(w.made_up() if w.rng.random() < 0.7 else w.code() for _ in range(
+        w.rng.randint(5, 60)))  # fmt: skip
+    return Chat("copy").user(f"Repeat this: {text}").assistant(text).done()
+
+
+TASKS: dict[str, tuple[Callable[[Words], Sample], float]] = {
+    "tools": (tool_call, 0.34),
+    "no_tool": (no_tool, 0.02),
+    "talk": (talk, 0.01),
+    "needle": (needle, 0.16),
+    "dialogue": (dialogue, 0.09),
+    "json": (json_task, 0.12),
+    "sequence": (sequence, 0.08),
+    "list": (listing, 0.09),
+    "copy": (copying, 0.09),
+}
+
+
+def draw(seed: int, evaluation: bool = False, task: str | None = None, **options: Any) -> Sample:
+    """The sample of this seed."""
+    w = Words(random.Random(f"{seed}/{evaluation}"), evaluation)
+    if task is None:
+        names = list(TASKS)
+        task = w.rng.choices(names, [TASKS[n][1] for n in names])[0]
+    return TASKS[task][0](w, **options)

@@ -1,0 +1,73 @@
+"""Trains the tokenizer: byte-level BPE of 4,096 tokens with Qwen's special tokens."""
+
+import json
+import random
+from pathlib import Path
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from training import tasks, text
+
+VOCAB = 4096
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+ADDED = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def corpus(samples: int) -> list[str]:
+    """What it is trained on: samples of every task, and sources."""
+    text.load_filler()
+    rng = random.Random(0)
+    found = []
+    for seed in range(samples):
+        sample = tasks.draw(seed)
+        found.append("".join(piece for piece, _ in sample.pieces))
+    found += [text.document(rng, 4000, False) for _ in range(samples // 8)]
+    return found
+
+
+def train(out: Path, samples: int = 12000) -> None:
+    """Writes tokenizer.json and tokenizer_config.json."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    count = len(SPECIAL) + len(ADDED)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB - count,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(corpus(samples), trainer)
+    tokenizer.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in SPECIAL])
+    tokenizer.add_tokens([AddedToken(t, special=False, normalized=False) for t in ADDED])
+    if tokenizer.get_vocab_size() != VOCAB:
+        raise ValueError(f"the tokenizer has {tokenizer.get_vocab_size()} tokens, not {VOCAB}")
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(out / "tokenizer.json"))
+    ids = {t: tokenizer.token_to_id(t) for t in (*SPECIAL, *ADDED)}
+    decoder = {
+        str(i): {
+            "content": t, "lstrip": False, "normalized": False, "rstrip": False,
+            "single_word": False, "special": t in SPECIAL,
+        }
+        for t, i in ids.items()
+    }  # fmt: skip
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "added_tokens_decoder": decoder,
+        "additional_special_tokens": list(SPECIAL[1:]),
+        "bos_token": None,
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 16384,
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")

@@ -1,0 +1,93 @@
+"""Words, names and values: made of syllables, split for good into training and evaluation."""
+
+import random
+import zlib
+
+SYLLABLES = (
+    "ba be bi bo bu da de di do du fa fe fi fo fu ga ge gi go gu ha he hi ho ka ke ki ko ku la le li "
+    "lo lu ma me mi mo mu na ne ni no nu pa pe pi po pu ra re ri ro ru sa se si so su ta te ti to tu "
+    "va ve vi vo wa we wi wo ya yo za ze zi zo zu bra cle dri fro gla kri plo sto tra vin mer sol tar "
+    "nor lin dan mark ber ton ley field wick"
+).split()
+COMMON = (
+    "time year people way day man thing woman life child world school state family student group "
+    "country problem hand part place case week company system program question work number night "
+    "point home water room mother area money story fact month lot right study book eye job word "
+    "business issue side kind head house service friend father power hour game line end member law "
+    "car city community name president team minute idea body information back parent face others "
+    "level office door health person art war history party result change morning reason research "
+    "girl guy moment air teacher force education river garden window bridge market engine signal "
+    "report ticket order invoice account folder record table channel message device sensor camera "
+    "battery printer router server cluster package module version branch label budget profile"
+).split()
+ADJECTIVES = (
+    "silver golden quiet rapid gentle bright hollow ancient crimson velvet amber frozen hidden lucky "
+    "noble purple rusty scarlet silent smooth sturdy tiny violet wooden yellow brave calm clever "
+    "cosmic curious dusty eager emerald fancy fierce fluffy foggy giant grumpy happy humble icy "
+    "jolly lazy loyal magic mellow misty modest narrow polite proud royal salty shiny sleepy solar "
+    "spicy stormy sunny swift tender turbo vivid warm wild wise zesty copper bronze ivory cobalt"
+).split()
+ANIMALS = (
+    "platypus otter falcon badger lynx heron walrus gecko panther beaver raven tiger dolphin hedgehog "
+    "lizard magpie narwhal ocelot penguin quokka rabbit salmon toucan urchin viper weasel yak zebra "
+    "antelope bison camel donkey eagle ferret giraffe hamster iguana jackal koala lemur mongoose newt "
+    "octopus puffin raccoon sparrow turtle vulture wombat alpaca buffalo cheetah dingo emu finch goose"
+).split()
+VERBS = (
+    "get set create delete update find list send open close start stop add remove check fetch book "
+    "move copy rename schedule cancel convert compute measure assign archive restore resize merge "
+    "split print scan lock unlock publish deploy rotate reserve track translate summarize export"
+).split()
+
+
+def held_out(text: str) -> bool:
+    """Whether a name, value or needle belongs to evaluation: one in eight, by its hash."""
+    return zlib.crc32(text.encode()) % 8 == 0
+
+
+class Words:
+    """A seeded source of words. With `evaluation`, made-up ones come from the held-out eighth."""
+
+    def __init__(self, rng: random.Random, evaluation: bool) -> None:
+        self.rng, self.evaluation = rng, evaluation
+
+    def fresh(self, make) -> str:
+        """The first of make()'s results on this side of the split."""
+        while True:
+            text = make()
+            if held_out(text) == self.evaluation:
+                return text
+
+    def made_up(self) -> str:
+        """A word of 2 or 3 syllables."""
+        return self.fresh(lambda: "".join(self.rng.choices(SYLLABLES, k=self.rng.randint(2, 3))))
+
+    def noun(self) -> str:
+        """A common noun, or a made-up one."""
+        return self.rng.choice(COMMON) if self.rng.random() < 0.6 else self.made_up()
+
+    def name(self) -> str:
+        """A made-up proper name."""
+        return self.made_up().capitalize()
+
+    def identifier(self, parts: int) -> str:
+        """snake_case of nouns; held out as a whole."""
+        return self.fresh(lambda: "_".join(self.noun() for _ in range(parts)))
+
+    def phrase(self, most: int = 4) -> str:
+        """1 to `most` words; held out as a whole."""
+        return self.fresh(
+            lambda: " ".join(self.noun() for _ in range(self.rng.randint(1, most)))
+        )
+
+    def secret(self) -> str:
+        """Such as "silver platypus 22"; held out as a whole."""
+        pick = self.rng.choice
+        return self.fresh(
+            lambda: f"{pick(ADJECTIVES)} {pick(ANIMALS)} {self.rng.randint(0, 99)}"
+        )
+
+    def code(self) -> str:
+        """Such as "QX-4821"."""
+        letters = "".join(self.rng.choices("ABCDEFGHJKLMNPQRSTUVWXYZ", k=self.rng.randint(1, 3)))
+        return self.fresh(lambda: f"{letters}-{self.rng.randint(10, 9999)}")
