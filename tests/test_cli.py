@@ -1,9 +1,14 @@
 """The command line, run as its users run it, on a tiny model."""
 
 import json
+import re
+import signal
+import subprocess
+import sys
 from dataclasses import fields
 from pathlib import Path
 
+import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -17,6 +22,8 @@ from lockstep.config import EngineConfig
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
 from tests.tiny_model import make_model
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +154,22 @@ def test_chat_asks_for_the_result_of_a_tool_call(
     _take_turn(llm, messages, [tool], SamplingParams(max_tokens=4, temperature=0.0))
     assert [m["role"] for m in messages] == ["user", "assistant", "tool", "assistant"]
     assert messages[2]["content"] == "blue (result of look> )"
+
+
+def test_serve_answers_and_ends_when_interrupted(model: str) -> None:
+    command = [sys.executable, "-m", "lockstep", "serve", "--port", "0", *dummy(model)]
+    command += ["--served-model-name", "tiny"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
+        assert server.stdout is not None
+        try:
+            url = re.search(r"http://127\.0\.0\.1:\d+", server.stdout.readline())
+            assert url is not None
+            found = httpx.get(f"{url[0]}/v1/models", timeout=20).json()
+            server.send_signal(signal.SIGINT)
+            assert server.wait(timeout=20) == 0
+        finally:
+            server.kill()
+    assert [m["id"] for m in found["data"]] == ["tiny"]
 
 
 @pytest.mark.parametrize(

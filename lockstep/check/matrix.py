@@ -20,11 +20,11 @@ class Size:
     company: int
 
 
-SIZES = {"quick": Size(16, 3, 3), "default": Size(24, 3, 3), "full": Size(32, 8, 7)}
+SIZES = {"quick": Size(12, 2, 3), "default": Size(24, 3, 3), "full": Size(32, 8, 7)}
 
 ROWS = 8
 SMALL_CHUNK = 128
-LONG_PROMPT = 600
+LONG_PROMPT = 400
 MAX_MODEL_LEN = 1536
 PAGES = 256
 SNAPSHOTS = 64

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.check import asks as asking
-from lockstep.check.asks import LONG, Answer, Ask
+from lockstep.check.asks import Answer, Ask
 from lockstep.check.matrix import BATCHES, DRAFTERS, PLAIN, SIZES, Setup, Size, setups
 from lockstep.check.report import Failure, Report, Tally
 from lockstep.check.trace import first_difference

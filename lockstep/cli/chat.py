@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli.options import engine_options, sampling_options
-from lockstep.cli.show import load, notes, print_text
+from lockstep.cli.show import load, note, print_text
 from lockstep.errors import ConfigError, RequestError
 from lockstep.outputs import RequestOutput
 from lockstep.sampling_params import SamplingParams
@@ -50,7 +50,7 @@ def chat(
             _take_turn(llm, messages, known, params)
         except RequestError as error:
             del messages[before:]
-            notes().print(f"[red]{error}[/red]")
+            note(str(error), "red")
 
 
 def _take_turn(
@@ -89,9 +89,9 @@ def _answer(
     output = llm.chat(messages, params, tools=tools, on_progress=stream)[0]
     print_text("\n")
     m = output.metrics
-    notes().print(
-        f"[dim]{len(output.outputs[0].token_ids)} tokens, acceptance length "
-        f"{m.acceptance_length:.2f}, {m.num_cached_tokens} prompt tokens from the cache[/dim]"
+    note(
+        f"{len(output.outputs[0].token_ids)} tokens, acceptance length {m.acceptance_length:.2f}, "
+        f"{m.num_cached_tokens} prompt tokens from the cache"
     )
     prompt = llm.processor.render_text(messages, tools)
     reply = llm.processor.reply_parser(prompt, tools).parse(output.outputs[0].text)

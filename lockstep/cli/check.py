@@ -76,8 +76,8 @@ def _print(report: "Report") -> None:
         table.add_row(drafting, *(cells.get((drafting, p, g), "") for p, g in columns))
     console.print(table)
     took = ", ".join(f"{count:,} {name}" for name, count in report.exercised.items())
-    console.print(f"{took}; {report.seconds:.0f} s; {report.numerics}")
+    console.print(f"{took}; {report.seconds:.0f} s; {report.numerics}", soft_wrap=True)
     for reason in report.skipped:
         console.print(f"left out: {reason}")
     colour = "red" if report.failed else "green"
-    console.print(f"[{colour}]{report.verdict}[/{colour}]", soft_wrap=True)
+    console.print(report.verdict, style=colour, markup=False, soft_wrap=True)

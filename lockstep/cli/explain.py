@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from lockstep.cli.options import engine_options
 from lockstep.cli.show import load, print_json
@@ -29,7 +29,9 @@ def explain(
 
 def _layers(layers: list[dict[str, Any]]) -> Table:
     """Layers whose choices are the same stand in one line."""
-    table = Table("op", "backend", "layers", "refused", title="Ops", title_justify="left")
+    table = Table(
+        "op", "backend", "layers", "refused", title="Ops", title_justify="left", show_lines=True
+    )
     groups: dict[tuple[str, str, str], list[str]] = {}
     for choice in layers:
         refused = "; ".join(f"{name}: {why}" for name, why in choice["refused"].items())
@@ -43,7 +45,7 @@ def _layers(layers: list[dict[str, Any]]) -> Table:
 
 
 def _plan(plan: dict[str, Any]) -> Table:
-    table = Table("plan", "", title="Plan", title_justify="left")
+    table = Table("plan", Column("", overflow="fold"), title="Plan", title_justify="left")
     for name, value in plan.items():
         table.add_row(name, str(value))
     table.add_row("cache bytes", f"{plan['num_pages'] * plan['page_bytes']:,} in pages")

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep.cli.options import engine_options, sampling_options, settle_drafts
-from lockstep.cli.show import load, notes, print_json, print_text
+from lockstep.cli.show import load, note, print_json, print_text
 from lockstep.errors import ConfigError
 from lockstep.outputs import RequestOutput
 
@@ -56,7 +56,7 @@ def generate(
         print_json(_answer(output) | {"system_fingerprint": llm.engine.fingerprint})
     else:
         print_text("\n")
-        notes().print(f"[dim]{_closing(output)}[/dim]")
+        note(_closing(output))
 
 
 def _prompt(llm: "LLM", prompt: str | None, chat: bool) -> dict[str, Any]:

@@ -18,6 +18,11 @@ def notes() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+def note(text: str, style: str = "dim") -> None:
+    """One line on stderr, as it is."""
+    notes().print(text, style=style, markup=False, soft_wrap=True)
+
+
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """A bar on stderr, driven by (what, done, of); it goes when it is done."""
@@ -46,7 +51,7 @@ def load(settings: dict[str, Any], quiet: bool = False) -> "LLM":
         return LLM(**settled)
     with progress_bar() as show:
         llm = LLM(progress=show, **settled)
-    notes().print(f"[dim]{summary(llm)}[/dim]")
+    note(summary(llm))
     return llm
 
 

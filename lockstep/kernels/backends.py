@@ -6,16 +6,23 @@ from typing import Any
 
 import torch
 
-OPS = ("linear", "norm", "attention", "gated_delta_rule", "sampling")
+FACES = (
+    "linear.triton",
+    "norm.triton",
+    "attention.triton",
+    "gated_delta_rule.triton",
+    "gated_delta_rule.triton_chunk",
+    "sampling.triton",
+)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def load() -> None:
-    """Imports every op's triton.py. Idempotent; does nothing where Triton is not installed."""
+    """Imports every op's Triton face. Idempotent; does nothing where Triton is not installed."""
     if find_spec("triton") is None:
         return
-    for op in OPS:
-        import_module(f"lockstep.kernels.{op}.triton")
+    for face in FACES:
+        import_module(f"lockstep.kernels.{face}")
 
 
 def gpu_trait(**traits: Any) -> str | None:

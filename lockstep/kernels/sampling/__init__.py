@@ -177,16 +177,16 @@ def _filter(x: Tensor, min_p: float, top_k: int, top_p: float) -> Tensor:
 def gumbel(seed: Tensor, positions: Tensor, vocab: int) -> Tensor:
     """seed [1] int64, positions [Q] int64 -> standard Gumbel noise [Q, V] fp32.
 
-    A counter-based hash (murmur3's 32-bit finaliser over seed, position and token id) gives 24
-    bits; -log(-log((bits + 0.5) / 2^24)). No state: the same (seed, position, token) gives the
-    same noise in any batch, step or drafter.
+    A counter-based hash (murmur3's 32-bit finaliser over seed, position and token id) gives 23
+    bits, so that (bits + 0.5) / 2^23 is exact and below 1; -log(-log(it)). No state: the same
+    (seed, position, token) gives the same noise in any batch, step or drafter.
     """
     key = _mix((seed & MASK32) ^ 0x9E3779B9)
     key = _mix(key ^ ((seed >> 32) & MASK32))
     key = _mix(key ^ (positions & MASK32))
     ids = torch.arange(vocab, device=seed.device)
-    bits = _mix(_mix(key[:, None] ^ ids) ^ key[:, None]) >> 8
-    uniform = (bits.float() + 0.5) * 2.0**-24
+    bits = _mix(_mix(key[:, None] ^ ids) ^ key[:, None]) >> 9
+    uniform = (bits.float() + 0.5) * 2.0**-23
     return -torch.log(-torch.log(uniform))
 
 

@@ -1,0 +1,71 @@
+"""Batches of paged_attention that every backend must serve. What no row may read is NaN."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+Row = tuple[int, int]
+"""(tokens before this step, tokens of this step)."""
+
+DECODE, VERIFY = ((0, 1), (63, 1), (300, 1)), ((5, 4), (254, 4), (511, 4))
+RAGGED = ((0, 70), (12, 0), (250, 9), (64, 1))
+BATCHES: tuple[tuple[tuple[Row, ...], int, int, int, int], ...] = (
+    (DECODE, 4, 4, 32, 16),
+    (VERIFY, 12, 2, 64, 64),
+    (VERIFY, 5, 1, 80, 32),
+    (RAGGED, 8, 1, 48, 64),
+    (RAGGED, 14, 2, 32, 16),
+    (VERIFY, 4, 2, 128, 64),
+    (DECODE, 16, 1, 256, 64),
+    (RAGGED, 8, 2, 32, 16),
+)
+"""(rows, heads, KV heads, head dim, page size)."""
+
+
+def paged(
+    rows: tuple[Row, ...],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page_size: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    widest: int = 0,
+) -> dict[str, Any]:
+    """Arguments of paged_attention: pages in random order, everything unwritten NaN.
+
+    widest: columns of the page table at least (the keys that a row could have at most).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [start + count for start, count in rows]
+    needed = [-(-length // page_size) for length in lengths]
+    order = torch.randperm(sum(needed), generator=generator) + 1
+    table = torch.zeros(len(rows), max(*needed, widest, 1), dtype=torch.int32)
+    shape = (sum(needed) + 1, page_size, kv_heads, dim)
+    k_cache, v_cache = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
+    for s, (length, count) in enumerate(zip(lengths, needed, strict=True)):
+        pages, order = order[:count], order[count:]
+        table[s, :count] = pages.int()
+        token = torch.arange(length)
+        for cache in (k_cache, v_cache):
+            values = torch.randn(length, kv_heads, dim, generator=generator).to(dtype)
+            cache[pages[token // page_size], token % page_size] = values
+    counts = torch.tensor([0, *(count for _, count in rows)], dtype=torch.int32)
+    return dict(
+        q=torch.randn(int(counts.sum()), heads, dim, generator=generator).to(dtype),
+        k_cache=k_cache,
+        v_cache=v_cache,
+        page_table=table,
+        cu_seqlens=counts.cumsum(0, dtype=torch.int32),
+        starts=torch.tensor([start for start, _ in rows], dtype=torch.int32),
+        query_len=max(count for _, count in rows),
+        scale=dim**-0.5,
+    )
+
+
+def paged_attention_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, arguments of paged_attention on the CPU)."""
+    for i, (rows, *sizes) in enumerate(BATCHES):
+        name = f"{len(rows)} rows, heads {sizes[0]}/{sizes[1]}, dim {sizes[2]}, page {sizes[3]}"
+        yield name, paged(rows, *sizes, dtype, seed=i)

@@ -1,0 +1,115 @@
+"""Batches of both Gated DeltaNet laws that every backend must serve. Unused slots are NaN."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.gated_delta_rule import GatedDeltaState
+
+
+@dataclass(frozen=True)
+class Dims:
+    """Heads and widths of a layer: HK, HV, K, V, R (conv kernel - 1), W (window)."""
+
+    hk: int
+    hv: int
+    k: int
+    v: int
+    r: int = 3
+    w: int = 4
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.hk * self.k + self.hv * self.v
+
+
+LAYERS = (Dims(1, 1, 16, 16), Dims(2, 4, 32, 16), Dims(1, 3, 24, 40, r=2), Dims(2, 8, 64, 32))
+
+
+def empty_state(dims: Dims, slots: int, dtype: torch.dtype, fill: float = 0.0) -> GatedDeltaState:
+    """A state of `slots` slots; conv is of `dtype`, the rest fp32."""
+
+    def full(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full((slots, *shape), fill, dtype=dtype)
+
+    return GatedDeltaState(
+        recurrent=full(dims.hv, dims.k, dims.v),
+        conv=full(dims.r + dims.w, dims.channels, dtype=dtype),
+        u=full(dims.w, dims.hv, dims.v),
+        k=full(dims.w, dims.hk, dims.k),
+        decay=full(dims.w, dims.hv),
+    )
+
+
+def random_state(
+    dims: Dims, slots: int, used: list[int], dtype: torch.dtype, seed: int
+) -> GatedDeltaState:
+    """A state whose `used` slots hold plausible numbers and whose other slots hold NaN."""
+    state = empty_state(dims, slots, dtype, fill=float("nan"))
+    generator = torch.Generator().manual_seed(seed)
+    for part in state.tensors():
+        shape = (len(used), *part.shape[1:])
+        part[used] = (torch.randn(shape, generator=generator) * 0.3).to(part.dtype)
+    state.decay[used] = torch.exp(-state.decay[used].abs())
+    return state
+
+
+def inputs(dims: Dims, tokens: tuple[int, ...], dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
+    """mixed, g, beta of shape [*tokens, ...] and conv_weight."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    return dict(
+        mixed=normal(*tokens, dims.channels).to(dtype),
+        g=-normal(*tokens, dims.hv).abs() * 0.1,
+        beta=torch.rand(*tokens, dims.hv, generator=generator),
+        conv_weight=(normal(dims.channels, dims.r + 1) * 0.5).to(dtype),
+    )
+
+
+def gated_delta_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, arguments of gated_delta_step on the CPU): every pending count, slots out of order."""
+    for i, dims in enumerate(LAYERS):
+        for length in (1, dims.w):
+            slots, pending = [4, 1, 6, 3, 2], [0, 1, 2, dims.w, dims.w - 1]
+            yield (
+                f"{dims}, Q={length}",
+                dict(
+                    **inputs(dims, (5, length), dtype, i),
+                    state=random_state(dims, 8, slots, dtype, i),
+                    slots=torch.tensor(slots),
+                    pending=torch.tensor(pending),
+                ),
+            )
+
+
+def gated_delta_chunk_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, arguments of gated_delta_chunk on the CPU): fresh and resumed rows, an empty one, a
+    null one, rows shorter than the convolution, snapshots."""
+    lengths = [70, 0, 128, 2, 5, 64, 1]
+    starts = [0, 64, 64, 128, 0, 0, 0]
+    sources = [1, 2, 3, 9, 0, 5, 6]
+    slots = [1, 2, 3, 4, 0, 5, 6]
+    snapshots = [7, 0, 8, 0, 0, 10, 11]
+
+    def ints(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    for i, dims in enumerate(LAYERS):
+        yield (
+            str(dims),
+            dict(
+                **inputs(dims, (sum(lengths),), dtype, i),
+                state=random_state(dims, 12, [2, 3, 4, 9], dtype, i),
+                cu_seqlens=ints([0, *lengths]).cumsum(0, dtype=torch.int32),
+                starts=ints(starts),
+                state_src=ints(sources),
+                state_slots=ints(slots),
+                snapshot_slots=ints(snapshots),
+            ),
+        )

@@ -1,0 +1,257 @@
+# mypy: ignore-errors
+"""gated_delta_chunk in Triton, on the absolute grid.
+
+One program per (chunk, head) does what a chunk alone decides, and one per (row, head, value block)
+carries the fp32 state from chunk to chunk. No length is a compile-time constant.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lockstep.kernels.gated_delta_rule import L2_EPS, GatedDeltaState, gated_delta_chunk
+from lockstep.kernels.gated_delta_rule.triton import blocks_of, head_channels, sizes_of, supports
+from lockstep.step import GRID
+
+MOST_VALUES = 32
+PRECISION = "tf32x3"
+"""Three tf32 products per fp32 product: fp32 accuracy on the tensor cores, one fixed order."""
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _plan_kernel(
+    cu_seqlens, state_slots, chunks, firsts, rows, BLOCK: tl.constexpr, GRID: tl.constexpr
+):
+    """One row: its first chunk's index, and for each chunk (row, first token in the row, tokens)."""
+    s, lanes = tl.program_id(0), tl.arange(0, BLOCK)
+    live = lanes < rows
+    begin = tl.load(cu_seqlens + lanes, mask=live, other=0).to(tl.int32)
+    length = tl.load(cu_seqlens + lanes + 1, mask=live, other=0).to(tl.int32) - begin
+    length = tl.where(tl.load(state_slots + lanes, mask=live, other=0) != 0, length, 0)
+    first = tl.sum(tl.where(lanes < s, tl.cdiv(length, GRID), 0), 0)
+    mine = tl.sum(tl.where(lanes == s, length, 0), 0)
+    tl.store(firsts + s, first)
+    for chunk in range(tl.cdiv(mine, GRID)):
+        line = chunks + (first + chunk) * 3
+        tl.store(line, s)
+        tl.store(line + 1, chunk * GRID)
+        tl.store(line + 2, tl.minimum(mine - chunk * GRID, GRID))
+
+
+@triton.jit(
+    do_not_specialize=["token_stride", "slot_stride"],
+    do_not_specialize_on_alignment=["mixed", "conv_weight", "conv", "heads"],
+)
+def _chunk_inputs_kernel(
+    mixed, conv_weight, conv, cu_seqlens, starts, state_src, chunks, heads,
+    token_stride, slot_stride,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    BLOCK: tl.constexpr, EPS: tl.constexpr, GRID: tl.constexpr,
+):  # fmt: skip
+    """One (chunk, head of q, k or v): convolution, SiLU and l2 norm of GRID tokens."""
+    chunk, unit = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    count = tl.load(chunks + chunk * 3 + 2)
+    if count == 0:
+        return
+    s, offset = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
+    c, live = head_channels(unit, tl.arange(0, BLOCK), HK, K, V)
+    channels: tl.constexpr = 2 * HK * K + HV * V
+    begin = tl.load(cu_seqlens + s).to(tl.int64)
+    resumed = tl.load(starts + s) > 0
+    lanes = tl.arange(0, GRID)
+    conv += tl.load(state_src + s).to(tl.int64) * slot_stride
+    total = tl.zeros((GRID, BLOCK), tl.float32)
+    for j in tl.static_range(R + 1):
+        token = offset + lanes + j - R
+        here = ((token >= 0) & (lanes < count))[:, None] & live[None, :]
+        before = ((token < 0) & resumed)[:, None] & live[None, :]
+        at = (begin + token)[:, None] * token_stride + c[None, :]
+        new = tl.load(mixed + at, mask=here, other=0.0)
+        old = tl.load(conv + (token + R)[:, None] * channels + c[None, :], mask=before, other=0.0)
+        tap = tl.load(conv_weight + c * (R + 1) + j, mask=live, other=0.0).to(tl.float32)
+        total += tl.where((token < 0)[:, None], old, new).to(tl.float32) * tap[None, :]
+    y = total / (1.0 + tl.exp(-total))
+    if unit < 2 * HK:
+        y = y * (1.0 / tl.sqrt_rn(tl.sum(y * y, 1) + EPS))[:, None]
+        y = tl.where(unit < HK, y * K**-0.5, y)
+    at = (begin + offset + lanes)[:, None] * channels + c[None, :]
+    tl.store(heads + at, y, mask=(lanes < count)[:, None] & live[None, :])
+
+
+@triton.jit(
+    do_not_specialize_on_alignment=["heads", "g", "beta", "u", "w", "scores", "growth"],
+)
+def _chunk_inner_kernel(
+    heads, g, beta, cu_seqlens, chunks, u, w, scores, growth,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One (chunk, value head): u and w of the WY form, causal scores, cumulated log decay."""
+    chunk, h = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    count = tl.load(chunks + chunk * 3 + 2)
+    if count == 0:
+        return
+    s, offset = tl.load(chunks + chunk * 3), tl.load(chunks + chunk * 3 + 1)
+    begin = tl.load(cu_seqlens + s).to(tl.int64) + offset
+    kh = h // (HV // HK)
+    t, i, j = tl.arange(0, GRID), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    live, token = t < count, begin + t
+    grown = tl.cumsum(tl.load(g + token * HV + h, mask=live, other=0.0), 0)
+    rate = tl.load(beta + token * HV + h, mask=live, other=0.0)
+    tl.store(growth + (chunk * HV + h) * GRID + t, grown)
+    line = heads + token[:, None] * (2 * HK * K + HV * V)
+    mask_k, mask_v = live[:, None] & (i < K)[None, :], live[:, None] & (j < V)[None, :]
+    q = tl.load(line + kh * K + i[None, :], mask=mask_k, other=0.0)
+    k = tl.load(line + (HK + kh) * K + i[None, :], mask=mask_k, other=0.0)
+    v = tl.load(line + 2 * HK * K + h * V + j[None, :], mask=mask_v, other=0.0)
+    row, col = t[:, None], t[None, :]
+    decay = tl.exp(tl.where(row >= col, grown[:, None] - grown[None, :], float("-inf")))
+    seen = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
+    tl.store(scores + ((chunk * HV + h) * GRID + row) * GRID + col, seen)
+    inner = tl.dot(k * rate[:, None], tl.trans(k), input_precision=PRECISION) * decay
+    inner = tl.trans(tl.where(row > col, inner, 0.0))
+    inverse = tl.zeros((GRID, GRID), tl.float32)
+    for at in range(GRID):  # forward substitution, one row of the unit triangle after another
+        above = tl.sum(tl.where(col == at, inner, 0.0), 1)
+        solved = tl.where(t == at, 1.0, 0.0) - tl.sum(above[:, None] * inverse, 0)
+        inverse = tl.where(row == at, solved[None, :], inverse)
+    new_u = tl.dot(inverse, v * rate[:, None], input_precision=PRECISION)
+    new_w = tl.dot(inverse, k * (rate * tl.exp(grown))[:, None], input_precision=PRECISION)
+    tl.store(u + (token[:, None] * HV + h) * V + j[None, :], new_u, mask=mask_v)
+    tl.store(w + (token[:, None] * HV + h) * K + i[None, :], new_w, mask=mask_k)
+
+
+@triton.jit(do_not_specialize=["slot_stride"])
+def _chunk_state_kernel(
+    heads, u, w, scores, growth, recurrent, cu_seqlens, starts, state_src, state_slots,
+    snapshot_slots, firsts, out, slot_stride,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One (row, value head, block of V): the state carried from chunk to chunk."""
+    s, h = tl.program_id(0) // HV, tl.program_id(0) % HV
+    begin = tl.load(cu_seqlens + s).to(tl.int64)
+    length = (tl.load(cu_seqlens + s + 1) - begin).to(tl.int32)
+    slot = tl.load(state_slots + s).to(tl.int64)
+    if (length == 0) | (slot == 0):
+        return
+    snapshot = tl.load(snapshot_slots + s).to(tl.int64)
+    kh, first = h // (HV // HK), tl.load(firsts + s).to(tl.int64)
+    t, i = tl.arange(0, GRID), tl.arange(0, BLOCK_K)
+    j = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside = (i < K)[:, None] & (j < V)[None, :]
+    recurrent += h * K * V + i[:, None] * V + j[None, :]
+    source = tl.load(state_src + s).to(tl.int64) * slot_stride
+    state = tl.load(recurrent + source, mask=inside & (tl.load(starts + s) > 0), other=0.0)
+    if (snapshot > 0) & (length < GRID):
+        tl.store(recurrent + snapshot * slot_stride, state, mask=inside)
+    for c in range(tl.cdiv(length, GRID)):
+        live, token = c * GRID + t < length, (begin + c * GRID + t)[:, None]
+        mask_k, mask_v = live[:, None] & (i < K)[None, :], live[:, None] & (j < V)[None, :]
+        line = heads + token * (2 * HK * K + HV * V) + kh * K + i[None, :]
+        q = tl.load(line, mask=mask_k, other=0.0)
+        k = tl.load(line + HK * K, mask=mask_k, other=0.0)
+        old_w = tl.load(w + (token * HV + h) * K + i[None, :], mask=mask_k, other=0.0)
+        old_u = tl.load(u + (token * HV + h) * V + j[None, :], mask=mask_v, other=0.0)
+        block = (first + c) * HV + h
+        seen = tl.load(scores + (block * GRID + t[:, None]) * GRID + t[None, :])
+        grown = tl.load(growth + block * GRID + t)
+        end = tl.load(growth + block * GRID + GRID - 1)
+        new = old_u - tl.dot(old_w, state, input_precision=PRECISION)
+        o = tl.dot(q * tl.exp(grown)[:, None], state, input_precision=PRECISION)
+        o += tl.dot(seen, new, input_precision=PRECISION)
+        tl.store(out + (token * HV + h) * V + j[None, :], o, mask=mask_v)
+        left = tl.trans(k * tl.exp(end - grown)[:, None])
+        state = state * tl.exp(end) + tl.dot(left, new, input_precision=PRECISION)
+        if (snapshot > 0) & (c + 1 == length // GRID):
+            tl.store(recurrent + snapshot * slot_stride, state, mask=inside)
+    tl.store(recurrent + slot * slot_stride, state, mask=inside)
+
+
+@triton.jit(do_not_specialize=["token_stride", "slot_stride"])
+def _chunk_conv_kernel(
+    mixed, conv, cu_seqlens, starts, state_src, state_slots, snapshot_slots,
+    token_stride, slot_stride,
+    C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
+    GRID: tl.constexpr,
+):  # fmt: skip
+    """One (row, block of channels): the last R raw inputs, at the end and at the last grid point."""
+    s = tl.program_id(0)
+    begin = tl.load(cu_seqlens + s).to(tl.int64)
+    length = (tl.load(cu_seqlens + s + 1) - begin).to(tl.int32)
+    slot = tl.load(state_slots + s).to(tl.int64)
+    if (length == 0) | (slot == 0):
+        return
+    snapshot = tl.load(snapshot_slots + s).to(tl.int64)
+    c, r = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :], tl.arange(0, BLOCK_R)[:, None]
+    inside = (c < C) & (r < R)
+    past = conv + tl.load(state_src + s).to(tl.int64) * slot_stride + c
+    resumed, grid = tl.load(starts + s) > 0, length // GRID * GRID
+    mixed += begin * token_stride + c
+    at_end, at_grid = r + length - R, r + grid - R
+    old = tl.load(past + (at_end + R) * C, mask=inside & resumed & (at_end < 0), other=0.0)
+    new = tl.load(mixed + at_end * token_stride, mask=inside & (at_end >= 0), other=0.0)
+    last = tl.where(at_end < 0, old, new)
+    old = tl.load(past + (at_grid + R) * C, mask=inside & resumed & (at_grid < 0), other=0.0)
+    new = tl.load(mixed + at_grid * token_stride, mask=inside & (at_grid >= 0), other=0.0)
+    tl.debug_barrier()
+    tl.store(conv + slot * slot_stride + r * C + c, last, mask=inside)
+    kept = inside & (snapshot > 0)
+    tl.store(conv + snapshot * slot_stride + r * C + c, tl.where(at_grid < 0, old, new), mask=kept)
+
+
+@gated_delta_chunk.backend("triton", supports=supports)
+def gated_delta_chunk_triton(
+    mixed: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    conv_weight: Tensor,
+    state: GatedDeltaState,
+    cu_seqlens: Tensor,
+    starts: Tensor,
+    state_src: Tensor,
+    state_slots: Tensor,
+    snapshot_slots: Tensor,
+) -> Tensor:
+    """See lockstep.kernels.gated_delta_rule.gated_delta_chunk. No length is read on the host."""
+    (tokens, channels), rows, sizes = mixed.shape, starts.shape[0], sizes_of(state)
+    hk, hv, k, v = sizes["HK"], sizes["HV"], sizes["K"], sizes["V"]
+    g, beta, conv_weight = g.contiguous(), beta.contiguous(), conv_weight.contiguous()
+    f32, history, most = torch.float32, conv_weight.shape[1] - 1, tokens // GRID + rows
+    out = torch.zeros(tokens, hv, v, dtype=f32, device=mixed.device)
+    if not out.numel() or not rows:
+        return out
+    chunks, firsts = (
+        torch.zeros(n, dtype=torch.int32, device=mixed.device) for n in (3 * most, rows)
+    )
+    shapes = ((tokens, channels), (tokens, hv, v), (tokens, hv, k), (most, hv, GRID, GRID))
+    heads, u, w, scores = (torch.empty(n, dtype=f32, device=mixed.device) for n in shapes)
+    growth = torch.empty(most, hv, GRID, dtype=f32, device=mixed.device)
+    exact: dict[str, Any] = dict(GRID=GRID, enable_fp_fusion=False)
+    _plan_kernel[(rows,)](
+        cu_seqlens, state_slots, chunks, firsts, rows, triton.next_power_of_2(rows), GRID
+    )
+    _chunk_inputs_kernel[(most, 2 * hk + hv)](
+        mixed, conv_weight, state.conv, cu_seqlens, starts, state_src, chunks, heads,
+        mixed.stride(0), state.conv.stride(0), **sizes, R=history,
+        BLOCK=triton.next_power_of_2(max(k, v)), EPS=L2_EPS, num_warps=8, **exact,
+    )  # fmt: skip
+    _chunk_inner_kernel[(most, hv)](
+        heads, g, beta, cu_seqlens, chunks, u, w, scores, growth,
+        **sizes, **blocks_of(sizes, 128), PRECISION=PRECISION, num_warps=8, **exact,
+    )  # fmt: skip
+    blocks = blocks_of(sizes, MOST_VALUES)
+    _chunk_state_kernel[(rows * hv, triton.cdiv(v, blocks["BLOCK_V"]))](
+        heads, u, w, scores, growth, state.recurrent, cu_seqlens, starts, state_src, state_slots,
+        snapshot_slots, firsts, out, state.recurrent.stride(0),
+        **sizes, **blocks, PRECISION=PRECISION, num_warps=4, num_stages=1, **exact,
+    )  # fmt: skip
+    _chunk_conv_kernel[(rows, triton.cdiv(channels, 512))](
+        mixed, state.conv, cu_seqlens, starts, state_src, state_slots, snapshot_slots,
+        mixed.stride(0), state.conv.stride(0), channels, history, 512,
+        triton.next_power_of_2(history), GRID,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,32 @@
+"""Shapes of the norms that every backend must serve: odd widths, strided heads, no rows."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+SHAPES = ((0, 8), (1, 80), (5, 33), (3, 2560), (4, 3, 64), (2, 5, 128))
+
+
+def rms_norm_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, arguments of rms_norm on the CPU); the last is a strided view."""
+    generator = torch.Generator().manual_seed(1)
+    for shape in SHAPES:
+        weight = torch.randn(shape[-1], generator=generator).to(dtype)
+        x = torch.randn(shape, generator=generator).to(dtype)
+        offset = float(len(shape) == 3)
+        name = "x".join(map(str, shape))
+        yield name, dict(x=x, weight=weight, eps=1e-6, offset=offset)
+    x = torch.randn(4, 3, 96, generator=generator).to(dtype)[..., :48]
+    yield "strided", dict(x=x, weight=torch.ones(48, dtype=dtype), eps=1e-6, offset=1.0)
+
+
+def gated_rms_norm_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, arguments of gated_rms_norm on the CPU): x is fp32, the gate a slice."""
+    generator = torch.Generator().manual_seed(2)
+    for tokens, heads, width in ((0, 2, 16), (1, 3, 24), (5, 4, 128)):
+        x = torch.randn(tokens, heads, width, generator=generator)
+        fused = torch.randn(tokens, heads * width + 7, generator=generator).to(dtype)
+        gate = fused[:, : heads * width].unflatten(1, (heads, width))
+        weight = torch.randn(width, generator=generator).to(dtype)
+        yield f"{tokens}x{heads}x{width}", dict(x=x, gate=gate, weight=weight, eps=1e-6)

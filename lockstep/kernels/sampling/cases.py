@@ -1,0 +1,82 @@
+"""Batches of sample that every backend must serve: each parameter alone, all together, ties."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from lockstep.kernels.sampling import (
+    BAD_WORDS,
+    BIAS,
+    FILTERS,
+    MIN_TOKENS,
+    NOISE,
+    PENALTIES,
+    SamplingState,
+)
+
+ALL = BIAS | PENALTIES | MIN_TOKENS | BAD_WORDS | FILTERS | NOISE
+WANTS = (
+    0,
+    BIAS,
+    PENALTIES,
+    MIN_TOKENS,
+    BAD_WORDS,
+    NOISE,
+    NOISE | FILTERS,
+    PENALTIES | NOISE,
+    ALL,
+    ALL,
+)
+"""Flags of table lines 1.. ; line 0 is the null row's."""
+
+
+def lines(vocab: int, seed: int = 0) -> SamplingState:
+    """One line of the table for each of WANTS, with numbers for every parameter."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = len(WANTS) + 1
+    state = SamplingState.empty(rows, vocab, 16, (32, 8), "cpu")
+    state.flags[1:] = torch.tensor(WANTS, dtype=torch.int32)
+    state.temperature[1:] = torch.linspace(0.3, 1.5, rows - 1)
+    state.min_p[1:], state.top_p[1:] = 0.01, 0.8
+    state.top_k[1:] = torch.arange(3, rows + 2)
+    state.min_p[-1], state.top_p[-2], state.top_k[-3] = 0.0, 1.0, 0
+    state.repetition[1:], state.presence[1:], state.frequency[1:] = 1.3, 0.4, 0.2
+    state.seed[1:] = torch.randint(-(2**62), 2**62, (rows - 1,), generator=generator)
+    state.bias[1:] = torch.randn(rows - 1, vocab, generator=generator)
+    state.bias[1:, 5:9] = -torch.inf
+    state.counts[1:] = torch.randint(0, 3, (rows - 1, vocab), generator=generator).int()
+    state.in_prompt[1:] = torch.rand(rows - 1, vocab, generator=generator) < 0.3
+    state.min_position[1:] = 9
+    state.stop_ids[1:, :3] = torch.tensor([1, 2, vocab - 1])
+    return state
+
+
+def batch(vocab: int, queries: int, seed: int = 0) -> dict[str, Any]:
+    """Arguments of sample: every line once, out of order, the null row among them."""
+    generator = torch.Generator().manual_seed(seed)
+    state = lines(vocab, seed)
+    rows = state.flags.shape[0]
+    history = torch.randint(0, vocab, (rows, 40), generator=generator)
+    positions = torch.randint(8, 12, (rows, 1), generator=generator) + torch.arange(queries)
+    logits = torch.randn(rows, queries, vocab, generator=generator).to(torch.bfloat16).float()
+    for row in range(1, rows):  # a word whose front stands in the history, one of a single token
+        at = int(positions[row, 0])
+        state.bad_words[row, 0, -3:-1], state.bad_words[row, 1, -1] = history[row, at - 2 : at], 3
+        state.bad_words[row, 0, -1] = int(logits[row, 0].argmax())
+    order = torch.randperm(rows, generator=generator)
+    drafts = torch.randint(-1, vocab, (rows, queries - 1), generator=generator)
+    return dict(
+        logits=logits[order],
+        positions=positions[order],
+        drafts=drafts[order],
+        row_ids=order,
+        history=history,
+        state=state,
+    )
+
+
+def sample_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, arguments of sample on the CPU); logits are fp32 whatever the dtype."""
+    for vocab, queries in ((100, 1), (100, 4), (5000, 3)):
+        yield f"vocab {vocab}, Q={queries}", batch(vocab, queries, seed=queries)

@@ -1,0 +1,25 @@
+"""Where there is no GPU, Triton's kernels run under its interpreter (set before they are made)."""
+
+import os
+from importlib.util import find_spec
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from lockstep.kernels.backends import load
+
+load()
+if find_spec("triton"):
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch(tensor, scope):
+        """Loop bounds for the interpreter: numpy 2.4 refuses int() of a one-element array."""
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch
+torch.set_num_threads(1)

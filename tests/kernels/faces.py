@@ -1,0 +1,99 @@
+"""Which backends these tests run, where, and how arguments travel to them and back."""
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.kernels import Op
+from lockstep.kernels.attention import paged_attention
+from lockstep.kernels.attention.cases import paged_attention_cases
+from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
+from lockstep.kernels.gated_delta_rule.cases import gated_delta_chunk_cases, gated_delta_step_cases
+from lockstep.kernels.linear import linear
+from lockstep.kernels.linear.cases import linear_cases
+from lockstep.kernels.norm import gated_rms_norm, rms_norm
+from lockstep.kernels.norm.cases import gated_rms_norm_cases, rms_norm_cases
+from lockstep.kernels.sampling import sample
+from lockstep.kernels.sampling.cases import sample_cases
+
+CASES = {
+    linear: linear_cases,
+    rms_norm: rms_norm_cases,
+    gated_rms_norm: gated_rms_norm_cases,
+    paged_attention: paged_attention_cases,
+    gated_delta_step: gated_delta_step_cases,
+    gated_delta_chunk: gated_delta_chunk_cases,
+    sample: sample_cases,
+}
+
+
+@dataclass(frozen=True)
+class Face:
+    """A backend on a device in a dtype."""
+
+    backend: str
+    device: str
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        return f"{self.backend}-{self.device}-{str(self.dtype).removeprefix('torch.')}"
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    def run(self, op: Op, arguments: dict[str, Any]) -> Any:
+        """Calls the backend; in-place arguments must be on the face's device already."""
+        return op.backends[self.backend][0](**self.place(arguments))
+
+    def place(self, value: Any) -> Any:
+        """The same arguments on this face's device: what is there already is not copied."""
+        if isinstance(value, Tensor):
+            return value.to(self.device)
+        if isinstance(value, dict):
+            return {name: self.place(part) for name, part in value.items()}
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            parts = {f.name: self.place(getattr(value, f.name)) for f in dataclasses.fields(value)}
+            return type(value)(**parts)
+        return value
+
+    def fresh(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """A copy of the arguments on this face's device."""
+        return self.place(copy.deepcopy(arguments))
+
+
+def faces() -> list[Any]:
+    """The reference on the CPU; Triton under its interpreter, if installed; Triton on a GPU."""
+    found = [Face("reference", "cpu", torch.float32)]
+    if find_spec("triton") and not torch.cuda.is_available():
+        found.append(Face("triton", "cpu", torch.float32))
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    gpu = [Face("triton", "cuda", dtype) for dtype in dtypes]
+    return [pytest.param(f, id=str(f)) for f in found] + [
+        pytest.param(f, id=str(f), marks=pytest.mark.gpu) for f in gpu
+    ]
+
+
+def tensors_of(*values: Any) -> list[Tensor]:
+    """All tensors in tensors, state dataclasses and tuples, in order."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif dataclasses.is_dataclass(value):
+            found.extend(getattr(value, f.name) for f in dataclasses.fields(value))
+    return found
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Equal element for element, NaN where NaN."""
+    a, b = a.detach().cpu(), b.detach().cpu()
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())

@@ -1,0 +1,39 @@
+"""Every backend against the reference over the op's shared cases."""
+
+import pytest
+import torch
+
+from tests.kernels.faces import CASES, Face, faces, tensors_of
+
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+ORACLE = Face("reference", "cpu", torch.float32)
+OTHERS = [p for p in faces() if p.values[0].backend != "reference"]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("face", OTHERS)
+@pytest.mark.parametrize("op", CASES, ids=lambda op: op.name)
+def test_agrees_with_the_reference(op, face):
+    for name, arguments in CASES[op](face.dtype):
+        expected, actual = ORACLE.fresh(arguments), face.fresh(arguments)
+        wanted = tensors_of(ORACLE.run(op, expected), expected.get("state"))
+        found = tensors_of(face.run(op, actual), actual.get("state"))
+        for want, have in zip(wanted, found, strict=True):
+            assert have.dtype == want.dtype and have.shape == want.shape, name
+            skip = 1 if want.shape[:1] == (12,) else 0  # the null slot may hold anything
+            torch.testing.assert_close(
+                have.cpu()[skip:],
+                want[skip:],
+                rtol=TOLERANCE[face.dtype],
+                atol=TOLERANCE[face.dtype],
+                equal_nan=True,
+                msg=lambda text, name=name: f"{name}: {text}",
+            )
+
+
+@pytest.mark.parametrize("op", CASES, ids=lambda op: op.name)
+def test_says_why_it_does_not_serve(op):
+    reasons = op.explain(device="cpu", dtype=torch.float32)
+    assert reasons["reference"] is None
+    assert all(why for name, why in reasons.items() if name != "reference")
+    assert op.choose(device="cpu", dtype=torch.float32) == "reference"
