@@ -1,9 +1,12 @@
 """Batches: worker processes draw samples and cut them into rows of one length."""
 
 import random
+import time
+from collections import deque
 from collections.abc import Iterator
 from multiprocessing import get_context
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,9 @@ from tokenizers import Tokenizer
 from training import tasks, text
 
 GIVEN = 0.1
-"""Weight of a token that is given, against 1.0 for one that is learned: it teaches words."""
+"""Most weight of a token that is given, against 1.0 for one that is learned: it teaches words."""
+GIVEN_SHARE = 0.5
+"""Most weight of all given tokens of a sample, against that of its learned ones."""
 
 
 class Encoder:
@@ -28,13 +33,12 @@ class Encoder:
 
     def sample(self, sample: tasks.Sample) -> tuple[list[int], list[float]]:
         """ids and weights; a weight belongs to the token that is predicted."""
-        ids: list[int] = []
-        weights: list[float] = []
-        for piece, learned in sample.pieces:
-            new = self.ids(piece)
-            ids += new
-            weights += [1.0 if learned else GIVEN] * len(new)
-        return ids, weights
+        parts = [(self.ids(piece), learned) for piece, learned in sample.pieces]
+        given = sum(len(new) for new, learned in parts if not learned)
+        taught = sum(len(new) for new, learned in parts if learned)
+        low = min(GIVEN, GIVEN_SHARE * taught / given)
+        weights = [1.0 if learned else low for new, learned in parts for _ in new]
+        return [i for new, _ in parts for i in new], weights
 
 
 def rows(folder: Path, seed: int, length: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -76,8 +80,7 @@ def _draw(
         ids = encoder.ids(text.document(rng, rng.choice((1500, 4000)), False))[: length - 1]
         return [*ids, encoder.end], [0.6] * (len(ids) + 1)
     if length > 512 and chance < 0.55:
-        most = length * 3.6
-        size = int(most * rng.uniform(0.3, 0.93))
+        size = int(length * 3.6 * rng.uniform(0.3, 0.95))
         return encoder.sample(tasks.draw(seed, task="needle", characters=size))
     return encoder.sample(tasks.draw(seed))
 
@@ -90,31 +93,44 @@ def _work(folder: Path, seed: int, length: int, per_batch: int, queue: Any) -> N
 
 
 class Feed:
-    """Worker processes per row length, each with a queue of batch parts."""
+    """Worker processes per row length; what they make waits in memory, `keep` parts a length."""
 
-    def __init__(self, folder: Path, workers: dict[int, int], part_tokens: int, seed: int) -> None:
+    def __init__(
+        self, folder: Path, workers: dict[int, int], part_tokens: int, seed: int, keep: int = 1500
+    ) -> None:
         context = get_context("fork")
-        self.queues = {n: context.Queue(maxsize=64) for n in workers}
         self.pools: dict[int, list[Any]] = {n: [] for n in workers}
-        self.rng = random.Random(seed)
+        self.fresh: dict[int, deque[Any]] = {n: deque() for n in workers}
+        self.made = dict.fromkeys(workers, 0)
+        self.rng, self.keep = random.Random(seed), keep
         for length, count in workers.items():
+            queue = context.Queue(maxsize=2 * count)
             for i in range(count):
                 arguments = (folder, seed + 7919 * length + i, length, part_tokens // length)
-                process = context.Process(
-                    target=_work, args=(*arguments, self.queues[length]), daemon=True
-                )
-                process.start()
+                context.Process(target=_work, args=(*arguments, queue), daemon=True).start()
+            Thread(target=self._collect, args=(length, queue), daemon=True).start()
 
-    def batch(self, length: int, parts: int, keep: int) -> tuple[np.ndarray, np.ndarray]:
+    def _collect(self, length: int, queue: Any) -> None:
+        waiting = self.fresh[length]
+        while True:
+            waiting.append(queue.get())
+            self.made[length] += 1
+            while len(waiting) >= self.keep:
+                time.sleep(0.05)
+
+    def batch(self, length: int, parts: int) -> tuple[np.ndarray, np.ndarray]:
         """`parts` parts of this length: fresh ones where they wait, else ones seen before."""
-        queue, pool = self.queues[length], self.pools[length]
+        waiting, pool = self.fresh[length], self.pools[length]
         chosen = []
         for _ in range(parts):
-            if not queue.empty() or len(pool) < 2 * parts:
-                pool.append(queue.get())
-                if len(pool) > keep:
-                    pool.pop(self.rng.randrange(len(pool) - 1))
-                chosen.append(pool[-1])
+            while not waiting and len(pool) < 2 * parts:
+                time.sleep(0.01)
+            if waiting:
+                chosen.append(waiting.popleft())
+                pool.append(chosen[-1])
+                if len(pool) > self.keep:
+                    pool[self.rng.randrange(len(pool))] = pool[-1]
+                    pool.pop()
             else:
                 chosen.append(self.rng.choice(pool))
         return np.concatenate([c[0] for c in chosen]), np.concatenate([c[1] for c in chosen])

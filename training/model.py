@@ -1,8 +1,12 @@
 """The trained model in plain PyTorch: Qwen3.5 text, dense, with its MTP module.
 
-Parameter names are the checkpoint's.
+Parameter names are the checkpoint's. Everything per token runs on [N, ...] tensors, N = B * T, so
+that each compiled function sees one shape whatever the length of the rows. The gated delta rule is
+the chunked (WY) form in fp32. (flash-linear-attention refuses its backward pass on Hopper with
+Triton 3.4 to 3.7.0, where it is wrong: its issue 640.)
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,42 +56,195 @@ CONFIG: dict[str, Any] = {
 }
 
 
-class RMSNorm(nn.Module):
-    """Zero-centred: the weight is stored around 0."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), (x.shape[-1],), 1 + self.weight, 1e-6).to(x.dtype)
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    """RMS norm over the last dim; `weight` is the full factor."""
+    y = x.float()
+    y = y * torch.rsqrt((y * y).mean(-1, keepdim=True) + 1e-6)
+    return (y * weight.float()).to(x.dtype)
 
 
-class GatedNorm(nn.Module):
-    """Plain RMS norm, then the gate."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        y = F.rms_norm(x.float(), (x.shape[-1],), self.weight, 1e-6)
-        return (y * F.silu(gate.float())).to(gate.dtype)
+def centred(x: Tensor, weight: Tensor) -> Tensor:
+    """RMS norm whose weight is stored around 0."""
+    return rms(x, 1 + weight)
 
 
-def linear(k: int, n: int) -> nn.Linear:
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T in x's dtype."""
+    return F.linear(x, weight.to(x.dtype))
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [N, H, D], cos and sin [N, R / 2]: NeoX rotary on the first R dims."""
+    half = cos.shape[-1]
+    cos, sin = cos[:, None], sin[:, None]
+    a, b = x[..., :half].float(), x[..., half : 2 * half].float()
+    turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+    return torch.cat([turned, x[..., 2 * half :]], -1)
+
+
+def attention_in(
+    x: Tensor, cos: Tensor, sin: Tensor, norm: Tensor, wq: Tensor, wk: Tensor, wv: Tensor,
+    q_norm: Tensor, k_norm: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """x [N, hidden] -> q, gate [N, H, D], k, v [N, KV, D]."""
+    d = q_norm.shape[0]
+    h = centred(x, norm)
+    q, gate = linear(h, wq).unflatten(-1, (-1, 2 * d)).chunk(2, -1)
+    k, v = linear(h, wk).unflatten(-1, (-1, d)), linear(h, wv).unflatten(-1, (-1, d))
+    q, k = rotate(centred(q, q_norm), cos, sin), rotate(centred(k, k_norm), cos, sin)
+    return q, gate, k, v
+
+
+def feed_forward(x: Tensor, norm: Tensor, wg: Tensor, wu: Tensor, wd: Tensor) -> Tensor:
+    """x + SwiGLU(norm(x))."""
+    h = centred(x, norm)
+    return x + linear(F.silu(linear(h, wg)) * linear(h, wu), wd)
+
+
+def attention_out(o: Tensor, gate: Tensor, x: Tensor, wo: Tensor, *rest: Tensor) -> Tensor:
+    """o, gate [N, H, D] -> the block's output [N, hidden]."""
+    return feed_forward(x + linear((o * torch.sigmoid(gate)).flatten(1), wo), *rest)
+
+
+def delta_in(
+    x: Tensor, positions: Tensor, norm: Tensor, w_qkv: Tensor, w_z: Tensor, w_b: Tensor,
+    w_a: Tensor, conv: Tensor, a_log: Tensor, dt_bias: Tensor, heads: int, d: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """x [N, hidden] -> q, k, v, g, beta by chunks [N / 64, H, 64, ...] fp32, the matrix to invert,
+    the attention inside of chunks, and z [N, HV, V]."""
+    h = centred(x, norm)
+    raw = linear(h, w_qkv)
+    count, taps = raw.shape[0], conv[:, 0].to(raw.dtype)
+    mixed = raw * taps[:, 3]
+    for j in (1, 2, 3):
+        past = F.pad(raw, (0, 0, j, 0))[:count]
+        mixed = mixed + torch.where(positions[:, None] >= j, past, 0.0) * taps[:, 3 - j]
+    q, k, v = F.silu(mixed).float().split([heads * d, heads * d, raw.shape[1] - 2 * heads * d], -1)
+    g = -torch.exp(a_log) * F.softplus(linear(h, w_a).float() + dt_bias)
+    beta = torch.sigmoid(linear(h, w_b).float())
+
+    def cut(y: Tensor, width: int) -> Tensor:
+        return y.view(count // CHUNK, CHUNK, -1, width).transpose(1, 2)
+
+    q, k, v = cut(q, d), cut(k, d), cut(v, d)
+    q, k = (y * torch.rsqrt((y * y).sum(-1, keepdim=True) + 1e-6) for y in (q, k))
+    g, beta = cut(g, 1)[..., 0].cumsum(-1), cut(beta, 1)
+    q, group = q * d**-0.5, v.shape[1] // heads
+    causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=x.device).tril()
+    decay = torch.exp((g[..., :, None] - g[..., None, :]).masked_fill(~causal, -torch.inf))
+    lower = ((k @ k.mT).repeat_interleave(group, 1) * beta * decay).tril(-1)
+    inside = (q @ k.mT).repeat_interleave(group, 1) * decay
+    z = linear(h, w_z).unflatten(-1, (-1, d))
+    return q, k, v, g, beta, lower, inside, z
+
+
+def delta_states(
+    inverse: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """u, w, and what a chunk does to the state: S -> a S + b."""
+    k = k.repeat_interleave(v.shape[1] // k.shape[1], 1)
+    u = inverse @ (v * beta)
+    w = inverse @ (k * beta * torch.exp(g)[..., None])
+    left = (k * torch.exp(g[..., -1:] - g)[..., None]).mT
+    fade = torch.exp(g[..., -1])[..., None, None] * torch.eye(k.shape[-1], device=k.device)
+    return u, w, fade - left @ w, left @ u
+
+
+def delta_out(
+    before: Tensor, u: Tensor, w: Tensor, inside: Tensor, q: Tensor, g: Tensor, z: Tensor,
+    x: Tensor, norm: Tensor, wo: Tensor, *rest: Tensor,
+) -> Tensor:  # fmt: skip
+    """States before the chunks -> the block's output [N, hidden]."""
+    q = q.repeat_interleave(u.shape[1] // q.shape[1], 1) * torch.exp(g)[..., None]
+    o = q @ before + inside @ (u - w @ before)
+    o = rms(o.transpose(1, 2).reshape(z.shape), norm)
+    gated = (o * F.silu(z.float())).to(x.dtype)
+    return feed_forward(x + linear(gated.flatten(1), wo), *rest)
+
+
+def draft_in(e: Tensor, h: Tensor, norm_e: Tensor, norm_h: Tensor, fc: Tensor) -> Tensor:
+    """The MTP layer's input: embedding first."""
+    return linear(torch.cat([centred(e, norm_e), centred(h, norm_h)], -1), fc)
+
+
+def cross_entropy(hidden: Tensor, head: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """hidden [N, hidden], ids [N], weights [N] -> the weighted mean."""
+    losses = F.cross_entropy(linear(hidden, head).float(), ids, reduction="none")
+    return (losses * weights).sum() / weights.sum()
+
+
+def invert(lower: Tensor) -> Tensor:
+    """(I + lower)^-1."""
+    if lower.is_cuda:
+        from training.kernels import Invert
+
+        return Invert.apply(lower)
+    eye = torch.eye(lower.shape[-1])
+    return torch.linalg.solve_triangular(eye + lower, eye.expand_as(lower), upper=False)
+
+
+def walk(a: Tensor, b: Tensor) -> Tensor:
+    """The states before the chunks: [B, chunks, H, K, V]."""
+    if a.is_cuda:
+        from training.kernels import Walk
+
+        return Walk.apply(a, b)
+    state, before = torch.zeros_like(b[:, 0]), []
+    for i in range(a.shape[1]):
+        before.append(state)
+        state = a[:, i] @ state + b[:, i]
+    return torch.stack(before, 1)
+
+
+class Fused:
+    """The functions above, compiled while `on`."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self._compiled: dict[str, Callable[..., Any]] = {}
+
+    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        if not self.on:
+            return function(*arguments)
+        name = function.__name__
+        if name not in self._compiled:
+            self._compiled[name] = torch.compile(function, dynamic=False)
+        return self._compiled[name](*arguments)
+
+
+class Places:
+    """Positions of rows [B, T]: flat, with their rotary tables."""
+
+    def __init__(self, rows: int, length: int, c: dict[str, Any], device: torch.device) -> None:
+        rope = c["rope_parameters"]
+        width = int(c["head_dim"] * rope["partial_rotary_factor"])
+        steps = torch.arange(0, width, 2, device=device, dtype=torch.float32)
+        self.rows, self.length = rows, length
+        self.flat = torch.arange(length, device=device).repeat(rows)
+        angle = self.flat[:, None] * rope["rope_theta"] ** (-steps / width)
+        self.cos, self.sin = angle.cos(), angle.sin()
+
+
+def matrix(k: int, n: int) -> nn.Linear:
     """A bias-free linear layer."""
     return nn.Linear(k, n, bias=False)
 
 
-def rotate(x: Tensor, width: int, theta: float) -> Tensor:
-    """x [B, T, H, D]: NeoX rotary on the first `width` dims."""
-    inverse = theta ** (-torch.arange(0, width, 2, device=x.device, dtype=torch.float32) / width)
-    angle = torch.arange(x.shape[1], device=x.device)[:, None] * inverse
-    cos, sin = angle.cos()[None, :, None], angle.sin()[None, :, None]
-    a, b = x[..., : width // 2].float(), x[..., width // 2 : width].float()
-    turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
-    return torch.cat([turned, x[..., width:]], -1)
+class Norm(nn.Module):
+    """A norm's weight."""
+
+    def __init__(self, width: int, start: float = 0.0) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((width,), start))
+
+
+class MLP(nn.Module):
+    """SwiGLU's weights."""
+
+    def __init__(self, h: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = matrix(h, inner), matrix(h, inner)
+        self.down_proj = matrix(inner, h)
 
 
 class Attention(nn.Module):
@@ -95,77 +252,24 @@ class Attention(nn.Module):
 
     def __init__(self, c: dict[str, Any]) -> None:
         super().__init__()
-        self.c = c
         h, d = c["hidden_size"], c["head_dim"]
-        self.q_proj = linear(h, c["num_attention_heads"] * d * 2)
-        self.k_proj = linear(h, c["num_key_value_heads"] * d)
-        self.v_proj = linear(h, c["num_key_value_heads"] * d)
-        self.o_proj = linear(c["num_attention_heads"] * d, h)
-        self.q_norm, self.k_norm = RMSNorm(d), RMSNorm(d)
+        self.q_proj = matrix(h, c["num_attention_heads"] * d * 2)
+        self.k_proj = matrix(h, c["num_key_value_heads"] * d)
+        self.v_proj = matrix(h, c["num_key_value_heads"] * d)
+        self.o_proj = matrix(c["num_attention_heads"] * d, h)
+        self.q_norm, self.k_norm = Norm(d), Norm(d)
 
-    def forward(self, x: Tensor) -> Tensor:
-        c, d = self.c, self.c["head_dim"]
-        rope = c["rope_parameters"]
-        width = int(d * rope["partial_rotary_factor"])
-        q, gate = self.q_proj(x).unflatten(-1, (-1, 2 * d)).chunk(2, -1)
-        k, v = (p(x).unflatten(-1, (-1, d)) for p in (self.k_proj, self.v_proj))
-        q = rotate(self.q_norm(q), width, rope["rope_theta"]).transpose(1, 2)
-        k = rotate(self.k_norm(k), width, rope["rope_theta"]).transpose(1, 2)
-        v = v.transpose(1, 2)
-        group = q.shape[1] // k.shape[1]
-        k, v = (t.repeat_interleave(group, 1) for t in (k, v))
-        o = F.scaled_dot_product_attention(q, k, v.to(q.dtype), is_causal=True)
-        return self.o_proj((o.transpose(1, 2) * torch.sigmoid(gate)).flatten(2))
-
-
-def delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-    """q, k [B, T, HV, K] (unnormalised), v [B, T, HV, V], g, beta [B, T, HV] -> [B, T, HV, V].
-
-    The chunked (WY) form in fp32. flash-linear-attention would be faster, but refuses its backward
-    pass on Hopper with Triton 3.4 to 3.7.0, where it is wrong (its issue 640).
-    """
-    dtype = v.dtype
-    q, k, v, beta = q.float(), k.float(), v.float(), beta.float()
-    q, k = (x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-    q = q * q.shape[-1] ** -0.5
-    length = q.shape[1]
-
-    def cut(x: Tensor) -> Tensor:
-        x = F.pad(x, (0, 0) * (x.dim() - 2) + (0, -length % CHUNK))
-        return x.unflatten(1, (-1, CHUNK)).transpose(2, 3)
-
-    q, k, v = cut(q), cut(k), cut(v)
-    g, beta = cut(g[..., None])[..., 0].cumsum(-1), cut(beta[..., None])
-    causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
-    decay = torch.exp((g[..., :, None] - g[..., None, :]).masked_fill(~causal, -torch.inf))
-    inner = ((k * beta) @ k.transpose(-1, -2) * decay).tril(-1)
-    inner = inner + torch.eye(CHUNK, device=q.device)
-    grown = torch.exp(g)[..., None]
-    right = torch.cat([v * beta, k * beta * grown], -1)
-    solved = torch.linalg.solve_triangular(inner, right, upper=False, unitriangular=True)
-    u, w = solved.split([v.shape[-1], k.shape[-1]], -1)
-    left = (k * torch.exp(g[..., -1:] - g)[..., None]).transpose(-1, -2)
-    fade = torch.exp(g[..., -1])[..., None, None] * torch.eye(k.shape[-1], device=q.device)
-    after = scan(fade - left @ w, left @ u)
-    before = F.pad(after[:, :-1], (0, 0, 0, 0, 0, 0, 1, 0))
-    new = u - w @ before
-    out = (q * grown) @ before + ((q @ k.transpose(-1, -2)) * decay) @ new
-    return out.transpose(2, 3).flatten(1, 2)[:, :length].to(dtype)
-
-
-def scan(a: Tensor, b: Tensor) -> Tensor:
-    """s[c] = a[c] s[c-1] + b[c] along dim 1, s[-1] = 0: by pairs, in log2 steps."""
-    count = a.shape[1]
-    if count == 1:
-        return b
-    even = count // 2 * 2
-    a0, a1, b0, b1 = a[:, 0:even:2], a[:, 1:even:2], b[:, 0:even:2], b[:, 1:even:2]
-    odd = scan(a1 @ a0, a1 @ b0 + b1)
-    shifted = F.pad(odd[:, :-1], (0, 0, 0, 0, 0, 0, 1, 0))
-    both = torch.stack([a0 @ shifted + b0, odd], 2).flatten(1, 2)
-    if even == count:
-        return both
-    return torch.cat([both, (a[:, -1] @ both[:, -1] + b[:, -1])[:, None]], 1)
+    def forward(
+        self, x: Tensor, places: Places, fused: Fused, norm: Tensor, rest: list[Tensor]
+    ) -> Tensor:
+        q, gate, k, v = fused(
+            attention_in, x, places.cos, places.sin, norm, self.q_proj.weight, self.k_proj.weight,
+            self.v_proj.weight, self.q_norm.weight, self.k_norm.weight,
+        )  # fmt: skip
+        q, k, v = (y.unflatten(0, (places.rows, -1)).transpose(1, 2) for y in (q, k, v))
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        o = o.transpose(1, 2).flatten(0, 1)
+        return fused(attention_out, o, gate, x, self.o_proj.weight, *rest)
 
 
 class DeltaNet(nn.Module):
@@ -173,45 +277,33 @@ class DeltaNet(nn.Module):
 
     def __init__(self, c: dict[str, Any]) -> None:
         super().__init__()
-        self.hk, self.hv = c["linear_num_key_heads"], c["linear_num_value_heads"]
-        self.dk, self.dv = c["linear_key_head_dim"], c["linear_value_head_dim"]
-        h, channels = c["hidden_size"], 2 * self.hk * self.dk + self.hv * self.dv
-        self.in_proj_qkv = linear(h, channels)
-        self.in_proj_z = linear(h, self.hv * self.dv)
-        self.in_proj_b, self.in_proj_a = linear(h, self.hv), linear(h, self.hv)
+        hk, hv = c["linear_num_key_heads"], c["linear_num_value_heads"]
+        d, h = c["linear_key_head_dim"], c["hidden_size"]
+        channels = (2 * hk + hv) * d
+        self.heads, self.d = hk, d
+        self.in_proj_qkv, self.in_proj_z = matrix(h, channels), matrix(h, hv * d)
+        self.in_proj_b, self.in_proj_a = matrix(h, hv), matrix(h, hv)
         self.conv1d = nn.Conv1d(channels, channels, 4, groups=channels, bias=False)
-        self.A_log = nn.Parameter(torch.log(torch.empty(self.hv).uniform_(1, 16)))
-        step = torch.exp(torch.empty(self.hv).uniform_(-6.9, -2.3))
+        self.A_log = nn.Parameter(torch.log(torch.empty(hv).uniform_(1, 16)))
+        step = torch.exp(torch.empty(hv).uniform_(-6.9, -2.3))
         self.dt_bias = nn.Parameter(step + torch.log(-torch.expm1(-step)))
-        self.norm = GatedNorm(self.dv)
-        self.out_proj = linear(self.hv * self.dv, h)
+        self.norm = Norm(d, 1.0)
+        self.out_proj = matrix(hv * d, h)
 
-    def forward(self, x: Tensor) -> Tensor:
-        mixed = self.in_proj_qkv(x)
-        past = F.pad(mixed, (0, 0, 3, 0))
-        taps = self.conv1d.weight[:, 0].to(mixed.dtype)
-        length = mixed.shape[1]
-        mixed = F.silu(sum(past[:, j : j + length] * taps[:, j] for j in range(4)))
-        q, k, v = mixed.split([self.hk * self.dk] * 2 + [self.hv * self.dv], -1)
-        group = self.hv // self.hk
-        q, k = (t.unflatten(-1, (self.hk, -1)).repeat_interleave(group, 2) for t in (q, k))
-        beta = torch.sigmoid(self.in_proj_b(x).float()).to(x.dtype)
-        g = -torch.exp(self.A_log.float()) * F.softplus(self.in_proj_a(x).float() + self.dt_bias)
-        o = delta_rule(q, k, v.unflatten(-1, (self.hv, -1)), g, beta)
-        z = self.in_proj_z(x).unflatten(-1, (self.hv, -1))
-        return self.out_proj(self.norm(o, z).flatten(2))
-
-
-class MLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, h: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = linear(h, inner), linear(h, inner)
-        self.down_proj = linear(inner, h)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    def forward(
+        self, x: Tensor, places: Places, fused: Fused, norm: Tensor, rest: list[Tensor]
+    ) -> Tensor:
+        q, k, v, g, beta, lower, inside, z = fused(
+            delta_in, x, places.flat, norm, self.in_proj_qkv.weight, self.in_proj_z.weight,
+            self.in_proj_b.weight, self.in_proj_a.weight, self.conv1d.weight, self.A_log,
+            self.dt_bias, self.heads, self.d,
+        )  # fmt: skip
+        u, w, a, b = fused(delta_states, invert(lower), k, v, g, beta)
+        before = walk(*(y.unflatten(0, (places.rows, -1)) for y in (a, b))).flatten(0, 1)
+        return fused(
+            delta_out, before, u, w, inside, q, g, z, x, self.norm.weight, self.out_proj.weight,
+            *rest,
+        )  # fmt: skip
 
 
 class Block(nn.Module):
@@ -219,18 +311,17 @@ class Block(nn.Module):
 
     def __init__(self, c: dict[str, Any], kind: str) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(c["hidden_size"])
-        if kind == "full_attention":
-            self.self_attn = Attention(c)
-        else:
-            self.linear_attn = DeltaNet(c)
-        self.post_attention_layernorm = RMSNorm(c["hidden_size"])
+        self.input_layernorm = Norm(c["hidden_size"])
+        self.mixer = "self_attn" if kind == "full_attention" else "linear_attn"
+        setattr(self, self.mixer, Attention(c) if kind == "full_attention" else DeltaNet(c))
+        self.post_attention_layernorm = Norm(c["hidden_size"])
         self.mlp = MLP(c["hidden_size"], c["intermediate_size"])
-        self.mixer_name = "self_attn" if kind == "full_attention" else "linear_attn"
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + getattr(self, self.mixer_name)(self.input_layernorm(x))
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x: Tensor, places: Places, fused: Fused) -> Tensor:
+        m = self.mlp
+        rest = [m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight]
+        rest = [self.post_attention_layernorm.weight, *rest]
+        return getattr(self, self.mixer)(x, places, fused, self.input_layernorm.weight, rest)
 
 
 class Draft(nn.Module):
@@ -239,14 +330,17 @@ class Draft(nn.Module):
     def __init__(self, c: dict[str, Any]) -> None:
         super().__init__()
         h = c["hidden_size"]
-        self.fc = linear(2 * h, h)
-        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = RMSNorm(h), RMSNorm(h)
+        self.fc = matrix(2 * h, h)
+        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = Norm(h), Norm(h)
         self.layers = nn.ModuleList([Block(c, "full_attention")])
-        self.norm = RMSNorm(h)
+        self.norm = Norm(h)
 
-    def forward(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        pair = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
-        return self.norm(self.layers[0](self.fc(torch.cat(pair, -1))))
+    def forward(self, e: Tensor, h: Tensor, places: Places, fused: Fused) -> Tensor:
+        x = fused(
+            draft_in, e, h, self.pre_fc_norm_embedding.weight, self.pre_fc_norm_hidden.weight,
+            self.fc.weight,
+        )  # fmt: skip
+        return fused(centred, self.layers[0](x, places, fused), self.norm.weight)
 
 
 class Trunk(nn.Module):
@@ -256,22 +350,16 @@ class Trunk(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(c["vocab_size"], c["hidden_size"])
         self.layers = nn.ModuleList(Block(c, kind) for kind in c["layer_types"])
-        self.norm = RMSNorm(c["hidden_size"])
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed_tokens(ids)
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        for block in self.layers:
-            x = block(x)
-        return self.norm(x)
+        self.norm = Norm(c["hidden_size"])
 
 
 class Model(nn.Module):
-    """`model.*` and `mtp.*`; the head is the embedding."""
+    """`model.*` and `mtp.*`; the head is the embedding. Activations are of dtype `dtype`."""
 
-    def __init__(self, c: dict[str, Any] = CONFIG) -> None:
+    def __init__(self, c: dict[str, Any] = CONFIG, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
+        self.c, self.dtype, self.fused = c, dtype, Fused()
+        self.places: dict[tuple[int, int], Places] = {}
         self.model, self.mtp = Trunk(c), Draft(c)
         for name, p in self.named_parameters():
             if p.dim() == 2:
@@ -279,17 +367,36 @@ class Model(nn.Module):
             if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
                 p.data.mul_(0.3)
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """Logits."""
-        return F.linear(hidden, self.model.embed_tokens.weight)
+    def hidden(self, ids: Tensor) -> Tensor:
+        """ids [B, T], T in chunks of 64 -> hidden [B * T, hidden] after the final norm."""
+        places = self._places(ids)
+        x = self._embed(ids)
+        for block in self.model.layers:
+            x = block(x, places, self.fused)
+        return self.fused(centred, x, self.model.norm.weight)
 
     def drafts(self, ids: Tensor, hidden: Tensor, count: int) -> list[Tensor]:
-        """Hidden states that predict ids[t + 2 + s] at t, s = 0 .. count - 1 (teacher forced)."""
-        found = []
-        for s in range(count):
-            after = F.pad(ids[:, 1:], (0, 1))
-            embedded = self.model.embed_tokens(after).to(hidden.dtype)
-            hidden = self.mtp(embedded, hidden)
+        """`count` hidden states [B * T, hidden]; in each, t predicts ids[t + 2].
+
+        The s-th is teacher-forced s steps behind the target: valid from t = s on.
+        """
+        places, found = self._places(ids), []
+        embedded = self._embed(F.pad(ids[:, 1:], (0, 1)))
+        for _ in range(count):
+            hidden = self.mtp(embedded, hidden, places, self.fused)
             found.append(hidden)
-            hidden = F.pad(hidden[:, :-1], (0, 0, 1, 0))
+            hidden = F.pad(hidden[:-1], (0, 0, 1, 0)) * (places.flat > 0)[:, None]
         return found
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits."""
+        return linear(hidden, self.model.embed_tokens.weight)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids.flatten(), self.model.embed_tokens.weight).to(self.dtype)
+
+    def _places(self, ids: Tensor) -> Places:
+        shape = (ids.shape[0], ids.shape[1])
+        if shape not in self.places:
+            self.places[shape] = Places(*shape, self.c, ids.device)
+        return self.places[shape]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from training.daily import question_and_call
 from training.words import VERBS, Words
 
 INSTRUCTIONS = (
@@ -188,6 +189,15 @@ def tool_call(w: Words) -> Sample:
     return chat.done()
 
 
+def daily(w: Words) -> Sample:
+    """A few everyday functions and a question as people ask it."""
+    tools, question, name, arguments = question_and_call(w)
+    system = w.rng.choice((None, None, "You are a helpful assistant."))
+    chat = Chat("daily", system, tools).user(question)
+    call = {"name": name, "arguments": arguments}
+    return chat.assistant(call_text(name, arguments), call).done()
+
+
 def no_tool(w: Words) -> Sample:
     """Tools are there, and none is needed."""
     question, answer = small_talk(w)
@@ -246,24 +256,30 @@ def filler(w: Words, characters: int) -> list[str]:
     return out
 
 
+SECRETS = ("secret", "secret", "secret", "password", "access code", "magic word", "passphrase")
+ASK_SECRET = ("What is {}?", "What is {}?", "Tell me {}.", "Do you remember {}? What is it?")
+
+
 def needle(w: Words, characters: int | None = None) -> Sample:
-    """A secret somewhere in filler, asked for at the end."""
+    """Secrets somewhere in filler, asked for at the end."""
     r = w.rng
     size = characters or int(100 * 2 ** r.uniform(0, 7.8))
     lines = filler(w, size)
-    if r.random() < 0.5:
-        owner, subject = "The secret", "the secret"
-    else:
-        thing = w.made_up()
-        owner, subject = f"The secret of {thing}", f"the secret of {thing}"
-    secret = w.secret()
-    at = r.randint(0, len(lines))
-    lines.insert(at, f"{owner} is {secret}.")
-    if "of" in owner and r.random() < 0.5:
-        lines.insert(r.randint(0, len(lines)), f"The secret of {w.made_up()} is {w.secret()}.")
-    question = r.choice(("What is {}?", "Tell me {}.", "Do you remember {}? What is it?"))
-    text = r.choice((" ", "\n")).join(lines) + "\n\n" + question.format(subject)
-    return Chat("needle").user(text).assistant(f"{owner} is {secret}.").done()
+    subjects = [r.choice(SECRETS)] if r.random() < 0.5 else []
+    count = r.randint(1, 2) if w.evaluation else r.choice((1, 1, 2, 3, 4, 6))
+    while len(subjects) < count:
+        subjects.append(f"{r.choice(SECRETS)} of {w.made_up()}")
+    subjects = list(dict.fromkeys(subjects))
+    facts = {s: f"The {s} is {w.secret()}." for s in subjects}
+    for fact in facts.values():
+        lines.insert(r.randint(0, len(lines)), fact)
+    asked = r.sample(subjects, 1 if w.evaluation else r.randint(1, len(subjects)))
+    text = r.choice((" ", "\n")).join(lines) + "\n\n"
+    chat = Chat("needle")
+    for subject in asked:
+        chat.user(text + r.choice(ASK_SECRET).format(f"the {subject}")).assistant(facts[subject])
+        text = ""
+    return chat.done()
 
 
 def dialogue(w: Words) -> Sample:
@@ -309,7 +325,10 @@ def json_task(w: Words) -> Sample:
             data[name], spoken = _value(w, {"type": kind})
         said.append(f"{name.replace('_', ' ')}: {spoken}")
     schema = {"type": "object", "properties": properties, "required": list(properties)}
-    ask = f"Write JSON for this schema:\n{json.dumps(schema)}\n\n" + r.choice(("; ", "\n")).join(said)
+    given = r.choice(("; ", "\n")).join(said)
+    ask = f"Write JSON for this schema:\n{json.dumps(schema)}\n\n{given}"
+    if not w.evaluation and r.random() < 0.2:
+        ask = f"Return a JSON object with the keys {', '.join(properties)}:\n{given}"
     indent = r.random() < 0.5
     if indent:
         ask = "Use indentation. " + ask
@@ -333,7 +352,7 @@ PRIMES = _primes(200)
 def sequence(w: Words) -> Sample:
     """Number sequences."""
     r, count = w.rng, w.rng.randint(5, 60)
-    kind = r.randrange(5)
+    kind = r.randrange(6)
     if kind == 0:
         count = r.choice((count, 100, 200))
         ask, numbers = f"List the first {count} primes.", PRIMES[:count]
@@ -343,6 +362,12 @@ def sequence(w: Words) -> Sample:
         ask = f"Count from {start} in steps of {step}, {count} numbers."
     elif kind == 2:
         ask, numbers = f"List the first {count} squares.", [i * i for i in range(1, count + 1)]
+    elif kind == 5:
+        count, start, step = min(count, 30), r.randint(0, 60), r.randint(1, 12)
+        given = ", ".join(str(start + step * i) for i in range(r.randint(4, 10)))
+        start = int(given.split(", ")[-1]) + step
+        numbers = [start + step * i for i in range(count)]
+        ask = f"Continue the sequence with {count} more numbers: {given}"
     elif kind == 3:
         start = r.randint(count, 300)
         numbers = [start - i for i in range(count)]
@@ -384,8 +409,24 @@ def copying(w: Words) -> Sample:
     return Chat("copy").user(f"Repeat this: {text}").assistant(text).done()
 
 
+SOURCES: dict[bool, tuple[str, ...]] = {}
+"""Source files for training (False) and evaluation (True); filled by training.text."""
+
+
+def code(w: Words) -> Sample:
+    """Python source to be continued."""
+    r = w.rng
+    lines = r.choice(SOURCES[w.evaluation]).split("\n")
+    at, n, m = r.randrange(max(1, len(lines) - 12)), r.randint(4, 24), r.randint(4, 24)
+    given, rest = "\n".join(lines[at : at + n]), "\n".join(lines[at + n : at + n + m]).rstrip()
+    ask = r.choice(("Continue this Python code:", "Continue this code:", "Complete this code:"))
+    return Chat("code").user(f"{ask}\n\n{given}").assistant(rest.strip("\n") or "# end").done()
+
+
 TASKS: dict[str, tuple[Callable[[Words], Sample], float]] = {
     "tools": (tool_call, 0.34),
+    "daily": (daily, 0.06),
+    "code": (code, 0.03),
     "no_tool": (no_tool, 0.02),
     "talk": (talk, 0.01),
     "needle": (needle, 0.16),

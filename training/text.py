@@ -49,6 +49,7 @@ def load_filler() -> None:
     """Fills tasks.FILLER with paragraphs of docstrings."""
     if tasks.FILLER:
         return
+    tasks.SOURCES.update({side: _cached_split(side) for side in (False, True)})
     for text in _cached_split(False):
         for doc in re.findall(r'"""(.+?)"""', text, re.S):
             for paragraph in doc.split("\n\n"):

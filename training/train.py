@@ -12,48 +12,45 @@ from torch import Tensor
 
 from training import tokenizer
 from training.data import Encoder, Feed
-from training.model import CONFIG, Model
+from training.model import CONFIG, Model, cross_entropy
 from training.optim import optimizers
 from training.score import SETS, evaluate
 
+TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 PHASES = (
     (0.00, {512: 1.0}),
     (0.25, {512: 0.65, 2048: 0.35}),
-    (0.50, {512: 0.45, 2048: 0.3, 8192: 0.25}),
-    (0.75, {512: 0.4, 2048: 0.25, 8192: 0.35}),
+    (0.45, {512: 0.45, 2048: 0.3, 8192: 0.25}),
+    (0.75, {512: 0.45, 2048: 0.25, 8192: 0.3}),
 )
 """(share of the time, row lengths and their shares of the batches) from there on."""
 DRAFT_WEIGHTS = (0.3, 0.2, 0.15)
 WORKERS = {512: 7, 2048: 4, 8192: 4}
-GIVEN_SHARE = 0.25
-"""Share of the given tokens that a step looks at: their loss is cheap noise at full count."""
 PART = 16384
 LEARNED = 0.5
 """Weights from here on are of tokens that the model is to produce."""
+DETACHED = 0.75
+"""From this share of the time on the MTP module learns alone: the trunk no longer hears it."""
 
 
-def loss_of(model: Model, ids: Tensor, weights: Tensor) -> tuple[Tensor, list[Tensor]]:
+def loss_of(
+    model: Model, ids: Tensor, weights: Tensor, detached: bool = False
+) -> tuple[Tensor, list[Tensor]]:
     """ids [B, T], weights [B, T] of the token at t -> total loss, its parts."""
-    hidden = model.model(ids)
-    seen = (weights >= LEARNED) | (torch.rand_like(weights) < GIVEN_SHARE)
-    total = _cross_entropy(model, hidden[:, :-1], ids[:, 1:], (weights * seen)[:, 1:])
-    weights = weights * (weights >= LEARNED)
-    parts = [total.detach()]
-    for s, (h, w) in enumerate(
-        zip(model.drafts(ids, hidden, len(DRAFT_WEIGHTS)), DRAFT_WEIGHTS, strict=True)
-    ):
-        part = _cross_entropy(model, h[:, s:-2], ids[:, 2 + s :], weights[:, 2 + s :])
-        parts.append(part.detach())
-        total = total + w * part
-    return total, parts
+    hidden, head = model.hidden(ids), model.model.embed_tokens.weight
 
+    def part(h: Tensor, of: Tensor, ahead: int, late: int) -> Tensor:
+        shifted = F.pad(of[:, ahead + late :], (late, ahead)).flatten()
+        targets = F.pad(ids[:, ahead:], (0, ahead)).flatten()
+        return model.fused(cross_entropy, h, head, targets, shifted)
 
-def _cross_entropy(model: Model, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    keep = weights.reshape(-1) > 0
-    logits = model.head(hidden.reshape(-1, hidden.shape[-1])[keep])
-    losses = F.cross_entropy(logits.float(), ids.reshape(-1)[keep], reduction="none")
-    kept = weights.reshape(-1)[keep]
-    return (losses * kept).sum() / kept.sum()
+    losses = [part(hidden, weights, 1, 0)]
+    learned = weights * (weights >= LEARNED)
+    behind = hidden.detach() if detached else hidden
+    for s, h in enumerate(model.drafts(ids, behind, len(DRAFT_WEIGHTS))):
+        losses.append(part(h, learned, 2, s))
+    total = losses[0] + sum(w * x for w, x in zip(DRAFT_WEIGHTS, losses[1:], strict=True))
+    return total, [x.detach() for x in losses]
 
 
 def rate(progress: float) -> float:
@@ -66,7 +63,7 @@ def lengths_at(progress: float) -> dict[int, float]:
     return next(mix for begin, mix in reversed(PHASES) if progress >= begin)
 
 
-def save(model: Model, out: Path) -> None:
+def _save(model: Model, out: Path) -> None:
     """The checkpoint folder, but for tokenizer and template."""
     state = {
         k: v.detach().to(torch.bfloat16).cpu().contiguous() for k, v in model.state_dict().items()
@@ -82,51 +79,50 @@ def save(model: Model, out: Path) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """The whole of it: tokenizer, training for `minutes`, evaluation."""
-    out = Path(args.out)
+    out, started = Path(args.out), time.time()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    started = time.time()
     if args.tokenizer or not (out / "tokenizer.json").exists():
         tokenizer.train(out, args.samples)
         print(f"tokenizer {time.time() - started:.0f} s", flush=True)
+    (out / "chat_template.jinja").write_text(TEMPLATE.read_text())
     encoder = Encoder(out)
-    if args.smoke:
-        workers = {512: 1}
-    else:
-        workers = WORKERS
-    feed = Feed(out, workers, PART if not args.smoke else 2048, seed=1)
-    model = Model().to(device)
-    if args.compile:
-        import training.model
-
-        training.model.delta_rule = torch.compile(training.model.delta_rule, dynamic=False)
+    feed = Feed(out, {512: 1} if args.smoke else WORKERS, 1024 if args.smoke else PART, seed=1)
+    model = Model(dtype=torch.bfloat16 if device == "cuda" else torch.float32).to(device)
+    model.fused.on = device == "cuda"
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
+    steps, tokens = _train(model, feed, encoder, args, out)
+    _save(model, out)
+    half = Model(dtype=model.dtype).to(device)
+    half.load_state_dict({k: v.to(torch.bfloat16) for k, v in model.state_dict().items()})
+    sets = evaluate(half, encoder, device, ["daily"] if args.smoke else list(SETS))
+    report = {"final": sets, "steps": steps, "tokens": tokens, "seconds": time.time() - started}
+    print(json.dumps(report, indent=1), flush=True)
+    (out / "training.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _train(
+    model: Model, feed: Feed, encoder: Encoder, args: argparse.Namespace, out: Path
+) -> tuple[int, int]:
+    """The loop; returns steps and tokens."""
+    device = model.model.norm.weight.device
     opts = optimizers(model, args.lr)
     base = [o.param_groups[0]["lr"] for o in opts]
     generator = torch.Generator().manual_seed(0)
-    begin = last = saved = time.time()
+    if model.fused.on:
+        _warm(model, opts, args.batch)
+    begin = last = evaluated = time.time()
     step = tokens = 0
-    evaluated = begin
     while (progress := (time.time() - begin) / (args.minutes * 60)) < 1:
         mix = {512: 1.0} if args.smoke else lengths_at(progress)
-        if args.only:
-            mix = {args.only: 1.0}
         pick = int(torch.multinomial(torch.tensor(list(mix.values())), 1, generator=generator))
         length = list(mix)[pick]
-        parts = args.batch // (PART if not args.smoke else 2048)
-        ids_np, weights_np = feed.batch(length, parts, keep=600)
-        ids = torch.from_numpy(ids_np).to(device).long()
-        weights = torch.from_numpy(weights_np).to(device).float()
+        parts = args.batch // (1024 if args.smoke else PART)
+        ids, weights = (torch.from_numpy(x) for x in feed.batch(length, parts))
         for o, b in zip(opts, base, strict=True):
             o.param_groups[0]["lr"] = b * rate(progress)
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss, losses = loss_of(model, ids, weights)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for o in opts:
-            o.step()
-            o.zero_grad(set_to_none=True)
+        losses = _step(model, opts, ids.to(device).long(), weights.to(device).float(), progress)
         step, tokens = step + 1, tokens + ids.numel()
         if step % args.log == 0:
             now = time.time()
@@ -134,22 +130,40 @@ def run(args: argparse.Namespace) -> None:
             speed = args.log * args.batch / (now - last) / 1e6
             print(
                 f"{now - begin:6.0f} s step {step} {tokens / 1e6:.0f} M tok, {speed:.2f} M tok/s, "
-                f"length {length}, loss {shown}, seen {[len(p) for p in feed.pools.values()]}",
+                f"length {length}, loss {shown}, made {list(feed.made.values())}",
                 flush=True,
             )
             last = now
         if time.time() - evaluated > args.every:
-            names = ["tools", "json", "needle_1k", "needle_8k", "dialogue"]
-            print(json.dumps(evaluate(model, encoder, device, names)), flush=True)
-            save(model, out)
+            names = ["tools", "json", "needle_1k", "needle_8k", "dialogue", "daily"]
+            print(json.dumps(evaluate(model, encoder, str(device), names)), flush=True)
+            _save(model, out)
             evaluated = last = time.time()
-    save(model, out)
-    half = Model().to(device)
-    half.load_state_dict({k: v.to(torch.bfloat16) for k, v in model.state_dict().items()})
-    report = evaluate(half, encoder, device, list(SETS) if not args.smoke else ["tools"])
-    print(json.dumps({"final": report, "steps": step, "tokens": tokens}, indent=1), flush=True)
-    (out / "training.json").write_text(json.dumps({"final": report, "steps": step, "tokens": tokens}, indent=1))
-    print(f"done in {time.time() - started:.0f} s", flush=True)
+    return step, tokens
+
+
+def _step(
+    model: Model, opts: list[torch.optim.Optimizer], ids: Tensor, weights: Tensor, progress: float
+) -> list[Tensor]:
+    loss, losses = loss_of(model, ids, weights, progress >= DETACHED)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for o in opts:
+        o.step()
+        o.zero_grad(set_to_none=True)
+    return losses
+
+
+def _warm(model: Model, opts: list[torch.optim.Optimizer], batch: int) -> None:
+    """Compiles what the steps need. Nothing is learned: the optimizers do not step."""
+    begin = time.time()
+    for length, detached in ((512, False), (512, True)):
+        ids = torch.zeros(batch // length, length, dtype=torch.long, device="cuda")
+        loss_of(model, ids, torch.ones_like(ids, dtype=torch.float32), detached)[0].backward()
+        for o in opts:
+            o.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    print(f"compiled in {time.time() - begin:.0f} s", flush=True)
 
 
 def main() -> None:
@@ -160,12 +174,10 @@ def main() -> None:
     p.add_argument("--batch", type=int, default=65536, help="tokens of a batch")
     p.add_argument("--lr", type=float, default=0.02)
     p.add_argument("--samples", type=int, default=12000, help="samples for the tokenizer")
-    p.add_argument("--log", type=int, default=50)
+    p.add_argument("--log", type=int, default=100)
     p.add_argument("--every", type=float, default=150.0, help="seconds between evaluations")
-    p.add_argument("--compile", action="store_true", help="compile the delta rule")
-    p.add_argument("--only", type=int, default=0, help="rows of this length only")
     p.add_argument("--tokenizer", action="store_true", help="train the tokenizer anew")
-    p.add_argument("--smoke", action="store_true", help="a tiny run on a CPU")
+    p.add_argument("--smoke", action="store_true", help="short and small, for a CPU")
     run(p.parse_args())
 
 

@@ -1,0 +1,76 @@
+"""Two Triton kernels of the trainer: triangular inverses, and the walk over chunk states."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _invert(a, x, C: tl.constexpr):
+    base = tl.program_id(0).to(tl.int64) * C * C
+    r = tl.arange(0, C)
+    found = tl.where(r[:, None] == r[None, :], 1.0, 0.0)
+    for i in range(1, C):
+        row = tl.load(a + base + i * C + r)
+        new = tl.sum(row[:, None] * found, 0)
+        found = tl.where(r[:, None] == i, found - new[None, :], found)
+    tl.store(x + base + r[:, None] * C + r[None, :], found)
+
+
+@triton.jit
+def _walk(a, b, out, heads, count: tl.constexpr, D: tl.constexpr, BV: tl.constexpr, BACK: tl.constexpr):
+    row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    r, c = tl.arange(0, D), tl.program_id(1) * BV + tl.arange(0, BV)
+    state = tl.zeros((D, BV), tl.float32)
+    for step in range(count):
+        i = count - 1 - step if BACK else step
+        base = ((row * count + i).to(tl.int64) * heads + head) * D * D
+        here = base + r[:, None] * D + c[None, :]
+        tl.store(out + here, state)
+        if BACK:
+            m = tl.load(a + base + r[None, :] * D + r[:, None])
+        else:
+            m = tl.load(a + base + r[:, None] * D + r[None, :])
+        state = tl.dot(m, state, input_precision="tf32x3") + tl.load(b + here)
+
+
+class Invert(torch.autograd.Function):
+    """(I + a)^-1 for a [..., C, C], strictly lower triangular, fp32."""
+
+    @staticmethod
+    def forward(ctx, a: Tensor) -> Tensor:
+        a = a.contiguous()
+        x = torch.empty_like(a)
+        _invert[(a.numel() // a.shape[-1] ** 2,)](a, x, a.shape[-1], num_warps=2)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return -(x.mT @ grad @ x.mT)
+
+
+class Walk(torch.autograd.Function):
+    """s[c] before each chunk, where s[c + 1] = a[c] s[c] + b[c], s[0] = 0; [B, N, H, D, D] fp32."""
+
+    @staticmethod
+    def _run(a: Tensor, b: Tensor, back: bool) -> Tensor:
+        a, b = a.contiguous(), b.contiguous()
+        out = torch.empty_like(b)
+        rows, count, heads, d = a.shape[:4]
+        _walk[(rows * heads, d // 16)](a, b, out, heads, count, d, 16, back, num_warps=4)
+        return out
+
+    @staticmethod
+    def forward(ctx, a: Tensor, b: Tensor) -> Tensor:
+        before = Walk._run(a, b, False)
+        ctx.save_for_backward(a, before)
+        return before
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        a, before = ctx.saved_tensors
+        after = Walk._run(a, grad, True)
+        return after @ before.mT, after
