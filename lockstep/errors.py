@@ -1,12 +1,12 @@
 """The exception tree. Every message names the field, the value, what is allowed and what to do.
 
-    LockstepError
-    +-- ConfigError       a setting of the engine is wrong, alone or together with another
-    +-- CheckpointError   a checkpoint lacks a tensor, has a spare one, or asks for what we do not build
-    +-- RequestError      one request is wrong; the engine and all other requests go on
-    +-- CapacityError     memory does not suffice for what was asked
-    +-- CaptureError      something inside a captured step compiled, allocated or waited
-    +-- EngineDeadError   the engine loop ended with an error; requests cannot be served any more
+LockstepError
++-- ConfigError       a setting of the engine is wrong, alone or together with another
++-- CheckpointError   a checkpoint lacks a tensor, has a spare one, or asks for what we do not build
++-- RequestError      one request is wrong; the engine and all other requests go on
++-- CapacityError     memory does not suffice for what was asked
++-- CaptureError      something inside a captured step compiled, allocated or waited
++-- EngineDeadError   the engine loop ended with an error; requests cannot be served any more
 """
 
 

@@ -83,7 +83,8 @@ class LLM:
         **options: Any,
     ) -> list[RequestOutput]:
         """Answers one conversation or several, rendered with the checkpoint's chat template."""
-        several = messages if messages and isinstance(messages[0], list) else [messages]
+        one = not messages or not isinstance(messages[0], list)
+        several: list[Any] = [messages] if one else messages
         extra = chat_template_kwargs or {}
         ids = [self.processor.render(m, tools=tools, **extra) for m in several]
         return self.generate([{"prompt_token_ids": i} for i in ids], sampling_params, **options)
@@ -113,7 +114,7 @@ class _Job:
         )
 
     def push(self, request: Request) -> bool:
-        """Takes the request's new tokens; True if it ended on a stop string and is to be aborted."""
+        """Takes the request's new tokens; True if it ended on a stop string: abort it."""
         text, seen = self.texts[request.id], self.seen[request.id]
         if text.finished:
             return False
@@ -144,5 +145,3 @@ def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
             name,
         )
     return list(value)
-
-

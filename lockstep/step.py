@@ -38,10 +38,10 @@ class Step:
     token_rows [T] index into the S rows (int64); cu_seqlens [S+1]; starts [S] tokens committed
     before this step; seq_lens [S] = starts + query lengths; page_table [S, P];
     slot_mapping [T] (int64) page * page_size + offset.
-    State: state_slots [S] (int64) where a row's state is kept; state_src [S] (int64) where a prompt chunk reads
-    its first state (a snapshot, or the row's own); snapshot_slots [S] (int32) where a prompt chunk leaves
-    the state of its last grid point (0: nowhere); pending [S] (int64) tokens of the last window that are
-    committed and not yet folded into the state.
+    State: state_slots [S] (int64) where a row's state is kept; state_src [S] (int64) where a prompt
+    chunk reads its first state (a snapshot, or the row's own); snapshot_slots [S] where a prompt
+    chunk leaves the state of its last grid point (0: nowhere); pending [S] (int64) tokens of the
+    last window that are committed and not yet folded into the state.
     drafts [S, Q-1]: the draft tokens among token_ids, -1 where there is none (uniform steps).
     logit_rows [N] (int64): indices into T whose logits are wanted (all, or a row's last).
     """

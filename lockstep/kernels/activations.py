@@ -13,13 +13,13 @@ SOFTPLUS_LINEAR = 20.0
 
 def sigmoid(x: Tensor) -> Tensor:
     """1 / (1 + exp(-x)), computed in fp32, of x's dtype."""
-    return (1.0 / (1.0 + torch.exp(-x.float()))).to(x.dtype)
+    return torch.exp(-x.float()).add_(1.0).reciprocal_().to(x.dtype)
 
 
 def silu(x: Tensor) -> Tensor:
     """x * sigmoid(x), computed in fp32, of x's dtype."""
     wide = x.float()
-    return (wide / (1.0 + torch.exp(-wide))).to(x.dtype)
+    return (wide / torch.exp(-wide).add_(1.0)).to(x.dtype)
 
 
 def softplus(x: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ def load() -> None:
 
 
 def gpu_trait(**traits: Any) -> str | None:
-    """None where a Triton kernel can run: a CUDA device, and bf16, fp16 or fp32 if a dtype is named."""
+    """None where a Triton kernel can run: a CUDA device, and a dtype of FLOATS if one is named."""
     if str(traits.get("device", "cpu")).partition(":")[0] != "cuda":
         return "Triton kernels need a CUDA device"
     dtype = traits.get("dtype", torch.float32)

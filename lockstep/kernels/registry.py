@@ -1,12 +1,12 @@
 """One contract, several faces: an op is its reference plus the backends that repeat its signature.
 
-    @op
-    def rms_norm(x, weight, eps): ...          # the reference: specification, oracle, CPU backend
+@op
+def rms_norm(x, weight, eps): ...          # the reference: specification, oracle, CPU backend
 
-    @rms_norm.backend("triton", supports=lambda **t: None if t["device"] == "cuda" else "no GPU")
-    def _(x, weight, eps): ...
+@rms_norm.backend("triton", supports=lambda **t: None if t["device"] == "cuda" else "no GPU")
+def _(x, weight, eps): ...
 
-    fn = rms_norm.select(device="cuda", dtype="bfloat16")   # once, when a layer is built
+fn = rms_norm.select(device="cuda", dtype="bfloat16")   # once, when a layer is built
 """
 
 from collections.abc import Callable

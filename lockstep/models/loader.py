@@ -108,7 +108,7 @@ def _targets(
 def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     try:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118
+            for name in file.keys():
                 yield name, file.get_tensor(name)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}. Fetch the file again.") from None
@@ -121,9 +121,7 @@ def _strip(module: Any, name: str) -> str:
     return name
 
 
-def _ignored(
-    module: Any, model: nn.Module, draft: nn.Module | None, name: str, key: str
-) -> bool:
+def _ignored(module: Any, model: nn.Module, draft: nn.Module | None, name: str, key: str) -> bool:
     if name.startswith(module.IGNORED):
         return True
     if key == "lm_head.weight" and model.config.tied:

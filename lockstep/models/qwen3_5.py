@@ -159,8 +159,9 @@ class Model(nn.Module):
 
 def block_weights(block: nn.Module) -> dict[str, Tensor]:
     """The checkpoint names of one decoder layer."""
-    mixer, mlp = block.mixer, block.mlp
-    table = {
+    mixer: Any = block.mixer
+    mlp: Any = block.mlp
+    table: dict[str, Tensor] = {
         "input_layernorm.weight": block.mixer_norm.weight,
         "post_attention_layernorm.weight": block.mlp_norm.weight,
         "mlp.gate_proj.weight": mlp.gate_up.part(0),
@@ -168,7 +169,9 @@ def block_weights(block: nn.Module) -> dict[str, Tensor]:
         "mlp.down_proj.weight": mlp.down.weight,
     }
     if isinstance(mixer, GatedAttention):
-        own = {f"{n}_proj.weight": mixer.qkv.part(i) for i, n in enumerate("qkv")}
+        own: dict[str, Tensor] = {
+            f"{n}_proj.weight": mixer.qkv.part(i) for i, n in enumerate("qkv")
+        }
         own["o_proj.weight"] = mixer.out.weight
         own.update({"q_norm.weight": mixer.q_norm.weight, "k_norm.weight": mixer.k_norm.weight})
         return table | {f"self_attn.{k}": v for k, v in own.items()}

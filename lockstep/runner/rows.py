@@ -1,5 +1,6 @@
 """Rows of the table as the host writes them: a request admitted, moved out, moved back in."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -111,9 +112,9 @@ def _padded(values: list[int], length: int) -> Tensor:
     return torch.tensor((values + [-1] * length)[:length], dtype=torch.int64)
 
 
-def _words(words: "object", shape: torch.Size) -> Tensor:
+def _words(words: Sequence[Sequence[int]], shape: torch.Size) -> Tensor:
     out = torch.full(shape, -1, dtype=torch.int64)
-    for i, word in enumerate(words):  # type: ignore[arg-type]
+    for i, word in enumerate(words):
         out[i, shape[1] - len(word) :] = torch.tensor(list(word), dtype=torch.int64)
     return out
 

@@ -11,7 +11,7 @@ from lockstep.step import Step, Verdict
 
 
 class Sampler:
-    """At every position the target has one token that it would emit; a draft is accepted iff equal."""
+    """The target has one token for every position; a draft is accepted iff it is that token."""
 
     def __init__(self, table: RowTable, build: Build, vocab: int) -> None:
         self.table = table

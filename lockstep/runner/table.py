@@ -94,7 +94,9 @@ class RowTable:
         return Step(
             shape=shape,
             row_ids=row_ids,
-            token_ids=self.tokens[row_ids[token_rows], positions.clamp_max(self.tokens.shape[1] - 1)],
+            token_ids=self.tokens[
+                row_ids[token_rows], positions.clamp_max(self.tokens.shape[1] - 1)
+            ],
             positions=positions,
             token_rows=token_rows,
             cu_seqlens=cu,
@@ -113,7 +115,9 @@ class RowTable:
     def _show_drafts(self, row_ids: Tensor, starts: Tensor, drafts: Tensor) -> None:
         """Writes drafts behind the row's last token, so that a step reads one history."""
         if drafts.shape[1]:
-            where = starts[:, None].long() + torch.arange(1, drafts.shape[1] + 1, device=starts.device)
+            where = starts[:, None].long() + torch.arange(
+                1, drafts.shape[1] + 1, device=starts.device
+            )
             self.tokens[row_ids[:, None], where] = drafts.clamp_min(0)
 
     def advance(self, step: Step, verdict: Verdict) -> None:

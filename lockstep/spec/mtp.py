@@ -28,16 +28,16 @@ class MTPDrafter:
         """Writes K drafts per row. Sampled rows draft with the noise of the position itself."""
         c, rows = self.context, step.row_ids
         limit = c.tokens.shape[1] - 1
-        after = c.tokens[rows[step.token_rows], (step.positions + 1).clamp_max(limit)]
+        after = token = c.tokens[rows[step.token_rows], (step.positions + 1).clamp_max(limit)]
         last = last_emitted(step, verdict)
         hidden = c.module(after, hidden, step)[last]
         position = step.positions[last]
         for k in range(c.drafts.shape[1]):
             if k:
-                hidden = c.module(token[:, 0], hidden, self._single(step, position))
+                hidden = c.module(token, hidden, self._single(step, position))
             logits = c.module.head(hidden)[:, None]
-            token = c.sample(logits, position[:, None] + 2, no_drafts(rows), rows)
-            c.drafts[rows, k] = token[:, 0]
+            token = c.sample(logits, position[:, None] + 2, no_drafts(rows), rows)[:, 0]
+            c.drafts[rows, k] = token
             position = position + 1
 
     def _single(self, step: Step, position: Tensor) -> Step:

@@ -5,21 +5,28 @@ from importlib.util import find_spec
 
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
-from lockstep.kernels.backends import load
-
-load()
-if find_spec("triton"):
+def _interpret() -> None:
+    """Loop bounds for the interpreter: numpy 2.4 refuses int() of a one-element array."""
     from triton.runtime import interpreter
 
     patch_tensor = interpreter._patch_lang_tensor
 
     def patch(tensor, scope):
-        """Loop bounds for the interpreter: numpy 2.4 refuses int() of a one-element array."""
         patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch
-torch.set_num_threads(1)
+
+
+def _prepare() -> None:
+    torch.set_num_threads(1)
+    if find_spec("triton") and not torch.cuda.is_available():
+        os.environ["TRITON_INTERPRET"] = "1"
+        _interpret()
+    from lockstep.kernels.backends import load
+
+    load()
+
+
+_prepare()

@@ -48,6 +48,10 @@ class Face:
     def on_gpu(self) -> bool:
         return self.device == "cuda"
 
+    @property
+    def interpreted(self) -> bool:
+        return self.backend == "triton" and not self.on_gpu
+
     def run(self, op: Op, arguments: dict[str, Any]) -> Any:
         """Calls the backend; in-place arguments must be on the face's device already."""
         return op.backends[self.backend][0](**self.place(arguments))
@@ -68,16 +72,16 @@ class Face:
         return self.place(copy.deepcopy(arguments))
 
 
-def faces() -> list[Any]:
+def faces(*interpreted_marks: pytest.MarkDecorator) -> list[Any]:
     """The reference on the CPU; Triton under its interpreter, if installed; Triton on a GPU."""
-    found = [Face("reference", "cpu", torch.float32)]
+    face = Face("reference", "cpu", torch.float32)
+    found = [pytest.param(face, id=str(face))]
     if find_spec("triton") and not torch.cuda.is_available():
-        found.append(Face("triton", "cpu", torch.float32))
+        face = Face("triton", "cpu", torch.float32)
+        found.append(pytest.param(face, id=str(face), marks=interpreted_marks))
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     gpu = [Face("triton", "cuda", dtype) for dtype in dtypes]
-    return [pytest.param(f, id=str(f)) for f in found] + [
-        pytest.param(f, id=str(f), marks=pytest.mark.gpu) for f in gpu
-    ]
+    return found + [pytest.param(f, id=str(f), marks=pytest.mark.gpu) for f in gpu]
 
 
 def tensors_of(*values: Any) -> list[Tensor]:

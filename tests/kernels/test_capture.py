@@ -10,7 +10,7 @@ from tests.kernels.faces import CASES, Face, same_bits, tensors_of
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("op", CASES, ids=lambda op: op.name)
 def test_captured_equals_eager(op, dtype):
-    """No host sync, no allocation outside the pool: capture would raise. Poison shows stale reads."""
+    """No host sync, no allocation outside the pool: either would make capture raise."""
     face = Face("triton", "cuda", dtype)
     run = op.backends["triton"][0]
     for name, arguments in CASES[op](dtype):

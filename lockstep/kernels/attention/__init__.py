@@ -85,11 +85,10 @@ def _fold(rows: Tensor, k: Tensor, v: Tensor, last: Tensor) -> Tensor:
     keys = torch.arange(k.shape[0] * SEGMENT).view(-1, 1, SEGMENT)
     scores.masked_fill_(keys > last[:, None], -torch.inf)
     top = scores.amax(-1, keepdim=True)
-    best = top.amax(0, keepdim=True)
-    weights = torch.exp(scores - top.clamp_min(torch.finfo(torch.float32).min))
+    weights = scores.sub_(top.clamp_min(torch.finfo(torch.float32).min)).exp_()
     part = torch.bmm(weights, v.contiguous())
     norm = weights.sum(-1, keepdim=True)
     if k.shape[0] == 1:
         return (part / norm)[0]
-    scale = torch.exp(top - best)
+    scale = torch.exp(top - top.amax(0, keepdim=True))
     return (part * scale).cumsum(0)[-1] / (norm * scale).cumsum(0)[-1]

@@ -66,6 +66,6 @@ def paged(
 
 def paged_attention_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, arguments of paged_attention on the CPU)."""
-    for i, (rows, *sizes) in enumerate(BATCHES):
-        name = f"{len(rows)} rows, heads {sizes[0]}/{sizes[1]}, dim {sizes[2]}, page {sizes[3]}"
-        yield name, paged(rows, *sizes, dtype, seed=i)
+    for i, (rows, heads, kv_heads, dim, page_size) in enumerate(BATCHES):
+        name = f"{len(rows)} rows, heads {heads}/{kv_heads}, dim {dim}, page {page_size}"
+        yield name, paged(rows, heads, kv_heads, dim, page_size, dtype, seed=i)

@@ -62,7 +62,8 @@ def _convolve(x: Tensor, weight: Tensor) -> Tensor:
 
 def _expand(x: Tensor, heads: int) -> Tensor:
     """[..., HK, K] -> [..., HV, K]: value head i reads key head i // (HV / HK)."""
-    return x.repeat_interleave(heads // x.shape[-2], dim=-2)
+    group = heads // x.shape[-2]
+    return x.unsqueeze(-2).expand(*x.shape[:-1], group, x.shape[-1]).flatten(-3, -2)
 
 
 @op
@@ -82,13 +83,12 @@ def gated_delta_step(
     written once: after the replay, before the new window, whose inputs are kept. Q <= W.
     Slots may repeat only if null; a null row's results are undefined.
     """
-    length, window, hv = mixed.shape[1], state.u.shape[1], state.recurrent.shape[1]
-    history = state.conv.shape[1] - window
-    taken = pending[:, None] + torch.arange(history)
-    past = state.conv.index_select(0, slots).gather(1, taken[..., None].expand(-1, -1, mixed.shape[2]))
-    raw = torch.cat([past, mixed], dim=1)
+    hv, history = state.recurrent.shape[1], state.conv.shape[1] - state.u.shape[1]
+    taken = pending.tolist()
+    past = [state.conv[s, n : n + history] for s, n in zip(slots.tolist(), taken, strict=True)]
+    raw = torch.cat([torch.stack(past), mixed], dim=1)
     q, k, v = _heads(_convolve(raw, conv_weight), state)
-    s = _replay(state, slots, pending)
+    s = _replay(state, slots, pending, max(taken))
     state.recurrent.index_copy_(0, slots, s)
     decay = torch.exp(g)
     out, u = _run(s, _expand(q, hv), _expand(k, hv), v, decay, beta)
@@ -129,13 +129,12 @@ def _write(s: Tensor, k: Tensor, u: Tensor) -> None:
     s.baddbmm_(k.transpose(1, 2), u)
 
 
-def _replay(state: GatedDeltaState, slots: Tensor, pending: Tensor) -> Tensor:
+def _replay(state: GatedDeltaState, slots: Tensor, pending: Tensor, most: int) -> Tensor:
     """The committed state [S, HV, K, V]: the last window's first `pending` tokens folded in.
 
     Where a row has fewer than its batch mates, the rest is decay 1 and u 0: an exact no-op.
     """
     s = state.recurrent.index_select(0, slots)
-    most = int(pending.max())
     if most:
         decay, u, k = (x[:, :most].index_select(0, slots) for x in (state.decay, state.u, state.k))
         if pending.shape[0] > 1:

@@ -78,7 +78,9 @@ def _write(state, fade, k, u):
 
 @triton.jit(
     do_not_specialize=["length", "u_stride", "k_stride", "decay_stride"],
-    do_not_specialize_on_alignment=["heads", "decay", "beta", "kept_u", "kept_k", "kept_decay", "out"],
+    do_not_specialize_on_alignment=[
+        "heads", "decay", "beta", "kept_u", "kept_k", "kept_decay", "out",
+    ],
 )  # fmt: skip
 def _step_kernel(
     heads, decay, beta, recurrent, kept_u, kept_k, kept_decay, slots, pending, out,
@@ -123,7 +125,7 @@ def _keep_kernel(
     heads, decay, kept_k, kept_decay, slots, length, k_stride, decay_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One (row, token): its k and decay, for the next step's replay. Runs when all have replayed."""
+    """One (row, token): its k and decay for the next step's replay, once all have replayed."""
     s, t = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot, at, lanes = tl.load(slots + s).to(tl.int64), s * length + t, tl.arange(0, BLOCK)
     k = heads + at * (2 * HK * K + HV * V) + HK * K

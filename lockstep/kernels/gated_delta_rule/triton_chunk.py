@@ -25,7 +25,7 @@ PRECISION = "tf32x3"
 def _plan_kernel(
     cu_seqlens, state_slots, chunks, firsts, rows, BLOCK: tl.constexpr, GRID: tl.constexpr
 ):
-    """One row: its first chunk's index, and for each chunk (row, first token in the row, tokens)."""
+    """One row: its first chunk's index; for each chunk (row, first token in the row, tokens)."""
     s, lanes = tl.program_id(0), tl.arange(0, BLOCK)
     live = lanes < rows
     begin = tl.load(cu_seqlens + lanes, mask=live, other=0).to(tl.int32)
@@ -178,7 +178,7 @@ def _chunk_conv_kernel(
     C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
     GRID: tl.constexpr,
 ):  # fmt: skip
-    """One (row, block of channels): the last R raw inputs, at the end and at the last grid point."""
+    """One (row, block of channels): the last R raw inputs, at the end and at the grid point."""
     s = tl.program_id(0)
     begin = tl.load(cu_seqlens + s).to(tl.int64)
     length = (tl.load(cu_seqlens + s + 1) - begin).to(tl.int32)

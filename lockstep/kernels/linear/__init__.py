@@ -12,8 +12,8 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x [T, K], weight [N, K] of one dtype -> [T, N] of that dtype.
 
     Each output is one fp32 accumulation over K in ascending order, rounded once. The reference
-    computes in fp32 in row tiles, so that a row's bits do not depend on T; it is fast where the weight is a
-    transposed view of [K, N] storage, as Build.matrix lays it out on a CPU.
+    computes in fp32 in row tiles, so that a row's bits do not depend on T; it is fast where the
+    weight is a transposed view of [K, N] storage, as Build.matrix lays it out on a CPU.
     """
     if not weight.t().is_contiguous():
         weight = weight.t().contiguous().t()

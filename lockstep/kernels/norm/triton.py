@@ -67,9 +67,8 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
 
 def _lanes(width: int) -> dict[str, Any]:
     block = triton.next_power_of_2(width)
-    return dict(
-        D=width, BLOCK=block, num_warps=max(1, min(8, block // 256)), enable_fp_fusion=False
-    )
+    warps = max(1, min(8, block // 256))
+    return dict(D=width, BLOCK=block, num_warps=warps, enable_fp_fusion=False)
 
 
 def _supports(**traits: Any) -> str | None:

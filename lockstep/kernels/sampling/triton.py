@@ -24,7 +24,7 @@ from lockstep.kernels.sampling import (
     sample,
 )
 
-BLOCK = 4096
+BLOCK, FILTER_BLOCK = 4096, 16384
 USES_BIAS, USES_PENALTIES = tl.constexpr(BIAS), tl.constexpr(PENALTIES)
 USES_MIN_TOKENS, USES_BAD_WORDS = tl.constexpr(MIN_TOKENS), tl.constexpr(BAD_WORDS)
 USES_FILTERS, USES_NOISE = tl.constexpr(FILTERS), tl.constexpr(NOISE)
@@ -300,7 +300,8 @@ def sample_triton(
     )  # fmt: skip
     _filter_kernel[(lines,)](
         scores, row_ids, thresholds, last_ids, state.flags, state.min_p, state.top_k, state.top_p,
-        queries, **exact,
+        queries, VOCAB=vocab, BLOCK=min(FILTER_BLOCK, triton.next_power_of_2(vocab)),
+        num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
     _pick_kernel[(lines, parts)](
         logits, scores, positions, row_ids, thresholds, last_ids, state.flags, state.seed, values,

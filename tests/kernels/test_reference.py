@@ -1,0 +1,111 @@
+"""The references against textbook formulas, in double precision where that helps."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lockstep.kernels.attention import paged_attention
+from lockstep.kernels.attention.cases import paged
+from lockstep.kernels.gated_delta_rule import gated_delta_step
+from lockstep.kernels.gated_delta_rule.cases import Dims, empty_state, inputs
+from lockstep.kernels.linear import linear
+from lockstep.kernels.norm import gated_rms_norm, rms_norm
+from lockstep.kernels.sampling import FILTERS, NOISE, SamplingState, gumbel, sample
+
+
+def test_linear_and_norms():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(7, 96, generator=generator)
+    weight = torch.randn(40, 96, generator=generator)
+    gate = torch.randn(7, 96, generator=generator)
+    torch.testing.assert_close(linear(x, weight), (x.double() @ weight.double().t()).float())
+    scale = weight[0]
+    expected = F.rms_norm(x, (96,), 1 + scale, 1e-6)
+    torch.testing.assert_close(rms_norm(x, scale, 1e-6, 1.0), expected)
+    expected = F.rms_norm(x, (96,), scale, 1e-6) * F.silu(gate)
+    torch.testing.assert_close(gated_rms_norm(x, gate, scale, 1e-6), expected)
+
+
+def test_attention_is_softmax_over_the_prefix():
+    rows, heads, kv_heads, dim = ((0, 5), (300, 3), (255, 2)), 6, 2, 16
+    batch = paged(rows, heads, kv_heads, dim, 16, torch.float32)
+    out = paged_attention(**batch)
+    at = 0
+    for s, (start, count) in enumerate(rows):
+        pages = batch["page_table"][s]
+        k, v = (batch[n][pages].flatten(0, 1)[: start + count] for n in ("k_cache", "v_cache"))
+        k, v = (x.transpose(0, 1).repeat_interleave(heads // kv_heads, 0) for x in (k, v))
+        q = batch["q"][at : at + count].transpose(0, 1)
+        mask = torch.arange(start + count) <= start + torch.arange(count)[:, None]
+        expected = F.scaled_dot_product_attention(q, k, v, mask).transpose(0, 1)
+        torch.testing.assert_close(out[at : at + count], expected)
+        at += count
+
+
+def test_gated_delta_step_is_the_recurrence():
+    """Token by token, one head at a time, in double precision."""
+    dims, tokens = Dims(1, 2, 8, 12), 6
+    data = inputs(dims, (1, tokens), torch.float32, 0)
+    state, outs = empty_state(dims, 2, torch.float32), []
+    for t in range(tokens):
+        window = {n: x[:, t : t + 1] for n, x in data.items() if n != "conv_weight"}
+        one = dict(slots=torch.tensor([1]), pending=torch.tensor([min(t, 1)]))
+        window["conv_weight"] = data["conv_weight"]
+        outs.append(gated_delta_step(**window, state=state, **one)[0, 0])
+    raw = F.pad(data["mixed"][0].double().t(), (dims.r, 0))[None]
+    taps = data["conv_weight"].double()[:, None]
+    mixed = F.silu(F.conv1d(raw, taps, groups=dims.channels))[0].t()
+    q, k, v = mixed.split([8, 8, 24], dim=-1)
+    q, k = (x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    for h in range(dims.hv):
+        s = torch.zeros(8, 12, dtype=torch.float64)
+        for t in range(tokens):
+            s = s * torch.exp(data["g"][0, t, h].double())
+            u = (v[t, 12 * h : 12 * h + 12] - k[t] @ s) * data["beta"][0, t, h].double()
+            s = s + torch.outer(k[t], u)
+            expected = (q[t] @ s * 8**-0.5).float()
+            torch.testing.assert_close(outs[t][h], expected, rtol=1e-4, atol=1e-6)
+
+
+def drawn(logits, draws: int, **parameters: float) -> torch.Tensor:
+    """How often each token is sampled over `draws` positions."""
+    vocab = len(logits)
+    state = SamplingState.empty(2, vocab, 16, (32, 8), "cpu")
+    state.flags[1], state.temperature[1], state.seed[1] = NOISE | FILTERS, 1.0, 1234
+    for name, value in parameters.items():
+        getattr(state, name)[1] = value
+    tokens = sample(
+        torch.tensor(logits).expand(1, draws, vocab),
+        torch.arange(draws)[None],
+        torch.full((1, draws - 1), -1),
+        torch.tensor([1]),
+        torch.zeros(2, 8, dtype=torch.int64),
+        state,
+    )
+    return torch.bincount(tokens.flatten(), minlength=vocab) / draws
+
+
+@pytest.mark.parametrize(
+    ("parameters", "kept"),
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"top_k": 2}, [0, 1]),
+        ({"top_p": 0.75}, [0, 1, 2]),
+        ({"min_p": 0.3}, [0, 1]),
+    ],
+    ids=str,
+)
+def test_samples_follow_the_distribution(parameters, kept):
+    """Probabilities .45 .25 .15 .1 .05, renormalised over what the filters keep: 5 sigma."""
+    probabilities, draws = torch.tensor([0.45, 0.25, 0.15, 0.1, 0.05]), 40_000
+    found = drawn(probabilities.log().tolist(), draws, **parameters)
+    expected = torch.zeros(5)
+    expected[kept] = probabilities[kept] / probabilities[kept].sum()
+    assert ((found - expected).abs() <= 5 * torch.sqrt(expected * (1 - expected) / draws)).all()
+
+
+def test_noise_is_finite():
+    """Noise of infinity would win against any logit. These draws hold the largest hash there is."""
+    noise = gumbel(torch.tensor([SEED]), torch.tensor([POSITION]), 1 << 22)
+    assert noise.isfinite().all()
+    assert float(noise.max()) > 16
