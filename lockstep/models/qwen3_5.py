@@ -149,7 +149,10 @@ class Model(nn.Module):
 
     def weights(self) -> dict[str, Tensor]:
         """Checkpoint name, less its prefix -> the tensor that it fills."""
-        table = {"embed_tokens.weight": self.embed.weight, "norm.weight": self.norm.weight}
+        table: dict[str, Tensor] = {
+            "embed_tokens.weight": self.embed.weight,
+            "norm.weight": self.norm.weight,
+        }
         if not self.config.tied:
             table["lm_head.weight"] = self.head.weight
         for i, block in enumerate(self.blocks):
