@@ -1,0 +1,76 @@
+"""A small hybrid model whose state matters, and answers as bits."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep import LLM, SamplingParams
+from tests.tiny_model import make_model
+
+PROMPTS = [[(7 * i + i * i) % 250 for i in range(n)] for n in (300, 5, 65, 130)]
+PARAMS = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=1, detokenize=False)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model's folder."""
+    return make_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def make(folder: Path) -> Callable[..., LLM]:
+    """An engine over the tiny model with these settings."""
+
+    def build(method: str | None = None, k: int = 3, **settings: Any) -> LLM:
+        if method:
+            settings["speculative_config"] = {"method": method, "num_speculative_tokens": k}
+        settings = {"max_model_len": 512, "max_num_seqs": 8, **settings}
+        return LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, **settings)
+
+    return build
+
+
+def answers(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[Any]:
+    """Tokens and log-probability bits of every prompt."""
+    outs = llm.generate([{"prompt_token_ids": p} for p in prompts], PARAMS)
+    return [
+        (o.outputs[0].token_ids, [{t: x.logprob.hex() for t, x in e.items()} for e in o.outputs[0].logprobs])
+        for o in outs
+    ]  # fmt: skip
+
+
+class Scripted:
+    """A drafter that knows the answers: proposes the right token, but for every `wrong`-th one.
+
+    So that drafts are accepted in every number, and a step without drafts follows (F2).
+    """
+
+    def __init__(self, drafts: Any, tokens: Any, computed: Any, known: list[list[int]], wrong: int):
+        self.drafts, self.tokens, self.computed = drafts, tokens, computed
+        self.known, self.wrong, self.calls = known, wrong, 0
+
+    def propose(self, step: Any, hidden: Any, taps: Any, verdict: Any) -> None:
+        """Writes drafts from the known answers; none at all on every fourth call."""
+        self.calls += 1
+        for row in step.row_ids.tolist():
+            self.drafts[row] = -1
+            if row == 0 or self.calls % 4 == 0:
+                continue
+            length = int(self.computed[row]) + 1
+            mine = self.tokens[row, :length].tolist()
+            for full in self.known:
+                if full[:length] == mine:
+                    ahead = full[length : length + self.drafts.shape[1]]
+                    for k, token in enumerate(ahead):
+                        off = (length + k) % self.wrong == 0
+                        self.drafts[row, k] = (token + 1) % 200 if off else token
+
+
+def script(llm: LLM, known: list[list[int]], wrong: int = 5) -> Scripted:
+    """Puts a scripted drafter in the place of the engine's own."""
+    program, table = llm.engine.runner.program, llm.engine.runner.table
+    drafter = Scripted(table.drafts, table.tokens, table.computed, known, wrong)
+    program.drafter = drafter
+    return drafter

@@ -1,0 +1,76 @@
+"""F4 (TokenSpeed #260): per-token causal bounds, and padded rows that are always legal rows."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep import LLM
+from lockstep.kernels.attention import paged_attention
+from lockstep.runner.table import RowTable
+from lockstep.step import StepShape
+from tests.regressions.conftest import PROMPTS, answers, script
+
+
+@pytest.mark.parametrize("bucket", [1, 2, 3, 4, 5, 6, 7, 8])
+def test_every_bucket_runs_on_null_rows_with_a_pool_of_two_pages(
+    make: Callable[..., LLM], bucket: int
+) -> None:
+    llm = make("mtp", 3, num_gpu_blocks=2, row_buckets=(bucket, 8), num_snapshots=0)
+    runner = llm.engine.runner
+    with torch.inference_mode():
+        runner.table.inputs.fill()
+        step, _, verdict = runner.run_step(StepShape.uniform(bucket, 4))
+    assert (step.seq_lens >= 4).all()
+    assert (step.slot_mapping < 64).all()
+    assert not runner.table.computed.any()
+    assert not runner.table.pending.any()
+    assert ((verdict.tokens >= 0) & (verdict.tokens < llm.engine.vocab_size)).all()
+    served = [answers(llm, [[3, 1, 4, 1, 5, i]]) for i in range(10)]
+    assert served == [answers(make(), [[3, 1, 4, 1, 5, i]]) for i in range(10)]
+
+
+def test_padded_rows_leave_real_rows_alone(make: Callable[..., LLM]) -> None:
+    assert answers(make("mtp", 3, row_buckets=(8,))) == answers(make())
+
+
+def test_lengths_shifted_by_the_drafts_are_caught(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = answers(make())
+    known = [p + tokens for p, (tokens, _) in zip(PROMPTS, plain, strict=True)]
+    prepare = RowTable.prepare
+
+    def shifted(self: RowTable, shape: StepShape) -> Any:
+        step = prepare(self, shape)
+        if not shape.prompt:
+            step.starts = (step.starts - (shape.query_len - 1)).clamp_min(0)
+        return step
+
+    monkeypatch.setattr(RowTable, "prepare", shifted)
+    llm = make("ngram", 3)
+    script(llm, known)
+    assert answers(llm) != plain
+
+
+@pytest.mark.parametrize("group", [1, 2, 4, 5, 6, 7, 8, 16])
+def test_a_verified_token_sees_its_own_prefix_and_nothing_later(group: int) -> None:
+    """Four tokens at once equal four single steps, bit for bit, and the future may be NaN."""
+    generator = torch.Generator().manual_seed(group)
+    dim, start, window = 32, 261, 4
+    k = torch.randn(8, 64, 1, dim, generator=generator)
+    v = torch.randn(8, 64, 1, dim, generator=generator)
+    pages = torch.tensor([[5, 2, 7, 1, 6]], dtype=torch.int32)
+    q = torch.randn(window, group, dim, generator=generator)
+
+    def attend(begin: int, n: int) -> torch.Tensor:
+        bounds = torch.tensor([0, n], dtype=torch.int32)
+        at = torch.tensor([start + begin], dtype=torch.int32)
+        return paged_attention(q[begin : begin + n], k, v, pages, bounds, at, n, dim**-0.5)
+
+    together = attend(0, window)
+    for t in reversed(range(window)):
+        assert torch.equal(attend(t, 1)[0], together[t])
+        page, slot = int(pages[0, (start + t) // 64]), (start + t) % 64
+        k[page, slot], v[page, slot] = torch.nan, torch.nan
