@@ -15,7 +15,6 @@ from lockstep.engine.request import Request
 from lockstep.engine.scheduler import Schedule, Scheduler
 from lockstep.engine.setup import Progress, stand
 from lockstep.engine.stats import Stats
-from lockstep.errors import RequestError
 from lockstep.runner.rows import check_ids
 from lockstep.runner.runner import Flight
 
@@ -57,7 +56,6 @@ class Engine:
         self.stats = Stats()
         self._flights: deque[tuple[Schedule, Flight]] = deque()
         self._last_token_time: dict[str, float] = {}
-        self.host_seconds = 0.0
 
     @property
     def vocab_size(self) -> int:
@@ -66,16 +64,9 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError or CapacityError if it can never be served."""
-        length, most = len(request.prompt_token_ids), self.plan.max_model_len
-        if not 1 <= length < most:
-            raise RequestError(
-                f"the prompt has {length} tokens; allowed: 1 to {most - 1} (max_model_len="
-                f"{most}, one of them for the answer). Shorten the prompt.",
-                "prompt",
-            )
         check_ids(request, self.vocab_size)
         self.scheduler.add(request)
-        self.stats.prompt_tokens_total += length
+        self.stats.prompt_tokens_total += len(request.prompt_token_ids)
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request wherever it is; what it has emitted stays. None if it is not known."""
@@ -120,6 +111,7 @@ class Engine:
             stats.observe("ttft_seconds", now - metrics.arrival_time)
         self._last_token_time[request.id] = now
         if request.finish_reason is not None:
+            self.runner.forget(request.id)
             self._last_token_time.pop(request.id, None)
             metrics.finished_time = now
             stats.observe("e2e_seconds", now - metrics.arrival_time)

@@ -11,7 +11,11 @@ EOS = frozenset({7})
 def make(max_len: int = 100, **params: object) -> Request:
     params.setdefault("max_tokens", 10)
     return Request(
-        "r", [1, 2, 3], SamplingParams(**params), eos_token_ids=EOS, max_len=max_len  # type: ignore
+        "r",
+        [1, 2, 3],
+        SamplingParams(**params),
+        eos_token_ids=EOS,
+        max_len=max_len,  # type: ignore
     )
 
 
