@@ -1,8 +1,8 @@
-"""What the bundled model can do, through the engine: python -m training.evaluate [--quick] [--json].
+"""What the bundled model can do: python -m training.evaluate [--quick] [--json].
 
-Cases are generated from the evaluation side of the word split, which training never draws from.
-Answers are greedy with the MTP drafter at K = 3; an answer is exact if its text equals the
-reference. Free continuations are sampled, temperature 0.8 and top_p 0.95.
+Answers come from the engine, greedy, with the MTP drafter at K = 3; one is exact if its text equals
+the reference. Cases come from the evaluation side of the word split, which training never draws
+from. Free continuations are sampled, temperature 0.8 and top_p 0.95.
 """
 
 import argparse

@@ -19,7 +19,9 @@ def _invert(a, x, C: tl.constexpr):
 
 
 @triton.jit
-def _walk(a, b, out, heads, count: tl.constexpr, D: tl.constexpr, BV: tl.constexpr, BACK: tl.constexpr):
+def _walk(
+    a, b, out, heads, count: tl.constexpr, D: tl.constexpr, BV: tl.constexpr, BACK: tl.constexpr
+):
     row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     r, c = tl.arange(0, D), tl.program_id(1) * BV + tl.arange(0, BV)
     state = tl.zeros((D, BV), tl.float32)

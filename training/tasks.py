@@ -43,7 +43,9 @@ class Sample:
 class Chat:
     """Builds a conversation, message by message, in template form."""
 
-    def __init__(self, task: str, system: str | None = None, tools: list[Any] | None = None) -> None:
+    def __init__(
+        self, task: str, system: str | None = None, tools: list[Any] | None = None
+    ) -> None:
         self.sample = Sample(task, tools=tools or [])
         self.given = ""
         if tools:

@@ -19,7 +19,9 @@ def sources() -> tuple[str, ...]:
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []
     for path in sorted(root.rglob("*.py")):
-        if not any(part in SKIP or part.startswith("test") for part in path.parts[len(root.parts):]):
+        if not any(
+            part in SKIP or part.startswith("test") for part in path.parts[len(root.parts) :]
+        ):
             text = path.read_text(errors="ignore")
             if len(text) > 400 and text.isascii():
                 found.append(text)
@@ -55,4 +57,6 @@ def load_filler() -> None:
             for paragraph in doc.split("\n\n"):
                 flat = " ".join(paragraph.split())
                 if 60 < len(flat) < 600 and flat[0].isalpha():
-                    tasks.FILLER.append([s.strip() + "." for s in flat.split(". ") if s.strip(" .")])
+                    tasks.FILLER.append(
+                        [s.strip() + "." for s in flat.split(". ") if s.strip(" .")]
+                    )

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from training import tokenizer
+from training import text, tokenizer
 from training.data import Encoder, Feed
 from training.model import CONFIG, Model, cross_entropy
 from training.optim import optimizers
@@ -26,6 +26,8 @@ PHASES = (
 """(share of the time, row lengths and their shares of the batches) from there on."""
 DRAFT_WEIGHTS = (0.3, 0.2, 0.15)
 WORKERS = {512: 7, 2048: 4, 8192: 4}
+RESUMED = 0.45
+"""Where a second run over a finished one enters the phases."""
 PART = 16384
 LEARNED = 0.5
 """Weights from here on are of tokens that the model is to produce."""
@@ -73,24 +75,33 @@ def _save(model: Model, out: Path) -> None:
     end, stop = encoder.end, encoder.tokenizer.token_to_id("<|im_end|>")
     config = {**CONFIG, "eos_token_id": stop, "bos_token_id": None, "pad_token_id": end}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    generation = {"do_sample": False, "temperature": 0.0, "eos_token_id": [stop, end], "pad_token_id": end}
+    generation = {
+        "do_sample": False,
+        "temperature": 0.0,
+        "eos_token_id": [stop, end],
+        "pad_token_id": end,
+    }
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
 
 
 def run(args: argparse.Namespace) -> None:
     """The whole of it: tokenizer, training for `minutes`, evaluation."""
     out, started = Path(args.out), time.time()
+    out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     if args.tokenizer or not (out / "tokenizer.json").exists():
         tokenizer.train(out, args.samples)
         print(f"tokenizer {time.time() - started:.0f} s", flush=True)
+    text.load_filler()
     (out / "chat_template.jinja").write_text(TEMPLATE.read_text())
     encoder = Encoder(out)
     feed = Feed(out, {512: 1} if args.smoke else WORKERS, 1024 if args.smoke else PART, seed=1)
     model = Model(dtype=torch.bfloat16 if device == "cuda" else torch.float32).to(device)
-    model.fused.on = device == "cuda"
+    if args.resume:
+        model.load_state_dict(load_file(out / "model.safetensors"))
+    model.fused.on = args.compile or device == "cuda"
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     steps, tokens = _train(model, feed, encoder, args, out)
     _save(model, out)
@@ -100,6 +111,7 @@ def run(args: argparse.Namespace) -> None:
     report = {"final": sets, "steps": steps, "tokens": tokens, "seconds": time.time() - started}
     print(json.dumps(report, indent=1), flush=True)
     (out / "training.json").write_text(json.dumps(report, indent=1) + "\n")
+    print(f"done in {time.time() - started:.0f} s", flush=True)
 
 
 def _train(
@@ -115,7 +127,8 @@ def _train(
     begin = last = evaluated = time.time()
     step = tokens = 0
     while (progress := (time.time() - begin) / (args.minutes * 60)) < 1:
-        mix = {512: 1.0} if args.smoke else lengths_at(progress)
+        phase = RESUMED + (1 - RESUMED) * progress if args.resume else progress
+        mix = {512: 1.0} if args.smoke else lengths_at(phase)
         pick = int(torch.multinomial(torch.tensor(list(mix.values())), 1, generator=generator))
         length = list(mix)[pick]
         parts = args.batch // (1024 if args.smoke else PART)
@@ -158,11 +171,12 @@ def _warm(model: Model, opts: list[torch.optim.Optimizer], batch: int) -> None:
     """Compiles what the steps need. Nothing is learned: the optimizers do not step."""
     begin = time.time()
     for length, detached in ((512, False), (512, True)):
-        ids = torch.zeros(batch // length, length, dtype=torch.long, device="cuda")
+        ids = torch.zeros(
+            batch // length, length, dtype=torch.long, device=model.model.norm.weight.device
+        )
         loss_of(model, ids, torch.ones_like(ids, dtype=torch.float32), detached)[0].backward()
         for o in opts:
             o.zero_grad(set_to_none=True)
-    torch.cuda.synchronize()
     print(f"compiled in {time.time() - begin:.0f} s", flush=True)
 
 
@@ -177,6 +191,8 @@ def main() -> None:
     p.add_argument("--log", type=int, default=100)
     p.add_argument("--every", type=float, default=150.0, help="seconds between evaluations")
     p.add_argument("--tokenizer", action="store_true", help="train the tokenizer anew")
+    p.add_argument("--resume", action="store_true", help="start from the checkpoint in --out")
+    p.add_argument("--compile", action="store_true", help="compile the functions, also on a CPU")
     p.add_argument("--smoke", action="store_true", help="short and small, for a CPU")
     run(p.parse_args())
 

@@ -4,39 +4,43 @@ import random
 import zlib
 
 SYLLABLES = (
-    "ba be bi bo bu da de di do du fa fe fi fo fu ga ge gi go gu ha he hi ho ka ke ki ko ku la le li "
-    "lo lu ma me mi mo mu na ne ni no nu pa pe pi po pu ra re ri ro ru sa se si so su ta te ti to tu "
-    "va ve vi vo wa we wi wo ya yo za ze zi zo zu bra cle dri fro gla kri plo sto tra vin mer sol tar "
-    "nor lin dan mark ber ton ley field wick"
+    "ba be bi bo bu da de di do du fa fe fi fo fu ga ge gi go gu ha he hi ho ka ke ki ko ku "
+    "la le li lo lu ma me mi mo mu na ne ni no nu pa pe pi po pu ra re ri ro ru sa se si so "
+    "su ta te ti to tu va ve vi vo wa we wi wo ya yo za ze zi zo zu bra cle dri fro gla kri "
+    "plo sto tra vin mer sol tar nor lin dan mark ber ton ley field wick"
 ).split()
 COMMON = (
-    "time year people way day man thing woman life child world school state family student group "
-    "country problem hand part place case week company system program question work number night "
-    "point home water room mother area money story fact month lot right study book eye job word "
-    "business issue side kind head house service friend father power hour game line end member law "
-    "car city community name president team minute idea body information back parent face others "
-    "level office door health person art war history party result change morning reason research "
-    "girl guy moment air teacher force education river garden window bridge market engine signal "
-    "report ticket order invoice account folder record table channel message device sensor camera "
-    "battery printer router server cluster package module version branch label budget profile"
+    "time year people way day man thing woman life child world school state family student "
+    "group country problem hand part place case week company system program question work "
+    "number night point home water room mother area money story fact month lot right study "
+    "book eye job word business issue side kind head house service friend father power hour "
+    "game line end member law car city community name president team minute idea body "
+    "information back parent face others level office door health person art war history "
+    "party result change morning reason research girl guy moment air teacher force education "
+    "river garden window bridge market engine signal report ticket order invoice account "
+    "folder record table channel message device sensor camera battery printer router server "
+    "cluster package module version branch label budget profile"
 ).split()
 ADJECTIVES = (
-    "silver golden quiet rapid gentle bright hollow ancient crimson velvet amber frozen hidden lucky "
-    "noble purple rusty scarlet silent smooth sturdy tiny violet wooden yellow brave calm clever "
-    "cosmic curious dusty eager emerald fancy fierce fluffy foggy giant grumpy happy humble icy "
-    "jolly lazy loyal magic mellow misty modest narrow polite proud royal salty shiny sleepy solar "
-    "spicy stormy sunny swift tender turbo vivid warm wild wise zesty copper bronze ivory cobalt"
+    "silver golden quiet rapid gentle bright hollow ancient crimson velvet amber frozen "
+    "hidden lucky noble purple rusty scarlet silent smooth sturdy tiny violet wooden yellow "
+    "brave calm clever cosmic curious dusty eager emerald fancy fierce fluffy foggy giant "
+    "grumpy happy humble icy jolly lazy loyal magic mellow misty modest narrow polite proud "
+    "royal salty shiny sleepy solar spicy stormy sunny swift tender turbo vivid warm wild "
+    "wise zesty copper bronze ivory cobalt"
 ).split()
 ANIMALS = (
-    "platypus otter falcon badger lynx heron walrus gecko panther beaver raven tiger dolphin hedgehog "
-    "lizard magpie narwhal ocelot penguin quokka rabbit salmon toucan urchin viper weasel yak zebra "
-    "antelope bison camel donkey eagle ferret giraffe hamster iguana jackal koala lemur mongoose newt "
-    "octopus puffin raccoon sparrow turtle vulture wombat alpaca buffalo cheetah dingo emu finch goose"
+    "platypus otter falcon badger lynx heron walrus gecko panther beaver raven tiger dolphin "
+    "hedgehog lizard magpie narwhal ocelot penguin quokka rabbit salmon toucan urchin viper "
+    "weasel yak zebra antelope bison camel donkey eagle ferret giraffe hamster iguana jackal "
+    "koala lemur mongoose newt octopus puffin raccoon sparrow turtle vulture wombat alpaca "
+    "buffalo cheetah dingo emu finch goose"
 ).split()
 VERBS = (
-    "get set create delete update find list send open close start stop add remove check fetch book "
-    "move copy rename schedule cancel convert compute measure assign archive restore resize merge "
-    "split print scan lock unlock publish deploy rotate reserve track translate summarize export"
+    "get set create delete update find list send open close start stop add remove check fetch "
+    "book move copy rename schedule cancel convert compute measure assign archive restore "
+    "resize merge split print scan lock unlock publish deploy rotate reserve track translate "
+    "summarize export"
 ).split()
 
 
@@ -76,16 +80,12 @@ class Words:
 
     def phrase(self, most: int = 4) -> str:
         """1 to `most` words; held out as a whole."""
-        return self.fresh(
-            lambda: " ".join(self.noun() for _ in range(self.rng.randint(1, most)))
-        )
+        return self.fresh(lambda: " ".join(self.noun() for _ in range(self.rng.randint(1, most))))
 
     def secret(self) -> str:
         """Such as "silver platypus 22"; held out as a whole."""
         pick = self.rng.choice
-        return self.fresh(
-            lambda: f"{pick(ADJECTIVES)} {pick(ANIMALS)} {self.rng.randint(0, 99)}"
-        )
+        return self.fresh(lambda: f"{pick(ADJECTIVES)} {pick(ANIMALS)} {self.rng.randint(0, 99)}")
 
     def code(self) -> str:
         """Such as "QX-4821"."""

@@ -91,7 +91,7 @@ def drawn(logits, draws: int, **parameters: float) -> torch.Tensor:
         ({}, [0, 1, 2, 3, 4]),
         ({"top_k": 2}, [0, 1]),
         ({"top_p": 0.75}, [0, 1, 2]),
-        ({"min_p": 0.3}, [0, 1]),
+        ({"min_p": 0.4}, [0, 1]),
     ],
     ids=str,
 )
@@ -106,6 +106,6 @@ def test_samples_follow_the_distribution(parameters, kept):
 
 def test_noise_is_finite():
     """Noise of infinity would win against any logit. These draws hold the largest hash there is."""
-    noise = gumbel(torch.tensor([SEED]), torch.tensor([POSITION]), 1 << 22)
+    noise = gumbel(torch.tensor([0]), torch.tensor([7]), 1 << 22)
     assert noise.isfinite().all()
     assert float(noise.max()) > 16
