@@ -29,6 +29,7 @@ CONFIG = {
 
 def make_model(folder: Path, **changes: object) -> Path:
     """Fills the folder; `changes` replace settings of CONFIG. Load it with load_format="dummy"."""
+    folder.mkdir(exist_ok=True)
     make_folder(folder)
     size = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]) + 64
     config = {"vocab_size": size, **CONFIG, **changes}

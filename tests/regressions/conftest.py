@@ -35,10 +35,12 @@ def make(folder: Path) -> Callable[..., LLM]:
 def answers(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[Any]:
     """Tokens and log-probability bits of every prompt."""
     outs = llm.generate([{"prompt_token_ids": p} for p in prompts], PARAMS)
-    return [
-        (o.outputs[0].token_ids, [{t: x.logprob.hex() for t, x in e.items()} for e in o.outputs[0].logprobs])
-        for o in outs
-    ]  # fmt: skip
+    return [(o.outputs[0].token_ids, bits(o.outputs[0].logprobs)) for o in outs]
+
+
+def bits(logprobs: Any) -> list[dict[int, str]]:
+    """Log-probabilities as the bits of floats."""
+    return [{token: x.logprob.hex() for token, x in entry.items()} for entry in logprobs]
 
 
 class Scripted:

@@ -1,0 +1,45 @@
+"""The n-gram drafter against a plain lookup on random histories."""
+
+import random
+
+import torch
+
+from lockstep.config import SpeculativeConfig
+from lockstep.spec import DraftContext
+from lockstep.spec.ngram import create
+
+
+def lookup(known: list[int], least: int, most: int, count: int) -> list[int]:
+    """What followed the latest earlier occurrence of the longest n-gram, padded with -1."""
+    for n in range(most, least - 1, -1):
+        for start in range(len(known) - n - 1, -1, -1):
+            if len(known) > n and known[start : start + n] == known[-n:]:
+                found = known[start + n : start + n + count]
+                return found + [-1] * (count - len(found))
+    return [-1] * count
+
+
+def test_equals_a_plain_lookup() -> None:
+    rng = random.Random(0)
+    seen: set[int] = set()
+    for case in range(200):
+        least = rng.randint(1, 3)
+        config = SpeculativeConfig("ngram", rng.randint(1, 7), least, rng.randint(least, 5))
+        rows, length = 4, 40
+        history = [[rng.randrange(3 + case % 4) for _ in range(length)] for _ in range(rows)]
+        computed = [rng.randrange(length - 1) for _ in range(rows)]
+        tokens = torch.tensor(history)
+        drafts = torch.full((rows, config.num_speculative_tokens), 7)
+        context = DraftContext(config, drafts, tokens, torch.tensor(computed), 64, None, torch.cat)
+
+        class Step:
+            row_ids = torch.arange(rows)
+
+        create(context).propose(Step(), tokens, (), None)  # type: ignore[arg-type]
+        for row in range(rows):
+            known = history[row][: computed[row] + 1]
+            least, most = config.prompt_lookup_min, config.prompt_lookup_max
+            expected = lookup(known, least, most, config.num_speculative_tokens)
+            assert drafts[row].tolist() == expected
+            seen.add(sum(d >= 0 for d in expected))
+    assert {0, 1, 7} <= seen
