@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError
 from lockstep.layers.build import Build
+from lockstep.layers.norm import GatedRMSNorm, RMSNorm
 from lockstep.models import architecture
 
 Progress = Callable[[int, int], None]
@@ -35,10 +36,10 @@ def build_model(raw: dict[str, Any], build: Build, drafting: bool) -> tuple[nn.M
     model = module.Model(config, build)
     if not drafting:
         return model, None
-    if not config.draft_layers:
+    if not (hasattr(module, "Draft") and config.draft_layers):
         raise CheckpointError(
             "speculative_config method='mtp' needs a checkpoint with an MTP module, and this one "
-            "has mtp_num_hidden_layers=0. Choose another method, e.g. ngram."
+            "has none (mtp_num_hidden_layers). Choose another method, e.g. ngram."
         )
     return model, module.Draft(model, _inexact(build))
 
@@ -84,13 +85,14 @@ def load_weights(
 def fill_dummy(model: nn.Module, draft: nn.Module | None, seed: int) -> None:
     """Random weights at the scale of trained ones, the same for the same seed on one device."""
     modules = [model] if draft is None else [model, draft]
-    parameters = {id(p): (n, p) for m in modules for n, p in m.named_parameters()}
-    for index, (name, parameter) in enumerate(parameters.values()):
+    parameters = {id(p): p for m in modules for p in m.parameters()}
+    norms = [n for m in modules for n in m.modules() if isinstance(n, RMSNorm | GatedRMSNorm)]
+    centres = {id(norm.weight): 1.0 - norm.offset for norm in norms}
+    for index, parameter in enumerate(parameters.values()):
         generator = torch.Generator(parameter.device).manual_seed(seed * 100003 + index)
         if parameter.dim() == 1:
             parameter.data.uniform_(-0.2, 0.2, generator=generator)
-            if name.endswith("mixer.norm.weight"):
-                parameter.data.add_(1.0)
+            parameter.data.add_(centres.get(id(parameter), 0.0))
         else:
             scale = 0.7 * parameter.shape[-1] ** -0.5
             parameter.data.normal_(0.0, scale, generator=generator)
@@ -126,7 +128,7 @@ def _ignored(module: Any, model: nn.Module, draft: nn.Module | None, name: str, 
         return True
     if key == "lm_head.weight" and model.config.tied:
         return True
-    return draft is None and name.startswith(module.DRAFT_PREFIX)
+    return hasattr(module, "Draft") and draft is None and name.startswith(module.DRAFT_PREFIX)
 
 
 def _fill(name: str, target: Tensor, tensor: Tensor) -> None:

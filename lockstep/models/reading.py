@@ -9,28 +9,41 @@ _MISSING = object()
 
 
 class ConfigReader:
-    """Reads settings by name from config.json's dict (text_config unwrapped over the top level)."""
+    """Reads settings by name from config.json's dict (text_config unwrapped over the top level).
 
-    def __init__(self, raw: dict[str, Any]) -> None:
-        self.raw = {**raw, **raw.get("text_config", {})}
-        if "tie_word_embeddings" not in raw.get("text_config", {}) and "text_config" in raw:
+    `within` names the part of the file that this dict is, for messages.
+    """
+
+    def __init__(self, raw: dict[str, Any], within: str = "") -> None:
+        self.within, self.raw = within, raw
+        text = self.get("text_config", dict, {})
+        self.raw = {**raw, **text}
+        if text and "tie_word_embeddings" not in text:
             self.raw["tie_word_embeddings"] = raw.get("tie_word_embeddings", False)
 
     def get(self, name: str, kind: type[T], default: Any = _MISSING) -> T:
-        """The setting as `kind`. Raises CheckpointError if absent without default, or mistyped."""
+        """The setting as `kind`; null counts as absent where there is a default.
+
+        Raises CheckpointError if absent without default, or mistyped.
+        """
         value = self.raw.get(name, default)
         if value is None and default is not _MISSING:
             value = default
         if value is _MISSING:
             raise CheckpointError(
-                f"config.json has no {name}; expected: {kind.__name__}. Add it to config.json."
+                f"config.json has no {self.within}{name}; expected: {kind.__name__}. "
+                "Add it to config.json."
             )
         if kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise choice_error(
-                CheckpointError, f"config.json {name}", value, kind.__name__, "Mend config.json."
-            )
+            raise self._error(name, value, kind.__name__)
+        return value
+
+    def size(self, name: str, default: Any = _MISSING) -> int:
+        """The setting as a count of at least 1."""
+        value = self.get(name, int, default)
+        self.need(value > 0, name, "1 or more")
         return value
 
     def only(self, name: str, *allowed: Any, default: Any = _MISSING) -> Any:
@@ -39,9 +52,41 @@ class ConfigReader:
         if value not in allowed:
             raise choice_error(
                 CheckpointError,
-                f"config.json {name}",
+                f"config.json {self.within}{name}",
                 None if value is _MISSING else value,
                 ", ".join(map(repr, allowed)),
                 "This architecture is built for these only.",
             )
         return value
+
+    def need(self, holds: bool, name: str, allowed: str) -> None:
+        """Raises CheckpointError about a setting that is read unless `holds`."""
+        if not holds:
+            raise self._error(name, self.raw.get(name), allowed)
+
+    def layer_types(self, layers: int, known: set[str], default: list[str]) -> tuple[str, ...]:
+        """The kind of each layer, all of them known."""
+        kinds = self.get("layer_types", list, default)
+        for kind in kinds:
+            self.need(kind in known, "layer_types", ", ".join(sorted(known)))
+        self.need(len(kinds) == layers, "layer_types", f"one for each of {layers} layers")
+        return tuple(kinds)
+
+    def plain_rope(self) -> "ConfigReader":
+        """The rotary settings: rope_parameters, or what files before it have at the top level.
+
+        Raises CheckpointError where positions are scaled, or where the two places disagree.
+        """
+        found = {n: self.raw.get(n) for n in ("rope_theta", "partial_rotary_factor")}
+        for part in ("rope_scaling", "rope_parameters"):
+            inner = self.get(part, dict, {})
+            for name in ("rope_type", "type"):
+                ConfigReader(inner, f"{part}.").only(name, "default", default="default")
+            for name, value in inner.items():
+                self.need(found.get(name) in (None, value), name, f"{value!r} as in {part}")
+                found[name] = value
+        return ConfigReader(found, "rope_parameters.")
+
+    def _error(self, name: str, value: object, allowed: str) -> Exception:
+        field = f"config.json {self.within}{name}"
+        return choice_error(CheckpointError, field, value, allowed, "Mend config.json.")
