@@ -28,17 +28,24 @@ CONFIG = {
 
 QWEN3 = {
     "model_type": "qwen3",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 16,
+    "hidden_act": "silu",
     "hidden_size": 48,
     "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
     "max_position_embeddings": 4096,
+    "max_window_layers": 3,
+    "num_attention_heads": 6,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
 }
 
 

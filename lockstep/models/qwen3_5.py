@@ -70,6 +70,8 @@ class Config(DecoderConfig):
 class Model(Decoder):
     """Embedding, blocks, final norm, head. Every few layers attend, the others recur."""
 
+    config: Config
+
     def __init__(self, config: Config, build: Build) -> None:
         super().__init__(config, build, len(config.layer_types))
 
