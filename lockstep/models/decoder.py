@@ -47,7 +47,8 @@ def read_common(c: ConfigReader, head_dim: int, partial: float) -> dict[str, Any
     head_dim = c.size("head_dim", head_dim)
     width = int(head_dim * rope.get("partial_rotary_factor", float, partial))
     c.need(heads % kv_heads == 0, "num_attention_heads", "multiples of num_key_value_heads")
-    rope.need(0 < width <= head_dim and width % 2 == 0, "partial_rotary_factor", "even widths")
+    turns = 0 < width <= head_dim and width % 2 == 0
+    rope.need(turns, "partial_rotary_factor", f"shares of {head_dim} that are even and not 0")
     return dict(
         vocab_size=c.size("vocab_size"),
         hidden_size=c.size("hidden_size"),
@@ -55,8 +56,8 @@ def read_common(c: ConfigReader, head_dim: int, partial: float) -> dict[str, Any
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        eps=c.get("rms_norm_eps", float),
-        theta=rope.get("rope_theta", float),
+        eps=c.positive("rms_norm_eps"),
+        theta=rope.positive("rope_theta"),
         rotary_width=width,
         tied=c.get("tie_word_embeddings", bool, False),
     )

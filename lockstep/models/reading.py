@@ -1,8 +1,9 @@
 """Strict reading of a checkpoint's config.json: what matters must be there and be known."""
 
+from math import isfinite
 from typing import Any, TypeVar
 
-from lockstep.errors import CheckpointError, choice_error
+from lockstep.errors import CheckpointError, LockstepError, choice_error
 
 T = TypeVar("T")
 _MISSING = object()
@@ -16,10 +17,7 @@ class ConfigReader:
 
     def __init__(self, raw: dict[str, Any], within: str = "") -> None:
         self.within, self.raw = within, raw
-        text = self.get("text_config", dict, {})
-        self.raw = {**raw, **text}
-        if text and "tie_word_embeddings" not in text:
-            self.raw["tie_word_embeddings"] = raw.get("tie_word_embeddings", False)
+        self.raw = {**raw, **self.get("text_config", dict, {})}
 
     def get(self, name: str, kind: type[T], default: Any = _MISSING) -> T:
         """The setting as `kind`; null counts as absent where there is a default.
@@ -34,7 +32,7 @@ class ConfigReader:
                 f"config.json has no {self.within}{name}; expected: {kind.__name__}. "
                 "Add it to config.json."
             )
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if kind is float and type(value) is int:
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise self._error(name, value, kind.__name__)
@@ -46,10 +44,16 @@ class ConfigReader:
         self.need(value > 0, name, "1 or more")
         return value
 
+    def positive(self, name: str) -> float:
+        """The setting as a finite number above 0."""
+        value = self.get(name, float)
+        self.need(isfinite(value) and value > 0, name, "finite numbers above 0")
+        return value
+
     def only(self, name: str, *allowed: Any, default: Any = _MISSING) -> Any:
         """The setting, which must be one of `allowed` (absent counts as `default`)."""
         value = self.raw.get(name, default)
-        if value not in allowed:
+        if not any(type(value) is type(a) and value == a for a in allowed):
             raise choice_error(
                 CheckpointError,
                 f"config.json {self.within}{name}",
@@ -60,7 +64,7 @@ class ConfigReader:
         return value
 
     def need(self, holds: bool, name: str, allowed: str) -> None:
-        """Raises CheckpointError about a setting that is read unless `holds`."""
+        """Raises CheckpointError about a setting unless `holds`."""
         if not holds:
             raise self._error(name, self.raw.get(name), allowed)
 
@@ -68,25 +72,27 @@ class ConfigReader:
         """The kind of each layer, all of them known."""
         kinds = self.get("layer_types", list, default)
         for kind in kinds:
-            self.need(kind in known, "layer_types", ", ".join(sorted(known)))
+            if kind not in known:
+                raise self._error("layer_types", kind, ", ".join(sorted(known)))
         self.need(len(kinds) == layers, "layer_types", f"one for each of {layers} layers")
         return tuple(kinds)
 
     def plain_rope(self) -> "ConfigReader":
         """The rotary settings: rope_parameters, or what files before it have at the top level.
 
-        Raises CheckpointError where positions are scaled, or where the two places disagree.
+        Raises CheckpointError where positions are scaled, or where two places disagree.
         """
         found = {n: self.raw.get(n) for n in ("rope_theta", "partial_rotary_factor")}
         for part in ("rope_scaling", "rope_parameters"):
-            inner = self.get(part, dict, {})
+            inner = ConfigReader(self.get(part, dict, {}), f"{part}.")
             for name in ("rope_type", "type"):
-                ConfigReader(inner, f"{part}.").only(name, "default", default="default")
-            for name, value in inner.items():
-                self.need(found.get(name) in (None, value), name, f"{value!r} as in {part}")
+                inner.only(name, "default", default="default")
+            for name, value in inner.raw.items():
+                if found.get(name) not in (None, value):
+                    raise inner._error(name, value, f"{found[name]!r} as elsewhere in the file")
                 found[name] = value
-        return ConfigReader(found, "rope_parameters.")
+        return ConfigReader({n: v for n, v in found.items() if v is not None}, "rope_parameters.")
 
-    def _error(self, name: str, value: object, allowed: str) -> Exception:
+    def _error(self, name: str, value: object, allowed: str) -> LockstepError:
         field = f"config.json {self.within}{name}"
         return choice_error(CheckpointError, field, value, allowed, "Mend config.json.")

@@ -50,8 +50,10 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     torch.manual_seed(0)
     oracle = transformers.Qwen3ForCausalLM(config).eval()
     for parameter in oracle.parameters():
-        flat = parameter.dim() == 1
-        parameter.data.uniform_(0.5, 1.5) if flat else parameter.data.mul_(3.0)
+        if parameter.dim() > 1:
+            parameter.data.normal_(0.0, 1.5 * parameter.shape[1] ** -0.5)
+        else:
+            parameter.data.uniform_(0.5, 1.5)
     folder = tmp_path_factory.mktemp("qwen3")
     oracle.save_pretrained(folder)
     return make_llm(folder, speculative_config=NGRAM), oracle
@@ -178,7 +180,7 @@ def test_a_layer_of_qwen3_8b_has_its_shapes_and_its_share_of_the_parameters() ->
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type='yarn'"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling.type='linear'"),
         ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters.rope_type='llama3'"),
-        ({"rope_parameters": {"rope_theta": 1e4}}, "rope_theta=1000000.*10000.0"),
+        ({"rope_parameters": {"rope_theta": 1e4}}, "rope_theta=10000.0.*1000000"),
         ({"rope_theta": None}, "rope_theta"),
         ({"num_key_value_heads": 5}, "num_attention_heads=32.*multiples"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0.*1 or more"),
