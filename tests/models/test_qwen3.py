@@ -41,12 +41,8 @@ def make_llm(folder: Path, **settings: object) -> LLM:
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     """(engine, oracle) over one checkpoint as transformers saves it, its weights random."""
     transformers = pytest.importorskip("transformers")
-    names = {"model_type", "rope_theta", "torch_dtype", "tie_word_embeddings"}
-    config = transformers.Qwen3Config(
-        vocab_size=VOCAB,
-        tie_word_embeddings=request.param,
-        **{name: value for name, value in QWEN3.items() if name not in names},
-    )
+    own = {**QWEN3, "rope_theta": 50000.0, "torch_dtype": "float32", "vocab_size": VOCAB}
+    config = transformers.Qwen3Config(**{**own, "tie_word_embeddings": request.param})
     torch.manual_seed(0)
     oracle = transformers.Qwen3ForCausalLM(config).eval()
     for parameter in oracle.parameters():
