@@ -21,6 +21,8 @@ class RMSNorm(nn.Module):
 class GatedRMSNorm(nn.Module):
     """x [..., D] fp32, gate [..., D] -> x / rms(x) * weight * silu(gate)."""
 
+    offset = 0.0
+
     def __init__(self, build: Build, width: int, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = build.empty(width), eps
