@@ -1,14 +1,12 @@
 """Gated softmax attention over paged KV (Qwen3-Next and Qwen3.5 full-attention layers)."""
 
-import torch
 from torch import Tensor, nn
 
 from lockstep.cache.specs import PagedSpec
-from lockstep.kernels.activations import sigmoid
 from lockstep.kernels.attention import paged_attention
+from lockstep.kernels.rotary import gate_output, rope_and_cache
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Linear
-from lockstep.layers.norm import RMSNorm
 from lockstep.layers.rotary import Rotary
 from lockstep.step import Step
 
@@ -34,24 +32,33 @@ class GatedAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.dtype, self.rotary = build.dtype, rotary
+        self.dtype, self.rotary, self.eps = build.dtype, rotary, eps
         kv = kv_heads * head_dim
         self.qkv = Linear(build, hidden, heads * head_dim * 2, kv, kv)
-        self.q_norm = RMSNorm(build, head_dim, eps, offset=1.0)
-        self.k_norm = RMSNorm(build, head_dim, eps, offset=1.0)
+        self.q_norm, self.k_norm = build.empty(head_dim), build.empty(head_dim)
         self.out = Linear(build, heads * head_dim, hidden)
+        self.rope = build.op(rope_and_cache, head_dim=head_dim)
         self.attend = build.op(paged_attention, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+        self.gate = build.op(gate_output, head_dim=head_dim)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        qg, k, v = self.qkv(x).split(self.qkv.outputs, dim=-1)
-        q, gate = qg.unflatten(-1, (self.heads, 2 * self.head_dim)).chunk(2, dim=-1)
-        k, v = (t.unflatten(-1, (self.kv_heads, self.head_dim)) for t in (k, v))
-        turned = self.rotary(torch.cat([self.q_norm(q), self.k_norm(k)], dim=1), step.positions)
-        q, k = turned.split([self.heads, self.kv_heads], dim=1)
-        self.k_cache.flatten(0, 1).index_put_((step.slot_mapping,), k)
-        self.v_cache.flatten(0, 1).index_put_((step.slot_mapping,), v)
+        qkv = self.qkv(x)
+        q = self.rope(
+            qkv,
+            self.q_norm,
+            self.k_norm,
+            self.rotary.cos,
+            self.rotary.sin,
+            step.positions,
+            step.slot_mapping,
+            self.k_cache,
+            self.v_cache,
+            self.eps,
+            offset=1.0,
+            gated=True,
+        )
         mixed = self.attend(
-            q.contiguous(),
+            q,
             self.k_cache,
             self.v_cache,
             step.page_table,
@@ -60,7 +67,7 @@ class GatedAttention(nn.Module):
             step.shape.query_len,
             self.head_dim**-0.5,
         )
-        return self.out((mixed * sigmoid(gate)).flatten(1))
+        return self.out(self.gate(mixed, qkv).flatten(1))
 
     def cache_spec(self) -> PagedSpec:
         return PagedSpec(self.kv_heads, self.head_dim, self.dtype)

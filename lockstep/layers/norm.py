@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from lockstep.kernels.norm import gated_rms_norm, rms_norm
+from lockstep.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
 from lockstep.layers.build import Build
 
 
@@ -13,9 +13,16 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight, self.eps, self.offset = build.empty(width), eps, offset
         self.norm = build.op(rms_norm, width=width)
+        self.add_norm = build.op(add_rms_norm, width=width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x, self.weight, self.eps, self.offset)
+
+    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x, delta [T, D] -> x + delta and its norm; a delta of None adds nothing."""
+        if delta is None:
+            return x, self(x)
+        return self.add_norm(x, delta, self.weight, self.eps, self.offset)
 
 
 class GatedRMSNorm(nn.Module):

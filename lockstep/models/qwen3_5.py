@@ -99,7 +99,11 @@ MIXERS = {"linear_attention": _delta_net, "full_attention": _attention}
 
 
 class Block(nn.Module):
-    """x += mixer(norm x); x += mlp(norm x). What stands before and after the mixer is row-local."""
+    """x += mixer(norm x); x += mlp(norm x). What stands before and after the mixer is row-local.
+
+    A block hands on the residual x and the delta that is still to be added to it: the next norm
+    adds and norms in one pass.
+    """
 
     def __init__(self, c: Config, build: Build, kind: str, rotary: Rotary) -> None:
         super().__init__()
@@ -108,17 +112,19 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(build, c.hidden_size, c.eps, offset=1.0)
         self.mlp = GatedMLP(build, c.hidden_size, c.intermediate_size)
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
-        return self.after(x, self.mixer(self.before(x), step))
+    def forward(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        """x, delta [T, H] (None before the first block) -> the same of the next block."""
+        x, normed = self.before(x, delta)
+        return self.after(x, self.mixer(normed, step))
 
-    def before(self, x: Tensor) -> Tensor:
-        """x [T, H] -> the mixer's input [T, H]."""
-        return self.mixer_norm(x)
+    def before(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """-> the residual and the mixer's input, each [T, H]."""
+        return self.mixer_norm.add(x, delta)
 
-    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """The residual x and the mixer's output, each [T, H] -> the block's output [T, H]."""
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x))
+    def after(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual and the mixer's output -> the residual and the MLP's, each [T, H]."""
+        x, normed = self.mlp_norm.add(x, mixed)
+        return x, self.mlp(normed)
 
 
 class Model(nn.Module):
@@ -138,10 +144,10 @@ class Model(nn.Module):
 
     def forward(self, step: Step) -> tuple[Tensor, tuple[Tensor, ...]]:
         """-> hidden [T, H] after the final norm, taps (none)."""
-        x = self.embed(step.token_ids)
+        x, delta = self.embed(step.token_ids), None
         for block in self.blocks:
-            x = block(x, step)
-        return self.norm(x), ()
+            x, delta = block(x, delta, step)
+        return self.norm.add(x, delta)[1], ()
 
     def logits(self, hidden: Tensor, step: Step) -> Tensor:
         """hidden [T, H] -> [N, V] fp32 at the step's logit rows."""
@@ -176,7 +182,7 @@ def block_weights(block: nn.Module) -> dict[str, Tensor]:
             f"{n}_proj.weight": mixer.qkv.part(i) for i, n in enumerate("qkv")
         }
         own["o_proj.weight"] = mixer.out.weight
-        own.update({"q_norm.weight": mixer.q_norm.weight, "k_norm.weight": mixer.k_norm.weight})
+        own.update({"q_norm.weight": mixer.q_norm, "k_norm.weight": mixer.k_norm})
         return table | {f"self_attn.{k}": v for k, v in own.items()}
     names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     own = {f"{n}.weight": mixer.in_proj.part(i) for i, n in enumerate(names)}
@@ -207,7 +213,7 @@ class Draft(nn.Module):
     def forward(self, ids: Tensor, hidden: Tensor, step: Step) -> Tensor:
         """ids [T], hidden [T, H] -> hidden [T, H] of the draft, fed back for the next one."""
         x = torch.cat([self.embed_norm(self.embed(ids)), self.hidden_norm(hidden)], dim=-1)
-        return self.norm(self.block(self.fc(x), step))
+        return self.norm.add(*self.block(self.fc(x), None, step))[1]
 
     def weights(self) -> dict[str, Tensor]:
         """Checkpoint name, less DRAFT_PREFIX -> the tensor that it fills."""
