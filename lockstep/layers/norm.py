@@ -1,4 +1,4 @@
-"""RMS norms, plain and zero-centred, and the gated norm of Gated DeltaNet."""
+"""RMS norms, plain and zero-centred, after a residual add too; Gated DeltaNet's gated norm."""
 
 from torch import Tensor, nn
 
@@ -13,15 +13,23 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight, self.eps, self.offset = build.empty(width), eps, offset
         self.norm = build.op(rms_norm, width=width)
-        self.add_norm = build.op(add_rms_norm, width=width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x, self.weight, self.eps, self.offset)
 
-    def add(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x, delta [T, D] -> x + delta and its norm; a delta of None adds nothing."""
+
+class AddRMSNorm(nn.Module):
+    """x, delta [T, D] -> x + delta and its norm as RMSNorm's; a delta of None adds nothing."""
+
+    def __init__(self, build: Build, width: int, eps: float, offset: float = 0.0) -> None:
+        super().__init__()
+        self.weight, self.eps, self.offset = build.empty(width), eps, offset
+        self.norm = build.op(rms_norm, width=width)
+        self.add_norm = build.op(add_rms_norm, width=width)
+
+    def forward(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         if delta is None:
-            return x, self(x)
+            return x, self.norm(x, self.weight, self.eps, self.offset)
         return self.add_norm(x, delta, self.weight, self.eps, self.offset)
 
 

@@ -11,7 +11,7 @@ from lockstep.layers.build import Build
 from lockstep.layers.gated_delta_net import GatedDeltaNet
 from lockstep.layers.linear import Embedding, Head, Linear
 from lockstep.layers.mlp import GatedMLP
-from lockstep.layers.norm import RMSNorm
+from lockstep.layers.norm import AddRMSNorm, RMSNorm
 from lockstep.layers.rotary import Rotary
 from lockstep.models.reading import ConfigReader
 from lockstep.step import Step
@@ -107,9 +107,9 @@ class Block(nn.Module):
 
     def __init__(self, c: Config, build: Build, kind: str, rotary: Rotary) -> None:
         super().__init__()
-        self.mixer_norm = RMSNorm(build, c.hidden_size, c.eps, offset=1.0)
+        self.mixer_norm = AddRMSNorm(build, c.hidden_size, c.eps, offset=1.0)
         self.mixer = MIXERS[kind](c, build, rotary)
-        self.mlp_norm = RMSNorm(build, c.hidden_size, c.eps, offset=1.0)
+        self.mlp_norm = AddRMSNorm(build, c.hidden_size, c.eps, offset=1.0)
         self.mlp = GatedMLP(build, c.hidden_size, c.intermediate_size)
 
     def forward(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
@@ -119,11 +119,11 @@ class Block(nn.Module):
 
     def before(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """-> the residual and the mixer's input, each [T, H]."""
-        return self.mixer_norm.add(x, delta)
+        return self.mixer_norm(x, delta)
 
     def after(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """The residual and the mixer's output -> the residual and the MLP's, each [T, H]."""
-        x, normed = self.mlp_norm.add(x, mixed)
+        x, normed = self.mlp_norm(x, mixed)
         return x, self.mlp(normed)
 
 
@@ -138,7 +138,7 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList(
             Block(c, build.at(f"layers.{i}"), kind, rotary) for i, kind in enumerate(c.layer_types)
         )
-        self.norm = RMSNorm(build.at("norm"), c.hidden_size, c.eps, offset=1.0)
+        self.norm = AddRMSNorm(build.at("norm"), c.hidden_size, c.eps, offset=1.0)
         own = build.matrix(c.vocab_size, c.hidden_size) if not c.tied else self.embed.weight
         self.head = Head(build.at("head"), own)
 
@@ -147,7 +147,7 @@ class Model(nn.Module):
         x, delta = self.embed(step.token_ids), None
         for block in self.blocks:
             x, delta = block(x, delta, step)
-        return self.norm.add(x, delta)[1], ()
+        return self.norm(x, delta)[1], ()
 
     def logits(self, hidden: Tensor, step: Step) -> Tensor:
         """hidden [T, H] -> [N, V] fp32 at the step's logit rows."""
@@ -207,13 +207,13 @@ class Draft(nn.Module):
         self.fc = Linear(build, 2 * c.hidden_size, c.hidden_size)
         rotary = Rotary(build, c.rotary_width, c.theta)
         self.block = Block(c, build, "full_attention", rotary)
-        self.norm = RMSNorm(build, c.hidden_size, c.eps, offset=1.0)
+        self.norm = AddRMSNorm(build, c.hidden_size, c.eps, offset=1.0)
         self.head = Head(build, target.head.weight)
 
     def forward(self, ids: Tensor, hidden: Tensor, step: Step) -> Tensor:
         """ids [T], hidden [T, H] -> hidden [T, H] of the draft, fed back for the next one."""
         x = torch.cat([self.embed_norm(self.embed(ids)), self.hidden_norm(hidden)], dim=-1)
-        return self.norm.add(*self.block(self.fc(x), None, step))[1]
+        return self.norm(*self.block(self.fc(x), None, step))[1]
 
     def weights(self) -> dict[str, Tensor]:
         """Checkpoint name, less DRAFT_PREFIX -> the tensor that it fills."""

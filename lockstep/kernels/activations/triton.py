@@ -20,14 +20,15 @@ def sigmoid(x):
 
 
 @triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["gate_up", "out"])
-def _silu_mul_kernel(gate_up, out, stride, I: tl.constexpr, BLOCK: tl.constexpr):
+def _silu_mul_kernel(gate_up, out, stride, N: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK of one row's N products."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate_up += row * stride + lanes
-    gate = tl.load(gate_up, mask=lanes < I, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + I, mask=lanes < I, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up, mask=lanes < N, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + N, mask=lanes < N, other=0.0).to(tl.float32)
     gate = tl.div_rn(gate, 1.0 + tl.exp(-gate)).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * I + lanes, (gate * up).to(out.dtype.element_ty), mask=lanes < I)
+    tl.store(out + row * N + lanes, (gate * up).to(out.dtype.element_ty), mask=lanes < N)
 
 
 @silu_mul.backend("triton", supports=gpu_trait)

@@ -1,4 +1,4 @@
-"""rms_norm, after a residual add too, and its gated form: one fixed lane layout per row width, whatever the batch."""
+"""rms_norm, add_rms_norm, gated_rms_norm: one lane layout per row width, whatever the batch."""
 
 import torch
 from torch import Tensor

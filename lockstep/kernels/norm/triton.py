@@ -45,9 +45,11 @@ def _rms_norm_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["inner", "x_outer", "x_inner", "delta_outer", "delta_inner", "eps", "offset"],
+    do_not_specialize=[
+        "inner", "x_outer", "x_inner", "delta_outer", "delta_inner", "eps", "offset",
+    ],
     do_not_specialize_on_alignment=["x", "delta", "weight", "total", "out"],
-)
+)  # fmt: skip
 def _add_rms_norm_kernel(
     x, delta, weight, total, out, inner, x_outer, x_inner, delta_outer, delta_inner, eps, offset,
     D: tl.constexpr, BLOCK: tl.constexpr,
