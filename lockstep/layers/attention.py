@@ -7,6 +7,7 @@ from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.rotary import gate_output, rope_and_cache
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Linear
+from lockstep.layers.norm import Norm
 from lockstep.layers.rotary import Rotary
 from lockstep.step import Step
 
@@ -32,10 +33,10 @@ class GatedAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.dtype, self.rotary, self.eps = build.dtype, rotary, eps
+        self.dtype, self.rotary = build.dtype, rotary
         kv = kv_heads * head_dim
         self.qkv = Linear(build, hidden, heads * head_dim * 2, kv, kv)
-        self.q_norm, self.k_norm = build.empty(head_dim), build.empty(head_dim)
+        self.q_norm, self.k_norm = (Norm(build, head_dim, eps, offset=1.0) for _ in range(2))
         self.out = Linear(build, heads * head_dim, hidden)
         self.rope = build.op(rope_and_cache, head_dim=head_dim)
         self.attend = build.op(paged_attention, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
@@ -45,16 +46,16 @@ class GatedAttention(nn.Module):
         qkv = self.qkv(x)
         q = self.rope(
             qkv,
-            self.q_norm,
-            self.k_norm,
+            self.q_norm.weight,
+            self.k_norm.weight,
             self.rotary.cos,
             self.rotary.sin,
             step.positions,
             step.slot_mapping,
             self.k_cache,
             self.v_cache,
-            self.eps,
-            offset=1.0,
+            self.q_norm.eps,
+            self.q_norm.offset,
             gated=True,
         )
         mixed = self.attend(

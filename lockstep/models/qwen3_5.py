@@ -182,7 +182,7 @@ def block_weights(block: nn.Module) -> dict[str, Tensor]:
             f"{n}_proj.weight": mixer.qkv.part(i) for i, n in enumerate("qkv")
         }
         own["o_proj.weight"] = mixer.out.weight
-        own.update({"q_norm.weight": mixer.q_norm, "k_norm.weight": mixer.k_norm})
+        own.update({"q_norm.weight": mixer.q_norm.weight, "k_norm.weight": mixer.k_norm.weight})
         return table | {f"self_attn.{k}": v for k, v in own.items()}
     names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     own = {f"{n}.weight": mixer.in_proj.part(i) for i, n in enumerate(names)}
