@@ -10,7 +10,7 @@ from lockstep.layers.attention import Attention
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Embedding, Head
 from lockstep.layers.mlp import GatedMLP
-from lockstep.layers.norm import RMSNorm
+from lockstep.layers.norm import AddRMSNorm
 from lockstep.layers.rotary import Rotary
 from lockstep.models.reading import ConfigReader
 from lockstep.step import Step
@@ -64,26 +64,32 @@ def read_common(c: ConfigReader, head_dim: int, partial: float) -> dict[str, Any
 
 
 class Block(nn.Module):
-    """x += mixer(norm x); x += mlp(norm x). What stands before and after the mixer is row-local."""
+    """x += mixer(norm x); x += mlp(norm x). What stands before and after the mixer is row-local.
+
+    A block hands on the residual x and the delta that is still to be added to it: the next norm
+    adds and norms in one pass.
+    """
 
     def __init__(self, c: DecoderConfig, build: Build, mixer: nn.Module) -> None:
         super().__init__()
-        self.mixer_norm = RMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
+        self.mixer_norm = AddRMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         self.mixer = mixer
-        self.mlp_norm = RMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
+        self.mlp_norm = AddRMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         self.mlp = GatedMLP(build, c.hidden_size, c.intermediate_size)
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
-        return self.after(x, self.mixer(self.before(x), step))
+    def forward(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
+        """x, delta [T, H] (None before the first block) -> the same of the next block."""
+        x, normed = self.before(x, delta)
+        return self.after(x, self.mixer(normed, step))
 
-    def before(self, x: Tensor) -> Tensor:
-        """x [T, H] -> the mixer's input [T, H]."""
-        return self.mixer_norm(x)
+    def before(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        """-> the residual and the mixer's input, each [T, H]."""
+        return self.mixer_norm(x, delta)
 
-    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """The residual x and the mixer's output, each [T, H] -> the block's output [T, H]."""
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x))
+    def after(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual and the mixer's output -> the residual and the MLP's, each [T, H]."""
+        x, normed = self.mlp_norm(x, mixed)
+        return x, self.mlp(normed)
 
     def weights(self) -> dict[str, Tensor]:
         """Checkpoint name within the layer -> the tensor that it fills, but for the mixer's."""
@@ -126,7 +132,7 @@ class Decoder(nn.Module, ABC):
         self.blocks = nn.ModuleList(
             Block(c, b, self.mixer(i, b, rotary)) for i, b in enumerate(builds)
         )
-        self.norm = RMSNorm(build.at("norm"), c.hidden_size, c.eps, c.norm_offset)
+        self.norm = AddRMSNorm(build.at("norm"), c.hidden_size, c.eps, c.norm_offset)
         own = build.matrix(c.vocab_size, c.hidden_size) if not c.tied else self.embed.weight
         self.head = Head(build.at("head"), own)
 
@@ -140,10 +146,10 @@ class Decoder(nn.Module, ABC):
 
     def forward(self, step: Step) -> tuple[Tensor, tuple[Tensor, ...]]:
         """-> hidden [T, H] after the final norm, taps (none)."""
-        x = self.embed(step.token_ids)
+        x, delta = self.embed(step.token_ids), None
         for block in self.blocks:
-            x = block(x, step)
-        return self.norm(x), ()
+            x, delta = block(x, delta, step)
+        return self.norm(x, delta)[1], ()
 
     def logits(self, hidden: Tensor, step: Step) -> Tensor:
         """hidden [T, H] -> [N, V] fp32 at the step's logit rows."""

@@ -10,7 +10,7 @@ from lockstep.layers.attention import Attention
 from lockstep.layers.build import Build
 from lockstep.layers.gated_delta_net import GatedDeltaNet
 from lockstep.layers.linear import Head, Linear
-from lockstep.layers.norm import RMSNorm
+from lockstep.layers.norm import AddRMSNorm, RMSNorm
 from lockstep.layers.rotary import Rotary
 from lockstep.models.decoder import (
     Block,
@@ -119,13 +119,13 @@ class Draft(nn.Module):
         self.fc = Linear(build, 2 * c.hidden_size, c.hidden_size)
         rotary = Rotary(build, c.rotary_width, c.theta)
         self.block = Block(c, build, attention(c, build, rotary, gated=True))
-        self.norm = RMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
+        self.norm = AddRMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         self.head = Head(build, target.head.weight)
 
     def forward(self, ids: Tensor, hidden: Tensor, step: Step) -> Tensor:
         """ids [T], hidden [T, H] -> hidden [T, H] of the draft, fed back for the next one."""
         x = torch.cat([self.embed_norm(self.embed(ids)), self.hidden_norm(hidden)], dim=-1)
-        return self.norm(self.block(self.fc(x), step))
+        return self.norm(*self.block(self.fc(x), None, step))[1]
 
     def weights(self) -> dict[str, Tensor]:
         """Checkpoint name, less DRAFT_PREFIX -> the tensor that it fills."""
