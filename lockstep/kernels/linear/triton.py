@@ -122,12 +122,12 @@ def _ask(address):
 @triton.jit(do_not_specialize=["tokens"])
 def _linear_kernel(
     x, weight, x_map, w_map, out, stash, tokens, N, length, x_stride, w_stride,
-    SPLIT: tl.constexpr, COUNT: tl.constexpr, LEVELS: tl.constexpr, GROUP: tl.constexpr,
+    COUNT: tl.constexpr, LEVELS: tl.constexpr, GROUP: tl.constexpr,
     SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
     PDL: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out [SPLIT, tokens, N]. Programs walk GROUP row tiles per column tile.
+    """One tile of out [parts, tokens, N]. Programs walk GROUP row tiles per column tile.
 
     Rows of the weight past its end are copies of the last one: computed and not stored.
     """
@@ -218,7 +218,7 @@ def launch(x: Tensor, weight: Tensor, segments: int, tile: Tile) -> Tensor:
     options = dict(enable_fp_fusion=False, launch_pdl=True) if pdl else dict(enable_fp_fusion=False)
     _linear_kernel[(programs,)](
         x, weight, *maps, parts, stash, tokens, n, length, x.stride(0), weight.stride(0),
-        split, count, levels, GROUP, tile.swap, maps[0] is not None, even,
+        count, levels, GROUP, tile.swap, maps[0] is not None, even,
         pdl, AHEAD, tile.m, tile.n, tile.k,
         num_warps=tile.warps, num_stages=tile.stages, **options,
     )  # fmt: skip

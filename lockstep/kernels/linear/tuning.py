@@ -7,7 +7,7 @@ again or lost. Its keys are "arch/dtype/NxK" and, inside, the first token count 
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 
@@ -140,23 +140,21 @@ def load(path: Path = TABLE) -> Table:
     """The table in a file; empty where there is none."""
     found = json.loads(path.read_text()) if path.exists() else {}
     return {
-        key: {int(first): Tile(**fields) for first, fields in row.items()}
-        for key, row in found.items()
+        key: {int(first): Tile(**own) for first, own in row.items()} for key, row in found.items()
     }
 
 
 def save(table: Table, path: Path = TABLE) -> None:
     """Writes a table, one tile per line, defaults left out."""
-    lines = []
-    for key in sorted(table):
-        rows = []
-        for first, tile in sorted(table[key].items()):
-            fields = {name: value for name, value in asdict(tile).items() if value or name == "n"}
-            if tile.split == 1:
-                del fields["split"]
-            rows.append(f'    "{first}": {json.dumps(fields)}')
-        lines.append(f'  "{key}": {{\n' + ",\n".join(rows) + "\n  }")
-    path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    defaults = {field.name: field.default for field in fields(Tile)}
+    blocks = []
+    for key, row in sorted(table.items()):
+        lines = []
+        for first, tile in sorted(row.items()):
+            own = {name: value for name, value in asdict(tile).items() if value != defaults[name]}
+            lines.append(f'    "{first}": {json.dumps(own)}')
+        blocks.append(f'  "{key}": {{\n' + ",\n".join(lines) + "\n  }")
+    path.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
 
 
 @cache
