@@ -88,6 +88,7 @@ def test_buckets_and_defaults():
             assert len(set(tiles)) == len(tiles) <= 8 and tiles[0].split == 1
             assert lookup(tokens, 999, 4096, dtype, "sm90") == tiles[0]
             assert lookup(tokens, 999, 4096, dtype, "sm80").tma is False
+            assert candidates(tokens, 999, 40, dtype)
 
 
 def test_table(tmp_path):

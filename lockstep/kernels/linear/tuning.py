@@ -119,7 +119,7 @@ def candidates(tokens: int, n: int, k: int, dtype: torch.dtype, segments: int = 
         tiles = _some()
     else:
         tiles = _hundreds() if tokens <= 256 else _many()
-    return [tile for tile in tiles if tile.split <= segments and tile.k <= k]
+    return [tile for tile in tiles if tile.split <= segments and tile.k <= max(k, 64)]
 
 
 def _modest(tokens: int, dtype: torch.dtype) -> Tile:
