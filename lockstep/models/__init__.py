@@ -13,7 +13,7 @@ ARCHITECTURES = {
 
 def architecture(model_type: object) -> ModuleType:
     """The module that builds this model_type: `Config`, `Model`, and `Draft` where it drafts."""
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise choice_error(
             CheckpointError,
             "model_type",
@@ -21,4 +21,4 @@ def architecture(model_type: object) -> ModuleType:
             ", ".join(ARCHITECTURES),
             "Serve a checkpoint of one of these architectures.",
         )
-    return import_module(ARCHITECTURES[str(model_type)])
+    return import_module(ARCHITECTURES[model_type])

@@ -14,18 +14,23 @@ from lockstep.layers.build import Build
 from lockstep.models import architecture
 
 Progress = Callable[[int, int], None]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a checkpoint folder. Raises CheckpointError if it is not there or no JSON."""
+    """config.json of a checkpoint folder. Raises CheckpointError if it is none that we build."""
     path = folder / "config.json"
     try:
-        return json.loads(path.read_text())
+        raw = json.loads(path.read_text())
+        if not isinstance(raw, dict) or not isinstance(raw.get("text_config", {}), dict):
+            raise ValueError("it holds no settings by name")
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error}). Name a folder that holds a checkpoint: "
             "config.json and *.safetensors."
         ) from None
+    architecture(raw.get("model_type"))
+    return raw
 
 
 def build_model(raw: dict[str, Any], build: Build, drafting: bool) -> tuple[nn.Module, Any]:
@@ -66,7 +71,9 @@ def load_weights(
     for index, path in enumerate(files):
         for name, tensor in _tensors(path):
             key = _strip(module, name)
-            if key in wanted:
+            if key in filled:
+                spare.append(f"{name} (again, in {path.name})")
+            elif key in wanted:
                 _fill(name, wanted[key], tensor)
                 filled.add(key)
             elif not _ignored(module, model, draft, name, key):
@@ -135,7 +142,16 @@ def _fill(name: str, target: Tensor, tensor: Tensor) -> None:
             f"{name} has shape {tuple(tensor.shape)}; config.json asks for "
             f"{tuple(target.shape)}. Mend config.json or the checkpoint."
         )
+    if tensor.dtype not in DTYPES:
+        raise CheckpointError(
+            f"{name} has dtype {_short(tensor.dtype)}; allowed: {', '.join(map(_short, DTYPES))}. "
+            "Serve a checkpoint that is not quantised."
+        )
     target.data.copy_(tensor)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _some(names: list[str]) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.errors import CheckpointError, choice_error
 from lockstep.layers.attention import GatedAttention
 from lockstep.layers.build import Build
 from lockstep.layers.gated_delta_net import GatedDeltaNet
@@ -55,35 +56,56 @@ class Config:
         c.only("mamba_ssm_dtype", "float32", default="float32")
         c.only("mtp_use_dedicated_embeddings", False, default=False)
         c.only("layer_scale", False, None, default=None)
+        c.only("quantization_config", None, default=None)
+        c.only("rope_scaling", None, default=None)
         rope = ConfigReader(c.get("rope_parameters", dict))
         rope.only("rope_type", "default", default="default")
-        layers, head_dim = c.get("num_hidden_layers", int), c.get("head_dim", int, 256)
-        every = c.get("full_attention_interval", int, 4)
-        kinds = [("linear", "full")[(i + 1) % every == 0] + "_attention" for i in range(layers)]
-        types = ConfigReader({"layer_types": c.get("layer_types", list, kinds)})
-        for kind in types.raw["layer_types"]:
-            ConfigReader({"layer_types": kind}).only("layer_types", *MIXERS)
-        partial = rope.get("partial_rotary_factor", float, c.raw.get("partial_rotary_factor", 0.25))
+        head_dim = c.size("head_dim", 256)
         return cls(
-            vocab_size=c.get("vocab_size", int),
-            hidden_size=c.get("hidden_size", int),
-            intermediate_size=c.get("intermediate_size", int),
-            layer_types=tuple(types.raw["layer_types"]),
-            heads=c.get("num_attention_heads", int),
-            kv_heads=c.get("num_key_value_heads", int),
+            vocab_size=c.size("vocab_size"),
+            hidden_size=c.size("hidden_size"),
+            intermediate_size=c.size("intermediate_size"),
+            layer_types=_layer_types(c),
+            heads=c.size("num_attention_heads"),
+            kv_heads=c.size("num_key_value_heads", divides="num_attention_heads"),
             head_dim=head_dim,
-            key_heads=c.get("linear_num_key_heads", int),
-            value_heads=c.get("linear_num_value_heads", int),
-            key_dim=c.get("linear_key_head_dim", int),
-            value_dim=c.get("linear_value_head_dim", int),
-            kernel=c.get("linear_conv_kernel_dim", int),
+            key_heads=c.size("linear_num_key_heads", divides="linear_num_value_heads"),
+            value_heads=c.size("linear_num_value_heads"),
+            key_dim=c.size("linear_key_head_dim"),
+            value_dim=c.size("linear_value_head_dim"),
+            kernel=c.size("linear_conv_kernel_dim"),
             eps=c.get("rms_norm_eps", float),
             theta=rope.get("rope_theta", float),
-            rotary_width=int(head_dim * partial),
-            max_positions=c.get("max_position_embeddings", int),
+            rotary_width=_rotary_width(c, rope, head_dim),
+            max_positions=c.size("max_position_embeddings"),
             tied=c.get("tie_word_embeddings", bool, False),
-            draft_layers=c.get("mtp_num_hidden_layers", int, 0),
+            draft_layers=c.only("mtp_num_hidden_layers", 0, 1, default=0),
         )
+
+
+def _layer_types(c: ConfigReader) -> tuple[str, ...]:
+    """The kind of every layer: full attention every Nth where the checkpoint does not list them."""
+    layers, every = c.size("num_hidden_layers"), c.size("full_attention_interval", 4)
+    kinds = [("linear", "full")[(i + 1) % every == 0] + "_attention" for i in range(layers)]
+    found = c.get("layer_types", list, kinds)
+    for kind in found:
+        ConfigReader({"layer_types": kind}).only("layer_types", *MIXERS)
+    if len(found) != layers:
+        allowed = f"{layers} entries (num_hidden_layers)"
+        remedy = "Mend config.json."
+        raise choice_error(CheckpointError, "config.json layer_types", found, allowed, remedy)
+    return tuple(found)
+
+
+def _rotary_width(c: ConfigReader, rope: ConfigReader, head_dim: int) -> int:
+    """How many of a head's dimensions are rotated, in pairs."""
+    outer = c.get("partial_rotary_factor", float, 0.25)
+    partial = rope.get("partial_rotary_factor", float, outer)
+    width = int(head_dim * partial)
+    if not 2 <= width <= head_dim or width % 2:
+        name, allowed = "config.json partial_rotary_factor", f"an even share of head_dim={head_dim}"
+        raise choice_error(CheckpointError, name, partial, allowed, "Mend config.json.")
+    return width
 
 
 def _attention(c: Config, build: Build, rotary: Rotary) -> nn.Module:

@@ -33,6 +33,18 @@ class ConfigReader:
             )
         return value
 
+    def size(self, name: str, default: Any = _MISSING, divides: str | None = None) -> int:
+        """The setting as a whole number of 1 or more, which divides the setting `divides`."""
+        value, allowed = self.get(name, int, default), "1 or more"
+        whole = self.size(divides) if divides else 0
+        if divides:
+            allowed = f"a divisor of {divides}={whole}"
+        if value < 1 or whole % value:
+            raise choice_error(
+                CheckpointError, f"config.json {name}", value, allowed, "Mend config.json."
+            )
+        return value
+
     def only(self, name: str, *allowed: Any, default: Any = _MISSING) -> Any:
         """The setting, which must be one of `allowed` (absent counts as `default`)."""
         value = self.raw.get(name, default)
