@@ -1,45 +1,79 @@
-"""lockstep bench: what an answer costs on this machine, offline."""
+"""lockstep bench: what an answer, a kernel or a server costs on this machine."""
 
 import random
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperGroup
 
-from lockstep.cli.options import engine_options
-from lockstep.cli.show import load, print_json, progress_bar
+from lockstep.cli.options import engine_options, settle_drafts
+from lockstep.cli.show import load, note, print_json, progress_bar
+from lockstep.errors import ConfigError
 from lockstep.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from lockstep.bench import Figures
+    from lockstep.bench.floor import Floor, Sketch, StepFloor
     from lockstep.llm import LLM
 
+USUAL = "offline"
 
+
+class _UsualGroup(TyperGroup):
+    """Without a subcommand's name in front, the arguments are those of USUAL."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        named = bool(args) and args[0] in self.commands
+        return super().parse_args(ctx, args if named else [USUAL, *args])
+
+
+bench = typer.Typer(cls=_UsualGroup, help="Measure answers (offline), kernels, or a server.")
+
+
+@bench.command()
 @engine_options
-def bench(
+def offline(
     model: Annotated[str | None, typer.Argument(help="model folder or hub id")] = None,
-    batch_size: Annotated[int, typer.Option(help="requests at once")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="requests at once")] = 1,
     input_len: Annotated[
         int, typer.Option(help="random prompt tokens; 0: real prompts, so that drafts count")
     ] = 0,
     output_len: Annotated[int, typer.Option(help="tokens per answer")] = 128,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(help="K of the drafter that was chosen; 0: no drafts")
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     num_iters_warmup: Annotated[int, typer.Option(min=0, help="runs that do not count")] = 3,
     num_iters: Annotated[int, typer.Option(min=1, help="runs that count")] = 5,
+    floor: Annotated[
+        bool,
+        typer.Option("--floor", help="the least time of a step; no weights, no run: that alone"),
+    ] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="write the timeline of a few steps here, for Perfetto")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="the last line only")] = False,
     *,
     settings: dict[str, Any],
 ) -> None:
     """Measure tokens/s, ms per step, time to first token and acceptance length.
 
-    Prompts are computed anew in every run. The last line is JSON.
+    Prompts are computed anew in every run. The last line is JSON. See also: lockstep bench
+    kernels --help, lockstep bench serving --help.
     """
     from lockstep.bench import measure
+    from lockstep.bench.floor import describe_floors
 
     settings["enable_prefix_caching"] = False
-    settings["max_num_seqs"] = max(batch_size, 1)
+    settings["max_num_seqs"] = batch_size
+    _choose_drafts(settings, num_speculative_tokens)
+    if floor and not _has_weights(settings):
+        _show_floor_alone(settings, batch_size, input_len, json)
+        return
     llm = load(settings, quiet=json)
     params = SamplingParams(
         temperature=temperature, max_tokens=output_len, ignore_eos=True, seed=0, detokenize=False
@@ -51,15 +85,40 @@ def bench(
     else:
         with progress_bar() as show:
             figures, _ = measure(llm, prompts, params, *counts, show)
-        Console(highlight=False).print(_table(figures))
+    found = _about(llm) | {k: round(v, 4) for k, v in asdict(figures).items()}
+    least, prompt = _floors_of_run(llm, figures) if floor else (None, None)
+    if least and prompt:
+        found |= describe_floors(least, prompt) | {"over_floor": _ratio(figures, least)}
+    if not json:
+        console = Console(highlight=False)
+        if least:
+            console.print(_floor_table(least, prompt))
+        console.print(_table(figures, least, prompt))
+    print_json(found)
+
+
+def _choose_drafts(settings: dict[str, Any], count: int | None) -> None:
+    """Settles "auto" drafting, and K where it is given. Raises ConfigError without a drafter."""
+    settings.update(settle_drafts(settings))
+    if count is None:
+        return
+    spec = settings["speculative_config"]
+    if count and spec is None:
+        raise ConfigError(
+            f"--num-speculative-tokens {count} needs a drafter, and this checkpoint has no MTP "
+            """module. Name one, e.g. --speculative-config '{"method": "ngram"}'."""
+        )
+    settings["speculative_config"] = {**spec, "num_speculative_tokens": count} if count else None
+
+
+def _about(llm: "LLM") -> dict[str, Any]:
     spec = llm.engine.config.speculative_config
-    about = {
+    return {
         "bench": "offline",
         "model": llm.engine.plan.model_path.name,
         "numerics": llm.engine.numerics,
         "speculative_config": asdict(spec) if spec else None,
     }
-    print_json(about | {k: round(v, 4) for k, v in asdict(figures).items()})
 
 
 def _prompts(llm: "LLM", batch_size: int, input_len: int) -> list[list[int]]:
@@ -73,17 +132,109 @@ def _prompts(llm: "LLM", batch_size: int, input_len: int) -> list[list[int]]:
     return [real[i % len(real)] for i in range(batch_size)]
 
 
-def _table(f: "Figures") -> Table:
+def _table(f: "Figures", least: "StepFloor | None", prompt: "Floor | None") -> Table:
     table = Table("", "mean", "deviation", "CV")
     wall = (f.wall_tokens_per_s, f.wall_deviation, f.wall_cv)
     decode = (f.decode_tokens_per_s, f.decode_deviation, f.decode_cv)
     for name, (mean, deviation, cv) in (("decode tokens/s", decode), ("wall tokens/s", wall)):
         table.add_row(name, f"{mean:.1f}", f"{deviation:.1f}", f"{100 * cv:.1f} %")
     table.add_row("ms per step", f"{f.ms_per_step:.2f}", "", "")
+    if least:
+        table.add_row("  floor, ms", f"{least.ms:.3f}", "", "")
+        table.add_row("  measured / floor", f"{_ratio(f, least):.3f}", "", "")
     table.add_row("time to first token, ms", f"{f.ttft_ms:.1f}", "", "")
+    if prompt and f.requests == 1:
+        table.add_row("  floor of the prompt, ms", f"{prompt.ms:.3f}", "", "")
+        table.add_row("  measured / floor", f"{f.ttft_ms / prompt.ms:.3f}", "", "")
     table.add_row("acceptance length", f"{f.acceptance_length:.2f}", "", "")
     table.add_row("acceptance rate", f"{100 * f.acceptance_rate:.1f} %", "", "")
     table.caption = (
         f"{f.requests} requests, {f.prompt_tokens} prompt tokens, {f.tokens} tokens, {f.runs} runs"
+    )
+    return table
+
+
+# The floor.
+
+
+def _has_weights(settings: dict[str, Any]) -> bool:
+    """Whether there is anything to run: weights in the folder, or random ones asked for."""
+    from lockstep.engine.setup import find_model
+
+    if settings["load_format"] == "dummy":
+        return True
+    return any(find_model(settings["model"]).glob("*.safetensors"))
+
+
+def _sketch(folder: Path, dtype: str, spec: dict[str, Any] | None) -> "Sketch":
+    import torch
+
+    from lockstep.bench.floor import sketch
+    from lockstep.config import SpeculativeConfig
+    from lockstep.spec import drafter_module
+
+    chosen = SpeculativeConfig.read(spec)
+    module = drafter_module(chosen)
+    drafts = chosen.num_speculative_tokens if chosen else 0
+    return sketch(folder, getattr(torch, dtype), drafts, bool(module and module.NEEDS_MODULE))
+
+
+def _show_floor_alone(
+    settings: dict[str, Any], batch_size: int, input_len: int, json: bool
+) -> None:
+    from lockstep.bench.floor import describe_floors, prompt_floor, step_floor
+    from lockstep.config import EngineConfig
+    from lockstep.engine.setup import find_model, pick_dtype
+    from lockstep.models.loader import read_config
+
+    folder = find_model(settings["model"])
+    dtype = pick_dtype(EngineConfig(dtype=settings["dtype"]), read_config(folder), "cuda")
+    name = str(dtype).removeprefix("torch.")
+    model = _sketch(folder, name, settings["speculative_config"])
+    least, prompt = step_floor(model, batch_size, input_len), prompt_floor(model, input_len)
+    found = {"bench": "floor", "model": folder.name, "dtype": name}
+    found |= describe_floors(least, prompt)
+    if not json:
+        Console(highlight=False).print(_floor_table(least, prompt))
+        note(f"{folder} holds no weights, so nothing was run; --load-format dummy runs it")
+    print_json(found)
+
+
+def _floors_of_run(llm: "LLM", f: "Figures") -> "tuple[StepFloor, Floor]":
+    """The floors of the run's mean step, with half of an answer in the cache, and mean prompt."""
+    from lockstep.bench.floor import prompt_floor, step_floor
+
+    engine = llm.engine
+    spec = engine.config.speculative_config
+    model = _sketch(engine.plan.model_path, engine.plan.dtype, asdict(spec) if spec else None)
+    context = (f.prompt_tokens + f.tokens // 2) // f.requests
+    prompt = prompt_floor(model, f.prompt_tokens // f.requests)
+    return step_floor(model, f.requests, context), prompt
+
+
+def _ratio(f: "Figures", least: "StepFloor") -> float:
+    return round(f.ms_per_step / least.ms, 4)
+
+
+def _floor_table(least: "StepFloor", prompt: "Floor | None") -> Table:
+    from lockstep.bench.floor import MATRIX_RATE, MEMORY_RATE
+
+    table = Table("part", "GB", "ms", "Tflop", "ms", title="Floor of a step")
+    for name, floor in (("verify", least.verify), ("drafts", least.drafts), ("prompt", prompt)):
+        if floor is None or not floor.total.bytes:
+            continue
+        for part in (*floor.parts, floor.total):
+            table.add_row(
+                f"{name}: {part.name}",
+                f"{part.bytes / 1e9:.3f}",
+                f"{part.memory_ms:.3f}",
+                f"{part.flops / 1e12:.3f}" if part.flops else "",
+                f"{part.matrix_ms:.3f}" if part.flops else "",
+                end_section=part.name == "total",
+            )
+        table.add_row(f"floor of {name}", "", f"{floor.ms:.2f}", "", "", end_section=True)
+    table.caption = (
+        f"{least.rows} rows x {least.query_len} tokens, context {least.context}; "
+        f"{MEMORY_RATE / 1e12} TB/s, {MATRIX_RATE / 1e12:.0f} TFLOP/s"
     )
     return table
