@@ -197,8 +197,8 @@ def describe_floors(step: StepFloor, prompt: Floor) -> dict[str, Any]:
         "context": step.context,
         "bytes": sum(part.bytes for part in passes),
         "flops": sum(part.flops for part in passes),
-        "verify_floor_ms": round(step.verify.ms, 4),
-        "drafts_floor_ms": round(step.drafts.ms, 4),
-        "floor_ms": round(step.ms, 4),
-        "prompt_floor_ms": round(prompt.ms, 4),
+        "verify_floor_ms": round(step.verify.ms, 6),
+        "drafts_floor_ms": round(step.drafts.ms, 6),
+        "floor_ms": round(step.ms, 6),
+        "prompt_floor_ms": round(prompt.ms, 6),
     }

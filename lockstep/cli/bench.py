@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from typer.core import TyperGroup
 
 from lockstep.cli.options import engine_options, settle_drafts
@@ -18,6 +18,7 @@ from lockstep.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from lockstep.bench import Figures
     from lockstep.bench.floor import Floor, Sketch, StepFloor
+    from lockstep.bench.trace import Line
     from lockstep.llm import LLM
 
 USUAL = "offline"
@@ -75,10 +76,13 @@ def offline(
         _show_floor_alone(settings, batch_size, input_len, json)
         return
     llm = load(settings, quiet=json)
+    prompts = [{"prompt_token_ids": ids} for ids in _prompts(llm, batch_size, input_len)]
+    if trace:
+        _trace(llm, prompts, temperature, trace, json)
+        return
     params = SamplingParams(
         temperature=temperature, max_tokens=output_len, ignore_eos=True, seed=0, detokenize=False
     )
-    prompts = [{"prompt_token_ids": ids} for ids in _prompts(llm, batch_size, input_len)]
     counts = (num_iters_warmup, num_iters)
     if json:
         figures, _ = measure(llm, prompts, params, *counts)
@@ -151,6 +155,46 @@ def _table(f: "Figures", least: "StepFloor | None", prompt: "Floor | None") -> T
     table.caption = (
         f"{f.requests} requests, {f.prompt_tokens} prompt tokens, {f.tokens} tokens, {f.runs} runs"
     )
+    return table
+
+
+# The trace.
+
+
+def _trace(
+    llm: "LLM", prompts: list[dict[str, Any]], temperature: float, path: Path, json: bool
+) -> None:
+    from lockstep.bench.trace import trace_steps
+
+    lines = trace_steps(llm, prompts, temperature, path)
+    if not json:
+        Console(highlight=False).print(_trace_table(lines, llm.engine.plan.device == "cuda"))
+        note(f"{path}: open it at https://ui.perfetto.dev")
+    print_json(
+        _about(llm)
+        | {"bench": "trace", "file": str(path), "lines": [asdict(line) for line in lines]}
+    )
+
+
+def _trace_table(lines: "list[Line]", on_gpu: bool) -> Table:
+    """The time by name of one step; on a GPU its kernels decide, else the host."""
+    from lockstep.bench.trace import CAPTURED
+
+    right: dict[str, Any] = {"justify": "right"}
+    table = Table("layer or stage", Column("calls", **right), title="Time of a step by name")
+    for name in ("GPU us", "share", "kernels", "host us") if on_gpu else ("host us", "share"):
+        table.add_column(name, **right)
+    named = [line for line in lines if line.name != CAPTURED]
+    whole = sum(line.device_us if on_gpu else line.host_us for line in named) or 1.0
+    for line in named:
+        share = f"{100 * (line.device_us if on_gpu else line.host_us) / whole:.1f} %"
+        gpu = (f"{line.device_us:.1f}", share, f"{line.kernels:g}", f"{line.host_us:.0f}")
+        shown = gpu if on_gpu else (f"{line.host_us:.0f}", share)
+        table.add_row(line.name, f"{line.calls:g}", *shown)
+    table.caption = f"{whole:.0f} us a step; host times include the profiler's own"
+    for line in lines:
+        if line.name == CAPTURED:
+            table.caption += f"; captured: {line.device_us:.0f} us in {line.kernels:g} kernels"
     return table
 
 

@@ -51,7 +51,7 @@ def test_floor_beside_a_run(model: str) -> None:
     shown = run(model, "--floor", "--load-format", "dummy", *SMALL, *ONCE)
     found = last_line(shown)
     assert found["bench"] == "offline" and found["context"] == 73
-    assert found["over_floor"] == pytest.approx(found["ms_per_step"] / found["floor_ms"], rel=0.5)
+    assert found["over_floor"] == pytest.approx(found["ms_per_step"] / found["floor_ms"], rel=0.05)
     assert "measured / floor" in shown.stdout
 
 
@@ -65,3 +65,12 @@ def test_drafts_need_a_drafter(tmp_path: Path) -> None:
     folder = str(make_model(tmp_path / "model", mtp_num_hidden_layers=0))
     with pytest.raises(ConfigError, match="needs a drafter"):
         run("--floor", folder, "--num-speculative-tokens", "2")
+
+
+def test_trace_is_written_and_shown(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    shown = run(model, "--trace", str(path), "--load-format", "dummy", *SMALL)
+    found = last_line(shown)
+    assert found["bench"] == "trace" and found["file"] == str(path)
+    assert {"step", "blocks.*.mlp.down"} <= {line["name"] for line in found["lines"]}
+    assert json.loads(path.read_text())["traceEvents"] and "Time of a step" in shown.stdout
