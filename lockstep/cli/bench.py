@@ -7,9 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Column, Table
 from typer.core import TyperGroup
 
+from lockstep.cli.bench_tables import (
+    figures_table,
+    floor_table,
+    kernel_table,
+    over_floor,
+    trace_table,
+)
 from lockstep.cli.options import engine_options, settle_drafts
 from lockstep.cli.show import load, note, print_json, progress_bar
 from lockstep.errors import ConfigError
@@ -18,7 +24,6 @@ from lockstep.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from lockstep.bench import Figures
     from lockstep.bench.floor import Floor, Sketch, StepFloor
-    from lockstep.bench.trace import Line
     from lockstep.llm import LLM
 
 USUAL = "offline"
@@ -67,7 +72,6 @@ def offline(
     kernels --help, lockstep bench serving --help.
     """
     from lockstep.bench import measure
-    from lockstep.bench.floor import describe_floors
 
     settings["enable_prefix_caching"] = False
     settings["max_num_seqs"] = batch_size
@@ -89,15 +93,21 @@ def offline(
     else:
         with progress_bar() as show:
             figures, _ = measure(llm, prompts, params, *counts, show)
+    _report(llm, figures, floor, json)
+
+
+def _report(llm: "LLM", figures: "Figures", floor: bool, json: bool) -> None:
+    from lockstep.bench.floor import describe_floors
+
     found = _about(llm) | {k: round(v, 4) for k, v in asdict(figures).items()}
     least, prompt = _floors_of_run(llm, figures) if floor else (None, None)
     if least and prompt:
-        found |= describe_floors(least, prompt) | {"over_floor": _ratio(figures, least)}
+        found |= describe_floors(least, prompt) | {"over_floor": over_floor(figures, least)}
     if not json:
         console = Console(highlight=False)
         if least:
-            console.print(_floor_table(least, prompt))
-        console.print(_table(figures, least, prompt))
+            console.print(floor_table(least, prompt))
+        console.print(figures_table(figures, least, prompt))
     print_json(found)
 
 
@@ -136,26 +146,64 @@ def _prompts(llm: "LLM", batch_size: int, input_len: int) -> list[list[int]]:
     return [real[i % len(real)] for i in range(batch_size)]
 
 
-def _table(f: "Figures", least: "StepFloor | None", prompt: "Floor | None") -> Table:
-    table = Table("", "mean", "deviation", "CV")
-    wall = (f.wall_tokens_per_s, f.wall_deviation, f.wall_cv)
-    decode = (f.decode_tokens_per_s, f.decode_deviation, f.decode_cv)
-    for name, (mean, deviation, cv) in (("decode tokens/s", decode), ("wall tokens/s", wall)):
-        table.add_row(name, f"{mean:.1f}", f"{deviation:.1f}", f"{100 * cv:.1f} %")
-    table.add_row("ms per step", f"{f.ms_per_step:.2f}", "", "")
-    if least:
-        table.add_row("  floor, ms", f"{least.ms:.3f}", "", "")
-        table.add_row("  measured / floor", f"{_ratio(f, least):.3f}", "", "")
-    table.add_row("time to first token, ms", f"{f.ttft_ms:.1f}", "", "")
-    if prompt and f.requests == 1:
-        table.add_row("  floor of the prompt, ms", f"{prompt.ms:.3f}", "", "")
-        table.add_row("  measured / floor", f"{f.ttft_ms / prompt.ms:.3f}", "", "")
-    table.add_row("acceptance length", f"{f.acceptance_length:.2f}", "", "")
-    table.add_row("acceptance rate", f"{100 * f.acceptance_rate:.1f} %", "", "")
-    table.caption = (
-        f"{f.requests} requests, {f.prompt_tokens} prompt tokens, {f.tokens} tokens, {f.runs} runs"
-    )
-    return table
+@bench.command()
+def kernels(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="whose dimensions: Qwen3-8B, Qwen3.6-27B or small; may be repeated"),
+    ] = None,
+    op: Annotated[list[str] | None, typer.Option(help="only this op; may be repeated")] = None,
+    rows: Annotated[str, typer.Option(help="rows of a call, with commas between")] = "1,8,64",
+    query_len: Annotated[str, typer.Option(help="tokens of a row, with commas between")] = "1,4",
+    dtype: Annotated[str, typer.Option(help="auto is bfloat16, float32 on a CPU")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    json: Annotated[bool, typer.Option("--json", help="the last line only")] = False,
+) -> None:
+    """Time every op against the floor of its bytes, and compare its bits at other row counts.
+
+    Status 1 if the bits of a row depend on the rows beside it. The last line is JSON.
+    """
+    from lockstep.bench.kernels import measure_kernels, pick_models
+    from lockstep.config import EngineConfig
+    from lockstep.engine.setup import pick_device, pick_dtype
+
+    config = EngineConfig(device=device, dtype=dtype)
+    place = pick_device(config)
+    kind = pick_dtype(config, {}, place)
+    models = pick_models(model or (), place)
+    sizes = (_numbers("rows", rows), _numbers("query_len", query_len))
+    asked = (models, place, kind, *sizes, op or ())
+    if json:
+        lines = list(measure_kernels(*asked))
+    else:
+        with progress_bar() as show:
+            found = measure_kernels(*asked, progress=lambda what: show(what, 0, 0))
+            lines = list(found)
+        Console(highlight=False).print(kernel_table(lines))
+    wrong = any(line.differing for line in lines)
+    about = {"bench": "kernels", "device": place, "dtype": str(kind).removeprefix("torch.")}
+    rounded = [{k: _short(v) for k, v in asdict(line).items()} for line in lines]
+    print_json(about | {"differing": wrong, "lines": rounded})
+    raise typer.Exit(1 if wrong else 0)
+
+
+def _short(value: Any) -> Any:
+    """Floats to six digits."""
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _numbers(name: str, value: str) -> tuple[int, ...]:
+    """1,8,64 -> (1, 8, 64). Raises ConfigError."""
+    try:
+        found = tuple(int(part) for part in value.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise ConfigError(
+            f"{name}={value!r} is not allowed; allowed: whole numbers from 1 with commas between, "
+            "e.g. 1,8,64. Change it."
+        )
+    return found
 
 
 # The trace.
@@ -168,34 +216,12 @@ def _trace(
 
     lines = trace_steps(llm, prompts, temperature, path)
     if not json:
-        Console(highlight=False).print(_trace_table(lines, llm.engine.plan.device == "cuda"))
+        Console(highlight=False).print(trace_table(lines, llm.engine.plan.device == "cuda"))
         note(f"{path}: open it at https://ui.perfetto.dev")
     print_json(
         _about(llm)
         | {"bench": "trace", "file": str(path), "lines": [asdict(line) for line in lines]}
     )
-
-
-def _trace_table(lines: "list[Line]", on_gpu: bool) -> Table:
-    """The time by name of one step; on a GPU its kernels decide, else the host."""
-    from lockstep.bench.trace import CAPTURED
-
-    right: dict[str, Any] = {"justify": "right"}
-    table = Table("layer or stage", Column("calls", **right), title="Time of a step by name")
-    for name in ("GPU us", "share", "kernels", "host us") if on_gpu else ("host us", "share"):
-        table.add_column(name, **right)
-    named = [line for line in lines if line.name != CAPTURED]
-    whole = sum(line.device_us if on_gpu else line.host_us for line in named) or 1.0
-    for line in named:
-        share = f"{100 * (line.device_us if on_gpu else line.host_us) / whole:.1f} %"
-        gpu = (f"{line.device_us:.1f}", share, f"{line.kernels:g}", f"{line.host_us:.0f}")
-        shown = gpu if on_gpu else (f"{line.host_us:.0f}", share)
-        table.add_row(line.name, f"{line.calls:g}", *shown)
-    table.caption = f"{whole:.0f} us a step; host times include the profiler's own"
-    for line in lines:
-        if line.name == CAPTURED:
-            table.caption += f"; captured: {line.device_us:.0f} us in {line.kernels:g} kernels"
-    return table
 
 
 # The floor.
@@ -239,7 +265,7 @@ def _show_floor_alone(
     found = {"bench": "floor", "model": folder.name, "dtype": name}
     found |= describe_floors(least, prompt)
     if not json:
-        Console(highlight=False).print(_floor_table(least, prompt))
+        Console(highlight=False).print(floor_table(least, prompt))
         note(f"{folder} holds no weights, so nothing was run; --load-format dummy runs it")
     print_json(found)
 
@@ -254,31 +280,3 @@ def _floors_of_run(llm: "LLM", f: "Figures") -> "tuple[StepFloor, Floor]":
     context = (f.prompt_tokens + f.tokens // 2) // f.requests
     prompt = prompt_floor(model, f.prompt_tokens // f.requests)
     return step_floor(model, f.requests, context), prompt
-
-
-def _ratio(f: "Figures", least: "StepFloor") -> float:
-    return round(f.ms_per_step / least.ms, 4)
-
-
-def _floor_table(least: "StepFloor", prompt: "Floor | None") -> Table:
-    from lockstep.bench.floor import MATRIX_RATE, MEMORY_RATE
-
-    table = Table("part", "GB", "ms", "Tflop", "ms", title="Floor of a step")
-    for name, floor in (("verify", least.verify), ("drafts", least.drafts), ("prompt", prompt)):
-        if floor is None or not floor.total.bytes:
-            continue
-        for part in (*floor.parts, floor.total):
-            table.add_row(
-                f"{name}: {part.name}",
-                f"{part.bytes / 1e9:.3f}",
-                f"{part.memory_ms:.3f}",
-                f"{part.flops / 1e12:.3f}" if part.flops else "",
-                f"{part.matrix_ms:.3f}" if part.flops else "",
-                end_section=part.name == "total",
-            )
-        table.add_row(f"floor of {name}", "", f"{floor.ms:.2f}", "", "", end_section=True)
-    table.caption = (
-        f"{least.rows} rows x {least.query_len} tokens, context {least.context}; "
-        f"{MEMORY_RATE / 1e12} TB/s, {MATRIX_RATE / 1e12:.0f} TFLOP/s"
-    )
-    return table

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from lockstep.bench import kernels
 from lockstep.cli import app
 from lockstep.errors import ConfigError
 from tests.tiny_model import make_model
@@ -74,3 +75,20 @@ def test_trace_is_written_and_shown(model: str, tmp_path: Path) -> None:
     assert found["bench"] == "trace" and found["file"] == str(path)
     assert {"step", "blocks.*.mlp.down"} <= {line["name"] for line in found["lines"]}
     assert json.loads(path.read_text())["traceEvents"] and "Time of a step" in shown.stdout
+
+
+def test_kernels_status_table_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("kernels", "--rows", "1,4", "--query-len", "2", "--op", "linear", "--device", "cpu")
+    shown = run(*asked)
+    found = last_line(shown)
+    assert found["bench"] == "kernels" and not found["differing"] and "equal" in shown.stdout
+    assert {line["size"].split()[-1] for line in found["lines"]} >= {"256x512", "4096x256"}
+    monkeypatch.setattr(kernels, "compare_rows", lambda *given: ((1, 2), (2,)))
+    tampered = run(*asked, "--json")
+    assert tampered.exit_code == 1 and json.loads(tampered.stdout)["differing"]
+
+
+@pytest.mark.parametrize("rows", ["", "0", "1;2", "one"])
+def test_kernels_refuses_rows(rows: str) -> None:
+    with pytest.raises(ConfigError, match="whole numbers from 1"):
+        run("kernels", "--rows", rows, "--device", "cpu")
