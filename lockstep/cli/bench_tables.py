@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from lockstep.bench import Figures
     from lockstep.bench.floor import Floor, StepFloor
     from lockstep.bench.kernels import KernelLine
+    from lockstep.bench.serving import ServingFigures
     from lockstep.bench.trace import Line
 
 
@@ -110,4 +111,21 @@ def trace_table(lines: "list[Line]", on_gpu: bool) -> Table:
     for line in lines:
         if line.name == CAPTURED:
             table.caption += f"; captured: {line.device_us:.0f} us in {line.kernels:g} kernels"
+    return table
+
+
+def serving_table(runs: "list[ServingFigures]") -> Table:
+    """One line per load; latencies are p50 / p90 / p99 in ms."""
+    right: dict[str, Any] = {"justify": "right"}
+    table = Table("load", title="Serving, latencies p50 / p90 / p99 in ms")
+    for name in ("first token", "per token", "between pieces", "tokens/s", "failed"):
+        table.add_column(name, **right)
+    for run in runs:
+        latencies = (run.ttft_ms, run.tpot_ms, run.itl_ms)
+        table.add_row(
+            f"{run.rate:g}/s" if run.rate else f"{run.concurrency} at once",
+            *(" / ".join(f"{value:.3g}" for value in values) for values in latencies),
+            f"{run.tokens_per_s:.1f}",
+            str(run.failed),
+        )
     return table
