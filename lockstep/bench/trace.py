@@ -159,7 +159,8 @@ def _wrapped(owner: Any, name: str, shown: str) -> Iterator[None]:
 
 @contextmanager
 def _hooked(module: nn.Module, name: str) -> Iterator[None]:
-    """The module's calls shown under its name, and its ops' if it has other layers too."""
+    """The module's calls shown under its name, and those of its ops: under their own where there
+    are layers below, else under the module's, which may be called past its forward."""
     shown = f"{name}:{type(module).__name__}" if hasattr(module, "cache_spec") else name
     open_ranges: list[Any] = []
 
@@ -177,8 +178,9 @@ def _hooked(module: nn.Module, name: str) -> Iterator[None]:
             module.register_forward_hook(leave),
         ):
             stack.callback(handle.remove)
-        for op in ops if any(True for _ in module.children()) else ():
-            stack.enter_context(_wrapped(module, op, f"{shown}.{op}"))
+        for op in ops:
+            has_layers = any(True for _ in module.children())
+            stack.enter_context(_wrapped(module, op, f"{shown}.{op}" if has_layers else shown))
         yield
 
 
@@ -221,7 +223,8 @@ def _exclusive(
             inside.pop()
         around = _kind(inside[-1]["name"]) if inside else None
         if _on_host(event):
-            yield _kind(event["name"]), 1.0, float(event["dur"]), 0.0, 0.0
+            kind = _kind(event["name"])
+            yield kind, float(kind != around), float(event["dur"]), 0.0, 0.0
             if around:
                 yield around, 0.0, -float(event["dur"]), 0.0, 0.0
             inside.append(event)

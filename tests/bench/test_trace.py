@@ -39,6 +39,7 @@ def test_time_by_hand() -> None:
         named("step", 0, 100),
         named("blocks.0", 10, 40),
         named("blocks.0.mlp", 20, 20),
+        named("blocks.0.mlp", 22, 10),
         named("blocks.1", 50, 30),
         event("launch", 25, 1, "cuda_runtime", correlation=7),
         event("launch", 55, 1, "cuda_driver", correlation=8),
@@ -54,6 +55,7 @@ def test_time_by_hand() -> None:
     assert lines["step"].host_us == 30 and lines["step"].device_us == 2
     assert lines["blocks.*"].host_us == 50 and lines["blocks.*"].calls == 2
     assert lines["blocks.*"].device_us == 5 and lines["blocks.*"].kernels == 1
+    assert lines["blocks.*.mlp"].calls == 1
     assert lines["blocks.*.mlp"].host_us == 20 and lines["blocks.*.mlp"].device_us == 11
     assert table_of(events, steps=2)[0].device_us == 5.5
 
