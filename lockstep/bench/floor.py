@@ -5,12 +5,13 @@ steps is what its layers state in cache_spec(). sketch() builds it without its m
 floor of any checkpoint can be computed anywhere.
 
 Counted: every weight once per pass; the KV of the context read, that of the step's tokens written;
-recurrent state and its window read and written once. Activations are neglected, and so are the
-flops that are not products with a weight (attention's are 3 % at a prompt of 8,192 tokens).
+recurrent state read and written once, and the lines of one window. Activations are neglected, and
+so are the flops that are not products with a weight (attention's: 3 % at a prompt of 8,192 tokens).
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ MATRIX_RATE = 790e12
 
 GATHERED = (Embedding, Rotary)
 """Layers that read one line of their table per token, not the table."""
+
+
+WHOLE = "recurrent"
+"""The part of a mixer's state that a step reads and writes whole; the others are lines by token."""
 
 
 @dataclass(frozen=True)
@@ -171,13 +176,23 @@ def _kept(root: nn.Module | None, rows: int, tokens: int, context: int) -> tuple
     """What the mixers keep between steps: KV read and written, state read and written."""
     specs = [layer.cache_spec() for layer in mixers(root, None).values()]  # type: ignore[operator]
     token = sum(spec.page_bytes(1) for spec in specs if isinstance(spec, PagedSpec))
-    slot = sum(spec.slot_bytes for spec in specs if isinstance(spec, StateSpec))
+    states = [spec for spec in specs if isinstance(spec, StateSpec)]
+    moved = sum(_state_bytes(spec, tokens // rows) for spec in states)
     parts = (
         Part("KV read", token * context * rows),
         Part("KV written", token * tokens),
-        Part("state", 2 * slot * rows),
+        Part("state", 2 * moved * rows),
     )
     return tuple(part for part in parts if part.bytes)
+
+
+def _state_bytes(spec: StateSpec, query_len: int) -> int:
+    """One row's state of a layer: WHOLE, and of each other part the lines of `query_len` tokens."""
+    total = 0
+    for name, shape, dtype in spec.parts:
+        lines = shape if name == WHOLE else (min(query_len, shape[0]), *shape[1:])
+        total += prod(lines) * dtype.itemsize
+    return total
 
 
 def _summed(passes: list[tuple[Part, ...]]) -> tuple[Part, ...]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lockstep.bench.dimensions import Model, Setting, Subject
-from lockstep.bench.floor import Part
+from lockstep.bench.floor import WHOLE, Part
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.gated_delta_rule import (
     GatedDeltaState,
@@ -179,8 +179,10 @@ def _state(dims: Dims, rows: int, setting: Setting) -> tuple[GatedDeltaState, li
     return state, [part.clone() for part in state.tensors()]
 
 
-def _slot_bytes(state: GatedDeltaState) -> int:
-    return sum(part[0].numel() * part.itemsize for part in state.tensors())
+def _row_bytes(state: GatedDeltaState, query_len: int) -> int:
+    """What a step reads of a row's state, and as much again it writes: as the floor counts it."""
+    lines = [part[0, :query_len] for name, part in vars(state).items() if name != WHOLE]
+    return sum(part.numel() * part.itemsize for part in (state.recurrent[0], *lines))
 
 
 def _delta_step(dims: Dims, setting: Setting, query_len: int) -> Subject:
@@ -202,7 +204,7 @@ def _delta_step(dims: Dims, setting: Setting, query_len: int) -> Subject:
     def cost(rows: int) -> Part:
         brought = sum(x[0].numel() * x.itemsize for x in given.values())
         out = 4 * query_len * dims.hv * dims.v
-        return Part("", rows * (2 * _slot_bytes(state) + brought + out))
+        return Part("", rows * (2 * _row_bytes(state, query_len) + brought + out))
 
     return Subject(
         op="gated_delta_step",

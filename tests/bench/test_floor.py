@@ -67,7 +67,7 @@ def test_bytes_by_hand(tiny: Path) -> None:
     assert part(floor, "GatedDeltaNet").flops == 3 * 2 * matrices * 4
     assert part(floor, "KV read").bytes == 2 * 100 * 2 * 16 * 2
     assert part(floor, "KV written").bytes == 4 * 2 * 16 * 2
-    window = 2 * (4 * (4 * 16 + 2 * 16 + 4)) + (3 + 2) * channels * 2
+    window = 2 * (4 * (4 * 16 + 2 * 16 + 4) + channels * 2)
     assert part(floor, "state").bytes == 2 * 2 * 3 * (4 * 4 * 16 * 16 + window)
     assert floor.total.bytes == sum(p.bytes for p in floor.parts)
 
@@ -83,7 +83,7 @@ def test_draft_module_is_read_once_per_draft(tiny: Path) -> None:
     assert none.drafts.ms == 0 and none.ms == none.verify.ms and none.query_len == 4
 
 
-@pytest.mark.parametrize(("rows", "ms"), [(1, 12.05), (8, 13.0), (64, 20.57)])
+@pytest.mark.parametrize(("rows", "ms"), [(1, 12.05), (8, 12.99), (64, 20.49)])
 def test_known_floors_of_a_large_model(large: Path, rows: int, ms: float) -> None:
     """Roofline of Qwen3.6-27B in bf16 at context 4,096: 51.25 GB of weights, 151 MB of state."""
     floor = step_floor(sketch(large, torch.bfloat16, 0, module=False), rows, 4096)
