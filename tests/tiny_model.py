@@ -1,4 +1,4 @@
-"""A folder with a tiny hybrid model's config.json and tokenizer; its weights are random (dummy)."""
+"""A folder with a tiny model's config.json and tokenizer; its weights are random (dummy)."""
 
 import json
 from pathlib import Path
@@ -26,12 +26,34 @@ CONFIG = {
     "dtype": "bfloat16",
 }
 
+QWEN3 = {
+    "model_type": "qwen3",
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "head_dim": 16,
+    "hidden_act": "silu",
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "max_position_embeddings": 4096,
+    "max_window_layers": 3,
+    "num_attention_heads": 6,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+}
 
-def make_model(folder: Path, **changes: object) -> Path:
-    """Fills the folder; `changes` replace settings of CONFIG. Load it with load_format="dummy"."""
+
+def make_model(folder: Path, base: dict[str, object] = CONFIG, **changes: object) -> Path:
+    """Fills the folder; `changes` replace settings of `base`. Load it with load_format="dummy"."""
     folder.mkdir(exist_ok=True)
     make_folder(folder)
     size = len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]) + 64
-    config = {"vocab_size": size, **CONFIG, **changes}
+    config = {"vocab_size": size, **base, **changes}
     (folder / "config.json").write_text(json.dumps(config))
     return folder

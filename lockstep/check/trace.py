@@ -57,18 +57,23 @@ class Trace:
         self._step = None
 
     def see(self, name: str, output: object) -> None:
-        """A module of the model has returned `output`; anything but a [T, ...] tensor is passed."""
-        step = self._step
-        if step is None or not isinstance(output, Tensor) or not output.dim():
+        """A module has returned `output`: its [T, ...] tensors are seen, anything else is not."""
+        if self._step is None:
             return
-        if output.shape[0] == step.token_ids.shape[0]:
+        parts = output if isinstance(output, tuple) else (output,)
+        tokens = self._step.token_ids.shape[0]
+        seen = [p for p in parts if isinstance(p, Tensor) and p.dim() and p.shape[0] == tokens]
+        if seen:
             for index, position in self._places:
-                self.digests[position][name] = _digest(output[index])
+                self.digests[position][name] = _digest([part[index] for part in seen])
 
 
-def _digest(tensor: Tensor) -> bytes:
-    raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-    return hashlib.blake2b(bytes(raw.tolist()), digest_size=16).digest()
+def _digest(tensors: list[Tensor]) -> bytes:
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        raw = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+        digest.update(bytes(raw.tolist()))
+    return digest.digest()
 
 
 @contextmanager

@@ -100,6 +100,7 @@ class Scheduler:
         self.max_model_len, self.preempt_every = max_model_len, preempt_every
         self.max_num_seqs, self.budget = max_num_seqs, max_num_batched_tokens
         self.grain = min(grid, max_num_batched_tokens)
+        self.align = grid if cache.state else 1
         self.free_rows = list(range(max_num_seqs, 0, -1))
         self.entries: dict[str, Entry] = {}
         self.running: list[Entry] = []
@@ -306,11 +307,14 @@ class Scheduler:
         return True
 
     def _plan_prompt(self, plan: Schedule) -> None:
-        """Chunks of the prompts that waited longest, all in one ragged step."""
+        """Chunks of the prompts that waited longest, all in one ragged step.
+
+        A prompt gets a grain at least. Chunks end on the grid where state recurs, else anywhere.
+        """
         prompts = [entry for entry in self.running if entry.in_prompt]
         ranked = sorted(prompts, key=lambda e: (e.served >= 0, e.served, e.key))
         chosen = ranked[: self.budget // self.grain]
-        lengths = split_budget([e.length - e.bound for e in chosen], self.budget, self.grain)
+        lengths = split_budget([e.length - e.bound for e in chosen], self.budget, self.align)
         for entry, length in zip(chosen, lengths, strict=True):
             start, end = entry.bound, entry.bound + length
             size = self.cache.config.page_size

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.config import EngineConfig, Plan
+from lockstep.config import DTYPES, EngineConfig, Plan
 from lockstep.errors import ConfigError
 from lockstep.kernels.backends import load as load_backends
 from lockstep.layers.build import Build, Choice
 from lockstep.models.loader import build_model, fill_dummy, load_weights, read_config
+from lockstep.models.reading import ConfigReader
 from lockstep.runner import memory
 from lockstep.runner.program import Program
 from lockstep.runner.runner import Runner
@@ -73,13 +74,14 @@ def pick_dtype(config: EngineConfig, raw: dict[str, Any], device: str) -> torch.
         return getattr(torch, config.dtype)
     if device == "cpu":
         return torch.float32
-    text = raw.get("text_config", raw)
-    return getattr(torch, text.get("dtype") or text.get("torch_dtype") or "bfloat16")
+    reader, known = ConfigReader(raw), (*DTYPES[1:], None)
+    names = [reader.only(name, *known, default=None) for name in ("dtype", "torch_dtype")]
+    return getattr(torch, names[0] or names[1] or "bfloat16")
 
 
 def pick_length(config: EngineConfig, raw: dict[str, Any]) -> int:
     """max_model_len, at most what the checkpoint's positions allow."""
-    most = raw.get("text_config", raw)["max_position_embeddings"]
+    most = ConfigReader(raw).size("max_position_embeddings")
     if config.max_model_len is not None and config.max_model_len > most:
         raise ConfigError(
             f"max_model_len={config.max_model_len} is not allowed; allowed: 2 to {most} "

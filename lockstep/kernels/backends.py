@@ -9,6 +9,8 @@ import torch
 FACES = (
     "linear.triton",
     "norm.triton",
+    "activations.triton",
+    "rotary.triton",
     "attention.triton",
     "gated_delta_rule.triton",
     "gated_delta_rule.triton_chunk",

@@ -1,22 +1,22 @@
-"""Gated softmax attention over paged KV (Qwen3-Next and Qwen3.5 full-attention layers)."""
+"""Softmax attention over paged KV, plain (Qwen3) or with an output gate (Qwen3-Next, Qwen3.5)."""
 
-import torch
 from torch import Tensor, nn
 
 from lockstep.cache.specs import PagedSpec
-from lockstep.kernels.activations import sigmoid
 from lockstep.kernels.attention import paged_attention
+from lockstep.kernels.rotary import gate_output, rope_and_cache
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Linear
-from lockstep.layers.norm import RMSNorm
+from lockstep.layers.norm import Norm
 from lockstep.layers.rotary import Rotary
 from lockstep.step import Step
 
 
-class GatedAttention(nn.Module):
+class Attention(nn.Module):
     """x [T, H] -> [T, H]: q/k norm, rotary, paged attention, sigmoid output gate, projection.
 
-    q_proj gives, head by head, head_dim of q then head_dim of gate.
+    Where `gated`, q_proj gives, head by head, head_dim of q then head_dim of gate. norm_offset: 1
+    where the q and k norms are stored around zero.
     """
 
     k_cache: Tensor
@@ -31,27 +31,40 @@ class GatedAttention(nn.Module):
         head_dim: int,
         rotary: Rotary,
         eps: float,
+        *,
+        gated: bool,
+        norm_offset: float,
     ) -> None:
         super().__init__()
+        self.gated = gated
         self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
         self.dtype, self.rotary = build.dtype, rotary
         kv = kv_heads * head_dim
-        self.qkv = Linear(build, hidden, heads * head_dim * 2, kv, kv)
-        self.q_norm = RMSNorm(build, head_dim, eps, offset=1.0)
-        self.k_norm = RMSNorm(build, head_dim, eps, offset=1.0)
+        self.qkv = Linear(build, hidden, heads * head_dim * (2 if gated else 1), kv, kv)
+        self.q_norm, self.k_norm = (Norm(build, head_dim, eps, norm_offset) for _ in range(2))
         self.out = Linear(build, heads * head_dim, hidden)
+        self.rope = build.op(rope_and_cache, head_dim=head_dim)
         self.attend = build.op(paged_attention, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+        self.gate = build.op(gate_output, head_dim=head_dim)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        qg, k, v = self.qkv(x).split(self.qkv.outputs, dim=-1)
-        q, gate = qg.unflatten(-1, (self.heads, 2 * self.head_dim)).chunk(2, dim=-1)
-        k, v = (t.unflatten(-1, (self.kv_heads, self.head_dim)) for t in (k, v))
-        turned = self.rotary(torch.cat([self.q_norm(q), self.k_norm(k)], dim=1), step.positions)
-        q, k = turned.split([self.heads, self.kv_heads], dim=1)
-        self.k_cache.flatten(0, 1).index_put_((step.slot_mapping,), k)
-        self.v_cache.flatten(0, 1).index_put_((step.slot_mapping,), v)
+        qkv = self.qkv(x)
+        q = self.rope(
+            qkv,
+            self.q_norm.weight,
+            self.k_norm.weight,
+            self.rotary.cos,
+            self.rotary.sin,
+            step.positions,
+            step.slot_mapping,
+            self.k_cache,
+            self.v_cache,
+            self.q_norm.eps,
+            self.q_norm.offset,
+            gated=self.gated,
+        )
         mixed = self.attend(
-            q.contiguous(),
+            q,
             self.k_cache,
             self.v_cache,
             step.page_table,
@@ -60,7 +73,9 @@ class GatedAttention(nn.Module):
             step.shape.query_len,
             self.head_dim**-0.5,
         )
-        return self.out((mixed * sigmoid(gate)).flatten(1))
+        if self.gated:
+            mixed = self.gate(mixed, qkv)
+        return self.out(mixed.flatten(1))
 
     def cache_spec(self) -> PagedSpec:
         return PagedSpec(self.kv_heads, self.head_dim, self.dtype)

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from lockstep.kernels.activations import silu
+from lockstep.kernels.activations import silu_mul
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Linear
 
@@ -14,7 +14,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_up = Linear(build, hidden, inner, inner)
         self.down = Linear(build, inner, hidden)
+        self.act = build.op(silu_mul)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(silu(gate) * up)
+        return self.down(self.act(self.gate_up(x)))

@@ -1,25 +1,51 @@
-"""RMS norms, plain and zero-centred, and the gated norm of Gated DeltaNet."""
+"""RMS norms: alone, after a residual add, applied by another op; Gated DeltaNet's gated norm."""
 
 from torch import Tensor, nn
 
-from lockstep.kernels.norm import gated_rms_norm, rms_norm
+from lockstep.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
 from lockstep.layers.build import Build
 
 
-class RMSNorm(nn.Module):
-    """x [..., D] -> x / rms(x) * (offset + weight). offset 1: weights are stored around zero."""
+class Norm(nn.Module):
+    """The numbers of an RMS norm: x / rms(x) * (offset + weight). offset 1: stored around zero.
+
+    By itself it is for mixers whose op norms on the way.
+    """
 
     def __init__(self, build: Build, width: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
         self.weight, self.eps, self.offset = build.empty(width), eps, offset
+
+
+class RMSNorm(Norm):
+    """x [..., D] -> its norm."""
+
+    def __init__(self, build: Build, width: int, eps: float, offset: float = 0.0) -> None:
+        super().__init__(build, width, eps, offset)
         self.norm = build.op(rms_norm, width=width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x, self.weight, self.eps, self.offset)
 
 
+class AddRMSNorm(Norm):
+    """x, delta [T, D] -> x + delta and its norm; a delta of None adds nothing."""
+
+    def __init__(self, build: Build, width: int, eps: float, offset: float = 0.0) -> None:
+        super().__init__(build, width, eps, offset)
+        self.norm = build.op(rms_norm, width=width)
+        self.add_norm = build.op(add_rms_norm, width=width)
+
+    def forward(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+        if delta is None:
+            return x, self.norm(x, self.weight, self.eps, self.offset)
+        return self.add_norm(x, delta, self.weight, self.eps, self.offset)
+
+
 class GatedRMSNorm(nn.Module):
     """x [..., D] fp32, gate [..., D] -> x / rms(x) * weight * silu(gate)."""
+
+    offset = 0.0
 
     def __init__(self, build: Build, width: int, eps: float) -> None:
         super().__init__()

@@ -6,13 +6,18 @@ from types import ModuleType
 from lockstep.errors import CheckpointError, choice_error
 
 ARCHITECTURES = {
+    "qwen3": "lockstep.models.qwen3",
     "qwen3_5": "lockstep.models.qwen3_5",
     "qwen3_5_text": "lockstep.models.qwen3_5",
 }
 
 
 def architecture(model_type: object) -> ModuleType:
-    """The module that builds this model_type: `Config`, `Model`, and `Draft` where it drafts."""
+    """The module that builds this model_type.
+
+    It has Config, Model, PREFIXES (of checkpoint names) and IGNORED (tensors that the text model
+    does not use); where it drafts, Draft and DRAFT_PREFIX too.
+    """
     if model_type not in ARCHITECTURES:
         raise choice_error(
             CheckpointError,

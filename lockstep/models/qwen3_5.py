@@ -1,18 +1,25 @@
 """Qwen3.5 and Qwen3.6, dense: Gated DeltaNet and gated attention in turn, and the MTP module."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.layers.attention import GatedAttention
+from lockstep.layers.attention import Attention
 from lockstep.layers.build import Build
 from lockstep.layers.gated_delta_net import GatedDeltaNet
-from lockstep.layers.linear import Embedding, Head, Linear
-from lockstep.layers.mlp import GatedMLP
-from lockstep.layers.norm import RMSNorm
+from lockstep.layers.linear import Head, Linear
+from lockstep.layers.norm import AddRMSNorm, RMSNorm
 from lockstep.layers.rotary import Rotary
+from lockstep.models.decoder import (
+    Block,
+    Decoder,
+    DecoderConfig,
+    attention,
+    attention_weights,
+    read_common,
+)
 from lockstep.models.reading import ConfigReader
 from lockstep.step import Step
 
@@ -22,167 +29,78 @@ DRAFT_PREFIX = "mtp."
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(DecoderConfig):
     """The settings that decide the math."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
+    norm_offset: ClassVar[float] = 1.0
+
     layer_types: tuple[str, ...]
-    heads: int
-    kv_heads: int
-    head_dim: int
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
     kernel: int
-    eps: float
-    theta: float
-    rotary_width: int
-    max_positions: int
-    tied: bool
     draft_layers: int
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> "Config":
         """From config.json. Raises CheckpointError on what is missing or not built."""
         c = ConfigReader(raw)
-        c.only("hidden_act", "silu", default="silu")
-        c.only("attention_bias", False, default=False)
         c.only("attn_output_gate", True, default=True)
         c.only("output_gate_type", "swish", "silu", default="swish")
         c.only("mamba_ssm_dtype", "float32", default="float32")
         c.only("mtp_use_dedicated_embeddings", False, default=False)
         c.only("layer_scale", False, None, default=None)
-        rope = ConfigReader(c.get("rope_parameters", dict))
-        rope.only("rope_type", "default", default="default")
-        layers, head_dim = c.get("num_hidden_layers", int), c.get("head_dim", int, 256)
-        every = c.get("full_attention_interval", int, 4)
+        every, layers = c.size("full_attention_interval", 4), c.size("num_hidden_layers")
         kinds = [("linear", "full")[(i + 1) % every == 0] + "_attention" for i in range(layers)]
-        types = ConfigReader({"layer_types": c.get("layer_types", list, kinds)})
-        for kind in types.raw["layer_types"]:
-            ConfigReader({"layer_types": kind}).only("layer_types", *MIXERS)
-        partial = rope.get("partial_rotary_factor", float, c.raw.get("partial_rotary_factor", 0.25))
+        key_heads, value_heads = c.size("linear_num_key_heads"), c.size("linear_num_value_heads")
+        c.need(value_heads % key_heads == 0, "linear_num_value_heads", "multiples of key heads")
         return cls(
-            vocab_size=c.get("vocab_size", int),
-            hidden_size=c.get("hidden_size", int),
-            intermediate_size=c.get("intermediate_size", int),
-            layer_types=tuple(types.raw["layer_types"]),
-            heads=c.get("num_attention_heads", int),
-            kv_heads=c.get("num_key_value_heads", int),
-            head_dim=head_dim,
-            key_heads=c.get("linear_num_key_heads", int),
-            value_heads=c.get("linear_num_value_heads", int),
-            key_dim=c.get("linear_key_head_dim", int),
-            value_dim=c.get("linear_value_head_dim", int),
-            kernel=c.get("linear_conv_kernel_dim", int),
-            eps=c.get("rms_norm_eps", float),
-            theta=rope.get("rope_theta", float),
-            rotary_width=int(head_dim * partial),
-            max_positions=c.get("max_position_embeddings", int),
-            tied=c.get("tie_word_embeddings", bool, False),
-            draft_layers=c.get("mtp_num_hidden_layers", int, 0),
+            layer_types=c.layer_types(layers, {"linear_attention", "full_attention"}, kinds),
+            key_heads=key_heads,
+            value_heads=value_heads,
+            key_dim=c.size("linear_key_head_dim"),
+            value_dim=c.size("linear_value_head_dim"),
+            kernel=c.size("linear_conv_kernel_dim"),
+            draft_layers=c.only("mtp_num_hidden_layers", 0, 1, default=0),
+            **read_common(c, head_dim=256, partial=0.25),
         )
 
 
-def _attention(c: Config, build: Build, rotary: Rotary) -> nn.Module:
-    return GatedAttention(build, c.hidden_size, c.heads, c.kv_heads, c.head_dim, rotary, c.eps)
+class Model(Decoder):
+    """Embedding, blocks, final norm, head. Every few layers attend, the others recur."""
 
-
-def _delta_net(c: Config, build: Build, rotary: Rotary) -> nn.Module:
-    dims = (c.key_heads, c.value_heads, c.key_dim, c.value_dim)
-    return GatedDeltaNet(build, c.hidden_size, *dims, c.kernel, c.eps)
-
-
-MIXERS = {"linear_attention": _delta_net, "full_attention": _attention}
-
-
-class Block(nn.Module):
-    """x += mixer(norm x); x += mlp(norm x). What stands before and after the mixer is row-local."""
-
-    def __init__(self, c: Config, build: Build, kind: str, rotary: Rotary) -> None:
-        super().__init__()
-        self.mixer_norm = RMSNorm(build, c.hidden_size, c.eps, offset=1.0)
-        self.mixer = MIXERS[kind](c, build, rotary)
-        self.mlp_norm = RMSNorm(build, c.hidden_size, c.eps, offset=1.0)
-        self.mlp = GatedMLP(build, c.hidden_size, c.intermediate_size)
-
-    def forward(self, x: Tensor, step: Step) -> Tensor:
-        return self.after(x, self.mixer(self.before(x), step))
-
-    def before(self, x: Tensor) -> Tensor:
-        """x [T, H] -> the mixer's input [T, H]."""
-        return self.mixer_norm(x)
-
-    def after(self, x: Tensor, mixed: Tensor) -> Tensor:
-        """The residual x and the mixer's output, each [T, H] -> the block's output [T, H]."""
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class Model(nn.Module):
-    """The target: embedding, blocks, final norm, head."""
+    config: Config
 
     def __init__(self, config: Config, build: Build) -> None:
-        super().__init__()
-        c = self.config = config
-        self.embed = Embedding(build, c.vocab_size, c.hidden_size)
-        rotary = Rotary(build, c.rotary_width, c.theta)
-        self.blocks = nn.ModuleList(
-            Block(c, build.at(f"layers.{i}"), kind, rotary) for i, kind in enumerate(c.layer_types)
-        )
-        self.norm = RMSNorm(build.at("norm"), c.hidden_size, c.eps, offset=1.0)
-        own = build.matrix(c.vocab_size, c.hidden_size) if not c.tied else self.embed.weight
-        self.head = Head(build.at("head"), own)
+        super().__init__(config, build, len(config.layer_types))
 
-    def forward(self, step: Step) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """-> hidden [T, H] after the final norm, taps (none)."""
-        x = self.embed(step.token_ids)
-        for block in self.blocks:
-            x = block(x, step)
-        return self.norm(x), ()
+    def mixer(self, index: int, build: Build, rotary: Rotary) -> nn.Module:
+        """What layer_types says."""
+        c = self.config
+        if c.layer_types[index] == "full_attention":
+            return attention(c, build, rotary, gated=True)
+        dims = (c.key_heads, c.value_heads, c.key_dim, c.value_dim)
+        return GatedDeltaNet(build, c.hidden_size, *dims, c.kernel, c.eps)
 
-    def logits(self, hidden: Tensor, step: Step) -> Tensor:
-        """hidden [T, H] -> [N, V] fp32 at the step's logit rows."""
-        return self.head(hidden[step.logit_rows])
-
-    def weights(self) -> dict[str, Tensor]:
-        """Checkpoint name, less its prefix -> the tensor that it fills."""
-        table: dict[str, Tensor] = {
-            "embed_tokens.weight": self.embed.weight,
-            "norm.weight": self.norm.weight,
-        }
-        if not self.config.tied:
-            table["lm_head.weight"] = self.head.weight
-        for i, block in enumerate(self.blocks):
-            table.update({f"layers.{i}.{k}": v for k, v in block_weights(block).items()})
-        return table
+    def mixer_weights(self, mixer: nn.Module) -> dict[str, Tensor]:
+        """self_attn.* or linear_attn.*"""
+        return attention_weights(mixer) if isinstance(mixer, Attention) else delta_weights(mixer)
 
 
-def block_weights(block: nn.Module) -> dict[str, Tensor]:
-    """The checkpoint names of one decoder layer."""
-    mixer: Any = block.mixer
-    mlp: Any = block.mlp
-    table: dict[str, Tensor] = {
-        "input_layernorm.weight": block.mixer_norm.weight,
-        "post_attention_layernorm.weight": block.mlp_norm.weight,
-        "mlp.gate_proj.weight": mlp.gate_up.part(0),
-        "mlp.up_proj.weight": mlp.gate_up.part(1),
-        "mlp.down_proj.weight": mlp.down.weight,
+def delta_weights(mixer: GatedDeltaNet) -> dict[str, Tensor]:
+    """Checkpoint name within the layer -> the tensor of a Gated DeltaNet that it fills."""
+    return {
+        "linear_attn.in_proj_qkv.weight": mixer.in_proj.part(0),
+        "linear_attn.in_proj_z.weight": mixer.in_proj.part(1),
+        "linear_attn.in_proj_b.weight": mixer.in_proj.part(2),
+        "linear_attn.in_proj_a.weight": mixer.in_proj.part(3),
+        "linear_attn.conv1d.weight": mixer.conv,
+        "linear_attn.A_log": mixer.a_log,
+        "linear_attn.dt_bias": mixer.dt_bias,
+        "linear_attn.norm.weight": mixer.norm.weight,
+        "linear_attn.out_proj.weight": mixer.out.weight,
     }
-    if isinstance(mixer, GatedAttention):
-        own: dict[str, Tensor] = {
-            f"{n}_proj.weight": mixer.qkv.part(i) for i, n in enumerate("qkv")
-        }
-        own["o_proj.weight"] = mixer.out.weight
-        own.update({"q_norm.weight": mixer.q_norm.weight, "k_norm.weight": mixer.k_norm.weight})
-        return table | {f"self_attn.{k}": v for k, v in own.items()}
-    names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-    own = {f"{n}.weight": mixer.in_proj.part(i) for i, n in enumerate(names)}
-    own.update({"conv1d.weight": mixer.conv, "A_log": mixer.a_log, "dt_bias": mixer.dt_bias})
-    own.update({"norm.weight": mixer.norm.weight, "out_proj.weight": mixer.out.weight})
-    return table | {f"linear_attn.{k}": v for k, v in own.items()}
 
 
 class Draft(nn.Module):
@@ -196,23 +114,23 @@ class Draft(nn.Module):
         super().__init__()
         c = target.config
         self.embed = target.embed
-        self.embed_norm = RMSNorm(build, c.hidden_size, c.eps, offset=1.0)
-        self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps, offset=1.0)
+        self.embed_norm = RMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
+        self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         self.fc = Linear(build, 2 * c.hidden_size, c.hidden_size)
         rotary = Rotary(build, c.rotary_width, c.theta)
-        self.block = Block(c, build, "full_attention", rotary)
-        self.norm = RMSNorm(build, c.hidden_size, c.eps, offset=1.0)
+        self.block = Block(c, build, attention(c, build, rotary, gated=True))
+        self.norm = AddRMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         self.head = Head(build, target.head.weight)
 
     def forward(self, ids: Tensor, hidden: Tensor, step: Step) -> Tensor:
         """ids [T], hidden [T, H] -> hidden [T, H] of the draft, fed back for the next one."""
         x = torch.cat([self.embed_norm(self.embed(ids)), self.hidden_norm(hidden)], dim=-1)
-        return self.norm(self.block(self.fc(x), step))
+        return self.norm(*self.block(self.fc(x), None, step))[1]
 
     def weights(self) -> dict[str, Tensor]:
         """Checkpoint name, less DRAFT_PREFIX -> the tensor that it fills."""
-        own = {f"layers.0.{k}": v for k, v in block_weights(self.block).items()}
-        return own | {
+        own = self.block.weights() | attention_weights(self.block.mixer)
+        return {f"layers.0.{name}": tensor for name, tensor in own.items()} | {
             "fc.weight": self.fc.weight,
             "pre_fc_norm_embedding.weight": self.embed_norm.weight,
             "pre_fc_norm_hidden.weight": self.hidden_norm.weight,

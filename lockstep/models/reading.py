@@ -1,47 +1,98 @@
 """Strict reading of a checkpoint's config.json: what matters must be there and be known."""
 
+from math import isfinite
 from typing import Any, TypeVar
 
-from lockstep.errors import CheckpointError, choice_error
+from lockstep.errors import CheckpointError, LockstepError, choice_error
 
 T = TypeVar("T")
 _MISSING = object()
 
 
 class ConfigReader:
-    """Reads settings by name from config.json's dict (text_config unwrapped over the top level)."""
+    """Reads settings by name from config.json's dict (text_config unwrapped over the top level).
 
-    def __init__(self, raw: dict[str, Any]) -> None:
-        self.raw = {**raw, **raw.get("text_config", {})}
-        if "tie_word_embeddings" not in raw.get("text_config", {}) and "text_config" in raw:
-            self.raw["tie_word_embeddings"] = raw.get("tie_word_embeddings", False)
+    `within` names the part of the file that this dict is, for messages.
+    """
+
+    def __init__(self, raw: dict[str, Any], within: str = "") -> None:
+        self.within, self.raw = within, raw
+        self.raw = {**raw, **self.get("text_config", dict, {})}
 
     def get(self, name: str, kind: type[T], default: Any = _MISSING) -> T:
-        """The setting as `kind`. Raises CheckpointError if absent without default, or mistyped."""
+        """The setting as `kind`; null counts as absent where there is a default.
+
+        Raises CheckpointError if absent without default, or mistyped.
+        """
         value = self.raw.get(name, default)
         if value is None and default is not _MISSING:
             value = default
         if value is _MISSING:
             raise CheckpointError(
-                f"config.json has no {name}; expected: {kind.__name__}. Add it to config.json."
+                f"config.json has no {self.within}{name}; expected: {kind.__name__}. "
+                "Add it to config.json."
             )
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if kind is float and type(value) is int:
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise choice_error(
-                CheckpointError, f"config.json {name}", value, kind.__name__, "Mend config.json."
-            )
+            raise self._error(name, value, kind.__name__)
+        return value
+
+    def size(self, name: str, default: Any = _MISSING) -> int:
+        """The setting as a count of at least 1."""
+        value = self.get(name, int, default)
+        self.need(value > 0, name, "1 or more")
+        return value
+
+    def positive(self, name: str) -> float:
+        """The setting as a finite number above 0."""
+        value = self.get(name, float)
+        self.need(isfinite(value) and value > 0, name, "finite numbers above 0")
         return value
 
     def only(self, name: str, *allowed: Any, default: Any = _MISSING) -> Any:
         """The setting, which must be one of `allowed` (absent counts as `default`)."""
         value = self.raw.get(name, default)
-        if value not in allowed:
+        if not any(type(value) is type(a) and value == a for a in allowed):
             raise choice_error(
                 CheckpointError,
-                f"config.json {name}",
+                f"config.json {self.within}{name}",
                 None if value is _MISSING else value,
                 ", ".join(map(repr, allowed)),
                 "This architecture is built for these only.",
             )
         return value
+
+    def need(self, holds: bool, name: str, allowed: str) -> None:
+        """Raises CheckpointError about a setting unless `holds`."""
+        if not holds:
+            raise self._error(name, self.raw.get(name), allowed)
+
+    def layer_types(self, layers: int, known: set[str], default: list[str]) -> tuple[str, ...]:
+        """The kind of each layer, all of them known."""
+        kinds = self.get("layer_types", list, default)
+        for kind in kinds:
+            if kind not in known:
+                raise self._error("layer_types", kind, ", ".join(sorted(known)))
+        self.need(len(kinds) == layers, "layer_types", f"one for each of {layers} layers")
+        return tuple(kinds)
+
+    def plain_rope(self) -> "ConfigReader":
+        """The rotary settings: rope_parameters, or what files before it have at the top level.
+
+        Raises CheckpointError where positions are scaled, or where two places disagree.
+        """
+        found = {n: self.raw.get(n) for n in ("rope_theta", "partial_rotary_factor")}
+        for part in ("rope_scaling", "rope_parameters"):
+            inner = ConfigReader(self.get(part, dict, {}), f"{part}.")
+            for name in ("rope_type", "type"):
+                inner.only(name, "default", default="default")
+            for name, value in inner.raw.items():
+                if found.get(name) not in (None, value):
+                    raise inner._error(name, value, f"{found[name]!r} as elsewhere in the file")
+                found[name] = value
+        return ConfigReader({n: v for n, v in found.items() if v is not None}, "rope_parameters.")
+
+    def _error(self, name: str, value: object, allowed: str) -> LockstepError:
+        field = f"config.json {self.within}{name}"
+        return choice_error(CheckpointError, field, value, allowed, "Mend config.json.")

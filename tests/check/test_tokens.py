@@ -43,9 +43,11 @@ def test_a_fault_that_depends_on_drafting_is_named(
     """Layer 2's MLP is off by a hair when a generated step brings more than one token per row."""
     forward, seen = Block.forward, []
 
-    def faulty_block(self: Block, x: Tensor, step: Step) -> Tensor:
+    def faulty_block(
+        self: Block, x: Tensor, delta: Tensor | None, step: Step
+    ) -> tuple[Tensor, Tensor]:
         seen[:] = [not step.shape.prompt and step.shape.query_len > 1]
-        return forward(self, x, step)
+        return forward(self, x, delta, step)
 
     def faulty_mlp(self: GatedMLP, x: Tensor) -> Tensor:
         out = plain(self, x)

@@ -67,6 +67,20 @@ def test_budget_below_the_grid_works_without_state_only() -> None:
         make(policy="lifo")
 
 
+def test_without_state_chunks_end_anywhere_and_the_budget_is_used_up() -> None:
+    sched = make(max_num_batched_tokens=150)
+    ask(sched, "a", 310)
+    chunks = [step(sched).prompt[0] for _ in range(3)]
+    assert [(c.start, c.length, c.last) for c in chunks] == [
+        (0, 150, False), (150, 150, False), (300, 10, True)
+    ]  # fmt: skip
+    assert not any(c.snapshot_slot for c in chunks)
+    drain(sched)
+    ask(sched, "b", 500)
+    ask(sched, "c", 500)
+    assert [c.length for c in step(sched).prompt] == [75, 75]
+
+
 @pytest.mark.parametrize(
     ("remaining", "budget", "shares"),
     [

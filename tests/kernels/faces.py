@@ -11,21 +11,29 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels import Op
+from lockstep.kernels.activations import silu_mul
+from lockstep.kernels.activations.cases import silu_mul_cases
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged_attention_cases
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.gated_delta_rule.cases import gated_delta_chunk_cases, gated_delta_step_cases
 from lockstep.kernels.linear import linear
 from lockstep.kernels.linear.cases import linear_cases
-from lockstep.kernels.norm import gated_rms_norm, rms_norm
-from lockstep.kernels.norm.cases import gated_rms_norm_cases, rms_norm_cases
+from lockstep.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
+from lockstep.kernels.norm.cases import add_rms_norm_cases, gated_rms_norm_cases, rms_norm_cases
+from lockstep.kernels.rotary import gate_output, rope_and_cache
+from lockstep.kernels.rotary.cases import gate_output_cases, rope_and_cache_cases
 from lockstep.kernels.sampling import sample
 from lockstep.kernels.sampling.cases import sample_cases
 
 CASES = {
     linear: linear_cases,
     rms_norm: rms_norm_cases,
+    add_rms_norm: add_rms_norm_cases,
     gated_rms_norm: gated_rms_norm_cases,
+    silu_mul: silu_mul_cases,
+    rope_and_cache: rope_and_cache_cases,
+    gate_output: gate_output_cases,
     paged_attention: paged_attention_cases,
     gated_delta_step: gated_delta_step_cases,
     gated_delta_chunk: gated_delta_chunk_cases,
@@ -90,9 +98,16 @@ def tensors_of(*values: Any) -> list[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
+        elif isinstance(value, tuple):
+            found.extend(tensors_of(*value))
         elif dataclasses.is_dataclass(value):
             found.extend(getattr(value, f.name) for f in dataclasses.fields(value))
     return found
+
+
+def changed(arguments: dict[str, Any]) -> list[Tensor]:
+    """The tensors that an op may write in place."""
+    return tensors_of(*(arguments.get(name) for name in ("state", "k_cache", "v_cache")))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

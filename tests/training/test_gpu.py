@@ -9,7 +9,7 @@ pytestmark = pytest.mark.gpu
 
 
 def _grads(function, *inputs: torch.Tensor, device: str) -> list[torch.Tensor]:
-    leaves = [x.to(device).requires_grad_() for x in inputs]
+    leaves = [x.detach().to(device, copy=True).requires_grad_() for x in inputs]
     out = function(*leaves)
     weights = torch.linspace(-1, 1, out.numel(), device=device).view(out.shape)
     (out * weights).sum().backward()

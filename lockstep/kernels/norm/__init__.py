@@ -1,4 +1,4 @@
-"""rms_norm and its gated form: one fixed lane layout per row width, whatever the batch."""
+"""rms_norm, add_rms_norm, gated_rms_norm: one lane layout per row width, whatever the batch."""
 
 import torch
 from torch import Tensor
@@ -21,6 +21,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tens
     """
     scale = offset + weight.float() if offset else weight.float()
     return (_normalise(x, eps) * scale).to(x.dtype)
+
+
+@op
+def add_rms_norm(
+    x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """x, delta [..., D] of one dtype -> x + delta rounded to that dtype, and its rms_norm.
+
+    The same roundings as the two steps apart: the norm reads the rounded sum.
+    """
+    total = x + delta
+    return total, rms_norm(total, weight, eps, offset)
 
 
 @op

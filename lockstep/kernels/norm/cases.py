@@ -21,6 +21,17 @@ def rms_norm_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "strided", dict(x=x, weight=torch.ones(48, dtype=dtype), eps=1e-6, offset=1.0)
 
 
+def add_rms_norm_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, arguments of add_rms_norm on the CPU): rms_norm's, and deltas with NaN beside them."""
+    generator = torch.Generator().manual_seed(3)
+    for name, arguments in rms_norm_cases(dtype):
+        x = arguments["x"]
+        delta = torch.randn(x.shape, generator=generator).to(dtype)
+        beside = torch.full((*x.shape[:-1], 5), float("nan"), dtype=dtype)
+        delta = torch.cat([delta, beside], -1)[..., : x.shape[-1]]
+        yield name, dict(arguments, delta=delta)
+
+
 def gated_rms_norm_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, arguments of gated_rms_norm on the CPU): x is fp32, the gate a slice."""
     generator = torch.Generator().manual_seed(2)

@@ -1,4 +1,4 @@
-"""sigmoid, silu and softplus out of exp, log1p and IEEE arithmetic.
+"""silu_mul, and sigmoid, silu and softplus out of exp, log1p and IEEE arithmetic.
 
 torch.sigmoid, silu and softplus on a CPU give the last elements of a tensor (those past its last
 whole vector) other bits than the same numbers elsewhere, so a row's bits would depend on how many
@@ -7,6 +7,8 @@ rows there are. exp and log1p do not (docs/decisions/0002-cpu-elementwise.md).
 
 import torch
 from torch import Tensor
+
+from lockstep.kernels.registry import op
 
 SOFTPLUS_LINEAR = 20.0
 
@@ -25,3 +27,13 @@ def silu(x: Tensor) -> Tensor:
 def softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x)) of fp32 x, and x itself above 20 as in torch."""
     return torch.where(x > SOFTPLUS_LINEAR, x, torch.log1p(torch.exp(x)))
+
+
+@op
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """gate_up [T, 2I], all of gate then all of up -> silu(gate) * up [T, I] of its dtype.
+
+    Rounded twice: silu to the dtype, then the product.
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu(gate) * up

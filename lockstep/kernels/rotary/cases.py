@@ -1,0 +1,79 @@
+"""Batches of rope_and_cache and gate_output for every backend. What no one may read is NaN."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LAYERS = (
+    (5, 4, 2, 32, 8, True, 1.0),
+    (1, 3, 1, 80, 40, False, 0.0),
+    (4, 5, 5, 24, 24, False, 1.0),
+    (0, 2, 1, 16, 4, True, 1.0),
+    (6, 16, 2, 256, 64, True, 1.0),
+    (3, 8, 2, 128, 128, False, 0.0),
+)
+"""(tokens, heads, KV heads, head dim, rotary width, gated, offset); the last token is null."""
+PAGES, PAGE_SIZE, POSITIONS = 12, 16, 500
+
+
+def beside_nan(x: Tensor) -> Tensor:
+    """The same numbers as a view of wider rows whose other columns are NaN."""
+    beside = torch.full((*x.shape[:-1], 5), float("nan"), dtype=x.dtype)
+    return torch.cat([x, beside], -1)[..., : x.shape[-1]]
+
+
+def rope(
+    tokens: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    width: int,
+    gated: bool,
+    offset: float,
+    dtype: torch.dtype,
+) -> dict[str, Any]:
+    """Arguments of rope_and_cache: tokens in random slots of caches that are NaN elsewhere."""
+    generator = torch.Generator().manual_seed(dim)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    angles = torch.randn(POSITIONS, width // 2, generator=generator) * 3
+    slots = torch.randperm((PAGES - 1) * PAGE_SIZE, generator=generator)[:tokens] + PAGE_SIZE
+    positions = torch.randint(0, POSITIONS, (tokens,), generator=generator)
+    slots[tokens - 1 :], positions[tokens - 1 :] = 0, 0
+    shape = (PAGES, PAGE_SIZE, kv_heads, dim)
+    k_cache, v_cache = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
+    return dict(
+        qkv=beside_nan(numbers(tokens, (heads * (1 + gated) + 2 * kv_heads) * dim)),
+        q_weight=numbers(dim),
+        k_weight=numbers(dim),
+        cos=angles.cos(),
+        sin=angles.sin(),
+        positions=positions,
+        slot_mapping=slots,
+        k_cache=k_cache,
+        v_cache=v_cache,
+        eps=1e-6,
+        offset=offset,
+        gated=gated,
+    )
+
+
+def rope_and_cache_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, arguments of rope_and_cache on the CPU)."""
+    for layer in LAYERS:
+        yield str(layer), rope(*layer, dtype)
+
+
+def gate_output_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, arguments of gate_output on the CPU): heads of a wider tensor, a gated projection."""
+    generator = torch.Generator().manual_seed(5)
+    for tokens, heads, kv_heads, dim in ((0, 2, 1, 8), (1, 3, 1, 33), (4, 6, 2, 256)):
+        mixed = torch.randn(tokens, heads, dim, generator=generator).to(dtype)
+        qkv = torch.randn(tokens, (2 * heads + 2 * kv_heads) * dim, generator=generator) * 4
+        qkv[:, 2 * heads * dim :] = float("nan")
+        name = f"{tokens}x{heads}x{dim}"
+        yield name, dict(mixed=beside_nan(mixed), qkv=beside_nan(qkv.to(dtype)))

@@ -1,0 +1,145 @@
+"""The fused row-local ops: a row alone gives its bits, null rows touch nothing, no rounding moved.
+
+Every test runs on the reference, on Triton under its interpreter and on Triton on a GPU; equality
+is bit for bit.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lockstep.kernels.activations import sigmoid, silu, silu_mul
+from lockstep.kernels.norm import add_rms_norm, rms_norm
+from lockstep.kernels.rotary import gate_output, rope_and_cache
+from lockstep.kernels.rotary.cases import PAGE_SIZE, rope
+from tests.kernels.faces import Face, faces, same_bits
+
+FACES = faces()
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+PIECES = (slice(0, 1), slice(3, 4), slice(5, 12))
+LAYERS = [(4, 2, 32, 8, True, 1.0), (3, 1, 80, 40, False, 0.0), (24, 4, 256, 64, True, 1.0)]
+"""(heads, KV heads, head dim, rotary width, gated, offset)."""
+
+
+def numbers(face: Face, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Normal numbers times 2^-6 .. 2^6 in the face's dtype on its device."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-6, 7, shape, generator=generator)
+    x = torch.randn(shape, generator=generator) * torch.exp2(exponents.float())
+    return x.to(face.dtype).to(face.device)
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("width", [48, 1000, 5120])
+def test_add_rms_norm_row_alone(face, width):
+    x, delta = numbers(face, 12, width), numbers(face, 12, width, seed=1)
+    weight = numbers(face, width, seed=2)
+    whole = face.run(add_rms_norm, dict(x=x, delta=delta, weight=weight, eps=1e-6))
+    for s in PIECES:
+        part = face.run(add_rms_norm, dict(x=x[s], delta=delta[s], weight=weight, eps=1e-6))
+        assert all(same_bits(a, b[s]) for a, b in zip(part, whole, strict=True))
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_add_rms_norm_is_the_add_then_the_norm(face):
+    x, delta = numbers(face, 12, 1000), numbers(face, 12, 1000, seed=1)
+    norm = dict(weight=numbers(face, 1000, seed=2), eps=1e-6, offset=1.0)
+    total, out = face.run(add_rms_norm, dict(x=x, delta=delta, **norm))
+    assert same_bits(total, x + delta)
+    assert same_bits(out, face.run(rms_norm, dict(x=x + delta, **norm)))
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("inner", [33, 2500])
+def test_silu_mul_row_alone(face, inner):
+    gate_up = numbers(face, 12, 2 * inner)
+    whole = face.run(silu_mul, dict(gate_up=gate_up))
+    for s in PIECES:
+        assert same_bits(face.run(silu_mul, dict(gate_up=gate_up[s])), whole[s])
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_gate_output_row_alone(face):
+    mixed, qkv = numbers(face, 12, 6, 80), numbers(face, 12, 16 * 80, seed=1)
+    whole = face.run(gate_output, dict(mixed=mixed, qkv=qkv))
+    for s in PIECES:
+        assert same_bits(face.run(gate_output, dict(mixed=mixed[s], qkv=qkv[s])), whole[s])
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_rope_and_cache_row_alone(face, layer):
+    batch = face.place(rope(12, *layer, face.dtype))
+    whole = face.run(rope_and_cache, batch)
+    for s in PIECES:
+        alone = face.place(rope(12, *layer, face.dtype))
+        for name in ("qkv", "positions", "slot_mapping"):
+            alone[name] = alone[name][s]
+        assert same_bits(face.run(rope_and_cache, alone), whole[s])
+        slots = alone["slot_mapping"]
+        for name in ("k_cache", "v_cache"):
+            written = alone[name].flatten(0, 1)
+            assert same_bits(written[slots], batch[name].flatten(0, 1)[slots])
+            assert len(written.isfinite().flatten(1).all(1).nonzero()) == len(slots)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_null_rows_touch_nothing(face):
+    """Null rows of NaN, several to one slot: the others' bits and pages stay what they are."""
+    clean = face.place(rope(12, *LAYERS[0], face.dtype))
+    expected = face.run(rope_and_cache, clean)
+    padded = face.place(rope(12, *LAYERS[0], face.dtype))
+    padded["qkv"] = F.pad(padded["qkv"], (0, 0, 0, 5), value=float("nan"))
+    for name in ("positions", "slot_mapping"):
+        padded[name] = F.pad(padded[name], (0, 5))
+    assert same_bits(face.run(rope_and_cache, padded)[:12], expected)
+    for name in ("k_cache", "v_cache"):
+        assert same_bits(padded[name][1:], clean[name][1:])
+        assert same_bits(padded[name][0, 1:], clean[name][0, 1:])
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_strided_caches(face):
+    """Keys and values side by side in one tensor: strides are read, neighbours left alone."""
+    plain = face.place(rope(5, *LAYERS[0], face.dtype))
+    expected = face.run(rope_and_cache, plain)
+    both = torch.full((*plain["k_cache"].shape[:3], 70), 7.0, dtype=face.dtype, device=face.device)
+    k, v = both[..., :32], both[..., 35:67]
+    views = dict(face.place(rope(5, *LAYERS[0], face.dtype)), k_cache=k, v_cache=v)
+    assert same_bits(face.run(rope_and_cache, views), expected)
+    slots = plain["slot_mapping"]
+    page, place = slots // PAGE_SIZE, slots % PAGE_SIZE
+    for name, view in (("k_cache", k), ("v_cache", v)):
+        assert same_bits(view[page, place], plain[name][page, place])
+    assert int((both != 7.0).sum()) == 5 * 2 * 2 * 32
+
+
+@pytest.mark.parametrize("layer", LAYERS[:2], ids=str)
+def test_rope_and_cache_is_norm_rotation_and_copy(layer):
+    """Against complex multiplication in double precision, in fp32."""
+    heads, kv_heads, dim, width, gated, offset = layer
+    batch = rope(6, *layer, torch.float32)
+    q = rope_and_cache(**batch)
+    slots, pos, qkv = batch["slot_mapping"], batch["positions"], batch["qkv"]
+    q_end = heads * dim * (1 + gated)
+    raw_q = qkv[:, :q_end].unflatten(1, (heads, -1))[..., :dim]
+    raw_k, raw_v = (x.unflatten(1, (kv_heads, dim)) for x in qkv[:, q_end:].chunk(2, 1))
+    turn = torch.complex(batch["cos"].double(), batch["sin"].double())[pos][:, None]
+    k, v = (batch[n].flatten(0, 1)[slots] for n in ("k_cache", "v_cache"))
+    for raw, weight, found in ((raw_q, batch["q_weight"], q), (raw_k, batch["k_weight"], k)):
+        x = F.rms_norm(raw.double(), (dim,), offset + weight.double(), 1e-6)
+        pairs = torch.complex(x[..., : width // 2], x[..., width // 2 : width]) * turn
+        expected = torch.cat([pairs.real, pairs.imag, x[..., width:]], -1).float()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert same_bits(v, raw_v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gates_round_as_two_ops(dtype):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 2 * 48, generator=generator).to(dtype)
+    assert same_bits(silu_mul(x), silu(x[:, :48]) * x[:, 48:])
+    torch.testing.assert_close(silu_mul(x), F.silu(x[:, :48]) * x[:, 48:])
+    mixed, gates = x[:, :48].unflatten(1, (3, 16)), x.unflatten(1, (3, 32))[..., 16:]
+    assert same_bits(gate_output(mixed, x), mixed * sigmoid(gates))
+    torch.testing.assert_close(gate_output(mixed, x), mixed * torch.sigmoid(gates))
