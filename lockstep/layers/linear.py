@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from lockstep.kernels.linear import linear
+from lockstep.kernels.linear import linear, segments
 from lockstep.layers.build import Build
 
 
@@ -14,6 +14,7 @@ class Linear(nn.Module):
         self.outputs = outputs
         self.weight = build.matrix(sum(outputs), inputs)
         self.linear = build.linear_op(linear, n=sum(outputs), k=inputs)
+        self.segments = segments(sum(outputs), inputs, build.device)
 
     def part(self, index: int) -> Tensor:
         """The rows of the index-th of the fused weights."""
@@ -21,7 +22,7 @@ class Linear(nn.Module):
         return self.weight[begin : begin + self.outputs[index]]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x, self.weight)
+        return self.linear(x, self.weight, self.segments)
 
 
 class Embedding(nn.Module):
@@ -41,7 +42,9 @@ class Head(nn.Module):
     def __init__(self, build: Build, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
-        self.linear = build.linear_op(linear, n=weight.shape[0], k=weight.shape[1])
+        n, k = weight.shape
+        self.linear = build.linear_op(linear, n=n, k=k)
+        self.segments = segments(n, k, build.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x, self.weight).float()
+        return self.linear(x, self.weight, self.segments).float()

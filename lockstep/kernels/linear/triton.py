@@ -1,77 +1,242 @@
-"""linear in Triton: one fp32 accumulator per output, K ascending; tiles are chosen by T alone.
+"""linear in Triton: the tree is the op's, the tile is tuned (lockstep.kernels.linear.tuning).
 
-On Hopper every tile shape gives the same bits in bf16 and fp16, mma.sync and wgmma alike; in fp32
-the products run on the FMA units, with one tile for all T.
+A program makes one tile of the output, over all of K or over a subtree of its segments; in the
+second case it leaves an fp32 partial and a small pass adds the partials along the rest of the tree.
+On Hopper every tile gives the same bits in bf16 and fp16, mma.sync and wgmma alike, weights on
+either side; in fp32 the products run on the FMA units. See docs/kernels/linear.md.
 """
 
-from typing import Any
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.linear import linear
+from lockstep.kernels.linear.tuning import Tile, lookup
 
 GROUP = 8
+"""Row tiles that share a column tile's weights in L2."""
+AHEAD = 512
+"""Columns of its weights that a program asks for, with pdl, before it waits."""
+ACCUMULATORS = 128
+"""Registers per thread that the sums of a tree may take; larger trees use the stash."""
+FOLD = 1024
+"""Numbers that a program of the second pass adds."""
+
+
+@triton.jit
+def _segment(
+    x, weight, live, m, n, begin, end,
+    SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """One accumulator over columns begin .. end, ascending: [BLOCK_M, BLOCK_N] fp32.
+
+    x and weight are descriptors, or pointers to column 0 of the block's rows; live [BLOCK_M, 1]
+    says which rows of x there are.
+    """
+    total = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
+    for at in range(begin, end, BLOCK_K):
+        if TMA:
+            a, w = x.load([m, at]), weight.load([n, at])
+        elif EVEN:
+            a = tl.load(x + at, mask=live, other=0.0)
+            w = tl.load(weight + at)
+        else:
+            inside = (at + tl.arange(0, BLOCK_K) < end)[None, :]
+            a = tl.load(x + at, mask=live & inside, other=0.0)
+            w = tl.load(weight + at, mask=inside, other=0.0)
+        if SWAP:
+            total = tl.dot(w, a.T, total, input_precision="ieee")
+        else:
+            total = tl.dot(a, w.T, total, input_precision="ieee")
+    return total.T if SWAP else total
+
+
+@triton.jit
+def _subtree(
+    x, weight, live, m, n, begin, length, COUNT: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """COUNT segments of `length` columns from `begin` on, added pairwise in registers."""
+    if COUNT == 1:
+        return _segment(
+            x, weight, live, m, n, begin, begin + length,
+            SWAP, TMA, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        left = _subtree(
+            x, weight, live, m, n, begin, length, COUNT // 2,
+            SWAP, TMA, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        right = _subtree(
+            x, weight, live, m, n, begin + COUNT // 2 * length, length, COUNT // 2,
+            SWAP, TMA, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        return left + right
+
+
+@triton.jit
+def _subtree_stashed(
+    x, weight, stash, live, m, n, begin, length, LEVELS: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The same sums of 2^LEVELS segments; left halves wait in stash [LEVELS, BLOCK_M, BLOCK_N].
+
+    For tiles that fill the registers: the compiler would spill the accumulator in use. Segment i
+    closes the subtrees that end with it, and leaves the left half of the next larger one.
+    """
+    place = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for i in range(1 << LEVELS):
+        total = _segment(
+            x, weight, live, m, n, begin + i * length, begin + (i + 1) * length,
+            SWAP, TMA, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        tl.debug_barrier()
+        for level in tl.static_range(LEVELS):
+            if i % (2 << level) == (2 << level) - 1:
+                total = tl.load(stash + level * BLOCK_M * BLOCK_N + place) + total
+        for level in tl.static_range(LEVELS):
+            if i % (2 << level) == (1 << level) - 1:
+                tl.store(stash + level * BLOCK_M * BLOCK_N + place, total)
+    return total
+
+
+@triton.jit
+def _ask(address):
+    """Brings what these addresses point to into L2; nobody waits for it."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l", [address.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _linear_kernel(
-    x, weight, out, tokens, x_stride, w_stride,
-    N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr,
+    x, weight, x_map, w_map, out, stash, tokens, N, length, x_stride, w_stride,
+    COUNT: tl.constexpr, LEVELS: tl.constexpr, GROUP: tl.constexpr,
+    SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
+    PDL: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out [tokens, N]. Programs walk GROUP row tiles per column tile, for the cache."""
+    """One tile of out [parts, tokens, N]. Programs walk GROUP row tiles per column tile.
+
+    Rows of the weight past its end are copies of the last one: computed and not stored.
+    """
     tiles_m, tiles_n = tl.cdiv(tokens, BLOCK_M), tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
-    first = pid // (GROUP * tiles_n) * GROUP
+    part, inside = pid // (tiles_m * tiles_n), pid % (tiles_m * tiles_n)
+    first = inside // (GROUP * tiles_n) * GROUP
     height = tl.minimum(tiles_m - first, GROUP)
-    inside = pid % (GROUP * tiles_n)
-    m = (first + inside % height) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = inside // height * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    x += m.to(tl.int64)[:, None] * x_stride
-    weight += n.to(tl.int64)[None, :] * w_stride
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for at in range(0, K, BLOCK_K):
-        row, live = at + k, at + k < K
-        a = tl.load(x + row[None, :], mask=(m < tokens)[:, None] & live[None, :], other=0.0)
-        b = tl.load(weight + row[:, None], mask=(n < N)[None, :] & live[:, None], other=0.0)
-        total = tl.dot(a, b, total, input_precision="ieee")
-    out += m.to(tl.int64)[:, None] * N + n[None, :]
-    mask = (m < tokens)[:, None] & (n < N)[None, :]
+    inside = inside % (GROUP * tiles_n)
+    row_m, row_n = (first + inside % height) * BLOCK_M, inside // height * BLOCK_N
+    begin = part * COUNT * length
+    m, n = row_m + tl.arange(0, BLOCK_M), row_n + tl.arange(0, BLOCK_N)
+    live = (m < tokens)[:, None]
+    to_n = weight + tl.minimum(n, N - 1).to(tl.int64) * w_stride
+    if PDL:
+        cuda.gdc_launch_dependents()
+        half_lines = begin + tl.arange(0, AHEAD // 32) * 32
+        _ask(to_n[:, None] + half_lines[None, :])
+        cuda.gdc_wait()
+    if not TMA:
+        k = tl.arange(0, BLOCK_K)[None, :]
+        to_m = x + m.to(tl.int64) * x_stride
+        x_map, w_map = to_m[:, None] + k, to_n[:, None] + k
+    if LEVELS:
+        stash += pid.to(tl.int64) * (LEVELS * BLOCK_M * BLOCK_N)
+        total = _subtree_stashed(
+            x_map, w_map, stash, live, row_m, row_n, begin, length, LEVELS,
+            SWAP, TMA, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        total = _subtree(
+            x_map, w_map, live, row_m, row_n, begin, length, COUNT,
+            SWAP, TMA, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    out += part.to(tl.int64) * tokens * N + m.to(tl.int64)[:, None] * N + n[None, :]
+    mask = live & (n < N)[None, :]
     tl.store(out, total.to(out.dtype.element_ty), mask=mask)
 
 
-def _tile(tokens: int, n: int, dtype: torch.dtype) -> tuple[tuple[int, int, int], int, int]:
-    """(BLOCK_M, BLOCK_N, BLOCK_K), warps, stages."""
-    if dtype == torch.float32:
-        return (32, 64, 32), 4, 2
-    if tokens <= 16:
-        return (16, 64 if n >= 8192 else 32, 128), 4, 4
-    if tokens <= 64:
-        return (64, 64, 64), 4, 4
-    return (128, 128, 64), 8, 3
+@triton.jit
+def _partial(parts, at, size, live, COUNT: tl.constexpr):
+    """COUNT partials, `size` numbers apart, added pairwise."""
+    if COUNT == 1:
+        return tl.load(parts + at, mask=live, other=0.0)
+    else:
+        left = _partial(parts, at, size, live, COUNT // 2)
+        right = _partial(parts + COUNT // 2 * size, at, size, live, COUNT // 2)
+        return left + right
 
 
-def _supports(**traits: Any) -> str | None:
-    return gpu_trait(**traits)
+@triton.jit(do_not_specialize=["size"])
+def _fold_kernel(parts, out, size, SPLIT: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
+    """out [size] = parts [SPLIT, size] along the tree, rounded once."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
+    total = _partial(parts, at, size.to(tl.int64), at < size, SPLIT)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=at < size)
 
 
-@linear.backend("triton", supports=_supports)
-def linear_triton(x: Tensor, weight: Tensor) -> Tensor:
-    """See lockstep.kernels.linear.linear. Last strides must be 1."""
-    tokens, k = x.shape
-    n = weight.shape[0]
+def _aligned(x: Tensor) -> bool:
+    """Whether the bulk copy engine can read these rows: 16-byte strides and start."""
+    return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+
+
+def launch(x: Tensor, weight: Tensor, segments: int, tile: Tile) -> Tensor:
+    """linear by a given tile. The tile decides the speed and nothing else."""
+    (tokens, k), n = x.shape, weight.shape[0]
     out = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
-    (block_m, block_n, block_k), warps, stages = _tile(tokens, n, x.dtype)
-    grid = (triton.cdiv(tokens, block_m) * triton.cdiv(n, block_n),)
-    if tokens:
-        _linear_kernel[grid](
-            x, weight, out, tokens, x.stride(0), weight.stride(0), n, k, GROUP,
-            block_m, block_n, block_k,
-            num_warps=warps, num_stages=stages, enable_fp_fusion=False,
-        )  # fmt: skip
+    if not tokens:
+        return out
+    split = min(tile.split, segments)
+    count, length = segments // split, k // segments
+    levels = count.bit_length() - 1
+    if (levels + 1) * tile.m * tile.n <= ACCUMULATORS * 32 * tile.warps:
+        levels = 0
+    programs = triton.cdiv(tokens, tile.m) * triton.cdiv(n, tile.n) * split
+    fp32 = dict(dtype=torch.float32, device=x.device)
+    parts = torch.empty(split, tokens, n, **fp32) if split > 1 else out
+    stash = torch.empty(programs, levels, tile.m, tile.n, **fp32) if levels else None
+    maps: list[TensorDescriptor | None] = [None, None]
+    even = length % tile.k == 0
+    if tile.tma and (even or segments == 1) and _aligned(x) and _aligned(weight):
+        blocks = ((x, tile.m), (weight, tile.n))
+        maps = [TensorDescriptor.from_tensor(t, [rows, tile.k]) for t, rows in blocks]
+    pdl = tile.pdl and x.is_cuda and count * length >= AHEAD
+    options = dict(enable_fp_fusion=False, launch_pdl=True) if pdl else dict(enable_fp_fusion=False)
+    _linear_kernel[(programs,)](
+        x, weight, *maps, parts, stash, tokens, n, length, x.stride(0), weight.stride(0),
+        count, levels, GROUP, tile.swap, maps[0] is not None, even,
+        pdl, AHEAD, tile.m, tile.n, tile.k,
+        num_warps=tile.warps, num_stages=tile.stages, **options,
+    )  # fmt: skip
+    if split > 1:
+        size = tokens * n
+        _fold_kernel[(triton.cdiv(size, FOLD),)](parts, out, size, split, pdl, FOLD, **options)
     return out
+
+
+@cache
+def _arch(device: torch.device) -> str:
+    """E.g. "sm90"; "cpu" under the interpreter."""
+    if device.type != "cuda":
+        return device.type
+    return "sm{}{}".format(*torch.cuda.get_device_capability(device))
+
+
+@linear.backend("triton", supports=gpu_trait)
+def linear_triton(x: Tensor, weight: Tensor, segments: int = 1) -> Tensor:
+    """See lockstep.kernels.linear.linear. Last strides must be 1."""
+    return launch(x, weight, segments, lookup(x.shape[0], *weight.shape, x.dtype, _arch(x.device)))

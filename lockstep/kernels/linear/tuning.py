@@ -1,0 +1,215 @@
+"""Which tile makes a linear fast: a committed table, a rule where it is silent, and the tuner.
+
+A tile never changes a bit (tests/kernels/test_linear.py), so the table may be edited, measured
+again or lost. Its keys are "arch/dtype/NxK" and, inside, the first token count of a bucket.
+"""
+
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+TABLE = Path(__file__).with_name("tuning.json")
+BUCKETS = (1, 2, 5, 9, 17, 33, 65, 129, 257)
+"""The first token count of each bucket."""
+TIMED = (1, 4, 8, 16, 32, 64, 128, 256, 2048)
+"""The token count that each bucket is tuned at."""
+SPREAD = 200 << 20
+"""Bytes of distinct weights that a measurement walks through: several times the L2 cache."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a launch is cut.
+
+    m, n, k: tokens, outputs and columns per block. split: programs along K, at most the segments;
+    more than one costs a second pass. swap: weights are the left operand, so that a few tokens
+    fill a wgmma. tma: the bulk copy engine loads, where it exists and rows are aligned. pdl: start
+    before the kernel before this one ends, and fetch weights meanwhile.
+    """
+
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+    split: int = 1
+    swap: bool = False
+    tma: bool = False
+    pdl: bool = False
+
+
+Table = dict[str, dict[int, Tile]]
+Run = Callable[[Tensor, Tensor, int, Tile], Tensor]
+FLOAT = Tile(32, 64, 32, 4, 2)
+"""fp32, whose products run on the FMA units in the order of this tile."""
+
+
+def bucket(tokens: int) -> int:
+    """The first token count of the bucket that holds `tokens`."""
+    return BUCKETS[max(bisect_right(BUCKETS, tokens), 1) - 1]
+
+
+def _few(m: int, wide: bool) -> list[Tile]:
+    """At most 32 tokens: the weights' bytes are all that counts."""
+    tiles = [Tile(m, 64, 128, 4, 4), Tile(m, 32, 128, 4, 5)]
+    return tiles[:: 1 if wide else -1] + [
+        Tile(m, 32, 256, 4, 4),
+        Tile(m, 64, 128, 4, 4, tma=True),
+        Tile(m, 64, 128, 4, 5, swap=True, tma=True),
+        Tile(m, 128, 64, 4, 5, swap=True, tma=True),
+        Tile(m, 64, 128, 4, 4, split=2, swap=True, tma=True),
+        Tile(m, 128, 64, 4, 5, split=4, swap=True, tma=True),
+    ]
+
+
+def _some() -> list[Tile]:
+    """33 .. 64 tokens: x is read once per column tile, so column tiles grow."""
+    return [
+        Tile(64, 64, 128, 4, 3, tma=True),
+        Tile(64, 64, 64, 4, 6, tma=True),
+        Tile(64, 128, 64, 4, 4, tma=True),
+        Tile(64, 128, 64, 8, 4, swap=True, tma=True),
+        Tile(64, 128, 128, 8, 4, swap=True, tma=True),
+        Tile(64, 64, 128, 4, 3, split=2, tma=True),
+        Tile(64, 128, 64, 4, 4, split=2, tma=True),
+        Tile(64, 128, 64, 4, 4, split=4, tma=True),
+    ]
+
+
+def _hundreds() -> list[Tile]:
+    """65 .. 256 tokens: between the memory wall and the tensor cores."""
+    return [
+        Tile(128, 128, 64, 4, 3, tma=True),
+        Tile(64, 128, 64, 4, 4, tma=True),
+        Tile(128, 64, 64, 4, 4, tma=True),
+        Tile(128, 128, 64, 8, 4, tma=True),
+        Tile(128, 256, 64, 8, 3, tma=True),
+        Tile(128, 64, 64, 4, 4, split=2, tma=True),
+        Tile(128, 128, 64, 4, 3, split=2, tma=True),
+        Tile(128, 128, 64, 8, 4, split=4, tma=True),
+    ]
+
+
+def _many() -> list[Tile]:
+    """A prompt's tokens: the largest tiles that two warp groups hold."""
+    return [
+        Tile(128, 256, 64, 8, 4, tma=True),
+        Tile(128, 256, 64, 8, 3, tma=True),
+        Tile(256, 128, 64, 8, 4, tma=True),
+        Tile(256, 128, 64, 8, 3, tma=True),
+        Tile(128, 128, 64, 4, 3, tma=True),
+        Tile(128, 128, 64, 8, 4, tma=True),
+        Tile(128, 256, 64, 8, 3),
+    ]
+
+
+def candidates(tokens: int, n: int, k: int, dtype: torch.dtype, segments: int = 1) -> list[Tile]:
+    """Tiles worth timing on Hopper, at most eight; the first serves where nothing was timed."""
+    if dtype == torch.float32:
+        return [FLOAT]
+    if tokens <= 32:
+        tiles = _few(16 if tokens <= 16 else 32, n >= 8192)
+    elif tokens <= 64:
+        tiles = _some()
+    else:
+        tiles = _hundreds() if tokens <= 256 else _many()
+    return [tile for tile in tiles if tile.split <= segments and tile.k <= max(k, 64)]
+
+
+def _modest(tokens: int, dtype: torch.dtype) -> Tile:
+    """A tile for any GPU since Ampere, and for the interpreter."""
+    if dtype == torch.float32:
+        return FLOAT
+    if tokens <= 16:
+        return Tile(16, 64, 64, 4, 4)
+    return Tile(64, 64, 64, 4, 4) if tokens <= 64 else Tile(128, 128, 32, 8, 3)
+
+
+def _key(n: int, k: int, dtype: torch.dtype, arch: str) -> str:
+    return f"{arch}/{str(dtype).removeprefix('torch.')}/{n}x{k}"
+
+
+@cache
+def load(path: Path = TABLE) -> Table:
+    """The table in a file; empty where there is none."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return {
+        key: {int(first): Tile(**own) for first, own in row.items()} for key, row in found.items()
+    }
+
+
+def save(table: Table, path: Path = TABLE) -> None:
+    """Writes a table, one tile per line, defaults left out."""
+    defaults = {field.name: field.default for field in fields(Tile)}
+    blocks = []
+    for key, row in sorted(table.items()):
+        lines = []
+        for first, tile in sorted(row.items()):
+            own = {name: value for name, value in asdict(tile).items() if value != defaults[name]}
+            lines.append(f'    "{first}": {json.dumps(own)}')
+        blocks.append(f'  "{key}": {{\n' + ",\n".join(lines) + "\n  }")
+    path.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
+
+
+@cache
+def _tile(first: int, n: int, k: int, dtype: torch.dtype, arch: str) -> Tile:
+    known = load().get(_key(n, k, dtype, arch), {})
+    if first in known:
+        return known[first]
+    return candidates(first, n, k, dtype)[0] if arch == "sm90" else _modest(first, dtype)
+
+
+def lookup(tokens: int, n: int, k: int, dtype: torch.dtype, arch: str) -> Tile:
+    """The tile for `tokens` rows against a weight [n, k] on a GPU of this architecture."""
+    return _tile(bucket(tokens), n, k, dtype, arch)
+
+
+def seconds(run: Callable[[Tensor], object], weights: Sequence[Tensor]) -> float:
+    """Seconds per launch in a replayed graph that walks through the weights: best of three."""
+    run(weights[0])
+    torch.cuda.synchronize()
+    rounds = -(-12 // len(weights))
+    graph, times = torch.cuda.CUDAGraph(), []
+    with torch.cuda.graph(graph):
+        for weight in list(weights) * rounds:
+            run(weight)
+    graph.replay()
+    for _ in range(3):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return min(times) * 1e-3 / (rounds * len(weights))
+
+
+def some_weights(n: int, k: int, dtype: torch.dtype) -> list[Tensor]:
+    """Weights [n, k] on the GPU, SPREAD bytes of them or 64: small models do live in the cache."""
+    count = min(64, -(-SPREAD // (n * k * dtype.itemsize)))
+    return [torch.randn(n, k, dtype=dtype, device="cuda") for _ in range(count)]
+
+
+def tune(
+    run: Run, tokens: int, weights: Sequence[Tensor], segments: int
+) -> list[tuple[float, Tile]]:
+    """(seconds, tile) of each candidate, fastest first; `run` is launch of the Triton backend.
+
+    Up to 64 tokens the best one is timed again with pdl: a step of many tokens has no gaps to hide.
+    """
+    (n, k), dtype = weights[0].shape, weights[0].dtype
+    x = torch.randn(tokens, k, dtype=dtype, device="cuda")
+
+    def timed(tile: Tile) -> tuple[float, Tile]:
+        return seconds(lambda weight: run(x, weight, segments, tile), weights), tile
+
+    found = sorted(map(timed, candidates(tokens, n, k, dtype, segments)), key=lambda pair: pair[0])
+    if tokens <= 64:
+        found.append(timed(replace(found[0][1], pdl=True)))
+    return sorted(found, key=lambda pair: pair[0])

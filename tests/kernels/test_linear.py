@@ -1,0 +1,146 @@
+"""linear: its tree, the number of segments, the table of tiles; and no tile changes a bit."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lockstep.kernels.linear import linear, segments
+from lockstep.kernels.linear.tuning import (
+    BUCKETS,
+    TIMED,
+    Tile,
+    bucket,
+    candidates,
+    load,
+    lookup,
+    save,
+    some_weights,
+    tune,
+)
+from tests.kernels.faces import faces, same_bits
+
+TRITON = [face for face in faces() if face.values[0].backend == "triton"]
+TILES = sorted(
+    {
+        tile
+        for tokens in TIMED
+        for n in (64, 8192)
+        for tile in candidates(tokens, n, 4096, torch.bfloat16, segments=4)
+    },
+    key=str,
+)
+
+
+def graded(rows: int, k: int, count: int, seed: int) -> torch.Tensor:
+    """Small integers, each of `count` segments on a scale of its own.
+
+    A segment's products add up exactly in fp32, in whatever order: an interpreter's dot has no
+    order of its own to test. Sums of segments round, so that their tree shows in the bits.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randint(-4, 5, (rows, count, k // count), generator=generator).float()
+    scales = torch.exp2(torch.tensor([12.0, 0.0, 1.0, 0.0])[:count])
+    return (x * scales[:, None]).flatten(1)
+
+
+def wild(rows: int, k: int, seed: int) -> torch.Tensor:
+    """Normal numbers times 2^-20 .. 2^20: any other order of addition shows."""
+    generator = torch.Generator().manual_seed(seed)
+    exponents = torch.randint(-20, 21, (rows, k), generator=generator)
+    return torch.randn(rows, k, generator=generator) * torch.exp2(exponents.float())
+
+
+def operands(face, rows: int, n: int, k: int, count: int) -> list[torch.Tensor]:
+    """x [rows, k] and a weight [n, k] on which other trees than that of `count` show."""
+    if face.interpreted:
+        pair = [graded(rows, k, count, 0), graded(n, k, count, 1)]
+    else:
+        pair = [wild(rows, k, 0), wild(n, k, 1)]
+    if face.dtype == torch.float16:
+        pair = [part.clamp(-30, 30) for part in pair]
+    return [part.to(face.dtype).to(face.device) for part in pair]
+
+
+def test_reference_is_the_tree():
+    x, weight = graded(5, 256, 4, 0), graded(12, 256, 4, 1)
+    a, b, c, d = (linear(x[:, i : i + 64], weight[:, i : i + 64]) for i in range(0, 256, 64))
+    assert same_bits(linear(x, weight, 4), (a + b) + (c + d))
+    assert not same_bits(linear(x, weight, 4), ((a + b) + c) + d)
+    left, right = linear(x[:, :128], weight[:, :128]), linear(x[:, 128:], weight[:, 128:])
+    assert same_bits(linear(x, weight, 2), left + right)
+
+
+def test_segments_belong_to_the_weight():
+    for n, k in ((5120, 17408), (5120, 6144), (5120, 10240), (4096, 4096), (6144, 4096)):
+        assert segments(n, k, "cuda:0") == 2
+        assert segments(n, k, "cpu") == 1
+    for n, k in ((34816, 5120), (248320, 5120), (16480, 5120), (256, 512), (4096, 4100)):
+        assert segments(n, k, "cuda") == 1
+
+
+def test_buckets_and_defaults():
+    assert [bucket(tokens) for tokens in (0, *TIMED)] == [1, *BUCKETS]
+    assert [bucket(first - 1) for first in BUCKETS[1:]] == list(BUCKETS[:-1])
+    for tokens in TIMED:
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            tiles = candidates(tokens, 999, 4096, dtype, segments=4)
+            assert len(set(tiles)) == len(tiles) <= 8 and tiles[0].split == 1
+            assert lookup(tokens, 999, 4096, dtype, "sm90") == tiles[0]
+            assert lookup(tokens, 999, 4096, dtype, "sm80").tma is False
+            assert candidates(tokens, 999, 40, dtype)
+
+
+def test_table(tmp_path):
+    path = tmp_path / "tuning.json"
+    assert load(path) == {}
+    tiles = {1: Tile(16, 32, 128, 4, 5, split=2, pdl=True), 257: Tile(128, 256, 64, 8, 3, tma=True)}
+    save({"sm90/bfloat16/64x4096": tiles, "sm90/float16/8x8": {}}, other := tmp_path / "other.json")
+    assert load(other) == {"sm90/bfloat16/64x4096": tiles, "sm90/float16/8x8": {}}
+
+
+def test_committed_table_holds_candidates():
+    for key, row in load().items():
+        n, k = map(int, key.rpartition("/")[2].split("x"))
+        for first, tile in row.items():
+            tokens = TIMED[BUCKETS.index(first)]
+            known = candidates(tokens, n, k, torch.bfloat16, segments(n, k, "cuda"))
+            assert replace(tile, pdl=False) in known, (key, first)
+
+
+def tiles_of(face, n: int, k: int) -> list[Tile]:
+    """All tiles in bf16 and under the interpreter, where pdl means nothing; some in fp16."""
+    if face.interpreted:
+        return sorted({replace(tile, stages=1) for tile in TILES}, key=str)
+    if face.dtype == torch.float32:
+        return candidates(1, n, k, face.dtype)
+    tiles = TILES if face.dtype == torch.bfloat16 else TILES[::4]
+    return tiles + [replace(tile, pdl=True) for tile in tiles[::5]]
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("face", TRITON)
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_no_tile_changes_a_bit(face, count):
+    """Every candidate of every bucket: whole, a row alone, another first row."""
+    from lockstep.kernels.linear.triton import launch
+
+    rows, n, k = (300, 1008, 4096) if face.on_gpu else (18, 40, 1024)
+    x, weight = operands(face, rows, n, k, count)
+    tiles = tiles_of(face, n, k)
+    whole = launch(x, weight, count, tiles[0])
+    assert count == 1 or not same_bits(whole, launch(x, weight, 1, tiles[0]))
+    for tile in tiles:
+        for part, want in ((x, whole), (x[1:2], whole[1:2]), (x[5:], whole[5:])):
+            assert same_bits(launch(part, weight, count, tile), want), (tile, len(part))
+
+
+@pytest.mark.gpu
+def test_tuned_tiles_agree_and_come_sorted():
+    from lockstep.kernels.linear.triton import launch
+
+    times = tune(launch, 16, some_weights(512, 2048, torch.bfloat16), 2)
+    assert [seconds for seconds, _ in times] == sorted(seconds for seconds, _ in times)
+    assert {replace(tile, pdl=False) for _, tile in times} == set(
+        candidates(16, 512, 2048, torch.bfloat16, 2)
+    )
