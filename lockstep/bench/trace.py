@@ -190,7 +190,7 @@ def table_of(events: list[dict[str, Any]], steps: int) -> list[Line]:
     A kernel belongs to the innermost name around its launch on the host.
     """
     ranges = [e for e in events if str(e.get("name", "")).startswith(PREFIX) and _on_host(e)]
-    launches = [e for e in events if "correlation" in e.get("args", {}) and _is_launch(e)]
+    launches = [e for e in events if _is_launch(e)]
     kernels: dict[int, list[float]] = defaultdict(list)
     for event in events:
         if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
@@ -209,7 +209,8 @@ def _on_host(event: dict[str, Any]) -> bool:
 
 
 def _is_launch(event: dict[str, Any]) -> bool:
-    return event.get("cat") in ("cuda_runtime", "cuda_driver")
+    named = "dur" in event and "correlation" in event.get("args", {})
+    return named and event.get("cat") in ("cuda_runtime", "cuda_driver")
 
 
 def _exclusive(

@@ -23,8 +23,11 @@ from lockstep.errors import ConfigError
 from lockstep.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    import torch
+
     from lockstep.bench import Figures
     from lockstep.bench.asking import Ask
+    from lockstep.bench.dimensions import Model
     from lockstep.bench.floor import Floor, Sketch, StepFloor
     from lockstep.llm import LLM
 
@@ -159,6 +162,9 @@ def kernels(
     query_len: Annotated[str, typer.Option(help="tokens of a row, with commas between")] = "1,4",
     dtype: Annotated[str, typer.Option(help="auto is bfloat16, float32 on a CPU")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    tune: Annotated[
+        Path | None, typer.Option(help="time linear's tiles instead, and write their table here")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="the last line only")] = False,
 ) -> None:
     """Time every op against the floor of its bytes, and compare its bits at other row counts.
@@ -173,6 +179,9 @@ def kernels(
     place = pick_device(config)
     kind = pick_dtype(config, {}, place)
     models = pick_models(model or (), place)
+    if tune:
+        _tune(models, kind, tune)
+        return
     sizes = (_numbers("rows", rows), _numbers("query_len", query_len))
     asked = (models, place, kind, *sizes, op or ())
     if json:
@@ -269,6 +278,16 @@ def _short(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_short(part) for part in value]
     return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _tune(models: "list[Model]", dtype: "torch.dtype", path: Path) -> None:
+    from lockstep.bench.tiles import tune_linears
+
+    with progress_bar() as show:
+        times = tune_linears(models, dtype, path, show)
+    note(f"{path}: the table; lockstep/kernels/linear/tuning.json is the committed one")
+    rounded = {key: {n: _short(us) for n, us in row.items()} for key, row in times.items()}
+    print_json({"bench": "kernels", "tuned": str(path), "us": rounded})
 
 
 def _numbers(name: str, value: str) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from lockstep.bench.floor import (
     sketch,
     step_floor,
 )
-from tests.tiny_model import CONFIG, make_model
+from tests.tiny_model import CONFIG, QWEN3, make_model
 
 # Qwen3.6-27B's config.json, text part.
 LARGE = {
@@ -31,6 +31,18 @@ LARGE = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "tie_word_embeddings": False,
+}
+
+
+# Qwen3-8B's.
+DENSE = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
 }
 
 
@@ -56,10 +68,10 @@ def test_bytes_by_hand(tiny: Path) -> None:
     assert part(floor, "Head").flops == 2 * vocab * hidden * 4
     assert part(floor, "Embedding").bytes == 2 * hidden * 4
     assert part(floor, "GatedMLP").bytes == 4 * 2 * 3 * hidden * inner
-    assert part(floor, "RMSNorm").bytes == (2 * 4 + 1) * 2 * hidden
+    assert part(floor, "AddRMSNorm").bytes == (2 * 4 + 1) * 2 * hidden
     attention = hidden * 16 * (2 * 6 + 1 + 1) + 6 * 16 * hidden + 2 * 16
     lines_of_cos_and_sin = 4 * 2 * 2 * 4
-    assert part(floor, "GatedAttention").bytes == 2 * attention + lines_of_cos_and_sin
+    assert part(floor, "Attention").bytes == 2 * attention + lines_of_cos_and_sin
     channels = 2 * 2 * 16 + 4 * 16
     matrices = hidden * (channels + 4 * 16 + 4 + 4) + 4 * 16 * hidden
     others = 2 * (channels * 4 + 16) + 4 * (4 + 4)
@@ -77,7 +89,7 @@ def test_draft_module_is_read_once_per_draft(tiny: Path) -> None:
         step_floor(sketch(tiny, torch.bfloat16, k, module=True), rows=2, context=100).drafts
         for k in (1, 3)
     )
-    for name in ("GatedMLP", "GatedAttention", "Head", "Linear", "KV read"):
+    for name in ("GatedMLP", "Attention", "Head", "Linear", "KV read"):
         assert part(three, name).bytes == 3 * part(one, name).bytes > 0
     none = step_floor(sketch(tiny, torch.bfloat16, 3, module=False), rows=2, context=100)
     assert none.drafts.ms == 0 and none.ms == none.verify.ms and none.query_len == 4
@@ -87,6 +99,14 @@ def test_draft_module_is_read_once_per_draft(tiny: Path) -> None:
 def test_known_floors_of_a_large_model(large: Path, rows: int, ms: float) -> None:
     """Roofline of Qwen3.6-27B in bf16 at context 4,096: 51.25 GB of weights, 151 MB of state."""
     floor = step_floor(sketch(large, torch.bfloat16, 0, module=False), rows, 4096)
+    assert floor.ms == pytest.approx(ms, abs=0.01)
+
+
+@pytest.mark.parametrize(("rows", "ms"), [(1, 3.66), (8, 4.64), (64, 12.51)])
+def test_known_floors_of_a_dense_model(tmp_path: Path, rows: int, ms: float) -> None:
+    """Qwen3-8B: 15.1 GB of weights that are read, 147 KB of KV per token."""
+    folder = make_model(tmp_path / "dense", QWEN3, **DENSE)
+    floor = step_floor(sketch(folder, torch.bfloat16, 0, module=False), rows, 4096)
     assert floor.ms == pytest.approx(ms, abs=0.01)
 
 
