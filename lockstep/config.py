@@ -1,6 +1,7 @@
 """What the user chose (EngineConfig) and what it implies (Plan). Both are frozen."""
 
 from dataclasses import dataclass, field, fields
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,25 @@ from lockstep.errors import ConfigError, choice_error
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 GRAPH_MODES = ("full", "piecewise", "none")
 MAX_DRAFTS = 7
+MAX_LOOKUP = 16
+MAX_ROWS = 1024
+EXAMPLE = '{"method": "mtp", "num_speculative_tokens": 3}'
 
 
 def _option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
+
+
+def _is_number(value: object, low: float, high: float) -> bool:
+    """Whether the value lies in the range, and is whole where the range's ends are."""
+    kinds = int if isinstance(low, int) else (int, float)
+    return isinstance(value, kinds) and not isinstance(value, bool) and low <= value <= high
+
+
+def _check_number(name: str, value: object, low: float, high: float, remedy: str) -> None:
+    if not _is_number(value, low, high):
+        kind = "whole numbers" if isinstance(low, int) else "numbers"
+        raise choice_error(ConfigError, name, value, f"{kind} from {low} to {high}", remedy)
 
 
 @dataclass(frozen=True)
@@ -25,32 +41,37 @@ class SpeculativeConfig:
     prompt_lookup_max: int = 4
 
     def __post_init__(self) -> None:
-        k = self.num_speculative_tokens
-        if not isinstance(k, int) or not 1 <= k <= MAX_DRAFTS:
+        if not isinstance(self.method, str):
+            remedy = "Name one of lockstep.spec.DRAFTERS."
             raise choice_error(
-                ConfigError,
-                "num_speculative_tokens",
-                k,
-                f"1 to {MAX_DRAFTS}",
-                "Choose K in that range, or leave speculative_config out to draft nothing.",
+                ConfigError, "method", self.method, "a drafter's name, e.g. mtp", remedy
             )
-        if not 1 <= self.prompt_lookup_min <= self.prompt_lookup_max <= 16:
-            raise ConfigError(
-                f"prompt_lookup_min={self.prompt_lookup_min} and prompt_lookup_max="
-                f"{self.prompt_lookup_max} are not allowed; allowed: 1 <= min <= max <= 16. "
-                "Change one of them."
-            )
+        k, low, high = self.num_speculative_tokens, self.prompt_lookup_min, self.prompt_lookup_max
+        leave = "Choose K in that range, or leave speculative_config out to draft nothing."
+        _check_number("num_speculative_tokens", k, 1, MAX_DRAFTS, leave)
+        _check_number("prompt_lookup_max", high, 1, MAX_LOOKUP, "Choose the longest n-gram anew.")
+        remedy = "Choose it no larger than prompt_lookup_max."
+        _check_number("prompt_lookup_min", low, 1, high, remedy)
 
     @classmethod
     def read(cls, value: "dict[str, Any] | SpeculativeConfig | None") -> "SpeculativeConfig | None":
         """A config from vLLM's dict. Raises ConfigError on an unknown key or a missing method."""
         if value is None or isinstance(value, SpeculativeConfig):
             return value
+        if not isinstance(value, dict):
+            allowed = f"None or a dict, e.g. {EXAMPLE}"
+            raise choice_error(
+                ConfigError, "speculative_config", value, allowed, "Write it as a dict."
+            )
         known = [f.name for f in fields(cls)]
         for key in value:
             if key not in known:
                 raise choice_error(
-                    ConfigError, "speculative_config key", key, known, "Remove or rename the key."
+                    ConfigError,
+                    "speculative_config key",
+                    key,
+                    ", ".join(known),
+                    "Remove or rename the key.",
                 )
         if "method" not in value:
             raise ConfigError('speculative_config has no "method"; name a drafter, e.g. "mtp".')
@@ -93,6 +114,16 @@ class EngineConfig:
         object.__setattr__(
             self, "speculative_config", SpeculativeConfig.read(self.speculative_config)
         )
+        if isinstance(self.model, PathLike):
+            object.__setattr__(self, "model", str(self.model))
+        if self.model is not None and not (isinstance(self.model, str) and self.model):
+            allowed = "a folder, a hub id, or None for the bundled model"
+            raise choice_error(ConfigError, "model", self.model, allowed, "Name one of them.")
+        self._check_choices()
+        self._check_numbers()
+        self._check_buckets()
+
+    def _check_choices(self) -> None:
         for name, allowed in (
             ("dtype", DTYPES),
             ("device", ("auto", "cpu", "cuda")),
@@ -101,17 +132,17 @@ class EngineConfig:
             ("cuda_graph_mode", GRAPH_MODES),
             ("scheduling_policy", ("fcfs", "priority")),
             ("tensor_parallel_size", (1,)),
+            ("enable_prefix_caching", (True, False)),
+            ("skip_tokenizer_init", (True, False)),
         ):
-            if getattr(self, name) not in allowed:
-                raise choice_error(
-                    ConfigError,
-                    name,
-                    getattr(self, name),
-                    ", ".join(map(str, allowed)),
-                    "Choose one of them.",
-                )
+            value = getattr(self, name)
+            if not any(type(value) is type(a) and value == a for a in allowed):
+                known = ", ".join(map(str, allowed))
+                raise choice_error(ConfigError, name, value, known, "Choose one of them.")
+
+    def _check_numbers(self) -> None:
         for name, low, high in (
-            ("max_num_seqs", 1, 1024),
+            ("max_num_seqs", 1, MAX_ROWS),
             ("max_num_batched_tokens", 64, 1 << 20),
             ("max_model_len", 2, 1 << 24),
             ("num_gpu_blocks", 2, 1 << 30),
@@ -119,10 +150,22 @@ class EngineConfig:
             ("preempt_every", 0, 1 << 30),
             ("steps_in_flight", 1, 2),
             ("gpu_memory_utilization", 0.05, 0.98),
+            ("seed", 0, 2**32 - 1),
         ):
             value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise choice_error(ConfigError, name, value, f"{low} to {high}", "Change it.")
+            if value is not None or self.__dataclass_fields__[name].default is not None:
+                _check_number(name, value, low, high, "Choose a value in that range.")
+
+    def _check_buckets(self) -> None:
+        buckets = self.row_buckets
+        if buckets is None:
+            return
+        listed = isinstance(buckets, (tuple, list)) and len(buckets) > 0
+        if not listed or not all(_is_number(b, 1, MAX_ROWS) for b in buckets):
+            allowed = f"a list of whole numbers from 1 to {MAX_ROWS}"
+            remedy = "Mend the list, or leave it out."
+            raise choice_error(ConfigError, "row_buckets", buckets, allowed, remedy)
+        object.__setattr__(self, "row_buckets", tuple(buckets))
 
     @classmethod
     def read(cls, **chosen: Any) -> "EngineConfig":

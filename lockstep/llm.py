@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from numbers import Number
 from typing import Any
 
 from lockstep.config import EngineConfig
@@ -129,9 +130,10 @@ class _Job:
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, dict)):
+    """One prompt or several as a list; what is no prompt at all is left for the processor."""
+    if isinstance(prompts, (str, dict)) or not isinstance(prompts, Sequence):
         return [prompts]
-    if prompts and isinstance(prompts[0], int):
+    if prompts and isinstance(prompts[0], Number):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 

@@ -1,7 +1,10 @@
 """What a request asks of the sampler, in vLLM's names."""
 
-from collections.abc import Sequence
+import math
+import reprlib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from typing import Any
 
 from lockstep.errors import RequestError
@@ -10,6 +13,7 @@ MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 32
 MAX_BAD_WORD_TOKENS = 8
 MAX_STOP_IDS = 16
+_SWITCHES = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,7 @@ class SamplingParams:
             ("seed", -(2**63), 2**63 - 1),
         ):
             self._check_range(name, low, high)
+        self._check_kinds()
         self._check_lists()
 
     def _check_range(self, name: str, low: float, high: float) -> None:
@@ -75,11 +80,30 @@ class SamplingParams:
         )
         if not (number and whole and low <= value <= high):
             kind = "a number" if isinstance(low, float) else "a whole number"
-            raise RequestError(
-                f"{name}={value!r} is not allowed; allowed: {kind} from {low} to {high}. "
-                f"Change {name} or leave it out.",
-                name,
-            )
+            raise self._refusal(name, f"{kind} from {low} to {high}")
+
+    def _check_kinds(self) -> None:
+        for name, allowed, fits in (
+            ("logit_bias", "a dict of token ids to finite numbers", _is_bias),
+            ("allowed_token_ids", "a list of token ids", is_ids),
+            ("stop_token_ids", "a list of token ids", is_ids),
+            ("bad_words", "a list of strings", lambda v: _is_list(v, str)),
+            ("bad_words_ids", "a list of lists of token ids", _is_list_of_ids),
+            ("stop", "a string or a list of strings", _is_stop),
+        ):
+            value = getattr(self, name)
+            if value is not None and not fits(value):
+                raise self._refusal(name, allowed)
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise self._refusal(name, "True or False")
+
+    def _refusal(self, name: str, allowed: str) -> RequestError:
+        value = reprlib.repr(getattr(self, name))
+        return RequestError(
+            f"{name}={value} is not allowed; allowed: {allowed}. Change {name} or leave it out.",
+            name,
+        )
 
     def _check_lists(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -127,3 +151,28 @@ class SamplingParams:
     def names(cls) -> tuple[str, ...]:
         """The names of all fields."""
         return tuple(f.name for f in fields(cls))
+
+
+def is_ids(value: object) -> bool:
+    """Whether it is a list (or the like) of whole numbers."""
+    return _is_list(value, Integral)
+
+
+def _is_list(value: object, kind: type) -> bool:
+    if not isinstance(value, Collection) or isinstance(value, (str, bytes, Mapping)):
+        return False
+    return all(issubclass(found, kind) and found is not bool for found in set(map(type, value)))
+
+
+def _is_list_of_ids(value: Any) -> bool:
+    return _is_list(value, Collection) and all(map(is_ids, value))
+
+
+def _is_bias(value: object) -> bool:
+    if not isinstance(value, Mapping) or not is_ids(list(value)):
+        return False
+    return all(isinstance(v, (int, float)) and math.isfinite(v) for v in value.values())
+
+
+def _is_stop(value: object) -> bool:
+    return isinstance(value, str) or _is_list(value, str)

@@ -132,6 +132,13 @@ class Cache:
             self.state.release(seq)
         self.seqs.discard(seq)
 
+    def forget(self) -> None:
+        """Drops everything that is cached for reuse; what sequences own stays theirs."""
+        self.settle()
+        self.paged.pool.forget()
+        if self.state:
+            self.state.pool.forget()
+
     def check(self) -> None:
         """Asserts the invariants: one place per id, references equal owners, pins balanced."""
         self.paged.pool.check(self.paged.owners(self.seqs))

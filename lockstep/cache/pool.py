@@ -72,6 +72,12 @@ class Pool:
         """The id published under a key, or 0."""
         return self.by_key.get(key, 0)
 
+    def forget(self) -> None:
+        """Nothing is cached any more: idle ids are free, referenced ones keep their owners."""
+        self.free.extend(self.idle)
+        for table in (self.idle, self.by_key, self.key_of):
+            table.clear()
+
     def check(self, owners: Counter[int]) -> None:
         """Asserts that every id is in one place, and that references are exactly `owners`."""
         places = [*self.free, *self.idle, *self.refs]

@@ -141,7 +141,7 @@ class Engine:
     def run(self, requests: list[Request], on_update: Callable[[Request], None]) -> None:
         """Serves requests to their ends, calling on_update for each that got tokens or finished.
 
-        All or none: if one is refused, none of them runs.
+        All or none: if one is refused, none of them runs. If a step or on_update raises, all end.
         """
         added = []
         try:
@@ -152,6 +152,17 @@ class Engine:
             for request_id in added:
                 self.abort(request_id)
             raise
-        while self.has_work():
-            for request in self.step():
-                on_update(request)
+        try:
+            while self.has_work():
+                for request in self.step():
+                    on_update(request)
+        except BaseException:
+            self.clear()
+            raise
+
+    def clear(self) -> None:
+        """Ends every request, and forgets what is cached: a step that failed may not have run."""
+        for request_id in list(self.scheduler.entries):
+            self.abort(request_id)
+        self._flights.clear()
+        self.scheduler.cache.forget()

@@ -18,7 +18,7 @@ def architecture(model_type: object) -> ModuleType:
     It has Config, Model, PREFIXES (of checkpoint names) and IGNORED (tensors that the text model
     does not use); where it drafts, Draft and DRAFT_PREFIX too.
     """
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise choice_error(
             CheckpointError,
             "model_type",
@@ -26,4 +26,4 @@ def architecture(model_type: object) -> ModuleType:
             ", ".join(ARCHITECTURES),
             "Serve a checkpoint of one of these architectures.",
         )
-    return import_module(ARCHITECTURES[str(model_type)])
+    return import_module(ARCHITECTURES[model_type])

@@ -1,5 +1,6 @@
 """Between text and tokens: prompts become engine requests, tokens become completions."""
 
+import reprlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 from lockstep.engine.request import Request
 from lockstep.errors import RequestError
 from lockstep.outputs import CompletionOutput, Logprob
-from lockstep.sampling_params import SamplingParams
+from lockstep.sampling_params import SamplingParams, is_ids
 from lockstep.text.detokenizer import Detokenizer
 from lockstep.text.parsers import REASONING_PARSERS, TOOL_PARSERS, ReplyParser, choose
 from lockstep.text.template import ChatTemplate, Message
@@ -166,6 +167,12 @@ class Processor:
                     "prompt",
                 )
             return self.prompt_ids(found)
+        if not isinstance(prompt, str) and not is_ids(prompt):
+            raise RequestError(
+                f"prompt={reprlib.repr(prompt)} is not allowed; allowed: a text, or a list of "
+                "token ids. Send one of them.",
+                "prompt",
+            )
         ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not 1 <= len(ids) < self.max_model_len:
             raise RequestError(

@@ -149,6 +149,20 @@ def test_caching_off_and_opting_out_find_nothing() -> None:
     assert cache.admit(CacheSeq([1] * 9, salt=b"other"), 9) == 0
 
 
+def test_forgetting_empties_the_cache_and_leaves_what_is_owned() -> None:
+    cache, prompt = make(slots=6), list(range(9))
+    cache.release(run_prompt(cache, prompt, snapshots=(4, 8)))
+    running = run_prompt(cache, [7] * 9, snapshots=(4,))
+    assert cached(cache, prompt) == 8
+    cache.forget()
+    cache.check()
+    assert cached(cache, prompt) == cached(cache, [7] * 9) == 0
+    assert cache.reserve(running, 13)
+    cache.release(running)
+    cache.check()
+    assert cache.paged.pool.available == cache.paged.pool.total
+
+
 def test_pool_never_gives_the_null_id_and_check_sees_a_leak() -> None:
     pool = Pool(3)
     assert sorted([pool.take(), pool.take()]) == [1, 2] and pool.take() == 0

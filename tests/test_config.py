@@ -1,0 +1,246 @@
+"""Settings: a bad one is refused by name, value, what is allowed and what to do; the plan fits."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep import LLM, EngineConfig, SamplingParams
+from lockstep.config import GRAPH_MODES, MAX_DRAFTS, Plan, SpeculativeConfig
+from lockstep.errors import CapacityError, CheckpointError, ConfigError
+from lockstep.runner import memory
+from tests.tiny_model import make_model
+
+BAD: list[tuple[str, Any, str]] = [
+    ("model", 5, "a folder, a hub id"),
+    ("model", "", "a folder, a hub id"),
+    ("dtype", "fp8", "auto, float32, bfloat16, float16"),
+    ("dtype", None, "auto, float32"),
+    ("device", "tpu", "auto, cpu, cuda"),
+    ("load_format", "gguf", "auto, dummy"),
+    ("kv_cache_dtype", "fp8", "auto"),
+    ("kv_cache_dtype", "turboquant", "auto"),
+    ("cuda_graph_mode", "partial", "full, piecewise, none"),
+    ("cuda_graph_mode", ["full"], "full, piecewise, none"),
+    ("scheduling_policy", "random", "fcfs, priority"),
+    ("tensor_parallel_size", 2, "1"),
+    ("tensor_parallel_size", True, "1"),
+    ("max_model_len", 1, "from 2 to 16777216"),
+    ("max_model_len", "4096", "whole numbers from 2"),
+    ("max_num_seqs", 0, "from 1 to 1024"),
+    ("max_num_seqs", 1025, "from 1 to 1024"),
+    ("max_num_seqs", 1.5, "whole numbers from 1"),
+    ("max_num_seqs", True, "whole numbers from 1"),
+    ("max_num_seqs", None, "whole numbers from 1"),
+    ("max_num_batched_tokens", 63, "from 64 to 1048576"),
+    ("max_num_batched_tokens", "many", "whole numbers from 64"),
+    ("gpu_memory_utilization", 0.0, "from 0.05 to 0.98"),
+    ("gpu_memory_utilization", 90, "from 0.05 to 0.98"),
+    ("gpu_memory_utilization", math.nan, "from 0.05 to 0.98"),
+    ("gpu_memory_utilization", None, "from 0.05 to 0.98"),
+    ("num_gpu_blocks", 1, "from 2 to 1073741824"),
+    ("num_gpu_blocks", 2.5, "whole numbers from 2"),
+    ("num_snapshots", -1, "from 0 to 1048576"),
+    ("enable_prefix_caching", "no", "True, False"),
+    ("skip_tokenizer_init", None, "True, False"),
+    ("seed", 1.5, "whole numbers from 0"),
+    ("seed", -1, "from 0"),
+    ("seed", None, "from 0"),
+    ("steps_in_flight", 3, "from 1 to 2"),
+    ("preempt_every", -1, "from 0 to 1073741824"),
+    ("preempt_every", None, "from 0"),
+    ("row_buckets", (), "whole numbers from 1 to 1024"),
+    ("row_buckets", (1, 0), "whole numbers from 1 to 1024"),
+    ("row_buckets", (1, "2"), "whole numbers from 1 to 1024"),
+    ("row_buckets", 4, "whole numbers from 1 to 1024"),
+    ("speculative_config", "mtp", '{"method": "mtp", "num_speculative_tokens": 3}'),
+    ("speculative_config", 3, '{"method": "mtp", "num_speculative_tokens": 3}'),
+]
+
+BAD_DRAFTS: list[tuple[str, Any, str]] = [
+    ("method", 5, "mtp"),
+    ("num_speculative_tokens", 0, f"from 1 to {MAX_DRAFTS}"),
+    ("num_speculative_tokens", MAX_DRAFTS + 1, f"from 1 to {MAX_DRAFTS}"),
+    ("num_speculative_tokens", -3, f"from 1 to {MAX_DRAFTS}"),
+    ("num_speculative_tokens", 2.0, f"whole numbers from 1 to {MAX_DRAFTS}"),
+    ("num_speculative_tokens", True, f"from 1 to {MAX_DRAFTS}"),
+    ("num_speculative_tokens", None, f"from 1 to {MAX_DRAFTS}"),
+    ("prompt_lookup_min", 0, "1 to 4"),
+    ("prompt_lookup_min", 5, "1 to 4"),
+    ("prompt_lookup_min", 1.5, "whole numbers from 1 to 4"),
+    ("prompt_lookup_min", "a", "whole numbers from 1 to 4"),
+    ("prompt_lookup_max", 17, "1 to 16"),
+    ("prompt_lookup_max", None, "1 to 16"),
+]
+
+
+def assert_says_all(message: str, field: str, value: Any, allowed: str) -> None:
+    """The message has the field with the value, what is allowed, and then a remedy."""
+    head, found, rest = message.partition(" is not allowed; allowed: ")
+    assert head == f"{field}={value!r}" and found, message
+    assert allowed in rest, message
+    remedy = rest.split(allowed, 1)[1].split(". ", 1)[1]
+    assert len(remedy) > 8 and remedy.endswith("."), message
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """A tiny model's folder."""
+    return str(make_model(tmp_path / "model"))
+
+
+def build(folder: str, **settings: Any) -> LLM:
+    """An engine over the tiny model with random weights."""
+    settings = {"max_model_len": 256, "max_num_seqs": 2, **settings}
+    return LLM(folder, load_format="dummy", skip_tokenizer_init=True, **settings)
+
+
+@pytest.mark.parametrize(("field", "value", "allowed"), BAD)
+def test_a_bad_setting_is_refused(field: str, value: Any, allowed: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.read(**{field: value})
+    assert_says_all(str(caught.value), field, value, allowed)
+
+
+@pytest.mark.parametrize(("field", "value", "allowed"), BAD_DRAFTS)
+def test_a_bad_setting_of_the_drafter_is_refused(field: str, value: Any, allowed: str) -> None:
+    spec = {"method": "ngram", "prompt_lookup_max": 4, field: value}
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.read(speculative_config=spec)
+    assert_says_all(str(caught.value), field, value, allowed)
+
+
+def test_unknown_names_are_refused_with_all_known_ones() -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.read(max_seqs=4)
+    assert_says_all(str(caught.value), "setting", "max_seqs", "max_num_seqs")
+    for field in dataclasses.fields(EngineConfig):
+        assert field.name in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.read(speculative_config={"method": "mtp", "k": 3})
+    assert_says_all(str(caught.value), "speculative_config key", "k", "num_speculative_tokens")
+    with pytest.raises(ConfigError, match='no "method"; name a drafter'):
+        EngineConfig.read(speculative_config={"num_speculative_tokens": 3})
+
+
+def test_every_field_has_a_bad_value_above_and_a_help() -> None:
+    told = {field for field, _, _ in BAD}
+    for field in dataclasses.fields(EngineConfig):
+        assert field.name in told
+        assert field.metadata["help"]
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {},
+        {"dtype": "bfloat16", "device": "cpu", "max_model_len": 2, "max_num_seqs": 1024},
+        {"max_num_batched_tokens": 64, "num_gpu_blocks": 2, "num_snapshots": 0, "seed": 2**31},
+        {"gpu_memory_utilization": 0.05, "row_buckets": [1, 4], "steps_in_flight": 2},
+        {"speculative_config": SpeculativeConfig("mtp", 7)},
+        {"speculative_config": {"method": "ngram", "num_speculative_tokens": 1}},
+        *({"cuda_graph_mode": mode} for mode in GRAPH_MODES),
+    ],
+)
+def test_what_is_allowed_is_taken(chosen: dict[str, Any]) -> None:
+    config = EngineConfig.read(**chosen)
+    for name, value in chosen.items():
+        if name == "speculative_config":
+            value = SpeculativeConfig.read(value)
+            assert config.num_drafts == value.num_speculative_tokens
+        assert getattr(config, name) == (tuple(value) if name == "row_buckets" else value)
+    assert chosen.get("speculative_config") or config.num_drafts == 0
+
+
+def test_a_model_may_be_a_path(tmp_path: Path) -> None:
+    assert EngineConfig.read(model=tmp_path).model == str(tmp_path)
+
+
+def test_frozen() -> None:
+    config = EngineConfig.read(speculative_config={"method": "mtp"})
+    for frozen, name in ((config, "dtype"), (config.speculative_config, "method")):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(frozen, name, "auto")
+
+
+def test_a_length_above_the_positions_of_the_checkpoint(folder: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(folder, max_model_len=5000)
+    assert_says_all(str(caught.value), "max_model_len", 5000, "2 to 4096")
+
+
+def test_an_unknown_drafter(folder: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(folder, speculative_config={"method": "medusa"})
+    assert_says_all(str(caught.value), "speculative_config method", "medusa", "ngram, mtp")
+
+
+def test_mtp_on_a_checkpoint_without_its_module(tmp_path: Path) -> None:
+    folder = str(make_model(tmp_path / "model", mtp_num_hidden_layers=0))
+    with pytest.raises(CheckpointError, match="method='mtp'.*mtp_num_hidden_layers.*ngram"):
+        build(folder, speculative_config={"method": "mtp"})
+    build(folder, speculative_config={"method": "ngram"})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has the GPU that is asked for")
+def test_a_gpu_that_is_not_there(folder: str) -> None:
+    with pytest.raises(ConfigError, match="device='cuda' .* use device='cpu'"):
+        build(folder, device="cuda")
+
+
+def test_a_model_that_is_nowhere(tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "no" / "such" / "folder")
+    with pytest.raises(ConfigError) as caught:
+        LLM(nowhere)
+    assert f"model={nowhere!r}" in str(caught.value) and "bundled" in str(caught.value)
+
+
+def test_a_cache_too_small_for_one_request(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "CPU_CACHE_BYTES", 20_000)
+    with pytest.raises(CapacityError) as caught:
+        build(folder)
+    message = str(caught.value)
+    assert "room for 2 pages of 64 tokens" in message and "at least 3 are needed" in message
+    assert "Lower max_model_len" in message
+
+
+def test_a_pool_of_pages_too_small_for_one_prompt(folder: str) -> None:
+    llm = build(folder, num_gpu_blocks=2, num_snapshots=0)
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
+    with pytest.raises(CapacityError) as caught:
+        llm.generate({"prompt_token_ids": [1] * 64}, params)
+    message = str(caught.value)
+    assert "prompt has 64 tokens; allowed: 1 to 63" in message
+    assert "1 pages of 64" in message and "more pages" in message
+    out = llm.generate({"prompt_token_ids": [1] * 63}, params)[0].outputs[0]
+    assert (len(out.token_ids), out.finish_reason) == (1, "length")
+
+
+@pytest.mark.parametrize("k", [0, 1, MAX_DRAFTS])
+@pytest.mark.parametrize("length", [63, 64, 250])
+def test_the_plan_follows_from_the_config(folder: str, k: int, length: int) -> None:
+    spec = {"method": "ngram", "num_speculative_tokens": k} if k else None
+    llm = build(folder, max_model_len=length, row_buckets=(9, 1, 1), speculative_config=spec)
+    plan = llm.engine.plan
+    assert (plan.device, plan.dtype, plan.graph_mode) in (
+        ("cpu", "float32", "none"),
+        ("cuda", "bfloat16", "full"),
+    )
+    assert (plan.max_model_len, plan.max_num_seqs, plan.query_len) == (length, 2, k + 1)
+    assert plan.row_buckets == (1, 2), "sorted, none above max_num_seqs, max_num_seqs among them"
+    assert plan.num_slots == 1 + 2 + 4, "the null slot, a slot per row, two snapshots per row"
+    assert plan.history_len >= length + 2 * plan.query_len
+    assert plan.row_columns == math.ceil(plan.history_len / plan.page_size)
+    assert plan.num_pages >= plan.max_num_seqs * math.ceil(length / plan.page_size) + 1
+    assert plan.dtype in plan.numerics and plan.numerics == llm.engine.numerics
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.num_pages = 1  # type: ignore[misc]
+
+
+def test_the_plan_is_all_that_is_told(folder: str) -> None:
+    told = build(folder).engine.explain()
+    assert set(told["plan"]) == {field.name for field in dataclasses.fields(Plan)}
+    assert told["plan"]["model_path"] == folder
