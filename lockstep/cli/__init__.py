@@ -16,5 +16,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (serve, generate, chat, check, bench, explain):
+for command in (serve, generate, chat, check, explain):
     app.command()(command)
+app.add_typer(bench, name="bench")

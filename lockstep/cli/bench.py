@@ -1,65 +1,143 @@
-"""lockstep bench: what an answer costs on this machine, offline."""
+"""lockstep bench: what an answer, a kernel or a server costs on this machine."""
 
 import random
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from typer.core import TyperGroup
 
-from lockstep.cli.options import engine_options
-from lockstep.cli.show import load, print_json, progress_bar
+from lockstep.cli.bench_tables import (
+    figures_table,
+    floor_table,
+    kernel_table,
+    over_floor,
+    serving_table,
+    trace_table,
+)
+from lockstep.cli.options import engine_options, settle_drafts
+from lockstep.cli.show import load, note, print_json, progress_bar
+from lockstep.errors import ConfigError
 from lockstep.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    import torch
+
     from lockstep.bench import Figures
+    from lockstep.bench.asking import Ask
+    from lockstep.bench.dimensions import Model
+    from lockstep.bench.floor import Floor, Sketch, StepFloor
     from lockstep.llm import LLM
 
+USUAL = "offline"
 
+
+class _UsualGroup(TyperGroup):
+    """Without a subcommand's name in front, the arguments are those of USUAL."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        named = bool(args) and args[0] in self.commands
+        return super().parse_args(ctx, args if named else [USUAL, *args])
+
+
+bench = typer.Typer(cls=_UsualGroup, help="Measure answers (offline), kernels, or a server.")
+
+
+@bench.command()
 @engine_options
-def bench(
+def offline(
     model: Annotated[str | None, typer.Argument(help="model folder or hub id")] = None,
-    batch_size: Annotated[int, typer.Option(help="requests at once")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="requests at once")] = 1,
     input_len: Annotated[
         int, typer.Option(help="random prompt tokens; 0: real prompts, so that drafts count")
     ] = 0,
     output_len: Annotated[int, typer.Option(help="tokens per answer")] = 128,
+    num_speculative_tokens: Annotated[
+        int | None, typer.Option(help="K of the drafter that was chosen; 0: no drafts")
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     num_iters_warmup: Annotated[int, typer.Option(min=0, help="runs that do not count")] = 3,
     num_iters: Annotated[int, typer.Option(min=1, help="runs that count")] = 5,
+    floor: Annotated[
+        bool,
+        typer.Option("--floor", help="the least time of a step; no weights, no run: that alone"),
+    ] = False,
+    trace: Annotated[
+        Path | None, typer.Option(help="write the timeline of a few steps here, for Perfetto")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="the last line only")] = False,
     *,
     settings: dict[str, Any],
 ) -> None:
     """Measure tokens/s, ms per step, time to first token and acceptance length.
 
-    Prompts are computed anew in every run. The last line is JSON.
+    Prompts are computed anew in every run. The last line is JSON. See also: lockstep bench
+    kernels --help, lockstep bench serving --help.
     """
     from lockstep.bench import measure
 
     settings["enable_prefix_caching"] = False
-    settings["max_num_seqs"] = max(batch_size, 1)
+    settings["max_num_seqs"] = batch_size
+    _choose_drafts(settings, num_speculative_tokens)
+    if floor and not _has_weights(settings):
+        _show_floor_alone(settings, batch_size, input_len, json)
+        return
     llm = load(settings, quiet=json)
+    prompts = [{"prompt_token_ids": ids} for ids in _prompts(llm, batch_size, input_len)]
+    if trace:
+        _trace(llm, prompts, temperature, trace, json)
+        return
     params = SamplingParams(
         temperature=temperature, max_tokens=output_len, ignore_eos=True, seed=0, detokenize=False
     )
-    prompts = [{"prompt_token_ids": ids} for ids in _prompts(llm, batch_size, input_len)]
     counts = (num_iters_warmup, num_iters)
     if json:
         figures, _ = measure(llm, prompts, params, *counts)
     else:
         with progress_bar() as show:
             figures, _ = measure(llm, prompts, params, *counts, show)
-        Console(highlight=False).print(_table(figures))
+    _report(llm, figures, floor, json)
+
+
+def _report(llm: "LLM", figures: "Figures", floor: bool, json: bool) -> None:
+    from lockstep.bench.floor import describe_floors
+
+    found = _about(llm) | {k: round(v, 4) for k, v in asdict(figures).items()}
+    least, prompt = _floors_of_run(llm, figures) if floor else (None, None)
+    if least and prompt:
+        found |= describe_floors(least, prompt) | {"over_floor": over_floor(figures, least)}
+    if not json:
+        console = Console(highlight=False)
+        if least:
+            console.print(floor_table(least, prompt))
+        console.print(figures_table(figures, least, prompt))
+    print_json(found)
+
+
+def _choose_drafts(settings: dict[str, Any], count: int | None) -> None:
+    """Settles "auto" drafting, and K where it is given. Raises ConfigError without a drafter."""
+    settings.update(settle_drafts(settings))
+    if count is None:
+        return
+    spec = settings["speculative_config"]
+    if count and spec is None:
+        raise ConfigError(
+            f"--num-speculative-tokens {count} needs a drafter, and this checkpoint has no MTP "
+            """module. Name one, e.g. --speculative-config '{"method": "ngram"}'."""
+        )
+    settings["speculative_config"] = {**spec, "num_speculative_tokens": count} if count else None
+
+
+def _about(llm: "LLM") -> dict[str, Any]:
     spec = llm.engine.config.speculative_config
-    about = {
+    return {
         "bench": "offline",
         "model": llm.engine.plan.model_path.name,
         "numerics": llm.engine.numerics,
         "speculative_config": asdict(spec) if spec else None,
     }
-    print_json(about | {k: round(v, 4) for k, v in asdict(figures).items()})
 
 
 def _prompts(llm: "LLM", batch_size: int, input_len: int) -> list[list[int]]:
@@ -73,17 +151,230 @@ def _prompts(llm: "LLM", batch_size: int, input_len: int) -> list[list[int]]:
     return [real[i % len(real)] for i in range(batch_size)]
 
 
-def _table(f: "Figures") -> Table:
-    table = Table("", "mean", "deviation", "CV")
-    wall = (f.wall_tokens_per_s, f.wall_deviation, f.wall_cv)
-    decode = (f.decode_tokens_per_s, f.decode_deviation, f.decode_cv)
-    for name, (mean, deviation, cv) in (("decode tokens/s", decode), ("wall tokens/s", wall)):
-        table.add_row(name, f"{mean:.1f}", f"{deviation:.1f}", f"{100 * cv:.1f} %")
-    table.add_row("ms per step", f"{f.ms_per_step:.2f}", "", "")
-    table.add_row("time to first token, ms", f"{f.ttft_ms:.1f}", "", "")
-    table.add_row("acceptance length", f"{f.acceptance_length:.2f}", "", "")
-    table.add_row("acceptance rate", f"{100 * f.acceptance_rate:.1f} %", "", "")
-    table.caption = (
-        f"{f.requests} requests, {f.prompt_tokens} prompt tokens, {f.tokens} tokens, {f.runs} runs"
+@bench.command()
+def kernels(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(help="whose dimensions: Qwen3-8B, Qwen3.6-27B or small; may be repeated"),
+    ] = None,
+    op: Annotated[list[str] | None, typer.Option(help="only this op; may be repeated")] = None,
+    rows: Annotated[str, typer.Option(help="rows of a call, with commas between")] = "1,8,64",
+    query_len: Annotated[str, typer.Option(help="tokens of a row, with commas between")] = "1,4",
+    dtype: Annotated[str, typer.Option(help="auto is bfloat16, float32 on a CPU")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    tune: Annotated[
+        Path | None, typer.Option(help="time linear's tiles instead, and write their table here")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="the last line only")] = False,
+) -> None:
+    """Time every op against the floor of its bytes, and compare its bits at other row counts.
+
+    Status 1 if the bits of a row depend on the rows beside it. The last line is JSON.
+    """
+    from lockstep.bench.kernels import measure_kernels, pick_models
+    from lockstep.config import EngineConfig
+    from lockstep.engine.setup import pick_device, pick_dtype
+
+    config = EngineConfig(device=device, dtype=dtype)
+    place = pick_device(config)
+    kind = pick_dtype(config, {}, place)
+    models = pick_models(model or (), place)
+    if tune:
+        _tune(models, kind, tune)
+        return
+    sizes = (_numbers("rows", rows), _numbers("query_len", query_len))
+    asked = (models, place, kind, *sizes, op or ())
+    if json:
+        lines = list(measure_kernels(*asked))
+    else:
+        with progress_bar() as show:
+            found = measure_kernels(*asked, progress=lambda what: show(what, 0, 0))
+            lines = list(found)
+        Console(highlight=False).print(kernel_table(lines))
+    wrong = any(line.differing for line in lines)
+    about = {"bench": "kernels", "device": place, "dtype": str(kind).removeprefix("torch.")}
+    rounded = [{k: _short(v) for k, v in asdict(line).items()} for line in lines]
+    print_json(about | {"differing": wrong, "lines": rounded})
+    raise typer.Exit(1 if wrong else 0)
+
+
+@bench.command()
+def serving(
+    url: Annotated[str, typer.Option(help="the server, with /v1 or without")] = (
+        "http://127.0.0.1:8000"
+    ),
+    model: Annotated[str | None, typer.Option(help="its model; the first that it names")] = None,
+    dataset: Annotated[
+        str, typer.Option(help="random (token ids), or samples (the bundled conversations)")
+    ] = "random",
+    input_len: Annotated[int, typer.Option(help="tokens of a random prompt")] = 1024,
+    output_len: Annotated[int, typer.Option(min=1, help="most tokens of an answer")] = 128,
+    vocab_size: Annotated[int, typer.Option(help="random token ids are below this")] = 4096,
+    num_requests: Annotated[int, typer.Option(min=1, help="requests per load")] = 100,
+    rate: Annotated[str, typer.Option(help="requests/s (Poisson), with commas between")] = "",
+    concurrency: Annotated[str, typer.Option(help="requests at once, with commas between")] = "",
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    ignore_eos: Annotated[
+        bool, typer.Option(help="answers of output_len tokens; not all servers know it")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="of prompts and arrivals")] = 0,
+    api_key: Annotated[str | None, typer.Option(help="sent as a bearer token")] = None,
+    timeout: Annotated[float, typer.Option(help="seconds without a byte")] = 600.0,
+    plot: Annotated[Path | None, typer.Option(help="a PNG of latencies over loads")] = None,
+    json: Annotated[bool, typer.Option("--json", help="the last line only")] = False,
+) -> None:
+    """Load a running OpenAI-compatible server, this one or another, and measure its latencies.
+
+    Every rate is an open loop, every concurrency a closed one; 1, 8 and 64 at once if neither is
+    given. The last line is JSON.
+    """
+    from lockstep.bench import serving as bench_serving
+    from lockstep.bench.asking import Server
+
+    if plot:
+        bench_serving.need_plots()
+    loads = [bench_serving.Load(rate=value) for value in _rates(rate)]
+    counts = concurrency or ("" if loads else "1,8,64")
+    if counts:
+        many = _numbers("concurrency", counts)
+        loads += [bench_serving.Load(concurrency=value) for value in many]
+    server = Server.at(url, api_key, timeout)
+    name = model or server.first_model()
+    extra: dict[str, Any] = {"temperature": temperature}
+    if ignore_eos:
+        extra["ignore_eos"] = True
+    sizes = (name, num_requests, input_len, output_len, vocab_size)
+
+    def make(seed: int) -> "list[Ask]":
+        return bench_serving.make_asks(dataset, *sizes, seed, **extra)
+
+    with progress_bar() as show:
+        runs = bench_serving.run_loads(server, make, loads, seed, show)
+    if plot:
+        bench_serving.plot(runs, plot, f"{name} at {url}")
+    if not json:
+        Console(highlight=False).print(serving_table(runs))
+    about = {"bench": "serving", "url": url, "model": name, "dataset": dataset}
+    rounded = [{k: _short(v) for k, v in asdict(run).items()} for run in runs]
+    print_json(about | {"output_len": output_len, "runs": rounded})
+
+
+def _rates(value: str) -> list[float]:
+    """0.5,2 -> [0.5, 2.0]. Raises ConfigError."""
+    try:
+        found = [float(part) for part in value.split(",")] if value else []
+    except ValueError:
+        found = [0.0]
+    if any(not 0 < part < 1e6 for part in found):
+        raise ConfigError(
+            f"rate={value!r} is not allowed; allowed: requests/s above 0 with commas between, "
+            "e.g. 0.5,2,8. Change it."
+        )
+    return found
+
+
+def _short(value: Any) -> Any:
+    """Floats to six digits, in lists too."""
+    if isinstance(value, (list, tuple)):
+        return [_short(part) for part in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
+
+
+def _tune(models: "list[Model]", dtype: "torch.dtype", path: Path) -> None:
+    from lockstep.bench.tiles import tune_linears
+
+    with progress_bar() as show:
+        times = tune_linears(models, dtype, path, show)
+    note(f"{path}: the table; lockstep/kernels/linear/tuning.json is the committed one")
+    rounded = {key: {n: _short(us) for n, us in row.items()} for key, row in times.items()}
+    print_json({"bench": "kernels", "tuned": str(path), "us": rounded})
+
+
+def _numbers(name: str, value: str) -> tuple[int, ...]:
+    """1,8,64 -> (1, 8, 64). Raises ConfigError."""
+    try:
+        found = tuple(int(part) for part in value.split(","))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise ConfigError(
+            f"{name}={value!r} is not allowed; allowed: whole numbers from 1 with commas between, "
+            "e.g. 1,8,64. Change it."
+        )
+    return found
+
+
+# The trace.
+
+
+def _trace(
+    llm: "LLM", prompts: list[dict[str, Any]], temperature: float, path: Path, json: bool
+) -> None:
+    from lockstep.bench.trace import trace_steps
+
+    lines = trace_steps(llm, prompts, temperature, path)
+    if not json:
+        Console(highlight=False).print(trace_table(lines, llm.engine.plan.device == "cuda"))
+        note(f"{path}: open it at https://ui.perfetto.dev")
+    print_json(
+        _about(llm)
+        | {"bench": "trace", "file": str(path), "lines": [asdict(line) for line in lines]}
     )
-    return table
+
+
+# The floor.
+
+
+def _has_weights(settings: dict[str, Any]) -> bool:
+    """Whether there is anything to run: weights in the folder, or random ones asked for."""
+    from lockstep.engine.setup import find_model
+
+    if settings["load_format"] == "dummy":
+        return True
+    return any(find_model(settings["model"]).glob("*.safetensors"))
+
+
+def _sketch(folder: Path, dtype: str, spec: dict[str, Any] | None) -> "Sketch":
+    import torch
+
+    from lockstep.bench.floor import sketch
+    from lockstep.config import SpeculativeConfig
+    from lockstep.spec import drafter_module
+
+    chosen = SpeculativeConfig.read(spec)
+    module = drafter_module(chosen)
+    drafts = chosen.num_speculative_tokens if chosen else 0
+    return sketch(folder, getattr(torch, dtype), drafts, bool(module and module.NEEDS_MODULE))
+
+
+def _show_floor_alone(
+    settings: dict[str, Any], batch_size: int, input_len: int, json: bool
+) -> None:
+    from lockstep.bench.floor import describe_floors, prompt_floor, step_floor
+    from lockstep.config import EngineConfig
+    from lockstep.engine.setup import find_model, pick_dtype
+    from lockstep.models.loader import read_config
+
+    folder = find_model(settings["model"])
+    dtype = pick_dtype(EngineConfig(dtype=settings["dtype"]), read_config(folder), "cuda")
+    name = str(dtype).removeprefix("torch.")
+    model = _sketch(folder, name, settings["speculative_config"])
+    least, prompt = step_floor(model, batch_size, input_len), prompt_floor(model, input_len)
+    found = {"bench": "floor", "model": folder.name, "dtype": name}
+    found |= describe_floors(least, prompt)
+    if not json:
+        Console(highlight=False).print(floor_table(least, prompt))
+        note(f"{folder} holds no weights, so nothing was run; --load-format dummy runs it")
+    print_json(found)
+
+
+def _floors_of_run(llm: "LLM", f: "Figures") -> "tuple[StepFloor, Floor]":
+    """The floors of the run's mean step, with half of an answer in the cache, and mean prompt."""
+    from lockstep.bench.floor import prompt_floor, step_floor
+
+    engine = llm.engine
+    spec = engine.config.speculative_config
+    model = _sketch(engine.plan.model_path, engine.plan.dtype, asdict(spec) if spec else None)
+    context = (f.prompt_tokens + f.tokens // 2) // f.requests
+    prompt = prompt_floor(model, f.prompt_tokens // f.requests)
+    return step_floor(model, f.requests, context), prompt

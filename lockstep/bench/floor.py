@@ -1,0 +1,219 @@
+"""The floor of a step: the bytes and flops that it must move at least, and how long they take.
+
+A model is walked as it was built: its weights are its parameters and buffers, what it keeps between
+steps is what its layers state in cache_spec(). sketch() builds it without its memory, so that the
+floor of any checkpoint can be computed anywhere.
+
+Counted: every weight once per pass; the KV of the context read, that of the step's tokens written;
+recurrent state read and written once, and the lines of one window. Activations are neglected, and
+so are the flops that are not products with a weight (attention's: 3 % at a prompt of 8,192 tokens).
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lockstep.cache.specs import PagedSpec, StateSpec
+from lockstep.layers.build import Build
+from lockstep.layers.linear import Embedding, Head
+from lockstep.layers.rotary import Rotary
+from lockstep.models.loader import build_model, read_config
+from lockstep.runner.memory import mixers
+
+MEMORY_RATE = 4.3e12
+"""Bytes/s that an H200 reaches at best in a copy, read and written bytes both counted."""
+MATRIX_RATE = 790e12
+"""Flop/s of an H200's bf16 products on random data."""
+
+GATHERED = (Embedding, Rotary)
+"""Layers that read one line of their table per token, not the table."""
+
+
+WHOLE = "recurrent"
+"""The part of a mixer's state that a step reads and writes whole; the others are lines by token."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One line of the table: what it moves and multiplies."""
+
+    name: str
+    bytes: int
+    flops: int = 0
+
+    def __add__(self, other: "Part") -> "Part":
+        return Part(self.name, self.bytes + other.bytes, self.flops + other.flops)
+
+    @property
+    def memory_ms(self) -> float:
+        """Time of its bytes at MEMORY_RATE."""
+        return 1e3 * self.bytes / MEMORY_RATE
+
+    @property
+    def matrix_ms(self) -> float:
+        """Time of its flops at MATRIX_RATE."""
+        return 1e3 * self.flops / MATRIX_RATE
+
+
+@dataclass(frozen=True)
+class Floor:
+    """The parts of one pass, or of several alike."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def total(self) -> Part:
+        """All parts as one."""
+        return sum(self.parts, Part("total", 0))
+
+    @property
+    def ms(self) -> float:
+        """The least time: bytes and flops go on at once, so the longer of the two decides."""
+        return max(self.total.memory_ms, self.total.matrix_ms)
+
+
+@dataclass(frozen=True)
+class StepFloor:
+    """A step of `rows` rows that bring `query_len` tokens each, behind `context` tokens: verify is
+    the target's pass, drafts the draft module's passes (no parts where nothing is drafted with)."""
+
+    rows: int
+    query_len: int
+    context: int
+    verify: Floor
+    drafts: Floor
+
+    @property
+    def ms(self) -> float:
+        """The floor of the whole step."""
+        return self.verify.ms + self.drafts.ms
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """A target and its draft module (or None) as they would be built."""
+
+    model: nn.Module
+    draft: nn.Module | None
+    drafts: int
+
+    @property
+    def query_len(self) -> int:
+        """Tokens that a row brings to a step."""
+        return self.drafts + 1
+
+
+def sketch(folder: Path, dtype: torch.dtype, drafts: int, module: bool) -> Sketch:
+    """The model of a folder's config.json, without memory or weights.
+
+    drafts: K; module: whether the checkpoint's own draft module makes them. Raises CheckpointError.
+    """
+    with FakeTensorMode():
+        build = Build("cpu", dtype, drafts + 1, max_positions=1 << 20)
+        model, draft = build_model(read_config(folder), build, module)
+    return Sketch(model, draft, drafts)
+
+
+def step_floor(model: Sketch, rows: int, context: int) -> StepFloor:
+    """The floor of a generated step: `rows` rows with `context` tokens in the cache each."""
+    tokens = rows * model.query_len
+    verify = Floor(
+        _weights(model.model, tokens, tokens) + _kept(model.model, rows, tokens, context)
+    )
+    passes: list[tuple[Part, ...]] = []
+    for index in range(model.drafts if model.draft is not None else 0):
+        brought = rows if index else tokens
+        passes.append(
+            _weights(model.draft, brought, rows) + _kept(model.draft, rows, brought, context)
+        )
+    return StepFloor(rows, model.query_len, context, verify, Floor(_summed(passes)))
+
+
+def prompt_floor(model: Sketch, tokens: int) -> Floor:
+    """The floor of one prompt of `tokens` tokens that starts with an empty cache.
+
+    Its keys and values are written, and read at least once by the tokens behind them.
+    """
+    return Floor(_weights(model.model, tokens, 1) + _kept(model.model, 1, tokens, tokens))
+
+
+def _weights(root: nn.Module | None, tokens: int, logits: int) -> tuple[Part, ...]:
+    """A pass over the weights, by the outermost layer that has them; `logits` rows of the head."""
+    found: dict[str, Part] = {}
+    for label, module in _labelled(root):
+        columns = logits if isinstance(module, Head) else tokens
+        for tensor in _own(module):
+            part = Part(label, tensor.numel() * tensor.itemsize)
+            if isinstance(module, GATHERED):
+                lines = min(tokens, tensor.shape[0])
+                part = Part(label, tensor[0].numel() * tensor.itemsize * lines)
+            elif tensor.dim() == 2:
+                part = Part(label, part.bytes, 2 * tensor.numel() * columns)
+            found[label] = found[label] + part if label in found else part
+    return tuple(found.values())
+
+
+def _own(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+
+
+def _labelled(root: nn.Module | None, label: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every module below, under the class name of the outermost layer that it is part of."""
+    for child in root.children() if root is not None else ():
+        layer = hasattr(child, "cache_spec") or type(child).__module__.startswith("lockstep.layers")
+        below = label or (type(child).__name__ if layer or _own(child) else "")
+        yield below, child
+        yield from _labelled(child, below)
+
+
+def _kept(root: nn.Module | None, rows: int, tokens: int, context: int) -> tuple[Part, ...]:
+    """What the mixers keep between steps: KV read and written, state read and written."""
+    specs = [layer.cache_spec() for layer in mixers(root, None).values()]  # type: ignore[operator]
+    token = sum(spec.page_bytes(1) for spec in specs if isinstance(spec, PagedSpec))
+    states = [spec for spec in specs if isinstance(spec, StateSpec)]
+    moved = sum(_state_bytes(spec, tokens // rows) for spec in states)
+    parts = (
+        Part("KV read", token * context * rows),
+        Part("KV written", token * tokens),
+        Part("state", 2 * moved * rows),
+    )
+    return tuple(part for part in parts if part.bytes)
+
+
+def _state_bytes(spec: StateSpec, query_len: int) -> int:
+    """One row's state of a layer: WHOLE, and of each other part the lines of `query_len` tokens."""
+    total = 0
+    for name, shape, dtype in spec.parts:
+        lines = shape if name == WHOLE else (min(query_len, shape[0]), *shape[1:])
+        total += prod(lines) * dtype.itemsize
+    return total
+
+
+def _summed(passes: list[tuple[Part, ...]]) -> tuple[Part, ...]:
+    """The parts of several passes, added by name."""
+    found: dict[str, Part] = {}
+    for part in (part for one in passes for part in one):
+        found[part.name] = found[part.name] + part if part.name in found else part
+    return tuple(found.values())
+
+
+def describe_floors(step: StepFloor, prompt: Floor) -> dict[str, Any]:
+    """Both floors as plain numbers, for a line of JSON."""
+    passes = (step.verify.total, step.drafts.total)
+    return {
+        "rows": step.rows,
+        "query_len": step.query_len,
+        "context": step.context,
+        "bytes": sum(part.bytes for part in passes),
+        "flops": sum(part.flops for part in passes),
+        "verify_floor_ms": round(step.verify.ms, 6),
+        "drafts_floor_ms": round(step.drafts.ms, 6),
+        "floor_ms": round(step.ms, 6),
+        "prompt_floor_ms": round(prompt.ms, 6),
+    }

@@ -1,0 +1,237 @@
+"""Load on any OpenAI-compatible server: by request rate, or by requests in flight.
+
+Open loop: requests are due at the times of a seeded Poisson process whether the server keeps up or
+not, and waiting counts from then. Closed loop: so many callers, each with one request at a time.
+"""
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lockstep.bench.asking import Answer, Ask, Server, ask
+from lockstep.errors import ConfigError, choice_error
+from lockstep.samples import CONVERSATIONS
+
+PERCENTILES = (50, 90, 99)
+FIRST_ID = 10
+"""Random prompts leave out the ids below: special tokens stand there in many vocabularies."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """rate: requests/s of an open loop; or concurrency: callers of a closed one."""
+
+    rate: float | None = None
+    concurrency: int | None = None
+
+    def __str__(self) -> str:
+        return f"{self.rate:g} requests/s" if self.rate else f"{self.concurrency} at once"
+
+
+@dataclass(frozen=True)
+class ServingFigures:
+    """What a load came to. Latencies in ms: p50, p90, p99.
+
+    ttft: to the first token. tpot: per token after the first, by request. itl: between the pieces
+    of a stream. tokens_per_s: generated tokens over the time from the first request to the last
+    answer; answers that failed count nowhere but in `failed`.
+    """
+
+    rate: float | None
+    concurrency: int | None
+    requests: int
+    failed: int
+    seconds: float
+    requests_per_s: float
+    prompt_tokens: int
+    tokens: int
+    tokens_per_s: float
+    ttft_ms: tuple[float, ...]
+    tpot_ms: tuple[float, ...]
+    itl_ms: tuple[float, ...]
+
+
+def random_asks(
+    model: str, count: int, input_len: int, output_len: int, vocab: int, seed: int, **extra: Any
+) -> list[Ask]:
+    """`count` completions of random token ids below `vocab`, no two alike."""
+    if vocab <= FIRST_ID or input_len < 1:
+        raise ConfigError(
+            f"input_len={input_len} and vocab_size={vocab} are not allowed; allowed: 1 and "
+            f"{FIRST_ID + 1} or more. Change them."
+        )
+    draw = random.Random(seed)
+    prompts = [draw.choices(range(FIRST_ID, vocab), k=input_len) for _ in range(count)]
+    common = _common(model, output_len) | extra
+    return [Ask("/completions", {**common, "prompt": prompt}) for prompt in prompts]
+
+
+def sample_asks(model: str, count: int, output_len: int, **extra: Any) -> list[Ask]:
+    """`count` chats: the bundled conversations over and over, each time at another position."""
+    common, found = _common(model, output_len) | extra, []
+    roles = ("user", "assistant")
+    for index in range(count):
+        turns, tools = CONVERSATIONS[index % len(CONVERSATIONS)]
+        messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)]
+        body = {**common, "messages": messages} | ({"tools": tools} if tools else {})
+        found.append(Ask("/chat/completions", body))
+    return found
+
+
+def make_asks(
+    dataset: str,
+    model: str,
+    count: int,
+    input_len: int,
+    output_len: int,
+    vocab: int,
+    seed: int,
+    **extra: Any,
+) -> list[Ask]:
+    """Requests of a dataset by its name: random or samples. Raises ConfigError on another."""
+    if dataset == "random":
+        return random_asks(model, count, input_len, output_len, vocab, seed, **extra)
+    if dataset == "samples":
+        return sample_asks(model, count, output_len, **extra)
+    raise choice_error(ConfigError, "dataset", dataset, "random, samples", "Choose one of them.")
+
+
+def _common(model: str, output_len: int) -> dict[str, Any]:
+    stream = {"stream": True, "stream_options": {"include_usage": True}}
+    return {"model": model, "max_tokens": output_len, **stream}
+
+
+def run_loads(
+    server: Server,
+    make: Callable[[int], Sequence[Ask]],
+    loads: Sequence[Load],
+    seed: int,
+    progress: Callable[[str, int, int], None] = lambda what, done, of: None,
+) -> list[ServingFigures]:
+    """One load after the other, after one request that does not count.
+
+    make(seed) gives the requests of a load: each its own, or the server would know the prompts.
+    """
+    ask(server, make(seed)[0], time.perf_counter())
+    return [
+        run_load(server, make(seed + index), load, seed + index, partial(progress, str(load)))
+        for index, load in enumerate(loads, 1)
+    ]
+
+
+def run_load(
+    server: Server,
+    asks: Sequence[Ask],
+    load: Load,
+    seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, of: None,
+) -> ServingFigures:
+    """Sends all requests under a load. Raises ConfigError where none of them is answered."""
+    futures: list[Future[Answer]] = []
+    waits = random.Random(seed)
+    with ThreadPoolExecutor(load.concurrency or len(asks)) as callers:
+        started = due = time.perf_counter()
+        for request in asks:
+            if load.rate:
+                time.sleep(max(due - time.perf_counter(), 0.0))
+                futures.append(callers.submit(ask, server, request, due))
+                due += waits.expovariate(load.rate)
+            else:
+                futures.append(callers.submit(_ask_now, server, request))
+        answers = []
+        for done, future in enumerate(futures):
+            progress(done, len(futures))
+            answers.append(future.result())
+    return figures_of(answers, load, started)
+
+
+def _ask_now(server: Server, request: Ask) -> Answer:
+    return ask(server, request, time.perf_counter())
+
+
+def figures_of(answers: Sequence[Answer], load: Load, started: float) -> ServingFigures:
+    """The figures of a load that began at `started`."""
+    good = [answer for answer in answers if answer.error is None]
+    if not good:
+        raise ConfigError(
+            f"none of {len(answers)} requests was answered; the first: {answers[0].error}. "
+            "Look at the server, its URL and the name of its model."
+        )
+    seconds = max(answer.ended for answer in good) - started
+    tokens = sum(answer.tokens for answer in good)
+    return ServingFigures(
+        rate=load.rate,
+        concurrency=load.concurrency,
+        requests=len(answers),
+        failed=len(answers) - len(good),
+        seconds=seconds,
+        requests_per_s=len(good) / seconds,
+        prompt_tokens=sum(answer.prompt_tokens for answer in good),
+        tokens=tokens,
+        tokens_per_s=tokens / seconds,
+        ttft_ms=_percentiles([answer.ttft for answer in good]),
+        tpot_ms=_percentiles([a.tpot for a in good if a.tpot is not None]),
+        itl_ms=_percentiles([gap for answer in good for gap in answer.itl]),
+    )
+
+
+def _percentiles(seconds: list[float]) -> tuple[float, ...]:
+    """PERCENTILES in ms, interpolated between neighbours; 0 of nothing."""
+    ordered = sorted(seconds) or [0.0]
+    found = []
+    for percent in PERCENTILES:
+        place = (len(ordered) - 1) * percent / 100
+        below = int(place)
+        above = min(below + 1, len(ordered) - 1)
+        value = ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+        found.append(1e3 * value)
+    return tuple(found)
+
+
+def need_plots() -> None:
+    """Raises ConfigError where matplotlib is not installed."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "plot needs matplotlib, which is not installed: pip install 'lockstep-llm[bench]', or "
+            "leave --plot out."
+        ) from None
+
+
+def plot(runs: Sequence[ServingFigures], path: Path, title: str) -> None:
+    """A PNG: latencies and throughput over the loads, in their order."""
+    need_plots()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 7), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(title)
+    panels = figure.subplots(2, 2).flat
+    places = range(len(runs))
+    labels = [f"{r.rate:g}/s" if r.rate else str(r.concurrency) for r in runs]
+    latencies = (
+        ("time to first token, ms", [r.ttft_ms for r in runs]),
+        ("time per token after the first, ms", [r.tpot_ms for r in runs]),
+        ("time between pieces, ms", [r.itl_ms for r in runs]),
+    )
+    for panel, (name, values) in zip(panels, latencies, strict=False):
+        for index, percent in enumerate(PERCENTILES):
+            panel.plot(places, [v[index] for v in values], marker="o", label=f"p{percent}")
+        panel.set_title(name)
+        panel.legend()
+    last = figure.axes[-1]
+    last.plot(places, [r.tokens_per_s for r in runs], marker="o", color="black")
+    last.set_title("generated tokens/s")
+    for panel in figure.axes:
+        panel.set_xticks(places, labels)
+        panel.set_xlabel("requests/s, or requests at once")
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,46 @@
+"""Makes the committed table of linear's tiles: every candidate timed at every weight of the models.
+
+A tile decides the speed and nothing else, so a table may be made again on any machine at any time.
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from lockstep.bench.dimensions import Model
+from lockstep.errors import ConfigError
+from lockstep.kernels.linear import segments
+
+
+def tune_linears(
+    models: Sequence[Model],
+    dtype: torch.dtype,
+    path: Path,
+    progress: Callable[[str, int, int], None] = lambda what, done, of: None,
+) -> dict[str, dict[int, float]]:
+    """Times all tiles and writes the best to `path`, over what stands there or in the committed
+    table; key -> first tokens of a bucket -> us of its best tile.
+
+    The file is written after every weight, so what is measured stays where the rest is cut off.
+    Raises ConfigError without a CUDA device.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigError("tune needs a CUDA device, and none is visible to torch; leave it out.")
+    from lockstep.kernels.linear import tuning
+    from lockstep.kernels.linear.triton import launch
+
+    table = {**tuning.load(), **tuning.load(path)}
+    arch = "sm" + "".join(map(str, torch.cuda.get_device_capability()))
+    shapes = sorted({(n, k) for model in models for _, n, k in model.weights})
+    times: dict[str, dict[int, float]] = {}
+    for done, (n, k) in enumerate(shapes):
+        progress(f"{n}x{k}", done, len(shapes))
+        weights = tuning.some_weights(n, k, dtype)
+        key = f"{arch}/{str(dtype).removeprefix('torch.')}/{n}x{k}"
+        table[key], times[key] = {}, {}
+        for first, tokens in zip(tuning.BUCKETS, tuning.TIMED, strict=True):
+            seconds, tile = tuning.tune(launch, tokens, weights, segments(n, k, "cuda"))[0]
+            table[key][first], times[key][first] = tile, 1e6 * seconds
+        tuning.save(table, path)
+    return times

@@ -1,0 +1,94 @@
+"""lockstep bench as its users run it: the usual subcommand, the floor, the trace, the kernels."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from lockstep.bench import kernels
+from lockstep.cli import app
+from lockstep.errors import ConfigError
+from tests.tiny_model import make_model
+
+SMALL = ("--batch-size", "2", "--input-len", "70", "--output-len", "6")
+ONCE = ("--num-iters-warmup", "0", "--num-iters", "1")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = make_model(tmp_path_factory.mktemp("model"))
+    return str(folder)
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ("bench", *arguments), catch_exceptions=False)
+
+
+def last_line(result: Result) -> dict[str, Any]:
+    assert result.exit_code == 0
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_offline_is_the_usual_subcommand(model: str) -> None:
+    asked = ("--model", model, "--load-format", "dummy", *SMALL, *ONCE, "--json")
+    plain, named = last_line(run(*asked)), last_line(run("offline", *asked))
+    assert plain["bench"] == named["bench"] == "offline" and plain["tokens"] == 12
+    assert "floor_ms" not in plain
+    assert "kernels" in run("--help").output
+
+
+def test_floor_alone_where_nothing_can_run(model: str) -> None:
+    shown = run("--floor", model, "--num-speculative-tokens", "2", *SMALL)
+    found = last_line(shown)
+    assert found["bench"] == "floor" and found["dtype"] == "bfloat16"
+    assert (found["rows"], found["query_len"], found["context"]) == (2, 3, 70)
+    assert found["floor_ms"] >= found["verify_floor_ms"] and found["bytes"] > 0
+    assert "GatedDeltaNet" in shown.stdout and "holds no weights" in shown.stderr
+
+
+def test_floor_beside_a_run(model: str) -> None:
+    shown = run(model, "--floor", "--load-format", "dummy", *SMALL, *ONCE)
+    found = last_line(shown)
+    assert found["bench"] == "offline" and found["context"] == 73
+    assert found["over_floor"] == pytest.approx(found["ms_per_step"] / found["floor_ms"], rel=0.05)
+    assert "measured / floor" in shown.stdout
+
+
+@pytest.mark.parametrize(("count", "query_len"), [("0", 1), ("5", 6)])
+def test_number_of_drafts(model: str, count: str, query_len: int) -> None:
+    found = last_line(run("--floor", model, "--num-speculative-tokens", count, "--json"))
+    assert found["query_len"] == query_len
+
+
+def test_drafts_need_a_drafter(tmp_path: Path) -> None:
+    folder = str(make_model(tmp_path / "model", mtp_num_hidden_layers=0))
+    with pytest.raises(ConfigError, match="needs a drafter"):
+        run("--floor", folder, "--num-speculative-tokens", "2")
+
+
+def test_trace_is_written_and_shown(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    shown = run(model, "--trace", str(path), "--load-format", "dummy", *SMALL)
+    found = last_line(shown)
+    assert found["bench"] == "trace" and found["file"] == str(path)
+    assert {"step", "blocks.*.mlp.down"} <= {line["name"] for line in found["lines"]}
+    assert json.loads(path.read_text())["traceEvents"] and "Time of a step" in shown.stdout
+
+
+def test_kernels_status_table_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("kernels", "--rows", "1,4", "--query-len", "2", "--op", "linear", "--device", "cpu")
+    shown = run(*asked)
+    found = last_line(shown)
+    assert found["bench"] == "kernels" and not found["differing"] and "equal" in shown.stdout
+    assert {line["size"].split()[-1] for line in found["lines"]} >= {"256x512", "4096x256"}
+    monkeypatch.setattr(kernels, "compare_rows", lambda *given: ((1, 2), (2,)))
+    tampered = run(*asked, "--json")
+    assert tampered.exit_code == 1 and json.loads(tampered.stdout)["differing"]
+
+
+@pytest.mark.parametrize("rows", ["", "0", "1;2", "one"])
+def test_kernels_refuses_rows(rows: str) -> None:
+    with pytest.raises(ConfigError, match="whole numbers from 1"):
+        run("kernels", "--rows", rows, "--device", "cpu")

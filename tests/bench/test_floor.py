@@ -1,0 +1,135 @@
+"""The floor is what the model's own tensors say, whatever the machine has of memory."""
+
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.bench.floor import (
+    MATRIX_RATE,
+    MEMORY_RATE,
+    Floor,
+    Part,
+    prompt_floor,
+    sketch,
+    step_floor,
+)
+from tests.tiny_model import CONFIG, QWEN3, make_model
+
+# Qwen3.6-27B's config.json, text part.
+LARGE = {
+    "vocab_size": 248320,
+    "hidden_size": 5120,
+    "intermediate_size": 17408,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 48,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "tie_word_embeddings": False,
+}
+
+
+# Qwen3-8B's.
+DENSE = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("tiny"), vocab_size=1000)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("large"), **LARGE)
+
+
+def part(floor: Floor, name: str) -> Part:
+    return next(p for p in floor.parts if p.name == name)
+
+
+def test_bytes_by_hand(tiny: Path) -> None:
+    """A hybrid of 3 Gated DeltaNet layers and one attention layer, tied head, K=1, 2 rows."""
+    hidden, inner, vocab = 48, 64, 1000
+    floor = step_floor(sketch(tiny, torch.bfloat16, 1, module=False), rows=2, context=100).verify
+    assert part(floor, "Head").bytes == 2 * vocab * hidden
+    assert part(floor, "Head").flops == 2 * vocab * hidden * 4
+    assert part(floor, "Embedding").bytes == 2 * hidden * 4
+    assert part(floor, "GatedMLP").bytes == 4 * 2 * 3 * hidden * inner
+    assert part(floor, "AddRMSNorm").bytes == (2 * 4 + 1) * 2 * hidden
+    attention = hidden * 16 * (2 * 6 + 1 + 1) + 6 * 16 * hidden + 2 * 16
+    lines_of_cos_and_sin = 4 * 2 * 2 * 4
+    assert part(floor, "Attention").bytes == 2 * attention + lines_of_cos_and_sin
+    channels = 2 * 2 * 16 + 4 * 16
+    matrices = hidden * (channels + 4 * 16 + 4 + 4) + 4 * 16 * hidden
+    others = 2 * (channels * 4 + 16) + 4 * (4 + 4)
+    assert part(floor, "GatedDeltaNet").bytes == 3 * (2 * matrices + others)
+    assert part(floor, "GatedDeltaNet").flops == 3 * 2 * matrices * 4
+    assert part(floor, "KV read").bytes == 2 * 100 * 2 * 16 * 2
+    assert part(floor, "KV written").bytes == 4 * 2 * 16 * 2
+    window = 2 * (4 * (4 * 16 + 2 * 16 + 4) + channels * 2)
+    assert part(floor, "state").bytes == 2 * 2 * 3 * (4 * 4 * 16 * 16 + window)
+    assert floor.total.bytes == sum(p.bytes for p in floor.parts)
+
+
+def test_draft_module_is_read_once_per_draft(tiny: Path) -> None:
+    one, three = (
+        step_floor(sketch(tiny, torch.bfloat16, k, module=True), rows=2, context=100).drafts
+        for k in (1, 3)
+    )
+    for name in ("GatedMLP", "Attention", "Head", "Linear", "KV read"):
+        assert part(three, name).bytes == 3 * part(one, name).bytes > 0
+    none = step_floor(sketch(tiny, torch.bfloat16, 3, module=False), rows=2, context=100)
+    assert none.drafts.ms == 0 and none.ms == none.verify.ms and none.query_len == 4
+
+
+@pytest.mark.parametrize(("rows", "ms"), [(1, 12.05), (8, 12.99), (64, 20.49)])
+def test_known_floors_of_a_large_model(large: Path, rows: int, ms: float) -> None:
+    """Roofline of Qwen3.6-27B in bf16 at context 4,096: 51.25 GB of weights, 151 MB of state."""
+    floor = step_floor(sketch(large, torch.bfloat16, 0, module=False), rows, 4096)
+    assert floor.ms == pytest.approx(ms, abs=0.01)
+
+
+@pytest.mark.parametrize(("rows", "ms"), [(1, 3.66), (8, 4.64), (64, 12.51)])
+def test_known_floors_of_a_dense_model(tmp_path: Path, rows: int, ms: float) -> None:
+    """Qwen3-8B: 15.1 GB of weights that are read, 147 KB of KV per token."""
+    folder = make_model(tmp_path / "dense", QWEN3, **DENSE)
+    floor = step_floor(sketch(folder, torch.bfloat16, 0, module=False), rows, 4096)
+    assert floor.ms == pytest.approx(ms, abs=0.01)
+
+
+def test_drafts_and_prompt_of_a_large_model(large: Path) -> None:
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    model = sketch(large, torch.bfloat16, 3, module=True)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
+    floor = step_floor(model, 1, 4096)
+    assert floor.drafts.ms == pytest.approx(2.37, abs=0.02)
+    assert floor.ms == floor.verify.ms + floor.drafts.ms
+    prompt = prompt_floor(model, 8192)
+    assert prompt.ms == prompt.total.matrix_ms > prompt.total.memory_ms
+    weights = sum(p.numel() for p in model.model.parameters()) - 2 * 248320 * 5120
+    assert prompt.total.flops == pytest.approx(2 * weights * 8192, rel=1e-3)
+
+
+def test_the_slower_of_both_decides() -> None:
+    bound = Floor((Part("a", int(MEMORY_RATE)), Part("b", 0, int(3 * MATRIX_RATE))))
+    assert bound.ms == pytest.approx(3000.0)
+    assert Floor((Part("a", int(MEMORY_RATE), 5),)).ms == pytest.approx(1000.0)
+
+
+def test_dtype_counts(tiny: Path) -> None:
+    half, full = (sketch(tiny, t, 0, module=False) for t in (torch.bfloat16, torch.float32))
+    mlp = [part(step_floor(m, 1, 64).verify, "GatedMLP").bytes for m in (half, full)]
+    assert mlp[1] == 2 * mlp[0] and CONFIG["num_hidden_layers"] == 4

@@ -1,0 +1,67 @@
+"""The table that tuning writes is the one that linear reads."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.bench.dimensions import MODELS
+from lockstep.bench.tiles import tune_linears
+from lockstep.errors import ConfigError
+from lockstep.kernels.linear import tuning
+
+BEST, OTHER = tuning.Tile(16, 64, 64, 4, 4), tuning.Tile(64, 64, 64, 4, 4)
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[int, int], int]]:
+    """A GPU that is none; returns what was timed: (tokens, shape of the weight, segments)."""
+    timed: list[tuple[int, tuple[int, int], int]] = []
+
+    def tune(run: object, tokens: int, weights: list[torch.Tensor], segments: int) -> object:
+        timed.append((tokens, tuple(weights[0].shape), segments))
+        return [(1e-6 * tokens, BEST), (1.0, OTHER)]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(tuning, "tune", tune)
+    monkeypatch.setattr(tuning, "some_weights", lambda n, k, dtype: [torch.empty(n, k)])
+    return timed
+
+
+def test_the_best_tile_of_every_weight_is_written(
+    tmp_path: Path, pretended: list[tuple[int, tuple[int, int], int]]
+) -> None:
+    path, model = tmp_path / "tuning.json", MODELS["small"]
+    kept = {"sm90/bfloat16/7x7": {1: OTHER}}
+    tuning.save(kept, path)
+    times = tune_linears([model], torch.bfloat16, path)
+    found = tuning.load.__wrapped__(path)
+    for _, n, k in model.weights:
+        key = tuning._key(n, k, torch.bfloat16, "sm90")
+        assert found[key] == dict.fromkeys(tuning.BUCKETS, BEST)
+        assert times[key][1] == pytest.approx(1.0) and times[key][257] == pytest.approx(2048)
+    assert found["sm90/bfloat16/7x7"] == {1: OTHER}
+    assert {shape for _, shape, _ in pretended} == {(n, k) for _, n, k in model.weights}
+    assert {tokens for tokens, *_ in pretended} == set(tuning.TIMED)
+
+
+def test_a_cut_off_run_leaves_what_it_measured(
+    tmp_path: Path, pretended: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, calls = tmp_path / "tuning.json", iter(range(2))
+
+    def weights(n: int, k: int, dtype: torch.dtype) -> list[torch.Tensor]:
+        next(calls)
+        return [torch.empty(n, k)]
+
+    monkeypatch.setattr(tuning, "some_weights", weights)
+    with pytest.raises(StopIteration):
+        tune_linears([MODELS["small"]], torch.bfloat16, path)
+    assert len(tuning.load.__wrapped__(path)) == 2 + len(tuning.load())
+
+
+def test_needs_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="needs a CUDA device"):
+        tune_linears([MODELS["small"]], torch.bfloat16, tmp_path / "tuning.json")
