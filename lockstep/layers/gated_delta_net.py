@@ -40,8 +40,8 @@ class GatedDeltaNet(nn.Module):
         self.channels = 2 * key_heads * key_dim + value_heads * value_dim
         inner = value_heads * value_dim
         self.in_proj = Linear(build, hidden, self.channels, inner, value_heads, value_heads)
-        taps = build.matrix(self.channels, kernel).unsqueeze(1)
-        self.conv = nn.Parameter(taps, requires_grad=False)
+        taps = build.empty(kernel, 1, self.channels)  # the layout in which the op reads it
+        self.conv = nn.Parameter(taps.permute(2, 1, 0), requires_grad=False)
         self.a_log = build.empty(value_heads, dtype=torch.float32)
         self.dt_bias = build.empty(value_heads, dtype=torch.float32)
         self.norm = GatedRMSNorm(build, value_dim, eps)
