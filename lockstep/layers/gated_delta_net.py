@@ -4,11 +4,12 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.cache.specs import StateSpec
-from lockstep.kernels.activations import sigmoid, softplus
 from lockstep.kernels.gated_delta_rule import (
     GatedDeltaState,
+    GatedDeltaWeights,
     gated_delta_chunk,
     gated_delta_step,
+    ring_lines,
 )
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Linear
@@ -39,7 +40,8 @@ class GatedDeltaNet(nn.Module):
         self.channels = 2 * key_heads * key_dim + value_heads * value_dim
         inner = value_heads * value_dim
         self.in_proj = Linear(build, hidden, self.channels, inner, value_heads, value_heads)
-        self.conv = build.empty(self.channels, 1, kernel)
+        taps = build.empty(kernel, 1, self.channels)  # the layout in which the op reads it
+        self.conv = nn.Parameter(taps.permute(2, 1, 0), requires_grad=False)
         self.a_log = build.empty(value_heads, dtype=torch.float32)
         self.dt_bias = build.empty(value_heads, dtype=torch.float32)
         self.norm = GatedRMSNorm(build, value_dim, eps)
@@ -50,20 +52,21 @@ class GatedDeltaNet(nn.Module):
         self.chunk_op = build.op(gated_delta_chunk, **traits)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        mixed, z, b, a = self.in_proj(x).split(self.in_proj.outputs, dim=-1)
-        beta = sigmoid(b.float())
-        g = -torch.exp(self.a_log) * softplus(a.float() + self.dt_bias)
+        parts = self.in_proj(x).split(self.in_proj.outputs, dim=-1)
+        weights = GatedDeltaWeights(
+            self.conv.flatten(1), self.a_log, self.dt_bias, self.norm.weight, self.norm.eps
+        )
         law = self._prompt if step.shape.prompt else self._generated
-        o = law(mixed, g, beta, step)
-        z = z.unflatten(-1, (self.value_heads, self.value_dim))
-        return self.out(self.norm(o, z).flatten(1))
+        return self.out(law(*parts, weights, step).flatten(-2).flatten(0, -2))
 
-    def _prompt(self, mixed: Tensor, g: Tensor, beta: Tensor, step: Step) -> Tensor:
-        return self.chunk_op(
+    def _prompt(
+        self, mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, weights: GatedDeltaWeights, step: Step
+    ) -> Tensor:
+        o = self.chunk_op(
             mixed,
-            g,
-            beta,
-            self.conv.flatten(1),
+            b,
+            a,
+            weights,
             self.state,
             step.cu_seqlens,
             step.starts,
@@ -71,24 +74,28 @@ class GatedDeltaNet(nn.Module):
             step.state_slots,
             step.snapshot_slots,
         )
+        return self.norm(o, z.unflatten(-1, (self.value_heads, self.value_dim)))
 
-    def _generated(self, mixed: Tensor, g: Tensor, beta: Tensor, step: Step) -> Tensor:
+    def _generated(
+        self, mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, weights: GatedDeltaWeights, step: Step
+    ) -> Tensor:
         window = (step.shape.rows, step.shape.query_len)
-        mixed, g, beta = (t.unflatten(0, window) for t in (mixed, g, beta))
-        taps = self.conv.flatten(1)
-        o = self.step_op(mixed, g, beta, taps, self.state, step.state_slots, step.pending)
-        return o.flatten(0, 1)
+        mixed, z, b, a = (t.unflatten(0, window) for t in (mixed, z, b, a))
+        z = z.unflatten(-1, (self.value_heads, self.value_dim))
+        where = (step.state_slots, step.starts, step.pending)
+        return self.step_op(mixed, z, b, a, weights, self.state, *where)
 
     def cache_spec(self) -> StateSpec:
-        hv, dk, dv, w = self.value_heads, self.key_dim, self.value_dim, self.window
+        hv, dk, dv = self.value_heads, self.key_dim, self.value_dim
+        lines = ring_lines(self.window, self.kernel - 1)
         f32 = torch.float32
         return StateSpec(
             (
                 ("recurrent", (hv, dk, dv), f32),
-                ("conv", (self.kernel - 1 + w, self.channels), self.dtype),
-                ("u", (w, hv, dv), f32),
-                ("k", (w, self.key_heads, dk), f32),
-                ("decay", (w, hv), f32),
+                ("conv", (lines, self.channels), self.dtype),
+                ("u", (lines, hv, dv), f32),
+                ("k", (lines, self.key_heads, dk), f32),
+                ("decay", (lines, hv), f32),
             )
         )
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
 from lockstep.kernels.gated_delta_rule import gated_delta_step
-from lockstep.kernels.gated_delta_rule.cases import Dims, empty_state, inputs
+from lockstep.kernels.gated_delta_rule.cases import Dims, empty_state, inputs, weights
 from lockstep.kernels.linear import linear
 from lockstep.kernels.norm import gated_rms_norm, rms_norm
 from lockstep.kernels.sampling import FILTERS, NOISE, SamplingState, gumbel, sample
@@ -46,24 +46,30 @@ def test_gated_delta_step_is_the_recurrence():
     """Token by token, one head at a time, in double precision."""
     dims, tokens = Dims(1, 2, 8, 12), 6
     data = inputs(dims, (1, tokens), torch.float32, 0)
+    layer = weights(dims, torch.float32, 1)
     state, outs = empty_state(dims, 2, torch.float32), []
     for t in range(tokens):
-        window = {n: x[:, t : t + 1] for n, x in data.items() if n != "conv_weight"}
-        one = dict(slots=torch.tensor([1]), pending=torch.tensor([min(t, 1)]))
-        window["conv_weight"] = data["conv_weight"]
-        outs.append(gated_delta_step(**window, state=state, **one)[0, 0])
+        window = {n: x[:, t : t + 1] for n, x in data.items()}
+        one = dict(slots=torch.tensor([1]), starts=torch.tensor([t]))
+        one["pending"] = torch.tensor([min(t, 1)])
+        outs.append(gated_delta_step(**window, weights=layer, state=state, **one)[0, 0])
     raw = F.pad(data["mixed"][0].double().t(), (dims.r, 0))[None]
-    taps = data["conv_weight"].double()[:, None]
+    taps = layer.conv.double()[:, None]
     mixed = F.silu(F.conv1d(raw, taps, groups=dims.channels))[0].t()
     q, k, v = mixed.split([8, 8, 24], dim=-1)
     q, k = (x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    rate = torch.sigmoid(data["b"][0].double())
+    rise = F.softplus(data["a"][0].double() + layer.dt_bias)
+    fade = torch.exp(-torch.exp(layer.a_log.double()) * rise)
+    gate = F.silu(data["z"][0].double())
     for h in range(dims.hv):
         s = torch.zeros(8, 12, dtype=torch.float64)
         for t in range(tokens):
-            s = s * torch.exp(data["g"][0, t, h].double())
-            u = (v[t, 12 * h : 12 * h + 12] - k[t] @ s) * data["beta"][0, t, h].double()
+            s = s * fade[t, h]
+            u = (v[t, 12 * h : 12 * h + 12] - k[t] @ s) * rate[t, h]
             s = s + torch.outer(k[t], u)
-            expected = (q[t] @ s * 8**-0.5).float()
+            o = F.rms_norm(q[t] @ s * 8**-0.5, (12,), layer.norm.double(), layer.eps)
+            expected = (o * gate[t, h]).float()
             torch.testing.assert_close(outs[t][h], expected, rtol=1e-4, atol=1e-6)
 
 

@@ -40,15 +40,14 @@ def test_real_drafters_leave_the_answer_alone(
     assert answers(make(method, k)) == answers(make())
 
 
-def no_replay(state: Any, slots: Any, pending: Any, most: int) -> Any:
+def no_replay(state: Any, slots: Any, lines: Any, pending: Any) -> Any:
     """The state as it was before the last window: accepted tokens are forgotten."""
-    return state.recurrent.index_select(0, slots)
+    return state.recurrent.index_select(0, slots).flatten(0, 1)
 
 
-def replay_all_but_one(state: Any, slots: Any, pending: Any, most: int) -> Any:
+def replay_all_but_one(state: Any, slots: Any, lines: Any, pending: Any) -> Any:
     """Reads the state one token too early."""
-    earlier = (pending - 1).clamp_min(0)
-    return replay(state, slots, earlier, int(earlier.max()))
+    return replay(state, slots, lines[: -len(slots)], (pending - 1).clamp_min(0))
 
 
 replay = rule._replay
@@ -71,12 +70,14 @@ def test_conv_window_that_does_not_move_is_caught(
     plain, known = plain_and_known(make)
     step = rule.gated_delta_step.reference
 
-    def stuck(mixed: Any, g: Any, beta: Any, w: Any, state: Any, slots: Any, pending: Any) -> Any:
-        at = pending.clamp_max(1)
-        history = state.conv.shape[1] - state.u.shape[1]
-        for slot, n, m in zip(slots.tolist(), pending.tolist(), at.tolist(), strict=True):
-            state.conv[slot, n : n + history] = state.conv[slot, m : m + history].clone()
-        return step(mixed, g, beta, w, state, slots, pending)
+    def stuck(mixed: Any, z: Any, b: Any, a: Any, w: Any, state: Any, *where: Any) -> Any:
+        """The inputs before the window are those behind the first accepted token of the last."""
+        for slot, start, n in zip(*(x.tolist() for x in where), strict=True):
+            lines = state.conv.shape[1]
+            for i in range(start - w.conv.shape[1] + 1, start):
+                past = state.conv[slot, (i - max(n - 1, 0)) % lines].clone()
+                state.conv[slot, i % lines] = past
+        return step(mixed, z, b, a, w, state, *where)
 
     llm = make("ngram", 3)
     for block in llm.engine.runner.model.blocks:
@@ -91,24 +92,29 @@ def test_replay_is_stepping_bit_for_bit() -> None:
     generator = torch.Generator().manual_seed(3)
     hk, hv, dk, dv, window, total = 2, 4, 16, 16, 5, 150
     channels = 2 * hk * dk + hv * dv
-    mixed = torch.randn(total + window, channels, generator=generator)
-    g = -torch.rand(total + window, hv, generator=generator)
-    beta = torch.rand(total + window, hv, generator=generator)
-    weight = torch.randn(channels, 4, generator=generator)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    raw = [normal(total + window, *n) for n in ((channels,), (hv, dv), (hv,), (hv,))]
+    weights = rule.GatedDeltaWeights(
+        normal(channels, 4), normal(hv), normal(hv) - 2.0, normal(dv), 1e-6
+    )
+    lines = rule.ring_lines(window, 3)
 
     def fresh() -> rule.GatedDeltaState:
         return rule.GatedDeltaState(
             torch.zeros(2, hv, dk, dv),
-            torch.zeros(2, 3 + window, channels),
-            torch.zeros(2, window, hv, dv),
-            torch.zeros(2, window, hk, dk),
-            torch.zeros(2, window, hv),
+            torch.zeros(2, lines, channels),
+            torch.zeros(2, lines, hv, dv),
+            torch.zeros(2, lines, hk, dk),
+            torch.zeros(2, lines, hv),
         )
 
     def run(state: rule.GatedDeltaState, at: int, n: int, pending: int) -> torch.Tensor:
-        x = (t[None, at : at + n] for t in (mixed, g, beta))
-        where = torch.tensor([1]), torch.tensor([pending])
-        return rule.gated_delta_step(*x, weight, state, *where)[0]
+        x = (t[None, at : at + n] for t in raw)
+        where = torch.tensor([1]), torch.tensor([at]), torch.tensor([pending])
+        return rule.gated_delta_step(*x, weights, state, *where)[0]
 
     one, many = fresh(), fresh()
     stepped = torch.stack([run(one, t, 1, min(t, 1))[0] for t in range(total)])

@@ -1,7 +1,7 @@
 """gated_delta_step and gated_delta_chunk: the two laws of a Gated DeltaNet mixer.
 
-Both take the raw projections and do convolution, SiLU, l2 norm and recurrence (Yang et al., Gated
-Delta Networks, 2024; layout of Qwen3.5 checkpoints). Generated tokens go through the
+Both take the raw projections and do gates, convolution, SiLU, l2 norm and recurrence (Yang et al.,
+Gated Delta Networks, 2024; layout of Qwen3.5 checkpoints). Generated tokens go through the
 token-by-token update; prompt tokens through the chunked (WY) form on the absolute 64-token grid.
 C = 2 HK K + HV V channels, ordered [all q | all k | all v]. W window tokens, R conv kernel - 1.
 """
@@ -12,20 +12,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.kernels.activations import silu
+from lockstep.kernels.activations import sigmoid, silu, softplus
+from lockstep.kernels.norm import gated_rms_norm
 from lockstep.kernels.registry import op
 from lockstep.step import GRID
 
 L2_EPS = 1e-6
+EPS = torch.tensor(L2_EPS)
+"""As a tensor, which is added sooner than a number (lockstep.kernels.activations.ONE)."""
+
+
+@dataclass(frozen=True)
+class GatedDeltaWeights:
+    """A layer's own weights: conv [C, R + 1]; a_log, dt_bias [HV] fp32; norm [V], with its eps."""
+
+    conv: Tensor
+    a_log: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    eps: float
 
 
 @dataclass
 class GatedDeltaState:
     """One layer's recurrent state, by slot (slot 0 is the null slot). fp32 but for conv.
 
-    recurrent [slots, HV, K, V]: the state before the last window. conv [slots, R + W, C]: the R
-    raw inputs before the last window, then the window's own. u [slots, W, HV, V],
-    k [slots, W, HK, K], decay [slots, W, HV]: what replays the window's tokens into the state.
+    recurrent [slots, HV, K, V]: the state before the last window. The rest are rings of L lines, a
+    token's line being its position modulo L: conv [slots, L, C] raw inputs, and what replays a
+    window into the state: u [slots, L, HV, V], k [slots, L, HK, K], decay [slots, L, HV].
+    L = ring_lines(W, R): a window is written beside all that is read with it.
     """
 
     recurrent: Tensor
@@ -38,26 +53,43 @@ class GatedDeltaState:
         """All parts, each indexed by slot first."""
         return [getattr(self, f.name) for f in fields(self)]
 
+    def sizes(self) -> tuple[int, int, int, int]:
+        """HK, HV, K, V."""
+        hv, k, v = self.recurrent.shape[1:]
+        return self.k.shape[2], hv, k, v
+
+
+def ring_lines(window: int, history: int) -> int:
+    """L for windows of up to `window` tokens behind `history` raw inputs of the convolution."""
+    return window + max(window, history)
+
+
+def _gates(b: Tensor, a: Tensor, weights: GatedDeltaWeights) -> tuple[Tensor, Tensor]:
+    """Raw b, a [..., HV] -> g, the log decay, and beta [..., HV], both fp32."""
+    rise = softplus(a.float() + weights.dt_bias)
+    return -torch.exp(weights.a_log) * rise, sigmoid(b.float())
+
 
 def _heads(mixed: Tensor, state: GatedDeltaState) -> tuple[Tensor, Tensor, Tensor]:
-    """Convolved mixed [..., C] fp32 -> q, k [..., HK, K] normalised (q scaled), v [..., HV, V]."""
-    hv, dk, dv = state.recurrent.shape[1:]
-    hk = state.k.shape[2]
+    """Convolved mixed [..., C] fp32 -> q, k [..., HK, K] normalised (q scaled), v [..., HV, V]:
+    views of mixed, which is written over."""
+    hk, hv, dk, dv = state.sizes()
     qk, v = mixed.split([2 * hk * dk, hv * dv], dim=-1)
     qk = qk.unflatten(-1, (2 * hk, dk))
-    qk = qk * torch.rsqrt((qk * qk).sum(-1, keepdim=True).add_(L2_EPS))
-    return qk[..., :hk, :] * dk**-0.5, qk[..., hk:, :], v.unflatten(-1, (hv, dv))
+    qk.mul_((qk * qk).sum(-1, keepdim=True).add_(EPS).rsqrt_())
+    q, k = qk.split([hk, hk], dim=-2)
+    return q.mul_(dk**-0.5), k, v.unflatten(-1, (hv, dv))
 
 
 def _convolve(x: Tensor, weight: Tensor) -> Tensor:
-    """x [..., R + Q, C] raw inputs, weight [C, R + 1] -> SiLU of the causal conv [..., Q, C]."""
-    taps = weight.float().t()
-    x = x.float()
-    length = x.shape[-2] - taps.shape[0] + 1
-    total = x[..., :length, :] * taps[0]
-    for j in range(1, taps.shape[0]):
-        total += x[..., j : j + length, :] * taps[j]
-    return silu(total)
+    """x [R + T, ..., C] raw inputs, weight [C, R + 1] -> SiLU of the causal conv [T, ..., C]."""
+    taps, x = weight.float().t(), x.float()
+    shape = (len(x) - len(taps) + 1, *x.shape[1:])
+    windows = x.as_strided((len(taps), *shape), (x.stride(0), *x.stride()))
+    first, *others = (windows * taps.view(-1, *[1] * (x.dim() - 1), x.shape[-1])).unbind(0)
+    for tap in others:
+        first.add_(tap)
+    return silu(first)
 
 
 def _expand(x: Tensor, heads: int) -> Tensor:
@@ -66,62 +98,72 @@ def _expand(x: Tensor, heads: int) -> Tensor:
     return x.unsqueeze(-2).expand(*x.shape[:-1], group, x.shape[-1]).flatten(-3, -2)
 
 
+def _lines(state: GatedDeltaState, slots: list[int], starts: list[int], positions: range) -> Tensor:
+    """Where starts + positions are in ring.flatten(0, 1): by position, then by slot."""
+    length, rows = state.conv.shape[1], list(zip(slots, starts, strict=True))
+    return torch.tensor([s * length + (p + i) % length for i in positions for s, p in rows])
+
+
 @op
 def gated_delta_step(
     mixed: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    conv_weight: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weights: GatedDeltaWeights,
     state: GatedDeltaState,
     slots: Tensor,
+    starts: Tensor,
     pending: Tensor,
 ) -> Tensor:
-    """Generated tokens: replay the accepted ones of the last window, run the new window.
+    """Generated tokens: replay the accepted ones of the last window, run the new window, and norm.
 
-    mixed [S, Q, C] raw; g [S, Q, HV] fp32 log decay; beta [S, Q, HV] fp32; conv_weight [C, R + 1];
-    slots [S] int64; pending [S] int64 (0..W) -> o [S, Q, HV, V] fp32. The state is read once and
-    written once: after the replay, before the new window, whose inputs are kept. Q <= W.
-    Slots may repeat only if null; a null row's results are undefined.
+    mixed [S, Q, C], z [S, Q, HV, V], b, a [S, Q, HV] raw; slots [S] int64; starts [S] the window's
+    first positions; pending [S] int64 (0..W) -> [S, Q, HV, V] of z's dtype, after the gated norm.
+    The state is read once and written once: after the replay, before the new window, which is
+    kept. Q <= W. Slots may repeat only if null; a null row's results are undefined.
     """
-    hv, history = state.recurrent.shape[1], state.conv.shape[1] - state.u.shape[1]
-    taken = pending.tolist()
-    past = [state.conv[s, n : n + history] for s, n in zip(slots.tolist(), taken, strict=True)]
-    raw = torch.cat([torch.stack(past), mixed], dim=1)
-    q, k, v = _heads(_convolve(raw, conv_weight), state)
-    s = _replay(state, slots, pending, max(taken))
-    state.recurrent.index_copy_(0, slots, s)
-    decay = torch.exp(g)
-    out, u = _run(s, _expand(q, hv), _expand(k, hv), v, decay, beta)
-    for kept, new in ((state.conv, raw), (state.u, u), (state.k, k), (state.decay, decay)):
-        kept[:, : new.shape[1]].index_copy_(0, slots, new.to(kept.dtype))
-    return out
+    mixed, z, b, a = (x.transpose(0, 1) for x in (mixed, z, b, a))
+    (length, rows, channels), hv = mixed.shape, b.shape[2]
+    history, most = weights.conv.shape[1] - 1, max(pending.tolist())
+    reach = max(history, most)
+    lines = _lines(state, slots.tolist(), starts.tolist(), range(-reach, length))
+    past, new = lines[: reach * rows], lines[reach * rows :]
+    conv = state.conv.flatten(0, 1).index_select(0, past[(reach - history) * rows :])
+    raw = torch.cat([conv.view(history, rows, channels), mixed])
+    q, k, v = _heads(_convolve(raw, weights.conv), state)
+    g, beta = _gates(b, a, weights)
+    s, decay = _replay(state, slots, past[(reach - most) * rows :], pending), torch.exp(g)
+    gates = (_by_token(x.unsqueeze(-1), hv) for x in (decay, beta))
+    o, u = _run(s, *(_by_token(x, hv) for x in (q, k, v)), *gates)
+    for ring, x in ((state.conv, mixed), (state.u, u), (state.k, k), (state.decay, decay)):
+        ring.flatten(0, 1).index_copy_(0, new, x.reshape(-1, *ring.shape[2:]))
+    return gated_rms_norm(o.view(z.shape), z, weights.norm, weights.eps).transpose(0, 1)
+
+
+Tokens = tuple[Tensor, ...]
+
+
+def _by_token(x: Tensor, heads: int) -> Tokens:
+    """[T, S, H, X] -> T tensors [S * HV, 1, X], a value head reading as _expand says."""
+    if x.shape[2] != heads:
+        x = _expand(x, heads)
+    return x.reshape(len(x), -1, 1, x.shape[3]).unbind(0)
 
 
 def _run(
-    s: Tensor, q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor
+    s: Tensor, q: Tokens, k: Tokens, v: Tokens, decay: Tokens, beta: Tokens
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence, token by token: s [S, HV, K, V], changed in place; q, k [S, Q, HV, K];
-    v [S, Q, HV, V]; decay, beta [S, Q, HV] -> o, u [S, Q, HV, V]."""
-    s = s.flatten(0, 1)
-    out, u = [], []
-    tokens = (_by_token(x) for x in (q, k, v, decay[..., None], beta[..., None]))
-    for qt, kt, vt, fade, rate in zip(*tokens, strict=True):
+    """The recurrence, token by token, in place on s [N, K, V]: q, k [N, 1, K], v [N, 1, V],
+    decay, beta [N, 1, 1] -> o, u [Q * N, 1, V]."""
+    out: list[Tensor] = []
+    u: list[Tensor] = []
+    for qt, kt, vt, fade, rate in zip(q, k, v, decay, beta, strict=True):
         s.mul_(fade)
         u.append((vt - torch.bmm(kt, s)).mul_(rate))
         _write(s, kt, u[-1])
         out.append(torch.bmm(qt, s))
-    return _by_row(out, v), _by_row(u, v)
-
-
-def _by_token(x: Tensor) -> tuple[Tensor, ...]:
-    """[S, Q, HV, X] -> Q tensors [S * HV, 1, X]."""
-    return x.transpose(0, 1).flatten(1, 2).unsqueeze(2).unbind(0)
-
-
-def _by_row(tokens: list[Tensor], like: Tensor) -> Tensor:
-    """Q tensors [S * HV, 1, V] -> [S, Q, HV, V], as `like`."""
-    rows, length, heads, width = like.shape
-    return torch.cat(tokens, 1).view(rows, heads, length, width).transpose(1, 2)
+    return torch.cat(out), torch.cat(u)
 
 
 def _write(s: Tensor, k: Tensor, u: Tensor) -> None:
@@ -129,31 +171,38 @@ def _write(s: Tensor, k: Tensor, u: Tensor) -> None:
     s.baddbmm_(k.transpose(1, 2), u)
 
 
-def _replay(state: GatedDeltaState, slots: Tensor, pending: Tensor, most: int) -> Tensor:
-    """The committed state [S, HV, K, V]: the last window's first `pending` tokens folded in.
+def _replay(state: GatedDeltaState, slots: Tensor, lines: Tensor, pending: Tensor) -> Tensor:
+    """Folds the accepted tokens, in these lines, into the state -> a copy of it [S * HV, K, V].
 
-    Where a row has fewer than its batch mates, the rest is decay 1 and u 0: an exact no-op.
+    Where a row has fewer than its batch mates, the first are decay 1, k 0 and u 0: an exact no-op.
     """
-    s = state.recurrent.index_select(0, slots)
+    (rows,), heads = slots.shape, state.recurrent.shape[1]
+    s = state.recurrent[int(slots)] if rows == 1 else state.recurrent.index_select(0, slots)
+    flat, most = s.view(-1, *s.shape[-2:]), len(lines) // rows
     if most:
-        decay, u, k = (x[:, :most].index_select(0, slots) for x in (state.decay, state.u, state.k))
-        if pending.shape[0] > 1:
-            live = (torch.arange(most) < pending[:, None])[..., None]
-            decay, u = torch.where(live, decay, 1.0), torch.where(live[..., None], u, 0.0)
-        flat = s.flatten(0, 1)
-        tokens = (_by_token(x) for x in (decay[..., None], _expand(k, s.shape[1]), u))
-        for fade, kt, ut in zip(*tokens, strict=True):
+        tokens = [
+            ring.flatten(0, 1).index_select(0, lines).view(most, rows, -1, ring.shape[-1])
+            for ring in (state.decay.unsqueeze(-1), state.k, state.u)
+        ]
+        if rows > 1:
+            live = (torch.arange(most, 0, -1)[:, None] <= pending)[..., None, None]
+            pairs = zip(tokens, (1.0, 0.0, 0.0), strict=True)
+            tokens = [torch.where(live, x, nothing) for x, nothing in pairs]
+        for fade, kt, ut in zip(*(_by_token(x, heads) for x in tokens), strict=True):
             flat.mul_(fade)
             _write(flat, kt, ut)
-    return s
+    if rows == 1:
+        return flat.clone()
+    state.recurrent.index_copy_(0, slots, s)
+    return flat
 
 
 @op
 def gated_delta_chunk(
     mixed: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    conv_weight: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weights: GatedDeltaWeights,
     state: GatedDeltaState,
     cu_seqlens: Tensor,
     starts: Tensor,
@@ -163,35 +212,35 @@ def gated_delta_chunk(
 ) -> Tensor:
     """Prompt tokens: the chunked form on the absolute grid, fp32 state between chunks.
 
-    mixed [T, C] raw; g, beta [T, HV] fp32; cu_seqlens [S+1], the rest [S], all int32
-    -> o [T, HV, V] fp32. Row s begins at position starts[s], a multiple of the grid, from the
-    state in slot state_src[s] (zeros where starts[s] == 0), and leaves its state in
-    state_slots[s]; the state at its last grid point goes to snapshot_slots[s] where that is not 0.
+    mixed [T, C], b, a [T, HV] raw; cu_seqlens [S+1], the rest [S], all int32
+    -> o [T, HV, V] fp32, before the gated norm. Row s begins at position starts[s], a multiple of
+    the grid, from the state in slot state_src[s] (zeros where starts[s] == 0), and leaves its state
+    in state_slots[s]; the state at its last grid point goes to snapshot_slots[s] where that is not
+    0.
     """
     out = torch.zeros(mixed.shape[0], *state.u.shape[2:])
-    history = state.conv.shape[1] - state.u.shape[1]
+    history, conv = weights.conv.shape[1] - 1, state.conv.flatten(0, 1)
+    g, beta = _gates(b, a, weights)
     bounds = cu_seqlens.tolist()
-    rows = zip(
-        starts.tolist(),
-        state_src.tolist(),
-        state_slots.tolist(),
-        snapshot_slots.tolist(),
-        strict=True,
-    )
-    for i, (start, src, dst, snapshot) in enumerate(rows):
+
+    def last(slot: int, position: int) -> Tensor:
+        return _lines(state, [slot], [position], range(-history, 0))
+
+    rows = (x.tolist() for x in (starts, state_src, state_slots, snapshot_slots))
+    for i, (start, src, dst, snapshot) in enumerate(zip(*rows, strict=True)):
         begin, end = bounds[i], bounds[i + 1]
         if begin == end or dst == 0:
             continue
-        past = state.conv[src, :history] if start else torch.zeros_like(state.conv[0, :history])
+        past = conv[last(src, start)] if start else conv.new_zeros(history, conv.shape[1])
         s = state.recurrent[src].clone() if start else torch.zeros_like(state.recurrent[0])
         raw = torch.cat([past, mixed[begin:end]])
-        heads = _heads(_convolve(raw, conv_weight), state)
+        heads = _heads(_convolve(raw, weights.conv), state)
         out[begin:end], at_grid, s = _chunks(*heads, g[begin:end], beta[begin:end], s)
-        state.recurrent[dst], state.conv[dst, :history] = s, raw[end - begin :]
+        state.recurrent[dst], conv[last(dst, start + end - begin)] = s, raw[end - begin :]
         if snapshot:
             whole = (end - begin) // GRID * GRID
             state.recurrent[snapshot] = at_grid
-            state.conv[snapshot, :history] = raw[whole : whole + history]
+            conv[last(snapshot, start + whole)] = raw[whole : whole + history]
     return out
 
 

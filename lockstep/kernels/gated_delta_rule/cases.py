@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.gated_delta_rule import GatedDeltaState
+from lockstep.kernels.gated_delta_rule import GatedDeltaState, GatedDeltaWeights, ring_lines
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,13 @@ def empty_state(dims: Dims, slots: int, dtype: torch.dtype, fill: float = 0.0) -
     def full(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((slots, *shape), fill, dtype=dtype)
 
+    lines = ring_lines(dims.w, dims.r)
     return GatedDeltaState(
         recurrent=full(dims.hv, dims.k, dims.v),
-        conv=full(dims.r + dims.w, dims.channels, dtype=dtype),
-        u=full(dims.w, dims.hv, dims.v),
-        k=full(dims.w, dims.hk, dims.k),
-        decay=full(dims.w, dims.hv),
+        conv=full(lines, dims.channels, dtype=dtype),
+        u=full(lines, dims.hv, dims.v),
+        k=full(lines, dims.hk, dims.k),
+        decay=full(lines, dims.hv),
     )
 
 
@@ -57,18 +58,31 @@ def random_state(
     return state
 
 
-def inputs(dims: Dims, tokens: tuple[int, ...], dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
-    """mixed, g, beta of shape [*tokens, ...] and conv_weight."""
+def weights(dims: Dims, dtype: torch.dtype, seed: int) -> GatedDeltaWeights:
+    """A layer's weights: log decays mostly between -1 and 0."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
+    return GatedDeltaWeights(
+        conv=(normal(dims.r + 1, dims.channels) * 0.5).to(dtype).t(),
+        a_log=normal(dims.hv),
+        dt_bias=normal(dims.hv) - 2.0,
+        norm=(1.0 + 0.1 * normal(dims.v)).to(dtype),
+        eps=1e-6,
+    )
+
+
+def inputs(dims: Dims, tokens: tuple[int, ...], dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
+    """mixed, z, b and a, of shape [*tokens, ...]."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*tokens, *shape, generator=generator).to(dtype)
+
     return dict(
-        mixed=normal(*tokens, dims.channels).to(dtype),
-        g=-normal(*tokens, dims.hv).abs() * 0.1,
-        beta=torch.rand(*tokens, dims.hv, generator=generator),
-        conv_weight=(normal(dims.channels, dims.r + 1) * 0.5).to(dtype),
+        mixed=normal(dims.channels), z=normal(dims.hv, dims.v), b=normal(dims.hv), a=normal(dims.hv)
     )
 
 
@@ -81,8 +95,10 @@ def gated_delta_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, 
                 f"{dims}, Q={length}",
                 dict(
                     **inputs(dims, (5, length), dtype, i),
+                    weights=weights(dims, dtype, i),
                     state=random_state(dims, 8, slots, dtype, i),
                     slots=torch.tensor(slots),
+                    starts=torch.tensor([1, 2, 77, 1000, 64], dtype=torch.int32),
                     pending=torch.tensor(pending),
                 ),
             )
@@ -101,10 +117,12 @@ def gated_delta_chunk_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str,
         return torch.tensor(values, dtype=torch.int32)
 
     for i, dims in enumerate(LAYERS):
+        raw = inputs(dims, (sum(lengths),), dtype, i)
         yield (
             str(dims),
             dict(
-                **inputs(dims, (sum(lengths),), dtype, i),
+                **{name: raw[name] for name in ("mixed", "b", "a")},
+                weights=weights(dims, dtype, i),
                 state=random_state(dims, 12, [2, 3, 4, 9], dtype, i),
                 cu_seqlens=ints([0, *lengths]).cumsum(0, dtype=torch.int32),
                 starts=ints(starts),

@@ -1,7 +1,8 @@
-"""gated_delta_step in Triton.
+"""gated_delta_step in Triton: one program per row and value head does the whole mixer, once.
 
-Sums run inside one warp, in one binary for any query length: the number of rows and tokens is never
-a compile-time constant, so replay, single steps and windows share their bits.
+A warp owns V / warps columns of the state and all of K, so sums over K stay inside it and the token
+loop has no barrier but the norm's. Rows, tokens, window and ring length are run-time values: one
+binary serves single steps, windows and replay, at any number of drafts, so they share their bits.
 """
 
 from typing import Any
@@ -15,10 +16,14 @@ from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.gated_delta_rule import (
     L2_EPS,
     GatedDeltaState,
+    GatedDeltaWeights,
     gated_delta_step,
 )
 
-MOST_VALUES = 16
+MOST_WARPS = 8
+MOST_REGISTERS = 128
+"""Of a thread: two programs of 8 warps share a multiprocessor, with 128 KB of state in flight."""
+ALIGNED = 16
 
 
 @triton.jit
@@ -29,120 +34,219 @@ def head_channels(unit, lanes, HK: tl.constexpr, K: tl.constexpr, V: tl.constexp
     return first + lanes, lanes < tl.where(is_value, V, K)
 
 
-@triton.jit(
-    do_not_specialize=["length", "row_stride", "token_stride", "slot_stride"],
-    do_not_specialize_on_alignment=["mixed", "g", "conv_weight", "conv", "heads", "decay"],
-)
-def _step_inputs_kernel(
-    mixed, g, conv_weight, conv, slots, pending, heads, decay,
-    length, row_stride, token_stride, slot_stride,
+@triton.jit
+def gates(a, b, a_log, dt_bias):
+    """Raw a, b and a head's parameters -> g, the log decay, and beta; log1p by Kahan's quotient."""
+    x = a.to(tl.float32) + dt_bias
+    e = tl.exp(tl.minimum(x, 20.0))
+    near = tl.where(1.0 + e == 1.0, 1.0, (1.0 + e) - 1.0)
+    rise = tl.where(1.0 + e == 1.0, e, tl.log(1.0 + e) * (e / near))
+    rise = tl.where(x > 20.0, x, rise)
+    return -tl.exp(a_log) * rise, 1.0 / (1.0 + tl.exp(-b.to(tl.float32)))
+
+
+@triton.jit
+def _convolved(
+    mixed, conv, taps, c, live, t, start, length, lines, stride, C: tl.constexpr, R: tl.constexpr
+):
+    """Channels c of tokens t: SiLU of the convolution, and the raw inputs, as tiles [T, channels].
+
+    Tokens before the window come out of the ring.
+    """
+    inside = (t < length)[:, None] & live[None, :]
+    total = tl.zeros((t.shape[0], c.shape[0]), tl.float32)
+    x = tl.load(mixed + t[:, None] * stride + c[None, :], mask=inside, other=0.0)
+    for j in tl.static_range(R):
+        at = t + j - R
+        line = (start + at + lines) % lines
+        old = tl.load(
+            conv + line[:, None] * C + c[None, :], mask=inside & (at < 0)[:, None], other=0.0
+        )
+        new = tl.load(
+            mixed + at[:, None] * stride + c[None, :], mask=inside & (at >= 0)[:, None], other=0.0
+        )
+        tap = tl.load(taps + j * C + c, mask=live, other=0.0).to(tl.float32)
+        total += tl.where((at < 0)[:, None], old, new).to(tl.float32) * tap[None, :]
+    tap = tl.load(taps + R * C + c, mask=live, other=0.0).to(tl.float32)
+    total += x.to(tl.float32) * tap[None, :]
+    return total / (1.0 + tl.exp(-total)), x
+
+
+@triton.jit
+def _normal(x, EPS: tl.constexpr):
+    return x * (1.0 / tl.sqrt_rn(tl.sum(x * x, 1) + EPS))[:, None]
+
+
+@triton.jit
+def _inputs(
+    mixed, conv, taps, kept_k, heads, start, length, lines, stride, h,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    BLOCK: tl.constexpr, EPS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """One (row, head of q, k or v): convolution, SiLU, l2 norm; then the raw inputs are kept."""
-    s, unit = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    c, live = head_channels(unit, tl.arange(0, BLOCK), HK, K, V)
-    channels: tl.constexpr = 2 * HK * K + HV * V
-    conv += tl.load(slots + s).to(tl.int64) * slot_stride + c
-    past = conv + tl.load(pending + s).to(tl.int64) * channels
-    mixed += s * row_stride + c
-    for t in range(length):
-        total = tl.zeros((BLOCK,), tl.float32)
-        for j in tl.static_range(R + 1):
-            old = tl.load(past + (t + j) * channels, mask=live & (t + j < R), other=0.0)
-            new = tl.load(mixed + (t + j - R) * token_stride, mask=live & (t + j >= R), other=0.0)
-            x = tl.where(t + j < R, old, new).to(tl.float32)
-            tap = tl.load(conv_weight + c * (R + 1) + j, mask=live, other=0.0).to(tl.float32)
-            total += x * tap
-        y = total / (1.0 + tl.exp(-total))
-        at = s * length + t
-        if unit < 2 * HK:
-            y = y * (1.0 / tl.sqrt_rn(tl.sum(y * y, 0) + EPS))
-            y = tl.where(unit < HK, y * K**-0.5, y)
-        else:
-            fade = tl.exp(tl.load(g + at * HV + unit - 2 * HK))
-            tl.store(decay + at * HV + unit - 2 * HK, fade)
-        tl.store(heads + at * channels + c, y, mask=live)
-    tl.debug_barrier()
-    for i in range(R + length):  # ascending: a line is read before it is overwritten
-        old = tl.load(past + i * channels, mask=live & (i < R), other=0.0)
-        new = tl.load(mixed + (i - R) * token_stride, mask=live & (i >= R), other=0.0)
-        tl.store(conv + i * channels, tl.where(i < R, old, new), mask=live)
+    """q, k and v of the window go to heads; raw inputs and k to their rings, once each."""
+    C: tl.constexpr = 2 * HK * K + HV * V
+    WIDTH: tl.constexpr = 2 * K + V
+    kh, first = h // (HV // HK), h % (HV // HK) == 0
+    i, j = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    for begin in range(0, length, TOKENS):
+        t = begin + tl.arange(0, TOKENS)
+        line = (start + t) % lines
+        mask_k, mask_v = (t < length)[:, None] & (i < K)[None, :], (t < length)[:, None] & (j < V)
+        ring, out = conv + line[:, None] * C, heads + t[:, None] * WIDTH
+        c = kh * K + i
+        q, raw = _convolved(mixed, conv, taps, c, i < K, t, start, length, lines, stride, C, R)
+        tl.store(out + i[None, :], _normal(q, EPS) * K**-0.5, mask=mask_k)
+        tl.store(ring + c[None, :], raw, mask=mask_k & first)
+        c = (HK + kh) * K + i
+        k, raw = _convolved(mixed, conv, taps, c, i < K, t, start, length, lines, stride, C, R)
+        k = _normal(k, EPS)
+        tl.store(out + K + i[None, :], k, mask=mask_k)
+        tl.store(ring + c[None, :], raw, mask=mask_k & first)
+        keep = kept_k + line[:, None] * (HK * K) + kh * K + i[None, :]
+        tl.store(keep, k, mask=mask_k & first)
+        c = 2 * HK * K + h * V + j
+        v, raw = _convolved(mixed, conv, taps, c, j < V, t, start, length, lines, stride, C, R)
+        tl.store(out + 2 * K + j[None, :], v, mask=mask_v)
+        tl.store(ring + c[None, :], raw, mask=mask_v)
+
+
+@triton.jit
+def _sum_k(x):
+    """[KT, VB, KR, VI] -> [1, VB, 1, VI]: first a lane's own KR, then the KT lanes."""
+    return tl.sum(tl.sum(x, 2, keep_dims=True), 0, keep_dims=True)
 
 
 @triton.jit
 def _write(state, fade, k, u):
     """The decay and the rank-1 update: the one expression of stepping and replay."""
-    return state * fade + k[:, None] * u[None, :]
+    return tl.fma(tl.broadcast_to(k, state.shape), tl.broadcast_to(u, state.shape), state * fade)
+
+
+@triton.jit
+def _store_v(place, x, kt, inside):
+    """Stores x [1, VB, 1, VI], which all KT lanes hold, from the first of them as it lies."""
+    place, first = place + tl.zeros_like(kt), inside & (kt == 0)
+    tl.store(place, tl.broadcast_to(x, place.shape).to(place.dtype.element_ty), mask=first)
+
+
+@triton.jit
+def _after(line, lines):
+    return tl.where(line + 1 == lines, 0, line + 1)
+
+
+@triton.jit
+def _replay(
+    state, kept_k, kept_u, kept_decay, kt, kr, j, start, count, lines,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """The state after `count` tokens out of the rings; the next token is read a turn ahead."""
+    line = (start - count + lines) % lines
+    more = count > 0
+    k = tl.load(kept_k + line * (HK * K) + kt + kr, mask=(kt + kr < K) & more, other=0.0)
+    u = tl.load(kept_u + line * (HV * V) + j, mask=(j < V) & more, other=0.0)
+    fade = tl.load(kept_decay + line * HV, mask=more, other=0.0)
+    for n in range(count):
+        now_k, now_u, now_fade = k, u, fade
+        line, more = _after(line, lines), n + 1 < count
+        k = tl.load(kept_k + line * (HK * K) + kt + kr, mask=(kt + kr < K) & more, other=0.0)
+        u = tl.load(kept_u + line * (HV * V) + j, mask=(j < V) & more, other=0.0)
+        fade = tl.load(kept_decay + line * HV, mask=more, other=0.0)
+        state = _write(state, now_fade, now_k, now_u)
+    return state
+
+
+@triton.jit
+def _gated_norm(o, z, weight, eps, V: tl.constexpr):
+    """o [1, VB, 1, VI] / rms * weight * silu(z)."""
+    square = tl.sum(tl.sum(o * o, 3, keep_dims=True), 1, keep_dims=True)
+    z = z.to(tl.float32)
+    return o * (1.0 / tl.sqrt_rn(square / V + eps)) * weight * (z / (1.0 + tl.exp(-z)))
+
+
+@triton.jit
+def _window(
+    state, heads, z, b, a, out, kept_u, kept_decay, kt, kr, j, weight, log_rate, bias, start,
+    length, lines, z_stride, b_stride, a_stride, eps,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """The new tokens, one after another. What a token needs first is read a turn ahead."""
+    in_k, in_v = kt + kr < K, j < V
+    k = tl.load(heads + K + kt + kr, mask=in_k, other=0.0)
+    v = tl.load(heads + 2 * K + j, mask=in_v, other=0.0)
+    raw_a, raw_b = tl.load(a), tl.load(b)
+    line = start % lines
+    for t in range(length):
+        more = t + 1 < length
+        q = tl.load(heads + kt + kr, mask=in_k, other=0.0)
+        gate = tl.load(z + j, mask=in_v, other=0.0)
+        g, rate = gates(raw_a, raw_b, log_rate, bias)
+        fade = tl.exp(g)
+        u = (v - _sum_k(k * (state * fade))) * rate
+        state = _write(state, fade, k, u)
+        heads += 2 * K + V
+        z, a, b = z + z_stride, a + a_stride, b + b_stride
+        k = tl.load(heads + K + kt + kr, mask=in_k & more, other=0.0)
+        v = tl.load(heads + 2 * K + j, mask=in_v & more, other=0.0)
+        raw_a, raw_b = tl.load(a, mask=more, other=0.0), tl.load(b, mask=more, other=0.0)
+        o = _gated_norm(_sum_k(q * state), gate, weight, eps, V)
+        _store_v(out + t * (HV * V) + j, o, kt, in_v)
+        _store_v(kept_u + line * (HV * V) + j, u, kt, in_v)
+        tl.store(kept_decay + line * HV, fade)
+        line = _after(line, lines)
 
 
 @triton.jit(
-    do_not_specialize=["length", "u_stride", "k_stride", "decay_stride"],
-    do_not_specialize_on_alignment=[
-        "heads", "decay", "beta", "kept_u", "kept_k", "kept_decay", "out",
-    ],
-)  # fmt: skip
+    do_not_specialize=["length", "lines", "eps", "b_stride", "a_stride"],
+    do_not_specialize_on_alignment=["b", "a", "slots", "starts", "pending"],
+)
 def _step_kernel(
-    heads, decay, beta, recurrent, kept_u, kept_k, kept_decay, slots, pending, out,
-    length, recurrent_stride, u_stride, k_stride, decay_stride,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    mixed, z, b, a, taps, a_log, dt_bias, norm, recurrent, conv, kept_u, kept_k, kept_decay,
+    slots, starts, pending, heads, out, length, lines, eps,
+    mixed_stride, z_stride, b_stride, a_stride,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    KT: tl.constexpr, KR: tl.constexpr, VB: tl.constexpr, VI: tl.constexpr,
+    TOKENS: tl.constexpr, L2_EPS: tl.constexpr,
 ):  # fmt: skip
-    """One (row, value head, block of V): replay, write the state, run the window, keep u."""
-    s, h = (tl.program_id(0) // HV).to(tl.int64), tl.program_id(0) % HV
+    """One (row, value head): read the state, make the inputs, replay, write the state, step."""
+    program = tl.program_id(0).to(tl.int64)
+    s, h = program // HV, (program % HV).to(tl.int32)
     kh = h // (HV // HK)
-    channels: tl.constexpr = 2 * HK * K + HV * V
-    i, j = tl.arange(0, BLOCK_K), tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    kt = tl.arange(0, KT)[:, None, None, None]
+    kr = (tl.arange(0, KR) * KT)[None, None, :, None]
+    j = (tl.arange(0, VB) * VI)[None, :, None, None] + tl.arange(0, VI)[None, None, None, :]
     slot = tl.load(slots + s).to(tl.int64)
-    kept_u += slot * u_stride + h * V + j
-    kept_k += slot * k_stride + kh * K + i
-    kept_decay += slot * decay_stride + h
-    place = recurrent + slot * recurrent_stride + h * K * V + i[:, None] * V + j[None, :]
-    inside = (i < K)[:, None] & (j < V)[None, :]
+    start, count = tl.load(starts + s).to(tl.int32), tl.load(pending + s).to(tl.int32)
+    place = recurrent + (slot * HV + h) * (K * V) + kt * V + j + kr * V
+    inside = (kt + kr < K) & (j < V)
     state = tl.load(place, mask=inside, other=0.0)
-    for t in range(tl.load(pending + s).to(tl.int32)):
-        k = tl.load(kept_k + t * HK * K, mask=i < K, other=0.0)
-        u = tl.load(kept_u + t * HV * V, mask=j < V, other=0.0)
-        state = _write(state, tl.load(kept_decay + t * HV), k, u)
+    mixed += s * length * mixed_stride
+    conv += slot * lines * (2 * HK * K + HV * V)
+    kept_k += slot * lines * (HK * K)
+    kept_u += slot * lines * (HV * V) + h * V
+    kept_decay += slot * lines * HV + h
+    heads += program * length * (2 * K + V)
+    _inputs(
+        mixed, conv, taps, kept_k, heads, start, length, lines, mixed_stride, h,
+        HK, HV, K, V, R, KR * KT, VB * VI, TOKENS, L2_EPS,
+    )  # fmt: skip
+    state = _replay(
+        state, kept_k + kh * K, kept_u, kept_decay, kt, kr, j, start, count, lines, HK, HV, K, V
+    )
     tl.store(place, state, mask=inside)
-    tl.debug_barrier()
-    for t in range(length):
-        at = s * length + t
-        line = heads + at * channels
-        q = tl.load(line + kh * K + i, mask=i < K, other=0.0)
-        k = tl.load(line + (HK + kh) * K + i, mask=i < K, other=0.0)
-        v = tl.load(line + 2 * HK * K + h * V + j, mask=j < V, other=0.0)
-        fade, rate = tl.load(decay + at * HV + h), tl.load(beta + at * HV + h)
-        seen = tl.sum(k[:, None] * (state * fade), 0)
-        u = (v - seen) * rate
-        state = _write(state, fade, k, u)
-        tl.store(out + (at * HV + h) * V + j, tl.sum(q[:, None] * state, 0), mask=j < V)
-        tl.store(kept_u + t * HV * V, u, mask=j < V)
-
-
-@triton.jit(do_not_specialize=["length", "k_stride", "decay_stride"])
-def _keep_kernel(
-    heads, decay, kept_k, kept_decay, slots, length, k_stride, decay_stride,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One (row, token): its k and decay for the next step's replay, once all have replayed."""
-    s, t = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    slot, at, lanes = tl.load(slots + s).to(tl.int64), s * length + t, tl.arange(0, BLOCK)
-    k = heads + at * (2 * HK * K + HV * V) + HK * K
-    kept_k += slot * k_stride + t * HK * K
-    for i in range(0, HK * K, BLOCK):
-        mask = i + lanes < HK * K
-        tl.store(kept_k + i + lanes, tl.load(k + i + lanes, mask=mask), mask=mask)
-    for i in range(0, HV, BLOCK):
-        mask = i + lanes < HV
-        value = tl.load(decay + at * HV + i + lanes, mask=mask)
-        tl.store(kept_decay + slot * decay_stride + t * HV + i + lanes, value, mask=mask)
+    weight = tl.load(norm + j, mask=j < V, other=0.0).to(tl.float32)
+    log_rate, bias = tl.load(a_log + h), tl.load(dt_bias + h)
+    tl.debug_barrier()  # heads are written, kept u and decay are read
+    token = s * length
+    _window(
+        state, heads, z + token * z_stride + h * V, b + token * b_stride + h,
+        a + token * a_stride + h, out + (token * HV + h) * V, kept_u, kept_decay, kt, kr, j,
+        weight, log_rate, bias, start, length, lines, z_stride, b_stride, a_stride, eps, HV, K, V,
+    )  # fmt: skip
 
 
 def sizes_of(state: GatedDeltaState) -> dict[str, int]:
     """The constants of every kernel of a layer."""
-    hv, k, v = state.recurrent.shape[1:]
-    return dict(HK=state.k.shape[2], HV=hv, K=k, V=v)
+    return dict(zip(("HK", "HV", "K", "V"), state.sizes(), strict=True))
 
 
 def blocks_of(sizes: dict[str, int], most_v: int) -> dict[str, int]:
@@ -157,40 +261,55 @@ def supports(**traits: Any) -> str | None:
     return gpu_trait(**traits)
 
 
+def layout_of(sizes: dict[str, int], most_warps: int = MOST_WARPS) -> dict[str, int]:
+    """How the state lies in a program's registers: KR x KT rows, VB warps of VI columns.
+
+    A lane holds 4 neighbours of VI, so VI / 4 x KT lanes make a warp. 8 KB of state a warp.
+    """
+    k, v = blocks_of(sizes, 128).values()
+    warps = max(1, min(most_warps, k * v // 2048, v // 16))
+    columns = v // warps
+    lanes = max(1, min(k, 128 // columns))
+    return dict(KR=k // lanes, KT=lanes, VB=warps, VI=columns, TOKENS=8, num_warps=warps)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """[S, Q, ...] -> [S * Q, ...], whose lines begin on whole vectors: one kernel for all calls."""
+    flat = x.flatten(0, 1)
+    whole = flat.stride(0) % ALIGNED == 0 and flat.data_ptr() % ALIGNED == 0
+    return (
+        flat
+        if whole and flat[0].is_contiguous()
+        else flat.clone(memory_format=torch.contiguous_format)
+    )
+
+
 @gated_delta_step.backend("triton", supports=supports)
 def gated_delta_step_triton(
     mixed: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    conv_weight: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weights: GatedDeltaWeights,
     state: GatedDeltaState,
     slots: Tensor,
+    starts: Tensor,
     pending: Tensor,
 ) -> Tensor:
-    """See lockstep.kernels.gated_delta_rule.gated_delta_step. Kernel order guards shared reads."""
-    rows, length, channels = mixed.shape
-    sizes, exact = sizes_of(state), dict(num_warps=1, enable_fp_fusion=False)
-    hk, hv, v = sizes["HK"], sizes["HV"], sizes["V"]
-    g, beta, conv_weight = g.contiguous(), beta.contiguous(), conv_weight.contiguous()
-    heads = torch.empty(rows, length, channels, dtype=torch.float32, device=mixed.device)
-    decay = torch.empty(rows, length, hv, dtype=torch.float32, device=mixed.device)
-    out = torch.empty(rows, length, hv, v, dtype=torch.float32, device=mixed.device)
+    """See lockstep.kernels.gated_delta_rule.gated_delta_step."""
+    (rows, length, _), sizes = mixed.shape, sizes_of(state)
+    hv, k, v = sizes["HV"], sizes["K"], sizes["V"]
+    out = torch.empty(rows, length, hv, v, dtype=z.dtype, device=mixed.device)
     if not out.numel():
         return out
-    block = triton.next_power_of_2(max(sizes["K"], v))
-    _step_inputs_kernel[(rows, 2 * hk + hv)](
-        mixed, g, conv_weight, state.conv, slots, pending, heads, decay, length,
-        mixed.stride(0), mixed.stride(1), state.conv.stride(0),
-        **sizes, R=conv_weight.shape[1] - 1, BLOCK=block, EPS=L2_EPS, **exact,
-    )  # fmt: skip
-    blocks = blocks_of(sizes, MOST_VALUES)
-    _step_kernel[(rows * hv, triton.cdiv(v, blocks["BLOCK_V"]))](
-        heads, decay, beta, state.recurrent, state.u, state.k, state.decay, slots, pending, out,
-        length, state.recurrent.stride(0), state.u.stride(0), state.k.stride(0),
-        state.decay.stride(0), **sizes, **blocks, **exact,
-    )  # fmt: skip
-    _keep_kernel[(rows, length)](
-        heads, decay, state.k, state.decay, slots, length, state.k.stride(0),
-        state.decay.stride(0), **sizes, BLOCK=1024, num_warps=4,
+    heads = torch.empty(rows * hv, length, 2 * k + v, dtype=torch.float32, device=mixed.device)
+    mixed, z, b, a = _flat(mixed), _flat(z), b.flatten(0, 1), a.flatten(0, 1)
+    _step_kernel[(rows * hv,)](
+        mixed, z, b, a, weights.conv.t().contiguous(), weights.a_log, weights.dt_bias, weights.norm,
+        state.recurrent, state.conv, state.u, state.k, state.decay, slots, starts, pending,
+        heads, out, length, state.conv.shape[1], weights.eps,
+        mixed.stride(0), z.stride(0), b.stride(0), a.stride(0),
+        **sizes, R=weights.conv.shape[1] - 1, L2_EPS=L2_EPS, **layout_of(sizes),
+        enable_fp_fusion=False, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return out

@@ -13,8 +13,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels.gated_delta_rule import L2_EPS, GatedDeltaState, gated_delta_chunk
-from lockstep.kernels.gated_delta_rule.triton import blocks_of, head_channels, sizes_of, supports
+from lockstep.kernels.gated_delta_rule import (
+    L2_EPS,
+    GatedDeltaState,
+    GatedDeltaWeights,
+    gated_delta_chunk,
+)
+from lockstep.kernels.gated_delta_rule.triton import (
+    blocks_of,
+    gates,
+    head_channels,
+    sizes_of,
+    supports,
+)
 from lockstep.step import GRID
 
 STATE_VALUES, OUT_VALUES = 32, 64
@@ -57,8 +68,7 @@ def _plan_kernel(
 
 @triton.jit
 def _chunk_inputs_kernel(
-    mixed, conv_weight, conv, cu_seqlens, starts, state_src, chunks, heads,
-    token_stride, slot_stride,
+    mixed, taps, conv, cu_seqlens, starts, state_src, chunks, heads, token_stride, lines,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     BLOCK: tl.constexpr, EPS: tl.constexpr, GRID: tl.constexpr,
 ):  # fmt: skip
@@ -71,18 +81,18 @@ def _chunk_inputs_kernel(
     c, live = head_channels(unit, tl.arange(0, BLOCK), HK, K, V)
     channels: tl.constexpr = 2 * HK * K + HV * V
     begin = tl.load(cu_seqlens + s).to(tl.int64)
-    resumed = tl.load(starts + s) > 0
-    lanes = tl.arange(0, GRID)
-    conv += tl.load(state_src + s).to(tl.int64) * slot_stride
+    start, lanes = tl.load(starts + s), tl.arange(0, GRID)
+    conv += tl.load(state_src + s).to(tl.int64) * lines * channels
     total = tl.zeros((GRID, BLOCK), tl.float32)
     for j in tl.static_range(R + 1):
         token = offset + lanes + j - R
         here = ((token >= 0) & (lanes < count))[:, None] & live[None, :]
-        before = ((token < 0) & resumed)[:, None] & live[None, :]
+        before = ((token < 0) & (start > 0))[:, None] & live[None, :]
+        line = (start + token + lines) % lines
         at = (begin + token)[:, None] * token_stride + c[None, :]
         new = tl.load(mixed + at, mask=here, other=0.0)
-        old = tl.load(conv + (token + R)[:, None] * channels + c[None, :], mask=before, other=0.0)
-        tap = tl.load(conv_weight + c * (R + 1) + j, mask=live, other=0.0).to(tl.float32)
+        old = tl.load(conv + line[:, None] * channels + c[None, :], mask=before, other=0.0)
+        tap = tl.load(taps + j * channels + c, mask=live, other=0.0).to(tl.float32)
         total += tl.where((token < 0)[:, None], old, new).to(tl.float32) * tap[None, :]
     y = total / (1.0 + tl.exp(-total))
     if unit < 2 * HK:
@@ -123,7 +133,7 @@ def _unit_inverse(inner, SIDE: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.c
 
 @triton.jit
 def _chunk_inner_kernel(
-    heads, g, beta, cu_seqlens, chunks, u, w, scores, growth,
+    heads, b, a, a_log, dt_bias, cu_seqlens, chunks, u, w, scores, growth, b_stride, a_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
     SIDE: tl.constexpr,
@@ -138,8 +148,10 @@ def _chunk_inner_kernel(
     kh = h // (HV // HK)
     t, i, j = tl.arange(0, GRID), tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     live, token = t < count, begin + t
-    grown = tl.cumsum(tl.load(g + token * HV + h, mask=live, other=0.0), 0)
-    rate = tl.load(beta + token * HV + h, mask=live, other=0.0)
+    raw_a = tl.load(a + token * a_stride + h, mask=live, other=0.0)
+    raw_b = tl.load(b + token * b_stride + h, mask=live, other=0.0)
+    g, rate = gates(raw_a, raw_b, tl.load(a_log + h), tl.load(dt_bias + h))
+    grown, rate = tl.cumsum(tl.where(live, g, 0.0), 0), tl.where(live, rate, 0.0)
     tl.store(growth + (chunk * HV + h) * GRID + t, grown)
     line = heads + token[:, None] * (2 * HK * K + HV * V)
     mask_k, mask_v = live[:, None] & (i < K)[None, :], live[:, None] & (j < V)[None, :]
@@ -237,10 +249,9 @@ def _chunk_out_kernel(
     tl.store(out + place, o, mask=mask_v)
 
 
-@triton.jit(do_not_specialize=["token_stride", "slot_stride"])
+@triton.jit(do_not_specialize=["token_stride", "lines"])
 def _chunk_conv_kernel(
-    mixed, conv, cu_seqlens, starts, state_src, state_slots, snapshot_slots,
-    token_stride, slot_stride,
+    mixed, conv, cu_seqlens, starts, state_src, state_slots, snapshot_slots, token_stride, lines,
     C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
     GRID: tl.constexpr,
 ):  # fmt: skip
@@ -253,28 +264,31 @@ def _chunk_conv_kernel(
         return
     snapshot = tl.load(snapshot_slots + s).to(tl.int64)
     c, r = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :], tl.arange(0, BLOCK_R)[:, None]
-    inside = (c < C) & (r < R)
-    past = conv + tl.load(state_src + s).to(tl.int64) * slot_stride + c
-    resumed, grid = tl.load(starts + s) > 0, length // GRID * GRID
+    inside, start = (c < C) & (r < R), tl.load(starts + s)
+    past = conv + tl.load(state_src + s).to(tl.int64) * lines * C + c
+    grid = length // GRID * GRID
     mixed += begin * token_stride + c
     at_end, at_grid = r + length - R, r + grid - R
-    old = tl.load(past + (at_end + R) * C, mask=inside & resumed & (at_end < 0), other=0.0)
+    end_line, grid_line = (start + at_end + lines) % lines, (start + at_grid + lines) % lines
+    resumed = inside & (start > 0)
+    old = tl.load(past + end_line * C, mask=resumed & (at_end < 0), other=0.0)
     new = tl.load(mixed + at_end * token_stride, mask=inside & (at_end >= 0), other=0.0)
     last = tl.where(at_end < 0, old, new)
-    old = tl.load(past + (at_grid + R) * C, mask=inside & resumed & (at_grid < 0), other=0.0)
+    old = tl.load(past + grid_line * C, mask=resumed & (at_grid < 0), other=0.0)
     new = tl.load(mixed + at_grid * token_stride, mask=inside & (at_grid >= 0), other=0.0)
     tl.debug_barrier()
-    tl.store(conv + slot * slot_stride + r * C + c, last, mask=inside)
-    kept = inside & (snapshot > 0)
-    tl.store(conv + snapshot * slot_stride + r * C + c, tl.where(at_grid < 0, old, new), mask=kept)
+    tl.store(conv + slot * lines * C + end_line * C + c, last, mask=inside)
+    kept = tl.where(at_grid < 0, old, new)
+    place = conv + snapshot * lines * C + grid_line * C + c
+    tl.store(place, kept, mask=inside & (snapshot > 0))
 
 
 @gated_delta_chunk.backend("triton", supports=supports)
 def gated_delta_chunk_triton(
     mixed: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    conv_weight: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weights: GatedDeltaWeights,
     state: GatedDeltaState,
     cu_seqlens: Tensor,
     starts: Tensor,
@@ -285,8 +299,8 @@ def gated_delta_chunk_triton(
     """See lockstep.kernels.gated_delta_rule.gated_delta_chunk. No length is read on the host."""
     (tokens, channels), rows, sizes = mixed.shape, starts.shape[0], sizes_of(state)
     hk, hv, k, v = sizes["HK"], sizes["HV"], sizes["K"], sizes["V"]
-    g, beta, conv_weight = g.contiguous(), beta.contiguous(), conv_weight.contiguous()
-    f32, history, most = torch.float32, conv_weight.shape[1] - 1, tokens // GRID + rows
+    taps, lines = weights.conv.t().contiguous(), state.conv.shape[1]
+    f32, history, most = torch.float32, taps.shape[0] - 1, tokens // GRID + rows
     out = torch.zeros(tokens, hv, v, dtype=f32, device=mixed.device)
     if not out.numel() or not rows:
         return out
@@ -303,13 +317,13 @@ def gated_delta_chunk_triton(
         cu_seqlens, state_slots, chunks, firsts, rows, triton.next_power_of_2(rows), GRID
     )
     _chunk_inputs_kernel[(most, 2 * hk + hv)](
-        mixed, conv_weight, state.conv, cu_seqlens, starts, state_src, chunks, heads,
-        mixed.stride(0), state.conv.stride(0), **sizes, R=history,
+        mixed, taps, state.conv, cu_seqlens, starts, state_src, chunks, heads,
+        mixed.stride(0), lines, **sizes, R=history,
         BLOCK=triton.next_power_of_2(max(k, v)), EPS=L2_EPS, num_warps=INPUT_WARPS, **exact,
     )  # fmt: skip
     _chunk_inner_kernel[(most, hv)](
-        heads, g, beta, cu_seqlens, chunks, u, w, scores, growth,
-        **sizes, **blocks_of(sizes, 128), PRECISION=precision, SIDE=SIDE,
+        heads, b, a, weights.a_log, weights.dt_bias, cu_seqlens, chunks, u, w, scores, growth,
+        b.stride(0), a.stride(0), **sizes, **blocks_of(sizes, 128), PRECISION=precision, SIDE=SIDE,
         num_warps=INNER_WARPS, **exact,
     )  # fmt: skip
     blocks = blocks_of(sizes, STATE_VALUES)
@@ -325,7 +339,7 @@ def gated_delta_chunk_triton(
     )  # fmt: skip
     _chunk_conv_kernel[(rows, triton.cdiv(channels, 512))](
         mixed, state.conv, cu_seqlens, starts, state_src, state_slots, snapshot_slots,
-        mixed.stride(0), state.conv.stride(0), channels, history, 512,
+        mixed.stride(0), lines, channels, history, 512,
         triton.next_power_of_2(history), GRID,
     )  # fmt: skip
     return out
