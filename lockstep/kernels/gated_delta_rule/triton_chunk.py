@@ -256,7 +256,8 @@ def gated_delta_chunk_triton(
     )  # fmt: skip
     _chunk_inner_kernel[(most, hv)](
         heads, b, a, weights.a_log, weights.dt_bias, cu_seqlens, chunks, u, w, scores, growth,
-        b.stride(0), a.stride(0), **sizes, **blocks_of(sizes, 128), PRECISION=PRECISION, num_warps=8, **exact,
+        b.stride(0), a.stride(0), **sizes, **blocks_of(sizes, 128), PRECISION=PRECISION,
+        num_warps=8, **exact,
     )  # fmt: skip
     blocks = blocks_of(sizes, MOST_VALUES)
     _chunk_state_kernel[(rows * hv, triton.cdiv(v, blocks["BLOCK_V"]))](
