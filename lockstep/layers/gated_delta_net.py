@@ -52,12 +52,12 @@ class GatedDeltaNet(nn.Module):
         self.chunk_op = build.op(gated_delta_chunk, **traits)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        parts = self.in_proj(x).split(self.in_proj.outputs, dim=-1)
+        mixed, z, b, a = self.in_proj(x).split(self.in_proj.outputs, dim=-1)
         weights = GatedDeltaWeights(
             self.conv.flatten(1), self.a_log, self.dt_bias, self.norm.weight, self.norm.eps
         )
         law = self._prompt if step.shape.prompt else self._generated
-        return self.out(law(*parts, weights, step).flatten(-2).flatten(0, -2))
+        return self.out(law(mixed, z, b, a, weights, step).flatten(-2).flatten(0, -2))
 
     def _prompt(
         self, mixed: Tensor, z: Tensor, b: Tensor, a: Tensor, weights: GatedDeltaWeights, step: Step

@@ -58,6 +58,14 @@ def random_state(
     return state
 
 
+def poison(state: GatedDeltaState, slot: int, start: int, history: int, pending: int) -> None:
+    """NaN in every line of the rings that a window at `start` must not read."""
+    for part in state.tensors()[1:]:
+        live = history if part is state.conv else pending
+        lines = torch.arange(start, start + part.shape[1] - live) % part.shape[1]
+        part[slot, lines] = float("nan")
+
+
 def weights(dims: Dims, dtype: torch.dtype, seed: int) -> GatedDeltaWeights:
     """A layer's weights: log decays mostly between -1 and 0."""
     generator = torch.Generator().manual_seed(seed)
@@ -87,18 +95,22 @@ def inputs(dims: Dims, tokens: tuple[int, ...], dtype: torch.dtype, seed: int) -
 
 
 def gated_delta_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of gated_delta_step on the CPU): every pending count, slots out of order."""
+    """(name, arguments of gated_delta_step on the CPU): every pending count, slots out of order,
+    rings that wrap around, NaN where nothing may be read."""
     for i, dims in enumerate(LAYERS):
         for length in (1, dims.w):
             slots, pending = [4, 1, 6, 3, 2], [0, 1, 2, dims.w, dims.w - 1]
+            starts, state = [1, 2, 77, 1000, 64], random_state(dims, 8, slots, dtype, i)
+            for slot, start, count in zip(slots, starts, pending, strict=True):
+                poison(state, slot, start, dims.r, count)
             yield (
                 f"{dims}, Q={length}",
                 dict(
                     **inputs(dims, (5, length), dtype, i),
                     weights=weights(dims, dtype, i),
-                    state=random_state(dims, 8, slots, dtype, i),
+                    state=state,
                     slots=torch.tensor(slots),
-                    starts=torch.tensor([1, 2, 77, 1000, 64], dtype=torch.int32),
+                    starts=torch.tensor(starts, dtype=torch.int32),
                     pending=torch.tensor(pending),
                 ),
             )

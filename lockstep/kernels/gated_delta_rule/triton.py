@@ -22,7 +22,7 @@ from lockstep.kernels.gated_delta_rule import (
 
 MOST_WARPS = 8
 MOST_REGISTERS = 128
-"""Of a thread: two programs of 8 warps share a multiprocessor, with 128 KB of state in flight."""
+"""Of a thread: two programs of 8 warps share a multiprocessor, 128 KB of state in flight."""
 ALIGNED = 16
 
 
@@ -83,7 +83,7 @@ def _inputs(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """q, k and v of the window go to heads; raw inputs and k to their rings, once each."""
+    """q, k and v of the window to heads; raw inputs and k to their rings, each by one program."""
     C: tl.constexpr = 2 * HK * K + HV * V
     WIDTH: tl.constexpr = 2 * K + V
     kh, first = h // (HV // HK), h % (HV // HK) == 0
@@ -274,14 +274,12 @@ def layout_of(sizes: dict[str, int], most_warps: int = MOST_WARPS) -> dict[str, 
 
 
 def _flat(x: Tensor) -> Tensor:
-    """[S, Q, ...] -> [S * Q, ...], whose lines begin on whole vectors: one kernel for all calls."""
+    """[S, Q, ...] -> [S * Q, ...], lines begun on a whole vector, so that one binary serves all."""
     flat = x.flatten(0, 1)
     whole = flat.stride(0) % ALIGNED == 0 and flat.data_ptr() % ALIGNED == 0
-    return (
-        flat
-        if whole and flat[0].is_contiguous()
-        else flat.clone(memory_format=torch.contiguous_format)
-    )
+    if whole and flat[0].is_contiguous():
+        return flat
+    return flat.clone(memory_format=torch.contiguous_format)
 
 
 @gated_delta_step.backend("triton", supports=supports)
