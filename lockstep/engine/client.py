@@ -11,7 +11,7 @@ from typing import Any
 from lockstep.engine.engine import Engine
 from lockstep.engine.request import Request
 from lockstep.engine.stats import Stats
-from lockstep.errors import EngineDeadError, LockstepError
+from lockstep.errors import EngineDeadError
 from lockstep.outputs import Logprob, RequestMetrics
 
 
@@ -60,8 +60,10 @@ class EngineClient:
         self.engine = engine
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}
+        self._arriving: set[Stream] = set()
+        self._door = threading.Lock()
+        self._ended: str | None = None
         self._thread = threading.Thread(target=self._loop, name="lockstep-engine", daemon=True)
-        self._error: BaseException | None = None
 
     def start(self) -> None:
         """Starts the engine's thread."""
@@ -76,14 +78,16 @@ class EngineClient:
     @property
     def is_alive(self) -> bool:
         """Whether requests are served."""
-        return self._thread.is_alive() and self._error is None
+        return self._thread.is_alive() and self._ended is None
 
     def submit(self, request: Request) -> Stream:
         """Queues a request from within a running event loop; errors arrive through the stream."""
-        if not self.is_alive:
-            raise EngineDeadError(f"the engine has stopped: {self._error}. Restart the server.")
         stream = Stream(asyncio.get_running_loop())
-        self._commands.put(lambda: self._add(request, stream))
+        with self._door:
+            if not self.is_alive:
+                raise self._dead()
+            self._arriving.add(stream)
+            self._commands.put(lambda: self._add(request, stream))
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -98,12 +102,17 @@ class EngineClient:
             drained[name] = getattr(live, name)
             setattr(live, name, [])
         self.engine.refresh_stats()
-        return replace(live, **drained)
+        return replace(live, requests_success_total=live.requests_success_total.copy(), **drained)
+
+    def _dead(self) -> EngineDeadError:
+        why = self._ended or "it was never started"
+        return EngineDeadError(f"the engine has stopped: {why}. Restart the server.")
 
     def _add(self, request: Request, stream: Stream) -> None:
+        self._arriving.discard(stream)
         try:
             self.engine.add(request)
-        except LockstepError as error:
+        except Exception as error:  # a request that add() refuses has changed nothing
             stream.put(error)
             return
         self._streams[request.id] = stream
@@ -115,17 +124,25 @@ class EngineClient:
             stream.put(TokenUpdate([], None, "abort", None, request.metrics))
 
     def _loop(self) -> None:
+        ended = "it was shut down"
         try:
             while self._take_commands():
                 for request in self.engine.step():
                     self._send(request)
         except BaseException as error:
-            self._error = error
+            ended = repr(error)
             raise
         finally:
-            dead = EngineDeadError(f"the engine has stopped: {self._error}. Restart the server.")
-            for stream in self._streams.values():
-                stream.put(dead)
+            self._close(ended)
+
+    def _close(self, ended: str) -> None:
+        """Ends every stream, those of requests that were not even taken among them."""
+        with self._door:
+            self._ended = ended
+        for stream in (*self._streams.values(), *self._arriving):
+            stream.put(self._dead())
+        self._streams.clear()
+        self._arriving.clear()
 
     def _take_commands(self) -> bool:
         """Runs what callers asked for; sleeps while there is no work. False: shut down."""

@@ -126,7 +126,7 @@ class Engine:
         stats.num_running, stats.num_waiting = scheduler.num_running, scheduler.num_waiting
         stats.num_swapped, stats.preemptions_total = scheduler.num_swapped, scheduler.preemptions
         stats.pages_total = cache.paged.pool.total
-        stats.pages_used = sum(map(bool, cache.paged.owners(cache.seqs).values()))
+        stats.pages_used = cache.paged.pool.used
         stats.prefix_hits_total, stats.prefix_queries_total = cache.hit_tokens, cache.query_tokens
         return stats
 

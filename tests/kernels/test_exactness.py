@@ -229,7 +229,11 @@ def test_chunked_law_cut_anywhere_on_the_grid(face):
 
 @pytest.mark.parametrize("face", FACES)
 def test_the_two_laws_are_close(face):
-    """Chunked against stepped: one function up to rounding, state and output."""
+    """Chunked against stepped: one function up to rounding, state and output.
+
+    Prompts of 16-bit models run through tf32 on a GPU, which keeps 10 bits.
+    """
+    bound = 4e-3 if face.on_gpu and face.dtype != torch.float32 else 1e-4
     dims = REAL if face.on_gpu else SMALL
     tokens = 130 if face.on_gpu or face.backend == "reference" else 66
     data = inputs(dims, (1, tokens), face.dtype, 10)
@@ -237,7 +241,7 @@ def test_the_two_laws_are_close(face):
     chunked, left = prompt(face, dims, flat, [0, tokens])
     plain, right, _ = stepped(face, dims, data, [(1, 1)] * tokens)
     error = (chunked - plain[0]).norm() / plain.norm()
-    assert error < 1e-4
+    assert error < bound
     # stepping still owes its state the last token, so compare what the next token would see
     nxt = face.place(inputs(dims, (1, 1), face.dtype, 12))
     seen = [
@@ -247,7 +251,7 @@ def test_the_two_laws_are_close(face):
         )
         for state, pending in ((left, 0), (right, 1))
     ]
-    assert (seen[0] - seen[1]).norm() / seen[1].norm() < 1e-4
+    assert (seen[0] - seen[1]).norm() / seen[1].norm() < bound
 
 
 @pytest.mark.parametrize("face", FACES)

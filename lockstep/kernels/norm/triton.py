@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.chain import chained, follow
 from lockstep.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
 
 WIDEST = 16384
@@ -35,12 +36,13 @@ def _normalised(x, eps, D: tl.constexpr):
 )
 def _rms_norm_kernel(
     x, weight, out, inner, outer_stride, inner_stride, eps, offset,
-    D: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    scale = offset + tl.load(weight + lanes, mask=lanes < D, other=0.0).to(tl.float32)
+    follow(PDL)
     x += row // inner * outer_stride + row % inner * inner_stride
     values = _normalised(tl.load(x + lanes, mask=lanes < D, other=0.0), eps, D)
-    scale = offset + tl.load(weight + lanes, mask=lanes < D, other=0.0).to(tl.float32)
     tl.store(out + row * D + lanes, (values * scale).to(out.dtype.element_ty), mask=lanes < D)
 
 
@@ -52,16 +54,17 @@ def _rms_norm_kernel(
 )  # fmt: skip
 def _add_rms_norm_kernel(
     x, delta, weight, total, out, inner, x_outer, x_inner, delta_outer, delta_inner, eps, offset,
-    D: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    scale = offset + tl.load(weight + lanes, mask=lanes < D, other=0.0).to(tl.float32)
+    follow(PDL)
     x += row // inner * x_outer + row % inner * x_inner
     delta += row // inner * delta_outer + row % inner * delta_inner
     added = tl.load(x + lanes, mask=lanes < D, other=0.0).to(tl.float32)
     added += tl.load(delta + lanes, mask=lanes < D, other=0.0).to(tl.float32)
     added = added.to(total.dtype.element_ty)
     tl.store(total + row * D + lanes, added, mask=lanes < D)
-    scale = offset + tl.load(weight + lanes, mask=lanes < D, other=0.0).to(tl.float32)
     values = _normalised(added, eps, D) * scale
     tl.store(out + row * D + lanes, values.to(out.dtype.element_ty), mask=lanes < D)
 
@@ -72,13 +75,14 @@ def _add_rms_norm_kernel(
 )
 def _gated_rms_norm_kernel(
     x, gate, weight, out, inner, outer_stride, inner_stride, gate_outer, gate_inner, eps,
-    D: tl.constexpr, BLOCK: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    scale = tl.load(weight + lanes, mask=lanes < D, other=0.0).to(tl.float32)
+    follow(PDL)
     x += row // inner * outer_stride + row % inner * inner_stride
     gate += row // inner * gate_outer + row % inner * gate_inner
     values = _normalised(tl.load(x + lanes, mask=lanes < D, other=0.0), eps, D)
-    scale = tl.load(weight + lanes, mask=lanes < D, other=0.0).to(tl.float32)
     z = tl.load(gate + lanes, mask=lanes < D, other=0.0).to(tl.float32)
     values = values * scale * (z / (1.0 + tl.exp(-z)))
     tl.store(out + row * D + lanes, values.to(out.dtype.element_ty), mask=lanes < D)
@@ -112,7 +116,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) 
     rows, inner, *strides = _rows(x)
     if x.numel():
         grid = (rows.shape[0] * inner,)
-        layout = row_layout(x.shape[-1])
+        layout = row_layout(x.shape[-1]) | chained(x)
         _rms_norm_kernel[grid](rows, weight, out, inner, *strides, eps, offset, **layout)
     return out
 
@@ -129,7 +133,7 @@ def add_rms_norm_triton(
         grid = (rows.shape[0] * inner,)
         _add_rms_norm_kernel[grid](
             rows, deltas, weight, total, out, inner, *strides, *delta_strides, eps, offset,
-            **row_layout(x.shape[-1]),
+            **row_layout(x.shape[-1]), **chained(x),
         )  # fmt: skip
     return total, out
 
@@ -143,6 +147,15 @@ def gated_rms_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -
     if x.numel():
         grid = (rows.shape[0] * inner,)
         _gated_rms_norm_kernel[grid](
-            rows, gates, weight, out, inner, *strides, *gate_strides, eps, **row_layout(x.shape[-1])
+            rows,
+            gates,
+            weight,
+            out,
+            inner,
+            *strides,
+            *gate_strides,
+            eps,
+            **row_layout(x.shape[-1]),
+            **chained(x),
         )
     return out

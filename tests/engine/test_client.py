@@ -1,0 +1,335 @@
+"""EngineClient: an engine in its thread, many callers, and what each of them sees of the others."""
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+
+from lockstep.config import EngineConfig
+from lockstep.engine.client import EngineClient, Stream, TokenUpdate
+from lockstep.engine.engine import Engine
+from lockstep.engine.request import Request
+from lockstep.errors import CapacityError, EngineDeadError, RequestError
+from lockstep.sampling_params import SamplingParams
+from tests.tiny_model import make_model
+
+PATIENCE = 60
+LONG = 3000
+dies = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model's folder."""
+    return str(make_model(tmp_path_factory.mktemp("client")))
+
+
+@pytest.fixture
+def client(folder: str) -> Iterator[EngineClient]:
+    """A started client over a fresh engine of two rows, drafting by n-grams."""
+    config = EngineConfig.read(
+        model=folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=4096,
+        max_num_seqs=2,
+        num_gpu_blocks=60,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 2},
+    )
+    found = EngineClient(Engine(config))
+    found.start()
+    yield found
+    found.shutdown()
+    assert not found.is_alive
+
+
+def ask(name: str, max_tokens: int = 12, prompt: list[int] | None = None, **params: Any) -> Request:
+    """A request of its own prompt, which depends on the name's first letter only."""
+    ids = prompt or [ord(name[0]) % 90 + i % 7 for i in range(20)]
+    params = {"temperature": 0, "ignore_eos": True, "max_tokens": max_tokens, **params}
+    return Request(name, ids, SamplingParams(**params))
+
+
+async def read(stream: Stream) -> list[TokenUpdate]:
+    """All updates of a stream."""
+    return [update async for update in stream]
+
+
+async def first(stream: Stream) -> TokenUpdate:
+    """The next update of a stream; the stream goes on."""
+    return await anext(aiter(stream))
+
+
+def tokens_of(updates: list[TokenUpdate]) -> list[int]:
+    """The tokens of all updates."""
+    return [token for update in updates for token in update.token_ids]
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine; one that hangs fails."""
+    return asyncio.run(asyncio.wait_for(work, PATIENCE))
+
+
+def alone(client: EngineClient, request: Request) -> list[int]:
+    """What a request is answered when nobody else is there."""
+
+    async def work() -> list[int]:
+        return tokens_of(await read(client.submit(request)))
+
+    return run(work())
+
+
+def assert_answers(client: EngineClient, expected: list[int]) -> None:
+    """The engine is alive, answers request a as it did before, and is left with nothing."""
+    assert client.is_alive
+    assert alone(client, ask("a again")) == expected
+    scheduler = client.engine.scheduler
+    deadline = time.monotonic() + PATIENCE
+    while client._streams or scheduler.entries:
+        assert time.monotonic() < deadline, f"left: {client._streams}, {scheduler.entries}"
+        time.sleep(0.005)
+    assert not scheduler.cache.seqs and not client._arriving
+    scheduler.cache.check()
+
+
+def test_many_callers_get_each_their_own_tokens_as_they_come(client: EngineClient) -> None:
+    names = list("abcde")
+    expected = {name: alone(client, ask(name)) for name in names}
+    assert len({tuple(x) for x in expected.values()}) == len(names)
+
+    async def work() -> list[list[TokenUpdate]]:
+        return await asyncio.gather(*(read(client.submit(ask(name + "2"))) for name in names))
+
+    for name, updates in zip(names, run(work()), strict=True):
+        assert tokens_of(updates) == expected[name] and len(expected[name]) == 12
+        assert len(updates) >= 4 and all(update.token_ids for update in updates)
+        assert [u.finish_reason for u in updates] == [None] * (len(updates) - 1) + ["length"]
+        assert all(u.logprobs is None and u.prompt_logprobs is None for u in updates)
+        assert updates[-1].metrics.num_steps >= len(updates) - 1
+
+
+def test_logprobs_come_with_their_tokens_and_the_prompts_once(client: EngineClient) -> None:
+    request = ask("a", logprobs=1, prompt_logprobs=0)
+
+    async def work() -> list[TokenUpdate]:
+        return await read(client.submit(request))
+
+    updates = run(work())
+    for update in updates:
+        assert update.logprobs is not None and len(update.logprobs) == len(update.token_ids)
+        for token, entry in zip(update.token_ids, update.logprobs, strict=True):
+            assert token in entry
+    scores = updates[0].prompt_logprobs
+    assert scores is not None and scores[0] is None and len(scores) == 20
+    assert all(update.prompt_logprobs is None for update in updates[1:])
+
+
+def test_a_stop_token_is_reported(client: EngineClient) -> None:
+    stop = alone(client, ask("a"))[3]
+
+    async def work() -> TokenUpdate:
+        return (await read(client.submit(ask("a3", stop_token_ids=[stop]))))[-1]
+
+    last = run(work())
+    assert (last.finish_reason, last.stop_reason) == ("stop", stop)
+
+
+def test_abort_mid_stream_ends_one_stream_only(client: EngineClient) -> None:
+    expected = alone(client, ask("a"))
+
+    async def work() -> tuple[list[TokenUpdate], ...]:
+        long, other = client.submit(ask("long", LONG)), client.submit(ask("other", LONG))
+        waiting = client.submit(ask("a1"))
+        start = [await first(long)]
+        client.abort("long")
+        rest = await read(long)
+        answered = await read(waiting)
+        client.abort("other")
+        client.abort("nobody")
+        return start + rest, answered, await read(other)
+
+    aborted, answered, other = run(work())
+    assert aborted[-1].finish_reason == other[-1].finish_reason == "abort"
+    assert aborted[-1].token_ids == [] and 0 < len(tokens_of(aborted)) < LONG
+    assert tokens_of(answered) == expected, "the third request came into the free row"
+    assert_answers(client, expected)
+    assert client.engine.stats.requests_success_total["abort"] == 2
+
+
+def test_abort_of_a_request_that_just_came(client: EngineClient) -> None:
+    async def work() -> list[TokenUpdate]:
+        stream = client.submit(ask("long", LONG))
+        client.abort("long")
+        return await read(stream)
+
+    (only,) = run(work())
+    assert (only.token_ids, only.finish_reason) == ([], "abort")
+    assert_answers(client, alone(client, ask("a")))
+
+
+def test_a_caller_that_walks_away_disturbs_nobody(client: EngineClient) -> None:
+    expected = alone(client, ask("a"))
+    run(first_of(client, ask("gone", 40)))
+    assert_answers(client, expected)
+
+
+async def first_of(client: EngineClient, request: Request) -> TokenUpdate:
+    """The first update of a request; its event loop closes while it runs on."""
+    return await first(client.submit(request))
+
+
+BAD: list[tuple[Callable[[], Request], type[Exception], str]] = [
+    (lambda: ask("bad", prompt=[1] * 4096), RequestError, "prompt has 4096 tokens"),
+    (lambda: ask("bad", prompt=[1] * 3900), CapacityError, "59 pages of 64"),
+    (lambda: ask("bad", prompt=[10**6]), RequestError, "prompt_token_ids has token id 1000000"),
+    (lambda: ask("bad", allowed_token_ids=[-1]), RequestError, "allowed_token_ids has token id -1"),
+    (lambda: ask("bad", logit_bias={10**6: 1.0}), RequestError, "logit_bias"),
+    (lambda: ask("busy"), RequestError, "request_id='busy'"),
+    (lambda: ask("bad", prompt=["x"]), ValueError, "x"),  # type: ignore[list-item]
+    (lambda: ask("bad", prompt=[None]), TypeError, "None"),  # type: ignore[list-item]
+]
+
+
+def test_a_bad_request_is_told_so_and_nobody_else_notices(client: EngineClient) -> None:
+    expected, beginning = alone(client, ask("a")), alone(client, ask("b"))
+
+    async def work() -> tuple[list[TokenUpdate], list[TokenUpdate]]:
+        busy = client.submit(ask("busy", LONG))
+        for bad, kind, told in BAD:
+            with pytest.raises(kind, match=told):
+                await read(client.submit(bad()))
+        good = await read(client.submit(ask("a1")))
+        client.abort("busy")
+        return good, await read(busy)
+
+    good, busy = run(work())
+    assert tokens_of(good) == expected and tokens_of(busy)[:12] == beginning
+    assert busy[-1].finish_reason == "abort"
+    assert_answers(client, expected)
+
+
+@dies
+def test_an_engine_failure_reaches_every_stream(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Running requests, one that waits for a row, and one that the engine has not even taken."""
+    step, entered, go = client.engine.step, threading.Event(), threading.Event()
+
+    def fail() -> list[Request]:
+        if not entered.is_set() and client.engine.scheduler.num_running < 2:
+            return step()
+        entered.set()
+        assert go.wait(PATIENCE)
+        raise RuntimeError("the device is gone")
+
+    monkeypatch.setattr(client.engine, "step", fail)
+
+    async def work() -> None:
+        streams = [client.submit(ask(name, LONG)) for name in ("a", "b", "c")]
+        await asyncio.to_thread(entered.wait, PATIENCE)
+        streams.append(client.submit(ask("late", LONG)))
+        go.set()
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="the device is gone.*Restart"):
+                await read(stream)
+        client._thread.join(PATIENCE)
+        assert not client.is_alive
+        with pytest.raises(EngineDeadError, match="the device is gone.*Restart"):
+            client.submit(ask("after"))
+        client.abort("a")
+
+    run(work())
+
+
+def test_shutdown_ends_open_streams(client: EngineClient) -> None:
+    async def work() -> None:
+        streams = [client.submit(ask(name, LONG)) for name in ("a", "b", "c")]
+        await first(streams[0])
+        await asyncio.to_thread(client.shutdown)
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="shut down"):
+                await read(stream)
+        with pytest.raises(EngineDeadError, match="shut down"):
+            client.submit(ask("after"))
+
+    run(work())
+    assert not client._thread.is_alive()
+    client.shutdown()
+
+
+def test_what_comes_behind_a_shutdown_is_refused_not_forgotten(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, entered, go = client.engine.step, threading.Event(), threading.Event()
+
+    def slow() -> list[Request]:
+        entered.set()
+        assert go.wait(PATIENCE)
+        return step()
+
+    monkeypatch.setattr(client.engine, "step", slow)
+
+    async def work() -> None:
+        running = client.submit(ask("a", LONG))
+        await asyncio.to_thread(entered.wait, PATIENCE)
+        ending = asyncio.create_task(asyncio.to_thread(client.shutdown))
+        while client._commands.empty():
+            await asyncio.sleep(0.001)
+        late = client.submit(ask("late", LONG))
+        go.set()
+        for stream in (running, late):
+            with pytest.raises(EngineDeadError, match="shut down"):
+                await read(stream)
+        await ending
+
+    run(work())
+
+
+def test_a_client_that_was_not_started_says_so(folder: str) -> None:
+    config = EngineConfig.read(
+        model=folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=64
+    )
+    idle = EngineClient(Engine(config))
+    assert not idle.is_alive
+
+    async def work() -> None:
+        idle.submit(ask("a"))
+
+    with pytest.raises(EngineDeadError, match="start"):
+        run(work())
+    idle.shutdown()
+
+
+def test_stats_are_a_copy_that_can_be_taken_at_any_time(client: EngineClient) -> None:
+    interval = sys.getswitchinterval()
+    taken = []
+
+    async def work() -> None:
+        streams = [client.submit(ask(name)) for name in "abcde"]
+        reading = asyncio.gather(*map(read, streams))
+        while not reading.done():
+            taken.append(await asyncio.to_thread(client.stats))
+        await reading
+
+    sys.setswitchinterval(1e-5)
+    try:
+        run(work())
+    finally:
+        sys.setswitchinterval(interval)
+    taken.append(client.stats())
+    for earlier, later in zip(taken, taken[1:], strict=False):
+        assert earlier.generation_tokens_total <= later.generation_tokens_total
+        assert earlier.requests_success_total is not later.requests_success_total
+    last = taken[-1]
+    assert last.generation_tokens_total == 5 * 12
+    assert last.requests_success_total == {"length": 5}
+    assert sum(len(stats.ttft_seconds) for stats in taken) == 5
+    assert sum(len(stats.e2e_seconds) for stats in taken) == 5
+    assert (last.num_running, last.num_waiting, last.num_swapped, last.pages_used) == (0, 0, 0, 0)
+    assert max(stats.num_running for stats in taken) == 2
+    assert max(stats.pages_used for stats in taken) >= 2 and last.pages_total == 59
+    assert client.stats().e2e_seconds == []

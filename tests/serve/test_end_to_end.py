@@ -1,0 +1,352 @@
+"""The bundled model behind the server on a socket of its own, asked by the official client."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import uvicorn
+
+from lockstep import LLM, SamplingParams
+from lockstep.engine.client import EngineClient
+from lockstep.serve.app import create_app
+from lockstep.serve.service import Service
+
+PATIENCE = 60
+SETTINGS: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 4}
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
+GREEDY = SamplingParams(temperature=0, max_tokens=80)
+CODE = "def read(path):"
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "find_record",
+            "description": "Find the record",
+            "parameters": {
+                "type": "object",
+                "properties": {"owner": {"type": "string"}, "limit": {"type": "integer"}},
+                "required": ["owner", "limit"],
+            },
+        },
+    }
+]
+CALL: list[Any] = [
+    {"role": "user", "content": 'Please find the record with owner "Zorin", limit "12".'}
+]
+DIALOGUE: list[Any] = [
+    {"role": "user", "content": "My name is Tavoli."},
+    {"role": "assistant", "content": "Noted."},
+    {"role": "user", "content": "What is my name?"},
+]
+
+
+@contextlib.contextmanager
+def serving(llm: LLM) -> Iterator[SimpleNamespace]:
+    """The engine in its thread, the application in another, and clients of both kinds."""
+    engine = EngineClient(llm.engine)
+    engine.start()
+    app = create_app(Service(engine, llm.processor, "lockstep", llm.engine.fingerprint))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", ws="none", lifespan="off"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        wait_until(lambda: server.started)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE) as http:
+            ask = openai.OpenAI(
+                base_url=f"{url}/v1", api_key="none", http_client=http, max_retries=0
+            )
+            yield SimpleNamespace(http=http, ask=ask, engine=engine, llm=llm)
+        server.should_exit = True
+        thread.join(PATIENCE)
+    engine.shutdown()
+    assert not thread.is_alive()
+
+
+def wait_until(condition: Any) -> None:
+    """Returns once it holds; fails after PATIENCE seconds."""
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[SimpleNamespace]:
+    """The server, drafting with the model's own module."""
+    with serving(LLM(speculative_config=MTP, **SETTINGS)) as found:
+        yield found
+
+
+@pytest.fixture
+def server(stack: SimpleNamespace) -> Iterator[SimpleNamespace]:
+    """The server; afterwards it is alive and no request is left in it."""
+    yield stack
+    wait_until(lambda: not stack.llm.engine.scheduler.entries)
+    assert stack.engine.is_alive and stack.http.get("/health").text == "ok"
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    """The same model called directly, without drafts: what the server has to say."""
+    return LLM(**SETTINGS)
+
+
+def chat(server: SimpleNamespace, messages: list[Any], **options: Any) -> Any:
+    """An answer, or the list of its chunks."""
+    options = {"temperature": 0, "max_tokens": 80, **options}
+    found = server.ask.chat.completions.create(model="lockstep", messages=messages, **options)
+    return list(found) if options.get("stream") else found
+
+
+def complete(server: SimpleNamespace, prompt: Any = CODE, **options: Any) -> Any:
+    """The same of /v1/completions."""
+    options = {"temperature": 0, "max_tokens": 16, **options}
+    found = server.ask.completions.create(model="lockstep", prompt=prompt, **options)
+    return list(found) if options.get("stream") else found
+
+
+def test_a_tool_call_and_what_it_cost(server: SimpleNamespace, plain: LLM) -> None:
+    answer = chat(server, CALL, tools=TOOLS, tool_choice="auto")
+    (choice,) = answer.choices
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, call.type) == ("tool_calls", "function")
+    assert call.function.name == "find_record"
+    assert json.loads(call.function.arguments) == {"owner": "Zorin", "limit": 12}
+    assert choice.message.content is None and choice.message.role == "assistant"
+    assert answer.system_fingerprint == server.llm.engine.fingerprint
+    assert answer.system_fingerprint.startswith("ls-") and answer.model == "lockstep"
+    direct = plain.chat(CALL, GREEDY, tools=TOOLS)[0]
+    usage, written = answer.usage, len(direct.outputs[0].token_ids)
+    assert usage.prompt_tokens == len(direct.prompt_token_ids)
+    assert usage.completion_tokens == written
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    details = usage.completion_tokens_details
+    assert written / 2 < details.accepted_prediction_tokens <= written
+    assert details.rejected_prediction_tokens >= 0
+
+
+def test_a_streamed_tool_call_is_the_same(server: SimpleNamespace) -> None:
+    (whole,) = chat(server, CALL, tools=TOOLS).choices[0].message.tool_calls
+    chunks = chat(server, CALL, tools=TOOLS, stream=True, stream_options={"include_usage": True})
+    pieces = [d for c in chunks if c.choices for d in c.choices[0].delta.tool_calls or []]
+    assert len(pieces) > 2 and pieces[0].id and pieces[0].function.name == whole.function.name
+    assert {piece.index for piece in pieces} == {0}
+    assert "".join(p.function.arguments or "" for p in pieces) == whole.function.arguments
+    assert not any(c.choices[0].delta.content for c in chunks if c.choices)
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "tool_calls"
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens > 10
+    assert {c.system_fingerprint for c in chunks} == {server.llm.engine.fingerprint}
+
+
+def test_tools_that_may_not_be_called(server: SimpleNamespace) -> None:
+    message = chat(server, CALL, tools=TOOLS, tool_choice="none").choices[0].message
+    assert message.tool_calls is None and message.content
+    with pytest.raises(openai.BadRequestError) as caught:
+        chat(server, CALL, tools=TOOLS, tool_choice="required")
+    assert caught.value.param == "tool_choice" and "auto, none" in caught.value.message
+
+
+def test_streaming_says_the_same(server: SimpleNamespace, plain: LLM) -> None:
+    whole = chat(server, DIALOGUE)
+    chunks = chat(server, DIALOGUE, stream=True)
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    direct = plain.chat(DIALOGUE, GREEDY)[0].outputs[0]
+    assert text == whole.choices[0].message.content == direct.text
+    assert "Tavoli" in text
+    assert len([c for c in chunks if c.choices[0].delta.content]) > 1, "as it comes, not at once"
+    assert chunks[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "stop"
+    assert {c.id for c in chunks} == {chunks[0].id} != {whole.id}
+
+
+def test_a_tool_result_goes_back_in(server: SimpleNamespace) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "find_record", "arguments": "{}"}}
+    turns = [
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c", "content": "record 77"},
+    ]
+    answer = chat(server, CALL + turns, tools=TOOLS, max_tokens=8)
+    assert answer.usage.prompt_tokens > chat(server, CALL, tools=TOOLS).usage.prompt_tokens
+    assert answer.choices[0].finish_reason in ("length", "stop", "tool_calls")
+
+
+def test_a_template_keyword_reaches_the_template(server: SimpleNamespace) -> None:
+    extra = {"chat_template_kwargs": {"enable_thinking": True}}
+    thinking = chat(server, DIALOGUE, extra_body=extra, max_tokens=4).usage.prompt_tokens
+    assert thinking != chat(server, DIALOGUE, max_tokens=4).usage.prompt_tokens
+
+
+def test_a_prompt_seen_before_comes_from_the_cache(server: SimpleNamespace) -> None:
+    story = [{"role": "user", "content": "The clock on the square is late. " * 30}]
+    first, second = (chat(server, story, max_tokens=8) for _ in range(2))
+    assert first.usage.prompt_tokens_details.cached_tokens == 0
+    assert second.usage.prompt_tokens_details.cached_tokens >= 64
+    assert first.choices[0].message.content == second.choices[0].message.content
+
+
+@pytest.mark.parametrize("sampled", [{}, {"temperature": 0.8, "seed": 11, "top_p": 0.9}])
+def test_completions_with_logprobs(
+    server: SimpleNamespace, plain: LLM, sampled: dict[str, Any]
+) -> None:
+    answer = complete(server, logprobs=3, **sampled)
+    changes = {"temperature": 0, "max_tokens": 16, "logprobs": 3, **sampled}
+    direct = plain.generate(CODE, SamplingParams(**changes))[0].outputs[0]
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason) == (direct.text, direct.finish_reason)
+    told, tokens = choice.logprobs, direct.token_ids
+    entries = list(zip(tokens, direct.logprobs or (), strict=True))
+    assert told.token_logprobs == [entry[token].logprob for token, entry in entries]
+    assert [len(top) >= 3 for top in told.top_logprobs] == [True] * len(tokens)
+    assert "".join(told.tokens) == direct.text
+    assert told.text_offset == [len("".join(told.tokens[:i])) for i in range(len(tokens))]
+    streamed = [c.choices[0] for c in complete(server, logprobs=3, stream=True, **sampled)]
+    assert "".join(c.text for c in streamed) == choice.text
+    assert [x for c in streamed for x in c.logprobs.token_logprobs] == told.token_logprobs
+
+
+def test_completions_of_many_prompts(server: SimpleNamespace, plain: LLM) -> None:
+    prompts = [CODE, "import os\n", "3, 6, 9,"]
+    answer = complete(server, prompts, n=2, seed=5, temperature=0.9)
+    params = SamplingParams(n=2, seed=5, temperature=0.9, max_tokens=16)
+    direct = [o for out in plain.generate(prompts, params) for o in out.outputs]
+    assert [c.index for c in answer.choices] == list(range(6))
+    assert [c.text for c in answer.choices] == [o.text for o in direct]
+    assert [c.seed for c in answer.choices] == [5, 6] * 3
+    ids = plain.tokenizer.encode(CODE)  # type: ignore[union-attr]
+    assert complete(server, ids).choices[0].text == complete(server).choices[0].text
+    echoed = complete(server, echo=True, stop=["("])
+    assert echoed.choices[0].text.startswith(CODE)
+
+
+def test_chat_logprobs(server: SimpleNamespace) -> None:
+    choice = chat(server, DIALOGUE, logprobs=True, top_logprobs=2).choices[0]
+    content = choice.logprobs.content
+    assert bytes(b for t in content[:-1] for b in t.bytes).decode() == choice.message.content
+    for told in content:
+        assert told.logprob == told.top_logprobs[0].logprob <= 0
+        assert len(told.top_logprobs) == 2
+
+
+def test_callers_at_the_same_time_get_their_own_answers(server: SimpleNamespace) -> None:
+    names = [f"Tavoli{i}" for i in range(6)]
+
+    def ask(name: str) -> str:
+        messages = [{"role": "user", "content": f"My name is {name}."}, *DIALOGUE[1:]]
+        return chat(server, messages, max_tokens=12).choices[0].message.content
+
+    alone = [ask(name) for name in names]
+    with ThreadPoolExecutor(6) as pool:
+        assert list(pool.map(ask, names)) == alone
+    assert len(set(alone)) > 1
+
+
+def aborted(server: SimpleNamespace) -> int:
+    """How many requests were aborted so far."""
+    return server.llm.engine.stats.requests_success_total["abort"]
+
+
+def test_a_client_that_hangs_up_mid_stream_aborts(server: SimpleNamespace) -> None:
+    before = aborted(server)
+    stream = server.ask.completions.create(
+        model="lockstep", prompt=CODE, stream=True, max_tokens=900, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    (running,) = (e.request for e in server.llm.engine.scheduler.entries.values())
+    stream.close()
+    wait_until(lambda: not server.llm.engine.scheduler.entries)
+    assert aborted(server) == before + 1
+    assert running.finish_reason == "abort" and len(running.output_token_ids) < 900
+
+
+def test_a_client_that_tires_of_waiting_aborts(server: SimpleNamespace) -> None:
+    before = aborted(server)
+    impatient = server.ask.with_options(timeout=0.3)
+    with pytest.raises(openai.APITimeoutError):
+        impatient.completions.create(
+            model="lockstep", prompt=CODE, n=2, max_tokens=900, extra_body={"ignore_eos": True}
+        )
+    wait_until(lambda: aborted(server) == before + 2)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_ends_the_request_in_the_engine(
+    server: SimpleNamespace, stream: bool
+) -> None:
+    text = complete(server).choices[0].text
+    stop = text[8:12]
+    extra = {"ignore_eos": True}
+    found = complete(server, stop=stop, max_tokens=900, stream=stream, extra_body=extra)
+    choices = [c.choices[0] for c in found] if stream else found.choices
+    assert "".join(c.text for c in choices) == text[: text.index(stop)]
+    assert choices[-1].finish_reason == "stop" and choices[-1].stop_reason == stop
+    wait_until(lambda: not server.llm.engine.scheduler.entries)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("options", "param", "told"),
+    [
+        ({"temperature": 3e9}, "temperature", "from 0.0 to 100.0"),
+        ({"prompt": "path " * 2000}, "prompt", "max_model_len=1024"),
+        ({"prompt": [99999]}, "prompt_token_ids", "0 to 4095"),
+        ({"prompt": []}, "prompt", "empty"),
+        ({"logit_bias": {"4096": 1}}, "logit_bias", "0 to 4095"),
+        ({"logprobs": 21}, "logprobs", "from 0 to 20"),
+        ({"stop": [""]}, "stop", "would end every answer"),
+        ({"max_tokens": "many"}, "max_tokens", "integer"),
+        ({"extra_body": {"allowed_token_ids": []}}, "allowed_token_ids", "at least one"),
+    ],
+    ids=lambda value: str(value)[:24] if isinstance(value, dict) else "",
+)
+def test_bad_input_is_told_what_is_wrong(
+    server: SimpleNamespace, options: dict[str, Any], param: str, told: str, stream: bool
+) -> None:
+    with pytest.raises(openai.APIError) as caught:
+        complete(server, **{"prompt": CODE, **options}, stream=stream)
+    assert caught.value.param == param and caught.value.type == "invalid_request_error"
+    assert told in caught.value.message
+    if not stream:
+        assert isinstance(caught.value, openai.BadRequestError)
+
+
+def test_what_does_not_exist(server: SimpleNamespace) -> None:
+    with pytest.raises(openai.NotFoundError, match="gpt-9.*lockstep"):
+        server.ask.completions.create(model="gpt-9", prompt=CODE)
+    with pytest.raises(openai.NotFoundError):
+        server.ask.post("/nowhere", cast_to=object)
+    assert [model.id for model in server.ask.models.list()] == ["lockstep"]
+
+
+def test_metrics_count_what_was_served(server: SimpleNamespace) -> None:
+    def counted(name: str) -> float:
+        lines = server.http.get("/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name + "{"))
+
+    before = counted("lockstep:generation_tokens_total")
+    complete(server, max_tokens=9, extra_body={"ignore_eos": True})
+    assert counted("lockstep:generation_tokens_total") == before + 9
+    assert counted("lockstep:num_requests_running") == 0
+    assert counted("lockstep:time_to_first_token_seconds_count") > 0
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_dead_engine_is_told_to_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(LLM(**SETTINGS)) as server:
+        step = server.llm.engine.step
+        monkeypatch.setattr(server.llm.engine, "step", lambda: step() and 1 / 0)
+        with pytest.raises(openai.InternalServerError, match="ZeroDivisionError.*Restart") as told:
+            complete(server)
+        assert told.value.status_code == 503
+        with pytest.raises(openai.InternalServerError, match="Restart"):
+            chat(server, DIALOGUE, stream=True)
+        health = server.http.get("/health")
+        assert (health.status_code, health.text) == (503, "the engine has stopped")
