@@ -1,6 +1,8 @@
 """Both laws of a Gated DeltaNet mixer as subjects of `lockstep bench kernels`."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,10 +11,11 @@ from lockstep.bench.dimensions import Setting, Subject
 from lockstep.bench.floor import WHOLE, Part
 from lockstep.kernels.gated_delta_rule import (
     GatedDeltaState,
+    GatedDeltaWeights,
     gated_delta_chunk,
     gated_delta_step,
 )
-from lockstep.kernels.gated_delta_rule.cases import Dims, empty_state, inputs
+from lockstep.kernels.gated_delta_rule.cases import Dims, empty_state, inputs, weights
 from lockstep.step import GRID
 
 
@@ -23,19 +26,19 @@ def delta_step(dims: Dims, setting: Setting, query_len: int) -> Subject:
     step = build.op(gated_delta_step, **traits, kernel=dims.r + 1)
     rows = setting.enough(4 * dims.hv * dims.k * dims.v)
     state, kept = _state(dims, rows, setting)
-    given = {n: x.to(setting.device) for n, x in _delta_inputs(dims, rows, query_len, setting)}
+    given, layer = _inputs(dims, rows, query_len, setting), _weights(dims, setting)
     slots = setting.ints(torch.randperm(rows) + 1, torch.int64)
+    starts = setting.ints(torch.arange(rows) + GRID)
     pending = setting.ints(torch.arange(rows) % (dims.w + 1), torch.int64)
-    weight = given.pop("conv_weight")
 
     def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
-        mixed, g, beta = (given[name][begin:end] for name in ("mixed", "g", "beta"))
-        places = (slots[begin:end], pending[begin:end])
-        return lambda: step(mixed, g, beta, weight, state, *places)
+        raw = [x[begin:end] for x in given]
+        places = (slots[begin:end], starts[begin:end], pending[begin:end])
+        return lambda: step(*raw, layer, state, *places)
 
     def cost(rows: int) -> Part:
-        brought = sum(x[0].numel() * x.itemsize for x in given.values())
-        out = 4 * query_len * dims.hv * dims.v
+        brought = sum(x[0].numel() * x.itemsize for x in given)
+        out = given[1][0].numel() * setting.dtype.itemsize
         return Part("", rows * (2 * _row_bytes(state, query_len) + brought + out))
 
     return Subject(
@@ -58,20 +61,20 @@ def delta_chunk(dims: Dims, setting: Setting, length: int) -> Subject:
     chunk = build.op(gated_delta_chunk, **traits, kernel=dims.r + 1)
     rows = setting.most
     state, kept = _state(dims, rows, setting)
-    given = {n: x.to(setting.device) for n, x in _delta_inputs(dims, rows, length, setting)}
-    weight = given.pop("conv_weight")
+    mixed, _, b, a = _inputs(dims, rows, length, setting)
+    given, layer = (mixed, b, a), _weights(dims, setting)
     slots = setting.ints(torch.randperm(rows) + 1)
     bounds = setting.ints(torch.arange(rows + 1) * length)
     starts, none = torch.full_like(slots, GRID), torch.zeros_like(slots)
 
     def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
-        mixed, g, beta = (given[n][begin:end].flatten(0, 1) for n in ("mixed", "g", "beta"))
+        raw = [x[begin:end].flatten(0, 1) for x in given]
         own = slots[begin:end]
         places = (bounds[: end - begin + 1], starts[begin:end], own, own, none[begin:end])
-        return lambda: chunk(mixed, g, beta, weight, state, *places)
+        return lambda: chunk(*raw, layer, state, *places)
 
     def cost(rows: int) -> Part:
-        brought = sum(x[0].numel() * x.itemsize for x in given.values())
+        brought = sum(x[0].numel() * x.itemsize for x in given)
         out = 4 * length * dims.hv * dims.v
         return Part("", rows * (2 * 4 * dims.hv * dims.k * dims.v + brought + out))
 
@@ -103,19 +106,22 @@ def _row_bytes(state: GatedDeltaState, query_len: int) -> int:
     return sum(part.numel() * part.itemsize for part in (state.recurrent[0], *lines))
 
 
-def _delta_inputs(
-    dims: Dims, rows: int, length: int, setting: Setting
-) -> Iterator[tuple[str, Tensor]]:
-    """mixed, g, beta [rows, length, ...] and conv_weight, drawn on the device."""
-    one = inputs(dims, (1, 1), setting.dtype, seed=0)
-    for name, like in one.items():
-        if name == "conv_weight":
-            yield name, like
-            continue
-        values = setting.random(rows, length, *like.shape[2:], dtype=like.dtype)
-        if name == "g":
-            values = values.abs_().mul_(-0.1)
-        yield name, torch.sigmoid(values) if name == "beta" else values
+def _inputs(dims: Dims, rows: int, length: int, setting: Setting) -> list[Tensor]:
+    """mixed, z, b and a [rows, length, ...], drawn on the device."""
+    like = inputs(dims, (1, 1), setting.dtype, seed=0)
+    return [
+        setting.random(rows, length, *like[name].shape[2:]) for name in ("mixed", "z", "b", "a")
+    ]
+
+
+def _weights(dims: Dims, setting: Setting) -> GatedDeltaWeights:
+    """The weights of a layer on the device, laid out as Build.matrix does."""
+    found = weights(dims, setting.dtype, seed=0)
+    tensors = {n: x for n, x in vars(found).items() if isinstance(x, Tensor)}
+    parts: dict[str, Any] = {n: x.to(setting.device) for n, x in tensors.items()}
+    if setting.device != "cpu":
+        parts["conv"] = parts["conv"].contiguous()
+    return replace(found, **parts)
 
 
 def _restore(state: GatedDeltaState, kept: list[Tensor]) -> None:

@@ -187,14 +187,12 @@ def _hooked(module: nn.Module, name: str) -> Iterator[None]:
 def table_of(events: list[dict[str, Any]], steps: int) -> list[Line]:
     """The time by name in a Chrome trace, longest first: layers of one kind count as one.
 
-    A kernel belongs to the innermost name around its launch on the host.
+    A kernel belongs to the innermost name around its launch on the host. Where it starts before
+    the one in front ends, and waits, its time counts from that end: all times add up.
     """
     ranges = [e for e in events if str(e.get("name", "")).startswith(PREFIX) and _on_host(e)]
     launches = [e for e in events if _is_launch(e)]
-    kernels: dict[int, list[float]] = defaultdict(list)
-    for event in events:
-        if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
-            kernels[event["args"]["correlation"]].append(float(event["dur"]))
+    kernels = _device_times(events)
     sums: dict[str, list[float]] = defaultdict(lambda: [0.0] * 4)
     for thread in {(e["pid"], e["tid"]) for e in ranges}:
         mine = [e for e in ranges + launches if (e["pid"], e["tid"]) == thread]
@@ -202,6 +200,18 @@ def table_of(events: list[dict[str, Any]], steps: int) -> list[Line]:
             sums[name] = [a + b for a, b in zip(sums[name], numbers, strict=True)]
     lines = [Line(name, *(number / steps for number in found)) for name, found in sums.items()]
     return sorted(lines, key=lambda line: (-line.device_us, -line.host_us))
+
+
+def _device_times(events: list[dict[str, Any]]) -> dict[int, list[float]]:
+    """Correlation with a launch -> us of each kernel, copy or fill that it started."""
+    work = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    times: dict[int, list[float]] = defaultdict(list)
+    latest = 0.0
+    for event in sorted(work, key=lambda e: e["ts"]):
+        end = event["ts"] + event["dur"]
+        times[event["args"]["correlation"]].append(max(end - max(event["ts"], latest), 0.0))
+        latest = max(latest, end)
+    return times
 
 
 def _on_host(event: dict[str, Any]) -> bool:

@@ -54,7 +54,7 @@ def test_bytes_by_hand() -> None:
     assert by_op["paged_attention4/2x64,"].cost(5).bytes == 5 * 4 * (kv + q)
     channels = 2 * 2 * 32 + 4 * 32
     slot = 4 * (4 * 32 * 32 + 2 * (channels + 4 * 32 + 2 * 32 + 4))
-    brought, out = 2 * 4 * (channels + 2 * 4), 2 * 4 * 4 * 32
+    brought, out = 2 * 4 * (channels + 4 * 32 + 2 * 4), 2 * 4 * 4 * 32
     assert by_op["gated_delta_step2/4x32x32"].cost(3).bytes == 3 * (2 * slot + brought + out)
     assert by_op["samplegreedy,"].cost(3).bytes == 3 * 2 * 4 * 4096
 

@@ -45,7 +45,7 @@ def test_time_by_hand() -> None:
         event("launch", 55, 1, "cuda_driver", correlation=8),
         event("launch", 90, 1, "cuda_runtime", correlation=9),
         event("gemm", 300, 11, "kernel", correlation=7),
-        event("norm", 311, 5, "kernel", correlation=8),
+        event("norm", 305, 11, "kernel", correlation=8),  # waits for gemm until 311
         event("copy", 316, 2, "gpu_memcpy", correlation=9),
         event("stray", 400, 9, "kernel", correlation=99),
         {"ph": "M", "name": "process_name"},
