@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.chain import chained, follow
 from lockstep.kernels.gated_delta_rule import (
     L2_EPS,
     GatedDeltaState,
@@ -55,21 +56,14 @@ def _convolved(
     """
     inside = (t < length)[:, None] & live[None, :]
     total = tl.zeros((t.shape[0], c.shape[0]), tl.float32)
-    x = tl.load(mixed + t[:, None] * stride + c[None, :], mask=inside, other=0.0)
-    for j in tl.static_range(R):
+    for j in tl.static_range(R + 1):
         at = t + j - R
-        line = (start + at + lines) % lines
-        old = tl.load(
-            conv + line[:, None] * C + c[None, :], mask=inside & (at < 0)[:, None], other=0.0
-        )
-        new = tl.load(
-            mixed + at[:, None] * stride + c[None, :], mask=inside & (at >= 0)[:, None], other=0.0
-        )
+        old = conv + ((start + at + lines) % lines)[:, None] * C + c[None, :]
+        new = mixed + at[:, None] * stride + c[None, :]
+        raw = tl.load(tl.where((at < 0)[:, None], old, new), mask=inside, other=0.0)
         tap = tl.load(taps + j * C + c, mask=live, other=0.0).to(tl.float32)
-        total += tl.where((at < 0)[:, None], old, new).to(tl.float32) * tap[None, :]
-    tap = tl.load(taps + R * C + c, mask=live, other=0.0).to(tl.float32)
-    total += x.to(tl.float32) * tap[None, :]
-    return total / (1.0 + tl.exp(-total)), x
+        total += raw.to(tl.float32) * tap[None, :]
+    return total / (1.0 + tl.exp(-total)), raw
 
 
 @triton.jit
@@ -93,21 +87,19 @@ def _inputs(
         line = (start + t) % lines
         mask_k, mask_v = (t < length)[:, None] & (i < K)[None, :], (t < length)[:, None] & (j < V)
         ring, out = conv + line[:, None] * C, heads + t[:, None] * WIDTH
-        c = kh * K + i
-        q, raw = _convolved(mixed, conv, taps, c, i < K, t, start, length, lines, stride, C, R)
-        tl.store(out + i[None, :], _normal(q, EPS) * K**-0.5, mask=mask_k)
-        tl.store(ring + c[None, :], raw, mask=mask_k & first)
-        c = (HK + kh) * K + i
-        k, raw = _convolved(mixed, conv, taps, c, i < K, t, start, length, lines, stride, C, R)
+        of_q, of_k, of_v = kh * K + i, (HK + kh) * K + i, 2 * HK * K + h * V + j
+        q, raw_q = _convolved(mixed, conv, taps, of_q, i < K, t, start, length, lines, stride, C, R)
+        k, raw_k = _convolved(mixed, conv, taps, of_k, i < K, t, start, length, lines, stride, C, R)
+        v, raw_v = _convolved(mixed, conv, taps, of_v, j < V, t, start, length, lines, stride, C, R)
         k = _normal(k, EPS)
+        tl.store(out + i[None, :], _normal(q, EPS) * K**-0.5, mask=mask_k)
         tl.store(out + K + i[None, :], k, mask=mask_k)
-        tl.store(ring + c[None, :], raw, mask=mask_k & first)
+        tl.store(out + 2 * K + j[None, :], v, mask=mask_v)
         keep = kept_k + line[:, None] * (HK * K) + kh * K + i[None, :]
         tl.store(keep, k, mask=mask_k & first)
-        c = 2 * HK * K + h * V + j
-        v, raw = _convolved(mixed, conv, taps, c, j < V, t, start, length, lines, stride, C, R)
-        tl.store(out + 2 * K + j[None, :], v, mask=mask_v)
-        tl.store(ring + c[None, :], raw, mask=mask_v)
+        tl.store(ring + of_q[None, :], raw_q, mask=mask_k & first)
+        tl.store(ring + of_k[None, :], raw_k, mask=mask_k & first)
+        tl.store(ring + of_v[None, :], raw_v, mask=mask_v)
 
 
 @triton.jit
@@ -205,7 +197,7 @@ def _step_kernel(
     mixed_stride, z_stride, b_stride, a_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     KT: tl.constexpr, KR: tl.constexpr, VB: tl.constexpr, VI: tl.constexpr,
-    TOKENS: tl.constexpr, L2_EPS: tl.constexpr,
+    TOKENS: tl.constexpr, L2_EPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One (row, value head): read the state, make the inputs, replay, write the state, step."""
     program = tl.program_id(0).to(tl.int64)
@@ -214,6 +206,9 @@ def _step_kernel(
     kt = tl.arange(0, KT)[:, None, None, None]
     kr = (tl.arange(0, KR) * KT)[None, None, :, None]
     j = (tl.arange(0, VB) * VI)[None, :, None, None] + tl.arange(0, VI)[None, None, None, :]
+    weight = tl.load(norm + j, mask=j < V, other=0.0).to(tl.float32)
+    log_rate, bias = tl.load(a_log + h), tl.load(dt_bias + h)
+    follow(PDL)
     slot = tl.load(slots + s).to(tl.int64)
     start, count = tl.load(starts + s).to(tl.int32), tl.load(pending + s).to(tl.int32)
     place = recurrent + (slot * HV + h) * (K * V) + kt * V + j + kr * V
@@ -233,8 +228,6 @@ def _step_kernel(
         state, kept_k + kh * K, kept_u, kept_decay, kt, kr, j, start, count, lines, HK, HV, K, V
     )
     tl.store(place, state, mask=inside)
-    weight = tl.load(norm + j, mask=j < V, other=0.0).to(tl.float32)
-    log_rate, bias = tl.load(a_log + h), tl.load(dt_bias + h)
     tl.debug_barrier()  # heads are written, kept u and decay are read
     token = s * length
     _window(
@@ -308,6 +301,6 @@ def gated_delta_step_triton(
         heads, out, length, state.conv.shape[1], weights.eps,
         mixed.stride(0), z.stride(0), b.stride(0), a.stride(0),
         **sizes, R=weights.conv.shape[1] - 1, L2_EPS=L2_EPS, **layout_of(sizes),
-        enable_fp_fusion=False, maxnreg=MOST_REGISTERS,
+        enable_fp_fusion=False, maxnreg=MOST_REGISTERS, **chained(mixed),
     )  # fmt: skip
     return out
