@@ -40,14 +40,14 @@ def test_real_drafters_leave_the_answer_alone(
     assert answers(make(method, k)) == answers(make())
 
 
-def no_replay(state: Any, slots: Any, lines: Any, pending: Any) -> Any:
+def no_replay(state: Any, slots: Any, lines: Any, pending: Any, flush: int) -> Any:
     """The state as it was before the last window: accepted tokens are forgotten."""
     return state.recurrent.index_select(0, slots).flatten(0, 1)
 
 
-def replay_all_but_one(state: Any, slots: Any, lines: Any, pending: Any) -> Any:
+def replay_all_but_one(state: Any, slots: Any, lines: Any, pending: Any, flush: int) -> Any:
     """Reads the state one token too early."""
-    return replay(state, slots, lines[: -len(slots)], (pending - 1).clamp_min(0))
+    return replay(state, slots, lines[: -len(slots)], (pending - 1).clamp_min(0), 0)
 
 
 replay = rule._replay

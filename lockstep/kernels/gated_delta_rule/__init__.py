@@ -7,6 +7,7 @@ C = 2 HK K + HV V channels, ordered [all q | all k | all v]. W window tokens, R 
 """
 
 from dataclasses import dataclass, fields
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +41,7 @@ class GatedDeltaState:
     recurrent [slots, HV, K, V]: the state before the last window. The rest are rings of L lines, a
     token's line being its position modulo L: conv [slots, L, C] raw inputs, and what replays a
     window into the state: u [slots, L, HV, V], k [slots, L, HK, K], decay [slots, L, HV].
-    L = ring_lines(W, R): a window is written beside all that is read with it.
+    L = ring_lines(W, R, flush): a window is written beside all that is read with it.
     """
 
     recurrent: Tensor
@@ -59,9 +60,10 @@ class GatedDeltaState:
         return self.k.shape[2], hv, k, v
 
 
-def ring_lines(window: int, history: int) -> int:
-    """L for windows of up to `window` tokens behind `history` raw inputs of the convolution."""
-    return window + max(window, history)
+def ring_lines(window: int, history: int, flush: int = 1) -> int:
+    """L for windows of up to `window` tokens behind `history` raw inputs of the convolution, where
+    up to flush - 1 + window tokens may be pending."""
+    return window + max(flush - 1 + window, history)
 
 
 def _gates(b: Tensor, a: Tensor, weights: GatedDeltaWeights) -> tuple[Tensor, Tensor]:
@@ -98,9 +100,13 @@ def _expand(x: Tensor, heads: int) -> Tensor:
     return x.unsqueeze(-2).expand(*x.shape[:-1], group, x.shape[-1]).flatten(-3, -2)
 
 
-def _lines(state: GatedDeltaState, slots: list[int], starts: list[int], positions: range) -> Tensor:
-    """Where starts + positions are in ring.flatten(0, 1): by position, then by slot."""
-    length, rows = state.conv.shape[1], list(zip(slots, starts, strict=True))
+@lru_cache(maxsize=64)
+def _lines(
+    length: int, slots: tuple[int, ...], starts: tuple[int, ...], positions: range
+) -> Tensor:
+    """Where starts + positions are in ring.flatten(0, 1), of `length` lines a slot: by position,
+    then by slot. Layers share it: made anew it costs 20 us."""
+    rows = list(zip(slots, starts, strict=True))
     return torch.tensor([s * length + (p + i) % length for i in positions for s, p in rows])
 
 
@@ -115,25 +121,30 @@ def gated_delta_step(
     slots: Tensor,
     starts: Tensor,
     pending: Tensor,
+    flush: int = 1,
 ) -> Tensor:
-    """Generated tokens: replay the accepted ones of the last window, run the new window, and norm.
+    """Generated tokens: replay the pending ones, run the new window, and norm.
 
     mixed [S, Q, C], z [S, Q, HV, V], b, a [S, Q, HV] raw; slots [S] int64; starts [S] the window's
-    first positions; pending [S] int64 (0..W) -> [S, Q, HV, V] of z's dtype, after the gated norm.
-    The state is read once and written once: after the replay, before the new window, which is
-    kept. Q <= W. Slots may repeat only if null; a null row's results are undefined.
+    first positions; pending [S] int64: tokens before it that the state lacks, up to flush - 1 + W
+    -> [S, Q, HV, V] of z's dtype, after the gated norm. The state is read once, and written once
+    where at least `flush` were pending: after the replay, before the new window, which is kept.
+    So what is pending next is what was accepted, and besides, where it was not written, what was
+    pending. No bit depends on flush. Q <= W. Slots may repeat only if null; a null row's results
+    are undefined.
     """
     mixed, z, b, a = (x.transpose(0, 1) for x in (mixed, z, b, a))
     (length, rows, channels), hv = mixed.shape, b.shape[2]
     history, most = weights.conv.shape[1] - 1, max(pending.tolist())
     reach = max(history, most)
-    lines = _lines(state, slots.tolist(), starts.tolist(), range(-reach, length))
+    place = tuple(slots.tolist()), tuple(starts.tolist())
+    lines = _lines(state.conv.shape[1], *place, range(-reach, length))
     past, new = lines[: reach * rows], lines[reach * rows :]
     conv = state.conv.flatten(0, 1).index_select(0, past[(reach - history) * rows :])
     raw = torch.cat([conv.view(history, rows, channels), mixed])
     q, k, v = _heads(_convolve(raw, weights.conv), state)
     g, beta = _gates(b, a, weights)
-    s, decay = _replay(state, slots, past[(reach - most) * rows :], pending), torch.exp(g)
+    s, decay = _replay(state, slots, past[(reach - most) * rows :], pending, flush), torch.exp(g)
     gates = (_by_token(x.unsqueeze(-1), hv) for x in (decay, beta))
     o, u = _run(s, *(_by_token(x, hv) for x in (q, k, v)), *gates)
     for ring, x in ((state.conv, mixed), (state.u, u), (state.k, k), (state.decay, decay)):
@@ -171,13 +182,17 @@ def _write(s: Tensor, k: Tensor, u: Tensor) -> None:
     s.baddbmm_(k.transpose(1, 2), u)
 
 
-def _replay(state: GatedDeltaState, slots: Tensor, lines: Tensor, pending: Tensor) -> Tensor:
-    """Folds the accepted tokens, in these lines, into the state -> a copy of it [S * HV, K, V].
+def _replay(
+    state: GatedDeltaState, slots: Tensor, lines: Tensor, pending: Tensor, flush: int
+) -> Tensor:
+    """The state with the pending tokens, in these lines, folded in: [S * HV, K, V], a copy.
 
-    Where a row has fewer than its batch mates, the first are decay 1, k 0 and u 0: an exact no-op.
+    It is written where at least `flush` were pending. Where a row has fewer than its batch mates,
+    the first are decay 1, k 0 and u 0: an exact no-op.
     """
-    (rows,), heads = slots.shape, state.recurrent.shape[1]
-    s = state.recurrent[int(slots)] if rows == 1 else state.recurrent.index_select(0, slots)
+    (rows,), heads, due = slots.shape, state.recurrent.shape[1], pending >= flush
+    alone = rows == 1 and bool(due)
+    s = state.recurrent[int(slots)] if alone else state.recurrent.index_select(0, slots)
     flat, most = s.view(-1, *s.shape[-2:]), len(lines) // rows
     if most:
         tokens = [
@@ -191,9 +206,9 @@ def _replay(state: GatedDeltaState, slots: Tensor, lines: Tensor, pending: Tenso
         for fade, kt, ut in zip(*(_by_token(x, heads) for x in tokens), strict=True):
             flat.mul_(fade)
             _write(flat, kt, ut)
-    if rows == 1:
+    if alone:
         return flat.clone()
-    state.recurrent.index_copy_(0, slots, s)
+    state.recurrent.index_copy_(0, slots[due], s[due])
     return flat
 
 
@@ -224,7 +239,7 @@ def gated_delta_chunk(
     bounds = cu_seqlens.tolist()
 
     def last(slot: int, position: int) -> Tensor:
-        return _lines(state, [slot], [position], range(-history, 0))
+        return _lines(state.conv.shape[1], (slot,), (position,), range(-history, 0))
 
     rows = (x.tolist() for x in (starts, state_src, state_slots, snapshot_slots))
     for i, (start, src, dst, snapshot) in enumerate(zip(*rows, strict=True)):

@@ -12,7 +12,7 @@ from lockstep.kernels.gated_delta_rule import GatedDeltaState, GatedDeltaWeights
 
 @dataclass(frozen=True)
 class Dims:
-    """Heads and widths of a layer: HK, HV, K, V, R (conv kernel - 1), W (window)."""
+    """Heads and widths of a layer: HK, HV, K, V, R (conv kernel - 1), W (window), flush."""
 
     hk: int
     hv: int
@@ -20,6 +20,7 @@ class Dims:
     v: int
     r: int = 3
     w: int = 4
+    flush: int = 1
 
     @property
     def channels(self) -> int:
@@ -35,7 +36,7 @@ def empty_state(dims: Dims, slots: int, dtype: torch.dtype, fill: float = 0.0) -
     def full(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((slots, *shape), fill, dtype=dtype)
 
-    lines = ring_lines(dims.w, dims.r)
+    lines = ring_lines(dims.w, dims.r, dims.flush)
     return GatedDeltaState(
         recurrent=full(dims.hv, dims.k, dims.v),
         conv=full(lines, dims.channels, dtype=dtype),

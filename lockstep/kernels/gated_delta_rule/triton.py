@@ -188,12 +188,12 @@ def _window(
 
 
 @triton.jit(
-    do_not_specialize=["length", "lines", "eps", "b_stride", "a_stride"],
+    do_not_specialize=["length", "lines", "flush", "eps", "b_stride", "a_stride"],
     do_not_specialize_on_alignment=["b", "a", "slots", "starts", "pending"],
 )
 def _step_kernel(
     mixed, z, b, a, taps, a_log, dt_bias, norm, recurrent, conv, kept_u, kept_k, kept_decay,
-    slots, starts, pending, heads, out, length, lines, eps,
+    slots, starts, pending, heads, out, length, lines, flush, eps,
     mixed_stride, z_stride, b_stride, a_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     KT: tl.constexpr, KR: tl.constexpr, VB: tl.constexpr, VI: tl.constexpr,
@@ -227,7 +227,8 @@ def _step_kernel(
     state = _replay(
         state, kept_k + kh * K, kept_u, kept_decay, kt, kr, j, start, count, lines, HK, HV, K, V
     )
-    tl.store(place, state, mask=inside)
+    if count >= flush:
+        tl.store(place, state, mask=inside)
     tl.debug_barrier()  # heads are written, kept u and decay are read
     token = s * length
     _window(
@@ -286,6 +287,7 @@ def gated_delta_step_triton(
     slots: Tensor,
     starts: Tensor,
     pending: Tensor,
+    flush: int = 1,
 ) -> Tensor:
     """See lockstep.kernels.gated_delta_rule.gated_delta_step."""
     (rows, length, _), sizes = mixed.shape, sizes_of(state)
@@ -298,7 +300,7 @@ def gated_delta_step_triton(
     _step_kernel[(rows * hv,)](
         mixed, z, b, a, weights.conv.t().contiguous(), weights.a_log, weights.dt_bias, weights.norm,
         state.recurrent, state.conv, state.u, state.k, state.decay, slots, starts, pending,
-        heads, out, length, state.conv.shape[1], weights.eps,
+        heads, out, length, state.conv.shape[1], flush, weights.eps,
         mixed.stride(0), z.stride(0), b.stride(0), a.stride(0),
         **sizes, R=weights.conv.shape[1] - 1, L2_EPS=L2_EPS, **layout_of(sizes),
         enable_fp_fusion=False, maxnreg=MOST_REGISTERS, **chained(mixed),
