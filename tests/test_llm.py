@@ -71,13 +71,14 @@ def answer(out: RequestOutput) -> list[Any]:
 def test_text_ids_and_dicts_are_the_same_prompt(llm: LLM) -> None:
     ids = llm.tokenizer.encode(TEXT)  # type: ignore[union-attr]
     forms: list[Any] = [TEXT, ids, {"prompt": TEXT}, {"prompt_token_ids": ids}]
-    alone = [llm.generate(form, GREEDY) for form in forms]
-    together = llm.generate(forms, GREEDY)
+    params = replace(GREEDY, max_tokens=8)
+    alone = [llm.generate(form, params) for form in forms]
+    together = llm.generate(forms, params)
     assert all(len(outs) == 1 for outs in alone) and len(together) == len(forms)
     for (out,), other in zip(alone, together, strict=True):
         assert out.prompt_token_ids == ids and out.finished
         (completion,) = out.outputs
-        assert completion.finish_reason == "length" and len(completion.token_ids) == 16
+        assert completion.finish_reason == "length" and len(completion.token_ids) == 8
         assert completion.text == llm.tokenizer.decode(completion.token_ids)  # type: ignore
         assert answer(out) == answer(alone[0][0]) == answer(other)
     assert alone[0][0].prompt == TEXT and alone[1][0].prompt is None
@@ -100,12 +101,12 @@ def test_outputs_come_in_order_each_with_its_own_parameters(llm: LLM) -> None:
 
 
 def test_n_completions_are_the_seeds_in_a_row(llm: LLM) -> None:
-    outs = llm.generate(PROMPTS[:2], replace(SEEDED, n=2))
+    outs = llm.generate(PROMPTS[:2], replace(SEEDED, n=2, max_tokens=8))
     for prompt, out in zip(PROMPTS[:2], outs, strict=True):
         assert [(o.index, o.seed) for o in out.outputs] == [(0, 7), (1, 8)]
         assert out.outputs[0].token_ids != out.outputs[1].token_ids
         for completion in out.outputs:
-            alone = one(llm, prompt, SEEDED, seed=completion.seed)
+            alone = one(llm, prompt, SEEDED, seed=completion.seed, max_tokens=8)
             assert alone.token_ids == completion.token_ids
 
 
@@ -130,12 +131,12 @@ def test_a_stop_string_ends_the_text_where_it_begins(llm: LLM, include: bool) ->
 
 
 def test_a_stop_string_of_one_leaves_the_others_running(llm: LLM) -> None:
-    whole = [one(llm, p) for p in PROMPTS]
+    whole = [o.outputs[0] for o in llm.generate(PROMPTS[:3], GREEDY)]
     stop = whole[1].text[5:8]
-    params = [GREEDY, replace(GREEDY, stop=stop), GREEDY, GREEDY]
-    outs = [o.outputs[0] for o in llm.generate(PROMPTS, params)]
+    params = [GREEDY, replace(GREEDY, stop=stop), GREEDY]
+    outs = [o.outputs[0] for o in llm.generate(PROMPTS[:3], params)]
     assert [o.text for o in outs[::2]] == [o.text for o in whole[::2]]
-    assert outs[3].token_ids == whole[3].token_ids
+    assert [o.token_ids for o in outs[::2]] == [o.token_ids for o in whole[::2]]
     assert outs[1].text == whole[1].text[: whole[1].text.index(stop)]
 
 
@@ -387,20 +388,20 @@ def plain(engines: dict[str, LLM]) -> dict[str, RequestOutput]:
 def ask_everything(llm: LLM) -> dict[str, RequestOutput]:
     """One request of each kind, in company, its prompt chosen by its place."""
     prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(EVERYTHING))]
-    params = [replace(GREEDY, max_tokens=24, **changes) for changes in EVERYTHING.values()]
+    params = [replace(GREEDY, max_tokens=18, **changes) for changes in EVERYTHING.values()]
     return dict(zip(EVERYTHING, llm.generate(prompts, params), strict=True))
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", ["mtp", "ngram"])
 def test_drafts_change_nothing_and_are_counted(
     engines: dict[str, LLM], plain: dict[str, RequestOutput], drafter: str
 ) -> None:
     outs = ask_everything(engines[drafter])
     for kind, out in outs.items():
         assert answer(out) == answer(plain[kind]), kind
-        check_counts(out, 3 if DRAFTERS[drafter] else 0)
-    accepted = sum(out.metrics.num_accepted_tokens for out in outs.values())
-    assert bool(accepted) == bool(DRAFTERS[drafter])
+        check_counts(out, 3)
+        check_counts(plain[kind], 0)
+    assert sum(out.metrics.num_accepted_tokens for out in outs.values()) > 0
 
 
 def check_counts(out: RequestOutput, k: int) -> None:
@@ -423,16 +424,15 @@ def test_the_engine_counts_what_its_requests_do(engines: dict[str, LLM]) -> None
     llm = engines["ngram"]
     before = vars(llm.engine.refresh_stats()).copy()
     before["requests_success_total"] = before["requests_success_total"].copy()
-    outs = llm.generate(PROMPTS, replace(GREEDY, n=2))
+    outs = llm.generate(PROMPTS[:2], replace(GREEDY, n=2))
     outs += llm.generate(PROMPTS[:1], GREEDY)
     now = llm.engine.refresh_stats()
     grown = {name: getattr(now, name) - before[name] for name in vars(now) if "_total" in name}
     written = sum(len(c.token_ids) for o in outs for c in o.outputs)
-    assert written == 16 * 9 == grown["generation_tokens_total"]
-    assert grown["requests_success_total"] == {"length": 9}
-    assert grown["prompt_tokens_total"] == 2 * sum(len(o.prompt_token_ids) for o in outs[:4]) + len(
-        outs[4].prompt_token_ids
-    )
+    assert written == 16 * 5 == grown["generation_tokens_total"]
+    assert grown["requests_success_total"] == {"length": 5}
+    lengths = [len(out.prompt_token_ids) for out in outs]
+    assert grown["prompt_tokens_total"] == 2 * lengths[0] + 2 * lengths[1] + lengths[2]
     assert 0 < grown["accepted_tokens_total"] <= grown["draft_tokens_total"]
     assert 0 < grown["steps_total"] < written
     assert now.num_running == now.num_waiting == now.num_swapped == 0
@@ -440,12 +440,11 @@ def test_the_engine_counts_what_its_requests_do(engines: dict[str, LLM]) -> None
 
 def test_abort_ends_one_and_leaves_the_others(engines: dict[str, LLM]) -> None:
     llm, engine = engines["mtp"], engines["mtp"].engine
-    expected = [one(llm, p, max_tokens=40).token_ids for p in PROMPTS]
-    params = replace(GREEDY, max_tokens=40)
-    requests = [llm.processor.requests(f"r{i}", p, params)[0] for i, p in enumerate(PROMPTS)]
+    expected = [out.outputs[0].token_ids for out in llm.generate(PROMPTS[:3], GREEDY)]
+    requests = [llm.processor.requests(f"r{i}", PROMPTS[i], GREEDY)[0] for i in range(3)]
     for request in requests:
         engine.add(request)
-    while len(requests[1].output_token_ids) < 5:
+    while len(requests[1].output_token_ids) < 3:
         engine.step()
     assert engine.abort("r1") is requests[1]
     assert engine.abort("r1") is None and engine.abort("nobody") is None
@@ -453,8 +452,8 @@ def test_abort_ends_one_and_leaves_the_others(engines: dict[str, LLM]) -> None:
     while engine.has_work():
         assert requests[1] not in engine.step()
     assert requests[1].finish_reason == "abort" and requests[1].output_token_ids == kept
-    assert kept == expected[1][: len(kept)] and 5 <= len(kept) < 40
-    for i in (0, 2, 3):
+    assert kept == expected[1][: len(kept)] and 3 <= len(kept) < 16
+    for i in (0, 2):
         assert requests[i].output_token_ids == expected[i]
     assert_idle(llm)
 
@@ -484,7 +483,7 @@ def test_a_caller_that_fails_midway_leaves_nothing_behind(llm: LLM) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        llm.generate(PROMPTS * 2, GREEDY, on_progress=fail)
+        llm.generate(PROMPTS[:3] * 2, GREEDY, on_progress=fail)
     assert_idle(llm)
     assert one(llm).token_ids == expected
 
@@ -514,7 +513,7 @@ def test_progress_shows_growing_answers(llm: LLM) -> None:
     grow: Callable[[RequestOutput], None] = lambda out: seen.setdefault(  # noqa: E731
         out.request_id, []
     ).append(replace(out.outputs[0], token_ids=list(out.outputs[0].token_ids)))
-    outs = llm.generate(PROMPTS, GREEDY, on_progress=grow)
+    outs = llm.generate(PROMPTS[:2], GREEDY, on_progress=grow)
     for out in outs:
         steps = seen[out.request_id]
         assert len(steps) > 3

@@ -18,7 +18,7 @@ FIRST_CAPABILITY = 9
 
 
 @triton.jit
-def follow(PDL: tl.constexpr):
+def follow(PDL: tl.constexpr) -> None:
     """Lets the next kernel start, then waits for the one in front."""
     if PDL:
         cuda.gdc_launch_dependents()

@@ -111,11 +111,11 @@ def _subtree_stashed(
 
 
 @triton.jit
-def _ask(address):
-    """Brings what these addresses point to into L2; nobody waits for it."""
+def _ask(address, size):
+    """Brings `size` bytes from each of these addresses on into L2; nobody waits for them."""
     tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l", [address.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
+        "=r,l,r", [address.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -144,8 +144,8 @@ def _linear_kernel(
     to_n = weight + tl.minimum(n, N - 1).to(tl.int64) * w_stride
     if PDL:
         cuda.gdc_launch_dependents()
-        half_lines = begin + tl.arange(0, AHEAD // 32) * 32
-        _ask(to_n[:, None] + half_lines[None, :])
+        size: tl.constexpr = AHEAD * weight.dtype.element_ty.primitive_bitwidth // 8
+        _ask(to_n + begin, tl.full((BLOCK_N,), size, tl.int32))
         cuda.gdc_wait()
     if not TMA:
         k = tl.arange(0, BLOCK_K)[None, :]
