@@ -200,7 +200,6 @@ def _step_kernel(
     TOKENS: tl.constexpr, L2_EPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One (row, value head): read the state, make the inputs, replay, write the state, step."""
-    follow(PDL)
     program = tl.program_id(0).to(tl.int64)
     s, h = program // HV, (program % HV).to(tl.int32)
     kh = h // (HV // HK)
