@@ -207,7 +207,6 @@ def _step_kernel(
     j = (tl.arange(0, VB) * VI)[None, :, None, None] + tl.arange(0, VI)[None, None, None, :]
     weight = tl.load(norm + j, mask=j < V, other=0.0).to(tl.float32)
     log_rate, bias = tl.load(a_log + h), tl.load(dt_bias + h)
-    follow(PDL)
     slot = tl.load(slots + s).to(tl.int64)
     start, count = tl.load(starts + s).to(tl.int32), tl.load(pending + s).to(tl.int32)
     place = recurrent + (slot * HV + h) * (K * V) + kt * V + j + kr * V
