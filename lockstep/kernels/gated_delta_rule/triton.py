@@ -73,7 +73,7 @@ def _convolved(
 
 @triton.jit
 def _normal(x, EPS: tl.constexpr):
-    return x * (1.0 / tl.sqrt_rn(tl.sum(x * x, 1) + EPS))[:, None]
+    return x * tl.rsqrt(tl.sum(x * x, 1) + EPS)[:, None]
 
 
 @triton.jit
@@ -162,7 +162,7 @@ def _gated_norm(o, z, weight, eps, V: tl.constexpr):
     """o [1, VB, 1, VI] / rms * weight * silu(z)."""
     square = tl.sum(tl.sum(o * o, 3, keep_dims=True), 1, keep_dims=True)
     z = z.to(tl.float32)
-    return o * (1.0 / tl.sqrt_rn(square / V + eps)) * weight * (z / (1.0 + tl.exp(-z)))
+    return o * tl.rsqrt(square / V + eps) * weight * (z / (1.0 + tl.exp(-z)))
 
 
 @triton.jit
