@@ -67,6 +67,14 @@ def test_outputs_come_in_order_each_with_its_own_parameters(llm: LLM) -> None:
         answer(llm.generate(p, q)[0]) for p, q in zip(PROMPTS, params, strict=True)
     ]
     assert llm.generate([], GREEDY) == []
+    for wrong in ({"max_tokens": 2}, [GREEDY, None, GREEDY, GREEDY], "greedy"):
+        with pytest.raises(RequestError, match="allowed: SamplingParams, or a list") as caught:
+            llm.generate(PROMPTS, wrong)  # type: ignore[arg-type]
+        assert caught.value.field == "sampling_params"
+    for low in ("x", [1, 2, "x", 4], 1.5):
+        with pytest.raises(RequestError, match="allowed: a whole number") as caught:
+            llm.generate(PROMPTS, GREEDY, priority=low)  # type: ignore[arg-type]
+        assert caught.value.field == "priority"
     for name, lists in (("sampling_params", (params[:3], 0)), ("priority", (GREEDY, [1, 2]))):
         with pytest.raises(RequestError, match=f"{name} has . entries for 4 prompts") as caught:
             llm.generate(PROMPTS, lists[0], priority=lists[1])
@@ -165,6 +173,7 @@ def test_without_a_tokenizer_ids_go_in_and_out(plain: LLM) -> None:
         ([["a"]], "a text, or a list of token ids"),
         ([None], "a text, or a list of token ids"),
         ({"prompt_token_ids": 5}, "a text, or a list of token ids"),
+        (["x\ud800y"], "the text is no Unicode text at character 1"),
         (None, "a text, or a list of token ids"),
         (5, "a text, or a list of token ids"),
     ],

@@ -174,6 +174,11 @@ def test_bad_words_never_come(llm: LLM) -> None:
     assert word not in one(llm, PROMPTS[1], bad_words=[word]).text.split()
 
 
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-6])
+def test_a_temperature_near_0_is_greedy(llm: LLM, temperature: float) -> None:
+    assert one(llm, temperature=temperature).token_ids == one(llm).token_ids
+
+
 def test_logit_bias_moves_tokens(llm: LLM) -> None:
     tokens = one(llm).token_ids
     assert one(llm, logit_bias={77: 100.0}).token_ids == [77] * 16
@@ -209,6 +214,9 @@ BAD_PARAMS: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": [5]}, "logit_bias", "token ids to finite numbers"),
     ({"logit_bias": {4096: 1.0}}, "logit_bias", "0 to 4095"),
     ({"allowed_token_ids": []}, "allowed_token_ids", "at least one"),
+    ({"allowed_token_ids": [7], "bad_words_ids": [[7]]}, "allowed_token_ids", "no token to emit"),
+    ({"allowed_token_ids": [7, 4089], "stop_token_ids": [7], "min_tokens": 1},)
+    + ("allowed_token_ids", "no token to emit"),
     ({"allowed_token_ids": 5}, "allowed_token_ids", "a list of token ids"),
     ({"allowed_token_ids": ["a"]}, "allowed_token_ids", "a list of token ids"),
     ({"allowed_token_ids": [1.5]}, "allowed_token_ids", "a list of token ids"),
@@ -223,6 +231,7 @@ BAD_PARAMS: list[tuple[dict[str, Any], str, str]] = [
     ({"bad_words": "fox"}, "bad_words", "a list of strings"),
     ({"bad_words": [5]}, "bad_words", "a list of strings"),
     ({"bad_words": [""]}, "bad_words", "has no tokens"),
+    ({"bad_words": ["\ud800"]}, "bad_words", "no Unicode text"),
     ({"bad_words": ["fox"] * 33}, "bad_words", "at most 32"),
     ({"bad_words": [TEXT * 3]}, "bad_words", "1 to 8 tokens"),
     ({"bad_words_ids": [5]}, "bad_words_ids", "a list of lists of token ids"),
