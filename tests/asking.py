@@ -19,7 +19,7 @@ DRAFTS = 3
 
 
 def make_engine(drafter: str | None, **settings: Any) -> LLM:
-    """The bundled model with four rows of 512 tokens, and a drafter of DRAFTS drafts or none."""
+    """A model (the bundled one) with four rows of 512 tokens, and DRAFTS drafts or none."""
     spec = {"method": drafter, "num_speculative_tokens": DRAFTS} if drafter else None
     settings = {"max_model_len": 512, "max_num_seqs": 4, **settings}
     return LLM(speculative_config=spec, **settings)

@@ -1,13 +1,16 @@
 """The engine on the bundled model: drafts change nothing, all is counted, aborts give back."""
 
+import random
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from lockstep import LLM
+from lockstep import LLM, SamplingParams
+from lockstep.engine.request import Request
 from lockstep.outputs import RequestOutput
 from tests.asking import DRAFTS, GREEDY, PROMPTS, TEXT, answer, assert_idle, bits, make_engine, one
+from tests.tiny_model import make_model
 
 
 @pytest.fixture(scope="module")
@@ -152,3 +155,73 @@ def test_a_step_that_fails_leaves_no_cached_page_that_was_never_written(
     assert out.metrics.num_cached_tokens == 0
     assert out.outputs[0].token_ids == expected.token_ids
     assert bits(out.outputs[0].logprobs) == bits(expected.logprobs)
+
+
+SAMPLINGS = (
+    SamplingParams(temperature=0, ignore_eos=True, max_tokens=20),
+    SamplingParams(temperature=0.8, ignore_eos=True, max_tokens=33, logprobs=1),
+    SamplingParams(temperature=0, max_tokens=14, repetition_penalty=1.3, prompt_logprobs=0),
+)
+
+
+def make_requests() -> list[Request]:
+    """Requests of every length and sampling, some with a common beginning."""
+    draw = random.Random(7)
+    common = draw.choices(range(200), k=150)
+    found = []
+    for i in range(24):
+        own = draw.choices(range(200), k=draw.choice([1, 5, 64, 65, 130, 200]))
+        prompt = common[: draw.choice([0, 64, 128, 150])] + own
+        params = replace(SAMPLINGS[i % len(SAMPLINGS)], seed=i)
+        found.append(Request(f"r{i}", prompt, params, seed=i))
+    return found
+
+
+def told(request: Request) -> list[Any]:
+    """What a request was answered, as bits."""
+    return [request.output_token_ids, bits(request.logprobs), bits(request.prompt_logprobs)]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Settings of a tiny model with random weights."""
+    folder = str(make_model(tmp_path_factory.mktemp("tiny")))
+    return {"model": folder, "load_format": "dummy", "skip_tokenizer_init": True}
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: dict[str, Any]) -> dict[str, list[Any]]:
+    """What each request is answered when it is alone."""
+    alone, requests = make_engine(None, **tiny).engine, make_requests()
+    for request in requests:
+        alone.run([request], lambda r: None)
+    return {request.id: told(request) for request in requests}
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram", "mtp"])
+def test_requests_that_come_and_go_at_random_get_their_own_answers(
+    tiny: dict[str, Any], expected: dict[str, list[Any]], drafter: str | None
+) -> None:
+    """Few pages, forced preemption, two steps in flight, aborts at any time: no bit changes."""
+    hard = {"num_gpu_blocks": 14, "num_snapshots": 3, "preempt_every": 5, "steps_in_flight": 2}
+    engine = make_engine(drafter, max_num_batched_tokens=128, **hard, **tiny).engine
+    waiting, requests, draw = make_requests(), {}, random.Random(3)
+    ended: list[str] = []
+    while waiting or engine.has_work():
+        if waiting and draw.random() < 0.3:
+            request = waiting.pop()
+            requests[request.id] = request
+            engine.add(request)
+        if draw.random() < 0.02:
+            engine.abort(draw.choice(list(engine.scheduler.entries) or ["nobody"]))
+        ended += [r.id for r in engine.step() if r.finish_reason]
+        engine.scheduler.cache.check()
+    for name, request in requests.items():
+        if request.finish_reason == "abort":
+            length = len(request.output_token_ids)
+            assert request.output_token_ids == expected[name][0][:length]
+        else:
+            assert told(request) == expected[name]
+    assert len(ended) == len(set(ended)) > 18 and len(requests) == 24
+    assert engine.scheduler.preemptions > 10 and engine.scheduler.cache.hit_tokens > 0
+    assert not engine.runner.saved and not engine.has_work()
