@@ -180,7 +180,7 @@ def test_an_unknown_drafter(folder: str) -> None:
 
 def test_mtp_on_a_checkpoint_without_its_module(tmp_path: Path) -> None:
     folder = str(make_model(tmp_path / "model", mtp_num_hidden_layers=0))
-    with pytest.raises(CheckpointError, match="method='mtp'.*mtp_num_hidden_layers=0.*ngram"):
+    with pytest.raises(CheckpointError, match="method='mtp'.*mtp_num_hidden_layers.*ngram"):
         build(folder, speculative_config={"method": "mtp"})
     build(folder, speculative_config={"method": "ngram"})
 
