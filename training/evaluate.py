@@ -2,8 +2,8 @@
 
 Answers come from the engine, greedy, with the MTP drafter at K = 3; one is exact if its text equals
 the reference. Cases come from the evaluation side of the word split, which training never draws
-from. Free continuations of held-out source text are sampled: as the Qwen3.5 family recommends, where
-a loop counts as a fault, and without a penalty, where the figure tells how so small a model ends.
+from. Free continuations of held-out source text are sampled: as the Qwen3.5 family recommends, and
+there a loop counts as a fault; and without a penalty, to tell how so small a model ends.
 """
 
 import argparse
