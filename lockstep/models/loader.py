@@ -25,13 +25,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     try:
         raw = json.loads(path.read_text())
-        if not isinstance(raw, dict):
+        if not isinstance(raw, dict) or not isinstance(raw.get("text_config", {}), dict):
             raise ValueError("it holds no JSON object")
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{path} cannot be read ({error}). Name a folder that holds a checkpoint: "
             "config.json and *.safetensors."
         ) from None
+    architecture(raw.get("model_type"))
     return raw
 
 
