@@ -94,7 +94,7 @@ def test_buckets_and_defaults():
 def test_table(tmp_path):
     path = tmp_path / "tuning.json"
     assert load(path) == {}
-    tiles = {1: Tile(16, 32, 128, 4, 5, split=2, pdl=True), 257: Tile(128, 256, 64, 8, 3, tma=True)}
+    tiles = {1: Tile(16, 32, 128, 4, 5, split=2), 257: Tile(128, 256, 64, 8, 3, tma=True)}
     save({"sm90/bfloat16/64x4096": tiles, "sm90/float16/8x8": {}}, other := tmp_path / "other.json")
     assert load(other) == {"sm90/bfloat16/64x4096": tiles, "sm90/float16/8x8": {}}
 
@@ -105,17 +105,16 @@ def test_committed_table_holds_candidates():
         for first, tile in row.items():
             tokens = TIMED[BUCKETS.index(first)]
             known = candidates(tokens, n, k, torch.bfloat16, segments(n, k, "cuda"))
-            assert replace(tile, pdl=False) in known, (key, first)
+            assert tile in known, (key, first)
 
 
 def tiles_of(face, n: int, k: int) -> list[Tile]:
-    """All tiles in bf16 and under the interpreter, where pdl means nothing; some in fp16."""
+    """All tiles in bf16 and under the interpreter; some in fp16."""
     if face.interpreted:
         return sorted({replace(tile, stages=1) for tile in TILES}, key=str)
     if face.dtype == torch.float32:
         return candidates(1, n, k, face.dtype)
-    tiles = TILES if face.dtype == torch.bfloat16 else TILES[::4]
-    return tiles + [replace(tile, pdl=True) for tile in tiles[::5]]
+    return TILES if face.dtype == torch.bfloat16 else TILES[::4]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -141,6 +140,4 @@ def test_tuned_tiles_agree_and_come_sorted():
 
     times = tune(launch, 16, some_weights(512, 2048, torch.bfloat16), 2)
     assert [seconds for seconds, _ in times] == sorted(seconds for seconds, _ in times)
-    assert {replace(tile, pdl=False) for _, tile in times} == set(
-        candidates(16, 512, 2048, torch.bfloat16, 2)
-    )
+    assert {tile for _, tile in times} == set(candidates(16, 512, 2048, torch.bfloat16, 2))

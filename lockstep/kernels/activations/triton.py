@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lockstep.kernels.activations import silu_mul
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.chain import chained, follow
 
 BLOCK = 1024
 
@@ -21,9 +20,8 @@ def sigmoid(x):
 
 
 @triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["gate_up", "out"])
-def _silu_mul_kernel(gate_up, out, stride, N: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _silu_mul_kernel(gate_up, out, stride, N: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK of one row's N products."""
-    follow(PDL)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate_up += row * stride + lanes
@@ -41,7 +39,5 @@ def silu_mul_triton(gate_up: Tensor) -> Tensor:
     if out.numel():
         options: dict[str, Any] = dict(BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False)
         grid = (tokens, triton.cdiv(inner, BLOCK))
-        _silu_mul_kernel[grid](
-            gate_up, out, gate_up.stride(0), inner, **options, **chained(gate_up)
-        )
+        _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), inner, **options)
     return out

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lockstep.kernels.attention import SEGMENT, paged_attention
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.chain import chained, follow
 
 LOG2E = 1.4426950408889634
 SPLIT_QUERIES = 8
@@ -63,10 +62,9 @@ def _attend_kernel(
     scale, segments, table_stride, k_page, k_token, k_head, v_page, v_token, v_head,
     PAGE: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, Q: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, SEGMENT: tl.constexpr,
-    SPLIT: tl.constexpr, PDL: tl.constexpr,
+    SPLIT: tl.constexpr,
 ):  # fmt: skip
     """A block of one row's (token, head of a group): all its segments, or one of them (SPLIT)."""
-    follow(PDL)
     s, kv = (tl.program_id(0) // HKV).to(tl.int64), tl.program_id(0) % HKV
     group: tl.constexpr = H // HKV
     first = tl.load(cu_seqlens + s).to(tl.int64)
@@ -117,10 +115,9 @@ def _attend_kernel(
 def _fold_kernel(
     tops, norms, parts, cu_seqlens, starts, out, segments,
     H: tl.constexpr, D: tl.constexpr, Q: tl.constexpr, BLOCK_D: tl.constexpr,
-    SEGMENT: tl.constexpr, PDL: tl.constexpr,
+    SEGMENT: tl.constexpr,
 ):  # fmt: skip
     """One (row, token, head): its segments added in ascending order."""
-    follow(PDL)
     s, line = tl.program_id(0).to(tl.int64), tl.program_id(1)
     first = tl.load(cu_seqlens + s).to(tl.int64)
     token = line // H
@@ -197,12 +194,10 @@ def paged_attention_triton(
             page, heads, kv_heads, dim, query_len if split else 0, block, width,
             32 if q.dtype == torch.float32 else 64, SEGMENT, split,
             num_warps=8 if block * width >= 64 * 256 else 4, num_stages=2, enable_fp_fusion=False,
-            **chained(q),
         )  # fmt: skip
     if rows and split:
         _fold_kernel[(rows, query_len * heads)](
             tops, norms, parts, cu_seqlens, starts, out, segments,
             heads, dim, query_len, width, SEGMENT, num_warps=1, enable_fp_fusion=False,
-            **chained(q),
         )  # fmt: skip
     return out

@@ -13,7 +13,6 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.chain import chained, follow
 from lockstep.kernels.gated_delta_rule import (
     L2_EPS,
     GatedDeltaState,
@@ -197,7 +196,7 @@ def _step_kernel(
     mixed_stride, z_stride, b_stride, a_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     KT: tl.constexpr, KR: tl.constexpr, VB: tl.constexpr, VI: tl.constexpr,
-    TOKENS: tl.constexpr, L2_EPS: tl.constexpr, PDL: tl.constexpr,
+    TOKENS: tl.constexpr, L2_EPS: tl.constexpr,
 ):  # fmt: skip
     """One (row, value head): read the state, make the inputs, replay, write the state, step."""
     program = tl.program_id(0).to(tl.int64)
@@ -208,7 +207,6 @@ def _step_kernel(
     j = (tl.arange(0, VB) * VI)[None, :, None, None] + tl.arange(0, VI)[None, None, None, :]
     weight = tl.load(norm + j, mask=j < V, other=0.0).to(tl.float32)
     log_rate, bias = tl.load(a_log + h), tl.load(dt_bias + h)
-    follow(PDL)
     slot = tl.load(slots + s).to(tl.int64)
     start, count = tl.load(starts + s).to(tl.int32), tl.load(pending + s).to(tl.int32)
     place = recurrent + (slot * HV + h) * (K * V) + kt * V + j + kr * V
@@ -303,6 +301,6 @@ def gated_delta_step_triton(
         heads, out, length, state.conv.shape[1], flush, weights.eps,
         mixed.stride(0), z.stride(0), b.stride(0), a.stride(0),
         **sizes, R=weights.conv.shape[1] - 1, L2_EPS=L2_EPS, **layout_of(sizes),
-        enable_fp_fusion=False, maxnreg=MOST_REGISTERS, **chained(mixed),
+        enable_fp_fusion=False, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return out

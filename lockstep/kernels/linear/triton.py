@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import cuda
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lockstep.kernels.backends import gpu_trait
@@ -21,8 +20,6 @@ from lockstep.kernels.linear.tuning import Tile, lookup
 
 GROUP = 8
 """Row tiles that share a column tile's weights in L2."""
-AHEAD = 512
-"""Columns of its weights that a program asks for, with pdl, before it waits."""
 ACCUMULATORS = 128
 """Registers per thread that the sums of a tree may take; larger trees use the stash."""
 FOLD = 1024
@@ -110,21 +107,11 @@ def _subtree_stashed(
     return total
 
 
-@triton.jit
-def _ask(address, size):
-    """Brings `size` bytes from each of these addresses on into L2; nobody waits for them."""
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;",
-        "=r,l,r", [address.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def _linear_kernel(
     x, weight, x_map, w_map, out, stash, tokens, N, length, x_stride, w_stride,
     COUNT: tl.constexpr, LEVELS: tl.constexpr, GROUP: tl.constexpr,
     SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
-    PDL: tl.constexpr, AHEAD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """One tile of out [parts, tokens, N]. Programs walk GROUP row tiles per column tile.
@@ -142,11 +129,6 @@ def _linear_kernel(
     m, n = row_m + tl.arange(0, BLOCK_M), row_n + tl.arange(0, BLOCK_N)
     live = (m < tokens)[:, None]
     to_n = weight + tl.minimum(n, N - 1).to(tl.int64) * w_stride
-    if PDL:
-        cuda.gdc_launch_dependents()
-        size: tl.constexpr = AHEAD * weight.dtype.element_ty.primitive_bitwidth // 8
-        _ask(to_n + begin, tl.full((BLOCK_N,), size, tl.int32))
-        cuda.gdc_wait()
     if not TMA:
         k = tl.arange(0, BLOCK_K)[None, :]
         to_m = x + m.to(tl.int64) * x_stride
@@ -179,12 +161,9 @@ def _partial(parts, at, size, live, COUNT: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["size"])
-def _fold_kernel(parts, out, size, SPLIT: tl.constexpr, PDL: tl.constexpr, BLOCK: tl.constexpr):
+def _fold_kernel(parts, out, size, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
     """out [size] = parts [SPLIT, size] along the tree, rounded once."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    if PDL:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
     total = _partial(parts, at, size.to(tl.int64), at < size, SPLIT)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=at < size)
 
@@ -214,17 +193,17 @@ def launch(x: Tensor, weight: Tensor, segments: int, tile: Tile) -> Tensor:
     if tile.tma and (even or segments == 1) and _aligned(x) and _aligned(weight):
         blocks = ((x, tile.m), (weight, tile.n))
         maps = [TensorDescriptor.from_tensor(t, [rows, tile.k]) for t, rows in blocks]
-    pdl = tile.pdl and x.is_cuda and count * length >= AHEAD
-    options = dict(enable_fp_fusion=False, launch_pdl=True) if pdl else dict(enable_fp_fusion=False)
     _linear_kernel[(programs,)](
         x, weight, *maps, parts, stash, tokens, n, length, x.stride(0), weight.stride(0),
         count, levels, GROUP, tile.swap, maps[0] is not None, even,
-        pdl, AHEAD, tile.m, tile.n, tile.k,
-        num_warps=tile.warps, num_stages=tile.stages, **options,
+        tile.m, tile.n, tile.k,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
     if split > 1:
         size = tokens * n
-        _fold_kernel[(triton.cdiv(size, FOLD),)](parts, out, size, split, pdl, FOLD, **options)
+        _fold_kernel[(triton.cdiv(size, FOLD),)](
+            parts, out, size, split, FOLD, enable_fp_fusion=False
+        )
     return out
 
 

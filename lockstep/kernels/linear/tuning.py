@@ -7,7 +7,7 @@ again or lost. Its keys are "arch/dtype/NxK" and, inside, the first token count 
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
 
@@ -29,8 +29,7 @@ class Tile:
 
     m, n, k: tokens, outputs and columns per block. split: programs along K, at most the segments;
     more than one costs a second pass. swap: weights are the left operand, so that a few tokens
-    fill a wgmma. tma: the bulk copy engine loads, where it exists and rows are aligned. pdl: start
-    before the kernel before this one ends, and fetch weights meanwhile.
+    fill a wgmma. tma: the bulk copy engine loads, where it exists and rows are aligned.
     """
 
     m: int
@@ -41,7 +40,6 @@ class Tile:
     split: int = 1
     swap: bool = False
     tma: bool = False
-    pdl: bool = False
 
 
 Table = dict[str, dict[int, Tile]]
@@ -199,17 +197,12 @@ def some_weights(n: int, k: int, dtype: torch.dtype) -> list[Tensor]:
 def tune(
     run: Run, tokens: int, weights: Sequence[Tensor], segments: int
 ) -> list[tuple[float, Tile]]:
-    """(seconds, tile) of each candidate, fastest first; `run` is launch of the Triton backend.
-
-    Up to 64 tokens the best one is timed again with pdl: a step of many tokens has no gaps to hide.
-    """
+    """(seconds, tile) of each candidate, fastest first; `run` is launch of the Triton backend."""
     (n, k), dtype = weights[0].shape, weights[0].dtype
     x = torch.randn(tokens, k, dtype=dtype, device="cuda")
 
     def timed(tile: Tile) -> tuple[float, Tile]:
         return seconds(lambda weight: run(x, weight, segments, tile), weights), tile
 
-    found = sorted(map(timed, candidates(tokens, n, k, dtype, segments)), key=lambda pair: pair[0])
-    if tokens <= 64:
-        found.append(timed(replace(found[0][1], pdl=True)))
-    return sorted(found, key=lambda pair: pair[0])
+    tiles = candidates(tokens, n, k, dtype, segments)
+    return sorted(map(timed, tiles), key=lambda pair: pair[0])

@@ -12,7 +12,6 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.chain import chained, follow
 from lockstep.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
 
 WIDEST = 16384
@@ -36,11 +35,10 @@ def _normalised(x, eps, D: tl.constexpr):
 )
 def _rms_norm_kernel(
     x, weight, out, inner, outer_stride, inner_stride, eps, offset,
-    D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     scale = offset + tl.load(weight + lanes, mask=lanes < D, other=0.0).to(tl.float32)
-    follow(PDL)
     x += row // inner * outer_stride + row % inner * inner_stride
     values = _normalised(tl.load(x + lanes, mask=lanes < D, other=0.0), eps, D)
     tl.store(out + row * D + lanes, (values * scale).to(out.dtype.element_ty), mask=lanes < D)
@@ -54,11 +52,10 @@ def _rms_norm_kernel(
 )  # fmt: skip
 def _add_rms_norm_kernel(
     x, delta, weight, total, out, inner, x_outer, x_inner, delta_outer, delta_inner, eps, offset,
-    D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     scale = offset + tl.load(weight + lanes, mask=lanes < D, other=0.0).to(tl.float32)
-    follow(PDL)
     x += row // inner * x_outer + row % inner * x_inner
     delta += row // inner * delta_outer + row % inner * delta_inner
     added = tl.load(x + lanes, mask=lanes < D, other=0.0).to(tl.float32)
@@ -75,11 +72,10 @@ def _add_rms_norm_kernel(
 )
 def _gated_rms_norm_kernel(
     x, gate, weight, out, inner, outer_stride, inner_stride, gate_outer, gate_inner, eps,
-    D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     scale = tl.load(weight + lanes, mask=lanes < D, other=0.0).to(tl.float32)
-    follow(PDL)
     x += row // inner * outer_stride + row % inner * inner_stride
     gate += row // inner * gate_outer + row % inner * gate_inner
     values = _normalised(tl.load(x + lanes, mask=lanes < D, other=0.0), eps, D)
@@ -116,7 +112,7 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) 
     rows, inner, *strides = _rows(x)
     if x.numel():
         grid = (rows.shape[0] * inner,)
-        layout = row_layout(x.shape[-1]) | chained(x)
+        layout = row_layout(x.shape[-1])
         _rms_norm_kernel[grid](rows, weight, out, inner, *strides, eps, offset, **layout)
     return out
 
@@ -133,7 +129,7 @@ def add_rms_norm_triton(
         grid = (rows.shape[0] * inner,)
         _add_rms_norm_kernel[grid](
             rows, deltas, weight, total, out, inner, *strides, *delta_strides, eps, offset,
-            **row_layout(x.shape[-1]), **chained(x),
+            **row_layout(x.shape[-1]),
         )  # fmt: skip
     return total, out
 
@@ -156,6 +152,5 @@ def gated_rms_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -
             *gate_strides,
             eps,
             **row_layout(x.shape[-1]),
-            **chained(x),
         )
     return out

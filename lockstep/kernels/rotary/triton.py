@@ -13,7 +13,6 @@ from torch import Tensor
 
 from lockstep.kernels.activations.triton import sigmoid
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.chain import chained, follow
 from lockstep.kernels.norm.triton import inverse_rms, row_layout
 from lockstep.kernels.rotary import gate_output, rope_and_cache
 
@@ -63,12 +62,11 @@ def _rope_and_cache_kernel(
     qkv, q_weight, k_weight, cos, sin, positions, slot_mapping, k_cache, v_cache, q,
     stride, page_size, k_page, k_token, k_head, v_page, v_token, v_head, eps, offset,
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, GATED: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One head of one token: of q where head < H, then HKV of k, then HKV of v."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     lanes = tl.arange(0, BLOCK)
-    follow(PDL)
     line = tl.load(positions + token) * HALF
     slot = tl.load(slot_mapping + token)
     page, place = slot // page_size, slot % page_size
@@ -98,13 +96,12 @@ def _rope_and_cache_kernel(
 )
 def _gate_output_kernel(
     mixed, qkv, out, token_stride, head_stride, qkv_stride,
-    N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK of one token's N = H D numbers."""
     token = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     head, d, live = lanes // D, lanes % D, lanes < N
-    follow(PDL)
     gate = tl.load(qkv + token * qkv_stride + head * (2 * D) + D + d, mask=live, other=0.0)
     gate = sigmoid(gate.to(tl.float32)).to(qkv.dtype.element_ty).to(tl.float32)
     x = tl.load(mixed + token * token_stride + head * head_stride + d, mask=live, other=0.0)
@@ -141,7 +138,7 @@ def rope_and_cache_triton(
             qkv, q_weight, k_weight, cos, sin, positions, slot_mapping, k_cache, v_cache, q,
             qkv.stride(0), page_size, *k_cache.stride()[:3], *v_cache.stride()[:3], eps, offset,
             H=heads, HKV=kv_heads, HALF=cos.shape[1], GATED=int(gated),
-            **row_layout(dim), **chained(qkv),
+            **row_layout(dim),
         )  # fmt: skip
     return q
 
@@ -162,6 +159,5 @@ def gate_output_triton(mixed: Tensor, qkv: Tensor) -> Tensor:
             heads * dim,
             dim,
             **options,
-            **chained(qkv),
         )
     return out
