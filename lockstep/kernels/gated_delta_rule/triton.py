@@ -20,7 +20,6 @@ from lockstep.kernels.gated_delta_rule import (
     gated_delta_step,
 )
 
-MOST_WARPS = 8
 MOST_REGISTERS = 128
 """Of a thread: two programs of 8 warps share a multiprocessor, 128 KB of state in flight."""
 ALIGNED = 16
@@ -46,8 +45,15 @@ def gates(a, b, a_log, dt_bias):
 
 
 @triton.jit
+def _line(line, lines):
+    """A line that may lie up to one ring before or behind the ring, put into it."""
+    line = tl.where(line < 0, line + lines, line)
+    return tl.where(line >= lines, line - lines, line)
+
+
+@triton.jit
 def _convolved(
-    mixed, conv, taps, c, live, t, start, length, lines, stride, C: tl.constexpr, R: tl.constexpr
+    mixed, conv, taps, c, live, t, first, length, lines, stride, C: tl.constexpr, R: tl.constexpr
 ):
     """Channels c of tokens t: SiLU of the convolution, and the raw inputs, as tiles [T, channels].
 
@@ -57,7 +63,7 @@ def _convolved(
     total = tl.zeros((t.shape[0], c.shape[0]), tl.float32)
     for j in tl.static_range(R + 1):
         at = t + j - R
-        old = conv + ((start + at + lines) % lines)[:, None] * C + c[None, :]
+        old = conv + _line(first + at, lines)[:, None] * C + c[None, :]
         new = mixed + at[:, None] * stride + c[None, :]
         raw = tl.load(tl.where((at < 0)[:, None], old, new), mask=inside, other=0.0)
         tap = tl.load(taps + j * C + c, mask=live, other=0.0).to(tl.float32)
@@ -72,7 +78,7 @@ def _normal(x, EPS: tl.constexpr):
 
 @triton.jit
 def _inputs(
-    mixed, conv, taps, kept_k, heads, start, length, lines, stride, h,
+    mixed, conv, taps, kept_k, heads, line_0, length, lines, stride, h,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
@@ -83,13 +89,19 @@ def _inputs(
     i, j = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     for begin in range(0, length, TOKENS):
         t = begin + tl.arange(0, TOKENS)
-        line = (start + t) % lines
+        line = _line(line_0 + t, lines)
         mask_k, mask_v = (t < length)[:, None] & (i < K)[None, :], (t < length)[:, None] & (j < V)
         ring, out = conv + line[:, None] * C, heads + t[:, None] * WIDTH
         of_q, of_k, of_v = kh * K + i, (HK + kh) * K + i, 2 * HK * K + h * V + j
-        q, raw_q = _convolved(mixed, conv, taps, of_q, i < K, t, start, length, lines, stride, C, R)
-        k, raw_k = _convolved(mixed, conv, taps, of_k, i < K, t, start, length, lines, stride, C, R)
-        v, raw_v = _convolved(mixed, conv, taps, of_v, j < V, t, start, length, lines, stride, C, R)
+        q, raw_q = _convolved(
+            mixed, conv, taps, of_q, i < K, t, line_0, length, lines, stride, C, R
+        )
+        k, raw_k = _convolved(
+            mixed, conv, taps, of_k, i < K, t, line_0, length, lines, stride, C, R
+        )
+        v, raw_v = _convolved(
+            mixed, conv, taps, of_v, j < V, t, line_0, length, lines, stride, C, R
+        )
         k = _normal(k, EPS)
         tl.store(out + i[None, :], _normal(q, EPS) * K**-0.5, mask=mask_k)
         tl.store(out + K + i[None, :], k, mask=mask_k)
@@ -127,11 +139,10 @@ def _after(line, lines):
 
 @triton.jit
 def _replay(
-    state, kept_k, kept_u, kept_decay, kt, kr, j, start, count, lines,
+    state, kept_k, kept_u, kept_decay, kt, kr, j, line, count, lines,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """The state after `count` tokens out of the rings; the next token is read a turn ahead."""
-    line = (start - count + lines) % lines
     more = count > 0
     k = tl.load(kept_k + line * (HK * K) + kt + kr, mask=(kt + kr < K) & more, other=0.0)
     u = tl.load(kept_u + line * (HV * V) + j, mask=(j < V) & more, other=0.0)
@@ -156,7 +167,7 @@ def _gated_norm(o, z, weight, eps, V: tl.constexpr):
 
 @triton.jit
 def _window(
-    state, heads, z, b, a, out, kept_u, kept_decay, kt, kr, j, weight, log_rate, bias, start,
+    state, heads, z, b, a, out, kept_u, kept_decay, kt, kr, j, weight, log_rate, bias, line,
     length, lines, z_stride, b_stride, a_stride, eps,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
@@ -165,7 +176,6 @@ def _window(
     k = tl.load(heads + K + kt + kr, mask=in_k, other=0.0)
     v = tl.load(heads + 2 * K + j, mask=in_v, other=0.0)
     raw_a, raw_b = tl.load(a), tl.load(b)
-    line = start % lines
     for t in range(length):
         more = t + 1 < length
         q = tl.load(heads + kt + kr, mask=in_k, other=0.0)
@@ -212,6 +222,7 @@ def _step_kernel(
     place = recurrent + (slot * HV + h) * (K * V) + kt * V + j + kr * V
     inside = (kt + kr < K) & (j < V)
     state = tl.load(place, mask=inside, other=0.0)
+    line = start % lines
     mixed += s * length * mixed_stride
     conv += slot * lines * (2 * HK * K + HV * V)
     kept_k += slot * lines * (HK * K)
@@ -219,12 +230,13 @@ def _step_kernel(
     kept_decay += slot * lines * HV + h
     heads += program * length * (2 * K + V)
     _inputs(
-        mixed, conv, taps, kept_k, heads, start, length, lines, mixed_stride, h,
+        mixed, conv, taps, kept_k, heads, line, length, lines, mixed_stride, h,
         HK, HV, K, V, R, KR * KT, VB * VI, TOKENS, L2_EPS,
     )  # fmt: skip
     state = _replay(
-        state, kept_k + kh * K, kept_u, kept_decay, kt, kr, j, start, count, lines, HK, HV, K, V
-    )
+        state, kept_k + kh * K, kept_u, kept_decay, kt, kr, j, _line(line - count, lines), count,
+        lines, HK, HV, K, V,
+    )  # fmt: skip
     if count >= flush:
         tl.store(place, state, mask=inside)
     tl.debug_barrier()  # heads are written, kept u and decay are read
@@ -232,7 +244,7 @@ def _step_kernel(
     _window(
         state, heads, z + token * z_stride + h * V, b + token * b_stride + h,
         a + token * a_stride + h, out + (token * HV + h) * V, kept_u, kept_decay, kt, kr, j,
-        weight, log_rate, bias, start, length, lines, z_stride, b_stride, a_stride, eps, HV, K, V,
+        weight, log_rate, bias, line, length, lines, z_stride, b_stride, a_stride, eps, HV, K, V,
     )  # fmt: skip
 
 
@@ -253,16 +265,17 @@ def supports(**traits: Any) -> str | None:
     return gpu_trait(**traits)
 
 
-def layout_of(sizes: dict[str, int], most_warps: int = MOST_WARPS) -> dict[str, int]:
+def layout_of(sizes: dict[str, int]) -> dict[str, int]:
     """How the state lies in a program's registers: KR x KT rows, VB warps of VI columns.
 
-    A lane holds 4 neighbours of VI, so VI / 4 x KT lanes make a warp. 8 KB of state a warp.
+    A lane holds 4 neighbours of VI, so VI / 4 x KT lanes make a warp. There are more lanes than K
+    and than V, or else the compiler takes vectors over shared memory. 1 to 8 warps.
     """
     k, v = blocks_of(sizes, 128).values()
-    warps = max(1, min(most_warps, k * v // 2048, v // 16))
+    warps = min(max(k, v) // 16, v // 4)
     columns = v // warps
     lanes = max(1, min(k, 128 // columns))
-    return dict(KR=k // lanes, KT=lanes, VB=warps, VI=columns, TOKENS=8, num_warps=warps)
+    return dict(KR=k // lanes, KT=lanes, VB=warps, VI=columns, TOKENS=4, num_warps=warps)
 
 
 def _flat(x: Tensor) -> Tensor:
