@@ -56,8 +56,9 @@ class LLM:
         Raises RequestError naming the parameter where a request is wrong; then none is run.
         """
         many = _as_list(prompts)
-        params = _per_prompt("sampling_params", sampling_params or SamplingParams(), len(many))
-        ranks = _per_prompt("priority", priority, len(many))
+        chosen = SamplingParams() if sampling_params is None else sampling_params
+        params = _per_prompt("sampling_params", chosen, len(many), SamplingParams, "SamplingParams")
+        ranks = _per_prompt("priority", priority, len(many), int, "a whole number")
         jobs = [
             _Job(self.processor, prompt, p, rank)
             for prompt, p, rank in zip(many, params, ranks, strict=True)
@@ -138,12 +139,17 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
-    if not isinstance(value, (list, tuple)):
-        return [value] * count
-    if len(value) != count:
+def _per_prompt(name: str, value: Any, count: int, kind: type, allowed: str) -> list[Any]:
+    values = list(value) if isinstance(value, (list, tuple)) else [value] * count
+    if len(values) != count:
         raise RequestError(
-            f"{name} has {len(value)} entries for {count} prompts; send one, or one per prompt.",
+            f"{name} has {len(values)} entries for {count} prompts; send one, or one per prompt.",
             name,
         )
-    return list(value)
+    for wrong in (v for v in values if not isinstance(v, kind)):
+        raise RequestError(
+            f"{name}={wrong!r} is not allowed; allowed: {allowed}, or a list of one per prompt. "
+            "Send one of them.",
+            name,
+        )
+    return values

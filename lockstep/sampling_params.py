@@ -13,6 +13,7 @@ MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 32
 MAX_BAD_WORD_TOKENS = 8
 MAX_STOP_IDS = 16
+MIN_TEMPERATURE = 1e-5  # below it logits / temperature leave fp32's range: greedy, as in vLLM
 _SWITCHES = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
 
 
@@ -20,9 +21,9 @@ _SWITCHES = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_spe
 class SamplingParams:
     """Sampling parameters of one request; `seed=None` draws one, which the output returns.
 
-    temperature 0 is greedy. top_k 0 or -1 and top_p 1 switch off. `bad_words` are strings
-    (`bad_words_ids` once tokenized). `logprobs` N: the chosen token and the N likeliest at every
-    generated position, of the raw logits. `prompt_logprobs`: the same for the prompt.
+    temperature 0 (or below 1e-5) is greedy. top_k 0 or -1 and top_p 1 switch off. `bad_words` are
+    strings (`bad_words_ids` once tokenized). `logprobs` N: the chosen token and the N likeliest at
+    every generated position, of the raw logits. `prompt_logprobs`: the same for the prompt.
     """
 
     n: int = 1
@@ -138,7 +139,7 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """Whether the target token is a plain argmax."""
-        return self.temperature == 0.0
+        return self.temperature < MIN_TEMPERATURE
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

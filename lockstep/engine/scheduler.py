@@ -151,8 +151,8 @@ class Scheduler:
         reuse = request.params.prompt_logprobs is None
         seq = CacheSeq(request.prompt_token_ids, request.output_token_ids, reuse=reuse)
         entry = Entry(request, seq, (rank, self.arrivals))
-        self.entries[request.id] = entry
         self._enqueue(entry)
+        self.entries[request.id] = entry
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request in any phase; steps in flight are ignored. None if it is not known."""

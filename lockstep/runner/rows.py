@@ -81,7 +81,7 @@ def write_sampling(state: s.SamplingState, row: int, request: Request, prompt: T
 
 
 def check_ids(request: Request, vocab: int) -> None:
-    """Raises RequestError where a parameter names a token that the model does not have."""
+    """Raises RequestError where the model lacks a token that is named, or none is left to emit."""
     p = request.params
     for name, ids in (
         ("prompt_token_ids", request.prompt_token_ids),
@@ -95,6 +95,15 @@ def check_ids(request: Request, vocab: int) -> None:
             raise RequestError(
                 f"{name} has token id {wrong[0]}; allowed: 0 to {vocab - 1}. Leave it out.", name
             )
+    banned = {word[0] for word in p.bad_words_ids or () if len(word) == 1}
+    if p.min_tokens:
+        banned |= request.eos_token_ids | set(p.stop_token_ids or ())
+    if p.allowed_token_ids is not None and banned.issuperset(p.allowed_token_ids):
+        raise RequestError(
+            "allowed_token_ids leaves no token to emit: all are bad words, or would end the answer "
+            "before min_tokens. Allow another token.",
+            "allowed_token_ids",
+        )
 
 
 def _bias(request: Request, vocab: int) -> Tensor:

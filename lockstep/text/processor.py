@@ -129,12 +129,22 @@ class Processor:
         """Sampling parameters as the model's generation_config wants them, with changes."""
         return SamplingParams(**{**self.defaults, **changes})
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text. Raises RequestError without a tokenizer."""
+    def encode(
+        self, text: str, add_special_tokens: bool = True, field: str = "prompt"
+    ) -> list[int]:
+        """Token ids of a text. Raises RequestError without a tokenizer, or on lone surrogates."""
         if self.tokenizer is None:
             raise RequestError(
                 "prompt is text, but skip_tokenizer_init is set; send token ids.", "prompt"
             )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"{field}: the text is no Unicode text at character {error.start}, which is half "
+                "a surrogate pair. Send the whole character or leave it out.",
+                field,
+            ) from None
         return self.tokenizer.encode(text, add_special_tokens)
 
     def render_text(
@@ -237,8 +247,8 @@ class Processor:
             return params.bad_words_ids
         found = [list(ids) for ids in params.bad_words_ids or ()]
         for word in params.bad_words:
-            plain = self.encode(word.lstrip(), add_special_tokens=False)
-            spaced = self.encode(" " + word.lstrip(), add_special_tokens=False)
+            plain = self.encode(word.lstrip(), False, "bad_words")
+            spaced = self.encode(" " + word.lstrip(), False, "bad_words")
             if not plain:
                 raise RequestError(f"bad_words holds {word!r}; it has no tokens.", "bad_words")
             found.append(plain)

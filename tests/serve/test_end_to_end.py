@@ -318,6 +318,14 @@ def test_bad_input_is_told_what_is_wrong(
         assert isinstance(caught.value, openai.BadRequestError)
 
 
+def test_half_a_character_is_bad_input(server: SimpleNamespace) -> None:
+    body = rb'{"messages": [{"role": "user", "content": "x\ud800y"}]}'
+    json_type = {"Content-Type": "application/json"}
+    found = server.http.post("/v1/chat/completions", content=body, headers=json_type)
+    assert found.status_code == 400
+    assert "half a surrogate pair" in found.json()["error"]["message"]
+
+
 def test_what_does_not_exist(server: SimpleNamespace) -> None:
     with pytest.raises(openai.NotFoundError, match="gpt-9.*lockstep"):
         server.ask.completions.create(model="gpt-9", prompt=CODE)

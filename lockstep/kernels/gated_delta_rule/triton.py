@@ -23,6 +23,8 @@ from lockstep.kernels.gated_delta_rule import (
 MOST_REGISTERS = 128
 """Of a thread: two programs of 8 warps share a multiprocessor, 128 KB of state in flight."""
 ALIGNED = 16
+PAD = 4
+"""Floats behind a token's q, k and v in the scratch: decay, beta, and two to keep lines aligned."""
 
 
 @triton.jit
@@ -73,18 +75,20 @@ def _convolved(
 
 @triton.jit
 def _normal(x, EPS: tl.constexpr):
-    return x * (1.0 / tl.sqrt_rn(tl.sum(x * x, 1) + EPS))[:, None]
+    return x * tl.rsqrt(tl.sum(x * x, 1) + EPS)[:, None]
 
 
 @triton.jit
 def _inputs(
-    mixed, conv, taps, kept_k, heads, line_0, length, lines, stride, h,
+    mixed, b, a, conv, taps, log_rate, bias, kept_k, kept_decay, heads, line_0, length, lines,
+    stride, b_stride, a_stride, h,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr, EPS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr, PAD: tl.constexpr,
+    EPS: tl.constexpr,
 ):  # fmt: skip
-    """q, k and v of the window to heads; raw inputs and k to their rings, each by one program."""
+    """q, k, v, decay and beta of the window to heads; what is kept to its ring, by one program."""
     C: tl.constexpr = 2 * HK * K + HV * V
-    WIDTH: tl.constexpr = 2 * K + V
+    WIDTH: tl.constexpr = 2 * K + V + PAD
     kh, first = h // (HV // HK), h % (HV // HK) == 0
     i, j = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     for begin in range(0, length, TOKENS):
@@ -92,6 +96,8 @@ def _inputs(
         line = _line(line_0 + t, lines)
         mask_k, mask_v = (t < length)[:, None] & (i < K)[None, :], (t < length)[:, None] & (j < V)
         ring, out = conv + line[:, None] * C, heads + t[:, None] * WIDTH
+        raw_a = tl.load(a + t * a_stride, mask=t < length, other=0.0)
+        raw_b = tl.load(b + t * b_stride, mask=t < length, other=0.0)
         of_q, of_k, of_v = kh * K + i, (HK + kh) * K + i, 2 * HK * K + h * V + j
         q, raw_q = _convolved(
             mixed, conv, taps, of_q, i < K, t, line_0, length, lines, stride, C, R
@@ -111,6 +117,11 @@ def _inputs(
         tl.store(ring + of_q[None, :], raw_q, mask=mask_k & first)
         tl.store(ring + of_k[None, :], raw_k, mask=mask_k & first)
         tl.store(ring + of_v[None, :], raw_v, mask=mask_v)
+        g, rate = gates(raw_a, raw_b, log_rate, bias)
+        fade, out = tl.exp(g), heads + t * WIDTH + 2 * K + V
+        tl.store(out, fade, mask=t < length)
+        tl.store(out + 1, rate, mask=t < length)
+        tl.store(kept_decay + line * HV, fade, mask=t < length)
 
 
 @triton.jit
@@ -162,37 +173,33 @@ def _gated_norm(o, z, weight, eps, V: tl.constexpr):
     """o [1, VB, 1, VI] / rms * weight * silu(z)."""
     square = tl.sum(tl.sum(o * o, 3, keep_dims=True), 1, keep_dims=True)
     z = z.to(tl.float32)
-    return o * (1.0 / tl.sqrt_rn(square / V + eps)) * weight * (z / (1.0 + tl.exp(-z)))
+    return o * tl.rsqrt(square / V + eps) * weight * (z / (1.0 + tl.exp(-z)))
 
 
 @triton.jit
 def _window(
-    state, heads, z, b, a, out, kept_u, kept_decay, kt, kr, j, weight, log_rate, bias, line,
-    length, lines, z_stride, b_stride, a_stride, eps,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    state, heads, z, out, kept_u, kt, kr, j, weight, line, length, lines, z_stride, eps,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
     """The new tokens, one after another. What a token needs first is read a turn ahead."""
     in_k, in_v = kt + kr < K, j < V
     k = tl.load(heads + K + kt + kr, mask=in_k, other=0.0)
     v = tl.load(heads + 2 * K + j, mask=in_v, other=0.0)
-    raw_a, raw_b = tl.load(a), tl.load(b)
+    fade, rate = tl.load(heads + 2 * K + V), tl.load(heads + 2 * K + V + 1)
     for t in range(length):
         more = t + 1 < length
         q = tl.load(heads + kt + kr, mask=in_k, other=0.0)
         gate = tl.load(z + j, mask=in_v, other=0.0)
-        g, rate = gates(raw_a, raw_b, log_rate, bias)
-        fade = tl.exp(g)
         u = (v - _sum_k(k * (state * fade))) * rate
         state = _write(state, fade, k, u)
-        heads += 2 * K + V
-        z, a, b = z + z_stride, a + a_stride, b + b_stride
+        heads, z = heads + (2 * K + V + PAD), z + z_stride
         k = tl.load(heads + K + kt + kr, mask=in_k & more, other=0.0)
         v = tl.load(heads + 2 * K + j, mask=in_v & more, other=0.0)
-        raw_a, raw_b = tl.load(a, mask=more, other=0.0), tl.load(b, mask=more, other=0.0)
+        fade = tl.load(heads + 2 * K + V, mask=more, other=0.0)
+        rate = tl.load(heads + 2 * K + V + 1, mask=more, other=0.0)
         o = _gated_norm(_sum_k(q * state), gate, weight, eps, V)
         _store_v(out + t * (HV * V) + j, o, kt, in_v)
         _store_v(kept_u + line * (HV * V) + j, u, kt, in_v)
-        tl.store(kept_decay + line * HV, fade)
         line = _after(line, lines)
 
 
@@ -206,7 +213,7 @@ def _step_kernel(
     mixed_stride, z_stride, b_stride, a_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     KT: tl.constexpr, KR: tl.constexpr, VB: tl.constexpr, VI: tl.constexpr,
-    TOKENS: tl.constexpr, L2_EPS: tl.constexpr,
+    TOKENS: tl.constexpr, PAD: tl.constexpr, L2_EPS: tl.constexpr,
 ):  # fmt: skip
     """One (row, value head): read the state, make the inputs, replay, write the state, step."""
     program = tl.program_id(0).to(tl.int64)
@@ -228,10 +235,12 @@ def _step_kernel(
     kept_k += slot * lines * (HK * K)
     kept_u += slot * lines * (HV * V) + h * V
     kept_decay += slot * lines * HV + h
-    heads += program * length * (2 * K + V)
+    heads += program * length * (2 * K + V + PAD)
+    token = s * length
     _inputs(
-        mixed, conv, taps, kept_k, heads, line, length, lines, mixed_stride, h,
-        HK, HV, K, V, R, KR * KT, VB * VI, TOKENS, L2_EPS,
+        mixed, b + token * b_stride + h, a + token * a_stride + h, conv, taps, log_rate, bias,
+        kept_k, kept_decay, heads, line, length, lines, mixed_stride, b_stride, a_stride, h,
+        HK, HV, K, V, R, KR * KT, VB * VI, TOKENS, PAD, L2_EPS,
     )  # fmt: skip
     state = _replay(
         state, kept_k + kh * K, kept_u, kept_decay, kt, kr, j, _line(line - count, lines), count,
@@ -240,11 +249,9 @@ def _step_kernel(
     if count >= flush:
         tl.store(place, state, mask=inside)
     tl.debug_barrier()  # heads are written, kept u and decay are read
-    token = s * length
     _window(
-        state, heads, z + token * z_stride + h * V, b + token * b_stride + h,
-        a + token * a_stride + h, out + (token * HV + h) * V, kept_u, kept_decay, kt, kr, j,
-        weight, log_rate, bias, line, length, lines, z_stride, b_stride, a_stride, eps, HV, K, V,
+        state, heads, z + token * z_stride + h * V, out + (token * HV + h) * V, kept_u, kt, kr, j,
+        weight, line, length, lines, z_stride, eps, HV, K, V, PAD,
     )  # fmt: skip
 
 
@@ -306,14 +313,16 @@ def gated_delta_step_triton(
     out = torch.empty(rows, length, hv, v, dtype=z.dtype, device=mixed.device)
     if not out.numel():
         return out
-    heads = torch.empty(rows * hv, length, 2 * k + v, dtype=torch.float32, device=mixed.device)
+    heads = torch.empty(
+        rows * hv, length, 2 * k + v + PAD, dtype=torch.float32, device=mixed.device
+    )
     mixed, z, b, a = _flat(mixed), _flat(z), b.flatten(0, 1), a.flatten(0, 1)
     _step_kernel[(rows * hv,)](
         mixed, z, b, a, weights.conv.t().contiguous(), weights.a_log, weights.dt_bias, weights.norm,
         state.recurrent, state.conv, state.u, state.k, state.decay, slots, starts, pending,
         heads, out, length, state.conv.shape[1], flush, weights.eps,
         mixed.stride(0), z.stride(0), b.stride(0), a.stride(0),
-        **sizes, R=weights.conv.shape[1] - 1, L2_EPS=L2_EPS, **layout_of(sizes),
+        **sizes, R=weights.conv.shape[1] - 1, PAD=PAD, L2_EPS=L2_EPS, **layout_of(sizes),
         enable_fp_fusion=False, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return out

@@ -1,0 +1,53 @@
+"""How the tests ask the bundled model, and what they compare of its answers."""
+
+from dataclasses import replace
+from typing import Any
+
+from lockstep import LLM, SamplingParams
+from lockstep.outputs import RequestOutput
+
+TEXT = "def read(path):"
+PROMPTS = [TEXT, "import os\n\n\ndef main(", "3, 6, 9, 12, 15, 18, 21,", "The clock on the square"]
+QUESTION = [
+    {"role": "user", "content": "My name is Tavoli."},
+    {"role": "assistant", "content": "Noted."},
+    {"role": "user", "content": "What is my name?"},
+]
+GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, seed=0)
+SEEDED = replace(GREEDY, temperature=0.9, top_p=0.95, seed=7)
+DRAFTS = 3
+
+
+def make_engine(drafter: str | None, **settings: Any) -> LLM:
+    """A model (the bundled one) with four rows of 512 tokens, and DRAFTS drafts or none."""
+    spec = {"method": drafter, "num_speculative_tokens": DRAFTS} if drafter else None
+    settings = {"max_model_len": 512, "max_num_seqs": 4, **settings}
+    return LLM(speculative_config=spec, **settings)
+
+
+def assert_idle(llm: LLM) -> None:
+    """No work, no row, no page held but by the prefix cache, nothing in host memory."""
+    scheduler = llm.engine.scheduler
+    assert not llm.engine.has_work() and not scheduler.running and not scheduler.queue
+    assert len(scheduler.free_rows) == llm.engine.plan.max_num_seqs
+    assert not scheduler.cache.seqs and not llm.engine.runner.saved
+    scheduler.cache.check()
+
+
+def one(llm: LLM, prompt: Any = TEXT, params: SamplingParams = GREEDY, **changes: Any) -> Any:
+    """The one completion of one prompt."""
+    return llm.generate(prompt, replace(params, **changes))[0].outputs[0]
+
+
+def bits(entries: Any) -> list[list[tuple[int, str, int]] | None]:
+    """Log-probabilities as bits."""
+    return [e and [(t, x.logprob.hex(), x.rank) for t, x in e.items()] for e in entries or ()]
+
+
+def answer(out: RequestOutput) -> list[Any]:
+    """All that may not depend on how it was computed."""
+    told = [
+        (o.index, o.text, o.token_ids, o.finish_reason, o.stop_reason, o.seed, bits(o.logprobs))
+        for o in out.outputs
+    ]
+    return [told, bits(out.prompt_logprobs)]

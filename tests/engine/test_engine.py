@@ -1,0 +1,227 @@
+"""The engine on the bundled model: drafts change nothing, all is counted, aborts give back."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lockstep import LLM, SamplingParams
+from lockstep.engine.request import Request
+from lockstep.outputs import RequestOutput
+from tests.asking import DRAFTS, GREEDY, PROMPTS, TEXT, answer, assert_idle, bits, make_engine, one
+from tests.tiny_model import make_model
+
+
+@pytest.fixture(scope="module")
+def engines() -> dict[str, LLM]:
+    """The bundled model with each drafter."""
+    return {name: make_engine(name) for name in ("mtp", "ngram")} | {"none": make_engine(None)}
+
+
+EVERYTHING: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "seeded": {"temperature": 0.8, "seed": 3, "logprobs": 3},
+    "frequency": {"frequency_penalty": 1.0},
+    "filters": {"temperature": 1.1, "seed": 4, "top_k": 40, "top_p": 0.9, "min_p": 0.02},
+    "bias": {"temperature": 0.7, "seed": 5, "logit_bias": {10: 3.0, 273: -5.0}},
+    "allowed": {"temperature": 0.7, "seed": 6, "allowed_token_ids": list(range(0, 4087, 3))},
+    "repetition": {"repetition_penalty": 1.2, "presence_penalty": 0.3},
+    "bad words": {"bad_words": ["path", "return", "def"], "temperature": 0.5, "seed": 8},
+    "n": {"n": 2, "temperature": 0.9, "seed": 9},
+    "stop": {"stop": ["e", "in"], "min_tokens": 9},
+    "stop tokens": {"stop_token_ids": [10, 11, 273, 331], "min_tokens": 5},
+    "eos": {"ignore_eos": False, "prompt_logprobs": 1, "logprobs": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def plain(engines: dict[str, LLM]) -> dict[str, RequestOutput]:
+    """What the model says without drafts to every kind of request."""
+    return ask_everything(engines["none"])
+
+
+def ask_everything(llm: LLM) -> dict[str, RequestOutput]:
+    """One request of each kind, in company, its prompt chosen by its place."""
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(EVERYTHING))]
+    params = [replace(GREEDY, max_tokens=18, **changes) for changes in EVERYTHING.values()]
+    return dict(zip(EVERYTHING, llm.generate(prompts, params), strict=True))
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "ngram"])
+def test_drafts_change_nothing_and_are_counted(
+    engines: dict[str, LLM], plain: dict[str, RequestOutput], drafter: str
+) -> None:
+    outs = ask_everything(engines[drafter])
+    for kind, out in outs.items():
+        assert answer(out) == answer(plain[kind]), kind
+        check_counts(out, DRAFTS)
+        check_counts(plain[kind], 0)
+    steps, drafted, accepted = (
+        sum(getattr(out.metrics, f"num_{name}") for out in outs.values())
+        for name in ("steps", "draft_tokens", "accepted_tokens")
+    )
+    assert 0 < accepted < drafted
+    assert drafted == DRAFTS * steps if drafter == "mtp" else drafted < DRAFTS * steps
+
+
+def check_counts(out: RequestOutput, k: int) -> None:
+    """A request's counts agree with its tokens: the prompt gives one, each step 1 + accepted."""
+    m, first = out.metrics, out.outputs[0]
+    assert 0 <= m.num_accepted_tokens <= m.num_draft_tokens <= k * m.num_steps
+    made = 1 + m.num_steps + m.num_accepted_tokens
+    assert len(first.token_ids) <= made
+    if first.finish_reason == "length":
+        assert made <= len(first.token_ids) + k, "only the last step may overshoot"
+    if k == 0 and first.finish_reason == "length":
+        assert m.num_steps == len(first.token_ids) - 1
+    if m.num_steps:
+        assert m.acceptance_length == pytest.approx((made - 1) / m.num_steps)
+    assert m.first_token_time is not None
+    assert m.arrival_time <= m.first_token_time
+
+
+def test_the_engine_counts_what_its_requests_do(engines: dict[str, LLM]) -> None:
+    llm = engines["ngram"]
+    before = vars(llm.engine.refresh_stats()).copy()
+    before["requests_success_total"] = before["requests_success_total"].copy()
+    outs = llm.generate(PROMPTS[:2], replace(GREEDY, n=2))
+    outs += llm.generate(PROMPTS[:1], GREEDY)
+    now = llm.engine.refresh_stats()
+    grown = {name: getattr(now, name) - before[name] for name in vars(now) if "_total" in name}
+    written = sum(len(c.token_ids) for o in outs for c in o.outputs)
+    assert written == 16 * 5 == grown["generation_tokens_total"]
+    assert grown["requests_success_total"] == {"length": 5}
+    lengths = [len(out.prompt_token_ids) for out in outs]
+    assert grown["prompt_tokens_total"] == 2 * lengths[0] + 2 * lengths[1] + lengths[2]
+    assert 0 < grown["accepted_tokens_total"] <= grown["draft_tokens_total"]
+    assert 0 < grown["steps_total"] < written
+    assert now.num_running == now.num_waiting == now.num_swapped == 0
+
+
+def test_abort_ends_one_and_leaves_the_others(engines: dict[str, LLM]) -> None:
+    llm, engine = engines["mtp"], engines["mtp"].engine
+    expected = [out.outputs[0].token_ids for out in llm.generate(PROMPTS[:3], GREEDY)]
+    requests = [llm.processor.requests(f"r{i}", PROMPTS[i], GREEDY)[0] for i in range(3)]
+    for request in requests:
+        engine.add(request)
+    while len(requests[1].output_token_ids) < 3:
+        engine.step()
+    assert engine.abort("r1") is requests[1]
+    assert engine.abort("r1") is None and engine.abort("nobody") is None
+    kept = list(requests[1].output_token_ids)
+    while engine.has_work():
+        assert requests[1] not in engine.step()
+    assert requests[1].finish_reason == "abort" and requests[1].output_token_ids == kept
+    assert kept == expected[1][: len(kept)] and 3 <= len(kept) < 16
+    for i in (0, 2):
+        assert requests[i].output_token_ids == expected[i]
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("phase", ["waiting", "in its prompt", "running"])
+def test_abort_in_any_phase_gives_all_back(phase: str) -> None:
+    llm = make_engine(None, max_num_seqs=1, max_num_batched_tokens=64)
+    ahead, mine = (llm.processor.requests(n, [5] * 300, GREEDY)[0] for n in ("ahead", "mine"))
+    if phase == "waiting":
+        llm.engine.add(ahead)
+    llm.engine.add(mine)
+    steps = 8 if phase == "running" else 2
+    for _ in range(steps):
+        llm.engine.step()
+    assert bool(mine.output_token_ids) == (phase == "running")
+    llm.engine.abort("mine")
+    while llm.engine.has_work():
+        llm.engine.step()
+    assert len(ahead.output_token_ids) == (16 if phase == "waiting" else 0)
+    assert_idle(llm)
+
+
+def test_a_step_that_fails_leaves_no_cached_page_that_was_never_written(
+    engines: dict[str, LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm, ids = engines["mtp"], list(range(900, 1100))
+    expected = one(engines["none"], ids, max_tokens=4, logprobs=1)
+
+    def fail(schedule: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "launch", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            llm.generate([ids, TEXT], GREEDY)
+    assert_idle(llm)
+    out = llm.generate(ids, replace(GREEDY, max_tokens=4, logprobs=1))[0]
+    assert out.metrics.num_cached_tokens == 0
+    assert out.outputs[0].token_ids == expected.token_ids
+    assert bits(out.outputs[0].logprobs) == bits(expected.logprobs)
+
+
+SAMPLINGS = (
+    SamplingParams(temperature=0, ignore_eos=True, max_tokens=20),
+    SamplingParams(temperature=0.8, ignore_eos=True, max_tokens=33, logprobs=1),
+    SamplingParams(temperature=0, max_tokens=14, repetition_penalty=1.3, prompt_logprobs=0),
+)
+
+
+def make_requests() -> list[Request]:
+    """Requests of every length and sampling, some with a common beginning."""
+    draw = random.Random(7)
+    common = draw.choices(range(200), k=150)
+    found = []
+    for i in range(24):
+        own = draw.choices(range(200), k=draw.choice([1, 5, 64, 65, 130, 200]))
+        prompt = common[: draw.choice([0, 64, 128, 150])] + own
+        params = replace(SAMPLINGS[i % len(SAMPLINGS)], seed=i)
+        found.append(Request(f"r{i}", prompt, params, seed=i))
+    return found
+
+
+def told(request: Request) -> list[Any]:
+    """What a request was answered, as bits."""
+    return [request.output_token_ids, bits(request.logprobs), bits(request.prompt_logprobs)]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Settings of a tiny model with random weights."""
+    folder = str(make_model(tmp_path_factory.mktemp("tiny")))
+    return {"model": folder, "load_format": "dummy", "skip_tokenizer_init": True}
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: dict[str, Any]) -> dict[str, list[Any]]:
+    """What each request is answered when it is alone."""
+    alone, requests = make_engine(None, **tiny).engine, make_requests()
+    for request in requests:
+        alone.run([request], lambda r: None)
+    return {request.id: told(request) for request in requests}
+
+
+@pytest.mark.parametrize("drafter", [None, "ngram", "mtp"])
+def test_requests_that_come_and_go_at_random_get_their_own_answers(
+    tiny: dict[str, Any], expected: dict[str, list[Any]], drafter: str | None
+) -> None:
+    """Few pages, forced preemption, two steps in flight, aborts at any time: no bit changes."""
+    hard = {"num_gpu_blocks": 14, "num_snapshots": 3, "preempt_every": 5, "steps_in_flight": 2}
+    engine = make_engine(drafter, max_num_batched_tokens=128, **hard, **tiny).engine
+    waiting, requests, draw = make_requests(), {}, random.Random(3)
+    ended: list[str] = []
+    while waiting or engine.has_work():
+        if waiting and draw.random() < 0.3:
+            request = waiting.pop()
+            requests[request.id] = request
+            engine.add(request)
+        if draw.random() < 0.02:
+            engine.abort(draw.choice(list(engine.scheduler.entries) or ["nobody"]))
+        ended += [r.id for r in engine.step() if r.finish_reason]
+        engine.scheduler.cache.check()
+    for name, request in requests.items():
+        if request.finish_reason == "abort":
+            length = len(request.output_token_ids)
+            assert request.output_token_ids == expected[name][0][:length]
+        else:
+            assert told(request) == expected[name]
+    assert len(ended) == len(set(ended)) > 18 and len(requests) == 24
+    assert engine.scheduler.preemptions > 10 and engine.scheduler.cache.hit_tokens > 0
+    assert not engine.runner.saved and not engine.has_work()

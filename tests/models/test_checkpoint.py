@@ -1,0 +1,315 @@
+"""Loading: every tensor used, every parameter filled, every setting known; else it is named."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lockstep import LLM, EngineConfig, SamplingParams
+from lockstep.engine.setup import pick_dtype
+from lockstep.errors import CheckpointError
+from lockstep.models import ARCHITECTURES
+from lockstep.models.loader import read_config
+from tests.tiny_model import CONFIG, make_model
+
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=0)
+PROMPT = {"prompt_token_ids": list(range(3, 90))}
+MLP = "model.layers.1.mlp.down_proj.weight"
+FC = "mtp.fc.weight"
+
+
+def build(folder: Path, **settings: Any) -> LLM:
+    """An engine over a folder's weights."""
+    settings = {"max_model_len": 128, "max_num_seqs": 1, **settings}
+    return LLM(str(folder), skip_tokenizer_init=True, **settings)
+
+
+def weights_of(llm: LLM) -> dict[str, Tensor]:
+    """The checkpoint that this engine was filled from, by its published names."""
+    runner = llm.engine.runner
+    found = {
+        name if name == "lm_head.weight" else f"model.{name}": x
+        for name, x in runner.model.weights().items()  # type: ignore[operator]
+    }
+    draft = runner.program.drafter.context.module
+    found.update({f"mtp.{name}": x for name, x in draft.weights().items()})
+    return {name: x.detach().clone().contiguous() for name, x in found.items()}
+
+
+def answer(llm: LLM) -> list[Any]:
+    """Tokens and the bits of their log-probabilities."""
+    out = llm.generate(PROMPT, PARAMS)[0].outputs[0]
+    return [(t, e[t].logprob.hex()) for t, e in zip(out.token_ids, out.logprobs or (), strict=True)]
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], list[Any]]:
+    """A tiny checkpoint's tensors, and what the model answers with them."""
+    folder = make_model(tmp_path_factory.mktemp("known"))
+    llm = build(folder, load_format="dummy", speculative_config=MTP)
+    return weights_of(llm), answer(llm)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tiny model's folder, without weights."""
+    return make_model(tmp_path / "model")
+
+
+Store = Callable[[dict[str, Tensor]], Path]
+
+
+@pytest.fixture
+def store(folder: Path) -> Store:
+    """Writes one weights file into the folder."""
+
+    def write(tensors: dict[str, Tensor]) -> Path:
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+
+    return write
+
+
+def refused(folder: Path, **settings: Any) -> str:
+    """The message of the CheckpointError that loading raises."""
+    with pytest.raises(CheckpointError) as caught:
+        build(folder, **settings)
+    message = str(caught.value)
+    assert message.endswith(".") and len(message) > 40
+    return message
+
+
+def test_a_checkpoint_gives_the_weights_it_was_made_from(store: Store, known: Any) -> None:
+    tensors, expected = known
+    llm = build(store(tensors), speculative_config=MTP)
+    assert answer(llm) == expected == answer(build(store(tensors)))
+    for name, tensor in weights_of(llm).items():
+        assert torch.equal(tensor, tensors[name]), name
+    changed = {**tensors, MLP: tensors[MLP] + 0.5}
+    assert answer(build(store(changed))) != expected
+
+
+@pytest.mark.parametrize("prefix", ["model.", "model.language_model.", ""])
+def test_the_published_prefixes_are_known(store: Store, known: Any, prefix: str) -> None:
+    tensors, expected = known
+    renamed = {
+        prefix + n.removeprefix("model.") if n.startswith("model.") else n: x
+        for n, x in tensors.items()
+    }
+    renamed["model.visual.blocks.0.weight"] = torch.zeros(2)
+    assert answer(build(store(renamed), speculative_config=MTP)) == expected
+
+
+def test_shards_and_their_index_load(folder: Path, known: Any) -> None:
+    tensors, expected = known
+    names = sorted(tensors)
+    shards = {"model-00001-of-00002.safetensors": names[::2]}
+    shards["model-00002-of-00002.safetensors"] = names[1::2]
+    seen: list[tuple[str, int, int]] = []
+    for file, own in shards.items():
+        save_file({name: tensors[name] for name in own}, folder / file)
+    places = {name: file for file, own in shards.items() for name in own}
+    index = {"metadata": {"total_size": 1}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    llm = build(folder, speculative_config=MTP, progress=lambda *told: seen.append(told))
+    assert answer(llm) == expected
+    assert [told for told in seen if told[0] == "loading"] == [("loading", 1, 2), ("loading", 2, 2)]
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    message = refused(folder)
+    assert "missing tensors" in message.lower() and names[1].removeprefix("model.") in message
+
+
+def test_a_missing_tensor_is_named(store: Store, known: Any, tmp_path: Path) -> None:
+    tensors = dict(known[0])
+    del tensors[MLP]
+    message = refused(store(tensors))
+    assert "missing tensors (1): layers.1.mlp.down_proj.weight" in message.lower()
+    assert str(tmp_path) in message and "Mend" in message
+
+
+def test_a_missing_tensor_of_the_drafter_matters_only_where_it_drafts(
+    store: Store, known: Any
+) -> None:
+    tensors = {name: x for name, x in known[0].items() if name != FC}
+    message = refused(store(tensors), speculative_config=MTP)
+    assert f"missing tensors (1): {FC}" in message.lower()
+    assert answer(build(store(tensors))) == known[1]
+
+
+def test_a_spare_tensor_is_named(store: Store, known: Any) -> None:
+    spare = "model.layers.1.mlp.down_proj.weight_scale_inv"
+    message = refused(store({**known[0], spare: torch.ones(1)}))
+    assert f"spare tensors (1): {spare}" in message
+    many = {f"model.extra.{i}": torch.ones(1) for i in range(9)}
+    message = refused(store({**known[0], **many}))
+    assert "spare tensors (9): model.extra.0" in message and " ..." in message
+
+
+def test_a_tensor_in_two_files_is_named(folder: Path, store: Store, known: Any) -> None:
+    store(known[0])
+    save_file({MLP: known[0][MLP] * 2}, folder / "other.safetensors")
+    assert MLP in refused(folder)
+
+
+def test_a_misshapen_tensor_is_named(store: Store, known: Any) -> None:
+    message = refused(store({**known[0], MLP: torch.zeros(3, 5)}))
+    assert MLP in message and "(3, 5)" in message and "config.json asks for (48, 64)" in message
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.int64], ids=str)
+def test_a_quantised_tensor_is_not_taken_for_a_weight(
+    store: Store, known: Any, dtype: torch.dtype
+) -> None:
+    message = refused(store({**known[0], MLP: torch.zeros(48, 64).to(dtype)}))
+    assert MLP in message and str(dtype).removeprefix("torch.") in message
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_weights_of_every_float_dtype_load(
+    store: Store, known: Any, dtype: torch.dtype, folder: Path
+) -> None:
+    llm = build(store({name: x.to(dtype) for name, x in known[0].items()}))
+    assert torch.equal(llm.engine.runner.model.norm.weight, known[0]["model.norm.weight"].to(dtype))  # type: ignore
+    assert load_file(folder / "model.safetensors")[MLP].dtype == dtype
+
+
+def test_tied_and_untied_heads(tmp_path: Path, known: Any) -> None:
+    tensors, expected = known
+    head = tensors["model.embed_tokens.weight"]
+    tied = make_model(tmp_path / "tied")
+    save_file({**tensors, "lm_head.weight": head.clone()}, tied / "model.safetensors")
+    assert answer(build(tied)) == expected
+    untied = make_model(tmp_path / "untied", tie_word_embeddings=False)
+    save_file(tensors, untied / "model.safetensors")
+    assert "missing tensors (1): lm_head.weight" in refused(untied).lower()
+    save_file({**tensors, "lm_head.weight": head.clone()}, untied / "model.safetensors")
+    assert answer(build(untied)) == expected
+    save_file({**tensors, "lm_head.weight": -head}, untied / "model.safetensors")
+    assert answer(build(untied)) != expected
+
+
+def test_a_folder_that_holds_no_checkpoint(tmp_path: Path, folder: Path) -> None:
+    message = refused(tmp_path)
+    assert str(tmp_path / "config.json") in message and "Name a folder" in message
+    assert f"{folder} holds no *.safetensors file" in refused(folder)
+    (folder / "model.safetensors").write_bytes(b"not a checkpoint at all")
+    message = refused(folder)
+    assert str(folder / "model.safetensors") in message and "Fetch the file again" in message
+
+
+def test_a_file_cut_short(store: Store, known: Any) -> None:
+    path = store(known[0]) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    message = refused(path.parent)
+    assert str(path) in message and "Fetch the file again" in message
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "5", '"x"', '{"text_config": []}'])
+def test_a_config_that_is_no_config(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
+    with pytest.raises(CheckpointError) as caught:
+        read_config(folder)
+    assert str(folder / "config.json") in str(caught.value)
+    assert "Name a folder that holds a checkpoint" in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["llama", None, 5, ["qwen3_5"]])
+def test_an_unknown_architecture(tmp_path: Path, kind: Any) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    message = refused(folder)
+    assert f"model_type={kind!r} is not allowed" in message
+    assert all(name in message for name in ARCHITECTURES)
+
+
+STRICT: list[tuple[str, Any, str]] = [
+    ("hidden_act", "gelu", "'silu'"),
+    ("attention_bias", True, "False"),
+    ("attn_output_gate", False, "True"),
+    ("output_gate_type", "tanh", "'swish', 'silu'"),
+    ("mamba_ssm_dtype", "bfloat16", "'float32'"),
+    ("mtp_use_dedicated_embeddings", True, "False"),
+    ("mtp_num_hidden_layers", 2, "0, 1"),
+    ("layer_scale", True, "False"),
+    ("quantization_config", {"quant_method": "fp8"}, "None"),
+    ("rope_scaling", {"type": "yarn"}, ""),
+    ("layer_types", ["full_attention"] * 3, "4"),
+    ("num_hidden_layers", "4", "int"),
+    ("num_hidden_layers", 0, "1 or more"),
+    ("num_attention_heads", True, "int"),
+    ("num_key_value_heads", 4, "num_"),
+    ("linear_num_value_heads", 5, ""),
+    ("hidden_size", 48.5, "int"),
+    ("head_dim", -16, "1 or more"),
+    ("linear_conv_kernel_dim", 0, "1 or more"),
+    ("vocab_size", 0, "1 or more"),
+    ("full_attention_interval", 0, "1 or more"),
+    ("max_position_embeddings", "long", "int"),
+    ("rms_norm_eps", "small", "float"),
+    ("tie_word_embeddings", "yes", "bool"),
+    ("rope_parameters", "default", "dict"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "allowed"), STRICT, ids=lambda v: str(v)[:30])
+def test_an_unknown_value_of_a_setting_that_matters(
+    tmp_path: Path, name: str, value: Any, allowed: str
+) -> None:
+    folder = make_model(tmp_path / "model", **{name: value})
+    message = refused(folder, load_format="dummy")
+    assert name in message
+    assert allowed in message.split(" is not allowed; allowed: ", 1)[1]
+
+
+@pytest.mark.parametrize(
+    ("rope", "told"),
+    [
+        ({"rope_theta": 1e4, "rope_type": "yarn"}, "rope_type='yarn' is not allowed"),
+        ({"partial_rotary_factor": 0.25}, "rope_theta; expected: float"),
+        ({"rope_theta": 1e4, "partial_rotary_factor": 3}, "partial_rotary_factor=3"),
+        ({"rope_theta": 1e4, "partial_rotary_factor": 0.2}, "partial_rotary_factor=0.2 is not"),
+    ],
+)
+def test_rope_parameters_are_read_strictly(tmp_path: Path, rope: Any, told: str) -> None:
+    folder = make_model(tmp_path / "model", rope_parameters=rope)
+    assert told in refused(folder, load_format="dummy")
+
+
+OPTIONAL = {"head_dim", "tie_word_embeddings", "mtp_num_hidden_layers", "dtype"}
+
+
+@pytest.mark.parametrize("name", sorted(set(CONFIG) - OPTIONAL - {"model_type"}))
+def test_a_setting_that_is_missing_is_named(folder: Path, name: str) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    del config[name]
+    (folder / "config.json").write_text(json.dumps(config))
+    message = refused(folder, load_format="dummy")
+    assert f"config.json has no {name}" in message and "Add it" in message
+
+
+def test_settings_may_stand_in_text_config(tmp_path: Path, known: Any) -> None:
+    folder = make_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    outer = {"model_type": "qwen3_5", "tie_word_embeddings": config.pop("tie_word_embeddings")}
+    (folder / "config.json").write_text(json.dumps({**outer, "text_config": config}))
+    save_file(known[0], folder / "model.safetensors")
+    assert answer(build(folder, speculative_config=MTP)) == known[1]
+
+
+def test_the_dtype_of_a_checkpoint_is_known_or_refused() -> None:
+    config = EngineConfig()
+    assert pick_dtype(config, {}, "cuda") == torch.bfloat16
+    assert pick_dtype(config, {"text_config": {"dtype": "float16"}}, "cuda") == torch.float16
+    assert pick_dtype(config, {"torch_dtype": "float32"}, "cuda") == torch.float32
+    assert pick_dtype(config, {"dtype": "bfloat16"}, "cpu") == torch.float32
+    assert pick_dtype(EngineConfig(dtype="float16"), {"dtype": "int8"}, "cuda") == torch.float16
+    for wrong in ("int8", "nonsense", 5):
+        with pytest.raises(CheckpointError, match="config.json dtype=.*float32.*bfloat16.*float16"):
+            pick_dtype(config, {"dtype": wrong}, "cuda")

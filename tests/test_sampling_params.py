@@ -1,0 +1,256 @@
+"""What every sampling parameter does to the bundled model, and which values are refused."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lockstep import LLM
+from lockstep.errors import RequestError
+from lockstep.outputs import Logprob
+from tests.asking import (
+    GREEDY,
+    PROMPTS,
+    QUESTION,
+    SEEDED,
+    TEXT,
+    answer,
+    assert_idle,
+    make_engine,
+    one,
+)
+
+
+@pytest.fixture(scope="module")
+def engine() -> LLM:
+    """The bundled model, drafting with its own module."""
+    return make_engine("mtp")
+
+
+@pytest.fixture
+def llm(engine: LLM) -> Any:
+    """The engine; afterwards nothing of a request is left in it."""
+    yield engine
+    assert_idle(engine)
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    """The bundled model without drafts."""
+    return make_engine(None)
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_ends_the_text_where_it_begins(llm: LLM, include: bool) -> None:
+    whole = one(llm).text
+    stop = whole[9:13]
+    cut = one(llm, stop=["never there", stop], include_stop_str_in_output=include)
+    place = whole.index(stop) + (len(stop) if include else 0)
+    assert (cut.text, cut.finish_reason, cut.stop_reason) == (whole[:place], "stop", stop)
+    assert len(cut.token_ids) < 16
+    assert stop in llm.tokenizer.decode(cut.token_ids)  # type: ignore[union-attr]
+    assert stop not in llm.tokenizer.decode(cut.token_ids[:-1])  # type: ignore[union-attr]
+    assert one(llm, stop="never there").text == whole
+    assert one(llm, stop=whole[-3:] + "never there").text == whole, "nothing is held back"
+
+
+def test_a_stop_string_of_one_leaves_the_others_running(llm: LLM) -> None:
+    whole = [o.outputs[0] for o in llm.generate(PROMPTS[:3], GREEDY)]
+    stop = whole[1].text[5:8]
+    params = [GREEDY, replace(GREEDY, stop=stop), GREEDY]
+    before = llm.engine.stats.requests_success_total["abort"]
+    outs = [o.outputs[0] for o in llm.generate(PROMPTS[:3], params)]
+    assert llm.engine.stats.requests_success_total["abort"] == before + 1, (
+        "it is not run to its end"
+    )
+    assert [o.text for o in outs[::2]] == [o.text for o in whole[::2]]
+    assert [o.token_ids for o in outs[::2]] == [o.token_ids for o in whole[::2]]
+    assert outs[1].text == whole[1].text[: whole[1].text.index(stop)]
+
+
+def test_a_stop_token_ends_the_answer_and_gives_no_text(llm: LLM) -> None:
+    ids = one(llm).token_ids
+    place = 6
+    stop = ids[place]
+    cut = one(llm, stop_token_ids=[4000, stop])
+    first = ids.index(stop)
+    assert cut.token_ids == ids[: first + 1]
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+    assert cut.text == llm.tokenizer.decode(ids[:first])  # type: ignore[union-attr]
+    shown = one(llm, stop_token_ids=[stop], include_stop_str_in_output=True)
+    assert shown.text == llm.tokenizer.decode(ids[: first + 1])  # type: ignore[union-attr]
+
+
+def test_the_end_token_ends_unless_it_is_ignored_or_too_early(llm: LLM) -> None:
+    ends = replace(GREEDY, max_tokens=40, ignore_eos=False)
+    ended = llm.chat(QUESTION, ends)[0].outputs[0]
+    assert ended.finish_reason == "stop" and ended.stop_reason is None
+    assert ended.token_ids[-1] in llm.processor.eos_ids and "<|im_end|>" not in ended.text
+    on = llm.chat(QUESTION, replace(ends, ignore_eos=True))[0].outputs[0]
+    assert on.finish_reason == "length" and len(on.token_ids) == 40
+    assert on.token_ids[: len(ended.token_ids)] == ended.token_ids
+    least = len(ended.token_ids) + 7
+    late = llm.chat(QUESTION, replace(ends, min_tokens=least))[0].outputs[0]
+    assert not set(late.token_ids[:least]) & llm.processor.eos_ids
+    assert late.token_ids[: len(ended.token_ids) - 1] == ended.token_ids[:-1]
+    assert len(late.token_ids) > least or late.finish_reason == "length"
+
+
+def test_min_tokens_holds_stop_tokens_back(llm: LLM) -> None:
+    tokens = one(llm).token_ids
+    stop = tokens[0]
+    held = one(llm, stop_token_ids=[stop], min_tokens=10)
+    assert stop not in held.token_ids[:10] and len(held.token_ids) > 10
+    assert one(llm, stop_token_ids=[stop]).token_ids == [stop]
+    place = next(i for i in range(3, 16) if tokens[i] not in tokens[:i])
+    just = one(llm, stop_token_ids=[tokens[place]], min_tokens=place)
+    assert just.token_ids == tokens[: place + 1], "as soon as that many tokens came before it"
+
+
+def test_logprobs_hold_the_token_and_the_likeliest(llm: LLM) -> None:
+    for params in (GREEDY, SEEDED):
+        out = one(llm, params=params, logprobs=4)
+        assert out.logprobs is not None and len(out.logprobs) == len(out.token_ids)
+        for token, entry in zip(out.token_ids, out.logprobs, strict=True):
+            chosen: Logprob = entry[token]
+            ranks = sorted(x.rank for x in entry.values())
+            assert ranks == sorted({*range(1, 5), chosen.rank}), "the four likeliest and its own"
+            assert chosen.decoded_token == llm.tokenizer.decode([token])  # type: ignore
+            assert sum(math.exp(x.logprob) for x in entry.values()) < 1 + 1e-5
+            assert params is not GREEDY or chosen.rank == 1
+    assert all(len(entry) == 1 for entry in one(llm, logprobs=0).logprobs)
+    assert one(llm).logprobs is None
+
+
+def test_prompt_logprobs_are_the_models_own(llm: LLM) -> None:
+    out = one(llm, logprobs=2)
+    ids = llm.tokenizer.encode(TEXT) + out.token_ids  # type: ignore[union-attr]
+    scored = llm.generate(ids, replace(GREEDY, max_tokens=1, prompt_logprobs=2))[0]
+    scores = scored.prompt_logprobs
+    assert scores is not None and scores[0] is None and len(scores) == len(ids)
+    for token, entry in zip(ids[1:], scores[1:], strict=True):
+        assert entry is not None and token in entry
+        assert {1, 2} <= {x.rank for x in entry.values()}
+    for token, entry, told in zip(out.token_ids, scores[-16:], out.logprobs, strict=True):
+        assert entry is not None
+        assert entry[token].logprob == pytest.approx(told[token].logprob, abs=2e-3)
+    assert one(llm, ids).logprobs is None
+    assert llm.generate(ids, GREEDY)[0].prompt_logprobs is None
+
+
+def test_prompt_logprobs_do_not_see_chunks_or_the_prefix_cache(plain: LLM) -> None:
+    ids = (plain.tokenizer.encode(TEXT) * 80)[:300]  # type: ignore[union-attr]
+    ask = replace(GREEDY, max_tokens=3, prompt_logprobs=1, logprobs=1)
+    chunked = make_engine(None, max_num_batched_tokens=64)
+    whole = answer(plain.generate(ids, ask)[0])
+    assert len(whole[1]) == 300
+    assert answer(chunked.generate(ids, ask)[0]) == whole
+    again = chunked.generate(ids, GREEDY)[0], chunked.generate(ids, GREEDY)[0]
+    assert again[1].metrics.num_cached_tokens >= 64
+    assert answer(again[0]) == answer(again[1])
+    assert answer(chunked.generate(ids, ask)[0]) == whole
+
+
+def test_only_allowed_tokens_come(llm: LLM) -> None:
+    allowed = [11, 200, 1000, 3000]
+    for params in (GREEDY, SEEDED):
+        out = one(llm, params=params, allowed_token_ids=allowed)
+        assert set(out.token_ids) <= set(allowed) and len(out.token_ids) == 16
+    assert one(llm, allowed_token_ids=[3000]).token_ids == [3000] * 16
+
+
+def test_bad_words_never_come(llm: LLM) -> None:
+    tokens = one(llm).token_ids
+    pair = tokens[2:4]
+    clean = one(llm, bad_words_ids=[pair]).token_ids
+    pairs = list(zip(clean, clean[1:], strict=False))
+    first = next(i for i in range(16) if tokens[i : i + 2] == pair)
+    assert tuple(pair) not in pairs
+    assert clean[: first + 1] == tokens[: first + 1], "its first token alone is no bad word"
+    assert clean[first + 1] != pair[1]
+    whole = one(llm, PROMPTS[1])
+    word = next(w for w in whole.text.split() if w.isidentifier())
+    assert word not in one(llm, PROMPTS[1], bad_words=[word]).text.split()
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-6])
+def test_a_temperature_near_0_is_greedy(llm: LLM, temperature: float) -> None:
+    assert one(llm, temperature=temperature).token_ids == one(llm).token_ids
+
+
+def test_logit_bias_moves_tokens(llm: LLM) -> None:
+    tokens = one(llm).token_ids
+    assert one(llm, logit_bias={77: 100.0}).token_ids == [77] * 16
+    assert tokens[0] not in one(llm, logit_bias={tokens[0]: -100.0}).token_ids
+    assert one(llm, logit_bias={tokens[0]: 0.0}).token_ids == tokens
+    told = one(llm, logprobs=0, logit_bias={77: 100.0}).logprobs
+    assert told[0][77].logprob < -1, "log-probabilities are of the raw logits"
+
+
+BAD_PARAMS: list[tuple[dict[str, Any], str, str]] = [
+    ({"n": 0}, "n", "from 1 to 128"),
+    ({"n": True}, "n", "from 1 to 128"),
+    ({"temperature": -0.1}, "temperature", "from 0.0 to 100.0"),
+    ({"temperature": math.nan}, "temperature", "from 0.0 to 100.0"),
+    ({"temperature": None}, "temperature", "from 0.0 to 100.0"),
+    ({"top_p": 0.0}, "top_p", "to 1.0"),
+    ({"top_k": -2}, "top_k", "from -1"),
+    ({"top_k": 1.5}, "top_k", "whole number"),
+    ({"min_p": 1.1}, "min_p", "from 0.0 to 1.0"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "from 0.001 to 100.0"),
+    ({"presence_penalty": 2.5}, "presence_penalty", "from -2.0 to 2.0"),
+    ({"frequency_penalty": -2.5}, "frequency_penalty", "from -2.0 to 2.0"),
+    ({"seed": 2**63}, "seed", "whole number"),
+    ({"max_tokens": 0}, "max_tokens", "from 1"),
+    ({"min_tokens": -1}, "min_tokens", "from 0"),
+    ({"min_tokens": 17, "max_tokens": 16}, "min_tokens", "max_tokens=16"),
+    ({"logprobs": 21}, "logprobs", "from 0 to 20"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs", "from 0 to 20"),
+    ({"logit_bias": {5: "x"}}, "logit_bias", "token ids to finite numbers"),
+    ({"logit_bias": {5: math.nan}}, "logit_bias", "token ids to finite numbers"),
+    ({"logit_bias": {5: math.inf}}, "logit_bias", "token ids to finite numbers"),
+    ({"logit_bias": {"x": 1.0}}, "logit_bias", "token ids to finite numbers"),
+    ({"logit_bias": [5]}, "logit_bias", "token ids to finite numbers"),
+    ({"logit_bias": {4096: 1.0}}, "logit_bias", "0 to 4095"),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "at least one"),
+    ({"allowed_token_ids": [7], "bad_words_ids": [[7]]}, "allowed_token_ids", "no token to emit"),
+    ({"allowed_token_ids": [7, 4089], "stop_token_ids": [7], "min_tokens": 1},)
+    + ("allowed_token_ids", "no token to emit"),
+    ({"allowed_token_ids": 5}, "allowed_token_ids", "a list of token ids"),
+    ({"allowed_token_ids": ["a"]}, "allowed_token_ids", "a list of token ids"),
+    ({"allowed_token_ids": [1.5]}, "allowed_token_ids", "a list of token ids"),
+    ({"allowed_token_ids": [-1]}, "allowed_token_ids", "0 to 4095"),
+    ({"stop_token_ids": 5}, "stop_token_ids", "a list of token ids"),
+    ({"stop_token_ids": [4096]}, "stop_token_ids", "0 to 4095"),
+    ({"stop_token_ids": list(range(17))}, "stop_token_ids", "at most 16"),
+    ({"stop": 5}, "stop", "a string or a list of strings"),
+    ({"stop": [5]}, "stop", "a string or a list of strings"),
+    ({"stop": [""]}, "stop", "would end every answer"),
+    ({"stop": "x", "detokenize": False}, "stop", "detokenize"),
+    ({"bad_words": "fox"}, "bad_words", "a list of strings"),
+    ({"bad_words": [5]}, "bad_words", "a list of strings"),
+    ({"bad_words": [""]}, "bad_words", "has no tokens"),
+    ({"bad_words": ["\ud800"]}, "bad_words", "no Unicode text"),
+    ({"bad_words": ["fox"] * 33}, "bad_words", "at most 32"),
+    ({"bad_words": [TEXT * 3]}, "bad_words", "1 to 8 tokens"),
+    ({"bad_words_ids": [5]}, "bad_words_ids", "a list of lists of token ids"),
+    ({"bad_words_ids": [["a"]]}, "bad_words_ids", "a list of lists of token ids"),
+    ({"bad_words_ids": [[4096]]}, "bad_words", "0 to 4095"),
+    ({"ignore_eos": "no"}, "ignore_eos", "True or False"),
+    ({"detokenize": None}, "detokenize", "True or False"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "field", "allowed"), BAD_PARAMS, ids=lambda v: str(v)[:40])
+def test_bad_parameters_are_refused_and_the_engine_lives_on(
+    llm: LLM, wrong: dict[str, Any], field: str, allowed: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        params = replace(GREEDY, **wrong)
+        llm.generate([TEXT, TEXT, TEXT], [GREEDY, params, GREEDY])
+    message = str(caught.value)
+    assert caught.value.field == field and field in message
+    assert allowed in message, message
+    assert message.endswith(".") and message.count(". ") + message.count("; ") >= 1, message
+    assert_idle(llm)
