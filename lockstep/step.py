@@ -11,6 +11,14 @@ GRID = 64
 """Prompt chunks, snapshots and pages meet on this absolute token grid."""
 
 
+def flush_after(device: str) -> int:
+    """Pending tokens from which on a generated step writes a row's recurrent state.
+
+    Replaying what is pending costs a GPU less than writing the state each time; a CPU, more.
+    """
+    return 8 if device.startswith("cuda") else 1
+
+
 @dataclass(frozen=True)
 class StepShape:
     """The static sizes of a step: what a captured program is keyed by.
@@ -40,8 +48,8 @@ class Step:
     slot_mapping [T] (int64) page * page_size + offset.
     State: state_slots [S] (int64) where a row's state is kept; state_src [S] (int64) where a prompt
     chunk reads its first state (a snapshot, or the row's own); snapshot_slots [S] where a prompt
-    chunk leaves the state of its last grid point (0: nowhere); pending [S] (int64) tokens of the
-    last window that are committed and not yet folded into the state.
+    chunk leaves the state of its last grid point (0: nowhere); pending [S] (int64) committed tokens
+    that are not yet folded into the state.
     drafts [S, Q-1]: the draft tokens among token_ids, -1 where there is none (uniform steps).
     logit_rows [N] (int64): indices into T whose logits are wanted (all, or a row's last).
     """

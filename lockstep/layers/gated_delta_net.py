@@ -14,7 +14,7 @@ from lockstep.kernels.gated_delta_rule import (
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Linear
 from lockstep.layers.norm import GatedRMSNorm
-from lockstep.step import Step
+from lockstep.step import Step, flush_after
 
 
 class GatedDeltaNet(nn.Module):
@@ -37,6 +37,7 @@ class GatedDeltaNet(nn.Module):
         self.key_heads, self.value_heads = key_heads, value_heads
         self.key_dim, self.value_dim, self.kernel = key_dim, value_dim, kernel
         self.dtype, self.window = build.dtype, build.window
+        self.flush = flush_after(build.device)
         self.channels = 2 * key_heads * key_dim + value_heads * value_dim
         inner = value_heads * value_dim
         self.in_proj = Linear(build, hidden, self.channels, inner, value_heads, value_heads)
@@ -83,11 +84,11 @@ class GatedDeltaNet(nn.Module):
         mixed, z, b, a = (t.unflatten(0, window) for t in (mixed, z, b, a))
         z = z.unflatten(-1, (self.value_heads, self.value_dim))
         where = (step.state_slots, step.starts, step.pending)
-        return self.step_op(mixed, z, b, a, weights, self.state, *where)
+        return self.step_op(mixed, z, b, a, weights, self.state, *where, flush=self.flush)
 
     def cache_spec(self) -> StateSpec:
         hv, dk, dv = self.value_heads, self.key_dim, self.value_dim
-        lines = ring_lines(self.window, self.kernel - 1)
+        lines = ring_lines(self.window, self.kernel - 1, self.flush)
         f32 = torch.float32
         return StateSpec(
             (

@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.config import Plan
 from lockstep.kernels.sampling import SamplingState
 from lockstep.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS
-from lockstep.step import Step, StepShape, Verdict
+from lockstep.step import Step, StepShape, Verdict, flush_after
 
 
 @dataclass
@@ -52,6 +52,7 @@ class RowTable:
     def __init__(self, plan: Plan, vocab: int) -> None:
         rows, device = plan.max_num_seqs + 1, plan.device
         self.page_size, self.query_len = plan.page_size, plan.query_len
+        self.flush = flush_after(device)
 
         def full(value: int, dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.full((rows, *shape), value, dtype=dtype, device=device)
@@ -133,7 +134,8 @@ class RowTable:
         if step.shape.prompt:
             committed, pending = length, torch.zeros_like(length)
         else:
-            committed, pending = window, window
+            held = torch.where(step.pending < self.flush, step.pending, 0).int()
+            committed, pending = window, held + window
         self.computed[rows] = torch.where(real, step.starts + committed, 0)
         self.pending[rows] = torch.where(real, pending, 0)
         emits = (real & (step.seq_lens >= self.prompt_len[rows]))[:, None]

@@ -12,6 +12,8 @@ import torch
 
 from lockstep import LLM
 from lockstep.kernels import gated_delta_rule as rule
+from lockstep.layers import gated_delta_net
+from lockstep.runner import table
 from tests.regressions.conftest import PROMPTS, answers, script
 
 
@@ -38,6 +40,20 @@ def test_real_drafters_leave_the_answer_alone(
     make: Callable[..., LLM], method: str, k: int
 ) -> None:
     assert answers(make(method, k)) == answers(make())
+
+
+@pytest.mark.parametrize("flush", [2, 8])
+def test_state_written_rarely_leaves_the_answer_alone(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, flush: int
+) -> None:
+    """As on a GPU: tokens stay pending until there are `flush` of them."""
+    plain, known = plain_and_known(make)
+    for user in (gated_delta_net, table):
+        monkeypatch.setattr(user, "flush_after", lambda device: flush)
+    llm = make("ngram", 3)
+    script(llm, known)
+    assert answers(llm) == plain
+    assert answers(make()) == plain
 
 
 def no_replay(state: Any, slots: Any, lines: Any, pending: Any, flush: int) -> Any:
@@ -70,14 +86,16 @@ def test_conv_window_that_does_not_move_is_caught(
     plain, known = plain_and_known(make)
     step = rule.gated_delta_step.reference
 
-    def stuck(mixed: Any, z: Any, b: Any, a: Any, w: Any, state: Any, *where: Any) -> Any:
+    def stuck(
+        mixed: Any, z: Any, b: Any, a: Any, w: Any, state: Any, *where: Any, flush: int
+    ) -> Any:
         """The inputs before the window are those behind the first accepted token of the last."""
         for slot, start, n in zip(*(x.tolist() for x in where), strict=True):
             lines = state.conv.shape[1]
             for i in range(start - w.conv.shape[1] + 1, start):
                 past = state.conv[slot, (i - max(n - 1, 0)) % lines].clone()
                 state.conv[slot, i % lines] = past
-        return step(mixed, z, b, a, w, state, *where)
+        return step(mixed, z, b, a, w, state, *where, flush=flush)
 
     llm = make("ngram", 3)
     for block in llm.engine.runner.model.blocks:
