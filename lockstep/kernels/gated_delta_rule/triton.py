@@ -68,71 +68,50 @@ def _line(line, lines):
 
 
 @triton.jit
-def _convolved(
-    mixed, conv, taps, c, live, t, first, length, lines, stride, C: tl.constexpr, R: tl.constexpr
-):
-    """Channels c of tokens t: SiLU of the convolution, and the raw inputs, as tiles [T, channels].
-
-    Tokens before the window come out of the ring.
-    """
-    inside = (t < length)[:, None] & live[None, :]
-    total = tl.zeros((t.shape[0], c.shape[0]), tl.float32)
-    for j in tl.static_range(R + 1):
-        at = t + j - R
-        old = conv + _line(first + at, lines)[:, None] * C + c[None, :]
-        new = mixed + at[:, None] * stride + c[None, :]
-        raw = tl.load(tl.where((at < 0)[:, None], old, new), mask=inside, other=0.0)
-        tap = tl.load(taps + j * C + c, mask=live, other=0.0).to(tl.float32)
-        total += raw.to(tl.float32) * tap[None, :]
-    return total / (1.0 + tl.exp(-total)), raw
-
-
-@triton.jit
-def _normal(x, EPS: tl.constexpr):
-    return x * tl.rsqrt(fold(x * x) + EPS)[:, None]
-
-
-@triton.jit
 def _inputs(
     mixed, b, a, conv, taps, log_rate, bias, kept_k, kept_decay, heads, line_0, length, lines,
     stride, b_stride, a_stride, h,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    G: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr, EPS: tl.constexpr,
+    G: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+    EPS: tl.constexpr,
 ):  # fmt: skip
-    """q, k, v and beta of the window to heads; what is kept to its ring, by one program."""
+    """q, k, v and beta of the window to heads; what is kept to its ring, by one program.
+
+    q, k and v of a token are lines of one tile, and a fourth one that is empty.
+    """
     C: tl.constexpr = 2 * HK * K + HV * V
     kh, first = h // (HV // HK), h % (HV // HK) == 0
-    i, j = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    unit, t_0 = tl.arange(0, 4 * TOKENS) % 4, tl.arange(0, 4 * TOKENS) // 4
+    c, live = head_channels(
+        tl.where(unit == 2, 2 * HK + h, unit * HK + kh)[:, None], tl.arange(0, BLOCK)[None, :],
+        HK, K, V,
+    )  # fmt: skip
     for begin in range(0, length, TOKENS):
+        t = begin + t_0
+        inside = live & ((unit < 3) & (t < length))[:, None]
+        total = tl.zeros((4 * TOKENS, BLOCK), tl.float32)
+        for j in tl.static_range(R + 1):
+            at = t + j - R
+            old = conv + _line(line_0 + at, lines)[:, None] * C
+            place = tl.where((at < 0)[:, None], old, mixed + at[:, None] * stride)
+            raw = tl.load(place + c, mask=inside, other=0.0)
+            total += raw.to(tl.float32) * tl.load(taps + j * C + c, mask=inside, other=0.0)
+        x = total / (1.0 + tl.exp(-total))
+        scale = tl.rsqrt(fold(x * x) + EPS)
+        x = tl.where((unit < 2)[:, None], x * scale[:, None], x)
+        x = tl.where((unit == 0)[:, None], x * K**-0.5, x)
+        line, i = _line(line_0 + t, lines), tl.arange(0, BLOCK)[None, :]
+        tl.store(heads + (t * WIDTH + unit * K)[:, None] + i, x, mask=inside)
+        keep = kept_k + (line * (HK * K) + kh * K)[:, None] + i
+        tl.store(keep, x, mask=inside & ((unit == 1) & first)[:, None])
+        keep = inside & ((unit == 2) | first)[:, None]
+        tl.store(conv + line[:, None] * C + c, raw, mask=keep)
         t = begin + tl.arange(0, TOKENS)
-        line = _line(line_0 + t, lines)
-        mask_k, mask_v = (t < length)[:, None] & (i < K)[None, :], (t < length)[:, None] & (j < V)
-        ring, out = conv + line[:, None] * C, heads + t[:, None] * WIDTH
         raw_a = tl.load(a + t * a_stride, mask=t < length, other=0.0)
         raw_b = tl.load(b + t * b_stride, mask=t < length, other=0.0)
-        of_q, of_k, of_v = kh * K + i, (HK + kh) * K + i, 2 * HK * K + h * V + j
-        q, raw_q = _convolved(
-            mixed, conv, taps, of_q, i < K, t, line_0, length, lines, stride, C, R
-        )
-        k, raw_k = _convolved(
-            mixed, conv, taps, of_k, i < K, t, line_0, length, lines, stride, C, R
-        )
-        v, raw_v = _convolved(
-            mixed, conv, taps, of_v, j < V, t, line_0, length, lines, stride, C, R
-        )
-        k = _normal(k, EPS)
-        tl.store(out + i[None, :], _normal(q, EPS) * K**-0.5, mask=mask_k)
-        tl.store(out + K + i[None, :], k, mask=mask_k)
-        tl.store(out + 2 * K + j[None, :], v, mask=mask_v)
-        keep = kept_k + line[:, None] * (HK * K) + kh * K + i[None, :]
-        tl.store(keep, k, mask=mask_k & first)
-        tl.store(ring + of_q[None, :], raw_q, mask=mask_k & first)
-        tl.store(ring + of_k[None, :], raw_k, mask=mask_k & first)
-        tl.store(ring + of_v[None, :], raw_v, mask=mask_v)
         g, rate = gates(raw_a, raw_b, log_rate, bias)
-        tl.store(heads + t * WIDTH + 2 * K + 2 * V + 2 * G, rate, mask=t < length)
-        tl.store(kept_decay + line * HV, tl.exp(g), mask=t < length)
+        tl.store(heads + t * WIDTH + 2 * K + 4 * V + 2 * G, rate, mask=t < length)
+        tl.store(kept_decay + _line(line_0 + t, lines) * HV, tl.exp(g), mask=t < length)
 
 
 @triton.jit
@@ -175,67 +154,66 @@ def _cell_weights(
     To heads: k_t k_j and q_t k_j, times the decay from j to t; of the state before the cell, the
     decay to t. To ends: the decays to the end of each cell.
     """
-    j = tl.arange(0, G)
+    j, begin = tl.arange(0, G), base - start
     for cell in range(base // G, (start + length - 1) // G + 1):
         first = cell * G - start
         t = first + j
         old = kept_k + _line(line_0 + t, lines)[:, None] * (HK * K)
         place = tl.where((t < 0)[:, None], old, heads + t[:, None] * WIDTH + K)
-        keys = _slabs(place, ((t >= base - start) & (t < length))[:, None], K)
-        passed, whole = tl.full((G,), 1.0, tl.float32), 1.0
-        for i in range(G):
+        keys = _slabs(place, ((t >= begin) & (t < length))[:, None], K)
+        fades = ()
+        for i in tl.static_range(G):
             now = first + i
-            member = (now >= base - start) & (now < length)
-            fade = tl.load(kept_decay + _line(line_0 + now, lines) * HV, mask=member, other=1.0)
-            passed, whole = tl.where(j < i, passed * fade, passed), whole * fade
-            if member & (now >= 0):
-                token = heads + now * WIDTH
-                of_q, of_k = _dot(keys, _slabs(token, True, K)), _dot(keys, _slabs(token + K, True, K))
-                token += 2 * K + 2 * V
-                tl.store(token + j, tl.where(j < i, of_k * passed, 0.0))
-                tl.store(token + G + j, tl.where(j <= i, of_q * passed, 0.0))
-                tl.store(token + 2 * G + 1, whole)
+            line = _line(line_0 + now, lines)
+            live = (now >= begin) & (now < 0)
+            fades = fades + (tl.load(kept_decay + line * HV, mask=live, other=1.0),)
+        passed, whole = tl.full((G,), 1.0, tl.float32), 1.0
+        for i in tl.static_range(G):
+            passed, whole = tl.where(j < i, passed * fades[i], passed), whole * fades[i]
+        for now in range(tl.maximum(first, 0), tl.minimum(first + G, length)):
+            at, token = now - first, heads + now * WIDTH
+            fade = tl.load(kept_decay + _line(line_0 + now, lines) * HV)
+            passed, whole = tl.where(j < at, passed * fade, passed), whole * fade
+            of_q, of_k = _dot(keys, _slabs(token, True, K)), _dot(keys, _slabs(token + K, True, K))
+            token += 2 * K + 4 * V
+            tl.store(token + j, tl.where(j < at, of_k * passed, 0.0))
+            tl.store(token + G + j, tl.where(j <= at, of_q * passed, 0.0))
+            tl.store(token + 2 * G + 1, whole)
         tl.store(ends + j, passed)
         tl.store(ends + G, whole)
         ends += 2 * G
 
 
 @triton.jit
-def _token(
-    state, us, token, kept, v, inside,
-    K: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
-):  # fmt: skip
-    """u of one new token, for a block of V, from the state before its cell and the cell's us."""
-    of_q, of_k = _dot(state, _slabs(token, True, K)), _dot(state, _slabs(token + K, True, K))
-    value = tl.load(token + 2 * K + v, mask=inside, other=0.0)
-    weights = token + 2 * K + 2 * V
-    rate, whole = tl.load(weights + 2 * G), tl.load(weights + 2 * G + 1)
-    seen, o = of_k * whole, of_q * whole
-    for j in tl.static_range(len(us)):
-        seen = _fma(us[j], tl.load(weights + j), seen)
-        o = _fma(us[j], tl.load(weights + G + j), o)
-    u = (value - seen) * rate
-    o = _fma(u, tl.load(weights + G + len(us)), o)
-    tl.store(kept + v, u, mask=inside)
-    tl.store(token + 2 * K + V + v, o, mask=inside)
-    return u
+def _columns(parts):
+    """A tuple of G tensors [n], G a power of 2 up to 32 -> [n, G]."""
+    for _ in tl.static_range(5):
+        if len(parts) > 1:
+            pairs = ()
+            for i in tl.static_range(len(parts) // 2):
+                pair = tl.join(parts[i], parts[len(parts) // 2 + i])
+                pairs = pairs + (tl.reshape(pair, (pair.shape[0], pair.numel // pair.shape[0])),)
+            parts = pairs
+    return tl.reshape(parts[0], (parts[0].shape[0], parts[0].numel // parts[0].shape[0]))
 
 
 @triton.jit
 def _advance(
-    state, us, heads, kept_k, ends, first, begin, line_0, lines,
-    HK: tl.constexpr, K: tl.constexpr, G: tl.constexpr, WIDTH: tl.constexpr,
+    state, heads, kept_k, kept_u, ends, v, first, begin, line_0, lines,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    G: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The state behind a whole cell: decayed, and the cell's tokens written, one after another."""
     whole = tl.load(ends + G)
     done = (state[0] * whole,)
     for r in tl.static_range(1, len(state)):
         done = done + (state[r] * whole,)
-    for j in tl.static_range(G):
-        t, decay = first + j, tl.load(ends + j)
-        old = kept_k + _line(line_0 + t, lines) * (HK * K)
-        key = _slabs(tl.where(t < 0, old, heads + t * WIDTH + K), t >= begin, K)
-        last, u = done, us[j][:, None]
+    for j in range(G):
+        t, last = first + j, done
+        line, decay = _line(line_0 + t, lines), tl.load(ends + j)
+        place = tl.where(t < 0, kept_k + line * (HK * K), heads + t * WIDTH + K)
+        key = _slabs(place, t >= begin, K)
+        u = tl.load(kept_u + line * (HV * V) + v, mask=(v < V) & (t >= begin), other=0.0)[:, None]
         done = (_fma(u, key[0] * decay, last[0]),)
         for r in tl.static_range(1, len(state)):
             done = done + (_fma(u, key[r] * decay, last[r]),)
@@ -243,42 +221,82 @@ def _advance(
 
 
 @triton.jit
-def _values(
-    state, place, heads, kept_k, kept_u, ends, v, base, start, length, line_0, lines,
+def _pass(
+    state, place, heads, kept_k, kept_u, ends, base, start, length, line_0, lines, came, cell,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    G: tl.constexpr, WIDTH: tl.constexpr,
+    G: tl.constexpr, VALUES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """A block of V from cell to cell: u and o of new tokens, the state where a cell is committed."""
-    inside, begin = v < V, base - start
-    for cell in range(base // G, (start + length - 1) // G + 1):
-        first = cell * G - start
-        us = ()
-        for i in tl.static_range(G):
-            t = first + i
-            kept = kept_u + _line(line_0 + t, lines) * (HV * V)
-            u = tl.load(kept + v, mask=inside & (t >= begin) & (t < 0), other=0.0)
-            if (t >= 0) & (t < length):
-                u = _token(state, us, heads + t * WIDTH, kept, v, inside, K, V, G)
-            us = us + (u,)
-        if first + G < length:
+    """S k and S q of a cell's new tokens, S from cell `came`, of which `state` is the first block.
+
+    Where all tokens on the way are committed, S is written. The next block is asked for first.
+    """
+    v, first = tl.arange(0, VALUES), cell * G - start
+    for _ in range(0, V, VALUES):
+        inside = (v < V)[:, None]
+        following = _slabs(place + VALUES * K, (v + VALUES < V)[:, None], K)
+        weights = ends
+        for past in range(came, cell):
             state = _advance(
-                state, us, heads, kept_k, ends, first, begin, line_0, lines, HK, K, G, WIDTH
-            )
-            if (first + G <= 0) & (first + 2 * G > 0):
-                for r in tl.static_range(len(state)):
-                    at = r * SLAB + tl.arange(0, SLAB)[None, :]
-                    tl.store(place + at, state[r], mask=inside[:, None] & (at < K))
-        ends += 2 * G
+                state, heads, kept_k, kept_u, weights, v, past * G - start, base - start, line_0,
+                lines, HK, HV, K, V, G, WIDTH,
+            )  # fmt: skip
+            weights += 2 * G
+        if (came < cell) & (first <= 0):
+            for r in tl.static_range(len(state)):
+                at = r * SLAB + tl.arange(0, SLAB)[None, :]
+                tl.store(place + at, state[r], mask=inside & (at < K))
+        for t in range(tl.maximum(first, 0), tl.minimum(first + G, length)):
+            token = heads + t * WIDTH
+            of_q, of_k = _dot(state, _slabs(token, True, K)), _dot(state, _slabs(token + K, True, K))
+            token += 2 * K + 2 * V
+            place_2 = tl.where(tl.arange(0, 2)[None, :] == 0, 0, V) + v[:, None]
+            tl.store(token + place_2, tl.join(of_k, of_q), mask=inside)
+        state, place, v = following, place + VALUES * K, v + VALUES
+
+
+@triton.jit
+def _solve(
+    heads, kept_u, base, start, length, line_0, lines, cell,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    G: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """u and o of a cell's new tokens, from S k and S q and the us before them."""
+    v, first = tl.arange(0, BLOCK), cell * G - start
+    inside, us = v < V, ()
+    for i in tl.static_range(G):
+        t = first + i
+        live = inside & (t >= base - start) & (t < 0)
+        u = tl.load(kept_u + _line(line_0 + t, lines) * (HV * V) + v, mask=live, other=0.0)
+        us = us + (u,)
+    for i in tl.static_range(G):
+        t, u = first + i, us[i]
+        if (t >= 0) & (t < length):
+            token = heads + t * WIDTH + 2 * K
+            weights = token + 4 * V
+            rate, whole = tl.load(weights + 2 * G), tl.load(weights + 2 * G + 1)
+            seen = tl.load(token + 2 * V + v, mask=inside, other=0.0) * whole
+            o = tl.load(token + 3 * V + v, mask=inside, other=0.0) * whole
+            for j in tl.static_range(i):
+                seen = _fma(us[j], tl.load(weights + j), seen)
+                o = _fma(us[j], tl.load(weights + G + j), o)
+            u = (tl.load(token + v, mask=inside, other=0.0) - seen) * rate
+            o = _fma(u, tl.load(weights + G + i), o)
+            tl.store(kept_u + _line(line_0 + t, lines) * (HV * V) + v, u, mask=inside)
+            tl.store(token + V + v, o, mask=inside)
+        before = us
+        us = ()
+        for j in tl.static_range(G):
+            us = us + ((u if i == j else before[j]),)
 
 
 @triton.jit
 def _norm_and_gate(
     heads, z, out, weight, length, z_stride, eps,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
     TOKENS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """o / rms * weight * silu(z), for TOKENS new tokens at a time."""
-    j = tl.arange(0, BLOCK_V)[None, :]
+    j = tl.arange(0, BLOCK)[None, :]
     weight = tl.load(weight + j, mask=j < V, other=0.0).to(tl.float32)
     for begin in range(0, length, TOKENS):
         t = begin + tl.arange(0, TOKENS)[:, None]
@@ -299,8 +317,8 @@ def _step_kernel(
     slots, starts, pending, heads, ends, out, length, lines, cells, eps,
     mixed_stride, z_stride, b_stride, a_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    G: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, VALUES: tl.constexpr,
-    TOKENS: tl.constexpr, WIDTH: tl.constexpr, L2_EPS: tl.constexpr,
+    G: tl.constexpr, BLOCK: tl.constexpr, VALUES: tl.constexpr, TOKENS: tl.constexpr,
+    LINES: tl.constexpr, WIDTH: tl.constexpr, L2_EPS: tl.constexpr,
 ):  # fmt: skip
     """One (row, value head): the inputs, what tokens of a cell take of each other, the state."""
     program = tl.program_id(0).to(tl.int64)
@@ -322,7 +340,7 @@ def _step_kernel(
         mixed, b + token * b_stride + h, a + token * a_stride + h, conv, taps,
         tl.load(a_log + h), tl.load(dt_bias + h), kept_k, kept_decay, heads, line_0, length, lines,
         mixed_stride, b_stride, a_stride, h,
-        HK, HV, K, V, R, G, BLOCK_K, BLOCK_V, TOKENS, WIDTH, L2_EPS,
+        HK, HV, K, V, R, G, BLOCK, TOKENS, WIDTH, L2_EPS,
     )  # fmt: skip
     tl.debug_barrier()  # heads are written
     kept_k += h // (HV // HK) * K
@@ -330,18 +348,22 @@ def _step_kernel(
         heads, kept_k, kept_decay, ends, base, start, length, line_0, lines, HK, HV, K, V, G, WIDTH
     )
     tl.debug_barrier()  # weights are written
-    for begin in range(0, V, VALUES):
-        after = v + (begin + VALUES)
-        following = _slabs(place + VALUES * K, after[:, None] < V, K)
-        _values(
-            state, place, heads, kept_k, kept_u, ends, v + begin, base, start, length, line_0,
-            lines, HK, HV, K, V, G, WIDTH,
+    came = base // G
+    for cell in range(start // G, (start + length - 1) // G + 1):
+        _pass(
+            state, place, heads, kept_k, kept_u, ends, base, start, length, line_0, lines, came,
+            cell, HK, HV, K, V, G, VALUES, WIDTH,
         )  # fmt: skip
-        state, place = following, place + VALUES * K
-    tl.debug_barrier()  # o is written
+        ends, came = ends + (start // G - came) * (2 * G), start // G
+        tl.debug_barrier()  # S k and S q are written
+        _solve(
+            heads, kept_u, base, start, length, line_0, lines, cell, HV, K, V, G, BLOCK, WIDTH
+        )
+        tl.debug_barrier()  # u and o are written
+        state = _slabs(place, (v[:, None] < V) & ((cell + 1) * G < start + length), K)
     _norm_and_gate(
         heads, z + token * z_stride + h * V, out + (token * HV + h) * V, norm, length, z_stride,
-        eps, HV, K, V, BLOCK_V, TOKENS, WIDTH,
+        eps, HV, K, V, BLOCK, LINES, WIDTH,
     )  # fmt: skip
 
 
@@ -364,9 +386,10 @@ def supports(**traits: Any) -> str | None:
 
 def layout_of(sizes: dict[str, int], rows: int, length: int) -> dict[str, int]:
     """Tiles: VALUES of V and TOKENS new tokens at a time. No bit depends on them."""
-    blocks = blocks_of(sizes, 128)
+    block, warps = max(blocks_of(sizes, 128).values()), 4
     tokens = min(4, triton.next_power_of_2(length))
-    return dict(**blocks, VALUES=min(blocks["BLOCK_V"], 32), TOKENS=tokens, num_warps=4)
+    tiles = dict(VALUES=min(block, 32), TOKENS=max(tokens, warps // 4), LINES=max(tokens, warps))
+    return dict(**tiles, BLOCK=block, num_warps=warps)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -397,7 +420,7 @@ def gated_delta_step_triton(
     out = torch.empty(rows, length, hv, v, dtype=z.dtype, device=mixed.device)
     if not out.numel():
         return out
-    lines, width = state.conv.shape[1], 2 * k + 2 * v + 2 * flush + PAD
+    lines, width = state.conv.shape[1], 2 * k + 4 * v + 2 * flush + PAD
     cells = lines // flush + 2
     scratch = dict(dtype=torch.float32, device=mixed.device)
     heads = torch.empty(rows * hv, length, width, **scratch)
