@@ -174,9 +174,7 @@ def _aligned(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
-def launch(
-    x: Tensor, weight: Tensor, segments: int, tile: Tile, partial: bool = False
-) -> Tensor:
+def launch(x: Tensor, weight: Tensor, segments: int, tile: Tile, partial: bool = False) -> Tensor:
     """linear by a given tile. The tile decides the speed and nothing else."""
     (tokens, k), n = x.shape, weight.shape[0]
     if not tokens:
@@ -222,9 +220,7 @@ def _arch(device: torch.device) -> str:
 
 
 @linear.backend("triton", supports=gpu_trait)
-def linear_triton(
-    x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False
-) -> Tensor:
+def linear_triton(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) -> Tensor:
     """See lockstep.kernels.linear.linear. Last strides must be 1."""
     tile = lookup(x.shape[0], *weight.shape, x.dtype, _arch(x.device))
     return launch(x, weight, segments, tile, partial)
