@@ -9,6 +9,8 @@ from lockstep.layers.build import Build
 class Linear(nn.Module):
     """x [T, K] -> [T, N]; N may be the sum of several checkpoint weights' rows."""
 
+    partial = False
+
     def __init__(self, build: Build, inputs: int, *outputs: int) -> None:
         super().__init__()
         self.outputs = outputs
@@ -22,7 +24,13 @@ class Linear(nn.Module):
         return self.weight[begin : begin + self.outputs[index]]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x, self.weight, self.segments)
+        return self.linear(x, self.weight, self.segments, self.partial)
+
+
+class ResidualLinear(Linear):
+    """x [T, K] -> what AddRMSNorm adds to the residual: [T, N], or partials [P, T, N] of it."""
+
+    partial = True
 
 
 class Embedding(nn.Module):
