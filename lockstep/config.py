@@ -12,6 +12,8 @@ GRAPH_MODES = ("full", "piecewise", "none")
 MAX_DRAFTS = 7
 MAX_LOOKUP = 16
 MAX_ROWS = 1024
+HEAD_GRAIN = 64
+"""A reduced draft head has a multiple of this many tokens."""
 EXAMPLE = '{"method": "mtp", "num_speculative_tokens": 3}'
 
 
@@ -33,12 +35,17 @@ def _check_number(name: str, value: object, low: float, high: float, remedy: str
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """How drafts are made, in vLLM's keys. `method`: a name in lockstep.spec.DRAFTERS."""
+    """How drafts are made, in vLLM's keys. `method`: a name in lockstep.spec.DRAFTERS.
+
+    draft_vocab_size: tokens that a draft module may propose, the most frequent ones: "full", a
+    multiple of 64, or "auto", 32,768 where the model knows more than 65,536.
+    """
 
     method: str
     num_speculative_tokens: int = 3
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
+    draft_vocab_size: int | str = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str):
@@ -52,6 +59,15 @@ class SpeculativeConfig:
         _check_number("prompt_lookup_max", high, 1, MAX_LOOKUP, "Choose the longest n-gram anew.")
         remedy = "Choose it no larger than prompt_lookup_max."
         _check_number("prompt_lookup_min", low, 1, high, remedy)
+        self._check_draft_vocab_size()
+
+    def _check_draft_vocab_size(self) -> None:
+        size = self.draft_vocab_size
+        whole = _is_number(size, HEAD_GRAIN, 1 << 24) and int(size) % HEAD_GRAIN == 0
+        if size not in ("auto", "full") and not whole:
+            allowed = f"auto, full, or multiples of {HEAD_GRAIN} from {HEAD_GRAIN}"
+            remedy = "Choose one of them, or leave it out."
+            raise choice_error(ConfigError, "draft_vocab_size", size, allowed, remedy)
 
     @classmethod
     def read(cls, value: "dict[str, Any] | SpeculativeConfig | None") -> "SpeculativeConfig | None":
@@ -187,7 +203,11 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a config implies on this machine, for this model: fixed before anything is allocated."""
+    """What a config implies on this machine, for this model: fixed before anything is allocated.
+
+    draft_vocab_size: tokens that a draft module may propose, 0 without one; draft_head_bytes: its
+    own copy of their rows of the head, 0 where it shares the whole one.
+    """
 
     model_path: Path
     device: str
@@ -205,6 +225,8 @@ class Plan:
     graph_mode: str
     steps_in_flight: int
     numerics: str
+    draft_vocab_size: int = 0
+    draft_head_bytes: int = 0
 
     @property
     def row_columns(self) -> int:

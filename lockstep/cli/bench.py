@@ -344,7 +344,9 @@ def _sketch(folder: Path, dtype: str, spec: dict[str, Any] | None) -> "Sketch":
     chosen = SpeculativeConfig.read(spec)
     module = drafter_module(chosen)
     drafts = chosen.num_speculative_tokens if chosen else 0
-    return sketch(folder, getattr(torch, dtype), drafts, bool(module and module.NEEDS_MODULE))
+    size = chosen.draft_vocab_size if chosen else "auto"
+    needed = bool(module and module.NEEDS_MODULE)
+    return sketch(folder, getattr(torch, dtype), drafts, needed, size)
 
 
 def _show_floor_alone(
