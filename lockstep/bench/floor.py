@@ -122,7 +122,8 @@ def sketch(
         build = Build("cpu", dtype, drafts + 1, max_positions=1 << 20)
         model, draft = build_model(read_config(folder), build, module)
         if draft is not None:
-            draft.reduce_head(torch.arange(draft_vocab_size(vocab, model.config.vocab_size)))
+            whole = draft.head.weight.shape[0]
+            draft.reduce_head(torch.arange(draft_vocab_size(vocab, whole)))
     return Sketch(model, draft, drafts)
 
 

@@ -16,7 +16,7 @@ AUTO_ABOVE = 65_536
 
 
 def draft_vocab_size(asked: int | str, vocab: int) -> int:
-    """Tokens that the draft head knows of `vocab`, as SpeculativeConfig asks. Raises ConfigError."""
+    """Tokens that the draft head knows of `vocab`, as asked. Raises ConfigError."""
     if asked == "auto":
         return AUTO_SIZE if vocab > AUTO_ABOVE else vocab
     if asked == "full":
