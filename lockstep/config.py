@@ -39,6 +39,8 @@ class SpeculativeConfig:
 
     draft_vocab_size: tokens that a draft module may propose, the most frequent ones: "full", a
     multiple of 64, or "auto", 32,768 where the model knows more than 65,536.
+    synthetic_acceptance: with random weights only, the probability with which a draft behind
+    accepted ones is accepted, instead of comparing it with the target's token.
     """
 
     method: str
@@ -46,6 +48,7 @@ class SpeculativeConfig:
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
     draft_vocab_size: int | str = "auto"
+    synthetic_acceptance: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str):
@@ -60,6 +63,15 @@ class SpeculativeConfig:
         remedy = "Choose it no larger than prompt_lookup_max."
         _check_number("prompt_lookup_min", low, 1, high, remedy)
         self._check_draft_vocab_size()
+        if self.synthetic_acceptance is not None:
+            remedy = "Choose a probability, or leave it out to verify drafts."
+            _check_number("synthetic_acceptance", self.synthetic_acceptance, 0.0, 1.0, remedy)
+
+    @property
+    def synthetic_length(self) -> float | None:
+        """The mean acceptance length that synthetic_acceptance implies with K drafts in a step."""
+        p = self.synthetic_acceptance
+        return None if p is None else sum(p**i for i in range(self.num_speculative_tokens + 1))
 
     def _check_draft_vocab_size(self) -> None:
         size = self.draft_vocab_size
@@ -136,6 +148,7 @@ class EngineConfig:
             allowed = "a folder, a hub id, or None for the bundled model"
             raise choice_error(ConfigError, "model", self.model, allowed, "Name one of them.")
         self._check_choices()
+        self._check_synthetic()
         self._check_numbers()
         self._check_buckets()
 
@@ -155,6 +168,15 @@ class EngineConfig:
             if not any(type(value) is type(a) and value == a for a in allowed):
                 known = ", ".join(map(str, allowed))
                 raise choice_error(ConfigError, name, value, known, "Choose one of them.")
+
+    def _check_synthetic(self) -> None:
+        spec = self.speculative_config
+        if spec and spec.synthetic_acceptance is not None and self.load_format != "dummy":
+            raise ConfigError(
+                f"synthetic_acceptance={spec.synthetic_acceptance} is not allowed with "
+                f"load_format={self.load_format!r}: it replaces what the model would say. Allowed: "
+                "load_format='dummy' (random weights). Leave it out, or choose dummy."
+            )
 
     def _check_numbers(self) -> None:
         for name, low, high in (

@@ -21,6 +21,7 @@ from lockstep.runner import memory
 from lockstep.runner.program import Program
 from lockstep.runner.runner import Runner
 from lockstep.runner.sampler import Sampler
+from lockstep.runner.synthetic import SyntheticSampler
 from lockstep.runner.table import RowTable
 from lockstep.spec import DraftContext, NoDrafter, drafter_module
 from lockstep.spec.vocabulary import draft_vocab_size, frequent_tokens
@@ -107,6 +108,13 @@ def numerics(device: str, dtype: torch.dtype) -> str:
     return "/".join((*parts, f"torch-{torch.__version__}", f"lockstep-{release}"))
 
 
+def _synthetic(config: EngineConfig) -> str:
+    """What synthetic acceptance adds to the numerics: its answers are not the model's."""
+    spec = config.speculative_config
+    chosen = spec.synthetic_acceptance if spec else None
+    return "" if chosen is None else f"/synthetic-acceptance-{chosen:g}"
+
+
 @torch.inference_mode()
 def stand(config: EngineConfig, progress: Progress) -> Stand:
     """Builds everything. Raises ConfigError, CheckpointError or CapacityError."""
@@ -172,11 +180,14 @@ def _program(
     drafting: Any,
     ids: Tensor | None,
 ) -> Program:
-    sampler = Sampler(table, build, model.config.vocab_size)
+    spec, vocab = config.speculative_config, model.config.vocab_size
+    sampler = Sampler(table, build, vocab)
+    if spec and spec.synthetic_acceptance is not None:
+        sampler = SyntheticSampler(table, build, vocab, spec.synthetic_acceptance)
     drafter: Any = NoDrafter()
     if drafting:
         context = DraftContext(
-            config.speculative_config,  # type: ignore[arg-type]
+            spec,  # type: ignore[arg-type]
             table.drafts,
             table.tokens,
             table.computed,
@@ -224,7 +235,7 @@ def _plan(
         row_buckets=buckets,
         graph_mode=config.cuda_graph_mode if cuda else "none",
         steps_in_flight=config.steps_in_flight or (2 if cuda else 1),
-        numerics=numerics(device, dtype),
+        numerics=numerics(device, dtype) + _synthetic(config),
     )
 
 
