@@ -96,16 +96,8 @@ def offline(
     if trace:
         _trace(llm, prompts, temperature, trace, json)
         return
-    params = [
-        SamplingParams(
-            temperature=temperature,
-            max_tokens=output_len,
-            ignore_eos=True,
-            seed=i,
-            detokenize=False,
-        )
-        for i in range(batch_size)
-    ]
+    common: dict[str, Any] = dict(max_tokens=output_len, ignore_eos=True, detokenize=False)
+    params = [SamplingParams(temperature=temperature, seed=i, **common) for i in range(batch_size)]
     counts = (num_iters_warmup, num_iters)
     if json:
         figures, _ = measure(llm, prompts, params, *counts)
