@@ -18,6 +18,7 @@ from lockstep.step import Step, Verdict
 DRAFTERS = {
     "ngram": "lockstep.spec.ngram",
     "mtp": "lockstep.spec.mtp",
+    "told": "lockstep.spec.told",
 }
 
 
