@@ -174,9 +174,7 @@ def _aligned(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
-def launch(
-    x: Tensor, weight: Tensor, segments: int, tile: Tile, partial: bool = False
-) -> Tensor:
+def launch(x: Tensor, weight: Tensor, segments: int, tile: Tile, partial: bool = False) -> Tensor:
     """linear by a given tile. The tile decides the speed and nothing else."""
     (tokens, k), n = x.shape, weight.shape[0]
     if not tokens:
@@ -201,11 +199,11 @@ def launch(
         tile.m, tile.n, tile.k,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
-    return parts if partial or split == 1 else _fold(parts, x.dtype)
+    return parts if partial or split == 1 else fold(parts, x.dtype)
 
 
-def _fold(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The second pass, for a reader that does not add."""
+def fold(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Partials [P, T, N] fp32 -> [T, N], for a reader that does not add."""
     out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     size = out.numel()
     grid = (triton.cdiv(size, FOLD),)
@@ -222,9 +220,7 @@ def _arch(device: torch.device) -> str:
 
 
 @linear.backend("triton", supports=gpu_trait)
-def linear_triton(
-    x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False
-) -> Tensor:
+def linear_triton(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) -> Tensor:
     """See lockstep.kernels.linear.linear. Last strides must be 1."""
     tile = lookup(x.shape[0], *weight.shape, x.dtype, _arch(x.device))
     return launch(x, weight, segments, tile, partial)
