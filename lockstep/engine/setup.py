@@ -15,6 +15,7 @@ from lockstep.config import DTYPES, EngineConfig, Plan
 from lockstep.errors import ConfigError
 from lockstep.kernels.backends import load as load_backends
 from lockstep.layers.build import Build, Choice
+from lockstep.layers.linear import probe
 from lockstep.models.loader import build_model, fill_dummy, load_weights, read_config
 from lockstep.models.reading import ConfigReader
 from lockstep.runner import memory
@@ -126,6 +127,9 @@ def stand(config: EngineConfig, progress: Progress) -> Stand:
     load_backends()
     if device == "cpu":
         memory.keep_freed_memory()
+    else:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     build = Build(device, dtype, window, length + 3 * window + 1)
     model, draft = build_model(raw, build, bool(drafting and drafting.NEEDS_MODULE))
     if config.load_format == "dummy":
@@ -136,6 +140,7 @@ def stand(config: EngineConfig, progress: Progress) -> Stand:
     ids = _draft_tokens(config, folder, draft, vocab, device)
     layers = memory.mixers(model, draft)
     plan = _plan(config, folder, device, dtype, length, layers)
+    probe(build, model, [rows * plan.query_len for rows in plan.row_buckets])
     if draft is not None:
         own = 0 if ids is None else draft.head.weight.numel() * dtype.itemsize
         known = draft.head.weight.shape[0]
