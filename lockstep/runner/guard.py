@@ -160,8 +160,8 @@ def _layer(frames: list[FrameType]) -> str | None:
 def mend(stream: Any, pool: Any) -> None:
     """After a capture that CUDA itself broke off, where torch leaves out the end of its own.
 
-    The capture's stream would stay current, its pool would stay open, and the random generator
-    would hold itself for recorded and raise at its next use.
+    The capture's stream would stay current, its pool open, and the random generator would hold
+    itself for recorded and raise at its next use. No other graph can be recorded into that pool.
     """
     torch.cuda.set_stream(stream)
     with suppress(RuntimeError):  # where this torch had closed it

@@ -87,7 +87,14 @@ def take(op: Op, arguments: Arguments, rows: list[int]) -> tuple[Arguments, Tens
         if "query_len" in picked:
             picked["query_len"] = max(1, *map(len, spans))
         lines = torch.tensor([i for span in spans for i in span], dtype=torch.int64)
-    return picked | {name: arguments[name][lines] for name in own.tokens}, lines
+    for name in own.tokens:
+        picked[name] = arguments[name].index_select(lines_at(op, arguments, name), lines)
+    return picked, lines
+
+
+def lines_at(op: Op, arguments: Arguments, name: str) -> int:
+    """The dim of an argument's lines: partials [P, T, ...] have it behind their first."""
+    return int(name == "delta" and arguments[name].dim() > arguments["x"].dim())
 
 
 def repeated(op: Op, arguments: Arguments, times: int) -> list[int]:
@@ -123,10 +130,10 @@ def surrounded(op: Op, arguments: Arguments) -> Arguments:
     stand before and behind."""
     own, around = ROWS[op], dict(arguments)
     for name in (*own.tokens, *own.rows):
-        x = arguments[name]
-        fill = float("nan") if x.is_floating_point() else 1
-        longer = torch.full((x.shape[0] + 8, *x.shape[1:]), fill, dtype=x.dtype)
-        around[name] = longer[4:-4].copy_(x)
+        x, dim = arguments[name], lines_at(op, arguments, name)
+        shape = (*x.shape[:dim], x.shape[dim] + 8, *x.shape[dim + 1 :])
+        longer = torch.full(shape, float("nan") if x.is_floating_point() else 1, dtype=x.dtype)
+        around[name] = longer.narrow(dim, 4, x.shape[dim]).copy_(x)
     return around
 
 

@@ -1,9 +1,9 @@
 """On a GPU: graph none = piecewise = full, bit for bit, with and without drafts."""
 
-import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count, product
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from lockstep.errors import CaptureError
 from lockstep.kernels.activations import silu_mul
 from lockstep.kernels.backends import load
 from lockstep.runner.capture import Captured
+from lockstep.runner.guard import Fault, OwnMemory
 from lockstep.runner.table import RowTable
 from lockstep.samples import long_prompt, short_prompts
 from lockstep.step import StepShape
@@ -158,11 +159,6 @@ def leave_the_stream(x: Tensor) -> None:
         torch.empty(1000, device=DEVICE)
 
 
-def allocate_in_another_pool(x: Tensor) -> None:
-    with torch.cuda.use_mem_pool(torch.cuda.MemPool()):
-        torch.empty(1000, device=DEVICE)
-
-
 def allocate_on_the_host(x: Tensor) -> None:
     x.add_(torch.zeros(1000).pin_memory()[:1].to(DEVICE, non_blocking=True))
 
@@ -171,7 +167,6 @@ FAULTS = {
     wait: "waits for the device",
     wait_to_copy: "waits for the device",
     leave_the_stream: "runs on a stream outside of the recorded one",
-    allocate_in_another_pool: "takes 4,000 bytes on cuda:0 outside of the graph's pool",
     allocate_on_the_host: "takes 4,000 bytes on cpu outside of the graph's pool",
 }
 
@@ -201,8 +196,11 @@ def assert_alive() -> None:
     assert torch.cuda.memory_reserved() <= before - (1 << 28)
 
 
-@pytest.mark.parametrize("graph", ["piecewise", "full"])
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    ("fault", "graph"),
+    [*product(FAULTS, ["full"]), (wait, "piecewise")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_a_fault_inside_the_step_names_the_op(
     monkeypatch: pytest.MonkeyPatch, fault: Callable[[Tensor], None], graph: str
 ) -> None:
@@ -223,7 +221,7 @@ def test_a_compilation_inside_the_step_names_the_op(monkeypatch: pytest.MonkeyPa
     """A kernel with another constant at every call: the eager call compiles it in vain."""
     from tests.runner.fill import fill
 
-    calls = itertools.count()
+    calls = count()
     with monkeypatch.context() as patch:
         served_by(patch, lambda x: fill[(1,)](torch.empty_like(x), next(calls)))
         with pytest.raises(
@@ -231,6 +229,13 @@ def test_a_compilation_inside_the_step_names_the_op(monkeypatch: pytest.MonkeyPa
         ):
             build("bfloat16", "none", "full")
     assert_alive()
+
+
+def test_memory_of_another_pool_is_not_a_steps_own() -> None:
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
+    takes = "takes 4,000 bytes on cuda:0 outside of the graph's pool"
+    with OwnMemory(pool, stream), pytest.raises(Fault, match=takes):
+        torch.empty(1000, device=DEVICE)
 
 
 def test_what_is_no_op_is_named_by_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
