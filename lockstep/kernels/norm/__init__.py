@@ -31,7 +31,7 @@ def add_rms_norm(
     """x, delta [..., D] of one dtype -> x + delta rounded to that dtype, and its rms_norm.
 
     The same roundings as the steps apart: the norm reads the rounded sum. delta may also be the
-    partials [P, ..., D] fp32 of a linear, whose tree_sum is rounded to x's dtype before it is added.
+    partials [P, ..., D] fp32 of a linear, whose tree_sum is rounded to x's dtype first.
     """
     if delta.dim() > x.dim():
         delta = tree_sum(delta).to(x.dtype)
