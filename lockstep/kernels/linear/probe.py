@@ -45,26 +45,31 @@ class Probed:
         fast = self.found.get(x.shape[0], "") is None and _placed(x) and _placed(weight)
         return (self.fast if fast else self.exact)(x, weight, segments, partial)
 
-    def probe(self, rows: Sequence[int], weights: Sequence[Tensor], segments: int) -> None:
+    def probe(
+        self, rows: Sequence[int], weights: Sequence[Tensor], segments: int, partial: bool = False
+    ) -> None:
         """Finds who serves at these numbers of rows, by the model's own weights [N, K].
 
         All have one shape; a few are enough, so that the L2 cache does not serve the timing.
+        partial: as the layers call it, which counts for the time.
         """
         if weights[0].numel() < SMALLEST or weights[0].dtype not in SPREADS:
             return
         fresh = [count for count in rows if count >= FEWEST and count not in self.found]
         try:
-            found = {count: self._slower(count, weights, segments) for count in fresh}
+            found = {count: self._slower(count, weights, segments, partial) for count in fresh}
             self._compare(found, weights[0], segments)
         except torch.OutOfMemoryError:
             found = dict.fromkeys(fresh, "too little memory to probe")
         self.found.update(found)
 
-    def _slower(self, count: int, weights: Sequence[Tensor], segments: int) -> str | None:
+    def _slower(
+        self, count: int, weights: Sequence[Tensor], segments: int, partial: bool
+    ) -> str | None:
         x = _spread(weights[0].new_empty(count, weights[0].shape[1]), 0, 0)
 
         def took(face: Face) -> float:
-            return 1e6 * seconds(lambda weight: face(x, weight, segments), weights)
+            return 1e6 * seconds(lambda weight: face(x, weight, segments, partial), weights)
 
         rounds = [(took(self.fast), took(self.exact)) for _ in range(2)]
         fast, exact = map(min, zip(*rounds, strict=True))
