@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """linear in tiles whose width is no power of two: 144 = 128 + 16 columns, each part summed apart.
 
-Blocks of Triton have powers of two of columns. 34816 outputs make 272 tiles of 128 columns, which
-132 multiprocessors work off in three turns, two programs of the third; 144 columns make 242, two
-each. The parts of a tile share the rows of x; every output is the same sum as in triton.py.
+Blocks of Triton have powers of two of columns. 34816 outputs make 272 tiles of 128 columns, where
+132 multiprocessors hold 264: eight take a turn of their own. Tiles of 144 columns are 242. The
+parts of a tile share the rows of x; every output is the same sum as in triton.py.
 """
 
 import triton
