@@ -1,9 +1,15 @@
 """Linear layers: a weight, or several fused along their outputs."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor, nn
 
 from lockstep.kernels.linear import linear, segments
 from lockstep.layers.build import Build
+
+WALKED = 4
+"""Layers of one shape whose weights a probe walks through: more than a GPU's cache holds."""
 
 
 class Linear(nn.Module):
@@ -56,3 +62,24 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x, self.weight, self.segments).float()
+
+
+def probe(build: Build, model: nn.Module, rows: Sequence[int]) -> None:
+    """Lets cuBLAS serve linears at these numbers of rows where it is exact and faster.
+
+    The weights are loaded and nothing is captured yet. The build's choices say what was found.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, Linear | Head)]
+    for (n, k), probed in build.probed.items():
+        same = [layer for layer in layers if layer.linear is probed][:WALKED]
+        if not same:
+            continue
+        probed.probe(rows, [layer.weight for layer in same], same[0].segments)
+        served = ", ".join(str(count) for count, why in probed.found.items() if why is None)
+        refused = [f"at {count} rows {why}" for count, why in probed.found.items() if why]
+        for choice in build.choices:
+            if choice.size == f"{n}x{k}" and choice.backend == "triton":
+                choice.backend += f", cublas at {served} rows" if served else ""
+                choice.refused["cublas"] = "; ".join(refused)
+    if build.probed:
+        torch.cuda.empty_cache()

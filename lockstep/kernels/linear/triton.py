@@ -199,11 +199,11 @@ def launch(x: Tensor, weight: Tensor, segments: int, tile: Tile, partial: bool =
         tile.m, tile.n, tile.k,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
-    return parts if partial or split == 1 else _fold(parts, x.dtype)
+    return parts if partial or split == 1 else fold(parts, x.dtype)
 
 
-def _fold(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The second pass, for a reader that does not add."""
+def fold(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Partials [P, T, N] fp32 -> [T, N], for a reader that does not add."""
     out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
     size = out.numel()
     grid = (triton.cdiv(size, FOLD),)
