@@ -63,6 +63,7 @@ def _few(m: int, wide: bool) -> list[Tile]:
         Tile(m, 128, 64, 4, 5, swap=True, tma=True),
         Tile(m, 64, 128, 4, 4, split=2, swap=True, tma=True),
         Tile(m, 64, 128, 4, 5, split=2, swap=True, tma=True),
+        *(Tile(m, 64, 128, 4, stages, swap=True, tma=True) for stages in (3, 4) if m > 16),
     ]
 
 
@@ -108,7 +109,7 @@ def _many() -> list[Tile]:
 
 
 def candidates(tokens: int, n: int, k: int, dtype: torch.dtype, segments: int = 1) -> list[Tile]:
-    """Tiles worth timing on Hopper, at most eight; the first serves where nothing was timed."""
+    """Tiles worth timing on Hopper, at most ten; the first serves where nothing was timed."""
     if dtype == torch.float32:
         return [FLOAT]
     if tokens <= 32:
