@@ -1,11 +1,13 @@
 """linear in Triton: the tree is the op's, the tile is tuned (lockstep.kernels.linear.tuning).
 
 A program makes one tile of the output, over all of K or over a subtree of its segments; in the
-second case it leaves an fp32 partial and a small pass adds the partials along the rest of the tree.
+second case it leaves an fp32 partial, and the reader, or a small pass, adds the partials along the
+rest of the tree. Tiles whose width is no power of two are made in triton_uneven.py.
 On Hopper every tile gives the same bits in bf16 and fp16, mma.sync and wgmma alike, weights on
 either side; in fp32 the products run on the FMA units. See docs/kernels/linear.md.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -15,7 +17,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.linear import linear
+from lockstep.kernels.linear import linear, triton_uneven
+from lockstep.kernels.linear.triton_uneven import place, widths
 from lockstep.kernels.linear.tuning import Tile, lookup
 
 GROUP = 8
@@ -114,17 +117,12 @@ def _linear_kernel(
     SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out [parts, tokens, N]. Programs walk GROUP row tiles per column tile.
+    """One tile of out [parts, tokens, N].
 
     Rows of the weight past its end are copies of the last one: computed and not stored.
     """
-    tiles_m, tiles_n = tl.cdiv(tokens, BLOCK_M), tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
-    part, inside = pid // (tiles_m * tiles_n), pid % (tiles_m * tiles_n)
-    first = inside // (GROUP * tiles_n) * GROUP
-    height = tl.minimum(tiles_m - first, GROUP)
-    inside = inside % (GROUP * tiles_n)
-    row_m, row_n = (first + inside % height) * BLOCK_M, inside // height * BLOCK_N
+    part, row_m, row_n = place(pid, tokens, N, GROUP, BLOCK_M, BLOCK_N)
     begin = part * COUNT * length
     m, n = row_m + tl.arange(0, BLOCK_M), row_n + tl.arange(0, BLOCK_N)
     live = (m < tokens)[:, None]
@@ -150,13 +148,13 @@ def _linear_kernel(
 
 
 @triton.jit
-def _partial(parts, at, size, live, COUNT: tl.constexpr):
-    """COUNT partials, `size` numbers apart, added pairwise."""
+def tree_load(parts, at, size, live, COUNT: tl.constexpr):
+    """The sum of COUNT partials, `size` numbers apart, pairwise: tree_sum of those at `at`."""
     if COUNT == 1:
         return tl.load(parts + at, mask=live, other=0.0)
     else:
-        left = _partial(parts, at, size, live, COUNT // 2)
-        right = _partial(parts + COUNT // 2 * size, at, size, live, COUNT // 2)
+        left = tree_load(parts, at, size, live, COUNT // 2)
+        right = tree_load(parts + COUNT // 2 * size, at, size, live, COUNT // 2)
         return left + right
 
 
@@ -164,7 +162,7 @@ def _partial(parts, at, size, live, COUNT: tl.constexpr):
 def _fold_kernel(parts, out, size, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
     """out [size] = parts [SPLIT, size] along the tree, rounded once."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = _partial(parts, at, size.to(tl.int64), at < size, SPLIT)
+    total = tree_load(parts, at, size.to(tl.int64), at < size, SPLIT)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=at < size)
 
 
@@ -173,37 +171,55 @@ def _aligned(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
-def launch(x: Tensor, weight: Tensor, segments: int, tile: Tile) -> Tensor:
+def launch(x: Tensor, weight: Tensor, segments: int, tile: Tile, partial: bool = False) -> Tensor:
     """linear by a given tile. The tile decides the speed and nothing else."""
     (tokens, k), n = x.shape, weight.shape[0]
-    out = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
     if not tokens:
-        return out
+        return x.new_empty(0, n)
     split = min(tile.split, segments)
     count, length = segments // split, k // segments
+    out = x.new_empty(tokens, n)
+    if split > 1:
+        out = torch.empty(split, tokens, n, dtype=torch.float32, device=x.device)
+    whole = length % tile.k == 0 or segments == 1
+    tma = tile.tma and whole and _aligned(x) and _aligned(weight)
+    if tma and triton_uneven.fits(tile, count):
+        triton_uneven.launch(x, weight, out, count, length, tile, GROUP)
+    else:
+        _launch_even(x, weight, out, count, length, replace(tile, n=widths(tile.n)[0], tma=tma))
+    return out if partial or split == 1 else fold(out, x.dtype)
+
+
+def _launch_even(
+    x: Tensor, weight: Tensor, out: Tensor, count: int, length: int, tile: Tile
+) -> None:
+    """Fills out [T, N], or partials [P, T, N] fp32."""
+    (tokens, _), n = x.shape, weight.shape[0]
+    programs = triton.cdiv(tokens, tile.m) * triton.cdiv(n, tile.n) * out.numel() // (tokens * n)
     levels = count.bit_length() - 1
     if (levels + 1) * tile.m * tile.n <= ACCUMULATORS * 32 * tile.warps:
         levels = 0
-    programs = triton.cdiv(tokens, tile.m) * triton.cdiv(n, tile.n) * split
-    fp32 = dict(dtype=torch.float32, device=x.device)
-    parts = torch.empty(split, tokens, n, **fp32) if split > 1 else out
-    stash = torch.empty(programs, levels, tile.m, tile.n, **fp32) if levels else None
+    stash = None
+    if levels:
+        stash = torch.empty(programs, levels, tile.m, tile.n, dtype=torch.float32, device=x.device)
     maps: list[TensorDescriptor | None] = [None, None]
-    even = length % tile.k == 0
-    if tile.tma and (even or segments == 1) and _aligned(x) and _aligned(weight):
+    if tile.tma:
         blocks = ((x, tile.m), (weight, tile.n))
         maps = [TensorDescriptor.from_tensor(t, [rows, tile.k]) for t, rows in blocks]
     _linear_kernel[(programs,)](
-        x, weight, *maps, parts, stash, tokens, n, length, x.stride(0), weight.stride(0),
-        count, levels, GROUP, tile.swap, maps[0] is not None, even,
+        x, weight, *maps, out, stash, tokens, n, length, x.stride(0), weight.stride(0),
+        count, levels, GROUP, tile.swap, tile.tma, length % tile.k == 0,
         tile.m, tile.n, tile.k,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
-    if split > 1:
-        size = tokens * n
-        _fold_kernel[(triton.cdiv(size, FOLD),)](
-            parts, out, size, split, FOLD, enable_fp_fusion=False
-        )
+
+
+def fold(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Partials [P, T, N] fp32 -> [T, N], for a reader that does not add."""
+    out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
+    size = out.numel()
+    grid = (triton.cdiv(size, FOLD),)
+    _fold_kernel[grid](parts, out, size, parts.shape[0], FOLD, enable_fp_fusion=False)
     return out
 
 
@@ -216,6 +232,7 @@ def _arch(device: torch.device) -> str:
 
 
 @linear.backend("triton", supports=gpu_trait)
-def linear_triton(x: Tensor, weight: Tensor, segments: int = 1) -> Tensor:
+def linear_triton(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) -> Tensor:
     """See lockstep.kernels.linear.linear. Last strides must be 1."""
-    return launch(x, weight, segments, lookup(x.shape[0], *weight.shape, x.dtype, _arch(x.device)))
+    tile = lookup(x.shape[0], *weight.shape, x.dtype, _arch(x.device))
+    return launch(x, weight, segments, tile, partial)
