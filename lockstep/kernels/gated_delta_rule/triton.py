@@ -1,8 +1,10 @@
 """gated_delta_step in Triton: one program per row and value head does the whole mixer, once.
 
-A warp owns V / warps columns of the state and all of K, so sums over K stay inside it and the token
-loop has no barrier but the norm's. Rows, tokens, window and ring length are run-time values: one
-binary serves single steps, windows and replay, at any number of drafts, so they share their bits.
+A cell is `flush` tokens from a multiple of it. A token's definition reads the state before its cell,
+and what the tokens before it in its cell wrote, each by a weight of its own: so the state is read
+once, multiplied once by all of a window's k and q on tensor cores, and written where a cell ends.
+Rows, tokens, window and ring length are run-time values; where a token stands in a tile is its place
+in its cell: so single steps, windows and replay share their bits.
 """
 
 from typing import Any
@@ -23,10 +25,8 @@ from lockstep.kernels.gated_delta_rule import (
 MOST_REGISTERS = 128
 """Of a thread: two programs of 8 warps share a multiprocessor, 128 KB of state in flight."""
 ALIGNED = 16
-SLAB: tl.constexpr = tl.constexpr(32)
-"""Partial sums of a dot product over K: part of the definition."""
 PAD = 4
-"""Floats behind a token's weights in the scratch: beta, decay, and two to keep lines aligned."""
+"""Floats behind a token's q, k and v in the scratch: beta, and three to keep lines aligned."""
 
 
 @triton.jit
@@ -61,6 +61,11 @@ def fold(x):
 
 
 @triton.jit
+def _times(x, y):
+    return x * y
+
+
+@triton.jit
 def _line(line, lines):
     """A line that may lie up to one ring before or behind the ring, put into it."""
     line = tl.where(line < 0, line + lines, line)
@@ -68,303 +73,264 @@ def _line(line, lines):
 
 
 @triton.jit
+def _convolved(
+    mixed, conv, taps, c, live, t, line_0, lines, stride, C: tl.constexpr, R: tl.constexpr
+):
+    """Channels c [n, m] of tokens t [n, 1]: SiLU of the convolution, and the raw inputs."""
+    total = tl.zeros(live.shape, tl.float32)
+    for j in tl.static_range(R + 1):
+        at = t + j - R
+        old = tl.load(conv + _line(line_0 + at, lines) * C + c, mask=live & (at < 0), other=0.0)
+        raw = tl.load(mixed + at * stride + c, mask=live & (at >= 0), other=0.0)
+        raw = tl.where(at < 0, old, raw)
+        total += raw.to(tl.float32) * tl.load(taps + j * C + c, mask=live, other=0.0)
+    return total / (1.0 + tl.exp(-total)), raw
+
+
+@triton.jit
 def _inputs(
     mixed, b, a, conv, taps, log_rate, bias, kept_k, kept_decay, heads, line_0, length, lines,
     stride, b_stride, a_stride, h,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    G: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr,
-    EPS: tl.constexpr,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """q, k, v and beta of the window to heads; what is kept to its ring, by one program.
 
     q, k and v of a token are lines of one tile, and a fourth one that is empty.
     """
     C: tl.constexpr = 2 * HK * K + HV * V
-    kh, first = h // (HV // HK), h % (HV // HK) == 0
-    unit, t_0 = tl.arange(0, 4 * TOKENS) % 4, tl.arange(0, 4 * TOKENS) // 4
-    c, live = head_channels(
-        tl.where(unit == 2, 2 * HK + h, unit * HK + kh)[:, None], tl.arange(0, BLOCK)[None, :],
-        HK, K, V,
-    )  # fmt: skip
+    kh, first, i = h // (HV // HK), h % (HV // HK) == 0, tl.arange(0, BLOCK)[None, :]
+    unit, t_0 = tl.arange(0, 4 * TOKENS)[:, None] % 4, tl.arange(0, 4 * TOKENS)[:, None] // 4
+    c = unit * (HK * K) + tl.where(unit == 2, h, kh) * tl.where(unit == 2, V, K) + i
+    live = (unit < 3) & (i < tl.where(unit == 2, V, K))
     for begin in range(0, length, TOKENS):
         t = begin + t_0
-        inside = live & ((unit < 3) & (t < length))[:, None]
-        total = tl.zeros((4 * TOKENS, BLOCK), tl.float32)
-        for j in tl.static_range(R + 1):
-            at = t + j - R
-            old = conv + _line(line_0 + at, lines)[:, None] * C
-            place = tl.where((at < 0)[:, None], old, mixed + at[:, None] * stride)
-            raw = tl.load(place + c, mask=inside, other=0.0)
-            total += raw.to(tl.float32) * tl.load(taps + j * C + c, mask=inside, other=0.0)
-        x = total / (1.0 + tl.exp(-total))
-        scale = tl.rsqrt(fold(x * x) + EPS)
-        x = tl.where((unit < 2)[:, None], x * scale[:, None], x)
-        x = tl.where((unit == 0)[:, None], x * K**-0.5, x)
-        line, i = _line(line_0 + t, lines), tl.arange(0, BLOCK)[None, :]
-        tl.store(heads + (t * WIDTH + unit * K)[:, None] + i, x, mask=inside)
-        keep = kept_k + (line * (HK * K) + kh * K)[:, None] + i
-        tl.store(keep, x, mask=inside & ((unit == 1) & first)[:, None])
-        keep = inside & ((unit == 2) | first)[:, None]
-        tl.store(conv + line[:, None] * C + c, raw, mask=keep)
+        inside, line = live & (t < length), _line(line_0 + t, lines)
+        x, raw = _convolved(mixed, conv, taps, c, inside, t, line_0, lines, stride, C, R)
+        scale = tl.rsqrt(fold(x * x) + EPS)[:, None]
+        x = tl.where(unit < 2, x * scale, x)
+        x = tl.where(unit == 0, x * K**-0.5, x)
+        tl.store(heads + t * WIDTH + unit * K + i, x, mask=inside)
+        tl.store(kept_k + line * (HK * K) + kh * K + i, x, mask=inside & (unit == 1) & first)
+        tl.store(conv + line * C + c, raw, mask=inside & ((unit == 2) | first))
         t = begin + tl.arange(0, TOKENS)
         raw_a = tl.load(a + t * a_stride, mask=t < length, other=0.0)
         raw_b = tl.load(b + t * b_stride, mask=t < length, other=0.0)
         g, rate = gates(raw_a, raw_b, log_rate, bias)
-        tl.store(heads + t * WIDTH + 2 * K + 4 * V + 2 * G, rate, mask=t < length)
+        tl.store(heads + t * WIDTH + 2 * K + V, rate, mask=t < length)
         tl.store(kept_decay + _line(line_0 + t, lines) * HV, tl.exp(g), mask=t < length)
 
 
 @triton.jit
-def _slabs(place, live, K: tl.constexpr):
-    """Rows of K numbers at `place` [n, 1] as slabs [n, SLAB]: a warp asks for 128 bytes of 4 rows.
-
-    A tuple, so that what is in one slab stays in registers of its own.
-    """
-    c = tl.arange(0, SLAB)[None, :]
-    slabs = (tl.load(place + c, mask=live & (c < K), other=0.0),)
-    for r in tl.static_range(1, (K + SLAB - 1) // SLAB):
-        at = r * SLAB + c
-        slabs = slabs + (tl.load(place + at, mask=live & (at < K), other=0.0),)
-    return slabs
-
-
-@triton.jit
-def _fma(x, y, z):
-    """x [n, 1] or [n, m], y [1, m], z [n, m]."""
-    return tl.fma(tl.broadcast_to(x, z.shape), tl.broadcast_to(y, z.shape), z)
-
-
-@triton.jit
-def _dot(rows, x):
-    """Slabs [n, SLAB] and [1, SLAB] -> [n]: SLAB sums, each over ascending slabs, and fold."""
-    total = rows[0] * x[0]
-    for r in tl.static_range(1, len(rows)):
-        total = _fma(rows[r], x[r], total)
-    return fold(total)
-
-
-@triton.jit
-def _cell_weights(
-    heads, kept_k, kept_decay, ends, base, start, length, line_0, lines,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    G: tl.constexpr, WIDTH: tl.constexpr,
+def _keys(
+    heads, kept_k, first, begin, length, line_0, lines,
+    HK: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """What a new token takes of each token of its cell, for delta and output; the decay since.
-
-    To heads: k_t k_j and q_t k_j, times the decay from j to t; of the state before the cell, the
-    decay to t. To ends: the decays to the end of each cell.
-    """
-    j, begin = tl.arange(0, G), base - start
-    for cell in range(base // G, (start + length - 1) // G + 1):
-        first = cell * G - start
-        t = first + j
-        old = kept_k + _line(line_0 + t, lines)[:, None] * (HK * K)
-        place = tl.where((t < 0)[:, None], old, heads + t[:, None] * WIDTH + K)
-        keys = _slabs(place, ((t >= begin) & (t < length))[:, None], K)
-        fades = ()
-        for i in tl.static_range(G):
-            now = first + i
-            line = _line(line_0 + now, lines)
-            live = (now >= begin) & (now < 0)
-            fades = fades + (tl.load(kept_decay + line * HV, mask=live, other=1.0),)
-        passed, whole = tl.full((G,), 1.0, tl.float32), 1.0
-        for i in tl.static_range(G):
-            passed, whole = tl.where(j < i, passed * fades[i], passed), whole * fades[i]
-        for now in range(tl.maximum(first, 0), tl.minimum(first + G, length)):
-            at, token = now - first, heads + now * WIDTH
-            fade = tl.load(kept_decay + _line(line_0 + now, lines) * HV)
-            passed, whole = tl.where(j < at, passed * fade, passed), whole * fade
-            of_q, of_k = _dot(keys, _slabs(token, True, K)), _dot(keys, _slabs(token + K, True, K))
-            token += 2 * K + 4 * V
-            tl.store(token + j, tl.where(j < at, of_k * passed, 0.0))
-            tl.store(token + G + j, tl.where(j <= at, of_q * passed, 0.0))
-            tl.store(token + 2 * G + 1, whole)
-        tl.store(ends + j, passed)
-        tl.store(ends + G, whole)
-        ends += 2 * G
+    """[2 H, BLOCK]: a cell's G ks, pending and new, and from H on its new qs."""
+    n, i = tl.arange(0, 2 * H)[:, None], tl.arange(0, BLOCK)[None, :]
+    t, live = first + n % H, (n % H < G) & (i < K)
+    held = kept_k + _line(line_0 + t, lines) * (HK * K) + i
+    old = tl.load(held, mask=live & (n < H) & (t >= begin) & (t < 0), other=0.0)
+    new = heads + t * WIDTH + (1 - n // H) * K + i
+    return tl.where(t < 0, old, tl.load(new, mask=live & (t >= 0) & (t < length), other=0.0))
 
 
 @triton.jit
-def _columns(parts):
-    """A tuple of G tensors [n], G a power of 2 up to 32 -> [n, G]."""
-    for _ in tl.static_range(5):
-        if len(parts) > 1:
-            pairs = ()
-            for i in tl.static_range(len(parts) // 2):
-                pair = tl.join(parts[i], parts[len(parts) // 2 + i])
-                pairs = pairs + (tl.reshape(pair, (pair.shape[0], pair.numel // pair.shape[0])),)
-            parts = pairs
-    return tl.reshape(parts[0], (parts[0].shape[0], parts[0].numel // parts[0].shape[0]))
-
-
-@triton.jit
-def _advance(
-    state, heads, kept_k, kept_u, ends, v, first, begin, line_0, lines,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    G: tl.constexpr, WIDTH: tl.constexpr,
+def _decays(
+    kept_decay, first, begin, length, line_0, lines,
+    HV: tl.constexpr, G: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """The state behind a whole cell: decayed, and the cell's tokens written, one after another."""
-    whole = tl.load(ends + G)
-    done = (state[0] * whole,)
-    for r in tl.static_range(1, len(state)):
-        done = done + (state[r] * whole,)
-    for j in range(G):
-        t, last = first + j, done
-        line, decay = _line(line_0 + t, lines), tl.load(ends + j)
-        place = tl.where(t < 0, kept_k + line * (HK * K), heads + t * WIDTH + K)
-        key = _slabs(place, t >= begin, K)
-        u = tl.load(kept_u + line * (HV * V) + v, mask=(v < V) & (t >= begin), other=0.0)[:, None]
-        done = (_fma(u, key[0] * decay, last[0]),)
-        for r in tl.static_range(1, len(state)):
-            done = done + (_fma(u, key[r] * decay, last[r]),)
-    return done
+    """[2 H, 2 H]: the decay to place n % H of a cell, from its token j or, at 2 H - 1, its start."""
+    i = tl.arange(0, H)
+    t = first + i
+    live = (i < G) & (t >= begin) & (t < length)
+    fade = tl.load(kept_decay + _line(line_0 + t, lines) * HV, mask=live, other=1.0)
+    n, j = tl.arange(0, 2 * H)[:, None, None], tl.arange(0, 2 * H)[None, :, None]
+    i = i[None, None, :]
+    on_the_way = (i > tl.where(j == 2 * H - 1, -1, j)) & (i <= n % H)
+    return tl.reduce(tl.where(on_the_way, fade[None, None, :], 1.0), 2, _times)
 
 
 @triton.jit
-def _pass(
-    state, place, heads, kept_k, kept_u, ends, base, start, length, line_0, lines, came, cell,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    G: tl.constexpr, VALUES: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """S k and S q of a cell's new tokens, S from cell `came`, of which `state` is the first block.
-
-    Where all tokens on the way are committed, S is written. The next block is asked for first.
-    """
-    v, first = tl.arange(0, VALUES), cell * G - start
-    for _ in range(0, V, VALUES):
-        inside = (v < V)[:, None]
-        following = _slabs(place + VALUES * K, (v + VALUES < V)[:, None], K)
-        weights = ends
-        for past in range(came, cell):
-            state = _advance(
-                state, heads, kept_k, kept_u, weights, v, past * G - start, base - start, line_0,
-                lines, HK, HV, K, V, G, WIDTH,
-            )  # fmt: skip
-            weights += 2 * G
-        if (came < cell) & (first <= 0):
-            for r in tl.static_range(len(state)):
-                at = r * SLAB + tl.arange(0, SLAB)[None, :]
-                tl.store(place + at, state[r], mask=inside & (at < K))
-        for t in range(tl.maximum(first, 0), tl.minimum(first + G, length)):
-            token = heads + t * WIDTH
-            of_q, of_k = _dot(state, _slabs(token, True, K)), _dot(state, _slabs(token + K, True, K))
-            token += 2 * K + 2 * V
-            place_2 = tl.where(tl.arange(0, 2)[None, :] == 0, 0, V) + v[:, None]
-            tl.store(token + place_2, tl.join(of_k, of_q), mask=inside)
-        state, place, v = following, place + VALUES * K, v + VALUES
+def _weights(x, passed, weights, H: tl.constexpr, PRECISION: tl.constexpr):
+    """What delta and, from H on, output take of the us, and at 2 H - 1 of S: [2 H, 2 H]."""
+    n, j = tl.arange(0, 2 * H)[:, None], tl.arange(0, 2 * H)[None, :]
+    alike = tl.dot(x, tl.trans(x), input_precision=PRECISION)
+    takes = tl.where(j < n % H + n // H, alike * passed, 0.0)
+    tl.store(weights + n * (2 * H) + j, tl.where(j == 2 * H - 1, passed, takes))
 
 
 @triton.jit
 def _solve(
-    heads, kept_u, base, start, length, line_0, lines, cell,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    G: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    seen, us, weights, values, begin, end,
+    V: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """u and o of a cell's new tokens, from S k and S q and the us before them."""
-    v, first = tl.arange(0, BLOCK), cell * G - start
-    inside, us = v < V, ()
-    for i in tl.static_range(G):
-        t = first + i
-        live = inside & (t >= base - start) & (t < 0)
-        u = tl.load(kept_u + _line(line_0 + t, lines) * (HV * V) + v, mask=live, other=0.0)
-        us = us + (u,)
-    for i in tl.static_range(G):
-        t, u = first + i, us[i]
-        if (t >= 0) & (t < length):
-            token = heads + t * WIDTH + 2 * K
-            weights = token + 4 * V
-            rate, whole = tl.load(weights + 2 * G), tl.load(weights + 2 * G + 1)
-            seen = tl.load(token + 2 * V + v, mask=inside, other=0.0) * whole
-            o = tl.load(token + 3 * V + v, mask=inside, other=0.0) * whole
-            for j in tl.static_range(i):
-                seen = _fma(us[j], tl.load(weights + j), seen)
-                o = _fma(us[j], tl.load(weights + G + j), o)
-            u = (tl.load(token + v, mask=inside, other=0.0) - seen) * rate
-            o = _fma(u, tl.load(weights + G + i), o)
-            tl.store(kept_u + _line(line_0 + t, lines) * (HV * V) + v, u, mask=inside)
-            tl.store(token + V + v, o, mask=inside)
-        before = us
-        us = ()
-        for j in tl.static_range(G):
-            us = us + ((u if i == j else before[j]),)
+    """u and o of a cell's tokens begin .. end, columns n and H + n of [BLOCK, 2 H].
+
+    seen: S k and S q, decayed; us: those of the tokens before.
+    """
+    v, n = tl.arange(0, BLOCK), tl.arange(0, 2 * H)
+    outs = tl.zeros(us.shape, tl.float32)
+    for i in range(begin, end):
+        of_k = tl.load(weights + i * (2 * H) + n)[None, :]
+        of_q = tl.load(weights + (H + i) * (2 * H) + n)[None, :]
+        value = tl.load(values + (i - begin) * WIDTH + v, mask=v < V, other=0.0)
+        rate = tl.load(values + (i - begin) * WIDTH + V)
+        u = (value - tl.sum(tl.where(n[None, :] == i, seen, us * of_k), 1)) * rate
+        us = tl.where(n[None, :] == i, u[:, None], us)
+        o = tl.sum(tl.where(n[None, :] == H + i, seen, us * of_q), 1)
+        outs = tl.where(n[None, :] == H + i, o[:, None], outs)
+    return us, outs
 
 
 @triton.jit
-def _norm_and_gate(
-    heads, z, out, weight, length, z_stride, eps,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
-    TOKENS: tl.constexpr, WIDTH: tl.constexpr,
+def _lines_of(x):
+    """[n, 2 H], one half of it 0 -> [H, n]."""
+    return tl.trans(tl.sum(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), 1))
+
+
+@triton.jit
+def _finish(
+    us, outs, gate, weight, out, kept_u, first, length, line_0, lines, eps,
+    HV: tl.constexpr, V: tl.constexpr, G: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """o / rms * weight * silu(z), for TOKENS new tokens at a time."""
-    j = tl.arange(0, BLOCK)[None, :]
-    weight = tl.load(weight + j, mask=j < V, other=0.0).to(tl.float32)
-    for begin in range(0, length, TOKENS):
-        t = begin + tl.arange(0, TOKENS)[:, None]
-        inside = (t < length) & (j < V)
-        o = tl.load(heads + t * WIDTH + 2 * K + V + j, mask=inside, other=0.0)
-        gate = tl.load(z + t * z_stride + j, mask=inside, other=0.0).to(tl.float32)
-        o = o * tl.rsqrt(fold(o * o) / V + eps)[:, None] * weight
-        o = o * (gate / (1.0 + tl.exp(-gate)))
-        tl.store(out + t * (HV * V) + j, o.to(out.dtype.element_ty), mask=inside)
+    """Keeps the new us; writes o / rms * weight * silu(gate), gate [H, BLOCK]."""
+    n, v = tl.arange(0, H)[:, None], tl.arange(0, BLOCK)[None, :]
+    t = first + n
+    new = (n < G) & (t >= 0) & (t < length) & (v < V)
+    tl.store(kept_u + _line(line_0 + t, lines) * (HV * V) + v, _lines_of(us), mask=new)
+    x, gate = _lines_of(outs), gate.to(tl.float32)
+    x = x * tl.rsqrt(tl.sum(x * x, 1) / V + eps)[:, None] * weight * (gate / (1.0 + tl.exp(-gate)))
+    tl.store(out + t * (HV * V) + v, x.to(out.dtype.element_ty), mask=new)
+
+
+@triton.jit
+def _advance(
+    state, heads, kept_k, kept_u, kept_decay, first, begin, line_0, lines,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """The state [BLOCK_V, BLOCK_K] behind a whole cell: decayed, and its tokens written."""
+    v, k = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_K)
+    decay, decays = 1.0, ()
+    for i in tl.static_range(G):
+        t = first + G - 1 - i
+        decays = (decay,) + decays
+        decay *= tl.load(kept_decay + _line(line_0 + t, lines) * HV, mask=t >= begin, other=1.0)
+    state = state * decay
+    for i in tl.static_range(G):
+        t = first + i
+        line = _line(line_0 + t, lines)
+        place = tl.where(t < 0, kept_k + line * (HK * K), heads + t * WIDTH + K)
+        key = tl.load(place + k, mask=(k < K) & (t >= begin), other=0.0) * decays[i]
+        u = tl.load(kept_u + line * (HV * V) + v, mask=(v < V) & (t >= begin), other=0.0)
+        u, key = tl.broadcast_to(u[:, None], state.shape), tl.broadcast_to(key[None, :], state.shape)
+        state = tl.fma(u, key, state)
+    return state
+
+
+@triton.jit
+def _cell(
+    state, place, inside, heads, weights, kept_u, kept_k, kept_decay, z, out, norm, cell, done,
+    start, begin, length, line_0, lines, z_stride, eps,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    G: tl.constexpr, H: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    WIDTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A cell's new tokens, given the state before cell `done`.
+
+    What is between is written into it, and the state is kept where all of that is committed.
+    """
+    first = cell * G - start
+    n, j = tl.arange(0, 2 * H)[:, None], tl.arange(0, BLOCK_V)[None, :]
+    held = kept_u + _line(line_0 + first + n, lines) * (HV * V) + j
+    live = (n < G) & (first + n >= begin) & (first + n < 0) & (j < V)
+    us = tl.load(held, mask=live, other=0.0)
+    n = tl.arange(0, H)[:, None]
+    live = (n < G) & (first + n >= 0) & (first + n < length) & (j < V)
+    gate = tl.load(z + (first + n) * z_stride + j, mask=live, other=0.0)
+    weight = tl.load(norm + j, mask=j < V, other=0.0).to(tl.float32)
+    x = _keys(heads, kept_k, first, begin, length, line_0, lines, HK, K, G, H, BLOCK_K, WIDTH)
+    passed = _decays(kept_decay, first, begin, length, line_0, lines, HV, G, H)
+    _weights(x, passed, weights, H, PRECISION)
+    tl.debug_barrier()  # weights are written, and us of the cell before
+    if done < cell:
+        for at in range(done, cell):
+            state = _advance(
+                state, heads, kept_k, kept_u, kept_decay, at * G - start, begin, line_0, lines,
+                HK, HV, K, V, G, BLOCK_K, BLOCK_V, WIDTH,
+            )  # fmt: skip
+            tl.store(place, state, mask=inside & (at * G + G <= start))
+    now = tl.maximum(first, 0)
+    carried = state
+    for _ in range(tl.minimum(length, 1)):  # once: what a loop carries is waited for in the loop
+        whole = tl.load(weights + tl.arange(0, 2 * H) * (2 * H) + 2 * H - 1)
+        seen = tl.dot(carried, tl.trans(x), input_precision=PRECISION) * whole[None, :]
+        new, outs = _solve(
+            seen, tl.trans(us), weights, heads + now * WIDTH + 2 * K,
+            now - first, tl.minimum(G, length - first), V, H, BLOCK_V, WIDTH,
+        )  # fmt: skip
+        _finish(
+            new, outs, gate, weight, out, kept_u, first, length, line_0, lines, eps,
+            HV, V, G, H, BLOCK_V,
+        )  # fmt: skip
+        carried = tl.zeros_like(state)
 
 
 @triton.jit(
-    do_not_specialize=["length", "lines", "eps", "b_stride", "a_stride", "cells"],
+    do_not_specialize=["length", "lines", "eps", "b_stride", "a_stride"],
     do_not_specialize_on_alignment=["b", "a", "slots", "starts", "pending"],
 )
 def _step_kernel(
     mixed, z, b, a, taps, a_log, dt_bias, norm, recurrent, conv, kept_u, kept_k, kept_decay,
-    slots, starts, pending, heads, ends, out, length, lines, cells, eps,
+    slots, starts, pending, heads, weights, out, length, lines, eps,
     mixed_stride, z_stride, b_stride, a_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    G: tl.constexpr, BLOCK: tl.constexpr, VALUES: tl.constexpr, TOKENS: tl.constexpr,
-    LINES: tl.constexpr, WIDTH: tl.constexpr, L2_EPS: tl.constexpr,
+    G: tl.constexpr, H: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    TOKENS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr, L2_EPS: tl.constexpr,
 ):  # fmt: skip
-    """One (row, value head): the inputs, what tokens of a cell take of each other, the state."""
+    """One (row, value head): the state is asked for, then cell by cell its inputs and results."""
     program = tl.program_id(0).to(tl.int64)
     s, h = program // HV, (program % HV).to(tl.int32)
     slot = tl.load(slots + s).to(tl.int64)
     start, count = tl.load(starts + s).to(tl.int32), tl.load(pending + s).to(tl.int32)
-    v = tl.arange(0, VALUES)
-    place = recurrent + (slot * HV + h) * (V * K) + v[:, None] * K
-    state = _slabs(place, v[:, None] < V, K)
-    base, line_0, token = start - count, start % lines, s * length
+    v, k = tl.arange(0, BLOCK_V)[:, None], tl.arange(0, BLOCK_K)[None, :]
+    place, inside = recurrent + (slot * HV + h) * (V * K) + v * K + k, (v < V) & (k < K)
+    state = tl.load(place, mask=inside, other=0.0)
+    line_0, begin, token = start % lines, -count, s * length
     mixed += token * mixed_stride
+    z += token * z_stride + h * V
+    b, a = b + token * b_stride + h, a + token * a_stride + h
+    out += (token * HV + h) * V
     conv += slot * lines * (2 * HK * K + HV * V)
     kept_k += slot * lines * (HK * K)
     kept_u += slot * lines * (HV * V) + h * V
     kept_decay += slot * lines * HV + h
     heads += program * length * WIDTH
-    ends += program * cells * (2 * G)
+    weights += program * (4 * H * H)
     _inputs(
-        mixed, b + token * b_stride + h, a + token * a_stride + h, conv, taps,
-        tl.load(a_log + h), tl.load(dt_bias + h), kept_k, kept_decay, heads, line_0, length, lines,
-        mixed_stride, b_stride, a_stride, h,
-        HK, HV, K, V, R, G, BLOCK, TOKENS, WIDTH, L2_EPS,
+        mixed, b, a, conv, taps, tl.load(a_log + h), tl.load(dt_bias + h), kept_k, kept_decay,
+        heads, line_0, length, lines, mixed_stride, b_stride, a_stride, h,
+        HK, HV, K, V, R, max(BLOCK_K, BLOCK_V), TOKENS, WIDTH, L2_EPS,
     )  # fmt: skip
-    tl.debug_barrier()  # heads are written
     kept_k += h // (HV // HK) * K
-    _cell_weights(
-        heads, kept_k, kept_decay, ends, base, start, length, line_0, lines, HK, HV, K, V, G, WIDTH
-    )
-    tl.debug_barrier()  # weights are written
-    came = base // G
-    for cell in range(start // G, (start + length - 1) // G + 1):
-        _pass(
-            state, place, heads, kept_k, kept_u, ends, base, start, length, line_0, lines, came,
-            cell, HK, HV, K, V, G, VALUES, WIDTH,
-        )  # fmt: skip
-        ends, came = ends + (start // G - came) * (2 * G), start // G
-        tl.debug_barrier()  # S k and S q are written
-        _solve(
-            heads, kept_u, base, start, length, line_0, lines, cell, HV, K, V, G, BLOCK, WIDTH
-        )
-        tl.debug_barrier()  # u and o are written
-        state = _slabs(place, (v[:, None] < V) & ((cell + 1) * G < start + length), K)
-    _norm_and_gate(
-        heads, z + token * z_stride + h * V, out + (token * HV + h) * V, norm, length, z_stride,
-        eps, HV, K, V, BLOCK, LINES, WIDTH,
+    tl.debug_barrier()  # heads and decays are written
+    cell, last = start // G, (start + length - 1) // G
+    _cell(
+        state, place, inside, heads, weights, kept_u, kept_k, kept_decay, z, out, norm,
+        cell, (start - count) // G, start, begin, length, line_0, lines, z_stride, eps,
+        HK, HV, K, V, G, H, BLOCK_K, BLOCK_V, WIDTH, PRECISION,
     )  # fmt: skip
+    if TOKENS > 1 and cell < last:
+        for following in range(cell + 1, last + 1):
+            tl.debug_barrier()  # weights are read, the state before `cell` is written
+            state = tl.load(place, mask=inside, other=0.0)
+            _cell(
+                state, place, inside, heads, weights, kept_u, kept_k, kept_decay, z, out, norm,
+                following, cell, start, begin, length, line_0, lines, z_stride, eps,
+                HK, HV, K, V, G, H, BLOCK_K, BLOCK_V, WIDTH, PRECISION,
+            )  # fmt: skip
 
 
 def sizes_of(state: GatedDeltaState) -> dict[str, int]:
@@ -384,12 +350,14 @@ def supports(**traits: Any) -> str | None:
     return gpu_trait(**traits)
 
 
-def layout_of(sizes: dict[str, int], rows: int, length: int) -> dict[str, int]:
-    """Tiles: VALUES of V and TOKENS new tokens at a time. No bit depends on them."""
-    block, warps = max(blocks_of(sizes, 128).values()), 4
-    tokens = min(4, triton.next_power_of_2(length))
-    tiles = dict(VALUES=min(block, 32), TOKENS=max(tokens, warps // 4), LINES=max(tokens, warps))
-    return dict(**tiles, BLOCK=block, num_warps=warps)
+def precision_of(dtype: torch.dtype) -> str:
+    """Of products with the state: as of the prompt law (lockstep...triton_chunk)."""
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+def warps_of(blocks: dict[str, int]) -> int:
+    """64 floats of state a thread; no bit depends on it."""
+    return min(8, max(1, blocks["BLOCK_K"] * blocks["BLOCK_V"] // 2048))
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -416,22 +384,22 @@ def gated_delta_step_triton(
 ) -> Tensor:
     """See lockstep.kernels.gated_delta_rule.gated_delta_step."""
     (rows, length, _), sizes = mixed.shape, sizes_of(state)
-    hv, k, v = sizes["HV"], sizes["K"], sizes["V"]
+    hv, k, v, blocks = sizes["HV"], sizes["K"], sizes["V"], blocks_of(sizes, 128)
     out = torch.empty(rows, length, hv, v, dtype=z.dtype, device=mixed.device)
     if not out.numel():
         return out
-    lines, width = state.conv.shape[1], 2 * k + 4 * v + 2 * flush + PAD
-    cells = lines // flush + 2
+    half, width = max(8, flush), 2 * k + v + PAD
     scratch = dict(dtype=torch.float32, device=mixed.device)
     heads = torch.empty(rows * hv, length, width, **scratch)
-    ends = torch.empty(rows * hv, cells, 2 * flush, **scratch)
+    takes = torch.empty(rows * hv, 2 * half, 2 * half, **scratch)
     mixed, z, b, a = _flat(mixed), _flat(z), b.flatten(0, 1), a.flatten(0, 1)
     _step_kernel[(rows * hv,)](
         mixed, z, b, a, weights.conv.t().contiguous(), weights.a_log, weights.dt_bias, weights.norm,
         state.recurrent, state.conv, state.u, state.k, state.decay, slots, starts, pending,
-        heads, ends, out, length, lines, cells, weights.eps,
+        heads, takes, out, length, state.conv.shape[1], weights.eps,
         mixed.stride(0), z.stride(0), b.stride(0), a.stride(0),
-        **sizes, R=weights.conv.shape[1] - 1, G=flush, WIDTH=width, L2_EPS=L2_EPS,
-        **layout_of(sizes, rows, length), enable_fp_fusion=False, maxnreg=MOST_REGISTERS,
+        **sizes, **blocks, R=weights.conv.shape[1] - 1, G=flush, H=half, WIDTH=width,
+        TOKENS=min(4, triton.next_power_of_2(length)), PRECISION=precision_of(mixed.dtype),
+        L2_EPS=L2_EPS, num_warps=warps_of(blocks), enable_fp_fusion=False, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return out
