@@ -24,6 +24,8 @@ from lockstep.kernels.gated_delta_rule import (
 
 MOST_REGISTERS = 128
 """Of a thread: two programs of 8 warps share a multiprocessor, 128 KB of state in flight."""
+MOST_TOKENS = 4
+"""Of the window whose inputs are made at once. No bit depends on it."""
 ALIGNED = 16
 PAD = 4
 """Floats behind a token's q, k and v in the scratch: beta, and three to keep lines aligned."""
@@ -212,21 +214,28 @@ def _advance(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The state [BLOCK_V, BLOCK_K] behind a whole cell: decayed, and its tokens written."""
-    v, k = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_K)
-    decay, decays = 1.0, ()
-    for i in tl.static_range(G):
-        t = first + G - 1 - i
-        decays = (decay,) + decays
-        decay *= tl.load(kept_decay + _line(line_0 + t, lines) * HV, mask=t >= begin, other=1.0)
-    state = state * decay
+    v, k, low = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_K), tl.maximum(begin - first, 0)
+    whole = 1.0
     for i in tl.static_range(G):
         t = first + i
-        line = _line(line_0 + t, lines)
+        whole *= tl.load(kept_decay + _line(line_0 + t, lines) * HV, mask=t >= begin, other=1.0)
+    state, decay, t = state * whole, 1.0, first + G - 1
+    line = _line(line_0 + t, lines)
+    place = tl.where(t < 0, kept_k + line * (HK * K), heads + t * WIDTH + K)
+    key = tl.load(place + k, mask=k < K, other=0.0)
+    u = tl.load(kept_u + line * (HV * V) + v, mask=v < V, other=0.0)
+    fade = tl.load(kept_decay + line * HV)
+    for _ in range(low, G):
+        now_key, now_u, now_fade = key * decay, u, fade
+        t -= 1
+        line, live = _line(line_0 + t, lines), t >= first + low
         place = tl.where(t < 0, kept_k + line * (HK * K), heads + t * WIDTH + K)
-        key = tl.load(place + k, mask=(k < K) & (t >= begin), other=0.0) * decays[i]
-        u = tl.load(kept_u + line * (HV * V) + v, mask=(v < V) & (t >= begin), other=0.0)
-        u, key = tl.broadcast_to(u[:, None], state.shape), tl.broadcast_to(key[None, :], state.shape)
-        state = tl.fma(u, key, state)
+        key = tl.load(place + k, mask=(k < K) & live, other=0.0)
+        u = tl.load(kept_u + line * (HV * V) + v, mask=(v < V) & live, other=0.0)
+        fade = tl.load(kept_decay + line * HV, mask=live, other=1.0)
+        column, row = now_u[:, None], now_key[None, :]
+        column, row = tl.broadcast_to(column, state.shape), tl.broadcast_to(row, state.shape)
+        state, decay = tl.fma(column, row, state), decay * now_fade
     return state
 
 
@@ -261,7 +270,8 @@ def _cell(
                 state, heads, kept_k, kept_u, kept_decay, at * G - start, begin, line_0, lines,
                 HK, HV, K, V, G, BLOCK_K, BLOCK_V, WIDTH,
             )  # fmt: skip
-            tl.store(place, state, mask=inside & (at * G + G <= start))
+            lines_of = tl.reshape(state, place.shape)
+            tl.store(place, lines_of, mask=inside & (at * G + G <= start))
     now = tl.maximum(first, 0)
     carried = state
     for _ in range(tl.minimum(length, 1)):  # once: what a loop carries is waited for in the loop
@@ -295,9 +305,11 @@ def _step_kernel(
     s, h = program // HV, (program % HV).to(tl.int32)
     slot = tl.load(slots + s).to(tl.int64)
     start, count = tl.load(starts + s).to(tl.int32), tl.load(pending + s).to(tl.int32)
-    v, k = tl.arange(0, BLOCK_V)[:, None], tl.arange(0, BLOCK_K)[None, :]
-    place, inside = recurrent + (slot * HV + h) * (V * K) + v * K + k, (v < V) & (k < K)
-    state = tl.load(place, mask=inside, other=0.0)
+    v_0, v = (tl.arange(0, BLOCK_V // 8) * 8)[:, None, None], tl.arange(0, 8)[None, :, None]
+    k = tl.arange(0, BLOCK_K)[None, None, :]
+    place = recurrent + (slot * HV + h) * (V * K) + v * K + k + v_0 * K
+    inside = (v_0 + v < V) & (k < K)
+    state = tl.reshape(tl.load(place, mask=inside, other=0.0), (BLOCK_V, BLOCK_K))
     line_0, begin, token = start % lines, -count, s * length
     mixed += token * mixed_stride
     z += token * z_stride + h * V
@@ -325,7 +337,7 @@ def _step_kernel(
     if TOKENS > 1 and cell < last:
         for following in range(cell + 1, last + 1):
             tl.debug_barrier()  # weights are read, the state before `cell` is written
-            state = tl.load(place, mask=inside, other=0.0)
+            state = tl.reshape(tl.load(place, mask=inside, other=0.0), (BLOCK_V, BLOCK_K))
             _cell(
                 state, place, inside, heads, weights, kept_u, kept_k, kept_decay, z, out, norm,
                 following, cell, start, begin, length, line_0, lines, z_stride, eps,
@@ -399,7 +411,7 @@ def gated_delta_step_triton(
         heads, takes, out, length, state.conv.shape[1], weights.eps,
         mixed.stride(0), z.stride(0), b.stride(0), a.stride(0),
         **sizes, **blocks, R=weights.conv.shape[1] - 1, G=flush, H=half, WIDTH=width,
-        TOKENS=min(4, triton.next_power_of_2(length)), PRECISION=precision_of(mixed.dtype),
+        TOKENS=min(MOST_TOKENS, triton.next_power_of_2(length)), PRECISION=precision_of(mixed.dtype),
         L2_EPS=L2_EPS, num_warps=warps_of(blocks), enable_fp_fusion=False, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return out
