@@ -254,7 +254,8 @@ def gated_delta_chunk(
         s = state.recurrent[src] if start else torch.zeros_like(state.recurrent[0])
         raw = torch.cat([past, mixed[begin:end]])
         heads = _heads(_convolve(raw, weights.conv), state)
-        out[begin:end], at_grid, s = _chunks(*heads, g[begin:end], beta[begin:end], s.mT.contiguous())
+        s = s.mT.contiguous()
+        out[begin:end], at_grid, s = _chunks(*heads, g[begin:end], beta[begin:end], s)
         state.recurrent[dst], conv[last(dst, start + end - begin)] = s.mT, raw[end - begin :]
         if snapshot:
             whole = (end - begin) // GRID * GRID

@@ -1,25 +1,29 @@
 """gated_delta_step in Triton: one program per row and value head does the whole mixer, once.
 
-A cell is `flush` tokens from a multiple of it. A token's definition reads the state before its cell,
-and what the tokens before it in its cell wrote, each by a weight of its own: so the state is read
-once, multiplied once by all of a window's k and q on tensor cores, and written where a cell ends.
-Rows, tokens, window and ring length are run-time values; where a token stands in a tile is its place
-in its cell: so single steps, windows and replay share their bits.
+A cell is `flush` tokens from a multiple of it. What a token takes is the state before its cell and
+what the tokens before it in its cell wrote, each by a weight of its own. So the state is read once,
+multiplied once by all of the window's k and q on tensor cores, and written where a cell ends. Rows,
+tokens, window and ring length are run-time values, and a token's place in a tile is its place in its
+cell: so single steps, windows and replay share their bits.
 """
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.gated_delta_rule import (
     L2_EPS,
     GatedDeltaState,
     GatedDeltaWeights,
     gated_delta_step,
+)
+from lockstep.kernels.gated_delta_rule.triton_inputs import (
+    blocks_of,
+    inputs,
+    line_of,
+    sizes_of,
+    supports,
 )
 
 MOST_REGISTERS = 128
@@ -32,95 +36,8 @@ PAD = 4
 
 
 @triton.jit
-def head_channels(unit, lanes, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
-    """First channel and width of head `unit` of [all q | all k | all v]."""
-    is_value = unit >= 2 * HK
-    first = tl.where(is_value, 2 * HK * K + (unit - 2 * HK) * V, unit * K)
-    return first + lanes, lanes < tl.where(is_value, V, K)
-
-
-@triton.jit
-def gates(a, b, a_log, dt_bias):
-    """Raw a, b and a head's parameters -> g, the log decay, and beta; log1p by Kahan's quotient."""
-    x = a.to(tl.float32) + dt_bias
-    e = tl.exp(tl.minimum(x, 20.0))
-    near = tl.where(1.0 + e == 1.0, 1.0, (1.0 + e) - 1.0)
-    rise = tl.where(1.0 + e == 1.0, e, tl.log(1.0 + e) * (e / near))
-    rise = tl.where(x > 20.0, x, rise)
-    return -tl.exp(a_log) * rise, 1.0 / (1.0 + tl.exp(-b.to(tl.float32)))
-
-
-@triton.jit
-def fold(x):
-    """[n, m] -> [n], m a power of 2: neighbours, then neighbours of those sums, and so on.
-
-    Sums of two: so no layout and no number of warps can change the order.
-    """
-    for _ in tl.static_range(8):
-        if x.shape[1] > 1:
-            x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), 2)
-    return tl.reshape(x, (x.shape[0],))
-
-
-@triton.jit
 def _times(x, y):
     return x * y
-
-
-@triton.jit
-def _line(line, lines):
-    """A line that may lie up to one ring before or behind the ring, put into it."""
-    line = tl.where(line < 0, line + lines, line)
-    return tl.where(line >= lines, line - lines, line)
-
-
-@triton.jit
-def _convolved(
-    mixed, conv, taps, c, live, t, line_0, lines, stride, C: tl.constexpr, R: tl.constexpr
-):
-    """Channels c [n, m] of tokens t [n, 1]: SiLU of the convolution, and the raw inputs."""
-    total = tl.zeros(live.shape, tl.float32)
-    for j in tl.static_range(R + 1):
-        at = t + j - R
-        old = tl.load(conv + _line(line_0 + at, lines) * C + c, mask=live & (at < 0), other=0.0)
-        raw = tl.load(mixed + at * stride + c, mask=live & (at >= 0), other=0.0)
-        raw = tl.where(at < 0, old, raw)
-        total += raw.to(tl.float32) * tl.load(taps + j * C + c, mask=live, other=0.0)
-    return total / (1.0 + tl.exp(-total)), raw
-
-
-@triton.jit
-def _inputs(
-    mixed, b, a, conv, taps, log_rate, bias, kept_k, kept_decay, heads, line_0, length, lines,
-    stride, b_stride, a_stride, h,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    BLOCK: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr,
-):  # fmt: skip
-    """q, k, v and beta of the window to heads; what is kept to its ring, by one program.
-
-    q, k and v of a token are lines of one tile, and a fourth one that is empty.
-    """
-    C: tl.constexpr = 2 * HK * K + HV * V
-    kh, first, i = h // (HV // HK), h % (HV // HK) == 0, tl.arange(0, BLOCK)[None, :]
-    unit, t_0 = tl.arange(0, 4 * TOKENS)[:, None] % 4, tl.arange(0, 4 * TOKENS)[:, None] // 4
-    c = unit * (HK * K) + tl.where(unit == 2, h, kh) * tl.where(unit == 2, V, K) + i
-    live = (unit < 3) & (i < tl.where(unit == 2, V, K))
-    for begin in range(0, length, TOKENS):
-        t = begin + t_0
-        inside, line = live & (t < length), _line(line_0 + t, lines)
-        x, raw = _convolved(mixed, conv, taps, c, inside, t, line_0, lines, stride, C, R)
-        scale = tl.rsqrt(fold(x * x) + EPS)[:, None]
-        x = tl.where(unit < 2, x * scale, x)
-        x = tl.where(unit == 0, x * K**-0.5, x)
-        tl.store(heads + t * WIDTH + unit * K + i, x, mask=inside)
-        tl.store(kept_k + line * (HK * K) + kh * K + i, x, mask=inside & (unit == 1) & first)
-        tl.store(conv + line * C + c, raw, mask=inside & ((unit == 2) | first))
-        t = begin + tl.arange(0, TOKENS)
-        raw_a = tl.load(a + t * a_stride, mask=t < length, other=0.0)
-        raw_b = tl.load(b + t * b_stride, mask=t < length, other=0.0)
-        g, rate = gates(raw_a, raw_b, log_rate, bias)
-        tl.store(heads + t * WIDTH + 2 * K + V, rate, mask=t < length)
-        tl.store(kept_decay + _line(line_0 + t, lines) * HV, tl.exp(g), mask=t < length)
 
 
 @triton.jit
@@ -132,7 +49,7 @@ def _keys(
     """[2 H, BLOCK]: a cell's G ks, pending and new, and from H on its new qs."""
     n, i = tl.arange(0, 2 * H)[:, None], tl.arange(0, BLOCK)[None, :]
     t, live = first + n % H, (n % H < G) & (i < K)
-    held = kept_k + _line(line_0 + t, lines) * (HK * K) + i
+    held = kept_k + line_of(line_0 + t, lines) * (HK * K) + i
     old = tl.load(held, mask=live & (n < H) & (t >= begin) & (t < 0), other=0.0)
     new = heads + t * WIDTH + (1 - n // H) * K + i
     return tl.where(t < 0, old, tl.load(new, mask=live & (t >= 0) & (t < length), other=0.0))
@@ -143,11 +60,11 @@ def _decays(
     kept_decay, first, begin, length, line_0, lines,
     HV: tl.constexpr, G: tl.constexpr, H: tl.constexpr,
 ):  # fmt: skip
-    """[2 H, 2 H]: the decay to place n % H of a cell, from its token j or, at 2 H - 1, its start."""
+    """[2 H, 2 H]: the decay to place n % H of a cell, from its token j or, at 2 H - 1, start."""
     i = tl.arange(0, H)
     t = first + i
     live = (i < G) & (t >= begin) & (t < length)
-    fade = tl.load(kept_decay + _line(line_0 + t, lines) * HV, mask=live, other=1.0)
+    fade = tl.load(kept_decay + line_of(line_0 + t, lines) * HV, mask=live, other=1.0)
     n, j = tl.arange(0, 2 * H)[:, None, None], tl.arange(0, 2 * H)[None, :, None]
     i = i[None, None, :]
     on_the_way = (i > tl.where(j == 2 * H - 1, -1, j)) & (i <= n % H)
@@ -201,7 +118,7 @@ def _finish(
     n, v = tl.arange(0, H)[:, None], tl.arange(0, BLOCK)[None, :]
     t = first + n
     new = (n < G) & (t >= 0) & (t < length) & (v < V)
-    tl.store(kept_u + _line(line_0 + t, lines) * (HV * V) + v, _lines_of(us), mask=new)
+    tl.store(kept_u + line_of(line_0 + t, lines) * (HV * V) + v, _lines_of(us), mask=new)
     x, gate = _lines_of(outs), gate.to(tl.float32)
     x = x * tl.rsqrt(tl.sum(x * x, 1) / V + eps)[:, None] * weight * (gate / (1.0 + tl.exp(-gate)))
     tl.store(out + t * (HV * V) + v, x.to(out.dtype.element_ty), mask=new)
@@ -218,9 +135,9 @@ def _advance(
     whole = 1.0
     for i in tl.static_range(G):
         t = first + i
-        whole *= tl.load(kept_decay + _line(line_0 + t, lines) * HV, mask=t >= begin, other=1.0)
+        whole *= tl.load(kept_decay + line_of(line_0 + t, lines) * HV, mask=t >= begin, other=1.0)
     state, decay, t = state * whole, 1.0, first + G - 1
-    line = _line(line_0 + t, lines)
+    line = line_of(line_0 + t, lines)
     place = tl.where(t < 0, kept_k + line * (HK * K), heads + t * WIDTH + K)
     key = tl.load(place + k, mask=k < K, other=0.0)
     u = tl.load(kept_u + line * (HV * V) + v, mask=v < V, other=0.0)
@@ -228,7 +145,7 @@ def _advance(
     for _ in range(low, G):
         now_key, now_u, now_fade = key * decay, u, fade
         t -= 1
-        line, live = _line(line_0 + t, lines), t >= first + low
+        line, live = line_of(line_0 + t, lines), t >= first + low
         place = tl.where(t < 0, kept_k + line * (HK * K), heads + t * WIDTH + K)
         key = tl.load(place + k, mask=(k < K) & live, other=0.0)
         u = tl.load(kept_u + line * (HV * V) + v, mask=(v < V) & live, other=0.0)
@@ -253,7 +170,7 @@ def _cell(
     """
     first = cell * G - start
     n, j = tl.arange(0, 2 * H)[:, None], tl.arange(0, BLOCK_V)[None, :]
-    held = kept_u + _line(line_0 + first + n, lines) * (HV * V) + j
+    held = kept_u + line_of(line_0 + first + n, lines) * (HV * V) + j
     live = (n < G) & (first + n >= begin) & (first + n < 0) & (j < V)
     us = tl.load(held, mask=live, other=0.0)
     n = tl.arange(0, H)[:, None]
@@ -321,7 +238,7 @@ def _step_kernel(
     kept_decay += slot * lines * HV + h
     heads += program * length * WIDTH
     weights += program * (4 * H * H)
-    _inputs(
+    inputs(
         mixed, b, a, conv, taps, tl.load(a_log + h), tl.load(dt_bias + h), kept_k, kept_decay,
         heads, line_0, length, lines, mixed_stride, b_stride, a_stride, h,
         HK, HV, K, V, R, max(BLOCK_K, BLOCK_V), TOKENS, WIDTH, L2_EPS,
@@ -343,23 +260,6 @@ def _step_kernel(
                 following, cell, start, begin, length, line_0, lines, z_stride, eps,
                 HK, HV, K, V, G, H, BLOCK_K, BLOCK_V, WIDTH, PRECISION,
             )  # fmt: skip
-
-
-def sizes_of(state: GatedDeltaState) -> dict[str, int]:
-    """The constants of every kernel of a layer."""
-    return dict(zip(("HK", "HV", "K", "V"), state.sizes(), strict=True))
-
-
-def blocks_of(sizes: dict[str, int], most_v: int) -> dict[str, int]:
-    k, v = (max(16, triton.next_power_of_2(sizes[n])) for n in "KV")
-    return dict(BLOCK_K=k, BLOCK_V=min(v, most_v))
-
-
-def supports(**traits: Any) -> str | None:
-    for name in ("key_dim", "value_dim"):
-        if not 1 <= traits.get(name, 64) <= 128:
-            return f"{name} {traits[name]} is not in 1 .. 128"
-    return gpu_trait(**traits)
 
 
 def precision_of(dtype: torch.dtype) -> str:
@@ -406,12 +306,13 @@ def gated_delta_step_triton(
     takes = torch.empty(rows * hv, 2 * half, 2 * half, **scratch)
     mixed, z, b, a = _flat(mixed), _flat(z), b.flatten(0, 1), a.flatten(0, 1)
     _step_kernel[(rows * hv,)](
-        mixed, z, b, a, weights.conv.t().contiguous(), weights.a_log, weights.dt_bias, weights.norm,
+        mixed, z, b, a,
+        weights.conv.t().contiguous(), weights.a_log, weights.dt_bias, weights.norm,
         state.recurrent, state.conv, state.u, state.k, state.decay, slots, starts, pending,
         heads, takes, out, length, state.conv.shape[1], weights.eps,
         mixed.stride(0), z.stride(0), b.stride(0), a.stride(0),
         **sizes, **blocks, R=weights.conv.shape[1] - 1, G=flush, H=half, WIDTH=width,
         TOKENS=min(MOST_TOKENS, triton.next_power_of_2(length)), PRECISION=precision_of(mixed.dtype),
-        L2_EPS=L2_EPS, num_warps=warps_of(blocks), enable_fp_fusion=False, maxnreg=MOST_REGISTERS,
+        L2_EPS=L2_EPS, num_warps=warps_of(blocks), maxnreg=MOST_REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
     return out
