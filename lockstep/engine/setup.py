@@ -124,7 +124,7 @@ def stand(config: EngineConfig, progress: Progress) -> Stand:
         load_weights(folder, raw, model, draft, lambda i, n: progress("loading", i, n))
     layers = memory.mixers(model, draft)
     plan = _plan(config, folder, device, dtype, length, layers)
-    table = RowTable(plan, model.config.vocab_size)
+    table = RowTable(plan, build, model.config.vocab_size)
     program = _program(config, table, build, model, draft, drafting)
     if device == "cuda" and config.num_gpu_blocks is None:
         plan = _measured(config, plan, layers, program)
@@ -152,6 +152,7 @@ def _program(
             table.page_size,
             draft,
             sampler.sample,
+            build.at("drafter").op,
         )
         drafter = drafting.create(context)
     return Program(table, model, sampler, drafter)

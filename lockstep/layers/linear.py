@@ -37,7 +37,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """x [T, H] -> logits [T, V] fp32, over its own weight or the embedding's (tied)."""
+    """x [T, H] -> logits [T, V] of x's dtype, over its own weight or the embedding's (tied)."""
 
     def __init__(self, build: Build, weight: nn.Parameter) -> None:
         super().__init__()
@@ -47,4 +47,4 @@ class Head(nn.Module):
         self.segments = segments(n, k, build.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x, self.weight, self.segments).float()
+        return self.linear(x, self.weight, self.segments)

@@ -16,7 +16,7 @@ from lockstep.kernels.gated_delta_rule.cases import Dims, empty_state, inputs, w
 from lockstep.kernels.linear import linear
 from lockstep.kernels.norm import gated_rms_norm, rms_norm
 from lockstep.kernels.sampling import sample
-from lockstep.kernels.sampling.cases import batch
+from lockstep.kernels.sampling.cases import batch, part
 from tests.kernels.faces import faces, same_bits
 
 FACES = faces(pytest.mark.slow)
@@ -278,3 +278,14 @@ def test_sample_row_alone(face, vocab):
         first = dict(alone, logits=alone["logits"][:, :1], drafts=alone["drafts"][:, :0])
         first["positions"] = alone["positions"][:, :1]
         assert same_bits(face.run(sample, first), whole[s : s + 1, :1]), s
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize(("vocab", "kept"), [(100, 64), (9000, 4200)])
+def test_sample_among_some_tokens(face, vocab, kept):
+    """What the whole vocabulary gives where the other logits are -inf: masks, noise and all."""
+    few = part(batch(vocab, 1, seed=2), kept)
+    whole = {name: value for name, value in few.items() if name != "ids"}
+    whole["logits"] = torch.full((*few["logits"].shape[:2], vocab), -torch.inf)
+    whole["logits"][..., few["ids"]] = few["logits"]
+    assert same_bits(face.run(sample, face.place(few)), face.run(sample, face.place(whole)))

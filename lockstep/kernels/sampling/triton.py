@@ -1,7 +1,7 @@
-"""sample in Triton: process, filter, pick, choose; no sort, no host read, one line per position.
+"""sample in Triton: score, then choose; no sort, no host read, one line per position.
 
 A position's flags are read on the device. Rows without flags go straight from their logits to the
-argmax. Largest values and counts are exact in any order; the one sum (top-p's mass) runs block by
+argmax; only rows that filter leave their scores in memory. Largest values and counts are exact in any order; the one sum (top-p's mass) runs block by
 block in one layout. Thresholds come from bisection over the ordered bits of a float.
 """
 
@@ -24,7 +24,8 @@ from lockstep.kernels.sampling import (
     sample,
 )
 
-BLOCK, FILTER_BLOCK = 4096, 16384
+SPAN, BLOCK, FILTER_BLOCK = 8192, 2048, 16384
+WARPS = 8
 USES_BIAS, USES_PENALTIES = tl.constexpr(BIAS), tl.constexpr(PENALTIES)
 USES_MIN_TOKENS, USES_BAD_WORDS = tl.constexpr(MIN_TOKENS), tl.constexpr(BAD_WORDS)
 USES_FILTERS, USES_NOISE = tl.constexpr(FILTERS), tl.constexpr(NOISE)
@@ -51,6 +52,14 @@ def _ban_words(
 
 
 @triton.jit
+def _token(kept, places, live):
+    """The tokens at these places of a line of logits; kept: None, or the token of each place."""
+    if kept is not None:
+        places = tl.load(kept + places, mask=live, other=0).to(tl.int32)
+    return places
+
+
+@triton.jit
 def _penalised(x, n, seen, repetition, frequency, presence):
     """n tokens generated; seen: generated or in the prompt."""
     repeated = tl.where(x > 0, tl.div_rn(x, tl.zeros_like(x) + repetition), x * repetition)
@@ -59,29 +68,19 @@ def _penalised(x, n, seen, repetition, frequency, presence):
     return x - tl.where(n > 0, presence, 0.0)
 
 
-@triton.jit(do_not_specialize=["queries", "tokens_stride"])
-def _process_kernel(
-    logits, positions, drafts, row_ids, history, scores, flags, temperature, repetition, presence,
-    frequency, bias, counts, in_prompt, min_position, stop_ids, bad_words, queries, tokens_stride,
-    VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
-    LANES: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _processed(
+    x, spot, ids, live, at, row, use, positions, drafts, history, temperature, repetition, presence,
+    frequency, bias, counts, in_prompt, min_position, stop_ids, bad_words, queries, length, tokens,
+    STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """One (position, block of the vocabulary): processed logits, for rows that ask for any."""
-    at = tl.program_id(0).to(tl.int64)
-    row = tl.load(row_ids + at // queries)
-    use = tl.load(flags + row)
-    if use == 0:
-        return
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live, line = ids < VOCAB, row * VOCAB + ids
-    x = tl.load(logits + at * VOCAB + ids, mask=live, other=float("-inf"))
-    position = tl.load(positions + at)
+    """A block of a line's logits -> its scores, before filters and noise."""
+    line, position = row * tokens + ids, tl.load(positions + at)
     if use & USES_BIAS:
         x += tl.load(bias + line, mask=live, other=0.0)
     if use & USES_BAD_WORDS:
-        x = _ban_words(
-            x, ids, position, history + row * tokens_stride, bad_words + row * W * L, W, L, LANES
-        )
+        words = bad_words + row * W * L
+        x = _ban_words(x, ids, position, history + row * length, words, W, L, LANES)
     if use & USES_MIN_TOKENS:
         if position < tl.load(min_position + row):
             for i in range(STOPS):
@@ -99,7 +98,7 @@ def _process_kernel(
         )  # fmt: skip
     if use & USES_NOISE:
         x = tl.div_rn(x, tl.zeros_like(x) + tl.load(temperature + row))
-    tl.store(scores + at * VOCAB + ids, x, mask=live)
+    return x
 
 
 @triton.jit
@@ -168,24 +167,16 @@ def _nucleus(scores, top, floor, top_p, VOCAB: tl.constexpr, BLOCK: tl.constexpr
     return threshold, first
 
 
-@triton.jit(do_not_specialize=["queries"], do_not_specialize_on_alignment=["scores"])
-def _filter_kernel(
-    scores, row_ids, thresholds, last_ids, flags, min_p, top_k, top_p, queries,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One position: the key from which tokens may be picked, and the last id kept at that key."""
-    at = tl.program_id(0).to(tl.int64)
-    row = tl.load(row_ids + at // queries)
-    use, scores = tl.load(flags + row), scores + at * VOCAB
-    if ((use & USES_FILTERS) == 0) | ((use & USES_NOISE) == 0):
-        return
+@triton.jit
+def _filter(scores, least, k, p, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """min_p, top_k and top_p of a line -> the key from which tokens may be picked, and the last id
+    kept at that key."""
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     for begin in range(0, VOCAB, BLOCK):
         ids = begin + tl.arange(0, BLOCK)
         best = tl.maximum(best, tl.load(scores + ids, mask=ids < VOCAB, other=float("-inf")))
     top = tl.max(best, 0)
     floor = tl.full((), LOWEST, tl.int64)
-    least, k, p = tl.load(min_p + row), tl.load(top_k + row), tl.load(top_p + row)
     if least > 0:
         floor = _key(top + tl.log(least)).to(tl.int64)
     if (k > 0) & (k < VOCAB):
@@ -198,8 +189,7 @@ def _filter_kernel(
     last = tl.full((), VOCAB - 1, tl.int32)
     if p < 1:
         floor, last = _nucleus(scores, top, floor, p, VOCAB, BLOCK)
-    tl.store(thresholds + at, floor.to(tl.int32))
-    tl.store(last_ids + at, last)
+    return floor, last
 
 
 @triton.jit
@@ -224,44 +214,97 @@ def _gumbel(seed, position, ids):
     return -tl.log(-tl.log(uniform))
 
 
-@triton.jit(do_not_specialize=["queries"])
-def _pick_kernel(
-    logits, scores, positions, row_ids, thresholds, last_ids, flags, seeds, values, places, queries,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One (position, block of the vocabulary): its best score, filtered and with noise."""
-    at = tl.program_id(0).to(tl.int64)
-    row = tl.load(row_ids + at // queries)
-    use = tl.load(flags + row)
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    plain = (ids < VOCAB) & (use == 0)
-    x = tl.load(logits + at * VOCAB + ids, mask=plain, other=float("-inf"))
-    if use != 0:
-        x = tl.load(scores + at * VOCAB + ids, mask=ids < VOCAB, other=float("-inf"))
-    if use & USES_NOISE:
-        noisy = x + _gumbel(tl.load(seeds + row), tl.load(positions + at), ids)
-        if use & USES_FILTERS:
-            key, threshold = _key(x), tl.load(thresholds + at)
-            tied = (key == threshold) & (ids <= tl.load(last_ids + at))
-            noisy = tl.where((key > threshold) | tied, noisy, float("-inf"))
-        x = noisy
-    best = tl.max(x, 0)
-    part = at * tl.num_programs(1) + tl.program_id(1)
-    tl.store(values + part, best)
-    tl.store(places + part, tl.min(tl.where((x == best) & (ids < VOCAB), ids, VOCAB - 1), 0))
+@triton.jit
+def _best(x, place):
+    """The largest of x, and its smallest place."""
+    top = tl.max(x, 0)
+    return top, tl.min(tl.where(x == top, place, HIGHEST), 0)
 
 
 @triton.jit
-def _choose_kernel(values, places, out, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """One position: the best of its blocks, the smaller id where they tie."""
-    at, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    live = lanes < PARTS
-    value = tl.load(values + at * PARTS + lanes, mask=live, other=float("-inf"))
-    place = tl.load(places + at * PARTS + lanes, mask=live, other=HIGHEST)
-    first = tl.load(places + at * PARTS)
-    place = tl.where(live & (value == tl.max(value, 0)), place, HIGHEST)
-    best = tl.min(place, 0)
-    tl.store(out + at, tl.where(best == HIGHEST, first, best).to(tl.int64))
+def _better(x, spot, best, place):
+    """The better of two per lane; of equal ones the one that came first. NaN is never better."""
+    wins = x > best
+    return tl.where(wins, x, best), tl.where(wins, spot, place)
+
+
+@triton.jit(do_not_specialize=["queries", "length", "tokens"])
+def _score_kernel(
+    logits, positions, drafts, row_ids, history, scores, values, places, kept, flags, seeds,
+    temperature, repetition, presence, frequency, bias, counts, in_prompt, min_position, stop_ids,
+    bad_words, queries, length, tokens,
+    VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
+    LANES: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One line's SPAN logits: their best, or, for rows that filter, their scores."""
+    at, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, begin = tl.load(row_ids + at // queries), part * SPAN
+    use = tl.load(flags + row)
+    filters = (use & (USES_FILTERS | USES_NOISE)) == (USES_FILTERS | USES_NOISE)
+    logits, scores = logits + at * VOCAB, scores + at * VOCAB
+    if use == 0:
+        spot = begin + tl.arange(0, SPAN)
+        x = tl.load(logits + spot, mask=spot < VOCAB, other=float("-inf")).to(tl.float32)
+        lowest = tl.full((SPAN,), float("-inf"), tl.float32)
+        best, place = _better(x, spot, lowest, begin + tl.zeros_like(spot))
+        top, first = _best(best, place)
+    else:
+        best = tl.full((BLOCK,), float("-inf"), tl.float32)
+        place = tl.zeros((BLOCK,), tl.int32) + begin
+        for offset in range(begin, begin + SPAN, BLOCK):
+            spot = offset + tl.arange(0, BLOCK)
+            live = spot < VOCAB
+            ids = _token(kept, spot, live)
+            x = tl.load(logits + spot, mask=live, other=float("-inf")).to(tl.float32)
+            x = _processed(
+                x, spot, ids, live, at, row, use, positions, drafts, history, temperature,
+                repetition, presence, frequency, bias, counts, in_prompt, min_position, stop_ids,
+                bad_words, queries, length, tokens, STOPS, W, L, LANES,
+            )  # fmt: skip
+            if filters:
+                tl.store(scores + spot, x, mask=live)
+            elif use & USES_NOISE:
+                x += _gumbel(tl.load(seeds + row), tl.load(positions + at), ids)
+            best, place = _better(x, spot, best, place)
+        top, first = _best(best, place)
+    part += at * tl.num_programs(1)
+    tl.store(values + part, top)
+    tl.store(places + part, first)
+
+
+@triton.jit(do_not_specialize=["queries"])
+def _choose_kernel(
+    scores, values, places, positions, row_ids, kept, out, flags, seeds, min_p, top_k, top_p,
+    queries,
+    VOCAB: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One line: the best of its parts; or, for rows that filter, of the tokens that are left."""
+    at, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
+    row = tl.load(row_ids + at // queries)
+    use, scores = tl.load(flags + row), scores + at * VOCAB
+    if (use & (USES_FILTERS | USES_NOISE)) == (USES_FILTERS | USES_NOISE):
+        least, k, p = tl.load(min_p + row), tl.load(top_k + row), tl.load(top_p + row)
+        threshold, last = _filter(scores, least, k, p, VOCAB, BLOCK)
+        seed, position = tl.load(seeds + row), tl.load(positions + at)
+        best = tl.full((BLOCK,), float("-inf"), tl.float32)
+        place = tl.zeros((BLOCK,), tl.int32)
+        for begin in range(0, VOCAB, BLOCK):
+            spot = begin + tl.arange(0, BLOCK)
+            live = spot < VOCAB
+            x = tl.load(scores + spot, mask=live, other=float("-inf"))
+            key = _key(x)
+            live = live & ((key > threshold) | ((key == threshold) & (spot <= last)))
+            x += _gumbel(seed, position, _token(kept, spot, live))
+            best, place = _better(tl.where(live, x, float("-inf")), spot, best, place)
+        chosen = _best(best, place)[1]
+    else:
+        live = lanes < PARTS
+        value = tl.load(values + at * PARTS + lanes, mask=live, other=float("-inf"))
+        place = tl.load(places + at * PARTS + lanes, mask=live, other=HIGHEST)
+        chosen = _best(value, place)[1]
+    if kept is not None:
+        chosen = tl.load(kept + chosen)
+    tl.store(out + at, chosen.to(tl.int64))
 
 
 def _supports(**traits: Any) -> str | None:
@@ -277,36 +320,30 @@ def sample_triton(
     row_ids: Tensor,
     history: Tensor,
     state: SamplingState,
+    ids: Tensor | None = None,
 ) -> Tensor:
-    """See lockstep.kernels.sampling.sample. logits are contiguous."""
+    """See lockstep.kernels.sampling.sample. logits, positions and drafts are contiguous."""
     rows, queries, vocab = logits.shape
-    lines, parts = rows * queries, triton.cdiv(vocab, BLOCK)
-    out = torch.empty(rows, queries, dtype=torch.int64, device=logits.device)
+    lines, parts = rows * queries, triton.cdiv(vocab, SPAN)
+    out = row_ids.new_empty(rows, queries)
     if not lines:
         return out
-    positions, drafts = positions.contiguous(), drafts.contiguous()
-    scores, values = torch.empty_like(logits), logits.new_empty(lines * parts)
-    places, thresholds, last_ids = (
-        out.new_empty(n, dtype=torch.int32) for n in (lines * parts, lines, lines)
-    )
-    words, length = state.bad_words.shape[1:]
-    exact = dict(VOCAB=vocab, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False)
-    _process_kernel[(lines, parts)](
-        logits, positions, drafts, row_ids, history, scores, state.flags, state.temperature,
-        state.repetition, state.presence, state.frequency, state.bias, state.counts,
-        state.in_prompt.view(torch.uint8), state.min_position, state.stop_ids, state.bad_words,
-        queries, history.stride(0), STOPS=state.stop_ids.shape[1], W=words, L=length,
-        LANES=triton.next_power_of_2(length), **exact,
+    scores, values = (logits.new_empty(lines, n, dtype=torch.float32) for n in (vocab, parts))
+    places = out.new_empty(lines, parts, dtype=torch.int32)
+    words, word_length = state.bad_words.shape[1:]
+    _score_kernel[(lines, parts)](
+        logits, positions, drafts, row_ids, history, scores, values, places, ids, state.flags,
+        state.seed, state.temperature, state.repetition, state.presence, state.frequency,
+        state.bias, state.counts, state.in_prompt.view(torch.uint8), state.min_position,
+        state.stop_ids, state.bad_words, queries, history.shape[1], state.bias.shape[1],
+        VOCAB=vocab, STOPS=state.stop_ids.shape[1], W=words, L=word_length,
+        LANES=triton.next_power_of_2(word_length), SPAN=SPAN, BLOCK=BLOCK, num_warps=WARPS,
+        enable_fp_fusion=False,
     )  # fmt: skip
-    _filter_kernel[(lines,)](
-        scores, row_ids, thresholds, last_ids, state.flags, state.min_p, state.top_k, state.top_p,
-        queries, VOCAB=vocab, BLOCK=min(FILTER_BLOCK, triton.next_power_of_2(vocab)),
+    _choose_kernel[(lines,)](
+        scores, values, places, positions, row_ids, ids, out, state.flags, state.seed, state.min_p,
+        state.top_k, state.top_p, queries, VOCAB=vocab, PARTS=parts,
+        LANES=triton.next_power_of_2(parts), BLOCK=min(FILTER_BLOCK, triton.next_power_of_2(vocab)),
         num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
-    _pick_kernel[(lines, parts)](
-        logits, scores, positions, row_ids, thresholds, last_ids, state.flags, state.seed, values,
-        places, queries, **exact,
-    )  # fmt: skip
-    block = triton.next_power_of_2(parts)
-    _choose_kernel[(lines,)](values, places, out, parts, block, num_warps=1)
     return out
