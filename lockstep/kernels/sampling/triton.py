@@ -23,13 +23,21 @@ from lockstep.kernels.sampling import (
     SamplingState,
     sample,
 )
+from lockstep.kernels.sampling.triton_filter import (
+    GROUP,
+    HIGHEST,
+    TILE,
+    best_of,
+    better_of,
+    filtered,
+    key_of,
+)
 
-SPAN, BLOCK, FILTER_BLOCK = 8192, 2048, 16384
+SPAN, BLOCK, MOST = 8192, 2048, 1 << 20
 WARPS = 8
 USES_BIAS, USES_PENALTIES = tl.constexpr(BIAS), tl.constexpr(PENALTIES)
 USES_MIN_TOKENS, USES_BAD_WORDS = tl.constexpr(MIN_TOKENS), tl.constexpr(BAD_WORDS)
 USES_FILTERS, USES_NOISE = tl.constexpr(FILTERS), tl.constexpr(NOISE)
-LOWEST, HIGHEST = tl.constexpr(-(1 << 31)), tl.constexpr((1 << 31) - 1)
 
 
 @triton.jit
@@ -70,7 +78,7 @@ def _penalised(x, n, seen, repetition, frequency, presence):
 
 @triton.jit
 def _processed(
-    x, spot, ids, live, at, row, use, positions, drafts, history, temperature, repetition, presence,
+    x, ids, live, at, row, use, positions, drafts, history, temperature, repetition, presence,
     frequency, bias, counts, in_prompt, min_position, stop_ids, bad_words, queries, length, tokens,
     STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -102,97 +110,6 @@ def _processed(
 
 
 @triton.jit
-def _key(x):
-    """fp32 -> int32 in the same order; -0 and 0 are one."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _count(scores, least, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """How many scores have a key of at least `least`."""
-    total = tl.zeros((BLOCK,), tl.int32)
-    for begin in range(0, VOCAB, BLOCK):
-        ids = begin + tl.arange(0, BLOCK)
-        x = tl.load(scores + ids, mask=ids < VOCAB, other=0.0)
-        total += ((_key(x) >= least) & (ids < VOCAB)).to(tl.int32)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def _mass(scores, top, above, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum of exp(score - top) over scores with a key above `above`."""
-    total = tl.zeros((BLOCK,), tl.float32)
-    for begin in range(0, VOCAB, BLOCK):
-        ids = begin + tl.arange(0, BLOCK)
-        x = tl.load(scores + ids, mask=ids < VOCAB, other=float("-inf"))
-        total += tl.where((_key(x) > above) & (ids < VOCAB), tl.exp(x - top), 0.0)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def _ties(scores, key, last, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """How many of the ids up to `last` have this key."""
-    total = tl.zeros((BLOCK,), tl.int32)
-    for begin in range(0, VOCAB, BLOCK):
-        ids = begin + tl.arange(0, BLOCK)
-        x = tl.load(scores + ids, mask=ids < VOCAB, other=0.0)
-        total += ((_key(x) == key) & (ids < VOCAB) & (ids <= last)).to(tl.int32)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def _nucleus(scores, top, floor, top_p, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Top-p among keys from `floor` up -> (threshold key, last id kept at the threshold).
-
-    The threshold is the smallest key with less than top_p of the mass above it; of its ties the
-    smallest ids are kept until top_p is reached.
-    """
-    wanted = top_p * _mass(scores, top, floor - 1, VOCAB, BLOCK)
-    low, high = floor, _key(top).to(tl.int64)
-    while low < high:
-        middle = (low + high) >> 1
-        enough = _mass(scores, top, middle, VOCAB, BLOCK) >= wanted
-        low, high = tl.where(enough, middle + 1, low), tl.where(enough, high, middle)
-    threshold = low
-    bits = threshold.to(tl.int32)
-    value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    missing = wanted - _mass(scores, top, threshold, VOCAB, BLOCK)
-    ties = tl.maximum(tl.ceil(tl.div_rn(missing, tl.exp(value - top))), 1.0)
-    first, last = tl.full((), 0, tl.int32), tl.full((), VOCAB - 1, tl.int32)
-    while first < last:
-        middle = (first + last) >> 1
-        enough = _ties(scores, threshold, middle, VOCAB, BLOCK).to(tl.float32) >= ties
-        first, last = tl.where(enough, first, middle + 1), tl.where(enough, middle, last)
-    return threshold, first
-
-
-@triton.jit
-def _filter(scores, least, k, p, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """min_p, top_k and top_p of a line -> the key from which tokens may be picked, and the last id
-    kept at that key."""
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for begin in range(0, VOCAB, BLOCK):
-        ids = begin + tl.arange(0, BLOCK)
-        best = tl.maximum(best, tl.load(scores + ids, mask=ids < VOCAB, other=float("-inf")))
-    top = tl.max(best, 0)
-    floor = tl.full((), LOWEST, tl.int64)
-    if least > 0:
-        floor = _key(top + tl.log(least)).to(tl.int64)
-    if (k > 0) & (k < VOCAB):
-        low, high = tl.full((), LOWEST, tl.int64), _key(top).to(tl.int64)
-        while low < high:
-            middle = (low + high + 1) >> 1
-            enough = _count(scores, middle, VOCAB, BLOCK) >= k
-            low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
-        floor = tl.maximum(floor, low)
-    last = tl.full((), VOCAB - 1, tl.int32)
-    if p < 1:
-        floor, last = _nucleus(scores, top, floor, p, VOCAB, BLOCK)
-    return floor, last
-
-
-@triton.jit
 def _mix(x):
     """murmur3's fmix32 on uint32."""
     x = x ^ (x >> 16)
@@ -215,93 +132,107 @@ def _gumbel(seed, position, ids):
 
 
 @triton.jit
-def _best(x, place):
-    """The largest of x, and its smallest place."""
-    top = tl.max(x, 0)
-    return top, tl.min(tl.where(x == top, place, HIGHEST), 0)
-
-
-@triton.jit
-def _better(x, spot, best, place):
-    """The better of two per lane; of equal ones the one that came first. NaN is never better."""
-    wins = x > best
-    return tl.where(wins, x, best), tl.where(wins, spot, place)
+def _plain_best(logits, begin, VOCAB: tl.constexpr, SPAN: tl.constexpr):
+    """The best of SPAN logits as they are."""
+    spot = begin + tl.arange(0, SPAN)
+    x = tl.load(logits + spot, mask=spot < VOCAB, other=float("-inf")).to(tl.float32)
+    lowest = tl.full((SPAN,), float("-inf"), tl.float32)
+    best, spot = better_of(x, spot, lowest, begin + tl.zeros((SPAN,), tl.int32))
+    return best_of(best, spot)
 
 
 @triton.jit(do_not_specialize=["queries", "length", "tokens"])
 def _score_kernel(
-    logits, positions, drafts, row_ids, history, scores, values, places, kept, flags, seeds,
+    logits, positions, drafts, row_ids, history, scores, peaks, values, places, kept, flags, seeds,
     temperature, repetition, presence, frequency, bias, counts, in_prompt, min_position, stop_ids,
     bad_words, queries, length, tokens,
     VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
-    LANES: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    LANES: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One line's SPAN logits: their best, or, for rows that filter, their scores."""
+    """One line's SPAN logits: their best, or, for rows that filter, their scores and peaks."""
     at, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, begin = tl.load(row_ids + at // queries), part * SPAN
     use = tl.load(flags + row)
-    filters = (use & (USES_FILTERS | USES_NOISE)) == (USES_FILTERS | USES_NOISE)
     logits, scores = logits + at * VOCAB, scores + at * VOCAB
-    if use == 0:
-        spot = begin + tl.arange(0, SPAN)
-        x = tl.load(logits + spot, mask=spot < VOCAB, other=float("-inf")).to(tl.float32)
-        lowest = tl.full((SPAN,), float("-inf"), tl.float32)
-        best, place = _better(x, spot, lowest, begin + tl.zeros_like(spot))
-        top, first = _best(best, place)
-    else:
-        best = tl.full((BLOCK,), float("-inf"), tl.float32)
-        place = tl.zeros((BLOCK,), tl.int32) + begin
-        for offset in range(begin, begin + SPAN, BLOCK):
-            spot = offset + tl.arange(0, BLOCK)
-            live = spot < VOCAB
-            ids = _token(kept, spot, live)
-            x = tl.load(logits + spot, mask=live, other=float("-inf")).to(tl.float32)
-            x = _processed(
-                x, spot, ids, live, at, row, use, positions, drafts, history, temperature,
-                repetition, presence, frequency, bias, counts, in_prompt, min_position, stop_ids,
-                bad_words, queries, length, tokens, STOPS, W, L, LANES,
-            )  # fmt: skip
-            if filters:
-                tl.store(scores + spot, x, mask=live)
-            elif use & USES_NOISE:
-                x += _gumbel(tl.load(seeds + row), tl.load(positions + at), ids)
-            best, place = _better(x, spot, best, place)
-        top, first = _best(best, place)
     part += at * tl.num_programs(1)
+    if use == 0:
+        top, first = _plain_best(logits, begin, VOCAB, SPAN)
+        tl.store(values + part, top)
+        tl.store(places + part, first)
+        return
+    filters = (use & (USES_FILTERS | USES_NOISE)) == (USES_FILTERS | USES_NOISE)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    best_spot = tl.zeros((BLOCK,), tl.int32) + begin
+    for offset in range(begin, begin + SPAN, BLOCK):
+        spot = offset + tl.arange(0, BLOCK)
+        live = spot < VOCAB
+        ids = _token(kept, spot, live)
+        x = tl.load(logits + spot, mask=live, other=float("-inf")).to(tl.float32)
+        x = _processed(
+            x, ids, live, at, row, use, positions, drafts, history, temperature, repetition,
+            presence, frequency, bias, counts, in_prompt, min_position, stop_ids, bad_words,
+            queries, length, tokens, STOPS, W, L, LANES,
+        )  # fmt: skip
+        if filters:
+            tl.store(scores + spot, x, mask=live)
+            group = offset // GROUP + tl.arange(0, BLOCK // GROUP)
+            peak = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), 1)
+            tl.store(peaks + at * tl.cdiv(VOCAB, GROUP) + group, peak, mask=group * GROUP < VOCAB)
+        elif use & USES_NOISE:
+            x += _gumbel(tl.load(seeds + row), tl.load(positions + at), ids)
+        best, best_spot = better_of(x, spot, best, best_spot)
+    top, first = best_of(best, best_spot)
     tl.store(values + part, top)
     tl.store(places + part, first)
 
 
+@triton.jit
+def _pick(
+    source, spots, in_tile, threshold, last, seed, position, kept,
+    VOCAB: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The best of what the filters left, with noise; from the tile, or from the line."""
+    best = tl.full((SIZE,), float("-inf"), tl.float32)
+    best_spot = tl.zeros((SIZE,), tl.int32)
+    size = tl.where(in_tile, SIZE, VOCAB)
+    for begin in range(0, size, SIZE):
+        place = begin + tl.arange(0, SIZE)
+        x = tl.load(source + place, mask=place < size, other=float("-inf"))
+        spot = tl.load(spots + place, mask=in_tile & (place < SIZE), other=0)
+        spot = tl.where(in_tile, spot, place)
+        key, ids = key_of(x), _token(kept, spot, place < size)
+        left = (key > threshold) | ((key == threshold) & (place <= last))
+        x = tl.where(left & (place < size), x + _gumbel(seed, position, ids), float("-inf"))
+        best, best_spot = better_of(x, spot, best, best_spot)
+    return best_of(best, best_spot)[1]
+
+
 @triton.jit(do_not_specialize=["queries"])
 def _choose_kernel(
-    scores, values, places, positions, row_ids, kept, out, flags, seeds, min_p, top_k, top_p,
-    queries,
-    VOCAB: tl.constexpr, PARTS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+    scores, peaks, groups, tile, spots, values, places, positions, row_ids, kept, out, flags, seeds,
+    min_p, top_k, top_p, queries,
+    VOCAB: tl.constexpr, PARTS: tl.constexpr, PART_LANES: tl.constexpr, GROUPS: tl.constexpr,
+    LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One line: the best of its parts; or, for rows that filter, of the tokens that are left."""
-    at, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
+    at, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, PART_LANES)
     row = tl.load(row_ids + at // queries)
-    use, scores = tl.load(flags + row), scores + at * VOCAB
+    use = tl.load(flags + row)
+    value = tl.load(values + at * PARTS + lanes, mask=lanes < PARTS, other=float("-inf"))
+    place = tl.load(places + at * PARTS + lanes, mask=lanes < PARTS, other=HIGHEST)
+    chosen = best_of(value, place)[1]
     if (use & (USES_FILTERS | USES_NOISE)) == (USES_FILTERS | USES_NOISE):
+        SIZE: tl.constexpr = TILE * GROUP
+        scores, tile, spots = scores + at * VOCAB, tile + at * SIZE, spots + at * SIZE
         least, k, p = tl.load(min_p + row), tl.load(top_k + row), tl.load(top_p + row)
-        threshold, last = _filter(scores, least, k, p, VOCAB, BLOCK)
-        seed, position = tl.load(seeds + row), tl.load(positions + at)
-        best = tl.full((BLOCK,), float("-inf"), tl.float32)
-        place = tl.zeros((BLOCK,), tl.int32)
-        for begin in range(0, VOCAB, BLOCK):
-            spot = begin + tl.arange(0, BLOCK)
-            live = spot < VOCAB
-            x = tl.load(scores + spot, mask=live, other=float("-inf"))
-            key = _key(x)
-            live = live & ((key > threshold) | ((key == threshold) & (spot <= last)))
-            x += _gumbel(seed, position, _token(kept, spot, live))
-            best, place = _better(tl.where(live, x, float("-inf")), spot, best, place)
-        chosen = _best(best, place)[1]
-    else:
-        live = lanes < PARTS
-        value = tl.load(values + at * PARTS + lanes, mask=live, other=float("-inf"))
-        place = tl.load(places + at * PARTS + lanes, mask=live, other=HIGHEST)
-        chosen = _best(value, place)[1]
+        in_tile, threshold, last = filtered(
+            scores, peaks + at * GROUPS, groups + at * TILE, tile, spots, least, k, p,
+            VOCAB, GROUPS, LANES, GROUP, TILE, SIZE,
+        )  # fmt: skip
+        source, seed = tl.where(in_tile, tile, scores), tl.load(seeds + row)
+        chosen = _pick(
+            source, spots, in_tile, threshold, last, seed, tl.load(positions + at), kept, VOCAB, SIZE
+        )
     if kept is not None:
         chosen = tl.load(kept + chosen)
     tl.store(out + at, chosen.to(tl.int64))
@@ -309,7 +240,7 @@ def _choose_kernel(
 
 def _supports(**traits: Any) -> str | None:
     vocab = traits.get("vocab", 1)
-    return f"vocab {vocab} is above 2^24" if vocab > 1 << 24 else gpu_trait(device=traits["device"])
+    return f"vocab {vocab} is above {MOST}" if vocab > MOST else gpu_trait(device=traits["device"])
 
 
 @sample.backend("triton", supports=_supports)
@@ -324,26 +255,34 @@ def sample_triton(
 ) -> Tensor:
     """See lockstep.kernels.sampling.sample. logits, positions and drafts are contiguous."""
     rows, queries, vocab = logits.shape
-    lines, parts = rows * queries, triton.cdiv(vocab, SPAN)
+    lines, parts, groups = rows * queries, triton.cdiv(vocab, SPAN), triton.cdiv(vocab, GROUP)
     out = row_ids.new_empty(rows, queries)
     if not lines:
         return out
-    scores, values = (logits.new_empty(lines, n, dtype=torch.float32) for n in (vocab, parts))
-    places = out.new_empty(lines, parts, dtype=torch.int32)
+
+    def floats(size: int) -> Tensor:
+        return logits.new_empty(lines, size, dtype=torch.float32)
+
+    def ints(size: int) -> Tensor:
+        return logits.new_empty(lines, size, dtype=torch.int32)
+
+    scores, peaks, values, places = floats(vocab), floats(groups), floats(parts), ints(parts)
     words, word_length = state.bad_words.shape[1:]
     _score_kernel[(lines, parts)](
-        logits, positions, drafts, row_ids, history, scores, values, places, ids, state.flags,
-        state.seed, state.temperature, state.repetition, state.presence, state.frequency,
-        state.bias, state.counts, state.in_prompt.view(torch.uint8), state.min_position,
-        state.stop_ids, state.bad_words, queries, history.shape[1], state.bias.shape[1],
-        VOCAB=vocab, STOPS=state.stop_ids.shape[1], W=words, L=word_length,
-        LANES=triton.next_power_of_2(word_length), SPAN=SPAN, BLOCK=BLOCK, num_warps=WARPS,
-        enable_fp_fusion=False,
+        logits, positions, drafts, row_ids, history, scores, peaks, values, places, ids,
+        state.flags, state.seed, state.temperature, state.repetition, state.presence,
+        state.frequency, state.bias, state.counts, state.in_prompt.view(torch.uint8),
+        state.min_position, state.stop_ids, state.bad_words, queries, history.shape[1],
+        state.bias.shape[1], VOCAB=vocab, STOPS=state.stop_ids.shape[1], W=words, L=word_length,
+        LANES=triton.next_power_of_2(word_length), SPAN=SPAN, BLOCK=BLOCK, GROUP=GROUP,
+        num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
+    tile = (ints(TILE), floats(TILE * GROUP), ints(TILE * GROUP))
     _choose_kernel[(lines,)](
-        scores, values, places, positions, row_ids, ids, out, state.flags, state.seed, state.min_p,
-        state.top_k, state.top_p, queries, VOCAB=vocab, PARTS=parts,
-        LANES=triton.next_power_of_2(parts), BLOCK=min(FILTER_BLOCK, triton.next_power_of_2(vocab)),
-        num_warps=16, enable_fp_fusion=False,
+        scores, peaks, *tile, values, places, positions, row_ids, ids, out, state.flags,
+        state.seed, state.min_p, state.top_k, state.top_p, queries, VOCAB=vocab, PARTS=parts,
+        PART_LANES=triton.next_power_of_2(parts), GROUPS=groups,
+        LANES=triton.next_power_of_2(groups), GROUP=GROUP, TILE=TILE, num_warps=16,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out
