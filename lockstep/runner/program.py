@@ -8,6 +8,9 @@ from lockstep.runner.sampler import Sampler
 from lockstep.runner.table import RowTable
 from lockstep.step import Step, StepShape, Verdict
 
+Outcome = tuple[Step, Tensor, Tensor, Verdict]
+"""A step, its hidden states [T, H], its raw logits [N, V], and the verdict."""
+
 
 class Target(Protocol):
     """A model, as a step needs it."""
@@ -37,8 +40,8 @@ class Program:
     def __init__(self, table: RowTable, model: Target, sampler: Sampler, drafter: Drafter) -> None:
         self.table, self.model, self.sampler, self.drafter = table, model, sampler, drafter
 
-    def run_step(self, shape: StepShape) -> tuple[Step, Tensor, Tensor, Verdict]:
-        """Runs the step of the table's inputs -> it, its hidden states, raw logits, the verdict."""
+    def run_step(self, shape: StepShape) -> Outcome:
+        """Runs the step of the table's inputs."""
         step = self.table.prepare(shape)
         hidden, taps = self.model(step)
         logits = self.model.logits(hidden, step)

@@ -13,9 +13,9 @@ from lockstep.engine.request import Request
 from lockstep.engine.scheduler import PromptChunk, RowResult, Schedule
 from lockstep.runner import memory, rows
 from lockstep.runner.capture import capture_pieces, capture_program
-from lockstep.runner.program import Program
+from lockstep.runner.program import Outcome, Program
 from lockstep.runner.sampler import logprobs
-from lockstep.step import Step, StepShape, Verdict
+from lockstep.step import Step, StepShape
 
 PROMPT_LOGPROB_TILE = 64
 
@@ -49,7 +49,7 @@ class Runner:
         self.layers = memory.mixers(model, draft)
         self.saved: dict[str, rows.HostRow] = {}
         self.last_step: Step | None = None
-        self.run_step: Callable[[StepShape], tuple[Step, Tensor, Tensor, Verdict]] = program.run_step
+        self.run_step: Callable[[StepShape], Outcome] = program.run_step
         memory.allocate(self.layers, plan.num_pages, plan.num_slots, plan.device)
         self.paged = memory.tensors(self.layers, PagedSpec)
         self.state = memory.tensors(self.layers, StateSpec)

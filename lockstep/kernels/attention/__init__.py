@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.kernels.registry import op
+from lockstep.kernels.rotary import gate_output
 from lockstep.kernels.tiles import exact_sizes, padded_rows, tiled_bmm
 
 SEGMENT = 256
@@ -26,13 +27,15 @@ def paged_attention(
     starts: Tensor,
     query_len: int,
     scale: float,
+    gates: Tensor | None = None,
 ) -> Tensor:
     """q [T, H, D]; k_cache, v_cache [pages, page_size, Hkv, D]; page_table [S, P] int32;
     cu_seqlens [S+1] int32; starts [S] int32 -> [T, H, D] of q's dtype.
 
     Token i of row s sits at position starts[s] + i and sees keys 0 .. starts[s] + i, its own
     among them (already written). query_len: the most tokens a row brings (a static bound).
-    Query head h reads KV head h // (H / Hkv).
+    Query head h reads KV head h // (H / Hkv). gates: the tokens' gated projection; its output gates
+    are applied to the rounded output as gate_output does.
     """
     out = torch.empty_like(q)
     bounds = cu_seqlens.tolist()
@@ -41,7 +44,7 @@ def paged_attention(
         if begin < end:
             k, v = (_segments(x, page_table[s], start + end - begin) for x in (k_cache, v_cache))
             out[begin:end] = _attend(q[begin:end].float() * scale, k, v, start).to(q.dtype)
-    return out
+    return out if gates is None else gate_output(out, gates)
 
 
 def _segments(cache: Tensor, pages: Tensor, keys: int) -> Tensor:

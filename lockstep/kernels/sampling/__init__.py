@@ -89,7 +89,7 @@ def sample(
     state: SamplingState,
     ids: Tensor | None = None,
 ) -> Tensor:
-    """logits [S, Q, V], computed on in fp32; positions [S, Q] int64: where the sampled token will stand;
+    """logits [S, Q, V], taken as fp32; positions [S, Q] int64: where the sampled token will stand;
     drafts [S, Q-1] int64 (-1: none); row_ids [S] int64; history [R, L] int64: each row's tokens,
     drafts written in front of the positions; ids [V] int64, ascending: the tokens whose logits
     these are, where they are not the whole vocabulary -> [S, Q] int64.
@@ -193,18 +193,22 @@ def _filter(x: Tensor, min_p: float, top_k: int, top_p: float) -> Tensor:
 
 
 def gumbel(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    """seed [1] int64, positions [Q] int64, ids [V] int64 -> standard Gumbel noise [Q, V] fp32.
+    """seed [1] int64, positions [Q] int64, ids [V] int64 -> standard Gumbel noise [Q, V] fp32."""
+    return -torch.log(-torch.log(uniform(seed, positions, ids)))
+
+
+def uniform(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """seed [1] int64, positions [Q] int64, ids [V] int64 -> numbers in (0, 1) [Q, V] fp32.
 
     A counter-based hash (murmur3's 32-bit finaliser over seed, position and token id) gives 23
-    bits, so that (bits + 0.5) / 2^23 is exact and below 1; -log(-log(it)). No state: the same
-    (seed, position, token) gives the same noise in any batch, step or drafter.
+    bits, so that (bits + 0.5) / 2^23 is exact and below 1. No state: the same (seed, position,
+    token) gives the same number in any batch, step or drafter.
     """
     key = _mix((seed & MASK32) ^ 0x9E3779B9)
     key = _mix(key ^ ((seed >> 32) & MASK32))
     key = _mix(key ^ (positions & MASK32))
     bits = _mix(_mix(key[:, None] ^ ids) ^ key[:, None]) >> 9
-    uniform = (bits.float() + 0.5) * 2.0**-23
-    return -torch.log(-torch.log(uniform))
+    return (bits.float() + 0.5) * 2.0**-23
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """sample in Triton: score, then choose; no sort, no host read, one line per position.
 
 A position's flags are read on the device. Rows without flags go straight from their logits to the
-argmax; only rows that filter leave their scores in memory. Largest values and counts are exact in any order; the one sum (top-p's mass) runs block by
-block in one layout. Thresholds come from bisection over the ordered bits of a float.
+argmax in one pass; only rows that filter leave their scores in memory (triton_filter.py). The
+largest of a line is the same however the line is cut.
 """
 
 from typing import Any
@@ -33,8 +33,9 @@ from lockstep.kernels.sampling.triton_filter import (
     key_of,
 )
 
-SPAN, BLOCK, MOST = 8192, 2048, 1 << 20
-WARPS = 8
+SPAN, BLOCK, LINE_BLOCK, GRAIN, MANY, MOST = 8192, 2048, 16384, 8, 16, 1 << 20
+"""Logits of a program in a batch of MANY lines, and in a smaller one; scores that are read at once;
+logits that lie in one lane; the largest vocabulary."""
 USES_BIAS, USES_PENALTIES = tl.constexpr(BIAS), tl.constexpr(PENALTIES)
 USES_MIN_TOKENS, USES_BAD_WORDS = tl.constexpr(MIN_TOKENS), tl.constexpr(BAD_WORDS)
 USES_FILTERS, USES_NOISE = tl.constexpr(FILTERS), tl.constexpr(NOISE)
@@ -132,13 +133,13 @@ def _gumbel(seed, position, ids):
 
 
 @triton.jit
-def _plain_best(logits, begin, VOCAB: tl.constexpr, SPAN: tl.constexpr):
-    """The best of SPAN logits as they are."""
+def _plain_best(logits, begin, VOCAB: tl.constexpr, SPAN: tl.constexpr, GRAIN: tl.constexpr):
+    """The best of SPAN logits as they are, and the first spot of the GRAIN logits that hold it."""
     spot = begin + tl.arange(0, SPAN)
     x = tl.load(logits + spot, mask=spot < VOCAB, other=float("-inf")).to(tl.float32)
-    lowest = tl.full((SPAN,), float("-inf"), tl.float32)
-    best, spot = better_of(x, spot, lowest, begin + tl.zeros((SPAN,), tl.int32))
-    return best_of(best, spot)
+    best = tl.max(tl.reshape(x, (SPAN // GRAIN, GRAIN)), 1)
+    best = tl.where(best == best, best, float("-inf"))
+    return best_of(best, begin + GRAIN * tl.arange(0, SPAN // GRAIN))
 
 
 @triton.jit(do_not_specialize=["queries", "length", "tokens"])
@@ -147,7 +148,8 @@ def _score_kernel(
     temperature, repetition, presence, frequency, bias, counts, in_prompt, min_position, stop_ids,
     bad_words, queries, length, tokens,
     VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
-    LANES: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr,
+    LANES: tl.constexpr, SPAN: tl.constexpr, GRAIN: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """One line's SPAN logits: their best, or, for rows that filter, their scores and peaks."""
     at, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -156,7 +158,7 @@ def _score_kernel(
     logits, scores = logits + at * VOCAB, scores + at * VOCAB
     part += at * tl.num_programs(1)
     if use == 0:
-        top, first = _plain_best(logits, begin, VOCAB, SPAN)
+        top, first = _plain_best(logits, begin, VOCAB, SPAN, GRAIN)
         tl.store(values + part, top)
         tl.store(places + part, first)
         return
@@ -188,31 +190,31 @@ def _score_kernel(
 
 @triton.jit
 def _pick(
-    source, spots, in_tile, threshold, last, seed, position, kept,
-    VOCAB: tl.constexpr, SIZE: tl.constexpr,
+    scores, spots, threshold, last, seed, position, kept, size, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The best of what the filters left, with noise; from the tile, or from the line."""
-    best = tl.full((SIZE,), float("-inf"), tl.float32)
-    best_spot = tl.zeros((SIZE,), tl.int32)
-    size = tl.where(in_tile, SIZE, VOCAB)
-    for begin in range(0, size, SIZE):
-        place = begin + tl.arange(0, SIZE)
-        x = tl.load(source + place, mask=place < size, other=float("-inf"))
-        spot = tl.load(spots + place, mask=in_tile & (place < SIZE), other=0)
-        spot = tl.where(in_tile, spot, place)
-        key, ids = key_of(x), _token(kept, spot, place < size)
-        left = (key > threshold) | ((key == threshold) & (place <= last))
-        x = tl.where(left & (place < size), x + _gumbel(seed, position, ids), float("-inf"))
+    """The best of what the filters left of `size` scores, with noise; spots: None, or where in the
+    line each stands."""
+    best, best_spot = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, size, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        live, spot = place < size, place
+        if spots is not None:
+            spot = tl.load(spots + place, mask=live, other=0)
+        x = tl.load(scores + place, mask=live, other=float("-inf"))
+        key, noise = key_of(x), _gumbel(seed, position, _token(kept, spot, live))
+        left = live & ((key > threshold) | ((key == threshold) & (place <= last)))
+        x = tl.where(left, x + noise, float("-inf"))
         best, best_spot = better_of(x, spot, best, best_spot)
     return best_of(best, best_spot)[1]
 
 
 @triton.jit(do_not_specialize=["queries"])
 def _choose_kernel(
-    scores, peaks, groups, tile, spots, values, places, positions, row_ids, kept, out, flags, seeds,
-    min_p, top_k, top_p, queries,
-    VOCAB: tl.constexpr, PARTS: tl.constexpr, PART_LANES: tl.constexpr, GROUPS: tl.constexpr,
-    LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    logits, scores, peaks, groups, tile, spots, values, places, positions, row_ids, kept, out,
+    flags, seeds, min_p, top_k, top_p, queries,
+    VOCAB: tl.constexpr, PARTS: tl.constexpr, PART_LANES: tl.constexpr, GRAIN: tl.constexpr,
+    GROUPS: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One line: the best of its parts; or, for rows that filter, of the tokens that are left."""
     at, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, PART_LANES)
@@ -220,19 +222,25 @@ def _choose_kernel(
     use = tl.load(flags + row)
     value = tl.load(values + at * PARTS + lanes, mask=lanes < PARTS, other=float("-inf"))
     place = tl.load(places + at * PARTS + lanes, mask=lanes < PARTS, other=HIGHEST)
-    chosen = best_of(value, place)[1]
+    top, chosen = best_of(value, place)
+    if use == 0:
+        spot = chosen + tl.arange(0, GRAIN)
+        x = tl.load(logits + at * VOCAB + spot, mask=spot < VOCAB, other=float("-inf"))
+        first = tl.min(tl.where(x.to(tl.float32) == top, spot, HIGHEST), 0)
+        chosen = tl.where(first < VOCAB, first, chosen)
     if (use & (USES_FILTERS | USES_NOISE)) == (USES_FILTERS | USES_NOISE):
         SIZE: tl.constexpr = TILE * GROUP
         scores, tile, spots = scores + at * VOCAB, tile + at * SIZE, spots + at * SIZE
         least, k, p = tl.load(min_p + row), tl.load(top_k + row), tl.load(top_p + row)
         in_tile, threshold, last = filtered(
             scores, peaks + at * GROUPS, groups + at * TILE, tile, spots, least, k, p,
-            VOCAB, GROUPS, LANES, GROUP, TILE, SIZE,
+            VOCAB, GROUPS, LANES, GROUP, TILE, BLOCK,
         )  # fmt: skip
-        source, seed = tl.where(in_tile, tile, scores), tl.load(seeds + row)
-        chosen = _pick(
-            source, spots, in_tile, threshold, last, seed, tl.load(positions + at), kept, VOCAB, SIZE
-        )
+        seed, position = tl.load(seeds + row), tl.load(positions + at)
+        if in_tile:
+            chosen = _pick(tile, spots, threshold, last, seed, position, kept, SIZE, SIZE)
+        else:
+            chosen = _pick(scores, None, threshold, last, seed, position, kept, VOCAB, BLOCK)
     if kept is not None:
         chosen = tl.load(kept + chosen)
     tl.store(out + at, chosen.to(tl.int64))
@@ -255,7 +263,9 @@ def sample_triton(
 ) -> Tensor:
     """See lockstep.kernels.sampling.sample. logits, positions and drafts are contiguous."""
     rows, queries, vocab = logits.shape
-    lines, parts, groups = rows * queries, triton.cdiv(vocab, SPAN), triton.cdiv(vocab, GROUP)
+    lines, groups = rows * queries, triton.cdiv(vocab, GROUP)
+    span = SPAN if lines >= MANY else BLOCK
+    parts = triton.cdiv(vocab, span)
     out = row_ids.new_empty(rows, queries)
     if not lines:
         return out
@@ -274,15 +284,15 @@ def sample_triton(
         state.frequency, state.bias, state.counts, state.in_prompt.view(torch.uint8),
         state.min_position, state.stop_ids, state.bad_words, queries, history.shape[1],
         state.bias.shape[1], VOCAB=vocab, STOPS=state.stop_ids.shape[1], W=words, L=word_length,
-        LANES=triton.next_power_of_2(word_length), SPAN=SPAN, BLOCK=BLOCK, GROUP=GROUP,
-        num_warps=WARPS, enable_fp_fusion=False,
+        LANES=triton.next_power_of_2(word_length), SPAN=span, GRAIN=GRAIN, BLOCK=BLOCK,
+        GROUP=GROUP, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     tile = (ints(TILE), floats(TILE * GROUP), ints(TILE * GROUP))
     _choose_kernel[(lines,)](
-        scores, peaks, *tile, values, places, positions, row_ids, ids, out, state.flags,
+        logits, scores, peaks, *tile, values, places, positions, row_ids, ids, out, state.flags,
         state.seed, state.min_p, state.top_k, state.top_p, queries, VOCAB=vocab, PARTS=parts,
-        PART_LANES=triton.next_power_of_2(parts), GROUPS=groups,
-        LANES=triton.next_power_of_2(groups), GROUP=GROUP, TILE=TILE, num_warps=16,
-        enable_fp_fusion=False,
+        PART_LANES=triton.next_power_of_2(parts), GRAIN=GRAIN, GROUPS=groups,
+        LANES=triton.next_power_of_2(groups), GROUP=GROUP, TILE=TILE,
+        BLOCK=min(LINE_BLOCK, triton.next_power_of_2(vocab)), num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
     return out

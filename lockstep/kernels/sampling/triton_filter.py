@@ -1,9 +1,10 @@
+# mypy: ignore-errors
 """min_p, top_k and top_p of one line of scores, by one program: no sort.
 
-A line is cut into groups of GROUP tokens whose largest scores, the peaks, are known. The TILE groups
-of the highest peaks hold every token from the TILE-th highest peak up: as a rule all that the
-filters can leave, so they are copied side by side and read instead of the line. Where they are not
-all, the line is read.
+A line is cut into groups of GROUP tokens whose largest scores, the peaks, are known. The TILE
+groups of the highest peaks hold every token above the next peak: as a rule all that the filters can
+leave, so they are copied side by side and read instead of the line. Where they are not all, the
+line is read.
 Thresholds come from bisection over the ordered bits of a float. Counts are exact in any order; the
 one sum, top-p's mass, runs block by block in one layout over the tokens that are read, and which
 those are is a function of the line.
@@ -15,7 +16,7 @@ import triton.language as tl
 LOWEST, HIGHEST = tl.constexpr(-(1 << 31)), tl.constexpr((1 << 31) - 1)
 NOTHING = tl.constexpr(-2139095041)
 """The key of -inf."""
-GROUP, TILE = 256, 64
+GROUP, TILE = 32, 128
 
 
 @triton.jit
@@ -95,7 +96,7 @@ def _nucleus(scores, top, low, wanted, size, BLOCK: tl.constexpr):
     value = (threshold ^ ((threshold >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     missing = wanted - _mass(scores, top, low + 1, size, BLOCK)
     ties = tl.maximum(tl.ceil(tl.div_rn(missing, tl.exp(value - top))), 1.0)
-    first, last = tl.full((), 0, tl.int32), size - 1
+    first, last = tl.full((), 0, tl.int32), tl.full((), size - 1, tl.int32)
     while first < last:
         middle = (first + last) >> 1
         enough = _ties(scores, threshold, middle, BLOCK).to(tl.float32) >= ties
@@ -104,19 +105,25 @@ def _nucleus(scores, top, low, wanted, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _bound(keys, n, highest):
+    """The smallest key that at most n of keys [LANES] int32 reach; the n-th largest, as a rule."""
+    low, high = tl.full((), LOWEST, tl.int64), highest + 1
+    while low < high:
+        middle = (low + high) >> 1
+        few = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0) <= n
+        low, high = tl.where(few, low, middle + 1), tl.where(few, middle, high)
+    return low
+
+
+@triton.jit
 def _gather(
-    scores, peaks, bound, groups, tile, spots,
-    VOCAB: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
-    TILE: tl.constexpr,
+    scores, inside, groups, tile, spots,
+    VOCAB: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Copies the groups whose peak's key is at least `bound` to the tile, TILE at most, in order;
-    -> how many there are. A token of -inf need not be there."""
-    lane = tl.arange(0, LANES)
-    key = key_of(tl.load(peaks + lane, mask=lane < GROUPS, other=float("-inf")))
-    inside = (key >= bound) & (key > NOTHING)
+    """Copies the groups of lanes inside, TILE at most, to the tile, in order."""
     order = tl.cumsum(inside.to(tl.int32), 0) - 1
     count = tl.sum(inside.to(tl.int32), 0)
-    tl.store(groups + order, lane, mask=inside & (order < TILE))
+    tl.store(groups + order, tl.arange(0, LANES), mask=inside)
     tl.debug_barrier()
     slot = tl.arange(0, TILE)
     group = tl.load(groups + slot, mask=slot < count, other=0)
@@ -126,7 +133,6 @@ def _gather(
     tl.store(tile + place, tl.load(scores + spot, mask=live, other=float("-inf")))
     tl.store(spots + place, tl.where(live, spot, 0))
     tl.debug_barrier()
-    return count
 
 
 @triton.jit
@@ -137,36 +143,34 @@ def filtered(
 ):  # fmt: skip
     """min_p, then top_k, then top_p of a line -> whether the tile is to be read; the key from which
     tokens may be picked; the last place kept at that key."""
+    SIZE: tl.constexpr = TILE * GROUP
     lane = tl.arange(0, LANES)
-    top = tl.max(tl.load(peaks + lane, mask=lane < GROUPS, other=float("-inf")), 0)
+    peak = tl.load(peaks + lane, mask=lane < GROUPS, other=float("-inf"))
+    keys, top = key_of(peak), tl.max(peak, 0)
     highest, floor = key_of(top).to(tl.int64), tl.full((), LOWEST, tl.int64)
-    bound = _nth(peaks, TILE, floor, highest, GROUPS, LANES)
     if least > 0:
         floor = key_of(top + tl.log(least)).to(tl.int64)
-        bound = tl.maximum(bound, floor)
-    count = _gather(scores, peaks, bound, groups, tile, spots, VOCAB, GROUPS, LANES, GROUP, TILE)
-    in_tile, has_all = count <= TILE, bound <= NOTHING
+    bound = tl.maximum(tl.maximum(_bound(keys, TILE, highest), floor), NOTHING + 1)
+    _gather(scores, keys >= bound.to(tl.int32), groups, tile, spots, VOCAB, LANES, GROUP, TILE)
+    has_all = (floor >= bound) | (bound == NOTHING + 1)
+    in_tile = has_all
     if (k > 0) & (k < VOCAB):
-        in_tile &= has_all | (_count(tile, bound, TILE * GROUP, BLOCK) >= k)
-        source, size, low = _source(in_tile, scores, tile, floor, bound, VOCAB, TILE * GROUP)
-        floor = tl.maximum(floor, _nth(source, k, low, highest, size, BLOCK))
-    has_all |= floor >= bound
+        in_tile = has_all | (_count(tile, bound, SIZE, SIZE) >= k)
+        if in_tile:
+            floor = tl.maximum(floor, _nth(tile, k, bound - 1, highest, SIZE, SIZE))
+        else:
+            floor = tl.maximum(floor, _nth(scores, k, floor, highest, VOCAB, BLOCK))
+        has_all = in_tile
     threshold, last = floor.to(tl.int32), tl.full((), VOCAB - 1, tl.int32)
     if p < 1:
-        all_in_tile = in_tile & has_all
-        source, size, _ = _source(all_in_tile, scores, tile, floor, bound, VOCAB, TILE * GROUP)
-        wanted = p * _mass(source, top, floor, size, BLOCK)
-        in_tile &= has_all | (_mass(tile, top, bound, TILE * GROUP, BLOCK) >= wanted)
-        low = tl.where(has_all, floor, bound)
-        source, size, low = _source(in_tile, scores, tile, floor, low, VOCAB, TILE * GROUP)
-        threshold, last = _nucleus(source, top, low, wanted, size, BLOCK)
-    else:
-        in_tile &= has_all
+        if has_all:
+            wanted = p * _mass(tile, top, floor, SIZE, SIZE)
+        else:
+            wanted = p * _mass(scores, top, floor, VOCAB, BLOCK)
+            in_tile = _mass(tile, top, bound, SIZE, SIZE) >= wanted
+        if in_tile:
+            low = tl.where(has_all, floor, bound)
+            threshold, last = _nucleus(tile, top, low, wanted, SIZE, SIZE)
+        else:
+            threshold, last = _nucleus(scores, top, floor, wanted, VOCAB, BLOCK)
     return in_tile, threshold, last
-
-
-@triton.jit
-def _source(in_tile, scores, tile, floor, bound, VOCAB: tl.constexpr, SIZE: tl.constexpr):
-    """What is read, how many scores that are, and the lowest key that counts there."""
-    source = tl.where(in_tile, tile, scores)
-    return source, tl.where(in_tile, SIZE, VOCAB), tl.where(in_tile, bound, floor)

@@ -131,9 +131,10 @@ def advance_rows(
     host: the tokens, accepted, drafted.
 
     A prompt chunk commits all its tokens and leaves none pending; it emits only where it ends the
-    prompt. A generated step adds to what is pending, from `flush` on only its own. Of the W tokens,
-    written behind what was committed, the first 1 + accepted count as generated. Rows that emit
-    nothing, and the null row, keep their tokens.
+    prompt. A generated step wrote the state up to the last multiple of `flush` in front of it: what
+    lies behind it stays pending, and what it commits comes to that. Of the W tokens, written behind
+    what was committed, the first 1 + accepted count as generated. Rows that emit nothing, and the
+    null row, keep their tokens.
     """
     agreed = (drafts == tokens[:, :-1]).int()
     accepted = agreed.cumprod(1).sum(1, dtype=torch.int32)
@@ -141,7 +142,7 @@ def advance_rows(
     known = seq_lens - (width - 1) + accepted
     pending = torch.zeros_like(known)
     if not prompt:
-        pending = torch.where(held < flush, held, 0).int() + accepted + 1
+        pending = torch.minimum(held, (seq_lens - width) % flush).int() + accepted + 1
     lines.computed[row_ids] = torch.where(real, known, 0)
     lines.pending[row_ids] = torch.where(real, pending, 0)
     emits = (real & (seq_lens >= lines.prompt_len[row_ids]))[:, None]

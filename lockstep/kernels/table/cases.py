@@ -62,14 +62,15 @@ def prepare_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]
     for rows, query_len, length in SIZES:
         draw = Draw(rows)
         table = lines(draw, rows + 2, 7, length, 50)
-        common = dict(lines=table, row_ids=row_ids(draw, rows, rows + 2), page_size=PAGE_SIZE)
+        chosen = row_ids(draw, rows, rows + 2)
+        common = dict(lines=table, row_ids=chosen, page_size=PAGE_SIZE)
         sources = draw.ints(0, 2, rows) * draw.ints(1, 99, rows)
         sizes = dict(tokens=rows * query_len, query_len=query_len)
         name = f"{rows}x{query_len}"
         yield name, dict(common, query_lens=None, state_src=torch.zeros_like(sources), **sizes)
         chunks = draw.ints(1, 3 * query_len, rows)
         if length > 1000:
-            chunks[0], table.computed[common["row_ids"][0]] = 600, 900
+            chunks[0], table.computed[chosen[0]] = 600, 900
         sizes = dict(tokens=int(chunks.sum()), query_len=int(chunks.max()))
         yield f"prompts, {name}", dict(common, query_lens=chunks, state_src=sources, **sizes)
     null = dict(common, row_ids=torch.zeros(1, dtype=torch.int64), state_src=sources[:1] * 0)
@@ -121,17 +122,17 @@ def follow_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
         owners = torch.arange(len(chosen)).repeat_interleave(counts)
         padding = step["tokens"] - len(owners)
         owners = torch.cat([owners, torch.full((padding,), len(chosen) - 1)])
-        yield name, dict(
+        first = table.computed[chosen] - bounds[:-1]
+        arguments = dict(
             history=table.tokens,
             row_ids=chosen,
             token_rows=owners,
-            positions=table.computed[chosen].long()[owners]
-            + torch.arange(step["tokens"])
-            - bounds[owners],
+            positions=first[owners] + torch.arange(step["tokens"]),
             cu_seqlens=bounds.int(),
             accepted=Draw(window).ints(0, window, len(chosen)),
             window=window,
         )
+        yield name, arguments
 
 
 def draft_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -139,7 +140,7 @@ def draft_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]
     for rows, index in ((1, 0), (5, 1), (11, 2), (64, 0), (65, 2)):
         draw = Draw(rows)
         table, chosen = lines(draw, rows + 2, 3, 60, 50), row_ids(draw, rows, rows + 2)
-        yield f"draft {index} of {rows}", dict(
+        arguments = dict(
             computed=table.computed,
             drafts=table.drafts,
             row_ids=chosen,
@@ -148,6 +149,7 @@ def draft_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]
             index=index,
             page_size=PAGE_SIZE,
         )
+        yield f"draft {index} of {rows}", arguments
 
 
 def lookup_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -159,15 +161,13 @@ def lookup_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
         (6, 1, 60, 400, 1, 1),
     ):
         draw = Draw(length + vocab)
-        table, chosen = (
-            lines(draw, rows + 2, drafts, length, vocab),
-            row_ids(draw, rows, rows + 2),
-        )
+        table = lines(draw, rows + 2, drafts, length, vocab)
+        chosen = row_ids(draw, rows, rows + 2)
         if length > 1000:  # the first row's only match lies in another block than its end
             row = table.tokens[chosen[0]]
             row[:4600], table.computed[chosen[0]] = torch.arange(100, 4700), 4600
             row[20:26] = row[4595:4601] = torch.arange(80, 86)
-        yield f"{least} to {most} of {vocab} in {length}", dict(
+        arguments = dict(
             history=table.tokens,
             computed=table.computed,
             drafts=table.drafts,
@@ -175,3 +175,4 @@ def lookup_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
             least=least,
             most=most,
         )
+        yield f"{least} to {most} of {vocab} in {length}", arguments

@@ -141,7 +141,7 @@ def _advance_kernel(
     agreed = tl.min(tl.where((lane < W - 1) & (draft == token), W - 1, lane), 0)
     known = tl.load(seq_lens + s) - (W - 1)
     real, old = row > 0, tl.load(held + s).to(tl.int32)
-    left = agreed * 0 if PROMPT else tl.where(old < flush, old, 0) + agreed + 1
+    left = agreed * 0 if PROMPT else tl.minimum(old, (known - 1) % flush) + agreed + 1
     tl.store(computed + row, tl.where(real, known + agreed, 0))
     tl.store(pending + row, tl.where(real, left, 0))
     tl.store(accepted + s, agreed)
