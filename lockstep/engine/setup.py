@@ -145,7 +145,7 @@ def stand(config: EngineConfig, progress: Progress) -> Stand:
         own = 0 if ids is None else draft.head.weight.numel() * dtype.itemsize
         known = draft.head.weight.shape[0]
         plan = replace(plan, draft_vocab_size=known, draft_head_bytes=own)
-    table = RowTable(plan, vocab)
+    table = RowTable(plan, build, vocab)
     program = _program(config, table, build, model, draft, drafting, ids)
     if device == "cuda" and config.num_gpu_blocks is None:
         plan = _measured(config, plan, layers, program)
@@ -199,6 +199,7 @@ def _program(
             table.page_size,
             draft,
             partial(sampler.sample, ids=ids),
+            build.at("drafter").op,
         )
         drafter = drafting.create(context)
     return Program(table, model, sampler, drafter)

@@ -13,9 +13,9 @@ from lockstep.engine.request import Request
 from lockstep.engine.scheduler import PromptChunk, RowResult, Schedule
 from lockstep.runner import memory, rows
 from lockstep.runner.capture import capture_pieces, capture_program
-from lockstep.runner.program import Program
+from lockstep.runner.program import Outcome, Program
 from lockstep.runner.sampler import logprobs
-from lockstep.step import Step, StepShape, Verdict
+from lockstep.step import Step, StepShape
 
 PROMPT_LOGPROB_TILE = 64
 
@@ -49,7 +49,7 @@ class Runner:
         self.layers = memory.mixers(model, draft)
         self.saved: dict[str, rows.HostRow] = {}
         self.last_step: Step | None = None
-        self.run_step: Callable[[StepShape], tuple[Step, Tensor, Verdict]] = program.run_step
+        self.run_step: Callable[[StepShape], Outcome] = program.run_step
         memory.allocate(self.layers, plan.num_pages, plan.num_slots, plan.device)
         self.paged = memory.tensors(self.layers, PagedSpec)
         self.state = memory.tensors(self.layers, StateSpec)
@@ -120,23 +120,20 @@ class Runner:
         return launch
 
     def _run(self, shape: StepShape, requests: list[Request], uniform: bool) -> Launch:
-        step, hidden, verdict = self.run_step(shape)
+        step, hidden, logits, verdict = self.run_step(shape)
         self.last_step = step
-        count = len(requests)
-        drafted = (step.drafts >= 0).sum(1, keepdim=True)
-        packed = torch.cat([verdict.tokens, verdict.accepted[:, None], drafted], dim=1)[:count]
+        count, window = len(requests), verdict.tokens.shape[1]
         cuda = self.plan.device == "cuda"
-        results = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=cuda)
-        results.copy_(packed, non_blocking=True)
-        window = verdict.tokens.shape[1]
+        results = torch.empty(count, window + 2, dtype=torch.int64, pin_memory=cuda)
+        results.copy_(verdict.results[:count], non_blocking=True)
         wanted = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
-        logits = {i: verdict.logits[i * window : (i + 1) * window].clone() for i in wanted}
+        kept = {i: logits[i * window : (i + 1) * window].clone() for i in wanted}
         if not uniform:
             self._prompt_logprobs(step, hidden, requests)
         event = torch.cuda.Event() if cuda else None
         if event:
             event.record()
-        return Launch(requests, [True] * count, window, results, logits, event)
+        return Launch(requests, [True] * count, window, results, kept, event)
 
     def _prompt_logprobs(self, step: Step, hidden: Tensor, requests: list[Request]) -> None:
         """For requests that ask: the log-probabilities of their prompt tokens, chunk by chunk."""

@@ -30,7 +30,16 @@ def test_equals_a_plain_lookup() -> None:
         computed = [rng.randrange(length - 1) for _ in range(rows)]
         tokens = torch.tensor(history)
         drafts = torch.full((rows, config.num_speculative_tokens), 7)
-        context = DraftContext(config, drafts, tokens, torch.tensor(computed), 64, None, torch.cat)
+        context = DraftContext(
+            config,
+            drafts,
+            tokens,
+            torch.tensor(computed),
+            page_size=64,
+            module=None,
+            sample=torch.cat,
+            op=lambda op: op,
+        )
 
         class Step:
             row_ids = torch.arange(rows)
