@@ -3,6 +3,7 @@
 The module reads the target's final hidden state of a position and the token after it. Over the step
 that was just verified it fills its own KV with true hidden states; then it runs on from the last
 committed position, feeding itself. Positions past a mismatch are overwritten by the next step.
+Where nothing is drafted it only keeps the keys and values, so that later drafts see no gap.
 """
 
 from dataclasses import replace
@@ -25,14 +26,18 @@ class MTPDrafter:
     def propose(
         self, step: Step, hidden: Tensor, taps: tuple[Tensor, ...], verdict: Verdict
     ) -> None:
-        """Writes K drafts per row. Sampled rows draft with the noise of the position itself."""
-        c, rows = self.context, step.row_ids
+        """Writes drafts for each row. Sampled rows draft with the noise of the position itself."""
+        c, rows, count = self.context, step.row_ids, step.shape.drafts
+        c.drafts[rows, count:] = -1
         limit = c.tokens.shape[1] - 1
         after = token = c.tokens[rows[step.token_rows], (step.positions + 1).clamp_max(limit)]
+        if not count:
+            c.module.keep(after, hidden, step)
+            return
         last = last_emitted(step, verdict)
         hidden = c.module(after, hidden, step)[last]
         position = step.positions[last]
-        for k in range(c.drafts.shape[1]):
+        for k in range(count):
             if k:
                 hidden = c.module(token, hidden, self._single(step, position))
             logits = c.module.head(hidden)[:, None]

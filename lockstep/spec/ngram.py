@@ -21,17 +21,21 @@ class NgramDrafter:
     def propose(
         self, step: Step, hidden: Tensor, taps: tuple[Tensor, ...], verdict: Verdict
     ) -> None:
-        """Writes up to K drafts per row: the tokens after the latest earlier match, else -1."""
-        c, rows = self.context, step.row_ids
+        """Writes up to as many drafts per row as the step asks for: the tokens after the latest
+        earlier match, else -1."""
+        c, rows, count = self.context, step.row_ids, step.shape.drafts
+        c.drafts[rows, count:] = -1
+        if not count:
+            return
         tokens, known = c.tokens[rows], c.computed[rows].long() + 1
         follow = torch.zeros_like(known)
         for n in range(c.config.prompt_lookup_min, c.config.prompt_lookup_max + 1):
             found = self._after_match(tokens, known, n)
             follow = torch.where(found > 0, found, follow)
-        source = follow[:, None] + self.ahead
+        source = follow[:, None] + self.ahead[:count]
         real = (follow[:, None] > 0) & (source < known[:, None])
         drafts = tokens.gather(1, source.clamp_max(tokens.shape[1] - 1))
-        c.drafts[rows] = torch.where(real, drafts, -1)
+        c.drafts[rows, :count] = torch.where(real, drafts, -1)
 
     def _after_match(self, tokens: Tensor, known: Tensor, n: int) -> Tensor:
         """[S]: the position after the latest earlier occurrence of the last n tokens, or 0."""
