@@ -24,7 +24,8 @@ from lockstep.runner.runner import Runner
 from lockstep.runner.sampler import Sampler
 from lockstep.runner.synthetic import SyntheticSampler
 from lockstep.runner.table import RowTable
-from lockstep.spec import DraftContext, NoDrafter, drafter_module
+from lockstep.spec import DraftContext, NoDrafter, draft_counts, drafter_module
+from lockstep.spec.count import draft_count
 from lockstep.spec.vocabulary import draft_vocab_size, frequent_tokens
 from lockstep.step import StepShape
 
@@ -150,7 +151,9 @@ def stand(config: EngineConfig, progress: Progress) -> Stand:
     if device == "cuda" and config.num_gpu_blocks is None:
         plan = _measured(config, plan, layers, program)
     runner = Runner(plan, model, draft, program)
-    runner.warm_up(lambda i, n: progress("warming up", i, n))
+    taken = runner.warm_up(lambda i, n: progress("warming up", i, n))
+    if config.speculative_config:
+        runner.drafts = draft_count(config.speculative_config, plan.draft_counts, taken)
     return Stand(plan, runner, raw, build.choices)
 
 
@@ -239,6 +242,7 @@ def _plan(
         num_slots=1 + seqs + snapshots if cost.slot else 0,
         slot_bytes=cost.slot,
         row_buckets=buckets,
+        draft_counts=draft_counts(config.speculative_config),
         graph_mode=config.cuda_graph_mode if cuda else "none",
         steps_in_flight=config.steps_in_flight or (2 if cuda else 1),
         numerics=numerics(device, dtype) + _synthetic(config),
@@ -254,7 +258,7 @@ def _measured(
     before = torch.cuda.memory_allocated()
     tokens = plan.max_num_batched_tokens
     program.table.inputs.fill(query_lens=[tokens])
-    program.run_step(StepShape(1, tokens, tokens, prompt=True))
+    program.run_step(StepShape(1, tokens, tokens, prompt=True, drafts=plan.query_len - 1))
     program.run_step(StepShape.uniform(plan.row_buckets[-1], plan.query_len))
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before

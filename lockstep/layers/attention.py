@@ -47,9 +47,10 @@ class Attention(nn.Module):
         self.attend = build.op(paged_attention, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
         self.gate = build.op(gate_output, head_dim=head_dim)
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def keep(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """Writes the keys and values of x [T, H] -> its projections [T, N], queries [T, H, D]."""
         qkv = self.qkv(x)
-        q = self.rope(
+        return qkv, self.rope(
             qkv,
             self.q_norm.weight,
             self.k_norm.weight,
@@ -63,6 +64,9 @@ class Attention(nn.Module):
             self.q_norm.offset,
             gated=self.gated,
         )
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        qkv, q = self.keep(x, step)
         mixed = self.attend(
             q,
             self.k_cache,

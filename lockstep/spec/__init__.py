@@ -43,8 +43,16 @@ class DraftContext:
     op: Callable[[Op], Callable[..., Any]]
 
 
+def draft_counts(config: SpeculativeConfig | None) -> tuple[int, ...]:
+    """The numbers of drafts that a step may bring, ascending."""
+    if config is None:
+        return (0,)
+    most = config.num_speculative_tokens
+    return tuple(sorted({0, 1, min(3, most), most})) if config.adaptive else (most,)
+
+
 class NoDrafter:
-    """Proposes nothing."""
+    """Proposes nothing, ever."""
 
     def propose(
         self, step: Step, hidden: Tensor, taps: tuple[Tensor, ...], verdict: Verdict

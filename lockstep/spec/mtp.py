@@ -3,6 +3,7 @@
 The module reads the target's final hidden state of a position and the token after it. Over the step
 that was just verified it fills its own KV with true hidden states; then it runs on from the last
 committed position, feeding itself. Positions past a mismatch are overwritten by the next step.
+Where nothing is drafted it only keeps the keys and values, so that later drafts see no gap.
 """
 
 from dataclasses import replace
@@ -26,13 +27,18 @@ class MTPDrafter:
     def propose(
         self, step: Step, hidden: Tensor, taps: tuple[Tensor, ...], verdict: Verdict
     ) -> None:
-        """Writes K drafts per row. Sampled rows draft with the noise of the position itself."""
-        c, rows = self.context, step.row_ids
+        """Writes drafts for each row. Sampled rows draft with the noise of the position itself."""
+        c, rows, count = self.context, step.row_ids, step.shape.drafts
+        if count < c.drafts.shape[1]:
+            c.drafts[rows, count:] = -1
         where = (step.token_rows, step.positions, step.cu_seqlens)
         window = verdict.tokens.shape[1]
         tokens, last, at = self.follow(c.tokens, rows, *where, verdict.accepted, window)
+        if not count:
+            c.module.keep(tokens, hidden, step)
+            return
         hidden = c.module(tokens, hidden, step)[last]
-        for k in range(c.drafts.shape[1]):
+        for k in range(count):
             if k:
                 hidden = c.module(tokens, hidden, step)
             logits = c.module.head(hidden)[:, None]

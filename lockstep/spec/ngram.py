@@ -18,10 +18,11 @@ class NgramDrafter:
     def propose(
         self, step: Step, hidden: Tensor, taps: tuple[Tensor, ...], verdict: Verdict
     ) -> None:
-        """Writes up to K drafts per row: the tokens after the latest earlier match, else -1."""
+        """Writes as many drafts per row as the step asks for: the tokens after the latest earlier
+        match, else -1."""
         c = self.context
         lengths = (c.config.prompt_lookup_min, c.config.prompt_lookup_max)
-        self.lookup(c.tokens, c.computed, c.drafts, step.row_ids, *lengths)
+        self.lookup(c.tokens, c.computed, c.drafts, step.row_ids, step.shape.drafts, *lengths)
 
 
 def create(context: DraftContext) -> NgramDrafter:

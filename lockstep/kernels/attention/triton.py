@@ -148,9 +148,7 @@ def _attend_kernel(
             k = k_map.load([row_at, kv * D])
             v = v_map.load([row_at, kv * D + side * COLUMNS])
             page = _pages_of(pages, at + TILE, stop, PAGE, TILE)
-            top, norm, total = _weigh(
-                query, k, v, ones, at, last, scale, top, norm, total, TILE
-            )
+            top, norm, total = _weigh(query, k, v, ones, at, last, scale, top, norm, total, TILE)
             if ((at + TILE) % SEGMENT == 0) | (at + TILE >= stop):
                 if span == 0:
                     best, norms_all, sums = _fold(best, norms_all, sums, top, norm, total)
@@ -247,7 +245,15 @@ class Plan:
     tma: bool = False
 
 
-def plan(rows: int, query_len: int, group: int, kv_heads: int, dim: int, segments: int, dtype: torch.dtype) -> Plan:
+def plan(
+    rows: int,
+    query_len: int,
+    group: int,
+    kv_heads: int,
+    dim: int,
+    segments: int,
+    dtype: torch.dtype,
+) -> Plan:
     width = triton.next_power_of_2(max(dim, 16))
     count = query_len * group
     block = 16 if dtype == torch.float32 else min(64, max(16, triton.next_power_of_2(count)))

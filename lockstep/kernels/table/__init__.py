@@ -222,10 +222,16 @@ def draft_step(
 
 @op
 def lookup(
-    history: Tensor, computed: Tensor, drafts: Tensor, row_ids: Tensor, least: int, most: int
+    history: Tensor,
+    computed: Tensor,
+    drafts: Tensor,
+    row_ids: Tensor,
+    count: int,
+    least: int,
+    most: int,
 ) -> None:
-    """Writes drafts [R, K] int64 of the rows [S]: the tokens behind the latest earlier occurrence
-    of the longest n-gram, least <= n <= most, that ends the computed + 1 known ones of
+    """Writes drafts [R, K] int64 of the rows [S]: up to `count` tokens behind the latest earlier
+    occurrence of the longest n-gram, least <= n <= most, that ends the computed + 1 known ones of
     history [R, L]; -1 where there are none (Saxena, prompt lookup decoding, 2023).
     """
     tokens, known = history[row_ids], computed[row_ids].long() + 1
@@ -234,8 +240,9 @@ def lookup(
     for n in range(least, most + 1):
         found = _behind_match(tokens, known, begins, n)
         behind = torch.where(found > 0, found, behind)
-    source = behind[:, None] + torch.arange(drafts.shape[1], device=tokens.device)
-    real = (behind[:, None] > 0) & (source < known[:, None])
+    order = torch.arange(drafts.shape[1], device=tokens.device)
+    source = behind[:, None] + order
+    real = (behind[:, None] > 0) & (source < known[:, None]) & (order < count)
     ahead = tokens.gather(1, source.clamp_max(tokens.shape[1] - 1))
     drafts[row_ids] = torch.where(real, ahead, -1)
 

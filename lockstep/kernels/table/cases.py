@@ -154,11 +154,12 @@ def draft_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]
 
 def lookup_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, arguments of lookup on the CPU): histories of few tokens, matches near and far."""
-    for rows, drafts, length, vocab, least, most in (
-        (5, 3, 60, 3, 2, 4),
-        (3, 7, 60, 2, 1, 5),
-        (4, 2, 5000, 9, 3, 6),
-        (6, 1, 60, 400, 1, 1),
+    for rows, drafts, count, length, vocab, least, most in (
+        (5, 3, 3, 60, 3, 2, 4),
+        (3, 7, 5, 60, 2, 1, 5),
+        (4, 2, 2, 5000, 9, 3, 6),
+        (6, 1, 1, 60, 400, 1, 1),
+        (5, 3, 0, 60, 3, 1, 4),
     ):
         draw = Draw(length + vocab)
         table = lines(draw, rows + 2, drafts, length, vocab)
@@ -172,7 +173,8 @@ def lookup_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
             computed=table.computed,
             drafts=table.drafts,
             row_ids=chosen,
+            count=count,
             least=least,
             most=most,
         )
-        yield f"{least} to {most} of {vocab} in {length}", arguments
+        yield f"{count} behind {least} to {most} of {vocab} in {length}", arguments

@@ -267,9 +267,9 @@ def draft_step_triton(
     return out
 
 
-@triton.jit(do_not_specialize=["length", "most_drafts", "least", "most"])
+@triton.jit(do_not_specialize=["length", "most_drafts", "count", "least", "most"])
 def _lookup_kernel(
-    history, computed, drafts, row_ids, length, most_drafts, least, most,
+    history, computed, drafts, row_ids, length, most_drafts, count, least, most,
     BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """One row: the longest n-gram wins, then the latest; both in one number, n above position."""
@@ -289,17 +289,23 @@ def _lookup_kernel(
         best = tl.maximum(best, tl.where(n >= least, found, 0))
     behind = (tl.max(best, 0) & 0x7FFFFFFF).to(tl.int32)
     lane = tl.arange(0, LANES)
-    real = (behind > 0) & (behind + lane < known)
+    real = (behind > 0) & (behind + lane < known) & (lane < count)
     ahead = tl.load(history + behind + lane, mask=real, other=-1)
     tl.store(drafts + row * most_drafts + lane, ahead, mask=lane < most_drafts)
 
 
 @lookup.backend("triton", supports=gpu_trait)
 def lookup_triton(
-    history: Tensor, computed: Tensor, drafts: Tensor, row_ids: Tensor, least: int, most: int
+    history: Tensor,
+    computed: Tensor,
+    drafts: Tensor,
+    row_ids: Tensor,
+    count: int,
+    least: int,
+    most: int,
 ) -> None:
     """See lockstep.kernels.table.lookup."""
     _lookup_kernel[(row_ids.shape[0],)](
-        history, computed, drafts, row_ids, history.shape[1], drafts.shape[1], least, most,
+        history, computed, drafts, row_ids, history.shape[1], drafts.shape[1], count, least, most,
         BLOCK=HISTORY_BLOCK, LANES=triton.next_power_of_2(drafts.shape[1]), num_warps=8,
     )  # fmt: skip
