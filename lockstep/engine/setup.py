@@ -141,7 +141,8 @@ def stand(config: EngineConfig, progress: Progress) -> Stand:
     ids = _draft_tokens(config, folder, draft, vocab, device)
     layers = memory.mixers(model, draft)
     plan = _plan(config, folder, device, dtype, length, layers)
-    probe(build, model, [rows * plan.query_len for rows in plan.row_buckets])
+    counts = {r * (k + 1) for r in plan.row_buckets for k in plan.draft_counts}
+    probe(build, model, sorted(counts))
     if draft is not None:
         own = 0 if ids is None else draft.head.weight.numel() * dtype.itemsize
         known = draft.head.weight.shape[0]
