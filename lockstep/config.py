@@ -12,6 +12,8 @@ GRAPH_MODES = ("full", "piecewise", "none")
 MAX_DRAFTS = 7
 MAX_LOOKUP = 16
 MAX_ROWS = 1024
+HEAD_GRAIN = 64
+"""A reduced draft head has a multiple of this many tokens."""
 EXAMPLE = '{"method": "mtp", "num_speculative_tokens": 3}'
 
 
@@ -33,12 +35,20 @@ def _check_number(name: str, value: object, low: float, high: float, remedy: str
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """How drafts are made, in vLLM's keys. `method`: a name in lockstep.spec.DRAFTERS."""
+    """How drafts are made, in vLLM's keys. `method`: a name in lockstep.spec.DRAFTERS.
+
+    draft_vocab_size: tokens that a draft module may propose, the most frequent ones: "full", a
+    multiple of 64, or "auto", 32,768 where the model knows more than 65,536.
+    synthetic_acceptance: with random weights only, the probability with which a draft behind
+    accepted ones is accepted, instead of comparing it with the target's token.
+    """
 
     method: str
     num_speculative_tokens: int = 3
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 4
+    draft_vocab_size: int | str = "auto"
+    synthetic_acceptance: float | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str):
@@ -52,6 +62,24 @@ class SpeculativeConfig:
         _check_number("prompt_lookup_max", high, 1, MAX_LOOKUP, "Choose the longest n-gram anew.")
         remedy = "Choose it no larger than prompt_lookup_max."
         _check_number("prompt_lookup_min", low, 1, high, remedy)
+        self._check_draft_vocab_size()
+        if self.synthetic_acceptance is not None:
+            remedy = "Choose a probability, or leave it out to verify drafts."
+            _check_number("synthetic_acceptance", self.synthetic_acceptance, 0.0, 1.0, remedy)
+
+    @property
+    def synthetic_length(self) -> float | None:
+        """The mean acceptance length that synthetic_acceptance implies with K drafts in a step."""
+        p = self.synthetic_acceptance
+        return None if p is None else sum(p**i for i in range(self.num_speculative_tokens + 1))
+
+    def _check_draft_vocab_size(self) -> None:
+        size = self.draft_vocab_size
+        whole = _is_number(size, HEAD_GRAIN, 1 << 24) and int(size) % HEAD_GRAIN == 0
+        if size not in ("auto", "full") and not whole:
+            allowed = f"auto, full, or multiples of {HEAD_GRAIN} from {HEAD_GRAIN}"
+            remedy = "Choose one of them, or leave it out."
+            raise choice_error(ConfigError, "draft_vocab_size", size, allowed, remedy)
 
     @classmethod
     def read(cls, value: "dict[str, Any] | SpeculativeConfig | None") -> "SpeculativeConfig | None":
@@ -120,6 +148,7 @@ class EngineConfig:
             allowed = "a folder, a hub id, or None for the bundled model"
             raise choice_error(ConfigError, "model", self.model, allowed, "Name one of them.")
         self._check_choices()
+        self._check_synthetic()
         self._check_numbers()
         self._check_buckets()
 
@@ -139,6 +168,15 @@ class EngineConfig:
             if not any(type(value) is type(a) and value == a for a in allowed):
                 known = ", ".join(map(str, allowed))
                 raise choice_error(ConfigError, name, value, known, "Choose one of them.")
+
+    def _check_synthetic(self) -> None:
+        spec = self.speculative_config
+        if spec and spec.synthetic_acceptance is not None and self.load_format != "dummy":
+            raise ConfigError(
+                f"synthetic_acceptance={spec.synthetic_acceptance} is not allowed with "
+                f"load_format={self.load_format!r}: it replaces what the model would say. Allowed: "
+                "load_format='dummy' (random weights). Leave it out, or choose dummy."
+            )
 
     def _check_numbers(self) -> None:
         for name, low, high in (
@@ -187,7 +225,11 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a config implies on this machine, for this model: fixed before anything is allocated."""
+    """What a config implies on this machine, for this model: fixed before anything is allocated.
+
+    draft_vocab_size: tokens that a draft module may propose, 0 without one; draft_head_bytes: its
+    own copy of their rows of the head, 0 where it shares the whole one.
+    """
 
     model_path: Path
     device: str
@@ -205,6 +247,8 @@ class Plan:
     graph_mode: str
     steps_in_flight: int
     numerics: str
+    draft_vocab_size: int = 0
+    draft_head_bytes: int = 0
 
     @property
     def row_columns(self) -> int:

@@ -12,9 +12,9 @@ GRID = 64
 
 
 def flush_after(device: str) -> int:
-    """Pending tokens from which on a generated step writes a row's recurrent state.
+    """A generated step writes a row's recurrent state at multiples of this position only.
 
-    Replaying what is pending costs a GPU less than writing the state each time; a CPU, more.
+    Keeping what is pending costs a GPU less than writing the state each time; a CPU, more.
     """
     return 8 if device.startswith("cuda") else 1
 

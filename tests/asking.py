@@ -1,9 +1,10 @@
 """How the tests ask the bundled model, and what they compare of its answers."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from lockstep import LLM, SamplingParams
+from lockstep.config import SpeculativeConfig
 from lockstep.outputs import RequestOutput
 
 TEXT = "def read(path):"
@@ -19,10 +20,15 @@ DRAFTS = 3
 
 
 def make_engine(drafter: str | None, **settings: Any) -> LLM:
-    """A model (the bundled one) with four rows of 512 tokens, and DRAFTS drafts or none."""
-    spec = {"method": drafter, "num_speculative_tokens": DRAFTS} if drafter else None
+    """A model (the bundled one) with four rows of 512 tokens, and DRAFTS drafts or none.
+
+    What SpeculativeConfig knows goes to it, anything else to EngineConfig.
+    """
+    keys = {f.name for f in fields(SpeculativeConfig)}
+    spec = {"method": drafter, "num_speculative_tokens": DRAFTS}
+    spec |= {name: settings.pop(name) for name in list(settings) if name in keys}
     settings = {"max_model_len": 512, "max_num_seqs": 4, **settings}
-    return LLM(speculative_config=spec, **settings)
+    return LLM(speculative_config=spec if drafter else None, **settings)
 
 
 def assert_idle(llm: LLM) -> None:

@@ -25,6 +25,7 @@ from lockstep.layers.linear import Embedding, Head
 from lockstep.layers.rotary import Rotary
 from lockstep.models.loader import build_model, read_config
 from lockstep.runner.memory import mixers
+from lockstep.spec.vocabulary import draft_vocab_size
 
 MEMORY_RATE = 4.3e12
 """Bytes/s that an H200 reaches at best in a copy, read and written bytes both counted."""
@@ -109,14 +110,20 @@ class Sketch:
         return self.drafts + 1
 
 
-def sketch(folder: Path, dtype: torch.dtype, drafts: int, module: bool) -> Sketch:
+def sketch(
+    folder: Path, dtype: torch.dtype, drafts: int, module: bool, vocab: int | str = "auto"
+) -> Sketch:
     """The model of a folder's config.json, without memory or weights.
 
-    drafts: K; module: whether the checkpoint's own draft module makes them. Raises CheckpointError.
+    drafts: K; module: whether the checkpoint's own draft module makes them, and vocab: the tokens
+    that its head knows, as in SpeculativeConfig. Raises CheckpointError or ConfigError.
     """
     with FakeTensorMode():
         build = Build("cpu", dtype, drafts + 1, max_positions=1 << 20)
         model, draft = build_model(read_config(folder), build, module)
+        if draft is not None:
+            whole = draft.head.weight.shape[0]
+            draft.reduce_head(torch.arange(draft_vocab_size(vocab, whole)))
     return Sketch(model, draft, drafts)
 
 

@@ -56,7 +56,7 @@ class Comparison:
 def measure(
     llm: LLM,
     prompts: Sequence[Any],
-    params: SamplingParams,
+    params: SamplingParams | Sequence[SamplingParams],
     warm_ups: int = WARM_UPS,
     runs: int = RUNS,
     progress: Callable[[str, int, int], None] = lambda what, done, of: None,

@@ -24,17 +24,21 @@ class Failure:
 
 @dataclass(frozen=True)
 class Tally:
-    """One engine's cases."""
+    """One engine's cases, all of them or those of one batch."""
 
     setup: Setup
     cases: int
     failed: int
     seconds: float
+    batch: str = "all"
 
 
 @dataclass
 class Report:
-    """All cases of a check. `exercised`: how often what was varied really took place."""
+    """All cases of a check. `exercised`: how often what was varied really took place.
+
+    compared: what of an answer is.
+    """
 
     size: str
     numerics: str
@@ -43,6 +47,7 @@ class Report:
     exercised: dict[str, int] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    compared: str = "tokens and logprobs"
 
     @property
     def cases(self) -> int:
@@ -58,9 +63,7 @@ class Report:
     def verdict(self) -> str:
         """One line."""
         if not self.failed:
-            return (
-                f"{self.cases} cases, all equal to the plain run, tokens and logprobs bit for bit."
-            )
+            return f"{self.cases} cases, all equal to the plain run, {self.compared} bit for bit."
         first = self.failures[0]
         at = "" if first.position is None else f", answer position {first.position}"
         where = f"; {first.where}" if first.where else ""

@@ -57,6 +57,13 @@ def offline(
     num_speculative_tokens: Annotated[
         int | None, typer.Option(help="K of the drafter that was chosen; 0: no drafts")
     ] = None,
+    synthetic_acceptance: Annotated[
+        float | None,
+        typer.Option(
+            help="with --load-format dummy: accept a draft behind accepted ones with this "
+            "probability; with p and K drafts the acceptance length is 1 + p + ... + p^K"
+        ),
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     num_iters_warmup: Annotated[int, typer.Option(min=0, help="runs that do not count")] = 3,
     num_iters: Annotated[int, typer.Option(min=1, help="runs that count")] = 5,
@@ -80,7 +87,7 @@ def offline(
 
     settings["enable_prefix_caching"] = False
     settings["max_num_seqs"] = batch_size
-    _choose_drafts(settings, num_speculative_tokens)
+    _choose_drafts(settings, num_speculative_tokens, synthetic_acceptance)
     if floor and not _has_weights(settings):
         _show_floor_alone(settings, batch_size, input_len, json)
         return
@@ -89,9 +96,8 @@ def offline(
     if trace:
         _trace(llm, prompts, temperature, trace, json)
         return
-    params = SamplingParams(
-        temperature=temperature, max_tokens=output_len, ignore_eos=True, seed=0, detokenize=False
-    )
+    common: dict[str, Any] = dict(max_tokens=output_len, ignore_eos=True, detokenize=False)
+    params = [SamplingParams(temperature=temperature, seed=i, **common) for i in range(batch_size)]
     counts = (num_iters_warmup, num_iters)
     if json:
         figures, _ = measure(llm, prompts, params, *counts)
@@ -116,12 +122,24 @@ def _report(llm: "LLM", figures: "Figures", floor: bool, json: bool) -> None:
     print_json(found)
 
 
-def _choose_drafts(settings: dict[str, Any], count: int | None) -> None:
-    """Settles "auto" drafting, and K where it is given. Raises ConfigError without a drafter."""
+def _choose_drafts(
+    settings: dict[str, Any], count: int | None, acceptance: float | None = None
+) -> None:
+    """Settles "auto" drafting, and what is given of K and synthetic acceptance.
+
+    Raises ConfigError without a drafter.
+    """
     settings.update(settle_drafts(settings))
+    spec = settings["speculative_config"]
+    if acceptance is not None:
+        if spec is None or count == 0:
+            raise ConfigError(
+                f"--synthetic-acceptance {acceptance:g} needs a drafter. Name one, e.g. "
+                """--speculative-config '{"method": "ngram"}', or leave it out."""
+            )
+        spec = settings["speculative_config"] = {**spec, "synthetic_acceptance": acceptance}
     if count is None:
         return
-    spec = settings["speculative_config"]
     if count and spec is None:
         raise ConfigError(
             f"--num-speculative-tokens {count} needs a drafter, and this checkpoint has no MTP "
@@ -344,7 +362,9 @@ def _sketch(folder: Path, dtype: str, spec: dict[str, Any] | None) -> "Sketch":
     chosen = SpeculativeConfig.read(spec)
     module = drafter_module(chosen)
     drafts = chosen.num_speculative_tokens if chosen else 0
-    return sketch(folder, getattr(torch, dtype), drafts, bool(module and module.NEEDS_MODULE))
+    size = chosen.draft_vocab_size if chosen else "auto"
+    needed = bool(module and module.NEEDS_MODULE)
+    return sketch(folder, getattr(torch, dtype), drafts, needed, size)
 
 
 def _show_floor_alone(

@@ -13,7 +13,7 @@ from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lockstep.check import Report
+    from lockstep.check.report import Report, Tally
 
 SHARED = ("dtype", "device", "load_format", "kv_cache_dtype", "skip_tokenizer_init", "seed")
 """The settings that a check takes from the user; it varies the others itself."""
@@ -24,28 +24,34 @@ def check(
     model: Annotated[str | None, typer.Argument(help="model folder or hub id")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="a sample of the matrix")] = False,
     full: Annotated[bool, typer.Option("--full", help="every combination")] = False,
+    logits: Annotated[
+        bool, typer.Option("--logits", help="compare raw logits; needs no trained weights")
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     *,
     settings: dict[str, Any],
 ) -> None:
     """Prove that drafts, batching, chunks, caching, preemption and graphs change no bit.
 
-    Every answer is compared with the plain run's: tokens and logprobs. Status 1 if any differs.
+    Every answer is compared with the plain run's: tokens and logprobs, or with --logits every bit
+    of the logits, for 20 prompts at every number of rows, K, chunk size and graph mode. Status 1 if
+    any differs.
     """
-    from lockstep.check import run_check
+    from lockstep.check import run_check, run_logits
 
     if quick and full:
         raise ConfigError("--quick and --full exclude each other; choose one of them.")
     size = "quick" if quick else "full" if full else "default"
     _refuse_varied(settings)
     chosen = {name: settings[name] for name in SHARED}
+    run = run_logits if logits else run_check
     if json:
-        report = run_check(size, settings["model"], **chosen)
+        report = run(size, settings["model"], **chosen)
         print_json(report.to_json())
     else:
         with progress_bar() as show:
-            report = run_check(size, settings["model"], show, **chosen)
-        _print(report)
+            report = run(size, settings["model"], show, **chosen)
+        _print(report, _logits_table(report) if logits else _table(report))
     raise typer.Exit(1 if report.failed else 0)
 
 
@@ -60,20 +66,42 @@ def _refuse_varied(settings: dict[str, Any]) -> None:
             )
 
 
-def _print(report: "Report") -> None:
+def _table(report: "Report") -> Table:
+    """Drafts by phase and graph mode."""
     from lockstep.check.matrix import PHASES
 
-    console = Console(highlight=False)
     graphs = list(dict.fromkeys(t.setup.graph for t in report.tallies))
     columns = [(p, g) for p in PHASES for g in graphs]
     table = Table("drafts", *(p if len(graphs) == 1 else f"{p}, {g}" for p, g in columns))
-    cells: dict[tuple[str, str, str], str] = {}
-    for t in report.tallies:
-        shown = f"{t.cases - t.failed}/{t.cases}"
-        key = (t.setup.drafting, t.setup.phase, t.setup.graph)
-        cells[key] = f"[red]{shown}[/red]" if t.failed else shown
+    cells = {(t.setup.drafting, t.setup.phase, t.setup.graph): _cell([t]) for t in report.tallies}
     for drafting in dict.fromkeys(t.setup.drafting for t in report.tallies):
         table.add_row(drafting, *(cells.get((drafting, p, g), "") for p, g in columns))
+    return table
+
+
+def _logits_table(report: "Report") -> Table:
+    """Engines by what they ran; all chunk sizes of an engine in one column."""
+
+    def column(batch: str) -> str:
+        return "chunks" if batch.startswith("chunks") else batch
+
+    columns = list(dict.fromkeys(column(t.batch) for t in report.tallies))
+    table = Table("drafts", "graph", *columns)
+    for key in dict.fromkeys((t.setup.drafting, t.setup.graph) for t in report.tallies):
+        own = [t for t in report.tallies if (t.setup.drafting, t.setup.graph) == key]
+        table.add_row(*key, *(_cell([t for t in own if column(t.batch) == c]) for c in columns))
+    return table
+
+
+def _cell(tallies: "list[Tally]") -> str:
+    """Equal cases of all cases; red where some differ, empty where there are none."""
+    cases, failed = (sum(getattr(t, name) for t in tallies) for name in ("cases", "failed"))
+    shown = f"{cases - failed}/{cases}" if cases else ""
+    return f"[red]{shown}[/red]" if failed else shown
+
+
+def _print(report: "Report", table: Table) -> None:
+    console = Console(highlight=False)
     console.print(table)
     took = ", ".join(f"{count:,} {name}" for name, count in report.exercised.items())
     console.print(f"{took}; {report.seconds:.0f} s; {report.numerics}", soft_wrap=True)

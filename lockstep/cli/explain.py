@@ -35,7 +35,8 @@ def _layers(layers: list[dict[str, Any]]) -> Table:
     groups: dict[tuple[str, str, str], list[str]] = {}
     for choice in layers:
         refused = "; ".join(f"{name}: {why}" for name, why in choice["refused"].items())
-        key = (choice["op"], choice["backend"], refused or "-")
+        op = f"{choice['op']} {choice['size']}".rstrip()
+        key = (op, choice["backend"], refused or "-")
         places = groups.setdefault(key, [])
         if choice["layer"] not in places:
             places.append(choice["layer"])

@@ -59,6 +59,11 @@ def summary(llm: "LLM") -> str:
     """Model, drafting, memory and numerics of an engine, in one line."""
     plan, spec = llm.engine.plan, llm.engine.config.speculative_config
     drafting = f"{spec.method} K={spec.num_speculative_tokens}" if spec else "no drafts"
+    if spec and spec.synthetic_length:
+        drafting += (
+            f" with synthetic acceptance {spec.synthetic_acceptance:g} a position "
+            f"(acceptance length {spec.synthetic_length:.2f})"
+        )
     memory = plan.num_pages * plan.page_bytes + plan.num_slots * plan.slot_bytes
     return (
         f"{plan.model_path.name} on {plan.device}, {drafting}, {plan.num_pages} pages "

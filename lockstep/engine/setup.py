@@ -1,27 +1,31 @@
 """From what the user chose to a runner that stands: model, plan, memory, warm-up."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.config import DTYPES, EngineConfig, Plan
 from lockstep.errors import ConfigError
 from lockstep.kernels.backends import load as load_backends
 from lockstep.layers.build import Build, Choice
+from lockstep.layers.linear import probe
 from lockstep.models.loader import build_model, fill_dummy, load_weights, read_config
 from lockstep.models.reading import ConfigReader
 from lockstep.runner import memory
 from lockstep.runner.program import Program
 from lockstep.runner.runner import Runner
 from lockstep.runner.sampler import Sampler
+from lockstep.runner.synthetic import SyntheticSampler
 from lockstep.runner.table import RowTable
 from lockstep.spec import DraftContext, NoDrafter, drafter_module
+from lockstep.spec.vocabulary import draft_vocab_size, frequent_tokens
 from lockstep.step import StepShape
 
 Progress = Callable[[str, int, int], None]
@@ -105,6 +109,13 @@ def numerics(device: str, dtype: torch.dtype) -> str:
     return "/".join((*parts, f"torch-{torch.__version__}", f"lockstep-{release}"))
 
 
+def _synthetic(config: EngineConfig) -> str:
+    """What synthetic acceptance adds to the numerics: its answers are not the model's."""
+    spec = config.speculative_config
+    chosen = spec.synthetic_acceptance if spec else None
+    return "" if chosen is None else f"/synthetic-acceptance-{chosen:g}"
+
+
 @torch.inference_mode()
 def stand(config: EngineConfig, progress: Progress) -> Stand:
     """Builds everything. Raises ConfigError, CheckpointError or CapacityError."""
@@ -116,21 +127,53 @@ def stand(config: EngineConfig, progress: Progress) -> Stand:
     load_backends()
     if device == "cpu":
         memory.keep_freed_memory()
+    else:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     build = Build(device, dtype, window, length + 3 * window + 1)
     model, draft = build_model(raw, build, bool(drafting and drafting.NEEDS_MODULE))
     if config.load_format == "dummy":
         fill_dummy(model, draft, config.seed)
     else:
         load_weights(folder, raw, model, draft, lambda i, n: progress("loading", i, n))
+    vocab = model.config.vocab_size
+    ids = _draft_tokens(config, folder, draft, vocab, device)
     layers = memory.mixers(model, draft)
     plan = _plan(config, folder, device, dtype, length, layers)
-    table = RowTable(plan, model.config.vocab_size)
-    program = _program(config, table, build, model, draft, drafting)
+    probe(build, model, [rows * plan.query_len for rows in plan.row_buckets])
+    if draft is not None:
+        own = 0 if ids is None else draft.head.weight.numel() * dtype.itemsize
+        known = draft.head.weight.shape[0]
+        plan = replace(plan, draft_vocab_size=known, draft_head_bytes=own)
+    table = RowTable(plan, vocab)
+    program = _program(config, table, build, model, draft, drafting, ids)
     if device == "cuda" and config.num_gpu_blocks is None:
         plan = _measured(config, plan, layers, program)
     runner = Runner(plan, model, draft, program)
     runner.warm_up(lambda i, n: progress("warming up", i, n))
     return Stand(plan, runner, raw, build.choices)
+
+
+def _draft_tokens(
+    config: EngineConfig, folder: Path, draft: Any, vocab: int, device: str
+) -> Tensor | None:
+    """The tokens that the draft module is reduced to, or None where it knows all."""
+    spec = config.speculative_config
+    if spec is None:
+        return None
+    if draft is None:
+        if spec.draft_vocab_size != "auto":
+            raise ConfigError(
+                f"draft_vocab_size={spec.draft_vocab_size!r} is not allowed with method="
+                f"{spec.method!r}, which has no head to shorten. Leave it out."
+            )
+        return None
+    size = draft_vocab_size(spec.draft_vocab_size, vocab)
+    if size == vocab:
+        return None
+    ids = torch.tensor(frequent_tokens(folder, size, vocab), device=device)
+    draft.reduce_head(ids)
+    return ids
 
 
 def _program(
@@ -140,18 +183,22 @@ def _program(
     model: nn.Module,
     draft: nn.Module | None,
     drafting: Any,
+    ids: Tensor | None,
 ) -> Program:
-    sampler = Sampler(table, build, model.config.vocab_size)
+    spec, vocab = config.speculative_config, model.config.vocab_size
+    sampler = Sampler(table, build, vocab)
+    if spec and spec.synthetic_acceptance is not None:
+        sampler = SyntheticSampler(table, build, vocab, spec.synthetic_acceptance)
     drafter: Any = NoDrafter()
     if drafting:
         context = DraftContext(
-            config.speculative_config,  # type: ignore[arg-type]
+            spec,  # type: ignore[arg-type]
             table.drafts,
             table.tokens,
             table.computed,
             table.page_size,
             draft,
-            sampler.sample,
+            partial(sampler.sample, ids=ids),
         )
         drafter = drafting.create(context)
     return Program(table, model, sampler, drafter)
@@ -193,7 +240,7 @@ def _plan(
         row_buckets=buckets,
         graph_mode=config.cuda_graph_mode if cuda else "none",
         steps_in_flight=config.steps_in_flight or (2 if cuda else 1),
-        numerics=numerics(device, dtype),
+        numerics=numerics(device, dtype) + _synthetic(config),
     )
 
 
@@ -201,8 +248,6 @@ def _measured(
     config: EngineConfig, plan: Plan, layers: dict[str, nn.Module], program: Program
 ) -> Plan:
     """The plan with the pages that fit beside weights, state and the largest prompt step."""
-    from dataclasses import replace
-
     memory.allocate(layers, 2, min(plan.num_slots, 2), plan.device)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -1,4 +1,4 @@
-"""load() makes the Triton faces of all ops known; gpu_trait() is what each of them asks first."""
+"""load() makes the GPU faces of all ops known; gpu_trait() is what the Triton ones ask first."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -8,6 +8,7 @@ import torch
 
 FACES = (
     "linear.triton",
+    "linear.cublas",
     "norm.triton",
     "activations.triton",
     "rotary.triton",
@@ -20,7 +21,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def load() -> None:
-    """Imports every op's Triton face. Idempotent; does nothing where Triton is not installed."""
+    """Imports every op's GPU faces. Idempotent; does nothing where Triton is not installed."""
     if find_spec("triton") is None:
         return
     for face in FACES:

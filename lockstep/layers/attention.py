@@ -6,7 +6,7 @@ from lockstep.cache.specs import PagedSpec
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.rotary import gate_output, rope_and_cache
 from lockstep.layers.build import Build
-from lockstep.layers.linear import Linear
+from lockstep.layers.linear import Linear, ResidualLinear
 from lockstep.layers.norm import Norm
 from lockstep.layers.rotary import Rotary
 from lockstep.step import Step
@@ -42,7 +42,7 @@ class Attention(nn.Module):
         kv = kv_heads * head_dim
         self.qkv = Linear(build, hidden, heads * head_dim * (2 if gated else 1), kv, kv)
         self.q_norm, self.k_norm = (Norm(build, head_dim, eps, norm_offset) for _ in range(2))
-        self.out = Linear(build, heads * head_dim, hidden)
+        self.out = ResidualLinear(build, heads * head_dim, hidden)
         self.rope = build.op(rope_and_cache, head_dim=head_dim)
         self.attend = build.op(paged_attention, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
         self.gate = build.op(gate_output, head_dim=head_dim)

@@ -8,16 +8,21 @@ import torch
 
 from lockstep.kernels import Op
 from lockstep.kernels.linear import draft_linear
+from lockstep.kernels.linear.probe import Probed
 
 
 @dataclass
 class Choice:
-    """One op of one layer: the backend that serves it, and why the others do not."""
+    """One op of one layer: the backend that serves it, and why the others do not.
+
+    size: of a linear's weight, "34816x5120"; else empty.
+    """
 
     layer: str
     op: str
     backend: str
     refused: dict[str, str]
+    size: str = ""
 
 
 @dataclass
@@ -34,6 +39,7 @@ class Build:
     exact: bool = True
     layer: str = ""
     choices: list[Choice] = field(default_factory=list)
+    probed: dict[tuple[int, int], Probed] = field(default_factory=dict)
 
     def at(self, layer: str) -> "Build":
         """The same build, speaking for the named layer."""
@@ -45,6 +51,7 @@ class Build:
             self.exact,
             layer,
             self.choices,
+            self.probed,
         )
 
     def op(self, op: Op, **traits: Any) -> Callable[..., Any]:
@@ -55,12 +62,20 @@ class Build:
         self.choices.append(Choice(self.layer, op.name, name, refused))
         return op.backends[name][0]
 
-    def linear_op(self, op: Op, **traits: Any) -> Callable[..., Any]:
-        """The linear's function: canonical, or the fastest where nothing depends on its bits."""
-        if self.exact:
-            return self.op(op, **traits)
-        self.choices.append(Choice(self.layer, op.name, "draft", {}))
-        return draft_linear
+    def linear_op(self, op: Op, n: int, k: int) -> Callable[..., Any]:
+        """The function of a weight [n, k]: canonical, or the fastest where no bits depend on it.
+
+        On a GPU cuBLAS may serve where lockstep.layers.linear.probe finds the canonical bits.
+        """
+        if not self.exact:
+            self.choices.append(Choice(self.layer, op.name, "draft", {}, f"{n}x{k}"))
+            return draft_linear
+        exact = self.op(op, n=n, k=k)
+        self.choices[-1].size = f"{n}x{k}"
+        if self.choices[-1].backend != "triton":
+            return exact
+        fast = op.backends["cublas"][0]
+        return self.probed.setdefault((n, k), Probed(exact, fast))
 
     def matrix(self, n: int, k: int) -> torch.nn.Parameter:
         """A weight [n, k] to be filled, stored as its op likes it: [k, n] on a CPU."""

@@ -12,7 +12,7 @@ from lockstep.kernels.gated_delta_rule import (
     ring_lines,
 )
 from lockstep.layers.build import Build
-from lockstep.layers.linear import Linear
+from lockstep.layers.linear import Linear, ResidualLinear
 from lockstep.layers.norm import GatedRMSNorm
 from lockstep.step import Step, flush_after
 
@@ -46,7 +46,7 @@ class GatedDeltaNet(nn.Module):
         self.a_log = build.empty(value_heads, dtype=torch.float32)
         self.dt_bias = build.empty(value_heads, dtype=torch.float32)
         self.norm = GatedRMSNorm(build, value_dim, eps)
-        self.out = Linear(build, inner, hidden)
+        self.out = ResidualLinear(build, inner, hidden)
         traits = dict(key_dim=key_dim, value_dim=value_dim, key_heads=key_heads, kernel=kernel)
         traits.update(value_heads=value_heads)
         self.step_op = build.op(gated_delta_step, **traits)
@@ -92,7 +92,7 @@ class GatedDeltaNet(nn.Module):
         f32 = torch.float32
         return StateSpec(
             (
-                ("recurrent", (hv, dk, dv), f32),
+                ("recurrent", (hv, dv, dk), f32),
                 ("conv", (lines, self.channels), self.dtype),
                 ("u", (lines, hv, dv), f32),
                 ("k", (lines, self.key_heads, dk), f32),

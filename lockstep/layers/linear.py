@@ -1,13 +1,21 @@
 """Linear layers: a weight, or several fused along their outputs."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor, nn
 
 from lockstep.kernels.linear import linear, segments
 from lockstep.layers.build import Build
 
+WALKED = 4
+"""Layers of one shape whose weights a probe walks through: more than a GPU's cache holds."""
+
 
 class Linear(nn.Module):
     """x [T, K] -> [T, N]; N may be the sum of several checkpoint weights' rows."""
+
+    partial = False
 
     def __init__(self, build: Build, inputs: int, *outputs: int) -> None:
         super().__init__()
@@ -22,7 +30,13 @@ class Linear(nn.Module):
         return self.weight[begin : begin + self.outputs[index]]
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x, self.weight, self.segments)
+        return self.linear(x, self.weight, self.segments, self.partial)
+
+
+class ResidualLinear(Linear):
+    """x [T, K] -> what AddRMSNorm adds to the residual: [T, N], or partials [P, T, N] of it."""
+
+    partial = True
 
 
 class Embedding(nn.Module):
@@ -48,3 +62,24 @@ class Head(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x, self.weight, self.segments).float()
+
+
+def probe(build: Build, model: nn.Module, rows: Sequence[int]) -> None:
+    """Lets cuBLAS serve linears at these numbers of rows where it is exact and faster.
+
+    The weights are loaded and nothing is captured yet. The build's choices say what was found.
+    """
+    layers = [layer for layer in model.modules() if isinstance(layer, Linear | Head)]
+    for (n, k), probed in build.probed.items():
+        same = [layer for layer in layers if layer.linear is probed][:WALKED]
+        if not same:
+            continue
+        probed.probe(rows, [layer.weight for layer in same], same[0].segments)
+        served = ", ".join(str(count) for count, why in probed.found.items() if why is None)
+        refused = [f"at {count} rows {why}" for count, why in probed.found.items() if why]
+        for choice in build.choices:
+            if choice.size == f"{n}x{k}" and choice.backend == "triton":
+                choice.backend += f", cublas at {served} rows" if served else ""
+                choice.refused["cublas"] = "; ".join(refused)
+    if build.probed:
+        torch.cuda.empty_cache()

@@ -4,16 +4,16 @@ from torch import Tensor, nn
 
 from lockstep.kernels.activations import silu_mul
 from lockstep.layers.build import Build
-from lockstep.layers.linear import Linear
+from lockstep.layers.linear import Linear, ResidualLinear
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU (Shazeer, 2020). x [T, H] -> [T, H]; gate and up are one fused weight."""
+    """SwiGLU (Shazeer, 2020). x [T, H] -> a delta of [T, H]; gate and up are one weight."""
 
     def __init__(self, build: Build, hidden: int, inner: int) -> None:
         super().__init__()
         self.gate_up = Linear(build, hidden, inner, inner)
-        self.down = Linear(build, inner, hidden)
+        self.down = ResidualLinear(build, inner, hidden)
         self.act = build.op(silu_mul)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -29,7 +29,10 @@ class RMSNorm(Norm):
 
 
 class AddRMSNorm(Norm):
-    """x, delta [T, D] -> x + delta and its norm; a delta of None adds nothing."""
+    """x [T, D] and a delta -> x + delta and its norm, each [T, D].
+
+    The delta is what a ResidualLinear returned; None adds nothing.
+    """
 
     def __init__(self, build: Build, width: int, eps: float, offset: float = 0.0) -> None:
         super().__init__(build, width, eps, offset)

@@ -121,6 +121,14 @@ class Draft(nn.Module):
         self.block = Block(c, build, attention(c, build, rotary, gated=True))
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         self.head = Head(build, target.head.weight)
+        self.build = build
+
+    def reduce_head(self, ids: Tensor) -> None:
+        """From now on the head knows these tokens alone: its weight is a copy of their rows."""
+        full = self.head.weight
+        rows = self.build.matrix(len(ids), full.shape[1])
+        rows.data.copy_(full[ids])
+        self.head = Head(self.build, rows)
 
     def forward(self, ids: Tensor, hidden: Tensor, step: Step) -> Tensor:
         """ids [T], hidden [T, H] -> hidden [T, H] of the draft, fed back for the next one."""

@@ -2,9 +2,11 @@
 
 The first call with a key runs eagerly, so that every kernel is compiled and every lazy buffer
 exists, then records; later calls replay. Tensor arguments are copied into the graph's own, and the
-results are the graph's own tensors, overwritten by its next call.
+results are the graph's own tensors, overwritten by its next call. What no graph can repeat is an
+error that names its op (guard.py).
 """
 
+import warnings
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import CaptureError
+from lockstep.runner.guard import Fault, blame, guarded, mend, no_waiting
+
+WAITS = "synchronizing"
+"""What torch says, among other words, where it was told not to wait."""
 
 
 @dataclass
@@ -25,12 +31,20 @@ class Recording:
 
 
 class Captured:
-    """A function with a graph per key. Calls whose key `wanted` refuses run eagerly."""
+    """A function with a graph per key. Calls whose key `wanted` refuses run eagerly.
+
+    name: what the errors call it. Raises CaptureError where a call compiles a kernel, takes memory
+    outside of the pool, or waits for the device; the process lives on.
+    """
 
     def __init__(
-        self, fn: Callable[..., Any], pool: Any, wanted: Callable[[Hashable], bool]
+        self,
+        fn: Callable[..., Any],
+        pool: Any,
+        wanted: Callable[[Hashable], bool],
+        name: str,
     ) -> None:
-        self.fn, self.pool, self.wanted = fn, pool, wanted
+        self.fn, self.pool, self.wanted, self.name = fn, pool, wanted, name
         self.recordings: dict[Hashable, Recording] = {}
 
     def __call__(self, *arguments: Any) -> Any:
@@ -48,26 +62,51 @@ class Captured:
 
     def _record(self, key: Hashable, arguments: tuple[Any, ...]) -> Recording:
         mine = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
+        self._run_eagerly(key, mine)
+        stream, graph, result = torch.cuda.current_stream(), torch.cuda.CUDAGraph(), None
+        fault: RuntimeError | None = None
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # the fault came first
+                with torch.cuda.graph(graph, pool=self.pool):
+                    try:
+                        with guarded(self.pool):
+                            result = self.fn(*mine)
+                    except RuntimeError as error:
+                        fault = error
+        except RuntimeError as error:
+            fault = fault or error
+            mend(stream, self.pool)
+        if fault is not None:
+            raise self._error(key, fault) from fault
+        return Recording(graph, mine, result)
+
+    def _run_eagerly(self, key: Hashable, arguments: tuple[Any, ...]) -> None:
+        """On a stream of its own, as the capture will: here kernels are compiled."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self.fn(*mine)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, pool=self.pool):
-                result = self.fn(*mine)
+            with torch.cuda.stream(side), no_waiting():
+                self.fn(*arguments)
         except RuntimeError as error:
-            raise CaptureError(
-                f"capture of {getattr(self.fn, '__qualname__', self.fn)} at {key} failed: {error}. "
-                "Run with cuda_graph_mode='none' to serve meanwhile, and report this."
-            ) from error
-        return Recording(graph, mine, result)
+            if WAITS in str(error):
+                raise self._error(key, error) from error
+            raise
+        torch.cuda.current_stream().wait_stream(side)
+
+    def _error(self, key: Hashable, error: RuntimeError) -> CaptureError:
+        does = str(error).partition("\n")[0]
+        if not isinstance(error, Fault):
+            does = f"waits for the device: {does}" if WAITS in does else f"fails: {does}"
+        return CaptureError(
+            f"capture of {self.name} at {key}: {blame(error)} {does}. "
+            "Run with cuda_graph_mode='none' to serve meanwhile, and report this."
+        )
 
 
 def capture_program(run_step: Callable[..., Any], pool: Any) -> Callable[..., Any]:
     """run_step with one graph per uniform shape; prompt steps run eagerly."""
-    return Captured(run_step, pool, lambda key: not key[0].prompt)  # type: ignore[index]
+    return Captured(run_step, pool, lambda key: not key[0].prompt, "run_step")  # type: ignore[index]
 
 
 def capture_pieces(model: nn.Module, pool: Any, token_counts: Iterable[int]) -> None:
@@ -77,7 +116,7 @@ def capture_pieces(model: nn.Module, pool: Any, token_counts: Iterable[int]) -> 
     def wanted(key: Any) -> bool:
         return key[0][0] in counts
 
-    for block in model.modules():
+    for name, block in model.named_modules():
         if hasattr(block, "before") and hasattr(block, "after"):
-            block.before = Captured(block.before, pool, wanted)
-            block.after = Captured(block.after, pool, wanted)
+            block.before = Captured(block.before, pool, wanted, f"{name}.before")
+            block.after = Captured(block.after, pool, wanted, f"{name}.after")

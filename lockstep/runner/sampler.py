@@ -17,10 +17,18 @@ class Sampler:
         self.table = table
         self.sample_op = build.at("sampler").op(sample, vocab=vocab)
 
-    def sample(self, logits: Tensor, positions: Tensor, drafts: Tensor, row_ids: Tensor) -> Tensor:
-        """logits [S, Q, V], positions [S, Q] of the sampled tokens -> tokens [S, Q]."""
+    def sample(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        drafts: Tensor,
+        row_ids: Tensor,
+        ids: Tensor | None = None,
+    ) -> Tensor:
+        """logits [S, Q, V] of the tokens `ids` [V] (None: all), positions [S, Q] of the sampled
+        tokens -> tokens [S, Q]."""
         table = self.table
-        return self.sample_op(logits, positions, drafts, row_ids, table.tokens, table.sampling)
+        return self.sample_op(logits, positions, drafts, row_ids, table.tokens, table.sampling, ids)
 
     def verify(self, logits: Tensor, step: Step) -> Verdict:
         """logits [N, V] at the step's logit rows -> the verdict."""

@@ -18,6 +18,7 @@ from lockstep.step import Step, Verdict
 DRAFTERS = {
     "ngram": "lockstep.spec.ngram",
     "mtp": "lockstep.spec.mtp",
+    "told": "lockstep.spec.told",
 }
 
 
@@ -26,7 +27,8 @@ class DraftContext:
     """What a drafter may use. drafts [R, K] and tokens [R, L] are the table's, by row.
 
     module: the checkpoint's own draft module, where the drafter asked for one.
-    sample(logits [S, 1, V], positions [S, 1], no drafts [S, 0], row_ids [S]) -> [S, 1].
+    sample(logits [S, 1, V], positions [S, 1], no drafts [S, 0], row_ids [S]) -> [S, 1], where V are
+    the tokens that the module's head knows.
     """
 
     config: SpeculativeConfig

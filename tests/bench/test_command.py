@@ -92,3 +92,14 @@ def test_kernels_status_table_and_json(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_refuses_rows(rows: str) -> None:
     with pytest.raises(ConfigError, match="whole numbers from 1"):
         run("kernels", "--rows", rows, "--device", "cpu")
+
+
+def test_synthetic_acceptance(model: str) -> None:
+    asked = (model, *SMALL, *ONCE, "--synthetic-acceptance", "1", "--num-speculative-tokens", "2")
+    found = last_line(run(*asked, "--load-format", "dummy", "--json"))
+    assert found["speculative_config"]["synthetic_acceptance"] == 1.0
+    assert found["acceptance_rate"] == 1.0 and "synthetic" in found["numerics"]
+    with pytest.raises(ConfigError, match="needs a drafter"):
+        run(model, "--synthetic-acceptance", "0.5", "--num-speculative-tokens", "0")
+    with pytest.raises(ConfigError, match="load_format"):
+        run("--synthetic-acceptance", "0.5", "--json")

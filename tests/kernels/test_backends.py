@@ -11,7 +11,7 @@ from lockstep.kernels.sampling import sample
 from tests.kernels.faces import CASES, Face, changed, faces, tensors_of
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-INTERPRETED = {gated_delta_chunk: 1, gated_delta_step: 4, sample: 2, paged_attention: 3}
+INTERPRETED = {gated_delta_chunk: 1, gated_delta_step: 4, sample: 3, paged_attention: 3}
 """The interpreter is slow: it sees the first cases; a GPU sees all."""
 ORACLE = Face("reference", "cpu", torch.float32)
 OTHERS = faces()[1:]

@@ -16,7 +16,7 @@ from lockstep.kernels.gated_delta_rule.cases import Dims, empty_state, inputs, w
 from lockstep.kernels.linear import linear
 from lockstep.kernels.norm import gated_rms_norm, rms_norm
 from lockstep.kernels.sampling import sample
-from lockstep.kernels.sampling.cases import batch
+from lockstep.kernels.sampling.cases import among, batch
 from tests.kernels.faces import faces, same_bits
 
 FACES = faces(pytest.mark.slow)
@@ -137,7 +137,7 @@ def stepped(face, dims, data, plan):
         one.update(starts=torch.tensor([at], dtype=torch.int32), flush=dims.flush)
         outs.append(face.run(gated_delta_step, dict(**window, weights=layer, state=state, **one)))
         outs[-1], at = outs[-1][:, :accepted], at + accepted
-        pending = accepted + (pending if pending < dims.flush else 0)
+        pending = accepted + min(pending, (at - accepted) % dims.flush)
         if at == tokens:
             return torch.cat(outs, 1), state, pending
     raise AssertionError("the plan is too short")
@@ -157,7 +157,7 @@ def test_replay_is_stepping(face, flush):
     for _ in range(tokens):
         length = int(torch.randint(1, dims.w + 1, (1,), generator=draw))
         plan.append((length, int(torch.randint(1, length + 1, (1,), generator=draw))))
-    plain, state, _ = stepped(face, replace(dims, flush=1), data, [(1, 1)] * tokens)
+    plain, state, _ = stepped(face, dims, data, [(1, 1)] * tokens)
     jumpy, other, pending = stepped(face, dims, data, plan)
     assert same_bits(plain, jumpy)
     if pending == 1 and flush == 1:
@@ -278,3 +278,14 @@ def test_sample_row_alone(face, vocab):
         first = dict(alone, logits=alone["logits"][:, :1], drafts=alone["drafts"][:, :0])
         first["positions"] = alone["positions"][:, :1]
         assert same_bits(face.run(sample, first), whole[s : s + 1, :1]), s
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize(("vocab", "kept"), [(100, 64), (9000, 4200)])
+def test_sample_among_some_tokens(face, vocab, kept):
+    """What the whole vocabulary gives where the other logits are -inf: masks, noise and all."""
+    few = among(batch(vocab, 1, seed=2), kept)
+    whole = {name: value for name, value in few.items() if name != "ids"}
+    whole["logits"] = torch.full((*few["logits"].shape[:2], vocab), -torch.inf)
+    whole["logits"][..., few["ids"]] = few["logits"]
+    assert same_bits(face.run(sample, face.place(few)), face.run(sample, face.place(whole)))

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from lockstep.kernels.activations import sigmoid, silu, silu_mul
+from lockstep.kernels.linear import tree_sum
 from lockstep.kernels.norm import add_rms_norm, rms_norm
 from lockstep.kernels.rotary import gate_output, rope_and_cache
 from lockstep.kernels.rotary.cases import PAGE_SIZE, rope
@@ -47,6 +48,24 @@ def test_add_rms_norm_is_the_add_then_the_norm(face):
     total, out = face.run(add_rms_norm, dict(x=x, delta=delta, **norm))
     assert same_bits(total, x + delta)
     assert same_bits(out, face.run(rms_norm, dict(x=x + delta, **norm)))
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("width", [40, 1000, 5120])
+@pytest.mark.parametrize("count", [2, 4])
+def test_add_rms_norm_of_partials_is_that_of_their_rounded_sum(face, width, count):
+    """Rows alone too, and rows that no vector load can take."""
+    x, parts = numbers(face, 12, width), numbers(face, count, 12, width, seed=1).float()
+    parts *= 1 + torch.rand(parts.shape, generator=torch.Generator().manual_seed(3)).to(parts)
+    norm = dict(weight=numbers(face, width, seed=2), eps=1e-6, offset=1.0)
+    delta = tree_sum(parts).to(face.dtype)
+    whole = face.run(add_rms_norm, dict(x=x, delta=delta, **norm))
+    for s in (slice(0, 12), *PIECES):
+        part = dict(x=x[s], delta=parts[:, s].contiguous())
+        odd = dict(x=F.pad(x, (1, 2))[s, 1:-2], delta=F.pad(delta, (1, 2))[s, 1:-2])
+        for given in (part, odd):
+            found = face.run(add_rms_norm, dict(**given, **norm))
+            assert all(same_bits(a, b[s]) for a, b in zip(found, whole, strict=True))
 
 
 @pytest.mark.parametrize("face", FACES)

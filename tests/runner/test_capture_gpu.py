@@ -1,13 +1,18 @@
 """On a GPU: graph none = piecewise = full, bit for bit, with and without drafts."""
 
+import itertools
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lockstep import LLM, SamplingParams
 from lockstep.errors import CaptureError
+from lockstep.kernels.activations import silu_mul
 from lockstep.runner.capture import Captured
 from lockstep.runner.table import RowTable
 from lockstep.samples import long_prompt, short_prompts
@@ -139,7 +144,88 @@ def test_a_replayed_step_of_null_rows_changes_no_row(drafter: str) -> None:
     assert not runner.table.computed.any() and not runner.table.pending.any()
 
 
-def test_a_host_sync_inside_the_step_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def wait(x: Tensor) -> None:
+    x.sum().item()
+
+
+def wait_in_numpy(x: Tensor) -> None:
+    x.cpu().numpy()
+
+
+def allocate_elsewhere(x: Tensor) -> None:
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.empty(1000, device=DEVICE)
+
+
+def allocate_on_the_host(x: Tensor) -> None:
+    x.add_(torch.zeros(1000).pin_memory()[:1].to(DEVICE, non_blocking=True))
+
+
+FAULTS = {
+    wait: "waits for the device",
+    wait_in_numpy: "waits for the device",
+    allocate_elsewhere: "takes 4,000 bytes on cuda:0 outside of the graph's pool",
+    allocate_on_the_host: "takes 4,000 bytes on cpu outside of the graph's pool",
+}
+
+
+def served_by(monkeypatch: pytest.MonkeyPatch, also: Callable[[Tensor], None]) -> None:
+    """silu_mul's backend does something besides."""
+    plain, supports = silu_mul.backends["triton"]
+
+    def faulty(gate_up: Tensor) -> Tensor:
+        also(gate_up)
+        return plain(gate_up)
+
+    monkeypatch.setitem(silu_mul.backends, "triton", (faulty, supports))
+
+
+def assert_alive() -> None:
+    """What a failed capture could leave behind: stream, generator, and an engine that stands."""
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert torch.randn(3, device=DEVICE).isfinite().all()
+    llm = build("bfloat16", "none", "full")
+    assert recorded(llm) == len(BUCKETS)
+    held = torch.empty(1 << 28, dtype=torch.uint8, device=DEVICE)
+    before = torch.cuda.memory_reserved()
+    del held
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before - (1 << 28)
+
+
+@pytest.mark.parametrize("graph", ["piecewise", "full"])
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_inside_the_step_names_the_op(
+    monkeypatch: pytest.MonkeyPatch, fault: Callable[[Tensor], None], graph: str
+) -> None:
+    with monkeypatch.context() as patch:
+        served_by(patch, fault)
+        with pytest.raises(CaptureError) as caught:
+            build("bfloat16", "none", graph)
+    text = str(caught.value)
+    piece, layer = ("blocks.0.after", "mlp") if graph == "piecewise" else ("run_step", "blocks.0.")
+    assert f"capture of {piece} at " in text
+    assert re.search(rf"op silu_mul of {layer}.*test_capture_gpu.py:\d+ in {fault.__name__}", text)
+    assert re.search(FAULTS[fault], text)
+    assert "cuda_graph_mode='none'" in text
+    assert_alive()
+
+
+def test_a_compilation_inside_the_step_names_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel with another constant at every call: the eager call compiles it in vain."""
+    from tests.runner.fill import fill
+
+    calls = itertools.count()
+    with monkeypatch.context() as patch:
+        served_by(patch, lambda x: fill[(1,)](torch.empty_like(x), next(calls)))
+        with pytest.raises(
+            CaptureError, match="op silu_mul of blocks.0.*compiles the kernel .*fill"
+        ):
+            build("bfloat16", "none", "full")
+    assert_alive()
+
+
+def test_what_is_no_op_is_named_by_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
     advance = RowTable.advance
 
     def peek(self: RowTable, step: Any, verdict: Any) -> None:
@@ -148,5 +234,25 @@ def test_a_host_sync_inside_the_step_is_named(monkeypatch: pytest.MonkeyPatch) -
             self.computed.sum().item()
 
     monkeypatch.setattr(RowTable, "advance", peek)
-    with pytest.raises(CaptureError, match="(?s)run_step.*cuda_graph_mode='none'"):
+    with pytest.raises(
+        CaptureError, match="(?s)run_step.*peek.*computed.sum.*waits for the device"
+    ):
         build("bfloat16", "none", "full")
+
+
+def test_a_capture_that_cuda_breaks_off_is_mended() -> None:
+    """torch.cuda.synchronize() is no op of torch's: CUDA refuses it, and ends the capture."""
+    pool, x = torch.cuda.graph_pool_handle(), torch.ones(3, device=DEVICE)
+
+    def faulty(times: int) -> Tensor:
+        torch.cuda.synchronize()
+        return x * times
+
+    bad = Captured(faulty, pool, lambda key: True, "faulty")
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="capture of faulty.*torch.cuda.synchronize"):
+            bad(2)
+        assert torch.randn(3, device=DEVICE).isfinite().all()
+        good = Captured(lambda times: x * times, pool, lambda key: True, "good")
+        assert good(3).tolist() == [3, 3, 3]
+    assert_alive()

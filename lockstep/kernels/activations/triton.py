@@ -19,7 +19,7 @@ def sigmoid(x):
     return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), 1.0 + tl.exp(-x))
 
 
-@triton.jit(do_not_specialize=["stride"], do_not_specialize_on_alignment=["gate_up", "out"])
+@triton.jit
 def _silu_mul_kernel(gate_up, out, stride, N: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK of one row's N products."""
     row = tl.program_id(0).to(tl.int64)

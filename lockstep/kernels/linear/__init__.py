@@ -1,5 +1,7 @@
 """linear: y = x W^T with one fixed reduction tree per weight, whatever the number of rows."""
 
+from collections.abc import Sequence
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -24,8 +26,15 @@ def segments(n: int, k: int, device: str) -> int:
     return 2 if k % (2 * SEGMENT) == 0 else 1
 
 
+def tree_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:
+    """A power of two of tensors of one shape -> their sum, pairwise, as a binary tree."""
+    while len(parts) > 1:
+        parts = [left + right for left, right in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
 @op
-def linear(x: Tensor, weight: Tensor, segments: int = 1) -> Tensor:
+def linear(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) -> Tensor:
     """x [T, K], weight [N, K] of one dtype -> [T, N] of that dtype.
 
     K is cut into `segments` (a power of two that divides it) runs of equal length. A run is one
@@ -33,18 +42,18 @@ def linear(x: Tensor, weight: Tensor, segments: int = 1) -> Tensor:
     rounded once. The reference computes in fp32 in row tiles, so that a row's bits do not depend on
     T; it is fast where the weight is a transposed view of [K, N] storage, as Build.matrix lays it
     out on a CPU.
+
+    partial: the reader adds. A backend may return [P, T, N] fp32 instead, whose tree_sum over P,
+    rounded once, is the result; the reference never does.
     """
     if not weight.t().is_contiguous():
         weight = weight.t().contiguous().t()
     run = x.shape[1] // segments
     rows, columns = x.float().split(run, dim=1), weight.float().t().split(run)
-    sums = [tiled_mm(a, b) for a, b in zip(rows, columns, strict=True)]
-    while len(sums) > 1:
-        sums = [left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
-    return sums[0].to(x.dtype)
+    return tree_sum([tiled_mm(a, b) for a, b in zip(rows, columns, strict=True)]).to(x.dtype)
 
 
-def draft_linear(x: Tensor, weight: Tensor, segments: int = 1) -> Tensor:
+def draft_linear(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) -> Tensor:
     """x [T, K], weight [N, K] -> [T, N] with whatever tree is fastest: drafters need no exactness.
 
     On a CPU at one row of 256 x 1024: 24 us, against 41 us for a tile of 4 rows.

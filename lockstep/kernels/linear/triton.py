@@ -1,7 +1,8 @@
 """linear in Triton: the tree is the op's, the tile is tuned (lockstep.kernels.linear.tuning).
 
 A program makes one tile of the output, over all of K or over a subtree of its segments; in the
-second case it leaves an fp32 partial and a small pass adds the partials along the rest of the tree.
+second case it leaves an fp32 partial, and the reader, or a small pass, adds the partials along the
+rest of the tree.
 On Hopper every tile gives the same bits in bf16 and fp16, mma.sync and wgmma alike, weights on
 either side; in fp32 the products run on the FMA units. See docs/kernels/linear.md.
 """
@@ -150,13 +151,13 @@ def _linear_kernel(
 
 
 @triton.jit
-def _partial(parts, at, size, live, COUNT: tl.constexpr):
-    """COUNT partials, `size` numbers apart, added pairwise."""
+def tree_load(parts, at, size, live, COUNT: tl.constexpr):
+    """The sum of COUNT partials, `size` numbers apart, pairwise: tree_sum of those at `at`."""
     if COUNT == 1:
         return tl.load(parts + at, mask=live, other=0.0)
     else:
-        left = _partial(parts, at, size, live, COUNT // 2)
-        right = _partial(parts + COUNT // 2 * size, at, size, live, COUNT // 2)
+        left = tree_load(parts, at, size, live, COUNT // 2)
+        right = tree_load(parts + COUNT // 2 * size, at, size, live, COUNT // 2)
         return left + right
 
 
@@ -164,7 +165,7 @@ def _partial(parts, at, size, live, COUNT: tl.constexpr):
 def _fold_kernel(parts, out, size, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
     """out [size] = parts [SPLIT, size] along the tree, rounded once."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = _partial(parts, at, size.to(tl.int64), at < size, SPLIT)
+    total = tree_load(parts, at, size.to(tl.int64), at < size, SPLIT)
     tl.store(out + at, total.to(out.dtype.element_ty), mask=at < size)
 
 
@@ -173,12 +174,11 @@ def _aligned(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
-def launch(x: Tensor, weight: Tensor, segments: int, tile: Tile) -> Tensor:
+def launch(x: Tensor, weight: Tensor, segments: int, tile: Tile, partial: bool = False) -> Tensor:
     """linear by a given tile. The tile decides the speed and nothing else."""
     (tokens, k), n = x.shape, weight.shape[0]
-    out = torch.empty(tokens, n, dtype=x.dtype, device=x.device)
     if not tokens:
-        return out
+        return x.new_empty(0, n)
     split = min(tile.split, segments)
     count, length = segments // split, k // segments
     levels = count.bit_length() - 1
@@ -186,7 +186,7 @@ def launch(x: Tensor, weight: Tensor, segments: int, tile: Tile) -> Tensor:
         levels = 0
     programs = triton.cdiv(tokens, tile.m) * triton.cdiv(n, tile.n) * split
     fp32 = dict(dtype=torch.float32, device=x.device)
-    parts = torch.empty(split, tokens, n, **fp32) if split > 1 else out
+    parts = torch.empty(split, tokens, n, **fp32) if split > 1 else x.new_empty(tokens, n)
     stash = torch.empty(programs, levels, tile.m, tile.n, **fp32) if levels else None
     maps: list[TensorDescriptor | None] = [None, None]
     even = length % tile.k == 0
@@ -199,11 +199,15 @@ def launch(x: Tensor, weight: Tensor, segments: int, tile: Tile) -> Tensor:
         tile.m, tile.n, tile.k,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
-    if split > 1:
-        size = tokens * n
-        _fold_kernel[(triton.cdiv(size, FOLD),)](
-            parts, out, size, split, FOLD, enable_fp_fusion=False
-        )
+    return parts if partial or split == 1 else fold(parts, x.dtype)
+
+
+def fold(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Partials [P, T, N] fp32 -> [T, N], for a reader that does not add."""
+    out = torch.empty(parts.shape[1:], dtype=dtype, device=parts.device)
+    size = out.numel()
+    grid = (triton.cdiv(size, FOLD),)
+    _fold_kernel[grid](parts, out, size, parts.shape[0], FOLD, enable_fp_fusion=False)
     return out
 
 
@@ -216,6 +220,7 @@ def _arch(device: torch.device) -> str:
 
 
 @linear.backend("triton", supports=gpu_trait)
-def linear_triton(x: Tensor, weight: Tensor, segments: int = 1) -> Tensor:
+def linear_triton(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) -> Tensor:
     """See lockstep.kernels.linear.linear. Last strides must be 1."""
-    return launch(x, weight, segments, lookup(x.shape[0], *weight.shape, x.dtype, _arch(x.device)))
+    tile = lookup(x.shape[0], *weight.shape, x.dtype, _arch(x.device))
+    return launch(x, weight, segments, tile, partial)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.activations import silu
+from lockstep.kernels.linear import tree_sum
 from lockstep.kernels.registry import op
 
 
@@ -29,8 +30,11 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """x, delta [..., D] of one dtype -> x + delta rounded to that dtype, and its rms_norm.
 
-    The same roundings as the two steps apart: the norm reads the rounded sum.
+    The same roundings as the steps apart: the norm reads the rounded sum. delta may also be the
+    partials [P, ..., D] fp32 of a linear, whose tree_sum is rounded to x's dtype first.
     """
+    if delta.dim() > x.dim():
+        delta = tree_sum(delta).to(x.dtype)
     total = x + delta
     return total, rms_norm(total, weight, eps, offset)
 

@@ -22,7 +22,10 @@ def rms_norm_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def add_rms_norm_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of add_rms_norm on the CPU): rms_norm's, and deltas with NaN beside them."""
+    """(name, arguments of add_rms_norm on the CPU): rms_norm's, and deltas with NaN beside them.
+
+    Then partials of a linear in a delta's place.
+    """
     generator = torch.Generator().manual_seed(3)
     for name, arguments in rms_norm_cases(dtype):
         x = arguments["x"]
@@ -30,6 +33,8 @@ def add_rms_norm_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]
         beside = torch.full((*x.shape[:-1], 5), float("nan"), dtype=dtype)
         delta = torch.cat([delta, beside], -1)[..., : x.shape[-1]]
         yield name, dict(arguments, delta=delta)
+        parts = torch.randn(2, *x.shape, generator=generator)
+        yield f"{name} in parts", dict(arguments, delta=parts)
 
 
 def gated_rms_norm_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:

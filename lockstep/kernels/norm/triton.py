@@ -1,7 +1,7 @@
 """rms_norm, add_rms_norm and gated_rms_norm in Triton: one program per row.
 
-The lanes that sum a row are a function of its width alone: no argument is specialised on alignment
-or size, so one binary serves every batch.
+The tree that sums a row is written out (row_sum), so that it is a function of the width alone:
+neither the compiler's layouts, nor alignment, nor what else a kernel reads can change a bit.
 """
 
 from typing import Any
@@ -12,15 +12,33 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.linear.triton import tree_load
 from lockstep.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
 
 WIDEST = 16384
+LANES: tl.constexpr = tl.constexpr(2048)
+"""Eight 16-bit numbers, a load of 16 bytes, in each thread of 8 warps."""
+
+
+@triton.jit
+def row_sum(x):
+    """x [a power of two] fp32 -> its sum: halves are added down to LANES, then neighbours.
+
+    A thread adds its own loads and its own vector, then lanes, then warps exchange.
+    """
+    SIZE: tl.constexpr = x.shape[0]
+    if SIZE > LANES:
+        return row_sum(tl.sum(tl.reshape(x, (2, SIZE // 2)), 0))
+    elif SIZE > 1:
+        return row_sum(tl.sum(tl.reshape(x, (SIZE // 2, 2)), 1))
+    else:
+        return tl.sum(x, 0)
 
 
 @triton.jit
 def inverse_rms(x, eps, D: tl.constexpr):
     """1 / rms of x [BLOCK] fp32, which is 0 past its D lanes."""
-    return 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / D + eps)
+    return 1.0 / tl.sqrt_rn(row_sum(x * x) / D + eps)
 
 
 @triton.jit
@@ -29,10 +47,7 @@ def _normalised(x, eps, D: tl.constexpr):
     return x * inverse_rms(x, eps, D)
 
 
-@triton.jit(
-    do_not_specialize=["inner", "outer_stride", "inner_stride", "eps", "offset"],
-    do_not_specialize_on_alignment=["x", "weight", "out"],
-)
+@triton.jit
 def _rms_norm_kernel(
     x, weight, out, inner, outer_stride, inner_stride, eps, offset,
     D: tl.constexpr, BLOCK: tl.constexpr,
@@ -44,32 +59,25 @@ def _rms_norm_kernel(
     tl.store(out + row * D + lanes, (values * scale).to(out.dtype.element_ty), mask=lanes < D)
 
 
-@triton.jit(
-    do_not_specialize=[
-        "inner", "x_outer", "x_inner", "delta_outer", "delta_inner", "eps", "offset",
-    ],
-    do_not_specialize_on_alignment=["x", "delta", "weight", "total", "out"],
-)  # fmt: skip
+@triton.jit
 def _add_rms_norm_kernel(
-    x, delta, weight, total, out, inner, x_outer, x_inner, delta_outer, delta_inner, eps, offset,
-    D: tl.constexpr, BLOCK: tl.constexpr,
+    x, parts, weight, total, out, inner, x_outer, x_inner, part, part_outer, part_inner, eps,
+    offset, PARTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """x + the rounded sum of PARTS tensors `part` numbers apart, and its norm."""
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     scale = offset + tl.load(weight + lanes, mask=lanes < D, other=0.0).to(tl.float32)
     x += row // inner * x_outer + row % inner * x_inner
-    delta += row // inner * delta_outer + row % inner * delta_inner
+    parts += row // inner * part_outer + row % inner * part_inner
     added = tl.load(x + lanes, mask=lanes < D, other=0.0).to(tl.float32)
-    added += tl.load(delta + lanes, mask=lanes < D, other=0.0).to(tl.float32)
-    added = added.to(total.dtype.element_ty)
+    delta = tree_load(parts, lanes, part, lanes < D, PARTS).to(total.dtype.element_ty)
+    added = (added + delta.to(tl.float32)).to(total.dtype.element_ty)
     tl.store(total + row * D + lanes, added, mask=lanes < D)
     values = _normalised(added, eps, D) * scale
     tl.store(out + row * D + lanes, values.to(out.dtype.element_ty), mask=lanes < D)
 
 
-@triton.jit(
-    do_not_specialize=["inner", "outer_stride", "inner_stride", "gate_outer", "gate_inner", "eps"],
-    do_not_specialize_on_alignment=["x", "gate", "weight", "out"],
-)
+@triton.jit
 def _gated_rms_norm_kernel(
     x, gate, weight, out, inner, outer_stride, inner_stride, gate_outer, gate_inner, eps,
     D: tl.constexpr, BLOCK: tl.constexpr,
@@ -94,7 +102,7 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
 
 
 def row_layout(width: int) -> dict[str, Any]:
-    """The launch options that fix which lane holds which of `width` numbers."""
+    """The launch options for rows of `width` numbers; they change no bit."""
     block = triton.next_power_of_2(width)
     warps = max(1, min(8, block // 256))
     return dict(D=width, BLOCK=block, num_warps=warps, enable_fp_fusion=False)
@@ -121,15 +129,16 @@ def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) 
 def add_rms_norm_triton(
     x: Tensor, delta: Tensor, weight: Tensor, eps: float, offset: float = 0.0
 ) -> tuple[Tensor, Tensor]:
-    """See lockstep.kernels.norm.add_rms_norm."""
+    """See lockstep.kernels.norm.add_rms_norm. Partials are contiguous."""
     total, out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     rows, inner, *strides = _rows(x)
-    deltas, _, *delta_strides = _rows(delta)
+    parts = delta if delta.dim() > x.dim() else delta[None]
+    first, _, *part_strides = _rows(parts[0])
     if x.numel():
         grid = (rows.shape[0] * inner,)
         _add_rms_norm_kernel[grid](
-            rows, deltas, weight, total, out, inner, *strides, *delta_strides, eps, offset,
-            **row_layout(x.shape[-1]),
+            rows, first, weight, total, out, inner, *strides, parts.stride(0), *part_strides,
+            eps, offset, parts.shape[0], **row_layout(x.shape[-1]),
         )  # fmt: skip
     return total, out
 

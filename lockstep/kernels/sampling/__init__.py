@@ -87,10 +87,12 @@ def sample(
     row_ids: Tensor,
     history: Tensor,
     state: SamplingState,
+    ids: Tensor | None = None,
 ) -> Tensor:
     """logits [S, Q, V] fp32; positions [S, Q] int64: where the sampled token will stand;
     drafts [S, Q-1] int64 (-1: none); row_ids [S] int64; history [R, L] int64: each row's tokens,
-    drafts written in front of the positions -> [S, Q] int64.
+    drafts written in front of the positions; ids [V] int64, ascending: the tokens whose logits
+    these are, where they are not the whole vocabulary -> [S, Q] int64.
 
     Order of processing, as in vLLM: bias and allowed ids, bad words, min_tokens, repetition,
     frequency and presence penalties, temperature, min_p, top_k, top_p, noise. Ties at the top-k
@@ -100,9 +102,9 @@ def sample(
     flags = state.flags[row_ids]
     for s in torch.nonzero(flags).flatten().tolist():
         row = row_ids[s : s + 1]
-        x = _process(logits[s], positions[s], drafts[s], row, history, state, int(flags[s]))
+        x = _process(logits[s], positions[s], drafts[s], row, history, state, int(flags[s]), ids)
         best[s] = x.argmax(-1)
-    return best
+    return best if ids is None else ids[best]
 
 
 def _process(
@@ -113,28 +115,40 @@ def _process(
     history: Tensor,
     state: SamplingState,
     flags: int,
+    ids: Tensor | None,
 ) -> Tensor:
-    """One row's logits [Q, V] -> scores [Q, V] whose argmax is the token."""
-    x = logits.clone()
+    """One row's logits [Q, V] -> scores [Q, V] whose argmax is the token's place."""
+    x, kept = logits.clone(), slice(None) if ids is None else ids
     if flags & BIAS:
-        x = x + state.bias[row]
+        x = x + state.bias[row][:, kept]
     if flags & BAD_WORDS:
-        _ban_words(x, positions, history[row[0]], state.bad_words[row[0]])
+        _ban_words(x, positions, history[row[0]], state.bad_words[row[0]], ids)
     if flags & MIN_TOKENS:
         early = positions < state.min_position[row]
-        ids = state.stop_ids[row[0]]
-        x[early.nonzero(), ids[ids >= 0]] = -torch.inf
+        x[early.nonzero(), _places(state.stop_ids[row[0]], ids)] = -torch.inf
     if flags & PENALTIES:
-        x = _penalise(x, drafts, row, state)
+        x = _penalise(x, drafts, row, state, kept)
     if not flags & NOISE:
         return x
     x = x / state.temperature[row]
     if flags & FILTERS:
         x = _filter(x, float(state.min_p[row]), int(state.top_k[row]), float(state.top_p[row]))
-    return x + gumbel(state.seed[row], positions, x.shape[-1])
+    noise = torch.arange(x.shape[-1], device=x.device) if ids is None else ids
+    return x + gumbel(state.seed[row], positions, noise)
 
 
-def _ban_words(x: Tensor, positions: Tensor, history: Tensor, words: Tensor) -> None:
+def _places(tokens: Tensor, ids: Tensor | None) -> Tensor:
+    """Where tokens (-1: none) stand in a line of logits; those that do not are left out."""
+    tokens = tokens[tokens >= 0]
+    if ids is None:
+        return tokens
+    places = torch.searchsorted(ids, tokens).clamp_max(len(ids) - 1)
+    return places[ids[places] == tokens]
+
+
+def _ban_words(
+    x: Tensor, positions: Tensor, history: Tensor, words: Tensor, ids: Tensor | None
+) -> None:
     length = words.shape[1]
     for word in words[words[:, -1] >= 0]:
         prefix = word[:-1]
@@ -143,16 +157,19 @@ def _ban_words(x: Tensor, positions: Tensor, history: Tensor, words: Tensor) -> 
         for q, position in enumerate(positions.tolist()):
             seen = history[(position + back).clamp_min(0)]
             if bool(((seen == prefix) | ~used).all()) and position >= int(used.sum()):
-                x[q, word[-1]] = -torch.inf
+                x[q, _places(word[-1:], ids)] = -torch.inf
 
 
-def _penalise(x: Tensor, drafts: Tensor, row: Tensor, state: SamplingState) -> Tensor:
+def _penalise(
+    x: Tensor, drafts: Tensor, row: Tensor, state: SamplingState, kept: slice | Tensor
+) -> Tensor:
     """Counts at position q: the row's own and the drafts in front of q."""
     counts = state.counts[row].repeat(x.shape[0], 1)
     for q, draft in enumerate(drafts.tolist()):
         if draft >= 0:
             counts[q + 1 :, draft] += 1
-    seen = (counts > 0) | state.in_prompt[row]
+    counts = counts[:, kept]
+    seen = (counts > 0) | state.in_prompt[row][:, kept]
     repetition = state.repetition[row]
     x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
     x = x - state.frequency[row] * counts
@@ -174,20 +191,23 @@ def _filter(x: Tensor, min_p: float, top_k: int, top_p: float) -> Tensor:
     return x
 
 
-def gumbel(seed: Tensor, positions: Tensor, vocab: int) -> Tensor:
-    """seed [1] int64, positions [Q] int64 -> standard Gumbel noise [Q, V] fp32.
+def gumbel(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """seed [1] int64, positions [Q] int64, ids [V] int64 -> standard Gumbel noise [Q, V] fp32."""
+    return -torch.log(-torch.log(uniform(seed, positions, ids)))
+
+
+def uniform(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """seed [1] int64, positions [Q] int64, ids [V] int64 -> numbers in (0, 1) [Q, V] fp32.
 
     A counter-based hash (murmur3's 32-bit finaliser over seed, position and token id) gives 23
-    bits, so that (bits + 0.5) / 2^23 is exact and below 1; -log(-log(it)). No state: the same
-    (seed, position, token) gives the same noise in any batch, step or drafter.
+    bits, so that (bits + 0.5) / 2^23 is exact and below 1. No state: the same (seed, position,
+    token) gives the same number in any batch, step or drafter.
     """
     key = _mix((seed & MASK32) ^ 0x9E3779B9)
     key = _mix(key ^ ((seed >> 32) & MASK32))
     key = _mix(key ^ (positions & MASK32))
-    ids = torch.arange(vocab, device=seed.device)
     bits = _mix(_mix(key[:, None] ^ ids) ^ key[:, None]) >> 9
-    uniform = (bits.float() + 0.5) * 2.0**-23
-    return -torch.log(-torch.log(uniform))
+    return (bits.float() + 0.5) * 2.0**-23
 
 
 def _mix(x: Tensor) -> Tensor:

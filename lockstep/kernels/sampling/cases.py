@@ -78,5 +78,17 @@ def batch(vocab: int, queries: int, seed: int = 0) -> dict[str, Any]:
 
 def sample_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, arguments of sample on the CPU); logits are fp32 whatever the dtype."""
-    for vocab, queries in ((100, 1), (100, 4), (5000, 3)):
+    for vocab, queries in ((100, 1), (100, 4)):
         yield f"vocab {vocab}, Q={queries}", batch(vocab, queries, seed=queries)
+    yield "100 tokens of 200", among(batch(200, 1), 100)
+    yield "vocab 5000, Q=3", batch(5000, 3, seed=3)
+    yield "4200 tokens of 9000", among(batch(9000, 1, seed=1), 4200)
+
+
+def among(arguments: dict[str, Any], kept: int) -> dict[str, Any]:
+    """The same batch where only the logits of some tokens are known, the last one among them."""
+    vocab = arguments["logits"].shape[-1]
+    generator = torch.Generator().manual_seed(kept)
+    others = torch.randperm(vocab - 1, generator=generator)[: kept - 1]
+    ids = torch.cat([others, torch.tensor([vocab - 1])]).sort().values
+    return {**arguments, "logits": arguments["logits"][..., ids].contiguous(), "ids": ids}

@@ -51,6 +51,14 @@ def _ban_words(
 
 
 @triton.jit
+def _token(kept, places, live):
+    """The tokens at these places of a line of logits; kept: None, or the token of each place."""
+    if kept is not None:
+        places = tl.load(kept + places, mask=live, other=0).to(tl.int32)
+    return places
+
+
+@triton.jit
 def _penalised(x, n, seen, repetition, frequency, presence):
     """n tokens generated; seen: generated or in the prompt."""
     repeated = tl.where(x > 0, tl.div_rn(x, tl.zeros_like(x) + repetition), x * repetition)
@@ -59,12 +67,12 @@ def _penalised(x, n, seen, repetition, frequency, presence):
     return x - tl.where(n > 0, presence, 0.0)
 
 
-@triton.jit(do_not_specialize=["queries", "tokens_stride"])
+@triton.jit(do_not_specialize=["queries", "tokens_stride", "line_length"])
 def _process_kernel(
     logits, positions, drafts, row_ids, history, scores, flags, temperature, repetition, presence,
-    frequency, bias, counts, in_prompt, min_position, stop_ids, bad_words, queries, tokens_stride,
-    VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
-    LANES: tl.constexpr, BLOCK: tl.constexpr,
+    frequency, bias, counts, in_prompt, min_position, stop_ids, bad_words, kept, queries,
+    tokens_stride, line_length, VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr,
+    L: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One (position, block of the vocabulary): processed logits, for rows that ask for any."""
     at = tl.program_id(0).to(tl.int64)
@@ -72,9 +80,11 @@ def _process_kernel(
     use = tl.load(flags + row)
     if use == 0:
         return
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live, line = ids < VOCAB, row * VOCAB + ids
-    x = tl.load(logits + at * VOCAB + ids, mask=live, other=float("-inf"))
+    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = places < VOCAB
+    ids = _token(kept, places, live)
+    line = row * line_length + ids
+    x = tl.load(logits + at * VOCAB + places, mask=live, other=float("-inf"))
     position = tl.load(positions + at)
     if use & USES_BIAS:
         x += tl.load(bias + line, mask=live, other=0.0)
@@ -99,7 +109,7 @@ def _process_kernel(
         )  # fmt: skip
     if use & USES_NOISE:
         x = tl.div_rn(x, tl.zeros_like(x) + tl.load(temperature + row))
-    tl.store(scores + at * VOCAB + ids, x, mask=live)
+    tl.store(scores + at * VOCAB + places, x, mask=live)
 
 
 @triton.jit
@@ -226,8 +236,8 @@ def _gumbel(seed, position, ids):
 
 @triton.jit(do_not_specialize=["queries"])
 def _pick_kernel(
-    logits, scores, positions, row_ids, thresholds, last_ids, flags, seeds, values, places, queries,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr,
+    logits, scores, positions, row_ids, thresholds, last_ids, flags, seeds, kept, values, places,
+    queries, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One (position, block of the vocabulary): its best score, filtered and with noise."""
     at = tl.program_id(0).to(tl.int64)
@@ -239,7 +249,8 @@ def _pick_kernel(
     if use != 0:
         x = tl.load(scores + at * VOCAB + ids, mask=ids < VOCAB, other=float("-inf"))
     if use & USES_NOISE:
-        noisy = x + _gumbel(tl.load(seeds + row), tl.load(positions + at), ids)
+        token = _token(kept, ids, ids < VOCAB)
+        noisy = x + _gumbel(tl.load(seeds + row), tl.load(positions + at), token)
         if use & USES_FILTERS:
             key, threshold = _key(x), tl.load(thresholds + at)
             tied = (key == threshold) & (ids <= tl.load(last_ids + at))
@@ -252,7 +263,7 @@ def _pick_kernel(
 
 
 @triton.jit
-def _choose_kernel(values, places, out, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _choose_kernel(values, places, kept, out, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """One position: the best of its blocks, the smaller id where they tie."""
     at, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     live = lanes < PARTS
@@ -261,7 +272,10 @@ def _choose_kernel(values, places, out, PARTS: tl.constexpr, BLOCK: tl.constexpr
     first = tl.load(places + at * PARTS)
     place = tl.where(live & (value == tl.max(value, 0)), place, HIGHEST)
     best = tl.min(place, 0)
-    tl.store(out + at, tl.where(best == HIGHEST, first, best).to(tl.int64))
+    best = tl.where(best == HIGHEST, first, best).to(tl.int64)
+    if kept is not None:
+        best = tl.load(kept + best)
+    tl.store(out + at, best)
 
 
 def _supports(**traits: Any) -> str | None:
@@ -277,6 +291,7 @@ def sample_triton(
     row_ids: Tensor,
     history: Tensor,
     state: SamplingState,
+    ids: Tensor | None = None,
 ) -> Tensor:
     """See lockstep.kernels.sampling.sample. logits are contiguous."""
     rows, queries, vocab = logits.shape
@@ -294,9 +309,9 @@ def sample_triton(
     _process_kernel[(lines, parts)](
         logits, positions, drafts, row_ids, history, scores, state.flags, state.temperature,
         state.repetition, state.presence, state.frequency, state.bias, state.counts,
-        state.in_prompt.view(torch.uint8), state.min_position, state.stop_ids, state.bad_words,
-        queries, history.stride(0), STOPS=state.stop_ids.shape[1], W=words, L=length,
-        LANES=triton.next_power_of_2(length), **exact,
+        state.in_prompt.view(torch.uint8), state.min_position, state.stop_ids, state.bad_words, ids,
+        queries, history.stride(0), state.bias.stride(0), STOPS=state.stop_ids.shape[1], W=words,
+        L=length, LANES=triton.next_power_of_2(length), **exact,
     )  # fmt: skip
     _filter_kernel[(lines,)](
         scores, row_ids, thresholds, last_ids, state.flags, state.min_p, state.top_k, state.top_p,
@@ -304,9 +319,9 @@ def sample_triton(
         num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
     _pick_kernel[(lines, parts)](
-        logits, scores, positions, row_ids, thresholds, last_ids, state.flags, state.seed, values,
-        places, queries, **exact,
+        logits, scores, positions, row_ids, thresholds, last_ids, state.flags, state.seed, ids,
+        values, places, queries, **exact,
     )  # fmt: skip
     block = triton.next_power_of_2(parts)
-    _choose_kernel[(lines,)](values, places, out, parts, block, num_warps=1)
+    _choose_kernel[(lines,)](values, places, ids, out, parts, block, num_warps=1)
     return out

@@ -1,0 +1,121 @@
+"""What the logits check varies: drafts and graph mode make an engine; rows and chunks, its runs."""
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Any
+
+from lockstep.check.matrix import Setup
+from lockstep.sampling_params import SamplingParams
+
+CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+SHORT = (5, 17, 63, 64, 65, 72, 80, 90, 100, 110, 127, 128, 129, 140, 150, 160, 191, 192, 230)
+"""Tokens of the prompts but for the long one: on the grid of 64 and off it."""
+LONG = 8192 + 70
+HITS = 7
+SNAPSHOTS = 16
+PAGE_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much is run. drafts: K in full graphs; mixed: K in the other graph modes; chunks: chunk
+    sizes per engine, in turn; alone: prompts per engine that run alone; long: its tokens, at most.
+    """
+
+    rows: tuple[int, ...]
+    drafts: tuple[int, ...]
+    mixed: tuple[int, ...]
+    chunks: int
+    alone: int
+    long: int
+    max_tokens: int
+
+
+SIZES = {
+    "quick": Size((1, 2, 7, 16), (0, 3, 7), (3,), 1, 2, 1100, 12),
+    "default": Size((1, 2, 7, 16, 64), (0, 3, 7), (3,), 3, 2, LONG, 16),
+    "full": Size((1, 2, 7, 16, 64), tuple(range(8)), (0, 3, 7), 2, 3, LONG, 16),
+}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A prompt and how it is sampled."""
+
+    name: str
+    sampling: str
+    prompt: tuple[int, ...]
+    params: SamplingParams
+
+
+def make_asks(vocab: int, long: int, max_tokens: int) -> list[Ask]:
+    """20 prompts of random token ids, greedy and sampled in turn; the last is the long one."""
+    rng, asks = random.Random(20), []
+    for index, length in enumerate((*SHORT, long)):
+        heat = 0.8 * (index % 2)
+        params = SamplingParams(
+            temperature=heat, seed=index, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+        )
+        prompt = tuple(rng.choices(range(vocab), k=length))
+        name = f"prompt of {length:,} tokens"
+        asks.append(Ask(name, "sampled" if heat else "greedy", prompt, params))
+    return asks
+
+
+def engines(size: Size, graphs: tuple[str, ...], mtp: bool) -> Iterator[Setup]:
+    """Every K of the size in the first graph mode, some in the others; MTP drafts once if any."""
+    for graph in graphs:
+        for k in size.drafts if graph == graphs[0] else size.mixed:
+            yield Setup("told" if k else "none", k, "cold", graph)
+    if mtp:
+        yield Setup("mtp", 3, "cold", graphs[0])
+
+
+def settings(setup: Setup, size: Size, long: int) -> dict[str, Any]:
+    """The LLM arguments of an engine: room for all rows, and for two of the long prompt."""
+    spec = {"method": setup.drafter, "num_speculative_tokens": setup.k}
+    rows, length = max(size.rows), long + size.max_tokens
+    short = max(SHORT) + size.max_tokens + 3 * (setup.k + 1)
+    return {
+        "speculative_config": spec if setup.k else None,
+        "cuda_graph_mode": setup.graph,
+        "max_num_seqs": rows,
+        "row_buckets": tuple(b for b in (1, 2, 8, 16) if b <= rows),
+        "max_model_len": length,
+        "max_num_batched_tokens": max(CHUNKS),
+        "num_gpu_blocks": 2 * rows * -(-short // PAGE_SIZE) + 2 * (length // PAGE_SIZE + 2),
+        "num_snapshots": SNAPSHOTS,
+    }
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Asks that run together. chunk: most prompt tokens of a step; primed: the prompts' beginnings
+    are cached."""
+
+    name: str
+    asks: tuple[Ask, ...]
+    chunk: int = max(CHUNKS)
+    primed: bool = False
+
+
+def batches(asks: list[Ask], size: Size, turn: int) -> Iterator[Batch]:
+    """The runs of the `turn`th engine: who runs alone, and which chunk sizes, move on with it."""
+    *short, long = asks
+    for rows in size.rows:
+        if rows == 1:
+            yield from (Batch("1 row", (a,)) for a in _turned(short, size.alone, turn))
+        else:
+            yield Batch(f"{rows} rows", tuple(islice(cycle(short), rows)))
+    for chunk in _turned(list(CHUNKS), size.chunks, turn):
+        if chunk <= max(64, len(long.prompt)):
+            yield Batch(f"chunks of {chunk}", (long, *_turned(short, 3, turn)), chunk)
+    hits = [ask for ask in short if len(ask.prompt) > PAGE_SIZE + 5]
+    yield Batch("prefix hit", tuple(_turned(hits, HITS, turn)), primed=True)
+
+
+def _turned(things: list[Any], count: int, turn: int) -> list[Any]:
+    """`count` of them, other ones each turn, all of them in the end."""
+    return [things[(turn * count + i) % len(things)] for i in range(count)]

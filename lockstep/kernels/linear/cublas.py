@@ -1,0 +1,29 @@
+"""linear by cuBLAS: one product per segment, the partials added along the tree.
+
+cuBLAS promises the same bits from run to run, and no tree: it picks a kernel by the shapes, and
+some kernels split K. So this face is never chosen for its traits; lockstep.kernels.linear.probe
+finds the numbers of rows at which it gives the op's bits.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.linear import linear
+from lockstep.kernels.linear.triton import fold
+
+
+def _unasked(**traits: Any) -> str:
+    return "its bits are known only where a probe compared them"
+
+
+@linear.backend("cublas", supports=_unasked)
+def linear_cublas(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) -> Tensor:
+    """See lockstep.kernels.linear.linear, for bf16 and fp16. x and weight are contiguous."""
+    if segments == 1:
+        return torch.mm(x, weight.t())
+    runs = (segments, x.shape[1] // segments)
+    left, right = x.unflatten(1, runs).transpose(0, 1), weight.unflatten(1, runs).permute(1, 2, 0)
+    parts = torch.bmm(left, right, out_dtype=torch.float32)
+    return parts if partial else fold(parts, x.dtype)

@@ -1,0 +1,130 @@
+"""Which face serves a linear at a number of rows: compared and timed once, before any capture.
+
+A face that is fast but promises no tree (cuBLAS) may serve a weight's shape at a number of rows
+where it gave the bits of the exact face on inputs made to tell trees apart, on this very GPU,
+eagerly and from a graph. Where nothing was probed the exact face serves. docs/kernels/linear.md
+says what a probe shows and what it does not.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.linear.tuning import seconds
+
+Face = Callable[..., Tensor]
+FASTER = 0.98
+"""The fast face serves where it takes at most this share of the exact one's time."""
+FEWEST = 33
+"""Rows. Below, only the weights' bytes count, and the exact face reads them at full speed."""
+SMALLEST = 4 << 20
+"""Numbers in a weight. Smaller ones take as long as a launch."""
+ALIGNED = 256
+"""Bytes. A library may read the alignment of its operands; a fresh tensor of torch has more."""
+SPREADS = {torch.bfloat16: (0, 8, 40), torch.float16: (0, 2, 4)}
+"""Trials take normal numbers times 2^-spread .. 2^spread."""
+SLICE = 4096
+"""Rows of a trial's operands that are made at once."""
+
+
+class Probed:
+    """linear for weights of one shape: `exact`, or `fast` at rows where a probe let it.
+
+    found: rows -> None where `fast` serves, else why not.
+    """
+
+    def __init__(self, exact: Face, fast: Face) -> None:
+        self.exact, self.fast = exact, fast
+        self.found: dict[int, str | None] = {}
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False
+    ) -> Tensor:
+        """See lockstep.kernels.linear.linear. The faces agree in every bit, so this is speed."""
+        fast = self.found.get(x.shape[0], "") is None and _placed(x) and _placed(weight)
+        return (self.fast if fast else self.exact)(x, weight, segments, partial)
+
+    def probe(self, rows: Sequence[int], weights: Sequence[Tensor], segments: int) -> None:
+        """Finds who serves at these numbers of rows, by the model's own weights [N, K].
+
+        All have one shape; a few are enough, so that the L2 cache does not serve the timing.
+        """
+        if weights[0].numel() < SMALLEST or weights[0].dtype not in SPREADS:
+            return
+        fresh = [count for count in rows if count >= FEWEST and count not in self.found]
+        try:
+            for count in fresh:
+                self.found[count] = self._slower(count, weights, segments)
+            self._compare([c for c in fresh if self.found[c] is None], weights[0], segments)
+        except torch.OutOfMemoryError:
+            self.found.update(dict.fromkeys(fresh, "too little memory to probe"))
+
+    def _slower(self, count: int, weights: Sequence[Tensor], segments: int) -> str | None:
+        x = _spread(weights[0].new_empty(count, weights[0].shape[1]), 0, 0)
+
+        def took(face: Face) -> float:
+            return 1e6 * seconds(lambda weight: face(x, weight, segments), weights)
+
+        fast, exact = took(self.fast), took(self.exact)
+        return None if fast <= FASTER * exact else f"slower, {fast:.0f} us against {exact:.0f}"
+
+    def _compare(self, counts: Sequence[int], weight: Tensor, segments: int) -> None:
+        """Refuses each number of rows at which any trial tells the faces apart."""
+        for name, x, w in trials(max(counts, default=0), weight, segments):
+            for count in counts:
+                arguments = (x[:count], w, segments)
+                want = self.exact(*arguments)
+                gots = (self.fast(*arguments), _replayed(self.fast, *arguments))
+                wrong = max(_differing(got, want) for got in gots)
+                if wrong and self.found[count] is None:
+                    self.found[count] = f"other bits in {wrong} of {want.numel()} outputs ({name})"
+
+
+def trials(rows: int, weight: Tensor, segments: int) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(what it is, x [rows, K], a weight [N, K]) on which another order of addition shows.
+
+    Products of ever more magnitudes; and halves of each segment that cancel, so that only the
+    rounding of the partial sums is left, which no other order repeats. No trials of no rows.
+    """
+    if not rows:
+        return
+    x = _spread(weight.new_empty(rows, weight.shape[1]), 0, 0)
+    yield "the model's weight", x, weight
+    other = torch.empty_like(weight)
+    _, some, most = SPREADS[weight.dtype]
+    for seed, spread in enumerate((most, 0, some), 1):
+        yield f"exponents to {spread}", _spread(x, spread, seed), _spread(other, spread, seed + 8)
+    for operand, sign in ((x, -1), (other, 1)):
+        halves = operand.unflatten(1, (segments, 2, -1))
+        halves[:, :, 1] = sign * halves[:, :, 0]
+    yield "cancelling", x, other
+
+
+def _spread(out: Tensor, spread: int, seed: int) -> Tensor:
+    """Fills out [R, K]: normal numbers times 2^-spread .. 2^spread, the same ones per seed."""
+    generator = torch.Generator(out.device).manual_seed(seed)
+    for part in out.split(SLICE):
+        scales = torch.empty(part.shape, device=out.device)
+        scales.random_(-spread, spread + 1, generator=generator).exp2_()
+        part.copy_(scales.mul_(torch.randn(part.shape, generator=generator, device=out.device)))
+    return out
+
+
+def _placed(x: Tensor) -> bool:
+    """Whether x lies as a probe's operands do."""
+    return x.is_contiguous() and x.data_ptr() % ALIGNED == 0
+
+
+def _differing(a: Tensor, b: Tensor) -> int:
+    """How many numbers of 16 bits differ in their bits."""
+    return int((a.view(torch.int16) != b.view(torch.int16)).sum())
+
+
+def _replayed(face: Face, *arguments: object) -> Tensor:
+    """What a face leaves when captured: a capture has its own stream and workspace."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = face(*arguments)
+    graph.replay()
+    return out

@@ -1,0 +1,52 @@
+"""Drafts what it was told would come, wrong at every fifth place and none at all at some.
+
+For checks: whatever the weights, every number of drafts is accepted at some step.
+"""
+
+import torch
+from torch import Tensor
+
+from lockstep.spec import DraftContext
+from lockstep.step import Step, Verdict
+
+NEEDS_MODULE = False
+MOST_TEXTS = 32
+WRONG_EVERY, NONE_EVERY = 5, 11
+
+
+class ToldDrafter:
+    """texts [MOST_TEXTS, L]: whole rows, prompt and answer, -1 behind their ends."""
+
+    def __init__(self, context: DraftContext) -> None:
+        self.context = context
+        shape, device = (MOST_TEXTS, context.tokens.shape[1]), context.tokens.device
+        self.texts = torch.full(shape, -1, dtype=torch.int64, device=device)
+        self.where = torch.arange(shape[1], device=device)
+        self.ahead = torch.arange(context.drafts.shape[1], device=device)
+
+    @torch.inference_mode()
+    def tell(self, texts: list[list[int]]) -> None:
+        """At most MOST_TEXTS of them. Rows that begin like one of them get drafts from now on."""
+        self.texts.fill_(-1)
+        for line, text in zip(self.texts, texts, strict=False):
+            line[: len(text)] = torch.tensor(text)
+
+    def propose(
+        self, step: Step, hidden: Tensor, taps: tuple[Tensor, ...], verdict: Verdict
+    ) -> None:
+        """Writes K drafts per row whose tokens so far are those of a text, else -1."""
+        c, rows = self.context, step.row_ids
+        tokens, known = c.tokens[rows], c.computed[rows].long() + 1
+        behind = self.where >= known[:, None]
+        same = ((tokens[:, None] == self.texts) | behind[:, None]).all(-1)
+        place = known[:, None] + self.ahead
+        text = self.texts[same.int().argmax(1)]
+        right = text.gather(1, place.clamp_max(text.shape[1] - 1))
+        real = same.any(1, keepdim=True) & (right >= 0) & (known[:, None] % NONE_EVERY > 0)
+        drafts = torch.where(place % WRONG_EVERY == 0, (right - 1).abs(), right)
+        c.drafts[rows] = torch.where(real, drafts, -1)
+
+
+def create(context: DraftContext) -> ToldDrafter:
+    """The drafter of this file."""
+    return ToldDrafter(context)

@@ -1,0 +1,66 @@
+"""Which tokens a drafter may propose: the most frequent ones, so that its head is short.
+
+Byte-level BPE learns its merges in order of frequency, so the tokens of the first merges come up
+most; tokens that were added to the vocabulary (ends, roles, tool calls) are few and always kept.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lockstep.config import HEAD_GRAIN
+from lockstep.errors import ConfigError, choice_error
+
+AUTO_SIZE = 32_768
+AUTO_ABOVE = 65_536
+
+
+def draft_vocab_size(asked: int | str, vocab: int) -> int:
+    """Tokens that the draft head knows of `vocab`, as asked. Raises ConfigError."""
+    if asked == "auto":
+        return AUTO_SIZE if vocab > AUTO_ABOVE else vocab
+    if asked == "full":
+        return vocab
+    if int(asked) > vocab:
+        allowed = f"auto, full, or multiples of {HEAD_GRAIN} up to {vocab}, the model's vocabulary"
+        raise choice_error(ConfigError, "draft_vocab_size", asked, allowed, "Lower it.")
+    return int(asked)
+
+
+def frequent_tokens(folder: Path, size: int, vocab: int) -> list[int]:
+    """`size` token ids below `vocab`, ascending: all added tokens, then the most frequent ones.
+
+    Without a tokenizer.json in the folder, or one that is no BPE, the lowest ids count as frequent.
+    """
+    tokenizer = _json(folder / "tokenizer.json")
+    ranked = [*_added(folder, tokenizer), *_by_merges(tokenizer.get("model") or {}), *range(vocab)]
+    return sorted(list(dict.fromkeys(i for i in ranked if 0 <= i < vocab))[:size])
+
+
+def _added(folder: Path, tokenizer: dict[str, Any]) -> list[int]:
+    """The ends of an answer first, then every token that was added to the vocabulary."""
+    config, generation = _json(folder / "config.json"), _json(folder / "generation_config.json")
+    ends: list[int] = []
+    for part in (generation, config, config.get("text_config") or {}):
+        value = part.get("eos_token_id")
+        ends += value if isinstance(value, list) else [] if value is None else [value]
+    decoder = _json(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
+    return [
+        *ends,
+        *(token["id"] for token in tokenizer.get("added_tokens", ())),
+        *map(int, decoder),
+    ]
+
+
+def _by_merges(model: dict[str, Any]) -> list[int]:
+    """The ids of a BPE model: its alphabet, then what its merges make, in their order."""
+    ids, merges = model.get("vocab") or {}, model.get("merges") or []
+    if not merges or not isinstance(ids, dict):
+        return []
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
+    made = [ids["".join(pair)] for pair in pairs if "".join(pair) in ids]
+    return [*sorted(set(ids.values()) - set(made)), *made]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -1,0 +1,116 @@
+"""The logits check passes on an engine that keeps the contract, and sees one bit on another."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.check import logits_matrix, run_logits
+from lockstep.check.digests import digest
+from lockstep.check.logits_matrix import CHUNKS, SIZES, Size, batches, engines, make_asks
+from lockstep.check.matrix import Setup
+from lockstep.check.report import Report
+from lockstep.errors import ConfigError
+from lockstep.layers.linear import Head
+from lockstep.spec.told import ToldDrafter
+
+GRAPHS = ("full", "piecewise", "none")
+SMALL = Size((1, 2, 7), (0, 3, 7), (), 1, 1, 300, 10)
+Check = Callable[..., Report]
+
+
+@pytest.fixture
+def check(model: str, monkeypatch: pytest.MonkeyPatch) -> Check:
+    """run_logits at a small size over the tiny model."""
+
+    def run(size: Size = SMALL) -> Report:
+        monkeypatch.setitem(SIZES, "quick", size)
+        return run_logits("quick", model, load_format="dummy")
+
+    return run
+
+
+def test_a_digest_holds_every_bit_of_a_row_and_nothing_else() -> None:
+    logits = torch.randn(70, 300, generator=torch.Generator().manual_seed(0))
+    found = digest(logits)
+    assert len(set(found.tolist())) == 70
+    assert torch.equal(digest(logits[5:6]), found[5:6])
+    for row, column, bit in ((0, 0, 0), (3, 299, 31), (69, 150, 23)):
+        other = logits.clone()
+        other.view(torch.int32)[row, column] ^= torch.tensor(1 << bit).int()
+        assert (digest(other) != found).nonzero().flatten().tolist() == [row]
+
+
+def test_a_clean_engine_passes_and_exercises_what_it_varies(check: Check) -> None:
+    report = check()
+    assert report.failed == 0, report.verdict
+    assert "logits bit for bit" in report.verdict
+    hits = report.cases - 4 * (1 + 2 + 7) - sum(t.cases for t in report.tallies if "ch" in t.batch)
+    assert hits == 4 * 7, "each of four engines, the MTP one included, ran seven prefix hits"
+    assert all(report.exercised[name] > 0 for name in ("cached tokens", "drafted", "accepted"))
+
+
+def test_one_bit_that_depends_on_the_rows_is_seen(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last logit of a step's last row is off by one bit where a step has several rows."""
+    forward = Head.forward
+
+    def faulty(self: Head, x: Tensor) -> Tensor:
+        out = forward(self, x).clone()
+        if out.shape[0] > 1:
+            out.view(torch.int32)[-1, -1] ^= 1
+        return out
+
+    monkeypatch.setattr(Head, "forward", faulty)
+    report = check(Size((1, 2), (0,), (), 0, 1, 300, 6))
+    found = [f for f in report.failures if f.setup.drafter == "none"]
+    assert {f.batch for f in found} == {"2 rows", "prefix hit"}
+    assert {f.what for f in found} == {"the bits of the logits differ"}
+    assert report.to_json()["failed"] == len(report.failures)
+
+
+def test_an_axis_that_never_takes_place_is_a_failure(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ToldDrafter, "tell", lambda self, texts: None)
+    monkeypatch.setattr("lockstep.check.logits._prime", lambda llm, asks: None)
+    report = check(Size((1,), (2,), (), 0, 1, 300, 6))
+    told = {(f.batch, f.what) for f in report.failures if f.setup.drafter == "told"}
+    nothing = {"no drafted at all", "no accepted at all"}
+    assert told >= {("1 row", what) for what in nothing}
+    assert ("prefix hit", "no cached tokens at all") in told
+
+
+def test_the_full_matrix_holds_what_it_promises() -> None:
+    size = SIZES["full"]
+    every = list(engines(size, GRAPHS, mtp=True))
+    assert len(set(every)) == len(every)
+    assert {s.k for s in every if s.graph == "full" and s.drafter != "mtp"} == set(range(8))
+    assert {s.graph for s in every} == set(GRAPHS) and Setup("mtp", 3, "cold", "full") in every
+    asks = make_asks(1000, size.long, size.max_tokens)
+    assert len(asks) == 20 and len({a.prompt[:5] for a in asks}) == 20
+    runs = [b for turn in range(len(every)) for b in batches(asks, size, turn)]
+    assert {b.chunk for b in runs} == set(CHUNKS)
+    assert {len(b.asks) for b in runs if b.name.endswith(("row", "rows"))} == {1, 2, 7, 16, 64}
+    assert {a.name for b in runs if b.name == "1 row" for a in b.asks} == {
+        a.name for a in asks[:-1]
+    }
+    assert asks[-1] in {a for b in runs if b.chunk == 64 for a in b.asks}
+
+
+def test_the_asks_are_the_same_at_every_call() -> None:
+    assert make_asks(500, 200, 5) == make_asks(500, 200, 5)
+
+
+def test_settings_hold_all_rows() -> None:
+    for size in SIZES.values():
+        own: dict[str, Any] = logits_matrix.settings(Setup("told", 7, "cold", "full"), size, 500)
+        assert own["max_num_seqs"] == max(size.rows)
+
+
+def test_unknown_size_is_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match="size='huge'.*quick, default, full"):
+        run_logits("huge", model)

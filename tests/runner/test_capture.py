@@ -1,0 +1,99 @@
+"""The guard's own logic: whose fault it was, what memory is a step's own, hooks put back."""
+
+from importlib.util import find_spec
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.kernels.activations import silu_mul
+from lockstep.runner.guard import Fault, OwnMemory, blame, no_compiling
+
+
+class Inner(nn.Module):
+    """Calls what it is given."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.call(x)
+
+
+class Outer(nn.Module):
+    """Modules by name, one in another."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.blocks = nn.ModuleList([Inner(torch.neg), Inner(call)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def helper(x: Tensor) -> Tensor:
+    raise Fault("does what it must not")
+
+
+def faulty_silu_mul(gate_up: Tensor) -> Tensor:
+    return helper(gate_up)
+
+
+def blamed(call, *arguments) -> str:
+    with pytest.raises(Exception) as caught:
+        call(*arguments)
+    return blame(caught.value)
+
+
+def test_the_op_its_layer_and_the_line_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = (faulty_silu_mul, lambda **traits: None)
+    monkeypatch.setitem(silu_mul.backends, "faulty", backend)
+    found = blamed(Outer(silu_mul.select()), torch.ones(2, 4))
+    assert found.startswith("op silu_mul of blocks.1 (")
+    assert "test_capture.py:" in found and 'in helper: raise Fault("does what' in found
+
+
+def test_a_file_of_the_package_is_named_from_its_root() -> None:
+    found = blamed(Outer(silu_mul), torch.ones(2, 5))
+    assert found.startswith("op silu_mul of blocks.1 (kernels/activations/__init__.py:")
+
+
+def test_outside_of_any_op_the_function_is_named() -> None:
+    """A line of ours that only calls torch is to blame, not torch."""
+
+    def shape(x: Tensor) -> Tensor:
+        return x.view(7)
+
+    found = blamed(Outer(shape), torch.ones(4))
+    assert found.startswith("test_outside_of_any_op_the_function_is_named.<locals>.shape of blocks")
+    assert "return x.view(7)" in found
+    assert blamed(helper, torch.ones(4)).startswith("helper (")
+
+
+def test_memory_of_the_host_is_not_a_steps_own() -> None:
+    x = torch.ones(4)
+    with OwnMemory((0, 1)):
+        x.add_(1).view(2, 2).t()
+        x.sum()
+        torch.empty(0)
+        for made in (lambda: x + 1, lambda: torch.empty(3), lambda: x.cumsum(0)):
+            with pytest.raises(Fault, match=r"takes \d+ bytes on cpu outside of the graph's pool"):
+                made()
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
+def test_triton_is_refused_to_compile_and_then_asked_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from triton import knobs
+
+    asked = []
+    monkeypatch.setattr(knobs.runtime, "jit_cache_hook", lambda **what: asked.append(what))
+    with no_compiling(), pytest.raises(Fault, match="compiles the kernel attend"):
+        knobs.runtime.jit_cache_hook(key="", fn=SimpleNamespace(name="attend"))
+    knobs.runtime.jit_cache_hook(key="")
+    assert asked == [{"key": ""}]

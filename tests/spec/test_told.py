@@ -1,0 +1,33 @@
+"""The told drafter: right where it is told to be, wrong every fifth place, silent for strangers."""
+
+import torch
+
+from lockstep.config import SpeculativeConfig
+from lockstep.spec import DraftContext
+from lockstep.spec.told import NONE_EVERY, WRONG_EVERY, create
+
+
+def test_drafts_what_comes_next() -> None:
+    text = list(range(100, 130))
+    tokens = torch.zeros(3, 40, dtype=torch.int64)
+    tokens[1, :30] = torch.tensor(text)
+    tokens[2, :30] = torch.tensor(text).flip(0)
+    drafts, computed = torch.full((3, 3), 7), torch.zeros(3, dtype=torch.int32)
+    config = SpeculativeConfig("told", 3)
+    drafter = create(DraftContext(config, drafts, tokens, computed, 64, None, torch.cat))
+
+    class Step:
+        row_ids = torch.tensor([1, 2, 0])
+
+    def proposed(known: int) -> list[int]:
+        computed.fill_(known - 1)
+        drafter.propose(Step(), tokens, (), None)  # type: ignore[arg-type]
+        assert drafts[0].tolist() == drafts[2].tolist() == [-1, -1, -1]
+        return drafts[1].tolist()
+
+    assert proposed(6) == [-1, -1, -1], "nobody has told it anything"
+    drafter.tell([[5, 6], text])
+    for known in range(1, 31):
+        ahead = range(known, known + 3)
+        expected = [text[i] - (i % WRONG_EVERY == 0) if i < 30 else -1 for i in ahead]
+        assert proposed(known) == ([-1] * 3 if known % NONE_EVERY == 0 else expected), known

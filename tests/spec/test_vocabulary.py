@@ -1,0 +1,105 @@
+"""Which tokens a short draft head keeps, and that drafting with it changes no answer."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.engine.setup import find_model
+from lockstep.errors import ConfigError
+from lockstep.spec.vocabulary import draft_vocab_size, frequent_tokens
+from tests.asking import GREEDY, PROMPTS, SEEDED, answer, make_engine
+from tests.tiny_model import make_model
+
+KEPT = 2048
+
+
+def write(folder: Path, merges: list[Any], ids: dict[str, int], **more: Any) -> Path:
+    """A folder with a tokenizer of these merges."""
+    tokenizer = {"model": {"vocab": ids, "merges": merges}, "added_tokens": [{"id": 90}]}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    for name, content in more.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return folder
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_merges_in_order_whatever_their_ids(tmp_path: Path, joined: bool) -> None:
+    merges = [["b", "c"], ["a", "b"], ["ab", "c"]]
+    listed = [" ".join(m) for m in merges] if joined else merges
+    ids = {"a": 5, "b": 6, "c": 7, "abc": 10, "ab": 11, "bc": 12}
+    folder = write(
+        tmp_path,
+        listed,
+        ids,
+        config={"text_config": {"eos_token_id": 80}},
+        generation_config={"eos_token_id": [81, 80]},
+        tokenizer_config={"added_tokens_decoder": {"95": {}}},
+    )
+    added = {80, 81, 90, 95}
+    for size, kept in ((8, {5, 6, 7, 12}), (9, {5, 6, 7, 12, 11}), (10, {5, 6, 7, 10, 11, 12})):
+        found = frequent_tokens(folder, size, 100)
+        assert found == sorted(found) and set(found) == added | kept
+    assert frequent_tokens(folder, 1, 100) == [81], "an end comes first"
+    assert frequent_tokens(folder, 12, 100)[:2] == [0, 1], "the rest by id"
+    assert set(frequent_tokens(folder, 6, 90)) == {80, 81, 5, 6, 7, 12}, "none past the head"
+
+
+def test_without_a_tokenizer_the_lowest_ids(tmp_path: Path) -> None:
+    assert frequent_tokens(tmp_path, 64, 1000) == list(range(64))
+
+
+@pytest.mark.parametrize(
+    ("asked", "vocab", "size"),
+    [
+        ("auto", 65536, 65536), ("auto", 65600, 32768), ("full", 248320, 248320),
+        (4096, 4096, 4096), (64, 4096, 64),
+    ],
+)  # fmt: skip
+def test_size(asked: int | str, vocab: int, size: int) -> None:
+    assert draft_vocab_size(asked, vocab) == size
+
+
+def test_refused_with_name_value_range_and_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"draft_vocab_size=8192 .*up to 4096.*Lower it"):
+        make_engine("mtp", draft_vocab_size=8192)
+    with pytest.raises(ConfigError, match=r"draft_vocab_size=2048 .*'ngram'.*Leave it out"):
+        make_engine("ngram", draft_vocab_size=KEPT)
+
+
+def test_every_draft_is_a_kept_token_and_no_answer_changes() -> None:
+    plain, short = make_engine(None), make_engine("mtp", draft_vocab_size=KEPT)
+    plan, drafter = short.engine.plan, short.engine.runner.program.drafter
+    module = drafter.context.module
+    kept = torch.tensor(frequent_tokens(find_model(None), KEPT, 4096))
+    full = short.engine.runner.model.head.weight
+    assert torch.equal(module.head.weight, full[kept])
+    assert (plan.draft_vocab_size, plan.draft_head_bytes) == (KEPT, KEPT * 256 * 4)
+    seen: set[int] = set()
+    propose = drafter.propose
+
+    def watch(*given: Any) -> None:
+        propose(*given)
+        seen.update(drafter.context.drafts[given[0].row_ids].flatten().tolist())
+
+    drafter.propose = watch
+    accepted = 0
+    for params in (GREEDY, SEEDED):
+        outs = [llm.generate(PROMPTS, params) for llm in (plain, short)]
+        for one, other in zip(*outs, strict=True):
+            assert answer(one) == answer(other)
+        accepted += sum(out.metrics.num_accepted_tokens for out in outs[1])
+    assert len(seen) > 20 and seen <= set(kept.tolist()) and accepted > 10
+
+
+def test_a_dummy_head_is_reduced_too(tmp_path: Path) -> None:
+    """A checkpoint folder without a tokenizer of its own."""
+    folder = make_model(tmp_path / "model", vocab_size=1024)
+    llm = make_engine(
+        "mtp", draft_vocab_size=128, model=str(folder), load_format="dummy",
+        skip_tokenizer_init=True,
+    )  # fmt: skip
+    assert llm.engine.runner.program.drafter.context.module.head.weight.shape[0] == 128
+    assert llm.engine.explain()["plan"]["draft_head_bytes"] == 128 * 48 * 4
