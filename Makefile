@@ -6,7 +6,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install serve test lint types layers check bench fmt test-gpu eval clean
+.PHONY: install serve test lint types layers check bench fmt test-gpu sanitize eval clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -46,6 +46,10 @@ fmt: install
 
 test-gpu: install
 	$(BIN)/python -m pytest -q -m gpu
+
+# compute-sanitizer's memcheck and racecheck over the kernels' cases, on a GPU.
+sanitize: install
+	$(BIN)/python -m tests.kernels.sanitize
 
 eval: install
 	$(BIN)/python -m training.evaluate

@@ -12,9 +12,9 @@ GRID = 64
 
 
 def flush_after(device: str) -> int:
-    """A generated step writes a row's recurrent state at multiples of this position only.
+    """Pending tokens from which on a generated step writes a row's recurrent state.
 
-    Keeping what is pending costs a GPU less than writing the state each time; a CPU, more.
+    Replaying what is pending costs a GPU less than writing the state each time; a CPU, more.
     """
     return 8 if device.startswith("cuda") else 1
 

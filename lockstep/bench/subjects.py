@@ -9,14 +9,14 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.bench import recurrent, rowwise
 from lockstep.bench.dimensions import PAGE_SIZE, Model, Setting, Subject
 from lockstep.bench.floor import Part
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.sampling import FILTERS, NOISE, SamplingState, sample
-from lockstep.layers.linear import Linear
+from lockstep.layers.linear import Linear, probe
 
 OPS = (
     "linear",
@@ -69,6 +69,7 @@ def _linear(name: str, n: int, k: int, setting: Setting, query_len: int) -> Subj
     layers = [Linear(build, k, n) for _ in range(variants)]
     for layer in layers:
         layer.weight.data.normal_(0.0, k**-0.5)
+    probe(build, nn.ModuleList(layers), [setting.most * query_len])
     x = setting.random(setting.most * query_len, k)
 
     def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:

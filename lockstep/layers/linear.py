@@ -53,6 +53,8 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """x [T, H] -> logits [T, V] fp32, over its own weight or the embedding's (tied)."""
 
+    partial = False
+
     def __init__(self, build: Build, weight: nn.Parameter) -> None:
         super().__init__()
         self.weight = weight
@@ -74,12 +76,17 @@ def probe(build: Build, model: nn.Module, rows: Sequence[int]) -> None:
         same = [layer for layer in layers if layer.linear is probed][:WALKED]
         if not same:
             continue
-        probed.probe(rows, [layer.weight for layer in same], same[0].segments)
+        weights = [layer.weight for layer in same]
+        probed.probe(rows, weights, same[0].segments, same[0].partial)
         served = ", ".join(str(count) for count, why in probed.found.items() if why is None)
         refused = [f"at {count} rows {why}" for count, why in probed.found.items() if why]
         for choice in build.choices:
-            if choice.size == f"{n}x{k}" and choice.backend == "triton":
-                choice.backend += f", cublas at {served} rows" if served else ""
+            if choice.size != f"{n}x{k}" or choice.backend != "triton":
+                continue
+            if served:
+                choice.backend += f", cublas at {served} rows"
+                choice.refused.pop("cublas", None)
+            if refused:
                 choice.refused["cublas"] = "; ".join(refused)
     if build.probed:
         torch.cuda.empty_cache()

@@ -33,7 +33,7 @@ class Fault(RuntimeError):
 @contextmanager
 def guarded(pool: Any) -> Iterator[None]:
     """While a step is recorded into a graph of this pool: raises at the line of a fault."""
-    with no_compiling(), no_waiting(), OwnMemory(pool):
+    with no_compiling(), no_waiting(), OwnMemory(pool, torch.cuda.current_stream()):
         yield
 
 
@@ -75,18 +75,21 @@ def _set_sync_debug_mode(mode: int) -> None:
 class OwnMemory(TorchDispatchMode):
     """Raises Fault where a torch op's new result lives outside of a graph's pool.
 
-    Other streams' memory and the host's are given to others while the graph still uses them. A
-    number on the host (a 0-dim tensor) is part of the kernel's arguments and allowed.
+    Other streams' memory and the host's are given to others while the graph still uses them, and
+    what runs on another stream is not recorded at all. A number on the host (a 0-dim tensor) is
+    part of a kernel's arguments and allowed.
     """
 
-    def __init__(self, pool: Any) -> None:
+    def __init__(self, pool: Any, stream: Any) -> None:
         super().__init__()
-        self.pool = pool
+        self.pool, self.stream = pool, stream
         self.spans: list[tuple[int, int]] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if self.stream is not None and torch.cuda.current_stream() != self.stream:
+            raise Fault("runs on a stream outside of the recorded one, on memory of that stream")
         out = func(*args, **(kwargs or {}))
         given = {address(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         for made in tree_leaves(out):
@@ -157,8 +160,8 @@ def _layer(frames: list[FrameType]) -> str | None:
 def mend(stream: Any, pool: Any) -> None:
     """After a capture that CUDA itself broke off, where torch leaves out the end of its own.
 
-    The capture's stream would stay current, its pool would stay open, and the random generator
-    would hold itself for recorded and raise at its next use.
+    The capture's stream would stay current, its pool open, and the random generator would hold
+    itself for recorded and raise at its next use. No other graph can be recorded into that pool.
     """
     torch.cuda.set_stream(stream)
     with suppress(RuntimeError):  # where this torch had closed it

@@ -134,7 +134,7 @@ class RowTable:
         if step.shape.prompt:
             committed, pending = length, torch.zeros_like(length)
         else:
-            held = torch.minimum(step.pending, step.starts % self.flush).int()
+            held = torch.where(step.pending < self.flush, step.pending, 0).int()
             committed, pending = window, held + window
         self.computed[rows] = torch.where(real, step.starts + committed, 0)
         self.pending[rows] = torch.where(real, pending, 0)

@@ -52,6 +52,13 @@ def test_a_clean_engine_passes_and_exercises_what_it_varies(check: Check) -> Non
     assert all(report.exercised[name] > 0 for name in ("cached tokens", "drafted", "accepted"))
 
 
+@pytest.mark.gpu
+def test_the_bundled_model_in_every_graph_mode_on_a_gpu() -> None:
+    report = run_logits("quick", device="cuda")
+    assert report.failed == 0, report.verdict
+    assert {t.setup.graph for t in report.tallies} == set(GRAPHS)
+
+
 def test_one_bit_that_depends_on_the_rows_is_seen(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.backends import load
-from lockstep.kernels.linear import linear, probe, segments
-from lockstep.kernels.linear.probe import Probed, trials
+from lockstep.kernels.linear import linear, probe, segments, tree_sum
+from lockstep.kernels.linear.probe import Face, Probed, trials
 from tests.kernels.faces import same_bits
 
-N, K = 96, 512
+N, K = 96, 256
 SHAPES = [
     *((34816, 5120), (16480, 5120), (14336, 5120), (5120, 6144), (5120, 17408)),
     *((24576, 4096), (6144, 4096), (4096, 4096), (4096, 12288)),
@@ -30,14 +30,25 @@ class Watched:
         return self.face(*arguments)
 
 
+def honest(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) -> Tensor:
+    """The op as it is defined, whatever a CPU's library does: groups of 16 columns, ascending."""
+    parts = []
+    for a, w in zip(x.chunk(segments, 1), weight.chunk(segments, 1), strict=True):
+        total = torch.zeros(len(x), len(weight))
+        for left, right in zip(a.float().split(16, 1), w.float().split(16, 1), strict=True):
+            total = total + left @ right.t()
+        parts.append(total)
+    return tree_sum(parts).to(x.dtype)
+
+
 def cut_in_two(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) -> Tensor:
     """What a library does that splits K once more: a lie only in the last bits."""
-    return linear(x, weight, 2 * segments)
+    return honest(x, weight, 2 * segments)
 
 
 def backwards(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) -> Tensor:
     """The same products, added from the other end."""
-    return linear(x.flip(1), weight.flip(1), segments)
+    return honest(x.flip(1), weight.flip(1), segments)
 
 
 @pytest.fixture
@@ -59,8 +70,11 @@ def weights(dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> list[Te
     return [weight.to(dtype).to(device) for weight in drawn]
 
 
-def some_rows(count: int) -> Tensor:
-    return torch.randn(count, K, generator=torch.Generator().manual_seed(1)).bfloat16()
+def placed(rows: int, columns: int) -> Tensor:
+    """Zeros that lie as torch places them on a GPU."""
+    spare = torch.zeros(rows * columns + probe.ALIGNED, dtype=torch.bfloat16)
+    skip = -spare.data_ptr() % probe.ALIGNED // 2
+    return spare[skip : skip + rows * columns].view(rows, columns)
 
 
 @pytest.mark.usefixtures("pretended")
@@ -68,55 +82,59 @@ def some_rows(count: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_face_with_other_bits_is_refused(count: int, dtype: torch.dtype) -> None:
     for liar in (cut_in_two, backwards):
-        probed = Probed(Watched(linear, 2.0), Watched(liar))
+        probed = Probed(Watched(honest, 2.0), Watched(liar))
         probed.probe((40, 64), weights(dtype), count)
         assert set(probed.found) == {40, 64}
         assert all(why and why.startswith("other bits in") for why in probed.found.values())
 
 
-@pytest.mark.usefixtures("pretended")
-@pytest.mark.parametrize("only", ["the model's weight", "exponents to 0", "cancelling"])
-def test_one_trial_is_enough(only: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def one(*arguments: object) -> list[tuple[str, Tensor, Tensor]]:
-        return [(name, x.clone(), w.clone()) for name, x, w in trials(*arguments) if name == only]
-
-    monkeypatch.setattr(probe, "trials", one)
-    probed = Probed(Watched(linear, 2.0), Watched(cut_in_two))
-    probed.probe((64,), weights(), 1)
-    assert only in (probed.found[64] or "")
+@pytest.mark.parametrize("liar", [cut_in_two, backwards])
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_cancels_shows_another_order_in_most_outputs(liar: Face, count: int) -> None:
+    """Rounding to 16 bits hides most of what an order of addition leaves; not here."""
+    shares = {
+        name: (honest(x, w, count) != liar(x, w, count)).float().mean().item()
+        for name, x, w in trials(64, weights()[0], count)
+    }
+    assert shares["cancelling"] > 0.5 and len(shares) == 5
+    assert all(share < 0.01 for name, share in shares.items() if name != "cancelling")
 
 
 @pytest.mark.usefixtures("pretended")
 def test_a_lie_at_one_number_of_rows_refuses_that_one() -> None:
     def sometimes(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) -> Tensor:
-        return (cut_in_two if len(x) == 48 else linear)(x, weight, segments)
+        return (cut_in_two if len(x) == 48 else honest)(x, weight, segments)
 
-    probed = Probed(Watched(linear, 2.0), Watched(sometimes))
+    probed = Probed(Watched(honest, 2.0), Watched(sometimes))
     probed.probe((40, 48, 64), weights(), 1)
     assert [probed.found[rows] is None for rows in (40, 48, 64)] == [True, False, True]
 
 
 @pytest.mark.usefixtures("pretended")
 def test_what_was_not_probed_or_lies_elsewhere_is_the_exact_face() -> None:
-    exact, fast = Watched(linear, 2.0), Watched(linear)
-    probed, weight = Probed(exact, fast), weights()[0]
+    exact, fast = Watched(honest, 2.0), Watched(honest)
+    probed = Probed(exact, fast)
+    weight, x, wide = placed(N, K), placed(96, K), placed(96, 2 * K)
+    weight.copy_(weights()[0])
+    for part in (x, wide):
+        part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(1)))
     probed.probe((40,), [weight], 1)
     assert probed.found == {40: None}
-    x = some_rows(96)
-    for part, serves in ((x[:40], fast), (x[:41], exact), (x[1:41], exact), (x[:80:2], exact)):
-        part = part if part is not x[1:41] else part.clone()
+    shifted = placed(41, K).flatten()[8 : 40 * K + 8].view(40, K).copy_(x[:40])
+    strided, other = wide[:40, :K], weight.t().contiguous().t()
+    asked = [(x[:40], weight, fast), (x[:41], weight, exact), (strided, weight, exact)]
+    for given, matrix, serves in (*asked, (shifted, weight, exact), (x[:40], other, exact)):
         before = serves.calls
-        assert same_bits(probed(part, weight), linear(part, weight))
-        aligned = part.data_ptr() % probe.ALIGNED == 0 and part.is_contiguous()
-        assert serves.calls == before + 1 or (serves is exact and aligned)
+        assert same_bits(probed(given, matrix), honest(given, matrix))
+        assert serves.calls == before + 1
 
 
 @pytest.mark.usefixtures("pretended")
 def test_slower_small_few_and_fp32_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow = Probed(Watched(linear, 1.0), Watched(linear, 0.99))
+    slow = Probed(Watched(honest, 1.0), Watched(honest, 0.99))
     slow.probe((40,), weights(), 1)
     assert slow.found[40] is not None and slow.found[40].startswith("slower, 1 us against 1")
-    few = Probed(Watched(linear, 2.0), Watched(linear))
+    few = Probed(Watched(honest, 2.0), Watched(honest))
     few.probe((1, 32), weights(), 1)
     few.probe((64,), weights(torch.float32), 1)
     monkeypatch.setattr(probe, "SMALLEST", N * K + 1)
@@ -129,7 +147,7 @@ def test_too_little_memory_refuses() -> None:
     def hungry(*arguments: object) -> Tensor:
         raise torch.OutOfMemoryError("no more")
 
-    probed = Probed(Watched(linear, 2.0), Watched(hungry))
+    probed = Probed(Watched(honest, 2.0), Watched(hungry))
     probed.probe((40, 64), weights(), 1)
     assert probed.found == dict.fromkeys((40, 64), "too little memory to probe")
 
@@ -142,16 +160,10 @@ def test_a_liar_is_refused_on_a_gpu() -> None:
     def liar(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) -> Tensor:
         return cublas(x, weight, 2 * segments, partial)
 
-    own = [torch.randn(8192, 4096, device="cuda").bfloat16() for _ in range(4)]
-    for rows in (64, 256):
-        probed = Probed(exact, liar)
-        probed._compare(*_as_faster(probed, (rows,)), own[0], 1)
-        assert "other bits" in (probed.found[rows] or "")
-
-
-def _as_faster(probed: Probed, rows: tuple[int, ...]) -> tuple[tuple[int, ...]]:
-    probed.found.update(dict.fromkeys(rows))
-    return (rows,)
+    own = torch.randn(8192, 4096, device="cuda").bfloat16()
+    found: dict[int, str | None] = dict.fromkeys((64, 256))
+    Probed(exact, liar)._compare(found, own, 1)
+    assert all("other bits" in (why or "") for why in found.values())
 
 
 @pytest.mark.gpu

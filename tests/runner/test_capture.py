@@ -76,7 +76,7 @@ def test_outside_of_any_op_the_function_is_named() -> None:
 
 def test_memory_of_the_host_is_not_a_steps_own() -> None:
     x = torch.ones(4)
-    with OwnMemory((0, 1)):
+    with OwnMemory((0, 1), stream=None):
         x.add_(1).view(2, 2).t()
         x.sum()
         torch.empty(0)

@@ -1,9 +1,9 @@
 """On a GPU: graph none = piecewise = full, bit for bit, with and without drafts."""
 
-import itertools
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count, product
 from typing import Any
 
 import pytest
@@ -13,7 +13,9 @@ from torch import Tensor
 from lockstep import LLM, SamplingParams
 from lockstep.errors import CaptureError
 from lockstep.kernels.activations import silu_mul
+from lockstep.kernels.backends import load
 from lockstep.runner.capture import Captured
+from lockstep.runner.guard import Fault, OwnMemory
 from lockstep.runner.table import RowTable
 from lockstep.samples import long_prompt, short_prompts
 from lockstep.step import StepShape
@@ -148,11 +150,11 @@ def wait(x: Tensor) -> None:
     x.sum().item()
 
 
-def wait_in_numpy(x: Tensor) -> None:
-    x.cpu().numpy()
+def wait_to_copy(x: Tensor) -> None:
+    x.cpu()
 
 
-def allocate_elsewhere(x: Tensor) -> None:
+def leave_the_stream(x: Tensor) -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.empty(1000, device=DEVICE)
 
@@ -163,14 +165,15 @@ def allocate_on_the_host(x: Tensor) -> None:
 
 FAULTS = {
     wait: "waits for the device",
-    wait_in_numpy: "waits for the device",
-    allocate_elsewhere: "takes 4,000 bytes on cuda:0 outside of the graph's pool",
+    wait_to_copy: "waits for the device",
+    leave_the_stream: "runs on a stream outside of the recorded one",
     allocate_on_the_host: "takes 4,000 bytes on cpu outside of the graph's pool",
 }
 
 
 def served_by(monkeypatch: pytest.MonkeyPatch, also: Callable[[Tensor], None]) -> None:
     """silu_mul's backend does something besides."""
+    load()
     plain, supports = silu_mul.backends["triton"]
 
     def faulty(gate_up: Tensor) -> Tensor:
@@ -193,8 +196,11 @@ def assert_alive() -> None:
     assert torch.cuda.memory_reserved() <= before - (1 << 28)
 
 
-@pytest.mark.parametrize("graph", ["piecewise", "full"])
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    ("fault", "graph"),
+    [*product(FAULTS, ["full"]), (wait, "piecewise")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_a_fault_inside_the_step_names_the_op(
     monkeypatch: pytest.MonkeyPatch, fault: Callable[[Tensor], None], graph: str
 ) -> None:
@@ -215,7 +221,7 @@ def test_a_compilation_inside_the_step_names_the_op(monkeypatch: pytest.MonkeyPa
     """A kernel with another constant at every call: the eager call compiles it in vain."""
     from tests.runner.fill import fill
 
-    calls = itertools.count()
+    calls = count()
     with monkeypatch.context() as patch:
         served_by(patch, lambda x: fill[(1,)](torch.empty_like(x), next(calls)))
         with pytest.raises(
@@ -223,6 +229,13 @@ def test_a_compilation_inside_the_step_names_the_op(monkeypatch: pytest.MonkeyPa
         ):
             build("bfloat16", "none", "full")
     assert_alive()
+
+
+def test_memory_of_another_pool_is_not_a_steps_own() -> None:
+    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
+    takes = "takes 4,000 bytes on cuda:0 outside of the graph's pool"
+    with OwnMemory(pool, stream), pytest.raises(Fault, match=takes):
+        torch.empty(1000, device=DEVICE)
 
 
 def test_what_is_no_op_is_named_by_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,17 +255,18 @@ def test_what_is_no_op_is_named_by_its_function(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_capture_that_cuda_breaks_off_is_mended() -> None:
     """torch.cuda.synchronize() is no op of torch's: CUDA refuses it, and ends the capture."""
-    pool, x = torch.cuda.graph_pool_handle(), torch.ones(3, device=DEVICE)
+    x = torch.ones(3, device=DEVICE)
 
     def faulty(times: int) -> Tensor:
         torch.cuda.synchronize()
         return x * times
 
-    bad = Captured(faulty, pool, lambda key: True, "faulty")
+    def face(fn: Callable[[int], Tensor]) -> Captured:
+        return Captured(fn, torch.cuda.graph_pool_handle(), lambda key: True, fn.__name__)
+
     for _ in range(2):
         with pytest.raises(CaptureError, match="capture of faulty.*torch.cuda.synchronize"):
-            bad(2)
+            face(faulty)(2)
         assert torch.randn(3, device=DEVICE).isfinite().all()
-        good = Captured(lambda times: x * times, pool, lambda key: True, "good")
-        assert good(3).tolist() == [3, 3, 3]
+        assert face(x.mul)(3).tolist() == [3, 3, 3]
     assert_alive()

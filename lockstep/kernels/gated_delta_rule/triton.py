@@ -23,10 +23,8 @@ from lockstep.kernels.gated_delta_rule import (
 MOST_REGISTERS = 128
 """Of a thread: two programs of 8 warps share a multiprocessor, 128 KB of state in flight."""
 ALIGNED = 16
-SLAB: tl.constexpr = tl.constexpr(32)
-"""Partial sums of a dot product over K: part of the definition."""
 PAD = 4
-"""Floats behind a token's weights in the scratch: beta, decay, and two to keep lines aligned."""
+"""Floats behind a token's q, k and v in the scratch: decay, beta, and two to keep lines aligned."""
 
 
 @triton.jit
@@ -46,18 +44,6 @@ def gates(a, b, a_log, dt_bias):
     rise = tl.where(1.0 + e == 1.0, e, tl.log(1.0 + e) * (e / near))
     rise = tl.where(x > 20.0, x, rise)
     return -tl.exp(a_log) * rise, 1.0 / (1.0 + tl.exp(-b.to(tl.float32)))
-
-
-@triton.jit
-def fold(x):
-    """[n, m] -> [n], m a power of 2: neighbours, then neighbours of those sums, and so on.
-
-    Sums of two: so no layout and no number of warps can change the order.
-    """
-    for _ in tl.static_range(8):
-        if x.shape[1] > 1:
-            x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), 2)
-    return tl.reshape(x, (x.shape[0],))
 
 
 @triton.jit
@@ -89,7 +75,7 @@ def _convolved(
 
 @triton.jit
 def _normal(x, EPS: tl.constexpr):
-    return x * tl.rsqrt(fold(x * x) + EPS)[:, None]
+    return x * tl.rsqrt(tl.sum(x * x, 1) + EPS)[:, None]
 
 
 @triton.jit
@@ -97,11 +83,12 @@ def _inputs(
     mixed, b, a, conv, taps, log_rate, bias, kept_k, kept_decay, heads, line_0, length, lines,
     stride, b_stride, a_stride, h,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    G: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr,
-    WIDTH: tl.constexpr, EPS: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr, PAD: tl.constexpr,
+    EPS: tl.constexpr,
 ):  # fmt: skip
-    """q, k, v and beta of the window to heads; what is kept to its ring, by one program."""
+    """q, k, v, decay and beta of the window to heads; what is kept to its ring, by one program."""
     C: tl.constexpr = 2 * HK * K + HV * V
+    WIDTH: tl.constexpr = 2 * K + V + PAD
     kh, first = h // (HV // HK), h % (HV // HK) == 0
     i, j = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
     for begin in range(0, length, TOKENS):
@@ -131,217 +118,140 @@ def _inputs(
         tl.store(ring + of_k[None, :], raw_k, mask=mask_k & first)
         tl.store(ring + of_v[None, :], raw_v, mask=mask_v)
         g, rate = gates(raw_a, raw_b, log_rate, bias)
-        tl.store(heads + t * WIDTH + 2 * K + 2 * V + 2 * G, rate, mask=t < length)
-        tl.store(kept_decay + line * HV, tl.exp(g), mask=t < length)
+        fade, out = tl.exp(g), heads + t * WIDTH + 2 * K + V
+        tl.store(out, fade, mask=t < length)
+        tl.store(out + 1, rate, mask=t < length)
+        tl.store(kept_decay + line * HV, fade, mask=t < length)
 
 
 @triton.jit
-def _slabs(place, live, K: tl.constexpr):
-    """Rows of K numbers at `place` [n, 1] as slabs [n, SLAB]: a warp asks for 128 bytes of 4 rows.
-
-    A tuple, so that what is in one slab stays in registers of its own.
-    """
-    c = tl.arange(0, SLAB)[None, :]
-    slabs = (tl.load(place + c, mask=live & (c < K), other=0.0),)
-    for r in tl.static_range(1, (K + SLAB - 1) // SLAB):
-        at = r * SLAB + c
-        slabs = slabs + (tl.load(place + at, mask=live & (at < K), other=0.0),)
-    return slabs
+def _sum_k(x):
+    """[KT, VB, KR, VI] -> [1, VB, 1, VI]: first a lane's own KR, then the KT lanes."""
+    return tl.sum(tl.sum(x, 2, keep_dims=True), 0, keep_dims=True)
 
 
 @triton.jit
-def _fma(x, y, z):
-    """x [n, 1] or [n, m], y [1, m], z [n, m]."""
-    return tl.fma(tl.broadcast_to(x, z.shape), tl.broadcast_to(y, z.shape), z)
+def _write(state, fade, k, u):
+    """The decay and the rank-1 update: the one expression of stepping and replay."""
+    return tl.fma(tl.broadcast_to(k, state.shape), tl.broadcast_to(u, state.shape), state * fade)
 
 
 @triton.jit
-def _dot(rows, x):
-    """Slabs [n, SLAB] and [1, SLAB] -> [n]: SLAB sums, each over ascending slabs, and fold."""
-    total = rows[0] * x[0]
-    for r in tl.static_range(1, len(rows)):
-        total = _fma(rows[r], x[r], total)
-    return fold(total)
+def _store_v(place, x, kt, inside):
+    """Stores x [1, VB, 1, VI], which all KT lanes hold, from the first of them as it lies."""
+    place, first = place + tl.zeros_like(kt), inside & (kt == 0)
+    tl.store(place, tl.broadcast_to(x, place.shape).to(place.dtype.element_ty), mask=first)
 
 
 @triton.jit
-def _cell_weights(
-    heads, kept_k, kept_decay, ends, base, start, length, line_0, lines,
+def _after(line, lines):
+    return tl.where(line + 1 == lines, 0, line + 1)
+
+
+@triton.jit
+def _replay(
+    state, kept_k, kept_u, kept_decay, kt, kr, j, line, count, lines,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    G: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """What a new token takes of each token of its cell, for delta and output; the decay since.
-
-    To heads: k_t k_j and q_t k_j, times the decay from j to t; of the state before the cell, the
-    decay to t. To ends: the decays to the end of each cell.
-    """
-    j = tl.arange(0, G)
-    for cell in range(base // G, (start + length - 1) // G + 1):
-        first = cell * G - start
-        t = first + j
-        old = kept_k + _line(line_0 + t, lines)[:, None] * (HK * K)
-        place = tl.where((t < 0)[:, None], old, heads + t[:, None] * WIDTH + K)
-        keys = _slabs(place, ((t >= base - start) & (t < length))[:, None], K)
-        passed, whole = tl.full((G,), 1.0, tl.float32), 1.0
-        for i in range(G):
-            now = first + i
-            member = (now >= base - start) & (now < length)
-            fade = tl.load(kept_decay + _line(line_0 + now, lines) * HV, mask=member, other=1.0)
-            passed, whole = tl.where(j < i, passed * fade, passed), whole * fade
-            if member & (now >= 0):
-                token = heads + now * WIDTH
-                of_q, of_k = _dot(keys, _slabs(token, True, K)), _dot(keys, _slabs(token + K, True, K))
-                token += 2 * K + 2 * V
-                tl.store(token + j, tl.where(j < i, of_k * passed, 0.0))
-                tl.store(token + G + j, tl.where(j <= i, of_q * passed, 0.0))
-                tl.store(token + 2 * G + 1, whole)
-        tl.store(ends + j, passed)
-        tl.store(ends + G, whole)
-        ends += 2 * G
+    """The state after `count` tokens out of the rings; the next token is read a turn ahead."""
+    more = count > 0
+    k = tl.load(kept_k + line * (HK * K) + kt + kr, mask=(kt + kr < K) & more, other=0.0)
+    u = tl.load(kept_u + line * (HV * V) + j, mask=(j < V) & more, other=0.0)
+    fade = tl.load(kept_decay + line * HV, mask=more, other=0.0)
+    for n in range(count):
+        now_k, now_u, now_fade = k, u, fade
+        line, more = _after(line, lines), n + 1 < count
+        k = tl.load(kept_k + line * (HK * K) + kt + kr, mask=(kt + kr < K) & more, other=0.0)
+        u = tl.load(kept_u + line * (HV * V) + j, mask=(j < V) & more, other=0.0)
+        fade = tl.load(kept_decay + line * HV, mask=more, other=0.0)
+        state = _write(state, now_fade, now_k, now_u)
+    return state
 
 
 @triton.jit
-def _token(
-    state, us, token, kept, v, inside,
-    K: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
-):  # fmt: skip
-    """u of one new token, for a block of V, from the state before its cell and the cell's us."""
-    of_q, of_k = _dot(state, _slabs(token, True, K)), _dot(state, _slabs(token + K, True, K))
-    value = tl.load(token + 2 * K + v, mask=inside, other=0.0)
-    weights = token + 2 * K + 2 * V
-    rate, whole = tl.load(weights + 2 * G), tl.load(weights + 2 * G + 1)
-    seen, o = of_k * whole, of_q * whole
-    for j in tl.static_range(len(us)):
-        seen = _fma(us[j], tl.load(weights + j), seen)
-        o = _fma(us[j], tl.load(weights + G + j), o)
-    u = (value - seen) * rate
-    o = _fma(u, tl.load(weights + G + len(us)), o)
-    tl.store(kept + v, u, mask=inside)
-    tl.store(token + 2 * K + V + v, o, mask=inside)
-    return u
+def _gated_norm(o, z, weight, eps, V: tl.constexpr):
+    """o [1, VB, 1, VI] / rms * weight * silu(z)."""
+    square = tl.sum(tl.sum(o * o, 3, keep_dims=True), 1, keep_dims=True)
+    z = z.to(tl.float32)
+    return o * tl.rsqrt(square / V + eps) * weight * (z / (1.0 + tl.exp(-z)))
 
 
 @triton.jit
-def _advance(
-    state, us, heads, kept_k, ends, first, begin, line_0, lines,
-    HK: tl.constexpr, K: tl.constexpr, G: tl.constexpr, WIDTH: tl.constexpr,
+def _window(
+    state, heads, z, out, kept_u, kt, kr, j, weight, line, length, lines, z_stride, eps,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """The state behind a whole cell: decayed, and the cell's tokens written, one after another."""
-    whole = tl.load(ends + G)
-    done = (state[0] * whole,)
-    for r in tl.static_range(1, len(state)):
-        done = done + (state[r] * whole,)
-    for j in tl.static_range(G):
-        t, decay = first + j, tl.load(ends + j)
-        old = kept_k + _line(line_0 + t, lines) * (HK * K)
-        key = _slabs(tl.where(t < 0, old, heads + t * WIDTH + K), t >= begin, K)
-        last, u = done, us[j][:, None]
-        done = (_fma(u, key[0] * decay, last[0]),)
-        for r in tl.static_range(1, len(state)):
-            done = done + (_fma(u, key[r] * decay, last[r]),)
-    return done
-
-
-@triton.jit
-def _values(
-    state, place, heads, kept_k, kept_u, ends, v, base, start, length, line_0, lines,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    G: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """A block of V from cell to cell: u and o of new tokens, the state where a cell is committed."""
-    inside, begin = v < V, base - start
-    for cell in range(base // G, (start + length - 1) // G + 1):
-        first = cell * G - start
-        us = ()
-        for i in tl.static_range(G):
-            t = first + i
-            kept = kept_u + _line(line_0 + t, lines) * (HV * V)
-            u = tl.load(kept + v, mask=inside & (t >= begin) & (t < 0), other=0.0)
-            if (t >= 0) & (t < length):
-                u = _token(state, us, heads + t * WIDTH, kept, v, inside, K, V, G)
-            us = us + (u,)
-        if first + G < length:
-            state = _advance(
-                state, us, heads, kept_k, ends, first, begin, line_0, lines, HK, K, G, WIDTH
-            )
-            if (first + G <= 0) & (first + 2 * G > 0):
-                for r in tl.static_range(len(state)):
-                    at = r * SLAB + tl.arange(0, SLAB)[None, :]
-                    tl.store(place + at, state[r], mask=inside[:, None] & (at < K))
-        ends += 2 * G
-
-
-@triton.jit
-def _norm_and_gate(
-    heads, z, out, weight, length, z_stride, eps,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
-    TOKENS: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """o / rms * weight * silu(z), for TOKENS new tokens at a time."""
-    j = tl.arange(0, BLOCK_V)[None, :]
-    weight = tl.load(weight + j, mask=j < V, other=0.0).to(tl.float32)
-    for begin in range(0, length, TOKENS):
-        t = begin + tl.arange(0, TOKENS)[:, None]
-        inside = (t < length) & (j < V)
-        o = tl.load(heads + t * WIDTH + 2 * K + V + j, mask=inside, other=0.0)
-        gate = tl.load(z + t * z_stride + j, mask=inside, other=0.0).to(tl.float32)
-        o = o * tl.rsqrt(fold(o * o) / V + eps)[:, None] * weight
-        o = o * (gate / (1.0 + tl.exp(-gate)))
-        tl.store(out + t * (HV * V) + j, o.to(out.dtype.element_ty), mask=inside)
+    """The new tokens, one after another. What a token needs first is read a turn ahead."""
+    in_k, in_v = kt + kr < K, j < V
+    k = tl.load(heads + K + kt + kr, mask=in_k, other=0.0)
+    v = tl.load(heads + 2 * K + j, mask=in_v, other=0.0)
+    fade, rate = tl.load(heads + 2 * K + V), tl.load(heads + 2 * K + V + 1)
+    for t in range(length):
+        more = t + 1 < length
+        q = tl.load(heads + kt + kr, mask=in_k, other=0.0)
+        gate = tl.load(z + j, mask=in_v, other=0.0)
+        u = (v - _sum_k(k * (state * fade))) * rate
+        state = _write(state, fade, k, u)
+        heads, z = heads + (2 * K + V + PAD), z + z_stride
+        k = tl.load(heads + K + kt + kr, mask=in_k & more, other=0.0)
+        v = tl.load(heads + 2 * K + j, mask=in_v & more, other=0.0)
+        fade = tl.load(heads + 2 * K + V, mask=more, other=0.0)
+        rate = tl.load(heads + 2 * K + V + 1, mask=more, other=0.0)
+        o = _gated_norm(_sum_k(q * state), gate, weight, eps, V)
+        _store_v(out + t * (HV * V) + j, o, kt, in_v)
+        _store_v(kept_u + line * (HV * V) + j, u, kt, in_v)
+        line = _after(line, lines)
 
 
 @triton.jit(
-    do_not_specialize=["length", "lines", "eps", "b_stride", "a_stride", "cells"],
+    do_not_specialize=["length", "lines", "flush", "eps", "b_stride", "a_stride"],
     do_not_specialize_on_alignment=["b", "a", "slots", "starts", "pending"],
 )
 def _step_kernel(
     mixed, z, b, a, taps, a_log, dt_bias, norm, recurrent, conv, kept_u, kept_k, kept_decay,
-    slots, starts, pending, heads, ends, out, length, lines, cells, eps,
+    slots, starts, pending, heads, out, length, lines, flush, eps,
     mixed_stride, z_stride, b_stride, a_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    G: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, VALUES: tl.constexpr,
-    TOKENS: tl.constexpr, WIDTH: tl.constexpr, L2_EPS: tl.constexpr,
+    KT: tl.constexpr, KR: tl.constexpr, VB: tl.constexpr, VI: tl.constexpr,
+    TOKENS: tl.constexpr, PAD: tl.constexpr, L2_EPS: tl.constexpr,
 ):  # fmt: skip
-    """One (row, value head): the inputs, what tokens of a cell take of each other, the state."""
+    """One (row, value head): read the state, make the inputs, replay, write the state, step."""
     program = tl.program_id(0).to(tl.int64)
     s, h = program // HV, (program % HV).to(tl.int32)
+    kh = h // (HV // HK)
+    kt = tl.arange(0, KT)[:, None, None, None]
+    kr = (tl.arange(0, KR) * KT)[None, None, :, None]
+    j = (tl.arange(0, VB) * VI)[None, :, None, None] + tl.arange(0, VI)[None, None, None, :]
+    weight = tl.load(norm + j, mask=j < V, other=0.0).to(tl.float32)
+    log_rate, bias = tl.load(a_log + h), tl.load(dt_bias + h)
     slot = tl.load(slots + s).to(tl.int64)
     start, count = tl.load(starts + s).to(tl.int32), tl.load(pending + s).to(tl.int32)
-    v = tl.arange(0, VALUES)
-    place = recurrent + (slot * HV + h) * (V * K) + v[:, None] * K
-    state = _slabs(place, v[:, None] < V, K)
-    base, line_0, token = start - count, start % lines, s * length
-    mixed += token * mixed_stride
+    place = recurrent + (slot * HV + h) * (K * V) + kt * V + j + kr * V
+    inside = (kt + kr < K) & (j < V)
+    state = tl.load(place, mask=inside, other=0.0)
+    line = start % lines
+    mixed += s * length * mixed_stride
     conv += slot * lines * (2 * HK * K + HV * V)
     kept_k += slot * lines * (HK * K)
     kept_u += slot * lines * (HV * V) + h * V
     kept_decay += slot * lines * HV + h
-    heads += program * length * WIDTH
-    ends += program * cells * (2 * G)
+    heads += program * length * (2 * K + V + PAD)
+    token = s * length
     _inputs(
-        mixed, b + token * b_stride + h, a + token * a_stride + h, conv, taps,
-        tl.load(a_log + h), tl.load(dt_bias + h), kept_k, kept_decay, heads, line_0, length, lines,
-        mixed_stride, b_stride, a_stride, h,
-        HK, HV, K, V, R, G, BLOCK_K, BLOCK_V, TOKENS, WIDTH, L2_EPS,
+        mixed, b + token * b_stride + h, a + token * a_stride + h, conv, taps, log_rate, bias,
+        kept_k, kept_decay, heads, line, length, lines, mixed_stride, b_stride, a_stride, h,
+        HK, HV, K, V, R, KR * KT, VB * VI, TOKENS, PAD, L2_EPS,
     )  # fmt: skip
-    tl.debug_barrier()  # heads are written
-    kept_k += h // (HV // HK) * K
-    _cell_weights(
-        heads, kept_k, kept_decay, ends, base, start, length, line_0, lines, HK, HV, K, V, G, WIDTH
-    )
-    tl.debug_barrier()  # weights are written
-    for begin in range(0, V, VALUES):
-        after = v + (begin + VALUES)
-        following = _slabs(place + VALUES * K, after[:, None] < V, K)
-        _values(
-            state, place, heads, kept_k, kept_u, ends, v + begin, base, start, length, line_0,
-            lines, HK, HV, K, V, G, WIDTH,
-        )  # fmt: skip
-        state, place = following, place + VALUES * K
-    tl.debug_barrier()  # o is written
-    _norm_and_gate(
-        heads, z + token * z_stride + h * V, out + (token * HV + h) * V, norm, length, z_stride,
-        eps, HV, K, V, BLOCK_V, TOKENS, WIDTH,
+    state = _replay(
+        state, kept_k + kh * K, kept_u, kept_decay, kt, kr, j, _line(line - count, lines), count,
+        lines, HK, HV, K, V,
+    )  # fmt: skip
+    if count >= flush:
+        tl.store(place, state, mask=inside)
+    tl.debug_barrier()  # heads are written, kept u and decay are read
+    _window(
+        state, heads, z + token * z_stride + h * V, out + (token * HV + h) * V, kept_u, kt, kr, j,
+        weight, line, length, lines, z_stride, eps, HV, K, V, PAD,
     )  # fmt: skip
 
 
@@ -362,11 +272,17 @@ def supports(**traits: Any) -> str | None:
     return gpu_trait(**traits)
 
 
-def layout_of(sizes: dict[str, int], rows: int, length: int) -> dict[str, int]:
-    """Tiles: VALUES of V and TOKENS new tokens at a time. No bit depends on them."""
-    blocks = blocks_of(sizes, 128)
-    tokens = min(4, triton.next_power_of_2(length))
-    return dict(**blocks, VALUES=min(blocks["BLOCK_V"], 32), TOKENS=tokens, num_warps=4)
+def layout_of(sizes: dict[str, int]) -> dict[str, int]:
+    """How the state lies in a program's registers: KR x KT rows, VB warps of VI columns.
+
+    A lane holds 4 neighbours of VI, so VI / 4 x KT lanes make a warp. There are more lanes than K
+    and than V, or else the compiler takes vectors over shared memory. 1 to 8 warps.
+    """
+    k, v = blocks_of(sizes, 128).values()
+    warps = min(max(k, v) // 16, v // 4)
+    columns = v // warps
+    lanes = max(1, min(k, 128 // columns))
+    return dict(KR=k // lanes, KT=lanes, VB=warps, VI=columns, TOKENS=4, num_warps=warps)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -397,18 +313,16 @@ def gated_delta_step_triton(
     out = torch.empty(rows, length, hv, v, dtype=z.dtype, device=mixed.device)
     if not out.numel():
         return out
-    lines, width = state.conv.shape[1], 2 * k + 2 * v + 2 * flush + PAD
-    cells = lines // flush + 2
-    scratch = dict(dtype=torch.float32, device=mixed.device)
-    heads = torch.empty(rows * hv, length, width, **scratch)
-    ends = torch.empty(rows * hv, cells, 2 * flush, **scratch)
+    heads = torch.empty(
+        rows * hv, length, 2 * k + v + PAD, dtype=torch.float32, device=mixed.device
+    )
     mixed, z, b, a = _flat(mixed), _flat(z), b.flatten(0, 1), a.flatten(0, 1)
     _step_kernel[(rows * hv,)](
         mixed, z, b, a, weights.conv.t().contiguous(), weights.a_log, weights.dt_bias, weights.norm,
         state.recurrent, state.conv, state.u, state.k, state.decay, slots, starts, pending,
-        heads, ends, out, length, lines, cells, weights.eps,
+        heads, out, length, state.conv.shape[1], flush, weights.eps,
         mixed.stride(0), z.stride(0), b.stride(0), a.stride(0),
-        **sizes, R=weights.conv.shape[1] - 1, G=flush, WIDTH=width, L2_EPS=L2_EPS,
-        **layout_of(sizes, rows, length), enable_fp_fusion=False, maxnreg=MOST_REGISTERS,
+        **sizes, R=weights.conv.shape[1] - 1, PAD=PAD, L2_EPS=L2_EPS, **layout_of(sizes),
+        enable_fp_fusion=False, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return out

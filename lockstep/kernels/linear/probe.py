@@ -45,60 +45,67 @@ class Probed:
         fast = self.found.get(x.shape[0], "") is None and _placed(x) and _placed(weight)
         return (self.fast if fast else self.exact)(x, weight, segments, partial)
 
-    def probe(self, rows: Sequence[int], weights: Sequence[Tensor], segments: int) -> None:
+    def probe(
+        self, rows: Sequence[int], weights: Sequence[Tensor], segments: int, partial: bool = False
+    ) -> None:
         """Finds who serves at these numbers of rows, by the model's own weights [N, K].
 
         All have one shape; a few are enough, so that the L2 cache does not serve the timing.
+        partial: as the layers call it, which counts for the time.
         """
         if weights[0].numel() < SMALLEST or weights[0].dtype not in SPREADS:
             return
         fresh = [count for count in rows if count >= FEWEST and count not in self.found]
         try:
-            for count in fresh:
-                self.found[count] = self._slower(count, weights, segments)
-            self._compare([c for c in fresh if self.found[c] is None], weights[0], segments)
+            found = {count: self._slower(count, weights, segments, partial) for count in fresh}
+            self._compare(found, weights[0], segments)
         except torch.OutOfMemoryError:
-            self.found.update(dict.fromkeys(fresh, "too little memory to probe"))
+            found = dict.fromkeys(fresh, "too little memory to probe")
+        self.found.update(found)
 
-    def _slower(self, count: int, weights: Sequence[Tensor], segments: int) -> str | None:
+    def _slower(
+        self, count: int, weights: Sequence[Tensor], segments: int, partial: bool
+    ) -> str | None:
         x = _spread(weights[0].new_empty(count, weights[0].shape[1]), 0, 0)
 
         def took(face: Face) -> float:
-            return 1e6 * seconds(lambda weight: face(x, weight, segments), weights)
+            return 1e6 * seconds(lambda weight: face(x, weight, segments, partial), weights)
 
-        fast, exact = took(self.fast), took(self.exact)
+        rounds = [(took(self.fast), took(self.exact)) for _ in range(2)]
+        fast, exact = map(min, zip(*rounds, strict=True))
         return None if fast <= FASTER * exact else f"slower, {fast:.0f} us against {exact:.0f}"
 
-    def _compare(self, counts: Sequence[int], weight: Tensor, segments: int) -> None:
+    def _compare(self, found: dict[int, str | None], weight: Tensor, segments: int) -> None:
         """Refuses each number of rows at which any trial tells the faces apart."""
-        for name, x, w in trials(max(counts, default=0), weight, segments):
-            for count in counts:
+        most = max((count for count, why in found.items() if why is None), default=0)
+        for name, x, w in trials(most, weight, segments):
+            for count in [count for count, why in found.items() if why is None]:
                 arguments = (x[:count], w, segments)
                 want = self.exact(*arguments)
                 gots = (self.fast(*arguments), _replayed(self.fast, *arguments))
                 wrong = max(_differing(got, want) for got in gots)
-                if wrong and self.found[count] is None:
-                    self.found[count] = f"other bits in {wrong} of {want.numel()} outputs ({name})"
+                if wrong:
+                    found[count] = f"other bits in {wrong} of {want.numel()} outputs ({name})"
 
 
 def trials(rows: int, weight: Tensor, segments: int) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(what it is, x [rows, K], a weight [N, K]) on which another order of addition shows.
 
-    Products of ever more magnitudes; and halves of each segment that cancel, so that only the
-    rounding of the partial sums is left, which no other order repeats. No trials of no rows.
+    Halves of each segment that cancel, so that only the rounding of the partial sums is left, which
+    no other order repeats; products of ever more magnitudes; the model's own weight. No trials of
+    no rows.
     """
     if not rows:
         return
-    x = _spread(weight.new_empty(rows, weight.shape[1]), 0, 0)
-    yield "the model's weight", x, weight
-    other = torch.empty_like(weight)
-    _, some, most = SPREADS[weight.dtype]
-    for seed, spread in enumerate((most, 0, some), 1):
-        yield f"exponents to {spread}", _spread(x, spread, seed), _spread(other, spread, seed + 8)
-    for operand, sign in ((x, -1), (other, 1)):
-        halves = operand.unflatten(1, (segments, 2, -1))
-        halves[:, :, 1] = sign * halves[:, :, 0]
+    x, other = weight.new_empty(rows, weight.shape[1]), torch.empty_like(weight)
+    spreads = SPREADS[weight.dtype]
+    for seed, operand in enumerate((x, other)):
+        halves = _spread(operand, spreads[1], seed).unflatten(1, (segments, 2, -1))
+        halves[:, :, 1] = (2 * seed - 1) * halves[:, :, 0]
     yield "cancelling", x, other
+    for seed, spread in enumerate(spreads, 2):
+        yield f"exponents to {spread}", _spread(x, spread, seed), _spread(other, spread, seed + 8)
+    yield "the model's weight", _spread(x, 0, 1), weight
 
 
 def _spread(out: Tensor, spread: int, seed: int) -> Tensor:

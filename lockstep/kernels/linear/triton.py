@@ -2,11 +2,12 @@
 
 A program makes one tile of the output, over all of K or over a subtree of its segments; in the
 second case it leaves an fp32 partial, and the reader, or a small pass, adds the partials along the
-rest of the tree.
+rest of the tree. Tiles whose width is no power of two are made in triton_uneven.py.
 On Hopper every tile gives the same bits in bf16 and fp16, mma.sync and wgmma alike, weights on
 either side; in fp32 the products run on the FMA units. See docs/kernels/linear.md.
 """
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.linear import linear
+from lockstep.kernels.linear import linear, triton_uneven
+from lockstep.kernels.linear.triton_uneven import place, widths
 from lockstep.kernels.linear.tuning import Tile, lookup
 
 GROUP = 8
@@ -115,17 +117,12 @@ def _linear_kernel(
     SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out [parts, tokens, N]. Programs walk GROUP row tiles per column tile.
+    """One tile of out [parts, tokens, N].
 
     Rows of the weight past its end are copies of the last one: computed and not stored.
     """
-    tiles_m, tiles_n = tl.cdiv(tokens, BLOCK_M), tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
-    part, inside = pid // (tiles_m * tiles_n), pid % (tiles_m * tiles_n)
-    first = inside // (GROUP * tiles_n) * GROUP
-    height = tl.minimum(tiles_m - first, GROUP)
-    inside = inside % (GROUP * tiles_n)
-    row_m, row_n = (first + inside % height) * BLOCK_M, inside // height * BLOCK_N
+    part, row_m, row_n = place(pid, tokens, N, GROUP, BLOCK_M, BLOCK_N)
     begin = part * COUNT * length
     m, n = row_m + tl.arange(0, BLOCK_M), row_n + tl.arange(0, BLOCK_N)
     live = (m < tokens)[:, None]
@@ -181,25 +178,40 @@ def launch(x: Tensor, weight: Tensor, segments: int, tile: Tile, partial: bool =
         return x.new_empty(0, n)
     split = min(tile.split, segments)
     count, length = segments // split, k // segments
+    out = x.new_empty(tokens, n)
+    if split > 1:
+        out = torch.empty(split, tokens, n, dtype=torch.float32, device=x.device)
+    whole = length % tile.k == 0 or segments == 1
+    tma = tile.tma and whole and _aligned(x) and _aligned(weight)
+    if tma and triton_uneven.fits(tile, count):
+        triton_uneven.launch(x, weight, out, count, length, tile, GROUP)
+    else:
+        _launch_even(x, weight, out, count, length, replace(tile, n=widths(tile.n)[0], tma=tma))
+    return out if partial or split == 1 else fold(out, x.dtype)
+
+
+def _launch_even(
+    x: Tensor, weight: Tensor, out: Tensor, count: int, length: int, tile: Tile
+) -> None:
+    """Fills out [T, N], or partials [P, T, N] fp32."""
+    (tokens, _), n = x.shape, weight.shape[0]
+    programs = triton.cdiv(tokens, tile.m) * triton.cdiv(n, tile.n) * out.numel() // (tokens * n)
     levels = count.bit_length() - 1
     if (levels + 1) * tile.m * tile.n <= ACCUMULATORS * 32 * tile.warps:
         levels = 0
-    programs = triton.cdiv(tokens, tile.m) * triton.cdiv(n, tile.n) * split
-    fp32 = dict(dtype=torch.float32, device=x.device)
-    parts = torch.empty(split, tokens, n, **fp32) if split > 1 else x.new_empty(tokens, n)
-    stash = torch.empty(programs, levels, tile.m, tile.n, **fp32) if levels else None
+    stash = None
+    if levels:
+        stash = torch.empty(programs, levels, tile.m, tile.n, dtype=torch.float32, device=x.device)
     maps: list[TensorDescriptor | None] = [None, None]
-    even = length % tile.k == 0
-    if tile.tma and (even or segments == 1) and _aligned(x) and _aligned(weight):
+    if tile.tma:
         blocks = ((x, tile.m), (weight, tile.n))
         maps = [TensorDescriptor.from_tensor(t, [rows, tile.k]) for t, rows in blocks]
     _linear_kernel[(programs,)](
-        x, weight, *maps, parts, stash, tokens, n, length, x.stride(0), weight.stride(0),
-        count, levels, GROUP, tile.swap, maps[0] is not None, even,
+        x, weight, *maps, out, stash, tokens, n, length, x.stride(0), weight.stride(0),
+        count, levels, GROUP, tile.swap, tile.tma, length % tile.k == 0,
         tile.m, tile.n, tile.k,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
-    return parts if partial or split == 1 else fold(parts, x.dtype)
 
 
 def fold(parts: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 TABLE = Path(__file__).with_name("tuning.json")
-BUCKETS = (1, 2, 5, 9, 17, 33, 65, 129, 257)
+BUCKETS = (1, 2, 5, 9, 17, 33, 65, 129, 193, 257, 769)
 """The first token count of each bucket."""
-TIMED = (1, 4, 8, 16, 32, 64, 128, 256, 2048)
+TIMED = (1, 4, 8, 16, 32, 64, 128, 192, 256, 512, 2048)
 """The token count that each bucket is tuned at."""
 SPREAD = 200 << 20
 """Bytes of distinct weights that a measurement walks through: several times the L2 cache."""
@@ -27,9 +27,11 @@ SPREAD = 200 << 20
 class Tile:
     """How a launch is cut.
 
-    m, n, k: tokens, outputs and columns per block. split: programs along K, at most the segments;
-    more than one costs a second pass. swap: weights are the left operand, so that a few tokens
-    fill a wgmma. tma: the bulk copy engine loads, where it exists and rows are aligned.
+    m, n, k: tokens, outputs and columns per block, powers of two; n may be the sum of up to three
+    of them, of 16 at least, where tma loads and swap is off. split: programs along K, at most the
+    segments; more than one costs a second pass, or a reader that adds. swap: weights are the left
+    operand, so that a few tokens fill a wgmma. tma: the bulk copy engine loads, where it exists and
+    rows are aligned.
     """
 
     m: int
@@ -71,26 +73,33 @@ def _some() -> list[Tile]:
     return [
         Tile(64, 64, 128, 4, 3, tma=True),
         Tile(64, 64, 64, 4, 6, tma=True),
+        Tile(64, 96, 64, 4, 5, tma=True),
         Tile(64, 128, 64, 4, 4, tma=True),
+        Tile(64, 144, 64, 4, 3, tma=True),
         Tile(64, 128, 64, 8, 4, swap=True, tma=True),
         Tile(64, 128, 128, 8, 4, swap=True, tma=True),
         Tile(64, 64, 128, 4, 3, split=2, tma=True),
-        Tile(64, 128, 64, 4, 4, split=2, tma=True),
-        Tile(64, 128, 64, 4, 4, split=4, tma=True),
+        Tile(64, 64, 64, 4, 6, split=2, tma=True),
+        Tile(64, 64, 128, 4, 4, split=2, swap=True, tma=True),
     ]
 
 
 def _hundreds() -> list[Tile]:
-    """65 .. 256 tokens: between the memory wall and the tensor cores."""
+    """65 .. 256 tokens: between the memory wall and the tensor cores; turns are few."""
     return [
         Tile(128, 128, 64, 4, 3, tma=True),
         Tile(64, 128, 64, 4, 4, tma=True),
+        Tile(64, 224, 64, 4, 3, tma=True),
         Tile(128, 64, 64, 4, 4, tma=True),
+        Tile(128, 80, 64, 4, 4, tma=True),
         Tile(128, 128, 64, 8, 4, tma=True),
-        Tile(128, 256, 64, 8, 3, tma=True),
+        Tile(128, 144, 64, 8, 6, tma=True),
+        Tile(128, 192, 64, 8, 4, tma=True),
+        Tile(256, 128, 64, 8, 4, tma=True),
+        Tile(64, 144, 64, 4, 4, split=2, tma=True),
         Tile(128, 64, 64, 4, 4, split=2, tma=True),
-        Tile(128, 128, 64, 4, 3, split=2, tma=True),
-        Tile(128, 128, 64, 8, 4, split=4, tma=True),
+        Tile(128, 80, 64, 4, 4, split=2, tma=True),
+        Tile(128, 160, 64, 8, 5, split=2, tma=True),
     ]
 
 
@@ -103,21 +112,9 @@ def _many() -> list[Tile]:
         Tile(256, 128, 64, 8, 3, tma=True),
         Tile(128, 128, 64, 4, 3, tma=True),
         Tile(128, 128, 64, 8, 4, tma=True),
-        Tile(128, 256, 64, 8, 3),
+        Tile(128, 80, 64, 4, 4, tma=True),
+        Tile(128, 192, 64, 8, 4, tma=True),
     ]
-
-
-def candidates(tokens: int, n: int, k: int, dtype: torch.dtype, segments: int = 1) -> list[Tile]:
-    """Tiles worth timing on Hopper, at most eight; the first serves where nothing was timed."""
-    if dtype == torch.float32:
-        return [FLOAT]
-    if tokens <= 32:
-        tiles = _few(16 if tokens <= 16 else 32, n >= 8192)
-    elif tokens <= 64:
-        tiles = _some()
-    else:
-        tiles = _hundreds() if tokens <= 256 else _many()
-    return [tile for tile in tiles if tile.split <= segments and tile.k <= max(k, 64)]
 
 
 def _modest(tokens: int, dtype: torch.dtype) -> Tile:
@@ -127,6 +124,19 @@ def _modest(tokens: int, dtype: torch.dtype) -> Tile:
     if tokens <= 16:
         return Tile(16, 64, 64, 4, 4)
     return Tile(64, 64, 64, 4, 4) if tokens <= 64 else Tile(128, 128, 32, 8, 3)
+
+
+def candidates(tokens: int, n: int, k: int, dtype: torch.dtype, segments: int = 1) -> list[Tile]:
+    """Tiles worth timing on Hopper, a dozen; the first serves where nothing was timed."""
+    if dtype == torch.float32:
+        return [FLOAT]
+    if tokens <= 32:
+        tiles = _few(16 if tokens <= 16 else 32, n >= 8192)
+    elif tokens <= 64:
+        tiles = _some()
+    else:
+        tiles = _hundreds() if tokens <= 256 else _many()
+    return [tile for tile in tiles if tile.split <= segments and tile.k <= max(k, 64)]
 
 
 def _key(n: int, k: int, dtype: torch.dtype, arch: str) -> str:

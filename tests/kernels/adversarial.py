@@ -1,0 +1,167 @@
+"""Inputs that try to make a row depend on others: any op's cases, made worse, cut and moved.
+
+An op is described once, by the arguments that belong to its rows; the rest follows.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels import Op
+from lockstep.kernels.activations import silu_mul
+from lockstep.kernels.attention import paged_attention
+from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
+from lockstep.kernels.linear import linear
+from lockstep.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
+from lockstep.kernels.rotary import gate_output, rope_and_cache
+from lockstep.kernels.sampling import sample
+from tests.kernels.faces import tensors_of
+
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """tokens: arguments with a line per token, or per row where no row has several. rows: with a
+    line per row of a ragged batch, whose bounds are cu_seqlens. places: those of them that are
+    indices of what `storage` names (a state's slots, a cache's tokens or pages); 0 is null.
+    spread: the exponents that the op's numbers bear. numbers: further arguments to spread.
+    """
+
+    tokens: tuple[str, ...]
+    rows: tuple[str, ...] = ()
+    places: tuple[str, ...] = ()
+    storage: tuple[str, ...] = ()
+    numbers: tuple[str, ...] = ()
+    spread: int = 40
+
+    @property
+    def ragged(self) -> bool:
+        return bool(self.rows)
+
+
+STEP = ("slots", "starts", "pending")
+CHUNK = ("starts", "state_src", "state_slots", "snapshot_slots")
+CACHES = ("k_cache", "v_cache")
+ROWS: dict[Op, Rows] = {
+    linear: Rows(("x",), numbers=("weight",)),
+    rms_norm: Rows(("x",), numbers=("weight",)),
+    add_rms_norm: Rows(("x", "delta"), numbers=("weight",)),
+    gated_rms_norm: Rows(("x", "gate"), numbers=("weight",)),
+    silu_mul: Rows(("gate_up",)),
+    gate_output: Rows(("mixed", "qkv")),
+    rope_and_cache: Rows(
+        ("qkv", "positions", "slot_mapping"), places=("slot_mapping",), storage=CACHES
+    ),
+    paged_attention: Rows(
+        ("q",), ("page_table", "starts"), ("page_table",), CACHES, numbers=CACHES
+    ),
+    gated_delta_step: Rows(("mixed", "z", "b", "a", *STEP), (), ("slots",), ("state",), spread=8),
+    gated_delta_chunk: Rows(("mixed", "b", "a"), CHUNK, CHUNK[1:], ("state",), spread=8),
+    sample: Rows(("logits", "positions", "drafts", "row_ids")),
+}
+
+
+def count(op: Op, arguments: Arguments) -> int:
+    """How many rows the arguments hold."""
+    own = ROWS[op]
+    return len(arguments[own.rows[0]] if own.ragged else arguments[own.tokens[0]])
+
+
+def take(op: Op, arguments: Arguments, rows: list[int]) -> tuple[Arguments, Tensor]:
+    """The same call with these rows only, in this order; and the lines of its result that it gives.
+
+    What rows share (weights, storage) is shared with `arguments`.
+    """
+    own, picked = ROWS[op], dict(arguments)
+    lines = torch.tensor(rows, dtype=torch.int64)
+    if own.ragged:
+        bounds = arguments["cu_seqlens"].tolist()
+        spans = [range(bounds[row], bounds[row + 1]) for row in rows]
+        picked |= {name: arguments[name][lines] for name in own.rows}
+        lengths = torch.tensor([0, *map(len, spans)])
+        picked["cu_seqlens"] = lengths.cumsum(0).to(arguments["cu_seqlens"])
+        if "query_len" in picked:
+            picked["query_len"] = max(1, *map(len, spans))
+        lines = torch.tensor([i for span in spans for i in span], dtype=torch.int64)
+    for name in own.tokens:
+        picked[name] = arguments[name].index_select(lines_at(op, arguments, name), lines)
+    return picked, lines
+
+
+def lines_at(op: Op, arguments: Arguments, name: str) -> int:
+    """The dim of an argument's lines: partials [P, T, ...] have it behind their first."""
+    return int(name == "delta" and arguments[name].dim() > arguments["x"].dim())
+
+
+def repeated(op: Op, arguments: Arguments, times: int) -> list[int]:
+    """All rows over and over, but for ops whose rows write: a place has one writer."""
+    rows = list(range(count(op, arguments)))
+    return rows * (1 if writes(op) else times)
+
+
+def writes(op: Op) -> bool:
+    """Whether rows write to storage."""
+    return bool(ROWS[op].storage) and op is not paged_attention
+
+
+def worse(op: Op, arguments: Arguments, how: str, dtype: torch.dtype) -> Arguments:
+    """The same call with other numbers: "spread" over 2^-40 .. 2^40, or so that sums "cancel"."""
+    own, changed = ROWS[op], dict(arguments)
+    generator = torch.Generator().manual_seed(7)
+    bears = 5 if dtype == torch.float16 else own.spread
+    for name in (*own.tokens, *own.numbers):
+        x = arguments[name]
+        if x.is_floating_point():
+            exponents = torch.randint(-bears, bears + 1, x.shape, generator=generator)
+            wide = x.float() * torch.exp2(exponents.float())
+            if how == "cancel":
+                wide = torch.where(torch.arange(x.shape[-1]) % 2 > 0, -wide.roll(1, -1), wide)
+                wide = wide * (1 + (torch.rand(x.shape, generator=generator) < 0.1) * 2.0**-6)
+            changed[name] = wide.to(x.dtype)
+    return changed
+
+
+def surrounded(op: Op, arguments: Arguments) -> Arguments:
+    """Per-row arguments as views of longer ones: numbers that are NaN and indices that are 1
+    stand before and behind."""
+    own, around = ROWS[op], dict(arguments)
+    for name in (*own.tokens, *own.rows):
+        x, dim = arguments[name], lines_at(op, arguments, name)
+        shape = (*x.shape[:dim], x.shape[dim] + 8, *x.shape[dim + 1 :])
+        longer = torch.full(shape, float("nan") if x.is_floating_point() else 1, dtype=x.dtype)
+        around[name] = longer.narrow(dim, 4, x.shape[dim]).copy_(x)
+    return around
+
+
+def order(lines: int) -> Tensor:
+    """A random order of a storage's lines, the null one first."""
+    drawn = torch.randperm(lines - 1, generator=torch.Generator().manual_seed(11)) + 1
+    return torch.cat([torch.zeros(1, dtype=torch.int64), drawn])
+
+
+def moved(op: Op, arguments: Arguments) -> Arguments:
+    """The same call on storage whose lines stand in random order; the null line is NaN."""
+    own, other = ROWS[op], copy.deepcopy(arguments)
+    for tensor in storage(op, other):
+        tensor.copy_(tensor[order(len(tensor))])
+        tensor[0] = float("nan")
+    for name in own.places:
+        first = storage(op, other)[0]
+        size = first.shape[1] if op is rope_and_cache else 1
+        place, at = torch.argsort(order(len(first))), other[name].long()
+        other[name] = (place[at // size] * size + at % size).to(other[name].dtype)
+    return other
+
+
+def storage(op: Op, arguments: Arguments) -> list[Tensor]:
+    """The tensors whose lines are pages or slots."""
+    return tensors_of(*(arguments[name] for name in ROWS[op].storage))
+
+
+def at_home(op: Op, arguments: Arguments) -> list[Tensor]:
+    """The storage of a moved call, back in the order of the call that was moved."""
+    return [tensor[torch.argsort(order(len(tensor)))] for tensor in storage(op, arguments)]

@@ -1,0 +1,146 @@
+"""Any op of rows on numbers, company and places chosen to make it fail: a row's bits stay the same.
+
+Numbers spread over 2^-40 .. 2^40 or cancelling, NaN before, behind and in null lines, rows alone,
+reversed and many times over, pages and slots in random order. On the reference, on Triton under its
+interpreter and on Triton on a GPU.
+"""
+
+from itertools import islice
+
+import pytest
+import torch
+from torch import Tensor
+
+import lockstep.kernels.activations.cases as activation_cases
+import lockstep.kernels.attention.cases as attention_cases
+import lockstep.kernels.gated_delta_rule.cases as delta_cases
+import lockstep.kernels.linear.cases as linear_cases
+import lockstep.kernels.norm.cases as norm_cases
+import lockstep.kernels.rotary.cases as rotary_cases
+from lockstep.kernels.attention import paged_attention
+from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
+from lockstep.kernels.norm import rms_norm
+from lockstep.kernels.rotary import rope_and_cache
+from lockstep.kernels.sampling import sample
+from tests.kernels.adversarial import (
+    ROWS,
+    at_home,
+    count,
+    moved,
+    repeated,
+    storage,
+    surrounded,
+    take,
+    worse,
+)
+from tests.kernels.faces import CASES, Face, faces, same_bits, tensors_of
+
+LONG = ((4095, 1), (5, 4), (1020, 8), (0, 300), (255, 1), (2046, 4))
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+INTERPRETED = {gated_delta_chunk: 1, gated_delta_step: 1, sample: 1, paged_attention: 1}
+"""The interpreter is slow: it sees the first cases, and few of their rows alone."""
+TIMES = 40
+REAL = (
+    (linear_cases, "SIZES", ((70, 16480, 5120),)),
+    (linear_cases, "CUT", ((70, 5120, 17408, 2),)),
+    (norm_cases, "SHAPES", ((70, 5120), (70, 48, 128))),
+    (activation_cases, "SHAPES", ((70, 17408),)),
+    (rotary_cases, "LAYERS", ((70, 24, 4, 256, 64, True, 1.0),)),
+    (attention_cases, "BATCHES", ((LONG, 24, 4, 256, 64), (LONG, 32, 8, 128, 64))),
+    (delta_cases, "LAYERS", (delta_cases.Dims(16, 48, 128, 128, w=8),)),
+)
+"""Tables of the cases, and what to put in their places: the dimensions of real models."""
+
+
+def cases(op, face):
+    """(name, arguments of a case, its rows) of all cases with rows; fewer under the interpreter."""
+    some = ((name, a) for name, a in CASES[op](face.dtype) if count(op, a))
+    yield from islice(some, INTERPRETED.get(op, 4) if face.interpreted else None)
+
+
+def differing(before: list[Tensor], after: list[Tensor]) -> list[Tensor]:
+    """Masks of what was written, but for null lines, which may hold anything."""
+    masks = []
+    for x, y in zip(before, after, strict=True):
+        x, y = x.cpu(), y.cpu()
+        mask = ~((x == y) | (x.isnan() & y.isnan()))
+        mask[0] = False
+        masks.append(mask)
+    return masks
+
+
+def assert_rows_alone(op, face, how):
+    """Some rows, in any order and company, give the bits that they give in the whole batch."""
+    for name, plain in cases(op, face):
+        arguments = worse(op, plain, how, face.dtype)
+        whole, every = face.fresh(arguments), list(range(count(op, arguments)))
+        expected = tensors_of(face.run(op, whole))
+        choices = [[row] for row in (every[:1] if face.interpreted else every)]
+        choices += [every[::-1], repeated(op, arguments, 2 if face.interpreted else TIMES)]
+        for rows in choices:
+            part, lines = take(op, arguments, rows)
+            if not len(lines):
+                continue
+            part = face.fresh(part)
+            found = tensors_of(face.run(op, part))
+            for want, have in zip(expected, found, strict=True):
+                assert same_bits(have, want.cpu()[lines]), (name, rows[:3])
+            written = differing(storage(op, arguments), storage(op, part))
+            for want, have, mask in zip(
+                storage(op, whole), storage(op, part), written, strict=True
+            ):
+                assert same_bits(have.cpu()[mask], want.cpu()[mask]), (name, rows[:3])
+            if rows == every[::-1]:
+                wholly = differing(storage(op, arguments), storage(op, whole))
+                assert all(map(torch.equal, written, wholly)), name
+
+
+@pytest.mark.parametrize("face", faces())
+@pytest.mark.parametrize("op", ROWS, ids=lambda op: op.name)
+def test_a_row_depends_on_itself_alone(op, face):
+    for how in ("spread",) if face.interpreted else ("spread", "cancel"):
+        assert_rows_alone(op, face, how)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ROWS, ids=lambda op: op.name)
+def test_a_row_depends_on_itself_alone_at_real_dimensions(op, monkeypatch):
+    for module, table, sizes in REAL:
+        assert getattr(module, table)
+        monkeypatch.setattr(module, table, sizes)
+    for how in ("spread", "cancel"):
+        assert_rows_alone(op, Face("triton", "cuda", torch.bfloat16), how)
+
+
+def test_a_leak_between_rows_is_seen(monkeypatch):
+    """The tests here can fail: an op that adds a trace of its batch, or writes it to storage."""
+    face = Face("reference", "cpu", torch.float32)
+    for op in (rms_norm, rope_and_cache):
+        plain = op.backends["reference"][0]
+
+        def leaky(plain=plain, op=op, **arguments):
+            out = plain(**arguments)
+            if op is rms_norm:
+                return out + arguments["x"].flatten(0, -2).sum(0) * 2.0**-50
+            arguments["v_cache"][arguments["slot_mapping"] // rotary_cases.PAGE_SIZE] = len(out)
+            return out
+
+        monkeypatch.setitem(op.backends, "reference", (leaky, op.backends["reference"][1]))
+        with pytest.raises(AssertionError):
+            assert_rows_alone(op, face, "spread")
+
+
+@pytest.mark.parametrize("face", faces())
+@pytest.mark.parametrize("op", ROWS, ids=lambda op: op.name)
+def test_surroundings_and_places_do_not_matter(op, face):
+    for name, plain in cases(op, face):
+        arguments = worse(op, plain, "spread", face.dtype)
+        here, there = face.fresh(arguments), face.place(surrounded(op, moved(op, arguments)))
+        expected, found = tensors_of(face.run(op, here)), tensors_of(face.run(op, there))
+        for want, have in zip(expected, found, strict=True):
+            assert same_bits(have, want), name
+            assert not have.isnan().any() if have.is_floating_point() else True, name
+        written = differing(storage(op, arguments), storage(op, here))
+        back = at_home(op, {n: x for n, x in there.items() if n in ROWS[op].storage})
+        for want, have, mask in zip(storage(op, here), back, written, strict=True):
+            assert same_bits(have.cpu()[mask], want.cpu()[mask]), name

@@ -1,0 +1,69 @@
+"""Which face a model's linears get, and how the build says so."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep.kernels.linear import linear
+from lockstep.kernels.linear.probe import Probed
+from lockstep.layers.build import Build
+from lockstep.layers.linear import Head, Linear, ResidualLinear, probe
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
+    """A probe that lets 96 and 128 rows pass; returns (weights, segments, partial) of each."""
+    calls: list[tuple[int, int, bool]] = []
+
+    def pretend(
+        self: Probed, rows: Sequence[int], weights: Sequence[Tensor], segments: int, partial: bool
+    ) -> None:
+        calls.append((len(weights), segments, partial))
+        self.found = {count: None if count > 64 else "slower, 2 us against 1" for count in rows}
+
+    monkeypatch.setattr(Probed, "probe", pretend)
+    return calls
+
+
+def on_a_gpu(build: Build, layer: nn.Module) -> None:
+    """Lets a layer be served as one that was built for a GPU."""
+    size = tuple(layer.weight.shape)
+    layer.linear = build.probed.setdefault(size, Probed(linear, linear))
+    build.choices[-1].backend, build.choices[-1].refused = "triton", {"cublas": "not asked"}
+
+
+def test_a_probe_is_by_the_shape_and_says_what_it_found(
+    asked: list[tuple[int, int, bool]],
+) -> None:
+    build, model = Build("cpu", torch.bfloat16, 1, 1), nn.ModuleList()
+    for layer in (Linear, Linear, ResidualLinear):
+        model.append(layer(build, 8, 16 if layer is Linear else 24))
+        on_a_gpu(build, model[-1])
+    model.append(Head(build, build.matrix(40, 8)))
+    on_a_gpu(build, model[-1])
+    drafter = Linear(Build("cpu", torch.bfloat16, 1, 1, exact=False, choices=build.choices), 8, 16)
+    probe(build, nn.ModuleList([*model, drafter]), (64, 96, 128))
+    assert asked == [(2, 1, False), (1, 1, True), (1, 1, False)]
+    for choice in build.choices[:4]:
+        assert choice.backend == "triton, cublas at 96, 128 rows"
+        assert choice.refused == {"cublas": "at 64 rows slower, 2 us against 1"}
+    assert build.choices[4].backend == "draft" and build.choices[4].refused == {}
+
+
+def test_where_all_rows_are_served_nothing_is_refused(asked: list[tuple[int, int, bool]]) -> None:
+    build = Build("cpu", torch.bfloat16, 1, 1)
+    layer = Linear(build, 8, 16)
+    on_a_gpu(build, layer)
+    probe(build, layer, (96,))
+    assert build.choices[0].backend == "triton, cublas at 96 rows"
+    assert build.choices[0].refused == {} and len(asked) == 1
+
+
+def test_a_cpu_has_nothing_to_probe(asked: list[tuple[int, int, bool]]) -> None:
+    build = Build("cpu", torch.float32, 1, 1)
+    layer = Linear(build, 8, 16)
+    probe(build, layer, (96,))
+    assert asked == [] and build.choices[0].backend == "reference"
+    assert build.choices[0].size == "16x8"
