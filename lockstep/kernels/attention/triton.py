@@ -5,8 +5,8 @@ softmax; segments are added in ascending order. A program takes a span of segmen
 folds in registers; later ones leave every segment to a second kernel that goes on with the fold in
 the same order, so that spans (chosen from static sizes) change no bit. Sums over keys go through
 tl.dot, whose bits do not depend on how many query rows stand beside; (token, head of the group)
-share that axis, so any group size fits. Masked keys add exact zeros. On Hopper, long queries and
-small batches go through hopper.py, to the same bits. See docs/kernels/attention.md.
+share that axis, so any group size fits. Masked keys add exact zeros. See
+docs/kernels/attention.md.
 """
 
 from dataclasses import dataclass
@@ -90,14 +90,32 @@ def _leave(tops, norms, parts, line, d, top, norm, total, mask, D: tl.constexpr)
 
 
 @triton.jit
-def _store(out, gates, at, gate_at, result, mask, GATED: tl.constexpr):
-    """result rounded, then times its rounded output gate where there is one."""
-    values = result.to(out.dtype.element_ty)
+def _store(
+    out, gates, place, gate_at, d, result, mine, D: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    """result [columns, lines] rounded, then times its rounded output gate where there is one."""
+    mask, values = mine[None, :] & (d < D)[:, None], result.to(out.dtype.element_ty)
     if GATED:
-        gate = sigmoid(tl.load(gates + gate_at, mask=mask, other=0.0).to(tl.float32))
-        gate = gate.to(gates.dtype.element_ty).to(tl.float32)
+        gate = tl.load(gates + (gate_at[None, :] + d[:, None]), mask=mask, other=0.0)
+        gate = sigmoid(gate.to(tl.float32)).to(gates.dtype.element_ty).to(tl.float32)
         values = (values.to(tl.float32) * gate).to(out.dtype.element_ty)
-    tl.store(out + at, values, mask=mask)
+    tl.store(out + (place[None, :] + d[:, None]), values, mask=mask)
+
+
+@triton.jit
+def _row(cu_seqlens, starts, s):
+    """Row s: the place of its first token, its tokens, the tokens before them."""
+    first = tl.load(cu_seqlens + s).to(tl.int64)
+    count = (tl.load(cu_seqlens + s + 1) - first).to(tl.int32)
+    return first, count, tl.load(starts + s).to(tl.int32)
+
+
+@triton.jit
+def _nothing(ONES: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A fold over no keys: the largest score, the sums of weights, the output."""
+    top = tl.full((ROWS,), NOTHING, tl.float32)
+    norm = tl.zeros((ONES, ROWS), tl.float32)
+    return top, norm, tl.zeros((BLOCK_D, ROWS), tl.float32)
 
 
 @triton.jit(do_not_specialize=["entries", "table_stride", "gate_stride", "SPAN", "Q"])
@@ -118,28 +136,21 @@ def _attend_kernel(
     s, kv = (tl.program_id(0) // HKV).to(tl.int64), tl.program_id(0) % HKV
     group: tl.constexpr = H // HKV
     span, pages = tl.program_id(2), page_table + s * table_stride
-    begin = span * SPAN * SEGMENT
+    begin, row = span * SPAN * SEGMENT, tl.program_id(1) * ROWS
     page = _pages_of(pages, begin, begin + 1, PAGE, TILE)
-    first = tl.load(cu_seqlens + s).to(tl.int64)
-    count = (tl.load(cu_seqlens + s + 1) - first).to(tl.int32)
-    start = tl.load(starts + s).to(tl.int32)
-    row = tl.program_id(1) * ROWS
-    end = start + tl.minimum(count, (row + ROWS - 1) // group + 1)
+    first, count, start = _row(cu_seqlens, starts, s)
+    end, keys = start + tl.minimum(count, (row + ROWS - 1) // group + 1), start + count
     if (row >= count * group) | (begin >= end):
         return
-    stop, keys = tl.minimum(end, begin + SPAN * SEGMENT), start + count
+    stop = tl.minimum(end, begin + SPAN * SEGMENT)
     m, lanes, d = row + tl.arange(0, ROWS), tl.arange(0, TILE), tl.arange(0, BLOCK_D)
     mine, token, head = m < count * group, m // group, kv * group + m % group
-    last, place, line = start + token, (token * H + head) * D, token * entries * H + head
-    q, out = q + first * (H * D), out + first * (H * D)
-    tops, norms = tops + s * Q * entries * H, norms + s * Q * entries * H
-    parts += s * Q * entries * H * D
+    last, place = start + token, ((first + token) * H + head) * D
+    line = (s * Q + token) * entries * H + head
     there = mine[:, None] & (d < D)[None, :]
     query = tl.load(q + (place[:, None] + d[None, :]), mask=there, other=0.0).T
     ones = tl.full((ONES, TILE), 1.0, v_cache.dtype.element_ty)
-    best = tl.full((ROWS,), NOTHING, tl.float32)
-    norms_all = tl.zeros((ONES, ROWS), tl.float32)
-    sums = tl.zeros((BLOCK_D, ROWS), tl.float32)
+    best, norms_all, sums = _nothing(ONES, ROWS, BLOCK_D)
     top, norm, total = best, norms_all, sums
     for at in range(begin, stop, TILE):
         if PAGE % TILE != 0:
@@ -154,46 +165,37 @@ def _attend_kernel(
             if span == 0:
                 best, norms_all, sums = _fold(best, norms_all, sums, top, norm, total)
             else:
-                used = mine & (at // SEGMENT * SEGMENT <= last)
-                entry = line + (at // SEGMENT - SPAN + 1) * H
-                _leave(tops, norms, parts, entry, d, top, norm, total, used, D)
-            top = tl.full((ROWS,), NOTHING, tl.float32)
-            norm = tl.zeros((ONES, ROWS), tl.float32)
-            total = tl.zeros((BLOCK_D, ROWS), tl.float32)
+                used, entry = mine & (at // SEGMENT * SEGMENT <= last), at // SEGMENT - SPAN + 1
+                _leave(tops, norms, parts, line + entry * H, d, top, norm, total, used, D)
+            top, norm, total = _nothing(ONES, ROWS, BLOCK_D)
     if span == 0:
         done = last < SPAN * SEGMENT
         _leave(tops, norms, parts, line, d, best, norms_all, sums, mine & ~done, D)
         result = tl.div_rn(sums, tl.max(norms_all, 0)[None, :])
-        if GATED:
-            gates += first * gate_stride
-        gate_at = (token * gate_stride + (head * 2 + 1) * D)[None, :] + d[:, None]
-        ended = (mine & done)[None, :] & (d < D)[:, None]
-        _store(out, gates, place[None, :] + d[:, None], gate_at, result, ended, GATED)
+        gate_at = (first + token) * gate_stride + (head * 2 + 1) * D
+        _store(out, gates, place, gate_at, d, result, mine & done, D, GATED)
 
 
 @triton.jit(do_not_specialize=["entries", "gate_stride", "SPAN", "Q"])
 def _fold_kernel(
     tops, norms, parts, cu_seqlens, starts, gates, out, entries, gate_stride, SPAN, Q,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SEGMENT: tl.constexpr,
-    GATED: tl.constexpr, TOGETHER: tl.constexpr, LEAST: tl.constexpr,
+    GATED: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
     """One (row, token, head): its entries added in ascending order, TOGETHER of them on the way.
 
-    They are asked for before the row's length is known; those beyond it are left out. Tokens with
-    fewer than LEAST entries have ended before.
+    They are asked for before the row's length is known; those beyond it are left out. A token with
+    one entry alone ended in the first kernel.
     """
-    s, line, head = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(1) % H
-    first = tl.load(cu_seqlens + s).to(tl.int64)
-    token = first + line // H
-    used = (tl.load(starts + s) + line // H) // SEGMENT + 2 - SPAN
+    s, token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) // H, tl.program_id(1) % H
+    first, count, start = _row(cu_seqlens, starts, s)
+    used, first = (start + token) // SEGMENT + 2 - SPAN, first + tl.zeros((1,), tl.int64)
     d = tl.arange(0, BLOCK_D)
-    best = tl.full((1,), NOTHING, tl.float32)
-    norms_all = tl.zeros((1, 1), tl.float32)
-    sums = tl.zeros((BLOCK_D, 1), tl.float32)
+    best, norms_all, sums = _nothing(1, 1, BLOCK_D)
     for base in range(0, tl.maximum(used, 1), TOGETHER):
         for i in tl.static_range(TOGETHER):
             there, live = base + i < entries, base + i < used
-            at = ((s * Q + line // H) * entries + base + i) * H + head + tl.zeros((1,), tl.int64)
+            at = ((s * Q + token) * entries + base + i) * H + head + tl.zeros((1,), tl.int64)
             top = tl.load(tops + at, mask=there, other=0.0)
             norm = tl.load(norms + at, mask=there, other=0.0)[None, :]
             place, mask = at[None, :] * D + d[:, None], (d < D)[:, None] & there
@@ -202,9 +204,9 @@ def _fold_kernel(
             best, norms_all = tl.where(live, top, best), tl.where(live, norm, norms_all)
             sums = tl.where(live, total, sums)
     result = tl.div_rn(sums, norms_all + tl.zeros((BLOCK_D, 1), tl.float32))
-    at, gate_at = (token * H + head) * D, token * gate_stride + (head * 2 + 1) * D
-    ended = (d < D)[:, None] & (used >= LEAST) & (token < tl.load(cu_seqlens + s + 1))
-    _store(out, gates, at + d[:, None], gate_at + d[:, None], result, ended, GATED)
+    place, gate_at = ((first + token) * H + head) * D, (first + token) * gate_stride
+    ended = (used > 1) & (token < count) & (first >= 0)
+    _store(out, gates, place, gate_at + (head * 2 + 1) * D, d, result, ended, D, GATED)
 
 
 def _supports(**traits: Any) -> str | None:
@@ -257,49 +259,28 @@ def launch(
     """paged_attention by a given plan."""
     rows, (_, heads, dim), kv_heads = starts.shape[0], q.shape, k_cache.shape[2]
     out, page, exact = torch.empty_like(q), k_cache.shape[1], q.dtype == torch.float32
-    segments, width = triton.cdiv(page_table.shape[1] * page, SEGMENT), max(dim, 16)
-    width, block = triton.next_power_of_2(width), 16 if exact else p.rows
+    segments = triton.cdiv(page_table.shape[1] * page, SEGMENT)
+    width, block = triton.next_power_of_2(max(dim, 16)), 16 if exact else p.rows
     entries = segments - p.span + 1 if p.span < segments else 0
-    kept = left(rows * query_len * heads, entries, dim, q.device)
-    stride = gates.stride(0) if gates is not None else 0
+    lines = rows * query_len * heads * entries
+    fp32 = dict(dtype=torch.float32, device=q.device)
+    tops, norms, parts = (torch.empty(lines * n, **fp32) for n in (1, 1, dim))
+    gate_stride = gates.stride(0) if gates is not None else 0
     blocks = triton.cdiv(query_len * (heads // kv_heads), block)
     _attend_kernel[(rows * kv_heads, blocks, triton.cdiv(segments, p.span))](
-        q, k_cache, v_cache, page_table, cu_seqlens, starts, gates, out, *kept,
-        scale * LOG2E, entries, page_table.stride(0), stride, p.span, query_len,
+        q, k_cache, v_cache, page_table, cu_seqlens, starts, gates, out, tops, norms, parts,
+        scale * LOG2E, entries, page_table.stride(0), gate_stride, p.span, query_len,
         *k_cache.stride()[:3], *v_cache.stride()[:3], page, heads, kv_heads, dim, block, width,
         32 if exact else 64, 16 if exact else 64, SEGMENT, gates is not None,
         num_warps=p.warps, num_stages=p.stages, enable_fp_fusion=False,
     )  # fmt: skip
     if entries:
-        fold(kept, cu_seqlens, starts, gates, out, entries, p.span, query_len, 2)
+        _fold_kernel[(rows, query_len * heads)](
+            tops, norms, parts, cu_seqlens, starts, gates, out, entries, gate_stride, p.span,
+            query_len, heads, dim, width, SEGMENT, gates is not None, TOGETHER,
+            num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
     return out
-
-
-def left(lines: int, entries: int, dim: int, device: torch.device) -> list[Tensor]:
-    """Room for what the first kernel leaves: tops, norms, parts."""
-    sizes = (lines * entries * n for n in (1, 1, dim))
-    return [torch.empty(size, dtype=torch.float32, device=device) for size in sizes]
-
-
-def fold(
-    kept: list[Tensor],
-    cu_seqlens: Tensor,
-    starts: Tensor,
-    gates: Tensor | None,
-    out: Tensor,
-    entries: int,
-    span: int,
-    query_len: int,
-    least: int,
-) -> None:
-    """Adds up what the first kernel left; out [T, H, D] is written where there is enough of it."""
-    heads, dim = out.shape[1:]
-    _fold_kernel[(starts.shape[0], query_len * heads)](
-        *kept, cu_seqlens, starts, gates, out, entries,
-        gates.stride(0) if gates is not None else 0, span, query_len,
-        heads, dim, triton.next_power_of_2(max(dim, 16)), SEGMENT, gates is not None, TOGETHER,
-        least, num_warps=1, enable_fp_fusion=False,
-    )  # fmt: skip
 
 
 @paged_attention.backend("triton", supports=_supports)
@@ -320,6 +301,4 @@ def paged_attention_triton(
     (_, heads, dim), kv_heads = q.shape, k_cache.shape[2]
     segments = triton.cdiv(page_table.shape[1] * k_cache.shape[1], SEGMENT)
     p = plan(len(starts), query_len, heads, kv_heads, dim, segments)
-    return launch(
-        q, k_cache, v_cache, page_table, cu_seqlens, starts, query_len, scale, gates, p
-    )
+    return launch(q, k_cache, v_cache, page_table, cu_seqlens, starts, query_len, scale, gates, p)
