@@ -24,6 +24,8 @@ from lockstep.kernels.backends import gpu_trait
 LOG2E = 1.4426950408889634
 ENTRY_BYTES = 1 << 28
 """The most that entries for the second kernel may take; longer spans need fewer."""
+PROGRAMS = 256
+"""Spans side by side give about so many: those past a row's end cost time, too."""
 TOGETHER = 8
 """Entries that the second kernel asks for at once."""
 NOTHING = tl.constexpr(-1e30)
@@ -41,11 +43,12 @@ def _pages_of(pages, at, end, PAGE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _load(
-    cache, page, at, live, d, P_STRIDE: tl.constexpr, T_STRIDE: tl.constexpr, D: tl.constexpr,
+    cache, page, at, keys, d, P_STRIDE: tl.constexpr, T_STRIDE: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values at .. at + TILE - 1 of one head, columns d: [TILE, columns], dead ones 0."""
-    lanes, mask = tl.arange(0, TILE), live[:, None] & (d < D)[None, :]
+    """Keys or values at .. at + TILE - 1 of a head, columns d: [TILE, columns], 0 from keys on."""
+    lanes = tl.arange(0, TILE)
+    mask = (at + lanes < keys)[:, None] & (d < D)[None, :]
     if PAGE % TILE == 0:
         cache += page.to(tl.int64) * P_STRIDE + at % PAGE * T_STRIDE
         place = lanes[:, None] * T_STRIDE
@@ -126,73 +129,78 @@ def _attend_kernel(
     V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr,
     PAGE: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, ONES: tl.constexpr,
-    SEGMENT: tl.constexpr, GATED: tl.constexpr,
+    SEGMENT: tl.constexpr, GATED: tl.constexpr, LEAVES: tl.constexpr,
 ):  # fmt: skip
-    """A block of one row's (token, head of a group): SPAN segments.
+    """A block of one row's (token, head of a group): every so many spans of SPAN segments.
 
     The first span folds, and ends the tokens that need no other; else it leaves an entry, and later
     spans one for every segment, in tops, norms [S Q, entries, H] and parts [S Q, entries, H, D].
     """
     s, kv = (tl.program_id(0) // HKV).to(tl.int64), tl.program_id(0) % HKV
     group: tl.constexpr = H // HKV
-    span, pages = tl.program_id(2), page_table + s * table_stride
-    begin, row = span * SPAN * SEGMENT, tl.program_id(1) * ROWS
-    page = _pages_of(pages, begin, begin + 1, PAGE, TILE)
+    row, pages, width = tl.program_id(1) * ROWS, page_table + s * table_stride, SPAN * SEGMENT
+    own, turn = tl.program_id(2) * width, tl.num_programs(2) * width
+    page = _pages_of(pages, own, own + 1, PAGE, TILE)
     first, count, start = _row(cu_seqlens, starts, s)
     end, keys = start + tl.minimum(count, (row + ROWS - 1) // group + 1), start + count
-    if (row >= count * group) | (begin >= end):
+    if (row >= count * group) | (own >= end):
         return
-    stop = tl.minimum(end, begin + SPAN * SEGMENT)
-    m, lanes, d = row + tl.arange(0, ROWS), tl.arange(0, TILE), tl.arange(0, BLOCK_D)
+    m, d = row + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     mine, token, head = m < count * group, m // group, kv * group + m % group
-    last, place = start + token, ((first + token) * H + head) * D
-    line = (s * Q + token) * entries * H + head
+    last, place, line = start + token, (token * H + head) * D, token * entries * H + head
+    tops, norms = tops + s * Q * entries * H, norms + s * Q * entries * H
+    parts += s * Q * entries * H * D
     there = mine[:, None] & (d < D)[None, :]
-    query = tl.load(q + (place[:, None] + d[None, :]), mask=there, other=0.0).T
+    query = tl.load(q + first * (H * D) + (place[:, None] + d[None, :]), mask=there, other=0.0).T
     ones = tl.full((ONES, TILE), 1.0, v_cache.dtype.element_ty)
     best, norms_all, sums = _nothing(ONES, ROWS, BLOCK_D)
     top, norm, total = best, norms_all, sums
-    for at in range(begin, stop, TILE):
-        if PAGE % TILE != 0:
-            page = _pages_of(pages, at, keys, PAGE, TILE)
-        live = at + lanes < keys
-        k = _load(k_cache + kv * K_HEAD, page, at, live, d, K_PAGE, K_TOKEN, D, PAGE, TILE)
-        v = _load(v_cache + kv * V_HEAD, page, at, live, d, V_PAGE, V_TOKEN, D, PAGE, TILE)
-        if PAGE % TILE == 0:
-            page = _pages_of(pages, at + TILE, stop, PAGE, TILE)
-        top, norm, total = _weigh(query, k, v, ones, at, last, scale, top, norm, total, TILE)
-        if ((at + TILE) % SEGMENT == 0) | (at + TILE >= stop):
-            if span == 0:
-                best, norms_all, sums = _fold(best, norms_all, sums, top, norm, total)
-            else:
-                used, entry = mine & (at // SEGMENT * SEGMENT <= last), at // SEGMENT - SPAN + 1
-                _leave(tops, norms, parts, line + entry * H, d, top, norm, total, used, D)
-            top, norm, total = _nothing(ONES, ROWS, BLOCK_D)
-    if span == 0:
-        done = last < SPAN * SEGMENT
-        _leave(tops, norms, parts, line, d, best, norms_all, sums, mine & ~done, D)
+    for begin in range(own, end, turn):
+        stop = tl.minimum(end, begin + width)
+        for at in range(begin, stop, TILE):
+            if PAGE % TILE != 0:
+                page = _pages_of(pages, at, keys, PAGE, TILE)
+            k = _load(k_cache + kv * K_HEAD, page, at, keys, d, K_PAGE, K_TOKEN, D, PAGE, TILE)
+            v = _load(v_cache + kv * V_HEAD, page, at, keys, d, V_PAGE, V_TOKEN, D, PAGE, TILE)
+            if PAGE % TILE == 0:
+                page = _pages_of(pages, at + TILE, stop, PAGE, TILE)
+            top, norm, total = _weigh(query, k, v, ones, at, last, scale, top, norm, total, TILE)
+            if ((at + TILE) % SEGMENT == 0) | (at + TILE >= stop):
+                if (begin == 0) | (not LEAVES):
+                    best, norms_all, sums = _fold(best, norms_all, sums, top, norm, total)
+                else:
+                    entry, used = at // SEGMENT - SPAN + 1, mine & (at // SEGMENT * SEGMENT <= last)
+                    _leave(tops, norms, parts, line + entry * H, d, top, norm, total, used, D)
+                top, norm, total = _nothing(ONES, ROWS, BLOCK_D)
+        page = _pages_of(pages, begin + turn, end, PAGE, TILE)
+    if own == 0:
+        if LEAVES:
+            used, mine = mine & (last >= width), mine & (last < width)
+            _leave(tops, norms, parts, line, d, best, norms_all, sums, used, D)
+        if GATED:
+            gates += first * gate_stride
+        gate_at = token * gate_stride + (head * 2 + 1) * D
         result = tl.div_rn(sums, tl.max(norms_all, 0)[None, :])
-        gate_at = (first + token) * gate_stride + (head * 2 + 1) * D
-        _store(out, gates, place, gate_at, d, result, mine & done, D, GATED)
+        _store(out + first * (H * D), gates, place, gate_at, d, result, mine, D, GATED)
 
 
 @triton.jit(do_not_specialize=["entries", "gate_stride", "SPAN", "Q"])
 def _fold_kernel(
     tops, norms, parts, cu_seqlens, starts, gates, out, entries, gate_stride, SPAN, Q,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SEGMENT: tl.constexpr,
-    GATED: tl.constexpr, TOGETHER: tl.constexpr,
+    GATED: tl.constexpr, TOGETHER: tl.constexpr, EAGER: tl.constexpr,
 ):  # fmt: skip
     """One (row, token, head): its entries added in ascending order, TOGETHER of them on the way.
 
-    They are asked for before the row's length is known; those beyond it are left out. A token with
-    one entry alone ended in the first kernel.
+    EAGER: they are asked for before the row's length is known. Those beyond it are left out. A
+    token with one entry alone ended in the first kernel.
     """
     s, token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) // H, tl.program_id(1) % H
     first, count, start = _row(cu_seqlens, starts, s)
     used, first = (start + token) // SEGMENT + 2 - SPAN, first + tl.zeros((1,), tl.int64)
     d = tl.arange(0, BLOCK_D)
     best, norms_all, sums = _nothing(1, 1, BLOCK_D)
-    for base in range(0, tl.maximum(used, 1), TOGETHER):
+    for base in range(0, tl.where(used > 1, used, EAGER), TOGETHER):
         for i in tl.static_range(TOGETHER):
             there, live = base + i < entries, base + i < used
             at = ((s * Q + token) * entries + base + i) * H + head + tl.zeros((1,), tl.int64)
@@ -223,12 +231,14 @@ def _supports(**traits: Any) -> str | None:
 class Plan:
     """How the work is cut. Nothing here changes a bit.
 
-    span: segments of a program. At 64 rows they fold in registers and leave no entries; few rows
-    need more programs to fill 132 multiprocessors. rows: (token, head of the group) of a tile.
+    rows: (token, head of the group) of a tile. span: segments that a program brings at a stretch.
+    side: spans side by side; a program brings every side-th. At 64 rows all segments fold in
+    registers and leave no entries; few rows need more programs to fill the multiprocessors.
     """
 
     rows: int
     span: int
+    side: int
     warps: int
     stages: int
 
@@ -241,7 +251,8 @@ def plan(rows: int, query_len: int, heads: int, kv_heads: int, dim: int, segment
     span = 64 if programs >= 96 else 4 if programs >= 24 else 2 if programs >= 12 else 1
     while rows * query_len * (segments - span + 1) * heads * (dim + 2) * 4 > ENTRY_BYTES:
         span *= 2
-    return Plan(block, span, 8 if block == 64 and dim > 128 else 4, 2 if block == 64 else 3)
+    side = min(triton.cdiv(segments, span), max(triton.cdiv(PROGRAMS, programs), 8))
+    return Plan(block, span, side, 8 if block == 64 else 4, 2 if block == 64 else 3)
 
 
 def launch(
@@ -267,17 +278,17 @@ def launch(
     tops, norms, parts = (torch.empty(lines * n, **fp32) for n in (1, 1, dim))
     gate_stride = gates.stride(0) if gates is not None else 0
     blocks = triton.cdiv(query_len * (heads // kv_heads), block)
-    _attend_kernel[(rows * kv_heads, blocks, triton.cdiv(segments, p.span))](
+    _attend_kernel[(rows * kv_heads, blocks, p.side)](
         q, k_cache, v_cache, page_table, cu_seqlens, starts, gates, out, tops, norms, parts,
         scale * LOG2E, entries, page_table.stride(0), gate_stride, p.span, query_len,
         *k_cache.stride()[:3], *v_cache.stride()[:3], page, heads, kv_heads, dim, block, width,
-        32 if exact else 64, 16 if exact else 64, SEGMENT, gates is not None,
+        32 if exact else 64, 16 if exact else 64, SEGMENT, gates is not None, entries > 0,
         num_warps=p.warps, num_stages=p.stages, enable_fp_fusion=False,
     )  # fmt: skip
     if entries:
         _fold_kernel[(rows, query_len * heads)](
             tops, norms, parts, cu_seqlens, starts, gates, out, entries, gate_stride, p.span,
-            query_len, heads, dim, width, SEGMENT, gates is not None, TOGETHER,
+            query_len, heads, dim, width, SEGMENT, gates is not None, TOGETHER, int(p.span == 1),
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out
