@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from lockstep.cache.specs import PagedSpec
 from lockstep.kernels.attention import paged_attention
-from lockstep.kernels.rotary import gate_output, rope_and_cache
+from lockstep.kernels.rotary import rope_and_cache
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Linear, ResidualLinear
 from lockstep.layers.norm import Norm
@@ -45,11 +45,11 @@ class Attention(nn.Module):
         self.out = ResidualLinear(build, heads * head_dim, hidden)
         self.rope = build.op(rope_and_cache, head_dim=head_dim)
         self.attend = build.op(paged_attention, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
-        self.gate = build.op(gate_output, head_dim=head_dim)
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def keep(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """Writes the keys and values of x [T, H] -> its projections [T, N], queries [T, H, D]."""
         qkv = self.qkv(x)
-        q = self.rope(
+        return qkv, self.rope(
             qkv,
             self.q_norm.weight,
             self.k_norm.weight,
@@ -63,6 +63,9 @@ class Attention(nn.Module):
             self.q_norm.offset,
             gated=self.gated,
         )
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        qkv, q = self.keep(x, step)
         mixed = self.attend(
             q,
             self.k_cache,
@@ -72,9 +75,8 @@ class Attention(nn.Module):
             step.starts,
             step.shape.query_len,
             self.head_dim**-0.5,
+            qkv if self.gated else None,
         )
-        if self.gated:
-            mixed = self.gate(mixed, qkv)
         return self.out(mixed.flatten(1))
 
     def cache_spec(self) -> PagedSpec:

@@ -92,7 +92,7 @@ class GatedDeltaNet(nn.Module):
         f32 = torch.float32
         return StateSpec(
             (
-                ("recurrent", (hv, dv, dk), f32),
+                ("recurrent", (hv, dk, dv), f32),
                 ("conv", (lines, self.channels), self.dtype),
                 ("u", (lines, hv, dv), f32),
                 ("k", (lines, self.key_heads, dk), f32),

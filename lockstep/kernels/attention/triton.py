@@ -1,11 +1,12 @@
 """paged_attention in Triton: one fold for prefill, decode and verification.
 
 The keys are cut at absolute multiples of SEGMENT. Inside a segment, ascending tiles with online
-softmax; segments are added in ascending order. A program takes SPAN segments in a row. The first
-span folds in registers; later ones leave every segment to a second kernel that goes on with the
-fold in the same order, so that SPAN (chosen from static sizes) changes no bit. Sums over keys go
-through tl.dot, whose bits do not depend on the number of query rows in a tile; (token, head of the
-group) share that axis, so any group size fits. Masked keys add exact zeros.
+softmax; segments are added in ascending order. A program takes a span of segments. The first span
+folds in registers; later ones leave every segment to a second kernel that goes on with the fold in
+the same order, so that spans (chosen from static sizes) change no bit. Sums over keys go through
+tl.dot, whose bits do not depend on how many query rows stand beside; (token, head of the group)
+share that axis, so any group size fits. Masked keys add exact zeros. See
+docs/kernels/attention.md.
 """
 
 from dataclasses import dataclass
@@ -15,19 +16,24 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lockstep.kernels.activations.triton import sigmoid
 from lockstep.kernels.attention import SEGMENT, paged_attention
 from lockstep.kernels.backends import gpu_trait
 
 LOG2E = 1.4426950408889634
+ENTRY_BYTES = 1 << 28
+"""The most that entries for the second kernel may take; longer spans need fewer."""
+PROGRAMS = 256
+"""Spans side by side give about so many: those past a row's end cost time, too."""
+TOGETHER = 8
+"""Entries that the second kernel asks for at once."""
 NOTHING = tl.constexpr(-1e30)
 
 
 @triton.jit
 def _pages_of(pages, at, end, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """The pages of keys at .. at + TILE - 1: one number where a tile lies in a page, else [TILE]."""
+    """The page of keys at .. at + TILE - 1 where a tile lies in one page, else of each [TILE]."""
     if PAGE % TILE == 0:
         return tl.load(pages + at // PAGE, mask=at < end, other=0)
     else:
@@ -37,11 +43,12 @@ def _pages_of(pages, at, end, PAGE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def _load(
-    cache, page, at, live, d, P_STRIDE: tl.constexpr, T_STRIDE: tl.constexpr, D: tl.constexpr,
+    cache, page, at, keys, d, P_STRIDE: tl.constexpr, T_STRIDE: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Keys or values at .. at + TILE - 1 of one head, columns d: [TILE, columns], dead ones 0."""
-    lanes, mask = tl.arange(0, TILE), live[:, None] & (d < D)[None, :]
+    """Keys or values at .. at + TILE - 1 of a head, columns d: [TILE, columns], 0 from keys on."""
+    lanes = tl.arange(0, TILE)
+    mask = (at + lanes < keys)[:, None] & (d < D)[None, :]
     if PAGE % TILE == 0:
         cache += page.to(tl.int64) * P_STRIDE + at % PAGE * T_STRIDE
         place = lanes[:, None] * T_STRIDE
@@ -52,7 +59,10 @@ def _load(
 
 @triton.jit
 def _weigh(query, k, v, ones, at, last, scale, top, norm, total, TILE: tl.constexpr):
-    """A tile of keys: online softmax over query [D, ROWS], that sees keys up to last [ROWS]."""
+    """A tile of keys: online softmax over query [D, ROWS], that sees keys up to last [ROWS].
+
+    top: largest score [ROWS]; norm: sum of weights [ONES, ROWS], in every line; total: output.
+    """
     scores = tl.dot(k, query, input_precision="ieee") * scale
     seen = (at + tl.arange(0, TILE))[:, None] <= last[None, :]
     scores = tl.where(seen, scores, float("-inf"))
@@ -75,152 +85,136 @@ def _fold(best, norms, sums, top, norm, total):
 
 
 @triton.jit
-def _leave(tops, norms, parts, line, d, top, norm, total, mask, side, D: tl.constexpr):
+def _leave(tops, norms, parts, line, d, top, norm, total, mask, D: tl.constexpr):
     """An entry for the second kernel: a segment, or the fold so far."""
-    tl.store(tops + line, top, mask=mask & (side == 0))
-    tl.store(norms + line, tl.max(norm, 0), mask=mask & (side == 0))
+    tl.store(tops + line, top, mask=mask)
+    tl.store(norms + line, tl.max(norm, 0), mask=mask)
     tl.store(parts + (line[None, :] * D + d[:, None]), total, mask=mask[None, :] & (d < D)[:, None])
 
 
 @triton.jit
-def _store(out, gates, at, gate_at, result, mask, GATED: tl.constexpr):
-    """result rounded, then times its rounded output gate where there is one."""
-    values = result.to(out.dtype.element_ty)
+def _store(
+    out, gates, place, gate_at, d, result, mine, D: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    """result [columns, lines] rounded, then times its rounded output gate where there is one."""
+    mask, values = mine[None, :] & (d < D)[:, None], result.to(out.dtype.element_ty)
     if GATED:
-        gate = sigmoid(tl.load(gates + gate_at, mask=mask, other=0.0).to(tl.float32))
-        gate = gate.to(gates.dtype.element_ty).to(tl.float32)
+        gate = tl.load(gates + (gate_at[None, :] + d[:, None]), mask=mask, other=0.0)
+        gate = sigmoid(gate.to(tl.float32)).to(gates.dtype.element_ty).to(tl.float32)
         values = (values.to(tl.float32) * gate).to(out.dtype.element_ty)
-    tl.store(out + at, values, mask=mask)
+    tl.store(out + (place[None, :] + d[:, None]), values, mask=mask)
 
 
-@triton.jit(do_not_specialize=["entries", "table_stride", "gate_stride", "SPAN"])
+@triton.jit
+def _row(cu_seqlens, starts, s):
+    """Row s: the place of its first token, its tokens, the tokens before them."""
+    first = tl.load(cu_seqlens + s).to(tl.int64)
+    count = (tl.load(cu_seqlens + s + 1) - first).to(tl.int32)
+    return first, count, tl.load(starts + s).to(tl.int32)
+
+
+@triton.jit
+def _nothing(ONES: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A fold over no keys: the largest score, the sums of weights, the output."""
+    top = tl.full((ROWS,), NOTHING, tl.float32)
+    norm = tl.zeros((ONES, ROWS), tl.float32)
+    return top, norm, tl.zeros((BLOCK_D, ROWS), tl.float32)
+
+
+@triton.jit(do_not_specialize=["entries", "table_stride", "gate_stride", "SPAN", "Q"])
 def _attend_kernel(
-    q, k_cache, v_cache, k_map, v_map, page_table, cu_seqlens, starts, gates, out,
-    tops, norms, parts, scale, entries, table_stride, gate_stride, SPAN,
+    q, k_cache, v_cache, page_table, cu_seqlens, starts, gates, out, tops, norms, parts,
+    scale, entries, table_stride, gate_stride, SPAN, Q,
     K_PAGE: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
     V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr,
     PAGE: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
-    SEGMENT: tl.constexpr, GATED: tl.constexpr, ONES: tl.constexpr,
-    TMA: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, ONES: tl.constexpr,
+    SEGMENT: tl.constexpr, GATED: tl.constexpr, LEAVES: tl.constexpr,
 ):  # fmt: skip
-    """A block of one row's (token, head of a group), COLUMNS of the values, SPAN segments.
+    """A block of one row's (token, head of a group): every so many spans of SPAN segments.
 
     The first span folds, and ends the tokens that need no other; else it leaves an entry, and later
-    spans one for every segment, in tops, norms [T, entries, H] and parts [T, entries, H, D].
+    spans one for every segment, in tops, norms [S Q, entries, H] and parts [S Q, entries, H, D].
     """
     s, kv = (tl.program_id(0) // HKV).to(tl.int64), tl.program_id(0) % HKV
     group: tl.constexpr = H // HKV
-    sides: tl.constexpr = BLOCK_D // COLUMNS
-    side, span = tl.program_id(2) % sides, tl.program_id(2) // sides
-    pages = page_table + s * table_stride
-    begin = span * SPAN * SEGMENT
-    page = _pages_of(pages, begin, begin + 1, PAGE, TILE)
-    first = tl.load(cu_seqlens + s).to(tl.int64)
-    count = (tl.load(cu_seqlens + s + 1) - first).to(tl.int32)
-    start = tl.load(starts + s).to(tl.int32)
-    row = tl.program_id(1) * ROWS
-    end = start + tl.minimum(count, (row + ROWS - 1) // group + 1)
-    if (row >= count * group) | (begin >= end):
+    row, pages, width = tl.program_id(1) * ROWS, page_table + s * table_stride, SPAN * SEGMENT
+    own, turn = tl.program_id(2) * width, tl.num_programs(2) * width
+    page = _pages_of(pages, own, own + 1, PAGE, TILE)
+    first, count, start = _row(cu_seqlens, starts, s)
+    end, keys = start + tl.minimum(count, (row + ROWS - 1) // group + 1), start + count
+    if (row >= count * group) | (own >= end):
         return
-    stop, keys = tl.minimum(end, begin + SPAN * SEGMENT), start + count
-    m, lanes = row + tl.arange(0, ROWS), tl.arange(0, TILE)
-    d, dv = tl.arange(0, BLOCK_D), side * COLUMNS + tl.arange(0, COLUMNS)
+    m, d = row + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     mine, token, head = m < count * group, m // group, kv * group + m % group
     last, place, line = start + token, (token * H + head) * D, token * entries * H + head
-    q, out = q + first * (H * D), out + first * (H * D)
-    if GATED:
-        gates += first * gate_stride
-    tops, norms = tops + first * entries * H, norms + first * entries * H
-    parts += first * entries * H * D
+    tops, norms = tops + s * Q * entries * H, norms + s * Q * entries * H
+    parts += s * Q * entries * H * D
     there = mine[:, None] & (d < D)[None, :]
-    query = tl.load(q + (place[:, None] + d[None, :]), mask=there, other=0.0).T
+    query = tl.load(q + first * (H * D) + (place[:, None] + d[None, :]), mask=there, other=0.0).T
     ones = tl.full((ONES, TILE), 1.0, v_cache.dtype.element_ty)
-    best = tl.full((ROWS,), NOTHING, tl.float32)
-    norms_all = tl.zeros((ONES, ROWS), tl.float32)
-    sums = tl.zeros((COLUMNS, ROWS), tl.float32)
+    best, norms_all, sums = _nothing(ONES, ROWS, BLOCK_D)
     top, norm, total = best, norms_all, sums
-    whole = begin
-    if TMA:
-        whole += (tl.minimum(stop, keys) - begin) // TILE * TILE
-        for at in range(begin, whole, TILE):
-            row_at = page * PAGE + at % PAGE
-            k = k_map.load([row_at, kv * D])
-            v = v_map.load([row_at, kv * D + side * COLUMNS])
-            page = _pages_of(pages, at + TILE, stop, PAGE, TILE)
-            top, norm, total = _weigh(
-                query, k, v, ones, at, last, scale, top, norm, total, TILE
-            )
+    for begin in range(own, end, turn):
+        stop = tl.minimum(end, begin + width)
+        for at in range(begin, stop, TILE):
+            if PAGE % TILE != 0:
+                page = _pages_of(pages, at, keys, PAGE, TILE)
+            k = _load(k_cache + kv * K_HEAD, page, at, keys, d, K_PAGE, K_TOKEN, D, PAGE, TILE)
+            v = _load(v_cache + kv * V_HEAD, page, at, keys, d, V_PAGE, V_TOKEN, D, PAGE, TILE)
+            if PAGE % TILE == 0:
+                page = _pages_of(pages, at + TILE, stop, PAGE, TILE)
+            top, norm, total = _weigh(query, k, v, ones, at, last, scale, top, norm, total, TILE)
             if ((at + TILE) % SEGMENT == 0) | (at + TILE >= stop):
-                if span == 0:
+                if (begin == 0) | (not LEAVES):
                     best, norms_all, sums = _fold(best, norms_all, sums, top, norm, total)
                 else:
-                    _leave(
-                        tops, norms, parts, line + (at // SEGMENT - SPAN + 1) * H, dv,
-                        top, norm, total, mine & (at // SEGMENT * SEGMENT <= last), side, D,
-                    )  # fmt: skip
-                top = tl.full((ROWS,), NOTHING, tl.float32)
-                norm = tl.zeros((ONES, ROWS), tl.float32)
-                total = tl.zeros((COLUMNS, ROWS), tl.float32)
-    for at in tl.range(whole, stop, TILE, num_stages=1 if TMA else None):
-        if PAGE % TILE != 0:
-            page = _pages_of(pages, at, keys, PAGE, TILE)
-        live = at + lanes < keys
-        k = _load(k_cache + kv * K_HEAD, page, at, live, d, K_PAGE, K_TOKEN, D, PAGE, TILE)
-        v = _load(v_cache + kv * V_HEAD, page, at, live, dv, V_PAGE, V_TOKEN, D, PAGE, TILE)
-        if PAGE % TILE == 0:
-            page = _pages_of(pages, at + TILE, stop, PAGE, TILE)
-        top, norm, total = _weigh(query, k, v, ones, at, last, scale, top, norm, total, TILE)
-        if ((at + TILE) % SEGMENT == 0) | (at + TILE >= stop):
-            if span == 0:
-                best, norms_all, sums = _fold(best, norms_all, sums, top, norm, total)
-            else:
-                _leave(
-                    tops, norms, parts, line + (at // SEGMENT - SPAN + 1) * H, dv,
-                    top, norm, total, mine & (at // SEGMENT * SEGMENT <= last), side, D,
-                )  # fmt: skip
-            top = tl.full((ROWS,), NOTHING, tl.float32)
-            norm = tl.zeros((ONES, ROWS), tl.float32)
-            total = tl.zeros((COLUMNS, ROWS), tl.float32)
-    if span == 0:
-        done = last < SPAN * SEGMENT
-        _leave(tops, norms, parts, line, dv, best, norms_all, sums, mine & ~done, side, D)
+                    entry, used = at // SEGMENT - SPAN + 1, mine & (at // SEGMENT * SEGMENT <= last)
+                    _leave(tops, norms, parts, line + entry * H, d, top, norm, total, used, D)
+                top, norm, total = _nothing(ONES, ROWS, BLOCK_D)
+        page = _pages_of(pages, begin + turn, end, PAGE, TILE)
+    if own == 0:
+        if LEAVES:
+            used, mine = mine & (last >= width), mine & (last < width)
+            _leave(tops, norms, parts, line, d, best, norms_all, sums, used, D)
+        if GATED:
+            gates += first * gate_stride
+        gate_at = token * gate_stride + (head * 2 + 1) * D
         result = tl.div_rn(sums, tl.max(norms_all, 0)[None, :])
-        gate_at = (token * gate_stride + (head * 2 + 1) * D)[None, :] + dv[:, None]
-        ended = (mine & done)[None, :] & (dv < D)[:, None]
-        _store(out, gates, place[None, :] + dv[:, None], gate_at, result, ended, GATED)
+        _store(out + first * (H * D), gates, place, gate_at, d, result, mine, D, GATED)
 
 
-@triton.jit(do_not_specialize=["entries", "gate_stride", "SPAN"])
+@triton.jit(do_not_specialize=["entries", "gate_stride", "SPAN", "Q"])
 def _fold_kernel(
-    tops, norms, parts, cu_seqlens, starts, gates, out, entries, gate_stride, SPAN,
+    tops, norms, parts, cu_seqlens, starts, gates, out, entries, gate_stride, SPAN, Q,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SEGMENT: tl.constexpr,
-    GATED: tl.constexpr, TOGETHER: tl.constexpr,
+    GATED: tl.constexpr, TOGETHER: tl.constexpr, EAGER: tl.constexpr,
 ):  # fmt: skip
-    """One (row, token, head): its entries added in ascending order, TOGETHER of them on the way."""
-    s, head = tl.program_id(0).to(tl.int64), tl.program_id(1) % H
-    first = tl.load(cu_seqlens + s).to(tl.int64)
-    token = first + tl.program_id(1) // H
-    segments = (tl.load(starts + s) + tl.program_id(1) // H) // SEGMENT + 1
-    if (token >= tl.load(cu_seqlens + s + 1)) | (segments <= SPAN):
-        return
+    """One (row, token, head): its entries added in ascending order, TOGETHER of them on the way.
+
+    EAGER: they are asked for before the row's length is known. Those beyond it are left out. A
+    token with one entry alone ended in the first kernel.
+    """
+    s, token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) // H, tl.program_id(1) % H
+    first, count, start = _row(cu_seqlens, starts, s)
+    used, first = (start + token) // SEGMENT + 2 - SPAN, first + tl.zeros((1,), tl.int64)
     d = tl.arange(0, BLOCK_D)
-    best = tl.full((1,), NOTHING, tl.float32)
-    norms_all = tl.zeros((1, 1), tl.float32)
-    sums = tl.zeros((BLOCK_D, 1), tl.float32)
-    for base in range(0, segments - SPAN + 1, TOGETHER):
+    best, norms_all, sums = _nothing(1, 1, BLOCK_D)
+    for base in range(0, tl.where(used > 1, used, EAGER), TOGETHER):
         for i in tl.static_range(TOGETHER):
-            live = base + i < segments - SPAN + 1
-            at = (token * entries + base + i) * H + head + tl.zeros((1,), tl.int64)
-            top = tl.load(tops + at, mask=live, other=NOTHING)
-            norm = tl.load(norms + at, mask=live, other=0.0)[None, :]
-            mask = (d < D)[:, None] & live
-            total = tl.load(parts + (at[None, :] * D + d[:, None]), mask=mask, other=0.0)
-            best, norms_all, sums = _fold(best, norms_all, sums, top, norm, total)
+            there, live = base + i < entries, base + i < used
+            at = ((s * Q + token) * entries + base + i) * H + head + tl.zeros((1,), tl.int64)
+            top = tl.load(tops + at, mask=there, other=0.0)
+            norm = tl.load(norms + at, mask=there, other=0.0)[None, :]
+            place, mask = at[None, :] * D + d[:, None], (d < D)[:, None] & there
+            total = tl.load(parts + place, mask=mask, other=0.0)
+            top, norm, total = _fold(best, norms_all, sums, top, norm, total)
+            best, norms_all = tl.where(live, top, best), tl.where(live, norm, norms_all)
+            sums = tl.where(live, total, sums)
     result = tl.div_rn(sums, norms_all + tl.zeros((BLOCK_D, 1), tl.float32))
-    at = (token * H + head) * D + d[:, None]
-    gate_at = token * gate_stride + (head * 2 + 1) * D + d[:, None]
-    _store(out, gates, at, gate_at, result, (d < D)[:, None], GATED)
+    place, gate_at = ((first + token) * H + head) * D, (first + token) * gate_stride
+    ended = (used > 1) & (token < count) & (first >= 0)
+    _store(out, gates, place, gate_at + (head * 2 + 1) * D, d, result, ended, D, GATED)
 
 
 def _supports(**traits: Any) -> str | None:
@@ -235,26 +229,69 @@ def _supports(**traits: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Plan:
-    """How the work is cut. Nothing here changes a bit, but `rows` in fp32 (FMA units)."""
+    """How the work is cut. Nothing here changes a bit.
+
+    rows: (token, head of the group) of a tile. span: segments that a program brings at a stretch.
+    side: spans side by side; a program brings every side-th. At 64 rows all segments fold in
+    registers and leave no entries; few rows need more programs to fill the multiprocessors.
+    """
 
     rows: int
-    columns: int
     span: int
+    side: int
     warps: int
     stages: int
-    fold_warps: int = 2
-    together: int = 8
-    tma: bool = False
 
 
-def plan(rows: int, query_len: int, group: int, kv_heads: int, dim: int, segments: int, dtype: torch.dtype) -> Plan:
-    width = triton.next_power_of_2(max(dim, 16))
-    count = query_len * group
-    block = 16 if dtype == torch.float32 else min(64, max(16, triton.next_power_of_2(count)))
-    columns = width
-    span = segments if query_len > 8 or rows * kv_heads >= 96 else 1
-    warps = 8 if block * width >= 64 * 256 else 4
-    return Plan(block, columns, span, warps, 2)
+def plan(rows: int, query_len: int, heads: int, kv_heads: int, dim: int, segments: int) -> Plan:
+    """The plan for static sizes: times in docs/kernels/attention.md."""
+    count = query_len * (heads // kv_heads)
+    block = min(64, max(16, triton.next_power_of_2(count)))
+    programs = rows * kv_heads * triton.cdiv(count, block)
+    span = 64 if programs >= 96 else 4 if programs >= 24 else 2 if programs >= 12 else 1
+    while rows * query_len * (segments - span + 1) * heads * (dim + 2) * 4 > ENTRY_BYTES:
+        span *= 2
+    side = min(triton.cdiv(segments, span), max(triton.cdiv(PROGRAMS, programs), 8))
+    return Plan(block, span, side, 8 if block == 64 else 4, 2 if block == 64 else 3)
+
+
+def launch(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cu_seqlens: Tensor,
+    starts: Tensor,
+    query_len: int,
+    scale: float,
+    gates: Tensor | None,
+    p: Plan,
+) -> Tensor:
+    """paged_attention by a given plan."""
+    rows, (_, heads, dim), kv_heads = starts.shape[0], q.shape, k_cache.shape[2]
+    out, page, exact = torch.empty_like(q), k_cache.shape[1], q.dtype == torch.float32
+    segments = triton.cdiv(page_table.shape[1] * page, SEGMENT)
+    width, block = triton.next_power_of_2(max(dim, 16)), 16 if exact else p.rows
+    entries = segments - p.span + 1 if p.span < segments else 0
+    lines = rows * query_len * heads * entries
+    fp32 = dict(dtype=torch.float32, device=q.device)
+    tops, norms, parts = (torch.empty(lines * n, **fp32) for n in (1, 1, dim))
+    gate_stride = gates.stride(0) if gates is not None else 0
+    blocks = triton.cdiv(query_len * (heads // kv_heads), block)
+    _attend_kernel[(rows * kv_heads, blocks, p.side)](
+        q, k_cache, v_cache, page_table, cu_seqlens, starts, gates, out, tops, norms, parts,
+        scale * LOG2E, entries, page_table.stride(0), gate_stride, p.span, query_len,
+        *k_cache.stride()[:3], *v_cache.stride()[:3], page, heads, kv_heads, dim, block, width,
+        32 if exact else 64, 16 if exact else 64, SEGMENT, gates is not None, entries > 0,
+        num_warps=p.warps, num_stages=p.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    if entries:
+        _fold_kernel[(rows, query_len * heads)](
+            tops, norms, parts, cu_seqlens, starts, gates, out, entries, gate_stride, p.span,
+            query_len, heads, dim, width, SEGMENT, gates is not None, TOGETHER, int(p.span == 1),
+            num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
 
 
 @paged_attention.backend("triton", supports=_supports)
@@ -270,54 +307,9 @@ def paged_attention_triton(
     gates: Tensor | None = None,
 ) -> Tensor:
     """See lockstep.kernels.attention.paged_attention. q is contiguous; last strides are 1."""
+    if not len(q):
+        return torch.empty_like(q)
     (_, heads, dim), kv_heads = q.shape, k_cache.shape[2]
     segments = triton.cdiv(page_table.shape[1] * k_cache.shape[1], SEGMENT)
-    p = plan(starts.shape[0], query_len, heads // kv_heads, kv_heads, dim, segments, q.dtype)
+    p = plan(len(starts), query_len, heads, kv_heads, dim, segments)
     return launch(q, k_cache, v_cache, page_table, cu_seqlens, starts, query_len, scale, gates, p)
-
-
-def launch(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    cu_seqlens: Tensor,
-    starts: Tensor,
-    query_len: int,
-    scale: float,
-    gates: Tensor | None,
-    p: Plan,
-) -> Tensor:
-    """paged_attention by a given plan. It decides the speed and nothing else."""
-    rows, (tokens, heads, dim), kv_heads = starts.shape[0], q.shape, k_cache.shape[2]
-    out = torch.empty_like(q)
-    page, width = k_cache.shape[1], triton.next_power_of_2(max(dim, 16))
-    segments = triton.cdiv(page_table.shape[1] * page, SEGMENT)
-    entries = max(segments - p.span + 1, 0) if p.span < segments else 0
-    fp32 = dict(dtype=torch.float32, device=q.device)
-    tops, norms, parts = (torch.empty(tokens * entries * heads * n, **fp32) for n in (1, 1, dim))
-    blocks = triton.cdiv(query_len * (heads // kv_heads), p.rows)
-    spans, sides = triton.cdiv(segments, p.span), triton.cdiv(width, p.columns)
-    gated, gate_stride = gates is not None, gates.stride(0) if gates is not None else 0
-    if not tokens:
-        return out
-    maps: list[TensorDescriptor | None] = [None, None]
-    if p.tma:
-        flat = (k_cache.view(-1, kv_heads * dim), v_cache.view(-1, kv_heads * dim))
-        maps = [TensorDescriptor.from_tensor(t, [64, c]) for t, c in zip(flat, (width, p.columns))]
-    _attend_kernel[(rows * kv_heads, blocks, spans * sides)](
-        q, k_cache, v_cache, *maps, page_table, cu_seqlens, starts, gates, out, tops, norms, parts,
-        scale * LOG2E, entries, page_table.stride(0), gate_stride, p.span,
-        *k_cache.stride()[:3], *v_cache.stride()[:3],
-        page, heads, kv_heads, dim, p.rows, width, p.columns,
-        32 if q.dtype == torch.float32 else 64, SEGMENT, gated, 16 if q.dtype == torch.float32 else 64,
-        p.tma,
-        num_warps=p.warps, num_stages=p.stages, enable_fp_fusion=False,
-    )  # fmt: skip
-    if entries:
-        _fold_kernel[(rows, query_len * heads)](
-            tops, norms, parts, cu_seqlens, starts, gates, out, entries, gate_stride, p.span,
-            heads, dim, width, SEGMENT, gated, p.together,
-            num_warps=p.fold_warps, enable_fp_fusion=False,
-        )  # fmt: skip
-    return out

@@ -38,9 +38,9 @@ class GatedDeltaWeights:
 class GatedDeltaState:
     """One layer's recurrent state, by slot (slot 0 is the null slot). fp32 but for conv.
 
-    recurrent [slots, HV, V, K]: the state before the tokens that are pending. The rest are rings of
-    L lines, a token's line being its position modulo L: conv [slots, L, C] raw inputs, and what
-    replays tokens into the state: u [slots, L, HV, V], k [slots, L, HK, K], decay [slots, L, HV].
+    recurrent [slots, HV, K, V]: the state before the last window. The rest are rings of L lines, a
+    token's line being its position modulo L: conv [slots, L, C] raw inputs, and what replays a
+    window into the state: u [slots, L, HV, V], k [slots, L, HK, K], decay [slots, L, HV].
     L = ring_lines(W, R, flush): a window is written beside all that is read with it.
     """
 
@@ -56,7 +56,7 @@ class GatedDeltaState:
 
     def sizes(self) -> tuple[int, int, int, int]:
         """HK, HV, K, V."""
-        hv, v, k = self.recurrent.shape[1:]
+        hv, k, v = self.recurrent.shape[1:]
         return self.k.shape[2], hv, k, v
 
 
@@ -128,25 +128,23 @@ def gated_delta_step(
     mixed [S, Q, C], z [S, Q, HV, V], b, a [S, Q, HV] raw; slots [S] int64; starts [S] the window's
     first positions; pending [S] int64: tokens before it that the state lacks, up to flush - 1 + W
     -> [S, Q, HV, V] of z's dtype, after the gated norm. The state is read once, and written once
-    where a multiple of `flush` lies among the pending tokens: as it is at the last one, at or
-    before the window. So what is pending next is what was accepted, and before it
-    min(pending, starts % flush) tokens. A backend's bits may depend on flush, but never on how a
-    row's tokens were brought. Q <= W. Slots may repeat only if null; a null row's results are
-    undefined.
+    where at least `flush` were pending: after the replay, before the new window, which is kept.
+    So what is pending next is what was accepted, and besides, where it was not written, what was
+    pending. No bit depends on flush. Q <= W. Slots may repeat only if null; a null row's results
+    are undefined.
     """
     mixed, z, b, a = (x.transpose(0, 1) for x in (mixed, z, b, a))
     (length, rows, channels), hv = mixed.shape, b.shape[2]
-    place, counts = (tuple(slots.tolist()), tuple(starts.tolist())), pending.tolist()
-    history, most = weights.conv.shape[1] - 1, max(counts)
+    history, most = weights.conv.shape[1] - 1, max(pending.tolist())
     reach = max(history, most)
+    place = tuple(slots.tolist()), tuple(starts.tolist())
     lines = _lines(state.conv.shape[1], *place, range(-reach, length))
     past, new = lines[: reach * rows], lines[reach * rows :]
     conv = state.conv.flatten(0, 1).index_select(0, past[(reach - history) * rows :])
     raw = torch.cat([conv.view(history, rows, channels), mixed])
     q, k, v = _heads(_convolve(raw, weights.conv), state)
     g, beta = _gates(b, a, weights)
-    left = [min(n, start % flush) for n, start in zip(counts, place[1], strict=True)]
-    s, decay = _replay(state, slots, past[(reach - most) * rows :], pending, left), torch.exp(g)
+    s, decay = _replay(state, slots, past[(reach - most) * rows :], pending, flush), torch.exp(g)
     gates = (_by_token(x.unsqueeze(-1), hv) for x in (decay, beta))
     o, u = _run(s, *(_by_token(x, hv) for x in (q, k, v)), *gates)
     for ring, x in ((state.conv, mixed), (state.u, u), (state.k, k), (state.decay, decay)):
@@ -167,36 +165,35 @@ def _by_token(x: Tensor, heads: int) -> Tokens:
 def _run(
     s: Tensor, q: Tokens, k: Tokens, v: Tokens, decay: Tokens, beta: Tokens
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence, token by token, in place on s [N, V, K]: q, k [N, 1, K], v [N, 1, V],
+    """The recurrence, token by token, in place on s [N, K, V]: q, k [N, 1, K], v [N, 1, V],
     decay, beta [N, 1, 1] -> o, u [Q * N, 1, V]."""
-    columns = s.transpose(1, 2)
     out: list[Tensor] = []
     u: list[Tensor] = []
     for qt, kt, vt, fade, rate in zip(q, k, v, decay, beta, strict=True):
         s.mul_(fade)
-        u.append((vt - torch.bmm(kt, columns)).mul_(rate))
+        u.append((vt - torch.bmm(kt, s)).mul_(rate))
         _write(s, kt, u[-1])
-        out.append(torch.bmm(qt, columns))
+        out.append(torch.bmm(qt, s))
     return torch.cat(out), torch.cat(u)
 
 
 def _write(s: Tensor, k: Tensor, u: Tensor) -> None:
-    """s [N, V, K] += u [N, 1, V] (x) k [N, 1, K]: the one expression of stepping and replay."""
-    s.baddbmm_(u.transpose(1, 2), k)
+    """s [N, K, V] += k [N, 1, K] (x) u [N, 1, V]: the one expression of stepping and replay."""
+    s.baddbmm_(k.transpose(1, 2), u)
 
 
 def _replay(
-    state: GatedDeltaState, slots: Tensor, lines: Tensor, pending: Tensor, left: list[int]
+    state: GatedDeltaState, slots: Tensor, lines: Tensor, pending: Tensor, flush: int
 ) -> Tensor:
-    """The state with the pending tokens, in these lines, folded in: [S * HV, V, K], a copy.
+    """The state with the pending tokens, in these lines, folded in: [S * HV, K, V], a copy.
 
-    It is written as it is before a row's last `left` tokens, where there are more. Where a row has
-    fewer than its batch mates, the first are decay 1, k 0 and u 0: an exact no-op.
+    It is written where at least `flush` were pending. Where a row has fewer than its batch mates,
+    the first are decay 1, k 0 and u 0: an exact no-op.
     """
-    (rows,), heads, most = slots.shape, state.recurrent.shape[1], len(lines) // slots.shape[0]
-    alone = rows == 1 and left == [0] and most > 0
+    (rows,), heads, due = slots.shape, state.recurrent.shape[1], pending >= flush
+    alone = rows == 1 and bool(due)
     s = state.recurrent[int(slots)] if alone else state.recurrent.index_select(0, slots)
-    flat = s.view(-1, *s.shape[-2:])
+    flat, most = s.view(-1, *s.shape[-2:]), len(lines) // rows
     if most:
         tokens = [
             ring.flatten(0, 1).index_select(0, lines).view(most, rows, -1, ring.shape[-1])
@@ -209,11 +206,10 @@ def _replay(
         for fade, kt, ut in zip(*(_by_token(x, heads) for x in tokens), strict=True):
             flat.mul_(fade)
             _write(flat, kt, ut)
-            most -= 1
-            if most in left and not alone:
-                due = torch.tensor(left).eq(most) & (pending > most)
-                state.recurrent.index_copy_(0, slots[due], s[due])
-    return flat.clone() if alone else flat
+    if alone:
+        return flat.clone()
+    state.recurrent.index_copy_(0, slots[due], s[due])
+    return flat
 
 
 @op
@@ -251,15 +247,14 @@ def gated_delta_chunk(
         if begin == end or dst == 0:
             continue
         past = conv[last(src, start)] if start else conv.new_zeros(history, conv.shape[1])
-        s = state.recurrent[src] if start else torch.zeros_like(state.recurrent[0])
+        s = state.recurrent[src].clone() if start else torch.zeros_like(state.recurrent[0])
         raw = torch.cat([past, mixed[begin:end]])
         heads = _heads(_convolve(raw, weights.conv), state)
-        s = s.mT.contiguous()
         out[begin:end], at_grid, s = _chunks(*heads, g[begin:end], beta[begin:end], s)
-        state.recurrent[dst], conv[last(dst, start + end - begin)] = s.mT, raw[end - begin :]
+        state.recurrent[dst], conv[last(dst, start + end - begin)] = s, raw[end - begin :]
         if snapshot:
             whole = (end - begin) // GRID * GRID
-            state.recurrent[snapshot] = at_grid.mT
+            state.recurrent[snapshot] = at_grid
             conv[last(snapshot, start + whole)] = raw[whole : whole + history]
     return out
 

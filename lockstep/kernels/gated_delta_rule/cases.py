@@ -38,7 +38,7 @@ def empty_state(dims: Dims, slots: int, dtype: torch.dtype, fill: float = 0.0) -
 
     lines = ring_lines(dims.w, dims.r, dims.flush)
     return GatedDeltaState(
-        recurrent=full(dims.hv, dims.v, dims.k),
+        recurrent=full(dims.hv, dims.k, dims.v),
         conv=full(lines, dims.channels, dtype=dtype),
         u=full(lines, dims.hv, dims.v),
         k=full(lines, dims.hk, dims.k),

@@ -1,275 +1,288 @@
 """gated_delta_step in Triton: one program per row and value head does the whole mixer, once.
 
-A cell is `flush` tokens from a multiple of it. What a token takes is the state before its cell and
-what the tokens before it in its cell wrote, each by a weight of its own. So the state is read once,
-multiplied once by all of the window's k and q on tensor cores, and written where a cell ends. Rows,
-tokens, window and ring length are run-time values, and a token's place in a tile is its place in its
-cell: so single steps, windows and replay share their bits.
+A warp owns V / warps columns of the state and all of K, so sums over K stay inside it and the token
+loop has no barrier but the norm's. Rows, tokens, window and ring length are run-time values: one
+binary serves single steps, windows and replay, at any number of drafts, so they share their bits.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.gated_delta_rule import (
     L2_EPS,
     GatedDeltaState,
     GatedDeltaWeights,
     gated_delta_step,
 )
-from lockstep.kernels.gated_delta_rule.triton_inputs import (
-    blocks_of,
-    inputs,
-    line_of,
-    sizes_of,
-    supports,
-)
 
 MOST_REGISTERS = 128
 """Of a thread: two programs of 8 warps share a multiprocessor, 128 KB of state in flight."""
-MOST_TOKENS = 4
-"""Of the window whose inputs are made at once. No bit depends on it."""
 ALIGNED = 16
 PAD = 4
-"""Floats behind a token's q, k and v in the scratch: beta, and three to keep lines aligned."""
+"""Floats behind a token's q, k and v in the scratch: decay, beta, and two to keep lines aligned."""
 
 
 @triton.jit
-def _times(x, y):
-    return x * y
+def head_channels(unit, lanes, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    """First channel and width of head `unit` of [all q | all k | all v]."""
+    is_value = unit >= 2 * HK
+    first = tl.where(is_value, 2 * HK * K + (unit - 2 * HK) * V, unit * K)
+    return first + lanes, lanes < tl.where(is_value, V, K)
 
 
 @triton.jit
-def _keys(
-    heads, kept_k, first, begin, length, line_0, lines,
-    HK: tl.constexpr, K: tl.constexpr, G: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
-    WIDTH: tl.constexpr,
-):  # fmt: skip
-    """[2 H, BLOCK]: a cell's G ks, pending and new, and from H on its new qs."""
-    n, i = tl.arange(0, 2 * H)[:, None], tl.arange(0, BLOCK)[None, :]
-    t, live = first + n % H, (n % H < G) & (i < K)
-    held = kept_k + line_of(line_0 + t, lines) * (HK * K) + i
-    old = tl.load(held, mask=live & (n < H) & (t >= begin) & (t < 0), other=0.0)
-    new = heads + t * WIDTH + (1 - n // H) * K + i
-    return tl.where(t < 0, old, tl.load(new, mask=live & (t >= 0) & (t < length), other=0.0))
+def gates(a, b, a_log, dt_bias):
+    """Raw a, b and a head's parameters -> g, the log decay, and beta; log1p by Kahan's quotient."""
+    x = a.to(tl.float32) + dt_bias
+    e = tl.exp(tl.minimum(x, 20.0))
+    near = tl.where(1.0 + e == 1.0, 1.0, (1.0 + e) - 1.0)
+    rise = tl.where(1.0 + e == 1.0, e, tl.log(1.0 + e) * (e / near))
+    rise = tl.where(x > 20.0, x, rise)
+    return -tl.exp(a_log) * rise, 1.0 / (1.0 + tl.exp(-b.to(tl.float32)))
 
 
 @triton.jit
-def _decays(
-    kept_decay, first, begin, length, line_0, lines,
-    HV: tl.constexpr, G: tl.constexpr, H: tl.constexpr,
-):  # fmt: skip
-    """[2 H, 2 H]: the decay to place n % H of a cell, from its token j or, at 2 H - 1, start."""
-    i = tl.arange(0, H)
-    t = first + i
-    live = (i < G) & (t >= begin) & (t < length)
-    fade = tl.load(kept_decay + line_of(line_0 + t, lines) * HV, mask=live, other=1.0)
-    n, j = tl.arange(0, 2 * H)[:, None, None], tl.arange(0, 2 * H)[None, :, None]
-    i = i[None, None, :]
-    on_the_way = (i > tl.where(j == 2 * H - 1, -1, j)) & (i <= n % H)
-    return tl.reduce(tl.where(on_the_way, fade[None, None, :], 1.0), 2, _times)
+def _line(line, lines):
+    """A line that may lie up to one ring before or behind the ring, put into it."""
+    line = tl.where(line < 0, line + lines, line)
+    return tl.where(line >= lines, line - lines, line)
 
 
 @triton.jit
-def _weights(x, passed, weights, H: tl.constexpr, PRECISION: tl.constexpr):
-    """What delta and, from H on, output take of the us, and at 2 H - 1 of S: [2 H, 2 H]."""
-    n, j = tl.arange(0, 2 * H)[:, None], tl.arange(0, 2 * H)[None, :]
-    alike = tl.dot(x, tl.trans(x), input_precision=PRECISION)
-    takes = tl.where(j < n % H + n // H, alike * passed, 0.0)
-    tl.store(weights + n * (2 * H) + j, tl.where(j == 2 * H - 1, passed, takes))
+def _convolved(
+    mixed, conv, taps, c, live, t, first, length, lines, stride, C: tl.constexpr, R: tl.constexpr
+):
+    """Channels c of tokens t: SiLU of the convolution, and the raw inputs, as tiles [T, channels].
 
-
-@triton.jit
-def _solve(
-    seen, us, weights, values, begin, end,
-    V: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
-):  # fmt: skip
-    """u and o of a cell's tokens begin .. end, columns n and H + n of [BLOCK, 2 H].
-
-    seen: S k and S q, decayed; us: those of the tokens before.
+    Tokens before the window come out of the ring.
     """
-    v, n = tl.arange(0, BLOCK), tl.arange(0, 2 * H)
-    outs = tl.zeros(us.shape, tl.float32)
-    for i in range(begin, end):
-        of_k = tl.load(weights + i * (2 * H) + n)[None, :]
-        of_q = tl.load(weights + (H + i) * (2 * H) + n)[None, :]
-        value = tl.load(values + (i - begin) * WIDTH + v, mask=v < V, other=0.0)
-        rate = tl.load(values + (i - begin) * WIDTH + V)
-        u = (value - tl.sum(tl.where(n[None, :] == i, seen, us * of_k), 1)) * rate
-        us = tl.where(n[None, :] == i, u[:, None], us)
-        o = tl.sum(tl.where(n[None, :] == H + i, seen, us * of_q), 1)
-        outs = tl.where(n[None, :] == H + i, o[:, None], outs)
-    return us, outs
+    inside = (t < length)[:, None] & live[None, :]
+    total = tl.zeros((t.shape[0], c.shape[0]), tl.float32)
+    for j in tl.static_range(R + 1):
+        at = t + j - R
+        old = conv + _line(first + at, lines)[:, None] * C + c[None, :]
+        new = mixed + at[:, None] * stride + c[None, :]
+        raw = tl.load(tl.where((at < 0)[:, None], old, new), mask=inside, other=0.0)
+        tap = tl.load(taps + j * C + c, mask=live, other=0.0).to(tl.float32)
+        total += raw.to(tl.float32) * tap[None, :]
+    return total / (1.0 + tl.exp(-total)), raw
 
 
 @triton.jit
-def _lines_of(x):
-    """[n, 2 H], one half of it 0 -> [H, n]."""
-    return tl.trans(tl.sum(tl.reshape(x, (x.shape[0], 2, x.shape[1] // 2)), 1))
+def _normal(x, EPS: tl.constexpr):
+    return x * tl.rsqrt(tl.sum(x * x, 1) + EPS)[:, None]
 
 
 @triton.jit
-def _finish(
-    us, outs, gate, weight, out, kept_u, first, length, line_0, lines, eps,
-    HV: tl.constexpr, V: tl.constexpr, G: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
+def _inputs(
+    mixed, b, a, conv, taps, log_rate, bias, kept_k, kept_decay, heads, line_0, length, lines,
+    stride, b_stride, a_stride, h,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr, PAD: tl.constexpr,
+    EPS: tl.constexpr,
 ):  # fmt: skip
-    """Keeps the new us; writes o / rms * weight * silu(gate), gate [H, BLOCK]."""
-    n, v = tl.arange(0, H)[:, None], tl.arange(0, BLOCK)[None, :]
-    t = first + n
-    new = (n < G) & (t >= 0) & (t < length) & (v < V)
-    tl.store(kept_u + line_of(line_0 + t, lines) * (HV * V) + v, _lines_of(us), mask=new)
-    x, gate = _lines_of(outs), gate.to(tl.float32)
-    x = x * tl.rsqrt(tl.sum(x * x, 1) / V + eps)[:, None] * weight * (gate / (1.0 + tl.exp(-gate)))
-    tl.store(out + t * (HV * V) + v, x.to(out.dtype.element_ty), mask=new)
+    """q, k, v, decay and beta of the window to heads; what is kept to its ring, by one program."""
+    C: tl.constexpr = 2 * HK * K + HV * V
+    WIDTH: tl.constexpr = 2 * K + V + PAD
+    kh, first = h // (HV // HK), h % (HV // HK) == 0
+    i, j = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    for begin in range(0, length, TOKENS):
+        t = begin + tl.arange(0, TOKENS)
+        line = _line(line_0 + t, lines)
+        mask_k, mask_v = (t < length)[:, None] & (i < K)[None, :], (t < length)[:, None] & (j < V)
+        ring, out = conv + line[:, None] * C, heads + t[:, None] * WIDTH
+        raw_a = tl.load(a + t * a_stride, mask=t < length, other=0.0)
+        raw_b = tl.load(b + t * b_stride, mask=t < length, other=0.0)
+        of_q, of_k, of_v = kh * K + i, (HK + kh) * K + i, 2 * HK * K + h * V + j
+        q, raw_q = _convolved(
+            mixed, conv, taps, of_q, i < K, t, line_0, length, lines, stride, C, R
+        )
+        k, raw_k = _convolved(
+            mixed, conv, taps, of_k, i < K, t, line_0, length, lines, stride, C, R
+        )
+        v, raw_v = _convolved(
+            mixed, conv, taps, of_v, j < V, t, line_0, length, lines, stride, C, R
+        )
+        k = _normal(k, EPS)
+        tl.store(out + i[None, :], _normal(q, EPS) * K**-0.5, mask=mask_k)
+        tl.store(out + K + i[None, :], k, mask=mask_k)
+        tl.store(out + 2 * K + j[None, :], v, mask=mask_v)
+        keep = kept_k + line[:, None] * (HK * K) + kh * K + i[None, :]
+        tl.store(keep, k, mask=mask_k & first)
+        tl.store(ring + of_q[None, :], raw_q, mask=mask_k & first)
+        tl.store(ring + of_k[None, :], raw_k, mask=mask_k & first)
+        tl.store(ring + of_v[None, :], raw_v, mask=mask_v)
+        g, rate = gates(raw_a, raw_b, log_rate, bias)
+        fade, out = tl.exp(g), heads + t * WIDTH + 2 * K + V
+        tl.store(out, fade, mask=t < length)
+        tl.store(out + 1, rate, mask=t < length)
+        tl.store(kept_decay + line * HV, fade, mask=t < length)
 
 
 @triton.jit
-def _advance(
-    state, heads, kept_k, kept_u, kept_decay, first, begin, line_0, lines,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, G: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, WIDTH: tl.constexpr,
+def _sum_k(x):
+    """[KT, VB, KR, VI] -> [1, VB, 1, VI]: first a lane's own KR, then the KT lanes."""
+    return tl.sum(tl.sum(x, 2, keep_dims=True), 0, keep_dims=True)
+
+
+@triton.jit
+def _write(state, fade, k, u):
+    """The decay and the rank-1 update: the one expression of stepping and replay."""
+    return tl.fma(tl.broadcast_to(k, state.shape), tl.broadcast_to(u, state.shape), state * fade)
+
+
+@triton.jit
+def _store_v(place, x, kt, inside):
+    """Stores x [1, VB, 1, VI], which all KT lanes hold, from the first of them as it lies."""
+    place, first = place + tl.zeros_like(kt), inside & (kt == 0)
+    tl.store(place, tl.broadcast_to(x, place.shape).to(place.dtype.element_ty), mask=first)
+
+
+@triton.jit
+def _after(line, lines):
+    return tl.where(line + 1 == lines, 0, line + 1)
+
+
+@triton.jit
+def _replay(
+    state, kept_k, kept_u, kept_decay, kt, kr, j, line, count, lines,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """The state [BLOCK_V, BLOCK_K] behind a whole cell: decayed, and its tokens written."""
-    v, k, low = tl.arange(0, BLOCK_V), tl.arange(0, BLOCK_K), tl.maximum(begin - first, 0)
-    whole = 1.0
-    for i in tl.static_range(G):
-        t = first + i
-        whole *= tl.load(kept_decay + line_of(line_0 + t, lines) * HV, mask=t >= begin, other=1.0)
-    state, decay, t = state * whole, 1.0, first + G - 1
-    line = line_of(line_0 + t, lines)
-    place = tl.where(t < 0, kept_k + line * (HK * K), heads + t * WIDTH + K)
-    key = tl.load(place + k, mask=k < K, other=0.0)
-    u = tl.load(kept_u + line * (HV * V) + v, mask=v < V, other=0.0)
-    fade = tl.load(kept_decay + line * HV)
-    for _ in range(low, G):
-        now_key, now_u, now_fade = key * decay, u, fade
-        t -= 1
-        line, live = line_of(line_0 + t, lines), t >= first + low
-        place = tl.where(t < 0, kept_k + line * (HK * K), heads + t * WIDTH + K)
-        key = tl.load(place + k, mask=(k < K) & live, other=0.0)
-        u = tl.load(kept_u + line * (HV * V) + v, mask=(v < V) & live, other=0.0)
-        fade = tl.load(kept_decay + line * HV, mask=live, other=1.0)
-        column, row = now_u[:, None], now_key[None, :]
-        column, row = tl.broadcast_to(column, state.shape), tl.broadcast_to(row, state.shape)
-        state, decay = tl.fma(column, row, state), decay * now_fade
+    """The state after `count` tokens out of the rings; the next token is read a turn ahead."""
+    more = count > 0
+    k = tl.load(kept_k + line * (HK * K) + kt + kr, mask=(kt + kr < K) & more, other=0.0)
+    u = tl.load(kept_u + line * (HV * V) + j, mask=(j < V) & more, other=0.0)
+    fade = tl.load(kept_decay + line * HV, mask=more, other=0.0)
+    for n in range(count):
+        now_k, now_u, now_fade = k, u, fade
+        line, more = _after(line, lines), n + 1 < count
+        k = tl.load(kept_k + line * (HK * K) + kt + kr, mask=(kt + kr < K) & more, other=0.0)
+        u = tl.load(kept_u + line * (HV * V) + j, mask=(j < V) & more, other=0.0)
+        fade = tl.load(kept_decay + line * HV, mask=more, other=0.0)
+        state = _write(state, now_fade, now_k, now_u)
     return state
 
 
 @triton.jit
-def _cell(
-    state, place, inside, heads, weights, kept_u, kept_k, kept_decay, z, out, norm, cell, done,
-    start, begin, length, line_0, lines, z_stride, eps,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    G: tl.constexpr, H: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    WIDTH: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """A cell's new tokens, given the state before cell `done`.
+def _gated_norm(o, z, weight, eps, V: tl.constexpr):
+    """o [1, VB, 1, VI] / rms * weight * silu(z)."""
+    square = tl.sum(tl.sum(o * o, 3, keep_dims=True), 1, keep_dims=True)
+    z = z.to(tl.float32)
+    return o * tl.rsqrt(square / V + eps) * weight * (z / (1.0 + tl.exp(-z)))
 
-    What is between is written into it, and the state is kept where all of that is committed.
-    """
-    first = cell * G - start
-    n, j = tl.arange(0, 2 * H)[:, None], tl.arange(0, BLOCK_V)[None, :]
-    held = kept_u + line_of(line_0 + first + n, lines) * (HV * V) + j
-    live = (n < G) & (first + n >= begin) & (first + n < 0) & (j < V)
-    us = tl.load(held, mask=live, other=0.0)
-    n = tl.arange(0, H)[:, None]
-    live = (n < G) & (first + n >= 0) & (first + n < length) & (j < V)
-    gate = tl.load(z + (first + n) * z_stride + j, mask=live, other=0.0)
-    weight = tl.load(norm + j, mask=j < V, other=0.0).to(tl.float32)
-    x = _keys(heads, kept_k, first, begin, length, line_0, lines, HK, K, G, H, BLOCK_K, WIDTH)
-    passed = _decays(kept_decay, first, begin, length, line_0, lines, HV, G, H)
-    _weights(x, passed, weights, H, PRECISION)
-    tl.debug_barrier()  # weights are written, and us of the cell before
-    if done < cell:
-        for at in range(done, cell):
-            state = _advance(
-                state, heads, kept_k, kept_u, kept_decay, at * G - start, begin, line_0, lines,
-                HK, HV, K, V, G, BLOCK_K, BLOCK_V, WIDTH,
-            )  # fmt: skip
-            lines_of = tl.reshape(state, place.shape)
-            tl.store(place, lines_of, mask=inside & (at * G + G <= start))
-    now = tl.maximum(first, 0)
-    carried = state
-    for _ in range(tl.minimum(length, 1)):  # once: what a loop carries is waited for in the loop
-        whole = tl.load(weights + tl.arange(0, 2 * H) * (2 * H) + 2 * H - 1)
-        seen = tl.dot(carried, tl.trans(x), input_precision=PRECISION) * whole[None, :]
-        new, outs = _solve(
-            seen, tl.trans(us), weights, heads + now * WIDTH + 2 * K,
-            now - first, tl.minimum(G, length - first), V, H, BLOCK_V, WIDTH,
-        )  # fmt: skip
-        _finish(
-            new, outs, gate, weight, out, kept_u, first, length, line_0, lines, eps,
-            HV, V, G, H, BLOCK_V,
-        )  # fmt: skip
-        carried = tl.zeros_like(state)
+
+@triton.jit
+def _window(
+    state, heads, z, out, kept_u, kt, kr, j, weight, line, length, lines, z_stride, eps,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PAD: tl.constexpr,
+):  # fmt: skip
+    """The new tokens, one after another. What a token needs first is read a turn ahead."""
+    in_k, in_v = kt + kr < K, j < V
+    k = tl.load(heads + K + kt + kr, mask=in_k, other=0.0)
+    v = tl.load(heads + 2 * K + j, mask=in_v, other=0.0)
+    fade, rate = tl.load(heads + 2 * K + V), tl.load(heads + 2 * K + V + 1)
+    for t in range(length):
+        more = t + 1 < length
+        q = tl.load(heads + kt + kr, mask=in_k, other=0.0)
+        gate = tl.load(z + j, mask=in_v, other=0.0)
+        u = (v - _sum_k(k * (state * fade))) * rate
+        state = _write(state, fade, k, u)
+        heads, z = heads + (2 * K + V + PAD), z + z_stride
+        k = tl.load(heads + K + kt + kr, mask=in_k & more, other=0.0)
+        v = tl.load(heads + 2 * K + j, mask=in_v & more, other=0.0)
+        fade = tl.load(heads + 2 * K + V, mask=more, other=0.0)
+        rate = tl.load(heads + 2 * K + V + 1, mask=more, other=0.0)
+        o = _gated_norm(_sum_k(q * state), gate, weight, eps, V)
+        _store_v(out + t * (HV * V) + j, o, kt, in_v)
+        _store_v(kept_u + line * (HV * V) + j, u, kt, in_v)
+        line = _after(line, lines)
 
 
 @triton.jit(
-    do_not_specialize=["length", "lines", "eps", "b_stride", "a_stride"],
+    do_not_specialize=["length", "lines", "flush", "eps", "b_stride", "a_stride"],
     do_not_specialize_on_alignment=["b", "a", "slots", "starts", "pending"],
 )
 def _step_kernel(
     mixed, z, b, a, taps, a_log, dt_bias, norm, recurrent, conv, kept_u, kept_k, kept_decay,
-    slots, starts, pending, heads, weights, out, length, lines, eps,
+    slots, starts, pending, heads, out, length, lines, flush, eps,
     mixed_stride, z_stride, b_stride, a_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    G: tl.constexpr, H: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    TOKENS: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr, L2_EPS: tl.constexpr,
+    KT: tl.constexpr, KR: tl.constexpr, VB: tl.constexpr, VI: tl.constexpr,
+    TOKENS: tl.constexpr, PAD: tl.constexpr, L2_EPS: tl.constexpr,
 ):  # fmt: skip
-    """One (row, value head): the state is asked for, then cell by cell its inputs and results."""
+    """One (row, value head): read the state, make the inputs, replay, write the state, step."""
     program = tl.program_id(0).to(tl.int64)
     s, h = program // HV, (program % HV).to(tl.int32)
+    kh = h // (HV // HK)
+    kt = tl.arange(0, KT)[:, None, None, None]
+    kr = (tl.arange(0, KR) * KT)[None, None, :, None]
+    j = (tl.arange(0, VB) * VI)[None, :, None, None] + tl.arange(0, VI)[None, None, None, :]
+    weight = tl.load(norm + j, mask=j < V, other=0.0).to(tl.float32)
+    log_rate, bias = tl.load(a_log + h), tl.load(dt_bias + h)
     slot = tl.load(slots + s).to(tl.int64)
     start, count = tl.load(starts + s).to(tl.int32), tl.load(pending + s).to(tl.int32)
-    v_0, v = (tl.arange(0, BLOCK_V // 8) * 8)[:, None, None], tl.arange(0, 8)[None, :, None]
-    k = tl.arange(0, BLOCK_K)[None, None, :]
-    place = recurrent + (slot * HV + h) * (V * K) + v * K + k + v_0 * K
-    inside = (v_0 + v < V) & (k < K)
-    state = tl.reshape(tl.load(place, mask=inside, other=0.0), (BLOCK_V, BLOCK_K))
-    line_0, begin, token = start % lines, -count, s * length
-    mixed += token * mixed_stride
-    z += token * z_stride + h * V
-    b, a = b + token * b_stride + h, a + token * a_stride + h
-    out += (token * HV + h) * V
+    place = recurrent + (slot * HV + h) * (K * V) + kt * V + j + kr * V
+    inside = (kt + kr < K) & (j < V)
+    state = tl.load(place, mask=inside, other=0.0)
+    line = start % lines
+    mixed += s * length * mixed_stride
     conv += slot * lines * (2 * HK * K + HV * V)
     kept_k += slot * lines * (HK * K)
     kept_u += slot * lines * (HV * V) + h * V
     kept_decay += slot * lines * HV + h
-    heads += program * length * WIDTH
-    weights += program * (4 * H * H)
-    inputs(
-        mixed, b, a, conv, taps, tl.load(a_log + h), tl.load(dt_bias + h), kept_k, kept_decay,
-        heads, line_0, length, lines, mixed_stride, b_stride, a_stride, h,
-        HK, HV, K, V, R, max(BLOCK_K, BLOCK_V), TOKENS, WIDTH, L2_EPS,
+    heads += program * length * (2 * K + V + PAD)
+    token = s * length
+    _inputs(
+        mixed, b + token * b_stride + h, a + token * a_stride + h, conv, taps, log_rate, bias,
+        kept_k, kept_decay, heads, line, length, lines, mixed_stride, b_stride, a_stride, h,
+        HK, HV, K, V, R, KR * KT, VB * VI, TOKENS, PAD, L2_EPS,
     )  # fmt: skip
-    kept_k += h // (HV // HK) * K
-    tl.debug_barrier()  # heads and decays are written
-    cell, last = start // G, (start + length - 1) // G
-    _cell(
-        state, place, inside, heads, weights, kept_u, kept_k, kept_decay, z, out, norm,
-        cell, (start - count) // G, start, begin, length, line_0, lines, z_stride, eps,
-        HK, HV, K, V, G, H, BLOCK_K, BLOCK_V, WIDTH, PRECISION,
+    state = _replay(
+        state, kept_k + kh * K, kept_u, kept_decay, kt, kr, j, _line(line - count, lines), count,
+        lines, HK, HV, K, V,
     )  # fmt: skip
-    if TOKENS > 1 and cell < last:
-        for following in range(cell + 1, last + 1):
-            tl.debug_barrier()  # weights are read, the state before `cell` is written
-            state = tl.reshape(tl.load(place, mask=inside, other=0.0), (BLOCK_V, BLOCK_K))
-            _cell(
-                state, place, inside, heads, weights, kept_u, kept_k, kept_decay, z, out, norm,
-                following, cell, start, begin, length, line_0, lines, z_stride, eps,
-                HK, HV, K, V, G, H, BLOCK_K, BLOCK_V, WIDTH, PRECISION,
-            )  # fmt: skip
+    if count >= flush:
+        tl.store(place, state, mask=inside)
+    tl.debug_barrier()  # heads are written, kept u and decay are read
+    _window(
+        state, heads, z + token * z_stride + h * V, out + (token * HV + h) * V, kept_u, kt, kr, j,
+        weight, line, length, lines, z_stride, eps, HV, K, V, PAD,
+    )  # fmt: skip
 
 
-def precision_of(dtype: torch.dtype) -> str:
-    """Of products with the state: as of the prompt law (lockstep...triton_chunk)."""
-    return "tf32x3" if dtype == torch.float32 else "tf32"
+def sizes_of(state: GatedDeltaState) -> dict[str, int]:
+    """The constants of every kernel of a layer."""
+    return dict(zip(("HK", "HV", "K", "V"), state.sizes(), strict=True))
 
 
-def warps_of(blocks: dict[str, int]) -> int:
-    """64 floats of state a thread; no bit depends on it."""
-    return min(8, max(1, blocks["BLOCK_K"] * blocks["BLOCK_V"] // 2048))
+def blocks_of(sizes: dict[str, int], most_v: int) -> dict[str, int]:
+    k, v = (max(16, triton.next_power_of_2(sizes[n])) for n in "KV")
+    return dict(BLOCK_K=k, BLOCK_V=min(v, most_v))
+
+
+def supports(**traits: Any) -> str | None:
+    for name in ("key_dim", "value_dim"):
+        if not 1 <= traits.get(name, 64) <= 128:
+            return f"{name} {traits[name]} is not in 1 .. 128"
+    return gpu_trait(**traits)
+
+
+def layout_of(sizes: dict[str, int]) -> dict[str, int]:
+    """How the state lies in a program's registers: KR x KT rows, VB warps of VI columns.
+
+    A lane holds 4 neighbours of VI, so VI / 4 x KT lanes make a warp. There are more lanes than K
+    and than V, or else the compiler takes vectors over shared memory. 1 to 8 warps.
+    """
+    k, v = blocks_of(sizes, 128).values()
+    warps = min(max(k, v) // 16, v // 4)
+    columns = v // warps
+    lanes = max(1, min(k, 128 // columns))
+    return dict(KR=k // lanes, KT=lanes, VB=warps, VI=columns, TOKENS=4, num_warps=warps)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -296,23 +309,20 @@ def gated_delta_step_triton(
 ) -> Tensor:
     """See lockstep.kernels.gated_delta_rule.gated_delta_step."""
     (rows, length, _), sizes = mixed.shape, sizes_of(state)
-    hv, k, v, blocks = sizes["HV"], sizes["K"], sizes["V"], blocks_of(sizes, 128)
+    hv, k, v = sizes["HV"], sizes["K"], sizes["V"]
     out = torch.empty(rows, length, hv, v, dtype=z.dtype, device=mixed.device)
     if not out.numel():
         return out
-    half, width = max(8, flush), 2 * k + v + PAD
-    scratch = dict(dtype=torch.float32, device=mixed.device)
-    heads = torch.empty(rows * hv, length, width, **scratch)
-    takes = torch.empty(rows * hv, 2 * half, 2 * half, **scratch)
+    heads = torch.empty(
+        rows * hv, length, 2 * k + v + PAD, dtype=torch.float32, device=mixed.device
+    )
     mixed, z, b, a = _flat(mixed), _flat(z), b.flatten(0, 1), a.flatten(0, 1)
     _step_kernel[(rows * hv,)](
-        mixed, z, b, a,
-        weights.conv.t().contiguous(), weights.a_log, weights.dt_bias, weights.norm,
+        mixed, z, b, a, weights.conv.t().contiguous(), weights.a_log, weights.dt_bias, weights.norm,
         state.recurrent, state.conv, state.u, state.k, state.decay, slots, starts, pending,
-        heads, takes, out, length, state.conv.shape[1], weights.eps,
+        heads, out, length, state.conv.shape[1], flush, weights.eps,
         mixed.stride(0), z.stride(0), b.stride(0), a.stride(0),
-        **sizes, **blocks, R=weights.conv.shape[1] - 1, G=flush, H=half, WIDTH=width,
-        TOKENS=min(MOST_TOKENS, triton.next_power_of_2(length)), PRECISION=precision_of(mixed.dtype),
-        L2_EPS=L2_EPS, num_warps=warps_of(blocks), maxnreg=MOST_REGISTERS, enable_fp_fusion=False,
+        **sizes, R=weights.conv.shape[1] - 1, PAD=PAD, L2_EPS=L2_EPS, **layout_of(sizes),
+        enable_fp_fusion=False, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     return out

@@ -19,7 +19,7 @@ from lockstep.kernels.gated_delta_rule import (
     GatedDeltaWeights,
     gated_delta_chunk,
 )
-from lockstep.kernels.gated_delta_rule.triton_inputs import (
+from lockstep.kernels.gated_delta_rule.triton import (
     blocks_of,
     gates,
     head_channels,
@@ -192,7 +192,7 @@ def _chunk_state_kernel(
     t, i = tl.arange(0, GRID), tl.arange(0, BLOCK_K)
     j = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
     inside, place = (i < K)[:, None] & (j < V)[None, :], i[:, None] * V + j[None, :]
-    recurrent += h * K * V + i[:, None] + j[None, :] * K
+    recurrent += h * K * V + place
     source = tl.load(state_src + s).to(tl.int64) * slot_stride
     state = tl.load(recurrent + source, mask=inside & (tl.load(starts + s) > 0), other=0.0)
     if (snapshot > 0) & (length < GRID):

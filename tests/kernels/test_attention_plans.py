@@ -1,0 +1,41 @@
+"""How paged attention is cut changes no bit: tiles, spans, spans side by side, warps, stages."""
+
+import importlib
+
+import pytest
+import torch
+
+from lockstep.kernels.attention.cases import paged
+from tests.kernels.faces import Face, faces, same_bits
+
+TRITON = faces()[1:]
+ROWS = ((0, 1), (1022, 3), (0, 0), (255, 2))
+PLANS = [(16, 1, 2, 4, 2), (16, 2, 2, 4, 2)]
+"""Plans beside the whole row in one span: (rows, span, side, warps, stages)."""
+MORE = [(16, 1, 5, 4, 3), (16, 2, 1, 4, 2), (32, 1, 3, 4, 3), (64, 2, 2, 4, 2), (64, 8, 1, 8, 2)]
+"""Too many for the interpreter."""
+
+
+def gates_like(q: torch.Tensor) -> torch.Tensor:
+    """Random projections whose output gates are those of q [T, H, D]: [T, 2 H D + some]."""
+    tokens, heads, dim = q.shape
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(tokens, 2 * heads * dim + 48, generator=generator).to(q.dtype)
+
+
+SMALL, REAL = (3, 1, 16, 64), (24, 4, 256, 64)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("face", TRITON)
+def test_plans_agree(face: Face, gated: bool) -> None:
+    kernel = importlib.import_module("lockstep.kernels.attention.triton")
+    layer = SMALL if face.interpreted else REAL
+    batch = paged(ROWS, *layer, face.dtype, widest=1280 // layer[-1])
+    arguments = face.place(batch | {"gates": gates_like(batch["q"]) if gated else None})
+    whole = kernel.launch(**arguments, p=kernel.Plan(16, 8, 1, 4, 2))
+    assert not whole.isnan().any()
+    assert same_bits(face.run(kernel.paged_attention, arguments), whole)
+    for sizes in PLANS + ([] if face.interpreted else MORE):
+        assert same_bits(kernel.launch(**arguments, p=kernel.Plan(*sizes)), whole), sizes
