@@ -25,6 +25,9 @@ MOST_REGISTERS = 128
 ALIGNED = 16
 PAD = 4
 """Floats behind a token's q, k and v in the scratch: decay, beta, and two to keep lines aligned."""
+APART, PARTS, HEADS, TOUCH = 16, 4, 4, 8
+"""From so many rows on, inputs and norm are kernels apart, of a head's columns in so many programs,
+and of so many heads; pending tokens asked for at once. No bit depends on them."""
 
 
 @triton.jit
@@ -54,20 +57,40 @@ def _line(line, lines):
 
 
 @triton.jit
-def _convolved(
-    mixed, conv, taps, c, live, t, first, length, lines, stride, C: tl.constexpr, R: tl.constexpr
-):
-    """Channels c of tokens t: SiLU of the convolution, and the raw inputs, as tiles [T, channels].
+def fold(x):
+    """[n, m] -> [n], m a power of 2: neighbours, then neighbours of those sums, and so on.
 
-    Tokens before the window come out of the ring.
+    Sums of two: so no layout and no number of warps can change the order.
     """
-    inside = (t < length)[:, None] & live[None, :]
-    total = tl.zeros((t.shape[0], c.shape[0]), tl.float32)
+    for _ in tl.static_range(8):
+        if x.shape[1] > 1:
+            x = tl.sum(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)), 2)
+    return tl.reshape(x, (x.shape[0],))
+
+
+@triton.jit
+def _convolved(
+    mixed, conv, taps, first, width, t, line_0, length, lines, stride,
+    C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr,
+):  # fmt: skip
+    """Channels from `first` of tokens t: SiLU of the convolution, and the raw inputs: [T, BLOCK].
+
+    Tokens before the window come out of the ring: by ONE load that chooses, or by a load of whole
+    vectors from each, which is faster where a tile is not spread over many warps.
+    """
+    live = tl.arange(0, BLOCK) < width
+    inside, c = (t < length)[:, None] & live[None, :], first + tl.arange(0, BLOCK)
+    total = tl.zeros((t.shape[0], BLOCK), tl.float32)
     for j in tl.static_range(R + 1):
         at = t + j - R
-        old = conv + _line(first + at, lines)[:, None] * C + c[None, :]
+        past = (at < 0)[:, None]
+        old = conv + _line(line_0 + at, lines)[:, None] * C + c[None, :]
         new = mixed + at[:, None] * stride + c[None, :]
-        raw = tl.load(tl.where((at < 0)[:, None], old, new), mask=inside, other=0.0)
+        if ONE:
+            raw = tl.load(tl.where(past, old, new), mask=inside, other=0.0)
+        else:
+            raw = tl.load(new, mask=inside & (at >= 0)[:, None], other=0.0)
+            raw = tl.where(past, tl.load(old, mask=inside & past, other=0.0), raw)
         tap = tl.load(taps + j * C + c, mask=live, other=0.0).to(tl.float32)
         total += raw.to(tl.float32) * tap[None, :]
     return total / (1.0 + tl.exp(-total)), raw
@@ -75,70 +98,78 @@ def _convolved(
 
 @triton.jit
 def _normal(x, EPS: tl.constexpr):
-    return x * tl.rsqrt(tl.sum(x * x, 1) + EPS)[:, None]
+    return x * tl.rsqrt(fold(x * x) + EPS)[:, None]
 
 
 @triton.jit
-def _inputs(
-    mixed, b, a, conv, taps, log_rate, bias, kept_k, kept_decay, heads, line_0, length, lines,
-    stride, b_stride, a_stride, h,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr, PAD: tl.constexpr,
-    EPS: tl.constexpr,
+def _keep_keys(
+    q, raw_q, k, raw_k, conv, kept_k, of_q, of_k, kh, t, line, length, writes, width,
+    HK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """q, k, v, decay and beta of the window to heads; what is kept to its ring, by one program."""
-    C: tl.constexpr = 2 * HK * K + HV * V
-    WIDTH: tl.constexpr = 2 * K + V + PAD
-    kh, first = h // (HV // HK), h % (HV // HK) == 0
-    i, j = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    for begin in range(0, length, TOKENS):
-        t = begin + tl.arange(0, TOKENS)
-        line = _line(line_0 + t, lines)
-        mask_k, mask_v = (t < length)[:, None] & (i < K)[None, :], (t < length)[:, None] & (j < V)
-        ring, out = conv + line[:, None] * C, heads + t[:, None] * WIDTH
-        raw_a = tl.load(a + t * a_stride, mask=t < length, other=0.0)
-        raw_b = tl.load(b + t * b_stride, mask=t < length, other=0.0)
-        of_q, of_k, of_v = kh * K + i, (HK + kh) * K + i, 2 * HK * K + h * V + j
-        q, raw_q = _convolved(
-            mixed, conv, taps, of_q, i < K, t, line_0, length, lines, stride, C, R
-        )
-        k, raw_k = _convolved(
-            mixed, conv, taps, of_k, i < K, t, line_0, length, lines, stride, C, R
-        )
-        v, raw_v = _convolved(
-            mixed, conv, taps, of_v, j < V, t, line_0, length, lines, stride, C, R
-        )
-        k = _normal(k, EPS)
-        tl.store(out + i[None, :], _normal(q, EPS) * K**-0.5, mask=mask_k)
-        tl.store(out + K + i[None, :], k, mask=mask_k)
-        tl.store(out + 2 * K + j[None, :], v, mask=mask_v)
-        keep = kept_k + line[:, None] * (HK * K) + kh * K + i[None, :]
-        tl.store(keep, k, mask=mask_k & first)
-        tl.store(ring + of_q[None, :], raw_q, mask=mask_k & first)
-        tl.store(ring + of_k[None, :], raw_k, mask=mask_k & first)
-        tl.store(ring + of_v[None, :], raw_v, mask=mask_v)
-        g, rate = gates(raw_a, raw_b, log_rate, bias)
-        fade, out = tl.exp(g), heads + t * WIDTH + 2 * K + V
-        tl.store(out, fade, mask=t < length)
-        tl.store(out + 1, rate, mask=t < length)
-        tl.store(kept_decay + line * HV, fade, mask=t < length)
+    """A key head's q and k to where the window reads them, and to the rings where `writes`."""
+    i = tl.arange(0, BLOCK)[None, :]
+    mask, place = (t < length)[:, None] & (i < K), t[:, None] * width + i
+    q, k = _normal(q, EPS) * K**-0.5, _normal(k, EPS)
+    tl.store(of_q + place, q, mask=mask)
+    tl.store(of_k + place, k, mask=mask)
+    ring = conv + line[:, None] * C + kh * K + i
+    tl.store(kept_k + line[:, None] * (HK * K) + kh * K + i, k, mask=mask & writes)
+    tl.store(ring, raw_q, mask=mask & writes)
+    tl.store(ring + HK * K, raw_k, mask=mask & writes)
 
 
 @triton.jit
-def _sum_k(x):
-    """[KT, VB, KR, VI] -> [1, VB, 1, VI]: first a lane's own KR, then the KT lanes."""
-    return tl.sum(tl.sum(x, 2, keep_dims=True), 0, keep_dims=True)
+def _keep_values(
+    v, raw, g, rate, conv, kept_decay, of_v, of_gates, h, t, line, length, width,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A value head's v, decay and beta to where the window reads them, and to the rings."""
+    C: tl.constexpr = 2 * HK * K + HV * V
+    j, live = tl.arange(0, BLOCK)[None, :], t < length
+    mask, fade = live[:, None] & (j < V), tl.exp(g)
+    tl.store(of_v + t[:, None] * width + j, v, mask=mask)
+    tl.store(conv + line[:, None] * C + 2 * HK * K + h * V + j, raw, mask=mask)
+    tl.store(of_gates + t * width, fade, mask=live)
+    tl.store(of_gates + t * width + 1, rate, mask=live)
+    tl.store(kept_decay + line * HV, fade, mask=live)
+
+
+@triton.jit
+def _fma(x, y, z):
+    return tl.fma(tl.broadcast_to(x, z.shape), tl.broadcast_to(y, z.shape), z)
+
+
+@triton.jit
+def _slices(place, live, step, N: tl.constexpr, KT: tl.constexpr, K: tl.constexpr):
+    """N slices of KT of the K rows, `step` apart: a tuple, so that addresses are constants."""
+    kt = tl.arange(0, KT)[:, None, None]
+    x = (tl.load(place, mask=live & (kt < K), other=0.0),)
+    for r in tl.static_range(1, N):
+        x = x + (tl.load(place + r * step, mask=live & (kt + r * KT < K), other=0.0),)
+    return x
+
+
+@triton.jit
+def _sum_k(x, state):
+    """x S: slices [KT, 1, 1] and [KT, VB, VI] -> [1, VB, VI]: a lane's own KR, then the KT lanes."""
+    total = x[0] * state[0]
+    for r in tl.static_range(1, len(state)):
+        total = _fma(x[r], state[r], total)
+    return tl.sum(total, 0, keep_dims=True)
 
 
 @triton.jit
 def _write(state, fade, k, u):
     """The decay and the rank-1 update: the one expression of stepping and replay."""
-    return tl.fma(tl.broadcast_to(k, state.shape), tl.broadcast_to(u, state.shape), state * fade)
+    new = (_fma(k[0], u, state[0] * fade),)
+    for r in tl.static_range(1, len(state)):
+        new = new + (_fma(k[r], u, state[r] * fade),)
+    return new
 
 
 @triton.jit
 def _store_v(place, x, kt, inside):
-    """Stores x [1, VB, 1, VI], which all KT lanes hold, from the first of them as it lies."""
+    """Stores x [1, VB, VI], which all KT lanes hold, from the first of them as it lies."""
     place, first = place + tl.zeros_like(kt), inside & (kt == 0)
     tl.store(place, tl.broadcast_to(x, place.shape).to(place.dtype.element_ty), mask=first)
 
@@ -149,19 +180,35 @@ def _after(line, lines):
 
 
 @triton.jit
+def _touch(
+    kept_k, kept_u, first, line, count, lines,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """Asks for the last pending tokens' k and u, which replay reads a turn ahead only."""
+    n, k, v = tl.arange(0, MOST)[:, None], tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_V)
+    line, v = _line(line - 1 - n, lines), first + v[None, :]
+    live = n < count
+    tl.load(kept_k + line * (HK * K) + k, mask=live & (k < K), other=0.0, volatile=True)
+    tl.load(kept_u + line * (HV * V) + v, mask=live & (v < V), other=0.0, volatile=True)
+
+
+@triton.jit
 def _replay(
-    state, kept_k, kept_u, kept_decay, kt, kr, j, line, count, lines,
+    state, kept_k, kept_u, kept_decay, kt, j, line, count, lines,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """The state after `count` tokens out of the rings; the next token is read a turn ahead."""
+    KT: tl.constexpr = kt.shape[0]
+    KR: tl.constexpr = len(state)
     more = count > 0
-    k = tl.load(kept_k + line * (HK * K) + kt + kr, mask=(kt + kr < K) & more, other=0.0)
+    k = _slices(kept_k + line * (HK * K) + kt, more, KT, KR, KT, K)
     u = tl.load(kept_u + line * (HV * V) + j, mask=(j < V) & more, other=0.0)
     fade = tl.load(kept_decay + line * HV, mask=more, other=0.0)
     for n in range(count):
         now_k, now_u, now_fade = k, u, fade
         line, more = _after(line, lines), n + 1 < count
-        k = tl.load(kept_k + line * (HK * K) + kt + kr, mask=(kt + kr < K) & more, other=0.0)
+        k = _slices(kept_k + line * (HK * K) + kt, more, KT, KR, KT, K)
         u = tl.load(kept_u + line * (HV * V) + j, mask=(j < V) & more, other=0.0)
         fade = tl.load(kept_decay + line * HV, mask=more, other=0.0)
         state = _write(state, now_fade, now_k, now_u)
@@ -170,37 +217,95 @@ def _replay(
 
 @triton.jit
 def _gated_norm(o, z, weight, eps, V: tl.constexpr):
-    """o [1, VB, 1, VI] / rms * weight * silu(z)."""
-    square = tl.sum(tl.sum(o * o, 3, keep_dims=True), 1, keep_dims=True)
+    """o [n, VB, VI] / rms * weight * silu(z). Squares: fold of VI, then VB over lanes or warps."""
+    lines: tl.constexpr = o.shape[0]
+    square = fold(tl.reshape(o * o, (lines * o.shape[1], o.shape[2])))
+    square = tl.sum(tl.reshape(square, (lines, o.shape[1])), 1)[:, None, None]
     z = z.to(tl.float32)
     return o * tl.rsqrt(square / V + eps) * weight * (z / (1.0 + tl.exp(-z)))
 
 
 @triton.jit
 def _window(
-    state, heads, z, out, kept_u, kt, kr, j, weight, line, length, lines, z_stride, eps,
-    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PAD: tl.constexpr,
+    state, of_q, of_k, of_v, of_gates, width, z, out, kept_u, kt, j, weight, line, length, lines,
+    z_stride, eps, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    """The new tokens, one after another. What a token needs first is read a turn ahead."""
-    in_k, in_v = kt + kr < K, j < V
-    k = tl.load(heads + K + kt + kr, mask=in_k, other=0.0)
-    v = tl.load(heads + 2 * K + j, mask=in_v, other=0.0)
-    fade, rate = tl.load(heads + 2 * K + V), tl.load(heads + 2 * K + V + 1)
+    """The new tokens, one after another. What a token needs first is asked for a turn ahead."""
+    KT: tl.constexpr = kt.shape[0]
+    KR: tl.constexpr = len(state)
+    in_v = j < V
+    k = _slices(of_k + kt, True, KT, KR, KT, K)
+    v = tl.load(of_v + j, mask=in_v, other=0.0)
+    fade, rate = tl.load(of_gates), tl.load(of_gates + 1)
     for t in range(length):
-        more = t + 1 < length
-        q = tl.load(heads + kt + kr, mask=in_k, other=0.0)
-        gate = tl.load(z + j, mask=in_v, other=0.0)
-        u = (v - _sum_k(k * (state * fade))) * rate
+        more, next_t = t + 1 < length, (t + 1) * width
+        q = _slices(of_q + t * width + kt, True, KT, KR, KT, K)
+        if NORM:
+            gate = tl.load(z + t * z_stride + j, mask=in_v, other=0.0)
+        u = (v - _sum_k(k, state) * fade) * rate
         state = _write(state, fade, k, u)
-        heads, z = heads + (2 * K + V + PAD), z + z_stride
-        k = tl.load(heads + K + kt + kr, mask=in_k & more, other=0.0)
-        v = tl.load(heads + 2 * K + j, mask=in_v & more, other=0.0)
-        fade = tl.load(heads + 2 * K + V, mask=more, other=0.0)
-        rate = tl.load(heads + 2 * K + V + 1, mask=more, other=0.0)
-        o = _gated_norm(_sum_k(q * state), gate, weight, eps, V)
+        k = _slices(of_k + next_t + kt, more, KT, KR, KT, K)
+        v = tl.load(of_v + next_t + j, mask=in_v & more, other=0.0)
+        fade = tl.load(of_gates + next_t, mask=more, other=0.0)
+        rate = tl.load(of_gates + next_t + 1, mask=more, other=0.0)
+        o = _sum_k(q, state)
+        if NORM:
+            o = _gated_norm(o, gate, weight, eps, V)
         _store_v(out + t * (HV * V) + j, o, kt, in_v)
         _store_v(kept_u + line * (HV * V) + j, u, kt, in_v)
         line = _after(line, lines)
+
+
+@triton.jit(
+    do_not_specialize=["length", "lines", "b_stride", "a_stride"],
+    do_not_specialize_on_alignment=["b", "a", "slots", "starts"],
+)
+def _inputs_kernel(
+    mixed, b, a, taps, a_log, dt_bias, conv, kept_k, kept_decay, slots, starts, heads,
+    length, lines, mixed_stride, b_stride, a_stride,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr, L2_EPS: tl.constexpr,
+):  # fmt: skip
+    """One (row, key head or value head): what the step kernel makes of the window, apart."""
+    C: tl.constexpr = 2 * HK * K + HV * V
+    WIDTH: tl.constexpr = C + 2 * HV
+    s, unit = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    slot, line = tl.load(slots + s).to(tl.int64), tl.load(starts + s).to(tl.int32) % lines
+    token = s * length
+    mixed += token * mixed_stride
+    conv += slot * lines * C
+    heads += token * WIDTH
+    for begin in range(0, length, TOKENS):
+        t = begin + tl.arange(0, TOKENS)
+        to = _line(line + t, lines)
+        if unit < HK:
+            q, raw_q = _convolved(
+                mixed, conv, taps, unit * K, K, t, line, length, lines, mixed_stride, C, R, BLOCK_K,
+                False,
+            )  # fmt: skip
+            k, raw_k = _convolved(
+                mixed, conv, taps, (HK + unit) * K, K, t, line, length, lines, mixed_stride, C, R,
+                BLOCK_K, False,
+            )  # fmt: skip
+            _keep_keys(
+                q, raw_q, k, raw_k, conv, kept_k + slot * lines * (HK * K), heads + unit * K,
+                heads + (HK + unit) * K, unit, t, to, length, True,
+                WIDTH, HK, K, C, BLOCK_K, L2_EPS,
+            )  # fmt: skip
+        else:
+            h = unit - HK
+            raw_a = tl.load(a + (token + t) * a_stride + h, mask=t < length, other=0.0)
+            raw_b = tl.load(b + (token + t) * b_stride + h, mask=t < length, other=0.0)
+            v, raw_v = _convolved(
+                mixed, conv, taps, 2 * HK * K + h * V, V, t, line, length, lines, mixed_stride, C,
+                R, BLOCK_V, False,
+            )  # fmt: skip
+            g, rate = gates(raw_a, raw_b, tl.load(a_log + h), tl.load(dt_bias + h))
+            _keep_values(
+                v, raw_v, g, rate, conv, kept_decay + slot * lines * HV + h,
+                heads + 2 * HK * K + h * V, heads + C + 2 * h, h, t, to, length, WIDTH,
+                HK, HV, K, V, BLOCK_V,
+            )  # fmt: skip
 
 
 @triton.jit(
@@ -212,47 +317,98 @@ def _step_kernel(
     slots, starts, pending, heads, out, length, lines, flush, eps,
     mixed_stride, z_stride, b_stride, a_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
-    KT: tl.constexpr, KR: tl.constexpr, VB: tl.constexpr, VI: tl.constexpr,
-    TOKENS: tl.constexpr, PAD: tl.constexpr, L2_EPS: tl.constexpr,
+    KT: tl.constexpr, KR: tl.constexpr, VB: tl.constexpr, VI: tl.constexpr, TOKENS: tl.constexpr,
+    L2_EPS: tl.constexpr, PAD: tl.constexpr, WHOLE: tl.constexpr, TOUCH: tl.constexpr,
 ):  # fmt: skip
-    """One (row, value head): read the state, make the inputs, replay, write the state, step."""
+    """One (row, value head, VB * VI columns): read the state, make the inputs, replay, write the
+    state, step. Not WHOLE: inputs are made before, and the norm behind."""
+    C: tl.constexpr = 2 * HK * K + HV * V
     program = tl.program_id(0).to(tl.int64)
     s, h = program // HV, (program % HV).to(tl.int32)
-    kh = h // (HV // HK)
-    kt = tl.arange(0, KT)[:, None, None, None]
-    kr = (tl.arange(0, KR) * KT)[None, None, :, None]
-    j = (tl.arange(0, VB) * VI)[None, :, None, None] + tl.arange(0, VI)[None, None, None, :]
-    weight = tl.load(norm + j, mask=j < V, other=0.0).to(tl.float32)
-    log_rate, bias = tl.load(a_log + h), tl.load(dt_bias + h)
+    kh, token = h // (HV // HK), s * length
+    kt = tl.arange(0, KT)[:, None, None]
+    j = (tl.arange(0, VB) * VI)[None, :, None] + tl.arange(0, VI)[None, None, :]
+    j += tl.program_id(1) * (VB * VI)
     slot = tl.load(slots + s).to(tl.int64)
     start, count = tl.load(starts + s).to(tl.int32), tl.load(pending + s).to(tl.int32)
-    place = recurrent + (slot * HV + h) * (K * V) + kt * V + j + kr * V
-    inside = (kt + kr < K) & (j < V)
-    state = tl.load(place, mask=inside, other=0.0)
-    line = start % lines
-    mixed += s * length * mixed_stride
-    conv += slot * lines * (2 * HK * K + HV * V)
+    place = recurrent + (slot * HV + h) * (K * V) + kt * V + j
+    state = _slices(place, j < V, KT * V, KR, KT, K)
+    line, weight = start % lines, 0.0
     kept_k += slot * lines * (HK * K)
     kept_u += slot * lines * (HV * V) + h * V
     kept_decay += slot * lines * HV + h
-    heads += program * length * (2 * K + V + PAD)
-    token = s * length
-    _inputs(
-        mixed, b + token * b_stride + h, a + token * a_stride + h, conv, taps, log_rate, bias,
-        kept_k, kept_decay, heads, line, length, lines, mixed_stride, b_stride, a_stride, h,
-        HK, HV, K, V, R, KR * KT, VB * VI, TOKENS, PAD, L2_EPS,
-    )  # fmt: skip
+    if TOUCH > 0:
+        _touch(
+            kept_k + kh * K, kept_u, tl.program_id(1) * (VB * VI), line, count, lines,
+            HK, HV, K, V, KR * KT, VB * VI, TOUCH,
+        )  # fmt: skip
+    if WHOLE:
+        weight = tl.load(norm + j, mask=j < V, other=0.0).to(tl.float32)
+        width = 2 * K + V + PAD
+        heads += program * length * width
+        of_q, of_k, of_v, of_gates = heads, heads + K, heads + 2 * K, heads + 2 * K + V
+        mixed += token * mixed_stride
+        conv += slot * lines * C
+        for begin in range(0, length, TOKENS):
+            t = begin + tl.arange(0, TOKENS)
+            to = _line(line + t, lines)
+            raw_a = tl.load(a + (token + t) * a_stride + h, mask=t < length, other=0.0)
+            raw_b = tl.load(b + (token + t) * b_stride + h, mask=t < length, other=0.0)
+            q, raw_q = _convolved(
+                mixed, conv, taps, kh * K, K, t, line, length, lines, mixed_stride, C, R, KR * KT,
+                True,
+            )  # fmt: skip
+            k, raw_k = _convolved(
+                mixed, conv, taps, (HK + kh) * K, K, t, line, length, lines, mixed_stride, C, R,
+                KR * KT, True,
+            )  # fmt: skip
+            v, raw_v = _convolved(
+                mixed, conv, taps, 2 * HK * K + h * V, V, t, line, length, lines, mixed_stride, C,
+                R, VB * VI, True,
+            )  # fmt: skip
+            g, rate = gates(raw_a, raw_b, tl.load(a_log + h), tl.load(dt_bias + h))
+            _keep_keys(
+                q, raw_q, k, raw_k, conv, kept_k, of_q, of_k, kh, t, to, length,
+                h % (HV // HK) == 0, width, HK, K, C, KR * KT, L2_EPS,
+            )  # fmt: skip
+            _keep_values(
+                v, raw_v, g, rate, conv, kept_decay, of_v, of_gates, h, t, to, length, width,
+                HK, HV, K, V, VB * VI,
+            )  # fmt: skip
+    else:
+        width = C + 2 * HV
+        heads += token * width
+        of_q, of_k, of_v = heads + kh * K, heads + (HK + kh) * K, heads + 2 * HK * K + h * V
+        of_gates = heads + C + 2 * h
     state = _replay(
-        state, kept_k + kh * K, kept_u, kept_decay, kt, kr, j, _line(line - count, lines), count,
+        state, kept_k + kh * K, kept_u, kept_decay, kt, j, _line(line - count, lines), count,
         lines, HK, HV, K, V,
     )  # fmt: skip
     if count >= flush:
-        tl.store(place, state, mask=inside)
-    tl.debug_barrier()  # heads are written, kept u and decay are read
+        for r in tl.static_range(KR):
+            tl.store(place + r * (KT * V), state[r], mask=(kt + r * KT < K) & (j < V))
+    if WHOLE:
+        tl.debug_barrier()  # heads are written
     _window(
-        state, heads, z + token * z_stride + h * V, out + (token * HV + h) * V, kept_u, kt, kr, j,
-        weight, line, length, lines, z_stride, eps, HV, K, V, PAD,
+        state, of_q, of_k, of_v, of_gates, width, z + token * z_stride + h * V,
+        out + (token * HV + h) * V, kept_u, kt, j, weight, line, length, lines, z_stride, eps,
+        HV, K, V, WHOLE,
     )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["heads", "eps"])
+def _norm_kernel(
+    o, z, norm, out, heads, z_stride, eps,
+    HV: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, VI: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
+    """The gated norm of some heads' outputs."""
+    n = (tl.program_id(0) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None, None]
+    j = (tl.arange(0, VB) * VI)[None, :, None] + tl.arange(0, VI)[None, None, :]
+    mask = (n < heads) & (j < V)
+    weight = tl.load(norm + j, mask=j < V, other=0.0).to(tl.float32)
+    gate = tl.load(z + n // HV * z_stride + n % HV * V + j, mask=mask, other=0.0)
+    x = _gated_norm(tl.load(o + n * V + j, mask=mask, other=0.0), gate, weight, eps, V)
+    tl.store(out + n * V + j, x.to(out.dtype.element_ty), mask=mask)
 
 
 def sizes_of(state: GatedDeltaState) -> dict[str, int]:
@@ -282,7 +438,7 @@ def layout_of(sizes: dict[str, int]) -> dict[str, int]:
     warps = min(max(k, v) // 16, v // 4)
     columns = v // warps
     lanes = max(1, min(k, 128 // columns))
-    return dict(KR=k // lanes, KT=lanes, VB=warps, VI=columns, TOKENS=4, num_warps=warps)
+    return dict(KR=k // lanes, KT=lanes, VB=warps, VI=columns)
 
 
 def _flat(x: Tensor) -> Tensor:
@@ -308,21 +464,39 @@ def gated_delta_step_triton(
     flush: int = 1,
 ) -> Tensor:
     """See lockstep.kernels.gated_delta_rule.gated_delta_step."""
-    (rows, length, _), sizes = mixed.shape, sizes_of(state)
-    hv, k, v = sizes["HV"], sizes["K"], sizes["V"]
+    (rows, length, channels), sizes = mixed.shape, sizes_of(state)
+    hk, hv, k, v = (sizes[n] for n in ("HK", "HV", "K", "V"))
     out = torch.empty(rows, length, hv, v, dtype=z.dtype, device=mixed.device)
     if not out.numel():
         return out
-    heads = torch.empty(
-        rows * hv, length, 2 * k + v + PAD, dtype=torch.float32, device=mixed.device
-    )
+    f32, whole = dict(dtype=torch.float32, device=mixed.device), rows < APART
     mixed, z, b, a = _flat(mixed), _flat(z), b.flatten(0, 1), a.flatten(0, 1)
-    _step_kernel[(rows * hv,)](
-        mixed, z, b, a, weights.conv.t().contiguous(), weights.a_log, weights.dt_bias, weights.norm,
+    taps, lines = weights.conv.t().contiguous(), state.conv.shape[1]
+    layout, exact = layout_of(sizes), dict(R=len(taps) - 1, L2_EPS=L2_EPS, enable_fp_fusion=False)
+    tokens, parts = min(4, triton.next_power_of_2(length)), 1
+    if whole:
+        heads, o, tokens = torch.empty(rows * hv, length, 2 * k + v + PAD, **f32), out, 4
+    else:
+        heads = torch.empty(rows, length, channels + 2 * hv, **f32)
+        o, parts = torch.empty(out.shape, **f32), min(PARTS, layout["VB"])
+        _inputs_kernel[(rows, hk + hv)](
+            mixed, b, a, taps, weights.a_log, weights.dt_bias, state.conv, state.k, state.decay,
+            slots, starts, heads, length, lines, mixed.stride(0), b.stride(0), a.stride(0),
+            **sizes, **blocks_of(sizes, 128), TOKENS=tokens, **exact, num_warps=tokens,
+        )  # fmt: skip
+    warps = layout["VB"] // parts
+    _step_kernel[(rows * hv, parts)](
+        mixed, z, b, a, taps, weights.a_log, weights.dt_bias, weights.norm,
         state.recurrent, state.conv, state.u, state.k, state.decay, slots, starts, pending,
-        heads, out, length, state.conv.shape[1], flush, weights.eps,
+        heads, o, length, lines, flush, weights.eps,
         mixed.stride(0), z.stride(0), b.stride(0), a.stride(0),
-        **sizes, R=weights.conv.shape[1] - 1, PAD=PAD, L2_EPS=L2_EPS, **layout_of(sizes),
-        enable_fp_fusion=False, maxnreg=MOST_REGISTERS,
+        **sizes, **{**layout, "VB": warps}, PAD=PAD, TOKENS=tokens, WHOLE=whole, TOUCH=TOUCH,
+        **exact, num_warps=warps, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
+    if not whole:
+        _norm_kernel[(triton.cdiv(rows * length * hv, HEADS),)](
+            o, z, weights.norm, out, rows * length * hv, z.stride(0), weights.eps,
+            HV=hv, V=v, VB=layout["VB"], VI=layout["VI"], HEADS=HEADS,
+            num_warps=HEADS, enable_fp_fusion=False,
+        )  # fmt: skip
     return out
