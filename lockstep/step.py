@@ -19,6 +19,10 @@ def flush_after(device: str) -> int:
     return 8 if device.startswith("cuda") else 1
 
 
+SINGLE_FLUSH = 4
+"""As flush_after, of steps of one token a row: there, replay is most of the work beside the write."""
+
+
 @dataclass(frozen=True)
 class StepShape:
     """The static sizes of a step: what a captured program is keyed by.
@@ -39,6 +43,10 @@ class StepShape:
         """Every row brings `query_len` tokens: its last token and query_len - 1 drafts; as many
         drafts are made behind it."""
         return cls(rows, rows * query_len, query_len, drafts=query_len - 1)
+
+    def flush(self, most: int) -> int:
+        """flush_after for a step of this shape, `most` being that of any step."""
+        return min(most, SINGLE_FLUSH) if self.query_len == 1 else most
 
 
 @dataclass

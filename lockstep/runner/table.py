@@ -105,7 +105,7 @@ class RowTable(Lines):
             step.drafts,
             step.seq_lens,
             step.pending,
-            self.flush,
+            step.shape.flush(self.flush),
             step.shape.prompt,
         )
         return Verdict(tokens, accepted, results)

@@ -12,7 +12,7 @@ import torch
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
-from lockstep.kernels.gated_delta_rule.cases import Dims, empty_state, inputs, weights
+from lockstep.kernels.gated_delta_rule.cases import Dims, empty_state, inputs, random_state, weights
 from lockstep.kernels.linear import linear
 from lockstep.kernels.norm import gated_rms_norm, rms_norm
 from lockstep.kernels.sampling import sample
@@ -191,6 +191,27 @@ def test_step_row_alone(face):
         assert same_bits(alone[0], whole[s])
         for part, expected in zip(state.tensors(), after.tensors(), strict=True):
             assert same_bits(part[slots[s]], expected[slots[s]])
+
+
+@pytest.mark.parametrize("face", [f for f in FACES if f.values[0].backend == "triton"])
+@pytest.mark.parametrize("length", [1, 4, 5])
+def test_step_in_one_kernel_or_three(face, length, monkeypatch):
+    """The form is a matter of the rows' number, which no bit may depend on."""
+    dims = REAL if face.on_gpu else Dims(2, 4, 16, 32)
+    data = face.place(inputs(replace(dims, w=8), (2, length), face.dtype, 7))
+    where = dict(slots=torch.tensor([3, 1]), starts=torch.tensor([5, 77], dtype=torch.int32))
+    where["pending"] = torch.tensor([3, 2])
+    found = []
+    for form in (dict(APART=3, TOUCH=0), dict(APART=3, TOUCH=8), dict(APART=0, PARTS=1),
+                 dict(APART=2, PARTS=4, HEADS=2)):  # fmt: skip
+        for name, value in form.items():
+            monkeypatch.setattr(f"lockstep.kernels.gated_delta_rule.triton.{name}", value)
+        state = face.place(random_state(replace(dims, w=8), 4, [1, 3], face.dtype, 8))
+        layer = face.place(weights(dims, face.dtype, 13))
+        out = face.run(gated_delta_step, dict(**data, weights=layer, state=state, **where))
+        found.append([out] + [part[[1, 3]] for part in state.tensors()])
+    for other in found[1:]:
+        assert all(same_bits(*pair) for pair in zip(found[0], other, strict=True))
 
 
 def prompt(face, dims, data, cuts, mate=0):
