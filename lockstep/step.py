@@ -20,7 +20,7 @@ def flush_after(device: str) -> int:
 
 
 SINGLE_FLUSH = 4
-"""As flush_after, of steps of one token a row: there, replay is most of the work beside the write."""
+"""As flush_after, for steps of one token a row, where replay is the larger part of the work."""
 
 
 @dataclass(frozen=True)

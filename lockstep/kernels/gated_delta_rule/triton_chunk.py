@@ -19,7 +19,7 @@ from lockstep.kernels.gated_delta_rule import (
     GatedDeltaWeights,
     gated_delta_chunk,
 )
-from lockstep.kernels.gated_delta_rule.triton import (
+from lockstep.kernels.gated_delta_rule.triton_inputs import (
     blocks_of,
     gates,
     head_channels,
