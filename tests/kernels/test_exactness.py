@@ -202,7 +202,7 @@ def test_step_in_one_kernel_or_three(face, length, monkeypatch):
     where = dict(slots=torch.tensor([3, 1]), starts=torch.tensor([5, 77], dtype=torch.int32))
     where["pending"] = torch.tensor([3, 2])
     found = []
-    for form in (dict(APART=3, TOUCH=0), dict(APART=3, TOUCH=8), dict(APART=0, PARTS=1),
+    for form in (dict(APART=3, TOUCH=2), dict(APART=3, TOUCH=8), dict(APART=0, PARTS=1),
                  dict(APART=2, PARTS=4, HEADS=2)):  # fmt: skip
         for name, value in form.items():
             monkeypatch.setattr(f"lockstep.kernels.gated_delta_rule.triton.{name}", value)

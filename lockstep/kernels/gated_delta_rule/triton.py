@@ -19,12 +19,9 @@ from lockstep.kernels.gated_delta_rule import (
 )
 from lockstep.kernels.gated_delta_rule.triton_inputs import (
     blocks_of,
-    convolved,
     fold,
-    gates,
+    inputs,
     inputs_kernel,
-    keep_keys,
-    keep_values,
     line_of,
     sizes_of,
     supports,
@@ -35,9 +32,13 @@ MOST_REGISTERS = 128
 ALIGNED = 16
 PAD = 4
 """Floats behind a token's q, k and v in the scratch: decay, beta, and two to keep lines aligned."""
-APART, PARTS, HEADS, TOUCH = 16, 4, 4, 8
-"""From so many rows on, inputs and norm are kernels apart, of a head's columns in so many programs,
-and of so many heads; pending tokens asked for at once. No bit depends on them."""
+APART, PARTS = 16, 4
+"""From so many rows on, inputs and norm have kernels of their own, and a head's columns are walked
+by so many programs. H200, 48 heads of 128 x 128, us in one kernel and in three: 8 rows of one token
+22.0 and 22.9, 16 rows 37.6 and 34.7, 64 rows 130 and 103."""
+MOST_TOKENS, HEADS, TOUCH = 4, 4, 8
+"""Window tokens whose inputs are made at once, heads of a norm program, and pending tokens that are
+asked for at once."""
 
 
 @triton.jit
@@ -123,10 +124,8 @@ def _replay(
 
 @triton.jit
 def _gated_norm(o, z, weight, eps, V: tl.constexpr):
-    """o [n, VB, VI] / rms * weight * silu(z). Squares: fold of VI, then VB over lanes or warps."""
-    lines: tl.constexpr = o.shape[0]
-    square = fold(tl.reshape(o * o, (lines * o.shape[1], o.shape[2])))
-    square = tl.sum(tl.reshape(square, (lines, o.shape[1])), 1)[:, None, None]
+    """o [n, VB, VI] / rms * weight * silu(z)."""
+    square = fold(tl.reshape(o * o, (o.shape[0], o.shape[1] * o.shape[2])))[:, None, None]
     z = z.to(tl.float32)
     return o * tl.rsqrt(square / V + eps) * weight * (z / (1.0 + tl.exp(-z)))
 
@@ -162,91 +161,101 @@ def _window(
         line = _after(line, lines)
 
 
+@triton.jit
+def _committed(
+    state, place, kept_k, kept_u, kept_decay, kt, j, line, count, lines, flush,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """The state after the pending tokens; written where there are at least `flush` of them."""
+    KT: tl.constexpr = kt.shape[0]
+    line = line_of(line - count, lines)
+    state = _replay(state, kept_k, kept_u, kept_decay, kt, j, line, count, lines, HK, HV, K, V)
+    if count >= flush:
+        for r in tl.static_range(len(state)):
+            tl.store(place + r * (KT * V), state[r], mask=(kt + r * KT < K) & (j < V))
+    return state
+
+
 @triton.jit(
     do_not_specialize=["length", "lines", "flush", "eps", "b_stride", "a_stride"],
     do_not_specialize_on_alignment=["b", "a", "slots", "starts", "pending"],
 )
-def _step_kernel(
+def _whole_kernel(
     mixed, z, b, a, taps, a_log, dt_bias, norm, recurrent, conv, kept_u, kept_k, kept_decay,
     slots, starts, pending, heads, out, length, lines, flush, eps,
-    mixed_stride, z_stride, b_stride, a_stride,
+    stride, z_stride, b_stride, a_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     KT: tl.constexpr, KR: tl.constexpr, VB: tl.constexpr, VI: tl.constexpr, TOKENS: tl.constexpr,
-    L2_EPS: tl.constexpr, PAD: tl.constexpr, WHOLE: tl.constexpr, TOUCH: tl.constexpr,
+    PAD: tl.constexpr, TOUCH: tl.constexpr, L2_EPS: tl.constexpr,
 ):  # fmt: skip
-    """One (row, value head, VB * VI columns): read the state, make the inputs, replay, write the
-    state, step. Not WHOLE: inputs are made before, and the norm behind."""
-    C: tl.constexpr = 2 * HK * K + HV * V
+    """One (row, value head): ask for the state, make the inputs, replay, write, step, norm."""
     program = tl.program_id(0).to(tl.int64)
     s, h = program // HV, (program % HV).to(tl.int32)
-    kh, token = h // (HV // HK), s * length
+    kh, token, width = h // (HV // HK), s * length, 2 * K + V + PAD
     kt = tl.arange(0, KT)[:, None, None]
     j = (tl.arange(0, VB) * VI)[None, :, None] + tl.arange(0, VI)[None, None, :]
-    j += tl.program_id(1) * (VB * VI)
+    weight = tl.load(norm + j, mask=j < V, other=0.0).to(tl.float32)
+    log_rate, bias = tl.load(a_log + h), tl.load(dt_bias + h)
     slot = tl.load(slots + s).to(tl.int64)
     start, count = tl.load(starts + s).to(tl.int32), tl.load(pending + s).to(tl.int32)
     place = recurrent + (slot * HV + h) * (K * V) + kt * V + j
-    state = _slices(place, j < V, KT * V, KR, KT, K)
-    line, weight = start % lines, 0.0
+    state, line = _slices(place, j < V, KT * V, KR, KT, K), start % lines
     kept_k += slot * lines * (HK * K)
     kept_u += slot * lines * (HV * V) + h * V
     kept_decay += slot * lines * HV + h
-    if TOUCH > 0:
-        _touch(
-            kept_k + kh * K, kept_u, tl.program_id(1) * (VB * VI), line, count, lines,
-            HK, HV, K, V, KR * KT, VB * VI, TOUCH,
-        )  # fmt: skip
-    if WHOLE:
-        weight = tl.load(norm + j, mask=j < V, other=0.0).to(tl.float32)
-        width = 2 * K + V + PAD
-        heads += program * length * width
-        of_q, of_k, of_v, of_gates = heads, heads + K, heads + 2 * K, heads + 2 * K + V
-        mixed += token * mixed_stride
-        conv += slot * lines * C
-        for begin in range(0, length, TOKENS):
-            t = begin + tl.arange(0, TOKENS)
-            to = line_of(line + t, lines)
-            raw_a = tl.load(a + (token + t) * a_stride + h, mask=t < length, other=0.0)
-            raw_b = tl.load(b + (token + t) * b_stride + h, mask=t < length, other=0.0)
-            q, raw_q = convolved(
-                mixed, conv, taps, kh * K, K, t, line, length, lines, mixed_stride, C, R, KR * KT,
-                True,
-            )  # fmt: skip
-            k, raw_k = convolved(
-                mixed, conv, taps, (HK + kh) * K, K, t, line, length, lines, mixed_stride, C, R,
-                KR * KT, True,
-            )  # fmt: skip
-            v, raw_v = convolved(
-                mixed, conv, taps, 2 * HK * K + h * V, V, t, line, length, lines, mixed_stride, C,
-                R, VB * VI, True,
-            )  # fmt: skip
-            g, rate = gates(raw_a, raw_b, tl.load(a_log + h), tl.load(dt_bias + h))
-            keep_keys(
-                q, raw_q, k, raw_k, conv, kept_k, of_q, of_k, kh, t, to, length,
-                h % (HV // HK) == 0, width, HK, K, C, KR * KT, L2_EPS,
-            )  # fmt: skip
-            keep_values(
-                v, raw_v, g, rate, conv, kept_decay, of_v, of_gates, h, t, to, length, width,
-                HK, HV, K, V, VB * VI,
-            )  # fmt: skip
-    else:
-        width = C + 2 * HV
-        heads += token * width
-        of_q, of_k, of_v = heads + kh * K, heads + (HK + kh) * K, heads + 2 * HK * K + h * V
-        of_gates = heads + C + 2 * h
-    state = _replay(
-        state, kept_k + kh * K, kept_u, kept_decay, kt, j, line_of(line - count, lines), count,
-        lines, HK, HV, K, V,
+    _touch(kept_k + kh * K, kept_u, 0, line, count, lines, HK, HV, K, V, KR * KT, VB * VI, TOUCH)
+    heads += program * length * width
+    of_v = heads + 2 * K
+    inputs(
+        mixed + token * stride, b, a, taps, log_rate, bias,
+        conv + slot * lines * (2 * HK * K + HV * V), kept_k, kept_decay,
+        heads, heads + K, of_v, of_v + V, h, token, line, length, lines, stride, b_stride,
+        a_stride, width, HK, HV, K, V, R, KR * KT, VB * VI, TOKENS, L2_EPS,
     )  # fmt: skip
-    if count >= flush:
-        for r in tl.static_range(KR):
-            tl.store(place + r * (KT * V), state[r], mask=(kt + r * KT < K) & (j < V))
-    if WHOLE:
-        tl.debug_barrier()  # heads are written
+    state = _committed(
+        state, place, kept_k + kh * K, kept_u, kept_decay, kt, j, line, count, lines, flush,
+        HK, HV, K, V,
+    )  # fmt: skip
+    tl.debug_barrier()  # heads are written
     _window(
-        state, of_q, of_k, of_v, of_gates, width, z + token * z_stride + h * V,
+        state, heads, heads + K, of_v, of_v + V, width, z + token * z_stride + h * V,
         out + (token * HV + h) * V, kept_u, kt, j, weight, line, length, lines, z_stride, eps,
-        HV, K, V, WHOLE,
+        HV, K, V, True,
+    )  # fmt: skip
+
+
+@triton.jit(
+    do_not_specialize=["length", "lines", "flush"],
+    do_not_specialize_on_alignment=["slots", "starts", "pending"],
+)
+def _walk_kernel(
+    recurrent, kept_u, kept_k, kept_decay, slots, starts, pending, heads, o, length, lines, flush,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    KT: tl.constexpr, KR: tl.constexpr, VB: tl.constexpr, VI: tl.constexpr, TOUCH: tl.constexpr,
+):  # fmt: skip
+    """One (row, value head, VB * VI columns): replay, write, step, on inputs made before."""
+    C: tl.constexpr = 2 * HK * K + HV * V
+    program, first = tl.program_id(0).to(tl.int64), tl.program_id(1) * (VB * VI)
+    s, h = program // HV, (program % HV).to(tl.int32)
+    kh, token, width = h // (HV // HK), s * length, C + 2 * HV
+    kt = tl.arange(0, KT)[:, None, None]
+    j = first + (tl.arange(0, VB) * VI)[None, :, None] + tl.arange(0, VI)[None, None, :]
+    slot = tl.load(slots + s).to(tl.int64)
+    start, count = tl.load(starts + s).to(tl.int32), tl.load(pending + s).to(tl.int32)
+    place = recurrent + (slot * HV + h) * (K * V) + kt * V + j
+    state, line = _slices(place, j < V, KT * V, KR, KT, K), start % lines
+    kept_k += slot * lines * (HK * K) + kh * K
+    kept_u += slot * lines * (HV * V) + h * V
+    kept_decay += slot * lines * HV + h
+    _touch(kept_k, kept_u, first, line, count, lines, HK, HV, K, V, KR * KT, VB * VI, TOUCH)
+    heads += token * width
+    state = _committed(
+        state, place, kept_k, kept_u, kept_decay, kt, j, line, count, lines, flush, HK, HV, K, V
+    )
+    _window(
+        state, heads + kh * K, heads + (HK + kh) * K, heads + 2 * HK * K + h * V,
+        heads + C + 2 * h, width, o, o + (token * HV + h) * V, kept_u, kt, j, 0.0, line, length,
+        lines, 0, 0.0, HV, K, V, False,
     )  # fmt: skip
 
 
@@ -306,34 +315,37 @@ def gated_delta_step_triton(
     out = torch.empty(rows, length, hv, v, dtype=z.dtype, device=mixed.device)
     if not out.numel():
         return out
-    f32, whole = dict(dtype=torch.float32, device=mixed.device), rows < APART
     mixed, z, b, a = _flat(mixed), _flat(z), b.flatten(0, 1), a.flatten(0, 1)
     taps, lines = weights.conv.t().contiguous(), state.conv.shape[1]
-    layout, exact = layout_of(sizes), dict(R=len(taps) - 1, L2_EPS=L2_EPS, enable_fp_fusion=False)
-    tokens, parts = min(4, triton.next_power_of_2(length)), 1
-    if whole:
-        heads, o, tokens = torch.empty(rows * hv, length, 2 * k + v + PAD, **f32), out, 4
-    else:
-        heads = torch.empty(rows, length, channels + 2 * hv, **f32)
-        o, parts = torch.empty(out.shape, **f32), min(PARTS, layout["VB"])
-        inputs_kernel[(rows, hk + hv)](
-            mixed, b, a, taps, weights.a_log, weights.dt_bias, state.conv, state.k, state.decay,
-            slots, starts, heads, length, lines, mixed.stride(0), b.stride(0), a.stride(0),
-            **sizes, **blocks_of(sizes, 128), TOKENS=tokens, **exact, num_warps=tokens,
+    strides = mixed.stride(0), b.stride(0), a.stride(0)
+    f32 = dict(dtype=torch.float32, device=mixed.device)
+    exact = dict(**sizes, enable_fp_fusion=False)
+    layout, into = layout_of(sizes), dict(R=len(taps) - 1, L2_EPS=L2_EPS, **exact)
+    if rows < APART:
+        heads = torch.empty(rows * hv, length, 2 * k + v + PAD, **f32)
+        _whole_kernel[(rows * hv,)](
+            mixed, z, b, a, taps, weights.a_log, weights.dt_bias, weights.norm,
+            state.recurrent, state.conv, state.u, state.k, state.decay, slots, starts, pending,
+            heads, out, length, lines, flush, weights.eps,
+            strides[0], z.stride(0), *strides[1:], **layout, PAD=PAD, TOKENS=MOST_TOKENS,
+            TOUCH=TOUCH, **into, num_warps=layout["VB"], maxnreg=MOST_REGISTERS,
         )  # fmt: skip
-    warps = layout["VB"] // parts
-    _step_kernel[(rows * hv, parts)](
-        mixed, z, b, a, taps, weights.a_log, weights.dt_bias, weights.norm,
-        state.recurrent, state.conv, state.u, state.k, state.decay, slots, starts, pending,
-        heads, o, length, lines, flush, weights.eps,
-        mixed.stride(0), z.stride(0), b.stride(0), a.stride(0),
-        **sizes, **{**layout, "VB": warps}, PAD=PAD, TOKENS=tokens, WHOLE=whole, TOUCH=TOUCH,
+        return out
+    heads, o = torch.empty(rows, length, channels + 2 * hv, **f32), torch.empty(out.shape, **f32)
+    tokens, warps = min(MOST_TOKENS, triton.next_power_of_2(length)), layout["VB"] // PARTS or 1
+    inputs_kernel[(rows, hk + hv)](
+        mixed, b, a, taps, weights.a_log, weights.dt_bias, state.conv, state.k, state.decay,
+        slots, starts, heads, length, lines, *strides,
+        **blocks_of(sizes, 128), TOKENS=tokens, **into, num_warps=tokens,
+    )  # fmt: skip
+    _walk_kernel[(rows * hv, layout["VB"] // warps)](
+        state.recurrent, state.u, state.k, state.decay, slots, starts, pending, heads, o,
+        length, lines, flush, **{**layout, "VB": warps}, TOUCH=TOUCH // 2,
         **exact, num_warps=warps, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
-    if not whole:
-        _norm_kernel[(triton.cdiv(rows * length * hv, HEADS),)](
-            o, z, weights.norm, out, rows * length * hv, z.stride(0), weights.eps,
-            HV=hv, V=v, VB=layout["VB"], VI=layout["VI"], HEADS=HEADS,
-            num_warps=HEADS, enable_fp_fusion=False,
-        )  # fmt: skip
+    _norm_kernel[(triton.cdiv(rows * length * hv, HEADS),)](
+        o, z, weights.norm, out, rows * length * hv, z.stride(0), weights.eps,
+        HV=hv, V=v, VB=layout["VB"], VI=layout["VI"], HEADS=HEADS,
+        num_warps=HEADS, enable_fp_fusion=False,
+    )  # fmt: skip
     return out

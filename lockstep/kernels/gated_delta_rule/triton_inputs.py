@@ -49,7 +49,7 @@ def fold(x):
 
 
 @triton.jit
-def convolved(
+def _convolved(
     mixed, conv, taps, first, width, t, line_0, length, lines, stride,
     C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr,
 ):  # fmt: skip
@@ -84,7 +84,7 @@ def _normal(x, EPS: tl.constexpr):
 
 
 @triton.jit
-def keep_keys(
+def _keep_keys(
     q, raw_q, k, raw_k, conv, kept_k, of_q, of_k, kh, t, line, length, writes, width,
     HK: tl.constexpr, K: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
@@ -101,7 +101,7 @@ def keep_keys(
 
 
 @triton.jit
-def keep_values(
+def _keep_values(
     v, raw, g, rate, conv, kept_decay, of_v, of_gates, h, t, line, length, width,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -116,55 +116,90 @@ def keep_values(
     tl.store(kept_decay + line * HV, fade, mask=live)
 
 
+@triton.jit
+def inputs(
+    mixed, b, a, taps, log_rate, bias, conv, kept_k, kept_decay, of_q, of_k, of_v, of_gates, h,
+    token, line, length, lines, stride, b_stride, a_stride, width,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """All that a value head's window reads. The first head of a key head keeps its q and k."""
+    C: tl.constexpr = 2 * HK * K + HV * V
+    kh, first = h // (HV // HK), h % (HV // HK) == 0
+    for begin in range(0, length, TOKENS):
+        t = begin + tl.arange(0, TOKENS)
+        to, live = line_of(line + t, lines), t < length
+        raw_a = tl.load(a + (token + t) * a_stride + h, mask=live, other=0.0)
+        raw_b = tl.load(b + (token + t) * b_stride + h, mask=live, other=0.0)
+        q, raw_q = _convolved(
+            mixed, conv, taps, kh * K, K, t, line, length, lines, stride, C, R, BLOCK_K, True
+        )
+        c = (HK + kh) * K
+        k, raw_k = _convolved(
+            mixed, conv, taps, c, K, t, line, length, lines, stride, C, R, BLOCK_K, True
+        )
+        c = 2 * HK * K + h * V
+        v, raw_v = _convolved(
+            mixed, conv, taps, c, V, t, line, length, lines, stride, C, R, BLOCK_V, True
+        )
+        g, rate = gates(raw_a, raw_b, log_rate, bias)
+        _keep_keys(
+            q, raw_q, k, raw_k, conv, kept_k, of_q, of_k, kh, t, to, length, first, width,
+            HK, K, C, BLOCK_K, EPS,
+        )  # fmt: skip
+        _keep_values(
+            v, raw_v, g, rate, conv, kept_decay, of_v, of_gates, h, t, to, length, width,
+            HK, HV, K, V, BLOCK_V,
+        )  # fmt: skip
+
+
 @triton.jit(
     do_not_specialize=["length", "lines", "b_stride", "a_stride"],
     do_not_specialize_on_alignment=["b", "a", "slots", "starts"],
 )
 def inputs_kernel(
     mixed, b, a, taps, a_log, dt_bias, conv, kept_k, kept_decay, slots, starts, heads,
-    length, lines, mixed_stride, b_stride, a_stride,
+    length, lines, stride, b_stride, a_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr, L2_EPS: tl.constexpr,
 ):  # fmt: skip
-    """One (row, key head or value head): what the step kernel makes of the window, apart."""
+    """One (row, key head or value head): q and k, or v, decay and beta, for all who read them."""
     C: tl.constexpr = 2 * HK * K + HV * V
     WIDTH: tl.constexpr = C + 2 * HV
     s, unit = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot, line = tl.load(slots + s).to(tl.int64), tl.load(starts + s).to(tl.int32) % lines
     token = s * length
-    mixed += token * mixed_stride
+    mixed += token * stride
     conv += slot * lines * C
     heads += token * WIDTH
     for begin in range(0, length, TOKENS):
         t = begin + tl.arange(0, TOKENS)
-        to = line_of(line + t, lines)
+        to, live = line_of(line + t, lines), t < length
         if unit < HK:
-            q, raw_q = convolved(
-                mixed, conv, taps, unit * K, K, t, line, length, lines, mixed_stride, C, R, BLOCK_K,
+            c = unit * K
+            q, raw_q = _convolved(
+                mixed, conv, taps, c, K, t, line, length, lines, stride, C, R, BLOCK_K, False
+            )
+            k, raw_k = _convolved(
+                mixed, conv, taps, HK * K + c, K, t, line, length, lines, stride, C, R, BLOCK_K,
                 False,
             )  # fmt: skip
-            k, raw_k = convolved(
-                mixed, conv, taps, (HK + unit) * K, K, t, line, length, lines, mixed_stride, C, R,
-                BLOCK_K, False,
-            )  # fmt: skip
-            keep_keys(
-                q, raw_q, k, raw_k, conv, kept_k + slot * lines * (HK * K), heads + unit * K,
-                heads + (HK + unit) * K, unit, t, to, length, True,
-                WIDTH, HK, K, C, BLOCK_K, L2_EPS,
+            _keep_keys(
+                q, raw_q, k, raw_k, conv, kept_k + slot * lines * (HK * K), heads + c,
+                heads + HK * K + c, unit, t, to, length, True, WIDTH, HK, K, C, BLOCK_K, L2_EPS,
             )  # fmt: skip
         else:
             h = unit - HK
-            raw_a = tl.load(a + (token + t) * a_stride + h, mask=t < length, other=0.0)
-            raw_b = tl.load(b + (token + t) * b_stride + h, mask=t < length, other=0.0)
-            v, raw_v = convolved(
-                mixed, conv, taps, 2 * HK * K + h * V, V, t, line, length, lines, mixed_stride, C,
-                R, BLOCK_V, False,
-            )  # fmt: skip
+            c = 2 * HK * K + h * V
+            raw_a = tl.load(a + (token + t) * a_stride + h, mask=live, other=0.0)
+            raw_b = tl.load(b + (token + t) * b_stride + h, mask=live, other=0.0)
+            v, raw_v = _convolved(
+                mixed, conv, taps, c, V, t, line, length, lines, stride, C, R, BLOCK_V, False
+            )
             g, rate = gates(raw_a, raw_b, tl.load(a_log + h), tl.load(dt_bias + h))
-            keep_values(
-                v, raw_v, g, rate, conv, kept_decay + slot * lines * HV + h,
-                heads + 2 * HK * K + h * V, heads + C + 2 * h, h, t, to, length, WIDTH,
-                HK, HV, K, V, BLOCK_V,
+            _keep_values(
+                v, raw_v, g, rate, conv, kept_decay + slot * lines * HV + h, heads + c,
+                heads + C + 2 * h, h, t, to, length, WIDTH, HK, HV, K, V, BLOCK_V,
             )  # fmt: skip
 
 
