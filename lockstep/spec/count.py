@@ -8,6 +8,7 @@ more than SHARE to it in the long run, whatever the estimates say.
 
 import random
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Protocol
 
 from lockstep.config import SpeculativeConfig
@@ -26,10 +27,9 @@ BETTER = 1.02
 """A count gives way to one that is faster by this factor."""
 STALE, SAMPLES = 512, 3
 """Steps after which what a step without drafts costs is measured again, and on how many steps."""
-
-
-STRIDE = 0.02
-"""By which share of itself one step may change what its kind is known to cost."""
+STRIDE, OWN_STRIDE = 0.02, 0.005
+"""By which share one step may change what all kinds of steps are known to cost, and its own kind
+against the others."""
 
 
 class DraftCount(Protocol):
@@ -76,28 +76,33 @@ class RandomCount:
 @dataclass
 class Cost:
     """ms of one kind of step. null: measured on null rows when the engine was stood up; extra: what
-    real rows took beyond, running; seen: real steps measured."""
+    real rows took beyond, running; first: what the first real steps took beyond."""
 
     null: float
     extra: float = 0.0
-    seen: int = 0
+    first: list[float] = field(default_factory=list)
 
-    def observe(self, ms: float) -> None:
-        """The least of the first ones, then a fifth of what is new, so that disturbed ones pass."""
-        known = self.null + self.extra
-        if self.seen < SAMPLES:
-            self.extra = ms - self.null if not self.seen else min(self.extra, ms - self.null)
+    def observe(self, ms: float, stride: float) -> float:
+        """The median of the first ones, then a fifth of what is new, at most `stride` of what is
+        known, so that disturbed ones pass. Returns by how much extra changed."""
+        before, known = self.extra, self.null + self.extra
+        if len(self.first) < SAMPLES:
+            self.first.append(ms - self.null)
+            self.extra = median_low(self.first)
         else:
-            most = STRIDE * known
-            self.extra += min(max((ms - known) / 5, -most), most)
-        self.seen += 1
+            self.extra += min(max((ms - known) / 5, -stride * known), stride * known)
+        return self.extra - before
 
 
 @dataclass
 class Costs:
-    """ms of a step by rows and count, among them what was never measured on real rows."""
+    """ms of a step by rows and count, among them what was never measured on real rows.
+
+    runs: by rows, the latest count and how many of its steps in a row were measured.
+    """
 
     table: dict[int, dict[int, Cost]]
+    runs: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     @classmethod
     def measured(cls, nulls: dict[tuple[int, int], float]) -> "Costs":
@@ -119,10 +124,22 @@ class Costs:
             }
         return self.table[rows]
 
+    def observe(self, rows: int, count: int, ms: float) -> None:
+        """The first steps of a run tell its count from the others. The later ones tell what all of
+        them share, contexts above all, so that no count's cost is out of date while it rests."""
+        line, (latest, length) = self.at(rows), self.runs.get(rows, (count, 0))
+        length = length + 1 if count == latest else 1
+        self.runs[rows] = count, length
+        own = length <= SAMPLES
+        moved = line[count].observe(ms, OWN_STRIDE if own else STRIDE)
+        for k, cost in line.items():
+            if not own and k != count and cost.first:
+                cost.extra += moved
+
     def ms(self, rows: int) -> dict[int, float]:
         """count -> ms. What real rows add is taken from the nearest count that has seen some."""
         line = self.at(rows)
-        seen = [k for k, cost in line.items() if cost.seen]
+        seen = [k for k, cost in line.items() if cost.first]
 
         def extra(k: int) -> float:
             return line[min(seen, key=lambda s: abs(s - k))].extra if seen else 0.0
@@ -182,7 +199,7 @@ class AdaptiveCount:
 
     def observe(self, rows: int, count: int, made: int, accepted: list[int], ms: float) -> None:
         """Keeps time and acceptance, and enters what the step has won or lost."""
-        self.costs.at(rows)[count].observe(ms)
+        self.costs.observe(rows, count, ms)
         self._watch(rows, count)
         if made:
             self.acceptance.observe(made, [min(a, made) for a in accepted])
