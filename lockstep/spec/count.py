@@ -7,6 +7,7 @@ more than SHARE to it in the long run, whatever the estimates say.
 """
 
 import random
+from collections import deque
 from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Protocol
@@ -25,11 +26,12 @@ PRIOR, PRIOR_WEIGHT = 0.7, 2.0
 """Acceptance of the first draft before anything is known, and the rows that this counts as."""
 BETTER = 1.02
 """A count gives way to one that is faster by this factor."""
-STALE, SAMPLES = 512, 3
-"""Steps after which what a step without drafts costs is measured again, and on how many steps."""
-STRIDE, OWN_STRIDE = 0.02, 0.005
-"""By which share one step may change what all kinds of steps are known to cost, and its own kind
-against the others."""
+SAMPLES, PROBES, SOON = 3, 0.005, 16
+"""What a step without drafts costs is measured again now and then, on so many steps: as often as
+loses this share of the tokens, and not sooner than after so many steps."""
+OWN, SHARED, JUMP = 0.25, 0.5, 0.1
+"""How much of what is new in the cost of a count, and of all counts, is believed at once; what is
+new is at most this share of what is known."""
 
 
 class DraftCount(Protocol):
@@ -76,33 +78,28 @@ class RandomCount:
 @dataclass
 class Cost:
     """ms of one kind of step. null: measured on null rows when the engine was stood up; extra: what
-    real rows took beyond, running; first: what the first real steps took beyond."""
+    real rows take beyond, running; seen: real steps measured."""
 
     null: float
     extra: float = 0.0
-    first: list[float] = field(default_factory=list)
+    seen: int = 0
 
-    def observe(self, ms: float, stride: float) -> float:
-        """The median of the first ones, then a fifth of what is new, at most `stride` of what is
-        known, so that disturbed ones pass. Returns by how much extra changed."""
-        before, known = self.extra, self.null + self.extra
-        if len(self.first) < SAMPLES:
-            self.first.append(ms - self.null)
-            self.extra = median_low(self.first)
-        else:
-            self.extra += min(max((ms - known) / 5, -stride * known), stride * known)
-        return self.extra - before
+
+@dataclass
+class Run:
+    """Steps of one count in a row: how many were measured, and ms of the latest."""
+
+    count: int
+    steps: int = 0
+    latest: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
 
 
 @dataclass
 class Costs:
-    """ms of a step by rows and count, among them what was never measured on real rows.
-
-    runs: by rows, the latest count and how many of its steps in a row were measured.
-    """
+    """ms of a step by rows and count, among them what was never measured on real rows."""
 
     table: dict[int, dict[int, Cost]]
-    runs: dict[int, tuple[int, int]] = field(default_factory=dict)
+    runs: dict[int, Run] = field(default_factory=dict)
 
     @classmethod
     def measured(cls, nulls: dict[tuple[int, int], float]) -> "Costs":
@@ -126,20 +123,28 @@ class Costs:
 
     def observe(self, rows: int, count: int, ms: float) -> None:
         """The first steps of a run tell its count from the others. The later ones tell what all of
-        them share, contexts above all, so that no count's cost is out of date while it rests."""
-        line, (latest, length) = self.at(rows), self.runs.get(rows, (count, 0))
-        length = length + 1 if count == latest else 1
-        self.runs[rows] = count, length
-        own = length <= SAMPLES
-        moved = line[count].observe(ms, OWN_STRIDE if own else STRIDE)
-        for k, cost in line.items():
-            if not own and k != count and cost.first:
-                cost.extra += moved
+        them share, contexts above all, so that no count is out of date while it rests."""
+        line, run = self.at(rows), self.runs.get(rows)
+        if run is None or run.count != count:
+            run = self.runs[rows] = Run(count)
+        run.latest.append(ms)
+        run.steps += 1
+        cost = line[count]
+        cost.seen += 1
+        known = cost.null + cost.extra
+        new = min(max(median_low(run.latest) - known, -JUMP * known), JUMP * known)
+        if cost.seen <= SAMPLES:
+            cost.extra = min(run.latest) - cost.null
+        elif run.steps == SAMPLES:
+            cost.extra += OWN * new
+        elif run.steps > SAMPLES:
+            for other in line.values():
+                other.extra += SHARED * new if other.seen else 0.0
 
     def ms(self, rows: int) -> dict[int, float]:
         """count -> ms. What real rows add is taken from the nearest count that has seen some."""
         line = self.at(rows)
-        seen = [k for k, cost in line.items() if cost.first]
+        seen = [k for k, cost in line.items() if cost.seen]
 
         def extra(k: int) -> float:
             return line[min(seen, key=lambda s: abs(s - k))].extra if seen else 0.0
@@ -212,9 +217,15 @@ class AdaptiveCount:
         """Counts down to when steps without drafts are due; from 0 on, the steps that were."""
         due = self.due.get(rows, 0)
         if due > 0:
-            self.due[rows] = due - 1 if count else STALE
+            self.due[rows] = due - 1 if count else self._stale(rows)
         elif count == 0:
-            self.due[rows] = due - 1 if due > 1 - SAMPLES else STALE
+            self.due[rows] = due - 1 if due > 1 - SAMPLES else self._stale(rows)
+
+    def _stale(self, rows: int) -> int:
+        """Steps until a step without drafts is due; the step behind them has no drafts either."""
+        ms = self.costs.ms(rows)
+        best = max(self.acceptance.length(k) / ms[k] for k in self.counts)
+        return max(SOON, int((SAMPLES + 1) * (1 - 1 / (ms[0] * best)) / PROBES))
 
     def _best(self, ms: dict[int, float]) -> int:
         rates = {k: self.acceptance.length(k) / ms[k] for k in self.counts}
