@@ -19,10 +19,10 @@ SHARE = 0.006
 TRIAL = 6
 """Steps of a trial, all of which may lose."""
 BEARABLE = 8
-"""Losing steps of the largest count that past winnings pay for, before it rests."""
+"""Losing steps of the dearest count that past winnings pay for, before it rests."""
 MEMORY = 48
 """Steps after which an observed acceptance counts a third."""
-PRIOR, PRIOR_WEIGHT = 0.7, 2.0
+PRIOR, PRIOR_WEIGHT = 0.5, 2.0
 """Acceptance of the first draft before anything is known, and the rows that this counts as."""
 BETTER = 1.02
 """A count gives way to one that is faster by this factor."""
@@ -183,7 +183,7 @@ class AdaptiveCount:
         self.counts, self.costs = counts, costs
         self.acceptance = Acceptance(counts[-1])
         self.balance, self.mark = 0.0, 0.0
-        self.count, self.left = counts[-1], TRIAL
+        self.count, self.left = counts[1], TRIAL
         self.due: dict[int, int] = {}
 
     def choose(self, rows: int) -> int:
@@ -198,7 +198,7 @@ class AdaptiveCount:
         elif self.count or self.balance >= self._price(ms):
             if not self.left:
                 self.left, self.mark = TRIAL, self.balance
-            self.count = best or self.count or self.counts[1]
+            self.count = best or self.count or self._least(ms)
             self.left -= 1
         return self.count
 
@@ -232,13 +232,17 @@ class AdaptiveCount:
         best = max(rates, key=lambda k: rates[k])
         return best if rates[best] > BETTER * rates[self.count] else self.count
 
+    def _least(self, ms: dict[int, float]) -> int:
+        """The count that a trial costs least with."""
+        return min(self.counts[1:], key=lambda k: ms[k])
+
     def _price(self, ms: dict[int, float]) -> float:
-        """What a trial of the least count may lose."""
-        return TRIAL * max(ms[self.counts[1]] - ms[0], SHARE * ms[0])
+        """What a trial may lose."""
+        return TRIAL * max(ms[self._least(ms)] - ms[0], SHARE * ms[0])
 
     def _loss(self, ms: dict[int, float]) -> float:
-        """What a step of the largest count loses where nothing is accepted."""
-        return max(ms[self.counts[-1]] - ms[0], SHARE * ms[0])
+        """What a step of the dearest count loses where nothing is accepted."""
+        return max(*ms.values(), (1 + SHARE) * ms[0]) - ms[0]
 
 
 def draft_count(
