@@ -27,11 +27,11 @@ PRIOR, PRIOR_WEIGHT = 0.5, 2.0
 BETTER = 1.02
 """A count gives way to one that is faster by this factor."""
 SAMPLES, PROBES, SOON = 3, 0.005, 16
-"""What a step without drafts costs is measured again now and then, on so many steps: as often as
-loses this share of the tokens, and not sooner than after so many steps."""
+"""While drafts are made, SAMPLES steps without them are measured now and then: as often as loses
+the share PROBES of the tokens, and not before SOON steps."""
 OWN, SHARED, JUMP = 0.25, 0.5, 0.1
-"""How much of what is new in the cost of a count, and of all counts, is believed at once; what is
-new is at most this share of what is known."""
+"""How much of what is new in the cost of one count, and of all of them, is believed at once; what
+is new is the median of SAMPLES steps, cut off at the share JUMP of what was known."""
 
 
 class DraftCount(Protocol):
