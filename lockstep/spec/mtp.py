@@ -30,7 +30,7 @@ class MTPDrafter:
         """Writes drafts for each row. Sampled rows draft with the noise of the position itself."""
         c, rows, count = self.context, step.row_ids, step.shape.drafts
         if count < c.drafts.shape[1]:
-            c.drafts[rows, count:] = -1
+            c.drafts[:, count:].index_fill_(0, rows, -1)
         where = (step.token_rows, step.positions, step.cu_seqlens)
         window = verdict.tokens.shape[1]
         tokens, last, at = self.follow(c.tokens, rows, *where, verdict.accepted, window)

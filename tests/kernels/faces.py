@@ -21,8 +21,8 @@ from lockstep.kernels.linear import linear
 from lockstep.kernels.linear.cases import linear_cases
 from lockstep.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
 from lockstep.kernels.norm.cases import add_rms_norm_cases, gated_rms_norm_cases, rms_norm_cases
-from lockstep.kernels.rotary import gate_output, rope_and_cache
-from lockstep.kernels.rotary.cases import gate_output_cases, rope_and_cache_cases
+from lockstep.kernels.rotary import rope_and_cache
+from lockstep.kernels.rotary.cases import rope_and_cache_cases
 from lockstep.kernels.sampling import sample
 from lockstep.kernels.sampling.cases import sample_cases
 from lockstep.kernels.table import advance_rows, draft_step, follow, lookup, prepare_step
@@ -41,7 +41,6 @@ CASES = {
     gated_rms_norm: gated_rms_norm_cases,
     silu_mul: silu_mul_cases,
     rope_and_cache: rope_and_cache_cases,
-    gate_output: gate_output_cases,
     paged_attention: paged_attention_cases,
     gated_delta_step: gated_delta_step_cases,
     gated_delta_chunk: gated_delta_chunk_cases,

@@ -1,5 +1,6 @@
 """On a GPU: graph none = piecewise = full, bit for bit, with and without drafts."""
 
+import gc
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,8 +27,9 @@ DEVICE = "cuda"
 BUCKETS = (1, 2, 4, 8)
 DRAFTERS: dict[str, dict[str, Any] | None] = {
     "none": None,
-    "mtp": {"method": "mtp", "num_speculative_tokens": 3},
-    "ngram": {"method": "ngram", "num_speculative_tokens": 3},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False},
+    "changing": {"method": "mtp", "num_speculative_tokens": 3, "adaptive": "random"},
 }
 GREEDY = SamplingParams(
     temperature=0, max_tokens=48, ignore_eos=True, logprobs=2, seed=1, detokenize=False
@@ -101,7 +103,9 @@ def test_graphs_change_no_bit(
         known[dtype] = ask(build(dtype, "none", "none"))
     llm = build(dtype, drafter, graph)
     layers = llm.engine.runner.model.config.layer_types  # type: ignore[union-attr]
-    graphs = {"none": 0, "piecewise": 2 * len(layers) * len(BUCKETS), "full": len(BUCKETS)}
+    shapes = list(product(BUCKETS, llm.engine.plan.draft_counts))
+    pieces = 2 * len(layers) * len({rows * (k + 1) for rows, k in shapes})
+    graphs = {"none": 0, "piecewise": pieces, "full": len(shapes)}
     assert recorded(llm) == graphs[graph]
     assert ask(llm) == known[dtype]
     assert recorded(llm) == graphs[graph], "every graph is recorded in the warm-up"
@@ -144,6 +148,20 @@ def test_a_replayed_step_of_null_rows_changes_no_row(drafter: str) -> None:
     for tensor, was in zip(runner.table.row_tensors(), before, strict=True):
         assert torch.equal(tensor[1:], was)
     assert not runner.table.computed.any() and not runner.table.pending.any()
+
+
+def test_graphs_of_a_dropped_engine_are_not_destroyed_in_a_capture() -> None:
+    llm = build("bfloat16", "none", "full")
+    cycle: list[Any] = [llm]
+    cycle.append(cycle)
+    del llm, cycle
+    usual = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        llm = build("bfloat16", "mtp", "full")
+    finally:
+        gc.set_threshold(*usual)
+    assert gc.isenabled() and recorded(llm) == len(BUCKETS)
 
 
 def wait(x: Tensor) -> None:
