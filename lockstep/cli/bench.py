@@ -55,8 +55,7 @@ def offline(
     ] = 0,
     output_len: Annotated[int, typer.Option(help="tokens per answer")] = 128,
     num_speculative_tokens: Annotated[
-        int | None,
-        typer.Option(help="K of the drafter that was chosen, in every step; 0: no drafts"),
+        int | None, typer.Option(help="K of the chosen drafter, in every step; 0: no drafts")
     ] = None,
     synthetic_acceptance: Annotated[
         float | None,

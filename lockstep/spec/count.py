@@ -142,12 +142,17 @@ class Costs:
                 other.extra += SHARED * new if other.seen else 0.0
 
     def ms(self, rows: int) -> dict[int, float]:
-        """count -> ms. What real rows add is taken from the nearest count that has seen some."""
+        """count -> ms. What real rows add is taken from the nearest count that has seen enough; of
+        one that has seen too few, the less, since a disturbed first step would end all trials."""
         line = self.at(rows)
         seen = [k for k, cost in line.items() if cost.seen]
+        known = [k for k in seen if line[k].seen >= SAMPLES] or seen
 
         def extra(k: int) -> float:
-            return line[min(seen, key=lambda s: abs(s - k))].extra if seen else 0.0
+            if not known:
+                return 0.0
+            near = line[min(known, key=lambda s: abs(s - k))].extra
+            return min(near, line[k].extra) if line[k].seen else near
 
         return {k: max(cost.null + extra(k), 1e-3) for k, cost in line.items()}
 

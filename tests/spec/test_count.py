@@ -167,6 +167,9 @@ def test_costs_are_learned_from_real_rows() -> None:
     assert costs.ms(64) == NULL
     assert run(costs, 0, 26.0) == {k: ms + 10.0 for k, ms in NULL.items()}
     assert run(costs, 3, 500.0, 50.0) == {0: 26.0, 1: 32.0, 3: 50.0}, "the first was disturbed"
+    run(costs, 0, 26.0, 26.0)
+    assert run(costs, 1, 500.0)[1] == 32.0, "which does not count against one draft"
+    assert run(costs, 1, 34.0, 34.0)[1] == 34.0
 
 
 def test_costs_that_all_counts_share_move_together() -> None:
