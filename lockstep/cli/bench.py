@@ -125,10 +125,7 @@ def _report(llm: "LLM", figures: "Figures", floor: bool, json: bool) -> None:
 def _choose_drafts(
     settings: dict[str, Any], count: int | None, acceptance: float | None = None
 ) -> None:
-    """Settles "auto" drafting, and what is given of K and synthetic acceptance.
-
-    Raises ConfigError without a drafter.
-    """
+    """Settles "auto" drafting, K and synthetic acceptance. Raises ConfigError without a drafter."""
     settings.update(settle_drafts(settings))
     spec = settings["speculative_config"]
     if acceptance is not None:

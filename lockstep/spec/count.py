@@ -3,7 +3,8 @@
 The adaptive count weighs what a step of k drafts costs, by rows and k, against the drafts that are
 accepted. All that speculation has won or lost against steps without drafts is kept as a balance, in
 ms: it may try where the balance allows, and rests where it does not, so that no workload can lose
-more than SHARE to it in the long run, whatever the estimates say.
+more than SHARE to it in the long run, however wrong is what it expects to be accepted. Measured:
+docs/decisions/0008-adaptive-drafts.md.
 """
 
 import random
