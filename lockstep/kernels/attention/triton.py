@@ -22,7 +22,7 @@ from lockstep.kernels.attention import SEGMENT, paged_attention
 from lockstep.kernels.backends import gpu_trait
 
 LOG2E = 1.4426950408889634
-ENTRY_BYTES = 1 << 28
+ENTRY_BYTES = 1 << 29
 """The most that entries for the second kernel may take; longer spans need fewer."""
 PROGRAMS = 256
 """Spans side by side give about so many: those past a row's end cost time, too."""
