@@ -37,10 +37,13 @@ def _check_number(name: str, value: object, low: float, high: float, remedy: str
 class SpeculativeConfig:
     """How drafts are made, in vLLM's keys. `method`: a name in lockstep.spec.DRAFTERS.
 
+    draft_counts: numbers of drafts that a step may bring, ascending, one graph each and bucket.
     draft_vocab_size: tokens that a draft module may propose, the most frequent ones: "full", a
     multiple of 64, or "auto", 32,768 where the model knows more than 65,536.
     synthetic_acceptance: with random weights only, the probability with which a draft behind
     accepted ones is accepted, instead of comparing it with the target's token.
+    adaptive: whether each step brings as many drafts, up to num_speculative_tokens, as pay at the
+    running acceptance; "random": any number, to test that nothing changes.
     """
 
     method: str
@@ -49,6 +52,7 @@ class SpeculativeConfig:
     prompt_lookup_max: int = 4
     draft_vocab_size: int | str = "auto"
     synthetic_acceptance: float | None = None
+    adaptive: bool | str = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str):
@@ -63,6 +67,10 @@ class SpeculativeConfig:
         remedy = "Choose it no larger than prompt_lookup_max."
         _check_number("prompt_lookup_min", low, 1, high, remedy)
         self._check_draft_vocab_size()
+        if not (isinstance(self.adaptive, bool) or self.adaptive == "random"):
+            remedy = "Choose true, or false for the same number of drafts in every step."
+            allowed = "true, false, or random"
+            raise choice_error(ConfigError, "adaptive", self.adaptive, allowed, remedy)
         if self.synthetic_acceptance is not None:
             remedy = "Choose a probability, or leave it out to verify drafts."
             _check_number("synthetic_acceptance", self.synthetic_acceptance, 0.0, 1.0, remedy)
@@ -247,6 +255,7 @@ class Plan:
     graph_mode: str
     steps_in_flight: int
     numerics: str
+    draft_counts: tuple[int, ...] = (0,)
     draft_vocab_size: int = 0
     draft_head_bytes: int = 0
 

@@ -25,17 +25,20 @@ class StepShape:
 
     rows: S, null rows included. tokens: T, all rows together. query_len: the most tokens a row
     brings; a step that is not a prompt step is uniform, tokens == rows * query_len.
+    drafts: how many drafts are made behind it, for the next step.
     """
 
     rows: int
     tokens: int
     query_len: int
     prompt: bool = False
+    drafts: int = 0
 
     @classmethod
     def uniform(cls, rows: int, query_len: int) -> "StepShape":
-        """Every row brings `query_len` tokens: its last token and query_len - 1 drafts."""
-        return cls(rows, rows * query_len, query_len)
+        """Every row brings `query_len` tokens: its last token and query_len - 1 drafts; as many
+        drafts are made behind it."""
+        return cls(rows, rows * query_len, query_len, drafts=query_len - 1)
 
 
 @dataclass
@@ -51,7 +54,8 @@ class Step:
     chunk leaves the state of its last grid point (0: nowhere); pending [S] (int64) committed tokens
     that are not yet folded into the state.
     drafts [S, Q-1]: the draft tokens among token_ids, -1 where there is none (uniform steps).
-    logit_rows [N] (int64): indices into T whose logits are wanted (all, or a row's last).
+    logit_rows: an index into T of the N tokens whose logits are wanted: a slice of all, or [S]
+    (int64), the rows' last; sample_at [S, N / S] (int64): where the tokens that they give stand.
     """
 
     shape: StepShape
@@ -69,16 +73,17 @@ class Step:
     snapshot_slots: Tensor
     pending: Tensor
     drafts: Tensor
-    logit_rows: Tensor
+    logit_rows: Tensor | slice
+    sample_at: Tensor
 
 
 @dataclass
 class Verdict:
     """What the target decided. tokens [S, Q] (int64): the token it emits after each position;
     accepted [S] (int32): leading drafts that equal it. A row emits tokens[s, : accepted[s] + 1].
-    logits [N, V] fp32: the raw logits, for logprobs outside the step.
+    results [S, Q + 2] (int64): tokens, accepted and drafted side by side, for the host.
     """
 
     tokens: Tensor
     accepted: Tensor
-    logits: Tensor
+    results: Tensor

@@ -22,10 +22,11 @@ DRAFTS = 3
 def make_engine(drafter: str | None, **settings: Any) -> LLM:
     """A model (the bundled one) with four rows of 512 tokens, and DRAFTS drafts or none.
 
-    What SpeculativeConfig knows goes to it, anything else to EngineConfig.
+    What SpeculativeConfig knows goes to it, anything else to EngineConfig. Every step brings
+    DRAFTS drafts, so that they can be counted.
     """
     keys = {f.name for f in fields(SpeculativeConfig)}
-    spec = {"method": drafter, "num_speculative_tokens": DRAFTS}
+    spec = {"method": drafter, "num_speculative_tokens": DRAFTS, "adaptive": False}
     spec |= {name: settings.pop(name) for name in list(settings) if name in keys}
     settings = {"max_model_len": 512, "max_num_seqs": 4, **settings}
     return LLM(speculative_config=spec if drafter else None, **settings)

@@ -10,7 +10,7 @@ from lockstep.bench.dimensions import PAGE_SIZE, Model, Setting, Subject
 from lockstep.bench.floor import Part
 from lockstep.kernels.activations import silu_mul
 from lockstep.kernels.gated_delta_rule.cases import Dims
-from lockstep.kernels.rotary import gate_output, rope_and_cache
+from lockstep.kernels.rotary import rope_and_cache
 from lockstep.layers.build import Build
 from lockstep.layers.norm import AddRMSNorm, GatedRMSNorm, RMSNorm
 
@@ -86,18 +86,6 @@ def rope(model: Model, setting: Setting, query_len: int) -> Subject:
     size = f"{model.heads}/{kv_heads}x{dim}"
     given = [qkv, positions, slots]
     return _subject("rope_and_cache", size, query_len, build, turned, given, token, seen)
-
-
-def output_gate(model: Model, setting: Setting, query_len: int) -> Subject:
-    """gate_output of an attention layer."""
-    heads, dim = model.heads, model.head_dim
-    build = setting.build()
-    run = build.op(gate_output, head_dim=dim)
-    token = 3 * heads * dim * setting.dtype.itemsize
-    tokens = setting.enough(token * query_len) * query_len
-    qkv = setting.random(tokens, 2 * (heads + model.kv_heads) * dim)
-    given = [setting.random(tokens, heads, dim), qkv]
-    return _subject("gate_output", f"{heads}x{dim}", query_len, build, run, given, token)
 
 
 def _all(begin: int, end: int, out: Any) -> list[Tensor]:

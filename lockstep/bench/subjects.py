@@ -25,7 +25,6 @@ OPS = (
     "silu_mul",
     "rope_and_cache",
     "paged_attention",
-    "gate_output",
     "gated_delta_step",
     "gated_delta_chunk",
     "gated_rms_norm",
@@ -46,8 +45,6 @@ def subjects(
         ("rope_and_cache", partial(rowwise.rope, model, *common)),
         ("paged_attention", partial(_attention, model, *common)),
     ]
-    if model.gate:
-        makers.append(("gate_output", partial(rowwise.output_gate, model, *common)))
     if model.delta:
         dims = replace(model.delta, w=query_len)
         makers.append(("gated_delta_step", partial(recurrent.delta_step, dims, *common)))

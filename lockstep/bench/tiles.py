@@ -34,16 +34,14 @@ def tune_linears(
     table = {**tuning.load(), **tuning.load(path)}
     arch = "sm" + "".join(map(str, torch.cuda.get_device_capability()))
     shapes = sorted({(n, k) for model in models for _, n, k in model.weights})
-    residual = {
-        (n, k) for m in models for name, n, k in m.weights if name.endswith(("out", "down"))
-    }
+    residual = {(n, k) for model in models for _, n, k in model.weights if n == model.hidden}
     times: dict[str, dict[int, float]] = {}
     for done, (n, k) in enumerate(shapes):
         progress(f"{n}x{k}", done, len(shapes))
         weights = tuning.some_weights(n, k, dtype)
         key = f"{arch}/{str(dtype).removeprefix('torch.')}/{n}x{k}"
+        run = partial(launch, partial=(n, k) in residual)
         table[key], times[key] = {}, {}
-        run = partial(launch, partial=(n, k) in residual)  # partials are the next norm's to add
         for first, tokens in zip(tuning.BUCKETS, tuning.TIMED, strict=True):
             seconds, tile = tuning.tune(run, tokens, weights, segments(n, k, "cuda"))[0]
             table[key][first], times[key][first] = tile, 1e6 * seconds

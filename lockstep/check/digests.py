@@ -12,7 +12,8 @@ from torch import Tensor
 from lockstep.engine.request import Request
 from lockstep.engine.schedule import Schedule
 from lockstep.llm import LLM
-from lockstep.step import Step, StepShape, Verdict
+from lockstep.runner.program import Outcome
+from lockstep.step import StepShape
 
 TILE = 64
 
@@ -26,12 +27,12 @@ def _factors(vocab: int, device: torch.device) -> Tensor:
 
 
 def digest(logits: Tensor) -> Tensor:
-    """logits [N, V] fp32 -> [N] int64: the sum of each one's bits times its own odd number.
+    """logits [N, V] -> [N] int64: the sum of each one's bits, as fp32, times its own odd number.
 
     Modulo 2**64, so the order of the sum is free; one bit more or less always shows.
     """
     factors = _factors(logits.shape[1], logits.device)
-    tiles = logits.view(torch.int32).split(TILE)
+    tiles = (tile.float().view(torch.int32) for tile in logits.split(TILE))
     return torch.cat([(tile.long() * factors).sum(1) for tile in tiles])
 
 
@@ -89,16 +90,16 @@ def watch(llm: LLM) -> Iterator[Digests]:
             queue.append([chunk.request for chunk in schedule.prompt])
         return launch(schedule)
 
-    def watched_step(shape: StepShape) -> tuple[Step, Tensor, Verdict]:
-        step, hidden, verdict = run_step(shape)
+    def watched_step(shape: StepShape) -> Outcome:
+        step, hidden, logits, verdict = run_step(shape)
         requests = queue.pop(0)
         count = len(requests)
         window = verdict.tokens.shape[1]
         places = step.seq_lens if shape.prompt else step.starts + 1
-        digests = digest(verdict.logits[: count * window]).view(count, window)
+        digests = digest(logits[: count * window]).view(count, window)
         emitted = verdict.accepted[:count] + 1
         found.steps.append(Seen(requests, places[:count].clone(), digests, emitted))
-        return step, hidden, verdict
+        return step, hidden, logits, verdict
 
     runner.launch, runner.run_step = watched_launch, watched_step  # type: ignore[method-assign]
     try:

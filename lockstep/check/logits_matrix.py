@@ -75,7 +75,7 @@ def engines(size: Size, graphs: tuple[str, ...], mtp: bool) -> Iterator[Setup]:
 
 def settings(setup: Setup, size: Size, long: int) -> dict[str, Any]:
     """The LLM arguments of an engine: room for all rows, and for two of the long prompt."""
-    spec = {"method": setup.drafter, "num_speculative_tokens": setup.k}
+    spec = {"method": setup.drafter, "num_speculative_tokens": setup.k, "adaptive": False}
     rows, length = max(size.rows), long + size.max_tokens
     short = max(SHORT) + size.max_tokens + 3 * (setup.k + 1)
     return {

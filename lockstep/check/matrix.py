@@ -6,6 +6,7 @@ from typing import Any
 
 DRAFTERS = ("ngram", "mtp")
 DRAFT_COUNTS = (1, 2, 3, 5, 7)
+MOST_DRAFTS = 7
 PHASES = ("cold", "prefix hit", "preempted")
 BATCHES = ("alone", "batch of 7", "long prompt")
 
@@ -33,21 +34,25 @@ PREEMPT_EVERY = 3
 
 @dataclass(frozen=True)
 class Setup:
-    """One engine: what may not change an answer. phase: which cache state its requests meet."""
+    """One engine: what may not change an answer. phase: which cache state its requests meet;
+    changing: whether every step brings another number of drafts, up to k."""
 
     drafter: str
     k: int
     phase: str
     graph: str
+    changing: bool = False
 
     @property
     def drafting(self) -> str:
-        """none, or drafter K=n."""
-        return f"{self.drafter} K={self.k}" if self.k else "none"
+        """none, drafter K=n, or K=0..n where it changes."""
+        k = f"0..{self.k}" if self.changing else self.k
+        return f"{self.drafter} K={k}" if self.k else "none"
 
     def settings(self, small_chunks: bool = True) -> dict[str, Any]:
         """The LLM arguments of this engine."""
         spec: dict[str, Any] = {"method": self.drafter, "num_speculative_tokens": self.k}
+        spec["adaptive"] = "random" if self.changing else False
         if self.drafter == "ngram":
             spec["prompt_lookup_min"] = 1  # more drafts, and more of them wrong
         return {
@@ -71,18 +76,22 @@ PLAIN = Setup("none", 0, "cold", "none")
 def setups(size: str, drafters: tuple[str, ...], graphs: tuple[str, ...]) -> list[Setup]:
     """The engines of a check. `graphs`: the modes this device has, the product's default first.
 
-    full: every combination. default: every drafter, K and phase, all graph modes at K 0 and 3 and
-    the first mode elsewhere. quick: every drafter, phase and graph mode, and both ends of K.
+    full: every combination. default: every drafter, K and phase, all graph modes at K 0, 3 and
+    changing, and the first mode elsewhere. quick: every drafter, phase and graph mode, both ends of
+    K, and a changing one.
     """
-    drafting = [("none", 0), *product(drafters, DRAFT_COUNTS)]
-    every = [Setup(d, k, p, g) for (d, k), p, g in product(drafting, PHASES, graphs)]
+    drafting = [("none", 0, False), *product(drafters, DRAFT_COUNTS, (False,))]
+    drafting += [(drafter, MOST_DRAFTS, True) for drafter in drafters]
+    every = [Setup(d, k, p, g, c) for (d, k, c), p, g in product(drafting, PHASES, graphs)]
     if size == "full":
         return every
     if size == "default":
-        return [s for s in every if s.graph == graphs[0] or s.k in (0, 3)]
-    sample = [("none", 0, 1)]
+        return [s for s in every if s.graph == graphs[0] or s.k in (0, 3) or s.changing]
+    sample = [("none", 0, 1, False)]
     for at, drafter in enumerate(drafters):
-        sample += [(drafter, k, at + turn) for turn, k in enumerate((1, 3, 7))]
+        sample += [(drafter, k, at + turn, False) for turn, k in enumerate((1, 3, 7))]
+        sample.append((drafter, MOST_DRAFTS, at + 2, True))
     return [
-        Setup(d, k, PHASES[turn % len(PHASES)], graphs[turn % len(graphs)]) for d, k, turn in sample
+        Setup(d, k, PHASES[turn % len(PHASES)], graphs[turn % len(graphs)], changing)
+        for d, k, turn, changing in sample
     ]

@@ -24,7 +24,8 @@ from lockstep.runner.runner import Runner
 from lockstep.runner.sampler import Sampler
 from lockstep.runner.synthetic import SyntheticSampler
 from lockstep.runner.table import RowTable
-from lockstep.spec import DraftContext, NoDrafter, drafter_module
+from lockstep.spec import DraftContext, NoDrafter, draft_counts, drafter_module
+from lockstep.spec.count import draft_count
 from lockstep.spec.vocabulary import draft_vocab_size, frequent_tokens
 from lockstep.step import StepShape
 
@@ -140,17 +141,20 @@ def stand(config: EngineConfig, progress: Progress) -> Stand:
     ids = _draft_tokens(config, folder, draft, vocab, device)
     layers = memory.mixers(model, draft)
     plan = _plan(config, folder, device, dtype, length, layers)
-    probe(build, model, [rows * plan.query_len for rows in plan.row_buckets])
+    counts = {r * (k + 1) for r in plan.row_buckets for k in plan.draft_counts}
+    probe(build, model, sorted(counts))
     if draft is not None:
         own = 0 if ids is None else draft.head.weight.numel() * dtype.itemsize
         known = draft.head.weight.shape[0]
         plan = replace(plan, draft_vocab_size=known, draft_head_bytes=own)
-    table = RowTable(plan, vocab)
+    table = RowTable(plan, build, vocab)
     program = _program(config, table, build, model, draft, drafting, ids)
     if device == "cuda" and config.num_gpu_blocks is None:
         plan = _measured(config, plan, layers, program)
     runner = Runner(plan, model, draft, program)
-    runner.warm_up(lambda i, n: progress("warming up", i, n))
+    taken = runner.warm_up(lambda i, n: progress("warming up", i, n))
+    if config.speculative_config:
+        runner.drafts = draft_count(config.speculative_config, plan.draft_counts, taken)
     return Stand(plan, runner, raw, build.choices)
 
 
@@ -199,6 +203,7 @@ def _program(
             table.page_size,
             draft,
             partial(sampler.sample, ids=ids),
+            build.at("drafter").op,
         )
         drafter = drafting.create(context)
     return Program(table, model, sampler, drafter)
@@ -238,6 +243,7 @@ def _plan(
         num_slots=1 + seqs + snapshots if cost.slot else 0,
         slot_bytes=cost.slot,
         row_buckets=buckets,
+        draft_counts=draft_counts(config.speculative_config),
         graph_mode=config.cuda_graph_mode if cuda else "none",
         steps_in_flight=config.steps_in_flight or (2 if cuda else 1),
         numerics=numerics(device, dtype) + _synthetic(config),
@@ -253,7 +259,7 @@ def _measured(
     before = torch.cuda.memory_allocated()
     tokens = plan.max_num_batched_tokens
     program.table.inputs.fill(query_lens=[tokens])
-    program.run_step(StepShape(1, tokens, tokens, prompt=True))
+    program.run_step(StepShape(1, tokens, tokens, prompt=True, drafts=plan.query_len - 1))
     program.run_step(StepShape.uniform(plan.row_buckets[-1], plan.query_len))
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before

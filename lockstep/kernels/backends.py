@@ -16,6 +16,7 @@ FACES = (
     "gated_delta_rule.triton",
     "gated_delta_rule.triton_chunk",
     "sampling.triton",
+    "table.triton",
 )
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 

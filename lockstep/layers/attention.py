@@ -46,9 +46,10 @@ class Attention(nn.Module):
         self.rope = build.op(rope_and_cache, head_dim=head_dim)
         self.attend = build.op(paged_attention, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
 
-    def forward(self, x: Tensor, step: Step) -> Tensor:
+    def keep(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """Writes the keys and values of x [T, H] -> its projections [T, N], queries [T, H, D]."""
         qkv = self.qkv(x)
-        q = self.rope(
+        return qkv, self.rope(
             qkv,
             self.q_norm.weight,
             self.k_norm.weight,
@@ -62,6 +63,9 @@ class Attention(nn.Module):
             self.q_norm.offset,
             gated=self.gated,
         )
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        qkv, q = self.keep(x, step)
         mixed = self.attend(
             q,
             self.k_cache,

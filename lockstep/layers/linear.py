@@ -51,7 +51,7 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """x [T, H] -> logits [T, V] fp32, over its own weight or the embedding's (tied)."""
+    """x [T, H] -> logits [T, V] of x's dtype, over its own weight or the embedding's (tied)."""
 
     partial = False
 
@@ -63,7 +63,7 @@ class Head(nn.Module):
         self.segments = segments(n, k, build.device)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x, self.weight, self.segments).float()
+        return self.linear(x, self.weight, self.segments)
 
 
 def probe(build: Build, model: nn.Module, rows: Sequence[int]) -> None:

@@ -152,7 +152,7 @@ class Decoder(nn.Module, ABC):
         return self.norm(x, delta)[1], ()
 
     def logits(self, hidden: Tensor, step: Step) -> Tensor:
-        """hidden [T, H] -> [N, V] fp32 at the step's logit rows."""
+        """hidden [T, H] -> [N, V] at the step's logit rows."""
         return self.head(hidden[step.logit_rows])
 
     def weights(self) -> dict[str, Tensor]:

@@ -132,8 +132,15 @@ class Draft(nn.Module):
 
     def forward(self, ids: Tensor, hidden: Tensor, step: Step) -> Tensor:
         """ids [T], hidden [T, H] -> hidden [T, H] of the draft, fed back for the next one."""
-        x = torch.cat([self.embed_norm(self.embed(ids)), self.hidden_norm(hidden)], dim=-1)
-        return self.norm(*self.block(self.fc(x), None, step))[1]
+        return self.norm(*self.block(self._mixed(ids, hidden), None, step))[1]
+
+    def keep(self, ids: Tensor, hidden: Tensor, step: Step) -> None:
+        """Writes the keys and values of these tokens alone, where no draft is wanted."""
+        self.block.mixer.keep(self.block.before(self._mixed(ids, hidden), None)[1], step)
+
+    def _mixed(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        parts = [self.embed_norm(self.embed(ids)), self.hidden_norm(hidden)]
+        return self.fc(torch.cat(parts, dim=-1))
 
     def weights(self) -> dict[str, Tensor]:
         """Checkpoint name, less DRAFT_PREFIX -> the tensor that it fills."""

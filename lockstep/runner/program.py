@@ -8,6 +8,9 @@ from lockstep.runner.sampler import Sampler
 from lockstep.runner.table import RowTable
 from lockstep.step import Step, StepShape, Verdict
 
+Outcome = tuple[Step, Tensor, Tensor, Verdict]
+"""A step, its hidden states [T, H], its raw logits [N, V], and the verdict."""
+
 
 class Target(Protocol):
     """A model, as a step needs it."""
@@ -17,7 +20,7 @@ class Target(Protocol):
         ...
 
     def logits(self, hidden: Tensor, step: Step) -> Tensor:
-        """-> [N, V] fp32 at the step's logit rows."""
+        """-> [N, V] at the step's logit rows."""
         ...
 
 
@@ -37,11 +40,12 @@ class Program:
     def __init__(self, table: RowTable, model: Target, sampler: Sampler, drafter: Drafter) -> None:
         self.table, self.model, self.sampler, self.drafter = table, model, sampler, drafter
 
-    def run_step(self, shape: StepShape) -> tuple[Step, Tensor, Verdict]:
-        """Runs the step of the table's inputs; returns it, its hidden states and the verdict."""
+    def run_step(self, shape: StepShape) -> Outcome:
+        """Runs the step of the table's inputs."""
         step = self.table.prepare(shape)
         hidden, taps = self.model(step)
-        verdict = self.sampler.verify(self.model.logits(hidden, step), step)
-        self.table.advance(step, verdict)
+        logits = self.model.logits(hidden, step)
+        tokens = self.sampler.verify(logits, step)
+        verdict = self.table.advance(step, tokens)
         self.drafter.propose(step, hidden, taps, verdict)
-        return step, hidden, verdict
+        return step, hidden, logits, verdict

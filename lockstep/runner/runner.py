@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,23 +12,27 @@ from lockstep.engine.request import Request
 from lockstep.engine.scheduler import PromptChunk, RowResult, Schedule
 from lockstep.runner import memory, rows
 from lockstep.runner.capture import capture_pieces, capture_program
-from lockstep.runner.program import Program
+from lockstep.runner.lap import Lap
+from lockstep.runner.program import Outcome, Program
 from lockstep.runner.sampler import logprobs
-from lockstep.step import Step, StepShape, Verdict
+from lockstep.spec.count import DraftCount, FixedCount
+from lockstep.step import Step, StepShape
 
 PROMPT_LOGPROB_TILE = 64
 
 
 @dataclass
 class Launch:
-    """One launched step whose results are still on their way to the host."""
+    """One launched step whose results are still on their way to the host. made: drafts that were
+    made for it, where it brings any."""
 
     requests: list[Request]
     emits: list[bool]
-    query_len: int
+    shape: StepShape
     results: Tensor
     logits: dict[int, Tensor]
-    event: Any
+    lap: Lap
+    made: int = 0
 
 
 @dataclass
@@ -40,7 +43,8 @@ class Flight:
 
 
 class Runner:
-    """Owns table, program and cache tensors. `last_step` is the latest step, for tracing."""
+    """Owns table, program and cache tensors. `last_step` is the latest step, for tracing; `drafts`
+    says how many a step brings, and `made` how many the latest step has made for the next."""
 
     def __init__(
         self, plan: Plan, model: nn.Module, draft: nn.Module | None, program: Program
@@ -49,15 +53,19 @@ class Runner:
         self.layers = memory.mixers(model, draft)
         self.saved: dict[str, rows.HostRow] = {}
         self.last_step: Step | None = None
-        self.run_step: Callable[[StepShape], tuple[Step, Tensor, Verdict]] = program.run_step
+        self.drafts: DraftCount = FixedCount(plan.draft_counts[-1])
+        self.made = 0
+        self.run_step: Callable[[StepShape], Outcome] = program.run_step
         memory.allocate(self.layers, plan.num_pages, plan.num_slots, plan.device)
         self.paged = memory.tensors(self.layers, PagedSpec)
         self.state = memory.tensors(self.layers, StateSpec)
 
-    def warm_up(self, progress: Callable[[int, int], None]) -> None:
-        """Runs every uniform shape on null rows, capturing it if the plan asks for graphs."""
-        buckets = self.plan.row_buckets if self.plan.device == "cuda" else self.plan.row_buckets[:1]
-        shapes = [StepShape.uniform(r, self.plan.query_len) for r in reversed(buckets)]
+    def warm_up(self, progress: Callable[[int, int], None]) -> dict[tuple[int, int], float]:
+        """Runs every uniform shape on null rows, capturing it if the plan asks for graphs.
+
+        Returns (rows, drafts) -> ms. Without graphs the ends of both ranges say enough.
+        """
+        shapes = self._uniform_shapes()
         if self.plan.graph_mode != "none":
             pool = torch.cuda.graph_pool_handle()
             if self.plan.graph_mode == "full":
@@ -65,12 +73,26 @@ class Runner:
             else:
                 capture_pieces(self.model, pool, [s.tokens for s in shapes])
         self.table.inputs.fill()
-        self.run_step(StepShape(1, memory.PAGE_SIZE, memory.PAGE_SIZE, prompt=True))
+        size = memory.PAGE_SIZE
+        self.run_step(StepShape(1, size, size, prompt=True, drafts=self.plan.query_len - 1))
+        taken = {}
         for index, shape in enumerate(shapes):
+            if self.plan.device == "cuda":
+                self.run_step(shape)
+            lap = Lap(self.plan.device)
             self.run_step(shape)
+            lap.end()
+            lap.wait()
+            taken[shape.rows, shape.drafts] = lap.ms
             progress(index + 1, len(shapes))
-        if self.plan.device == "cuda":
-            torch.cuda.synchronize()
+        return taken
+
+    def _uniform_shapes(self) -> list[StepShape]:
+        """The largest first."""
+        buckets, counts = self.plan.row_buckets, self.plan.draft_counts
+        if self.plan.device != "cuda":
+            buckets = tuple(sorted({buckets[0], buckets[-1 if len(counts) > 1 else 0]}))
+        return [StepShape.uniform(r, k + 1) for r in reversed(buckets) for k in reversed(counts)]
 
     @torch.inference_mode()
     def launch(self, schedule: Schedule) -> Flight:
@@ -104,7 +126,10 @@ class Runner:
         bucket = next(b for b in self.plan.row_buckets if b >= len(decode))
         self.table.inputs.fill(row_ids=[row for row, _ in decode])
         requests = [request for _, request in decode]
-        return self._run(StepShape.uniform(bucket, self.plan.query_len), requests, True)
+        count = self.drafts.choose(bucket)
+        launch = self._run(StepShape.uniform(bucket, count + 1), requests)
+        launch.made, self.made = min(count, self.made), count
+        return launch
 
     def _launch_prompt(self, chunks: list[PromptChunk]) -> Launch:
         lengths = [c.length for c in chunks]
@@ -114,29 +139,26 @@ class Runner:
             state_src=[c.state_src for c in chunks],
             snapshot_slots=[c.snapshot_slot for c in chunks],
         )
-        shape = StepShape(len(chunks), sum(lengths), max(lengths), prompt=True)
-        launch = self._run(shape, [c.request for c in chunks], False)
+        most = self.plan.query_len - 1
+        shape = StepShape(len(chunks), sum(lengths), max(lengths), prompt=True, drafts=most)
+        launch = self._run(shape, [c.request for c in chunks])
         launch.emits = [c.last for c in chunks]
         return launch
 
-    def _run(self, shape: StepShape, requests: list[Request], uniform: bool) -> Launch:
-        step, hidden, verdict = self.run_step(shape)
+    def _run(self, shape: StepShape, requests: list[Request]) -> Launch:
+        lap = Lap(self.plan.device)
+        step, hidden, logits, verdict = self.run_step(shape)
         self.last_step = step
-        count = len(requests)
-        drafted = (step.drafts >= 0).sum(1, keepdim=True)
-        packed = torch.cat([verdict.tokens, verdict.accepted[:, None], drafted], dim=1)[:count]
+        count, window = len(requests), verdict.tokens.shape[1]
         cuda = self.plan.device == "cuda"
-        results = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=cuda)
-        results.copy_(packed, non_blocking=True)
-        window = verdict.tokens.shape[1]
+        results = torch.empty(count, window + 2, dtype=torch.int64, pin_memory=cuda)
+        results.copy_(verdict.results[:count], non_blocking=True)
         wanted = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
-        logits = {i: verdict.logits[i * window : (i + 1) * window].clone() for i in wanted}
-        if not uniform:
+        kept = {i: logits[i * window : (i + 1) * window].clone() for i in wanted}
+        if shape.prompt:
             self._prompt_logprobs(step, hidden, requests)
-        event = torch.cuda.Event() if cuda else None
-        if event:
-            event.record()
-        return Launch(requests, [True] * count, window, results, logits, event)
+        lap.end()
+        return Launch(requests, [True] * count, shape, results, kept, lap)
 
     def _prompt_logprobs(self, step: Step, hidden: Tensor, requests: list[Request]) -> None:
         """For requests that ask: the log-probabilities of their prompt tokens, chunk by chunk."""
@@ -157,11 +179,14 @@ class Runner:
         """Waits for a flight and reads what its rows emitted, by request id."""
         found: dict[str, RowResult] = {}
         for launch in flight.launches:
-            if launch.event:
-                launch.event.synchronize()
-            for i, line in enumerate(launch.results.tolist()):
+            launch.lap.wait()
+            lines = launch.results.tolist()
+            for i, line in enumerate(lines):
                 if launch.emits[i]:
                     found[launch.requests[i].id] = self._result(launch, i, line)
+            if not launch.shape.prompt:
+                accepted, shape = [line[-2] for line in lines], launch.shape
+                self.drafts.observe(shape.rows, shape.drafts, launch.made, accepted, launch.lap.ms)
         return found
 
     def _result(self, launch: Launch, index: int, line: list[int]) -> RowResult:

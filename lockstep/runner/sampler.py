@@ -1,4 +1,4 @@
-"""The sampler: logits to a verdict. Verifying zero drafts is sampling."""
+"""The sampler: logits to the target's own tokens. Verifying zero drafts is sampling."""
 
 import torch
 from torch import Tensor
@@ -7,11 +7,11 @@ from lockstep.kernels.sampling import sample
 from lockstep.layers.build import Build
 from lockstep.outputs import Logprob
 from lockstep.runner.table import RowTable
-from lockstep.step import Step, Verdict
+from lockstep.step import Step
 
 
 class Sampler:
-    """The target has one token for every position; a draft is accepted iff it is that token."""
+    """The target has one token for every position, whatever drafts stand there."""
 
     def __init__(self, table: RowTable, build: Build, vocab: int) -> None:
         self.table = table
@@ -30,15 +30,10 @@ class Sampler:
         table = self.table
         return self.sample_op(logits, positions, drafts, row_ids, table.tokens, table.sampling, ids)
 
-    def verify(self, logits: Tensor, step: Step) -> Verdict:
-        """logits [N, V] at the step's logit rows -> the verdict."""
-        drafts = step.drafts
-        window = (step.shape.rows, drafts.shape[1] + 1)
-        positions = step.positions[step.logit_rows].view(window) + 1
-        tokens = self.sample(logits.view(*window, -1), positions, drafts, step.row_ids)
-        agreed = (drafts == tokens[:, :-1]).int()
-        accepted = agreed.cumprod(1).sum(1, dtype=torch.int32)
-        return Verdict(tokens, accepted, logits)
+    def verify(self, logits: Tensor, step: Step) -> Tensor:
+        """logits [N, V] at the step's logit rows -> the token to emit at each, [S, N / S]."""
+        logits = logits.view(*step.sample_at.shape, -1)
+        return self.sample(logits, step.sample_at, step.drafts, step.row_ids)
 
 
 def logprobs(logits: Tensor, tokens: list[int], most: int) -> list[dict[int, Logprob]]:

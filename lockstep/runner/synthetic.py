@@ -11,7 +11,7 @@ from lockstep.kernels.sampling import uniform
 from lockstep.layers.build import Build
 from lockstep.runner.sampler import Sampler
 from lockstep.runner.table import RowTable
-from lockstep.step import Step, Verdict
+from lockstep.step import Step
 
 COINS, STRIDE = 1 << 16, 7919
 
@@ -19,7 +19,8 @@ COINS, STRIDE = 1 << 16, 7919
 class SyntheticSampler(Sampler):
     """A draft behind accepted ones is accepted with this probability: the coin of (seed, position).
 
-    Coins are drawn once from the counter-based hash; a seed is a place among them to begin at.
+    So is one that the target emits by itself. Coins are drawn once from the counter-based hash; a
+    seed is a place among them to begin at.
     """
 
     def __init__(self, table: RowTable, build: Build, vocab: int, probability: float) -> None:
@@ -28,12 +29,11 @@ class SyntheticSampler(Sampler):
         places = torch.arange(COINS, device=build.device)
         self.coins = uniform(zero, places, zero)[:, 0] < probability
 
-    def verify(self, logits: Tensor, step: Step) -> Verdict:
-        """Accepted drafts are what the rows emit, so that tokens and cache agree."""
-        verdict, drafts = super().verify(logits, step), step.drafts
-        positions = step.positions[step.logit_rows].view_as(verdict.tokens)[:, 1:]
+    def verify(self, logits: Tensor, step: Step) -> Tensor:
+        """The drafts that are to be accepted, then what the target emits."""
+        tokens, drafts = super().verify(logits, step), step.drafts
         begins = self.table.sampling.seed[step.row_ids] * STRIDE
-        coins = self.coins[(begins[:, None] + positions) % COINS] & (drafts >= 0)
+        coins = self.coins[(begins[:, None] + step.sample_at[:, :-1]) % COINS] & (drafts >= 0)
         chain = coins.int().cumprod(1, dtype=torch.int32)
-        verdict.tokens[:, :-1] = torch.where(chain > 0, drafts, verdict.tokens[:, :-1])
-        return Verdict(verdict.tokens, chain.sum(1, dtype=torch.int32), verdict.logits)
+        tokens[:, :-1] = torch.where(chain > 0, drafts, tokens[:, :-1])
+        return tokens

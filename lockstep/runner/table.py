@@ -1,8 +1,8 @@
 """The table: one device row per request, and the truth for lengths, tokens and drafts.
 
-`prepare` makes a step out of it, `advance` commits a verdict to it. Both are device code without a
-host sync, so they belong to the captured step. Row 0 is the null row: it always has nothing
-committed, page 0 and slot 0.
+`prepare` makes a step out of it, `advance` commits the target's tokens to it. Both are one op
+without a host sync, so they belong to the captured step. Row 0 is the null row: it always has
+nothing committed, page 0 and slot 0.
 """
 
 from dataclasses import dataclass
@@ -12,6 +12,8 @@ from torch import Tensor
 
 from lockstep.config import Plan
 from lockstep.kernels.sampling import SamplingState
+from lockstep.kernels.table import Lines, advance_rows, prepare_step
+from lockstep.layers.build import Build
 from lockstep.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS
 from lockstep.step import Step, StepShape, Verdict, flush_after
 
@@ -46,27 +48,30 @@ class StepInputs:
             buffer.copy_(torch.tensor(padded, dtype=buffer.dtype), non_blocking=True)
 
 
-class RowTable:
-    """R = max_num_seqs + 1 rows. tokens [R, L] int64: prompt, then generated, then drafts."""
+class RowTable(Lines):
+    """R = max_num_seqs + 1 lines. A row holds max_model_len tokens and a few windows of drafts."""
 
-    def __init__(self, plan: Plan, vocab: int) -> None:
+    def __init__(self, plan: Plan, build: Build, vocab: int) -> None:
         rows, device = plan.max_num_seqs + 1, plan.device
-        self.page_size, self.query_len = plan.page_size, plan.query_len
-        self.flush = flush_after(device)
 
         def full(value: int, dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.full((rows, *shape), value, dtype=dtype, device=device)
 
-        self.tokens = full(0, torch.int64, plan.history_len)
-        self.prompt_len = full(0, torch.int32)
-        self.computed = full(0, torch.int32)
-        self.pending = full(0, torch.int32)
-        self.drafts = full(-1, torch.int64, max(plan.query_len - 1, 0))
-        self.page_table = full(0, torch.int32, plan.row_columns)
-        self.state_slots = full(0, torch.int32)
+        super().__init__(
+            tokens=full(0, torch.int64, plan.history_len),
+            prompt_len=full(0, torch.int32),
+            computed=full(0, torch.int32),
+            pending=full(0, torch.int32),
+            drafts=full(-1, torch.int64, max(plan.query_len - 1, 0)),
+            page_table=full(0, torch.int32, plan.row_columns),
+            state_slots=full(0, torch.int32),
+        )
         words = (MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
         self.sampling = SamplingState.empty(rows, vocab, MAX_STOP_IDS + 4, words, device)
         self.inputs = StepInputs.empty(rows, device)
+        self.page_size, self.flush = plan.page_size, flush_after(device)
+        build = build.at("table")
+        self.prepare_op, self.advance_op = build.op(prepare_step), build.op(advance_rows)
 
     def row_tensors(self) -> list[Tensor]:
         """What makes a row besides pages and state: moved to the host when it is preempted."""
@@ -75,76 +80,32 @@ class RowTable:
 
     def prepare(self, shape: StepShape) -> Step:
         """The step that the inputs ask for, at the rows' own lengths."""
-        inputs, rows = self.inputs, shape.rows
-        row_ids = inputs.row_ids[:rows]
-        starts = self.computed[row_ids]
-        query_lens = torch.full_like(starts, shape.query_len)
-        if shape.prompt:
-            query_lens = inputs.query_lens[:rows]
-        cu = torch.zeros(rows + 1, dtype=torch.int32, device=starts.device)
-        torch.cumsum(query_lens, 0, out=cu[1:])
-        index = torch.arange(shape.tokens, device=starts.device)
-        token_rows = torch.searchsorted(cu[1:], index.int(), right=True).clamp_max(rows - 1)
-        positions = starts[token_rows].long() + index - cu[token_rows]
-        pages = self.page_table[row_ids]
-        column = (positions // self.page_size).clamp_max(pages.shape[1] - 1)
-        page = pages[token_rows, column].long()
-        drafts = self.drafts[row_ids, : 0 if shape.prompt else shape.query_len - 1]
-        self._show_drafts(row_ids, starts, drafts)
-        slots, sources = self.state_slots[row_ids].long(), inputs.state_src[:rows].long()
+        row_ids, query_lens, sources, snapshots = (
+            column[: shape.rows] for column in vars(self.inputs).values()
+        )
+        lengths = query_lens if shape.prompt else None
+        sizes = (shape.tokens, shape.query_len, self.page_size)
+        found = vars(self.prepare_op(self, row_ids, lengths, sources, *sizes))
+        ends = found.pop("ends")
         return Step(
             shape=shape,
             row_ids=row_ids,
-            token_ids=self.tokens[
-                row_ids[token_rows], positions.clamp_max(self.tokens.shape[1] - 1)
-            ],
-            positions=positions,
-            token_rows=token_rows,
-            cu_seqlens=cu,
-            starts=starts,
-            seq_lens=starts + query_lens,
-            page_table=pages,
-            slot_mapping=page * self.page_size + positions % self.page_size,
-            state_slots=slots,
-            state_src=torch.where(sources > 0, sources, slots),
-            snapshot_slots=inputs.snapshot_slots[:rows],
-            pending=self.pending[row_ids].long(),
-            drafts=drafts,
-            logit_rows=(cu[1:].long() - 1).clamp_min(0) if shape.prompt else index,
+            snapshot_slots=snapshots,
+            logit_rows=ends if shape.prompt else slice(None),
+            **found,
         )
 
-    def _show_drafts(self, row_ids: Tensor, starts: Tensor, drafts: Tensor) -> None:
-        """Writes drafts behind the row's last token, so that a step reads one history."""
-        if drafts.shape[1]:
-            where = starts[:, None].long() + torch.arange(
-                1, drafts.shape[1] + 1, device=starts.device
-            )
-            self.tokens[row_ids[:, None], where] = drafts.clamp_min(0)
-
-    def advance(self, step: Step, verdict: Verdict) -> None:
-        """Commits: a row's tokens up to the first draft that the target would not have emitted.
-
-        A prompt chunk commits all its tokens; it emits a token only where it ends the prompt. Rows
-        that emit nothing, and the null row, keep what they have.
-        """
-        rows = step.row_ids
-        real = rows > 0
-        length = step.seq_lens - step.starts
-        window = verdict.accepted + 1
-        if step.shape.prompt:
-            committed, pending = length, torch.zeros_like(length)
-        else:
-            held = torch.where(step.pending < self.flush, step.pending, 0).int()
-            committed, pending = window, held + window
-        self.computed[rows] = torch.where(real, step.starts + committed, 0)
-        self.pending[rows] = torch.where(real, pending, 0)
-        emits = (real & (step.seq_lens >= self.prompt_len[rows]))[:, None]
-        where = step.positions[step.logit_rows].view_as(verdict.tokens) + 1
-        where = where.clamp_max(self.tokens.shape[1] - 1)
-        kept = self.tokens[rows[:, None], where]
-        self.tokens[rows[:, None], where] = torch.where(emits, verdict.tokens, kept)
-        order = torch.arange(verdict.tokens.shape[1], device=rows.device)
-        counted = (emits & (order <= verdict.accepted[:, None])).int()
-        counts = self.sampling.counts
-        flat = (rows[:, None] * counts.shape[1] + verdict.tokens).flatten()
-        counts.view(-1).index_add_(0, flat, counted.flatten())
+    def advance(self, step: Step, tokens: Tensor) -> Verdict:
+        """Commits the target's tokens [S, Q] as far as the drafts of the step agree with them."""
+        accepted, results = self.advance_op(
+            self,
+            self.sampling.counts,
+            step.row_ids,
+            tokens,
+            step.drafts,
+            step.seq_lens,
+            step.pending,
+            self.flush,
+            step.shape.prompt,
+        )
+        return Verdict(tokens, accepted, results)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lockstep.config import SpeculativeConfig
 from lockstep.errors import ConfigError, choice_error
+from lockstep.kernels import Op
 from lockstep.step import Step, Verdict
 
 DRAFTERS = {
@@ -29,6 +30,7 @@ class DraftContext:
     module: the checkpoint's own draft module, where the drafter asked for one.
     sample(logits [S, 1, V], positions [S, 1], no drafts [S, 0], row_ids [S]) -> [S, 1], where V are
     the tokens that the module's head knows.
+    op: the function that serves an op on this device.
     """
 
     config: SpeculativeConfig
@@ -38,10 +40,19 @@ class DraftContext:
     page_size: int
     module: Any
     sample: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    op: Callable[[Op], Callable[..., Any]]
+
+
+def draft_counts(config: SpeculativeConfig | None) -> tuple[int, ...]:
+    """The numbers of drafts that a step may bring, ascending."""
+    if config is None:
+        return (0,)
+    most = config.num_speculative_tokens
+    return tuple(sorted({0, 1, min(3, most), most})) if config.adaptive else (most,)
 
 
 class NoDrafter:
-    """Proposes nothing."""
+    """Proposes nothing, ever."""
 
     def propose(
         self, step: Step, hidden: Tensor, taps: tuple[Tensor, ...], verdict: Verdict
@@ -62,11 +73,6 @@ def drafter_module(config: SpeculativeConfig | None) -> Any:
             "Choose one of them.",
         )
     return import_module(DRAFTERS[config.method])
-
-
-def last_emitted(step: Step, verdict: Verdict) -> Tensor:
-    """Index into T [S] of the last position of each row that is committed by this verdict."""
-    return step.logit_rows.view_as(verdict.tokens)[:, 0] + verdict.accepted.long()
 
 
 def no_drafts(rows: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """Prompt lookup (Saxena, 2023): what followed the last tokens the last time they stood there."""
 
-import torch
 from torch import Tensor
 
+from lockstep.kernels.table import lookup
 from lockstep.spec import DraftContext
 from lockstep.step import Step, Verdict
 
@@ -13,34 +13,16 @@ class NgramDrafter:
     """Looks the longest n-gram of prompt_lookup_max..min tokens up in the row's own history."""
 
     def __init__(self, context: DraftContext) -> None:
-        self.context = context
-        device = context.tokens.device
-        self.where = torch.arange(context.tokens.shape[1], device=device)
-        self.ahead = torch.arange(context.drafts.shape[1], device=device)
+        self.context, self.lookup = context, context.op(lookup)
 
     def propose(
         self, step: Step, hidden: Tensor, taps: tuple[Tensor, ...], verdict: Verdict
     ) -> None:
-        """Writes up to K drafts per row: the tokens after the latest earlier match, else -1."""
-        c, rows = self.context, step.row_ids
-        tokens, known = c.tokens[rows], c.computed[rows].long() + 1
-        follow = torch.zeros_like(known)
-        for n in range(c.config.prompt_lookup_min, c.config.prompt_lookup_max + 1):
-            found = self._after_match(tokens, known, n)
-            follow = torch.where(found > 0, found, follow)
-        source = follow[:, None] + self.ahead
-        real = (follow[:, None] > 0) & (source < known[:, None])
-        drafts = tokens.gather(1, source.clamp_max(tokens.shape[1] - 1))
-        c.drafts[rows] = torch.where(real, drafts, -1)
-
-    def _after_match(self, tokens: Tensor, known: Tensor, n: int) -> Tensor:
-        """[S]: the position after the latest earlier occurrence of the last n tokens, or 0."""
-        length = tokens.shape[1]
-        match = (self.where + n < known[:, None]) & (known[:, None] > n)
-        for i in range(n):
-            last = tokens.gather(1, (known - n + i).clamp_min(0)[:, None])
-            match[:, : length - i] &= tokens[:, i:] == last
-        return ((self.where + n) * match).amax(1)
+        """Writes as many drafts per row as the step asks for: the tokens after the latest earlier
+        match, else -1."""
+        c = self.context
+        lengths = (c.config.prompt_lookup_min, c.config.prompt_lookup_max)
+        self.lookup(c.tokens, c.computed, c.drafts, step.row_ids, step.shape.drafts, *lengths)
 
 
 def create(context: DraftContext) -> NgramDrafter:

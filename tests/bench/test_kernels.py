@@ -49,7 +49,6 @@ def test_bytes_by_hand() -> None:
     assert by_op["add_rms_norm256"].cost(3).bytes == 4 * 4 * 3 * 2 * 256
     assert by_op["silu_mul512"].cost(1).bytes == 3 * 4 * 2 * 512
     assert by_op["rope_and_cache4/2x64"].cost(1).bytes == 2 * 4 * 2 * (4 + 2 * 2) * 64
-    assert by_op["gate_output4x64"].cost(1).bytes == 3 * 4 * 2 * 4 * 64
     kv, q = 2 * 300 * 2 * 64, 2 * 2 * 4 * 64
     assert by_op["paged_attention4/2x64,"].cost(5).bytes == 5 * 4 * (kv + q)
     channels = 2 * 2 * 32 + 4 * 32

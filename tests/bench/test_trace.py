@@ -19,7 +19,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, detokeni
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     folder = make_model(tmp_path_factory.mktemp("model"))
-    spec = {"method": "mtp", "num_speculative_tokens": 2}
+    spec = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}
     return LLM(str(folder), load_format="dummy", speculative_config=spec, max_num_seqs=2)
 
 

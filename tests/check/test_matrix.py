@@ -1,10 +1,13 @@
 """The matrix holds what it promises, and comparing answers sees one bit."""
 
+from itertools import product
+
 from lockstep.check.asks import Answer, Ask
 from lockstep.check.matrix import (
     BATCHES,
     DRAFT_COUNTS,
     DRAFTERS,
+    MOST_DRAFTS,
     PHASES,
     PLAIN,
     SIZES,
@@ -17,6 +20,8 @@ from lockstep.check.trace import compare
 from lockstep.outputs import RequestMetrics
 from lockstep.sampling_params import SamplingParams
 
+KINDS = len(DRAFT_COUNTS) + 1
+"""Ways to draft with one drafter: each K, and a changing one."""
 GPU = ("full", "piecewise", "none")
 
 
@@ -31,20 +36,22 @@ def ask(prompt: int, sampling: str) -> Ask:
 
 def test_full_is_every_combination_once() -> None:
     every = setups("full", DRAFTERS, GPU)
-    assert len(set(every)) == len(every) == (1 + 2 * len(DRAFT_COUNTS)) * len(PHASES) * len(GPU)
+    assert len(set(every)) == len(every) == (1 + 2 * KINDS) * len(PHASES) * len(GPU)
 
 
 def test_default_holds_every_drafter_k_and_phase_and_every_graph_mode() -> None:
     chosen = setups("default", DRAFTERS, GPU)
-    drafting = {(s.drafter, s.k, s.phase) for s in chosen}
-    assert len(drafting) == (1 + 2 * len(DRAFT_COUNTS)) * len(PHASES)
+    drafting = {(s.drafting, s.phase) for s in chosen}
+    assert len(drafting) == (1 + 2 * KINDS) * len(PHASES)
     for drafter, k in (("none", 0), ("ngram", 3), ("mtp", 3)):
         assert {s.graph for s in chosen if (s.drafter, s.k) == (drafter, k)} == set(GPU)
+    changing = {(s.drafter, s.phase, s.graph) for s in chosen if s.changing}
+    assert changing == set(product(DRAFTERS, PHASES, GPU))
 
 
 def test_quick_holds_every_drafter_phase_graph_mode_and_both_ends_of_k() -> None:
     chosen = setups("quick", DRAFTERS, GPU)
-    assert len(set(chosen)) == len(chosen) <= 10
+    assert len(set(chosen)) == len(chosen) <= 12
     for values, held in (
         (("none", *DRAFTERS), {s.drafter for s in chosen}),
         (PHASES, {s.phase for s in chosen}),
@@ -55,6 +62,7 @@ def test_quick_holds_every_drafter_phase_graph_mode_and_both_ends_of_k() -> None
         assert {min(DRAFT_COUNTS), max(DRAFT_COUNTS)} <= {
             s.k for s in chosen if s.drafter == drafter
         }
+        assert [s.k for s in chosen if s.drafter == drafter and s.changing] == [MOST_DRAFTS]
 
 
 def test_a_checkpoint_without_mtp_is_checked_with_the_rest() -> None:

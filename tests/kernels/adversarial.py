@@ -16,7 +16,7 @@ from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.linear import linear
 from lockstep.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
-from lockstep.kernels.rotary import gate_output, rope_and_cache
+from lockstep.kernels.rotary import rope_and_cache
 from lockstep.kernels.sampling import sample
 from tests.kernels.faces import tensors_of
 
@@ -52,7 +52,6 @@ ROWS: dict[Op, Rows] = {
     add_rms_norm: Rows(("x", "delta"), numbers=("weight",)),
     gated_rms_norm: Rows(("x", "gate"), numbers=("weight",)),
     silu_mul: Rows(("gate_up",)),
-    gate_output: Rows(("mixed", "qkv")),
     rope_and_cache: Rows(
         ("qkv", "positions", "slot_mapping"), places=("slot_mapping",), storage=CACHES
     ),

@@ -21,10 +21,18 @@ from lockstep.kernels.linear import linear
 from lockstep.kernels.linear.cases import linear_cases
 from lockstep.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
 from lockstep.kernels.norm.cases import add_rms_norm_cases, gated_rms_norm_cases, rms_norm_cases
-from lockstep.kernels.rotary import gate_output, rope_and_cache
-from lockstep.kernels.rotary.cases import gate_output_cases, rope_and_cache_cases
+from lockstep.kernels.rotary import rope_and_cache
+from lockstep.kernels.rotary.cases import rope_and_cache_cases
 from lockstep.kernels.sampling import sample
 from lockstep.kernels.sampling.cases import sample_cases
+from lockstep.kernels.table import advance_rows, draft_step, follow, lookup, prepare_step
+from lockstep.kernels.table.cases import (
+    advance_rows_cases,
+    draft_step_cases,
+    follow_cases,
+    lookup_cases,
+    prepare_step_cases,
+)
 
 CASES = {
     linear: linear_cases,
@@ -33,11 +41,15 @@ CASES = {
     gated_rms_norm: gated_rms_norm_cases,
     silu_mul: silu_mul_cases,
     rope_and_cache: rope_and_cache_cases,
-    gate_output: gate_output_cases,
     paged_attention: paged_attention_cases,
     gated_delta_step: gated_delta_step_cases,
     gated_delta_chunk: gated_delta_chunk_cases,
     sample: sample_cases,
+    prepare_step: prepare_step_cases,
+    advance_rows: advance_rows_cases,
+    follow: follow_cases,
+    draft_step: draft_step_cases,
+    lookup: lookup_cases,
 }
 
 
@@ -107,7 +119,8 @@ def tensors_of(*values: Any) -> list[Tensor]:
 
 def changed(arguments: dict[str, Any]) -> list[Tensor]:
     """The tensors that an op may write in place."""
-    return tensors_of(*(arguments.get(name) for name in ("state", "k_cache", "v_cache")))
+    names = ("state", "k_cache", "v_cache", "lines", "counts", "drafts")
+    return tensors_of(*(arguments.get(name) for name in names))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

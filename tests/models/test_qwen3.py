@@ -16,7 +16,7 @@ from tests.models.oracle import RELATIVE, compare_greedy, logits_error
 from tests.tiny_model import QWEN3, make_model
 
 VOCAB = 320
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 QWEN3_8B = {
     **QWEN3,
     "vocab_size": 151936,

@@ -23,9 +23,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(folder: Path) -> Callable[..., LLM]:
     """An engine over the tiny model with these settings."""
 
-    def build(method: str | None = None, k: int = 3, **settings: Any) -> LLM:
+    def build(
+        method: str | None = None, k: int = 3, adaptive: bool | str = False, **settings: Any
+    ) -> LLM:
         if method:
-            settings["speculative_config"] = {"method": method, "num_speculative_tokens": k}
+            spec = {"method": method, "num_speculative_tokens": k, "adaptive": adaptive}
+            settings["speculative_config"] = spec
         settings = {"max_model_len": 512, "max_num_seqs": 8, **settings}
         return LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, **settings)
 

@@ -18,7 +18,9 @@ from tests.regressions.conftest import answers
 Seen = set[tuple[bool, int]]
 
 
-def watched(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> tuple[Seen, Seen]:
+def watched(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, adaptive: bool | str = False
+) -> tuple[Seen, Seen]:
     """(kinds of step that warm-up ran, kinds that serving ran): prompt or not, query length."""
     seen: Seen = set()
     run = Program.run_step
@@ -28,7 +30,7 @@ def watched(make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch) -> tuple[
         return run(self, shape)
 
     monkeypatch.setattr(Program, "run_step", watch)
-    llm = make("mtp", 3)
+    llm = make("mtp", 3, adaptive=adaptive)
     warmed = set(seen)
     seen.clear()
     answers(llm)
@@ -43,16 +45,25 @@ def test_serving_runs_nothing_that_warm_up_did_not(
     assert served <= warmed
 
 
+def test_every_number_of_drafts_was_warmed_up(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warmed, served = watched(make, monkeypatch, adaptive="random")
+    assert served == {(True, 0), (False, 1), (False, 2), (False, 4)}
+    assert served <= warmed
+
+
 def test_a_warm_up_that_imitates_the_step_is_caught(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fault: warm-up runs zero drafts, serving runs K."""
     warm_up = Runner.warm_up
 
-    def imitation(self: Runner, progress: Any) -> None:
+    def imitation(self: Runner, progress: Any) -> Any:
         real, self.run_step = self.run_step, lambda shape: None  # type: ignore[assignment]
-        warm_up(self, progress)
+        taken = warm_up(self, progress)
         self.run_step = real
+        return taken
 
     monkeypatch.setattr(Runner, "warm_up", imitation)
     warmed, served = watched(make, monkeypatch)

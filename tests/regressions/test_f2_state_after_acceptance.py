@@ -56,6 +56,21 @@ def test_state_written_rarely_leaves_the_answer_alone(
     assert answers(make()) == plain
 
 
+@pytest.mark.parametrize("flush", [1, 8])
+@pytest.mark.parametrize("k", [3, 7])
+def test_another_number_of_drafts_in_every_step_leaves_the_answer_alone(
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, k: int, flush: int
+) -> None:
+    """Windows of one length hold what another left pending."""
+    plain, known = plain_and_known(make)
+    for user in (gated_delta_net, table):
+        monkeypatch.setattr(user, "flush_after", lambda device: flush)
+    llm = make("ngram", k, adaptive="random")
+    script(llm, known)
+    assert answers(llm) == plain
+    assert llm.engine.stats.accepted_tokens_total > 20
+
+
 def no_replay(state: Any, slots: Any, lines: Any, pending: Any, flush: int) -> Any:
     """The state as it was before the last window: accepted tokens are forgotten."""
     return state.recurrent.index_select(0, slots).flatten(0, 1)

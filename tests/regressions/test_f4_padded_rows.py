@@ -21,7 +21,7 @@ def test_every_bucket_runs_on_null_rows_with_a_pool_of_two_pages(
     runner = llm.engine.runner
     with torch.inference_mode():
         runner.table.inputs.fill()
-        step, _, verdict = runner.run_step(StepShape.uniform(bucket, 4))
+        step, *_, verdict = runner.run_step(StepShape.uniform(bucket, 4))
     assert (step.seq_lens >= 4).all()
     assert (step.slot_mapping < 64).all()
     assert not runner.table.computed.any()

@@ -26,8 +26,9 @@ DEVICE = "cuda"
 BUCKETS = (1, 2, 4, 8)
 DRAFTERS: dict[str, dict[str, Any] | None] = {
     "none": None,
-    "mtp": {"method": "mtp", "num_speculative_tokens": 3},
-    "ngram": {"method": "ngram", "num_speculative_tokens": 3},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False},
+    "changing": {"method": "mtp", "num_speculative_tokens": 3, "adaptive": "random"},
 }
 GREEDY = SamplingParams(
     temperature=0, max_tokens=48, ignore_eos=True, logprobs=2, seed=1, detokenize=False
@@ -101,7 +102,9 @@ def test_graphs_change_no_bit(
         known[dtype] = ask(build(dtype, "none", "none"))
     llm = build(dtype, drafter, graph)
     layers = llm.engine.runner.model.config.layer_types  # type: ignore[union-attr]
-    graphs = {"none": 0, "piecewise": 2 * len(layers) * len(BUCKETS), "full": len(BUCKETS)}
+    shapes = list(product(BUCKETS, llm.engine.plan.draft_counts))
+    pieces = 2 * len(layers) * len({rows * (k + 1) for rows, k in shapes})
+    graphs = {"none": 0, "piecewise": pieces, "full": len(shapes)}
     assert recorded(llm) == graphs[graph]
     assert ask(llm) == known[dtype]
     assert recorded(llm) == graphs[graph], "every graph is recorded in the warm-up"
@@ -241,10 +244,11 @@ def test_memory_of_another_pool_is_not_a_steps_own() -> None:
 def test_what_is_no_op_is_named_by_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
     advance = RowTable.advance
 
-    def peek(self: RowTable, step: Any, verdict: Any) -> None:
-        advance(self, step, verdict)
+    def peek(self: RowTable, step: Any, tokens: Any) -> Any:
+        verdict = advance(self, step, tokens)
         if not step.shape.prompt:
             self.computed.sum().item()
+        return verdict
 
     monkeypatch.setattr(RowTable, "advance", peek)
     with pytest.raises(

@@ -8,10 +8,9 @@ from lockstep.engine.request import Request
 from lockstep.errors import RequestError
 from lockstep.kernels import sampling
 from lockstep.runner import rows
-from lockstep.runner.table import RowTable
 from lockstep.sampling_params import SamplingParams
-from lockstep.step import StepShape, Verdict
-from tests.runner.walk import PAGE, VOCAB, Walk, make_plan, null_line
+from lockstep.step import StepShape
+from tests.runner.walk import PAGE, VOCAB, Walk, make_table, null_line
 
 
 @pytest.mark.parametrize("query_len", [1, 2, 4, 8])
@@ -58,7 +57,7 @@ def test_a_restored_line_is_the_saved_one_bit_for_bit(query_len: int) -> None:
 @pytest.mark.parametrize("bucket", [1, 3, 6])
 @pytest.mark.parametrize("query_len", [1, 4, 8])
 def test_a_step_of_null_rows_alone_changes_nothing(bucket: int, query_len: int) -> None:
-    table = RowTable(make_plan(query_len), VOCAB)
+    table = make_table(query_len)
     before = [tensor.clone() for tensor in table.row_tensors()]
     null = null_line(table)
     assert not any(int(null[name].sum()) for name in ("computed", "page_table", "state_slots"))
@@ -68,9 +67,7 @@ def test_a_step_of_null_rows_alone_changes_nothing(bucket: int, query_len: int) 
         step = table.prepare(shape)
         assert (step.slot_mapping < PAGE).all() and not step.page_table.any()
         window = 1 if shape.prompt else shape.query_len
-        tokens = torch.full((shape.rows, window), 3)
-        accepted = torch.full((shape.rows,), window - 1, dtype=torch.int32)
-        table.advance(step, Verdict(tokens, accepted, torch.empty(0, VOCAB)))
+        table.advance(step, torch.full((shape.rows, window), 3))
     for name, now in null_line(table).items():
         assert torch.equal(now, null[name]), name
     for tensor, was in zip(table.row_tensors(), before, strict=True):
@@ -79,7 +76,7 @@ def test_a_step_of_null_rows_alone_changes_nothing(bucket: int, query_len: int) 
 
 def test_a_row_keeps_nothing_of_the_request_before() -> None:
     """A line used by a request that asked for everything, then by one that asks for nothing."""
-    table = RowTable(make_plan(4), VOCAB)
+    table = make_table(4)
     all_of_it = SamplingParams(
         temperature=0.5,
         top_k=3,

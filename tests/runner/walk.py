@@ -10,10 +10,11 @@ from torch import Tensor
 
 from lockstep.config import Plan
 from lockstep.engine.request import Request
+from lockstep.layers.build import Build
 from lockstep.runner import rows
 from lockstep.runner.table import RowTable
 from lockstep.sampling_params import SamplingParams
-from lockstep.step import Step, StepShape, Verdict
+from lockstep.step import Step, StepShape
 
 VOCAB, PAGE, LENGTH, ROWS, PAGES = 50, 4, 40, 5, 90
 
@@ -38,6 +39,12 @@ def make_plan(query_len: int) -> Plan:
         steps_in_flight=1,
         numerics="",
     )
+
+
+def make_table(query_len: int) -> RowTable:
+    """A table of that plan."""
+    build = Build("cpu", torch.float32, query_len, 2 * LENGTH)
+    return RowTable(make_plan(query_len), build, VOCAB)
 
 
 @dataclass(eq=False)
@@ -77,7 +84,7 @@ class Walk:
     def __init__(self, seed: int, query_len: int) -> None:
         self.draw = random.Random(seed)
         self.query_len = query_len
-        self.table = RowTable(make_plan(query_len), VOCAB)
+        self.table = make_table(query_len)
         self.written = torch.full((PAGES, PAGE), -1, dtype=torch.int64)
         self.state = torch.zeros(2 * ROWS + 1, 2, dtype=torch.int64)
         self.free_pages, self.free_slots = set(range(1, PAGES)), set(range(1, 2 * ROWS + 1))
@@ -175,16 +182,18 @@ class Walk:
         step = self.table.prepare(StepShape.uniform(len(chosen) + padding, query_len))
         self.check_step(step, chosen, [query_len] * len(chosen))
         self.check_padding(step, len(chosen), query_len)
-        assert step.logit_rows.tolist() == list(range(step.shape.tokens))
+        assert step.logit_rows == slice(None)
         tokens, accepted = [], []
         for line in chosen:
             drafts = line.drafts[: query_len - 1]
             real = drafts.index(-1) if -1 in drafts else len(drafts)
             accepted.append(self.draw.randint(0, real))
             rest = self.draw.choices(range(VOCAB), k=query_len - accepted[-1])
+            if drafts[accepted[-1] :]:
+                rest[0] = (drafts[accepted[-1]] + self.draw.randint(1, VOCAB - 1)) % VOCAB
             tokens.append(drafts[: accepted[-1]] + rest)
         null = self.draw.choices(range(VOCAB), k=query_len)
-        self.advance(step, tokens + [null] * padding, accepted + [query_len - 1] * padding)
+        self.advance(step, tokens + [null] * padding, accepted)
         for line, emitted, count in zip(chosen, tokens, accepted, strict=True):
             line.tokens += emitted[: count + 1]
             self.fold(line, line.computed + count + 1)
@@ -212,11 +221,14 @@ class Walk:
         line.computed = computed
 
     def advance(self, step: Step, tokens: list[list[int]], accepted: list[int]) -> None:
-        """Writes the step's tokens where it says, then commits the verdict."""
+        """Writes the step's tokens where it says, then commits; null rows may accept anything."""
         self.written.view(-1)[step.slot_mapping] = step.token_ids
-        logits = torch.empty(0, VOCAB)
-        counts = torch.tensor(accepted, dtype=torch.int32)
-        self.table.advance(step, Verdict(torch.tensor(tokens), counts, logits))
+        verdict = self.table.advance(step, torch.tensor(tokens))
+        assert verdict.accepted[: len(accepted)].tolist() == accepted
+        for line, emitted, count, drafts in zip(
+            verdict.results.tolist(), tokens, accepted, step.drafts.tolist(), strict=False
+        ):
+            assert line == [*emitted, count, sum(draft >= 0 for draft in drafts)]
 
     def preempt(self) -> None:
         """Moves a row to host memory; its old place is torn up."""

@@ -7,6 +7,7 @@ import torch
 from lockstep.config import SpeculativeConfig
 from lockstep.spec import DraftContext
 from lockstep.spec.ngram import create
+from lockstep.step import StepShape
 
 
 def lookup(known: list[int], least: int, most: int, count: int) -> list[int]:
@@ -30,16 +31,28 @@ def test_equals_a_plain_lookup() -> None:
         computed = [rng.randrange(length - 1) for _ in range(rows)]
         tokens = torch.tensor(history)
         drafts = torch.full((rows, config.num_speculative_tokens), 7)
-        context = DraftContext(config, drafts, tokens, torch.tensor(computed), 64, None, torch.cat)
+        asked = rng.choice([config.num_speculative_tokens, rng.randint(0, drafts.shape[1])])
+        context = DraftContext(
+            config,
+            drafts,
+            tokens,
+            torch.tensor(computed),
+            page_size=64,
+            module=None,
+            sample=torch.cat,
+            op=lambda op: op,
+        )
 
         class Step:
             row_ids = torch.arange(rows)
+            shape = StepShape.uniform(rows, asked + 1)
 
         create(context).propose(Step(), tokens, (), None)  # type: ignore[arg-type]
         for row in range(rows):
             known = history[row][: computed[row] + 1]
             least, most = config.prompt_lookup_min, config.prompt_lookup_max
-            expected = lookup(known, least, most, config.num_speculative_tokens)
+            expected = lookup(known, least, most, asked) if asked else []
+            expected += [-1] * (config.num_speculative_tokens - asked)
             assert drafts[row].tolist() == expected
             seen.add(sum(d >= 0 for d in expected))
     assert {0, 1, 7} <= seen

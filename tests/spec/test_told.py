@@ -14,7 +14,8 @@ def test_drafts_what_comes_next() -> None:
     tokens[2, :30] = torch.tensor(text).flip(0)
     drafts, computed = torch.full((3, 3), 7), torch.zeros(3, dtype=torch.int32)
     config = SpeculativeConfig("told", 3)
-    drafter = create(DraftContext(config, drafts, tokens, computed, 64, None, torch.cat))
+    table = (drafts, tokens, computed, 64)
+    drafter = create(DraftContext(config, *table, None, torch.cat, lambda op: op))
 
     class Step:
         row_ids = torch.tensor([1, 2, 0])

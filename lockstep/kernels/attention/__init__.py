@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.kernels.activations import sigmoid
 from lockstep.kernels.registry import op
-from lockstep.kernels.rotary import gate_output
 from lockstep.kernels.tiles import exact_sizes, padded_rows, tiled_bmm
 
 SEGMENT = 256
@@ -34,8 +34,9 @@ def paged_attention(
 
     Token i of row s sits at position starts[s] + i and sees keys 0 .. starts[s] + i, its own
     among them (already written). query_len: the most tokens a row brings (a static bound).
-    Query head h reads KV head h // (H / Hkv). gates: the tokens' gated projection; its output gates
-    are applied to the rounded output as gate_output does.
+    Query head h reads KV head h // (H / Hkv). gates [T, N]: the tokens' gated projection, head by
+    head D of q, then D of the gate whose sigmoid multiplies that head's output; output, sigmoid and
+    product are rounded.
     """
     out = torch.empty_like(q)
     bounds = cu_seqlens.tolist()
@@ -44,7 +45,13 @@ def paged_attention(
         if begin < end:
             k, v = (_segments(x, page_table[s], start + end - begin) for x in (k_cache, v_cache))
             out[begin:end] = _attend(q[begin:end].float() * scale, k, v, start).to(q.dtype)
-    return out if gates is None else gate_output(out, gates)
+    return out if gates is None else _gated(out, gates)
+
+
+def _gated(out: Tensor, gates: Tensor) -> Tensor:
+    heads, dim = out.shape[1:]
+    gate = gates[:, : 2 * heads * dim].unflatten(-1, (heads, 2 * dim))[..., dim:]
+    return out * sigmoid(gate)
 
 
 def _segments(cache: Tensor, pages: Tensor, keys: int) -> Tensor:

@@ -18,6 +18,8 @@ from lockstep.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
 WIDEST = 16384
 LANES: tl.constexpr = tl.constexpr(2048)
 """Eight 16-bit numbers, a load of 16 bytes, in each thread of 8 warps."""
+WARPS: tl.constexpr = tl.constexpr(8)
+"""So many sums every thread reads and adds itself: one barrier in all."""
 
 
 @triton.jit
@@ -29,8 +31,11 @@ def row_sum(x):
     SIZE: tl.constexpr = x.shape[0]
     if SIZE > LANES:
         return row_sum(tl.sum(tl.reshape(x, (2, SIZE // 2)), 0))
-    elif SIZE > 1:
+    elif SIZE > WARPS:
         return row_sum(tl.sum(tl.reshape(x, (SIZE // 2, 2)), 1))
+    elif SIZE > 1:
+        even, odd = tl.split(tl.reshape(x, (SIZE // 2, 2)))
+        return row_sum(even + odd)
     else:
         return tl.sum(x, 0)
 

@@ -1,4 +1,4 @@
-"""rope_and_cache and gate_output: from an attention layer's fused projection to its two ends.
+"""rope_and_cache: from an attention layer's fused projection to its queries and its cache.
 
 A projection's row holds, head by head, D of q (then D of that head's output gate, where `gated`),
 then all k, then all v. H heads, HKV key and value heads.
@@ -7,7 +7,6 @@ then all k, then all v. H heads, HKV key and value heads.
 import torch
 from torch import Tensor
 
-from lockstep.kernels.activations import sigmoid
 from lockstep.kernels.norm import rms_norm
 from lockstep.kernels.registry import op
 
@@ -60,14 +59,3 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x[..., :half].float(), x[..., half : 2 * half].float()
     turned = ((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype))
     return torch.cat([*turned, x[..., 2 * half :]], dim=-1)
-
-
-@op
-def gate_output(mixed: Tensor, qkv: Tensor) -> Tensor:
-    """mixed [T, H, D], a gated qkv [T, N] -> mixed * sigmoid(gate) [T, H, D] of mixed's dtype.
-
-    Rounded twice: the sigmoid to the dtype, then the product.
-    """
-    heads, dim = mixed.shape[1:]
-    gate = qkv[:, : 2 * heads * dim].unflatten(-1, (heads, 2 * dim))[..., dim:]
-    return mixed * sigmoid(gate)

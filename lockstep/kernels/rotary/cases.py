@@ -1,4 +1,4 @@
-"""Batches of rope_and_cache and gate_output for every backend. What no one may read is NaN."""
+"""Batches of rope_and_cache for every backend. What no one may read is NaN."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -66,14 +66,3 @@ def rope_and_cache_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, An
     """(name, arguments of rope_and_cache on the CPU)."""
     for layer in LAYERS:
         yield str(layer), rope(*layer, dtype)
-
-
-def gate_output_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of gate_output on the CPU): heads of a wider tensor, a gated projection."""
-    generator = torch.Generator().manual_seed(5)
-    for tokens, heads, kv_heads, dim in ((0, 2, 1, 8), (1, 3, 1, 33), (4, 6, 2, 256)):
-        mixed = torch.randn(tokens, heads, dim, generator=generator).to(dtype)
-        qkv = torch.randn(tokens, (2 * heads + 2 * kv_heads) * dim, generator=generator) * 4
-        qkv[:, 2 * heads * dim :] = float("nan")
-        name = f"{tokens}x{heads}x{dim}"
-        yield name, dict(mixed=beside_nan(mixed), qkv=beside_nan(qkv.to(dtype)))

@@ -1,7 +1,7 @@
-"""rope_and_cache and gate_output in Triton.
+"""rope_and_cache in Triton.
 
-rope_and_cache runs one program per (token, head of q, k or v); the lanes that sum a head are a
-function of D alone, as in rms_norm. No argument is specialised on alignment or size.
+One program per (token, head of q, k or v); the lanes that sum a head are a function of D alone, as
+in rms_norm. No argument is specialised on alignment or size.
 """
 
 from typing import Any
@@ -11,12 +11,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels.activations.triton import sigmoid
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.norm.triton import inverse_rms, row_layout
-from lockstep.kernels.rotary import gate_output, rope_and_cache
+from lockstep.kernels.rotary import rope_and_cache
 
-BLOCK, WIDEST = 1024, 1024
+WIDEST = 1024
 
 
 @triton.jit
@@ -90,25 +89,6 @@ def _rope_and_cache_kernel(
         tl.store(v_cache + lanes, v, mask=lanes < D)
 
 
-@triton.jit(
-    do_not_specialize=["token_stride", "head_stride", "qkv_stride"],
-    do_not_specialize_on_alignment=["mixed", "qkv", "out"],
-)
-def _gate_output_kernel(
-    mixed, qkv, out, token_stride, head_stride, qkv_stride,
-    N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """BLOCK of one token's N = H D numbers."""
-    token = tl.program_id(0).to(tl.int64)
-    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    head, d, live = lanes // D, lanes % D, lanes < N
-    gate = tl.load(qkv + token * qkv_stride + head * (2 * D) + D + d, mask=live, other=0.0)
-    gate = sigmoid(gate.to(tl.float32)).to(qkv.dtype.element_ty).to(tl.float32)
-    x = tl.load(mixed + token * token_stride + head * head_stride + d, mask=live, other=0.0)
-    values = x.to(tl.float32) * gate
-    tl.store(out + token * N + lanes, values.to(out.dtype.element_ty), mask=live)
-
-
 def _supports(**traits: Any) -> str | None:
     dim = traits.get("head_dim", 64)
     return f"head_dim {dim} is above {WIDEST}" if dim > WIDEST else gpu_trait(**traits)
@@ -141,23 +121,3 @@ def rope_and_cache_triton(
             **row_layout(dim),
         )  # fmt: skip
     return q
-
-
-@gate_output.backend("triton", supports=_supports)
-def gate_output_triton(mixed: Tensor, qkv: Tensor) -> Tensor:
-    """See lockstep.kernels.rotary.gate_output. Last strides are 1."""
-    tokens, heads, dim = mixed.shape
-    out = torch.empty(mixed.shape, dtype=mixed.dtype, device=mixed.device)
-    if out.numel():
-        options: dict[str, Any] = dict(BLOCK=BLOCK, num_warps=4, enable_fp_fusion=False)
-        _gate_output_kernel[(tokens, triton.cdiv(heads * dim, BLOCK))](
-            mixed,
-            qkv,
-            out,
-            *mixed.stride()[:2],
-            qkv.stride(0),
-            heads * dim,
-            dim,
-            **options,
-        )
-    return out

@@ -89,7 +89,7 @@ def sample(
     state: SamplingState,
     ids: Tensor | None = None,
 ) -> Tensor:
-    """logits [S, Q, V] fp32; positions [S, Q] int64: where the sampled token will stand;
+    """logits [S, Q, V], taken as fp32; positions [S, Q] int64: where the sampled token will stand;
     drafts [S, Q-1] int64 (-1: none); row_ids [S] int64; history [R, L] int64: each row's tokens,
     drafts written in front of the positions; ids [V] int64, ascending: the tokens whose logits
     these are, where they are not the whole vocabulary -> [S, Q] int64.
@@ -98,6 +98,7 @@ def sample(
     frequency and presence penalties, temperature, min_p, top_k, top_p, noise. Ties at the top-k
     threshold are kept; top-p keeps the likeliest tokens up to the one that reaches top_p.
     """
+    logits = logits.float()
     best = logits.argmax(-1)
     flags = state.flags[row_ids]
     for s in torch.nonzero(flags).flatten().tolist():

@@ -1,8 +1,8 @@
-"""sample in Triton: process, filter, pick, choose; no sort, no host read, one line per position.
+"""sample in Triton: score, then choose; no sort, no host read, one line per position.
 
 A position's flags are read on the device. Rows without flags go straight from their logits to the
-argmax. Largest values and counts are exact in any order; the one sum (top-p's mass) runs block by
-block in one layout. Thresholds come from bisection over the ordered bits of a float.
+argmax in one pass; only rows that filter leave their scores in memory (triton_filter.py). The
+largest of a line is the same however the line is cut.
 """
 
 from typing import Any
@@ -23,12 +23,22 @@ from lockstep.kernels.sampling import (
     SamplingState,
     sample,
 )
+from lockstep.kernels.sampling.triton_filter import (
+    GROUP,
+    HIGHEST,
+    TILE,
+    best_of,
+    better_of,
+    filtered,
+    key_of,
+)
 
-BLOCK, FILTER_BLOCK = 4096, 16384
+SPAN, BLOCK, LINE_BLOCK, GRAIN, MANY, MOST = 8192, 2048, 16384, 8, 16, 1 << 20
+"""Logits of a program in a batch of MANY lines, and in a smaller one; scores that are read at once;
+logits that lie in one lane; the largest vocabulary."""
 USES_BIAS, USES_PENALTIES = tl.constexpr(BIAS), tl.constexpr(PENALTIES)
 USES_MIN_TOKENS, USES_BAD_WORDS = tl.constexpr(MIN_TOKENS), tl.constexpr(BAD_WORDS)
 USES_FILTERS, USES_NOISE = tl.constexpr(FILTERS), tl.constexpr(NOISE)
-LOWEST, HIGHEST = tl.constexpr(-(1 << 31)), tl.constexpr((1 << 31) - 1)
 
 
 @triton.jit
@@ -67,31 +77,19 @@ def _penalised(x, n, seen, repetition, frequency, presence):
     return x - tl.where(n > 0, presence, 0.0)
 
 
-@triton.jit(do_not_specialize=["queries", "tokens_stride", "line_length"])
-def _process_kernel(
-    logits, positions, drafts, row_ids, history, scores, flags, temperature, repetition, presence,
-    frequency, bias, counts, in_prompt, min_position, stop_ids, bad_words, kept, queries,
-    tokens_stride, line_length, VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr,
-    L: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _processed(
+    x, ids, live, at, row, use, positions, drafts, history, temperature, repetition, presence,
+    frequency, bias, counts, in_prompt, min_position, stop_ids, bad_words, queries, length, tokens,
+    STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """One (position, block of the vocabulary): processed logits, for rows that ask for any."""
-    at = tl.program_id(0).to(tl.int64)
-    row = tl.load(row_ids + at // queries)
-    use = tl.load(flags + row)
-    if use == 0:
-        return
-    places = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    live = places < VOCAB
-    ids = _token(kept, places, live)
-    line = row * line_length + ids
-    x = tl.load(logits + at * VOCAB + places, mask=live, other=float("-inf"))
-    position = tl.load(positions + at)
+    """A block of a line's logits -> its scores, before filters and noise."""
+    line, position = row * tokens + ids, tl.load(positions + at)
     if use & USES_BIAS:
         x += tl.load(bias + line, mask=live, other=0.0)
     if use & USES_BAD_WORDS:
-        x = _ban_words(
-            x, ids, position, history + row * tokens_stride, bad_words + row * W * L, W, L, LANES
-        )
+        words = bad_words + row * W * L
+        x = _ban_words(x, ids, position, history + row * length, words, W, L, LANES)
     if use & USES_MIN_TOKENS:
         if position < tl.load(min_position + row):
             for i in range(STOPS):
@@ -109,107 +107,7 @@ def _process_kernel(
         )  # fmt: skip
     if use & USES_NOISE:
         x = tl.div_rn(x, tl.zeros_like(x) + tl.load(temperature + row))
-    tl.store(scores + at * VOCAB + places, x, mask=live)
-
-
-@triton.jit
-def _key(x):
-    """fp32 -> int32 in the same order; -0 and 0 are one."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _count(scores, least, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """How many scores have a key of at least `least`."""
-    total = tl.zeros((BLOCK,), tl.int32)
-    for begin in range(0, VOCAB, BLOCK):
-        ids = begin + tl.arange(0, BLOCK)
-        x = tl.load(scores + ids, mask=ids < VOCAB, other=0.0)
-        total += ((_key(x) >= least) & (ids < VOCAB)).to(tl.int32)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def _mass(scores, top, above, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Sum of exp(score - top) over scores with a key above `above`."""
-    total = tl.zeros((BLOCK,), tl.float32)
-    for begin in range(0, VOCAB, BLOCK):
-        ids = begin + tl.arange(0, BLOCK)
-        x = tl.load(scores + ids, mask=ids < VOCAB, other=float("-inf"))
-        total += tl.where((_key(x) > above) & (ids < VOCAB), tl.exp(x - top), 0.0)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def _ties(scores, key, last, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """How many of the ids up to `last` have this key."""
-    total = tl.zeros((BLOCK,), tl.int32)
-    for begin in range(0, VOCAB, BLOCK):
-        ids = begin + tl.arange(0, BLOCK)
-        x = tl.load(scores + ids, mask=ids < VOCAB, other=0.0)
-        total += ((_key(x) == key) & (ids < VOCAB) & (ids <= last)).to(tl.int32)
-    return tl.sum(total, 0)
-
-
-@triton.jit
-def _nucleus(scores, top, floor, top_p, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """Top-p among keys from `floor` up -> (threshold key, last id kept at the threshold).
-
-    The threshold is the smallest key with less than top_p of the mass above it; of its ties the
-    smallest ids are kept until top_p is reached.
-    """
-    wanted = top_p * _mass(scores, top, floor - 1, VOCAB, BLOCK)
-    low, high = floor, _key(top).to(tl.int64)
-    while low < high:
-        middle = (low + high) >> 1
-        enough = _mass(scores, top, middle, VOCAB, BLOCK) >= wanted
-        low, high = tl.where(enough, middle + 1, low), tl.where(enough, high, middle)
-    threshold = low
-    bits = threshold.to(tl.int32)
-    value = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    missing = wanted - _mass(scores, top, threshold, VOCAB, BLOCK)
-    ties = tl.maximum(tl.ceil(tl.div_rn(missing, tl.exp(value - top))), 1.0)
-    first, last = tl.full((), 0, tl.int32), tl.full((), VOCAB - 1, tl.int32)
-    while first < last:
-        middle = (first + last) >> 1
-        enough = _ties(scores, threshold, middle, VOCAB, BLOCK).to(tl.float32) >= ties
-        first, last = tl.where(enough, first, middle + 1), tl.where(enough, middle, last)
-    return threshold, first
-
-
-@triton.jit(do_not_specialize=["queries"], do_not_specialize_on_alignment=["scores"])
-def _filter_kernel(
-    scores, row_ids, thresholds, last_ids, flags, min_p, top_k, top_p, queries,
-    VOCAB: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One position: the key from which tokens may be picked, and the last id kept at that key."""
-    at = tl.program_id(0).to(tl.int64)
-    row = tl.load(row_ids + at // queries)
-    use, scores = tl.load(flags + row), scores + at * VOCAB
-    if ((use & USES_FILTERS) == 0) | ((use & USES_NOISE) == 0):
-        return
-    best = tl.full((BLOCK,), float("-inf"), tl.float32)
-    for begin in range(0, VOCAB, BLOCK):
-        ids = begin + tl.arange(0, BLOCK)
-        best = tl.maximum(best, tl.load(scores + ids, mask=ids < VOCAB, other=float("-inf")))
-    top = tl.max(best, 0)
-    floor = tl.full((), LOWEST, tl.int64)
-    least, k, p = tl.load(min_p + row), tl.load(top_k + row), tl.load(top_p + row)
-    if least > 0:
-        floor = _key(top + tl.log(least)).to(tl.int64)
-    if (k > 0) & (k < VOCAB):
-        low, high = tl.full((), LOWEST, tl.int64), _key(top).to(tl.int64)
-        while low < high:
-            middle = (low + high + 1) >> 1
-            enough = _count(scores, middle, VOCAB, BLOCK) >= k
-            low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
-        floor = tl.maximum(floor, low)
-    last = tl.full((), VOCAB - 1, tl.int32)
-    if p < 1:
-        floor, last = _nucleus(scores, top, floor, p, VOCAB, BLOCK)
-    tl.store(thresholds + at, floor.to(tl.int32))
-    tl.store(last_ids + at, last)
+    return x
 
 
 @triton.jit
@@ -234,53 +132,123 @@ def _gumbel(seed, position, ids):
     return -tl.log(-tl.log(uniform))
 
 
-@triton.jit(do_not_specialize=["queries"])
-def _pick_kernel(
-    logits, scores, positions, row_ids, thresholds, last_ids, flags, seeds, kept, values, places,
-    queries, VOCAB: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _plain_best(logits, begin, VOCAB: tl.constexpr, SPAN: tl.constexpr, GRAIN: tl.constexpr):
+    """The best of SPAN logits as they are, and the first spot of the GRAIN logits that hold it."""
+    spot = begin + tl.arange(0, SPAN)
+    x = tl.load(logits + spot, mask=spot < VOCAB, other=float("-inf")).to(tl.float32)
+    best = tl.max(tl.reshape(x, (SPAN // GRAIN, GRAIN)), 1)
+    best = tl.where(best == best, best, float("-inf"))
+    return best_of(best, begin + GRAIN * tl.arange(0, SPAN // GRAIN))
+
+
+@triton.jit(do_not_specialize=["queries", "length", "tokens"])
+def _score_kernel(
+    logits, positions, drafts, row_ids, history, scores, peaks, values, places, kept, flags, seeds,
+    temperature, repetition, presence, frequency, bias, counts, in_prompt, min_position, stop_ids,
+    bad_words, queries, length, tokens,
+    VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
+    LANES: tl.constexpr, SPAN: tl.constexpr, GRAIN: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One (position, block of the vocabulary): its best score, filtered and with noise."""
-    at = tl.program_id(0).to(tl.int64)
-    row = tl.load(row_ids + at // queries)
+    """One line's SPAN logits: their best, or, for rows that filter, their scores and peaks."""
+    at, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, begin = tl.load(row_ids + at // queries), part * SPAN
     use = tl.load(flags + row)
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    plain = (ids < VOCAB) & (use == 0)
-    x = tl.load(logits + at * VOCAB + ids, mask=plain, other=float("-inf"))
-    if use != 0:
-        x = tl.load(scores + at * VOCAB + ids, mask=ids < VOCAB, other=float("-inf"))
-    if use & USES_NOISE:
-        token = _token(kept, ids, ids < VOCAB)
-        noisy = x + _gumbel(tl.load(seeds + row), tl.load(positions + at), token)
-        if use & USES_FILTERS:
-            key, threshold = _key(x), tl.load(thresholds + at)
-            tied = (key == threshold) & (ids <= tl.load(last_ids + at))
-            noisy = tl.where((key > threshold) | tied, noisy, float("-inf"))
-        x = noisy
-    best = tl.max(x, 0)
-    part = at * tl.num_programs(1) + tl.program_id(1)
-    tl.store(values + part, best)
-    tl.store(places + part, tl.min(tl.where((x == best) & (ids < VOCAB), ids, VOCAB - 1), 0))
+    logits, scores = logits + at * VOCAB, scores + at * VOCAB
+    part += at * tl.num_programs(1)
+    if use == 0:
+        top, first = _plain_best(logits, begin, VOCAB, SPAN, GRAIN)
+        tl.store(values + part, top)
+        tl.store(places + part, first)
+        return
+    filters = (use & (USES_FILTERS | USES_NOISE)) == (USES_FILTERS | USES_NOISE)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    best_spot = tl.zeros((BLOCK,), tl.int32) + begin
+    for offset in range(begin, begin + SPAN, BLOCK):
+        spot = offset + tl.arange(0, BLOCK)
+        live = spot < VOCAB
+        ids = _token(kept, spot, live)
+        x = tl.load(logits + spot, mask=live, other=float("-inf")).to(tl.float32)
+        x = _processed(
+            x, ids, live, at, row, use, positions, drafts, history, temperature, repetition,
+            presence, frequency, bias, counts, in_prompt, min_position, stop_ids, bad_words,
+            queries, length, tokens, STOPS, W, L, LANES,
+        )  # fmt: skip
+        if filters:
+            tl.store(scores + spot, x, mask=live)
+            group = offset // GROUP + tl.arange(0, BLOCK // GROUP)
+            peak = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), 1)
+            tl.store(peaks + at * tl.cdiv(VOCAB, GROUP) + group, peak, mask=group * GROUP < VOCAB)
+        elif use & USES_NOISE:
+            x += _gumbel(tl.load(seeds + row), tl.load(positions + at), ids)
+        best, best_spot = better_of(x, spot, best, best_spot)
+    top, first = best_of(best, best_spot)
+    tl.store(values + part, top)
+    tl.store(places + part, first)
 
 
 @triton.jit
-def _choose_kernel(values, places, kept, out, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """One position: the best of its blocks, the smaller id where they tie."""
-    at, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
-    live = lanes < PARTS
-    value = tl.load(values + at * PARTS + lanes, mask=live, other=float("-inf"))
-    place = tl.load(places + at * PARTS + lanes, mask=live, other=HIGHEST)
-    first = tl.load(places + at * PARTS)
-    place = tl.where(live & (value == tl.max(value, 0)), place, HIGHEST)
-    best = tl.min(place, 0)
-    best = tl.where(best == HIGHEST, first, best).to(tl.int64)
+def _pick(
+    scores, spots, threshold, last, seed, position, kept, size, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The best of what the filters left of `size` scores, with noise; spots: None, or where in the
+    line each stands."""
+    best, best_spot = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, size, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        live, spot = place < size, place
+        if spots is not None:
+            spot = tl.load(spots + place, mask=live, other=0)
+        x = tl.load(scores + place, mask=live, other=float("-inf"))
+        key, noise = key_of(x), _gumbel(seed, position, _token(kept, spot, live))
+        left = live & ((key > threshold) | ((key == threshold) & (place <= last)))
+        x = tl.where(left, x + noise, float("-inf"))
+        best, best_spot = better_of(x, spot, best, best_spot)
+    return best_of(best, best_spot)[1]
+
+
+@triton.jit(do_not_specialize=["queries"])
+def _choose_kernel(
+    logits, scores, peaks, groups, tile, spots, values, places, positions, row_ids, kept, out,
+    flags, seeds, min_p, top_k, top_p, queries,
+    VOCAB: tl.constexpr, PARTS: tl.constexpr, PART_LANES: tl.constexpr, GRAIN: tl.constexpr,
+    GROUPS: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One line: the best of its parts; or, for rows that filter, of the tokens that are left."""
+    at, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, PART_LANES)
+    row = tl.load(row_ids + at // queries)
+    use = tl.load(flags + row)
+    value = tl.load(values + at * PARTS + lanes, mask=lanes < PARTS, other=float("-inf"))
+    place = tl.load(places + at * PARTS + lanes, mask=lanes < PARTS, other=HIGHEST)
+    top, chosen = best_of(value, place)
+    if use == 0:
+        spot = chosen + tl.arange(0, GRAIN)
+        x = tl.load(logits + at * VOCAB + spot, mask=spot < VOCAB, other=float("-inf"))
+        first = tl.min(tl.where(x.to(tl.float32) == top, spot, HIGHEST), 0)
+        chosen = tl.where(first < VOCAB, first, chosen)
+    if (use & (USES_FILTERS | USES_NOISE)) == (USES_FILTERS | USES_NOISE):
+        SIZE: tl.constexpr = TILE * GROUP
+        scores, tile, spots = scores + at * VOCAB, tile + at * SIZE, spots + at * SIZE
+        least, k, p = tl.load(min_p + row), tl.load(top_k + row), tl.load(top_p + row)
+        in_tile, threshold, last = filtered(
+            scores, peaks + at * GROUPS, groups + at * TILE, tile, spots, least, k, p,
+            VOCAB, GROUPS, LANES, GROUP, TILE, BLOCK,
+        )  # fmt: skip
+        seed, position = tl.load(seeds + row), tl.load(positions + at)
+        if in_tile:
+            chosen = _pick(tile, spots, threshold, last, seed, position, kept, SIZE, SIZE)
+        else:
+            chosen = _pick(scores, None, threshold, last, seed, position, kept, VOCAB, BLOCK)
     if kept is not None:
-        best = tl.load(kept + best)
-    tl.store(out + at, best)
+        chosen = tl.load(kept + chosen)
+    tl.store(out + at, chosen.to(tl.int64))
 
 
 def _supports(**traits: Any) -> str | None:
     vocab = traits.get("vocab", 1)
-    return f"vocab {vocab} is above 2^24" if vocab > 1 << 24 else gpu_trait(device=traits["device"])
+    return f"vocab {vocab} is above {MOST}" if vocab > MOST else gpu_trait(device=traits["device"])
 
 
 @sample.backend("triton", supports=_supports)
@@ -293,35 +261,38 @@ def sample_triton(
     state: SamplingState,
     ids: Tensor | None = None,
 ) -> Tensor:
-    """See lockstep.kernels.sampling.sample. logits are contiguous."""
+    """See lockstep.kernels.sampling.sample. logits, positions and drafts are contiguous."""
     rows, queries, vocab = logits.shape
-    lines, parts = rows * queries, triton.cdiv(vocab, BLOCK)
-    out = torch.empty(rows, queries, dtype=torch.int64, device=logits.device)
+    lines, groups = rows * queries, triton.cdiv(vocab, GROUP)
+    span = SPAN if lines >= MANY else BLOCK
+    parts = triton.cdiv(vocab, span)
+    out = row_ids.new_empty(rows, queries)
     if not lines:
         return out
-    positions, drafts = positions.contiguous(), drafts.contiguous()
-    scores, values = torch.empty_like(logits), logits.new_empty(lines * parts)
-    places, thresholds, last_ids = (
-        out.new_empty(n, dtype=torch.int32) for n in (lines * parts, lines, lines)
-    )
-    words, length = state.bad_words.shape[1:]
-    exact = dict(VOCAB=vocab, BLOCK=BLOCK, num_warps=8, enable_fp_fusion=False)
-    _process_kernel[(lines, parts)](
-        logits, positions, drafts, row_ids, history, scores, state.flags, state.temperature,
-        state.repetition, state.presence, state.frequency, state.bias, state.counts,
-        state.in_prompt.view(torch.uint8), state.min_position, state.stop_ids, state.bad_words, ids,
-        queries, history.stride(0), state.bias.stride(0), STOPS=state.stop_ids.shape[1], W=words,
-        L=length, LANES=triton.next_power_of_2(length), **exact,
+
+    def floats(size: int) -> Tensor:
+        return logits.new_empty(lines, size, dtype=torch.float32)
+
+    def ints(size: int) -> Tensor:
+        return logits.new_empty(lines, size, dtype=torch.int32)
+
+    scores, peaks, values, places = floats(vocab), floats(groups), floats(parts), ints(parts)
+    words, word_length = state.bad_words.shape[1:]
+    _score_kernel[(lines, parts)](
+        logits, positions, drafts, row_ids, history, scores, peaks, values, places, ids,
+        state.flags, state.seed, state.temperature, state.repetition, state.presence,
+        state.frequency, state.bias, state.counts, state.in_prompt.view(torch.uint8),
+        state.min_position, state.stop_ids, state.bad_words, queries, history.shape[1],
+        state.bias.shape[1], VOCAB=vocab, STOPS=state.stop_ids.shape[1], W=words, L=word_length,
+        LANES=triton.next_power_of_2(word_length), SPAN=span, GRAIN=GRAIN, BLOCK=BLOCK,
+        GROUP=GROUP, num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
-    _filter_kernel[(lines,)](
-        scores, row_ids, thresholds, last_ids, state.flags, state.min_p, state.top_k, state.top_p,
-        queries, VOCAB=vocab, BLOCK=min(FILTER_BLOCK, triton.next_power_of_2(vocab)),
-        num_warps=16, enable_fp_fusion=False,
+    tile = (ints(TILE), floats(TILE * GROUP), ints(TILE * GROUP))
+    _choose_kernel[(lines,)](
+        logits, scores, peaks, *tile, values, places, positions, row_ids, ids, out, state.flags,
+        state.seed, state.min_p, state.top_k, state.top_p, queries, VOCAB=vocab, PARTS=parts,
+        PART_LANES=triton.next_power_of_2(parts), GRAIN=GRAIN, GROUPS=groups,
+        LANES=triton.next_power_of_2(groups), GROUP=GROUP, TILE=TILE,
+        BLOCK=min(LINE_BLOCK, triton.next_power_of_2(vocab)), num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
-    _pick_kernel[(lines, parts)](
-        logits, scores, positions, row_ids, thresholds, last_ids, state.flags, state.seed, ids,
-        values, places, queries, **exact,
-    )  # fmt: skip
-    block = triton.next_power_of_2(parts)
-    _choose_kernel[(lines,)](values, places, ids, out, parts, block, num_warps=1)
     return out

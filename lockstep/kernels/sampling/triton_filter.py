@@ -1,0 +1,176 @@
+# mypy: ignore-errors
+"""min_p, top_k and top_p of one line of scores, by one program: no sort.
+
+A line is cut into groups of GROUP tokens whose largest scores, the peaks, are known. The TILE
+groups of the highest peaks hold every token above the next peak: as a rule all that the filters can
+leave, so they are copied side by side and read instead of the line. Where they are not all, the
+line is read.
+Thresholds come from bisection over the ordered bits of a float. Counts are exact in any order; the
+one sum, top-p's mass, runs block by block in one layout over the tokens that are read, and which
+those are is a function of the line.
+"""
+
+import triton
+import triton.language as tl
+
+LOWEST, HIGHEST = tl.constexpr(-(1 << 31)), tl.constexpr((1 << 31) - 1)
+NOTHING = tl.constexpr(-2139095041)
+"""The key of -inf."""
+GROUP, TILE = 32, 128
+
+
+@triton.jit
+def best_of(x, place):
+    """The largest of x, and its smallest place."""
+    top = tl.max(x, 0)
+    return top, tl.min(tl.where(x == top, place, HIGHEST), 0)
+
+
+@triton.jit
+def better_of(x, spot, best, place):
+    """The better of two per lane; of equal ones the one that came first. NaN is never better."""
+    wins = x > best
+    return tl.where(wins, x, best), tl.where(wins, spot, place)
+
+
+@triton.jit
+def key_of(x):
+    """fp32 -> int32 in the same order; -0 and 0 are one."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _count(scores, least, size, BLOCK: tl.constexpr):
+    """How many of `size` scores have a key of at least `least`."""
+    least, total = least.to(tl.int32), tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, size, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        x = tl.load(scores + place, mask=place < size, other=0.0)
+        total += ((key_of(x) >= least) & (place < size)).to(tl.int32)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _mass(scores, top, least, size, BLOCK: tl.constexpr):
+    """Sum of exp(score - top) over scores with a key of at least `least`."""
+    least, total = least.to(tl.int32), tl.zeros((BLOCK,), tl.float32)
+    for begin in range(0, size, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        x = tl.load(scores + place, mask=place < size, other=float("-inf"))
+        total += tl.where((key_of(x) >= least) & (place < size), tl.exp(x - top), 0.0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _ties(scores, key, last, BLOCK: tl.constexpr):
+    """How many of the scores up to place `last` have this key."""
+    total = tl.zeros((BLOCK,), tl.int32)
+    for begin in range(0, last + 1, BLOCK):
+        place = begin + tl.arange(0, BLOCK)
+        x = tl.load(scores + place, mask=place <= last, other=0.0)
+        total += ((key_of(x) == key) & (place <= last)).to(tl.int32)
+    return tl.sum(total, 0)
+
+
+@triton.jit
+def _nth(scores, n, low, high, size, BLOCK: tl.constexpr):
+    """The key of the n-th largest score, known to lie from low to high; low where there is none."""
+    while low < high:
+        middle = (low + high + 1) >> 1
+        enough = _count(scores, middle, size, BLOCK) >= n
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle - 1)
+    return low
+
+
+@triton.jit
+def _nucleus(scores, top, low, wanted, size, BLOCK: tl.constexpr):
+    """Top-p: the smallest key from `low` up with less than the wanted mass above it, and the last
+    place kept at that key, so that the mass is reached."""
+    high = key_of(top).to(tl.int64)
+    while low < high:
+        middle = (low + high) >> 1
+        enough = _mass(scores, top, middle + 1, size, BLOCK) >= wanted
+        low, high = tl.where(enough, middle + 1, low), tl.where(enough, high, middle)
+    threshold = low.to(tl.int32)
+    value = (threshold ^ ((threshold >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    missing = wanted - _mass(scores, top, low + 1, size, BLOCK)
+    ties = tl.maximum(tl.ceil(tl.div_rn(missing, tl.exp(value - top))), 1.0)
+    first, last = tl.full((), 0, tl.int32), tl.full((), size - 1, tl.int32)
+    while first < last:
+        middle = (first + last) >> 1
+        enough = _ties(scores, threshold, middle, BLOCK).to(tl.float32) >= ties
+        first, last = tl.where(enough, first, middle + 1), tl.where(enough, middle, last)
+    return threshold, first
+
+
+@triton.jit
+def _bound(keys, n, highest):
+    """The smallest key that at most n of keys [LANES] int32 reach; the n-th largest, as a rule."""
+    low, high = tl.full((), LOWEST, tl.int64), highest + 1
+    while low < high:
+        middle = (low + high) >> 1
+        few = tl.sum((keys >= middle.to(tl.int32)).to(tl.int32), 0) <= n
+        low, high = tl.where(few, low, middle + 1), tl.where(few, middle, high)
+    return low
+
+
+@triton.jit
+def _gather(
+    scores, inside, groups, tile, spots,
+    VOCAB: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Copies the groups of lanes inside, TILE at most, to the tile, in order."""
+    order = tl.cumsum(inside.to(tl.int32), 0) - 1
+    count = tl.sum(inside.to(tl.int32), 0)
+    tl.store(groups + order, tl.arange(0, LANES), mask=inside)
+    tl.debug_barrier()
+    slot = tl.arange(0, TILE)
+    group = tl.load(groups + slot, mask=slot < count, other=0)
+    spot = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    live = (slot < count)[:, None] & (spot < VOCAB)
+    place = slot[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    tl.store(tile + place, tl.load(scores + spot, mask=live, other=float("-inf")))
+    tl.store(spots + place, tl.where(live, spot, 0))
+    tl.debug_barrier()
+
+
+@triton.jit
+def filtered(
+    scores, peaks, groups, tile, spots, least, k, p,
+    VOCAB: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """min_p, then top_k, then top_p of a line -> whether the tile is to be read; the key from which
+    tokens may be picked; the last place kept at that key."""
+    SIZE: tl.constexpr = TILE * GROUP
+    lane = tl.arange(0, LANES)
+    peak = tl.load(peaks + lane, mask=lane < GROUPS, other=float("-inf"))
+    keys, top = key_of(peak), tl.max(peak, 0)
+    highest, floor = key_of(top).to(tl.int64), tl.full((), LOWEST, tl.int64)
+    if least > 0:
+        floor = key_of(top + tl.log(least)).to(tl.int64)
+    bound = tl.maximum(tl.maximum(_bound(keys, TILE, highest), floor), NOTHING + 1)
+    _gather(scores, keys >= bound.to(tl.int32), groups, tile, spots, VOCAB, LANES, GROUP, TILE)
+    has_all = (floor >= bound) | (bound == NOTHING + 1)
+    in_tile = has_all
+    if (k > 0) & (k < VOCAB):
+        in_tile = has_all | (_count(tile, bound, SIZE, SIZE) >= k)
+        if in_tile:
+            floor = tl.maximum(floor, _nth(tile, k, bound - 1, highest, SIZE, SIZE))
+        else:
+            floor = tl.maximum(floor, _nth(scores, k, floor, highest, VOCAB, BLOCK))
+        has_all = in_tile
+    threshold, last = floor.to(tl.int32), tl.full((), VOCAB - 1, tl.int32)
+    if p < 1:
+        if has_all:
+            wanted = p * _mass(tile, top, floor, SIZE, SIZE)
+        else:
+            wanted = p * _mass(scores, top, floor, VOCAB, BLOCK)
+            in_tile = _mass(tile, top, bound, SIZE, SIZE) >= wanted
+        if in_tile:
+            low = tl.where(has_all, floor, bound)
+            threshold, last = _nucleus(tile, top, low, wanted, SIZE, SIZE)
+        else:
+            threshold, last = _nucleus(scores, top, floor, wanted, VOCAB, BLOCK)
+    return in_tile, threshold, last

@@ -1,0 +1,257 @@
+"""What stands between the table and a step: integers only, one pass over the rows each.
+
+prepare_step reads a step out of the table, advance_rows commits a verdict to it; follow and
+draft_step lead a draft module from the step to its own single-token steps; lookup drafts from a
+row's own history. R rows of the table (line 0 is the null row's), L tokens and P pages of a row,
+S rows and T tokens of the step, Q its query length, W positions per row whose token is decided:
+W = Q where rows bring drafts, 1 where they bring a chunk of a prompt.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.kernels.registry import op
+
+
+@dataclass(eq=False)
+class Lines:
+    """The table, but for sampling. tokens [R, L] int64: prompt, then generated, then drafts;
+    drafts [R, K] int64 (-1: none); page_table [R, P]; prompt_len, computed, pending, state_slots
+    [R]; int32 unless noted. Contiguous.
+    """
+
+    tokens: Tensor
+    prompt_len: Tensor
+    computed: Tensor
+    pending: Tensor
+    drafts: Tensor
+    page_table: Tensor
+    state_slots: Tensor
+
+
+@dataclass
+class StepTensors:
+    """What the table says of a step: fields of lockstep.step.Step, of its shapes and dtypes.
+
+    ends [S] int64: index into T of each row's last token.
+    """
+
+    starts: Tensor
+    seq_lens: Tensor
+    cu_seqlens: Tensor
+    state_slots: Tensor
+    state_src: Tensor
+    pending: Tensor
+    page_table: Tensor
+    drafts: Tensor
+    sample_at: Tensor
+    token_rows: Tensor
+    positions: Tensor
+    token_ids: Tensor
+    slot_mapping: Tensor
+    ends: Tensor
+
+
+@op
+def prepare_step(
+    lines: Lines,
+    row_ids: Tensor,
+    query_lens: Tensor | None,
+    state_src: Tensor,
+    tokens: int,
+    query_len: int,
+    page_size: int,
+) -> StepTensors:
+    """row_ids [S] int64; query_lens, state_src [S] int32 (0: the row's own slot); T = tokens.
+
+    query_lens None: every row brings query_len tokens, its last one and drafts, which are written
+    behind it in lines.tokens (0 for none). Else chunks of prompts, no drafts; tokens past the last
+    row's end count to it.
+    """
+    uniform = query_lens is None
+    window, rows = query_len if uniform else 1, row_ids.shape[0]
+    starts = lines.computed[row_ids]
+    lengths = torch.full_like(starts, query_len) if query_lens is None else query_lens
+    cu = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    index = torch.arange(tokens, dtype=torch.int32, device=starts.device)
+    token_rows = torch.searchsorted(cu[1:], index, right=True).clamp_max_(rows - 1)
+    positions = (starts - cu[:-1]).long()[token_rows] + index
+    seq_lens, pages = starts + lengths, lines.page_table[row_ids]
+    column = (positions // page_size).clamp_max_(pages.shape[1] - 1)
+    slots = lines.state_slots[row_ids].long()
+    drafts = lines.drafts[row_ids, : window - 1]
+    _show_drafts(lines.tokens, row_ids, starts, drafts)
+    where = positions.clamp_max(lines.tokens.shape[1] - 1)
+    decided = torch.arange(1 - window, 1, device=starts.device)
+    return StepTensors(
+        starts=starts,
+        seq_lens=seq_lens,
+        cu_seqlens=cu,
+        state_slots=slots,
+        state_src=torch.where(state_src > 0, state_src, slots),
+        pending=lines.pending[row_ids].long(),
+        page_table=pages,
+        drafts=drafts,
+        sample_at=seq_lens[:, None] + decided,
+        token_rows=token_rows,
+        positions=positions,
+        token_ids=lines.tokens[row_ids[token_rows], where],
+        slot_mapping=pages[token_rows, column] * page_size + positions % page_size,
+        ends=(cu[1:].long() - 1).clamp_min_(0),
+    )
+
+
+def _show_drafts(tokens: Tensor, row_ids: Tensor, starts: Tensor, drafts: Tensor) -> None:
+    """Writes drafts behind the row's last token, so that a step reads one history."""
+    if drafts.shape[1]:
+        behind = torch.arange(1, drafts.shape[1] + 1, device=starts.device)
+        tokens[row_ids[:, None], starts[:, None] + behind] = drafts.clamp_min(0)
+
+
+@op
+def advance_rows(
+    lines: Lines,
+    counts: Tensor,
+    row_ids: Tensor,
+    tokens: Tensor,
+    drafts: Tensor,
+    seq_lens: Tensor,
+    held: Tensor,
+    flush: int,
+    prompt: bool,
+) -> tuple[Tensor, Tensor]:
+    """Commits a row's tokens up to the first draft that is not the target's own token there.
+
+    tokens [S, W] int64: the target's; drafts [S, W-1] int64; seq_lens [S] int32; held [S] int64:
+    the rows' pending tokens before the step; counts [R, V] int32 of generated tokens
+    -> accepted [S] int32: leading drafts that equal their token; results [S, W+2] int64 for the
+    host: the tokens, accepted, drafted.
+
+    A prompt chunk commits all its tokens and leaves none pending; it emits only where it ends the
+    prompt. A generated step wrote the state where `flush` or more were pending; else they stay so,
+    and what it commits comes to that. Of the W tokens, written behind what was committed, the first
+    1 + accepted count as generated. Rows that emit nothing, and the null row, keep their tokens.
+    """
+    agreed = (drafts == tokens[:, :-1]).int()
+    accepted = agreed.cumprod(1).sum(1, dtype=torch.int32)
+    width, real = tokens.shape[1], row_ids > 0
+    known = seq_lens - (width - 1) + accepted
+    pending = torch.zeros_like(known)
+    if not prompt:
+        pending = torch.where(held < flush, held, 0).int() + accepted + 1
+    lines.computed[row_ids] = torch.where(real, known, 0)
+    lines.pending[row_ids] = torch.where(real, pending, 0)
+    emits = (real & (seq_lens >= lines.prompt_len[row_ids]))[:, None]
+    order = torch.arange(width, device=tokens.device)
+    where = (seq_lens[:, None] - (width - 1) + order).clamp_max_(lines.tokens.shape[1] - 1)
+    kept = lines.tokens[row_ids[:, None], where]
+    lines.tokens[row_ids[:, None], where] = torch.where(emits, tokens, kept)
+    counted = (emits & (order <= accepted[:, None])).int()
+    flat = (row_ids[:, None] * counts.shape[1] + tokens).flatten()
+    counts.view(-1).index_add_(0, flat, counted.flatten())
+    drafted = (drafts >= 0).sum(1, keepdim=True)
+    return accepted, torch.cat([tokens, accepted[:, None], drafted], dim=1)
+
+
+@op
+def follow(
+    history: Tensor,
+    row_ids: Tensor,
+    token_rows: Tensor,
+    positions: Tensor,
+    cu_seqlens: Tensor,
+    accepted: Tensor,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A step that is committed, as a draft module reads it: history [R, L] int64, the rest as in
+    Step and Verdict; W = window -> after [T] int64: the token behind each of the step's; last [S]
+    int64: index into T of each row's last committed position; sample_at [S, 1] int64: where the
+    draft made there will stand.
+    """
+    where = (positions + 1).clamp_max_(history.shape[1] - 1)
+    after = history[row_ids[token_rows], where]
+    last = (cu_seqlens[1:].long() + (accepted - window)).clamp_min_(0)
+    return after, last, positions[last, None] + 2
+
+
+@dataclass
+class DraftTensors:
+    """A step of one token per row, S tokens: fields of lockstep.step.Step."""
+
+    positions: Tensor
+    slot_mapping: Tensor
+    starts: Tensor
+    seq_lens: Tensor
+    cu_seqlens: Tensor
+    token_rows: Tensor
+    sample_at: Tensor
+
+
+@op
+def draft_step(
+    computed: Tensor,
+    drafts: Tensor,
+    row_ids: Tensor,
+    tokens: Tensor,
+    page_table: Tensor,
+    index: int,
+    page_size: int,
+) -> DraftTensors:
+    """Keeps tokens [S] int64 as the rows' draft number `index` in drafts [R, K], and makes the
+    step that reads them: its position lies `index` behind computed [R]; page_table [S, P].
+    """
+    drafts[row_ids, index] = tokens
+    starts = computed[row_ids] + index
+    positions = starts.long()
+    column = (positions // page_size).clamp_max_(page_table.shape[1] - 1)
+    page = page_table.gather(1, column[:, None])[:, 0]
+    rows = torch.arange(row_ids.shape[0] + 1, device=starts.device)
+    return DraftTensors(
+        positions=positions,
+        slot_mapping=page * page_size + positions % page_size,
+        starts=starts,
+        seq_lens=starts + 1,
+        cu_seqlens=rows.int(),
+        token_rows=rows[:-1],
+        sample_at=positions[:, None] + 2,
+    )
+
+
+@op
+def lookup(
+    history: Tensor,
+    computed: Tensor,
+    drafts: Tensor,
+    row_ids: Tensor,
+    count: int,
+    least: int,
+    most: int,
+) -> None:
+    """Writes drafts [R, K] int64 of the rows [S]: up to `count` tokens behind the latest earlier
+    occurrence of the longest n-gram, least <= n <= most, that ends the computed + 1 known ones of
+    history [R, L]; -1 where there are none (Saxena, prompt lookup decoding, 2023).
+    """
+    tokens, known = history[row_ids], computed[row_ids].long() + 1
+    begins = torch.arange(tokens.shape[1], device=tokens.device)
+    behind = torch.zeros_like(known)
+    for n in range(least, most + 1):
+        found = _behind_match(tokens, known, begins, n)
+        behind = torch.where(found > 0, found, behind)
+    order = torch.arange(drafts.shape[1], device=tokens.device)
+    source = behind[:, None] + order
+    real = (behind[:, None] > 0) & (source < known[:, None]) & (order < count)
+    ahead = tokens.gather(1, source.clamp_max(tokens.shape[1] - 1))
+    drafts[row_ids] = torch.where(real, ahead, -1)
+
+
+def _behind_match(tokens: Tensor, known: Tensor, begins: Tensor, n: int) -> Tensor:
+    """[S]: the position behind the latest earlier occurrence of the last n tokens, or 0."""
+    length = tokens.shape[1]
+    match = (begins + n < known[:, None]) & (known[:, None] > n)
+    for i in range(n):
+        last = tokens.gather(1, (known - n + i).clamp_min(0)[:, None])
+        match[:, : length - i] &= tokens[:, i:] == last
+    return ((begins + n) * match).amax(1)

@@ -1,0 +1,114 @@
+"""Steps with another number of drafts each time: every transition leaves every bit alone."""
+
+from dataclasses import replace
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep import LLM, SamplingParams
+from lockstep.config import SpeculativeConfig
+from lockstep.errors import ConfigError
+from lockstep.spec.count import AdaptiveCount
+from tests.asking import GREEDY, PROMPTS, SEEDED, answer, make_engine
+from tests.tiny_model import make_model
+
+PARAMS = [
+    replace(GREEDY, max_tokens=40, logprobs=2),
+    replace(SEEDED, max_tokens=40, logprobs=1),
+    replace(GREEDY, max_tokens=40, repetition_penalty=1.2, presence_penalty=0.3, logprobs=0),
+    replace(SEEDED, max_tokens=40, bad_words=["path", "return"], min_tokens=20, logprobs=0),
+]
+HARD: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "preempted": {"preempt_every": 3, "num_gpu_blocks": 24},
+    "two in flight, small chunks": {"steps_in_flight": 2, "max_num_batched_tokens": 64},
+}
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[Any]:
+    """What the model says without drafts, alone."""
+    llm = make_engine(None)
+    return [answer(llm.generate(p, q)[0]) for p, q in zip(PROMPTS, PARAMS, strict=True)]
+
+
+COUNTS = (0, 1, 3, 5)
+ROUND = (0, 0, 1, 0, 3, 0, 5, 1, 1, 3, 1, 5, 3, 3, 5, 5)
+"""Each of COUNTS behind each other one, once, and round again."""
+
+
+def go_round(llm: LLM) -> list[int]:
+    """Has the engine's steps bring ROUND's counts; what they brought grows as it goes."""
+    used: list[int] = []
+
+    def choose(rows: int) -> int:
+        used.append(ROUND[len(used) % len(ROUND)])
+        return used[-1]
+
+    llm.engine.runner.drafts.choose = choose  # type: ignore[method-assign]
+    return used
+
+
+@pytest.mark.parametrize("drafter", ["mtp", "ngram"])
+@pytest.mark.parametrize("phase", HARD)
+def test_any_sequence_of_counts(plain: list[Any], drafter: str, phase: str) -> None:
+    llm = make_engine(drafter, num_speculative_tokens=5, adaptive="random", **HARD[phase])
+    assert llm.engine.plan.draft_counts == COUNTS
+    used, metrics = go_round(llm), []
+    while len(used) <= len(ROUND):
+        outs = llm.generate(PROMPTS, PARAMS)
+        assert [answer(out) for out in outs] == plain
+        metrics += [out.metrics for out in outs]
+    assert set(pairwise(used)) == set(product(COUNTS, COUNTS))
+    assert sum(m.num_accepted_tokens for m in metrics) > 2
+    for m in metrics:
+        assert m.num_accepted_tokens <= m.num_draft_tokens <= 5 * m.num_steps
+    if phase == "preempted":
+        assert llm.engine.scheduler.preemptions > 5
+
+
+def test_drafts_of_another_number_are_gone() -> None:
+    """Behind a step of k drafts stand k at most: none of an older, longer step is tried again."""
+    llm = make_engine("mtp", num_speculative_tokens=3, adaptive="random")
+    runner = llm.engine.runner
+    table, run = runner.table, runner.run_step
+
+    def watch(shape: Any) -> Any:
+        found = run(shape)
+        rows = found[0].row_ids[found[0].row_ids > 0]
+        assert (table.drafts[rows, shape.drafts :] == -1).all()
+        assert (table.drafts[rows, : shape.drafts] >= 0).all()
+        return found
+
+    runner.run_step = watch
+    llm.generate(PROMPTS, GREEDY)
+
+
+def test_adapts_to_what_is_accepted(tmp_path: Path) -> None:
+    """Random weights, drafts accepted by coin: none of them, and all of them."""
+    folder = make_model(tmp_path / "model")
+    tiny = {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True}
+    params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, detokenize=False)
+    used = []
+    for chance in (0.0, 1.0):
+        llm = make_engine("mtp", adaptive=True, synthetic_acceptance=chance, **tiny)
+        assert isinstance(llm.engine.runner.drafts, AdaptiveCount)
+        m = llm.generate([{"prompt_token_ids": [3, 5, 7]}], params)[0].metrics
+        used.append(m.num_draft_tokens / m.num_steps)
+    assert used[0] < 0.5 and used[1] > 1.5
+
+
+def test_counts_follow_from_k() -> None:
+    for most, counts in ((1, (0, 1)), (2, (0, 1, 2)), (3, (0, 1, 3)), (7, (0, 1, 3, 7))):
+        llm = make_engine("ngram", num_speculative_tokens=most, adaptive=True)
+        assert llm.engine.plan.draft_counts == counts
+    assert make_engine("ngram").engine.plan.draft_counts == (3,)
+    assert make_engine(None).engine.plan.draft_counts == (0,)
+
+
+@pytest.mark.parametrize("value", ["always", 1, None])
+def test_what_is_neither_true_nor_false_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"adaptive=.*true, false, or random.*Choose"):
+        SpeculativeConfig("mtp", adaptive=value)

@@ -1,0 +1,103 @@
+"""sample's Triton face: tiles are free, filters find what the reference finds, 16-bit logits count
+for what they are.
+
+Equality is of token ids. Under the interpreter and on a GPU.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.kernels.sampling import FILTERS, NOISE, SamplingState, sample
+from lockstep.kernels.sampling.cases import batch
+from tests.kernels.faces import Face, faces, same_bits
+
+FACES, SLOW_FACES = faces()[1:], faces(pytest.mark.slow)[1:]
+ORACLE = Face("reference", "cpu", torch.float32)
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+FILTER_SETTINGS = {
+    "k 20, p 0.95": dict(top_k=20, top_p=0.95),
+    "k 50": dict(top_k=50),
+    "k 1000, p 0.8": dict(top_k=1000, top_p=0.8),
+    "k 0": dict(top_p=0.9999),
+    "p 0.9": dict(top_p=0.9),
+    "p 0.3": dict(top_p=0.3),
+    "min_p 0.05": dict(min_p=0.05),
+    "min_p 1e-4, p 0.99": dict(min_p=1e-4, top_p=0.99),
+    "all": dict(min_p=0.01, top_k=40, top_p=0.9),
+}
+
+
+def filtering(vocab: int, slope: float, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """A row for each of FILTER_SETTINGS over logits that fall with the log of a token's rank."""
+    generator = torch.Generator().manual_seed(vocab)
+    rows = len(FILTER_SETTINGS)
+    places = torch.rand(rows, vocab, generator=generator)
+    state = SamplingState.empty(rows + 1, vocab, 16, (32, 8), "cpu")
+    state.flags[1:], state.temperature[1:] = FILTERS | NOISE, 0.8
+    state.seed[1:] = torch.arange(rows) * 77
+    for row, settings in enumerate(FILTER_SETTINGS.values(), 1):
+        for name, value in settings.items():
+            getattr(state, name)[row] = value
+    logits = -slope * torch.log(places.argsort(1).argsort(1) + 1.0)
+    return dict(
+        logits=logits[:, None].to(dtype),
+        positions=torch.arange(rows)[:, None] + 50,
+        drafts=torch.empty(rows, 0, dtype=torch.int64),
+        row_ids=torch.arange(1, rows + 1),
+        history=torch.zeros(rows + 1, 100, dtype=torch.int64),
+        state=state,
+    )
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize(("vocab", "slope"), [(300, 1.2), (20000, 0.3), (20000, 3.0)])
+def test_filters_find_what_the_reference_finds(face, vocab, slope):
+    """Flat lines, of which no tile holds all that is left, and steep ones; tied 16-bit logits."""
+    arguments = filtering(vocab, slope)
+    assert same_bits(face.run(sample, arguments), ORACLE.run(sample, arguments))
+
+
+@pytest.mark.parametrize("face", SLOW_FACES)
+def test_tiles_are_free(face, monkeypatch):
+    """Small tiles send every filter over the whole line; spans cut lines elsewhere."""
+    found = set()
+    for slope in (0.5, 2.0):
+        arguments = filtering(4000, slope)
+        expected = ORACLE.run(sample, arguments)
+        for tile, span, block in ((128, 4096, 1024), (4, 1024, 512)):
+            module = sample.backends["triton"][0].__module__
+            for name, value in (("TILE", tile), ("SPAN", span), ("BLOCK", block)):
+                monkeypatch.setattr(f"{module}.{name}", value)
+            assert same_bits(face.run(sample, arguments), expected), (slope, tile)
+        found |= set(expected.flatten().tolist())
+    assert len(found) > 10
+
+
+@pytest.mark.parametrize("face", SLOW_FACES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_logits_of_16_bits_are_their_fp32_values(face, dtype):
+    arguments = batch(300, 2)
+    narrow = arguments["logits"].to(dtype)
+    for logits in (narrow, narrow.float()):
+        found = face.run(sample, dict(arguments, logits=logits))
+        assert same_bits(found, ORACLE.run(sample, dict(arguments, logits=narrow.float())))
+
+
+@pytest.mark.parametrize("face", SLOW_FACES)
+@pytest.mark.parametrize("flags", [0, NOISE, NOISE | FILTERS])
+def test_ties_go_to_the_smaller_id_and_nothing_leaves_the_vocabulary(face, flags):
+    """Lines of one value, of -inf, of NaN: greedy takes the first; always a token of the model."""
+    arguments = filtering(20000, 1.0)
+    arguments["state"].flags[1:] = flags
+    for value in (1.5, -torch.inf, torch.nan):
+        arguments["logits"] = torch.full_like(arguments["logits"], value)
+        tokens = face.run(sample, arguments)
+        assert ((tokens >= 0) & (tokens < 20000)).all()
+        if not flags:
+            assert not tokens.any()
+    tied = arguments["logits"].zero_()
+    tied[:, :, [19999, 8191, 8192, 700]] = 2.0
+    if not flags:
+        assert (face.run(sample, arguments) == 700).all()
