@@ -10,9 +10,17 @@ from tests.kernels.faces import Face, faces, same_bits
 
 TRITON = faces()[1:]
 ROWS = ((0, 1), (1022, 3), (0, 0), (255, 2))
-PLANS = [(16, 1, 2, 4, 2), (16, 2, 2, 4, 2)]
-"""Plans beside the whole row in one span: (rows, span, side, warps, stages)."""
-MORE = [(16, 1, 5, 4, 3), (16, 2, 1, 4, 2), (32, 1, 3, 4, 3), (64, 2, 2, 4, 2), (64, 8, 1, 8, 2)]
+PLANS = [(16, 1, 2, False, 4, 2), (16, 2, 2, True, 4, 2)]
+"""Plans beside the whole row in one span: (rows, span, side, folds, warps, stages)."""
+MORE = [
+    (16, 1, 5, False, 4, 3),
+    (16, 2, 1, True, 4, 2),
+    (16, 2, 2, False, 4, 2),
+    (32, 1, 3, False, 4, 3),
+    (32, 4, 2, True, 8, 2),
+    (64, 2, 2, True, 4, 2),
+    (64, 8, 1, True, 8, 2),
+]
 """Too many for the interpreter."""
 
 
@@ -34,7 +42,7 @@ def test_plans_agree(face: Face, gated: bool) -> None:
     layer = SMALL if face.interpreted else REAL
     batch = paged(ROWS, *layer, face.dtype, widest=1280 // layer[-1])
     arguments = face.place(batch | {"gates": gates_like(batch["q"]) if gated else None})
-    whole = kernel.launch(**arguments, p=kernel.Plan(16, 8, 1, 4, 2))
+    whole = kernel.launch(**arguments, p=kernel.Plan(16, 8, 1, True, 4, 2))
     assert not whole.isnan().any()
     assert same_bits(face.run(kernel.paged_attention, arguments), whole)
     for sizes in PLANS + ([] if face.interpreted else MORE):

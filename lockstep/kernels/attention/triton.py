@@ -121,20 +121,20 @@ def _nothing(ONES: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     return top, norm, tl.zeros((BLOCK_D, ROWS), tl.float32)
 
 
-@triton.jit(do_not_specialize=["entries", "table_stride", "gate_stride", "SPAN", "Q"])
+@triton.jit(do_not_specialize=["entries", "table_stride", "gate_stride", "SPAN", "FIRST", "Q"])
 def _attend_kernel(
     q, k_cache, v_cache, page_table, cu_seqlens, starts, gates, out, tops, norms, parts,
-    scale, entries, table_stride, gate_stride, SPAN, Q,
+    scale, entries, table_stride, gate_stride, SPAN, FIRST, Q,
     K_PAGE: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
     V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr,
     PAGE: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, ONES: tl.constexpr,
-    SEGMENT: tl.constexpr, GATED: tl.constexpr, LEAVES: tl.constexpr,
+    SEGMENT: tl.constexpr, GATED: tl.constexpr, LEAVES: tl.constexpr, FOLDS: tl.constexpr,
 ):  # fmt: skip
     """A block of one row's (token, head of a group): every so many spans of SPAN segments.
 
-    The first span folds, and ends the tokens that need no other; else it leaves an entry, and later
-    spans one for every segment, in tops, norms [S Q, entries, H] and parts [S Q, entries, H, D].
+    FOLDS: the first span folds and ends the tokens that need no other; else it leaves one entry for
+    its FIRST segments. Any other segment is an entry: tops, norms [S Q, entries, H], parts [.., D].
     """
     s, kv = (tl.program_id(0) // HKV).to(tl.int64), tl.program_id(0) % HKV
     group: tl.constexpr = H // HKV
@@ -148,8 +148,8 @@ def _attend_kernel(
     m, d = row + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     mine, token, head = m < count * group, m // group, kv * group + m % group
     last, place, line = start + token, (token * H + head) * D, token * entries * H + head
-    tops, norms = tops + s * Q * entries * H, norms + s * Q * entries * H
-    parts += s * Q * entries * H * D
+    left = (s * Q * entries - FIRST + 1) * H
+    tops, norms, parts = tops + left, norms + left, parts + left * D
     there = mine[:, None] & (d < D)[None, :]
     query = tl.load(q + first * (H * D) + (place[:, None] + d[None, :]), mask=there, other=0.0).T
     ones = tl.full((ONES, TILE), 1.0, v_cache.dtype.element_ty)
@@ -166,17 +166,17 @@ def _attend_kernel(
                 page = _pages_of(pages, at + TILE, stop, PAGE, TILE)
             top, norm, total = _weigh(query, k, v, ones, at, last, scale, top, norm, total, TILE)
             if ((at + TILE) % SEGMENT == 0) | (at + TILE >= stop):
-                if (begin == 0) | (not LEAVES):
+                if ((begin == 0) & FOLDS) | (not LEAVES):
                     best, norms_all, sums = _fold(best, norms_all, sums, top, norm, total)
                 else:
-                    entry, used = at // SEGMENT - SPAN + 1, mine & (at // SEGMENT * SEGMENT <= last)
-                    _leave(tops, norms, parts, line + entry * H, d, top, norm, total, used, D)
+                    used, to = mine & (at // SEGMENT * SEGMENT <= last), line + at // SEGMENT * H
+                    _leave(tops, norms, parts, to, d, top, norm, total, used, D)
                 top, norm, total = _nothing(ONES, ROWS, BLOCK_D)
         page = _pages_of(pages, begin + turn, end, PAGE, TILE)
-    if own == 0:
+    if (own == 0) & FOLDS:
         if LEAVES:
             used, mine = mine & (last >= width), mine & (last < width)
-            _leave(tops, norms, parts, line, d, best, norms_all, sums, used, D)
+            _leave(tops, norms, parts, line + (FIRST - 1) * H, d, best, norms_all, sums, used, D)
         if GATED:
             gates += first * gate_stride
         gate_at = token * gate_stride + (head * 2 + 1) * D
@@ -184,23 +184,23 @@ def _attend_kernel(
         _store(out + first * (H * D), gates, place, gate_at, d, result, mine, D, GATED)
 
 
-@triton.jit(do_not_specialize=["entries", "gate_stride", "SPAN", "Q"])
+@triton.jit(do_not_specialize=["entries", "gate_stride", "FIRST", "Q"])
 def _fold_kernel(
-    tops, norms, parts, cu_seqlens, starts, gates, out, entries, gate_stride, SPAN, Q,
+    tops, norms, parts, cu_seqlens, starts, gates, out, entries, gate_stride, FIRST, Q,
     H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SEGMENT: tl.constexpr,
-    GATED: tl.constexpr, TOGETHER: tl.constexpr, EAGER: tl.constexpr,
+    GATED: tl.constexpr, TOGETHER: tl.constexpr, FOLDS: tl.constexpr,
 ):  # fmt: skip
     """One (row, token, head): its entries added in ascending order, TOGETHER of them on the way.
 
-    EAGER: they are asked for before the row's length is known. Those beyond it are left out. A
-    token with one entry alone ended in the first kernel.
+    Where the first kernel FOLDS, it ended the tokens of one entry. Else all have many, and the
+    first are asked for before the row's length is known; those beyond it are left out.
     """
     s, token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) // H, tl.program_id(1) % H
     first, count, start = _row(cu_seqlens, starts, s)
-    used, first = (start + token) // SEGMENT + 2 - SPAN, first + tl.zeros((1,), tl.int64)
+    used, first = (start + token) // SEGMENT + 2 - FIRST, first + tl.zeros((1,), tl.int64)
     d = tl.arange(0, BLOCK_D)
     best, norms_all, sums = _nothing(1, 1, BLOCK_D)
-    for base in range(0, tl.where(used > 1, used, EAGER), TOGETHER):
+    for base in range(0, tl.where(used > 1, used, not FOLDS), TOGETHER):
         for i in tl.static_range(TOGETHER):
             there, live = base + i < entries, base + i < used
             at = ((s * Q + token) * entries + base + i) * H + head + tl.zeros((1,), tl.int64)
@@ -213,7 +213,7 @@ def _fold_kernel(
             sums = tl.where(live, total, sums)
     result = tl.div_rn(sums, norms_all + tl.zeros((BLOCK_D, 1), tl.float32))
     place, gate_at = ((first + token) * H + head) * D, (first + token) * gate_stride
-    ended = (used > 1) & (token < count) & (first >= 0)
+    ended = (used > FOLDS) & (token < count) & (first >= 0)
     _store(out, gates, place, gate_at + (head * 2 + 1) * D, d, result, ended, D, GATED)
 
 
@@ -232,13 +232,15 @@ class Plan:
     """How the work is cut. Nothing here changes a bit.
 
     rows: (token, head of the group) of a tile. span: segments that a program brings at a stretch.
-    side: spans side by side; a program brings every side-th. At 64 rows all segments fold in
-    registers and leave no entries; few rows need more programs to fill the multiprocessors.
+    side: spans side by side; a program brings every side-th. folds: the first span folds as it
+    goes, so that 64 rows leave no entries. Few rows leave every segment: the more programs fill the
+    multiprocessors.
     """
 
     rows: int
     span: int
     side: int
+    folds: bool
     warps: int
     stages: int
 
@@ -248,11 +250,14 @@ def plan(rows: int, query_len: int, heads: int, kv_heads: int, dim: int, segment
     count = query_len * (heads // kv_heads)
     block = min(64, max(16, triton.next_power_of_2(count)))
     programs = rows * kv_heads * triton.cdiv(count, block)
-    span = 64 if programs >= 96 else 4 if programs >= 24 else 2 if programs >= 12 else 1
-    while rows * query_len * (segments - span + 1) * heads * (dim + 2) * 4 > ENTRY_BYTES:
-        span *= 2
+    size = rows * query_len * heads * (dim + 2) * 4
+    folds, span = programs >= 96, 4 if programs >= 24 else 2 if programs >= 12 else 1
+    if folds or size * segments > ENTRY_BYTES:
+        folds, span = True, 64
+        while size * (segments - span + 1) > ENTRY_BYTES:
+            span *= 2
     side = min(triton.cdiv(segments, span), max(triton.cdiv(PROGRAMS, programs), 8))
-    return Plan(block, span, side, 8 if block == 64 else 4, 2 if block == 64 else 3)
+    return Plan(block, span, side, folds, 8 if block == 64 else 4, 2 if block == 64 else 3)
 
 
 def launch(
@@ -272,7 +277,8 @@ def launch(
     out, page, exact = torch.empty_like(q), k_cache.shape[1], q.dtype == torch.float32
     segments = triton.cdiv(page_table.shape[1] * page, SEGMENT)
     width, block = triton.next_power_of_2(max(dim, 16)), 16 if exact else p.rows
-    entries = segments - p.span + 1 if p.span < segments else 0
+    first = p.span if p.folds else 1
+    entries = 0 if p.folds and p.span >= segments else segments - first + 1
     lines = rows * query_len * heads * entries
     fp32 = dict(dtype=torch.float32, device=q.device)
     tops, norms, parts = (torch.empty(lines * n, **fp32) for n in (1, 1, dim))
@@ -280,15 +286,15 @@ def launch(
     blocks = triton.cdiv(query_len * (heads // kv_heads), block)
     _attend_kernel[(rows * kv_heads, blocks, p.side)](
         q, k_cache, v_cache, page_table, cu_seqlens, starts, gates, out, tops, norms, parts,
-        scale * LOG2E, entries, page_table.stride(0), gate_stride, p.span, query_len,
+        scale * LOG2E, entries, page_table.stride(0), gate_stride, p.span, first, query_len,
         *k_cache.stride()[:3], *v_cache.stride()[:3], page, heads, kv_heads, dim, block, width,
-        32 if exact else 64, 16 if exact else 64, SEGMENT, gates is not None, entries > 0,
+        32 if exact else 64, 16 if exact else 64, SEGMENT, gates is not None, entries > 0, p.folds,
         num_warps=p.warps, num_stages=p.stages, enable_fp_fusion=False,
     )  # fmt: skip
     if entries:
         _fold_kernel[(rows, query_len * heads)](
-            tops, norms, parts, cu_seqlens, starts, gates, out, entries, gate_stride, p.span,
-            query_len, heads, dim, width, SEGMENT, gates is not None, TOGETHER, int(p.span == 1),
+            tops, norms, parts, cu_seqlens, starts, gates, out, entries, gate_stride, first,
+            query_len, heads, dim, width, SEGMENT, gates is not None, TOGETHER, p.folds,
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out
