@@ -5,8 +5,8 @@ softmax; segments are added in ascending order. A program takes a span of segmen
 folds in registers; later ones leave every segment to a second kernel that goes on with the fold in
 the same order, so that spans (chosen from static sizes) change no bit. Sums over keys go through
 tl.dot, whose bits do not depend on how many query rows stand beside; (token, head of the group)
-share that axis, so any group size fits. Masked keys add exact zeros. See
-docs/kernels/attention.md.
+share that axis, so any group size fits. Masked keys add exact zeros. The output is the sum times
+the reciprocal of the weights' sum. See docs/kernels/attention.md.
 """
 
 from dataclasses import dataclass
@@ -180,7 +180,7 @@ def _attend_kernel(
         if GATED:
             gates += first * gate_stride
         gate_at = token * gate_stride + (head * 2 + 1) * D
-        result = tl.div_rn(sums, tl.max(norms_all, 0)[None, :])
+        result = sums * tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.max(norms_all, 0))[None, :]
         _store(out + first * (H * D), gates, place, gate_at, d, result, mine, D, GATED)
 
 
@@ -211,7 +211,7 @@ def _fold_kernel(
             top, norm, total = _fold(best, norms_all, sums, top, norm, total)
             best, norms_all = tl.where(live, top, best), tl.where(live, norm, norms_all)
             sums = tl.where(live, total, sums)
-    result = tl.div_rn(sums, norms_all + tl.zeros((BLOCK_D, 1), tl.float32))
+    result = sums * tl.div_rn(tl.full((1, 1), 1.0, tl.float32), norms_all)
     place, gate_at = ((first + token) * H + head) * D, (first + token) * gate_stride
     ended = (used > FOLDS) & (token < count) & (first >= 0)
     _store(out, gates, place, gate_at + (head * 2 + 1) * D, d, result, ended, D, GATED)
