@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 
+from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
 from tests.kernels.faces import Face, faces, same_bits
 
@@ -44,6 +45,25 @@ def test_plans_agree(face: Face, gated: bool) -> None:
     arguments = face.place(batch | {"gates": gates_like(batch["q"]) if gated else None})
     whole = kernel.launch(**arguments, p=kernel.Plan(16, 8, 1, True, 4, 2))
     assert not whole.isnan().any()
-    assert same_bits(face.run(kernel.paged_attention, arguments), whole)
+    assert same_bits(face.run(paged_attention, arguments), whole)
     for sizes in PLANS + ([] if face.interpreted else MORE):
         assert same_bits(kernel.launch(**arguments, p=kernel.Plan(*sizes)), whole), sizes
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("layer", [(24, 4, 256, 64), (32, 8, 128, 64), (5, 1, 128, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_hopper_kernel_agrees(dtype: torch.dtype, layer: tuple[int, ...], gated: bool) -> None:
+    """Long queries through the Gluon kernel and through Triton's: one to many segments and rows."""
+    face = Face("triton", "cuda", dtype)
+    traits = dict(device="cuda", dtype=dtype, heads=layer[0], kv_heads=layer[1], head_dim=layer[2])
+    if (why_not := paged_attention.explain(**traits)["hopper"]) is not None:
+        pytest.skip(why_not)
+    hopper = importlib.import_module("lockstep.kernels.attention.hopper")
+    rows = ((0, 70), (12, 130), (250, 9), (64, 300), (1000, 257), (0, 0), (5, 1), (0, 512))
+    batch = paged(rows, *layer, dtype)
+    arguments = face.place(batch | {"gates": gates_like(batch["q"]) if gated else None})
+    found = hopper.launch(**arguments)
+    assert not found.isnan().any()
+    assert same_bits(found, face.run(paged_attention, arguments))

@@ -217,7 +217,8 @@ def _fold_kernel(
     _store(out, gates, place, gate_at + (head * 2 + 1) * D, d, result, ended, D, GATED)
 
 
-def _supports(**traits: Any) -> str | None:
+def supports(**traits: Any) -> str | None:
+    """None where this kernel serves a layer of these traits, else the reason why not."""
     dim = traits.get("head_dim", 64)
     if not 8 <= dim <= 256:
         return f"head_dim {dim} is not in 8 .. 256"
@@ -300,7 +301,7 @@ def launch(
     return out
 
 
-@paged_attention.backend("triton", supports=_supports)
+@paged_attention.backend("triton", supports=supports)
 def paged_attention_triton(
     q: Tensor,
     k_cache: Tensor,
