@@ -258,7 +258,8 @@ def plan(rows: int, query_len: int, heads: int, kv_heads: int, dim: int, segment
         while size * (segments - span + 1) > ENTRY_BYTES:
             span *= 2
     side = min(triton.cdiv(segments, span), max(triton.cdiv(PROGRAMS, programs), 8))
-    return Plan(block, span, side, folds, 8 if block == 64 else 4, 2 if block == 64 else 3)
+    warps = 8 if block == 64 or (block == 32 and dim > 128 and not folds) else 4
+    return Plan(block, span, side, folds, warps, 3 if warps == 4 else 2)
 
 
 def launch(
