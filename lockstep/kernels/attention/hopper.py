@@ -57,14 +57,14 @@ def _copy(source, row, column, ring, full, empty, i):
 
 @gluon.jit
 def _fetch(k_map, v_map, ring, full, empty, pages, tiles, column, PARTS: gl.constexpr):
-    """Tiles of keys and values in the order of their use."""
+    """Tiles of keys and values in the order of their use; of 128 columns, the last keys twice."""
     i = 0
     if PARTS == 1:
-        i = _copy(k_map, gl.load(pages) * 64, column, ring, full, empty, i)
         for t in range(tiles):
-            row = gl.load(pages + gl.minimum(t + 1, tiles - 1)) * 64
+            row = gl.load(pages + t) * 64
             i = _copy(k_map, row, column, ring, full, empty, i)
-            i = _copy(v_map, gl.load(pages + t) * 64, column, ring, full, empty, i)
+            i = _copy(v_map, row, column, ring, full, empty, i)
+        _copy(k_map, gl.load(pages + tiles - 1) * 64, column, ring, full, empty, i)
     else:
         for base in range(0, tiles, TILES):
             stop = gl.minimum(base + TILES, tiles)
@@ -155,18 +155,18 @@ def _narrow(queries, ones, ring, full, empty, tiles, keys, last, lowest, scale):
     i = 0
     for t in range(tiles):
         _free(ring, empty, i)
-        ahead = _ask(queries, ring, full, i + 1, 1)
+        ahead = _ask(queries, ring, full, i + 2, 1)
         top, fade, weights = _weigh(scores, scale, top, last, lowest, t * 64, dtype)
         norm, total = _times(norm, fade, N_LAYOUT), _times(total, fade, O_LAYOUT)
         mine = gl.convert_layout(weights, gl.DotOperandLayout(0, N_LAYOUT, 2))
         norm = warpgroup_mma(mine, ones.permute((1, 0)), norm, is_async=True)
-        values = _slot(ring, full, i + 2)
+        values = _slot(ring, full, i + 1)
         if t * 64 + 64 > keys:
             _keep(values, keys - t * 64)
         mine = gl.convert_layout(weights, gl.DotOperandLayout(0, O_LAYOUT, 2))
         total = warpgroup_mma(mine, values, total, is_async=True)
         norm, total, scores = warpgroup_mma_wait(0, deps=(norm, total, ahead))
-        _free(ring, empty, i + 2)
+        _free(ring, empty, i + 1)
         i += 2
         if ((t + 1) % TILES == 0) | (t + 1 == tiles):
             best, norms, old, new = _fold(best, norms, top, norm)
