@@ -26,8 +26,8 @@ ENTRY_BYTES = 1 << 29
 """The most that entries for the second kernel may take; longer spans need fewer."""
 PROGRAMS = 256
 """Spans side by side give about so many: those past a row's end cost time, too."""
-TOGETHER = 8
-"""Entries that the second kernel asks for at once."""
+TOGETHER, COLUMNS = 16, 64
+"""Entries that the second kernel asks for at once, and how many columns of them."""
 NOTHING = tl.constexpr(-1e30)
 
 
@@ -187,10 +187,10 @@ def _attend_kernel(
 @triton.jit(do_not_specialize=["entries", "gate_stride", "FIRST", "Q"])
 def _fold_kernel(
     tops, norms, parts, cu_seqlens, starts, gates, out, entries, gate_stride, FIRST, Q,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SEGMENT: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, SEGMENT: tl.constexpr,
     GATED: tl.constexpr, TOGETHER: tl.constexpr, FOLDS: tl.constexpr,
 ):  # fmt: skip
-    """One (row, token, head): its entries added in ascending order, TOGETHER of them on the way.
+    """COLUMNS of a (row, token, head): its entries added in ascending order, TOGETHER on the way.
 
     Where the first kernel FOLDS, it ended the tokens of one entry. Else all have many, and the
     first are asked for before the row's length is known; those beyond it are left out.
@@ -198,8 +198,8 @@ def _fold_kernel(
     s, token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) // H, tl.program_id(1) % H
     first, count, start = _row(cu_seqlens, starts, s)
     used, first = (start + token) // SEGMENT + 2 - FIRST, first + tl.zeros((1,), tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    best, norms_all, sums = _nothing(1, 1, BLOCK_D)
+    d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    best, norms_all, sums = _nothing(1, 1, COLUMNS)
     for base in range(0, tl.where(used > 1, used, not FOLDS), TOGETHER):
         for i in tl.static_range(TOGETHER):
             there, live = base + i < entries, base + i < used
@@ -294,9 +294,10 @@ def launch(
         num_warps=p.warps, num_stages=p.stages, enable_fp_fusion=False,
     )  # fmt: skip
     if entries:
-        _fold_kernel[(rows, query_len * heads)](
+        columns = min(width, COLUMNS)
+        _fold_kernel[(rows, query_len * heads, width // columns)](
             tops, norms, parts, cu_seqlens, starts, gates, out, entries, gate_stride, first,
-            query_len, heads, dim, width, SEGMENT, gates is not None, TOGETHER, p.folds,
+            query_len, heads, dim, columns, SEGMENT, gates is not None, TOGETHER, p.folds,
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out
