@@ -19,40 +19,39 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from lockstep.kernels.attention import SEGMENT, paged_attention
+from lockstep.kernels.attention import hopper_short, paged_attention
+from lockstep.kernels.attention.hopper_tiles import (
+    N_LAYOUT,
+    NOTHING,
+    O_LAYOUT,
+    S_ROW,
+    TILE,
+    TILES,
+    WIDE,
+    WIDTH,
+    arrived,
+    ask_scores,
+    bring,
+    copy,
+    keep_rows,
+    maps,
+    release,
+    segment_values,
+    segment_weights,
+    times,
+    weigh,
+)
 from lockstep.kernels.attention.triton import LOG2E, paged_attention_triton, supports
 
-TILE = 64
 ROWS = 128
 LONG = 256
 """Query lengths from which on this kernel is the faster one."""
-TILES = gl.constexpr(SEGMENT // TILE)
-WIDTH = gl.constexpr(128)
-NOTHING = gl.constexpr(-1e30)
-S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-N_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
-O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
-S_ROW = gl.constexpr(gl.SliceLayout(1, S_LAYOUT.value))
-O_ROW = gl.constexpr(gl.SliceLayout(1, O_LAYOUT.value))
-"""Registers of a warpgroup: scores, sums of weights, output, whole vectors in memory."""
-
-
-@gluon.jit
-def _copy(source, row, column, ring, full, empty, i):
-    """The i-th copy, into slot i % slots once its last reader has left."""
-    slots: gl.constexpr = ring.shape[0]
-    slot = i % slots
-    mbarrier.wait(empty.index(slot), (i // slots & 1) ^ 1)
-    mbarrier.expect(full.index(slot), 64 * WIDTH * 2)
-    tma.async_copy_global_to_shared(source, [row, column], full.index(slot), ring.index(slot))
-    return i + 1
+FEW = 64
+"""Rows x KV heads up to which hopper_short.py is."""
 
 
 @gluon.jit
@@ -62,77 +61,20 @@ def _fetch(k_map, v_map, ring, full, empty, pages, tiles, column, PARTS: gl.cons
     if PARTS == 1:
         for t in range(tiles):
             row = gl.load(pages + t) * 64
-            i = _copy(k_map, row, column, ring, full, empty, i)
-            i = _copy(v_map, row, column, ring, full, empty, i)
-        _copy(k_map, gl.load(pages + tiles - 1) * 64, column, ring, full, empty, i)
+            i = copy(k_map, row, column, ring, full, empty, i)
+            i = copy(v_map, row, column, ring, full, empty, i)
+        copy(k_map, gl.load(pages + tiles - 1) * 64, column, ring, full, empty, i)
     else:
         for base in range(0, tiles, TILES):
             stop = gl.minimum(base + TILES, tiles)
             for t in range(base, stop):
                 for part in gl.static_range(PARTS):
                     row = gl.load(pages + t) * 64
-                    i = _copy(k_map, row, column + part * WIDTH, ring, full, empty, i)
+                    i = copy(k_map, row, column + part * WIDTH, ring, full, empty, i)
             for part in gl.static_range(PARTS):
                 for t in range(base, stop):
                     row = gl.load(pages + t) * 64
-                    i = _copy(v_map, row, column + part * WIDTH, ring, full, empty, i)
-
-
-@gluon.jit
-def _slot(ring, full, i):
-    """The slot of the i-th copy, once it is there."""
-    slots: gl.constexpr = ring.shape[0]
-    mbarrier.wait(full.index(i % slots), i // slots & 1)
-    return ring.index(i % slots)
-
-
-@gluon.jit
-def _free(ring, empty, i):
-    """The slot of the i-th copy is no longer needed by this warpgroup."""
-    slots: gl.constexpr = ring.shape[0]
-    mbarrier.arrive(empty.index(i % slots))
-
-
-@gluon.jit
-def _keep(slot, live):
-    """The first `live` rows of a slot; zeros below. Both warpgroups do it, to the same effect."""
-    for part in gl.static_range(8):
-        rows = slot.slice(part * 8, 8)
-        row = part * 8 + gl.arange(0, 8, gl.SliceLayout(1, WIDE))[:, None]
-        values = rows.load(WIDE)
-        rows.store(gl.where(row < live, values, gl.zeros_like(values)))
-    fence_async_shared()
-
-
-@gluon.jit
-def _ask(queries, ring, full, i, PARTS: gl.constexpr):
-    """q k of a tile of keys [64, 64], under way.
-
-    i >> 30 is 0: what depends on i is not held in registers around the loop.
-    """
-    scores = gl.zeros((64, 64), gl.float32, S_LAYOUT)
-    for part in gl.static_range(PARTS):
-        keys = _slot(ring, full, i + part).permute((1, 0))
-        q = queries.index(part + (i >> 30))
-        scores = warpgroup_mma(q, keys, scores, use_acc=part > 0, is_async=True)
-    return scores
-
-
-@gluon.jit
-def _weigh(scores, scale, top, last, lowest, at, dtype: gl.constexpr):
-    """Online softmax of a tile: the new maximum, what fades, the weights."""
-    scores = scores * scale
-    if at + 63 > lowest:
-        key = at + gl.arange(0, 64, gl.SliceLayout(0, S_LAYOUT))
-        scores = gl.where(key[None, :] <= last[:, None], scores, float("-inf"))
-    new_top = gl.maximum(top, gl.max(scores, 1))
-    return new_top, gl.exp2(top - new_top), gl.exp2(scores - new_top[:, None]).to(dtype)
-
-
-@gluon.jit
-def _times(x, by, layout: gl.constexpr):
-    """x [64, n] of a layout times by [64]."""
-    return x * gl.convert_layout(by, gl.SliceLayout(1, layout))[:, None]
+                    i = copy(v_map, row, column + part * WIDTH, ring, full, empty, i)
 
 
 @gluon.jit
@@ -151,56 +93,30 @@ def _narrow(queries, ones, ring, full, empty, tiles, keys, last, lowest, scale):
     norms = gl.zeros((64,), gl.float32, S_ROW)
     sums = gl.zeros((64, 128), gl.float32, O_LAYOUT)
     top, norm, total = best, gl.zeros((64, 8), gl.float32, N_LAYOUT), sums
-    scores = warpgroup_mma_wait(0, deps=(_ask(queries, ring, full, 0, 1),))
+    scores = warpgroup_mma_wait(0, deps=(ask_scores(queries, ring, full, 0, 1),))
     i = 0
     for t in range(tiles):
-        _free(ring, empty, i)
-        ahead = _ask(queries, ring, full, i + 2, 1)
-        top, fade, weights = _weigh(scores, scale, top, last, lowest, t * 64, dtype)
-        norm, total = _times(norm, fade, N_LAYOUT), _times(total, fade, O_LAYOUT)
+        release(ring, empty, i)
+        ahead = ask_scores(queries, ring, full, i + 2, 1)
+        top, fade, weights = weigh(scores, scale, top, last, lowest, t * 64, dtype)
+        norm, total = times(norm, fade, N_LAYOUT), times(total, fade, O_LAYOUT)
         mine = gl.convert_layout(weights, gl.DotOperandLayout(0, N_LAYOUT, 2))
         norm = warpgroup_mma(mine, ones.permute((1, 0)), norm, is_async=True)
-        values = _slot(ring, full, i + 1)
+        values = arrived(ring, full, i + 1)
         if t * 64 + 64 > keys:
-            _keep(values, keys - t * 64)
+            keep_rows(values, keys - t * 64)
         mine = gl.convert_layout(weights, gl.DotOperandLayout(0, O_LAYOUT, 2))
         total = warpgroup_mma(mine, values, total, is_async=True)
         norm, total, scores = warpgroup_mma_wait(0, deps=(norm, total, ahead))
-        _free(ring, empty, i + 1)
+        release(ring, empty, i + 1)
         i += 2
         if ((t + 1) % TILES == 0) | (t + 1 == tiles):
             best, norms, old, new = _fold(best, norms, top, norm)
-            sums = _times(sums, old, O_LAYOUT) + _times(total, new, O_LAYOUT)
+            sums = times(sums, old, O_LAYOUT) + times(total, new, O_LAYOUT)
             top = gl.full((64,), NOTHING, gl.float32, S_ROW)
             norm = gl.zeros((64, 8), gl.float32, N_LAYOUT)
             total = gl.zeros((64, 128), gl.float32, O_LAYOUT)
     return norms, sums
-
-
-@gluon.jit
-def _tile(scores, weights, ones, fades, t, scale, top, norm, last, lowest, at):
-    """The weights of tile t of a segment, into shared memory; their sums, under way."""
-    top, fade, mine = _weigh(scores, scale, top, last, lowest, at, weights.dtype)
-    weights.index(t).store(mine)
-    fades.index((t + 2) % 3).store(fade)
-    fence_async_shared()
-    norm = _times(norm, fade, N_LAYOUT)
-    return top, warpgroup_mma(weights.index(t), ones.permute((1, 0)), norm, is_async=True)
-
-
-@gluon.jit
-def _values(weights, fades, ring, full, empty, i, count, at, keys):
-    """The segment's output for the next 128 columns [64, 128]: a chain over its tiles."""
-    total = gl.zeros((64, 128), gl.float32, O_LAYOUT)
-    for t in range(count):
-        values = _slot(ring, full, i + t)
-        if at + t * 64 + 64 > keys:
-            _keep(values, keys - at - t * 64)
-        total = total * fades.index((t + 2) % 3).load(O_ROW)[:, None]  # by any at t = 0
-        total = warpgroup_mma(weights.index(t), values, total, is_async=True)
-        total = warpgroup_mma_wait(0, deps=(total,))
-        _free(ring, empty, i + t)
-    return total
 
 
 @gluon.jit
@@ -212,33 +128,17 @@ def _wide(queries, weights, fades, ones, ring, full, empty, tiles, keys, last, l
     right, i = left, 0
     for base in range(0, tiles, TILES):
         at, count = base * 64, gl.minimum(TILES, tiles - base)
-        top = gl.full((64,), NOTHING, gl.float32, S_ROW)
-        norm = gl.zeros((64, 8), gl.float32, N_LAYOUT)
-        scores = warpgroup_mma_wait(0, deps=(_ask(queries, ring, full, i, 2),))
-        for t in range(count - 1):
-            _free(ring, empty, i)
-            _free(ring, empty, i + 1)
-            ahead = _ask(queries, ring, full, i + 2, 2)
-            top, norm = _tile(
-                scores, weights, ones, fades, t, scale, top, norm, last, lowest, at + t * 64
-            )
-            norm, scores = warpgroup_mma_wait(0, deps=(norm, ahead))
-            i += 2
-        _free(ring, empty, i)
-        _free(ring, empty, i + 1)
-        t = count - 1
-        top, norm = _tile(
-            scores, weights, ones, fades, t, scale, top, norm, last, lowest, at + t * 64
+        i, top, norm = segment_weights(
+            queries, weights, fades, ones, ring, full, empty, i, count, last, lowest, at, scale, 2
         )
-        norm = warpgroup_mma_wait(0, deps=(norm,))
         best, norms, old, new = _fold(best, norms, top, norm)
-        total = _values(weights, fades, ring, full, empty, i + 2, count, at, keys)
-        left = _times(left, old, O_LAYOUT) + _times(total, new, O_LAYOUT)
+        total = segment_values(weights, fades, ring, full, empty, i, count, at, keys)
+        left = times(left, old, O_LAYOUT) + times(total, new, O_LAYOUT)
         left = warpgroup_mma_wait(0, deps=(left,))  # added before the next chain takes registers
-        total = _values(weights, fades, ring, full, empty, i + 2 + count, count, at, keys)
-        right = _times(right, old, O_LAYOUT) + _times(total, new, O_LAYOUT)
+        total = segment_values(weights, fades, ring, full, empty, i + count, count, at, keys)
+        right = times(right, old, O_LAYOUT) + times(total, new, O_LAYOUT)
         right = warpgroup_mma_wait(0, deps=(right,))
-        i += 2 + 2 * count
+        i += 2 * count
     return norms, left, right
 
 
@@ -279,25 +179,14 @@ def _attend(
             queries, weights, fades, ones, ring, full, empty, tiles, keys, last, lowest, scale
         )
     inverse = gl.div_rn(gl.full((64,), 1.0, gl.float32, S_ROW), norms)
-    queries.index(0).store(_times(left, inverse, O_LAYOUT).to(queries.dtype))
+    queries.index(0).store(times(left, inverse, O_LAYOUT).to(queries.dtype))
     if D > WIDTH:
-        queries.index(1).store(_times(right, inverse, O_LAYOUT).to(queries.dtype))
+        queries.index(1).store(times(right, inverse, O_LAYOUT).to(queries.dtype))
     for part in range(D // WIDTH):
         _leave(
             queries.index(part), gates, out, row, count, kv, part * WIDTH, gate_stride,
             H, GROUP, D, GATED,
         )  # fmt: skip
-
-
-@gluon.jit
-def _bring(q, queries, row, count, kv, H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr):
-    """Query rows row .. row + 63 into shared memory."""
-    m = row + gl.arange(0, 64, gl.SliceLayout(1, WIDE))
-    d = gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))
-    place = (m // GROUP * H + kv * GROUP + m % GROUP) * D
-    for part in gl.static_range(D // WIDTH):
-        at = place[:, None] + (part * WIDTH + d)[None, :]
-        queries.index(part).store(gl.load(q + at, mask=(m < count * GROUP)[:, None], other=0.0))
 
 
 @gluon.jit(do_not_specialize=["table_stride", "gate_stride"])
@@ -339,8 +228,8 @@ def _prompt_kernel(
         out += first * (H * D)
         if GATED:
             gates += first * gate_stride
-        _bring(q, queries, row, count, kv, H, GROUP, D)
-        _bring(q, queries2, row + 64, count, kv, H, GROUP, D)
+        bring(q, queries, row, count, kv, H, GROUP, D)
+        bring(q, queries2, row + 64, count, kv, H, GROUP, D)
         fence_async_shared()
         gl.warp_specialize(
             [
@@ -385,12 +274,17 @@ def paged_attention_hopper(
     scale: float,
     gates: Tensor | None = None,
 ) -> Tensor:
-    """See lockstep.kernels.attention.paged_attention. Short queries go through triton.py."""
+    """See lockstep.kernels.attention.paged_attention. The rest goes through triton.py."""
     arguments = q, k_cache, v_cache, page_table, cu_seqlens, starts, query_len, scale, gates
     flat = k_cache.is_contiguous() and v_cache.is_contiguous()
-    if query_len < LONG or k_cache.shape[1] != TILE or not flat or not len(q):
+    if not flat or k_cache.shape[1] != TILE or not len(q):
         return paged_attention_triton(*arguments)
-    return launch(*arguments)
+    if query_len >= LONG:
+        return launch(*arguments)
+    few = len(starts) * k_cache.shape[2] <= FEW
+    if few and hopper_short.fits(q, k_cache, page_table, len(starts), query_len):
+        return hopper_short.launch(*arguments)
+    return paged_attention_triton(*arguments)
 
 
 def launch(
@@ -406,14 +300,10 @@ def launch(
 ) -> Tensor:
     """paged_attention for head_dim 128 or 256, pages of 64, bf16 or fp16, contiguous caches."""
     (_, heads, dim), kv_heads, rows = q.shape, k_cache.shape[2], starts.shape[0]
-    out, layout = torch.empty_like(q), gl.NVMMASharedLayout(128, 16, 2)
-    maps = [
-        TensorDescriptor.from_tensor(t.view(-1, kv_heads * dim), [TILE, WIDTH.value], layout)
-        for t in (k_cache, v_cache)
-    ]
+    out = torch.empty_like(q)
     _prompt_kernel[(rows * kv_heads, triton.cdiv(query_len * (heads // kv_heads), ROWS))](
-        q, *maps, page_table, cu_seqlens, starts, gates, out, scale * LOG2E, page_table.stride(0),
-        gates.stride(0) if gates is not None else 0,
+        q, *maps(k_cache, v_cache), page_table, cu_seqlens, starts, gates, out, scale * LOG2E,
+        page_table.stride(0), gates.stride(0) if gates is not None else 0,
         heads, kv_heads, dim, 6 if dim == 256 else 10, gates is not None,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -281,26 +281,51 @@ def launch(
     width, block = triton.next_power_of_2(max(dim, 16)), 16 if exact else p.rows
     first = p.span if p.folds else 1
     entries = 0 if p.folds and p.span >= segments else segments - first + 1
-    lines = rows * query_len * heads * entries
-    fp32 = dict(dtype=torch.float32, device=q.device)
-    tops, norms, parts = (torch.empty(lines * n, **fp32) for n in (1, 1, dim))
+    kept = room(rows * query_len * heads * entries, dim, q.device)
     gate_stride = gates.stride(0) if gates is not None else 0
     blocks = triton.cdiv(query_len * (heads // kv_heads), block)
     _attend_kernel[(rows * kv_heads, blocks, p.side)](
-        q, k_cache, v_cache, page_table, cu_seqlens, starts, gates, out, tops, norms, parts,
+        q, k_cache, v_cache, page_table, cu_seqlens, starts, gates, out, *kept,
         scale * LOG2E, entries, page_table.stride(0), gate_stride, p.span, first, query_len,
         *k_cache.stride()[:3], *v_cache.stride()[:3], page, heads, kv_heads, dim, block, width,
         32 if exact else 64, 16 if exact else 64, SEGMENT, gates is not None, entries > 0, p.folds,
         num_warps=p.warps, num_stages=p.stages, enable_fp_fusion=False,
     )  # fmt: skip
     if entries:
-        columns = min(width, COLUMNS)
-        _fold_kernel[(rows, query_len * heads, width // columns)](
-            tops, norms, parts, cu_seqlens, starts, gates, out, entries, gate_stride, first,
-            query_len, heads, dim, columns, SEGMENT, gates is not None, TOGETHER, p.folds,
-            num_warps=1, enable_fp_fusion=False,
-        )  # fmt: skip
+        fold(kept, cu_seqlens, starts, gates, out, entries, first, query_len, p.folds)
     return out
+
+
+def room(entries: int, dim: int, device: torch.device) -> list[Tensor]:
+    """Where the first kernel leaves its entries: tops, norms, parts."""
+    fp32 = dict(dtype=torch.float32, device=device)
+    return [torch.empty(entries * size, **fp32) for size in (1, 1, dim)]
+
+
+def fold(
+    kept: list[Tensor],
+    cu_seqlens: Tensor,
+    starts: Tensor,
+    gates: Tensor | None,
+    out: Tensor,
+    entries: int,
+    first: int,
+    query_len: int,
+    folds: bool,
+) -> None:
+    """Adds what the first kernel left, into out [T, H, D]: up to `entries` a token and head.
+
+    The first of them stands for the row's first segments, `first` of them. folds: tokens with no
+    other ended in the first kernel.
+    """
+    heads, dim = out.shape[1:]
+    width = triton.next_power_of_2(max(dim, 16))
+    columns, gate_stride = min(width, COLUMNS), gates.stride(0) if gates is not None else 0
+    _fold_kernel[(starts.shape[0], query_len * heads, width // columns)](
+        *kept, cu_seqlens, starts, gates, out, entries, gate_stride, first, query_len,
+        heads, dim, columns, SEGMENT, gates is not None, TOGETHER, folds,
+        num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 @paged_attention.backend("triton", supports=supports)
