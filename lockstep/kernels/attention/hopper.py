@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from lockstep.kernels.attention import hopper_short, paged_attention
+from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.hopper_tiles import (
     N_LAYOUT,
     NOTHING,
@@ -48,10 +48,8 @@ from lockstep.kernels.attention.hopper_tiles import (
 from lockstep.kernels.attention.triton import LOG2E, paged_attention_triton, supports
 
 ROWS = 128
-LONG = 256
-"""Query lengths from which on this kernel is the faster one."""
-FEW = 64
-"""Rows x KV heads up to which hopper_short.py is."""
+LONG = 64
+"""The query length from which on this kernel is the faster one."""
 
 
 @gluon.jit
@@ -277,14 +275,8 @@ def paged_attention_hopper(
     """See lockstep.kernels.attention.paged_attention. The rest goes through triton.py."""
     arguments = q, k_cache, v_cache, page_table, cu_seqlens, starts, query_len, scale, gates
     flat = k_cache.is_contiguous() and v_cache.is_contiguous()
-    if not flat or k_cache.shape[1] != TILE or not len(q):
-        return paged_attention_triton(*arguments)
-    if query_len >= LONG:
-        return launch(*arguments)
-    few = len(starts) * k_cache.shape[2] <= FEW
-    if few and hopper_short.fits(q, k_cache, page_table, len(starts), query_len):
-        return hopper_short.launch(*arguments)
-    return paged_attention_triton(*arguments)
+    served = query_len >= LONG and flat and k_cache.shape[1] == TILE and len(q) > 0
+    return launch(*arguments) if served else paged_attention_triton(*arguments)
 
 
 def launch(

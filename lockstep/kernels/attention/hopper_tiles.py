@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Pieces of the Gluon kernels of paged_attention: a ring of tiles, scores, weights, values.
+"""Pieces of the Gluon kernel of paged_attention: a ring of tiles, scores, weights, values.
 
 A slot of a ring holds 64 tokens x 128 columns, brought by one warp: `full` says that it is there,
 `empty` that its readers have left. The other functions run in a warpgroup that owns 64 rows of

@@ -26,7 +26,7 @@ ENTRY_BYTES = 1 << 29
 """The most that entries for the second kernel may take; longer spans need fewer."""
 PROGRAMS = 256
 """Spans side by side give about so many: those past a row's end cost time, too."""
-TOGETHER, COLUMNS = 16, 64
+TOGETHER, COLUMNS = 8, 64
 """Entries that the second kernel asks for at once, and how many columns of them."""
 NOTHING = tl.constexpr(-1e30)
 
@@ -248,18 +248,17 @@ class Plan:
 
 def plan(rows: int, query_len: int, heads: int, kv_heads: int, dim: int, segments: int) -> Plan:
     """The plan for static sizes: times in docs/kernels/attention.md."""
-    count = query_len * (heads // kv_heads)
+    count, pairs = query_len * (heads // kv_heads), rows * kv_heads
     block = min(64, max(16, triton.next_power_of_2(count)))
-    programs = rows * kv_heads * triton.cdiv(count, block)
-    size = rows * query_len * heads * (dim + 2) * 4
+    block = block if pairs * triton.cdiv(count, block) >= 12 else 16
+    programs, size = pairs * triton.cdiv(count, block), rows * query_len * heads * (dim + 2) * 4
     folds, span = programs >= 96, 4 if programs >= 24 else 2 if programs >= 12 else 1
     if folds or size * segments > ENTRY_BYTES:
         folds, span = True, 64
         while size * (segments - span + 1) > ENTRY_BYTES:
             span *= 2
     side = min(triton.cdiv(segments, span), max(triton.cdiv(PROGRAMS, programs), 8))
-    warps = 8 if block == 64 or (block == 32 and dim > 128 and not folds) else 4
-    return Plan(block, span, side, folds, warps, 3 if warps == 4 else 2)
+    return Plan(block, span, side, folds, 8 if block == 64 else 4, 2 if block == 64 else 3)
 
 
 def launch(
@@ -281,7 +280,8 @@ def launch(
     width, block = triton.next_power_of_2(max(dim, 16)), 16 if exact else p.rows
     first = p.span if p.folds else 1
     entries = 0 if p.folds and p.span >= segments else segments - first + 1
-    kept = room(rows * query_len * heads * entries, dim, q.device)
+    lines, fp32 = rows * query_len * heads * entries, dict(dtype=torch.float32, device=q.device)
+    kept = [torch.empty(lines * size, **fp32) for size in (1, 1, dim)]
     gate_stride = gates.stride(0) if gates is not None else 0
     blocks = triton.cdiv(query_len * (heads // kv_heads), block)
     _attend_kernel[(rows * kv_heads, blocks, p.side)](
@@ -292,40 +292,13 @@ def launch(
         num_warps=p.warps, num_stages=p.stages, enable_fp_fusion=False,
     )  # fmt: skip
     if entries:
-        fold(kept, cu_seqlens, starts, gates, out, entries, first, query_len, p.folds)
+        columns = min(width, COLUMNS)
+        _fold_kernel[(rows, query_len * heads, width // columns)](
+            *kept, cu_seqlens, starts, gates, out, entries, gate_stride, first, query_len,
+            heads, dim, columns, SEGMENT, gates is not None, TOGETHER, p.folds,
+            num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
     return out
-
-
-def room(entries: int, dim: int, device: torch.device) -> list[Tensor]:
-    """Where the first kernel leaves its entries: tops, norms, parts."""
-    fp32 = dict(dtype=torch.float32, device=device)
-    return [torch.empty(entries * size, **fp32) for size in (1, 1, dim)]
-
-
-def fold(
-    kept: list[Tensor],
-    cu_seqlens: Tensor,
-    starts: Tensor,
-    gates: Tensor | None,
-    out: Tensor,
-    entries: int,
-    first: int,
-    query_len: int,
-    folds: bool,
-) -> None:
-    """Adds what the first kernel left, into out [T, H, D]: up to `entries` a token and head.
-
-    The first of them stands for the row's first segments, `first` of them. folds: tokens with no
-    other ended in the first kernel.
-    """
-    heads, dim = out.shape[1:]
-    width = triton.next_power_of_2(max(dim, 16))
-    columns, gate_stride = min(width, COLUMNS), gates.stride(0) if gates is not None else 0
-    _fold_kernel[(starts.shape[0], query_len * heads, width // columns)](
-        *kept, cu_seqlens, starts, gates, out, entries, gate_stride, first, query_len,
-        heads, dim, columns, SEGMENT, gates is not None, TOGETHER, folds,
-        num_warps=1, enable_fp_fusion=False,
-    )  # fmt: skip
 
 
 @paged_attention.backend("triton", supports=supports)
