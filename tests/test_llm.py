@@ -22,25 +22,6 @@ from tests.asking import (
 )
 
 
-@pytest.fixture(scope="module")
-def engine() -> LLM:
-    """The bundled model, drafting with its own module."""
-    return make_engine("mtp")
-
-
-@pytest.fixture
-def llm(engine: LLM) -> Any:
-    """The engine; afterwards nothing of a request is left in it."""
-    yield engine
-    assert_idle(engine)
-
-
-@pytest.fixture(scope="module")
-def plain() -> LLM:
-    """The bundled model without drafts."""
-    return make_engine(None)
-
-
 def test_text_ids_and_dicts_are_the_same_prompt(llm: LLM) -> None:
     ids = llm.tokenizer.encode(TEXT)  # type: ignore[union-attr]
     forms: list[Any] = [TEXT, ids, {"prompt": TEXT}, {"prompt_token_ids": ids}]

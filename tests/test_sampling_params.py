@@ -22,25 +22,6 @@ from tests.asking import (
 )
 
 
-@pytest.fixture(scope="module")
-def engine() -> LLM:
-    """The bundled model, drafting with its own module."""
-    return make_engine("mtp")
-
-
-@pytest.fixture
-def llm(engine: LLM) -> Any:
-    """The engine; afterwards nothing of a request is left in it."""
-    yield engine
-    assert_idle(engine)
-
-
-@pytest.fixture(scope="module")
-def plain() -> LLM:
-    """The bundled model without drafts."""
-    return make_engine(None)
-
-
 @pytest.mark.parametrize("include", [False, True])
 def test_a_stop_string_ends_the_text_where_it_begins(llm: LLM, include: bool) -> None:
     whole = one(llm).text

@@ -55,7 +55,7 @@ def offline(
     ] = 0,
     output_len: Annotated[int, typer.Option(help="tokens per answer")] = 128,
     num_speculative_tokens: Annotated[
-        int | None, typer.Option(help="K of the drafter that was chosen; 0: no drafts")
+        int | None, typer.Option(help="K of the chosen drafter, in every step; 0: no drafts")
     ] = None,
     synthetic_acceptance: Annotated[
         float | None,
@@ -125,10 +125,7 @@ def _report(llm: "LLM", figures: "Figures", floor: bool, json: bool) -> None:
 def _choose_drafts(
     settings: dict[str, Any], count: int | None, acceptance: float | None = None
 ) -> None:
-    """Settles "auto" drafting, and what is given of K and synthetic acceptance.
-
-    Raises ConfigError without a drafter.
-    """
+    """Settles "auto" drafting, K and synthetic acceptance. Raises ConfigError without a drafter."""
     settings.update(settle_drafts(settings))
     spec = settings["speculative_config"]
     if acceptance is not None:
@@ -145,7 +142,8 @@ def _choose_drafts(
             f"--num-speculative-tokens {count} needs a drafter, and this checkpoint has no MTP "
             """module. Name one, e.g. --speculative-config '{"method": "ngram"}'."""
         )
-    settings["speculative_config"] = {**spec, "num_speculative_tokens": count} if count else None
+    given = {"adaptive": False, **(spec or {}), "num_speculative_tokens": count}
+    settings["speculative_config"] = given if count else None
 
 
 def _about(llm: "LLM") -> dict[str, Any]:

@@ -13,6 +13,7 @@ FACES = (
     "activations.triton",
     "rotary.triton",
     "attention.triton",
+    "attention.hopper",
     "gated_delta_rule.triton",
     "gated_delta_rule.triton_chunk",
     "sampling.triton",

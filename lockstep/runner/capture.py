@@ -6,8 +6,10 @@ results are the graph's own tensors, overwritten by its next call. What no graph
 error that names its op (guard.py).
 """
 
+import gc
 import warnings
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,7 +68,7 @@ class Captured:
         stream, graph, result = torch.cuda.current_stream(), torch.cuda.CUDAGraph(), None
         fault: RuntimeError | None = None
         try:
-            with warnings.catch_warnings():
+            with uncollected(), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # the fault came first
                 with torch.cuda.graph(graph, pool=self.pool):
                     try:
@@ -102,6 +104,18 @@ class Captured:
             f"capture of {self.name} at {key}: {blame(error)} {does}. "
             "Run with cuda_graph_mode='none' to serve meanwhile, and report this."
         )
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """No garbage is collected: an older engine's graphs, destroyed in a capture, would end it."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def capture_program(run_step: Callable[..., Any], pool: Any) -> Callable[..., Any]:

@@ -3,11 +3,14 @@
 The adaptive count weighs what a step of k drafts costs, by rows and k, against the drafts that are
 accepted. All that speculation has won or lost against steps without drafts is kept as a balance, in
 ms: it may try where the balance allows, and rests where it does not, so that no workload can lose
-more than SHARE to it in the long run, whatever the estimates say.
+more than SHARE to it in the long run, however wrong is what it expects to be accepted. Measured:
+docs/decisions/0008-adaptive-drafts.md.
 """
 
 import random
+from collections import deque
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Protocol
 
 from lockstep.config import SpeculativeConfig
@@ -17,19 +20,19 @@ SHARE = 0.006
 TRIAL = 6
 """Steps of a trial, all of which may lose."""
 BEARABLE = 8
-"""Losing steps of the largest count that past winnings pay for, before it rests."""
+"""Losing steps of the dearest count that past winnings pay for, before it rests."""
 MEMORY = 48
 """Steps after which an observed acceptance counts a third."""
-PRIOR, PRIOR_WEIGHT = 0.7, 2.0
+PRIOR, PRIOR_WEIGHT = 0.5, 2.0
 """Acceptance of the first draft before anything is known, and the rows that this counts as."""
 BETTER = 1.02
 """A count gives way to one that is faster by this factor."""
-STALE, SAMPLES = 512, 3
-"""Steps after which what a step without drafts costs is measured again, and on how many steps."""
-
-
-STRIDE = 0.02
-"""By which share of itself one step may change what its kind is known to cost."""
+SAMPLES, PROBES, SOON = 3, 0.005, 16
+"""While drafts are made, SAMPLES steps without them are measured now and then: as often as loses
+the share PROBES of the tokens, and not before SOON steps."""
+OWN, SHARED, JUMP = 0.25, 0.5, 0.1
+"""How much of what is new in the cost of one count, and of all of them, is believed at once; what
+is new is the median of SAMPLES steps, cut off at the share JUMP of what was known."""
 
 
 class DraftCount(Protocol):
@@ -76,21 +79,20 @@ class RandomCount:
 @dataclass
 class Cost:
     """ms of one kind of step. null: measured on null rows when the engine was stood up; extra: what
-    real rows took beyond, running; seen: real steps measured."""
+    real rows take beyond, running; seen: real steps measured."""
 
     null: float
     extra: float = 0.0
     seen: int = 0
 
-    def observe(self, ms: float) -> None:
-        """The least of the first ones, then a fifth of what is new, so that disturbed ones pass."""
-        known = self.null + self.extra
-        if self.seen < SAMPLES:
-            self.extra = ms - self.null if not self.seen else min(self.extra, ms - self.null)
-        else:
-            most = STRIDE * known
-            self.extra += min(max((ms - known) / 5, -most), most)
-        self.seen += 1
+
+@dataclass
+class Run:
+    """Steps of one count in a row: how many were measured, and ms of the latest."""
+
+    count: int
+    steps: int = 0
+    latest: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
 
 
 @dataclass
@@ -98,6 +100,7 @@ class Costs:
     """ms of a step by rows and count, among them what was never measured on real rows."""
 
     table: dict[int, dict[int, Cost]]
+    runs: dict[int, Run] = field(default_factory=dict)
 
     @classmethod
     def measured(cls, nulls: dict[tuple[int, int], float]) -> "Costs":
@@ -119,13 +122,38 @@ class Costs:
             }
         return self.table[rows]
 
+    def observe(self, rows: int, count: int, ms: float) -> None:
+        """The first steps of a run tell its count from the others. The later ones tell what all of
+        them share, contexts above all, so that no count is out of date while it rests."""
+        line, run = self.at(rows), self.runs.get(rows)
+        if run is None or run.count != count:
+            run = self.runs[rows] = Run(count)
+        run.latest.append(ms)
+        run.steps += 1
+        cost = line[count]
+        cost.seen += 1
+        known = cost.null + cost.extra
+        new = min(max(median_low(run.latest) - known, -JUMP * known), JUMP * known)
+        if cost.seen <= SAMPLES:
+            cost.extra = min(run.latest) - cost.null
+        elif run.steps == SAMPLES:
+            cost.extra += OWN * new
+        elif run.steps > SAMPLES:
+            for other in line.values():
+                other.extra += SHARED * new if other.seen else 0.0
+
     def ms(self, rows: int) -> dict[int, float]:
-        """count -> ms. What real rows add is taken from the nearest count that has seen some."""
+        """count -> ms. What real rows add is taken from the nearest count that has seen enough; of
+        one that has seen too few, the less, since a disturbed first step would end all trials."""
         line = self.at(rows)
         seen = [k for k, cost in line.items() if cost.seen]
+        known = [k for k in seen if line[k].seen >= SAMPLES] or seen
 
         def extra(k: int) -> float:
-            return line[min(seen, key=lambda s: abs(s - k))].extra if seen else 0.0
+            if not known:
+                return 0.0
+            near = line[min(known, key=lambda s: abs(s - k))].extra
+            return min(near, line[k].extra) if line[k].seen else near
 
         return {k: max(cost.null + extra(k), 1e-3) for k, cost in line.items()}
 
@@ -161,7 +189,7 @@ class AdaptiveCount:
         self.counts, self.costs = counts, costs
         self.acceptance = Acceptance(counts[-1])
         self.balance, self.mark = 0.0, 0.0
-        self.count, self.left = counts[-1], TRIAL
+        self.count, self.left = counts[1], TRIAL
         self.due: dict[int, int] = {}
 
     def choose(self, rows: int) -> int:
@@ -176,13 +204,13 @@ class AdaptiveCount:
         elif self.count or self.balance >= self._price(ms):
             if not self.left:
                 self.left, self.mark = TRIAL, self.balance
-            self.count = best or self.count or self.counts[1]
+            self.count = best or self.count or self._least(ms)
             self.left -= 1
         return self.count
 
     def observe(self, rows: int, count: int, made: int, accepted: list[int], ms: float) -> None:
         """Keeps time and acceptance, and enters what the step has won or lost."""
-        self.costs.at(rows)[count].observe(ms)
+        self.costs.observe(rows, count, ms)
         self._watch(rows, count)
         if made:
             self.acceptance.observe(made, [min(a, made) for a in accepted])
@@ -195,22 +223,32 @@ class AdaptiveCount:
         """Counts down to when steps without drafts are due; from 0 on, the steps that were."""
         due = self.due.get(rows, 0)
         if due > 0:
-            self.due[rows] = due - 1 if count else STALE
+            self.due[rows] = due - 1 if count else self._stale(rows)
         elif count == 0:
-            self.due[rows] = due - 1 if due > 1 - SAMPLES else STALE
+            self.due[rows] = due - 1 if due > 1 - SAMPLES else self._stale(rows)
+
+    def _stale(self, rows: int) -> int:
+        """Steps until a step without drafts is due; the step behind them has no drafts either."""
+        ms = self.costs.ms(rows)
+        best = max(self.acceptance.length(k) / ms[k] for k in self.counts)
+        return max(SOON, int((SAMPLES + 1) * (1 - 1 / (ms[0] * best)) / PROBES))
 
     def _best(self, ms: dict[int, float]) -> int:
         rates = {k: self.acceptance.length(k) / ms[k] for k in self.counts}
         best = max(rates, key=lambda k: rates[k])
         return best if rates[best] > BETTER * rates[self.count] else self.count
 
+    def _least(self, ms: dict[int, float]) -> int:
+        """The count that a trial costs least with."""
+        return min(self.counts[1:], key=lambda k: ms[k])
+
     def _price(self, ms: dict[int, float]) -> float:
-        """What a trial of the least count may lose."""
-        return TRIAL * max(ms[self.counts[1]] - ms[0], SHARE * ms[0])
+        """What a trial may lose."""
+        return TRIAL * max(ms[self._least(ms)] - ms[0], SHARE * ms[0])
 
     def _loss(self, ms: dict[int, float]) -> float:
-        """What a step of the largest count loses where nothing is accepted."""
-        return max(ms[self.counts[-1]] - ms[0], SHARE * ms[0])
+        """What a step of the dearest count loses where nothing is accepted."""
+        return max(*ms.values(), (1 + SHARE) * ms[0]) - ms[0]
 
 
 def draft_count(

@@ -97,7 +97,9 @@ def test_kernels_refuses_rows(rows: str) -> None:
 def test_synthetic_acceptance(model: str) -> None:
     asked = (model, *SMALL, *ONCE, "--synthetic-acceptance", "1", "--num-speculative-tokens", "2")
     found = last_line(run(*asked, "--load-format", "dummy", "--json"))
-    assert found["speculative_config"]["synthetic_acceptance"] == 1.0
+    spec = found["speculative_config"]
+    assert spec["synthetic_acceptance"] == 1.0 and not spec["adaptive"], "K in every step"
+    assert found["acceptance_length"] == 3.0, "1 + p + p^2"
     assert found["acceptance_rate"] == 1.0 and "synthetic" in found["numerics"]
     with pytest.raises(ConfigError, match="needs a drafter"):
         run(model, "--synthetic-acceptance", "0.5", "--num-speculative-tokens", "0")

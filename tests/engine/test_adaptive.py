@@ -10,7 +10,7 @@ import pytest
 from lockstep import LLM, SamplingParams
 from lockstep.config import SpeculativeConfig
 from lockstep.errors import ConfigError
-from lockstep.spec.count import AdaptiveCount
+from lockstep.spec.count import AdaptiveCount, Costs
 from tests.asking import GREEDY, PROMPTS, SEEDED, answer, make_engine
 from tests.tiny_model import make_model
 
@@ -86,6 +86,18 @@ def test_drafts_of_another_number_are_gone() -> None:
     llm.generate(PROMPTS, GREEDY)
 
 
+def keep_time(drafts: AdaptiveCount, ms: float, a_draft: float) -> None:
+    """Steps take what they are said to take, however busy the machine is."""
+    told = drafts.observe
+    rows = drafts.costs.table
+    drafts.costs = Costs.measured({(r, k): ms + k * a_draft for r in rows for k in rows[r]})
+
+    def observe(rows: int, count: int, made: int, accepted: list[int], _: float) -> None:
+        told(rows, count, made, accepted, ms + count * a_draft)
+
+    drafts.observe = observe  # type: ignore[method-assign]
+
+
 def test_adapts_to_what_is_accepted(tmp_path: Path) -> None:
     """Random weights, drafts accepted by coin: none of them, and all of them."""
     folder = make_model(tmp_path / "model")
@@ -94,7 +106,9 @@ def test_adapts_to_what_is_accepted(tmp_path: Path) -> None:
     used = []
     for chance in (0.0, 1.0):
         llm = make_engine("mtp", adaptive=True, synthetic_acceptance=chance, **tiny)
-        assert isinstance(llm.engine.runner.drafts, AdaptiveCount)
+        drafts = llm.engine.runner.drafts
+        assert isinstance(drafts, AdaptiveCount)
+        keep_time(drafts, 10.0, 0.5)
         m = llm.generate([{"prompt_token_ids": [3, 5, 7]}], params)[0].metrics
         used.append(m.num_draft_tokens / m.num_steps)
     assert used[0] < 0.5 and used[1] > 1.5

@@ -5,14 +5,23 @@ import importlib
 import pytest
 import torch
 
+from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
 from tests.kernels.faces import Face, faces, same_bits
 
 TRITON = faces()[1:]
 ROWS = ((0, 1), (1022, 3), (0, 0), (255, 2))
-PLANS = [(16, 1, 2, 4, 2), (16, 2, 2, 4, 2)]
-"""Plans beside the whole row in one span: (rows, span, side, warps, stages)."""
-MORE = [(16, 1, 5, 4, 3), (16, 2, 1, 4, 2), (32, 1, 3, 4, 3), (64, 2, 2, 4, 2), (64, 8, 1, 8, 2)]
+PLANS = [(16, 1, 2, False, 4, 2), (16, 2, 2, True, 4, 2)]
+"""Plans beside the whole row in one span: (rows, span, side, folds, warps, stages)."""
+MORE = [
+    (16, 1, 5, False, 4, 3),
+    (16, 2, 1, True, 4, 2),
+    (16, 2, 2, False, 4, 2),
+    (32, 1, 3, False, 4, 3),
+    (32, 4, 2, True, 8, 2),
+    (64, 2, 2, True, 4, 2),
+    (64, 8, 1, True, 8, 2),
+]
 """Too many for the interpreter."""
 
 
@@ -34,8 +43,28 @@ def test_plans_agree(face: Face, gated: bool) -> None:
     layer = SMALL if face.interpreted else REAL
     batch = paged(ROWS, *layer, face.dtype, widest=1280 // layer[-1])
     arguments = face.place(batch | {"gates": gates_like(batch["q"]) if gated else None})
-    whole = kernel.launch(**arguments, p=kernel.Plan(16, 8, 1, 4, 2))
+    whole = kernel.launch(**arguments, p=kernel.Plan(16, 8, 1, True, 4, 2))
     assert not whole.isnan().any()
-    assert same_bits(face.run(kernel.paged_attention, arguments), whole)
+    assert same_bits(face.run(paged_attention, arguments), whole)
     for sizes in PLANS + ([] if face.interpreted else MORE):
         assert same_bits(kernel.launch(**arguments, p=kernel.Plan(*sizes)), whole), sizes
+
+
+LONG = ((0, 70), (12, 130), (250, 9), (64, 300), (1000, 257), (0, 0), (5, 1), (0, 512))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("layer", [(24, 4, 256, 64), (32, 8, 128, 64), (5, 1, 128, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gluon_and_triton_agree(dtype: torch.dtype, layer: tuple[int, ...], gated: bool) -> None:
+    """Two kernels that share the definition alone: one to many segments, tiles and rows."""
+    traits = dict(device="cuda", dtype=dtype, heads=layer[0], kv_heads=layer[1], head_dim=layer[2])
+    if (why_not := paged_attention.explain(**traits)["hopper"]) is not None:
+        pytest.skip(why_not)
+    kernel = importlib.import_module("lockstep.kernels.attention.hopper")
+    batch, face = paged(LONG, *layer, dtype), Face("triton", "cuda", dtype)
+    arguments = face.place(batch | {"gates": gates_like(batch["q"]) if gated else None})
+    found = kernel.launch(**arguments)
+    assert not found.isnan().any()
+    assert same_bits(found, face.run(paged_attention, arguments))

@@ -1,5 +1,6 @@
 """On a GPU: graph none = piecewise = full, bit for bit, with and without drafts."""
 
+import gc
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -147,6 +148,20 @@ def test_a_replayed_step_of_null_rows_changes_no_row(drafter: str) -> None:
     for tensor, was in zip(runner.table.row_tensors(), before, strict=True):
         assert torch.equal(tensor[1:], was)
     assert not runner.table.computed.any() and not runner.table.pending.any()
+
+
+def test_graphs_of_a_dropped_engine_are_not_destroyed_in_a_capture() -> None:
+    llm = build("bfloat16", "none", "full")
+    cycle: list[Any] = [llm]
+    cycle.append(cycle)
+    del llm, cycle
+    usual = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        llm = build("bfloat16", "mtp", "full")
+    finally:
+        gc.set_threshold(*usual)
+    assert gc.isenabled() and recorded(llm) == len(BUCKETS)
 
 
 def wait(x: Tensor) -> None:

@@ -22,7 +22,7 @@ from lockstep.serve.service import Service
 
 PATIENCE = 60
 SETTINGS: dict[str, Any] = {"max_model_len": 1024, "max_num_seqs": 4}
-MTP = {"method": "mtp", "num_speculative_tokens": 3}
+MTP = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
 GREEDY = SamplingParams(temperature=0, max_tokens=80)
 CODE = "def read(path):"
 TOOLS: list[Any] = [

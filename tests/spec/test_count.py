@@ -19,80 +19,122 @@ from lockstep.spec.count import (
 )
 
 Chance = Callable[[int, int], float]
-COUNTS = (0, 1, 3)
-ONE_ROW = {0: 14.5, 1: 14.9, 3: 15.8}
-MANY_ROWS = {0: 25.7, 1: 33.0, 3: 47.0}
-MANY_NULL = {0: 16.0, 1: 22.0, 3: 33.0}
-CPU = {0: 10.0, 1: 12.5, 3: 17.0}
+"""(step, place) -> how likely a draft there is accepted behind accepted ones."""
+
 DEVICES = {
-    "one row": (1, ONE_ROW, ONE_ROW, 2),
-    "many rows": (64, MANY_ROWS, MANY_NULL, 2),
-    "cpu": (1, CPU, CPU, 1),
+    "27B, 1 row": (1, 2, {0: 14.5, 1: 14.9, 3: 15.7}),
+    "27B, 1 row, K=7": (1, 2, {0: 14.5, 1: 14.9, 3: 15.7, 7: 17.6}),
+    "27B, 64 rows": (64, 2, {0: 25.7, 1: 31.0, 3: 40.9}),
+    "27B, 64 rows, slower": (64, 2, {0: 25.7, 1: 33.0, 3: 46.0}),
+    "drafts that cost nothing": (1, 2, {0: 4.20, 1: 4.22, 3: 4.25}),
+    "drafts that hardly pay": (8, 2, {0: 5.0, 1: 8.0, 3: 16.0}),
+    "cpu": (1, 1, {0: 10.0, 1: 12.5, 3: 17.0}),
 }
-"""rows, ms by count, ms of null rows by count, steps in flight."""
+"""rows, steps in flight, ms by count. Null rows take 0.8 of it."""
+
+CONSTANT = (0.0, 0.03, 0.1, 0.2, 0.3, 0.4, 0.7, 0.95)
+TURNS = (5, 20, 100, 700)
+WORKLOADS: dict[str, Chance] = {
+    **{f"accepted {p}": lambda step, place, p=p: p for p in CONSTANT},
+    **{f"turns of {n}": lambda step, place, n=n: 0.9 * (step // n % 2) for n in TURNS},
+    "where contexts are long": lambda step, place: 0.4 * (step // 150 % 2),
+    "the first of a step": lambda step, place: 0.95 * (place == 0),
+    "ever less": lambda step, place: 0.9 - 0.0005 * step,
+}
+CONTEXTS: dict[str, Callable[[int], float]] = {
+    "equal": lambda step: 1.0,
+    "growing": lambda step: 1.0 + step / 2000,
+    "jumping": lambda step: 1.0 + step // 150 % 2,
+}
+"""What a step without drafts takes, over its ms in DEVICES. Any other takes as much more."""
 
 
 @dataclass
 class Device:
-    """Steps with these costs; chance(step, place): whether a draft there is accepted."""
+    """Steps of known cost; what is measured of one is off by `noise`, or now and then by `spike`.
+
+    behind: by how many steps without drafts it was behind those at worst, beyond 2 % of the time.
+    """
 
     name: str
     chance: Chance
+    context: Callable[[int], float] = CONTEXTS["equal"]
     seed: int = 0
+    noise: float = 0.03
+    spikes: float = 0.01
     used: Counter[int] = field(default_factory=Counter)
+    behind: float = 0.0
 
-    def speed(self, steps: int = 3000) -> float:
+    def speed(self, steps: int = 2000) -> float:
         """Tokens per ms over that of steps without drafts."""
-        rows, ms, null, latency = DEVICES[self.name]
+        rows, latency, ms = DEVICES[self.name]
         draw = random.Random(self.seed)
-        chooser = AdaptiveCount(COUNTS, Costs.measured({(rows, k): null[k] for k in COUNTS}))
-        flights, last, time, tokens = [], 0, 0.0, 0.0
+        null = {(rows, k): 0.8 * ms[k] for k in ms}
+        chooser = AdaptiveCount(tuple(ms), Costs.measured(null))
+        flights, last, time, without = [], 0, 0.0, 0.0
         for step in range(steps):
             count = chooser.choose(rows)
             made, last = min(count, last), count
-            accepted = [self._accepted(draw, step, made) for _ in range(rows)]
+            accepted = self._accepted(draw, step, made, rows)
+            plain = ms[0] * self.context(step)
+            took = plain + ms[count] - ms[0]
             self.used[count] += 1
-            tokens += 1 + sum(accepted) / rows
-            time += ms[count]
-            disturbed = 5.0 if draw.random() < 0.01 else abs(draw.gauss(0, 0.03))
-            flights.append((rows, count, made, accepted, ms[count] * (1 + disturbed)))
+            time += took
+            without += plain * (1 + sum(accepted) / rows)
+            self.behind = max(self.behind, (0.98 * time - without) / plain)
+            off = 5.0 if draw.random() < self.spikes else abs(draw.gauss(0, self.noise))
+            flights.append((rows, count, made, accepted, took * (1 + off)))
             if len(flights) >= latency:
                 chooser.observe(*flights.pop(0))
-        return tokens / time * ms[0]
+        return without / time
 
-    def _accepted(self, draw: random.Random, step: int, made: int) -> int:
-        place = 0
-        while place < made and draw.random() < self.chance(step, place):
-            place += 1
-        return place
+    def _accepted(self, draw: random.Random, step: int, made: int, rows: int) -> list[int]:
+        """By row, for the rows that are still in the race at each place."""
+        accepted = [0] * rows
+        left = list(range(rows))
+        for place in range(made):
+            left = [row for row in left if draw.random() < self.chance(step, place)]
+            for row in left:
+                accepted[row] += 1
+        return accepted
 
 
 def best(name: str, chance: float) -> float:
     """The speed of the best count that never changes, over that without drafts."""
-    ms = DEVICES[name][1]
-    return max(sum(chance**i for i in range(k + 1)) / ms[k] for k in COUNTS) * ms[0]
+    ms = DEVICES[name][2]
+    return max(sum(chance**i for i in range(k + 1)) / ms[k] for k in ms) * ms[0]
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("name", DEVICES)
+def test_never_loses_two_percent(name: str, context: str) -> None:
+    for seed, (workload, chance) in enumerate(WORKLOADS.items()):
+        device = Device(name, chance, CONTEXTS[context], seed)
+        assert device.speed() > 0.98, workload
+        assert device.behind < 4, f"{workload}: what the first trial costs, at no time more"
 
 
 @pytest.mark.parametrize("name", DEVICES)
-@pytest.mark.parametrize("seed", range(2))
-def test_never_loses_two_percent(name: str, seed: int) -> None:
-    for chance in (0.0, 0.03, 0.1, 0.2, 0.3, 0.4):
-        assert Device(name, lambda t, i, p=chance: p, seed).speed() > 0.98, chance
-    for period in (20, 100, 700):  # good and hopeless times in turn
-        turns = Device(name, lambda t, i, n=period: 0.9 * (t // n % 2), seed)
-        assert turns.speed() > 0.98, period
+@pytest.mark.parametrize("noise, spikes", [(0.0, 0.0), (0.1, 0.01), (0.003, 0.2)])
+def test_a_clock_that_is_off_loses_no_more(name: str, noise: float, spikes: float) -> None:
+    for chance in (0.0, 0.1):
+        device = Device(name, lambda t, i, p=chance: p, noise=noise, spikes=spikes)
+        assert device.speed() > 0.98, chance
+    device = Device(name, lambda t, i: 0.9, noise=noise, spikes=spikes)
+    assert device.speed() > 0.93 * best(name, 0.9)
 
 
 @pytest.mark.parametrize("name", DEVICES)
 @pytest.mark.parametrize("chance", [0.0, 0.5, 0.7, 0.85, 1.0])
 def test_finds_the_best_count(name: str, chance: float) -> None:
-    assert Device(name, lambda t, i: chance).speed() > 0.96 * best(name, chance)
+    assert Device(name, lambda t, i: chance).speed(3000) > 0.95 * best(name, chance)
 
 
 def test_places_are_told_apart() -> None:
     """The first draft is nearly always right and the second never: one draft it is."""
-    device = Device("many rows", lambda t, i: 0.95 if i == 0 else 0.0)
-    assert device.speed() > 0.96 * 1.95 / MANY_ROWS[1] * MANY_ROWS[0]
+    device = Device("27B, 64 rows", WORKLOADS["the first of a step"])
+    ms = DEVICES["27B, 64 rows"][2]
+    assert device.speed() > 0.96 * 1.95 / ms[1] * ms[0]
     assert device.used[1] > 0.9 * device.used.total()
 
 
@@ -100,25 +142,55 @@ def test_places_are_told_apart() -> None:
 def test_comes_back_when_drafts_are_accepted_again(name: str) -> None:
     device = Device(name, lambda t, i: 0.0 if t < 1500 else 0.9)
     gained = (1500 + 1500 * best(name, 0.9)) / 3000
-    assert device.speed() > 0.85 * gained and device.used[3] > 1000
+    assert device.speed(3000) > 0.8 * gained and device.used[0] < 2100
+
+
+COUNTS = (0, 1, 3)
+NULL = {0: 16.0, 1: 22.0, 3: 33.0}
+
+
+def null_costs() -> Costs:
+    """Of 64 null rows."""
+    return Costs.measured({(64, k): NULL[k] for k in COUNTS})
+
+
+def run(costs: Costs, count: int, *ms: float) -> dict[int, float]:
+    """What steps of this count are known to cost after these."""
+    for value in ms:
+        costs.observe(64, count, value)
+    return costs.ms(64)
 
 
 def test_costs_are_learned_from_real_rows() -> None:
     """Null rows are cheap; the first real step corrects its own cost and guesses the others'."""
-    costs = Costs.measured({(64, k): MANY_NULL[k] for k in COUNTS})
-    assert costs.ms(64) == MANY_NULL
-    costs.at(64)[0].observe(26.0)
-    assert costs.ms(64) == {k: ms + 10.0 for k, ms in MANY_NULL.items()}
-    costs.at(64)[3].observe(50.0)
-    assert costs.ms(64) == {0: 26.0, 1: 32.0, 3: 50.0}
-    for _ in range(60):
-        costs.at(64)[0].observe(30.0)
-    assert costs.ms(64)[0] == pytest.approx(30.0, rel=1e-3)
-    costs.at(64)[0].observe(3000.0)
-    assert costs.ms(64)[0] < 30.7, "a disturbed step hardly counts"
-    costs.at(64)[1].observe(3000.0)
-    costs.at(64)[1].observe(33.0)
-    assert costs.ms(64)[1] == 33.0, "neither where it is the first"
+    costs = null_costs()
+    assert costs.ms(64) == NULL
+    assert run(costs, 0, 26.0) == {k: ms + 10.0 for k, ms in NULL.items()}
+    assert run(costs, 3, 500.0, 50.0) == {0: 26.0, 1: 32.0, 3: 50.0}, "the first was disturbed"
+    run(costs, 0, 26.0, 26.0)
+    assert run(costs, 1, 500.0)[1] == 32.0, "which does not count against one draft"
+    assert run(costs, 1, 34.0, 34.0)[1] == 34.0
+
+
+def test_costs_that_all_counts_share_move_together() -> None:
+    """Contexts have grown: 10 ms more, seen in steps of three drafts alone."""
+    costs = null_costs()
+    run(costs, 0, 26.0, 26.0, 26.0)
+    run(costs, 3, 50.0, 50.0, 50.0)
+    assert run(costs, 3, *[60.0] * 30) == pytest.approx({0: 36.0, 1: 42.0, 3: 60.0})
+    known = costs.ms(64)
+    assert run(costs, 3, 3000.0, 60.0) == pytest.approx(known), "a disturbed step does not count"
+
+
+def test_what_sets_a_count_apart_is_learned_at_the_start_of_its_runs() -> None:
+    costs = null_costs()
+    run(costs, 0, 26.0, 26.0, 26.0)
+    run(costs, 3, 50.0, 50.0, 50.0)
+    assert run(costs, 0, 28.0, 28.0, 28.0) == pytest.approx({0: 26.5, 1: 32.5, 3: 50.0})
+    for _ in range(30):
+        run(costs, 3, 50.0, 50.0, 50.0)
+        run(costs, 0, 28.0, 28.0, 28.0)
+    assert costs.ms(64) == pytest.approx({0: 28.0, 1: 34.0, 3: 50.0}, rel=1e-3)
 
 
 def test_rows_between_those_measured() -> None:

@@ -5,8 +5,8 @@ softmax; segments are added in ascending order. A program takes a span of segmen
 folds in registers; later ones leave every segment to a second kernel that goes on with the fold in
 the same order, so that spans (chosen from static sizes) change no bit. Sums over keys go through
 tl.dot, whose bits do not depend on how many query rows stand beside; (token, head of the group)
-share that axis, so any group size fits. Masked keys add exact zeros. See
-docs/kernels/attention.md.
+share that axis, so any group size fits. Masked keys add exact zeros. The output is the sum times
+the reciprocal of the weights' sum. See docs/kernels/attention.md.
 """
 
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ from lockstep.kernels.attention import SEGMENT, paged_attention
 from lockstep.kernels.backends import gpu_trait
 
 LOG2E = 1.4426950408889634
-ENTRY_BYTES = 1 << 28
+ENTRY_BYTES = 1 << 29
 """The most that entries for the second kernel may take; longer spans need fewer."""
 PROGRAMS = 256
 """Spans side by side give about so many: those past a row's end cost time, too."""
-TOGETHER = 8
-"""Entries that the second kernel asks for at once."""
+TOGETHER, COLUMNS = 8, 64
+"""Entries that the second kernel asks for at once, and how many columns of them."""
 NOTHING = tl.constexpr(-1e30)
 
 
@@ -121,20 +121,20 @@ def _nothing(ONES: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     return top, norm, tl.zeros((BLOCK_D, ROWS), tl.float32)
 
 
-@triton.jit(do_not_specialize=["entries", "table_stride", "gate_stride", "SPAN", "Q"])
+@triton.jit(do_not_specialize=["entries", "table_stride", "gate_stride", "SPAN", "FIRST", "Q"])
 def _attend_kernel(
     q, k_cache, v_cache, page_table, cu_seqlens, starts, gates, out, tops, norms, parts,
-    scale, entries, table_stride, gate_stride, SPAN, Q,
+    scale, entries, table_stride, gate_stride, SPAN, FIRST, Q,
     K_PAGE: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
     V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr,
     PAGE: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, ONES: tl.constexpr,
-    SEGMENT: tl.constexpr, GATED: tl.constexpr, LEAVES: tl.constexpr,
+    SEGMENT: tl.constexpr, GATED: tl.constexpr, LEAVES: tl.constexpr, FOLDS: tl.constexpr,
 ):  # fmt: skip
     """A block of one row's (token, head of a group): every so many spans of SPAN segments.
 
-    The first span folds, and ends the tokens that need no other; else it leaves an entry, and later
-    spans one for every segment, in tops, norms [S Q, entries, H] and parts [S Q, entries, H, D].
+    FOLDS: the first span folds and ends the tokens that need no other; else it leaves one entry for
+    its FIRST segments. Any other segment is an entry: tops, norms [S Q, entries, H], parts [.., D].
     """
     s, kv = (tl.program_id(0) // HKV).to(tl.int64), tl.program_id(0) % HKV
     group: tl.constexpr = H // HKV
@@ -148,8 +148,8 @@ def _attend_kernel(
     m, d = row + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     mine, token, head = m < count * group, m // group, kv * group + m % group
     last, place, line = start + token, (token * H + head) * D, token * entries * H + head
-    tops, norms = tops + s * Q * entries * H, norms + s * Q * entries * H
-    parts += s * Q * entries * H * D
+    left = (s * Q * entries - FIRST + 1) * H
+    tops, norms, parts = tops + left, norms + left, parts + left * D
     there = mine[:, None] & (d < D)[None, :]
     query = tl.load(q + first * (H * D) + (place[:, None] + d[None, :]), mask=there, other=0.0).T
     ones = tl.full((ONES, TILE), 1.0, v_cache.dtype.element_ty)
@@ -166,41 +166,41 @@ def _attend_kernel(
                 page = _pages_of(pages, at + TILE, stop, PAGE, TILE)
             top, norm, total = _weigh(query, k, v, ones, at, last, scale, top, norm, total, TILE)
             if ((at + TILE) % SEGMENT == 0) | (at + TILE >= stop):
-                if (begin == 0) | (not LEAVES):
+                if ((begin == 0) & FOLDS) | (not LEAVES):
                     best, norms_all, sums = _fold(best, norms_all, sums, top, norm, total)
                 else:
-                    entry, used = at // SEGMENT - SPAN + 1, mine & (at // SEGMENT * SEGMENT <= last)
-                    _leave(tops, norms, parts, line + entry * H, d, top, norm, total, used, D)
+                    used, to = mine & (at // SEGMENT * SEGMENT <= last), line + at // SEGMENT * H
+                    _leave(tops, norms, parts, to, d, top, norm, total, used, D)
                 top, norm, total = _nothing(ONES, ROWS, BLOCK_D)
         page = _pages_of(pages, begin + turn, end, PAGE, TILE)
-    if own == 0:
+    if (own == 0) & FOLDS:
         if LEAVES:
             used, mine = mine & (last >= width), mine & (last < width)
-            _leave(tops, norms, parts, line, d, best, norms_all, sums, used, D)
+            _leave(tops, norms, parts, line + (FIRST - 1) * H, d, best, norms_all, sums, used, D)
         if GATED:
             gates += first * gate_stride
         gate_at = token * gate_stride + (head * 2 + 1) * D
-        result = tl.div_rn(sums, tl.max(norms_all, 0)[None, :])
+        result = sums * tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.max(norms_all, 0))[None, :]
         _store(out + first * (H * D), gates, place, gate_at, d, result, mine, D, GATED)
 
 
-@triton.jit(do_not_specialize=["entries", "gate_stride", "SPAN", "Q"])
+@triton.jit(do_not_specialize=["entries", "gate_stride", "FIRST", "Q"])
 def _fold_kernel(
-    tops, norms, parts, cu_seqlens, starts, gates, out, entries, gate_stride, SPAN, Q,
-    H: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, SEGMENT: tl.constexpr,
-    GATED: tl.constexpr, TOGETHER: tl.constexpr, EAGER: tl.constexpr,
+    tops, norms, parts, cu_seqlens, starts, gates, out, entries, gate_stride, FIRST, Q,
+    H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, SEGMENT: tl.constexpr,
+    GATED: tl.constexpr, TOGETHER: tl.constexpr, FOLDS: tl.constexpr,
 ):  # fmt: skip
-    """One (row, token, head): its entries added in ascending order, TOGETHER of them on the way.
+    """COLUMNS of a (row, token, head): its entries added in ascending order, TOGETHER on the way.
 
-    EAGER: they are asked for before the row's length is known. Those beyond it are left out. A
-    token with one entry alone ended in the first kernel.
+    Where the first kernel FOLDS, it ended the tokens of one entry. Else all have many, and the
+    first are asked for before the row's length is known; those beyond it are left out.
     """
     s, token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) // H, tl.program_id(1) % H
     first, count, start = _row(cu_seqlens, starts, s)
-    used, first = (start + token) // SEGMENT + 2 - SPAN, first + tl.zeros((1,), tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    best, norms_all, sums = _nothing(1, 1, BLOCK_D)
-    for base in range(0, tl.where(used > 1, used, EAGER), TOGETHER):
+    used, first = (start + token) // SEGMENT + 2 - FIRST, first + tl.zeros((1,), tl.int64)
+    d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    best, norms_all, sums = _nothing(1, 1, COLUMNS)
+    for base in range(0, tl.where(used > 1, used, not FOLDS), TOGETHER):
         for i in tl.static_range(TOGETHER):
             there, live = base + i < entries, base + i < used
             at = ((s * Q + token) * entries + base + i) * H + head + tl.zeros((1,), tl.int64)
@@ -211,13 +211,14 @@ def _fold_kernel(
             top, norm, total = _fold(best, norms_all, sums, top, norm, total)
             best, norms_all = tl.where(live, top, best), tl.where(live, norm, norms_all)
             sums = tl.where(live, total, sums)
-    result = tl.div_rn(sums, norms_all + tl.zeros((BLOCK_D, 1), tl.float32))
+    result = sums * tl.div_rn(tl.full((1, 1), 1.0, tl.float32), norms_all)
     place, gate_at = ((first + token) * H + head) * D, (first + token) * gate_stride
-    ended = (used > 1) & (token < count) & (first >= 0)
+    ended = (used > FOLDS) & (token < count) & (first >= 0)
     _store(out, gates, place, gate_at + (head * 2 + 1) * D, d, result, ended, D, GATED)
 
 
-def _supports(**traits: Any) -> str | None:
+def supports(**traits: Any) -> str | None:
+    """None where this kernel serves a layer of these traits, else the reason why not."""
     dim = traits.get("head_dim", 64)
     if not 8 <= dim <= 256:
         return f"head_dim {dim} is not in 8 .. 256"
@@ -232,27 +233,32 @@ class Plan:
     """How the work is cut. Nothing here changes a bit.
 
     rows: (token, head of the group) of a tile. span: segments that a program brings at a stretch.
-    side: spans side by side; a program brings every side-th. At 64 rows all segments fold in
-    registers and leave no entries; few rows need more programs to fill the multiprocessors.
+    side: spans side by side; a program brings every side-th. folds: the first span folds as it
+    goes, so that 64 rows leave no entries. Few rows leave every segment: the more programs fill the
+    multiprocessors.
     """
 
     rows: int
     span: int
     side: int
+    folds: bool
     warps: int
     stages: int
 
 
 def plan(rows: int, query_len: int, heads: int, kv_heads: int, dim: int, segments: int) -> Plan:
     """The plan for static sizes: times in docs/kernels/attention.md."""
-    count = query_len * (heads // kv_heads)
+    count, pairs = query_len * (heads // kv_heads), rows * kv_heads
     block = min(64, max(16, triton.next_power_of_2(count)))
-    programs = rows * kv_heads * triton.cdiv(count, block)
-    span = 64 if programs >= 96 else 4 if programs >= 24 else 2 if programs >= 12 else 1
-    while rows * query_len * (segments - span + 1) * heads * (dim + 2) * 4 > ENTRY_BYTES:
-        span *= 2
+    block = block if pairs * triton.cdiv(count, block) >= 12 else 16
+    programs, size = pairs * triton.cdiv(count, block), rows * query_len * heads * (dim + 2) * 4
+    folds, span = programs >= 96, 4 if programs >= 24 else 2 if programs >= 12 else 1
+    if folds or size * segments > ENTRY_BYTES:
+        folds, span = True, 64
+        while size * (segments - span + 1) > ENTRY_BYTES:
+            span *= 2
     side = min(triton.cdiv(segments, span), max(triton.cdiv(PROGRAMS, programs), 8))
-    return Plan(block, span, side, 8 if block == 64 else 4, 2 if block == 64 else 3)
+    return Plan(block, span, side, folds, 8 if block == 64 else 4, 2 if block == 64 else 3)
 
 
 def launch(
@@ -272,29 +278,30 @@ def launch(
     out, page, exact = torch.empty_like(q), k_cache.shape[1], q.dtype == torch.float32
     segments = triton.cdiv(page_table.shape[1] * page, SEGMENT)
     width, block = triton.next_power_of_2(max(dim, 16)), 16 if exact else p.rows
-    entries = segments - p.span + 1 if p.span < segments else 0
-    lines = rows * query_len * heads * entries
-    fp32 = dict(dtype=torch.float32, device=q.device)
-    tops, norms, parts = (torch.empty(lines * n, **fp32) for n in (1, 1, dim))
+    first = p.span if p.folds else 1
+    entries = 0 if p.folds and p.span >= segments else segments - first + 1
+    lines, fp32 = rows * query_len * heads * entries, dict(dtype=torch.float32, device=q.device)
+    kept = [torch.empty(lines * size, **fp32) for size in (1, 1, dim)]
     gate_stride = gates.stride(0) if gates is not None else 0
     blocks = triton.cdiv(query_len * (heads // kv_heads), block)
     _attend_kernel[(rows * kv_heads, blocks, p.side)](
-        q, k_cache, v_cache, page_table, cu_seqlens, starts, gates, out, tops, norms, parts,
-        scale * LOG2E, entries, page_table.stride(0), gate_stride, p.span, query_len,
+        q, k_cache, v_cache, page_table, cu_seqlens, starts, gates, out, *kept,
+        scale * LOG2E, entries, page_table.stride(0), gate_stride, p.span, first, query_len,
         *k_cache.stride()[:3], *v_cache.stride()[:3], page, heads, kv_heads, dim, block, width,
-        32 if exact else 64, 16 if exact else 64, SEGMENT, gates is not None, entries > 0,
+        32 if exact else 64, 16 if exact else 64, SEGMENT, gates is not None, entries > 0, p.folds,
         num_warps=p.warps, num_stages=p.stages, enable_fp_fusion=False,
     )  # fmt: skip
     if entries:
-        _fold_kernel[(rows, query_len * heads)](
-            tops, norms, parts, cu_seqlens, starts, gates, out, entries, gate_stride, p.span,
-            query_len, heads, dim, width, SEGMENT, gates is not None, TOGETHER, int(p.span == 1),
+        columns = min(width, COLUMNS)
+        _fold_kernel[(rows, query_len * heads, width // columns)](
+            *kept, cu_seqlens, starts, gates, out, entries, gate_stride, first, query_len,
+            heads, dim, columns, SEGMENT, gates is not None, TOGETHER, p.folds,
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
 
-@paged_attention.backend("triton", supports=_supports)
+@paged_attention.backend("triton", supports=supports)
 def paged_attention_triton(
     q: Tensor,
     k_cache: Tensor,

@@ -169,8 +169,9 @@ def save(table: Table, path: Path = TABLE) -> None:
 @cache
 def _tile(first: int, n: int, k: int, dtype: torch.dtype, arch: str) -> Tile:
     known = load().get(_key(n, k, dtype, arch), {})
-    if first in known:
-        return known[first]
+    timed = [count for count in known if count <= first]
+    if timed:
+        return known[max(timed)]
     return candidates(first, n, k, dtype)[0] if arch == "sm90" else _modest(first, dtype)
 
 
