@@ -37,7 +37,6 @@ def _check_number(name: str, value: object, low: float, high: float, remedy: str
 class SpeculativeConfig:
     """How drafts are made, in vLLM's keys. `method`: a name in lockstep.spec.DRAFTERS.
 
-    draft_counts: numbers of drafts that a step may bring, ascending, one graph each and bucket.
     draft_vocab_size: tokens that a draft module may propose, the most frequent ones: "full", a
     multiple of 64, or "auto", 32,768 where the model knows more than 65,536.
     synthetic_acceptance: with random weights only, the probability with which a draft behind
@@ -235,6 +234,7 @@ class EngineConfig:
 class Plan:
     """What a config implies on this machine, for this model: fixed before anything is allocated.
 
+    draft_counts: numbers of drafts that a step may bring, ascending, one graph each and bucket;
     draft_vocab_size: tokens that a draft module may propose, 0 without one; draft_head_bytes: its
     own copy of their rows of the head, 0 where it shares the whole one.
     """

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lockstep.check.asks import PREFIX_TAIL, Ask
 from lockstep.check.digests import watch
-from lockstep.check.logits_matrix import SIZES, Ask, Batch, Size, batches, engines, make_asks
+from lockstep.check.logits_matrix import SIZES, Batch, Size, batches, engines, make_asks
 from lockstep.check.logits_matrix import settings as engine_settings
 from lockstep.check.matrix import PLAIN, Setup
 from lockstep.check.report import Failure, Report, Tally
@@ -21,8 +22,6 @@ from lockstep.errors import ConfigError, choice_error
 from lockstep.llm import LLM
 from lockstep.models.loader import read_config
 from lockstep.sampling_params import SamplingParams
-
-PREFIX_TAIL = 5
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
 
+from lockstep.check.asks import Ask
 from lockstep.check.matrix import Setup
+from lockstep.runner.memory import PAGE_SIZE
 from lockstep.sampling_params import SamplingParams
 
 CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -15,7 +17,6 @@ SHORT = (5, 17, 63, 64, 65, 72, 80, 90, 100, 110, 127, 128, 129, 140, 150, 160, 
 LONG = 8192 + 70
 HITS = 7
 SNAPSHOTS = 16
-PAGE_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -38,16 +39,6 @@ SIZES = {
     "default": Size((1, 2, 7, 16, 64), (0, 3, 7), (3,), 3, 2, LONG, 16),
     "full": Size((1, 2, 7, 16, 64), tuple(range(8)), (0, 3, 7), 2, 3, LONG, 16),
 }
-
-
-@dataclass(frozen=True)
-class Ask:
-    """A prompt and how it is sampled."""
-
-    name: str
-    sampling: str
-    prompt: tuple[int, ...]
-    params: SamplingParams
 
 
 def make_asks(vocab: int, long: int, max_tokens: int) -> list[Ask]:

@@ -34,7 +34,7 @@ class ToldDrafter:
     def propose(
         self, step: Step, hidden: Tensor, taps: tuple[Tensor, ...], verdict: Verdict
     ) -> None:
-        """Writes K drafts per row whose tokens so far are those of a text, else -1."""
+        """Writes as many drafts as the step asks for, per row that begins like a text, else -1."""
         c, rows = self.context, step.row_ids
         tokens, known = c.tokens[rows], c.computed[rows].long() + 1
         behind = self.where >= known[:, None]
@@ -43,6 +43,7 @@ class ToldDrafter:
         text = self.texts[same.int().argmax(1)]
         right = text.gather(1, place.clamp_max(text.shape[1] - 1))
         real = same.any(1, keepdim=True) & (right >= 0) & (known[:, None] % NONE_EVERY > 0)
+        real &= self.ahead < step.shape.drafts
         drafts = torch.where(place % WRONG_EVERY == 0, (right - 1).abs(), right)
         c.drafts[rows] = torch.where(real, drafts, -1)
 

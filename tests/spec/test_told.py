@@ -5,6 +5,7 @@ import torch
 from lockstep.config import SpeculativeConfig
 from lockstep.spec import DraftContext
 from lockstep.spec.told import NONE_EVERY, WRONG_EVERY, create
+from lockstep.step import StepShape
 
 
 def test_drafts_what_comes_next() -> None:
@@ -19,6 +20,7 @@ def test_drafts_what_comes_next() -> None:
 
     class Step:
         row_ids = torch.tensor([1, 2, 0])
+        shape = StepShape.uniform(3, 4)
 
     def proposed(known: int) -> list[int]:
         computed.fill_(known - 1)
@@ -32,3 +34,6 @@ def test_drafts_what_comes_next() -> None:
         ahead = range(known, known + 3)
         expected = [text[i] - (i % WRONG_EVERY == 0) if i < 30 else -1 for i in ahead]
         assert proposed(known) == ([-1] * 3 if known % NONE_EVERY == 0 else expected), known
+    for count in range(3):
+        Step.shape = StepShape.uniform(3, count + 1)
+        assert proposed(12) == [text[i] for i in range(12, 12 + count)] + [-1] * (3 - count)

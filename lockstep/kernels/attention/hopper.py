@@ -260,6 +260,12 @@ def _supports(**traits: Any) -> str | None:
     return why_not
 
 
+def fits(q: Tensor, k_cache: Tensor, v_cache: Tensor, query_len: int) -> bool:
+    """Whether this kernel serves such a step: long queries, pages of TILE, caches in one piece."""
+    whole = k_cache.is_contiguous() and v_cache.is_contiguous() and k_cache.shape[1] == TILE
+    return query_len >= LONG and whole and len(q) > 0
+
+
 @paged_attention.backend("hopper", supports=_supports)
 def paged_attention_hopper(
     q: Tensor,
@@ -272,25 +278,11 @@ def paged_attention_hopper(
     scale: float,
     gates: Tensor | None = None,
 ) -> Tensor:
-    """See lockstep.kernels.attention.paged_attention. The rest goes through triton.py."""
-    arguments = q, k_cache, v_cache, page_table, cu_seqlens, starts, query_len, scale, gates
-    flat = k_cache.is_contiguous() and v_cache.is_contiguous()
-    served = query_len >= LONG and flat and k_cache.shape[1] == TILE and len(q) > 0
-    return launch(*arguments) if served else paged_attention_triton(*arguments)
-
-
-def launch(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    cu_seqlens: Tensor,
-    starts: Tensor,
-    query_len: int,
-    scale: float,
-    gates: Tensor | None,
-) -> Tensor:
-    """paged_attention for head_dim 128 or 256, pages of 64, bf16 or fp16, contiguous caches."""
+    """See lockstep.kernels.attention.paged_attention. What does not fit goes through triton.py."""
+    if not fits(q, k_cache, v_cache, query_len):
+        return paged_attention_triton(
+            q, k_cache, v_cache, page_table, cu_seqlens, starts, query_len, scale, gates
+        )
     (_, heads, dim), kv_heads, rows = q.shape, k_cache.shape[2], starts.shape[0]
     out = torch.empty_like(q)
     _prompt_kernel[(rows * kv_heads, triton.cdiv(query_len * (heads // kv_heads), ROWS))](

@@ -261,7 +261,8 @@ def plan(rows: int, query_len: int, heads: int, kv_heads: int, dim: int, segment
     return Plan(block, span, side, folds, 8 if block == 64 else 4, 2 if block == 64 else 3)
 
 
-def launch(
+@paged_attention.backend("triton", supports=supports)
+def paged_attention_triton(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -270,13 +271,19 @@ def launch(
     starts: Tensor,
     query_len: int,
     scale: float,
-    gates: Tensor | None,
-    p: Plan,
+    gates: Tensor | None = None,
+    p: Plan | None = None,
 ) -> Tensor:
-    """paged_attention by a given plan."""
+    """See lockstep.kernels.attention.paged_attention. q is contiguous; last strides are 1.
+
+    p: how the work is cut; plan(...) where it is left out.
+    """
     rows, (_, heads, dim), kv_heads = starts.shape[0], q.shape, k_cache.shape[2]
     out, page, exact = torch.empty_like(q), k_cache.shape[1], q.dtype == torch.float32
+    if not len(q):
+        return out
     segments = triton.cdiv(page_table.shape[1] * page, SEGMENT)
+    p = p or plan(rows, query_len, heads, kv_heads, dim, segments)
     width, block = triton.next_power_of_2(max(dim, 16)), 16 if exact else p.rows
     first = p.span if p.folds else 1
     entries = 0 if p.folds and p.span >= segments else segments - first + 1
@@ -299,24 +306,3 @@ def launch(
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out
-
-
-@paged_attention.backend("triton", supports=supports)
-def paged_attention_triton(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    page_table: Tensor,
-    cu_seqlens: Tensor,
-    starts: Tensor,
-    query_len: int,
-    scale: float,
-    gates: Tensor | None = None,
-) -> Tensor:
-    """See lockstep.kernels.attention.paged_attention. q is contiguous; last strides are 1."""
-    if not len(q):
-        return torch.empty_like(q)
-    (_, heads, dim), kv_heads = q.shape, k_cache.shape[2]
-    segments = triton.cdiv(page_table.shape[1] * k_cache.shape[1], SEGMENT)
-    p = plan(len(starts), query_len, heads, kv_heads, dim, segments)
-    return launch(q, k_cache, v_cache, page_table, cu_seqlens, starts, query_len, scale, gates, p)

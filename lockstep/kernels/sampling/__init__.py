@@ -26,8 +26,8 @@ class SamplingState:
     flags [R] int32; temperature, top_p, min_p, repetition, presence, frequency [R] fp32; top_k [R]
     int32 (0: off); seed [R] int64; bias [R, V] fp32 (-inf: not allowed); counts [R, V] int32 of
     generated tokens; in_prompt [R, V] bool; min_position [R] int64: before it the stop_ids
-    [R, 16] int64 (-1: none) are not allowed; bad_words [R, 32, 8] int64, right-aligned, -1 in
-    front: the last token of each is not allowed after the others.
+    [R, N] int64 (-1: none) are not allowed; bad_words [R, W, L] int64, W words of up to L tokens,
+    right-aligned, -1 in front: the last token of each is not allowed after the others.
     """
 
     flags: Tensor

@@ -1,0 +1,99 @@
+"""ms of one captured step, by rows: what benchmarks/RESULTS.md quotes.
+
+    python benchmarks/step.py FOLDER --rows 1,8,64 --k 3 --context 4096 [--prompt 8192]
+
+FOLDER holds a config.json; weights are random, and so are the keys and values of the context. Every
+row stands at the context and brings 1 + K tokens; K drafts are made behind them. Nothing is
+scheduled: the step is replayed REPLAYS times in a row; the mean is printed, one JSON line each.
+"""
+
+import argparse
+import json
+
+import torch
+
+from lockstep.config import EngineConfig
+from lockstep.engine.setup import Stand, stand
+from lockstep.runner.lap import Lap
+from lockstep.runner.memory import PAGE_SIZE
+from lockstep.step import StepShape
+
+WARM, REPLAYS, PROMPTS = 4, 30, 3
+AHEAD = 64
+"""Tokens in front of the context at which rows begin, so that accepted drafts lead up to it."""
+
+
+def main() -> None:
+    """Reads the arguments, builds the engine once, and times every number of rows."""
+    ask = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    ask.add_argument("model")
+    ask.add_argument("--rows", default="1,8,64", help="numbers of rows, one captured step each")
+    ask.add_argument("--k", type=int, default=0, help="MTP drafts verified and made in a step")
+    ask.add_argument("--context", type=int, default=4096, help="tokens in front of every row")
+    ask.add_argument("--prompt", type=int, default=0, help="time one prompt of so many tokens, too")
+    given = ask.parse_args()
+    rows = tuple(sorted(int(count) for count in given.rows.split(",")))
+    length = max(given.context + 8 * PAGE_SIZE, given.prompt + PAGE_SIZE)
+    pages = -(-length // PAGE_SIZE)
+    spec = {"method": "mtp", "num_speculative_tokens": given.k, "adaptive": False}
+    config = EngineConfig.read(
+        model=given.model,
+        load_format="dummy",
+        max_model_len=length,
+        max_num_seqs=rows[-1],
+        row_buckets=rows,
+        max_num_batched_tokens=max(2048, given.prompt),
+        num_gpu_blocks=rows[-1] * pages + 2,
+        num_snapshots=0,
+        speculative_config=spec if given.k else None,
+    )
+    built = stand(config, lambda *_: None)
+    with torch.inference_mode():
+        for cache in built.runner.paged:
+            cache.normal_()
+        for count in rows:
+            place(built, count, given.context - AHEAD, pages)
+            built.runner.table.inputs.fill(row_ids=list(range(1, count + 1)))
+            ms = timed(built, StepShape.uniform(count, given.k + 1), WARM, REPLAYS)
+            print(json.dumps({"rows": count, "k": given.k, "context": given.context, "ms": ms}))
+        if given.prompt:
+            print(json.dumps({"prompt": given.prompt, "ms": prompt_ms(built, given.prompt, pages)}))
+
+
+def place(built: Stand, rows: int, computed: int, pages: int) -> None:
+    """Rows 1 .. `rows` of the table with this many tokens computed, each on pages of its own."""
+    table = built.runner.table
+    for row in range(1, rows + 1):
+        table.tokens[row].random_(0, 1000)
+        table.computed[row], table.prompt_len[row], table.pending[row] = computed, 1, 0
+        first = 1 + (row - 1) * pages
+        own = torch.arange(first, first + pages, dtype=torch.int32)
+        table.page_table[row].zero_()
+        table.page_table[row, :pages] = own
+        table.state_slots[row] = row if built.runner.state else 0
+
+
+def timed(built: Stand, shape: StepShape, warm: int, times: int) -> float:
+    """Mean ms of `times` steps behind `warm` others."""
+    for _ in range(warm):
+        built.runner.run_step(shape)
+    lap = Lap(built.plan.device)
+    for _ in range(times):
+        built.runner.run_step(shape)
+    lap.end()
+    lap.wait()
+    return round(lap.ms / times, 3)
+
+
+def prompt_ms(built: Stand, tokens: int, pages: int) -> float:
+    """The least ms of a few prompts of one row, whole, from nothing."""
+    shape, found = StepShape(1, tokens, tokens, prompt=True), []
+    for _ in range(1 + PROMPTS):
+        place(built, 1, 0, pages)
+        built.runner.table.inputs.fill(row_ids=[1], query_lens=[tokens])
+        found.append(timed(built, shape, 0, 1))
+    return min(found[1:])
+
+
+if __name__ == "__main__":
+    main()
