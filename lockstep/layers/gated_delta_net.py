@@ -84,8 +84,7 @@ class GatedDeltaNet(nn.Module):
         mixed, z, b, a = (t.unflatten(0, window) for t in (mixed, z, b, a))
         z = z.unflatten(-1, (self.value_heads, self.value_dim))
         where = (step.state_slots, step.starts, step.pending)
-        flush = step.shape.flush(self.flush)
-        return self.step_op(mixed, z, b, a, weights, self.state, *where, flush=flush)
+        return self.step_op(mixed, z, b, a, weights, self.state, *where, flush=self.flush)
 
     def cache_spec(self) -> StateSpec:
         hv, dk, dv = self.value_heads, self.key_dim, self.value_dim

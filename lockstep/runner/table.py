@@ -105,7 +105,7 @@ class RowTable(Lines):
             step.drafts,
             step.seq_lens,
             step.pending,
-            step.shape.flush(self.flush),
+            self.flush,
             step.shape.prompt,
         )
         return Verdict(tokens, accepted, results)

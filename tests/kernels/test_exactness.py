@@ -196,13 +196,13 @@ def test_step_row_alone(face):
 @pytest.mark.parametrize("face", [f for f in FACES if f.values[0].backend == "triton"])
 @pytest.mark.parametrize("length", [1, 4, 5])
 def test_step_in_one_kernel_or_three(face, length, monkeypatch):
-    """The form is a matter of the rows' number, which no bit may depend on."""
+    """The form is a matter of the tokens' number, which no bit may depend on."""
     dims = REAL if face.on_gpu else Dims(2, 4, 16, 32)
     data = face.place(inputs(replace(dims, w=8), (2, length), face.dtype, 7))
     where = dict(slots=torch.tensor([3, 1]), starts=torch.tensor([5, 77], dtype=torch.int32))
     where["pending"] = torch.tensor([3, 2])
     found = []
-    for form in (dict(APART=3, TOUCH=2), dict(APART=3, TOUCH=8), dict(APART=0, PARTS=1),
+    for form in (dict(APART=11, TOUCH=2), dict(APART=11, TOUCH=8), dict(APART=2, PARTS=1),
                  dict(APART=2, PARTS=4, HEADS=2)):  # fmt: skip
         for name, value in form.items():
             monkeypatch.setattr(f"lockstep.kernels.gated_delta_rule.triton.{name}", value)

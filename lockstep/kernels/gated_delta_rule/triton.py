@@ -1,9 +1,9 @@
 """gated_delta_step in Triton: the state is read once, and written at most once.
 
 A warp owns VI columns of the state and all of K, so sums over K stay inside it. Tokens, window and
-ring length are run-time values: single steps, windows and replay share their binary. Few rows take
-one kernel, in which a program does a value head's whole mixer; many take three, of which the one
-that walks through the state has no barrier. Sums have one tree in both.
+ring length are run-time values: single steps, windows and replay share their binary. Few tokens
+take one kernel, in which a program does a value head's whole mixer; many take three, of which the
+one that walks through the state has no barrier. Sums have one tree in both.
 """
 
 import torch
@@ -32,10 +32,11 @@ MOST_REGISTERS = 128
 ALIGNED = 16
 PAD = 4
 """Floats behind a token's q, k and v in the scratch: decay, beta, and two to keep lines aligned."""
-APART, PARTS = 16, 4
-"""From so many rows on, inputs and norm have kernels of their own, and a head's columns are walked
-by so many programs. H200, 48 heads of 128 x 128, us in one kernel and in three: 8 rows of one token
-22.0 and 22.9, 16 rows 37.6 and 34.7, 64 rows 130 and 103."""
+APART, PARTS = 8, 4
+"""From so many tokens on, inputs and norm have kernels of their own, and a head's columns are
+walked by so many programs. H200, 48 heads of 128 x 128, us in one kernel and in three: a row of 1, 4
+and 8 tokens 9.5 and 11.3, 12.8 and 13.4, 18.7 and 17.3; 8 rows of one 25.1 and 23.2, 64 rows 133
+and 97."""
 MOST_TOKENS, HEADS, TOUCH = 4, 4, 8
 """Window tokens whose inputs are made at once, heads of a norm program, and pending tokens that are
 asked for at once."""
@@ -321,7 +322,7 @@ def gated_delta_step_triton(
     f32 = dict(dtype=torch.float32, device=mixed.device)
     exact = dict(**sizes, enable_fp_fusion=False)
     layout, into = layout_of(sizes), dict(R=len(taps) - 1, L2_EPS=L2_EPS, **exact)
-    if rows < APART:
+    if rows * length < APART:
         heads = torch.empty(rows * hv, length, 2 * k + v + PAD, **f32)
         _whole_kernel[(rows * hv,)](
             mixed, z, b, a, taps, weights.a_log, weights.dt_bias, weights.norm,
