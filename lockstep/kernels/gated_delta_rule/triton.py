@@ -34,8 +34,8 @@ PAD = 4
 """Floats behind a token's q, k and v in the scratch: decay, beta, and two to keep lines aligned."""
 APART, PARTS = 8, 4
 """From so many tokens on, inputs and norm have kernels of their own, and a head's columns are
-walked by so many programs. H200, 48 heads of 128 x 128, us in one kernel and in three: a row of 1, 4
-and 8 tokens 9.5 and 11.3, 12.8 and 13.4, 18.7 and 17.3; 8 rows of one 25.1 and 23.2, 64 rows 133
+walked by so many programs. H200, 48 heads of 128 x 128, us in one kernel and in three: a row of 1,
+4 and 8 tokens 9.5 and 11.3, 12.8 and 13.4, 18.7 and 17.3; 8 rows of one 25.1 and 23.2, 64 rows 133
 and 97."""
 MOST_TOKENS, HEADS, TOUCH = 4, 4, 8
 """Window tokens whose inputs are made at once, heads of a norm program, and pending tokens that are
