@@ -10,6 +10,7 @@ from lockstep.engine.request import Request
 from lockstep.errors import RequestError
 from lockstep.kernels import sampling as s
 from lockstep.runner.table import RowTable
+from lockstep.runner.upload import upload
 
 
 @dataclass
@@ -24,7 +25,7 @@ class HostRow:
 def write_row(table: RowTable, row: int, request: Request, start: int) -> None:
     """The line of a request that begins with its first `start` tokens cached."""
     prompt = torch.tensor(request.prompt_token_ids, dtype=torch.int64)
-    table.tokens[row, : len(prompt)] = prompt.to(table.tokens.device)
+    upload(prompt, table.tokens[row, : len(prompt)])
     table.prompt_len[row] = len(prompt)
     table.computed[row] = start
     table.pending[row] = 0
@@ -42,7 +43,7 @@ def write_place(table: RowTable, row: int, pages: list[int], slot: int) -> None:
 def write_pages(table: RowTable, row: int, column: int, pages: list[int]) -> None:
     """Pages granted to a row, from this column on."""
     ids = torch.tensor(pages, dtype=torch.int32)
-    table.page_table[row, column : column + len(pages)] = ids.to(table.page_table.device)
+    upload(ids, table.page_table[row, column : column + len(pages)])
 
 
 def write_sampling(state: s.SamplingState, row: int, request: Request, prompt: Tensor) -> None:
@@ -54,19 +55,18 @@ def write_sampling(state: s.SamplingState, row: int, request: Request, prompt: T
     state.in_prompt[row] = False
     if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty:
         flags |= s.PENALTIES
-        state.in_prompt[row, prompt.unique().to(state.in_prompt.device)] = True
+        there = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, prompt, True)
+        upload(there, state.in_prompt[row])
     if p.logit_bias or p.allowed_token_ids is not None:
         flags |= s.BIAS
-        state.bias[row] = _bias(request, vocab).to(state.bias.device)
+        upload(_bias(request, vocab), state.bias[row])
     if p.min_tokens:
         flags |= s.MIN_TOKENS
         stops = sorted(request.eos_token_ids | set(p.stop_token_ids or ()))
-        state.stop_ids[row] = _padded(stops, state.stop_ids.shape[1]).to(state.stop_ids.device)
+        upload(_padded(stops, state.stop_ids.shape[1]), state.stop_ids[row])
     if p.bad_words_ids:
         flags |= s.BAD_WORDS
-        state.bad_words[row] = _words(p.bad_words_ids, state.bad_words[row].shape).to(
-            state.bad_words.device
-        )
+        upload(_words(p.bad_words_ids, state.bad_words[row].shape), state.bad_words[row])
     if not p.greedy:
         flags |= s.NOISE
         if p.top_k > 0 or p.top_p < 1 or p.min_p > 0:

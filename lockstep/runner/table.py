@@ -5,8 +5,6 @@ without a host sync, so they belong to the captured step. Row 0 is the null row:
 nothing committed, page 0 and slot 0.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -14,38 +12,30 @@ from lockstep.config import Plan
 from lockstep.kernels.sampling import SamplingState
 from lockstep.kernels.table import Lines, advance_rows, prepare_step
 from lockstep.layers.build import Build
+from lockstep.runner.upload import upload
 from lockstep.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS
 from lockstep.step import Step, StepShape, Verdict, flush_after
 
 
-@dataclass
 class StepInputs:
-    """What the host says of a step: fixed buffers, one entry per row of the step.
+    """What the host says of a step: fixed columns, one entry per row of the step.
 
     row_ids int64, 0 where a row pads the step; query_lens, state_src (0: the row's own slot) and
-    snapshot_slots, int32, are read by prompt steps only.
+    snapshot_slots, int32, are read by prompt steps only. One storage: one copy brings them all.
     """
 
-    row_ids: Tensor
-    query_lens: Tensor
-    state_src: Tensor
-    snapshot_slots: Tensor
-
-    @classmethod
-    def empty(cls, rows: int, device: str) -> "StepInputs":
-        """Buffers for steps of up to `rows` rows: all null."""
-
-        def zeros(dtype: torch.dtype) -> Tensor:
-            return torch.zeros(rows, dtype=dtype, device=device)
-
-        return cls(zeros(torch.int64), *(zeros(torch.int32) for _ in range(3)))
+    def __init__(self, rows: int, device: str) -> None:
+        self.rows, self.storage = rows, torch.zeros(5 * rows, dtype=torch.int32, device=device)
+        row_ids, *others = self.storage.split([2 * rows, rows, rows, rows])
+        self.row_ids = row_ids.view(torch.int64)
+        self.query_lens, self.state_src, self.snapshot_slots = others
 
     def fill(self, **columns: list[int]) -> None:
         """Writes each column's head and zeroes the rest: what is not named is null."""
-        for name, buffer in vars(self).items():
-            values = columns.get(name, [])
-            padded = values + [0] * (buffer.shape[0] - len(values))
-            buffer.copy_(torch.tensor(padded, dtype=buffer.dtype), non_blocking=True)
+        host = StepInputs(self.rows, "cpu")
+        for name, values in columns.items():
+            getattr(host, name)[: len(values)] = torch.tensor(values)
+        upload(host.storage, self.storage)
 
 
 class RowTable(Lines):
@@ -68,7 +58,7 @@ class RowTable(Lines):
         )
         words = (MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
         self.sampling = SamplingState.empty(rows, vocab, MAX_STOP_IDS + 4, words, device)
-        self.inputs = StepInputs.empty(rows, device)
+        self.inputs = StepInputs(rows, device)
         self.page_size, self.flush = plan.page_size, flush_after(device)
         build = build.at("table")
         self.prepare_op, self.advance_op = build.op(prepare_step), build.op(advance_rows)
@@ -80,17 +70,16 @@ class RowTable(Lines):
 
     def prepare(self, shape: StepShape) -> Step:
         """The step that the inputs ask for, at the rows' own lengths."""
-        row_ids, query_lens, sources, snapshots = (
-            column[: shape.rows] for column in vars(self.inputs).values()
-        )
-        lengths = query_lens if shape.prompt else None
+        given, rows = self.inputs, shape.rows
+        row_ids, sources = given.row_ids[:rows], given.state_src[:rows]
+        lengths = given.query_lens[:rows] if shape.prompt else None
         sizes = (shape.tokens, shape.query_len, self.page_size)
         found = vars(self.prepare_op(self, row_ids, lengths, sources, *sizes))
         ends = found.pop("ends")
         return Step(
             shape=shape,
             row_ids=row_ids,
-            snapshot_slots=snapshots,
+            snapshot_slots=given.snapshot_slots[:rows],
             logit_rows=ends if shape.prompt else slice(None),
             **found,
         )
