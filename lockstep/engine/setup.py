@@ -250,6 +250,13 @@ def _plan(
     )
 
 
+def largest_prompts(plan: Plan) -> list[int]:
+    """The lengths of the prompts in the largest step: rows that are as long as rows may be."""
+    most, tokens = plan.max_model_len, plan.max_num_batched_tokens
+    lengths = [min(most, tokens - at) for at in range(0, tokens, most)]
+    return lengths[: plan.max_num_seqs]
+
+
 def _measured(
     config: EngineConfig, plan: Plan, layers: dict[str, nn.Module], program: Program
 ) -> Plan:
@@ -257,9 +264,10 @@ def _measured(
     memory.allocate(layers, 2, min(plan.num_slots, 2), plan.device)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    tokens = plan.max_num_batched_tokens
-    program.table.inputs.fill(query_lens=[tokens])
-    program.run_step(StepShape(1, tokens, tokens, prompt=True, drafts=plan.query_len - 1))
+    lengths = largest_prompts(plan)
+    program.table.inputs.fill(query_lens=lengths)
+    sizes = len(lengths), sum(lengths), max(lengths)
+    program.run_step(StepShape(*sizes, prompt=True, drafts=plan.query_len - 1))
     program.run_step(StepShape.uniform(plan.row_buckets[-1], plan.query_len))
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before

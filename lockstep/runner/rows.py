@@ -26,18 +26,18 @@ def write_row(table: RowTable, row: int, request: Request, start: int) -> None:
     """The line of a request that begins with its first `start` tokens cached."""
     prompt = torch.tensor(request.prompt_token_ids, dtype=torch.int64)
     upload(prompt, table.tokens[row, : len(prompt)])
-    table.prompt_len[row] = len(prompt)
-    table.computed[row] = start
-    table.pending[row] = 0
-    table.drafts[row] = -1
+    upload(len(prompt), table.prompt_len[row])
+    upload(start, table.computed[row])
+    upload(0, table.pending[row])
+    upload(-1, table.drafts[row])
     write_sampling(table.sampling, row, request, prompt)
 
 
 def write_place(table: RowTable, row: int, pages: list[int], slot: int) -> None:
     """Where the row's cache is."""
-    table.page_table[row] = 0
+    upload(0, table.page_table[row])
     write_pages(table, row, 0, pages)
-    table.state_slots[row] = slot
+    upload(slot, table.state_slots[row])
 
 
 def write_pages(table: RowTable, row: int, column: int, pages: list[int]) -> None:
@@ -51,8 +51,8 @@ def write_sampling(state: s.SamplingState, row: int, request: Request, prompt: T
     p, vocab = request.params, state.bias.shape[1]
     check_ids(request, vocab)
     flags = 0
-    state.counts[row] = 0
-    state.in_prompt[row] = False
+    upload(0, state.counts[row])
+    upload(False, state.in_prompt[row])
     if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty:
         flags |= s.PENALTIES
         there = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, prompt, True)
@@ -71,13 +71,19 @@ def write_sampling(state: s.SamplingState, row: int, request: Request, prompt: T
         flags |= s.NOISE
         if p.top_k > 0 or p.top_p < 1 or p.min_p > 0:
             flags |= s.FILTERS
-    state.min_position[row] = len(prompt) + p.min_tokens
-    state.flags[row] = flags
-    state.temperature[row], state.top_p[row], state.min_p[row] = p.temperature, p.top_p, p.min_p
-    state.top_k[row] = max(p.top_k, 0)
-    state.repetition[row] = p.repetition_penalty
-    state.presence[row], state.frequency[row] = p.presence_penalty, p.frequency_penalty
-    state.seed[row] = request.seed
+    for column, value in (
+        (state.min_position, len(prompt) + p.min_tokens),
+        (state.flags, flags),
+        (state.temperature, p.temperature),
+        (state.top_p, p.top_p),
+        (state.min_p, p.min_p),
+        (state.top_k, max(p.top_k, 0)),
+        (state.repetition, p.repetition_penalty),
+        (state.presence, p.presence_penalty),
+        (state.frequency, p.frequency_penalty),
+        (state.seed, request.seed),
+    ):
+        upload(value, column[row])
 
 
 def check_ids(request: Request, vocab: int) -> None:

@@ -73,7 +73,7 @@ class Runner:
             else:
                 capture_pieces(self.model, pool, [s.tokens for s in shapes])
         self.table.inputs.fill()
-        size = memory.PAGE_SIZE
+        size = min(memory.PAGE_SIZE, self.plan.max_model_len)
         self.run_step(StepShape(1, size, size, prompt=True, drafts=self.plan.query_len - 1))
         taken = {}
         for index, shape in enumerate(shapes):

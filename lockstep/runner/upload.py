@@ -3,7 +3,13 @@
 from torch import Tensor
 
 
-def upload(x: Tensor, to: Tensor) -> None:
-    """Writes x, of the host, over `to`. To a GPU it goes out of pinned memory: from any other,
-    torch waits until all that was launched before is done."""
-    to.copy_(x.pin_memory() if to.is_cuda else x, non_blocking=True)
+def upload(x: Tensor | float, to: Tensor) -> None:
+    """Writes x, a tensor of the host or a number, over `to`.
+
+    To a GPU a tensor goes out of pinned memory: from any other, and where a number is assigned to
+    an element, torch waits until all that was launched before is done.
+    """
+    if isinstance(x, Tensor):
+        to.copy_(x.pin_memory() if to.is_cuda else x, non_blocking=True)
+    else:
+        to.fill_(x)
