@@ -20,7 +20,7 @@ LANES: tl.constexpr = tl.constexpr(2048)
 """Eight 16-bit numbers, a load of 16 bytes, in each thread of 8 warps."""
 WARPS: tl.constexpr = tl.constexpr(8)
 """So many sums every thread reads and adds itself: one barrier in all."""
-TILE = 2048
+TILE = 1024
 """Numbers of the narrow rows in one program: the GPU starts 1.6 programs a ns, and no more."""
 
 

@@ -70,8 +70,7 @@ def _rope_and_cache_kernel(
 ):  # fmt: skip
     """HEADS heads of one token: of q in its first programs, of k and v in the rest."""
     Q: tl.constexpr = (H + HEADS - 1) // HEADS
-    GROUPS: tl.constexpr = Q + (HKV + HEADS - 1) // HEADS
-    token, group = (tl.program_id(0) // GROUPS).to(tl.int64), tl.program_id(0) % GROUPS
+    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     line = tl.load(positions + token) * HALF
     cos += line
     sin += line
@@ -86,12 +85,12 @@ def _rope_and_cache_kernel(
         lanes, live = tl.arange(0, BLOCK)[None], head < HKV
         keys = qkv + (H * (1 + GATED) + head) * D
         v = tl.load(keys + HKV * D + lanes, mask=live & (lanes < D), other=0.0)
-        slot = tl.load(slot_mapping + token).to(tl.int32)
+        slot = tl.load(slot_mapping + token).to(tl.int32)  # a division of 64 bits is a call
         page, place = (slot // page_size).to(tl.int64), slot % page_size
-        out = v_cache + (page * v_page + place * v_token) + head * v_head
-        tl.store(out + lanes, v, mask=live & (lanes < D))
         out = k_cache + (page * k_page + place * k_token) + head * k_head
         _turn(keys, out, live, k_weight, cos, sin, eps, offset, D, HALF, HEADS, BLOCK, PAIRS)
+        out = v_cache + (page * v_page + place * v_token) + head * v_head
+        tl.store(out + lanes, v, mask=live & (lanes < D))
 
 
 def _supports(**traits: Any) -> str | None:
@@ -121,7 +120,7 @@ def rope_and_cache_triton(
     together = max(1, TILE // triton.next_power_of_2(dim))
     groups = triton.cdiv(heads, together) + triton.cdiv(kv_heads, together)
     if tokens:
-        _rope_and_cache_kernel[(tokens * groups,)](
+        _rope_and_cache_kernel[(tokens, groups)](
             qkv, q_weight, k_weight, cos, sin, positions, slot_mapping, k_cache, v_cache, q,
             qkv.stride(0), page_size, *k_cache.stride()[:3], *v_cache.stride()[:3], eps, offset,
             H=heads, HKV=kv_heads, HALF=cos.shape[1], GATED=int(gated), HEADS=together,
