@@ -1,4 +1,4 @@
-"""rms_norm, add_rms_norm and gated_rms_norm in Triton: one program per row.
+"""rms_norm, add_rms_norm and gated_rms_norm in Triton: one program per row, or some narrow rows.
 
 The tree that sums a row is written out (row_sum), so that it is a function of the width alone:
 neither the compiler's layouts, nor alignment, nor what else a kernel reads can change a bit.
@@ -20,6 +20,8 @@ LANES: tl.constexpr = tl.constexpr(2048)
 """Eight 16-bit numbers, a load of 16 bytes, in each thread of 8 warps."""
 WARPS: tl.constexpr = tl.constexpr(8)
 """So many sums every thread reads and adds itself: one barrier in all."""
+TILE = 1024
+"""Numbers of the narrow rows in one program: the GPU starts 1.6 programs a ns, and no more."""
 
 
 @triton.jit
@@ -41,15 +43,35 @@ def row_sum(x):
 
 
 @triton.jit
-def inverse_rms(x, eps, D: tl.constexpr):
-    """1 / rms of x [BLOCK] fp32, which is 0 past its D lanes."""
-    return 1.0 / tl.sqrt_rn(row_sum(x * x) / D + eps)
+def row_sums(x):
+    """x [rows, a power of two] fp32 -> [rows]: row_sum's tree for every row of a tile."""
+    ROWS: tl.constexpr = x.shape[0]
+    SIZE: tl.constexpr = x.shape[1]
+    if SIZE > LANES:
+        return row_sums(tl.sum(tl.reshape(x, (ROWS, 2, SIZE // 2)), 1))
+    elif SIZE > 1:
+        return row_sums(tl.sum(tl.reshape(x, (ROWS, SIZE // 2, 2)), 2))
+    else:
+        return tl.reshape(x, (ROWS,))
+
+
+@triton.jit
+def inverse_rms(squares, eps, D: tl.constexpr):
+    """1 / rms of rows of D numbers, from the sums of their squares."""
+    return 1.0 / tl.sqrt_rn(squares / D + eps)
+
+
+@triton.jit
+def spread(ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The lanes of every row [ROWS, BLOCK]. What rows share is loaded by each of them so: it comes
+    from L1, where a vector [1, BLOCK] would have to change hands in shared memory."""
+    return tl.broadcast_to(tl.arange(0, BLOCK)[None], (ROWS, BLOCK))
 
 
 @triton.jit
 def _normalised(x, eps, D: tl.constexpr):
     x = x.to(tl.float32)
-    return x * inverse_rms(x, eps, D)
+    return x * inverse_rms(row_sum(x * x), eps, D)
 
 
 @triton.jit
@@ -84,17 +106,21 @@ def _add_rms_norm_kernel(
 
 @triton.jit
 def _gated_rms_norm_kernel(
-    x, gate, weight, out, inner, outer_stride, inner_stride, gate_outer, gate_inner, eps,
-    D: tl.constexpr, BLOCK: tl.constexpr,
+    x, gate, weight, out, rows, inner, outer_stride, inner_stride, gate_outer, gate_inner, eps,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    """ROWS of `rows` rows."""
+    row, lanes = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None], spread(ROWS, BLOCK)
+    live, outer, place = (row < rows) & (lanes < D), (row // inner).to(tl.int64), row % inner
+    x += outer * outer_stride + place * inner_stride
+    gate += outer * gate_outer + place * gate_inner
+    values = tl.load(x + lanes, mask=live, other=0.0).to(tl.float32)
+    z = tl.load(gate + lanes, mask=live, other=0.0).to(tl.float32)
     scale = tl.load(weight + lanes, mask=lanes < D, other=0.0).to(tl.float32)
-    x += row // inner * outer_stride + row % inner * inner_stride
-    gate += row // inner * gate_outer + row % inner * gate_inner
-    values = _normalised(tl.load(x + lanes, mask=lanes < D, other=0.0), eps, D)
-    z = tl.load(gate + lanes, mask=lanes < D, other=0.0).to(tl.float32)
+    values = values * inverse_rms(row_sums(values * values), eps, D)[:, None]
     values = values * scale * (z / (1.0 + tl.exp(-z)))
-    tl.store(out + row * D + lanes, values.to(out.dtype.element_ty), mask=lanes < D)
+    out += row.to(tl.int64) * D
+    tl.store(out + lanes, values.to(out.dtype.element_ty), mask=live)
 
 
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
@@ -106,11 +132,16 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
     return x, x.shape[1], x.stride(0), x.stride(1)
 
 
-def row_layout(width: int) -> dict[str, Any]:
-    """The launch options for rows of `width` numbers; they change no bit."""
+def row_layout(width: int, rows: int = 1) -> dict[str, Any]:
+    """The launch options for `rows` rows of `width` numbers; they change no bit."""
     block = triton.next_power_of_2(width)
-    warps = max(1, min(8, block // 256))
+    warps = max(1, min(8, rows * block // 256))
     return dict(D=width, BLOCK=block, num_warps=warps, enable_fp_fusion=False)
+
+
+def rows_together(width: int) -> int:
+    """Rows in a program of gated_rms_norm."""
+    return max(1, TILE // triton.next_power_of_2(width))
 
 
 def _supports(**traits: Any) -> str | None:
@@ -155,16 +186,9 @@ def gated_rms_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -
     rows, inner, *strides = _rows(x)
     gates, _, *gate_strides = _rows(gate)
     if x.numel():
-        grid = (rows.shape[0] * inner,)
-        _gated_rms_norm_kernel[grid](
-            rows,
-            gates,
-            weight,
-            out,
-            inner,
-            *strides,
-            *gate_strides,
-            eps,
-            **row_layout(x.shape[-1]),
-        )
+        count, together = rows.shape[0] * inner, rows_together(x.shape[-1])
+        _gated_rms_norm_kernel[(triton.cdiv(count, together),)](
+            rows, gates, weight, out, count, inner, *strides, *gate_strides, eps,
+            ROWS=together, **row_layout(x.shape[-1], together),
+        )  # fmt: skip
     return out

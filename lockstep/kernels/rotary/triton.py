@@ -1,7 +1,7 @@
 """rope_and_cache in Triton.
 
-One program per (token, head of q, k or v); the lanes that sum a head are a function of D alone, as
-in rms_norm. No argument is specialised on alignment or size.
+One program per token and some heads of q, or as many of k and of v; the tree that sums a head is a
+function of D alone, as in rms_norm, so that neither tile nor alignment changes a bit.
 """
 
 from typing import Any
@@ -12,81 +12,85 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.norm.triton import inverse_rms, row_layout
+from lockstep.kernels.norm.triton import inverse_rms, row_layout, row_sums, spread
 from lockstep.kernels.rotary import rope_and_cache
 
 WIDEST = 1024
+TILE = 1024
+"""Numbers of q in one program."""
 
 
 @triton.jit
-def _scaled(x, inverse, weight, offset):
-    """A normed head: x * inverse * (offset + weight), rounded to x's dtype, as fp32."""
+def _normed(x, inverse, weight, offset):
+    """x * inverse * (offset + weight), rounded to x's dtype, as fp32."""
     values = x.to(tl.float32) * inverse * (offset + weight.to(tl.float32))
     return values.to(x.dtype).to(tl.float32)
 
 
 @triton.jit
-def _turned(
-    x, weight, cos, sin, eps, offset, D: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr
-):
-    """One head of q or k [BLOCK], normed and rotated; cos and sin point to its position's line.
+def _turn(
+    x, out, live, weight, cos, sin, eps, offset,
+    D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Heads of q or k, normed and rotated: x and out point to them, live [HEADS, 1] says which are
+    there; cos and sin point to the position's line.
 
-    A lane computes its pair's normed value again rather than ask another lane for it.
+    Both numbers of a pair are loaded once more, from L1, so that one thread holds them.
     """
-    lanes = tl.arange(0, BLOCK)
-    live, turns, low = lanes < D, lanes < 2 * HALF, lanes < HALF
-    pairs, angles = tl.where(low, lanes + HALF, lanes - HALF), tl.where(low, lanes, lanes - HALF)
-    mine = tl.load(x + lanes, mask=live, other=0.0)
+    lanes, pairs = spread(HEADS, BLOCK), spread(HEADS, PAIRS)
+    own, turns = live & (lanes < D), live & (pairs < HALF)
+    mine = tl.load(x + lanes, mask=own, other=0.0)
+    a = tl.load(x + pairs, mask=turns, other=0.0)
+    b = tl.load(x + HALF + pairs, mask=turns, other=0.0)
+    c = tl.load(cos + pairs, mask=turns, other=1.0)
+    s = tl.load(sin + pairs, mask=turns, other=0.0)
+    a_weight = tl.load(weight + pairs, mask=turns, other=0.0)
+    b_weight = tl.load(weight + HALF + pairs, mask=turns, other=0.0)
     wide = mine.to(tl.float32)
-    inverse = inverse_rms(wide, eps, D)
-    mine = _scaled(mine, inverse, tl.load(weight + lanes, mask=live, other=0.0), offset)
-    pair = tl.load(x + pairs, mask=turns, other=0.0)
-    pair = _scaled(pair, inverse, tl.load(weight + pairs, mask=turns, other=0.0), offset)
-    c = tl.load(cos + angles, mask=turns, other=1.0)
-    s = tl.load(sin + angles, mask=turns, other=0.0)
-    return tl.where(turns, mine * c + tl.where(low, -pair, pair) * s, mine)
+    inverse = inverse_rms(row_sums(wide * wide), eps, D)[:, None]
+    if D > 2 * HALF:
+        scale = tl.load(weight + lanes, mask=own, other=0.0)
+        passed = _normed(mine, inverse, scale, offset).to(out.dtype.element_ty)
+        tl.store(out + lanes, passed, mask=own & (lanes >= 2 * HALF))
+    a, b = _normed(a, inverse, a_weight, offset), _normed(b, inverse, b_weight, offset)
+    tl.store(out + pairs, (a * c - b * s).to(out.dtype.element_ty), mask=turns)
+    tl.store(out + HALF + pairs, (b * c + a * s).to(out.dtype.element_ty), mask=turns)
 
 
 @triton.jit(
-    do_not_specialize=[
-        "stride", "page_size", "k_page", "k_token", "k_head", "v_page", "v_token", "v_head",
-        "eps", "offset",
-    ],
-    do_not_specialize_on_alignment=[
-        "qkv", "q_weight", "k_weight", "cos", "sin", "positions", "slot_mapping", "k_cache",
-        "v_cache", "q",
-    ],
-)  # fmt: skip
+    do_not_specialize=["page_size", "eps", "offset"],
+    do_not_specialize_on_alignment=["positions", "slot_mapping"],
+)
 def _rope_and_cache_kernel(
     qkv, q_weight, k_weight, cos, sin, positions, slot_mapping, k_cache, v_cache, q,
     stride, page_size, k_page, k_token, k_head, v_page, v_token, v_head, eps, offset,
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, GATED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: of q where head < H, then HKV of k, then HKV of v."""
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    lanes = tl.arange(0, BLOCK)
+    """HEADS heads of one token: of q in its first programs, of k and v in the rest."""
+    Q: tl.constexpr = (H + HEADS - 1) // HEADS
+    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     line = tl.load(positions + token) * HALF
-    slot = tl.load(slot_mapping + token)
-    page, place = slot // page_size, slot % page_size
-    qkv += token * stride
-    keys = qkv + H * (1 + GATED) * D
     cos += line
     sin += line
-    if head < H:
-        x = qkv + head * (1 + GATED) * D
-        turned = _turned(x, q_weight, cos, sin, eps, offset, D, HALF, BLOCK)
-        q += (token * H + head) * D
-        tl.store(q + lanes, turned.to(q.dtype.element_ty), mask=lanes < D)
-    elif head < H + HKV:
-        x = keys + (head - H) * D
-        turned = _turned(x, k_weight, cos, sin, eps, offset, D, HALF, BLOCK)
-        k_cache += page * k_page + place * k_token + (head - H) * k_head
-        tl.store(k_cache + lanes, turned.to(k_cache.dtype.element_ty), mask=lanes < D)
+    head = tl.arange(0, HEADS)[:, None]
+    qkv += token * stride
+    if group < Q:
+        head += group * HEADS
+        x, out = qkv + head * ((1 + GATED) * D), q + (token * H + head) * D
+        _turn(x, out, head < H, q_weight, cos, sin, eps, offset, D, HALF, HEADS, BLOCK, PAIRS)
     else:
-        v = tl.load(keys + (head - H) * D + lanes, mask=lanes < D, other=0.0)
-        v_cache += page * v_page + place * v_token + (head - H - HKV) * v_head
-        tl.store(v_cache + lanes, v, mask=lanes < D)
+        head += (group - Q) * HEADS
+        lanes, live = tl.arange(0, BLOCK)[None], head < HKV
+        keys = qkv + (H * (1 + GATED) + head) * D
+        v = tl.load(keys + HKV * D + lanes, mask=live & (lanes < D), other=0.0)
+        slot = tl.load(slot_mapping + token).to(tl.int32)  # a division of 64 bits is a call
+        page, place = (slot // page_size).to(tl.int64), slot % page_size
+        out = k_cache + (page * k_page + place * k_token) + head * k_head
+        _turn(keys, out, live, k_weight, cos, sin, eps, offset, D, HALF, HEADS, BLOCK, PAIRS)
+        out = v_cache + (page * v_page + place * v_token) + head * v_head
+        tl.store(out + lanes, v, mask=live & (lanes < D))
 
 
 def _supports(**traits: Any) -> str | None:
@@ -113,11 +117,13 @@ def rope_and_cache_triton(
     (tokens, width), (_, page_size, kv_heads, dim) = qkv.shape, k_cache.shape
     heads = (width // dim - 2 * kv_heads) // (1 + gated)
     q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
+    together = max(1, TILE // triton.next_power_of_2(dim))
+    groups = triton.cdiv(heads, together) + triton.cdiv(kv_heads, together)
     if tokens:
-        _rope_and_cache_kernel[(tokens, heads + 2 * kv_heads)](
+        _rope_and_cache_kernel[(tokens, groups)](
             qkv, q_weight, k_weight, cos, sin, positions, slot_mapping, k_cache, v_cache, q,
             qkv.stride(0), page_size, *k_cache.stride()[:3], *v_cache.stride()[:3], eps, offset,
-            H=heads, HKV=kv_heads, HALF=cos.shape[1], GATED=int(gated),
-            **row_layout(dim),
+            H=heads, HKV=kv_heads, HALF=cos.shape[1], GATED=int(gated), HEADS=together,
+            PAIRS=triton.next_power_of_2(cos.shape[1]), **row_layout(dim, together),
         )  # fmt: skip
     return q
