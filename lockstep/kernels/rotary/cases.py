@@ -13,6 +13,7 @@ LAYERS = (
     (0, 2, 1, 16, 4, True, 1.0),
     (6, 16, 2, 256, 64, True, 1.0),
     (3, 8, 2, 128, 128, False, 0.0),
+    (5, 0, 2, 32, 8, True, 1.0),
 )
 """(tokens, heads, KV heads, head dim, rotary width, gated, offset); the last token is null."""
 PAGES, PAGE_SIZE, POSITIONS = 12, 16, 500
