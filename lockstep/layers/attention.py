@@ -46,10 +46,13 @@ class Attention(nn.Module):
         self.rope = build.op(rope_and_cache, head_dim=head_dim)
         self.attend = build.op(paged_attention, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
 
-    def keep(self, x: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """Writes the keys and values of x [T, H] -> its projections [T, N], queries [T, H, D]."""
-        qkv = self.qkv(x)
-        return qkv, self.rope(
+    def keep(self, x: Tensor, step: Step) -> None:
+        """Writes the keys and values of x [T, H] and makes nothing else. For drafters."""
+        self._place(self.qkv.from_part(1, x), step)
+
+    def _place(self, qkv: Tensor, step: Step) -> Tensor:
+        """Projections [T, N] -> their queries [T, H, D]; their keys and values are written."""
+        return self.rope(
             qkv,
             self.q_norm.weight,
             self.k_norm.weight,
@@ -65,7 +68,8 @@ class Attention(nn.Module):
         )
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        qkv, q = self.keep(x, step)
+        qkv = self.qkv(x)
+        q = self._place(qkv, step)
         mixed = self.attend(
             q,
             self.k_cache,

@@ -32,6 +32,12 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x, self.weight, self.segments, self.partial)
 
+    def from_part(self, index: int, x: Tensor) -> Tensor:
+        """The outputs of the index-th of the fused weights and those behind it, which alone are
+        read. For drafters: what serves a weight exactly need not serve a part of it so."""
+        weight = self.weight[sum(self.outputs[:index]) :]
+        return self.linear(x, weight, self.segments, self.partial)
+
 
 class ResidualLinear(Linear):
     """x [T, K] -> what AddRMSNorm adds to the residual: [T, N], or partials [P, T, N] of it."""

@@ -30,7 +30,7 @@ class Drafter(Protocol):
     def propose(
         self, step: Step, hidden: Tensor, taps: tuple[Tensor, ...], verdict: Verdict
     ) -> None:
-        """Called at the end of every step, the table already advanced."""
+        """Called at the end of every step: the table is advanced, its rows have no drafts."""
         ...
 
 

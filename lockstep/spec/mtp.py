@@ -27,10 +27,9 @@ class MTPDrafter:
     def propose(
         self, step: Step, hidden: Tensor, taps: tuple[Tensor, ...], verdict: Verdict
     ) -> None:
-        """Writes drafts for each row. Sampled rows draft with the noise of the position itself."""
+        """Writes as many drafts per row as the step asks for. Sampled rows draft with the noise of
+        the position itself."""
         c, rows, count = self.context, step.row_ids, step.shape.drafts
-        if count < c.drafts.shape[1]:
-            c.drafts[:, count:].index_fill_(0, rows, -1)
         where = (step.token_rows, step.positions, step.cu_seqlens)
         window = verdict.tokens.shape[1]
         tokens, last, at = self.follow(c.tokens, rows, *where, verdict.accepted, window)

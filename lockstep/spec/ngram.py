@@ -21,8 +21,9 @@ class NgramDrafter:
         """Writes as many drafts per row as the step asks for: the tokens after the latest earlier
         match, else -1."""
         c = self.context
+        drafts = c.drafts[:, : step.shape.drafts]
         lengths = (c.config.prompt_lookup_min, c.config.prompt_lookup_max)
-        self.lookup(c.tokens, c.computed, c.drafts, step.row_ids, step.shape.drafts, *lengths)
+        self.lookup(c.tokens, c.computed, drafts, step.row_ids, *lengths)
 
 
 def create(context: DraftContext) -> NgramDrafter:

@@ -35,17 +35,16 @@ class ToldDrafter:
         self, step: Step, hidden: Tensor, taps: tuple[Tensor, ...], verdict: Verdict
     ) -> None:
         """Writes as many drafts as the step asks for, per row that begins like a text, else -1."""
-        c, rows = self.context, step.row_ids
+        c, rows, count = self.context, step.row_ids, step.shape.drafts
         tokens, known = c.tokens[rows], c.computed[rows].long() + 1
         behind = self.where >= known[:, None]
         same = ((tokens[:, None] == self.texts) | behind[:, None]).all(-1)
-        place = known[:, None] + self.ahead
+        place = known[:, None] + self.ahead[:count]
         text = self.texts[same.int().argmax(1)]
         right = text.gather(1, place.clamp_max(text.shape[1] - 1))
         real = same.any(1, keepdim=True) & (right >= 0) & (known[:, None] % NONE_EVERY > 0)
-        real &= self.ahead < step.shape.drafts
         drafts = torch.where(place % WRONG_EVERY == 0, (right - 1).abs(), right)
-        c.drafts[rows] = torch.where(real, drafts, -1)
+        c.drafts[rows, :count] = torch.where(real, drafts, -1)
 
 
 def create(context: DraftContext) -> ToldDrafter:

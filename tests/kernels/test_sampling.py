@@ -11,6 +11,7 @@ import torch
 
 from lockstep.kernels.sampling import FILTERS, NOISE, SamplingState, sample
 from lockstep.kernels.sampling.cases import batch
+from tests.kernels.canaries import Canaries
 from tests.kernels.faces import Face, faces, same_bits
 
 FACES, SLOW_FACES = faces()[1:], faces(pytest.mark.slow)[1:]
@@ -61,14 +62,15 @@ def test_filters_find_what_the_reference_finds(face, vocab, slope):
 
 @pytest.mark.parametrize("face", SLOW_FACES)
 def test_tiles_are_free(face, monkeypatch):
-    """Small tiles send every filter over the whole line; spans cut lines elsewhere."""
+    """Small tiles send every filter over whole lines, two at a time; spans cut them elsewhere."""
     found = set()
     for slope in (0.5, 2.0):
         arguments = filtering(4000, slope)
         expected = ORACLE.run(sample, arguments)
-        for tile, span, block in ((128, 4096, 1024), (4, 1024, 512)):
+        for tile, span, block, whole in ((128, 4096, 1024, 32), (4, 1024, 512, 2)):
             module = sample.backends["triton"][0].__module__
-            for name, value in (("TILE", tile), ("SPAN", span), ("BLOCK", block)):
+            sizes = dict(TILE=tile, SPAN=span, BLOCK=block, WHOLE=whole)
+            for name, value in sizes.items():
                 monkeypatch.setattr(f"{module}.{name}", value)
             assert same_bits(face.run(sample, arguments), expected), (slope, tile)
         found |= set(expected.flatten().tolist())
@@ -101,3 +103,19 @@ def test_ties_go_to_the_smaller_id_and_nothing_leaves_the_vocabulary(face, flags
     tied[:, :, [19999, 8191, 8192, 700]] = 2.0
     if not flags:
         assert (face.run(sample, arguments) == 700).all()
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("shown", [0, 90])
+def test_no_buffer_is_overrun_by_logits_that_are_not_numbers(face, shown):
+    """More groups of NaN than a tile holds, which no key may call the highest."""
+    arguments = filtering(5000, 1.0)
+    for name in ("positions", "drafts", "row_ids"):
+        arguments[name] = arguments[name][3:5].contiguous()
+    logits = arguments["logits"][3:5].clone()
+    logits[..., shown:] = torch.nan
+    arguments, canaries = face.place(dict(arguments, logits=logits)), Canaries()
+    with canaries:
+        tokens = face.run(sample, arguments)
+    assert not canaries.broken()
+    assert ((tokens >= 0) & (tokens < max(shown, 1))).all()

@@ -66,11 +66,12 @@ def test_rows_are_committed_as_in_plain_python(face, width):
                 assert int(table.computed[row]) == want["computed"]
                 assert int(table.pending[row]) == want["pending"]
                 assert table.tokens[row].tolist() == want["tokens"]
+                assert (table.drafts[row] == -1).all()
                 assert some["counts"][row].tolist() == want["counts"]
                 seen.add(want["accepted"])
             others = sorted(set(range(13)) - {int(batch["row_ids"][s]) for s in picks} - {0})
             assert torch.equal(some["counts"][others].cpu(), batch["counts"][others])
-            for name in ("tokens", "computed", "pending"):
+            for name in ("tokens", "computed", "pending", "drafts"):
                 assert torch.equal(getattr(table, name)[others].cpu(), before[name][others])
     assert seen == set(range(width))
 
@@ -141,3 +142,18 @@ def test_padding_draws_every_row_to_the_same_drafts(face):
     expected = table.drafts.clone()
     expected[3, 1], expected[1, 1], expected[0, 1] = 5, 6, 7
     assert torch.equal(some["drafts"].cpu(), expected)
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_lookup_fills_the_columns_it_is_given(face, count):
+    """The first columns of wider lines: all of them, and nothing else."""
+    table = face.place(lines(Draw(3), 4, 5, 60, 2))
+    rows, before = torch.tensor([4, 2, 0], device=face.device), table.drafts.clone()
+    some = dict(history=table.tokens, computed=table.computed, row_ids=rows, least=1, most=3)
+    face.run(lookup, some | dict(drafts=table.drafts[:, :count]))
+    assert torch.equal(table.drafts[:, count:], before[:, count:])
+    assert torch.equal(table.drafts[[1, 3]], before[[1, 3]])
+    whole = torch.full_like(before, 7)
+    face.run(lookup, some | dict(drafts=whole))
+    assert torch.equal(table.drafts[rows, :count], whole[rows, :count])

@@ -67,3 +67,13 @@ def test_a_cpu_has_nothing_to_probe(asked: list[tuple[int, int, bool]]) -> None:
     probe(build, layer, (96,))
     assert asked == [] and build.choices[0].backend == "reference"
     assert build.choices[0].size == "16x8"
+
+
+def test_a_part_of_a_drafters_weight_is_its_rows() -> None:
+    layer = Linear(Build("cpu", torch.float32, 1, 1, exact=False), 8, 16, 4, 6)
+    x = torch.randn(3, 8)
+    layer.weight.data.normal_()
+    layer.weight[:16] = torch.nan
+    found, whole = layer.from_part(1, x), layer(x)
+    assert found.shape == (3, 10)
+    torch.testing.assert_close(found, whole[:, 16:])

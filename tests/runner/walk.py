@@ -224,6 +224,7 @@ class Walk:
         """Writes the step's tokens where it says, then commits; null rows may accept anything."""
         self.written.view(-1)[step.slot_mapping] = step.token_ids
         verdict = self.table.advance(step, torch.tensor(tokens))
+        assert (self.table.drafts[step.row_ids] == -1).all(), "a drafter finds none"
         assert verdict.accepted[: len(accepted)].tolist() == accepted
         for line, emitted, count, drafts in zip(
             verdict.results.tolist(), tokens, accepted, step.drafts.tolist(), strict=False

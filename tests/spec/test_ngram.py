@@ -52,7 +52,7 @@ def test_equals_a_plain_lookup() -> None:
             known = history[row][: computed[row] + 1]
             least, most = config.prompt_lookup_min, config.prompt_lookup_max
             expected = lookup(known, least, most, asked) if asked else []
-            expected += [-1] * (config.num_speculative_tokens - asked)
-            assert drafts[row].tolist() == expected
+            assert drafts[row, :asked].tolist() == expected
+            assert (drafts[row, asked:] == 7).all(), "the step did not ask for these"
             seen.add(sum(d >= 0 for d in expected))
     assert {0, 1, 7} <= seen

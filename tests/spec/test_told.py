@@ -36,4 +36,8 @@ def test_drafts_what_comes_next() -> None:
         assert proposed(known) == ([-1] * 3 if known % NONE_EVERY == 0 else expected), known
     for count in range(3):
         Step.shape = StepShape.uniform(3, count + 1)
-        assert proposed(12) == [text[i] for i in range(12, 12 + count)] + [-1] * (3 - count)
+        computed.fill_(11)
+        drafts.fill_(7)
+        drafter.propose(Step(), tokens, (), None)  # type: ignore[arg-type]
+        wanted = [text[i] for i in range(12, 12 + count)] + [7] * (3 - count)
+        assert drafts[1].tolist() == wanted, "what the step did not ask for is not the drafter's"

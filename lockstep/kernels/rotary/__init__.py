@@ -1,7 +1,7 @@
 """rope_and_cache: from an attention layer's fused projection to its queries and its cache.
 
 A projection's row holds, head by head, D of q (then D of that head's output gate, where `gated`),
-then all k, then all v. H heads, HKV key and value heads.
+then all k, then all v. H heads, 0 where keys and values alone are wanted; HKV key and value heads.
 """
 
 import torch
@@ -48,8 +48,9 @@ def rope_and_cache(
 def _parts(qkv: Tensor, kv_heads: int, dim: int, gated: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Views of a projection: q [T, H, D], k and v [T, HKV, D]."""
     width = kv_heads * dim
-    q, k, v = qkv.split([qkv.shape[1] - 2 * width, width, width], dim=-1)
-    q = q.unflatten(-1, (-1, (1 + gated) * dim))[..., :dim]
+    rest = qkv.shape[1] - 2 * width
+    q, k, v = qkv.split([rest, width, width], dim=-1)
+    q = q.unflatten(-1, (rest // ((1 + gated) * dim), (1 + gated) * dim))[..., :dim]
     return q, k.unflatten(-1, (kv_heads, dim)), v.unflatten(-1, (kv_heads, dim))
 
 

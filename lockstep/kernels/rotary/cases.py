@@ -14,6 +14,7 @@ LAYERS = (
     (6, 16, 2, 256, 64, True, 1.0),
     (3, 8, 2, 128, 128, False, 0.0),
     (2, 5, 3, 256, 64, False, 1.0),
+    (5, 0, 2, 32, 8, True, 1.0),
 )
 """(tokens, heads, KV heads, head dim, rotary width, gated, offset); the last token is null."""
 PAGES, PAGE_SIZE, POSITIONS = 12, 16, 500

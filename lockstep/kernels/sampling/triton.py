@@ -1,8 +1,9 @@
 """sample in Triton: score, then choose; no sort, no host read, one line per position.
 
 A position's flags are read on the device. Rows without flags go straight from their logits to the
-argmax in one pass; only rows that filter leave their scores in memory (triton_filter.py). The
-largest of a line is the same however the line is cut.
+argmax in one pass; of rows that filter the first pass finds where large scores lie, and what they
+leave is chosen from those (triton_filter.py). Lines that this cannot tell are read as a whole, a
+few at a time. The largest of a line is the same however the line is cut.
 """
 
 from typing import Any
@@ -13,123 +14,36 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.sampling import (
-    BAD_WORDS,
-    BIAS,
-    FILTERS,
-    MIN_TOKENS,
-    NOISE,
-    PENALTIES,
-    SamplingState,
-    sample,
-)
+from lockstep.kernels.sampling import FILTERS, NOISE, SamplingState, sample
 from lockstep.kernels.sampling.triton_filter import (
     GROUP,
     HIGHEST,
     TILE,
     best_of,
     better_of,
-    filtered,
     key_of,
+    line_left,
+    tile_left,
+)
+from lockstep.kernels.sampling.triton_score import (
+    Batch,
+    Line,
+    Parameters,
+    noise_at,
+    scores_at,
 )
 
-SPAN, BLOCK, LINE_BLOCK, GRAIN, MANY, MOST = 8192, 2048, 16384, 8, 16, 1 << 20
-"""Logits of a program in a batch of MANY lines, and in a smaller one; scores that are read at once;
-logits that lie in one lane; the largest vocabulary."""
-USES_BIAS, USES_PENALTIES = tl.constexpr(BIAS), tl.constexpr(PENALTIES)
-USES_MIN_TOKENS, USES_BAD_WORDS = tl.constexpr(MIN_TOKENS), tl.constexpr(BAD_WORDS)
+SPAN, BLOCK, LINE_BLOCK, GRAIN, MANY, WHOLE, MOST = 8192, 2048, 16384, 8, 16, 64, 1 << 20
+"""Logits of a program in a batch of MANY lines, and in a smaller one; scores of a line that are
+read at once; logits that lie in one lane; lines whose scores are in memory at once; the largest
+vocabulary."""
 USES_FILTERS, USES_NOISE = tl.constexpr(FILTERS), tl.constexpr(NOISE)
 
 
 @triton.jit
-def _ban_words(
-    x, ids, position, line, words, W: tl.constexpr, L: tl.constexpr, LANES: tl.constexpr
-):
-    """-inf for the last token of each word whose other tokens stand in front of position."""
-    lane = tl.arange(0, LANES)
-    for i in range(W):
-        last = tl.load(words + i * L + L - 1)
-        back = position - (L - 1) + lane
-        prefix = tl.load(words + i * L + lane, mask=lane < L - 1, other=-1)
-        used = prefix >= 0
-        seen = tl.load(line + tl.maximum(back, 0), mask=lane < L - 1, other=-1)
-        count = tl.sum(used.to(tl.int64), 0)
-        wrong = tl.sum((used & (seen != prefix)).to(tl.int64), 0)
-        if (last >= 0) & (wrong == 0) & (position >= count):
-            x = tl.where(ids == last, float("-inf"), x)
-    return x
-
-
-@triton.jit
-def _token(kept, places, live):
-    """The tokens at these places of a line of logits; kept: None, or the token of each place."""
-    if kept is not None:
-        places = tl.load(kept + places, mask=live, other=0).to(tl.int32)
-    return places
-
-
-@triton.jit
-def _penalised(x, n, seen, repetition, frequency, presence):
-    """n tokens generated; seen: generated or in the prompt."""
-    repeated = tl.where(x > 0, tl.div_rn(x, tl.zeros_like(x) + repetition), x * repetition)
-    x = tl.where(seen, repeated, x)
-    x = x - frequency * n.to(tl.float32)
-    return x - tl.where(n > 0, presence, 0.0)
-
-
-@triton.jit
-def _processed(
-    x, ids, live, at, row, use, positions, drafts, history, temperature, repetition, presence,
-    frequency, bias, counts, in_prompt, min_position, stop_ids, bad_words, queries, length, tokens,
-    STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """A block of a line's logits -> its scores, before filters and noise."""
-    line, position = row * tokens + ids, tl.load(positions + at)
-    if use & USES_BIAS:
-        x += tl.load(bias + line, mask=live, other=0.0)
-    if use & USES_BAD_WORDS:
-        words = bad_words + row * W * L
-        x = _ban_words(x, ids, position, history + row * length, words, W, L, LANES)
-    if use & USES_MIN_TOKENS:
-        if position < tl.load(min_position + row):
-            for i in range(STOPS):
-                stop = tl.load(stop_ids + row * STOPS + i)
-                x = tl.where(ids == stop, float("-inf"), x)
-    if use & USES_PENALTIES:
-        n = tl.load(counts + line, mask=live, other=0)
-        for i in range((at % queries).to(tl.int32)):
-            draft = tl.load(drafts + at // queries * (queries - 1) + i)
-            n += (ids == draft).to(tl.int32)
-        seen = (n > 0) | (tl.load(in_prompt + line, mask=live, other=0) != 0)
-        x = _penalised(
-            x, n, seen, tl.load(repetition + row), tl.load(frequency + row),
-            tl.load(presence + row),
-        )  # fmt: skip
-    if use & USES_NOISE:
-        x = tl.div_rn(x, tl.zeros_like(x) + tl.load(temperature + row))
-    return x
-
-
-@triton.jit
-def _mix(x):
-    """murmur3's fmix32 on uint32."""
-    x = x ^ (x >> 16)
-    x = x * 0x85EBCA6B
-    x = x ^ (x >> 13)
-    x = x * 0xC2B2AE35
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _gumbel(seed, position, ids):
-    """The noise of lockstep.kernels.sampling.gumbel at ids."""
-    zero = tl.zeros_like(ids).to(tl.uint32)
-    key = _mix((zero + seed.to(tl.uint32)) ^ 0x9E3779B9)
-    key = _mix(key ^ (seed >> 32).to(tl.uint32))
-    key = _mix(key ^ position.to(tl.uint32))
-    bits = _mix(_mix(key ^ ids.to(tl.uint32)) ^ key) >> 9
-    uniform = (bits.to(tl.float32) + 0.5) * (1.0 / 8388608.0)
-    return -tl.log(-tl.log(uniform))
+def _filters(use):
+    """Whether a row with these flags filters: nothing is filtered where nothing is drawn."""
+    return (use & (USES_FILTERS | USES_NOISE)) == (USES_FILTERS | USES_NOISE)
 
 
 @triton.jit
@@ -142,56 +56,58 @@ def _plain_best(logits, begin, VOCAB: tl.constexpr, SPAN: tl.constexpr, GRAIN: t
     return best_of(best, begin + GRAIN * tl.arange(0, SPAN // GRAIN))
 
 
-@triton.jit(do_not_specialize=["queries", "length", "tokens"])
-def _score_kernel(
-    logits, positions, drafts, row_ids, history, scores, peaks, values, places, kept, flags, seeds,
-    temperature, repetition, presence, frequency, bias, counts, in_prompt, min_position, stop_ids,
-    bad_words, queries, length, tokens,
-    VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
-    LANES: tl.constexpr, SPAN: tl.constexpr, GRAIN: tl.constexpr, BLOCK: tl.constexpr,
+@triton.jit
+def _best_score(
+    line, begin, peaks, masses, VOCAB: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One line's SPAN logits: their best, or, for rows that filter, their scores and peaks."""
-    at, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, begin = tl.load(row_ids + at // queries), part * SPAN
-    use = tl.load(flags + row)
-    logits, scores = logits + at * VOCAB, scores + at * VOCAB
-    part += at * tl.num_programs(1)
-    if use == 0:
-        top, first = _plain_best(logits, begin, VOCAB, SPAN, GRAIN)
-        tl.store(values + part, top)
-        tl.store(places + part, first)
-        return
-    filters = (use & (USES_FILTERS | USES_NOISE)) == (USES_FILTERS | USES_NOISE)
+    """The best of SPAN scores and its spot, with noise; for rows that filter, their peaks too, and
+    each BLOCK's mass in front of its largest."""
     best = tl.full((BLOCK,), float("-inf"), tl.float32)
     best_spot = tl.zeros((BLOCK,), tl.int32) + begin
     for offset in range(begin, begin + SPAN, BLOCK):
         spot = offset + tl.arange(0, BLOCK)
         live = spot < VOCAB
-        ids = _token(kept, spot, live)
-        x = tl.load(logits + spot, mask=live, other=float("-inf")).to(tl.float32)
-        x = _processed(
-            x, ids, live, at, row, use, positions, drafts, history, temperature, repetition,
-            presence, frequency, bias, counts, in_prompt, min_position, stop_ids, bad_words,
-            queries, length, tokens, STOPS, W, L, LANES,
-        )  # fmt: skip
-        if filters:
-            tl.store(scores + spot, x, mask=live)
+        x = scores_at(line, spot, live)
+        if _filters(line.use):
             group = offset // GROUP + tl.arange(0, BLOCK // GROUP)
             peak = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), 1)
-            tl.store(peaks + at * tl.cdiv(VOCAB, GROUP) + group, peak, mask=group * GROUP < VOCAB)
-        elif use & USES_NOISE:
-            x += _gumbel(tl.load(seeds + row), tl.load(positions + at), ids)
+            tl.store(peaks + group, peak, mask=group * GROUP < VOCAB)
+            mass = tl.sum(tl.where(x > float("-inf"), tl.exp(x - tl.max(x, 0)), 0.0), 0)
+            tl.store(masses + offset // BLOCK, mass, mask=offset < VOCAB)
+        elif line.use & USES_NOISE:
+            x += noise_at(line, spot, live)
         best, best_spot = better_of(x, spot, best, best_spot)
-    top, first = best_of(best, best_spot)
+    return best_of(best, best_spot)
+
+
+@triton.jit(do_not_specialize=["queries", "length", "tokens"])
+def _score_kernel(
+    batch, state, peaks, masses, values, places, queries, length, tokens,
+    VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
+    WORD_LANES: tl.constexpr, SPAN: tl.constexpr, GRAIN: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """One line's SPAN logits: their best, or, for rows that filter, their peaks and masses."""
+    at, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, begin = tl.load(batch.row_ids + at // queries), part * SPAN
+    use = tl.load(state.flags + row)
+    if use == 0:
+        top, first = _plain_best(batch.logits + at * VOCAB, begin, VOCAB, SPAN, GRAIN)
+    else:
+        top, first = _best_score(
+            Line(
+                batch, state, at, row, use, queries, length, tokens, VOCAB, STOPS, W, L, WORD_LANES
+            ),
+            begin, peaks + at * GROUPS, masses + at * BLOCKS, VOCAB, SPAN, BLOCK, GROUP,
+        )  # fmt: skip
+    part += at * tl.num_programs(1)
     tl.store(values + part, top)
     tl.store(places + part, first)
 
 
 @triton.jit
-def _pick(
-    scores, spots, threshold, last, seed, position, kept, size, BLOCK: tl.constexpr,
-):  # fmt: skip
+def _pick(scores, spots, line, threshold, last, size, BLOCK: tl.constexpr):
     """The best of what the filters left of `size` scores, with noise; spots: None, or where in the
     line each stands."""
     best, best_spot = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.int32)
@@ -201,49 +117,104 @@ def _pick(
         if spots is not None:
             spot = tl.load(spots + place, mask=live, other=0)
         x = tl.load(scores + place, mask=live, other=float("-inf"))
-        key, noise = key_of(x), _gumbel(seed, position, _token(kept, spot, live))
+        key, noise = key_of(x), noise_at(line, spot, live)
         left = live & ((key > threshold) | ((key == threshold) & (place <= last)))
         x = tl.where(left, x + noise, float("-inf"))
         best, best_spot = better_of(x, spot, best, best_spot)
     return best_of(best, best_spot)[1]
 
 
-@triton.jit(do_not_specialize=["queries"])
-def _choose_kernel(
-    logits, scores, peaks, groups, tile, spots, values, places, positions, row_ids, kept, out,
-    flags, seeds, min_p, top_k, top_p, queries,
-    VOCAB: tl.constexpr, PARTS: tl.constexpr, PART_LANES: tl.constexpr, GRAIN: tl.constexpr,
-    GROUPS: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
+@triton.jit
+def _best_left(
+    line, peaks, masses, groups, tile, spots,
+    VOCAB: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK_LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One line: the best of its parts; or, for rows that filter, of the tokens that are left."""
+    """The spot of the best that the filters leave, with noise; -1 where the tile cannot tell."""
+    holds, threshold, last = tile_left(
+        line, peaks, masses, groups, tile, spots,
+        VOCAB, GROUPS, LANES, BLOCKS, BLOCK_LANES, GROUP, TILE,
+    )  # fmt: skip
+    chosen = tl.full((), -1, tl.int32)
+    if holds:
+        chosen = _pick(tile, spots, line, threshold, last, TILE * GROUP, TILE * GROUP)
+    return chosen
+
+
+@triton.jit(do_not_specialize=["queries", "length", "tokens"])
+def _choose_kernel(
+    batch, state, peaks, masses, values, places, groups, tile, spots, out,
+    queries, length, tokens,
+    VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
+    WORD_LANES: tl.constexpr, PARTS: tl.constexpr, PART_LANES: tl.constexpr, GRAIN: tl.constexpr,
+    GROUPS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_LANES: tl.constexpr,
+    GROUP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One line: the best of its parts; or, for rows that filter, of the tokens that are left in the
+    tile, -1 where it does not hold them all."""
     at, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, PART_LANES)
-    row = tl.load(row_ids + at // queries)
-    use = tl.load(flags + row)
+    row = tl.load(batch.row_ids + at // queries)
+    use = tl.load(state.flags + row)
     value = tl.load(values + at * PARTS + lanes, mask=lanes < PARTS, other=float("-inf"))
     place = tl.load(places + at * PARTS + lanes, mask=lanes < PARTS, other=HIGHEST)
     top, chosen = best_of(value, place)
     if use == 0:
         spot = chosen + tl.arange(0, GRAIN)
-        x = tl.load(logits + at * VOCAB + spot, mask=spot < VOCAB, other=float("-inf"))
+        x = tl.load(batch.logits + at * VOCAB + spot, mask=spot < VOCAB, other=float("-inf"))
         first = tl.min(tl.where(x.to(tl.float32) == top, spot, HIGHEST), 0)
         chosen = tl.where(first < VOCAB, first, chosen)
-    if (use & (USES_FILTERS | USES_NOISE)) == (USES_FILTERS | USES_NOISE):
+    if _filters(use):
         SIZE: tl.constexpr = TILE * GROUP
-        scores, tile, spots = scores + at * VOCAB, tile + at * SIZE, spots + at * SIZE
-        least, k, p = tl.load(min_p + row), tl.load(top_k + row), tl.load(top_p + row)
-        in_tile, threshold, last = filtered(
-            scores, peaks + at * GROUPS, groups + at * TILE, tile, spots, least, k, p,
-            VOCAB, GROUPS, LANES, GROUP, TILE, BLOCK,
+        chosen = _best_left(
+            Line(
+                batch, state, at, row, use, queries, length, tokens, VOCAB, STOPS, W, L, WORD_LANES
+            ),
+            peaks + at * GROUPS, masses + at * BLOCKS, groups + at * TILE, tile + at * SIZE,
+            spots + at * SIZE, VOCAB, GROUPS, LANES, BLOCKS, BLOCK_LANES, GROUP, TILE,
         )  # fmt: skip
-        seed, position = tl.load(seeds + row), tl.load(positions + at)
-        if in_tile:
-            chosen = _pick(tile, spots, threshold, last, seed, position, kept, SIZE, SIZE)
-        else:
-            chosen = _pick(scores, None, threshold, last, seed, position, kept, VOCAB, BLOCK)
-    if kept is not None:
-        chosen = tl.load(kept + chosen)
+    if batch.kept is not None:
+        chosen = tl.where(chosen < 0, chosen, tl.load(batch.kept + tl.maximum(chosen, 0)))
     tl.store(out + at, chosen.to(tl.int64))
+
+
+@triton.jit
+def _best_of_line(line, scores, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """The spot of the best that the filters leave of a line whose scores are written down."""
+    SPAN: tl.constexpr = BLOCK // 2  # masks take registers that a filter uses for scores
+    best = tl.full((SPAN,), float("-inf"), tl.float32)
+    tl.debug_barrier()
+    for begin in range(0, VOCAB, SPAN):
+        spot = begin + tl.arange(0, SPAN)
+        x = scores_at(line, spot, spot < VOCAB)
+        tl.store(scores + spot, x, mask=spot < VOCAB)
+        best = tl.maximum(best, x)
+    tl.debug_barrier()
+    threshold, last = line_left(scores, tl.max(best, 0), line, VOCAB, BLOCK)
+    return _pick(scores, None, line, threshold, last, VOCAB, BLOCK)
+
+
+@triton.jit(do_not_specialize=["lines", "queries", "length", "tokens"])
+def _whole_kernel(
+    batch, state, scores, out, lines, queries, length, tokens,
+    VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
+    WORD_LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The lines that no tile could tell, one after the other in each program's own memory."""
+    own = tl.program_id(0).to(tl.int64)
+    for begin in range(0, lines, tl.num_programs(0)):
+        at = begin + own
+        if tl.load(out + at, mask=at < lines, other=0) < 0:
+            row = tl.load(batch.row_ids + at // queries)
+            chosen = _best_of_line(
+                Line(
+                    batch, state, at, row, tl.load(state.flags + row), queries, length, tokens,
+                    VOCAB, STOPS, W, L, WORD_LANES,
+                ),
+                scores + own * VOCAB, VOCAB, BLOCK,
+            )  # fmt: skip
+            if batch.kept is not None:
+                chosen = tl.load(batch.kept + chosen)
+            tl.store(out + at, chosen.to(tl.int64))
 
 
 def _supports(**traits: Any) -> str | None:
@@ -263,36 +234,40 @@ def sample_triton(
 ) -> Tensor:
     """See lockstep.kernels.sampling.sample. logits, positions and drafts are contiguous."""
     rows, queries, vocab = logits.shape
-    lines, groups = rows * queries, triton.cdiv(vocab, GROUP)
+    lines, groups, blocks = rows * queries, triton.cdiv(vocab, GROUP), triton.cdiv(vocab, BLOCK)
     span = SPAN if lines >= MANY else BLOCK
-    parts = triton.cdiv(vocab, span)
+    parts, power = triton.cdiv(vocab, span), triton.next_power_of_2
     out = row_ids.new_empty(rows, queries)
     if not lines:
         return out
 
-    def floats(size: int) -> Tensor:
-        return logits.new_empty(lines, size, dtype=torch.float32)
+    def floats(size: int, count: int = lines) -> Tensor:
+        return logits.new_empty(count, size, dtype=torch.float32)
 
     def ints(size: int) -> Tensor:
         return logits.new_empty(lines, size, dtype=torch.int32)
 
-    scores, peaks, values, places = floats(vocab), floats(groups), floats(parts), ints(parts)
-    words, word_length = state.bad_words.shape[1:]
+    batch = Batch(logits, positions, drafts, row_ids, history, ids)
+    parameters = Parameters(**vars(state))._replace(in_prompt=state.in_prompt.view(torch.uint8))
+    words, longest = state.bad_words.shape[1:]
+    numbers = (queries, history.shape[1], state.bias.shape[1])
+    common = dict(VOCAB=vocab, STOPS=state.stop_ids.shape[1], W=words, L=longest)
+    common |= dict(WORD_LANES=power(longest), enable_fp_fusion=False)
+    sizes = dict(BLOCKS=blocks, GROUPS=groups, GROUP=GROUP, GRAIN=GRAIN, **common)
+    found = (floats(groups), floats(blocks), floats(parts), ints(parts))
     _score_kernel[(lines, parts)](
-        logits, positions, drafts, row_ids, history, scores, peaks, values, places, ids,
-        state.flags, state.seed, state.temperature, state.repetition, state.presence,
-        state.frequency, state.bias, state.counts, state.in_prompt.view(torch.uint8),
-        state.min_position, state.stop_ids, state.bad_words, queries, history.shape[1],
-        state.bias.shape[1], VOCAB=vocab, STOPS=state.stop_ids.shape[1], W=words, L=word_length,
-        LANES=triton.next_power_of_2(word_length), SPAN=span, GRAIN=GRAIN, BLOCK=BLOCK,
-        GROUP=GROUP, num_warps=8, enable_fp_fusion=False,
-    )  # fmt: skip
+        batch, parameters, *found, *numbers, SPAN=span, BLOCK=BLOCK, num_warps=8, **sizes
+    )
     tile = (ints(TILE), floats(TILE * GROUP), ints(TILE * GROUP))
+    block_lanes = power(blocks)
     _choose_kernel[(lines,)](
-        logits, scores, peaks, *tile, values, places, positions, row_ids, ids, out, state.flags,
-        state.seed, state.min_p, state.top_k, state.top_p, queries, VOCAB=vocab, PARTS=parts,
-        PART_LANES=triton.next_power_of_2(parts), GRAIN=GRAIN, GROUPS=groups,
-        LANES=triton.next_power_of_2(groups), GROUP=GROUP, TILE=TILE,
-        BLOCK=min(LINE_BLOCK, triton.next_power_of_2(vocab)), num_warps=16, enable_fp_fusion=False,
+        batch, parameters, *found, *tile, out, *numbers, PARTS=parts, PART_LANES=power(parts),
+        LANES=block_lanes * BLOCK // GROUP, BLOCK_LANES=block_lanes, TILE=TILE, num_warps=16,
+        **sizes,
+    )  # fmt: skip
+    whole = min(lines, WHOLE)
+    _whole_kernel[(whole,)](
+        batch, parameters, floats(vocab, whole), out, lines, *numbers,
+        BLOCK=min(LINE_BLOCK, power(vocab)), num_warps=16, **common,
     )  # fmt: skip
     return out

@@ -4,14 +4,16 @@
 A line is cut into groups of GROUP tokens whose largest scores, the peaks, are known. The TILE
 groups of the highest peaks hold every token above the next peak: as a rule all that the filters can
 leave, so they are copied side by side and read instead of the line. Where they are not all, the
-line is read.
+line is read: its scores are written down first, a few lines at a time.
 Thresholds come from bisection over the ordered bits of a float. Counts are exact in any order; the
-one sum, top-p's mass, runs block by block in one layout over the tokens that are read, and which
-those are is a function of the line.
+one sum, top-p's mass, runs block by block in one layout over the tokens that are read, or over
+blocks of the line, and which of them is a function of the line.
 """
 
 import triton
 import triton.language as tl
+
+from lockstep.kernels.sampling.triton_score import scores_at
 
 LOWEST, HIGHEST = tl.constexpr(-(1 << 31)), tl.constexpr((1 << 31) - 1)
 NOTHING = tl.constexpr(-2139095041)
@@ -87,15 +89,16 @@ def _nth(scores, n, low, high, size, BLOCK: tl.constexpr):
 def _nucleus(scores, top, low, wanted, size, BLOCK: tl.constexpr):
     """Top-p: the smallest key from `low` up with less than the wanted mass above it, and the last
     place kept at that key, so that the mass is reached."""
-    high = key_of(top).to(tl.int64)
+    high, above = key_of(top).to(tl.int64), tl.full((), 0.0, tl.float32)
     while low < high:
         middle = (low + high) >> 1
-        enough = _mass(scores, top, middle + 1, size, BLOCK) >= wanted
+        mass = _mass(scores, top, middle + 1, size, BLOCK)
+        enough = mass >= wanted
         low, high = tl.where(enough, middle + 1, low), tl.where(enough, high, middle)
+        above = tl.where(enough, above, mass)
     threshold = low.to(tl.int32)
     value = (threshold ^ ((threshold >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-    missing = wanted - _mass(scores, top, low + 1, size, BLOCK)
-    ties = tl.maximum(tl.ceil(tl.div_rn(missing, tl.exp(value - top))), 1.0)
+    ties = tl.maximum(tl.ceil(tl.div_rn(wanted - above, tl.exp(value - top))), 1.0)
     first, last = tl.full((), 0, tl.int32), tl.full((), size - 1, tl.int32)
     while first < last:
         middle = (first + last) >> 1
@@ -117,10 +120,10 @@ def _bound(keys, n, highest):
 
 @triton.jit
 def _gather(
-    scores, inside, groups, tile, spots,
+    line, inside, groups, tile, spots,
     VOCAB: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Copies the groups of lanes inside, TILE at most, to the tile, in order."""
+    """Writes the scores of the groups of lanes inside, TILE at most, to the tile, in order."""
     order = tl.cumsum(inside.to(tl.int32), 0) - 1
     count = tl.sum(inside.to(tl.int32), 0)
     tl.store(groups + order, tl.arange(0, LANES), mask=inside)
@@ -130,47 +133,78 @@ def _gather(
     spot = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     live = (slot < count)[:, None] & (spot < VOCAB)
     place = slot[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    tl.store(tile + place, tl.load(scores + spot, mask=live, other=float("-inf")))
+    tl.store(tile + place, scores_at(line, spot, live))
     tl.store(spots + place, tl.where(live, spot, 0))
     tl.debug_barrier()
 
 
 @triton.jit
-def filtered(
-    scores, peaks, groups, tile, spots, least, k, p,
-    VOCAB: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, GROUP: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr,
+def _whole_mass(masses, peak, top, BLOCKS: tl.constexpr, LANES: tl.constexpr):
+    """The mass of a line by that of its blocks, each in front of its own largest score."""
+    lane = tl.arange(0, LANES)
+    peaks = tl.max(tl.reshape(peak, (LANES, peak.shape[0] // LANES)), 1)
+    mass = tl.load(masses + lane, mask=lane < BLOCKS, other=0.0)
+    return tl.sum(tl.where(mass > 0, mass * tl.exp(peaks - top), 0.0), 0)
+
+
+@triton.jit
+def _limits(line):
+    """min_p, top_k and top_p of a line's row."""
+    of, row = line.of, line.row
+    return tl.load(of.min_p + row), tl.load(of.top_k + row), tl.load(of.top_p + row)
+
+
+@triton.jit
+def _floor(top, least):
+    """The smallest key that min_p leaves."""
+    floor = tl.full((), LOWEST, tl.int64)
+    if least > 0:
+        floor = key_of(top + tl.log(least)).to(tl.int64)
+    return floor
+
+
+@triton.jit
+def tile_left(
+    line, peaks, masses, groups, tile, spots,
+    VOCAB: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr,
+    BLOCK_LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """min_p, then top_k, then top_p of a line -> whether the tile is to be read; the key from which
-    tokens may be picked; the last place kept at that key."""
+    """min_p, then top_k, then top_p of a line by its tile -> whether the tile holds all that they
+    leave; the key from which its tokens may be picked; the last place kept at that key."""
     SIZE: tl.constexpr = TILE * GROUP
+    least, k, p = _limits(line)
     lane = tl.arange(0, LANES)
     peak = tl.load(peaks + lane, mask=lane < GROUPS, other=float("-inf"))
     keys, top = key_of(peak), tl.max(peak, 0)
-    highest, floor = key_of(top).to(tl.int64), tl.full((), LOWEST, tl.int64)
-    if least > 0:
-        floor = key_of(top + tl.log(least)).to(tl.int64)
+    highest, floor = key_of(top).to(tl.int64), _floor(top, least)
     bound = tl.maximum(tl.maximum(_bound(keys, TILE, highest), floor), NOTHING + 1)
-    _gather(scores, keys >= bound.to(tl.int32), groups, tile, spots, VOCAB, LANES, GROUP, TILE)
-    has_all = (floor >= bound) | (bound == NOTHING + 1)
-    in_tile = has_all
+    _gather(line, keys >= bound.to(tl.int32), groups, tile, spots, VOCAB, LANES, GROUP, TILE)
+    holds = (floor >= bound) | (bound == NOTHING + 1)
     if (k > 0) & (k < VOCAB):
-        in_tile = has_all | (_count(tile, bound, SIZE, SIZE) >= k)
-        if in_tile:
+        holds = holds | (_count(tile, bound, SIZE, SIZE) >= k)
+        if holds:
             floor = tl.maximum(floor, _nth(tile, k, bound - 1, highest, SIZE, SIZE))
-        else:
-            floor = tl.maximum(floor, _nth(scores, k, floor, highest, VOCAB, BLOCK))
-        has_all = in_tile
+    threshold, last = floor.to(tl.int32), tl.full((), SIZE - 1, tl.int32)
+    if p < 1:
+        low, wanted = floor, p * _mass(tile, top, floor, SIZE, SIZE)
+        if (holds == 0) & (least <= 0) & ((k <= 0) | (k >= VOCAB)):
+            low, wanted = bound, p * _whole_mass(masses, peak, top, BLOCKS, BLOCK_LANES)
+            holds = _mass(tile, top, bound, SIZE, SIZE) >= wanted
+        if holds:
+            threshold, last = _nucleus(tile, top, low, wanted, SIZE, SIZE)
+    return holds, threshold, last
+
+
+@triton.jit
+def line_left(scores, top, line, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """The same by all of a line's scores, the largest of which is top -> key, last place."""
+    least, k, p = _limits(line)
+    floor = _floor(top, least)
+    if (k > 0) & (k < VOCAB):
+        highest = key_of(top).to(tl.int64)
+        floor = tl.maximum(floor, _nth(scores, k, floor, highest, VOCAB, BLOCK))
     threshold, last = floor.to(tl.int32), tl.full((), VOCAB - 1, tl.int32)
     if p < 1:
-        if has_all:
-            wanted = p * _mass(tile, top, floor, SIZE, SIZE)
-        else:
-            wanted = p * _mass(scores, top, floor, VOCAB, BLOCK)
-            in_tile = _mass(tile, top, bound, SIZE, SIZE) >= wanted
-        if in_tile:
-            low = tl.where(has_all, floor, bound)
-            threshold, last = _nucleus(tile, top, low, wanted, SIZE, SIZE)
-        else:
-            threshold, last = _nucleus(scores, top, floor, wanted, VOCAB, BLOCK)
-    return in_tile, threshold, last
+        wanted = p * _mass(scores, top, floor, VOCAB, BLOCK)
+        threshold, last = _nucleus(scores, top, floor, wanted, VOCAB, BLOCK)
+    return threshold, last

@@ -134,6 +134,7 @@ def advance_rows(
     prompt. A generated step wrote the state where `flush` or more were pending; else they stay so,
     and what it commits comes to that. Of the W tokens, written behind what was committed, the first
     1 + accepted count as generated. Rows that emit nothing, and the null row, keep their tokens.
+    No row of the step keeps a draft: what its drafter does not write from here on is none.
     """
     agreed = (drafts == tokens[:, :-1]).int()
     accepted = agreed.cumprod(1).sum(1, dtype=torch.int32)
@@ -144,6 +145,7 @@ def advance_rows(
         pending = torch.where(held < flush, held, 0).int() + accepted + 1
     lines.computed[row_ids] = torch.where(real, known, 0)
     lines.pending[row_ids] = torch.where(real, pending, 0)
+    lines.drafts[row_ids] = -1
     emits = (real & (seq_lens >= lines.prompt_len[row_ids]))[:, None]
     order = torch.arange(width, device=tokens.device)
     where = (seq_lens[:, None] - (width - 1) + order).clamp_max_(lines.tokens.shape[1] - 1)
@@ -226,13 +228,13 @@ def lookup(
     computed: Tensor,
     drafts: Tensor,
     row_ids: Tensor,
-    count: int,
     least: int,
     most: int,
 ) -> None:
-    """Writes drafts [R, K] int64 of the rows [S]: up to `count` tokens behind the latest earlier
-    occurrence of the longest n-gram, least <= n <= most, that ends the computed + 1 known ones of
-    history [R, L]; -1 where there are none (Saxena, prompt lookup decoding, 2023).
+    """Writes drafts [R, K] int64 of the rows [S]: the tokens behind the latest earlier occurrence
+    of the longest n-gram, least <= n <= most, that ends the computed + 1 known ones of history
+    [R, L]; -1 where there are none (Saxena, prompt lookup decoding, 2023). drafts may be the first
+    columns of wider lines.
     """
     tokens, known = history[row_ids], computed[row_ids].long() + 1
     begins = torch.arange(tokens.shape[1], device=tokens.device)
@@ -242,7 +244,7 @@ def lookup(
         behind = torch.where(found > 0, found, behind)
     order = torch.arange(drafts.shape[1], device=tokens.device)
     source = behind[:, None] + order
-    real = (behind[:, None] > 0) & (source < known[:, None]) & (order < count)
+    real = (behind[:, None] > 0) & (source < known[:, None])
     ahead = tokens.gather(1, source.clamp_max(tokens.shape[1] - 1))
     drafts[row_ids] = torch.where(real, ahead, -1)
 

@@ -171,9 +171,8 @@ def lookup_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
         arguments = dict(
             history=table.tokens,
             computed=table.computed,
-            drafts=table.drafts,
+            drafts=table.drafts[:, :count],
             row_ids=chosen,
-            count=count,
             least=least,
             most=most,
         )

@@ -127,10 +127,10 @@ def prepare_step_triton(
     return out
 
 
-@triton.jit(do_not_specialize=["length", "vocab", "flush"])
+@triton.jit(do_not_specialize=["length", "most_drafts", "vocab", "flush"])
 def _advance_kernel(
-    row_ids, tokens, drafts, seq_lens, held, history, prompt_len, computed, pending, counts,
-    accepted, results, length, vocab, flush,
+    row_ids, tokens, drafts, seq_lens, held, history, prompt_len, computed, pending, next_drafts,
+    counts, accepted, results, length, most_drafts, vocab, flush,
     PROMPT: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """One row. A token that is emitted twice is counted by both of its lanes, with one number."""
@@ -144,6 +144,9 @@ def _advance_kernel(
     left = agreed * 0 if PROMPT else tl.where(old < flush, old, 0) + agreed + 1
     tl.store(computed + row, tl.where(real, known + agreed, 0))
     tl.store(pending + row, tl.where(real, left, 0))
+    for begin in range(0, most_drafts, LANES):
+        column = begin + lane
+        tl.store(next_drafts + row * most_drafts + column, -1, mask=column < most_drafts)
     tl.store(accepted + s, agreed)
     results += s * (W + 2)
     tl.store(results + lane, token, mask=live)
@@ -176,8 +179,9 @@ def advance_rows_triton(
     accepted, results = seq_lens.new_empty(rows), tokens.new_empty(rows, width + 2)
     _advance_kernel[(rows,)](
         row_ids, tokens, drafts, seq_lens, held, lines.tokens, lines.prompt_len, lines.computed,
-        lines.pending, counts, accepted, results, lines.tokens.shape[1], counts.shape[1], flush,
-        PROMPT=prompt, W=width, LANES=triton.next_power_of_2(width), num_warps=1,
+        lines.pending, lines.drafts, counts, accepted, results, lines.tokens.shape[1],
+        lines.drafts.shape[1], counts.shape[1], flush, PROMPT=prompt, W=width,
+        LANES=triton.next_power_of_2(width), num_warps=1,
     )  # fmt: skip
     return accepted, results
 
@@ -267,9 +271,9 @@ def draft_step_triton(
     return out
 
 
-@triton.jit(do_not_specialize=["length", "most_drafts", "count", "least", "most"])
+@triton.jit(do_not_specialize=["length", "stride", "count", "least", "most"])
 def _lookup_kernel(
-    history, computed, drafts, row_ids, length, most_drafts, count, least, most,
+    history, computed, drafts, row_ids, length, stride, count, least, most,
     BLOCK: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """One row: the longest n-gram wins, then the latest; both in one number, n above position."""
@@ -289,9 +293,9 @@ def _lookup_kernel(
         best = tl.maximum(best, tl.where(n >= least, found, 0))
     behind = (tl.max(best, 0) & 0x7FFFFFFF).to(tl.int32)
     lane = tl.arange(0, LANES)
-    real = (behind > 0) & (behind + lane < known) & (lane < count)
+    real = (behind > 0) & (behind + lane < known)
     ahead = tl.load(history + behind + lane, mask=real, other=-1)
-    tl.store(drafts + row * most_drafts + lane, ahead, mask=lane < most_drafts)
+    tl.store(drafts + row * stride + lane, ahead, mask=lane < count)
 
 
 @lookup.backend("triton", supports=gpu_trait)
@@ -300,12 +304,13 @@ def lookup_triton(
     computed: Tensor,
     drafts: Tensor,
     row_ids: Tensor,
-    count: int,
     least: int,
     most: int,
 ) -> None:
     """See lockstep.kernels.table.lookup."""
-    _lookup_kernel[(row_ids.shape[0],)](
-        history, computed, drafts, row_ids, history.shape[1], drafts.shape[1], count, least, most,
-        BLOCK=HISTORY_BLOCK, LANES=triton.next_power_of_2(drafts.shape[1]), num_warps=8,
-    )  # fmt: skip
+    count = drafts.shape[1]
+    if count:
+        _lookup_kernel[(row_ids.shape[0],)](
+            history, computed, drafts, row_ids, history.shape[1], drafts.stride(0), count, least,
+            most, BLOCK=HISTORY_BLOCK, LANES=triton.next_power_of_2(count), num_warps=8,
+        )  # fmt: skip
