@@ -36,14 +36,15 @@ PAD = 4
 APART, PARTS = 8, 4
 """From so many tokens on, inputs and norm have kernels of their own, and a head's columns are
 walked by so many programs. H200, 48 heads of 128 x 128, us in one kernel and in three: a row of 1,
-4 and 8 tokens 9.5 and 11.3, 12.8 and 13.4, 18.7 and 17.3; 8 rows of one 25.1 and 23.2, 64 rows 133
-and 97."""
+4 and 8 tokens 8.3 and 8.9, 12.0 and 11.7, 17.4 and 15.3; 8 rows of one 22.3 and 20.8, 64 rows 119
+and 86."""
 MOST_TOKENS, HEADS, NORM_WARPS = 4, 8, 4
 """Window tokens whose inputs are made at once; heads and warps of a norm program: 3.1 us for 64
 rows of 4 tokens, 3.4 with 4 heads, 8.5 with programs of one head and warp."""
 TOUCH, NEAR, SECTOR = 8, 4, 8
-"""Pending tokens that are asked for early, into L2 in one kernel and into L1 in three, and floats
-that come with one: 88 and 146 us for 64 rows of 1 and 4 tokens, 93 and 153 into L2."""
+"""Pending tokens that are asked for early, into L2 in one kernel and into L1 in three, where it is
+twice as many for longer windows; and floats that come with one. 64 rows of 1 and 4 tokens: 88 and
+146 us, 93 and 153 into L2; of 8 tokens 205 with 4 and 195 with 8."""
 
 
 @triton.jit
@@ -372,7 +373,8 @@ def gated_delta_step_triton(
     )  # fmt: skip
     _walk_kernel[(rows * hv, triton.cdiv(v, warps * layout["VI"]))](
         state.recurrent, state.u, state.k, state.decay, slots, starts, pending, heads, o,
-        length, lines, flush, **{**layout, "VB": warps}, NEAR=NEAR, SECTOR=SECTOR,
+        length, lines, flush, **{**layout, "VB": warps}, SECTOR=SECTOR,
+        NEAR=NEAR if length <= NEAR else 2 * NEAR,
         **exact, num_warps=warps, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     _norm_kernel[(triton.cdiv(rows * length * hv, HEADS),)](
