@@ -194,16 +194,18 @@ def test_step_row_alone(face):
 
 
 @pytest.mark.parametrize("face", [f for f in FACES if f.values[0].backend == "triton"])
-@pytest.mark.parametrize("length", [1, 4, 5])
-def test_step_in_one_kernel_or_three(face, length, monkeypatch):
-    """The form is a matter of the tokens' number, which no bit may depend on."""
-    dims = REAL if face.on_gpu else Dims(2, 4, 16, 32)
+@pytest.mark.parametrize("length, part", [(1, 1.0), (4, 1.0), (5, 1.0), (4, 0.75)])
+def test_step_in_one_kernel_or_three(face, length, part, monkeypatch):
+    """The form is a matter of the tokens' number, which no bit may depend on; nor does a head whose
+    last columns no program has."""
+    dims = REAL if face.on_gpu else Dims(2, 4, 16, 64)
+    dims = replace(dims, v=int(dims.v * part))
     data = face.place(inputs(replace(dims, w=8), (2, length), face.dtype, 7))
     where = dict(slots=torch.tensor([3, 1]), starts=torch.tensor([5, 77], dtype=torch.int32))
     where["pending"] = torch.tensor([3, 2])
     found = []
     for form in (dict(APART=11, TOUCH=2), dict(APART=11, TOUCH=8), dict(APART=2, PARTS=1),
-                 dict(APART=2, PARTS=4, HEADS=2)):  # fmt: skip
+                 dict(APART=2, PARTS=4, HEADS=2, NEAR=1)):  # fmt: skip
         for name, value in form.items():
             monkeypatch.setattr(f"lockstep.kernels.gated_delta_rule.triton.{name}", value)
         state = face.place(random_state(replace(dims, w=8), 4, [1, 3], face.dtype, 8))

@@ -23,6 +23,7 @@ from lockstep.kernels.gated_delta_rule.triton_inputs import (
     inputs,
     inputs_kernel,
     line_of,
+    near,
     sizes_of,
     supports,
 )
@@ -35,11 +36,15 @@ PAD = 4
 APART, PARTS = 8, 4
 """From so many tokens on, inputs and norm have kernels of their own, and a head's columns are
 walked by so many programs. H200, 48 heads of 128 x 128, us in one kernel and in three: a row of 1,
-4 and 8 tokens 9.5 and 11.3, 12.8 and 13.4, 18.7 and 17.3; 8 rows of one 25.1 and 23.2, 64 rows 133
-and 97."""
-MOST_TOKENS, HEADS, TOUCH = 4, 4, 8
-"""Window tokens whose inputs are made at once, heads of a norm program, and pending tokens that are
-asked for at once."""
+4 and 8 tokens 8.3 and 8.9, 12.0 and 11.7, 17.4 and 15.3; 8 rows of one 22.3 and 20.8, 64 rows 119
+and 86."""
+MOST_TOKENS, HEADS, NORM_WARPS = 4, 8, 4
+"""Window tokens whose inputs are made at once; heads and warps of a norm program: 3.1 us for 64
+rows of 4 tokens, 3.4 with 4 heads, 8.5 with programs of one head and warp."""
+TOUCH, NEAR, SECTOR = 8, 4, 8
+"""Pending tokens that are asked for early, into L2 in one kernel and into L1 in three, where it is
+twice as many for longer windows; and floats that come with one. 64 rows of 1 and 4 tokens: 88 and
+146 us, 93 and 153 into L2; of 8 tokens 205 with 4 and 195 with 8."""
 
 
 @triton.jit
@@ -48,12 +53,20 @@ def _fma(x, y, z):
 
 
 @triton.jit
-def _slices(place, live, step, N: tl.constexpr, KT: tl.constexpr, K: tl.constexpr):
-    """N slices of KT of the K rows, `step` apart: a tuple, so that addresses are constants."""
+def _slices(
+    place, live, step,
+    N: tl.constexpr, KT: tl.constexpr, K: tl.constexpr, ONCE: tl.constexpr = False,
+):  # fmt: skip
+    """N slices of KT of the K rows, `step` apart: a tuple, so that addresses are constants.
+
+    What is read ONCE is the first to leave the caches.
+    """
+    POLICY: tl.constexpr = "evict_first" if ONCE else ""
     kt = tl.arange(0, KT)[:, None, None]
-    x = (tl.load(place, mask=live & (kt < K), other=0.0),)
+    x = (tl.load(place, mask=live & (kt < K), other=0.0, eviction_policy=POLICY),)
     for r in tl.static_range(1, N):
-        x = x + (tl.load(place + r * step, mask=live & (kt + r * KT < K), other=0.0),)
+        mask = live & (kt + r * KT < K)
+        x = x + (tl.load(place + r * step, mask=mask, other=0.0, eviction_policy=POLICY),)
     return x
 
 
@@ -102,24 +115,36 @@ def _touch(
 
 
 @triton.jit
+def _kept(
+    kept_k, kept_u, kept_decay, kt, j, in_v, line,
+    KR: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """A line of the rings: decay, k and u. Never masked, so one behind the last may be read."""
+    k = _slices(kept_k + line * (HK * K) + kt, True, kt.shape[0], KR, kt.shape[0], K)
+    u = tl.load(kept_u + line * (HV * V) + j, mask=in_v, other=0.0)
+    return tl.load(kept_decay + line * HV), k, u
+
+
+@triton.jit
 def _replay(
-    state, kept_k, kept_u, kept_decay, kt, j, line, count, lines,
+    state, kept_k, kept_u, kept_decay, kt, j, in_v, line, count, lines,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """The state after `count` tokens out of the rings; the next token is read a turn ahead."""
-    KT: tl.constexpr = kt.shape[0]
+    """The state after `count` tokens out of the rings; the next two are on their way.
+
+    Two tokens a turn, so that nothing that was read is moved.
+    """
     KR: tl.constexpr = len(state)
-    more = count > 0
-    k = _slices(kept_k + line * (HK * K) + kt, more, KT, KR, KT, K)
-    u = tl.load(kept_u + line * (HV * V) + j, mask=(j < V) & more, other=0.0)
-    fade = tl.load(kept_decay + line * HV, mask=more, other=0.0)
-    for n in range(count):
-        now_k, now_u, now_fade = k, u, fade
-        line, more = _after(line, lines), n + 1 < count
-        k = _slices(kept_k + line * (HK * K) + kt, more, KT, KR, KT, K)
-        u = tl.load(kept_u + line * (HV * V) + j, mask=(j < V) & more, other=0.0)
-        fade = tl.load(kept_decay + line * HV, mask=more, other=0.0)
-        state = _write(state, now_fade, now_k, now_u)
+    fade_a, k_a, u_a = _kept(kept_k, kept_u, kept_decay, kt, j, in_v, line, KR, HK, HV, K, V)
+    line = _after(line, lines)
+    fade_b, k_b, u_b = _kept(kept_k, kept_u, kept_decay, kt, j, in_v, line, KR, HK, HV, K, V)
+    for n in range(0, count, 2):
+        state, line = _write(state, fade_a, k_a, u_a), _after(line, lines)
+        fade_a, k_a, u_a = _kept(kept_k, kept_u, kept_decay, kt, j, in_v, line, KR, HK, HV, K, V)
+        if n + 1 < count:
+            state = _write(state, fade_b, k_b, u_b)
+        line = _after(line, lines)
+        fade_b, k_b, u_b = _kept(kept_k, kept_u, kept_decay, kt, j, in_v, line, KR, HK, HV, K, V)
     return state
 
 
@@ -133,27 +158,25 @@ def _gated_norm(o, z, weight, eps, V: tl.constexpr):
 
 @triton.jit
 def _window(
-    state, of_q, of_k, of_v, of_gates, width, z, out, kept_u, kt, j, weight, line, length, lines,
-    z_stride, eps, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, NORM: tl.constexpr,
+    state, of_q, of_k, of_v, of_gates, width, z, out, kept_u, kt, j, in_v, weight, line, length,
+    lines, z_stride, eps, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """The new tokens, one after another. What a token needs first is asked for a turn ahead."""
     KT: tl.constexpr = kt.shape[0]
     KR: tl.constexpr = len(state)
-    in_v = j < V
     k = _slices(of_k + kt, True, KT, KR, KT, K)
     v = tl.load(of_v + j, mask=in_v, other=0.0)
     fade, rate = tl.load(of_gates), tl.load(of_gates + 1)
     for t in range(length):
-        more, next_t = t + 1 < length, (t + 1) * width
+        next_t = tl.minimum(t + 1, length - 1) * width
         q = _slices(of_q + t * width + kt, True, KT, KR, KT, K)
         if NORM:
             gate = tl.load(z + t * z_stride + j, mask=in_v, other=0.0)
         u = (v - _sum_k(k, state) * fade) * rate
         state = _write(state, fade, k, u)
-        k = _slices(of_k + next_t + kt, more, KT, KR, KT, K)
-        v = tl.load(of_v + next_t + j, mask=in_v & more, other=0.0)
-        fade = tl.load(of_gates + next_t, mask=more, other=0.0)
-        rate = tl.load(of_gates + next_t + 1, mask=more, other=0.0)
+        k = _slices(of_k + next_t + kt, True, KT, KR, KT, K)
+        v = tl.load(of_v + next_t + j, mask=in_v, other=0.0)
+        fade, rate = tl.load(of_gates + next_t), tl.load(of_gates + next_t + 1)
         o = _sum_k(q, state)
         if NORM:
             o = _gated_norm(o, gate, weight, eps, V)
@@ -164,16 +187,18 @@ def _window(
 
 @triton.jit
 def _committed(
-    state, place, kept_k, kept_u, kept_decay, kt, j, line, count, lines, flush,
+    state, place, kept_k, kept_u, kept_decay, kt, j, in_v, line, count, lines, flush,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """The state after the pending tokens; written where there are at least `flush` of them."""
     KT: tl.constexpr = kt.shape[0]
     line = line_of(line - count, lines)
-    state = _replay(state, kept_k, kept_u, kept_decay, kt, j, line, count, lines, HK, HV, K, V)
+    state = _replay(
+        state, kept_k, kept_u, kept_decay, kt, j, in_v, line, count, lines, HK, HV, K, V
+    )
     if count >= flush:
         for r in tl.static_range(len(state)):
-            tl.store(place + r * (KT * V), state[r], mask=(kt + r * KT < K) & (j < V))
+            tl.store(place + r * (KT * V), state[r], mask=(kt + r * KT < K) & in_v)
     return state
 
 
@@ -214,14 +239,14 @@ def _whole_kernel(
         a_stride, width, HK, HV, K, V, R, KR * KT, VB * VI, TOKENS, L2_EPS,
     )  # fmt: skip
     state = _committed(
-        state, place, kept_k + kh * K, kept_u, kept_decay, kt, j, line, count, lines, flush,
+        state, place, kept_k + kh * K, kept_u, kept_decay, kt, j, j < V, line, count, lines, flush,
         HK, HV, K, V,
     )  # fmt: skip
     tl.debug_barrier()  # heads are written
     _window(
         state, heads, heads + K, of_v, of_v + V, width, z + token * z_stride + h * V,
-        out + (token * HV + h) * V, kept_u, kt, j, weight, line, length, lines, z_stride, eps,
-        HV, K, V, True,
+        out + (token * HV + h) * V, kept_u, kt, j, j < V, weight, line, length, lines, z_stride,
+        eps, HV, K, V, True,
     )  # fmt: skip
 
 
@@ -232,7 +257,8 @@ def _whole_kernel(
 def _walk_kernel(
     recurrent, kept_u, kept_k, kept_decay, slots, starts, pending, heads, o, length, lines, flush,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    KT: tl.constexpr, KR: tl.constexpr, VB: tl.constexpr, VI: tl.constexpr, TOUCH: tl.constexpr,
+    KT: tl.constexpr, KR: tl.constexpr, VB: tl.constexpr, VI: tl.constexpr, NEAR: tl.constexpr,
+    SECTOR: tl.constexpr,
 ):  # fmt: skip
     """One (row, value head, VB * VI columns): replay, write, step, on inputs made before."""
     C: tl.constexpr = 2 * HK * K + HV * V
@@ -241,33 +267,38 @@ def _walk_kernel(
     kh, token, width = h // (HV // HK), s * length, C + 2 * HV
     kt = tl.arange(0, KT)[:, None, None]
     j = first + (tl.arange(0, VB) * VI)[None, :, None] + tl.arange(0, VI)[None, None, :]
+    in_v = tl.full(j.shape, True, tl.int1) if V % (VB * VI) == 0 else j < V
     slot = tl.load(slots + s).to(tl.int64)
     start, count = tl.load(starts + s).to(tl.int32), tl.load(pending + s).to(tl.int32)
     place = recurrent + (slot * HV + h) * (K * V) + kt * V + j
-    state, line = _slices(place, j < V, KT * V, KR, KT, K), start % lines
+    state, line = _slices(place, in_v, KT * V, KR, KT, K, True), start % lines
     kept_k += slot * lines * (HK * K) + kh * K
     kept_u += slot * lines * (HV * V) + h * V
     kept_decay += slot * lines * HV + h
-    _touch(kept_k, kept_u, first, line, count, lines, HK, HV, K, V, KR * KT, VB * VI, TOUCH)
     heads += token * width
+    near(
+        kept_k, kept_u, heads + kh * K, heads + (HK + kh) * K, heads + 2 * HK * K + h * V, width,
+        first, line, count, lines, length, HK, HV, K, V, KR * KT, VB * VI, NEAR, SECTOR,
+    )  # fmt: skip
     state = _committed(
-        state, place, kept_k, kept_u, kept_decay, kt, j, line, count, lines, flush, HK, HV, K, V
-    )
+        state, place, kept_k, kept_u, kept_decay, kt, j, in_v, line, count, lines, flush,
+        HK, HV, K, V,
+    )  # fmt: skip
     _window(
         state, heads + kh * K, heads + (HK + kh) * K, heads + 2 * HK * K + h * V,
-        heads + C + 2 * h, width, o, o + (token * HV + h) * V, kept_u, kt, j, 0.0, line, length,
-        lines, 0, 0.0, HV, K, V, False,
+        heads + C + 2 * h, width, o, o + (token * HV + h) * V, kept_u, kt, j, in_v, 0.0, line,
+        length, lines, 0, 0.0, HV, K, V, False,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["heads", "eps"])
 def _norm_kernel(
     o, z, norm, out, heads, z_stride, eps,
-    HV: tl.constexpr, V: tl.constexpr, VB: tl.constexpr, VI: tl.constexpr, HEADS: tl.constexpr,
+    HV: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """The gated norm of some heads' outputs."""
     n = (tl.program_id(0) * HEADS + tl.arange(0, HEADS)).to(tl.int64)[:, None, None]
-    j = (tl.arange(0, VB) * VI)[None, :, None] + tl.arange(0, VI)[None, None, :]
+    j = tl.arange(0, BLOCK_V)[None, None, :]
     mask = (n < heads) & (j < V)
     weight = tl.load(norm + j, mask=j < V, other=0.0).to(tl.float32)
     gate = tl.load(z + n // HV * z_stride + n % HV * V + j, mask=mask, other=0.0)
@@ -321,6 +352,7 @@ def gated_delta_step_triton(
     strides = mixed.stride(0), b.stride(0), a.stride(0)
     f32 = dict(dtype=torch.float32, device=mixed.device)
     exact = dict(**sizes, enable_fp_fusion=False)
+    blocks = blocks_of(sizes, 128)
     layout, into = layout_of(sizes), dict(R=len(taps) - 1, L2_EPS=L2_EPS, **exact)
     if rows * length < APART:
         heads = torch.empty(rows * hv, length, 2 * k + v + PAD, **f32)
@@ -334,19 +366,20 @@ def gated_delta_step_triton(
         return out
     heads, o = torch.empty(rows, length, channels + 2 * hv, **f32), torch.empty(out.shape, **f32)
     tokens, warps = min(MOST_TOKENS, triton.next_power_of_2(length)), layout["VB"] // PARTS or 1
-    inputs_kernel[(rows, hk + hv)](
+    inputs_kernel[(rows, 2 * hk + hv)](
         mixed, b, a, taps, weights.a_log, weights.dt_bias, state.conv, state.k, state.decay,
         slots, starts, heads, length, lines, *strides,
-        **blocks_of(sizes, 128), TOKENS=tokens, **into, num_warps=tokens,
+        **blocks, TOKENS=tokens, **into, num_warps=1,
     )  # fmt: skip
-    _walk_kernel[(rows * hv, layout["VB"] // warps)](
+    _walk_kernel[(rows * hv, triton.cdiv(v, warps * layout["VI"]))](
         state.recurrent, state.u, state.k, state.decay, slots, starts, pending, heads, o,
-        length, lines, flush, **{**layout, "VB": warps}, TOUCH=TOUCH // 2,
+        length, lines, flush, **{**layout, "VB": warps}, SECTOR=SECTOR,
+        NEAR=NEAR if length <= NEAR else 2 * NEAR,
         **exact, num_warps=warps, maxnreg=MOST_REGISTERS,
     )  # fmt: skip
     _norm_kernel[(triton.cdiv(rows * length * hv, HEADS),)](
         o, z, weights.norm, out, rows * length * hv, z.stride(0), weights.eps,
-        HV=hv, V=v, VB=layout["VB"], VI=layout["VI"], HEADS=HEADS,
-        num_warps=HEADS, enable_fp_fusion=False,
+        HV=hv, V=v, BLOCK_V=blocks["BLOCK_V"], HEADS=HEADS,
+        num_warps=NORM_WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -49,33 +49,57 @@ def fold(x):
 
 
 @triton.jit
+def _silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
 def _convolved(
     mixed, conv, taps, first, width, t, line_0, length, lines, stride,
-    C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, ONE: tl.constexpr,
+    C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Channels from `first` of tokens t: SiLU of the convolution, and the raw inputs: [T, BLOCK].
 
-    Tokens before the window come out of the ring: by ONE load that chooses, or by a load of whole
-    vectors from each, which is faster where a tile is not spread over many warps.
+    Tokens before the window come out of the ring.
     """
     live = tl.arange(0, BLOCK) < width
     inside, c = (t < length)[:, None] & live[None, :], first + tl.arange(0, BLOCK)
     total = tl.zeros((t.shape[0], BLOCK), tl.float32)
     for j in tl.static_range(R + 1):
         at = t + j - R
-        past = (at < 0)[:, None]
         old = conv + line_of(line_0 + at, lines)[:, None] * C + c[None, :]
         new = mixed + at[:, None] * stride + c[None, :]
-        if ONE:
-            raw = tl.load(tl.where(past, old, new), mask=inside, other=0.0)
-            tap = tl.load(taps + j * C + c, mask=live, other=0.0)[None, :]
-        else:
-            raw = tl.load(new, mask=inside & (at >= 0)[:, None], other=0.0)
-            raw = tl.where(past, tl.load(old, mask=inside & past, other=0.0), raw)
-            every = taps + j * C + c[None, :] + tl.zeros_like(at)[:, None]
-            tap = tl.load(every, mask=inside, other=0.0)
+        raw = tl.load(tl.where((at < 0)[:, None], old, new), mask=inside, other=0.0)
+        tap = tl.load(taps + j * C + c, mask=live, other=0.0)[None, :]
         total += raw.to(tl.float32) * tap.to(tl.float32)
-    return total / (1.0 + tl.exp(-total)), raw
+    return _silu(total), raw
+
+
+@triton.jit
+def _convolved_each(
+    mixed, conv, taps, first, width, begin, line_0, length, lines, stride,
+    C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """The same of tokens from `begin` on, in tuples of [1, BLOCK]: each line is read once."""
+    i = tl.arange(0, BLOCK)[None, :]
+    live, c = i < width, first + i
+    raw = ()
+    for n in tl.static_range(R + TOKENS):
+        at = begin + n - R
+        new = mixed + at * stride
+        if n < R:
+            new = tl.where(at < 0, conv + line_of(line_0 + at, lines) * C, new)
+        raw = raw + (tl.load(new + c, mask=live & (at < length), other=0.0),)
+    tap = ()
+    for n in tl.static_range(R + 1):
+        tap = tap + (tl.load(taps + n * C + c, mask=live, other=0.0).to(tl.float32),)
+    x = ()
+    for t in tl.static_range(TOKENS):
+        total = tl.zeros((1, BLOCK), tl.float32)
+        for n in tl.static_range(R + 1):
+            total += raw[t + n].to(tl.float32) * tap[n]
+        x = x + (_silu(total),)
+    return x, raw
 
 
 @triton.jit
@@ -101,16 +125,9 @@ def _keep_keys(
 
 
 @triton.jit
-def _keep_values(
-    v, raw, g, rate, conv, kept_decay, of_v, of_gates, h, t, line, length, width,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A value head's v, decay and beta to where the window reads them, and to the rings."""
-    C: tl.constexpr = 2 * HK * K + HV * V
-    j, live = tl.arange(0, BLOCK)[None, :], t < length
-    mask, fade = live[:, None] & (j < V), tl.exp(g)
-    tl.store(of_v + t[:, None] * width + j, v, mask=mask)
-    tl.store(conv + line[:, None] * C + 2 * HK * K + h * V + j, raw, mask=mask)
+def _keep_gates(g, rate, kept_decay, of_gates, t, line, length, width, HV: tl.constexpr):
+    """A value head's decay and beta to where the window reads them, and decay to its ring."""
+    live, fade = t < length, tl.exp(g)
     tl.store(of_gates + t * width, fade, mask=live)
     tl.store(of_gates + t * width + 1, rate, mask=live)
     tl.store(kept_decay + line * HV, fade, mask=live)
@@ -132,25 +149,26 @@ def inputs(
         raw_a = tl.load(a + (token + t) * a_stride + h, mask=live, other=0.0)
         raw_b = tl.load(b + (token + t) * b_stride + h, mask=live, other=0.0)
         q, raw_q = _convolved(
-            mixed, conv, taps, kh * K, K, t, line, length, lines, stride, C, R, BLOCK_K, True
+            mixed, conv, taps, kh * K, K, t, line, length, lines, stride, C, R, BLOCK_K
         )
         c = (HK + kh) * K
         k, raw_k = _convolved(
-            mixed, conv, taps, c, K, t, line, length, lines, stride, C, R, BLOCK_K, True
+            mixed, conv, taps, c, K, t, line, length, lines, stride, C, R, BLOCK_K
         )
         c = 2 * HK * K + h * V
         v, raw_v = _convolved(
-            mixed, conv, taps, c, V, t, line, length, lines, stride, C, R, BLOCK_V, True
+            mixed, conv, taps, c, V, t, line, length, lines, stride, C, R, BLOCK_V
         )
         g, rate = gates(raw_a, raw_b, log_rate, bias)
         _keep_keys(
             q, raw_q, k, raw_k, conv, kept_k, of_q, of_k, kh, t, to, length, first, width,
             HK, K, C, BLOCK_K, EPS,
         )  # fmt: skip
-        _keep_values(
-            v, raw_v, g, rate, conv, kept_decay, of_v, of_gates, h, t, to, length, width,
-            HK, HV, K, V, BLOCK_V,
-        )  # fmt: skip
+        _keep_gates(g, rate, kept_decay, of_gates, t, to, length, width, HV)
+        j = tl.arange(0, BLOCK_V)[None, :]
+        mask = live[:, None] & (j < V)
+        tl.store(of_v + t[:, None] * width + j, v, mask=mask)
+        tl.store(conv + to[:, None] * C + c + j, raw_v, mask=mask)
 
 
 @triton.jit(
@@ -163,7 +181,7 @@ def inputs_kernel(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr, L2_EPS: tl.constexpr,
 ):  # fmt: skip
-    """One (row, key head or value head): q and k, or v, decay and beta, for all who read them."""
+    """One (row, head of q, k or v): what it is to all who read it, and v's decay and beta."""
     C: tl.constexpr = 2 * HK * K + HV * V
     WIDTH: tl.constexpr = C + 2 * HV
     s, unit = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -173,34 +191,69 @@ def inputs_kernel(
     conv += slot * lines * C
     heads += token * WIDTH
     for begin in range(0, length, TOKENS):
-        t = begin + tl.arange(0, TOKENS)
-        to, live = line_of(line + t, lines), t < length
-        if unit < HK:
+        if unit < 2 * HK:
             c = unit * K
-            q, raw_q = _convolved(
-                mixed, conv, taps, c, K, t, line, length, lines, stride, C, R, BLOCK_K, False
+            x, raw = _convolved_each(
+                mixed, conv, taps, c, K, begin, line, length, lines, stride, C, R, BLOCK_K, TOKENS
             )
-            k, raw_k = _convolved(
-                mixed, conv, taps, HK * K + c, K, t, line, length, lines, stride, C, R, BLOCK_K,
-                False,
-            )  # fmt: skip
-            _keep_keys(
-                q, raw_q, k, raw_k, conv, kept_k + slot * lines * (HK * K), heads + c,
-                heads + HK * K + c, unit, t, to, length, True, WIDTH, HK, K, C, BLOCK_K, L2_EPS,
-            )  # fmt: skip
+            i = tl.arange(0, BLOCK_K)[None, :]
+            kept = kept_k + slot * lines * (HK * K) + (c - HK * K)
+            for n in tl.static_range(TOKENS):
+                t = begin + n
+                to, mask = line_of(line + t, lines), (i < K) & (t < length)
+                each = _normal(x[n], L2_EPS)
+                if unit < HK:
+                    each *= K**-0.5
+                else:
+                    tl.store(kept + to * (HK * K) + i, each, mask=mask)
+                tl.store(heads + t * WIDTH + c + i, each, mask=mask)
+                tl.store(conv + to * C + c + i, raw[R + n], mask=mask)
         else:
-            h = unit - HK
+            h = unit - 2 * HK
             c = 2 * HK * K + h * V
-            raw_a = tl.load(a + (token + t) * a_stride + h, mask=live, other=0.0)
-            raw_b = tl.load(b + (token + t) * b_stride + h, mask=live, other=0.0)
-            v, raw_v = _convolved(
-                mixed, conv, taps, c, V, t, line, length, lines, stride, C, R, BLOCK_V, False
+            all_t = begin + tl.arange(0, TOKENS)
+            raw_a = tl.load(a + (token + all_t) * a_stride + h, mask=all_t < length, other=0.0)
+            raw_b = tl.load(b + (token + all_t) * b_stride + h, mask=all_t < length, other=0.0)
+            x, raw = _convolved_each(
+                mixed, conv, taps, c, V, begin, line, length, lines, stride, C, R, BLOCK_V, TOKENS
             )
+            i = tl.arange(0, BLOCK_V)[None, :]
+            for n in tl.static_range(TOKENS):
+                t = begin + n
+                to, mask = line_of(line + t, lines), (i < V) & (t < length)
+                tl.store(heads + t * WIDTH + c + i, x[n], mask=mask)
+                tl.store(conv + to * C + c + i, raw[R + n], mask=mask)
             g, rate = gates(raw_a, raw_b, tl.load(a_log + h), tl.load(dt_bias + h))
-            _keep_values(
-                v, raw_v, g, rate, conv, kept_decay + slot * lines * HV + h, heads + c,
-                heads + C + 2 * h, h, t, to, length, WIDTH, HK, HV, K, V, BLOCK_V,
+            _keep_gates(
+                g, rate, kept_decay + slot * lines * HV + h, heads + C + 2 * h, all_t,
+                line_of(line + all_t, lines), length, WIDTH, HV,
             )  # fmt: skip
+
+
+@triton.jit
+def near(
+    kept_k, kept_u, q, k, v, width, first, line, count, lines, length,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MOST: tl.constexpr, SECTOR: tl.constexpr,
+):  # fmt: skip
+    """Brings what the last pending and the first new tokens need into L1, a word of each sector.
+
+    A load whose value is not used is dropped, and a volatile one leaves nothing in L1. So a NaN is
+    stored back to where it came from, which changes nothing.
+    """
+    n = tl.arange(0, MOST)[:, None]
+    i = (tl.arange(0, BLOCK_K // SECTOR) * SECTOR)[None, :]
+    j = first + (tl.arange(0, BLOCK_V // SECTOR) * SECTOR)[None, :]
+    line = line_of(line - 1 - tl.minimum(n, tl.maximum(count - 1, 0)), lines)
+    t = tl.minimum(n, length - 1) * width
+    in_k, in_v = (n >= 0) & (i < K), (n >= 0) & (j < V)
+    of_k, of_u = kept_k + line * (HK * K) + i, kept_u + line * (HV * V) + j
+    places = ((of_k, in_k), (of_u, in_v), (q + t + i, in_k), (k + t + i, in_k), (v + t + j, in_v))
+    words = ()
+    for p in tl.static_range(len(places)):
+        words = words + (tl.load(places[p][0], mask=places[p][1], other=0.0),)
+    for p in tl.static_range(len(places)):
+        tl.store(places[p][0], words[p], mask=places[p][1] & (words[p] != words[p]))
 
 
 def sizes_of(state: GatedDeltaState) -> dict[str, int]:
