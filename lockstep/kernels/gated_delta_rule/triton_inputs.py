@@ -171,6 +171,49 @@ def inputs(
         tl.store(conv + to[:, None] * C + c + j, raw_v, mask=mask)
 
 
+@triton.jit
+def _key_inputs(
+    mixed, taps, conv, kept_k, heads, unit, begin, line, length, lines, stride,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """TOKENS tokens of head `unit` of [all q | all k]: to the window's place, and to the rings."""
+    C: tl.constexpr = 2 * HK * K + HV * V
+    c, i = unit * K, tl.arange(0, BLOCK)[None, :]
+    x, raw = _convolved_each(
+        mixed, conv, taps, c, K, begin, line, length, lines, stride, C, R, BLOCK, TOKENS
+    )
+    for n in tl.static_range(TOKENS):
+        t = begin + n
+        to, mask = line_of(line + t, lines), (i < K) & (t < length)
+        each = _normal(x[n], EPS)
+        if unit < HK:
+            each *= K**-0.5
+        else:
+            tl.store(kept_k + to * (HK * K) + (c - HK * K) + i, each, mask=mask)
+        tl.store(heads + t * (C + 2 * HV) + c + i, each, mask=mask)
+        tl.store(conv + to * C + c + i, raw[R + n], mask=mask)
+
+
+@triton.jit
+def _value_inputs(
+    mixed, taps, conv, heads, h, begin, line, length, lines, stride,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """TOKENS tokens of value head h: to the window's place, and to the ring."""
+    C: tl.constexpr = 2 * HK * K + HV * V
+    c, j = 2 * HK * K + h * V, tl.arange(0, BLOCK)[None, :]
+    x, raw = _convolved_each(
+        mixed, conv, taps, c, V, begin, line, length, lines, stride, C, R, BLOCK, TOKENS
+    )
+    for n in tl.static_range(TOKENS):
+        t = begin + n
+        to, mask = line_of(line + t, lines), (j < V) & (t < length)
+        tl.store(heads + t * (C + 2 * HV) + c + j, x[n], mask=mask)
+        tl.store(conv + to * C + c + j, raw[R + n], mask=mask)
+
+
 @triton.jit(
     do_not_specialize=["length", "lines", "b_stride", "a_stride"],
     do_not_specialize_on_alignment=["b", "a", "slots", "starts"],
@@ -189,44 +232,26 @@ def inputs_kernel(
     token = s * length
     mixed += token * stride
     conv += slot * lines * C
+    kept_k += slot * lines * (HK * K)
     heads += token * WIDTH
     for begin in range(0, length, TOKENS):
         if unit < 2 * HK:
-            c = unit * K
-            x, raw = _convolved_each(
-                mixed, conv, taps, c, K, begin, line, length, lines, stride, C, R, BLOCK_K, TOKENS
-            )
-            i = tl.arange(0, BLOCK_K)[None, :]
-            kept = kept_k + slot * lines * (HK * K) + (c - HK * K)
-            for n in tl.static_range(TOKENS):
-                t = begin + n
-                to, mask = line_of(line + t, lines), (i < K) & (t < length)
-                each = _normal(x[n], L2_EPS)
-                if unit < HK:
-                    each *= K**-0.5
-                else:
-                    tl.store(kept + to * (HK * K) + i, each, mask=mask)
-                tl.store(heads + t * WIDTH + c + i, each, mask=mask)
-                tl.store(conv + to * C + c + i, raw[R + n], mask=mask)
+            _key_inputs(
+                mixed, taps, conv, kept_k, heads, unit, begin, line, length, lines, stride,
+                HK, HV, K, V, R, BLOCK_K, TOKENS, L2_EPS,
+            )  # fmt: skip
         else:
-            h = unit - 2 * HK
-            c = 2 * HK * K + h * V
-            all_t = begin + tl.arange(0, TOKENS)
-            raw_a = tl.load(a + (token + all_t) * a_stride + h, mask=all_t < length, other=0.0)
-            raw_b = tl.load(b + (token + all_t) * b_stride + h, mask=all_t < length, other=0.0)
-            x, raw = _convolved_each(
-                mixed, conv, taps, c, V, begin, line, length, lines, stride, C, R, BLOCK_V, TOKENS
-            )
-            i = tl.arange(0, BLOCK_V)[None, :]
-            for n in tl.static_range(TOKENS):
-                t = begin + n
-                to, mask = line_of(line + t, lines), (i < V) & (t < length)
-                tl.store(heads + t * WIDTH + c + i, x[n], mask=mask)
-                tl.store(conv + to * C + c + i, raw[R + n], mask=mask)
+            h, t = unit - 2 * HK, begin + tl.arange(0, TOKENS)
+            raw_a = tl.load(a + (token + t) * a_stride + h, mask=t < length, other=0.0)
+            raw_b = tl.load(b + (token + t) * b_stride + h, mask=t < length, other=0.0)
+            _value_inputs(
+                mixed, taps, conv, heads, h, begin, line, length, lines, stride,
+                HK, HV, K, V, R, BLOCK_V, TOKENS,
+            )  # fmt: skip
             g, rate = gates(raw_a, raw_b, tl.load(a_log + h), tl.load(dt_bias + h))
             _keep_gates(
-                g, rate, kept_decay + slot * lines * HV + h, heads + C + 2 * h, all_t,
-                line_of(line + all_t, lines), length, WIDTH, HV,
+                g, rate, kept_decay + slot * lines * HV + h, heads + C + 2 * h, t,
+                line_of(line + t, lines), length, WIDTH, HV,
             )  # fmt: skip
 
 
