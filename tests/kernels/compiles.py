@@ -1,0 +1,62 @@
+"""Compiles the stepping law's kernels for a Hopper GPU, which needs none: what the interpreter lets
+pass, such as a name of two shapes in the branches of an `if`, is an error here.
+
+    python -m tests.kernels.compiles
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lockstep.kernels.gated_delta_rule import triton as step
+from lockstep.kernels.gated_delta_rule.triton_inputs import blocks_of, inputs_kernel
+
+LAYERS = (dict(HK=2, HV=4, K=32, V=16), dict(HK=1, HV=3, K=24, V=40))
+"""K above V, and below it."""
+LONGS, INTS, FLOATS = {"slots", "pending"}, {"starts"}, {"eps"}
+HALVES = {"mixed", "z", "b", "a", "taps", "norm", "conv", "out"}
+NUMBERS = {"length", "lines", "flush", "stride", "z_stride", "b_stride", "a_stride"}
+
+
+def type_of(name: str, kernel: str) -> str:
+    """The type of an argument, as the launches pass it to a model in bf16."""
+    if name in NUMBERS or (name == "heads" and kernel == "_norm_kernel"):
+        return "i32"
+    if name in FLOATS:
+        return "fp32"
+    kinds = ((LONGS, "*i64"), (INTS, "*i32"), (HALVES, "*bf16"))
+    return next((kind for names, kind in kinds if name in names), "*fp32")
+
+
+def kernels() -> Iterator[tuple[Any, int, dict[str, Any]]]:
+    """(kernel, warps, constants) of each layer."""
+    for sizes in LAYERS:
+        layout, blocks = step.layout_of(sizes), blocks_of(sizes, 128)
+        warps = layout["VB"] // step.PARTS or 1
+        same = dict(**sizes, R=3, L2_EPS=1e-6, **blocks)
+        yield step._whole_kernel, layout["VB"], dict(**same, **layout, TOKENS=4, PAD=4, TOUCH=8)
+        walk = {**same, **layout, "VB": warps, "NEAR": step.NEAR, "SECTOR": step.SECTOR}
+        yield step._walk_kernel, warps, walk
+        yield step._norm_kernel, step.NORM_WARPS, dict(**same, HEADS=step.HEADS)
+        yield inputs_kernel, 1, dict(**same, TOKENS=4)
+
+
+def main() -> None:
+    """Compiles them all, down to machine code."""
+    for kernel, warps, constants in kernels():
+        name, own = kernel.__name__, {n: constants.get(n) for n in kernel.arg_names}
+        fixed = {n: value for n, value in own.items() if value is not None}
+        types = {n: "constexpr" if n in fixed else type_of(n, name) for n in own}
+        triton.compile(
+            ASTSource(fn=kernel, signature=types, constexprs=fixed),
+            target=GPUTarget("cuda", 90, 32),
+            options=dict(num_warps=warps, enable_fp_fusion=False),
+        )
+        print(name, fixed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""The stepping law's kernels compile for a GPU, with widths of keys and values that differ."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_stepping_kernels_compile_for_hopper(tmp_path: Path) -> None:
+    """In a process of its own: in this one the interpreter may have taken the kernels' place."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "tests.kernels.compiles"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) == 8
