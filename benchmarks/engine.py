@@ -40,12 +40,14 @@ class Window:
         self.ended |= output.finished
         if len(self.tokens) == self.rows and not self.ended:
             steps, told = self.llm.engine.stats.steps_total, sum(self.tokens.values())
+            if self.marks and self.marks[-1][1] == steps:
+                self.marks.pop()  # of the same reading: its last call has all its tokens
             self.marks.append((time.perf_counter(), steps, told))
 
     def figures(self) -> dict[str, float]:
         """ms a step and tokens/s."""
         first = next(i for i, m in enumerate(self.marks) if m[1] >= self.marks[0][1] + SETTLE)
-        ends = zip(self.marks[first], self.marks[-1], strict=True)
+        ends = zip(self.marks[first], self.marks[-2], strict=True)  # the last may be cut short
         seconds, steps, tokens = (after - before for before, after in ends)
         return {"ms": round(1000 * seconds / steps, 3), "tokens_per_s": round(tokens / seconds)}
 

@@ -15,8 +15,8 @@ def flush_after(device: str) -> int:
     """Pending tokens from which on a generated step writes a row's recurrent state.
 
     Replaying what is pending costs a GPU less than writing the state each time; a CPU, more.
-    H200, 64 rows, us a layer, at 4, 5, 6 and 8: 90.4, 91.2, 93.1 and 97.0 for one token a row,
-    162.6, 160.7, 160.7 and 165.4 for four.
+    H200, 64 rows, us a layer, at 4, 5, 6 and 8: 89.0, 87.4, 87.8 and 89.9 for one token a row,
+    146.0, 141.3, 141.2 and 142.3 for four.
     """
     return 5 if device.startswith("cuda") else 1
 

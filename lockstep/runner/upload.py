@@ -6,8 +6,8 @@ from torch import Tensor
 def upload(x: Tensor | float, to: Tensor) -> None:
     """Writes x, a tensor of the host or a number, over `to`.
 
-    To a GPU a tensor goes out of pinned memory: from any other, and where a number is assigned to
-    an element, torch waits until all that was launched before is done.
+    To a GPU a tensor goes out of pinned memory: a copy out of any other, and a number assigned to
+    an element, wait until all that was launched before is done.
     """
     if isinstance(x, Tensor):
         to.copy_(x.pin_memory() if to.is_cuda else x, non_blocking=True)

@@ -1,7 +1,7 @@
 """Drafters. One file and one table line each; no drafter can change an answer.
 
-A drafter module has `create(context) -> Drafter`. Drafts are written to the table, where
--1, which all are before a drafter writes, is no draft.
+A drafter module has `create(context) -> Drafter`. Drafts are written to the table: -1 is
+none, and all are -1 before a drafter writes.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,12 @@
 """Compiles the stepping law's kernels for a Hopper GPU, which needs none: what the interpreter lets
 pass, such as a name of two shapes in the branches of an `if`, is an error here.
 
+Where one kernel and three may serve side by side, K's lanes must lie in one warp in both.
+
     python -m tests.kernels.compiles
 """
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +17,22 @@ from triton.compiler import ASTSource
 from lockstep.kernels.gated_delta_rule import triton as step
 from lockstep.kernels.gated_delta_rule.triton_inputs import blocks_of, inputs_kernel
 
-LAYERS = (dict(HK=2, HV=4, K=32, V=16), dict(HK=1, HV=3, K=24, V=40))
-"""K above V, and below it."""
+LAYERS = (
+    dict(HK=2, HV=4, K=64, V=16),
+    dict(HK=1, HV=3, K=24, V=40),
+    dict(HK=16, HV=48, K=128, V=128),
+)
+"""K above V, below it, and Qwen3.6-27B's."""
 LONGS, INTS, FLOATS = {"slots", "pending"}, {"starts"}, {"eps"}
 HALVES = {"mixed", "z", "b", "a", "taps", "norm", "conv", "out"}
 NUMBERS = {"length", "lines", "flush", "stride", "z_stride", "b_stride", "a_stride"}
+ANYWHERE = {"b", "a", "slots", "starts", "pending"}
+"""Pointers that are not specialised on alignment."""
+SUM = re.compile(
+    r'"tt.reduce"\(%\S+\) <\{axis = 0 : i32\}> \(\{.*?\}\) : \(tensor<((?:\d+x)+)\w+, (#\w+)>',
+    re.DOTALL,
+)
+"""A sum over axis 0: sizes and layout of what it adds."""
 
 
 def type_of(name: str, kernel: str) -> str:
@@ -44,17 +58,38 @@ def kernels() -> Iterator[tuple[Any, int, dict[str, Any]]]:
         yield inputs_kernel, 1, dict(**same, TOKENS=4)
 
 
+def lanes_of_sums(code: str) -> set[tuple[bool, int]]:
+    """Of each sum over axis 0 of three: whether one warp holds all of it, in how many lanes."""
+    found = set()
+    for sizes, layout in SUM.findall(code):
+        rows, *others = sizes.split("x")[:-1]
+        of = re.search(rf"{layout} = .*?threadsPerWarp = \[(\d+).*?warpsPerCTA = \[(\d+)", code)
+        if len(others) == 2:
+            assert of, layout
+            found.add((of[1] == rows and of[2] == "1", int(rows)))
+    return found
+
+
 def main() -> None:
     """Compiles them all, down to machine code."""
     for kernel, warps, constants in kernels():
         name, own = kernel.__name__, {n: constants.get(n) for n in kernel.arg_names}
         fixed = {n: value for n, value in own.items() if value is not None}
         types = {n: "constexpr" if n in fixed else type_of(n, name) for n in own}
-        triton.compile(
-            ASTSource(fn=kernel, signature=types, constexprs=fixed),
+        aligned = [i for i, n in enumerate(own) if types[n].startswith("*") and n not in ANYWHERE]
+        compiled = triton.compile(
+            ASTSource(
+                fn=kernel,
+                signature=types,
+                constexprs=fixed,
+                attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+            ),
             target=GPUTarget("cuda", 90, 32),
             options=dict(num_warps=warps, enable_fp_fusion=False),
         )
+        if step.ONE_TREE and name in ("_whole_kernel", "_walk_kernel"):
+            layout = step.layout_of({n: fixed[n] for n in "KV"})
+            assert lanes_of_sums(compiled.asm["ttgir"]) == {(True, layout["KT"])}, name
         print(name, fixed)
 
 

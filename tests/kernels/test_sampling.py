@@ -67,9 +67,9 @@ def test_tiles_are_free(face, monkeypatch):
     for slope in (0.5, 2.0):
         arguments = filtering(4000, slope)
         expected = ORACLE.run(sample, arguments)
-        for tile, span, block, whole in ((128, 4096, 1024, 32), (4, 1024, 512, 2)):
+        for tile, span, block, whole, many in ((128, 4096, 1024, 32, 1), (4, 1024, 512, 2, 16)):
             module = sample.backends["triton"][0].__module__
-            sizes = dict(TILE=tile, SPAN=span, BLOCK=block, WHOLE=whole)
+            sizes = dict(TILE=tile, SPAN=span, BLOCK=block, WHOLE=whole, MANY=many)
             for name, value in sizes.items():
                 monkeypatch.setattr(f"{module}.{name}", value)
             assert same_bits(face.run(sample, arguments), expected), (slope, tile)

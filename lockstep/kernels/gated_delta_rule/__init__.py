@@ -38,7 +38,7 @@ class GatedDeltaWeights:
 class GatedDeltaState:
     """One layer's recurrent state, by slot (slot 0 is the null slot). fp32 but for conv.
 
-    recurrent [slots, HV, K, V]: the state before the last window. The rest are rings of L lines, a
+    recurrent [slots, HV, K, V]: the state before what is pending. The rest are rings of L lines, a
     token's line being its position modulo L: conv [slots, L, C] raw inputs, and what replays a
     window into the state: u [slots, L, HV, V], k [slots, L, HK, K], decay [slots, L, HV].
     L = ring_lines(W, R, flush): a window is written beside all that is read with it.

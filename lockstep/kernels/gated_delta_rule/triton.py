@@ -1,9 +1,10 @@
 """gated_delta_step in Triton: the state is read once, and written at most once.
 
 A warp owns VI columns of the state and all of K, so sums over K stay inside it. Tokens, window and
-ring length are run-time values: single steps, windows and replay share their binary. Few tokens
-take one kernel, in which a program does a value head's whole mixer; many take three, of which the
-one that walks through the state has no barrier. Sums have one tree in both.
+ring length are run-time values; a window's length chooses only how many inputs are made, and how
+many are brought near, at once. Few tokens take one kernel, in which a program does a value head's
+whole mixer; many take three, of which the one that walks through the state has no barrier. Sums
+have one tree in both.
 """
 
 import torch
@@ -33,7 +34,10 @@ MOST_REGISTERS = 128
 ALIGNED = 16
 PAD = 4
 """Floats behind a token's q, k and v in the scratch: decay, beta, and two to keep lines aligned."""
-APART, PARTS = 8, 4
+ONE_TREE = triton.__version__.startswith("3.6.") or triton.knobs.runtime.interpret
+"""Whether both forms add K's lanes in one order, which is the compiler's. Triton 3.6 keeps K inside
+a warp in both; 3.8 spreads it over warps, by another order in each."""
+APART, PARTS = 8 if ONE_TREE else 1 << 30, 4
 """From so many tokens on, inputs and norm have kernels of their own, and a head's columns are
 walked by so many programs. H200, 48 heads of 128 x 128, us in one kernel and in three: a row of 1,
 4 and 8 tokens 8.3 and 8.9, 12.0 and 11.7, 17.4 and 15.3; 8 rows of one 22.3 and 20.8, 64 rows 119
@@ -43,8 +47,8 @@ MOST_TOKENS, HEADS, NORM_WARPS = 4, 8, 4
 rows of 4 tokens, 3.4 with 4 heads, 8.5 with programs of one head and warp."""
 TOUCH, NEAR, SECTOR = 8, 4, 8
 """Pending tokens that are asked for early, into L2 in one kernel and into L1 in three, where it is
-twice as many for longer windows; and floats that come with one. 64 rows of 1 and 4 tokens: 88 and
-146 us, 93 and 153 into L2; of 8 tokens 205 with 4 and 195 with 8."""
+twice as many for longer windows; and floats that come with one. 64 rows of 1 and 4 tokens: 5 and 7
+us less than into L2; of 8 tokens 205 us with 4 and 195 with 8."""
 
 
 @triton.jit

@@ -268,7 +268,7 @@ def near(
     """
     n = tl.arange(0, MOST)[:, None]
     i = (tl.arange(0, BLOCK_K // SECTOR) * SECTOR)[None, :]
-    j = first + (tl.arange(0, BLOCK_V // SECTOR) * SECTOR)[None, :]
+    j = first + (tl.arange(0, (BLOCK_V + SECTOR - 1) // SECTOR) * SECTOR)[None, :]
     line = line_of(line - 1 - tl.minimum(n, tl.maximum(count - 1, 0)), lines)
     t = tl.minimum(n, length - 1) * width
     in_k, in_v = (n >= 0) & (i < K), (n >= 0) & (j < V)

@@ -27,6 +27,7 @@ WANTS = (
     PENALTIES | NOISE,
     ALL,
     ALL,
+    NOISE | FILTERS,
 )
 """Flags of table lines 1.. ; line 0 is the null row's."""
 
@@ -40,7 +41,8 @@ def lines(vocab: int, seed: int = 0) -> SamplingState:
     state.temperature[1:] = torch.linspace(0.3, 1.5, rows - 1)
     state.min_p[1:], state.top_p[1:] = 0.01, 0.8
     state.top_k[1:] = torch.arange(3, rows + 2)
-    state.min_p[-1], state.top_p[-2], state.top_k[-3] = 0.0, 1.0, 0
+    state.min_p[-2], state.top_p[-3], state.top_k[-4] = 0.0, 1.0, 0
+    state.min_p[-1], state.top_k[-1] = 0.0, 0
     state.repetition[1:], state.presence[1:], state.frequency[1:] = 1.3, 0.4, 0.2
     state.seed[1:] = torch.randint(-(2**62), 2**62, (rows - 1,), generator=generator)
     state.bias[1:] = torch.randn(rows - 1, vocab, generator=generator)

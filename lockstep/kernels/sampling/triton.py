@@ -268,6 +268,6 @@ def sample_triton(
     whole = min(lines, WHOLE)
     _whole_kernel[(whole,)](
         batch, parameters, floats(vocab, whole), out, lines, *numbers,
-        BLOCK=min(LINE_BLOCK, power(vocab)), num_warps=16, **common,
+        BLOCK=max(2, min(LINE_BLOCK, power(vocab))), num_warps=16, **common,
     )  # fmt: skip
     return out

@@ -1,7 +1,8 @@
 """The table's ops in Triton: one launch each, a program per row or per block of tokens.
 
 A row of the table belongs to one program, but for line 0, where all that programs write is the
-same. Nothing is added atomically and no argument but a window's width is specialised.
+same. Nothing is added atomically and no argument but a window's width, and the drafts that
+lookup makes, is specialised.
 """
 
 import torch
