@@ -1,7 +1,8 @@
 """Compiles the stepping law's kernels for a Hopper GPU, which needs none: what the interpreter lets
 pass, such as a name of two shapes in the branches of an `if`, is an error here.
 
-Where one kernel and three may serve side by side, K's lanes must lie in one warp in both.
+Where one kernel and three may serve side by side, which is on Triton 3.6, K's lanes must lie in one
+warp in both.
 
     python -m tests.kernels.compiles
 """
@@ -51,11 +52,15 @@ def kernels() -> Iterator[tuple[Any, int, dict[str, Any]]]:
         layout, blocks = step.layout_of(sizes), blocks_of(sizes, 128)
         warps = layout["VB"] // step.PARTS or 1
         same = dict(**sizes, R=3, L2_EPS=1e-6, **blocks)
-        yield step._whole_kernel, layout["VB"], dict(**same, **layout, TOKENS=4, PAD=4, TOUCH=8)
+        yield (
+            step._whole_kernel,
+            layout["VB"],
+            dict(**same, **layout, TOKENS=step.MOST_TOKENS, PAD=step.PAD, TOUCH=step.TOUCH),
+        )
         walk = {**same, **layout, "VB": warps, "NEAR": step.NEAR, "SECTOR": step.SECTOR}
         yield step._walk_kernel, warps, walk
         yield step._norm_kernel, step.NORM_WARPS, dict(**same, HEADS=step.HEADS)
-        yield inputs_kernel, 1, dict(**same, TOKENS=4)
+        yield inputs_kernel, 1, dict(**same, TOKENS=step.MOST_TOKENS)
 
 
 def lanes_of_sums(code: str) -> set[tuple[bool, int]]:

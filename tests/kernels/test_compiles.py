@@ -3,9 +3,13 @@
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
 def test_stepping_kernels_compile_for_hopper(tmp_path: Path) -> None:
     """In a process of its own: in this one the interpreter may have taken the kernels' place."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
