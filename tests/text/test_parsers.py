@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
@@ -80,10 +80,12 @@ def test_noise_is_cut_safe(text):
         json.loads(call.arguments)
 
 
-@given(st.text(max_size=40))
+@given(st.text(max_size=40) | st.text("<>/=\n parmet", max_size=40))
+@example("if size < parameter == 1: ...")
+@example("<parameter")
 def test_string_values_survive(value):
     text = xml(city=value)
-    if not any(tag in value for tag in ("</parameter>", "<parameter", "</tool_call>")):
+    if not any(tag in value for tag in ("</parameter>", "<parameter=", "</tool_call>")):
         assert arguments(text) == [{"city": value}]
 
 

@@ -14,16 +14,16 @@ from lockstep.text.scan import Markers
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
-_PARAMETER = "< parameter ="
+_PARAMETER = "<parameter="
 _CLOSERS = {"function_end": _FUNCTION_END, "call_end": _CALL_END}
 _OPENERS = {"call": _CALL, "function": _FUNCTION}
 _MARKERS = {
     "content": Markers(_OPENERS),
     "call": Markers({**_OPENERS, "call_end": _CALL_END}),
     "name": Markers({"end": ">", **_OPENERS, **_CLOSERS}),
-    "function": Markers({"parameter": _PARAMETER, **_OPENERS, **_CLOSERS}, loose=True),
+    "function": Markers({"parameter": "< parameter =", **_OPENERS, **_CLOSERS}, loose=True),
     "key": Markers({"end": ">", **_OPENERS, **_CLOSERS}),
-    # A value may itself speak of </function>; only with </tool_call> behind it does it end one.
+    # A value may be code: `a < parameter == b` is text, so is </function> with no </tool_call>.
     "value": Markers(
         {
             "end": "</parameter>",
