@@ -16,6 +16,7 @@ from lockstep.config import EngineConfig
 from lockstep.engine.setup import Stand, stand
 from lockstep.runner.lap import Lap
 from lockstep.runner.memory import PAGE_SIZE
+from lockstep.runner.rows import write_place
 from lockstep.step import StepShape
 
 WARM, REPLAYS, PROMPTS = 4, 30, 3
@@ -67,10 +68,8 @@ def place(built: Stand, rows: int, computed: int, pages: int) -> None:
         table.tokens[row].random_(0, 1000)
         table.computed[row], table.prompt_len[row], table.pending[row] = computed, 1, 0
         first = 1 + (row - 1) * pages
-        own = torch.arange(first, first + pages, dtype=torch.int32)
-        table.page_table[row].zero_()
-        table.page_table[row, :pages] = own
-        table.state_slots[row] = row if built.runner.state else 0
+        own = list(range(first, first + pages))
+        write_place(table, row, own, row if built.runner.state else 0)
 
 
 def timed(built: Stand, shape: StepShape, warm: int, times: int) -> float:
