@@ -14,7 +14,6 @@ from lockstep.text.scan import Markers
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
-_PARAMETER = "<parameter="
 _CLOSERS = {"function_end": _FUNCTION_END, "call_end": _CALL_END}
 _OPENERS = {"call": _CALL, "function": _FUNCTION}
 _MARKERS = {
@@ -27,7 +26,7 @@ _MARKERS = {
     "value": Markers(
         {
             "end": "</parameter>",
-            "parameter": _PARAMETER,
+            "parameter": "<parameter=",
             "call_end": f"{_FUNCTION_END} {_CALL_END}",
             "bare_end": _CALL_END,
         },
