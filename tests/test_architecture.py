@@ -1,4 +1,4 @@
-"""The house rules that a program can hold: imports go down, words, sizes, who knows what."""
+"""The house rules that a program can hold: imports go down, words, who knows what."""
 
 import ast
 import re
@@ -16,7 +16,6 @@ FORBIDDEN = re.compile(
     r"is_prefill|is_capturing|is_dummy|is_current_stream_capturing|os\.environ|os\.getenv"
     r"|NotImplementedError|\bTODO\b|\bFIXME\b"
 )
-MAX_FILE, MAX_KERNEL_FILE, MAX_FUNCTION = 400, 500, 60
 
 # The first stands lowest. The scheduler and what it schedules know no torch and serve the runner.
 LAYERS = (
@@ -97,14 +96,6 @@ def test_file_keeps_the_rules(path: Path) -> None:
     tree = ast.parse(text)
     lines = text.splitlines()
     faults = [f"line {i}: {m[0]}" for i, t in enumerate(lines, 1) if (m := FORBIDDEN.search(t))]
-    most = MAX_KERNEL_FILE if "kernels" in path.parts else MAX_FILE
-    if len(lines) > most:
-        faults.append(f"{len(lines)} lines; at most {most}")
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            length = (node.end_lineno or 0) - node.lineno + 1
-            if length > MAX_FUNCTION:
-                faults.append(f"{node.name} has {length} lines; at most {MAX_FUNCTION}")
     if not ast.get_docstring(tree) and text.strip():
         faults.append("no module docstring")
     faults += [
