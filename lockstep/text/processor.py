@@ -3,7 +3,7 @@
 import reprlib
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,30 @@ from lockstep.text.tokenizer import Tokenizer, read_json
 Prompt = str | Sequence[int] | dict[str, Any]
 Logprobs = list[dict[int, Logprob]]
 _SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A conversation as the model reads it: its text, and its token ids."""
+
+    text: str
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class TextUpdate:
+    """What one push settled; it never changes afterwards, however late it is read.
+
+    `delta`, `token_ids` and `logprobs` are only what is new; `num_tokens` counts all tokens so far.
+    `finish_reason` stays None until the completion has ended.
+    """
+
+    delta: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[dict[int, Logprob], ...] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_tokens: int = 0
 
 
 class CompletionText:
@@ -46,18 +70,18 @@ class CompletionText:
 
     def push(
         self,
-        token_ids: list[int],
+        token_ids: Sequence[int],
         logprobs: Logprobs | None = None,
         finish_reason: str | None = None,
         stop_reason: int | str | None = None,
-    ) -> str:
-        """Takes new tokens; returns the text they settle. Tokens after a stop string are dropped.
+    ) -> TextUpdate:
+        """Takes new tokens; returns what they settle. Tokens after a stop string are dropped.
 
         The token that ended the answer (finish_reason stop) is listed but gives no text, unless
-        include_stop_str_in_output is set.
+        include_stop_str_in_output is set. After the end nothing new is taken.
         """
         if self.finished:
-            return ""
+            return self._update("", (), None)
         silent_last = finish_reason == "stop" and not self.request.params.include_stop_str_in_output
         delta, taken = "", 0
         for i, token in enumerate(token_ids):
@@ -70,16 +94,40 @@ class CompletionText:
             delta += self._text.flush()
         if self._text and self._text.stopped is not None:
             finish_reason, stop_reason = "stop", self._text.stopped
-        self._keep(token_ids[:taken], logprobs[:taken] if logprobs is not None else None)
+        new = tuple(token_ids[:taken])
+        scores = tuple(logprobs[:taken]) if logprobs is not None else None
+        self._keep(delta, new, scores)
         self.output.finish_reason, self.output.stop_reason = finish_reason, stop_reason
-        self.output.text += delta
-        return delta
+        return self._update(delta, new, scores)
 
-    def _keep(self, token_ids: list[int], logprobs: Logprobs | None) -> None:
+    def _keep(
+        self,
+        delta: str,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[dict[int, Logprob], ...] | None,
+    ) -> None:
+        self.output.text += delta
         self.output.token_ids += token_ids
         if logprobs is not None:
             name_tokens(self._tokenizer, logprobs)
-            self.output.logprobs = (self.output.logprobs or []) + logprobs
+            self.output.logprobs = self.output.logprobs or []
+            self.output.logprobs += logprobs
+
+    def _update(
+        self,
+        delta: str,
+        token_ids: tuple[int, ...],
+        logprobs: tuple[dict[int, Logprob], ...] | None,
+    ) -> TextUpdate:
+        output = self.output
+        return TextUpdate(
+            delta,
+            token_ids,
+            logprobs,
+            output.finish_reason,
+            output.stop_reason,
+            len(output.token_ids),
+        )
 
 
 def name_tokens(tokenizer: Tokenizer | None, logprobs: Sequence[dict[int, Logprob] | None]) -> None:
@@ -147,24 +195,30 @@ class Processor:
             ) from None
         return self.tokenizer.encode(text, add_special_tokens)
 
-    def render_text(
+    def conversation(
         self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **kwargs: Any
-    ) -> str:
-        """The text of a conversation, ready for the next answer."""
+    ) -> Rendered:
+        """A conversation, ready for the next answer; `kwargs` are the template's variables."""
         if self.template is None:
             raise RequestError(
                 "messages need a chat template, and this model has none; send a prompt instead, "
                 "or add chat_template.jinja to the model folder.",
                 "messages",
             )
-        return self.template.render(messages, tools, **kwargs)
+        text = self.template.render(messages, tools, **kwargs)
+        return Rendered(text, self.encode(text, add_special_tokens=False, field="messages"))
+
+    def render_text(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **kwargs: Any
+    ) -> str:
+        """The text of a conversation, ready for the next answer."""
+        return self.conversation(messages, tools, **kwargs).text
 
     def render(
         self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **kwargs: Any
     ) -> list[int]:
         """The token ids of a conversation, ready for the next answer."""
-        text = self.render_text(messages, tools, **kwargs)
-        return self.encode(text, add_special_tokens=False)
+        return self.conversation(messages, tools, **kwargs).ids
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: text, ids, {"prompt": text} or {"prompt_token_ids": ids}."""

@@ -5,7 +5,7 @@ import pytest
 from lockstep.errors import RequestError
 from lockstep.outputs import Logprob
 from lockstep.sampling_params import SamplingParams
-from lockstep.text.processor import Processor
+from lockstep.text.processor import Processor, TextUpdate
 from lockstep.text.template import ChatTemplate
 
 
@@ -16,7 +16,13 @@ def finish(processor, params, ids, step=2, reason=None):
     for start in range(0, len(ids), step):
         last = start + step >= len(ids)
         scores = [{i: Logprob(-1.0, 1)} for i in ids[start : start + step]]
-        shown += text.push(ids[start : start + step], scores, reason if last else None)
+        before = len(text.output.token_ids)
+        update = text.push(ids[start : start + step], scores, reason if last else None)
+        shown += update.delta
+        assert list(update.token_ids) == text.output.token_ids[before:]
+        assert len(update.logprobs or ()) == len(update.token_ids)
+        assert update.num_tokens == len(text.output.token_ids)
+        assert update.finish_reason == text.output.finish_reason
     assert shown == text.output.text
     return text.output
 
@@ -71,6 +77,30 @@ def test_stop_string_cuts_tokens_whatever_the_step(processor, step):
     assert output.logprobs[0][ids[0]].decoded_token == processor.tokenizer.decode(ids[:1])
 
 
+def test_an_update_stays_as_it_was(processor):
+    (request,) = processor.requests("r", "fox", SamplingParams(stop="dog", logprobs=0))
+    text = processor.completion(request)
+    ids = processor.tokenizer.encode("the lazy dog jumps")
+    updates = [text.push([i], [{i: Logprob(-1.0, 1)}]) for i in ids]
+    told = [(u.delta, u.token_ids, u.finish_reason, u.num_tokens) for u in updates]
+    assert [n for *_, n in told][:3] == [1, 2, 3]
+    last = next(i for i, u in enumerate(updates) if u.finish_reason)
+    assert updates[last].stop_reason == "dog"
+    over = TextUpdate("", (), None, "stop", "dog", last + 1)
+    assert updates[last + 1 :] == [over] * (len(ids) - last - 1)
+    assert "".join(u.delta for u in updates) == "the lazy "
+    with pytest.raises(AttributeError):
+        updates[0].delta = "x"
+
+
+def test_a_conversation_is_its_text_and_its_ids(processor):
+    messages = [{"role": "user", "content": "hi"}]
+    found = processor.conversation(messages, enable_thinking=True)
+    assert found.text == processor.render_text(messages, enable_thinking=True)
+    assert found.ids == processor.render(messages, enable_thinking=True)
+    assert processor.tokenizer.decode(found.ids, skip_special_tokens=False) == found.text
+
+
 def test_the_ending_token_gives_no_text(processor):
     ids = processor.tokenizer.encode("fox!")
     output = finish(processor, SamplingParams(), ids, reason="stop")
@@ -89,7 +119,9 @@ def test_without_a_tokenizer(folder):
     processor = Processor.for_model(None, folder, 64)
     (request,) = processor.requests("r", [1, 2], SamplingParams())
     text = processor.completion(request)
-    assert text.push([5, 6], None, "length") == "" and text.output.token_ids == [5, 6]
+    update = text.push([5, 6], None, "length")
+    assert update == TextUpdate("", (5, 6), None, "length", None, 2)
+    assert text.output.token_ids == [5, 6]
     assert request.eos_token_ids
     with pytest.raises(RequestError, match="skip_tokenizer_init"):
         processor.requests("r", "text", SamplingParams())
