@@ -9,6 +9,8 @@ LockstepError
 +-- EngineDeadError   the engine loop ended with an error; requests cannot be served any more
 """
 
+from itertools import islice
+
 
 class LockstepError(Exception):
     """Base of all errors that Lockstep raises on purpose."""
@@ -47,3 +49,21 @@ def choice_error(
 ) -> LockstepError:
     """The one form of "this value is not allowed": field, value, what is allowed, what to do."""
     return kind(f"{field}={value!r} is not allowed; allowed: {allowed}. {remedy}")
+
+
+def brief(value: object, depth: int = 2) -> str:
+    """A value for a message, short however large it is: plain types are spelled, others named."""
+    if isinstance(value, str):
+        return repr(value[:60]) + "..." * (len(value) > 60)
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"<whole number of {value.bit_length()} bits>"
+    if value is None or isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, dict) and depth:
+        items = islice(value.items(), 4)
+        spelled = [f"{brief(key, depth - 1)}: {brief(item, depth - 1)}" for key, item in items]
+        return "{" + ", ".join(spelled + ["..."] * (len(value) > 4)) + "}"
+    if isinstance(value, (list, tuple)) and depth:
+        spelled = [brief(item, depth - 1) for item in value[:4]]
+        return "[" + ", ".join(spelled + ["..."] * (len(value) > 4)) + "]"
+    return f"<{type(value).__name__}>"

@@ -1,18 +1,20 @@
 """What a request asks of the sampler, in vLLM's names."""
 
-import math
-import reprlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from numbers import Integral
 from typing import Any
 
-from lockstep.errors import RequestError
+from lockstep.errors import RequestError, brief
 
 MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 32
 MAX_BAD_WORD_TOKENS = 8
+MAX_BAD_WORD_CHARACTERS = 1024
 MAX_STOP_IDS = 16
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_TOKEN_IDS = 2**19  # more than any vocabulary has; the engine refuses ids outside of its own
 MIN_TEMPERATURE = 1e-5  # below it logits / temperature leave fp32's range: greedy, as in vLLM
 _SWITCHES = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
 
@@ -68,8 +70,9 @@ class SamplingParams:
             ("seed", -(2**63), 2**63 - 1),
         ):
             self._check_range(name, low, high)
+        self._check_sizes()
         self._check_kinds()
-        self._check_lists()
+        self._check_entries()
 
     def _check_range(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)
@@ -83,9 +86,25 @@ class SamplingParams:
             kind = "a number" if isinstance(low, float) else "a whole number"
             raise self._refusal(name, f"{kind} from {low} to {high}")
 
+    def _check_sizes(self) -> None:
+        """Before anything is looked at one by one."""
+        for name, most in (
+            ("stop", MAX_STOP_STRINGS),
+            ("stop_token_ids", MAX_STOP_IDS),
+            ("bad_words", MAX_BAD_WORDS),
+            ("bad_words_ids", MAX_BAD_WORDS),
+            ("allowed_token_ids", MAX_TOKEN_IDS),
+            ("logit_bias", MAX_TOKEN_IDS),
+        ):
+            value = getattr(self, name)
+            if isinstance(value, Sized) and not isinstance(value, str) and len(value) > most:
+                raise RequestError(
+                    f"{name} has {len(value)} entries; allowed: at most {most}. Send fewer.", name
+                )
+
     def _check_kinds(self) -> None:
         for name, allowed, fits in (
-            ("logit_bias", "a dict of token ids to finite numbers", _is_bias),
+            ("logit_bias", "a dict of token ids to finite numbers up to 1e30", _is_bias),
             ("allowed_token_ids", "a list of token ids", is_ids),
             ("stop_token_ids", "a list of token ids", is_ids),
             ("bad_words", "a list of strings", lambda v: _is_list(v, str)),
@@ -100,41 +119,38 @@ class SamplingParams:
                 raise self._refusal(name, "True or False")
 
     def _refusal(self, name: str, allowed: str) -> RequestError:
-        value = reprlib.repr(getattr(self, name))
         return RequestError(
-            f"{name}={value} is not allowed; allowed: {allowed}. Change {name} or leave it out.",
+            f"{name}={brief(getattr(self, name))} is not allowed; allowed: {allowed}. "
+            f"Change {name} or leave it out.",
             name,
         )
 
-    def _check_lists(self) -> None:
+    def _check_entries(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens={self.min_tokens} is above max_tokens={self.max_tokens}; "
                 "lower min_tokens or raise max_tokens.",
                 "min_tokens",
             )
-        if self.allowed_token_ids is not None and not list(self.allowed_token_ids):
+        if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
             raise RequestError(
                 "allowed_token_ids=[] leaves no token to emit; name at least one or leave it out.",
                 "allowed_token_ids",
             )
-        for name, most in (
-            ("bad_words", MAX_BAD_WORDS),
-            ("bad_words_ids", MAX_BAD_WORDS),
-            ("stop_token_ids", MAX_STOP_IDS),
+        if "" in self.stop_strings:
+            raise RequestError('stop="" would end every answer; leave it out.', "stop")
+        for name, words, kind, most in (
+            ("stop", self.stop_strings, "characters", MAX_STOP_CHARACTERS),
+            ("bad_words", self.bad_words, "characters", MAX_BAD_WORD_CHARACTERS),
+            ("bad_words", self.bad_words_ids, "tokens", MAX_BAD_WORD_TOKENS),
         ):
-            value = getattr(self, name)
-            if value is not None and len(value) > most:
-                raise RequestError(
-                    f"{name} has {len(value)} entries; allowed: at most {most}. Send fewer.", name
-                )
-        for words in self.bad_words_ids or ():
-            if not 1 <= len(words) <= MAX_BAD_WORD_TOKENS:
-                raise RequestError(
-                    f"bad_words entry of {len(words)} tokens is not allowed; allowed: 1 to "
-                    f"{MAX_BAD_WORD_TOKENS} tokens. Shorten it.",
-                    "bad_words",
-                )
+            for word in words or ():
+                if len(word) > most or (kind == "tokens" and not len(word)):
+                    raise RequestError(
+                        f"{name} entry of {len(word)} {kind} is not allowed; allowed: 1 to {most} "
+                        f"{kind}. Shorten it or leave it out.",
+                        name,
+                    )
 
     @property
     def greedy(self) -> bool:
@@ -166,13 +182,16 @@ def _is_list(value: object, kind: type) -> bool:
 
 
 def _is_list_of_ids(value: Any) -> bool:
-    return _is_list(value, Collection) and all(map(is_ids, value))
+    """Lists that are too long are left for the check of their length."""
+    if not _is_list(value, Collection):
+        return False
+    return all(len(ids) > MAX_BAD_WORD_TOKENS or is_ids(ids) for ids in value)
 
 
 def _is_bias(value: object) -> bool:
-    if not isinstance(value, Mapping) or not is_ids(list(value)):
+    if not isinstance(value, Mapping) or not is_ids(value.keys()):
         return False
-    return all(isinstance(v, (int, float)) and math.isfinite(v) for v in value.values())
+    return all(isinstance(v, (int, float)) and -1e30 <= v <= 1e30 for v in value.values())
 
 
 def _is_stop(value: object) -> bool:

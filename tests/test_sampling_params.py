@@ -1,12 +1,13 @@
 """What every sampling parameter does to the bundled model, and which values are refused."""
 
 import math
+import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from lockstep import LLM
+from lockstep import LLM, SamplingParams
 from lockstep.errors import RequestError
 from lockstep.outputs import Logprob
 from tests.asking import (
@@ -191,6 +192,8 @@ BAD_PARAMS: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {5: "x"}}, "logit_bias", "token ids to finite numbers"),
     ({"logit_bias": {5: math.nan}}, "logit_bias", "token ids to finite numbers"),
     ({"logit_bias": {5: math.inf}}, "logit_bias", "token ids to finite numbers"),
+    ({"logit_bias": {5: 10**400}}, "logit_bias", "token ids to finite numbers"),
+    ({"logit_bias": {5: 1e31}}, "logit_bias", "token ids to finite numbers"),
     ({"logit_bias": {"x": 1.0}}, "logit_bias", "token ids to finite numbers"),
     ({"logit_bias": [5]}, "logit_bias", "token ids to finite numbers"),
     ({"logit_bias": {4096: 1.0}}, "logit_bias", "0 to 4095"),
@@ -208,6 +211,10 @@ BAD_PARAMS: list[tuple[dict[str, Any], str, str]] = [
     ({"stop": 5}, "stop", "a string or a list of strings"),
     ({"stop": [5]}, "stop", "a string or a list of strings"),
     ({"stop": [""]}, "stop", "would end every answer"),
+    ({"stop": ""}, "stop", "would end every answer"),
+    ({"stop": ["x"] * 17}, "stop", "at most 16"),
+    ({"stop": "x" * 257}, "stop", "1 to 256 characters"),
+    ({"stop": ["x", "x" * 257]}, "stop", "1 to 256 characters"),
     ({"stop": "x", "detokenize": False}, "stop", "detokenize"),
     ({"bad_words": "fox"}, "bad_words", "a list of strings"),
     ({"bad_words": [5]}, "bad_words", "a list of strings"),
@@ -215,6 +222,8 @@ BAD_PARAMS: list[tuple[dict[str, Any], str, str]] = [
     ({"bad_words": ["\ud800"]}, "bad_words", "no Unicode text"),
     ({"bad_words": ["fox"] * 33}, "bad_words", "at most 32"),
     ({"bad_words": [TEXT * 3]}, "bad_words", "1 to 8 tokens"),
+    ({"bad_words": ["x" * 1025]}, "bad_words", "1 to 1024 characters"),
+    ({"bad_words_ids": [[]]}, "bad_words", "1 to 8 tokens"),
     ({"bad_words_ids": [5]}, "bad_words_ids", "a list of lists of token ids"),
     ({"bad_words_ids": [["a"]]}, "bad_words_ids", "a list of lists of token ids"),
     ({"bad_words_ids": [[4096]]}, "bad_words", "0 to 4095"),
@@ -235,3 +244,31 @@ def test_bad_parameters_are_refused_and_the_engine_lives_on(
     assert allowed in message, message
     assert message.endswith(".") and message.count(". ") + message.count("; ") >= 1, message
     assert_idle(llm)
+
+
+MANY = 1_000_000
+HUGE: list[dict[str, Any]] = [
+    {"stop": ["x"] * MANY},
+    {"stop": "x" * MANY},
+    {"stop": ["x" * MANY]},
+    {"stop": dict.fromkeys(range(MANY))},
+    {"stop_token_ids": ["x"] * MANY},
+    {"bad_words": ["x"] * MANY},
+    {"bad_words": ["x" * MANY]},
+    {"bad_words_ids": [["x"] * MANY] * 32},
+    {"allowed_token_ids": ["x"] * MANY},
+    {"logit_bias": dict.fromkeys(range(MANY), "x")},
+    {"logit_bias": dict.fromkeys(range(MANY // 2), "x")},
+    {"n": "x" * MANY},
+    {"seed": 10**5000},
+    {"temperature": ["x" * MANY] * MANY},
+]
+
+
+@pytest.mark.parametrize("wrong", HUGE, ids=lambda v: next(iter(v)))
+def test_huge_parameters_are_refused_at_once(wrong: dict[str, Any]) -> None:
+    began = time.process_time()
+    with pytest.raises(RequestError) as caught:
+        SamplingParams(**wrong)
+    assert time.process_time() - began < 0.2
+    assert caught.value.field in wrong and len(str(caught.value)) < 600

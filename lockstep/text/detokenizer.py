@@ -4,7 +4,7 @@ import codecs
 
 from tokenizers.decoders import DecodeStream
 
-from lockstep.text.scan import Markers
+from lockstep.text.scan import Markers, Scan
 from lockstep.text.tokenizer import Tokenizer
 
 
@@ -25,11 +25,10 @@ class Detokenizer:
     ) -> None:
         self.stopped: str | None = None
         self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._stop, self._include_stop, self._unchecked = stop, include_stop, min_tokens
-        self._markers = Markers({f"s{i}": s for i, s in enumerate(stop)}) if stop else None
+        self._include_stop, self._unchecked = include_stop, min_tokens
+        self._scan = Scan(Markers({s: s for s in stop})) if stop else None
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
-        self._held = ""
 
     def push(self, token_id: int) -> str:
         """The text that one more token settles."""
@@ -54,10 +53,9 @@ class Detokenizer:
     def _settle(self, piece: str, final: bool) -> str:
         if self.stopped is not None:
             return ""
-        if self._markers is None:
+        if self._scan is None:
             return piece
-        text, marker, self._held = self._markers.take(self._held + piece, final)
-        if marker is None:
-            return text
-        self.stopped, self._held = self._stop[int(marker[1:])], ""
-        return text + self.stopped if self._include_stop else text
+        text, self.stopped, _ = self._scan.take(piece)
+        if self.stopped is not None:
+            return text + self.stopped if self._include_stop else text
+        return text + self._scan.flush() if final else text

@@ -254,8 +254,6 @@ class Processor:
         ids = self.prompt_ids(prompt)
         if params.stop_strings and (self.tokenizer is None or not params.detokenize):
             raise RequestError("stop needs text; leave out stop or detokenize=False.", "stop")
-        if "" in params.stop_strings:
-            raise RequestError('stop="" would end every answer; leave it out.', "stop")
         room = self.max_model_len - len(ids)
         seed = secrets.randbits(48) if params.seed is None else params.seed
         single = replace(

@@ -1,6 +1,8 @@
 """Reasoning and tool-call parsers: what they find, and that the cut of the stream is no matter."""
 
+import itertools
 import json
+import time
 
 import pytest
 from hypothesis import example, given
@@ -8,10 +10,10 @@ from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
 from lockstep.text.parsers import REASONING_PARSERS, TOOL_PARSERS, ReplyParser, choose
-from lockstep.text.parsers.events import Reply, ToolCall
+from lockstep.text.parsers.events import CallArguments, Content, Reasoning, Reply, ToolCall
 from lockstep.text.parsers.hermes import HermesParser
 from lockstep.text.parsers.qwen3_coder import Qwen3CoderParser
-from lockstep.text.parsers.schema import coerce, types_of
+from lockstep.text.parsers.schema import coerce, property_types, to_json, types_of
 from lockstep.text.parsers.think import ThinkParser
 
 PROPERTIES = {
@@ -69,15 +71,80 @@ def test_every_cut_gives_the_same_reply(text, end, tools):
             assert isinstance(json.loads(call.arguments), dict)
 
 
-@given(st.text("<>/=\n abfunctio_calprmethk", max_size=60))
-def test_noise_is_cut_safe(text):
-    text = "<tool_call><function=a><parameter=b>" + text
-    parser = Qwen3CoderParser(TOOLS)
-    events = [event for char in text for event in parser.feed(char)]
-    streamed = Reply().add(events + parser.finish())
-    assert streamed == reply(text)
-    for call in streamed.tool_calls:
-        json.loads(call.arguments)
+PARTS = [
+    *("<think>", "</think>", "<tool_call>", "</tool_call>", "<function=", "get", ">"),
+    *("</function>", "<parameter=", "< parameter =", "<parameter\n=", "city", "days", "where"),
+    *("</parameter>", "\n", " ", "\n\n", "x", "3", '{"a": 1}', "<", "</", "</fun", "null", '"'),
+    *('{"name": "get", "arguments": {"a": "b"}}', '{"name": "get"}', '{"name": 5}', "\ud800", "é"),
+    *('{"name": "get", "arguments": "x"}', '{"name": "get", "arguments": [NaN]}', "\u2028"),
+]
+TEXTS = st.lists(st.sampled_from(PARTS), max_size=25).map("".join) | st.text()
+
+
+@given(
+    TEXTS,
+    st.lists(st.integers(1, 9), max_size=30),
+    st.sampled_from(["<think>\n", "</think>", "assistant\n"]),
+    st.sampled_from(list(TOOL_PARSERS.values())),
+)
+@example('<tool_call>{"name": "get", "arguments": ""}</tool_call>', [], "</think>", HermesParser)
+@example('<tool_call>{"name": "", "arguments": {}}</tool_call>', [], "</think>", HermesParser)
+@example("<tool_call>" + "[" * 100_000, [], "</think>", HermesParser)
+@example('<tool_call>{"name": "\\ud800"}</tool_call>', [], "</think>", HermesParser)
+@example(xml(where="[" * 100_000), [], "</think>", Qwen3CoderParser)
+@example(xml(where='{"a": "\\ud800"}'), [], "</think>", Qwen3CoderParser)
+def test_any_text_in_any_cut_gives_one_reply_and_no_empty_event(text, cuts, end, tools):
+    whole = reply(text, end, tools)
+    parser = ReplyParser(ThinkParser(end), tools(TOOLS))
+    places = [*itertools.accumulate(cuts, initial=0), *range(sum(cuts) + 1, min(len(text), 1000))]
+    pieces = [text[i:j] for i, j in itertools.pairwise([*places, len(text)])]
+    events = [event for piece in pieces for event in parser.feed(piece)]
+    events += parser.finish()
+    assert Reply().add(events) == whole
+    for event in events:
+        assert not isinstance(event, Content | Reasoning | CallArguments) or event.text
+    for call in whole.tool_calls:
+        assert call.name.strip() or tools is HermesParser
+        assert isinstance(json.loads(call.arguments), dict)
+
+
+# What opens each state that a parser can be in.
+OPENINGS = [
+    (Qwen3CoderParser, ""),
+    (Qwen3CoderParser, "<tool_call>"),
+    (Qwen3CoderParser, "<tool_call><function="),
+    (Qwen3CoderParser, "<function=get>"),
+    (Qwen3CoderParser, "<function=get><parameter="),
+    (Qwen3CoderParser, "<function=get><parameter=city>"),
+    (Qwen3CoderParser, "<function=get><parameter=where>"),
+    (Qwen3CoderParser, "<function=get><parameter=where>a</function>"),
+    (HermesParser, "a"),
+    (HermesParser, "<tool_call>"),
+    (HermesParser, "<think>why"),
+    (HermesParser, "<think>why</think>"),
+]
+
+
+@pytest.mark.parametrize(("tools", "opening"), OPENINGS)
+def test_the_work_is_linear_in_every_state(tools, opening):
+    """20,000 pieces; what looks at all of the text for each of them needs minutes."""
+    for piece in ["name and ", " \n ", "<<", "</function> "]:
+        parser = ReplyParser(ThinkParser("assistant\n"), tools(TOOLS))
+        began = time.process_time()
+        events = parser.feed(opening)
+        for _ in range(20_000):
+            events += parser.feed(piece)
+        events += parser.finish()
+        took = time.process_time() - began
+        assert took < 3, f"{took:.1f} s for pieces of {piece!r}"
+
+
+@pytest.mark.parametrize("tools", list(TOOL_PARSERS.values()))
+def test_a_long_text_at_once_is_linear_too(tools):
+    for piece in ["<<", "a<tool_call></tool_call>", xml(city="x"), "<tool_call><function=>"]:
+        began = time.process_time()
+        reply(piece * 5_000, "assistant\n", tools)
+        assert time.process_time() - began < 3, piece
 
 
 @given(st.text(max_size=40) | st.text("<>/=\n parmet", max_size=40))
@@ -145,9 +212,83 @@ def test_coercion(text, types, value):
     assert found == value and type(found) is type(value)
 
 
-def test_types_of_a_reference_to_itself():
-    schema = {"$ref": "#"}
-    assert types_of(schema, schema) == set()
+@pytest.mark.parametrize(
+    "text",
+    ["9" * 5000, "1e999", "-1e999", "nan", "Infinity", "1_000", "١٢", "1e308", "[NaN]", "[1e999]"]
+    + ['{"a": -Infinity}', "[" * 50_000 + "]" * 50_000, '"\\ud800"', '["\\ud800"]', "\ud800", ""]
+    + ["[" + "9" * 5000 + "]", "0" * 5000 + "1", "TRUE", " null "],
+)
+def test_a_value_is_always_json(text):
+    kinds = ["null", "integer", "number", "boolean", "object", "array", "string", "odd"]
+    for types in [set(), set(kinds), *({kind} for kind in kinds)]:
+        written = to_json(coerce(text, types))
+        written.encode()
+        json.loads(written, parse_constant=pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("schema", "types"),
+    [
+        ({"$ref": "#"}, {"object"}),
+        ({"anyOf": [{"$ref": "#"}, {"$ref": "#/properties/days"}]}, {"object", "integer"}),
+        ({"type": ["integer", "null"]}, {"integer", "null"}),
+        ({"anyOf": [{"type": "string"}, {"oneOf": [{"type": "array"}]}]}, {"string", "array"}),
+        ({"allOf": [{"$ref": "#/$defs/place"}]}, {"object"}),
+        ({"enum": ["a", None, True, 2.5]}, {"string", "null", "boolean", "number"}),
+        ({"const": {}}, {"object"}),
+        ({"type": {}}, set()),
+        ({"type": [{}, ["string"], 5, "string"]}, {"string"}),
+        ({"anyOf": 3, "oneOf": {"type": "string"}, "allOf": None, "enum": "a"}, set()),
+        ({"anyOf": [3, [], "x", None, {"type": "string"}]}, {"string"}),
+        ({"$ref": ["#/$defs/place"]}, set()),
+        ({"$ref": "#/$defs/none/such"}, set()),
+        ({"$ref": "#/type/a"}, set()),
+        ({"anyOf": [{"type": "string"} for _ in range(1000)]}, set()),
+        ([], set()),
+    ],
+)
+def test_types_of_a_schema(schema, types):
+    assert types_of(schema, SCHEMA) == types
+
+
+def test_references_that_fan_out_are_visited_once():
+    refs = [[{"$ref": f"#/$defs/d{i + 1}"} for _ in range(8)] for i in range(20)]
+    defs = {f"d{i}": {"anyOf": options} for i, options in enumerate(refs)}
+    defs["d20"] = {"type": "integer"}
+    schema = {"properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": defs}
+    began = time.process_time()
+    assert property_types(schema, "a") == {"integer"}
+    assert time.process_time() - began < 1
+
+
+odd = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=3),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["type", "anyOf", "enum", "const", "$ref", "properties", "days"])
+            | st.text(max_size=3),
+            inner,
+            max_size=4,
+        )
+    ),
+    max_leaves=12,
+)
+
+
+@given(odd, st.sampled_from(list(TOOL_PARSERS.values())))
+@example(5, Qwen3CoderParser)
+@example({"properties": []}, Qwen3CoderParser)
+@example({"properties": {"days": {"anyOf": 3}}}, Qwen3CoderParser)
+def test_an_odd_schema_counts_as_an_empty_one(schema, tools):
+    calls = (
+        xml(city="x", days="7") + '<tool_call>{"name": "get", "arguments": {"a": 1}}</tool_call>'
+    )
+    tool = {"type": "function", "function": {"name": "get", "parameters": schema}}
+    for given_tools in ([tool], [{"function": schema}], [schema], schema):
+        events = ReplyParser(None, tools(given_tools)).parse(calls)
+        for call in events.tool_calls:
+            assert isinstance(json.loads(call.arguments), dict)
 
 
 def test_choice():

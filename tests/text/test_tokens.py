@@ -1,14 +1,15 @@
 """Tokenizer, detokenizer and scanning."""
 
 import json
+import time
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lockstep.errors import CheckpointError
 from lockstep.text.detokenizer import Detokenizer
-from lockstep.text.scan import Markers
+from lockstep.text.scan import Markers, Scan
 from lockstep.text.tokenizer import Tokenizer
 
 TEXT = "naïve 日本語 🦊🦊 <think> fox\r\n\t<|im_end|> end\u0301 \ufffd"
@@ -86,23 +87,56 @@ def test_stop_strings_wait_for_min_tokens(tokenizer):
     assert shown == "a,a" and text.stopped == ","
 
 
-@given(st.text("ab<>/", max_size=30), st.lists(st.integers(1, 4), min_size=30, max_size=30))
+def scan(markers, pieces):
+    """The characters and marker names that a scan finds, in order."""
+    found, one = [], Scan(markers)
+    for piece in pieces:
+        place = 0
+        while place < len(piece):
+            plain, marker, place = one.take(piece, place)
+            found += [*plain, *([marker] if marker else [])]
+    return found + [*one.flush()]
+
+
+@given(st.text("ab<>/ \n", max_size=30), st.lists(st.integers(1, 4), min_size=30, max_size=30))
+@example("< a", [1] * 30)
+@example("<\n \n<\n a", [1] * 30)
+@example("abab", [1] * 30)
 def test_markers_do_not_depend_on_the_cut(text, cuts):
-    markers = Markers({"open": "< a", "close": "</a>"}, loose=True)
-
-    def scan(pieces):
-        found, buffer = [], ""
-        for piece in [*pieces, None]:
-            buffer += piece or ""
-            while True:
-                plain, marker, buffer = markers.take(buffer, final=piece is None)
-                found += [*plain, *([marker] if marker else [])]
-                if marker is None:
-                    break
-        return found
-
+    markers = [
+        Markers({"open": "< a", "close": "</a>"}, loose=True),
+        Markers({"long": "abab<", "short": "bab", "same": "bab", "blank": "a \n"}),
+    ]
     pieces, rest = [], text
     for cut in cuts:
         pieces.append(rest[:cut])
         rest = rest[cut:]
-    assert scan(pieces + [rest]) == scan([text])
+    for each in markers:
+        assert scan(each, pieces + [rest]) == scan(each, [text])
+
+
+@given(st.text("ab", max_size=40), st.lists(st.text("ab", min_size=1, max_size=6), min_size=1))
+def test_a_scan_finds_the_first_complete_marker_and_holds_no_more_than_it_must(text, stops):
+    one = Scan(Markers({stop: stop for stop in stops}))
+    shown = ""
+    for i, char in enumerate(text, 1):
+        plain, marker, _ = one.take(char)
+        shown += plain
+        ends = [stop for stop in stops if text[:i].endswith(stop)]
+        if ends:
+            assert marker == max(ends, key=len)
+            assert shown == text[: i - len(marker)]
+            return
+        assert marker is None
+        held = [k for k in range(i + 1) if any(s.startswith(text[k:i]) for s in stops)]
+        assert shown == text[: min(held)]
+    assert shown + one.flush() == text
+
+
+def test_long_stop_strings_cost_little_and_never_recurse(tokenizer):
+    stops = tuple("a" * (240 + i) + "b" for i in range(16))
+    markers = Markers({stop: stop for stop in stops})
+    began = time.process_time()
+    assert scan(markers, ["a"] * 20_000) == ["a"] * 20_000
+    assert scan(markers, ["a" * 100_000 + "b"])[-1] == stops[-1]
+    assert time.process_time() - began < 3

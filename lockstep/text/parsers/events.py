@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -68,23 +68,19 @@ class Reply:
 
     def add(self, events: Iterable[Event]) -> "Reply":
         """Appends what the events say; returns itself."""
+        content, reasoning = [self.content], [self.reasoning]
+        arguments: dict[int, list[str]] = {}
         for event in events:
             match event:
                 case Content(text):
-                    self.content += text
+                    content.append(text)
                 case Reasoning(text):
-                    self.reasoning += text
+                    reasoning.append(text)
                 case CallStart(_, name):
                     self.tool_calls.append(ToolCall(name))
                 case CallArguments(index, text):
-                    self.tool_calls[index].arguments += text
+                    arguments.setdefault(index, []).append(text)
+        self.content, self.reasoning = "".join(content), "".join(reasoning)
+        for index, texts in arguments.items():
+            self.tool_calls[index].arguments += "".join(texts)
         return self
-
-
-def parameters_of(tools: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    """The JSON schema of a tool's parameters; {} if the tool or its schema is not known."""
-    for tool in tools:
-        function = tool.get("function", tool)
-        if function.get("name") == name:
-            return function.get("parameters") or {}
-    return {}

@@ -1,10 +1,10 @@
 """Tool calls as Qwen3 and Hermes write them: <tool_call>{"name": ..., "arguments": {...}}."""
 
-import json
 from typing import Any
 
 from lockstep.text.parsers.events import CallArguments, CallStart, Content, Event
-from lockstep.text.scan import Markers
+from lockstep.text.parsers.schema import from_json, to_json
+from lockstep.text.scan import Markers, Scan, Tail
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _OUTSIDE, _INSIDE = Markers({"call": _CALL}), Markers({"end": _CALL_END})
@@ -15,64 +15,68 @@ class HermesParser:
 
     SIGN = "<function-name>"
 
-    def __init__(self, tools: list[dict[str, Any]]) -> None:
-        self._buffer = self._call = self._blank = ""
+    def __init__(self, tools: Any) -> None:
+        self._scan = Scan(_OUTSIDE)
+        self._blank = Tail()
+        self._call: list[str] = []
         self._inside = False
         self._index = -1
 
     def feed(self, text: str) -> list[Event]:
         """The events that more text settles."""
-        self._buffer += text
         events: list[Event] = []
-        self._run(events, final=False)
+        place = 0
+        while place < len(text):
+            taken, marker, place = self._scan.take(text, place)
+            self._take(events, taken)
+            if marker is not None:
+                self._turn(events, _CALL_END)
         return events
 
     def finish(self) -> list[Event]:
         """What was held back; a call that lacks only its closing tag counts."""
         events: list[Event] = []
-        self._run(events, final=True)
+        self._take(events, self._scan.flush())
         if self._inside:
-            self._emit(events, "")
-        if self._blank and self._index < 0:
-            events.append(Content(self._blank))
+            self._turn(events, "")
+        blank = self._blank.flush()
+        if blank and self._index < 0:
+            events.append(Content(blank))
         return events
 
-    def _run(self, events: list[Event], final: bool) -> None:
-        while self._buffer:
-            markers = _INSIDE if self._inside else _OUTSIDE
-            text, marker, self._buffer = markers.take(self._buffer, final)
-            if self._inside:
-                self._call += text
-                if marker is not None:
-                    self._emit(events, _CALL_END)
-            else:
-                self._tell(events, text, marker is not None)
-            if marker is None:
-                return
-
-    def _tell(self, events: list[Event], text: str, call: bool) -> None:
-        """Shows text; blanks wait, since those around calls belong to the grammar."""
-        text = self._blank + text
-        shown = text.rstrip()
-        self._blank = text[len(shown) :]
-        if shown:
+    def _take(self, events: list[Event], text: str) -> None:
+        """Blanks wait, since those around calls belong to the grammar."""
+        if self._inside:
+            self._call.append(text)
+        elif shown := self._blank.take(text):
             events.append(Content(shown))
-        self._inside, self._call = call, ""
 
-    def _emit(self, events: list[Event], closer: str) -> None:
-        self._inside = False
-        try:
-            call = json.loads(self._call)
-            name, arguments = call["name"], call.get("arguments", call.get("parameters", {}))
-            if not isinstance(name, str):
-                raise TypeError(name)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            events.append(Content(self._blank + _CALL + self._call + closer))
-            self._blank = ""
+    def _turn(self, events: list[Event], closer: str) -> None:
+        """A call begins, or it ends with this tag."""
+        self._inside = not self._inside
+        self._scan = Scan(_INSIDE if self._inside else _OUTSIDE)
+        if self._inside:
             return
-        self._blank = ""
+        text, blank = "".join(self._call), self._blank.flush()
+        self._call.clear()
+        try:
+            name, arguments = _read(text)
+        except ValueError:
+            events.append(Content(blank + _CALL + text + closer))
+            return
         self._index += 1
-        text = (
-            arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-        )
-        events += [CallStart(self._index, name), CallArguments(self._index, text)]
+        events += [CallStart(self._index, name), CallArguments(self._index, arguments)]
+
+
+def _read(text: str) -> tuple[str, str]:
+    """The name and the arguments (JSON text of an object) of a call. Raises ValueError."""
+    call = from_json(text)
+    if not isinstance(call, dict):
+        raise ValueError("a call is an object")
+    name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = from_json(arguments)
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict | None):
+        raise ValueError("a call has a name, and arguments that are an object")
+    name.encode()
+    return name, to_json(arguments or {})

@@ -4,13 +4,11 @@
 its own line. Values are raw text, typed by the tool's schema. Missing closers are forgiven.
 """
 
-import json
-import re
 from typing import Any
 
-from lockstep.text.parsers.events import CallArguments, CallStart, Content, Event, parameters_of
-from lockstep.text.parsers.schema import coerce, types_of
-from lockstep.text.scan import Markers
+from lockstep.text.parsers.events import CallArguments, CallStart, Content, Event
+from lockstep.text.parsers.schema import coerce, parameters_by_name, property_types, to_json
+from lockstep.text.scan import Markers, Scan, Tail
 
 _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -40,133 +38,127 @@ class Qwen3CoderParser:
 
     SIGN = _FUNCTION
 
-    def __init__(self, tools: list[dict[str, Any]]) -> None:
-        self._tools = tools
+    def __init__(self, tools: Any) -> None:
+        self._parameters = parameters_by_name(tools)
+        self._types_of: dict[tuple[str, str], set[str]] = {}
         self._state = "content"
-        self._buffer = self._blank = ""
+        self._scan = Scan(_MARKERS[self._state])
+        self._blank = Tail()
         self._index = -1
-        self._schema: dict[str, Any] = {}
-        self._types: set[str] = set()
         self._open = self._inside = False  # a call has begun; text stands inside <tool_call>
-        self._keys = 0
-        self._value = ""
-        self._started = self._streams = False
+        self._name, self._keys = "", 0
+        self._text: list[str] = []  # of a name, a key, or a value that does not stream
+        self._types: set[str] = set()
+        self._streams = self._started = False
+        self._newline = False  # a value's last newline waits, since the end of it belongs to a tag
 
     def feed(self, text: str) -> list[Event]:
         """The events that more text settles."""
-        self._buffer += text
         events: list[Event] = []
-        self._run(events, final=False)
+        place = 0
+        while place < len(text):
+            taken, marker, place = self._scan.take(text, place)
+            getattr(self, f"_in_{self._state}")(events, taken, marker)
         return events
 
     def finish(self) -> list[Event]:
         """What was held back; an unfinished call is closed with the arguments it has."""
         events: list[Event] = []
+        held = self._scan.flush()
         if self._state == "value":
-            self._buffer = re.sub(rf"{_FUNCTION_END}\s*\Z", "", self._buffer)
-        self._run(events, final=True)
-        if self._state == "value":
-            self._end_value(events)
+            self._in_value(events, "" if held.rstrip() == _FUNCTION_END else held, "end")
+        elif self._state == "content":
+            self._in_content(events, held, None)
         self._close(events)
-        if self._blank and self._index < 0:
-            events.append(Content(self._blank))
-            self._blank = ""
+        blank = self._blank.flush()
+        if blank and self._index < 0:
+            events.append(Content(blank))
         return events
 
-    def _run(self, events: list[Event], final: bool) -> None:
-        while self._buffer:
-            text, marker, rest = _MARKERS[self._state].take(self._buffer, final)
-            getattr(self, f"_in_{self._state}")(events, text, marker, rest)
-            if marker is None:
-                return
+    def _enter(self, state: str) -> None:
+        if state != self._state:
+            self._state, self._scan = state, Scan(_MARKERS[state])
 
-    def _in_content(self, events: list[Event], text: str, marker: str | None, rest: str) -> None:
-        text = self._blank + text
-        shown = text.rstrip()
-        self._blank = "" if marker else text[len(shown) :]
-        if shown:
+    def _in_content(self, events: list[Event], text: str, marker: str | None) -> None:
+        if shown := self._blank.take(text):
             events.append(Content(shown))
-        self._buffer = rest
+        if marker is not None:
+            self._blank.flush()
         self._open_tag(marker)
 
-    def _in_call(self, events: list[Event], text: str, marker: str | None, rest: str) -> None:
-        self._buffer = rest
+    def _in_call(self, events: list[Event], text: str, marker: str | None) -> None:
         if marker == "call_end":
             self._leave()
         else:
             self._open_tag(marker)
 
-    def _in_name(self, events: list[Event], text: str, marker: str | None, rest: str) -> None:
-        if marker is None:  # the name is taken whole, so all of it waits
-            self._buffer = text + rest
+    def _in_name(self, events: list[Event], text: str, marker: str | None) -> None:
+        self._text.append(text)
+        if marker is None:
             return
-        self._buffer = rest
-        name = text.strip()
+        name = self._whole()
         if name:
             self._index += 1
-            self._open, self._keys = True, 0
-            self._schema = parameters_of(self._tools, name)
+            self._open, self._name, self._keys = True, name, 0
             events.append(CallStart(self._index, name))
-        self._state = "function"
+        self._enter("function")
         if marker != "end":
             self._end_function(events, marker)
 
-    def _in_function(self, events: list[Event], text: str, marker: str | None, rest: str) -> None:
-        self._buffer = rest
+    def _in_function(self, events: list[Event], text: str, marker: str | None) -> None:
         if marker == "parameter":
-            self._state = "key"
+            self._enter("key")
         elif marker is not None:
             self._end_function(events, marker)
 
-    def _in_key(self, events: list[Event], text: str, marker: str | None, rest: str) -> None:
+    def _in_key(self, events: list[Event], text: str, marker: str | None) -> None:
+        self._text.append(text)
         if marker is None:
-            self._buffer = text + rest
             return
-        self._buffer = rest
+        key = self._whole()
         if marker != "end":
             self._end_function(events, marker)
             return
-        key = text.strip()
-        properties = self._schema.get("properties") or {}
-        self._types = types_of(properties.get(key), self._schema)
+        self._types = self._allowed(key)
         self._streams = self._types <= {"string"}
-        self._value, self._started = "", False
+        self._started = self._newline = False
         head = "{" if self._keys == 0 else ", "
         quote = '"' if self._streams else ""
-        self._arguments(events, f"{head}{json.dumps(key, ensure_ascii=False)}: {quote}")
+        self._arguments(events, f"{head}{to_json(key)}: {quote}")
         self._keys += 1
-        self._state = "value"
+        self._enter("value")
 
-    def _in_value(self, events: list[Event], text: str, marker: str | None, rest: str) -> None:
-        self._buffer = rest
+    def _in_value(self, events: list[Event], text: str, marker: str | None) -> None:
         if text and not self._started:
             text, self._started = text.removeprefix("\n"), True
-        self._value += text
-        if self._streams and self._value:
-            cut = len(self._value) - self._value.endswith("\n")
-            self._arguments(events, json.dumps(self._value[:cut], ensure_ascii=False)[1:-1])
-            self._value = self._value[cut:]
+        if text:
+            text, self._newline = "\n" * self._newline + text, text.endswith("\n")
+            text = text[:-1] if self._newline else text
+        if self._streams:
+            self._arguments(events, to_json(text)[1:-1])
+        else:
+            self._text.append(text)
         if marker is None:
             return
         self._end_value(events)
         if marker == "parameter":
-            self._state = "key"
+            self._enter("key")
         elif marker != "end":
             self._end_function(events, "call_end")
 
     def _end_value(self, events: list[Event]) -> None:
-        self._state = "function"
+        self._enter("function")
         if self._streams:
             self._arguments(events, '"')
-        else:
-            value = coerce(self._value.removesuffix("\n"), self._types)
-            self._arguments(events, json.dumps(value, ensure_ascii=False))
-        self._value = ""
+            return
+        value = coerce("".join(self._text), self._types)
+        self._text.clear()
+        self._arguments(events, to_json(value))
 
     def _end_function(self, events: list[Event], marker: str) -> None:
         """The function ended, by its own tag or by one that cannot stand inside it."""
         self._close(events)
-        self._state = "call" if self._inside else "content"
+        self._enter("call" if self._inside else "content")
         if marker == "call_end":
             self._leave()
         elif marker != "function_end":
@@ -174,17 +166,31 @@ class Qwen3CoderParser:
 
     def _open_tag(self, marker: str | None) -> None:
         if marker == "call":
-            self._state, self._inside = "call", True
+            self._inside = True
+            self._enter("call")
         elif marker == "function":
-            self._state = "name"
+            self._enter("name")
 
     def _leave(self) -> None:
-        self._state, self._inside = "content", False
+        self._inside = False
+        self._enter("content")
 
     def _close(self, events: list[Event]) -> None:
         if self._open:
             self._arguments(events, "}" if self._keys else "{}")
         self._open = False
+
+    def _whole(self) -> str:
+        """The name or key that was collected."""
+        whole = "".join(self._text).strip()
+        self._text.clear()
+        return whole
+
+    def _allowed(self, key: str) -> set[str]:
+        place = self._name, key
+        if place not in self._types_of:
+            self._types_of[place] = property_types(self._parameters.get(self._name), key)
+        return self._types_of[place]
 
     def _arguments(self, events: list[Event], text: str) -> None:
         if text and self._open:

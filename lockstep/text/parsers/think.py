@@ -5,9 +5,10 @@ The prompt's end says where the answer begins: inside of reasoning (after "<thin
 """
 
 from lockstep.text.parsers.events import Content, Event, Reasoning
-from lockstep.text.scan import Markers
+from lockstep.text.scan import Markers, Scan, Tail
 
-_INSIDE = Markers({"end": "</think>", "call": "<tool_call>"})
+_THINK, _CALL = "<think>", "<tool_call>"
+_INSIDE = Markers({"end": "</think>", "call": _CALL})
 
 
 class ThinkParser:
@@ -17,56 +18,63 @@ class ThinkParser:
 
     def __init__(self, prompt: str) -> None:
         end = prompt.rstrip()
-        ended, begun = end.endswith("</think>"), end.endswith("<think>")
-        self._state = "content" if ended else "begin" if begun else "open"
-        self._begun = begun
-        self._buffer = ""
+        self._begun = end.endswith(_THINK)
+        self._state = "content" if end.endswith("</think>") else "begin"
+        self._blank: list[str] = []  # whitespace before the first word
+        self._word = ""  # the first word, as long as it may become <think>
+        self._scan = Scan(_INSIDE)
+        self._newlines = Tail("\n")
 
     def feed(self, text: str) -> list[Event]:
         """The events that more text settles."""
-        return self._run(text, final=False)
+        events: list[Event] = []
+        if self._state == "begin":
+            text = self._begin(text)
+        if self._state == "lead":
+            text = text.lstrip("\n")
+            self._state = "reasoning" if text else "lead"
+        if self._state == "reasoning":
+            text = self._reason(events, text)
+        if self._state == "after":
+            text = text.lstrip("\n")
+            self._state = "content" if text else "after"
+        if self._state == "content" and text:
+            events.append(Content(text))
+        return events
 
     def finish(self) -> list[Event]:
         """What was held back, once no more text comes."""
-        return self._run("", final=True)
-
-    def _run(self, text: str, final: bool) -> list[Event]:
-        self._buffer += text
-        events: list[Event] = []
-        if self._state in ("open", "begin"):
-            self._begin(final)
-        if self._state == "lead":
-            self._buffer = self._buffer.lstrip("\n")
-            self._state = "reasoning" if self._buffer else "lead"
+        events = self.feed(self._decide()) if self._state == "begin" else []
         if self._state == "reasoning":
-            self._reason(events, final)
-        if self._state == "after":
-            self._buffer = self._buffer.lstrip("\n")
-            if self._buffer:
-                self._state = "content"
-        if self._state == "content" and self._buffer:
-            events.append(Content(self._buffer))
-            self._buffer = ""
+            self._think(events, self._scan.flush())
         return events
 
-    def _begin(self, final: bool) -> None:
-        """Drops whitespace and an opening tag; decides whether the answer reasons."""
-        rest = self._buffer.lstrip()
-        if rest.startswith("<think>"):
-            self._state, self._buffer = "lead", rest.removeprefix("<think>")
-        elif not final and "<think>".startswith(rest):
-            return
-        else:
-            self._state = "lead" if self._begun else "content"
+    def _begin(self, text: str) -> str:
+        """Drops whitespace and an opening tag; returns what comes then, once that is decided."""
+        if not self._word:
+            word = text.lstrip()
+            self._blank.append(text[: len(text) - len(word)])
+            text = word
+        self._word += text
+        if self._word.startswith(_THINK):
+            self._state = "lead"
+            return self._word.removeprefix(_THINK)
+        return "" if _THINK.startswith(self._word) else self._decide()
 
-    def _reason(self, events: list[Event], final: bool) -> None:
-        text, marker, rest = _INSIDE.take(self._buffer, final)
-        done = marker is not None or final
-        shown = text.rstrip("\n")
-        if shown:
+    def _decide(self) -> str:
+        """The answer opens without a tag; returns its text so far."""
+        self._state = "lead" if self._begun else "content"
+        return "".join(self._blank) + self._word
+
+    def _reason(self, events: list[Event], text: str) -> str:
+        """Takes reasoning; returns the text behind it once it has ended."""
+        taken, marker, place = self._scan.take(text)
+        self._think(events, taken)
+        if marker is None:
+            return ""
+        self._state = "after"
+        return (_CALL if marker == "call" else "") + text[place:]
+
+    def _think(self, events: list[Event], text: str) -> None:
+        if shown := self._newlines.take(text):
             events.append(Reasoning(shown))
-        self._buffer = rest if done else text[len(shown) :] + rest
-        if marker is not None:
-            self._state = "after"
-        if marker == "call":
-            self._buffer = "<tool_call>" + rest
