@@ -6,7 +6,6 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from lockstep.engine.engine import Engine
 from lockstep.engine.request import Request
@@ -15,9 +14,14 @@ from lockstep.errors import EngineDeadError
 from lockstep.outputs import Logprob, RequestMetrics
 
 
-@dataclass
+@dataclass(frozen=True)
 class TokenUpdate:
-    """New tokens of a request; finish_reason is set on the last update."""
+    """New tokens of a request, as it was when they came: nothing here changes afterwards.
+
+    finish_reason is set on the last update. error: what to tell the client where it is "error".
+    prompt_logprobs come once, with the first tokens. Log-probabilities belong to the receiver: the
+    engine hands them over and does not read them again.
+    """
 
     token_ids: list[int]
     logprobs: list[dict[int, Logprob]] | None
@@ -25,6 +29,7 @@ class TokenUpdate:
     stop_reason: int | str | None
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error: str | None = None
 
 
 class Stream:
@@ -96,13 +101,7 @@ class EngineClient:
 
     def stats(self) -> Stats:
         """A copy of the counters; histogram lists are handed over and start anew."""
-        live = self.engine.stats
-        drained: dict[str, Any] = {}
-        for name in ("ttft_seconds", "itl_seconds", "e2e_seconds"):
-            drained[name] = getattr(live, name)
-            setattr(live, name, [])
-        self.engine.refresh_stats()
-        return replace(live, requests_success_total=live.requests_success_total.copy(), **drained)
+        return self.engine.drain_stats()
 
     def _dead(self) -> EngineDeadError:
         why = self._ended or "it was never started"
@@ -121,7 +120,7 @@ class EngineClient:
         request = self.engine.abort(request_id)
         stream = self._streams.pop(request_id, None)
         if request is not None and stream is not None:
-            stream.put(TokenUpdate([], None, "abort", None, request.metrics))
+            stream.put(TokenUpdate([], None, "abort", None, replace(request.metrics)))
 
     def _loop(self) -> None:
         ended = "it was shut down"
@@ -169,7 +168,7 @@ class EngineClient:
                 scores,
                 request.finish_reason,
                 request.stop_reason,
-                request.metrics,
+                replace(request.metrics),
                 [None, *request.prompt_logprobs] if first else None,
             )
         )

@@ -4,6 +4,7 @@ The host runs `steps_in_flight` steps ahead of what it has read; the device hold
 """
 
 import hashlib
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,7 +25,11 @@ def _silent(what: str, done: int, of: int) -> None:
 
 
 class Engine:
-    """A model that serves requests. Not thread-safe: EngineClient owns one from a thread."""
+    """A model that serves requests.
+
+    Belongs to one thread (EngineClient's, for instance), but for drain_stats, which may come from
+    any: whatever it counts changes under a lock that no step holds while the device works.
+    """
 
     def __init__(self, config: EngineConfig, progress: Progress = _silent) -> None:
         self.config = config
@@ -54,6 +59,7 @@ class Engine:
             preempt_every=config.preempt_every,
         )
         self.stats = Stats()
+        self._counting = threading.Lock()
         self._flights: deque[tuple[Schedule, Flight]] = deque()
         self._last_token_time: dict[str, float] = {}
 
@@ -65,16 +71,18 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError or CapacityError if it can never be served."""
         check_ids(request, self.vocab_size)
-        self.scheduler.add(request)
-        self.stats.prompt_tokens_total += len(request.prompt_token_ids)
+        with self._counting:
+            self.scheduler.add(request)
+            self.stats.prompt_tokens_total += len(request.prompt_token_ids)
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request wherever it is; what it has emitted stays. None if it is not known."""
-        request = self.scheduler.abort(request_id)
+        with self._counting:
+            request = self.scheduler.abort(request_id)
+            if request is not None:
+                self.stats.requests_success_total["abort"] += 1
         self.runner.forget(request_id)
         self._last_token_time.pop(request_id, None)
-        if request is not None:
-            self.stats.requests_success_total["abort"] += 1
         return request
 
     def has_work(self) -> bool:
@@ -83,10 +91,11 @@ class Engine:
 
     def step(self) -> list[Request]:
         """One iteration; returns the requests that got tokens or finished."""
-        schedule = self.scheduler.schedule()
+        with self._counting:
+            schedule = self.scheduler.schedule()
+            self.stats.steps_total += bool(schedule.decode)
         if schedule.decode or schedule.prompt or schedule.swap_out:
             self._flights.append((schedule, self.runner.launch(schedule)))
-            self.stats.steps_total += bool(schedule.decode)
         idle = not (schedule.decode or schedule.prompt)
         if self._flights and (idle or len(self._flights) >= self.plan.steps_in_flight):
             return self._read()
@@ -95,10 +104,12 @@ class Engine:
     def _read(self) -> list[Request]:
         """Reads the oldest flight and gives its tokens to their requests."""
         schedule, flight = self._flights.popleft()
-        touched = self.scheduler.update(schedule, self.runner.collect(flight))
+        results = self.runner.collect(flight)
         now = time.monotonic()
-        for request in touched:
-            self._count(request, now)
+        with self._counting:
+            touched = self.scheduler.update(schedule, results)
+            for request in touched:
+                self._count(request, now)
         return touched
 
     def _count(self, request: Request, now: float) -> None:
@@ -119,6 +130,11 @@ class Engine:
             stats.generation_tokens_total += len(request.output_token_ids)
             stats.draft_tokens_total += metrics.num_draft_tokens
             stats.accepted_tokens_total += metrics.num_accepted_tokens
+
+    def drain_stats(self) -> Stats:
+        """A copy of the counters, taken in any thread; histogram lists start anew."""
+        with self._counting:
+            return self.refresh_stats().drain()
 
     def refresh_stats(self) -> Stats:
         """The counters, gauges of the scheduler and the cache included."""

@@ -1,7 +1,7 @@
 """What the engine counts, as plain numbers that a server can export."""
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass
@@ -34,3 +34,12 @@ class Stats:
         values.append(seconds)
         if len(values) > self.KEEP:
             del values[: self.KEEP // 2]
+
+    def drain(self) -> "Stats":
+        """A copy that shares nothing with these; the histogram lists move into it."""
+        names = ("ttft_seconds", "itl_seconds", "e2e_seconds")
+        drained = {name: getattr(self, name) for name in names}
+        for name in names:
+            setattr(self, name, [])
+        counts = self.requests_success_total.copy()
+        return replace(self, requests_success_total=counts, **drained)

@@ -1,10 +1,12 @@
 """EngineClient: an engine in its thread, many callers, and what each of them sees of the others."""
 
 import asyncio
+import re
 import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import FrozenInstanceError
 from typing import Any
 
 import pytest
@@ -136,6 +138,36 @@ def test_a_stop_token_is_reported(client: EngineClient) -> None:
 
     last = run(work())
     assert (last.finish_reason, last.stop_reason) == ("stop", stop)
+
+
+def test_an_update_stays_as_it_was_however_late_it_is_read(client: EngineClient) -> None:
+    """A caller that reads each update at once, and one that reads them all when all is over."""
+    params = {"logprobs": 1, "prompt_logprobs": 0}
+
+    async def at_once() -> list[str]:
+        return [repr(update) async for update in client.submit(ask("a", **params))]
+
+    async def late() -> list[str]:
+        request = ask("a", **params)
+        stream = client.submit(request)
+        while request.finish_reason is None or client._streams:
+            await asyncio.sleep(0.001)
+        updates = await read(stream)
+        assert updates[-1].metrics is not request.metrics
+        shared = [request.output_token_ids, request.logprobs, request.prompt_logprobs]
+        held = [x for u in updates for x in (u.token_ids, u.logprobs, u.prompt_logprobs)]
+        assert not {id(x) for x in shared} & {id(x) for x in held}
+        with pytest.raises(FrozenInstanceError):
+            updates[0].finish_reason = "stop"  # type: ignore[misc]
+        return [repr(update) for update in updates]
+
+    def timeless(updates: list[str]) -> list[str]:
+        return [re.sub(r"(\w+_time|num_cached_tokens)=[^,)]+", r"\1", each) for each in updates]
+
+    alone(client, ask("a"))
+    one, other = run(at_once()), run(late())
+    steps = [re.findall(r"num_steps=(\d+)", each)[0] for each in one]
+    assert timeless(one) == timeless(other) and len(set(steps)) == len(steps) > 3
 
 
 def test_abort_mid_stream_ends_one_stream_only(client: EngineClient) -> None:
@@ -333,3 +365,32 @@ def test_stats_are_a_copy_that_can_be_taken_at_any_time(client: EngineClient) ->
     assert max(stats.num_running for stats in taken) == 2
     assert max(stats.pages_used for stats in taken) >= 2 and last.pages_total == 59
     assert client.stats().e2e_seconds == []
+
+
+def test_stats_never_show_half_a_step(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every counter of a step changes at once for a reader in another thread."""
+    live, observe = client.engine.stats, client.engine.stats.observe
+
+    def slowly(name: str, seconds: float) -> None:
+        observe(name, seconds)
+        time.sleep(0.002)
+
+    monkeypatch.setattr(live, "observe", slowly)
+    taken = []
+
+    async def work() -> None:
+        reading = asyncio.gather(*(read(client.submit(ask(name))) for name in "abcde"))
+        while not reading.done():
+            taken.append(await asyncio.to_thread(client.stats))
+        await reading
+
+    run(work())
+    taken.append(client.stats())
+    ended = 0
+    for stats in taken:
+        ended += len(stats.e2e_seconds)
+        assert ended == stats.requests_success_total["length"]
+        assert stats.generation_tokens_total == 12 * ended and stats.num_waiting >= 0
+    assert ended == 5 and len(taken) > 10
