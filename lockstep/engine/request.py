@@ -14,6 +14,7 @@ class Request:
 
     priority: lower runs sooner, under the policy "priority". seed: always set, even when the user
     gave none. max_len: most tokens of prompt and answer together; the scheduler sets it.
+    cache_salt: prefixes are shared only among requests of the same salt.
     finish_reason: stop, length or abort once it ended. stop_reason: the stop token id asked for.
     """
 
@@ -24,6 +25,7 @@ class Request:
     arrival: float = field(default_factory=time.monotonic)
     eos_token_ids: frozenset[int] = frozenset()
     seed: int = 0
+    cache_salt: str = ""
     max_len: int = 2**31 - 1
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)

@@ -14,7 +14,7 @@ from bisect import insort
 from dataclasses import dataclass, field
 
 from lockstep.cache.cache import Cache
-from lockstep.cache.groups import CacheSeq
+from lockstep.cache.groups import CacheSeq, salt_of
 from lockstep.engine.chunks import split_budget
 from lockstep.engine.request import Request
 from lockstep.engine.schedule import (
@@ -149,7 +149,12 @@ class Scheduler:
         self.arrivals += 1
         rank = request.priority if self.policy == "priority" else 0
         reuse = request.params.prompt_logprobs is None
-        seq = CacheSeq(request.prompt_token_ids, request.output_token_ids, reuse=reuse)
+        seq = CacheSeq(
+            request.prompt_token_ids,
+            request.output_token_ids,
+            salt=salt_of(request.cache_salt),
+            reuse=reuse,
+        )
         entry = Entry(request, seq, (rank, self.arrivals))
         self._enqueue(entry)
         self.entries[request.id] = entry
