@@ -89,11 +89,11 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", responses=answers.told(answers.Tokenized))
     async def tokenize(body: TokenizeRequest) -> JSONResponse:
         if body.messages is not None:
-            kwargs = {"add_generation_prompt": body.add_generation_prompt}
-            kwargs |= body.chat_template_kwargs
             messages = [message.sent for message in body.messages]
             tools = [tool.sent for tool in body.tools or ()] or None
-            found = await asyncio.to_thread(processor.conversation, messages, tools, **kwargs)
+            found = await asyncio.to_thread(
+                processor.conversation, messages, tools, **body.template_kwargs()
+            )
             ids = found.ids
         elif body.prompt is not None:
             ids = await asyncio.to_thread(processor.encode, body.prompt, body.add_special_tokens)

@@ -27,9 +27,11 @@ class ChatAnswer:
         body, processor = self.body, self.service.processor
         self.service.check(body)
         params, tools = body.params(processor), body.callable_tools(processor)
-        kwargs = {"add_generation_prompt": body.add_generation_prompt, **body.chat_template_kwargs}
         prompt = await asyncio.to_thread(
-            processor.conversation, body.shown_messages(), body.shown_tools(), **kwargs
+            processor.conversation,
+            body.shown_messages(),
+            body.shown_tools(),
+            **body.template_kwargs(),
         )
         self.run = await self.service.start("chatcmpl", [prompt.ids], params, body)
         self._parsers = [processor.reply_parser(prompt.text, tools) for _ in range(params.n)]

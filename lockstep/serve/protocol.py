@@ -33,6 +33,8 @@ MAX_SALT = 256
 MAX_PROMPTS = 1024
 MAX_COMPLETIONS = 1024
 """Completions of one request: prompts times n."""
+TAKEN = ("messages", "tools", "self")
+"""Names that no chat_template_kwargs may have."""
 MAX_SECONDS = 86_400.0
 MAX_IDS = 1 << 20
 """Token ids in a list, where the model's vocabulary is not known."""
@@ -151,6 +153,24 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
+class Conversation(Body):
+    """What of a conversation goes to the chat template besides messages and tools."""
+
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_generation_prompt: bool = True
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """The template's further variables. Raises RequestError where one hides the messages."""
+        for name in TAKEN:
+            if name in self.chat_template_kwargs:
+                raise RequestError(
+                    f"chat_template_kwargs has {name!r}, which has a field of its own; allowed: "
+                    "the template's other variables. Send it as a field.",
+                    "chat_template_kwargs",
+                )
+        return {"add_generation_prompt": self.add_generation_prompt, **self.chat_template_kwargs}
+
+
 Stop = Annotated[
     Any, WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": 16}]})
 ]
@@ -256,7 +276,7 @@ def _token_id(key: str) -> int:
     return int(key)
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(SamplingFields, Conversation):
     """The body of /v1/chat/completions."""
 
     messages: list[Message] = Field(fail_fast=True, max_length=MAX_MESSAGES)
@@ -269,8 +289,6 @@ class ChatRequest(SamplingFields):
         "auto"
     )
     parallel_tool_calls: bool = True
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    add_generation_prompt: bool = True
 
     def params(self, processor: Processor) -> SamplingParams:
         """Sampling parameters. Raises RequestError."""
@@ -392,15 +410,13 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "null")
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(Conversation):
     """The body of /tokenize: a prompt or messages."""
 
     prompt: str | None = None
     messages: list[Message] | None = Field(None, fail_fast=True, max_length=MAX_MESSAGES)
     tools: list[Tool] | None = Field(None, fail_fast=True, max_length=MAX_TOOLS)
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
 class DetokenizeRequest(Body):

@@ -261,7 +261,7 @@ class Service:
             )
         if body.model_extra:
             names = ", ".join(sorted(body.model_extra))
-            log.info("fields were ignored: %s", names[:SHOWN])
+            log.warning("fields were ignored: %s", names[:SHOWN])
         if self.fault:
             raise EngineDeadError(f"{self.fault}. Try again later, or ask another server.")
 

@@ -174,6 +174,14 @@ def test_wrong_types_in_messages(server, messages, told):
     assert found.json()["error"]["param"] == "messages"
 
 
+@pytest.mark.parametrize("name", ["messages", "tools", "self"])
+@pytest.mark.parametrize("path", [CHAT_PATH, "/tokenize"])
+def test_template_kwargs_do_not_hide_the_messages(server, path, name):
+    found = post(server, path, messages=USER, chat_template_kwargs={name: []})
+    assert found.status_code == 400
+    assert found.json()["error"]["param"] == "chat_template_kwargs"
+
+
 @pytest.mark.parametrize(
     "tools",
     [
