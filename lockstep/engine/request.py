@@ -14,8 +14,9 @@ class Request:
 
     priority: lower runs sooner, under the policy "priority". seed: always set, even when the user
     gave none. max_len: most tokens of prompt and answer together; the scheduler sets it.
-    cache_salt: prefixes are shared only among requests of the same salt.
-    finish_reason: stop, length or abort once it ended. stop_reason: the stop token id asked for.
+    finish_reason: stop, length, abort or error once it ended; error: then what went wrong, to be
+    told to whoever asked. stop_reason: the stop token id asked for. cache_salt: only requests of
+    the same one find each other's prefixes.
     """
 
     id: str
@@ -32,6 +33,7 @@ class Request:
     prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     def __post_init__(self) -> None:
