@@ -127,6 +127,7 @@ class _Job:
         if request.params.prompt_logprobs is not None and self.output.prompt_logprobs is None:
             self.output.prompt_logprobs = [None, *request.prompt_logprobs]
         text.push(new, scores, request.finish_reason, request.stop_reason)
+        text.output.error = request.error
         self.output.finished = all(t.finished for t in self.texts.values())
         return text.finished and request.finish_reason is None
 

@@ -33,7 +33,10 @@ class RequestMetrics:
 
 @dataclass
 class CompletionOutput:
-    """One of a request's `n` completions. finish_reason: stop, length, or abort."""
+    """One of a request's `n` completions.
+
+    finish_reason: stop, length, abort, or error, and then `error` says what went wrong.
+    """
 
     index: int = 0
     text: str = ""
@@ -42,6 +45,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     seed: int = 0
+    error: str | None = None
 
 
 @dataclass

@@ -13,10 +13,16 @@ from hashlib import blake2b
 from lockstep.cache.pool import Key, Pool
 
 
+def salt_of(text: str) -> bytes:
+    """A user's salt as what page keys begin with; "" for none. It equals no page's own key."""
+    return blake2b(text.encode("utf-8", "surrogatepass"), person=b"salt").digest() if text else b""
+
+
 @dataclass(eq=False)
 class CacheSeq:
     """What the cache keeps for one request. `output` is the request's own, growing list.
 
+    salt: pages are shared among requests of the same salt only.
     pages: where tokens [j * page_size, (j + 1) * page_size) are; the first `published` are cached.
     slot: its state, 0 if it has none. source: the snapshot it resumed from, 0 if none.
     """

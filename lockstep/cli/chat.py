@@ -88,7 +88,9 @@ def _answer(
 
     output = llm.chat(messages, params, tools=tools, on_progress=stream)[0]
     print_text("\n")
-    m = output.metrics
+    m, error = output.metrics, output.outputs[0].error
+    if error:
+        note(error, "red")
     note(
         f"{len(output.outputs[0].token_ids)} tokens, acceptance length {m.acceptance_length:.2f}, "
         f"{m.num_cached_tokens} prompt tokens from the cache"

@@ -57,6 +57,9 @@ def generate(
     else:
         print_text("\n")
         note(_closing(output))
+    if output.outputs[0].error:
+        note(output.outputs[0].error, "red")
+        raise typer.Exit(1)
 
 
 def _prompt(llm: "LLM", prompt: str | None, chat: bool) -> dict[str, Any]:
@@ -76,6 +79,7 @@ def _answer(output: RequestOutput) -> dict[str, Any]:
         "text": done.text,
         "token_ids": done.token_ids,
         "finish_reason": done.finish_reason,
+        "error": done.error,
         "seed": done.seed,
         "prompt_tokens": len(output.prompt_token_ids),
         "acceptance_length": round(metrics.acceptance_length, 3),

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
+import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
@@ -12,6 +14,8 @@ from lockstep.engine.request import Request
 from lockstep.engine.stats import Stats
 from lockstep.errors import EngineDeadError
 from lockstep.outputs import Logprob, RequestMetrics
+
+log = logging.getLogger("lockstep.engine")
 
 
 @dataclass(frozen=True)
@@ -59,15 +63,21 @@ class Stream:
 
 
 class EngineClient:
-    """Owns an engine from start() to shutdown(). submit, abort and stats may come from anywhere."""
+    """Owns an engine from start() to shutdown(). submit, abort and stats may come from anywhere.
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    A step that raises ends the requests that it worked on, and the engine goes on. Where it cannot,
+    all streams end, and then `on_end` is called, once, in the engine's thread, with the reason in
+    plain words; not after shutdown().
+    """
+
+    def __init__(self, engine: Engine, on_end: Callable[[str], None] | None = None) -> None:
+        self.engine, self.on_end = engine, on_end
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}
         self._arriving: set[Stream] = set()
         self._door = threading.Lock()
         self._ended: str | None = None
+        self._began: float | None = None
         self._thread = threading.Thread(target=self._loop, name="lockstep-engine", daemon=True)
 
     def start(self) -> None:
@@ -84,6 +94,12 @@ class EngineClient:
     def is_alive(self) -> bool:
         """Whether requests are served."""
         return self._thread.is_alive() and self._ended is None
+
+    @property
+    def stalled_for(self) -> float:
+        """Seconds since the step that now runs began; 0 between steps. Waits for no lock."""
+        began = self._began
+        return 0.0 if began is None else time.monotonic() - began
 
     def submit(self, request: Request) -> Stream:
         """Queues a request from within a running event loop; errors arrive through the stream."""
@@ -123,16 +139,33 @@ class EngineClient:
             stream.put(TokenUpdate([], None, "abort", None, replace(request.metrics)))
 
     def _loop(self) -> None:
-        ended = "it was shut down"
+        ended, failed = "it was shut down", True
         try:
             while self._take_commands():
-                for request in self.engine.step():
+                for request in self._step():
                     self._send(request)
-        except BaseException as error:
-            ended = repr(error)
-            raise
+            failed = False
+        except EngineDeadError as error:
+            ended = str(error)
+            log.exception("the engine cannot go on")
+        except BaseException:
+            ended = "it failed outside of a step"
+            log.exception("the engine cannot go on")
         finally:
             self._close(ended)
+        if failed and self.on_end is not None:
+            self.on_end(ended)
+
+    def _step(self) -> list[Request]:
+        """One iteration; after one that raised, what it ended with an error."""
+        self._began = time.monotonic()
+        try:
+            return self.engine.step()
+        except Exception:
+            log.exception("a step failed; the requests that it worked on end with an error")
+            return self.engine.recover()
+        finally:
+            self._began = None
 
     def _close(self, ended: str) -> None:
         """Ends every stream, those of requests that were not even taken among them."""
@@ -170,6 +203,7 @@ class EngineClient:
                 request.stop_reason,
                 replace(request.metrics),
                 [None, *request.prompt_logprobs] if first else None,
+                request.error,
             )
         )
         if request.finish_reason is not None:

@@ -16,8 +16,16 @@ from lockstep.engine.request import Request
 from lockstep.engine.scheduler import Schedule, Scheduler
 from lockstep.engine.setup import Progress, stand
 from lockstep.engine.stats import Stats
+from lockstep.errors import EngineDeadError
 from lockstep.runner.rows import check_ids
 from lockstep.runner.runner import Flight
+
+MOST_FAILURES = 5
+"""Steps that may fail in a row: a fault that comes again and again is not of one request."""
+STEP_FAILED = (
+    "the engine failed in a step that worked on this request. Send the request again; "
+    "the log names the cause."
+)
 
 
 def _silent(what: str, done: int, of: int) -> None:
@@ -62,6 +70,7 @@ class Engine:
         self._counting = threading.Lock()
         self._flights: deque[tuple[Schedule, Flight]] = deque()
         self._last_token_time: dict[str, float] = {}
+        self._failures = 0
 
     @property
     def vocab_size(self) -> int:
@@ -77,10 +86,13 @@ class Engine:
 
     def abort(self, request_id: str) -> Request | None:
         """Ends a request wherever it is; what it has emitted stays. None if it is not known."""
+        return self._end(request_id, "abort")
+
+    def _end(self, request_id: str, reason: str) -> Request | None:
         with self._counting:
-            request = self.scheduler.abort(request_id)
+            request = self.scheduler.abort(request_id, reason)
             if request is not None:
-                self.stats.requests_success_total["abort"] += 1
+                self.stats.requests_success_total[reason] += 1
         self.runner.forget(request_id)
         self._last_token_time.pop(request_id, None)
         return request
@@ -105,7 +117,7 @@ class Engine:
         """Reads the oldest flight and gives its tokens to their requests."""
         schedule, flight = self._flights.popleft()
         results = self.runner.collect(flight)
-        now = time.monotonic()
+        now, self._failures = time.monotonic(), 0
         with self._counting:
             touched = self.scheduler.update(schedule, results)
             for request in touched:
@@ -180,5 +192,32 @@ class Engine:
         """Ends every request, and forgets what is cached: a step that failed may not have run."""
         for request_id in list(self.scheduler.entries):
             self.abort(request_id)
+        self._forget()
+
+    def recover(self) -> list[Request]:
+        """After a step that raised: ends with "error" what has begun, so that all else goes on.
+
+        What the device holds of a row is not known then, so every request ends that has a row or
+        had one, and no prefix is remembered; those that wait keep waiting. Raises EngineDeadError
+        where an empty step fails as well, or steps fail again and again.
+        """
+        self._failures += 1
+        failed = [self._end(request_id, "error") for request_id in self.scheduler.begun()]
+        self._forget()
+        if self._failures >= MOST_FAILURES:
+            raise EngineDeadError(f"{self._failures} steps in a row failed")
+        try:
+            self.scheduler.cache.check()
+            self.runner.probe()
+        except Exception as error:
+            raise EngineDeadError("a step failed, and so did an empty one after it") from error
+        ended = [request for request in failed if request is not None]
+        for request in ended:
+            request.error = STEP_FAILED
+        return ended
+
+    def _forget(self) -> None:
+        """Drops the steps in flight and what is cached for reuse."""
         self._flights.clear()
-        self.scheduler.cache.forget()
+        with self._counting:
+            self.scheduler.cache.forget()

@@ -14,7 +14,9 @@ class Request:
 
     priority: lower runs sooner, under the policy "priority". seed: always set, even when the user
     gave none. max_len: most tokens of prompt and answer together; the scheduler sets it.
-    finish_reason: stop, length or abort once it ended. stop_reason: the stop token id asked for.
+    finish_reason: stop, length, abort or error once it ended; error: then what went wrong, to be
+    told to whoever asked. stop_reason: the stop token id asked for. cache_salt: only requests of
+    the same one find each other's prefixes.
     """
 
     id: str
@@ -24,12 +26,14 @@ class Request:
     arrival: float = field(default_factory=time.monotonic)
     eos_token_ids: frozenset[int] = frozenset()
     seed: int = 0
+    cache_salt: str = ""
     max_len: int = 2**31 - 1
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: str | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
 
     def __post_init__(self) -> None:

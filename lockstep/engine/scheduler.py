@@ -14,7 +14,7 @@ from bisect import insort
 from dataclasses import dataclass, field
 
 from lockstep.cache.cache import Cache
-from lockstep.cache.groups import CacheSeq
+from lockstep.cache.groups import CacheSeq, salt_of
 from lockstep.engine.chunks import split_budget
 from lockstep.engine.request import Request
 from lockstep.engine.schedule import (
@@ -149,19 +149,24 @@ class Scheduler:
         self.arrivals += 1
         rank = request.priority if self.policy == "priority" else 0
         reuse = request.params.prompt_logprobs is None
-        seq = CacheSeq(request.prompt_token_ids, request.output_token_ids, reuse=reuse)
+        salt = salt_of(request.cache_salt)
+        seq = CacheSeq(request.prompt_token_ids, request.output_token_ids, salt, reuse)
         entry = Entry(request, seq, (rank, self.arrivals))
         self._enqueue(entry)
         self.entries[request.id] = entry
 
-    def abort(self, request_id: str) -> Request | None:
+    def abort(self, request_id: str, reason: str = "abort") -> Request | None:
         """Ends a request in any phase; steps in flight are ignored. None if it is not known."""
         entry = self.entries.get(request_id)
         if entry is None:
             return None
-        entry.request.finish_reason = "abort"
+        entry.request.finish_reason = reason
         self._finish(entry)
         return entry.request
+
+    def begun(self) -> list[str]:
+        """The requests that have a row, or had one and are in host memory."""
+        return [i for i, entry in self.entries.items() if entry.row or entry.swapped]
 
     def force_preempt(self, request_id: str) -> None:
         """Preempts a request at the next schedule, if it runs then."""

@@ -87,6 +87,13 @@ class Runner:
             progress(index + 1, len(shapes))
         return taken
 
+    @torch.inference_mode()
+    def probe(self) -> None:
+        """Runs the smallest step on null rows and waits for it. Raises what it raises."""
+        self.table.inputs.fill()
+        shape = StepShape.uniform(self.plan.row_buckets[0], self.plan.draft_counts[0] + 1)
+        self.run_step(shape)[-1].results.tolist()
+
     def _uniform_shapes(self) -> list[StepShape]:
         """The largest first."""
         buckets, counts = self.plan.row_buckets, self.plan.draft_counts

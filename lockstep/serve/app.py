@@ -1,22 +1,22 @@
-"""The FastAPI application: routes, OpenAI's error objects, streams of server-sent events."""
+"""The FastAPI application: routes, streams of server-sent events, and what the schema says."""
 
 import asyncio
-import contextlib
 import json
-import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from lockstep import __version__
-from lockstep.errors import EngineDeadError, LockstepError, RequestError
+from lockstep.errors import RequestError
+from lockstep.serve import answers, problems
 from lockstep.serve.chat import ChatAnswer
 from lockstep.serve.completions import CompletionAnswer
+from lockstep.serve.guard import Guard, Rules
 from lockstep.serve.metrics import Metrics
 from lockstep.serve.protocol import (
     ChatRequest,
@@ -24,52 +24,61 @@ from lockstep.serve.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from lockstep.serve.service import Service, UnknownModelError
+from lockstep.serve.service import Service
 
-log = logging.getLogger("lockstep.serve")
+Answer = ChatAnswer | CompletionAnswer
 
 
-def create_app(service: Service) -> FastAPI:
-    """The application that serves one model."""
-    app = FastAPI(title="Lockstep", version=__version__)
-    _add_errors(app)
+def create_app(service: Service, rules: Rules | None = None, docs: bool = True) -> FastAPI:
+    """The application that serves one model, behind a door with these rules."""
+    shown = {} if docs else {"openapi_url": None, "docs_url": None, "redoc_url": None}
+    app = FastAPI(title="Lockstep", version=__version__, **shown)  # type: ignore[arg-type]
+    app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
+    problems.add_handlers(app)
     _add_state(app, service)
     _add_tokens(app, service)
+    _add_answers(app, service)
+    app.add_middleware(Guard, rules=rules or Rules())
+    return app
 
-    @app.post("/v1/chat/completions")
+
+def _add_answers(app: FastAPI, service: Service) -> None:
+    @app.post(
+        "/v1/chat/completions", responses=answers.told(answers.ChatCompletion, answers.ChatChunk)
+    )
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await _answer(ChatAnswer(service, body), body.stream, request)
 
-    @app.post("/v1/completions")
+    @app.post(
+        "/v1/completions", responses=answers.told(answers.Completion, answers.CompletionChunk)
+    )
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await _answer(CompletionAnswer(service, body), body.stream, request)
-
-    return app
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
     metrics = Metrics(service.model_name)
 
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        return {"object": "list", "data": [_model(service)]}
+    @app.get("/v1/models", responses=answers.told(answers.ModelList))
+    async def models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [_model(service)]})
 
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
+    @app.get("/v1/models/{name:path}", responses=answers.told(answers.Model))
+    async def model(name: str) -> JSONResponse:
         if name != service.model_name:
-            raise UnknownModelError(
-                f"model={name!r} does not exist; allowed: {service.model_name!r}. "
-                "GET /v1/models lists it.",
+            raise problems.UnknownModelError(
+                f"model={name[: problems.SHOWN]!r} does not exist; allowed: "
+                f"{service.model_name!r}. GET /v1/models lists it.",
                 "model",
             )
-        return _model(service)
+        return JSONResponse(_model(service))
 
-    @app.get("/health")
+    @app.get("/health", responses=answers.plain("ok", 503))
     async def health() -> Response:
-        alive = service.client.is_alive
-        return PlainTextResponse("ok" if alive else "the engine has stopped", 200 if alive else 503)
+        fault = service.fault
+        return PlainTextResponse(fault or "ok", 503 if fault else 200)
 
-    @app.get("/metrics")
+    @app.get("/metrics", responses=answers.plain("Prometheus' text form"))
     async def show_metrics() -> Response:
         return Response(metrics.render(service.client.stats()), media_type=CONTENT_TYPE_LATEST)
 
@@ -77,23 +86,26 @@ def _add_state(app: FastAPI, service: Service) -> None:
 def _add_tokens(app: FastAPI, service: Service) -> None:
     processor = service.processor
 
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    @app.post("/tokenize", responses=answers.told(answers.Tokenized))
+    async def tokenize(body: TokenizeRequest) -> JSONResponse:
         if body.messages is not None:
-            kwargs = {"add_generation_prompt": body.add_generation_prompt}
-            kwargs |= body.chat_template_kwargs
-            ids = await asyncio.to_thread(processor.render, body.messages, body.tools, **kwargs)
+            messages = [message.sent for message in body.messages]
+            tools = [tool.sent for tool in body.tools or ()] or None
+            found = await asyncio.to_thread(
+                processor.conversation, messages, tools, **body.template_kwargs()
+            )
+            ids = found.ids
         elif body.prompt is not None:
             ids = await asyncio.to_thread(processor.encode, body.prompt, body.add_special_tokens)
         else:
             raise RequestError("prompt and messages are both missing; send one of them.", "prompt")
-        return {"tokens": ids, "count": len(ids), "max_model_len": processor.max_model_len}
+        length = processor.max_model_len
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": length})
 
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
-        if processor.tokenizer is None:
-            raise RequestError("tokens cannot become text: skip_tokenizer_init is set.", "tokens")
-        return {"prompt": processor.tokenizer.decode(body.tokens, skip_special_tokens=False)}
+    @app.post("/detokenize", responses=answers.told(answers.Detokenized))
+    async def detokenize(body: DetokenizeRequest) -> JSONResponse:
+        text = await asyncio.to_thread(processor.decode, body.tokens)
+        return JSONResponse({"prompt": text})
 
 
 def _model(service: Service) -> dict[str, Any]:
@@ -106,26 +118,40 @@ def _model(service: Service) -> dict[str, Any]:
     }
 
 
-async def _answer(
-    answer: ChatAnswer | CompletionAnswer, stream: bool, request: Request
-) -> Response:
-    await answer.prepare()
+async def _answer(answer: Answer, stream: bool, request: Request) -> Response:
+    await answer.start()
     if stream:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        events = _events(answer.stream())
-        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-    whole = await _unless_gone(answer.whole(), request)
+        return EventStream(answer)
+    try:
+        whole = await _unless_gone(answer.whole(), request)
+    finally:
+        await answer.close()
     return Response(status_code=499) if whole is None else JSONResponse(whole)
 
 
-async def _events(chunks: AsyncGenerator[dict[str, Any], None]) -> AsyncIterator[str]:
-    """Chunks as server-sent events; an error becomes the last event but [DONE]."""
+class EventStream(StreamingResponse):
+    """An answer's chunks as server-sent events. However it ends, the answer is closed."""
+
+    def __init__(self, answer: Answer) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(_events(answer), media_type="text/event-stream", headers=headers)
+        self.answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self.answer.close()
+
+
+async def _events(answer: Answer) -> AsyncIterator[str]:
+    """Chunks as events; an error becomes the last one but [DONE]."""
     try:
-        async with contextlib.aclosing(chunks):
-            async for chunk in chunks:
-                yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+        async for chunk in answer.stream():
+            yield f"data: {json.dumps(chunk, ensure_ascii=False, allow_nan=False)}\n\n"
     except Exception as error:
-        yield f"data: {json.dumps(_error_body(error)[1])}\n\n"
+        yield f"data: {json.dumps(problems.told(error)[1])}\n\n"
     yield "data: [DONE]\n\n"
 
 
@@ -149,43 +175,15 @@ async def _disconnect(request: Request) -> None:
         continue
 
 
-def _error_body(error: Exception) -> tuple[int, dict[str, Any]]:
-    """The status and OpenAI's error object of an error."""
-    param = error.field if isinstance(error, RequestError) else None
-    if isinstance(error, UnknownModelError):
-        status, kind, code = 404, "invalid_request_error", "model_not_found"
-    elif isinstance(error, RequestError):
-        status, kind, code = 400, "invalid_request_error", None
-    elif isinstance(error, LockstepError):
-        status, kind, code = 503, "server_error", None
-    else:
-        log.error("a request failed", exc_info=error)
-        status, kind, code = 500, "server_error", None
-    message = str(error) if isinstance(error, LockstepError) else f"internal error: {error!r}"
-    return status, {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def _add_errors(app: FastAPI) -> None:
-    async def known(request: Request, error: Exception) -> Response:
-        status, body = _error_body(error)
-        return JSONResponse(body, status)
-
-    async def invalid(request: Request, error: Exception) -> Response:
-        found = error.errors() if isinstance(error, RequestValidationError) else []
-        places = [".".join(map(str, e["loc"][1:])) for e in found]
-        told = [f"{p}: {e['msg']}" if p else e["msg"] for p, e in zip(places, found, strict=True)]
-        _, body = _error_body(RequestError("; ".join(told[:5]), places[0] if places else None))
-        if body["error"]["param"]:
-            body["error"]["param"] = body["error"]["param"].split(".")[0]
-        return JSONResponse(body, 400)
-
-    async def http(request: Request, error: Exception) -> Response:
-        status = error.status_code if isinstance(error, HTTPException) else 500
-        message = f"{request.method} {request.url.path}: {getattr(error, 'detail', error)}"
-        kind = {"type": "invalid_request_error", "param": None, "code": None}
-        return JSONResponse({"error": {"message": message, **kind}}, status)
-
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, http)
-    for kind in (RequestError, EngineDeadError, LockstepError, Exception):
-        app.add_exception_handler(kind, known)
+def _schema(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI schema: bad bodies get 400 with an error object here, never FastAPI's 422."""
+    if app.openapi_schema is None:
+        schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        for path in schema["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        kept = schema["components"]["schemas"]
+        for name in ("HTTPValidationError", "ValidationError"):
+            kept.pop(name, None)
+        app.openapi_schema = schema
+    return app.openapi_schema

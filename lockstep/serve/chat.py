@@ -1,159 +1,178 @@
 """/v1/chat/completions: messages in; content, reasoning and tool calls out."""
 
 import asyncio
-import contextlib
-import uuid
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncIterator, Iterable
+from hashlib import blake2b
 from typing import Any
 
 from lockstep.serve.logprobs import chat_logprobs, prompt_logprobs
 from lockstep.serve.protocol import ChatRequest
-from lockstep.serve.service import Job, Piece, Service
+from lockstep.serve.service import Answers, Piece, Run, Scores, Service, Usage, gather
 from lockstep.text.parsers import ReplyParser
-from lockstep.text.parsers.events import (
-    CallArguments,
-    CallStart,
-    Content,
-    Event,
-    Reasoning,
-    ToolCall,
-)
+from lockstep.text.parsers.events import CallArguments, CallStart, Content, Event, Reasoning
 
 Json = dict[str, Any]
 
 
 class ChatAnswer:
-    """One call of the endpoint: prepare() first, then whole() or stream()."""
+    """One call of the endpoint: start() first, then whole() or stream(), and close() at the end."""
 
     def __init__(self, service: Service, body: ChatRequest) -> None:
         self.service, self.body = service, body
-        self.job: Job
-        self.parsers: list[ReplyParser] = []
-        self._calls: list[int] = []
+        self.run: Run
+        self._parsers: list[ReplyParser] = []
 
-    async def prepare(self) -> "ChatAnswer":
-        """Renders and tokenises; raises RequestError before anything is sent."""
+    async def start(self) -> None:
+        """Renders, tokenises and begins; raises what is wrong before anything is sent."""
         body, processor = self.body, self.service.processor
         self.service.check(body)
         params, tools = body.params(processor), body.callable_tools(processor)
-        shown = None if body.tool_choice == "none" else body.tools
-        text = await asyncio.to_thread(
-            processor.render_text,
-            body.messages,
-            shown,
-            **{"add_generation_prompt": body.add_generation_prompt, **body.chat_template_kwargs},
+        prompt = await asyncio.to_thread(
+            processor.conversation,
+            body.shown_messages(),
+            body.shown_tools(),
+            **body.template_kwargs(),
         )
-        ids = await asyncio.to_thread(processor.encode, text, False)
-        self.job = await self.service.job("chatcmpl", [ids], params, body.priority)
-        self.parsers = [processor.reply_parser(text, tools) for _ in self.job.texts]
-        self._calls = [0] * len(self.parsers)
-        return self
+        self.run = await self.service.start("chatcmpl", [prompt.ids], params, body)
+        self._parsers = [processor.reply_parser(prompt.text, tools) for _ in range(params.n)]
+
+    async def close(self) -> None:
+        """Aborts what still runs."""
+        await self.run.close()
 
     async def whole(self) -> Json:
         """The answer as one object."""
-        job = await self.service.finish(self.job)
+        answers = await gather(self.run)
         return {
             **self._head("chat.completion"),
-            "choices": [self._choice(i) for i in range(len(job.texts))],
-            "usage": job.usage(),
-            "prompt_logprobs": prompt_logprobs(job.prompt_logprobs.get(0)),
+            "choices": [self._choice(answers, i) for i in range(len(answers.completions))],
+            "usage": answers.usage.to_json(),
+            "prompt_logprobs": prompt_logprobs(answers.prompt_logprobs.get(0)),
         }
 
-    async def stream(self) -> AsyncGenerator[Json, None]:
-        """The answer as chunks."""
-        for i in range(len(self.parsers)):
-            yield self._chunk(i, {"role": "assistant", "content": ""})
-        async with contextlib.aclosing(self.service.run(self.job)) as pieces:
-            async for piece in pieces:
-                for chunk in self._chunks(piece):
-                    yield chunk
+    async def stream(self) -> AsyncIterator[Json]:
+        """The answer as chunks; each depends on the pieces before it, not on when it is read."""
+        usage = self.run.job.usage
+        for index in range(len(self._parsers)):
+            yield self._chunk(index, usage, {"role": "assistant", "content": ""})
+        waiting = [_Waiting() for _ in self._parsers]
+        async for piece in self.run:
+            usage = piece.usage
+            for chunk in self._chunks(piece, waiting[piece.index]):
+                yield chunk
         options = self.body.stream_options
         if options and options.include_usage:
             head = self._head("chat.completion.chunk")
-            yield {**head, "choices": [], "usage": self.job.usage()}
+            yield {**head, "choices": [], "usage": usage.to_json()}
 
     def _head(self, kind: str) -> Json:
         return {
-            "id": self.job.id,
+            "id": self.run.job.id,
             "object": kind,
-            "created": self.job.created,
+            "created": self.run.job.created,
             "model": self.service.model_name,
             "system_fingerprint": self.service.fingerprint,
         }
 
-    def _choice(self, index: int) -> Json:
-        output = self.job.texts[index].output
-        reply = self.parsers[index].parse(output.text)
-        calls = reply.tool_calls[: None if self.body.parallel_tool_calls is not False else 1]
+    def _choice(self, answers: Answers, index: int) -> Json:
+        done = answers.completions[index]
+        reply = self._parsers[index].parse(done.text)
+        calls = reply.tool_calls[: None if self.body.parallel_tool_calls else 1]
         message: Json = {"role": "assistant", "content": reply.content, "refusal": None}
         if calls:
             message["content"] = reply.content or None
-            message["tool_calls"] = [_whole_call(call) for call in calls]
+            message["tool_calls"] = [
+                self._call(index, number, call.name, call.arguments)
+                for number, call in enumerate(calls)
+            ]
         if reply.reasoning:
             message["reasoning_content"] = reply.reasoning
         return {
             "index": index,
             "message": message,
-            "finish_reason": _reason(output.finish_reason, len(calls)),
-            "stop_reason": output.stop_reason,
-            "logprobs": self._logprobs(output.token_ids, output.logprobs),
-            "seed": output.seed,
+            **self._end(index, done.finish_reason, done.stop_reason, done.error, len(calls)),
+            "logprobs": self._logprobs(done.token_ids, done.logprobs),
         }
 
-    def _chunks(self, piece: Piece) -> Iterable[Json]:
-        """The chunks of one piece: logprobs go with the first, the finish reason with the last."""
-        output = piece.text.output
-        index, parser = output.index, self.parsers[output.index]
-        events = parser.feed(piece.delta)
-        if piece.text.finished:
-            events += parser.finish()
-        deltas = [delta for event in events if (delta := self._delta(index, event))]
-        scores = self._logprobs(piece.token_ids, piece.logprobs) if piece.token_ids else None
-        if scores and not deltas:
-            deltas.append({})
-        for i, delta in enumerate(deltas):
-            yield self._chunk(index, delta, scores if i == 0 else None)
-        if piece.text.finished:
-            last = self._chunk(index, {})
-            last["choices"][0]["finish_reason"] = _reason(output.finish_reason, self._calls[index])
-            last["choices"][0]["stop_reason"] = output.stop_reason
-            last["choices"][0]["seed"] = output.seed
-            yield last
+    def _end(
+        self,
+        index: int,
+        finish_reason: str | None,
+        stop_reason: int | str | None,
+        error: str | None,
+        calls: int,
+    ) -> Json:
+        """How a completion ended."""
+        called = calls and finish_reason == "stop"
+        end: Json = {
+            "finish_reason": "tool_calls" if called else finish_reason,
+            "stop_reason": stop_reason,
+            "seed": self.run.job.requests[index].seed,
+        }
+        return {**end, "error": error} if error else end
 
-    def _chunk(self, index: int, delta: Json, logprobs: Json | None = None) -> Json:
+    def _chunks(self, piece: Piece, waiting: "_Waiting") -> Iterable[Json]:
+        """The chunks of one piece: logprobs go with the first, the finish reason with the last."""
+        index, text, parser = piece.index, piece.text, self._parsers[piece.index]
+        events = parser.feed(text.delta)
+        if text.finish_reason is not None:
+            events += parser.finish()
+        waiting.scores.add(text)
+        for event in events:
+            delta = self._delta(index, event)
+            if delta:
+                waiting.calls += isinstance(event, CallStart)
+                yield self._chunk(index, piece.usage, delta, self._logprobs(*waiting.scores.take()))
+        if text.finish_reason is not None:
+            left = self._logprobs(*waiting.scores.take())
+            chunk = self._chunk(index, piece.usage, {}, left)
+            chunk["choices"][0] |= self._end(
+                index, text.finish_reason, text.stop_reason, piece.error, waiting.calls
+            )
+            yield chunk
+
+    def _chunk(self, index: int, usage: Usage, delta: Json, logprobs: Json | None = None) -> Json:
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
         chunk = {**self._head("chat.completion.chunk"), "choices": [choice]}
         options = self.body.stream_options
         if options and options.include_usage:
-            chunk["usage"] = self.job.usage() if options.continuous_usage_stats else None
+            chunk["usage"] = usage.to_json() if options.continuous_usage_stats else None
         return chunk
 
     def _delta(self, index: int, event: Event) -> Json:
+        """What a chunk says of an event; {} for a call that is not asked for."""
         match event:
             case Content(text):
                 return {"content": text}
             case Reasoning(text):
                 return {"reasoning_content": text}
-        if event.index > 0 and self.body.parallel_tool_calls is False:
+        if event.index > 0 and not self.body.parallel_tool_calls:
             return {}
         match event:
             case CallStart(number, name):
-                self._calls[index] += 1
-                return {"tool_calls": [{"index": number, **_whole_call(ToolCall(name))}]}
+                return {"tool_calls": [{"index": number, **self._call(index, number, name, "")}]}
             case CallArguments(number, text):
                 return {"tool_calls": [{"index": number, "function": {"arguments": text}}]}
 
+    def _call(self, index: int, number: int, name: str, arguments: str) -> Json:
+        """A tool call as OpenAI writes it; its id is the same however the answer is read."""
+        place = f"{self.run.job.id}/{index}/{number}".encode()
+        return {
+            "id": f"call_{blake2b(place, digest_size=12).hexdigest()}",
+            "type": "function",
+            "function": {"name": name, "arguments": arguments},
+        }
+
     def _logprobs(self, token_ids: list[int], entries: Any) -> Json | None:
-        if entries is None or not self.body.logprobs:
+        if not entries or not self.body.logprobs:
             return None
         most = self.body.top_logprobs or 0
         return chat_logprobs(self.service.processor.tokenizer, token_ids, entries, most)
 
 
-def _whole_call(call: ToolCall) -> Json:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+class _Waiting:
+    """What of one completion has come and is not sent yet, and how many calls were."""
 
-
-def _reason(finish_reason: str | None, calls: int) -> str | None:
-    return "tool_calls" if calls and finish_reason == "stop" else finish_reason
+    def __init__(self) -> None:
+        self.scores = Scores()
+        self.calls = 0

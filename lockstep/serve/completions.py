@@ -1,59 +1,66 @@
 """/v1/completions: prompts in, their continuations out."""
 
-import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncIterator
 from typing import Any
 
 from lockstep.outputs import Logprob
 from lockstep.serve.logprobs import completion_logprobs, prompt_logprobs
 from lockstep.serve.protocol import CompletionRequest
-from lockstep.serve.service import Job, Piece, Service
+from lockstep.serve.service import Answers, Piece, PromptLogprobs, Run, Scores, Service, gather
 
 Json = dict[str, Any]
 
 
 class CompletionAnswer:
-    """One call of the endpoint: prepare() first, then whole() or stream()."""
+    """One call of the endpoint: start() first, then whole() or stream(), and close() at the end."""
 
     def __init__(self, service: Service, body: CompletionRequest) -> None:
         self.service, self.body = service, body
-        self.job: Job
-        self._shown: list[int] = []
+        self.run: Run
+        self._prompts: list[str | list[int]] = []
 
-    async def prepare(self) -> "CompletionAnswer":
-        """Tokenises; raises RequestError before anything is sent."""
-        self.service.check(self.body)
-        params = self.body.params(self.service.processor)
-        prompts = self.body.prompts()
-        self.job = await self.service.job("cmpl", prompts, params, self.body.priority)
-        self._shown = [0] * len(self.job.texts)
-        return self
+    async def start(self) -> None:
+        """Tokenises and begins; raises what is wrong before anything is sent."""
+        body = self.body
+        self.service.check(body)
+        params = body.params(self.service.processor)
+        self._prompts = body.prompts()
+        self.run = await self.service.start("cmpl", self._prompts, params, body, body.only_prompt)
+
+    async def close(self) -> None:
+        """Aborts what still runs."""
+        await self.run.close()
 
     async def whole(self) -> Json:
         """The answer as one object."""
-        job = await self.service.finish(self.job)
-        choices = [self._choice(index) for index in range(len(job.texts))]
-        return {**self._head(), "choices": choices, "usage": job.usage()}
+        answers = await gather(self.run)
+        choices = [self._choice(answers, index) for index in range(len(answers.completions))]
+        return {**self._head(), "choices": choices, "usage": answers.usage.to_json()}
 
-    async def stream(self) -> AsyncGenerator[Json, None]:
-        """The answer as chunks."""
+    async def stream(self) -> AsyncIterator[Json]:
+        """The answer as chunks; each depends on the pieces before it, not on when it is read."""
         options = self.body.stream_options
-        usage = bool(options and options.include_usage)
-        async with contextlib.aclosing(self.service.run(self.job)) as pieces:
-            async for piece in pieces:
-                chunk = {**self._head(), "choices": [self._piece(piece)]}
-                if usage:
-                    each = options and options.continuous_usage_stats
-                    chunk["usage"] = self.job.usage() if each else None
-                yield chunk
-        if usage:
-            yield {**self._head(), "choices": [], "usage": self.job.usage()}
+        told = bool(options and options.include_usage)
+        each = bool(options and options.continuous_usage_stats)
+        usage = self.run.job.usage
+        shown = [_Shown() for _ in self.run.job.requests]
+        async for piece in self.run:
+            usage = piece.usage
+            choice = self._piece(piece, shown[piece.index])
+            if choice is None:
+                continue
+            chunk = {**self._head(), "choices": [choice]}
+            if told:
+                chunk["usage"] = usage.to_json() if each else None
+            yield chunk
+        if told:
+            yield {**self._head(), "choices": [], "usage": usage.to_json()}
 
     def _head(self) -> Json:
         return {
-            "id": self.job.id,
+            "id": self.run.job.id,
             "object": "text_completion",
-            "created": self.job.created,
+            "created": self.run.job.created,
             "model": self.service.model_name,
             "system_fingerprint": self.service.fingerprint,
         }
@@ -62,54 +69,84 @@ class CompletionAnswer:
         """The prompt's text where the client wants it in front of the answer."""
         if not self.body.echo or self.service.processor.tokenizer is None:
             return ""
-        prompt = self.body.prompts()[index // self.job.params.n]
-        if isinstance(prompt, str):
-            return prompt
-        return self.service.processor.tokenizer.decode(prompt, skip_special_tokens=False)
+        prompt = self._prompts[index // self.run.job.params.n]
+        return prompt if isinstance(prompt, str) else self.service.processor.decode(prompt)
 
-    def _choice(self, index: int) -> Json:
-        output = self.job.texts[index].output
-        return self._form(index, self._echo(index), output.text, output.token_ids, output.logprobs)
+    def _choice(self, answers: Answers, index: int) -> Json:
+        done = answers.completions[index]
+        asked = answers.prompt_logprobs.get(index // self.run.job.params.n)
+        text = self._echo(index) + done.text
+        choice = {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(index, done.token_ids, done.logprobs, 0, True, asked),
+            **self._end(index, done.finish_reason, done.stop_reason, done.error),
+        }
+        if self.body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(asked)
+        return choice
 
-    def _piece(self, piece: Piece) -> Json:
-        index = piece.text.output.index
-        first = not self._shown[index]
-        echo = self._echo(index) if first else ""
-        offset = self._shown[index]
-        form = self._form(index, echo, piece.delta, piece.token_ids, piece.logprobs, offset, first)
-        self._shown[index] += max(len(form["text"]), 1)
-        return form
+    def _piece(self, piece: Piece, shown: "_Shown") -> Json | None:
+        """A chunk's choice; None while the text is held back, and its tokens with it."""
+        index, new = piece.index, piece.text
+        first = shown.characters == 0
+        shown.scores.add(new)
+        shown.asked = piece.prompt_logprobs or shown.asked
+        text = (self._echo(index) if first else "") + new.delta
+        if not text and new.finish_reason is None:
+            return None
+        ids, entries = shown.scores.take()
+        offset = shown.characters
+        shown.characters += max(len(text), 1)
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": self._logprobs(index, ids, entries, offset, first, shown.asked),
+            **self._end(index, new.finish_reason, new.stop_reason, piece.error),
+        }
 
-    def _form(
+    def _end(
         self,
         index: int,
-        echo: str,
-        text: str,
+        finish_reason: str | None,
+        stop_reason: int | str | None,
+        error: str | None,
+    ) -> Json:
+        """How a completion ended, or that it has not."""
+        end: Json = {
+            "finish_reason": finish_reason,
+            "stop_reason": stop_reason,
+            "seed": self.run.job.requests[index].seed,
+        }
+        return {**end, "error": error} if error else end
+
+    def _logprobs(
+        self,
+        index: int,
         token_ids: list[int],
         scores: list[dict[int, Logprob]] | None,
-        offset: int = 0,
-        first: bool = True,
-    ) -> Json:
-        output = self.job.texts[index].output
-        asked = self.job.prompt_logprobs.get(index // self.job.params.n)
-        logprobs = None
-        if self.body.logprobs is not None and scores is not None:
-            ids = list(token_ids)
-            entries: list[dict[int, Logprob] | None] = [*scores]
-            if self.body.echo and first:
-                prompt = self.job.prompts[index // self.job.params.n]
-                ids, entries = prompt + ids, [*(asked or [None] * len(prompt)), *entries]
-            logprobs = completion_logprobs(
-                self.service.processor.tokenizer, ids, entries, self.body.logprobs, offset
-            )
-        form = {
-            "index": index,
-            "text": echo + text,
-            "logprobs": logprobs,
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-            "seed": output.seed,
-        }
-        if self.body.prompt_logprobs is not None and first:
-            form["prompt_logprobs"] = prompt_logprobs(asked)
-        return form
+        offset: int,
+        first: bool,
+        asked: PromptLogprobs | None,
+    ) -> Json | None:
+        """Those of the tokens; the prompt's go in front where it is echoed. offset: characters."""
+        echoed = self.body.echo and first
+        if self.body.logprobs is None or (scores is None and not echoed):
+            return None
+        ids = list(token_ids)
+        entries: list[dict[int, Logprob] | None] = [*(scores or ())]
+        if echoed:
+            prompt = self.run.job.prompts[index // self.run.job.params.n]
+            ids, entries = prompt + ids, [*(asked or [None] * len(prompt)), *entries]
+        return completion_logprobs(
+            self.service.processor.tokenizer, ids, entries, self.body.logprobs, offset
+        )
+
+
+class _Shown:
+    """How much of one completion was sent, and what waits."""
+
+    def __init__(self) -> None:
+        self.scores = Scores()
+        self.characters = 0
+        self.asked: PromptLogprobs | None = None

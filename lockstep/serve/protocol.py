@@ -1,26 +1,188 @@
-"""What clients may send: OpenAI's fields and vLLM's further ones. Unknown fields are kept aside."""
+"""What clients may send: OpenAI's fields and vLLM's further ones.
 
+A null counts as a field that was not sent. Every list is bounded, and is given up at its first bad
+entry. Unknown fields are kept aside: `refused` says which of them would change the answer.
+"""
+
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+    model_validator,
+)
 
 from lockstep.errors import RequestError, choice_error
-from lockstep.sampling_params import SamplingParams
+from lockstep.sampling_params import MAX_BAD_WORDS, MAX_STOP_IDS, SamplingParams
+from lockstep.serve.refused import CHAT, COMPLETIONS, refuse
 from lockstep.text.processor import Processor
 
+MAX_MESSAGES = 8192
+MAX_PARTS = 1024
+MAX_TOOLS = 512
+MAX_CALLS = 256
+MAX_NAME = 256
+MAX_SALT = 256
+MAX_PROMPTS = 1024
+MAX_COMPLETIONS = 1024
+"""Completions of one request: prompts times n."""
+TAKEN = ("messages", "tools", "self")
+"""Names that no chat_template_kwargs may have."""
+MAX_SECONDS = 86_400.0
+MAX_IDS = 1 << 20
+"""Token ids in a list, where the model's vocabulary is not known."""
 
-class StreamOptions(BaseModel):
+_TEXT = {"type": "string"}
+_IDS = {"type": "array", "items": {"type": "integer"}}
+
+
+class Body(BaseModel):
+    """An object of a request: null fields count as absent, unknown ones are kept aside."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: entry for key, entry in value.items() if entry is not None}
+        return value
+
+
+class Sent(Body):
+    """An object that the chat template reads just as it was sent."""
+
+    _sent: dict[str, Any] = PrivateAttr(default_factory=dict)
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        found = handler(value)
+        if isinstance(value, dict):
+            found._sent = value
+        return found
+
+    @property
+    def sent(self) -> dict[str, Any]:
+        """The object with its keys in the client's order."""
+        return self._sent
+
+
+def _content(value: Any) -> Any:
+    """Text, or a list of text parts. Raises ValueError naming the part at fault."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or len(value) > MAX_PARTS:
+        raise ValueError(f"allowed: a text, or a list of at most {MAX_PARTS} text parts")
+    for i, part in enumerate(value):
+        if isinstance(part, str):
+            continue
+        kind = part.get("type", "text") if isinstance(part, dict) else type(part).__name__
+        if kind not in ("text", "input_text", "output_text", "refusal"):
+            raise ValueError(f"part {i} is of type {str(kind)[:40]!r}; allowed: text")
+        if not isinstance(part.get("text", part.get("refusal")), str):
+            raise ValueError(f'part {i} has no text; send {{"type": "text", "text": ...}}')
+    return value
+
+
+_PART = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": _TEXT},
+    "required": ["type", "text"],
+}
+Content = Annotated[
+    Any,
+    AfterValidator(_content),
+    WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _PART, "maxItems": MAX_PARTS}]}),
+]
+
+
+class CalledFunction(Sent):
+    """The function of a tool call: `arguments` is JSON text, as the model wrote it."""
+
+    name: str = Field(min_length=1, max_length=MAX_NAME)
+    arguments: Annotated[Any, WithJsonSchema({"anyOf": [_TEXT, {"type": "object"}]})] = "{}"
+
+
+class SentCall(Sent):
+    """A tool call in an assistant's message."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class Message(Sent):
+    """One message of a conversation."""
+
+    role: str = Field(min_length=1, max_length=MAX_NAME)
+    content: Content = None
+    name: str | None = None
+    tool_calls: list[SentCall] | None = Field(None, fail_fast=True, max_length=MAX_CALLS)
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class Function(Sent):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: str = Field(min_length=1, max_length=MAX_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Sent):
+    """A tool that the model may call."""
+
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class StreamOptions(Body):
     """`stream_options`: whether a last chunk, or every chunk, tells the usage."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
-class SamplingFields(BaseModel):
+class Conversation(Body):
+    """What of a conversation goes to the chat template besides messages and tools."""
+
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    add_generation_prompt: bool = True
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """The template's further variables. Raises RequestError where one hides the messages."""
+        for name in TAKEN:
+            if name in self.chat_template_kwargs:
+                raise RequestError(
+                    f"chat_template_kwargs has {name!r}, which has a field of its own; allowed: "
+                    "the template's other variables. Send it as a field.",
+                    "chat_template_kwargs",
+                )
+        return {"add_generation_prompt": self.add_generation_prompt, **self.chat_template_kwargs}
+
+
+Stop = Annotated[
+    Any, WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT, "maxItems": 16}]})
+]
+Bias = Annotated[
+    dict[str, Any],
+    WithJsonSchema({"type": "object", "additionalProperties": {"type": "number"}}),
+]
+
+
+class SamplingFields(Body):
     """Fields that both kinds of completion share. None means: the model's own default."""
 
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
     SHARED: ClassVar[tuple[str, ...]] = (
         "temperature",
         "top_p",
@@ -54,17 +216,19 @@ class SamplingFields(BaseModel):
     frequency_penalty: float | None = None
     n: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: Stop = None
+    stop_token_ids: list[int] | None = Field(None, fail_fast=True, max_length=MAX_STOP_IDS)
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
-    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = Field(None, fail_fast=True, max_length=MAX_IDS)
+    bad_words: list[str] | None = Field(None, fail_fast=True, max_length=MAX_BAD_WORDS)
+    logit_bias: Bias | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
-    priority: int = 0
+    priority: int = Field(0, ge=-(2**31), lt=2**31)
+    timeout: float | None = Field(None, gt=0, le=MAX_SECONDS)
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT)
     user: str | None = None
 
     def sampling(
@@ -75,42 +239,60 @@ class SamplingFields(BaseModel):
             raise RequestError(
                 "stream_options is only allowed with stream=true; leave it out.", "stream_options"
             )
+        if self.stream and self.prompt_logprobs is not None:
+            raise RequestError(
+                f"prompt_logprobs={self.prompt_logprobs} is not supported with stream=true; leave "
+                "one of them out.",
+                "prompt_logprobs",
+            )
         sent = {name: getattr(self, name) for name in self.SHARED}
         changes = {name: value for name, value in sent.items() if value is not None}
         return processor.default_params(
             **changes,
-            logit_bias=self._bias(),
+            logit_bias=self._bias(processor),
             max_tokens=max_tokens,
             logprobs=logprobs,
         )
 
-    def _bias(self) -> dict[int, float] | None:
-        try:
-            return {int(k): v for k, v in self.logit_bias.items()} if self.logit_bias else None
-        except ValueError:
+    def _bias(self, processor: Processor) -> dict[int, float] | None:
+        if not self.logit_bias:
+            return None
+        most = len(processor.tokenizer) if processor.tokenizer else MAX_IDS
+        if len(self.logit_bias) > most:
             raise RequestError(
-                f"logit_bias has the keys {sorted(self.logit_bias or ())}; allowed: token ids. "
-                "Send ids as keys.",
+                f"logit_bias has {len(self.logit_bias)} entries; allowed: at most {most}, one a "
+                "token of the vocabulary. Leave some out.",
                 "logit_bias",
-            ) from None
+            )
+        return {_token_id(key): value for key, value in self.logit_bias.items()}
 
 
-class ChatRequest(SamplingFields):
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdigit() and len(key) <= 9):
+        raise RequestError(
+            f"logit_bias has the key {key[:40]!r}; allowed: token ids. Send ids as keys.",
+            "logit_bias",
+        )
+    return int(key)
+
+
+class ChatRequest(SamplingFields, Conversation):
     """The body of /v1/chat/completions."""
 
-    messages: list[dict[str, Any]]
+    messages: list[Message] = Field(fail_fast=True, max_length=MAX_MESSAGES)
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
-    logprobs: bool | None = False
+    logprobs: bool = False
     top_logprobs: int | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = True
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    add_generation_prompt: bool = True
+    tools: list[Tool] | None = Field(None, fail_fast=True, max_length=MAX_TOOLS)
+    tool_choice: Annotated[Any, WithJsonSchema({"enum": ["auto", "none"], "type": "string"})] = (
+        "auto"
+    )
+    parallel_tool_calls: bool = True
 
     def params(self, processor: Processor) -> SamplingParams:
         """Sampling parameters. Raises RequestError."""
+        refuse(self.model_extra or {}, CHAT)
         if self.top_logprobs and not self.logprobs:
             raise RequestError(
                 f"top_logprobs={self.top_logprobs} needs logprobs=true; set it.", "top_logprobs"
@@ -119,30 +301,38 @@ class ChatRequest(SamplingFields):
         most = self.max_tokens if most is None else most
         return self.sampling(processor, most, (self.top_logprobs or 0) if self.logprobs else None)
 
+    def shown_messages(self) -> list[dict[str, Any]]:
+        """The messages for the template."""
+        return [message.sent for message in self.messages]
+
+    def shown_tools(self) -> list[dict[str, Any]] | None:
+        """The tools for the template; none with tool_choice none."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return [tool.sent for tool in self.tools]
+
     def callable_tools(self, processor: Processor) -> list[dict[str, Any]] | None:
         """The tools that the model may call. Raises RequestError for what is not supported."""
-        choice = self.tool_choice if self.tool_choice is not None else "auto"
-        if choice not in ("auto", "none"):
+        if self.tool_choice not in ("auto", "none"):
+            shown = self.tool_choice if isinstance(self.tool_choice, str) else "an object"
             raise choice_error(
-                _ToolChoiceError, "tool_choice", choice, "auto, none", "Send one of them."
+                _ToolChoiceError, "tool_choice", shown[:40], "auto, none", "Send one of them."
             )
-        if not self.tools or choice == "none":
-            return None
-        for i, tool in enumerate(self.tools):
-            function = tool.get("function")
-            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        for i, tool in enumerate(self.tools or ()):
+            if tool.function.strict:
                 raise RequestError(
-                    f"tools[{i}] has no function with a name; send "
-                    '{"type": "function", "function": {"name": ..., "parameters": ...}}.',
+                    f"tools[{i}].function.strict=true is not supported yet: arguments are not "
+                    "held to the schema. Leave it out.",
                     "tools",
                 )
-        if not processor.can_call_tools:
+        tools = self.shown_tools()
+        if tools and not processor.can_call_tools:
             raise RequestError(
                 "tools need a tool-call parser, and the model's template names none that is "
                 "known; start the server with one (tool_parser), or send no tools.",
                 "tools",
             )
-        return self.tools
+        return tools
 
 
 class _ToolChoiceError(RequestError):
@@ -150,43 +340,86 @@ class _ToolChoiceError(RequestError):
         super().__init__(message, "tool_choice")
 
 
-class CompletionRequest(SamplingFields):
-    """The body of /v1/completions."""
+_PROMPT = {
+    "anyOf": [
+        _TEXT,
+        _IDS,
+        {"type": "array", "items": _TEXT, "maxItems": MAX_PROMPTS},
+        {"type": "array", "items": _IDS, "maxItems": MAX_PROMPTS},
+    ]
+}
 
-    prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: int | None = 16
+
+class CompletionRequest(SamplingFields):
+    """The body of /v1/completions. `prompts` looks into `prompt`, so a bad one costs nothing."""
+
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
+    max_tokens: int = 16
     logprobs: int | None = None
     echo: bool = False
 
+    @property
+    def only_prompt(self) -> bool:
+        """Whether the prompt is all that is asked for: echo, and no tokens after it."""
+        return self.echo and self.max_tokens == 0
+
     def params(self, processor: Processor) -> SamplingParams:
         """Sampling parameters; echo with logprobs asks for those of the prompt as well."""
-        params = self.sampling(processor, self.max_tokens, self.logprobs)
+        refuse(self.model_extra or {}, COMPLETIONS)
+        most = 1 if self.only_prompt else self.max_tokens
+        params = self.sampling(processor, most, self.logprobs)
         if self.echo and self.logprobs is not None and self.prompt_logprobs is None:
             params = replace(params, prompt_logprobs=self.logprobs)
         return params
 
     def prompts(self) -> list[str | list[int]]:
-        """The prompts, one or several. Raises RequestError if there is none."""
+        """The prompts, one or several; each is a text or a list. Raises RequestError."""
         prompt = self.prompt
-        if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        if isinstance(prompt, str):
             return [prompt]
-        if not prompt:
-            raise RequestError("prompt=[] is empty; send text or token ids.", "prompt")
-        return prompt  # type: ignore[return-value]
+        if not isinstance(prompt, list) or not prompt:
+            told = "[] is empty" if prompt == [] else f"is a {_kind(prompt)}"
+            raise RequestError(f"prompt {told}; send text or token ids.", "prompt")
+        if not isinstance(prompt[0], (str, list)):
+            return [prompt]
+        if len(prompt) > MAX_PROMPTS:
+            raise RequestError(
+                f"prompt has {len(prompt)} entries; allowed: at most {MAX_PROMPTS}. Send fewer.",
+                "prompt",
+            )
+        for i, entry in enumerate(prompt):
+            if type(entry) is not type(prompt[0]):
+                raise RequestError(
+                    f"prompt[{i}] is a {_kind(entry)} beside a {_kind(prompt[0])}; allowed: all "
+                    "texts, or all lists of token ids. Send one kind.",
+                    "prompt",
+                )
+        return prompt
 
 
-class TokenizeRequest(BaseModel):
+def _kind(value: Any) -> str:
+    """A JSON value's type, in JSON's words."""
+    names: Mapping[type, str] = {
+        str: "string",
+        bool: "boolean",
+        int: "number",
+        float: "number",
+        list: "list",
+        dict: "object",
+    }
+    return names.get(type(value), "null")
+
+
+class TokenizeRequest(Conversation):
     """The body of /tokenize: a prompt or messages."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: list[Message] | None = Field(None, fail_fast=True, max_length=MAX_MESSAGES)
+    tools: list[Tool] | None = Field(None, fail_fast=True, max_length=MAX_TOOLS)
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Body):
     """The body of /detokenize."""
 
-    tokens: list[int]
+    tokens: list[int] = Field(fail_fast=True, max_length=MAX_IDS)

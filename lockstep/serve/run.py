@@ -1,74 +1,243 @@
-"""Running the server: uvicorn around the application, and the lines that show how to ask."""
+"""Running the server: sockets, TLS, signals, and the lines that show how to ask."""
 
 import asyncio
 import contextlib
+import errno
 import json
+import logging
+import os
+import resource
 import socket
-from collections.abc import Callable
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, EngineDeadError
 from lockstep.serve.app import create_app
-from lockstep.serve.service import Client, Service
+from lockstep.serve.connections import BoundedProtocol
+from lockstep.serve.guard import Rules
+from lockstep.serve.logs import quiet_logs
+from lockstep.serve.service import Client, Limits, Service
 from lockstep.text.processor import Processor
+
+log = logging.getLogger("lockstep.serve")
+
+BACKLOG = 128
+SPARE_DESCRIPTORS = 64
+"""Descriptors that are not for connections: files, the engine, logs."""
+END_SECONDS = 5.0
+"""How long clients have to read the last event of a stream that was ended."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the server listens: a host and a port, or a Unix socket's path."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    uds: str | None = None
+
+    def bind(self) -> socket.socket:
+        """An open socket; clients that connect wait until serve() takes them. ConfigError."""
+        if self.uds is not None:
+            return _bound_path(self.uds)
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(
+                f"port={self.port} is not allowed; allowed: 0 to 65535, 0 for any that is free. "
+                "Choose another with --port."
+            )
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind((self.host, self.port))
+            listener.listen(BACKLOG)
+        except (OSError, UnicodeError) as error:
+            listener.close()
+            raise ConfigError(
+                f"host={self.host!r} port={self.port} cannot be opened: "
+                f"{getattr(error, 'strerror', None) or error}. "
+                "Choose another host, or another port with --port."
+            ) from error
+        return listener
+
+    def url(self, listener: socket.socket, tls: bool) -> str:
+        """The address as a client on this machine writes it."""
+        if self.uds is not None:
+            return "http://localhost"
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::", "") else self.host
+        shown = f"[{host}]" if ":" in host else host
+        return f"{'https' if tls else 'http'}://{shown}:{listener.getsockname()[1]}"
+
+
+def _bound_path(path: str) -> socket.socket:
+    """A Unix socket at the path, in the place of one that nobody listens on any more."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if os.path.exists(path) and stat.S_ISSOCK(os.stat(path).st_mode):
+            _remove_if_dead(path)
+        listener.bind(path)
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise ConfigError(
+            f"uds={path!r} cannot be opened: {error.strerror or error}. Choose another path."
+        ) from error
+    return listener
+
+
+def _remove_if_dead(path: str) -> None:
+    with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
+        if probe.connect_ex(path) == errno.ECONNREFUSED:
+            os.unlink(path)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the server runs.
+
+    tls: uvicorn's ssl_* settings. drain_seconds: how long running requests may go on after SIGTERM.
+    connections: most connections at once; descriptors bound it too.
+    """
+
+    rules: Rules = field(default_factory=Rules)
+    limits: Limits = field(default_factory=Limits)
+    docs: bool = True
+    drain_seconds: float = 30.0
+    connections: int = 4096
+    log_level: str = "warning"
+    tls: dict[str, Any] = field(default_factory=dict)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server that lets requests end, and ends those that do not."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float) -> None:
+        super().__init__(config)
+        self.service, self.drain_seconds = service, drain_seconds
+        self.failure: str | None = None
+
+    def fail(self, why: str) -> None:
+        """The engine has ended: so does the server, and the process says so."""
+        self.failure = why
+        self.should_exit = True
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals ask for the end; the process then ends by itself, not by the signal."""
+        with super().capture_signals():
+            yield
+            self._captured_signals.clear()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """No new requests; those that run may end in their time, then they are ended."""
+        self.service.close_doors()
+        alarm = asyncio.get_running_loop().call_later(self.drain_seconds, self.service.end_all)
+        await super().shutdown(sockets)
+        alarm.cancel()
 
 
 def serve(
     client: Client,
     processor: Processor,
+    listener: socket.socket,
     *,
     model_name: str,
     fingerprint: str,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    log_level: str = "warning",
+    address: Address,
+    options: Options,
     show: Callable[[str], Any] = print,
 ) -> None:
-    """Serves until interrupted. `client` is started; the caller shuts it down afterwards."""
-    app = create_app(Service(client, processor, model_name, fingerprint))
-    listener = _listen(host, port)
-    config = uvicorn.Config(app, log_level=log_level, timeout_graceful_shutdown=5)
-    server = uvicorn.Server(config)
-    url = f"http://{_reachable(host)}:{listener.getsockname()[1]}"
+    """Serves until interrupted. `client` is started; the caller shuts it down afterwards.
+
+    Raises EngineDeadError if the engine ended by itself, and ConfigError where TLS cannot be had.
+    """
+    service = Service(client, processor, model_name, fingerprint, options.limits)
+    app = create_app(service, options.rules, options.docs)
+
+    class Protocol(BoundedProtocol):
+        most = min(options.connections, raise_descriptors() - SPARE_DESCRIPTORS)
+
+    config = uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        lifespan="off",
+        log_level=options.log_level,
+        backlog=BACKLOG,
+        server_header=False,
+        timeout_graceful_shutdown=int(options.drain_seconds + END_SECONDS) + 1,
+        **options.tls,
+    )
+    _load_tls(config)
+    quiet_logs()
+    server = _Server(config, service, options.drain_seconds)
+    url = address.url(listener, bool(options.tls))
 
     async def run() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(_Overflows())
+
+        def failed(why: str) -> None:
+            loop.call_soon_threadsafe(server.fail, why)
+
+        client.on_end = failed
+        if not client.is_alive:
+            server.fail("it ended while the server started")
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not (server.started or serving.done()):
             await asyncio.sleep(0.01)
         if server.started:
-            show(how_to_ask(url, model_name, processor.template is not None))
+            show(how_to_ask(url, model_name, processor.template is not None, address.uds))
         await serving
 
     with contextlib.closing(listener), contextlib.suppress(KeyboardInterrupt):
         asyncio.run(run())
+    if server.failure is not None:
+        raise EngineDeadError(f"the engine has stopped: {server.failure}. Restart the server.")
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+def _load_tls(config: uvicorn.Config) -> None:
     try:
-        listener.bind((host, port))
-        listener.listen(2048)
-    except OSError as error:
-        listener.close()
+        config.load()
+    except (OSError, ValueError) as error:
+        if not config.is_ssl:
+            raise
         raise ConfigError(
-            f"host={host!r} port={port} cannot be opened: {error.strerror}. "
-            "Choose another port, for instance with --port."
-        ) from error
-    return listener
+            f"ssl_certfile={config.ssl_certfile!r} ssl_keyfile={config.ssl_keyfile!r} cannot be "
+            f"used: {error}. Name a certificate and its key in PEM form."
+        ) from None
 
 
-def _reachable(host: str) -> str:
-    """The host as a client on this machine writes it."""
-    if host in ("0.0.0.0", "::", ""):
-        return "127.0.0.1"
-    return f"[{host}]" if ":" in host else host
+def raise_descriptors() -> int:
+    """Lets the process have as many descriptors as it may; returns how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 1 << 16 if hard == resource.RLIM_INFINITY else min(hard, 1 << 16)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        return most
+    return most if soft == resource.RLIM_INFINITY else soft
 
 
-def how_to_ask(url: str, model_name: str, chats: bool = True) -> str:
+class _Overflows:
+    """A loop's exception handler that tells of missing descriptors once a minute."""
+
+    def __init__(self) -> None:
+        self._next = 0.0
+
+    def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif loop.time() >= self._next:
+            self._next = loop.time() + 60
+            log.warning("no descriptors are left for new connections; they wait")
+
+
+def how_to_ask(url: str, model_name: str, chats: bool = True, uds: str | None = None) -> str:
     """The URL, a curl line and a Python line, all of which work as pasted."""
     question = "What is the capital of France?"
     body: dict[str, Any] = {"model": model_name}
@@ -78,16 +247,18 @@ def how_to_ask(url: str, model_name: str, chats: bool = True) -> str:
     else:
         address, answer = f"{url}/v1/completions", "['text']"
         body["prompt"] = question
-    script = (
-        "import json, urllib.request as web; "
-        f"ask = web.Request('{address}', json.dumps({body!r}).encode(), "
-        "{'Content-Type': 'application/json'}); "
-        f"print(json.load(web.urlopen(ask))['choices'][0]{answer})"
-    )
-    return "\n".join(
-        [
-            f"Lockstep serves {model_name} at {url}/v1 (base_url of OpenAI clients); {url}/docs",
-            f"  curl -s {address} -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
-            f'  python3 -c "{script}"',
-        ]
-    )
+    where = f"{url}/v1 (base_url of OpenAI clients); {url}/docs"
+    via = f"--unix-socket {uds} " if uds else ""
+    lines = [
+        f"Lockstep serves {model_name} at {f'the Unix socket {uds}' if uds else where}",
+        f"  curl -s {via}{address} -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
+    ]
+    if uds is None:
+        script = (
+            "import json, urllib.request as web; "
+            f"ask = web.Request('{address}', json.dumps({body!r}).encode(), "
+            "{'Content-Type': 'application/json'}); "
+            f"print(json.load(web.urlopen(ask))['choices'][0]{answer})"
+        )
+        lines.append(f'  python3 -c "{script}"')
+    return "\n".join(lines)

@@ -1,12 +1,11 @@
-"""What the endpoints share: requests into the engine, texts out of it, usage, aborts."""
+"""What the endpoints share: requests into the engine, pieces of text out of it, usage, aborts."""
 
 import asyncio
-import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from lockstep.engine.client import TokenUpdate
@@ -15,18 +14,31 @@ from lockstep.engine.stats import Stats
 from lockstep.errors import EngineDeadError, RequestError
 from lockstep.outputs import Logprob, RequestMetrics
 from lockstep.sampling_params import SamplingParams
-from lockstep.serve.protocol import SamplingFields
-from lockstep.text.processor import CompletionText, Processor, Prompt, name_tokens
+from lockstep.serve.problems import SHOWN, BusyError, DeadlineError, UnknownModelError
+from lockstep.serve.protocol import MAX_COMPLETIONS, SamplingFields
+from lockstep.text.processor import CompletionText, Processor, Prompt, TextUpdate, name_tokens
 
 log = logging.getLogger("lockstep.serve")
 
+PromptLogprobs = list[dict[int, Logprob] | None]
+
 
 class Client(Protocol):
-    """What the server needs of an engine's client."""
+    """What the server needs of an engine's client.
+
+    on_end: called once from any thread, with the reason, if the engine ends by itself.
+    """
+
+    on_end: Callable[[str], None] | None
 
     @property
     def is_alive(self) -> bool:
         """Whether requests are served."""
+        ...
+
+    @property
+    def stalled_for(self) -> float:
+        """Seconds since the step that runs now began; 0 between steps."""
         ...
 
     def submit(self, request: Request) -> AsyncIterable[TokenUpdate]:
@@ -42,145 +54,341 @@ class Client(Protocol):
         ...
 
 
-@dataclass
-class Piece:
-    """What one update of one completion brought: text, and the tokens behind it."""
+@dataclass(frozen=True)
+class Limits:
+    """How much the service takes on.
 
-    text: CompletionText
-    delta: str
-    token_ids: list[int]
-    logprobs: list[dict[int, Logprob]] | None
+    running: completions that the engine runs at once. queued: completions that may wait behind
+    them. seconds: the longest that any request may take, None for no bound. step_seconds: how long
+    a step may run before the service counts as unhealthy.
+    """
+
+    running: int = 16
+    queued: int = 2048
+    seconds: float | None = None
+    step_seconds: float = 120.0
 
 
-@dataclass
-class Job:
-    """One call of an endpoint: one or several prompts with `n` completions each."""
+@dataclass(frozen=True)
+class Usage:
+    """Tokens read and written so far; a prompt with n completions counts once."""
 
-    id: str
-    prompts: list[list[int]]
-    params: SamplingParams
-    texts: list[CompletionText] = field(default_factory=list)
-    metrics: dict[str, RequestMetrics] = field(default_factory=dict)
-    prompt_logprobs: dict[int, list[dict[int, Logprob] | None]] = field(default_factory=dict)
-    created: int = field(default_factory=lambda: int(time.time()))
+    prompt: int
+    written: int = 0
+    cached: int = 0
+    accepted: int = 0
+    drafted: int = 0
 
-    def usage(self) -> dict[str, Any]:
-        """Tokens read and written so far; a prompt with n completions counts once."""
-        prompt = sum(map(len, self.prompts))
-        written = sum(len(text.output.token_ids) for text in self.texts)
-        n = self.params.n
-        first = [self.metrics.get(text.request.id) for text in self.texts[::n]]
-        every = self.metrics.values()
-        accepted = sum(m.num_accepted_tokens for m in every)
-        drafted = sum(m.num_draft_tokens for m in every)
+    def to_json(self) -> dict[str, Any]:
+        """OpenAI's usage object."""
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": written,
-            "total_tokens": prompt + written,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(m.num_cached_tokens for m in first if m)
-            },
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.written,
+            "total_tokens": self.prompt + self.written,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
             "completion_tokens_details": {
-                "accepted_prediction_tokens": accepted,
-                "rejected_prediction_tokens": drafted - accepted,
+                "accepted_prediction_tokens": self.accepted,
+                "rejected_prediction_tokens": self.drafted - self.accepted,
             },
         }
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one update of one completion brought, and how things stood then: it never changes.
+
+    index: the completion's. usage: of the whole job, this piece counted. prompt_logprobs come with
+    the first piece of a completion. error: why finish_reason is "error".
+    """
+
+    index: int
+    text: TextUpdate
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call of an endpoint: one or several prompts with `params.n` completions each.
+
+    deadline: loop time at which it ends unfinished, or None. only_prompt: what is generated is not
+    part of the answer.
+    """
+
+    id: str
+    params: SamplingParams
+    prompts: tuple[list[int], ...]
+    requests: tuple[Request, ...]
+    deadline: float | None = None
+    only_prompt: bool = False
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def usage(self) -> Usage:
+        """What is used before anything is generated."""
+        return Usage(prompt=sum(map(len, self.prompts)))
+
+
+class Run:
+    """A job in the engine, from start() to close(). Its pieces wait for whoever reads them."""
+
+    def __init__(self, service: "Service", job: Job) -> None:
+        self.service, self.job = service, job
+        self._pieces: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+        self._usage = job.usage
+        self._tasks: list[asyncio.Task[None]] = []
+        self._alarm: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Hands the requests to the engine."""
+        loop = asyncio.get_running_loop()
+        if self.job.deadline is not None:
+            self._alarm = loop.call_at(self.job.deadline, self._expire)
+        for index, request in enumerate(self.job.requests):
+            text = self.service.processor.completion(request, index)
+            self._tasks.append(loop.create_task(self._follow(text)))
+
+    def __aiter__(self) -> AsyncIterator[Piece]:
+        return self._read()
+
+    async def _read(self) -> AsyncIterator[Piece]:
+        running = len(self._tasks)
+        while running:
+            piece = await self._pieces.get()
+            if isinstance(piece, Exception):
+                raise piece
+            if piece is None:
+                running -= 1
+            else:
+                yield piece
+
+    def end(self, error: Exception) -> None:
+        """Ends it early: what has come stays to be read, then the error."""
+        self._pieces.put_nowait(error)
+        for task in self._tasks:
+            task.cancel()
+
+    async def close(self) -> None:
+        """Aborts what still runs. May be called again."""
+        self.service.forget(self)
+        if self._alarm is not None:
+            self._alarm.cancel()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _expire(self) -> None:
+        self.end(
+            DeadlineError(
+                f"the request's time was up after {self._usage.written} tokens. Raise timeout, or "
+                "ask for fewer tokens."
+            )
+        )
+
+    async def _follow(self, text: CompletionText) -> None:
+        ended = False
+        request = text.request
+        before = RequestMetrics()
+        try:
+            async for update in self.service.client.submit(request):
+                ended = update.finish_reason is not None
+                piece = self._piece(text, update, before)
+                before = update.metrics
+                self._pieces.put_nowait(piece)
+                if piece.text.finish_reason is not None:
+                    break
+            self._pieces.put_nowait(None)
+        except Exception as error:
+            self._pieces.put_nowait(error)
+        finally:
+            if not ended:
+                self.service.client.abort(request.id)
+
+    def _piece(self, text: CompletionText, update: TokenUpdate, before: RequestMetrics) -> Piece:
+        """The update as text; `before`: the request's metrics at the update before it."""
+        new = text.push(update.token_ids, update.logprobs, update.finish_reason, update.stop_reason)
+        if self.job.only_prompt:
+            new = TextUpdate(finish_reason="length")
+        if update.prompt_logprobs is not None:
+            name_tokens(self.service.processor.tokenizer, update.prompt_logprobs)
+        first = text.output.index % self.job.params.n == 0
+        now, usage = update.metrics, self._usage
+        self._usage = replace(
+            usage,
+            written=usage.written + len(new.token_ids),
+            cached=usage.cached + first * (now.num_cached_tokens - before.num_cached_tokens),
+            accepted=usage.accepted + now.num_accepted_tokens - before.num_accepted_tokens,
+            drafted=usage.drafted + now.num_draft_tokens - before.num_draft_tokens,
+        )
+        return Piece(text.output.index, new, self._usage, update.prompt_logprobs, update.error)
 
 
 class Service:
     """A model that answers over the network. `fingerprint` is returned with every answer."""
 
     def __init__(
-        self, client: Client, processor: Processor, model_name: str, fingerprint: str
+        self,
+        client: Client,
+        processor: Processor,
+        model_name: str,
+        fingerprint: str,
+        limits: Limits | None = None,
     ) -> None:
         self.client, self.processor = client, processor
         self.model_name, self.fingerprint = model_name, fingerprint
+        self.limits = limits or Limits()
         self.started = int(time.time())
+        self._runs: set[Run] = set()
+        self._closing = False
+
+    @property
+    def fault(self) -> str | None:
+        """Why requests are not served now; None if they are."""
+        if not self.client.is_alive:
+            return "the engine has stopped"
+        if self.client.stalled_for > self.limits.step_seconds:
+            return f"a step has been running for {self.client.stalled_for:.0f} s"
+        return "the server is shutting down" if self._closing else None
 
     def check(self, body: SamplingFields) -> None:
-        """Refuses another model's name; fields nobody knows are only logged."""
+        """Refuses another model's name; fields without effect are only logged."""
         if body.model is not None and body.model != self.model_name:
             raise UnknownModelError(
-                f"model={body.model!r} does not exist; allowed: {self.model_name!r}. "
+                f"model={body.model[:SHOWN]!r} does not exist; allowed: {self.model_name!r}. "
                 "GET /v1/models lists it.",
                 "model",
             )
         if body.model_extra:
-            log.warning("fields were ignored: %s", ", ".join(sorted(body.model_extra)))
-        if not self.client.is_alive:
-            raise EngineDeadError("the engine has stopped. Restart the server.")
+            names = ", ".join(sorted(body.model_extra))
+            log.warning("fields were ignored: %s", names[:SHOWN])
+        if self.fault:
+            raise EngineDeadError(f"{self.fault}. Try again later, or ask another server.")
 
-    async def job(
-        self, kind: str, prompts: Sequence[Prompt], params: SamplingParams, priority: int
-    ) -> Job:
-        """Makes the engine's requests; tokenising runs beside the event loop."""
-        job = Job(f"{kind}-{uuid.uuid4().hex}", [], params)
+    async def start(
+        self,
+        kind: str,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        body: SamplingFields,
+        only_prompt: bool = False,
+    ) -> Run:
+        """Tokenises beside the event loop, and hands the engine its requests.
+
+        Raises RequestError, or BusyError where the queue has no room. The caller closes the run.
+        """
+        began = asyncio.get_running_loop().time()
+        self._check_room(len(prompts), params.n)
+        name = f"{kind}-{uuid.uuid4().hex}"
+        requests: list[Request] = []
         for i, prompt in enumerate(prompts):
-            name = job.id if len(prompts) == 1 else f"{job.id}-p{i}"
-            requests = await asyncio.to_thread(
-                self.processor.requests, name, prompt, params, priority
+            own = name if len(prompts) == 1 else f"{name}-p{i}"
+            requests += await asyncio.to_thread(
+                self.processor.requests, own, prompt, params, body.priority
             )
-            job.prompts.append(requests[0].prompt_token_ids)
-            for request in requests:
-                request.metrics.arrival_time = time.monotonic()
-                job.texts.append(self.processor.completion(request, len(job.texts)))
-        return job
+        for request in requests:
+            request.metrics.arrival_time = time.monotonic()
+            request.cache_salt = body.cache_salt or ""
+        self._check_room(len(prompts), params.n)
+        given = [body.timeout, self.limits.seconds]
+        seconds = min((s for s in given if s is not None), default=None)
+        job = Job(
+            id=name,
+            params=params,
+            prompts=tuple(r.prompt_token_ids for r in requests[:: params.n]),
+            requests=tuple(requests),
+            deadline=None if seconds is None else began + seconds,
+            only_prompt=only_prompt,
+        )
+        run = Run(self, job)
+        self._runs.add(run)
+        run.start()
+        return run
 
-    async def run(self, job: Job) -> AsyncGenerator[Piece, None]:
-        """The job's pieces as they come. Leaving early aborts what still runs."""
-        pieces: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._follow(job, text, pieces)) for text in job.texts]
-        try:
-            running = len(tasks)
-            while running:
-                piece = await pieces.get()
-                if isinstance(piece, BaseException):
-                    raise piece
-                if piece is None:
-                    running -= 1
-                else:
-                    yield piece
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+    def _check_room(self, prompts: int, n: int) -> None:
+        wanted = prompts * n
+        if wanted > MAX_COMPLETIONS:
+            raise RequestError(
+                f"{prompts} prompts with n={n} are {wanted} completions; allowed: at most "
+                f"{MAX_COMPLETIONS} in a request. Send several requests.",
+                "n",
+            )
+        taken = sum(len(run.job.requests) for run in self._runs)
+        room = self.limits.running + self.limits.queued
+        if taken + wanted > room:
+            raise BusyError(
+                f"the queue is full: {taken} completions run or wait, allowed: {room}. "
+                "Try again later."
+            )
 
-    async def finish(self, job: Job) -> Job:
-        """Runs the job to its end."""
-        async with contextlib.aclosing(self.run(job)) as pieces:
-            async for _ in pieces:
-                continue
-        return job
+    def forget(self, run: Run) -> None:
+        """The run has ended."""
+        self._runs.discard(run)
 
-    async def _follow(
-        self, job: Job, text: CompletionText, pieces: "asyncio.Queue[Piece | BaseException | None]"
-    ) -> None:
-        ended = False
-        request = text.request
-        try:
-            async for update in self.client.submit(request):
-                job.metrics[request.id] = update.metrics
-                if update.prompt_logprobs is not None:
-                    name_tokens(self.processor.tokenizer, update.prompt_logprobs)
-                    prompt_index = text.output.index // job.params.n
-                    job.prompt_logprobs.setdefault(prompt_index, update.prompt_logprobs)
-                ended = update.finish_reason is not None
-                before = len(text.output.token_ids)
-                delta = text.push(
-                    update.token_ids, update.logprobs, update.finish_reason, update.stop_reason
-                )
-                new = text.output.token_ids[before:]
-                scores = update.logprobs[: len(new)] if update.logprobs is not None else None
-                pieces.put_nowait(Piece(text, delta, new, scores))
-                if text.finished:
-                    break
-            pieces.put_nowait(None)
-        except Exception as error:
-            pieces.put_nowait(error)
-        finally:
-            if not ended:
-                self.client.abort(request.id)
+    def close_doors(self) -> None:
+        """No new requests from here on; those that run go on."""
+        self._closing = True
+
+    def end_all(self) -> None:
+        """Ends every request with an error that says why."""
+        for run in list(self._runs):
+            run.end(EngineDeadError("the server is shutting down. Ask again later."))
 
 
-class UnknownModelError(RequestError):
-    """The request names a model that is not served."""
+@dataclass
+class Whole:
+    """A completion as a whole."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+@dataclass
+class Answers:
+    """A job's completions, and what they cost. prompt_logprobs: by the prompt's index."""
+
+    completions: list[Whole]
+    usage: Usage
+    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+
+
+async def gather(run: Run) -> Answers:
+    """Reads a run to its end."""
+    job = run.job
+    found = Answers([Whole() for _ in job.requests], job.usage)
+    async for piece in run:
+        whole, new = found.completions[piece.index], piece.text
+        whole.text += new.delta
+        whole.token_ids += new.token_ids
+        if new.logprobs is not None:
+            whole.logprobs = (whole.logprobs or []) + list(new.logprobs)
+        whole.finish_reason, whole.stop_reason = new.finish_reason, new.stop_reason
+        whole.error = piece.error
+        found.usage = piece.usage
+        if piece.prompt_logprobs is not None:
+            found.prompt_logprobs.setdefault(piece.index // job.params.n, piece.prompt_logprobs)
+    return found
+
+
+@dataclass
+class Scores:
+    """Tokens and log-probabilities that wait for the text that belongs to them."""
+
+    token_ids: list[int] = field(default_factory=list)
+    entries: list[dict[int, Logprob]] | None = None
+
+    def add(self, new: TextUpdate) -> None:
+        """A piece's own."""
+        self.token_ids += new.token_ids
+        if new.logprobs is not None:
+            self.entries = (self.entries or []) + list(new.logprobs)
+
+    def take(self) -> tuple[list[int], list[dict[int, Logprob]] | None]:
+        """What has waited; nothing does from here on."""
+        taken = self.token_ids, self.entries
+        self.token_ids, self.entries = [], None
+        return taken

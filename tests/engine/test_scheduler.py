@@ -210,6 +210,16 @@ def test_abort_in_every_phase(phase: str) -> None:
     assert sched.abort("a") is None and len(again.output_token_ids) == 8
 
 
+def test_prefixes_are_found_under_the_same_salt_only() -> None:
+    sched, starts = make(), []
+    for name, salt in (("a", ""), ("b", "x"), ("c", "x"), ("d", "\ud800"), ("e", "")):
+        request = Request(name, [7] * 200, SamplingParams(max_tokens=2), cache_salt=salt)
+        sched.add(request)
+        drain(sched)
+        starts.append(request.metrics.num_cached_tokens)
+    assert starts == [0, 0, 192, 0, 192]
+
+
 def test_what_can_never_fit_is_refused_and_named() -> None:
     sched = make(pages=3)
     with pytest.raises(CapacityError, match="prompt has 128 tokens; allowed: 1 to 127"):

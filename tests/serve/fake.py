@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 
 from lockstep.engine.client import TokenUpdate
 from lockstep.engine.request import Request
@@ -11,7 +12,9 @@ from lockstep.outputs import Logprob
 
 
 class FakeClient:
-    """Gives each request the tokens of `answer(request)`, `step` at a time; `hang` never ends."""
+    """Gives each request the tokens of `answer(request)`, `step` at a time; `hang` never ends.
+
+    nan_after: tokens after which a request ends with an error."""
 
     def __init__(self, answer: Callable[[Request], list[int]]) -> None:
         self.answer = answer
@@ -22,6 +25,9 @@ class FakeClient:
         self.aborted: list[str] = []
         self.counts = Stats(pages_total=10)
         self.error: Exception | None = None
+        self.stalled_for = 0.0
+        self.on_end: Callable[[str], None] | None = None
+        self.nan_after: int | None = None
 
     @property
     def is_alive(self) -> bool:
@@ -59,8 +65,16 @@ class FakeClient:
                 prompt = [None, *(_scores(t) for t in request.prompt_token_ids[1:])]
             first = False
             scores = [_scores(t) for t in taken] if request.params.logprobs is not None else None
+            if self.nan_after is not None and len(request.output_token_ids) >= self.nan_after:
+                request.finish_reason = "error"
             yield TokenUpdate(
-                taken, scores, request.finish_reason, request.stop_reason, request.metrics, prompt
+                taken,
+                scores,
+                request.finish_reason,
+                request.stop_reason,
+                replace(request.metrics),
+                prompt,
+                "the model gave NaN" if request.finish_reason == "error" else None,
             )
 
 

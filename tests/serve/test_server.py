@@ -4,15 +4,14 @@ import ast
 import asyncio
 import json
 import shlex
-import socket
 
 import openai
 import pytest
 
 from lockstep.engine.stats import Stats
-from lockstep.errors import ConfigError, RequestError
+from lockstep.errors import RequestError
 from lockstep.serve.metrics import Metrics
-from lockstep.serve.run import how_to_ask, serve
+from lockstep.serve.run import how_to_ask
 
 
 def complete(server, **options):
@@ -178,15 +177,6 @@ def test_counters_only_grow():
     for total in (3, 5):
         text = metrics.render(Stats(steps_total=total)).decode()
     assert 'lockstep:decode_steps_total{model_name="m"} 5.0' in text
-
-
-def test_port_in_use(server, processor):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=f"port={port}"):
-            serve(server.client, processor, model_name="m", fingerprint="f", port=port)
 
 
 def test_shown_lines_work(processor):

@@ -1,0 +1,288 @@
+"""What the server answers, as types: /openapi.json is made of them, and tests hold answers to them.
+
+Answers are written as plain JSON objects; these classes say what stands in them.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Said(BaseModel):
+    """A part of an answer. Nothing but its fields ever stands in it."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class ErrorDetail(Said):
+    """What is wrong, which field is at fault, and a code for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Said):
+    """OpenAI's error object; in a stream, the last event but [DONE]."""
+
+    error: ErrorDetail
+
+
+class PromptDetails(Said):
+    """Of the prompt's tokens, those found in the prefix cache."""
+
+    cached_tokens: int
+
+
+class AnswerDetails(Said):
+    """Drafts that were accepted, and that were not: the answer is the same either way."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
+class UsageObject(Said):
+    """Tokens of a request."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptDetails
+    completion_tokens_details: AnswerDetails
+
+
+class Named(Said):
+    """A token, its text, its bytes and its log-probability."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class Ranked(Named):
+    """A chosen token, and the likeliest ones at its place."""
+
+    top_logprobs: list[Named]
+
+
+class ChatLogprobs(Said):
+    """Log-probabilities of an answer, token by token."""
+
+    content: list[Ranked]
+    refusal: None
+
+
+class PromptLogprob(Said):
+    """A prompt token's log-probability and rank."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None
+
+
+PromptLogprobList = list[dict[str, PromptLogprob] | None]
+FinishReason = Literal["stop", "length", "tool_calls", "abort", "error"]
+
+
+class WholeFunction(Said):
+    """A called function; `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class WholeCall(Said):
+    """A tool call."""
+
+    id: str
+    type: Literal["function"]
+    function: WholeFunction
+
+
+class AssistantMessage(Said):
+    """The model's message."""
+
+    role: Literal["assistant"]
+    content: str | None
+    refusal: None
+    tool_calls: list[WholeCall] | None = None
+    reasoning_content: str | None = None
+
+
+class Ended(Said):
+    """How a completion ended: null while it has not. `error` says why finish_reason is error."""
+
+    index: int
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None = None
+    seed: int | None = None
+    error: str | None = None
+
+
+class ChatChoice(Ended):
+    """One of the n completions."""
+
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+
+
+class Head(Said):
+    """What every answer begins with. system_fingerprint stands for the numerics."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class ChatCompletion(Head):
+    """A chat answer as a whole."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: UsageObject
+    prompt_logprobs: PromptLogprobList | None
+
+
+class FunctionDelta(Said):
+    """A piece of a call: its name first, then its arguments in pieces."""
+
+    name: str | None = None
+    arguments: str
+
+
+class CallDelta(Said):
+    """A piece of the call with this index."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
+class Delta(Said):
+    """What a chunk adds to the message."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallDelta] | None = None
+
+
+class ChatDelta(Ended):
+    """What a chunk adds to a completion."""
+
+    delta: Delta
+    logprobs: ChatLogprobs | None
+
+
+class ChatChunk(Head):
+    """One event of a streamed chat answer."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatDelta]
+    usage: UsageObject | None = None
+
+
+class TextLogprobs(Said):
+    """Log-probabilities as parallel lists; text_offset counts characters."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TextChoice(Ended):
+    """One completion, or what a chunk adds to it."""
+
+    text: str
+    logprobs: TextLogprobs | None
+    prompt_logprobs: PromptLogprobList | None = None
+
+
+class Completion(Head):
+    """Completions as a whole."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+    usage: UsageObject
+
+
+class CompletionChunk(Head):
+    """One event of streamed completions."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+    usage: UsageObject | None = None
+
+
+class Model(Said):
+    """The model that is served."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(Said):
+    """All models that are served: one."""
+
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Tokenized(Said):
+    """Token ids of a text or a conversation."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class Detokenized(Said):
+    """The text of token ids."""
+
+    prompt: str
+
+
+ERRORS = {
+    400: "The request is wrong; `param` names the field.",
+    401: "The API key is missing or wrong.",
+    404: "There is no such model or path.",
+    408: "The body did not arrive in time.",
+    413: "The body is too large.",
+    429: "The queue is full; Retry-After says when to come back.",
+    500: "The server failed; its log says more.",
+    503: "The engine has stopped, hangs, or the server is shutting down.",
+    504: "The request's time was up.",
+}
+
+
+def told(whole: type[Said], chunk: type[Said] | None = None) -> dict[int | str, dict[str, Any]]:
+    """A route's `responses`: the answer, its events where it streams, and every error."""
+    good: dict[str, Any] = {"model": whole, "description": str(whole.__doc__)}
+    if chunk is not None:
+        good["content"] = {
+            "text/event-stream": {
+                "schema": {
+                    "type": "string",
+                    "description": f"data: {chunk.__name__} or Error, as JSON; last data: [DONE]",
+                }
+            }
+        }
+    errors: dict[int | str, dict[str, Any]] = {
+        code: {"model": Error, "description": text} for code, text in ERRORS.items()
+    }
+    return {200: good, **errors}
+
+
+def plain(about: str, *codes: int) -> dict[int | str, dict[str, Any]]:
+    """`responses` of a route that answers in plain text."""
+    text = {"text/plain": {"schema": {"type": "string"}}}
+    found: dict[int | str, dict[str, Any]] = {200: {"description": about, "content": text}}
+    found |= {code: {"description": ERRORS[code], "content": text} for code in codes}
+    return found

@@ -1,0 +1,91 @@
+"""Connections: no head may come slowly, and when there are too many the idlest one makes room."""
+
+import asyncio
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+HEAD_SECONDS = 10.0
+"""How long a request's head may take to come, and a new connection may say nothing."""
+
+
+class BoundedProtocol(H11Protocol):
+    """HTTP/1.1 with a bound on connections and on the time that a head takes.
+
+    A subclass sets `most`. A connection that has no request in progress is idle: it is closed when
+    its head is late, and, the longest idle first, where a new one finds no room.
+    """
+
+    most = 1000
+    head_seconds = HEAD_SECONDS
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._head_alarm: asyncio.TimerHandle | None = None
+        self.idle_since: float | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client is there: it gets a place, or is turned away."""
+        super().connection_made(transport)
+        if len(self.connections) > self.most and not self._make_room():
+            transport.abort()
+            return
+        self._wait_for_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def handle_events(self) -> None:
+        """Data came: from the moment that the head is complete, nobody waits for it."""
+        super().handle_events()
+        if self._busy:
+            self._stop_waiting()
+
+    def on_response_complete(self) -> None:
+        """An answer was sent: the connection is idle until the next head."""
+        super().on_response_complete()
+        if not self._busy and not self.transport.is_closing():
+            self._wait_for_head()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Nothing came after an answer."""
+        self._stop_waiting()
+        super().timeout_keep_alive_handler()
+
+    @property
+    def _busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _wait_for_head(self) -> None:
+        self._stop_waiting()
+        self.idle_since = self.loop.time()
+        wait = self.head_seconds + self.timeout_keep_alive * (self.cycle is not None)
+        self._head_alarm = self.loop.call_later(wait, self._head_is_late)
+
+    def _stop_waiting(self) -> None:
+        self.idle_since = None
+        if self._head_alarm is not None:
+            self._head_alarm.cancel()
+            self._head_alarm = None
+
+    def _head_is_late(self) -> None:
+        if self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE:
+            self.transport.write(
+                b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+            )
+        self.transport.close()
+
+    def _make_room(self) -> bool:
+        """Closes the connection that has been idle for longest; False if all of them are busy."""
+        idle = [
+            connection
+            for connection in self.connections
+            if isinstance(connection, BoundedProtocol) and connection.idle_since is not None
+        ]
+        if not idle:
+            return False
+        min(idle, key=lambda connection: connection.idle_since or 0.0).transport.abort()
+        return True

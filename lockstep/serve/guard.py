@@ -1,0 +1,164 @@
+"""The door in front of the application: hosts, keys, sizes and times, checked before any work."""
+
+import asyncio
+import hashlib
+import hmac
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lockstep.serve.problems import SHOWN, error_object, response
+
+LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
+OPEN_PATHS = ("/health",)
+"""What answers without a key: probes have none."""
+MEBIBYTE = 1 << 20
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What the door asks for.
+
+    hosts: names that the Host header may hold, ("*",) for any. keys: allowed API keys, none: no key
+    is needed. body_bytes: the largest body. body_seconds: how long a body may take to arrive.
+    write_seconds: how long a client may take none of the answer.
+    """
+
+    hosts: tuple[str, ...] = ("*",)
+    keys: tuple[str, ...] = ()
+    body_bytes: int = 8 * MEBIBYTE
+    body_seconds: float = 30.0
+    write_seconds: float = 60.0
+
+
+class _StalledError(Exception):
+    """The client takes none of the answer."""
+
+
+class Guard:
+    """ASGI middleware that holds the rules."""
+
+    def __init__(self, app: ASGIApp, rules: Rules) -> None:
+        self.app, self.rules = app, rules
+        self._hosts = {host.lower() for host in rules.hosts}
+        self._keys = [_digest(key) for key in rules.keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuses the request, or passes it on with bounds around its body and its answer."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await refusal(scope, receive, send)
+            return
+        try:
+            await self.app(scope, self._bounded(receive), self._timed(send))
+        except _StalledError:
+            return
+
+    def _refusal(self, scope: Scope) -> Any:
+        """The response that ends the request at the door; None if it may come in."""
+        headers = scope["headers"]
+        lengths = _values(headers, b"content-length")
+        if lengths and _values(headers, b"transfer-encoding"):
+            message = "Content-Length and Transfer-Encoding exclude each other; send one of them."
+            return response(400, error_object(message), close=True)
+        if lengths and int(lengths[0]) > self.rules.body_bytes:
+            return response(413, error_object(self._too_large()), close=True)
+        if not self._known_host(headers):
+            shown = b", ".join(_values(headers, b"host")).decode("latin-1")[:SHOWN]
+            message = f"Host {shown!r} is not served here; name it with --allowed-hosts."
+            return response(400, error_object(message), close=True)
+        if self._keys and scope["path"] not in OPEN_PATHS and not self._knows_key(headers):
+            message = "the API key is missing or wrong; send Authorization: Bearer KEY."
+            refusal = response(401, error_object(message, code="invalid_api_key"), close=True)
+            refusal.headers["WWW-Authenticate"] = "Bearer"
+            return refusal
+        return None
+
+    def _known_host(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        if "*" in self._hosts:
+            return True
+        hosts = _values(headers, b"host")
+        return len(hosts) == 1 and _without_port(hosts[0].decode("latin-1")) in self._hosts
+
+    def _knows_key(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
+        """Compares with every key, in a time that does not depend on where they differ."""
+        sent = _values(headers, b"authorization")
+        scheme, _, key = (sent[0] if len(sent) == 1 else b"").partition(b" ")
+        given = _digest(key.strip().decode("latin-1"))
+        same = [hmac.compare_digest(given, known) for known in self._keys]
+        return scheme.lower() == b"bearer" and any(same)
+
+    def _too_large(self) -> str:
+        most = self.rules.body_bytes / MEBIBYTE
+        return f"the body is larger than {most:g} MiB; send less, or start with --max-body-size."
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """`receive` for a body of bounded size that has to come within its time."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self.rules.body_seconds
+        got, done = 0, False
+
+        async def bounded() -> Message:
+            nonlocal got, done
+            if done:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                told = f"the body did not come within {self.rules.body_seconds:g} s."
+                raise HTTPException(408, told, {"Connection": "close"}) from None
+            got += len(message.get("body", b""))
+            done = not message.get("more_body", False)
+            if got > self.rules.body_bytes:
+                raise HTTPException(413, self._too_large(), {"Connection": "close"})
+            return message
+
+        return bounded
+
+    def _timed(self, send: Send) -> Send:
+        """`send` that gives up on a client that reads nothing."""
+
+        async def timed(message: Message) -> None:
+            try:
+                async with asyncio.timeout(self.rules.write_seconds):
+                    await send(message)
+            except TimeoutError:
+                raise _StalledError from None
+
+        return timed
+
+
+def guarded(rules: Rules) -> Callable[[ASGIApp], Guard]:
+    """What puts a door with these rules in front of an application."""
+    return lambda app: Guard(app, rules)
+
+
+def default_hosts(host: str) -> tuple[str, ...]:
+    """Who may be asked for, by the address that is bound: on loopback its names, else any."""
+    return (*LOOPBACK, host) if is_loopback(host) else ("*",)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches the address."""
+    return host == "localhost" or host == "::1" or host.startswith("127.")
+
+
+def _values(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[bytes]:
+    return [value for key, value in headers if key.lower() == name]
+
+
+def _without_port(host: str) -> str:
+    """example.org:80 -> example.org; [::1]:80 -> [::1]"""
+    head, colon, port = host.lower().rpartition(":")
+    return head if colon and port.isdigit() and not head.endswith(":") else host.lower()
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()

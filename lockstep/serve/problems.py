@@ -1,0 +1,129 @@
+"""What goes wrong while serving, and how it is told: a status and OpenAI's error object."""
+
+import logging
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from lockstep.errors import CapacityError, EngineDeadError, LockstepError, RequestError
+
+log = logging.getLogger("lockstep.serve")
+
+SHOWN = 200
+"""Characters of a client's own text that a message repeats."""
+
+
+class UnknownModelError(RequestError):
+    """The request names a model that is not served."""
+
+
+class BusyError(LockstepError, RuntimeError):
+    """The queue is full; the request was not taken."""
+
+
+class DeadlineError(LockstepError, TimeoutError):
+    """The request's time was up before its answer was complete."""
+
+
+class ComputeError(LockstepError, RuntimeError):
+    """A step of the request failed; it ends, others go on."""
+
+
+_STATUSES: tuple[tuple[type[Exception], int, str, str | None], ...] = (
+    (UnknownModelError, 404, "invalid_request_error", "model_not_found"),
+    (RequestError, 400, "invalid_request_error", None),
+    (CapacityError, 400, "invalid_request_error", "context_length_exceeded"),
+    (BusyError, 429, "rate_limit_error", "queue_full"),
+    (DeadlineError, 504, "server_error", "timeout"),
+    (ComputeError, 500, "server_error", "compute_error"),
+    (EngineDeadError, 503, "server_error", "engine_unavailable"),
+    (LockstepError, 503, "server_error", None),
+)
+"""The first class that fits: status, type, code."""
+RETRY_AFTER = {429: "1", 503: "5"}
+"""Seconds after which a client may try again, by status."""
+
+
+def error_object(
+    message: str, kind: str = "invalid_request_error", param: str | None = None, code: Any = None
+) -> dict[str, Any]:
+    """OpenAI's error object."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def told(error: Exception) -> tuple[int, dict[str, Any]]:
+    """The status and the error object of an error. What was not foreseen is logged, not shown."""
+    for kind, status, name, code in _STATUSES:
+        if isinstance(error, kind):
+            param = error.field if isinstance(error, RequestError) else None
+            return status, error_object(str(error), name, param, code)
+    number = uuid.uuid4().hex[:12]
+    log.error("a request failed, error %s", number, exc_info=error)
+    message = f"internal error {number}; the server's log says more under this number."
+    return 500, error_object(message, "server_error")
+
+
+def response(status: int, body: dict[str, Any], close: bool = False) -> JSONResponse:
+    """An error as a response; `close` ends the connection too."""
+    headers = {"Retry-After": RETRY_AFTER[status]} if status in RETRY_AFTER else {}
+    if close:
+        headers["Connection"] = "close"
+    return JSONResponse(body, status, headers)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Every error of the application becomes an error object."""
+
+    async def known(request: Request, error: Exception) -> Response:
+        return response(*told(error))
+
+    async def invalid(request: Request, error: Exception) -> Response:
+        found = error.errors() if isinstance(error, RequestValidationError) else []
+        return response(400, _validation(found))
+
+    async def http(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        where = f"{request.method} {request.url.path}"[:SHOWN]
+        message = f"{where}: {getattr(error, 'detail', '')}"
+        return response(status, error_object(message))
+
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)
+    for kind in (LockstepError, Exception):
+        app.add_exception_handler(kind, known)
+
+
+def _validation(found: Sequence[Any]) -> dict[str, Any]:
+    """The first thing that is wrong with a body, in words."""
+    if not found:
+        return error_object("the body cannot be read; send a JSON object.")
+    first = found[0]
+    place = first["loc"][1:]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "it is not JSON")
+        return error_object(
+            f"the body is not JSON: {reason} at character {place[0]}. Send one JSON object."
+        )
+    if not place:
+        kind = "application/json"
+        return error_object(
+            f"the body is not a JSON object; send one, with the header Content-Type: {kind}."
+        )
+    reason = str(first["msg"]).removeprefix("Value error, ")
+    return error_object(f"{path_of(place)}: {reason[:SHOWN]}", param=str(place[0]))
+
+
+def path_of(place: Sequence[Any]) -> str:
+    """("messages", 3, "content") -> messages[3].content"""
+    text = ""
+    for part in place:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else str(part)
+    return text[:SHOWN]

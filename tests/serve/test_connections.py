@@ -1,0 +1,149 @@
+"""Connections over real sockets: slow heads, too many of them, two lengths, a slow body."""
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import uvicorn
+
+from lockstep.serve.app import create_app
+from lockstep.serve.connections import BoundedProtocol
+from lockstep.serve.guard import Rules
+from lockstep.serve.service import Service
+
+PATIENCE = 20.0
+HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
+@contextlib.contextmanager
+def serving(server, processor, *, most=100, head=0.4, keep_alive=1) -> Iterator[tuple[str, int]]:
+    class Protocol(BoundedProtocol):
+        head_seconds = head
+
+    Protocol.most = most
+    app = create_app(Service(server.client, processor, "tiny", "ls-test"), Rules(body_seconds=0.5))
+    config = uvicorn.Config(
+        app, http=Protocol, log_level="critical", lifespan="off", timeout_keep_alive=keep_alive
+    )
+    running = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            deadline = time.monotonic() + PATIENCE
+            while not running.started and time.monotonic() < deadline:
+                time.sleep(0.01)
+            yield listener.getsockname()[:2]
+        finally:
+            running.should_exit = True
+            thread.join(PATIENCE)
+    assert not thread.is_alive()
+
+
+def connect(address: tuple[str, int]) -> socket.socket:
+    return socket.create_connection(address, timeout=PATIENCE)
+
+
+def healthy(client: socket.socket) -> bool:
+    """Asks for /health and reads the answer, head and body."""
+    client.sendall(HEALTH)
+    found = b""
+    while not found.endswith(b"ok"):
+        part = client.recv(65536)
+        if not part:
+            return False
+        found += part
+    return b"200 OK" in found
+
+
+def closed_with(client: socket.socket) -> bytes:
+    """All that the server says until it closes."""
+    found = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := client.recv(65536):
+            found += part
+    return found
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /health HTTP/1.1\r\nHost: loc"])
+def test_a_head_that_does_not_come(server, processor, said):
+    with serving(server, processor) as address, connect(address) as client:
+        client.sendall(said)
+        begun = time.monotonic()
+        assert closed_with(client).startswith(b"HTTP/1.1 408")
+        assert time.monotonic() - begun < PATIENCE / 2
+
+
+def test_a_head_byte_by_byte(server, processor):
+    """Every byte in time is not the head in time."""
+    with serving(server, processor) as address, connect(address) as client:
+        with contextlib.suppress(OSError):
+            for byte in HEALTH * 3:
+                client.sendall(bytes([byte]))
+                time.sleep(0.05)
+        assert closed_with(client).startswith(b"HTTP/1.1 408") or not closed_with(client)
+
+
+def test_a_connection_may_be_used_again(server, processor):
+    with serving(server, processor, head=0.8, keep_alive=2) as address, connect(address) as client:
+        for _ in range(3):
+            assert healthy(client)
+            time.sleep(0.5)
+
+
+def test_an_answer_is_not_cut_by_the_head_s_time(server, processor):
+    """A request in progress is not idle, however long it takes."""
+    server.client.hang, server.client.answer = True, lambda request: [5]
+    with serving(server, processor, head=0.2) as address, connect(address) as client:
+        body = b'{"prompt": "x", "max_tokens": 9, "timeout": 1.0}'
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        assert b"504" in client.recv(65536)
+
+
+def test_a_slow_body(server, processor):
+    with serving(server, processor) as address, connect(address) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
+        client.sendall(head + b"Content-Type: application/json\r\n\r\n{")
+        assert b" 408 " in closed_with(client)
+
+
+def test_two_lengths(server, processor):
+    with serving(server, processor) as address, connect(address) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n"
+        client.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n")
+        assert b" 400 " in closed_with(client)
+
+
+def test_idle_connections_make_room(server, processor):
+    """Many that say nothing do not keep one out that does."""
+    with serving(server, processor, most=8, head=PATIENCE) as address:
+        idle = [connect(address) for _ in range(20)]
+        for _ in range(5):
+            with connect(address) as client:
+                assert healthy(client)
+        for client in idle:
+            client.close()
+
+
+def test_no_room_among_busy_ones(server, processor):
+    """A connection more than there is room for is turned away; those that work go on."""
+    server.client.hang, server.client.answer = True, lambda request: [5]
+    with serving(server, processor, most=3) as address:
+        body = b'{"prompt": "x", "max_tokens": 9, "timeout": 1.5}'
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+        busy = [connect(address) for _ in range(3)]
+        for client in busy:
+            client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
+        deadline = time.monotonic() + PATIENCE
+        while len(server.client.requests) < 3 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        with connect(address) as late:
+            late.settimeout(PATIENCE)
+            assert closed_with(late) == b""
+        for client in busy:
+            assert b"504" in client.recv(65536)
+            client.close()

@@ -1,0 +1,182 @@
+"""Sockets, TLS, signals: the server as a process, and what it is told at its start."""
+
+import json
+import os
+import resource
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+from typer.testing import CliRunner
+
+from lockstep.cli import app
+from lockstep.errors import ConfigError
+from lockstep.serve.app import create_app
+from lockstep.serve.run import Address, raise_descriptors
+from lockstep.serve.service import Service
+
+PATIENCE = 90.0
+TLS = Path(__file__).parent / "tls"
+COMMAND = [sys.executable, "-m", "lockstep", "serve", "--max-model-len", "2048"]
+
+
+def test_ports():
+    for port in (99999, -1, 10**18):
+        with pytest.raises(ConfigError, match=f"port={port} is not allowed.*0 to 65535"):
+            Address("127.0.0.1", port).bind()
+    with Address("127.0.0.1", 0).bind() as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"port={port} cannot be opened.*in use"):
+            Address("127.0.0.1", port).bind()
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        Address("no such host.invalid", 0).bind()
+    assert Address("::1", 0).url(taken_v6 := Address("::1", 0).bind(), False).startswith("http://[")
+    taken_v6.close()
+
+
+def test_unix_sockets(tmp_path: Path):
+    path = str(tmp_path / "lockstep.sock")
+    address = Address(uds=path)
+    address.bind().close()
+    assert os.path.exists(path), "a dead socket lies there"
+    with address.bind(), pytest.raises(ConfigError, match="cannot be opened"):
+        address.bind()
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        Address(uds=str(tmp_path / "file")).bind()
+    assert (tmp_path / "file").read_text() == "mine"
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        Address(uds=str(tmp_path / ("x" * 300))).bind()
+
+
+def test_descriptors_are_raised():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(128, before[0]), before[1]))
+        most = raise_descriptors()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == most == min(before[1], 1 << 16)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--port", "99999"], "port=99999"),
+        (["--max-queued-requests", "-1"], "max_queued_requests"),
+        (["--request-timeout", "0"], "request_timeout"),
+        (["--step-timeout", "nan"], "step_timeout"),
+        (["--max-body-size", "0"], "max_body_size"),
+        (["--limit-concurrency", "0"], "limit_concurrency"),
+        (["--uvicorn-log-level", "loud"], "uvicorn_log_level"),
+        (["--api-key", ""], "api_key"),
+        (["--api-key-file", "/no/such/file"], "api_key_file"),
+        (["--ssl-keyfile", "x"], "ssl_certfile"),
+    ],
+)
+def test_options_are_checked_before_a_model_is_loaded(options, told):
+    found = CliRunner().invoke(app, ["serve", "--model", "/no/such/model", *options])
+    assert isinstance(found.exception, ConfigError) and told in str(found.exception)
+
+
+def test_keys_from_a_file(tmp_path: Path):
+    from lockstep.cli.serve import _rules
+
+    file = tmp_path / "keys"
+    file.write_text("one\n\n two \n")
+    assert _rules(("*",), ["zero"], str(file), 8.0).keys == ("zero", "one", "two")
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="holds no key"):
+        _rules(("*",), None, str(file), 8.0)
+
+
+def test_tls(server: Any, processor: Any):
+    """uvicorn's options make HTTPS of it."""
+    asgi = create_app(Service(server.client, processor, "tiny", "ls-test"))
+    files = {"ssl_certfile": str(TLS / "cert.pem"), "ssl_keyfile": str(TLS / "key.pem")}
+    running = uvicorn.Server(uvicorn.Config(asgi, log_level="critical", lifespan="off", **files))
+    with Address("127.0.0.1", 0).bind() as listener:
+        thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
+        thread.start()
+        url = Address("127.0.0.1").url(listener, True)
+        context = ssl.create_default_context(cafile=str(TLS / "cert.pem"))
+        with httpx.Client(verify=context, trust_env=False, timeout=PATIENCE) as client:
+            assert client.get(f"{url}/health").text == "ok"
+        running.should_exit = True
+        thread.join(PATIENCE)
+
+
+@pytest.fixture
+def process(tmp_path: Path):
+    """`start(*options)` runs the server on a Unix socket; it is gone afterwards."""
+    started = []
+
+    def start(*options: str, code: str | None = None) -> tuple[subprocess.Popen[str], httpx.Client]:
+        path = str(tmp_path / "s")
+        command = [sys.executable, "-c", code, *COMMAND[3:]] if code else COMMAND
+        running = subprocess.Popen(
+            [*command, "--uds", path, *options], stderr=subprocess.PIPE, text=True
+        )
+        transport = httpx.HTTPTransport(uds=path)
+        client = httpx.Client(transport=transport, base_url="http://localhost", timeout=PATIENCE)
+        started.append((running, client))
+        deadline = time.monotonic() + PATIENCE
+        while not os.path.exists(path) and time.monotonic() < deadline:
+            assert running.poll() is None, running.stderr.read()
+            time.sleep(0.05)
+        assert client.get("/health").text == "ok", "what connects early waits for the model"
+        return running, client
+
+    yield start
+    for running, client in started:
+        client.close()
+        running.kill()
+        running.communicate()
+
+
+def test_sigterm_drains_and_then_ends_streams_with_an_error(process: Any):
+    running, client = process("--shutdown-timeout", "0.5", "--api-key", "secret")
+    client.headers["Authorization"] = "Bearer secret"
+    body = {"prompt": "1, 2,", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        running.send_signal(signal.SIGTERM)
+        found = [line for line in lines if line]
+    assert found[-1] == "data: [DONE]"
+    error = json.loads(found[-2].removeprefix("data: "))["error"]
+    assert "shutting down" in error["message"] and error["code"] == "engine_unavailable"
+    assert running.wait(PATIENCE) == 0, "a server that was asked to end has not failed"
+
+
+def test_sigterm_lets_a_short_answer_end(process: Any):
+    running, client = process("--shutdown-timeout", "60")
+    body = {"prompt": "1, 2,", "max_tokens": 60, "ignore_eos": True, "stream": True}
+    with client.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        running.send_signal(signal.SIGTERM)
+        found = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert found[-1]["choices"][0]["finish_reason"] == "length"
+    begun = time.monotonic()
+    assert running.wait(PATIENCE) == 0
+    assert time.monotonic() - begun < 30, "it does not wait when nothing runs"
+
+
+def test_a_port_in_use_is_told_before_loading():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        found = subprocess.run(
+            [*COMMAND, "--model", "/no/such/model", "--port", port], capture_output=True, text=True
+        )
+    assert found.returncode == 2 and f"port={port}" in found.stderr
+    assert "Traceback" not in found.stderr
