@@ -86,8 +86,8 @@ class LLM:
         **options: Any,
     ) -> list[RequestOutput]:
         """Answers one conversation or several, rendered with the checkpoint's chat template."""
-        one = not messages or not isinstance(messages[0], list)
-        several: list[Any] = [messages] if one else messages
+        many = isinstance(messages, list) and messages and isinstance(messages[0], list)
+        several: list[Any] = list(messages) if many else [messages]
         extra = check_kwargs(chat_template_kwargs or {})
         ids = [self.processor.render(m, tools=tools, **extra) for m in several]
         return self.generate([{"prompt_token_ids": i} for i in ids], sampling_params, **options)

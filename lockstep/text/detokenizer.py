@@ -2,8 +2,6 @@
 
 import codecs
 
-from tokenizers.decoders import DecodeStream
-
 from lockstep.text.scan import Markers, Scan
 from lockstep.text.tokenizer import Tokenizer
 
@@ -11,6 +9,7 @@ from lockstep.text.tokenizer import Tokenizer
 class Detokenizer:
     """One completion's text. Its pieces, joined, equal the decoding of all tokens at once.
 
+    Bytes that are no UTF-8 become U+FFFD, each as soon as that is certain.
     `stop` ends the text where one of its strings begins, or after it with `include_stop`; text of
     the first `min_tokens` tokens is not searched. `stopped` is the string that ended the text.
     """
@@ -28,7 +27,7 @@ class Detokenizer:
         self._include_stop, self._unchecked = include_stop, min_tokens
         self._scan = Scan(Markers({s: s for s in stop})) if stop else None
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._last: list[int] = []  # the token before, on which a decoder may depend
 
     def push(self, token_id: int) -> str:
         """The text that one more token settles."""
@@ -44,11 +43,20 @@ class Detokenizer:
         return self._settle(tail, final=True)
 
     def _piece(self, token_id: int) -> str:
-        if not self._tokenizer.byte_level:
-            return self._stream.step(self._tokenizer.fast, token_id) or ""
-        if self._skip and token_id in self._tokenizer.special_ids:
+        tokenizer = self._tokenizer
+        if self._skip and token_id in tokenizer.special_ids:
             return ""
-        return self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        if tokenizer.byte_level:
+            return self._utf8.decode(tokenizer.token_bytes(token_id))
+        if not tokenizer.token(token_id):  # an id that the vocabulary lacks
+            return ""
+        last, self._last = self._last, [token_id]
+        byte = tokenizer.byte(token_id)
+        if byte is not None:
+            return self._utf8.decode(bytes([byte]))
+        known = tokenizer.decode(last, skip_special_tokens=False)
+        text = tokenizer.decode([*last, token_id], skip_special_tokens=False)
+        return self._utf8.decode(b"", final=True) + text[len(known) :]
 
     def _settle(self, piece: str, final: bool) -> str:
         if self.stopped is not None:

@@ -1,6 +1,7 @@
 """The tokenizer of a model folder: `tokenizer.json` plus what the config files say about it."""
 
 import json
+import re
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +13,7 @@ from tokenizers import Tokenizer as Fast
 from lockstep.errors import CheckpointError, brief
 from lockstep.sampling_params import MAX_EOS_IDS
 
+_BYTE = re.compile("<0x([0-9A-F]{2})>")
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
@@ -104,6 +106,7 @@ class Tokenizer:
         decoder = json.loads(self.fast.decoder.__getstate__()) if self.fast.decoder else {}
         parts = [decoder, *decoder.get("decoders", ())]
         self.byte_level = any(part.get("type") == "ByteLevel" for part in parts)
+        self._byte_fallback = any(part.get("type") == "ByteFallback" for part in parts)
         self._byte_of_char = _byte_of_char()
 
     def _load(self, path: Path) -> Fast:
@@ -187,9 +190,16 @@ class Tokenizer:
         """The vocabulary's own spelling of a token; "" for an id that it does not have."""
         return self.fast.id_to_token(token_id) or ""
 
+    def byte(self, token_id: int) -> int | None:
+        """The byte that a token such as <0xE2> stands for, where the decoder knows such tokens."""
+        found = _BYTE.fullmatch(self.token(token_id)) if self._byte_fallback else None
+        return int(found[1], 16) if found else None
+
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; b"" for an id outside the vocabulary."""
         token = self.token(token_id)
+        if (byte := self.byte(token_id)) is not None:
+            return bytes([byte])
         if not self.byte_level:
             return self.decode([token_id], skip_special_tokens=False).encode()
         codes = [self._byte_of_char.get(char) for char in token]

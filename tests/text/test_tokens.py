@@ -11,6 +11,7 @@ from lockstep.errors import CheckpointError
 from lockstep.text.detokenizer import Detokenizer
 from lockstep.text.scan import Markers, Scan
 from lockstep.text.tokenizer import Tokenizer
+from tests.text.templates import FAMILIES
 
 TEXT = "naïve 日本語 🦊🦊 <think> fox\r\n\t<|im_end|> end\u0301 \ufffd"
 
@@ -51,11 +52,72 @@ def test_pieces_join_to_the_whole(tokenizer, skip):
     check.hypothesis.inner_test(tokenizer.encode(TEXT))
 
 
+@pytest.fixture(scope="module", params=["mistral", "mistral, always"])
+def spaced(request, tmp_path_factory):
+    """A tokenizer of the sentencepiece kind: blanks are tokens' first character, bytes tokens."""
+    folder = tmp_path_factory.mktemp("spaced")
+    FAMILIES[request.param].tokenizer().save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
+
+
+def test_pieces_join_to_the_whole_with_blanks_and_bytes(spaced):
+    @given(st.text())
+    @example(TEXT)
+    @example("a  b \n the fox")
+    def check(text):
+        ids = spaced.encode(text, False)
+        pieces = Detokenizer(spaced, skip_special_tokens=False)
+        joined = "".join(pieces.push(i) for i in ids) + pieces.flush()
+        assert joined == spaced.decode(ids, skip_special_tokens=False)
+
+    check()
+
+
+def test_no_order_of_tokens_is_too_odd(spaced):
+    @given(st.lists(st.integers(0, len(spaced) + 3), max_size=40))
+    def check(ids):
+        text = Detokenizer(spaced, skip_special_tokens=False)
+        joined = "".join(text.push(i) for i in ids) + text.flush()
+        whole = spaced.decode(ids, skip_special_tokens=False)
+        left = iter(joined)
+        kept = [char for char in whole if char != "\ufffd"]
+        assert all(char in left for char in kept), "only bytes are told better"
+
+    check()
+    assert spaced.token_bytes(spaced.fast.token_to_id("<0xE2>")) == b"\xe2"
+    text = Detokenizer(spaced)
+    pieces = [text.push(spaced.fast.token_to_id(t)) for t in ("<0xC3>", "<0xA9>", "<0xA9>", "a")]
+    assert pieces == ["", "é", "\ufffd", "a"]
+
+
 def test_no_piece_holds_half_a_character(tokenizer):
     text = Detokenizer(tokenizer)
     pieces = [text.push(i) for i in tokenizer.encode("日本語🦊")]
     assert "".join(pieces) == "日本語🦊" and "\ufffd" not in "".join(pieces)
     assert "" in pieces
+
+
+@given(
+    st.lists(st.sampled_from(["a", "b", "ab", ",", " "]), max_size=12),
+    st.lists(st.text("ab, ", min_size=1, max_size=4), max_size=3),
+    st.booleans(),
+    st.integers(0, 6),
+)
+def test_stop_strings_end_the_text_of_all_tokens_where_they_are_complete(
+    tokenizer, words, stop, include, min_tokens
+):
+    ids = tokenizer.encode("".join(words))
+    text = Detokenizer(tokenizer, tuple(stop), include, min_tokens=min_tokens)
+    shown = "".join(text.push(i) for i in ids) + text.flush()
+    free = tokenizer.decode(ids[:min_tokens])
+    searched = tokenizer.decode(ids[min_tokens:])
+    ends = [(n, -len(s), s) for n in range(len(searched) + 1) for s in stop]
+    found = min((e for e in ends if searched[: e[0]].endswith(e[2])), default=None)
+    if found is None:
+        assert (shown, text.stopped) == (free + searched, None)
+    else:
+        assert text.stopped == found[2]
+        assert shown == free + searched[: found[0] if include else found[0] - len(found[2])]
 
 
 @pytest.mark.parametrize(
