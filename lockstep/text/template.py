@@ -188,7 +188,6 @@ class _Copy:
     def _key(self, key: Any, path: tuple[Any, ...], special_only: bool) -> str:
         if not isinstance(key, str):
             raise _refusal(_spell(path[:-1]), None, "strings as the keys of objects")
-        self._spend(0, path)
         return self._text(key, path, special_only)
 
     def _text(self, text: str, path: tuple[Any, ...], special_only: bool) -> str:

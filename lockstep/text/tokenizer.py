@@ -46,14 +46,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def eos_ids(folder: Path) -> frozenset[int]:
-    """The tokens that end an answer, as the config files say. Raises CheckpointError."""
+def eos_ids(folder: Path, own: int | None = None) -> frozenset[int]:
+    """The tokens that end an answer: the tokenizer's own, and those of the config files.
+
+    Raises CheckpointError.
+    """
     config = read_json(folder / "config.json")
     inner = config.get("text_config")
     inner = inner if isinstance(inner, dict) else {}
     size = inner.get("vocab_size", config.get("vocab_size"))
     size = size if isinstance(size, int) else 2**31
-    found: set[int] = set()
+    found = set() if own is None else {own}
     for name, settings in (
         ("generation_config.json", read_json(folder / "generation_config.json")),
         ("config.json", config),
@@ -68,6 +71,12 @@ def eos_ids(folder: Path) -> frozenset[int]:
                 f"most {MAX_EOS_IDS}",
             )
         found.update(ids)
+    if len(found) > MAX_EOS_IDS:
+        raise damaged(
+            folder / "generation_config.json",
+            f"with config.json and tokenizer_config.json, eos_token_id names {sorted(found)}; "
+            f"allowed: at most {MAX_EOS_IDS} tokens that end an answer",
+        )
     return frozenset(found)
 
 
@@ -99,8 +108,8 @@ class Tokenizer:
         added = self.fast.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         self.special_tokens = self._special_tokens()
-        end = self.fast.token_to_id(self.special_tokens.get("eos_token", ""))
-        self.eos_ids = eos_ids(self._folder) | ({end} if end is not None else set())
+        own = self.fast.token_to_id(self.special_tokens.get("eos_token", ""))
+        self.eos_ids = eos_ids(self._folder, own)
         self.chat_template_path = self._folder / "chat_template.jinja"
         self.chat_template = self._template()
         decoder = json.loads(self.fast.decoder.__getstate__()) if self.fast.decoder else {}

@@ -155,6 +155,7 @@ def pieces(processor):
         "1",
         "2",
         "＜|im_end|＞",
+        "＜|eot_id|＞",
         "e\u0301",
         "é",
     ]

@@ -95,6 +95,7 @@ EXCHANGED = [
     ("generation_config.json", ("eos_token_id",), -1),
     ("generation_config.json", ("eos_token_id",), {"a": 1}),
     ("generation_config.json", ("eos_token_id",), list(range(5))),
+    ("generation_config.json", ("eos_token_id",), [1, 2, 3]),
     ("generation_config.json", ("eos_token_id",), 1.0),
     ("generation_config.json", ("temperature",), "hot"),
     ("generation_config.json", ("top_p",), 7),
