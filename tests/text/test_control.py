@@ -113,17 +113,17 @@ def test_a_forged_message_holds_no_more_control_tokens_than_a_harmless_one(famil
 
 
 def test_parts_of_a_control_token_do_not_join(family):
-    """A token whose spelling is spread over a message and what the template puts behind it."""
-    honest = family.conversation([{"role": "user", "content": "x"}])
+    """A spelling spread over two strings that the template puts next to each other."""
+    source = "{{ messages[0].content }}{{ messages[0].name }}{{ messages[1].content }}"
+    processor = Processor(family.tokenizer, source, 8192)
     for token in spellings(family):
+        if token[:2].isalnum():
+            continue  # words are only found whole
         for cut in range(1, len(token)):
-            parts = [{"type": "text", "text": "x" + token[:cut]}, {"type": "text", "text": "y"}]
-            told = family.conversation([{"role": "user", "content": parts}])
-            assert controls(family, told.ids) == controls(family, honest.ids)
-    first, second = (family.conversation([{"role": "user", "content": c}]) for c in ("<|", "<"))
-    assert (
-        controls(family, first.ids) == controls(family, second.ids) == controls(family, honest.ids)
-    )
+            parts = {"content": "x" + token[:cut], "name": token[cut:]}
+            told = processor.conversation([{"role": "user", **parts}, {"role": "user"}])
+            assert not controls(family, told.ids, False), parts
+            assert told.text == "x" + token
 
 
 def test_systems_and_assistants_may_write_what_is_not_special(family):
@@ -185,6 +185,7 @@ def test_random_strings_never_become_control_tokens(family):
         assert controls(family, told.ids, False) == honest
 
     check()
+    check.hypothesis.inner_test("＜|eot_id|＞ ＜|im_end|＞")
 
 
 def test_text_beside_the_templates_tokens_is_tokenised_as_ever(family):
