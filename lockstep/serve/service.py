@@ -246,10 +246,13 @@ class Service:
     def fault(self) -> str | None:
         """Why requests are not served now; None if they are."""
         if not self.client.is_alive:
-            return "the engine has stopped"
-        if self.client.stalled_for > self.limits.step_seconds:
-            return f"a step has been running for {self.client.stalled_for:.0f} s"
-        return "the server is shutting down" if self._closing else None
+            return "the engine has stopped. Restart the server."
+        stalled = self.client.stalled_for
+        if stalled > self.limits.step_seconds:
+            return (
+                f"a step has been running for {stalled:.0f} s. Restart the server if it stays so."
+            )
+        return "the server is shutting down. Ask again later." if self._closing else None
 
     def check(self, body: SamplingFields) -> None:
         """Refuses another model's name; fields without effect are only logged."""
@@ -262,8 +265,9 @@ class Service:
         if body.model_extra:
             names = ", ".join(sorted(body.model_extra))
             log.warning("fields were ignored: %s", names[:SHOWN])
-        if self.fault:
-            raise EngineDeadError(f"{self.fault}. Try again later, or ask another server.")
+        fault = self.fault
+        if fault is not None:
+            raise EngineDeadError(fault)
 
     async def start(
         self,
