@@ -13,6 +13,7 @@ from lockstep.errors import RequestError
 from lockstep.outputs import RequestOutput
 from lockstep.sampling_params import SamplingParams
 from lockstep.text.processor import CompletionText, Processor
+from lockstep.text.template import check_kwargs
 from lockstep.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int] | dict[str, Any]
@@ -87,7 +88,7 @@ class LLM:
         """Answers one conversation or several, rendered with the checkpoint's chat template."""
         one = not messages or not isinstance(messages[0], list)
         several: list[Any] = [messages] if one else messages
-        extra = chat_template_kwargs or {}
+        extra = check_kwargs(chat_template_kwargs or {})
         ids = [self.processor.render(m, tools=tools, **extra) for m in several]
         return self.generate([{"prompt_token_ids": i} for i in ids], sampling_params, **options)
 

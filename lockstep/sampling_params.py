@@ -12,6 +12,7 @@ MAX_BAD_WORDS = 32
 MAX_BAD_WORD_TOKENS = 8
 MAX_BAD_WORD_CHARACTERS = 1024
 MAX_STOP_IDS = 16
+MAX_EOS_IDS = 4
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 256
 MAX_TOKEN_IDS = 2**19  # more than any vocabulary has; the engine refuses ids outside of its own

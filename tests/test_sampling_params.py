@@ -271,4 +271,5 @@ def test_huge_parameters_are_refused_at_once(wrong: dict[str, Any]) -> None:
     with pytest.raises(RequestError) as caught:
         SamplingParams(**wrong)
     assert time.process_time() - began < 0.2
-    assert caught.value.field in wrong and len(str(caught.value)) < 600
+    assert str(next(iter(wrong))).startswith(str(caught.value.field))
+    assert len(str(caught.value)) < 600

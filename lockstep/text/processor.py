@@ -1,20 +1,20 @@
 """Between text and tokens: prompts become engine requests, tokens become completions."""
 
-import reprlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from lockstep.engine.request import Request
-from lockstep.errors import RequestError
+from lockstep.errors import RequestError, brief
 from lockstep.outputs import CompletionOutput, Logprob
 from lockstep.sampling_params import SamplingParams, is_ids
+from lockstep.text.control import ControlTokens
 from lockstep.text.detokenizer import Detokenizer
 from lockstep.text.parsers import REASONING_PARSERS, TOOL_PARSERS, ReplyParser, choose
 from lockstep.text.template import ChatTemplate, Message
-from lockstep.text.tokenizer import Tokenizer, read_json
+from lockstep.text.tokenizer import Tokenizer, damaged, eos_ids, read_json
 
 Prompt = str | Sequence[int] | dict[str, Any]
 Logprobs = list[dict[int, Logprob]]
@@ -152,8 +152,18 @@ class Processor:
         reasoning_parser: str | None = "auto",
     ) -> None:
         self.tokenizer, self.max_model_len, self.eos_ids = tokenizer, max_model_len, eos_ids
-        special = tokenizer.special_tokens if tokenizer else {}
-        self.template = ChatTemplate(chat_template, special) if chat_template else None
+        # No text of more characters fits, whatever its tokens are.
+        self.max_characters = max_model_len * (tokenizer.longest_token if tokenizer else 1)
+        self.template = None
+        if chat_template and tokenizer:
+            self._control = ControlTokens(tokenizer.fast)
+            self.template = ChatTemplate(
+                chat_template,
+                tokenizer.special_tokens,
+                self._control,
+                self.max_characters,
+                tokenizer.chat_template_path,
+            )
         self.defaults = defaults or {}
         self._tools = choose("tool_parser", TOOL_PARSERS, tool_parser, chat_template)
         self._reasoning = choose(
@@ -165,13 +175,18 @@ class Processor:
         cls, tokenizer: Tokenizer | None, folder: str | Path, max_model_len: int, **options: Any
     ) -> "Processor":
         """The processor of a model folder; `options` are those of the constructor."""
-        settings = read_json(Path(folder) / "generation_config.json")
+        path = Path(folder) / "generation_config.json"
+        settings = read_json(path)
         defaults = {k: settings[k] for k in _SAMPLING_DEFAULTS if settings.get(k) is not None}
         if settings.get("do_sample") is False:
             defaults["temperature"] = 0.0
-        eos = tokenizer.eos_ids if tokenizer else _listed(settings.get("eos_token_id"))
+        try:
+            SamplingParams(**defaults)
+        except RequestError as error:
+            raise damaged(path, error) from None
+        eos = tokenizer.eos_ids if tokenizer else eos_ids(Path(folder))
         template = tokenizer.chat_template if tokenizer else None
-        return cls(tokenizer, template, max_model_len, frozenset(eos), defaults, **options)
+        return cls(tokenizer, template, max_model_len, eos, defaults, **options)
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """Sampling parameters as the model's generation_config wants them, with changes."""
@@ -180,33 +195,50 @@ class Processor:
     def encode(
         self, text: str, add_special_tokens: bool = True, field: str = "prompt"
     ) -> list[int]:
-        """Token ids of a text. Raises RequestError without a tokenizer, or on lone surrogates."""
-        if self.tokenizer is None:
+        """Token ids of a text. Raises RequestError without a tokenizer, for text that is too long,
+        and on lone surrogates."""
+        tokenizer = self._text_side(field)
+        self._check_text(text, field)
+        return _encoded(tokenizer.encode, text, field, add_special_tokens=add_special_tokens)
+
+    def decode(
+        self, token_ids: Sequence[int], skip_special_tokens: bool = False, field: str = "tokens"
+    ) -> str:
+        """The text of token ids. Raises RequestError for what are none, or too many."""
+        tokenizer = self._text_side(field)
+        sized = isinstance(token_ids, Collection) and not isinstance(token_ids, (str, bytes))
+        if sized and len(token_ids) > self.max_model_len:
             raise RequestError(
-                "prompt is text, but skip_tokenizer_init is set; send token ids.", "prompt"
-            )
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"{field}: the text is no Unicode text at character {error.start}, which is half "
-                "a surrogate pair. Send the whole character or leave it out.",
+                f"{field} has {len(token_ids)} entries; allowed: at most {self.max_model_len} "
+                "(max_model_len). Send fewer.",
                 field,
-            ) from None
-        return self.tokenizer.encode(text, add_special_tokens)
+            )
+        if not sized or not is_ids(token_ids) or not all(0 <= i < 2**31 for i in token_ids):
+            raise RequestError(
+                f"{field}={brief(token_ids)} is not allowed; allowed: a list of token ids, from 0 "
+                f"to {2**31 - 1}. Change it.",
+                field,
+            )
+        return tokenizer.decode(token_ids, skip_special_tokens)
 
     def conversation(
         self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **kwargs: Any
     ) -> Rendered:
-        """A conversation, ready for the next answer; `kwargs` are the template's variables."""
+        """A conversation, ready for the next answer; `kwargs` are the template's variables.
+
+        Control tokens come from the template alone: what messages, tools and kwargs spell of them
+        is tokenised as the plain text that it is. Raises RequestError.
+        """
         if self.template is None:
             raise RequestError(
                 "messages need a chat template, and this model has none; send a prompt instead, "
                 "or add chat_template.jinja to the model folder.",
                 "messages",
             )
-        text = self.template.render(messages, tools, **kwargs)
-        return Rendered(text, self.encode(text, add_special_tokens=False, field="messages"))
+        marked = self.template.render_marked(messages, tools, **kwargs)
+        text = self._control.unmark(marked)
+        self._check_text(text, "messages")
+        return Rendered(text, _encoded(self._control.encode, marked, "messages"))
 
     def render_text(
         self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **kwargs: Any
@@ -224,20 +256,21 @@ class Processor:
         """Token ids of a prompt: text, ids, {"prompt": text} or {"prompt_token_ids": ids}."""
         if isinstance(prompt, dict):
             found = prompt.get("prompt_token_ids", prompt.get("prompt"))
-            if found is None:
+            if found is None or isinstance(found, dict):
                 raise RequestError(
-                    f"prompt has the keys {sorted(prompt)}; allowed: prompt (text) or "
+                    f"prompt has the keys {brief(list(prompt))}; allowed: prompt (text) or "
                     "prompt_token_ids (ids). Send one of them.",
                     "prompt",
                 )
-            return self.prompt_ids(found)
-        if not isinstance(prompt, str) and not is_ids(prompt):
+            prompt = found
+        ids: Any = self.encode(prompt) if isinstance(prompt, str) else prompt
+        sized = isinstance(ids, Collection)
+        if not sized or (len(ids) < self.max_model_len and not is_ids(ids)):
             raise RequestError(
-                f"prompt={reprlib.repr(prompt)} is not allowed; allowed: a text, or a list of "
-                "token ids. Send one of them.",
+                f"prompt={brief(prompt)} is not allowed; allowed: a text, or a list of token ids. "
+                "Send one of them.",
                 "prompt",
             )
-        ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not 1 <= len(ids) < self.max_model_len:
             raise RequestError(
                 f"the prompt has {len(ids)} tokens; allowed: 1 to {self.max_model_len - 1} "
@@ -245,7 +278,7 @@ class Processor:
                 "Shorten the prompt.",
                 "prompt",
             )
-        return ids
+        return list(ids)
 
     def requests(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
@@ -293,6 +326,32 @@ class Processor:
         """Whether the model's tool calls are understood."""
         return self._tools is not None
 
+    def _text_side(self, field: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(
+                f"{field} needs the tokenizer, but skip_tokenizer_init is set; send token ids.",
+                field,
+            )
+        return self.tokenizer
+
+    def _check_text(self, text: str, field: str) -> None:
+        if not isinstance(text, str):
+            raise RequestError(f"{field}={brief(text)} is not allowed; send a text.", field)
+        if len(text) > self.max_characters:
+            raise RequestError(
+                f"{field} has {len(text)} characters; allowed: at most {self.max_characters} "
+                f"(max_model_len={self.max_model_len} times the longest token's). Shorten it.",
+                field,
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"{field}: the text is no Unicode text at character {error.start}, which is half "
+                "a surrogate pair. Send the whole character or leave it out.",
+                field,
+            ) from None
+
     def _bad_words(self, params: SamplingParams) -> Sequence[Sequence[int]] | None:
         """A word stands for two token sequences: at a text's start, and after a blank."""
         if not params.bad_words:
@@ -302,12 +361,19 @@ class Processor:
             plain = self.encode(word.lstrip(), False, "bad_words")
             spaced = self.encode(" " + word.lstrip(), False, "bad_words")
             if not plain:
-                raise RequestError(f"bad_words holds {word!r}; it has no tokens.", "bad_words")
+                raise RequestError(
+                    f"bad_words holds {brief(word)}; it has no tokens. Leave it out.", "bad_words"
+                )
             found.append(plain)
             if spaced[0] != plain[0] and len(spaced) == len(plain):
                 found.append(spaced)
         return found
 
 
-def _listed(value: int | list[int] | None) -> list[int]:
-    return [] if value is None else value if isinstance(value, list) else [value]
+def _encoded(encode: Callable[..., list[int]], text: str, field: str, **options: Any) -> list[int]:
+    try:
+        return encode(text, **options)
+    except Exception:  # tokenizers raises no other kind: a vocabulary that lacks a character
+        raise RequestError(
+            f"{field}: the model's tokenizer cannot encode this text. Change the text.", field
+        ) from None

@@ -1,6 +1,8 @@
 """Chat templates: a checkpoint's own Jinja template, rendered as `transformers` renders it."""
 
 import json
+import math
+import re
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -8,9 +10,40 @@ import jinja2
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from lockstep.errors import RequestError
+from lockstep.errors import CheckpointError, RequestError, brief
+from lockstep.text.control import ControlTokens, ascii_json
 
 Message = dict[str, Any]
+
+MAX_DEPTH = 64  # of what stands in a message, a tool or a template's variable
+_ROLE = re.compile(r"[\w. -]{1,64}")
+_TRUSTED = ("system", "assistant")  # may write added tokens that are not special
+_RESERVED = ("self", "messages", "tools", "continue_final_message")
+_REMEDY = "Change messages, tools or chat_template_kwargs."
+
+
+def check_kwargs(kwargs: Any) -> dict[str, Any]:
+    """A client's chat_template_kwargs. Raises RequestError for names that are not the client's."""
+    if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
+        raise RequestError(
+            f"chat_template_kwargs={brief(kwargs)} is not allowed; allowed: an object. Send the "
+            "template's variables by name.",
+            "chat_template_kwargs",
+        )
+    for name in _RESERVED:
+        if name in kwargs:
+            raise RequestError(
+                f"chat_template_kwargs names {name}, which is not a variable of the template's "
+                "own. Leave it out.",
+                "chat_template_kwargs",
+            )
+    if not isinstance(kwargs.get("add_generation_prompt", True), bool):
+        raise RequestError(
+            f"add_generation_prompt={brief(kwargs['add_generation_prompt'])} is not allowed; "
+            "allowed: True or False. Send one of them.",
+            "chat_template_kwargs",
+        )
+    return kwargs
 
 
 def _tojson(
@@ -20,9 +53,10 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    text = json.dumps(
+        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    return ascii_json(text) if ensure_ascii else text
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -34,87 +68,233 @@ def _strftime_now(format: str) -> str:
 
 
 class ChatTemplate:
-    """A compiled template; `special_tokens` (bos_token, eos_token, ...) are its variables."""
+    """A compiled template; `special_tokens` (bos_token, eos_token, ...) are its variables.
 
-    def __init__(self, source: str, special_tokens: dict[str, str] | None = None) -> None:
+    `control`: the control tokens that strings must not spell. `limit`: most characters of messages,
+    tools and variables together. `origin` names the file in errors. Raises CheckpointError.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        special_tokens: dict[str, str] | None = None,
+        control: ControlTokens | None = None,
+        limit: float = math.inf,
+        origin: object = "chat_template",
+    ) -> None:
         self.source = source
         self._special_tokens = special_tokens or {}
+        self._control, self._limit = control, limit
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
         environment.filters["tojson"] = _tojson
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
-        self._template = environment.from_string(source)
+        try:
+            self._template = environment.from_string(source)
+        except Exception as error:  # whatever Jinja or Python's compiler make of it
+            raise CheckpointError(
+                f"{origin}: the chat template does not compile: {_told(error)}. Mend it, or "
+                "download the file again."
+            ) from None
 
     def render(
-        self,
-        messages: list[Message],
-        tools: list[dict[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
-        **kwargs: Any,
+        self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **kwargs: Any
     ) -> str:
         """The prompt's text. Raises RequestError where the template refuses the messages."""
+        return self._unmark(self.render_marked(messages, tools, **kwargs))
+
+    def render_marked(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **kwargs: Any
+    ) -> str:
+        """As `render`, with marks wherever a string spells control tokens."""
+        copy = _Copy(self._control, self._limit)
         variables = {
             **self._special_tokens,
-            **kwargs,
-            "messages": [_normal(message, i) for i, message in enumerate(messages)],
-            "tools": tools or None,
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": True,
+            **copy.of(check_kwargs(kwargs), "chat_template_kwargs"),
+            "messages": copy.messages(messages),
+            "tools": copy.tools(tools),
         }
         try:
             return self._template.render(**variables)
-        except (jinja2.TemplateError, TypeError, ValueError) as error:
+        except Exception as error:  # a template may do anything to what it is given
             raise RequestError(
-                f"the chat template refuses these messages: {error}. Change messages, tools or "
-                "chat_template_kwargs.",
+                f"the chat template refuses these messages: {self._unmark(_told(error))}. "
+                f"{_REMEDY}",
                 "messages",
             ) from error
 
+    def _unmark(self, text: str) -> str:
+        return self._control.unmark(text) if self._control else text
 
-def _normal(message: Message, index: int) -> Message:
+
+class _Copy:
+    """Copies what a client sent, with control tokens broken; refuses what is no plain JSON."""
+
+    def __init__(self, control: ControlTokens | None, limit: float) -> None:
+        self._control = control
+        self._left = self._limit = limit
+
+    def messages(self, messages: Any) -> list[Message]:
+        """The messages as templates expect them."""
+        if not isinstance(messages, list | tuple):
+            raise _refusal("messages", messages, "a list of messages")
+        copies = []
+        for i, message in enumerate(messages):
+            normal = _normal(message, f"messages[{i}]")
+            role = normal["role"]
+            copy = self.of(normal, f"messages[{i}]", role in _TRUSTED)
+            copies.append({**copy, "role": role})
+        return copies
+
+    def tools(self, tools: Any) -> list[dict[str, Any]] | None:
+        """The tools; None where there are none."""
+        if not tools and (tools is None or isinstance(tools, list)):
+            return None
+        if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+            raise _refusal("tools", tools, "a list of objects")
+        return self.of(tools, "tools")
+
+    def of(self, value: Any, place: str, special_only: bool = True) -> Any:
+        """A copy of plain JSON. Raises RequestError naming the place in it that is at fault."""
+        return self._copy(value, (place,), special_only)
+
+    def _copy(self, value: Any, path: tuple[Any, ...], special_only: bool) -> Any:
+        self._spend(1, path)
+        if isinstance(value, str):
+            return self._text(value, path, special_only)
+        if isinstance(value, (dict, list, tuple)) and len(path) > MAX_DEPTH:
+            raise _refusal(path[0], None, f"at most {MAX_DEPTH} levels of nesting")
+        if isinstance(value, dict):
+            pairs = [(key, item, (*path, key)) for key, item in value.items()]
+            return {
+                self._key(key, at, special_only): self._copy(item, at, special_only)
+                for key, item, at in pairs
+            }
+        if isinstance(value, (list, tuple)):
+            return [self._copy(v, (*path, i), special_only) for i, v in enumerate(value)]
+        if isinstance(value, int) and value.bit_length() > 1024:
+            raise _refusal(_spell(path), value, "whole numbers of at most 1024 bits")
+        if not (value is None or isinstance(value, int)):
+            if not isinstance(value, float) or not math.isfinite(value):
+                raise _refusal(_spell(path), value, "what JSON can say")
+        return value
+
+    def _key(self, key: Any, path: tuple[Any, ...], special_only: bool) -> str:
+        if not isinstance(key, str):
+            raise _refusal(_spell(path[:-1]), None, "strings as the keys of objects")
+        self._spend(0, path)
+        return self._text(key, path, special_only)
+
+    def _text(self, text: str, path: tuple[Any, ...], special_only: bool) -> str:
+        self._spend(len(text), path)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"{_spell(path)} is no Unicode text at character {error.start}, which is half a "
+                "surrogate pair. Send the whole character or leave it out.",
+                str(path[0]).partition("[")[0],
+            ) from None
+        return self._control.mark(text, special_only) if self._control else text
+
+    def _spend(self, characters: int, path: tuple[Any, ...]) -> None:
+        self._left -= characters
+        if self._left < 0:
+            raise RequestError(
+                f"messages, tools and chat_template_kwargs hold more than {self._limit} "
+                "characters, more than the model's context could. Shorten them.",
+                str(path[0]).partition("[")[0],
+            )
+
+
+def _told(error: Exception) -> str:
+    """An exception for a message: what it says, shortened, or what it is."""
+    spoken = isinstance(error, (jinja2.TemplateError, TypeError, ValueError))
+    text = str(error)[:300] if spoken else ""
+    return text or type(error).__name__
+
+
+def _spell(path: tuple[Any, ...]) -> str:
+    """A place, such as messages[0].content."""
+    steps = [f"[{step}]" if isinstance(step, int) else f".{brief(step)[1:-1]}" for step in path[1:]]
+    return str(path[0]) + "".join(steps)
+
+
+def _refusal(place: str, value: Any, allowed: str) -> RequestError:
+    told = f"{place} is not allowed" if value is None else f"{place}={brief(value)} is not allowed"
+    return RequestError(
+        f"{told}; allowed: {allowed}. {_REMEDY}", re.split(r"[.\[]", place, maxsplit=1)[0]
+    )
+
+
+def _normal(message: Any, place: str) -> Message:
     """A message as templates expect it: plain text, arguments as objects, one reasoning field."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise RequestError(
-            f"messages[{index}] needs a role: system, user, assistant or tool.", "messages"
+    if not isinstance(message, dict) or not all(isinstance(key, str) for key in message):
+        raise _refusal(place, message, "an object with a role and content")
+    role = message.get("role")
+    if not isinstance(role, str) or not _ROLE.fullmatch(role):
+        raise _refusal(
+            f"{place}.role", role, "a short name: system, developer, user, assistant or tool"
         )
     normal = {key: value for key, value in message.items() if value is not None}
-    normal["content"] = _text(message.get("content"), index)
+    normal["role"] = "system" if role == "developer" else role
+    normal["content"] = _text(message.get("content"), f"{place}.content")
+    for name in ("reasoning", "reasoning_content"):
+        if not isinstance(message.get(name) or "", str):
+            raise _refusal(f"{place}.{name}", message[name], "a text")
     if reasoning := message.get("reasoning_content") or message.get("reasoning"):
         normal["reasoning_content"] = reasoning
-    if calls := message.get("tool_calls"):
-        normal["tool_calls"] = [_call(call, index) for call in calls]
+    calls = normal.pop("tool_calls", None)
+    if not isinstance(calls, list | None):
+        raise _refusal(f"{place}.tool_calls", calls, "a list of calls")
+    if calls:
+        places = (f"{place}.tool_calls[{i}]" for i in range(len(calls)))
+        normal["tool_calls"] = [_call(c, at) for c, at in zip(calls, places, strict=False)]
     return normal
 
 
-def _text(content: Any, index: int) -> str:
+def _text(content: Any, place: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
+    if not isinstance(content, list | dict):
+        raise _refusal(place, content, "a text, or a list of text parts")
     parts = content if isinstance(content, list) else [content]
+    texts = []
     for part in parts:
-        if not (isinstance(part, str) or (isinstance(part, dict) and "text" in part)):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        text = part.get("text") if isinstance(part, dict) else part
+        if kind != "text" or not isinstance(text, str):
             raise RequestError(
-                f"messages[{index}].content has a part of type {kind!r}; allowed: text. "
+                f"{place} has a part of type {brief(kind)}: {brief(part)}; allowed: text. "
                 "Send text parts only.",
                 "messages",
             )
-    return "\n".join(part if isinstance(part, str) else part["text"] for part in parts)
+        texts.append(text)
+    return "\n".join(texts)
 
 
-def _call(call: Message, index: int) -> Message:
-    function = dict(call.get("function") or call)
-    arguments = function.get("arguments") or {}
+def _call(call: Any, place: str) -> Message:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise _refusal(place, call, "an object with a function that has a name")
+    arguments = function.get("arguments")
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            arguments = None
-    if not isinstance(arguments, dict):
+        arguments = _object(arguments)
+    if not isinstance(arguments, dict | None):
         raise RequestError(
-            f"messages[{index}].tool_calls has arguments that are no JSON object: "
-            f"{function.get('arguments')!r}. Send back the arguments as they were received.",
+            f"{place} has arguments that are no JSON object: {brief(function['arguments'])}. "
+            "Send back the arguments as they were received.",
             "messages",
         )
-    function["arguments"] = arguments
-    return {**call, "function": function}
+    return {**call, "function": {**function, "arguments": arguments or {}}}
+
+
+def _object(text: str) -> Any:
+    """The value of JSON text; {} for "", the text itself if it is no JSON."""
+    try:
+        return json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        return text

@@ -2,18 +2,76 @@
 
 import json
 from collections.abc import Iterable
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Fast
 
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, brief
+from lockstep.sampling_params import MAX_EOS_IDS
+
+_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+def damaged(path: Path, reason: object) -> CheckpointError:
+    """The error of a file that cannot be read as what it should be."""
+    return CheckpointError(
+        f"{path} is damaged: {str(reason)[:300]}. Mend it, or download the file again."
+    )
+
+
+def read_text(path: Path) -> str:
+    """The text of a file of UTF-8. Raises CheckpointError."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise damaged(path, error) from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; {} if there is no such file."""
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    """A JSON object from a file; {} if there is no such file. Raises CheckpointError."""
+    if not path.is_file():
+        return {}
+    text = read_text(path)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, error) from None
+    if not isinstance(value, dict):
+        raise damaged(path, f"{brief(value)} stands where an object should")
+    return value
+
+
+def eos_ids(folder: Path) -> frozenset[int]:
+    """The tokens that end an answer, as the config files say. Raises CheckpointError."""
+    config = read_json(folder / "config.json")
+    inner = config.get("text_config")
+    inner = inner if isinstance(inner, dict) else {}
+    size = inner.get("vocab_size", config.get("vocab_size"))
+    size = size if isinstance(size, int) else 2**31
+    found: set[int] = set()
+    for name, settings in (
+        ("generation_config.json", read_json(folder / "generation_config.json")),
+        ("config.json", config),
+        ("config.json", inner),
+    ):
+        value = settings.get("eos_token_id")
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if len(ids) > MAX_EOS_IDS or not all(type(i) is int and 0 <= i < size for i in ids):
+            raise damaged(
+                folder / name,
+                f"eos_token_id={brief(value)}; allowed: a token id below {size}, or a list of at "
+                f"most {MAX_EOS_IDS}",
+            )
+        found.update(ids)
+    return frozenset(found)
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is a string without halves of surrogate pairs, which JSON may hold."""
+    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -25,73 +83,101 @@ def _byte_of_char() -> dict[str, int]:
 
 
 class Tokenizer:
-    """Text to token ids and back. `eos_ids`: the tokens that end an answer."""
+    """Text to token ids and back. `eos_ids`: the tokens that end an answer.
+
+    Raises CheckpointError, which names the file, where a file is missing or damaged.
+    """
 
     def __init__(self, folder: str | Path) -> None:
-        folder = Path(folder)
-        path = folder / "tokenizer.json"
+        self._folder = Path(folder)
+        self._config_path = self._folder / "tokenizer_config.json"
+        self.fast = self._load(self._folder / "tokenizer.json")
+        self.config = read_json(self._config_path)
+        self._add_tokens(self.config.get("added_tokens_decoder", {}))
+        added = self.fast.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_tokens = self._special_tokens()
+        end = self.fast.token_to_id(self.special_tokens.get("eos_token", ""))
+        self.eos_ids = eos_ids(self._folder) | ({end} if end is not None else set())
+        self.chat_template_path = self._folder / "chat_template.jinja"
+        self.chat_template = self._template()
+        decoder = json.loads(self.fast.decoder.__getstate__()) if self.fast.decoder else {}
+        parts = [decoder, *decoder.get("decoders", ())]
+        self.byte_level = any(part.get("type") == "ByteLevel" for part in parts)
+        self._byte_of_char = _byte_of_char()
+
+    def _load(self, path: Path) -> Fast:
         if not path.is_file():
             raise CheckpointError(
                 f"{path} does not exist; a model folder holds tokenizer.json. "
                 "Add it, or set skip_tokenizer_init to work with token ids."
             )
-        self.fast = Fast.from_file(str(path))
-        self.config = read_json(folder / "tokenizer_config.json")
-        self._add_tokens(self.config.get("added_tokens_decoder", {}))
-        added = self.fast.get_added_tokens_decoder()
-        self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        self.special_tokens = self._special_tokens(read_json(folder / "special_tokens_map.json"))
-        self.eos_ids = self._eos_ids(folder)
-        jinja = folder / "chat_template.jinja"
-        self.chat_template = (
-            jinja.read_text(encoding="utf-8") if jinja.is_file() else self._template()
-        )
-        decoder = json.loads(self.fast.to_str()).get("decoder") or {}
-        parts = [decoder, *decoder.get("decoders", ())]
-        self.byte_level = any(part.get("type") == "ByteLevel" for part in parts)
-        self._byte_of_char = _byte_of_char()
+        try:
+            fast = Fast.from_file(str(path))
+        except Exception as error:  # tokenizers raises no other kind
+            raise damaged(path, error) from None
+        fast.no_truncation()
+        fast.no_padding()
+        return fast
 
-    def _add_tokens(self, decoder: dict[str, dict[str, Any]]) -> None:
-        for key in sorted(decoder, key=int):
-            entry = decoder[key]
+    def _add_tokens(self, decoder: Any) -> None:
+        if not isinstance(decoder, dict):
+            raise damaged(self._config_path, f"added_tokens_decoder={brief(decoder)}")
+        for key, entry in decoder.items():
+            known = key.isascii() and key.isdigit() and len(key) < 10 and isinstance(entry, dict)
+            if not known or not _is_text(entry.get("content")) or not entry["content"]:
+                raise damaged(
+                    self._config_path, f"added_tokens_decoder has {brief(key)}: {brief(entry)}"
+                )
+        for _, entry in sorted(decoder.items(), key=lambda item: int(item[0])):
             if self.fast.token_to_id(entry["content"]) is None:
                 special = bool(entry.get("special"))
                 self.fast.add_tokens([AddedToken(entry["content"], special=special)])
 
-    def _special_tokens(self, more: dict[str, Any]) -> dict[str, str]:
+    def _special_tokens(self) -> dict[str, str]:
+        path = self._folder / "special_tokens_map.json"
+        more = read_json(path)
         found = {}
-        for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        for name in _SPECIAL:
             value = self.config.get(name) or more.get(name)
             content = value.get("content") if isinstance(value, dict) else value
+            if content and not _is_text(content):
+                place = self._config_path if self.config.get(name) else path
+                raise damaged(place, f"{name}={brief(value)}; allowed: a text")
             if content:
                 found[name] = content
         return found
 
-    def _eos_ids(self, folder: Path) -> frozenset[int]:
-        config = read_json(folder / "config.json")
-        values = [
-            read_json(folder / "generation_config.json").get("eos_token_id"),
-            config.get("eos_token_id"),
-            (config.get("text_config") or {}).get("eos_token_id"),
-            self.fast.token_to_id(self.special_tokens.get("eos_token", "")),
-        ]
-        lists = [v if isinstance(v, list) else [v] for v in values if v is not None]
-        return frozenset(i for ids in lists for i in ids)
-
     def _template(self) -> str | None:
+        """The chat template; `chat_template_path` is the file that holds it."""
+        if self.chat_template_path.is_file():
+            return read_text(self.chat_template_path)
+        self.chat_template_path = self._config_path
         template = self.config.get("chat_template")
         if isinstance(template, list):
-            named = {entry["name"]: entry["template"] for entry in template}
-            return named.get("default")
+            named = [entry for entry in template if isinstance(entry, dict)]
+            named = [entry for entry in named if entry.get("name") == "default"]
+            template = named[0].get("template") if named else None
+        if template is not None and not _is_text(template):
+            raise damaged(self._config_path, f"chat_template={brief(template)}; allowed: a text")
         return template
 
     def __len__(self) -> int:
         """Tokens of the vocabulary, added ones included."""
         return self.fast.get_vocab_size(with_added_tokens=True)
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Most characters that one token stands for."""
+        return max(map(len, self.fast.get_vocab(with_added_tokens=True)), default=1)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of the text; special tokens written in it become themselves."""
-        return self.fast.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids of the text; special tokens written in it become themselves.
+
+        As a batch of one, since `encode` itself would keep all other threads waiting.
+        """
+        batch = self.fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return batch[0].ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """The text of the ids; what is no UTF-8 becomes U+FFFD."""
