@@ -7,7 +7,6 @@ tokens were looked for and before anything else, so that all else is tokenised a
 
 import json
 import re
-from functools import cached_property
 
 from tokenizers import Tokenizer as Fast
 from tokenizers import normalizers
@@ -27,13 +26,15 @@ class ControlTokens:
     def __init__(self, fast: Fast) -> None:
         self._fast = fast
         added = [t for t in fast.get_added_tokens_decoder().values() if t.content.strip("▁ \t\r\n")]
-        self._special = _spellings([t.content for t in added if t.special])
+        special = [t.content for t in added if t.special]
+        self._special = _spellings(special, [t.content for t in added if not t.special])
         self._all = _spellings([t.content for t in added])
         # A normalizer may make a spelling out of other characters.
         self._normalizer = fast.normalizer if any(t.normalized for t in added) else None
         # Characters that stand for themselves only behind an escape; a mark cannot break the last.
-        single = [t.content for t in added if t.special and len(t.content) == 1]
+        single = [token for token in special if len(token) == 1]
         self._codes = {c: _ESCAPE + chr(48 + i) for i, c in enumerate([_ESCAPE, _MARK, *single])}
+        self._without_marks = self._copy(any(t.normalized for t in added))
 
     def mark(self, text: str, special_only: bool = False) -> str:
         """The text with marks where it spells control tokens, or begins to at its end."""
@@ -61,16 +62,29 @@ class ControlTokens:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of marked text; no spelling that was broken is a control token."""
-        fast = self._marked if self.marks(text) else self._fast
+        fast = self._without_marks if self.marks(text) else self._fast
         return fast.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
-    @cached_property
-    def _marked(self) -> Fast:
-        """The tokenizer that takes marks out once it has looked for added tokens."""
-        state = json.loads(self._fast.to_str())
-        for token in state["added_tokens"]:
-            token["normalized"] = False
-        fast = Fast.from_str(json.dumps(state))
+    def ascii_json(self, text: str) -> str:
+        r"""JSON text with \u escapes for all that is not ASCII but marks, which stay marks."""
+        for char, code in reversed(self._codes.items()):
+            if not char.isascii():
+                text = text.replace(code, json.dumps(char)[1:-1])
+        kept = _MARK + _ESCAPE
+        return "".join(c if c.isascii() or c in kept else json.dumps(c)[1:-1] for c in text)
+
+    def _copy(self, normalized: bool) -> Fast:
+        """The tokenizer, but it takes marks out once it has looked for added tokens.
+
+        It looks for all of them before it normalizes, also for those meant to be found afterwards.
+        """
+        text = self._fast.to_str()
+        if normalized:
+            state = json.loads(text)
+            for token in state["added_tokens"]:
+                token["normalized"] = False
+            text = json.dumps(state)
+        fast = Fast.from_str(text)
         steps = [normalizers.Replace(_MARK, "")]
         steps += [normalizers.Replace(code, c) for c, code in reversed(self._codes.items())]
         own = [] if fast.normalizer is None else [fast.normalizer]
@@ -78,25 +92,23 @@ class ControlTokens:
         return fast
 
 
-def ascii_json(text: str) -> str:
-    r"""JSON text with \u escapes for all that is not ASCII, but marks, which must stay marks."""
-    return "".join(
-        char if char.isascii() or char in _MARK + _ESCAPE else json.dumps(char)[1:-1]
-        for char in text
-    )
-
-
-def _spellings(tokens: list[str]) -> re.Pattern[str] | None:
+def _spellings(tokens: list[str], spared: list[str] | None = None) -> re.Pattern[str] | None:
     """Finds a token's first character where its second, or the end of the text, comes next.
 
-    That finds more than whole tokens, also those that only what is rendered next would complete.
-    A token that begins like a word is only found whole, so that words stay as they are.
+    That finds more than whole tokens, also those that only what is rendered next would complete,
+    but not where a spared one stands. A token that begins like a word is only found whole, so that
+    words stay as they are.
     """
     choices: dict[str, set[str]] = {}
     for token in tokens:
         if len(token) > 1:
             word = token[:2].isalnum()
             rest = re.escape(token[1:]) if word else re.escape(token[1])
-            choices.setdefault(re.escape(token[0]), set()).update({rest} if word else {rest, r"\Z"})
-    found = [f"{first}(?={'|'.join(sorted(rests))})" for first, rests in sorted(choices.items())]
+            choices.setdefault(token[0], set()).update({rest} if word else {rest, r"\Z"})
+    found = []
+    for first, rests in sorted(choices.items()):
+        kept = [s[1:] for s in spared or () if s[0] == first and len(s) > 1]
+        kept = [rest for rest in kept if not any(t.startswith(first + rest) for t in tokens)]
+        but = f"(?!(?-i:{'|'.join(map(re.escape, kept))}))" if kept else ""
+        found.append(f"{re.escape(first)}{but}(?={'|'.join(sorted(rests))})")
     return re.compile("|".join(found), re.IGNORECASE) if found else None

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from datetime import datetime
+from functools import partial
 from typing import Any, NoReturn
 
 import jinja2
@@ -11,7 +12,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lockstep.errors import CheckpointError, RequestError, brief
-from lockstep.text.control import ControlTokens, ascii_json
+from lockstep.text.control import ControlTokens
 
 Message = dict[str, Any]
 
@@ -47,16 +48,18 @@ def check_kwargs(kwargs: Any) -> dict[str, Any]:
 
 
 def _tojson(
+    control: ControlTokens | None,
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
+    plain = ensure_ascii and control is None
     text = json.dumps(
-        value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys
+        value, ensure_ascii=plain, indent=indent, separators=separators, sort_keys=sort_keys
     )
-    return ascii_json(text) if ensure_ascii else text
+    return control.ascii_json(text) if ensure_ascii and control is not None else text
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -88,7 +91,7 @@ class ChatTemplate:
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
-        environment.filters["tojson"] = _tojson
+        environment.filters["tojson"] = partial(_tojson, control)
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
