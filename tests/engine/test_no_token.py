@@ -1,4 +1,4 @@
-"""A row whose logits are no numbers ends alone, with an error; all others are bit for bit the same."""
+"""A row whose logits are no numbers ends alone, with an error; no bit of the others changes."""
 
 import json
 from dataclasses import replace

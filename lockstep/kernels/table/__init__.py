@@ -126,7 +126,8 @@ def advance_rows(
     """Commits a row's tokens up to the first draft that is not the target's own token there.
 
     tokens [S, W] int64: the target's, -1 where it has none; drafts [S, W-1] int64; seq_lens [S]
-    int32; held [S] int64: the rows' pending tokens before the step; counts [R, V] int32 of generated tokens
+    int32; held [S] int64: the rows' pending tokens before the step; counts [R, V] int32 of
+    generated tokens
     -> accepted [S] int32: leading drafts that equal their token; results [S, W+2] int64 for the
     host: the tokens, accepted, drafted.
 
