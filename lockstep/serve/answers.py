@@ -279,12 +279,13 @@ def streamed_schemas() -> dict[str, Any]:
 def _event(chunk: type[Said]) -> dict[str, Any]:
     """A server-sent event: a chunk or an Error as JSON text; the last one is [DONE]."""
     named = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (chunk, Error)]
-    data = {
+    said = {
         "type": "string",
         "contentMediaType": "application/json",
         "contentSchema": {"anyOf": named},
-        "description": f"{chunk.__name__} or Error, as JSON; the last event is [DONE]",
     }
+    about = f"{chunk.__name__} or Error, as JSON; the last event is [DONE]"
+    data = {"anyOf": [said, {"const": "[DONE]"}], "description": about}
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 

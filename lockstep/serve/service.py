@@ -9,12 +9,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from lockstep.engine.client import TokenUpdate
+from lockstep.engine.engine import STEP_FAILED
 from lockstep.engine.request import Request
 from lockstep.engine.stats import Stats
 from lockstep.errors import EngineDeadError, RequestError
 from lockstep.outputs import Logprob, RequestMetrics
 from lockstep.sampling_params import SamplingParams
-from lockstep.serve.problems import SHOWN, BusyError, DeadlineError, UnknownModelError
+from lockstep.serve.problems import (
+    SHOWN,
+    BusyError,
+    ComputeError,
+    DeadlineError,
+    UnknownModelError,
+)
 from lockstep.serve.protocol import MAX_COMPLETIONS, SamplingFields
 from lockstep.text.processor import CompletionText, Processor, Prompt, TextUpdate, name_tokens
 
@@ -193,6 +200,8 @@ class Run:
         try:
             async for update in self.service.client.submit(request):
                 ended = update.finish_reason is not None
+                if update.error == STEP_FAILED:
+                    raise ComputeError(update.error)
                 piece = self._piece(text, update, before)
                 before = update.metrics
                 self._pieces.put_nowait(piece)
