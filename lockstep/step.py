@@ -81,7 +81,8 @@ class Step:
 
 @dataclass
 class Verdict:
-    """What the target decided. tokens [S, Q] (int64): the token it emits after each position;
+    """What the target decided. tokens [S, Q] (int64): the token it emits after each position, -1
+    where it has none (kernels.sampling);
     accepted [S] (int32): leading drafts that equal it. A row emits tokens[s, : accepted[s] + 1].
     results [S, Q + 2] (int64): tokens, accepted and drafted side by side, for the host.
     """

@@ -7,6 +7,12 @@ from dataclasses import dataclass, field
 from lockstep.outputs import Logprob, RequestMetrics
 from lockstep.sampling_params import SamplingParams
 
+NO_TOKEN = (
+    "the model gave no token to go on with: its logits held a NaN or an infinity, or all tokens "
+    "were banned. What came before stands, and other requests are not affected. Check the "
+    "checkpoint and its dtype, or ban fewer tokens."
+)
+
 
 @dataclass(eq=False)
 class Request:
@@ -30,7 +36,7 @@ class Request:
     max_len: int = 2**31 - 1
     output_token_ids: list[int] = field(default_factory=list)
     logprobs: list[dict[int, Logprob]] = field(default_factory=list)
-    prompt_logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
@@ -57,10 +63,14 @@ class Request:
     ) -> int:
         """Takes tokens up to the one that ends the request; returns how many were taken.
 
-        A stop token ends it once `min_tokens` tokens came before it, and is itself taken.
+        A stop token ends it once `min_tokens` tokens came before it, and is itself taken. -1, which
+        is no token, ends it with an error.
         """
         for index, token in enumerate(tokens):
             if self.finish_reason is not None:
+                return index
+            if token < 0:
+                self.finish_reason, self.error = "error", NO_TOKEN
                 return index
             self.output_token_ids.append(token)
             if logprobs is not None:

@@ -72,7 +72,10 @@ class Schedule:
 
 @dataclass
 class RowResult:
-    """What a row emitted in one step: 1 + num_accepted tokens."""
+    """What a row emitted in one step: 1 + num_accepted tokens.
+
+    The last of them is -1 where the target had none; log-probabilities are those of the others.
+    """
 
     tokens: list[int]
     num_drafted: int = 0

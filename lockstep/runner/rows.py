@@ -12,6 +12,9 @@ from lockstep.kernels import sampling as s
 from lockstep.runner.table import RowTable
 from lockstep.runner.upload import upload
 
+MOST_BIAS = 1e30
+"""Beyond it logits make no difference to a sum in fp32, and the sum stays a number."""
+
 
 @dataclass
 class HostRow:
@@ -119,7 +122,7 @@ def _bias(request: Request, vocab: int) -> Tensor:
         bias.fill_(-torch.inf)
         bias[torch.tensor(list(p.allowed_token_ids), dtype=torch.int64)] = 0.0
     for token, value in (p.logit_bias or {}).items():
-        bias[int(token)] += value
+        bias[int(token)] += min(max(value, -MOST_BIAS), MOST_BIAS)
     return bias
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import isnan
 
 import torch
 from torch import Tensor, nn
@@ -168,7 +169,10 @@ class Runner:
         return Launch(requests, [True] * count, shape, results, kept, lap)
 
     def _prompt_logprobs(self, step: Step, hidden: Tensor, requests: list[Request]) -> None:
-        """For requests that ask: the log-probabilities of their prompt tokens, chunk by chunk."""
+        """For requests that ask: the log-probabilities of their prompt tokens, chunk by chunk.
+
+        None where logits that are no numbers give none.
+        """
         for i, request in enumerate(requests):
             most = request.params.prompt_logprobs
             if most is None:
@@ -180,7 +184,10 @@ class Runner:
                 tokens = following[tile : tile + PROMPT_LOGPROB_TILE]
                 at = begin + tile
                 logits = self.program.model.head(hidden[at : at + len(tokens)])  # type: ignore[attr-defined]
-                request.prompt_logprobs.extend(logprobs(logits, tokens, most))
+                found = zip(logprobs(logits, tokens, most), tokens, strict=True)
+                request.prompt_logprobs.extend(
+                    None if isnan(entry[token].logprob) else entry for entry, token in found
+                )
 
     def collect(self, flight: Flight) -> dict[str, RowResult]:
         """Waits for a flight and reads what its rows emitted, by request id."""
@@ -202,7 +209,8 @@ class Runner:
         scores = None
         if index in launch.logits:
             most = launch.requests[index].params.logprobs or 0
-            scores = logprobs(launch.logits[index][: len(tokens)], tokens, most)
+            real = [token for token in tokens if token >= 0]
+            scores = logprobs(launch.logits[index][: len(real)], real, most)
         return RowResult(tokens, drafted, accepted, scores)
 
     def forget(self, request_id: str) -> None:

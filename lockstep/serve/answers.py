@@ -6,6 +6,7 @@ Answers are written as plain JSON objects; these classes say what stands in them
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
+from pydantic.json_schema import models_json_schema
 
 
 class Said(BaseModel):
@@ -262,18 +263,37 @@ ERRORS = {
 }
 
 
+STREAMED: tuple[type[Said], ...] = (ChatChunk, CompletionChunk)
+"""What stands in events only, so that no route's answer brings it into the schema."""
+
+
+def streamed_schemas() -> dict[str, Any]:
+    """The JSON schemas of STREAMED and their parts, by name."""
+    _, found = models_json_schema(
+        [(model, "serialization") for model in STREAMED],
+        ref_template="#/components/schemas/{model}",
+    )
+    return found["$defs"]
+
+
+def _event(chunk: type[Said]) -> dict[str, Any]:
+    """A server-sent event: a chunk or an Error as JSON text; the last one is [DONE]."""
+    named = [{"$ref": f"#/components/schemas/{kind.__name__}"} for kind in (chunk, Error)]
+    said = {
+        "type": "string",
+        "contentMediaType": "application/json",
+        "contentSchema": {"anyOf": named},
+    }
+    about = f"{chunk.__name__} or Error, as JSON; the last event is [DONE]"
+    data = {"anyOf": [said, {"const": "[DONE]"}], "description": about}
+    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
+
+
 def told(whole: type[Said], chunk: type[Said] | None = None) -> dict[int | str, dict[str, Any]]:
     """A route's `responses`: the answer, its events where it streams, and every error."""
     good: dict[str, Any] = {"model": whole, "description": str(whole.__doc__)}
     if chunk is not None:
-        good["content"] = {
-            "text/event-stream": {
-                "schema": {
-                    "type": "string",
-                    "description": f"data: {chunk.__name__} or Error, as JSON; last data: [DONE]",
-                }
-            }
-        }
+        good["content"] = {"text/event-stream": {"itemSchema": _event(chunk)}}
     errors: dict[int | str, dict[str, Any]] = {
         code: {"model": Error, "description": text} for code, text in ERRORS.items()
     }

@@ -185,5 +185,7 @@ def _schema(app: FastAPI) -> dict[str, Any]:
         kept = schema["components"]["schemas"]
         for name in ("HTTPValidationError", "ValidationError"):
             kept.pop(name, None)
+        for name, part in answers.streamed_schemas().items():
+            kept.setdefault(name, part)
         app.openapi_schema = schema
     return app.openapi_schema

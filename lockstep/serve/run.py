@@ -159,7 +159,7 @@ def serve(
     app = create_app(service, options.rules, options.docs)
 
     class Protocol(BoundedProtocol):
-        most = min(options.connections, raise_descriptors() - SPARE_DESCRIPTORS)
+        most = max(1, min(options.connections, raise_descriptors() - SPARE_DESCRIPTORS))
 
     config = uvicorn.Config(
         app,
@@ -167,7 +167,7 @@ def serve(
         ws="none",
         lifespan="off",
         log_level=options.log_level,
-        backlog=BACKLOG,
+        backlog=min(BACKLOG, Protocol.most // 2 + 1),  # all of them are taken in one go
         server_header=False,
         timeout_graceful_shutdown=int(options.drain_seconds + END_SECONDS) + 1,
         **options.tls,

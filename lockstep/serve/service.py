@@ -9,12 +9,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from lockstep.engine.client import TokenUpdate
+from lockstep.engine.engine import STEP_FAILED
 from lockstep.engine.request import Request
 from lockstep.engine.stats import Stats
 from lockstep.errors import EngineDeadError, RequestError
 from lockstep.outputs import Logprob, RequestMetrics
 from lockstep.sampling_params import SamplingParams
-from lockstep.serve.problems import SHOWN, BusyError, DeadlineError, UnknownModelError
+from lockstep.serve.problems import (
+    SHOWN,
+    BusyError,
+    ComputeError,
+    DeadlineError,
+    UnknownModelError,
+)
 from lockstep.serve.protocol import MAX_COMPLETIONS, SamplingFields
 from lockstep.text.processor import CompletionText, Processor, Prompt, TextUpdate, name_tokens
 
@@ -193,6 +200,8 @@ class Run:
         try:
             async for update in self.service.client.submit(request):
                 ended = update.finish_reason is not None
+                if update.error == STEP_FAILED:
+                    raise ComputeError(update.error)
                 piece = self._piece(text, update, before)
                 before = update.metrics
                 self._pieces.put_nowait(piece)
@@ -246,10 +255,13 @@ class Service:
     def fault(self) -> str | None:
         """Why requests are not served now; None if they are."""
         if not self.client.is_alive:
-            return "the engine has stopped"
-        if self.client.stalled_for > self.limits.step_seconds:
-            return f"a step has been running for {self.client.stalled_for:.0f} s"
-        return "the server is shutting down" if self._closing else None
+            return "the engine has stopped. Restart the server."
+        stalled = self.client.stalled_for
+        if stalled > self.limits.step_seconds:
+            return (
+                f"a step has been running for {stalled:.0f} s. Restart the server if it stays so."
+            )
+        return "the server is shutting down. Ask again later." if self._closing else None
 
     def check(self, body: SamplingFields) -> None:
         """Refuses another model's name; fields without effect are only logged."""
@@ -262,8 +274,9 @@ class Service:
         if body.model_extra:
             names = ", ".join(sorted(body.model_extra))
             log.warning("fields were ignored: %s", names[:SHOWN])
-        if self.fault:
-            raise EngineDeadError(f"{self.fault}. Try again later, or ask another server.")
+        fault = self.fault
+        if fault is not None:
+            raise EngineDeadError(fault)
 
     async def start(
         self,

@@ -39,7 +39,7 @@ class MTPDrafter:
         hidden = c.module(tokens, hidden, step)[last]
         for k in range(count):
             if k:
-                hidden = c.module(tokens, hidden, step)
+                hidden = c.module(step.token_ids, hidden, step)
             logits = c.module.head(hidden)[:, None]
             tokens = c.sample(logits, at, no_drafts(rows), rows)[:, 0]
             step = self._on(step, tokens, k)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lockstep.kernels.sampling import FILTERS, NOISE, SamplingState, sample
-from lockstep.kernels.sampling.cases import batch
+from lockstep.kernels.sampling.cases import FAULTS, batch, faulty
 from tests.kernels.canaries import Canaries
 from tests.kernels.faces import Face, faces, same_bits
 
@@ -90,15 +90,17 @@ def test_logits_of_16_bits_are_their_fp32_values(face, dtype):
 @pytest.mark.parametrize("face", SLOW_FACES)
 @pytest.mark.parametrize("flags", [0, NOISE, NOISE | FILTERS])
 def test_ties_go_to_the_smaller_id_and_nothing_leaves_the_vocabulary(face, flags):
-    """Lines of one value, of -inf, of NaN: greedy takes the first; always a token of the model."""
+    """Lines of one value: greedy takes the first; always a token of the model, or none at all."""
     arguments = filtering(20000, 1.0)
     arguments["state"].flags[1:] = flags
-    for value in (1.5, -torch.inf, torch.nan):
+    for value in (1.5, -torch.inf, torch.inf, torch.nan):
         arguments["logits"] = torch.full_like(arguments["logits"], value)
         tokens = face.run(sample, arguments)
-        assert ((tokens >= 0) & (tokens < 20000)).all()
-        if not flags:
-            assert not tokens.any()
+        if value == 1.5:
+            assert ((tokens >= 0) & (tokens < 20000)).all()
+            assert flags or not tokens.any()
+        else:
+            assert (tokens == -1).all()
     tied = arguments["logits"].zero_()
     tied[:, :, [19999, 8191, 8192, 700]] = 2.0
     if not flags:
@@ -118,4 +120,40 @@ def test_no_buffer_is_overrun_by_logits_that_are_not_numbers(face, shown):
     with canaries:
         tokens = face.run(sample, arguments)
     assert not canaries.broken()
-    assert ((tokens >= 0) & (tokens < max(shown, 1))).all()
+    assert (tokens == -1).all()
+
+
+@pytest.mark.parametrize("face", faces())
+def test_a_faulty_line_has_no_token_and_no_other_line_sees_it(face):
+    check_faults(face, 100, 2, torch.float32)
+
+
+@pytest.mark.parametrize("face", faces(pytest.mark.slow))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_faulty_lines_of_several_spans(face, dtype):
+    check_faults(face, 5000, 4, dtype)
+
+
+def check_faults(face: Face, vocab: int, queries: int, dtype: torch.dtype) -> None:
+    """Whatever its row asks for; a line of which something is left has a token like any other."""
+    healthy = batch(vocab, queries, seed=vocab)
+    healthy["logits"] = healthy["logits"].to(dtype)
+    worse = faulty(healthy)
+    found, without = face.run(sample, worse).flatten().cpu(), ORACLE.run(sample, healthy).flatten()
+    assert (without >= 0).all() and torch.equal(found[1::2], without[1::2])
+    assert torch.equal(found, ORACLE.run(sample, worse).flatten())
+    for line, token in enumerate(found[::2].tolist()):
+        name, (_, _, has_one) = list(FAULTS.items())[line % len(FAULTS)]
+        assert (token >= 0) == has_one, name
+
+
+@pytest.mark.parametrize("face", faces())
+def test_scores_that_leave_fp32_give_no_token(face):
+    """Finite logits over a temperature: infinite, whether filtered or not."""
+    arguments = filtering(300, 1.0, torch.float32)
+    arguments["logits"][:, :, 7], arguments["state"].temperature[1:] = 3e38, 1e-5
+    for flags in (NOISE, NOISE | FILTERS):
+        arguments["state"].flags[1:] = flags
+        assert (face.run(sample, arguments) == -1).all()
+    arguments["state"].flags[1:] = 0
+    assert (face.run(sample, arguments) == 7).all()

@@ -46,7 +46,8 @@ def test_equals_the_reference(op, face, monkeypatch):
 @pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("width", [1, 2, 5, 8])
 def test_rows_are_committed_as_in_plain_python(face, width):
-    """60 random rows, alone and together, drafts that repeat a token, flushes, ended prompts."""
+    """60 random rows, alone and together, drafts that repeat a token, flushes, ended prompts,
+    positions where the target has no token."""
     seen = set()
     for seed in range(6):
         batch = advance(10, width, 80, prompt=False, vocab=3, seed=seed)
@@ -81,15 +82,16 @@ def plain(batch: dict[str, Any], before: dict[str, torch.Tensor], s: int) -> dic
     row, tokens = int(batch["row_ids"][s]), batch["tokens"][s].tolist()
     drafts, held = batch["drafts"][s].tolist(), int(batch["held"][s])
     accepted = 0
-    while accepted < len(drafts) and drafts[accepted] == tokens[accepted]:
+    while accepted < len(drafts) and drafts[accepted] == tokens[accepted] >= 0:
         accepted += 1
     start = int(before["computed"][row])
     history, counts = before["tokens"][row].tolist(), batch["counts"][row].tolist()
     emits = row > 0 and int(batch["seq_lens"][s]) >= int(before["prompt_len"][row])
     if emits:
-        history[start + 1 : start + 1 + len(tokens)] = tokens
+        history[start + 1 : start + 1 + len(tokens)] = [max(token, 0) for token in tokens]
         for token in tokens[: accepted + 1]:
-            counts[token] += 1
+            if token >= 0:
+                counts[token] += 1
     pending = (held if held < batch["flush"] else 0) + accepted + 1
     return dict(
         accepted=accepted,

@@ -14,7 +14,9 @@ from lockstep.outputs import Logprob
 class FakeClient:
     """Gives each request the tokens of `answer(request)`, `step` at a time; `hang` never ends.
 
-    nan_after: tokens after which a request ends with an error."""
+    A request that wants more gets the first one again and again. nan_after: tokens after which a
+    request ends with an error.
+    """
 
     def __init__(self, answer: Callable[[Request], list[int]]) -> None:
         self.answer = answer
@@ -54,7 +56,7 @@ class FakeClient:
             if self.error is not None:
                 raise self.error
             done = len(request.output_token_ids)
-            new = script[done : done + self.step]
+            new = script[done : done + self.step] or (script[:1] if not self.hang else [])
             if self.hang and not new:
                 await asyncio.sleep(3600)
             taken = new[: request.append(new, [_scores(t) for t in new])]

@@ -119,7 +119,8 @@ def attack(server: Any, count: int, seed: int) -> None:
                 sent = [(path, raw(rng, changed(rng, body))) for path, body in chosen]
                 asked = [client.post(p, content=body, headers=headers) for p, body in sent]
                 for (path, body), found in zip(sent, await asyncio.gather(*asked), strict=True):
-                    assert found.status_code < 500, (path, body[:500], found.text[:500])
+                    late = found.status_code == 504 and b'"timeout"' in body
+                    assert found.status_code < 500 or late, (path, body[:500], found.text[:500])
                     checked(found)
             busy = False
             await probing

@@ -165,7 +165,7 @@ def test_vllm_fields_reach_the_engine(server, processor):
         ({"messages": []}, None),
         ({"messages": "hi"}, "messages"),
         ({"messages": [{"role": "critic", "content": "x"}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "fox " * 2000}]}, "prompt"),
+        ({"messages": [{"role": "user", "content": "fox " * 2000}]}, "messages"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 99}, "logprobs"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),

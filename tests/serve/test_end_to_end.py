@@ -59,16 +59,18 @@ def serving(llm: LLM) -> Iterator[SimpleNamespace]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         thread = threading.Thread(target=server.run, args=([listener],))
         thread.start()
-        wait_until(lambda: server.started)
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE) as http:
-            ask = openai.OpenAI(
-                base_url=f"{url}/v1", api_key="none", http_client=http, max_retries=0
-            )
-            yield SimpleNamespace(http=http, ask=ask, engine=engine, llm=llm)
-        server.should_exit = True
-        thread.join(PATIENCE)
-    engine.shutdown()
+        try:
+            wait_until(lambda: server.started)
+            url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            with httpx.Client(base_url=url, trust_env=False, timeout=PATIENCE) as http:
+                ask = openai.OpenAI(
+                    base_url=f"{url}/v1", api_key="none", http_client=http, max_retries=0
+                )
+                yield SimpleNamespace(http=http, ask=ask, engine=engine, llm=llm)
+        finally:
+            server.should_exit = True
+            thread.join(PATIENCE)
+            engine.shutdown()
     assert not thread.is_alive()
 
 
@@ -357,4 +359,7 @@ def test_a_dead_engine_is_told_to_everybody(monkeypatch: pytest.MonkeyPatch) -> 
         with pytest.raises(openai.InternalServerError, match="Restart"):
             chat(server, DIALOGUE, stream=True)
         health = server.http.get("/health")
-        assert (health.status_code, health.text) == (503, "the engine has stopped")
+        assert (health.status_code, health.text) == (
+            503,
+            "the engine has stopped. Restart the server.",
+        )

@@ -314,3 +314,5 @@ def test_the_schema_promises_no_422(server):
         assert form == {"$ref": "#/components/schemas/Error"}
     stream = schema["paths"][CHAT_PATH]["post"]["responses"]["200"]["content"]
     assert set(stream) == {"application/json", "text/event-stream"}
+    names = set(schema["components"]["schemas"])
+    assert {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]} <= names

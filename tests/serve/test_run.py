@@ -172,6 +172,33 @@ def test_sigterm_lets_a_short_answer_end(process: Any):
     assert time.monotonic() - begun < 30, "it does not wait when nothing runs"
 
 
+DYING = """
+import sys
+from lockstep.engine.engine import Engine
+from lockstep.errors import EngineDeadError
+from lockstep.__main__ import main
+
+def step(engine):
+    raise EngineDeadError("the device is gone") if engine.scheduler.entries else RuntimeError
+
+def recover(engine):
+    raise EngineDeadError("the device is gone")
+
+Engine.step, Engine.recover = step, recover
+sys.argv = ["lockstep", *sys.argv[1:]]
+main()
+"""
+
+
+def test_an_engine_that_cannot_go_on_ends_the_process(process: Any):
+    running, client = process(code=DYING)
+    found = client.post("/v1/completions", json={"prompt": "x"})
+    assert found.status_code == 503 and found.json()["error"]["code"] == "engine_unavailable"
+    _, told = running.communicate(timeout=PATIENCE)
+    assert running.returncode == 2, told
+    assert "EngineDeadError" in told and "the device is gone" in told.splitlines()[-1]
+
+
 def test_a_port_in_use_is_told_before_loading():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

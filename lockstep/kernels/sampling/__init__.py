@@ -1,7 +1,8 @@
 """sample: the one token that the target emits at each position.
 
 argmax over processed logits / T + Gumbel(seed, position, token id), ties by the smaller id;
-temperature 0 is plain argmax. Every row is its own: parameters, masks and noise come from the row's
+temperature 0 is plain argmax. -1 where there is no such token: a logit is NaN or +inf, or nothing
+is left to choose from. Every row is its own: parameters, masks and noise come from the row's
 line of the table and the absolute position, never from the batch. Penalties count the drafts in
 front of a position, so a draft changes nothing but the time at which a token is known.
 """
@@ -92,20 +93,31 @@ def sample(
     """logits [S, Q, V], taken as fp32; positions [S, Q] int64: where the sampled token will stand;
     drafts [S, Q-1] int64 (-1: none); row_ids [S] int64; history [R, L] int64: each row's tokens,
     drafts written in front of the positions; ids [V] int64, ascending: the tokens whose logits
-    these are, where they are not the whole vocabulary -> [S, Q] int64.
+    these are, where they are not the whole vocabulary -> [S, Q] int64, -1 for none.
 
     Order of processing, as in vLLM: bias and allowed ids, bad words, min_tokens, repetition,
     frequency and presence penalties, temperature, min_p, top_k, top_p, noise. Ties at the top-k
     threshold are kept; top-p keeps the likeliest tokens up to the one that reaches top_p.
+
+    A line has no token where one of its logits is NaN or +inf, allowed or not, and where its
+    largest score, noise included, is not finite: all are banned, or leave fp32's range.
     """
     logits = logits.float()
-    best = logits.argmax(-1)
+    best, top = _best(logits)
+    sound = top < torch.inf
     flags = state.flags[row_ids]
     for s in torch.nonzero(flags).flatten().tolist():
         row = row_ids[s : s + 1]
         x = _process(logits[s], positions[s], drafts[s], row, history, state, int(flags[s]), ids)
-        best[s] = x.argmax(-1)
-    return best if ids is None else ids[best]
+        best[s], top[s] = _best(x)
+    tokens = best if ids is None else ids[best]
+    return torch.where(sound & top.isfinite(), tokens, -1)
+
+
+def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """[..., V] -> the place of the largest, and its value: NaN where there is one."""
+    best = scores.argmax(-1, keepdim=True)
+    return best[..., 0], scores.gather(-1, best)[..., 0]
 
 
 def _process(

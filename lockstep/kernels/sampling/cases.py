@@ -85,6 +85,32 @@ def sample_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "100 tokens of 200", among(batch(200, 1), 100)
     yield "vocab 5000, Q=3", batch(5000, 3, seed=3)
     yield "4200 tokens of 9000", among(batch(9000, 1, seed=1), 4200)
+    for vocab, queries in ((100, 2), (5000, 8)):
+        yield f"faulty, vocab {vocab}", faulty(batch(vocab, queries, seed=vocab))
+    yield "faulty, 100 tokens of 200", among(faulty(batch(200, 3)), 100)
+
+
+FAULTS: dict[str, tuple[slice | int, float, bool]] = {
+    "one NaN": (3, torch.nan, False),
+    "a NaN that is banned": (6, torch.nan, False),
+    "all NaN": (slice(None), torch.nan, False),
+    "an infinity": (-1, torch.inf, False),
+    "an infinity that is banned": (7, torch.inf, False),
+    "all of one infinity": (slice(None), torch.inf, False),
+    "nothing left": (slice(None), -torch.inf, False),
+    "one left": (slice(9, None), -torch.inf, True),
+}
+"""What is put where in a line of logits, and whether it still has a token."""
+
+
+def faulty(arguments: dict[str, Any]) -> dict[str, Any]:
+    """The same batch where every other line has one of FAULTS; the rest is as it was."""
+    logits = arguments["logits"].clone()
+    rows, queries, _ = logits.shape
+    for line in range(0, rows * queries, 2):
+        where, value, _ = list(FAULTS.values())[line // 2 % len(FAULTS)]
+        logits[line // queries, line % queries, where] = value
+    return {**arguments, "logits": logits}
 
 
 def among(arguments: dict[str, Any], kept: int) -> dict[str, Any]:

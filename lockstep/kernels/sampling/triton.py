@@ -3,7 +3,8 @@
 A position's flags are read on the device. Rows without flags go straight from their logits to the
 argmax in one pass; of rows that filter the first pass finds where large scores lie, and what they
 leave is chosen from those (triton_filter.py). Lines that this cannot tell are read as a whole, a
-few at a time. The largest of a line is the same however the line is cut.
+few at a time. The largest of a line is the same however the line is cut. A logit that is NaN counts
+as inf in all of it, and a line whose largest is not finite has no token.
 """
 
 from typing import Any
@@ -38,6 +39,8 @@ SPAN, BLOCK, LINE_BLOCK, GRAIN, MANY, WHOLE, MOST = 8192, 2048, 16384, 8, 16, 64
 read at once; logits that lie in one lane; lines whose scores are in memory at once; the largest
 vocabulary."""
 USES_FILTERS, USES_NOISE = tl.constexpr(FILTERS), tl.constexpr(NOISE)
+NONE, UNTOLD = tl.constexpr(-1), tl.constexpr(-2)
+"""No token; one that no tile could tell, and that is still to be found."""
 
 
 @triton.jit
@@ -48,11 +51,12 @@ def _filters(use):
 
 @triton.jit
 def _plain_best(logits, begin, VOCAB: tl.constexpr, SPAN: tl.constexpr, GRAIN: tl.constexpr):
-    """The best of SPAN logits as they are, and the first spot of the GRAIN logits that hold it."""
+    """The best of SPAN logits as they are, inf for NaN, and the first spot of the GRAIN logits that
+    hold it."""
     spot = begin + tl.arange(0, SPAN)
     x = tl.load(logits + spot, mask=spot < VOCAB, other=float("-inf")).to(tl.float32)
+    x = tl.where(x < float("inf"), x, float("inf"))
     best = tl.max(tl.reshape(x, (SPAN // GRAIN, GRAIN)), 1)
-    best = tl.where(best == best, best, float("-inf"))
     return best_of(best, begin + GRAIN * tl.arange(0, SPAN // GRAIN))
 
 
@@ -130,12 +134,12 @@ def _best_left(
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK_LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The spot of the best that the filters leave, with noise; -1 where the tile cannot tell."""
+    """The spot of the best that the filters leave, with noise; UNTOLD if the tile cannot tell."""
     holds, threshold, last = tile_left(
         line, peaks, masses, groups, tile, spots,
         VOCAB, GROUPS, LANES, BLOCKS, BLOCK_LANES, GROUP, TILE,
     )  # fmt: skip
-    chosen = tl.full((), -1, tl.int32)
+    chosen = tl.full((), UNTOLD, tl.int32)
     if holds:
         chosen = _pick(tile, spots, line, threshold, last, TILE * GROUP, TILE * GROUP)
     return chosen
@@ -151,7 +155,7 @@ def _choose_kernel(
     GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One line: the best of its parts; or, for rows that filter, of the tokens that are left in the
-    tile, -1 where it does not hold them all."""
+    tile, UNTOLD where it does not hold them all; NONE where the largest score is not finite."""
     at, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, PART_LANES)
     row = tl.load(batch.row_ids + at // queries)
     use = tl.load(state.flags + row)
@@ -163,7 +167,8 @@ def _choose_kernel(
         x = tl.load(batch.logits + at * VOCAB + spot, mask=spot < VOCAB, other=float("-inf"))
         first = tl.min(tl.where(x.to(tl.float32) == top, spot, HIGHEST), 0)
         chosen = tl.where(first < VOCAB, first, chosen)
-    if _filters(use):
+    sound = (top > float("-inf")) & (top < float("inf"))
+    if _filters(use) & sound:
         SIZE: tl.constexpr = TILE * GROUP
         chosen = _best_left(
             Line(
@@ -172,6 +177,7 @@ def _choose_kernel(
             peaks + at * GROUPS, masses + at * BLOCKS, groups + at * TILE, tile + at * SIZE,
             spots + at * SIZE, VOCAB, GROUPS, LANES, BLOCKS, BLOCK_LANES, GROUP, TILE,
         )  # fmt: skip
+    chosen = tl.where(sound, chosen, NONE)
     if batch.kept is not None:
         chosen = tl.where(chosen < 0, chosen, tl.load(batch.kept + tl.maximum(chosen, 0)))
     tl.store(out + at, chosen.to(tl.int64))
@@ -203,7 +209,7 @@ def _whole_kernel(
     own = tl.program_id(0).to(tl.int64)
     for begin in range(0, lines, tl.num_programs(0)):
         at = begin + own
-        if tl.load(out + at, mask=at < lines, other=0) < 0:
+        if tl.load(out + at, mask=at < lines, other=NONE) == UNTOLD:
             row = tl.load(batch.row_ids + at // queries)
             chosen = _best_of_line(
                 Line(

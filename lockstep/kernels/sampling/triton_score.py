@@ -125,10 +125,11 @@ def tokens_at(line, places, live):
 
 @triton.jit
 def scores_at(line, places, live):
-    """The scores of the tokens there, before filters and noise; -inf where not live, and for NaN,
-    which would count above everything."""
+    """The scores of the tokens there, before filters and noise; -inf where not live; inf, whatever
+    the row asks for, where the logit is NaN or inf: so the line's largest score tells."""
     ids, logits = tokens_at(line, places, live), line.batch.logits + line.at * line.vocab
     x = tl.load(logits + places, mask=live, other=float("-inf")).to(tl.float32)
+    sound = x < float("inf")
     if line.use & USES_BIAS:
         x += tl.load(line.of.bias + line.row * line.tokens + ids, mask=live, other=0.0)
     if line.use & USES_BAD_WORDS:
@@ -139,7 +140,7 @@ def scores_at(line, places, live):
         x = _penalised(x, ids, live, line)
     if line.use & USES_NOISE:
         x = tl.div_rn(x, tl.zeros_like(x) + tl.load(line.of.temperature + line.row))
-    return tl.where(x == x, x, float("-inf"))
+    return tl.where(sound, x, float("inf"))
 
 
 @triton.jit

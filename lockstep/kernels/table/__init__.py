@@ -125,8 +125,9 @@ def advance_rows(
 ) -> tuple[Tensor, Tensor]:
     """Commits a row's tokens up to the first draft that is not the target's own token there.
 
-    tokens [S, W] int64: the target's; drafts [S, W-1] int64; seq_lens [S] int32; held [S] int64:
-    the rows' pending tokens before the step; counts [R, V] int32 of generated tokens
+    tokens [S, W] int64: the target's, -1 where it has none; drafts [S, W-1] int64; seq_lens [S]
+    int32; held [S] int64: the rows' pending tokens before the step; counts [R, V] int32 of
+    generated tokens
     -> accepted [S] int32: leading drafts that equal their token; results [S, W+2] int64 for the
     host: the tokens, accepted, drafted.
 
@@ -134,9 +135,10 @@ def advance_rows(
     prompt. A generated step wrote the state where `flush` or more were pending; else they stay so,
     and what it commits comes to that. Of the W tokens, written behind what was committed, the first
     1 + accepted count as generated. Rows that emit nothing, and the null row, keep their tokens.
+    A token of -1 equals no draft, stands in the row as 0, and is not counted; the results keep it.
     No row of the step keeps a draft: what its drafter does not write from here on is none.
     """
-    agreed = (drafts == tokens[:, :-1]).int()
+    agreed = ((drafts == tokens[:, :-1]) & (drafts >= 0)).int()
     accepted = agreed.cumprod(1).sum(1, dtype=torch.int32)
     width, real = tokens.shape[1], row_ids > 0
     known = seq_lens - (width - 1) + accepted
@@ -150,9 +152,10 @@ def advance_rows(
     order = torch.arange(width, device=tokens.device)
     where = (seq_lens[:, None] - (width - 1) + order).clamp_max_(lines.tokens.shape[1] - 1)
     kept = lines.tokens[row_ids[:, None], where]
-    lines.tokens[row_ids[:, None], where] = torch.where(emits, tokens, kept)
-    counted = (emits & (order <= accepted[:, None])).int()
-    flat = (row_ids[:, None] * counts.shape[1] + tokens).flatten()
+    shown = tokens.clamp_min(0)
+    lines.tokens[row_ids[:, None], where] = torch.where(emits, shown, kept)
+    counted = (emits & (order <= accepted[:, None]) & (tokens >= 0)).int()
+    flat = (row_ids[:, None] * counts.shape[1] + shown).flatten()
     counts.view(-1).index_add_(0, flat, counted.flatten())
     drafted = (drafts >= 0).sum(1, keepdim=True)
     return accepted, torch.cat([tokens, accepted[:, None], drafted], dim=1)
@@ -183,6 +186,7 @@ def follow(
 class DraftTensors:
     """A step of one token per row, S tokens: fields of lockstep.step.Step."""
 
+    token_ids: Tensor
     positions: Tensor
     slot_mapping: Tensor
     starts: Tensor
@@ -202,8 +206,9 @@ def draft_step(
     index: int,
     page_size: int,
 ) -> DraftTensors:
-    """Keeps tokens [S] int64 as the rows' draft number `index` in drafts [R, K], and makes the
-    step that reads them: its position lies `index` behind computed [R]; page_table [S, P].
+    """Keeps tokens [S] int64 (-1: none) as the rows' draft number `index` in drafts [R, K], and
+    makes the step that reads them, 0 for none: its position lies `index` behind computed [R];
+    page_table [S, P].
     """
     drafts[row_ids, index] = tokens
     starts = computed[row_ids] + index
@@ -212,6 +217,7 @@ def draft_step(
     page = page_table.gather(1, column[:, None])[:, 0]
     rows = torch.arange(row_ids.shape[0] + 1, device=starts.device)
     return DraftTensors(
+        token_ids=tokens.clamp_min(0),
         positions=positions,
         slot_mapping=page * page_size + positions % page_size,
         starts=starts,

@@ -88,6 +88,7 @@ def advance(
     drafts = tokens[:, :-1].clone()
     wrong = draw.ints(0, 3, *drafts.shape) == 0
     drafts[wrong] = draw.ints(-1, vocab, *drafts.shape, dtype=torch.int64)[wrong]
+    tokens[draw.ints(0, 8, *tokens.shape) == 0] = -1
     starts = table.computed[chosen]
     counts = draw.ints(0, 5, rows + 3, vocab)
     counts[0] = 0
@@ -144,7 +145,7 @@ def draft_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]
             computed=table.computed,
             drafts=table.drafts,
             row_ids=chosen,
-            tokens=torch.where(chosen > 0, draw.ints(0, 50, rows).long(), 7),
+            tokens=torch.where(chosen > 0, draw.ints(-1, 50, rows).long(), 7),
             page_table=table.page_table[chosen],
             index=index,
             page_size=PAGE_SIZE,

@@ -139,7 +139,8 @@ def _advance_kernel(
     row, live = tl.load(row_ids + s), lane < W
     token = tl.load(tokens + s * W + lane, mask=live, other=0)
     draft = tl.load(drafts + s * (W - 1) + lane, mask=lane < W - 1, other=-1)
-    agreed = tl.min(tl.where((lane < W - 1) & (draft == token), W - 1, lane), 0)
+    alike = (lane < W - 1) & (draft == token) & (draft >= 0)
+    agreed = tl.min(tl.where(alike, W - 1, lane), 0)
     known = tl.load(seq_lens + s) - (W - 1)
     real, old = row > 0, tl.load(held + s).to(tl.int32)
     left = agreed * 0 if PROMPT else tl.where(old < flush, old, 0) + agreed + 1
@@ -155,8 +156,8 @@ def _advance_kernel(
     tl.store(results + W + 1, tl.sum((draft >= 0).to(tl.int64), 0))
     emits = real & (known + (W - 1) >= tl.load(prompt_len + row))
     where = tl.minimum(known + lane, length - 1)
-    tl.store(history + row * length + where, token, mask=live & emits)
-    counted = emits & (lane <= agreed)
+    tl.store(history + row * length + where, tl.maximum(token, 0), mask=live & emits)
+    counted = emits & (lane <= agreed) & (token >= 0)
     alike = (token[:, None] == token[None, :]) & (lane <= agreed)[None, :]
     counts += row * vocab + token
     n = tl.load(counts, mask=counted, other=0) + tl.sum(alike.to(tl.int32), 1)
@@ -228,8 +229,8 @@ def follow_triton(
 
 @triton.jit(do_not_specialize=["rows", "most_drafts", "index", "columns", "page_size"])
 def _draft_step_kernel(
-    computed, drafts, row_ids, tokens, page_table, positions, slot_mapping, starts, seq_lens,
-    cu_seqlens, token_rows, sample_at, rows, most_drafts, index, columns, page_size,
+    computed, drafts, row_ids, tokens, page_table, token_ids, positions, slot_mapping, starts,
+    seq_lens, cu_seqlens, token_rows, sample_at, rows, most_drafts, index, columns, page_size,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK rows: keep a draft each, and stand on it."""
@@ -238,6 +239,7 @@ def _draft_step_kernel(
     row = tl.load(row_ids + at, mask=live, other=0)
     draft = tl.load(tokens + at, mask=live, other=0)
     tl.store(drafts + row * most_drafts + index, draft, mask=live)
+    tl.store(token_ids + at, tl.maximum(draft, 0), mask=live)
     start = tl.load(computed + row) + index
     pages = page_table + tl.where(live, at, 0).to(tl.int64) * columns
     tl.store(slot_mapping + at, _slot(pages, start, columns, page_size), mask=live)
@@ -261,10 +263,10 @@ def draft_step_triton(
 ) -> DraftTensors:
     """See lockstep.kernels.table.draft_step. tokens and page_table are contiguous."""
     rows = row_ids.shape[0]
-    positions, slots, token_rows = (torch.empty_like(row_ids) for _ in range(3))
+    ids, positions, slots, token_rows = (torch.empty_like(row_ids) for _ in range(4))
     starts, seq_lens, cu = (computed.new_empty(n) for n in (rows, rows, rows + 1))
     sample_at = row_ids.new_empty(rows, 1)
-    out = DraftTensors(positions, slots, starts, seq_lens, cu, token_rows, sample_at)
+    out = DraftTensors(ids, positions, slots, starts, seq_lens, cu, token_rows, sample_at)
     _draft_step_kernel[(rows // ROW_BLOCK + 1,)](
         computed, drafts, row_ids, tokens, page_table, *vars(out).values(), rows,
         drafts.shape[1], index, page_table.shape[1], page_size, BLOCK=ROW_BLOCK, num_warps=2,
