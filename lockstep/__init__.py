@@ -1,8 +1,13 @@
 """Lockstep: an LLM inference engine whose answer never changes."""
 
+import os
+
 __version__ = "0.1.0"
 
 __all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
+
+# libgomp reads it once, when torch is imported: threads that wait give their core away.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def __getattr__(name: str) -> object:
