@@ -195,6 +195,21 @@ def test_a_prompt_seen_before_comes_from_the_cache(server: SimpleNamespace) -> N
     assert first.choices[0].message.content == second.choices[0].message.content
 
 
+def test_a_salt_separates_prefixes(server: SimpleNamespace) -> None:
+    story = [{"role": "user", "content": "A tale that only some may find again. " * 30}]
+
+    def cached(salt: str | None) -> int:
+        extra = {"cache_salt": salt} if salt else {}
+        answer = chat(server, story, max_tokens=8, extra_body=extra)
+        said.add(answer.choices[0].message.content)
+        return answer.usage.prompt_tokens_details.cached_tokens
+
+    said: set[str] = set()
+    assert [cached(salt) for salt in ("mine", "yours", None)] == [0, 0, 0]
+    assert all(cached(salt) >= 64 for salt in ("mine", "yours", None))
+    assert len(said) == 1
+
+
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 0.8, "seed": 11, "top_p": 0.9}])
 def test_completions_with_logprobs(
     server: SimpleNamespace, plain: LLM, sampled: dict[str, Any]
