@@ -42,8 +42,15 @@ class EngineDeadError(LockstepError, RuntimeError):
     """The engine loop ended with an error."""
 
 
+MOST_SHOWN = 200
+"""Characters of a value that a message shows."""
+
+
 def choice_error(
     kind: type[LockstepError], field: str, value: object, allowed: object, remedy: str
 ) -> LockstepError:
     """The one form of "this value is not allowed": field, value, what is allowed, what to do."""
-    return kind(f"{field}={value!r} is not allowed; allowed: {allowed}. {remedy}")
+    shown = repr(value)
+    if len(shown) > MOST_SHOWN:
+        shown = f"{shown[:MOST_SHOWN]}..."
+    return kind(f"{field}={shown} is not allowed; allowed: {allowed}. {remedy}")
