@@ -205,9 +205,9 @@ class EngineConfig:
         buckets = self.row_buckets
         if buckets is None:
             return
-        listed = isinstance(buckets, (tuple, list)) and len(buckets) > 0
+        listed = isinstance(buckets, (tuple, list)) and 0 < len(buckets) <= MAX_ROWS
         if not listed or not all(_is_number(b, 1, MAX_ROWS) for b in buckets):
-            allowed = f"a list of whole numbers from 1 to {MAX_ROWS}"
+            allowed = f"a list of at most {MAX_ROWS} whole numbers from 1 to {MAX_ROWS}"
             remedy = "Mend the list, or leave it out."
             raise choice_error(ConfigError, "row_buckets", buckets, allowed, remedy)
         object.__setattr__(self, "row_buckets", tuple(buckets))

@@ -48,7 +48,7 @@ def choice_error(
     kind: type[LockstepError], field: str, value: object, allowed: object, remedy: str
 ) -> LockstepError:
     """The one form of "this value is not allowed": field, value, what is allowed, what to do."""
-    return kind(f"{field}={value!r} is not allowed; allowed: {allowed}. {remedy}")
+    return kind(f"{field}={brief(value)} is not allowed; allowed: {allowed}. {remedy}")
 
 
 def brief(value: object, depth: int = 2) -> str:

@@ -120,6 +120,7 @@ def sketch(
     """
     with FakeTensorMode():
         build = Build("cpu", dtype, drafts + 1, max_positions=1 << 20)
+        build.room.bounded = False
         model, draft = build_model(read_config(folder), build, module)
         if draft is not None:
             whole = draft.head.weight.shape[0]

@@ -1,6 +1,7 @@
 """From what the user chose to a runner that stands: model, plan, memory, warm-up."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.kernels.backends import load as load_backends
 from lockstep.layers.build import Build, Choice
 from lockstep.layers.linear import probe
+from lockstep.models.hub import fetch
 from lockstep.models.loader import build_model, fill_dummy, load_weights, read_config
 from lockstep.models.reading import ConfigReader
 from lockstep.runner import memory
@@ -48,20 +50,10 @@ def find_model(model: str | None) -> Path:
     """The checkpoint folder of a path, a hub id, or the bundled model."""
     if model is None:
         return Path(str(files("lockstep") / "assets" / "model"))
-    if Path(model).is_dir():
-        return Path(model)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    try:
-        return Path(snapshot_download(model, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
-    except (HFValidationError, HfHubHTTPError, OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(
-            f"model={model!r} is neither a folder nor a hub id that can be fetched ({reason}). "
-            "Name a folder with config.json and *.safetensors, a hub id, or leave model out for "
-            "the bundled one."
-        ) from None
+    with suppress(OSError, ValueError):  # a name that no folder can have
+        if Path(model).is_dir():
+            return Path(model)
+    return fetch(model)
 
 
 def pick_device(config: EngineConfig) -> str:
@@ -86,7 +78,9 @@ def pick_dtype(config: EngineConfig, raw: dict[str, Any], device: str) -> torch.
 
 def pick_length(config: EngineConfig, raw: dict[str, Any]) -> int:
     """max_model_len, at most what the checkpoint's positions allow."""
-    most = ConfigReader(raw).size("max_position_embeddings")
+    reader = ConfigReader(raw)
+    most = reader.size("max_position_embeddings")
+    reader.need(most > 1, "max_position_embeddings", "2 or more")
     if config.max_model_len is not None and config.max_model_len > most:
         raise ConfigError(
             f"max_model_len={config.max_model_len} is not allowed; allowed: 2 to {most} "
@@ -147,6 +141,7 @@ def stand(config: EngineConfig, progress: Progress) -> Stand:
         own = 0 if ids is None else draft.head.weight.numel() * dtype.itemsize
         known = draft.head.weight.shape[0]
         plan = replace(plan, draft_vocab_size=known, draft_head_bytes=own)
+    memory.check_room(build.room, plan, vocab)
     table = RowTable(plan, build, vocab)
     program = _program(config, table, build, model, draft, drafting, ids)
     if device == "cuda" and config.num_gpu_blocks is None:

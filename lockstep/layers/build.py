@@ -1,7 +1,9 @@
 """Build: what layers are built with. It chooses each op's backend once and remembers why."""
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ import torch
 from lockstep.kernels import Op
 from lockstep.kernels.linear import draft_linear
 from lockstep.kernels.linear.probe import Probed
+from lockstep.layers.room import Room
 
 
 @dataclass
@@ -40,19 +43,16 @@ class Build:
     layer: str = ""
     choices: list[Choice] = field(default_factory=list)
     probed: dict[tuple[int, int], Probed] = field(default_factory=dict)
+    room: Room = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.room = Room(self.device)
 
     def at(self, layer: str) -> "Build":
         """The same build, speaking for the named layer."""
-        return Build(
-            self.device,
-            self.dtype,
-            self.window,
-            self.max_positions,
-            self.exact,
-            layer,
-            self.choices,
-            self.probed,
-        )
+        found = copy(self)
+        found.layer = layer
+        return found
 
     def op(self, op: Op, **traits: Any) -> Callable[..., Any]:
         """The function that serves this op here."""
@@ -80,11 +80,18 @@ class Build:
     def matrix(self, n: int, k: int) -> torch.nn.Parameter:
         """A weight [n, k] to be filled, stored as its op likes it: [k, n] on a CPU."""
         if self.device == "cpu":
+            self._count((n, k), self.dtype)
             stored = torch.empty(k, n, dtype=self.dtype).t()
             return torch.nn.Parameter(stored, requires_grad=False)
         return self.empty(n, k)
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
         """A parameter to be filled by the loader."""
+        self._count(shape, dtype or self.dtype)
         tensor = torch.empty(*shape, dtype=dtype or self.dtype, device=self.device)
         return torch.nn.Parameter(tensor, requires_grad=False)
+
+    def _count(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        remedy = "Mend the sizes in config.json, or choose a smaller model or dtype."
+        name = f"a weight {list(shape)} of {self.layer or 'the model'}"
+        self.room.take(prod(shape) * dtype.itemsize, name, remedy)

@@ -14,6 +14,8 @@ class Rotary(nn.Module):
 
     def __init__(self, build: Build, width: int, theta: float) -> None:
         super().__init__()
+        size = build.max_positions * width * 10  # cos and sin, and the angles they are made of
+        build.room.take(size, "the rotary table", "Lower max_model_len.")
         inverse = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
         angles = torch.arange(build.max_positions, dtype=torch.float64)[:, None] * inverse.float()
         angles = angles.float()

@@ -45,7 +45,9 @@ def read_common(c: ConfigReader, head_dim: int, partial: float) -> dict[str, Any
     rope = c.plain_rope()
     heads, kv_heads = c.size("num_attention_heads"), c.size("num_key_value_heads")
     head_dim = c.size("head_dim", head_dim)
-    width = int(head_dim * rope.get("partial_rotary_factor", float, partial))
+    share = rope.get("partial_rotary_factor", float, partial)
+    rope.need(0 < share <= 1, "partial_rotary_factor", "shares above 0, up to 1")
+    width = int(head_dim * share)
     c.need(heads % kv_heads == 0, "num_attention_heads", "multiples of num_key_value_heads")
     turns = 0 < width <= head_dim and width % 2 == 0
     rope.need(turns, "partial_rotary_factor", f"shares of {head_dim} that are even and not 0")

@@ -9,7 +9,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from lockstep.errors import CheckpointError
+from lockstep.errors import CheckpointError, choice_error
 from lockstep.layers.build import Build
 from lockstep.layers.norm import GatedRMSNorm, Norm
 from lockstep.models import architecture
@@ -18,22 +18,58 @@ from lockstep.models.reading import ConfigReader
 Progress = Callable[[int, int], None]
 TIED_HEAD = "lm_head.weight"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MOST_BYTES = 64 << 20
+"""Of a JSON file; the indices of the largest models are a tenth of it."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a checkpoint folder. Raises CheckpointError if it is not there or no JSON."""
-    path = folder / "config.json"
-    try:
-        raw = json.loads(path.read_text())
-        if not isinstance(raw, dict) or not isinstance(raw.get("text_config", {}), dict):
-            raise ValueError("it holds no JSON object")
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read ({error}). Name a folder that holds a checkpoint: "
-            "config.json and *.safetensors."
-        ) from None
+    raw = _read_object(
+        folder / "config.json",
+        "Name a folder that holds a checkpoint: config.json and *.safetensors.",
+    )
     architecture(raw.get("model_type"))
     return raw
+
+
+def _read_object(path: Path, remedy: str) -> dict[str, Any]:
+    """The object in a JSON file of at most MOST_BYTES. Raises CheckpointError."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise ValueError(f"it is longer than {MOST_BYTES} bytes")
+        raw = json.loads(data.decode("utf-8"))
+        if not isinstance(raw, dict) or not isinstance(raw.get("text_config", {}), dict):
+            raise ValueError("it holds no JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}). {remedy}") from None
+    return raw
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The folder's *.safetensors. Raises CheckpointError if there is none, or not all of the index.
+
+    An index names files of the folder itself, and says which file holds which tensor.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} holds no *.safetensors file; name another model folder.")
+    for path in sorted(folder.glob("*.safetensors.index.json")):
+        remedy = "Fetch the file again, or delete it: it is not needed."
+        places = _read_object(path, remedy).get("weight_map")
+        if not isinstance(places, dict):
+            allowed = "an object of tensor names and files"
+            raise choice_error(CheckpointError, f"{path} weight_map", places, allowed, remedy)
+        known = {file.name for file in files}
+        for name, file in places.items():
+            if not isinstance(file, str) or file not in known:
+                allowed = f"files of the folder: {_some(sorted(known))}"
+                field = f"{path} weight_map[{name[:100]!r}]"
+                raise choice_error(
+                    CheckpointError, field, file, allowed, "Fetch the missing file again."
+                )
+    return files
 
 
 def build_model(raw: dict[str, Any], build: Build, drafting: bool) -> tuple[nn.Module, Any]:
@@ -72,9 +108,7 @@ def load_weights(
     """
     module = architecture(raw["model_type"])
     wanted = dict(_targets(module, model, draft))
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder} holds no *.safetensors file; name another model folder.")
+    files = weight_files(folder)
     filled: set[str] = set()
     twins: list[tuple[str, Tensor]] = []
     faults: dict[str, list[str]] = {"missing": [], "spare": [], "doubled": [], "unfit": []}
@@ -168,4 +202,4 @@ def _differs(name: str, tensor: Tensor, embedding: Tensor) -> list[str]:
 
 
 def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
+    return ", ".join(name[:200] for name in names[:5]) + (" ..." if len(names) > 5 else "")

@@ -18,7 +18,7 @@ from lockstep.models.decoder import (
     attention_weights,
     read_common,
 )
-from lockstep.models.reading import ConfigReader
+from lockstep.models.reading import MOST_LAYERS, ConfigReader
 
 PREFIXES = ("model.",)
 IGNORED = ()
@@ -35,7 +35,7 @@ class Config(DecoderConfig):
         """From config.json. Raises CheckpointError on what is missing or not built."""
         c = ConfigReader(raw)
         c.only("use_sliding_window", False, default=False)
-        layers = c.size("num_hidden_layers")
+        layers = c.size("num_hidden_layers", most=MOST_LAYERS)
         c.layer_types(layers, {"full_attention"}, ["full_attention"] * layers)
         return cls(layers=layers, **read_common(c, head_dim=128, partial=1.0))
 

@@ -20,7 +20,7 @@ from lockstep.models.decoder import (
     attention_weights,
     read_common,
 )
-from lockstep.models.reading import ConfigReader
+from lockstep.models.reading import MOST_LAYERS, ConfigReader
 from lockstep.step import Step
 
 PREFIXES = ("model.language_model.", "model.")
@@ -51,7 +51,10 @@ class Config(DecoderConfig):
         c.only("mamba_ssm_dtype", "float32", default="float32")
         c.only("mtp_use_dedicated_embeddings", False, default=False)
         c.only("layer_scale", False, None, default=None)
-        every, layers = c.size("full_attention_interval", 4), c.size("num_hidden_layers")
+        every, layers = (
+            c.size("full_attention_interval", 4),
+            c.size("num_hidden_layers", most=MOST_LAYERS),
+        )
         kinds = [("linear", "full")[(i + 1) % every == 0] + "_attention" for i in range(layers)]
         key_heads, value_heads = c.size("linear_num_key_heads"), c.size("linear_num_value_heads")
         c.need(value_heads % key_heads == 0, "linear_num_value_heads", "multiples of key heads")

@@ -7,6 +7,8 @@ from lockstep.errors import CheckpointError, LockstepError, choice_error
 
 T = TypeVar("T")
 _MISSING = object()
+MOST_SIZE, MOST_LAYERS, MOST_NUMBER = 1 << 24, 1024, 10**30
+"""Bounds that no real model comes near; whether what is asked fits into memory is seen later."""
 
 
 class ConfigReader:
@@ -33,15 +35,16 @@ class ConfigReader:
                 "Add it to config.json."
             )
         if kind is float and type(value) is int:
+            self.need(abs(value) <= MOST_NUMBER, name, f"numbers up to {MOST_NUMBER:.0e}")
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise self._error(name, value, kind.__name__)
         return value
 
-    def size(self, name: str, default: Any = _MISSING) -> int:
+    def size(self, name: str, default: Any = _MISSING, most: int = MOST_SIZE) -> int:
         """The setting as a count of at least 1."""
         value = self.get(name, int, default)
-        self.need(value > 0, name, "1 or more")
+        self.need(1 <= value <= most, name, f"1 or more, up to {most}")
         return value
 
     def positive(self, name: str) -> float:
@@ -72,7 +75,7 @@ class ConfigReader:
         """The kind of each layer, all of them known."""
         kinds = self.get("layer_types", list, default)
         for kind in kinds:
-            if kind not in known:
+            if not isinstance(kind, str) or kind not in known:
                 raise self._error("layer_types", kind, ", ".join(sorted(known)))
         self.need(len(kinds) == layers, "layer_types", f"one for each of {layers} layers")
         return tuple(kinds)

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from lockstep.cache.specs import PagedSpec, StateSpec
+from lockstep.config import Plan
 from lockstep.errors import CapacityError
+from lockstep.layers.room import Room
 
 PAGE_SIZE = 64
 CPU_CACHE_BYTES = 1 << 30
@@ -53,6 +55,17 @@ def cache_bytes(layers: dict[str, nn.Module]) -> CacheBytes:
     page = sum(s.page_bytes(PAGE_SIZE) for s in specs if isinstance(s, PagedSpec))
     slot = sum(s.slot_bytes for s in specs if isinstance(s, StateSpec))
     return CacheBytes(page, slot)
+
+
+def check_room(room: Room, plan: Plan, vocab: int) -> None:
+    """Raises CapacityError where the table, or pages and slots, do not fit into all memory."""
+    line = 8 * plan.history_len + 9 * vocab + 4 * plan.row_columns
+    remedy = "Lower max_num_seqs or max_model_len."
+    room.take((plan.max_num_seqs + 1) * line, "the table of rows", remedy)
+    cache = plan.num_pages * plan.page_bytes + plan.num_slots * plan.slot_bytes
+    remedy = "Lower num_gpu_blocks, num_snapshots or max_num_seqs."
+    if plan.device == "cpu":  # on a GPU it is measured what fits
+        room.take(cache, "the cache", remedy)
 
 
 def allocate(layers: dict[str, nn.Module], num_pages: int, num_slots: int, device: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config import HEAD_GRAIN
-from lockstep.errors import ConfigError, choice_error
+from lockstep.errors import CheckpointError, ConfigError, choice_error
 
 AUTO_SIZE = 32_768
 AUTO_ABOVE = 65_536
@@ -32,8 +32,16 @@ def frequent_tokens(folder: Path, size: int, vocab: int) -> list[int]:
 
     Without a tokenizer.json in the folder, or one that is no BPE, the lowest ids count as frequent.
     """
-    tokenizer = _json(folder / "tokenizer.json")
-    ranked = [*_added(folder, tokenizer), *_by_merges(tokenizer.get("model") or {}), *range(vocab)]
+    try:
+        tokenizer = _json(folder / "tokenizer.json")
+        frequent = [*_added(folder, tokenizer), *_by_merges(tokenizer.get("model") or {})]
+        ranked = [*map(int, frequent), *range(vocab)]
+    except (OSError, ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        raise CheckpointError(
+            f"{folder} does not say which tokens are frequent: its tokenizer.json, config.json, "
+            f"generation_config.json or tokenizer_config.json cannot be read ({error}). Fetch the "
+            "files again, or choose draft_vocab_size full."
+        ) from None
     return sorted(list(dict.fromkeys(i for i in ranked if 0 <= i < vocab))[:size])
 
 

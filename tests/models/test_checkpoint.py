@@ -122,6 +122,9 @@ def test_shards_and_their_index_load(folder: Path, known: Any) -> None:
     assert [told for told in seen if told[0] == "loading"] == [("loading", 1, 2), ("loading", 2, 2)]
     (folder / "model-00002-of-00002.safetensors").unlink()
     message = refused(folder)
+    assert "model-00002-of-00002.safetensors" in message and "Fetch" in message
+    (folder / "model.safetensors.index.json").unlink()
+    message = refused(folder)
     assert "missing tensors" in message.lower() and names[1].removeprefix("model.") in message
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.engine.setup import find_model
-from lockstep.errors import ConfigError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.spec.vocabulary import draft_vocab_size, frequent_tokens
 from tests.asking import GREEDY, PROMPTS, SEEDED, answer, make_engine
 from tests.tiny_model import make_model
@@ -103,3 +103,12 @@ def test_a_dummy_head_is_reduced_too(tmp_path: Path) -> None:
     )  # fmt: skip
     assert llm.engine.runner.program.drafter.context.module.head.weight.shape[0] == 128
     assert llm.engine.explain()["plan"]["draft_head_bytes"] == 128 * 48 * 4
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[1]", "[" * 100_000, '{"added_tokens": 5}', '{"model": [1]}']
+)
+def test_a_broken_tokenizer_is_told_in_plain_words(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(CheckpointError, match="which tokens are frequent.*Fetch the files again"):
+        frequent_tokens(tmp_path, 64, 128)

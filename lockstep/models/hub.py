@@ -1,0 +1,55 @@
+"""Checkpoints of the Hugging Face hub: its answer within seconds, or what is cached here."""
+
+import queue
+import threading
+from pathlib import Path
+
+from lockstep.errors import ConfigError
+
+PATIENCE = 3.0
+"""Seconds that the hub has to answer, all tries together: its own client would take minutes."""
+FILES = ["*.json", "*.safetensors", "*.jinja"]
+
+
+def fetch(model: str) -> Path:
+    """The folder of a hub id: fetched, or cached where the hub does not answer.
+
+    Raises ConfigError where it is neither.
+    """
+    from huggingface_hub import snapshot_download
+
+    fault = _ask(model)
+    try:
+        cached = fault is not None
+        return Path(snapshot_download(model, allow_patterns=FILES, local_files_only=cached))
+    except Exception as error:  # the hub's client passes on whatever its transport raises
+        reason = _first_line(fault or error)
+    raise ConfigError(
+        f"model={model[:200]!r} is neither a folder, nor a hub id that can be fetched ({reason}), "
+        "nor one that was fetched before. Name a folder with config.json and *.safetensors, a hub "
+        "id that can be reached from here, or leave model out for the bundled one."
+    )
+
+
+def _ask(model: str) -> Exception | None:
+    """Asks the hub about a model: None if it knows it, else what came instead, in PATIENCE."""
+    from huggingface_hub import HfApi
+
+    answers: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            HfApi().model_info(model, timeout=PATIENCE)
+            answers.put(None)
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=ask, name="lockstep-hub", daemon=True).start()
+    try:
+        return answers.get(timeout=PATIENCE)
+    except queue.Empty:
+        return TimeoutError(f"the hub did not answer within {PATIENCE:g} seconds")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
