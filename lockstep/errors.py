@@ -65,5 +65,6 @@ def brief(value: object, depth: int = 2) -> str:
         return "{" + ", ".join(spelled + ["..."] * (len(value) > 4)) + "}"
     if isinstance(value, (list, tuple)) and depth:
         spelled = [brief(item, depth - 1) for item in value[:4]]
-        return "[" + ", ".join(spelled + ["..."] * (len(value) > 4)) + "]"
+        listed = ", ".join(spelled + ["..."] * (len(value) > 4))
+        return f"[{listed}]" if isinstance(value, list) else f"({listed})"
     return f"<{type(value).__name__}>"
