@@ -79,7 +79,7 @@ def _draw(
     if chance < 0.12:
         ids = encoder.ids(text.document(rng, rng.choice((1500, 4000)), False))[: length - 1]
         return [*ids, encoder.end], [0.6] * (len(ids) + 1)
-    if length > 512 and chance < 0.55:
+    if length > 1024 and chance < 0.5:
         size = int(length * 3.6 * rng.uniform(0.3, 0.95))
         return encoder.sample(tasks.draw(seed, task="needle", characters=size))
     return encoder.sample(tasks.draw(seed))

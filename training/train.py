@@ -14,18 +14,18 @@ from training import text, tokenizer
 from training.data import Encoder, Feed
 from training.model import CONFIG, Model, cross_entropy
 from training.optim import optimizers
-from training.score import SETS, evaluate
+from training.score import SETS, SILENT, WRITTEN, evaluate
 
 TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 PHASES = (
     (0.00, {512: 1.0}),
-    (0.25, {512: 0.65, 2048: 0.35}),
-    (0.45, {512: 0.45, 2048: 0.3, 8192: 0.25}),
-    (0.75, {512: 0.45, 2048: 0.25, 8192: 0.3}),
+    (0.20, {1024: 0.68, 2048: 0.32}),
+    (0.42, {1024: 0.53, 2048: 0.25, 8192: 0.22}),
+    (0.75, {1024: 0.53, 2048: 0.22, 8192: 0.25}),
 )
 """(share of the time, row lengths and their shares of the batches) from there on."""
 DRAFT_WEIGHTS = (0.3, 0.2, 0.15)
-WORKERS = {512: 7, 2048: 4, 8192: 4}
+WORKERS = {512: 8, 1024: 7, 2048: 3, 8192: 3}
 RESUMED = 0.45
 """Where a second run over a finished one enters the phases."""
 PART = 16384
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
     _save(model, out)
     half = Model(dtype=model.dtype).to(device)
     half.load_state_dict({k: v.to(torch.bfloat16) for k, v in model.state_dict().items()})
-    sets = evaluate(half, encoder, device, ["daily"] if args.smoke else list(SETS))
+    sets = evaluate(half, encoder, device, ["daily"] if args.smoke else [*SETS, WRITTEN, SILENT])
     report = {"final": sets, "steps": steps, "tokens": tokens, "seconds": time.time() - started}
     print(json.dumps(report, indent=1), flush=True)
     (out / "training.json").write_text(json.dumps(report, indent=1) + "\n")
@@ -148,7 +148,7 @@ def _train(
             )
             last = now
         if time.time() - evaluated > args.every:
-            names = ["tools", "json", "needle_1k", "needle_8k", "dialogue", "daily"]
+            names = [WRITTEN, SILENT, "tools", "sequence", "json", "needle_8k", "dialogue"]
             print(json.dumps(evaluate(model, encoder, str(device), names)), flush=True)
             _save(model, out)
             evaluated = last = time.time()
@@ -184,7 +184,7 @@ def main() -> None:
     """The command line."""
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--out", default="lockstep/assets/model")
-    p.add_argument("--minutes", type=float, default=14.0)
+    p.add_argument("--minutes", type=float, default=12.5)
     p.add_argument("--batch", type=int, default=65536, help="tokens of a batch")
     p.add_argument("--lr", type=float, default=0.02)
     p.add_argument("--samples", type=int, default=12000, help="samples for the tokenizer")
