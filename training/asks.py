@@ -884,6 +884,26 @@ def _two(w: Words) -> Request:
         return Request(mixed, joined.text, calls)
 
 
+def foreign(w: Words, given: list[Offer]) -> str:
+    """A request that none of the given tools is for."""
+    while True:
+        intent = pick(w)
+        sort, frame = w.rng.choice(intent.frames)
+        broad = {"search_web", "get_news"} if sort in "?~" else set()
+        if any(_could(intent, t.intent) or t.intent.names[0] in broad for t in given):
+            continue
+        frame = resolve(w, frame)
+        said = wrap(w, sort, fill(w, frame, offer(w, intent, slots_of(frame))))
+        if allowed(said.text):
+            return said.text
+
+
+def rivals(w: Words) -> list[Offer]:
+    """Two to seven tools, some of them much alike."""
+    intent = pick(w)
+    return _apart(w, [offer(w, intent)], [*beside(w, [intent], clashing(intent), 6), *tools(w)][:6])
+
+
 ONLY_ACTS = frozenset("! .".split())
 
 

@@ -279,6 +279,28 @@ def free_call(w: Words) -> Sample:
     return _conversation(w, "free", asks.single(w))
 
 
+def quiz(w: Words) -> Sample:
+    """One set of tools, many requests: what teaches to choose."""
+    r = w.rng
+    tools = asks.rivals(w)
+    chat = Chat("quiz", _system(w), [tool.schema for tool in tools])
+    for _ in range(r.randint(3, 6)):
+        chance = r.random()
+        if chance < 0.72:
+            request = asks.single(w, tools)
+            chat.user(request.text).call(*request.calls)
+            if r.random() < 0.75:
+                chat.tool('{"status": "ok"}').assistant("Done.")
+            else:
+                _results(w, chat, 1)
+        elif chance < 0.92:
+            chat.user(asks.foreign(w, tools)).assistant(smalltalk.NO_TOOL)
+        else:
+            question, answer = small_talk(w)
+            chat.user(question).assistant(answer)
+    return chat.done()
+
+
 def several_calls(w: Words) -> Sample:
     """A request of two or three calls."""
     return _conversation(w, "several", asks.several(w))
@@ -546,23 +568,24 @@ def write_code(w: Words) -> Sample:
 
 
 TASKS: dict[str, tuple[Callable[[Words], Sample], float]] = {
-    "tools": (tool_call, 0.13),
-    "daily": (daily, 0.03),
-    "free": (free_call, 0.26),
+    "tools": (tool_call, 0.10),
+    "daily": (daily, 0.02),
+    "free": (free_call, 0.17),
+    "quiz": (quiz, 0.24),
     "several": (several_calls, 0.06),
-    "unfit": (unfit, 0.09),
+    "unfit": (unfit, 0.06),
     "code": (code, 0.02),
     "write_code": (write_code, 0.01),
-    "no_tool": (no_tool, 0.03),
+    "no_tool": (no_tool, 0.02),
     "without_tools": (without_tools, 0.01),
     "talk": (talk, 0.01),
-    "needle": (needle, 0.07),
-    "dialogue": (dialogue, 0.06),
+    "needle": (needle, 0.05),
+    "dialogue": (dialogue, 0.04),
     "json": (json_task, 0.09),
     "sequence": (sequence, 0.12),
-    "free_sequence": (free_sequence, 0.03),
-    "list": (listing, 0.06),
-    "copy": (copying, 0.06),
+    "free_sequence": (free_sequence, 0.02),
+    "list": (listing, 0.05),
+    "copy": (copying, 0.03),
 }
 
 

@@ -20,14 +20,16 @@ TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 PHASES = (
     (0.00, {512: 1.0}),
     (0.20, {1024: 0.68, 2048: 0.32}),
-    (0.42, {1024: 0.53, 2048: 0.25, 8192: 0.22}),
-    (0.75, {1024: 0.53, 2048: 0.22, 8192: 0.25}),
+    (0.42, {1024: 0.6, 2048: 0.24, 8192: 0.16}),
+    (0.75, {1024: 0.6, 2048: 0.2, 8192: 0.2}),
 )
 """(share of the time, row lengths and their shares of the batches) from there on."""
 DRAFT_WEIGHTS = (0.3, 0.2, 0.15)
 WORKERS = {512: 8, 1024: 7, 2048: 3, 8192: 3}
 RESUMED = 0.45
 """Where a second run over a finished one enters the phases."""
+DECAY, RESUMED_DECAY = 0.45, 0.9
+"""The last share of the time, in which the learning rate falls: of a first and a second run."""
 PART = 16384
 LEARNED = 0.5
 """Weights from here on are of tokens that the model is to produce."""
@@ -55,9 +57,9 @@ def loss_of(
     return total, [x.detach() for x in losses]
 
 
-def rate(progress: float) -> float:
-    """Warm up, hold, decay linearly over the last 45 %."""
-    return min(1.0, progress / 0.01 + 0.01, max(1 - progress, 0.0) / 0.45)
+def rate(progress: float, decay: float = DECAY) -> float:
+    """Warm up, hold, decay linearly over the last share `decay` of the time."""
+    return min(1.0, progress / 0.01 + 0.01, max(1 - progress, 0.0) / decay)
 
 
 def lengths_at(progress: float) -> dict[int, float]:
@@ -97,7 +99,7 @@ def run(args: argparse.Namespace) -> None:
     text.load_filler()
     (out / "chat_template.jinja").write_text(TEMPLATE.read_text())
     encoder = Encoder(out)
-    feed = Feed(out, {512: 1} if args.smoke else WORKERS, 1024 if args.smoke else PART, seed=1)
+    feed = Feed(out, {512: 1} if args.smoke else WORKERS, 1024 if args.smoke else PART, 1 + args.resume)
     model = Model(dtype=torch.bfloat16 if device == "cuda" else torch.float32).to(device)
     if args.resume:
         model.load_state_dict(load_file(out / "model.safetensors"))
@@ -134,7 +136,7 @@ def _train(
         parts = args.batch // (1024 if args.smoke else PART)
         ids, weights = (torch.from_numpy(x) for x in feed.batch(length, parts))
         for o, b in zip(opts, base, strict=True):
-            o.param_groups[0]["lr"] = b * rate(progress)
+            o.param_groups[0]["lr"] = b * rate(progress, RESUMED_DECAY if args.resume else DECAY)
         losses = _step(model, opts, ids.to(device).long(), weights.to(device).float(), progress)
         step, tokens = step + 1, tokens + ids.numel()
         if step % args.log == 0:
