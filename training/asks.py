@@ -18,7 +18,7 @@ Call = tuple[str, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Param:
-    """names: how a schema may call it. kind: what its values are. missing: whether it is optional."""
+    """names: how a schema may call it. kind: what its values are. missing: it is optional."""
 
     names: tuple[str, ...]
     kind: str
@@ -33,6 +33,10 @@ class Intent:
     abouts: tuple[str, ...]
     params: dict[str, Param]
     frames: tuple[tuple[str, str], ...]
+
+
+Shape = tuple[dict[str, Param], list[tuple[str, str]]]
+"""Parameters, and the frames that mention them."""
 
 
 @dataclass
@@ -178,77 +182,120 @@ VERB_SAYINGS = {
 }  # fmt: skip
 
 
+def _shape_bare(w: Words, verb: str, noun: str) -> Shape:
+    said = f"({VERB_SAYINGS.get(verb, verb)})"
+    return {}, [
+        ("!", f"{said} the {noun}"),
+        ("!", f"{said} (my|our|this) {noun}"),
+        (".", f"the {noun}, {verb} it"),
+        (".", f"I (want|need|have) to {verb} the {noun}"),
+    ]
+
+
+def _key(w: Words, noun: str) -> Param:
+    word = noun.replace(" ", "_")
+    if w.rng.random() < 0.4:
+        return Param((f"{word}_id", "id", "number"), "idint", False)
+    return Param((f"{word}_id", "id", word, "number", f"{word}_number", "identifier"), "id", False)
+
+
+def _name(w: Words, noun: str) -> Param:
+    word = noun.replace(" ", "_")
+    kind = w.rng.choice(("product", "first_name", "user", "label", "word"))
+    return Param(("name", word, "title", f"{word}_name", "label"), kind, False)
+
+
+def _shape_key(w: Words, verb: str, noun: str) -> Shape:
+    said = f"({VERB_SAYINGS.get(verb, verb)})"
+    number = "(number |with the id |with id |no. |)"
+    return {"key": _key(w, noun)}, [
+        *[("!", f"{said} (the |){noun} {number}{{key}}")] * 3,
+        (".", f"I (want|need|have|would like) to {verb} {noun} {{key}}"),
+        (".", f"{noun} {{key}} (needs|has|is supposed) to be handled, (please |){verb} it"),
+        (".", f"{said} {{key}}, (that is|it is|it's) (a|the) {noun}"),
+    ]
+
+
+def _shape_name(w: Words, verb: str, noun: str) -> Shape:
+    said = f"({VERB_SAYINGS.get(verb, verb)})"
+    return {"name": _name(w, noun)}, [
+        *[("!", f"{said} (the |a |){noun} (called |named |){{name}}")] * 2,
+        (".", f"{noun}: {{name}}, {verb} it"),
+        (".", f"I (want|need) to {verb} (the|a) {noun} (called |named |){{name}}"),
+    ]
+
+
+def _shape_field(w: Words, verb: str, noun: str) -> Shape:
+    r, title = w.rng, w.noun()
+    said = f"({VERB_SAYINGS.get(verb, verb)})"
+    kind = r.choice(("int 1-999", "word", "first_name", "colour", "num 1-100"))
+    value = Param((title, f"new_{title}", f"{title}_value"), kind, r.random() < 0.5)
+    tail = f" (with|using) (a |the |){title} (of |){{value}}"
+    tail = f"[{tail}]" if value.missing else tail
+    return {"key": _key(w, noun), "value": value}, [
+        *[("!", f"{said} (the |){noun} {{key}}{tail}")] * 2,
+        ("!", f"{said} (the |){noun} {{key}}, {title} {{value}}"),
+        ("!", f"{said} {noun} {{key}}, {title}: {{value}}"),
+    ]
+
+
+def _shape_choice(w: Words, verb: str, noun: str) -> Shape:
+    r = w.rng
+    said = f"({VERB_SAYINGS.get(verb, verb)})"
+    members = dict.fromkeys(w.noun() for _ in range(r.randint(2, 4)))
+    title = r.choice(("mode", "type", "kind", "state", "level", "category", w.noun()))
+    choice = Param((title,), "{" + " ".join(members) + "}", r.random() < 0.5)
+    part = f"(, {title} {{choice}}| with {title} {{choice}}| (as|in) {{choice}})"
+    part = f"[{part}]" if choice.missing else part
+    return {"name": _name(w, noun), "choice": choice}, [
+        ("!", f"{said} (the |a |){noun} (called |named |){{name}}{part}"),
+        (".", f"I need to {verb} (the |a |){noun} {{name}}{part}"),
+    ]
+
+
+def _shape_count(w: Words, verb: str, noun: str) -> Shape:
+    said = f"({VERB_SAYINGS.get(verb, verb)})"
+    missing = w.rng.random() < 0.5
+    names = ("count", "limit", "amount", "quantity", "number")
+    frames = [
+        ("!", f"{said} {{count}} {noun}s"),
+        (".", f"I (need|want) to {verb} {{count}} {noun}s"),
+    ]
+    frames += [("!", f"{said} (the|all|some) {noun}s")] if missing else []
+    return {"count": Param(names, "int 2-90", missing)}, frames
+
+
+def _shape_person(w: Words, verb: str, noun: str) -> Shape:
+    said = f"({VERB_SAYINGS.get(verb, verb)})"
+    names = ("recipient", "user", "to", "person", "for_whom", "owner")
+    return {"name": _name(w, noun), "who": Param(names, "first_name", False)}, [
+        ("!", f"{said} (the |){noun} {{name}} (for|to) {{who}}"),
+        (".", f"{{who}} (needs|wants) (the |){noun} {{name}}, {verb} it"),
+    ]
+
+
+SHAPES = (
+    _shape_bare, _shape_key, _shape_key, _shape_name, _shape_field, _shape_choice, _shape_count,
+    _shape_person,
+)  # fmt: skip
+"""What parameters a made-up tool may have, and how one asks for it."""
+
+
 def made_up(w: Words, noun: str | None = None, verb: str | None = None) -> Intent:
     """An intent of a random verb and noun, with one of a few sets of parameters."""
     r = w.rng
     verb = verb or r.choice(list(VERB_SAYINGS))
     noun = noun or (w.noun() if r.random() < 0.75 else f"{w.noun()} {w.noun()}")
     word = noun.replace(" ", "_")
-    v, n = f"({VERB_SAYINGS.get(verb, verb)})", noun
     names = (f"{verb}_{word}", f"{verb}_{word}", f"{word}_{verb}", f"{verb}_the_{word}")
-    abouts = (f"{verb.capitalize()} a {noun}", f"{verb.capitalize()}s the {noun}",
-              f"Used to {verb} a {noun}", f"{noun.capitalize()}: {verb}")  # fmt: skip
-    key = Param((f"{word}_id", "id", word, "number", f"{word}_number", "identifier"), "id", False)
-    whole = Param((f"{word}_id", "id", "number"), "idint", False)
-    name = Param(("name", word, "title", f"{word}_name", "label"), r.choice(("product", "first_name", "user", "label", "word")), False)  # fmt: skip
-    shape = r.randrange(8)
-    f: list[tuple[str, str]] = []
-    if shape == 0:
-        params = {}
-        f += [("!", f"{v} the {n}"), ("!", f"{v} (my|our|this) {n}"), (".", f"the {n}, {verb} it")]
-        f += [(".", f"I (want|need|have) to {verb} the {n}")]
-    elif shape in (1, 2):
-        params = {"key": key if shape == 1 else whole}
-        f += [("!", v + " (the |)" + n + " (number |with the id |with id |no. |){key}")] * 3
-        f += [(".", f"I (want|need|have|would like) to {verb} {n} {{key}}")]
-        f += [(".", f"{n} {{key}} (needs|has|is supposed) to be handled, (please |){verb} it")]
-        f += [(".", f"{v} {{key}}, (that is|it is|it's) (a|the) {n}")]
-    elif shape == 3:
-        params = {"name": name}
-        f += [("!", v + " (the |a |)" + n + " (called |named |){name}")] * 2
-        f += [(".", n + ": {name}, " + verb + " it")]
-        f += [(".", f"I (want|need) to {verb} (the|a) {n} (called |named |){{name}}")]
-    elif shape == 4:
-        field_name = w.noun()
-        sort = r.choice(("int 1-999", "word", "first_name", "colour", "num 1-100"))
-        value = Param(
-            (field_name, f"new_{field_name}", f"{field_name}_value"), sort, r.random() < 0.5
-        )
-        params = {"key": key, "value": value}
-        tail = f" (with|using) (a |the |){field_name} (of |){{value}}"
-        f += [
-            (
-                "!",
-                f"{v} (the |){n} {{key}}[{tail}]"
-                if value.missing
-                else f"{v} (the |){n} {{key}}{tail}",
-            )
-        ] * 2
-        f += [("!", f"{v} (the |){n} {{key}}, {field_name} {{value}}")]
-        f += [("!", f"{v} {n} {{key}}, {field_name}: {{value}}")]
-    elif shape == 5:
-        members = list(dict.fromkeys(w.noun() for _ in range(r.randint(2, 4))))
-        field_name = r.choice(("mode", "type", "kind", "state", "level", "category", w.noun()))
-        choice = Param((field_name,), "{" + " ".join(members) + "}", r.random() < 0.5)
-        params = {"name": name, "choice": choice}
-        part = f"(, {field_name} {{choice}}| with {field_name} {{choice}}| (as|in) {{choice}})"
-        part = f"[{part}]" if choice.missing else part
-        f += [("!", f"{v} (the |a |){n} (called |named |){{name}}{part}")]
-        f += [(".", f"I need to {verb} (the |a |){n} {{name}}{part}")]
-    elif shape == 6:
-        count = Param(
-            ("count", "limit", "amount", "quantity", "number"), "int 2-90", r.random() < 0.5
-        )
-        params = {"count": count}
-        f += [("!", f"{v} {{count}} {n}s"), (".", f"I (need|want) to {verb} {{count}} {n}s")]
-        if count.missing:
-            f += [("!", f"{v} (the|all|some) {n}s")]
-    else:
-        who = Param(("recipient", "user", "to", "person", "for_whom", "owner"), "first_name", False)
-        params = {"name": name, "who": who}
-        f += [("!", f"{v} (the |){n} {{name}} (for|to) {{who}}")]
-        f += [(".", f"{{who}} (needs|wants) (the |){n} {{name}}, {verb} it")]
-    return Intent(names, abouts, params, tuple(f))
+    abouts = (
+        f"{verb.capitalize()} a {noun}",
+        f"{verb.capitalize()}s the {noun}",
+        f"Used to {verb} a {noun}",
+        f"{noun.capitalize()}: {verb}",
+    )
+    params, frames = r.choice(SHAPES)(w, verb, noun)
+    return Intent(names, abouts, params, tuple(frames))
 
 
 def resolve(w: Words, frame: str) -> str:
@@ -402,6 +449,18 @@ def offer(w: Words, intent: Intent, needed: frozenset[str] = frozenset()) -> Off
         found.values[slot] = {**drawn, "type": entry["type"]}
         if not param.missing or r.random() < 0.08:
             required.append(key)
+    found.schema = {
+        "type": "function",
+        "function": _function(w, intent, name, properties, required),
+    }
+    return found
+
+
+def _function(
+    w: Words, intent: Intent, name: str, properties: dict[str, Any], required: list[str]
+) -> dict[str, Any]:
+    """A function's schema, with and without what schemas may leave out."""
+    r = w.rng
     parameters: dict[str, Any] = {"type": "object", "properties": properties}
     if required and r.random() < 0.8:
         parameters["required"] = required
@@ -415,14 +474,11 @@ def offer(w: Words, intent: Intent, needed: frozenset[str] = frozenset()) -> Off
     function: dict[str, Any] = {"name": name}
     if about:
         function["description"] = about if r.random() < 0.8 else about.rstrip(".") + "."
-    if not properties and r.random() < 0.3:
-        found.schema = {"type": "function", "function": function}
-        return found
-    function["parameters"] = parameters
+    if properties or r.random() < 0.7:
+        function["parameters"] = parameters
     if r.random() < 0.03:
         function["strict"] = True
-    found.schema = {"type": "function", "function": function}
-    return found
+    return function
 
 
 @dataclass
@@ -518,45 +574,59 @@ ORDERS = (
     "you could {}", "I would like to {}", "may I ask you to {}?", "be so good and {}", "so {}",
     "is it possible to {}?", "are you able to {}?", "do me a favour and {}", "hello, {}",
     "I was wondering if you could {}", "if you can, {}", "quickly {}", "use a tool to {}",
-    "use the tool to {}", "hi, could you {}?", "do {}", "then {}", "next, {}", "also {}", "try to {}",
+    "use the tool to {}", "hi, could you {}?", "do {}", "then {}", "next, {}", "also {}",
+    "try to {}",
 )  # fmt: skip
 LOOKUPS = (
     "what is {}?", "what's {}?", "tell me {}", "show me {}", "give me {}", "I want to know {}",
     "I'd like to know {}", "do you know {}?", "can you tell me {}?", "could you tell me {}?",
     "find out {}", "look up {}", "check {}", "get me {}", "get {}", "I need {}", "{}", "{} please",
-    "{}, please", "can you check {}?", "could you look up {}?", "please look up {}", "let me see {}",
-    "I need to know {}", "please tell me {}", "can I see {}?", "fetch {}", "can I have {}?", "find {}",
+    "{}, please", "can you check {}?", "could you look up {}?", "please look up {}",
+    "let me see {}",
+    "I need to know {}", "please tell me {}", "can I see {}?", "fetch {}", "can I have {}?",
+    "find {}",
     "I would like to see {}", "what about {}?", "I'm curious about {}", "could you find out {}?",
     "please find out {} for me", "use the tool to find {}", "may I see {}?", "please show me {}",
     "I'm interested in {}", "can you get {} for me?", "display {}", "could I get {}?",
 )  # fmt: skip
 ASKS = (
-    "{}?", "{}?", "{}?", "{}?", "{}?", "{}?", "{}", "hey, {}?", "tell me, {}?", "so, {}?", "hi, {}?",
+    "{}?", "{}?", "{}?", "{}?", "{}?", "{}?", "{}", "hey, {}?", "tell me, {}?", "so, {}?",
+    "hi, {}?",
     "quick question: {}?", "please tell me: {}?", "I was wondering, {}?", "hello, {}?", "and {}?",
     "can you tell me: {}?", "excuse me, {}?", "do you know: {}?", "say, {}?", "{}? I need to know",
     "one question, {}?", "please check: {}?", "{}, do you know?", "could you check, {}?", "ok, {}?",
 )  # fmt: skip
 BEFORE = (
-    "I have a question.", "Quick question.", "One more thing.", "Hello!", "Hi!", "Hi there.", "Hey.",
-    "I am in a hurry.", "My boss wants to know.", "Sorry to bother you.", "It is me again.", "Listen.",
-    "I'm planning a trip.", "My friend asked me.", "I need your help.", "Ok.", "Good morning.", "So.",
+    "I have a question.", "Quick question.", "One more thing.", "Hello!", "Hi!", "Hi there.",
+    "Hey.",
+    "I am in a hurry.", "My boss wants to know.", "Sorry to bother you.", "It is me again.",
+    "Listen.",
+    "I'm planning a trip.", "My friend asked me.", "I need your help.", "Ok.", "Good morning.",
+    "So.",
     "I'm on the phone right now.", "This is for my mother.", "I forgot my glasses.", "All right.",
     "You are my assistant.", "I can't do it myself.", "My hands are full.", "Let's try something.",
-    "I am curious.", "Here is what I need.", "Next request.", "Good evening.", "Thanks for the help.",
-    "My sister lives in {c}.", "I just came back from {c}.", "{p} told me to ask you.", "I met {p}.",
+    "I am curious.", "Here is what I need.", "Next request.", "Good evening.",
+    "Thanks for the help.",
+    "My sister lives in {c}.", "I just came back from {c}.", "{p} told me to ask you.",
+    "I met {p}.",
     "I was in {c} last year.", "My name is {p}.", "I'm at the {x}.", "I like the {x}.", "I'm {p}.",
     "We bought a {x}.", "{p} is here.", "It is {d}.", "The {x} is {a}.", "I had a long day.",
 )  # fmt: skip
 AFTER = (
     "Thanks!", "Thank you.", "Please.", "Use the tool.", "Use a tool.", "Use the tool for that.",
-    "It's urgent.", "No rush.", "Please use the tool.", "Use the function.", "Call the tool.", "Now.",
+    "It's urgent.", "No rush.", "Please use the tool.", "Use the function.", "Call the tool.",
+    "Now.",
     "Please call the right function.", "Thanks in advance.", "I need it now.", "Use your tools.",
-    "Make it quick.", "You have a tool for that.", "Do it now.", "That would be great.", "Thanks a lot!",
+    "Make it quick.", "You have a tool for that.", "Do it now.", "That would be great.",
+    "Thanks a lot!",
     "I appreciate it.", "Answer with a tool call.", "Thx", "Can you do that?", "Is that possible?",
-    "It is for {p}.", "{p} asked for it.", "I'm in a hurry.", "Use a function call.", "Ok?", "Cheers!",
+    "It is for {p}.", "{p} asked for it.", "I'm in a hurry.", "Use a function call.", "Ok?",
+    "Cheers!",
 )  # fmt: skip
-NOISE = (" right now", " for me", " please", ", please", " now", " quickly", ", ok?", " for me please",
-         ", would you", " real quick", ", thanks", ", if you can", ", thank you", " asap", " immediately")  # fmt: skip
+NOISE = (" right now", " for me", " please", ", please", " now", " quickly", ", ok?",
+    " for me please",
+         ", would you", " real quick", ", thanks", ", if you can", ", thank you", " asap",
+         " immediately")  # fmt: skip
 
 
 def _aside(w: Words, form: str) -> str:
@@ -667,7 +737,8 @@ def beside(w: Words, chosen: list[Intent], without: frozenset[str], most: int = 
             intent = r.choice(options)
         elif like and chance < 0.5 and not like.params.keys().isdisjoint({"key", "name", "count"}):
             verb, _, noun = name.partition("_")
-            intent = made_up(w, noun=noun.replace("_", " ")) if r.random() < 0.5 else made_up(w, verb=verb if verb in VERB_SAYINGS else None)  # fmt: skip
+            intent = made_up(w, noun=noun.replace("_", " ")) if r.random() < 0.5 else made_up(w,
+                verb=verb if verb in VERB_SAYINGS else None)  # fmt: skip
             if intent.names[0].split("_")[0] in _same_verbs(verb):
                 continue
         else:
@@ -738,9 +809,10 @@ SEVERAL = frozenset(
 )
 """Kinds of which a request may name two at once."""
 PLURALS = re.compile(
-    r"(?<![{:])\b(order|invoice|message|customer|client|ticket|mail|issue|user|file|word|service|alarm|timer|"
-    r"email|parcel|package|light|lamp|hotel|room|door|flight|table|movie|film|book|task|app|meeting|"
-    r"event|account|share|stock|contact|document|countdown|birthday)\b(?![}:])(?=[^{]*\{)"
+    r"(?<![{:])\b(order|invoice|message|customer|client|ticket|mail|issue|user|file|word|service|"
+    r"alarm|timer|email|parcel|package|light|lamp|hotel|room|door|flight|table|movie|film|book|"
+    r"task|app|meeting|event|account|share|stock|contact|document|countdown|birthday)"
+    r"\b(?![}:])(?=[^{]*\{)"
 )
 
 
@@ -815,6 +887,9 @@ def _join(w: Words, said: Said, at: int, more: int) -> None:
         said.parts.insert(at, ("both ", None))
 
 
+GLUE = " and | and |, and |, |. | and then | and also |; |. Then |. Also, ".split("|")
+
+
 def _two(w: Words) -> Request:
     """Two requests in one sentence: of two tools, or of one with other values."""
     r = w.rng
@@ -824,64 +899,54 @@ def _two(w: Words) -> Request:
         second = first if again else pick(w)
         if not again and second.names[0] in clashing(first):
             continue
-        chosen = [r.choice(first.frames)]
-        chosen.append(chosen[0] if again and r.random() < 0.7 else r.choice(second.frames))
-        if any(sort == "." and ("." in frame or "?" in frame) for sort, frame in chosen):
+        frames = [r.choice(first.frames)]
+        frames.append(frames[0] if again and r.random() < 0.7 else r.choice(second.frames))
+        if any(sort == "." and ("." in frame or "?" in frame) for sort, frame in frames):
             continue
-        frames = [resolve(w, frame) for _, frame in chosen]
-        if again and chosen[0] == chosen[1] and not slots_of(frames[0]):
-            continue
-        tools = [
-            offer(w, first, slots_of(frames[0]) | (slots_of(frames[1]) if again else frozenset()))
-        ]
-        tools.append(tools[0] if again else offer(w, second, slots_of(frames[1])))
-        if not again and tools[0].name == tools[1].name:
-            continue
-        said = [fill(w, frame, tool) for frame, tool in zip(frames, tools, strict=True)]
+        same = again and frames[0] == frames[1]
+        frames = [(sort, resolve(w, frame)) for sort, frame in frames]
+        needed = [slots_of(frame) for _, frame in frames]
+        tools = [offer(w, first, needed[0] | (needed[1] if again else frozenset()))]
+        tools.append(tools[0] if again else offer(w, second, needed[1]))
+        said = [fill(w, frame, tool) for (_, frame), tool in zip(frames, tools, strict=True)]
         if again and said[0].arguments == said[1].arguments:
             continue
-        parts = list(said[1].parts)
-        if again and chosen[0] == chosen[1] and chosen[0][0] == "!" and r.random() < 0.6:
-            head, slot = parts[0]
-            if slot is None and " " in head.strip():
-                parts[0] = (head.split(" ", 1)[1], None)
-        glue = r.choice(
-            (
-                " and ",
-                " and ",
-                ", and ",
-                ", ",
-                ". ",
-                " and then ",
-                " and also ",
-                "; ",
-                ". Then ",
-                ". Also, ",
-            )
-        )
-        if glue == ". " and chosen[0][0] == "?":
-            glue = "? "
-        sort = chosen[0][0]
-        if sort == "~":
-            said[0].parts.insert(
-                0, (r.choice(("tell me ", "show me ", "give me ", "what is ", "I need ")), None)
-            )
-        if chosen[1][0] == "~" and glue[0] in ".?;":
-            parts.insert(0, (r.choice(("what is ", "tell me ", "show me ")), None))
-        joined = Said(
-            [*said[0].parts, (glue, None), *((t, f"{s} 2" if s else None) for t, s in parts)],
-            {**said[0].arguments, **{f"{s} 2": v for s, v in said[1].arguments.items()}},
-            said[0].copied | {f"{s} 2" for s in said[1].copied},
-        )
-        joined = wrap(w, "." if sort == "~" else sort, joined)
+        if not again and tools[0].name == tools[1].name:
+            continue
+        joined = wrap(w, *_one_sentence(w, [sort for sort, _ in frames], said, same))
         if not allowed(joined.text):
             continue
         one = {s: v for s, v in joined.arguments.items() if not s.endswith(" 2")}
         two = {s[:-2]: v for s, v in joined.arguments.items() if s.endswith(" 2")}
-        calls = [call_of(tools[0], one), call_of(tools[1], two)]
         without = clashing(first) | clashing(second)
         mixed = _apart(w, list(tools), beside(w, [first], without, 2))
+        calls = [call_of(tools[0], one), call_of(tools[1], two)]
         return Request(mixed, joined.text, calls)
+
+
+def _one_sentence(w: Words, sorts: list[str], said: list[Said], same: bool) -> tuple[str, Said]:
+    """Two requests joined, and of what sort the whole is. The second's slots end in " 2"."""
+    r = w.rng
+    parts = list(said[1].parts)
+    if same and sorts[0] == "!" and r.random() < 0.6:
+        head, slot = parts[0]
+        if slot is None and " " in head.strip():
+            parts[0] = (head.split(" ", 1)[1], None)
+    glue = r.choice(GLUE)
+    if glue == ". " and sorts[0] == "?":
+        glue = "? "
+    front = list(said[0].parts)
+    if sorts[0] == "~":
+        lead = r.choice(("tell me ", "show me ", "give me ", "what is ", "I need "))
+        front.insert(0, (lead, None))
+    if sorts[1] == "~" and glue[0] in ".?;":
+        parts.insert(0, (r.choice(("what is ", "tell me ", "show me ")), None))
+    joined = Said(
+        [*front, (glue, None), *((t, f"{s} 2" if s else None) for t, s in parts)],
+        {**said[0].arguments, **{f"{s} 2": v for s, v in said[1].arguments.items()}},
+        said[0].copied | {f"{s} 2" for s in said[1].copied},
+    )
+    return "." if sorts[0] == "~" else sorts[0], joined
 
 
 def foreign(w: Words, given: list[Offer]) -> str:
@@ -997,42 +1062,62 @@ def follow_up(w: Words, request: Request) -> tuple[str, Call] | None:
     return said.text, (name, {**arguments, tool.keys[slot]: said.arguments[slot]})
 
 
+DONE = (
+    '{"status": "ok"}', "ok", '{"success": true}', "done", '{"ok": true}', "null", "OK", "success",
+    '{"result": "ok"}', "true", '{"status": "success"}', "{}",
+)  # fmt: skip
+ERRORS = "{x} not found|timeout|permission denied|no such {x}|service unavailable|invalid {x}"
+RESULT_KEYS = "temperature price status result time condition id total date name humidity".split()
+SKIES = "sunny,cloudy,rain,snow,light rain,clear,windy".split(",")
+
+
+def listed(items: list[str]) -> str:
+    """Such as "a, b and c"."""
+    return ", ".join(items[:-1]) + (" and " if items[1:] else "") + items[-1]
+
+
+def _datum(w: Words) -> Any:
+    r = w.rng
+    kind = r.randrange(6)
+    if kind == 0:
+        return r.randint(0, 999)
+    if kind == 1:
+        return round(r.uniform(0, 100), 1)
+    return (w.phrase(2), values.city(w), values.clock(w), r.choice((w.code(), *SKIES)))[kind - 2]
+
+
+def _plain(w: Words) -> str:
+    """A result that is no JSON."""
+    r = w.rng
+    return r.choice(
+        (
+            f"{r.randint(-20, 40)} degrees, {r.choice(SKIES)}",
+            values.filled(w, r.choice(values.CLAUSES)),
+            str(r.randint(0, 9999)),
+            values.filled(w, r.choice(values.SENTENCES)).removesuffix("."),
+            f"{w.noun()}: {w.phrase(3)}",
+            f"{values.city(w)}, {r.randint(1, 40)} °C",
+        )
+    )
+
+
 def result(w: Words) -> tuple[str, str]:
     """What a tool gives back, and how it is told."""
     r = w.rng
     chance = r.random()
     if chance < 0.5:
-        data: dict[str, Any] = {}
-        for _ in range(r.choice((1, 1, 2, 2, 3))):
-            key = r.choice(("temperature", "price", "status", "result", "time", "condition", "id",
-                            "total", "date", "name", "humidity", "message", w.identifier(1),
-                            w.identifier(2)))  # fmt: skip
-            data[key] = r.choice((
-                lambda: r.randint(0, 999), lambda: round(r.uniform(0, 100), 1), lambda: w.phrase(2),
-                lambda: values.city(w), lambda: values.clock(w), lambda: w.code(), lambda: r.choice(
-                    ("sunny", "cloudy", "rain", "snow", "light rain", "clear", "open", "sent")),
-            ))()  # fmt: skip
-        said = [f"the {k.replace('_', ' ')} is {v}" for k, v in data.items()]
-        listed = ", ".join(said[:-1]) + (" and " if said[1:] else "") + said[-1]
-        return json.dumps(data, ensure_ascii=False), listed[0].upper() + listed[1:] + "."
+        keys = [r.choice((*RESULT_KEYS, w.identifier(1), w.identifier(2))) for _ in range(3)]
+        data = {key: _datum(w) for key in keys[: r.choice((1, 1, 2, 2, 3))]}
+        said = listed([f"the {key.replace('_', ' ')} is {value}" for key, value in data.items()])
+        return json.dumps(data, ensure_ascii=False), said[0].upper() + said[1:] + "."
     if chance < 0.65:
-        text = r.choice(('{"status": "ok"}', "ok", '{"success": true}', "done", '{"ok": true}', "null",
-                         '{"result": "ok"}', "OK", "success", "true", '{"status": "success"}', "{}"))  # fmt: skip
-        return text, "Done."
+        return r.choice(DONE), "Done."
     if chance < 0.75:
         items = list(dict.fromkeys(w.phrase(2) for _ in range(r.randint(0, 4))))
-        if not items:
-            return "[]", "I found nothing."
-        listed = ", ".join(items[:-1]) + (" and " if items[1:] else "") + items[-1]
-        return json.dumps(items, ensure_ascii=False), f"I found {listed}."
+        told = f"I found {listed(items)}." if items else "I found nothing."
+        return json.dumps(items, ensure_ascii=False), told
     if chance < 0.82:
-        error = r.choice((f"{w.noun()} not found", "timeout", "permission denied", f"no such {w.noun()}",
-                          "service unavailable", f"invalid {w.noun()}", "rate limit exceeded"))  # fmt: skip
+        error = r.choice(ERRORS.split("|")).format(x=w.noun())
         return json.dumps({"error": error}), f"That did not work: {error}."
-    text = r.choice((
-        lambda: f"{r.randint(-20, 40)} degrees, {r.choice(('sunny', 'cloudy', 'rain', 'windy'))}",
-        lambda: values.filled(w, r.choice(values.CLAUSES)), lambda: str(r.randint(0, 9999)),
-        lambda: values.filled(w, r.choice(values.SENTENCES)).removesuffix("."),
-        lambda: f"{w.noun()}: {w.phrase(3)}", lambda: f"{values.city(w)}, {r.randint(1, 40)} °C",
-    ))()  # fmt: skip
+    text = _plain(w)
     return text, f"The answer is: {text}."

@@ -2,8 +2,9 @@
 
 Answers come from the engine, greedy, with the MTP drafter at K = 3; one is exact if its text equals
 the reference. Cases come from the evaluation side of the word split, which training never draws
-from; free requests are those of heldout.py, written by hand. Free continuations of held-out source text are sampled: as the Qwen3.5 family recommends, and
-there a loop counts as a fault; and without a penalty, to tell how so small a model ends.
+from; free requests are those of heldout.py, written by hand. Free continuations of held-out source
+text are sampled: as the Qwen3.5 family recommends, and there a loop counts as
+a fault; and without a penalty, to tell how so small a model ends.
 """
 
 import argparse
@@ -15,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep import LLM, SamplingParams
-from lockstep.text.parsers import ReplyParser
 from lockstep.outputs import RequestOutput
+from lockstep.text.parsers import ReplyParser
 from lockstep.text.parsers.qwen3_coder import Qwen3CoderParser
 from training import tasks, text
 from training.asks import Call

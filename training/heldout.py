@@ -29,14 +29,14 @@ def _tool(name: str, about: str = "", needs: str = "", /, **properties: Any) -> 
     return {"type": "function", "function": {k: v for k, v in function.items() if v != ""}}
 
 
-S, I, N, B = "string", "integer", "number", "boolean"
+S, INT, N, B = "string", "integer", "number", "boolean"
 
 DOMAINS: dict[str, tuple[dict[str, Any], ...]] = {
     "weather": (
         _tool("get_weather", "Get the current weather in a given city", "city unit",
               city=(S, "The city, e.g. San Francisco"), unit=["celsius", "fahrenheit"]),
         _tool("get_forecast", "Weather forecast for the coming days", "place",
-              place=S, days=(I, "How many days ahead")),
+              place=S, days=(INT, "How many days ahead")),
         _tool("air_quality", "Air quality index at a location", "location", location=S),
     ),
     "mail": (
@@ -60,7 +60,7 @@ DOMAINS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "music": (
         _tool("play_song", "Play a song", "song", song=S, artist=S),
-        _tool("set_volume", "Set the loudspeaker's volume", "level", level=(I, "0 to 100")),
+        _tool("set_volume", "Set the loudspeaker's volume", "level", level=(INT, "0 to 100")),
         _tool("pause_playback", "Pause the music"),
     ),
     "home": (
@@ -74,15 +74,15 @@ DOMAINS: dict[str, tuple[dict[str, Any], ...]] = {
         _tool("search_flights", "Find flights between two cities", "from_city to_city",
               from_city=S, to_city=S, date=S, cabin=["economy", "business", "first"]),
         _tool("book_hotel", "Reserve a hotel room", "city",
-              city=S, nights=I, guests=I),
+              city=S, nights=INT, guests=INT),
         _tool("train_times", "Departure times of trains", "station", station=S),
     ),
     "food": (
         _tool("order_food", "Order a dish from a restaurant", "dish",
-              dish=S, restaurant=S, quantity=I),
+              dish=S, restaurant=S, quantity=INT),
         _tool("find_recipe", "Find a recipe", "ingredient", ingredient=S, vegetarian=B),
         _tool("reserve_table", "Reserve a table in a restaurant", "restaurant people",
-              restaurant=S, people=I, day=S, time=S),
+              restaurant=S, people=INT, day=S, time=S),
     ),
     "files": (
         _tool("read-file", "Read a file from disk", "path", path=(S, "path of the file")),
@@ -98,7 +98,7 @@ DOMAINS: dict[str, tuple[dict[str, Any], ...]] = {
         _tool("complete_todo", "Mark a to-do item as done", "item", item=S),
     ),
     "clock": (
-        _tool("start_timer", "Start a countdown timer", "minutes", minutes=I),
+        _tool("start_timer", "Start a countdown timer", "minutes", minutes=INT),
         _tool("set_alarm", "Set an alarm", "time", time=(S, "when it rings"), label=S),
         _tool("world_clock", "Local time in a city", "city", city=S),
     ),
@@ -112,7 +112,7 @@ DOMAINS: dict[str, tuple[dict[str, Any], ...]] = {
     "web": (
         _tool("web_search", "Search the internet", "query", query=S),
         _tool("open_page", "Open a web page", "url", url=S),
-        _tool("get_news", "Latest news about a topic", "topic", topic=S, count=I),
+        _tool("get_news", "Latest news about a topic", "topic", topic=S, count=INT),
     ),
     "language": (
         _tool("translate_text", "Translate text into another language", "text target_language",
@@ -123,7 +123,7 @@ DOMAINS: dict[str, tuple[dict[str, Any], ...]] = {
     "shop": (
         _tool("find_product", "Search products in the shop", "name",
               name=S, max_price=N, color=S),
-        _tool("add_to_cart", "Put a product into the cart", "product", product=S, quantity=I),
+        _tool("add_to_cart", "Put a product into the cart", "product", product=S, quantity=INT),
         _tool("track_order", "Where an order is", "order_id", order_id=S),
         _tool("return_item", "Return an item of an order", "order_id", order_id=S, reason=S),
     ),
@@ -134,7 +134,7 @@ DOMAINS: dict[str, tuple[dict[str, Any], ...]] = {
         _tool("create_group", "Create a group chat", "members", members="array", name=S),
     ),
     "health": (
-        _tool("log_meal", "Write down a meal", "food", food=S, calories=I),
+        _tool("log_meal", "Write down a meal", "food", food=S, calories=INT),
         _tool("log_weight", "Write down the body weight", "kilograms", kilograms=N),
         _tool("book_doctor", "Make an appointment with a doctor", "specialty",
               specialty=S, day=S),
@@ -153,11 +153,11 @@ DOMAINS: dict[str, tuple[dict[str, Any], ...]] = {
         _tool("get_birthday", "When somebody's birthday is", "person", person=S),
     ),
     "media": (
-        _tool("find_movie", "Find a movie", "title", title=S, year=I),
+        _tool("find_movie", "Find a movie", "title", title=S, year=INT),
         _tool("get_showtimes", "When a film runs in the cinema", "movie", movie=S, city=S),
-        _tool("book_tickets", "Buy tickets for a show", "show tickets", show=S, tickets=I),
+        _tool("book_tickets", "Buy tickets for a show", "show tickets", show=S, tickets=INT),
         _tool("resize_image", "Change the size of an image", "file width height",
-              file=S, width=I, height=I),
+              file=S, width=INT, height=INT),
     ),
     "maps": (
         _tool("get_directions", "Route from one place to another", "origin destination",
@@ -167,10 +167,10 @@ DOMAINS: dict[str, tuple[dict[str, Any], ...]] = {
     ),
     "office": (
         _tool("archive_invoice", "Archive an invoice", "invoice_id", invoice_id=S),
-        _tool("get_customer", "Fetch a customer's data", "customer_id", customer_id=I),
+        _tool("get_customer", "Fetch a customer's data", "customer_id", customer_id=INT),
         _tool("update_status", "Change the status of a ticket", "ticket status",
               ticket=S, status=["open", "in_progress", "closed"]),
-        _tool("print_document", "Print a document", "document", document=S, copies=I),
+        _tool("print_document", "Print a document", "document", document=S, copies=INT),
     ),
 }  # fmt: skip
 
@@ -734,11 +734,13 @@ NO_CALL: dict[str, tuple[str, ...]] = {
         "When is Laura's birthday?", "Sing me a song.",
     ),
     "chat": (
-        "Convert 10 miles to kilometers.", "Which movies did Hitchcock make?", "Hello, who is this?",
+        "Convert 10 miles to kilometers.", "Which movies did Hitchcock make?",
+        "Hello, who is this?",
         "Read the file data.csv", "Cheers!", "Find a recipe with mushrooms.",
     ),
     "health": (
-        "Open youtube.com", "Schedule a meeting with Dan on Friday.", "hi", "Tell me about yourself.",
+        "Open youtube.com", "Schedule a meeting with Dan on Friday.", "hi",
+        "Tell me about yourself.",
         "Directions to the nearest hospital, please.",
     ),
     "code": (

@@ -33,15 +33,18 @@ def question(w: Words) -> tuple[str, list[int]]:
         high = low + r.randint(3, 40)
         return _said(w, f"count down from {high} to {low}"), list(range(high, low - 1, -1))
     if kind == 3:
-        text = r.choice(("continue the sequence with {n} more numbers: {g}", "continue with {n} numbers: {g}",
+        text = r.choice(("continue the sequence with {n} more numbers: {g}",
+            "continue with {n} numbers: {g}",
                          "continue: {g}. {n} more numbers", "the next {n} numbers of {g}",
                          "what are the next {n} numbers: {g}"))  # fmt: skip
         given = [a + d * i for i in range(r.randint(4, 10))]
         found = [given[-1] + d * (i + 1) for i in n]
         return _said(w, text.format(n=said, g=", ".join(map(str, given))), False), found
     if kind == 4:
-        text = r.choice(("count from {a} in steps of {d}, {n} numbers", "count by {d} from {a}, {n} numbers",
-                         "{n} numbers from {a} in steps of {d}", "start at {a} and add {d}, {n} numbers"))  # fmt: skip
+        text = r.choice(("count from {a} in steps of {d}, {n} numbers",
+            "count by {d} from {a}, {n} numbers",
+                         "{n} numbers from {a} in steps of {d}",
+                         "start at {a} and add {d}, {n} numbers"))  # fmt: skip
         return _said(w, text.format(a=a, d=d, n=said)), [a + d * i for i in n]
     if kind == 5:
         text = r.choice(("the first {n} multiples of {d}", "{n} multiples of {d}"))
@@ -49,12 +52,15 @@ def question(w: Words) -> tuple[str, list[int]]:
     few = min(count, 20)
     short = number_words(few) if r.random() < 0.4 else str(few)
     name, made = r.choice((
-        ("even numbers", [2 * i + 2 for i in range(few)]), ("odd numbers", [2 * i + 1 for i in range(few)]),
+        ("even numbers", [2 * i + 2 for i in range(few)]),
+        ("odd numbers", [2 * i + 1 for i in range(few)]),
         ("Fibonacci numbers", _fibonacci(few)), ("cubes", [(i + 1) ** 3 for i in range(few)]),
-        ("square numbers", [(i + 1) ** 2 for i in range(few)]), ("powers of three", [3**i for i in range(few)]),
+        ("square numbers", [(i + 1) ** 2 for i in range(few)]),
+        ("powers of three", [3**i for i in range(few)]),
         ("triangular numbers", [(i + 1) * (i + 2) // 2 for i in range(few)]),
         ("prime numbers", [p for p in range(2, 80) if all(p % q for q in range(2, p))][:few]),
-        ("natural numbers", [i + 1 for i in range(few)]), ("powers of ten", [10**i for i in range(few)]),
+        ("natural numbers", [i + 1 for i in range(few)]),
+        ("powers of ten", [10**i for i in range(few)]),
     ))  # fmt: skip
     return _said(w, f"the first {short} {name}", True), made
 

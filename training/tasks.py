@@ -215,7 +215,8 @@ def daily(w: Words) -> Sample:
 
 
 SYSTEMS = (
-    "You are a helpful assistant.", "You are a helpful assistant.", "You are an assistant with tools.",
+    "You are a helpful assistant.", "You are a helpful assistant.",
+    "You are an assistant with tools.",
     "Answer briefly.", "You are a friendly assistant. Use the tools where they fit.", "Be concise.",
     "You are a travel agent.", "You help the people of a small company.", "Today is Monday.",
     "You are a voice assistant in a home.", "Use tools when needed.", "You are a bot.",

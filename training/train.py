@@ -99,7 +99,8 @@ def run(args: argparse.Namespace) -> None:
     text.load_filler()
     (out / "chat_template.jinja").write_text(TEMPLATE.read_text())
     encoder = Encoder(out)
-    feed = Feed(out, {512: 1} if args.smoke else WORKERS, 1024 if args.smoke else PART, 1 + args.resume)
+    seed = 2 if args.resume else 1
+    feed = Feed(out, {512: 1} if args.smoke else WORKERS, 1024 if args.smoke else PART, seed)
     model = Model(dtype=torch.bfloat16 if device == "cuda" else torch.float32).to(device)
     if args.resume:
         model.load_state_dict(load_file(out / "model.safetensors"))

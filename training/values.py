@@ -12,16 +12,21 @@ from training.words import ADJECTIVES, ANIMALS, Words
 CITIES = (
     "Lisbon,Oslo,Paris,Tokyo,Madrid,Berlin,Rome,Cairo,Lima,Dublin,Vienna,Prague,Athens,Porto,Milan,"
     "Boston,Chicago,Seattle,Toronto,Sydney,Mumbai,Seoul,Zurich,Geneva,Warsaw,Kyoto,Osaka,Denver,"
-    "London,New York,San Francisco,Los Angeles,New Delhi,Hong Kong,Singapore,Bangkok,Jakarta,Manila,"
-    "Nairobi,Lagos,Accra,Casablanca,Tunis,Algiers,Cape Town,Johannesburg,Addis Ababa,Rio de Janeiro,"
+    "London,New York,San Francisco,Los Angeles,New Delhi,Hong Kong,Singapore,Bangkok,Jakarta,"
+    "Manila,"
+    "Nairobi,Lagos,Accra,Casablanca,Tunis,Algiers,Cape Town,Johannesburg,Addis Ababa,Rio de "
+    "Janeiro,"
     "Buenos Aires,Santiago,Montevideo,La Paz,Quito,Caracas,Havana,Mexico City,Vancouver,Montreal,"
     "Salt Lake City,Las Vegas,Phoenix,Dallas,Austin,Miami,Atlanta,St. Louis,New Orleans,Portland,"
     "Moscow,Kiev,Helsinki,Stockholm,Copenhagen,Reykjavik,Tallinn,Riga,Vilnius,Budapest,Belgrade,"
     "Sofia,Bucharest,Istanbul,Ankara,Tehran,Baghdad,Riyadh,Dubai,Doha,Karachi,Lahore,Dhaka,Colombo,"
-    "Kathmandu,Hanoi,Ho Chi Minh City,Kuala Lumpur,Shanghai,Beijing,Taipei,Perth,Melbourne,Auckland,"
+    "Kathmandu,Hanoi,Ho Chi Minh City,Kuala Lumpur,Shanghai,Beijing,Taipei,Perth,Melbourne,"
+    "Auckland,"
     "Munich,Hamburg,Cologne,Frankfurt,Leipzig,Dresden,Salzburg,Innsbruck,Bern,Basel,Lyon,Marseille,"
-    "Nice,Bordeaux,Toulouse,Brussels,Antwerp,Amsterdam,Rotterdam,Utrecht,Barcelona,Seville,Valencia,"
-    "Naples,Venice,Florence,Turin,Palermo,Edinburgh,Glasgow,Cardiff,Belfast,Manchester,Leeds,Bristol"
+    "Nice,Bordeaux,Toulouse,Brussels,Antwerp,Amsterdam,Rotterdam,Utrecht,Barcelona,Seville,"
+    "Valencia,"
+    "Naples,Venice,Florence,Turin,Palermo,Edinburgh,Glasgow,Cardiff,Belfast,Manchester,Leeds,"
+    "Bristol"
 ).split(",")
 ACCENTED = (
     "München,Zürich,Köln,Düsseldorf,Nürnberg,Würzburg,Lübeck,Göteborg,Malmö,Ålesund,Tromsø,Århus,"
@@ -34,24 +39,34 @@ ACCENTED = (
 FOREIGN = (
     "東京,京都,大阪,札幌,横浜,名古屋,神戸,福岡,仙台,広島,北京,上海,广州,深圳,成都,西安,台北,高雄,香港,南京,"
     "서울,부산,인천,대구,광주,제주,Москва,Казань,Сочи,Омск,Екатеринбург,Владивосток,Київ,Львів,Одеса,Минск,"
-    "София,Пловдив,Београд,Скопје,Αθήνα,Θεσσαλονίκη,Πάτρα,Ηράκλειο,القاهرة,دبي,بغداد,الرياض,بيروت,تهران,"
-    "תל אביב,ירושלים,חיפה,दिल्ली,मुंबई,कोलकाता,ঢাকা,กรุงเทพ,เชียงใหม่,თბილისი,Երևան,Алматы,Ташкент,Ереван"
+    "София,Пловдив,Београд,Скопје,Αθήνα,Θεσσαλονίκη,Πάτρα,Ηράκλειο,القاهرة,دبي,بغداد,الرياض,"
+    "بيروت,تهران,"
+    "תל אביב,ירושלים,חיפה,दिल्ली,मुंबई,कोलकाता,ঢাকা,กรุงเทพ,เชียงใหม่,თბილისი,Երևան,Алматы,"
+    "Ташкент,Ереван"
 ).split(",")
 LETTERS = (
-    "абвгдежзиклмнопрстуфхцчшэюя", "αβγδεζηθικλμνξοπρστυφχψω", "あいうえおかきくけこさしすせそたちつてとなにぬねのはまみむめもやゆよらりるれろ",
-    "アイウエオカキクケコサシスセソタチツテトナニヌネノハマミムメモヤユヨラリルレロン", "山川田中本木村大小林森石水金土日月火花東西南北京都市町野原島谷高橋松井上下",
-    "가나다라마바사아자차카타파하강산서울부대전광주인천수원성남고양용", "ابتثجحخدذرزسشصضطظعغفقكلمنهوي", "àáâäãåæçèéêëìíîïñòóôöõøùúûüýşğłńśźżčřšžěďťň",
+    "абвгдежзиклмнопрстуфхцчшэюя", "αβγδεζηθικλμνξοπρστυφχψω",
+    "あいうえおかきくけこさしすせそたちつてとなにぬねのはまみむめもやゆよらりるれろ",
+    "アイウエオカキクケコサシスセソタチツテトナニヌネノ"
+    "ハマミムメモヤユヨラリルレロン",
+    "山川田中本木村大小林森石水金土日月火花東西南北"
+    "京都市町野原島谷高橋松井上下",
+    "가나다라마바사아자차카타파하강산서울부대전광주인천수원성남고양용", "ابتثجحخدذرزسشصضطظعغفقكلمنهوي",
+    "àáâäãåæçèéêëìíîïñòóôöõøùúûüýşğłńśźżčřšžěďťň",
 )  # fmt: skip
 COUNTRIES = (
-    "France,Germany,Italy,Spain,Portugal,Norway,Sweden,Finland,Denmark,Iceland,Poland,Austria,Kenya,"
+    "France,Germany,Italy,Spain,Portugal,Norway,Sweden,Finland,Denmark,Iceland,Poland,Austria,"
+    "Kenya,"
     "Switzerland,Greece,Turkey,Egypt,Nigeria,Ghana,Morocco,South Africa,India,China,Japan,Vietnam,"
-    "South Korea,Thailand,Indonesia,Australia,New Zealand,Canada,Mexico,Brazil,Argentina,Chile,Peru,"
+    "South Korea,Thailand,Indonesia,Australia,New Zealand,Canada,Mexico,Brazil,Argentina,Chile,"
+    "Peru,"
     "Colombia,Cuba,Jamaica,Ireland,Belgium,the Netherlands,the United States,Ukraine,Romania,Nepal"
 ).split(",")
 FIRST = (
     "Alice Bob Carol David Emma Frank Grace Henry Julia Kevin Laura Maria Nina Oscar Paul Quentin "
     "Rosa Simon Tina Ursula Victor Wendy Xavier Yvonne Zoe Ahmed Aisha Chen Mei Hiroshi Keiko Raj "
-    "Anita Olga Dmitri Sven Ingrid Lars Pierre Chloé Jürgen Björn Zoë José Inés Łukasz Siobhán Omar "
+    "Anita Olga Dmitri Sven Ingrid Lars Pierre Chloé Jürgen Björn Zoë José Inés Łukasz Siobhán "
+    "Omar "
     "Fatima Kwame Amara Tom Jim Ann Sue Joe Max Ben Sam Kim Lee Anna Eva Ida Leo Noah Mia Ella Luis"
 ).split()
 LAST = (
@@ -61,9 +76,11 @@ LAST = (
 ).split()
 RELATIVES = (
     "mum,dad,mom,grandma,grandpa,my sister,my brother,my boss,my wife,my husband,my landlord,uncle,"
-    "my mother,my father,my aunt,my neighbour,my colleague,the doctor,the plumber,the office,my son,"
+    "my mother,my father,my aunt,my neighbour,my colleague,the doctor,the plumber,the office,my "
+    "son,"
     "my daughter,the team,everyone,the kids,my teacher,the manager,the bank,the school,the dentist"
 ).split(",")
+TITLES = "Mr. Ms. Mrs. Dr. Professor Doctor aunt uncle".split()
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 MONTHS = (
     "January February March April May June July August September October November December"
@@ -84,19 +101,23 @@ LISTS: dict[str, list[str]] = {
         "currency": "euros,dollars,pounds,yen,francs,Swiss francs,rupees,pesos,kronor,zloty,won,"
         "US dollars,EUR,USD,GBP,JPY,CHF,SEK,NOK,PLN,INR,CNY,AUD,CAD,BRL,MXN,KRW,TRY,bitcoin,rubles,"
         "Canadian dollars,dirhams,lira,shekels,baht,rand,eur,usd,gbp,kroner,crowns,yuan,forint",
-        "artist": "the Beatles,Queen,Adele,Miles Davis,Nina Simone,David Bowie,Björk,Daft Punk,Abba,"
+        "artist": "the Beatles,Queen,Adele,Miles Davis,Nina Simone,David Bowie,Björk,Daft Punk,"
+        "Abba,"
         "Radiohead,Bach,Mozart,Taylor Swift,Bob Dylan,Johnny Cash,Beyoncé,Pink Floyd,Metallica,U2,"
         "the Rolling Stones,Led Zeppelin,Ella Fitzgerald,Coldplay,Rihanna,Drake,Shakira,Rammstein",
         "room": "kitchen,bedroom,living room,bathroom,hallway,garage,attic,cellar,basement,office,"
         "study,nursery,dining room,corridor,guest room,kids' room,garden,hall,laundry room,lobby,"
         "pantry,library,staircase,balcony,terrace,conference room,workshop,entrance,porch,playroom",
-        "door": "front door,back door,garage door,main door,side door,cellar door,kitchen door,gate,"
+        "door": "front door,back door,garage door,main door,side door,cellar door,kitchen door,"
+        "gate,"
         "garden gate,patio door,balcony door,office door,main entrance,barn door,shed,front gate",
-        "food": "pizza,cheeseburger,pad thai,sushi,ramen,lasagne,caesar salad,falafel,fish and chips,"
+        "food": "pizza,cheeseburger,pad thai,sushi,ramen,lasagne,caesar salad,falafel,fish and "
+        "chips,"
         "burritos,tacos,spring rolls,chicken wings,tomato soup,pancakes,hot dogs,dumplings,curry,"
         "pepperoni pizza,vegan burger,green curry,fried rice,noodles,kebab,gyros,paella,risotto,"
         "bagels,croissants,ice cream,apple pie,tiramisu,sandwiches,salad,large fries,chicken soup",
-        "ingredient": "tomatoes,lentils,chickpeas,salmon,tofu,rice,spinach,potatoes,eggs,cheese,milk,"
+        "ingredient": "tomatoes,lentils,chickpeas,salmon,tofu,rice,spinach,potatoes,eggs,cheese,"
+        "milk,"
         "bread,butter,onions,garlic,mushrooms,zucchini,pumpkin,chicken,beef,tuna,apples,bananas,"
         "carrots,beans,pasta,flour,sugar,leeks,cabbage,quinoa,avocado,basil,walnuts,oats,honey,"
         "olive oil,yoghurt,peppers,aubergine,broccoli,lemons,shrimp,pork,cauliflower,coffee,tea",
@@ -110,15 +131,18 @@ LISTS: dict[str, list[str]] = {
         "socks,towels,batteries,light bulbs,toaster,kettle,blender,frying pan,vase,candles,pillow,"
         "laptop,tablet,charger,USB cable,camera,tripod,guitar strings,yoga mat,dumbbells,bike lock,"
         "mugs,plates,pens,desk,bookshelf,carpet,mirror,hair dryer,toothbrush,shampoo,gloves,hat",
-        "colour": "red,blue,green,yellow,black,white,grey,purple,orange,pink,brown,silver,turquoise,"
+        "colour": "red,blue,green,yellow,black,white,grey,purple,orange,pink,brown,silver,"
+        "turquoise,"
         "dark blue,light green,beige,gold,violet,navy,crimson",
         "language": "French,German,Spanish,Italian,Dutch,Polish,Portuguese,Swedish,Japanese,Korean,"
         "Chinese,Russian,Arabic,Hindi,Greek,Turkish,Finnish,Danish,Norwegian,Czech,Hungarian,Latin,"
         "Swahili,Vietnamese,Thai,Hebrew,English,Ukrainian,Romanian,Icelandic,Welsh,Irish,Catalan",
-        "measure": "meters,feet,inches,cm,centimeters,miles,kilometers,km,yards,mm,kilograms,kg,grams,"
+        "measure": "meters,feet,inches,cm,centimeters,miles,kilometers,km,yards,mm,kilograms,kg,"
+        "grams,"
         "pounds,ounces,tons,liters,gallons,cups,pints,ml,hours,minutes,seconds,days,celsius,lbs,"
         "fahrenheit,acres,hectares,stone,m,light years,knots,mph,degrees,radians,bytes,megabytes",
-        "word": "report,invoice,budget,notes,draft,summary,photos,backup,archive,music,projects,logs,"
+        "word": "report,invoice,budget,notes,draft,summary,photos,backup,archive,music,projects,"
+        "logs,"
         "holiday,taxes,contract,thesis,recipe,letter,data,results,cats,dogs,work,physics,lawyers",
         "rare_word": "ubiquitous,ephemeral,serendipity,quixotic,lucid,arcane,benevolent,candid,"
         "diligent,eloquent,frugal,gregarious,hubris,impartial,jovial,laconic,meticulous,nefarious,"
@@ -130,17 +154,21 @@ LISTS: dict[str, list[str]] = {
         "service": "nginx,redis,postgres,mysql,apache,docker,kafka,rabbitmq,elasticsearch,grafana,"
         "prometheus,cron,sshd,mongodb,billing,auth,search,gateway,payments,frontend,backend,mailer,"
         "worker,scheduler,login-service,user-api,cache,proxy,database",
-        "department": "marketing,sales,accounting,engineering,legal,finance,support,research,design,"
+        "department": "marketing,sales,accounting,engineering,legal,finance,support,research,"
+        "design,"
         "human resources,IT,logistics,purchasing,operations,security,production,quality,HR",
-        "venue": "pharmacy,gas station,coffee shop,bakery,bank,supermarket,ATM,hospital,post office,"
+        "venue": "pharmacy,gas station,coffee shop,bakery,bank,supermarket,ATM,hospital,post "
+        "office,"
         "park,library,museum,gym,cinema,parking lot,bus stop,restaurant,hotel,bookshop,playground,"
         "hairdresser,dentist,charging station,florist,swimming pool,police station,bar,laundromat,"
         "pizza place,sushi restaurant,school,church,vet,butcher,hardware store,toilet,beach,café",
         "app": "Spotify,the calculator,Chrome,Firefox,Word,Excel,Photoshop,the camera,Slack,Zoom,"
         "WhatsApp,Netflix,the browser,the settings,Maps,Teams,Telegram,Outlook,Steam,Notes,Signal",
-        "sport": "running,swimming,yoga,cycling,tennis,football,rowing,boxing,pilates,climbing,squash,"
+        "sport": "running,swimming,yoga,cycling,tennis,football,rowing,boxing,pilates,climbing,"
+        "squash,"
         "jogging,weight lifting,dancing,basketball,skiing,hiking,badminton,stretching,push-ups",
-        "garden": "lawn,roses,tomatoes,flower bed,front yard,back yard,garden,hedge,vegetable patch,"
+        "garden": "lawn,roses,tomatoes,flower bed,front yard,back yard,garden,hedge,vegetable "
+        "patch,"
         "greenhouse,orchard,herbs,balcony plants,tulips,meadow,cucumbers,terrace",
         "pet": "cat,dog,hamster,parrot,rabbit,fish,turtle,guinea pig,kitten,puppy,goldfish,canary",
         "team": "Lakers,Real Madrid,Bayern,Arsenal,Yankees,Juventus,Chelsea,Red Sox,Ajax,Celtics,"
@@ -153,24 +181,30 @@ LISTS: dict[str, list[str]] = {
         "bill": "electricity,phone,water,gas,internet,rent,credit card,insurance,heating,hospital",
         "label": "medicine,work,school,gym,Ski Trip,holiday,party mix,Book Club,family,morning run,"
         "flight,breakfast,ideas,Road Trip,weekend,Summer Hits,focus,dinner,pills,study group",
-        "reason": "it is broken,wrong size,it arrived too late,the color is wrong,I changed my mind,"
+        "reason": "it is broken,wrong size,it arrived too late,the color is wrong,I changed my "
+        "mind,"
         "it does not fit,too small,it is damaged,a part is missing,the screen is cracked,too heavy,"
         "it never worked,it is the wrong model,defective,it smells bad,it is too loud,not needed",
-        "bug": "Crash on startup,Login page is blank,dark mode,Memory leak in the parser,slow search,"
+        "bug": "Crash on startup,Login page is blank,dark mode,Memory leak in the parser,slow "
+        "search,"
         "Typo in the manual,Button does not work,export to PDF,Wrong total in the cart,broken link,"
         "Timeout when saving,add a search field,Error 500 on upload,Images are not loaded,"
         "support for Windows,The menu flickers,keyboard shortcuts,wrong time zone in the log",
         "commit": "Fix typo in header,Add login page,bump version,Update README,remove dead code,"
-        "refactor the parser,Fix crash on empty input,add tests for the cache,Improve error messages,"
+        "refactor the parser,Fix crash on empty input,add tests for the cache,Improve error "
+        "messages,"
         "first version,rename variables,Merge the new layout,speed up the search,clean up,wip",
         "sql": "SELECT * FROM users,SELECT name FROM orders WHERE id = 5,DELETE FROM logs,"
         "SELECT count(*) FROM events,UPDATE items SET price = 3 WHERE id = 9,SHOW TABLES,"
         "SELECT id FROM customers ORDER BY name LIMIT 10",
-        "meeting_room": "Einstein,Room 4,Blue Room,Curie,Aquarium,3.14,Boardroom,B12,Newton,Atlantis,"
+        "meeting_room": "Einstein,Room 4,Blue Room,Curie,Aquarium,3.14,Boardroom,B12,Newton,"
+        "Atlantis,"
         "Room 201,the big one,Studio,Garden Room,A-7,Everest,Library,Turing",
-        "option": "pizza,pasta,Monday,Tuesday,yes,no,maybe,red,blue,tea,coffee,beach,mountains,cats,"
+        "option": "pizza,pasta,Monday,Tuesday,yes,no,maybe,red,blue,tea,coffee,beach,mountains,"
+        "cats,"
         "dogs,morning,evening,summer,winter,train,car,bike",
-        "landmark": "the airport,the station,the main station,Central Park,Times Square,the old town,"
+        "landmark": "the airport,the station,the main station,Central Park,Times Square,the old "
+        "town,"
         "the city centre,home,work,the office,the museum,the hospital,Union Square,the harbour,"
         "the university,the stadium,the opera,the zoo,the town hall,Piccadilly Circus,the library,"
         "the mall,the beach,the cathedral,my hotel,the castle,Gate 4,terminal 2,the bus station",
@@ -182,20 +216,25 @@ LISTS: dict[str, list[str]] = {
         "Swan Lake,The Lion King,Oppenheimer,Parasite,Spirited Away,Goodfellas,Emma,Dracula,Heat,"
         "Yesterday,Imagine,Hey Jude,Blue Monday,Hotel California,Thriller,Hallelujah,Clair de Lune,"
         "Moby Dick,Ulysses,Middlemarch,The Trial,Siddhartha,Persuasion,The Stranger,Walden",
-        "restaurant_name": "Bella Roma,Golden Fig,Luigi's,The Anchor,Chez Paul,Osteria Luna,Kiku,Noma,"
+        "restaurant_name": "Bella Roma,Golden Fig,Luigi's,The Anchor,Chez Paul,Osteria Luna,Kiku,"
+        "Noma,"
         "Bangkok Garden,Taj Mahal,Burger Barn,Umi,Dolce,Le Bistro,El Toro,Blue Dragon,Pizza Hut,"
         "The Red Lion,Casa Pepe,Sushi Bar Edo,McDonald's,Café Central,Trattoria da Mario,Zum Adler",
-        "company_name": "Acme,Globex,Initech,the Red Cross,UNICEF,Stark Industries,Siemens,Greenpeace,"
-        "the animal shelter,Wayne Enterprises,Contoso,the food bank,Doctors Without Borders,Umbrella",
+        "company_name": "Acme,Globex,Initech,the Red Cross,UNICEF,Stark Industries,Siemens,"
+        "Greenpeace,"
+        "the animal shelter,Wayne Enterprises,Contoso,the food bank,Doctors Without Borders,"
+        "Umbrella",
     }.items()
 }
 
 TASKS = (
     "call {p},call the {x},buy {i},buy {i} and {i},water the plants,pay the {b} bill,take out the "
     "trash,clean the {r},walk the dog,feed the cat,write to {p},book the {x},renew my passport,fix "
-    "the {x},return the {x},pick up {p},pick up the {x},finish the {x},send the {x} to {p},read the "
+    "the {x},return the {x},pick up {p},pick up the {x},finish the {x},send the {x} to {p},read "
+    "the "
     "{x},do the dishes,do the laundry,wash the car,go to the gym,check the {x},visit {p},order {i},"
-    "bring the {x} to {p},print the {x},charge my phone,take my pills,prepare the {x},cancel the {x},"
+    "bring the {x} to {p},print the {x},charge my phone,take my pills,prepare the {x},cancel the "
+    "{x},"
     "update the {x},learn {l},bake a cake,iron the shirts,review the {x},cook dinner,lock the {d},"
     "submit the {x},mow the lawn,get a haircut,tidy up the {r},sell the {x},paint the {r},practice "
     "piano,back up the {x},meet {p},turn off the oven,talk to {p} about the {x},look for the {x}"
@@ -205,14 +244,19 @@ THINGS = (
     "{p}'s birthday,the oven,the {r} window,dinner with {p},the dentist,the {i},the rent,the dog"
 ).split(",")
 CLAUSES = (
-    "I'm {w},I am {w},I will be {w},I'll be there at {t},I can't come {e},dinner is ready,we are {w},"
-    "the meeting is at {t},the meeting is cancelled,the {x} is {a},the {x} is ready,the {x} is broken,"
-    "the {x} has arrived,I need the {x},I found the {x},happy birthday,thank you for the {x},see you "
-    "at {t},see you {e},good luck,I love you,call me back,bring the {x},don't forget the {x},we need "
+    "I'm {w},I am {w},I will be {w},I'll be there at {t},I can't come {e},dinner is ready,we are "
+    "{w},"
+    "the meeting is at {t},the meeting is cancelled,the {x} is {a},the {x} is ready,the {x} is "
+    "broken,"
+    "the {x} has arrived,I need the {x},I found the {x},happy birthday,thank you for the {x},see "
+    "you "
+    "at {t},see you {e},good luck,I love you,call me back,bring the {x},don't forget the {x},we "
+    "need "
     "{i},the keys are in the {r},the train is late,the {x} starts at {t},the {x} is due {e},I sold "
     "the {x},{p} is sick,{p} is here,{p} will call at {t},the shop closes at {t},the door is open,"
     "practice is moved to {t},our flight is delayed,I have the {x},it is raining,the package is "
-    "at the {r} door,everything is fine,I passed the exam,we won,the contract is signed,lunch is at "
+    "at the {r} door,everything is fine,I passed the exam,we won,the contract is signed,lunch is "
+    "at "
     "{t},the password is {c},the code is {c},I miss you,the party starts at {t},the water is cold,"
     "the {x} and the {x} are {a},please bring {i},the car is in the garage,I'm stuck in traffic,"
     "my phone is dead,the {x} costs {n} euros,there are {n} people here,buy {i} and {i},on my way,"
@@ -220,25 +264,33 @@ CLAUSES = (
     "you were right,congratulations,the cat is on the roof,school is out {e},the {x} looks great"
 ).split(",")
 TOPICS = (
-    "the {x},the {x} {x},the new {x},{a} {x},{x} and {x},the history of {k},the {x} in {o},cheap {z},"
-    "the best {z},{z} in {o},{k},{k} and {k},the {k} conference,my {x},our {x},the {x} report,the {x} "
-    "meeting,the price of {i},{o} {x},{l} grammar,tomorrow's {x},how {k} works,{s} for beginners,the "
-    "{a} {a} {x},the {x} of {p},the weekend,the rent,the summer party,{k} in {y},used {z},{x} prices,"
+    "the {x},the {x} {x},the new {x},{a} {x},{x} and {x},the history of {k},the {x} in {o},cheap "
+    "{z},"
+    "the best {z},{z} in {o},{k},{k} and {k},the {k} conference,my {x},our {x},the {x} report,"
+    "the {x} "
+    "meeting,the price of {i},{o} {x},{l} grammar,tomorrow's {x},how {k} works,{s} for beginners,"
+    "the "
+    "{a} {a} {x},the {x} of {p},the weekend,the rent,the summer party,{k} in {y},used {z},{x} "
+    "prices,"
     "the elections,climate change,electric cars,football,the holidays,the garden,vacation plans,"
     "machine learning,{z} under {n} dollars,the {x} on the {x},{k} news,solar panels,the invoice"
 ).split(",")
 HOWTO = (
-    "fix a {x},cook {i},learn {l},clean a {x},build a {x},tie a tie,change a tire,grow {i},start with "
-    "{s},write a {x},remove a stain,get to {o},save money,sleep better,repair a {x},train a {t2},play "
+    "fix a {x},cook {i},learn {l},clean a {x},build a {x},tie a tie,change a tire,grow {i},start "
+    "with "
+    "{s},write a {x},remove a stain,get to {o},save money,sleep better,repair a {x},train a {t2},"
+    "play "
     "chess,peel {i},sell a {x},open a {x},draw a {t2},make {f},speak {l},boil eggs,tie a bow"
 ).split(",")
 FIELDS = (
     "chess,physics,history,astronomy,jazz,philosophy,economics,gardening,robotics,biology,baking,"
-    "photography,space exploration,artificial intelligence,politics,medicine,coffee,sailing,fashion,"
+    "photography,space exploration,artificial intelligence,politics,medicine,coffee,sailing,"
+    "fashion,"
     "architecture,volcanoes,dinosaurs,bees,poetry,painting,energy,tennis,travel,music,Roman law"
 ).split(",")
 PHRASES = (
-    "good morning,good night,thank you very much,where is the station,how are you,I am hungry,hello,"
+    "good morning,good night,thank you very much,where is the station,how are you,I am hungry,"
+    "hello,"
     "I would like a coffee,see you tomorrow,what is your name,I love this city,the cat is black,"
     "I am allergic to nuts,can I have the bill,where is the toilet,I do not understand,excuse me,"
     "how much does it cost,I am lost,two beers please,have a nice day,the weather is nice,water,"
@@ -252,12 +304,17 @@ EVENTS = (
     "standup,project kickoff,coffee with {p},swimming lesson,{x} workshop,flight to {o},{s} class,"
     "wedding,trip to {o},car inspection,choir practice,math exam,{x},movie night,game night,retreat"
 ).split(",")
+BUGS = "{x} is {a},the {x} does not work,Wrong {x} in the {x},add a {x},{x} crashes".split(",")
+COMMITS = "Add {x},fix {x} in {x},remove {x},Update the {x},rename {x} to {x}".split(",")
+REASONS = "the {x} is {a},it is too {a},the {x} is missing".split(",")
 STATES = (
-    "late,sick,at home,at the office,on the train,ready,tired,in {o},busy,stuck in traffic,on my way,"
+    "late,sick,at home,at the office,on the train,ready,tired,in {o},busy,stuck in traffic,on my "
+    "way,"
     "ten minutes late,in the {r},not coming,almost there,at the {x},outside,hungry,back at {t}"
 ).split(",")
 SENTENCES = (
-    "The {x} of the {x} was {a}.,We met {p} in {o} and talked about the {x}.,The {a} {x} is near the "
+    "The {x} of the {x} was {a}.,We met {p} in {o} and talked about the {x}.,The {a} {x} is near "
+    "the "
     "{r}.,{p} sold the {x} and bought a {a} {x}.,In {o} the {x} is {a} and the {x} is {a}."
 ).split(",")
 
@@ -321,7 +378,7 @@ def person(w: Words) -> str:
     if chance < 0.2:
         return r.choice(RELATIVES)
     if chance < 0.28:
-        return f"{r.choice(('Mr.', 'Ms.', 'Mrs.', 'Dr.', 'Professor', 'Doctor', 'aunt', 'uncle'))} {r.choice((*LAST, w.name()))}"
+        return f"{r.choice(TITLES)} {r.choice((*LAST, w.name()))}"
     return person_name(w) if chance < 0.4 else first_name(w)
 
 
@@ -346,11 +403,16 @@ def phone(w: Words) -> str:
     def digits(n: int) -> str:
         return "".join(r.choices("0123456789", k=n))
 
-    return r.choice((
-        f"{digits(3)}-{digits(4)}", f"+{r.randint(1, 99)} {digits(3)} {digits(6)}", digits(8),
-        f"{digits(3)} {digits(3)} {digits(4)}", f"+{r.randint(1, 99)} {digits(1)} {digits(4)} {digits(4)}",
-        f"0{digits(3)}/{digits(6)}",
-    ))  # fmt: skip
+    return r.choice(
+        (
+            f"{digits(3)}-{digits(4)}",
+            f"+{r.randint(1, 99)} {digits(3)} {digits(6)}",
+            digits(8),
+            f"{digits(3)} {digits(3)} {digits(4)}",
+            f"+{r.randint(1, 99)} {digits(1)} {digits(4)} {digits(4)}",
+            f"0{digits(3)}/{digits(6)}",
+        )
+    )
 
 
 def day(w: Words) -> str:
@@ -364,12 +426,19 @@ def day(w: Words) -> str:
     month, number = r.choice(MONTHS), r.randint(1, 28)
     year = r.randint(2023, 2032)
     ending = {1: "st", 2: "nd", 3: "rd", 21: "st", 22: "nd", 23: "rd"}.get(number, "th")
-    return r.choice((
-        f"{month} {number}", f"{number} {month}", f"{year}-{r.randint(1, 12):02}-{number:02}",
-        f"the {number}{ending} of {month}", f"{month} {number}{ending}", f"{number} {month} {year}",
-        f"{number}.{r.randint(1, 12)}.{year}", f"{r.choice(DAYS)} {r.choice(('morning', 'evening', 'night'))}",
-        f"{r.randint(1, 12)}/{number}",
-    ))  # fmt: skip
+    return r.choice(
+        (
+            f"{month} {number}",
+            f"{number} {month}",
+            f"{year}-{r.randint(1, 12):02}-{number:02}",
+            f"the {number}{ending} of {month}",
+            f"{month} {number}{ending}",
+            f"{number} {month} {year}",
+            f"{number}.{r.randint(1, 12)}.{year}",
+            f"{r.choice(DAYS)} {r.choice(('morning', 'evening', 'night'))}",
+            f"{r.randint(1, 12)}/{number}",
+        )
+    )
 
 
 def clock(w: Words) -> str:
@@ -379,14 +448,26 @@ def clock(w: Words) -> str:
         r.randint(1, 12),
         r.choice((0, 5, 10, 15, 20, 25, 30, 40, 45, 50, r.randint(0, 59))),
     )
-    return r.choice((
-        f"{hour} {r.choice(('am', 'pm', 'a.m.', 'p.m.', 'AM', 'PM'))}", f"{r.randint(0, 23)}:{minute:02}",
-        f"{hour}:{minute:02} {r.choice(('am', 'pm'))}", f"{hour} {r.choice(('am', 'pm'))}",
-        f"{hour}{r.choice(('am', 'pm'))}", f"{number_words(hour)} o'clock", f"{hour} o'clock",
-        f"half past {number_words(hour)}", f"quarter {r.choice(('past', 'to'))} {number_words(hour)}",
-        f"{r.randint(6, 23)}:{minute:02}", r.choice(("noon", "midnight", "lunchtime", "sunset")),
-        f"{number_words(hour)}",
-    )).removesuffix(".") if r.random() < 0.95 else f"{hour}"  # fmt: skip
+    return (
+        r.choice(
+            (
+                f"{hour} {r.choice(('am', 'pm', 'a.m.', 'p.m.', 'AM', 'PM'))}",
+                f"{r.randint(0, 23)}:{minute:02}",
+                f"{hour}:{minute:02} {r.choice(('am', 'pm'))}",
+                f"{hour} {r.choice(('am', 'pm'))}",
+                f"{hour}{r.choice(('am', 'pm'))}",
+                f"{number_words(hour)} o'clock",
+                f"{hour} o'clock",
+                f"half past {number_words(hour)}",
+                f"quarter {r.choice(('past', 'to'))} {number_words(hour)}",
+                f"{r.randint(6, 23)}:{minute:02}",
+                r.choice(("noon", "midnight", "lunchtime", "sunset")),
+                f"{number_words(hour)}",
+            )
+        ).removesuffix(".")
+        if r.random() < 0.95
+        else f"{hour}"
+    )
 
 
 def _thing(w: Words) -> str:
@@ -397,15 +478,27 @@ def filled(w: Words, form: str) -> str:
     """The form with its one-letter places filled."""
     r = w.rng
     makers: dict[str, Callable[[], str]] = {
-        "p": lambda: first_name(w), "x": lambda: _thing(w), "i": lambda: r.choice(LISTS["ingredient"]),
-        "b": lambda: r.choice(LISTS["bill"]), "r": lambda: r.choice(LISTS["room"]), "t": lambda: clock(w),
-        "l": lambda: r.choice(LISTS["language"]), "d": lambda: r.choice(LISTS["door"]),
-        "w": lambda: filled(w, r.choice(STATES)), "e": lambda: r.choice(RELATIVE_DAYS[:3]),
-        "a": lambda: r.choice(ADJECTIVES), "c": lambda: w.code(), "n": lambda: str(r.randint(2, 90)),
-        "o": lambda: city(w), "k": lambda: r.choice(FIELDS), "z": lambda: r.choice(LISTS["product"]),
-        "y": lambda: r.choice(COUNTRIES), "s": lambda: r.choice(LISTS["sport"]),
-        "f": lambda: r.choice(LISTS["food"]), "t2": lambda: r.choice(ANIMALS),
-    }  # fmt: skip
+        "p": lambda: first_name(w),
+        "x": lambda: _thing(w),
+        "i": lambda: r.choice(LISTS["ingredient"]),
+        "b": lambda: r.choice(LISTS["bill"]),
+        "r": lambda: r.choice(LISTS["room"]),
+        "t": lambda: clock(w),
+        "l": lambda: r.choice(LISTS["language"]),
+        "d": lambda: r.choice(LISTS["door"]),
+        "w": lambda: filled(w, r.choice(STATES)),
+        "e": lambda: r.choice(RELATIVE_DAYS[:3]),
+        "a": lambda: r.choice(ADJECTIVES),
+        "c": lambda: w.code(),
+        "n": lambda: str(r.randint(2, 90)),
+        "o": lambda: city(w),
+        "k": lambda: r.choice(FIELDS),
+        "z": lambda: r.choice(LISTS["product"]),
+        "y": lambda: r.choice(COUNTRIES),
+        "s": lambda: r.choice(LISTS["sport"]),
+        "f": lambda: r.choice(LISTS["food"]),
+        "t2": lambda: r.choice(ANIMALS),
+    }
     while "{" in form:
         head, rest = form.split("{", 1)
         key, tail = rest.split("}", 1)
@@ -436,24 +529,39 @@ def _title(w: Words) -> str:
 
 def _file(w: Words) -> str:
     r = w.rng
-    name = r.choice((_thing(w).replace(" ", "_"), w.made_up(), f"{w.made_up()}-{r.randint(1, 99)}",
-                     f"{w.noun()}_{w.noun()}", w.noun().upper(), w.noun().capitalize()))  # fmt: skip
+    name = r.choice(
+        (
+            _thing(w).replace(" ", "_"),
+            w.made_up(),
+            f"{w.made_up()}-{r.randint(1, 99)}",
+            f"{w.noun()}_{w.noun()}",
+            w.noun().upper(),
+            w.noun().capitalize(),
+        )
+    )
     name += "." + r.choice(
-        "txt md py pdf docx csv json log yaml html rs c jpg png xlsx toml sh zip bak conf tex js".split()
+        "txt md py pdf docx csv json log yaml html rs c jpg png xlsx toml sh zip bak js".split()
     )
     return f"{_dir(w)}/{name}" if r.random() < 0.3 else name
 
 
 def _dir(w: Words) -> str:
     r = w.rng
-    parts = [r.choice(("src", "home", "docs", "tests", "var", "lib", w.noun(), w.made_up()))
-             for _ in range(r.randint(1, 3))]  # fmt: skip
+    parts = [
+        r.choice(("src", "home", "docs", "tests", "var", "lib", w.noun(), w.made_up()))
+        for _ in range(r.randint(1, 3))
+    ]
     return r.choice(("", "/", "", "~/", "./")) + "/".join(p.replace(" ", "_") for p in parts)
 
 
 def _folder(w: Words) -> str:
-    return _dir(w) if w.rng.random() < 0.6 else w.rng.choice(
-        ("Downloads", "Documents", "Pictures", "Desktop", "Music", w.noun(), w.name()))  # fmt: skip
+    return (
+        _dir(w)
+        if w.rng.random() < 0.6
+        else w.rng.choice(
+            ("Downloads", "Documents", "Pictures", "Desktop", "Music", w.noun(), w.name())
+        )
+    )
 
 
 def _image(w: Words) -> str:
@@ -486,9 +594,19 @@ def identifier(w: Words) -> str:
     r = w.rng
     letters = "".join(r.choices("ABCDEFGHJKLMNPQRSTUVWXYZ", k=r.randint(1, 3)))
     number = str(r.randint(1, 10 ** r.randint(1, 6)))
-    return r.choice((number, number, w.code(), letters + number, f"{letters}-{number}",
-                     "".join(r.choices("abcdef0123456789", k=r.randint(4, 8))),
-                     f"{letters}-{r.randint(2020, 2030)}-{number}", f"#{number}", f"{letters}_{number}"))  # fmt: skip
+    return r.choice(
+        (
+            number,
+            number,
+            w.code(),
+            letters + number,
+            f"{letters}-{number}",
+            "".join(r.choices("abcdef0123456789", k=r.randint(4, 8))),
+            f"{letters}-{r.randint(2020, 2030)}-{number}",
+            f"#{number}",
+            f"{letters}_{number}",
+        )
+    )
 
 
 def _address(w: Words) -> str:
@@ -515,18 +633,44 @@ def place(w: Words) -> str:
 
 def _user(w: Words) -> str:
     r = w.rng
-    return r.choice((w.made_up(), f"{w.made_up()}{r.randint(1, 99)}", r.choice(FIRST).lower(), f"{w.made_up()}_{w.made_up()}", f"{r.choice(FIRST).lower()}.{r.choice(LAST).lower()}"))  # fmt: skip
+    return r.choice(
+        (
+            w.made_up(),
+            f"{w.made_up()}{r.randint(1, 99)}",
+            r.choice(FIRST).lower(),
+            f"{w.made_up()}_{w.made_up()}",
+            f"{r.choice(FIRST).lower()}.{r.choice(LAST).lower()}",
+        )
+    )
 
 
 def _host(w: Words) -> str:
     r = w.rng
-    return r.choice((f"{w.made_up()}.{r.choice(('com', 'org', 'local', 'net'))}", f"10.0.{r.randint(0, 255)}.{r.randint(1, 254)}",
-                     f"{r.choice(('web', 'db', 'app', 'node', 'gpu'))}{r.randint(1, 20)}", f"{r.choice(('web', 'db', 'prod'))}-{w.made_up()}", "localhost"))  # fmt: skip
+    return r.choice(
+        (
+            f"{w.made_up()}.{r.choice(('com', 'org', 'local', 'net'))}",
+            f"10.0.{r.randint(0, 255)}.{r.randint(1, 254)}",
+            f"{r.choice(('web', 'db', 'app', 'node', 'gpu'))}{r.randint(1, 20)}",
+            f"{r.choice(('web', 'db', 'prod'))}-{w.made_up()}",
+            "localhost",
+        )
+    )
 
 
 def _bare(w: Words) -> str:
     form = w.rng.choice(THINGS)
     return filled(w, form).removeprefix("the ").removeprefix("my ")
+
+
+def _branch(w: Words) -> str:
+    dashed = f"{w.noun()}-{w.noun()}"
+    return w.rng.choice((w.made_up(), dashed, f"fix/{w.noun()}", f"feature/{w.made_up()}"))
+
+
+def _version(w: Words) -> str:
+    r = w.rng
+    last = r.choice(("", f".{r.randint(0, 9)}"))
+    return f"{r.choice(('', 'v'))}{r.randint(0, 9)}.{r.randint(0, 20)}{last}"
 
 
 KINDS: dict[str, Callable[[Words], str]] = {
@@ -550,16 +694,20 @@ KINDS: dict[str, Callable[[Words], str]] = {
     "task_or_bare": lambda w: _bare(w) if w.rng.random() < 0.5 else filled(w, w.rng.choice(TASKS)),
     "event": lambda w: w.phrase(2) if w.rng.random() < 0.15 else filled(w, w.rng.choice(EVENTS)),
     "sentence": _one(SENTENCES),
-    "phrase_text": lambda w: w.phrase() if w.rng.random() < 0.15 else filled(w, w.rng.choice(PHRASES)),
+    "phrase_text": lambda w: (
+        w.phrase() if w.rng.random() < 0.15 else filled(w, w.rng.choice(PHRASES))
+    ),
     "title": lambda w: w.rng.choice(LISTS["movie"]) if w.rng.random() < 0.4 else _title(w),
     "artist": lambda w: w.rng.choice(LISTS["artist"]) if w.rng.random() < 0.5 else person_name(w),
     "restaurant": lambda w: (
-        w.rng.choice(LISTS["restaurant_name"]) if w.rng.random() < 0.45
+        w.rng.choice(LISTS["restaurant_name"])
+        if w.rng.random() < 0.45
         else w.rng.choice((_title(w), w.name(), f"{w.name()} {w.name()}", f"Chez {w.name()}"))
     ),
     "company": lambda w: w.rng.choice(LISTS["company_name"]) if w.rng.random() < 0.5 else w.name(),
     "station": lambda w: (
-        w.rng.choice(LISTS["station_name"]) if w.rng.random() < 0.4
+        w.rng.choice(LISTS["station_name"])
+        if w.rng.random() < 0.4
         else w.rng.choice((city(w), f"{w.name()} {w.rng.choice(('Station', 'Central', 'North'))}"))
     ),
     "food": _listed("food", _pair),
@@ -579,23 +727,34 @@ KINDS: dict[str, Callable[[Words], str]] = {
     "user": _user,
     "host": _host,
     "service": _listed("service", lambda w: w.rng.choice((w.made_up(), f"{w.noun()}-{w.noun()}"))),
-    "branch": lambda w: w.rng.choice((w.made_up(), f"{w.noun()}-{w.noun()}", f"fix/{w.noun()}", f"feature/{w.made_up()}")),
-    "version": lambda w: f"{w.rng.choice(('', 'v'))}{w.rng.randint(0, 9)}.{w.rng.randint(0, 20)}" + w.rng.choice(("", f".{w.rng.randint(0, 9)}")),
+    "branch": _branch,
+    "version": _version,
     "word": _listed("word", lambda w: w.noun(), 0.5),
     "rare_word": _listed("rare_word", lambda w: w.made_up(), 0.4),
-    "bug": _listed("bug", lambda w: filled(w, w.rng.choice(("{x} is {a}", "the {x} does not work", "Wrong {x} in the {x}", "add a {x}", "{x} crashes")))),
-    "commit": _listed("commit", lambda w: filled(w, w.rng.choice(("Add {x}", "fix {x} in {x}", "remove {x}", "Update the {x}", "rename {x} to {x}")))),
+    "bug": _listed("bug", _one(BUGS)),
+    "commit": _listed("commit", _one(COMMITS)),
     "label": _listed("label", lambda w: w.phrase(2)),
-    "reason": _listed("reason", lambda w: filled(w, w.rng.choice(("the {x} is {a}", "it is too {a}", "the {x} is missing")))),
+    "reason": _listed("reason", _one(REASONS)),
     "meeting_room": _listed("meeting_room", lambda w: w.name()),
     "document": _listed("document", _file, 0.4),
     "doctor": _listed("doctor", lambda w: w.made_up(), 0.1),
-    "poll": lambda w: filled(w, w.rng.choice((
-        "where do we go", "what do we eat", "when do we meet", "which {x} do we take",
-        "who brings the {x}", "what is the best {x}", "when is the {x}", "which {z} is better",
-    ))),
+    "poll": lambda w: filled(
+        w,
+        w.rng.choice(
+            (
+                "where do we go",
+                "what do we eat",
+                "when do we meet",
+                "which {x} do we take",
+                "who brings the {x}",
+                "what is the best {x}",
+                "when is the {x}",
+                "which {z} is better",
+            )
+        ),
+    ),
     "option": _listed("option", lambda w: w.noun(), 0.4),
-}  # fmt: skip
+}
 for _kind in LISTS:
     KINDS.setdefault(_kind, _listed(_kind, lambda w: w.noun(), 0.12))
 
