@@ -187,7 +187,7 @@ def main() -> None:
     """The command line."""
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--out", default="lockstep/assets/model")
-    p.add_argument("--minutes", type=float, default=12.5)
+    p.add_argument("--minutes", type=float, default=20.0)
     p.add_argument("--batch", type=int, default=65536, help="tokens of a batch")
     p.add_argument("--lr", type=float, default=0.02)
     p.add_argument("--samples", type=int, default=12000, help="samples for the tokenizer")
