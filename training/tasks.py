@@ -287,14 +287,14 @@ def quiz(w: Words) -> Sample:
     chat = Chat("quiz", _system(w), [tool.schema for tool in tools])
     for _ in range(r.randint(3, 6)):
         chance = r.random()
-        if chance < 0.72:
+        if chance < 0.66:
             request = asks.single(w, tools)
             chat.user(request.text).call(*request.calls)
             if r.random() < 0.75:
                 chat.tool('{"status": "ok"}').assistant("Done.")
             else:
                 _results(w, chat, 1)
-        elif chance < 0.92:
+        elif chance < 0.93:
             chat.user(asks.foreign(w, tools)).assistant(smalltalk.NO_TOOL)
         else:
             question, answer = small_talk(w)
@@ -569,12 +569,12 @@ def write_code(w: Words) -> Sample:
 
 
 TASKS: dict[str, tuple[Callable[[Words], Sample], float]] = {
-    "tools": (tool_call, 0.10),
+    "tools": (tool_call, 0.09),
     "daily": (daily, 0.02),
     "free": (free_call, 0.15),
-    "quiz": (quiz, 0.30),
+    "quiz": (quiz, 0.37),
     "several": (several_calls, 0.06),
-    "unfit": (unfit, 0.05),
+    "unfit": (unfit, 0.07),
     "code": (code, 0.02),
     "write_code": (write_code, 0.01),
     "no_tool": (no_tool, 0.02),
@@ -582,10 +582,10 @@ TASKS: dict[str, tuple[Callable[[Words], Sample], float]] = {
     "talk": (talk, 0.01),
     "needle": (needle, 0.04),
     "dialogue": (dialogue, 0.04),
-    "json": (json_task, 0.10),
-    "sequence": (sequence, 0.10),
+    "json": (json_task, 0.08),
+    "sequence": (sequence, 0.07),
     "free_sequence": (free_sequence, 0.02),
-    "list": (listing, 0.05),
+    "list": (listing, 0.04),
     "copy": (copying, 0.03),
 }
 
