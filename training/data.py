@@ -16,8 +16,11 @@ from training import tasks, text
 
 GIVEN = 0.1
 """Most weight of a token that is given, against 1.0 for one that is learned: it teaches words."""
-GIVEN_SHARE = 0.5
+GIVEN_SHARE = 0.3
 """Most weight of all given tokens of a sample, against that of its learned ones."""
+
+FIRST, FIRST_WEIGHT = 10, 2.5
+"""The tokens with which an answer beside tools begins, where it chooses, weigh more."""
 
 
 class Encoder:
@@ -37,7 +40,12 @@ class Encoder:
         given = sum(len(new) for new, learned in parts if not learned)
         taught = sum(len(new) for new, learned in parts if learned)
         low = min(GIVEN, GIVEN_SHARE * taught / given)
-        weights = [1.0 if learned else low for new, learned in parts for _ in new]
+        first = FIRST_WEIGHT if sample.tools else 1.0
+        weights = [
+            (first if at < FIRST else 1.0) if learned else low
+            for new, learned in parts
+            for at in range(len(new))
+        ]
         return [i for new, _ in parts for i in new], weights
 
 
@@ -76,10 +84,10 @@ def _draw(
     encoder: Encoder, rng: random.Random, seed: int, length: int
 ) -> tuple[list[int], list[float]]:
     chance = rng.random()
-    if chance < 0.12:
+    if chance < 0.08:
         ids = encoder.ids(text.document(rng, rng.choice((1500, 4000)), False))[: length - 1]
-        return [*ids, encoder.end], [0.6] * (len(ids) + 1)
-    if length > 512 and chance < 0.55:
+        return [*ids, encoder.end], [0.5] * (len(ids) + 1)
+    if length > 1024 and chance < 0.4:
         size = int(length * 3.6 * rng.uniform(0.3, 0.95))
         return encoder.sample(tasks.draw(seed, task="needle", characters=size))
     return encoder.sample(tasks.draw(seed))

@@ -2,8 +2,9 @@
 
 Answers come from the engine, greedy, with the MTP drafter at K = 3; one is exact if its text equals
 the reference. Cases come from the evaluation side of the word split, which training never draws
-from. Free continuations of held-out source text are sampled: as the Qwen3.5 family recommends, and
-there a loop counts as a fault; and without a penalty, to tell how so small a model ends.
+from; free requests are those of heldout.py, written by hand. Free continuations of held-out source
+text are sampled: as the Qwen3.5 family recommends, and there a loop counts as
+a fault; and without a penalty, to tell how so small a model ends.
 """
 
 import argparse
@@ -15,9 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep import LLM, SamplingParams
+from lockstep.outputs import RequestOutput
+from lockstep.text.parsers import ReplyParser
+from lockstep.text.parsers.qwen3_coder import Qwen3CoderParser
 from training import tasks, text
+from training.asks import Call
 
 DRAFTS = 3
+MAX_TOKENS = 1400
+"""More than the longest answer: 200 primes take 1,050 tokens."""
 FREE_TOKENS = 160
 FREE: dict[str, dict[str, Any]] = {
     "free continuations": dict(temperature=1.0, top_p=0.95, top_k=20, presence_penalty=1.5),
@@ -41,16 +48,20 @@ class Set:
 
 SETS = (
     Set("tool calls", "tools", 500, exact=0.95, accepted=2.5),
-    Set("everyday tool calls", "daily", 100),
+    Set("everyday tool calls", "daily", 100, exact=0.95),
     Set("needle at 1 K", "needle", 40, characters=3400, exact=0.95),
     Set("needle at 4 K", "needle", 40, characters=14000, exact=0.95),
     Set("needle at 8 K", "needle", 40, characters=28000, exact=0.95),
-    Set("dialogue", "dialogue", 100),
-    Set("JSON", "json", 100, accepted=2.5),
-    Set("sequences", "sequence", 50),
-    Set("lists", "list", 50),
+    Set("dialogue", "dialogue", 100, exact=0.95),
+    Set("JSON", "json", 100, exact=0.95, accepted=2.5),
+    Set("sequences", "sequence", 50, exact=0.9),
+    Set("lists", "list", 50, exact=0.95),
     Set("code", "code", 50, accepted=1.8),
 )
+WRITTEN = Set("free requests", "", 0, exact=0.97, accepted=2.5)
+"""Requests written by hand that need a call: right if its names and arguments are."""
+SILENT = Set("no tool fits", "", 0, exact=0.95)
+"""Requests written by hand that none of the tools is for: right if there is no call."""
 
 
 def samples(part: Set, count: int) -> list[tasks.Sample]:
@@ -63,7 +74,7 @@ def samples(part: Set, count: int) -> list[tasks.Sample]:
 def measure(llm: LLM, part: Set, count: int) -> dict[str, Any]:
     """Exact share and acceptance length of one set."""
     cases = samples(part, count)
-    params = SamplingParams(temperature=0.0, max_tokens=600, skip_special_tokens=False)
+    params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, skip_special_tokens=False)
     outs = llm.generate([case.prompt for case in cases], params)
     wanted = [case.answer.removesuffix("<|im_end|>") for case in cases]
     right = sum(
@@ -71,15 +82,38 @@ def measure(llm: LLM, part: Set, count: int) -> dict[str, Any]:
         and out.outputs[0].finish_reason == "stop"
         for out, answer in zip(outs, wanted, strict=True)
     )
+    return _line(part, outs, right)
+
+
+def _line(part: Set, outs: Sequence[RequestOutput], right: int) -> dict[str, Any]:
     steps = sum(out.metrics.num_steps for out in outs)
     accepted = sum(out.metrics.num_accepted_tokens for out in outs)
     return {
         "set": part.name,
-        "cases": count,
-        "prompt_tokens": round(sum(len(out.prompt_token_ids) for out in outs) / count),
-        "exact": round(right / count, 4),
+        "cases": len(outs),
+        "prompt_tokens": round(sum(len(out.prompt_token_ids) for out in outs) / len(outs)),
+        "exact": round(right / len(outs), 4),
         "acceptance_length": round(1 + accepted / max(steps, 1), 3),
     }
+
+
+def calls_in(answer: str, tools: list[dict[str, Any]]) -> list[Call]:
+    """The calls of an answer, as the server reads them."""
+    reply = ReplyParser(None, Qwen3CoderParser(tools)).parse(answer.removesuffix("<|im_end|>"))
+    return [(call.name, json.loads(call.arguments)) for call in reply.tool_calls]
+
+
+def free_requests(llm: LLM, part: Set, every: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """One line of the requests written by hand, and what went wrong in it."""
+    cases = [case for case in tasks.written() if bool(case[1]) == (part is WRITTEN)][::every]
+    params = SamplingParams(temperature=0.0, max_tokens=300, skip_special_tokens=False)
+    outs = llm.generate([sample.prompt for sample, _ in cases], params)
+    wrong = []
+    for out, (sample, calls) in zip(outs, cases, strict=True):
+        answer = out.outputs[0].text
+        if calls_in(answer, sample.tools) != calls:
+            wrong.append({"request": sample.messages[-1]["content"], "answer": answer})
+    return _line(part, outs, len(cases) - len(wrong)), wrong
 
 
 def loops(tokens: Sequence[int]) -> bool:
@@ -144,13 +178,22 @@ def main() -> None:
             missed.append(part.name)
         if not args.json:
             show(line)
+    failed: list[dict[str, Any]] = []
+    for part in (WRITTEN, SILENT):
+        line, wrong = free_requests(llm, part, 10 if args.quick else 1)
+        lines.append(line)
+        failed += wrong
+        if line["exact"] < part.exact or line["acceptance_length"] < part.accepted:
+            missed.append(part.name)
+        if not args.json:
+            show(line)
     for name in FREE:
         lines.append(free(llm, name, 50 if args.quick else 500))
         if not args.json:
             show(lines[-1])
     missed += [line["set"] for line in lines if line["set"] == next(iter(FREE)) and line["loops"]]
     if args.json:
-        print(json.dumps({"sets": lines, "missed": missed}, indent=1))
+        print(json.dumps({"sets": lines, "missed": missed, "wrong": failed}, indent=1))
     else:
         print("Every goal is met." if not missed else f"Short of its goal: {', '.join(missed)}.")
     sys.exit(1 if missed else 0)

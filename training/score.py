@@ -22,10 +22,19 @@ SETS: dict[str, tuple[str, int, dict[str, int]]] = {
     "daily": ("daily", 96, {}),
     "code": ("code", 48, {}),
 }
+CALL = "<tool_call>"
+WRITTEN, SILENT = "written", "written_silent"
+"""The requests written by hand: those that need a call, and those that need none."""
 
 
 def cases(encoder: Encoder, name: str) -> list[tuple[list[int], list[int]]]:
     """(prompt, answer) token ids of one evaluation set."""
+    if name in (WRITTEN, SILENT):
+        return [
+            (encoder.ids(sample.prompt), encoder.ids(sample.answer if calls else CALL))
+            for sample, calls in tasks.written()
+            if bool(calls) == (name == WRITTEN)
+        ]
     task, count, options = SETS[name]
     found = []
     for seed in range(count):
@@ -51,7 +60,10 @@ def accepted_length(right: Tensor) -> tuple[int, int]:
 def evaluate(
     model: Model, encoder: Encoder, device: str, names: list[str], drafts: int = 3
 ) -> dict[str, dict[str, float]]:
-    """Per set: exact share, and tokens per step with `drafts` drafts."""
+    """Per set: exact share, and tokens per step with `drafts` drafts.
+
+    Of SILENT, the share where the answer does not begin with a call.
+    """
     report, on = {}, model.fused.on
     model.fused.on = False
     for name in names:
@@ -60,7 +72,7 @@ def evaluate(
         for at in range(0, len(todo), ROWS):
             some = todo[at : at + ROWS]
             for right, ahead in _judge(model, device, some, drafts):
-                exact += bool(right.all())
+                exact += bool(right.all()) != (name == SILENT)
                 got = accepted_length(ahead)
                 tokens, steps = tokens + got[0], steps + got[1]
         report[name] = {

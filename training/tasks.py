@@ -5,10 +5,11 @@ Conversations are written in the form of chat_template.jinja; a test renders bot
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from training import asks, heldout, numbers, smalltalk
 from training.daily import question_and_call
 from training.words import VERBS, Words
 
@@ -71,12 +72,20 @@ class Chat:
         self.sample.messages.append({"role": "tool", "content": text})
         return self
 
-    def assistant(self, text: str, call: dict[str, Any] | None = None) -> "Chat":
-        """The model's answer, or its call."""
+    def assistant(self, text: str) -> "Chat":
+        """The model's answer."""
         self.turns.append(("assistant", text))
-        message: dict[str, Any] = {"role": "assistant", "content": "" if call else text}
-        if call:
-            message["tool_calls"] = [{"type": "function", "function": call}]
+        self.sample.messages.append({"role": "assistant", "content": text})
+        return self
+
+    def call(self, *calls: asks.Call) -> "Chat":
+        """The model's call, or calls."""
+        self.turns.append(("assistant", calls_text(calls)))
+        made = [
+            {"type": "function", "function": {"name": name, "arguments": arguments}}
+            for name, arguments in calls
+        ]
+        message = {"role": "assistant", "content": "", "tool_calls": made}
         self.sample.messages.append(message)
         return self
 
@@ -90,18 +99,25 @@ class Chat:
                 self.sample.pieces += [(self.given, False), (text + "<|im_end|>", True)]
                 self.given = "\n"
             elif role == "tool":
-                self.given += f"<|im_start|>user\n<tool_response>\n{text}\n</tool_response>"
-                self.given += "<|im_end|>\n"
+                roles = [turn[0] for turn in self.turns]
+                self.given += "" if roles[i - 1] == "tool" else "<|im_start|>user"
+                self.given += f"\n<tool_response>\n{text}\n</tool_response>"
+                self.given += "" if roles[i + 1 : i + 2] == ["tool"] else "<|im_end|>\n"
             else:
                 self.given += f"<|im_start|>user\n{text}<|im_end|>\n"
         self.sample.messages.pop()
         return self.sample
 
 
-def call_text(name: str, arguments: dict[str, Any]) -> str:
-    """A call in the model's grammar."""
+def calls_text(calls: Sequence[asks.Call]) -> str:
+    """Calls in the model's grammar."""
+    return "\n".join(_call_text(name, arguments) for name, arguments in calls)
+
+
+def _call_text(name: str, arguments: dict[str, Any]) -> str:
     body = "".join(
-        f"<parameter={k}>\n{v if isinstance(v, str) else json.dumps(v)}\n</parameter>\n"
+        f"<parameter={k}>\n{v if isinstance(v, str) else json.dumps(v, ensure_ascii=False)}\n"
+        "</parameter>\n"
         for k, v in arguments.items()
     )
     return f"<tool_call>\n<function={name}>\n{body}</function>\n</tool_call>"
@@ -179,13 +195,12 @@ def tool_call(w: Words) -> Sample:
     question = question[0].upper() + question[1:] + r.choice((".", "", "?"))
     system = r.choice((None, None, "You are a helpful assistant."))
     chat = Chat("tools", system, tools).user(question)
-    call = call_text(chosen["name"], arguments)
-    chat.assistant(call, {"name": chosen["name"], "arguments": arguments})
+    chat.call((chosen["name"], arguments))
     if r.random() < 0.25:
         result = {w.identifier(1): w.phrase(2)}
         key, value = next(iter(result.items()))
         chat.tool(json.dumps(result))
-        chat.assistant(f"Done. The {key.replace('_', ' ')} is {value}.")
+        chat.assistant(f"The {key.replace('_', ' ')} is {value}.")
         if w.evaluation:
             return tool_call(w)
     return chat.done()
@@ -196,15 +211,124 @@ def daily(w: Words) -> Sample:
     tools, question, name, arguments = question_and_call(w)
     system = w.rng.choice((None, None, "You are a helpful assistant."))
     chat = Chat("daily", system, tools).user(question)
-    call = {"name": name, "arguments": arguments}
-    return chat.assistant(call_text(name, arguments), call).done()
+    return chat.call((name, arguments)).done()
+
+
+SYSTEMS = (
+    "You are a helpful assistant.", "You are a helpful assistant.",
+    "You are an assistant with tools.",
+    "Answer briefly.", "You are a friendly assistant. Use the tools where they fit.", "Be concise.",
+    "You are a travel agent.", "You help the people of a small company.", "Today is Monday.",
+    "You are a voice assistant in a home.", "Use tools when needed.", "You are a bot.",
+    "You may call functions to help the user.", "Do not make up values for arguments.",
+    "The user's name is Robin.", "You are connected to several services.", "Always be polite.",
+)  # fmt: skip
+
+
+def _system(w: Words) -> str | None:
+    return w.rng.choice(SYSTEMS) if w.rng.random() < 0.3 else None
+
+
+def _results(w: Words, chat: Chat, count: int) -> None:
+    """A result for each call, and what they say in words."""
+    pairs = [asks.result(w) for _ in range(count)]
+    for given, _ in pairs:
+        chat.tool(given)
+    chat.assistant(" ".join(said for _, said in pairs))
+
+
+def _go_on(w: Words, chat: Chat, request: asks.Request, turns: int) -> None:
+    """More turns with the same tools: small changes, other calls, thanks."""
+    r = w.rng
+    for _ in range(turns):
+        chance = r.random()
+        follow = asks.follow_up(w, request) if chance < 0.5 else None
+        if follow:
+            text, call = follow
+            chat.user(text).call(call)
+            request.calls = [call]
+        elif chance < 0.75 and any(tool.intent.frames for tool in request.tools):
+            request = asks.single(w, request.tools)
+            chat.user(request.text).call(*request.calls)
+        else:
+            question, answer = small_talk(w)
+            chat.user(question).assistant(answer)
+            continue
+        if r.random() < 0.8:
+            _results(w, chat, 1)
+        else:
+            return
+
+
+def _conversation(w: Words, task: str, request: asks.Request) -> Sample:
+    r = w.rng
+    chat = Chat(task, _system(w), [tool.schema for tool in request.tools]).user(request.text)
+    if request.calls:
+        chat.call(*request.calls)
+        if r.random() < 0.5:
+            return chat.done()
+        _results(w, chat, len(request.calls))
+    else:
+        chat.assistant(smalltalk.NO_TOOL)
+    if r.random() < 0.6:
+        _go_on(w, chat, request, r.choice((1, 1, 2, 3)))
+    return chat.done()
+
+
+def free_call(w: Words) -> Sample:
+    """A request in free phrasing, and what follows."""
+    return _conversation(w, "free", asks.single(w))
+
+
+def quiz(w: Words) -> Sample:
+    """One set of tools, many requests: what teaches to choose."""
+    r = w.rng
+    tools = asks.rivals(w)
+    chat = Chat("quiz", _system(w), [tool.schema for tool in tools])
+    for _ in range(r.randint(3, 6)):
+        chance = r.random()
+        if chance < 0.66:
+            request = asks.single(w, tools)
+            chat.user(request.text).call(*request.calls)
+            if r.random() < 0.75:
+                chat.tool('{"status": "ok"}').assistant("Done.")
+            else:
+                _results(w, chat, 1)
+        elif chance < 0.93:
+            chat.user(asks.foreign(w, tools)).assistant(smalltalk.NO_TOOL)
+        else:
+            question, answer = small_talk(w)
+            chat.user(question).assistant(answer)
+    return chat.done()
+
+
+def several_calls(w: Words) -> Sample:
+    """A request of two or three calls."""
+    return _conversation(w, "several", asks.several(w))
+
+
+def unfit(w: Words) -> Sample:
+    """A request that none of the tools is for, or a question that no tool answers."""
+    if w.rng.random() < 0.7:
+        return _conversation(w, "unfit", asks.unfit(w))
+    tools = asks.tools(w, frozenset({"search_web", "get_news"}))
+    return _conversation(w, "unfit", asks.Request(tools, asks.spoken(w, smalltalk.unknown(w)), []))
 
 
 def no_tool(w: Words) -> Sample:
     """Tools are there, and none is needed."""
     question, answer = small_talk(w)
     tools = [_tool(w) for _ in range(w.rng.randint(1, 3))]
-    return Chat("talk", None, tools).user(question).assistant(answer).done()
+    if w.rng.random() < 0.7:
+        tools = [tool.schema for tool in asks.tools(w)]
+    return Chat("talk", _system(w), tools).user(question).assistant(answer).done()
+
+
+def without_tools(w: Words) -> Sample:
+    """What would need a tool, and there is none."""
+    text = smalltalk.unknown(w)
+    text = asks.spoken(w, text) if w.rng.random() < 0.4 else asks.single(w).text
+    return Chat("talk").user(text).assistant(smalltalk.NEEDS_TOOL).done()
 
 
 TALK = (
@@ -230,8 +354,8 @@ TALK = (
 
 def small_talk(w: Words) -> tuple[str, str]:
     """A greeting or a question about the model."""
-    question, answer = w.rng.choice(TALK)
-    return question + w.rng.choice(("", "", "!")) if question[-1] != "?" else question, answer
+    question, answer = smalltalk.talk(w, TALK)
+    return asks.spoken(w, question.rstrip("?")), answer
 
 
 def talk(w: Words) -> Sample:
@@ -299,7 +423,9 @@ def dialogue(w: Words) -> Sample:
     }  # fmt: skip
     chosen = r.sample(list(facts), r.randint(1, 4))
     values = {k: w.code() if k == "code" else w.name() for k in chosen}
-    chat, rest = Chat("dialogue"), list(chosen)
+    offered = not w.evaluation and r.random() < 0.1
+    tools = [tool.schema for tool in asks.tools(w)] if offered else None
+    chat, rest = Chat("dialogue", None, tools), list(chosen)
     while rest:
         now = [rest.pop() for _ in range(min(len(rest), r.randint(1, 2)))]
         chat.user(" ".join(facts[k][0].format(values[k]) for k in now)).assistant("Noted.")
@@ -354,7 +480,7 @@ PRIMES = _primes(200)
 def sequence(w: Words) -> Sample:
     """Number sequences."""
     r, count = w.rng, w.rng.randint(5, 60)
-    kind = r.randrange(6)
+    kind = r.randrange(6) if w.evaluation else r.choice((0, 1, 1, 1, 2, 3, 3, 4, 5, 5, 5))
     if kind == 0:
         count = r.choice((count, 100, 200))
         ask, numbers = f"List the first {count} primes.", PRIMES[:count]
@@ -378,6 +504,12 @@ def sequence(w: Words) -> Sample:
         count = min(count, 20)
         ask, numbers = f"List the first {count} powers of two.", [2**i for i in range(count)]
     return Chat("sequence").user(ask).assistant(", ".join(map(str, numbers))).done()
+
+
+def free_sequence(w: Words) -> Sample:
+    """Number sequences in free phrasing."""
+    ask, found = numbers.question(w)
+    return Chat("sequence").user(ask).assistant(", ".join(map(str, found))).done()
 
 
 def listing(w: Words) -> Sample:
@@ -425,18 +557,36 @@ def code(w: Words) -> Sample:
     return Chat("code").user(f"{ask}\n\n{given}").assistant(rest.strip("\n") or "# end").done()
 
 
+DEFINITIONS: list[tuple[str, str, str]] = []
+"""(class or function, name, source) of the training side; filled by training.text."""
+
+
+def write_code(w: Words) -> Sample:
+    """Python source to be written."""
+    kind, name, source = w.rng.choice(DEFINITIONS)
+    asked = w.rng.choice(("Write a Python {} {}.", "Write a Python {} for a {}.", "Write a {} {}."))
+    return Chat("code").user(asked.format(kind, name.strip("_"))).assistant(source).done()
+
+
 TASKS: dict[str, tuple[Callable[[Words], Sample], float]] = {
-    "tools": (tool_call, 0.34),
-    "daily": (daily, 0.06),
-    "code": (code, 0.03),
+    "tools": (tool_call, 0.09),
+    "daily": (daily, 0.02),
+    "free": (free_call, 0.15),
+    "quiz": (quiz, 0.37),
+    "several": (several_calls, 0.06),
+    "unfit": (unfit, 0.07),
+    "code": (code, 0.02),
+    "write_code": (write_code, 0.01),
     "no_tool": (no_tool, 0.02),
+    "without_tools": (without_tools, 0.01),
     "talk": (talk, 0.01),
-    "needle": (needle, 0.16),
-    "dialogue": (dialogue, 0.09),
-    "json": (json_task, 0.12),
-    "sequence": (sequence, 0.08),
-    "list": (listing, 0.09),
-    "copy": (copying, 0.09),
+    "needle": (needle, 0.04),
+    "dialogue": (dialogue, 0.04),
+    "json": (json_task, 0.08),
+    "sequence": (sequence, 0.07),
+    "free_sequence": (free_sequence, 0.02),
+    "list": (listing, 0.04),
+    "copy": (copying, 0.03),
 }
 
 
@@ -447,3 +597,13 @@ def draw(seed: int, evaluation: bool = False, task: str | None = None, **options
         names = list(TASKS)
         task = w.rng.choices(names, [TASKS[n][1] for n in names])[0]
     return TASKS[task][0](w, **options)
+
+
+def written() -> list[tuple[Sample, list[asks.Call]]]:
+    """The requests written by hand, and the calls that are right."""
+    found = []
+    for tools, request, calls in heldout.cases():
+        chat = Chat("heldout", None, tools).user(request)
+        chat = chat.call(*calls) if calls else chat.assistant(smalltalk.NO_TOOL)
+        found.append((chat.done(), calls))
+    return found

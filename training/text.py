@@ -12,6 +12,9 @@ SKIP = ("test", "site-packages", "__pycache__", "idlelib", "lib2to3", "encodings
 HELD_OUT = 20
 """Every 20th source file is for evaluation."""
 
+KINDS = {"def": "function", "class": "class"}
+DEFINITION = re.compile(r"^(def|class) (\w+)(.*\n(?:(?:[ \t]+.*)?\n)+)", re.M)
+
 
 @cache
 def sources() -> tuple[str, ...]:
@@ -53,6 +56,10 @@ def load_filler() -> None:
         return
     tasks.SOURCES.update({side: _cached_split(side) for side in (False, True)})
     for text in _cached_split(False):
+        for kind, name, body in DEFINITION.findall(text):
+            source = f"{kind} {name}{body}".rstrip()
+            if '"""' in source and len(source) < 900:
+                tasks.DEFINITIONS.append((KINDS[kind], name, source))
         for doc in re.findall(r'"""(.+?)"""', text, re.S):
             for paragraph in doc.split("\n\n"):
                 flat = " ".join(paragraph.split())

@@ -14,20 +14,22 @@ from training import text, tokenizer
 from training.data import Encoder, Feed
 from training.model import CONFIG, Model, cross_entropy
 from training.optim import optimizers
-from training.score import SETS, evaluate
+from training.score import SETS, SILENT, WRITTEN, evaluate
 
 TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 PHASES = (
     (0.00, {512: 1.0}),
-    (0.25, {512: 0.65, 2048: 0.35}),
-    (0.45, {512: 0.45, 2048: 0.3, 8192: 0.25}),
-    (0.75, {512: 0.45, 2048: 0.25, 8192: 0.3}),
+    (0.20, {1024: 0.68, 2048: 0.32}),
+    (0.42, {1024: 0.6, 2048: 0.24, 8192: 0.16}),
+    (0.75, {1024: 0.6, 2048: 0.2, 8192: 0.2}),
 )
 """(share of the time, row lengths and their shares of the batches) from there on."""
 DRAFT_WEIGHTS = (0.3, 0.2, 0.15)
-WORKERS = {512: 7, 2048: 4, 8192: 4}
+WORKERS = {512: 8, 1024: 7, 2048: 3, 8192: 3}
 RESUMED = 0.45
 """Where a second run over a finished one enters the phases."""
+DECAY, RESUMED_DECAY = 0.45, 0.9
+"""The last share of the time, in which the learning rate falls: of a first and a second run."""
 PART = 16384
 LEARNED = 0.5
 """Weights from here on are of tokens that the model is to produce."""
@@ -55,9 +57,9 @@ def loss_of(
     return total, [x.detach() for x in losses]
 
 
-def rate(progress: float) -> float:
-    """Warm up, hold, decay linearly over the last 45 %."""
-    return min(1.0, progress / 0.01 + 0.01, max(1 - progress, 0.0) / 0.45)
+def rate(progress: float, decay: float = DECAY) -> float:
+    """Warm up, hold, decay linearly over the last share `decay` of the time."""
+    return min(1.0, progress / 0.01 + 0.01, max(1 - progress, 0.0) / decay)
 
 
 def lengths_at(progress: float) -> dict[int, float]:
@@ -97,7 +99,8 @@ def run(args: argparse.Namespace) -> None:
     text.load_filler()
     (out / "chat_template.jinja").write_text(TEMPLATE.read_text())
     encoder = Encoder(out)
-    feed = Feed(out, {512: 1} if args.smoke else WORKERS, 1024 if args.smoke else PART, seed=1)
+    seed = 2 if args.resume else 1
+    feed = Feed(out, {512: 1} if args.smoke else WORKERS, 1024 if args.smoke else PART, seed)
     model = Model(dtype=torch.bfloat16 if device == "cuda" else torch.float32).to(device)
     if args.resume:
         model.load_state_dict(load_file(out / "model.safetensors"))
@@ -107,7 +110,7 @@ def run(args: argparse.Namespace) -> None:
     _save(model, out)
     half = Model(dtype=model.dtype).to(device)
     half.load_state_dict({k: v.to(torch.bfloat16) for k, v in model.state_dict().items()})
-    sets = evaluate(half, encoder, device, ["daily"] if args.smoke else list(SETS))
+    sets = evaluate(half, encoder, device, ["daily"] if args.smoke else [*SETS, WRITTEN, SILENT])
     report = {"final": sets, "steps": steps, "tokens": tokens, "seconds": time.time() - started}
     print(json.dumps(report, indent=1), flush=True)
     (out / "training.json").write_text(json.dumps(report, indent=1) + "\n")
@@ -134,7 +137,7 @@ def _train(
         parts = args.batch // (1024 if args.smoke else PART)
         ids, weights = (torch.from_numpy(x) for x in feed.batch(length, parts))
         for o, b in zip(opts, base, strict=True):
-            o.param_groups[0]["lr"] = b * rate(progress)
+            o.param_groups[0]["lr"] = b * rate(progress, RESUMED_DECAY if args.resume else DECAY)
         losses = _step(model, opts, ids.to(device).long(), weights.to(device).float(), progress)
         step, tokens = step + 1, tokens + ids.numel()
         if step % args.log == 0:
@@ -148,7 +151,7 @@ def _train(
             )
             last = now
         if time.time() - evaluated > args.every:
-            names = ["tools", "json", "needle_1k", "needle_8k", "dialogue", "daily"]
+            names = [WRITTEN, SILENT, "tools", "sequence", "json", "needle_8k", "dialogue"]
             print(json.dumps(evaluate(model, encoder, str(device), names)), flush=True)
             _save(model, out)
             evaluated = last = time.time()
@@ -184,7 +187,7 @@ def main() -> None:
     """The command line."""
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--out", default="lockstep/assets/model")
-    p.add_argument("--minutes", type=float, default=14.0)
+    p.add_argument("--minutes", type=float, default=20.0)
     p.add_argument("--batch", type=int, default=65536, help="tokens of a batch")
     p.add_argument("--lr", type=float, default=0.02)
     p.add_argument("--samples", type=int, default=12000, help="samples for the tokenizer")

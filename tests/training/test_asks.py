@@ -1,0 +1,125 @@
+"""Requests in free phrasing: what is called was said, and nothing of it is held out."""
+
+import random
+import re
+from typing import Any
+
+import pytest
+
+from lockstep.text.parsers.qwen3_coder import Qwen3CoderParser
+from training import asks, heldout, numbers, tasks, values
+from training.evaluate import calls_in
+from training.words import Words
+
+SEEDS = range(60)
+
+
+def _words(seed: int) -> Words:
+    return Words(random.Random(seed), False)
+
+
+def _properties(tools: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    (found,) = (t["function"] for t in tools if t["function"]["name"] == name)
+    return found.get("parameters", {}).get("properties", {})
+
+
+def _check(tools: list[dict[str, Any]], request: str, calls: list[asks.Call]) -> None:
+    for name, arguments in calls:
+        entries = _properties(tools, name)
+        assert list(arguments) == [key for key in entries if key in arguments]
+        for key, value in arguments.items():
+            entry = entries[key]
+            if "enum" in entry:
+                assert value in entry["enum"]
+            elif entry["type"] == "string":
+                assert value in request
+            elif entry["type"] == "array":
+                assert all(item in request for item in value)
+            else:
+                kinds = {"integer": int, "number": (int, float), "boolean": bool}
+                assert isinstance(value, kinds[entry["type"]])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("make", [asks.single, asks.several])
+def test_arguments_are_what_was_said(make: Any) -> None:
+    for seed in SEEDS:
+        request = make(_words(seed))
+        tools = [tool.schema for tool in request.tools]
+        assert len({tool["function"]["name"] for tool in tools}) == len(tools)
+        assert (len(request.calls) > 1) == (make is asks.several)
+        _check(tools, request.text, request.calls)
+
+
+def test_every_frame_of_the_file_can_be_filled() -> None:
+    w = _words(1)
+    for intent in asks.intents():
+        assert intent.abouts and intent.frames
+        for _, frame in intent.frames:
+            mentioned = {found[2] for found in asks.PLACE.finditer(frame)}
+            assert mentioned <= intent.params.keys()
+            resolved = asks.resolve(w, frame)
+            assert not re.search(r"[()\[\]|]", resolved)
+            tool = asks.offer(w, intent, asks.slots_of(resolved))
+            assert "{" not in asks.fill(w, resolved, tool).text.replace("{}", "")
+
+
+def test_groups_name_intents_of_the_file() -> None:
+    known = {intent.names[0] for intent in asks.intents()}
+    assert {name for group in asks.RELATED + asks.CLASHES for name in group.split()} <= known
+
+
+def test_where_no_tool_fits_none_is_related() -> None:
+    for seed in SEEDS:
+        request = asks.unfit(_words(seed))
+        assert request.tools and not request.calls
+
+
+def test_a_held_out_request_is_not_allowed_in_any_case() -> None:
+    for _, text, _ in heldout.cases():
+        assert not asks.allowed(text) and not asks.allowed(text.upper().rstrip("?.!"))
+    assert asks.allowed("something that nobody wrote down")
+
+
+def test_the_held_out_set_is_as_large_as_it_says_and_sound() -> None:
+    cases = heldout.cases()
+    assert sum(bool(calls) for _, _, calls in cases) >= 300
+    assert sum(not calls for _, _, calls in cases) >= 120
+    assert sum(len(tools) for tools in heldout.DOMAINS.values()) >= 60
+    assert len({text for _, text, _ in cases}) > 0.98 * len(cases)
+    for tools, text, calls in cases:
+        assert len({tool["function"]["name"] for tool in tools}) == len(tools)
+        _check(tools, text, calls)
+
+
+def test_answers_read_back_as_the_calls_that_were_meant() -> None:
+    for sample, calls in tasks.written():
+        assert calls_in(sample.answer, sample.tools) == calls
+    for seed in SEEDS:
+        request = asks.several(_words(seed))
+        tools = [tool.schema for tool in request.tools]
+        found = calls_in(tasks.calls_text(request.calls), tools)
+        assert [name for name, _ in found] == [name for name, _ in request.calls]
+    assert Qwen3CoderParser.SIGN in tasks.calls_text([("f", {})])
+
+
+def test_number_words_and_sequences() -> None:
+    said = {0: "zero", 21: "twenty-one", 100: "one hundred", 345: "three hundred forty-five"}
+    assert {n: values.number_words(n) for n in said} == said
+    for seed in SEEDS:
+        ask, found = numbers.question(_words(seed))
+        assert ask and len(found) >= 3 and all(isinstance(n, int) for n in found)
+
+
+def test_a_follow_up_changes_one_argument() -> None:
+    changed = 0
+    for seed in SEEDS:
+        w = _words(seed)
+        request = asks.single(w)
+        follow = asks.follow_up(w, request)
+        if follow:
+            _, (name, arguments) = follow
+            before = dict(request.calls[0][1])
+            assert name == request.calls[0][0] and arguments.keys() == before.keys()
+            assert sum(arguments[key] != before[key] for key in before) == 1
+            changed += 1
+    assert changed > 10
