@@ -150,6 +150,52 @@ def test_a_streamed_tool_call_is_the_same(server: SimpleNamespace) -> None:
     assert {c.system_fingerprint for c in chunks} == {server.llm.engine.fingerprint}
 
 
+WEATHER: list[Any] = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "parameters": {
+                "type": "object",
+                "properties": {"city": {"type": "string"}, "unit": {"type": "string"}},
+            },
+        },
+    }
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_weather_in_paris(server: SimpleNamespace, stream: bool) -> None:
+    """What a first user asks, word for word."""
+    asked = [{"role": "user", "content": "What is the weather in Paris in Celsius? Use the tool."}]
+    found = chat(server, asked, tools=WEATHER, tool_choice="auto", stream=stream)
+    if stream:
+        pieces = [d for c in found if c.choices for d in c.choices[0].delta.tool_calls or []]
+        name = "".join(p.function.name or "" for p in pieces)
+        arguments = "".join(p.function.arguments or "" for p in pieces)
+        reason = found[-1].choices[0].finish_reason
+    else:
+        (call,) = found.choices[0].message.tool_calls
+        name, arguments = call.function.name, call.function.arguments
+        reason = found.choices[0].finish_reason
+    assert (name, reason) == ("get_weather", "tool_calls")
+    assert json.loads(arguments) == {"city": "Paris", "unit": "Celsius"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_two_calls_in_one_answer(server: SimpleNamespace, stream: bool) -> None:
+    asked = [{"role": "user", "content": "Weather in Paris and in Rome, in Celsius."}]
+    found = chat(server, asked, tools=WEATHER, stream=stream)
+    calls = {0: "", 1: ""}
+    if stream:
+        for delta in (d for c in found if c.choices for d in c.choices[0].delta.tool_calls or []):
+            calls[delta.index] += delta.function.arguments or ""
+    else:
+        told = found.choices[0].message.tool_calls
+        calls = {i: call.function.arguments for i, call in enumerate(told)}
+    assert [json.loads(arguments)["city"] for arguments in calls.values()] == ["Paris", "Rome"]
+
+
 def test_tools_that_may_not_be_called(server: SimpleNamespace) -> None:
     message = chat(server, CALL, tools=TOOLS, tool_choice="none").choices[0].message
     assert message.tool_calls is None and message.content
