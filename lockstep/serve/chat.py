@@ -66,13 +66,7 @@ class ChatAnswer:
             yield {**head, "choices": [], "usage": usage.to_json()}
 
     def _head(self, kind: str) -> Json:
-        return {
-            "id": self.run.job.id,
-            "object": kind,
-            "created": self.run.job.created,
-            "model": self.service.model_name,
-            "system_fingerprint": self.service.fingerprint,
-        }
+        return self.service.head(self.run.job, kind)
 
     def _choice(self, answers: Answers, index: int) -> Json:
         done = answers.completions[index]
@@ -90,26 +84,11 @@ class ChatAnswer:
         return {
             "index": index,
             "message": message,
-            **self._end(index, done.finish_reason, done.stop_reason, done.error, len(calls)),
+            **self.run.job.ending(
+                index, _reason(done.finish_reason, len(calls)), done.stop_reason, done.error
+            ),
             "logprobs": self._logprobs(done.token_ids, done.logprobs),
         }
-
-    def _end(
-        self,
-        index: int,
-        finish_reason: str | None,
-        stop_reason: int | str | None,
-        error: str | None,
-        calls: int,
-    ) -> Json:
-        """How a completion ended."""
-        called = calls and finish_reason == "stop"
-        end: Json = {
-            "finish_reason": "tool_calls" if called else finish_reason,
-            "stop_reason": stop_reason,
-            "seed": self.run.job.requests[index].seed,
-        }
-        return {**end, "error": error} if error else end
 
     def _chunks(self, piece: Piece, waiting: "_Waiting") -> Iterable[Json]:
         """The chunks of one piece: logprobs go with the first, the finish reason with the last."""
@@ -126,8 +105,8 @@ class ChatAnswer:
         if text.finish_reason is not None:
             left = self._logprobs(*waiting.scores.take())
             chunk = self._chunk(index, piece.usage, {}, left)
-            chunk["choices"][0] |= self._end(
-                index, text.finish_reason, text.stop_reason, piece.error, waiting.calls
+            chunk["choices"][0] |= self.run.job.ending(
+                index, _reason(text.finish_reason, waiting.calls), text.stop_reason, piece.error
             )
             yield chunk
 
@@ -176,3 +155,7 @@ class _Waiting:
     def __init__(self) -> None:
         self.scores = Scores()
         self.calls = 0
+
+
+def _reason(finish_reason: str | None, calls: int) -> str | None:
+    return "tool_calls" if calls and finish_reason == "stop" else finish_reason

@@ -57,13 +57,7 @@ class CompletionAnswer:
             yield {**self._head(), "choices": [], "usage": usage.to_json()}
 
     def _head(self) -> Json:
-        return {
-            "id": self.run.job.id,
-            "object": "text_completion",
-            "created": self.run.job.created,
-            "model": self.service.model_name,
-            "system_fingerprint": self.service.fingerprint,
-        }
+        return self.service.head(self.run.job, "text_completion")
 
     def _echo(self, index: int) -> str:
         """The prompt's text where the client wants it in front of the answer."""
@@ -80,7 +74,7 @@ class CompletionAnswer:
             "index": index,
             "text": text,
             "logprobs": self._logprobs(index, done.token_ids, done.logprobs, 0, True, asked),
-            **self._end(index, done.finish_reason, done.stop_reason, done.error),
+            **self.run.job.ending(index, done.finish_reason, done.stop_reason, done.error),
         }
         if self.body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(asked)
@@ -102,23 +96,8 @@ class CompletionAnswer:
             "index": index,
             "text": text,
             "logprobs": self._logprobs(index, ids, entries, offset, first, shown.asked),
-            **self._end(index, new.finish_reason, new.stop_reason, piece.error),
+            **self.run.job.ending(index, new.finish_reason, new.stop_reason, piece.error),
         }
-
-    def _end(
-        self,
-        index: int,
-        finish_reason: str | None,
-        stop_reason: int | str | None,
-        error: str | None,
-    ) -> Json:
-        """How a completion ended, or that it has not."""
-        end: Json = {
-            "finish_reason": finish_reason,
-            "stop_reason": stop_reason,
-            "seed": self.run.job.requests[index].seed,
-        }
-        return {**end, "error": error} if error else end
 
     def _logprobs(
         self,

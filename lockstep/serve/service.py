@@ -136,6 +136,21 @@ class Job:
         """What is used before anything is generated."""
         return Usage(prompt=sum(map(len, self.prompts)))
 
+    def ending(
+        self,
+        index: int,
+        finish_reason: str | None,
+        stop_reason: int | str | None,
+        error: str | None,
+    ) -> dict[str, Any]:
+        """What a choice says of its end, or that it has not come to it."""
+        end: dict[str, Any] = {
+            "finish_reason": finish_reason,
+            "stop_reason": stop_reason,
+            "seed": self.requests[index].seed,
+        }
+        return {**end, "error": error} if error else end
+
 
 class Run:
     """A job in the engine, from start() to close(). Its pieces wait for whoever reads them."""
@@ -250,6 +265,16 @@ class Service:
         self.started = int(time.time())
         self._runs: set[Run] = set()
         self._closing = False
+
+    def head(self, job: Job, kind: str) -> dict[str, Any]:
+        """What every answer of a job begins with; kind: OpenAI's name of the object."""
+        return {
+            "id": job.id,
+            "object": kind,
+            "created": job.created,
+            "model": self.model_name,
+            "system_fingerprint": self.fingerprint,
+        }
 
     @property
     def fault(self) -> str | None:
