@@ -67,7 +67,9 @@ class Guard:
         if lengths and _values(headers, b"transfer-encoding"):
             message = "Content-Length and Transfer-Encoding exclude each other; send one of them."
             return response(400, error_object(message), close=True)
-        if lengths and int(lengths[0]) > self.rules.body_bytes:
+        if any(not length.isdigit() for length in lengths):
+            return response(400, error_object("Content-Length is no number."), close=True)
+        if any(int(length[:20]) > self.rules.body_bytes for length in lengths):
             return response(413, error_object(self._too_large()), close=True)
         if not self._known_host(headers):
             shown = b", ".join(_values(headers, b"host")).decode("latin-1")[:SHOWN]

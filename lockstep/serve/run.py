@@ -191,7 +191,8 @@ def serve(
         while not (server.started or serving.done()):
             await asyncio.sleep(0.01)
         if server.started:
-            show(how_to_ask(url, model_name, processor.template is not None, address.uds))
+            chats, keys = processor.template is not None, bool(options.rules.keys)
+            show(how_to_ask(url, model_name, chats, address.uds, keys))
         await serving
 
     with contextlib.closing(listener), contextlib.suppress(KeyboardInterrupt):
@@ -237,8 +238,10 @@ class _Overflows:
             log.warning("no descriptors are left for new connections; they wait")
 
 
-def how_to_ask(url: str, model_name: str, chats: bool = True, uds: str | None = None) -> str:
-    """The URL, a curl line and a Python line, all of which work as pasted."""
+def how_to_ask(
+    url: str, model_name: str, chats: bool = True, uds: str | None = None, keys: bool = False
+) -> str:
+    """The URL, a curl line and a Python line, which work as pasted; `keys`: with KEY replaced."""
     question = "What is the capital of France?"
     body: dict[str, Any] = {"model": model_name}
     if chats:
@@ -247,17 +250,20 @@ def how_to_ask(url: str, model_name: str, chats: bool = True, uds: str | None = 
     else:
         address, answer = f"{url}/v1/completions", "['text']"
         body["prompt"] = question
-    where = f"{url}/v1 (base_url of OpenAI clients); {url}/docs"
+    headers = {"Content-Type": "application/json"}
+    if keys:
+        headers["Authorization"] = "Bearer KEY"
+    where = f"the Unix socket {uds}" if uds else f"{url}/v1 (base_url of OpenAI clients)"
     via = f"--unix-socket {uds} " if uds else ""
+    shown = " ".join(f"-H '{name}: {value}'" for name, value in headers.items())
     lines = [
-        f"Lockstep serves {model_name} at {f'the Unix socket {uds}' if uds else where}",
-        f"  curl -s {via}{address} -H 'Content-Type: application/json' -d '{json.dumps(body)}'",
+        f"Lockstep serves {model_name} at {where}",
+        f"  curl -s {via}{address} {shown} -d '{json.dumps(body)}'",
     ]
     if uds is None:
         script = (
             "import json, urllib.request as web; "
-            f"ask = web.Request('{address}', json.dumps({body!r}).encode(), "
-            "{'Content-Type': 'application/json'}); "
+            f"ask = web.Request('{address}', json.dumps({body!r}).encode(), {headers!r}); "
             f"print(json.load(web.urlopen(ask))['choices'][0]{answer})"
         )
         lines.append(f'  python3 -c "{script}"')

@@ -105,6 +105,13 @@ def test_two_lengths(server, processor):
     assert found.headers["connection"] == "close"
 
 
+@pytest.mark.parametrize("length", ["-1", "x", "9" * 5000])
+def test_lengths_that_are_none(server, processor, length):
+    headers = {"Content-Length": length}
+    found = ask(server, processor, Rules(), "POST", TEXT_PATH, content=b"", headers=headers)
+    assert found.status_code in (400, 413) and found.json()["error"]["message"]
+
+
 def scope_of(path=TEXT_PATH):
     headers = [(b"host", b"test"), (b"content-type", b"application/json")]
     return {

@@ -40,12 +40,13 @@ def busy() -> Any:
 def test_500_streamed_tool_calls_beside_two_busy_processes(busy: Any) -> None:
     settings = {**SETTINGS, "max_num_seqs": 8}
     with serving(LLM(speculative_config=MTP, **settings)) as server:
+        patient = server.ask.with_options(timeout=600)
 
         def call(number: int) -> None:
             rng = random.Random(number)
             owner, limit = OWNERS[number % len(OWNERS)], number % 40
             text = f'Please find the record with owner "{owner}", limit "{limit}".'
-            stream = server.ask.chat.completions.create(
+            stream = patient.chat.completions.create(
                 model="lockstep",
                 messages=[{"role": "user", "content": text}],
                 tools=TOOLS,

@@ -186,3 +186,6 @@ def test_shown_lines_work(processor):
     assert words[2] == f"{url}/v1/chat/completions" and json.loads(words[-1])["model"] == "tiny"
     assert ast.parse(shlex.split(python)[2]).body
     assert f"{url}/v1/completions" in how_to_ask(url, "tiny", chats=False)
+    _, curl, python = how_to_ask(url, "tiny", keys=True).splitlines()
+    assert "Authorization: Bearer KEY" in shlex.split(curl) and "Bearer KEY" in python
+    assert ast.parse(shlex.split(python)[2]).body
