@@ -14,14 +14,16 @@ BATCHES = ("alone", "batch of 7", "long prompt")
 @dataclass(frozen=True)
 class Size:
     """How much of the matrix. alone: asks that each engine runs alone, in turn over the engines
-    (8 are all). company: short asks that run beside the long one (7 are all)."""
+    (8 are all). company: short asks that run beside the long one (7 are all). worlds: how many are
+    drawn beside it."""
 
     max_tokens: int
     alone: int
     company: int
+    worlds: int = 0
 
 
-SIZES = {"quick": Size(12, 2, 3), "default": Size(24, 3, 3), "full": Size(32, 8, 7)}
+SIZES = {"quick": Size(12, 2, 3, 8), "default": Size(24, 3, 3, 60), "full": Size(32, 8, 7, 240)}
 
 ROWS = 8
 SMALL_CHUNK = 128

@@ -10,7 +10,8 @@ from lockstep.check.matrix import Setup
 class Failure:
     """One case that differs from the plain run. position: index among the request's answer tokens.
 
-    where: the first layer and op that differ, known for the first failure only.
+    where: the first layer and op that differ, known for the first failure only; file: the world,
+    made small, for --replay.
     """
 
     setup: Setup
@@ -20,6 +21,7 @@ class Failure:
     position: int | None
     what: str
     where: str | None = None
+    file: str | None = None
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Tally:
 class Report:
     """All cases of a check. `exercised`: how often what was varied really took place.
 
-    compared: what of an answer is.
+    compared: what of an answer is; seed: of the worlds.
     """
 
     size: str
@@ -48,6 +50,11 @@ class Report:
     skipped: list[str] = field(default_factory=list)
     seconds: float = 0.0
     compared: str = "tokens and logprobs"
+    seed: int = 0
+
+    def add(self, tally: Tally) -> None:
+        """One engine's or one world's cases more."""
+        self.tallies.append(tally)
 
     @property
     def cases(self) -> int:
@@ -67,10 +74,11 @@ class Report:
         first = self.failures[0]
         at = "" if first.position is None else f", answer position {first.position}"
         where = f"; {first.where}" if first.where else ""
+        file = f" Alone: lockstep check --replay {first.file}" if first.file else ""
         return (
             f"{self.failed} of {self.cases} cases differ. First: {first.setup.drafting}, "
             f"{first.setup.phase}, graph {first.setup.graph}, {first.batch}: {first.request}{at}: "
-            f"{first.what}{where}."
+            f"{first.what}{where}.{file}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -80,6 +88,7 @@ class Report:
             "failed": self.failed,
             "verdict": self.verdict,
             "size": self.size,
+            "seed": self.seed,
             "numerics": self.numerics,
             "seconds": round(self.seconds, 2),
             "exercised": self.exercised,

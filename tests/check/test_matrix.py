@@ -26,7 +26,7 @@ GPU = ("full", "piecewise", "none")
 
 
 def answer(*tokens: int, logprob: float = -0.5) -> Answer:
-    bits = tuple(((token, logprob.hex()),) for token in tokens)
+    bits = tuple(((token, logprob.hex(), 1),) for token in tokens)
     return Answer(tokens, bits, RequestMetrics())
 
 
