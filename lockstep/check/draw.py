@@ -239,7 +239,7 @@ def _base(rng: random.Random) -> Params:
 
 
 def _penalties(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params: Params) -> None:
-    """High weights, and few tokens to choose from, so that one count is another token."""
+    """High weights, up and down."""
     which = rng.choice(("repetition", "frequency", "presence", "all"))
     if which in ("repetition", "all"):
         params["repetition_penalty"] = rng.choice((0.5, 1.3, 2.0, 5.0))
@@ -247,10 +247,13 @@ def _penalties(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], para
         params["frequency_penalty"] = rng.choice((-2.0, -1.0, 1.0, 2.0))
     if which in ("presence", "all"):
         params["presence_penalty"] = rng.choice((-2.0, -1.0, 1.0, 2.0))
-    if rng.random() < 0.6:
-        likes = drawer.answer(prompt, {**params, "ignore_eos": True}).tokens
-        params["allowed_token_ids"] = sorted(set(likes[:6]))
-        params["ignore_eos"] = True
+
+
+def _counts(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params: Params) -> None:
+    """Few tokens to choose from, none of them likely, so that their counts decide every one."""
+    params |= {"frequency_penalty": 2.0, "max_tokens": 16, "ignore_eos": True}
+    unlikely = rng.sample(range(drawer.vocab), rng.choice((3, 6, 12)))
+    params["allowed_token_ids"] = sorted(unlikely)
 
 
 def _filters(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params: Params) -> None:
@@ -358,6 +361,7 @@ Aim = Callable[[Drawer, random.Random, tuple[int, ...], Params], None]
 AIM: dict[str, Aim] = {
     "nothing": _nothing,
     "penalties": _penalties,
+    "counts": _counts,
     "filters": _filters,
     "several": _several,
     "prompt_logprobs": _prompt_logprobs,
@@ -372,7 +376,7 @@ AIM: dict[str, Aim] = {
 """What a request aims at. Later ones look at the plain answer that the earlier ones lead to."""
 AIMS = tuple(AIM)
 TURNS = (
-    "penalties", "bad_words", "stops", "filters", "several", "prompt_logprobs", "bias", "penalties",
+    "counts", "bad_words", "stops", "filters", "several", "prompt_logprobs", "bias", "counts",
     "stop_text", "allowed", "bad_words", "ends", "stops", "bad_text", "penalties", "nothing",
 )  # fmt: skip
 """The main aims of requests, in turn."""
