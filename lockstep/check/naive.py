@@ -66,8 +66,9 @@ def kept(x: Floats, params: SamplingParams, slack: float) -> NDArray[np.bool_]:
     if params.min_p > 0:
         keep &= likeliest | (x >= x.max() + np.log(params.min_p) - slack)
     if 0 < params.top_k < len(x):
-        threshold = np.sort(np.where(keep, x, -np.inf))[-params.top_k]
-        keep &= likeliest | (x >= threshold - slack)
+        ordered = np.sort(np.where(keep, x, -np.inf))
+        least, next_one = ordered[-params.top_k], ordered[-params.top_k - 1]
+        keep &= likeliest | (x >= (least - slack if slack >= 0 else max(least, next_one - slack)))
     if params.top_p < 1:
         left = np.where(keep, x, -np.inf)
         weights = np.exp(left - left.max())

@@ -67,7 +67,7 @@ class PlainRuns:
     def _run(self, request: Request, index: int, params: SamplingParams) -> Answer:
         """One completion, run and judged."""
         text = self.llm.processor.completion(request, index)
-        with _raw_logits(self.llm) as seen:
+        with raw_logits(self.llm) as seen:
             serve(self.llm, [(request, text)])
         done = text.output
         raw = torch.cat(seen)[: len(done.token_ids)].float().cpu()
@@ -120,7 +120,7 @@ def push(text: CompletionText, request: Request) -> bool:
 
 
 @contextmanager
-def _raw_logits(llm: LLM) -> Iterator[list[Tensor]]:
+def raw_logits(llm: LLM) -> Iterator[list[Tensor]]:
     """The first row's logits [1, V] of every step that is run meanwhile."""
     runner, seen = llm.engine.runner, []
     run_step = runner.run_step

@@ -1,12 +1,15 @@
 """The check as a whole: the plain engine, and the sections that compare everything with it."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from lockstep.check.draw import Drawer
 from lockstep.check.matrix import PLAIN, SIZES
+from lockstep.check.oracle import run_oracle
 from lockstep.check.plain import PlainRuns
 from lockstep.check.report import Report
+from lockstep.check.sampling import run_sampling
 from lockstep.check.tokens import drafters_of, graphs_of, run_matrix
 from lockstep.check.world import World
 from lockstep.check.worlds import Effort, Examiner, Progress, replay, run_worlds
@@ -24,12 +27,15 @@ def run_check(
     progress: Progress = _silent,
     seed: int = 0,
     effort: Effort | None = None,
+    oracle: bool = False,
     **settings: Any,
 ) -> Report:
-    """Runs a size (quick, default, full): worlds drawn from a seed, then the matrix.
+    """Runs a size (quick, default, full): worlds drawn from a seed, sampling, then the matrix.
 
     `settings` are LLM's, for all engines; effort: how many worlds, and what becomes of a
-    difference. Raises ConfigError on an unknown size. Differences are in the report, not raised.
+    difference; oracle: whether the plain run's logits are compared with transformers'. Raises
+    ConfigError on an unknown size, or where there is no oracle. Differences are in the report, not
+    raised.
     """
     if size not in SIZES:
         raise choice_error(ConfigError, "size", size, ", ".join(SIZES), "Choose one of them.")
@@ -40,9 +46,18 @@ def run_check(
     drafters, report.skipped = drafters_of(plain)
     runs = PlainRuns(plain)
     drawer = Drawer(runs, seed, drafters, graphs_of(plain))
-    run_worlds(drawer, _examiner(runs, model, settings), effort, report, progress)
-    if not (report.failures and effort.fail_fast):
-        run_matrix(plain, report, model, settings, progress, effort.fail_fast)
+    examiner = _examiner(runs, model, settings)
+    sections: list[Callable[[], object]] = [
+        lambda: run_worlds(drawer, examiner, effort, report, progress),
+        lambda: run_sampling(runs, examiner.build, report, effort.fail_fast),
+        lambda: run_matrix(plain, report, model, settings, progress, effort.fail_fast),
+    ]
+    if oracle:
+        sections.insert(0, lambda: run_oracle(plain, report))
+    for section in sections:
+        section()
+        if report.failures and effort.fail_fast:
+            break
     progress("done", 1, 1)
     report.seconds = time.monotonic() - started
     return report

@@ -38,6 +38,9 @@ def check(
     fail_fast: Annotated[
         bool, typer.Option("--fail-fast", help="end with the first difference")
     ] = False,
+    oracle: Annotated[
+        bool, typer.Option("--oracle", help="compare the plain logits with transformers'")
+    ] = False,
     replay: Annotated[
         Path | None, typer.Option("--replay", help="run only the world of this file")
     ] = None,
@@ -54,13 +57,13 @@ def check(
     """
     size = _size(quick, full, logits, replay)
     _refuse_varied(settings)
-    effort = {"seconds": seconds, "fail_fast": fail_fast}
+    asked = {"seed": seed, "seconds": seconds, "fail_fast": fail_fast, "oracle": oracle}
     if json:
-        report = _run(size, settings, seed, effort, logits, replay, None)
+        report = _run(size, settings, asked, logits, replay, None)
         print_json(report.to_json())
     else:
         with progress_bar() as show:
-            report = _run(size, settings, seed, effort, logits, replay, show)
+            report = _run(size, settings, asked, logits, replay, show)
         _print(report, _logits_table(report) if logits else _table(report))
     raise typer.Exit(1 if report.failed else 0)
 
@@ -77,22 +80,28 @@ def _size(quick: bool, full: bool, logits: bool, replay: Path | None) -> str:
 def _run(
     size: str,
     settings: dict[str, Any],
-    seed: int,
-    effort: dict[str, Any],
+    asked: dict[str, Any],
     logits: bool,
     replay: Path | None,
     show: "Progress | None",
 ) -> "Report":
     from lockstep.check import SIZES, Effort, read_world, run_check, run_logits, run_replay
 
-    model, chosen = settings["model"], {name: settings[name] for name in SHARED}
-    shown = {} if show is None else {"progress": show}
+    model = settings["model"]
+    chosen: dict[str, Any] = {name: settings[name] for name in SHARED}
+    shown: dict[str, Any] = {} if show is None else {"progress": show}
     if replay:
         return run_replay(read_world(replay), model, **chosen)
     if logits:
         return run_logits(size, model, **shown, **chosen)
-    much = Effort(SIZES[size].worlds, folder=Path(), **effort)
-    return run_check(size, model, seed=seed, effort=much, **shown, **chosen)
+    effort = Effort(
+        SIZES[size].worlds,
+        seconds=asked["seconds"],
+        folder=Path(),
+        fail_fast=asked["fail_fast"],
+    )
+    compared = {"seed": asked["seed"], "oracle": asked["oracle"]}
+    return run_check(size, model, effort=effort, **compared, **shown, **chosen)
 
 
 def _refuse_varied(settings: dict[str, Any]) -> None:
