@@ -104,10 +104,10 @@ class Drawer:
         """The next turn of a conversation whose answer has filled a page, asked twice: what was
         generated is a prompt there, and no state of it may come from the cache."""
         for asked in requests:
-            before, after = len(asked.prompt), len(asked.prompt) + asked.params["max_tokens"]
+            said = self.plain.answers(asked.prompt, asked.sampling())[0].tokens
+            before, after = len(asked.prompt), len(asked.prompt) + len(said)
             if before // PAGE == (after - 1) // PAGE or after > 4 * PAGE:
                 continue
-            said = self.answer(asked.prompt, asked.params).tokens
             text = (*asked.prompt, *said, *rng.choice(self._texts)[-20:])
             params = {"temperature": 0.0, "max_tokens": 6, "logprobs": 1}
             later = asked.arrival + len(said) + rng.randrange(3, 6)
@@ -216,14 +216,20 @@ class Drawer:
         return True
 
     def answer(self, prompt: tuple[int, ...], params: Params) -> Answer:
-        """The first completion of the plain run so far."""
-        return self.plain.answers(prompt, SamplingParams(**{**params, "n": 1}))[0]
+        """The first completion of the plain run, without what ends it early."""
+        kept = {name: value for name, value in params.items() if name not in ENDING}
+        return self.plain.answers(prompt, SamplingParams(**kept, ignore_eos=True))[0]
+
+    def likes(self, prompt: tuple[int, ...]) -> list[int]:
+        """Tokens that the model would say behind the prompt."""
+        greedy = {"temperature": 0.0, "max_tokens": 8}
+        return list(dict.fromkeys(self.answer(prompt, greedy).tokens))
 
 
 def _base(rng: random.Random) -> Params:
     params: Params = {
         "temperature": 0.0,
-        "max_tokens": rng.choice((6, 9, 12, 16)),
+        "max_tokens": rng.choice((5, 7, 10, 14)),
         "seed": rng.choice((rng.randrange(2**63), -rng.randrange(2**63), rng.randrange(100))),
         "logprobs": rng.choice((None, 0, 1, 3)),
     }
@@ -251,7 +257,7 @@ def _penalties(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], para
 
 def _counts(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params: Params) -> None:
     """Few tokens to choose from, none of them likely, so that their counts decide every one."""
-    params |= {"frequency_penalty": 2.0, "max_tokens": 16, "ignore_eos": True}
+    params |= {"frequency_penalty": 2.0, "max_tokens": 12, "ignore_eos": True}
     unlikely = rng.sample(range(drawer.vocab), rng.choice((3, 6, 12)))
     params["allowed_token_ids"] = sorted(unlikely)
 
@@ -269,7 +275,7 @@ def _filters(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params
 
 def _bias(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params: Params) -> None:
     """Tokens that it would say are made likelier, less likely, and impossible."""
-    likes = list(dict.fromkeys(drawer.answer(prompt, params).tokens))
+    likes = drawer.likes(prompt)
     chosen = rng.sample(likes, min(len(likes), 3)) + rng.sample(range(drawer.vocab), 2)
     values = (-100.0, -3.0, 2.5, 6.0, 0.5)
     params["logit_bias"] = {t: rng.choice(values) for t in dict.fromkeys(chosen)}
@@ -278,7 +284,7 @@ def _bias(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params: P
 def _allowed(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params: Params) -> None:
     if "allowed_token_ids" in params:
         return
-    likes = list(dict.fromkeys(drawer.answer(prompt, params).tokens))
+    likes = drawer.likes(prompt)
     others = rng.sample(range(drawer.vocab), 30)
     params["allowed_token_ids"] = sorted({*rng.sample(likes, (len(likes) + 1) // 2), *others})
 
@@ -286,7 +292,7 @@ def _allowed(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params
 def _bad_words(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params: Params) -> None:
     """Words that it is about to say: their first tokens come, as drafts too, their last may not."""
     words: list[list[int]] = []
-    for _ in range(2):
+    for _ in range(rng.choice((1, 1, 2))):
         said = drawer.answer(prompt, {**params, "bad_words_ids": words} if words else params).tokens
         if len(said) < 2:
             break
@@ -298,10 +304,11 @@ def _bad_words(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], para
 
 def _bad_text(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params: Params) -> None:
     """The same, as text."""
-    text = drawer.answer(prompt, {**params, "detokenize": True}).text if _has_text(drawer) else ""
-    words = [w for w in text.split() if w.isascii() and len(w) < 12]
-    if words:
-        params["bad_words"] = [rng.choice(words)]
+    if _has_text(drawer):
+        words = drawer.answer(prompt, params).text.split()
+        params["bad_words"] = [
+            rng.choice([w for w in words if w.isascii() and len(w) < 7] or ["a"])
+        ]
 
 
 def _stops(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params: Params) -> None:
@@ -375,6 +382,11 @@ AIM: dict[str, Aim] = {
 }
 """What a request aims at. Later ones look at the plain answer that the earlier ones lead to."""
 AIMS = tuple(AIM)
+ENDING = {
+    "n", "ignore_eos", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output",
+    "bad_words", "detokenize", "skip_special_tokens", "logprobs", "prompt_logprobs",
+}  # fmt: skip
+"""What a plain run by which worlds aim is asked without: more of its aims share one run."""
 TURNS = (
     "counts", "bad_words", "stops", "filters", "several", "prompt_logprobs", "bias", "counts",
     "stop_text", "allowed", "bad_words", "ends", "stops", "bad_text", "penalties", "nothing",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.check.matrix import LONG_PROMPT, Setup
+from lockstep.check.matrix import LONG_PROMPT, TESTS, Setup
 from lockstep.check.plain import raw_logits
 from lockstep.check.report import Failure, Report, Tally
 from lockstep.errors import ConfigError
@@ -17,7 +17,7 @@ from lockstep.llm import LLM
 from lockstep.samples import long_prompt, short_prompts
 from lockstep.sampling_params import SamplingParams
 
-ORACLE = "oracle"
+ORACLE = TESTS[1]
 """The phase of this section's setups."""
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.02}
 """By the model's dtype: how far, relative to their spread, logits may be from transformers' own in

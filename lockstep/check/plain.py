@@ -22,6 +22,9 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.step import StepShape
 from lockstep.text.processor import CompletionText
 
+PROMPT_CLOSE = {"float32": 1e-3}
+"""By dtype: how far a prompt token's log-probability may be from the one behind a shorter prompt,
+whose last chunk is cut elsewhere. 0.1 in formats of 16 bits."""
 FLATTEST = 8
 """How many raw logits are kept to draw from: those with the highest entropy."""
 
@@ -83,11 +86,36 @@ class PlainRuns:
         )
         seed = None if params.seed is None else params.seed + index
         place = _first_fault(answer, raw, request, seed)
+        if place is None and prompt:
+            place = self._wrong_prompt_logprob(request, answer)
         if place is not None:
             given = tuple(request.prompt_token_ids)
             self.faults.append(Fault(given, params, index, *place))
         self._keep_flattest(raw)
         return answer
+
+    def _wrong_prompt_logprob(self, request: Request, answer: Answer) -> tuple[int, str] | None:
+        """Whether a prompt token's log-probability is another than behind that much of the prompt
+        alone; two tokens are tried."""
+        prompt = request.prompt_token_ids
+        close = PROMPT_CLOSE.get(self.llm.engine.plan.dtype, 0.1)
+        for length in sorted({len(prompt) // 2, len(prompt) - 1} - {0}):
+            scores = torch.log_softmax(self._logits_behind(prompt[:length]).double(), -1)
+            token = prompt[length]
+            given = {t: float.fromhex(v) for t, v, _ in answer.prompt_bits[length - 1]}[token]
+            due = float(scores[token])
+            if not abs(given - due) <= close * (1 + abs(due)):
+                return 0, f"prompt logprob {given} of token {length} instead of {due}"
+        return None
+
+    def _logits_behind(self, prompt: list[int]) -> Tensor:
+        """The raw logits [V] behind a prompt."""
+        params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+        asked = {"prompt_token_ids": prompt}
+        (request,) = self.llm.processor.requests("plain-prefix", asked, params)
+        with raw_logits(self.llm) as seen:
+            serve(self.llm, [(request, self.llm.processor.completion(request))])
+        return seen[0][0].float().cpu()
 
     def _keep_flattest(self, raw: Tensor) -> None:
         shares = torch.softmax(raw.double(), -1)

@@ -3,7 +3,8 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lockstep.check.matrix import Setup
+from lockstep.check.exercised import Exercised
+from lockstep.check.matrix import TESTS, Setup
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Tally:
 
 @dataclass
 class Report:
-    """All cases of a check. `exercised`: how often what was varied really took place.
+    """All cases of a check. `exercised`: how often what was varied really took place; used: what
+    it was run with.
 
     compared: what of an answer is; seed: of the worlds.
     """
@@ -51,6 +53,7 @@ class Report:
     seconds: float = 0.0
     compared: str = "tokens and logprobs"
     seed: int = 0
+    used: Exercised | None = None
 
     def add(self, tally: Tally) -> None:
         """One engine's or one world's cases more."""
@@ -58,7 +61,7 @@ class Report:
 
     @property
     def cases(self) -> int:
-        """Answers compared with the plain run."""
+        """Answers compared with the plain run, and tests."""
         return sum(t.cases for t in self.tallies)
 
     @property
@@ -69,8 +72,11 @@ class Report:
     @property
     def verdict(self) -> str:
         """One line."""
+        tests = sum(t.cases for t in self.tallies if t.setup.phase in TESTS)
         if not self.failed:
-            return f"{self.cases} cases, all equal to the plain run, {self.compared} bit for bit."
+            answers = f"{self.cases - tests} cases, all equal to the plain run"
+            more = f" {tests} tests of distributions and logits passed." if tests else ""
+            return f"{answers}, {self.compared} bit for bit.{more}"
         first = self.failures[0]
         at = "" if first.position is None else f", answer position {first.position}"
         where = f"; {first.where}" if first.where else ""
@@ -93,6 +99,7 @@ class Report:
             "seconds": round(self.seconds, 2),
             "exercised": self.exercised,
             "skipped": self.skipped,
+            "not_exercised": self.used.lacks() if self.used else [],
             "engines": [asdict(t) for t in self.tallies],
             "failures": [asdict(f) for f in self.failures],
         }

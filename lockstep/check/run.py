@@ -5,13 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.check.draw import Drawer
+from lockstep.check.exercised import Exercised
 from lockstep.check.matrix import PLAIN, SIZES
 from lockstep.check.oracle import run_oracle
 from lockstep.check.plain import PlainRuns
 from lockstep.check.report import Report
 from lockstep.check.sampling import run_sampling
 from lockstep.check.tokens import drafters_of, graphs_of, run_matrix
-from lockstep.check.world import World
+from lockstep.check.world import Kind, World
 from lockstep.check.worlds import Effort, Examiner, Progress, replay, run_worlds
 from lockstep.errors import ConfigError, choice_error
 from lockstep.llm import LLM
@@ -42,14 +43,14 @@ def run_check(
     started = time.monotonic()
     effort = effort or Effort(SIZES[size].worlds)
     plain = _plain(model, settings)
-    report = Report(size, plain.engine.numerics, seed=seed)
+    report = Report(size, plain.engine.numerics, seed=seed, used=Exercised())
     drafters, report.skipped = drafters_of(plain)
     runs = PlainRuns(plain)
     drawer = Drawer(runs, seed, drafters, graphs_of(plain))
-    examiner = _examiner(runs, model, settings)
+    examiner = _examiner(runs, model, settings, report)
     sections: list[Callable[[], object]] = [
         lambda: run_worlds(drawer, examiner, effort, report, progress),
-        lambda: run_sampling(runs, examiner.build, report, effort.fail_fast),
+        lambda: run_sampling(runs, examiner.build, SIZES[size].draws, report, effort.fail_fast),
         lambda: run_matrix(plain, report, model, settings, progress, effort.fail_fast),
     ]
     if oracle:
@@ -68,7 +69,7 @@ def run_replay(world: World, model: str | None = None, **settings: Any) -> Repor
     started = time.monotonic()
     plain = _plain(model, settings)
     report = Report("replay", plain.engine.numerics)
-    replay(world, _examiner(PlainRuns(plain), model, settings), report)
+    replay(world, _examiner(PlainRuns(plain), model, settings, report), report)
     report.seconds = time.monotonic() - started
     return report
 
@@ -77,5 +78,13 @@ def _plain(model: str | None, settings: dict[str, Any]) -> LLM:
     return LLM(model, **PLAIN.settings(small_chunks=False), **settings)
 
 
-def _examiner(runs: PlainRuns, model: str | None, settings: dict[str, Any]) -> Examiner:
-    return Examiner(runs, lambda kind: LLM(model, **kind.settings(), **settings))
+def _examiner(
+    runs: PlainRuns, model: str | None, settings: dict[str, Any], report: Report
+) -> Examiner:
+    def build(kind: Kind) -> LLM:
+        llm = LLM(model, **kind.settings(), **settings)
+        if report.used is not None:
+            report.used.engine(llm)
+        return llm
+
+    return Examiner(runs, build)

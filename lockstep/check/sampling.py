@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.check import naive
-from lockstep.check.matrix import Setup
+from lockstep.check.matrix import TESTS, Setup
 from lockstep.check.plain import PlainRuns
 from lockstep.check.report import Failure, Report, Tally
 from lockstep.check.world import Kind
@@ -29,7 +29,7 @@ from lockstep.sampling_params import SamplingParams
 
 Floats = NDArray[np.float64]
 Tokens = NDArray[np.int64]
-SAMPLING = "sampling"
+SAMPLING = TESTS[0]
 """The phase of this section's setups."""
 DRAFTS, ROWS = 7, 16
 LEAST = 1e-6
@@ -39,17 +39,6 @@ EXPECTED = 5.0
 """Least expected count of a bin of a chi-squared test."""
 CLASSES = 4
 BITS = 64
-
-
-@dataclass(frozen=True)
-class Draws:
-    """How many seeds are drawn with, alone and with a window of drafts."""
-
-    alone: int
-    windows: int
-
-
-DRAWS = {"quick": Draws(64, 64), "default": Draws(512, 256), "full": Draws(2048, 1024)}
 
 
 @dataclass(frozen=True)
@@ -241,12 +230,12 @@ def wrong_pairs(left: Tokens, right: Tokens, share: Floats, what: str) -> str | 
     return _said(*chi_squared(counts, expected), what)
 
 
-def independence(sampling: Sampling, size: Draws) -> Iterator[tuple[str, str | None]]:
+def independence(sampling: Sampling, draws: int) -> Iterator[tuple[str, str | None]]:
     """Positions, rows, the n of a request, and seeds that differ in a bit, each by name."""
     context = sampling.context
     params = usual(context)
     share = shares(context, params, 0)
-    requests = sampling.requests(params, size.windows)
+    requests = sampling.requests(params, draws)
     tokens = sampling.draw(requests, DRAFTS + 1)
     yield "positions", wrong_pairs(tokens[:, :-1], tokens[:, 1:], share, "neighbouring positions")
     yield "completions", wrong_pairs(tokens[:-1], tokens[1:], share, "completions of a request")
@@ -288,13 +277,19 @@ def find_context(plain: PlainRuns) -> Context:
 
 
 def run_sampling(
-    plain: PlainRuns, build: Callable[[Kind], LLM], report: Report, fail_fast: bool = False
+    plain: PlainRuns,
+    build: Callable[[Kind], LLM],
+    draws: int,
+    report: Report,
+    fail_fast: bool = False,
 ) -> None:
-    """Runs the section at the report's size and adds to the report."""
-    size, setup = DRAWS[report.size], Setup("told", DRAFTS, SAMPLING, "none")
+    """Runs the section and adds to the report. draws: seeds of a test, 0: no tests."""
+    if not draws:
+        return
+    setup = Setup("told", DRAFTS, SAMPLING, "none")
     context = find_context(plain)
     sampling = Sampling(build(Kind("told", DRAFTS, buckets=(ROWS,))), context)
-    for name, what in _tests(sampling, size):
+    for name, what in _tests(sampling, draws):
         started = time.monotonic()
         if what is not None:
             report.failures.append(
@@ -306,12 +301,12 @@ def run_sampling(
             return
 
 
-def _tests(sampling: Sampling, size: Draws) -> Iterator[tuple[str, str | None]]:
+def _tests(sampling: Sampling, draws: int) -> Iterator[tuple[str, str | None]]:
     """Every test's name, and what is wrong."""
     context = sampling.context
     for name, params in cases(context).items():
-        for mode, count, window in (("alone", size.alone, 1), ("window", size.windows, DRAFTS + 1)):
+        for mode, count, window in (("alone", 2 * draws, 1), ("window", draws, DRAFTS + 1)):
             due = [shares(context, params, index) for index in range(window)]
             tokens = sampling.draw(sampling.requests(params, count), window)
             yield f"{name}, {mode}", wrong_distribution(tokens, due)
-    yield from independence(sampling, size)
+    yield from independence(sampling, draws)

@@ -135,6 +135,9 @@ def run_worlds(
             report.failures.append(_undrawn(index, drawer.seed, error))
             return
         found = examiner.examine(world)
+        if report.used is not None:
+            for asked in world.requests:
+                report.used.params(asked.sampling())
         if found.difference is not None:
             name = f"world {index} of seed {drawer.seed}"
             first = not any(f.setup.phase == WORLD for f in report.failures)

@@ -1,5 +1,6 @@
 """lockstep check: that the answer never changes, on this machine."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -44,6 +45,9 @@ def check(
     replay: Annotated[
         Path | None, typer.Option("--replay", help="run only the world of this file")
     ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--report", help="write a page of HTML to this file")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     *,
     settings: dict[str, Any],
@@ -65,7 +69,19 @@ def check(
         with progress_bar() as show:
             report = _run(size, settings, asked, logits, replay, show)
         _print(report, _logits_table(report) if logits else _table(report))
+    if page is not None:
+        _write(page, report)
     raise typer.Exit(1 if report.failed else 0)
+
+
+def _write(path: Path, report: "Report") -> None:
+    """The page, in a folder that is there. Raises ConfigError where it cannot be written."""
+    from lockstep.check.page import write_page
+
+    try:
+        write_page(path, report, ["lockstep", *sys.argv[1:]])
+    except OSError as error:
+        raise ConfigError(f"--report {path} cannot be written: {error}. Name a file.") from None
 
 
 def _size(quick: bool, full: bool, logits: bool, replay: Path | None) -> str:

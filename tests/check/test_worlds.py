@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -97,18 +96,6 @@ def test_kinds_hold_every_drafter_and_a_checkpoint_without_mtp_has_others() -> N
     assert {k.graph for k in every} == {"full", "none"}
     without = [kind_of(0, group, ("ngram",), ("none",)) for group in range(len(KINDS))]
     assert {k.drafter for k in without} == {"none", "told", "ngram"}
-
-
-def test_a_sound_engine_gives_every_answer(drawer: Drawer, build: Callable[..., LLM]) -> None:
-    examiner = Examiner(drawer.plain, build)
-    seen: Counter[str] = Counter()
-    for index in range(10):
-        world = drawer.world(index)
-        found = examiner.examine(world)
-        assert found.difference is None, (index, found.difference, world)
-        seen += found.seen
-    for name in ("cached tokens", "drafted", "accepted", "preemptions", "steps of uneven drafts"):
-        assert seen[name] > 0, name
 
 
 def off_by_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +207,7 @@ def test_seconds_take_the_place_of_a_number_of_worlds(
     effort = Effort(worlds=0, seconds=1.5)
     report = run_check("quick", model, seed=7, effort=effort, load_format="dummy")
     assert report.failed == 0 and report.tallies and report.seed == 7
-    assert {t.setup.phase for t in report.tallies} == {"world"}
+    assert {t.setup.phase for t in report.tallies} == {"world", "sampling"}
 
 
 def test_plain_runs_are_kept_and_judged(plain: PlainRuns, monkeypatch: pytest.MonkeyPatch) -> None:
