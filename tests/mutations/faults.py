@@ -110,8 +110,18 @@ FAULTS = (
     ),
     Fault(
         "snapshots not pinned", "cache", GROUPS,
-        "            self.pool.share(seq.source)\n            self.pins.append(seq.source)\n",
-        "            pass\n",
+        "            self.pool.share(seq.source)\n"
+        "            self.pins.append(seq.source)\n"
+        "\n"
+        "    def unpin(self, seq: CacheSeq) -> None:\n"
+        '        """Gives back what pin() took."""\n'
+        "        if seq.source:\n"
+        "            self.pins.remove(seq.source)\n"
+        "            self.pool.drop(seq.source)\n",
+        "            pass\n"
+        "\n"
+        "    def unpin(self, seq: CacheSeq) -> None:\n"
+        "        if seq.source:\n",
     ),
     Fault(
         "one page too few saved at preemption", "scheduler", SCHEDULER,
