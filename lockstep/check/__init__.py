@@ -3,6 +3,8 @@
 from lockstep.check.logits import run_logits
 from lockstep.check.matrix import SIZES
 from lockstep.check.report import Report
-from lockstep.check.tokens import run_check
+from lockstep.check.run import run_check, run_replay
+from lockstep.check.world import read_world
+from lockstep.check.worlds import Effort
 
-__all__ = ["SIZES", "Report", "run_check", "run_logits"]
+__all__ = ["SIZES", "Effort", "Report", "read_world", "run_check", "run_logits", "run_replay"]

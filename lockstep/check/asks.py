@@ -1,17 +1,21 @@
 """What is asked: prompts crossed with sampling parameters, and answers as bits."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.check.matrix import LONG_PROMPT
 from lockstep.llm import LLM
-from lockstep.outputs import RequestMetrics
+from lockstep.outputs import Logprob, RequestMetrics
 from lockstep.samples import long_prompt, short_prompts
 from lockstep.sampling_params import SamplingParams
 
 LONG = "long"
 PREFIX_TAIL = 5
+
+Bits = tuple[tuple[tuple[int, str, int], ...], ...]
+"""Of every position the token ids, their log-probabilities bit for bit, and their ranks."""
 
 
 @dataclass(frozen=True)
@@ -26,23 +30,64 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
-    """tokens, and of every position the log-probabilities, bit for bit, by token id."""
+    """One completion. digests: of all bits of the logits in front of each token, where they were
+    watched; ending: finish and stop reason; prompt_bits: log-probabilities of the prompt's tokens.
+    """
 
     tokens: tuple[int, ...]
-    bits: tuple[tuple[tuple[int, str], ...], ...]
+    bits: Bits
     metrics: RequestMetrics
+    digests: tuple[int, ...] = ()
+    ending: tuple[str | None, int | str | None] = (None, None)
+    text: str = ""
+    prompt_bits: Bits = ()
 
-    def first_difference(self, other: "Answer") -> tuple[int, str] | None:
-        """Index of the first output position that differs, and what differs there; None if none."""
+    def first_difference(self, other: "Answer", begun: bool = False) -> tuple[int, str] | None:
+        """Index of the first output position that differs, and what differs there; None if none.
+
+        begun: this one was ended from outside, so that it is the beginning of the other.
+        """
         for index, pair in enumerate(zip(self.tokens, other.tokens, strict=False)):
             if pair[0] != pair[1]:
                 return index, f"token {pair[0]} instead of {pair[1]}"
-            if self.bits[index] != other.bits[index]:
-                return index, f"logprobs {self.bits[index]} instead of {other.bits[index]}"
-        if len(self.tokens) != len(other.tokens):
-            short = min(len(self.tokens), len(other.tokens))
-            return short, f"{len(self.tokens)} tokens instead of {len(other.tokens)}"
+            found, due = (a.bits[index : index + 1] for a in (self, other))
+            if found != due:
+                return index, f"logprobs {found} instead of {due}"
+            if self.digests[index : index + 1] != other.digests[index : index + 1]:
+                return index, "the bits of the logits differ"
+        if self.prompt_bits and self.prompt_bits != other.prompt_bits:
+            return 0, _prompt_difference(self.prompt_bits, other.prompt_bits)
+        return self._differs_in_the_end(other, begun)
+
+    def _differs_in_the_end(self, other: "Answer", begun: bool) -> tuple[int, str] | None:
+        """What differs where all tokens that both have are equal."""
+        least = min(len(self.tokens), len(other.tokens))
+        found, due = ((len(a.tokens), *a.ending) for a in (self, other))
+        if found != due and not (begun and found[0] <= due[0]):
+            return least, f"{found[0]} tokens, {found[1:]} instead of {due[0]} tokens, {due[1:]}"
+        if begun:
+            return None
+        if len(self.prompt_bits) != len(other.prompt_bits):
+            return 0, _prompt_difference(self.prompt_bits, other.prompt_bits)
+        if self.text != other.text:
+            return max(least - 1, 0), f"the text {self.text!r} instead of {other.text!r}"
         return None
+
+
+def _prompt_difference(found: Bits, due: Bits) -> str:
+    """What differs in the log-probabilities of the prompt's tokens."""
+    if len(found) != len(due):
+        return f"{len(found)} prompt logprobs instead of {len(due)}"
+    index = next(i for i, pair in enumerate(zip(found, due, strict=True)) if pair[0] != pair[1])
+    return f"prompt logprobs of token {index + 1}: {found[index]} instead of {due[index]}"
+
+
+def as_bits(logprobs: Sequence[dict[int, Logprob] | None] | None) -> Bits:
+    """Log-probabilities as what can be compared; the first prompt token has none."""
+    return tuple(
+        tuple((token, e.logprob.hex(), e.rank) for token, e in sorted((position or {}).items()))
+        for position in logprobs or ()
+    )
 
 
 def samplings(max_tokens: int, usual: list[int]) -> dict[str, SamplingParams]:
@@ -92,11 +137,8 @@ def run(llm: LLM, asks: list[Ask]) -> list[Answer]:
     answers = []
     for output in outputs:
         done = output.outputs[0]
-        bits = tuple(
-            tuple((token, entry.logprob.hex()) for token, entry in sorted(position.items()))
-            for position in done.logprobs or ()
-        )
-        answers.append(Answer(tuple(done.token_ids), bits, output.metrics))
+        metrics, bits = output.metrics, as_bits(done.logprobs)
+        answers.append(Answer(tuple(done.token_ids), bits, metrics))
     return answers
 
 

@@ -105,5 +105,5 @@ def watch(llm: LLM) -> Iterator[Digests]:
     try:
         yield found
     finally:
-        del runner.launch
+        runner.launch = launch  # type: ignore[method-assign]
         runner.run_step = run_step

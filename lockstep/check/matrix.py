@@ -6,22 +6,32 @@ from typing import Any
 
 DRAFTERS = ("ngram", "mtp")
 DRAFT_COUNTS = (1, 2, 3, 5, 7)
+DEFAULT_COUNTS = (1, 3, 7)
 MOST_DRAFTS = 7
 PHASES = ("cold", "prefix hit", "preempted")
+TESTS = ("sampling", "oracle")
+"""Sections whose cases are tests, not answers: they stand where a setup has its phase."""
 BATCHES = ("alone", "batch of 7", "long prompt")
 
 
 @dataclass(frozen=True)
 class Size:
     """How much of the matrix. alone: asks that each engine runs alone, in turn over the engines
-    (8 are all). company: short asks that run beside the long one (7 are all)."""
+    (8 are all). company: short asks that run beside the long one (7 are all). worlds: how many are
+    drawn beside it; draws: seeds of each test of a distribution."""
 
     max_tokens: int
     alone: int
     company: int
+    worlds: int = 0
+    draws: int = 0
 
 
-SIZES = {"quick": Size(12, 2, 3), "default": Size(24, 3, 3), "full": Size(32, 8, 7)}
+SIZES = {
+    "quick": Size(12, 2, 3, worlds=8, draws=64),
+    "default": Size(24, 3, 3, worlds=60, draws=256),
+    "full": Size(32, 8, 7, worlds=240, draws=1024),
+}
 
 ROWS = 8
 SMALL_CHUNK = 128
@@ -76,9 +86,9 @@ PLAIN = Setup("none", 0, "cold", "none")
 def setups(size: str, drafters: tuple[str, ...], graphs: tuple[str, ...]) -> list[Setup]:
     """The engines of a check. `graphs`: the modes this device has, the product's default first.
 
-    full: every combination. default: every drafter, K and phase, all graph modes at K 0, 3 and
-    changing, and the first mode elsewhere. quick: every drafter, phase and graph mode, both ends of
-    K, and a changing one.
+    full: every combination. default: every drafter and phase at three K and a changing one, all
+    graph modes at K 0, 3 and changing, and the first mode elsewhere. quick: every drafter, phase
+    and graph mode. What they leave out, worlds hold.
     """
     drafting = [("none", 0, False), *product(drafters, DRAFT_COUNTS, (False,))]
     drafting += [(drafter, MOST_DRAFTS, True) for drafter in drafters]
@@ -86,12 +96,12 @@ def setups(size: str, drafters: tuple[str, ...], graphs: tuple[str, ...]) -> lis
     if size == "full":
         return every
     if size == "default":
-        return [s for s in every if s.graph == graphs[0] or s.k in (0, 3) or s.changing]
-    sample = [("none", 0, 1, False)]
-    for at, drafter in enumerate(drafters):
-        sample += [(drafter, k, at + turn, False) for turn, k in enumerate((1, 3, 7))]
-        sample.append((drafter, MOST_DRAFTS, at + 2, True))
+        chosen = [s for s in every if s.k in (0, *DEFAULT_COUNTS)]
+        return [s for s in chosen if s.graph == graphs[0] or s.k in (0, 3) or s.changing]
+    first, last = drafters[0], drafters[-1]
+    sample = [("none", 0, False), (first, 3, False), (last, MOST_DRAFTS, False)]
+    sample.append((last, MOST_DRAFTS, True))
     return [
-        Setup(d, k, PHASES[turn % len(PHASES)], graphs[turn % len(graphs)], changing)
-        for d, k, turn, changing in sample
+        Setup(d, k, PHASES[(turn + 1) % len(PHASES)], graphs[turn % len(graphs)], changing)
+        for turn, (d, k, changing) in enumerate(sample)
     ]

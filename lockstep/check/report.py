@@ -3,14 +3,16 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lockstep.check.matrix import Setup
+from lockstep.check.exercised import Exercised
+from lockstep.check.matrix import TESTS, Setup
 
 
 @dataclass(frozen=True)
 class Failure:
     """One case that differs from the plain run. position: index among the request's answer tokens.
 
-    where: the first layer and op that differ, known for the first failure only.
+    where: the first layer and op that differ, known for the first failure only; file: the world,
+    made small, for --replay.
     """
 
     setup: Setup
@@ -20,6 +22,7 @@ class Failure:
     position: int | None
     what: str
     where: str | None = None
+    file: str | None = None
 
 
 @dataclass(frozen=True)
@@ -35,9 +38,10 @@ class Tally:
 
 @dataclass
 class Report:
-    """All cases of a check. `exercised`: how often what was varied really took place.
+    """All cases of a check. `exercised`: how often what was varied really took place; used: what
+    it was run with.
 
-    compared: what of an answer is.
+    compared: what of an answer is; seed: of the worlds.
     """
 
     size: str
@@ -48,10 +52,16 @@ class Report:
     skipped: list[str] = field(default_factory=list)
     seconds: float = 0.0
     compared: str = "tokens and logprobs"
+    seed: int = 0
+    used: Exercised | None = None
+
+    def add(self, tally: Tally) -> None:
+        """One engine's or one world's cases more."""
+        self.tallies.append(tally)
 
     @property
     def cases(self) -> int:
-        """Answers compared with the plain run."""
+        """Answers compared with the plain run, and tests."""
         return sum(t.cases for t in self.tallies)
 
     @property
@@ -62,15 +72,19 @@ class Report:
     @property
     def verdict(self) -> str:
         """One line."""
+        tests = sum(t.cases for t in self.tallies if t.setup.phase in TESTS)
         if not self.failed:
-            return f"{self.cases} cases, all equal to the plain run, {self.compared} bit for bit."
+            answers = f"{self.cases - tests} cases, all equal to the plain run"
+            more = f" {tests} tests of distributions and logits passed." if tests else ""
+            return f"{answers}, {self.compared} bit for bit.{more}"
         first = self.failures[0]
         at = "" if first.position is None else f", answer position {first.position}"
         where = f"; {first.where}" if first.where else ""
+        file = f" Alone: lockstep check --replay {first.file}" if first.file else ""
         return (
             f"{self.failed} of {self.cases} cases differ. First: {first.setup.drafting}, "
             f"{first.setup.phase}, graph {first.setup.graph}, {first.batch}: {first.request}{at}: "
-            f"{first.what}{where}."
+            f"{first.what}{where}.{file}"
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -80,10 +94,12 @@ class Report:
             "failed": self.failed,
             "verdict": self.verdict,
             "size": self.size,
+            "seed": self.seed,
             "numerics": self.numerics,
             "seconds": round(self.seconds, 2),
             "exercised": self.exercised,
             "skipped": self.skipped,
+            "not_exercised": self.used.lacks() if self.used else [],
             "engines": [asdict(t) for t in self.tallies],
             "failures": [asdict(f) for f in self.failures],
         }

@@ -12,51 +12,48 @@ from lockstep.check.asks import Answer, Ask
 from lockstep.check.matrix import BATCHES, DRAFTERS, PLAIN, SIZES, Setup, Size, setups
 from lockstep.check.report import Failure, Report, Tally
 from lockstep.check.trace import first_difference
-from lockstep.errors import ConfigError, choice_error
+from lockstep.config import GRAPH_MODES
 from lockstep.llm import LLM
 
 Progress = Callable[[str, int, int], None]
 
 
-def run_check(
-    size: str = "default",
-    model: str | None = None,
-    progress: Progress = lambda what, done, of: None,
-    **settings: Any,
-) -> Report:
-    """Runs the matrix of a size (quick, default, full); `settings` are LLM's, for all engines.
-
-    Raises ConfigError on an unknown size. Differences are in the report, not raised.
-    """
-    if size not in SIZES:
-        raise choice_error(ConfigError, "size", size, ", ".join(SIZES), "Choose one of them.")
-    started = time.monotonic()
-    plain = LLM(model, **PLAIN.settings(small_chunks=False), **settings)
-    asks = asking.make_asks(plain, SIZES[size].max_tokens)
+def run_matrix(
+    plain: LLM,
+    report: Report,
+    model: str | None,
+    settings: dict[str, Any],
+    progress: Progress,
+    fail_fast: bool = False,
+) -> None:
+    """Runs the matrix of the report's size and adds to the report."""
+    size = SIZES[report.size]
+    asks = asking.make_asks(plain, size.max_tokens)
     expected = {a.name: asking.run(plain, [a])[0] for a in asks}
-    report = Report(size, plain.engine.numerics)
-    drafters, report.skipped = _drafters(plain)
-    graphs = ("full", "piecewise", "none") if plain.engine.plan.device == "cuda" else ("none",)
-    del plain
-    engines = setups(size, drafters, graphs)
+    engines = setups(report.size, drafters_of(plain)[0], graphs_of(plain))
+    before = len(report.failures)
     for done, setup in enumerate(engines):
         progress(f"{setup.drafting}, {setup.phase}", done, len(engines))
-        runs = batches(asks, SIZES[size], done)
+        runs = batches(asks, size, done)
         _Engine(setup, runs, expected, report).run(model, settings)
         gc.collect()
-    progress("done", len(engines), len(engines))
-    if report.failures:
-        report.failures[0] = _locate(report.failures[0], asks, SIZES[size], model, settings)
-    report.seconds = time.monotonic() - started
-    return report
+        if fail_fast and len(report.failures) > before:
+            return
+    if len(report.failures) > before:
+        report.failures[before] = _locate(report.failures[before], asks, size, model, settings)
 
 
-def _drafters(plain: LLM) -> tuple[tuple[str, ...], list[str]]:
+def drafters_of(plain: LLM) -> tuple[tuple[str, ...], list[str]]:
     """The drafters that this checkpoint allows, and why others are left out."""
     raw = plain.engine.model_config
     if raw.get("text_config", raw).get("mtp_num_hidden_layers"):
         return DRAFTERS, []
     return ("ngram",), ["mtp: the checkpoint has no MTP module"]
+
+
+def graphs_of(plain: LLM) -> tuple[str, ...]:
+    """The graph modes of this device, the product's default first."""
+    return GRAPH_MODES if plain.engine.plan.device == "cuda" else ("none",)
 
 
 def batches(asks: list[Ask], size: Size, turn: int) -> list[tuple[str, list[Ask]]]:
@@ -86,22 +83,33 @@ class _Engine:
 
     def run(self, model: str | None, settings: dict[str, Any]) -> None:
         """Builds the engine, asks everything, compares, and adds to the report."""
-        started, before, cases = time.monotonic(), len(self.report.failures), 0
-        llm = LLM(model, **self.setup.settings(), **settings)
+        started, before = time.monotonic(), len(self.report.failures)
+        cases = 0
+        try:
+            cases = self._run_all(LLM(model, **self.setup.settings(), **settings))
+        except Exception as error:  # an engine that breaks has not given the plain answer
+            what = f"raised {type(error).__name__}: {error}"
+            self._fail_all(what)
+        failed = len(self.report.failures) - before
+        seconds = round(time.monotonic() - started, 2)
+        self.report.add(Tally(self.setup, max(cases, failed), failed, seconds))
+
+    def _run_all(self, llm: LLM) -> int:
+        """Every batch; returns how many answers were compared."""
         if self.setup.phase == "prefix hit":
             asking.prime(llm, [ask for _, members in self.runs for ask in members])
         seen: Counter[str] = Counter()
         for batch, members in self.runs:
             answers = asking.run(llm, members)
-            cases += len(members)
             seen += self._exercised(answers)
             for ask, answer in zip(members, answers, strict=True):
                 self._compare(batch, ask, answer)
         self._check_exercised(seen)
         self.report.exercised = dict(Counter(self.report.exercised) + seen)
-        failed = len(self.report.failures) - before
-        tally = Tally(self.setup, cases, failed, round(time.monotonic() - started, 2))
-        self.report.tallies.append(tally)
+        return sum(len(members) for _, members in self.runs)
+
+    def _fail_all(self, what: str) -> None:
+        self.report.failures.append(Failure(self.setup, "all", "every request", "all", None, what))
 
     def _compare(self, batch: str, ask: Ask, answer: Answer) -> None:
         difference = answer.first_difference(self.expected[ask.name])
@@ -127,9 +135,7 @@ class _Engine:
         needed += ["drafted"] if self.setup.k else []
         for name in needed:
             if not seen[name]:
-                self.report.failures.append(
-                    Failure(self.setup, "all", "every request", "all", None, f"no {name} at all")
-                )
+                self._fail_all(f"no {name} at all")
 
 
 def _locate(

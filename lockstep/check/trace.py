@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lockstep.check import asks as asking
 from lockstep.check.asks import Ask
+from lockstep.engine.request import Request
 from lockstep.engine.schedule import Schedule
 from lockstep.llm import LLM
 from lockstep.step import Step
@@ -23,13 +24,13 @@ Digests = dict[int, dict[str, bytes]]
 
 
 class Trace:
-    """What the model computed for one prompt. A position run again (after a rejected draft, or
+    """What the model computed for one request. A position run again (after a rejected draft, or
     replayed) replaces what was seen of it before, so what stays belongs to committed tokens."""
 
-    def __init__(self, prompt: tuple[int, ...]) -> None:
-        self.prompt = list(prompt)
+    def __init__(self, is_mine: Callable[[Request], bool]) -> None:
+        self.is_mine = is_mine
         self.digests: Digests = {}
-        self._queue: list[list[Any]] = []
+        self._queue: list[list[Request]] = []
         self._step: Step | None = None
         self._places: list[tuple[int, int]] = []
 
@@ -43,7 +44,7 @@ class Trace:
     def begin(self, step: Step) -> None:
         """The model is called: finds this request's tokens in the step."""
         requests = self._queue.pop(0)
-        mine = [i for i, r in enumerate(requests) if r.prompt_token_ids == self.prompt]
+        mine = [i for i, request in enumerate(requests) if self.is_mine(request)]
         self._step, self._places = step, []
         if mine:
             first, last = step.cu_seqlens[mine[0] : mine[0] + 2].tolist()
@@ -77,9 +78,9 @@ def _digest(tensors: list[Tensor]) -> bytes:
 
 
 @contextmanager
-def watch(llm: LLM, prompt: tuple[int, ...]) -> Iterator[Trace]:
-    """Records what the model computes for the requests with this prompt. Needs an eager engine."""
-    trace, runner = Trace(prompt), llm.engine.runner
+def watch(llm: LLM, is_mine: Callable[[Request], bool]) -> Iterator[Trace]:
+    """Records what the model computes for the one request that is meant. Needs an eager engine."""
+    trace, runner = Trace(is_mine), llm.engine.runner
     model: nn.Module = runner.model
     handles = [
         module.register_forward_hook(lambda _m, _i, output, name=name: trace.see(name, output))
@@ -98,7 +99,7 @@ def watch(llm: LLM, prompt: tuple[int, ...]) -> Iterator[Trace]:
     try:
         yield trace
     finally:
-        del runner.launch
+        runner.launch = launch  # type: ignore[method-assign]
         for handle in handles:
             handle.remove()
 
@@ -130,7 +131,7 @@ def first_difference(
         llm = build()
         if before:
             asking.prime(llm, before)
-        with watch(llm, ask.prompt) as trace:
+        with watch(llm, lambda request: tuple(request.prompt_token_ids) == ask.prompt) as trace:
             asking.run(llm, company)
         digests.append(trace.digests)
     return compare(digests[0], digests[1], end)

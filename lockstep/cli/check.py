@@ -1,6 +1,9 @@
 """lockstep check: that the answer never changes, on this machine."""
 
+import sys
+from collections.abc import Callable
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,7 +18,9 @@ from lockstep.errors import ConfigError
 if TYPE_CHECKING:
     from lockstep.check.report import Report, Tally
 
-SHARED = ("dtype", "device", "load_format", "kv_cache_dtype", "skip_tokenizer_init", "seed")
+    Progress = Callable[[str, int, int], None]
+
+SHARED = ("dtype", "device", "load_format", "kv_cache_dtype", "skip_tokenizer_init")
 """The settings that a check takes from the user; it varies the others itself."""
 
 
@@ -27,32 +32,92 @@ def check(
     logits: Annotated[
         bool, typer.Option("--logits", help="compare raw logits; needs no trained weights")
     ] = False,
+    seed: Annotated[int, typer.Option("--seed", help="what the worlds are drawn from")] = 0,
+    seconds: Annotated[
+        float | None, typer.Option("--seconds", help="draw worlds for so long, not a fixed number")
+    ] = None,
+    fail_fast: Annotated[
+        bool, typer.Option("--fail-fast", help="end with the first difference")
+    ] = False,
+    oracle: Annotated[
+        bool, typer.Option("--oracle", help="compare the plain logits with transformers'")
+    ] = False,
+    replay: Annotated[
+        Path | None, typer.Option("--replay", help="run only the world of this file")
+    ] = None,
+    page: Annotated[
+        Path | None, typer.Option("--report", help="write a page of HTML to this file")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     *,
     settings: dict[str, Any],
 ) -> None:
     """Prove that drafts, batching, chunks, caching, preemption and graphs change no bit.
 
-    Every answer is compared with the plain run's: tokens and logprobs, or with --logits every bit
-    of the logits, for 20 prompts at every number of rows, K, chunk size and graph mode. Status 1 if
-    any differs.
+    Random worlds of requests, drawn from --seed, and a fixed matrix are run; every answer is
+    compared with the plain run's: tokens and logprobs, or with --logits every bit of the logits,
+    for 20 prompts at every number of rows, K, chunk size and graph mode. A world that differs is
+    made small and written to a file for --replay. Status 1 if any differs.
     """
-    from lockstep.check import run_check, run_logits
-
-    if quick and full:
-        raise ConfigError("--quick and --full exclude each other; choose one of them.")
-    size = "quick" if quick else "full" if full else "default"
+    size = _size(quick, full, logits, replay)
     _refuse_varied(settings)
-    chosen = {name: settings[name] for name in SHARED}
-    run = run_logits if logits else run_check
+    asked = {"seed": seed, "seconds": seconds, "fail_fast": fail_fast, "oracle": oracle}
     if json:
-        report = run(size, settings["model"], **chosen)
+        report = _run(size, settings, asked, logits, replay, None)
         print_json(report.to_json())
     else:
         with progress_bar() as show:
-            report = run(size, settings["model"], show, **chosen)
+            report = _run(size, settings, asked, logits, replay, show)
         _print(report, _logits_table(report) if logits else _table(report))
+    if page is not None:
+        _write(page, report)
     raise typer.Exit(1 if report.failed else 0)
+
+
+def _write(path: Path, report: "Report") -> None:
+    """The page, in a folder that is there. Raises ConfigError where it cannot be written."""
+    from lockstep.check.page import write_page
+
+    try:
+        write_page(path, report, ["lockstep", *sys.argv[1:]])
+    except OSError as error:
+        raise ConfigError(f"--report {path} cannot be written: {error}. Name a file.") from None
+
+
+def _size(quick: bool, full: bool, logits: bool, replay: Path | None) -> str:
+    """The size's name. Raises ConfigError where options exclude each other."""
+    if quick and full:
+        raise ConfigError("--quick and --full exclude each other; choose one of them.")
+    if replay and (quick or full or logits):
+        raise ConfigError("--replay runs one world; leave --quick, --full and --logits out.")
+    return "quick" if quick else "full" if full else "default"
+
+
+def _run(
+    size: str,
+    settings: dict[str, Any],
+    asked: dict[str, Any],
+    logits: bool,
+    replay: Path | None,
+    show: "Progress | None",
+) -> "Report":
+    from lockstep.check import SIZES, Effort, read_world, run_check, run_logits, run_replay
+
+    model = settings["model"]
+    chosen: dict[str, Any] = {name: settings[name] for name in SHARED}
+    shown: dict[str, Any] = {} if show is None else {"progress": show}
+    if replay:
+        return run_replay(read_world(replay), model, **chosen)
+    if logits:
+        return run_logits(size, model, **shown, **chosen)
+    effort = Effort(
+        SIZES[size].worlds,
+        seconds=asked["seconds"],
+        folder=Path(),
+        fail_fast=asked["fail_fast"],
+    )
+    compared = {"seed": asked["seed"], "oracle": asked["oracle"]}
+    return run_check(size, model, effort=effort, **compared, **shown, **chosen)
 
 
 def _refuse_varied(settings: dict[str, Any]) -> None:
@@ -68,14 +133,14 @@ def _refuse_varied(settings: dict[str, Any]) -> None:
 
 def _table(report: "Report") -> Table:
     """Drafts by phase and graph mode."""
-    from lockstep.check.matrix import PHASES
-
     graphs = list(dict.fromkeys(t.setup.graph for t in report.tallies))
-    columns = [(p, g) for p in PHASES for g in graphs]
+    phases = list(dict.fromkeys(t.setup.phase for t in report.tallies))
+    columns = [(p, g) for p in phases for g in graphs]
     table = Table("drafts", *(p if len(graphs) == 1 else f"{p}, {g}" for p, g in columns))
-    cells = {(t.setup.drafting, t.setup.phase, t.setup.graph): _cell([t]) for t in report.tallies}
     for drafting in dict.fromkeys(t.setup.drafting for t in report.tallies):
-        table.add_row(drafting, *(cells.get((drafting, p, g), "") for p, g in columns))
+        own = [t for t in report.tallies if t.setup.drafting == drafting]
+        cells = ([t for t in own if (t.setup.phase, t.setup.graph) == c] for c in columns)
+        table.add_row(drafting, *(_cell(found) for found in cells))
     return table
 
 
@@ -104,7 +169,8 @@ def _print(report: "Report", table: Table) -> None:
     console = Console(highlight=False)
     console.print(table)
     took = ", ".join(f"{count:,} {name}" for name, count in report.exercised.items())
-    console.print(f"{took}; {report.seconds:.0f} s; {report.numerics}", soft_wrap=True)
+    about = f"seed {report.seed}; {report.seconds:.0f} s; {report.numerics}"
+    console.print(f"{took}; {about}", soft_wrap=True)
     for reason in report.skipped:
         console.print(f"left out: {reason}")
     colour = "red" if report.failed else "green"

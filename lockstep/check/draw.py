@@ -1,0 +1,394 @@
+"""Draws worlds from a seed. They aim at where drafts, cache and parameters meet.
+
+Prompts are cut from a few families that share text, at and beside the ends of pages. Parameters are
+chosen by what the plain run answers, so that they strike: a bad word whose first tokens it would
+say, a stop token that it would say just when min_tokens allows it. One or two requests of a world
+are new; the others come from earlier worlds, whose plain runs are known.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lockstep.check.asks import Answer
+from lockstep.check.plain import PlainRuns
+from lockstep.check.world import MOST_PAGES, Asked, Kind, Limits, World
+from lockstep.errors import RequestError
+from lockstep.runner.rows import check_ids
+from lockstep.samples import short_prompts
+from lockstep.sampling_params import SamplingParams
+
+EARLY = 8
+"""The first worlds bring two new requests each, later ones one, so that all aims come soon."""
+MOST_OLD, MEMORY = 4, 40
+"""Earlier requests beside the new ones, at most, and how far back those lie."""
+WORLDS_OF_A_KIND = 2
+PAGE = 64
+LENGTHS = (1, 3, 17, 40, 61, 62, 63, 64, 65, 66, 90, 125, 126, 127, 128, 129, 130, 150, 190, 191,
+           192, 193, 200, 250, 255, 256, 257)  # fmt: skip
+BUCKETS = ((1, 2, 4, 6), (2, 6), (3, 5), (6,), (1, 2, 3, 4, 5, 6))
+KINDS = ("told", "told random", "mtp random", "ngram random", "none", "told", "mtp", "ngram")
+Params = dict[str, Any]
+
+
+def kind_of(seed: int, group: int, drafters: tuple[str, ...], graphs: tuple[str, ...]) -> Kind:
+    """The engine of the `group`th worlds. drafters: those that the checkpoint allows."""
+    rng = random.Random(f"kind {seed} {group}")
+    name, _, changing = KINDS[group % len(KINDS)].partition(" ")
+    common: dict[str, Any] = {
+        "buckets": rng.choice(BUCKETS),
+        "in_flight": rng.choice((1, 1, 2)),
+        "graph": graphs[group % len(graphs)],
+    }
+    if name == "none":
+        return Kind(**common)
+    drafter = name if name in drafters else "told"
+    drafts = (
+        rng.choice((3, 5, 7)) if changing else rng.choice((6, 7) if not group else (1, 2, 3, 4))
+    )
+    return Kind(drafter, drafts, bool(changing), rng.choice((1, 1, 2)), **common)
+
+
+@dataclass(frozen=True)
+class Family:
+    """Texts that share pages. trunk: one text; other: another one of equal length; ends: what
+    prompts end with, so that the model has something to answer."""
+
+    trunk: tuple[int, ...]
+    other: tuple[int, ...]
+    ends: tuple[tuple[int, ...], ...]
+
+
+class Drawer:
+    """Draws worlds by number, the same ones for the same seed and model."""
+
+    def __init__(
+        self, plain: PlainRuns, seed: int, drafters: tuple[str, ...], graphs: tuple[str, ...]
+    ) -> None:
+        self.plain, self.seed, self.drafters, self.graphs = plain, seed, drafters, graphs
+        self.vocab = plain.llm.engine.vocab_size
+        self._asked: dict[int, Asked] = {}
+        self._texts = short_prompts(plain.llm)
+
+    def kind(self, index: int) -> Kind:
+        """The engine of a world."""
+        return kind_of(self.seed, index // WORLDS_OF_A_KIND, self.drafters, self.graphs)
+
+    def world(self, index: int) -> World:
+        """World number `index`."""
+        rng = random.Random(f"world {self.seed} {index}")
+        own = [2 * index, 2 * index + 1] if index < EARLY else [EARLY + index]
+        before = list(range(max(0, own[0] - MEMORY), own[0]))
+        own += rng.sample(before, min(len(before), rng.randrange(MOST_OLD + 1)))
+        rng.shuffle(own)
+        kind = self.kind(index)
+        asked = [self._ask(number) for number in own]
+        requests = tuple(self._scheduled(rng, a) for a in asked)
+        requests += self._next_turns(rng, requests)
+        primed = self._primed(rng, requests)
+        limits = self._limits(rng, kind, requests, primed)
+        return World(kind, limits, requests, primed, rng.randrange(2**31), rng.randrange(2**31))
+
+    def _scheduled(self, rng: random.Random, asked: Asked) -> Asked:
+        """When a request comes, goes, and is moved to the host."""
+        arrival = 0 if rng.random() < 0.5 else rng.randrange(10)
+        abort = arrival + rng.randrange(12) if rng.random() < 0.12 else None
+        preempt = [arrival + 1 + rng.randrange(14) for _ in range(rng.choice((0, 0, 0, 1, 3)))]
+        rank = rng.randrange(-2, 3)
+        return replace(
+            asked, arrival=arrival, abort=abort, preempt=tuple(sorted(preempt)), priority=rank
+        )
+
+    def _next_turns(self, rng: random.Random, requests: tuple[Asked, ...]) -> tuple[Asked, ...]:
+        """The next turn of a conversation whose answer has filled a page, asked twice: what was
+        generated is a prompt there, and no state of it may come from the cache."""
+        for asked in requests:
+            said = self.plain.answers(asked.prompt, asked.sampling())[0].tokens
+            before, after = len(asked.prompt), len(asked.prompt) + len(said)
+            if before // PAGE == (after - 1) // PAGE or after > 4 * PAGE:
+                continue
+            text = (*asked.prompt, *said, *rng.choice(self._texts)[-20:])
+            params = {"temperature": 0.0, "max_tokens": 6, "logprobs": 1}
+            later = asked.arrival + len(said) + rng.randrange(3, 6)
+            return tuple(Asked(text, params, arrival=later + wait) for wait in (0, 10))
+        return ()
+
+    def _limits(
+        self,
+        rng: random.Random,
+        kind: Kind,
+        requests: tuple[Asked, ...],
+        primed: tuple[tuple[int, ...], ...],
+    ) -> Limits:
+        """Pages from just enough for the longest request to plenty, and so on."""
+        longest = max(len(a.prompt) + a.params["max_tokens"] for a in requests)
+        longest = max(longest, max((len(p) + 1 for p in primed), default=0))
+        least = -(-longest // PAGE)
+        pages = rng.choice((least, least, least + 1, least + 2, 2 * least, MOST_PAGES))
+        return Limits(
+            rows=rng.choice((kind.buckets[-1], kind.buckets[-1], 2, 3)),
+            chunk=rng.choice((64, 64, 100, 128, 192, 300, 2048)),
+            pages=min(pages, MOST_PAGES),
+            snapshots=rng.choice((0, 1, 1, 2, 3, 16)),
+            caching=bool(primed) or rng.random() < 0.6,
+            preempt_every=rng.choice((0, 0, 0, 0, 1, 2, 3, 5)),
+            policy=rng.choice(("fcfs", "fcfs", "priority")),
+        )
+
+    def _primed(
+        self, rng: random.Random, requests: tuple[Asked, ...]
+    ) -> tuple[tuple[int, ...], ...]:
+        """Beginnings of the prompts, cut at pages and beside them, and their second pages under
+        the first page of another text."""
+        if rng.random() < 0.35:
+            return ()
+        long = [a.prompt for a in requests if len(a.prompt) > PAGE]
+        found = []
+        for prompt in rng.sample(long, min(len(long), 3)):
+            cut = rng.choice((len(prompt), len(prompt) - 1, len(prompt) // PAGE * PAGE, 2 * PAGE))
+            found.append(prompt[: max(cut, PAGE + 1)])
+            if rng.random() < 0.5:
+                other = tuple(rng.choices(range(self.vocab), k=PAGE))
+                found.append((*other, *prompt[PAGE:]))
+            if len(prompt) > 2 * PAGE and rng.random() < 0.5:
+                found.append(prompt[: PAGE + 1])
+        rng.shuffle(found)
+        return tuple(found[:4])
+
+    def _ask(self, number: int) -> Asked:
+        """Request number `number`: its prompt, and parameters around one aim."""
+        if number not in self._asked:
+            rng = random.Random(f"ask {self.seed} {number}")
+            prompt = self._prompt(rng, number // 10)
+            params = self._params(rng, prompt, TURNS[number % len(TURNS)])
+            self._asked[number] = Asked(prompt, params)
+        return self._asked[number]
+
+    def _family(self, number: int) -> Family:
+        rng = random.Random(f"family {self.seed} {number}")
+        length = max(LENGTHS) + PAGE
+        if rng.random() < 0.6:
+            stream = [t for text in rng.sample(self._texts, len(self._texts)) for t in text]
+            stream = stream * (2 * length // len(stream) + 2)
+            at = rng.randrange(len(stream) - 2 * length)
+            trunk, other = stream[at : at + length], stream[at + length : at + 2 * length]
+        else:
+            trunk, other = (self._pattern(rng, length) for _ in range(2))
+        ends = [text[-rng.randrange(8, 30) :] for text in self._texts]
+        return Family(tuple(trunk), tuple(other), tuple(tuple(e) for e in ends))
+
+    def _pattern(self, rng: random.Random, length: int) -> list[int]:
+        """Random ids, over and over, so that an n-gram drafter finds its drafts."""
+        pattern = rng.choices(range(self.vocab), k=rng.choice((7, 23, 200)))
+        return (pattern * (length // len(pattern) + 1))[:length]
+
+    def _prompt(self, rng: random.Random, family: int) -> tuple[int, ...]:
+        """A prompt of the family that leaves the trunk somewhere, or never."""
+        texts = self._family(family)
+        length = rng.choice(LENGTHS)
+        way = rng.randrange(5)
+        if way == 0:
+            return texts.trunk[:length]
+        if way == 1:
+            return (*texts.other[: min(length, PAGE)], *texts.trunk[PAGE:length])
+        cut = max(0, length // PAGE * PAGE - (0, 1, rng.randrange(1, PAGE))[way - 2])
+        tail = rng.choice(texts.ends) if rng.random() < 0.7 else texts.other
+        return (*texts.trunk[:cut], *tail[: max(length - cut, 1)])
+
+    def _params(self, rng: random.Random, prompt: tuple[int, ...], aim: str) -> Params:
+        params = _base(rng)
+        steps = [aim, *(name for name in AIMS if name != aim and rng.random() < 0.18)]
+        for name in sorted(steps, key=AIMS.index):
+            aimed = dict(params)
+            AIM[name](self, rng, prompt, aimed)
+            params = aimed if self._fits(prompt, aimed) else params
+        return params
+
+    def _fits(self, prompt: tuple[int, ...], params: Params) -> bool:
+        """Whether an engine takes such a request: some parameters leave no token together."""
+        try:
+            asked = {"prompt_token_ids": list(prompt)}
+            requests = self.plain.llm.processor.requests("", asked, SamplingParams(**params))
+            check_ids(requests[0], self.vocab)
+        except RequestError:
+            return False
+        return True
+
+    def answer(self, prompt: tuple[int, ...], params: Params) -> Answer:
+        """The first completion of the plain run, without what ends it early."""
+        kept = {name: value for name, value in params.items() if name not in ENDING}
+        return self.plain.answers(prompt, SamplingParams(**kept, ignore_eos=True))[0]
+
+    def likes(self, prompt: tuple[int, ...]) -> list[int]:
+        """Tokens that the model would say behind the prompt."""
+        greedy = {"temperature": 0.0, "max_tokens": 8}
+        return list(dict.fromkeys(self.answer(prompt, greedy).tokens))
+
+
+def _base(rng: random.Random) -> Params:
+    params: Params = {
+        "temperature": 0.0,
+        "max_tokens": rng.choice((5, 7, 10, 14)),
+        "seed": rng.choice((rng.randrange(2**63), -rng.randrange(2**63), rng.randrange(100))),
+        "logprobs": rng.choice((None, 0, 1, 3)),
+    }
+    if rng.random() < 0.55:
+        params["temperature"] = rng.choice((0.4, 0.8, 1.0, 1.4, 2.5))
+    if rng.random() < 0.5:
+        params["ignore_eos"] = True
+    if rng.random() < 0.3:
+        params["detokenize"] = False
+    if rng.random() < 0.3:
+        params["skip_special_tokens"] = False
+    return {name: value for name, value in params.items() if value is not None}
+
+
+def _penalties(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params: Params) -> None:
+    """High weights, up and down."""
+    which = rng.choice(("repetition", "frequency", "presence", "all"))
+    if which in ("repetition", "all"):
+        params["repetition_penalty"] = rng.choice((0.5, 1.3, 2.0, 5.0))
+    if which in ("frequency", "all"):
+        params["frequency_penalty"] = rng.choice((-2.0, -1.0, 1.0, 2.0))
+    if which in ("presence", "all"):
+        params["presence_penalty"] = rng.choice((-2.0, -1.0, 1.0, 2.0))
+
+
+def _counts(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params: Params) -> None:
+    """Few tokens to choose from, none of them likely, so that their counts decide every one."""
+    params |= {"frequency_penalty": 2.0, "max_tokens": 12, "ignore_eos": True}
+    unlikely = rng.sample(range(drawer.vocab), rng.choice((3, 6, 12)))
+    params["allowed_token_ids"] = sorted(unlikely)
+
+
+def _filters(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params: Params) -> None:
+    params["temperature"] = rng.choice((0.8, 1.0, 1.5, 3.0))
+    which = rng.choice(("top_k", "top_p", "min_p", "all", "all"))
+    if which in ("top_k", "all"):
+        params["top_k"] = rng.choice((1, 2, 5, 40))
+    if which in ("top_p", "all"):
+        params["top_p"] = rng.choice((0.3, 0.6, 0.9, 0.97))
+    if which in ("min_p", "all"):
+        params["min_p"] = rng.choice((0.02, 0.1, 0.3))
+
+
+def _bias(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params: Params) -> None:
+    """Tokens that it would say are made likelier, less likely, and impossible."""
+    likes = drawer.likes(prompt)
+    chosen = rng.sample(likes, min(len(likes), 3)) + rng.sample(range(drawer.vocab), 2)
+    values = (-100.0, -3.0, 2.5, 6.0, 0.5)
+    params["logit_bias"] = {t: rng.choice(values) for t in dict.fromkeys(chosen)}
+
+
+def _allowed(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params: Params) -> None:
+    if "allowed_token_ids" in params:
+        return
+    likes = drawer.likes(prompt)
+    others = rng.sample(range(drawer.vocab), 30)
+    params["allowed_token_ids"] = sorted({*rng.sample(likes, (len(likes) + 1) // 2), *others})
+
+
+def _bad_words(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params: Params) -> None:
+    """Words that it is about to say: their first tokens come, as drafts too, their last may not."""
+    words: list[list[int]] = []
+    for _ in range(rng.choice((1, 1, 2))):
+        said = drawer.answer(prompt, {**params, "bad_words_ids": words} if words else params).tokens
+        if len(said) < 2:
+            break
+        last = rng.randrange(1, len(said))
+        words.append(list(said[max(0, last - rng.choice((1, 1, 2, 3))) : last + 1]))
+    if words:
+        params["bad_words_ids"] = words
+
+
+def _bad_text(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params: Params) -> None:
+    """The same, as text."""
+    if _has_text(drawer):
+        words = drawer.answer(prompt, params).text.split()
+        params["bad_words"] = [
+            rng.choice([w for w in words if w.isascii() and len(w) < 7] or ["a"])
+        ]
+
+
+def _stops(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params: Params) -> None:
+    """Tokens that it would say end the answer, from min_tokens on: there, before or behind."""
+    said = drawer.answer(prompt, params).tokens
+    fresh = [i for i in range(1, len(said)) if said[i] not in said[:i]]
+    chosen = sorted(rng.sample(fresh, min(len(fresh), rng.choice((1, 1, 2)))))
+    if not chosen:
+        return
+    params["stop_token_ids"] = [said[i] for i in chosen]
+    least = max(0, chosen[0] + rng.choice((0, 0, 0, 1, -1, -2)))
+    params["min_tokens"] = min(least, params["max_tokens"])
+
+
+def _ends(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params: Params) -> None:
+    """The model's own end, kept off by min_tokens."""
+    params.pop("ignore_eos", None)
+    said = drawer.answer(prompt, params).tokens
+    params["min_tokens"] = min(params["max_tokens"], len(said) + rng.choice((-1, 0, 1, 3)))
+
+
+def _stop_text(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params: Params) -> None:
+    """A string that lies across tokens, and so across windows."""
+    params.pop("detokenize", None)
+    text = drawer.answer(prompt, params).text if _has_text(drawer) else ""
+    if len(text) > 3:
+        begin = rng.randrange(1, len(text) - 2)
+        strings = [text[begin : begin + rng.randrange(2, 8)]]
+        if rng.random() < 0.4:
+            strings.append("\N{SNOWMAN}")
+        params["stop"] = strings
+    if rng.random() < 0.5:
+        params["include_stop_str_in_output"] = True
+
+
+def _several(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params: Params) -> None:
+    params["n"] = rng.choice((2, 3))
+    params["temperature"] = rng.choice((0.8, 1.2))
+    params["seed"] = rng.choice((2**63 - 1, 2**32 - 1, rng.randrange(2**63)))
+
+
+def _prompt_logprobs(
+    drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params: Params
+) -> None:
+    params["prompt_logprobs"] = rng.choice((0, 1, 3))
+
+
+def _nothing(drawer: Drawer, rng: random.Random, prompt: tuple[int, ...], params: Params) -> None:
+    """Nothing beside the common parameters."""
+
+
+def _has_text(drawer: Drawer) -> bool:
+    return drawer.plain.llm.tokenizer is not None
+
+
+Aim = Callable[[Drawer, random.Random, tuple[int, ...], Params], None]
+AIM: dict[str, Aim] = {
+    "nothing": _nothing,
+    "penalties": _penalties,
+    "counts": _counts,
+    "filters": _filters,
+    "several": _several,
+    "prompt_logprobs": _prompt_logprobs,
+    "bias": _bias,
+    "allowed": _allowed,
+    "bad_words": _bad_words,
+    "bad_text": _bad_text,
+    "stops": _stops,
+    "ends": _ends,
+    "stop_text": _stop_text,
+}
+"""What a request aims at. Later ones look at the plain answer that the earlier ones lead to."""
+AIMS = tuple(AIM)
+ENDING = {
+    "n", "ignore_eos", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output",
+    "bad_words", "detokenize", "skip_special_tokens", "logprobs", "prompt_logprobs",
+}  # fmt: skip
+"""What a plain run by which worlds aim is asked without: more of its aims share one run."""
+TURNS = (
+    "counts", "bad_words", "stops", "filters", "several", "prompt_logprobs", "bias", "counts",
+    "stop_text", "allowed", "bad_words", "ends", "stops", "bad_text", "penalties", "nothing",
+)  # fmt: skip
+"""The main aims of requests, in turn."""

@@ -1,0 +1,71 @@
+"""What a check has exercised: ops and their faces, drafters, sampling parameters.
+
+What was never run proves nothing, so the report names it.
+"""
+
+import pkgutil
+from dataclasses import dataclass, field, fields
+from importlib import import_module
+
+import lockstep.kernels
+from lockstep.kernels import Op
+from lockstep.llm import LLM
+from lockstep.sampling_params import SamplingParams
+from lockstep.spec import DRAFTERS
+
+UNREAD = ("extra_args",)
+"""Sampling parameters that nothing reads."""
+
+
+def every_op() -> dict[str, Op]:
+    """The registry: every op of lockstep.kernels, by name."""
+    found = {}
+    for info in pkgutil.iter_modules(lockstep.kernels.__path__):
+        module = import_module(f"lockstep.kernels.{info.name}")
+        for value in vars(module).values():
+            if isinstance(value, Op):
+                found[value.name] = value
+    return found
+
+
+@dataclass
+class Exercised:
+    """What engines of a check were built from, and what they were asked. faces: by op's name;
+    refused: why a face of an op served none of them."""
+
+    faces: dict[str, set[str]] = field(default_factory=dict)
+    refused: dict[str, dict[str, str]] = field(default_factory=dict)
+    drafters: set[str] = field(default_factory=set)
+    parameters: set[str] = field(default_factory=set)
+
+    def engine(self, llm: LLM) -> None:
+        """An engine that was built."""
+        for choice in llm.engine.explain()["layers"]:
+            served = {name.split(" ")[0] for name in choice["backend"].split(", ")}
+            self.faces.setdefault(choice["op"], set()).update(served)
+            self.refused.setdefault(choice["op"], {}).update(choice["refused"])
+        spec = llm.engine.config.speculative_config
+        if spec is not None:
+            self.drafters.add(spec.method)
+
+    def params(self, params: SamplingParams) -> None:
+        """Parameters that a request was asked with."""
+        for known in fields(params):
+            if getattr(params, known.name) != known.default:
+                self.parameters.add(known.name)
+
+    def lacks(self) -> list[str]:
+        """What was not exercised, and why where that is known."""
+        found = [f"drafter {name}" for name in DRAFTERS if name not in self.drafters]
+        known = (name for name in SamplingParams.names() if name not in UNREAD)
+        found += [f"parameter {name}" for name in known if name not in self.parameters]
+        for name, op in every_op().items():
+            served = self.faces.get(name, set())
+            if not served:
+                found.append(f"op {name}")
+                continue
+            for face in op.backends:
+                if face not in served:
+                    why = self.refused[name].get(face, "another face is preferred")
+                    found.append(f"{name} by {face}: {why}")
+        return found

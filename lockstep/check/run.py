@@ -1,0 +1,90 @@
+"""The check as a whole: the plain engine, and the sections that compare everything with it."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.check.draw import Drawer
+from lockstep.check.exercised import Exercised
+from lockstep.check.matrix import PLAIN, SIZES
+from lockstep.check.oracle import run_oracle
+from lockstep.check.plain import PlainRuns
+from lockstep.check.report import Report
+from lockstep.check.sampling import run_sampling
+from lockstep.check.tokens import drafters_of, graphs_of, run_matrix
+from lockstep.check.world import Kind, World
+from lockstep.check.worlds import Effort, Examiner, Progress, replay, run_worlds
+from lockstep.errors import ConfigError, choice_error
+from lockstep.llm import LLM
+
+
+def _silent(what: str, done: int, of: int) -> None:
+    """No progress shown."""
+
+
+def run_check(
+    size: str = "default",
+    model: str | None = None,
+    progress: Progress = _silent,
+    seed: int = 0,
+    effort: Effort | None = None,
+    oracle: bool = False,
+    **settings: Any,
+) -> Report:
+    """Runs a size (quick, default, full): worlds drawn from a seed, sampling, then the matrix.
+
+    `settings` are LLM's, for all engines; effort: how many worlds, and what becomes of a
+    difference; oracle: whether the plain run's logits are compared with transformers'. Raises
+    ConfigError on an unknown size, or where there is no oracle. Differences are in the report, not
+    raised.
+    """
+    if size not in SIZES:
+        raise choice_error(ConfigError, "size", size, ", ".join(SIZES), "Choose one of them.")
+    started = time.monotonic()
+    effort = effort or Effort(SIZES[size].worlds)
+    plain = _plain(model, settings)
+    report = Report(size, plain.engine.numerics, seed=seed, used=Exercised())
+    drafters, report.skipped = drafters_of(plain)
+    runs = PlainRuns(plain)
+    drawer = Drawer(runs, seed, drafters, graphs_of(plain))
+    examiner = _examiner(runs, model, settings, report)
+    sections: list[Callable[[], object]] = [
+        lambda: run_worlds(drawer, examiner, effort, report, progress),
+        lambda: run_sampling(runs, examiner.build, SIZES[size].draws, report, effort.fail_fast),
+        lambda: run_matrix(plain, report, model, settings, progress, effort.fail_fast),
+    ]
+    if oracle:
+        sections.insert(0, lambda: run_oracle(plain, report))
+    for section in sections:
+        section()
+        if report.failures and effort.fail_fast:
+            break
+    progress("done", 1, 1)
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def run_replay(world: World, model: str | None = None, **settings: Any) -> Report:
+    """Runs one world of a file alone."""
+    started = time.monotonic()
+    plain = _plain(model, settings)
+    report = Report("replay", plain.engine.numerics)
+    replay(world, _examiner(PlainRuns(plain), model, settings, report), report)
+    report.seconds = time.monotonic() - started
+    return report
+
+
+def _plain(model: str | None, settings: dict[str, Any]) -> LLM:
+    return LLM(model, **PLAIN.settings(small_chunks=False), **settings)
+
+
+def _examiner(
+    runs: PlainRuns, model: str | None, settings: dict[str, Any], report: Report
+) -> Examiner:
+    def build(kind: Kind) -> LLM:
+        llm = LLM(model, **kind.settings(), **settings)
+        if report.used is not None:
+            report.used.engine(llm)
+        return llm
+
+    return Examiner(runs, build)

@@ -1,0 +1,164 @@
+"""A world: an engine, what is cached before, and requests that come and go, as plain data.
+
+A world says everything that its run depends on besides the model, so that a file of it is enough to
+run it again. Every answer in it must be the one that its request gets alone.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import ConfigError
+from lockstep.sampling_params import SamplingParams
+
+VERSION = 1
+ROOM = 640
+"""Tokens of prompt and answer that an engine of worlds has room for."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an engine is built for; engines of one kind may be shared.
+
+    drafter: none, or a name in lockstep.spec.DRAFTERS; changing: every step brings another number
+    of drafts, up to `drafts`; lookup: the shortest n-gram that is looked up.
+    """
+
+    drafter: str = "none"
+    drafts: int = 0
+    changing: bool = False
+    lookup: int = 1
+    buckets: tuple[int, ...] = (1, 2, 4, 6)
+    in_flight: int = 1
+    graph: str = "none"
+
+    def settings(self) -> dict[str, Any]:
+        """The LLM arguments of an engine with room for every world of this kind."""
+        spec: dict[str, Any] = {
+            "method": self.drafter,
+            "num_speculative_tokens": self.drafts,
+            "adaptive": "random" if self.changing else False,
+            "prompt_lookup_min": self.lookup,
+        }
+        return {
+            "speculative_config": spec if self.drafts else None,
+            "max_model_len": ROOM,
+            "max_num_seqs": self.buckets[-1],
+            "row_buckets": self.buckets,
+            "steps_in_flight": self.in_flight,
+            "cuda_graph_mode": self.graph,
+            "num_gpu_blocks": MOST_PAGES + 1,
+            "num_snapshots": MOST_SNAPSHOTS,
+        }
+
+
+MOST_PAGES, MOST_SNAPSHOTS = 64, 16
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What is scheduled and cached. rows: requests that run at once; chunk: prompt tokens of a
+    step; pages, snapshots: how many there are; preempt_every: as in EngineConfig; length: most
+    tokens of prompt and answer."""
+
+    rows: int = 6
+    chunk: int = 2048
+    pages: int = MOST_PAGES
+    snapshots: int = MOST_SNAPSHOTS
+    caching: bool = False
+    preempt_every: int = 0
+    policy: str = "fcfs"
+    length: int = ROOM
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One request. params: fields of SamplingParams that are not the default; arrival, abort,
+    preempt: the steps at which it comes, is ended from outside, and is moved to the host."""
+
+    prompt: tuple[int, ...]
+    params: dict[str, Any] = field(default_factory=dict)
+    arrival: int = 0
+    abort: int | None = None
+    preempt: tuple[int, ...] = ()
+    priority: int = 0
+
+    def sampling(self) -> SamplingParams:
+        """Its parameters as an object."""
+        return SamplingParams(**self.params)
+
+
+@dataclass(frozen=True)
+class World:
+    """primed: prompts that are asked before, one by one, so that they are cached; dirt: what all
+    memory is filled with before, as a seed; draws: the seed of the numbers of drafts."""
+
+    kind: Kind
+    limits: Limits
+    requests: tuple[Asked, ...]
+    primed: tuple[tuple[int, ...], ...] = ()
+    dirt: int = 0
+    draws: int = 0
+
+    @property
+    def drafting(self) -> str:
+        """none, drafter K=n, or K=0..n where it changes."""
+        kind = self.kind
+        count = f"0..{kind.drafts}" if kind.changing else kind.drafts
+        return f"{kind.drafter} K={count}" if kind.drafts else "none"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {"version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: Any) -> "World":
+        """What to_json gave. Raises ConfigError where it is something else."""
+        if not isinstance(data, dict) or data.get("version") != VERSION:
+            found = data.get("version") if isinstance(data, dict) else type(data).__name__
+            raise ConfigError(
+                f"version={found!r} of a world is not allowed; allowed: {VERSION}. Write the file "
+                "with this release of lockstep check."
+            )
+        try:
+            return cls(
+                kind=Kind(**_as_tuples(data["kind"])),
+                limits=Limits(**data["limits"]),
+                requests=tuple(_asked(r) for r in data["requests"]),
+                primed=tuple(tuple(p) for p in data["primed"]),
+                dirt=int(data["dirt"]),
+                draws=int(data["draws"]),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"the world cannot be read: {error!r}. Write it anew.") from None
+
+
+def _as_tuples(data: dict[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
+
+
+def _asked(data: dict[str, Any]) -> Asked:
+    known = {f.name for f in fields(SamplingParams)}
+    params = dict(data["params"])
+    unknown = set(params) - known
+    if unknown:
+        raise ConfigError(f"params has {sorted(unknown)}; allowed: {', '.join(sorted(known))}.")
+    if params.get("logit_bias"):
+        params["logit_bias"] = {int(k): v for k, v in params["logit_bias"].items()}
+    return Asked(**{**_as_tuples(data), "params": params})
+
+
+def read_world(path: Path) -> World:
+    """The world of a file. Raises ConfigError where there is none."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}. Name a file of a world.") from None
+    return World.from_json(data.get("world") if isinstance(data, dict) else data)
+
+
+def write_world(path: Path, world: World, **about: Any) -> None:
+    """A file of the world, and what is known about it, for people."""
+    text = json.dumps({**about, "world": world.to_json()}, indent=1)
+    path.write_text(text + "\n", encoding="utf-8")

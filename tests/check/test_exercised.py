@@ -1,0 +1,93 @@
+"""A sound engine passes the quick check's worlds, and they leave nothing of the house out."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from lockstep.check import SIZES, Report, run_check
+from lockstep.check.exercised import UNREAD, Exercised, every_op
+from lockstep.check.worlds import Effort
+from lockstep.sampling_params import SamplingParams
+from lockstep.spec import DRAFTERS
+
+
+@pytest.fixture(scope="module")
+def calls() -> Iterator[Counter[tuple[str, str]]]:
+    """How often each face of each op is called meanwhile."""
+    counted: Counter[tuple[str, str]] = Counter()
+
+    def counting(key: tuple[str, str], inner: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*given: Any, **more: Any) -> Any:
+            counted[key] += 1
+            return inner(*given, **more)
+
+        return call
+
+    ops = every_op()
+    sound = {name: dict(op.backends) for name, op in ops.items()}
+    for name, op in ops.items():
+        for face, (inner, supports) in sound[name].items():
+            op.backends[face] = counting((name, face), inner), supports
+    yield counted
+    for name, op in ops.items():
+        op.backends.clear()
+        op.backends.update(sound[name])
+
+
+@pytest.fixture(scope="module")
+def report(model: str, calls: Counter[tuple[str, str]]) -> Report:
+    """The quick check of a tiny model, without the matrix."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lockstep.check.run.run_matrix", lambda *rest: None)
+        effort = Effort(SIZES["quick"].worlds)
+        return run_check("quick", model, effort=effort, load_format="dummy")
+
+
+def test_a_sound_engine_passes(report: Report) -> None:
+    assert report.failed == 0, report.verdict
+
+
+@pytest.mark.parametrize(
+    "name", ["cached tokens", "drafted", "accepted", "preemptions", "steps of uneven drafts"]
+)
+def test_what_is_varied_takes_place(report: Report, name: str) -> None:
+    assert report.exercised[name] > 0
+
+
+def test_every_face_that_serves_here_is_called(
+    report: Report, calls: Counter[tuple[str, str]]
+) -> None:
+    assert report.used is not None
+    for name, op in every_op().items():
+        assert report.used.faces[name] & {face for face in op.backends if calls[name, face]}, name
+    called = {f"{name} by {face}" for name, face in calls if calls[name, face]}
+    for lack in (lack for lack in report.used.lacks() if " by " in lack):
+        face, _, why = lack.partition(": ")
+        assert face not in called and not face.endswith(" by reference")
+        assert why not in ("", "another face is preferred"), "it needs a GPU"
+
+
+def test_every_drafter_drafts(report: Report) -> None:
+    assert report.used is not None and report.used.drafters == set(DRAFTERS)
+    uneven = {t.setup.drafter for t in report.tallies if t.setup.changing}
+    assert uneven == set(DRAFTERS), "each drafts a number that changes from step to step"
+
+
+def test_every_parameter_is_asked_with(report: Report) -> None:
+    assert report.used is not None and report.used.parameters == set(SamplingParams.names()) - set(
+        UNREAD
+    )
+
+
+def test_what_is_left_out_is_named() -> None:
+    nothing = Exercised()
+    lacks = nothing.lacks()
+    assert {"drafter mtp", "parameter top_k", "op sample", "op gated_delta_step"} <= set(lacks)
+    nothing.params(SamplingParams(top_k=random.randrange(1, 9)))
+    assert nothing.parameters == {"top_k"}
+    assert "parameter top_k" not in nothing.lacks()
+    nothing.faces["sample"], nothing.refused["sample"] = {"triton"}, {}
+    assert "sample by reference: another face is preferred" in nothing.lacks()

@@ -1,0 +1,223 @@
+"""Worlds are plain data, the same for a seed; they pass on a sound engine and name a fault."""
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from lockstep.check import Effort, read_world, run_check, run_replay
+from lockstep.check.draw import KINDS, Drawer, kind_of
+from lockstep.check.matrix import PLAIN
+from lockstep.check.plain import PlainRuns
+from lockstep.check.shrink import minimise, smaller
+from lockstep.check.stage import Stage, WorldError
+from lockstep.check.world import Asked, Kind, Limits, World, write_world
+from lockstep.check.worlds import Examiner
+from lockstep.cli import app
+from lockstep.engine.scheduler import Scheduler
+from lockstep.errors import ConfigError
+from lockstep.layers.linear import Head
+from lockstep.llm import LLM
+from lockstep.sampling_params import SamplingParams
+
+DRAFTERS = ("ngram", "mtp")
+WORLD = World(
+    Kind("told", 3),
+    Limits(pages=4, caching=True),
+    (
+        Asked(tuple(range(5, 70)), {"max_tokens": 7, "temperature": 0.0, "logprobs": 1}),
+        Asked(tuple(range(9)), {"max_tokens": 5, "seed": 2**40, "logit_bias": {3: 1.5}}, arrival=2),
+    ),
+    primed=(tuple(range(5, 71)),),
+    dirt=3,
+)
+
+
+@pytest.fixture(scope="module")
+def build(model: str) -> Callable[..., LLM]:
+    return lambda kind: LLM(model, load_format="dummy", **kind.settings())
+
+
+@pytest.fixture(scope="module")
+def plain(model: str) -> PlainRuns:
+    return PlainRuns(LLM(model, load_format="dummy", **PLAIN.settings(small_chunks=False)))
+
+
+@pytest.fixture
+def drawer(plain: PlainRuns) -> Drawer:
+    return Drawer(plain, 1, DRAFTERS, ("none",))
+
+
+def test_a_world_is_plain_data(tmp_path: Path, drawer: Drawer) -> None:
+    for world in (WORLD, *(drawer.world(index) for index in range(6))):
+        path = tmp_path / "world.json"
+        write_world(path, world, what="why")
+        assert read_world(path) == world
+        assert json.loads(path.read_text())["what"] == "why"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"version": 99}, "version=99 of a world is not allowed; allowed: 1"),
+        ({"kind": 5}, "cannot be read"),
+        ({"requests": [{"prompt": [1], "params": {"heat": 1}}]}, "params has .'heat'."),
+    ],
+)
+def test_a_file_that_is_no_world_is_refused(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    path = tmp_path / "world.json"
+    path.write_text(json.dumps({"world": {**WORLD.to_json(), **change}}))
+    with pytest.raises(ConfigError, match=said):
+        read_world(path)
+
+
+def test_a_seed_draws_the_same_worlds(plain: PlainRuns, drawer: Drawer) -> None:
+    again = Drawer(plain, 1, DRAFTERS, ("none",))
+    other = Drawer(plain, 2, DRAFTERS, ("none",))
+    first = [drawer.world(index) for index in range(3)]
+    assert [again.world(index) for index in range(3)] == first
+    assert [other.world(index) for index in range(3)] != first
+
+
+def test_kinds_hold_every_drafter_and_a_checkpoint_without_mtp_has_others() -> None:
+    every = [kind_of(0, group, DRAFTERS, ("full", "none")) for group in range(len(KINDS))]
+    assert {k.drafter for k in every} == {"none", "told", "mtp", "ngram"}
+    assert {k.drafter for k in every if k.changing} == {"told", "mtp", "ngram"}
+    assert {k.graph for k in every} == {"full", "none"}
+    without = [kind_of(0, group, ("ngram",), ("none",)) for group in range(len(KINDS))]
+    assert {k.drafter for k in without} == {"none", "told", "ngram"}
+
+
+def off_by_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One logit of a step's last row is off by one bit where a step has several rows."""
+    forward = Head.forward
+
+    def faulty(self: Head, x: Tensor) -> Tensor:
+        out = forward(self, x).clone()
+        if out.shape[0] > 1:
+            out.view(torch.int32)[-1, -1] ^= 1
+        return out
+
+    monkeypatch.setattr(Head, "forward", faulty)
+
+
+def test_a_fault_is_found_made_small_written_and_replayed(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    off_by_a_bit(monkeypatch)
+    effort = Effort(worlds=3, minimise=60.0, folder=tmp_path, fail_fast=True)
+    report = run_check("quick", model, effort=effort, load_format="dummy")
+    (failure,) = report.failures
+    assert failure.setup.phase == "world" and failure.what == "the bits of the logits differ"
+    assert failure.file is not None and f"--replay {failure.file}" in report.verdict
+    world = read_world(Path(failure.file))
+    assert len(world.requests) <= 2 and not world.primed and world.limits.preempt_every == 0
+    assert sum(a.params["max_tokens"] for a in world.requests) <= 4
+    assert sum(len(a.prompt) for a in world.requests) <= 8
+    replayed = run_replay(world, model, load_format="dummy")
+    assert replayed.failed == 1 and "look at the sampler" in replayed.verdict
+    monkeypatch.undo()
+    assert run_replay(world, model, load_format="dummy").failed == 0
+
+
+def test_an_engine_that_breaks_is_a_difference(
+    plain: PlainRuns, build: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Scheduler) -> None:
+        raise IndexError("no such row")
+
+    examiner = Examiner(plain, build)
+    for asked in WORLD.requests:
+        plain.answers(asked.prompt, asked.sampling())
+    monkeypatch.setattr(Scheduler, "schedule", broken)
+    found = examiner.examine(WORLD).difference
+    assert found is not None and found.what == "raised IndexError: no such row"
+    assert not found.refused
+
+
+def test_what_is_refused_is_no_smaller_world(plain: PlainRuns, build: Callable[..., LLM]) -> None:
+    examiner = Examiner(plain, build)
+    wrong = replace(WORLD.requests[0], params={"min_tokens": 9, "max_tokens": 3})
+    found = examiner.examine(replace(WORLD, requests=(wrong,))).difference
+    assert found is not None and found.refused
+    assert not examiner.differs(replace(WORLD, requests=(wrong,)))
+
+
+def test_a_stage_sees_what_is_left_behind(
+    plain: PlainRuns, build: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = Stage(build(WORLD.kind), WORLD.kind)
+    assert len(stage.play(WORLD, plain).answers) == 2
+    monkeypatch.setattr(Scheduler, "_leave_row", lambda self, entry: self.running.remove(entry))
+    with pytest.raises((WorldError, AssertionError)):
+        stage.play(WORLD, plain)
+
+
+def test_the_smallest_world_that_differs() -> None:
+    """What is at fault: a drafting engine and a penalised request with 3 tokens of prompt."""
+
+    def differs(world: World) -> bool:
+        penalised = [a for a in world.requests if "frequency_penalty" in a.params]
+        return world.kind.drafts > 0 and any(len(a.prompt) > 2 for a in penalised)
+
+    rng = random.Random(0)
+    penalised = Asked(tuple(range(100)), {"max_tokens": 9, "frequency_penalty": 2.0, "n": 3}, 4, 9)
+    others = tuple(Asked(tuple(rng.choices(range(50), k=70)), {"max_tokens": 5}) for _ in range(3))
+    world = replace(WORLD, requests=(*others[:2], penalised, *others[2:]))
+    small = minimise(world, differs, seconds=60.0)
+    assert small.kind == Kind("told", 1) and small.limits == Limits() and not small.primed
+    (asked,) = small.requests
+    assert len(asked.prompt) == 3 and asked.arrival == 0 and asked.abort is None
+    assert asked.params == {"max_tokens": 1, "frequency_penalty": 2.0}
+    assert minimise(world, differs, seconds=0.0) == world
+
+
+def test_smaller_worlds_are_other_worlds(drawer: Drawer) -> None:
+    for index in range(4):
+        world = drawer.world(index)
+        assert all(less != world for less in smaller(world))
+
+
+def test_the_command_draws_worlds_for_so_long_and_replays_one(model: str, tmp_path: Path) -> None:
+    asked = ("check", "--load-format", "dummy", model)
+    path = tmp_path / "world.json"
+    write_world(path, WORLD)
+    shown = CliRunner().invoke(app, [*asked, "--replay", str(path)], catch_exceptions=False)
+    assert shown.exit_code == 0 and "2 cases, all equal" in shown.stdout
+    found = CliRunner().invoke(app, [*asked, "--replay", str(path), "--json"])
+    assert json.loads(found.stdout)["cases"] == 2
+    with pytest.raises(ConfigError, match="--replay runs one world; leave --quick"):
+        CliRunner().invoke(app, [*asked, "--quick", "--replay", "x"], catch_exceptions=False)
+
+
+def test_seconds_take_the_place_of_a_number_of_worlds(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.check.run.run_matrix", lambda *rest: None)
+    effort = Effort(worlds=0, seconds=1.5)
+    report = run_check("quick", model, seed=7, effort=effort, load_format="dummy")
+    assert report.failed == 0 and report.tallies and report.seed == 7
+    assert {t.setup.phase for t in report.tallies} == {"world", "sampling"}
+
+
+def test_plain_runs_are_kept_and_judged(plain: PlainRuns, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=1.0, seed=2**40 + 1, max_tokens=6, logprobs=2, n=2)
+    first = plain.answers((1, 2, 3), params)
+    assert len(first) == 2 and plain.answers((1, 2, 3), params) is first
+    assert plain.judged((1, 2, 3), params) is None
+    assert [len(a.digests) for a in first] == [len(a.tokens) for a in first]
+    monkeypatch.setattr(
+        "lockstep.kernels.sampling.gumbel", lambda seed, positions, ids: np.float32(0) * ids
+    )
+    found = plain.judged((1, 2, 4), params)
+    assert found is not None and "is not the one that the logits and parameters give" in found.what

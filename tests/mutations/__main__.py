@@ -1,0 +1,34 @@
+"""python -m tests.mutations [--size SIZE] [--seed N] [NAME ...]: runs faults, prints the table."""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from tests.mutations.faults import FAULTS
+from tests.mutations.suite import copied, try_fault
+
+
+def main() -> int:
+    """The number of faults that were not found."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations")
+    parser.add_argument("names", nargs="*", help="parts of names; all faults if left out")
+    parser.add_argument("--size", default="default")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--part", default="0/1", help="I/N: every Nth fault from the Ith on")
+    asked = parser.parse_args()
+    first, step = map(int, asked.part.split("/"))
+    chosen = [f for f in FAULTS if not asked.names or any(n in f.name for n in asked.names)]
+    missed = 0
+    print("| fault | area | found by | s |\n|---|---|---|---|")
+    with tempfile.TemporaryDirectory() as name, copied(Path(name)) as folder:
+        for fault in chosen[first::step]:
+            found = try_fault(fault, folder, asked.size, asked.seed)
+            missed += not found.case
+            by = f"{found.case}: {found.what[:90]}" if found.case else f"NOT FOUND {found.what}"
+            print(f"| {fault.name} | {fault.area} | {by} | {found.seconds:.0f} |", flush=True)
+    print(f"{missed} not found")
+    return missed
+
+
+if __name__ == "__main__":
+    raise SystemExit(min(main(), 1))

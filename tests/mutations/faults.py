@@ -1,0 +1,498 @@
+"""The faults, each a small change of one file. Names say what is wrong.
+
+`old` stands once in the file. A change of the house that takes it away changes the fault too.
+"""
+
+from dataclasses import dataclass
+
+TABLE = "kernels/table/__init__.py"
+SAMPLING = "kernels/sampling/__init__.py"
+DELTA = "kernels/gated_delta_rule/__init__.py"
+ATTENTION = "kernels/attention/__init__.py"
+NORM = "kernels/norm/__init__.py"
+ROTARY = "kernels/rotary/__init__.py"
+ROWS = "runner/rows.py"
+RUNNER = "runner/runner.py"
+SCHEDULER = "engine/scheduler.py"
+GROUPS = "cache/groups.py"
+
+
+@dataclass(frozen=True)
+class Fault:
+    """old -> new in lockstep/<file>. area: what of the engine it is in."""
+
+    name: str
+    area: str
+    file: str
+    old: str
+    new: str
+
+
+FAULTS = (
+    # The twenty that the fixed matrix was first tried on.
+    Fault(
+        "state slot taken from the row", "table", TABLE,
+        "slots = lines.state_slots[row_ids].long()",
+        "slots = row_ids.clone()",
+    ),
+    Fault(
+        "replay of at most 4", "mixer", DELTA,
+        "weights.conv.shape[1] - 1, max(pending.tolist())",
+        "weights.conv.shape[1] - 1, min(4, max(pending.tolist()))",
+    ),
+    Fault(
+        "pending one short when all were accepted", "table", TABLE,
+        "torch.where(held < flush, held, 0).int() + accepted + 1",
+        "torch.where(held < flush, held, 0).int() + accepted + 1"
+        " - ((accepted == width - 1) & (width > 1)).int()",
+    ),
+    Fault(
+        "pages rotated after preemption", "runner", ROWS,
+        "    write_place(table, row, pages, slot)\n    for tensor, kept in",
+        "    write_place(table, row, [*pages[1:], pages[0]], slot)\n    for tensor, kept in",
+    ),
+    Fault(
+        "a draft compared with a shifted position", "table", TABLE,
+        "agreed = (drafts == tokens[:, :-1]).int()",
+        "agreed = (drafts == tokens[:, 1:]).int()",
+    ),
+    Fault(
+        "the bonus token of the next row", "table", TABLE,
+        "    drafted = (drafts >= 0).sum(1, keepdim=True)\n",
+        "    drafted = (drafts >= 0).sum(1, keepdim=True)\n"
+        "    tokens = torch.where(order == accepted[:, None], tokens.roll(-1, 0), tokens)\n",
+    ),
+    Fault(
+        "random position off under speculation", "table", TABLE,
+        "sample_at=seq_lens[:, None] + decided,",
+        "sample_at=seq_lens[:, None] + decided + (window > 1),",
+    ),
+    Fault(
+        "conv ring off at its end", "mixer", DELTA,
+        "s * length + (p + i) % length for i in positions",
+        "s * length + min((p + i) % length, length - 2) for i in positions",
+    ),
+    Fault(
+        "snapshot slot off the grid", "mixer", DELTA,
+        "state.recurrent[snapshot] = at_grid",
+        "state.recurrent[snapshot] = s",
+    ),
+    Fault(
+        "penalties count no drafts", "sampler", SAMPLING,
+        "counts[q + 1 :, draft] += 1",
+        "counts[q + 1 :, draft] += 0",
+    ),
+    Fault(
+        "bad_words see no drafts", "sampler", SAMPLING,
+        "            seen = history[(position + back).clamp_min(0)]\n",
+        "            seen = history[(position + back).clamp_min(0)]\n"
+        "            seen = torch.where(position + back < int(positions[0]), seen, -2)\n",
+    ),
+    Fault(
+        "min_tokens judged by the window's first position", "sampler", SAMPLING,
+        "early = positions < state.min_position[row]",
+        "early = positions[:1].expand(len(positions)) < state.min_position[row]",
+    ),
+    Fault(
+        "high half of a seed dropped", "sampler", SAMPLING,
+        "key = _mix(key ^ ((seed >> 32) & MASK32))",
+        "key = _mix(key)",
+    ),
+    Fault(
+        "top-p mass of the first row used for all", "sampler", SAMPLING,
+        "out[:, 1:] = mass[:, :-1] >= top_p",
+        "out[:, 1:] = mass[:1, :-1] >= top_p",
+    ),
+    Fault(
+        "page key without its parent", "cache", GROUPS,
+        "parent = self.keys[-1] if self.keys else self.salt",
+        "parent = self.salt",
+    ),
+    Fault(
+        "snapshots not pinned", "cache", GROUPS,
+        "            self.pool.share(seq.source)\n"
+        "            self.pins.append(seq.source)\n"
+        "\n"
+        "    def unpin(self, seq: CacheSeq) -> None:\n"
+        '        """Gives back what pin() took."""\n'
+        "        if seq.source:\n"
+        "            self.pins.remove(seq.source)\n"
+        "            self.pool.drop(seq.source)\n",
+        "            pass\n"
+        "\n"
+        "    def unpin(self, seq: CacheSeq) -> None:\n"
+        "        if seq.source:\n",
+    ),
+    Fault(
+        "one page too few saved at preemption", "scheduler", SCHEDULER,
+        "pages = entry.seq.pages[:used]",
+        "pages = entry.seq.pages[: max(used - 1, 1)]",
+    ),
+    Fault(
+        "prompt log-probabilities missing at chunk ends", "runner", RUNNER,
+        "request.prompt_token_ids[first + 1 : first + 1 + end - begin]",
+        "request.prompt_token_ids[first + 1 : first + end - begin]",
+    ),
+    Fault(
+        "a rejected token counted", "table", TABLE,
+        "counted = (emits & (order <= accepted[:, None])).int()",
+        "counted = (emits & (order <= accepted[:, None] + 1)).int()",
+    ),
+    Fault(
+        "drafts not cleared", "table", TABLE,
+        "lines.drafts[row_ids] = -1",
+        "lines.drafts[row_ids[:0]] = -1",
+    ),
+    # The table, and what the host writes to it.
+    Fault(
+        "drafts shown one place behind", "table", TABLE,
+        "behind = torch.arange(1, drafts.shape[1] + 1, device=starts.device)",
+        "behind = torch.arange(2, drafts.shape[1] + 2, device=starts.device)",
+    ),
+    Fault(
+        "the null row is committed to", "table", TABLE,
+        "lines.computed[row_ids] = torch.where(real, known, 0)",
+        "lines.computed[row_ids] = known",
+    ),
+    Fault(
+        "the prompt's last chunk emits at its first token", "table", TABLE,
+        "ends=(cu[1:].long() - 1).clamp_min_(0),",
+        "ends=(cu[1:].long() - 1 - (starts > 0).long()).clamp_min_(0),",
+    ),
+    Fault(
+        "drafts behind a page's end written into its first slot", "table", TABLE,
+        "slot_mapping=pages[token_rows, column] * page_size + positions % page_size,\n        ends",
+        "slot_mapping=pages[token_rows, (starts.long()[token_rows] // page_size if uniform"
+        " else column)] * page_size + positions % page_size,\n        ends",
+    ),
+    Fault(
+        "counts of the last request kept", "runner", ROWS,
+        "    upload(0, state.counts[row])\n",
+        "",
+    ),
+    Fault(
+        "a seed's low half written alone", "runner", ROWS,
+        "(state.seed, request.seed),",
+        "(state.seed, request.seed & 0xFFFFFFFF),",
+    ),
+    Fault(
+        "min_tokens keeps off the model's ends alone", "runner", ROWS,
+        "stops = sorted(request.eos_token_ids | set(p.stop_token_ids or ()))",
+        "stops = sorted(request.eos_token_ids)",
+    ),
+    Fault(
+        "min_tokens one short", "runner", ROWS,
+        "(state.min_position, len(prompt) + p.min_tokens),",
+        "(state.min_position, len(prompt) + p.min_tokens - 1),",
+    ),
+    Fault(
+        "a bias allows a token that is not", "runner", ROWS,
+        "bias[int(token)] += value",
+        "bias[int(token)] = value",
+    ),
+    Fault(
+        "pending tokens left behind at preemption", "runner", "runner/table.py",
+        "own = [self.tokens, self.prompt_len, self.computed, self.pending, self.drafts]",
+        "own = [self.tokens, self.prompt_len, self.computed, self.drafts]",
+    ),
+    Fault(
+        "counts left behind at preemption", "runner", "runner/table.py",
+        "return own + self.sampling.tensors()",
+        "return own + [t for t in self.sampling.tensors() if t is not self.sampling.counts]",
+    ),
+    Fault(
+        "conv inputs left behind at preemption", "runner", ROWS,
+        "        tensor[slot] = kept.to(tensor.device)",
+        "        tensor[slot] = kept.to(tensor.device) if kept.dim() != 2 else tensor[0]",
+    ),
+    Fault(
+        "log-probabilities of the window's end", "runner", RUNNER,
+        "launch.logits[index][: len(tokens)]",
+        "launch.logits[index][-len(tokens) :]",
+    ),
+    Fault(
+        "a rank counts itself", "runner", "runner/sampler.py",
+        "rank = int((scores > scores[token]).sum()) + 1",
+        "rank = int((scores >= scores[token]).sum()) + 1",
+    ),
+    Fault(
+        "prompt log-probabilities of the next token", "runner", RUNNER,
+        "logits = self.program.model.head(hidden[at : at + len(tokens)])",
+        "logits = self.program.model.head(hidden[at : at + len(tokens)].roll(1, 0))",
+    ),
+    # The sampler.
+    Fault(
+        "repetition penalty rewards", "sampler", SAMPLING,
+        "torch.where(x > 0, x / repetition, x * repetition)",
+        "torch.where(x > 0, x * repetition, x / repetition)",
+    ),
+    Fault(
+        "frequency penalty without counts", "sampler", SAMPLING,
+        "x = x - state.frequency[row] * counts",
+        "x = x - state.frequency[row] * (counts > 0)",
+    ),
+    Fault(
+        "presence penalty on the prompt too", "sampler", SAMPLING,
+        "return x - state.presence[row] * (counts > 0)",
+        "return x - state.presence[row] * seen",
+    ),
+    Fault(
+        "penalties after the temperature", "sampler", SAMPLING,
+        "x = x - state.frequency[row] * counts",
+        "x = x - state.frequency[row] * counts * state.temperature[row].clamp_min(1e-3)",
+    ),
+    Fault(
+        "top-k keeps one more", "sampler", SAMPLING,
+        "x.masked_fill(x < x.topk(top_k).values[:, -1:], -torch.inf)",
+        "x.masked_fill(x < x.topk(top_k + 1).values[:, -1:], -torch.inf)",
+    ),
+    Fault(
+        "top-p leaves out the token that reaches it", "sampler", SAMPLING,
+        "out[:, 1:] = mass[:, :-1] >= top_p",
+        "out[:, 1:] = mass[:, 1:] >= top_p",
+    ),
+    Fault(
+        "min-p of the sum", "sampler", SAMPLING,
+        "floor = x.amax(-1, keepdim=True) + torch.log",
+        "floor = x.logsumexp(-1, keepdim=True) + torch.log",
+    ),
+    Fault(
+        "one noise for a window", "sampler", SAMPLING,
+        "return x + gumbel(state.seed[row], positions, noise)",
+        "return x + gumbel(state.seed[row], positions[:1], noise)",
+    ),
+    Fault(
+        "bias of the first row used for all", "sampler", SAMPLING,
+        "x = x + state.bias[row][:, kept]",
+        "x = x + state.bias[1:2][:, kept]",
+    ),
+    Fault(
+        "noise of half the range", "sampler", SAMPLING,
+        "key[:, None] ^ ids) ^ key[:, None]) >> 9",
+        "key[:, None] ^ ids) ^ key[:, None]) >> 10",
+    ),
+    Fault(
+        "bad_words match at the prompt's beginning", "sampler", SAMPLING,
+        "prefix = word[:-1]",
+        "prefix = word[1:]",
+    ),
+    # Requests and the cache.
+    Fault(
+        "completions of a request share a seed", "text", "text/processor.py",
+        "mine = (seed + i + 2**63) % 2**64 - 2**63",
+        "mine = (seed + 2**63) % 2**64 - 2**63",
+    ),
+    Fault(
+        "tokens behind the end kept", "request", "engine/request.py",
+        "            if self.finish_reason is not None:\n                return index\n",
+        "",
+    ),
+    Fault(
+        "a stop token ends one token too soon", "request", "engine/request.py",
+        "if len(self.output_token_ids) > self.params.min_tokens:",
+        "if len(self.output_token_ids) >= self.params.min_tokens:",
+    ),
+    Fault(
+        "a key outlives its page", "cache", "cache/pool.py",
+        "del self.by_key[self.key_of.pop(taken)]",
+        "self.key_of.pop(taken)",
+    ),
+    Fault(
+        "a page that is not full is shared", "cache", GROUPS,
+        "range(seq.published, min(tokens // self.page_size, len(seq.pages)))",
+        "range(seq.published, min(-(-tokens // self.page_size), len(seq.pages)))",
+    ),
+    Fault(
+        "generated pages shared beside recurrent state", "cache", "cache/cache.py",
+        "min(tokens, len(seq.prompt)) if self.state else tokens",
+        "tokens",
+    ),
+    Fault(
+        "a hit leaves no token to compute", "cache", "cache/cache.py",
+        "(len(seq.prompt) - 1) // self.config.page_size",
+        "len(seq.prompt) // self.config.page_size",
+    ),
+    Fault(
+        "new snapshots not pinned", "cache", GROUPS,
+        "            self.pool.publish(slot, key)\n            self.pins.append(slot)\n",
+        "            self.pool.publish(slot, key)\n            self.pool.drop(slot)\n",
+    ),
+    Fault(
+        "a page released twice", "cache", GROUPS,
+        "        seq.pages, seq.published = [], 0",
+        "        seq.published = 0",
+    ),
+    Fault(
+        "a hit without its snapshot", "cache", "cache/cache.py",
+        "return self.state.hit(seq, hit) if self.state else hit",
+        "return hit",
+    ),
+    # The scheduler.
+    Fault(
+        "a snapshot read by every chunk", "scheduler", SCHEDULER,
+        "source, entry.seq.source = entry.seq.source, 0",
+        "source = entry.seq.source",
+    ),
+    Fault(
+        "chunks end off the grid", "scheduler", SCHEDULER,
+        "self.align = grid if cache.state else 1",
+        "self.align = 1",
+    ),
+    Fault(
+        "snapshot of the next page", "scheduler", SCHEDULER,
+        "point = end // size * size",
+        "point = -(-end // size) * size",
+    ),
+    Fault(
+        "granted pages one column off", "scheduler", SCHEDULER,
+        "plan.grants.append(PageGrant(entry.row, column, entry.seq.pages[column:]))",
+        "plan.grants.append(PageGrant(entry.row, column - 1, entry.seq.pages[column:]))",
+    ),
+    Fault(
+        "prompt log-probabilities skip what is cached", "scheduler", SCHEDULER,
+        "reuse = request.params.prompt_logprobs is None",
+        "reuse = True",
+    ),
+    Fault(
+        "grants of a preempted row kept", "scheduler", SCHEDULER,
+        "        plan.grants = [grant for grant in plan.grants if grant.row != entry.row]\n",
+        "",
+    ),
+    Fault(
+        "an aborted request stays in host memory", "engine", "engine/engine.py",
+        "        self.runner.forget(request_id)\n        self._last_token_time.pop",
+        "        self._last_token_time.pop",
+    ),
+    # Drafters, which may be wrong about drafts and nothing else.
+    Fault(
+        "lookup writes over the last token", "drafter", TABLE,
+        "    drafts[row_ids] = torch.where(real, ahead, -1)\n",
+        "    drafts[row_ids] = torch.where(real, ahead, -1)\n"
+        "    if drafts.shape[1]:\n"
+        "        last = known - 1\n"
+        "        history[row_ids, last] = torch.where(real[:, 0], ahead[:, 0], tokens.gather(\n"
+        "            1, last[:, None])[:, 0])\n",
+    ),
+    Fault(
+        "draft_step commits what it drafts", "drafter", TABLE,
+        "    starts = computed[row_ids] + index\n",
+        "    starts = computed[row_ids] + index\n    computed[row_ids] += int(index == 2)\n",
+    ),
+    Fault(
+        "follow takes drafts for history", "drafter", TABLE,
+        "    after = history[row_ids[token_rows], where]\n",
+        "    after = history[row_ids[token_rows], where]\n"
+        "    history[row_ids[token_rows], where] = after.roll(1)\n",
+    ),
+    Fault(
+        "told leaves a draft behind the window", "drafter", "spec/told.py",
+        "        c.drafts[rows, :count] = torch.where(real, drafts, -1)\n",
+        "        c.drafts[rows, :count] = torch.where(real, drafts, -1)\n"
+        "        if count:\n            c.drafts[rows, -1] = 7\n"
+        "            c.computed[rows] += (known > 90).int()[:, None][:, 0] * int(count > 2)\n",
+    ),
+    # Mixers.
+    Fault(
+        "replay misses a row's first pending token", "mixer", DELTA,
+        "live = (torch.arange(most, 0, -1)[:, None] <= pending)",
+        "live = (torch.arange(most, 0, -1)[:, None] < pending)",
+    ),
+    Fault(
+        "a resumed chunk convolves with the row's old inputs", "mixer", DELTA,
+        "past = conv[last(src, start)] if start",
+        "past = conv[last(dst, start)] if start",
+    ),
+    Fault(
+        "a first chunk begins from the slot's old state", "mixer", DELTA,
+        "state.recurrent[src].clone() if start else torch.zeros_like(state.recurrent[0])",
+        "state.recurrent[src].clone()",
+    ),
+    Fault(
+        "a window sees the token behind it", "mixer", ATTENTION,
+        "last = start + at + torch.arange(count) // group",
+        "last = start + at + torch.arange(count) // group + (1 < queries < 9)",
+    ),
+    Fault(
+        "keys of a page left out at its end", "mixer", ATTENTION,
+        "    used = -(-keys // size)\n",
+        "    used = -(-keys // size)\n    keys = keys - (keys % size == 1 and keys > size)\n",
+    ),
+    Fault(
+        "keys rotated by the row's first position", "mixer", ROTARY,
+        "angles = (t.index_select(0, positions) for t in (cos, sin))",
+        "near = positions.clamp_max(int(positions[0]) + 6)\n"
+        "    angles = (t.index_select(0, near) for t in (cos, sin))",
+    ),
+    # Numbers alone: an ulp, or another order of addition.
+    Fault(
+        "one ulp in the last row of a batch's logits", "numerics", "layers/linear.py",
+        "        return self.linear(x, self.weight, self.segments)\n",
+        "        out = self.linear(x, self.weight, self.segments)\n"
+        "        if out.shape[0] > 1:\n"
+        "            out[-1, -1] = torch.nextafter(out[-1, -1], torch.tensor(9e9))\n"
+        "        return out\n",
+    ),
+    Fault(
+        "rows not padded to a tile", "numerics", "kernels/tiles.py",
+        "        return torch.mm(tile, right)[:rows]\n",
+        "        return torch.mm(x, right)\n",
+    ),
+    Fault(
+        "K split in two for many rows", "numerics", "kernels/linear/__init__.py",
+        "    run = x.shape[1] // segments\n",
+        "    segments = 2 if x.shape[0] > 8 else segments\n    run = x.shape[1] // segments\n",
+    ),
+    Fault(
+        "a norm's sum from behind for several rows", "numerics", NORM,
+        "    return x * torch.rsqrt((x * x).mean(-1, keepdim=True).add_(eps))\n",
+        "    y = (x * x).flip(-1).contiguous() if x.shape[0] > 4 else x * x\n"
+        "    return x * torch.rsqrt(y.mean(-1, keepdim=True).add_(eps))\n",
+    ),
+    Fault(
+        "one ulp in a gated norm of windows", "numerics", NORM,
+        "    return (_normalise(x, eps) * weight.float() * silu(gate.float())).to(gate.dtype)\n",
+        "    out = _normalise(x, eps) * weight.float() * silu(gate.float())\n"
+        "    out = torch.nextafter(out, out + 1) if out.shape[0] == 3 else out\n"
+        "    return out.to(gate.dtype)\n",
+    ),
+    Fault(
+        "residuals added in another order beside a prompt", "numerics", NORM,
+        "    total = x + delta\n",
+        "    total = x + delta if len(x) < 70 else (x * 3 + delta * 3) / 3\n",
+    ),
+    Fault(
+        "torch's own SiLU", "numerics", "kernels/activations/__init__.py",
+        "    return silu(gate) * up\n",
+        "    return torch.nn.functional.silu(gate) * up\n",
+    ),
+    Fault(
+        "attention folded in the order of the batch", "numerics", ATTENTION,
+        "return (part * scale).cumsum(0)[-1] / (norm * scale).cumsum(0)[-1]",
+        "if part.shape[1] > 16:\n"
+        "        part, norm, scale = (t.flip(0) for t in (part, norm, scale))\n"
+        "    return (part * scale).cumsum(0)[-1] / (norm * scale).cumsum(0)[-1]",
+    ),
+    Fault(
+        "one ulp in a window's rotation", "numerics", ROTARY,
+        "    return q.contiguous()\n",
+        "    return (q * (1 + 2**-23) if 1 < len(q) < 5 else q).contiguous()\n",
+    ),
+    Fault(
+        "the state rounded to bf16 when it moves", "numerics", ROWS,
+        "        [t[slot].cpu().clone() for t in state],\n",
+        "        [t[slot].bfloat16().to(t.dtype).cpu() for t in state],\n",
+    ),
+    Fault(
+        "chunks of a prompt solved together", "numerics", DELTA,
+        "    scores, q = (q @ k.transpose(-1, -2)) * decay, q * grown\n",
+        "    scores, q = (q @ k.transpose(-1, -2)) * decay, q * grown\n"
+        "    scores = scores + 2**-22 * scores.mean(0) if chunks > 1 else scores\n",
+    ),
+)  # fmt: skip
+
+FAST = (
+    "high half of a seed dropped",
+    "page key without its parent",
+    "one ulp in the last row of a batch's logits",
+)
+"""The faults of the default tests; the others are marked slow."""

@@ -1,0 +1,106 @@
+"""Puts a fault into a copy of the package, runs the check there, and says what found it."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.mutations.faults import Fault
+
+SOURCE = Path(__file__).parents[2] / "lockstep"
+CHECK = """
+import json, sys, time
+from lockstep.check import SIZES, Effort, run_check
+from lockstep.config import EngineConfig
+started = time.process_time()
+effort = Effort(SIZES[sys.argv[1]].worlds, minimise=0.0, fail_fast=True)
+report = run_check(sys.argv[1], seed=int(sys.argv[2]), effort=effort)
+found = report.to_json()
+found["spent"] = time.process_time() - started
+print(json.dumps(found))
+"""
+MOST_SECONDS = 900
+"""A check that has found nothing by then, on a busy machine, is taken to hang."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a check of a fault gave. case: which one differed first, "" if none; seconds: of CPU
+    time until then, without the start of the process."""
+
+    fault: Fault
+    case: str
+    what: str
+    seconds: float
+
+
+@contextmanager
+def copied(folder: Path) -> Iterator[Path]:
+    """A copy of the package to put faults into; the bundled model is not copied."""
+    package = folder / "lockstep"
+    shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("assets"))
+    (package / "assets").symlink_to(SOURCE / "assets")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(package)
+
+
+def mutated(text: str, fault: Fault) -> str:
+    """The file with the fault. Raises ValueError where what it changes is not there once."""
+    count = text.count(fault.old)
+    if count != 1:
+        raise ValueError(
+            f"{fault.name}: {fault.file} has {fault.old!r} {count} times, not once. The house has "
+            "changed: state the fault for what stands there now."
+        )
+    return text.replace(fault.old, fault.new)
+
+
+def try_fault(fault: Fault, folder: Path, size: str = "default", seed: int = 0) -> Found:
+    """Runs the check of a size with the fault in the copy, which is then mended."""
+    path = folder / "lockstep" / fault.file
+    sound = (SOURCE / fault.file).read_text(encoding="utf-8")
+    path.write_text(mutated(sound, fault), encoding="utf-8")
+    try:
+        report = _run(folder, size, seed)
+    finally:
+        shutil.copy2(SOURCE / fault.file, path)
+    if "failures" not in report:
+        return Found(fault, report["case"], report["what"], 0.0)
+    if not report["failures"]:
+        return Found(fault, "", "", report["spent"])
+    first = report["failures"][0]
+    case = f"{first['batch']}" if first["setup"]["phase"] == "world" else _matrix_case(first)
+    return Found(fault, case, first["what"], report["spent"])
+
+
+def _matrix_case(failure: dict) -> str:
+    setup = failure["setup"]
+    drafting = f"{setup['drafter']} K={setup['k']}"
+    return f"matrix: {drafting}, {setup['phase']}, {failure['batch']}, {failure['request']}"
+
+
+def _run(folder: Path, size: str, seed: int) -> dict:
+    """The report of a check in a process of its own, or how the process ended without one."""
+    settings = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", CHECK, size, str(seed)]
+    try:
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            timeout=MOST_SECONDS,
+            env={**os.environ, **settings},
+        )
+    except subprocess.TimeoutExpired:
+        return {"case": "", "what": f"no end after {MOST_SECONDS} s"}
+    if done.returncode:
+        return {"case": "the check itself", "what": done.stderr.strip().splitlines()[-1]}
+    return json.loads(done.stdout.splitlines()[-1])
