@@ -53,8 +53,8 @@ FAULTS = (
     ),
     Fault(
         "a draft compared with a shifted position", "table", TABLE,
-        "agreed = (drafts == tokens[:, :-1]).int()",
-        "agreed = (drafts == tokens[:, 1:]).int()",
+        "agreed = ((drafts == tokens[:, :-1]) & (drafts >= 0)).int()",
+        "agreed = ((drafts == tokens[:, 1:]) & (drafts >= 0)).int()",
     ),
     Fault(
         "the bonus token of the next row", "table", TABLE,
@@ -135,8 +135,8 @@ FAULTS = (
     ),
     Fault(
         "a rejected token counted", "table", TABLE,
-        "counted = (emits & (order <= accepted[:, None])).int()",
-        "counted = (emits & (order <= accepted[:, None] + 1)).int()",
+        "counted = (emits & (order <= accepted[:, None]) & (tokens >= 0)).int()",
+        "counted = (emits & (order <= accepted[:, None] + 1) & (tokens >= 0)).int()",
     ),
     Fault(
         "drafts not cleared", "table", TABLE,
@@ -187,8 +187,8 @@ FAULTS = (
     ),
     Fault(
         "a bias allows a token that is not", "runner", ROWS,
-        "bias[int(token)] += value",
-        "bias[int(token)] = value",
+        "bias[int(token)] += min(max(value, -MOST_BIAS), MOST_BIAS)",
+        "bias[int(token)] = min(max(value, -MOST_BIAS), MOST_BIAS)",
     ),
     Fault(
         "pending tokens left behind at preemption", "runner", "runner/table.py",
@@ -207,8 +207,8 @@ FAULTS = (
     ),
     Fault(
         "log-probabilities of the window's end", "runner", RUNNER,
-        "launch.logits[index][: len(tokens)]",
-        "launch.logits[index][-len(tokens) :]",
+        "launch.logits[index][: len(real)]",
+        "launch.logits[index][-len(real) :]",
     ),
     Fault(
         "a rank counts itself", "runner", "runner/sampler.py",
