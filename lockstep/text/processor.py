@@ -365,7 +365,7 @@ class Processor:
                     f"bad_words holds {brief(word)}; it has no tokens. Leave it out.", "bad_words"
                 )
             found.append(plain)
-            if spaced[0] != plain[0] and len(spaced) == len(plain):
+            if spaced[-len(plain) :] != plain:  # else it ends with what is banned already
                 found.append(spaced)
         return found
 

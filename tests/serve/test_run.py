@@ -115,6 +115,11 @@ def test_tls(server: Any, processor: Any):
         thread.join(PATIENCE)
 
 
+def _listens(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(path) == 0
+
+
 @pytest.fixture
 def process(tmp_path: Path):
     """`start(*options)` runs the server on a Unix socket; it is gone afterwards."""
@@ -130,7 +135,7 @@ def process(tmp_path: Path):
         client = httpx.Client(transport=transport, base_url="http://localhost", timeout=PATIENCE)
         started.append((running, client))
         deadline = time.monotonic() + PATIENCE
-        while not os.path.exists(path) and time.monotonic() < deadline:
+        while not _listens(path) and time.monotonic() < deadline:
             assert running.poll() is None, running.stderr.read()
             time.sleep(0.05)
         assert client.get("/health").text == "ok", "what connects early waits for the model"
