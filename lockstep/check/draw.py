@@ -76,11 +76,14 @@ class Drawer:
         return kind_of(self.seed, index // WORLDS_OF_A_KIND, self.drafters, self.graphs)
 
     def world(self, index: int) -> World:
-        """World number `index`."""
+        """World number `index`. The first of a kind may be short of rows and pages, the others are
+        crowded."""
         rng = random.Random(f"world {self.seed} {index}")
         own = [2 * index, 2 * index + 1] if index < EARLY else [EARLY + index]
         before = list(range(max(0, own[0] - MEMORY), own[0]))
-        own += rng.sample(before, min(len(before), rng.randrange(MOST_OLD + 1)))
+        crowded = index % WORLDS_OF_A_KIND > 0
+        beside = rng.randrange(2, MOST_OLD + 1) if crowded else rng.randrange(MOST_OLD)
+        own += rng.sample(before, min(len(before), beside))
         rng.shuffle(own)
         kind = self.kind(index)
         asked = [self._ask(number) for number in own]
@@ -88,6 +91,8 @@ class Drawer:
         requests += self._next_turns(rng, requests)
         primed = self._primed(rng, requests)
         limits = self._limits(rng, kind, requests, primed)
+        if crowded:
+            limits = replace(limits, rows=kind.buckets[-1], pages=MOST_PAGES)
         return World(kind, limits, requests, primed, rng.randrange(2**31), rng.randrange(2**31))
 
     def _scheduled(self, rng: random.Random, asked: Asked) -> Asked:

@@ -31,7 +31,7 @@ def run_check(
     oracle: bool = False,
     **settings: Any,
 ) -> Report:
-    """Runs a size (quick, default, full): worlds drawn from a seed, sampling, then the matrix.
+    """Runs a size (quick, default, full): sampling, worlds drawn from a seed, the matrix.
 
     `settings` are LLM's, for all engines; effort: how many worlds, and what becomes of a
     difference; oracle: whether the plain run's logits are compared with transformers'. Raises
@@ -49,8 +49,8 @@ def run_check(
     drawer = Drawer(runs, seed, drafters, graphs_of(plain))
     examiner = _examiner(runs, model, settings, report)
     sections: list[Callable[[], object]] = [
-        lambda: run_worlds(drawer, examiner, effort, report, progress),
         lambda: run_sampling(runs, examiner.build, SIZES[size].draws, report, effort.fail_fast),
+        lambda: run_worlds(drawer, examiner, effort, report, progress),
         lambda: run_matrix(plain, report, model, settings, progress, effort.fail_fast),
     ]
     if oracle:

@@ -68,7 +68,7 @@ class Stage:
             requests = self.llm.processor.requests(f"primed-{index}", asked, PRIME)
             engine.run(requests, lambda request: None)
         seen: Counter[str] = Counter()
-        with watch(self.llm) as digests, _watched_drafts(engine, seen):
+        with watch(self.llm) as digests, _watched_drafts(engine, self.kind.drafter, seen):
             lines = self._drive(world)
         found = digests.by_request()
         answers = [[_answer(line, found) for line in own] for own in lines]
@@ -192,8 +192,9 @@ def _leaves_nothing(engine: Engine) -> None:
 
 
 @contextmanager
-def _watched_drafts(engine: Engine, seen: Counter[str]) -> Iterator[None]:
-    """Holds a drafter's contract on eager engines: it finds no drafts; counts uneven steps."""
+def _watched_drafts(engine: Engine, drafter: str, seen: Counter[str]) -> Iterator[None]:
+    """Holds a drafter's contract on eager engines: it finds no drafts. Counts uneven steps, whose
+    rows get different numbers of drafts."""
     program = engine.runner.program
     inner, drafts = program.drafter, program.table.drafts
     if engine.plan.graph_mode != "none" or not drafts.shape[1]:
@@ -209,7 +210,7 @@ def _watched_drafts(engine: Engine, seen: Counter[str]) -> Iterator[None]:
                 raise WorldError("a step has left drafts in its rows")
             inner.propose(step, hidden, taps, verdict)
             made = (drafts[rows] >= 0).sum(1)
-            seen["steps of uneven drafts"] += int((made != made[:1]).any())
+            seen[f"uneven steps of {drafter}"] += int((made != made[:1]).any())
 
     program.drafter = Watched()
     try:

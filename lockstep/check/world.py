@@ -9,12 +9,15 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, choice_error
 from lockstep.sampling_params import SamplingParams
 
 VERSION = 1
 ROOM = 640
 """Tokens of prompt and answer that an engine of worlds has room for."""
+MOST_PAGES, MOST_SNAPSHOTS, MOST_REQUESTS = 64, 16, 64
+MOST_BYTES = 1 << 24
+"""Of a file of a world."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,6 @@ class Kind:
             "num_gpu_blocks": MOST_PAGES + 1,
             "num_snapshots": MOST_SNAPSHOTS,
         }
-
-
-MOST_PAGES, MOST_SNAPSHOTS = 64, 16
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class World:
                 "with this release of lockstep check."
             )
         try:
-            return cls(
+            world = cls(
                 kind=Kind(**_as_tuples(data["kind"])),
                 limits=Limits(**data["limits"]),
                 requests=tuple(_asked(r) for r in data["requests"]),
@@ -132,6 +132,27 @@ class World:
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ConfigError(f"the world cannot be read: {error!r}. Write it anew.") from None
+        world.check()
+        return world
+
+    def check(self) -> None:
+        """Raises ConfigError where an engine of its kind has no room for it."""
+        limits, tokens = self.limits, (*self.primed, *(a.prompt for a in self.requests))
+        for name, value, low, high in (
+            ("requests", len(self.requests), 1, MOST_REQUESTS),
+            ("primed", len(self.primed), 0, MOST_REQUESTS),
+            ("prompt", max((len(t) for t in tokens), default=1), 1, ROOM - 1),
+            ("buckets", self.kind.buckets[-1], 1, MOST_REQUESTS),
+            ("rows", limits.rows, 1, self.kind.buckets[-1]),
+            ("chunk", limits.chunk, 64, 1 << 20),
+            ("pages", limits.pages, 1, MOST_PAGES),
+            ("snapshots", limits.snapshots, 0, MOST_SNAPSHOTS),
+            ("preempt_every", limits.preempt_every, 0, 1 << 30),
+            ("length", limits.length, 2, ROOM),
+        ):
+            if not (isinstance(value, int) and low <= value <= high):
+                allowed = f"whole numbers from {low} to {high}"
+                raise choice_error(ConfigError, name, value, allowed, "Mend the world.")
 
 
 def _as_tuples(data: dict[str, Any]) -> dict[str, Any]:
@@ -152,6 +173,9 @@ def _asked(data: dict[str, Any]) -> Asked:
 def read_world(path: Path) -> World:
     """The world of a file. Raises ConfigError where there is none."""
     try:
+        size = path.stat().st_size
+        if size > MOST_BYTES:
+            raise ValueError(f"it has {size} bytes, at most {MOST_BYTES} are allowed")
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}. Name a file of a world.") from None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
-from lockstep.check.draw import Drawer
+from lockstep.check.draw import EARLY, Drawer
 from lockstep.check.matrix import Setup
 from lockstep.check.plain import PlainRuns
 from lockstep.check.report import Failure, Report, Tally
@@ -150,6 +150,16 @@ def run_worlds(
         report.exercised = dict(Counter(report.exercised) + found.seen)
         if failed and effort.fail_fast:
             return
+    if index >= EARLY:
+        _check_exercised(report)
+
+
+def _check_exercised(report: Report) -> None:
+    """An axis that never took place proves nothing: that is a failure too."""
+    for name in ("cached tokens", "preemptions", "drafted", "accepted"):
+        if not report.exercised.get(name):
+            setup, what = Setup("none", 0, WORLD, "none"), f"no {name} at all"
+            report.failures.append(Failure(setup, "all", "every request", "all", None, what))
 
 
 def _undrawn(index: int, seed: int, error: Exception) -> Failure:

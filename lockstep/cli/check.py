@@ -34,7 +34,8 @@ def check(
     ] = False,
     seed: Annotated[int, typer.Option("--seed", help="what the worlds are drawn from")] = 0,
     seconds: Annotated[
-        float | None, typer.Option("--seconds", help="draw worlds for so long, not a fixed number")
+        float | None,
+        typer.Option("--seconds", min=0, help="draw worlds for so long, not a fixed number"),
     ] = None,
     fail_fast: Annotated[
         bool, typer.Option("--fail-fast", help="end with the first difference")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from lockstep.cache.cache import Cache
 from lockstep.check import Effort, read_world, run_check, run_replay
 from lockstep.check.draw import KINDS, Drawer, kind_of
 from lockstep.check.matrix import PLAIN
@@ -70,6 +71,9 @@ def test_a_world_is_plain_data(tmp_path: Path, drawer: Drawer) -> None:
         ({"version": 99}, "version=99 of a world is not allowed; allowed: 1"),
         ({"kind": 5}, "cannot be read"),
         ({"requests": [{"prompt": [1], "params": {"heat": 1}}]}, "params has .'heat'."),
+        ({"requests": []}, "requests=0 is not allowed; allowed: whole numbers from 1 to 64"),
+        ({"limits": {"pages": 65}}, "pages=65 is not allowed; allowed: whole numbers from 1 to 64"),
+        ({"limits": {"rows": 7}}, "rows=7 is not allowed; allowed: whole numbers from 1 to 6"),
     ],
 )
 def test_a_file_that_is_no_world_is_refused(
@@ -208,6 +212,27 @@ def test_seconds_take_the_place_of_a_number_of_worlds(
     report = run_check("quick", model, seed=7, effort=effort, load_format="dummy")
     assert report.failed == 0 and report.tallies and report.seed == 7
     assert {t.setup.phase for t in report.tallies} == {"world", "sampling"}
+
+
+def test_a_file_too_large_for_a_world_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "world.json"
+    write_world(path, WORLD)
+    monkeypatch.setattr("lockstep.check.world.MOST_BYTES", 99)
+    with pytest.raises(ConfigError, match="bytes, at most 99 are allowed"):
+        read_world(path)
+
+
+def test_an_axis_that_never_takes_place_is_a_failure(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that finds nothing in its cache gives right answers and proves nothing."""
+    monkeypatch.setattr("lockstep.check.run.run_matrix", lambda *rest: None)
+    monkeypatch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
+    monkeypatch.setattr(Cache, "_hit", lambda self, seq: 0)
+    report = run_check("quick", model, effort=Effort(8), load_format="dummy")
+    assert [f.what for f in report.failures] == ["no cached tokens at all"]
 
 
 def test_plain_runs_are_kept_and_judged(plain: PlainRuns, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,23 +1,28 @@
-"""python -m tests.mutations [--size SIZE] [--seed N] [NAME ...]: runs faults, prints the table."""
+"""python -m tests.mutations [--size SIZE] [--seed N] [WORD ...]: runs faults, prints the table."""
 
 import argparse
 import tempfile
 from pathlib import Path
 
-from tests.mutations.faults import FAULTS
+from tests.mutations.faults import FAULTS, Fault
 from tests.mutations.suite import copied, try_fault
+
+
+def meant(fault: Fault, word: str) -> bool:
+    """Whether the word is the fault's area, or part of its name."""
+    return word == fault.area or word in fault.name
 
 
 def main() -> int:
     """The number of faults that were not found."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutations")
-    parser.add_argument("names", nargs="*", help="parts of names; all faults if left out")
+    parser.add_argument("words", nargs="*", help="areas, or parts of names; all if left out")
     parser.add_argument("--size", default="default")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--part", default="0/1", help="I/N: every Nth fault from the Ith on")
     asked = parser.parse_args()
     first, step = map(int, asked.part.split("/"))
-    chosen = [f for f in FAULTS if not asked.names or any(n in f.name for n in asked.names)]
+    chosen = [f for f in FAULTS if not asked.words or any(meant(f, w) for w in asked.words)]
     missed = 0
     print("| fault | area | found by | s |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name, copied(Path(name)) as folder:

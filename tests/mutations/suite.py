@@ -76,12 +76,15 @@ def try_fault(fault: Fault, folder: Path, size: str = "default", seed: int = 0) 
     if not report["failures"]:
         return Found(fault, "", "", report["spent"])
     first = report["failures"][0]
-    case = f"{first['batch']}" if first["setup"]["phase"] == "world" else _matrix_case(first)
-    return Found(fault, case, first["what"], report["spent"])
+    return Found(fault, _case(first), first["what"], report["spent"])
 
 
-def _matrix_case(failure: dict) -> str:
+def _case(failure: dict) -> str:
     setup = failure["setup"]
+    if setup["phase"] == "world":
+        return failure["batch"]
+    if setup["phase"] == "sampling":
+        return f"distribution: {failure['batch']}"
     drafting = f"{setup['drafter']} K={setup['k']}"
     return f"matrix: {drafting}, {setup['phase']}, {failure['batch']}, {failure['request']}"
 
