@@ -82,6 +82,7 @@ def cases(context: Context) -> dict[str, SamplingParams]:
         "temperature": {"temperature": 1.7 * heat},
         "top_k": {"top_k": 4},
         "top_p": {"top_p": 0.8},
+        "top_p and presence_penalty": {"top_p": 0.5, "presence_penalty": 2.0},
         "min_p": {"min_p": 0.1},
         "repetition_penalty": {"repetition_penalty": 1.5},
         "frequency_penalty": {"frequency_penalty": 1.5},

@@ -17,6 +17,7 @@ from lockstep.check.plain import PlainRuns, push
 from lockstep.check.world import Asked, Kind, World
 from lockstep.engine.engine import Engine
 from lockstep.engine.request import Request
+from lockstep.engine.schedule import Schedule
 from lockstep.engine.scheduler import Scheduler
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
@@ -113,12 +114,30 @@ class Stage:
                 _happens(engine, own, asked, turn)
             if turn > last and not engine.has_work():
                 return lines
-            for request in engine.step():
+            for request in self._step():
                 line = by_id[request.id]
                 if push(line.text, request):
                     engine.abort(request.id)
-            engine.scheduler.cache.check()
         raise WorldError(f"requests still run after {MOST_STEPS} steps")
+
+    def _step(self) -> list[Request]:
+        """One step of the engine, whose schedule and cache are held to their own rules."""
+        engine, seen = self.llm.engine, []
+        schedule = engine.scheduler.schedule
+
+        def watched() -> Schedule:
+            seen.append(schedule())
+            return seen[-1]
+
+        engine.scheduler.schedule = watched  # type: ignore[method-assign]
+        try:
+            touched = engine.step()
+        finally:
+            engine.scheduler.schedule = schedule  # type: ignore[method-assign]
+        for made in seen:
+            _shares_no_snapshot(made)
+        engine.scheduler.cache.check()
+        return touched
 
     def _lines(self, index: int, asked: Asked) -> list[Line]:
         processor = self.llm.processor
@@ -173,6 +192,15 @@ def _count(answers: list[list[Answer]], lines: list[list[Line]], seen: Counter[s
         seen["drafted"] += metrics.num_draft_tokens
         seen["accepted"] += metrics.num_accepted_tokens
     seen["aborted"] += sum(line.begun for own in lines for line in own)
+
+
+def _shares_no_snapshot(schedule: Schedule) -> None:
+    """Raises WorldError where rows of one step write one snapshot, or one reads what is written:
+    rows run in no order."""
+    written = [chunk.snapshot_slot for chunk in schedule.prompt if chunk.snapshot_slot]
+    read = {chunk.state_src for chunk in schedule.prompt}
+    if len(set(written)) < len(written) or read & set(written):
+        raise WorldError("a snapshot is written twice in a step, or read where it is written")
 
 
 def _leaves_nothing(engine: Engine) -> None:

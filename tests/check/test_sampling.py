@@ -47,7 +47,7 @@ def found(plain: PlainRuns, model: str) -> Callable[[], set[str]]:
             model, load_format="dummy", **kind.settings()
         )
         run_sampling(plain, build, 48, report)
-        assert report.cases == len(report.tallies) == 30
+        assert report.cases == len(report.tallies) == 32
         return {f.batch for f in report.failures}
 
     return run

@@ -14,7 +14,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from lockstep.cache.cache import Cache
-from lockstep.check import Effort, read_world, run_check, run_replay
+from lockstep.check import Effort, read_world, run_check, run_replay, stage
 from lockstep.check.draw import KINDS, Drawer, kind_of
 from lockstep.check.matrix import PLAIN
 from lockstep.check.plain import PlainRuns
@@ -23,6 +23,8 @@ from lockstep.check.stage import Stage, WorldError
 from lockstep.check.world import Asked, Kind, Limits, World, write_world
 from lockstep.check.worlds import Examiner
 from lockstep.cli import app
+from lockstep.engine.request import Request
+from lockstep.engine.schedule import PromptChunk, Schedule
 from lockstep.engine.scheduler import Scheduler
 from lockstep.errors import ConfigError
 from lockstep.layers.linear import Head
@@ -160,11 +162,23 @@ def test_what_is_refused_is_no_smaller_world(plain: PlainRuns, build: Callable[.
 def test_a_stage_sees_what_is_left_behind(
     plain: PlainRuns, build: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stage = Stage(build(WORLD.kind), WORLD.kind)
-    assert len(stage.play(WORLD, plain).answers) == 2
+    played = Stage(build(WORLD.kind), WORLD.kind)
+    assert len(played.play(WORLD, plain).answers) == 2
     monkeypatch.setattr(Scheduler, "_leave_row", lambda self, entry: self.running.remove(entry))
     with pytest.raises((WorldError, AssertionError)):
-        stage.play(WORLD, plain)
+        played.play(WORLD, plain)
+
+
+def test_rows_of_a_step_share_no_snapshot() -> None:
+    request = Request("r", [1])
+
+    def chunk(source: int, snapshot: int) -> PromptChunk:
+        return PromptChunk(1, request, 0, 64, False, source, snapshot)
+
+    stage._shares_no_snapshot(Schedule(prompt=[chunk(3, 4), chunk(3, 5), chunk(0, 0), chunk(0, 0)]))
+    for wrong in ([chunk(0, 4), chunk(0, 4)], [chunk(4, 5), chunk(0, 4)]):
+        with pytest.raises(WorldError, match="a snapshot is written twice"):
+            stage._shares_no_snapshot(Schedule(prompt=wrong))
 
 
 def test_the_smallest_world_that_differs() -> None:

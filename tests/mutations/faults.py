@@ -298,9 +298,9 @@ FAULTS = (
         "self.key_of.pop(taken)",
     ),
     Fault(
-        "a page that is not full is shared", "cache", GROUPS,
-        "range(seq.published, min(tokens // self.page_size, len(seq.pages)))",
-        "range(seq.published, min(-(-tokens // self.page_size), len(seq.pages)))",
+        "a page shared under another's key", "cache", GROUPS,
+        "self.pool.publish(seq.pages[page], seq.key(page, self.page_size))",
+        "self.pool.publish(seq.pages[-1 - page], seq.key(page, self.page_size))",
     ),
     Fault(
         "generated pages shared beside recurrent state", "cache", "cache/cache.py",

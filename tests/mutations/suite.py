@@ -104,6 +104,8 @@ def _run(folder: Path, size: str, seed: int) -> dict:
         )
     except subprocess.TimeoutExpired:
         return {"case": "", "what": f"no end after {MOST_SECONDS} s"}
+    if done.returncode < 0:
+        raise RuntimeError(f"the check was killed by signal {-done.returncode}; run it again")
     if done.returncode:
         return {"case": "the check itself", "what": done.stderr.strip().splitlines()[-1]}
     return json.loads(done.stdout.splitlines()[-1])
