@@ -14,23 +14,25 @@ from training import text, tokenizer
 from training.data import Encoder, Feed
 from training.model import CONFIG, Model, cross_entropy
 from training.optim import optimizers
+from training.peers import Peers
 from training.score import SETS, SILENT, WRITTEN, evaluate
 
 TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 PHASES = (
     (0.00, {512: 1.0}),
-    (0.20, {1024: 0.68, 2048: 0.32}),
-    (0.42, {1024: 0.6, 2048: 0.24, 8192: 0.16}),
-    (0.75, {1024: 0.6, 2048: 0.2, 8192: 0.2}),
+    (0.12, {1024: 0.68, 2048: 0.32}),
+    (0.42, {1024: 0.62, 2048: 0.25, 8192: 0.13}),
 )
 """(share of the time, row lengths and their shares of the batches) from there on."""
 DRAFT_WEIGHTS = (0.3, 0.2, 0.15)
-WORKERS = {512: 8, 1024: 7, 2048: 3, 8192: 3}
+WORKERS = {512: 8, 1024: 6, 2048: 3, 8192: 2}
 RESUMED = 0.45
 """Where a second run over a finished one enters the phases."""
 DECAY, RESUMED_DECAY = 0.45, 0.9
 """The last share of the time, in which the learning rate falls: of a first and a second run."""
 PART = 16384
+SEEDS_APART = 100_000_007
+"""Between the seeds of two processes' data: no two draw the same samples."""
 LEARNED = 0.5
 """Weights from here on are of tokens that the model is to produce."""
 DETACHED = 0.75
@@ -88,29 +90,54 @@ def _save(model: Model, out: Path) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """The whole of it: tokenizer, training for `minutes`, evaluation."""
-    out, started = Path(args.out), time.time()
-    out.mkdir(parents=True, exist_ok=True)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    out, started, peers = Path(args.out), time.time(), Peers()
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
-    if args.tokenizer or not (out / "tokenizer.json").exists():
-        tokenizer.train(out, args.samples)
-        print(f"tokenizer {time.time() - started:.0f} s", flush=True)
+    if peers.first:
+        _prepare(out, args)
+    peers.wait()
     text.load_filler()
-    (out / "chat_template.jinja").write_text(TEMPLATE.read_text())
     encoder = Encoder(out)
-    seed = 2 if args.resume else 1
+    seed = (2 if args.resume else 1) + SEEDS_APART * peers.rank
     feed = Feed(out, {512: 1} if args.smoke else WORKERS, 1024 if args.smoke else PART, seed)
+    device = peers.device()
     model = Model(dtype=torch.bfloat16 if device == "cuda" else torch.float32).to(device)
     if args.resume:
         model.load_state_dict(load_file(out / "model.safetensors"))
     model.fused.on = args.compile or device == "cuda"
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
-    steps, tokens = _train(model, feed, encoder, args, out)
+    steps, tokens = _train(model, feed, encoder, peers, args)
+    if peers.first:
+        _finish(model, encoder, args, steps, tokens, started)
+    peers.wait()
+
+
+def _prepare(out: Path, args: argparse.Namespace) -> None:
+    """The folder with its tokenizer and template."""
+    begin = time.time()
+    out.mkdir(parents=True, exist_ok=True)
+    if args.tokenizer or not (out / "tokenizer.json").exists():
+        tokenizer.train(out, args.samples)
+        print(f"tokenizer {time.time() - begin:.0f} s", flush=True)
+    (out / "chat_template.jinja").write_text(TEMPLATE.read_text())
+
+
+def _finish(
+    model: Model,
+    encoder: Encoder,
+    args: argparse.Namespace,
+    steps: int,
+    tokens: int,
+    started: float,
+) -> None:
+    """Saves and evaluates what was trained, as it is saved: in bf16."""
+    out, device = Path(args.out), model.model.norm.weight.device
     _save(model, out)
     half = Model(dtype=model.dtype).to(device)
     half.load_state_dict({k: v.to(torch.bfloat16) for k, v in model.state_dict().items()})
-    sets = evaluate(half, encoder, device, ["daily"] if args.smoke else [*SETS, WRITTEN, SILENT])
+    sets = evaluate(
+        half, encoder, str(device), ["daily"] if args.smoke else [*SETS, WRITTEN, SILENT]
+    )
     report = {"final": sets, "steps": steps, "tokens": tokens, "seconds": time.time() - started}
     print(json.dumps(report, indent=1), flush=True)
     (out / "training.json").write_text(json.dumps(report, indent=1) + "\n")
@@ -118,18 +145,19 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _train(
-    model: Model, feed: Feed, encoder: Encoder, args: argparse.Namespace, out: Path
+    model: Model, feed: Feed, encoder: Encoder, peers: Peers, args: argparse.Namespace
 ) -> tuple[int, int]:
-    """The loop; returns steps and tokens."""
+    """The loop; returns steps and tokens. All processes go by the first one's clock."""
     device = model.model.norm.weight.device
     opts = optimizers(model, args.lr)
     base = [o.param_groups[0]["lr"] for o in opts]
     generator = torch.Generator().manual_seed(0)
     if model.fused.on:
         _warm(model, opts, args.batch)
+    peers.wait()
     begin = last = evaluated = time.time()
     step = tokens = 0
-    while (progress := (time.time() - begin) / (args.minutes * 60)) < 1:
+    while (progress := peers.agree((time.time() - begin) / (args.minutes * 60))) < 1:
         phase = RESUMED + (1 - RESUMED) * progress if args.resume else progress
         mix = {512: 1.0} if args.smoke else lengths_at(phase)
         pick = int(torch.multinomial(torch.tensor(list(mix.values())), 1, generator=generator))
@@ -138,12 +166,15 @@ def _train(
         ids, weights = (torch.from_numpy(x) for x in feed.batch(length, parts))
         for o, b in zip(opts, base, strict=True):
             o.param_groups[0]["lr"] = b * rate(progress, RESUMED_DECAY if args.resume else DECAY)
-        losses = _step(model, opts, ids.to(device).long(), weights.to(device).float(), progress)
-        step, tokens = step + 1, tokens + ids.numel()
+        weights = weights.to(device).float()
+        losses = _step(model, opts, peers, ids.to(device).long(), weights, progress)
+        step, tokens = step + 1, tokens + ids.numel() * peers.count
+        if not peers.first:
+            continue
         if step % args.log == 0:
             now = time.time()
             shown = " ".join(f"{float(x):.3f}" for x in losses)
-            speed = args.log * args.batch / (now - last) / 1e6
+            speed = args.log * args.batch * peers.count / (now - last) / 1e6
             print(
                 f"{now - begin:6.0f} s step {step} {tokens / 1e6:.0f} M tok, {speed:.2f} M tok/s, "
                 f"length {length}, loss {shown}, made {list(feed.made.values())}",
@@ -153,16 +184,22 @@ def _train(
         if time.time() - evaluated > args.every:
             names = [WRITTEN, SILENT, "tools", "sequence", "json", "needle_8k", "dialogue"]
             print(json.dumps(evaluate(model, encoder, str(device), names)), flush=True)
-            _save(model, out)
+            _save(model, Path(args.out))
             evaluated = last = time.time()
     return step, tokens
 
 
 def _step(
-    model: Model, opts: list[torch.optim.Optimizer], ids: Tensor, weights: Tensor, progress: float
+    model: Model,
+    opts: list[torch.optim.Optimizer],
+    peers: Peers,
+    ids: Tensor,
+    weights: Tensor,
+    progress: float,
 ) -> list[Tensor]:
     loss, losses = loss_of(model, ids, weights, progress >= DETACHED)
     loss.backward()
+    peers.average(model.parameters())
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for o in opts:
         o.step()
