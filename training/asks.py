@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from training import heldout, values
 from training.words import Words
 
 PLACE = re.compile(r"\{(on )?(\w+)(?::(\w+))?\}")
+FRAME = re.compile(r"([!?~.])(\+?) (.*)")
 GROUP = re.compile(r"\(([^()\[\]]*)\)|\[([^()\[\]]*)\]")
 Call = tuple[str, dict[str, Any]]
 
@@ -25,14 +26,22 @@ class Param:
     missing: bool
 
 
+class Frame(NamedTuple):
+    """How people ask. sort: !, ?, ~ or a full stop. sure: it means none of the clashing tools."""
+
+    sort: str
+    text: str
+    sure: bool = True
+
+
 @dataclass(frozen=True)
 class Intent:
-    """One tool in all its spellings, and how people ask for it: (!, ?, ~ or a full stop, frame)."""
+    """One tool in all its spellings, and how people ask for it."""
 
     names: tuple[str, ...]
     abouts: tuple[str, ...]
     params: dict[str, Param]
-    frames: tuple[tuple[str, str], ...]
+    frames: tuple[Frame, ...]
 
 
 Shape = tuple[dict[str, Param], list[tuple[str, str]]]
@@ -67,8 +76,8 @@ def intents() -> tuple[Intent, ...]:
         for line in lines[1:]:
             if line[:2] == "- ":
                 abouts.append(line[2:].strip())
-            elif line[0] in "!?~." and line[1] == " ":
-                frames.append((line[0], line[2:].strip()))
+            elif marked := FRAME.match(line):
+                frames.append(Frame(marked[1], marked[3].strip(), bool(marked[2])))
             else:
                 head, kind = line.split(" : ", 1)
                 names = tuple(head.removesuffix(" ?").strip().split("|"))
@@ -140,7 +149,7 @@ CLASHES = (
     "order_taxi book_car",
     "find_movie find_book get_lyrics",
 )
-"""Tools that some of the frames cannot tell apart: never offered together."""
+"""Tools that some of the frames cannot tell apart. Where two are offered, sure frames are drawn."""
 
 
 @cache
@@ -159,8 +168,19 @@ def related(intent: Intent) -> frozenset[str]:
 
 
 def clashing(intent: Intent) -> frozenset[str]:
-    """First names of the intents that must not be offered beside this one."""
+    """First names of the intents that an unsure frame of this one may mean too, itself included."""
     return _neighbours(CLASHES).get(intent.names[0], frozenset()) | {intent.names[0]}
+
+
+def barred(intent: Intent, frame: Frame) -> frozenset[str]:
+    """First names of the intents that must not be offered where this one is asked for so."""
+    return frozenset({intent.names[0]}) if frame.sure else clashing(intent)
+
+
+def kept_apart(intent: Intent) -> frozenset[str]:
+    """First names of the intents that are never offered beside this one."""
+    sayable = any(frame.sure for frame in intent.frames)
+    return frozenset({intent.names[0]}) if sayable else clashing(intent)
 
 
 VERB_SAYINGS = {
@@ -295,7 +315,7 @@ def made_up(w: Words, noun: str | None = None, verb: str | None = None) -> Inten
         f"{noun.capitalize()}: {verb}",
     )
     params, frames = r.choice(SHAPES)(w, verb, noun)
-    return Intent(names, abouts, params, tuple(frames))
+    return Intent(names, abouts, params, tuple(Frame(*frame) for frame in frames))
 
 
 def resolve(w: Words, frame: str) -> str:
@@ -745,7 +765,7 @@ def beside(w: Words, chosen: list[Intent], without: frozenset[str], most: int = 
             intent = pick(w)
         if intent.names[0] in taken:
             continue
-        taken |= clashing(intent)
+        taken |= kept_apart(intent)
         found.append(offer(w, intent))
     return found
 
@@ -785,19 +805,21 @@ def single(w: Words, given: list[Offer] | None = None) -> Request:
     while True:
         if given:
             tool = w.rng.choice(given)
-            intent = tool.intent
-            sort, frame = w.rng.choice(intent.frames)
-            frame = resolve(w, frame)
+            form = w.rng.choice(tool.intent.frames)
+            frame = resolve(w, form.text)
             if not slots_of(frame) <= tool.keys.keys():
+                continue
+            others = {t.intent.names[0] for t in given if t is not tool}
+            if others & barred(tool.intent, form):
                 continue
             mixed = given
         else:
             intent = pick(w)
-            sort, frame = w.rng.choice(intent.frames)
-            frame = resolve(w, frame)
+            form = w.rng.choice(intent.frames)
+            frame = resolve(w, form.text)
             tool = offer(w, intent, slots_of(frame))
-            mixed = _apart(w, [tool], beside(w, [intent], clashing(intent)))
-        said = wrap(w, sort, fill(w, frame, tool))
+            mixed = _apart(w, [tool], beside(w, [intent], barred(intent, form)))
+        said = wrap(w, form.sort, fill(w, frame, tool))
         if allowed(said.text):
             return Request(mixed, said.text, [call_of(tool, said.arguments)], said)
 
@@ -826,8 +848,8 @@ def _list_of(w: Words) -> Request:
     r = w.rng
     while True:
         intent = pick(w)
-        sort, frame = r.choice(intent.frames)
-        frame = resolve(w, frame)
+        form = r.choice(intent.frames)
+        sort, frame = form.sort, resolve(w, form.text)
         slots = [
             f[2] for f in PLACE.finditer(frame)
             if not f[1] and not f[3]
@@ -863,7 +885,7 @@ def _list_of(w: Words) -> Request:
         for name in (slot, *extra):
             arguments = {**said.arguments, slot: said.arguments[name]}
             calls.append(call_of(tool, arguments))
-        mixed = _apart(w, [tool], beside(w, [intent], clashing(intent), 3))
+        mixed = _apart(w, [tool], beside(w, [intent], barred(intent, form), 3))
         return Request(mixed, said.text, calls)
 
 
@@ -897,28 +919,31 @@ def _two(w: Words) -> Request:
         first = pick(w)
         again = r.random() < 0.35
         second = first if again else pick(w)
-        if not again and second.names[0] in clashing(first):
+        if not again and second is first:
             continue
-        frames = [r.choice(first.frames)]
-        frames.append(frames[0] if again and r.random() < 0.7 else r.choice(second.frames))
-        if any(sort == "." and ("." in frame or "?" in frame) for sort, frame in frames):
+        forms = [r.choice(first.frames)]
+        forms.append(forms[0] if again and r.random() < 0.7 else r.choice(second.frames))
+        if any(f.sort == "." and ("." in f.text or "?" in f.text) for f in forms):
             continue
-        same = again and frames[0] == frames[1]
-        frames = [(sort, resolve(w, frame)) for sort, frame in frames]
-        needed = [slots_of(frame) for _, frame in frames]
+        without = barred(first, forms[0]) | barred(second, forms[1])
+        mistaken = second.names[0] in barred(first, forms[0])
+        if not again and (mistaken or first.names[0] in barred(second, forms[1])):
+            continue
+        same = again and forms[0] == forms[1]
+        frames = [resolve(w, form.text) for form in forms]
+        needed = [slots_of(frame) for frame in frames]
         tools = [offer(w, first, needed[0] | (needed[1] if again else frozenset()))]
         tools.append(tools[0] if again else offer(w, second, needed[1]))
-        said = [fill(w, frame, tool) for (_, frame), tool in zip(frames, tools, strict=True)]
+        said = [fill(w, frame, tool) for frame, tool in zip(frames, tools, strict=True)]
         if again and said[0].arguments == said[1].arguments:
             continue
         if not again and tools[0].name == tools[1].name:
             continue
-        joined = wrap(w, *_one_sentence(w, [sort for sort, _ in frames], said, same))
+        joined = wrap(w, *_one_sentence(w, [form.sort for form in forms], said, same))
         if not allowed(joined.text):
             continue
         one = {s: v for s, v in joined.arguments.items() if not s.endswith(" 2")}
         two = {s[:-2]: v for s, v in joined.arguments.items() if s.endswith(" 2")}
-        without = clashing(first) | clashing(second)
         mixed = _apart(w, list(tools), beside(w, [first], without, 2))
         calls = [call_of(tools[0], one), call_of(tools[1], two)]
         return Request(mixed, joined.text, calls)
@@ -953,12 +978,12 @@ def foreign(w: Words, given: list[Offer]) -> str:
     """A request that none of the given tools is for."""
     while True:
         intent = pick(w)
-        sort, frame = w.rng.choice(intent.frames)
-        broad = {"search_web", "get_news"} if sort in "?~" else set()
+        form = w.rng.choice(intent.frames)
+        broad = {"search_web", "get_news"} if form.sort in "?~" else set()
         if any(_could(intent, t.intent) or t.intent.names[0] in broad for t in given):
             continue
-        frame = resolve(w, frame)
-        said = wrap(w, sort, fill(w, frame, offer(w, intent, slots_of(frame))))
+        frame = resolve(w, form.text)
+        said = wrap(w, form.sort, fill(w, frame, offer(w, intent, slots_of(frame))))
         if allowed(said.text):
             return said.text
 
@@ -966,7 +991,9 @@ def foreign(w: Words, given: list[Offer]) -> str:
 def rivals(w: Words) -> list[Offer]:
     """Two to seven tools, some of them much alike."""
     intent = pick(w)
-    return _apart(w, [offer(w, intent)], [*beside(w, [intent], clashing(intent), 6), *tools(w)][:6])
+    others = beside(w, [intent], kept_apart(intent), 6)
+    taken = kept_apart(intent).union(*(kept_apart(tool.intent) for tool in others))
+    return _apart(w, [offer(w, intent)], [*others, *tools(w, taken)][:6])
 
 
 ONLY_ACTS = frozenset("! .".split())
@@ -977,13 +1004,13 @@ def unfit(w: Words) -> Request:
     r = w.rng
     while True:
         intent = pick(w)
-        sort, frame = r.choice(intent.frames)
-        frame = resolve(w, frame)
-        said = wrap(w, sort, fill(w, frame, offer(w, intent, slots_of(frame))))
+        form = r.choice(intent.frames)
+        frame = resolve(w, form.text)
+        said = wrap(w, form.sort, fill(w, frame, offer(w, intent, slots_of(frame))))
         if allowed(said.text):
             break
     without = related(intent)
-    if sort not in ONLY_ACTS or r.random() < 0.5:
+    if form.sort not in ONLY_ACTS or r.random() < 0.5:
         without |= {"search_web", "get_news"}
     others: list[Offer] = []
     while not others:

@@ -285,7 +285,7 @@ def quiz(w: Words) -> Sample:
     r = w.rng
     tools = asks.rivals(w)
     chat = Chat("quiz", _system(w), [tool.schema for tool in tools])
-    for _ in range(r.randint(3, 6)):
+    for _ in range(r.randint(3, 8)):
         chance = r.random()
         if chance < 0.66:
             request = asks.single(w, tools)

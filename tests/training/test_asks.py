@@ -54,7 +54,7 @@ def test_every_frame_of_the_file_can_be_filled() -> None:
     w = _words(1)
     for intent in asks.intents():
         assert intent.abouts and intent.frames
-        for _, frame in intent.frames:
+        for _, frame, _ in intent.frames:
             mentioned = {found[2] for found in asks.PLACE.finditer(frame)}
             assert mentioned <= intent.params.keys()
             resolved = asks.resolve(w, frame)
@@ -66,6 +66,39 @@ def test_every_frame_of_the_file_can_be_filled() -> None:
 def test_groups_name_intents_of_the_file() -> None:
     known = {intent.names[0] for intent in asks.intents()}
     assert {name for group in asks.RELATED + asks.CLASHES for name in group.split()} <= known
+
+
+def test_what_can_be_mistaken_can_be_said_surely_with_the_needed_slots_alone() -> None:
+    for group in asks.CLASHES:
+        for intent in (i for i in asks.intents() if i.names[0] in group.split()):
+            if len(asks.kept_apart(intent)) > 1:
+                continue
+            needed = {slot for slot, param in intent.params.items() if not param.missing}
+            bare = [re.sub(r"\[[^]]*\]", "", f.text) for f in intent.frames if f.sure]
+            assert sum(asks.slots_of(text) <= needed for text in bare) >= 2, intent.names[0]
+
+
+def test_beside_a_tool_that_it_could_be_taken_for_a_request_is_sure() -> None:
+    def intent(name: str, sure: str) -> asks.Intent:
+        frames = (asks.Frame("!", "see to it", False), asks.Frame("!", sure, True))
+        return asks.Intent((name,), (name,), {}, frames)
+
+    reminder, todo = intent("set_reminder", "remind me"), intent("add_todo", "list it")
+    for seed in SEEDS:
+        w = _words(seed)
+        both = asks.single(w, [asks.offer(w, reminder), asks.offer(w, todo)])
+        assert "see to it" not in both.text.lower()
+    alone = [asks.single(w, [asks.offer(w, reminder)]).text.lower() for _ in range(50)]
+    assert any("see to it" in text for text in alone)
+
+
+def test_what_no_frame_tells_apart_is_never_offered_together() -> None:
+    for seed in range(600):
+        found = [tool.intent for tool in asks.rivals(_words(seed))]
+        names = [intent.names[0] for intent in found if intent in asks.intents()]
+        assert len(set(names)) == len(names)
+        for intent in found:
+            assert not (asks.kept_apart(intent) - {intent.names[0]}) & set(names)
 
 
 def test_where_no_tool_fits_none_is_related() -> None:
