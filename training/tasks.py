@@ -287,7 +287,7 @@ def quiz(w: Words) -> Sample:
     chat = Chat("quiz", _system(w), [tool.schema for tool in tools])
     for _ in range(r.randint(3, 8)):
         chance = r.random()
-        if chance < 0.66:
+        if chance < 0.7:
             request = asks.single(w, tools)
             chat.user(request.text).call(*request.calls)
             if r.random() < 0.75:

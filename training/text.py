@@ -6,7 +6,7 @@ import sysconfig
 from functools import cache
 from pathlib import Path
 
-from training import tasks
+from training import tasks, words
 
 SKIP = ("test", "site-packages", "__pycache__", "idlelib", "lib2to3", "encodings", "turtledemo")
 HELD_OUT = 20
@@ -51,9 +51,10 @@ def document(rng: random.Random, characters: int, evaluation: bool) -> str:
 
 
 def load_filler() -> None:
-    """Fills tasks.FILLER with paragraphs of docstrings."""
+    """Fills tasks.FILLER with paragraphs of docstrings, words.VOCABULARY with their words."""
     if tasks.FILLER:
         return
+    seen: set[str] = set()
     tasks.SOURCES.update({side: _cached_split(side) for side in (False, True)})
     for text in _cached_split(False):
         for kind, name, body in DEFINITION.findall(text):
@@ -67,3 +68,5 @@ def load_filler() -> None:
                     tasks.FILLER.append(
                         [s.strip() + "." for s in flat.split(". ") if s.strip(" .")]
                     )
+                    seen.update(re.findall(r"\b[a-z]{3,12}\b", flat))
+    words.VOCABULARY.extend(sorted(seen))

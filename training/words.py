@@ -2,6 +2,8 @@
 
 import random
 import zlib
+from collections import defaultdict
+from functools import cache
 
 SYLLABLES = (
     "ba be bi bo bu da de di do du fa fe fi fo fu ga ge gi go gu ha he hi ho ka ke ki ko ku "
@@ -44,6 +46,48 @@ VERBS = (
 ).split()
 
 
+VOCABULARY: list[str] = []
+"""Words of the Python installation's texts; filled by training.text."""
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def known() -> list[str]:
+    """Words as they are spelled."""
+    return VOCABULARY or [*COMMON, *ADJECTIVES, *ANIMALS]
+
+
+@cache
+def _followers(count: int) -> dict[str, str]:
+    """What letters stand behind two letters, in the first `count` known words; "." at the ends."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for word in known()[:count]:
+        padded = f"..{word}."
+        for i in range(len(word) + 1):
+            found[padded[i : i + 2]].append(padded[i + 2])
+    return {pair: "".join(letters) for pair, letters in found.items()}
+
+
+def spelled_alike(rng: random.Random) -> str:
+    """A word that is none, of 3 to 12 letters, in which letters follow as in known ones."""
+    followers = _followers(len(known()))
+    while True:
+        word = ".."
+        while not (word.endswith(".") and len(word) > 2) and len(word) < 15:
+            word += rng.choice(followers[word[-2:]])
+        if 3 <= len(word.strip(".")) <= 12:
+            return word.strip(".")
+
+
+def misspelled(rng: random.Random, word: str) -> str:
+    """The word with one letter too many, too few, wrong, or two in the wrong order."""
+    at = rng.randrange(1, len(word) - 1)
+    head, letter, tail = word[:at], word[at], word[at + 1 :]
+    doubled = head + letter * 2 + tail
+    wrong = head + rng.choice(LETTERS) + tail
+    swapped = head + tail[0] + letter + tail[1:]
+    return rng.choice((head + tail, doubled, wrong, swapped))
+
+
 def held_out(text: str) -> bool:
     """Whether a name, value or needle belongs to evaluation: one in eight, by its hash."""
     return zlib.crc32(text.encode()) % 8 == 0
@@ -63,8 +107,17 @@ class Words:
                 return text
 
     def made_up(self) -> str:
-        """A word of 2 or 3 syllables."""
-        return self.fresh(lambda: "".join(self.rng.choices(SYLLABLES, k=self.rng.randint(2, 3))))
+        """A word of 2 or 3 syllables, of likely letters, of a text, or one with a mistake."""
+        return self.fresh(self._word)
+
+    def _word(self) -> str:
+        chance = self.rng.random()
+        if chance < 0.35:
+            return "".join(self.rng.choices(SYLLABLES, k=self.rng.randint(2, 3)))
+        if chance < 0.65:
+            return spelled_alike(self.rng)
+        word = self.rng.choice(known())
+        return word if chance < 0.9 else misspelled(self.rng, word)
 
     def noun(self) -> str:
         """A common noun, or a made-up one."""
