@@ -22,6 +22,7 @@ from lockstep.check.plain import PlainRuns
 from lockstep.check.report import Failure, Report, Tally
 from lockstep.check.world import Kind
 from lockstep.engine.request import Request
+from lockstep.kernels.threads import one_thread
 from lockstep.llm import LLM
 from lockstep.runner.rows import write_row
 from lockstep.samples import short_prompts
@@ -147,6 +148,7 @@ class Sampling:
             found += self.llm.processor.requests(f"draw-{first}", prompt, many)
         return found
 
+    @one_thread()
     @torch.inference_mode()
     def draw(self, requests: Sequence[Request], window: int, ahead: int = 0) -> Tokens:
         """[requests, window]: the token of each behind 0 .. window - 1 drafts; ahead: how much

@@ -2,10 +2,11 @@
 
 A BLAS library picks its inner loops by the number of rows, so the same row may give other bits in a
 batch of 4 than in a batch of 40. Products are therefore cut into tiles of a few fixed sizes, padded
-where rows are short. A tile of BASE rows defines the bits; the other sizes serve a (K, N) only
-where a probe of that very shape shows the same bits. With the right operand stored [K, N], MKL
-gives the same bits from 2 rows up (until it blocks K); stored [N, K] only from 16 up, and 3 times
-slower (docs/decisions/0003-cpu-row-tiles.md).
+where rows are short. A tile of BASE rows on one thread defines the bits; the other sizes serve a
+(K, N) only where a probe of that very shape shows the same bits. With the right operand stored
+[K, N], MKL gives the same bits from 2 rows up (until it blocks K); stored [N, K] only from 16 up,
+and 3 times slower (docs/decisions/0003-cpu-row-tiles.md). Several threads share the columns: where
+N is no multiple of what a thread's loop takes, bits may differ, and such a product keeps to one.
 """
 
 from functools import cache
@@ -14,18 +15,27 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.kernels.threads import one_thread
+
 BASE = 8
 SIZES = (2, 4, 8, 16, 24, 32, 48, 64, 128, 256, 384)
 
 
-@cache
 def exact_sizes(k: int, n: int) -> tuple[int, ...]:
-    """The tile sizes, ascending, that give BASE's bits for a right operand [k, n] on this CPU."""
+    """The tile sizes, ascending, that give BASE's bits for a right operand [k, n] on this CPU, on
+    torch's present number of threads: steps differ in it. None: they differ from those on one."""
+    return probed_sizes(k, n, torch.get_num_threads())
+
+
+@cache
+def probed_sizes(k: int, n: int, threads: int) -> tuple[int, ...]:
+    """exact_sizes; threads: as many as torch has now."""
     generator = torch.Generator().manual_seed(n * 65537 + k)
     x = torch.randn(SIZES[-1], k, generator=generator)
     x = x * torch.exp2(torch.randint(-20, 21, x.shape, generator=generator).float())
     right = torch.randn(k, n, generator=generator)
-    base = torch.cat([torch.mm(rows, right) for rows in x.split(BASE)])
+    with one_thread():
+        base = torch.cat([torch.mm(rows, right) for rows in x.split(BASE)])
     stacked = torch.stack([right, -right])
     good = []
     for size in SIZES:
@@ -33,7 +43,9 @@ def exact_sizes(k: int, n: int) -> tuple[int, ...]:
         single = torch.equal(torch.mm(x[:size], right), base[:size])
         if single and torch.equal(torch.bmm(tile, stacked)[0], base[:size]):
             good.append(size)
-    return tuple(good) if BASE in good else (BASE,)
+    if BASE in good:
+        return tuple(good)
+    return (BASE,) if threads == 1 else ()
 
 
 def padded_rows(rows: int, sizes: tuple[int, ...]) -> int:
@@ -45,6 +57,9 @@ def tiled_mm(x: Tensor, right: Tensor) -> Tensor:
     """x [T, K] @ right [K, N] -> [T, N], fp32, contiguous; a row's bits depend on it alone."""
     rows, k = x.shape
     sizes = exact_sizes(k, right.shape[1])
+    if not sizes:
+        with one_thread():
+            return tiled_mm(x, right)
     size = padded_rows(rows, sizes)
     if rows == size:
         return torch.mm(x, right)

@@ -1,4 +1,8 @@
-"""Checkpoints of the Hugging Face hub: its answer within seconds, or what is cached here."""
+"""Checkpoints of the Hugging Face hub: its answer within seconds, or what is cached here.
+
+A download that has begun and stalls is given up by the hub's client: after six times
+HF_HUB_DOWNLOAD_TIMEOUT (10 seconds) without a byte. What has come is kept.
+"""
 
 import queue
 import threading
@@ -23,7 +27,7 @@ def fetch(model: str) -> Path:
         cached = fault is not None
         return Path(snapshot_download(model, allow_patterns=FILES, local_files_only=cached))
     except Exception as error:  # the hub's client passes on whatever its transport raises
-        reason = _first_line(fault or error)
+        reason = _reason(fault or error)
     raise ConfigError(
         f"model={model[:200]!r} is neither a folder, nor a hub id that can be fetched ({reason}), "
         "nor one that was fetched before. Name a folder with config.json and *.safetensors, a hub "
@@ -51,5 +55,13 @@ def _ask(model: str) -> Exception | None:
         return TimeoutError(f"the hub did not answer within {PATIENCE:g} seconds")
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+def _reason(error: Exception) -> str:
+    """What went wrong, in a line; of a download that stalled, which file."""
+    line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+    request = vars(error).get("_request") or vars(error).get(
+        "request"
+    )  # as httpx, requests keep it
+    if request is None or "Timeout" not in type(error).__name__:
+        return line
+    name = str(request.url).partition("?")[0].rpartition("/")[2][:100]
+    return f"{name!r} stalled: {line}; ask again, and the download goes on from there"

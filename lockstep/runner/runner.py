@@ -16,6 +16,7 @@ from lockstep.runner.capture import capture_pieces, capture_program
 from lockstep.runner.lap import Lap
 from lockstep.runner.program import Outcome, Program
 from lockstep.runner.sampler import logprobs
+from lockstep.runner.threads import by_work
 from lockstep.spec.count import DraftCount, FixedCount
 from lockstep.step import Step, StepShape
 
@@ -45,7 +46,8 @@ class Flight:
 
 class Runner:
     """Owns table, program and cache tensors. `last_step` is the latest step, for tracing; `drafts`
-    says how many a step brings, and `made` how many the latest step has made for the next."""
+    says how many a step brings, and `made` how many the latest step has made for the next.
+    `run_step` runs a step; `uncaptured`, without graphs."""
 
     def __init__(
         self, plan: Plan, model: nn.Module, draft: nn.Module | None, program: Program
@@ -56,7 +58,10 @@ class Runner:
         self.last_step: Step | None = None
         self.drafts: DraftCount = FixedCount(plan.draft_counts[-1])
         self.made = 0
-        self.run_step: Callable[[StepShape], Outcome] = program.run_step
+        self.uncaptured: Callable[[StepShape], Outcome] = program.run_step
+        if plan.device == "cpu":
+            self.uncaptured = by_work(program.run_step, model)
+        self.run_step = self.uncaptured
         memory.allocate(self.layers, plan.num_pages, plan.num_slots, plan.device)
         self.paged = memory.tensors(self.layers, PagedSpec)
         self.state = memory.tensors(self.layers, StateSpec)

@@ -289,16 +289,13 @@ class Service:
         return "the server is shutting down. Ask again later." if self._closing else None
 
     def check(self, body: SamplingFields) -> None:
-        """Refuses another model's name; fields without effect are only logged."""
+        """Refuses another model's name, and all while the engine cannot serve."""
         if body.model is not None and body.model != self.model_name:
             raise UnknownModelError(
                 f"model={body.model[:SHOWN]!r} does not exist; allowed: {self.model_name!r}. "
                 "GET /v1/models lists it.",
                 "model",
             )
-        if body.model_extra:
-            names = ", ".join(sorted(body.model_extra))
-            log.warning("fields were ignored: %s", names[:SHOWN])
         fault = self.fault
         if fault is not None:
             raise EngineDeadError(fault)
@@ -311,7 +308,8 @@ class Service:
         body: SamplingFields,
         only_prompt: bool = False,
     ) -> Run:
-        """Tokenises beside the event loop, and hands the engine its requests.
+        """Tokenises beside the event loop, and hands the engine its requests. Fields without effect
+        are logged.
 
         Raises RequestError, or BusyError where the queue has no room. The caller closes the run.
         """
@@ -341,6 +339,9 @@ class Service:
         run = Run(self, job)
         self._runs.add(run)
         run.start()
+        if body.model_extra:
+            names = ", ".join(sorted(body.model_extra))
+            log.warning("fields were ignored: %s", names[:SHOWN])
         return run
 
     def _check_room(self, prompts: int, n: int) -> None:

@@ -1,12 +1,16 @@
 """The hub is asked for seconds, not minutes; what was fetched before serves without it."""
 
+import json
+import threading
 import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
-from huggingface_hub import constants
+from huggingface_hub import constants, file_download
 
 from lockstep.engine.setup import find_model
 from lockstep.errors import ConfigError
@@ -39,6 +43,73 @@ def fetched(cache: Path, name: str) -> Path:
     (home / "refs").mkdir()
     (home / "refs" / "main").write_text(commit)
     return snapshot
+
+
+COMMIT, CONFIG = "a" * 40, b'{"model_type": "none"}'
+
+
+class Stalling(BaseHTTPRequestHandler):
+    """A hub with one model of one file, of which it sends one half."""
+
+    seen: list[str]
+    over: threading.Event
+
+    def log_message(self, *_: Any) -> None:
+        """Says nothing."""
+
+    def do_HEAD(self) -> None:
+        self._head(len(CONFIG))
+
+    def do_GET(self) -> None:
+        if "/resolve/" not in self.path:
+            told: Any = {"id": "a/b", "sha": COMMIT, "siblings": [{"rfilename": "config.json"}]}
+            if "/tree/" in self.path:
+                own = {"type": "file", "oid": "b" * 40, "size": len(CONFIG), "path": "config.json"}
+                told = [own]
+            body = json.dumps(told).encode()
+            self._head(len(body))
+            self.wfile.write(body)
+            return
+        self.seen.append(self.path)
+        self._head(len(CONFIG))
+        self.wfile.write(CONFIG[: len(CONFIG) // 2])
+        self.wfile.flush()
+        self.over.wait(20)
+
+    def _head(self, size: int) -> None:
+        self.send_response(200)
+        self.send_header("ETag", '"' + "b" * 40 + '"')
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Content-Length", str(size))
+        self.end_headers()
+
+
+@pytest.fixture
+def stalling(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The hub stalls; what was asked of its file. Its client waits less than it does for users."""
+    seen: list[str] = []
+    over = threading.Event()
+    handler = type("Handler", (Stalling,), {"seen": seen, "over": over})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+    template = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.1)
+    monkeypatch.setattr(file_download.time, "sleep", lambda _: None)
+    yield seen
+    over.set()
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_download_that_stalls_is_given_up(stalling: list[str]) -> None:
+    begin = time.monotonic()
+    with pytest.raises(ConfigError, match=r"\('config.json' stalled: .*ask again.*Name a folder"):
+        find_model("a/b")
+    assert len(stalling) == 6 and time.monotonic() - begin < 10
 
 
 def test_a_hub_that_does_not_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,17 @@ def test_fields_without_effect_are_let_through(server):
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
+def test_fields_are_told_to_be_ignored_where_the_request_is_served(server, path, caplog):
+    for refused in ({"model": "other"}, {"n": 0}, {"use_beam_search": True}, {"n": 5000}):
+        assert post(server, path, store=False, **refused).status_code in (400, 404)
+    assert "ignored" not in caplog.text
+    assert post(server, path, store=False, metadata={}).status_code == 200
+    assert [r.getMessage() for r in caplog.records if r.name == "lockstep.serve"] == [
+        "fields were ignored: metadata, store"
+    ]
+
+
+@pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
 def test_nulls_count_as_absent(server, path):
     names = "stream stream_options temperature n stop seed logit_bias max_tokens logprobs user"
     names += " top_p priority timeout cache_salt tools tool_choice parallel_tool_calls top_logprobs"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lockstep.kernels.activations import sigmoid
 from lockstep.kernels.registry import op
+from lockstep.kernels.threads import one_thread
 from lockstep.kernels.tiles import exact_sizes, padded_rows, tiled_bmm
 
 SEGMENT = 256
@@ -69,6 +70,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
     group = heads // k.shape[2]
     sizes = exact_sizes(dim, SEGMENT), exact_sizes(SEGMENT, dim)
     shared = tuple(size for size in sizes[0] if size in sizes[1])
+    if not shared:
+        with one_thread():
+            return _attend(q, k, v, start)
     block = max(shared[-1] // group, 1)
     parts = []
     for at in range(0, queries, block):
