@@ -45,7 +45,7 @@ def test_500_streamed_tool_calls_beside_two_busy_processes(busy: Any) -> None:
         def call(number: int) -> None:
             rng = random.Random(number)
             owner, limit = OWNERS[number % len(OWNERS)], number % 40
-            text = f'Please find the record with owner "{owner}", limit "{limit}".'
+            text = f"Find the record where owner is {owner} and limit is {limit}."
             stream = patient.chat.completions.create(
                 model="lockstep",
                 messages=[{"role": "user", "content": text}],

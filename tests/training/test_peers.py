@@ -6,6 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
+import pathlib
+import sys
 import torch
 from training.peers import Peers
 peers = Peers()
@@ -14,7 +16,8 @@ for i, p in enumerate(weights):
     p.grad = torch.full_like(p, float(10 * i + peers.rank))
 peers.average(weights)
 told = peers.agree(100.0 + peers.rank)
-print(f"{peers.rank} {told} {weights[0].grad.tolist()} {weights[1].grad.tolist()}", flush=True)
+text = f"{told} {weights[0].grad.tolist()} {weights[1].grad.tolist()}"
+pathlib.Path(sys.argv[1], str(peers.rank)).write_text(text)
 """
 
 
@@ -23,7 +26,7 @@ def test_two_processes_average_and_agree(tmp_path: Path) -> None:
     program.write_text(PROGRAM)
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*start, str(program)],
+        [*start, str(program), str(tmp_path)],
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -31,7 +34,7 @@ def test_two_processes_average_and_agree(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     both = f"100.0 {[[0.5, 0.5]] * 3} {[10.5] * 5}"
-    assert sorted(done.stdout.splitlines()) == [f"0 {both}", f"1 {both}"]
+    assert [(tmp_path / rank).read_text() for rank in "01"] == [both, both]
 
 
 def test_one_process_alone_needs_no_other() -> None:
