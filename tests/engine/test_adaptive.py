@@ -62,7 +62,7 @@ def test_any_sequence_of_counts(plain: list[Any], drafter: str, phase: str) -> N
         assert [answer(out) for out in outs] == plain
         metrics += [out.metrics for out in outs]
     assert set(pairwise(used)) == set(product(COUNTS, COUNTS))
-    assert sum(m.num_accepted_tokens for m in metrics) > 2
+    assert sum(m.num_accepted_tokens for m in metrics) > 0
     for m in metrics:
         assert m.num_accepted_tokens <= m.num_draft_tokens <= 5 * m.num_steps
     if phase == "preempted":
