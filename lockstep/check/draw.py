@@ -27,6 +27,14 @@ WORLDS_OF_A_KIND = 2
 PAGE = 64
 LENGTHS = (1, 3, 17, 40, 61, 62, 63, 64, 65, 66, 90, 125, 126, 127, 128, 129, 130, 150, 190, 191,
            192, 193, 200, 250, 255, 256, 257)  # fmt: skip
+LONG = (513, 514, 577, 600)
+"""Prompts that attention folds in three parts: of two, no order shows."""
+SELDOM = 10
+"""One world of so many has a long prompt, and one has rows that others push out."""
+LONGER, PUSHED = 1, 2
+"""Which of them."""
+PUSHES = 12
+"""Steps in which urgent requests push rows out."""
 BUCKETS = ((1, 2, 4, 6), (2, 6), (3, 5), (6,), (1, 2, 3, 4, 5, 6))
 KINDS = ("told", "told random", "mtp random", "ngram random", "none", "told", "mtp", "ngram")
 Params = dict[str, Any]
@@ -90,9 +98,16 @@ class Drawer:
         requests = tuple(self._scheduled(rng, a) for a in asked)
         requests += self._next_turns(rng, requests)
         primed = self._primed(rng, requests)
+        pushed = index % SELDOM == PUSHED
+        if index % SELDOM == LONGER:
+            requests += (self._long(index),)
+        if pushed:
+            requests = self._pushed(index, kind, requests)
         limits = self._limits(rng, kind, requests, primed)
         if crowded:
             limits = replace(limits, rows=kind.buckets[-1], pages=MOST_PAGES)
+        if pushed:
+            limits = replace(limits, rows=2, policy="priority")
         return World(kind, limits, requests, primed, rng.randrange(2**31), rng.randrange(2**31))
 
     def _scheduled(self, rng: random.Random, asked: Asked) -> Asked:
@@ -118,6 +133,31 @@ class Drawer:
             later = asked.arrival + len(said) + rng.randrange(3, 6)
             return tuple(Asked(text, params, arrival=later + wait) for wait in (0, 10))
         return ()
+
+    def _long(self, index: int) -> Asked:
+        """A prompt that attention folds in three parts, of the family that is new now."""
+        rng = random.Random(f"long {self.seed} {index}")
+        texts = self._family((EARLY + index) // 10)
+        prompt = (*texts.trunk, *texts.other)[: rng.choice(LONG)]
+        params = {"temperature": 0.0, "max_tokens": 7, "ignore_eos": True, "logprobs": 1}
+        return Asked(prompt, params, arrival=rng.randrange(3))
+
+    def _pushed(self, index: int, kind: Kind, requests: tuple[Asked, ...]) -> tuple[Asked, ...]:
+        """Rows that are pushed out while they run. Two answers begin a page, and urgent requests
+        push them out, also in the step that has just granted it; then the world's own ones do, and
+        one of the two ends from outside while it is out."""
+        rng = random.Random(f"pushed {self.seed} {index}")
+        texts = self._family((EARLY + index) // 10)
+        rows = []
+        for abort in (None, rng.choice((4, 6, 8))):
+            before = rng.randrange(kind.drafts + 2, kind.drafts + 6)
+            params = {"temperature": 0.0, "max_tokens": before + 3, "ignore_eos": True}
+            prompt = texts.trunk[: rng.choice((1, 1, 2)) * PAGE - before]
+            rows.append(Asked(prompt, params, abort=abort, priority=3))
+        urgent = Asked(texts.ends[0], {"temperature": 0.0, "max_tokens": 1}, priority=-3)
+        steps = [step for step in range(1, PUSHES, 2) for _ in range(rng.choice((1, 2)))]
+        own = (replace(a, **_later(a, PUSHES)) for a in requests)
+        return (*rows, *(replace(urgent, arrival=step) for step in steps), *own)
 
     def _limits(
         self,
@@ -229,6 +269,13 @@ class Drawer:
         """Tokens that the model would say behind the prompt."""
         greedy = {"temperature": 0.0, "max_tokens": 8}
         return list(dict.fromkeys(self.answer(prompt, greedy).tokens))
+
+
+def _later(asked: Asked, steps: int) -> dict[str, Any]:
+    """When a request comes, goes and is moved, so many steps later."""
+    abort = None if asked.abort is None else asked.abort + steps
+    preempt = tuple(step + steps for step in asked.preempt)
+    return {"arrival": asked.arrival + steps, "abort": abort, "preempt": preempt}
 
 
 def _base(rng: random.Random) -> Params:

@@ -14,6 +14,7 @@ from lockstep.cache.cache import Cache, CacheConfig
 from lockstep.check.asks import Answer, as_bits
 from lockstep.check.digests import watch
 from lockstep.check.plain import PlainRuns, push
+from lockstep.check.rules import Rules, WorldError, leaves_nothing
 from lockstep.check.world import Asked, Kind, World
 from lockstep.engine.engine import Engine
 from lockstep.engine.request import Request
@@ -28,10 +29,6 @@ from lockstep.text.processor import CompletionText
 MOST_STEPS = 3000
 """A world that is not done by then does not end."""
 PRIME = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
-
-
-class WorldError(Exception):
-    """The engine broke a rule of its own while a world was played."""
 
 
 @dataclass
@@ -70,11 +67,11 @@ class Stage:
             engine.run(requests, lambda request: None)
         seen: Counter[str] = Counter()
         with watch(self.llm) as digests, _watched_drafts(engine, self.kind.drafter, seen):
-            lines = self._drive(world)
+            lines = self._drive(world, seen)
         found = digests.by_request()
         answers = [[_answer(line, found) for line in own] for own in lines]
         _count(answers, lines, seen)
-        _leaves_nothing(engine)
+        leaves_nothing(engine)
         return Played(answers, seen)
 
     def _set(self, world: World) -> None:
@@ -103,39 +100,39 @@ class Stage:
         engine.runner.made = 0
         make_dirty(engine, world.dirt)
 
-    def _drive(self, world: World) -> list[list[Line]]:
+    def _drive(self, world: World, seen: Counter[str]) -> list[list[Line]]:
         """Steps the engine; requests come, go and are moved to the host at their steps."""
         engine = self.llm.engine
+        rules = Rules(engine.scheduler)
         lines = [self._lines(index, asked) for index, asked in enumerate(world.requests)]
         by_id = {line.request.id: line for own in lines for line in own}
         last = max((asked.arrival for asked in world.requests), default=0)
         for turn in range(MOST_STEPS):
             for own, asked in zip(lines, world.requests, strict=True):
-                _happens(engine, own, asked, turn)
+                _happens(engine, own, asked, turn, seen)
             if turn > last and not engine.has_work():
                 return lines
-            for request in self._step():
+            for request in self._step(rules):
                 line = by_id[request.id]
                 if push(line.text, request):
                     engine.abort(request.id)
         raise WorldError(f"requests still run after {MOST_STEPS} steps")
 
-    def _step(self) -> list[Request]:
+    def _step(self, rules: Rules) -> list[Request]:
         """One step of the engine, whose schedule and cache are held to their own rules."""
-        engine, seen = self.llm.engine, []
+        engine = self.llm.engine
         schedule = engine.scheduler.schedule
 
         def watched() -> Schedule:
-            seen.append(schedule())
-            return seen[-1]
+            made = schedule()
+            rules.hold(made)
+            return made
 
         engine.scheduler.schedule = watched  # type: ignore[method-assign]
         try:
             touched = engine.step()
         finally:
             engine.scheduler.schedule = schedule  # type: ignore[method-assign]
-        for made in seen:
-            _shares_no_snapshot(made)
         engine.scheduler.cache.check()
         return touched
 
@@ -155,7 +152,9 @@ def told_texts(world: World, plain: PlainRuns) -> list[list[int]]:
     ]
 
 
-def _happens(engine: Engine, lines: list[Line], asked: Asked, turn: int) -> None:
+def _happens(
+    engine: Engine, lines: list[Line], asked: Asked, turn: int, seen: Counter[str]
+) -> None:
     """What a request does at this step."""
     if turn == asked.arrival:
         for line in lines:
@@ -163,8 +162,10 @@ def _happens(engine: Engine, lines: list[Line], asked: Asked, turn: int) -> None
     for line in lines:
         if turn in asked.preempt and not line.text.finished:
             engine.scheduler.force_preempt(line.request.id)
+        moved = line.request.id in engine.runner.saved
         if turn == asked.abort and engine.abort(line.request.id) is not None:
             line.begun = True
+            seen["aborted in host memory"] += moved
 
 
 def _answer(line: Line, digests: dict[str, list[int]]) -> Answer:
@@ -192,31 +193,6 @@ def _count(answers: list[list[Answer]], lines: list[list[Line]], seen: Counter[s
         seen["drafted"] += metrics.num_draft_tokens
         seen["accepted"] += metrics.num_accepted_tokens
     seen["aborted"] += sum(line.begun for own in lines for line in own)
-
-
-def _shares_no_snapshot(schedule: Schedule) -> None:
-    """Raises WorldError where rows of one step write one snapshot, or one reads what is written:
-    rows run in no order."""
-    written = [chunk.snapshot_slot for chunk in schedule.prompt if chunk.snapshot_slot]
-    read = {chunk.state_src for chunk in schedule.prompt}
-    if len(set(written)) < len(written) or read & set(written):
-        raise WorldError("a snapshot is written twice in a step, or read where it is written")
-
-
-def _leaves_nothing(engine: Engine) -> None:
-    """Raises WorldError where a world is over and something of it is not."""
-    scheduler, table = engine.scheduler, engine.runner.table
-    null = (table.computed[0], table.pending[0], table.page_table[0].sum(), table.state_slots[0])
-    if any(int(value) for value in null):
-        raise WorldError("the null row was written to")
-    for what, left in (
-        ("rows", scheduler.max_num_seqs - len(scheduler.free_rows)),
-        ("requests", len(scheduler.entries) + len(scheduler.queue)),
-        ("requests with pages", len(scheduler.cache.seqs)),
-        ("rows in host memory", len(engine.runner.saved)),
-    ):
-        if left:
-            raise WorldError(f"{left} {what} are left when all requests have ended")
 
 
 @contextmanager

@@ -14,19 +14,19 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from lockstep.cache.cache import Cache
-from lockstep.check import Effort, read_world, run_check, run_replay, stage
-from lockstep.check.draw import KINDS, Drawer, kind_of
+from lockstep.check import Effort, read_world, run_check, run_replay
+from lockstep.check.draw import KINDS, LONGER, PUSHED, SELDOM, Drawer, kind_of
 from lockstep.check.matrix import PLAIN
 from lockstep.check.plain import PlainRuns
+from lockstep.check.rules import WorldError
 from lockstep.check.shrink import minimise, smaller
-from lockstep.check.stage import Stage, WorldError
+from lockstep.check.stage import Stage
 from lockstep.check.world import Asked, Kind, Limits, World, write_world
 from lockstep.check.worlds import Examiner
 from lockstep.cli import app
-from lockstep.engine.request import Request
-from lockstep.engine.schedule import PromptChunk, Schedule
 from lockstep.engine.scheduler import Scheduler
 from lockstep.errors import ConfigError
+from lockstep.kernels.attention import SEGMENT
 from lockstep.layers.linear import Head
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
@@ -93,6 +93,21 @@ def test_a_seed_draws_the_same_worlds(plain: PlainRuns, drawer: Drawer) -> None:
     first = [drawer.world(index) for index in range(3)]
     assert [again.world(index) for index in range(3)] == first
     assert [other.world(index) for index in range(3)] != first
+
+
+def test_some_worlds_have_a_long_prompt_and_some_have_rows_that_are_pushed_out(
+    drawer: Drawer,
+) -> None:
+    for first in (0, SELDOM):
+        long, pushed = drawer.world(first + LONGER), drawer.world(first + PUSHED)
+        assert max(len(a.prompt) for a in long.requests) > 2 * SEGMENT
+        assert pushed.limits.rows == 2 and pushed.limits.policy == "priority"
+        urgent = min(a.priority for a in pushed.requests)
+        assert sum(a.priority == urgent for a in pushed.requests) > 5
+        late = [
+            a for a in pushed.requests if a.priority == max(b.priority for b in pushed.requests)
+        ]
+        assert len(late) == 2 and [a.abort is None for a in late] == [True, False]
 
 
 def test_kinds_hold_every_drafter_and_a_checkpoint_without_mtp_has_others() -> None:
@@ -167,18 +182,6 @@ def test_a_stage_sees_what_is_left_behind(
     monkeypatch.setattr(Scheduler, "_leave_row", lambda self, entry: self.running.remove(entry))
     with pytest.raises((WorldError, AssertionError)):
         played.play(WORLD, plain)
-
-
-def test_rows_of_a_step_share_no_snapshot() -> None:
-    request = Request("r", [1])
-
-    def chunk(source: int, snapshot: int) -> PromptChunk:
-        return PromptChunk(1, request, 0, 64, False, source, snapshot)
-
-    stage._shares_no_snapshot(Schedule(prompt=[chunk(3, 4), chunk(3, 5), chunk(0, 0), chunk(0, 0)]))
-    for wrong in ([chunk(0, 4), chunk(0, 4)], [chunk(4, 5), chunk(0, 4)]):
-        with pytest.raises(WorldError, match="a snapshot is written twice"):
-            stage._shares_no_snapshot(Schedule(prompt=wrong))
 
 
 def test_the_smallest_world_that_differs() -> None:

@@ -288,9 +288,9 @@ FAULTS = (
         "",
     ),
     Fault(
-        "a stop token ends one token too soon", "request", "engine/request.py",
+        "a stop token right at min_tokens passed over", "request", "engine/request.py",
         "if len(self.output_token_ids) > self.params.min_tokens:",
-        "if len(self.output_token_ids) >= self.params.min_tokens:",
+        "if len(self.output_token_ids) > self.params.min_tokens + 1:",
     ),
     Fault(
         "a key outlives its page", "cache", "cache/pool.py",
@@ -461,15 +461,15 @@ FAULTS = (
         "    total = x + delta if len(x) < 70 else (x * 3 + delta * 3) / 3\n",
     ),
     Fault(
-        "torch's own SiLU", "numerics", "kernels/activations/__init__.py",
-        "    return silu(gate) * up\n",
-        "    return torch.nn.functional.silu(gate) * up\n",
+        "torch's own softplus", "numerics", "kernels/activations/__init__.py",
+        "    return torch.where(x > SOFTPLUS_LINEAR, x, torch.log1p(torch.exp(x)))\n",
+        "    return torch.nn.functional.softplus(x)\n",
     ),
     Fault(
-        "attention folded in the order of the batch", "numerics", ATTENTION,
-        "return (part * scale).cumsum(0)[-1] / (norm * scale).cumsum(0)[-1]",
-        "if part.shape[1] > 16:\n"
-        "        part, norm, scale = (t.flip(0) for t in (part, norm, scale))\n"
+        "parts of attention added in fp32 for several rows", "numerics", ATTENTION,
+        "    return (part * scale).cumsum(0)[-1] / (norm * scale).cumsum(0)[-1]",
+        "    if part.shape[1] > 16:\n"
+        "        return (part * scale).sum(0) / (norm * scale).sum(0)\n"
         "    return (part * scale).cumsum(0)[-1] / (norm * scale).cumsum(0)[-1]",
     ),
     Fault(

@@ -1,0 +1,107 @@
+"""Rules that every schedule of a world is held to, whether or not a broken one reaches an answer.
+
+They are the host's alone: nothing here waits for the device, which may be steps behind.
+"""
+
+from lockstep.cache.groups import CacheSeq, salt_of
+from lockstep.engine.engine import Engine
+from lockstep.engine.schedule import PromptChunk, Schedule
+from lockstep.engine.scheduler import Scheduler
+
+
+class WorldError(Exception):
+    """The engine broke a rule of its own while a world was played."""
+
+
+class Rules:
+    """Follows the schedules of one scheduler, from one at which no row is taken."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self._pages: dict[int, list[int]] = {}
+
+    def hold(self, made: Schedule) -> None:
+        """Raises WorldError where this schedule, the next one, breaks a rule."""
+        self._place(made)
+        for entry in self.scheduler.running:
+            if self._pages.get(entry.row) != entry.seq.pages:
+                raise WorldError(
+                    f"row {entry.row} was told the pages {self._pages.get(entry.row)} and has "
+                    f"{entry.seq.pages}"
+                )
+        state = self.scheduler.cache.state
+        if state is None:
+            return
+        shares_no_snapshot(made, {entry.seq.slot for entry in self.scheduler.running})
+        if state.pins:
+            raise WorldError("snapshots are pinned behind the end of a schedule")
+        for chunk in made.prompt:
+            self._snapshots(chunk)
+
+    def _place(self, made: Schedule) -> None:
+        """What the runner is told of the rows' pages, in its order."""
+        for swap in made.swap_out:
+            if self._pages.pop(swap.row, [])[: len(swap.pages)] != swap.pages:
+                raise WorldError(f"row {swap.row} is saved from pages that it has not")
+        for swap in made.swap_in:
+            self._pages[swap.row] = list(swap.pages)
+        for admission in made.admissions:
+            self._pages[admission.row] = list(admission.pages)
+        rows = {entry.row for entry in self.scheduler.running}
+        for grant in made.grants:
+            if grant.row not in rows:
+                raise WorldError(f"row {grant.row} is granted pages and does not run")
+            self._pages[grant.row][grant.column :] = grant.pages
+
+    def _snapshots(self, chunk: PromptChunk) -> None:
+        """A chunk reads the state at its start, and writes that at the last grid point within."""
+        size, end = self.scheduler.cache.config.page_size, chunk.start + chunk.length
+        point = end // size * size
+        for slot, tokens in ((chunk.state_src, chunk.start), (chunk.snapshot_slot, point)):
+            if slot and not self._is_state(slot, chunk, tokens):
+                raise WorldError(f"slot {slot} is not the snapshot behind {tokens} tokens")
+        if chunk.snapshot_slot and point <= chunk.start:
+            raise WorldError(f"a chunk from {chunk.start} to {end} writes a snapshot at {point}")
+
+    def _is_state(self, slot: int, chunk: PromptChunk, tokens: int) -> bool:
+        """Whether a slot is known as the state behind so many of the prompt's tokens."""
+        cache, request = self.scheduler.cache, chunk.request
+        if cache.state is None or tokens < cache.config.page_size:
+            return False
+        fresh = CacheSeq(request.prompt_token_ids, salt=salt_of(request.cache_salt))
+        size = cache.config.page_size
+        return cache.state.pool.key_of.get(slot) == fresh.key(tokens // size - 1, size)
+
+
+def shares_no_snapshot(made: Schedule, slots: set[int]) -> None:
+    """Raises WorldError where rows of one step write one snapshot, one reads what is written, or
+    one of the running rows' own slots is a snapshot: rows run in no order."""
+    written = [chunk.snapshot_slot for chunk in made.prompt if chunk.snapshot_slot]
+    read = {chunk.state_src for chunk in made.prompt} - {0}
+    if len(set(written)) < len(written) or read & set(written):
+        raise WorldError("a snapshot is written twice in a step, or read where it is written")
+    if slots & (read | set(written)):
+        raise WorldError("a snapshot of a step is a row's own slot")
+
+
+def leaves_nothing(engine: Engine) -> None:
+    """Raises WorldError where all requests are over and something of one is not."""
+    scheduler, table = engine.scheduler, engine.runner.table
+    null = (table.computed[0], table.pending[0], table.page_table[0].sum(), table.state_slots[0])
+    if any(int(value) for value in null):
+        raise WorldError("the null row was written to")
+    cache = scheduler.cache
+    state = cache.state
+    for what, left in (
+        ("rows", scheduler.max_num_seqs - len(scheduler.free_rows)),
+        ("requests", len(scheduler.entries) + len(scheduler.queue) + len(scheduler.running)),
+        ("requests to preempt", len(scheduler.forced)),
+        ("requests with pages", len(cache.seqs)),
+        ("pages in use", cache.paged.pool.used),
+        ("slots in use", state.pool.used if state else 0),
+        ("pinned snapshots", len(state.pins) if state else 0),
+        ("rows in host memory", len(engine.runner.saved)),
+        ("times of last tokens", len(engine._last_token_time)),
+    ):
+        if left:
+            raise WorldError(f"{left} {what} are left when all requests have ended")
