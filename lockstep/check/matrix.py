@@ -99,9 +99,8 @@ def setups(size: str, drafters: tuple[str, ...], graphs: tuple[str, ...]) -> lis
         chosen = [s for s in every if s.k in (0, *DEFAULT_COUNTS)]
         return [s for s in chosen if s.graph == graphs[0] or s.k in (0, 3) or s.changing]
     first, last = drafters[0], drafters[-1]
-    sample = [("none", 0, False), (first, 3, False), (last, MOST_DRAFTS, False)]
-    sample.append((last, MOST_DRAFTS, True))
+    sample = [("none", 0, False), (first, 3, False), (last, MOST_DRAFTS, True)]
     return [
-        Setup(d, k, PHASES[(turn + 1) % len(PHASES)], graphs[turn % len(graphs)], changing)
-        for turn, (d, k, changing) in enumerate(sample)
+        Setup(d, k, phase, graphs[turn % len(graphs)], changing)
+        for turn, ((d, k, changing), phase) in enumerate(zip(sample, PHASES, strict=True))
     ]
