@@ -64,7 +64,7 @@ def batches(asks: list[Ask], size: Size, turn: int) -> list[tuple[str, list[Ask]
     *short, long = asks
     alone = [asks[(turn * size.alone + i) % len(asks)] for i in range(size.alone)]
     company = [short[(turn * size.company + i) % len(short)] for i in range(size.company)]
-    half = size.company // 2 + 1
+    half = (size.company + 1) // 2
     return [
         *((BATCHES[0], [ask]) for ask in alone),
         (BATCHES[1], short),

@@ -79,12 +79,12 @@ def test_full_runs_every_ask_in_every_batch() -> None:
     )
 
 
-def test_engines_of_one_k_share_out_the_asks() -> None:
-    """Three engines, one per phase, run each ask alone and beside the long one at least once."""
+def test_engines_in_a_row_share_out_the_asks() -> None:
+    """Four engines, one more than phases, run each ask alone and beside the long one."""
     long = Ask("long", "long", (99,), SamplingParams())
     asks = [*(ask(i, f"way {i}") for i in range(7)), long]
-    for first in (0, 3, 6):
-        runs = [r for turn in range(3) for r in batches(asks, SIZES["default"], first + turn)]
+    for first in (0, 4, 8):
+        runs = [r for turn in range(4) for r in batches(asks, SIZES["default"], first + turn)]
         for batch in (BATCHES[0], BATCHES[2]):
             assert {a.name for b, m in runs if b == batch for a in m} == {a.name for a in asks}
         assert all(long in m[1:-1] for b, m in runs if b == BATCHES[2])
