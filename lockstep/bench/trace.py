@@ -124,7 +124,8 @@ def _named(llm: LLM) -> Iterator[None]:
     )
     context = getattr(program.drafter, "context", None)
     named: set[nn.Module] = set()
-    replaced, runner.run_step = runner.run_step, runner.uncaptured
+    replaced = runner.run_step
+    runner.run_step = runner.uncaptured
     with ExitStack() as stack:
         stack.callback(setattr, runner, "run_step", replaced)
         for owner, method, name in stages:

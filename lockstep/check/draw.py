@@ -31,8 +31,10 @@ LONG = (513, 514, 577, 600)
 """Prompts that attention folds in three parts: of two, no order shows."""
 SELDOM = 10
 """One world of so many has a long prompt, and one has rows that others push out."""
-LONGER, PUSHED = 1, 2
-"""Which of them."""
+LONGER = 1
+"""Which of them has the long prompt."""
+PUSHED = 2
+"""Which of them has rows that are pushed out."""
 PUSHES = 12
 """Steps in which urgent requests push rows out."""
 BUCKETS = ((1, 2, 4, 6), (2, 6), (3, 5), (6,), (1, 2, 3, 4, 5, 6))

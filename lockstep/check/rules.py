@@ -55,7 +55,8 @@ class Rules:
 
     def _snapshots(self, chunk: PromptChunk) -> None:
         """A chunk reads the state at its start, and writes that at the last grid point within."""
-        size, end = self.scheduler.cache.config.page_size, chunk.start + chunk.length
+        size = self.scheduler.cache.config.page_size
+        end = chunk.start + chunk.length
         point = end // size * size
         for slot, tokens in ((chunk.state_src, chunk.start), (chunk.snapshot_slot, point)):
             if slot and not self._is_state(slot, chunk, tokens):
@@ -65,7 +66,8 @@ class Rules:
 
     def _is_state(self, slot: int, chunk: PromptChunk, tokens: int) -> bool:
         """Whether a slot is known as the state behind so many of the prompt's tokens."""
-        cache, request = self.scheduler.cache, chunk.request
+        cache = self.scheduler.cache
+        request = chunk.request
         if cache.state is None or tokens < cache.config.page_size:
             return False
         fresh = CacheSeq(request.prompt_token_ids, salt=salt_of(request.cache_salt))
@@ -86,7 +88,8 @@ def shares_no_snapshot(made: Schedule, slots: set[int]) -> None:
 
 def leaves_nothing(engine: Engine) -> None:
     """Raises WorldError where all requests are over and something of one is not."""
-    scheduler, table = engine.scheduler, engine.runner.table
+    scheduler = engine.scheduler
+    table = engine.runner.table
     null = (table.computed[0], table.pending[0], table.page_table[0].sum(), table.state_slots[0])
     if any(int(value) for value in null):
         raise WorldError("the null row was written to")

@@ -88,7 +88,8 @@ def _answer(
 
     output = llm.chat(messages, params, tools=tools, on_progress=stream)[0]
     print_text("\n")
-    m, error = output.metrics, output.outputs[0].error
+    m = output.metrics
+    error = output.outputs[0].error
     if error:
         note(error, "red")
     note(
