@@ -58,9 +58,8 @@ def _ask(model: str) -> Exception | None:
 def _reason(error: Exception) -> str:
     """What went wrong, in a line; of a download that stalled, which file."""
     line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
-    request = vars(error).get("_request") or vars(error).get(
-        "request"
-    )  # as httpx, requests keep it
+    kept = vars(error)
+    request = kept.get("_request") or kept.get("request")  # by httpx, by requests
     if request is None or "Timeout" not in type(error).__name__:
         return line
     name = str(request.url).partition("?")[0].rpartition("/")[2][:100]
