@@ -13,10 +13,10 @@ import json
 import torch
 
 from lockstep.config import EngineConfig
-from lockstep.engine.setup import Stand, stand
-from lockstep.runner.lap import Lap
+from lockstep.engine.build import EngineParts, build_engine
 from lockstep.runner.memory import PAGE_SIZE
 from lockstep.runner.rows import write_place
+from lockstep.runner.step_timer import StepTimer
 from lockstep.step import StepShape
 
 WARM, REPLAYS, PROMPTS = 4, 30, 3
@@ -48,7 +48,7 @@ def main() -> None:
         num_snapshots=0,
         speculative_config=spec if given.k else None,
     )
-    built = stand(config, lambda *_: None)
+    built = build_engine(config, lambda *_: None)
     with torch.inference_mode():
         for cache in built.runner.paged:
             cache.normal_()
@@ -61,7 +61,7 @@ def main() -> None:
             print(json.dumps({"prompt": given.prompt, "ms": prompt_ms(built, given.prompt, pages)}))
 
 
-def place(built: Stand, rows: int, computed: int, pages: int) -> None:
+def place(built: EngineParts, rows: int, computed: int, pages: int) -> None:
     """Rows 1 .. `rows` of the table with this many tokens computed, each on pages of its own."""
     table = built.runner.table
     for row in range(1, rows + 1):
@@ -72,19 +72,19 @@ def place(built: Stand, rows: int, computed: int, pages: int) -> None:
         write_place(table, row, own, row if built.runner.state else 0)
 
 
-def timed(built: Stand, shape: StepShape, warm: int, times: int) -> float:
+def timed(built: EngineParts, shape: StepShape, warm: int, times: int) -> float:
     """Mean ms of `times` steps behind `warm` others."""
     for _ in range(warm):
         built.runner.run_step(shape)
-    lap = Lap(built.plan.device)
+    timer = StepTimer(built.plan.device)
     for _ in range(times):
         built.runner.run_step(shape)
-    lap.end()
-    lap.wait()
-    return round(lap.ms / times, 3)
+    timer.end()
+    timer.wait()
+    return round(timer.ms / times, 3)
 
 
-def prompt_ms(built: Stand, tokens: int, pages: int) -> float:
+def prompt_ms(built: EngineParts, tokens: int, pages: int) -> float:
     """The least ms of a few prompts of one row, whole, from nothing."""
     shape, found = StepShape(1, tokens, tokens, prompt=True), []
     for _ in range(1 + PROMPTS):

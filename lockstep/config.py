@@ -234,7 +234,7 @@ class EngineConfig:
 class Plan:
     """What a config implies on this machine, for this model: fixed before anything is allocated.
 
-    draft_counts: numbers of drafts that a step may bring, ascending, one graph each and bucket;
+    draft_lengths: numbers of drafts that a step may bring, ascending, one graph each and bucket;
     draft_vocab_size: tokens that a draft module may propose, 0 without one; draft_head_bytes: its
     own copy of their rows of the head, 0 where it shares the whole one.
     """
@@ -255,7 +255,7 @@ class Plan:
     graph_mode: str
     steps_in_flight: int
     numerics: str
-    draft_counts: tuple[int, ...] = (0,)
+    draft_lengths: tuple[int, ...] = (0,)
     draft_vocab_size: int = 0
     draft_head_bytes: int = 0
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from lockstep.config import EngineConfig
 from lockstep.engine.engine import Engine
-from lockstep.engine.request import Request
 from lockstep.errors import RequestError
 from lockstep.outputs import RequestOutput
 from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.request import Request
 from lockstep.text.processor import CompletionText, Processor
 from lockstep.text.template import check_kwargs
 from lockstep.text.tokenizer import Tokenizer

@@ -28,16 +28,12 @@ LAYERS = (
     ("quant", "cache", "parallel"),
     ("layers",),
     ("models",),
-    ("spec",),
-    ("engine.request",),
-    ("engine.schedule",),
-    ("engine.chunks",),
-    ("engine.scheduler",),
+    ("scheduling", "spec"),
     ("runner",),
     ("engine",),
     ("text",),
     ("llm",),
-    ("samples",),
+    ("example_prompts",),
     ("serve", "check", "bench"),
     ("cli",),
     ("__main__",),
@@ -120,10 +116,10 @@ def test_every_top_level_module_has_a_place() -> None:
 def test_upward_imports_are_seen() -> None:
     """The rule has teeth: these are the imports that it exists to refuse."""
     assert upward("lockstep.kernels.linear", "lockstep.layers.linear")
-    assert upward("lockstep.engine.scheduler", "lockstep.runner.runner")
+    assert upward("lockstep.scheduling.scheduler", "lockstep.runner.runner")
     assert upward("lockstep.engine.engine", "lockstep.text.tokenizer")
     assert upward("lockstep.check.matrix", "lockstep.serve.app")
-    assert not upward("lockstep.runner.runner", "lockstep.engine.request")
+    assert not upward("lockstep.runner.runner", "lockstep.scheduling.request")
     assert not upward("lockstep.llm", "lockstep.text.tokenizer")
 
 
@@ -136,14 +132,14 @@ def runs_without(blocked: tuple[str, ...], code: str) -> subprocess.CompletedPro
 
 
 def test_scheduler_runs_without_torch() -> None:
-    code = "import lockstep.engine.scheduler, lockstep.engine.request, lockstep.cache.cache"
+    code = "import lockstep.scheduling.scheduler, lockstep.scheduling.request, lockstep.cache.cache"
     done = runs_without(("torch",), code)
     assert done.returncode == 0, done.stderr
 
 
 def test_engine_knows_no_text() -> None:
     """The engine and all below it import neither the tokenizer nor the chat template."""
-    code = "import lockstep.engine.engine, lockstep.engine.client\nimport sys\n"
+    code = "import lockstep.engine.engine, lockstep.engine.async_engine\nimport sys\n"
     code += "assert not [m for m in sys.modules if m.startswith('lockstep.text')]"
     done = runs_without(("tokenizers", "fastapi", "transformers"), code)
     assert done.returncode == 0, done.stderr

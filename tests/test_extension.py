@@ -17,7 +17,7 @@ class Echo:
     def __init__(self, context):
         self.context = context
 
-    def propose(self, step, hidden, taps, verdict):
+    def propose(self, step, hidden, aux_hidden_states, verdict):
         rows = step.row_ids
         last = self.context.tokens[rows, self.context.computed[rows].long()]
         self.context.drafts[rows] = last[:, None].expand(-1, self.context.drafts.shape[1])
@@ -34,8 +34,8 @@ from lockstep.models.qwen3_5 import Model as Base
 
 class Model(Base):
     def forward(self, step):
-        hidden, taps = super().forward(step)
-        return -hidden, taps
+        hidden, aux_hidden_states = super().forward(step)
+        return -hidden, aux_hidden_states
 """
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, detokenize=False)

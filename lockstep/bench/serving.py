@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lockstep.bench.asking import Answer, Ask, Server, ask
+from lockstep.bench.http_client import Answer, Ask, Server, ask
 from lockstep.errors import ConfigError, choice_error
-from lockstep.samples import CONVERSATIONS
+from lockstep.example_prompts import CONVERSATIONS
 
 PERCENTILES = (50, 90, 99)
 FIRST_ID = 10

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lockstep.engine.request import Request
 from lockstep.errors import ConfigError
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.request import Request
 from lockstep.step import GRID
 
 WARM_STEPS = 3
@@ -117,8 +117,8 @@ def _named(llm: LLM) -> Iterator[None]:
     program = runner.program
     stages = (
         (program.table, "prepare", "table.prepare"),
-        (program.sampler, "verify", "sampler.verify"),
-        (program.table, "advance", "table.advance"),
+        (program.sampler, "verify", "sampler.sample_target"),
+        (program.table, "advance", "table.accept_and_commit"),
         (program.drafter, "propose", "drafter.propose"),
         (program.model, "logits", "logits"),
     )

@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.check.matrix import LONG_PROMPT
+from lockstep.example_prompts import long_prompt, short_prompts
 from lockstep.llm import LLM
 from lockstep.outputs import Logprob, RequestMetrics
-from lockstep.samples import long_prompt, short_prompts
 from lockstep.sampling_params import SamplingParams
 
 LONG = "long"

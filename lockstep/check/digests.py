@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.engine.request import Request
-from lockstep.engine.schedule import Schedule
 from lockstep.llm import LLM
 from lockstep.runner.program import Outcome
+from lockstep.scheduling.request import Request
+from lockstep.scheduling.schedule import Schedule
 from lockstep.step import StepShape
 
 TILE = 64

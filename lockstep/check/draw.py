@@ -15,8 +15,8 @@ from lockstep.check.asks import Answer
 from lockstep.check.plain import PlainRuns
 from lockstep.check.world import MOST_PAGES, Asked, Kind, Limits, World
 from lockstep.errors import RequestError
+from lockstep.example_prompts import short_prompts
 from lockstep.runner.rows import check_ids
-from lockstep.samples import short_prompts
 from lockstep.sampling_params import SamplingParams
 
 EARLY = 8

@@ -17,7 +17,7 @@ from lockstep.check.logits_matrix import SIZES, Batch, Size, batches, engines, m
 from lockstep.check.logits_matrix import settings as engine_settings
 from lockstep.check.matrix import PLAIN, Setup
 from lockstep.check.report import Failure, Report, Tally
-from lockstep.engine.setup import find_model
+from lockstep.engine.build import find_model
 from lockstep.errors import ConfigError, choice_error
 from lockstep.llm import LLM
 from lockstep.models.loader import read_config

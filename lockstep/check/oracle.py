@@ -13,8 +13,8 @@ from lockstep.check.matrix import LONG_PROMPT, TESTS, Setup
 from lockstep.check.plain import raw_logits
 from lockstep.check.report import Failure, Report, Tally
 from lockstep.errors import ConfigError
+from lockstep.example_prompts import long_prompt, short_prompts
 from lockstep.llm import LLM
-from lockstep.samples import long_prompt, short_prompts
 from lockstep.sampling_params import SamplingParams
 
 ORACLE = TESTS[1]

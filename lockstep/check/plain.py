@@ -15,10 +15,10 @@ from torch import Tensor
 from lockstep.check import naive
 from lockstep.check.asks import Answer, as_bits
 from lockstep.check.digests import digest
-from lockstep.engine.request import Request
 from lockstep.llm import LLM
 from lockstep.runner.program import Outcome
 from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.request import Request
 from lockstep.step import StepShape
 from lockstep.text.processor import CompletionText
 

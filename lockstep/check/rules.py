@@ -5,8 +5,8 @@ They are the host's alone: nothing here waits for the device, which may be steps
 
 from lockstep.cache.groups import CacheSeq, salt_of
 from lockstep.engine.engine import Engine
-from lockstep.engine.schedule import PromptChunk, Schedule
-from lockstep.engine.scheduler import Scheduler
+from lockstep.scheduling.schedule import PromptChunk, Schedule
+from lockstep.scheduling.scheduler import Scheduler
 
 
 class WorldError(Exception):

@@ -21,12 +21,12 @@ from lockstep.check.matrix import TESTS, Setup
 from lockstep.check.plain import PlainRuns
 from lockstep.check.report import Failure, Report, Tally
 from lockstep.check.world import Kind
-from lockstep.engine.request import Request
+from lockstep.example_prompts import short_prompts
 from lockstep.kernels.threads import one_thread
 from lockstep.llm import LLM
 from lockstep.runner.rows import write_row
-from lockstep.samples import short_prompts
 from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.request import Request
 
 Floats = NDArray[np.float64]
 Tokens = NDArray[np.int64]

@@ -17,12 +17,12 @@ from lockstep.check.plain import PlainRuns, push
 from lockstep.check.rules import Rules, WorldError, leaves_nothing
 from lockstep.check.world import Asked, Kind, World
 from lockstep.engine.engine import Engine
-from lockstep.engine.request import Request
-from lockstep.engine.schedule import Schedule
-from lockstep.engine.scheduler import Scheduler
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
-from lockstep.spec.count import RandomCount
+from lockstep.scheduling.draft_length import RandomDraftLength
+from lockstep.scheduling.request import Request
+from lockstep.scheduling.schedule import Schedule
+from lockstep.scheduling.scheduler import Scheduler
 from lockstep.step import Step, Verdict
 from lockstep.text.processor import CompletionText
 
@@ -96,7 +96,7 @@ class Stage:
         )
         if world.kind.changing:
             draw = random.Random(world.draws)
-            engine.runner.drafts = RandomCount(engine.plan.draft_counts, draw)
+            engine.runner.drafts = RandomDraftLength(engine.plan.draft_lengths, draw)
         engine.runner.made = 0
         make_dirty(engine, world.dirt)
 
@@ -207,12 +207,16 @@ def _watched_drafts(engine: Engine, drafter: str, seen: Counter[str]) -> Iterato
 
     class Watched:
         def propose(
-            self, step: Step, hidden: Tensor, taps: tuple[Tensor, ...], verdict: Verdict
+            self,
+            step: Step,
+            hidden: Tensor,
+            aux_hidden_states: tuple[Tensor, ...],
+            verdict: Verdict,
         ) -> None:
             rows = step.row_ids[step.row_ids > 0]
             if bool((drafts[rows] >= 0).any()):
                 raise WorldError("a step has left drafts in its rows")
-            inner.propose(step, hidden, taps, verdict)
+            inner.propose(step, hidden, aux_hidden_states, verdict)
             made = (drafts[rows] >= 0).sum(1)
             seen[f"uneven steps of {drafter}"] += int((made != made[:1]).any())
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from lockstep.check import asks as asking
 from lockstep.check.asks import Ask
-from lockstep.engine.request import Request
-from lockstep.engine.schedule import Schedule
 from lockstep.llm import LLM
+from lockstep.scheduling.request import Request
+from lockstep.scheduling.schedule import Schedule
 from lockstep.step import Step
 
 Digests = dict[int, dict[str, bytes]]

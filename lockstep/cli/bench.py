@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.bench import Figures
-    from lockstep.bench.asking import Ask
     from lockstep.bench.dimensions import Model
     from lockstep.bench.floor import Floor, Sketch, StepFloor
+    from lockstep.bench.http_client import Ask
     from lockstep.llm import LLM
 
 USUAL = "offline"
@@ -157,7 +157,7 @@ def _about(llm: "LLM") -> dict[str, Any]:
 
 
 def _prompts(llm: "LLM", batch_size: int, input_len: int) -> list[list[int]]:
-    from lockstep.samples import short_prompts
+    from lockstep.example_prompts import short_prompts
 
     if input_len:
         draw = random.Random(0)
@@ -189,7 +189,7 @@ def kernels(
     """
     from lockstep.bench.kernels import measure_kernels, pick_models
     from lockstep.config import EngineConfig
-    from lockstep.engine.setup import pick_device, pick_dtype
+    from lockstep.engine.build import pick_device, pick_dtype
 
     config = EngineConfig(device=device, dtype=dtype)
     place = pick_device(config)
@@ -245,7 +245,7 @@ def serving(
     given. The last line is JSON.
     """
     from lockstep.bench import serving as bench_serving
-    from lockstep.bench.asking import Server
+    from lockstep.bench.http_client import Server
 
     if plot:
         bench_serving.need_plots()
@@ -343,7 +343,7 @@ def _trace(
 
 def _has_weights(settings: dict[str, Any]) -> bool:
     """Whether there is anything to run: weights in the folder, or random ones asked for."""
-    from lockstep.engine.setup import find_model
+    from lockstep.engine.build import find_model
 
     if settings["load_format"] == "dummy":
         return True
@@ -370,7 +370,7 @@ def _show_floor_alone(
 ) -> None:
     from lockstep.bench.floor import describe_floors, prompt_floor, step_floor
     from lockstep.config import EngineConfig
-    from lockstep.engine.setup import find_model, pick_dtype
+    from lockstep.engine.build import find_model, pick_dtype
     from lockstep.models.loader import read_config
 
     folder = find_model(settings["model"])

@@ -64,7 +64,7 @@ def generate(
 
 def _prompt(llm: "LLM", prompt: str | None, chat: bool) -> dict[str, Any]:
     if prompt is None:
-        from lockstep.samples import short_prompts
+        from lockstep.example_prompts import short_prompts
 
         return {"prompt_token_ids": short_prompts(llm)[0]}
     if chat:

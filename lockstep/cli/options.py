@@ -164,7 +164,7 @@ def settle_drafts(settings: dict[str, Any]) -> dict[str, Any]:
     """The settings with "auto" drafting decided by the checkpoint."""
     if settings["speculative_config"] != AUTO_DRAFTS:
         return settings
-    from lockstep.engine.setup import find_model
+    from lockstep.engine.build import find_model
     from lockstep.models.loader import read_config
 
     raw = read_config(find_model(settings["model"]))

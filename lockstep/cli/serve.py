@@ -104,7 +104,7 @@ def serve(
 
 def _run(settings: dict[str, Any], address: "Address", options: "Options", name: str) -> None:
     """Binds first, so that nobody loads a model in vain."""
-    from lockstep.engine.client import EngineClient
+    from lockstep.engine.async_engine import AsyncEngine
     from lockstep.serve.guard import is_loopback
     from lockstep.serve.run import serve as run
 
@@ -116,7 +116,7 @@ def _run(settings: dict[str, Any], address: "Address", options: "Options", name:
     except BaseException:
         listener.close()
         raise
-    client = EngineClient(llm.engine)
+    client = AsyncEngine(llm.engine)
     client.start()
     try:
         run(

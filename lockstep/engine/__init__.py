@@ -1,1 +1,1 @@
-"""The engine: requests, the scheduler, the loop, the client. Knows no text."""
+"""The engine: how it is built, its loop, its statistics, its asynchronous form. Knows no text."""

@@ -12,13 +12,13 @@ from typing import Any
 
 from lockstep.cache.cache import Cache, CacheConfig
 from lockstep.config import EngineConfig
-from lockstep.engine.request import Request
-from lockstep.engine.scheduler import Schedule, Scheduler
-from lockstep.engine.setup import Progress, stand
+from lockstep.engine.build import Progress, build_engine
 from lockstep.engine.stats import Stats
 from lockstep.errors import EngineDeadError
 from lockstep.runner.rows import check_ids
 from lockstep.runner.runner import Flight
+from lockstep.scheduling.request import Request
+from lockstep.scheduling.scheduler import Schedule, Scheduler
 
 MOST_FAILURES = 5
 """Steps that may fail in a row: a fault that comes again and again is not of one request."""
@@ -35,15 +35,15 @@ def _silent(what: str, done: int, of: int) -> None:
 class Engine:
     """A model that serves requests.
 
-    Belongs to one thread (EngineClient's, for instance), but for drain_stats, which may come from
+    Belongs to one thread (AsyncEngine's, for instance), but for drain_stats, which may come from
     any: whatever it counts changes under a lock that no step holds while the device works.
     """
 
     def __init__(self, config: EngineConfig, progress: Progress = _silent) -> None:
         self.config = config
-        self._stand = stand(config, progress)
-        self.plan, self.runner = self._stand.plan, self._stand.runner
-        self.model_config = self._stand.raw
+        self._parts = build_engine(config, progress)
+        self.plan, self.runner = self._parts.plan, self._parts.runner
+        self.model_config = self._parts.raw
         self.numerics = self.plan.numerics
         digest = hashlib.sha256(self.numerics.encode()).hexdigest()
         self.fingerprint = f"ls-{digest[:12]}"
@@ -163,7 +163,7 @@ class Engine:
         return {
             "plan": {k: str(v) if k == "model_path" else v for k, v in vars(self.plan).items()},
             "fingerprint": self.fingerprint,
-            "layers": [vars(choice) for choice in self._stand.choices],
+            "layers": [vars(choice) for choice in self._parts.choices],
         }
 
     def run(self, requests: list[Request], on_update: Callable[[Request], None]) -> None:

@@ -81,14 +81,14 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, delta: Tensor | None, step: Step) -> tuple[Tensor, Tensor]:
         """x, delta [T, H] (None before the first block) -> the same of the next block."""
-        x, normed = self.before(x, delta)
-        return self.after(x, self.mixer(normed, step))
+        x, normed = self.pre_mixer(x, delta)
+        return self.post_mixer(x, self.mixer(normed, step))
 
-    def before(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
+    def pre_mixer(self, x: Tensor, delta: Tensor | None) -> tuple[Tensor, Tensor]:
         """-> the residual and the mixer's input, each [T, H]."""
         return self.mixer_norm(x, delta)
 
-    def after(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
+    def post_mixer(self, x: Tensor, mixed: Tensor) -> tuple[Tensor, Tensor]:
         """The residual and the mixer's output -> the residual and the MLP's, each [T, H]."""
         x, normed = self.mlp_norm(x, mixed)
         return x, self.mlp(normed)
@@ -147,7 +147,7 @@ class Decoder(nn.Module, ABC):
         """Checkpoint name within the layer -> the tensor of this mixer that it fills."""
 
     def forward(self, step: Step) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """-> hidden [T, H] after the final norm, taps (none)."""
+        """-> hidden [T, H] after the final norm, aux_hidden_states (none)."""
         x, delta = self.embed(step.token_ids), None
         for block in self.blocks:
             x, delta = block(x, delta, step)

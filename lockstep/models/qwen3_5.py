@@ -139,7 +139,7 @@ class Draft(nn.Module):
 
     def keep(self, ids: Tensor, hidden: Tensor, step: Step) -> None:
         """Writes the keys and values of these tokens alone, where no draft is wanted."""
-        self.block.mixer.keep(self.block.before(self._mixed(ids, hidden), None)[1], step)
+        self.block.mixer.keep(self.block.pre_mixer(self._mixed(ids, hidden), None)[1], step)
 
     def _mixed(self, ids: Tensor, hidden: Tensor) -> Tensor:
         parts = [self.embed_norm(self.embed(ids)), self.hidden_norm(hidden)]

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import CaptureError
-from lockstep.runner.guard import Fault, blame, guarded, mend, no_waiting
+from lockstep.runner.capture_checks import (
+    Fault,
+    capture_checks,
+    describe_fault,
+    no_waiting,
+    recover_capture,
+)
 
 WAITS = "synchronizing"
 """What torch says, among other words, where it was told not to wait."""
@@ -72,13 +78,13 @@ class Captured:
                 warnings.filterwarnings("ignore", "The CUDA Graph is empty")  # the fault came first
                 with torch.cuda.graph(graph, pool=self.pool):
                     try:
-                        with guarded(self.pool):
+                        with capture_checks(self.pool):
                             result = self.fn(*mine)
                     except RuntimeError as error:
                         fault = error
         except RuntimeError as error:
             fault = fault or error
-            mend(stream, self.pool)
+            recover_capture(stream, self.pool)
         if fault is not None:
             raise self._error(key, fault) from fault
         return Recording(graph, mine, result)
@@ -101,7 +107,7 @@ class Captured:
         if not isinstance(error, Fault):
             does = f"waits for the device: {does}" if WAITS in does else f"fails: {does}"
         return CaptureError(
-            f"capture of {self.name} at {key}: {blame(error)} {does}. "
+            f"capture of {self.name} at {key}: {describe_fault(error)} {does}. "
             "Run with cuda_graph_mode='none' to serve meanwhile, and report this."
         )
 
@@ -131,6 +137,6 @@ def capture_pieces(model: nn.Module, pool: Any, token_counts: Iterable[int]) -> 
         return key[0][0] in counts
 
     for name, block in model.named_modules():
-        if hasattr(block, "before") and hasattr(block, "after"):
-            block.before = Captured(block.before, pool, wanted, f"{name}.before")
-            block.after = Captured(block.after, pool, wanted, f"{name}.after")
+        if hasattr(block, "pre_mixer") and hasattr(block, "post_mixer"):
+            block.pre_mixer = Captured(block.pre_mixer, pool, wanted, f"{name}.pre_mixer")
+            block.post_mixer = Captured(block.post_mixer, pool, wanted, f"{name}.post_mixer")

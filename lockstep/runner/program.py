@@ -16,7 +16,7 @@ class Target(Protocol):
     """A model, as a step needs it."""
 
     def __call__(self, step: Step) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """-> hidden [T, H], taps."""
+        """-> hidden [T, H], aux_hidden_states."""
         ...
 
     def logits(self, hidden: Tensor, step: Step) -> Tensor:
@@ -28,7 +28,7 @@ class Drafter(Protocol):
     """Fills the table's drafts for the next step."""
 
     def propose(
-        self, step: Step, hidden: Tensor, taps: tuple[Tensor, ...], verdict: Verdict
+        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
     ) -> None:
         """Called at the end of every step: the table is advanced, its rows have no drafts."""
         ...
@@ -43,9 +43,9 @@ class Program:
     def run_step(self, shape: StepShape) -> Outcome:
         """Runs the step of the table's inputs."""
         step = self.table.prepare(shape)
-        hidden, taps = self.model(step)
+        hidden, aux_hidden_states = self.model(step)
         logits = self.model.logits(hidden, step)
-        tokens = self.sampler.verify(logits, step)
-        verdict = self.table.advance(step, tokens)
-        self.drafter.propose(step, hidden, taps, verdict)
+        tokens = self.sampler.sample_target(logits, step)
+        verdict = self.table.accept_and_commit(step, tokens)
+        self.drafter.propose(step, hidden, aux_hidden_states, verdict)
         return step, hidden, logits, verdict

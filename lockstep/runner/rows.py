@@ -6,11 +6,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lockstep.engine.request import Request
 from lockstep.errors import RequestError
 from lockstep.kernels import sampling as s
+from lockstep.runner.copy_to_device import copy_to_device
 from lockstep.runner.table import RowTable
-from lockstep.runner.upload import upload
+from lockstep.scheduling.request import Request
 
 MOST_BIAS = 1e30
 """Beyond it logits make no difference to a sum in fp32, and the sum stays a number."""
@@ -28,25 +28,25 @@ class HostRow:
 def write_row(table: RowTable, row: int, request: Request, start: int) -> None:
     """The line of a request that begins with its first `start` tokens cached."""
     prompt = torch.tensor(request.prompt_token_ids, dtype=torch.int64)
-    upload(prompt, table.tokens[row, : len(prompt)])
-    upload(len(prompt), table.prompt_len[row])
-    upload(start, table.computed[row])
-    upload(0, table.pending[row])
-    upload(-1, table.drafts[row])
+    copy_to_device(prompt, table.tokens[row, : len(prompt)])
+    copy_to_device(len(prompt), table.prompt_len[row])
+    copy_to_device(start, table.computed[row])
+    copy_to_device(0, table.pending[row])
+    copy_to_device(-1, table.drafts[row])
     write_sampling(table.sampling, row, request, prompt)
 
 
 def write_place(table: RowTable, row: int, pages: list[int], slot: int) -> None:
     """Where the row's cache is."""
-    upload(0, table.page_table[row])
+    copy_to_device(0, table.page_table[row])
     write_pages(table, row, 0, pages)
-    upload(slot, table.state_slots[row])
+    copy_to_device(slot, table.state_slots[row])
 
 
 def write_pages(table: RowTable, row: int, column: int, pages: list[int]) -> None:
     """Pages granted to a row, from this column on."""
     ids = torch.tensor(pages, dtype=torch.int32)
-    upload(ids, table.page_table[row, column : column + len(pages)])
+    copy_to_device(ids, table.page_table[row, column : column + len(pages)])
 
 
 def write_sampling(state: s.SamplingState, row: int, request: Request, prompt: Tensor) -> None:
@@ -54,22 +54,22 @@ def write_sampling(state: s.SamplingState, row: int, request: Request, prompt: T
     p, vocab = request.params, state.bias.shape[1]
     check_ids(request, vocab)
     flags = 0
-    upload(0, state.counts[row])
-    upload(False, state.in_prompt[row])
+    copy_to_device(0, state.counts[row])
+    copy_to_device(False, state.in_prompt[row])
     if p.repetition_penalty != 1 or p.presence_penalty or p.frequency_penalty:
         flags |= s.PENALTIES
         there = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, prompt, True)
-        upload(there, state.in_prompt[row])
+        copy_to_device(there, state.in_prompt[row])
     if p.logit_bias or p.allowed_token_ids is not None:
         flags |= s.BIAS
-        upload(_bias(request, vocab), state.bias[row])
+        copy_to_device(_bias(request, vocab), state.bias[row])
     if p.min_tokens:
         flags |= s.MIN_TOKENS
         stops = sorted(request.eos_token_ids | set(p.stop_token_ids or ()))
-        upload(_padded(stops, state.stop_ids.shape[1]), state.stop_ids[row])
+        copy_to_device(_padded(stops, state.stop_ids.shape[1]), state.stop_ids[row])
     if p.bad_words_ids:
         flags |= s.BAD_WORDS
-        upload(_words(p.bad_words_ids, state.bad_words[row].shape), state.bad_words[row])
+        copy_to_device(_words(p.bad_words_ids, state.bad_words[row].shape), state.bad_words[row])
     if not p.greedy:
         flags |= s.NOISE
         if p.top_k > 0 or p.top_p < 1 or p.min_p > 0:
@@ -86,7 +86,7 @@ def write_sampling(state: s.SamplingState, row: int, request: Request, prompt: T
         (state.frequency, p.frequency_penalty),
         (state.seed, request.seed),
     ):
-        upload(value, column[row])
+        copy_to_device(value, column[row])
 
 
 def check_ids(request: Request, vocab: int) -> None:

@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from lockstep.cache.specs import PagedSpec, StateSpec
 from lockstep.config import Plan
-from lockstep.engine.request import Request
-from lockstep.engine.scheduler import PromptChunk, RowResult, Schedule
 from lockstep.runner import memory, rows
 from lockstep.runner.capture import capture_pieces, capture_program
-from lockstep.runner.lap import Lap
 from lockstep.runner.program import Outcome, Program
 from lockstep.runner.sampler import logprobs
+from lockstep.runner.step_timer import StepTimer
 from lockstep.runner.threads import by_work
-from lockstep.spec.count import DraftCount, FixedCount
+from lockstep.scheduling.draft_length import DraftLengthPolicy, FixedDraftLength
+from lockstep.scheduling.request import Request
+from lockstep.scheduling.scheduler import PromptChunk, RowResult, Schedule
 from lockstep.step import Step, StepShape
 
 PROMPT_LOGPROB_TILE = 64
@@ -33,7 +33,7 @@ class Launch:
     shape: StepShape
     results: Tensor
     logits: dict[int, Tensor]
-    lap: Lap
+    timer: StepTimer
     made: int = 0
 
 
@@ -56,7 +56,7 @@ class Runner:
         self.layers = memory.mixers(model, draft)
         self.saved: dict[str, rows.HostRow] = {}
         self.last_step: Step | None = None
-        self.drafts: DraftCount = FixedCount(plan.draft_counts[-1])
+        self.drafts: DraftLengthPolicy = FixedDraftLength(plan.draft_lengths[-1])
         self.made = 0
         self.uncaptured: Callable[[StepShape], Outcome] = program.run_step
         if plan.device == "cpu":
@@ -85,11 +85,11 @@ class Runner:
         for index, shape in enumerate(shapes):
             if self.plan.device == "cuda":
                 self.run_step(shape)
-            lap = Lap(self.plan.device)
+            timer = StepTimer(self.plan.device)
             self.run_step(shape)
-            lap.end()
-            lap.wait()
-            taken[shape.rows, shape.drafts] = lap.ms
+            timer.end()
+            timer.wait()
+            taken[shape.rows, shape.drafts] = timer.ms
             progress(index + 1, len(shapes))
         return taken
 
@@ -97,12 +97,12 @@ class Runner:
     def probe(self) -> None:
         """Runs the smallest step on null rows and waits for it. Raises what it raises."""
         self.table.inputs.fill()
-        shape = StepShape.uniform(self.plan.row_buckets[0], self.plan.draft_counts[0] + 1)
+        shape = StepShape.uniform(self.plan.row_buckets[0], self.plan.draft_lengths[0] + 1)
         self.run_step(shape)[-1].results.tolist()
 
     def _uniform_shapes(self) -> list[StepShape]:
         """The largest first."""
-        buckets, counts = self.plan.row_buckets, self.plan.draft_counts
+        buckets, counts = self.plan.row_buckets, self.plan.draft_lengths
         if self.plan.device != "cuda":
             buckets = tuple(sorted({buckets[0], buckets[-1 if len(counts) > 1 else 0]}))
         return [StepShape.uniform(r, k + 1) for r in reversed(buckets) for k in reversed(counts)]
@@ -159,7 +159,7 @@ class Runner:
         return launch
 
     def _run(self, shape: StepShape, requests: list[Request]) -> Launch:
-        lap = Lap(self.plan.device)
+        timer = StepTimer(self.plan.device)
         step, hidden, logits, verdict = self.run_step(shape)
         self.last_step = step
         count, window = len(requests), verdict.tokens.shape[1]
@@ -170,8 +170,8 @@ class Runner:
         kept = {i: logits[i * window : (i + 1) * window].clone() for i in wanted}
         if shape.prompt:
             self._prompt_logprobs(step, hidden, requests)
-        lap.end()
-        return Launch(requests, [True] * count, shape, results, kept, lap)
+        timer.end()
+        return Launch(requests, [True] * count, shape, results, kept, timer)
 
     def _prompt_logprobs(self, step: Step, hidden: Tensor, requests: list[Request]) -> None:
         """For requests that ask: the log-probabilities of their prompt tokens, chunk by chunk.
@@ -198,14 +198,16 @@ class Runner:
         """Waits for a flight and reads what its rows emitted, by request id."""
         found: dict[str, RowResult] = {}
         for launch in flight.launches:
-            launch.lap.wait()
+            launch.timer.wait()
             lines = launch.results.tolist()
             for i, line in enumerate(lines):
                 if launch.emits[i]:
                     found[launch.requests[i].id] = self._result(launch, i, line)
             if not launch.shape.prompt:
                 accepted, shape = [line[-2] for line in lines], launch.shape
-                self.drafts.observe(shape.rows, shape.drafts, launch.made, accepted, launch.lap.ms)
+                self.drafts.observe(
+                    shape.rows, shape.drafts, launch.made, accepted, launch.timer.ms
+                )
         return found
 
     def _result(self, launch: Launch, index: int, line: list[int]) -> RowResult:

@@ -30,7 +30,7 @@ class Sampler:
         table = self.table
         return self.sample_op(logits, positions, drafts, row_ids, table.tokens, table.sampling, ids)
 
-    def verify(self, logits: Tensor, step: Step) -> Tensor:
+    def sample_target(self, logits: Tensor, step: Step) -> Tensor:
         """logits [N, V] at the step's logit rows -> the token to emit at each, [S, N / S]."""
         logits = logits.view(*step.sample_at.shape, -1)
         return self.sample(logits, step.sample_at, step.drafts, step.row_ids)

@@ -29,9 +29,9 @@ class SyntheticSampler(Sampler):
         places = torch.arange(COINS, device=build.device)
         self.coins = uniform(zero, places, zero)[:, 0] < probability
 
-    def verify(self, logits: Tensor, step: Step) -> Tensor:
+    def sample_target(self, logits: Tensor, step: Step) -> Tensor:
         """The drafts that are to be accepted, then what the target emits."""
-        tokens, drafts = super().verify(logits, step), step.drafts
+        tokens, drafts = super().sample_target(logits, step), step.drafts
         begins = self.table.sampling.seed[step.row_ids] * STRIDE
         coins = self.coins[(begins[:, None] + step.sample_at[:, :-1]) % COINS] & (drafts >= 0)
         chain = coins.int().cumprod(1, dtype=torch.int32)

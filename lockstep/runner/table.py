@@ -12,7 +12,7 @@ from lockstep.config import Plan
 from lockstep.kernels.sampling import SamplingState
 from lockstep.kernels.table import Lines, advance_rows, prepare_step
 from lockstep.layers.build import Build
-from lockstep.runner.upload import upload
+from lockstep.runner.copy_to_device import copy_to_device
 from lockstep.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS
 from lockstep.step import Step, StepShape, Verdict, flush_after
 
@@ -35,7 +35,7 @@ class StepInputs:
         host = StepInputs(self.rows, "cpu")
         for name, values in columns.items():
             getattr(host, name)[: len(values)] = torch.tensor(values)
-        upload(host.storage, self.storage)
+        copy_to_device(host.storage, self.storage)
 
 
 class RowTable(Lines):
@@ -84,7 +84,7 @@ class RowTable(Lines):
             **found,
         )
 
-    def advance(self, step: Step, tokens: Tensor) -> Verdict:
+    def accept_and_commit(self, step: Step, tokens: Tensor) -> Verdict:
         """Commits the target's tokens [S, Q] as far as the drafts of the step agree with them."""
         accepted, results = self.advance_op(
             self,

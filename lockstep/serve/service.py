@@ -8,13 +8,13 @@ from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from lockstep.engine.client import TokenUpdate
+from lockstep.engine.async_engine import TokenUpdate
 from lockstep.engine.engine import STEP_FAILED
-from lockstep.engine.request import Request
 from lockstep.engine.stats import Stats
 from lockstep.errors import EngineDeadError, RequestError
 from lockstep.outputs import Logprob, RequestMetrics
 from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.request import Request
 from lockstep.serve.problems import (
     SHOWN,
     BusyError,

@@ -44,7 +44,7 @@ class DraftContext:
     op: Callable[[Op], Callable[..., Any]]
 
 
-def draft_counts(config: SpeculativeConfig | None) -> tuple[int, ...]:
+def draft_lengths(config: SpeculativeConfig | None) -> tuple[int, ...]:
     """The numbers of drafts that a step may bring, ascending."""
     if config is None:
         return (0,)
@@ -56,7 +56,7 @@ class NoDrafter:
     """Proposes nothing, ever."""
 
     def propose(
-        self, step: Step, hidden: Tensor, taps: tuple[Tensor, ...], verdict: Verdict
+        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
     ) -> None:
         """Leaves the table's (empty) drafts alone."""
 

@@ -25,7 +25,7 @@ class MTPDrafter:
         self.follow, self.draft_step = context.op(follow), context.op(draft_step)
 
     def propose(
-        self, step: Step, hidden: Tensor, taps: tuple[Tensor, ...], verdict: Verdict
+        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
     ) -> None:
         """Writes as many drafts per row as the step asks for. Sampled rows draft with the noise of
         the position itself."""

@@ -16,7 +16,7 @@ class NgramDrafter:
         self.context, self.lookup = context, context.op(lookup)
 
     def propose(
-        self, step: Step, hidden: Tensor, taps: tuple[Tensor, ...], verdict: Verdict
+        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
     ) -> None:
         """Writes as many drafts per row as the step asks for: the tokens after the latest earlier
         match, else -1."""

@@ -32,7 +32,7 @@ class ToldDrafter:
             line[: len(text)] = torch.tensor(text)
 
     def propose(
-        self, step: Step, hidden: Tensor, taps: tuple[Tensor, ...], verdict: Verdict
+        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
     ) -> None:
         """Writes as many drafts as the step asks for, per row that begins like a text, else -1."""
         c, rows, count = self.context, step.row_ids, step.shape.drafts

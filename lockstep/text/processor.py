@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.engine.request import Request
 from lockstep.errors import RequestError, brief
 from lockstep.outputs import CompletionOutput, Logprob
 from lockstep.sampling_params import SamplingParams, is_ids
+from lockstep.scheduling.request import Request
 from lockstep.text.control import ControlTokens
 from lockstep.text.detokenizer import Detokenizer
 from lockstep.text.parsers import REASONING_PARSERS, TOOL_PARSERS, ReplyParser, choose

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lockstep.bench.asking import Answer, Ask, Server, _has_output, ask
+from lockstep.bench.http_client import Answer, Ask, Server, _has_output, ask
 from lockstep.bench.serving import (
     Load,
     figures_of,

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from lockstep.check import naive
-from lockstep.engine.request import Request
 from lockstep.kernels.sampling import SamplingState, sample
 from lockstep.runner.rows import write_sampling
 from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.request import Request
 
 V = 50
 PROMPT, ANSWER, ENDS = [3, 4, 5, 4], [7, 8, 7], frozenset({2})

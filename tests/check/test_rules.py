@@ -12,11 +12,11 @@ from lockstep.check.plain import PlainRuns
 from lockstep.check.rules import Rules, WorldError, shares_no_snapshot
 from lockstep.check.stage import Stage
 from lockstep.check.world import Asked, Kind, Limits, World
-from lockstep.engine.request import Request
-from lockstep.engine.schedule import PageGrant, PromptChunk, Schedule
-from lockstep.engine.scheduler import Entry, Scheduler
 from lockstep.llm import LLM
 from lockstep.runner.runner import Runner
+from lockstep.scheduling.request import Request
+from lockstep.scheduling.schedule import PageGrant, PromptChunk, Schedule
+from lockstep.scheduling.scheduler import Entry, Scheduler
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 LATE = Asked(tuple(range(60)), {**GREEDY, "max_tokens": 9}, priority=1)

@@ -9,10 +9,10 @@ from torch import Tensor
 from lockstep.check import run_check, tokens
 from lockstep.check.matrix import Setup
 from lockstep.check.report import Report
-from lockstep.engine.scheduler import Scheduler
 from lockstep.errors import ConfigError
 from lockstep.layers.mlp import GatedMLP
 from lockstep.models.qwen3_5 import Block
+from lockstep.scheduling.scheduler import Scheduler
 from lockstep.step import Step
 
 pytestmark = pytest.mark.usefixtures("small")

@@ -24,12 +24,12 @@ from lockstep.check.stage import Stage
 from lockstep.check.world import Asked, Kind, Limits, World, write_world
 from lockstep.check.worlds import Examiner
 from lockstep.cli import app
-from lockstep.engine.scheduler import Scheduler
 from lockstep.errors import ConfigError
 from lockstep.kernels.attention import SEGMENT
 from lockstep.layers.linear import Head
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.scheduler import Scheduler
 
 DRAFTERS = ("ngram", "mtp")
 WORLD = World(

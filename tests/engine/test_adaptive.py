@@ -10,7 +10,7 @@ import pytest
 from lockstep import LLM, SamplingParams
 from lockstep.config import SpeculativeConfig
 from lockstep.errors import ConfigError
-from lockstep.spec.count import AdaptiveCount, Costs
+from lockstep.scheduling.draft_length import AdaptiveDraftLength, Costs
 from tests.asking import GREEDY, PROMPTS, SEEDED, answer, make_engine
 from tests.tiny_model import make_model
 
@@ -55,7 +55,7 @@ def go_round(llm: LLM) -> list[int]:
 @pytest.mark.parametrize("phase", HARD)
 def test_any_sequence_of_counts(plain: list[Any], drafter: str, phase: str) -> None:
     llm = make_engine(drafter, num_speculative_tokens=5, adaptive="random", **HARD[phase])
-    assert llm.engine.plan.draft_counts == COUNTS
+    assert llm.engine.plan.draft_lengths == COUNTS
     used, metrics = go_round(llm), []
     while len(used) <= len(ROUND):
         outs = llm.generate(PROMPTS, PARAMS)
@@ -86,7 +86,7 @@ def test_drafts_of_another_number_are_gone() -> None:
     llm.generate(PROMPTS, GREEDY)
 
 
-def keep_time(drafts: AdaptiveCount, ms: float, a_draft: float) -> None:
+def keep_time(drafts: AdaptiveDraftLength, ms: float, a_draft: float) -> None:
     """Steps take what they are said to take, however busy the machine is."""
     told = drafts.observe
     rows = drafts.costs.table
@@ -107,7 +107,7 @@ def test_adapts_to_what_is_accepted(tmp_path: Path) -> None:
     for chance in (0.0, 1.0):
         llm = make_engine("mtp", adaptive=True, synthetic_acceptance=chance, **tiny)
         drafts = llm.engine.runner.drafts
-        assert isinstance(drafts, AdaptiveCount)
+        assert isinstance(drafts, AdaptiveDraftLength)
         keep_time(drafts, 10.0, 0.5)
         m = llm.generate([{"prompt_token_ids": [3, 5, 7]}], params)[0].metrics
         used.append(m.num_draft_tokens / m.num_steps)
@@ -117,9 +117,9 @@ def test_adapts_to_what_is_accepted(tmp_path: Path) -> None:
 def test_counts_follow_from_k() -> None:
     for most, counts in ((1, (0, 1)), (2, (0, 1, 2)), (3, (0, 1, 3)), (7, (0, 1, 3, 7))):
         llm = make_engine("ngram", num_speculative_tokens=most, adaptive=True)
-        assert llm.engine.plan.draft_counts == counts
-    assert make_engine("ngram").engine.plan.draft_counts == (3,)
-    assert make_engine(None).engine.plan.draft_counts == (0,)
+        assert llm.engine.plan.draft_lengths == counts
+    assert make_engine("ngram").engine.plan.draft_lengths == (3,)
+    assert make_engine(None).engine.plan.draft_lengths == (0,)
 
 
 @pytest.mark.parametrize("value", ["always", 1, None])

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from lockstep import LLM, SamplingParams
-from lockstep.engine.request import Request
 from lockstep.outputs import RequestOutput
+from lockstep.scheduling.request import Request
 from tests.asking import DRAFTS, GREEDY, PROMPTS, TEXT, answer, assert_idle, bits, make_engine, one
 from tests.tiny_model import make_model
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from lockstep.engine.client import EngineClient, TokenUpdate
+from lockstep.engine.async_engine import AsyncEngine, TokenUpdate
 from lockstep.engine.engine import MOST_FAILURES, Engine
-from lockstep.engine.request import Request
 from lockstep.errors import EngineDeadError
 from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.request import Request
 from tests.asking import make_engine
 from tests.tiny_model import make_model
 
@@ -41,9 +41,9 @@ def engine(folder: str) -> Engine:
 
 
 @pytest.fixture
-def client(engine: Engine) -> Iterator[EngineClient]:
+def client(engine: Engine) -> Iterator[AsyncEngine]:
     """A started client over it; afterwards the engine holds nothing."""
-    found = EngineClient(engine)
+    found = AsyncEngine(engine)
     found.start()
     yield found
     found.shutdown()
@@ -60,7 +60,7 @@ def ask(name: str, max_tokens: int = 12) -> Request:
     return Request(name, ids, SamplingParams(temperature=0, ignore_eos=True, max_tokens=max_tokens))
 
 
-async def read(client: EngineClient, request: Request) -> list[TokenUpdate]:
+async def read(client: AsyncEngine, request: Request) -> list[TokenUpdate]:
     """All updates of a request."""
     return [update async for update in client.submit(request)]
 
@@ -70,7 +70,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(work, PATIENCE))
 
 
-def answer(client: EngineClient, name: str) -> list[int]:
+def answer(client: AsyncEngine, name: str) -> list[int]:
     """The tokens of one request that is alone."""
     return [token for update in run(read(client, ask(name))) for token in update.token_ids]
 
@@ -93,7 +93,7 @@ def fails_once(inner: Callable[..., Any], when: Callable[[], bool]) -> Callable[
     [("runner", "launch"), ("runner", "collect"), ("runner", "run_step"), ("scheduler", "update")],
 )
 def test_a_failed_step_ends_what_it_worked_on_and_nothing_else(
-    client: EngineClient,
+    client: AsyncEngine,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     owner: str,
@@ -149,7 +149,7 @@ def test_a_preempted_request_ends_too(folder: str, monkeypatch: pytest.MonkeyPat
     engine.scheduler.cache.check()
 
 
-def dead(client: EngineClient, told: list[str]) -> str:
+def dead(client: AsyncEngine, told: list[str]) -> str:
     """What streams and callers hear of an engine that has ended, which on_end was told once."""
     heard = []
 
@@ -171,7 +171,7 @@ def dead(client: EngineClient, told: list[str]) -> str:
 
 
 def test_steps_that_fail_again_and_again_end_the_engine(
-    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+    client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
     client.on_end = told.append
@@ -180,7 +180,7 @@ def test_steps_that_fail_again_and_again_end_the_engine(
 
 
 def test_an_engine_that_runs_not_even_an_empty_step_ends(
-    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+    client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[str] = []
     client.on_end = told.append
@@ -204,7 +204,7 @@ def always_fails(*_: Any) -> Any:
     raise RuntimeError(SECRET)
 
 
-def test_a_shutdown_is_no_end_to_be_told(client: EngineClient) -> None:
+def test_a_shutdown_is_no_end_to_be_told(client: AsyncEngine) -> None:
     told: list[str] = []
     client.on_end = told.append
     client.shutdown()
@@ -212,7 +212,7 @@ def test_a_shutdown_is_no_end_to_be_told(client: EngineClient) -> None:
 
 
 def test_a_step_that_hangs_is_seen_without_waiting_for_it(
-    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+    client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch, entered, go = client.engine.runner.launch, threading.Event(), threading.Event()
 

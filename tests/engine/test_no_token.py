@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lockstep import LLM, SamplingParams
-from lockstep.engine.request import NO_TOKEN
 from lockstep.outputs import RequestOutput
+from lockstep.scheduling.request import NO_TOKEN
 from tests.asking import assert_idle, bits, make_engine
 from tests.tiny_model import CONFIG, QWEN3, make_model
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.runner.guard import guarded
+from lockstep.runner.capture_checks import guarded
 from tests.kernels.faces import CASES, Face, changed, same_bits, tensors_of
 
 

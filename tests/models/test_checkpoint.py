@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lockstep import LLM, EngineConfig, SamplingParams
-from lockstep.engine.setup import pick_dtype
+from lockstep.engine.build import pick_dtype
 from lockstep.errors import CheckpointError
 from lockstep.models import ARCHITECTURES
 from lockstep.models.loader import read_config

@@ -12,7 +12,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, file_download
 
-from lockstep.engine.setup import find_model
+from lockstep.engine.build import find_model
 from lockstep.errors import ConfigError
 from lockstep.models import hub
 

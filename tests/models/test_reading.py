@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep import EngineConfig
-from lockstep.engine.setup import pick_dtype, pick_length
+from lockstep.engine.build import pick_dtype, pick_length
 from lockstep.errors import CheckpointError
 from lockstep.layers.build import Build
 from lockstep.models.loader import build_model, read_config

@@ -13,7 +13,7 @@ NORM = "kernels/norm/__init__.py"
 ROTARY = "kernels/rotary/__init__.py"
 ROWS = "runner/rows.py"
 RUNNER = "runner/runner.py"
-SCHEDULER = "engine/scheduler.py"
+SCHEDULER = "scheduling/scheduler.py"
 GROUPS = "cache/groups.py"
 
 
@@ -167,7 +167,7 @@ FAULTS = (
     ),
     Fault(
         "counts of the last request kept", "runner", ROWS,
-        "    upload(0, state.counts[row])\n",
+        "    copy_to_device(0, state.counts[row])\n",
         "",
     ),
     Fault(
@@ -283,12 +283,12 @@ FAULTS = (
         "mine = (seed + 2**63) % 2**64 - 2**63",
     ),
     Fault(
-        "tokens behind the end kept", "request", "engine/request.py",
+        "tokens behind the end kept", "request", "scheduling/request.py",
         "            if self.finish_reason is not None:\n                return index\n",
         "",
     ),
     Fault(
-        "a stop token right at min_tokens passed over", "request", "engine/request.py",
+        "a stop token right at min_tokens passed over", "request", "scheduling/request.py",
         "if len(self.output_token_ids) > self.params.min_tokens:",
         "if len(self.output_token_ids) > self.params.min_tokens + 1:",
     ),

@@ -56,7 +56,7 @@ class Scripted:
         self.drafts, self.tokens, self.computed = drafts, tokens, computed
         self.known, self.wrong, self.calls = known, wrong, 0
 
-    def propose(self, step: Any, hidden: Any, taps: Any, verdict: Any) -> None:
+    def propose(self, step: Any, hidden: Any, aux_hidden_states: Any, verdict: Any) -> None:
         """Writes drafts from the known answers; none at all on every fourth call."""
         self.calls += 1
         for row in step.row_ids.tolist():

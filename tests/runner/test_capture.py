@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.kernels.activations import silu_mul
-from lockstep.runner.guard import Fault, OwnMemory, blame, no_compiling
+from lockstep.runner.capture_checks import Fault, OwnMemory, describe_fault, no_compiling
 
 
 class Inner(nn.Module):
@@ -46,7 +46,7 @@ def faulty_silu_mul(gate_up: Tensor) -> Tensor:
 def blamed(call, *arguments) -> str:
     with pytest.raises(Exception) as caught:
         call(*arguments)
-    return blame(caught.value)
+    return describe_fault(caught.value)
 
 
 def test_the_op_its_layer_and_the_line_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,7 +63,7 @@ def test_a_file_of_the_package_is_named_from_its_root() -> None:
 
 
 def test_outside_of_any_op_the_function_is_named() -> None:
-    """A line of ours that only calls torch is to blame, not torch."""
+    """A line of ours that only calls torch is to describe_fault, not torch."""
 
     def shape(x: Tensor) -> Tensor:
         return x.view(7)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from lockstep import LLM, SamplingParams
 from lockstep.errors import CaptureError
+from lockstep.example_prompts import long_prompt, short_prompts
 from lockstep.kernels.activations import silu_mul
 from lockstep.kernels.backends import load
 from lockstep.runner.capture import Captured
-from lockstep.runner.guard import Fault, OwnMemory
+from lockstep.runner.capture_checks import Fault, OwnMemory
 from lockstep.runner.table import RowTable
-from lockstep.samples import long_prompt, short_prompts
 from lockstep.step import StepShape
 
 pytestmark = pytest.mark.gpu
@@ -103,7 +103,7 @@ def test_graphs_change_no_bit(
         known[dtype] = ask(build(dtype, "none", "none"))
     llm = build(dtype, drafter, graph)
     layers = llm.engine.runner.model.config.layer_types  # type: ignore[union-attr]
-    shapes = list(product(BUCKETS, llm.engine.plan.draft_counts))
+    shapes = list(product(BUCKETS, llm.engine.plan.draft_lengths))
     pieces = 2 * len(layers) * len({rows * (k + 1) for rows, k in shapes})
     graphs = {"none": 0, "piecewise": pieces, "full": len(shapes)}
     assert recorded(llm) == graphs[graph]
@@ -227,7 +227,9 @@ def test_a_fault_inside_the_step_names_the_op(
         with pytest.raises(CaptureError) as caught:
             build("bfloat16", "none", graph)
     text = str(caught.value)
-    piece, layer = ("blocks.0.after", "mlp") if graph == "piecewise" else ("run_step", "blocks.0.")
+    piece, layer = (
+        ("blocks.0.post_mixer", "mlp") if graph == "piecewise" else ("run_step", "blocks.0.")
+    )
     assert f"capture of {piece} at " in text
     assert re.search(rf"op silu_mul of {layer}.*test_capture_gpu.py:\d+ in {fault.__name__}", text)
     assert re.search(FAULTS[fault], text)

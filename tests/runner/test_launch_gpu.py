@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lockstep import LLM, SamplingParams
-from lockstep.samples import long_prompt, short_prompts
+from lockstep.example_prompts import long_prompt, short_prompts
 
 pytestmark = pytest.mark.gpu
 
@@ -35,7 +35,7 @@ def test_a_launch_waits_for_nothing(drafter: str, monkeypatch: pytest.MonkeyPatc
     runner = llm.engine.runner
     launch, launched = runner.launch, []
 
-    def guarded(schedule: Any) -> Any:
+    def capture_checks(schedule: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")
         try:
             launched.append(launch(schedule))
@@ -43,7 +43,7 @@ def test_a_launch_waits_for_nothing(drafter: str, monkeypatch: pytest.MonkeyPatc
             torch.cuda.set_sync_debug_mode("default")
         return launched[-1]
 
-    monkeypatch.setattr(runner, "launch", guarded)
+    monkeypatch.setattr(runner, "launch", capture_checks)
     again = llm.generate(prompts, ALL)
     assert len(launched) > 40
     assert [o.outputs[0].token_ids for o in again] == [o.outputs[0].token_ids for o in plain]

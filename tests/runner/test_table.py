@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.engine.request import Request
 from lockstep.errors import RequestError
 from lockstep.kernels import sampling
 from lockstep.runner import rows
 from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.request import Request
 from lockstep.step import StepShape
 from tests.runner.walk import PAGE, VOCAB, Walk, make_table, null_line
 
@@ -68,7 +68,7 @@ def test_a_step_of_null_rows_alone_changes_nothing(bucket: int, query_len: int) 
         step = table.prepare(shape)
         assert (step.slot_mapping < PAGE).all() and not step.page_table.any()
         window = 1 if shape.prompt else shape.query_len
-        table.advance(step, torch.full((shape.rows, window), 3))
+        table.accept_and_commit(step, torch.full((shape.rows, window), 3))
     for name, now in null_line(table).items():
         assert torch.equal(now, null[name]), name
     for tensor, was in zip(table.row_tensors(), before, strict=True):

@@ -77,13 +77,13 @@ def test_every_step_of_an_engine_runs_so(monkeypatch: pytest.MonkeyPatch) -> Non
     """Warm-up, prompts and generated tokens; the program's number is its own between steps."""
     llm, short = make_engine("mtp"), replace(GREEDY, max_tokens=4)
     program, seen = llm.engine.runner.program, []
-    verify = program.sampler.verify
+    verify = program.sampler.sample_target
 
     def watched(*arguments: Any) -> Any:
         seen.append(torch.get_num_threads())
         return verify(*arguments)
 
-    monkeypatch.setattr(program.sampler, "verify", watched)
+    monkeypatch.setattr(program.sampler, "sample_target", watched)
     llm.generate(PROMPTS, short)
     assert set(seen) == {1} and torch.get_num_threads() == 3
     monkeypatch.setattr(threads, "LITTLE", 0)

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from lockstep.config import Plan
-from lockstep.engine.request import Request
 from lockstep.layers.build import Build
 from lockstep.runner import rows
 from lockstep.runner.table import RowTable
 from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.request import Request
 from lockstep.step import Step, StepShape
 
 VOCAB, PAGE, LENGTH, ROWS, PAGES = 50, 4, 40, 5, 90
@@ -223,7 +223,7 @@ class Walk:
     def advance(self, step: Step, tokens: list[list[int]], accepted: list[int]) -> None:
         """Writes the step's tokens where it says, then commits; null rows may accept anything."""
         self.written.view(-1)[step.slot_mapping] = step.token_ids
-        verdict = self.table.advance(step, torch.tensor(tokens))
+        verdict = self.table.accept_and_commit(step, torch.tensor(tokens))
         assert (self.table.drafts[step.row_ids] == -1).all(), "a drafter finds none"
         assert verdict.accepted[: len(accepted)].tolist() == accepted
         for line, emitted, count, drafts in zip(

@@ -4,11 +4,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
-from lockstep.engine.client import TokenUpdate
-from lockstep.engine.request import Request
+from lockstep.engine.async_engine import TokenUpdate
 from lockstep.engine.stats import Stats
 from lockstep.errors import EngineDeadError
 from lockstep.outputs import Logprob
+from lockstep.scheduling.request import Request
 
 
 class FakeClient:

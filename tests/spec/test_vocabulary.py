@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.engine.setup import find_model
+from lockstep.engine.build import find_model
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.spec.vocabulary import draft_vocab_size, frequent_tokens
 from tests.asking import GREEDY, PROMPTS, SEEDED, answer, make_engine

@@ -6,8 +6,8 @@ then the decode step, then the prompt step.
 
 from dataclasses import dataclass, field
 
-from lockstep.engine.request import Request
 from lockstep.outputs import Logprob
+from lockstep.scheduling.request import Request
 
 
 @dataclass

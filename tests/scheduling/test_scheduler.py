@@ -3,11 +3,11 @@
 import pytest
 
 from lockstep.cache.cache import Cache, CacheConfig
-from lockstep.engine.chunks import split_budget
-from lockstep.engine.request import Request
-from lockstep.engine.scheduler import RowResult, Schedule, Scheduler
 from lockstep.errors import CapacityError, ConfigError, RequestError
 from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.chunks import split_budget
+from lockstep.scheduling.request import Request
+from lockstep.scheduling.scheduler import RowResult, Schedule, Scheduler
 
 
 def make(pages: int = 100, rows: int = 4, slots: int = 0, **options: object) -> Scheduler:
@@ -239,10 +239,10 @@ def test_two_schedules_ahead_reserve_for_all_that_may_be_accepted() -> None:
     ask(sched, "a", 64, most=500)
     plans = [sched.schedule() for _ in range(4)]
     assert plans[0].admissions[0].pages and len(sched.entries["a"].seq.pages) == 3
-    assert sched.entries["a"].bound == 64 + 3 * 40
+    assert sched.entries["a"].max_committed == 64 + 3 * 40
     for plan in plans:
         sched.update(plan, answer(plan))
-    assert sched.entries["a"].bound == 64 + 3
+    assert sched.entries["a"].max_committed == 64 + 3
 
 
 def test_prompt_logprobs_compute_the_whole_prompt() -> None:

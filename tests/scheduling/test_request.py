@@ -2,8 +2,8 @@
 
 import pytest
 
-from lockstep.engine.request import Request
 from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.request import Request
 
 EOS = frozenset({7})
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from lockstep import LLM, SamplingParams
-from lockstep.engine.setup import largest_prompts
+from lockstep.engine.build import largest_prompts
 from tests.runner.walk import make_plan
 
 

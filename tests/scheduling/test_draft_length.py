@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 import pytest
 
 from lockstep.config import SpeculativeConfig
-from lockstep.spec.count import (
+from lockstep.scheduling.draft_length import (
     Acceptance,
-    AdaptiveCount,
+    AdaptiveDraftLength,
     Cost,
     Costs,
-    FixedCount,
-    RandomCount,
-    draft_count,
+    FixedDraftLength,
+    RandomDraftLength,
+    draft_length_policy,
 )
 
 Chance = Callable[[int, int], float]
@@ -70,7 +70,7 @@ class Device:
         rows, latency, ms = DEVICES[self.name]
         draw = random.Random(self.seed)
         null = {(rows, k): 0.8 * ms[k] for k in ms}
-        chooser = AdaptiveCount(tuple(ms), Costs.measured(null))
+        chooser = AdaptiveDraftLength(tuple(ms), Costs.measured(null))
         flights, last, time, without = [], 0, 0.0, 0.0
         for step in range(steps):
             count = chooser.choose(rows)
@@ -215,11 +215,13 @@ def test_acceptance_length_of_what_was_seen() -> None:
 
 def test_the_config_says_who_chooses() -> None:
     taken = {(1, k): 10.0 + k for k in COUNTS}
-    fixed = draft_count(SpeculativeConfig("ngram", 3, adaptive=False), (3,), {(1, 3): 5.0})
-    assert isinstance(fixed, FixedCount) and fixed.choose(1) == 3
-    assert isinstance(draft_count(SpeculativeConfig("ngram", 3), COUNTS, taken), AdaptiveCount)
+    fixed = draft_length_policy(SpeculativeConfig("ngram", 3, adaptive=False), (3,), {(1, 3): 5.0})
+    assert isinstance(fixed, FixedDraftLength) and fixed.choose(1) == 3
+    assert isinstance(
+        draft_length_policy(SpeculativeConfig("ngram", 3), COUNTS, taken), AdaptiveDraftLength
+    )
     spec = SpeculativeConfig("ngram", 3, adaptive="random")
-    drawn = [[draft_count(spec, COUNTS, taken).choose(1)] for _ in range(2)]
+    drawn = [[draft_length_policy(spec, COUNTS, taken).choose(1)] for _ in range(2)]
     assert drawn[0] == drawn[1]
-    one = draft_count(spec, COUNTS, taken)
-    assert isinstance(one, RandomCount) and {one.choose(1) for _ in range(50)} == set(COUNTS)
+    one = draft_length_policy(spec, COUNTS, taken)
+    assert isinstance(one, RandomDraftLength) and {one.choose(1) for _ in range(50)} == set(COUNTS)

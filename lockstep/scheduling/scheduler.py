@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 
 from lockstep.cache.cache import Cache
 from lockstep.cache.groups import CacheSeq, salt_of
-from lockstep.engine.chunks import split_budget
-from lockstep.engine.request import Request
-from lockstep.engine.schedule import (
+from lockstep.errors import CapacityError, ConfigError, RequestError
+from lockstep.scheduling.chunks import split_budget
+from lockstep.scheduling.request import Request
+from lockstep.scheduling.schedule import (
     Admission,
     PageGrant,
     PromptChunk,
@@ -25,7 +26,6 @@ from lockstep.engine.schedule import (
     Schedule,
     Swap,
 )
-from lockstep.errors import CapacityError, ConfigError, RequestError
 
 __all__ = [
     "Admission", "PageGrant", "PromptChunk", "RowResult", "Schedule", "Scheduler", "Swap",
@@ -36,20 +36,21 @@ __all__ = [
 class Entry:
     """The scheduler's side of a request.
 
-    key: its place in the queue, and among victims. row: 0 while it waits. bound: the most tokens
-    that the device may have committed after all launched steps. in_flight: launched steps that emit
-    and are not read yet. saved: pages in host memory. served: the schedule of its last chunk.
+    key: its place in the queue, and among victims. row: 0 while it waits. max_committed: the most
+    tokens that the device may have committed after all launched steps. in_flight: launched steps
+    that emit and are not read yet. saved: pages in host memory. last_chunk_tick: the schedule() call
+    that gave it its latest chunk of the prompt, -1 before any.
     """
 
     request: Request
     seq: CacheSeq
     key: tuple[int, int]
     row: int = 0
-    bound: int = 0
+    max_committed: int = 0
     in_flight: int = 0
     swapped: bool = False
     saved: int = 0
-    served: int = -1
+    last_chunk_tick: int = -1
     length: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,17 +59,17 @@ class Entry:
     @property
     def in_prompt(self) -> bool:
         """Whether prompt tokens are still to be scheduled."""
-        return self.bound < self.length
+        return self.max_committed < self.length
 
     @property
-    def surely_done(self) -> bool:
+    def will_finish(self) -> bool:
         """Whether the steps in flight end it whatever they emit."""
         request = self.request
         return request.num_tokens + self.in_flight >= request.most_tokens
 
     def need(self, query_len: int) -> int:
         """Tokens that pages must cover before its next step."""
-        return min(max(self.bound, self.length) + query_len, self.request.most_tokens)
+        return min(max(self.max_committed, self.length) + query_len, self.request.most_tokens)
 
 
 class Scheduler:
@@ -184,9 +185,9 @@ class Scheduler:
         self._reserve(plan)
         self._serve_queue(plan)
         for entry in sorted(self.running, key=lambda e: e.row):
-            if not entry.in_prompt and not entry.surely_done:
+            if not entry.in_prompt and not entry.will_finish:
                 plan.decode.append((entry.row, entry.request))
-                entry.bound += self.query_len
+                entry.max_committed += self.query_len
                 entry.in_flight += 1
         self._plan_prompt(plan)
         self.cache.settle()
@@ -205,7 +206,7 @@ class Scheduler:
             result = results[request.id]
             entry.in_flight -= 1
             if decoded:
-                entry.bound -= self.query_len - len(result.tokens)
+                entry.max_committed -= self.query_len - len(result.tokens)
                 request.metrics.num_steps += 1
                 request.metrics.num_draft_tokens += result.num_drafted
                 request.metrics.num_accepted_tokens += result.num_accepted
@@ -235,7 +236,7 @@ class Scheduler:
 
     def _preempt(self, plan: Schedule, entry: Entry) -> None:
         """Moves a row to the host: only the pages that hold committed tokens."""
-        used = self.cache.pages_for(min(entry.bound, entry.request.most_tokens))
+        used = self.cache.pages_for(min(entry.max_committed, entry.request.most_tokens))
         pages = entry.seq.pages[:used]
         plan.swap_out.append(Swap(entry.row, entry.request, pages, entry.seq.slot))
         plan.grants = [grant for grant in plan.grants if grant.row != entry.row]
@@ -258,7 +259,7 @@ class Scheduler:
     def _reserve(self, plan: Schedule) -> None:
         """Pages for all decoding rows, first in the queue's order first; the last ones give way."""
         for entry in sorted(self.running, key=lambda e: e.key):
-            if not entry.row or entry.in_prompt or entry.surely_done:
+            if not entry.row or entry.in_prompt or entry.will_finish:
                 continue
             column = len(entry.seq.pages)
             while not self.cache.reserve(entry.seq, entry.need(self.query_len)):
@@ -271,9 +272,9 @@ class Scheduler:
 
     def _serve_queue(self, plan: Schedule) -> None:
         """Serves the queue from its head until one does not fit."""
-        overdue = sum(e.in_prompt and e.served < self.ticks - 1 for e in self.running)
+        overdue = sum(e.in_prompt and e.last_chunk_tick < self.ticks - 1 for e in self.running)
         fresh = self.budget // self.grain - overdue
-        for entry in [e for e in self.queue if not e.surely_done]:
+        for entry in [e for e in self.queue if not e.will_finish]:
             if not entry.swapped and fresh <= 0:
                 return
             while not self._start(plan, entry):
@@ -281,7 +282,7 @@ class Scheduler:
                 if victim is None or victim.key[0] <= entry.key[0]:
                     return
                 self._preempt(plan, victim)
-            fresh -= entry.bound < entry.length
+            fresh -= entry.max_committed < entry.length
 
     def _start(self, plan: Schedule, entry: Entry) -> bool:
         """Gives the head a row, pages and a slot; one page per running row stays spare."""
@@ -297,7 +298,7 @@ class Scheduler:
             cached = self.cache.admit(seq, need, spare)
             if cached is None:
                 return False
-            entry.bound = request.metrics.num_cached_tokens = cached
+            entry.max_committed = request.metrics.num_cached_tokens = cached
         self.queue.remove(entry)
         entry.row = self.free_rows.pop()
         self.running.append(entry)
@@ -306,7 +307,7 @@ class Scheduler:
             plan.swap_in.append(Swap(entry.row, request, pages, seq.slot))
         else:
             plan.admissions.append(
-                Admission(entry.row, request, pages, seq.slot, entry.bound, seq.source)
+                Admission(entry.row, request, pages, seq.slot, entry.max_committed, seq.source)
             )
         entry.swapped = False
         return True
@@ -317,11 +318,13 @@ class Scheduler:
         A prompt gets a grain at least. Chunks end on the grid where state recurs, else anywhere.
         """
         prompts = [entry for entry in self.running if entry.in_prompt]
-        ranked = sorted(prompts, key=lambda e: (e.served >= 0, e.served, e.key))
+        ranked = sorted(prompts, key=lambda e: (e.last_chunk_tick >= 0, e.last_chunk_tick, e.key))
         chosen = ranked[: self.budget // self.grain]
-        lengths = split_budget([e.length - e.bound for e in chosen], self.budget, self.align)
+        lengths = split_budget(
+            [e.length - e.max_committed for e in chosen], self.budget, self.align
+        )
         for entry, length in zip(chosen, lengths, strict=True):
-            start, end = entry.bound, entry.bound + length
+            start, end = entry.max_committed, entry.max_committed + length
             size = self.cache.config.page_size
             point = end // size * size
             slot = self.cache.snapshot(entry.seq, point) if point > start else 0
@@ -330,7 +333,7 @@ class Scheduler:
             plan.prompt.append(
                 PromptChunk(entry.row, entry.request, start, length, last, source, slot)
             )
-            entry.bound, entry.served = end, self.ticks
+            entry.max_committed, entry.last_chunk_tick = end, self.ticks
             entry.in_flight += last
         for entry in chosen:
-            self.cache.commit(entry.seq, entry.bound)
+            self.cache.commit(entry.seq, entry.max_committed)

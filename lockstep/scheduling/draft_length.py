@@ -35,7 +35,7 @@ OWN, SHARED, JUMP = 0.25, 0.5, 0.1
 is new is the median of SAMPLES steps, cut off at the share JUMP of what was known."""
 
 
-class DraftCount(Protocol):
+class DraftLengthPolicy(Protocol):
     """Chooses k before a step, and is told afterwards what came of it."""
 
     def choose(self, rows: int) -> int:
@@ -48,7 +48,7 @@ class DraftCount(Protocol):
 
 
 @dataclass
-class FixedCount:
+class FixedDraftLength:
     """Always the same."""
 
     count: int
@@ -62,7 +62,7 @@ class FixedCount:
 
 
 @dataclass
-class RandomCount:
+class RandomDraftLength:
     """Another one at every step: to test that every transition leaves the answers alone."""
 
     counts: tuple[int, ...]
@@ -182,7 +182,7 @@ class Acceptance:
         return total
 
 
-class AdaptiveCount:
+class AdaptiveDraftLength:
     """The count with the most tokens per ms, as far as the balance allows."""
 
     def __init__(self, counts: tuple[int, ...], costs: Costs) -> None:
@@ -251,15 +251,15 @@ class AdaptiveCount:
         return max(*ms.values(), (1 + SHARE) * ms[0]) - ms[0]
 
 
-def draft_count(
+def draft_length_policy(
     config: SpeculativeConfig, counts: tuple[int, ...], taken: dict[tuple[int, int], float]
-) -> DraftCount:
+) -> DraftLengthPolicy:
     """Who chooses among the counts, as the config asks.
 
     taken: (rows, count) -> ms of a step of null rows.
     """
     if config.adaptive == "random":
-        return RandomCount(counts)
+        return RandomDraftLength(counts)
     if not config.adaptive:
-        return FixedCount(counts[-1])
-    return AdaptiveCount(counts, Costs.measured(taken))
+        return FixedDraftLength(counts[-1])
+    return AdaptiveDraftLength(counts, Costs.measured(taken))

@@ -6,9 +6,9 @@ from collections import deque
 import pytest
 
 from lockstep.cache.cache import Cache, CacheConfig
-from lockstep.engine.request import Request
-from lockstep.engine.scheduler import RowResult, Schedule, Scheduler
 from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.request import Request
+from lockstep.scheduling.scheduler import RowResult, Schedule, Scheduler
 
 PAGE, EOS, JUNK = 4, 7, -1
 

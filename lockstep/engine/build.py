@@ -26,8 +26,8 @@ from lockstep.runner.runner import Runner
 from lockstep.runner.sampler import Sampler
 from lockstep.runner.synthetic import SyntheticSampler
 from lockstep.runner.table import RowTable
-from lockstep.spec import DraftContext, NoDrafter, draft_counts, drafter_module
-from lockstep.spec.count import draft_count
+from lockstep.scheduling.draft_length import draft_length_policy
+from lockstep.spec import DraftContext, NoDrafter, draft_lengths, drafter_module
 from lockstep.spec.vocabulary import draft_vocab_size, frequent_tokens
 from lockstep.step import StepShape
 
@@ -37,7 +37,7 @@ GPU_SNAPSHOT_SHARE = 0.2
 
 
 @dataclass
-class Stand:
+class EngineParts:
     """All that an engine stands on."""
 
     plan: Plan
@@ -112,7 +112,7 @@ def _synthetic(config: EngineConfig) -> str:
 
 
 @torch.inference_mode()
-def stand(config: EngineConfig, progress: Progress) -> Stand:
+def build_engine(config: EngineConfig, progress: Progress) -> EngineParts:
     """Builds everything. Raises ConfigError, CheckpointError or CapacityError."""
     folder, device = find_model(config.model), pick_device(config)
     raw = read_config(folder)
@@ -135,7 +135,7 @@ def stand(config: EngineConfig, progress: Progress) -> Stand:
     ids = _draft_tokens(config, folder, draft, vocab, device)
     layers = memory.mixers(model, draft)
     plan = _plan(config, folder, device, dtype, length, layers)
-    counts = {r * (k + 1) for r in plan.row_buckets for k in plan.draft_counts}
+    counts = {r * (k + 1) for r in plan.row_buckets for k in plan.draft_lengths}
     probe(build, model, sorted(counts))
     if draft is not None:
         own = 0 if ids is None else draft.head.weight.numel() * dtype.itemsize
@@ -149,8 +149,8 @@ def stand(config: EngineConfig, progress: Progress) -> Stand:
     runner = Runner(plan, model, draft, program)
     taken = runner.warm_up(lambda i, n: progress("warming up", i, n))
     if config.speculative_config:
-        runner.drafts = draft_count(config.speculative_config, plan.draft_counts, taken)
-    return Stand(plan, runner, raw, build.choices)
+        runner.drafts = draft_length_policy(config.speculative_config, plan.draft_lengths, taken)
+    return EngineParts(plan, runner, raw, build.choices)
 
 
 def _draft_tokens(
@@ -238,7 +238,7 @@ def _plan(
         num_slots=1 + seqs + snapshots if cost.slot else 0,
         slot_bytes=cost.slot,
         row_buckets=buckets,
-        draft_counts=draft_counts(config.speculative_config),
+        draft_lengths=draft_lengths(config.speculative_config),
         graph_mode=config.cuda_graph_mode if cuda else "none",
         steps_in_flight=config.steps_in_flight or (2 if cuda else 1),
         numerics=numerics(device, dtype) + _synthetic(config),

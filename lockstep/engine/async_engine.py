@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
 
 from lockstep.engine.engine import Engine
-from lockstep.engine.request import Request
 from lockstep.engine.stats import Stats
 from lockstep.errors import EngineDeadError
 from lockstep.outputs import Logprob, RequestMetrics
+from lockstep.scheduling.request import Request
 
 log = logging.getLogger("lockstep.engine")
 
@@ -62,7 +62,7 @@ class Stream:
                 return
 
 
-class EngineClient:
+class AsyncEngine:
     """Owns an engine from start() to shutdown(). submit, abort and stats may come from anywhere.
 
     A step that raises ends the requests that it worked on, and the engine goes on. Where it cannot,

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 
-def upload(x: Tensor | float, to: Tensor) -> None:
+def copy_to_device(x: Tensor | float, to: Tensor) -> None:
     """Writes x, a tensor of the host or a number, over `to`.
 
     To a GPU a tensor goes out of pinned memory: a copy out of any other, and a number assigned to

@@ -5,7 +5,7 @@ import time
 import torch
 
 
-class Lap:
+class StepTimer:
     """Begins when it is made. end() is called when all is launched; wait() before ms is read."""
 
     def __init__(self, device: str) -> None:

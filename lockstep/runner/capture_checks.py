@@ -31,7 +31,7 @@ class Fault(RuntimeError):
 
 
 @contextmanager
-def guarded(pool: Any) -> Iterator[None]:
+def capture_checks(pool: Any) -> Iterator[None]:
     """While a step is recorded into a graph of this pool: raises at the line of a fault."""
     with no_compiling(), no_waiting(), OwnMemory(pool, torch.cuda.current_stream()):
         yield
@@ -116,7 +116,7 @@ def address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def blame(error: BaseException) -> str:
+def describe_fault(error: BaseException) -> str:
     """Who raised it and where, as far as the frames tell.
 
     `op linear of blocks.3.mlp.down (kernels/linear/triton.py:188 in launch: out = x.item())`
@@ -157,7 +157,7 @@ def _layer(frames: list[FrameType]) -> str | None:
     return next((n for n, m in running[0].named_modules() if m is running[-1]), None) or None
 
 
-def mend(stream: Any, pool: Any) -> None:
+def recover_capture(stream: Any, pool: Any) -> None:
     """After a capture that CUDA itself broke off, where torch leaves out the end of its own.
 
     The capture's stream would stay current, its pool open, and the random generator would hold

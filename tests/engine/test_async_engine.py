@@ -1,4 +1,4 @@
-"""EngineClient: an engine in its thread, many callers, and what each of them sees of the others."""
+"""AsyncEngine: an engine in its thread, many callers, and what each of them sees of the others."""
 
 import asyncio
 import re
@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from lockstep.config import EngineConfig
-from lockstep.engine.client import EngineClient, Stream, TokenUpdate
+from lockstep.engine.async_engine import AsyncEngine, Stream, TokenUpdate
 from lockstep.engine.engine import Engine
-from lockstep.engine.request import Request
 from lockstep.errors import CapacityError, EngineDeadError, RequestError
 from lockstep.sampling_params import SamplingParams
+from lockstep.scheduling.request import Request
 from tests.tiny_model import make_model
 
 PATIENCE = 60
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def client(folder: str) -> Iterator[EngineClient]:
+def client(folder: str) -> Iterator[AsyncEngine]:
     """A started client over a fresh engine of two rows, drafting by n-grams."""
     config = EngineConfig.read(
         model=folder,
@@ -41,7 +41,7 @@ def client(folder: str) -> Iterator[EngineClient]:
         num_gpu_blocks=60,
         speculative_config={"method": "ngram", "num_speculative_tokens": 2},
     )
-    found = EngineClient(Engine(config))
+    found = AsyncEngine(Engine(config))
     found.start()
     yield found
     found.shutdown()
@@ -75,7 +75,7 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(work, PATIENCE))
 
 
-def alone(client: EngineClient, request: Request) -> list[int]:
+def alone(client: AsyncEngine, request: Request) -> list[int]:
     """What a request is answered when nobody else is there."""
 
     async def work() -> list[int]:
@@ -84,7 +84,7 @@ def alone(client: EngineClient, request: Request) -> list[int]:
     return run(work())
 
 
-def assert_answers(client: EngineClient, expected: list[int]) -> None:
+def assert_answers(client: AsyncEngine, expected: list[int]) -> None:
     """The engine is alive, answers request a as it did before, and is left with nothing."""
     assert client.is_alive
     assert alone(client, ask("a again")) == expected
@@ -97,7 +97,7 @@ def assert_answers(client: EngineClient, expected: list[int]) -> None:
     scheduler.cache.check()
 
 
-def test_many_callers_get_each_their_own_tokens_as_they_come(client: EngineClient) -> None:
+def test_many_callers_get_each_their_own_tokens_as_they_come(client: AsyncEngine) -> None:
     names = list("abcde")
     expected = {name: alone(client, ask(name)) for name in names}
     assert len({tuple(x) for x in expected.values()}) == len(names)
@@ -113,7 +113,7 @@ def test_many_callers_get_each_their_own_tokens_as_they_come(client: EngineClien
         assert updates[-1].metrics.num_steps >= len(updates) - 1
 
 
-def test_logprobs_come_with_their_tokens_and_the_prompts_once(client: EngineClient) -> None:
+def test_logprobs_come_with_their_tokens_and_the_prompts_once(client: AsyncEngine) -> None:
     request = ask("a", logprobs=1, prompt_logprobs=0)
 
     async def work() -> list[TokenUpdate]:
@@ -129,7 +129,7 @@ def test_logprobs_come_with_their_tokens_and_the_prompts_once(client: EngineClie
     assert all(update.prompt_logprobs is None for update in updates[1:])
 
 
-def test_a_stop_token_is_reported(client: EngineClient) -> None:
+def test_a_stop_token_is_reported(client: AsyncEngine) -> None:
     stop = alone(client, ask("a"))[3]
 
     async def work() -> TokenUpdate:
@@ -139,7 +139,7 @@ def test_a_stop_token_is_reported(client: EngineClient) -> None:
     assert (last.finish_reason, last.stop_reason) == ("stop", stop)
 
 
-def test_an_update_stays_as_it_was_however_late_it_is_read(client: EngineClient) -> None:
+def test_an_update_stays_as_it_was_however_late_it_is_read(client: AsyncEngine) -> None:
     """A caller that reads each update at once, and one that reads them all when all is over."""
     params = {"logprobs": 1, "prompt_logprobs": 0}
 
@@ -169,7 +169,7 @@ def test_an_update_stays_as_it_was_however_late_it_is_read(client: EngineClient)
     assert timeless(one) == timeless(other) and len(set(steps)) == len(steps) > 3
 
 
-def test_abort_mid_stream_ends_one_stream_only(client: EngineClient) -> None:
+def test_abort_mid_stream_ends_one_stream_only(client: AsyncEngine) -> None:
     expected = alone(client, ask("a"))
 
     async def work() -> tuple[list[TokenUpdate], ...]:
@@ -191,7 +191,7 @@ def test_abort_mid_stream_ends_one_stream_only(client: EngineClient) -> None:
     assert client.engine.stats.requests_success_total["abort"] == 2
 
 
-def test_abort_of_a_request_that_just_came(client: EngineClient) -> None:
+def test_abort_of_a_request_that_just_came(client: AsyncEngine) -> None:
     async def work() -> list[TokenUpdate]:
         stream = client.submit(ask("long", LONG))
         client.abort("long")
@@ -202,13 +202,13 @@ def test_abort_of_a_request_that_just_came(client: EngineClient) -> None:
     assert_answers(client, alone(client, ask("a")))
 
 
-def test_a_caller_that_walks_away_disturbs_nobody(client: EngineClient) -> None:
+def test_a_caller_that_walks_away_disturbs_nobody(client: AsyncEngine) -> None:
     expected = alone(client, ask("a"))
     run(first_of(client, ask("gone", 40)))
     assert_answers(client, expected)
 
 
-async def first_of(client: EngineClient, request: Request) -> TokenUpdate:
+async def first_of(client: AsyncEngine, request: Request) -> TokenUpdate:
     """The first update of a request; its event loop closes while it runs on."""
     return await first(client.submit(request))
 
@@ -225,7 +225,7 @@ BAD: list[tuple[Callable[[], Request], type[Exception], str]] = [
 ]
 
 
-def test_a_bad_request_is_told_so_and_nobody_else_notices(client: EngineClient) -> None:
+def test_a_bad_request_is_told_so_and_nobody_else_notices(client: AsyncEngine) -> None:
     expected, beginning = alone(client, ask("a")), alone(client, ask("b"))
 
     async def work() -> tuple[list[TokenUpdate], list[TokenUpdate]]:
@@ -244,7 +244,7 @@ def test_a_bad_request_is_told_so_and_nobody_else_notices(client: EngineClient) 
 
 
 def test_an_engine_failure_reaches_every_stream(
-    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+    client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Running requests, one that waits for a row, and one that the engine has not even taken."""
     step, entered, go = client.engine.step, threading.Event(), threading.Event()
@@ -276,7 +276,7 @@ def test_an_engine_failure_reaches_every_stream(
     run(work())
 
 
-def test_shutdown_ends_open_streams(client: EngineClient) -> None:
+def test_shutdown_ends_open_streams(client: AsyncEngine) -> None:
     async def work() -> None:
         streams = [client.submit(ask(name, LONG)) for name in ("a", "b", "c")]
         await first(streams[0])
@@ -293,7 +293,7 @@ def test_shutdown_ends_open_streams(client: EngineClient) -> None:
 
 
 def test_what_comes_behind_a_shutdown_is_refused_not_forgotten(
-    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+    client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     step, entered, go = client.engine.step, threading.Event(), threading.Event()
 
@@ -324,7 +324,7 @@ def test_a_client_that_was_not_started_says_so(folder: str) -> None:
     config = EngineConfig.read(
         model=folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=64
     )
-    idle = EngineClient(Engine(config))
+    idle = AsyncEngine(Engine(config))
     assert not idle.is_alive
 
     async def work() -> None:
@@ -335,7 +335,7 @@ def test_a_client_that_was_not_started_says_so(folder: str) -> None:
     idle.shutdown()
 
 
-def test_stats_are_a_copy_that_can_be_taken_at_any_time(client: EngineClient) -> None:
+def test_stats_are_a_copy_that_can_be_taken_at_any_time(client: AsyncEngine) -> None:
     interval = sys.getswitchinterval()
     taken = []
 
@@ -366,9 +366,7 @@ def test_stats_are_a_copy_that_can_be_taken_at_any_time(client: EngineClient) ->
     assert client.stats().e2e_seconds == []
 
 
-def test_stats_never_show_half_a_step(
-    client: EngineClient, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stats_never_show_half_a_step(client: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every counter of a step changes at once for a reader in another thread."""
     live, observe = client.engine.stats, client.engine.stats.observe
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.runner.upload import upload
+from lockstep.runner.copy_to_device import copy_to_device
 
 pytestmark = pytest.mark.gpu
 
@@ -14,11 +14,11 @@ CYCLES = 2_000_000_000
 def test_an_upload_waits_for_nothing() -> None:
     x = torch.arange(1 << 22)
     to = torch.zeros_like(x, device="cuda")
-    upload(x, to)  # pinned memory of this size is there from now on
+    copy_to_device(x, to)  # pinned memory of this size is there from now on
     torch.cuda.synchronize()
     to.zero_()
     torch.cuda._sleep(CYCLES)
-    upload(x, to)
+    copy_to_device(x, to)
     behind = torch.cuda.Event()
     behind.record()
     assert not behind.query()
@@ -28,7 +28,7 @@ def test_an_upload_waits_for_nothing() -> None:
 def test_a_number_waits_for_nothing() -> None:
     to = torch.zeros(3, device="cuda")
     torch.cuda._sleep(CYCLES)
-    upload(2.5, to[1])
+    copy_to_device(2.5, to[1])
     behind = torch.cuda.Event()
     behind.record()
     assert not behind.query()
