@@ -26,7 +26,11 @@ from lockstep.runner.runner import Runner
 from lockstep.runner.sampler import Sampler
 from lockstep.runner.synthetic import SyntheticSampler
 from lockstep.runner.table import RowTable
-from lockstep.scheduling.draft_length import draft_length_policy
+from lockstep.scheduling.draft_length import (
+    DraftLengthPolicy,
+    FixedDraftLength,
+    draft_length_policy,
+)
 from lockstep.spec import DraftContext, NoDrafter, draft_lengths, drafter_module
 from lockstep.spec.vocabulary import draft_vocab_size, frequent_tokens
 from lockstep.step import StepShape
@@ -42,6 +46,7 @@ class EngineParts:
 
     plan: Plan
     runner: Runner
+    draft_policy: DraftLengthPolicy
     raw: dict[str, Any]
     choices: list[Choice]
 
@@ -148,9 +153,10 @@ def build_engine(config: EngineConfig, progress: Progress) -> EngineParts:
         plan = _measured(config, plan, layers, program)
     runner = Runner(plan, model, draft, program)
     taken = runner.warm_up(lambda i, n: progress("warming up", i, n))
+    policy: DraftLengthPolicy = FixedDraftLength(0)
     if config.speculative_config:
-        runner.drafts = draft_length_policy(config.speculative_config, plan.draft_lengths, taken)
-    return EngineParts(plan, runner, raw, build.choices)
+        policy = draft_length_policy(config.speculative_config, plan.draft_lengths, taken)
+    return EngineParts(plan, runner, policy, raw, build.choices)
 
 
 def _draft_tokens(
@@ -262,7 +268,7 @@ def _measured(
     lengths = largest_prompts(plan)
     program.table.inputs.fill(query_lens=lengths)
     sizes = len(lengths), sum(lengths), max(lengths)
-    program.run_step(StepShape(*sizes, prompt=True, drafts=plan.query_len - 1))
+    program.run_step(StepShape(*sizes, prompt=True, next_drafts=plan.query_len - 1))
     program.run_step(StepShape.uniform(plan.row_buckets[-1], plan.query_len))
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
