@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.cache.cache import Cache, CacheConfig
+from lockstep.check import answer_oracle
 from lockstep.check.asks import Answer, as_bits
 from lockstep.check.digests import watch
 from lockstep.check.plain import PlainRuns, push
@@ -59,7 +60,7 @@ class Stage:
         engine = self.llm.engine
         self._set(world)
         drafter = engine.runner.program.drafter
-        if world.kind.drafter == "told":
+        if world.kind.drafter == answer_oracle.NAME:
             drafter.tell(told_texts(world, plain))  # type: ignore[attr-defined]
         for index, prompt in enumerate(world.primed):
             asked = {"prompt_token_ids": list(prompt)}

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import DTYPES, EngineConfig, Plan
+from lockstep.engine.hooks import CheckHooks
 from lockstep.errors import ConfigError
 from lockstep.kernels.backends import load as load_backends
 from lockstep.layers.build import Build, Choice
@@ -21,7 +22,7 @@ from lockstep.models.hub import fetch
 from lockstep.models.loader import build_model, fill_dummy, load_weights, read_config
 from lockstep.models.reading import ConfigReader
 from lockstep.runner import memory
-from lockstep.runner.program import Program
+from lockstep.runner.program import Drafter, Program
 from lockstep.runner.runner import Runner
 from lockstep.runner.sampler import Sampler
 from lockstep.runner.synthetic import SyntheticSampler
@@ -117,7 +118,7 @@ def _synthetic(config: EngineConfig) -> str:
 
 
 @torch.inference_mode()
-def build_engine(config: EngineConfig, progress: Progress) -> EngineParts:
+def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) -> EngineParts:
     """Builds everything. Raises ConfigError, CheckpointError or CapacityError."""
     folder, device = find_model(config.model), pick_device(config)
     raw = read_config(folder)
@@ -148,13 +149,16 @@ def build_engine(config: EngineConfig, progress: Progress) -> EngineParts:
         plan = replace(plan, draft_vocab_size=known, draft_head_bytes=own)
     memory.check_room(build.room, plan, vocab)
     table = RowTable(plan, build, vocab)
-    program = _program(config, table, build, model, draft, drafting, ids)
+    create = hooks.drafter or (drafting.create if drafting else None)
+    program = _program(config, table, build, model, draft, create, ids)
     if device == "cuda" and config.num_gpu_blocks is None:
         plan = _measured(config, plan, layers, program)
     runner = Runner(plan, model, draft, program)
     taken = runner.warm_up(lambda i, n: progress("warming up", i, n))
     policy: DraftLengthPolicy = FixedDraftLength(0)
-    if config.speculative_config:
+    if hooks.draft_policy:
+        policy = hooks.draft_policy(plan.draft_lengths)
+    elif config.speculative_config:
         policy = draft_length_policy(config.speculative_config, plan.draft_lengths, taken)
     return EngineParts(plan, runner, policy, raw, build.choices)
 
@@ -187,17 +191,17 @@ def _program(
     build: Build,
     model: nn.Module,
     draft: nn.Module | None,
-    drafting: Any,
+    create: Callable[[DraftContext], Drafter] | None,
     ids: Tensor | None,
 ) -> Program:
     spec, vocab = config.speculative_config, model.config.vocab_size
     sampler = Sampler(table, build, vocab)
     if spec and spec.synthetic_acceptance is not None:
         sampler = SyntheticSampler(table, build, vocab, spec.synthetic_acceptance)
-    drafter: Any = NoDrafter()
-    if drafting:
+    drafter: Drafter = NoDrafter()
+    if spec and create:
         context = DraftContext(
-            spec,  # type: ignore[arg-type]
+            spec,
             table.drafts,
             table.tokens,
             table.computed,
@@ -206,7 +210,7 @@ def _program(
             partial(sampler.sample, ids=ids),
             build.at("drafter").op,
         )
-        drafter = drafting.create(context)
+        drafter = create(context)
     return Program(table, model, sampler, drafter)
 
 

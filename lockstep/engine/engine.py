@@ -13,6 +13,7 @@ from typing import Any
 from lockstep.cache.cache import Cache, CacheConfig
 from lockstep.config import EngineConfig
 from lockstep.engine.build import Progress, build_engine
+from lockstep.engine.hooks import NO_HOOKS, CheckHooks
 from lockstep.engine.stats import Stats
 from lockstep.errors import EngineDeadError
 from lockstep.runner.rows import check_ids
@@ -40,9 +41,12 @@ class Engine:
     any: whatever it counts changes under a lock that no step holds while the device works.
     """
 
-    def __init__(self, config: EngineConfig, progress: Progress = _silent) -> None:
+    def __init__(
+        self, config: EngineConfig, progress: Progress = _silent, hooks: CheckHooks = NO_HOOKS
+    ) -> None:
         self.config = config
-        self._parts = build_engine(config, progress)
+        self.hooks = hooks
+        self._parts = build_engine(config, progress, hooks)
         self.plan, self.runner = self._parts.plan, self._parts.runner
         self.model_config = self._parts.raw
         self.numerics = self.plan.numerics
@@ -67,7 +71,7 @@ class Engine:
             row_buckets=plan.row_buckets,
             draft_policy=self._parts.draft_policy,
             policy=config.scheduling_policy,
-            preempt_every=config.preempt_every,
+            preempt_every=hooks.preempt_every,
         )
         self.stats = Stats()
         self._counting = threading.Lock()

@@ -10,10 +10,11 @@ import pytest
 
 from lockstep import LLM, SamplingParams
 from lockstep.config import SpeculativeConfig
+from lockstep.engine.hooks import CheckHooks
 from lockstep.errors import ConfigError
 from lockstep.runner.observer import StepObserver
 from lockstep.runner.program import Outcome
-from lockstep.scheduling.draft_length import AdaptiveDraftLength, Costs
+from lockstep.scheduling.draft_length import AdaptiveDraftLength, Costs, RandomDraftLength
 from lockstep.scheduling.request import Request
 from lockstep.step import StepShape
 from tests.asking import GREEDY, PROMPTS, SEEDED, answer, make_engine
@@ -25,9 +26,10 @@ PARAMS = [
     replace(GREEDY, max_tokens=40, repetition_penalty=1.2, presence_penalty=0.3, logprobs=0),
     replace(SEEDED, max_tokens=40, bad_words=["path", "return"], min_tokens=20, logprobs=0),
 ]
+CHANGING = CheckHooks(draft_policy=RandomDraftLength)
 HARD: dict[str, dict[str, Any]] = {
     "usual": {},
-    "preempted": {"preempt_every": 3, "num_gpu_blocks": 24},
+    "preempted": {"num_gpu_blocks": 24},
     "two in flight, small chunks": {"steps_in_flight": 2, "max_num_batched_tokens": 64},
 }
 
@@ -59,7 +61,8 @@ def go_round(llm: LLM) -> list[int]:
 @pytest.mark.parametrize("drafter", ["mtp", "ngram"])
 @pytest.mark.parametrize("phase", HARD)
 def test_any_sequence_of_counts(plain: list[Any], drafter: str, phase: str) -> None:
-    llm = make_engine(drafter, num_speculative_tokens=5, adaptive="random", **HARD[phase])
+    hooks = replace(CHANGING, preempt_every=3 if phase == "preempted" else 0)
+    llm = make_engine(drafter, hooks, num_speculative_tokens=5, adaptive=True, **HARD[phase])
     assert llm.engine.plan.draft_lengths == COUNTS
     used, metrics = go_round(llm), []
     while len(used) <= len(ROUND):
@@ -76,7 +79,7 @@ def test_any_sequence_of_counts(plain: list[Any], drafter: str, phase: str) -> N
 
 def test_drafts_of_another_number_are_gone() -> None:
     """Behind a step of k drafts stand k at most: none of an older, longer step is tried again."""
-    llm = make_engine("mtp", num_speculative_tokens=3, adaptive="random")
+    llm = make_engine("mtp", CHANGING, num_speculative_tokens=3, adaptive=True)
     runner = llm.engine.runner
     seen = []
 
@@ -130,7 +133,7 @@ def test_counts_follow_from_k() -> None:
     assert make_engine(None).engine.plan.draft_lengths == (0,)
 
 
-@pytest.mark.parametrize("value", ["always", 1, None])
+@pytest.mark.parametrize("value", ["always", "random", 1, None])
 def test_what_is_neither_true_nor_false_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"adaptive=.*true, false, or random.*Choose"):
+    with pytest.raises(ConfigError, match=r"adaptive=.*true, false.*Choose"):
         SpeculativeConfig("mtp", adaptive=value)

@@ -385,7 +385,7 @@ FAULTS = (
         "    history[row_ids[token_rows], where] = after.roll(1)\n",
     ),
     Fault(
-        "told leaves a draft behind the window", "drafter", "spec/told.py",
+        "told leaves a draft behind the window", "drafter", "check/answer_oracle.py",
         "        c.drafts[rows, :count] = torch.where(real, drafts, -1)\n",
         "        c.drafts[rows, :count] = torch.where(real, drafts, -1)\n"
         "        if count:\n            c.drafts[rows, -1] = 7\n"
