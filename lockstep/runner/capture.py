@@ -142,6 +142,5 @@ def capture_pieces(model: nn.Module, pool: Any, token_counts: Iterable[int]) -> 
         return key[0][0] in counts
 
     for name, block in model.named_modules():
-        if hasattr(block, "pre_mixer") and hasattr(block, "post_mixer"):
-            block.pre_mixer = Captured(block.pre_mixer, pool, wanted, f"{name}.pre_mixer")
-            block.post_mixer = Captured(block.post_mixer, pool, wanted, f"{name}.post_mixer")
+        if hasattr(block, "tokenwise"):
+            block.tokenwise = Captured(block.tokenwise, pool, wanted, f"{name}.tokenwise")
