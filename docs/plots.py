@@ -130,6 +130,7 @@ def draw(found: list[Pair], path: Path) -> None:
     panels[-1].set_xlabel("tokens/s, bf16, one H200")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08)
     figure.savefig(path, metadata={"Date": None, "Creator": None})
+    path.write_text("".join(f"{line.rstrip()}\n" for line in path.read_text().splitlines()))
 
 
 if __name__ == "__main__":
