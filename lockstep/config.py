@@ -42,7 +42,7 @@ class SpeculativeConfig:
     synthetic_acceptance: with random weights only, the probability with which a draft behind
     accepted ones is accepted, instead of comparing it with the target's token.
     adaptive: whether each step brings as many drafts, up to num_speculative_tokens, as pay at the
-    running acceptance; "random": any number, to test that nothing changes.
+    running acceptance.
     """
 
     method: str
@@ -51,7 +51,7 @@ class SpeculativeConfig:
     prompt_lookup_max: int = 4
     draft_vocab_size: int | str = "auto"
     synthetic_acceptance: float | None = None
-    adaptive: bool | str = True
+    adaptive: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str):
@@ -66,9 +66,9 @@ class SpeculativeConfig:
         remedy = "Choose it no larger than prompt_lookup_max."
         _check_number("prompt_lookup_min", low, 1, high, remedy)
         self._check_draft_vocab_size()
-        if not (isinstance(self.adaptive, bool) or self.adaptive == "random"):
+        if not isinstance(self.adaptive, bool):
             remedy = "Choose true, or false for the same number of drafts in every step."
-            allowed = "true, false, or random"
+            allowed = "true, false"
             raise choice_error(ConfigError, "adaptive", self.adaptive, allowed, remedy)
         if self.synthetic_acceptance is not None:
             remedy = "Choose a probability, or leave it out to verify drafts."
@@ -143,7 +143,6 @@ class EngineConfig:
     steps_in_flight: int | None = _option(
         None, "steps launched before the first is read: 2 on a GPU, 1 on a CPU"
     )
-    preempt_every: int = _option(0, "preempt a row every N steps, to test that nothing changes")
 
     def __post_init__(self) -> None:
         object.__setattr__(
@@ -192,7 +191,6 @@ class EngineConfig:
             ("max_model_len", 2, 1 << 24),
             ("num_gpu_blocks", 2, 1 << 30),
             ("num_snapshots", 0, 1 << 20),
-            ("preempt_every", 0, 1 << 30),
             ("steps_in_flight", 1, 2),
             ("gpu_memory_utilization", 0.05, 0.98),
             ("seed", 0, 2**32 - 1),

@@ -35,11 +35,21 @@ class LLM:
         progress: Callable[[str, int, int], None] = lambda what, done, of: None,
         **settings: Any,
     ) -> None:
-        config = EngineConfig.read(model=model, **settings)
-        self.engine = Engine(config, progress)
-        plan = self.engine.plan
+        self._stand_over(Engine(EngineConfig.read(model=model, **settings), progress))
+
+    @classmethod
+    def over(cls, engine: Engine) -> "LLM":
+        """An LLM around an engine that stands."""
+        llm = cls.__new__(cls)
+        llm._stand_over(engine)
+        return llm
+
+    def _stand_over(self, engine: Engine) -> None:
+        """Takes the engine, and reads the tokenizer and chat template of its checkpoint."""
+        plan = engine.plan
+        self.engine = engine
         self.tokenizer = None
-        if not config.skip_tokenizer_init:
+        if not engine.config.skip_tokenizer_init:
             self.tokenizer = Tokenizer(plan.model_path)
         self.processor = Processor.for_model(self.tokenizer, plan.model_path, plan.max_model_len)
 

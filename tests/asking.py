@@ -4,7 +4,9 @@ from dataclasses import fields, replace
 from typing import Any
 
 from lockstep import LLM, SamplingParams
-from lockstep.config import SpeculativeConfig
+from lockstep.config import EngineConfig, SpeculativeConfig
+from lockstep.engine.engine import Engine
+from lockstep.engine.hooks import NO_HOOKS, CheckHooks
 from lockstep.outputs import RequestOutput
 
 TEXT = "def read(path):"
@@ -19,7 +21,7 @@ SEEDED = replace(GREEDY, temperature=0.9, top_p=0.95, seed=7)
 DRAFTS = 3
 
 
-def make_engine(drafter: str | None, **settings: Any) -> LLM:
+def make_engine(drafter: str | None, hooks: CheckHooks = NO_HOOKS, **settings: Any) -> LLM:
     """A model (the bundled one) with four rows of 512 tokens, and DRAFTS drafts or none.
 
     What SpeculativeConfig knows goes to it, anything else to EngineConfig. Every step brings
@@ -29,7 +31,8 @@ def make_engine(drafter: str | None, **settings: Any) -> LLM:
     spec = {"method": drafter, "num_speculative_tokens": DRAFTS, "adaptive": False}
     spec |= {name: settings.pop(name) for name in list(settings) if name in keys}
     settings = {"max_model_len": 512, "max_num_seqs": 4, **settings}
-    return LLM(speculative_config=spec if drafter else None, **settings)
+    config = EngineConfig.read(speculative_config=spec if drafter else None, **settings)
+    return LLM.over(Engine(config, hooks=hooks))
 
 
 def assert_idle(llm: LLM) -> None:

@@ -50,8 +50,6 @@ BAD: list[tuple[str, Any, str]] = [
     ("seed", -1, "from 0"),
     ("seed", None, "from 0"),
     ("steps_in_flight", 3, "from 1 to 2"),
-    ("preempt_every", -1, "from 0 to 1073741824"),
-    ("preempt_every", None, "from 0"),
     ("row_buckets", (), "whole numbers from 1 to 1024"),
     ("row_buckets", (1, 0), "whole numbers from 1 to 1024"),
     ("row_buckets", (1, "2"), "whole numbers from 1 to 1024"),

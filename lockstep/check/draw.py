@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lockstep.check import answer_oracle
 from lockstep.check.asks import Answer
 from lockstep.check.plain import PlainRuns
 from lockstep.check.world import MOST_PAGES, Asked, Kind, Limits, World
@@ -53,7 +54,7 @@ def kind_of(seed: int, group: int, drafters: tuple[str, ...], graphs: tuple[str,
     }
     if name == "none":
         return Kind(**common)
-    drafter = name if name in drafters else "told"
+    drafter = name if name in drafters else answer_oracle.NAME
     drafts = (
         rng.choice((3, 5, 7)) if changing else rng.choice((6, 7) if not group else (1, 2, 3, 4))
     )

@@ -8,11 +8,13 @@ from dataclasses import dataclass, field, fields
 from importlib import import_module
 
 import lockstep.kernels
+from lockstep.check import answer_oracle
 from lockstep.kernels import Op
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
 from lockstep.spec import DRAFTERS
 
+EVERY_DRAFTER = (*DRAFTERS, answer_oracle.NAME)
 UNREAD = ("extra_args",)
 """Sampling parameters that nothing reads."""
 
@@ -46,7 +48,8 @@ class Exercised:
             self.refused.setdefault(choice["op"], {}).update(choice["refused"])
         spec = llm.engine.config.speculative_config
         if spec is not None:
-            self.drafters.add(spec.method)
+            oracle = llm.engine.hooks.drafter is not None
+            self.drafters.add(answer_oracle.NAME if oracle else spec.method)
 
     def params(self, params: SamplingParams) -> None:
         """Parameters that a request was asked with."""
@@ -56,7 +59,7 @@ class Exercised:
 
     def lacks(self) -> list[str]:
         """What was not exercised, and why where that is known."""
-        found = [f"drafter {name}" for name in DRAFTERS if name not in self.drafters]
+        found = [f"drafter {name}" for name in EVERY_DRAFTER if name not in self.drafters]
         known = (name for name in SamplingParams.names() if name not in UNREAD)
         found += [f"parameter {name}" for name in known if name not in self.parameters]
         for name, op in every_op().items():

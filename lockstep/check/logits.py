@@ -11,8 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lockstep.check import answer_oracle
 from lockstep.check.asks import PREFIX_TAIL, Ask
 from lockstep.check.digests import watch
+from lockstep.check.engines import build_llm
 from lockstep.check.logits_matrix import SIZES, Batch, Size, batches, engines, make_asks
 from lockstep.check.logits_matrix import settings as engine_settings
 from lockstep.check.matrix import PLAIN, Setup
@@ -64,8 +66,8 @@ def run_logits(
 
     def build(setup: Setup) -> LLM:
         gc.collect()
-        own = engine_settings(setup, chosen, long)
-        return LLM(model, **{**settings, **own, "skip_tokenizer_init": True})
+        own = {**settings, **engine_settings(setup, chosen, long), "skip_tokenizer_init": True}
+        return build_llm(model, own, setup.hooks())
 
     plain = build(PLAIN)
     asks = make_asks(plain.engine.vocab_size, long, chosen.max_tokens)
@@ -94,7 +96,7 @@ class _Engine:
 
     def run(self, size: Size, turn: int) -> None:
         """Runs every batch, compares, and adds to the report."""
-        if self.setup.drafter == "told":
+        if self.setup.drafter == answer_oracle.NAME:
             texts = [[*a.prompt, *self.expected[a.name].tokens] for a in self.asks]
             self.llm.engine.runner.program.drafter.tell(texts)  # type: ignore[attr-defined]
         for batch in batches(self.asks, size, turn):
@@ -138,7 +140,7 @@ class _Engine:
         self.report.exercised = dict(Counter(self.report.exercised) + seen)
         wanted = ["cached tokens"] if batch.primed else []
         wanted += ["drafted"] if self.setup.k else []
-        wanted += ["accepted"] if self.setup.drafter == "told" else []
+        wanted += ["accepted"] if self.setup.drafter == answer_oracle.NAME else []
         lacks = [f"no {name} at all" for name in wanted if not seen[name]]
         if not batch.primed and seen["cached tokens"]:
             lacks.append("cached tokens in a cold run")

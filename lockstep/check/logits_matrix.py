@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import cycle, islice
 from typing import Any
 
+from lockstep.check import answer_oracle
 from lockstep.check.asks import Ask
 from lockstep.check.matrix import Setup
 from lockstep.runner.memory import PAGE_SIZE
@@ -59,14 +60,15 @@ def engines(size: Size, graphs: tuple[str, ...], mtp: bool) -> Iterator[Setup]:
     """Every K of the size in the first graph mode, some in the others; MTP drafts once if any."""
     for graph in graphs:
         for k in size.drafts if graph == graphs[0] else size.mixed:
-            yield Setup("told" if k else "none", k, "cold", graph)
+            yield Setup(answer_oracle.NAME if k else "none", k, "cold", graph)
     if mtp:
         yield Setup("mtp", 3, "cold", graphs[0])
 
 
 def settings(setup: Setup, size: Size, long: int) -> dict[str, Any]:
     """The LLM arguments of an engine: room for all rows, and for two of the long prompt."""
-    spec = {"method": setup.drafter, "num_speculative_tokens": setup.k, "adaptive": False}
+    method = answer_oracle.STAND_IN if setup.drafter == answer_oracle.NAME else setup.drafter
+    spec = {"method": method, "num_speculative_tokens": setup.k, "adaptive": False}
     rows, length = max(size.rows), long + size.max_tokens
     short = max(SHORT) + size.max_tokens + 3 * (setup.k + 1)
     return {

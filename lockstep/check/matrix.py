@@ -4,6 +4,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
+from lockstep.check.engines import hooks_of
+from lockstep.engine.hooks import CheckHooks
+
 DRAFTERS = ("ngram", "mtp")
 DRAFT_COUNTS = (1, 2, 3, 5, 7)
 DEFAULT_COUNTS = (1, 3, 7)
@@ -62,7 +65,7 @@ class Setup:
     def settings(self, small_chunks: bool = True) -> dict[str, Any]:
         """The LLM arguments of this engine."""
         spec: dict[str, Any] = {"method": self.drafter, "num_speculative_tokens": self.k}
-        spec["adaptive"] = "random" if self.changing else False
+        spec["adaptive"] = self.changing
         if self.drafter == "ngram":
             spec["prompt_lookup_min"] = 1  # more drafts, and more of them wrong
         return {
@@ -75,8 +78,12 @@ class Setup:
             "num_gpu_blocks": PAGES,
             "num_snapshots": SNAPSHOTS if self.phase == "prefix hit" else 0,
             "enable_prefix_caching": self.phase == "prefix hit",
-            "preempt_every": PREEMPT_EVERY if self.phase == "preempted" else 0,
         }
+
+    def hooks(self) -> CheckHooks:
+        """What only a check puts into this engine."""
+        every = PREEMPT_EVERY if self.phase == "preempted" else 0
+        return hooks_of(self.drafter, self.changing, every)
 
 
 PLAIN = Setup("none", 0, "cold", "none")

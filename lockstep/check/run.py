@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lockstep.check.draw import Drawer
+from lockstep.check.engines import build_llm
 from lockstep.check.exercised import Exercised
 from lockstep.check.matrix import PLAIN, SIZES
 from lockstep.check.oracle import run_oracle
@@ -82,7 +83,7 @@ def _examiner(
     runs: PlainRuns, model: str | None, settings: dict[str, Any], report: Report
 ) -> Examiner:
     def build(kind: Kind) -> LLM:
-        llm = LLM(model, **kind.settings(), **settings)
+        llm = build_llm(model, {**kind.settings(), **settings}, kind.hooks())
         if report.used is not None:
             report.used.engine(llm)
         return llm

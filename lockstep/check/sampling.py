@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lockstep.check import naive
+from lockstep.check import answer_oracle, naive
 from lockstep.check.matrix import TESTS, Setup
 from lockstep.check.plain import PlainRuns
 from lockstep.check.report import Failure, Report, Tally
@@ -289,9 +289,9 @@ def run_sampling(
     """Runs the section and adds to the report. draws: seeds of a test, 0: no tests."""
     if not draws:
         return
-    setup = Setup("told", DRAFTS, SAMPLING, "none")
+    setup = Setup(answer_oracle.NAME, DRAFTS, SAMPLING, "none")
     context = find_context(plain)
-    sampling = Sampling(build(Kind("told", DRAFTS, buckets=(ROWS,))), context)
+    sampling = Sampling(build(Kind(answer_oracle.NAME, DRAFTS, buckets=(ROWS,))), context)
     for name, what in _tests(sampling, draws):
         started = time.monotonic()
         if what is not None:

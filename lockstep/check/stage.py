@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.cache.cache import Cache, CacheConfig
+from lockstep.check import answer_oracle
 from lockstep.check.asks import Answer, as_bits
 from lockstep.check.digests import watch
 from lockstep.check.plain import PlainRuns, push
@@ -59,7 +60,7 @@ class Stage:
         engine = self.llm.engine
         self._set(world)
         drafter = engine.runner.program.drafter
-        if world.kind.drafter == "told":
+        if world.kind.drafter == answer_oracle.NAME:
             drafter.tell(told_texts(world, plain))  # type: ignore[attr-defined]
         for index, prompt in enumerate(world.primed):
             asked = {"prompt_token_ids": list(prompt)}
@@ -85,19 +86,20 @@ class Stage:
             max_num_seqs=limits.rows,
             enable_prefix_caching=limits.caching,
         )
+        policy = engine.scheduler.draft_policy
+        if world.kind.changing:
+            policy = RandomDraftLength(engine.plan.draft_lengths, random.Random(world.draws))
         engine.scheduler = Scheduler(
             Cache(config),
             max_num_seqs=limits.rows,
             max_num_batched_tokens=limits.chunk,
             max_model_len=limits.length,
             query_len=engine.plan.query_len,
+            row_buckets=engine.plan.row_buckets,
+            draft_policy=policy,
             policy=limits.policy,
             preempt_every=limits.preempt_every,
         )
-        if world.kind.changing:
-            draw = random.Random(world.draws)
-            engine.runner.drafts = RandomDraftLength(engine.plan.draft_lengths, draw)
-        engine.runner.made = 0
         make_dirty(engine, world.dirt)
 
     def _drive(self, world: World, seen: Counter[str]) -> list[list[Line]]:

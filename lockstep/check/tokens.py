@@ -9,6 +9,7 @@ from typing import Any
 
 from lockstep.check import asks as asking
 from lockstep.check.asks import Answer, Ask
+from lockstep.check.engines import build_llm
 from lockstep.check.matrix import BATCHES, DRAFTERS, PLAIN, SIZES, Setup, Size, setups
 from lockstep.check.report import Failure, Report, Tally
 from lockstep.check.trace import first_difference
@@ -86,7 +87,8 @@ class _Engine:
         started, before = time.monotonic(), len(self.report.failures)
         cases = 0
         try:
-            cases = self._run_all(LLM(model, **self.setup.settings(), **settings))
+            own = {**self.setup.settings(), **settings}
+            cases = self._run_all(build_llm(model, own, self.setup.hooks()))
         except Exception as error:  # an engine that breaks has not given the plain answer
             what = f"raised {type(error).__name__}: {error}"
             self._fail_all(what)
@@ -148,7 +150,7 @@ def _locate(
     suspect = replace(failure.setup, graph="none")
     where = first_difference(
         lambda: LLM(model, **PLAIN.settings(small_chunks=False), **settings),
-        lambda: LLM(model, **suspect.settings(), **settings),
+        lambda: build_llm(model, {**suspect.settings(), **settings}, suspect.hooks()),
         ask,
         [ask] if failure.batch == BATCHES[0] else _company(failure, ask, asks, size),
         primed=asks if suspect.phase == "prefix hit" else [],

@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from lockstep.check import answer_oracle
+from lockstep.check.engines import hooks_of
+from lockstep.engine.hooks import CheckHooks
 from lockstep.errors import ConfigError, choice_error
 from lockstep.sampling_params import SamplingParams
 
@@ -24,8 +27,8 @@ MOST_BYTES = 1 << 24
 class Kind:
     """What an engine is built for; engines of one kind may be shared.
 
-    drafter: none, or a name in lockstep.spec.DRAFTERS; changing: every step brings another number
-    of drafts, up to `drafts`; lookup: the shortest n-gram that is looked up.
+    drafter: none, a name in lockstep.spec.DRAFTERS, or that of AnswerOracle; changing: every step
+    brings another number of drafts, up to `drafts`; lookup: the shortest n-gram that is looked up.
     """
 
     drafter: str = "none"
@@ -38,10 +41,11 @@ class Kind:
 
     def settings(self) -> dict[str, Any]:
         """The LLM arguments of an engine with room for every world of this kind."""
+        oracle = self.drafter == answer_oracle.NAME
         spec: dict[str, Any] = {
-            "method": self.drafter,
+            "method": answer_oracle.STAND_IN if oracle else self.drafter,
             "num_speculative_tokens": self.drafts,
-            "adaptive": "random" if self.changing else False,
+            "adaptive": self.changing,
             "prompt_lookup_min": self.lookup,
         }
         return {
@@ -55,11 +59,15 @@ class Kind:
             "num_snapshots": MOST_SNAPSHOTS,
         }
 
+    def hooks(self) -> CheckHooks:
+        """What only a check puts into this engine."""
+        return hooks_of(self.drafter, self.changing)
+
 
 @dataclass(frozen=True)
 class Limits:
     """What is scheduled and cached. rows: requests that run at once; chunk: prompt tokens of a
-    step; pages, snapshots: how many there are; preempt_every: as in EngineConfig; length: most
+    step; pages, snapshots: how many there are; preempt_every: as in CheckHooks; length: most
     tokens of prompt and answer."""
 
     rows: int = 6

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import DTYPES, EngineConfig, Plan
+from lockstep.engine.hooks import CheckHooks
 from lockstep.errors import ConfigError
 from lockstep.kernels.backends import load as load_backends
 from lockstep.layers.build import Build, Choice
@@ -21,12 +22,16 @@ from lockstep.models.hub import fetch
 from lockstep.models.loader import build_model, fill_dummy, load_weights, read_config
 from lockstep.models.reading import ConfigReader
 from lockstep.runner import memory
-from lockstep.runner.program import Program
+from lockstep.runner.program import Drafter, Program
 from lockstep.runner.runner import Runner
 from lockstep.runner.sampler import Sampler
 from lockstep.runner.synthetic import SyntheticSampler
 from lockstep.runner.table import RowTable
-from lockstep.scheduling.draft_length import draft_length_policy
+from lockstep.scheduling.draft_length import (
+    DraftLengthPolicy,
+    FixedDraftLength,
+    draft_length_policy,
+)
 from lockstep.spec import DraftContext, NoDrafter, draft_lengths, drafter_module
 from lockstep.spec.vocabulary import draft_vocab_size, frequent_tokens
 from lockstep.step import StepShape
@@ -42,6 +47,7 @@ class EngineParts:
 
     plan: Plan
     runner: Runner
+    draft_policy: DraftLengthPolicy
     raw: dict[str, Any]
     choices: list[Choice]
 
@@ -112,7 +118,7 @@ def _synthetic(config: EngineConfig) -> str:
 
 
 @torch.inference_mode()
-def build_engine(config: EngineConfig, progress: Progress) -> EngineParts:
+def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) -> EngineParts:
     """Builds everything. Raises ConfigError, CheckpointError or CapacityError."""
     folder, device = find_model(config.model), pick_device(config)
     raw = read_config(folder)
@@ -143,14 +149,18 @@ def build_engine(config: EngineConfig, progress: Progress) -> EngineParts:
         plan = replace(plan, draft_vocab_size=known, draft_head_bytes=own)
     memory.check_room(build.room, plan, vocab)
     table = RowTable(plan, build, vocab)
-    program = _program(config, table, build, model, draft, drafting, ids)
+    create = hooks.drafter or (drafting.create if drafting else None)
+    program = _program(config, table, build, model, draft, create, ids)
     if device == "cuda" and config.num_gpu_blocks is None:
         plan = _measured(config, plan, layers, program)
     runner = Runner(plan, model, draft, program)
     taken = runner.warm_up(lambda i, n: progress("warming up", i, n))
-    if config.speculative_config:
-        runner.drafts = draft_length_policy(config.speculative_config, plan.draft_lengths, taken)
-    return EngineParts(plan, runner, raw, build.choices)
+    policy: DraftLengthPolicy = FixedDraftLength(0)
+    if hooks.draft_policy:
+        policy = hooks.draft_policy(plan.draft_lengths)
+    elif config.speculative_config:
+        policy = draft_length_policy(config.speculative_config, plan.draft_lengths, taken)
+    return EngineParts(plan, runner, policy, raw, build.choices)
 
 
 def _draft_tokens(
@@ -181,17 +191,17 @@ def _program(
     build: Build,
     model: nn.Module,
     draft: nn.Module | None,
-    drafting: Any,
+    create: Callable[[DraftContext], Drafter] | None,
     ids: Tensor | None,
 ) -> Program:
     spec, vocab = config.speculative_config, model.config.vocab_size
     sampler = Sampler(table, build, vocab)
     if spec and spec.synthetic_acceptance is not None:
         sampler = SyntheticSampler(table, build, vocab, spec.synthetic_acceptance)
-    drafter: Any = NoDrafter()
-    if drafting:
+    drafter: Drafter = NoDrafter()
+    if spec and create:
         context = DraftContext(
-            spec,  # type: ignore[arg-type]
+            spec,
             table.drafts,
             table.tokens,
             table.computed,
@@ -200,7 +210,7 @@ def _program(
             partial(sampler.sample, ids=ids),
             build.at("drafter").op,
         )
-        drafter = drafting.create(context)
+        drafter = create(context)
     return Program(table, model, sampler, drafter)
 
 
@@ -262,7 +272,7 @@ def _measured(
     lengths = largest_prompts(plan)
     program.table.inputs.fill(query_lens=lengths)
     sizes = len(lengths), sum(lengths), max(lengths)
-    program.run_step(StepShape(*sizes, prompt=True, drafts=plan.query_len - 1))
+    program.run_step(StepShape(*sizes, prompt=True, next_drafts=plan.query_len - 1))
     program.run_step(StepShape.uniform(plan.row_buckets[-1], plan.query_len))
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before

@@ -258,8 +258,6 @@ def draft_length_policy(
 
     taken: (rows, count) -> ms of a step of null rows.
     """
-    if config.adaptive == "random":
-        return RandomDraftLength(counts)
     if not config.adaptive:
         return FixedDraftLength(counts[-1])
     return AdaptiveDraftLength(counts, Costs.measured(taken))

@@ -20,7 +20,6 @@ from lockstep.step import Step, Verdict
 DRAFTERS = {
     "ngram": "lockstep.spec.ngram",
     "mtp": "lockstep.spec.mtp",
-    "told": "lockstep.spec.told",
 }
 
 

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from lockstep.check import SIZES, Report, run_check
-from lockstep.check.exercised import UNREAD, Exercised, every_op
+from lockstep.check.exercised import EVERY_DRAFTER, UNREAD, Exercised, every_op
 from lockstep.check.worlds import Effort
 from lockstep.sampling_params import SamplingParams
-from lockstep.spec import DRAFTERS
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +74,9 @@ def test_every_face_that_serves_here_is_called(
 
 
 def test_every_drafter_drafts(report: Report) -> None:
-    assert report.used is not None and report.used.drafters == set(DRAFTERS)
+    assert report.used is not None and report.used.drafters == set(EVERY_DRAFTER)
     uneven = {t.setup.drafter for t in report.tallies if t.setup.changing}
-    assert uneven == set(DRAFTERS), "each drafts a number that changes from step to step"
+    assert uneven == set(EVERY_DRAFTER), "each drafts a number that changes from step to step"
 
 
 def test_every_parameter_is_asked_with(report: Report) -> None:

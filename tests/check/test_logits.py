@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from lockstep.check import logits_matrix, run_logits
+from lockstep.check.answer_oracle import AnswerOracle
 from lockstep.check.digests import digest
 from lockstep.check.logits_matrix import CHUNKS, SIZES, Size, batches, engines, make_asks
 from lockstep.check.matrix import Setup
 from lockstep.check.report import Report
 from lockstep.errors import ConfigError
 from lockstep.layers.linear import Head
-from lockstep.spec.told import ToldDrafter
 
 GRAPHS = ("full", "piecewise", "none")
 SMALL = Size((1, 2, 7), (0, 3, 7), (), 1, 1, 300, 10)
@@ -82,7 +82,7 @@ def test_one_bit_that_depends_on_the_rows_is_seen(
 def test_an_axis_that_never_takes_place_is_a_failure(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ToldDrafter, "tell", lambda self, texts: None)
+    monkeypatch.setattr(AnswerOracle, "tell", lambda self, texts: None)
     monkeypatch.setattr("lockstep.check.logits._prime", lambda llm, asks: None)
     report = check(Size((1,), (2,), (), 0, 1, 300, 6))
     told = {(f.batch, f.what) for f in report.failures if f.setup.drafter == "told"}

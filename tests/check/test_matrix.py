@@ -126,5 +126,5 @@ def test_trace_compares_only_what_both_saw() -> None:
 def test_plain_run_has_none_of_what_is_varied() -> None:
     settings = PLAIN.settings(small_chunks=False)
     assert settings["speculative_config"] is None and settings["cuda_graph_mode"] == "none"
-    assert not settings["enable_prefix_caching"] and not settings["preempt_every"]
+    assert not settings["enable_prefix_caching"] and not PLAIN.hooks().preempt_every
     assert settings["max_num_batched_tokens"] >= settings["max_model_len"]

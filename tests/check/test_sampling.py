@@ -11,6 +11,7 @@ from torch import Tensor
 
 import lockstep.kernels.sampling as engines
 from lockstep.check import sampling
+from lockstep.check.engines import build_llm
 from lockstep.check.matrix import PLAIN
 from lockstep.check.plain import PlainRuns
 from lockstep.check.report import Report
@@ -43,9 +44,10 @@ def found(plain: PlainRuns, model: str) -> Callable[[], set[str]]:
 
     def run() -> set[str]:
         report = Report("quick", "")
-        build: Callable[[Kind], LLM] = lambda kind: LLM(  # noqa: E731
-            model, load_format="dummy", **kind.settings()
-        )
+
+        def build(kind: Kind) -> LLM:
+            return build_llm(model, {"load_format": "dummy", **kind.settings()}, kind.hooks())
+
         run_sampling(plain, build, 48, report)
         assert report.cases == len(report.tallies) == 32
         return {f.batch for f in report.failures}

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 from lockstep.cache.cache import Cache
 from lockstep.check import Effort, read_world, run_check, run_replay
 from lockstep.check.draw import KINDS, LONGER, PUSHED, SELDOM, Drawer, kind_of
+from lockstep.check.engines import build_llm
 from lockstep.check.matrix import PLAIN
 from lockstep.check.plain import PlainRuns
 from lockstep.check.rules import WorldError
@@ -46,7 +47,7 @@ WORLD = World(
 
 @pytest.fixture(scope="module")
 def build(model: str) -> Callable[..., LLM]:
-    return lambda kind: LLM(model, load_format="dummy", **kind.settings())
+    return lambda kind: build_llm(model, {"load_format": "dummy", **kind.settings()}, kind.hooks())
 
 
 @pytest.fixture(scope="module")

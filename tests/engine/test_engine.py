@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep import LLM, SamplingParams
+from lockstep.engine.hooks import CheckHooks
 from lockstep.outputs import RequestOutput
 from lockstep.scheduling.request import Request
 from tests.asking import DRAFTS, GREEDY, PROMPTS, TEXT, answer, assert_idle, bits, make_engine, one
@@ -203,8 +204,9 @@ def test_requests_that_come_and_go_at_random_get_their_own_answers(
     tiny: dict[str, Any], expected: dict[str, list[Any]], drafter: str | None
 ) -> None:
     """Few pages, forced preemption, two steps in flight, aborts at any time: no bit changes."""
-    hard = {"num_gpu_blocks": 14, "num_snapshots": 3, "preempt_every": 5, "steps_in_flight": 2}
-    engine = make_engine(drafter, max_num_batched_tokens=128, **hard, **tiny).engine
+    hard = {"num_gpu_blocks": 14, "num_snapshots": 3, "steps_in_flight": 2}
+    hooks = CheckHooks(preempt_every=5)
+    engine = make_engine(drafter, hooks, max_num_batched_tokens=128, **hard, **tiny).engine
     waiting, requests, draw = make_requests(), {}, random.Random(3)
     ended: list[str] = []
     while waiting or engine.has_work():

@@ -191,7 +191,7 @@ def test_every_damaged_checkpoint_is_refused_in_plain_words(tmp_path: Path, weig
     [
         {name: value}
         for name in ("max_num_seqs", "num_gpu_blocks", "max_model_len", "num_snapshots",
-                     "max_num_batched_tokens", "steps_in_flight", "preempt_every", "seed")
+                     "max_num_batched_tokens", "steps_in_flight", "seed")
         for value in (HUGE, -HUGE, 10**400, float("nan"), "x", [])
     ]
     + [{"row_buckets": [HUGE]}, {"row_buckets": [1] * 100_000}],

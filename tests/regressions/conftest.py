@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
-from lockstep import LLM, SamplingParams
+from lockstep import LLM, EngineConfig, SamplingParams
+from lockstep.engine.engine import Engine
+from lockstep.engine.hooks import CheckHooks
+from lockstep.scheduling.draft_length import RandomDraftLength
 from tests.tiny_model import make_model
 
 PROMPTS = [[(7 * i + i * i) % 250 for i in range(n)] for n in (300, 5, 65, 130)]
@@ -21,16 +24,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make(folder: Path) -> Callable[..., LLM]:
-    """An engine over the tiny model with these settings."""
+    """An engine over the tiny model with these settings. changing: every step brings another
+    number of drafts."""
 
     def build(
-        method: str | None = None, k: int = 3, adaptive: bool | str = False, **settings: Any
+        method: str | None = None, k: int = 3, changing: bool = False, **settings: Any
     ) -> LLM:
         if method:
-            spec = {"method": method, "num_speculative_tokens": k, "adaptive": adaptive}
+            spec = {"method": method, "num_speculative_tokens": k, "adaptive": changing}
             settings["speculative_config"] = spec
         settings = {"max_model_len": 512, "max_num_seqs": 8, **settings}
-        return LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, **settings)
+        config = EngineConfig.read(
+            model=str(folder), load_format="dummy", skip_tokenizer_init=True, **settings
+        )
+        hooks = CheckHooks(draft_policy=RandomDraftLength if changing else None)
+        return LLM.over(Engine(config, hooks=hooks))
 
     return build
 

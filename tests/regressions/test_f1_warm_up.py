@@ -19,7 +19,7 @@ Seen = set[tuple[bool, int]]
 
 
 def watched(
-    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, adaptive: bool | str = False
+    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, changing: bool = False
 ) -> tuple[Seen, Seen]:
     """(kinds of step that warm-up ran, kinds that serving ran): prompt or not, query length."""
     seen: Seen = set()
@@ -30,7 +30,7 @@ def watched(
         return run(self, shape)
 
     monkeypatch.setattr(Program, "run_step", watch)
-    llm = make("mtp", 3, adaptive=adaptive)
+    llm = make("mtp", 3, changing=changing)
     warmed = set(seen)
     seen.clear()
     answers(llm)
@@ -48,7 +48,7 @@ def test_serving_runs_nothing_that_warm_up_did_not(
 def test_every_number_of_drafts_was_warmed_up(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warmed, served = watched(make, monkeypatch, adaptive="random")
+    warmed, served = watched(make, monkeypatch, changing=True)
     assert served == {(True, 0), (False, 1), (False, 2), (False, 4)}
     assert served <= warmed
 

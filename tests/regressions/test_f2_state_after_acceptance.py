@@ -65,7 +65,7 @@ def test_another_number_of_drafts_in_every_step_leaves_the_answer_alone(
     plain, known = plain_and_known(make)
     for user in (gated_delta_net, table):
         monkeypatch.setattr(user, "flush_after", lambda device: flush)
-    llm = make("ngram", k, adaptive="random")
+    llm = make("ngram", k, changing=True)
     script(llm, known)
     assert answers(llm) == plain
     assert llm.engine.stats.accepted_tokens_total > 20

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep import LLM, SamplingParams
+from lockstep import LLM, EngineConfig, SamplingParams
+from lockstep.engine.engine import Engine
+from lockstep.engine.hooks import CheckHooks
 from lockstep.errors import CaptureError
 from lockstep.example_prompts import long_prompt, short_prompts
 from lockstep.kernels.activations import silu_mul
@@ -19,6 +21,7 @@ from lockstep.kernels.backends import load
 from lockstep.runner.capture import Captured
 from lockstep.runner.capture_checks import Fault, OwnMemory
 from lockstep.runner.table import RowTable
+from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.step import StepShape
 
 pytestmark = pytest.mark.gpu
@@ -29,7 +32,7 @@ DRAFTERS: dict[str, dict[str, Any] | None] = {
     "none": None,
     "mtp": {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False},
     "ngram": {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False},
-    "changing": {"method": "mtp", "num_speculative_tokens": 3, "adaptive": "random"},
+    "changing": {"method": "mtp", "num_speculative_tokens": 3, "adaptive": True},
 }
 GREEDY = SamplingParams(
     temperature=0, max_tokens=48, ignore_eos=True, logprobs=2, seed=1, detokenize=False
@@ -48,9 +51,10 @@ KINDS = (GREEDY, SAMPLED, PENALISED)
 Answer = list[Any]
 
 
-def build(dtype: str, drafter: str, graph: str, **settings: Any) -> LLM:
+def build(dtype: str, drafter: str, graph: str, preempt_every: int = 0, **settings: Any) -> LLM:
     """The bundled model with few pages, and every bucket that the batches below fall into."""
-    return LLM(
+    policy = RandomDraftLength if drafter == "changing" else None
+    config = EngineConfig.read(
         device=DEVICE,
         dtype=dtype,
         cuda_graph_mode=graph,
@@ -58,6 +62,8 @@ def build(dtype: str, drafter: str, graph: str, **settings: Any) -> LLM:
         row_buckets=BUCKETS,
         **{"max_model_len": 1024, "max_num_seqs": 8, "num_gpu_blocks": 160, **settings},
     )
+    hooks = CheckHooks(draft_policy=policy, preempt_every=preempt_every)
+    return LLM.over(Engine(config, hooks=hooks))
 
 
 def ask(llm: LLM) -> list[Answer]:

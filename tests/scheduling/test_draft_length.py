@@ -220,8 +220,10 @@ def test_the_config_says_who_chooses() -> None:
     assert isinstance(
         draft_length_policy(SpeculativeConfig("ngram", 3), COUNTS, taken), AdaptiveDraftLength
     )
-    spec = SpeculativeConfig("ngram", 3, adaptive="random")
-    drawn = [[draft_length_policy(spec, COUNTS, taken).choose(1)] for _ in range(2)]
+
+
+def test_a_random_draft_length_is_any_and_the_same_in_each_run() -> None:
+    drawn = [[RandomDraftLength(COUNTS).choose(1)] for _ in range(2)]
     assert drawn[0] == drawn[1]
-    one = draft_length_policy(spec, COUNTS, taken)
-    assert isinstance(one, RandomDraftLength) and {one.choose(1) for _ in range(50)} == set(COUNTS)
+    one = RandomDraftLength(COUNTS)
+    assert {one.choose(1) for _ in range(50)} == set(COUNTS)

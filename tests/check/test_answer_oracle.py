@@ -1,10 +1,10 @@
-"""The told drafter: right where it is told to be, wrong every fifth place, silent for strangers."""
+"""The answer oracle: right where it knows, wrong every fifth place, silent for strangers."""
 
 import torch
 
+from lockstep.check.answer_oracle import NONE_EVERY, STAND_IN, WRONG_EVERY, AnswerOracle
 from lockstep.config import SpeculativeConfig
 from lockstep.spec import DraftContext
-from lockstep.spec.told import NONE_EVERY, WRONG_EVERY, create
 from lockstep.step import StepShape
 
 
@@ -14,9 +14,9 @@ def test_drafts_what_comes_next() -> None:
     tokens[1, :30] = torch.tensor(text)
     tokens[2, :30] = torch.tensor(text).flip(0)
     drafts, computed = torch.full((3, 3), 7), torch.zeros(3, dtype=torch.int32)
-    config = SpeculativeConfig("told", 3)
+    config = SpeculativeConfig(STAND_IN, 3)
     table = (drafts, tokens, computed, 64)
-    drafter = create(DraftContext(config, *table, None, torch.cat, lambda op: op))
+    drafter = AnswerOracle(DraftContext(config, *table, None, torch.cat, lambda op: op))
 
     class Step:
         row_ids = torch.tensor([1, 2, 0])

@@ -1,6 +1,7 @@
-"""Drafts what it was told would come, wrong at every fifth place and none at all at some.
+"""A drafter that knows the answers, wrong at every fifth place and silent at some.
 
-For checks: whatever the weights, every number of drafts is accepted at some step.
+Whatever the weights, every number of drafts is accepted at some step. It stands in an engine by
+CheckHooks(drafter=AnswerOracle); speculative_config names another method and says K.
 """
 
 import torch
@@ -9,17 +10,24 @@ from torch import Tensor
 from lockstep.spec import DraftContext
 from lockstep.step import Step, Verdict
 
-NEEDS_MODULE = False
+NAME = "told"
+"""What setups, worlds and reports call this drafter."""
+STAND_IN = "ngram"
+"""The method that speculative_config names where this drafter takes its place."""
 MOST_TEXTS = 32
-WRONG_EVERY, NONE_EVERY = 5, 11
+WRONG_EVERY = 5
+"""Positions whose drafts are wrong: the multiples of this."""
+NONE_EVERY = 11
+"""Lengths of known text at which nothing is drafted: the multiples of this."""
 
 
-class ToldDrafter:
+class AnswerOracle:
     """texts [MOST_TEXTS, L]: whole rows, prompt and answer, -1 behind their ends."""
 
     def __init__(self, context: DraftContext) -> None:
         self.context = context
-        shape, device = (MOST_TEXTS, context.tokens.shape[1]), context.tokens.device
+        shape = (MOST_TEXTS, context.tokens.shape[1])
+        device = context.tokens.device
         self.texts = torch.full(shape, -1, dtype=torch.int64, device=device)
         self.where = torch.arange(shape[1], device=device)
         self.ahead = torch.arange(context.drafts.shape[1], device=device)
@@ -35,7 +43,7 @@ class ToldDrafter:
         self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
     ) -> None:
         """Writes as many drafts as the step asks for, per row that begins like a text, else -1."""
-        c, rows, count = self.context, step.row_ids, step.shape.drafts
+        c, rows, count = self.context, step.row_ids, step.shape.next_drafts
         tokens, known = c.tokens[rows], c.computed[rows].long() + 1
         behind = self.where >= known[:, None]
         same = ((tokens[:, None] == self.texts) | behind[:, None]).all(-1)
@@ -45,8 +53,3 @@ class ToldDrafter:
         real = same.any(1, keepdim=True) & (right >= 0) & (known[:, None] % NONE_EVERY > 0)
         drafts = torch.where(place % WRONG_EVERY == 0, (right - 1).abs(), right)
         c.drafts[rows, :count] = torch.where(real, drafts, -1)
-
-
-def create(context: DraftContext) -> ToldDrafter:
-    """The drafter of this file."""
-    return ToldDrafter(context)
