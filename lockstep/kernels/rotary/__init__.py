@@ -36,9 +36,10 @@ def rope_and_cache(
     """
     kv_heads, dim = k_cache.shape[2:]
     q, k, v = _parts(qkv, kv_heads, dim, gated)
-    heads = [rms_norm(q, q_weight, eps, offset), rms_norm(k, k_weight, eps, offset)]
+    q = rms_norm(q, q_weight, eps, offset)
+    k = rms_norm(k, k_weight, eps, offset)
     angles = (t.index_select(0, positions) for t in (cos, sin))
-    turned = _rotate(torch.cat(heads, dim=1), *angles)
+    turned = _rotate(torch.cat([q, k], dim=1), *angles)
     q, k = turned.split([q.shape[1], kv_heads], dim=1)
     k_cache.view(-1, kv_heads, dim).index_put_((slot_mapping,), k)
     v_cache.view(-1, kv_heads, dim).index_put_((slot_mapping,), v)
@@ -56,7 +57,11 @@ def _parts(qkv: Tensor, kv_heads: int, dim: int, gated: bool) -> tuple[Tensor, T
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, H, D]; cos, sin [T, width / 2] of its positions -> rotated in fp32, of x's dtype."""
-    cos, sin, half = cos[:, None], sin[:, None], cos.shape[1]
-    a, b = x[..., :half].float(), x[..., half : 2 * half].float()
-    turned = ((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype))
-    return torch.cat([*turned, x[..., 2 * half :]], dim=-1)
+    half = cos.shape[1]
+    cos = cos[:, None]
+    sin = sin[:, None]
+    a = x[..., :half].float()
+    b = x[..., half : 2 * half].float()
+    turned_a = (a * cos - b * sin).to(x.dtype)
+    turned_b = (b * cos + a * sin).to(x.dtype)
+    return torch.cat([turned_a, turned_b, x[..., 2 * half :]], dim=-1)
