@@ -9,8 +9,8 @@ from lockstep.kernels.gated_delta_rule import (
     GatedDeltaWeights,
     gated_delta_chunk,
     gated_delta_step,
-    ring_lines,
 )
+from lockstep.kernels.recurrent.rings import ring_slots
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Linear, ResidualLinear
 from lockstep.layers.norm import GatedRMSNorm
@@ -103,15 +103,15 @@ class GatedDeltaNet(nn.Module):
 
     def cache_spec(self) -> StateSpec:
         hv, dk, dv = self.value_heads, self.key_dim, self.value_dim
-        lines = ring_lines(self.window, self.kernel - 1, self.flush)
+        length = ring_slots(self.window, self.kernel - 1, self.flush)
         f32 = torch.float32
         return StateSpec(
             (
                 ("recurrent", (hv, dk, dv), f32),
-                ("conv", (lines, self.channels), self.dtype),
-                ("u", (lines, hv, dv), f32),
-                ("k", (lines, self.key_heads, dk), f32),
-                ("decay", (lines, hv), f32),
+                ("conv", (length, self.channels), self.dtype),
+                ("u", (length, hv, dv), f32),
+                ("k", (length, self.key_heads, dk), f32),
+                ("decay", (length, hv), f32),
             )
         )
 

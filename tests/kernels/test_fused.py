@@ -1,7 +1,7 @@
 """The fused row-local ops: a row alone gives its bits, null rows touch nothing, no rounding moved.
 
-Every test runs on the reference, on Triton under its interpreter and on Triton on a GPU; equality
-is bit for bit.
+Every test runs on what serves a CPU, on Triton under its interpreter and on Triton on a GPU;
+equality is bit for bit.
 """
 
 import pytest

@@ -66,7 +66,11 @@ def _turned(x: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, H, D]; cos, sin [T, width / 2] of its positions -> rotated in fp32, of x's dtype."""
-    cos, sin, half = cos[:, None], sin[:, None], cos.shape[1]
-    a, b = x[..., :half].float(), x[..., half : 2 * half].float()
-    turned = ((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype))
-    return torch.cat([*turned, x[..., 2 * half :]], dim=-1)
+    half = cos.shape[1]
+    cos = cos[:, None]
+    sin = sin[:, None]
+    a = x[..., :half].float()
+    b = x[..., half : 2 * half].float()
+    turned_a = (a * cos - b * sin).to(x.dtype)
+    turned_b = (b * cos + a * sin).to(x.dtype)
+    return torch.cat([turned_a, turned_b, x[..., 2 * half :]], dim=-1)

@@ -1,7 +1,8 @@
+# mypy: ignore-errors
 """rope_and_cache in Triton.
 
 One program per token and some heads of q, or as many of k and of v; the tree that sums a head is a
-function of D alone, as in rms_norm, so that neither tile nor alignment changes a bit.
+function of D alone, as in rms_norm, so that neither their number nor alignment changes a bit.
 """
 
 from typing import Any
@@ -12,12 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.norm.triton import inverse_rms, row_layout, row_sums, spread
+from lockstep.kernels.norm.rms import inverse_rms, row_layout, row_sums, spread
 from lockstep.kernels.rotary import rope_and_cache
 
 WIDEST = 1024
-TILE = 1024
-"""Numbers of q in one program."""
+"""Numbers of a head that one program takes."""
+NUMBERS_TOGETHER = 1024
+"""Numbers of q in one program, in 4 warps: times in docs/kernels/rotary.md."""
 
 
 @triton.jit
@@ -45,12 +47,14 @@ def _turn(
     PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Heads of q or k, normed (unless weight is None) and rotated (unless HALF is 0): x and out
-    point to them, live [HEADS, 1] says which are there; cos and sin point to the position's line.
+    point to them, live [HEADS, 1] says which are there; cos and sin point to the position's angles.
 
     Both numbers of a pair are loaded once more, from L1, so that one thread holds them.
     """
-    lanes, pairs = spread(HEADS, BLOCK), spread(HEADS, PAIRS)
-    own, turns = live & (lanes < D), live & (pairs < HALF)
+    lanes = spread(HEADS, BLOCK)
+    pairs = spread(HEADS, PAIRS)
+    own = live & (lanes < D)
+    turns = live & (pairs < HALF)
     mine = tl.load(x + lanes, mask=own, other=0.0)
     if HALF > 0:
         a = tl.load(x + pairs, mask=turns, other=0.0)
@@ -68,7 +72,8 @@ def _turn(
         passed = _normed(mine, inverse, scale, offset).to(out.dtype.element_ty)
         tl.store(out + lanes, passed, mask=own & (lanes >= 2 * HALF))
     if HALF > 0:
-        a, b = _normed(a, inverse, a_weight, offset), _normed(b, inverse, b_weight, offset)
+        a = _normed(a, inverse, a_weight, offset)
+        b = _normed(b, inverse, b_weight, offset)
         tl.store(out + pairs, (a * c - b * s).to(out.dtype.element_ty), mask=turns)
         tl.store(out + HALF + pairs, (b * c + a * s).to(out.dtype.element_ty), mask=turns)
 
@@ -85,24 +90,28 @@ def _rope_and_cache_kernel(
 ):  # fmt: skip
     """HEADS heads of one token: of q in its first programs, of k and v in the rest."""
     Q: tl.constexpr = (H + HEADS - 1) // HEADS
-    token, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
     if HALF > 0:
-        line = tl.load(positions + token) * HALF
-        cos += line
-        sin += line
+        angles = tl.load(positions + token) * HALF
+        cos += angles
+        sin += angles
     head = tl.arange(0, HEADS)[:, None]
     qkv += token * stride
     if group < Q:
         head += group * HEADS
-        x, out = qkv + head * ((1 + GATED) * D), q + (token * H + head) * D
+        x = qkv + head * ((1 + GATED) * D)
+        out = q + (token * H + head) * D
         _turn(x, out, head < H, q_weight, cos, sin, eps, offset, D, HALF, HEADS, BLOCK, PAIRS)
     else:
         head += (group - Q) * HEADS
-        lanes, live = tl.arange(0, BLOCK)[None], head < HKV
+        lanes = tl.arange(0, BLOCK)[None]
+        live = head < HKV
         keys = qkv + (H * (1 + GATED) + head) * D
         v = tl.load(keys + HKV * D + lanes, mask=live & (lanes < D), other=0.0)
         slot = tl.load(slot_mapping + token).to(tl.int32)  # a division of 64 bits is a call
-        page, place = (slot // page_size).to(tl.int64), slot % page_size
+        page = (slot // page_size).to(tl.int64)
+        place = slot % page_size
         out = k_cache + (page * k_page + place * k_token) + head * k_head
         _turn(keys, out, live, k_weight, cos, sin, eps, offset, D, HALF, HEADS, BLOCK, PAIRS)
         out = v_cache + (page * v_page + place * v_token) + head * v_head
@@ -130,11 +139,12 @@ def rope_and_cache_triton(
     gated: bool,
 ) -> Tensor:
     """See lockstep.kernels.rotary.rope_and_cache. Last strides are 1."""
-    (tokens, width), (_, page_size, kv_heads, dim) = qkv.shape, k_cache.shape
+    tokens, width = qkv.shape
+    _, page_size, kv_heads, dim = k_cache.shape
     heads = (width // dim - 2 * kv_heads) // (1 + gated)
     q = torch.empty(tokens, heads, dim, dtype=qkv.dtype, device=qkv.device)
     pairs = 0 if cos is None else cos.shape[1]
-    together = max(1, TILE // triton.next_power_of_2(dim))
+    together = max(1, NUMBERS_TOGETHER // triton.next_power_of_2(dim))
     groups = triton.cdiv(heads, together) + triton.cdiv(kv_heads, together)
     if tokens:
         _rope_and_cache_kernel[(tokens, groups)](
