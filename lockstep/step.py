@@ -27,20 +27,20 @@ class StepShape:
 
     rows: S, null rows included. tokens: T, all rows together. query_len: the most tokens a row
     brings; a step that is not a prompt step is uniform, tokens == rows * query_len.
-    drafts: how many drafts are made behind it, for the next step.
+    next_drafts: how many drafts are made behind it, for the next step.
     """
 
     rows: int
     tokens: int
     query_len: int
     prompt: bool = False
-    drafts: int = 0
+    next_drafts: int = 0
 
     @classmethod
     def uniform(cls, rows: int, query_len: int) -> "StepShape":
         """Every row brings `query_len` tokens: its last token and query_len - 1 drafts; as many
         drafts are made behind it."""
-        return cls(rows, rows * query_len, query_len, drafts=query_len - 1)
+        return cls(rows, rows * query_len, query_len, next_drafts=query_len - 1)
 
 
 @dataclass

@@ -43,7 +43,7 @@ class AnswerOracle:
         self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
     ) -> None:
         """Writes as many drafts as the step asks for, per row that begins like a text, else -1."""
-        c, rows, count = self.context, step.row_ids, step.shape.drafts
+        c, rows, count = self.context, step.row_ids, step.shape.next_drafts
         tokens, known = c.tokens[rows], c.computed[rows].long() + 1
         behind = self.where >= known[:, None]
         same = ((tokens[:, None] == self.texts) | behind[:, None]).all(-1)

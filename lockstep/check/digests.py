@@ -1,18 +1,17 @@
 """Watches an engine's logits: a digest of all bits of every row of them that decided a token."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from lockstep.llm import LLM
+from lockstep.runner.observer import StepObserver
 from lockstep.runner.program import Outcome
 from lockstep.scheduling.request import Request
-from lockstep.scheduling.schedule import Schedule
 from lockstep.step import StepShape
 
 TILE = 64
@@ -75,35 +74,31 @@ class Digests:
         return {name: [own[i] for i in sorted(own)] for name, own in found.items()}
 
 
-@contextmanager
-def watch(llm: LLM) -> Iterator[Digests]:
-    """Digests of all that is generated meanwhile."""
-    runner, found = llm.engine.runner, Digests()
-    launch, run_step = runner.launch, runner.run_step
-    queue: list[list[Request]] = []
+class _DigestObserver(StepObserver):
+    """Adds every step to what was found."""
 
-    def watched_launch(schedule: Schedule) -> Any:
-        if schedule.decode:
-            queue.append([request for _, request in schedule.decode])
-            found.rows = max(found.rows, len(schedule.decode))
-        if schedule.prompt:
-            queue.append([chunk.request for chunk in schedule.prompt])
-        return launch(schedule)
+    def __init__(self) -> None:
+        self.found = Digests()
 
-    def watched_step(shape: StepShape) -> Outcome:
-        step, hidden, logits, verdict = run_step(shape)
-        requests = queue.pop(0)
+    def after_step(self, requests: Sequence[Request], shape: StepShape, outcome: Outcome) -> None:
+        step, _, logits, verdict = outcome
         count = len(requests)
+        if not shape.prompt:
+            self.found.rows = max(self.found.rows, count)
         window = verdict.tokens.shape[1]
         places = step.seq_lens if shape.prompt else step.starts + 1
         digests = digest(logits[: count * window]).view(count, window)
         emitted = verdict.accepted[:count] + 1
-        found.steps.append(Seen(requests, places[:count].clone(), digests, emitted))
-        return step, hidden, logits, verdict
+        self.found.steps.append(Seen(list(requests), places[:count].clone(), digests, emitted))
 
-    runner.launch, runner.run_step = watched_launch, watched_step  # type: ignore[method-assign]
+
+@contextmanager
+def watch(llm: LLM) -> Iterator[Digests]:
+    """Digests of all that is generated meanwhile."""
+    observer = _DigestObserver()
+    observers = llm.engine.runner.observers
+    observers.append(observer)
     try:
-        yield found
+        yield observer.found
     finally:
-        runner.launch = launch  # type: ignore[method-assign]
-        runner.run_step = run_step
+        observers.remove(observer)

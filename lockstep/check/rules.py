@@ -67,7 +67,7 @@ class Rules:
     def _is_state(self, slot: int, chunk: PromptChunk, tokens: int) -> bool:
         """Whether a slot is known as the state behind so many of the prompt's tokens."""
         cache = self.scheduler.cache
-        request = chunk.request
+        request = next(e.request for e in self.scheduler.running if e.row == chunk.row)
         if cache.state is None or tokens < cache.config.page_size:
             return False
         fresh = CacheSeq(request.prompt_token_ids, salt=salt_of(request.cache_salt))

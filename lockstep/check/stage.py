@@ -86,19 +86,20 @@ class Stage:
             max_num_seqs=limits.rows,
             enable_prefix_caching=limits.caching,
         )
+        policy = engine.scheduler.draft_policy
+        if world.kind.changing:
+            policy = RandomDraftLength(engine.plan.draft_lengths, random.Random(world.draws))
         engine.scheduler = Scheduler(
             Cache(config),
             max_num_seqs=limits.rows,
             max_num_batched_tokens=limits.chunk,
             max_model_len=limits.length,
             query_len=engine.plan.query_len,
+            row_buckets=engine.plan.row_buckets,
+            draft_policy=policy,
             policy=limits.policy,
             preempt_every=limits.preempt_every,
         )
-        if world.kind.changing:
-            draw = random.Random(world.draws)
-            engine.runner.drafts = RandomDraftLength(engine.plan.draft_lengths, draw)
-        engine.runner.made = 0
         make_dirty(engine, world.dirt)
 
     def _drive(self, world: World, seen: Counter[str]) -> list[list[Line]]:

@@ -5,9 +5,8 @@ computation: the first difference names the layer and op that broke the contract
 """
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,37 +14,34 @@ from torch import Tensor, nn
 from lockstep.check import asks as asking
 from lockstep.check.asks import Ask
 from lockstep.llm import LLM
+from lockstep.runner.observer import StepObserver
 from lockstep.scheduling.request import Request
-from lockstep.scheduling.schedule import Schedule
-from lockstep.step import Step
+from lockstep.step import Step, StepShape
 
 Digests = dict[int, dict[str, bytes]]
 """position -> module name -> digest of its output there, modules in the order of their calls."""
 
 
-class Trace:
+class Trace(StepObserver):
     """What the model computed for one request. A position run again (after a rejected draft, or
     replayed) replaces what was seen of it before, so what stays belongs to committed tokens."""
 
     def __init__(self, is_mine: Callable[[Request], bool]) -> None:
         self.is_mine = is_mine
         self.digests: Digests = {}
-        self._queue: list[list[Request]] = []
+        self._requests: Sequence[Request] = ()
         self._step: Step | None = None
         self._places: list[tuple[int, int]] = []
 
-    def expect(self, schedule: Schedule) -> None:
-        """A schedule is about to be launched: its decode step, then its prompt step."""
-        if schedule.decode:
-            self._queue.append([request for _, request in schedule.decode])
-        if schedule.prompt:
-            self._queue.append([chunk.request for chunk in schedule.prompt])
+    def before_step(self, requests: Sequence[Request], shape: StepShape) -> None:
+        """The model is called for these requests next."""
+        self._requests = requests
 
     def begin(self, step: Step) -> None:
         """The model is called: finds this request's tokens in the step."""
-        requests = self._queue.pop(0)
-        mine = [i for i, request in enumerate(requests) if self.is_mine(request)]
-        self._step, self._places = step, []
+        mine = [i for i, request in enumerate(self._requests) if self.is_mine(request)]
+        self._step = step
+        self._places = []
         if mine:
             first, last = step.cu_seqlens[mine[0] : mine[0] + 2].tolist()
             positions = step.positions[first:last].tolist()
@@ -80,7 +76,8 @@ def _digest(tensors: list[Tensor]) -> bytes:
 @contextmanager
 def watch(llm: LLM, is_mine: Callable[[Request], bool]) -> Iterator[Trace]:
     """Records what the model computes for the one request that is meant. Needs an eager engine."""
-    trace, runner = Trace(is_mine), llm.engine.runner
+    trace = Trace(is_mine)
+    runner = llm.engine.runner
     model: nn.Module = runner.model
     handles = [
         module.register_forward_hook(lambda _m, _i, output, name=name: trace.see(name, output))
@@ -89,17 +86,11 @@ def watch(llm: LLM, is_mine: Callable[[Request], bool]) -> Iterator[Trace]:
     ]
     handles.append(model.register_forward_pre_hook(lambda _m, inputs: trace.begin(inputs[0])))
     handles.append(model.register_forward_hook(lambda _m, _i, _o: trace.end()))
-    launch = runner.launch
-
-    def watched(schedule: Schedule) -> Any:
-        trace.expect(schedule)
-        return launch(schedule)
-
-    runner.launch = watched  # type: ignore[method-assign]
+    runner.observers.append(trace)
     try:
         yield trace
     finally:
-        runner.launch = launch  # type: ignore[method-assign]
+        runner.observers.remove(trace)
         for handle in handles:
             handle.remove()
 

@@ -27,7 +27,11 @@ from lockstep.runner.runner import Runner
 from lockstep.runner.sampler import Sampler
 from lockstep.runner.synthetic import SyntheticSampler
 from lockstep.runner.table import RowTable
-from lockstep.scheduling.draft_length import draft_length_policy
+from lockstep.scheduling.draft_length import (
+    DraftLengthPolicy,
+    FixedDraftLength,
+    draft_length_policy,
+)
 from lockstep.spec import DraftContext, NoDrafter, draft_lengths, drafter_module
 from lockstep.spec.vocabulary import draft_vocab_size, frequent_tokens
 from lockstep.step import StepShape
@@ -43,6 +47,7 @@ class EngineParts:
 
     plan: Plan
     runner: Runner
+    draft_policy: DraftLengthPolicy
     raw: dict[str, Any]
     choices: list[Choice]
 
@@ -150,11 +155,12 @@ def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) ->
         plan = _measured(config, plan, layers, program)
     runner = Runner(plan, model, draft, program)
     taken = runner.warm_up(lambda i, n: progress("warming up", i, n))
+    policy: DraftLengthPolicy = FixedDraftLength(0)
     if hooks.draft_policy:
-        runner.drafts = hooks.draft_policy(plan.draft_lengths)
+        policy = hooks.draft_policy(plan.draft_lengths)
     elif config.speculative_config:
-        runner.drafts = draft_length_policy(config.speculative_config, plan.draft_lengths, taken)
-    return EngineParts(plan, runner, raw, build.choices)
+        policy = draft_length_policy(config.speculative_config, plan.draft_lengths, taken)
+    return EngineParts(plan, runner, policy, raw, build.choices)
 
 
 def _draft_tokens(
@@ -266,7 +272,7 @@ def _measured(
     lengths = largest_prompts(plan)
     program.table.inputs.fill(query_lens=lengths)
     sizes = len(lengths), sum(lengths), max(lengths)
-    program.run_step(StepShape(*sizes, prompt=True, drafts=plan.query_len - 1))
+    program.run_step(StepShape(*sizes, prompt=True, next_drafts=plan.query_len - 1))
     program.run_step(StepShape.uniform(plan.row_buckets[-1], plan.query_len))
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before

@@ -17,9 +17,10 @@ from lockstep.engine.hooks import NO_HOOKS, CheckHooks
 from lockstep.engine.stats import Stats
 from lockstep.errors import EngineDeadError
 from lockstep.runner.rows import check_ids
-from lockstep.runner.runner import Flight
+from lockstep.runner.runner import InFlightStep
 from lockstep.scheduling.request import Request
-from lockstep.scheduling.scheduler import Schedule, Scheduler
+from lockstep.scheduling.schedule import Schedule
+from lockstep.scheduling.scheduler import Scheduler
 
 MOST_FAILURES = 5
 """Steps that may fail in a row: a fault that comes again and again is not of one request."""
@@ -67,12 +68,14 @@ class Engine:
             max_num_batched_tokens=plan.max_num_batched_tokens,
             max_model_len=plan.max_model_len,
             query_len=plan.query_len,
+            row_buckets=plan.row_buckets,
+            draft_policy=self._parts.draft_policy,
             policy=config.scheduling_policy,
             preempt_every=hooks.preempt_every,
         )
         self.stats = Stats()
         self._counting = threading.Lock()
-        self._flights: deque[tuple[Schedule, Flight]] = deque()
+        self._in_flight: deque[tuple[Schedule, list[InFlightStep]]] = deque()
         self._last_token_time: dict[str, float] = {}
         self._failures = 0
 
@@ -103,7 +106,7 @@ class Engine:
 
     def has_work(self) -> bool:
         """Whether step() has anything to do."""
-        return bool(self._flights) or self.scheduler.has_work()
+        return bool(self._in_flight) or self.scheduler.has_work()
 
     def step(self) -> list[Request]:
         """One iteration; returns the requests that got tokens or finished."""
@@ -111,16 +114,16 @@ class Engine:
             schedule = self.scheduler.schedule()
             self.stats.steps_total += bool(schedule.decode)
         if schedule.decode or schedule.prompt or schedule.swap_out:
-            self._flights.append((schedule, self.runner.launch(schedule)))
+            self._in_flight.append((schedule, self.runner.launch(schedule)))
         idle = not (schedule.decode or schedule.prompt)
-        if self._flights and (idle or len(self._flights) >= self.plan.steps_in_flight):
+        if self._in_flight and (idle or len(self._in_flight) >= self.plan.steps_in_flight):
             return self._read()
         return []
 
     def _read(self) -> list[Request]:
-        """Reads the oldest flight and gives its tokens to their requests."""
-        schedule, flight = self._flights.popleft()
-        results = self.runner.collect(flight)
+        """Reads the oldest schedule's steps and gives their tokens to their requests."""
+        schedule, launched = self._in_flight.popleft()
+        results = self.runner.collect(launched)
         now, self._failures = time.monotonic(), 0
         with self._counting:
             touched = self.scheduler.update(schedule, results)
@@ -222,6 +225,7 @@ class Engine:
 
     def _forget(self) -> None:
         """Drops the steps in flight and what is cached for reuse."""
-        self._flights.clear()
+        self._in_flight.clear()
+        self.scheduler.forget_launched()
         with self._counting:
             self.scheduler.cache.forget()

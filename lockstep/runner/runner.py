@@ -1,7 +1,7 @@
 """The runner: launches schedules, one step ahead of the host, and reads results one step late."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import isnan
 
 import torch
@@ -9,55 +9,76 @@ from torch import Tensor, nn
 
 from lockstep.cache.specs import PagedSpec, StateSpec
 from lockstep.config import Plan
+from lockstep.outputs import Logprob
 from lockstep.runner import memory, rows
 from lockstep.runner.capture import capture_pieces, capture_program
+from lockstep.runner.observer import StepObserver
 from lockstep.runner.program import Outcome, Program
 from lockstep.runner.sampler import logprobs
 from lockstep.runner.step_timer import StepTimer
 from lockstep.runner.threads import by_work
-from lockstep.scheduling.draft_length import DraftLengthPolicy, FixedDraftLength
 from lockstep.scheduling.request import Request
-from lockstep.scheduling.scheduler import PromptChunk, RowResult, Schedule
-from lockstep.step import Step, StepShape
+from lockstep.scheduling.schedule import PromptChunk, Results, RowResult, Schedule
+from lockstep.step import StepShape
 
 PROMPT_LOGPROB_TILE = 64
+"""Positions whose logits are made at once where a prompt's log-probabilities are wanted."""
 
 
-@dataclass
-class Launch:
-    """One launched step whose results are still on their way to the host. made: drafts that were
-    made for it, where it brings any."""
+@dataclass(frozen=True)
+class RowInFlight:
+    """A row of a launched step, and what is kept of it until its results are read.
 
-    requests: list[Request]
-    emits: list[bool]
+    emits: whether it gives tokens: not in the middle of a prompt. logits [Q, V]: raw, where the
+    request asks for log-probabilities. hidden [N, H]: of the chunk's positions, where it asks for
+    those of its prompt; following [N]: the tokens behind them.
+    """
+
+    row: int
+    request: Request
+    emits: bool
+    logits: Tensor | None
+    hidden: Tensor | None
+    following: Sequence[int]
+
+
+@dataclass(frozen=True)
+class InFlightStep:
+    """A launched step whose results are still on their way to the host: tensors of its rows."""
+
+    rows: list[RowInFlight]
     shape: StepShape
     results: Tensor
-    logits: dict[int, Tensor]
     timer: StepTimer
-    made: int = 0
 
 
-@dataclass
-class Flight:
-    """One launched schedule: its steps, not yet read."""
+@dataclass(frozen=True)
+class SavedRow:
+    """A preempted row: its request, and what the device held of it."""
 
-    launches: list[Launch] = field(default_factory=list)
+    request: Request
+    host: rows.HostRow
 
 
 class Runner:
-    """Owns table, program and cache tensors. `last_step` is the latest step, for tracing; `drafts`
-    says how many a step brings, and `made` how many the latest step has made for the next.
-    `run_step` runs a step; `uncaptured`, without graphs."""
+    """Owns table, program and cache tensors. Knows of a request what it was admitted with.
+
+    requests: row -> the request that has it, or had it last. saved: id of a preempted request ->
+    its row in host memory. observers: see every step that a schedule launches. `run_step` runs a
+    step; `uncaptured`, without graphs.
+    """
 
     def __init__(
         self, plan: Plan, model: nn.Module, draft: nn.Module | None, program: Program
     ) -> None:
-        self.plan, self.model, self.program, self.table = plan, model, program, program.table
+        self.plan = plan
+        self.model = model
+        self.program = program
+        self.table = program.table
         self.layers = memory.mixers(model, draft)
-        self.saved: dict[str, rows.HostRow] = {}
-        self.last_step: Step | None = None
-        self.drafts: DraftLengthPolicy = FixedDraftLength(plan.draft_lengths[-1])
-        self.made = 0
+        self.requests: dict[int, Request] = {}
+        self.saved: dict[str, SavedRow] = {}
+        self.observers: list[StepObserver] = []
         self.uncaptured: Callable[[StepShape], Outcome] = program.run_step
         if plan.device == "cpu":
             self.uncaptured = by_work(program.run_step, model)
@@ -80,7 +101,7 @@ class Runner:
                 capture_pieces(self.model, pool, [s.tokens for s in shapes])
         self.table.inputs.fill()
         size = min(memory.PAGE_SIZE, self.plan.max_model_len)
-        self.run_step(StepShape(1, size, size, prompt=True, drafts=self.plan.query_len - 1))
+        self.run_step(StepShape(1, size, size, prompt=True, next_drafts=self.plan.query_len - 1))
         taken = {}
         for index, shape in enumerate(shapes):
             if self.plan.device == "cuda":
@@ -89,7 +110,7 @@ class Runner:
             self.run_step(shape)
             timer.end()
             timer.wait()
-            taken[shape.rows, shape.drafts] = timer.ms
+            taken[shape.rows, shape.next_drafts] = timer.ms
             progress(index + 1, len(shapes))
         return taken
 
@@ -102,124 +123,156 @@ class Runner:
 
     def _uniform_shapes(self) -> list[StepShape]:
         """The largest first."""
-        buckets, counts = self.plan.row_buckets, self.plan.draft_lengths
+        buckets = self.plan.row_buckets
+        counts = self.plan.draft_lengths
         if self.plan.device != "cuda":
             buckets = tuple(sorted({buckets[0], buckets[-1 if len(counts) > 1 else 0]}))
         return [StepShape.uniform(r, k + 1) for r in reversed(buckets) for k in reversed(counts)]
 
     @torch.inference_mode()
-    def launch(self, schedule: Schedule) -> Flight:
+    def launch(self, schedule: Schedule) -> list[InFlightStep]:
         """Puts a schedule on the device. Does not wait for it."""
         self._place(schedule)
-        flight = Flight()
+        launched = []
         if schedule.decode:
-            flight.launches.append(self._launch_decode(schedule.decode))
+            launched.append(self._launch_decode(schedule))
         if schedule.prompt:
-            flight.launches.append(self._launch_prompt(schedule.prompt))
-        return flight
+            launched.append(self._launch_prompt(schedule.prompt))
+        return launched
 
     def _place(self, schedule: Schedule) -> None:
         """Moves, admits and grants, in the order of the schedule."""
         table = self.table
         for swap in schedule.swap_out:
-            self.saved[swap.request.id] = rows.save_row(
+            host = rows.save_row(
                 table, swap.row, swap.pages, swap.state_slot, self.paged, self.state
             )
+            self.saved[swap.request_id] = SavedRow(self.requests[swap.row], host)
         for swap in schedule.swap_in:
-            saved = self.saved.pop(swap.request.id)
+            saved = self.saved.pop(swap.request_id)
             place = (swap.pages, swap.state_slot, self.paged, self.state)
-            rows.restore_row(table, swap.row, saved, *place)
+            rows.restore_row(table, swap.row, saved.host, *place)
+            self.requests[swap.row] = saved.request
         for admission in schedule.admissions:
             rows.write_row(table, admission.row, admission.request, admission.start)
             rows.write_place(table, admission.row, admission.pages, admission.state_slot)
+            self.requests[admission.row] = admission.request
         for grant in schedule.grants:
             rows.write_pages(table, grant.row, grant.column, grant.pages)
 
-    def _launch_decode(self, decode: list[tuple[int, Request]]) -> Launch:
-        bucket = next(b for b in self.plan.row_buckets if b >= len(decode))
-        self.table.inputs.fill(row_ids=[row for row, _ in decode])
-        requests = [request for _, request in decode]
-        count = self.drafts.choose(bucket)
-        launch = self._run(StepShape.uniform(bucket, count + 1), requests)
-        launch.made, self.made = min(count, self.made), count
-        return launch
-
-    def _launch_prompt(self, chunks: list[PromptChunk]) -> Launch:
-        lengths = [c.length for c in chunks]
-        self.table.inputs.fill(
-            row_ids=[c.row for c in chunks],
-            query_lens=lengths,
-            state_src=[c.state_src for c in chunks],
-            snapshot_slots=[c.snapshot_slot for c in chunks],
-        )
-        most = self.plan.query_len - 1
-        shape = StepShape(len(chunks), sum(lengths), max(lengths), prompt=True, drafts=most)
-        launch = self._run(shape, [c.request for c in chunks])
-        launch.emits = [c.last for c in chunks]
-        return launch
-
-    def _run(self, shape: StepShape, requests: list[Request]) -> Launch:
+    def _launch_decode(self, schedule: Schedule) -> InFlightStep:
+        """The uniform step: every row brings its last token and as many drafts."""
+        self.table.inputs.fill(row_ids=schedule.decode)
+        shape = StepShape.uniform(schedule.padded_rows, schedule.num_drafts + 1)
+        requests = [self.requests[row] for row in schedule.decode]
         timer = StepTimer(self.plan.device)
-        step, hidden, logits, verdict = self.run_step(shape)
-        self.last_step = step
-        count, window = len(requests), verdict.tokens.shape[1]
-        cuda = self.plan.device == "cuda"
-        results = torch.empty(count, window + 2, dtype=torch.int64, pin_memory=cuda)
-        results.copy_(verdict.results[:count], non_blocking=True)
-        wanted = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
-        kept = {i: logits[i * window : (i + 1) * window].clone() for i in wanted}
-        if shape.prompt:
-            self._prompt_logprobs(step, hidden, requests)
+        _, _, logits, verdict = self._run(requests, shape)
+        window = shape.query_len
+        flying = [
+            RowInFlight(row, request, True, _wanted(request, logits, i, window), None, ())
+            for i, (row, request) in enumerate(zip(schedule.decode, requests, strict=True))
+        ]
+        results = self._to_host(verdict.results[: len(flying)])
         timer.end()
-        return Launch(requests, [True] * count, shape, results, kept, timer)
+        return InFlightStep(flying, shape, results, timer)
 
-    def _prompt_logprobs(self, step: Step, hidden: Tensor, requests: list[Request]) -> None:
-        """For requests that ask: the log-probabilities of their prompt tokens, chunk by chunk.
+    def _launch_prompt(self, chunks: list[PromptChunk]) -> InFlightStep:
+        """The ragged step: every row brings a chunk of its prompt."""
+        lengths = [chunk.length for chunk in chunks]
+        self.table.inputs.fill(
+            row_ids=[chunk.row for chunk in chunks],
+            query_lens=lengths,
+            state_src=[chunk.state_src for chunk in chunks],
+            snapshot_slots=[chunk.snapshot_slot for chunk in chunks],
+        )
+        shape = StepShape(
+            rows=len(chunks),
+            tokens=sum(lengths),
+            query_len=max(lengths),
+            prompt=True,
+            next_drafts=self.plan.query_len - 1,
+        )
+        requests = [self.requests[chunk.row] for chunk in chunks]
+        timer = StepTimer(self.plan.device)
+        _, hidden, logits, verdict = self._run(requests, shape)
+        flying = []
+        begin = 0
+        for i, (chunk, request) in enumerate(zip(chunks, requests, strict=True)):
+            logit_rows = _wanted(request, logits, i, 1) if chunk.last else None
+            kept, following = None, request.prompt_token_ids[:0]
+            if request.params.prompt_logprobs is not None:
+                first = chunk.start + 1
+                following = request.prompt_token_ids[first : first + chunk.length]
+                kept = hidden[begin : begin + len(following)].clone()
+            flying.append(RowInFlight(chunk.row, request, chunk.last, logit_rows, kept, following))
+            begin += chunk.length
+        results = self._to_host(verdict.results)
+        timer.end()
+        return InFlightStep(flying, shape, results, timer)
+
+    def _run(self, requests: list[Request], shape: StepShape) -> Outcome:
+        """Runs a step of these requests, watched by the observers."""
+        for observer in self.observers:
+            observer.before_step(requests, shape)
+        outcome = self.run_step(shape)
+        for observer in self.observers:
+            observer.after_step(requests, shape, outcome)
+        return outcome
+
+    def _to_host(self, results: Tensor) -> Tensor:
+        """A copy in host memory, there when the device has come to it."""
+        cuda = self.plan.device == "cuda"
+        host = torch.empty(results.shape, dtype=results.dtype, pin_memory=cuda)
+        return host.copy_(results, non_blocking=True)
+
+    @torch.inference_mode()
+    def collect(self, launched: list[InFlightStep]) -> Results:
+        """Waits for a schedule's steps and reads what their rows emitted."""
+        found = Results()
+        for step in launched:
+            step.timer.wait()
+            if not step.shape.prompt:
+                found.decode_ms = step.timer.ms
+            for row, line in zip(step.rows, step.results.tolist(), strict=True):
+                result = _result(row, line) if row.emits else RowResult([])
+                result.prompt_logprobs = self._prompt_logprobs(row)
+                found.rows[row.row] = result
+        return found
+
+    def _prompt_logprobs(self, row: RowInFlight) -> list[dict[int, Logprob] | None]:
+        """Log-probabilities of the tokens behind a chunk's positions, for requests that ask.
 
         None where logits that are no numbers give none.
         """
-        for i, request in enumerate(requests):
-            most = request.params.prompt_logprobs
-            if most is None:
-                continue
-            begin, end = step.cu_seqlens[i : i + 2].tolist()
-            first = int(step.starts[i])
-            following = request.prompt_token_ids[first + 1 : first + 1 + end - begin]
-            for tile in range(0, len(following), PROMPT_LOGPROB_TILE):
-                tokens = following[tile : tile + PROMPT_LOGPROB_TILE]
-                at = begin + tile
-                logits = self.program.model.head(hidden[at : at + len(tokens)])  # type: ignore[attr-defined]
-                found = zip(logprobs(logits, tokens, most), tokens, strict=True)
-                request.prompt_logprobs.extend(
-                    None if isnan(entry[token].logprob) else entry for entry, token in found
-                )
-
-    def collect(self, flight: Flight) -> dict[str, RowResult]:
-        """Waits for a flight and reads what its rows emitted, by request id."""
-        found: dict[str, RowResult] = {}
-        for launch in flight.launches:
-            launch.timer.wait()
-            lines = launch.results.tolist()
-            for i, line in enumerate(lines):
-                if launch.emits[i]:
-                    found[launch.requests[i].id] = self._result(launch, i, line)
-            if not launch.shape.prompt:
-                accepted, shape = [line[-2] for line in lines], launch.shape
-                self.drafts.observe(
-                    shape.rows, shape.drafts, launch.made, accepted, launch.timer.ms
-                )
-        return found
-
-    def _result(self, launch: Launch, index: int, line: list[int]) -> RowResult:
-        *tokens, accepted, drafted = line
-        tokens = tokens[: accepted + 1]
-        scores = None
-        if index in launch.logits:
-            most = launch.requests[index].params.logprobs or 0
-            real = [token for token in tokens if token >= 0]
-            scores = logprobs(launch.logits[index][: len(real)], real, most)
-        return RowResult(tokens, drafted, accepted, scores)
+        most = row.request.params.prompt_logprobs
+        if row.hidden is None or most is None:
+            return []
+        scores: list[dict[int, Logprob] | None] = []
+        for begin in range(0, len(row.following), PROMPT_LOGPROB_TILE):
+            tokens = list(row.following[begin : begin + PROMPT_LOGPROB_TILE])
+            logits = self.program.model.head(row.hidden[begin : begin + len(tokens)])  # type: ignore[attr-defined]
+            for entry, token in zip(logprobs(logits, tokens, most), tokens, strict=True):
+                scores.append(None if isnan(entry[token].logprob) else entry)
+        return scores
 
     def forget(self, request_id: str) -> None:
         """Drops what is kept of a preempted request that was aborted."""
         self.saved.pop(request_id, None)
+
+
+def _wanted(request: Request, logits: Tensor, index: int, window: int) -> Tensor | None:
+    """A copy of the logits [window, V] of a step's row, where log-probabilities are asked for."""
+    if request.params.logprobs is None:
+        return None
+    return logits[index * window : (index + 1) * window].clone()
+
+
+def _result(row: RowInFlight, line: list[int]) -> RowResult:
+    """What a row emitted, from its line of a verdict's results: tokens, accepted, drafted."""
+    *tokens, accepted, drafted = line
+    tokens = tokens[: accepted + 1]
+    scores = None
+    if row.logits is not None:
+        real = [token for token in tokens if token >= 0]
+        scores = logprobs(row.logits[: len(real)], real, row.request.params.logprobs or 0)
+    return RowResult(tokens, drafted, accepted, scores)

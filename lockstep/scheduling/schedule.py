@@ -1,7 +1,8 @@
-"""What the scheduler hands to the runner, and what it gets back.
+"""What the scheduler hands to the runner, and what it gets back: plain data.
 
-The runner executes a schedule in the order of its fields: moves out, moves in, admissions, grants,
-then the decode step, then the prompt step.
+Rows are named by their number in the table. A whole request is handed over once, when it gets a
+row; whoever executes schedules remembers what it needs of it. The fields of a schedule are executed
+in their order: moves out, moves in, admissions, grants, then the decode step, then the prompt step.
 """
 
 from dataclasses import dataclass, field
@@ -31,7 +32,6 @@ class PromptChunk:
     """
 
     row: int
-    request: Request
     start: int
     length: int
     last: bool
@@ -44,7 +44,7 @@ class Swap:
     """A row moves to host memory, or from there into fresh pages and a fresh slot."""
 
     row: int
-    request: Request
+    request_id: str
     pages: list[int]
     state_slot: int
 
@@ -60,24 +60,48 @@ class PageGrant:
 
 @dataclass
 class Schedule:
-    """One iteration. With `decode` and `prompt` empty there is nothing to compute."""
+    """One iteration. With `decode` and `prompt` empty there is nothing to compute.
 
+    tick: its number, one more than that of the schedule before it.
+    decode: the rows of the decode step; padded_rows: how many it has with its null rows.
+    num_drafts: drafts that each of them brings to be verified, and that are made behind the step.
+    drafts_ready: how many of these the step before has made for rows that decoded in it.
+    """
+
+    tick: int
     swap_out: list[Swap] = field(default_factory=list)
     swap_in: list[Swap] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
     grants: list[PageGrant] = field(default_factory=list)
+    decode: list[int] = field(default_factory=list)
+    padded_rows: int = 0
+    num_drafts: int = 0
+    drafts_ready: int = 0
     prompt: list[PromptChunk] = field(default_factory=list)
-    decode: list[tuple[int, Request]] = field(default_factory=list)
 
 
 @dataclass
 class RowResult:
-    """What a row emitted in one step: 1 + num_accepted tokens.
+    """What a row emitted in one step: 1 + num_accepted tokens, none in the middle of a prompt.
 
     The last of them is -1 where the target had none; log-probabilities are those of the others.
+    prompt_logprobs: of the tokens behind those of a prompt's chunk, where the request asks for
+    them; None for a token whose logits were no numbers.
     """
 
     tokens: list[int]
     num_drafted: int = 0
     num_accepted: int = 0
     logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] = field(default_factory=list)
+
+
+@dataclass
+class Results:
+    """What came of a schedule: by row, every row that decoded or ended its prompt among them.
+
+    decode_ms: how long the decode step took, where there was one.
+    """
+
+    rows: dict[int, RowResult] = field(default_factory=dict)
+    decode_ms: float | None = None

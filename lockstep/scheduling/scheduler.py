@@ -17,19 +17,17 @@ from lockstep.cache.cache import Cache
 from lockstep.cache.groups import CacheSeq, salt_of
 from lockstep.errors import CapacityError, ConfigError, RequestError
 from lockstep.scheduling.chunks import split_budget
+from lockstep.scheduling.draft_length import DraftLengthPolicy, FixedDraftLength
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import (
     Admission,
     PageGrant,
     PromptChunk,
+    Results,
     RowResult,
     Schedule,
     Swap,
 )
-
-__all__ = [
-    "Admission", "PageGrant", "PromptChunk", "RowResult", "Schedule", "Scheduler", "Swap",
-]  # fmt: skip
 
 
 @dataclass(eq=False)
@@ -38,8 +36,8 @@ class Entry:
 
     key: its place in the queue, and among victims. row: 0 while it waits. max_committed: the most
     tokens that the device may have committed after all launched steps. in_flight: launched steps
-    that emit and are not read yet. saved: pages in host memory. last_chunk_tick: the schedule() call
-    that gave it its latest chunk of the prompt, -1 before any.
+    that emit and are not read yet. saved: pages in host memory. last_chunk_tick: the schedule that
+    gave it its latest chunk of the prompt, -1 before any.
     """
 
     request: Request
@@ -73,7 +71,13 @@ class Entry:
 
 
 class Scheduler:
-    """Makes schedules and takes results. schedule() may run ahead of update() by any number."""
+    """Makes schedules and takes results. schedule() may run ahead of update() by any number.
+
+    query_len: the most tokens that a decoding row brings to a step (K + 1). row_buckets: numbers of
+    rows that decode steps are padded to, ascending; None pads nothing. draft_policy: how many
+    drafts a step brings; None: query_len - 1 in every one. grid: what chunks of prompts end on
+    where layers recur.
+    """
 
     def __init__(
         self,
@@ -83,6 +87,8 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         query_len: int,
+        row_buckets: tuple[int, ...] | None = None,
+        draft_policy: DraftLengthPolicy | None = None,
         grid: int = 64,
         policy: str = "fcfs",
         preempt_every: int = 0,
@@ -97,9 +103,15 @@ class Scheduler:
                 f"or more with recurrent layers, and pages of {grid} tokens, since their prompt "
                 "chunks end on that grid. Raise it."
             )
-        self.cache, self.query_len, self.policy = cache, query_len, policy
-        self.max_model_len, self.preempt_every = max_model_len, preempt_every
-        self.max_num_seqs, self.budget = max_num_seqs, max_num_batched_tokens
+        self.cache = cache
+        self.max_num_seqs = max_num_seqs
+        self.budget = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.query_len = query_len
+        self.row_buckets = row_buckets
+        self.draft_policy = draft_policy or FixedDraftLength(query_len - 1)
+        self.policy = policy
+        self.preempt_every = preempt_every
         self.grain = min(grid, max_num_batched_tokens)
         self.align = grid if cache.state else 1
         self.free_rows = list(range(max_num_seqs, 0, -1))
@@ -107,7 +119,11 @@ class Scheduler:
         self.running: list[Entry] = []
         self.queue: list[Entry] = []
         self.forced: set[str] = set()
-        self.ticks = self.arrivals = self.preemptions = 0
+        self.launched: dict[int, dict[int, Entry]] = {}
+        self.drafts_ready = 0
+        self.ticks = 0
+        self.arrivals = 0
+        self.preemptions = 0
 
     @property
     def num_running(self) -> int:
@@ -180,42 +196,74 @@ class Scheduler:
     def schedule(self) -> Schedule:
         """The next iteration. What it launches counts as done for the schedules after it."""
         self.ticks += 1
-        plan = Schedule()
+        plan = Schedule(self.ticks)
+        rows: dict[int, Entry] = {}
         self._preempt_forced(plan)
         self._reserve(plan)
         self._serve_queue(plan)
         for entry in sorted(self.running, key=lambda e: e.row):
             if not entry.in_prompt and not entry.will_finish:
-                plan.decode.append((entry.row, entry.request))
+                plan.decode.append(entry.row)
+                rows[entry.row] = entry
                 entry.max_committed += self.query_len
                 entry.in_flight += 1
-        self._plan_prompt(plan)
+        self._choose_drafts(plan)
+        rows.update(self._plan_prompt(plan))
+        if rows:
+            self.launched[plan.tick] = rows
         self.cache.settle()
         return plan
 
-    def update(self, schedule: Schedule, results: dict[str, RowResult]) -> list[Request]:
+    def update(self, schedule: Schedule, results: Results) -> list[Request]:
         """Gives a schedule's results to its requests; returns those that got tokens."""
+        rows = self.launched.pop(schedule.tick, {})
+        if results.decode_ms is not None:
+            accepted = [results.rows[row].num_accepted for row in schedule.decode]
+            kind = (schedule.padded_rows, schedule.num_drafts, schedule.drafts_ready)
+            self.draft_policy.observe(*kind, accepted, results.decode_ms)
+        alive = {row: e for row, e in rows.items() if self.entries.get(e.request.id) is e}
         touched = []
-        for request, decoded in [
-            *((request, True) for _, request in schedule.decode),
-            *((chunk.request, False) for chunk in schedule.prompt if chunk.last),
-        ]:
-            entry = self.entries.get(request.id)
-            if entry is None or entry.request is not request:
-                continue
-            result = results[request.id]
-            entry.in_flight -= 1
-            if decoded:
+        for row in schedule.decode:
+            if row in alive:
+                entry = alive[row]
+                result = results.rows[row]
                 entry.max_committed -= self.query_len - len(result.tokens)
-                request.metrics.num_steps += 1
-                request.metrics.num_draft_tokens += result.num_drafted
-                request.metrics.num_accepted_tokens += result.num_accepted
-            request.append(result.tokens, result.logprobs)
-            self.cache.commit(entry.seq, request.num_tokens - 1)
-            if request.finish_reason is not None:
-                self._finish(entry)
-            touched.append(request)
+                entry.request.metrics.num_steps += 1
+                entry.request.metrics.num_draft_tokens += result.num_drafted
+                entry.request.metrics.num_accepted_tokens += result.num_accepted
+                touched.append(self._give(entry, result))
+        for chunk in schedule.prompt:
+            if chunk.row in alive:
+                entry = alive[chunk.row]
+                result = results.rows.get(chunk.row, RowResult([]))
+                entry.request.prompt_logprobs.extend(result.prompt_logprobs)
+                if chunk.last:
+                    touched.append(self._give(entry, result))
         return touched
+
+    def forget_launched(self) -> None:
+        """No results will come of what was launched and not read."""
+        self.launched.clear()
+
+    def _give(self, entry: Entry, result: RowResult) -> Request:
+        """A row's tokens to its request, which may end by them."""
+        request = entry.request
+        entry.in_flight -= 1
+        request.append(result.tokens, result.logprobs)
+        self.cache.commit(entry.seq, request.num_tokens - 1)
+        if request.finish_reason is not None:
+            self._finish(entry)
+        return request
+
+    def _choose_drafts(self, plan: Schedule) -> None:
+        """How many drafts the decode step brings, and how many rows it is padded to."""
+        count = len(plan.decode)
+        if not count:
+            return
+        plan.padded_rows = next((b for b in self.row_buckets or () if b >= count), count)
+        plan.num_drafts = self.draft_policy.choose(plan.padded_rows)
+        plan.drafts_ready = min(plan.num_drafts, self.drafts_ready)
+        self.drafts_ready = plan.num_drafts
 
     def _enqueue(self, entry: Entry) -> None:
         insort(self.queue, entry, key=lambda e: e.key)
@@ -238,7 +286,7 @@ class Scheduler:
         """Moves a row to the host: only the pages that hold committed tokens."""
         used = self.cache.pages_for(min(entry.max_committed, entry.request.most_tokens))
         pages = entry.seq.pages[:used]
-        plan.swap_out.append(Swap(entry.row, entry.request, pages, entry.seq.slot))
+        plan.swap_out.append(Swap(entry.row, entry.request.id, pages, entry.seq.slot))
         plan.grants = [grant for grant in plan.grants if grant.row != entry.row]
         self._leave_row(entry)
         entry.swapped, entry.saved = True, used
@@ -304,7 +352,7 @@ class Scheduler:
         self.running.append(entry)
         pages = list(seq.pages)
         if entry.swapped:
-            plan.swap_in.append(Swap(entry.row, request, pages, seq.slot))
+            plan.swap_in.append(Swap(entry.row, request.id, pages, seq.slot))
         else:
             plan.admissions.append(
                 Admission(entry.row, request, pages, seq.slot, entry.max_committed, seq.source)
@@ -312,11 +360,12 @@ class Scheduler:
         entry.swapped = False
         return True
 
-    def _plan_prompt(self, plan: Schedule) -> None:
-        """Chunks of the prompts that waited longest, all in one ragged step.
+    def _plan_prompt(self, plan: Schedule) -> dict[int, Entry]:
+        """Chunks of the prompts that waited longest, all in one ragged step; their rows.
 
         A prompt gets a grain at least. Chunks end on the grid where state recurs, else anywhere.
         """
+        size = self.cache.config.page_size
         prompts = [entry for entry in self.running if entry.in_prompt]
         ranked = sorted(prompts, key=lambda e: (e.last_chunk_tick >= 0, e.last_chunk_tick, e.key))
         chosen = ranked[: self.budget // self.grain]
@@ -324,16 +373,16 @@ class Scheduler:
             [e.length - e.max_committed for e in chosen], self.budget, self.align
         )
         for entry, length in zip(chosen, lengths, strict=True):
-            start, end = entry.max_committed, entry.max_committed + length
-            size = self.cache.config.page_size
+            start = entry.max_committed
+            end = start + length
             point = end // size * size
             slot = self.cache.snapshot(entry.seq, point) if point > start else 0
-            source, entry.seq.source = entry.seq.source, 0
             last = end == entry.length
-            plan.prompt.append(
-                PromptChunk(entry.row, entry.request, start, length, last, source, slot)
-            )
-            entry.max_committed, entry.last_chunk_tick = end, self.ticks
+            plan.prompt.append(PromptChunk(entry.row, start, length, last, entry.seq.source, slot))
+            entry.seq.source = 0
+            entry.max_committed = end
+            entry.last_chunk_tick = self.ticks
             entry.in_flight += last
         for entry in chosen:
             self.cache.commit(entry.seq, entry.max_committed)
+        return {entry.row: entry for entry in chosen}

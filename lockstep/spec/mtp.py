@@ -29,7 +29,7 @@ class MTPDrafter:
     ) -> None:
         """Writes as many drafts per row as the step asks for. Sampled rows draft with the noise of
         the position itself."""
-        c, rows, count = self.context, step.row_ids, step.shape.drafts
+        c, rows, count = self.context, step.row_ids, step.shape.next_drafts
         where = (step.token_rows, step.positions, step.cu_seqlens)
         window = verdict.tokens.shape[1]
         tokens, last, at = self.follow(c.tokens, rows, *where, verdict.accepted, window)

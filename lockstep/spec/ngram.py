@@ -21,7 +21,7 @@ class NgramDrafter:
         """Writes as many drafts per row as the step asks for: the tokens after the latest earlier
         match, else -1."""
         c = self.context
-        drafts = c.drafts[:, : step.shape.drafts]
+        drafts = c.drafts[:, : step.shape.next_drafts]
         lengths = (c.config.prompt_lookup_min, c.config.prompt_lookup_max)
         self.lookup(c.tokens, c.computed, drafts, step.row_ids, *lengths)
 

@@ -1,5 +1,6 @@
 """Steps with another number of drafts each time: every transition leaves every bit alone."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
@@ -11,7 +12,11 @@ from lockstep import LLM, SamplingParams
 from lockstep.config import SpeculativeConfig
 from lockstep.engine.hooks import CheckHooks
 from lockstep.errors import ConfigError
+from lockstep.runner.observer import StepObserver
+from lockstep.runner.program import Outcome
 from lockstep.scheduling.draft_length import AdaptiveDraftLength, Costs, RandomDraftLength
+from lockstep.scheduling.request import Request
+from lockstep.step import StepShape
 from tests.asking import GREEDY, PROMPTS, SEEDED, answer, make_engine
 from tests.tiny_model import make_model
 
@@ -49,7 +54,7 @@ def go_round(llm: LLM) -> list[int]:
         used.append(ROUND[len(used) % len(ROUND)])
         return used[-1]
 
-    llm.engine.runner.drafts.choose = choose  # type: ignore[method-assign]
+    llm.engine.scheduler.draft_policy.choose = choose  # type: ignore[method-assign]
     return used
 
 
@@ -76,17 +81,20 @@ def test_drafts_of_another_number_are_gone() -> None:
     """Behind a step of k drafts stand k at most: none of an older, longer step is tried again."""
     llm = make_engine("mtp", CHANGING, num_speculative_tokens=3, adaptive=True)
     runner = llm.engine.runner
-    table, run = runner.table, runner.run_step
+    seen = []
 
-    def watch(shape: Any) -> Any:
-        found = run(shape)
-        rows = found[0].row_ids[found[0].row_ids > 0]
-        assert (table.drafts[rows, shape.drafts :] == -1).all()
-        assert (table.drafts[rows, : shape.drafts] >= 0).all()
-        return found
+    class Watch(StepObserver):
+        def after_step(
+            self, requests: Sequence[Request], shape: StepShape, outcome: Outcome
+        ) -> None:
+            row_ids = outcome[0].row_ids
+            drafts = runner.table.drafts[row_ids[row_ids > 0]]
+            seen.append((shape.next_drafts, (drafts >= 0).sum(1).tolist()))
 
-    runner.run_step = watch
+    runner.observers.append(Watch())
     llm.generate(PROMPTS, GREEDY)
+    assert {count for count, _ in seen} == set(llm.engine.plan.draft_lengths)
+    assert all(made == [count] * len(made) for count, made in seen)
 
 
 def keep_time(drafts: AdaptiveDraftLength, ms: float, a_draft: float) -> None:
@@ -109,7 +117,7 @@ def test_adapts_to_what_is_accepted(tmp_path: Path) -> None:
     used = []
     for chance in (0.0, 1.0):
         llm = make_engine("mtp", adaptive=True, synthetic_acceptance=chance, **tiny)
-        drafts = llm.engine.runner.drafts
+        drafts = llm.engine.scheduler.draft_policy
         assert isinstance(drafts, AdaptiveDraftLength)
         keep_time(drafts, 10.0, 0.5)
         m = llm.generate([{"prompt_token_ids": [3, 5, 7]}], params)[0].metrics

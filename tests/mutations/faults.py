@@ -130,8 +130,8 @@ FAULTS = (
     ),
     Fault(
         "prompt log-probabilities missing at chunk ends", "runner", RUNNER,
-        "request.prompt_token_ids[first + 1 : first + 1 + end - begin]",
-        "request.prompt_token_ids[first + 1 : first + end - begin]",
+        "request.prompt_token_ids[first : first + chunk.length]",
+        "request.prompt_token_ids[first : first + chunk.length - 1]",
     ),
     Fault(
         "a rejected token counted", "table", TABLE,
@@ -207,8 +207,8 @@ FAULTS = (
     ),
     Fault(
         "log-probabilities of the window's end", "runner", RUNNER,
-        "launch.logits[index][: len(real)]",
-        "launch.logits[index][-len(real) :]",
+        "row.logits[: len(real)]",
+        "row.logits[-len(real) :]",
     ),
     Fault(
         "a rank counts itself", "runner", "runner/sampler.py",
@@ -217,8 +217,8 @@ FAULTS = (
     ),
     Fault(
         "prompt log-probabilities of the next token", "runner", RUNNER,
-        "logits = self.program.model.head(hidden[at : at + len(tokens)])",
-        "logits = self.program.model.head(hidden[at : at + len(tokens)].roll(1, 0))",
+        "head(row.hidden[begin : begin + len(tokens)])",
+        "head(row.hidden[begin : begin + len(tokens)].roll(1, 0))",
     ),
     # The sampler.
     Fault(
@@ -330,8 +330,8 @@ FAULTS = (
     # The scheduler.
     Fault(
         "a snapshot read by every chunk", "scheduler", SCHEDULER,
-        "source, entry.seq.source = entry.seq.source, 0",
-        "source = entry.seq.source",
+        "            entry.seq.source = 0\n",
+        "",
     ),
     Fault(
         "chunks end off the grid", "scheduler", SCHEDULER,

@@ -6,8 +6,10 @@ from lockstep.cache.cache import Cache, CacheConfig
 from lockstep.errors import CapacityError, ConfigError, RequestError
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.chunks import split_budget
+from lockstep.scheduling.draft_length import FixedDraftLength
 from lockstep.scheduling.request import Request
-from lockstep.scheduling.scheduler import RowResult, Schedule, Scheduler
+from lockstep.scheduling.schedule import PromptChunk, Results, RowResult, Schedule
+from lockstep.scheduling.scheduler import Scheduler
 
 
 def make(pages: int = 100, rows: int = 4, slots: int = 0, **options: object) -> Scheduler:
@@ -22,9 +24,14 @@ def ask(sched: Scheduler, name: str, length: int, priority: int = 0, most: int =
     return request
 
 
-def answer(plan: Schedule, count: int = 1) -> dict[str, RowResult]:
-    found = {r.id: RowResult([5] * count, count - 1, count - 1) for _, r in plan.decode}
-    return found | {c.request.id: RowResult([5]) for c in plan.prompt if c.last}
+def answer(plan: Schedule, count: int = 1) -> Results:
+    found = {row: RowResult([5] * count, count - 1, count - 1) for row in plan.decode}
+    return Results(found | {c.row: RowResult([5]) for c in plan.prompt if c.last})
+
+
+def owner(sched: Scheduler, chunk: PromptChunk) -> str:
+    """Whose chunk it is, while its row runs."""
+    return next(e.request.id for e in sched.running if e.row == chunk.row)
 
 
 def step(sched: Scheduler) -> Schedule:
@@ -101,8 +108,9 @@ def test_several_prompts_share_a_step_and_a_long_one_starves_nobody() -> None:
     ask(sched, "long", 3000)
     step(sched)
     short = ask(sched, "short", 60)
-    plan = step(sched)
-    assert {c.request.id for c in plan.prompt} == {"long", "short"}
+    plan = sched.schedule()
+    assert {owner(sched, chunk) for chunk in plan.prompt} == {"long", "short"}
+    sched.update(plan, answer(plan))
     assert short.output_token_ids == [5]
 
 
@@ -136,7 +144,7 @@ def test_priority_preempts_and_fcfs_does_not() -> None:
         step(sched)
         ask(sched, "high", 10, priority=1)
         plan = step(sched)
-        assert [s.request.id for s in plan.swap_out] == expected
+        assert [s.request_id for s in plan.swap_out] == expected
         assert sched.num_swapped == len(expected)
         drain(sched)
 
@@ -146,8 +154,10 @@ def test_page_shortage_moves_the_last_row_and_computes_nothing_twice() -> None:
     first, last = ask(sched, "a", 60, most=100), ask(sched, "b", 60, most=100)
     computed: dict[str, int] = {"a": 0, "b": 0}
     while sched.has_work():
-        for chunk in step(sched).prompt:
-            computed[chunk.request.id] += chunk.length
+        plan = sched.schedule()
+        for chunk in plan.prompt:
+            computed[owner(sched, chunk)] += chunk.length
+        sched.update(plan, answer(plan))
     assert computed == {"a": 60, "b": 60}
     assert first.metrics.num_preemptions == 0 and last.metrics.num_preemptions > 0
     assert len(first.output_token_ids) == len(last.output_token_ids) == 100
@@ -263,3 +273,32 @@ def test_a_follow_up_resumes_what_was_generated(most: int, start: int) -> None:
     follow_up = [*first.prompt_token_ids, *first.output_token_ids, 1]
     sched.add(Request("b", follow_up, SamplingParams()))
     assert step(sched).admissions[0].start == start
+
+
+def test_drafts_are_chosen_for_the_padded_step_and_observed() -> None:
+    class Seen(FixedDraftLength):
+        def __init__(self) -> None:
+            super().__init__(2)
+            self.asked: list[int] = []
+            self.told: list[tuple[object, ...]] = []
+
+        def choose(self, rows: int) -> int:
+            self.asked.append(rows)
+            return self.count if len(self.asked) > 1 else 1
+
+        def observe(self, *what: object) -> None:
+            self.told.append(what)
+
+    policy = Seen()
+    sched = make(query_len=3, row_buckets=(1, 2, 4), draft_policy=policy)
+    for name in "abc":
+        ask(sched, name, 5, most=20)
+    step(sched)
+    plans = [sched.schedule() for _ in range(2)]
+    for plan, drafts, ready in zip(plans, (1, 2), (0, 1), strict=True):
+        assert (plan.padded_rows, plan.num_drafts, plan.drafts_ready) == (4, drafts, ready)
+        results = answer(plan, 1 + ready)
+        results.decode_ms = 7.5
+        sched.update(plan, results)
+    assert policy.asked == [4, 4]
+    assert policy.told == [(4, 1, 0, [0, 0, 0], 7.5), (4, 2, 1, [1, 1, 1], 7.5)]

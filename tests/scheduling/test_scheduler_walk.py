@@ -6,9 +6,11 @@ from collections import deque
 import pytest
 
 from lockstep.cache.cache import Cache, CacheConfig
+from lockstep.outputs import Logprob
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
-from lockstep.scheduling.scheduler import RowResult, Schedule, Scheduler
+from lockstep.scheduling.schedule import Results, RowResult, Schedule
+from lockstep.scheduling.scheduler import Scheduler
 
 PAGE, EOS, JUNK = 4, 7, -1
 
@@ -40,37 +42,39 @@ class Device:
         self.kv = [[JUNK] * PAGE for _ in range(pages)]
         self.state, self.query_len, self.rng = [JUNK] * slots, query_len, rng
         self.rows: dict[int, Row] = {}
-        self.saved: dict[str, tuple[int, list[list[int]], int]] = {}
+        self.saved: dict[str, tuple[Request, int, list[list[int]], int]] = {}
         self.truth: dict[Request, Truth] = {}
 
-    def launch(self, plan: Schedule) -> dict[str, RowResult]:
+    def launch(self, plan: Schedule) -> Results:
         for s in plan.swap_out:
             row = self.rows.pop(s.row)
-            assert row.request is s.request and row.pages[: len(s.pages)] == s.pages
+            assert row.request.id == s.request_id and row.pages[: len(s.pages)] == s.pages
             kept = [self.kv[p][:] for p in s.pages]
-            self.saved[s.request.id] = (row.computed, kept, self.state[s.state_slot])
+            state = self.state[s.state_slot]
+            self.saved[s.request_id] = (row.request, row.computed, kept, state)
             for p in row.pages:
                 assert p > 0
         for s in plan.swap_in:
-            computed, kept, state = self.saved.pop(s.request.id)
+            request, computed, kept, state = self.saved.pop(s.request_id)
             assert len(s.pages) >= len(kept)
             for page, content in zip(s.pages, kept, strict=False):
                 self.kv[page] = content[:]
             self.state[s.state_slot] = state
-            self.rows[s.row] = Row(s.request, list(s.pages), s.state_slot, computed)
+            self.rows[s.row] = Row(request, list(s.pages), s.state_slot, computed)
         for a in plan.admissions:
             assert a.row > 0 and a.start < len(a.request.prompt_token_ids) and a.start % PAGE == 0
             self.rows[a.row] = Row(a.request, list(a.pages), a.state_slot, a.start)
         for g in plan.grants:
             assert g.column == len(self.rows[g.row].pages), "a grant that does not follow"
             self.rows[g.row].pages += g.pages
-        return {**self._decode(plan), **self._prompt(plan)}
+        return Results({**self._decode(plan), **self._prompt(plan)})
 
-    def _decode(self, plan: Schedule) -> dict[str, RowResult]:
+    def _decode(self, plan: Schedule) -> dict[int, RowResult]:
         results = {}
-        for number, request in plan.decode:
-            row, truth = self.rows[number], self.truth[request]
-            assert row.request is request and row.computed >= len(request.prompt_token_ids)
+        for number in plan.decode:
+            row = self.rows[number]
+            truth = self.truth[row.request]
+            assert row.computed >= len(row.request.prompt_token_ids)
             self._read(row)
             assert not self.has_state or self.state[row.slot] == truth.states[row.computed]
             accepted = self.rng.randrange(self.query_len)
@@ -79,14 +83,15 @@ class Device:
             self._write(row, begin, window)
             row.computed, self.state[row.slot] = end, truth.states[end]
             emitted = truth.tokens[begin + 1 : end + 1]
-            results[request.id] = RowResult(emitted, self.query_len - 1, accepted)
+            results[number] = RowResult(emitted, self.query_len - 1, accepted)
         return results
 
-    def _prompt(self, plan: Schedule) -> dict[str, RowResult]:
+    def _prompt(self, plan: Schedule) -> dict[int, RowResult]:
         results, slots = {}, []
         for c in plan.prompt:
-            row, truth = self.rows[c.row], self.truth[c.request]
-            assert row.request is c.request and row.computed == c.start and c.length > 0
+            row = self.rows[c.row]
+            truth = self.truth[row.request]
+            assert row.computed == c.start and c.length > 0
             self._read(row)
             if self.has_state and c.start:
                 assert self.state[c.state_src or row.slot] == truth.states[c.start]
@@ -96,14 +101,18 @@ class Device:
         assert len(slots) == len(set(slots)), "one slot, two writers"
         assert not {c.state_src for c in plan.prompt} & set(slots), "a snapshot given to a writer"
         for c in plan.prompt:
-            row, truth, end = self.rows[c.row], self.truth[c.request], c.start + c.length
+            row, end = self.rows[c.row], c.start + c.length
+            truth, prompt = self.truth[row.request], row.request.prompt_token_ids
             self._write(row, c.start, truth.tokens[c.start : end])
             row.computed, self.state[row.slot] = end, truth.states[end]
             if c.snapshot_slot:
                 self.state[c.snapshot_slot] = truth.states[end // PAGE * PAGE]
-            if c.last:
-                assert end == len(c.request.prompt_token_ids)
-                results[c.request.id] = RowResult([truth.tokens[end]])
+            assert c.last == (end == len(prompt))
+            result = results[c.row] = RowResult([truth.tokens[end]] if c.last else [])
+            if row.request.params.prompt_logprobs is not None:
+                result.prompt_logprobs = [
+                    {t: Logprob(0.0, 1)} for t in prompt[c.start + 1 : end + 1]
+                ]
         return results
 
     @property
@@ -133,6 +142,13 @@ def expected(request: Request, truth: Truth) -> list[int]:
     return out
 
 
+def check_prompt_logprobs(request: Request) -> None:
+    """With its first tokens a request has the entries of its whole prompt, in order, if it asks."""
+    if request.params.prompt_logprobs is not None:
+        found = [next(iter(entry or ())) for entry in request.prompt_logprobs]
+        assert found == request.prompt_token_ids[1:]
+
+
 def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead: int) -> Scheduler:
     rng = random.Random(seed)
     rows, pages = rng.choice([1, 3, 5]), rng.choice([9, 17, 30])
@@ -150,7 +166,7 @@ def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead:
     )
     device = Device(pages, max(slots, 1), query_len, rng)
     stems = [[rng.randrange(40) for _ in range(32)] for _ in range(3)]
-    flights: deque[tuple[Schedule, dict[str, RowResult]]] = deque()
+    flights: deque[tuple[Schedule, Results]] = deque()
     finished, made, aborted, tick = set(), {}, set(), 0
     while tick < ticks or sched.has_work() or flights:
         tick += 1
@@ -197,6 +213,7 @@ def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead:
                     finished.add(request.id)
                     device.saved.pop(request.id, None)
                     assert request.output_token_ids == expected(request, device.truth[request])
+                check_prompt_logprobs(request)
             cache.check()
     assert finished | aborted == set(made) and not finished & aborted
     for request in made.values():
@@ -204,7 +221,7 @@ def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead:
         assert request.output_token_ids == full[: len(request.output_token_ids)]
     assert cache.paged.pool.used == 0 and (cache.state is None or cache.state.pool.used == 0)
     assert not cache.seqs and not sched.running and not sched.queue and not device.saved
-    assert len(sched.free_rows) == rows
+    assert len(sched.free_rows) == rows and not sched.launched
     return sched
 
 
