@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Protocol
 
-from lockstep.config import SpeculativeConfig
-
 SHARE = 0.006
 """Share of the time without drafts that trials may cost."""
 TRIAL = 6
@@ -252,12 +250,12 @@ class AdaptiveDraftLength:
 
 
 def draft_length_policy(
-    config: SpeculativeConfig, counts: tuple[int, ...], taken: dict[tuple[int, int], float]
+    adaptive: bool, counts: tuple[int, ...], taken: dict[tuple[int, int], float]
 ) -> DraftLengthPolicy:
-    """Who chooses among the counts, as the config asks.
+    """Who chooses among the counts: what pays, or always the most of them.
 
     taken: (rows, count) -> ms of a step of null rows.
     """
-    if not config.adaptive:
+    if not adaptive:
         return FixedDraftLength(counts[-1])
     return AdaptiveDraftLength(counts, Costs.measured(taken))
