@@ -14,10 +14,9 @@ import torch
 
 from lockstep.config import EngineConfig
 from lockstep.engine.build import EngineParts, build_engine
-from lockstep.runner.memory import PAGE_SIZE
 from lockstep.runner.rows import write_place
 from lockstep.runner.step_timer import StepTimer
-from lockstep.step import StepShape
+from lockstep.step import PAGE_SIZE, StepShape
 
 WARM, REPLAYS, PROMPTS = 4, 30, 3
 AHEAD = 64

@@ -23,12 +23,13 @@ ALLOWED = {"__init__.py": 'os.environ.setdefault("OMP_WAIT_POLICY", "passive")'}
 # The first stands lowest. The scheduler and what it schedules know no torch and serve the runner.
 LAYERS = (
     ("errors",),
-    ("config", "step", "outputs", "sampling_params"),
+    ("settings", "step", "outputs", "sampling_params"),
     ("kernels",),
     ("quant", "cache", "parallel"),
     ("layers",),
     ("models",),
     ("scheduling", "spec"),
+    ("config",),
     ("runner",),
     ("engine",),
     ("text",),
@@ -82,7 +83,7 @@ def upward(importer: str, imported: str) -> bool:
     mine, theirs = level(importer), level(imported)
     if mine is None or theirs is None:
         return False
-    below = {"config", "step", "outputs", "sampling_params", "quant", "cache", "parallel"}
+    below = {"settings", "step", "outputs", "sampling_params", "quant", "cache", "parallel"}
     sideways_allowed = mine[1] in below and theirs[1] in below
     if theirs[0] == mine[0]:
         return theirs[1] != mine[1] and not sideways_allowed

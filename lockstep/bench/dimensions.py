@@ -13,7 +13,6 @@ from lockstep.layers.build import Build
 ROTATE = {"cuda": 128 << 20, "cpu": 8 << 20}
 """Bytes that a chain of calls walks through: on a GPU twice an H200's L2 cache."""
 MOST_CALLS = {"cuda": 256, "cpu": 8}
-PAGE_SIZE = 64
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.bench.dimensions import PAGE_SIZE, Model, Setting, Subject
+from lockstep.bench.dimensions import Model, Setting, Subject
 from lockstep.bench.floor import Part
 from lockstep.kernels.activations import silu_mul
 from lockstep.kernels.gated_delta_rule.cases import Dims
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.layers.build import Build
 from lockstep.layers.norm import AddRMSNorm, GatedRMSNorm, RMSNorm
+from lockstep.step import PAGE_SIZE
 
 EPS = 1e-6
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.bench import recurrent, rowwise
-from lockstep.bench.dimensions import PAGE_SIZE, Model, Setting, Subject
+from lockstep.bench.dimensions import Model, Setting, Subject
 from lockstep.bench.floor import Part
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.sampling import FILTERS, NOISE, SamplingState, sample
 from lockstep.layers.linear import Linear, probe
+from lockstep.step import PAGE_SIZE
 
 OPS = (
     "linear",

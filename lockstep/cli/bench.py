@@ -139,7 +139,7 @@ def _choose_drafts(
         return
     if count and spec is None:
         raise ConfigError(
-            f"--num-speculative-tokens {count} needs a drafter, and this checkpoint has no MTP "
+            f"--num-speculative-tokens {count} needs a drafter, and this checkpoint has no draft "
             """module. Name one, e.g. --speculative-config '{"method": "ngram"}'."""
         )
     given = {"adaptive": False, **(spec or {}), "num_speculative_tokens": count}
@@ -354,15 +354,9 @@ def _sketch(folder: Path, dtype: str, spec: dict[str, Any] | None) -> "Sketch":
     import torch
 
     from lockstep.bench.floor import sketch
-    from lockstep.config import SpeculativeConfig
-    from lockstep.spec import drafter_module
+    from lockstep.spec import read
 
-    chosen = SpeculativeConfig.read(spec)
-    module = drafter_module(chosen)
-    drafts = chosen.num_speculative_tokens if chosen else 0
-    size = chosen.draft_vocab_size if chosen else "auto"
-    needed = bool(module and module.NEEDS_MODULE)
-    return sketch(folder, getattr(torch, dtype), drafts, needed, size)
+    return sketch(folder, getattr(torch, dtype), read(spec))
 
 
 def _show_floor_alone(

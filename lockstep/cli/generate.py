@@ -108,7 +108,7 @@ def _compare(
     settled = settle_drafts({**settings, "enable_prefix_caching": False})
     if settled["speculative_config"] is None:
         raise ConfigError(
-            "--compare needs drafts, and this checkpoint has no MTP module; name a drafter, e.g. "
+            "--compare needs drafts, and this checkpoint has no draft module; name a drafter, e.g. "
             """--speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'."""
         )
     plain = load({**settled, "speculative_config": None}, quiet=json)

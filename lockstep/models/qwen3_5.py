@@ -124,12 +124,14 @@ class Draft(nn.Module):
     """The MTP module: one full-attention block over fc([norm(embedding), norm(hidden)]).
 
     Shares embedding and head with the target; `hidden` of position i and the token after it give
-    the draft of the token after that.
+    the draft of the token after that. ids [V']: the tokens that its head shall know, ascending;
+    None: all of the target's.
     """
 
-    def __init__(self, target: Model, build: Build) -> None:
+    def __init__(self, target: Model, build: Build, ids: Tensor | None = None) -> None:
         super().__init__()
         c = target.config
+        self.ids = ids
         self.embed = target.embed
         self.embed_norm = RMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
@@ -139,20 +141,37 @@ class Draft(nn.Module):
         self.head = Head(build, target.head.weight)
         self.build = build
 
-    def reduce_head(self, ids: Tensor) -> None:
-        """From now on the head knows these tokens alone: its weight is a copy of their rows."""
+    def finish(self) -> None:
+        """Where it knows only some tokens, its head becomes a copy of their rows of the target's.
+        To be called once, when the target's weights are loaded."""
+        if self.ids is None:
+            return
         full = self.head.weight
-        rows = self.build.matrix(len(ids), full.shape[1])
-        rows.data.copy_(full[ids])
+        rows = self.build.matrix(len(self.ids), full.shape[1])
+        rows.data.copy_(full[self.ids])
         self.head = Head(self.build, rows)
 
-    def forward(self, ids: Tensor, hidden: Tensor, step: Step) -> Tensor:
-        """ids [T], hidden [T, H] -> hidden [T, H] of the draft, fed back for the next one."""
-        return self.norm(*self.block(self._mixed(ids, hidden), None, step))[1]
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of its own copy of rows of the head; 0 where it shares the target's."""
+        weight = self.head.weight
+        return 0 if self.ids is None else weight.numel() * weight.itemsize
 
-    def keep(self, ids: Tensor, hidden: Tensor, step: Step) -> None:
+    def begin(self, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
+        """The target's hidden states [T, H], as they are."""
+        return hidden
+
+    def forward(self, ids: Tensor, state: Tensor, step: Step) -> Tensor:
+        """ids [T], state [T, H] -> state [T, H] of the draft, fed back for the next one."""
+        return self.norm(*self.block(self._mixed(ids, state), None, step))[1]
+
+    def logits(self, state: Tensor) -> Tensor:
+        """state [S, H] -> [S, V'] over `ids`."""
+        return self.head(state)
+
+    def keep(self, ids: Tensor, state: Tensor, step: Step) -> None:
         """Writes the keys and values of these tokens alone, where no draft is wanted."""
-        _, normed = self.block.tokenwise(self._mixed(ids, hidden), None, 0)
+        _, normed = self.block.tokenwise(self._mixed(ids, state), None, 0)
         self.block.halves[0].body.keep(normed, step)
 
     def _mixed(self, ids: Tensor, hidden: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ nothing committed, page 0 and slot 0.
 import torch
 from torch import Tensor
 
-from lockstep.config import Plan
+from lockstep.config import StepLimits
 from lockstep.kernels.sampling import SamplingState
 from lockstep.kernels.table import Lines, advance_rows, prepare_step
 from lockstep.layers.build import Build
@@ -41,7 +41,7 @@ class StepInputs:
 class RowTable(Lines):
     """R = max_num_seqs + 1 lines. A row holds max_model_len tokens and a few windows of drafts."""
 
-    def __init__(self, plan: Plan, build: Build, vocab: int) -> None:
+    def __init__(self, plan: StepLimits, build: Build, vocab: int) -> None:
         rows, device = plan.max_num_seqs + 1, plan.device
 
         def full(value: int, dtype: torch.dtype, *shape: int) -> Tensor:

@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Protocol
 
-from lockstep.config import SpeculativeConfig
-
 # All of these were chosen by the simulations and runs of docs/decisions/0008-adaptive-drafts.md.
 TRIAL_BUDGET = 0.006
 """Share of the time of steps without drafts that trials of drafting may cost."""
@@ -283,12 +281,12 @@ class AdaptiveDraftLength:
 
 
 def draft_length_policy(
-    config: SpeculativeConfig, counts: tuple[int, ...], taken: dict[tuple[int, int], float]
+    adaptive: bool, counts: tuple[int, ...], taken: dict[tuple[int, int], float]
 ) -> DraftLengthPolicy:
-    """The policy that the config asks for.
+    """The policy that adapts, or that always takes the most drafts.
 
     taken: (rows, count) -> ms of a step of null rows.
     """
-    if not config.adaptive:
+    if not adaptive:
         return FixedDraftLength(counts[-1])
     return AdaptiveDraftLength(counts, Costs.measured(taken))

@@ -59,7 +59,7 @@ def test_bytes_by_hand() -> None:
 
 
 def test_dimensions_are_those_of_the_model(tmp_path: Path) -> None:
-    model = sketch(make_model(tmp_path / "large", **LARGE), torch.bfloat16, 0, module=False).model
+    model = sketch(make_model(tmp_path / "large", **LARGE), torch.bfloat16, None).model
     layers = [m for m in model.modules() if isinstance(m, (Linear, Head))]
     assert {tuple(m.weight.shape) for m in layers} == {
         (n, k) for _, n, k in MODELS["Qwen3.6-27B"].weights

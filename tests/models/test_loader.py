@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lockstep.errors import CheckpointError
 from lockstep.layers.build import Build
+from lockstep.models import architecture
 from lockstep.models.loader import build_model, fill_dummy, load_weights
 from tests.tiny_model import CONFIG, QWEN3
 
@@ -19,7 +20,9 @@ Tensors = dict[str, Tensor]
 
 
 def build(raw: dict[str, Any], drafting: bool = False) -> tuple[Any, Any]:
-    return build_model(raw, Build("cpu", torch.float32, 1, 64), drafting)
+    made = Build("cpu", torch.float32, 1, 64)
+    model: Any = build_model(raw, made)
+    return model, architecture(raw["model_type"]).Draft(model, made) if drafting else None
 
 
 def checkpoint(raw: dict[str, Any], drafting: bool = False) -> Tensors:

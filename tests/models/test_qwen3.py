@@ -139,10 +139,9 @@ def test_mtp_needs_a_module(dummy: Path) -> None:
 def test_a_layer_of_qwen3_8b_has_its_shapes_and_its_share_of_the_parameters() -> None:
     build = Build("cpu", torch.bfloat16, 1, 64)
     small = {**QWEN3_8B, "num_hidden_layers": 1, "vocab_size": 256}
-    model, draft = build_model(small, build, drafting=False)
+    model = build_model(small, build)
     table = model.weights()
     layer = {n.removeprefix("layers.0."): t for n, t in table.items() if n.startswith("layers.")}
-    assert draft is None
     assert {n: tuple(t.shape) for n, t in layer.items()} == {
         "input_layernorm.weight": (4096,),
         "post_attention_layernorm.weight": (4096,),

@@ -95,7 +95,7 @@ def test_what_is_not_built_is_refused(changes: dict[str, object], message: str) 
 def test_a_text_config_of_another_architecture_is_refused(inner: str) -> None:
     raw = {"model_type": "qwen3_5", "text_config": {**HYBRID, "model_type": inner}}
     with pytest.raises(CheckpointError, match=f"model_type='{inner}'"):
-        build_model(raw, Build("cpu", torch.float32, 1, 64), drafting=False)
+        build_model(raw, Build("cpu", torch.float32, 1, 64))
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", '"qwen3"'])
