@@ -30,6 +30,7 @@ class Config(DecoderConfig):
     def read(cls, raw: dict[str, Any]) -> "Config":
         """From config.json. Raises CheckpointError on what is missing or not built."""
         c = ConfigReader(raw)
+        c.only("pretraining_tp", 1, None, default=1)
         return cls(
             layers=c.size("num_hidden_layers", most=MOST_LAYERS),
             attention_bias=c.get("attention_bias", bool, False),

@@ -131,7 +131,7 @@ class YarnRope(Rope):
     def read(cls, rope: ConfigReader, theta: float, width: int, trained: int) -> "YarnRope":
         rope.need(theta > 1, "rope_theta", "numbers above 1 with this rope_type")
         original = _trained(rope, trained)
-        factor = rope.positive("factor", trained / original)
+        factor = _factor(rope, trained)
         mscale = rope.get("mscale", float, 0.0)
         mscale_all_dim = rope.get("mscale_all_dim", float, 0.0)
         suggested = _yarn_scale(factor, 1.0)
@@ -189,7 +189,7 @@ class LongRope(Rope):
     @classmethod
     def read(cls, rope: ConfigReader, theta: float, width: int, trained: int) -> "LongRope":
         original = _trained(rope, trained)
-        factor = rope.positive("factor", trained / original)
+        factor = _factor(rope, trained)
         suggested = 1.0
         if factor > 1:
             rope.need(original > 1, "original_max_position_embeddings", "2 or more")
@@ -234,8 +234,6 @@ def read_rope(c: ConfigReader, head_dim: int, partial: float) -> Rope:
     rope.need(even, "partial_rotary_factor", f"shares of {head_dim} that are even and not 0")
     theta = rope.positive("rope_theta")
     kind = KINDS[rope.get("rope_type", str, "default")]
-    if kind is Rope:
-        return Rope.read(rope, theta, width, 0)
     return kind.read(rope, theta, width, c.size("max_position_embeddings"))
 
 
@@ -259,5 +257,12 @@ def _settings(c: ConfigReader) -> ConfigReader:
 
 
 def _trained(rope: ConfigReader, longest: int) -> int:
-    """The positions that the model was trained on, before they were stretched."""
+    """The positions that the model was trained on before they were stretched to `longest`."""
     return rope.size("original_max_position_embeddings", longest)
+
+
+def _factor(rope: ConfigReader, longest: int) -> float:
+    """How far positions are stretched: what the file says, or longest / original positions."""
+    if "original_max_position_embeddings" not in rope.raw:
+        return rope.positive("factor")
+    return rope.positive("factor", longest / _trained(rope, longest))

@@ -265,15 +265,15 @@ def test_memory_of_another_pool_is_not_a_steps_own() -> None:
 
 
 def test_what_is_no_op_is_named_by_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    advance = RowTable.advance
+    commit = RowTable.accept_and_commit
 
     def peek(self: RowTable, step: Any, tokens: Any) -> Any:
-        verdict = advance(self, step, tokens)
+        verdict = commit(self, step, tokens)
         if not step.shape.prompt:
             self.computed.sum().item()
         return verdict
 
-    monkeypatch.setattr(RowTable, "advance", peek)
+    monkeypatch.setattr(RowTable, "accept_and_commit", peek)
     with pytest.raises(
         CaptureError, match="(?s)run_step.*peek.*computed.sum.*waits for the device"
     ):
