@@ -131,7 +131,7 @@ def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) ->
     else:
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    build = Build(device, dtype, window, length + 3 * window + 1)
+    build = Build(device, dtype, window, length + 3 * window + 1, max_model_len=length)
     model, draft = build_model(raw, build, bool(drafting and drafting.NEEDS_MODULE))
     if config.load_format == "dummy":
         fill_dummy(model, draft, config.seed)

@@ -199,7 +199,8 @@ class Runner:
         begin = 0
         for i, (chunk, request) in enumerate(zip(chunks, requests, strict=True)):
             logit_rows = _wanted(request, logits, i, 1) if chunk.last else None
-            kept, following = None, request.prompt_token_ids[:0]
+            kept = None
+            following = request.prompt_token_ids[:0]
             if request.params.prompt_logprobs is not None:
                 first = chunk.start + 1
                 following = request.prompt_token_ids[first : first + chunk.length]

@@ -319,8 +319,8 @@ FAULTS = (
     ),
     Fault(
         "a page released twice", "cache", GROUPS,
-        "        seq.pages, seq.published = [], 0",
-        "        seq.published = 0",
+        "        seq.pages = []\n        seq.published = 0\n",
+        "        seq.published = 0\n",
     ),
     Fault(
         "a hit without its snapshot", "cache", "cache/cache.py",

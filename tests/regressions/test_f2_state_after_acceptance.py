@@ -114,8 +114,8 @@ def test_conv_window_that_does_not_move_is_caught(
 
     llm = make("ngram", 3)
     for block in llm.engine.runner.model.blocks:
-        if hasattr(block.mixer, "step_op"):
-            block.mixer.step_op = stuck
+        if hasattr(block, "linear_attn"):
+            block.linear_attn.step_op = stuck
     script(llm, known)
     assert answers(llm) != plain
 
