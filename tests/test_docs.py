@@ -101,9 +101,11 @@ def test_the_drafter_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     (tmp_path / "bigram_drafter.py").write_text(code(DOCS / "add_a_drafter.md"))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(spec.DRAFTERS, "bigram", "bigram_drafter")
-    plain = LLM()
+    sizes = {"max_model_len": 512, "max_num_seqs": 4}
+    plain = LLM(**sizes)
     drafting = LLM(
-        speculative_config={"method": "bigram", "num_speculative_tokens": 3, "adaptive": False}
+        **sizes,
+        speculative_config={"method": "bigram", "num_speculative_tokens": 3, "adaptive": False},
     )
     prompts = [{"prompt_token_ids": ids} for ids in short_prompts(plain)[:2]]
     params = SamplingParams(temperature=0, max_tokens=48)
