@@ -97,10 +97,14 @@ class Run:
 
 @dataclass
 class Costs:
-    """ms of a step by rows and count, among them what was never measured on real rows."""
+    """ms of a step by rows and count, among them what was never measured on real rows.
+
+    latest: what ms() found, by rows, until a step of them is observed.
+    """
 
     table: dict[int, dict[int, Cost]]
     runs: dict[int, Run] = field(default_factory=dict)
+    latest: dict[int, dict[int, float]] = field(default_factory=dict)
 
     @classmethod
     def measured(cls, nulls: dict[tuple[int, int], float]) -> "Costs":
@@ -126,6 +130,7 @@ class Costs:
         """The first steps of a run tell its count from the others. The later ones tell what all of
         them share, contexts above all, so that no count is out of date while it rests."""
         line, run = self.at(rows), self.runs.get(rows)
+        self.latest.pop(rows, None)
         if run is None or run.count != count:
             run = self.runs[rows] = Run(count)
         run.latest.append(ms)
@@ -143,19 +148,25 @@ class Costs:
                 other.extra += SHARED * new if other.seen else 0.0
 
     def ms(self, rows: int) -> dict[int, float]:
+        """count -> ms."""
+        if rows not in self.latest:
+            self.latest[rows] = self._estimate(rows)
+        return self.latest[rows]
+
+    def _estimate(self, rows: int) -> dict[int, float]:
         """count -> ms. What real rows add is taken from the nearest count that has seen enough; of
         one that has seen too few, the less, since a disturbed first step would end all trials."""
         line = self.at(rows)
         seen = [k for k, cost in line.items() if cost.seen]
         known = [k for k in seen if line[k].seen >= SAMPLES] or seen
 
-        def extra(k: int) -> float:
-            if not known:
-                return 0.0
+        def extra(k: int, cost: Cost) -> float:
+            if not known or k in known:
+                return cost.extra
             near = line[min(known, key=lambda s: abs(s - k))].extra
-            return min(near, line[k].extra) if line[k].seen else near
+            return min(near, cost.extra) if cost.seen else near
 
-        return {k: max(cost.null + extra(k), 1e-3) for k, cost in line.items()}
+        return {k: max(cost.null + extra(k, cost), 1e-3) for k, cost in line.items()}
 
 
 class Acceptance:
@@ -166,11 +177,12 @@ class Acceptance:
 
     def observe(self, made: int, accepted: list[int]) -> None:
         """One step's rows, which had `made` drafts each."""
+        tried = len(accepted)
         for i in range(len(self.tried)):
-            tried = sum(a >= i for a in accepted) if i < made else 0
-            taken = sum(a > i for a in accepted) if i < made else 0
-            self.tried[i] += tried - self.tried[i] / MEMORY
+            taken = sum([a > i for a in accepted]) if i < made else 0
+            self.tried[i] += (tried if i < made else 0) - self.tried[i] / MEMORY
             self.taken[i] += taken - self.taken[i] / MEMORY
+            tried = taken
 
     def length(self, count: int) -> float:
         """Tokens that a step of `count` drafts is expected to emit per row."""
