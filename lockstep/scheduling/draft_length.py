@@ -111,10 +111,14 @@ class Run:
 
 @dataclass
 class Costs:
-    """ms of a step by rows and draft length, of those too that real rows never had."""
+    """ms of a step by rows and draft length, of those too that real rows never had.
+
+    estimates: what ms() found, by rows, until a step of them is observed.
+    """
 
     table: dict[int, dict[int, Cost]]
     runs: dict[int, Run] = field(default_factory=dict)
+    estimates: dict[int, dict[int, float]] = field(default_factory=dict)
 
     @classmethod
     def measured(cls, nulls: dict[tuple[int, int], float]) -> "Costs":
@@ -142,6 +146,7 @@ class Costs:
         costs of all, since contexts grow for all: so none is out of date when it is used again."""
         costs = self.at(rows)
         run = self.runs.get(rows)
+        self.estimates.pop(rows, None)
         if run is None or run.count != count:
             run = self.runs[rows] = Run(count)
         run.latest.append(ms)
@@ -159,6 +164,12 @@ class Costs:
                 other.extra += SHARED_RATE * new if other.seen else 0.0
 
     def ms(self, rows: int) -> dict[int, float]:
+        """Draft length -> ms."""
+        if rows not in self.estimates:
+            self.estimates[rows] = self._estimate(rows)
+        return self.estimates[rows]
+
+    def _estimate(self, rows: int) -> dict[int, float]:
         """Draft length -> ms.
 
         What real rows add is taken from the nearest length with enough measurements. A length with
@@ -168,13 +179,13 @@ class Costs:
         seen = [k for k, cost in costs.items() if cost.seen]
         known = [k for k in seen if costs[k].seen >= COST_SAMPLES] or seen
 
-        def extra(k: int) -> float:
-            if not known:
-                return 0.0
+        def extra(k: int, cost: Cost) -> float:
+            if not known or k in known:
+                return cost.extra
             near = costs[min(known, key=lambda s: abs(s - k))].extra
-            return min(near, costs[k].extra) if costs[k].seen else near
+            return min(near, cost.extra) if cost.seen else near
 
-        return {k: max(cost.null + extra(k), 1e-3) for k, cost in costs.items()}
+        return {k: max(cost.null + extra(k, cost), 1e-3) for k, cost in costs.items()}
 
 
 class Acceptance:
@@ -186,11 +197,12 @@ class Acceptance:
 
     def observe(self, made: int, accepted: list[int]) -> None:
         """One step's rows, which had `made` drafts each."""
+        tried = len(accepted)
         for i in range(len(self.tried)):
-            tried = sum(a >= i for a in accepted) if i < made else 0
-            taken = sum(a > i for a in accepted) if i < made else 0
-            self.tried[i] += tried - self.tried[i] / ACCEPTANCE_MEMORY
+            taken = sum([a > i for a in accepted]) if i < made else 0
+            self.tried[i] += (tried if i < made else 0) - self.tried[i] / ACCEPTANCE_MEMORY
             self.taken[i] += taken - self.taken[i] / ACCEPTANCE_MEMORY
+            tried = taken
 
     def length(self, count: int) -> float:
         """Tokens that a step of `count` drafts is expected to emit per row."""
