@@ -1,4 +1,4 @@
-"""Tiny dense decoders for tests: an engine and transformers over one checkpoint, and exact answers."""
+"""Dense families against transformers, the independent oracle: folders, ours and theirs."""
 
 from pathlib import Path
 from typing import Any
