@@ -17,7 +17,9 @@ LAYERS = (
     (5, 0, 2, 32, 8, True, 1.0),
 )
 """(tokens, heads, KV heads, head dim, rotary width, gated, offset); the last token is null."""
-PAGES, PAGE_SIZE, POSITIONS = 12, 16, 500
+PAGES = 12
+PAGE_SIZE = 16
+POSITIONS = 500
 
 
 def beside_nan(x: Tensor) -> Tensor:
@@ -45,7 +47,8 @@ def rope(
     angles = torch.randn(POSITIONS, width // 2, generator=generator) * 3
     slots = torch.randperm((PAGES - 1) * PAGE_SIZE, generator=generator)[:tokens] + PAGE_SIZE
     positions = torch.randint(0, POSITIONS, (tokens,), generator=generator)
-    slots[tokens - 1 :], positions[tokens - 1 :] = 0, 0
+    slots[tokens - 1 :] = 0
+    positions[tokens - 1 :] = 0
     shape = (PAGES, PAGE_SIZE, kv_heads, dim)
     k_cache, v_cache = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
     return dict(
