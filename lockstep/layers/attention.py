@@ -1,4 +1,4 @@
-"""Softmax attention over paged KV: optional q and k norms, rotary positions, biases, output gate."""
+"""Softmax attention over paged KV; norms, rotary positions, biases and a gate where asked for."""
 
 from torch import Tensor, nn
 

@@ -18,7 +18,10 @@ from lockstep.step import Step, flush_after
 
 
 class GatedDeltaNet(nn.Module):
-    """x [T, H] -> [T, H]. HK key heads of K, HV value heads of V, causal conv of `kernel` taps."""
+    """x [T, H] -> [T, H].
+
+    key_heads heads of key_dim, value_heads of value_dim; a causal convolution of `kernel` taps.
+    """
 
     state: GatedDeltaState
 
@@ -102,16 +105,15 @@ class GatedDeltaNet(nn.Module):
         }
 
     def cache_spec(self) -> StateSpec:
-        hv, dk, dv = self.value_heads, self.key_dim, self.value_dim
         lines = ring_lines(self.window, self.kernel - 1, self.flush)
         f32 = torch.float32
         return StateSpec(
             (
-                ("recurrent", (hv, dk, dv), f32),
+                ("recurrent", (self.value_heads, self.key_dim, self.value_dim), f32),
                 ("conv", (lines, self.channels), self.dtype),
-                ("u", (lines, hv, dv), f32),
-                ("k", (lines, self.key_heads, dk), f32),
-                ("decay", (lines, hv), f32),
+                ("u", (lines, self.value_heads, self.value_dim), f32),
+                ("k", (lines, self.key_heads, self.key_dim), f32),
+                ("decay", (lines, self.value_heads), f32),
             )
         )
 

@@ -49,9 +49,7 @@ class Config(DecoderConfig):
         c.only("layer_scale", False, None, default=None)
         every = c.size("full_attention_interval", 4)
         layers = c.size("num_hidden_layers", most=MOST_LAYERS)
-        kinds = [
-            "linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)
-        ]
+        kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
         key_heads = c.size("linear_num_key_heads")
         value_heads = c.size("linear_num_value_heads")
         c.need(value_heads % key_heads == 0, "linear_num_value_heads", "multiples of key heads")

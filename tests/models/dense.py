@@ -1,4 +1,4 @@
-"""Tiny dense decoders for tests: an engine and transformers over one checkpoint, and exact answers."""
+"""Tiny dense decoders: an engine and transformers over one checkpoint, and exact answers."""
 
 from pathlib import Path
 from typing import Any

@@ -104,8 +104,12 @@ def test_the_longest_sequence_that_is_served_decides() -> None:
     for table, divisors in zip(tables, (SHORT, LONG), strict=True):
         inverse, factor = rope.frequencies(TRAINED + (divisors is LONG))
         angles = 700 * inverse
-        torch.testing.assert_close(table.cos[700].double(), angles.cos() * factor, atol=1e-4, rtol=0)
-        torch.testing.assert_close(table.sin[700].double(), angles.sin() * factor, atol=1e-4, rtol=0)
+        torch.testing.assert_close(
+            table.cos[700].double(), angles.cos() * factor, atol=1e-4, rtol=0
+        )
+        torch.testing.assert_close(
+            table.sin[700].double(), angles.sin() * factor, atol=1e-4, rtol=0
+        )
 
 
 @pytest.mark.parametrize(
