@@ -100,7 +100,7 @@ class Runner:
             else:
                 capture_pieces(self.model, pool, [s.tokens for s in shapes])
         self.table.inputs.fill()
-        size = min(memory.PAGE_SIZE, self.plan.max_model_len)
+        size = min(self.plan.page_size, self.plan.max_model_len)
         self.run_step(StepShape(1, size, size, prompt=True, next_drafts=self.plan.query_len - 1))
         taken = {}
         for index, shape in enumerate(shapes):
