@@ -1,69 +1,88 @@
 """One streamed request to an OpenAI-compatible server, with the time of every piece of its answer.
 
-Standard library only: a thread per request reads server-sent events as they arrive.
+A thread per request reads server-sent events as they arrive, all through one httpx client.
 """
 
-import http.client
 import json
 import ssl
 import time
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from lockstep.errors import ConfigError, choice_error
 
+if TYPE_CHECKING:
+    import httpx
+
+
+def need_httpx() -> None:
+    """Raises ConfigError where httpx is not installed."""
+    try:
+        import httpx  # noqa: F401
+    except ImportError:
+        raise ConfigError(
+            "bench serving needs httpx, which is not installed: pip install 'lockstep-llm[bench]'."
+        ) from None
+
 
 @dataclass(frozen=True)
 class Server:
-    """Where a server answers. path: what stands in front of /completions, e.g. /v1."""
+    """Where a server answers. url: what stands in front of /completions, with /v1 at its end.
 
-    secure: bool
-    address: str
-    path: str
-    key: str | None = None
-    timeout: float = 600.0
+    client may serve many threads. It keeps no connection, so every request pays for a fresh one,
+    and nothing is left to close.
+    """
+
+    url: str
+    client: "httpx.Client"
 
     @classmethod
     def at(cls, url: str, key: str | None = None, timeout: float = 600.0) -> "Server":
-        """From a URL, with or without /v1 at its end. Raises ConfigError."""
+        """From a URL, with or without /v1 at its end. timeout: seconds without a byte.
+
+        Raises ConfigError on another URL, and where httpx is not installed.
+        """
+        need_httpx()
+        import httpx
+
         parts = urlsplit(url)
+        allowed = "http://host:port or https://host, with /v1 or without"
+        wrong = choice_error(ConfigError, "url", url, allowed, "Change it.")
         if parts.scheme not in ("http", "https") or not parts.netloc:
-            allowed = "http://host:port or https://host, with /v1 or without"
-            raise choice_error(ConfigError, "url", url, allowed, "Change it.")
-        path = parts.path.rstrip("/")
-        path = path if path.endswith("/v1") else path + "/v1"
-        return cls(parts.scheme == "https", parts.netloc, path, key, timeout)
-
-    def connect(self) -> http.client.HTTPConnection:
-        """A fresh connection."""
-        if self.secure:
-            context = ssl.create_default_context()
-            return http.client.HTTPSConnection(self.address, timeout=self.timeout, context=context)
-        return http.client.HTTPConnection(self.address, timeout=self.timeout)
-
-    @property
-    def headers(self) -> dict[str, str]:
-        """What every request brings."""
-        found = {"Content-Type": "application/json"}
-        return found | ({"Authorization": f"Bearer {self.key}"} if self.key else {})
+            raise wrong
+        path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
+        base = f"{parts.scheme}://{parts.netloc}{path}"
+        headers = {"Accept-Encoding": "identity"}  # a compressed stream arrives in other pieces
+        if key:
+            headers["Authorization"] = f"Bearer {key}"
+        try:
+            client = httpx.Client(
+                base_url=base,
+                headers=headers,
+                timeout=timeout,
+                limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+                verify=ssl.create_default_context(),
+                trust_env=False,
+            )
+        except httpx.InvalidURL:
+            raise wrong from None
+        return cls(base, client)
 
     def first_model(self) -> str:
         """The first model that the server names. Raises ConfigError where it does not answer."""
-        with closing(self.connect()) as connection:
-            try:
-                connection.request("GET", f"{self.path}/models", headers=self.headers)
-                answer = connection.getresponse()
-                text = answer.read()
-                return str(json.loads(text)["data"][0]["id"])
-            except (OSError, http.client.HTTPException) as error:
-                reason = str(error) or type(error).__name__
-            except (ValueError, LookupError, TypeError):
-                reason = f"status {answer.status}: {text[:200].decode(errors='replace')}"
+        import httpx
+
+        try:
+            answer = self.client.get("/models")
+            return str(answer.json()["data"][0]["id"])
+        except httpx.HTTPError as error:
+            reason = str(error) or type(error).__name__
+        except (ValueError, LookupError, TypeError):
+            reason = f"status {answer.status_code}: {answer.text[:200]}"
         raise ConfigError(
-            f"url: {self.address}{self.path}/models names no model ({reason}). Start the server, "
+            f"url: {self.url}/models names no model ({reason}). Start the server, "
             "correct the URL, or name the model."
         )
 
@@ -109,18 +128,17 @@ class Answer:
 
 def ask(server: Server, request: Ask, due: float) -> Answer:
     """Sends a request and reads its stream to the end; what fails stands in the answer."""
+    import httpx
+
     answer = Answer(due)
     try:
-        with closing(server.connect()) as connection:
-            path = server.path + request.path
-            connection.request("POST", path, json.dumps(request.body).encode(), server.headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                text = response.read(300).decode(errors="replace")
-                answer.error = f"status {response.status}: {text}"
+        with server.client.stream("POST", request.path, json=request.body) as response:
+            if response.status_code != 200:
+                text = response.read()[:300].decode(errors="replace")
+                answer.error = f"status {response.status_code}: {text}"
             else:
                 _read(response, answer)
-    except (OSError, http.client.HTTPException, ValueError) as error:
+    except (httpx.HTTPError, ValueError) as error:
         answer.error = f"{type(error).__name__}: {error}"
     answer.ended = time.perf_counter()
     answer.tokens = answer.tokens or len(answer.pieces)
@@ -129,7 +147,7 @@ def ask(server: Server, request: Ask, due: float) -> Answer:
     return answer
 
 
-def _read(response: http.client.HTTPResponse, answer: Answer) -> None:
+def _read(response: "httpx.Response", answer: Answer) -> None:
     for event in _events(response):
         if "error" in event:
             answer.error = f"in the stream: {json.dumps(event['error'])}"
@@ -142,14 +160,26 @@ def _read(response: http.client.HTTPResponse, answer: Answer) -> None:
             answer.prompt_tokens = usage.get("prompt_tokens") or 0
 
 
-def _events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+def _events(response: "httpx.Response") -> Iterator[dict[str, Any]]:
     """The JSON objects of a stream of server-sent events, up to [DONE]."""
-    for line in response:
+    for line in _lines(response.iter_bytes()):
         if line.startswith(b"data:"):
             data = line[5:].strip()
             if data == b"[DONE]":
                 return
             yield json.loads(data)
+
+
+def _lines(chunks: Iterator[bytes]) -> Iterator[bytes]:
+    """The lines of a stream as they are complete, and what stands behind the last.
+
+    httpx's own lines end at U+2028 too, which JSON may hold unescaped.
+    """
+    begun = b""
+    for chunk in chunks:
+        *lines, begun = (begun + chunk).split(b"\n")
+        yield from lines
+    yield begun
 
 
 def _has_output(choice: dict[str, Any]) -> bool:

@@ -74,7 +74,8 @@ def _prompt(llm: "LLM", prompt: str | None, chat: bool) -> dict[str, Any]:
 
 
 def _answer(output: RequestOutput) -> dict[str, Any]:
-    done, metrics = output.outputs[0], output.metrics
+    done = output.outputs[0]
+    metrics = output.metrics
     return {
         "text": done.text,
         "token_ids": done.token_ids,
@@ -88,8 +89,10 @@ def _answer(output: RequestOutput) -> dict[str, Any]:
 
 
 def _closing(output: RequestOutput) -> str:
-    done, m = output.outputs[0], output.metrics
-    begin, end = m.first_token_time or 0.0, m.finished_time or 0.0
+    done = output.outputs[0]
+    m = output.metrics
+    begin = m.first_token_time or 0.0
+    end = m.finished_time or 0.0
     speed = (len(done.token_ids) - 1) / (end - begin) if end > begin else 0.0
     return (
         f"{len(done.token_ids)} tokens, {speed:.0f} tokens/s, acceptance length "

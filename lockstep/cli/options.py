@@ -27,7 +27,8 @@ SAMPLING_HELP = {
 AUTO_DRAFTS = "auto"
 DEFAULT_DRAFTS = SpeculativeConfig.num_speculative_tokens
 SPEC_HELP = (
-    f"; auto: the checkpoint's own draft module, K={DEFAULT_DRAFTS}, if any; none: no drafts"
+    f"; auto: the checkpoint's own draft module with K={DEFAULT_DRAFTS} if it has one; "
+    "none: no drafts"
 )
 
 Command = Callable[..., Any]

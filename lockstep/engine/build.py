@@ -62,7 +62,13 @@ def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) ->
     checkpoint = Checkpoint.read(find_model(config.model))
     limits = step_limits(config, checkpoint, device)
     prepare_device(device)
-    build = Build(device, getattr(torch, limits.dtype), limits.query_len, limits.history_len)
+    build = Build(
+        device=device,
+        dtype=getattr(torch, limits.dtype),
+        window=limits.query_len,
+        max_positions=limits.history_len,
+        max_model_len=limits.max_model_len,
+    )
     model, draft = build_models(config, checkpoint, build, progress)
     layers = memory.mixers(model, draft)
     cost = memory.cache_bytes(layers)

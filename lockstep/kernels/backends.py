@@ -1,4 +1,4 @@
-"""load() makes the GPU faces of all ops known; gpu_trait() is what the Triton ones ask first."""
+"""load() makes the faces of all ops known; gpu_trait() and cpu_trait() are what they ask first."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -9,13 +9,15 @@ import torch
 FACES = (
     "linear.triton",
     "linear.cublas",
-    "norm.triton",
-    "activations.triton",
-    "rotary.triton",
-    "attention.triton",
+    "norm.rms",
+    "activations.elementwise",
+    "rotary.rope",
+    "attention.cpu",
+    "attention.paged",
     "attention.hopper",
-    "gated_delta_rule.triton",
-    "gated_delta_rule.triton_chunk",
+    "gated_delta_rule.cpu",
+    "gated_delta_rule.step",
+    "gated_delta_rule.chunk",
     "sampling.triton",
     "table.triton",
 )
@@ -23,11 +25,18 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def load() -> None:
-    """Imports every op's GPU faces. Idempotent; does nothing where Triton is not installed."""
-    if find_spec("triton") is None:
-        return
+    """Imports every op's faces: those for a GPU only where Triton is installed. Idempotent."""
+    triton = find_spec("triton") is not None
     for face in FACES:
-        import_module(f"lockstep.kernels.{face}")
+        if triton or face.endswith(".cpu"):
+            import_module(f"lockstep.kernels.{face}")
+
+
+def cpu_trait(**traits: Any) -> str | None:
+    """None on a CPU, else the reason why not."""
+    if str(traits.get("device", "cpu")).partition(":")[0] == "cpu":
+        return None
+    return "it reads lengths on the host, and its bits are those of a CPU's libraries"
 
 
 def gpu_trait(**traits: Any) -> str | None:

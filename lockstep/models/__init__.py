@@ -6,6 +6,8 @@ from types import ModuleType
 from lockstep.errors import CheckpointError, choice_error
 
 ARCHITECTURES = {
+    "llama": "lockstep.models.llama",
+    "qwen2": "lockstep.models.qwen2",
     "qwen3": "lockstep.models.qwen3",
     "qwen3_5": "lockstep.models.qwen3_5",
     "qwen3_5_text": "lockstep.models.qwen3_5",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from lockstep.bench.http_client import Answer, Ask, Server, _has_output, ask
+from lockstep.bench.http_client import Answer, Ask, Server, _has_output, _lines, ask
 from lockstep.bench.serving import (
     Load,
     figures_of,
@@ -73,6 +73,14 @@ def test_percentiles_are_interpolated() -> None:
 )
 def test_which_pieces_bring_output(choice: dict[str, object], output: bool) -> None:
     assert _has_output(choice) is output
+
+
+def test_lines_end_at_newlines_only() -> None:
+    """However the bytes are cut, and with a line separator that JSON may hold unescaped."""
+    sent = 'data: {"text": "a\u2028b\x85"}\r\n\ndata: [DONE]'.encode()
+    for size in range(1, len(sent) + 1):
+        chunks = (sent[i : i + size] for i in range(0, len(sent), size))
+        assert list(_lines(chunks)) == sent.split(b"\n")
 
 
 def test_an_answer_is_timed_piece_by_piece(running: tuple[str, FakeClient]) -> None:
@@ -146,10 +154,10 @@ def test_failures_are_counted_and_named(running: tuple[str, FakeClient]) -> None
     broken = ask(Server.at(url), asks(1)[0], 0.0).error
     client.error = None
     assert broken is not None
-    assert "ConnectionRefused" in str(ask(Server.at("http://127.0.0.1:9"), asks(1)[0], 0.0).error)
+    assert "Connection refused" in str(ask(Server.at("http://127.0.0.1:9"), asks(1)[0], 0.0).error)
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://"])
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", "http://host:port"])
 def test_urls_that_are_none(url: str) -> None:
     with pytest.raises(ConfigError, match="http://host:port"):
         Server.at(url)
@@ -193,6 +201,12 @@ def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"pip install 'lockstep-llm\[bench\]'"):
         need_plots()
+
+
+def test_without_httpx_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    with pytest.raises(ConfigError, match=r"pip install 'lockstep-llm\[bench\]'"):
+        Server.at("http://127.0.0.1:8000")
 
 
 def test_needs_no_server_packages() -> None:

@@ -1,8 +1,8 @@
 """Any op of rows on numbers, company and places chosen to make it fail: a row's bits stay the same.
 
 Numbers spread over 2^-40 .. 2^40 or cancelling, NaN before, behind and in null lines, rows alone,
-reversed and many times over, pages and slots in random order. On the reference, on Triton under its
-interpreter and on Triton on a GPU.
+reversed and many times over, pages and slots in random order. On what serves a CPU, on Triton under
+its interpreter and on Triton on a GPU.
 """
 
 from itertools import islice

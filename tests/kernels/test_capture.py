@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lockstep.runner.capture_checks import guarded
+from lockstep.runner.capture_checks import capture_checks
 from tests.kernels.faces import CASES, Face, changed, same_bits, tensors_of
 
 
@@ -22,7 +22,7 @@ def test_captured_equals_eager(op, dtype):
         start = [x.clone() for x in changed(fixed)]
         torch.cuda.synchronize()
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
-        with torch.cuda.graph(graph, pool=pool), guarded(pool):
+        with torch.cuda.graph(graph, pool=pool), capture_checks(pool):
             out = tensors_of(run(**fixed))
         for _ in range(2):
             for part in out:

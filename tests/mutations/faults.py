@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 TABLE = "kernels/table/__init__.py"
 SAMPLING = "kernels/sampling/__init__.py"
-DELTA = "kernels/gated_delta_rule/__init__.py"
-ATTENTION = "kernels/attention/__init__.py"
+DELTA = "kernels/gated_delta_rule/cpu.py"
+ATTENTION = "kernels/attention/cpu.py"
+RINGS = "kernels/recurrent/_cpu.py"
 NORM = "kernels/norm/__init__.py"
 ROTARY = "kernels/rotary/__init__.py"
 ROWS = "runner/rows.py"
@@ -37,8 +38,8 @@ FAULTS = (
     ),
     Fault(
         "replay of at most 4", "mixer", DELTA,
-        "weights.conv.shape[1] - 1, max(pending.tolist())",
-        "weights.conv.shape[1] - 1, min(4, max(pending.tolist()))",
+        "    most = max(pending.tolist())\n",
+        "    most = min(4, max(pending.tolist()))\n",
     ),
     Fault(
         "pending one short when all were accepted", "table", TABLE,
@@ -68,9 +69,9 @@ FAULTS = (
         "sample_at=seq_lens[:, None] + decided + (window > 1),",
     ),
     Fault(
-        "conv ring off at its end", "mixer", DELTA,
-        "s * length + (p + i) % length for i in positions",
-        "s * length + min((p + i) % length, length - 2) for i in positions",
+        "conv ring off at its end", "mixer", RINGS,
+        "s * length + (p + i) % length for i in offsets",
+        "s * length + min((p + i) % length, length - 2) for i in offsets",
     ),
     Fault(
         "snapshot slot off the grid", "mixer", DELTA,
@@ -319,8 +320,8 @@ FAULTS = (
     ),
     Fault(
         "a page released twice", "cache", GROUPS,
-        "        seq.pages, seq.published = [], 0",
-        "        seq.published = 0",
+        "        seq.pages = []\n        seq.published = 0\n",
+        "        seq.published = 0\n",
     ),
     Fault(
         "a hit without its snapshot", "cache", "cache/cache.py",
@@ -484,8 +485,8 @@ FAULTS = (
     ),
     Fault(
         "chunks of a prompt solved together", "numerics", DELTA,
-        "    scores, q = (q @ k.transpose(-1, -2)) * decay, q * grown\n",
-        "    scores, q = (q @ k.transpose(-1, -2)) * decay, q * grown\n"
+        "    scores = (q @ k.transpose(-1, -2)) * decay\n",
+        "    scores = (q @ k.transpose(-1, -2)) * decay\n"
         "    scores = scores + 2**-22 * scores.mean(0) if chunks > 1 else scores\n",
     ),
 )  # fmt: skip

@@ -92,7 +92,8 @@ class Device:
         accepted = [0] * rows
         left = list(range(rows))
         for place in range(made):
-            left = [row for row in left if draw.random() < self.chance(step, place)]
+            chance = self.chance(step, place)
+            left = [row for row in left if draw.random() < chance]
             for row in left:
                 accepted[row] += 1
         return accepted

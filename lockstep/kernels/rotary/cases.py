@@ -17,6 +17,13 @@ LAYERS = (
     (5, 0, 2, 32, 8, True, 1.0),
 )
 """(tokens, heads, KV heads, head dim, rotary width, gated, offset); the last token is null."""
+WITHOUT = (
+    ((5, 4, 2, 32, 32, False, 0.0), ("q_weight", "k_weight")),
+    ((3, 5, 1, 80, 40, True, 0.0), ("q_weight", "k_weight")),
+    ((4, 3, 3, 24, 24, False, 1.0), ("cos", "sin")),
+    ((6, 4, 2, 32, 32, True, 0.0), ("q_weight", "k_weight", "cos", "sin")),
+)
+"""(layer as above, arguments that are None): no norm, no positions, neither."""
 PAGES, PAGE_SIZE, POSITIONS = 12, 16, 500
 
 
@@ -68,3 +75,5 @@ def rope_and_cache_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, An
     """(name, arguments of rope_and_cache on the CPU)."""
     for layer in LAYERS:
         yield str(layer), rope(*layer, dtype)
+    for layer, absent in WITHOUT:
+        yield f"{layer} without {', '.join(absent)}", rope(*layer, dtype) | dict.fromkeys(absent)

@@ -1,12 +1,13 @@
+# mypy: ignore-errors
 """paged_attention in Triton: one fold for prefill, decode and verification.
 
-The keys are cut at absolute multiples of SEGMENT. Inside a segment, ascending tiles with online
-softmax; segments are added in ascending order. A program takes a span of segments. The first span
-folds in registers; later ones leave every segment to a second kernel that goes on with the fold in
-the same order, so that spans (chosen from static sizes) change no bit. Sums over keys go through
-tl.dot, whose bits do not depend on how many query rows stand beside; (token, head of the group)
-share that axis, so any group size fits. Masked keys add exact zeros. The output is the sum times
-the reciprocal of the weights' sum. See docs/kernels/attention.md.
+The keys are cut at absolute multiples of SEGMENT. Inside a segment, ascending tiles of TILE keys
+with online softmax; segments are added in ascending order. A program takes spans of segments. The
+first span folds in registers; later ones leave every segment to a second kernel, which goes on with
+the fold in the same order, so that the partition (chosen from static sizes) changes no bit. Sums
+over keys go through tl.dot, whose bits do not depend on how many query rows stand beside; (token,
+head of the group) share that axis, so any group size fits. Masked keys add exact zeros. The output
+is the sum times the reciprocal of the weights' sum. See docs/kernels/attention.md.
 """
 
 from dataclasses import dataclass
@@ -17,23 +18,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels.activations.triton import sigmoid
+from lockstep.kernels.activations._device import sigmoid
 from lockstep.kernels.attention import SEGMENT, paged_attention
 from lockstep.kernels.backends import gpu_trait
 
 LOG2E = 1.4426950408889634
+"""log2(e): weights are 2^(x log2(e)), which the GPU has an instruction for."""
 ENTRY_BYTES = 1 << 29
-"""The most that entries for the second kernel may take; longer spans need fewer."""
+"""Bytes that entries for the second kernel may take; longer spans need fewer."""
 PROGRAMS = 256
-"""Spans side by side give about so many: those past a row's end cost time, too."""
-TOGETHER, COLUMNS = 8, 64
-"""Entries that the second kernel asks for at once, and how many columns of them."""
-NOTHING = tl.constexpr(-1e30)
+"""Parallel spans give about so many programs, two for each of an H200's 132 multiprocessors. Those
+past a row's end cost time, too."""
+TOGETHER = 8
+"""Entries that the second kernel loads at once: 0.1 to 0.8 us less than 4 or 16 (H200)."""
+COLUMNS = 64
+"""Columns of its programs: 1.0 us less than all of a head of 256 (H200)."""
+NO_SCORE = tl.constexpr(-1e30)
+"""The maximum over no scores: finite, so that a difference of two is a number."""
 
 
 @triton.jit
 def _pages_of(pages, at, end, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """The page of keys at .. at + TILE - 1 where a tile lies in one page, else of each [TILE]."""
+    """The page of keys at .. at + TILE - 1 where they lie in one page, else of each key [TILE]."""
     if PAGE % TILE == 0:
         return tl.load(pages + at // PAGE, mask=at < end, other=0)
     else:
@@ -61,7 +67,8 @@ def _load(
 def _weigh(query, k, v, ones, at, last, scale, top, norm, total, TILE: tl.constexpr):
     """A tile of keys: online softmax over query [D, ROWS], that sees keys up to last [ROWS].
 
-    top: largest score [ROWS]; norm: sum of weights [ONES, ROWS], in every line; total: output.
+    top: largest score [ROWS]; norm: sum of weights [ONES, ROWS], the same ONES times; total: the
+    output [D, ROWS].
     """
     scores = tl.dot(k, query, input_precision="ieee") * scale
     seen = (at + tl.arange(0, TILE))[:, None] <= last[None, :]
@@ -78,31 +85,59 @@ def _weigh(query, k, v, ones, at, last, scale, top, norm, total, TILE: tl.conste
 def _fold(best, norms, sums, top, norm, total):
     """One more segment: each side scaled to the larger of the maxima."""
     new_best = tl.maximum(best, top)
-    old, new = tl.exp2(best - new_best), tl.exp2(top - new_best)
+    old = tl.exp2(best - new_best)
+    new = tl.exp2(top - new_best)
     norms = norms * old[None, :] + norm * new[None, :]
     sums = sums * old[None, :] + total * new[None, :]
     return new_best, norms, sums
 
 
 @triton.jit
-def _leave(tops, norms, parts, line, d, top, norm, total, mask, D: tl.constexpr):
+def _store_entry(tops, norms, parts, entry, d, top, norm, total, mask, D: tl.constexpr):
     """An entry for the second kernel: a segment, or the fold so far."""
-    tl.store(tops + line, top, mask=mask)
-    tl.store(norms + line, tl.max(norm, 0), mask=mask)
-    tl.store(parts + (line[None, :] * D + d[:, None]), total, mask=mask[None, :] & (d < D)[:, None])
+    tl.store(tops + entry, top, mask=mask)
+    tl.store(norms + entry, tl.max(norm, 0), mask=mask)
+    place = parts + (entry[None, :] * D + d[:, None])
+    tl.store(place, total, mask=mask[None, :] & (d < D)[:, None])
 
 
 @triton.jit
 def _store(
     out, gates, place, gate_at, d, result, mine, D: tl.constexpr, GATED: tl.constexpr
 ):  # fmt: skip
-    """result [columns, lines] rounded, then times its rounded output gate where there is one."""
-    mask, values = mine[None, :] & (d < D)[:, None], result.to(out.dtype.element_ty)
+    """result [columns, ROWS] rounded, then times its rounded output gate where there is one."""
+    mask = mine[None, :] & (d < D)[:, None]
+    values = result.to(out.dtype.element_ty)
     if GATED:
         gate = tl.load(gates + (gate_at[None, :] + d[:, None]), mask=mask, other=0.0)
         gate = sigmoid(gate.to(tl.float32)).to(gates.dtype.element_ty).to(tl.float32)
         values = (values.to(tl.float32) * gate).to(out.dtype.element_ty)
     tl.store(out + (place[None, :] + d[:, None]), values, mask=mask)
+
+
+@triton.jit
+def _store_folded(
+    out, gates, gates_from, place, gate_at, d, norms, sums, mine, D: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    """sums [columns, ROWS] over norms [ONES, ROWS] of a whole fold; gates_from: the row's first."""
+    if GATED:
+        gates += gates_from
+    inverse = tl.div_rn(tl.full((norms.shape[1],), 1.0, tl.float32), tl.max(norms, 0))
+    _store(out, gates, place, gate_at, d, sums * inverse[None, :], mine, D, GATED)
+
+
+@triton.jit
+def _query_rows(row, count, kv, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Query rows from `row` on: which of them `count` tokens have, their token and head [ROWS]."""
+    m = row + tl.arange(0, ROWS)
+    return m < count * GROUP, m // GROUP, kv * GROUP + m % GROUP
+
+
+@triton.jit
+def _entries_of(tops, norms, parts, skipped, D: tl.constexpr):
+    """Where a row's entries begin, `skipped` (token, segment, head) from the first."""
+    return tops + skipped, norms + skipped, parts + skipped * D
 
 
 @triton.jit
@@ -114,9 +149,9 @@ def _row(cu_seqlens, starts, s):
 
 
 @triton.jit
-def _nothing(ONES: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+def _empty_fold(ONES: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """A fold over no keys: the largest score, the sums of weights, the output."""
-    top = tl.full((ROWS,), NOTHING, tl.float32)
+    top = tl.full((ROWS,), NO_SCORE, tl.float32)
     norm = tl.zeros((ONES, ROWS), tl.float32)
     return top, norm, tl.zeros((BLOCK_D, ROWS), tl.float32)
 
@@ -133,28 +168,35 @@ def _attend_kernel(
 ):  # fmt: skip
     """A block of one row's (token, head of a group): every so many spans of SPAN segments.
 
-    FOLDS: the first span folds and ends the tokens that need no other; else it leaves one entry for
-    its FIRST segments. Any other segment is an entry: tops, norms [S Q, entries, H], parts [.., D].
+    FOLDS: the first span is folded, and written where a token needs no other; else it is one entry
+    for its FIRST segments. Any other segment is an entry: tops, norms [S Q, entries, H] and
+    parts [S Q, entries, H, D].
     """
-    s, kv = (tl.program_id(0) // HKV).to(tl.int64), tl.program_id(0) % HKV
+    s = (tl.program_id(0) // HKV).to(tl.int64)
+    kv = tl.program_id(0) % HKV
     group: tl.constexpr = H // HKV
-    row, pages, width = tl.program_id(1) * ROWS, page_table + s * table_stride, SPAN * SEGMENT
-    own, turn = tl.program_id(2) * width, tl.num_programs(2) * width
+    row = tl.program_id(1) * ROWS
+    pages = page_table + s * table_stride
+    width = SPAN * SEGMENT
+    own = tl.program_id(2) * width
+    turn = tl.num_programs(2) * width
     page = _pages_of(pages, own, own + 1, PAGE, TILE)
     first, count, start = _row(cu_seqlens, starts, s)
-    end, keys = start + tl.minimum(count, (row + ROWS - 1) // group + 1), start + count
+    end = start + tl.minimum(count, (row + ROWS - 1) // group + 1)
+    keys = start + count
     if (row >= count * group) | (own >= end):
         return
-    m, d = row + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    mine, token, head = m < count * group, m // group, kv * group + m % group
-    last, place, line = start + token, (token * H + head) * D, token * entries * H + head
-    left = (s * Q * entries - FIRST + 1) * H
-    tops, norms, parts = tops + left, norms + left, parts + left * D
+    d = tl.arange(0, BLOCK_D)
+    mine, token, head = _query_rows(row, count, kv, group, ROWS)
+    last = start + token
+    place = (token * H + head) * D
+    entry = token * entries * H + head
+    tops, norms, parts = _entries_of(tops, norms, parts, (s * Q * entries - FIRST + 1) * H, D)
     there = mine[:, None] & (d < D)[None, :]
     query = tl.load(q + first * (H * D) + (place[:, None] + d[None, :]), mask=there, other=0.0).T
     ones = tl.full((ONES, TILE), 1.0, v_cache.dtype.element_ty)
-    best, norms_all, sums = _nothing(ONES, ROWS, BLOCK_D)
-    top, norm, total = best, norms_all, sums
+    best, norms_all, sums = _empty_fold(ONES, ROWS, BLOCK_D)
+    top, norm, total = _empty_fold(ONES, ROWS, BLOCK_D)
     for begin in range(own, end, turn):
         stop = tl.minimum(end, begin + width)
         for at in range(begin, stop, TILE):
@@ -169,19 +211,22 @@ def _attend_kernel(
                 if ((begin == 0) & FOLDS) | (not LEAVES):
                     best, norms_all, sums = _fold(best, norms_all, sums, top, norm, total)
                 else:
-                    used, to = mine & (at // SEGMENT * SEGMENT <= last), line + at // SEGMENT * H
-                    _leave(tops, norms, parts, to, d, top, norm, total, used, D)
-                top, norm, total = _nothing(ONES, ROWS, BLOCK_D)
+                    used = mine & (at // SEGMENT * SEGMENT <= last)
+                    to = entry + at // SEGMENT * H
+                    _store_entry(tops, norms, parts, to, d, top, norm, total, used, D)
+                top, norm, total = _empty_fold(ONES, ROWS, BLOCK_D)
         page = _pages_of(pages, begin + turn, end, PAGE, TILE)
     if (own == 0) & FOLDS:
         if LEAVES:
-            used, mine = mine & (last >= width), mine & (last < width)
-            _leave(tops, norms, parts, line + (FIRST - 1) * H, d, best, norms_all, sums, used, D)
-        if GATED:
-            gates += first * gate_stride
+            used = mine & (last >= width)
+            mine = mine & (last < width)
+            to = entry + (FIRST - 1) * H
+            _store_entry(tops, norms, parts, to, d, best, norms_all, sums, used, D)
         gate_at = token * gate_stride + (head * 2 + 1) * D
-        result = sums * tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.max(norms_all, 0))[None, :]
-        _store(out + first * (H * D), gates, place, gate_at, d, result, mine, D, GATED)
+        _store_folded(
+            out + first * (H * D), gates, first * gate_stride, place, gate_at, d, norms_all, sums,
+            mine, D, GATED,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["entries", "gate_stride", "FIRST", "Q"])
@@ -190,29 +235,36 @@ def _fold_kernel(
     H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, SEGMENT: tl.constexpr,
     GATED: tl.constexpr, TOGETHER: tl.constexpr, FOLDS: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS of a (row, token, head): its entries added in ascending order, TOGETHER on the way.
+    """COLUMNS of a (row, token, head): its entries in ascending order, TOGETHER loaded at once.
 
     Where the first kernel FOLDS, it ended the tokens of one entry. Else all have many, and the
-    first are asked for before the row's length is known; those beyond it are left out.
+    first are loaded before the row's length is known; those beyond it are left out.
     """
-    s, token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) // H, tl.program_id(1) % H
+    s = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) // H
+    head = tl.program_id(1) % H
     first, count, start = _row(cu_seqlens, starts, s)
-    used, first = (start + token) // SEGMENT + 2 - FIRST, first + tl.zeros((1,), tl.int64)
+    used = (start + token) // SEGMENT + 2 - FIRST
+    first += tl.zeros((1,), tl.int64)
     d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    best, norms_all, sums = _nothing(1, 1, COLUMNS)
+    best, norms_all, sums = _empty_fold(1, 1, COLUMNS)
     for base in range(0, tl.where(used > 1, used, not FOLDS), TOGETHER):
         for i in tl.static_range(TOGETHER):
-            there, live = base + i < entries, base + i < used
+            there = base + i < entries
+            live = base + i < used
             at = ((s * Q + token) * entries + base + i) * H + head + tl.zeros((1,), tl.int64)
             top = tl.load(tops + at, mask=there, other=0.0)
             norm = tl.load(norms + at, mask=there, other=0.0)[None, :]
-            place, mask = at[None, :] * D + d[:, None], (d < D)[:, None] & there
+            place = at[None, :] * D + d[:, None]
+            mask = (d < D)[:, None] & there
             total = tl.load(parts + place, mask=mask, other=0.0)
             top, norm, total = _fold(best, norms_all, sums, top, norm, total)
-            best, norms_all = tl.where(live, top, best), tl.where(live, norm, norms_all)
+            best = tl.where(live, top, best)
+            norms_all = tl.where(live, norm, norms_all)
             sums = tl.where(live, total, sums)
     result = sums * tl.div_rn(tl.full((1, 1), 1.0, tl.float32), norms_all)
-    place, gate_at = ((first + token) * H + head) * D, (first + token) * gate_stride
+    place = ((first + token) * H + head) * D
+    gate_at = (first + token) * gate_stride
     ended = (used > FOLDS) & (token < count) & (first >= 0)
     _store(out, gates, place, gate_at + (head * 2 + 1) * D, d, result, ended, D, GATED)
 
@@ -229,36 +281,44 @@ def supports(**traits: Any) -> str | None:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How the work is cut. Nothing here changes a bit.
+class Partition:
+    """How the work is divided among programs. Nothing here changes a bit.
 
-    rows: (token, head of the group) of a tile. span: segments that a program brings at a stretch.
-    side: spans side by side; a program brings every side-th. folds: the first span folds as it
-    goes, so that 64 rows leave no entries. Few rows leave every segment: the more programs fill the
-    multiprocessors.
+    rows: (token, head of the group) rows of a program. span: segments that a program takes one
+    after another. parallel_spans: programs that share a row's spans; each takes every so-manieth.
+    folds: the first span is folded in registers, so that 64 rows leave no entries. Few rows leave
+    every segment as an entry: more programs fill the multiprocessors.
     """
 
     rows: int
     span: int
-    side: int
+    parallel_spans: int
     folds: bool
     warps: int
     stages: int
 
 
-def plan(rows: int, query_len: int, heads: int, kv_heads: int, dim: int, segments: int) -> Plan:
-    """The plan for static sizes: times in docs/kernels/attention.md."""
-    count, pairs = query_len * (heads // kv_heads), rows * kv_heads
+def partition(
+    rows: int, query_len: int, heads: int, kv_heads: int, dim: int, segments: int
+) -> Partition:
+    """The partition for static sizes: its table and times are in docs/kernels/attention.md."""
+    count = query_len * (heads // kv_heads)
+    pairs = rows * kv_heads
     block = min(64, max(16, triton.next_power_of_2(count)))
     block = block if pairs * triton.cdiv(count, block) >= 12 else 16
-    programs, size = pairs * triton.cdiv(count, block), rows * query_len * heads * (dim + 2) * 4
-    folds, span = programs >= 96, 4 if programs >= 24 else 2 if programs >= 12 else 1
-    if folds or size * segments > ENTRY_BYTES:
-        folds, span = True, 64
-        while size * (segments - span + 1) > ENTRY_BYTES:
+    programs = pairs * triton.cdiv(count, block)
+    entry_bytes = rows * query_len * heads * (dim + 2) * 4
+    folds = programs >= 96
+    span = 4 if programs >= 24 else 2 if programs >= 12 else 1
+    if folds or entry_bytes * segments > ENTRY_BYTES:
+        folds = True
+        span = 64
+        while entry_bytes * (segments - span + 1) > ENTRY_BYTES:
             span *= 2
-    side = min(triton.cdiv(segments, span), max(triton.cdiv(PROGRAMS, programs), 8))
-    return Plan(block, span, side, folds, 8 if block == 64 else 4, 2 if block == 64 else 3)
+    parallel_spans = min(triton.cdiv(segments, span), max(triton.cdiv(PROGRAMS, programs), 8))
+    warps = 8 if block == 64 else 4
+    stages = 2 if block == 64 else 3
+    return Partition(block, span, parallel_spans, folds, warps, stages)
 
 
 @paged_attention.backend("triton", supports=supports)
@@ -272,26 +332,31 @@ def paged_attention_triton(
     query_len: int,
     scale: float,
     gates: Tensor | None = None,
-    p: Plan | None = None,
+    divided: Partition | None = None,
 ) -> Tensor:
     """See lockstep.kernels.attention.paged_attention. q is contiguous; last strides are 1.
 
-    p: how the work is cut; plan(...) where it is left out.
+    divided: how; as partition() says where it is left out.
     """
-    rows, (_, heads, dim), kv_heads = starts.shape[0], q.shape, k_cache.shape[2]
-    out, page, exact = torch.empty_like(q), k_cache.shape[1], q.dtype == torch.float32
+    rows = starts.shape[0]
+    _, heads, dim = q.shape
+    _, page, kv_heads, _ = k_cache.shape
+    out = torch.empty_like(q)
+    exact = q.dtype == torch.float32  # its products take more registers, so its blocks are smaller
     if not len(q):
         return out
     segments = triton.cdiv(page_table.shape[1] * page, SEGMENT)
-    p = p or plan(rows, query_len, heads, kv_heads, dim, segments)
-    width, block = triton.next_power_of_2(max(dim, 16)), 16 if exact else p.rows
+    p = divided or partition(rows, query_len, heads, kv_heads, dim, segments)
+    width = triton.next_power_of_2(max(dim, 16))
+    block = 16 if exact else p.rows
     first = p.span if p.folds else 1
     entries = 0 if p.folds and p.span >= segments else segments - first + 1
-    lines, fp32 = rows * query_len * heads * entries, dict(dtype=torch.float32, device=q.device)
-    kept = [torch.empty(lines * size, **fp32) for size in (1, 1, dim)]
+    count = rows * query_len * heads * entries
+    f32 = dict(dtype=torch.float32, device=q.device)
+    kept = [torch.empty(count * size, **f32) for size in (1, 1, dim)]
     gate_stride = gates.stride(0) if gates is not None else 0
     blocks = triton.cdiv(query_len * (heads // kv_heads), block)
-    _attend_kernel[(rows * kv_heads, blocks, p.side)](
+    _attend_kernel[(rows * kv_heads, blocks, p.parallel_spans)](
         q, k_cache, v_cache, page_table, cu_seqlens, starts, gates, out, *kept,
         scale * LOG2E, entries, page_table.stride(0), gate_stride, p.span, first, query_len,
         *k_cache.stride()[:3], *v_cache.stride()[:3], page, heads, kv_heads, dim, block, width,

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """rms_norm, add_rms_norm and gated_rms_norm in Triton: one program per row, or some narrow rows.
 
 The tree that sums a row is written out (row_sum), so that it is a function of the width alone:
@@ -11,17 +12,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels.activations._device import silu_approx
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.linear.triton import tree_load
 from lockstep.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
 
 WIDEST = 16384
+"""Numbers of a row that one program takes."""
 LANES: tl.constexpr = tl.constexpr(2048)
-"""Eight 16-bit numbers, a load of 16 bytes, in each thread of 8 warps."""
+"""Numbers that 8 warps load at once: eight 16-bit ones, a load of 16 bytes, in each thread."""
 WARPS: tl.constexpr = tl.constexpr(8)
-"""So many sums every thread reads and adds itself: one barrier in all."""
-TILE = 1024
-"""Numbers of the narrow rows in one program: the GPU starts 1.6 programs a ns, and no more."""
+"""Warps of a wide row. Their sums are read and added by every thread: one barrier in all."""
+THREAD_NUMBERS = 8
+"""Numbers of a thread: a load of 16 bytes where they have 16 bits."""
+NUMBERS_TOGETHER = 1024
+"""Numbers of narrow rows in one program. An H200 starts 1.6 programs a ns, and no more: times in
+docs/kernels/norm.md."""
 
 
 @triton.jit
@@ -44,7 +50,7 @@ def row_sum(x):
 
 @triton.jit
 def row_sums(x):
-    """x [rows, a power of two] fp32 -> [rows]: row_sum's tree for every row of a tile."""
+    """x [rows, a power of two] fp32 -> [rows]: row_sum's tree for every row."""
     ROWS: tl.constexpr = x.shape[0]
     SIZE: tl.constexpr = x.shape[1]
     if SIZE > LANES:
@@ -79,7 +85,8 @@ def _rms_norm_kernel(
     x, weight, out, inner, outer_stride, inner_stride, eps, offset,
     D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
     scale = offset + tl.load(weight + lanes, mask=lanes < D, other=0.0).to(tl.float32)
     x += row // inner * outer_stride + row % inner * inner_stride
     values = _normalised(tl.load(x + lanes, mask=lanes < D, other=0.0), eps, D)
@@ -92,7 +99,8 @@ def _add_rms_norm_kernel(
     offset, PARTS: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """x + the rounded sum of PARTS tensors `part` numbers apart, and its norm."""
-    row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, BLOCK)
     scale = offset + tl.load(weight + lanes, mask=lanes < D, other=0.0).to(tl.float32)
     x += row // inner * x_outer + row % inner * x_inner
     parts += row // inner * part_outer + row % inner * part_inner
@@ -110,15 +118,18 @@ def _gated_rms_norm_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """ROWS of `rows` rows."""
-    row, lanes = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None], spread(ROWS, BLOCK)
-    live, outer, place = (row < rows) & (lanes < D), (row // inner).to(tl.int64), row % inner
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    lanes = spread(ROWS, BLOCK)
+    live = (row < rows) & (lanes < D)
+    outer = (row // inner).to(tl.int64)
+    place = row % inner
     x += outer * outer_stride + place * inner_stride
     gate += outer * gate_outer + place * gate_inner
     values = tl.load(x + lanes, mask=live, other=0.0).to(tl.float32)
     z = tl.load(gate + lanes, mask=live, other=0.0).to(tl.float32)
     scale = tl.load(weight + lanes, mask=lanes < D, other=0.0).to(tl.float32)
     values = values * inverse_rms(row_sums(values * values), eps, D)[:, None]
-    values = values * scale * (z / (1.0 + tl.exp(-z)))
+    values = values * scale * silu_approx(z)
     out += row.to(tl.int64) * D
     tl.store(out + lanes, values.to(out.dtype.element_ty), mask=live)
 
@@ -135,13 +146,13 @@ def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
 def row_layout(width: int, rows: int = 1) -> dict[str, Any]:
     """The launch options for `rows` rows of `width` numbers; they change no bit."""
     block = triton.next_power_of_2(width)
-    warps = max(1, min(8, rows * block // 256))
+    warps = max(1, min(WARPS.value, rows * block // THREAD_NUMBERS // 32))
     return dict(D=width, BLOCK=block, num_warps=warps, enable_fp_fusion=False)
 
 
 def rows_together(width: int) -> int:
     """Rows in a program of gated_rms_norm."""
-    return max(1, TILE // triton.next_power_of_2(width))
+    return max(1, NUMBERS_TOGETHER // triton.next_power_of_2(width))
 
 
 def _supports(**traits: Any) -> str | None:
@@ -186,7 +197,8 @@ def gated_rms_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -
     rows, inner, *strides = _rows(x)
     gates, _, *gate_strides = _rows(gate)
     if x.numel():
-        count, together = rows.shape[0] * inner, rows_together(x.shape[-1])
+        count = rows.shape[0] * inner
+        together = rows_together(x.shape[-1])
         _gated_rms_norm_kernel[(triton.cdiv(count, together),)](
             rows, gates, weight, out, count, inner, *strides, *gate_strides, eps,
             ROWS=together, **row_layout(x.shape[-1], together),

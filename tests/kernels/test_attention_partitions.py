@@ -1,4 +1,4 @@
-"""How paged attention is cut changes no bit: tiles, spans, spans side by side, warps, stages."""
+"""How paged attention is divided changes no bit: rows, spans, parallel spans, warps, stages."""
 
 import importlib
 
@@ -11,8 +11,8 @@ from tests.kernels.faces import Face, faces, same_bits
 
 TRITON = faces()[1:]
 ROWS = ((0, 1), (1022, 3), (0, 0), (255, 2))
-PLANS = [(16, 1, 2, False, 4, 2), (16, 2, 2, True, 4, 2)]
-"""Plans beside the whole row in one span: (rows, span, side, folds, warps, stages)."""
+PARTITIONS = [(16, 1, 2, False, 4, 2), (16, 2, 2, True, 4, 2)]
+"""Beside the whole row in one span: (rows, span, parallel_spans, folds, warps, stages)."""
 MORE = [
     (16, 1, 5, False, 4, 3),
     (16, 2, 1, True, 4, 2),
@@ -38,17 +38,17 @@ SMALL, REAL = (3, 1, 16, 64), (24, 4, 256, 64)
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("face", TRITON)
-def test_plans_agree(face: Face, gated: bool) -> None:
-    kernel = importlib.import_module("lockstep.kernels.attention.triton")
+def test_partitions_agree(face: Face, gated: bool) -> None:
+    kernel = importlib.import_module("lockstep.kernels.attention.paged")
     layer = SMALL if face.interpreted else REAL
     batch = paged(ROWS, *layer, face.dtype, widest=1280 // layer[-1])
     arguments = face.place(batch | {"gates": gates_like(batch["q"]) if gated else None})
     run = kernel.paged_attention_triton
-    whole = run(**arguments, p=kernel.Plan(16, 8, 1, True, 4, 2))
+    whole = run(**arguments, divided=kernel.Partition(16, 8, 1, True, 4, 2))
     assert not whole.isnan().any()
     assert same_bits(face.run(paged_attention, arguments), whole)
-    for sizes in PLANS + ([] if face.interpreted else MORE):
-        assert same_bits(run(**arguments, p=kernel.Plan(*sizes)), whole), sizes
+    for sizes in PARTITIONS + ([] if face.interpreted else MORE):
+        assert same_bits(run(**arguments, divided=kernel.Partition(*sizes)), whole), sizes
 
 
 LONG = ((0, 70), (12, 130), (250, 9), (64, 300), (1000, 257), (0, 0), (5, 1), (0, 512))

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""Pieces of the Gluon kernel of paged_attention: a ring of tiles, scores, weights, values.
+"""What the warps of hopper.py do, in Gluon: a ring of tiles, scores, weights, values.
 
-A slot of a ring holds 64 tokens x 128 columns, brought by one warp: `full` says that it is there,
-`empty` that its readers have left. The other functions run in a warpgroup that owns 64 rows of
-(token, head of a group).
+A tile is 64 keys, or values, x 128 columns. One warp copies tiles into the slots of a ring in
+shared memory: the barrier `full` says that a tile is there, `empty` that its readers have left. The
+other functions run in a warpgroup that owns 64 rows of (token, head of a group).
 """
 
 from torch import Tensor
@@ -21,9 +21,13 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from lockstep.kernels.attention import SEGMENT
 
 TILE = 64
+"""Keys of a tile: as many as in paged.py, since they are part of the definition."""
 TILES = gl.constexpr(SEGMENT // TILE)
+"""Tiles of a segment."""
 WIDTH = gl.constexpr(128)
-NOTHING = gl.constexpr(-1e30)
+"""Columns of a tile: the widest accumulator that leaves a thread enough registers."""
+NO_SCORE = gl.constexpr(-1e30)
+"""The maximum over no scores, as in paged.py."""
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 N_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
 O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
@@ -33,11 +37,12 @@ O_ROW = gl.constexpr(gl.SliceLayout(1, O_LAYOUT.value))
 """Registers of a warpgroup: scores, sums of weights, output, whole vectors in memory."""
 
 
-def maps(*caches: Tensor) -> list[TensorDescriptor]:
-    """Caches [pages, 64, Hkv, D] as what a ring's copies read: lines of a token's heads."""
-    layout, tile = gl.NVMMASharedLayout(128, 16, 2), [TILE, WIDTH.value]
+def descriptors(*caches: Tensor) -> list[TensorDescriptor]:
+    """Caches [pages, 64, Hkv, D] as what a ring's copies read: [tokens, Hkv * D]."""
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    tile = [TILE, WIDTH.value]
     flat = [cache.view(-1, cache.shape[2] * cache.shape[3]) for cache in caches]
-    return [TensorDescriptor.from_tensor(lines, tile, layout) for lines in flat]
+    return [TensorDescriptor.from_tensor(tokens, tile, layout) for tokens in flat]
 
 
 @gluon.jit
@@ -53,7 +58,7 @@ def copy(source, row, column, ring, full, empty, i):
 
 @gluon.jit
 def arrived(ring, full, i):
-    """The slot of the i-th copy, once it is there."""
+    """The slot of the i-th copy, once it has arrived."""
     slots: gl.constexpr = ring.shape[0]
     mbarrier.wait(full.index(i % slots), i // slots & 1)
     return ring.index(i % slots)
@@ -67,7 +72,7 @@ def release(ring, empty, i):
 
 
 @gluon.jit
-def bring(q, queries, row, count, kv, H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr):
+def load_queries(q, queries, row, count, kv, H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr):
     """Query rows row .. row + 63 into shared memory."""
     m = row + gl.arange(0, 64, gl.SliceLayout(1, WIDE))
     d = gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE))
@@ -78,8 +83,8 @@ def bring(q, queries, row, count, kv, H: gl.constexpr, GROUP: gl.constexpr, D: g
 
 
 @gluon.jit
-def keep_rows(slot, live):
-    """The first `live` rows of a slot; zeros below. Both warpgroups do it, to the same effect."""
+def zero_behind(slot, live):
+    """Zeros in a slot from row `live` on. Both warpgroups do it, to the same effect."""
     for part in gl.static_range(8):
         rows = slot.slice(part * 8, 8)
         row = part * 8 + gl.arange(0, 8, gl.SliceLayout(1, WIDE))[:, None]
@@ -89,8 +94,8 @@ def keep_rows(slot, live):
 
 
 @gluon.jit
-def ask_scores(queries, ring, full, i, PARTS: gl.constexpr):
-    """q k of a tile of keys [64, 64], under way.
+def start_scores(queries, ring, full, i, PARTS: gl.constexpr):
+    """Starts q k of a tile of keys [64, 64]; warpgroup_mma_wait ends it.
 
     i >> 30 is 0: what depends on i is not held in registers around the loop.
     """
@@ -104,7 +109,7 @@ def ask_scores(queries, ring, full, i, PARTS: gl.constexpr):
 
 @gluon.jit
 def weigh(scores, scale, top, last, lowest, at, dtype: gl.constexpr):
-    """Online softmax of a tile: the new maximum, what fades, the weights."""
+    """Online softmax of a tile: the new maximum, the factor of what was before, the weights."""
     scores = scores * scale
     if at + 63 > lowest:
         key = at + gl.arange(0, 64, gl.SliceLayout(0, S_LAYOUT))
@@ -121,7 +126,7 @@ def times(x, by, layout: gl.constexpr):
 
 @gluon.jit
 def weigh_tile(scores, weights, ones, fades, t, scale, top, norm, last, lowest, at):
-    """The weights of tile t of a segment, into shared memory; their sums, under way."""
+    """The weights of tile t of a segment, into shared memory; their sums, started."""
     top, fade, mine = weigh(scores, scale, top, last, lowest, at, weights.dtype)
     weights.index(t).store(mine)
     fades.index((t + 2) % 3).store(fade)
@@ -136,14 +141,14 @@ def segment_weights(
     PARTS: gl.constexpr,
 ):  # fmt: skip
     """The weights of a segment's tiles, into shared memory -> the ring's place, max, sum."""
-    top = gl.full((64,), NOTHING, gl.float32, S_ROW)
+    top = gl.full((64,), NO_SCORE, gl.float32, S_ROW)
     norm = gl.zeros((64, 8), gl.float32, N_LAYOUT)
-    scores = warpgroup_mma_wait(0, deps=(ask_scores(queries, ring, full, i, PARTS),))
+    scores = warpgroup_mma_wait(0, deps=(start_scores(queries, ring, full, i, PARTS),))
     for t in range(count - 1):
         for part in gl.static_range(PARTS):
             release(ring, empty, i + part)
         i += PARTS
-        ahead = ask_scores(queries, ring, full, i, PARTS)
+        ahead = start_scores(queries, ring, full, i, PARTS)
         top, norm = weigh_tile(
             scores, weights, ones, fades, t, scale, top, norm, last, lowest, at + t * 64
         )
@@ -164,8 +169,8 @@ def segment_values(weights, fades, ring, full, empty, i, count, at, keys):
     for t in range(count):
         values = arrived(ring, full, i + t)
         if at + t * 64 + 64 > keys:
-            keep_rows(values, keys - at - t * 64)
-        total = total * fades.index((t + 2) % 3).load(O_ROW)[:, None]  # by any at t = 0
+            zero_behind(values, keys - at - t * 64)
+        total = total * fades.index((t + 2) % 3).load(O_ROW)[:, None]  # at t = 0 total is 0
         total = warpgroup_mma(weights.index(t), values, total, is_async=True)
         total = warpgroup_mma_wait(0, deps=(total,))
         release(ring, empty, i + t)
