@@ -52,8 +52,8 @@ class Settings:
 
 
 @cache
-def adapters(cls: type[Settings]) -> Mapping[str, TypeAdapter[Any]]:
-    """Field name -> what checks its values."""
+def adapters(cls: Any) -> Mapping[str, TypeAdapter[Any]]:
+    """Of a Settings class: field name -> what checks its values."""
     hints = get_type_hints(cls, include_extras=True)
     return {one.name: strictly(hints[one.name]) for one in fields(cls)}
 

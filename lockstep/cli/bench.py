@@ -191,7 +191,7 @@ def kernels(
     from lockstep.config import EngineConfig
     from lockstep.engine.build import pick_device, pick_dtype
 
-    config = EngineConfig(device=device, dtype=dtype)
+    config = EngineConfig.read(device=device, dtype=dtype)
     place = pick_device(config)
     kind = pick_dtype(config, {}, place)
     models = pick_models(model or (), place)

@@ -72,13 +72,10 @@ def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) ->
     model, draft = build_models(config, checkpoint, build, progress)
     layers = memory.mixers(model, draft)
     cost = memory.cache_bytes(layers)
-    size = memory.asked_size(config, limits, cost)
-    check_memory(build, limits, cost, size, model.config.vocab_size)
+    memory.check_table(build.room, limits, model.config.vocab_size)
     probe_linears(build, model, limits)
     program = build_program(config, limits, build, model, draft, hooks)
-    if device == "cuda" and config.num_gpu_blocks is None:
-        budget = free_bytes(config, limits, layers, program)
-        size = memory.measured_size(config, limits, cost, budget)
+    size = cache_size(config, limits, build, layers, program)
     plan = Plan(
         **vars(limits),
         num_pages=size.pages,
@@ -251,20 +248,6 @@ def draft_costs(model: nn.Module, draft: Any) -> dict[str, int]:
     return {"draft_vocab_size": known, "draft_head_bytes": draft.head_bytes}
 
 
-def check_memory(
-    build: Build,
-    limits: StepLimits,
-    cost: memory.CacheBytes,
-    size: memory.CacheSize,
-    vocab: int,
-) -> None:
-    """Raises CapacityError where table and cache do not fit into memory; what a GPU's cache may
-    take is measured instead."""
-    memory.check_table(build.room, limits, vocab)
-    if limits.device == "cpu":
-        memory.check_cache(build.room, cost, size)
-
-
 def probe_linears(build: Build, model: nn.Module, limits: StepLimits) -> None:
     """Lets every linear choose its fastest exact face at the token counts of generated steps."""
     counts = {rows * (k + 1) for rows in limits.row_buckets for k in limits.draft_lengths}
@@ -304,7 +287,7 @@ def build_program(
     return Program(table, model, sampler, create(context))
 
 
-# What a GPU has left for the cache, and who chooses the number of drafts.
+# What is left for the cache, and who chooses the number of drafts.
 
 
 def largest_prompts(limits: StepLimits) -> list[int]:
@@ -312,6 +295,24 @@ def largest_prompts(limits: StepLimits) -> list[int]:
     most, tokens = limits.max_model_len, limits.max_num_batched_tokens
     lengths = [min(most, tokens - at) for at in range(0, tokens, most)]
     return lengths[: limits.max_num_seqs]
+
+
+def cache_size(
+    config: EngineConfig,
+    limits: StepLimits,
+    build: Build,
+    layers: dict[str, nn.Module],
+    program: Program,
+) -> memory.CacheSize:
+    """Pages and slots: as asked for, or as many as are of use and fit. Raises CapacityError."""
+    cost = memory.cache_bytes(layers)
+    if limits.device == "cuda" and config.num_gpu_blocks is None:
+        budget = free_bytes(config, limits, layers, program)
+        return memory.measured_size(config, limits, cost, budget)
+    size = memory.asked_size(config, limits, cost)
+    if limits.device == "cpu":
+        memory.check_cache(build.room, cost, size)
+    return size
 
 
 def free_bytes(

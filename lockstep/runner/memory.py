@@ -20,6 +20,12 @@ SNAPSHOTS_PER_ROW = 2
 """Snapshots of recurrent state, where nobody says how many."""
 GPU_PAGES_PER_ROW = 4
 """Times the pages of its rows that a GPU's cache holds at most: the rest is for prefixes."""
+TOKEN_BYTES = 8
+"""Of the table, per token of a row: its id."""
+VOCAB_BYTES = 9
+"""Of the table, per row and token of the vocabulary: bias, count, and whether the prompt has it."""
+COLUMN_BYTES = 4
+"""Of the table, per page of a row: its number."""
 LEAST_PAGES = 3
 """The null page, and two for one request."""
 M_TRIM_THRESHOLD = -1
@@ -116,7 +122,9 @@ def _slots(limits: StepLimits, cost: CacheBytes, snapshots: int) -> int:
 
 def check_table(room: Room, limits: StepLimits, vocab: int) -> None:
     """Raises CapacityError where the table of rows does not fit into all memory."""
-    line = 8 * limits.history_len + 9 * vocab + 4 * limits.row_columns
+    line = (
+        TOKEN_BYTES * limits.history_len + VOCAB_BYTES * vocab + COLUMN_BYTES * limits.row_columns
+    )
     remedy = "Lower max_num_seqs or max_model_len."
     room.take((limits.max_num_seqs + 1) * line, "the table of rows", remedy)
 
