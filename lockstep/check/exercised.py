@@ -3,29 +3,15 @@
 What was never run proves nothing, so the report names it.
 """
 
-import pkgutil
 from dataclasses import dataclass, field, fields
-from importlib import import_module
 
-import lockstep.kernels
-from lockstep.kernels import Op
+from lockstep.kernels.backends import every_op
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
 from lockstep.spec import DRAFTERS
 
 UNREAD = ("extra_args",)
 """Sampling parameters that nothing reads."""
-
-
-def every_op() -> dict[str, Op]:
-    """The registry: every op of lockstep.kernels, by name."""
-    found = {}
-    for info in pkgutil.iter_modules(lockstep.kernels.__path__):
-        module = import_module(f"lockstep.kernels.{info.name}")
-        for value in vars(module).values():
-            if isinstance(value, Op):
-                found[value.name] = value
-    return found
 
 
 @dataclass

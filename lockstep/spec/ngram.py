@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from lockstep.kernels.table import lookup
+from lockstep.kernels.drafting import ngram_lookup
 from lockstep.spec import DraftContext
 from lockstep.step import Step, Verdict
 
@@ -13,7 +13,8 @@ class NgramDrafter:
     """Looks the longest n-gram of prompt_lookup_max..min tokens up in the row's own history."""
 
     def __init__(self, context: DraftContext) -> None:
-        self.context, self.lookup = context, context.op(lookup)
+        self.context = context
+        self.ngram_lookup = context.op(ngram_lookup)
 
     def propose(
         self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
@@ -23,7 +24,7 @@ class NgramDrafter:
         c = self.context
         drafts = c.drafts[:, : step.shape.drafts]
         lengths = (c.config.prompt_lookup_min, c.config.prompt_lookup_max)
-        self.lookup(c.tokens, c.computed, drafts, step.row_ids, *lengths)
+        self.ngram_lookup(c.tokens, c.computed, drafts, step.row_ids, *lengths)
 
 
 def create(context: DraftContext) -> NgramDrafter:

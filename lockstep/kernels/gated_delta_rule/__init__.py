@@ -110,7 +110,7 @@ def _lines(
     return torch.tensor([s * length + (p + i) % length for i in positions for s, p in rows])
 
 
-@op
+@op(writes=("state",))
 def gated_delta_step(
     mixed: Tensor,
     z: Tensor,
@@ -212,7 +212,7 @@ def _replay(
     return flat
 
 
-@op
+@op(writes=("state",))
 def gated_delta_chunk(
     mixed: Tensor,
     b: Tensor,

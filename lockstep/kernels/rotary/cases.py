@@ -68,3 +68,8 @@ def rope_and_cache_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, An
     """(name, arguments of rope_and_cache on the CPU)."""
     for layer in LAYERS:
         yield str(layer), rope(*layer, dtype)
+
+
+def rope_and_cache_traits(k_cache: Tensor, **rest: Any) -> dict[str, Any]:
+    """What a layer of such arguments says when it asks for a backend."""
+    return dict(head_dim=k_cache.shape[3])
