@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.bench import Figures
-    from lockstep.bench.dimensions import Model
     from lockstep.bench.floor import Floor, Sketch, StepFloor
     from lockstep.bench.http_client import Ask
+    from lockstep.kernels.bench_types import Model
     from lockstep.llm import LLM
 
 USUAL = "offline"

@@ -64,7 +64,7 @@ class Build:
         name = op.choose(**traits)
         refused = {n: why for n, why in op.explain(**traits).items() if why is not None}
         self.choices.append(Choice(self.layer, op.name, name, refused))
-        return op.backends[name][0]
+        return op.backends[name].run
 
     def linear_op(self, op: Op, n: int, k: int) -> Callable[..., Any]:
         """The function of a weight [n, k]: canonical, or the fastest where no bits depend on it.
@@ -78,7 +78,7 @@ class Build:
         self.choices[-1].size = f"{n}x{k}"
         if self.choices[-1].backend != "triton":
             return exact
-        fast = op.backends["cublas"][0]
+        fast = op.backends["cublas"].run
         return self.probed.setdefault((n, k), Probed(exact, fast))
 
     def matrix(self, n: int, k: int) -> torch.nn.Parameter:

@@ -9,8 +9,8 @@ from lockstep.kernels.gated_delta_rule import (
     GatedDeltaWeights,
     gated_delta_chunk,
     gated_delta_step,
-    ring_slots,
 )
+from lockstep.kernels.recurrent.rings import ring_slots
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Linear, ResidualLinear
 from lockstep.layers.norm import GatedRMSNorm

@@ -145,7 +145,7 @@ def _op(frame: FrameType) -> str | None:
     code: CodeType = frame.f_code
     for value in list(frame.f_globals.values()):
         if isinstance(value, Op):
-            bodies = (fn for fn, _ in value.backends.values())
+            bodies = (backend.run for backend in value.backends.values())
             if any(getattr(fn, "__code__", None) is code for fn in bodies):
                 return value.name
     return None

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lockstep.kernels.table import draft_step, follow
+from lockstep.kernels.drafting import mtp_inputs, next_draft_step
 from lockstep.spec.drafter import DraftContext, no_drafts
 from lockstep.step import Step, StepShape, Verdict
 
@@ -21,7 +21,8 @@ class ChainDrafter:
 
     def __init__(self, context: DraftContext) -> None:
         self.context = context
-        self.follow, self.draft_step = context.op(follow), context.op(draft_step)
+        self.mtp_inputs = context.op(mtp_inputs)
+        self.next_draft_step = context.op(next_draft_step)
 
     def propose(
         self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
@@ -31,7 +32,7 @@ class ChainDrafter:
         c, rows, count = self.context, step.row_ids, step.shape.next_drafts
         where = (step.token_rows, step.positions, step.cu_seqlens)
         window = verdict.tokens.shape[1]
-        tokens, last, at = self.follow(c.tokens, rows, *where, verdict.accepted, window)
+        tokens, last, at = self.mtp_inputs(c.tokens, rows, *where, verdict.accepted, window)
         state = c.module.begin(hidden, aux_hidden_states)
         if not count:
             c.module.keep(tokens, state, step)
@@ -48,6 +49,8 @@ class ChainDrafter:
     def _on(self, step: Step, tokens: Tensor, k: int) -> Step:
         """Keeps the rows' drafts number k, tokens [S]: the step of one token each that they are."""
         c, table = self.context, step.page_table
-        made = self.draft_step(c.computed, c.drafts, step.row_ids, tokens, table, k, c.page_size)
+        made = self.next_draft_step(
+            c.computed, c.drafts, step.row_ids, tokens, table, k, c.page_size
+        )
         shape = StepShape.uniform(step.shape.rows, 1)
         return replace(step, shape=shape, logit_rows=slice(None), **vars(made))

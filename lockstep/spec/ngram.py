@@ -6,7 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field, TypeAdapter
 from torch import Tensor
 
-from lockstep.kernels.table import lookup
+from lockstep.kernels.drafting import ngram_lookup
 from lockstep.settings import setting, strictly
 from lockstep.spec.config import SpeculativeConfig
 from lockstep.spec.drafter import DraftContext
@@ -44,7 +44,7 @@ class NgramDrafter:
 
     def __init__(self, context: DraftContext) -> None:
         self.context = context
-        self.lookup = context.op(lookup)
+        self.ngram_lookup = context.op(ngram_lookup)
         self.shortest: int = context.config.prompt_lookup_min
         self.longest: int = context.config.prompt_lookup_max
 
@@ -55,7 +55,7 @@ class NgramDrafter:
         match, else -1."""
         c = self.context
         drafts = c.drafts[:, : step.shape.next_drafts]
-        self.lookup(c.tokens, c.computed, drafts, step.row_ids, self.shortest, self.longest)
+        self.ngram_lookup(c.tokens, c.computed, drafts, step.row_ids, self.shortest, self.longest)
 
 
 def create(context: DraftContext) -> NgramDrafter:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.kernels import Backend
 from lockstep.kernels.activations import silu_mul
 from lockstep.runner.capture_checks import Fault, OwnMemory, describe_fault, no_compiling
 
@@ -50,9 +51,9 @@ def blamed(call, *arguments) -> str:
 
 
 def test_the_op_its_layer_and_the_line_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = (faulty_silu_mul, lambda **traits: None)
+    backend = Backend(faulty_silu_mul, lambda **traits: None)
     monkeypatch.setitem(silu_mul.backends, "faulty", backend)
-    found = blamed(Outer(silu_mul.select()), torch.ones(2, 4))
+    found = blamed(Outer(silu_mul.backends[silu_mul.choose()].run), torch.ones(2, 4))
     assert found.startswith("op silu_mul of blocks.1 (")
     assert "test_capture.py:" in found and 'in helper: raise Fault("does what' in found
 

@@ -87,7 +87,7 @@ def expand(x: Tensor, heads: int) -> Tensor:
     return x.unsqueeze(-2).expand(*x.shape[:-1], group, x.shape[-1]).flatten(-3, -2)
 
 
-@op
+@op(writes=("state",))
 def gated_delta_step(
     mixed: Tensor,
     z: Tensor,
@@ -160,7 +160,7 @@ def _replay(state: GatedDeltaState, slot: int, ring_slots: Tensor) -> Tensor:
     return s
 
 
-@op
+@op(writes=("state",))
 def gated_delta_chunk(
     mixed: Tensor,
     b: Tensor,

@@ -147,3 +147,13 @@ def gated_delta_chunk_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str,
                 snapshot_slots=ints(snapshots),
             ),
         )
+
+
+def gated_delta_step_traits(state: GatedDeltaState, **rest: Any) -> dict[str, Any]:
+    """What a layer of such arguments says when it asks for a backend."""
+    key_heads, key_dim = state.k.shape[2:]
+    value_heads, value_dim = state.u.shape[2:]
+    return dict(key_dim=key_dim, value_dim=value_dim, key_heads=key_heads, value_heads=value_heads)
+
+
+gated_delta_chunk_traits = gated_delta_step_traits

@@ -11,7 +11,7 @@ from lockstep.kernels.norm import rms_norm
 from lockstep.kernels.registry import op
 
 
-@op
+@op(writes=("k_cache", "v_cache"))
 def rope_and_cache(
     qkv: Tensor,
     q_weight: Tensor | None,

@@ -80,3 +80,8 @@ def rope_and_cache_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, An
         yield str(layer), rope(*layer, dtype)
     for layer, absent in WITHOUT:
         yield f"{layer} without {', '.join(absent)}", rope(*layer, dtype) | dict.fromkeys(absent)
+
+
+def rope_and_cache_traits(k_cache: Tensor, **rest: Any) -> dict[str, Any]:
+    """What a layer of such arguments says when it asks for a backend."""
+    return dict(head_dim=k_cache.shape[3])

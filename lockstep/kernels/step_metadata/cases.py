@@ -1,4 +1,4 @@
-"""Random tables and steps of the table's ops for every backend. What no one may read is garbage."""
+"""Random tables and steps for every backend. What no one may read is garbage."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.table import Lines
+from lockstep.kernels.step_metadata import RowTensors
 
 GARBAGE = 1 << 30
 PAGE_SIZE = 4
 SIZES = ((1, 1, 60), (5, 4, 2100), (3, 8, 60), (11, 2, 300))
-"""(rows of the step, query length, tokens that a line holds)."""
+"""(rows of the step, query length, tokens that a row of the table holds)."""
 
 
 class Draw:
@@ -29,13 +29,13 @@ class Draw:
         return torch.randperm(n, generator=self.generator)
 
 
-def lines(draw: Draw, rows: int, drafts: int, length: int, vocab: int) -> Lines:
+def random_table(draw: Draw, rows: int, drafts: int, length: int, vocab: int) -> RowTensors:
     """A table of `rows` rows and the null row; tokens that are not known yet are garbage."""
     room = length - 3 * (drafts + 1)
     computed = draw.ints(0, room, rows + 1)
     tokens = draw.ints(0, vocab, rows + 1, length, dtype=torch.int64)
     tokens[torch.arange(length) > computed[:, None]] = GARBAGE
-    found = Lines(
+    found = RowTensors(
         tokens=tokens,
         prompt_len=draw.ints(1, room, rows + 1),
         computed=computed,
@@ -61,9 +61,9 @@ def prepare_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]
     """(name, arguments of prepare_step on the CPU): generated steps, and chunks of prompts."""
     for rows, query_len, length in SIZES:
         draw = Draw(rows)
-        table = lines(draw, rows + 2, 7, length, 50)
+        table = random_table(draw, rows + 2, 7, length, 50)
         chosen = row_ids(draw, rows, rows + 2)
-        common = dict(lines=table, row_ids=chosen, page_size=PAGE_SIZE)
+        common = dict(table=table, row_ids=chosen, page_size=PAGE_SIZE)
         sources = draw.ints(0, 2, rows) * draw.ints(1, 99, rows)
         sizes = dict(tokens=rows * query_len, query_len=query_len)
         name = f"{rows}x{query_len}"
@@ -82,7 +82,7 @@ def advance(
 ) -> dict[str, Any]:
     """Arguments of advance_rows: few token ids, so that tokens repeat and drafts agree."""
     draw = Draw(seed + rows)
-    table = lines(draw, rows + 2, 7, length, vocab)
+    table = random_table(draw, rows + 2, 7, length, vocab)
     chosen = row_ids(draw, rows, rows + 2)
     tokens = draw.ints(0, vocab, rows, width, dtype=torch.int64)
     drafts = tokens[:, :-1].clone()
@@ -93,7 +93,7 @@ def advance(
     counts = draw.ints(0, 5, rows + 3, vocab)
     counts[0] = 0
     return dict(
-        lines=table,
+        table=table,
         counts=counts,
         row_ids=chosen,
         tokens=tokens,
@@ -110,71 +110,3 @@ def advance_rows_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]
     for rows, width, length in SIZES:
         yield f"{rows}x{width}", advance(rows, width, length, prompt=False)
         yield f"prompts, {rows}", advance(rows, 1, length, prompt=True)
-
-
-def follow_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of follow on the CPU), out of steps that are prepared and committed."""
-    for name, step in prepare_step_cases(dtype):
-        table, chosen = step["lines"], step["row_ids"]
-        counts = step["query_lens"]
-        window = step["query_len"] if counts is None else 1
-        counts = torch.full_like(chosen, window) if counts is None else counts.long()
-        bounds = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-        owners = torch.arange(len(chosen)).repeat_interleave(counts)
-        padding = step["tokens"] - len(owners)
-        owners = torch.cat([owners, torch.full((padding,), len(chosen) - 1)])
-        first = table.computed[chosen] - bounds[:-1]
-        arguments = dict(
-            history=table.tokens,
-            row_ids=chosen,
-            token_rows=owners,
-            positions=first[owners] + torch.arange(step["tokens"]),
-            cu_seqlens=bounds.int(),
-            accepted=Draw(window).ints(0, window, len(chosen)),
-            window=window,
-        )
-        yield name, arguments
-
-
-def draft_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of draft_step on the CPU): every draft of a few, whole blocks of rows."""
-    for rows, index in ((1, 0), (5, 1), (11, 2), (64, 0), (65, 2)):
-        draw = Draw(rows)
-        table, chosen = lines(draw, rows + 2, 3, 60, 50), row_ids(draw, rows, rows + 2)
-        arguments = dict(
-            computed=table.computed,
-            drafts=table.drafts,
-            row_ids=chosen,
-            tokens=torch.where(chosen > 0, draw.ints(-1, 50, rows).long(), 7),
-            page_table=table.page_table[chosen],
-            index=index,
-            page_size=PAGE_SIZE,
-        )
-        yield f"draft {index} of {rows}", arguments
-
-
-def lookup_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of lookup on the CPU): histories of few tokens, matches near and far."""
-    for rows, drafts, count, length, vocab, least, most in (
-        (5, 3, 3, 60, 3, 2, 4),
-        (3, 7, 5, 60, 2, 1, 5),
-        (4, 2, 2, 5000, 9, 3, 6),
-        (6, 1, 1, 60, 400, 1, 1),
-        (5, 3, 0, 60, 3, 1, 4),
-    ):
-        draw = Draw(length + vocab)
-        table = lines(draw, rows + 2, drafts, length, vocab)
-        chosen = row_ids(draw, rows, rows + 2)
-        if length > 1000:  # the first row's only match lies in another block than its end
-            row = table.tokens[chosen[0]]
-            row[:4600], table.computed[chosen[0]] = torch.arange(100, 4700), 4600
-            row[20:26] = row[4595:4601] = torch.arange(80, 86)
-        arguments = dict(
-            history=table.tokens,
-            computed=table.computed,
-            drafts=table.drafts[:, :count],
-            row_ids=chosen,
-            least=least,
-            most=most,
-        )
-        yield f"{count} behind {least} to {most} of {vocab} in {length}", arguments

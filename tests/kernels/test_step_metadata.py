@@ -1,4 +1,4 @@
-"""The table's ops: every backend equals the reference in every element; neighbours do not count.
+"""A step's metadata: every backend equals the reference in every element; neighbours do not count.
 
 Rows alone, in other orders and beside null rows, in buffers full of garbage; the reference itself
 is held against plain Python here and by the walk in tests/runner.
@@ -9,38 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.kernels.table import advance_rows, draft_step, follow, lookup, prepare_step
-from lockstep.kernels.table.cases import PAGE_SIZE, Draw, advance, lines
-from tests.kernels.faces import CASES, Face, changed, faces, tensors_of
+from lockstep.kernels.step_metadata import advance_rows, prepare_step
+from lockstep.kernels.step_metadata.cases import PAGE_SIZE, Draw, advance, random_table
+from tests.kernels.faces import faces, of_every_op
+from tests.kernels.integers import assert_equals_the_reference
 
 FACES = faces()
-OPS = (prepare_step, advance_rows, follow, draft_step, lookup)
-ORACLE = Face("reference", "cpu", torch.float32)
 
 
-def outcome(face: Face, op: Any, arguments: dict[str, Any]) -> list[torch.Tensor]:
-    """All that an op returns and writes; memory that it takes is full of garbage before."""
-    arguments = face.fresh(arguments)
-    found = tensors_of(face.run(op, arguments)) + changed(arguments)
-    return [x.cpu() for x in found]
-
-
-@pytest.mark.parametrize("face", FACES[1:])
-@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize(("op", "face"), of_every_op((prepare_step, advance_rows), reference=False))
 def test_equals_the_reference(op, face, monkeypatch):
-    empty, new_empty = torch.empty_like, torch.Tensor.new_empty
-    poisoned = [
-        (torch, "empty_like", lambda x, **k: empty(x, **k).fill_(-77)),
-        (torch.Tensor, "new_empty", lambda x, *s, **k: new_empty(x, *s, **k).fill_(-77)),
-    ]
-    for name, arguments in CASES[op](torch.float32):
-        wanted = outcome(ORACLE, op, arguments)
-        with monkeypatch.context() as patch:
-            for owner, function, poison in poisoned:
-                patch.setattr(owner, function, poison)
-            found = outcome(face, op, arguments)
-        for i, (want, have) in enumerate(zip(wanted, found, strict=True)):
-            assert have.dtype == want.dtype and torch.equal(have, want), (name, i)
+    assert_equals_the_reference(op, face, monkeypatch)
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -51,7 +30,7 @@ def test_rows_are_committed_as_in_plain_python(face, width):
     seen = set()
     for seed in range(6):
         batch = advance(10, width, 80, prompt=False, vocab=3, seed=seed)
-        before = {name: x.clone() for name, x in vars(batch["lines"]).items()}
+        before = {name: x.clone() for name, x in vars(batch["table"]).items()}
         expected = [plain(batch, before, s) for s in range(10)]
         for picks in [list(range(10)), [3], [9, 0, 4, 4 + 5]]:
             some = face.fresh(batch)
@@ -59,7 +38,7 @@ def test_rows_are_committed_as_in_plain_python(face, width):
             for name in ("row_ids", "tokens", "drafts", "seq_lens", "held"):
                 some[name] = some[name][rows].contiguous()
             accepted, results = face.run(advance_rows, some)
-            table = some["lines"]
+            table = some["table"]
             for i, s in enumerate(picks):
                 want, row = expected[s], int(batch["row_ids"][s])
                 assert int(accepted[i]) == want["accepted"]
@@ -108,7 +87,7 @@ def plain(batch: dict[str, Any], before: dict[str, torch.Tensor], s: int) -> dic
 def test_a_row_is_prepared_as_it_is_alone(face, prompt):
     """Batch mates, their order and null rows decide where a row's tokens stand, never what."""
     draw, drafts = Draw(5), 3
-    table = lines(draw, 9, drafts, 90, 50)
+    table = random_table(draw, 9, drafts, 90, 50)
     chunks = draw.ints(1, 30, 9)
 
     def prepared(rows: list[int]) -> Any:
@@ -116,7 +95,7 @@ def test_a_row_is_prepared_as_it_is_alone(face, prompt):
         sizes = dict(tokens=len(rows) * (drafts + 1), query_len=drafts + 1)
         if prompt:
             sizes = dict(tokens=int(lengths.sum()), query_len=int(lengths.max()))
-        some = dict(lines=table, row_ids=torch.tensor(rows), state_src=torch.tensor(rows).int() % 3)
+        some = dict(table=table, row_ids=torch.tensor(rows), state_src=torch.tensor(rows).int() % 3)
         some |= dict(query_lens=lengths if prompt else None, page_size=PAGE_SIZE, **sizes)
         return face.run(prepare_step, face.fresh(some))
 
@@ -130,32 +109,3 @@ def test_a_row_is_prepared_as_it_is_alone(face, prompt):
             assert torch.equal(mine, getattr(alone, name)), name
         for name in ("starts", "seq_lens", "page_table", "drafts", "sample_at", "state_src"):
             assert torch.equal(getattr(whole, name)[s], getattr(alone, name)[0]), name
-
-
-@pytest.mark.parametrize("face", FACES)
-def test_padding_draws_every_row_to_the_same_drafts(face):
-    """Null rows write line 0 only, and what they write there is no one's."""
-    table = lines(Draw(2), 4, 3, 60, 50)
-    rows = torch.tensor([3, 1, 0, 0, 0])
-    some = dict(computed=table.computed, drafts=table.drafts, row_ids=rows)
-    some |= dict(tokens=torch.tensor([5, 6, 7, 7, 7]), page_table=table.page_table[rows])
-    some = face.fresh(some)
-    face.run(draft_step, some | dict(index=1, page_size=PAGE_SIZE))
-    expected = table.drafts.clone()
-    expected[3, 1], expected[1, 1], expected[0, 1] = 5, 6, 7
-    assert torch.equal(some["drafts"].cpu(), expected)
-
-
-@pytest.mark.parametrize("face", FACES)
-@pytest.mark.parametrize("count", [0, 1, 3])
-def test_lookup_fills_the_columns_it_is_given(face, count):
-    """The first columns of wider lines: all of them, and nothing else."""
-    table = face.place(lines(Draw(3), 4, 5, 60, 2))
-    rows, before = torch.tensor([4, 2, 0], device=face.device), table.drafts.clone()
-    some = dict(history=table.tokens, computed=table.computed, row_ids=rows, least=1, most=3)
-    face.run(lookup, some | dict(drafts=table.drafts[:, :count]))
-    assert torch.equal(table.drafts[:, count:], before[:, count:])
-    assert torch.equal(table.drafts[[1, 3]], before[[1, 3]])
-    whole = torch.full_like(before, 7)
-    face.run(lookup, some | dict(drafts=whole))
-    assert torch.equal(table.drafts[rows, :count], whole[rows, :count])
