@@ -81,7 +81,7 @@ def describe(schema: Mapping[str, Any]) -> str:
     if schema.get("type") == "boolean":
         return "True, False"
     if schema.get("type") not in ("integer", "number"):
-        return str(schema.get("type", "anything"))
+        return "text"
     kind = "whole numbers" if schema["type"] == "integer" else "numbers"
     return f"{kind} from {schema['minimum']} to {schema['maximum']}"
 
