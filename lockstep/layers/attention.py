@@ -1,4 +1,4 @@
-"""Softmax attention over paged KV; norms, rotary positions, biases and output gate as asked for."""
+"""Softmax attention over paged KV; norms, rotary positions, biases and a gate where asked for."""
 
 from torch import Tensor, nn
 

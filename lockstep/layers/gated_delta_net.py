@@ -9,8 +9,8 @@ from lockstep.kernels.gated_delta_rule import (
     GatedDeltaWeights,
     gated_delta_chunk,
     gated_delta_step,
+    ring_slots,
 )
-from lockstep.kernels.recurrent.rings import ring_slots
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Linear, ResidualLinear
 from lockstep.layers.norm import GatedRMSNorm
@@ -18,7 +18,10 @@ from lockstep.step import Step, flush_after
 
 
 class GatedDeltaNet(nn.Module):
-    """x [T, H] -> [T, H]. HK key heads of K, HV value heads of V, causal conv of `kernel` taps."""
+    """x [T, H] -> [T, H].
+
+    key_heads heads of key_dim, value_heads of value_dim; a causal convolution of `kernel` taps.
+    """
 
     state: GatedDeltaState
 
@@ -102,16 +105,15 @@ class GatedDeltaNet(nn.Module):
         }
 
     def cache_spec(self) -> StateSpec:
-        hv, dk, dv = self.value_heads, self.key_dim, self.value_dim
-        length = ring_slots(self.window, self.kernel - 1, self.flush)
+        slots = ring_slots(self.window, self.kernel - 1, self.flush)
         f32 = torch.float32
         return StateSpec(
             (
-                ("recurrent", (hv, dk, dv), f32),
-                ("conv", (length, self.channels), self.dtype),
-                ("u", (length, hv, dv), f32),
-                ("k", (length, self.key_heads, dk), f32),
-                ("decay", (length, hv), f32),
+                ("recurrent", (self.value_heads, self.key_dim, self.value_dim), f32),
+                ("conv", (slots, self.channels), self.dtype),
+                ("u", (slots, self.value_heads, self.value_dim), f32),
+                ("k", (slots, self.key_heads, self.key_dim), f32),
+                ("decay", (slots, self.value_heads), f32),
             )
         )
 

@@ -1,4 +1,7 @@
-"""One file per architecture. `ARCHITECTURES` maps a checkpoint's model_type to its module."""
+"""One file per architecture. `ARCHITECTURES` maps a checkpoint's model_type to its module.
+
+docs/add_a_model.md makes one from an empty folder.
+"""
 
 from importlib import import_module
 from types import ModuleType

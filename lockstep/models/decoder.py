@@ -133,7 +133,8 @@ class Decoder(nn.Module, ABC):
 
     def __init__(self, config: DecoderConfig, build: Build) -> None:
         super().__init__()
-        c = self.config = config
+        self.config = config
+        c = config
         self.embed = Embedding(build, c.vocab_size, c.hidden_size)
         self.blocks = nn.ModuleList(Block(*halves) for halves in self.layers(build))
         self.norm = AddRMSNorm(build.at("norm"), c.hidden_size, c.eps, c.norm_offset)

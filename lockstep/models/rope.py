@@ -114,7 +114,7 @@ class Llama3Rope(Rope):
 
 @dataclass(frozen=True)
 class YarnRope(Rope):
-    """ "yarn" (Peng et al., YaRN, 2023): as llama3, but blended by the index of the pair.
+    """Much as llama3, but blended by the index of the pair: "yarn" (Peng et al., YaRN, 2023).
 
     Pairs that turn more than beta_fast times over the trained positions are left, those that turn
     fewer than beta_slow times are divided by factor. attention_factor multiplies cos and sin.

@@ -1,4 +1,4 @@
-"""Dense families against transformers, the independent oracle: folders, ours and theirs."""
+"""Tiny dense decoders: an engine and transformers over one checkpoint, and exact answers."""
 
 from pathlib import Path
 from typing import Any

@@ -18,6 +18,7 @@ import pytest
 import uvicorn
 from typer.testing import CliRunner
 
+from lockstep.__main__ import main
 from lockstep.cli import app
 from lockstep.errors import ConfigError
 from lockstep.serve.app import create_app
@@ -204,11 +205,15 @@ def test_an_engine_that_cannot_go_on_ends_the_process(process: Any):
     assert "EngineDeadError" in told and "the device is gone" in told.splitlines()[-1]
 
 
-def test_a_port_in_use_is_told_before_loading():
+def test_a_port_in_use_is_told_before_loading(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        found = subprocess.run(
-            [*COMMAND, "--model", "/no/such/model", "--port", port], capture_output=True, text=True
-        )
-    assert found.returncode == 2 and f"port={port}" in found.stderr
-    assert "Traceback" not in found.stderr
+        command = ["lockstep", *COMMAND[3:], "--model", "/no/such/model", "--port", port]
+        monkeypatch.setattr("sys.argv", command)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    told = capsys.readouterr().err
+    assert ended.value.code == 2 and f"port={port}" in told
+    assert "Traceback" not in told

@@ -1,15 +1,20 @@
 """Two processes train as one: they go by one clock, and their gradients are averaged."""
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
+import os
 import pathlib
 import sys
 import torch
 from training.peers import Peers
+child = os.fork()
+os.environ["RANK"] = "0" if child else "1"
 peers = Peers()
 weights = [torch.nn.Parameter(torch.zeros(3, 2)), torch.nn.Parameter(torch.zeros(5))]
 for i, p in enumerate(weights):
@@ -18,16 +23,22 @@ peers.average(weights)
 told = peers.agree(100.0 + peers.rank)
 text = f"{told} {weights[0].grad.tolist()} {weights[1].grad.tolist()}"
 pathlib.Path(sys.argv[1], str(peers.rank)).write_text(text)
+peers.wait()
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
+"""Two processes for one import of torch, with torchrun's settings."""
 
 
 def test_two_processes_average_and_agree(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    peers = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     done = subprocess.run(
-        [*start, str(program), str(tmp_path)],
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"},
+        [sys.executable, str(program), str(tmp_path)],
+        env={**os.environ, **peers, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,

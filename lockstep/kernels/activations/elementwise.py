@@ -33,7 +33,8 @@ def _silu_mul_kernel(gate_up, out, stride, N: tl.constexpr, BLOCK: tl.constexpr)
 @silu_mul.backend("triton", supports=gpu_trait)
 def silu_mul_triton(gate_up: Tensor) -> Tensor:
     """See lockstep.kernels.activations.silu_mul. The last stride is 1."""
-    tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
+    tokens, width = gate_up.shape
+    inner = width // 2
     out = torch.empty(tokens, inner, dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         options: dict[str, Any] = dict(BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False)

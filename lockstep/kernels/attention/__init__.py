@@ -44,7 +44,9 @@ def paged_attention(
     bounds = cu_seqlens.tolist()
     for s, start in enumerate(starts.tolist()):
         tokens = slice(bounds[s], bounds[s + 1])
-        end = start + bounds[s + 1] - bounds[s]
+        if tokens.start == tokens.stop:
+            continue
+        end = start + tokens.stop - tokens.start
         positions = torch.arange(start, end)
         for h in range(k_cache.shape[2]):
             heads = slice(h * group, (h + 1) * group)
@@ -76,7 +78,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
 
     Weights and sums of a segment are fp32; segments are added in fp64 and rounded once.
     """
-    tops, norms, parts = [], [], []
+    tops: list[Tensor] = []
+    norms: list[Tensor] = []
+    parts: list[Tensor] = []
     for first in range(0, len(k), SEGMENT):
         segment = slice(first, first + SEGMENT)
         scores = tiled_mm(q, k[segment].t().contiguous())
@@ -88,7 +92,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
         tops.append(top)
         norms.append(weights.sum(-1, keepdim=True))
         parts.append(tiled_mm(weights, v[segment].contiguous()))
-    best = torch.stack(tops).amax(0) if tops else 0.0
+    best = torch.stack(tops).amax(0)
     total = torch.zeros(q.shape, dtype=torch.float64)
     norm = torch.zeros(len(q), 1, dtype=torch.float64)
     for top, segment_norm, part in zip(tops, norms, parts, strict=True):

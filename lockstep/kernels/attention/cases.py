@@ -8,7 +8,8 @@ import torch
 Row = tuple[int, int]
 """(tokens before this step, tokens of this step)."""
 
-DECODE, VERIFY = ((0, 1), (63, 1), (300, 1)), ((5, 4), (254, 4), (511, 4))
+DECODE = ((0, 1), (63, 1), (300, 1))
+VERIFY = ((5, 4), (254, 4), (511, 4))
 RAGGED = ((0, 70), (12, 0), (250, 9), (64, 1))
 BATCHES: tuple[tuple[tuple[Row, ...], int, int, int, int], ...] = (
     (DECODE, 4, 4, 32, 16),
@@ -45,7 +46,8 @@ def paged(
     shape = (sum(needed) + 1, page_size, kv_heads, dim)
     k_cache, v_cache = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
     for s, (length, count) in enumerate(zip(lengths, needed, strict=True)):
-        pages, order = order[:count], order[count:]
+        pages = order[:count]
+        order = order[count:]
         table[s, :count] = pages.int()
         token = torch.arange(length)
         for cache in (k_cache, v_cache):

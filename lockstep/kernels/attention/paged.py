@@ -274,7 +274,8 @@ def supports(**traits: Any) -> str | None:
     dim = traits.get("head_dim", 64)
     if not 8 <= dim <= 256:
         return f"head_dim {dim} is not in 8 .. 256"
-    heads, kv_heads = traits.get("heads", 1), traits.get("kv_heads", 1)
+    heads = traits.get("heads", 1)
+    kv_heads = traits.get("kv_heads", 1)
     if heads % kv_heads:
         return f"{heads} heads are no multiple of {kv_heads} KV heads"
     return gpu_trait(**traits)

@@ -24,7 +24,9 @@ WITHOUT = (
     ((6, 4, 2, 32, 32, True, 0.0), ("q_weight", "k_weight", "cos", "sin")),
 )
 """(layer as above, arguments that are None): no norm, no positions, neither."""
-PAGES, PAGE_SIZE, POSITIONS = 12, 16, 500
+PAGES = 12
+PAGE_SIZE = 16
+POSITIONS = 500
 
 
 def beside_nan(x: Tensor) -> Tensor:
@@ -52,7 +54,8 @@ def rope(
     angles = torch.randn(POSITIONS, width // 2, generator=generator) * 3
     slots = torch.randperm((PAGES - 1) * PAGE_SIZE, generator=generator)[:tokens] + PAGE_SIZE
     positions = torch.randint(0, POSITIONS, (tokens,), generator=generator)
-    slots[tokens - 1 :], positions[tokens - 1 :] = 0, 0
+    slots[tokens - 1 :] = 0
+    positions[tokens - 1 :] = 0
     shape = (PAGES, PAGE_SIZE, kv_heads, dim)
     k_cache, v_cache = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
     return dict(
