@@ -51,9 +51,13 @@ class Settings:
         return adapters(type(self))[name]
 
 
+def adapters(cls: type[Settings]) -> Mapping[str, TypeAdapter[Any]]:
+    """Field name -> what checks its values."""
+    return _adapters_of(cls)  # type: ignore[arg-type]  # a class is hashable
+
+
 @cache
-def adapters(cls: Any) -> Mapping[str, TypeAdapter[Any]]:
-    """Of a Settings class: field name -> what checks its values."""
+def _adapters_of(cls: Any) -> Mapping[str, TypeAdapter[Any]]:
     hints = get_type_hints(cls, include_extras=True)
     return {one.name: strictly(hints[one.name]) for one in fields(cls)}
 
