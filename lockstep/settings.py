@@ -51,9 +51,13 @@ class Settings:
         return adapters(type(self))[name]
 
 
+def adapters(cls: type[Settings]) -> Mapping[str, TypeAdapter[Any]]:
+    """Field name -> what checks its values."""
+    return _adapters_of(cls)  # type: ignore[arg-type]  # a class is hashable
+
+
 @cache
-def adapters(cls: Any) -> Mapping[str, TypeAdapter[Any]]:
-    """Of a Settings class: field name -> what checks its values."""
+def _adapters_of(cls: Any) -> Mapping[str, TypeAdapter[Any]]:
     hints = get_type_hints(cls, include_extras=True)
     return {one.name: strictly(hints[one.name]) for one in fields(cls)}
 
@@ -81,7 +85,7 @@ def describe(schema: Mapping[str, Any]) -> str:
     if schema.get("type") == "boolean":
         return "True, False"
     if schema.get("type") not in ("integer", "number"):
-        return str(schema.get("type", "anything"))
+        return "text"
     kind = "whole numbers" if schema["type"] == "integer" else "numbers"
     return f"{kind} from {schema['minimum']} to {schema['maximum']}"
 

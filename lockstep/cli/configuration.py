@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
 
 from lockstep.config import EngineConfig
+from lockstep.serve.settings import ServerSettings
 from lockstep.settings import Settings, adapters, describe
 from lockstep.spec.config import EXAMPLE, SpeculativeConfig
 
@@ -17,8 +18,12 @@ setting is an argument of `LLM(...)` and `EngineConfig.read(...)`, and an option
 the error says what is. There are no environment variables.
 
 On the command line `row_buckets` is `1,2,4,8`, and `speculative_config` is JSON, `none`, or `auto`,
-which is the default there: the checkpoint's own draft module if it has one. Options of the server
-alone: [serving.md](serving.md).
+which is the default there: the checkpoint's own draft module if it has one.
+"""
+SERVING = """
+## lockstep serve
+
+Options of the server alone, e.g. `--max-body-size`; [serving.md](serving.md) says what for.
 """
 DRAFTING = f"""
 ## speculative_config
@@ -42,6 +47,7 @@ def page() -> str:
         options = drafter_module(method).Options
         if len(fields(options)) > len(common):
             lines += [f"\nMethod `{method}` has these as well:\n", *_table(options, common)]
+    lines += [SERVING, *_table(ServerSettings, ())]
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Options made from dataclasses: EngineConfig's settings, and the fields of SamplingParams."""
+"""Options made from dataclasses: settings of engine and server, fields of SamplingParams."""
 
 import inspect
 import json
@@ -11,6 +11,7 @@ import typer
 from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.sampling_params import SamplingParams
+from lockstep.serve.settings import ServerSettings
 from lockstep.spec.config import EXAMPLE, SpeculativeConfig
 
 SAMPLING_HELP = {
@@ -59,6 +60,18 @@ def engine_options(command: Command) -> Command:
     return _extended(command, added, read, drop="settings")
 
 
+def server_options(command: Command) -> Command:
+    """Adds an option per field of ServerSettings; the command gets them as `server`, checked."""
+    hints = get_type_hints(ServerSettings)
+    own = fields(ServerSettings)
+    added = [_option(f, *_typed(f, hints[f.name])) for f in own]
+
+    def read(values: dict[str, Any]) -> dict[str, Any]:
+        return {"server": ServerSettings(**{f.name: values.pop(f.name) for f in own})}
+
+    return _extended(command, added, read, drop="server")
+
+
 def sampling_options(command: Command) -> Command:
     """Adds the options of SAMPLING_HELP; the command gets those given as `sampling`, a dict."""
     hints: dict[str, Any] = get_type_hints(SamplingParams)
@@ -88,12 +101,14 @@ def _typed(field: Field[Any], hint: Any) -> tuple[Any, Any]:
         return str | None, None
     if get_origin(hint) is Literal:
         return str, field.default
+    if get_origin(hint) is tuple:
+        return list[str] | None, None
     return hint, field.default
 
 
 def _option(field: Field[Any], hint: Any, default: Any) -> inspect.Parameter:
     help = field.metadata["help"] + (SPEC_HELP if field.name == "speculative_config" else "")
-    if hint is bool:
+    if hint is bool and not field.name.startswith("no_"):
         name = field.name.replace("_", "-")
         flag = typer.Option(f"--{name}/--no-{name}", help=help)
     else:
