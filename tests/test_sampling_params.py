@@ -9,7 +9,7 @@ import pytest
 
 from lockstep import LLM, SamplingParams
 from lockstep.errors import RequestError
-from lockstep.outputs import Logprob
+from lockstep.outputs import CompletionOutput, Logprob
 from tests.asking import (
     GREEDY,
     PROMPTS,
@@ -23,9 +23,17 @@ from tests.asking import (
 )
 
 
+@pytest.fixture(scope="module")
+def greedy(engine: LLM) -> CompletionOutput:
+    """What the model answers to TEXT by GREEDY, which most tests change in one place."""
+    return one(engine)
+
+
 @pytest.mark.parametrize("include", [False, True])
-def test_a_stop_string_ends_the_text_where_it_begins(llm: LLM, include: bool) -> None:
-    whole = one(llm).text
+def test_a_stop_string_ends_the_text_where_it_begins(
+    llm: LLM, greedy: CompletionOutput, include: bool
+) -> None:
+    whole = greedy.text
     stop = whole[9:13]
     cut = one(llm, stop=["never there", stop], include_stop_str_in_output=include)
     place = whole.index(stop) + (len(stop) if include else 0)
@@ -51,8 +59,8 @@ def test_a_stop_string_of_one_leaves_the_others_running(llm: LLM) -> None:
     assert outs[1].text == whole[1].text[: whole[1].text.index(stop)]
 
 
-def test_a_stop_token_ends_the_answer_and_gives_no_text(llm: LLM) -> None:
-    ids = one(llm).token_ids
+def test_a_stop_token_ends_the_answer_and_gives_no_text(llm: LLM, greedy: CompletionOutput) -> None:
+    ids = greedy.token_ids
     place = 6
     stop = ids[place]
     cut = one(llm, stop_token_ids=[4000, stop])
@@ -79,8 +87,8 @@ def test_the_end_token_ends_unless_it_is_ignored_or_too_early(llm: LLM) -> None:
     assert len(late.token_ids) > least or late.finish_reason == "length"
 
 
-def test_min_tokens_holds_stop_tokens_back(llm: LLM) -> None:
-    tokens = one(llm).token_ids
+def test_min_tokens_holds_stop_tokens_back(llm: LLM, greedy: CompletionOutput) -> None:
+    tokens = greedy.token_ids
     stop = tokens[0]
     held = one(llm, stop_token_ids=[stop], min_tokens=10)
     assert stop not in held.token_ids[:10] and len(held.token_ids) > 10
@@ -90,7 +98,7 @@ def test_min_tokens_holds_stop_tokens_back(llm: LLM) -> None:
     assert just.token_ids == tokens[: place + 1], "as soon as that many tokens came before it"
 
 
-def test_logprobs_hold_the_token_and_the_likeliest(llm: LLM) -> None:
+def test_logprobs_hold_the_token_and_the_likeliest(llm: LLM, greedy: CompletionOutput) -> None:
     for params in (GREEDY, SEEDED):
         out = one(llm, params=params, logprobs=4)
         assert out.logprobs is not None and len(out.logprobs) == len(out.token_ids)
@@ -102,7 +110,7 @@ def test_logprobs_hold_the_token_and_the_likeliest(llm: LLM) -> None:
             assert sum(math.exp(x.logprob) for x in entry.values()) < 1 + 1e-5
             assert params is not GREEDY or chosen.rank == 1
     assert all(len(entry) == 1 for entry in one(llm, logprobs=0).logprobs)
-    assert one(llm).logprobs is None
+    assert greedy.logprobs is None
 
 
 def test_prompt_logprobs_are_the_models_own(llm: LLM) -> None:
@@ -142,8 +150,8 @@ def test_only_allowed_tokens_come(llm: LLM) -> None:
     assert one(llm, allowed_token_ids=[3000]).token_ids == [3000] * 16
 
 
-def test_bad_words_never_come(llm: LLM) -> None:
-    tokens = one(llm).token_ids
+def test_bad_words_never_come(llm: LLM, greedy: CompletionOutput) -> None:
+    tokens = greedy.token_ids
     pair = tokens[2:4]
     clean = one(llm, bad_words_ids=[pair]).token_ids
     pairs = list(zip(clean, clean[1:], strict=False))
@@ -157,12 +165,14 @@ def test_bad_words_never_come(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-45, 1e-38, 1e-6])
-def test_a_temperature_near_0_is_greedy(llm: LLM, temperature: float) -> None:
-    assert one(llm, temperature=temperature).token_ids == one(llm).token_ids
+def test_a_temperature_near_0_is_greedy(
+    llm: LLM, greedy: CompletionOutput, temperature: float
+) -> None:
+    assert one(llm, temperature=temperature).token_ids == greedy.token_ids
 
 
-def test_logit_bias_moves_tokens(llm: LLM) -> None:
-    tokens = one(llm).token_ids
+def test_logit_bias_moves_tokens(llm: LLM, greedy: CompletionOutput) -> None:
+    tokens = greedy.token_ids
     assert one(llm, logit_bias={77: 100.0}).token_ids == [77] * 16
     assert tokens[0] not in one(llm, logit_bias={tokens[0]: -100.0}).token_ids
     assert one(llm, logit_bias={tokens[0]: 0.0}).token_ids == tokens
