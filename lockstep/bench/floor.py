@@ -119,7 +119,8 @@ def sketch(folder: Path, dtype: torch.dtype, options: SpeculativeConfig | None) 
     """
     drafts = options.num_speculative_tokens if options else 0
     drafting = drafter_module(options.method) if options else None
-    checkpoint, draft = Checkpoint.read(folder), None
+    checkpoint = Checkpoint.read(folder)
+    draft = None
     with FakeTensorMode():
         build = Build("cpu", dtype, drafts + 1, max_positions=1 << 20)
         build.room.bounded = False

@@ -43,8 +43,11 @@ class AnswerOracle:
         self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
     ) -> None:
         """Writes as many drafts as the step asks for, per row that begins like a text, else -1."""
-        c, rows, count = self.context, step.row_ids, step.shape.next_drafts
-        tokens, known = c.tokens[rows], c.computed[rows].long() + 1
+        c = self.context
+        rows = step.row_ids
+        count = step.shape.next_drafts
+        tokens = c.tokens[rows]
+        known = c.computed[rows].long() + 1
         behind = self.where >= known[:, None]
         same = ((tokens[:, None] == self.texts) | behind[:, None]).all(-1)
         place = known[:, None] + self.ahead[:count]

@@ -118,7 +118,8 @@ def pick_dtype(config: EngineConfig, raw: dict[str, Any], device: str) -> torch.
         return getattr(torch, config.dtype)
     if device == "cpu":
         return torch.float32
-    reader, known = ConfigReader(raw), (*DTYPES[1:], None)
+    reader = ConfigReader(raw)
+    known = (*DTYPES[1:], None)
     names = [reader.only(name, *known, default=None) for name in ("dtype", "torch_dtype")]
     return getattr(torch, names[0] or names[1] or "bfloat16")
 
@@ -263,7 +264,8 @@ def build_program(
     hooks: CheckHooks,
 ) -> Program:
     """Table, sampler and drafter around the models. Raises ConfigError on a hook without a K."""
-    options, vocab = config.speculative_config, model.config.vocab_size
+    options = config.speculative_config
+    vocab = model.config.vocab_size
     table = RowTable(limits, build, vocab)
     sampler = Sampler(table, build, vocab)
     if options and options.synthetic_acceptance is not None:
@@ -292,7 +294,8 @@ def build_program(
 
 def largest_prompts(limits: StepLimits) -> list[int]:
     """The lengths of the prompts in the largest step: rows that are as long as rows may be."""
-    most, tokens = limits.max_model_len, limits.max_num_batched_tokens
+    most = limits.max_model_len
+    tokens = limits.max_num_batched_tokens
     lengths = [min(most, tokens - at) for at in range(0, tokens, most)]
     return lengths[: limits.max_num_seqs]
 

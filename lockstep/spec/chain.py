@@ -29,7 +29,9 @@ class ChainDrafter:
     ) -> None:
         """Writes as many drafts per row as the step asks for. Sampled rows draft with the noise of
         the position itself."""
-        c, rows, count = self.context, step.row_ids, step.shape.next_drafts
+        c = self.context
+        rows = step.row_ids
+        count = step.shape.next_drafts
         where = (step.token_rows, step.positions, step.cu_seqlens)
         window = verdict.tokens.shape[1]
         tokens, last, at = self.mtp_inputs(c.tokens, rows, *where, verdict.accepted, window)
@@ -48,7 +50,8 @@ class ChainDrafter:
 
     def _on(self, step: Step, tokens: Tensor, k: int) -> Step:
         """Keeps the rows' drafts number k, tokens [S]: the step of one token each that they are."""
-        c, table = self.context, step.page_table
+        c = self.context
+        table = step.page_table
         made = self.next_draft_step(
             c.computed, c.drafts, step.row_ids, tokens, table, k, c.page_size
         )
