@@ -64,11 +64,10 @@ class Face:
     def run(self, op: Op, arguments: dict[str, Any]) -> Any:
         """Calls the backend; in-place arguments must be on the face's device already.
 
-        Where the reference is fast enough to have no backend "cpu", it stands for it.
+        An op without a backend "cpu" is served by its reference there.
         """
-        name = self.backend
-        if name == "cpu" and name not in op.backends:
-            name = "reference"
+        lacks = self.backend == "cpu" and "cpu" not in op.backends
+        name = "reference" if lacks else self.backend
         return op.backends[name].run(**self.place(arguments))
 
     def place(self, value: Any) -> Any:
@@ -88,13 +87,11 @@ class Face:
 
 
 def faces(*interpreted_marks: pytest.MarkDecorator, op: Op | None = None) -> list[Any]:
-    """Params of every backend of the op on every device that it runs on; without an op, of those
-    that most ops have."""
-    names = {*CPU, INTERPRETED} if op is None else op.backends
-    if op is None and not any("cpu" in one.backends for one in OPS):
-        names = {"reference", INTERPRETED}
+    """Params of what serves on a CPU, then of every other backend of the op wherever it runs;
+    without an op, of the backends that most ops have."""
+    names = {"cpu", INTERPRETED} if op is None else set(op.backends)
     gpu = torch.cuda.is_available()
-    found = [_param(Face(name, "cpu", torch.float32)) for name in CPU if name in names]
+    found = [_param(Face("cpu" if "cpu" in names else "reference", "cpu", torch.float32))]
     if INTERPRETED in names and find_spec("triton") and not gpu:
         found.append(_param(Face(INTERPRETED, "cpu", torch.float32), *interpreted_marks))
     for name in sorted(name for name in names if name not in CPU):

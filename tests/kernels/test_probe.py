@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lockstep.kernels.backends import load
 from lockstep.kernels.linear import linear, probe, segments, tree_sum
-from lockstep.kernels.linear.probe import Face, Probed, trials
+from lockstep.kernels.linear.probe import Probed, Run, trials
 from tests.kernels.faces import same_bits
 
 N, K = 96, 256
@@ -90,7 +90,7 @@ def test_a_face_with_other_bits_is_refused(count: int, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("liar", [cut_in_two, backwards])
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_cancels_shows_another_order_in_most_outputs(liar: Face, count: int) -> None:
+def test_what_cancels_shows_another_order_in_most_outputs(liar: Run, count: int) -> None:
     """Rounding to 16 bits hides most of what an order of addition leaves; not here."""
     shares = {
         name: (honest(x, w, count) != liar(x, w, count)).float().mean().item()
