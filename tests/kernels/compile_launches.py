@@ -59,7 +59,7 @@ class Launches:
 def type_of(
     value: Any, place: tuple[int, ...], fixed: dict[Any, Any], aligned: dict[Any, Any]
 ) -> Any:
-    """The type of an argument; notes the places of None, a constant, and of tensors, all aligned."""
+    """The type of an argument; notes the places of None, a constant, and of tensors: aligned."""
     if value is None:
         fixed[place] = None
         return "constexpr"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.faces import OPS
+from tests.kernels.backends import OPS
 
 
 @pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
