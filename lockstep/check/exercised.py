@@ -1,4 +1,4 @@
-"""What a check has exercised: ops and their faces, drafters, sampling parameters.
+"""What a check has exercised: ops and their backends, drafters, sampling parameters.
 
 What was never run proves nothing, so the report names it.
 """
@@ -18,10 +18,10 @@ UNREAD = ("extra_args",)
 
 @dataclass
 class Exercised:
-    """What engines of a check were built from, and what they were asked. faces: by op's name;
-    refused: why a face of an op served none of them."""
+    """What engines of a check were built from, and what they were asked. backends: by op's name;
+    refused: why a backend of an op served none of them."""
 
-    faces: dict[str, set[str]] = field(default_factory=dict)
+    backends: dict[str, set[str]] = field(default_factory=dict)
     refused: dict[str, dict[str, str]] = field(default_factory=dict)
     drafters: set[str] = field(default_factory=set)
     parameters: set[str] = field(default_factory=set)
@@ -30,7 +30,7 @@ class Exercised:
         """An engine that was built."""
         for choice in llm.engine.explain()["layers"]:
             served = {name.split(" ")[0] for name in choice["backend"].split(", ")}
-            self.faces.setdefault(choice["op"], set()).update(served)
+            self.backends.setdefault(choice["op"], set()).update(served)
             self.refused.setdefault(choice["op"], {}).update(choice["refused"])
         spec = llm.engine.config.speculative_config
         if spec is not None:
@@ -49,12 +49,12 @@ class Exercised:
         known = (name for name in SamplingParams.names() if name not in UNREAD)
         found += [f"parameter {name}" for name in known if name not in self.parameters]
         for name, op in every_op().items():
-            served = self.faces.get(name, set())
+            served = self.backends.get(name, set())
             if not served:
                 found.append(f"op {name}")
                 continue
-            for face in op.backends:
-                if face not in served:
-                    why = self.refused[name].get(face, "another face is preferred")
-                    found.append(f"{name} by {face}: {why}")
+            for backend in op.backends:
+                if backend not in served:
+                    why = self.refused[name].get(backend, "another backend is preferred")
+                    found.append(f"{name} by {backend}: {why}")
         return found

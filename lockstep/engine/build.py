@@ -250,7 +250,7 @@ def draft_costs(model: nn.Module, draft: Any) -> dict[str, int]:
 
 
 def probe_linears(build: Build, model: nn.Module, limits: StepLimits) -> None:
-    """Lets every linear choose its fastest exact face at the token counts of generated steps."""
+    """Lets every linear choose its fastest exact backend at the token counts of generated steps."""
     counts = {rows * (k + 1) for rows in limits.row_buckets for k in limits.draft_lengths}
     probe(build, model, sorted(counts))
 

@@ -34,8 +34,7 @@ def probed_sizes(k: int, n: int, threads: int) -> tuple[int, ...]:
     x = torch.randn(SIZES[-1], k, generator=generator)
     x = x * torch.exp2(torch.randint(-20, 21, x.shape, generator=generator).float())
     right = torch.randn(k, n, generator=generator)
-    with one_thread():
-        base = torch.cat([torch.mm(rows, right) for rows in x.split(BASE)])
+    base = tile_mm(x, right)
     stacked = torch.stack([right, -right])
     good = []
     for size in SIZES:
@@ -48,13 +47,27 @@ def probed_sizes(k: int, n: int, threads: int) -> tuple[int, ...]:
     return (BASE,) if threads == 1 else ()
 
 
+def tile_mm(x: Tensor, right: Tensor) -> Tensor:
+    """x [T, K] @ right [K, N] -> [T, N], fp32: the definition.
+
+    A tile of BASE rows at a time, padded with zeros, on one thread.
+    """
+    right = right.contiguous()
+    done = []
+    with one_thread():
+        for rows in x.split(BASE):
+            tile = F.pad(rows, (0, 0, 0, BASE - len(rows)))
+            done.append(torch.mm(tile, right)[: len(rows)])
+    return torch.cat(done)
+
+
 def padded_rows(rows: int, sizes: tuple[int, ...]) -> int:
     """The smallest exact size that holds `rows`; the largest one where none does."""
     return next((size for size in sizes if size >= rows), sizes[-1])
 
 
 def tiled_mm(x: Tensor, right: Tensor) -> Tensor:
-    """x [T, K] @ right [K, N] -> [T, N], fp32, contiguous; a row's bits depend on it alone."""
+    """tile_mm's bits, contiguous, in tiles of the sizes that a probe found to give them."""
     rows, k = x.shape
     sizes = exact_sizes(k, right.shape[1])
     if not sizes:

@@ -16,6 +16,10 @@ MOST_BIAS = 1e30
 """Beyond it logits make no difference to a sum in fp32, and the sum stays a number."""
 
 
+FURTHEST = 2**31 - 1
+"""No row is that long: a position behind all others."""
+
+
 @dataclass
 class HostRow:
     """A preempted row in host memory: its line of the table, its pages, its state."""
@@ -50,8 +54,9 @@ def write_pages(table: RowTable, row: int, column: int, pages: list[int]) -> Non
 
 
 def write_sampling(state: s.SamplingState, row: int, request: Request, prompt: Tensor) -> None:
-    """The sampling parameters of a request as a line of tensors."""
-    p, vocab = request.params, state.bias.shape[1]
+    """The sampling parameters of a request as a row of the tensors."""
+    p = request.params
+    vocab = state.bias.shape[1]
     check_ids(request, vocab)
     flags = 0
     copy_to_device(0, state.counts[row])
@@ -74,19 +79,19 @@ def write_sampling(state: s.SamplingState, row: int, request: Request, prompt: T
         flags |= s.NOISE
         if p.top_k > 0 or p.top_p < 1 or p.min_p > 0:
             flags |= s.FILTERS
-    for column, value in (
-        (state.min_position, len(prompt) + p.min_tokens),
-        (state.flags, flags),
-        (state.temperature, p.temperature),
-        (state.top_p, p.top_p),
-        (state.min_p, p.min_p),
-        (state.top_k, max(p.top_k, 0)),
-        (state.repetition, p.repetition_penalty),
-        (state.presence, p.presence_penalty),
-        (state.frequency, p.frequency_penalty),
-        (state.seed, request.seed),
-    ):
-        copy_to_device(value, column[row])
+    parameters = s.RowParameters(
+        seed=request.seed,
+        flags=flags,
+        top_k=max(p.top_k, 0),
+        min_position=min(len(prompt) + p.min_tokens, FURTHEST),
+        temperature=p.temperature,
+        top_p=p.top_p,
+        min_p=p.min_p,
+        repetition=p.repetition_penalty,
+        presence=p.presence_penalty,
+        frequency=p.frequency_penalty,
+    )
+    copy_to_device(parameters.words(), state.scalars[row])
 
 
 def check_ids(request: Request, vocab: int) -> None:

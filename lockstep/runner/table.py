@@ -25,7 +25,8 @@ class StepInputs:
     """
 
     def __init__(self, rows: int, device: str) -> None:
-        self.rows, self.storage = rows, torch.zeros(5 * rows, dtype=torch.int32, device=device)
+        self.rows = rows
+        self.storage = torch.zeros(5 * rows, dtype=torch.int32, device=device)
         row_ids, *others = self.storage.split([2 * rows, rows, rows, rows])
         self.row_ids = row_ids.view(torch.int64)
         self.query_lens, self.state_src, self.snapshot_slots = others
@@ -42,7 +43,8 @@ class RowTable(RowTensors):
     """R = max_num_seqs + 1 rows. Each holds max_model_len tokens and a few windows of drafts."""
 
     def __init__(self, plan: StepLimits, build: Build, vocab: int) -> None:
-        rows, device = plan.max_num_seqs + 1, plan.device
+        rows = plan.max_num_seqs + 1
+        device = plan.device
 
         def full(value: int, dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.full((rows, *shape), value, dtype=dtype, device=device)
@@ -59,9 +61,11 @@ class RowTable(RowTensors):
         words = (MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
         self.sampling = SamplingState.empty(rows, vocab, MAX_STOP_IDS + 4, words, device)
         self.inputs = StepInputs(rows, device)
-        self.page_size, self.flush = plan.page_size, flush_after(device)
+        self.page_size = plan.page_size
+        self.flush = flush_after(device)
         build = build.at("table")
-        self.prepare_op, self.advance_op = build.op(prepare_step), build.op(advance_rows)
+        self.prepare_op = build.op(prepare_step)
+        self.advance_op = build.op(advance_rows)
 
     def row_tensors(self) -> list[Tensor]:
         """What makes a row besides pages and state: moved to the host when it is preempted."""
@@ -70,8 +74,10 @@ class RowTable(RowTensors):
 
     def prepare(self, shape: StepShape) -> Step:
         """The step that the inputs ask for, at the rows' own lengths."""
-        given, rows = self.inputs, shape.rows
-        row_ids, sources = given.row_ids[:rows], given.state_src[:rows]
+        given = self.inputs
+        rows = shape.rows
+        row_ids = given.row_ids[:rows]
+        sources = given.state_src[:rows]
         lengths = given.query_lens[:rows] if shape.prompt else None
         sizes = (shape.tokens, shape.query_len, self.page_size)
         found = vars(self.prepare_op(self, row_ids, lengths, sources, *sizes))

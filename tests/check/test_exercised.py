@@ -10,13 +10,13 @@ import pytest
 from lockstep.check import SIZES, Report, run_check
 from lockstep.check.exercised import EVERY_DRAFTER, UNREAD, Exercised
 from lockstep.check.worlds import Effort
-from lockstep.kernels.backends import every_op
+from lockstep.kernels.backends import every_op, load
 from lockstep.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")
 def calls() -> Iterator[Counter[tuple[str, str]]]:
-    """How often each face of each op is called meanwhile."""
+    """How often each backend of each op is called meanwhile."""
     counted: Counter[tuple[str, str]] = Counter()
 
     def counting(key: tuple[str, str], inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -26,11 +26,12 @@ def calls() -> Iterator[Counter[tuple[str, str]]]:
 
         return call
 
+    load()
     ops = every_op()
     sound = {name: dict(op.backends) for name, op in ops.items()}
     for name, op in ops.items():
-        for face, backend in sound[name].items():
-            op.backends[face] = backend._replace(run=counting((name, face), backend.run))
+        for kind, backend in sound[name].items():
+            op.backends[kind] = backend._replace(run=counting((name, kind), backend.run))
     yield counted
     for name, op in ops.items():
         op.backends.clear()
@@ -61,17 +62,18 @@ def test_what_is_varied_takes_place(report: Report, name: str) -> None:
     assert report.exercised[name] > 0
 
 
-def test_every_face_that_serves_here_is_called(
+def test_every_backend_that_serves_here_is_called(
     report: Report, calls: Counter[tuple[str, str]]
 ) -> None:
     assert report.used is not None
     for name, op in every_op().items():
-        assert report.used.faces[name] & {face for face in op.backends if calls[name, face]}, name
-    called = {f"{name} by {face}" for name, face in calls if calls[name, face]}
+        called = {kind for kind in op.backends if calls[name, kind]}
+        assert report.used.backends[name] & called, name
+    called = {f"{name} by {kind}" for name, kind in calls if calls[name, kind]}
     for lack in (lack for lack in report.used.lacks() if " by " in lack):
-        face, _, why = lack.partition(": ")
-        assert face not in called
-        assert why not in ("", "another face is preferred"), "it needs a GPU, or cpu serves for it"
+        backend, _, why = lack.partition(": ")
+        assert backend not in called
+        assert why not in ("", "another backend is preferred"), "it needs a GPU, or cpu serves"
 
 
 def test_every_drafter_drafts(report: Report) -> None:
@@ -93,5 +95,5 @@ def test_what_is_left_out_is_named() -> None:
     nothing.params(SamplingParams(top_k=random.randrange(1, 9)))
     assert nothing.parameters == {"top_k"}
     assert "parameter top_k" not in nothing.lacks()
-    nothing.faces["sample"], nothing.refused["sample"] = {"triton"}, {}
-    assert "sample by reference: another face is preferred" in nothing.lacks()
+    nothing.backends["sample"], nothing.refused["sample"] = {"triton"}, {}
+    assert "sample by reference: another backend is preferred" in nothing.lacks()

@@ -18,7 +18,7 @@ from lockstep.kernels.linear import linear
 from lockstep.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.kernels.sampling import sample
-from tests.kernels.faces import tensors_of
+from tests.kernels.backends import tensors_of
 
 Arguments = dict[str, Any]
 

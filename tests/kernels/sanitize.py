@@ -25,22 +25,22 @@ def run(names: list[str], dtypes: list[str]) -> None:
     """Every op's first cases once by each backend, between lines that name both."""
     import torch
 
-    from tests.kernels.faces import OPS, of_every_op
+    from tests.kernels.backends import OPS, of_every_op
 
     chosen = [op for op in OPS if not names or op.name in names]
-    for op, face in (param.values for param in of_every_op(chosen)):
-        if not face.on_gpu or str(face.dtype).removeprefix("torch.") not in dtypes:
+    for op, backend in (param.values for param in of_every_op(chosen)):
+        if not backend.on_gpu or str(backend.dtype).removeprefix("torch.") not in dtypes:
             continue
-        what = f"{op.name} {face}"
+        what = f"{op.name} {backend}"
         print(f"{BEGIN}{what}", flush=True)
-        for _, arguments in face.cases(op, MOST_CASES):
-            face.run(op, face.fresh(arguments))
+        for _, arguments in backend.cases(op, MOST_CASES):
+            backend.run(op, backend.fresh(arguments))
         torch.cuda.synchronize()
         print(f"{END}{what}", flush=True)
 
 
 def sanitized(tool: str, rest: list[str]) -> dict[str, list[str]]:
-    """Op and face -> what the tool found while it ran; "no end" where it did not get through."""
+    """Op and backend -> what the tool found while it ran; "no end" where it did not get through."""
     found = shutil.which("compute-sanitizer") or str(HOME)
     own = [sys.executable, "-m", "tests.kernels.sanitize", "--run", *rest]
     command = [found, "--tool", tool, *TOOLS[tool], "--target-processes", "application-only", *own]

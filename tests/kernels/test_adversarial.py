@@ -33,7 +33,7 @@ from tests.kernels.adversarial import (
     take,
     worse,
 )
-from tests.kernels.faces import CPU, Face, of_every_op, same_bits, tensors_of
+from tests.kernels.backends import CPU, Backend, of_every_op, same_bits, tensors_of
 
 LONG = ((4095, 1), (5, 4), (1020, 8), (0, 300), (255, 1), (2046, 4))
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -42,7 +42,7 @@ INTERPRETED = {gated_delta_chunk: 1, gated_delta_step: 1, sample: 1, paged_atten
 PROMISED = [
     param
     for param in of_every_op(ROWS)
-    if not param.values[0].backends[param.values[1].backend].unchosen
+    if not param.values[0].backends[param.values[1].name].unchosen
 ]
 """A backend that is never chosen for its traits promises no bits: cuBLAS, which a probe watches."""
 TIMES = 40
@@ -58,10 +58,10 @@ REAL = (
 """Tables of the cases, and what to put in their places: the dimensions of real models."""
 
 
-def cases(op, face):
+def cases(op, backend):
     """(name, arguments of a case, its rows) of all cases with rows; fewer under the interpreter."""
-    some = ((name, a) for name, a in face.cases(op) if count(op, a))
-    yield from islice(some, INTERPRETED.get(op, 4) if face.interpreted else None)
+    some = ((name, a) for name, a in backend.cases(op) if count(op, a))
+    yield from islice(some, INTERPRETED.get(op, 4) if backend.interpreted else None)
 
 
 def differing(before: list[Tensor], after: list[Tensor]) -> list[Tensor]:
@@ -75,20 +75,20 @@ def differing(before: list[Tensor], after: list[Tensor]) -> list[Tensor]:
     return masks
 
 
-def assert_rows_alone(op, face, how):
+def assert_rows_alone(op, backend, how):
     """Some rows, in any order and company, give the bits that they give in the whole batch."""
-    for name, plain in cases(op, face):
-        arguments = worse(op, plain, how, face.dtype)
-        whole, every = face.fresh(arguments), list(range(count(op, arguments)))
-        expected = tensors_of(face.run(op, whole))
-        choices = [[row] for row in (every[:1] if face.interpreted else every)]
-        choices += [every[::-1], repeated(op, arguments, 2 if face.interpreted else TIMES)]
+    for name, plain in cases(op, backend):
+        arguments = worse(op, plain, how, backend.dtype)
+        whole, every = backend.fresh(arguments), list(range(count(op, arguments)))
+        expected = tensors_of(backend.run(op, whole))
+        choices = [[row] for row in (every[:1] if backend.interpreted else every)]
+        choices += [every[::-1], repeated(op, arguments, 2 if backend.interpreted else TIMES)]
         for rows in choices:
             part, lines = take(op, arguments, rows)
             if not len(lines):
                 continue
-            part = face.fresh(part)
-            found = tensors_of(face.run(op, part))
+            part = backend.fresh(part)
+            found = tensors_of(backend.run(op, part))
             for want, have in zip(expected, found, strict=True):
                 assert same_bits(have, want.cpu()[lines]), (name, rows[:3])
             written = differing(storage(op, arguments), storage(op, part))
@@ -101,10 +101,10 @@ def assert_rows_alone(op, face, how):
                 assert all(map(torch.equal, written, wholly)), name
 
 
-@pytest.mark.parametrize(("op", "face"), PROMISED)
-def test_a_row_depends_on_itself_alone(op, face):
-    for how in ("spread",) if face.interpreted else ("spread", "cancel"):
-        assert_rows_alone(op, face, how)
+@pytest.mark.parametrize(("op", "backend"), PROMISED)
+def test_a_row_depends_on_itself_alone(op, backend):
+    for how in ("spread",) if backend.interpreted else ("spread", "cancel"):
+        assert_rows_alone(op, backend, how)
 
 
 @pytest.mark.gpu
@@ -118,17 +118,17 @@ def test_a_row_depends_on_itself_alone(op, face):
     ],
 )
 def test_a_row_depends_on_itself_alone_at_real_dimensions(op, name, monkeypatch):
-    face = Face(name, "cuda", torch.bfloat16)
+    backend = Backend(name, "cuda", torch.bfloat16)
     for module, table, sizes in REAL:
         assert getattr(module, table)
         monkeypatch.setattr(module, table, sizes)
     for how in ("spread", "cancel"):
-        assert_rows_alone(op, face, how)
+        assert_rows_alone(op, backend, how)
 
 
 def test_a_leak_between_rows_is_seen(monkeypatch):
     """The tests here can fail: an op that adds a trace of its batch, or writes it to storage."""
-    face = Face("reference", "cpu", torch.float32)
+    backend = Backend("reference", "cpu", torch.float32)
     for op in (rms_norm, rope_and_cache):
         sound = op.backends["reference"]
 
@@ -141,15 +141,15 @@ def test_a_leak_between_rows_is_seen(monkeypatch):
 
         monkeypatch.setitem(op.backends, "reference", sound._replace(run=leaky))
         with pytest.raises(AssertionError):
-            assert_rows_alone(op, face, "spread")
+            assert_rows_alone(op, backend, "spread")
 
 
-@pytest.mark.parametrize(("op", "face"), PROMISED)
-def test_surroundings_and_places_do_not_matter(op, face):
-    for name, plain in cases(op, face):
-        arguments = worse(op, plain, "spread", face.dtype)
-        here, there = face.fresh(arguments), face.place(surrounded(op, moved(op, arguments)))
-        expected, found = tensors_of(face.run(op, here)), tensors_of(face.run(op, there))
+@pytest.mark.parametrize(("op", "backend"), PROMISED)
+def test_surroundings_and_places_do_not_matter(op, backend):
+    for name, plain in cases(op, backend):
+        arguments = worse(op, plain, "spread", backend.dtype)
+        here, there = backend.fresh(arguments), backend.place(surrounded(op, moved(op, arguments)))
+        expected, found = tensors_of(backend.run(op, here)), tensors_of(backend.run(op, there))
         for want, have in zip(expected, found, strict=True):
             assert same_bits(have, want), name
             assert not have.isnan().any() if have.is_floating_point() else True, name

@@ -7,9 +7,9 @@ import torch
 
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
-from tests.kernels.faces import Face, faces, same_bits
+from tests.kernels.backends import Backend, backends, same_bits
 
-TRITON = faces()[1:]
+TRITON = backends()[1:]
 ROWS = ((0, 1), (1022, 3), (0, 0), (255, 2))
 PARTITIONS = [(16, 1, 2, False, 4, 2), (16, 2, 2, True, 4, 2)]
 """Beside the whole row in one span: (rows, span, parallel_spans, folds, warps, stages)."""
@@ -37,17 +37,17 @@ SMALL, REAL = (3, 1, 16, 64), (24, 4, 256, 64)
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("face", TRITON)
-def test_partitions_agree(face: Face, gated: bool) -> None:
+@pytest.mark.parametrize("backend", TRITON)
+def test_partitions_agree(backend: Backend, gated: bool) -> None:
     kernel = importlib.import_module("lockstep.kernels.attention.paged")
-    layer = SMALL if face.interpreted else REAL
-    batch = paged(ROWS, *layer, face.dtype, widest=1280 // layer[-1])
-    arguments = face.place(batch | {"gates": gates_like(batch["q"]) if gated else None})
+    layer = SMALL if backend.interpreted else REAL
+    batch = paged(ROWS, *layer, backend.dtype, widest=1280 // layer[-1])
+    arguments = backend.place(batch | {"gates": gates_like(batch["q"]) if gated else None})
     run = kernel.paged_attention_triton
     whole = run(**arguments, divided=kernel.Partition(16, 8, 1, True, 4, 2))
     assert not whole.isnan().any()
-    assert same_bits(face.run(paged_attention, arguments), whole)
-    for sizes in PARTITIONS + ([] if face.interpreted else MORE):
+    assert same_bits(backend.run(paged_attention, arguments), whole)
+    for sizes in PARTITIONS + ([] if backend.interpreted else MORE):
         assert same_bits(run(**arguments, divided=kernel.Partition(*sizes)), whole), sizes
 
 
@@ -65,10 +65,10 @@ def test_gluon_and_triton_agree(dtype: torch.dtype, layer: tuple[int, ...], gate
     traits = dict(device="cuda", dtype=dtype, heads=layer[0], kv_heads=layer[1], head_dim=layer[2])
     assert paged_attention.choose(**traits) == "hopper"
     kernel = importlib.import_module("lockstep.kernels.attention.hopper")
-    batch, face = paged(LONG, *layer, dtype), Face("triton", "cuda", dtype)
-    arguments = face.place(batch | {"gates": gates_like(batch["q"]) if gated else None})
+    batch, backend = paged(LONG, *layer, dtype), Backend("triton", "cuda", dtype)
+    arguments = backend.place(batch | {"gates": gates_like(batch["q"]) if gated else None})
     sizes = (arguments[name] for name in ("q", "k_cache", "v_cache", "query_len"))
     assert kernel.fits(*sizes)
     found = kernel.paged_attention_hopper(**arguments)
     assert not found.isnan().any()
-    assert same_bits(found, face.run(paged_attention, arguments))
+    assert same_bits(found, backend.run(paged_attention, arguments))

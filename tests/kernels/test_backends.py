@@ -6,29 +6,29 @@ import torch
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.sampling import sample
-from tests.kernels.faces import GPU_DTYPES, OPS, Face, kept, left, of_every_op, same_bits
+from tests.kernels.backends import GPU_DTYPES, OPS, Backend, kept, left, of_every_op, same_bits
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 INTERPRETED = {gated_delta_chunk: 1, gated_delta_step: 4, sample: 3, paged_attention: 3}
 """The interpreter is slow: it sees the first cases; a GPU sees all."""
-ORACLE = Face("reference", "cpu", torch.float32)
+ORACLE = Backend("reference", "cpu", torch.float32)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize(("op", "face"), of_every_op(reference=False))
-def test_agrees_with_the_reference(op, face):
+@pytest.mark.parametrize(("op", "backend"), of_every_op(reference=False))
+def test_agrees_with_the_reference(op, backend):
     """To a tolerance, a CPU's in every bit; and writes what it says and nothing else."""
-    tolerance = TOLERANCE[face.dtype]
-    for name, arguments in face.cases(op, INTERPRETED.get(op) if face.interpreted else None):
-        expected, actual = ORACLE.fresh(arguments), face.fresh(arguments)
+    tolerance = TOLERANCE[backend.dtype]
+    for name, arguments in backend.cases(op, INTERPRETED.get(op) if backend.interpreted else None):
+        expected, actual = ORACLE.fresh(arguments), backend.fresh(arguments)
         wanted = left(op, ORACLE.run(op, expected), expected)
-        found = left(op, face.run(op, actual), actual)
+        found = left(op, backend.run(op, actual), actual)
         assert list(found) == list(wanted), name
         assert_kept(op, name, arguments, expected, actual)
         for part, want in wanted.items():
             have = found[part].cpu()
             assert have.dtype == want.dtype and have.shape == want.shape, (name, part)
-            if face.exact:
+            if backend.exact:
                 assert same_bits(have, want), (name, part)
                 continue
             torch.testing.assert_close(
@@ -64,5 +64,5 @@ def test_every_backend_serves_some_case(op, monkeypatch):
     """On a Hopper GPU, whatever stands here; a backend that no case reaches is not tested."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (9, 0))
     for name in op.backends:
-        tried = [Face(name, "cuda", dtype) for dtype in GPU_DTYPES]
-        assert any(any(face.cases(op)) for face in tried), name
+        tried = [Backend(name, "cuda", dtype) for dtype in GPU_DTYPES]
+        assert any(any(backend.cases(op)) for backend in tried), name

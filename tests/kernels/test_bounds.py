@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk
 from lockstep.kernels.sampling import sample
+from tests.kernels.backends import left, of_every_op, same_bits
 from tests.kernels.canaries import MARGIN, Canaries
-from tests.kernels.faces import left, of_every_op, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 INTERPRETED = {gated_delta_chunk: 1, sample: 1}
@@ -27,14 +27,15 @@ def guarded(value, canaries):
     return value
 
 
-@pytest.mark.parametrize(("op", "face"), [p for p in of_every_op() if not p.values[1].exact])
-def test_writes_stay_inside_and_fill_the_result(op, face):
-    for name, arguments in face.cases(op, INTERPRETED.get(op, 3) if face.interpreted else None):
-        plain, canaries = face.fresh(arguments), Canaries()
-        inside = guarded(face.fresh(arguments), canaries)
-        expected = left(op, face.run(op, plain), plain)
+@pytest.mark.parametrize(("op", "backend"), [p for p in of_every_op() if not p.values[1].exact])
+def test_writes_stay_inside_and_fill_the_result(op, backend):
+    most = INTERPRETED.get(op, 3) if backend.interpreted else None
+    for name, arguments in backend.cases(op, most):
+        plain, canaries = backend.fresh(arguments), Canaries()
+        inside = guarded(backend.fresh(arguments), canaries)
+        expected = left(op, backend.run(op, plain), plain)
         with canaries:
-            found = left(op, op.backends[face.backend].run(**inside), inside)
+            found = left(op, op.backends[backend.name].run(**inside), inside)
         assert not canaries.broken(), name
         for part, want in expected.items():
             assert same_bits(found[part], want), (name, part)

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from lockstep.runner.capture_checks import capture_checks
-from tests.kernels.faces import left, of_every_op, same_bits, tensors_of, written
+from tests.kernels.backends import left, of_every_op, same_bits, tensors_of, written
 
 
-@pytest.mark.parametrize(("op", "face"), [p for p in of_every_op() if p.values[1].on_gpu])
-def test_captured_equals_eager(op, face):
+@pytest.mark.parametrize(("op", "backend"), [p for p in of_every_op() if p.values[1].on_gpu])
+def test_captured_equals_eager(op, backend):
     """A host sync or an allocation outside the pool raises (tests/runner/test_capture_gpu.py)."""
-    run = op.backends[face.backend].run
-    for name, arguments in face.cases(op):
-        eager, fixed = face.fresh(arguments), face.fresh(arguments)
+    run = op.backends[backend.name].run
+    for name, arguments in backend.cases(op):
+        eager, fixed = backend.fresh(arguments), backend.fresh(arguments)
         expected = left(op, run(**eager), eager)
         if not next(iter(expected.values())).numel():
             continue

@@ -1,4 +1,4 @@
-"""The stepping law's kernels compile for a GPU, with widths of keys and values that differ."""
+"""Kernels compile for a GPU: all that ops launch; the stepping law's with widths that differ."""
 
 import os
 import subprocess
@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.kernels.backends import OPS
 
 
 @pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
@@ -18,3 +20,14 @@ def test_stepping_kernels_compile_for_hopper(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert len(done.stdout.splitlines()) == 12
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
+def test_what_every_op_launches_compiles_for_hopper(tmp_path: Path) -> None:
+    """Every op with a Triton backend, by its first case."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "tests.kernels.compile_launches"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [op.name for op in OPS]

@@ -1,4 +1,4 @@
-"""Where an op has a form for CPUs, it gives the reference's bits."""
+"""Where an op has a backend for CPUs, it gives the reference's bits."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,29 +9,31 @@ import torch
 from lockstep.kernels import Op
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
+from lockstep.kernels.backends import cases_of
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.gated_delta_rule.cases import Dims, inputs, random_state, weights
 from lockstep.kernels.recurrent import _cpu
 from lockstep.kernels.recurrent.convolution import causal_convolution
 from lockstep.kernels.recurrent.rings import ring_slots, slots_before
-from tests.kernels.faces import CASES, Face, changed, same_bits, tensors_of
+from tests.kernels.backends import OPS as EVERY_OP
+from tests.kernels.backends import Backend, left, same_bits
 
-REFERENCE = Face("reference", "cpu", torch.float32)
-CPU = Face("cpu", "cpu", torch.float32)
-OPS = [op for op in CASES if "cpu" in op.backends]
+REFERENCE = Backend("reference", "cpu", torch.float32)
+CPU = Backend("cpu", "cpu", torch.float32)
+OPS = [op for op in EVERY_OP if "cpu" in op.backends]
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def assert_same(op: Op, arguments: dict[str, Any], name: str) -> None:
     """Results and what is written in place, but for the null slot, which may hold anything."""
     found = []
-    for face in (REFERENCE, CPU):
-        given = face.fresh(arguments)
-        state = given.get("state")
-        written = [x[1:] for x in tensors_of(state)] if state else changed(given)
-        found.append(tensors_of(face.run(op, given)) + written)
-    for want, have in zip(*found, strict=True):
-        assert have.dtype == want.dtype and same_bits(have, want), name
+    for backend in (REFERENCE, CPU):
+        given = backend.fresh(arguments)
+        found.append(left(op, backend.run(op, given), given))
+    wanted, had = found
+    assert list(wanted) == list(had), name
+    for part, want in wanted.items():
+        assert had[part].dtype == want.dtype and same_bits(had[part], want), (name, part)
 
 
 def test_recurrence_and_attention_have_one() -> None:
@@ -41,7 +43,7 @@ def test_recurrence_and_attention_have_one() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_gives_the_references_bits(op: Op, dtype: torch.dtype) -> None:
-    for name, arguments in CASES[op](dtype):
+    for name, arguments in cases_of(op)(dtype):
         assert_same(op, arguments, name)
 
 

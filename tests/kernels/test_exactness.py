@@ -18,9 +18,9 @@ from lockstep.kernels.norm import gated_rms_norm, rms_norm
 from lockstep.kernels.recurrent.rings import slots_before
 from lockstep.kernels.sampling import sample
 from lockstep.kernels.sampling.cases import among, batch
-from tests.kernels.faces import faces, same_bits
+from tests.kernels.backends import backends, same_bits
 
-FACES = faces(pytest.mark.slow)
+BACKENDS = backends(pytest.mark.slow)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -31,76 +31,76 @@ def wild(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=generator) * torch.exp2(exponents.float())
 
 
-def numbers(face, *shape: int, seed: int = 0) -> torch.Tensor:
-    """wild() where the dtype holds it, in the face's dtype on its device."""
+def numbers(backend, *shape: int, seed: int = 0) -> torch.Tensor:
+    """wild() where the dtype holds it, in the backend's dtype on its device."""
     x = wild(*shape, seed=seed)
-    if face.dtype == torch.float16:
+    if backend.dtype == torch.float16:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return x.to(face.dtype).to(face.device)
+    return x.to(backend.dtype).to(backend.device)
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shape", [(48, 200), (520, 1024)], ids=str)
-def test_linear_row_alone(face, shape):
-    n, k = shape if face.on_gpu else (48, 200)
-    x, weight = numbers(face, 300, k), numbers(face, n, k, seed=1)
-    whole = face.run(linear, dict(x=x, weight=weight))
+def test_linear_row_alone(backend, shape):
+    n, k = shape if backend.on_gpu else (48, 200)
+    x, weight = numbers(backend, 300, k), numbers(backend, n, k, seed=1)
+    whole = backend.run(linear, dict(x=x, weight=weight))
     for rows in (1, 2, 3, 8, 16, 17, 40, 64, 65, 128, 200):
         for begin in (0, 37):
-            part = face.run(linear, dict(x=x[begin : begin + rows], weight=weight))
+            part = backend.run(linear, dict(x=x[begin : begin + rows], weight=weight))
             assert same_bits(part, whole[begin : begin + rows]), (rows, begin)
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("width", [48, 128, 1000, 5120])
-def test_norm_row_alone(face, width):
-    x, weight = numbers(face, 12, 3, width), numbers(face, width, seed=1)
-    gate, state = numbers(face, 12, 3, width, seed=2), x.float()
+def test_norm_row_alone(backend, width):
+    x, weight = numbers(backend, 12, 3, width), numbers(backend, width, seed=1)
+    gate, state = numbers(backend, 12, 3, width, seed=2), x.float()
     for op, arguments in (
         (rms_norm, lambda s: dict(x=x[s], weight=weight, eps=1e-6)),
         (gated_rms_norm, lambda s: dict(x=state[s], gate=gate[s], weight=weight, eps=1e-6)),
     ):
-        whole = face.run(op, arguments(slice(0, 12)))
+        whole = backend.run(op, arguments(slice(0, 12)))
         for piece in (slice(0, 1), slice(3, 4), slice(5, 12)):
-            assert same_bits(face.run(op, arguments(piece)), whole[piece])
+            assert same_bits(backend.run(op, arguments(piece)), whole[piece])
 
 
 CONTEXT = 600
 LAYERS = [(2, 1, 32, 64), (12, 2, 64, 64), (5, 1, 80, 16), (24, 4, 256, 64)]
 
 
-def pieces(face, layer, cuts):
+def pieces(backend, layer, cuts):
     """One row of CONTEXT tokens in the cache; its queries in pieces between the cuts."""
-    one = paged(((0, CONTEXT),), *layer, face.dtype, seed=3)
+    one = paged(((0, CONTEXT),), *layer, backend.dtype, seed=3)
     out = []
     for begin, end in zip(cuts, cuts[1:], strict=False):
         q = one["q"][begin:end]
         arguments = {**one, "q": q, "query_len": end - begin}
         arguments["starts"] = torch.tensor([begin], dtype=torch.int32)
         arguments["cu_seqlens"] = torch.tensor([0, end - begin], dtype=torch.int32)
-        out.append(face.run(paged_attention, arguments))
+        out.append(backend.run(paged_attention, arguments))
     return torch.cat(out), one
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
-def test_attention_prefill_verify_and_decode_agree(face, layer):
+def test_attention_prefill_verify_and_decode_agree(backend, layer):
     """Tokens 500 .. 599 in one chunk, and in windows of every length across a segment's end."""
     begin = 500
-    whole, _ = pieces(face, layer, [begin, CONTEXT])
-    for width in (1, 4) if face.interpreted else (1, 2, 3, 4, 5, 6, 7, 8, 64):
+    whole, _ = pieces(backend, layer, [begin, CONTEXT])
+    for width in (1, 4) if backend.interpreted else (1, 2, 3, 4, 5, 6, 7, 8, 64):
         cuts = range(begin + 9, min(begin + 9 + 4 * width, CONTEXT), width)
-        cut, _ = pieces(face, layer, [begin, *cuts, CONTEXT])
+        cut, _ = pieces(backend, layer, [begin, *cuts, CONTEXT])
         assert same_bits(cut, whole), width
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layer", [(8, 2, 32, 16), (6, 1, 64, 32)], ids=str)
-def test_attention_row_alone_and_elsewhere(face, layer):
+def test_attention_row_alone_and_elsewhere(backend, layer):
     """Batch mates, an empty row, a wider page table, more query rows, other pages."""
     rows = ((254, 4), (0, 0), (511, 2), (3, 9), (255, 1))
-    whole = paged(rows, *layer, face.dtype)
-    out = face.run(paged_attention, whole)
+    whole = paged(rows, *layer, backend.dtype)
+    out = backend.run(paged_attention, whole)
     bounds = whole["cu_seqlens"].tolist()
     for s, (start, count) in enumerate(rows):
         alone = dict(whole)
@@ -115,7 +115,7 @@ def test_attention_row_alone_and_elsewhere(face, layer):
         moved["k_cache"], moved["v_cache"] = whole["k_cache"][order], whole["v_cache"][order]
         moved["page_table"] = place[alone["page_table"].long()].int()
         for arguments in (alone, moved):
-            found = face.run(paged_attention, arguments)
+            found = backend.run(paged_attention, arguments)
             assert not found.isnan().any()
             assert same_bits(found, out[bounds[s] : bounds[s + 1]]), s
 
@@ -123,10 +123,10 @@ def test_attention_row_alone_and_elsewhere(face, layer):
 SMALL, REAL = Dims(1, 2, 16, 16), Dims(4, 12, 128, 128, w=8)
 
 
-def stepped(face, dims, data, plan):
+def stepped(backend, dims, data, plan):
     """Brings data's tokens in the order of plan: (tokens of the window, how many were accepted)."""
-    state, at, outs, pending = face.place(empty_state(dims, 3, face.dtype)), 0, [], 0
-    data, layer = face.place(data), face.place(weights(dims, face.dtype, 13))
+    state, at, outs, pending = backend.place(empty_state(dims, 3, backend.dtype)), 0, [], 0
+    data, layer = backend.place(data), backend.place(weights(dims, backend.dtype, 13))
     tokens = data["mixed"].shape[1]
     for length, accepted in plan:
         length = min(length, tokens - at)
@@ -136,7 +136,9 @@ def stepped(face, dims, data, plan):
         window["mixed"][:, accepted:] += 1.0  # what is not accepted is another token
         one = dict(slots=torch.tensor([2]), pending=torch.tensor([pending]))
         one.update(starts=torch.tensor([at], dtype=torch.int32), flush=dims.flush)
-        outs.append(face.run(gated_delta_step, dict(**window, weights=layer, state=state, **one)))
+        outs.append(
+            backend.run(gated_delta_step, dict(**window, weights=layer, state=state, **one))
+        )
         outs[-1], at = outs[-1][:, :accepted], at + accepted
         pending = accepted + (pending if pending < dims.flush else 0)
         if at == tokens:
@@ -144,45 +146,45 @@ def stepped(face, dims, data, plan):
     raise AssertionError("the plan is too short")
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("flush", [1, 8])
-def test_replay_is_stepping(face, flush):
+def test_replay_is_stepping(backend, flush):
     """Random windows and random acceptance, the state written at every step or rarely, against one
     token at a time."""
-    fast = face.on_gpu or face.backend == "cpu"
-    dims = replace(REAL if face.on_gpu else SMALL, flush=flush)
+    fast = not backend.interpreted
+    dims = replace(REAL if backend.on_gpu else SMALL, flush=flush)
     tokens = 200 if fast else 24
-    data = inputs(dims, (1, tokens), face.dtype, 5)
+    data = inputs(dims, (1, tokens), backend.dtype, 5)
     draw = torch.Generator().manual_seed(6)
     plan = []
     for _ in range(tokens):
         length = int(torch.randint(1, dims.w + 1, (1,), generator=draw))
         plan.append((length, int(torch.randint(1, length + 1, (1,), generator=draw))))
-    plain, state, _ = stepped(face, replace(dims, flush=1), data, [(1, 1)] * tokens)
-    jumpy, other, pending = stepped(face, dims, data, plan)
+    plain, state, _ = stepped(backend, replace(dims, flush=1), data, [(1, 1)] * tokens)
+    jumpy, other, pending = stepped(backend, dims, data, plan)
     assert same_bits(plain, jumpy)
     if pending == 1 and flush == 1:
         assert same_bits(state.recurrent[2], other.recurrent[2])
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_step_row_alone(face):
-    dims = REAL if face.on_gpu else SMALL
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_step_row_alone(backend):
+    dims = REAL if backend.on_gpu else SMALL
     rows, length = 5, dims.w
-    data = face.place(inputs(dims, (rows, length), face.dtype, 7))
-    layer = face.place(weights(dims, face.dtype, 13))
+    data = backend.place(inputs(dims, (rows, length), backend.dtype, 7))
+    layer = backend.place(weights(dims, backend.dtype, 13))
     slots, pending = torch.tensor([3, 1, 0, 5, 4]), torch.tensor([0, 2, 0, dims.w, 1])
     starts = torch.tensor([5, 77, 0, 1000, 64], dtype=torch.int32)
     filled = [torch.randn(x.shape, generator=torch.Generator().manual_seed(8)) for x in
-              empty_state(dims, 6, face.dtype).tensors()]  # fmt: skip
+              empty_state(dims, 6, backend.dtype).tensors()]  # fmt: skip
 
     def run(which):
-        state = face.place(empty_state(dims, 6, face.dtype))
+        state = backend.place(empty_state(dims, 6, backend.dtype))
         for part, values in zip(state.tensors(), filled, strict=True):
             part.copy_(values * 0.1)
         picked = {n: x[which] for n, x in data.items()}
         where = dict(slots=slots[which], starts=starts[which], pending=pending[which])
-        return face.run(
+        return backend.run(
             gated_delta_step, dict(**picked, weights=layer, state=state, **where)
         ), state
 
@@ -194,43 +196,43 @@ def test_step_row_alone(face):
             assert same_bits(part[slots[s]], expected[slots[s]])
 
 
-@pytest.mark.parametrize("face", [f for f in FACES if f.values[0].backend == "triton"])
+@pytest.mark.parametrize("backend", [f for f in BACKENDS if f.values[0].name == "triton"])
 @pytest.mark.parametrize("length, part", [(1, 1.0), (4, 1.0), (5, 1.0), (4, 0.75)])
-def test_how_a_step_is_divided_changes_no_bit(face, length, part, monkeypatch):
+def test_how_a_step_is_divided_changes_no_bit(backend, length, part, monkeypatch):
     """Programs that share a head, heads of a norm program, tokens brought near; also where the last
     program of a head has fewer columns."""
-    dims = REAL if face.on_gpu else Dims(2, 4, 16, 64)
+    dims = REAL if backend.on_gpu else Dims(2, 4, 16, 64)
     dims = replace(dims, v=int(dims.v * part))
-    data = face.place(inputs(replace(dims, w=8), (2, length), face.dtype, 7))
+    data = backend.place(inputs(replace(dims, w=8), (2, length), backend.dtype, 7))
     where = dict(slots=torch.tensor([3, 1]), starts=torch.tensor([5, 77], dtype=torch.int32))
     where["pending"] = torch.tensor([3, 2])
     found = []
     for division in (dict(PARTS=1), dict(PARTS=2, MOST_TOKENS=1), dict(PARTS=4, HEADS=2, NEAR=1)):
         for name, value in division.items():
             monkeypatch.setattr(f"lockstep.kernels.gated_delta_rule.step.{name}", value)
-        state = face.place(random_state(replace(dims, w=8), 4, [1, 3], face.dtype, 8))
-        layer = face.place(weights(dims, face.dtype, 13))
-        out = face.run(gated_delta_step, dict(**data, weights=layer, state=state, **where))
+        state = backend.place(random_state(replace(dims, w=8), 4, [1, 3], backend.dtype, 8))
+        layer = backend.place(weights(dims, backend.dtype, 13))
+        out = backend.run(gated_delta_step, dict(**data, weights=layer, state=state, **where))
         found.append([out] + [part[[1, 3]] for part in state.tensors()])
     for other in found[1:]:
         assert all(same_bits(*pair) for pair in zip(found[0], other, strict=True))
 
 
-def prompt(face, dims, data, cuts, mate=0):
+def prompt(backend, dims, data, cuts, mate=0):
     """One row's prompt in chunks between the cuts, a batch mate of `mate` tokens beside it."""
-    state, outs = face.place(empty_state(dims, 6, face.dtype, fill=float("nan"))), []
-    layer, other = weights(dims, face.dtype, 13), inputs(dims, (mate,), face.dtype, 11)
+    state, outs = backend.place(empty_state(dims, 6, backend.dtype, fill=float("nan"))), []
+    layer, other = weights(dims, backend.dtype, 13), inputs(dims, (mate,), backend.dtype, 11)
 
     def ints(*values):
         return torch.tensor(values, dtype=torch.int32)
 
     for begin, end in zip(cuts, cuts[1:], strict=False):
         joint = {n: torch.cat([other[n], data[n][begin:end]]) for n in ("mixed", "b", "a")}
-        out = face.run(
+        out = backend.run(
             gated_delta_chunk,
             dict(
-                **face.place(joint),
-                weights=face.place(layer),
+                **backend.place(joint),
+                weights=backend.place(layer),
                 state=state,
                 cu_seqlens=ints(0, mate, mate + end - begin),
                 starts=ints(0, begin),
@@ -243,13 +245,13 @@ def prompt(face, dims, data, cuts, mate=0):
     return torch.cat(outs), state
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_chunked_law_cut_anywhere_on_the_grid(face):
-    dims = REAL if face.on_gpu else SMALL
-    data = inputs(dims, (300,), face.dtype, 9)
-    whole, state = prompt(face, dims, data, [0, 300])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_chunked_law_cut_anywhere_on_the_grid(backend):
+    dims = REAL if backend.on_gpu else SMALL
+    data = inputs(dims, (300,), backend.dtype, 9)
+    whole, state = prompt(backend, dims, data, [0, 300])
     for mate, cuts in ((0, [0, 64, 300]), (70, [0, 300]), (5, [0, 128, 192, 256, 300])):
-        part, other = prompt(face, dims, data, cuts, mate)
+        part, other = prompt(backend, dims, data, cuts, mate)
         assert same_bits(part, whole), cuts
         for slot, position in ((2, 300), (3, 256)):
             assert same_bits(other.recurrent[slot], state.recurrent[slot])
@@ -257,58 +259,65 @@ def test_chunked_law_cut_anywhere_on_the_grid(face):
             assert same_bits(other.conv[slot][kept], state.conv[slot][kept])
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_the_two_laws_are_close(face):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_two_laws_are_close(backend):
     """Chunked against stepped: one function up to rounding, state and output.
 
     Prompts of 16-bit models run through tf32 on a GPU, which keeps 10 bits.
     """
-    dims = REAL if face.on_gpu else SMALL
-    tokens = 130 if face.on_gpu or face.backend == "cpu" else 66
-    data = inputs(dims, (1, tokens), face.dtype, 10)
-    flat, layer = {n: x[0] for n, x in data.items()}, face.place(weights(dims, face.dtype, 13))
-    chunked, left = prompt(face, dims, flat, [0, tokens])
-    gate = face.place(flat["z"])
-    chunked = face.run(gated_rms_norm, dict(x=chunked, gate=gate, weight=layer.norm, eps=layer.eps))
-    plain, right, _ = stepped(face, dims, data, [(1, 1)] * tokens)
+    dims = REAL if backend.on_gpu else SMALL
+    tokens = 130 if not backend.interpreted else 66
+    data = inputs(dims, (1, tokens), backend.dtype, 10)
+    flat, layer = (
+        {n: x[0] for n, x in data.items()},
+        backend.place(weights(dims, backend.dtype, 13)),
+    )
+    chunked, left = prompt(backend, dims, flat, [0, tokens])
+    gate = backend.place(flat["z"])
+    chunked = backend.run(
+        gated_rms_norm, dict(x=chunked, gate=gate, weight=layer.norm, eps=layer.eps)
+    )
+    plain, right, _ = stepped(backend, dims, data, [(1, 1)] * tokens)
     error = (chunked - plain[0]).norm() / plain.norm()
-    assert error < (1e-4 if face.dtype == torch.float32 else 1e-2)
+    assert error < (1e-4 if backend.dtype == torch.float32 else 1e-2)
     # stepping still owes its state the last token, so compare what the next token would see
-    nxt = face.place(inputs(dims, (1, 1), face.dtype, 12))
+    nxt = backend.place(inputs(dims, (1, 1), backend.dtype, 12))
     where = dict(slots=torch.tensor([2]), starts=torch.tensor([tokens], dtype=torch.int32))
     seen = [
-        face.run(
+        backend.run(
             gated_delta_step,
             dict(**nxt, weights=layer, state=state, **where, pending=torch.tensor([pending])),
         )
         for state, pending in ((left, 0), (right, 1))
     ]
     error = (seen[0] - seen[1]).norm() / seen[1].norm()
-    assert error < (1e-4 if face.dtype == torch.float32 else 1e-2)
+    assert error < (1e-4 if backend.dtype == torch.float32 else 1e-2)
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("vocab", [100, 5000])
-def test_sample_row_alone(face, vocab):
+def test_sample_row_alone(backend, vocab):
     """The position alone, without its row's other queries and without batch mates."""
-    both = face.place(batch(vocab, 3, seed=4))
-    whole = face.run(sample, both)
+    both = backend.place(batch(vocab, 3, seed=4))
+    whole = backend.run(sample, both)
     rows = whole.shape[0]
     assert ((whole >= 0) & (whole < vocab)).all()
     for s in range(rows):
         alone = {n: x[s : s + 1] if n not in ("history", "state") else x for n, x in both.items()}
-        assert same_bits(face.run(sample, alone), whole[s : s + 1]), s
+        assert same_bits(backend.run(sample, alone), whole[s : s + 1]), s
         first = dict(alone, logits=alone["logits"][:, :1], drafts=alone["drafts"][:, :0])
         first["positions"] = alone["positions"][:, :1]
-        assert same_bits(face.run(sample, first), whole[s : s + 1, :1]), s
+        assert same_bits(backend.run(sample, first), whole[s : s + 1, :1]), s
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("vocab", "kept"), [(100, 64), (9000, 4200)])
-def test_sample_among_some_tokens(face, vocab, kept):
+def test_sample_among_some_tokens(backend, vocab, kept):
     """What the whole vocabulary gives where the other logits are -inf: masks, noise and all."""
     few = among(batch(vocab, 1, seed=2), kept)
     whole = {name: value for name, value in few.items() if name != "ids"}
     whole["logits"] = torch.full((*few["logits"].shape[:2], vocab), -torch.inf)
     whole["logits"][..., few["ids"]] = few["logits"]
-    assert same_bits(face.run(sample, face.place(few)), face.run(sample, face.place(whole)))
+    assert same_bits(
+        backend.run(sample, backend.place(few)), backend.run(sample, backend.place(whole))
+    )

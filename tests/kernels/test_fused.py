@@ -13,80 +13,80 @@ from lockstep.kernels.linear import tree_sum
 from lockstep.kernels.norm import add_rms_norm, rms_norm
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.kernels.rotary.cases import PAGE_SIZE, rope
-from tests.kernels.faces import Face, faces, same_bits
+from tests.kernels.backends import Backend, backends, same_bits
 
-FACES = faces()
+BACKENDS = backends()
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 PIECES = (slice(0, 1), slice(3, 4), slice(5, 12))
 LAYERS = [(4, 2, 32, 8, True, 1.0), (3, 1, 80, 40, False, 0.0), (24, 4, 256, 64, True, 1.0)]
 """(heads, KV heads, head dim, rotary width, gated, offset)."""
 
 
-def numbers(face: Face, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Normal numbers times 2^-6 .. 2^6 in the face's dtype on its device."""
+def numbers(backend: Backend, *shape: int, seed: int = 0) -> torch.Tensor:
+    """Normal numbers times 2^-6 .. 2^6 in the backend's dtype on its device."""
     generator = torch.Generator().manual_seed(seed)
     exponents = torch.randint(-6, 7, shape, generator=generator)
     x = torch.randn(shape, generator=generator) * torch.exp2(exponents.float())
-    return x.to(face.dtype).to(face.device)
+    return x.to(backend.dtype).to(backend.device)
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("width", [48, 1000, 5120])
-def test_add_rms_norm_row_alone(face, width):
-    x, delta = numbers(face, 12, width), numbers(face, 12, width, seed=1)
-    weight = numbers(face, width, seed=2)
-    whole = face.run(add_rms_norm, dict(x=x, delta=delta, weight=weight, eps=1e-6))
+def test_add_rms_norm_row_alone(backend, width):
+    x, delta = numbers(backend, 12, width), numbers(backend, 12, width, seed=1)
+    weight = numbers(backend, width, seed=2)
+    whole = backend.run(add_rms_norm, dict(x=x, delta=delta, weight=weight, eps=1e-6))
     for s in PIECES:
-        part = face.run(add_rms_norm, dict(x=x[s], delta=delta[s], weight=weight, eps=1e-6))
+        part = backend.run(add_rms_norm, dict(x=x[s], delta=delta[s], weight=weight, eps=1e-6))
         assert all(same_bits(a, b[s]) for a, b in zip(part, whole, strict=True))
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_add_rms_norm_is_the_add_then_the_norm(face):
-    x, delta = numbers(face, 12, 1000), numbers(face, 12, 1000, seed=1)
-    norm = dict(weight=numbers(face, 1000, seed=2), eps=1e-6, offset=1.0)
-    total, out = face.run(add_rms_norm, dict(x=x, delta=delta, **norm))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_add_rms_norm_is_the_add_then_the_norm(backend):
+    x, delta = numbers(backend, 12, 1000), numbers(backend, 12, 1000, seed=1)
+    norm = dict(weight=numbers(backend, 1000, seed=2), eps=1e-6, offset=1.0)
+    total, out = backend.run(add_rms_norm, dict(x=x, delta=delta, **norm))
     assert same_bits(total, x + delta)
-    assert same_bits(out, face.run(rms_norm, dict(x=x + delta, **norm)))
+    assert same_bits(out, backend.run(rms_norm, dict(x=x + delta, **norm)))
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("width", [40, 1000, 5120])
 @pytest.mark.parametrize("count", [2, 4])
-def test_add_rms_norm_of_partials_is_that_of_their_rounded_sum(face, width, count):
+def test_add_rms_norm_of_partials_is_that_of_their_rounded_sum(backend, width, count):
     """Rows alone too, and rows that no vector load can take."""
-    x, parts = numbers(face, 12, width), numbers(face, count, 12, width, seed=1).float()
+    x, parts = numbers(backend, 12, width), numbers(backend, count, 12, width, seed=1).float()
     parts *= 1 + torch.rand(parts.shape, generator=torch.Generator().manual_seed(3)).to(parts)
-    norm = dict(weight=numbers(face, width, seed=2), eps=1e-6, offset=1.0)
-    delta = tree_sum(parts).to(face.dtype)
-    whole = face.run(add_rms_norm, dict(x=x, delta=delta, **norm))
+    norm = dict(weight=numbers(backend, width, seed=2), eps=1e-6, offset=1.0)
+    delta = tree_sum(parts).to(backend.dtype)
+    whole = backend.run(add_rms_norm, dict(x=x, delta=delta, **norm))
     for s in (slice(0, 12), *PIECES):
         part = dict(x=x[s], delta=parts[:, s].contiguous())
         odd = dict(x=F.pad(x, (1, 2))[s, 1:-2], delta=F.pad(delta, (1, 2))[s, 1:-2])
         for given in (part, odd):
-            found = face.run(add_rms_norm, dict(**given, **norm))
+            found = backend.run(add_rms_norm, dict(**given, **norm))
             assert all(same_bits(a, b[s]) for a, b in zip(found, whole, strict=True))
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("inner", [33, 2500])
-def test_silu_mul_row_alone(face, inner):
-    gate_up = numbers(face, 12, 2 * inner)
-    whole = face.run(silu_mul, dict(gate_up=gate_up))
+def test_silu_mul_row_alone(backend, inner):
+    gate_up = numbers(backend, 12, 2 * inner)
+    whole = backend.run(silu_mul, dict(gate_up=gate_up))
     for s in PIECES:
-        assert same_bits(face.run(silu_mul, dict(gate_up=gate_up[s])), whole[s])
+        assert same_bits(backend.run(silu_mul, dict(gate_up=gate_up[s])), whole[s])
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
-def test_rope_and_cache_row_alone(face, layer):
-    batch = face.place(rope(12, *layer, face.dtype))
-    whole = face.run(rope_and_cache, batch)
+def test_rope_and_cache_row_alone(backend, layer):
+    batch = backend.place(rope(12, *layer, backend.dtype))
+    whole = backend.run(rope_and_cache, batch)
     for s in PIECES:
-        alone = face.place(rope(12, *layer, face.dtype))
+        alone = backend.place(rope(12, *layer, backend.dtype))
         for name in ("qkv", "positions", "slot_mapping"):
             alone[name] = alone[name][s]
-        assert same_bits(face.run(rope_and_cache, alone), whole[s])
+        assert same_bits(backend.run(rope_and_cache, alone), whole[s])
         slots = alone["slot_mapping"]
         for name in ("k_cache", "v_cache"):
             written = alone[name].flatten(0, 1)
@@ -94,30 +94,32 @@ def test_rope_and_cache_row_alone(face, layer):
             assert len(written.isfinite().flatten(1).all(1).nonzero()) == len(slots)
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_null_rows_touch_nothing(face):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_null_rows_touch_nothing(backend):
     """Null rows of NaN, several to one slot: the others' bits and pages stay what they are."""
-    clean = face.place(rope(12, *LAYERS[0], face.dtype))
-    expected = face.run(rope_and_cache, clean)
-    padded = face.place(rope(12, *LAYERS[0], face.dtype))
+    clean = backend.place(rope(12, *LAYERS[0], backend.dtype))
+    expected = backend.run(rope_and_cache, clean)
+    padded = backend.place(rope(12, *LAYERS[0], backend.dtype))
     padded["qkv"] = F.pad(padded["qkv"], (0, 0, 0, 5), value=float("nan"))
     for name in ("positions", "slot_mapping"):
         padded[name] = F.pad(padded[name], (0, 5))
-    assert same_bits(face.run(rope_and_cache, padded)[:12], expected)
+    assert same_bits(backend.run(rope_and_cache, padded)[:12], expected)
     for name in ("k_cache", "v_cache"):
         assert same_bits(padded[name][1:], clean[name][1:])
         assert same_bits(padded[name][0, 1:], clean[name][0, 1:])
 
 
-@pytest.mark.parametrize("face", FACES)
-def test_strided_caches(face):
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_strided_caches(backend):
     """Keys and values side by side in one tensor: strides are read, neighbours left alone."""
-    plain = face.place(rope(5, *LAYERS[0], face.dtype))
-    expected = face.run(rope_and_cache, plain)
-    both = torch.full((*plain["k_cache"].shape[:3], 70), 7.0, dtype=face.dtype, device=face.device)
+    plain = backend.place(rope(5, *LAYERS[0], backend.dtype))
+    expected = backend.run(rope_and_cache, plain)
+    both = torch.full(
+        (*plain["k_cache"].shape[:3], 70), 7.0, dtype=backend.dtype, device=backend.device
+    )
     k, v = both[..., :32], both[..., 35:67]
-    views = dict(face.place(rope(5, *LAYERS[0], face.dtype)), k_cache=k, v_cache=v)
-    assert same_bits(face.run(rope_and_cache, views), expected)
+    views = dict(backend.place(rope(5, *LAYERS[0], backend.dtype)), k_cache=k, v_cache=v)
+    assert same_bits(backend.run(rope_and_cache, views), expected)
     slots = plain["slot_mapping"]
     page, place = slots // PAGE_SIZE, slots % PAGE_SIZE
     for name, view in (("k_cache", k), ("v_cache", v)):
@@ -145,28 +147,32 @@ def test_rope_and_cache_is_norm_rotation_and_copy(layer):
     assert same_bits(v, raw_v)
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
-def test_rope_and_cache_without_norm_or_positions(face, layer):
+def test_rope_and_cache_without_norm_or_positions(backend, layer):
     """Norm alone, then positions alone, are both at once; with neither, all is copied."""
     heads, kv_heads, dim, _, gated, offset = layer
     no_norm, no_positions = dict.fromkeys(("q_weight", "k_weight")), dict.fromkeys(("cos", "sin"))
-    both = face.place(rope(6, *layer, face.dtype))
+    both = backend.place(rope(6, *layer, backend.dtype))
     slots, qkv = both["slot_mapping"], both["qkv"]
     q_end = heads * dim * (1 + gated)
     raw_q = qkv[:, :q_end].unflatten(1, (heads, -1))[..., :dim]
     raw_k = qkv[:, q_end:].chunk(2, 1)[0].unflatten(1, (kv_heads, dim))
 
     def run(**changes):
-        batch = face.place(rope(6, *layer, face.dtype)) | changes
-        q = face.run(rope_and_cache, batch)
+        batch = backend.place(rope(6, *layer, backend.dtype)) | changes
+        q = backend.run(rope_and_cache, batch)
         return q, *(batch[name].flatten(0, 1)[slots] for name in ("k_cache", "v_cache"))
 
     whole, copied, normed = run(), run(**no_norm, **no_positions), run(**no_positions)
     norm = dict(eps=both["eps"], offset=offset)
     assert same_bits(copied[0], raw_q) and same_bits(copied[1], raw_k)
-    assert same_bits(normed[0], face.run(rms_norm, dict(x=raw_q, weight=both["q_weight"], **norm)))
-    assert same_bits(normed[1], face.run(rms_norm, dict(x=raw_k, weight=both["k_weight"], **norm)))
+    assert same_bits(
+        normed[0], backend.run(rms_norm, dict(x=raw_q, weight=both["q_weight"], **norm))
+    )
+    assert same_bits(
+        normed[1], backend.run(rms_norm, dict(x=raw_k, weight=both["k_weight"], **norm))
+    )
     given = qkv.clone()
     given[:, :q_end].unflatten(1, (heads, -1))[..., :dim] = normed[0]
     given[:, q_end:].chunk(2, 1)[0].copy_(normed[1].flatten(1))

@@ -18,9 +18,9 @@ from lockstep.kernels.linear.tuning import (
     some_weights,
     tune,
 )
-from tests.kernels.faces import faces, same_bits
+from tests.kernels.backends import backends, same_bits
 
-TRITON = [face for face in faces() if face.values[0].backend == "triton"]
+TRITON = [backend for backend in backends() if backend.values[0].name == "triton"]
 TILES = sorted(
     {
         tile
@@ -51,15 +51,15 @@ def wild(rows: int, k: int, seed: int) -> torch.Tensor:
     return torch.randn(rows, k, generator=generator) * torch.exp2(exponents.float())
 
 
-def operands(face, rows: int, n: int, k: int, count: int) -> list[torch.Tensor]:
+def operands(backend, rows: int, n: int, k: int, count: int) -> list[torch.Tensor]:
     """x [rows, k] and a weight [n, k] on which other trees than that of `count` show."""
-    if face.interpreted:
+    if backend.interpreted:
         pair = [graded(rows, k, count, 0), graded(n, k, count, 1)]
     else:
         pair = [wild(rows, k, 0), wild(n, k, 1)]
-    if face.dtype == torch.float16:
+    if backend.dtype == torch.float16:
         pair = [part.clamp(-30, 30) for part in pair]
-    return [part.to(face.dtype).to(face.device) for part in pair]
+    return [part.to(backend.dtype).to(backend.device) for part in pair]
 
 
 def test_reference_is_the_tree():
@@ -108,25 +108,25 @@ def test_committed_table_holds_candidates():
             assert tile in known, (key, first)
 
 
-def tiles_of(face, n: int, k: int) -> list[Tile]:
+def tiles_of(backend, n: int, k: int) -> list[Tile]:
     """All tiles in bf16 and under the interpreter; some in fp16."""
-    if face.interpreted:
+    if backend.interpreted:
         return sorted({replace(tile, stages=1) for tile in TILES}, key=str)
-    if face.dtype == torch.float32:
-        return candidates(1, n, k, face.dtype)
-    return TILES if face.dtype == torch.bfloat16 else TILES[::4]
+    if backend.dtype == torch.float32:
+        return candidates(1, n, k, backend.dtype)
+    return TILES if backend.dtype == torch.bfloat16 else TILES[::4]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("face", TRITON)
+@pytest.mark.parametrize("backend", TRITON)
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_no_tile_changes_a_bit(face, count):
+def test_no_tile_changes_a_bit(backend, count):
     """Every candidate of every bucket: whole, a row alone, another first row."""
     from lockstep.kernels.linear.triton import launch
 
-    rows, n, k = (300, 1008, 4096) if face.on_gpu else (18, 40, 1024)
-    x, weight = operands(face, rows, n, k, count)
-    tiles = tiles_of(face, n, k)
+    rows, n, k = (300, 1008, 4096) if backend.on_gpu else (18, 40, 1024)
+    x, weight = operands(backend, rows, n, k, count)
+    tiles = tiles_of(backend, n, k)
     whole = launch(x, weight, count, tiles[0])
     assert count == 1 or not same_bits(whole, launch(x, weight, 1, tiles[0]))
     for tile in tiles:

@@ -1,4 +1,4 @@
-"""A face that promises no tree serves only where a probe finds the op's bits in less time."""
+"""A backend that promises no tree serves only where a probe finds the op's bits in less time."""
 
 from collections.abc import Callable
 
@@ -8,8 +8,8 @@ from torch import Tensor
 
 from lockstep.kernels.backends import load
 from lockstep.kernels.linear import linear, probe, segments, tree_sum
-from lockstep.kernels.linear.probe import Face, Probed, trials
-from tests.kernels.faces import same_bits
+from lockstep.kernels.linear.probe import Probed, Run, trials
+from tests.kernels.backends import same_bits
 
 N, K = 96, 256
 SHAPES = [
@@ -20,14 +20,14 @@ ROWS = (64, 96, 128, 192, 256, 512)
 
 
 class Watched:
-    """A face that counts its calls, and takes as long as it says."""
+    """A backend that counts its calls, and takes as long as it says."""
 
-    def __init__(self, face: Callable[..., Tensor], took: float = 1.0) -> None:
-        self.face, self.took, self.calls = face, took, 0
+    def __init__(self, backend: Callable[..., Tensor], took: float = 1.0) -> None:
+        self.backend, self.took, self.calls = backend, took, 0
 
     def __call__(self, *arguments: object) -> Tensor:
         self.calls += 1
-        return self.face(*arguments)
+        return self.backend(*arguments)
 
 
 def honest(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) -> Tensor:
@@ -53,9 +53,9 @@ def backwards(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = Fals
 
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No GPU: a face takes the time it says, and a capture is a call."""
+    """No GPU: a backend takes the time it says, and a capture is a call."""
     monkeypatch.setattr(probe, "SMALLEST", 1)
-    monkeypatch.setattr(probe, "_replayed", lambda face, *arguments: face(*arguments))
+    monkeypatch.setattr(probe, "_replayed", lambda backend, *arguments: backend(*arguments))
 
     def seconds(run: Callable[[Tensor], Tensor], weights: list[Tensor]) -> float:
         cells = {type(c.cell_contents): c.cell_contents for c in run.__closure__ or ()}
@@ -90,7 +90,7 @@ def test_a_face_with_other_bits_is_refused(count: int, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("liar", [cut_in_two, backwards])
 @pytest.mark.parametrize("count", [1, 2])
-def test_what_cancels_shows_another_order_in_most_outputs(liar: Face, count: int) -> None:
+def test_what_cancels_shows_another_order_in_most_outputs(liar: Run, count: int) -> None:
     """Rounding to 16 bits hides most of what an order of addition leaves; not here."""
     shares = {
         name: (honest(x, w, count) != liar(x, w, count)).float().mean().item()

@@ -12,7 +12,7 @@ import lockstep.kernels
 from lockstep.errors import ConfigError
 from lockstep.kernels import Op, backends, op
 from tests.kernels.adversarial import ROWS
-from tests.kernels.faces import OPS
+from tests.kernels.backends import OPS
 
 
 def defined() -> set[Op]:

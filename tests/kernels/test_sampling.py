@@ -1,4 +1,4 @@
-"""sample's Triton face: tiles are free, filters find what the reference finds, 16-bit logits count
+"""sample in Triton: tiles are free, filters find what the reference finds, 16-bit logits count
 for what they are.
 
 Equality is of token ids. Under the interpreter and on a GPU.
@@ -11,11 +11,11 @@ import torch
 
 from lockstep.kernels.sampling import FILTERS, NOISE, SamplingState, sample
 from lockstep.kernels.sampling.cases import FAULTS, batch, faulty
+from tests.kernels.backends import Backend, backends, same_bits
 from tests.kernels.canaries import Canaries
-from tests.kernels.faces import Face, faces, same_bits
 
-FACES, SLOW_FACES = faces()[1:], faces(pytest.mark.slow)[1:]
-ORACLE = Face("reference", "cpu", torch.float32)
+BACKENDS, SLOW_BACKENDS = backends()[1:], backends(pytest.mark.slow)[1:]
+ORACLE = Backend("reference", "cpu", torch.float32)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 FILTER_SETTINGS = {
     "k 20, p 0.95": dict(top_k=20, top_p=0.95),
@@ -52,16 +52,16 @@ def filtering(vocab: int, slope: float, dtype: torch.dtype = torch.bfloat16) -> 
     )
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("vocab", "slope"), [(300, 1.2), (20000, 0.3), (20000, 3.0)])
-def test_filters_find_what_the_reference_finds(face, vocab, slope):
+def test_filters_find_what_the_reference_finds(backend, vocab, slope):
     """Flat lines, of which no tile holds all that is left, and steep ones; tied 16-bit logits."""
     arguments = filtering(vocab, slope)
-    assert same_bits(face.run(sample, arguments), ORACLE.run(sample, arguments))
+    assert same_bits(backend.run(sample, arguments), ORACLE.run(sample, arguments))
 
 
-@pytest.mark.parametrize("face", SLOW_FACES)
-def test_tiles_are_free(face, monkeypatch):
+@pytest.mark.parametrize("backend", SLOW_BACKENDS)
+def test_tiles_are_free(backend, monkeypatch):
     """Small tiles send every filter over whole lines, two at a time; spans cut them elsewhere."""
     found = set()
     for slope in (0.5, 2.0):
@@ -72,30 +72,30 @@ def test_tiles_are_free(face, monkeypatch):
             sizes = dict(TILE=tile, SPAN=span, BLOCK=block, WHOLE=whole, MANY=many)
             for name, value in sizes.items():
                 monkeypatch.setattr(f"{module}.{name}", value)
-            assert same_bits(face.run(sample, arguments), expected), (slope, tile)
+            assert same_bits(backend.run(sample, arguments), expected), (slope, tile)
         found |= set(expected.flatten().tolist())
     assert len(found) > 10
 
 
-@pytest.mark.parametrize("face", SLOW_FACES)
+@pytest.mark.parametrize("backend", SLOW_BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_logits_of_16_bits_are_their_fp32_values(face, dtype):
+def test_logits_of_16_bits_are_their_fp32_values(backend, dtype):
     arguments = batch(300, 2)
     narrow = arguments["logits"].to(dtype)
     for logits in (narrow, narrow.float()):
-        found = face.run(sample, dict(arguments, logits=logits))
+        found = backend.run(sample, dict(arguments, logits=logits))
         assert same_bits(found, ORACLE.run(sample, dict(arguments, logits=narrow.float())))
 
 
-@pytest.mark.parametrize("face", SLOW_FACES)
+@pytest.mark.parametrize("backend", SLOW_BACKENDS)
 @pytest.mark.parametrize("flags", [0, NOISE, NOISE | FILTERS])
-def test_ties_go_to_the_smaller_id_and_nothing_leaves_the_vocabulary(face, flags):
+def test_ties_go_to_the_smaller_id_and_nothing_leaves_the_vocabulary(backend, flags):
     """Lines of one value: greedy takes the first; always a token of the model, or none at all."""
     arguments = filtering(20000, 1.0)
     arguments["state"].flags[1:] = flags
     for value in (1.5, -torch.inf, torch.inf, torch.nan):
         arguments["logits"] = torch.full_like(arguments["logits"], value)
-        tokens = face.run(sample, arguments)
+        tokens = backend.run(sample, arguments)
         if value == 1.5:
             assert ((tokens >= 0) & (tokens < 20000)).all()
             assert flags or not tokens.any()
@@ -104,42 +104,45 @@ def test_ties_go_to_the_smaller_id_and_nothing_leaves_the_vocabulary(face, flags
     tied = arguments["logits"].zero_()
     tied[:, :, [19999, 8191, 8192, 700]] = 2.0
     if not flags:
-        assert (face.run(sample, arguments) == 700).all()
+        assert (backend.run(sample, arguments) == 700).all()
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("shown", [0, 90])
-def test_no_buffer_is_overrun_by_logits_that_are_not_numbers(face, shown):
+def test_no_buffer_is_overrun_by_logits_that_are_not_numbers(backend, shown):
     """More groups of NaN than a tile holds, which no key may call the highest."""
     arguments = filtering(5000, 1.0)
     for name in ("positions", "drafts", "row_ids"):
         arguments[name] = arguments[name][3:5].contiguous()
     logits = arguments["logits"][3:5].clone()
     logits[..., shown:] = torch.nan
-    arguments, canaries = face.place(dict(arguments, logits=logits)), Canaries()
+    arguments, canaries = backend.place(dict(arguments, logits=logits)), Canaries()
     with canaries:
-        tokens = face.run(sample, arguments)
+        tokens = backend.run(sample, arguments)
     assert not canaries.broken()
     assert (tokens == -1).all()
 
 
-@pytest.mark.parametrize("face", faces())
-def test_a_faulty_line_has_no_token_and_no_other_line_sees_it(face):
-    check_faults(face, 100, 2, torch.float32)
+@pytest.mark.parametrize("backend", backends())
+def test_a_faulty_line_has_no_token_and_no_other_line_sees_it(backend):
+    check_faults(backend, 100, 2, torch.float32)
 
 
-@pytest.mark.parametrize("face", faces(pytest.mark.slow))
+@pytest.mark.parametrize("backend", backends(pytest.mark.slow))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_faulty_lines_of_several_spans(face, dtype):
-    check_faults(face, 5000, 4, dtype)
+def test_faulty_lines_of_several_spans(backend, dtype):
+    check_faults(backend, 5000, 4, dtype)
 
 
-def check_faults(face: Face, vocab: int, queries: int, dtype: torch.dtype) -> None:
+def check_faults(backend: Backend, vocab: int, queries: int, dtype: torch.dtype) -> None:
     """Whatever its row asks for; a line of which something is left has a token like any other."""
     healthy = batch(vocab, queries, seed=vocab)
     healthy["logits"] = healthy["logits"].to(dtype)
     worse = faulty(healthy)
-    found, without = face.run(sample, worse).flatten().cpu(), ORACLE.run(sample, healthy).flatten()
+    found, without = (
+        backend.run(sample, worse).flatten().cpu(),
+        ORACLE.run(sample, healthy).flatten(),
+    )
     assert (without >= 0).all() and torch.equal(found[1::2], without[1::2])
     assert torch.equal(found, ORACLE.run(sample, worse).flatten())
     for line, token in enumerate(found[::2].tolist()):
@@ -147,13 +150,13 @@ def check_faults(face: Face, vocab: int, queries: int, dtype: torch.dtype) -> No
         assert (token >= 0) == has_one, name
 
 
-@pytest.mark.parametrize("face", faces())
-def test_scores_that_leave_fp32_give_no_token(face):
+@pytest.mark.parametrize("backend", backends())
+def test_scores_that_leave_fp32_give_no_token(backend):
     """Finite logits over a temperature: infinite, whether filtered or not."""
     arguments = filtering(300, 1.0, torch.float32)
     arguments["logits"][:, :, 7], arguments["state"].temperature[1:] = 3e38, 1e-5
     for flags in (NOISE, NOISE | FILTERS):
         arguments["state"].flags[1:] = flags
-        assert (face.run(sample, arguments) == -1).all()
+        assert (backend.run(sample, arguments) == -1).all()
     arguments["state"].flags[1:] = 0
-    assert (face.run(sample, arguments) == 7).all()
+    assert (backend.run(sample, arguments) == 7).all()

@@ -11,20 +11,22 @@ import torch
 
 from lockstep.kernels.step_metadata import advance_rows, prepare_step
 from lockstep.kernels.step_metadata.cases import PAGE_SIZE, Draw, advance, random_table
-from tests.kernels.faces import faces, of_every_op
+from tests.kernels.backends import backends, of_every_op
 from tests.kernels.integers import assert_equals_the_reference
 
-FACES = faces()
+BACKENDS = backends()
 
 
-@pytest.mark.parametrize(("op", "face"), of_every_op((prepare_step, advance_rows), reference=False))
-def test_equals_the_reference(op, face, monkeypatch):
-    assert_equals_the_reference(op, face, monkeypatch)
+@pytest.mark.parametrize(
+    ("op", "backend"), of_every_op((prepare_step, advance_rows), reference=False)
+)
+def test_equals_the_reference(op, backend, monkeypatch):
+    assert_equals_the_reference(op, backend, monkeypatch)
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("width", [1, 2, 5, 8])
-def test_rows_are_committed_as_in_plain_python(face, width):
+def test_rows_are_committed_as_in_plain_python(backend, width):
     """60 random rows, alone and together, drafts that repeat a token, flushes, ended prompts,
     positions where the target has no token."""
     seen = set()
@@ -33,11 +35,11 @@ def test_rows_are_committed_as_in_plain_python(face, width):
         before = {name: x.clone() for name, x in vars(batch["table"]).items()}
         expected = [plain(batch, before, s) for s in range(10)]
         for picks in [list(range(10)), [3], [9, 0, 4, 4 + 5]]:
-            some = face.fresh(batch)
-            rows = torch.tensor(picks, device=face.device)
+            some = backend.fresh(batch)
+            rows = torch.tensor(picks, device=backend.device)
             for name in ("row_ids", "tokens", "drafts", "seq_lens", "held"):
                 some[name] = some[name][rows].contiguous()
-            accepted, results = face.run(advance_rows, some)
+            accepted, results = backend.run(advance_rows, some)
             table = some["table"]
             for i, s in enumerate(picks):
                 want, row = expected[s], int(batch["row_ids"][s])
@@ -82,9 +84,9 @@ def plain(batch: dict[str, Any], before: dict[str, torch.Tensor], s: int) -> dic
     )
 
 
-@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("prompt", [False, True])
-def test_a_row_is_prepared_as_it_is_alone(face, prompt):
+def test_a_row_is_prepared_as_it_is_alone(backend, prompt):
     """Batch mates, their order and null rows decide where a row's tokens stand, never what."""
     draw, drafts = Draw(5), 3
     table = random_table(draw, 9, drafts, 90, 50)
@@ -97,7 +99,7 @@ def test_a_row_is_prepared_as_it_is_alone(face, prompt):
             sizes = dict(tokens=int(lengths.sum()), query_len=int(lengths.max()))
         some = dict(table=table, row_ids=torch.tensor(rows), state_src=torch.tensor(rows).int() % 3)
         some |= dict(query_lens=lengths if prompt else None, page_size=PAGE_SIZE, **sizes)
-        return face.run(prepare_step, face.fresh(some))
+        return backend.run(prepare_step, backend.fresh(some))
 
     rows = [4, 1, 9, 2, 7, 0, 0]
     whole = prepared(rows)

@@ -174,8 +174,8 @@ FAULTS = (
     ),
     Fault(
         "a seed's low half written alone", "runner", ROWS,
-        "(state.seed, request.seed),",
-        "(state.seed, request.seed & 0xFFFFFFFF),",
+        "seed=request.seed,",
+        "seed=request.seed & 0xFFFFFFFF,",
     ),
     Fault(
         "min_tokens keeps off the model's ends alone", "runner", ROWS,
@@ -184,8 +184,8 @@ FAULTS = (
     ),
     Fault(
         "min_tokens one short", "runner", ROWS,
-        "(state.min_position, len(prompt) + p.min_tokens),",
-        "(state.min_position, len(prompt) + p.min_tokens - 1),",
+        "min(len(prompt) + p.min_tokens, FURTHEST)",
+        "min(len(prompt) + p.min_tokens - 1, FURTHEST)",
     ),
     Fault(
         "a bias allows a token that is not", "runner", ROWS,
@@ -440,7 +440,7 @@ FAULTS = (
         "        return torch.mm(x, right)\n",
     ),
     Fault(
-        "K split in two for many rows", "numerics", "kernels/linear/__init__.py",
+        "K split in two for many rows", "numerics", "kernels/linear/cpu.py",
         "    run = x.shape[1] // segments\n",
         "    segments = 2 if x.shape[0] > 8 else segments\n    run = x.shape[1] // segments\n",
     ),

@@ -94,7 +94,8 @@ def ngram_lookup(
     [R, L]; -1 where there are none (Saxena, prompt lookup decoding, 2023). drafts may be the first
     columns of wider lines.
     """
-    tokens, known = history[row_ids], computed[row_ids].long() + 1
+    tokens = history[row_ids]
+    known = computed[row_ids].long() + 1
     begins = torch.arange(tokens.shape[1], device=tokens.device)
     behind = torch.zeros_like(known)
     for n in range(least, most + 1):

@@ -17,7 +17,8 @@ from lockstep.kernels.step_metadata.cases import (
 def mtp_inputs_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, arguments of mtp_inputs on the CPU), out of steps that are prepared and committed."""
     for name, step in prepare_step_cases(dtype):
-        table, chosen = step["table"], step["row_ids"]
+        table = step["table"]
+        chosen = step["row_ids"]
         counts = step["query_lens"]
         window = step["query_len"] if counts is None else 1
         counts = torch.full_like(chosen, window) if counts is None else counts.long()
@@ -42,7 +43,8 @@ def next_draft_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, A
     """(name, arguments of next_draft_step on the CPU): drafts of a few, whole blocks of rows."""
     for rows, index in ((1, 0), (5, 1), (11, 2), (64, 0), (65, 2)):
         draw = Draw(rows)
-        table, chosen = random_table(draw, rows + 2, 3, 60, 50), row_ids(draw, rows, rows + 2)
+        table = random_table(draw, rows + 2, 3, 60, 50)
+        chosen = row_ids(draw, rows, rows + 2)
         arguments = dict(
             computed=table.computed,
             drafts=table.drafts,
@@ -69,7 +71,8 @@ def ngram_lookup_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]
         chosen = row_ids(draw, rows, rows + 2)
         if length > 1000:  # the first row's only match lies in another block than its end
             row = table.tokens[chosen[0]]
-            row[:4600], table.computed[chosen[0]] = torch.arange(100, 4700), 4600
+            row[:4600] = torch.arange(100, 4700)
+            table.computed[chosen[0]] = 4600
             row[20:26] = row[4595:4601] = torch.arange(80, 86)
         arguments = dict(
             history=table.tokens,

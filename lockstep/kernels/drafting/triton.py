@@ -48,8 +48,10 @@ def mtp_inputs_triton(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See lockstep.kernels.drafting.mtp_inputs."""
-    rows, tokens = row_ids.shape[0], positions.shape[0]
-    after, last = torch.empty_like(positions), torch.empty_like(row_ids)
+    rows = row_ids.shape[0]
+    tokens = positions.shape[0]
+    after = torch.empty_like(positions)
+    last = torch.empty_like(row_ids)
     sample_at = row_ids.new_empty(rows, 1)
     _mtp_inputs_kernel[(triton.cdiv(max(rows, tokens), ROW_BLOCK),)](
         history=history,
@@ -154,7 +156,8 @@ def _ngram_lookup_kernel(
     best = tl.zeros((BLOCK,), tl.int64)
     for begin in range(0, known, BLOCK):
         behind = begin + tl.arange(0, BLOCK)
-        alike, n = (behind > 0) & (behind < known), tl.zeros((BLOCK,), tl.int32)
+        alike = (behind > 0) & (behind < known)
+        n = tl.zeros((BLOCK,), tl.int32)
         for back in range(1, most + 1):
             inside = alike & (behind >= back)
             token = tl.load(history + behind - back, mask=inside, other=-1)

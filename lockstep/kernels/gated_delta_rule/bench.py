@@ -34,7 +34,8 @@ def _gated_delta_step(dims: Dims, env: BenchEnv, query_len: int) -> OpBenchmark:
     backend, step = env.choose(gated_delta_step, **traits, kernel=dims.r + 1)
     rows = env.enough(4 * dims.hv * dims.k * dims.v)
     state, kept = _state(dims, rows, env)
-    given, layer = _inputs(dims, rows, query_len, env), _weights(dims, env)
+    given = _inputs(dims, rows, query_len, env)
+    layer = _weights(dims, env)
     slots = env.ints(torch.randperm(rows) + 1, torch.int64)
     starts = env.ints(torch.arange(rows) + GRID)
     pending = env.ints(torch.arange(rows) % (dims.w + 1), torch.int64)
@@ -69,10 +70,12 @@ def _gated_delta_chunk(dims: Dims, env: BenchEnv, length: int) -> OpBenchmark:
     rows = env.most
     state, kept = _state(dims, rows, env)
     mixed, _, b, a = _inputs(dims, rows, length, env)
-    given, layer = (mixed, b, a), _weights(dims, env)
+    given = (mixed, b, a)
+    layer = _weights(dims, env)
     slots = env.ints(torch.randperm(rows) + 1)
     bounds = env.ints(torch.arange(rows + 1) * length)
-    starts, none = torch.full_like(slots, GRID), torch.zeros_like(slots)
+    starts = torch.full_like(slots, GRID)
+    none = torch.zeros_like(slots)
 
     def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
         raw = [x[begin:end].flatten(0, 1) for x in given]

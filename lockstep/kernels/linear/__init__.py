@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.kernels.registry import op
-from lockstep.kernels.tiles import tiled_mm
+from lockstep.kernels.tiles import tile_mm
 
 NARROW = 8192
 """Below so many outputs a tile per multiprocessor leaves some idle, unless K is cut too."""
@@ -39,18 +39,18 @@ def linear(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) 
 
     K is cut into `segments` (a power of two that divides it) runs of equal length. A run is one
     fp32 accumulation in ascending order; runs are added pairwise, as a binary tree; the total is
-    rounded once. The reference computes in fp32 in row tiles, so that a row's bits do not depend on
-    T; it is fast where the weight is a transposed view of [K, N] storage, as Build.matrix lays it
-    out on a CPU.
+    rounded once. On a CPU a run is taken by tiles of rows (lockstep.kernels.tiles), so that a row's
+    bits do not depend on T.
 
     partial: the reader adds. A backend may return [P, T, N] fp32 instead, whose tree_sum over P,
     rounded once, is the result; the reference never does.
     """
-    if not weight.t().is_contiguous():
-        weight = weight.t().contiguous().t()
     run = x.shape[1] // segments
-    rows, columns = x.float().split(run, dim=1), weight.float().t().split(run)
-    return tree_sum([tiled_mm(a, b) for a, b in zip(rows, columns, strict=True)]).to(x.dtype)
+    parts = [
+        tile_mm(x[:, begin : begin + run].float(), weight[:, begin : begin + run].float().t())
+        for begin in range(0, x.shape[1], run)
+    ]
+    return tree_sum(parts).to(x.dtype)
 
 
 def draft_linear(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) -> Tensor:

@@ -1,7 +1,7 @@
 """linear by cuBLAS: one product per segment, the partials added along the tree.
 
 cuBLAS promises the same bits from run to run, and no tree: it picks a kernel by the shapes, and
-some kernels split K. So this face is never chosen for its traits; lockstep.kernels.linear.probe
+some kernels split K. So it is never chosen for its traits; lockstep.kernels.linear.probe
 finds the numbers of rows at which it gives the op's bits.
 """
 
@@ -29,6 +29,7 @@ def linear_cublas(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = 
     if segments == 1:
         return torch.mm(x, weight.t())
     runs = (segments, x.shape[1] // segments)
-    left, right = x.unflatten(1, runs).transpose(0, 1), weight.unflatten(1, runs).permute(1, 2, 0)
+    left = x.unflatten(1, runs).transpose(0, 1)
+    right = weight.unflatten(1, runs).permute(1, 2, 0)
     parts = torch.bmm(left, right, out_dtype=torch.float32)
     return parts if partial else fold(parts, x.dtype)

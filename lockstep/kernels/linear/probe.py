@@ -1,8 +1,8 @@
-"""Which face serves a linear at a number of rows: compared and timed once, before any capture.
+"""Which backend serves a linear at a number of rows: compared and timed once, before any capture.
 
-A face that is fast but promises no tree (cuBLAS) may serve a weight's shape at a number of rows
-where it gave the bits of the exact face on inputs made to tell trees apart, on this very GPU,
-eagerly and from a graph. Where nothing was probed the exact face serves. docs/kernels/linear.md
+A backend that is fast but promises no tree (cuBLAS) may serve a weight's shape at a number of rows
+where it gave the bits of the exact one on inputs made to tell trees apart, on this very GPU,
+eagerly and from a graph. Where nothing was probed the exact one serves. docs/kernels/linear.md
 says what a probe shows and what it does not.
 """
 
@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.linear.tuning import seconds
+from lockstep.kernels.timing import recorded
 
-Face = Callable[..., Tensor]
+Run = Callable[..., Tensor]
 FASTER = 0.98
-"""The fast face serves where it takes at most this share of the exact one's time."""
+"""The fast one serves where it takes at most this share of the exact one's time."""
 FEWEST = 33
-"""Rows. Below, only the weights' bytes count, and the exact face reads them at full speed."""
+"""Rows. Below, only the weights' bytes count, and the exact one reads them at full speed."""
 SMALLEST = 4 << 20
 """Numbers in a weight. Smaller ones take as long as a launch."""
 ALIGNED = 256
@@ -34,14 +35,15 @@ class Probed:
     found: rows -> None where `fast` serves, else why not.
     """
 
-    def __init__(self, exact: Face, fast: Face) -> None:
-        self.exact, self.fast = exact, fast
+    def __init__(self, exact: Run, fast: Run) -> None:
+        self.exact = exact
+        self.fast = fast
         self.found: dict[int, str | None] = {}
 
     def __call__(
         self, x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False
     ) -> Tensor:
-        """See lockstep.kernels.linear.linear. The faces agree in every bit, so this is speed."""
+        """See lockstep.kernels.linear.linear. The backends agree in every bit, so this is speed."""
         fast = self.found.get(x.shape[0], "") is None and _placed(x) and _placed(weight)
         return (self.fast if fast else self.exact)(x, weight, segments, partial)
 
@@ -68,15 +70,15 @@ class Probed:
     ) -> str | None:
         x = _spread(weights[0].new_empty(count, weights[0].shape[1]), 0, 0)
 
-        def took(face: Face) -> float:
-            return 1e6 * seconds(lambda weight: face(x, weight, segments, partial), weights)
+        def took(run: Run) -> float:
+            return 1e6 * seconds(lambda weight: run(x, weight, segments, partial), weights)
 
         rounds = [(took(self.fast), took(self.exact)) for _ in range(2)]
         fast, exact = map(min, zip(*rounds, strict=True))
         return None if fast <= FASTER * exact else f"slower, {fast:.0f} us against {exact:.0f}"
 
     def _compare(self, found: dict[int, str | None], weight: Tensor, segments: int) -> None:
-        """Refuses each number of rows at which any trial tells the faces apart."""
+        """Refuses each number of rows at which any trial tells the backends apart."""
         most = max((count for count, why in found.items() if why is None), default=0)
         for name, x, w in trials(most, weight, segments):
             for count in [count for count, why in found.items() if why is None]:
@@ -97,7 +99,8 @@ def trials(rows: int, weight: Tensor, segments: int) -> Iterator[tuple[str, Tens
     """
     if not rows:
         return
-    x, other = weight.new_empty(rows, weight.shape[1]), torch.empty_like(weight)
+    x = weight.new_empty(rows, weight.shape[1])
+    other = torch.empty_like(weight)
     spreads = SPREADS[weight.dtype]
     for seed, operand in enumerate((x, other)):
         halves = _spread(operand, spreads[1], seed).unflatten(1, (segments, 2, -1))
@@ -128,10 +131,8 @@ def _differing(a: Tensor, b: Tensor) -> int:
     return int((a.view(torch.int16) != b.view(torch.int16)).sum())
 
 
-def _replayed(face: Face, *arguments: object) -> Tensor:
-    """What a face leaves when captured: a capture has its own stream and workspace."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = face(*arguments)
+def _replayed(run: Run, *arguments: object) -> Tensor:
+    """What a backend leaves when captured: a capture has its own stream and workspace."""
+    graph, out = recorded(lambda: run(*arguments))
     graph.replay()
     return out

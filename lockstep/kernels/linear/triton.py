@@ -43,7 +43,8 @@ def _segment(
     total = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
     for at in range(begin, end, BLOCK_K):
         if TMA:
-            a, w = x.load([m, at]), weight.load([n, at])
+            a = x.load([m, at])
+            w = weight.load([n, at])
         elif EVEN:
             a = tl.load(x + at, mask=live, other=0.0)
             w = tl.load(weight + at)
@@ -124,13 +125,15 @@ def _linear_kernel(
     pid = tl.program_id(0)
     part, row_m, row_n = place(pid, tokens, N, GROUP, BLOCK_M, BLOCK_N)
     begin = part * COUNT * length
-    m, n = row_m + tl.arange(0, BLOCK_M), row_n + tl.arange(0, BLOCK_N)
+    m = row_m + tl.arange(0, BLOCK_M)
+    n = row_n + tl.arange(0, BLOCK_N)
     live = (m < tokens)[:, None]
     to_n = weight + tl.minimum(n, N - 1).to(tl.int64) * w_stride
     if not TMA:
         k = tl.arange(0, BLOCK_K)[None, :]
         to_m = x + m.to(tl.int64) * x_stride
-        x_map, w_map = to_m[:, None] + k, to_n[:, None] + k
+        x_map = to_m[:, None] + k
+        w_map = to_n[:, None] + k
     if LEVELS:
         stash += pid.to(tl.int64) * (LEVELS * BLOCK_M * BLOCK_N)
         total = _subtree_stashed(
@@ -173,11 +176,13 @@ def _aligned(x: Tensor) -> bool:
 
 def launch(x: Tensor, weight: Tensor, segments: int, tile: Tile, partial: bool = False) -> Tensor:
     """linear by a given tile. The tile decides the speed and nothing else."""
-    (tokens, k), n = x.shape, weight.shape[0]
+    (tokens, k) = x.shape
+    n = weight.shape[0]
     if not tokens:
         return x.new_empty(0, n)
     split = min(tile.split, segments)
-    count, length = segments // split, k // segments
+    count = segments // split
+    length = k // segments
     out = x.new_empty(tokens, n)
     if split > 1:
         out = torch.empty(split, tokens, n, dtype=torch.float32, device=x.device)
@@ -194,7 +199,8 @@ def _launch_even(
     x: Tensor, weight: Tensor, out: Tensor, count: int, length: int, tile: Tile
 ) -> None:
     """Fills out [T, N], or partials [P, T, N] fp32."""
-    (tokens, _), n = x.shape, weight.shape[0]
+    (tokens, _) = x.shape
+    n = weight.shape[0]
     programs = triton.cdiv(tokens, tile.m) * triton.cdiv(n, tile.n) * out.numel() // (tokens * n)
     levels = count.bit_length() - 1
     if (levels + 1) * tile.m * tile.n <= ACCUMULATORS * 32 * tile.warps:

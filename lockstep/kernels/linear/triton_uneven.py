@@ -25,8 +25,10 @@ def place(pid, tokens, N, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: t
 
     Programs walk GROUP row tiles per column tile.
     """
-    tiles_m, tiles_n = tl.cdiv(tokens, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    part, inside = pid // (tiles_m * tiles_n), pid % (tiles_m * tiles_n)
+    tiles_m = tl.cdiv(tokens, BLOCK_M)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    part = pid // (tiles_m * tiles_n)
+    inside = pid % (tiles_m * tiles_n)
     first = inside // (GROUP * tiles_n) * GROUP
     height = tl.minimum(tiles_m - first, GROUP)
     inside = inside % (GROUP * tiles_n)
@@ -84,7 +86,8 @@ def _subtree(
 @triton.jit
 def _store(out, total, m, n, tokens, N, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
     """Stores total [BLOCK_M, WIDTH] at row m and column n of out [tokens, N]."""
-    rows, columns = m + tl.arange(0, BLOCK_M), n + tl.arange(0, WIDTH)
+    rows = m + tl.arange(0, BLOCK_M)
+    columns = n + tl.arange(0, WIDTH)
     live = (rows < tokens)[:, None] & (columns < N)[None, :]
     out += rows.to(tl.int64)[:, None] * N + columns[None, :]
     tl.store(out, total.to(out.dtype.element_ty), mask=live)
@@ -131,7 +134,8 @@ def launch(
     x: Tensor, weight: Tensor, out: Tensor, count: int, length: int, tile: Tile, group: int
 ) -> None:
     """Fills out [T, N], or partials [P, T, N] fp32, by a tile that fits."""
-    (tokens, _), n = x.shape, weight.shape[0]
+    (tokens, _) = x.shape
+    n = weight.shape[0]
     n0, n1, n2 = (*widths(tile.n), 0)[:3]
     blocks = ((x, tile.m), (weight, n0), (weight, n1), (weight, n2 or LEAST))
     maps = [TensorDescriptor.from_tensor(t, [rows, tile.k]) for t, rows in blocks]

@@ -8,11 +8,13 @@ import json
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from lockstep.kernels.timing import seconds_per_call
 
 TABLE = Path(__file__).with_name("tuning.json")
 BUCKETS = (1, 2, 5, 9, 17, 33, 65, 129, 193, 257, 769)
@@ -21,6 +23,10 @@ TIMED = (1, 4, 8, 16, 32, 64, 128, 192, 256, 512, 2048)
 """The token count that each bucket is tuned at."""
 SPREAD = 1 << 30
 """Bytes of distinct weights that a measurement walks through: even of the largest, a few."""
+LAUNCHES = 12
+"""At least so many stand in the graph of a measurement."""
+REPLAYS = 3
+"""Of that graph; the best counts."""
 
 
 @dataclass(frozen=True)
@@ -181,23 +187,10 @@ def lookup(tokens: int, n: int, k: int, dtype: torch.dtype, arch: str) -> Tile:
 
 
 def seconds(run: Callable[[Tensor], object], weights: Sequence[Tensor]) -> float:
-    """Seconds per launch in a replayed graph that walks through the weights: best of three."""
-    run(weights[0])
-    torch.cuda.synchronize()
-    rounds = -(-12 // len(weights))
-    graph, times = torch.cuda.CUDAGraph(), []
-    with torch.cuda.graph(graph):
-        for weight in list(weights) * rounds:
-            run(weight)
-    graph.replay()
-    for _ in range(3):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return min(times) * 1e-3 / (rounds * len(weights))
+    """Seconds per launch in a replayed graph that walks through the weights: best of REPLAYS."""
+    rounds = -(-LAUNCHES // len(weights))
+    calls = [partial(run, weight) for weight in list(weights) * rounds]
+    return seconds_per_call(calls, "cuda", REPLAYS, pick=min)
 
 
 def some_weights(n: int, k: int, dtype: torch.dtype) -> list[Tensor]:
@@ -210,7 +203,8 @@ def tune(
     run: Run, tokens: int, weights: Sequence[Tensor], segments: int
 ) -> list[tuple[float, Tile]]:
     """(seconds, tile) of each candidate, fastest first; `run` is launch of the Triton backend."""
-    (n, k), dtype = weights[0].shape, weights[0].dtype
+    (n, k) = weights[0].shape
+    dtype = weights[0].dtype
     x = torch.randn(tokens, k, dtype=dtype, device="cuda")
 
     def timed(tile: Tile) -> tuple[float, Tile]:

@@ -3,11 +3,12 @@
 argmax over processed logits / T + Gumbel(seed, position, token id), ties by the smaller id;
 temperature 0 is plain argmax. -1 where there is no such token: a logit is NaN or +inf, or nothing
 is left to choose from. Every row is its own: parameters, masks and noise come from the row's
-line of the table and the absolute position, never from the batch. Penalties count the drafts in
+row of the table and the absolute position, never from the batch. Penalties count the drafts in
 front of a position, so a draft changes nothing but the time at which a token is known.
 """
 
-from dataclasses import dataclass, fields
+import struct
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
@@ -16,61 +17,96 @@ from lockstep.kernels.registry import op
 
 MASK32 = 0xFFFFFFFF
 
-BIAS, PENALTIES, MIN_TOKENS, BAD_WORDS, FILTERS, NOISE = 1, 2, 4, 8, 16, 32
+BIAS = 1
+PENALTIES = 2
+MIN_TOKENS = 4
+BAD_WORDS = 8
+FILTERS = 16
+NOISE = 32
 """Bits of `flags`: what a row uses. A row that uses nothing is a plain argmax."""
+
+
+@dataclass(frozen=True)
+class RowParameters:
+    """The numbers that a row samples by. Each is declared here alone: its name, a default that asks
+    for nothing and, by its type, the words that it takes in SamplingState.scalars.
+
+    flags: bits of BIAS .. NOISE; top_k: 0 is off; min_position: in front of it the row's stop ids
+    are not allowed.
+    """
+
+    seed: int = field(default=0, metadata={"format": "q"})
+    flags: int = 0
+    top_k: int = 0
+    min_position: int = 0
+    temperature: float = 0.0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+
+    def words(self) -> Tensor:
+        """[WORDS] int32: a row of SamplingState.scalars.
+
+        Raises struct.error or OverflowError where a value does not fit.
+        """
+        packed = struct.pack(_FORMAT, *(getattr(self, name) for name in _FORMATS))
+        return torch.frombuffer(bytearray(packed), dtype=torch.int32)
+
+
+_DTYPES = {"q": torch.int64, "i": torch.int32, "f": torch.float32}
+_FORMATS = {
+    f.name: f.metadata.get("format", "i" if f.type is int else "f") for f in fields(RowParameters)
+}
+"""Name -> its letter in the language of the struct module."""
+_PLAIN = "=" + "".join(_FORMATS.values())
+_FORMAT = _PLAIN + "4x" * (struct.calcsize(_PLAIN) // 4 % 2)
+WORDS = struct.calcsize(_FORMAT) // 4
+"""32-bit words of a row: an even number, so that a seed is a whole 64-bit number in every row."""
+COLUMNS = {name: struct.calcsize(_PLAIN[: i + 1]) // 4 for i, name in enumerate(_FORMATS)}
+"""Name -> the first of its words."""
 
 
 @dataclass
 class SamplingState:
-    """One line per row of the table (R rows, V tokens); line 0 is the null row's.
+    """What the rows of the table sample by: R rows, V tokens; row 0 is the null row's.
 
-    flags [R] int32; temperature, top_p, min_p, repetition, presence, frequency [R] fp32; top_k [R]
-    int32 (0: off); seed [R] int64; bias [R, V] fp32 (-inf: not allowed); counts [R, V] int32 of
-    generated tokens; in_prompt [R, V] bool; min_position [R] int64: before it the stop_ids
-    [R, N] int64 (-1: none) are not allowed; bad_words [R, W, L] int64, W words of up to L tokens,
-    right-aligned, -1 in front: the last token of each is not allowed after the others.
+    scalars [R, WORDS] int32: RowParameters, one upload a row; each of its names is an attribute, a
+    view [R] of its column. bias [R, V] fp32 (-inf: not allowed); counts [R, V] int32 of generated
+    tokens; in_prompt [R, V] bool; stop_ids [R, N] int64 (-1: none); bad_words [R, W, L] int64, W
+    words of up to L tokens, right-aligned, -1 in front: the last token of each is not allowed after
+    the others.
     """
 
-    flags: Tensor
-    temperature: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    repetition: Tensor
-    presence: Tensor
-    frequency: Tensor
-    top_k: Tensor
-    seed: Tensor
+    scalars: Tensor
     bias: Tensor
     counts: Tensor
     in_prompt: Tensor
-    min_position: Tensor
     stop_ids: Tensor
     bad_words: Tensor
+
+    def __getattr__(self, name: str) -> Tensor:
+        """A column of the scalars. Raises AttributeError."""
+        if name not in COLUMNS:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        dtype = _DTYPES[_FORMATS[name]]
+        return self.scalars.view(dtype)[:, COLUMNS[name] * 4 // dtype.itemsize]
 
     @classmethod
     def empty(
         cls, rows: int, vocab: int, stop_ids: int, bad_words: tuple[int, int], device: str
     ) -> "SamplingState":
-        """Lines that ask for nothing: greedy, no penalties, no masks."""
+        """Rows that ask for nothing: greedy, no penalties, no masks."""
 
         def full(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.full((rows, *shape), value, dtype=dtype, device=device)
 
-        one, zero = (full(v, torch.float32) for v in (1.0, 0.0))
         return cls(
-            flags=full(0, torch.int32),
-            temperature=zero.clone(),
-            top_p=one.clone(),
-            min_p=zero.clone(),
-            repetition=one.clone(),
-            presence=zero.clone(),
-            frequency=zero.clone(),
-            top_k=full(0, torch.int32),
-            seed=full(0, torch.int64),
+            scalars=RowParameters().words().repeat(rows, 1).to(device),
             bias=full(0.0, torch.float32, vocab),
             counts=full(0, torch.int32, vocab),
             in_prompt=full(0, torch.bool, vocab),
-            min_position=full(0, torch.int64),
             stop_ids=full(-1, torch.int64, stop_ids),
             bad_words=full(-1, torch.int64, *bad_words),
         )
@@ -99,7 +135,7 @@ def sample(
     frequency and presence penalties, temperature, min_p, top_k, top_p, noise. Ties at the top-k
     threshold are kept; top-p keeps the likeliest tokens up to the one that reaches top_p.
 
-    A line has no token where one of its logits is NaN or +inf, allowed or not, and where its
+    A logit row has no token where one of its logits is NaN or +inf, allowed or not, and where its
     largest score, noise included, is not finite: all are banned, or leave fp32's range.
     """
     logits = logits.float()
@@ -131,7 +167,8 @@ def _process(
     ids: Tensor | None,
 ) -> Tensor:
     """One row's logits [Q, V] -> scores [Q, V] whose argmax is the token's place."""
-    x, kept = logits.clone(), slice(None) if ids is None else ids
+    x = logits.clone()
+    kept = slice(None) if ids is None else ids
     if flags & BIAS:
         x = x + state.bias[row][:, kept]
     if flags & BAD_WORDS:
@@ -151,7 +188,7 @@ def _process(
 
 
 def _places(tokens: Tensor, ids: Tensor | None) -> Tensor:
-    """Where tokens (-1: none) stand in a line of logits; those that do not are left out."""
+    """Where tokens (-1: none) stand in a logit row; those that do not are left out."""
     tokens = tokens[tokens >= 0]
     if ids is None:
         return tokens

@@ -30,21 +30,27 @@ WANTS = (
     ALL,
     NOISE | FILTERS,
 )
-"""Flags of table lines 1.. ; line 0 is the null row's."""
+"""Flags of rows 1.. of the table; row 0 is the null row."""
 
 
-def lines(vocab: int, seed: int = 0) -> SamplingState:
-    """One line of the table for each of WANTS, with numbers for every parameter."""
+def random_rows(vocab: int, seed: int = 0) -> SamplingState:
+    """A row of the table for each of WANTS, with numbers for every parameter."""
     generator = torch.Generator().manual_seed(seed)
     rows = len(WANTS) + 1
     state = SamplingState.empty(rows, vocab, 16, (32, 8), "cpu")
     state.flags[1:] = torch.tensor(WANTS, dtype=torch.int32)
     state.temperature[1:] = torch.linspace(0.3, 1.5, rows - 1)
-    state.min_p[1:], state.top_p[1:] = 0.01, 0.8
+    state.min_p[1:] = 0.01
+    state.top_p[1:] = 0.8
     state.top_k[1:] = torch.arange(3, rows + 2)
-    state.min_p[-2], state.top_p[-3], state.top_k[-4] = 0.0, 1.0, 0
-    state.min_p[-1], state.top_k[-1] = 0.0, 0
-    state.repetition[1:], state.presence[1:], state.frequency[1:] = 1.3, 0.4, 0.2
+    state.min_p[-2] = 0.0
+    state.top_p[-3] = 1.0
+    state.top_k[-4] = 0
+    state.min_p[-1] = 0.0
+    state.top_k[-1] = 0
+    state.repetition[1:] = 1.3
+    state.presence[1:] = 0.4
+    state.frequency[1:] = 0.2
     state.seed[1:] = torch.randint(-(2**62), 2**62, (rows - 1,), generator=generator)
     state.bias[1:] = torch.randn(rows - 1, vocab, generator=generator)
     state.bias[1:, 5:9] = -torch.inf
@@ -56,16 +62,17 @@ def lines(vocab: int, seed: int = 0) -> SamplingState:
 
 
 def batch(vocab: int, queries: int, seed: int = 0) -> dict[str, Any]:
-    """Arguments of sample: every line once, out of order, the null row among them."""
+    """Arguments of sample: every row once, out of order, the null row among them."""
     generator = torch.Generator().manual_seed(seed)
-    state = lines(vocab, seed)
+    state = random_rows(vocab, seed)
     rows = state.flags.shape[0]
     history = torch.randint(0, vocab, (rows, 40), generator=generator)
     positions = torch.randint(8, 12, (rows, 1), generator=generator) + torch.arange(queries)
     logits = torch.randn(rows, queries, vocab, generator=generator).to(torch.bfloat16).float()
     for row in range(1, rows):  # a word whose front stands in the history, one of a single token
         at = int(positions[row, 0])
-        state.bad_words[row, 0, -3:-1], state.bad_words[row, 1, -1] = history[row, at - 2 : at], 3
+        state.bad_words[row, 0, -3:-1] = history[row, at - 2 : at]
+        state.bad_words[row, 1, -1] = 3
         state.bad_words[row, 0, -1] = int(logits[row, 0].argmax())
     order = torch.randperm(rows, generator=generator)
     drafts = torch.randint(-1, vocab, (rows, queries - 1), generator=generator)
@@ -101,16 +108,16 @@ FAULTS: dict[str, tuple[slice | int, float, bool]] = {
     "nothing left": (slice(None), -torch.inf, False),
     "one left": (slice(9, None), -torch.inf, True),
 }
-"""What is put where in a line of logits, and whether it still has a token."""
+"""What is put where in a logit row, and whether it still has a token."""
 
 
 def faulty(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same batch where every other line has one of FAULTS; the rest is as it was."""
+    """The same batch where every other logit row has one of FAULTS; the rest is as it was."""
     logits = arguments["logits"].clone()
     rows, queries, _ = logits.shape
-    for line in range(0, rows * queries, 2):
-        where, value, _ = list(FAULTS.values())[line // 2 % len(FAULTS)]
-        logits[line // queries, line % queries, where] = value
+    for place in range(0, rows * queries, 2):
+        where, value, _ = list(FAULTS.values())[place // 2 % len(FAULTS)]
+        logits[place // queries, place % queries, where] = value
     return {**arguments, "logits": logits}
 
 

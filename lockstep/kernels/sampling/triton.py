@@ -1,10 +1,10 @@
-"""sample in Triton: score, then choose; no sort, no host read, one line per position.
+"""sample in Triton: score, then choose; no sort, no host read, one logit row per position.
 
 A position's flags are read on the device. Rows without flags go straight from their logits to the
 argmax in one pass; of rows that filter the first pass finds where large scores lie, and what they
-leave is chosen from those (triton_filter.py). Lines that this cannot tell are read as a whole, a
-few at a time. The largest of a line is the same however the line is cut. A logit that is NaN counts
-as inf in all of it, and a line whose largest is not finite has no token.
+leave is chosen from those (triton_filter.py). Logit rows that this cannot tell are read as a whole,
+a few at a time. The largest of a logit row is the same however it is cut. A logit that is NaN
+counts as inf in all of it, and a logit row whose largest is not finite has no token.
 """
 
 from typing import Any
@@ -23,23 +23,36 @@ from lockstep.kernels.sampling.triton_filter import (
     best_of,
     better_of,
     key_of,
-    line_left,
+    logit_row_left,
     tile_left,
 )
 from lockstep.kernels.sampling.triton_score import (
+    FLAGS,
     Batch,
-    Line,
+    LogitRow,
     Parameters,
+    integer_of,
     noise_at,
     scores_at,
 )
 
-SPAN, BLOCK, LINE_BLOCK, GRAIN, MANY, WHOLE, MOST = 8192, 2048, 16384, 8, 16, 64, 1 << 20
-"""Logits of a program in a batch of MANY lines, and in a smaller one; scores of a line that are
-read at once; logits that lie in one lane; lines whose scores are in memory at once; the largest
-vocabulary."""
-USES_FILTERS, USES_NOISE = tl.constexpr(FILTERS), tl.constexpr(NOISE)
-NONE, UNTOLD = tl.constexpr(-1), tl.constexpr(-2)
+SPAN = 8192
+"""Logits of a program in a batch of MANY logit rows or more."""
+BLOCK = 2048
+"""Logits of a program in a smaller batch, and those that any program reads at once."""
+MANY = 16
+LOGIT_ROW_BLOCK = 16384
+"""Scores of a whole logit row that are read at once."""
+GRAIN = 8
+"""Logits that lie in one lane."""
+WHOLE = 64
+"""Logit rows whose scores are in memory at once."""
+MOST = 1 << 20
+"""The largest vocabulary."""
+USES_FILTERS = tl.constexpr(FILTERS)
+USES_NOISE = tl.constexpr(NOISE)
+NONE = tl.constexpr(-1)
+UNTOLD = tl.constexpr(-2)
 """No token; one that no tile could tell, and that is still to be found."""
 
 
@@ -62,7 +75,7 @@ def _plain_best(logits, begin, VOCAB: tl.constexpr, SPAN: tl.constexpr, GRAIN: t
 
 @triton.jit
 def _best_score(
-    line, begin, peaks, masses, VOCAB: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    logit_row, begin, peaks, masses, VOCAB: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
     """The best of SPAN scores and its spot, with noise; for rows that filter, their peaks too, and
@@ -72,15 +85,15 @@ def _best_score(
     for offset in range(begin, begin + SPAN, BLOCK):
         spot = offset + tl.arange(0, BLOCK)
         live = spot < VOCAB
-        x = scores_at(line, spot, live)
-        if _filters(line.use):
+        x = scores_at(logit_row, spot, live)
+        if _filters(logit_row.use):
             group = offset // GROUP + tl.arange(0, BLOCK // GROUP)
             peak = tl.max(tl.reshape(x, (BLOCK // GROUP, GROUP)), 1)
             tl.store(peaks + group, peak, mask=group * GROUP < VOCAB)
             mass = tl.sum(tl.where(x > float("-inf"), tl.exp(x - tl.max(x, 0)), 0.0), 0)
             tl.store(masses + offset // BLOCK, mass, mask=offset < VOCAB)
-        elif line.use & USES_NOISE:
-            x += noise_at(line, spot, live)
+        elif logit_row.use & USES_NOISE:
+            x += noise_at(logit_row, spot, live)
         best, best_spot = better_of(x, spot, best, best_spot)
     return best_of(best, best_spot)
 
@@ -92,15 +105,17 @@ def _score_kernel(
     WORD_LANES: tl.constexpr, SPAN: tl.constexpr, GRAIN: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """One line's SPAN logits: their best, or, for rows that filter, their peaks and masses."""
-    at, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row, begin = tl.load(batch.row_ids + at // queries), part * SPAN
-    use = tl.load(state.flags + row)
+    """One logit row's SPAN logits: their best, or, for rows that filter, their peaks and masses."""
+    at = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    row = tl.load(batch.row_ids + at // queries)
+    begin = part * SPAN
+    use = integer_of(state, row, FLAGS)
     if use == 0:
         top, first = _plain_best(batch.logits + at * VOCAB, begin, VOCAB, SPAN, GRAIN)
     else:
         top, first = _best_score(
-            Line(
+            LogitRow(
                 batch, state, at, row, use, queries, length, tokens, VOCAB, STOPS, W, L, WORD_LANES
             ),
             begin, peaks + at * GROUPS, masses + at * BLOCKS, VOCAB, SPAN, BLOCK, GROUP,
@@ -111,17 +126,20 @@ def _score_kernel(
 
 
 @triton.jit
-def _pick(scores, spots, line, threshold, last, size, BLOCK: tl.constexpr):
+def _pick(scores, spots, logit_row, threshold, last, size, BLOCK: tl.constexpr):
     """The best of what the filters left of `size` scores, with noise; spots: None, or where in the
-    line each stands."""
-    best, best_spot = tl.full((BLOCK,), float("-inf"), tl.float32), tl.zeros((BLOCK,), tl.int32)
+    logit row each stands."""
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    best_spot = tl.zeros((BLOCK,), tl.int32)
     for begin in range(0, size, BLOCK):
         place = begin + tl.arange(0, BLOCK)
-        live, spot = place < size, place
+        live = place < size
+        spot = place
         if spots is not None:
             spot = tl.load(spots + place, mask=live, other=0)
         x = tl.load(scores + place, mask=live, other=float("-inf"))
-        key, noise = key_of(x), noise_at(line, spot, live)
+        key = key_of(x)
+        noise = noise_at(logit_row, spot, live)
         left = live & ((key > threshold) | ((key == threshold) & (place <= last)))
         x = tl.where(left, x + noise, float("-inf"))
         best, best_spot = better_of(x, spot, best, best_spot)
@@ -130,18 +148,18 @@ def _pick(scores, spots, line, threshold, last, size, BLOCK: tl.constexpr):
 
 @triton.jit
 def _best_left(
-    line, peaks, masses, groups, tile, spots,
+    logit_row, peaks, masses, groups, tile, spots,
     VOCAB: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr,
     BLOCK_LANES: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The spot of the best that the filters leave, with noise; UNTOLD if the tile cannot tell."""
     holds, threshold, last = tile_left(
-        line, peaks, masses, groups, tile, spots,
+        logit_row, peaks, masses, groups, tile, spots,
         VOCAB, GROUPS, LANES, BLOCKS, BLOCK_LANES, GROUP, TILE,
     )  # fmt: skip
     chosen = tl.full((), UNTOLD, tl.int32)
     if holds:
-        chosen = _pick(tile, spots, line, threshold, last, TILE * GROUP, TILE * GROUP)
+        chosen = _pick(tile, spots, logit_row, threshold, last, TILE * GROUP, TILE * GROUP)
     return chosen
 
 
@@ -154,11 +172,12 @@ def _choose_kernel(
     GROUPS: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_LANES: tl.constexpr,
     GROUP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One line: the best of its parts; or, for rows that filter, of the tokens that are left in the
+    """One logit row: the best of its parts; or, for rows that filter, of the tokens left in the
     tile, UNTOLD where it does not hold them all; NONE where the largest score is not finite."""
-    at, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, PART_LANES)
+    at = tl.program_id(0).to(tl.int64)
+    lanes = tl.arange(0, PART_LANES)
     row = tl.load(batch.row_ids + at // queries)
-    use = tl.load(state.flags + row)
+    use = integer_of(state, row, FLAGS)
     value = tl.load(values + at * PARTS + lanes, mask=lanes < PARTS, other=float("-inf"))
     place = tl.load(places + at * PARTS + lanes, mask=lanes < PARTS, other=HIGHEST)
     top, chosen = best_of(value, place)
@@ -171,7 +190,7 @@ def _choose_kernel(
     if _filters(use) & sound:
         SIZE: tl.constexpr = TILE * GROUP
         chosen = _best_left(
-            Line(
+            LogitRow(
                 batch, state, at, row, use, queries, length, tokens, VOCAB, STOPS, W, L, WORD_LANES
             ),
             peaks + at * GROUPS, masses + at * BLOCKS, groups + at * TILE, tile + at * SIZE,
@@ -184,36 +203,36 @@ def _choose_kernel(
 
 
 @triton.jit
-def _best_of_line(line, scores, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
-    """The spot of the best that the filters leave of a line whose scores are written down."""
+def _best_of_logit_row(logit_row, scores, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+    """The spot of the best that the filters leave of a logit row whose scores are written down."""
     SPAN: tl.constexpr = BLOCK // 2  # masks take registers that a filter uses for scores
     best = tl.full((SPAN,), float("-inf"), tl.float32)
     tl.debug_barrier()
     for begin in range(0, VOCAB, SPAN):
         spot = begin + tl.arange(0, SPAN)
-        x = scores_at(line, spot, spot < VOCAB)
+        x = scores_at(logit_row, spot, spot < VOCAB)
         tl.store(scores + spot, x, mask=spot < VOCAB)
         best = tl.maximum(best, x)
     tl.debug_barrier()
-    threshold, last = line_left(scores, tl.max(best, 0), line, VOCAB, BLOCK)
-    return _pick(scores, None, line, threshold, last, VOCAB, BLOCK)
+    threshold, last = logit_row_left(scores, tl.max(best, 0), logit_row, VOCAB, BLOCK)
+    return _pick(scores, None, logit_row, threshold, last, VOCAB, BLOCK)
 
 
-@triton.jit(do_not_specialize=["lines", "queries", "length", "tokens"])
+@triton.jit(do_not_specialize=["logit_rows", "queries", "length", "tokens"])
 def _whole_kernel(
-    batch, state, scores, out, lines, queries, length, tokens,
+    batch, state, scores, out, logit_rows, queries, length, tokens,
     VOCAB: tl.constexpr, STOPS: tl.constexpr, W: tl.constexpr, L: tl.constexpr,
     WORD_LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The lines that no tile could tell, one after the other in each program's own memory."""
+    """The logit rows that no tile could tell, one after the other in each program's own memory."""
     own = tl.program_id(0).to(tl.int64)
-    for begin in range(0, lines, tl.num_programs(0)):
+    for begin in range(0, logit_rows, tl.num_programs(0)):
         at = begin + own
-        if tl.load(out + at, mask=at < lines, other=NONE) == UNTOLD:
+        if tl.load(out + at, mask=at < logit_rows, other=NONE) == UNTOLD:
             row = tl.load(batch.row_ids + at // queries)
-            chosen = _best_of_line(
-                Line(
-                    batch, state, at, row, tl.load(state.flags + row), queries, length, tokens,
+            chosen = _best_of_logit_row(
+                LogitRow(
+                    batch, state, at, row, integer_of(state, row, FLAGS), queries, length, tokens,
                     VOCAB, STOPS, W, L, WORD_LANES,
                 ),
                 scores + own * VOCAB, VOCAB, BLOCK,
@@ -240,18 +259,21 @@ def sample_triton(
 ) -> Tensor:
     """See lockstep.kernels.sampling.sample. logits, positions and drafts are contiguous."""
     rows, queries, vocab = logits.shape
-    lines, groups, blocks = rows * queries, triton.cdiv(vocab, GROUP), triton.cdiv(vocab, BLOCK)
-    span = SPAN if lines >= MANY else BLOCK
-    parts, power = triton.cdiv(vocab, span), triton.next_power_of_2
+    logit_rows = rows * queries
+    groups = triton.cdiv(vocab, GROUP)
+    blocks = triton.cdiv(vocab, BLOCK)
+    span = SPAN if logit_rows >= MANY else BLOCK
+    parts = triton.cdiv(vocab, span)
+    power = triton.next_power_of_2
     out = row_ids.new_empty(rows, queries)
-    if not lines:
+    if not logit_rows:
         return out
 
-    def floats(size: int, count: int = lines) -> Tensor:
+    def floats(size: int, count: int = logit_rows) -> Tensor:
         return logits.new_empty(count, size, dtype=torch.float32)
 
     def ints(size: int) -> Tensor:
-        return logits.new_empty(lines, size, dtype=torch.int32)
+        return logits.new_empty(logit_rows, size, dtype=torch.int32)
 
     batch = Batch(logits, positions, drafts, row_ids, history, ids)
     parameters = Parameters(**vars(state))._replace(in_prompt=state.in_prompt.view(torch.uint8))
@@ -261,19 +283,19 @@ def sample_triton(
     common |= dict(WORD_LANES=power(longest), enable_fp_fusion=False)
     sizes = dict(BLOCKS=blocks, GROUPS=groups, GROUP=GROUP, GRAIN=GRAIN, **common)
     found = (floats(groups), floats(blocks), floats(parts), ints(parts))
-    _score_kernel[(lines, parts)](
+    _score_kernel[(logit_rows, parts)](
         batch, parameters, *found, *numbers, SPAN=span, BLOCK=BLOCK, num_warps=8, **sizes
     )
     tile = (ints(TILE), floats(TILE * GROUP), ints(TILE * GROUP))
     block_lanes = power(blocks)
-    _choose_kernel[(lines,)](
+    _choose_kernel[(logit_rows,)](
         batch, parameters, *found, *tile, out, *numbers, PARTS=parts, PART_LANES=power(parts),
         LANES=block_lanes * BLOCK // GROUP, BLOCK_LANES=block_lanes, TILE=TILE, num_warps=16,
         **sizes,
     )  # fmt: skip
-    whole = min(lines, WHOLE)
+    whole = min(logit_rows, WHOLE)
     _whole_kernel[(whole,)](
-        batch, parameters, floats(vocab, whole), out, lines, *numbers,
-        BLOCK=max(2, min(LINE_BLOCK, power(vocab))), num_warps=16, **common,
+        batch, parameters, floats(vocab, whole), out, logit_rows, *numbers,
+        BLOCK=max(2, min(LOGIT_ROW_BLOCK, power(vocab))), num_warps=16, **common,
     )  # fmt: skip
     return out

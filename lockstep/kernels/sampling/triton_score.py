@@ -1,44 +1,51 @@
 # mypy: ignore-errors
-"""The scores of one line's tokens, at any places of it.
+"""The scores of one logit row's tokens, at any places of it.
 
 Scores are made of the logits wherever they are read, never kept: elementwise fp32, so that a token
-has one score however the line is cut.
+has one score however the logit row is cut.
 """
 
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from lockstep.kernels.sampling import BAD_WORDS, BIAS, MIN_TOKENS, NOISE, PENALTIES
+from lockstep.kernels.sampling import (
+    BAD_WORDS,
+    BIAS,
+    COLUMNS,
+    MIN_TOKENS,
+    NOISE,
+    PENALTIES,
+    WORDS,
+    SamplingState,
+)
 
-USES_BIAS, USES_PENALTIES = tl.constexpr(BIAS), tl.constexpr(PENALTIES)
-USES_MIN_TOKENS, USES_BAD_WORDS = tl.constexpr(MIN_TOKENS), tl.constexpr(BAD_WORDS)
+USES_BIAS = tl.constexpr(BIAS)
+USES_PENALTIES = tl.constexpr(PENALTIES)
+USES_MIN_TOKENS = tl.constexpr(MIN_TOKENS)
+USES_BAD_WORDS = tl.constexpr(BAD_WORDS)
 USES_NOISE = tl.constexpr(NOISE)
+ROW_WORDS = tl.constexpr(WORDS)
+SEED = tl.constexpr(COLUMNS["seed"])
+FLAGS = tl.constexpr(COLUMNS["flags"])
+TOP_K = tl.constexpr(COLUMNS["top_k"])
+MIN_POSITION = tl.constexpr(COLUMNS["min_position"])
+TEMPERATURE = tl.constexpr(COLUMNS["temperature"])
+TOP_P = tl.constexpr(COLUMNS["top_p"])
+MIN_P = tl.constexpr(COLUMNS["min_p"])
+REPETITION = tl.constexpr(COLUMNS["repetition"])
+PRESENCE = tl.constexpr(COLUMNS["presence"])
+FREQUENCY = tl.constexpr(COLUMNS["frequency"])
 
 
-class Parameters(NamedTuple):
-    """The tensors of lockstep.kernels.sampling.SamplingState, in its order."""
-
-    flags: Any
-    temperature: Any
-    top_p: Any
-    min_p: Any
-    repetition: Any
-    presence: Any
-    frequency: Any
-    top_k: Any
-    seed: Any
-    bias: Any
-    counts: Any
-    in_prompt: Any
-    min_position: Any
-    stop_ids: Any
-    bad_words: Any
+Parameters = NamedTuple("Parameters", [(part.name, Any) for part in fields(SamplingState)])
+"""The tensors of lockstep.kernels.sampling.SamplingState."""
 
 
 class Batch(NamedTuple):
-    """The other tensors that sample is given; kept: None, or the token of each place of a line."""
+    """The other tensors that sample is given; kept: None, or the token of each place."""
 
     logits: Any
     positions: Any
@@ -48,12 +55,12 @@ class Batch(NamedTuple):
     kept: Any
 
 
-class Line(NamedTuple):
-    """One line of a batch, number `at`, and its row with its flags.
+class LogitRow(NamedTuple):
+    """The logits of one row at one position, number `at` of a batch, and that row with its flags.
 
-    Sizes: queries and vocab of a line of logits; tokens of a row's masks, length of its history;
-    stops, words, longest and lanes: stop ids, bad words, the tokens of one, rounded up. A line is
-    made where it is handed on: under a name Triton would take its sizes for tensors.
+    Sizes: queries of a row, vocab of a logit row; tokens of a row's masks, length of its history;
+    stops, words, longest and lanes: stop ids, bad words, the tokens of one, rounded up. A LogitRow
+    is made where it is handed on: under a name Triton would take its sizes for tensors.
     """
 
     batch: Any
@@ -72,12 +79,26 @@ class Line(NamedTuple):
 
 
 @triton.jit
-def _ban_words(x, ids, line):
+def integer_of(state, row, COLUMN: tl.constexpr):
+    """A row's parameter of 32 bits."""
+    return tl.load(state.scalars + row * ROW_WORDS + COLUMN)
+
+
+@triton.jit
+def number_of(state, row, COLUMN: tl.constexpr):
+    """A row's parameter in fp32."""
+    return integer_of(state, row, COLUMN).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _ban_words(x, ids, logit_row):
     """-inf for the last token of each word whose other tokens stand in front of the position."""
-    L, history = line.longest, line.batch.history + line.row * line.length
-    lane, position = tl.arange(0, line.lanes), tl.load(line.batch.positions + line.at)
-    for i in range(line.words):
-        word = line.of.bad_words + (line.row * line.words + i) * L
+    L = logit_row.longest
+    history = logit_row.batch.history + logit_row.row * logit_row.length
+    lane = tl.arange(0, logit_row.lanes)
+    position = tl.load(logit_row.batch.positions + logit_row.at)
+    for i in range(logit_row.words):
+        word = logit_row.of.bad_words + (logit_row.row * logit_row.words + i) * L
         last = tl.load(word + L - 1)
         back = position - (L - 1) + lane
         prefix = tl.load(word + lane, mask=lane < L - 1, other=-1)
@@ -91,55 +112,61 @@ def _ban_words(x, ids, line):
 
 
 @triton.jit
-def _ban_stops(x, ids, line):
+def _ban_stops(x, ids, logit_row):
     """-inf for the stop ids in front of the row's min_position."""
-    if tl.load(line.batch.positions + line.at) < tl.load(line.of.min_position + line.row):
-        for i in range(line.stops):
-            stop = tl.load(line.of.stop_ids + line.row * line.stops + i)
+    if tl.load(logit_row.batch.positions + logit_row.at) < integer_of(
+        logit_row.of, logit_row.row, MIN_POSITION
+    ):
+        for i in range(logit_row.stops):
+            stop = tl.load(logit_row.of.stop_ids + logit_row.row * logit_row.stops + i)
             x = tl.where(ids == stop, float("-inf"), x)
     return x
 
 
 @triton.jit
-def _penalised(x, ids, live, line):
-    """By the row's tokens and the drafts in front of the line's position."""
-    of, masks = line.of, line.row * line.tokens + ids
+def _penalised(x, ids, live, logit_row):
+    """By the row's tokens and the drafts in front of the logit row's position."""
+    of = logit_row.of
+    masks = logit_row.row * logit_row.tokens + ids
     n = tl.load(of.counts + masks, mask=live, other=0)
-    drafts = line.batch.drafts + line.at // line.queries * (line.queries - 1)
-    for i in range((line.at % line.queries).to(tl.int32)):
+    drafts = logit_row.batch.drafts + logit_row.at // logit_row.queries * (logit_row.queries - 1)
+    for i in range((logit_row.at % logit_row.queries).to(tl.int32)):
         n += (ids == tl.load(drafts + i)).to(tl.int32)
     seen = (n > 0) | (tl.load(of.in_prompt + masks, mask=live, other=0) != 0)
-    repetition = tl.zeros_like(x) + tl.load(of.repetition + line.row)
+    repetition = tl.zeros_like(x) + number_of(of, logit_row.row, REPETITION)
     x = tl.where(seen, tl.where(x > 0, tl.div_rn(x, repetition), x * repetition), x)
-    x = x - tl.load(of.frequency + line.row) * n.to(tl.float32)
-    return x - tl.where(n > 0, tl.load(of.presence + line.row), 0.0)
+    x = x - number_of(of, logit_row.row, FREQUENCY) * n.to(tl.float32)
+    return x - tl.where(n > 0, number_of(of, logit_row.row, PRESENCE), 0.0)
 
 
 @triton.jit
-def tokens_at(line, places, live):
-    """The tokens at these places of a line."""
-    if line.batch.kept is not None:
-        places = tl.load(line.batch.kept + places, mask=live, other=0).to(tl.int32)
+def tokens_at(logit_row, places, live):
+    """The tokens at these places of a logit row."""
+    if logit_row.batch.kept is not None:
+        places = tl.load(logit_row.batch.kept + places, mask=live, other=0).to(tl.int32)
     return places
 
 
 @triton.jit
-def scores_at(line, places, live):
+def scores_at(logit_row, places, live):
     """The scores of the tokens there, before filters and noise; -inf where not live; inf, whatever
-    the row asks for, where the logit is NaN or inf: so the line's largest score tells."""
-    ids, logits = tokens_at(line, places, live), line.batch.logits + line.at * line.vocab
+    the row asks for, where the logit is NaN or inf: so the logit row's largest score tells."""
+    ids = tokens_at(logit_row, places, live)
+    logits = logit_row.batch.logits + logit_row.at * logit_row.vocab
     x = tl.load(logits + places, mask=live, other=float("-inf")).to(tl.float32)
     sound = x < float("inf")
-    if line.use & USES_BIAS:
-        x += tl.load(line.of.bias + line.row * line.tokens + ids, mask=live, other=0.0)
-    if line.use & USES_BAD_WORDS:
-        x = _ban_words(x, ids, line)
-    if line.use & USES_MIN_TOKENS:
-        x = _ban_stops(x, ids, line)
-    if line.use & USES_PENALTIES:
-        x = _penalised(x, ids, live, line)
-    if line.use & USES_NOISE:
-        x = tl.div_rn(x, tl.zeros_like(x) + tl.load(line.of.temperature + line.row))
+    if logit_row.use & USES_BIAS:
+        x += tl.load(
+            logit_row.of.bias + logit_row.row * logit_row.tokens + ids, mask=live, other=0.0
+        )
+    if logit_row.use & USES_BAD_WORDS:
+        x = _ban_words(x, ids, logit_row)
+    if logit_row.use & USES_MIN_TOKENS:
+        x = _ban_stops(x, ids, logit_row)
+    if logit_row.use & USES_PENALTIES:
+        x = _penalised(x, ids, live, logit_row)
+    if logit_row.use & USES_NOISE:
+        x = tl.div_rn(x, tl.zeros_like(x) + number_of(logit_row.of, logit_row.row, TEMPERATURE))
     return tl.where(sound, x, float("inf"))
 
 
@@ -154,12 +181,15 @@ def _mix(x):
 
 
 @triton.jit
-def noise_at(line, places, live):
+def noise_at(logit_row, places, live):
     """lockstep.kernels.sampling.gumbel of the tokens there."""
-    ids, zero = tokens_at(line, places, live), tl.zeros_like(places).to(tl.uint32)
-    seed, position = tl.load(line.of.seed + line.row), tl.load(line.batch.positions + line.at)
-    key = _mix((zero + seed.to(tl.uint32)) ^ 0x9E3779B9)
-    key = _mix(key ^ (seed >> 32).to(tl.uint32))
+    ids = tokens_at(logit_row, places, live)
+    zero = tl.zeros_like(places).to(tl.uint32)
+    position = tl.load(logit_row.batch.positions + logit_row.at)
+    low = integer_of(logit_row.of, logit_row.row, SEED).to(tl.uint32, bitcast=True)
+    high = integer_of(logit_row.of, logit_row.row, SEED + 1).to(tl.uint32, bitcast=True)
+    key = _mix((zero + low) ^ 0x9E3779B9)
+    key = _mix(key ^ high)
     key = _mix(key ^ position.to(tl.uint32))
     bits = _mix(_mix(key ^ ids.to(tl.uint32)) ^ key) >> 9
     uniform = (bits.to(tl.float32) + 0.5) * (1.0 / 8388608.0)

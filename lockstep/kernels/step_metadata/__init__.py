@@ -71,14 +71,16 @@ def prepare_step(
     row's end count to it.
     """
     uniform = query_lens is None
-    window, rows = query_len if uniform else 1, row_ids.shape[0]
+    window = query_len if uniform else 1
+    rows = row_ids.shape[0]
     starts = table.computed[row_ids]
     lengths = torch.full_like(starts, query_len) if query_lens is None else query_lens
     cu = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
     index = torch.arange(tokens, dtype=torch.int32, device=starts.device)
     token_rows = torch.searchsorted(cu[1:], index, right=True).clamp_max_(rows - 1)
     positions = (starts - cu[:-1]).long()[token_rows] + index
-    seq_lens, pages = starts + lengths, table.page_table[row_ids]
+    seq_lens = starts + lengths
+    pages = table.page_table[row_ids]
     column = (positions // page_size).clamp_max_(pages.shape[1] - 1)
     slots = table.state_slots[row_ids].long()
     drafts = table.drafts[row_ids, : window - 1]
@@ -139,7 +141,8 @@ def advance_rows(
     """
     agreed = ((drafts == tokens[:, :-1]) & (drafts >= 0)).int()
     accepted = agreed.cumprod(1).sum(1, dtype=torch.int32)
-    width, real = tokens.shape[1], row_ids > 0
+    width = tokens.shape[1]
+    real = row_ids > 0
     known = seq_lens - (width - 1) + accepted
     pending = torch.zeros_like(known)
     if not prompt:

@@ -46,7 +46,8 @@ def random_table(draw: Draw, rows: int, drafts: int, length: int, vocab: int) ->
     )
     for tensor in (found.prompt_len, found.computed, found.pending, found.state_slots):
         tensor[0] = 0
-    found.page_table[0], found.tokens[0, 0] = 0, 0
+    found.page_table[0] = 0
+    found.tokens[0, 0] = 0
     return found
 
 
@@ -70,7 +71,8 @@ def prepare_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]
         yield name, dict(common, query_lens=None, state_src=torch.zeros_like(sources), **sizes)
         chunks = draw.ints(1, 3 * query_len, rows)
         if length > 1000:
-            chunks[0], table.computed[chosen[0]] = 600, 900
+            chunks[0] = 600
+            table.computed[chosen[0]] = 900
         sizes = dict(tokens=int(chunks.sum()), query_len=int(chunks.max()))
         yield f"prompts, {name}", dict(common, query_lens=chunks, state_src=sources, **sizes)
     null = dict(common, row_ids=torch.zeros(1, dtype=torch.int64), state_src=sources[:1] * 0)

@@ -18,13 +18,15 @@ BLOCK = 256
 @triton.jit
 def _row_bounds(query_lens, query_len, s, BLOCK: tl.constexpr):
     """First token in the step, and tokens, of row s."""
-    first, length = s * query_len, query_len
+    first = s * query_len
+    length = query_len
     if query_lens is not None:
         lengths = tl.zeros((BLOCK,), tl.int32)
         for begin in range(0, s, BLOCK):
             before = begin + tl.arange(0, BLOCK)
             lengths += tl.load(query_lens + before, mask=before < s, other=0)
-        first, length = tl.sum(lengths, 0), tl.load(query_lens + s)
+        first = tl.sum(lengths, 0)
+        length = tl.load(query_lens + s)
     return first, length
 
 
@@ -48,11 +50,14 @@ def _prepare_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK tokens and BLOCK page columns of one row; its numbers, by its first program."""
-    s, lane = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    s = tl.program_id(0)
+    lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(row_ids + s)
     start = tl.load(computed + row)
     first, count = _row_bounds(query_lens, query_len, s, BLOCK)
-    history, kept, tables = history + row * length, kept + row * most_drafts, tables + row * columns
+    history = history + row * length
+    kept = kept + row * most_drafts
+    tables = tables + row * columns
     live = lane < tl.where(s == rows - 1, tokens - first, count)
     position = start + lane
     drafted = live & (lane > 0) & (lane < window)
@@ -70,7 +75,8 @@ def _prepare_kernel(
     page = tl.load(tables + lane, mask=lane < columns, other=0)
     tl.store(page_table + s.to(tl.int64) * columns + lane, page, mask=lane < columns)
     if tl.program_id(1) == 0:
-        own, source = tl.load(row_slots + row), tl.load(sources + s)
+        own = tl.load(row_slots + row)
+        source = tl.load(sources + s)
         tl.store(starts + s, start)
         tl.store(seq_lens + s, known)
         tl.store(cu_seqlens + s + 1, first + count)
@@ -93,7 +99,8 @@ def prepare_step_triton(
     page_size: int,
 ) -> StepTensors:
     """See lockstep.kernels.step_metadata.prepare_step."""
-    rows, columns = row_ids.shape[0], table.page_table.shape[1]
+    rows = row_ids.shape[0]
+    columns = table.page_table.shape[1]
     window = query_len if query_lens is None else 1
 
     def ints(*shape: int) -> Tensor:
@@ -164,14 +171,17 @@ def _advance_kernel(
     PROMPT: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """One row. A token that is emitted twice is counted by both of its lanes, with one number."""
-    s, lane = tl.program_id(0), tl.arange(0, LANES)
-    row, live = tl.load(row_ids + s), lane < W
+    s = tl.program_id(0)
+    lane = tl.arange(0, LANES)
+    row = tl.load(row_ids + s)
+    live = lane < W
     token = tl.load(tokens + s * W + lane, mask=live, other=0)
     draft = tl.load(drafts + s * (W - 1) + lane, mask=lane < W - 1, other=-1)
     alike = (lane < W - 1) & (draft == token) & (draft >= 0)
     agreed = tl.min(tl.where(alike, W - 1, lane), 0)
     known = tl.load(seq_lens + s) - (W - 1)
-    real, old = row > 0, tl.load(held + s).to(tl.int32)
+    real = row > 0
+    old = tl.load(held + s).to(tl.int32)
     left = agreed * 0 if PROMPT else tl.where(old < flush, old, 0) + agreed + 1
     tl.store(computed + row, tl.where(real, known + agreed, 0))
     tl.store(pending + row, tl.where(real, left, 0))
@@ -207,7 +217,8 @@ def advance_rows_triton(
 ) -> tuple[Tensor, Tensor]:
     """See lockstep.kernels.step_metadata.advance_rows. tokens and drafts are contiguous."""
     rows, width = tokens.shape
-    accepted, results = seq_lens.new_empty(rows), tokens.new_empty(rows, width + 2)
+    accepted = seq_lens.new_empty(rows)
+    results = tokens.new_empty(rows, width + 2)
     _advance_kernel[(rows,)](
         row_ids=row_ids,
         tokens=tokens,

@@ -27,15 +27,15 @@ padded step, keep their state in the null slot, and nobody reads it."""
 
 
 @dataclass(frozen=True)
-class Face:
+class Backend:
     """A backend on a device in a dtype."""
 
-    backend: str
+    name: str
     device: str
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        return f"{self.backend}-{self.device}-{str(self.dtype).removeprefix('torch.')}"
+        return f"{self.name}-{self.device}-{str(self.dtype).removeprefix('torch.')}"
 
     @property
     def on_gpu(self) -> bool:
@@ -43,18 +43,18 @@ class Face:
 
     @property
     def interpreted(self) -> bool:
-        return self.backend == INTERPRETED and not self.on_gpu
+        return self.name == INTERPRETED and not self.on_gpu
 
     @property
     def exact(self) -> bool:
         """Whether its bits are the reference's, not only its own on every batch."""
-        return self.backend in CPU
+        return self.name in CPU
 
     def serves(self, op: Op, arguments: dict[str, Any]) -> bool:
         """Whether the backend says that it serves a layer of these arguments."""
-        device = "cpu" if self.backend in CPU else "cuda"
+        device = "cpu" if self.name in CPU else "cuda"
         traits = dict(device=device, dtype=self.dtype, **traits_of(op, arguments))
-        return op.backends[self.backend].supports(**traits) is None
+        return op.backends[self.name].supports(**traits) is None
 
     def cases(self, op: Op, most: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
         """The op's first cases that the backend serves: `most` of them, None for all."""
@@ -62,17 +62,16 @@ class Face:
         return islice(((n, given) for n, given in made if self.serves(op, given)), most)
 
     def run(self, op: Op, arguments: dict[str, Any]) -> Any:
-        """Calls the backend; in-place arguments must be on the face's device already.
+        """Calls the backend; in-place arguments must be on the backend's device already.
 
-        Where the reference is fast enough to have no backend "cpu", it stands for it.
+        An op without a backend "cpu" is served by its reference there.
         """
-        name = self.backend
-        if name == "cpu" and name not in op.backends:
-            name = "reference"
+        lacks = self.name == "cpu" and "cpu" not in op.backends
+        name = "reference" if lacks else self.name
         return op.backends[name].run(**self.place(arguments))
 
     def place(self, value: Any) -> Any:
-        """The same arguments on this face's device: what is there already is not copied."""
+        """The same arguments on this backend's device: what is there already is not copied."""
         if isinstance(value, Tensor):
             return value.to(self.device)
         if isinstance(value, dict):
@@ -83,39 +82,37 @@ class Face:
         return value
 
     def fresh(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """A copy of the arguments on this face's device."""
+        """A copy of the arguments on this backend's device."""
         return self.place(copy.deepcopy(arguments))
 
 
-def faces(*interpreted_marks: pytest.MarkDecorator, op: Op | None = None) -> list[Any]:
-    """Params of every backend of the op on every device that it runs on; without an op, of those
-    that most ops have."""
-    names = {*CPU, INTERPRETED} if op is None else op.backends
-    if op is None and not any("cpu" in one.backends for one in OPS):
-        names = {"reference", INTERPRETED}
+def backends(*interpreted_marks: pytest.MarkDecorator, op: Op | None = None) -> list[Any]:
+    """Params of what serves on a CPU, then of every other backend of the op wherever it runs;
+    without an op, of the backends that most ops have."""
+    names = {"cpu", INTERPRETED} if op is None else set(op.backends)
     gpu = torch.cuda.is_available()
-    found = [_param(Face(name, "cpu", torch.float32)) for name in CPU if name in names]
+    found = [_param(Backend("cpu" if "cpu" in names else "reference", "cpu", torch.float32))]
     if INTERPRETED in names and find_spec("triton") and not gpu:
-        found.append(_param(Face(INTERPRETED, "cpu", torch.float32), *interpreted_marks))
+        found.append(_param(Backend(INTERPRETED, "cpu", torch.float32), *interpreted_marks))
     for name in sorted(name for name in names if name not in CPU):
-        every = [Face(name, "cuda", dtype) for dtype in GPU_DTYPES]
-        asked = [face for face in every if op is None or not gpu or any(face.cases(op))]
-        found += [_param(face, pytest.mark.gpu) for face in asked]
+        every = [Backend(name, "cuda", dtype) for dtype in GPU_DTYPES]
+        asked = [backend for backend in every if op is None or not gpu or any(backend.cases(op))]
+        found += [_param(backend, pytest.mark.gpu) for backend in asked]
     return found
 
 
 def of_every_op(ops: Iterable[Op] = OPS, reference: bool = True) -> list[Any]:
-    """Params (op, face) of every face of these ops; reference: the reference's among them."""
+    """Params (op, backend) of every backend of these ops; reference: the reference's among them."""
     return [
         pytest.param(op, *param.values, id=f"{op.name}-{param.id}", marks=param.marks)
         for op in ops
-        for param in faces(op=op)
-        if reference or param.values[0].backend != "reference"
+        for param in backends(op=op)
+        if reference or param.values[0].name != "reference"
     ]
 
 
-def _param(face: Face, *marks: pytest.MarkDecorator) -> Any:
-    return pytest.param(face, id=str(face), marks=marks)
+def _param(backend: Backend, *marks: pytest.MarkDecorator) -> Any:
+    return pytest.param(backend, id=str(backend), marks=marks)
 
 
 def tensors_of(*values: Any) -> list[Tensor]:

@@ -1,0 +1,98 @@
+"""Compiles what every op's Triton backend launches for a Hopper GPU, which needs none: what the
+interpreter lets pass, such as a name of two shapes in the branches of an `if`, is an error here.
+
+Launches are recorded, not made: of each op's first case, in bf16.
+
+    python -m tests.kernels.compile_launches [op ...]
+"""
+
+import sys
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from lockstep.kernels.backends import cases_of, every_op, load
+
+HOPPER = GPUTarget("cuda", 90, 32)
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+"""Keywords of a launch that are the compiler's."""
+TYPES = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.uint8: "u8",
+    torch.bool: "i1",
+}
+
+
+class Launches:
+    """Stands for JITFunction.run: compiles each launch that differs from those before."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, ...]] = set()
+
+    def compile(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
+        """A launch of the kernel with these arguments."""
+        options = {name: given.pop(name) for name in OPTIONS if name in given}
+        values = dict(zip(kernel.arg_names, args, strict=False)) | given
+        fixed: dict[tuple[int, ...], Any] = {}
+        aligned: dict[tuple[int, ...], Any] = {}
+        types = {
+            p.name: "constexpr" if p.is_constexpr else type_of(values[p.name], (i,), fixed, aligned)
+            for i, p in enumerate(kernel.params)
+        }
+        fixed |= {(i,): values[p.name] for i, p in enumerate(kernel.params) if p.is_constexpr}
+        key = (kernel.__name__, str(types), str(fixed), str(options))
+        if key not in self.seen:
+            self.seen.add(key)
+            source = ASTSource(fn=kernel, signature=types, constexprs=fixed, attrs=aligned)
+            triton.compile(source, target=HOPPER, options=options)
+
+
+def type_of(
+    value: Any, place: tuple[int, ...], fixed: dict[Any, Any], aligned: dict[Any, Any]
+) -> Any:
+    """The type of an argument; notes the places of None, a constant, and of tensors: aligned."""
+    if value is None:
+        fixed[place] = None
+        return "constexpr"
+    if isinstance(value, Tensor):
+        aligned[place] = [["tt.divisibility", 16]]
+        return f"*{TYPES[value.dtype]}"
+    if isinstance(value, tuple):
+        parts = [type_of(x, (*place, i), fixed, aligned) for i, x in enumerate(value)]
+        return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def main(names: list[str]) -> None:
+    """Compiles the launches of these ops, or of all; prints each op and its kernels."""
+    load()
+    launches = Launches()
+    JITFunction.run = lambda kernel, *args, **given: launches.compile(kernel, *args, **given)
+    for name, op in every_op().items():
+        if names and name not in names:
+            continue
+        filled = (given for _, given in cases_of(op)(torch.bfloat16) if not empty(given))
+        op.backends["triton"].run(**next(filled))
+        kernels = sorted({key[0] for key in launches.seen})
+        launches.seen.clear()
+        assert kernels, f"{name} launches nothing"
+        print(name, *kernels, flush=True)
+
+
+def empty(arguments: dict[str, Any]) -> bool:
+    """Whether a case holds no rows: nothing is launched for it."""
+    first = next(iter(arguments.values()))
+    return isinstance(first, Tensor) and not first.numel()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
