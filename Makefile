@@ -6,7 +6,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install serve test lint types layers check bench fmt test-gpu sanitize eval clean
+.PHONY: install serve test lint types layers check bench fmt test-gpu sanitize eval docs clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -54,5 +54,9 @@ sanitize: install
 eval: install
 	$(BIN)/python -m training.evaluate
 
+docs: install
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 clean:
-	rm -rf .venv build *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build site *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -14,10 +14,10 @@ import torch
 
 from lockstep.config import EngineConfig
 from lockstep.engine.build import EngineParts, build_engine
-from lockstep.runner.memory import PAGE_SIZE
+from lockstep.engine.hooks import NO_HOOKS
 from lockstep.runner.rows import write_place
 from lockstep.runner.step_timer import StepTimer
-from lockstep.step import StepShape
+from lockstep.step import PAGE_SIZE, StepShape
 
 WARM, REPLAYS, PROMPTS = 4, 30, 3
 AHEAD = 64
@@ -48,7 +48,7 @@ def main() -> None:
         num_snapshots=0,
         speculative_config=spec if given.k else None,
     )
-    built = build_engine(config, lambda *_: None)
+    built = build_engine(config, lambda *_: None, NO_HOOKS)
     with torch.inference_mode():
         for cache in built.runner.paged:
             cache.normal_()

@@ -128,7 +128,8 @@ class _Job:
 
     def push(self, request: Request) -> bool:
         """Takes the request's new tokens; True if it ended on a stop string: abort it."""
-        text, seen = self.texts[request.id], self.seen[request.id]
+        text = self.texts[request.id]
+        seen = self.seen[request.id]
         if text.finished:
             return False
         new = request.output_token_ids[seen:]

@@ -9,6 +9,8 @@ from torch import Tensor
 
 GRID = 64
 """Prompt chunks, snapshots and pages meet on this absolute token grid."""
+PAGE_SIZE = GRID
+"""Tokens of a page: a prefix hit ends where both a page and a snapshot of recurrent state do."""
 
 
 def flush_after(device: str) -> int:

@@ -4,10 +4,11 @@ from dataclasses import fields, replace
 from typing import Any
 
 from lockstep import LLM, SamplingParams
-from lockstep.config import EngineConfig, SpeculativeConfig
+from lockstep.config import EngineConfig
 from lockstep.engine.engine import Engine
 from lockstep.engine.hooks import NO_HOOKS, CheckHooks
 from lockstep.outputs import RequestOutput
+from lockstep.spec import drafter_module
 
 TEXT = "def read(path):"
 PROMPTS = [TEXT, "import os\n\n\ndef main(", "3, 6, 9, 12, 15, 18, 21,", "The clock on the square"]
@@ -24,10 +25,10 @@ DRAFTS = 3
 def make_engine(drafter: str | None, hooks: CheckHooks = NO_HOOKS, **settings: Any) -> LLM:
     """A model (the bundled one) with four rows of 512 tokens, and DRAFTS drafts or none.
 
-    What SpeculativeConfig knows goes to it, anything else to EngineConfig. Every step brings
+    What the drafter's options know goes to them, anything else to EngineConfig. Every step brings
     DRAFTS drafts, so that they can be counted.
     """
-    keys = {f.name for f in fields(SpeculativeConfig)}
+    keys = {f.name for f in fields(drafter_module(drafter).Options)} if drafter else set()
     spec = {"method": drafter, "num_speculative_tokens": DRAFTS, "adaptive": False}
     spec |= {name: settings.pop(name) for name in list(settings) if name in keys}
     settings = {"max_model_len": 512, "max_num_seqs": 4, **settings}

@@ -48,6 +48,11 @@ def test_every_engine_setting_is_an_option(command: str) -> None:
     assert not missing
 
 
+def test_the_page_of_settings_is_what_they_declare() -> None:
+    """Or else: lockstep configuration > docs/configuration.md."""
+    assert run("configuration").stdout == (ROOT / "docs" / "configuration.md").read_text()
+
+
 def test_generate_prints_the_text_it_streams(model: str) -> None:
     asked = ("generate", "hello fox", "--max-tokens", "12", "--temperature", "0", *dummy(model))
     streamed, whole = run(*asked), run(*asked, "--json")

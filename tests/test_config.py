@@ -9,9 +9,11 @@ import pytest
 import torch
 
 from lockstep import LLM, EngineConfig, SamplingParams
-from lockstep.config import GRAPH_MODES, MAX_DRAFTS, Plan, SpeculativeConfig
+from lockstep.config import GRAPH_MODES, Plan
 from lockstep.errors import CapacityError, CheckpointError, ConfigError
 from lockstep.runner import memory
+from lockstep.spec import DRAFTERS, drafter_module, read
+from lockstep.spec.config import MAX_DRAFTS, SpeculativeConfig
 from tests.tiny_model import make_model
 
 BAD: list[tuple[str, Any, str]] = [
@@ -128,7 +130,30 @@ def test_every_field_has_a_bad_value_above_and_a_help() -> None:
     told = {field for field, _, _ in BAD}
     for field in dataclasses.fields(EngineConfig):
         assert field.name in told
-        assert field.metadata["help"]
+    options = [drafter_module(name).Options for name in DRAFTERS]
+    for settings in (EngineConfig, *options):
+        assert all(field.metadata["help"] for field in dataclasses.fields(settings))
+
+
+def test_a_drafter_has_its_own_keys_and_no_other_ones() -> None:
+    for method, foreign, own in (
+        ("ngram", "draft_vocab_size", "prompt_lookup_max"),
+        ("mtp", "prompt_lookup_max", "draft_vocab_size"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            EngineConfig.read(speculative_config={"method": method, foreign: 64})
+        assert_says_all(str(caught.value), "speculative_config key", foreign, own)
+        assert f"method={method!r}" in str(caught.value)
+        value = 64 if method == "mtp" else 5
+        EngineConfig.read(speculative_config={"method": method, own: value})
+
+
+@pytest.mark.parametrize("value", [0, 32, 100, 2**30, 64.0, True, "short", None])
+def test_a_bad_size_of_a_draft_head_is_refused(value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.read(speculative_config={"method": "mtp", "draft_vocab_size": value})
+    allowed = "auto, full, or multiples of 64 from 64"
+    assert_says_all(str(caught.value), "draft_vocab_size", value, allowed)
 
 
 @pytest.mark.parametrize(
@@ -147,8 +172,8 @@ def test_what_is_allowed_is_taken(chosen: dict[str, Any]) -> None:
     config = EngineConfig.read(**chosen)
     for name, value in chosen.items():
         if name == "speculative_config":
-            value = SpeculativeConfig.read(value)
-            assert config.num_drafts == value.num_speculative_tokens
+            value = read(value)
+            assert value and config.num_drafts == value.num_speculative_tokens
         assert getattr(config, name) == (tuple(value) if name == "row_buckets" else value)
     assert chosen.get("speculative_config") or config.num_drafts == 0
 

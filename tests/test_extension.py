@@ -8,7 +8,7 @@ from lockstep import LLM, SamplingParams, models, spec
 from tests.tiny_model import make_model
 
 DRAFTER = """
-import torch
+from lockstep.spec.config import SpeculativeConfig as Options
 
 NEEDS_MODULE = False
 

@@ -48,6 +48,48 @@ QWEN3 = {
     "use_sliding_window": False,
 }
 
+LLAMA = {
+    "model_type": "llama",
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "max_position_embeddings": 4096,
+    "mlp_bias": False,
+    "num_attention_heads": 6,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 512,
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+QWEN2 = {
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "max_position_embeddings": 4096,
+    "max_window_layers": 3,
+    "num_attention_heads": 6,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+}
+
 
 def make_model(folder: Path, base: dict[str, object] = CONFIG, **changes: object) -> Path:
     """Fills the folder; `changes` replace settings of `base`. Load it with load_format="dummy"."""

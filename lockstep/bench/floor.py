@@ -23,9 +23,11 @@ from lockstep.cache.specs import PagedSpec, StateSpec
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Embedding, Head
 from lockstep.layers.rotary import Rotary
-from lockstep.models.loader import build_model, read_config
+from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.loader import build_model
 from lockstep.runner.memory import mixers
-from lockstep.spec.vocabulary import draft_vocab_size
+from lockstep.spec import drafter_module
+from lockstep.spec.config import SpeculativeConfig
 
 MEMORY_RATE = 4.3e12
 """Bytes/s that an H200 reaches at best in a copy, read and written bytes both counted."""
@@ -110,21 +112,21 @@ class Sketch:
         return self.drafts + 1
 
 
-def sketch(
-    folder: Path, dtype: torch.dtype, drafts: int, module: bool, vocab: int | str = "auto"
-) -> Sketch:
-    """The model of a folder's config.json, without memory or weights.
+def sketch(folder: Path, dtype: torch.dtype, options: SpeculativeConfig | None) -> Sketch:
+    """The model of a folder's config.json and what it drafts with, without memory or weights.
 
-    drafts: K; module: whether the checkpoint's own draft module makes them, and vocab: the tokens
-    that its head knows, as in SpeculativeConfig. Raises CheckpointError or ConfigError.
+    Raises CheckpointError or ConfigError.
     """
+    drafts = options.num_speculative_tokens if options else 0
+    drafting = drafter_module(options.method) if options else None
+    checkpoint, draft = Checkpoint.read(folder), None
     with FakeTensorMode():
         build = Build("cpu", dtype, drafts + 1, max_positions=1 << 20)
         build.room.bounded = False
-        model, draft = build_model(read_config(folder), build, module)
-        if draft is not None:
-            whole = draft.head.weight.shape[0]
-            draft.reduce_head(torch.arange(draft_vocab_size(vocab, whole)))
+        model = build_model(checkpoint.raw, build)
+        if drafting is not None and drafting.NEEDS_MODULE:
+            draft = drafting.build(options, checkpoint, model, build)
+            draft.finish()
     return Sketch(model, draft, drafts)
 
 

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 
 import torch
 
-from lockstep.bench.dimensions import MODELS, MOST_CALLS, Model, Setting, Subject
-from lockstep.bench.subjects import OPS, subjects
+from lockstep.bench.dimensions import MODELS, bench_env
+from lockstep.bench.floor import Part
 from lockstep.bench.timing import REPEATS, seconds_per_call
 from lockstep.errors import ConfigError, choice_error
+from lockstep.kernels.backends import benches, every_op
 from lockstep.kernels.backends import load as load_backends
+from lockstep.kernels.bench_types import MOST_CALLS, BenchEnv, Made, Model, OpBenchmark
 
 FEWEST_CALLS = {"cuda": 20, "cpu": 2}
 OTHER_ROWS = (1, 2, 3, 7, 8, 33)
@@ -49,12 +51,30 @@ def pick_models(names: Sequence[str], device: str) -> list[Model]:
     return [MODELS[name] for name in chosen]
 
 
+def measured_ops() -> list[str]:
+    """The ops that are measured: those of the folders that have a bench.py."""
+    folders = {bench.__name__.rpartition(".")[0] for bench in benches()}
+    return [name for name, op in every_op().items() if op.reference.__module__ in folders]
+
+
 def check_ops(names: Sequence[str]) -> Sequence[str]:
     """The names, if they are all ops that are measured. Raises ConfigError."""
+    known = measured_ops()
     for name in names:
-        if name not in OPS:
-            raise choice_error(ConfigError, "op", name, ", ".join(OPS), "Choose one of them.")
+        if name not in known:
+            raise choice_error(ConfigError, "op", name, ", ".join(known), "Choose one of them.")
     return names
+
+
+def benchmarks(
+    model: Model, env: BenchEnv, query_len: int, only: Sequence[str] = ()
+) -> Iterator[OpBenchmark]:
+    """Every op of the model (or those named), one at a time, so that only one is in memory."""
+    for bench in benches():
+        made: Iterator[Made] = bench.benchmarks(model, env, query_len)
+        for op, make in made:
+            if not only or op.name in only:
+                yield make()
 
 
 @torch.inference_mode()
@@ -72,35 +92,36 @@ def measure_kernels(
     check_ops(only)
     load_backends()
     repeats = repeats or REPEATS[device]
-    setting = Setting(device, dtype, max(rows))
+    env = bench_env(device, dtype, max(rows))
     for model in models:
         for query_len in query_lens:
-            for subject in subjects(model, setting, query_len, only):
-                progress(f"{model.name} {subject.op} {subject.size}")
-                bits = compare_rows(subject, sorted({*rows, *OTHER_ROWS}), setting.most)
+            for benchmark in benchmarks(model, env, query_len, only):
+                progress(f"{model.name} {benchmark.op} {benchmark.size}")
+                bits = compare_rows(benchmark, sorted({*rows, *OTHER_ROWS}), env.most)
                 for count in rows:
-                    yield _line(model, subject, count, setting, repeats, *bits)
+                    yield _line(model, benchmark, count, env, repeats, *bits)
 
 
 def _line(
     model: Model,
-    subject: Subject,
+    benchmark: OpBenchmark,
     rows: int,
-    setting: Setting,
+    env: BenchEnv,
     repeats: int,
     compared: tuple[int, ...],
     differing: tuple[int, ...],
 ) -> KernelLine:
-    seconds = seconds_per_call(_chain(subject, rows, setting), setting.device, repeats)
-    cost = subject.cost(rows)
-    floor = max(cost.memory_ms, cost.matrix_ms) / 1e3
+    seconds = seconds_per_call(_chain(benchmark, rows, env), env.device, repeats)
+    cost = benchmark.cost(rows)
+    part = Part(benchmark.size, cost.bytes, cost.flops)
+    floor = max(part.memory_ms, part.matrix_ms) / 1e3
     return KernelLine(
         model=model.name,
-        op=subject.op,
-        size=subject.size,
-        backend=subject.backend,
+        op=benchmark.op,
+        size=benchmark.size,
+        backend=benchmark.backend,
         rows=rows,
-        query_len=subject.query_len,
+        query_len=benchmark.query_len,
         us=1e6 * seconds,
         bytes=cost.bytes,
         tb_per_s=cost.bytes / seconds / 1e12,
@@ -110,29 +131,29 @@ def _line(
     )
 
 
-def _chain(subject: Subject, rows: int, setting: Setting) -> list[Callable[[], object]]:
+def _chain(benchmark: OpBenchmark, rows: int, env: BenchEnv) -> list[Callable[[], object]]:
     """Calls on rows and weights that differ, until they have walked through enough bytes."""
-    groups = max(subject.rows // rows, 1)
-    needed = -(-setting.rotate // subject.cost(rows).bytes)
-    most = min(max(groups, subject.variants), MOST_CALLS[setting.device])
-    calls = max(min(needed, most), FEWEST_CALLS[setting.device])
+    groups = max(benchmark.rows // rows, 1)
+    needed = -(-env.walk_bytes // benchmark.cost(rows).bytes)
+    most = min(max(groups, benchmark.variants), MOST_CALLS[env.device])
+    calls = max(min(needed, most), FEWEST_CALLS[env.device])
     begins = [turn % groups * rows for turn in range(calls)]
-    return [subject.call(begin, begin + rows, turn) for turn, begin in enumerate(begins)]
+    return [benchmark.call(begin, begin + rows, turn) for turn, begin in enumerate(begins)]
 
 
 def compare_rows(
-    subject: Subject, counts: Sequence[int], most: int
+    benchmark: OpBenchmark, counts: Sequence[int], most: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(row counts compared, those whose bits differ) against the same rows in a batch of `most`.
 
     Each count is tried at the front and at the back of the batch.
     """
-    whole = _results(subject, 0, most)
+    whole = _results(benchmark, 0, most)
     compared = tuple(count for count in counts if count < most)
     differing = []
     for count in compared:
         for begin in (0, most - count):
-            found = _results(subject, begin, begin + count)
+            found = _results(benchmark, begin, begin + count)
             wanted = [part[begin : begin + count] for part in whole]
             if not all(_same(a, b) for a, b in zip(found, wanted, strict=True)):
                 differing.append(count)
@@ -140,10 +161,10 @@ def compare_rows(
     return compared, tuple(differing)
 
 
-def _results(subject: Subject, begin: int, end: int) -> list[torch.Tensor]:
+def _results(benchmark: OpBenchmark, begin: int, end: int) -> list[torch.Tensor]:
     """What a call on these rows leaves, each part [rows, anything]."""
-    subject.reset()
-    parts = subject.seen(begin, end, subject.call(begin, end, 0)())
+    benchmark.reset()
+    parts = benchmark.seen(begin, end, benchmark.call(begin, end, 0)())
     return [part.reshape(end - begin, -1).clone() for part in parts]
 
 

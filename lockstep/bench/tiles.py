@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from lockstep.bench.dimensions import Model
 from lockstep.errors import ConfigError
+from lockstep.kernels.bench_types import Model
 from lockstep.kernels.linear import segments
 
 

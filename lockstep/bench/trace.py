@@ -117,8 +117,8 @@ def _named(llm: LLM) -> Iterator[None]:
     program = runner.program
     stages = (
         (program.table, "prepare", "table.prepare"),
-        (program.sampler, "verify", "sampler.sample_target"),
-        (program.table, "advance", "table.accept_and_commit"),
+        (program.sampler, "sample_target", "sampler.sample_target"),
+        (program.table, "accept_and_commit", "table.accept_and_commit"),
         (program.drafter, "propose", "drafter.propose"),
         (program.model, "logits", "logits"),
     )

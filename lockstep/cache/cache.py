@@ -66,7 +66,8 @@ class Cache:
             seq.slot = self.state.pool.take()
             if not seq.slot and seq.source:
                 self.state.unpin(seq)
-                hit, seq.slot = 0, self.state.pool.take()
+                hit = 0
+                seq.slot = self.state.pool.take()
         self.paged.resume(seq, hit)
         missing = self.pages_for(tokens) - hit
         lacks_slot = self.state is not None and not seq.slot

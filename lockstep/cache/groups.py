@@ -41,7 +41,8 @@ class CacheSeq:
         """The key of a full page: a hash of all tokens up to its end, chained page by page."""
         while len(self.keys) <= page:
             begin = len(self.keys) * page_size
-            tokens, split = self.prompt[begin : begin + page_size], len(self.prompt)
+            tokens = self.prompt[begin : begin + page_size]
+            split = len(self.prompt)
             if begin + page_size > split:
                 tail = self.output[max(begin - split, 0) : begin + page_size - split]
                 tokens = [*tokens, *tail]
@@ -55,7 +56,8 @@ class PagedGroup:
     """Keys and values. A row writes only pages that it alone owns: cached ones are full."""
 
     def __init__(self, num_pages: int, page_size: int) -> None:
-        self.pool, self.page_size = Pool(num_pages), page_size
+        self.pool = Pool(num_pages)
+        self.page_size = page_size
 
     def hit(self, seq: CacheSeq, most: int) -> int:
         """Leading pages, at most `most`, that are cached."""
@@ -89,7 +91,8 @@ class PagedGroup:
         """Drops all pages, last first, so that a prefix outlives what follows it."""
         for page in reversed(seq.pages):
             self.pool.drop(page)
-        seq.pages, seq.published = [], 0
+        seq.pages = []
+        seq.published = 0
 
     def owners(self, seqs: set[CacheSeq]) -> Counter[int]:
         """How often each page is owned."""
@@ -100,7 +103,8 @@ class StateGroup:
     """Recurrent state: one slot per row; all slots that no row needs may hold snapshots."""
 
     def __init__(self, num_slots: int, page_size: int) -> None:
-        self.pool, self.page_size = Pool(num_slots), page_size
+        self.pool = Pool(num_slots)
+        self.page_size = page_size
         self.pins: list[int] = []
 
     def hit(self, seq: CacheSeq, most: int) -> int:

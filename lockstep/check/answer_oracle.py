@@ -7,7 +7,7 @@ CheckHooks(drafter=AnswerOracle); speculative_config names another method and sa
 import torch
 from torch import Tensor
 
-from lockstep.spec import DraftContext
+from lockstep.spec.drafter import DraftContext
 from lockstep.step import Step, Verdict
 
 NAME = "told"

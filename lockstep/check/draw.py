@@ -19,13 +19,14 @@ from lockstep.errors import RequestError
 from lockstep.example_prompts import short_prompts
 from lockstep.runner.rows import check_ids
 from lockstep.sampling_params import SamplingParams
+from lockstep.step import PAGE_SIZE
 
 EARLY = 8
 """The first worlds bring two new requests each, later ones one, so that all aims come soon."""
 MOST_OLD, MEMORY = 4, 40
 """Earlier requests beside the new ones, at most, and how far back those lie."""
 WORLDS_OF_A_KIND = 2
-PAGE = 64
+PAGE = PAGE_SIZE
 LENGTHS = (1, 3, 17, 40, 61, 62, 63, 64, 65, 66, 90, 125, 126, 127, 128, 129, 130, 150, 190, 191,
            192, 193, 200, 250, 255, 256, 257)  # fmt: skip
 LONG = (513, 514, 577, 600)

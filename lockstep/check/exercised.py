@@ -3,13 +3,10 @@
 What was never run proves nothing, so the report names it.
 """
 
-import pkgutil
 from dataclasses import dataclass, field, fields
-from importlib import import_module
 
-import lockstep.kernels
 from lockstep.check import answer_oracle
-from lockstep.kernels import Op
+from lockstep.kernels.backends import every_op
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
 from lockstep.spec import DRAFTERS
@@ -17,17 +14,6 @@ from lockstep.spec import DRAFTERS
 EVERY_DRAFTER = (*DRAFTERS, answer_oracle.NAME)
 UNREAD = ("extra_args",)
 """Sampling parameters that nothing reads."""
-
-
-def every_op() -> dict[str, Op]:
-    """The registry: every op of lockstep.kernels, by name."""
-    found = {}
-    for info in pkgutil.iter_modules(lockstep.kernels.__path__):
-        module = import_module(f"lockstep.kernels.{info.name}")
-        for value in vars(module).values():
-            if isinstance(value, Op):
-                found[value.name] = value
-    return found
 
 
 @dataclass

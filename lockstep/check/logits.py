@@ -24,6 +24,7 @@ from lockstep.errors import ConfigError, choice_error
 from lockstep.llm import LLM
 from lockstep.models.loader import read_config
 from lockstep.sampling_params import SamplingParams
+from lockstep.spec import own_drafter
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,14 @@ def run_logits(
         raise choice_error(ConfigError, "size", size, ", ".join(SIZES), "Choose one of them.")
     started, chosen = time.monotonic(), SIZES[size]
     raw = read_config(find_model(model))
-    raw = raw.get("text_config", raw)
-    most = raw.get("max_position_embeddings", chosen.long) - chosen.max_tokens
-    long, mtp = min(chosen.long, most), bool(raw.get("mtp_num_hidden_layers"))
+    own = own_drafter(raw)
+    positions = raw.get("text_config", raw).get("max_position_embeddings", chosen.long)
+    long = min(chosen.long, positions - chosen.max_tokens)
 
     def build(setup: Setup) -> LLM:
         gc.collect()
-        own = {**settings, **engine_settings(setup, chosen, long), "skip_tokenizer_init": True}
-        return build_llm(model, own, setup.hooks())
+        every = {**settings, **engine_settings(setup, chosen, long), "skip_tokenizer_init": True}
+        return build_llm(model, every, setup.hooks())
 
     plain = build(PLAIN)
     asks = make_asks(plain.engine.vocab_size, long, chosen.max_tokens)
@@ -75,7 +76,7 @@ def run_logits(
     report = Report(size, plain.engine.numerics, compared="logits")
     cuda = plain.engine.plan.device == "cuda"
     del plain
-    every = list(engines(chosen, ("full", "piecewise", "none") if cuda else ("none",), mtp))
+    every = list(engines(chosen, ("full", "piecewise", "none") if cuda else ("none",), own))
     for turn, setup in enumerate(every):
         progress(f"{setup.drafting}, graph {setup.graph}", turn, len(every))
         _Engine(setup, build(setup), asks, expected, report).run(chosen, turn)

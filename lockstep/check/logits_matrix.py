@@ -9,8 +9,8 @@ from typing import Any
 from lockstep.check import answer_oracle
 from lockstep.check.asks import Ask
 from lockstep.check.matrix import Setup
-from lockstep.runner.memory import PAGE_SIZE
 from lockstep.sampling_params import SamplingParams
+from lockstep.step import PAGE_SIZE
 
 CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
 SHORT = (5, 17, 63, 64, 65, 72, 80, 90, 100, 110, 127, 128, 129, 140, 150, 160, 191, 192, 230)
@@ -56,13 +56,14 @@ def make_asks(vocab: int, long: int, max_tokens: int) -> list[Ask]:
     return asks
 
 
-def engines(size: Size, graphs: tuple[str, ...], mtp: bool) -> Iterator[Setup]:
-    """Every K of the size in the first graph mode, some in the others; MTP drafts once if any."""
+def engines(size: Size, graphs: tuple[str, ...], own: str | None) -> Iterator[Setup]:
+    """Every K of the size in the first graph mode, some in the others. own: the drafter that
+    comes with the checkpoint, which drafts once."""
     for graph in graphs:
         for k in size.drafts if graph == graphs[0] else size.mixed:
             yield Setup(answer_oracle.NAME if k else "none", k, "cold", graph)
-    if mtp:
-        yield Setup("mtp", 3, "cold", graphs[0])
+    if own:
+        yield Setup(own, 3, "cold", graphs[0])
 
 
 def settings(setup: Setup, size: Size, long: int) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Any
 from lockstep.check.engines import hooks_of
 from lockstep.engine.hooks import CheckHooks
 
-DRAFTERS = ("ngram", "mtp")
 DRAFT_COUNTS = (1, 2, 3, 5, 7)
 DEFAULT_COUNTS = (1, 3, 7)
 MOST_DRAFTS = 7

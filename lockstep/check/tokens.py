@@ -10,11 +10,12 @@ from typing import Any
 from lockstep.check import asks as asking
 from lockstep.check.asks import Answer, Ask
 from lockstep.check.engines import build_llm
-from lockstep.check.matrix import BATCHES, DRAFTERS, PLAIN, SIZES, Setup, Size, setups
+from lockstep.check.matrix import BATCHES, PLAIN, SIZES, Setup, Size, setups
 from lockstep.check.report import Failure, Report, Tally
 from lockstep.check.trace import first_difference
 from lockstep.config import GRAPH_MODES
 from lockstep.llm import LLM
+from lockstep.spec import refusals
 
 Progress = Callable[[str, int, int], None]
 
@@ -46,10 +47,9 @@ def run_matrix(
 
 def drafters_of(plain: LLM) -> tuple[tuple[str, ...], list[str]]:
     """The drafters that this checkpoint allows, and why others are left out."""
-    raw = plain.engine.model_config
-    if raw.get("text_config", raw).get("mtp_num_hidden_layers"):
-        return DRAFTERS, []
-    return ("ngram",), ["mtp: the checkpoint has no MTP module"]
+    found = refusals(plain.engine.model_config)
+    allowed = tuple(name for name, why in found.items() if why is None)
+    return allowed, [f"{name}: {why}" for name, why in found.items() if why is not None]
 
 
 def graphs_of(plain: LLM) -> tuple[str, ...]:

@@ -46,8 +46,9 @@ class Kind:
             "method": answer_oracle.STAND_IN if oracle else self.drafter,
             "num_speculative_tokens": self.drafts,
             "adaptive": self.changing,
-            "prompt_lookup_min": self.lookup,
         }
+        if self.drafter == "ngram":
+            spec["prompt_lookup_min"] = self.lookup
         return {
             "speculative_config": spec if self.drafts else None,
             "max_model_len": ROOM,

@@ -5,6 +5,7 @@ import typer
 from lockstep.cli.bench import bench
 from lockstep.cli.chat import chat
 from lockstep.cli.check import check
+from lockstep.cli.configuration import configuration
 from lockstep.cli.explain import explain
 from lockstep.cli.generate import generate
 from lockstep.cli.serve import serve
@@ -18,4 +19,5 @@ app = typer.Typer(
 )
 for command in (serve, generate, chat, check, explain):
     app.command()(command)
+app.command(hidden=True)(configuration)
 app.add_typer(bench, name="bench")

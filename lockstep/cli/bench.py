@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.bench import Figures
-    from lockstep.bench.dimensions import Model
     from lockstep.bench.floor import Floor, Sketch, StepFloor
     from lockstep.bench.http_client import Ask
+    from lockstep.kernels.bench_types import Model
     from lockstep.llm import LLM
 
 USUAL = "offline"
@@ -139,7 +139,7 @@ def _choose_drafts(
         return
     if count and spec is None:
         raise ConfigError(
-            f"--num-speculative-tokens {count} needs a drafter, and this checkpoint has no MTP "
+            f"--num-speculative-tokens {count} needs a drafter, and this checkpoint has no draft "
             """module. Name one, e.g. --speculative-config '{"method": "ngram"}'."""
         )
     given = {"adaptive": False, **(spec or {}), "num_speculative_tokens": count}
@@ -191,7 +191,7 @@ def kernels(
     from lockstep.config import EngineConfig
     from lockstep.engine.build import pick_device, pick_dtype
 
-    config = EngineConfig(device=device, dtype=dtype)
+    config = EngineConfig.read(device=device, dtype=dtype)
     place = pick_device(config)
     kind = pick_dtype(config, {}, place)
     models = pick_models(model or (), place)
@@ -354,15 +354,9 @@ def _sketch(folder: Path, dtype: str, spec: dict[str, Any] | None) -> "Sketch":
     import torch
 
     from lockstep.bench.floor import sketch
-    from lockstep.config import SpeculativeConfig
-    from lockstep.spec import drafter_module
+    from lockstep.spec import read
 
-    chosen = SpeculativeConfig.read(spec)
-    module = drafter_module(chosen)
-    drafts = chosen.num_speculative_tokens if chosen else 0
-    size = chosen.draft_vocab_size if chosen else "auto"
-    needed = bool(module and module.NEEDS_MODULE)
-    return sketch(folder, getattr(torch, dtype), drafts, needed, size)
+    return sketch(folder, getattr(torch, dtype), read(spec))
 
 
 def _show_floor_alone(

@@ -74,7 +74,8 @@ def _prompt(llm: "LLM", prompt: str | None, chat: bool) -> dict[str, Any]:
 
 
 def _answer(output: RequestOutput) -> dict[str, Any]:
-    done, metrics = output.outputs[0], output.metrics
+    done = output.outputs[0]
+    metrics = output.metrics
     return {
         "text": done.text,
         "token_ids": done.token_ids,
@@ -88,8 +89,10 @@ def _answer(output: RequestOutput) -> dict[str, Any]:
 
 
 def _closing(output: RequestOutput) -> str:
-    done, m = output.outputs[0], output.metrics
-    begin, end = m.first_token_time or 0.0, m.finished_time or 0.0
+    done = output.outputs[0]
+    m = output.metrics
+    begin = m.first_token_time or 0.0
+    end = m.finished_time or 0.0
     speed = (len(done.token_ids) - 1) / (end - begin) if end > begin else 0.0
     return (
         f"{len(done.token_ids)} tokens, {speed:.0f} tokens/s, acceptance length "
@@ -105,7 +108,7 @@ def _compare(
     settled = settle_drafts({**settings, "enable_prefix_caching": False})
     if settled["speculative_config"] is None:
         raise ConfigError(
-            "--compare needs drafts, and this checkpoint has no MTP module; name a drafter, e.g. "
+            "--compare needs drafts, and this checkpoint has no draft module; name a drafter, e.g. "
             """--speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'."""
         )
     plain = load({**settled, "speculative_config": None}, quiet=json)

@@ -1,16 +1,18 @@
-"""Options made from dataclasses: EngineConfig's fields, and those of SamplingParams."""
+"""Options made from dataclasses: settings of engine and server, fields of SamplingParams."""
 
 import inspect
 import json
 from collections.abc import Callable
-from dataclasses import MISSING, Field, fields
-from typing import Annotated, Any, get_type_hints
+from dataclasses import Field, fields
+from typing import Annotated, Any, Literal, get_origin, get_type_hints
 
 import typer
 
 from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.sampling_params import SamplingParams
+from lockstep.serve.settings import ServerSettings
+from lockstep.spec.config import EXAMPLE, SpeculativeConfig
 
 SAMPLING_HELP = {
     "temperature": "0 is greedy",
@@ -24,8 +26,11 @@ SAMPLING_HELP = {
     "seed": "the same seed gives the same answer; drawn if left out",
 }
 AUTO_DRAFTS = "auto"
-DEFAULT_DRAFTS = 3
-SPEC_HELP = "; auto: the checkpoint's own MTP module with K=3 if it has one; none: no drafts"
+DEFAULT_DRAFTS = SpeculativeConfig.num_speculative_tokens
+SPEC_HELP = (
+    f"; auto: the checkpoint's own draft module with K={DEFAULT_DRAFTS} if it has one; "
+    "none: no drafts"
+)
 
 Command = Callable[..., Any]
 
@@ -55,6 +60,18 @@ def engine_options(command: Command) -> Command:
     return _extended(command, added, read, drop="settings")
 
 
+def server_options(command: Command) -> Command:
+    """Adds an option per field of ServerSettings; the command gets them as `server`, checked."""
+    hints = get_type_hints(ServerSettings)
+    own = fields(ServerSettings)
+    added = [_option(f, *_typed(f, hints[f.name])) for f in own]
+
+    def read(values: dict[str, Any]) -> dict[str, Any]:
+        return {"server": ServerSettings(**{f.name: values.pop(f.name) for f in own})}
+
+    return _extended(command, added, read, drop="server")
+
+
 def sampling_options(command: Command) -> Command:
     """Adds the options of SAMPLING_HELP; the command gets those given as `sampling`, a dict."""
     hints: dict[str, Any] = get_type_hints(SamplingParams)
@@ -82,12 +99,16 @@ def _typed(field: Field[Any], hint: Any) -> tuple[Any, Any]:
         return str, AUTO_DRAFTS
     if field.name == "row_buckets":
         return str | None, None
-    return hint, field.default if field.default is not MISSING else None
+    if get_origin(hint) is Literal:
+        return str, field.default
+    if get_origin(hint) is tuple:
+        return list[str] | None, None
+    return hint, field.default
 
 
 def _option(field: Field[Any], hint: Any, default: Any) -> inspect.Parameter:
     help = field.metadata["help"] + (SPEC_HELP if field.name == "speculative_config" else "")
-    if hint is bool:
+    if hint is bool and not field.name.startswith("no_"):
         name = field.name.replace("_", "-")
         flag = typer.Option(f"--{name}/--no-{name}", help=help)
     else:
@@ -149,7 +170,7 @@ def read_speculative_config(value: str) -> dict[str, Any] | str | None:
     if not isinstance(found, dict):
         raise ConfigError(
             f"speculative_config={value!r} is not allowed; allowed: auto, none, or a JSON object, "
-            """e.g. '{"method": "mtp", "num_speculative_tokens": 3}'. Change it."""
+            f"e.g. '{EXAMPLE}'. Change it."
         )
     return found
 
@@ -166,8 +187,8 @@ def settle_drafts(settings: dict[str, Any]) -> dict[str, Any]:
         return settings
     from lockstep.engine.build import find_model
     from lockstep.models.loader import read_config
+    from lockstep.spec import own_drafter
 
-    raw = read_config(find_model(settings["model"]))
-    has_module = raw.get("text_config", raw).get("mtp_num_hidden_layers", 0)
-    spec = {"method": "mtp", "num_speculative_tokens": DEFAULT_DRAFTS} if has_module else None
+    method = own_drafter(read_config(find_model(settings["model"])))
+    spec = {"method": method, "num_speculative_tokens": DEFAULT_DRAFTS} if method else None
     return {**settings, "speculative_config": spec}

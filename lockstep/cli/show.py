@@ -57,7 +57,8 @@ def load(settings: dict[str, Any], quiet: bool = False) -> "LLM":
 
 def summary(llm: "LLM") -> str:
     """Model, drafting, memory and numerics of an engine, in one line."""
-    plan, spec = llm.engine.plan, llm.engine.config.speculative_config
+    plan = llm.engine.plan
+    spec = llm.engine.config.speculative_config
     drafting = f"{spec.method} K={spec.num_speculative_tokens}" if spec else "no drafts"
     if spec and spec.synthetic_length:
         drafting += (

@@ -71,7 +71,8 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine, on_end: Callable[[str], None] | None = None) -> None:
-        self.engine, self.on_end = engine, on_end
+        self.engine = engine
+        self.on_end = on_end
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._streams: dict[str, Stream] = {}
         self._arriving: set[Stream] = set()
@@ -139,7 +140,8 @@ class AsyncEngine:
             stream.put(TokenUpdate([], None, "abort", None, replace(request.metrics)))
 
     def _loop(self) -> None:
-        ended, failed = "it was shut down", True
+        ended = "it was shut down"
+        failed = True
         try:
             while self._take_commands():
                 for request in self._step():

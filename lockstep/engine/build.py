@@ -1,8 +1,8 @@
-"""From what the user chose to a runner that stands: model, plan, memory, warm-up."""
+"""From what the user chose to a runner that stands: checkpoint, model, costs, plan, warm-up."""
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
@@ -10,16 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lockstep.config import DTYPES, EngineConfig, Plan
+from lockstep.config import DTYPES, EngineConfig, Plan, StepLimits
 from lockstep.engine.hooks import CheckHooks
 from lockstep.errors import ConfigError
 from lockstep.kernels.backends import load as load_backends
 from lockstep.layers.build import Build, Choice
 from lockstep.layers.linear import probe
+from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.hub import fetch
-from lockstep.models.loader import build_model, fill_dummy, load_weights, read_config
+from lockstep.models.loader import build_model, fill_dummy, load_weights
 from lockstep.models.reading import ConfigReader
 from lockstep.runner import memory
 from lockstep.runner.program import Drafter, Program
@@ -32,24 +33,64 @@ from lockstep.scheduling.draft_length import (
     FixedDraftLength,
     draft_length_policy,
 )
-from lockstep.spec import DraftContext, NoDrafter, draft_lengths, drafter_module
-from lockstep.spec.vocabulary import draft_vocab_size, frequent_tokens
-from lockstep.step import StepShape
+from lockstep.spec import drafter_module
+from lockstep.spec.drafter import DraftContext, NoDrafter
+from lockstep.step import PAGE_SIZE, StepShape
 
 Progress = Callable[[str, int, int], None]
 GPU_ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
-GPU_SNAPSHOT_SHARE = 0.2
+"""Rows that a GPU's steps are padded to: a graph for each and number of drafts."""
+GPU_STEPS_IN_FLIGHT = 2
+"""The host schedules a step while the device works on the one before."""
 
 
 @dataclass
 class EngineParts:
-    """All that an engine stands on."""
+    """All that an engine stands on. draft_policy: how many drafts each step brings."""
 
     plan: Plan
     runner: Runner
     draft_policy: DraftLengthPolicy
     raw: dict[str, Any]
     choices: list[Choice]
+
+
+@torch.inference_mode()
+def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) -> EngineParts:
+    """Builds everything. Raises ConfigError, CheckpointError or CapacityError."""
+    device = pick_device(config)
+    checkpoint = Checkpoint.read(find_model(config.model))
+    limits = step_limits(config, checkpoint, device)
+    prepare_device(device)
+    build = Build(
+        device=device,
+        dtype=getattr(torch, limits.dtype),
+        window=limits.query_len,
+        max_positions=limits.history_len,
+        max_model_len=limits.max_model_len,
+    )
+    model, draft = build_models(config, checkpoint, build, progress)
+    layers = memory.mixers(model, draft)
+    cost = memory.cache_bytes(layers)
+    memory.check_table(build.room, limits, model.config.vocab_size)
+    probe_linears(build, model, limits)
+    program = build_program(config, limits, build, model, draft, hooks)
+    size = cache_size(config, limits, build, layers, program)
+    plan = Plan(
+        **vars(limits),
+        num_pages=size.pages,
+        page_bytes=cost.page,
+        num_slots=size.slots,
+        slot_bytes=cost.slot,
+        **draft_costs(model, draft),
+    )
+    runner = Runner(plan, model, draft, program)
+    step_ms = runner.warm_up(lambda done, of: progress("warming up", done, of))
+    policy = pick_policy(config, plan, hooks, step_ms)
+    return EngineParts(plan, runner, policy, checkpoint.raw, build.choices)
+
+
+# What is chosen before anything is built.
 
 
 def find_model(model: str | None) -> Path:
@@ -95,193 +136,213 @@ def pick_length(config: EngineConfig, raw: dict[str, Any]) -> int:
     return config.max_model_len or most
 
 
+def pick_row_buckets(config: EngineConfig, device: str) -> tuple[int, ...]:
+    """The row counts that steps are padded to, ascending: the last is max_num_seqs."""
+    most = config.max_num_seqs
+    usual = GPU_ROW_BUCKETS if device == "cuda" else tuple(range(1, most + 1))
+    buckets = config.row_buckets or usual
+    return tuple(sorted({b for b in buckets if b < most} | {most}))
+
+
+def step_limits(config: EngineConfig, checkpoint: Checkpoint, device: str) -> StepLimits:
+    """How large steps may be. Raises ConfigError or CheckpointError."""
+    dtype = pick_dtype(config, checkpoint.raw, device)
+    drafting = config.speculative_config
+    cuda = device == "cuda"
+    return StepLimits(
+        model_path=checkpoint.folder,
+        device=device,
+        dtype=str(dtype).removeprefix("torch."),
+        max_model_len=pick_length(config, checkpoint.raw),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        query_len=config.num_drafts + 1,
+        page_size=PAGE_SIZE,
+        row_buckets=pick_row_buckets(config, device),
+        draft_lengths=drafting.draft_lengths if drafting else (0,),
+        graph_mode=config.cuda_graph_mode if cuda else "none",
+        steps_in_flight=config.steps_in_flight or (GPU_STEPS_IN_FLIGHT if cuda else 1),
+        numerics=numerics(device, dtype) + _synthetic(config),
+    )
+
+
 def numerics(device: str, dtype: torch.dtype) -> str:
-    """All that bits may depend on besides weights and request: printed, and the fingerprint."""
+    """All that bits may depend on besides weights and request: printed, and the fingerprint.
+
+    On a GPU Triton's version too: the trees of its sums follow the layouts that it chooses.
+    """
     if device == "cuda":
+        import triton
+
         arch = "sm" + "".join(map(str, torch.cuda.get_device_capability()))
+        libraries = [f"torch-{torch.__version__}", f"triton-{triton.__version__}"]
     else:
         arch = f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
+        libraries = [f"torch-{torch.__version__}"]
     name = str(dtype).removeprefix("torch.")
     try:
         release = version("lockstep-llm")
     except PackageNotFoundError:
         from lockstep import __version__ as release
     parts = (arch, f"weights-{name}", f"kv-{name}", "state-float32", "tp1")
-    return "/".join((*parts, f"torch-{torch.__version__}", f"lockstep-{release}"))
+    return "/".join((*parts, *libraries, f"lockstep-{release}"))
 
 
 def _synthetic(config: EngineConfig) -> str:
     """What synthetic acceptance adds to the numerics: its answers are not the model's."""
-    spec = config.speculative_config
-    chosen = spec.synthetic_acceptance if spec else None
+    drafting = config.speculative_config
+    chosen = drafting.synthetic_acceptance if drafting else None
     return "" if chosen is None else f"/synthetic-acceptance-{chosen:g}"
 
 
-@torch.inference_mode()
-def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) -> EngineParts:
-    """Builds everything. Raises ConfigError, CheckpointError or CapacityError."""
-    folder, device = find_model(config.model), pick_device(config)
-    raw = read_config(folder)
-    dtype, length = pick_dtype(config, raw, device), pick_length(config, raw)
-    window = config.num_drafts + 1
-    drafting = drafter_module(config.speculative_config)
+# The model, and the program of a step.
+
+
+def prepare_device(device: str) -> None:
+    """What must be set before the first op: no library may round sums as it likes."""
     load_backends()
     if device == "cpu":
         memory.keep_freed_memory()
-    else:
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    build = Build(device, dtype, window, length + 3 * window + 1)
-    model, draft = build_model(raw, build, bool(drafting and drafting.NEEDS_MODULE))
+        return
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+
+
+def build_models(
+    config: EngineConfig, checkpoint: Checkpoint, build: Build, progress: Progress
+) -> tuple[nn.Module, Any]:
+    """The target and its draft module or None, with their weights."""
+    model = build_model(checkpoint.raw, build)
+    draft = build_draft(config, checkpoint, model, build)
     if config.load_format == "dummy":
         fill_dummy(model, draft, config.seed)
     else:
-        load_weights(folder, raw, model, draft, lambda i, n: progress("loading", i, n))
-    vocab = model.config.vocab_size
-    ids = _draft_tokens(config, folder, draft, vocab, device)
-    layers = memory.mixers(model, draft)
-    plan = _plan(config, folder, device, dtype, length, layers)
-    counts = {r * (k + 1) for r in plan.row_buckets for k in plan.draft_lengths}
-    probe(build, model, sorted(counts))
+        shown = partial(progress, "loading")
+        load_weights(checkpoint.folder, checkpoint.raw, model, draft, shown)
     if draft is not None:
-        own = 0 if ids is None else draft.head.weight.numel() * dtype.itemsize
-        known = draft.head.weight.shape[0]
-        plan = replace(plan, draft_vocab_size=known, draft_head_bytes=own)
-    memory.check_room(build.room, plan, vocab)
-    table = RowTable(plan, build, vocab)
-    create = hooks.drafter or (drafting.create if drafting else None)
-    program = _program(config, table, build, model, draft, create, ids)
-    if device == "cuda" and config.num_gpu_blocks is None:
-        plan = _measured(config, plan, layers, program)
-    runner = Runner(plan, model, draft, program)
-    taken = runner.warm_up(lambda i, n: progress("warming up", i, n))
-    policy: DraftLengthPolicy = FixedDraftLength(0)
-    if hooks.draft_policy:
-        policy = hooks.draft_policy(plan.draft_lengths)
-    elif config.speculative_config:
-        policy = draft_length_policy(config.speculative_config, plan.draft_lengths, taken)
-    return EngineParts(plan, runner, policy, raw, build.choices)
+        draft.finish()
+    return model, draft
 
 
-def _draft_tokens(
-    config: EngineConfig, folder: Path, draft: Any, vocab: int, device: str
-) -> Tensor | None:
-    """The tokens that the draft module is reduced to, or None where it knows all."""
-    spec = config.speculative_config
-    if spec is None:
+def build_draft(
+    config: EngineConfig, checkpoint: Checkpoint, model: nn.Module, build: Build
+) -> Any:
+    """The configured drafter's module, not loaded yet; None where it has none.
+
+    Its sums may be cut as it likes: no draft changes an answer.
+    """
+    options = config.speculative_config
+    drafting = drafter_module(options.method) if options else None
+    if drafting is None or not drafting.NEEDS_MODULE:
         return None
+    inexact = build.at("draft")
+    inexact.exact = False
+    return drafting.build(options, checkpoint, model, inexact)
+
+
+def draft_costs(model: nn.Module, draft: Any) -> dict[str, int]:
+    """What a Plan says of the draft module."""
     if draft is None:
-        if spec.draft_vocab_size != "auto":
-            raise ConfigError(
-                f"draft_vocab_size={spec.draft_vocab_size!r} is not allowed with method="
-                f"{spec.method!r}, which has no head to shorten. Leave it out."
-            )
-        return None
-    size = draft_vocab_size(spec.draft_vocab_size, vocab)
-    if size == vocab:
-        return None
-    ids = torch.tensor(frequent_tokens(folder, size, vocab), device=device)
-    draft.reduce_head(ids)
-    return ids
+        return {}
+    known = model.config.vocab_size if draft.ids is None else len(draft.ids)
+    return {"draft_vocab_size": known, "draft_head_bytes": draft.head_bytes}
 
 
-def _program(
+def probe_linears(build: Build, model: nn.Module, limits: StepLimits) -> None:
+    """Lets every linear choose its fastest exact face at the token counts of generated steps."""
+    counts = {rows * (k + 1) for rows in limits.row_buckets for k in limits.draft_lengths}
+    probe(build, model, sorted(counts))
+
+
+def build_program(
     config: EngineConfig,
-    table: RowTable,
+    limits: StepLimits,
     build: Build,
     model: nn.Module,
-    draft: nn.Module | None,
-    create: Callable[[DraftContext], Drafter] | None,
-    ids: Tensor | None,
+    draft: Any,
+    hooks: CheckHooks,
 ) -> Program:
-    spec, vocab = config.speculative_config, model.config.vocab_size
+    """Table, sampler and drafter around the models. Raises ConfigError on a hook without a K."""
+    options, vocab = config.speculative_config, model.config.vocab_size
+    table = RowTable(limits, build, vocab)
     sampler = Sampler(table, build, vocab)
-    if spec and spec.synthetic_acceptance is not None:
-        sampler = SyntheticSampler(table, build, vocab, spec.synthetic_acceptance)
+    if options and options.synthetic_acceptance is not None:
+        sampler = SyntheticSampler(table, build, vocab, options.synthetic_acceptance)
     drafter: Drafter = NoDrafter()
-    if spec and create:
-        context = DraftContext(
-            spec,
-            table.drafts,
-            table.tokens,
-            table.computed,
-            table.page_size,
-            draft,
-            partial(sampler.sample, ids=ids),
-            build.at("drafter").op,
-        )
-        drafter = create(context)
-    return Program(table, model, sampler, drafter)
-
-
-def _plan(
-    config: EngineConfig,
-    folder: Path,
-    device: str,
-    dtype: torch.dtype,
-    length: int,
-    layers: dict[str, nn.Module],
-) -> Plan:
-    cost, seqs = memory.cache_bytes(layers), config.max_num_seqs
-    per_row = -(-(length + 3 * (config.num_drafts + 1) + 1) // memory.PAGE_SIZE)
-    pages = config.num_gpu_blocks
-    if pages is None:
-        budget = memory.CPU_CACHE_BYTES
-        pages = memory.count_pages(budget, cost.page, seqs * per_row + 1, min(per_row, 2) + 1)
-    snapshots = config.num_snapshots
-    if snapshots is None:
-        snapshots = 2 * seqs if config.enable_prefix_caching else 0
-    cuda = device == "cuda"
-    buckets = config.row_buckets or (GPU_ROW_BUCKETS if cuda else tuple(range(1, seqs + 1)))
-    buckets = tuple(sorted({b for b in buckets if b < seqs} | {seqs}))
-    return Plan(
-        model_path=folder,
-        device=device,
-        dtype=str(dtype).removeprefix("torch."),
-        max_model_len=length,
-        max_num_seqs=seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        query_len=config.num_drafts + 1,
-        page_size=memory.PAGE_SIZE,
-        num_pages=pages,
-        page_bytes=cost.page,
-        num_slots=1 + seqs + snapshots if cost.slot else 0,
-        slot_bytes=cost.slot,
-        row_buckets=buckets,
-        draft_lengths=draft_lengths(config.speculative_config),
-        graph_mode=config.cuda_graph_mode if cuda else "none",
-        steps_in_flight=config.steps_in_flight or (2 if cuda else 1),
-        numerics=numerics(device, dtype) + _synthetic(config),
+    if options is None:
+        if hooks.drafter:
+            raise ConfigError("a drafter of CheckHooks needs a speculative_config, which says K.")
+        return Program(table, model, sampler, drafter)
+    context = DraftContext(
+        config=options,
+        drafts=table.drafts,
+        tokens=table.tokens,
+        computed=table.computed,
+        page_size=table.page_size,
+        module=draft,
+        sample=partial(sampler.sample, ids=draft.ids if draft else None),
+        op=build.at("drafter").op,
     )
+    create = hooks.drafter or drafter_module(options.method).create
+    return Program(table, model, sampler, create(context))
 
 
-def largest_prompts(plan: Plan) -> list[int]:
+# What is left for the cache, and who chooses the number of drafts.
+
+
+def largest_prompts(limits: StepLimits) -> list[int]:
     """The lengths of the prompts in the largest step: rows that are as long as rows may be."""
-    most, tokens = plan.max_model_len, plan.max_num_batched_tokens
+    most, tokens = limits.max_model_len, limits.max_num_batched_tokens
     lengths = [min(most, tokens - at) for at in range(0, tokens, most)]
-    return lengths[: plan.max_num_seqs]
+    return lengths[: limits.max_num_seqs]
 
 
-def _measured(
-    config: EngineConfig, plan: Plan, layers: dict[str, nn.Module], program: Program
-) -> Plan:
-    """The plan with the pages that fit beside weights, state and the largest prompt step."""
-    memory.allocate(layers, 2, min(plan.num_slots, 2), plan.device)
+def cache_size(
+    config: EngineConfig,
+    limits: StepLimits,
+    build: Build,
+    layers: dict[str, nn.Module],
+    program: Program,
+) -> memory.CacheSize:
+    """Pages and slots: as asked for, or as many as are of use and fit. Raises CapacityError."""
+    cost = memory.cache_bytes(layers)
+    if limits.device == "cuda" and config.num_gpu_blocks is None:
+        budget = free_bytes(config, limits, layers, program)
+        return memory.measured_size(config, limits, cost, budget)
+    size = memory.asked_size(config, limits, cost)
+    if limits.device == "cpu":
+        memory.check_cache(build.room, cost, size)
+    return size
+
+
+def free_bytes(
+    config: EngineConfig, limits: StepLimits, layers: dict[str, nn.Module], program: Program
+) -> int:
+    """Bytes of the GPU that are left beside weights, table and the largest steps, which run here on
+    null rows. Negative where those take more than gpu_memory_utilization allows."""
+    memory.allocate(layers, num_pages=2, num_slots=2, device=limits.device)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    lengths = largest_prompts(plan)
+    lengths = largest_prompts(limits)
     program.table.inputs.fill(query_lens=lengths)
     sizes = len(lengths), sum(lengths), max(lengths)
-    program.run_step(StepShape(*sizes, prompt=True, next_drafts=plan.query_len - 1))
-    program.run_step(StepShape.uniform(plan.row_buckets[-1], plan.query_len))
+    program.run_step(StepShape(*sizes, prompt=True, next_drafts=limits.query_len - 1))
+    program.run_step(StepShape.uniform(limits.row_buckets[-1], limits.query_len))
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     free, total = torch.cuda.mem_get_info()
-    budget = int(total * config.gpu_memory_utilization) - (total - free) - peak
-    snapshots = plan.num_slots - 1 - plan.max_num_seqs if plan.num_slots else 0
-    if config.num_snapshots is None and plan.slot_bytes:
-        snapshots = min(snapshots, int(budget * GPU_SNAPSHOT_SHARE) // plan.slot_bytes)
-    slots = 1 + plan.max_num_seqs + snapshots if plan.slot_bytes else 0
-    useful = plan.max_num_seqs * plan.row_columns * 4 + 1
-    pages = memory.count_pages(budget - slots * plan.slot_bytes, plan.page_bytes, useful, 3)
-    return replace(plan, num_pages=pages, num_slots=slots)
+    return int(total * config.gpu_memory_utilization) - (total - free) - peak
+
+
+def pick_policy(
+    config: EngineConfig,
+    plan: Plan,
+    hooks: CheckHooks,
+    step_ms: dict[tuple[int, int], float],
+) -> DraftLengthPolicy:
+    """Who chooses the number of drafts. step_ms: (rows, drafts) -> ms of a step of null rows."""
+    if hooks.draft_policy:
+        return hooks.draft_policy(plan.draft_lengths)
+    if config.speculative_config is None:
+        return FixedDraftLength(0)
+    return draft_length_policy(config.speculative_config.adaptive, plan.draft_lengths, step_ms)

@@ -47,7 +47,8 @@ class Engine:
         self.config = config
         self.hooks = hooks
         self._parts = build_engine(config, progress, hooks)
-        self.plan, self.runner = self._parts.plan, self._parts.runner
+        self.plan = self._parts.plan
+        self.runner = self._parts.runner
         self.model_config = self._parts.raw
         self.numerics = self.plan.numerics
         digest = hashlib.sha256(self.numerics.encode()).hexdigest()
@@ -124,7 +125,8 @@ class Engine:
         """Reads the oldest schedule's steps and gives their tokens to their requests."""
         schedule, launched = self._in_flight.popleft()
         results = self.runner.collect(launched)
-        now, self._failures = time.monotonic(), 0
+        now = time.monotonic()
+        self._failures = 0
         with self._counting:
             touched = self.scheduler.update(schedule, results)
             for request in touched:
@@ -132,7 +134,8 @@ class Engine:
         return touched
 
     def _count(self, request: Request, now: float) -> None:
-        stats, metrics = self.stats, request.metrics
+        stats = self.stats
+        metrics = request.metrics
         last = self._last_token_time.get(request.id)
         if last is not None:
             stats.observe("itl_seconds", now - last)
@@ -157,12 +160,17 @@ class Engine:
 
     def refresh_stats(self) -> Stats:
         """The counters, gauges of the scheduler and the cache included."""
-        stats, scheduler, cache = self.stats, self.scheduler, self.scheduler.cache
-        stats.num_running, stats.num_waiting = scheduler.num_running, scheduler.num_waiting
-        stats.num_swapped, stats.preemptions_total = scheduler.num_swapped, scheduler.preemptions
+        stats = self.stats
+        scheduler = self.scheduler
+        cache = self.scheduler.cache
+        stats.num_running = scheduler.num_running
+        stats.num_waiting = scheduler.num_waiting
+        stats.num_swapped = scheduler.num_swapped
+        stats.preemptions_total = scheduler.preemptions
         stats.pages_total = cache.paged.pool.total
         stats.pages_used = cache.paged.pool.used
-        stats.prefix_hits_total, stats.prefix_queries_total = cache.hit_tokens, cache.query_tokens
+        stats.prefix_hits_total = cache.hit_tokens
+        stats.prefix_queries_total = cache.query_tokens
         return stats
 
     def explain(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from lockstep.runner.program import Drafter
 from lockstep.scheduling.draft_length import DraftLengthPolicy
-from lockstep.spec import DraftContext
+from lockstep.spec.drafter import DraftContext
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """Tensors in, tensors out. One folder per op: the contract and its reference, then the backends."""
 
-from lockstep.kernels.registry import Op, op
+from lockstep.kernels.registry import Backend, Op, op
 
-__all__ = ["Op", "op"]
+__all__ = ["Backend", "Op", "op"]

@@ -1,33 +1,95 @@
-"""load() makes the GPU faces of all ops known; gpu_trait() is what the Triton ones ask first."""
+"""What the folders of lockstep.kernels hold, found by looking: ops, their backends, cases, benches.
 
+An op's folder holds the contract and the reference in `__init__.py`, the backends in modules,
+`cases.py` and, if `lockstep bench kernels` measures its ops, `bench.py`.
+"""
+
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from importlib.util import find_spec
+from pkgutil import iter_modules
+from types import ModuleType
 from typing import Any
 
 import torch
 
-FACES = (
-    "linear.triton",
-    "linear.cublas",
-    "norm.triton",
-    "activations.triton",
-    "rotary.triton",
-    "attention.triton",
-    "attention.hopper",
-    "gated_delta_rule.triton",
-    "gated_delta_rule.triton_chunk",
-    "sampling.triton",
-    "table.triton",
-)
+import lockstep.kernels
+from lockstep.kernels.registry import Op
+
+NO_BACKENDS = ("cases", "bench")
+"""Modules of an op's folder that hold no backend; those whose names begin with _ hold none too."""
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+Cases = Callable[[torch.dtype], Iterator[tuple[str, dict[str, Any]]]]
+"""A dtype -> (name, arguments on the CPU) of each of an op's cases."""
+
+
+def folders() -> list[ModuleType]:
+    """The packages of ops, by name."""
+    return [
+        import_module(f"lockstep.kernels.{module.name}")
+        for module in iter_modules(lockstep.kernels.__path__)
+        if module.ispkg
+    ]
+
+
+def ops_of(folder: ModuleType) -> list[Op]:
+    """The ops that a folder defines, in the order of their definition."""
+    own = (value for value in vars(folder).values() if isinstance(value, Op))
+    return [op for op in own if op.reference.__module__ == folder.__name__]
+
+
+def every_op() -> dict[str, Op]:
+    """The ops of all folders, by name."""
+    return {op.name: op for folder in folders() for op in ops_of(folder)}
+
+
+def cases_of(op: Op) -> Cases:
+    """`<op>_cases` of the op's cases.py."""
+    module = import_module(f"{op.reference.__module__}.cases")
+    found: Cases = getattr(module, f"{op.name}_cases")
+    return found
+
+
+def traits_of(op: Op, arguments: dict[str, Any]) -> dict[str, Any]:
+    """What a layer says when it asks for the op, besides device and dtype, as these arguments have
+    it: `<op>_traits` of the op's cases.py; none where there is no such function."""
+    module = import_module(f"{op.reference.__module__}.cases")
+    found: dict[str, Any] = getattr(module, f"{op.name}_traits", lambda **_: {})(**arguments)
+    return found
+
+
+def benches() -> list[ModuleType]:
+    """The bench.py of each folder that has one."""
+    names = (f"{folder.__name__}.bench" for folder in folders())
+    return [import_module(name) for name in names if find_spec(name)]
 
 
 def load() -> None:
-    """Imports every op's GPU faces. Idempotent; does nothing where Triton is not installed."""
-    if find_spec("triton") is None:
-        return
-    for face in FACES:
-        import_module(f"lockstep.kernels.{face}")
+    """Imports every op's backends; those that need Triton only where it is installed. Idempotent.
+
+    A backend that falls back on another imports it, hence is added after it and preferred to it.
+    """
+    for folder in folders():
+        for module in iter_modules(folder.__path__):
+            if module.name not in NO_BACKENDS and not module.name.startswith("_"):
+                _load(f"{folder.__name__}.{module.name}")
+
+
+def _load(name: str) -> None:
+    """Imports a module of backends, unless it needs Triton and that is not installed."""
+    try:
+        import_module(name)
+    except ModuleNotFoundError as missing:
+        needs_triton = (missing.name or "").partition(".")[0] == "triton"
+        if not needs_triton or find_spec("triton") is not None:
+            raise
+
+
+def cpu_trait(**traits: Any) -> str | None:
+    """None where a CPU backend can run: on a CPU."""
+    if str(traits.get("device", "cpu")).partition(":")[0] == "cpu":
+        return None
+    return "it reads lengths on the host, and its bits are those of a CPU's libraries"
 
 
 def gpu_trait(**traits: Any) -> str | None:

@@ -1,50 +1,73 @@
-"""One contract, several faces: an op is its reference plus the backends that repeat its signature.
+"""One contract, several backends: an op is its reference plus what repeats its signature.
 
 @op
-def rms_norm(x, weight, eps): ...          # the reference: specification, oracle, CPU backend
+def rms_norm(x, weight, eps): ...          # the reference: specification and oracle
 
-@rms_norm.backend("triton", supports=lambda **t: None if t["device"] == "cuda" else "no GPU")
+@rms_norm.backend("triton", supports=gpu_trait)
 def _(x, weight, eps): ...
 
-fn = rms_norm.select(device="cuda", dtype="bfloat16")   # once, when a layer is built
+name = rms_norm.choose(device="cuda", dtype=torch.bfloat16)   # once, when a layer is built
+rms_norm.backends[name].run(x, weight, eps)
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, overload
 
 from lockstep.errors import ConfigError
 
+Function = Callable[..., Any]
 Supports = Callable[..., str | None]
 
 
-class Op:
-    """A named op. Calling it runs the reference."""
+class Backend(NamedTuple):
+    """A function with the op's signature; supports(**traits) returns None, or the reason why not.
 
-    def __init__(self, reference: Callable[..., Any]) -> None:
+    unchosen: why traits alone never choose it, where they do not.
+    """
+
+    run: Function
+    supports: Supports
+    unchosen: str | None = None
+
+
+class Op:
+    """A named op. Calling it runs the reference. writes: the arguments that it changes in place."""
+
+    def __init__(self, reference: Function, writes: tuple[str, ...] = ()) -> None:
         self.name = reference.__name__
         self.reference = reference
+        self.writes = writes
         self.__doc__ = reference.__doc__
-        self.backends: dict[str, tuple[Callable[..., Any], Supports]] = {
-            "reference": (reference, _reference_supports)
+        self.backends: dict[str, Backend] = {
+            "reference": Backend(reference, _reference_supports),
         }
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.reference(*args, **kwargs)
 
     def backend(
-        self, name: str, supports: Supports
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """Adds a face. `supports(**traits)` returns None, or the reason why not."""
+        self, name: str, supports: Supports, unchosen: str | None = None
+    ) -> Callable[[Function], Function]:
+        """Adds a backend, preferred to those that were added before it. See Backend."""
 
-        def add(fn: Callable[..., Any]) -> Callable[..., Any]:
-            self.backends[name] = (fn, supports)
+        def add(fn: Function) -> Function:
+            self.backends[name] = Backend(fn, supports, unchosen)
             return fn
 
         return add
 
     def explain(self, **traits: Any) -> dict[str, str | None]:
-        """Backend -> None where it serves these traits, else the reason why not; best first."""
-        return {n: s(**traits) for n, (_, s) in reversed(self.backends.items())}
+        """Backend -> None where it serves these traits, else the reason why not; best first.
+
+        The reference gives way to a backend named "cpu" where that serves.
+        """
+        found = {
+            name: backend.unchosen or backend.supports(**traits)
+            for name, backend in reversed(self.backends.items())
+        }
+        if "cpu" in found and found["cpu"] is None:
+            found["reference"] = found["reference"] or "the backend cpu gives its bits sooner"
+        return found
 
     def choose(self, **traits: Any) -> str:
         """The name of the best backend for these traits. Raises ConfigError where none serves."""
@@ -54,10 +77,6 @@ class Op:
                 return name
         raise ConfigError(f"op {self.name}: no backend serves {traits}: {reasons}")
 
-    def select(self, **traits: Any) -> Callable[..., Any]:
-        """The function of the best backend for these traits."""
-        return self.backends[self.choose(**traits)][0]
-
 
 def _reference_supports(**traits: Any) -> str | None:
     if traits.get("device", "cpu") == "cpu":
@@ -65,6 +84,18 @@ def _reference_supports(**traits: Any) -> str | None:
     return "the reference reads lengths on the host and its bits depend on the batch on a GPU"
 
 
-def op(reference: Callable[..., Any]) -> Op:
-    """Makes a reference function an op."""
-    return Op(reference)
+@overload
+def op(reference: Function) -> Op: ...
+
+
+@overload
+def op(*, writes: tuple[str, ...]) -> Callable[[Function], Op]: ...
+
+
+def op(
+    reference: Function | None = None, *, writes: tuple[str, ...] = ()
+) -> Op | Callable[[Function], Op]:
+    """Makes a reference function an op. writes: names of the arguments that it changes in place."""
+    if reference is not None:
+        return Op(reference)
+    return lambda function: Op(function, writes)

@@ -1,4 +1,4 @@
-"""Softmax attention over paged KV, plain (Qwen3) or with an output gate (Qwen3-Next, Qwen3.5)."""
+"""Softmax attention over paged KV; norms, rotary positions, biases and a gate where asked for."""
 
 from torch import Tensor, nn
 
@@ -13,10 +13,12 @@ from lockstep.step import Step
 
 
 class Attention(nn.Module):
-    """x [T, H] -> [T, H]: q/k norm, rotary, paged attention, sigmoid output gate, projection.
+    """x [T, H] -> [T, H]: projections, q and k norm, rotary, paged attention, gate, projection.
 
-    Where `gated`, q_proj gives, head by head, head_dim of q then head_dim of gate. norm_offset: 1
-    where the q and k norms are stored around zero.
+    rotary: None where positions are not told. qk_norm: an RMS norm of every query and key head,
+    with `eps`, stored around 1 - norm_offset. bias, out_bias: of q, k and v; of the projection
+    behind. gated: q_proj gives, head by head, head_dim of q then head_dim of a gate, whose sigmoid
+    multiplies what the head found. scale: of the scores, head_dim^-0.5 where it is None.
     """
 
     k_cache: Tensor
@@ -29,20 +31,32 @@ class Attention(nn.Module):
         heads: int,
         kv_heads: int,
         head_dim: int,
-        rotary: Rotary,
-        eps: float,
         *,
-        gated: bool,
-        norm_offset: float,
+        rotary: Rotary | None,
+        qk_norm: bool = False,
+        eps: float = 1e-6,
+        norm_offset: float = 0.0,
+        bias: bool = False,
+        out_bias: bool = False,
+        gated: bool = False,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
+        self.heads = heads
+        self.kv_heads = kv_heads
+        self.head_dim = head_dim
         self.gated = gated
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.dtype, self.rotary = build.dtype, rotary
-        kv = kv_heads * head_dim
-        self.qkv = Linear(build, hidden, heads * head_dim * (2 if gated else 1), kv, kv)
-        self.q_norm, self.k_norm = (Norm(build, head_dim, eps, norm_offset) for _ in range(2))
-        self.out = ResidualLinear(build, heads * head_dim, hidden)
+        self.eps = eps
+        self.norm_offset = norm_offset
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.dtype = build.dtype
+        self.rotary = rotary
+        queries = heads * head_dim * (2 if gated else 1)
+        keys = kv_heads * head_dim
+        self.qkv = Linear(build, hidden, queries, keys, keys, bias=bias)
+        self.q_norm = Norm(build, head_dim, eps, norm_offset) if qk_norm else None
+        self.k_norm = Norm(build, head_dim, eps, norm_offset) if qk_norm else None
+        self.out = ResidualLinear(build, heads * head_dim, hidden, bias=out_bias)
         self.rope = build.op(rope_and_cache, head_dim=head_dim)
         self.attend = build.op(paged_attention, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
 
@@ -54,16 +68,16 @@ class Attention(nn.Module):
         """Projections [T, N] -> their queries [T, H, D]; their keys and values are written."""
         return self.rope(
             qkv,
-            self.q_norm.weight,
-            self.k_norm.weight,
-            self.rotary.cos,
-            self.rotary.sin,
+            None if self.q_norm is None else self.q_norm.weight,
+            None if self.k_norm is None else self.k_norm.weight,
+            None if self.rotary is None else self.rotary.cos,
+            None if self.rotary is None else self.rotary.sin,
             step.positions,
             step.slot_mapping,
             self.k_cache,
             self.v_cache,
-            self.q_norm.eps,
-            self.q_norm.offset,
+            self.eps,
+            self.norm_offset,
             gated=self.gated,
         )
 
@@ -78,10 +92,18 @@ class Attention(nn.Module):
             step.cu_seqlens,
             step.starts,
             step.shape.query_len,
-            self.head_dim**-0.5,
+            self.scale,
             qkv if self.gated else None,
         )
         return self.out(mixed.flatten(1))
+
+    def weights(self) -> dict[str, Tensor]:
+        """Checkpoint name within the mixer -> the tensor that it fills."""
+        table = self.qkv.weights("q_proj", "k_proj", "v_proj") | self.out.weights("o_proj")
+        if self.q_norm is not None and self.k_norm is not None:
+            table["q_norm.weight"] = self.q_norm.weight
+            table["k_norm.weight"] = self.k_norm.weight
+        return table
 
     def cache_spec(self) -> PagedSpec:
         return PagedSpec(self.kv_heads, self.head_dim, self.dtype)

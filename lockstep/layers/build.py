@@ -33,6 +33,8 @@ class Build:
     """Device and dtype of a model under construction. `exact=False` is for drafters only.
 
     window: most tokens of a generated step (K + 1), the size of a recurrent mixer's window.
+    max_positions: those that a row may reach, with what the steps in flight run over.
+    max_model_len: the longest sequence that is served; 0: max_positions.
     """
 
     device: str
@@ -41,12 +43,14 @@ class Build:
     max_positions: int
     exact: bool = True
     layer: str = ""
+    max_model_len: int = 0
     choices: list[Choice] = field(default_factory=list)
     probed: dict[tuple[int, int], Probed] = field(default_factory=dict)
     room: Room = field(init=False)
 
     def __post_init__(self) -> None:
         self.room = Room(self.device)
+        self.max_model_len = self.max_model_len or self.max_positions
 
     def at(self, layer: str) -> "Build":
         """The same build, speaking for the named layer."""
@@ -60,7 +64,7 @@ class Build:
         name = op.choose(**traits)
         refused = {n: why for n, why in op.explain(**traits).items() if why is not None}
         self.choices.append(Choice(self.layer, op.name, name, refused))
-        return op.backends[name][0]
+        return op.backends[name].run
 
     def linear_op(self, op: Op, n: int, k: int) -> Callable[..., Any]:
         """The function of a weight [n, k]: canonical, or the fastest where no bits depend on it.
@@ -74,7 +78,7 @@ class Build:
         self.choices[-1].size = f"{n}x{k}"
         if self.choices[-1].backend != "triton":
             return exact
-        fast = op.backends["cublas"][0]
+        fast = op.backends["cublas"].run
         return self.probed.setdefault((n, k), Probed(exact, fast))
 
     def matrix(self, n: int, k: int) -> torch.nn.Parameter:

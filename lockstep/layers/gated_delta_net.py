@@ -9,8 +9,8 @@ from lockstep.kernels.gated_delta_rule import (
     GatedDeltaWeights,
     gated_delta_chunk,
     gated_delta_step,
-    ring_lines,
 )
+from lockstep.kernels.recurrent.rings import ring_slots
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Linear, ResidualLinear
 from lockstep.layers.norm import GatedRMSNorm
@@ -18,7 +18,10 @@ from lockstep.step import Step, flush_after
 
 
 class GatedDeltaNet(nn.Module):
-    """x [T, H] -> [T, H]. HK key heads of K, HV value heads of V, causal conv of `kernel` taps."""
+    """x [T, H] -> [T, H].
+
+    key_heads heads of key_dim, value_heads of value_dim; a causal convolution of `kernel` taps.
+    """
 
     state: GatedDeltaState
 
@@ -34,9 +37,13 @@ class GatedDeltaNet(nn.Module):
         eps: float,
     ) -> None:
         super().__init__()
-        self.key_heads, self.value_heads = key_heads, value_heads
-        self.key_dim, self.value_dim, self.kernel = key_dim, value_dim, kernel
-        self.dtype, self.window = build.dtype, build.window
+        self.key_heads = key_heads
+        self.value_heads = value_heads
+        self.key_dim = key_dim
+        self.value_dim = value_dim
+        self.kernel = kernel
+        self.dtype = build.dtype
+        self.window = build.window
         self.flush = flush_after(build.device)
         self.channels = 2 * key_heads * key_dim + value_heads * value_dim
         inner = value_heads * value_dim
@@ -86,17 +93,27 @@ class GatedDeltaNet(nn.Module):
         where = (step.state_slots, step.starts, step.pending)
         return self.step_op(mixed, z, b, a, weights, self.state, *where, flush=self.flush)
 
+    def weights(self) -> dict[str, Tensor]:
+        """Checkpoint name within the mixer -> the tensor that it fills."""
+        projections = self.in_proj.weights("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        return projections | {
+            "conv1d.weight": self.conv,
+            "A_log": self.a_log,
+            "dt_bias": self.dt_bias,
+            "norm.weight": self.norm.weight,
+            "out_proj.weight": self.out.weight,
+        }
+
     def cache_spec(self) -> StateSpec:
-        hv, dk, dv = self.value_heads, self.key_dim, self.value_dim
-        lines = ring_lines(self.window, self.kernel - 1, self.flush)
+        slots = ring_slots(self.window, self.kernel - 1, self.flush)
         f32 = torch.float32
         return StateSpec(
             (
-                ("recurrent", (hv, dk, dv), f32),
-                ("conv", (lines, self.channels), self.dtype),
-                ("u", (lines, hv, dv), f32),
-                ("k", (lines, self.key_heads, dk), f32),
-                ("decay", (lines, hv), f32),
+                ("recurrent", (self.value_heads, self.key_dim, self.value_dim), f32),
+                ("conv", (slots, self.channels), self.dtype),
+                ("u", (slots, self.value_heads, self.value_dim), f32),
+                ("k", (slots, self.key_heads, self.key_dim), f32),
+                ("decay", (slots, self.value_heads), f32),
             )
         )
 

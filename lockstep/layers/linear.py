@@ -13,34 +13,57 @@ WALKED = 4
 
 
 class Linear(nn.Module):
-    """x [T, K] -> [T, N]; N may be the sum of several checkpoint weights' rows."""
+    """x [T, K] -> [T, N]; N may be the sum of several checkpoint weights' rows.
+
+    bias: y = round(round(x W^T) + b), both roundings to x's dtype: the op's result, then a sum in
+    fp32 of two rounded numbers. It is elementwise, so it is the same for every backend of the
+    product and every T. In fp32 the inner rounding is none.
+    """
 
     partial = False
 
-    def __init__(self, build: Build, inputs: int, *outputs: int) -> None:
+    def __init__(self, build: Build, inputs: int, *outputs: int, bias: bool = False) -> None:
         super().__init__()
         self.outputs = outputs
         self.weight = build.matrix(sum(outputs), inputs)
+        self.bias = build.empty(sum(outputs)) if bias else None
         self.linear = build.linear_op(linear, n=sum(outputs), k=inputs)
         self.segments = segments(sum(outputs), inputs, build.device)
-
-    def part(self, index: int) -> Tensor:
-        """The rows of the index-th of the fused weights."""
-        begin = sum(self.outputs[:index])
-        return self.weight[begin : begin + self.outputs[index]]
+        self.partial = self.partial and not bias
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x, self.weight, self.segments, self.partial)
+        y = self.linear(x, self.weight, self.segments, self.partial)
+        return y if self.bias is None else y + self.bias
 
     def from_part(self, index: int, x: Tensor) -> Tensor:
         """The outputs of the index-th of the fused weights and those behind it, which alone are
         read. For drafters: what serves a weight exactly need not serve a part of it so."""
-        weight = self.weight[sum(self.outputs[:index]) :]
-        return self.linear(x, weight, self.segments, self.partial)
+        begin = sum(self.outputs[:index])
+        y = self.linear(x, self.weight[begin:], self.segments, self.partial)
+        return y if self.bias is None else y + self.bias[begin:]
+
+    def part(self, index: int) -> Tensor:
+        """The rows of the index-th of the fused weights."""
+        return self.weight[self._rows(index)]
+
+    def weights(self, *names: str) -> dict[str, Tensor]:
+        """The fused weights, in order, by the checkpoint's names for them -> the tensors that
+        `name.weight` and, where there is a bias, `name.bias` fill."""
+        table = {f"{name}.weight": self.part(i) for i, name in enumerate(names)}
+        if self.bias is not None:
+            table |= {f"{name}.bias": self.bias[self._rows(i)] for i, name in enumerate(names)}
+        return table
+
+    def _rows(self, index: int) -> slice:
+        begin = sum(self.outputs[:index])
+        return slice(begin, begin + self.outputs[index])
 
 
 class ResidualLinear(Linear):
-    """x [T, K] -> what AddRMSNorm adds to the residual: [T, N], or partials [P, T, N] of it."""
+    """x [T, K] -> what AddRMSNorm adds to the residual: [T, N], or partials [P, T, N] of it.
+
+    With a bias it is never partials: the bias is added to the rounded sum.
+    """
 
     partial = True
 

@@ -14,7 +14,9 @@ class Norm(nn.Module):
 
     def __init__(self, build: Build, width: int, eps: float, offset: float = 0.0) -> None:
         super().__init__()
-        self.weight, self.eps, self.offset = build.empty(width), eps, offset
+        self.weight = build.empty(width)
+        self.eps = eps
+        self.offset = offset
 
 
 class RMSNorm(Norm):
@@ -52,7 +54,8 @@ class GatedRMSNorm(nn.Module):
 
     def __init__(self, build: Build, width: int, eps: float) -> None:
         super().__init__()
-        self.weight, self.eps = build.empty(width), eps
+        self.weight = build.empty(width)
+        self.eps = eps
         self.norm = build.op(gated_rms_norm, width=width)
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:

@@ -14,7 +14,9 @@ class Room:
     """
 
     def __init__(self, device: str) -> None:
-        self.device, self.taken, self.bounded = device, 0, True
+        self.device = device
+        self.taken = 0
+        self.bounded = True
 
     @property
     def total(self) -> int:

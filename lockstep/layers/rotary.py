@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al., 2021), over the whole head or its first dimensions."""
+"""Rotary positions (Su et al., RoFormer, 2021), over the whole head or its first dimensions."""
 
 import torch
 from torch import Tensor, nn
@@ -7,17 +7,23 @@ from lockstep.layers.build import Build
 
 
 class Rotary(nn.Module):
-    """cos and sin [positions, width / 2] fp32: pair j turns by position * theta^(-2j / width)."""
+    """cos and sin [positions, pairs] fp32 of the angles position * inverse_frequencies[pair].
+
+    inverse_frequencies [pairs] in radians a token, rounded to fp32 before they are used. factor
+    multiplies cos and sin, and so the queries and keys that they rotate (YaRN, LongRoPE).
+    """
 
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, build: Build, width: int, theta: float) -> None:
+    def __init__(self, build: Build, inverse_frequencies: Tensor, factor: float = 1.0) -> None:
         super().__init__()
+        width = 2 * len(inverse_frequencies)
         size = build.max_positions * width * 10  # cos and sin, and the angles they are made of
         build.room.take(size, "the rotary table", "Lower max_model_len.")
-        inverse = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
-        angles = torch.arange(build.max_positions, dtype=torch.float64)[:, None] * inverse.float()
-        angles = angles.float()
-        self.register_buffer("cos", angles.cos().to(build.device), persistent=False)
-        self.register_buffer("sin", angles.sin().to(build.device), persistent=False)
+        positions = torch.arange(build.max_positions, dtype=torch.float64)
+        angles = (positions[:, None] * inverse_frequencies.float()).float()
+        cos = angles.cos() * factor
+        sin = angles.sin() * factor
+        self.register_buffer("cos", cos.to(build.device), persistent=False)
+        self.register_buffer("sin", sin.to(build.device), persistent=False)

@@ -1,4 +1,7 @@
-"""One file per architecture. `ARCHITECTURES` maps a checkpoint's model_type to its module."""
+"""One file per architecture. `ARCHITECTURES` maps a checkpoint's model_type to its module.
+
+docs/add_a_model.md makes one from an empty folder.
+"""
 
 from importlib import import_module
 from types import ModuleType
@@ -6,6 +9,8 @@ from types import ModuleType
 from lockstep.errors import CheckpointError, choice_error
 
 ARCHITECTURES = {
+    "llama": "lockstep.models.llama",
+    "qwen2": "lockstep.models.qwen2",
     "qwen3": "lockstep.models.qwen3",
     "qwen3_5": "lockstep.models.qwen3_5",
     "qwen3_5_text": "lockstep.models.qwen3_5",

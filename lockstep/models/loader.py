@@ -72,8 +72,8 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
-def build_model(raw: dict[str, Any], build: Build, drafting: bool) -> tuple[nn.Module, Any]:
-    """The target and, if `drafting` with the checkpoint's own module, its draft module or None."""
+def build_model(raw: dict[str, Any], build: Build) -> nn.Module:
+    """The target that config.json describes, to be filled."""
     module = architecture(raw.get("model_type"))
     inner = ConfigReader(raw).raw.get("model_type")
     if architecture(inner) is not module:
@@ -81,22 +81,7 @@ def build_model(raw: dict[str, Any], build: Build, drafting: bool) -> tuple[nn.M
             f"config.json text_config.model_type={inner!r} is not allowed; allowed: that of the "
             f"architecture {raw.get('model_type')!r} around it. Mend config.json."
         )
-    config = module.Config.read(raw)
-    model = module.Model(config, build)
-    if not drafting:
-        return model, None
-    if not (hasattr(module, "Draft") and config.draft_layers):
-        raise CheckpointError(
-            "speculative_config method='mtp' needs a checkpoint with an MTP module, and this one "
-            "has none (mtp_num_hidden_layers). Choose another method, e.g. ngram."
-        )
-    return model, module.Draft(model, _inexact(build))
-
-
-def _inexact(build: Build) -> Build:
-    draft = build.at("draft")
-    draft.exact = False
-    return draft
+    return module.Model(module.Config.read(raw), build)
 
 
 def load_weights(

@@ -4,20 +4,14 @@ Nothing recurs: all tokens follow one law, so generated pages are shared by pref
 chunks may end anywhere.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
-
+from lockstep.layers.attention import Attention
 from lockstep.layers.build import Build
-from lockstep.layers.rotary import Rotary
-from lockstep.models.decoder import (
-    Decoder,
-    DecoderConfig,
-    attention,
-    attention_weights,
-    read_common,
-)
+from lockstep.layers.mlp import GatedMLP
+from lockstep.models.decoder import Decoder, DecoderConfig, Half, read_common
 from lockstep.models.reading import MOST_LAYERS, ConfigReader
 
 PREFIXES = ("model.",)
@@ -34,22 +28,36 @@ class Config(DecoderConfig):
     def read(cls, raw: dict[str, Any]) -> "Config":
         """From config.json. Raises CheckpointError on what is missing or not built."""
         c = ConfigReader(raw)
+        c.only("attention_bias", False, default=False)
         c.only("use_sliding_window", False, default=False)
         layers = c.size("num_hidden_layers", most=MOST_LAYERS)
         c.layer_types(layers, {"full_attention"}, ["full_attention"] * layers)
-        return cls(layers=layers, **read_common(c, head_dim=128, partial=1.0))
+        return cls(layers=layers, **read_common(c, head_dim=128))
 
 
 class Model(Decoder):
-    """Embedding, blocks, final norm, head: Qwen3ForCausalLM."""
+    """Qwen3ForCausalLM."""
 
-    def __init__(self, config: Config, build: Build) -> None:
-        super().__init__(config, build, config.layers)
+    config: Config
 
-    def mixer(self, index: int, build: Build, rotary: Rotary) -> nn.Module:
-        """Softmax attention in every layer: plain norms, the whole head turned, no output gate."""
-        return attention(self.config, build, rotary, gated=False)
-
-    def mixer_weights(self, mixer: nn.Module) -> dict[str, Tensor]:
-        """self_attn.{q,k,v,o}_proj and self_attn.{q,k}_norm."""
-        return attention_weights(mixer)
+    def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
+        """Attention over all tokens, then the MLP, in every layer."""
+        c = self.config
+        rotary = c.rope.rotary(build)
+        for i in range(c.layers):
+            at = build.at(f"layers.{i}")
+            attention = Attention(
+                at,
+                c.hidden_size,
+                c.heads,
+                c.kv_heads,
+                c.head_dim,
+                rotary=rotary,
+                qk_norm=True,
+                eps=c.eps,
+            )
+            mlp = GatedMLP(at, c.hidden_size, c.intermediate_size)
+            yield (
+                Half(at, c, "input_layernorm", "self_attn", attention),
+                Half(at, c, "post_attention_layernorm", "mlp", mlp),
+            )

@@ -1,5 +1,6 @@
 """Qwen3.5 and Qwen3.6, dense: Gated DeltaNet and gated attention in turn, and the MTP module."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,16 +11,10 @@ from lockstep.layers.attention import Attention
 from lockstep.layers.build import Build
 from lockstep.layers.gated_delta_net import GatedDeltaNet
 from lockstep.layers.linear import Head, Linear
+from lockstep.layers.mlp import GatedMLP
 from lockstep.layers.norm import AddRMSNorm, RMSNorm
 from lockstep.layers.rotary import Rotary
-from lockstep.models.decoder import (
-    Block,
-    Decoder,
-    DecoderConfig,
-    attention,
-    attention_weights,
-    read_common,
-)
+from lockstep.models.decoder import Block, Decoder, DecoderConfig, Half, read_common
 from lockstep.models.reading import MOST_LAYERS, ConfigReader
 from lockstep.step import Step
 
@@ -46,17 +41,17 @@ class Config(DecoderConfig):
     def read(cls, raw: dict[str, Any]) -> "Config":
         """From config.json. Raises CheckpointError on what is missing or not built."""
         c = ConfigReader(raw)
+        c.only("attention_bias", False, default=False)
         c.only("attn_output_gate", True, default=True)
         c.only("output_gate_type", "swish", "silu", default="swish")
         c.only("mamba_ssm_dtype", "float32", default="float32")
         c.only("mtp_use_dedicated_embeddings", False, default=False)
         c.only("layer_scale", False, None, default=None)
-        every, layers = (
-            c.size("full_attention_interval", 4),
-            c.size("num_hidden_layers", most=MOST_LAYERS),
-        )
-        kinds = [("linear", "full")[(i + 1) % every == 0] + "_attention" for i in range(layers)]
-        key_heads, value_heads = c.size("linear_num_key_heads"), c.size("linear_num_value_heads")
+        every = c.size("full_attention_interval", 4)
+        layers = c.size("num_hidden_layers", most=MOST_LAYERS)
+        kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+        key_heads = c.size("linear_num_key_heads")
+        value_heads = c.size("linear_num_value_heads")
         c.need(value_heads % key_heads == 0, "linear_num_value_heads", "multiples of key heads")
         return cls(
             layer_types=c.layer_types(layers, {"linear_attention", "full_attention"}, kinds),
@@ -71,75 +66,113 @@ class Config(DecoderConfig):
 
 
 class Model(Decoder):
-    """Embedding, blocks, final norm, head. Every few layers attend, the others recur."""
+    """Qwen3_5ForCausalLM, and the text part of Qwen3_5ForConditionalGeneration."""
 
     config: Config
 
-    def __init__(self, config: Config, build: Build) -> None:
-        super().__init__(config, build, len(config.layer_types))
-
-    def mixer(self, index: int, build: Build, rotary: Rotary) -> nn.Module:
-        """What layer_types says."""
+    def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
+        """Every few layers attend, the others recur (layer_types); each is followed by the MLP."""
         c = self.config
-        if c.layer_types[index] == "full_attention":
-            return attention(c, build, rotary, gated=True)
-        dims = (c.key_heads, c.value_heads, c.key_dim, c.value_dim)
-        return GatedDeltaNet(build, c.hidden_size, *dims, c.kernel, c.eps)
+        rotary = c.rope.rotary(build)
+        for i, kind in enumerate(c.layer_types):
+            at = build.at(f"layers.{i}")
+            if kind == "full_attention":
+                yield attending_layer(at, c, rotary)
+            else:
+                yield recurrent_layer(at, c)
 
-    def mixer_weights(self, mixer: nn.Module) -> dict[str, Tensor]:
-        """self_attn.* or linear_attn.*"""
-        return attention_weights(mixer) if isinstance(mixer, Attention) else delta_weights(mixer)
+
+def attending_layer(build: Build, c: Config, rotary: Rotary) -> tuple[Half, Half]:
+    """Gated attention, then the MLP."""
+    attention = Attention(
+        build,
+        c.hidden_size,
+        c.heads,
+        c.kv_heads,
+        c.head_dim,
+        rotary=rotary,
+        qk_norm=True,
+        eps=c.eps,
+        norm_offset=c.norm_offset,
+        gated=True,
+    )
+    return Half(build, c, "input_layernorm", "self_attn", attention), mlp_half(build, c)
 
 
-def delta_weights(mixer: GatedDeltaNet) -> dict[str, Tensor]:
-    """Checkpoint name within the layer -> the tensor of a Gated DeltaNet that it fills."""
-    return {
-        "linear_attn.in_proj_qkv.weight": mixer.in_proj.part(0),
-        "linear_attn.in_proj_z.weight": mixer.in_proj.part(1),
-        "linear_attn.in_proj_b.weight": mixer.in_proj.part(2),
-        "linear_attn.in_proj_a.weight": mixer.in_proj.part(3),
-        "linear_attn.conv1d.weight": mixer.conv,
-        "linear_attn.A_log": mixer.a_log,
-        "linear_attn.dt_bias": mixer.dt_bias,
-        "linear_attn.norm.weight": mixer.norm.weight,
-        "linear_attn.out_proj.weight": mixer.out.weight,
-    }
+def recurrent_layer(build: Build, c: Config) -> tuple[Half, Half]:
+    """Gated DeltaNet, then the MLP."""
+    delta_net = GatedDeltaNet(
+        build,
+        c.hidden_size,
+        c.key_heads,
+        c.value_heads,
+        c.key_dim,
+        c.value_dim,
+        c.kernel,
+        c.eps,
+    )
+    return Half(build, c, "input_layernorm", "linear_attn", delta_net), mlp_half(build, c)
+
+
+def mlp_half(build: Build, c: Config) -> Half:
+    """The MLP of every layer."""
+    mlp = GatedMLP(build, c.hidden_size, c.intermediate_size)
+    return Half(build, c, "post_attention_layernorm", "mlp", mlp)
 
 
 class Draft(nn.Module):
     """The MTP module: one full-attention block over fc([norm(embedding), norm(hidden)]).
 
     Shares embedding and head with the target; `hidden` of position i and the token after it give
-    the draft of the token after that.
+    the draft of the token after that. ids [V']: the tokens that its head shall know, ascending;
+    None: all of the target's.
     """
 
-    def __init__(self, target: Model, build: Build) -> None:
+    def __init__(self, target: Model, build: Build, ids: Tensor | None = None) -> None:
         super().__init__()
         c = target.config
+        self.ids = ids
         self.embed = target.embed
         self.embed_norm = RMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         self.fc = Linear(build, 2 * c.hidden_size, c.hidden_size)
-        rotary = Rotary(build, c.rotary_width, c.theta)
-        self.block = Block(c, build, attention(c, build, rotary, gated=True))
+        self.block = Block(*attending_layer(build, c, c.rope.rotary(build)))
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         self.head = Head(build, target.head.weight)
         self.build = build
 
-    def reduce_head(self, ids: Tensor) -> None:
-        """From now on the head knows these tokens alone: its weight is a copy of their rows."""
+    def finish(self) -> None:
+        """Where it knows only some tokens, its head becomes a copy of their rows of the target's.
+        To be called once, when the target's weights are loaded."""
+        if self.ids is None:
+            return
         full = self.head.weight
-        rows = self.build.matrix(len(ids), full.shape[1])
-        rows.data.copy_(full[ids])
+        rows = self.build.matrix(len(self.ids), full.shape[1])
+        rows.data.copy_(full[self.ids])
         self.head = Head(self.build, rows)
 
-    def forward(self, ids: Tensor, hidden: Tensor, step: Step) -> Tensor:
-        """ids [T], hidden [T, H] -> hidden [T, H] of the draft, fed back for the next one."""
-        return self.norm(*self.block(self._mixed(ids, hidden), None, step))[1]
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of its own copy of rows of the head; 0 where it shares the target's."""
+        weight = self.head.weight
+        return 0 if self.ids is None else weight.numel() * weight.itemsize
 
-    def keep(self, ids: Tensor, hidden: Tensor, step: Step) -> None:
+    def begin(self, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
+        """The target's hidden states [T, H], as they are."""
+        return hidden
+
+    def forward(self, ids: Tensor, state: Tensor, step: Step) -> Tensor:
+        """ids [T], state [T, H] -> state [T, H] of the draft, fed back for the next one."""
+        return self.norm(*self.block(self._mixed(ids, state), None, step))[1]
+
+    def logits(self, state: Tensor) -> Tensor:
+        """state [S, H] -> [S, V'] over `ids`."""
+        return self.head(state)
+
+    def keep(self, ids: Tensor, state: Tensor, step: Step) -> None:
         """Writes the keys and values of these tokens alone, where no draft is wanted."""
-        self.block.mixer.keep(self.block.pre_mixer(self._mixed(ids, hidden), None)[1], step)
+        _, normed = self.block.tokenwise(self._mixed(ids, state), None, 0)
+        self.block.halves[0].body.keep(normed, step)
 
     def _mixed(self, ids: Tensor, hidden: Tensor) -> Tensor:
         parts = [self.embed_norm(self.embed(ids)), self.hidden_norm(hidden)]
@@ -147,7 +180,7 @@ class Draft(nn.Module):
 
     def weights(self) -> dict[str, Tensor]:
         """Checkpoint name, less DRAFT_PREFIX -> the tensor that it fills."""
-        own = self.block.weights() | attention_weights(self.block.mixer)
+        own = self.block.weights()
         return {f"layers.0.{name}": tensor for name, tensor in own.items()} | {
             "fc.weight": self.fc.weight,
             "pre_fc_norm_embedding.weight": self.embed_norm.weight,

@@ -7,7 +7,9 @@ from lockstep.errors import CheckpointError, LockstepError, choice_error
 
 T = TypeVar("T")
 _MISSING = object()
-MOST_SIZE, MOST_LAYERS, MOST_NUMBER = 1 << 24, 1024, 10**30
+MOST_SIZE = 1 << 24
+MOST_LAYERS = 1024
+MOST_NUMBER = 10**30
 """Bounds that no real model comes near; whether what is asked fits into memory is seen later."""
 
 
@@ -38,7 +40,7 @@ class ConfigReader:
             self.need(abs(value) <= MOST_NUMBER, name, f"numbers up to {MOST_NUMBER:.0e}")
             value = float(value)
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise self._error(name, value, kind.__name__)
+            raise self.error(name, value, kind.__name__)
         return value
 
     def size(self, name: str, default: Any = _MISSING, most: int = MOST_SIZE) -> int:
@@ -47,11 +49,19 @@ class ConfigReader:
         self.need(1 <= value <= most, name, f"1 or more, up to {most}")
         return value
 
-    def positive(self, name: str) -> float:
+    def positive(self, name: str, default: Any = _MISSING) -> float:
         """The setting as a finite number above 0."""
-        value = self.get(name, float)
+        value = self.get(name, float, default)
         self.need(isfinite(value) and value > 0, name, "finite numbers above 0")
         return value
+
+    def numbers(self, name: str, count: int) -> tuple[float, ...]:
+        """The setting as a list of `count` finite numbers above 0."""
+        values = self.get(name, list)
+        kinds = (int, float)
+        good = all(type(v) in kinds and 0 < v <= MOST_NUMBER for v in values)
+        self.need(good and len(values) == count, name, f"{count} finite numbers above 0")
+        return tuple(float(v) for v in values)
 
     def only(self, name: str, *allowed: Any, default: Any = _MISSING) -> Any:
         """The setting, which must be one of `allowed` (absent counts as `default`)."""
@@ -69,33 +79,18 @@ class ConfigReader:
     def need(self, holds: bool, name: str, allowed: str) -> None:
         """Raises CheckpointError about a setting unless `holds`."""
         if not holds:
-            raise self._error(name, self.raw.get(name), allowed)
+            raise self.error(name, self.raw.get(name), allowed)
 
     def layer_types(self, layers: int, known: set[str], default: list[str]) -> tuple[str, ...]:
         """The kind of each layer, all of them known."""
         kinds = self.get("layer_types", list, default)
         for kind in kinds:
             if not isinstance(kind, str) or kind not in known:
-                raise self._error("layer_types", kind, ", ".join(sorted(known)))
+                raise self.error("layer_types", kind, ", ".join(sorted(known)))
         self.need(len(kinds) == layers, "layer_types", f"one for each of {layers} layers")
         return tuple(kinds)
 
-    def plain_rope(self) -> "ConfigReader":
-        """The rotary settings: rope_parameters, or what files before it have at the top level.
-
-        Raises CheckpointError where positions are scaled, or where two places disagree.
-        """
-        found = {n: self.raw.get(n) for n in ("rope_theta", "partial_rotary_factor")}
-        for part in ("rope_scaling", "rope_parameters"):
-            inner = ConfigReader(self.get(part, dict, {}), f"{part}.")
-            for name in ("rope_type", "type"):
-                inner.only(name, "default", default="default")
-            for name, value in inner.raw.items():
-                if found.get(name) not in (None, value):
-                    raise inner._error(name, value, f"{found[name]!r} as elsewhere in the file")
-                found[name] = value
-        return ConfigReader({n: v for n, v in found.items() if v is not None}, "rope_parameters.")
-
-    def _error(self, name: str, value: object, allowed: str) -> LockstepError:
+    def error(self, name: str, value: object, allowed: str) -> LockstepError:
+        """The CheckpointError that says what a setting is and what it may be."""
         field = f"config.json {self.within}{name}"
         return choice_error(CheckpointError, field, value, allowed, "Mend config.json.")

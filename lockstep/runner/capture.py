@@ -52,7 +52,10 @@ class Captured:
         wanted: Callable[[Hashable], bool],
         name: str,
     ) -> None:
-        self.fn, self.pool, self.wanted, self.name = fn, pool, wanted, name
+        self.fn = fn
+        self.pool = pool
+        self.wanted = wanted
+        self.name = name
         self.recordings: dict[Hashable, Recording] = {}
 
     def __call__(self, *arguments: Any) -> Any:
@@ -71,7 +74,9 @@ class Captured:
     def _record(self, key: Hashable, arguments: tuple[Any, ...]) -> Recording:
         mine = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
         self._run_eagerly(key, mine)
-        stream, graph, result = torch.cuda.current_stream(), torch.cuda.CUDAGraph(), None
+        stream = torch.cuda.current_stream()
+        graph = torch.cuda.CUDAGraph()
+        result = None
         fault: RuntimeError | None = None
         try:
             with uncollected(), warnings.catch_warnings():
@@ -137,6 +142,5 @@ def capture_pieces(model: nn.Module, pool: Any, token_counts: Iterable[int]) -> 
         return key[0][0] in counts
 
     for name, block in model.named_modules():
-        if hasattr(block, "pre_mixer") and hasattr(block, "post_mixer"):
-            block.pre_mixer = Captured(block.pre_mixer, pool, wanted, f"{name}.pre_mixer")
-            block.post_mixer = Captured(block.post_mixer, pool, wanted, f"{name}.post_mixer")
+        if hasattr(block, "tokenwise"):
+            block.tokenwise = Captured(block.tokenwise, pool, wanted, f"{name}.tokenwise")

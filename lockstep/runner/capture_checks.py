@@ -82,7 +82,8 @@ class OwnMemory(TorchDispatchMode):
 
     def __init__(self, pool: Any, stream: Any) -> None:
         super().__init__()
-        self.pool, self.stream = pool, stream
+        self.pool = pool
+        self.stream = stream
         self.spans: list[tuple[int, int]] = []
 
     def __torch_dispatch__(
@@ -98,7 +99,8 @@ class OwnMemory(TorchDispatchMode):
         return out
 
     def _check(self, made: Tensor) -> None:
-        size, at = made.untyped_storage().nbytes(), address(made)
+        size = made.untyped_storage().nbytes()
+        at = address(made)
         if size == 0 or (made.device.type == "cpu" and made.dim() == 0):
             return
         if made.device.type != "cuda" or not (self._owns(at) or self._owns(at, look=True)):
@@ -143,7 +145,7 @@ def _op(frame: FrameType) -> str | None:
     code: CodeType = frame.f_code
     for value in list(frame.f_globals.values()):
         if isinstance(value, Op):
-            bodies = (fn for fn, _ in value.backends.values())
+            bodies = (backend.run for backend in value.backends.values())
             if any(getattr(fn, "__code__", None) is code for fn in bodies):
                 return value.name
     return None

@@ -7,15 +7,35 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from lockstep.cache.specs import PagedSpec, StateSpec
-from lockstep.config import Plan
+from lockstep.config import EngineConfig, StepLimits
 from lockstep.errors import CapacityError
 from lockstep.layers.room import Room
+from lockstep.step import PAGE_SIZE
 
-PAGE_SIZE = 64
 CPU_CACHE_BYTES = 1 << 30
-
-
-MALLOC_TRIM_THRESHOLD, MALLOC_MMAP_THRESHOLD = -1, -3
+"""Of pages on a CPU, where nobody says how many."""
+GPU_SNAPSHOT_SHARE = 0.2
+"""Of the memory that a GPU has left for the cache, the most that snapshots take unasked."""
+SNAPSHOTS_PER_ROW = 2
+"""Snapshots of recurrent state, where nobody says how many."""
+GPU_PAGES_PER_ROW = 4
+"""Times the pages of its rows that a GPU's cache holds at most: the rest is for prefixes."""
+TOKEN_BYTES = 8
+"""Of the table, per token of a row: its id."""
+VOCAB_BYTES = 9
+"""Of the table, per row and token of the vocabulary: bias, count, and whether the prompt has it."""
+COLUMN_BYTES = 4
+"""Of the table, per page of a row: its number."""
+LEAST_PAGES = 3
+"""The null page, and two for one request."""
+M_TRIM_THRESHOLD = -1
+"""mallopt's name, from glibc's malloc.h."""
+M_MMAP_THRESHOLD = -3
+"""mallopt's name, from glibc's malloc.h."""
+KEPT_BYTES = 1 << 30
+"""Freed memory that is kept before any goes back to the system."""
+LARGE_BYTES = 32 << 20
+"""Bytes from which a tensor is mapped by itself: glibc's own maximum."""
 
 
 def keep_freed_memory() -> None:
@@ -26,8 +46,8 @@ def keep_freed_memory() -> None:
     """
     with suppress(OSError, AttributeError):
         libc = ctypes.CDLL(None)
-        libc.mallopt(MALLOC_TRIM_THRESHOLD, 1 << 30)
-        libc.mallopt(MALLOC_MMAP_THRESHOLD, 32 << 20)
+        libc.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+        libc.mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
 
 
 @dataclass(frozen=True)
@@ -57,15 +77,62 @@ def cache_bytes(layers: dict[str, nn.Module]) -> CacheBytes:
     return CacheBytes(page, slot)
 
 
-def check_room(room: Room, plan: Plan, vocab: int) -> None:
-    """Raises CapacityError where the table, or pages and slots, do not fit into all memory."""
-    line = 8 * plan.history_len + 9 * vocab + 4 * plan.row_columns
+@dataclass(frozen=True)
+class CacheSize:
+    """Pages, the null page included; slots, the null slot included, or 0 where no layer recurs."""
+
+    pages: int
+    slots: int
+
+
+def asked_size(config: EngineConfig, limits: StepLimits, cost: CacheBytes) -> CacheSize:
+    """The cache as the config says, or as a CPU has room for. Raises CapacityError."""
+    pages = config.num_gpu_blocks
+    if pages is None:
+        useful = limits.max_num_seqs * limits.row_columns + 1
+        least = min(limits.row_columns, LEAST_PAGES - 1) + 1
+        pages = count_pages(CPU_CACHE_BYTES, cost.page, useful, least)
+    return CacheSize(pages, _slots(limits, cost, _snapshots(config)))
+
+
+def measured_size(
+    config: EngineConfig, limits: StepLimits, cost: CacheBytes, budget: int
+) -> CacheSize:
+    """The cache that `budget` bytes of a GPU hold: slots first, pages with the rest. Raises
+    CapacityError."""
+    snapshots = _snapshots(config)
+    if config.num_snapshots is None and cost.slot:
+        snapshots = min(snapshots, int(budget * GPU_SNAPSHOT_SHARE) // cost.slot)
+    slots = _slots(limits, cost, snapshots)
+    useful = limits.max_num_seqs * limits.row_columns * GPU_PAGES_PER_ROW + 1
+    return CacheSize(count_pages(budget - slots * cost.slot, cost.page, useful, LEAST_PAGES), slots)
+
+
+def _snapshots(config: EngineConfig) -> int:
+    """As many as are asked for, or may be of use."""
+    if config.num_snapshots is not None:
+        return config.num_snapshots
+    return SNAPSHOTS_PER_ROW * config.max_num_seqs if config.enable_prefix_caching else 0
+
+
+def _slots(limits: StepLimits, cost: CacheBytes, snapshots: int) -> int:
+    """The null slot, one for each row, and the snapshots; none where no layer recurs."""
+    return 1 + limits.max_num_seqs + snapshots if cost.slot else 0
+
+
+def check_table(room: Room, limits: StepLimits, vocab: int) -> None:
+    """Raises CapacityError where the table of rows does not fit into all memory."""
+    line = (
+        TOKEN_BYTES * limits.history_len + VOCAB_BYTES * vocab + COLUMN_BYTES * limits.row_columns
+    )
     remedy = "Lower max_num_seqs or max_model_len."
-    room.take((plan.max_num_seqs + 1) * line, "the table of rows", remedy)
-    cache = plan.num_pages * plan.page_bytes + plan.num_slots * plan.slot_bytes
+    room.take((limits.max_num_seqs + 1) * line, "the table of rows", remedy)
+
+
+def check_cache(room: Room, cost: CacheBytes, size: CacheSize) -> None:
+    """Raises CapacityError where pages and slots do not fit into all memory."""
     remedy = "Lower num_gpu_blocks, num_snapshots or max_num_seqs."
-    if plan.device == "cpu":  # on a GPU it is measured what fits
-        room.take(cache, "the cache", remedy)
+    room.take(size.pages * cost.page + size.slots * cost.slot, "the cache", remedy)
 
 
 def allocate(layers: dict[str, nn.Module], num_pages: int, num_slots: int, device: str) -> None:

@@ -38,7 +38,10 @@ class Program:
     """One step, from the table to the table. Captured or not, this is all there is to it."""
 
     def __init__(self, table: RowTable, model: Target, sampler: Sampler, drafter: Drafter) -> None:
-        self.table, self.model, self.sampler, self.drafter = table, model, sampler, drafter
+        self.table = table
+        self.model = model
+        self.sampler = sampler
+        self.drafter = drafter
 
     def run_step(self, shape: StepShape) -> Outcome:
         """Runs the step of the table's inputs."""

@@ -19,7 +19,7 @@ from lockstep.runner.step_timer import StepTimer
 from lockstep.runner.threads import by_work
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import PromptChunk, Results, RowResult, Schedule
-from lockstep.step import StepShape
+from lockstep.step import PAGE_SIZE, StepShape
 
 PROMPT_LOGPROB_TILE = 64
 """Positions whose logits are made at once where a prompt's log-probabilities are wanted."""
@@ -100,7 +100,7 @@ class Runner:
             else:
                 capture_pieces(self.model, pool, [s.tokens for s in shapes])
         self.table.inputs.fill()
-        size = min(memory.PAGE_SIZE, self.plan.max_model_len)
+        size = min(PAGE_SIZE, self.plan.max_model_len)
         self.run_step(StepShape(1, size, size, prompt=True, next_drafts=self.plan.query_len - 1))
         taken = {}
         for index, shape in enumerate(shapes):
@@ -199,7 +199,8 @@ class Runner:
         begin = 0
         for i, (chunk, request) in enumerate(zip(chunks, requests, strict=True)):
             logit_rows = _wanted(request, logits, i, 1) if chunk.last else None
-            kept, following = None, request.prompt_token_ids[:0]
+            kept = None
+            following = request.prompt_token_ids[:0]
             if request.params.prompt_logprobs is not None:
                 first = chunk.start + 1
                 following = request.prompt_token_ids[first : first + chunk.length]

@@ -13,7 +13,8 @@ from lockstep.runner.sampler import Sampler
 from lockstep.runner.table import RowTable
 from lockstep.step import Step
 
-COINS, STRIDE = 1 << 16, 7919
+COINS = 1 << 16
+STRIDE = 7919
 
 
 class SyntheticSampler(Sampler):
@@ -31,7 +32,8 @@ class SyntheticSampler(Sampler):
 
     def sample_target(self, logits: Tensor, step: Step) -> Tensor:
         """The drafts that are to be accepted, then what the target emits."""
-        tokens, drafts = super().sample_target(logits, step), step.drafts
+        tokens = super().sample_target(logits, step)
+        drafts = step.drafts
         begins = self.table.sampling.seed[step.row_ids] * STRIDE
         coins = self.coins[(begins[:, None] + step.sample_at[:, :-1]) % COINS] & (drafts >= 0)
         chain = coins.int().cumprod(1, dtype=torch.int32)

@@ -8,9 +8,9 @@ nothing committed, page 0 and slot 0.
 import torch
 from torch import Tensor
 
-from lockstep.config import Plan
+from lockstep.config import StepLimits
 from lockstep.kernels.sampling import SamplingState
-from lockstep.kernels.table import Lines, advance_rows, prepare_step
+from lockstep.kernels.step_metadata import RowTensors, advance_rows, prepare_step
 from lockstep.layers.build import Build
 from lockstep.runner.copy_to_device import copy_to_device
 from lockstep.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS
@@ -38,10 +38,10 @@ class StepInputs:
         copy_to_device(host.storage, self.storage)
 
 
-class RowTable(Lines):
-    """R = max_num_seqs + 1 lines. A row holds max_model_len tokens and a few windows of drafts."""
+class RowTable(RowTensors):
+    """R = max_num_seqs + 1 rows. Each holds max_model_len tokens and a few windows of drafts."""
 
-    def __init__(self, plan: Plan, build: Build, vocab: int) -> None:
+    def __init__(self, plan: StepLimits, build: Build, vocab: int) -> None:
         rows, device = plan.max_num_seqs + 1, plan.device
 
         def full(value: int, dtype: torch.dtype, *shape: int) -> Tensor:

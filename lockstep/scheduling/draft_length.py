@@ -1,9 +1,10 @@
-"""How many drafts a step brings: chosen by the host before every step, invisible in the answers.
+"""The draft length policy: how many drafts a step brings, chosen before every step.
 
-The adaptive count weighs what a step of k drafts costs, by rows and k, against the drafts that are
-accepted. All that speculation has won or lost against steps without drafts is kept as a balance, in
-ms: it may try where the balance allows, and rests where it does not, so that no workload can lose
-more than SHARE to it in the long run, however wrong is what it expects to be accepted. Measured:
+No answer depends on it, only the speed. The adaptive policy compares, per number of rows, what a
+step of k drafts costs in ms with the tokens that it is expected to emit. It keeps a balance, in ms:
+what all steps so far have won or lost against steps without drafts. It drafts only as far as the
+balance allows, so that in the long run no workload loses more than TRIAL_BUDGET of its time to
+drafting, however wrong the expected acceptance is. Measured in
 docs/decisions/0008-adaptive-drafts.md.
 """
 
@@ -13,43 +14,53 @@ from dataclasses import dataclass, field
 from statistics import median_low
 from typing import Protocol
 
-from lockstep.config import SpeculativeConfig
-
-SHARE = 0.006
-"""Share of the time without drafts that trials may cost."""
-TRIAL = 6
-"""Steps of a trial, all of which may lose."""
-BEARABLE = 8
-"""Losing steps of the dearest count that past winnings pay for, before it rests."""
-MEMORY = 48
-"""Steps after which an observed acceptance counts a third."""
-PRIOR, PRIOR_WEIGHT = 0.5, 2.0
-"""Acceptance of the first draft before anything is known, and the rows that this counts as."""
-BETTER = 1.02
-"""A count gives way to one that is faster by this factor."""
-SAMPLES, PROBES, SOON = 3, 0.005, 16
-"""While drafts are made, SAMPLES steps without them are measured now and then: as often as loses
-the share PROBES of the tokens, and not before SOON steps."""
-OWN, SHARED, JUMP = 0.25, 0.5, 0.1
-"""How much of what is new in the cost of one count, and of all of them, is believed at once; what
-is new is the median of SAMPLES steps, cut off at the share JUMP of what was known."""
+# All of these were chosen by the simulations and runs of docs/decisions/0008-adaptive-drafts.md.
+TRIAL_BUDGET = 0.006
+"""Share of the time of steps without drafts that trials of drafting may cost."""
+TRIAL_STEPS = 6
+"""Steps of a trial. All of them may lose."""
+MOST_SAVED_LOSSES = 8
+"""The balance holds at most the loss of so many steps that draft the most and accept nothing."""
+ACCEPTANCE_MEMORY = 48
+"""Steps after which the weight of an observed acceptance has fallen to 1 / e."""
+PRIOR_ACCEPTANCE = 0.5
+"""Assumed acceptance of the first draft before any was observed."""
+PRIOR_ROWS = 2.0
+"""Rows of observation that the assumed acceptance counts as."""
+SWITCH_FACTOR = 1.02
+"""Another draft length is taken where it is expected to be faster by this factor."""
+COST_SAMPLES = 3
+"""Steps whose median gives the cost of a draft length."""
+BASELINE_SHARE = 0.005
+"""Share of the tokens that may be lost to steps without drafts which only measure their cost."""
+BASELINE_INTERVAL = 16
+"""Least steps between two such measurements."""
+OWN_RATE = 0.25
+"""Share of a new cost of one draft length that is believed at once."""
+SHARED_RATE = 0.5
+"""The same of a change that all draft lengths share, such as longer contexts."""
+MOST_JUMP = 0.1
+"""A new cost may differ from the known one by at most this share of it."""
 
 
 class DraftLengthPolicy(Protocol):
-    """Chooses k before a step, and is told afterwards what came of it."""
+    """Chooses the number of drafts before a step, and observes the step afterwards."""
 
     def choose(self, rows: int) -> int:
         """Drafts of the next step, of `rows` rows."""
         ...
 
     def observe(self, rows: int, count: int, made: int, accepted: list[int], ms: float) -> None:
-        """A step of `count` drafts, `made` of which were there, took `ms`; accepted: by row."""
+        """A step that could bring `count` drafts, and brought `made`, took `ms`.
+
+        accepted: how many of each row's drafts were.
+        """
         ...
 
 
 @dataclass
 class FixedDraftLength:
-    """Always the same."""
+    """The same number of drafts in every step."""
 
     count: int
 
@@ -63,13 +74,13 @@ class FixedDraftLength:
 
 @dataclass
 class RandomDraftLength:
-    """Another one at every step: to test that every transition leaves the answers alone."""
+    """A random one at every step: proves that no transition changes an answer."""
 
     counts: tuple[int, ...]
     draw: random.Random = field(default_factory=lambda: random.Random(0))
 
     def choose(self, rows: int) -> int:
-        """Any."""
+        """Any of them."""
         return self.draw.choice(self.counts)
 
     def observe(self, rows: int, count: int, made: int, accepted: list[int], ms: float) -> None:
@@ -78,8 +89,11 @@ class RandomDraftLength:
 
 @dataclass
 class Cost:
-    """ms of one kind of step. null: measured on null rows when the engine was stood up; extra: what
-    real rows take beyond, running; seen: real steps measured."""
+    """ms of a step of one number of rows and drafts.
+
+    null: measured on null rows at warm-up. extra: what real rows take beyond that, a running
+    estimate. seen: how many steps of real rows were measured.
+    """
 
     null: float
     extra: float = 0.0
@@ -88,23 +102,23 @@ class Cost:
 
 @dataclass
 class Run:
-    """Steps of one count in a row: how many were measured, and ms of the latest."""
+    """Consecutive steps of one draft length: how many were measured, and ms of the latest."""
 
     count: int
     steps: int = 0
-    latest: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    latest: deque[float] = field(default_factory=lambda: deque(maxlen=COST_SAMPLES))
 
 
 @dataclass
 class Costs:
-    """ms of a step by rows and count, among them what was never measured on real rows.
+    """ms of a step by rows and draft length, of those too that real rows never had.
 
-    latest: what ms() found, by rows, until a step of them is observed.
+    estimates: what ms() found, by rows, until a step of them is observed.
     """
 
     table: dict[int, dict[int, Cost]]
     runs: dict[int, Run] = field(default_factory=dict)
-    latest: dict[int, dict[int, float]] = field(default_factory=dict)
+    estimates: dict[int, dict[int, float]] = field(default_factory=dict)
 
     @classmethod
     def measured(cls, nulls: dict[tuple[int, int], float]) -> "Costs":
@@ -115,161 +129,176 @@ class Costs:
         return cls(table)
 
     def at(self, rows: int) -> dict[int, Cost]:
-        """The line of this many rows, made from its neighbours where the table has none."""
+        """Costs of this many rows by draft length, interpolated where none were measured."""
         if rows not in self.table:
             below = max((r for r in self.table if r < rows), default=min(self.table))
             above = min((r for r in self.table if r > rows), default=max(self.table))
             share = (rows - below) / (above - below) if above > below else 0.0
-            low, high = self.table[below], self.table[above]
+            low = self.table[below]
+            high = self.table[above]
             self.table[rows] = {
                 k: Cost(low[k].null + share * (high[k].null - low[k].null)) for k in low
             }
         return self.table[rows]
 
     def observe(self, rows: int, count: int, ms: float) -> None:
-        """The first steps of a run tell its count from the others. The later ones tell what all of
-        them share, contexts above all, so that no count is out of date while it rests."""
-        line, run = self.at(rows), self.runs.get(rows)
-        self.latest.pop(rows, None)
+        """The first steps of a run set its draft length apart from the others. Later ones move the
+        costs of all, since contexts grow for all: so none is out of date when it is used again."""
+        costs = self.at(rows)
+        run = self.runs.get(rows)
+        self.estimates.pop(rows, None)
         if run is None or run.count != count:
             run = self.runs[rows] = Run(count)
         run.latest.append(ms)
         run.steps += 1
-        cost = line[count]
+        cost = costs[count]
         cost.seen += 1
         known = cost.null + cost.extra
-        new = min(max(median_low(run.latest) - known, -JUMP * known), JUMP * known)
-        if cost.seen <= SAMPLES:
+        new = min(max(median_low(run.latest) - known, -MOST_JUMP * known), MOST_JUMP * known)
+        if cost.seen <= COST_SAMPLES:
             cost.extra = min(run.latest) - cost.null
-        elif run.steps == SAMPLES:
-            cost.extra += OWN * new
-        elif run.steps > SAMPLES:
-            for other in line.values():
-                other.extra += SHARED * new if other.seen else 0.0
+        elif run.steps == COST_SAMPLES:
+            cost.extra += OWN_RATE * new
+        elif run.steps > COST_SAMPLES:
+            for other in costs.values():
+                other.extra += SHARED_RATE * new if other.seen else 0.0
 
     def ms(self, rows: int) -> dict[int, float]:
-        """count -> ms."""
-        if rows not in self.latest:
-            self.latest[rows] = self._estimate(rows)
-        return self.latest[rows]
+        """Draft length -> ms."""
+        if rows not in self.estimates:
+            self.estimates[rows] = self._estimate(rows)
+        return self.estimates[rows]
 
     def _estimate(self, rows: int) -> dict[int, float]:
-        """count -> ms. What real rows add is taken from the nearest count that has seen enough; of
-        one that has seen too few, the less, since a disturbed first step would end all trials."""
-        line = self.at(rows)
-        seen = [k for k, cost in line.items() if cost.seen]
-        known = [k for k in seen if line[k].seen >= SAMPLES] or seen
+        """Draft length -> ms.
+
+        What real rows add is taken from the nearest length with enough measurements. A length with
+        too few takes the smaller of both, since one disturbed first step would end all trials.
+        """
+        costs = self.at(rows)
+        seen = [k for k, cost in costs.items() if cost.seen]
+        known = [k for k in seen if costs[k].seen >= COST_SAMPLES] or seen
 
         def extra(k: int, cost: Cost) -> float:
             if not known or k in known:
                 return cost.extra
-            near = line[min(known, key=lambda s: abs(s - k))].extra
+            near = costs[min(known, key=lambda s: abs(s - k))].extra
             return min(near, cost.extra) if cost.seen else near
 
-        return {k: max(cost.null + extra(k, cost), 1e-3) for k, cost in line.items()}
+        return {k: max(cost.null + extra(k, cost), 1e-3) for k, cost in costs.items()}
 
 
 class Acceptance:
-    """The share of drafts accepted at each place, given that those in front were: running."""
+    """Running share of drafts accepted at each place, given that all before it were."""
 
     def __init__(self, most: int) -> None:
-        self.tried, self.taken = [0.0] * most, [0.0] * most
+        self.tried = [0.0] * most
+        self.taken = [0.0] * most
 
     def observe(self, made: int, accepted: list[int]) -> None:
         """One step's rows, which had `made` drafts each."""
         tried = len(accepted)
         for i in range(len(self.tried)):
             taken = sum([a > i for a in accepted]) if i < made else 0
-            self.tried[i] += (tried if i < made else 0) - self.tried[i] / MEMORY
-            self.taken[i] += taken - self.taken[i] / MEMORY
+            self.tried[i] += (tried if i < made else 0) - self.tried[i] / ACCEPTANCE_MEMORY
+            self.taken[i] += taken - self.taken[i] / ACCEPTANCE_MEMORY
             tried = taken
 
     def length(self, count: int) -> float:
         """Tokens that a step of `count` drafts is expected to emit per row."""
-        total, chance, rate = 1.0, 1.0, PRIOR
+        total = 1.0
+        chance = 1.0
+        rate = PRIOR_ACCEPTANCE
         for tried, taken in zip(self.tried[:count], self.taken[:count], strict=True):
-            rate = (taken + PRIOR_WEIGHT * rate) / (tried + PRIOR_WEIGHT)
+            rate = (taken + PRIOR_ROWS * rate) / (tried + PRIOR_ROWS)
             chance *= rate
             total += chance
         return total
 
 
 class AdaptiveDraftLength:
-    """The count with the most tokens per ms, as far as the balance allows."""
+    """The draft length with the most expected tokens per ms, as far as the balance allows."""
 
     def __init__(self, counts: tuple[int, ...], costs: Costs) -> None:
-        self.counts, self.costs = counts, costs
+        self.counts = counts
+        self.costs = costs
         self.acceptance = Acceptance(counts[-1])
-        self.balance, self.mark = 0.0, 0.0
-        self.count, self.left = counts[1], TRIAL
+        self.balance = 0.0
+        self.mark = 0.0
+        self.count = counts[1]
+        self.left = TRIAL_STEPS
         self.due: dict[int, int] = {}
 
     def choose(self, rows: int) -> int:
-        """0 while it rests, and now and then to know what that costs."""
+        """0 where the balance allows no trial, and now and then to measure what 0 costs."""
         if self.due.setdefault(rows, 0) <= 0:
             return 0
         ms = self.costs.ms(rows)
         best = self._best(ms)
         over = not (best or self.left or self.balance > self.mark)
         if self.count and (over or self.balance < -self._loss(ms)):
-            self.count, self.balance = 0, min(self.balance, 0.0)
+            self.count = 0
+            self.balance = min(self.balance, 0.0)
         elif self.count or self.balance >= self._price(ms):
             if not self.left:
-                self.left, self.mark = TRIAL, self.balance
+                self.left = TRIAL_STEPS
+                self.mark = self.balance
             self.count = best or self.count or self._least(ms)
             self.left -= 1
         return self.count
 
     def observe(self, rows: int, count: int, made: int, accepted: list[int], ms: float) -> None:
-        """Keeps time and acceptance, and enters what the step has won or lost."""
+        """Learns costs and acceptance, and adds what the step has won or lost to the balance."""
         self.costs.observe(rows, count, ms)
         self._watch(rows, count)
         if made:
             self.acceptance.observe(made, [min(a, made) for a in accepted])
         cost = self.costs.ms(rows)
         without = cost[0] * (1 + sum(accepted) / max(1, len(accepted)))
-        self.balance += without - cost[count] + SHARE * without
-        self.balance = min(self.balance, BEARABLE * self._loss(cost))
+        self.balance += without - cost[count] + TRIAL_BUDGET * without
+        self.balance = min(self.balance, MOST_SAVED_LOSSES * self._loss(cost))
 
     def _watch(self, rows: int, count: int) -> None:
-        """Counts down to when steps without drafts are due; from 0 on, the steps that were."""
+        """Counts down to the next measurement without drafts; below 0, the steps of it so far."""
         due = self.due.get(rows, 0)
         if due > 0:
             self.due[rows] = due - 1 if count else self._stale(rows)
         elif count == 0:
-            self.due[rows] = due - 1 if due > 1 - SAMPLES else self._stale(rows)
+            self.due[rows] = due - 1 if due > 1 - COST_SAMPLES else self._stale(rows)
 
     def _stale(self, rows: int) -> int:
-        """Steps until a step without drafts is due; the step behind them has no drafts either."""
+        """Steps until a measurement without drafts is due. The step after it has no drafts yet."""
         ms = self.costs.ms(rows)
         best = max(self.acceptance.length(k) / ms[k] for k in self.counts)
-        return max(SOON, int((SAMPLES + 1) * (1 - 1 / (ms[0] * best)) / PROBES))
+        return max(
+            BASELINE_INTERVAL, int((COST_SAMPLES + 1) * (1 - 1 / (ms[0] * best)) / BASELINE_SHARE)
+        )
 
     def _best(self, ms: dict[int, float]) -> int:
         rates = {k: self.acceptance.length(k) / ms[k] for k in self.counts}
         best = max(rates, key=lambda k: rates[k])
-        return best if rates[best] > BETTER * rates[self.count] else self.count
+        return best if rates[best] > SWITCH_FACTOR * rates[self.count] else self.count
 
     def _least(self, ms: dict[int, float]) -> int:
-        """The count that a trial costs least with."""
+        """The draft length of the cheapest trial."""
         return min(self.counts[1:], key=lambda k: ms[k])
 
     def _price(self, ms: dict[int, float]) -> float:
-        """What a trial may lose."""
-        return TRIAL * max(ms[self._least(ms)] - ms[0], SHARE * ms[0])
+        """ms that a trial may lose."""
+        return TRIAL_STEPS * max(ms[self._least(ms)] - ms[0], TRIAL_BUDGET * ms[0])
 
     def _loss(self, ms: dict[int, float]) -> float:
-        """What a step of the dearest count loses where nothing is accepted."""
-        return max(*ms.values(), (1 + SHARE) * ms[0]) - ms[0]
+        """ms that a step loses at most, where nothing is accepted."""
+        return max(*ms.values(), (1 + TRIAL_BUDGET) * ms[0]) - ms[0]
 
 
 def draft_length_policy(
-    config: SpeculativeConfig, counts: tuple[int, ...], taken: dict[tuple[int, int], float]
+    adaptive: bool, counts: tuple[int, ...], taken: dict[tuple[int, int], float]
 ) -> DraftLengthPolicy:
-    """Who chooses among the counts, as the config asks.
+    """The policy that adapts, or that always takes the most drafts.
 
     taken: (rows, count) -> ms of a step of null rows.
     """
-    if not config.adaptive:
+    if not adaptive:
         return FixedDraftLength(counts[-1])
     return AdaptiveDraftLength(counts, Costs.measured(taken))

@@ -70,7 +70,8 @@ class Request:
             if self.finish_reason is not None:
                 return index
             if token < 0:
-                self.finish_reason, self.error = "error", NO_TOKEN
+                self.finish_reason = "error"
+                self.error = NO_TOKEN
                 return index
             self.output_token_ids.append(token)
             if logprobs is not None:
@@ -81,7 +82,8 @@ class Request:
     def _judge(self, token: int) -> None:
         if len(self.output_token_ids) > self.params.min_tokens:
             if token in (self.params.stop_token_ids or ()):
-                self.finish_reason, self.stop_reason = "stop", token
+                self.finish_reason = "stop"
+                self.stop_reason = token
                 return
             if token in self.eos_token_ids and not self.params.ignore_eos:
                 self.finish_reason = "stop"

@@ -142,7 +142,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request. RequestError or CapacityError if it can never be served."""
-        length, capacity = len(request.prompt_token_ids), self.cache.capacity
+        length = len(request.prompt_token_ids)
+        capacity = self.cache.capacity
         most = min(self.max_model_len, capacity)
         if request.id in self.entries:
             raise RequestError(
@@ -289,7 +290,8 @@ class Scheduler:
         plan.swap_out.append(Swap(entry.row, entry.request.id, pages, entry.seq.slot))
         plan.grants = [grant for grant in plan.grants if grant.row != entry.row]
         self._leave_row(entry)
-        entry.swapped, entry.saved = True, used
+        entry.swapped = True
+        entry.saved = used
         entry.request.metrics.num_preemptions += 1
         self.preemptions += 1
         self._enqueue(entry)
@@ -336,8 +338,10 @@ class Scheduler:
         """Gives the head a row, pages and a slot; one page per running row stays spare."""
         if not self.free_rows:
             return False
-        seq, request = entry.seq, entry.request
-        need, spare = entry.need(self.query_len), len(self.running)
+        seq = entry.seq
+        request = entry.request
+        need = entry.need(self.query_len)
+        spare = len(self.running)
         if entry.swapped:
             need = max(need, entry.saved * self.cache.config.page_size)
             if not self.cache.readmit(seq, need, spare):

@@ -18,15 +18,18 @@ class ChatAnswer:
     """One call of the endpoint: start() first, then whole() or stream(), and close() at the end."""
 
     def __init__(self, service: Service, body: ChatRequest) -> None:
-        self.service, self.body = service, body
+        self.service = service
+        self.body = body
         self.run: Run
         self._parsers: list[ReplyParser] = []
 
     async def start(self) -> None:
         """Renders, tokenises and begins; raises what is wrong before anything is sent."""
-        body, processor = self.body, self.service.processor
+        body = self.body
+        processor = self.service.processor
         self.service.check(body)
-        params, tools = body.params(processor), body.callable_tools(processor)
+        params = body.params(processor)
+        tools = body.callable_tools(processor)
         prompt = await asyncio.to_thread(
             processor.conversation,
             body.shown_messages(),
@@ -92,7 +95,9 @@ class ChatAnswer:
 
     def _chunks(self, piece: Piece, waiting: "_Waiting") -> Iterable[Json]:
         """The chunks of one piece: logprobs go with the first, the finish reason with the last."""
-        index, text, parser = piece.index, piece.text, self._parsers[piece.index]
+        index = piece.index
+        text = piece.text
+        parser = self._parsers[piece.index]
         events = parser.feed(text.delta)
         if text.finish_reason is not None:
             events += parser.finish()

@@ -15,7 +15,8 @@ class CompletionAnswer:
     """One call of the endpoint: start() first, then whole() or stream(), and close() at the end."""
 
     def __init__(self, service: Service, body: CompletionRequest) -> None:
-        self.service, self.body = service, body
+        self.service = service
+        self.body = body
         self.run: Run
         self._prompts: list[str | list[int]] = []
 
@@ -82,7 +83,8 @@ class CompletionAnswer:
 
     def _piece(self, piece: Piece, shown: "_Shown") -> Json | None:
         """A chunk's choice; None while the text is held back, and its tokens with it."""
-        index, new = piece.index, piece.text
+        index = piece.index
+        new = piece.text
         first = shown.characters == 0
         shown.scores.add(new)
         shown.asked = piece.prompt_logprobs or shown.asked
@@ -116,7 +118,8 @@ class CompletionAnswer:
         entries: list[dict[int, Logprob] | None] = [*(scores or ())]
         if echoed:
             prompt = self.run.job.prompts[index // self.run.job.params.n]
-            ids, entries = prompt + ids, [*(asked or [None] * len(prompt)), *entries]
+            ids = prompt + ids
+            entries = [*(asked or [None] * len(prompt)), *entries]
         return completion_logprobs(
             self.service.processor.tokenizer, ids, entries, self.body.logprobs, offset
         )

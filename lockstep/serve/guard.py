@@ -42,7 +42,8 @@ class Guard:
     """ASGI middleware that holds the rules."""
 
     def __init__(self, app: ASGIApp, rules: Rules) -> None:
-        self.app, self.rules = app, rules
+        self.app = app
+        self.rules = rules
         self._hosts = {host.lower() for host in rules.hosts}
         self._keys = [_digest(key) for key in rules.keys]
 
@@ -104,7 +105,8 @@ class Guard:
         """`receive` for a body of bounded size that has to come within its time."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self.rules.body_seconds
-        got, done = 0, False
+        got = 0
+        done = False
 
         async def bounded() -> Message:
             nonlocal got, done

@@ -27,7 +27,8 @@ class OneLine(logging.Filter):
         if record.name == "uvicorn.access":
             record.args = tuple(escaped(a) if isinstance(a, str) else a for a in record.args or ())
             return True
-        record.msg, record.args = escaped(record.getMessage()), ()
+        record.msg = escaped(record.getMessage())
+        record.args = ()
         now = time.monotonic()
         if now - self._last.get(record.msg, -SAME_SECONDS) < SAME_SECONDS:
             return False

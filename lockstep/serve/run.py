@@ -117,7 +117,8 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float) -> None:
         super().__init__(config)
-        self.service, self.drain_seconds = service, drain_seconds
+        self.service = service
+        self.drain_seconds = drain_seconds
         self.failure: str | None = None
 
     def fail(self, why: str) -> None:
@@ -191,7 +192,8 @@ def serve(
         while not (server.started or serving.done()):
             await asyncio.sleep(0.01)
         if server.started:
-            chats, keys = processor.template is not None, bool(options.rules.keys)
+            chats = processor.template is not None
+            keys = bool(options.rules.keys)
             show(how_to_ask(url, model_name, chats, address.uds, keys))
         await serving
 
@@ -245,10 +247,12 @@ def how_to_ask(
     question = "What is the capital of France?"
     body: dict[str, Any] = {"model": model_name}
     if chats:
-        address, answer = f"{url}/v1/chat/completions", "['message']['content']"
+        address = f"{url}/v1/chat/completions"
+        answer = "['message']['content']"
         body["messages"] = [{"role": "user", "content": question}]
     else:
-        address, answer = f"{url}/v1/completions", "['text']"
+        address = f"{url}/v1/completions"
+        answer = "['text']"
         body["prompt"] = question
     headers = {"Content-Type": "application/json"}
     if keys:

@@ -156,7 +156,8 @@ class Run:
     """A job in the engine, from start() to close(). Its pieces wait for whoever reads them."""
 
     def __init__(self, service: "Service", job: Job) -> None:
-        self.service, self.job = service, job
+        self.service = service
+        self.job = job
         self._pieces: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
         self._usage = job.usage
         self._tasks: list[asyncio.Task[None]] = []
@@ -237,7 +238,8 @@ class Run:
         if update.prompt_logprobs is not None:
             name_tokens(self.service.processor.tokenizer, update.prompt_logprobs)
         first = text.output.index % self.job.params.n == 0
-        now, usage = update.metrics, self._usage
+        now = update.metrics
+        usage = self._usage
         self._usage = replace(
             usage,
             written=usage.written + len(new.token_ids),
@@ -259,8 +261,10 @@ class Service:
         fingerprint: str,
         limits: Limits | None = None,
     ) -> None:
-        self.client, self.processor = client, processor
-        self.model_name, self.fingerprint = model_name, fingerprint
+        self.client = client
+        self.processor = processor
+        self.model_name = model_name
+        self.fingerprint = fingerprint
         self.limits = limits or Limits()
         self.started = int(time.time())
         self._runs: set[Run] = set()
@@ -400,12 +404,14 @@ async def gather(run: Run) -> Answers:
     job = run.job
     found = Answers([Whole() for _ in job.requests], job.usage)
     async for piece in run:
-        whole, new = found.completions[piece.index], piece.text
+        whole = found.completions[piece.index]
+        new = piece.text
         whole.text += new.delta
         whole.token_ids += new.token_ids
         if new.logprobs is not None:
             whole.logprobs = (whole.logprobs or []) + list(new.logprobs)
-        whole.finish_reason, whole.stop_reason = new.finish_reason, new.stop_reason
+        whole.finish_reason = new.finish_reason
+        whole.stop_reason = new.stop_reason
         whole.error = piece.error
         found.usage = piece.usage
         if piece.prompt_logprobs is not None:
@@ -429,5 +435,6 @@ class Scores:
     def take(self) -> tuple[list[int], list[dict[int, Logprob]] | None]:
         """What has waited; nothing does from here on."""
         taken = self.token_ids, self.entries
-        self.token_ids, self.entries = [], None
+        self.token_ids = []
+        self.entries = None
         return taken

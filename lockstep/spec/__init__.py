@@ -1,21 +1,23 @@
 """Drafters. One file and one table line each; no drafter can change an answer.
 
-A drafter module has `create(context) -> Drafter`. Drafts are written to the table: -1 is
-none, and all are -1 before a drafter writes.
+A drafter's file has
+    Options                     SpeculativeConfig, with the method's own keys if it has any
+    create(context) -> Drafter  the drafter itself
+    NEEDS_MODULE                whether it drafts with a module; then it has these two as well:
+    refusal(raw) -> str | None  why it cannot draft for a checkpoint of this config.json, or None
+    build(options, checkpoint, target, build) -> DraftModule
+                                the module, whose weights are not loaded yet
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from lockstep.config import SpeculativeConfig
 from lockstep.errors import ConfigError, choice_error
-from lockstep.kernels import Op
-from lockstep.step import Step, Verdict
+from lockstep.settings import check_names
+from lockstep.spec.config import EXAMPLE, SpeculativeConfig
 
 DRAFTERS = {
     "ngram": "lockstep.spec.ngram",
@@ -23,58 +25,50 @@ DRAFTERS = {
 }
 
 
-@dataclass
-class DraftContext:
-    """What a drafter may use. drafts [R, K] and tokens [R, L] are the table's, by row.
-
-    module: the checkpoint's own draft module, where the drafter asked for one.
-    sample(logits [S, 1, V], positions [S, 1], no drafts [S, 0], row_ids [S]) -> [S, 1], where V are
-    the tokens that the module's head knows.
-    op: the function that serves an op on this device.
-    """
-
-    config: SpeculativeConfig
-    drafts: Tensor
-    tokens: Tensor
-    computed: Tensor
-    page_size: int
-    module: Any
-    sample: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    op: Callable[[Op], Callable[..., Any]]
-
-
-def draft_lengths(config: SpeculativeConfig | None) -> tuple[int, ...]:
-    """The numbers of drafts that a step may bring, ascending."""
-    if config is None:
-        return (0,)
-    most = config.num_speculative_tokens
-    return tuple(sorted({0, 1, min(3, most), most})) if config.adaptive else (most,)
-
-
-class NoDrafter:
-    """Proposes nothing, ever."""
-
-    def propose(
-        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
-    ) -> None:
-        """Leaves the table's (empty) drafts alone."""
-
-
-def drafter_module(config: SpeculativeConfig | None) -> Any:
-    """The module that makes this drafter, or None. Raises ConfigError on an unknown method."""
-    if config is None:
-        return None
-    if config.method not in DRAFTERS:
+def drafter_module(method: str) -> ModuleType:
+    """The module that makes this drafter. Raises ConfigError on an unknown method."""
+    if method not in DRAFTERS:
         raise choice_error(
             ConfigError,
             "speculative_config method",
-            config.method,
+            method,
             ", ".join(DRAFTERS),
             "Choose one of them.",
         )
-    return import_module(DRAFTERS[config.method])
+    return import_module(DRAFTERS[method])
 
 
-def no_drafts(rows: Tensor) -> Tensor:
-    """[S, 0]: sampling with no draft in front."""
-    return torch.empty(rows.shape[0], 0, dtype=torch.int64, device=rows.device)
+def read(value: Mapping[str, Any] | SpeculativeConfig | None) -> SpeculativeConfig | None:
+    """The Options of a method, from vLLM's dict.
+
+    Raises ConfigError on a missing or unknown method, and on a key that the method does not have.
+    """
+    if value is None:
+        return None
+    if isinstance(value, SpeculativeConfig):
+        value = asdict(value)
+    if not isinstance(value, dict):
+        allowed = f"None or a dict, e.g. {EXAMPLE}"
+        raise choice_error(ConfigError, "speculative_config", value, allowed, "Write it as a dict.")
+    if "method" not in value:
+        raise ConfigError('speculative_config has no "method"; name a drafter, e.g. "mtp".')
+    method = SpeculativeConfig(value["method"]).method
+    options = drafter_module(method).Options
+    remedy = f"Remove or rename the key: method={method!r} has these."
+    check_names(options, value, "speculative_config key", remedy)
+    return options(**value)
+
+
+def refusals(raw: dict[str, Any]) -> dict[str, str | None]:
+    """Method -> why it cannot draft for the checkpoint of this config.json; None: it can."""
+    found: dict[str, str | None] = {}
+    for name in DRAFTERS:
+        module = drafter_module(name)
+        found[name] = module.refusal(raw) if module.NEEDS_MODULE else None
+    return found
+
+
+def own_drafter(raw: dict[str, Any]) -> str | None:
+    """The method whose draft module comes with the checkpoint of this config.json, if any."""
+    allowed = (name for name, why in refusals(raw).items() if why is None)
+    return next((name for name in allowed if drafter_module(name).NEEDS_MODULE), None)

@@ -1,58 +1,64 @@
-"""MTP: the checkpoint's own next-token module, reapplied for K drafts.
+"""MTP: the checkpoint's own next-token module, which drafts in a chain."""
 
-The module reads the target's final hidden state of a position and the token after it. Over the step
-that was just verified it fills its own KV with true hidden states; then it runs on from the last
-committed position, feeding itself. Positions past a mismatch are overwritten by the next step.
-Where nothing is drafted it only keeps the keys and values, so that later drafts see no gap.
-"""
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
-from dataclasses import replace
+import torch
+from pydantic import Field
 
-from torch import Tensor
-
-from lockstep.kernels.table import draft_step, follow
-from lockstep.spec import DraftContext, no_drafts
-from lockstep.step import Step, StepShape, Verdict
+from lockstep.errors import CheckpointError
+from lockstep.layers.build import Build
+from lockstep.models import architecture
+from lockstep.models.checkpoint import Checkpoint
+from lockstep.settings import setting
+from lockstep.spec.chain import ChainDrafter
+from lockstep.spec.config import SpeculativeConfig
+from lockstep.spec.drafter import DraftContext, DraftModule
+from lockstep.spec.vocabulary import HEAD_GRAIN, MOST_TOKENS, draft_vocab_size, frequent_tokens
 
 NEEDS_MODULE = True
+SETTING = "mtp_num_hidden_layers"
+"""What config.json says of the module: its number of layers."""
+HeadSize = Annotated[int, Field(ge=HEAD_GRAIN, le=MOST_TOKENS, multiple_of=HEAD_GRAIN)]
 
 
-class MTPDrafter:
-    """K drafts from one module."""
+@dataclass(frozen=True)
+class Options(SpeculativeConfig):
+    """The keys of this method."""
 
-    def __init__(self, context: DraftContext) -> None:
-        self.context = context
-        self.follow, self.draft_step = context.op(follow), context.op(draft_step)
-
-    def propose(
-        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
-    ) -> None:
-        """Writes as many drafts per row as the step asks for. Sampled rows draft with the noise of
-        the position itself."""
-        c, rows, count = self.context, step.row_ids, step.shape.next_drafts
-        where = (step.token_rows, step.positions, step.cu_seqlens)
-        window = verdict.tokens.shape[1]
-        tokens, last, at = self.follow(c.tokens, rows, *where, verdict.accepted, window)
-        if not count:
-            c.module.keep(tokens, hidden, step)
-            return
-        hidden = c.module(tokens, hidden, step)[last]
-        for k in range(count):
-            if k:
-                hidden = c.module(step.token_ids, hidden, step)
-            logits = c.module.head(hidden)[:, None]
-            tokens = c.sample(logits, at, no_drafts(rows), rows)[:, 0]
-            step = self._on(step, tokens, k)
-            at = step.sample_at
-
-    def _on(self, step: Step, tokens: Tensor, k: int) -> Step:
-        """Keeps the rows' drafts number k, tokens [S]: the step of one token each that they are."""
-        c, table = self.context, step.page_table
-        made = self.draft_step(c.computed, c.drafts, step.row_ids, tokens, table, k, c.page_size)
-        shape = StepShape.uniform(step.shape.rows, 1)
-        return replace(step, shape=shape, logit_rows=slice(None), **vars(made))
+    draft_vocab_size: Literal["auto", "full"] | HeadSize = setting(
+        "auto",
+        "tokens that the module may propose, the most frequent ones; auto: 32,768 where the model "
+        "knows more than 65,536, else all",
+        allowed=f"auto, full, or multiples of {HEAD_GRAIN} from {HEAD_GRAIN}",
+        remedy="Choose one of them, or leave it out.",
+    )
 
 
-def create(context: DraftContext) -> MTPDrafter:
+def refusal(raw: dict[str, Any]) -> str | None:
+    """Why a checkpoint of this config.json cannot be drafted for; None if it can."""
+    built = hasattr(architecture(raw.get("model_type")), "Draft")
+    has_module = built and raw.get("text_config", raw).get(SETTING)
+    return None if has_module else "the checkpoint has no MTP module"
+
+
+def build(options: Options, checkpoint: Checkpoint, target: Any, build: Build) -> DraftModule:
+    """The checkpoint's module, not loaded yet. Raises CheckpointError where it has none, and
+    ConfigError where draft_vocab_size does not fit its vocabulary."""
+    if refusal(checkpoint.raw) is not None:
+        raise CheckpointError(
+            "speculative_config method='mtp' needs a checkpoint with an MTP module, and this one "
+            f"has none ({SETTING}). Choose another method, e.g. ngram."
+        )
+    vocab = target.config.vocab_size
+    size = draft_vocab_size(options.draft_vocab_size, vocab)
+    ids = None
+    if size < vocab:
+        kept = frequent_tokens(checkpoint.folder, size, vocab)
+        ids = torch.tensor(kept, device=build.device)
+    return architecture(checkpoint.raw["model_type"]).Draft(target, build, ids)
+
+
+def create(context: DraftContext) -> ChainDrafter:
     """The drafter of this file."""
-    return MTPDrafter(context)
+    return ChainDrafter(context)

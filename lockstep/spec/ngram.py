@@ -1,19 +1,52 @@
 """Prompt lookup (Saxena, 2023): what followed the last tokens the last time they stood there."""
 
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter
 from torch import Tensor
 
-from lockstep.kernels.table import lookup
-from lockstep.spec import DraftContext
+from lockstep.kernels.drafting import ngram_lookup
+from lockstep.settings import setting, strictly
+from lockstep.spec.config import SpeculativeConfig
+from lockstep.spec.drafter import DraftContext
 from lockstep.step import Step, Verdict
 
 NEEDS_MODULE = False
+MOST_LOOKUP = 16
+"""Tokens of the longest n-gram that may be looked up."""
+
+
+@dataclass(frozen=True)
+class Options(SpeculativeConfig):
+    """The keys of this method."""
+
+    prompt_lookup_max: Annotated[int, Field(ge=1, le=MOST_LOOKUP)] = setting(
+        4,
+        "tokens of the longest n-gram that is looked up",
+        remedy="Choose the longest n-gram anew.",
+    )
+    prompt_lookup_min: Annotated[int, Field(ge=1, le=MOST_LOOKUP)] = setting(
+        2,
+        "tokens of the shortest n-gram that is looked up, at most prompt_lookup_max",
+        remedy="Choose it no larger than prompt_lookup_max.",
+    )
+
+    def adapter(self, name: str) -> TypeAdapter[Any]:
+        """prompt_lookup_min goes up to prompt_lookup_max, which is checked before it."""
+        if name == "prompt_lookup_min":
+            return strictly(Annotated[int, Field(ge=1, le=self.prompt_lookup_max)])
+        return super().adapter(name)
 
 
 class NgramDrafter:
     """Looks the longest n-gram of prompt_lookup_max..min tokens up in the row's own history."""
 
     def __init__(self, context: DraftContext) -> None:
-        self.context, self.lookup = context, context.op(lookup)
+        self.context = context
+        self.ngram_lookup = context.op(ngram_lookup)
+        self.shortest: int = context.config.prompt_lookup_min
+        self.longest: int = context.config.prompt_lookup_max
 
     def propose(
         self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
@@ -22,8 +55,7 @@ class NgramDrafter:
         match, else -1."""
         c = self.context
         drafts = c.drafts[:, : step.shape.next_drafts]
-        lengths = (c.config.prompt_lookup_min, c.config.prompt_lookup_max)
-        self.lookup(c.tokens, c.computed, drafts, step.row_ids, *lengths)
+        self.ngram_lookup(c.tokens, c.computed, drafts, step.row_ids, self.shortest, self.longest)
 
 
 def create(context: DraftContext) -> NgramDrafter:

@@ -8,11 +8,16 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lockstep.config import HEAD_GRAIN
 from lockstep.errors import CheckpointError, ConfigError, choice_error
 
+HEAD_GRAIN = 64
+"""A reduced draft head has a multiple of this many tokens."""
+MOST_TOKENS = 1 << 24
+"""Tokens of a vocabulary that no model comes near."""
 AUTO_SIZE = 32_768
+"""Tokens of an "auto" draft head, where it is reduced."""
 AUTO_ABOVE = 65_536
+"""Tokens of a vocabulary above which "auto" reduces the head."""
 
 
 def draft_vocab_size(asked: int | str, vocab: int) -> int:

@@ -13,7 +13,8 @@ from tokenizers import normalizers
 
 # Two of the variation selectors that no script uses: they are printable, so that Python's repr and
 # JSON show them as they are, have no case, and are no whitespace.
-_MARK, _ESCAPE = "\U000e01ef", "\U000e01ee"
+_MARK = "\U000e01ef"
+_ESCAPE = "\U000e01ee"
 
 
 class ControlTokens:

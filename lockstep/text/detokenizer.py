@@ -23,8 +23,10 @@ class Detokenizer:
         min_tokens: int = 0,
     ) -> None:
         self.stopped: str | None = None
-        self._tokenizer, self._skip = tokenizer, skip_special_tokens
-        self._include_stop, self._unchecked = include_stop, min_tokens
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._include_stop = include_stop
+        self._unchecked = min_tokens
         self._scan = Scan(Markers({s: s for s in stop})) if stop else None
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._last: list[int] = []  # the token before, on which a decoder may depend
@@ -50,7 +52,8 @@ class Detokenizer:
             return self._utf8.decode(tokenizer.token_bytes(token_id))
         if not tokenizer.token(token_id):  # an id that the vocabulary lacks
             return ""
-        last, self._last = self._last, [token_id]
+        last = self._last
+        self._last = [token_id]
         byte = tokenizer.byte(token_id)
         if byte is not None:
             return self._utf8.decode(bytes([byte]))

@@ -83,7 +83,8 @@ class CompletionText:
         if self.finished:
             return self._update("", (), None)
         silent_last = finish_reason == "stop" and not self.request.params.include_stop_str_in_output
-        delta, taken = "", 0
+        delta = ""
+        taken = 0
         for i, token in enumerate(token_ids):
             taken += 1
             if self._text and not (silent_last and i == len(token_ids) - 1):
@@ -93,11 +94,13 @@ class CompletionText:
         if self._text and finish_reason is not None and self._text.stopped is None:
             delta += self._text.flush()
         if self._text and self._text.stopped is not None:
-            finish_reason, stop_reason = "stop", self._text.stopped
+            finish_reason = "stop"
+            stop_reason = self._text.stopped
         new = tuple(token_ids[:taken])
         scores = tuple(logprobs[:taken]) if logprobs is not None else None
         self._keep(delta, new, scores)
-        self.output.finish_reason, self.output.stop_reason = finish_reason, stop_reason
+        self.output.finish_reason = finish_reason
+        self.output.stop_reason = stop_reason
         return self._update(delta, new, scores)
 
     def _keep(
@@ -151,7 +154,9 @@ class Processor:
         tool_parser: str | None = "auto",
         reasoning_parser: str | None = "auto",
     ) -> None:
-        self.tokenizer, self.max_model_len, self.eos_ids = tokenizer, max_model_len, eos_ids
+        self.tokenizer = tokenizer
+        self.max_model_len = max_model_len
+        self.eos_ids = eos_ids
         # No text of more characters fits, whatever its tokens are.
         self.max_characters = max_model_len * (tokenizer.longest_token if tokenizer else 1)
         self.template = None

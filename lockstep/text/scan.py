@@ -100,8 +100,10 @@ class Scan:
         if until == self._settled:
             self._held.append(text)
             return ""
-        whole, cut = "".join(self._held) + text, until - self._settled
-        self._held, self._settled = [whole[cut:]], until
+        whole = "".join(self._held) + text
+        cut = until - self._settled
+        self._held = [whole[cut:]]
+        self._settled = until
         return whole[:cut]
 
 

@@ -87,7 +87,8 @@ class ChatTemplate:
     ) -> None:
         self.source = source
         self._special_tokens = special_tokens or {}
-        self._control, self._limit = control, limit
+        self._control = control
+        self._limit = limit
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )

@@ -15,6 +15,7 @@ from lockstep.bench.floor import (
     sketch,
     step_floor,
 )
+from lockstep.spec import read
 from tests.tiny_model import CONFIG, QWEN3, make_model
 
 # Qwen3.6-27B's config.json, text part.
@@ -56,6 +57,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("large"), **LARGE)
 
 
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
+
+
 def part(floor: Floor, name: str) -> Part:
     return next(p for p in floor.parts if p.name == name)
 
@@ -63,7 +68,8 @@ def part(floor: Floor, name: str) -> Part:
 def test_bytes_by_hand(tiny: Path) -> None:
     """A hybrid of 3 Gated DeltaNet layers and one attention layer, tied head, K=1, 2 rows."""
     hidden, inner, vocab = 48, 64, 1000
-    floor = step_floor(sketch(tiny, torch.bfloat16, 1, module=False), rows=2, context=100).verify
+    model = sketch(tiny, torch.bfloat16, read({**NGRAM, "num_speculative_tokens": 1}))
+    floor = step_floor(model, rows=2, context=100).verify
     assert part(floor, "Head").bytes == 2 * vocab * hidden
     assert part(floor, "Head").flops == 2 * vocab * hidden * 4
     assert part(floor, "Embedding").bytes == 2 * hidden * 4
@@ -85,20 +91,21 @@ def test_bytes_by_hand(tiny: Path) -> None:
 
 
 def test_draft_module_is_read_once_per_draft(tiny: Path) -> None:
-    one, three = (
-        step_floor(sketch(tiny, torch.bfloat16, k, module=True), rows=2, context=100).drafts
-        for k in (1, 3)
-    )
+    floors = []
+    for k in (1, 3):
+        model = sketch(tiny, torch.bfloat16, read({**MTP, "num_speculative_tokens": k}))
+        floors.append(step_floor(model, rows=2, context=100).drafts)
+    one, three = floors
     for name in ("GatedMLP", "Attention", "Head", "Linear", "KV read"):
         assert part(three, name).bytes == 3 * part(one, name).bytes > 0
-    none = step_floor(sketch(tiny, torch.bfloat16, 3, module=False), rows=2, context=100)
+    none = step_floor(sketch(tiny, torch.bfloat16, read(NGRAM)), rows=2, context=100)
     assert none.drafts.ms == 0 and none.ms == none.verify.ms and none.query_len == 4
 
 
 @pytest.mark.parametrize(("rows", "ms"), [(1, 12.05), (8, 12.99), (64, 20.49)])
 def test_known_floors_of_a_large_model(large: Path, rows: int, ms: float) -> None:
     """Roofline of Qwen3.6-27B in bf16 at context 4,096: 51.25 GB of weights, 151 MB of state."""
-    floor = step_floor(sketch(large, torch.bfloat16, 0, module=False), rows, 4096)
+    floor = step_floor(sketch(large, torch.bfloat16, None), rows, 4096)
     assert floor.ms == pytest.approx(ms, abs=0.01)
 
 
@@ -106,19 +113,19 @@ def test_known_floors_of_a_large_model(large: Path, rows: int, ms: float) -> Non
 def test_known_floors_of_a_dense_model(tmp_path: Path, rows: int, ms: float) -> None:
     """Qwen3-8B: 15.1 GB of weights that are read, 147 KB of KV per token."""
     folder = make_model(tmp_path / "dense", QWEN3, **DENSE)
-    floor = step_floor(sketch(folder, torch.bfloat16, 0, module=False), rows, 4096)
+    floor = step_floor(sketch(folder, torch.bfloat16, None), rows, 4096)
     assert floor.ms == pytest.approx(ms, abs=0.01)
 
 
 def test_drafts_and_prompt_of_a_large_model(large: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    model = sketch(large, torch.bfloat16, 3, module=True)
+    model = sketch(large, torch.bfloat16, read(MTP))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
     floor = step_floor(model, 1, 4096)
     assert part(floor.drafts, "Head").bytes == 3 * 2 * 32768 * 5120
     assert floor.drafts.ms == pytest.approx(0.83, abs=0.02)
     assert floor.ms == floor.verify.ms + floor.drafts.ms
-    full = sketch(large, torch.bfloat16, 3, module=True, vocab="full")
+    full = sketch(large, torch.bfloat16, read({**MTP, "draft_vocab_size": "full"}))
     assert step_floor(full, 1, 4096).drafts.ms == pytest.approx(2.37, abs=0.02)
     prompt = prompt_floor(model, 8192)
     assert prompt.ms == prompt.total.matrix_ms > prompt.total.memory_ms
@@ -133,6 +140,6 @@ def test_the_slower_of_both_decides() -> None:
 
 
 def test_dtype_counts(tiny: Path) -> None:
-    half, full = (sketch(tiny, t, 0, module=False) for t in (torch.bfloat16, torch.float32))
+    half, full = (sketch(tiny, t, None) for t in (torch.bfloat16, torch.float32))
     mlp = [part(step_floor(m, 1, 64).verify, "GatedMLP").bytes for m in (half, full)]
     assert mlp[1] == 2 * mlp[0] and CONFIG["num_hidden_layers"] == 4

@@ -7,33 +7,44 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.bench.dimensions import MODELS, Setting, Subject
-from lockstep.bench.floor import Part, sketch
-from lockstep.bench.kernels import _chain, compare_rows, measure_kernels, pick_models
-from lockstep.bench.subjects import OPS, subjects
+from lockstep.bench.dimensions import MODELS, bench_env
+from lockstep.bench.floor import sketch
+from lockstep.bench.kernels import (
+    _chain,
+    benchmarks,
+    compare_rows,
+    measure_kernels,
+    measured_ops,
+    pick_models,
+)
 from lockstep.errors import ConfigError
+from lockstep.kernels.bench_types import Cost, OpBenchmark
 from lockstep.layers.linear import Head, Linear
 from tests.bench.test_floor import LARGE
 from tests.tiny_model import make_model
 
-SMALL, HERE = MODELS["small"], Setting("cpu", torch.float32, 8)
+SMALL = MODELS["small"]
+HERE = bench_env("cpu", torch.float32, 8)
 
 
-def counting(rows: int, row_bytes: int, variants: int = 1) -> tuple[Subject, list[tuple[int, ...]]]:
-    """A subject that notes what it is called with and gives each row its number."""
-    calls: list[tuple[int, ...]] = []
+Calls = list[tuple[int, ...]]
+
+
+def counting(rows: int, row_bytes: int, variants: int = 1) -> tuple[OpBenchmark, Calls]:
+    """A benchmark that notes what it is called with and gives each row its number."""
+    calls: Calls = []
 
     def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
         calls.append((begin, end, turn))
         return lambda: torch.arange(begin, end)[:, None] * torch.ones(2)
 
-    cost = lambda count: Part("", count * row_bytes)  # noqa: E731
-    return Subject("count", "2", 1, "none", rows, call, cost, variants), calls
+    cost = lambda count: Cost(count * row_bytes)  # noqa: E731
+    return OpBenchmark("count", "2", 1, "none", rows, call, cost, variants), calls
 
 
 def test_every_op_is_measured_and_equal_at_other_rows() -> None:
     lines = list(measure_kernels([SMALL], "cpu", torch.float32, (1, 8), (1, 3), repeats=1))
-    assert {line.op for line in lines} == set(OPS)
+    assert {line.op for line in lines} == set(measured_ops())
     for line in lines:
         assert line.us > 0 and line.tb_per_s == pytest.approx(line.bytes / line.us / 1e6)
         assert line.compared == (1, 2, 3, 7) and line.differing == (), line
@@ -42,7 +53,7 @@ def test_every_op_is_measured_and_equal_at_other_rows() -> None:
 
 
 def test_bytes_by_hand() -> None:
-    by_op = {s.op + s.size.split()[0]: s for s in subjects(SMALL, HERE, 2)}
+    by_op = {s.op + s.size.split()[0]: s for s in benchmarks(SMALL, HERE, 2)}
     assert by_op["lineardown"].cost(4).bytes == 4 * (256 * 512 + 8 * (256 + 512))
     assert by_op["lineardown"].cost(4).flops == 2 * 256 * 512 * 8
     assert by_op["rms_norm256"].cost(3).bytes == 2 * 4 * 3 * 2 * 256
@@ -59,7 +70,7 @@ def test_bytes_by_hand() -> None:
 
 
 def test_dimensions_are_those_of_the_model(tmp_path: Path) -> None:
-    model = sketch(make_model(tmp_path / "large", **LARGE), torch.bfloat16, 0, module=False).model
+    model = sketch(make_model(tmp_path / "large", **LARGE), torch.bfloat16, None).model
     layers = [m for m in model.modules() if isinstance(m, (Linear, Head))]
     assert {tuple(m.weight.shape) for m in layers} == {
         (n, k) for _, n, k in MODELS["Qwen3.6-27B"].weights
@@ -72,26 +83,26 @@ def test_a_bit_that_depends_on_the_batch_shows() -> None:
     def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
         return lambda: honest.call(begin, end, turn)() * (1 + 1e-7 * (end - begin == 3))
 
-    wrong = Subject("count", "2", 1, "none", 64, call, honest.cost)
+    wrong = OpBenchmark("count", "2", 1, "none", 64, call, honest.cost)
     assert compare_rows(honest, (1, 2, 3, 64), 64) == ((1, 2, 3), ())
     assert compare_rows(wrong, (1, 2, 3, 64), 64) == ((1, 2, 3), (3,))
 
 
 def test_state_is_brought_back_between_comparisons() -> None:
-    subject = next(iter(subjects(SMALL, HERE, 2, ["gated_delta_step"])))
-    subject.call(0, 8, 0)()
-    dirty = subject.seen(0, 8, torch.zeros(8))
-    subject.reset()
-    clean = subject.seen(0, 8, torch.zeros(8))
+    benchmark = next(iter(benchmarks(SMALL, HERE, 2, ["gated_delta_step"])))
+    benchmark.call(0, 8, 0)()
+    dirty = benchmark.seen(0, 8, torch.zeros(8))
+    benchmark.reset()
+    clean = benchmark.seen(0, 8, torch.zeros(8))
     assert any(not torch.equal(a, b) for a, b in zip(dirty, clean, strict=True))
-    assert compare_rows(subject, (1, 5), 8)[1] == ()
+    assert compare_rows(benchmark, (1, 5), 8)[1] == ()
 
 
 def test_a_chain_walks_through_distinct_memory() -> None:
-    subject, calls = counting(rows=64, row_bytes=HERE.rotate // 64)
-    _chain(subject, 8, HERE)
+    benchmark, calls = counting(rows=64, row_bytes=HERE.walk_bytes // 64)
+    _chain(benchmark, 8, HERE)
     assert [(begin, end) for begin, end, _ in calls] == [(i, i + 8) for i in range(0, 64, 8)]
-    weights, calls = counting(rows=8, row_bytes=HERE.rotate // 32, variants=5)
+    weights, calls = counting(rows=8, row_bytes=HERE.walk_bytes // 32, variants=5)
     _chain(weights, 8, HERE)
     assert [turn for *_, turn in calls] == [0, 1, 2, 3]
 

@@ -65,9 +65,9 @@ def test_every_layer_is_named_and_time_counts_once(llm: LLM, tmp_path: Path) -> 
     lines = {line.name: line for line in trace_steps(llm, PROMPTS, 0.0, path, steps=2)}
     expected = {
         "step": 1, "table.prepare": 1, "sampler.sample_target": 1, "table.accept_and_commit": 1,
-        "head": 1, "drafter.propose": 1, "blocks.*": 4, "blocks.*.mlp.down": 4, "draft.fc": 2,
-        "embed": 3,
-        "blocks.*.mixer:GatedDeltaNet.step_op": 3, "blocks.*.mixer:Attention.attend": 1,
+        "head": 1, "drafter.propose": 1, "blocks.*": 4, "blocks.*.mlp.down": 4,
+        "draft.fc": 2, "embed": 3,
+        "blocks.*.linear_attn:GatedDeltaNet.step_op": 3, "blocks.*.self_attn:Attention.attend": 1,
     }  # fmt: skip
     assert {name: lines[name].calls for name in expected} == expected
     assert CAPTURED not in lines

@@ -3,8 +3,8 @@
 import torch
 
 from lockstep.check.answer_oracle import NONE_EVERY, STAND_IN, WRONG_EVERY, AnswerOracle
-from lockstep.config import SpeculativeConfig
-from lockstep.spec import DraftContext
+from lockstep.spec.config import SpeculativeConfig
+from lockstep.spec.drafter import DraftContext
 from lockstep.step import StepShape
 
 

@@ -93,7 +93,7 @@ def test_an_axis_that_never_takes_place_is_a_failure(
 
 def test_the_full_matrix_holds_what_it_promises() -> None:
     size = SIZES["full"]
-    every = list(engines(size, GRAPHS, mtp=True))
+    every = list(engines(size, GRAPHS, own="mtp"))
     assert len(set(every)) == len(every)
     assert {s.k for s in every if s.graph == "full" and s.drafter != "mtp"} == set(range(8))
     assert {s.graph for s in every} == set(GRAPHS) and Setup("mtp", 3, "cold", "full") in every

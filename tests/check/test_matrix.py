@@ -7,7 +7,6 @@ from lockstep.check.matrix import (
     BATCHES,
     DEFAULT_COUNTS,
     DRAFT_COUNTS,
-    DRAFTERS,
     MOST_DRAFTS,
     PHASES,
     PLAIN,
@@ -20,7 +19,9 @@ from lockstep.check.tokens import batches
 from lockstep.check.trace import compare
 from lockstep.outputs import RequestMetrics
 from lockstep.sampling_params import SamplingParams
+from lockstep.spec import DRAFTERS as METHODS
 
+DRAFTERS = tuple(METHODS)
 KINDS = len(DRAFT_COUNTS) + 1
 """Ways to draft with one drafter: each K, and a changing one."""
 GPU = ("full", "piecewise", "none")

@@ -11,7 +11,7 @@ from lockstep.check.matrix import Setup
 from lockstep.check.report import Report
 from lockstep.errors import ConfigError
 from lockstep.layers.mlp import GatedMLP
-from lockstep.models.qwen3_5 import Block
+from lockstep.models.decoder import Block
 from lockstep.scheduling.scheduler import Scheduler
 from lockstep.step import Step
 
@@ -53,13 +53,13 @@ def test_a_fault_that_depends_on_drafting_is_named(
         out = plain(self, x)
         return out * (1 + 1e-3) if seen == [True] and getattr(self, "marked", False) else out
 
-    plain, build = GatedMLP.forward, Block.__init__
+    plain, build = GatedMLP.forward, GatedMLP.__init__
 
-    def marked_build(self: Block, c: Any, b: Any, *rest: Any) -> None:
-        build(self, c, b, *rest)
-        self.mlp.marked = b.layer == "layers.2"
+    def marked_build(self: GatedMLP, b: Any, *rest: Any, **options: Any) -> None:
+        build(self, b, *rest, **options)
+        self.marked = b.layer == "layers.2"
 
-    monkeypatch.setattr(Block, "__init__", marked_build)
+    monkeypatch.setattr(GatedMLP, "__init__", marked_build)
     monkeypatch.setattr(Block, "forward", faulty_block)
     monkeypatch.setattr(GatedMLP, "forward", faulty_mlp)
     report = check(Setup("none", 0, "cold", "none"), Setup("mtp", 2, "cold", "none"))

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from lockstep import LLM, SamplingParams
-from lockstep.config import SpeculativeConfig
 from lockstep.engine.hooks import CheckHooks
 from lockstep.errors import ConfigError
 from lockstep.runner.observer import StepObserver
 from lockstep.runner.program import Outcome
 from lockstep.scheduling.draft_length import AdaptiveDraftLength, Costs, RandomDraftLength
 from lockstep.scheduling.request import Request
+from lockstep.spec.config import SpeculativeConfig
 from lockstep.step import StepShape
 from tests.asking import GREEDY, PROMPTS, SEEDED, answer, make_engine
 from tests.tiny_model import make_model
@@ -139,5 +139,5 @@ def test_counts_follow_from_k(tiny: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("value", ["always", "random", 1, None])
 def test_what_is_neither_true_nor_false_is_refused(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"adaptive=.*true, false.*Choose"):
+    with pytest.raises(ConfigError, match=r"adaptive=.*True, False.*Choose"):
         SpeculativeConfig("mtp", adaptive=value)

@@ -1,12 +1,20 @@
 """What stands before a request comes: steps that warm up are steps that a schedule could bring."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 
-from lockstep import LLM, SamplingParams
-from lockstep.engine.build import largest_prompts
+from lockstep import LLM, EngineConfig, SamplingParams
+from lockstep.check.answer_oracle import AnswerOracle
+from lockstep.engine.build import largest_prompts, numerics
+from lockstep.engine.engine import Engine
+from lockstep.engine.hooks import CheckHooks
+from lockstep.errors import ConfigError
+from lockstep.scheduling.draft_length import RandomDraftLength
 from tests.runner.walk import make_plan
+from tests.tiny_model import make_model
 
 
 @pytest.mark.parametrize(
@@ -44,3 +52,42 @@ def test_rows_shorter_than_a_page_or_than_a_step(device: str, settings: dict[str
     outputs = llm.generate([{"prompt_token_ids": [5, 6, 7]}] * 3, params)
     plain = LLM(device=device, max_num_seqs=3).generate({"prompt_token_ids": [5, 6, 7]}, params)
     assert [o.outputs[0].token_ids for o in outputs] == [plain[0].outputs[0].token_ids] * 3
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Settings of a tiny model with random weights."""
+    folder = make_model(tmp_path_factory.mktemp("tiny"))
+    common = {"load_format": "dummy", "skip_tokenizer_init": True, "device": "cpu"}
+    return {"model": str(folder), "max_model_len": 128, "max_num_seqs": 2, **common}
+
+
+def test_an_llm_over_an_engine_answers_as_one_that_builds_its_own(tiny: dict[str, Any]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    engine = Engine(EngineConfig.read(**tiny), hooks=CheckHooks(preempt_every=2))
+    over, own = (
+        llm.generate([{"prompt_token_ids": [5, 6, 7]}], params)[0].outputs[0].token_ids
+        for llm in (LLM.over(engine), LLM(**tiny))
+    )
+    assert over == own and engine.scheduler.preemptions > 0
+
+
+def test_a_hook_takes_the_place_of_the_drafter_and_of_who_chooses(tiny: dict[str, Any]) -> None:
+    config = EngineConfig.read(speculative_config={"method": "mtp"}, **tiny)
+    hooks = CheckHooks(drafter=AnswerOracle, draft_policy=RandomDraftLength)
+    engine = Engine(config, hooks=hooks)
+    assert isinstance(engine.runner.program.drafter, AnswerOracle)
+    assert isinstance(engine.scheduler.draft_policy, RandomDraftLength)
+    assert engine.plan.draft_lengths == (0, 1, 3) and engine.plan.query_len == 4
+
+
+def test_a_drafter_without_a_number_of_drafts_is_refused(tiny: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="CheckHooks needs a speculative_config"):
+        Engine(EngineConfig.read(**tiny), hooks=CheckHooks(drafter=AnswerOracle))
+
+
+def test_triton_is_in_the_numerics_of_a_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    found = numerics("cuda", torch.bfloat16)
+    assert found.startswith("sm90/weights-bfloat16/") and "/triton-" in found
+    assert "triton" not in numerics("cpu", torch.float32)

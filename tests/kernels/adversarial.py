@@ -99,12 +99,7 @@ def lines_at(op: Op, arguments: Arguments, name: str) -> int:
 def repeated(op: Op, arguments: Arguments, times: int) -> list[int]:
     """All rows over and over, but for ops whose rows write: a place has one writer."""
     rows = list(range(count(op, arguments)))
-    return rows * (1 if writes(op) else times)
-
-
-def writes(op: Op) -> bool:
-    """Whether rows write to storage."""
-    return bool(ROWS[op].storage) and op is not paged_attention
+    return rows * (1 if op.writes else times)
 
 
 def worse(op: Op, arguments: Arguments, how: str, dtype: torch.dtype) -> Arguments:

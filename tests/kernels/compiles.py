@@ -1,8 +1,6 @@
 """Compiles the stepping law's kernels for a Hopper GPU, which needs none: what the interpreter lets
-pass, such as a name of two shapes in the branches of an `if`, is an error here.
-
-Where one kernel and three may serve side by side, which is on Triton 3.6, K's lanes must lie in one
-warp in both.
+pass, such as a name of two shapes in the branches of an `if`, is an error here. The walk has a
+binary for short windows and one for long ones: K's lanes must lie alike in both.
 
     python -m tests.kernels.compiles
 """
@@ -15,8 +13,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from lockstep.kernels.gated_delta_rule import triton as step
-from lockstep.kernels.gated_delta_rule.triton_inputs import blocks_of, inputs_kernel
+from lockstep.kernels.gated_delta_rule import step
+from lockstep.kernels.gated_delta_rule._shared import blocks_of
+from lockstep.kernels.gated_delta_rule._window_inputs import inputs_kernel
 
 LAYERS = (
     dict(HK=2, HV=4, K=64, V=16),
@@ -26,7 +25,7 @@ LAYERS = (
 """K above V, below it, and Qwen3.6-27B's."""
 LONGS, INTS, FLOATS = {"slots", "pending"}, {"starts"}, {"eps"}
 HALVES = {"mixed", "z", "b", "a", "taps", "norm", "conv", "out"}
-NUMBERS = {"length", "lines", "flush", "stride", "z_stride", "b_stride", "a_stride"}
+NUMBERS = {"length", "ring_slots", "flush", "stride", "z_stride", "b_stride", "a_stride"}
 ANYWHERE = {"b", "a", "slots", "starts", "pending"}
 """Pointers that are not specialised on alignment."""
 SUM = re.compile(
@@ -50,15 +49,11 @@ def kernels() -> Iterator[tuple[Any, int, dict[str, Any]]]:
     """(kernel, warps, constants) of each layer."""
     for sizes in LAYERS:
         layout, blocks = step.layout_of(sizes), blocks_of(sizes, 128)
-        warps = layout["VB"] // step.PARTS or 1
+        warps = layout["WARPS"] // step.PARTS or 1
         same = dict(**sizes, R=3, L2_EPS=1e-6, **blocks)
-        yield (
-            step._whole_kernel,
-            layout["VB"],
-            dict(**same, **layout, TOKENS=step.MOST_TOKENS, PAD=step.PAD, TOUCH=step.TOUCH),
-        )
-        walk = {**same, **layout, "VB": warps, "NEAR": step.NEAR, "SECTOR": step.SECTOR}
-        yield step._walk_kernel, warps, walk
+        for near in (step.NEAR, 2 * step.NEAR):
+            walk = {**same, **layout, "WARPS": warps, "NEAR": near, "SECTOR": step.SECTOR}
+            yield step._walk_kernel, warps, walk
         yield step._norm_kernel, step.NORM_WARPS, dict(**same, HEADS=step.HEADS)
         yield inputs_kernel, 1, dict(**same, TOKENS=step.MOST_TOKENS)
 
@@ -77,6 +72,7 @@ def lanes_of_sums(code: str) -> set[tuple[bool, int]]:
 
 def main() -> None:
     """Compiles them all, down to machine code."""
+    walks: dict[tuple[int, int], list[set[tuple[bool, int]]]] = {}
     for kernel, warps, constants in kernels():
         name, own = kernel.__name__, {n: constants.get(n) for n in kernel.arg_names}
         fixed = {n: value for n, value in own.items() if value is not None}
@@ -92,10 +88,12 @@ def main() -> None:
             target=GPUTarget("cuda", 90, 32),
             options=dict(num_warps=warps, enable_fp_fusion=False),
         )
-        if step.ONE_TREE and name in ("_whole_kernel", "_walk_kernel"):
-            layout = step.layout_of({n: fixed[n] for n in "KV"})
-            assert lanes_of_sums(compiled.asm["ttgir"]) == {(True, layout["KT"])}, name
+        if kernel is step._walk_kernel:
+            lanes = lanes_of_sums(compiled.asm["ttgir"])
+            walks.setdefault((fixed["K"], fixed["V"]), []).append(lanes)
         print(name, fixed)
+    for sizes, (short, long) in walks.items():
+        assert short and short == long, (sizes, short, long)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Where there is no GPU, Triton's kernels run under its interpreter (set before they are made)."""
 
 import os
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -24,9 +25,7 @@ def _prepare() -> None:
     if find_spec("triton") and not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
         _interpret()
-    from lockstep.kernels.backends import load
-
-    load()
+    import_module("lockstep.kernels.backends").load()
 
 
 _prepare()

@@ -2,8 +2,10 @@
 
 import copy
 import dataclasses
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -11,46 +13,17 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels import Op
-from lockstep.kernels.activations import silu_mul
-from lockstep.kernels.activations.cases import silu_mul_cases
-from lockstep.kernels.attention import paged_attention
-from lockstep.kernels.attention.cases import paged_attention_cases
-from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
-from lockstep.kernels.gated_delta_rule.cases import gated_delta_chunk_cases, gated_delta_step_cases
-from lockstep.kernels.linear import linear
-from lockstep.kernels.linear.cases import linear_cases
-from lockstep.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
-from lockstep.kernels.norm.cases import add_rms_norm_cases, gated_rms_norm_cases, rms_norm_cases
-from lockstep.kernels.rotary import rope_and_cache
-from lockstep.kernels.rotary.cases import rope_and_cache_cases
-from lockstep.kernels.sampling import sample
-from lockstep.kernels.sampling.cases import sample_cases
-from lockstep.kernels.table import advance_rows, draft_step, follow, lookup, prepare_step
-from lockstep.kernels.table.cases import (
-    advance_rows_cases,
-    draft_step_cases,
-    follow_cases,
-    lookup_cases,
-    prepare_step_cases,
-)
+from lockstep.kernels.backends import cases_of, every_op, load, traits_of
 
-CASES = {
-    linear: linear_cases,
-    rms_norm: rms_norm_cases,
-    add_rms_norm: add_rms_norm_cases,
-    gated_rms_norm: gated_rms_norm_cases,
-    silu_mul: silu_mul_cases,
-    rope_and_cache: rope_and_cache_cases,
-    paged_attention: paged_attention_cases,
-    gated_delta_step: gated_delta_step_cases,
-    gated_delta_chunk: gated_delta_chunk_cases,
-    sample: sample_cases,
-    prepare_step: prepare_step_cases,
-    advance_rows: advance_rows_cases,
-    follow: follow_cases,
-    draft_step: draft_step_cases,
-    lookup: lookup_cases,
-}
+load()
+OPS = tuple(every_op().values())
+CPU = ("reference", "cpu")
+"""Backends that run on a CPU; of the others, INTERPRETED does so under Triton's interpreter."""
+INTERPRETED = "triton"
+GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+NULL_LINES = {"gated_delta_chunk": ("state",)}
+"""Op -> the arguments whose line 0 may hold anything afterwards: several rows at once, those of a
+padded step, keep their state in the null slot, and nobody reads it."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +43,33 @@ class Face:
 
     @property
     def interpreted(self) -> bool:
-        return self.backend == "triton" and not self.on_gpu
+        return self.backend == INTERPRETED and not self.on_gpu
+
+    @property
+    def exact(self) -> bool:
+        """Whether its bits are the reference's, not only its own on every batch."""
+        return self.backend in CPU
+
+    def serves(self, op: Op, arguments: dict[str, Any]) -> bool:
+        """Whether the backend says that it serves a layer of these arguments."""
+        device = "cpu" if self.backend in CPU else "cuda"
+        traits = dict(device=device, dtype=self.dtype, **traits_of(op, arguments))
+        return op.backends[self.backend].supports(**traits) is None
+
+    def cases(self, op: Op, most: int | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The op's first cases that the backend serves: `most` of them, None for all."""
+        made = cases_of(op)(self.dtype)
+        return islice(((n, given) for n, given in made if self.serves(op, given)), most)
 
     def run(self, op: Op, arguments: dict[str, Any]) -> Any:
-        """Calls the backend; in-place arguments must be on the face's device already."""
-        return op.backends[self.backend][0](**self.place(arguments))
+        """Calls the backend; in-place arguments must be on the face's device already.
+
+        Where the reference is fast enough to have no backend "cpu", it stands for it.
+        """
+        name = self.backend
+        if name == "cpu" and name not in op.backends:
+            name = "reference"
+        return op.backends[name].run(**self.place(arguments))
 
     def place(self, value: Any) -> Any:
         """The same arguments on this face's device: what is there already is not copied."""
@@ -92,16 +87,35 @@ class Face:
         return self.place(copy.deepcopy(arguments))
 
 
-def faces(*interpreted_marks: pytest.MarkDecorator) -> list[Any]:
-    """The reference on the CPU; Triton under its interpreter, if installed; Triton on a GPU."""
-    face = Face("reference", "cpu", torch.float32)
-    found = [pytest.param(face, id=str(face))]
-    if find_spec("triton") and not torch.cuda.is_available():
-        face = Face("triton", "cpu", torch.float32)
-        found.append(pytest.param(face, id=str(face), marks=interpreted_marks))
-    dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    gpu = [Face("triton", "cuda", dtype) for dtype in dtypes]
-    return found + [pytest.param(f, id=str(f), marks=pytest.mark.gpu) for f in gpu]
+def faces(*interpreted_marks: pytest.MarkDecorator, op: Op | None = None) -> list[Any]:
+    """Params of every backend of the op on every device that it runs on; without an op, of those
+    that most ops have."""
+    names = {*CPU, INTERPRETED} if op is None else op.backends
+    if op is None and not any("cpu" in one.backends for one in OPS):
+        names = {"reference", INTERPRETED}
+    gpu = torch.cuda.is_available()
+    found = [_param(Face(name, "cpu", torch.float32)) for name in CPU if name in names]
+    if INTERPRETED in names and find_spec("triton") and not gpu:
+        found.append(_param(Face(INTERPRETED, "cpu", torch.float32), *interpreted_marks))
+    for name in sorted(name for name in names if name not in CPU):
+        every = [Face(name, "cuda", dtype) for dtype in GPU_DTYPES]
+        asked = [face for face in every if op is None or not gpu or any(face.cases(op))]
+        found += [_param(face, pytest.mark.gpu) for face in asked]
+    return found
+
+
+def of_every_op(ops: Iterable[Op] = OPS, reference: bool = True) -> list[Any]:
+    """Params (op, face) of every face of these ops; reference: the reference's among them."""
+    return [
+        pytest.param(op, *param.values, id=f"{op.name}-{param.id}", marks=param.marks)
+        for op in ops
+        for param in faces(op=op)
+        if reference or param.values[0].backend != "reference"
+    ]
+
+
+def _param(face: Face, *marks: pytest.MarkDecorator) -> Any:
+    return pytest.param(face, id=str(face), marks=marks)
 
 
 def tensors_of(*values: Any) -> list[Tensor]:
@@ -113,14 +127,29 @@ def tensors_of(*values: Any) -> list[Tensor]:
         elif isinstance(value, tuple):
             found.extend(tensors_of(*value))
         elif dataclasses.is_dataclass(value):
-            found.extend(getattr(value, f.name) for f in dataclasses.fields(value))
+            found.extend(tensors_of(*(getattr(value, f.name) for f in dataclasses.fields(value))))
     return found
 
 
-def changed(arguments: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an op may write in place."""
-    names = ("state", "k_cache", "v_cache", "lines", "counts", "drafts")
-    return tensors_of(*(arguments.get(name) for name in names))
+def written(op: Op, arguments: dict[str, Any]) -> list[Tensor]:
+    """The tensors that the op writes in place."""
+    return tensors_of(*(arguments[name] for name in op.writes))
+
+
+def kept(op: Op, arguments: dict[str, Any]) -> dict[str, list[Tensor]]:
+    """The tensors of each argument that the op must leave as they are."""
+    return {name: tensors_of(x) for name, x in arguments.items() if name not in op.writes}
+
+
+def left(op: Op, result: Any, arguments: dict[str, Any]) -> dict[str, Tensor]:
+    """What a call leaves behind that counts, by name: its results, then what it wrote in place,
+    without the lines that NULL_LINES names."""
+    found = {f"result {i}": x for i, x in enumerate(tensors_of(result))}
+    for name in op.writes:
+        first = 1 if name in NULL_LINES.get(op.name, ()) else 0
+        parts = tensors_of(arguments[name])
+        found |= {f"{name} {i}": x[first:] for i, x in enumerate(parts)}
+    return found
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

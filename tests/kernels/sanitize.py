@@ -22,27 +22,25 @@ MOST_CASES = 4
 
 
 def run(names: list[str], dtypes: list[str]) -> None:
-    """Every op's first cases once, between lines that name it."""
+    """Every op's first cases once by each backend, between lines that name both."""
     import torch
 
-    from lockstep.kernels.backends import load
-    from tests.kernels.faces import CASES, Face
+    from tests.kernels.faces import OPS, of_every_op
 
-    load()
-    for op in CASES:
-        if names and op.name not in names:
+    chosen = [op for op in OPS if not names or op.name in names]
+    for op, face in (param.values for param in of_every_op(chosen)):
+        if not face.on_gpu or str(face.dtype).removeprefix("torch.") not in dtypes:
             continue
-        for name in dtypes:
-            face = Face("triton", "cuda", getattr(torch, name))
-            print(f"{BEGIN}{op.name} {name}", flush=True)
-            for (_, arguments), _ in zip(CASES[op](face.dtype), range(MOST_CASES), strict=False):
-                face.run(op, face.fresh(arguments))
-            torch.cuda.synchronize()
-            print(f"{END}{op.name} {name}", flush=True)
+        what = f"{op.name} {face}"
+        print(f"{BEGIN}{what}", flush=True)
+        for _, arguments in face.cases(op, MOST_CASES):
+            face.run(op, face.fresh(arguments))
+        torch.cuda.synchronize()
+        print(f"{END}{what}", flush=True)
 
 
 def sanitized(tool: str, rest: list[str]) -> dict[str, list[str]]:
-    """Op and dtype -> what the tool found while it ran; "no end" where it did not get through."""
+    """Op and face -> what the tool found while it ran; "no end" where it did not get through."""
     found = shutil.which("compute-sanitizer") or str(HOME)
     own = [sys.executable, "-m", "tests.kernels.sanitize", "--run", *rest]
     command = [found, "--tool", tool, *TOOLS[tool], "--target-processes", "application-only", *own]

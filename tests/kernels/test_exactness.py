@@ -1,7 +1,7 @@
 """A row's bits depend on that row alone: not on batch mates, padding, windows, chunks or pages.
 
-Every test runs on the reference, on Triton under its interpreter and on Triton on a GPU; equality
-is bit for bit.
+Every test runs on what serves a CPU, on Triton under its interpreter and on Triton on a GPU;
+equality is bit for bit.
 """
 
 from dataclasses import replace
@@ -15,6 +15,7 @@ from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_ste
 from lockstep.kernels.gated_delta_rule.cases import Dims, empty_state, inputs, random_state, weights
 from lockstep.kernels.linear import linear
 from lockstep.kernels.norm import gated_rms_norm, rms_norm
+from lockstep.kernels.recurrent.rings import slots_before
 from lockstep.kernels.sampling import sample
 from lockstep.kernels.sampling.cases import among, batch
 from tests.kernels.faces import faces, same_bits
@@ -148,7 +149,7 @@ def stepped(face, dims, data, plan):
 def test_replay_is_stepping(face, flush):
     """Random windows and random acceptance, the state written at every step or rarely, against one
     token at a time."""
-    fast = face.on_gpu or face.backend == "reference"
+    fast = face.on_gpu or face.backend == "cpu"
     dims = replace(REAL if face.on_gpu else SMALL, flush=flush)
     tokens = 200 if fast else 24
     data = inputs(dims, (1, tokens), face.dtype, 5)
@@ -195,19 +196,18 @@ def test_step_row_alone(face):
 
 @pytest.mark.parametrize("face", [f for f in FACES if f.values[0].backend == "triton"])
 @pytest.mark.parametrize("length, part", [(1, 1.0), (4, 1.0), (5, 1.0), (4, 0.75)])
-def test_step_in_one_kernel_or_three(face, length, part, monkeypatch):
-    """The form is a matter of the tokens' number, which no bit may depend on; nor does a head whose
-    last columns no program has."""
+def test_how_a_step_is_divided_changes_no_bit(face, length, part, monkeypatch):
+    """Programs that share a head, heads of a norm program, tokens brought near; also where the last
+    program of a head has fewer columns."""
     dims = REAL if face.on_gpu else Dims(2, 4, 16, 64)
     dims = replace(dims, v=int(dims.v * part))
     data = face.place(inputs(replace(dims, w=8), (2, length), face.dtype, 7))
     where = dict(slots=torch.tensor([3, 1]), starts=torch.tensor([5, 77], dtype=torch.int32))
     where["pending"] = torch.tensor([3, 2])
     found = []
-    for form in (dict(APART=11, TOUCH=2), dict(APART=11, TOUCH=8), dict(APART=2, PARTS=1),
-                 dict(APART=2, PARTS=4, HEADS=2, NEAR=1)):  # fmt: skip
-        for name, value in form.items():
-            monkeypatch.setattr(f"lockstep.kernels.gated_delta_rule.triton.{name}", value)
+    for division in (dict(PARTS=1), dict(PARTS=2, MOST_TOKENS=1), dict(PARTS=4, HEADS=2, NEAR=1)):
+        for name, value in division.items():
+            monkeypatch.setattr(f"lockstep.kernels.gated_delta_rule.step.{name}", value)
         state = face.place(random_state(replace(dims, w=8), 4, [1, 3], face.dtype, 8))
         layer = face.place(weights(dims, face.dtype, 13))
         out = face.run(gated_delta_step, dict(**data, weights=layer, state=state, **where))
@@ -253,8 +253,8 @@ def test_chunked_law_cut_anywhere_on_the_grid(face):
         assert same_bits(part, whole), cuts
         for slot, position in ((2, 300), (3, 256)):
             assert same_bits(other.recurrent[slot], state.recurrent[slot])
-            lines = torch.arange(position - dims.r, position) % state.conv.shape[1]
-            assert same_bits(other.conv[slot][lines], state.conv[slot][lines])
+            kept = slots_before(position, dims.r, state.conv.shape[1])
+            assert same_bits(other.conv[slot][kept], state.conv[slot][kept])
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -264,7 +264,7 @@ def test_the_two_laws_are_close(face):
     Prompts of 16-bit models run through tf32 on a GPU, which keeps 10 bits.
     """
     dims = REAL if face.on_gpu else SMALL
-    tokens = 130 if face.on_gpu or face.backend == "reference" else 66
+    tokens = 130 if face.on_gpu or face.backend == "cpu" else 66
     data = inputs(dims, (1, tokens), face.dtype, 10)
     flat, layer = {n: x[0] for n, x in data.items()}, face.place(weights(dims, face.dtype, 13))
     chunked, left = prompt(face, dims, flat, [0, tokens])

@@ -1,7 +1,7 @@
 """The fused row-local ops: a row alone gives its bits, null rows touch nothing, no rounding moved.
 
-Every test runs on the reference, on Triton under its interpreter and on Triton on a GPU; equality
-is bit for bit.
+Every test runs on what serves a CPU, on Triton under its interpreter and on Triton on a GPU;
+equality is bit for bit.
 """
 
 import pytest
@@ -143,6 +143,35 @@ def test_rope_and_cache_is_norm_rotation_and_copy(layer):
         expected = torch.cat([pairs.real, pairs.imag, x[..., width:]], -1).float()
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert same_bits(v, raw_v)
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("layer", LAYERS, ids=str)
+def test_rope_and_cache_without_norm_or_positions(face, layer):
+    """Norm alone, then positions alone, are both at once; with neither, all is copied."""
+    heads, kv_heads, dim, _, gated, offset = layer
+    no_norm, no_positions = dict.fromkeys(("q_weight", "k_weight")), dict.fromkeys(("cos", "sin"))
+    both = face.place(rope(6, *layer, face.dtype))
+    slots, qkv = both["slot_mapping"], both["qkv"]
+    q_end = heads * dim * (1 + gated)
+    raw_q = qkv[:, :q_end].unflatten(1, (heads, -1))[..., :dim]
+    raw_k = qkv[:, q_end:].chunk(2, 1)[0].unflatten(1, (kv_heads, dim))
+
+    def run(**changes):
+        batch = face.place(rope(6, *layer, face.dtype)) | changes
+        q = face.run(rope_and_cache, batch)
+        return q, *(batch[name].flatten(0, 1)[slots] for name in ("k_cache", "v_cache"))
+
+    whole, copied, normed = run(), run(**no_norm, **no_positions), run(**no_positions)
+    norm = dict(eps=both["eps"], offset=offset)
+    assert same_bits(copied[0], raw_q) and same_bits(copied[1], raw_k)
+    assert same_bits(normed[0], face.run(rms_norm, dict(x=raw_q, weight=both["q_weight"], **norm)))
+    assert same_bits(normed[1], face.run(rms_norm, dict(x=raw_k, weight=both["k_weight"], **norm)))
+    given = qkv.clone()
+    given[:, :q_end].unflatten(1, (heads, -1))[..., :dim] = normed[0]
+    given[:, q_end:].chunk(2, 1)[0].copy_(normed[1].flatten(1))
+    turned = run(**no_norm, qkv=given)
+    assert all(same_bits(a, b) for a, b in zip(turned, whole, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

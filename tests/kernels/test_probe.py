@@ -155,7 +155,7 @@ def test_too_little_memory_refuses() -> None:
 @pytest.mark.gpu
 def test_a_liar_is_refused_on_a_gpu() -> None:
     load()
-    exact, cublas = (linear.backends[name][0] for name in ("triton", "cublas"))
+    exact, cublas = (linear.backends[name].run for name in ("triton", "cublas"))
 
     def liar(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) -> Tensor:
         return cublas(x, weight, 2 * segments, partial)
@@ -172,7 +172,7 @@ def test_cublas_where_a_probe_lets_it(n: int, k: int) -> None:
     """Prints who agrees, and compares on inputs that the probe has not seen."""
     load()
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    exact, cublas = (linear.backends[name][0] for name in ("triton", "cublas"))
+    exact, cublas = (linear.backends[name].run for name in ("triton", "cublas"))
     own = [
         torch.randn(n, k, device="cuda").bfloat16() for _ in range(-(-(200 << 20) // (2 * n * k)))
     ]

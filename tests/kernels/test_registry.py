@@ -1,15 +1,21 @@
-"""Every op there is, is tested: with cases, in every face, interpreted where there is no GPU."""
+"""Every op there is, is found and tested: with cases, interpreted where there is no GPU."""
 
 import importlib
 import pkgutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
 
 import lockstep.kernels
-from lockstep.kernels import Op
+from lockstep.errors import ConfigError
+from lockstep.kernels import Op, backends, op
 from tests.kernels.adversarial import ROWS
-from tests.kernels.faces import CASES
+from tests.kernels.faces import OPS
 
 
-def ops() -> set[Op]:
+def defined() -> set[Op]:
     """Every op that some module of lockstep.kernels defines."""
     found: set[Op] = set()
     for module in pkgutil.walk_packages(lockstep.kernels.__path__, "lockstep.kernels."):
@@ -19,13 +25,78 @@ def ops() -> set[Op]:
 
 
 def test_every_op_has_cases() -> None:
-    """The tests of this folder run what CASES holds."""
-    names = {op.name for op in ops()}
-    assert len(names) >= 11
-    assert names == {op.name for op in CASES}
-    assert set(ROWS) <= set(CASES)
+    """The tests of this folder run what is found by folder."""
+    assert defined() == set(OPS) and len(OPS) >= 11
+    assert set(ROWS) <= set(OPS)
+    for found in OPS:
+        assert any(backends.cases_of(found)(torch.float32)), found.name
 
 
-def test_every_op_has_a_triton_face() -> None:
+def test_every_op_has_a_triton_backend() -> None:
     """So a kernel of it runs under the interpreter: test_backends and test_bounds take all."""
-    assert all("triton" in op.backends for op in ops())
+    assert all("triton" in found.backends for found in OPS)
+
+
+ADDED = {
+    "__init__": "from lockstep.kernels import op\n\n\n@op\ndef double(x):\n    return 2 * x\n",
+    "cases": "def double_cases(dtype):\n    yield 'one', dict(x=1)\n",
+    "cpu": "from lockstep.kernels.added import double\n"
+    "from lockstep.kernels.backends import cpu_trait\n\n\n"
+    "@double.backend('cpu', supports=cpu_trait)\ndef add(x):\n    return x + x\n",
+    "bench": "raise ImportError('a bench holds no backend')\n",
+    "_parts": "raise ImportError('a name that begins with _ holds no backend')\n",
+    "gpu": "import triton.nothing\n",
+}
+
+
+@pytest.fixture
+def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of an op more, whose module gpu needs a part of Triton that is not there."""
+    folder = tmp_path / "added"
+    folder.mkdir()
+    for name, text in ADDED.items():
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.setattr(lockstep.kernels, "__path__", [*lockstep.kernels.__path__, str(tmp_path)])
+    known = set(sys.modules)
+    yield
+    for name in set(sys.modules) - known:
+        del sys.modules[name]
+    vars(lockstep.kernels).pop("added", None)
+
+
+@pytest.mark.usefixtures("added")
+def test_a_folder_is_an_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without Triton, its CPU backend is there; with it, what a backend lacks is an error."""
+    find_spec = backends.find_spec
+    monkeypatch.setattr(backends, "find_spec", lambda name: name != "triton" and find_spec(name))
+    monkeypatch.setitem(sys.modules, "triton.nothing", None)
+    monkeypatch.setattr(backends, "find_spec", lambda name: None)
+    backends.load()
+    found = backends.every_op()["double"]
+    assert list(found.backends) == ["reference", "cpu"]
+    assert found.choose(device="cpu") == "cpu"
+    assert list(backends.cases_of(found)(torch.float32)) == [("one", {"x": 1})]
+    monkeypatch.setattr(backends, "find_spec", lambda name: object())
+    with pytest.raises(ModuleNotFoundError):
+        backends.load()
+
+
+def test_the_best_backend_is_chosen() -> None:
+    """The last that was added and serves; never one that traits alone do not choose."""
+
+    @op(writes=("x",))
+    def twice(x: list[int]) -> None:
+        x.append(1)
+
+    cuda = dict(supports=lambda **traits: None if traits["device"] == "cuda" else "no GPU")
+    for name in ("slow", "fast"):
+        twice.backend(name, **cuda)(lambda x: None)
+    twice.backend("risky", unchosen="nobody compared it", **cuda)(lambda x: None)
+    assert twice.writes == ("x",) and twice.choose(device="cuda") == "fast"
+    assert twice.choose(device="cpu") == "reference"
+    assert twice.explain(device="cuda")["risky"] == "nobody compared it"
+    twice.backend("cpu", supports=backends.cpu_trait)(lambda x: None)
+    assert twice.choose(device="cpu") == "cpu"
+    assert "sooner" in str(twice.explain(device="cpu")["reference"])
+    with pytest.raises(ConfigError, match="no backend serves"):
+        twice.choose(device="tpu")

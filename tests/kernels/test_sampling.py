@@ -68,7 +68,7 @@ def test_tiles_are_free(face, monkeypatch):
         arguments = filtering(4000, slope)
         expected = ORACLE.run(sample, arguments)
         for tile, span, block, whole, many in ((128, 4096, 1024, 32, 1), (4, 1024, 512, 2, 16)):
-            module = sample.backends["triton"][0].__module__
+            module = sample.backends["triton"].run.__module__
             sizes = dict(TILE=tile, SPAN=span, BLOCK=block, WHOLE=whole, MANY=many)
             for name, value in sizes.items():
                 monkeypatch.setattr(f"{module}.{name}", value)

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lockstep.kernels import attention, tiles
+from lockstep.kernels import tiles
+from lockstep.kernels.attention import SEGMENT
+from lockstep.kernels.attention import cpu as attention
 from lockstep.kernels.threads import one_thread
 
 
@@ -73,5 +75,5 @@ def test_so_has_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     with one_thread():
         alone = attention._attend(q, k, v, 400)
     other_order(monkeypatch, 2)
-    assert tiles.exact_sizes(16, attention.SEGMENT) == ()
+    assert tiles.exact_sizes(16, SEGMENT) == ()
     assert torch.equal(attention._attend(q, k, v, 400), alone)

@@ -77,3 +77,35 @@ def test_a_part_of_a_drafters_weight_is_its_rows() -> None:
     found, whole = layer.from_part(1, x), layer(x)
     assert found.shape == (3, 10)
     torch.testing.assert_close(found, whole[:, 16:])
+
+
+@pytest.mark.parametrize("kind", [Linear, ResidualLinear])
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "draft"])
+def test_a_bias_is_added_to_the_rounded_product(kind: type[Linear], exact: bool) -> None:
+    """Both roundings are to the dtype; a row's bits do not depend on the others."""
+    torch.manual_seed(0)
+    layer = kind(Build("cpu", torch.bfloat16, 1, 1, exact=exact), 8, 16, 4, bias=True)
+    for parameter in layer.parameters():
+        parameter.data.normal_()
+    x = torch.randn(33, 8).bfloat16()
+    assert layer.bias is not None and not layer.partial
+    product = layer.linear(x, layer.weight, layer.segments)
+    expected = (product.float() + layer.bias.float()).bfloat16()
+    assert torch.equal(layer(x), expected)
+    if exact:
+        assert torch.equal(layer(x[5:6]), expected[5:6])
+
+
+def test_the_names_of_fused_weights() -> None:
+    layer = Linear(Build("cpu", torch.float32, 1, 1, exact=False), 8, 16, 4, bias=True)
+    layer.weight.data.normal_()
+    layer.bias.data.copy_(torch.arange(20))
+    table = layer.weights("a", "b")
+    assert list(table) == ["a.weight", "b.weight", "a.bias", "b.bias"]
+    assert torch.equal(table["b.weight"], layer.part(1))
+    assert table["b.bias"].tolist() == [16, 17, 18, 19]
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(layer.from_part(1, x), layer(x)[:, 16:])
+    plain = Linear(Build("cpu", torch.float32, 1, 1), 8, 16, 4)
+    assert list(plain.weights("a", "b")) == ["a.weight", "b.weight"]
+    assert ResidualLinear(Build("cpu", torch.float32, 1, 1), 8, 16).partial

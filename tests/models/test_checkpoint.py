@@ -222,7 +222,7 @@ def test_a_config_that_is_no_config(folder: Path, text: str) -> None:
     assert "Name a folder that holds a checkpoint" in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["llama", None, 5, ["qwen3_5"]])
+@pytest.mark.parametrize("kind", ["gpt2", None, 5, ["qwen3_5"]])
 def test_an_unknown_architecture(tmp_path: Path, kind: Any) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
@@ -242,7 +242,7 @@ STRICT: list[tuple[str, Any, str]] = [
     ("mtp_num_hidden_layers", 2, "0, 1"),
     ("layer_scale", True, "False"),
     ("quantization_config", {"quant_method": "fp8"}, "None"),
-    ("rope_scaling", {"type": "yarn"}, ""),
+    ("rope_scaling", {"type": "mrope"}, "'default', 'linear', 'dynamic', 'llama3', 'yarn'"),
     ("layer_types", ["full_attention"] * 3, "4"),
     ("num_hidden_layers", "4", "int"),
     ("num_hidden_layers", 0, "1 or more"),
@@ -274,7 +274,8 @@ def test_an_unknown_value_of_a_setting_that_matters(
 @pytest.mark.parametrize(
     ("rope", "told"),
     [
-        ({"rope_theta": 1e4, "rope_type": "yarn"}, "rope_type='yarn' is not allowed"),
+        ({"rope_theta": 1e4, "rope_type": "mrope"}, "rope_type='mrope' is not allowed"),
+        ({"rope_theta": 1e4, "rope_type": "yarn"}, "rope_parameters.factor; expected: float"),
         ({"partial_rotary_factor": 0.25}, "rope_theta; expected: float"),
         ({"rope_theta": 1e4, "partial_rotary_factor": 3}, "partial_rotary_factor=3"),
         ({"rope_theta": 1e4, "partial_rotary_factor": 0.2}, "partial_rotary_factor=0.2 is not"),

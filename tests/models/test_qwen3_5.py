@@ -19,7 +19,7 @@ def test_keys_and_values_are_kept_without_queries(monkeypatch: pytest.MonkeyPatc
     draft = Draft(target, Build("cpu", torch.float32, 1, 64, exact=False))
     for parameter in draft.parameters():
         parameter.data.normal_()
-    mixer, found = draft.block.mixer, []
+    mixer, found = draft.block.self_attn, []
     monkeypatch.setattr(mixer, "attend", lambda q, *rest: torch.zeros_like(q))
     ids, hidden = torch.arange(TOKENS), torch.randn(TOKENS, config.hidden_size)
     unread = dict.fromkeys(Step.__dataclass_fields__)

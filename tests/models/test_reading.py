@@ -78,7 +78,7 @@ def test_only_takes_no_look_alike(value: object) -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
         ({"rope_parameters": {**ROPE, "partial_rotary_factor": 1.5}}, "partial_rotary_factor=1.5"),
         ({"rope_parameters": {**ROPE, "partial_rotary_factor": 0.2}}, "partial_rotary_factor=0.2"),
-        ({"rope_parameters": {**ROPE, "rope_type": "yarn"}}, "rope_type='yarn'.*'default'"),
+        ({"rope_parameters": {**ROPE, "rope_type": "mrope"}}, "rope_type='mrope'.*'default'"),
         ({"rope_parameters": {**ROPE, "type": "mrope"}}, "rope_parameters.type='mrope'"),
         ({"rope_parameters": {"rope_type": "default"}}, "no rope_parameters.rope_theta"),
         ({"rope_theta": 5000.0}, "rope_theta=10000.0.*5000.0 as elsewhere"),
@@ -95,7 +95,7 @@ def test_what_is_not_built_is_refused(changes: dict[str, object], message: str) 
 def test_a_text_config_of_another_architecture_is_refused(inner: str) -> None:
     raw = {"model_type": "qwen3_5", "text_config": {**HYBRID, "model_type": inner}}
     with pytest.raises(CheckpointError, match=f"model_type='{inner}'"):
-        build_model(raw, Build("cpu", torch.float32, 1, 64), drafting=False)
+        build_model(raw, Build("cpu", torch.float32, 1, 64))
 
 
 @pytest.mark.parametrize("text", ["[1]", "{", '"qwen3"'])

@@ -5,10 +5,12 @@
 
 from dataclasses import dataclass
 
-TABLE = "kernels/table/__init__.py"
+METADATA = "kernels/step_metadata/__init__.py"
+DRAFTING = "kernels/drafting/__init__.py"
 SAMPLING = "kernels/sampling/__init__.py"
-DELTA = "kernels/gated_delta_rule/__init__.py"
-ATTENTION = "kernels/attention/__init__.py"
+DELTA = "kernels/gated_delta_rule/cpu.py"
+ATTENTION = "kernels/attention/cpu.py"
+RINGS = "kernels/recurrent/_cpu.py"
 NORM = "kernels/norm/__init__.py"
 ROTARY = "kernels/rotary/__init__.py"
 ROWS = "runner/rows.py"
@@ -31,17 +33,17 @@ class Fault:
 FAULTS = (
     # The twenty that the fixed matrix was first tried on.
     Fault(
-        "state slot taken from the row", "table", TABLE,
-        "slots = lines.state_slots[row_ids].long()",
+        "state slot taken from the row", "table", METADATA,
+        "slots = table.state_slots[row_ids].long()",
         "slots = row_ids.clone()",
     ),
     Fault(
         "replay of at most 4", "mixer", DELTA,
-        "weights.conv.shape[1] - 1, max(pending.tolist())",
-        "weights.conv.shape[1] - 1, min(4, max(pending.tolist()))",
+        "    most = max(pending.tolist())\n",
+        "    most = min(4, max(pending.tolist()))\n",
     ),
     Fault(
-        "pending one short when all were accepted", "table", TABLE,
+        "pending one short when all were accepted", "table", METADATA,
         "torch.where(held < flush, held, 0).int() + accepted + 1",
         "torch.where(held < flush, held, 0).int() + accepted + 1"
         " - ((accepted == width - 1) & (width > 1)).int()",
@@ -52,25 +54,25 @@ FAULTS = (
         "    write_place(table, row, [*pages[1:], pages[0]], slot)\n    for tensor, kept in",
     ),
     Fault(
-        "a draft compared with a shifted position", "table", TABLE,
+        "a draft compared with a shifted position", "table", METADATA,
         "agreed = ((drafts == tokens[:, :-1]) & (drafts >= 0)).int()",
         "agreed = ((drafts == tokens[:, 1:]) & (drafts >= 0)).int()",
     ),
     Fault(
-        "the bonus token of the next row", "table", TABLE,
+        "the bonus token of the next row", "table", METADATA,
         "    drafted = (drafts >= 0).sum(1, keepdim=True)\n",
         "    drafted = (drafts >= 0).sum(1, keepdim=True)\n"
         "    tokens = torch.where(order == accepted[:, None], tokens.roll(-1, 0), tokens)\n",
     ),
     Fault(
-        "random position off under speculation", "table", TABLE,
+        "random position off under speculation", "table", METADATA,
         "sample_at=seq_lens[:, None] + decided,",
         "sample_at=seq_lens[:, None] + decided + (window > 1),",
     ),
     Fault(
-        "conv ring off at its end", "mixer", DELTA,
-        "s * length + (p + i) % length for i in positions",
-        "s * length + min((p + i) % length, length - 2) for i in positions",
+        "conv ring off at its end", "mixer", RINGS,
+        "s * length + (p + i) % length for i in offsets",
+        "s * length + min((p + i) % length, length - 2) for i in offsets",
     ),
     Fault(
         "snapshot slot off the grid", "mixer", DELTA,
@@ -134,33 +136,33 @@ FAULTS = (
         "request.prompt_token_ids[first : first + chunk.length - 1]",
     ),
     Fault(
-        "a rejected token counted", "table", TABLE,
+        "a rejected token counted", "table", METADATA,
         "counted = (emits & (order <= accepted[:, None]) & (tokens >= 0)).int()",
         "counted = (emits & (order <= accepted[:, None] + 1) & (tokens >= 0)).int()",
     ),
     Fault(
-        "drafts not cleared", "table", TABLE,
-        "lines.drafts[row_ids] = -1",
-        "lines.drafts[row_ids[:0]] = -1",
+        "drafts not cleared", "table", METADATA,
+        "table.drafts[row_ids] = -1",
+        "table.drafts[row_ids[:0]] = -1",
     ),
     # The table, and what the host writes to it.
     Fault(
-        "drafts shown one place behind", "table", TABLE,
+        "drafts shown one place behind", "table", METADATA,
         "behind = torch.arange(1, drafts.shape[1] + 1, device=starts.device)",
         "behind = torch.arange(2, drafts.shape[1] + 2, device=starts.device)",
     ),
     Fault(
-        "the null row is committed to", "table", TABLE,
-        "lines.computed[row_ids] = torch.where(real, known, 0)",
-        "lines.computed[row_ids] = known",
+        "the null row is committed to", "table", METADATA,
+        "table.computed[row_ids] = torch.where(real, known, 0)",
+        "table.computed[row_ids] = known",
     ),
     Fault(
-        "the prompt's last chunk emits at its first token", "table", TABLE,
+        "the prompt's last chunk emits at its first token", "table", METADATA,
         "ends=(cu[1:].long() - 1).clamp_min_(0),",
         "ends=(cu[1:].long() - 1 - (starts > 0).long()).clamp_min_(0),",
     ),
     Fault(
-        "drafts behind a page's end written into its first slot", "table", TABLE,
+        "drafts behind a page's end written into its first slot", "table", METADATA,
         "slot_mapping=pages[token_rows, column] * page_size + positions % page_size,\n        ends",
         "slot_mapping=pages[token_rows, (starts.long()[token_rows] // page_size if uniform"
         " else column)] * page_size + positions % page_size,\n        ends",
@@ -319,8 +321,8 @@ FAULTS = (
     ),
     Fault(
         "a page released twice", "cache", GROUPS,
-        "        seq.pages, seq.published = [], 0",
-        "        seq.published = 0",
+        "        seq.pages = []\n        seq.published = 0\n",
+        "        seq.published = 0\n",
     ),
     Fault(
         "a hit without its snapshot", "cache", "cache/cache.py",
@@ -365,7 +367,7 @@ FAULTS = (
     ),
     # Drafters, which may be wrong about drafts and nothing else.
     Fault(
-        "lookup writes over the last token", "drafter", TABLE,
+        "ngram_lookup writes over the last token", "drafter", DRAFTING,
         "    drafts[row_ids] = torch.where(real, ahead, -1)\n",
         "    drafts[row_ids] = torch.where(real, ahead, -1)\n"
         "    if drafts.shape[1]:\n"
@@ -374,12 +376,12 @@ FAULTS = (
         "            1, last[:, None])[:, 0])\n",
     ),
     Fault(
-        "draft_step commits what it drafts", "drafter", TABLE,
+        "next_draft_step commits what it drafts", "drafter", DRAFTING,
         "    starts = computed[row_ids] + index\n",
         "    starts = computed[row_ids] + index\n    computed[row_ids] += int(index == 2)\n",
     ),
     Fault(
-        "follow takes drafts for history", "drafter", TABLE,
+        "mtp_inputs takes drafts for history", "drafter", DRAFTING,
         "    after = history[row_ids[token_rows], where]\n",
         "    after = history[row_ids[token_rows], where]\n"
         "    history[row_ids[token_rows], where] = after.roll(1)\n",
@@ -484,8 +486,8 @@ FAULTS = (
     ),
     Fault(
         "chunks of a prompt solved together", "numerics", DELTA,
-        "    scores, q = (q @ k.transpose(-1, -2)) * decay, q * grown\n",
-        "    scores, q = (q @ k.transpose(-1, -2)) * decay, q * grown\n"
+        "    scores = (q @ k.transpose(-1, -2)) * decay\n",
+        "    scores = (q @ k.transpose(-1, -2)) * decay\n"
         "    scores = scores + 2**-22 * scores.mean(0) if chunks > 1 else scores\n",
     ),
 )  # fmt: skip

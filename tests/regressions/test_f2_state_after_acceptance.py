@@ -12,6 +12,8 @@ import torch
 
 from lockstep import LLM
 from lockstep.kernels import gated_delta_rule as rule
+from lockstep.kernels.gated_delta_rule import cpu
+from lockstep.kernels.recurrent.rings import ring_slots
 from lockstep.layers import gated_delta_net
 from lockstep.runner import table
 from tests.regressions.conftest import PROMPTS, answers, script
@@ -71,17 +73,17 @@ def test_another_number_of_drafts_in_every_step_leaves_the_answer_alone(
     assert llm.engine.stats.accepted_tokens_total > 20
 
 
-def no_replay(state: Any, slots: Any, lines: Any, pending: Any, flush: int) -> Any:
+def no_replay(state: Any, slots: Any, places: Any, pending: Any, flush: int) -> Any:
     """The state as it was before the last window: accepted tokens are forgotten."""
     return state.recurrent.index_select(0, slots).flatten(0, 1)
 
 
-def replay_all_but_one(state: Any, slots: Any, lines: Any, pending: Any, flush: int) -> Any:
+def replay_all_but_one(state: Any, slots: Any, places: Any, pending: Any, flush: int) -> Any:
     """Reads the state one token too early."""
-    return replay(state, slots, lines[: -len(slots)], (pending - 1).clamp_min(0), 0)
+    return replay(state, slots, places[: -len(slots)], (pending - 1).clamp_min(0), 0)
 
 
-replay = rule._replay
+replay = cpu._replay
 
 
 @pytest.mark.parametrize("fault", [no_replay, replay_all_but_one])
@@ -89,7 +91,7 @@ def test_state_read_at_the_wrong_place_is_caught(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any]
 ) -> None:
     plain, known = plain_and_known(make)
-    monkeypatch.setattr(rule, "_replay", fault)
+    monkeypatch.setattr(cpu, "_replay", fault)
     llm = make("ngram", 3)
     script(llm, known)
     assert answers(llm) != plain
@@ -99,23 +101,23 @@ def test_conv_window_that_does_not_move_is_caught(
     make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, known = plain_and_known(make)
-    step = rule.gated_delta_step.reference
+    step = cpu.gated_delta_step_cpu
 
     def stuck(
         mixed: Any, z: Any, b: Any, a: Any, w: Any, state: Any, *where: Any, flush: int
     ) -> Any:
         """The inputs before the window are those behind the first accepted token of the last."""
         for slot, start, n in zip(*(x.tolist() for x in where), strict=True):
-            lines = state.conv.shape[1]
+            length = state.conv.shape[1]
             for i in range(start - w.conv.shape[1] + 1, start):
-                past = state.conv[slot, (i - max(n - 1, 0)) % lines].clone()
-                state.conv[slot, i % lines] = past
+                past = state.conv[slot, (i - max(n - 1, 0)) % length].clone()
+                state.conv[slot, i % length] = past
         return step(mixed, z, b, a, w, state, *where, flush=flush)
 
     llm = make("ngram", 3)
     for block in llm.engine.runner.model.blocks:
-        if hasattr(block.mixer, "step_op"):
-            block.mixer.step_op = stuck
+        if hasattr(block, "linear_attn"):
+            block.linear_attn.step_op = stuck
     script(llm, known)
     assert answers(llm) != plain
 
@@ -133,21 +135,21 @@ def test_replay_is_stepping_bit_for_bit() -> None:
     weights = rule.GatedDeltaWeights(
         normal(channels, 4), normal(hv), normal(hv) - 2.0, normal(dv), 1e-6
     )
-    lines = rule.ring_lines(window, 3)
+    length = ring_slots(window, 3)
 
     def fresh() -> rule.GatedDeltaState:
         return rule.GatedDeltaState(
             torch.zeros(2, hv, dk, dv),
-            torch.zeros(2, lines, channels),
-            torch.zeros(2, lines, hv, dv),
-            torch.zeros(2, lines, hk, dk),
-            torch.zeros(2, lines, hv),
+            torch.zeros(2, length, channels),
+            torch.zeros(2, length, hv, dv),
+            torch.zeros(2, length, hk, dk),
+            torch.zeros(2, length, hv),
         )
 
     def run(state: rule.GatedDeltaState, at: int, n: int, pending: int) -> torch.Tensor:
         x = (t[None, at : at + n] for t in raw)
         where = torch.tensor([1]), torch.tensor([at]), torch.tensor([pending])
-        return rule.gated_delta_step(*x, weights, state, *where)[0]
+        return cpu.gated_delta_step_cpu(*x, weights, state, *where)[0]
 
     one, many = fresh(), fresh()
     stepped = torch.stack([run(one, t, 1, min(t, 1))[0] for t in range(total)])

@@ -1,14 +1,23 @@
 """The guard's own logic: whose fault it was, what memory is a step's own, hooks put back."""
 
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep import LLM, SamplingParams
+from lockstep.kernels import Backend
 from lockstep.kernels.activations import silu_mul
+from lockstep.layers.attention import Attention
+from lockstep.layers.gated_delta_net import GatedDeltaNet
+from lockstep.layers.mlp import GatedMLP
+from lockstep.runner import capture
 from lockstep.runner.capture_checks import Fault, OwnMemory, describe_fault, no_compiling
+from tests.tiny_model import make_model
 
 
 class Inner(nn.Module):
@@ -50,9 +59,9 @@ def blamed(call, *arguments) -> str:
 
 
 def test_the_op_its_layer_and_the_line_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    backend = (faulty_silu_mul, lambda **traits: None)
+    backend = Backend(faulty_silu_mul, lambda **traits: None)
     monkeypatch.setitem(silu_mul.backends, "faulty", backend)
-    found = blamed(Outer(silu_mul.select()), torch.ones(2, 4))
+    found = blamed(Outer(silu_mul.backends[silu_mul.choose()].run), torch.ones(2, 4))
     assert found.startswith("op silu_mul of blocks.1 (")
     assert "test_capture.py:" in found and 'in helper: raise Fault("does what' in found
 
@@ -97,3 +106,43 @@ def test_triton_is_refused_to_compile_and_then_asked_as_before(
         knobs.runtime.jit_cache_hook(key="", fn=SimpleNamespace(name="attend"))
     knobs.runtime.jit_cache_hook(key="")
     assert asked == [{"key": ""}]
+
+
+def test_all_but_the_mixers_is_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces are a layer's halves without their mixers; the answer is what it is without them."""
+    inside: list[str] = []
+    called: list[tuple[str, int]] = []
+
+    def recorded(fn: Any, pool: Any, wanted: Any, name: str) -> Any:
+        def piece(x: Tensor, delta: Tensor | None, index: int) -> Any:
+            called.append((name, index))
+            inside.append(name)
+            try:
+                return fn(x, delta, index)
+            finally:
+                inside.pop()
+
+        return piece
+
+    def watched(kind: type[nn.Module], within: bool) -> None:
+        forward = kind.forward
+
+        def run(self: nn.Module, *arguments: Any) -> Any:
+            assert bool(inside) == within, kind.__name__
+            return forward(self, *arguments)
+
+        monkeypatch.setattr(kind, "forward", run)
+
+    folder = make_model(tmp_path / "model")
+    llm = LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=128)
+    params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+    prompt = {"prompt_token_ids": list(range(9))}
+    expected = llm.generate(prompt, params)[0].outputs[0].token_ids
+    monkeypatch.setattr(capture, "Captured", recorded)
+    capture.capture_pieces(llm.engine.runner.model, None, [1])
+    for mixer in (Attention, GatedDeltaNet):
+        watched(mixer, False)
+    watched(GatedMLP, True)
+    assert llm.generate(prompt, params)[0].outputs[0].token_ids == expected
+    step = [(f"blocks.{layer}.tokenwise", half) for layer in range(4) for half in range(2)]
+    assert called == step * 3

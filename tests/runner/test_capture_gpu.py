@@ -89,7 +89,7 @@ def recorded(llm: LLM) -> int:
     runner = llm.engine.runner
     faces: list[Any] = [runner.run_step]
     for module in runner.model.modules():
-        faces += [vars(module).get("before"), vars(module).get("after")]
+        faces.append(vars(module).get("tokenwise"))
     return sum(len(face.recordings) for face in faces if isinstance(face, Captured))
 
 
@@ -198,13 +198,13 @@ FAULTS = {
 def served_by(monkeypatch: pytest.MonkeyPatch, also: Callable[[Tensor], None]) -> None:
     """silu_mul's backend does something besides."""
     load()
-    plain, supports = silu_mul.backends["triton"]
+    plain = silu_mul.backends["triton"]
 
     def faulty(gate_up: Tensor) -> Tensor:
         also(gate_up)
-        return plain(gate_up)
+        return plain.run(gate_up)
 
-    monkeypatch.setitem(silu_mul.backends, "triton", (faulty, supports))
+    monkeypatch.setitem(silu_mul.backends, "triton", plain._replace(run=faulty))
 
 
 def assert_alive() -> None:
@@ -234,7 +234,7 @@ def test_a_fault_inside_the_step_names_the_op(
             build("bfloat16", "none", graph)
     text = str(caught.value)
     piece, layer = (
-        ("blocks.0.post_mixer", "mlp") if graph == "piecewise" else ("run_step", "blocks.0.")
+        ("blocks.0.tokenwise", "mlp") if graph == "piecewise" else ("run_step", "blocks.0.")
     )
     assert f"capture of {piece} at " in text
     assert re.search(rf"op silu_mul of {layer}.*test_capture_gpu.py:\d+ in {fault.__name__}", text)
@@ -265,15 +265,15 @@ def test_memory_of_another_pool_is_not_a_steps_own() -> None:
 
 
 def test_what_is_no_op_is_named_by_its_function(monkeypatch: pytest.MonkeyPatch) -> None:
-    advance = RowTable.advance
+    commit = RowTable.accept_and_commit
 
     def peek(self: RowTable, step: Any, tokens: Any) -> Any:
-        verdict = advance(self, step, tokens)
+        verdict = commit(self, step, tokens)
         if not step.shape.prompt:
             self.computed.sum().item()
         return verdict
 
-    monkeypatch.setattr(RowTable, "advance", peek)
+    monkeypatch.setattr(RowTable, "accept_and_commit", peek)
     with pytest.raises(
         CaptureError, match="(?s)run_step.*peek.*computed.sum.*waits for the device"
     ):

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from lockstep.config import SpeculativeConfig
 from lockstep.scheduling.draft_length import (
     Acceptance,
     AdaptiveDraftLength,
@@ -216,11 +215,9 @@ def test_acceptance_length_of_what_was_seen() -> None:
 
 def test_the_config_says_who_chooses() -> None:
     taken = {(1, k): 10.0 + k for k in COUNTS}
-    fixed = draft_length_policy(SpeculativeConfig("ngram", 3, adaptive=False), (3,), {(1, 3): 5.0})
+    fixed = draft_length_policy(False, (3,), {(1, 3): 5.0})
     assert isinstance(fixed, FixedDraftLength) and fixed.choose(1) == 3
-    assert isinstance(
-        draft_length_policy(SpeculativeConfig("ngram", 3), COUNTS, taken), AdaptiveDraftLength
-    )
+    assert isinstance(draft_length_policy(True, COUNTS, taken), AdaptiveDraftLength)
 
 
 def test_a_random_draft_length_is_any_and_the_same_in_each_run() -> None:

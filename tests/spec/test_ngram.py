@@ -4,9 +4,8 @@ import random
 
 import torch
 
-from lockstep.config import SpeculativeConfig
-from lockstep.spec import DraftContext
-from lockstep.spec.ngram import create
+from lockstep.spec.drafter import DraftContext
+from lockstep.spec.ngram import Options, create
 from lockstep.step import StepShape
 
 
@@ -25,7 +24,12 @@ def test_equals_a_plain_lookup() -> None:
     seen: set[int] = set()
     for case in range(200):
         least = rng.randint(1, 3)
-        config = SpeculativeConfig("ngram", rng.randint(1, 7), least, rng.randint(least, 5))
+        config = Options(
+            "ngram",
+            rng.randint(1, 7),
+            prompt_lookup_min=least,
+            prompt_lookup_max=rng.randint(least, 5),
+        )
         rows, length = 4, 40
         history = [[rng.randrange(3 + case % 4) for _ in range(length)] for _ in range(rows)]
         computed = [rng.randrange(length - 1) for _ in range(rows)]

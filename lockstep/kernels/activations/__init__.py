@@ -11,6 +11,7 @@ from torch import Tensor
 from lockstep.kernels.registry import op
 
 SOFTPLUS_LINEAR = 20.0
+"""Above it softplus(x) is x to fp32, as torch has it."""
 ONE = torch.ones(())
 """A tensor, not a number: on a CPU adding it to a small tensor takes 1.3 us instead of 3.6."""
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lockstep.kernels.activations import sigmoid
 from lockstep.kernels.registry import op
-from lockstep.kernels.threads import one_thread
-from lockstep.kernels.tiles import exact_sizes, padded_rows, tiled_bmm
+from lockstep.kernels.tiles import tiled_mm
 
 SEGMENT = 256
+"""Keys of a segment. H200, one row of one token, context 4,096: 16.7 us, 18.0 with 128."""
 
 
 @op
@@ -40,69 +40,63 @@ def paged_attention(
     product are rounded.
     """
     out = torch.empty_like(q)
+    group = q.shape[1] // k_cache.shape[2]
     bounds = cu_seqlens.tolist()
     for s, start in enumerate(starts.tolist()):
-        begin, end = bounds[s], bounds[s + 1]
-        if begin < end:
-            k, v = (_segments(x, page_table[s], start + end - begin) for x in (k_cache, v_cache))
-            out[begin:end] = _attend(q[begin:end].float() * scale, k, v, start).to(q.dtype)
-    return out if gates is None else _gated(out, gates)
+        tokens = slice(bounds[s], bounds[s + 1])
+        if tokens.start == tokens.stop:
+            continue
+        end = start + tokens.stop - tokens.start
+        positions = torch.arange(start, end)
+        for h in range(k_cache.shape[2]):
+            heads = slice(h * group, (h + 1) * group)
+            queries = q[tokens, heads].flatten(0, 1).float() * scale
+            k = _first_keys(k_cache[:, :, h], page_table[s], end)
+            v = _first_keys(v_cache[:, :, h], page_table[s], end)
+            found = _attend(queries, k, v, positions.repeat_interleave(group))
+            out[tokens, heads] = found.unflatten(0, (-1, group)).to(q.dtype)
+    return out if gates is None else gated(out, gates)
 
 
-def _gated(out: Tensor, gates: Tensor) -> Tensor:
+def gated(out: Tensor, gates: Tensor) -> Tensor:
+    """out [T, H, D] times the sigmoid of its gates, in the op's gates [T, N]."""
     heads, dim = out.shape[1:]
     gate = gates[:, : 2 * heads * dim].unflatten(-1, (heads, 2 * dim))[..., dim:]
     return out * sigmoid(gate)
 
 
-def _segments(cache: Tensor, pages: Tensor, keys: int) -> Tensor:
-    """The first `keys` tokens of a row, zero-padded: [segments, SEGMENT, Hkv, D] fp32."""
-    size = cache.shape[1]
-    used = -(-keys // size)
-    found = cache.index_select(0, pages[:used]).flatten(0, 1).float()
-    short = -(-keys // SEGMENT) * SEGMENT - keys
-    return F.pad(found[:keys], (0, 0, 0, 0, 0, short)).unflatten(0, (-1, SEGMENT))
+def _first_keys(cache: Tensor, pages: Tensor, keys: int) -> Tensor:
+    """The first `keys` tokens of a row in one head's cache [pages, page_size, D], zeros behind them
+    up to a whole segment: [segments * SEGMENT, D] fp32."""
+    used = -(-keys // cache.shape[1])
+    found = cache[pages[:used].long()].flatten(0, 1)[:keys].float()
+    return F.pad(found, (0, 0, 0, -keys % SEGMENT))
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
-    """One row: q [Q, H, D] scaled, at positions start.., k and v of _segments -> [Q, H, D]."""
-    queries, heads, dim = q.shape
-    group = heads // k.shape[2]
-    sizes = exact_sizes(dim, SEGMENT), exact_sizes(SEGMENT, dim)
-    shared = tuple(size for size in sizes[0] if size in sizes[1])
-    if not shared:
-        with one_thread():
-            return _attend(q, k, v, start)
-    block = max(shared[-1] // group, 1)
-    parts = []
-    for at in range(0, queries, block):
-        tokens = q[at : at + block]
-        count = tokens.shape[0] * group
-        last = start + at + torch.arange(count) // group
-        seen = -(-(start + at + tokens.shape[0]) // SEGMENT)
-        short = padded_rows(count, shared) - count
-        rows = tokens.unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2)
-        rows, last = F.pad(rows, (0, 0, 0, short)), F.pad(last, (0, short))
-        done = [
-            _fold(rows[h], k[:seen, :, h], v[:seen, :, h], last)[:count] for h in range(len(rows))
-        ]
-        parts.append(torch.stack(done).unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor) -> Tensor:
+    """q [N, D] scaled, at positions [N]; k, v [segments * SEGMENT, D] of one KV head -> [N, D].
 
-
-def _fold(rows: Tensor, k: Tensor, v: Tensor, last: Tensor) -> Tensor:
-    """rows [R, D]; k, v [segments, SEGMENT, D]; row r sees keys 0 .. last[r] -> [R, D].
-
-    Segments past a row's last key add exact zeros; cumsum adds one after another.
+    Weights and sums of a segment are fp32; segments are added in fp64 and rounded once.
     """
-    scores = tiled_bmm(rows, k.transpose(1, 2).contiguous())
-    keys = torch.arange(k.shape[0] * SEGMENT).view(-1, 1, SEGMENT)
-    scores.masked_fill_(keys > last[:, None], -torch.inf)
-    top = scores.amax(-1, keepdim=True)
-    weights = scores.sub_(top.clamp_min(torch.finfo(torch.float32).min)).exp_()
-    part = torch.bmm(weights, v.contiguous())
-    norm = weights.sum(-1, keepdim=True)
-    if k.shape[0] == 1:
-        return (part / norm)[0]
-    scale = torch.exp(top - top.amax(0, keepdim=True))
-    return (part * scale).cumsum(0)[-1] / (norm * scale).cumsum(0)[-1]
+    tops: list[Tensor] = []
+    norms: list[Tensor] = []
+    parts: list[Tensor] = []
+    for first in range(0, len(k), SEGMENT):
+        segment = slice(first, first + SEGMENT)
+        scores = tiled_mm(q, k[segment].t().contiguous())
+        unseen = torch.arange(first, first + SEGMENT) > positions[:, None]
+        scores = scores.masked_fill(unseen, -torch.inf)
+        top = scores.amax(-1, keepdim=True)
+        lowest = torch.finfo(torch.float32).min  # of a segment in which a query sees no key
+        weights = torch.exp(scores - top.clamp_min(lowest))
+        tops.append(top)
+        norms.append(weights.sum(-1, keepdim=True))
+        parts.append(tiled_mm(weights, v[segment].contiguous()))
+    best = torch.stack(tops).amax(0)
+    total = torch.zeros(q.shape, dtype=torch.float64)
+    norm = torch.zeros(len(q), 1, dtype=torch.float64)
+    for top, segment_norm, part in zip(tops, norms, parts, strict=True):
+        scale = torch.exp(top - best)
+        total += part * scale
+        norm += segment_norm * scale
+    return total.float() / norm.float()

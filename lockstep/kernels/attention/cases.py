@@ -4,11 +4,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Row = tuple[int, int]
 """(tokens before this step, tokens of this step)."""
 
-DECODE, VERIFY = ((0, 1), (63, 1), (300, 1)), ((5, 4), (254, 4), (511, 4))
+DECODE = ((0, 1), (63, 1), (300, 1))
+VERIFY = ((5, 4), (254, 4), (511, 4))
 RAGGED = ((0, 70), (12, 0), (250, 9), (64, 1))
 BATCHES: tuple[tuple[tuple[Row, ...], int, int, int, int], ...] = (
     (DECODE, 4, 4, 32, 16),
@@ -19,6 +21,8 @@ BATCHES: tuple[tuple[tuple[Row, ...], int, int, int, int], ...] = (
     (VERIFY, 4, 2, 128, 64),
     (DECODE, 16, 1, 256, 64),
     (RAGGED, 8, 2, 32, 16),
+    (RAGGED, 4, 2, 128, 64),
+    (RAGGED, 4, 1, 256, 64),
 )
 """(rows, heads, KV heads, head dim, page size)."""
 
@@ -45,7 +49,8 @@ def paged(
     shape = (sum(needed) + 1, page_size, kv_heads, dim)
     k_cache, v_cache = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
     for s, (length, count) in enumerate(zip(lengths, needed, strict=True)):
-        pages, order = order[:count], order[count:]
+        pages = order[:count]
+        order = order[count:]
         table[s, :count] = pages.int()
         token = torch.arange(length)
         for cache in (k_cache, v_cache):
@@ -69,3 +74,8 @@ def paged_attention_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, A
     for i, (rows, heads, kv_heads, dim, page_size) in enumerate(BATCHES):
         name = f"{len(rows)} rows, heads {heads}/{kv_heads}, dim {dim}, page {page_size}"
         yield name, paged(rows, heads, kv_heads, dim, page_size, dtype, seed=i)
+
+
+def paged_attention_traits(q: Tensor, k_cache: Tensor, **rest: Any) -> dict[str, Any]:
+    """What a layer of such arguments says when it asks for a backend."""
+    return dict(heads=q.shape[1], kv_heads=k_cache.shape[2], head_dim=q.shape[2])

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
-"""paged_attention for long queries on Hopper, in Gluon: the fold of triton.py, bit for bit.
+"""paged_attention for long queries on Hopper, in Gluon: the fold of paged.py, bit for bit.
 
-A program owns 128 (token, head of a group) rows of one KV head. One warp brings keys and values
-through a ring in shared memory, 64 tokens x 128 columns a slot; two warpgroups of 64 rows each use
-them, and ask for the next tile's scores while they weigh one. Where the head is 128 wide, weights
+A program owns 128 (token, head of a group) rows of one KV head. One warp copies tiles of keys and
+values through a ring in shared memory; two warpgroups of 64 rows each use them, and start the next
+tile's scores while they weigh one. Where the head is 128 wide, weights
 go from registers into their values at once. Where it is 256 wide, the accumulators of a segment and
 of the whole do not fit the registers together: a segment's weights wait in shared memory and its
 output is made 128 columns at a time. See docs/kernels/attention.md.
@@ -24,9 +24,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lockstep.kernels.attention import paged_attention
-from lockstep.kernels.attention.hopper_tiles import (
+from lockstep.kernels.attention._warpgroup import (
     N_LAYOUT,
-    NOTHING,
+    NO_SCORE,
     O_LAYOUT,
     S_ROW,
     TILE,
@@ -34,22 +34,25 @@ from lockstep.kernels.attention.hopper_tiles import (
     WIDE,
     WIDTH,
     arrived,
-    ask_scores,
-    bring,
     copy,
-    keep_rows,
-    maps,
+    descriptors,
+    load_queries,
     release,
     segment_values,
     segment_weights,
+    start_scores,
     times,
     weigh,
+    zero_behind,
 )
-from lockstep.kernels.attention.triton import LOG2E, paged_attention_triton, supports
+from lockstep.kernels.attention.paged import LOG2E, paged_attention_triton, supports
 
 ROWS = 128
+"""Rows of a program: two warpgroups of 64, the height of a wgmma."""
 LONG = 64
-"""The query length from which on this kernel is the faster one."""
+"""Tokens a row from which on this kernel is the faster one: times in docs/kernels/attention.md."""
+SLOTS = {128: 10, 256: 6}
+"""Tiles in the ring by head dim, 16 KB each: as many as shared memory holds beside the rest."""
 
 
 @gluon.jit
@@ -77,9 +80,10 @@ def _fetch(k_map, v_map, ring, full, empty, pages, tiles, column, PARTS: gl.cons
 
 @gluon.jit
 def _fold(best, norms, top, norm):
-    """One more segment: the larger maximum, the sum of weights, what scales either side."""
+    """One more segment: the larger maximum, the sum of weights, the factors of either side."""
     new_best = gl.maximum(best, top)
-    old, new = gl.exp2(best - new_best), gl.exp2(top - new_best)
+    old = gl.exp2(best - new_best)
+    new = gl.exp2(top - new_best)
     return new_best, norms * old + gl.convert_layout(gl.max(norm, 1), S_ROW) * new, old, new
 
 
@@ -87,22 +91,25 @@ def _fold(best, norms, top, norm):
 def _narrow(queries, ones, ring, full, empty, tiles, keys, last, lowest, scale):
     """All tiles of 128 columns: weights stay in registers -> sums of weights, output."""
     dtype: gl.constexpr = ring.dtype
-    best = gl.full((64,), NOTHING, gl.float32, S_ROW)
+    best = gl.full((64,), NO_SCORE, gl.float32, S_ROW)
     norms = gl.zeros((64,), gl.float32, S_ROW)
     sums = gl.zeros((64, 128), gl.float32, O_LAYOUT)
-    top, norm, total = best, gl.zeros((64, 8), gl.float32, N_LAYOUT), sums
-    scores = warpgroup_mma_wait(0, deps=(ask_scores(queries, ring, full, 0, 1),))
+    top = best
+    norm = gl.zeros((64, 8), gl.float32, N_LAYOUT)
+    total = sums
+    scores = warpgroup_mma_wait(0, deps=(start_scores(queries, ring, full, 0, 1),))
     i = 0
     for t in range(tiles):
         release(ring, empty, i)
-        ahead = ask_scores(queries, ring, full, i + 2, 1)
+        ahead = start_scores(queries, ring, full, i + 2, 1)
         top, fade, weights = weigh(scores, scale, top, last, lowest, t * 64, dtype)
-        norm, total = times(norm, fade, N_LAYOUT), times(total, fade, O_LAYOUT)
+        norm = times(norm, fade, N_LAYOUT)
+        total = times(total, fade, O_LAYOUT)
         mine = gl.convert_layout(weights, gl.DotOperandLayout(0, N_LAYOUT, 2))
         norm = warpgroup_mma(mine, ones.permute((1, 0)), norm, is_async=True)
         values = arrived(ring, full, i + 1)
         if t * 64 + 64 > keys:
-            keep_rows(values, keys - t * 64)
+            zero_behind(values, keys - t * 64)
         mine = gl.convert_layout(weights, gl.DotOperandLayout(0, O_LAYOUT, 2))
         total = warpgroup_mma(mine, values, total, is_async=True)
         norm, total, scores = warpgroup_mma_wait(0, deps=(norm, total, ahead))
@@ -111,7 +118,7 @@ def _narrow(queries, ones, ring, full, empty, tiles, keys, last, lowest, scale):
         if ((t + 1) % TILES == 0) | (t + 1 == tiles):
             best, norms, old, new = _fold(best, norms, top, norm)
             sums = times(sums, old, O_LAYOUT) + times(total, new, O_LAYOUT)
-            top = gl.full((64,), NOTHING, gl.float32, S_ROW)
+            top = gl.full((64,), NO_SCORE, gl.float32, S_ROW)
             norm = gl.zeros((64, 8), gl.float32, N_LAYOUT)
             total = gl.zeros((64, 128), gl.float32, O_LAYOUT)
     return norms, sums
@@ -120,12 +127,14 @@ def _narrow(queries, ones, ring, full, empty, tiles, keys, last, lowest, scale):
 @gluon.jit
 def _wide(queries, weights, fades, ones, ring, full, empty, tiles, keys, last, lowest, scale):
     """All segments of 256 columns -> sums of weights, output left and right."""
-    best = gl.full((64,), NOTHING, gl.float32, S_ROW)
+    best = gl.full((64,), NO_SCORE, gl.float32, S_ROW)
     norms = gl.zeros((64,), gl.float32, S_ROW)
     left = gl.zeros((64, 128), gl.float32, O_LAYOUT)
-    right, i = left, 0
+    right = left
+    i = 0
     for base in range(0, tiles, TILES):
-        at, count = base * 64, gl.minimum(TILES, tiles - base)
+        at = base * 64
+        count = gl.minimum(TILES, tiles - base)
         i, top, norm = segment_weights(
             queries, weights, fades, ones, ring, full, empty, i, count, last, lowest, at, scale, 2
         )
@@ -141,19 +150,22 @@ def _wide(queries, weights, fades, ones, ring, full, empty, tiles, keys, last, l
 
 
 @gluon.jit
-def _leave(
+def _store(
     block, gates, out, row, count, kv, column, gate_stride,
     H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """128 columns of the rounded output, times the rounded output gate, into memory."""
     m = row + gl.arange(0, 64, gl.SliceLayout(1, WIDE))
-    token, head, mine = m // GROUP, kv * GROUP + m % GROUP, (m < count * GROUP)[:, None]
+    token = m // GROUP
+    head = kv * GROUP + m % GROUP
+    mine = (m < count * GROUP)[:, None]
     d = (column + gl.arange(0, WIDTH, gl.SliceLayout(0, WIDE)))[None, :]
     values = block.load(WIDE)
     if GATED:
         gate_at = (token * gate_stride + (head * 2 + 1) * D)[:, None] + d
         gate = gl.load(gates + gate_at, mask=mine, other=0.0).to(gl.float32)
-        gate = gl.div_rn(gl.full((64, WIDTH), 1.0, gl.float32, WIDE), 1.0 + gl.exp(-gate))
+        one = gl.full((64, WIDTH), 1.0, gl.float32, WIDE)
+        gate = gl.div_rn(one, 1.0 + gl.exp(-gate))  # activations/_device.py: sigmoid
         gate = gate.to(gates.dtype.element_ty).to(gl.float32)
         values = (values.to(gl.float32) * gate).to(values.dtype)
     gl.store(out + ((token * H + head) * D)[:, None] + d, values, mask=mine)
@@ -166,7 +178,8 @@ def _attend(
     GATED: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: rows row .. row + 63 of the (token, head of a group) of one KV head."""
-    last, keys = start + (row + gl.arange(0, 64, S_ROW)) // GROUP, start + count
+    last = start + (row + gl.arange(0, 64, S_ROW)) // GROUP
+    keys = start + count
     lowest = start + row // GROUP
     if D == 128:
         norms, left = _narrow(
@@ -181,7 +194,7 @@ def _attend(
     if D > WIDTH:
         queries.index(1).store(times(right, inverse, O_LAYOUT).to(queries.dtype))
     for part in range(D // WIDTH):
-        _leave(
+        _store(
             queries.index(part), gates, out, row, count, kv, part * WIDTH, gate_stride,
             H, GROUP, D, GATED,
         )  # fmt: skip
@@ -196,7 +209,8 @@ def _prompt_kernel(
     GROUP: gl.constexpr = H // HKV
     PARTS: gl.constexpr = D // WIDTH
     dtype: gl.constexpr = out.dtype.element_ty
-    s, kv = (gl.program_id(0) // HKV).to(gl.int64), gl.program_id(0) % HKV
+    s = (gl.program_id(0) // HKV).to(gl.int64)
+    kv = gl.program_id(0) % HKV
     row = (gl.num_programs(1) - 1 - gl.program_id(1)) * 128
     first = gl.load(cu_seqlens + s).to(gl.int64)
     count = (gl.load(cu_seqlens + s + 1) - first).to(gl.int32)
@@ -208,14 +222,16 @@ def _prompt_kernel(
         queries2 = gl.allocate_shared_memory(dtype, [PARTS, 64, WIDTH], square)
         ring = gl.allocate_shared_memory(dtype, [SLOTS, 64, WIDTH], square)
         ones = gl.allocate_shared_memory(dtype, [8, 64], square)
-        weights, weights2 = queries, queries2
-        fades, fades2 = queries, queries2
+        weights = queries
+        weights2 = queries2
+        fades = queries
+        fades2 = queries2
         if PARTS > 1:
-            line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+            flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
             weights = gl.allocate_shared_memory(dtype, [TILES, 64, 64], square)
             weights2 = gl.allocate_shared_memory(dtype, [TILES, 64, 64], square)
-            fades = gl.allocate_shared_memory(gl.float32, [3, 64], line)
-            fades2 = gl.allocate_shared_memory(gl.float32, [3, 64], line)
+            fades = gl.allocate_shared_memory(gl.float32, [3, 64], flat)
+            fades2 = gl.allocate_shared_memory(gl.float32, [3, 64], flat)
         full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(SLOTS):
@@ -226,8 +242,8 @@ def _prompt_kernel(
         out += first * (H * D)
         if GATED:
             gates += first * gate_stride
-        bring(q, queries, row, count, kv, H, GROUP, D)
-        bring(q, queries2, row + 64, count, kv, H, GROUP, D)
+        load_queries(q, queries, row, count, kv, H, GROUP, D)
+        load_queries(q, queries2, row + 64, count, kv, H, GROUP, D)
         fence_async_shared()
         gl.warp_specialize(
             [
@@ -278,17 +294,19 @@ def paged_attention_hopper(
     scale: float,
     gates: Tensor | None = None,
 ) -> Tensor:
-    """See lockstep.kernels.attention.paged_attention. What does not fit goes through triton.py."""
+    """See lockstep.kernels.attention.paged_attention. What does not fit goes through paged.py."""
     if not fits(q, k_cache, v_cache, query_len):
         return paged_attention_triton(
             q, k_cache, v_cache, page_table, cu_seqlens, starts, query_len, scale, gates
         )
-    (_, heads, dim), kv_heads, rows = q.shape, k_cache.shape[2], starts.shape[0]
+    _, heads, dim = q.shape
+    kv_heads = k_cache.shape[2]
+    rows = starts.shape[0]
     out = torch.empty_like(q)
     _prompt_kernel[(rows * kv_heads, triton.cdiv(query_len * (heads // kv_heads), ROWS))](
-        q, *maps(k_cache, v_cache), page_table, cu_seqlens, starts, gates, out, scale * LOG2E,
-        page_table.stride(0), gates.stride(0) if gates is not None else 0,
-        heads, kv_heads, dim, 6 if dim == 256 else 10, gates is not None,
+        q, *descriptors(k_cache, v_cache), page_table, cu_seqlens, starts, gates, out,
+        scale * LOG2E, page_table.stride(0), gates.stride(0) if gates is not None else 0,
+        heads, kv_heads, dim, SLOTS[dim], gates is not None,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     return out

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.gated_delta_rule import GatedDeltaState, GatedDeltaWeights, ring_lines
+from lockstep.kernels.gated_delta_rule import GatedDeltaState, GatedDeltaWeights
+from lockstep.kernels.recurrent.rings import ring_slots
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,13 @@ def empty_state(dims: Dims, slots: int, dtype: torch.dtype, fill: float = 0.0) -
     def full(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((slots, *shape), fill, dtype=dtype)
 
-    lines = ring_lines(dims.w, dims.r, dims.flush)
+    length = ring_slots(dims.w, dims.r, dims.flush)
     return GatedDeltaState(
         recurrent=full(dims.hv, dims.k, dims.v),
-        conv=full(lines, dims.channels, dtype=dtype),
-        u=full(lines, dims.hv, dims.v),
-        k=full(lines, dims.hk, dims.k),
-        decay=full(lines, dims.hv),
+        conv=full(length, dims.channels, dtype=dtype),
+        u=full(length, dims.hv, dims.v),
+        k=full(length, dims.hk, dims.k),
+        decay=full(length, dims.hv),
     )
 
 
@@ -60,11 +61,11 @@ def random_state(
 
 
 def poison(state: GatedDeltaState, slot: int, start: int, history: int, pending: int) -> None:
-    """NaN in every line of the rings that a window at `start` must not read."""
+    """NaN in every ring slot that a window at `start` must not read."""
     for part in state.tensors()[1:]:
         live = history if part is state.conv else pending
-        lines = torch.arange(start, start + part.shape[1] - live) % part.shape[1]
-        part[slot, lines] = float("nan")
+        ring_slots = torch.arange(start, start + part.shape[1] - live) % part.shape[1]
+        part[slot, ring_slots] = float("nan")
 
 
 def weights(dims: Dims, dtype: torch.dtype, seed: int) -> GatedDeltaWeights:
@@ -100,8 +101,10 @@ def gated_delta_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, 
     rings that wrap around, NaN where nothing may be read."""
     for i, dims in enumerate(LAYERS):
         for length in (1, dims.w):
-            slots, pending = [4, 1, 6, 3, 2], [0, 1, 2, dims.w, dims.w - 1]
-            starts, state = [1, 2, 77, 1000, 64], random_state(dims, 8, slots, dtype, i)
+            slots = [4, 1, 6, 3, 2]
+            pending = [0, 1, 2, dims.w, dims.w - 1]
+            starts = [1, 2, 77, 1000, 64]
+            state = random_state(dims, 8, slots, dtype, i)
             for slot, start, count in zip(slots, starts, pending, strict=True):
                 poison(state, slot, start, dims.r, count)
             yield (
@@ -144,3 +147,13 @@ def gated_delta_chunk_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str,
                 snapshot_slots=ints(snapshots),
             ),
         )
+
+
+def gated_delta_step_traits(state: GatedDeltaState, **rest: Any) -> dict[str, Any]:
+    """What a layer of such arguments says when it asks for a backend."""
+    key_heads, key_dim = state.k.shape[2:]
+    value_heads, value_dim = state.u.shape[2:]
+    return dict(key_dim=key_dim, value_dim=value_dim, key_heads=key_heads, value_heads=value_heads)
+
+
+gated_delta_chunk_traits = gated_delta_step_traits

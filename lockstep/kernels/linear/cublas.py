@@ -10,15 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.linear import linear
 from lockstep.kernels.linear.triton import fold
 
-
-def _unasked(**traits: Any) -> str:
-    return "its bits are known only where a probe compared them"
+UNCHOSEN = "its bits are known only where a probe compared them"
 
 
-@linear.backend("cublas", supports=_unasked)
+def _supports(**traits: Any) -> str | None:
+    if traits.get("dtype", torch.bfloat16) == torch.float32:
+        return "it serves bf16 and fp16"
+    return gpu_trait(**traits)
+
+
+@linear.backend("cublas", supports=_supports, unchosen=UNCHOSEN)
 def linear_cublas(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) -> Tensor:
     """See lockstep.kernels.linear.linear, for bf16 and fp16. x and weight are contiguous."""
     if segments == 1:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 SHAPES = ((0, 8), (1, 80), (5, 33), (3, 2560), (4, 3, 64), (2, 5, 128))
 
@@ -46,3 +47,11 @@ def gated_rms_norm_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, An
         gate = fused[:, : heads * width].unflatten(1, (heads, width))
         weight = torch.randn(width, generator=generator).to(dtype)
         yield f"{tokens}x{heads}x{width}", dict(x=x, gate=gate, weight=weight, eps=1e-6)
+
+
+def rms_norm_traits(x: Tensor, **rest: Any) -> dict[str, Any]:
+    """What a layer of such arguments says when it asks for a backend."""
+    return dict(width=x.shape[-1])
+
+
+add_rms_norm_traits = gated_rms_norm_traits = rms_norm_traits

@@ -11,13 +11,13 @@ from lockstep.kernels.norm import rms_norm
 from lockstep.kernels.registry import op
 
 
-@op
+@op(writes=("k_cache", "v_cache"))
 def rope_and_cache(
     qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
     positions: Tensor,
     slot_mapping: Tensor,
     k_cache: Tensor,
@@ -32,13 +32,15 @@ def rope_and_cache(
 
     q and k: rms_norm over D (offset + weight), rounded; then the first `width` dims are rotated in
     fp32 in NeoX pairs (j, j + width / 2) and rounded, the rest passes (Su et al., RoFormer, 2021).
-    Slots may repeat only if null.
+    Without q_weight and k_weight (both None) nothing is normed, without cos and sin nothing is
+    rotated. Slots may repeat only if null.
     """
     kv_heads, dim = k_cache.shape[2:]
     q, k, v = _parts(qkv, kv_heads, dim, gated)
-    heads = [rms_norm(q, q_weight, eps, offset), rms_norm(k, k_weight, eps, offset)]
-    angles = (t.index_select(0, positions) for t in (cos, sin))
-    turned = _rotate(torch.cat(heads, dim=1), *angles)
+    if q_weight is not None and k_weight is not None:
+        q = rms_norm(q, q_weight, eps, offset)
+        k = rms_norm(k, k_weight, eps, offset)
+    turned = _turned(torch.cat([q, k], dim=1), cos, sin, positions)
     q, k = turned.split([q.shape[1], kv_heads], dim=1)
     k_cache.view(-1, kv_heads, dim).index_put_((slot_mapping,), k)
     v_cache.view(-1, kv_heads, dim).index_put_((slot_mapping,), v)
@@ -54,9 +56,21 @@ def _parts(qkv: Tensor, kv_heads: int, dim: int, gated: bool) -> tuple[Tensor, T
     return q, k.unflatten(-1, (kv_heads, dim)), v.unflatten(-1, (kv_heads, dim))
 
 
+def _turned(x: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor) -> Tensor:
+    """x [T, H, D] rotated by the angles of its positions, or x where there are none."""
+    if cos is None or sin is None:
+        return x
+    angles = (t.index_select(0, positions) for t in (cos, sin))
+    return _rotate(x, *angles)
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, H, D]; cos, sin [T, width / 2] of its positions -> rotated in fp32, of x's dtype."""
-    cos, sin, half = cos[:, None], sin[:, None], cos.shape[1]
-    a, b = x[..., :half].float(), x[..., half : 2 * half].float()
-    turned = ((a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype))
-    return torch.cat([*turned, x[..., 2 * half :]], dim=-1)
+    half = cos.shape[1]
+    cos = cos[:, None]
+    sin = sin[:, None]
+    a = x[..., :half].float()
+    b = x[..., half : 2 * half].float()
+    turned_a = (a * cos - b * sin).to(x.dtype)
+    turned_b = (b * cos + a * sin).to(x.dtype)
+    return torch.cat([turned_a, turned_b, x[..., 2 * half :]], dim=-1)

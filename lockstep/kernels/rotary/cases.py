@@ -17,7 +17,16 @@ LAYERS = (
     (5, 0, 2, 32, 8, True, 1.0),
 )
 """(tokens, heads, KV heads, head dim, rotary width, gated, offset); the last token is null."""
-PAGES, PAGE_SIZE, POSITIONS = 12, 16, 500
+WITHOUT = (
+    ((5, 4, 2, 32, 32, False, 0.0), ("q_weight", "k_weight")),
+    ((3, 5, 1, 80, 40, True, 0.0), ("q_weight", "k_weight")),
+    ((4, 3, 3, 24, 24, False, 1.0), ("cos", "sin")),
+    ((6, 4, 2, 32, 32, True, 0.0), ("q_weight", "k_weight", "cos", "sin")),
+)
+"""(layer as above, arguments that are None): no norm, no positions, neither."""
+PAGES = 12
+PAGE_SIZE = 16
+POSITIONS = 500
 
 
 def beside_nan(x: Tensor) -> Tensor:
@@ -45,7 +54,8 @@ def rope(
     angles = torch.randn(POSITIONS, width // 2, generator=generator) * 3
     slots = torch.randperm((PAGES - 1) * PAGE_SIZE, generator=generator)[:tokens] + PAGE_SIZE
     positions = torch.randint(0, POSITIONS, (tokens,), generator=generator)
-    slots[tokens - 1 :], positions[tokens - 1 :] = 0, 0
+    slots[tokens - 1 :] = 0
+    positions[tokens - 1 :] = 0
     shape = (PAGES, PAGE_SIZE, kv_heads, dim)
     k_cache, v_cache = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
     return dict(
@@ -68,3 +78,10 @@ def rope_and_cache_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, An
     """(name, arguments of rope_and_cache on the CPU)."""
     for layer in LAYERS:
         yield str(layer), rope(*layer, dtype)
+    for layer, absent in WITHOUT:
+        yield f"{layer} without {', '.join(absent)}", rope(*layer, dtype) | dict.fromkeys(absent)
+
+
+def rope_and_cache_traits(k_cache: Tensor, **rest: Any) -> dict[str, Any]:
+    """What a layer of such arguments says when it asks for a backend."""
+    return dict(head_dim=k_cache.shape[3])

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lockstep.kernels.sampling import (
     BAD_WORDS,
@@ -120,3 +121,8 @@ def among(arguments: dict[str, Any], kept: int) -> dict[str, Any]:
     others = torch.randperm(vocab - 1, generator=generator)[: kept - 1]
     ids = torch.cat([others, torch.tensor([vocab - 1])]).sort().values
     return {**arguments, "logits": arguments["logits"][..., ids].contiguous(), "ids": ids}
+
+
+def sample_traits(logits: Tensor, **rest: Any) -> dict[str, Any]:
+    """What the sampler says when it asks for a backend."""
+    return dict(vocab=logits.shape[-1])

@@ -29,7 +29,8 @@ class ReplyParser:
     """Reasoning first, then tool calls in what is left. Either may be None."""
 
     def __init__(self, reasoning: Parser | None, tools: Parser | None) -> None:
-        self._reasoning, self._tools = reasoning, tools
+        self._reasoning = reasoning
+        self._tools = tools
 
     def feed(self, text: str) -> list[Event]:
         """The events that more text settles."""

@@ -68,7 +68,8 @@ class Reply:
 
     def add(self, events: Iterable[Event]) -> "Reply":
         """Appends what the events say; returns itself."""
-        content, reasoning = [self.content], [self.reasoning]
+        content = [self.content]
+        reasoning = [self.reasoning]
         arguments: dict[int, list[str]] = {}
         for event in events:
             match event:
@@ -80,7 +81,8 @@ class Reply:
                     self.tool_calls.append(ToolCall(name))
                 case CallArguments(index, text):
                     arguments.setdefault(index, []).append(text)
-        self.content, self.reasoning = "".join(content), "".join(reasoning)
+        self.content = "".join(content)
+        self.reasoning = "".join(reasoning)
         for index, texts in arguments.items():
             self.tool_calls[index].arguments += "".join(texts)
         return self

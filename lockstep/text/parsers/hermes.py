@@ -6,8 +6,10 @@ from lockstep.text.parsers.events import CallArguments, CallStart, Content, Even
 from lockstep.text.parsers.schema import from_json, to_json
 from lockstep.text.scan import Markers, Scan, Tail
 
-_CALL, _CALL_END = "<tool_call>", "</tool_call>"
-_OUTSIDE, _INSIDE = Markers({"call": _CALL}), Markers({"end": _CALL_END})
+_CALL = "<tool_call>"
+_CALL_END = "</tool_call>"
+_OUTSIDE = Markers({"call": _CALL})
+_INSIDE = Markers({"end": _CALL_END})
 
 
 class HermesParser:
@@ -57,7 +59,8 @@ class HermesParser:
         self._scan = Scan(_INSIDE if self._inside else _OUTSIDE)
         if self._inside:
             return
-        text, blank = "".join(self._call), self._blank.flush()
+        text = "".join(self._call)
+        blank = self._blank.flush()
         self._call.clear()
         try:
             name, arguments = _read(text)
@@ -73,7 +76,8 @@ def _read(text: str) -> tuple[str, str]:
     call = from_json(text)
     if not isinstance(call, dict):
         raise ValueError("a call is an object")
-    name, arguments = call.get("name"), call.get("arguments", call.get("parameters"))
+    name = call.get("name")
+    arguments = call.get("arguments", call.get("parameters"))
     if isinstance(arguments, str):
         arguments = from_json(arguments)
     if not isinstance(name, str) or not name or not isinstance(arguments, dict | None):

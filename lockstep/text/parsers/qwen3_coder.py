@@ -10,8 +10,10 @@ from lockstep.text.parsers.events import CallArguments, CallStart, Content, Even
 from lockstep.text.parsers.schema import coerce, parameters_by_name, property_types, to_json
 from lockstep.text.scan import Markers, Scan, Tail
 
-_CALL, _CALL_END = "<tool_call>", "</tool_call>"
-_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+_CALL = "<tool_call>"
+_CALL_END = "</tool_call>"
+_FUNCTION = "<function="
+_FUNCTION_END = "</function>"
 _CLOSERS = {"function_end": _FUNCTION_END, "call_end": _CALL_END}
 _OPENERS = {"call": _CALL, "function": _FUNCTION}
 _MARKERS = {
@@ -46,7 +48,8 @@ class Qwen3CoderParser:
         self._blank = Tail()
         self._index = -1
         self._open = self._inside = False  # a call has begun; text stands inside <tool_call>
-        self._name, self._keys = "", 0
+        self._name = ""
+        self._keys = 0
         self._text: list[str] = []  # of a name, a key, or a value that does not stream
         self._types: set[str] = set()
         self._streams = self._started = False
@@ -77,7 +80,8 @@ class Qwen3CoderParser:
 
     def _enter(self, state: str) -> None:
         if state != self._state:
-            self._state, self._scan = state, Scan(_MARKERS[state])
+            self._state = state
+            self._scan = Scan(_MARKERS[state])
 
     def _in_content(self, events: list[Event], text: str, marker: str | None) -> None:
         if shown := self._blank.take(text):
@@ -99,7 +103,9 @@ class Qwen3CoderParser:
         name = self._whole()
         if name:
             self._index += 1
-            self._open, self._name, self._keys = True, name, 0
+            self._open = True
+            self._name = name
+            self._keys = 0
             events.append(CallStart(self._index, name))
         self._enter("function")
         if marker != "end":
@@ -130,7 +136,8 @@ class Qwen3CoderParser:
 
     def _in_value(self, events: list[Event], text: str, marker: str | None) -> None:
         if text and not self._started:
-            text, self._started = text.removeprefix("\n"), True
+            text = text.removeprefix("\n")
+            self._started = True
         if text:
             text, self._newline = "\n" * self._newline + text, text.endswith("\n")
             text = text[:-1] if self._newline else text

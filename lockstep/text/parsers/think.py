@@ -7,7 +7,8 @@ The prompt's end says where the answer begins: inside of reasoning (after "<thin
 from lockstep.text.parsers.events import Content, Event, Reasoning
 from lockstep.text.scan import Markers, Scan, Tail
 
-_THINK, _CALL = "<think>", "<tool_call>"
+_THINK = "<think>"
+_CALL = "<tool_call>"
 _INSIDE = Markers({"end": "</think>", "call": _CALL})
 
 

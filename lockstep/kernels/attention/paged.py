@@ -1,0 +1,374 @@
+# mypy: ignore-errors
+"""paged_attention in Triton: one fold for prefill, decode and verification.
+
+The keys are cut at absolute multiples of SEGMENT. Inside a segment, ascending tiles of TILE keys
+with online softmax; segments are added in ascending order. A program takes spans of segments. The
+first span folds in registers; later ones leave every segment to a second kernel, which goes on with
+the fold in the same order, so that the partition (chosen from static sizes) changes no bit. Sums
+over keys go through tl.dot, whose bits do not depend on how many query rows stand beside; (token,
+head of the group) share that axis, so any group size fits. Masked keys add exact zeros. The output
+is the sum times the reciprocal of the weights' sum. See docs/kernels/attention.md.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lockstep.kernels.activations._device import sigmoid
+from lockstep.kernels.attention import SEGMENT, paged_attention
+from lockstep.kernels.backends import gpu_trait
+
+LOG2E = 1.4426950408889634
+"""log2(e): weights are 2^(x log2(e)), which the GPU has an instruction for."""
+ENTRY_BYTES = 1 << 29
+"""Bytes that entries for the second kernel may take; longer spans need fewer."""
+PROGRAMS = 256
+"""Parallel spans give about so many programs, two for each of an H200's 132 multiprocessors. Those
+past a row's end cost time, too."""
+TOGETHER = 8
+"""Entries that the second kernel loads at once: 0.1 to 0.8 us less than 4 or 16 (H200)."""
+COLUMNS = 64
+"""Columns of its programs: 1.0 us less than all of a head of 256 (H200)."""
+NO_SCORE = tl.constexpr(-1e30)
+"""The maximum over no scores: finite, so that a difference of two is a number."""
+
+
+@triton.jit
+def _pages_of(pages, at, end, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """The page of keys at .. at + TILE - 1 where they lie in one page, else of each key [TILE]."""
+    if PAGE % TILE == 0:
+        return tl.load(pages + at // PAGE, mask=at < end, other=0)
+    else:
+        key = at + tl.arange(0, TILE)
+        return tl.load(pages + key // PAGE, mask=key < end, other=0)
+
+
+@triton.jit
+def _load(
+    cache, page, at, keys, d, P_STRIDE: tl.constexpr, T_STRIDE: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Keys or values at .. at + TILE - 1 of a head, columns d: [TILE, columns], 0 from keys on."""
+    lanes = tl.arange(0, TILE)
+    mask = (at + lanes < keys)[:, None] & (d < D)[None, :]
+    if PAGE % TILE == 0:
+        cache += page.to(tl.int64) * P_STRIDE + at % PAGE * T_STRIDE
+        place = lanes[:, None] * T_STRIDE
+    else:
+        place = (page.to(tl.int64) * P_STRIDE + (at + lanes) % PAGE * T_STRIDE)[:, None]
+    return tl.load(cache + (place + d[None, :]), mask=mask, other=0.0)
+
+
+@triton.jit
+def _weigh(query, k, v, ones, at, last, scale, top, norm, total, TILE: tl.constexpr):
+    """A tile of keys: online softmax over query [D, ROWS], that sees keys up to last [ROWS].
+
+    top: largest score [ROWS]; norm: sum of weights [ONES, ROWS], the same ONES times; total: the
+    output [D, ROWS].
+    """
+    scores = tl.dot(k, query, input_precision="ieee") * scale
+    seen = (at + tl.arange(0, TILE))[:, None] <= last[None, :]
+    scores = tl.where(seen, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 0))
+    fade = tl.exp2(top - new_top)[None, :]
+    weights = tl.exp2(scores - new_top[None, :]).to(v.dtype)
+    norm = tl.dot(ones, weights, norm * fade, input_precision="ieee")
+    total = tl.dot(v.T, weights, total * fade, input_precision="ieee")
+    return new_top, norm, total
+
+
+@triton.jit
+def _fold(best, norms, sums, top, norm, total):
+    """One more segment: each side scaled to the larger of the maxima."""
+    new_best = tl.maximum(best, top)
+    old = tl.exp2(best - new_best)
+    new = tl.exp2(top - new_best)
+    norms = norms * old[None, :] + norm * new[None, :]
+    sums = sums * old[None, :] + total * new[None, :]
+    return new_best, norms, sums
+
+
+@triton.jit
+def _store_entry(tops, norms, parts, entry, d, top, norm, total, mask, D: tl.constexpr):
+    """An entry for the second kernel: a segment, or the fold so far."""
+    tl.store(tops + entry, top, mask=mask)
+    tl.store(norms + entry, tl.max(norm, 0), mask=mask)
+    place = parts + (entry[None, :] * D + d[:, None])
+    tl.store(place, total, mask=mask[None, :] & (d < D)[:, None])
+
+
+@triton.jit
+def _store(
+    out, gates, place, gate_at, d, result, mine, D: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    """result [columns, ROWS] rounded, then times its rounded output gate where there is one."""
+    mask = mine[None, :] & (d < D)[:, None]
+    values = result.to(out.dtype.element_ty)
+    if GATED:
+        gate = tl.load(gates + (gate_at[None, :] + d[:, None]), mask=mask, other=0.0)
+        gate = sigmoid(gate.to(tl.float32)).to(gates.dtype.element_ty).to(tl.float32)
+        values = (values.to(tl.float32) * gate).to(out.dtype.element_ty)
+    tl.store(out + (place[None, :] + d[:, None]), values, mask=mask)
+
+
+@triton.jit
+def _store_folded(
+    out, gates, gates_from, place, gate_at, d, norms, sums, mine, D: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    """sums [columns, ROWS] over norms [ONES, ROWS] of a whole fold; gates_from: the row's first."""
+    if GATED:
+        gates += gates_from
+    inverse = tl.div_rn(tl.full((norms.shape[1],), 1.0, tl.float32), tl.max(norms, 0))
+    _store(out, gates, place, gate_at, d, sums * inverse[None, :], mine, D, GATED)
+
+
+@triton.jit
+def _query_rows(row, count, kv, GROUP: tl.constexpr, ROWS: tl.constexpr):
+    """Query rows from `row` on: which of them `count` tokens have, their token and head [ROWS]."""
+    m = row + tl.arange(0, ROWS)
+    return m < count * GROUP, m // GROUP, kv * GROUP + m % GROUP
+
+
+@triton.jit
+def _entries_of(tops, norms, parts, skipped, D: tl.constexpr):
+    """Where a row's entries begin, `skipped` (token, segment, head) from the first."""
+    return tops + skipped, norms + skipped, parts + skipped * D
+
+
+@triton.jit
+def _row(cu_seqlens, starts, s):
+    """Row s: the place of its first token, its tokens, the tokens before them."""
+    first = tl.load(cu_seqlens + s).to(tl.int64)
+    count = (tl.load(cu_seqlens + s + 1) - first).to(tl.int32)
+    return first, count, tl.load(starts + s).to(tl.int32)
+
+
+@triton.jit
+def _empty_fold(ONES: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    """A fold over no keys: the largest score, the sums of weights, the output."""
+    top = tl.full((ROWS,), NO_SCORE, tl.float32)
+    norm = tl.zeros((ONES, ROWS), tl.float32)
+    return top, norm, tl.zeros((BLOCK_D, ROWS), tl.float32)
+
+
+@triton.jit(do_not_specialize=["entries", "table_stride", "gate_stride", "SPAN", "FIRST", "Q"])
+def _attend_kernel(
+    q, k_cache, v_cache, page_table, cu_seqlens, starts, gates, out, tops, norms, parts,
+    scale, entries, table_stride, gate_stride, SPAN, FIRST, Q,
+    K_PAGE: tl.constexpr, K_TOKEN: tl.constexpr, K_HEAD: tl.constexpr,
+    V_PAGE: tl.constexpr, V_TOKEN: tl.constexpr, V_HEAD: tl.constexpr,
+    PAGE: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, ONES: tl.constexpr,
+    SEGMENT: tl.constexpr, GATED: tl.constexpr, LEAVES: tl.constexpr, FOLDS: tl.constexpr,
+):  # fmt: skip
+    """A block of one row's (token, head of a group): every so many spans of SPAN segments.
+
+    FOLDS: the first span is folded, and written where a token needs no other; else it is one entry
+    for its FIRST segments. Any other segment is an entry: tops, norms [S Q, entries, H] and
+    parts [S Q, entries, H, D].
+    """
+    s = (tl.program_id(0) // HKV).to(tl.int64)
+    kv = tl.program_id(0) % HKV
+    group: tl.constexpr = H // HKV
+    row = tl.program_id(1) * ROWS
+    pages = page_table + s * table_stride
+    width = SPAN * SEGMENT
+    own = tl.program_id(2) * width
+    turn = tl.num_programs(2) * width
+    page = _pages_of(pages, own, own + 1, PAGE, TILE)
+    first, count, start = _row(cu_seqlens, starts, s)
+    end = start + tl.minimum(count, (row + ROWS - 1) // group + 1)
+    keys = start + count
+    if (row >= count * group) | (own >= end):
+        return
+    d = tl.arange(0, BLOCK_D)
+    mine, token, head = _query_rows(row, count, kv, group, ROWS)
+    last = start + token
+    place = (token * H + head) * D
+    entry = token * entries * H + head
+    tops, norms, parts = _entries_of(tops, norms, parts, (s * Q * entries - FIRST + 1) * H, D)
+    there = mine[:, None] & (d < D)[None, :]
+    query = tl.load(q + first * (H * D) + (place[:, None] + d[None, :]), mask=there, other=0.0).T
+    ones = tl.full((ONES, TILE), 1.0, v_cache.dtype.element_ty)
+    best, norms_all, sums = _empty_fold(ONES, ROWS, BLOCK_D)
+    top, norm, total = _empty_fold(ONES, ROWS, BLOCK_D)
+    for begin in range(own, end, turn):
+        stop = tl.minimum(end, begin + width)
+        for at in range(begin, stop, TILE):
+            if PAGE % TILE != 0:
+                page = _pages_of(pages, at, keys, PAGE, TILE)
+            k = _load(k_cache + kv * K_HEAD, page, at, keys, d, K_PAGE, K_TOKEN, D, PAGE, TILE)
+            v = _load(v_cache + kv * V_HEAD, page, at, keys, d, V_PAGE, V_TOKEN, D, PAGE, TILE)
+            if PAGE % TILE == 0:
+                page = _pages_of(pages, at + TILE, stop, PAGE, TILE)
+            top, norm, total = _weigh(query, k, v, ones, at, last, scale, top, norm, total, TILE)
+            if ((at + TILE) % SEGMENT == 0) | (at + TILE >= stop):
+                if ((begin == 0) & FOLDS) | (not LEAVES):
+                    best, norms_all, sums = _fold(best, norms_all, sums, top, norm, total)
+                else:
+                    used = mine & (at // SEGMENT * SEGMENT <= last)
+                    to = entry + at // SEGMENT * H
+                    _store_entry(tops, norms, parts, to, d, top, norm, total, used, D)
+                top, norm, total = _empty_fold(ONES, ROWS, BLOCK_D)
+        page = _pages_of(pages, begin + turn, end, PAGE, TILE)
+    if (own == 0) & FOLDS:
+        if LEAVES:
+            used = mine & (last >= width)
+            mine = mine & (last < width)
+            to = entry + (FIRST - 1) * H
+            _store_entry(tops, norms, parts, to, d, best, norms_all, sums, used, D)
+        gate_at = token * gate_stride + (head * 2 + 1) * D
+        _store_folded(
+            out + first * (H * D), gates, first * gate_stride, place, gate_at, d, norms_all, sums,
+            mine, D, GATED,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["entries", "gate_stride", "FIRST", "Q"])
+def _fold_kernel(
+    tops, norms, parts, cu_seqlens, starts, gates, out, entries, gate_stride, FIRST, Q,
+    H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, SEGMENT: tl.constexpr,
+    GATED: tl.constexpr, TOGETHER: tl.constexpr, FOLDS: tl.constexpr,
+):  # fmt: skip
+    """COLUMNS of a (row, token, head): its entries in ascending order, TOGETHER loaded at once.
+
+    Where the first kernel FOLDS, it ended the tokens of one entry. Else all have many, and the
+    first are loaded before the row's length is known; those beyond it are left out.
+    """
+    s = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) // H
+    head = tl.program_id(1) % H
+    first, count, start = _row(cu_seqlens, starts, s)
+    used = (start + token) // SEGMENT + 2 - FIRST
+    first += tl.zeros((1,), tl.int64)
+    d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    best, norms_all, sums = _empty_fold(1, 1, COLUMNS)
+    for base in range(0, tl.where(used > 1, used, not FOLDS), TOGETHER):
+        for i in tl.static_range(TOGETHER):
+            there = base + i < entries
+            live = base + i < used
+            at = ((s * Q + token) * entries + base + i) * H + head + tl.zeros((1,), tl.int64)
+            top = tl.load(tops + at, mask=there, other=0.0)
+            norm = tl.load(norms + at, mask=there, other=0.0)[None, :]
+            place = at[None, :] * D + d[:, None]
+            mask = (d < D)[:, None] & there
+            total = tl.load(parts + place, mask=mask, other=0.0)
+            top, norm, total = _fold(best, norms_all, sums, top, norm, total)
+            best = tl.where(live, top, best)
+            norms_all = tl.where(live, norm, norms_all)
+            sums = tl.where(live, total, sums)
+    result = sums * tl.div_rn(tl.full((1, 1), 1.0, tl.float32), norms_all)
+    place = ((first + token) * H + head) * D
+    gate_at = (first + token) * gate_stride
+    ended = (used > FOLDS) & (token < count) & (first >= 0)
+    _store(out, gates, place, gate_at + (head * 2 + 1) * D, d, result, ended, D, GATED)
+
+
+def supports(**traits: Any) -> str | None:
+    """None where this kernel serves a layer of these traits, else the reason why not."""
+    dim = traits.get("head_dim", 64)
+    if not 8 <= dim <= 256:
+        return f"head_dim {dim} is not in 8 .. 256"
+    heads = traits.get("heads", 1)
+    kv_heads = traits.get("kv_heads", 1)
+    if heads % kv_heads:
+        return f"{heads} heads are no multiple of {kv_heads} KV heads"
+    return gpu_trait(**traits)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """How the work is divided among programs. Nothing here changes a bit.
+
+    rows: (token, head of the group) rows of a program. span: segments that a program takes one
+    after another. parallel_spans: programs that share a row's spans; each takes every so-manieth.
+    folds: the first span is folded in registers, so that 64 rows leave no entries. Few rows leave
+    every segment as an entry: more programs fill the multiprocessors.
+    """
+
+    rows: int
+    span: int
+    parallel_spans: int
+    folds: bool
+    warps: int
+    stages: int
+
+
+def partition(
+    rows: int, query_len: int, heads: int, kv_heads: int, dim: int, segments: int
+) -> Partition:
+    """The partition for static sizes: its table and times are in docs/kernels/attention.md."""
+    count = query_len * (heads // kv_heads)
+    pairs = rows * kv_heads
+    block = min(64, max(16, triton.next_power_of_2(count)))
+    block = block if pairs * triton.cdiv(count, block) >= 12 else 16
+    programs = pairs * triton.cdiv(count, block)
+    entry_bytes = rows * query_len * heads * (dim + 2) * 4
+    folds = programs >= 96
+    span = 4 if programs >= 24 else 2 if programs >= 12 else 1
+    if folds or entry_bytes * segments > ENTRY_BYTES:
+        folds = True
+        span = 64
+        while entry_bytes * (segments - span + 1) > ENTRY_BYTES:
+            span *= 2
+    parallel_spans = min(triton.cdiv(segments, span), max(triton.cdiv(PROGRAMS, programs), 8))
+    warps = 8 if block == 64 else 4
+    stages = 2 if block == 64 else 3
+    return Partition(block, span, parallel_spans, folds, warps, stages)
+
+
+@paged_attention.backend("triton", supports=supports)
+def paged_attention_triton(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    page_table: Tensor,
+    cu_seqlens: Tensor,
+    starts: Tensor,
+    query_len: int,
+    scale: float,
+    gates: Tensor | None = None,
+    divided: Partition | None = None,
+) -> Tensor:
+    """See lockstep.kernels.attention.paged_attention. q is contiguous; last strides are 1.
+
+    divided: how; as partition() says where it is left out.
+    """
+    rows = starts.shape[0]
+    _, heads, dim = q.shape
+    _, page, kv_heads, _ = k_cache.shape
+    out = torch.empty_like(q)
+    exact = q.dtype == torch.float32  # its products take more registers, so its blocks are smaller
+    if not len(q):
+        return out
+    segments = triton.cdiv(page_table.shape[1] * page, SEGMENT)
+    p = divided or partition(rows, query_len, heads, kv_heads, dim, segments)
+    width = triton.next_power_of_2(max(dim, 16))
+    block = 16 if exact else p.rows
+    first = p.span if p.folds else 1
+    entries = 0 if p.folds and p.span >= segments else segments - first + 1
+    count = rows * query_len * heads * entries
+    f32 = dict(dtype=torch.float32, device=q.device)
+    kept = [torch.empty(count * size, **f32) for size in (1, 1, dim)]
+    gate_stride = gates.stride(0) if gates is not None else 0
+    blocks = triton.cdiv(query_len * (heads // kv_heads), block)
+    _attend_kernel[(rows * kv_heads, blocks, p.parallel_spans)](
+        q, k_cache, v_cache, page_table, cu_seqlens, starts, gates, out, *kept,
+        scale * LOG2E, entries, page_table.stride(0), gate_stride, p.span, first, query_len,
+        *k_cache.stride()[:3], *v_cache.stride()[:3], page, heads, kv_heads, dim, block, width,
+        32 if exact else 64, 16 if exact else 64, SEGMENT, gates is not None, entries > 0, p.folds,
+        num_warps=p.warps, num_stages=p.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+    if entries:
+        columns = min(width, COLUMNS)
+        _fold_kernel[(rows, query_len * heads, width // columns)](
+            *kept, cu_seqlens, starts, gates, out, entries, gate_stride, first, query_len,
+            heads, dim, columns, SEGMENT, gates is not None, TOGETHER, p.folds,
+            num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out

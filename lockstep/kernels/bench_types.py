@@ -1,0 +1,175 @@
+"""What the bench.py of an op's folder is given, and what it makes: plain data.
+
+`benchmarks(model, env, query_len)` of a bench.py yields (op, how to make one of its benchmarks). A
+benchmark holds more rows than a call takes, so that calls can walk through distinct memory; all of
+its rows bring the same number of tokens.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.gated_delta_rule.cases import Dims
+from lockstep.kernels.registry import Op
+
+WALK_BYTES = {"cuda": 128 << 20, "cpu": 8 << 20}
+"""Bytes that a chain of calls walks through: on a GPU twice an H200's L2 cache."""
+MOST_CALLS = {"cuda": 256, "cpu": 8}
+PAGE_SIZE = 64
+"""Tokens of a page of the cache."""
+EPS = 1e-6
+"""Of the norms: no time depends on it."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """The dimensions of a model that its ops see. delta: None without Gated DeltaNet layers;
+    gate: attention has an output gate as wide as q; context: tokens of a row in the cache;
+    prompt: tokens of a row's prompt chunk."""
+
+    name: str
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    gate: bool = False
+    delta: Dims | None = None
+    context: int = 4096
+    prompt: int = 512
+
+    @property
+    def weights(self) -> list[tuple[str, int, int]]:
+        """(name, outputs, inputs) of each matrix of a layer, and of the head."""
+        inner = self.heads * self.head_dim
+        qkv = inner * (1 + self.gate) + 2 * self.kv_heads * self.head_dim
+        found = [
+            ("qkv", qkv, self.hidden),
+            ("attention out", self.hidden, inner),
+            ("gate_up", 2 * self.inner, self.hidden),
+            ("down", self.hidden, self.inner),
+            ("head", self.vocab, self.hidden),
+        ]
+        if self.delta:
+            values = self.delta.hv * self.delta.v
+            found.insert(0, ("delta out", self.hidden, values))
+            into = self.delta.channels + values + 2 * self.delta.hv
+            found.insert(0, ("delta in", into, self.hidden))
+        return found
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a call must move and multiply at least."""
+
+    bytes: int
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class OpBenchmark:
+    """An op at one size.
+
+    rows: how many there are. call(begin, end, turn) binds the op to these rows; turn picks among
+    distinct weights, `variants` of them. cost(rows): what a call must move and multiply.
+    seen(begin, end, out): what a call leaves, each part [rows * anything, ...]. reset() brings back
+    the state that calls change.
+    """
+
+    op: str
+    size: str
+    query_len: int
+    backend: str
+    rows: int
+    call: Callable[[int, int, int], Callable[[], Any]]
+    cost: Callable[[int], Cost]
+    variants: int = 1
+    seen: Callable[[int, int, Any], list[Tensor]] = lambda begin, end, out: [out]
+    reset: Callable[[], None] = lambda: None
+
+
+Made = tuple[Op, Callable[[], OpBenchmark]]
+"""An op, and how to make a benchmark of it: one at a time, so that only one is in memory."""
+Linears = Callable[[int, int, int, int], tuple[str, list[Callable[[Tensor], Tensor]]]]
+"""(outputs, inputs, how many, tokens of the largest call) -> (backend, as many linear layers)."""
+
+
+@dataclass(frozen=True)
+class BenchEnv:
+    """Where benchmarks are made, and the most rows that a call takes. linears: makes layers of
+    random weights, as a model has them, since a probe picks their backend."""
+
+    device: str
+    dtype: torch.dtype
+    most: int
+    linears: Linears
+
+    @property
+    def walk_bytes(self) -> int:
+        """Bytes that a chain of calls walks through here."""
+        return WALK_BYTES[self.device]
+
+    def choose(self, op: Op, **traits: Any) -> tuple[str, Callable[..., Any]]:
+        """The best backend of an op for such a layer here: its name and its function."""
+        name = op.choose(device=self.device, dtype=self.dtype, **traits)
+        return name, op.backends[name].run
+
+    def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Standard normal numbers, the same for the same shape."""
+        generator = torch.Generator(self.device).manual_seed(sum(shape))
+        chosen = dtype or self.dtype
+        return torch.randn(shape, dtype=chosen, device=self.device, generator=generator)
+
+    def ones(self, *shape: int) -> Tensor:
+        """Ones in the dtype of the model."""
+        return torch.ones(shape, dtype=self.dtype, device=self.device)
+
+    def enough(self, row_bytes: int) -> int:
+        """Rows that a chain can walk through: groups of `most`, `walk_bytes` or MOST_CALLS."""
+        groups = -(-self.walk_bytes // (row_bytes * self.most))
+        return self.most * min(max(groups, 1), MOST_CALLS[self.device])
+
+    def ints(self, values: Tensor, dtype: torch.dtype = torch.int32) -> Tensor:
+        """An index tensor on the device."""
+        return values.to(self.device, dtype)
+
+
+Benchmarks = Callable[[Model, BenchEnv, int], Iterator[Made]]
+"""`benchmarks` of a bench.py: (model, environment, query length) -> what it makes."""
+
+
+def all_results(begin: int, end: int, out: Any) -> list[Tensor]:
+    """What a call returns, one tensor or several."""
+    return [out] if isinstance(out, Tensor) else list(out)
+
+
+def cut_by_tokens(
+    op: Op,
+    size: str,
+    query_len: int,
+    backend: str,
+    run: Callable[..., Any],
+    given: Sequence[Tensor],
+    token_bytes: int,
+    seen: Callable[[int, int, Any], list[Tensor]] = all_results,
+) -> OpBenchmark:
+    """The benchmark of an op whose arguments `given` have a line per token."""
+
+    def call(begin: int, end: int, turn: int) -> Callable[[], Any]:
+        rows = [x[begin * query_len : end * query_len] for x in given]
+        return lambda: run(*rows)
+
+    return OpBenchmark(
+        op=op.name,
+        size=size,
+        query_len=query_len,
+        backend=backend,
+        rows=given[0].shape[0] // query_len,
+        call=call,
+        cost=lambda rows: Cost(rows * query_len * token_bytes),
+        seen=seen,
+    )

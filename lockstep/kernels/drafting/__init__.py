@@ -1,0 +1,117 @@
+"""What leads drafters through a step and its rows: integers only, one pass over the rows each.
+
+mtp_inputs and next_draft_step lead a draft module from the step that was verified to its own steps
+of one token a row; ngram_lookup drafts from a row's own history. R rows of the table (row 0 is the
+null row), L tokens of a row, S rows and T tokens of the step, K drafts of a row, P pages.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.registry import op
+
+
+@op
+def mtp_inputs(
+    history: Tensor,
+    row_ids: Tensor,
+    token_rows: Tensor,
+    positions: Tensor,
+    cu_seqlens: Tensor,
+    accepted: Tensor,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A step that is committed, as a draft module reads it: history [R, L] int64, the rest as in
+    Step and Verdict; W = window -> after [T] int64: the token behind each of the step's; last [S]
+    int64: index into T of each row's last committed position; sample_at [S, 1] int64: where the
+    draft made there will stand.
+    """
+    where = (positions + 1).clamp_max_(history.shape[1] - 1)
+    after = history[row_ids[token_rows], where]
+    last = (cu_seqlens[1:].long() + (accepted - window)).clamp_min_(0)
+    return after, last, positions[last, None] + 2
+
+
+@dataclass
+class DraftTensors:
+    """A step of one token per row, S tokens: fields of lockstep.step.Step."""
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    starts: Tensor
+    seq_lens: Tensor
+    cu_seqlens: Tensor
+    token_rows: Tensor
+    sample_at: Tensor
+
+
+@op(writes=("drafts",))
+def next_draft_step(
+    computed: Tensor,
+    drafts: Tensor,
+    row_ids: Tensor,
+    tokens: Tensor,
+    page_table: Tensor,
+    index: int,
+    page_size: int,
+) -> DraftTensors:
+    """Keeps tokens [S] int64 (-1: none) as the rows' draft number `index` in drafts [R, K], and
+    makes the step that reads them, 0 for none: its position lies `index` behind computed [R];
+    page_table [S, P].
+    """
+    drafts[row_ids, index] = tokens
+    starts = computed[row_ids] + index
+    positions = starts.long()
+    column = (positions // page_size).clamp_max_(page_table.shape[1] - 1)
+    page = page_table.gather(1, column[:, None])[:, 0]
+    rows = torch.arange(row_ids.shape[0] + 1, device=starts.device)
+    return DraftTensors(
+        token_ids=tokens.clamp_min(0),
+        positions=positions,
+        slot_mapping=page * page_size + positions % page_size,
+        starts=starts,
+        seq_lens=starts + 1,
+        cu_seqlens=rows.int(),
+        token_rows=rows[:-1],
+        sample_at=positions[:, None] + 2,
+    )
+
+
+@op(writes=("drafts",))
+def ngram_lookup(
+    history: Tensor,
+    computed: Tensor,
+    drafts: Tensor,
+    row_ids: Tensor,
+    least: int,
+    most: int,
+) -> None:
+    """Writes drafts [R, K] int64 of the rows [S]: the tokens behind the latest earlier occurrence
+    of the longest n-gram, least <= n <= most, that ends the computed + 1 known ones of history
+    [R, L]; -1 where there are none (Saxena, prompt lookup decoding, 2023). drafts may be the first
+    columns of wider lines.
+    """
+    tokens, known = history[row_ids], computed[row_ids].long() + 1
+    begins = torch.arange(tokens.shape[1], device=tokens.device)
+    behind = torch.zeros_like(known)
+    for n in range(least, most + 1):
+        found = _behind_match(tokens, known, begins, n)
+        behind = torch.where(found > 0, found, behind)
+    order = torch.arange(drafts.shape[1], device=tokens.device)
+    source = behind[:, None] + order
+    real = (behind[:, None] > 0) & (source < known[:, None])
+    ahead = tokens.gather(1, source.clamp_max(tokens.shape[1] - 1))
+    drafts[row_ids] = torch.where(real, ahead, -1)
+
+
+def _behind_match(tokens: Tensor, known: Tensor, begins: Tensor, n: int) -> Tensor:
+    """[S]: the position behind the latest earlier occurrence of the last n tokens, or 0."""
+    length = tokens.shape[1]
+    match = (begins + n < known[:, None]) & (known[:, None] > n)
+    for i in range(n):
+        last = tokens.gather(1, (known - n + i).clamp_min(0)[:, None])
+        match[:, : length - i] &= tokens[:, i:] == last
+    return ((begins + n) * match).amax(1)

@@ -1,0 +1,197 @@
+"""The drafters' ops in Triton: one launch each, a program per row or per block of rows.
+
+A row of the table belongs to one program, but for row 0, where all that programs write is the same.
+Nothing is added atomically and no argument but the drafts that ngram_lookup makes is specialised.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.drafting import DraftTensors, mtp_inputs, next_draft_step, ngram_lookup
+from lockstep.kernels.step_metadata.triton import slot_at
+
+ROW_BLOCK = 64
+"""Rows, or tokens, of a program."""
+HISTORY_BLOCK = 2048
+"""Tokens of a row's history that are read at once."""
+
+
+@triton.jit(do_not_specialize=["rows", "tokens", "length", "window"])
+def _mtp_inputs_kernel(
+    history, row_ids, token_rows, positions, cu_seqlens, accepted, after, last, sample_at,
+    rows, tokens, length, window, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK tokens, and as many rows."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = at < tokens
+    row = tl.load(row_ids + tl.load(token_rows + at, mask=live, other=0))
+    where = tl.minimum(tl.load(positions + at, mask=live, other=0) + 1, length - 1)
+    tl.store(after + at, tl.load(history + row * length + where), mask=live)
+    live = at < rows
+    end = tl.load(cu_seqlens + at + 1, mask=live, other=1)
+    place = tl.maximum(end - window + tl.load(accepted + at, mask=live, other=0), 0)
+    tl.store(last + at, place.to(tl.int64), mask=live)
+    tl.store(sample_at + at, tl.load(positions + place, mask=live, other=0) + 2, mask=live)
+
+
+@mtp_inputs.backend("triton", supports=gpu_trait)
+def mtp_inputs_triton(
+    history: Tensor,
+    row_ids: Tensor,
+    token_rows: Tensor,
+    positions: Tensor,
+    cu_seqlens: Tensor,
+    accepted: Tensor,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See lockstep.kernels.drafting.mtp_inputs."""
+    rows, tokens = row_ids.shape[0], positions.shape[0]
+    after, last = torch.empty_like(positions), torch.empty_like(row_ids)
+    sample_at = row_ids.new_empty(rows, 1)
+    _mtp_inputs_kernel[(triton.cdiv(max(rows, tokens), ROW_BLOCK),)](
+        history=history,
+        row_ids=row_ids,
+        token_rows=token_rows,
+        positions=positions,
+        cu_seqlens=cu_seqlens,
+        accepted=accepted,
+        after=after,
+        last=last,
+        sample_at=sample_at,
+        rows=rows,
+        tokens=tokens,
+        length=history.shape[1],
+        window=window,
+        BLOCK=ROW_BLOCK,
+        num_warps=2,
+    )
+    return after, last, sample_at
+
+
+@triton.jit(do_not_specialize=["rows", "most_drafts", "index", "columns", "page_size"])
+def _next_draft_step_kernel(
+    computed, drafts, row_ids, tokens, page_table, token_ids, positions, slot_mapping, starts,
+    seq_lens, cu_seqlens, token_rows, sample_at, rows, most_drafts, index, columns, page_size,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK rows: keep a draft each, and stand on it."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = at < rows
+    row = tl.load(row_ids + at, mask=live, other=0)
+    draft = tl.load(tokens + at, mask=live, other=0)
+    tl.store(drafts + row * most_drafts + index, draft, mask=live)
+    tl.store(token_ids + at, tl.maximum(draft, 0), mask=live)
+    start = tl.load(computed + row) + index
+    pages = page_table + tl.where(live, at, 0).to(tl.int64) * columns
+    tl.store(slot_mapping + at, slot_at(pages, start, columns, page_size), mask=live)
+    tl.store(positions + at, start.to(tl.int64), mask=live)
+    tl.store(sample_at + at, start.to(tl.int64) + 2, mask=live)
+    tl.store(starts + at, start, mask=live)
+    tl.store(seq_lens + at, start + 1, mask=live)
+    tl.store(token_rows + at, at.to(tl.int64), mask=live)
+    tl.store(cu_seqlens + at, at, mask=at <= rows)
+
+
+@next_draft_step.backend("triton", supports=gpu_trait)
+def next_draft_step_triton(
+    computed: Tensor,
+    drafts: Tensor,
+    row_ids: Tensor,
+    tokens: Tensor,
+    page_table: Tensor,
+    index: int,
+    page_size: int,
+) -> DraftTensors:
+    """See lockstep.kernels.drafting.next_draft_step. tokens and page_table are contiguous."""
+    rows = row_ids.shape[0]
+    out = DraftTensors(
+        token_ids=torch.empty_like(row_ids),
+        positions=torch.empty_like(row_ids),
+        slot_mapping=torch.empty_like(row_ids),
+        starts=computed.new_empty(rows),
+        seq_lens=computed.new_empty(rows),
+        cu_seqlens=computed.new_empty(rows + 1),
+        token_rows=torch.empty_like(row_ids),
+        sample_at=row_ids.new_empty(rows, 1),
+    )
+    _next_draft_step_kernel[(rows // ROW_BLOCK + 1,)](
+        computed=computed,
+        drafts=drafts,
+        row_ids=row_ids,
+        tokens=tokens,
+        page_table=page_table,
+        token_ids=out.token_ids,
+        positions=out.positions,
+        slot_mapping=out.slot_mapping,
+        starts=out.starts,
+        seq_lens=out.seq_lens,
+        cu_seqlens=out.cu_seqlens,
+        token_rows=out.token_rows,
+        sample_at=out.sample_at,
+        rows=rows,
+        most_drafts=drafts.shape[1],
+        index=index,
+        columns=page_table.shape[1],
+        page_size=page_size,
+        BLOCK=ROW_BLOCK,
+        num_warps=2,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["length", "stride", "count", "least", "most"])
+def _ngram_lookup_kernel(
+    history, computed, drafts, row_ids, length, stride, count, least, most,
+    BLOCK: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """One row: the longest n-gram wins, then the latest; both in one number, n above position."""
+    row = tl.load(row_ids + tl.program_id(0))
+    known = tl.load(computed + row) + 1
+    history += row * length
+    best = tl.zeros((BLOCK,), tl.int64)
+    for begin in range(0, known, BLOCK):
+        behind = begin + tl.arange(0, BLOCK)
+        alike, n = (behind > 0) & (behind < known), tl.zeros((BLOCK,), tl.int32)
+        for back in range(1, most + 1):
+            inside = alike & (behind >= back)
+            token = tl.load(history + behind - back, mask=inside, other=-1)
+            alike = inside & (token == tl.load(history + tl.maximum(known - back, 0)))
+            n += alike.to(tl.int32)
+        found = (n.to(tl.int64) << 32) | behind.to(tl.int64)
+        best = tl.maximum(best, tl.where(n >= least, found, 0))
+    behind = (tl.max(best, 0) & 0x7FFFFFFF).to(tl.int32)
+    lane = tl.arange(0, LANES)
+    real = (behind > 0) & (behind + lane < known)
+    ahead = tl.load(history + behind + lane, mask=real, other=-1)
+    tl.store(drafts + row * stride + lane, ahead, mask=lane < count)
+
+
+@ngram_lookup.backend("triton", supports=gpu_trait)
+def ngram_lookup_triton(
+    history: Tensor,
+    computed: Tensor,
+    drafts: Tensor,
+    row_ids: Tensor,
+    least: int,
+    most: int,
+) -> None:
+    """See lockstep.kernels.drafting.ngram_lookup."""
+    count = drafts.shape[1]
+    if count:
+        _ngram_lookup_kernel[(row_ids.shape[0],)](
+            history=history,
+            computed=computed,
+            drafts=drafts,
+            row_ids=row_ids,
+            length=history.shape[1],
+            stride=drafts.stride(0),
+            count=count,
+            least=least,
+            most=most,
+            BLOCK=HISTORY_BLOCK,
+            LANES=triton.next_power_of_2(count),
+            num_warps=8,
+        )

@@ -1,0 +1,58 @@
+# mypy: ignore-errors
+"""What the Triton kernels of both laws share: channels of heads, gates, sizes, what they serve."""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from lockstep.kernels.activations._device import sigmoid_approx
+from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.gated_delta_rule import GatedDeltaState
+
+SOFTPLUS_LINEAR = tl.constexpr(20.0)
+"""Above it softplus(x) is x, as in torch and lockstep.kernels.activations."""
+WIDEST = 128
+"""Key and value dims up to which a program's share of a state fits its registers."""
+
+
+@triton.jit
+def head_channels(unit, lanes, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr):
+    """Channels of head `unit` of [all q | all k | all v] at lanes, and which lanes it has."""
+    is_value = unit >= 2 * HK
+    first = tl.where(is_value, 2 * HK * K + (unit - 2 * HK) * V, unit * K)
+    return first + lanes, lanes < tl.where(is_value, V, K)
+
+
+@triton.jit
+def gates(a, b, a_log, dt_bias):
+    """Raw a, b and a head's parameters -> g, the log decay, and beta, fp32.
+
+    log1p(e) is log(1 + e) e / ((1 + e) - 1), which makes up for what 1 + e rounds off (Kahan).
+    """
+    x = a.to(tl.float32) + dt_bias
+    e = tl.exp(tl.minimum(x, SOFTPLUS_LINEAR))
+    kept = tl.where(1.0 + e == 1.0, 1.0, (1.0 + e) - 1.0)
+    softplus = tl.where(1.0 + e == 1.0, e, tl.log(1.0 + e) * (e / kept))
+    softplus = tl.where(x > SOFTPLUS_LINEAR, x, softplus)
+    return -tl.exp(a_log) * softplus, sigmoid_approx(b.to(tl.float32))
+
+
+def sizes_of(state: GatedDeltaState) -> dict[str, int]:
+    """HK, HV, K and V: constants of every kernel of a layer."""
+    return dict(zip(("HK", "HV", "K", "V"), state.sizes(), strict=True))
+
+
+def blocks_of(sizes: dict[str, int], most_v: int) -> dict[str, int]:
+    """Powers of two from 16 on that hold K, and V or most_v values of it."""
+    block_k = max(16, triton.next_power_of_2(sizes["K"]))
+    block_v = max(16, triton.next_power_of_2(sizes["V"]))
+    return dict(BLOCK_K=block_k, BLOCK_V=min(block_v, most_v))
+
+
+def supports(**traits: Any) -> str | None:
+    """None where these kernels serve a layer of these traits, else the reason why not."""
+    for name in ("key_dim", "value_dim"):
+        if not 1 <= traits.get(name, WIDEST) <= WIDEST:
+            return f"{name} {traits[name]} is not in 1 .. {WIDEST}"
+    return gpu_trait(**traits)

@@ -1,0 +1,144 @@
+# mypy: ignore-errors
+"""What a generated window's tokens bring, made once for all that read it; and asking for it early.
+
+`heads` [S * Q, C + 2 HV] fp32 holds a token's q, k and v as the recurrence reads them, then decay
+and beta of every value head.
+"""
+
+import triton
+import triton.language as tl
+
+from lockstep.kernels.gated_delta_rule._shared import gates
+from lockstep.kernels.recurrent._convolution_triton import convolve_window
+from lockstep.kernels.recurrent._rings_triton import wrapped
+from lockstep.kernels.recurrent._sums_triton import pairwise_sum
+
+
+@triton.jit
+def _l2_normalised(x, EPS: tl.constexpr):
+    return x * tl.rsqrt(pairwise_sum(x * x) + EPS)[:, None]
+
+
+@triton.jit
+def _key_inputs(
+    mixed, taps, conv, ring_k, heads, unit, begin, ring_slot, length, ring_slots, stride,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """TOKENS tokens of head `unit` of [all q | all k]: to `heads`, and to the rings."""
+    C: tl.constexpr = 2 * HK * K + HV * V
+    first = unit * K
+    lanes = tl.arange(0, BLOCK)[None, :]
+    x, raw = convolve_window(
+        mixed, conv, taps, first, K, begin, ring_slot, length, ring_slots, stride, C, R, BLOCK,
+        TOKENS,
+    )  # fmt: skip
+    for n in tl.static_range(TOKENS):
+        t = begin + n
+        to = wrapped(ring_slot + t, ring_slots)
+        mask = (lanes < K) & (t < length)
+        values = _l2_normalised(x[n], EPS)
+        if unit < HK:
+            values *= K**-0.5
+        else:
+            tl.store(ring_k + to * (HK * K) + (first - HK * K) + lanes, values, mask=mask)
+        tl.store(heads + t * (C + 2 * HV) + first + lanes, values, mask=mask)
+        tl.store(conv + to * C + first + lanes, raw[R + n], mask=mask)
+
+
+@triton.jit
+def _value_inputs(
+    mixed, taps, conv, heads, h, begin, ring_slot, length, ring_slots, stride,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    BLOCK: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """TOKENS tokens of value head h: to `heads`, and to the ring of raw inputs."""
+    C: tl.constexpr = 2 * HK * K + HV * V
+    first = 2 * HK * K + h * V
+    lanes = tl.arange(0, BLOCK)[None, :]
+    x, raw = convolve_window(
+        mixed, conv, taps, first, V, begin, ring_slot, length, ring_slots, stride, C, R, BLOCK,
+        TOKENS,
+    )  # fmt: skip
+    for n in tl.static_range(TOKENS):
+        t = begin + n
+        to = wrapped(ring_slot + t, ring_slots)
+        mask = (lanes < V) & (t < length)
+        tl.store(heads + t * (C + 2 * HV) + first + lanes, x[n], mask=mask)
+        tl.store(conv + to * C + first + lanes, raw[R + n], mask=mask)
+
+
+@triton.jit(
+    do_not_specialize=["length", "ring_slots", "b_stride", "a_stride"],
+    do_not_specialize_on_alignment=["b", "a", "slots", "starts"],
+)
+def inputs_kernel(
+    mixed, b, a, taps, a_log, dt_bias, conv, ring_k, ring_decay, slots, starts, heads,
+    length, ring_slots, stride, b_stride, a_stride,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr, L2_EPS: tl.constexpr,
+):  # fmt: skip
+    """One (row, head of q, k or v): its window's inputs; for a head of v decay and beta too."""
+    C: tl.constexpr = 2 * HK * K + HV * V
+    WIDTH: tl.constexpr = C + 2 * HV
+    s = tl.program_id(0).to(tl.int64)
+    unit = tl.program_id(1)
+    slot = tl.load(slots + s).to(tl.int64)
+    ring_slot = tl.load(starts + s).to(tl.int32) % ring_slots
+    token = s * length
+    mixed += token * stride
+    conv += slot * ring_slots * C
+    ring_k += slot * ring_slots * (HK * K)
+    heads += token * WIDTH
+    for begin in range(0, length, TOKENS):
+        if unit < 2 * HK:
+            _key_inputs(
+                mixed, taps, conv, ring_k, heads, unit, begin, ring_slot, length, ring_slots,
+                stride, HK, HV, K, V, R, BLOCK_K, TOKENS, L2_EPS,
+            )  # fmt: skip
+        else:
+            h = unit - 2 * HK
+            t = begin + tl.arange(0, TOKENS)
+            live = t < length
+            raw_a = tl.load(a + (token + t) * a_stride + h, mask=live, other=0.0)
+            raw_b = tl.load(b + (token + t) * b_stride + h, mask=live, other=0.0)
+            _value_inputs(
+                mixed, taps, conv, heads, h, begin, ring_slot, length, ring_slots, stride,
+                HK, HV, K, V, R, BLOCK_V, TOKENS,
+            )  # fmt: skip
+            g, beta = gates(raw_a, raw_b, tl.load(a_log + h), tl.load(dt_bias + h))
+            decay = tl.exp(g)
+            to = wrapped(ring_slot + t, ring_slots)
+            of_gates = heads + C + 2 * h + t * WIDTH
+            tl.store(of_gates, decay, mask=live)
+            tl.store(of_gates + 1, beta, mask=live)
+            tl.store(ring_decay + slot * ring_slots * HV + h + to * HV, decay, mask=live)
+
+
+@triton.jit
+def bring_near(
+    ring_k, ring_u, q, k, v, width, first, ring_slot, count, ring_slots, length,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MOST: tl.constexpr, SECTOR: tl.constexpr,
+):  # fmt: skip
+    """Brings what the last MOST of `count` pending and the first MOST new tokens need into L1.
+
+    It loads one float of each SECTOR. A load whose value is not used is dropped by the compiler,
+    and a volatile one leaves nothing in L1; so a NaN is stored back to where it was read, which
+    changes nothing.
+    """
+    n = tl.arange(0, MOST)[:, None]
+    i = (tl.arange(0, BLOCK_K // SECTOR) * SECTOR)[None, :]
+    j = first + (tl.arange(0, (BLOCK_V + SECTOR - 1) // SECTOR) * SECTOR)[None, :]
+    back = wrapped(ring_slot - 1 - tl.minimum(n, tl.maximum(count - 1, 0)), ring_slots)
+    t = tl.minimum(n, length - 1) * width
+    in_k = (n >= 0) & (i < K)
+    in_v = (n >= 0) & (j < V)
+    of_k = ring_k + back * (HK * K) + i
+    of_u = ring_u + back * (HV * V) + j
+    places = ((of_k, in_k), (of_u, in_v), (q + t + i, in_k), (k + t + i, in_k), (v + t + j, in_v))
+    words = ()
+    for p in tl.static_range(len(places)):
+        words = words + (tl.load(places[p][0], mask=places[p][1], other=0.0),)
+    for p in tl.static_range(len(places)):
+        tl.store(places[p][0], words[p], mask=places[p][1] & (words[p] != words[p]))

@@ -1,0 +1,134 @@
+"""Both laws of a Gated DeltaNet mixer."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.bench_types import BenchEnv, Cost, Made, Model, OpBenchmark
+from lockstep.kernels.gated_delta_rule import (
+    GatedDeltaState,
+    GatedDeltaWeights,
+    gated_delta_chunk,
+    gated_delta_step,
+)
+from lockstep.kernels.gated_delta_rule.cases import Dims, empty_state, inputs, weights
+from lockstep.step import GRID
+
+
+def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
+    """Windows of `query_len` tokens; and, once, prompt chunks of the model's own length."""
+    if model.delta:
+        dims = replace(model.delta, w=query_len)
+        yield gated_delta_step, partial(_gated_delta_step, dims, env, query_len)
+        if query_len == 1:
+            yield gated_delta_chunk, partial(_gated_delta_chunk, dims, env, model.prompt)
+
+
+def _gated_delta_step(dims: Dims, env: BenchEnv, query_len: int) -> OpBenchmark:
+    """Windows of `query_len` tokens, rows with every number of accepted tokens among them."""
+    traits = dict(key_dim=dims.k, value_dim=dims.v, key_heads=dims.hk, value_heads=dims.hv)
+    backend, step = env.choose(gated_delta_step, **traits, kernel=dims.r + 1)
+    rows = env.enough(4 * dims.hv * dims.k * dims.v)
+    state, kept = _state(dims, rows, env)
+    given, layer = _inputs(dims, rows, query_len, env), _weights(dims, env)
+    slots = env.ints(torch.randperm(rows) + 1, torch.int64)
+    starts = env.ints(torch.arange(rows) + GRID)
+    pending = env.ints(torch.arange(rows) % (dims.w + 1), torch.int64)
+
+    def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
+        raw = [x[begin:end] for x in given]
+        places = (slots[begin:end], starts[begin:end], pending[begin:end])
+        return lambda: step(*raw, layer, state, *places)
+
+    def cost(rows: int) -> Cost:
+        brought = sum(x[0].numel() * x.itemsize for x in given)
+        out = given[1][0].numel() * env.dtype.itemsize
+        return Cost(rows * (2 * _row_bytes(state, query_len) + brought + out))
+
+    return OpBenchmark(
+        op=gated_delta_step.name,
+        size=f"{dims.hk}/{dims.hv}x{dims.k}x{dims.v}",
+        query_len=query_len,
+        backend=backend,
+        rows=rows,
+        call=call,
+        cost=cost,
+        seen=lambda begin, end, out: [out, *(x[slots[begin:end]] for x in state.tensors())],
+        reset=lambda: _restore(state, kept),
+    )
+
+
+def _gated_delta_chunk(dims: Dims, env: BenchEnv, length: int) -> OpBenchmark:
+    """Prompt chunks of `length` tokens behind a first one; all its flops are left out."""
+    traits = dict(key_dim=dims.k, value_dim=dims.v, key_heads=dims.hk, value_heads=dims.hv)
+    backend, chunk = env.choose(gated_delta_chunk, **traits, kernel=dims.r + 1)
+    rows = env.most
+    state, kept = _state(dims, rows, env)
+    mixed, _, b, a = _inputs(dims, rows, length, env)
+    given, layer = (mixed, b, a), _weights(dims, env)
+    slots = env.ints(torch.randperm(rows) + 1)
+    bounds = env.ints(torch.arange(rows + 1) * length)
+    starts, none = torch.full_like(slots, GRID), torch.zeros_like(slots)
+
+    def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
+        raw = [x[begin:end].flatten(0, 1) for x in given]
+        own = slots[begin:end]
+        places = (bounds[: end - begin + 1], starts[begin:end], own, own, none[begin:end])
+        return lambda: chunk(*raw, layer, state, *places)
+
+    def cost(rows: int) -> Cost:
+        brought = sum(x[0].numel() * x.itemsize for x in given)
+        out = 4 * length * dims.hv * dims.v
+        return Cost(rows * (2 * 4 * dims.hv * dims.k * dims.v + brought + out))
+
+    return OpBenchmark(
+        op=gated_delta_chunk.name,
+        size=f"{dims.hk}/{dims.hv}x{dims.k}x{dims.v}",
+        query_len=length,
+        backend=backend,
+        rows=rows,
+        call=call,
+        cost=cost,
+        seen=lambda begin, end, out: [out, state.recurrent[slots[begin:end].long()]],
+        reset=lambda: _restore(state, kept),
+    )
+
+
+def _state(dims: Dims, rows: int, env: BenchEnv) -> tuple[GatedDeltaState, list[Tensor]]:
+    """A state of `rows` slots and the null one, and its parts as they were."""
+    state = empty_state(dims, rows + 1, env.dtype)
+    for name, part in vars(state).items():
+        values = env.random(*part.shape, dtype=part.dtype).mul_(0.3)
+        setattr(state, name, torch.exp(-values.abs()) if name == "decay" else values)
+    return state, [part.clone() for part in state.tensors()]
+
+
+def _row_bytes(state: GatedDeltaState, query_len: int) -> int:
+    """What a step reads of a row's state, and as much again it writes: as the floor counts it."""
+    lines = [part[0, :query_len] for name, part in vars(state).items() if name != "recurrent"]
+    return sum(part.numel() * part.itemsize for part in (state.recurrent[0], *lines))
+
+
+def _inputs(dims: Dims, rows: int, length: int, env: BenchEnv) -> list[Tensor]:
+    """mixed, z, b and a [rows, length, ...], drawn on the device."""
+    like = inputs(dims, (1, 1), env.dtype, seed=0)
+    return [env.random(rows, length, *like[name].shape[2:]) for name in ("mixed", "z", "b", "a")]
+
+
+def _weights(dims: Dims, env: BenchEnv) -> GatedDeltaWeights:
+    """The weights of a layer on the device, laid out as Build.matrix does."""
+    found = weights(dims, env.dtype, seed=0)
+    tensors = {n: x for n, x in vars(found).items() if isinstance(x, Tensor)}
+    parts: dict[str, Any] = {n: x.to(env.device) for n, x in tensors.items()}
+    if env.device != "cpu":
+        parts["conv"] = parts["conv"].contiguous()
+    return replace(found, **parts)
+
+
+def _restore(state: GatedDeltaState, kept: list[Tensor]) -> None:
+    for part, value in zip(state.tensors(), kept, strict=True):
+        part.copy_(value)

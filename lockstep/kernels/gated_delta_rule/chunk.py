@@ -1,0 +1,399 @@
+# mypy: ignore-errors
+"""gated_delta_chunk in Triton, on the absolute grid.
+
+_chunk_list_kernel lists the chunks of all rows. _chunk_inputs_kernel and _chunk_inner_kernel make,
+for each chunk and head, what does not need the state before it. _chunk_state_kernel carries the
+fp32 state from chunk to chunk, two products a chunk, with a program per (row, head, value block).
+_chunk_out_kernel makes the outputs, a program per chunk again, and _chunk_conv_kernel keeps raw
+inputs. No length is a compile-time constant.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lockstep.kernels.activations._device import silu_approx
+from lockstep.kernels.gated_delta_rule import (
+    L2_EPS,
+    GatedDeltaState,
+    GatedDeltaWeights,
+    gated_delta_chunk,
+)
+from lockstep.kernels.gated_delta_rule._shared import (
+    WIDEST,
+    blocks_of,
+    gates,
+    head_channels,
+    sizes_of,
+    supports,
+)
+from lockstep.step import GRID
+
+# Times below: H200, 2,048 tokens of 48 heads of 128 x 128.
+STATE_VALUES = 32
+"""Values of V of a program of the state's walk: 174 us, 221 with 64, 326 with 128."""
+OUT_VALUES = 64
+"""Values of V of a program of the outputs: 97 us, 106 with 32, 148 with 128."""
+INPUT_WARPS = 8
+"""Warps of a program: 69 us, 91 with 4."""
+INNER_WARPS = 4
+"""223 us, 299 with 2, 381 with 8."""
+STATE_WARPS = 4
+"""As INNER_WARPS."""
+OUT_WARPS = 4
+"""As INNER_WARPS."""
+SIDE = 16
+"""Side of the diagonal blocks of a chunk's triangle that are inverted by substitution: the whole
+triangle of 64 took 1.1 ms instead of 0.2."""
+CONV_CHANNELS = 512
+"""Channels of a program that keeps raw inputs."""
+
+
+def _precision(dtype: torch.dtype) -> str:
+    """Of all products: three tf32 products per fp32 product where the model is fp32, else one.
+
+    tf32 keeps 10 bits where bf16 keeps 7: 1.7e-3 relative error of a layer's output, at 27 % of the
+    time (H200, 48 heads of 128 x 128).
+    """
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _chunk_list_kernel(
+    cu_seqlens, state_slots, chunks, firsts, rows, BLOCK: tl.constexpr, GRID: tl.constexpr
+):
+    """One row: the index of its first chunk into firsts [S]; for each of its chunks (row, first
+    token in the row, tokens) into chunks [chunks, 3]."""
+    s = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    live = lanes < rows
+    begin = tl.load(cu_seqlens + lanes, mask=live, other=0).to(tl.int32)
+    length = tl.load(cu_seqlens + lanes + 1, mask=live, other=0).to(tl.int32) - begin
+    length = tl.where(tl.load(state_slots + lanes, mask=live, other=0) != 0, length, 0)
+    first = tl.sum(tl.where(lanes < s, tl.cdiv(length, GRID), 0), 0)
+    mine = tl.sum(tl.where(lanes == s, length, 0), 0)
+    tl.store(firsts + s, first)
+    for chunk in range(tl.cdiv(mine, GRID)):
+        entry = chunks + (first + chunk) * 3
+        tl.store(entry, s)
+        tl.store(entry + 1, chunk * GRID)
+        tl.store(entry + 2, tl.minimum(mine - chunk * GRID, GRID))
+
+
+@triton.jit
+def _chunk_inputs_kernel(
+    mixed, taps, conv, cu_seqlens, starts, state_src, chunks, heads, token_stride, ring_slots,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
+    BLOCK: tl.constexpr, EPS: tl.constexpr, GRID: tl.constexpr,
+):  # fmt: skip
+    """One (chunk, head of q, k or v): convolution, SiLU and l2 norm of GRID tokens."""
+    chunk = tl.program_id(0).to(tl.int64)
+    unit = tl.program_id(1)
+    count = tl.load(chunks + chunk * 3 + 2)
+    if count == 0:
+        return
+    s = tl.load(chunks + chunk * 3)
+    offset = tl.load(chunks + chunk * 3 + 1)
+    c, live = head_channels(unit, tl.arange(0, BLOCK), HK, K, V)
+    channels: tl.constexpr = 2 * HK * K + HV * V
+    begin = tl.load(cu_seqlens + s).to(tl.int64)
+    start = tl.load(starts + s)
+    lanes = tl.arange(0, GRID)
+    conv += tl.load(state_src + s).to(tl.int64) * ring_slots * channels
+    total = tl.zeros((GRID, BLOCK), tl.float32)
+    for j in tl.static_range(R + 1):
+        token = offset + lanes + j - R
+        here = ((token >= 0) & (lanes < count))[:, None] & live[None, :]
+        before = ((token < 0) & (start > 0))[:, None] & live[None, :]
+        ring_slot = (start + token + ring_slots) % ring_slots
+        at = (begin + token)[:, None] * token_stride + c[None, :]
+        new = tl.load(mixed + at, mask=here, other=0.0)
+        past = conv + ring_slot[:, None] * channels + c[None, :]
+        old = tl.load(past, mask=before, other=0.0)
+        tap = tl.load(taps + j * channels + c, mask=live, other=0.0).to(tl.float32)
+        total += tl.where((token < 0)[:, None], old, new).to(tl.float32) * tap[None, :]
+    y = silu_approx(total)
+    if unit < 2 * HK:
+        y = y * (1.0 / tl.sqrt_rn(tl.sum(y * y, 1) + EPS))[:, None]
+        y = tl.where(unit < HK, y * K**-0.5, y)
+    at = (begin + offset + lanes)[:, None] * channels + c[None, :]
+    tl.store(heads + at, y, mask=(lanes < count)[:, None] & live[None, :])
+
+
+@triton.jit
+def _unit_inverse(inner, SIDE: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + inner)^-1 for strictly lower inner [GRID, GRID].
+
+    Blocks of SIDE on the diagonal by forward substitution, all at once; with D their inverses and
+    N = D times what is left of them, N^(GRID / SIDE) = 0, so (I - N)(I + N^2) D is the inverse.
+    """
+    blocks: tl.constexpr = GRID // SIDE
+    t = tl.arange(0, GRID)
+    row = t[:, None]
+    col = t[None, :]
+    b = tl.arange(0, blocks)
+    r = tl.arange(0, SIDE)
+    same = b[:, None, None, None] == b[None, None, :, None]
+    diagonal = tl.reshape(inner, (blocks, SIDE, blocks, SIDE))
+    diagonal = tl.sum(tl.where(same, diagonal, 0.0), 2)
+    solved = tl.zeros((blocks, SIDE, SIDE), tl.float32)
+    for at in range(SIDE):
+        above = tl.sum(tl.where(r[None, :, None] == at, diagonal, 0.0), 1)
+        unit = tl.where(r[None, :] == at, 1.0, 0.0)
+        new_row = unit - tl.sum(above[:, :, None] * solved, 1)
+        solved = tl.where(r[None, :, None] == at, new_row[:, None, :], solved)
+    wide = tl.where(same, solved[:, :, None, :], 0.0)
+    d = tl.reshape(wide, (GRID, GRID))
+    left = tl.where(row // SIDE > col // SIDE, inner, 0.0)
+    n = tl.dot(d, left, input_precision=PRECISION)
+    square = tl.dot(n, n, input_precision=PRECISION)
+    cube = tl.dot(n, square, input_precision=PRECISION)
+    series = tl.where(row == col, 1.0, 0.0) - n + square - cube
+    return tl.dot(series, d, input_precision=PRECISION)
+
+
+@triton.jit
+def _chunk_inner_kernel(
+    heads, b, a, a_log, dt_bias, cu_seqlens, chunks, u, w, scores, growth, b_stride, a_stride,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
+    SIDE: tl.constexpr,
+):  # fmt: skip
+    """One (chunk, value head): u and w of the WY form, causal scores, cumulated log decay."""
+    chunk = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    count = tl.load(chunks + chunk * 3 + 2)
+    if count == 0:
+        return
+    s = tl.load(chunks + chunk * 3)
+    offset = tl.load(chunks + chunk * 3 + 1)
+    begin = tl.load(cu_seqlens + s).to(tl.int64) + offset
+    kh = h // (HV // HK)
+    t = tl.arange(0, GRID)
+    i = tl.arange(0, BLOCK_K)
+    j = tl.arange(0, BLOCK_V)
+    live = t < count
+    token = begin + t
+    raw_a = tl.load(a + token * a_stride + h, mask=live, other=0.0)
+    raw_b = tl.load(b + token * b_stride + h, mask=live, other=0.0)
+    g, beta = gates(raw_a, raw_b, tl.load(a_log + h), tl.load(dt_bias + h))
+    grown = tl.cumsum(tl.where(live, g, 0.0), 0)
+    beta = tl.where(live, beta, 0.0)
+    tl.store(growth + (chunk * HV + h) * GRID + t, grown)
+    of_token = heads + token[:, None] * (2 * HK * K + HV * V)
+    mask_k = live[:, None] & (i < K)[None, :]
+    mask_v = live[:, None] & (j < V)[None, :]
+    row = t[:, None]
+    col = t[None, :]
+    decay = tl.exp(tl.where(row >= col, grown[:, None] - grown[None, :], float("-inf")))
+    k = tl.load(of_token + (HK + kh) * K + i[None, :], mask=mask_k, other=0.0)
+    q = tl.load(of_token + kh * K + i[None, :], mask=mask_k, other=0.0)
+    seen = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
+    tl.store(scores + ((chunk * HV + h) * GRID + row) * GRID + col, seen)
+    inner = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay * beta[:, None]
+    inverse = _unit_inverse(tl.where(row > col, inner, 0.0), SIDE, GRID, PRECISION)
+    new_w = tl.dot(inverse, k * (beta * tl.exp(grown))[:, None], input_precision=PRECISION)
+    tl.store(w + (token[:, None] * HV + h) * K + i[None, :], new_w, mask=mask_k)
+    v = tl.load(of_token + 2 * HK * K + h * V + j[None, :], mask=mask_v, other=0.0)
+    new_u = tl.dot(inverse, v * beta[:, None], input_precision=PRECISION)
+    tl.store(u + (token[:, None] * HV + h) * V + j[None, :], new_u, mask=mask_v)
+
+
+@triton.jit
+def _chunk_state_kernel(
+    heads, u, w, growth, recurrent, states, cu_seqlens, starts, state_src, state_slots,
+    snapshot_slots, firsts, slot_stride,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One (row, value head, block of V): the state carried from chunk to chunk.
+
+    Leaves the state before each chunk in `states`, and turns u into what the chunk writes.
+    """
+    s = tl.program_id(0) // HV
+    h = tl.program_id(0) % HV
+    begin = tl.load(cu_seqlens + s).to(tl.int64)
+    length = (tl.load(cu_seqlens + s + 1) - begin).to(tl.int32)
+    slot = tl.load(state_slots + s).to(tl.int64)
+    if (length == 0) | (slot == 0):
+        return
+    snapshot = tl.load(snapshot_slots + s).to(tl.int64)
+    kh = h // (HV // HK)
+    first = tl.load(firsts + s).to(tl.int64)
+    t = tl.arange(0, GRID)
+    i = tl.arange(0, BLOCK_K)
+    j = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside = (i < K)[:, None] & (j < V)[None, :]
+    place = i[:, None] * V + j[None, :]
+    recurrent += h * K * V + place
+    source = tl.load(state_src + s).to(tl.int64) * slot_stride
+    state = tl.load(recurrent + source, mask=inside & (tl.load(starts + s) > 0), other=0.0)
+    if (snapshot > 0) & (length < GRID):
+        tl.store(recurrent + snapshot * slot_stride, state, mask=inside)
+    for c in range(tl.cdiv(length, GRID)):
+        live = c * GRID + t < length
+        token = (begin + c * GRID + t)[:, None]
+        mask_k = live[:, None] & (i < K)[None, :]
+        mask_v = live[:, None] & (j < V)[None, :]
+        block = (first + c) * HV + h
+        tl.store(states + block * K * V + place, state, mask=inside)
+        old_w = tl.load(w + (token * HV + h) * K + i[None, :], mask=mask_k, other=0.0)
+        written = u + (token * HV + h) * V + j[None, :]
+        new = tl.load(written, mask=mask_v, other=0.0)
+        new -= tl.dot(old_w, state, input_precision=PRECISION)
+        tl.store(written, new, mask=mask_v)
+        of_k = heads + token * (2 * HK * K + HV * V) + (HK + kh) * K + i[None, :]
+        k = tl.load(of_k, mask=mask_k, other=0.0)
+        grown = tl.load(growth + block * GRID + t)
+        end = tl.load(growth + block * GRID + GRID - 1)
+        left = tl.trans(k * tl.exp(end - grown)[:, None])
+        state = state * tl.exp(end) + tl.dot(left, new, input_precision=PRECISION)
+        if (snapshot > 0) & (c + 1 == length // GRID):
+            tl.store(recurrent + snapshot * slot_stride, state, mask=inside)
+    tl.store(recurrent + slot * slot_stride, state, mask=inside)
+
+
+@triton.jit
+def _chunk_out_kernel(
+    heads, u, scores, growth, states, cu_seqlens, chunks, out,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One (chunk, value head, block of V): outputs, from the state before it and its own tokens."""
+    chunk = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    count = tl.load(chunks + chunk * 3 + 2)
+    if count == 0:
+        return
+    s = tl.load(chunks + chunk * 3)
+    offset = tl.load(chunks + chunk * 3 + 1)
+    begin = tl.load(cu_seqlens + s).to(tl.int64) + offset
+    kh = h // (HV // HK)
+    block = chunk * HV + h
+    t = tl.arange(0, GRID)
+    i = tl.arange(0, BLOCK_K)
+    j = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    live = t < count
+    token = (begin + t)[:, None]
+    mask_k = live[:, None] & (i < K)[None, :]
+    mask_v = live[:, None] & (j < V)[None, :]
+    of_q = heads + token * (2 * HK * K + HV * V) + kh * K + i[None, :]
+    q = tl.load(of_q, mask=mask_k, other=0.0)
+    grown = tl.load(growth + block * GRID + t)
+    inside = (i < K)[:, None] & (j < V)[None, :]
+    state = tl.load(states + block * K * V + i[:, None] * V + j[None, :], mask=inside, other=0.0)
+    o = tl.dot(q * tl.exp(grown)[:, None], state, input_precision=PRECISION)
+    seen = tl.load(scores + (block * GRID + t[:, None]) * GRID + t[None, :])
+    place = (token * HV + h) * V + j[None, :]
+    new = tl.load(u + place, mask=mask_v, other=0.0)
+    o += tl.dot(seen, new, input_precision=PRECISION)
+    tl.store(out + place, o, mask=mask_v)
+
+
+@triton.jit(do_not_specialize=["token_stride", "ring_slots"])
+def _chunk_conv_kernel(
+    mixed, conv, cu_seqlens, starts, state_src, state_slots, snapshot_slots, token_stride,
+    ring_slots,
+    C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
+    GRID: tl.constexpr,
+):  # fmt: skip
+    """One (row, block of channels): the last R raw inputs, at the end and at the grid point."""
+    s = tl.program_id(0)
+    begin = tl.load(cu_seqlens + s).to(tl.int64)
+    length = (tl.load(cu_seqlens + s + 1) - begin).to(tl.int32)
+    slot = tl.load(state_slots + s).to(tl.int64)
+    if (length == 0) | (slot == 0):
+        return
+    snapshot = tl.load(snapshot_slots + s).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    r = tl.arange(0, BLOCK_R)[:, None]
+    inside = (c < C) & (r < R)
+    start = tl.load(starts + s)
+    past = conv + tl.load(state_src + s).to(tl.int64) * ring_slots * C + c
+    grid = length // GRID * GRID
+    mixed += begin * token_stride + c
+    at_end = r + length - R
+    at_grid = r + grid - R
+    end_slot = (start + at_end + ring_slots) % ring_slots
+    grid_slot = (start + at_grid + ring_slots) % ring_slots
+    resumed = inside & (start > 0)
+    old = tl.load(past + end_slot * C, mask=resumed & (at_end < 0), other=0.0)
+    new = tl.load(mixed + at_end * token_stride, mask=inside & (at_end >= 0), other=0.0)
+    last = tl.where(at_end < 0, old, new)
+    old = tl.load(past + grid_slot * C, mask=resumed & (at_grid < 0), other=0.0)
+    new = tl.load(mixed + at_grid * token_stride, mask=inside & (at_grid >= 0), other=0.0)
+    tl.debug_barrier()
+    tl.store(conv + slot * ring_slots * C + end_slot * C + c, last, mask=inside)
+    kept = tl.where(at_grid < 0, old, new)
+    place = conv + snapshot * ring_slots * C + grid_slot * C + c
+    tl.store(place, kept, mask=inside & (snapshot > 0))
+
+
+@gated_delta_chunk.backend("triton", supports=supports)
+def gated_delta_chunk_triton(
+    mixed: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weights: GatedDeltaWeights,
+    state: GatedDeltaState,
+    cu_seqlens: Tensor,
+    starts: Tensor,
+    state_src: Tensor,
+    state_slots: Tensor,
+    snapshot_slots: Tensor,
+) -> Tensor:
+    """See lockstep.kernels.gated_delta_rule.gated_delta_chunk. No length is read on the host."""
+    tokens, channels = mixed.shape
+    rows = starts.shape[0]
+    sizes = sizes_of(state)
+    hk, hv, k, v = state.sizes()
+    taps = weights.conv.t().contiguous()
+    ring_slots = state.conv.shape[1]
+    history = taps.shape[0] - 1
+    most = tokens // GRID + rows  # chunks that rows of so many tokens can have
+    f32 = torch.float32
+    out = torch.zeros(tokens, hv, v, dtype=f32, device=mixed.device)
+    if not out.numel() or not rows:
+        return out
+    chunks, firsts = (
+        torch.zeros(n, dtype=torch.int32, device=mixed.device) for n in (3 * most, rows)
+    )
+    shapes = ((tokens, channels), (tokens, hv, v), (tokens, hv, k), (most, hv, GRID, GRID))
+    heads, u, w, scores = (torch.empty(n, dtype=f32, device=mixed.device) for n in shapes)
+    growth = torch.empty(most, hv, GRID, dtype=f32, device=mixed.device)
+    states = torch.empty(most, hv, k, v, dtype=f32, device=mixed.device)
+    exact: dict[str, Any] = dict(GRID=GRID, enable_fp_fusion=False)
+    precision = _precision(mixed.dtype)
+    _chunk_list_kernel[(rows,)](
+        cu_seqlens, state_slots, chunks, firsts, rows, triton.next_power_of_2(rows), GRID
+    )
+    _chunk_inputs_kernel[(most, 2 * hk + hv)](
+        mixed, taps, state.conv, cu_seqlens, starts, state_src, chunks, heads,
+        mixed.stride(0), ring_slots, **sizes, R=history,
+        BLOCK=triton.next_power_of_2(max(k, v)), EPS=L2_EPS, num_warps=INPUT_WARPS, **exact,
+    )  # fmt: skip
+    _chunk_inner_kernel[(most, hv)](
+        heads, b, a, weights.a_log, weights.dt_bias, cu_seqlens, chunks, u, w, scores, growth,
+        b.stride(0), a.stride(0), **sizes, **blocks_of(sizes, WIDEST), PRECISION=precision,
+        SIDE=SIDE, num_warps=INNER_WARPS, **exact,
+    )  # fmt: skip
+    blocks = blocks_of(sizes, STATE_VALUES)
+    _chunk_state_kernel[(rows * hv, triton.cdiv(v, blocks["BLOCK_V"]))](
+        heads, u, w, growth, state.recurrent, states, cu_seqlens, starts, state_src, state_slots,
+        snapshot_slots, firsts, state.recurrent.stride(0),
+        **sizes, **blocks, PRECISION=precision, num_warps=STATE_WARPS, num_stages=1, **exact,
+    )  # fmt: skip
+    blocks = blocks_of(sizes, OUT_VALUES)
+    _chunk_out_kernel[(most, hv, triton.cdiv(v, blocks["BLOCK_V"]))](
+        heads, u, scores, growth, states, cu_seqlens, chunks, out,
+        **sizes, **blocks, PRECISION=precision, num_warps=OUT_WARPS, **exact,
+    )  # fmt: skip
+    _chunk_conv_kernel[(rows, triton.cdiv(channels, CONV_CHANNELS))](
+        mixed, state.conv, cu_seqlens, starts, state_src, state_slots, snapshot_slots,
+        mixed.stride(0), ring_slots, channels, history, CONV_CHANNELS,
+        triton.next_power_of_2(history), GRID,
+    )  # fmt: skip
+    return out

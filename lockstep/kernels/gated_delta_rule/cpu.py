@@ -1,0 +1,225 @@
+"""Both laws on a CPU: the references' bits from few torch calls, whose number is what costs there.
+
+The step works token-major, [Q, S, ...], so that one call serves all rows and heads of a token; the
+chunked form makes all of a row's chunks at once and walks the state alone through them. Times are
+in docs/kernels/gated_delta_rule.md.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lockstep.kernels.backends import cpu_trait
+from lockstep.kernels.gated_delta_rule import (
+    L2_EPS,
+    GatedDeltaState,
+    GatedDeltaWeights,
+    expand,
+    gated_delta_chunk,
+    gated_delta_step,
+    gates,
+)
+from lockstep.kernels.norm import gated_rms_norm
+from lockstep.kernels.recurrent._cpu import causal_convolution, ring_places
+from lockstep.step import GRID
+
+EPS = torch.tensor(L2_EPS)
+"""As a tensor, which is added sooner than a number (lockstep.kernels.activations.ONE)."""
+
+Tokens = tuple[Tensor, ...]
+
+
+def _heads(mixed: Tensor, state: GatedDeltaState) -> tuple[Tensor, Tensor, Tensor]:
+    """lockstep.kernels.gated_delta_rule.heads_of, as views of mixed, which is written over."""
+    hk, hv, dk, dv = state.sizes()
+    qk, v = mixed.split([2 * hk * dk, hv * dv], dim=-1)
+    qk = qk.unflatten(-1, (2 * hk, dk))
+    qk.mul_((qk * qk).sum(-1, keepdim=True).add_(EPS).rsqrt_())
+    q, k = qk.split([hk, hk], dim=-2)
+    return q.mul_(dk**-0.5), k, v.unflatten(-1, (hv, dv))
+
+
+@gated_delta_step.backend("cpu", supports=cpu_trait)
+def gated_delta_step_cpu(
+    mixed: Tensor,
+    z: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weights: GatedDeltaWeights,
+    state: GatedDeltaState,
+    slots: Tensor,
+    starts: Tensor,
+    pending: Tensor,
+    flush: int = 1,
+) -> Tensor:
+    """See lockstep.kernels.gated_delta_rule.gated_delta_step."""
+    mixed, z, b, a = (x.transpose(0, 1) for x in (mixed, z, b, a))
+    length, rows, channels = mixed.shape
+    hv = b.shape[2]
+    history = weights.conv.shape[1] - 1
+    most = max(pending.tolist())
+    reach = max(history, most)
+    places = ring_places(
+        state.conv.shape[1], tuple(slots.tolist()), tuple(starts.tolist()), range(-reach, length)
+    )
+    past = places[: reach * rows]
+    new = places[reach * rows :]
+    conv = state.conv.flatten(0, 1).index_select(0, past[(reach - history) * rows :])
+    raw = torch.cat([conv.view(history, rows, channels), mixed])
+    q, k, v = _heads(causal_convolution(raw, weights.conv), state)
+    g, beta = gates(b, a, weights)
+    s = _replay(state, slots, past[(reach - most) * rows :], pending, flush)
+    decay = torch.exp(g)
+    by_token = (_by_token(x, hv) for x in (q, k, v, decay.unsqueeze(-1), beta.unsqueeze(-1)))
+    o, u = _run(s, *by_token)
+    for ring, x in ((state.conv, mixed), (state.u, u), (state.k, k), (state.decay, decay)):
+        ring.flatten(0, 1).index_copy_(0, new, x.reshape(-1, *ring.shape[2:]))
+    return gated_rms_norm(o.view(z.shape), z, weights.norm, weights.eps).transpose(0, 1)
+
+
+def _by_token(x: Tensor, heads: int) -> Tokens:
+    """[T, S, H, X] -> T tensors [S * HV, 1, X], a value head reading as `expand` says."""
+    if x.shape[2] != heads:
+        x = expand(x, heads)
+    return x.reshape(len(x), -1, 1, x.shape[3]).unbind(0)
+
+
+def _run(
+    s: Tensor, q: Tokens, k: Tokens, v: Tokens, decay: Tokens, beta: Tokens
+) -> tuple[Tensor, Tensor]:
+    """The recurrence, token by token, in place on s [N, K, V]: q, k [N, 1, K], v [N, 1, V],
+    decay, beta [N, 1, 1] -> o, u [Q * N, 1, V]."""
+    out: list[Tensor] = []
+    u: list[Tensor] = []
+    for q_t, k_t, v_t, decay_t, beta_t in zip(q, k, v, decay, beta, strict=True):
+        s.mul_(decay_t)
+        u.append((v_t - torch.bmm(k_t, s)).mul_(beta_t))
+        _write(s, k_t, u[-1])
+        out.append(torch.bmm(q_t, s))
+    return torch.cat(out), torch.cat(u)
+
+
+def _write(s: Tensor, k: Tensor, u: Tensor) -> None:
+    """s [N, K, V] += k [N, 1, K] (x) u [N, 1, V]: the one expression of stepping and replay."""
+    s.baddbmm_(k.transpose(1, 2), u)
+
+
+def _replay(
+    state: GatedDeltaState, slots: Tensor, places: Tensor, pending: Tensor, flush: int
+) -> Tensor:
+    """The state with the pending tokens, at these ring places, folded in: [S * HV, K, V], a copy.
+
+    It is written where at least `flush` were pending. Where a row has fewer than its batch mates,
+    the first are decay 1, k 0 and u 0: an exact no-op.
+    """
+    rows = len(slots)
+    heads = state.recurrent.shape[1]
+    due = pending >= flush
+    alone = rows == 1 and bool(due)
+    s = state.recurrent[int(slots)] if alone else state.recurrent.index_select(0, slots)
+    flat = s.view(-1, *s.shape[-2:])
+    most = len(places) // rows
+    if most:
+        tokens = [
+            ring.flatten(0, 1).index_select(0, places).view(most, rows, -1, ring.shape[-1])
+            for ring in (state.decay.unsqueeze(-1), state.k, state.u)
+        ]
+        if rows > 1:
+            live = (torch.arange(most, 0, -1)[:, None] <= pending)[..., None, None]
+            pairs = zip(tokens, (1.0, 0.0, 0.0), strict=True)
+            tokens = [torch.where(live, x, nothing) for x, nothing in pairs]
+        for decay_t, k_t, u_t in zip(*(_by_token(x, heads) for x in tokens), strict=True):
+            flat.mul_(decay_t)
+            _write(flat, k_t, u_t)
+    if alone:
+        return flat.clone()
+    state.recurrent.index_copy_(0, slots[due], s[due])
+    return flat
+
+
+@gated_delta_chunk.backend("cpu", supports=cpu_trait)
+def gated_delta_chunk_cpu(
+    mixed: Tensor,
+    b: Tensor,
+    a: Tensor,
+    weights: GatedDeltaWeights,
+    state: GatedDeltaState,
+    cu_seqlens: Tensor,
+    starts: Tensor,
+    state_src: Tensor,
+    state_slots: Tensor,
+    snapshot_slots: Tensor,
+) -> Tensor:
+    """See lockstep.kernels.gated_delta_rule.gated_delta_chunk."""
+    out = torch.zeros(mixed.shape[0], *state.u.shape[2:])
+    history = weights.conv.shape[1] - 1
+    conv = state.conv.flatten(0, 1)
+    g, beta = gates(b, a, weights)
+    bounds = cu_seqlens.tolist()
+
+    def last(slot: int, position: int) -> Tensor:
+        return ring_places(state.conv.shape[1], (slot,), (position,), range(-history, 0))
+
+    rows = (x.tolist() for x in (starts, state_src, state_slots, snapshot_slots))
+    for i, (start, src, dst, snapshot) in enumerate(zip(*rows, strict=True)):
+        begin = bounds[i]
+        end = bounds[i + 1]
+        if begin == end or dst == 0:
+            continue
+        past = conv[last(src, start)] if start else conv.new_zeros(history, conv.shape[1])
+        s = state.recurrent[src].clone() if start else torch.zeros_like(state.recurrent[0])
+        raw = torch.cat([past, mixed[begin:end]])
+        heads = _heads(causal_convolution(raw, weights.conv), state)
+        out[begin:end], at_grid, s = _chunks(*heads, g[begin:end], beta[begin:end], s)
+        state.recurrent[dst] = s
+        conv[last(dst, start + end - begin)] = raw[end - begin :]
+        if snapshot:
+            whole = (end - begin) // GRID * GRID
+            state.recurrent[snapshot] = at_grid
+            conv[last(snapshot, start + whole)] = raw[whole : whole + history]
+    return out
+
+
+def _chunks(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One row's chunks: q, k [T, HK, K], v [T, HV, V], g, beta [T, HV], s [HV, K, V]
+    -> o [T, HV, V], the state at the last grid point, the state after the last token.
+
+    Tokens past the end have k = 0, beta = 0 and no decay: exact no-ops on the state.
+    """
+    length, hv = v.shape[:2]
+    whole = length // GRID
+    chunks = -(-length // GRID)
+    short = chunks * GRID - length
+
+    def chunked(x: Tensor) -> Tensor:
+        """[T, HV, ...] -> [chunks, HV, GRID, ...]."""
+        x = F.pad(x, (0, 0) * (x.dim() - 1) + (0, short))
+        return x.view(chunks, GRID, *x.shape[1:]).transpose(1, 2)
+
+    q = chunked(expand(q, hv))
+    k = chunked(expand(k, hv))
+    v = chunked(v)
+    g = chunked(g).cumsum(-1)
+    beta = chunked(beta)[..., None]
+    causal = torch.ones(GRID, GRID, dtype=torch.bool).tril()
+    decay = torch.exp((g[..., :, None] - g[..., None, :]).masked_fill(~causal, -torch.inf))
+    inner = ((k * beta) @ k.transpose(-1, -2) * decay).tril(-1) + torch.eye(GRID)
+    grown = torch.exp(g)[..., None]
+    solved = torch.linalg.solve_triangular(
+        inner, torch.cat([v * beta, k * beta * grown], -1), upper=False, unitriangular=True
+    )
+    u, w = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    scores = (q @ k.transpose(-1, -2)) * decay
+    q = q * grown
+    left = k * torch.exp(g[..., -1:] - g)[..., None]
+    out = torch.empty_like(v)
+    at_grid = s
+    for c in range(chunks):
+        new = u[c] - w[c] @ s
+        out[c] = q[c] @ s + scores[c] @ new
+        s = s * torch.exp(g[c, :, -1])[:, None, None] + left[c].transpose(-1, -2) @ new
+        if c + 1 == whole:
+            at_grid = s
+    return out.transpose(1, 2).reshape(chunks * GRID, hv, -1)[:length], at_grid, s

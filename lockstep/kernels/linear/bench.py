@@ -1,0 +1,44 @@
+"""linear: every weight of a model, walking through several of its shape."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from torch import Tensor
+
+from lockstep.kernels.bench_types import BenchEnv, Cost, Made, Model, OpBenchmark
+from lockstep.kernels.linear import linear
+
+MOST_WEIGHTS = 64
+
+
+def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
+    """linear at each weight of the model."""
+    for name, n, k in model.weights:
+        yield linear, partial(_linear, name, n, k, env, query_len)
+
+
+def _linear(name: str, n: int, k: int, env: BenchEnv, query_len: int) -> OpBenchmark:
+    size = env.dtype.itemsize
+    variants = min(-(-env.walk_bytes // (n * k * size)) + 1, MOST_WEIGHTS)
+    backend, layers = env.linears(n, k, variants, env.most * query_len)
+    x = env.random(env.most * query_len, k)
+
+    def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
+        layer = layers[turn % variants]
+        rows = x[begin * query_len : end * query_len]
+        return lambda: layer(rows)
+
+    def cost(rows: int) -> Cost:
+        tokens = rows * query_len
+        return Cost(size * (n * k + tokens * (n + k)), 2 * n * k * tokens)
+
+    return OpBenchmark(
+        op=linear.name,
+        size=f"{name} {n}x{k}",
+        query_len=query_len,
+        backend=backend,
+        rows=env.most,
+        call=call,
+        cost=cost,
+        variants=variants,
+    )

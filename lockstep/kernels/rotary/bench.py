@@ -1,0 +1,51 @@
+"""rope_and_cache: norms, rotation and the write to the cache, every token to a slot."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.bench_types import (
+    EPS,
+    PAGE_SIZE,
+    BenchEnv,
+    Made,
+    Model,
+    OpBenchmark,
+    cut_by_tokens,
+)
+from lockstep.kernels.rotary import rope_and_cache
+
+
+def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
+    """rope_and_cache of the model's attention."""
+    yield rope_and_cache, partial(_rope_and_cache, model, env, query_len)
+
+
+def _rope_and_cache(model: Model, env: BenchEnv, query_len: int) -> OpBenchmark:
+    backend, rope = env.choose(rope_and_cache, head_dim=model.head_dim)
+    kv_heads = model.kv_heads
+    dim = model.head_dim
+    token = 2 * (model.heads + 2 * kv_heads) * dim * env.dtype.itemsize
+    tokens = env.enough(token * query_len) * query_len
+    qkv = env.random(tokens, (model.heads * (1 + model.gate) + 2 * kv_heads) * dim)
+    slots = env.ints(torch.randperm(tokens) + PAGE_SIZE, torch.int64)
+    positions = env.ints(torch.arange(tokens) % model.context, torch.int64)
+    shape = (-(-tokens // PAGE_SIZE) + 1, PAGE_SIZE, kv_heads, dim)
+    caches = [torch.zeros(shape, dtype=env.dtype, device=env.device) for _ in range(2)]
+    weight = env.ones(dim)
+    angles = env.random(model.context, dim // 2, dtype=torch.float32)
+    fixed = (weight, weight, angles.cos(), angles.sin())
+
+    def run(qkv: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
+        return rope(qkv, *fixed, positions, slots, *caches, EPS, 0.0, gated=model.gate)
+
+    def seen(begin: int, end: int, out: Any) -> list[Tensor]:
+        written = slots[begin * query_len : end * query_len]
+        return [out, *(cache.flatten(0, 1)[written] for cache in caches)]
+
+    size = f"{model.heads}/{kv_heads}x{dim}"
+    given = [qkv, positions, slots]
+    return cut_by_tokens(rope_and_cache, size, query_len, backend, run, given, token, seen)

@@ -1,0 +1,67 @@
+"""Llama 3, 3.1, 3.2 and 3.3, text: grouped-query attention with rotary positions, and SwiGLU.
+
+No norms on queries and keys. Biases and the way in which positions are scaled are what config.json
+says they are; the released models have none, and scale by "llama3" from 3.1 on. Nothing recurs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.layers.attention import Attention
+from lockstep.layers.build import Build
+from lockstep.layers.mlp import GatedMLP
+from lockstep.models.decoder import Decoder, DecoderConfig, Half, read_common
+from lockstep.models.reading import MOST_LAYERS, ConfigReader
+
+PREFIXES = ("model.",)
+IGNORED = ()
+
+
+@dataclass(frozen=True)
+class Config(DecoderConfig):
+    """The settings that decide the math."""
+
+    layers: int
+    attention_bias: bool
+    mlp_bias: bool
+
+    @classmethod
+    def read(cls, raw: dict[str, Any]) -> "Config":
+        """From config.json. Raises CheckpointError on what is missing or not built."""
+        c = ConfigReader(raw)
+        c.only("pretraining_tp", 1, None, default=1)
+        return cls(
+            layers=c.size("num_hidden_layers", most=MOST_LAYERS),
+            attention_bias=c.get("attention_bias", bool, False),
+            mlp_bias=c.get("mlp_bias", bool, False),
+            **read_common(c),
+        )
+
+
+class Model(Decoder):
+    """LlamaForCausalLM."""
+
+    config: Config
+
+    def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
+        """Attention over all tokens, then the MLP, in every layer."""
+        c = self.config
+        rotary = c.rope.rotary(build)
+        for i in range(c.layers):
+            at = build.at(f"layers.{i}")
+            attention = Attention(
+                at,
+                c.hidden_size,
+                c.heads,
+                c.kv_heads,
+                c.head_dim,
+                rotary=rotary,
+                bias=c.attention_bias,
+                out_bias=c.attention_bias,
+            )
+            mlp = GatedMLP(at, c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+            yield (
+                Half(at, c, "input_layernorm", "self_attn", attention),
+                Half(at, c, "post_attention_layernorm", "mlp", mlp),
+            )

@@ -1,0 +1,55 @@
+"""Qwen2 and Qwen2.5, dense: grouped-query attention with biases on q, k and v, and SwiGLU.
+
+No norms on queries and keys. Sliding windows, which the files may turn on, are not built. Nothing
+recurs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.layers.attention import Attention
+from lockstep.layers.build import Build
+from lockstep.layers.mlp import GatedMLP
+from lockstep.models.decoder import Decoder, DecoderConfig, Half, read_common
+from lockstep.models.reading import MOST_LAYERS, ConfigReader
+
+PREFIXES = ("model.",)
+IGNORED = ()
+
+
+@dataclass(frozen=True)
+class Config(DecoderConfig):
+    """The settings that decide the math."""
+
+    layers: int
+
+    @classmethod
+    def read(cls, raw: dict[str, Any]) -> "Config":
+        """From config.json. Raises CheckpointError on what is missing or not built."""
+        c = ConfigReader(raw)
+        c.only("use_sliding_window", False, default=False)
+        layers = c.size("num_hidden_layers", most=MOST_LAYERS)
+        c.layer_types(layers, {"full_attention"}, ["full_attention"] * layers)
+        return cls(layers=layers, **read_common(c))
+
+
+class Model(Decoder):
+    """Qwen2ForCausalLM."""
+
+    config: Config
+
+    def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
+        """Attention over all tokens, then the MLP, in every layer."""
+        c = self.config
+        rotary = c.rope.rotary(build)
+        for i in range(c.layers):
+            at = build.at(f"layers.{i}")
+            attention = Attention(
+                at, c.hidden_size, c.heads, c.kv_heads, c.head_dim, rotary=rotary, bias=True
+            )
+            mlp = GatedMLP(at, c.hidden_size, c.intermediate_size)
+            yield (
+                Half(at, c, "input_layernorm", "self_attn", attention),
+                Half(at, c, "post_attention_layernorm", "mlp", mlp),
+            )

@@ -1,0 +1,268 @@
+"""Rotary frequencies, and the ways in which checkpoints stretch them to longer contexts.
+
+Without scaling, pair j of a head's first `width` numbers turns by theta^(-2j / width) radians a
+token. A kind of scaling is a class here: it reads its settings from config.json, and gives the
+inverse frequencies and a factor for cos and sin. They are chosen once, when the model is built, for
+its longest sequence (max_model_len): a token's bits must not depend on how long its request gets.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import ceil, floor, log, pi, sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.layers.build import Build
+from lockstep.layers.rotary import Rotary
+from lockstep.models.reading import ConfigReader
+
+
+@dataclass(frozen=True)
+class Rope:
+    """No scaling: "default"."""
+
+    theta: float
+    width: int
+
+    @classmethod
+    def read(cls, rope: ConfigReader, theta: float, width: int, trained: int) -> "Rope":
+        """From the rotary settings. trained: the positions that the model was trained on, where
+        these settings do not say."""
+        return cls(theta, width)
+
+    def frequencies(self, length: int) -> tuple[Tensor, float]:
+        """For sequences of up to `length` tokens: inverse frequencies [width / 2] fp64 in radians
+        a token, and the factor of cos and sin."""
+        return inverse_frequencies(self.theta, self.width), 1.0
+
+    def rotary(self, build: Build) -> Rotary:
+        """The tables of cos and sin for the model under construction."""
+        return Rotary(build, *self.frequencies(build.max_model_len))
+
+
+def inverse_frequencies(theta: float, width: int) -> Tensor:
+    """theta^(-2j / width) for each pair j: [width / 2] fp64."""
+    return theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+
+
+@dataclass(frozen=True)
+class LinearRope(Rope):
+    """Every position divided by a factor: "linear" (Chen et al., 2023)."""
+
+    factor: float
+
+    @classmethod
+    def read(cls, rope: ConfigReader, theta: float, width: int, trained: int) -> "LinearRope":
+        return cls(theta, width, rope.positive("factor"))
+
+    def frequencies(self, length: int) -> tuple[Tensor, float]:
+        return inverse_frequencies(self.theta, self.width) / self.factor, 1.0
+
+
+@dataclass(frozen=True)
+class DynamicRope(Rope):
+    """A larger theta for longer sequences: "dynamic" NTK (bloc97 and emozilla, 2023).
+
+    transformers moves theta as a sequence grows past the trained positions, which changes what its
+    first tokens were computed with. Here theta is that of max_model_len, from the first token on;
+    up to the trained positions it is the model's own, as there.
+    """
+
+    factor: float
+    trained: int
+
+    @classmethod
+    def read(cls, rope: ConfigReader, theta: float, width: int, trained: int) -> "DynamicRope":
+        rope.need(width > 2, "partial_rotary_factor", "shares that turn more than one pair")
+        return cls(theta, width, rope.positive("factor"), trained)
+
+    def frequencies(self, length: int) -> tuple[Tensor, float]:
+        beyond = max(length, self.trained) / self.trained - 1
+        stretch = 1 + self.factor * beyond
+        theta = self.theta * stretch ** (self.width / (self.width - 2))
+        return inverse_frequencies(theta, self.width), 1.0
+
+
+@dataclass(frozen=True)
+class Llama3Rope(Rope):
+    """Slow pairs slowed by a factor, fast ones left, those between blended: "llama3" (Llama 3.1).
+
+    A pair is slow if it turns fewer than `low` times over the trained positions, fast if more than
+    `high` times.
+    """
+
+    factor: float
+    low: float
+    high: float
+    trained: int
+
+    @classmethod
+    def read(cls, rope: ConfigReader, theta: float, width: int, trained: int) -> "Llama3Rope":
+        low = rope.positive("low_freq_factor")
+        high = rope.positive("high_freq_factor")
+        rope.need(high > low, "high_freq_factor", "numbers above low_freq_factor")
+        return cls(theta, width, rope.positive("factor"), low, high, _trained(rope, trained))
+
+    def frequencies(self, length: int) -> tuple[Tensor, float]:
+        inverse = inverse_frequencies(self.theta, self.width)
+        turns = self.trained * inverse / (2 * pi)
+        fast = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
+        return inverse * fast + inverse / self.factor * (1 - fast), 1.0
+
+
+@dataclass(frozen=True)
+class YarnRope(Rope):
+    """Much as llama3, but blended by the index of the pair: "yarn" (Peng et al., YaRN, 2023).
+
+    Pairs that turn more than beta_fast times over the trained positions are left, those that turn
+    fewer than beta_slow times are divided by factor. attention_factor multiplies cos and sin.
+    """
+
+    factor: float
+    trained: int
+    attention_factor: float
+    beta_fast: float
+    beta_slow: float
+    truncate: bool
+
+    @classmethod
+    def read(cls, rope: ConfigReader, theta: float, width: int, trained: int) -> "YarnRope":
+        rope.need(theta > 1, "rope_theta", "numbers above 1 with this rope_type")
+        original = _trained(rope, trained)
+        factor = _factor(rope, trained)
+        mscale = rope.get("mscale", float, 0.0)
+        mscale_all_dim = rope.get("mscale_all_dim", float, 0.0)
+        suggested = _yarn_scale(factor, 1.0)
+        if mscale and mscale_all_dim:
+            suggested = _yarn_scale(factor, mscale) / _yarn_scale(factor, mscale_all_dim)
+        return cls(
+            theta,
+            width,
+            factor,
+            original,
+            rope.positive("attention_factor", suggested),
+            rope.positive("beta_fast", 32.0),
+            rope.positive("beta_slow", 1.0),
+            rope.get("truncate", bool, True),
+        )
+
+    def frequencies(self, length: int) -> tuple[Tensor, float]:
+        inverse = inverse_frequencies(self.theta, self.width)
+        first = self._pair(self.beta_fast)
+        last = self._pair(self.beta_slow)
+        if self.truncate:
+            first = floor(first)
+            last = ceil(last)
+        first = max(first, 0)
+        last = min(last, self.width - 1)
+        if first == last:
+            last += 0.001
+        pairs = torch.arange(self.width // 2, dtype=torch.float64)
+        slow = ((pairs - first) / (last - first)).clamp(0, 1)
+        return inverse / self.factor * slow + inverse * (1 - slow), self.attention_factor
+
+    def _pair(self, turns: float) -> float:
+        """The pair, as a fraction, that turns so often over the trained positions."""
+        return self.width * log(self.trained / (turns * 2 * pi)) / (2 * log(self.theta))
+
+
+def _yarn_scale(factor: float, mscale: float) -> float:
+    """The paper's attention factor: 0.1 mscale ln(factor) + 1, and 1 where nothing is stretched."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * log(factor) + 1.0
+
+
+@dataclass(frozen=True)
+class LongRope(Rope):
+    """A divisor for each pair: "longrope" (Ding et al., LongRoPE, 2024).
+
+    There are two lists, and transformers takes the long one as soon as a sequence outgrows the
+    trained positions. Here max_model_len decides, as in vLLM: the long list where it exceeds them.
+    """
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    trained: int
+    attention_factor: float
+
+    @classmethod
+    def read(cls, rope: ConfigReader, theta: float, width: int, trained: int) -> "LongRope":
+        original = _trained(rope, trained)
+        factor = _factor(rope, trained)
+        suggested = 1.0
+        if factor > 1:
+            rope.need(original > 1, "original_max_position_embeddings", "2 or more")
+            suggested = sqrt(1 + log(factor) / log(original))
+        return cls(
+            theta,
+            width,
+            rope.numbers("short_factor", width // 2),
+            rope.numbers("long_factor", width // 2),
+            original,
+            rope.positive("attention_factor", suggested),
+        )
+
+    def frequencies(self, length: int) -> tuple[Tensor, float]:
+        divisors = torch.tensor(self.long if length > self.trained else self.short)
+        inverse = inverse_frequencies(self.theta, self.width)
+        return inverse / divisors.double(), self.attention_factor
+
+
+KINDS: Mapping[str, type[Rope]] = {
+    "default": Rope,
+    "linear": LinearRope,
+    "dynamic": DynamicRope,
+    "llama3": Llama3Rope,
+    "yarn": YarnRope,
+    "longrope": LongRope,
+}
+"""By the rope_type that config.json names."""
+
+
+def read_rope(c: ConfigReader, head_dim: int, partial: float) -> Rope:
+    """The rotary settings of config.json.
+
+    partial: the share of a head that turns, where the file does not say. Raises CheckpointError on
+    a kind that is not built, and on what its class does not take.
+    """
+    rope = _settings(c)
+    share = rope.get("partial_rotary_factor", float, partial)
+    rope.need(0 < share <= 1, "partial_rotary_factor", "shares above 0, up to 1")
+    width = int(head_dim * share)
+    even = 0 < width <= head_dim and width % 2 == 0
+    rope.need(even, "partial_rotary_factor", f"shares of {head_dim} that are even and not 0")
+    theta = rope.positive("rope_theta")
+    kind = KINDS[rope.get("rope_type", str, "default")]
+    return kind.read(rope, theta, width, c.size("max_position_embeddings"))
+
+
+def _settings(c: ConfigReader) -> ConfigReader:
+    """rope_parameters, or what files before it have in rope_scaling and at the top level.
+
+    Raises CheckpointError where the kind of scaling is not built, or two places disagree.
+    """
+    outer = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
+    found: dict[str, Any] = {name: c.raw.get(name) for name in outer}
+    for part in ("rope_scaling", "rope_parameters"):
+        inner = ConfigReader(c.get(part, dict, {}), f"{part}.")
+        for name in ("rope_type", "type"):
+            inner.only(name, *KINDS, default="default")
+        for name, value in inner.raw.items():
+            key = "rope_type" if name == "type" else name
+            if found.get(key) not in (None, value):
+                raise inner.error(name, value, f"{found[key]!r} as elsewhere in the file")
+            found[key] = value
+    return ConfigReader({n: v for n, v in found.items() if v is not None}, "rope_parameters.")
+
+
+def _trained(rope: ConfigReader, longest: int) -> int:
+    """The positions that the model was trained on before they were stretched to `longest`."""
+    return rope.size("original_max_position_embeddings", longest)
+
+
+def _factor(rope: ConfigReader, longest: int) -> float:
+    """How far positions are stretched: what the file says, or longest / original positions."""
+    if "original_max_position_embeddings" not in rope.raw:
+        return rope.positive("factor")
+    return rope.positive("factor", longest / _trained(rope, longest))

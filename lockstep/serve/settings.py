@@ -1,0 +1,83 @@
+"""What the server can be told beside the engine: one declaration per option of lockstep serve."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from lockstep.settings import Settings, setting
+
+MOST_SECONDS = 86_400.0
+MOST_MEBIBYTES = 1024.0
+MOST_QUEUED = 1_000_000
+MOST_CONNECTIONS = 65_536
+
+Seconds = Annotated[float, Field(ge=0.001, le=MOST_SECONDS)]
+Keys = Annotated[tuple[str, ...], BeforeValidator(lambda keys: tuple(keys or ()))]
+
+
+@dataclass(frozen=True)
+class ServerSettings(Settings):
+    """Where the server listens, who may ask, and what is bounded."""
+
+    host: str = setting("127.0.0.1", "address to listen on")
+    port: Annotated[int, Field(ge=0, le=65_535)] = setting(
+        8000,
+        "port to listen on",
+        allowed="0 to 65535, 0 for any that is free",
+        remedy="Choose another with --port.",
+    )
+    uds: str | None = setting(None, "Unix socket to listen on, not a port")
+    served_model_name: str | None = setting(
+        None, "the name that clients use; the folder's or id's if left out"
+    )
+    api_key: Keys = setting(
+        (), "a key that clients must send; may be given again", allowed="keys of printable text"
+    )
+    api_key_file: str | None = setting(
+        None, "file with a key a line; a process list shows no key then"
+    )
+    allowed_hosts: str | None = setting(
+        None, "names in Host, with commas; * for any. On loopback: its names only"
+    )
+    no_docs: bool = setting(False, "no /docs, /redoc and /openapi.json")
+    max_queued_requests: Annotated[int, Field(ge=0, le=MOST_QUEUED)] = setting(
+        2048,
+        "completions that may wait; more are told to come back (429)",
+        remedy="Change --max-queued-requests.",
+    )
+    request_timeout: Seconds | None = setting(
+        None,
+        "most seconds for any request; none if left out",
+        remedy="Change --request-timeout.",
+    )
+    step_timeout: Seconds = setting(
+        120.0,
+        "seconds that a step may run before /health is 503",
+        remedy="Change --step-timeout.",
+    )
+    shutdown_timeout: Annotated[float, Field(ge=0.0, le=MOST_SECONDS)] = setting(
+        30.0,
+        "seconds that running requests may go on after SIGTERM",
+        remedy="Change --shutdown-timeout.",
+    )
+    max_body_size: Annotated[float, Field(ge=0.001, le=MOST_MEBIBYTES)] = setting(
+        8.0, "largest request body, MiB", remedy="Change --max-body-size."
+    )
+    limit_concurrency: Annotated[int, Field(ge=1, le=MOST_CONNECTIONS)] = setting(
+        4096, "most connections at once", remedy="Change --limit-concurrency."
+    )
+    ssl_keyfile: str | None = setting(None, "private key, PEM")
+    ssl_certfile: str | None = setting(None, "certificate, PEM")
+    ssl_keyfile_password: str | None = setting(None, "the key's password")
+    ssl_ca_certs: str | None = setting(
+        None, "certificates that clients' ones are checked against, PEM"
+    )
+    ssl_cert_reqs: Annotated[int, Field(ge=0, le=2)] = setting(
+        0,
+        "clients' certificates: 0 not asked for, 1 optional, 2 required",
+        remedy="Change --ssl-cert-reqs.",
+    )
+    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] = setting(
+        "warning", "debug, info, warning or error", remedy="Choose one of them."
+    )

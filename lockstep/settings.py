@@ -1,0 +1,95 @@
+"""Settings: frozen dataclasses whose fields are declared once, and checked by pydantic.
+
+A declaration is a field's type, with its bounds, and its setting(): default, help, remedy. The
+command line, the errors and the page of settings in docs/ are all made from it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
+from typing import Any, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from lockstep.errors import ConfigError, choice_error
+
+STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+"""No value is taken for one of another type: "4", 4.0 and true are no whole numbers."""
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    allowed: str | None = None,
+    remedy: str = "Choose a value in that range.",
+) -> Any:
+    """A field of a Settings class. default: MISSING where there is none; allowed: what an error
+    says is allowed, where the type's bounds do not say it well; remedy: what the error advises."""
+    return field(default=default, metadata={"help": help, "allowed": allowed, "remedy": remedy})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Base of settings: each field is checked, in their order, when an object is made."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError at the first field whose value is not allowed."""
+        for one in fields(self):
+            value = getattr(self, one.name)
+            adapter = self.adapter(one.name)
+            try:
+                checked = adapter.validate_python(value)
+            except (ValidationError, OverflowError):
+                allowed = one.metadata["allowed"] or describe(adapter.json_schema())
+                remedy = one.metadata["remedy"]
+                raise choice_error(ConfigError, one.name, value, allowed, remedy) from None
+            object.__setattr__(self, one.name, checked)
+
+    def adapter(self, name: str) -> TypeAdapter[Any]:
+        """What checks the field. A class whose bounds depend on fields above overrides it."""
+        return adapters(type(self))[name]
+
+
+def adapters(cls: type[Settings]) -> Mapping[str, TypeAdapter[Any]]:
+    """Field name -> what checks its values."""
+    return _adapters_of(cls)  # type: ignore[arg-type]  # a class is hashable
+
+
+@cache
+def _adapters_of(cls: Any) -> Mapping[str, TypeAdapter[Any]]:
+    hints = get_type_hints(cls, include_extras=True)
+    return {one.name: strictly(hints[one.name]) for one in fields(cls)}
+
+
+def strictly(hint: Any) -> TypeAdapter[Any]:
+    """What checks values of a type, strictly."""
+    return TypeAdapter(hint, config=STRICT)
+
+
+def check_names(cls: type[Settings], given: Mapping[str, Any], what: str, remedy: str) -> None:
+    """Raises ConfigError at the first name that the settings do not have."""
+    known = [one.name for one in fields(cls)]
+    for name in given:
+        if name not in known:
+            raise choice_error(ConfigError, what, name, ", ".join(known), remedy)
+
+
+def describe(schema: Mapping[str, Any]) -> str:
+    """The values that a JSON schema allows, in words."""
+    if "anyOf" in schema:
+        kinds = [describe(one) for one in schema["anyOf"] if one.get("type") != "null"]
+        return ", ".join(kinds)
+    if "const" in schema or "enum" in schema:
+        return ", ".join(map(str, schema.get("enum") or [schema["const"]]))
+    if schema.get("type") == "boolean":
+        return "True, False"
+    if schema.get("type") not in ("integer", "number"):
+        return "text"
+    kind = "whole numbers" if schema["type"] == "integer" else "numbers"
+    return f"{kind} from {schema['minimum']} to {schema['maximum']}"
+
+
+def default_of(one: Field[Any]) -> Any:
+    """The field's default, or None where it must be given."""
+    return None if one.default is MISSING else one.default

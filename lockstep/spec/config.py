@@ -1,0 +1,52 @@
+"""speculative_config: the keys that every drafter has. A drafter's file adds its own."""
+
+from dataclasses import MISSING, dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from lockstep.settings import Settings, setting
+
+MAX_DRAFTS = 7
+"""Most drafts of a row and step: K + 1 of them are 8 tokens of a window."""
+EXAMPLE = '{"method": "mtp", "num_speculative_tokens": 3}'
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig(Settings):
+    """How drafts are made, in vLLM's keys. lockstep.spec.read makes the class of its method."""
+
+    method: str = setting(
+        MISSING,
+        "the drafter",
+        allowed="a drafter's name, e.g. mtp",
+        remedy="Name one of lockstep.spec.DRAFTERS.",
+    )
+    num_speculative_tokens: Annotated[int, Field(ge=1, le=MAX_DRAFTS)] = setting(
+        3,
+        "K: most draft tokens of a row and step",
+        remedy="Choose K in that range, or leave speculative_config out to draft nothing.",
+    )
+    adaptive: bool = setting(
+        True,
+        "bring as many drafts in each step, up to K, as pay at the running acceptance",
+        remedy="Choose true, or false for the same number of drafts in every step.",
+    )
+    synthetic_acceptance: Annotated[float, Field(ge=0.0, le=1.0)] | None = setting(
+        None,
+        "with random weights only: the probability with which a draft behind accepted ones is "
+        "accepted, instead of comparing it with the target's token",
+        remedy="Choose a probability, or leave it out to verify drafts.",
+    )
+
+    @property
+    def synthetic_length(self) -> float | None:
+        """The mean acceptance length that synthetic_acceptance implies with K drafts in a step."""
+        p = self.synthetic_acceptance
+        return None if p is None else sum(p**i for i in range(self.num_speculative_tokens + 1))
+
+    @property
+    def draft_lengths(self) -> tuple[int, ...]:
+        """The numbers of drafts that a step may bring, ascending."""
+        most = self.num_speculative_tokens
+        return tuple(sorted({0, 1, min(3, most), most})) if self.adaptive else (most,)

@@ -1,0 +1,74 @@
+"""How paged attention is divided changes no bit: rows, spans, parallel spans, warps, stages."""
+
+import importlib
+
+import pytest
+import torch
+
+from lockstep.kernels.attention import paged_attention
+from lockstep.kernels.attention.cases import paged
+from tests.kernels.faces import Face, faces, same_bits
+
+TRITON = faces()[1:]
+ROWS = ((0, 1), (1022, 3), (0, 0), (255, 2))
+PARTITIONS = [(16, 1, 2, False, 4, 2), (16, 2, 2, True, 4, 2)]
+"""Beside the whole row in one span: (rows, span, parallel_spans, folds, warps, stages)."""
+MORE = [
+    (16, 1, 5, False, 4, 3),
+    (16, 2, 1, True, 4, 2),
+    (16, 2, 2, False, 4, 2),
+    (32, 1, 3, False, 4, 3),
+    (32, 4, 2, True, 8, 2),
+    (64, 2, 2, True, 4, 2),
+    (64, 8, 1, True, 8, 2),
+]
+"""Too many for the interpreter."""
+
+
+def gates_like(q: torch.Tensor) -> torch.Tensor:
+    """Random projections whose output gates are those of q [T, H, D]: [T, 2 H D + some]."""
+    tokens, heads, dim = q.shape
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(tokens, 2 * heads * dim + 48, generator=generator).to(q.dtype)
+
+
+SMALL, REAL = (3, 1, 16, 64), (24, 4, 256, 64)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("face", TRITON)
+def test_partitions_agree(face: Face, gated: bool) -> None:
+    kernel = importlib.import_module("lockstep.kernels.attention.paged")
+    layer = SMALL if face.interpreted else REAL
+    batch = paged(ROWS, *layer, face.dtype, widest=1280 // layer[-1])
+    arguments = face.place(batch | {"gates": gates_like(batch["q"]) if gated else None})
+    run = kernel.paged_attention_triton
+    whole = run(**arguments, divided=kernel.Partition(16, 8, 1, True, 4, 2))
+    assert not whole.isnan().any()
+    assert same_bits(face.run(paged_attention, arguments), whole)
+    for sizes in PARTITIONS + ([] if face.interpreted else MORE):
+        assert same_bits(run(**arguments, divided=kernel.Partition(*sizes)), whole), sizes
+
+
+LONG = ((0, 70), (12, 130), (250, 9), (64, 300), (1000, 257), (0, 0), (5, 1), (0, 512))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("layer", [(24, 4, 256, 64), (32, 8, 128, 64), (5, 1, 128, 64)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gluon_and_triton_agree(dtype: torch.dtype, layer: tuple[int, ...], gated: bool) -> None:
+    """Two kernels that share the definition alone: one to many segments, tiles and rows."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("wgmma is Hopper's")
+    traits = dict(device="cuda", dtype=dtype, heads=layer[0], kv_heads=layer[1], head_dim=layer[2])
+    assert paged_attention.choose(**traits) == "hopper"
+    kernel = importlib.import_module("lockstep.kernels.attention.hopper")
+    batch, face = paged(LONG, *layer, dtype), Face("triton", "cuda", dtype)
+    arguments = face.place(batch | {"gates": gates_like(batch["q"]) if gated else None})
+    sizes = (arguments[name] for name in ("q", "k_cache", "v_cache", "query_len"))
+    assert kernel.fits(*sizes)
+    found = kernel.paged_attention_hopper(**arguments)
+    assert not found.isnan().any()
+    assert same_bits(found, face.run(paged_attention, arguments))

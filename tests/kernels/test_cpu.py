@@ -1,0 +1,126 @@
+"""Where an op has a form for CPUs, it gives the reference's bits."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.kernels import Op
+from lockstep.kernels.attention import paged_attention
+from lockstep.kernels.attention.cases import paged
+from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
+from lockstep.kernels.gated_delta_rule.cases import Dims, inputs, random_state, weights
+from lockstep.kernels.recurrent import _cpu
+from lockstep.kernels.recurrent.convolution import causal_convolution
+from lockstep.kernels.recurrent.rings import ring_slots, slots_before
+from tests.kernels.faces import CASES, Face, changed, same_bits, tensors_of
+
+REFERENCE = Face("reference", "cpu", torch.float32)
+CPU = Face("cpu", "cpu", torch.float32)
+OPS = [op for op in CASES if "cpu" in op.backends]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def assert_same(op: Op, arguments: dict[str, Any], name: str) -> None:
+    """Results and what is written in place, but for the null slot, which may hold anything."""
+    found = []
+    for face in (REFERENCE, CPU):
+        given = face.fresh(arguments)
+        state = given.get("state")
+        written = [x[1:] for x in tensors_of(state)] if state else changed(given)
+        found.append(tensors_of(face.run(op, given)) + written)
+    for want, have in zip(*found, strict=True):
+        assert have.dtype == want.dtype and same_bits(have, want), name
+
+
+def test_recurrence_and_attention_have_one() -> None:
+    assert {op.name for op in OPS} >= {"paged_attention", "gated_delta_step", "gated_delta_chunk"}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_gives_the_references_bits(op: Op, dtype: torch.dtype) -> None:
+    for name, arguments in CASES[op](dtype):
+        assert_same(op, arguments, name)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_attention_over_many_segments(gated: bool) -> None:
+    """Prompts, an empty row, verification and decoding, across ends of segments."""
+    rows = ((0, 130), (700, 5), (0, 0), (255, 1), (1023, 2), (511, 64))
+    batch = paged(rows, 6, 2, 32, 16, torch.float32)
+    tokens, heads, dim = batch["q"].shape
+    generator = torch.Generator().manual_seed(1)
+    gates = torch.randn(tokens, 2 * heads * dim + 5, generator=generator)
+    assert_same(paged_attention, batch | {"gates": gates if gated else None}, str(rows))
+
+
+@pytest.mark.parametrize("flush", [1, 5])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_steps_with_every_number_of_pending_tokens(rows: int, flush: int) -> None:
+    dims = Dims(2, 6, 32, 48, w=4, flush=flush)
+    slots = [5, 2, 4][:rows]
+    layer = weights(dims, torch.float32, 3)
+    for most in range(flush - 1 + dims.w + 1):
+        for length in (1, dims.w):
+            arguments = dict(
+                **inputs(dims, (rows, length), torch.float32, 2),
+                weights=layer,
+                state=random_state(dims, 6, slots, torch.float32, 1),
+                slots=torch.tensor(slots),
+                starts=torch.tensor([700, 64, 13][:rows], dtype=torch.int32),
+                pending=torch.tensor([most, 0, most // 2][:rows]),
+                flush=flush,
+            )
+            assert_same(gated_delta_step, arguments, f"{most} pending, {length} new")
+
+
+def test_chunks_of_a_long_prompt() -> None:
+    dims = replace(Dims(2, 6, 32, 48), r=3)
+    raw = inputs(dims, (629,), torch.float32, 4)
+
+    def ints(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32)
+
+    arguments = dict(
+        **{name: raw[name] for name in ("mixed", "b", "a")},
+        weights=weights(dims, torch.float32, 3),
+        state=random_state(dims, 6, [1, 2], torch.float32, 5),
+        cu_seqlens=ints(0, 129, 629),
+        starts=ints(0, 64),
+        state_src=ints(1, 2),
+        state_slots=ints(1, 2),
+        snapshot_slots=ints(3, 4),
+    )
+    assert_same(gated_delta_chunk, arguments, "129 and 500 tokens")
+
+
+@pytest.mark.parametrize("taps", [1, 2, 4])
+def test_convolution(taps: int) -> None:
+    generator = torch.Generator().manual_seed(taps)
+    x = torch.randn(taps + 8, 3, 10, generator=generator)
+    weight = torch.randn(10, taps, generator=generator)
+    assert same_bits(_cpu.causal_convolution(x, weight), causal_convolution(x, weight))
+    alone = _cpu.causal_convolution(x[:, 1], weight)
+    assert same_bits(alone, causal_convolution(x, weight)[:, 1])
+
+
+def test_ring_places_are_positions_modulo_the_ring() -> None:
+    length = ring_slots(4, 3)
+    places = _cpu.ring_places(length, (2, 5), (9, 3), range(-3, 2)).view(5, 2)
+    for row, (slot, start) in enumerate(((2, 9), (5, 3))):
+        expected = slots_before(start + 2, 5, length) + slot * length
+        assert torch.equal(places[:, row], expected)
+
+
+@pytest.mark.parametrize("window", [1, 4, 8])
+@pytest.mark.parametrize("flush", [1, 5])
+def test_a_window_overwrites_nothing_that_is_read_beside_it(window: int, flush: int) -> None:
+    history = 3
+    length = ring_slots(window, history, flush)
+    for start in range(2 * length):
+        written = set(slots_before(start + window, window, length).tolist())
+        for count in (history, flush - 1 + window):
+            read = slots_before(start, count, length).tolist()
+            assert len(set(read)) == count and written.isdisjoint(read)

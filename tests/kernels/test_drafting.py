@@ -1,0 +1,46 @@
+"""The drafters' ops: every backend equals the reference; null rows do not count."""
+
+import pytest
+import torch
+
+from lockstep.kernels.drafting import mtp_inputs, next_draft_step, ngram_lookup
+from lockstep.kernels.step_metadata.cases import PAGE_SIZE, Draw, random_table
+from tests.kernels.faces import faces, of_every_op
+from tests.kernels.integers import assert_equals_the_reference
+
+FACES = faces()
+OPS = (mtp_inputs, next_draft_step, ngram_lookup)
+
+
+@pytest.mark.parametrize(("op", "face"), of_every_op(OPS, reference=False))
+def test_equals_the_reference(op, face, monkeypatch):
+    assert_equals_the_reference(op, face, monkeypatch)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_padding_draws_every_row_to_the_same_drafts(face):
+    """Null rows write row 0 only, and what they write there is no one's."""
+    table = random_table(Draw(2), 4, 3, 60, 50)
+    rows = torch.tensor([3, 1, 0, 0, 0])
+    some = dict(computed=table.computed, drafts=table.drafts, row_ids=rows)
+    some |= dict(tokens=torch.tensor([5, 6, 7, 7, 7]), page_table=table.page_table[rows])
+    some = face.fresh(some)
+    face.run(next_draft_step, some | dict(index=1, page_size=PAGE_SIZE))
+    expected = table.drafts.clone()
+    expected[3, 1], expected[1, 1], expected[0, 1] = 5, 6, 7
+    assert torch.equal(some["drafts"].cpu(), expected)
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_ngram_lookup_fills_the_columns_it_is_given(face, count):
+    """The first columns of wider rows: all of them, and nothing else."""
+    table = face.place(random_table(Draw(3), 4, 5, 60, 2))
+    rows, before = torch.tensor([4, 2, 0], device=face.device), table.drafts.clone()
+    some = dict(history=table.tokens, computed=table.computed, row_ids=rows, least=1, most=3)
+    face.run(ngram_lookup, some | dict(drafts=table.drafts[:, :count]))
+    assert torch.equal(table.drafts[:, count:], before[:, count:])
+    assert torch.equal(table.drafts[[1, 3]], before[[1, 3]])
+    whole = torch.full_like(before, 7)
+    face.run(ngram_lookup, some | dict(drafts=whole))
+    assert torch.equal(table.drafts[rows, :count], whole[rows, :count])

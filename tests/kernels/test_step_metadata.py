@@ -1,0 +1,111 @@
+"""A step's metadata: every backend equals the reference in every element; neighbours do not count.
+
+Rows alone, in other orders and beside null rows, in buffers full of garbage; the reference itself
+is held against plain Python here and by the walk in tests/runner.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.kernels.step_metadata import advance_rows, prepare_step
+from lockstep.kernels.step_metadata.cases import PAGE_SIZE, Draw, advance, random_table
+from tests.kernels.faces import faces, of_every_op
+from tests.kernels.integers import assert_equals_the_reference
+
+FACES = faces()
+
+
+@pytest.mark.parametrize(("op", "face"), of_every_op((prepare_step, advance_rows), reference=False))
+def test_equals_the_reference(op, face, monkeypatch):
+    assert_equals_the_reference(op, face, monkeypatch)
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("width", [1, 2, 5, 8])
+def test_rows_are_committed_as_in_plain_python(face, width):
+    """60 random rows, alone and together, drafts that repeat a token, flushes, ended prompts,
+    positions where the target has no token."""
+    seen = set()
+    for seed in range(6):
+        batch = advance(10, width, 80, prompt=False, vocab=3, seed=seed)
+        before = {name: x.clone() for name, x in vars(batch["table"]).items()}
+        expected = [plain(batch, before, s) for s in range(10)]
+        for picks in [list(range(10)), [3], [9, 0, 4, 4 + 5]]:
+            some = face.fresh(batch)
+            rows = torch.tensor(picks, device=face.device)
+            for name in ("row_ids", "tokens", "drafts", "seq_lens", "held"):
+                some[name] = some[name][rows].contiguous()
+            accepted, results = face.run(advance_rows, some)
+            table = some["table"]
+            for i, s in enumerate(picks):
+                want, row = expected[s], int(batch["row_ids"][s])
+                assert int(accepted[i]) == want["accepted"]
+                assert results[i].tolist() == want["results"]
+                assert int(table.computed[row]) == want["computed"]
+                assert int(table.pending[row]) == want["pending"]
+                assert table.tokens[row].tolist() == want["tokens"]
+                assert (table.drafts[row] == -1).all()
+                assert some["counts"][row].tolist() == want["counts"]
+                seen.add(want["accepted"])
+            others = sorted(set(range(13)) - {int(batch["row_ids"][s]) for s in picks} - {0})
+            assert torch.equal(some["counts"][others].cpu(), batch["counts"][others])
+            for name in ("tokens", "computed", "pending", "drafts"):
+                assert torch.equal(getattr(table, name)[others].cpu(), before[name][others])
+    assert seen == set(range(width))
+
+
+def plain(batch: dict[str, Any], before: dict[str, torch.Tensor], s: int) -> dict[str, Any]:
+    """What becomes of row s of the step."""
+    row, tokens = int(batch["row_ids"][s]), batch["tokens"][s].tolist()
+    drafts, held = batch["drafts"][s].tolist(), int(batch["held"][s])
+    accepted = 0
+    while accepted < len(drafts) and drafts[accepted] == tokens[accepted] >= 0:
+        accepted += 1
+    start = int(before["computed"][row])
+    history, counts = before["tokens"][row].tolist(), batch["counts"][row].tolist()
+    emits = row > 0 and int(batch["seq_lens"][s]) >= int(before["prompt_len"][row])
+    if emits:
+        history[start + 1 : start + 1 + len(tokens)] = [max(token, 0) for token in tokens]
+        for token in tokens[: accepted + 1]:
+            if token >= 0:
+                counts[token] += 1
+    pending = (held if held < batch["flush"] else 0) + accepted + 1
+    return dict(
+        accepted=accepted,
+        results=[*tokens, accepted, sum(draft >= 0 for draft in drafts)],
+        computed=start + accepted + 1 if row else 0,
+        pending=pending if row else 0,
+        tokens=history,
+        counts=counts,
+    )
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("prompt", [False, True])
+def test_a_row_is_prepared_as_it_is_alone(face, prompt):
+    """Batch mates, their order and null rows decide where a row's tokens stand, never what."""
+    draw, drafts = Draw(5), 3
+    table = random_table(draw, 9, drafts, 90, 50)
+    chunks = draw.ints(1, 30, 9)
+
+    def prepared(rows: list[int]) -> Any:
+        lengths = torch.tensor([int(chunks[r - 1]) if r else 2 for r in rows], dtype=torch.int32)
+        sizes = dict(tokens=len(rows) * (drafts + 1), query_len=drafts + 1)
+        if prompt:
+            sizes = dict(tokens=int(lengths.sum()), query_len=int(lengths.max()))
+        some = dict(table=table, row_ids=torch.tensor(rows), state_src=torch.tensor(rows).int() % 3)
+        some |= dict(query_lens=lengths if prompt else None, page_size=PAGE_SIZE, **sizes)
+        return face.run(prepare_step, face.fresh(some))
+
+    rows = [4, 1, 9, 2, 7, 0, 0]
+    whole = prepared(rows)
+    bounds = whole.cu_seqlens.tolist()
+    for s, row in enumerate(rows):
+        alone = prepared([row])
+        for name in ("token_ids", "positions", "slot_mapping"):
+            mine = getattr(whole, name)[bounds[s] : bounds[s + 1]]
+            assert torch.equal(mine, getattr(alone, name)), name
+        for name in ("starts", "seq_lens", "page_table", "drafts", "sample_at", "state_src"):
+            assert torch.equal(getattr(whole, name)[s], getattr(alone, name)[0]), name

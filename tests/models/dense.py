@@ -1,0 +1,70 @@
+"""Tiny dense decoders: an engine and transformers over one checkpoint, and exact answers."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep import LLM, SamplingParams
+from lockstep.outputs import RequestOutput
+
+VOCAB = 320
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+
+
+def make_llm(folder: Path, **settings: object) -> LLM:
+    """An engine over a tiny folder, token ids in and out."""
+    chosen = {"skip_tokenizer_init": True, "max_model_len": 1024, "max_num_seqs": 4, **settings}
+    return LLM(str(folder), **chosen)
+
+
+def random_pair(folder: Path, family: str, base: dict[str, Any], **changes: Any) -> Any:
+    """(engine, oracle) over one checkpoint as transformers saves it, its weights random.
+
+    family: the name of its classes in transformers, e.g. Qwen3.
+    """
+    transformers = pytest.importorskip("transformers")
+    settings = {**base, "torch_dtype": "float32", "vocab_size": VOCAB, **changes}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**settings)
+    oracle = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    for name, parameter in oracle.named_parameters():
+        if parameter.dim() > 1:
+            parameter.data.normal_(0.0, 1.5 * parameter.shape[1] ** -0.5)
+        elif name.endswith("bias"):
+            parameter.data.normal_()
+        else:
+            parameter.data.uniform_(0.5, 1.5)
+    oracle.save_pretrained(folder)
+    return make_llm(folder, speculative_config=NGRAM), oracle
+
+
+def prompts(count: int, longest: int) -> list[list[int]]:
+    """Random token ids, from 16 tokens to `longest`."""
+    draw = torch.Generator().manual_seed(1)
+    lengths = torch.linspace(16, longest, count).long().tolist()
+    return [torch.randint(VOCAB, (n,), generator=draw).tolist() for n in lengths]
+
+
+def answer(folder: Path, prompt: list[int], count: int = 90, **settings: object) -> RequestOutput:
+    """A greedy answer of a folder with made-up weights."""
+    llm = make_llm(folder, load_format="dummy", **settings)
+    return ask(llm, prompt, count)
+
+
+def ask(llm: LLM, prompt: list[int], count: int = 90) -> RequestOutput:
+    """A greedy answer with the log-probability of each of its tokens."""
+    return llm.generate({"prompt_token_ids": prompt}, greedy(count))[0]
+
+
+def greedy(count: int) -> SamplingParams:
+    """So many tokens, each with its log-probability."""
+    return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=0)
+
+
+def bits(output: RequestOutput) -> list[tuple[int, float]]:
+    """Each token with its log-probability: equal only if the logits are."""
+    one = output.outputs[0]
+    assert one.logprobs is not None
+    return [(t, e[t].logprob) for t, e in zip(one.token_ids, one.logprobs, strict=True)]

@@ -1,0 +1,77 @@
+"""Qwen2.5: against transformers, its shapes, and what is refused."""
+
+import pytest
+import torch
+
+from lockstep.errors import CheckpointError
+from lockstep.layers.build import Build
+from lockstep.models.loader import build_model
+from lockstep.models.qwen2 import Config
+from tests.models.dense import prompts, random_pair
+from tests.models.oracle import RELATIVE, compare_greedy, logits_error
+from tests.tiny_model import QWEN2
+
+QWEN2_7B = {
+    **QWEN2,
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["untied", "tied"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """(engine, oracle)"""
+    changes = {"rope_theta": 50000.0, "tie_word_embeddings": request.param}
+    return random_pair(tmp_path_factory.mktemp("qwen2"), "Qwen2", QWEN2, **changes)
+
+
+def test_logits_and_greedy_tokens_of_a_few_prompts(pair) -> None:
+    for ids in prompts(4, 200):
+        assert logits_error(*pair, ids) < RELATIVE
+        compare_greedy(*pair, ids, 24)
+
+
+def test_a_layer_of_qwen2_7b_has_its_shapes_and_its_share_of_the_parameters() -> None:
+    build = Build("cpu", torch.bfloat16, 1, 64)
+    model, _ = build_model({**QWEN2_7B, "num_hidden_layers": 1, "vocab_size": 256}, build, False)
+    table = model.weights()
+    layer = {n.removeprefix("layers.0."): t for n, t in table.items() if n.startswith("layers.")}
+    assert {n: tuple(t.shape) for n, t in layer.items()} == {
+        "input_layernorm.weight": (3584,),
+        "post_attention_layernorm.weight": (3584,),
+        "self_attn.q_proj.weight": (3584, 3584),
+        "self_attn.q_proj.bias": (3584,),
+        "self_attn.k_proj.weight": (512, 3584),
+        "self_attn.k_proj.bias": (512,),
+        "self_attn.v_proj.weight": (512, 3584),
+        "self_attn.v_proj.bias": (512,),
+        "self_attn.o_proj.weight": (3584, 3584),
+        "mlp.gate_proj.weight": (18944, 3584),
+        "mlp.up_proj.weight": (18944, 3584),
+        "mlp.down_proj.weight": (3584, 18944),
+    }
+    total = 28 * sum(t.numel() for t in layer.values()) + 2 * 152064 * 3584 + 3584
+    assert total == 7_615_616_512
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_sliding_window": True}, "use_sliding_window=True"),
+        ({"layer_types": ["sliding_attention"] * 28}, "layer_types='?.*full_attention"),
+        ({"layer_types": ["full_attention"] * 27}, "one for each of 28 layers"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'.*'silu'"),
+        ({"rope_scaling": {"type": "mrope"}}, "rope_scaling.type='mrope'"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+    ],
+)
+def test_what_is_not_built_is_refused(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        Config.read({**QWEN2_7B, **changes})
