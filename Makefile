@@ -22,7 +22,7 @@ serve: install
 	@$(BIN)/python -m lockstep serve --port $(PORT)
 
 test: lint types layers
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 -m "not gpu and not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not gpu and not slow"
 
 lint: install
 	$(BIN)/ruff check .

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise, product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,11 +108,16 @@ def keep_time(drafts: AdaptiveDraftLength, ms: float, a_draft: float) -> None:
     drafts.observe = observe  # type: ignore[method-assign]
 
 
-def test_adapts_to_what_is_accepted(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Settings of a tiny model with random weights."""
+    folder = str(make_model(tmp_path_factory.mktemp("tiny")))
+    return {"model": folder, "load_format": "dummy", "skip_tokenizer_init": True}
+
+
+def test_adapts_to_what_is_accepted(tiny: dict[str, Any]) -> None:
     """Random weights, drafts accepted by coin: none of them, and all of them."""
-    folder = make_model(tmp_path / "model")
-    tiny = {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True}
-    params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
     used = []
     for chance in (0.0, 1.0):
         llm = make_engine("mtp", adaptive=True, synthetic_acceptance=chance, **tiny)
@@ -125,12 +129,12 @@ def test_adapts_to_what_is_accepted(tmp_path: Path) -> None:
     assert used[0] < 0.5 and used[1] > 1.5
 
 
-def test_counts_follow_from_k() -> None:
+def test_counts_follow_from_k(tiny: dict[str, Any]) -> None:
     for most, counts in ((1, (0, 1)), (2, (0, 1, 2)), (3, (0, 1, 3)), (7, (0, 1, 3, 7))):
-        llm = make_engine("ngram", num_speculative_tokens=most, adaptive=True)
+        llm = make_engine("ngram", num_speculative_tokens=most, adaptive=True, **tiny)
         assert llm.engine.plan.draft_lengths == counts
-    assert make_engine("ngram").engine.plan.draft_lengths == (3,)
-    assert make_engine(None).engine.plan.draft_lengths == (0,)
+    assert make_engine("ngram", **tiny).engine.plan.draft_lengths == (3,)
+    assert make_engine(None, **tiny).engine.plan.draft_lengths == (0,)
 
 
 @pytest.mark.parametrize("value", ["always", "random", 1, None])

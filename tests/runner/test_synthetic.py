@@ -14,7 +14,7 @@ from tests.asking import answer, make_engine
 from tests.tiny_model import make_model
 
 PROMPTS = [[3 + i, 5, 7, 11 * i, 13] for i in range(8)]
-PARAMS = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, detokenize=False)
+PARAMS = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +23,12 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True}
 
 
-def ask(tiny: dict[str, Any], drafter: str | None, **settings: Any) -> list[RequestOutput]:
-    llm = make_engine(drafter, **tiny, **settings)
-    params = [replace(PARAMS, seed=i) for i in range(len(PROMPTS))]
+def ask(
+    tiny: dict[str, Any], drafter: str | None, max_tokens: int = 64, **settings: Any
+) -> list[RequestOutput]:
+    """The answers to all prompts at once, a row each."""
+    llm = make_engine(drafter, max_num_seqs=len(PROMPTS), **tiny, **settings)
+    params = [replace(PARAMS, max_tokens=max_tokens, seed=i) for i in range(len(PROMPTS))]
     return llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params)
 
 
@@ -33,7 +36,7 @@ def ask(tiny: dict[str, Any], drafter: str | None, **settings: Any) -> list[Requ
 def test_accepts_as_often_as_asked(tiny: dict[str, Any], chance: float, drafts: int) -> None:
     """The acceptance length is 1 + p + ... + p^K, within 4 sigma of 1,600 tokens' steps."""
     given = {"synthetic_acceptance": chance, "num_speculative_tokens": drafts}
-    outs = ask(tiny, "mtp", **given)
+    outs = ask(tiny, "mtp", max_tokens=200, **given)
     steps, accepted = (
         sum(getattr(o.metrics, f"num_{name}") for o in outs)
         for name in ("steps", "accepted_tokens")
@@ -60,7 +63,7 @@ def test_what_was_not_drafted_is_not_accepted(tiny: dict[str, Any]) -> None:
 
 def test_the_seed_decides_not_the_batch(tiny: dict[str, Any]) -> None:
     llm = make_engine("mtp", **tiny, synthetic_acceptance=0.6)
-    params = [replace(PARAMS, max_tokens=60, seed=i) for i in range(4)]
+    params = [replace(PARAMS, seed=i) for i in range(4)]
     prompt = {"prompt_token_ids": PROMPTS[0]}
     alone = [answer(llm.generate(prompt, p)[0]) for p in params]
     together = llm.generate([prompt] * 4, params)
