@@ -100,3 +100,9 @@ def test_the_best_backend_is_chosen() -> None:
     assert "sooner" in str(twice.explain(device="cpu")["reference"])
     with pytest.raises(ConfigError, match="no backend serves"):
         twice.choose(device="tpu")
+
+
+def test_hopper_is_preferred_for_attention() -> None:
+    """Both serve a Hopper GPU; the order of their files must not decide."""
+    names = list(backends.every_op()["paged_attention"].backends)
+    assert names.index("hopper") > names.index("triton")
