@@ -12,8 +12,6 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.spec import DRAFTERS
 
 EVERY_DRAFTER = (*DRAFTERS, answer_oracle.NAME)
-UNREAD = ("extra_args",)
-"""Sampling parameters that nothing reads."""
 
 
 @dataclass
@@ -46,8 +44,8 @@ class Exercised:
     def lacks(self) -> list[str]:
         """What was not exercised, and why where that is known."""
         found = [f"drafter {name}" for name in EVERY_DRAFTER if name not in self.drafters]
-        known = (name for name in SamplingParams.names() if name not in UNREAD)
-        found += [f"parameter {name}" for name in known if name not in self.parameters]
+        names = SamplingParams.names()
+        found += [f"parameter {name}" for name in names if name not in self.parameters]
         for name, op in every_op().items():
             served = self.faces.get(name, set())
             if not served:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep.check import SIZES, Report, run_check
-from lockstep.check.exercised import EVERY_DRAFTER, UNREAD, Exercised
+from lockstep.check.exercised import EVERY_DRAFTER, Exercised
 from lockstep.check.worlds import Effort
 from lockstep.kernels.backends import every_op
 from lockstep.sampling_params import SamplingParams
@@ -81,9 +81,7 @@ def test_every_drafter_drafts(report: Report) -> None:
 
 
 def test_every_parameter_is_asked_with(report: Report) -> None:
-    assert report.used is not None and report.used.parameters == set(SamplingParams.names()) - set(
-        UNREAD
-    )
+    assert report.used is not None and report.used.parameters == set(SamplingParams.names())
 
 
 def test_what_is_left_out_is_named() -> None:

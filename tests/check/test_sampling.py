@@ -133,7 +133,6 @@ def fields_of_the_sampler() -> Iterator[str]:
     """SamplingParams but for what ends an answer, or what is told of it."""
     told = {"n", "seed", "max_tokens", "stop", "stop_token_ids", "include_stop_str_in_output"}
     told |= {"ignore_eos", "logprobs", "prompt_logprobs", "detokenize", "skip_special_tokens"}
-    told |= {"extra_args"}
     params = next(iter(cases(context()).values()))
     return (f.name for f in fields(params) if f.name not in told)
 
