@@ -6,8 +6,9 @@ What was never run proves nothing, so the report names it.
 from dataclasses import dataclass, field, fields
 
 from lockstep.check import answer_oracle
+from lockstep.check.drafters import NONE
+from lockstep.engine.engine import Engine
 from lockstep.kernels.backends import every_op
-from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
 from lockstep.spec import DRAFTERS
 
@@ -16,7 +17,7 @@ EVERY_DRAFTER = (*DRAFTERS, answer_oracle.NAME)
 
 @dataclass
 class Exercised:
-    """What engines of a check were built from, and what they were asked. faces: by op's name;
+    """What engines of a check were built from, and what they were given. faces: by op's name;
     refused: why a face of an op served none of them."""
 
     faces: dict[str, set[str]] = field(default_factory=dict)
@@ -24,19 +25,17 @@ class Exercised:
     drafters: set[str] = field(default_factory=set)
     parameters: set[str] = field(default_factory=set)
 
-    def engine(self, llm: LLM) -> None:
-        """An engine that was built."""
-        for choice in llm.engine.explain()["layers"]:
+    def engine(self, engine: Engine, drafter: str) -> None:
+        """An engine that was built with this drafter, or with none."""
+        for choice in engine.explain()["layers"]:
             served = {name.split(" ")[0] for name in choice["backend"].split(", ")}
             self.faces.setdefault(choice["op"], set()).update(served)
             self.refused.setdefault(choice["op"], {}).update(choice["refused"])
-        spec = llm.engine.config.speculative_config
-        if spec is not None:
-            oracle = llm.engine.hooks.drafter is not None
-            self.drafters.add(answer_oracle.NAME if oracle else spec.method)
+        if drafter != NONE:
+            self.drafters.add(drafter)
 
     def params(self, params: SamplingParams) -> None:
-        """Parameters that a request was asked with."""
+        """Parameters that a request had."""
         for known in fields(params):
             if getattr(params, known.name) != known.default:
                 self.parameters.add(known.name)

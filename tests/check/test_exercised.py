@@ -80,7 +80,7 @@ def test_every_drafter_drafts(report: Report) -> None:
     assert uneven == set(EVERY_DRAFTER), "each drafts a number that changes from step to step"
 
 
-def test_every_parameter_is_asked_with(report: Report) -> None:
+def test_every_parameter_is_used(report: Report) -> None:
     assert report.used is not None and report.used.parameters == set(SamplingParams.names())
 
 
