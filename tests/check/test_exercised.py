@@ -10,7 +10,7 @@ import pytest
 from lockstep.check import SIZES, Report, run_check
 from lockstep.check.exercised import EVERY_DRAFTER, Exercised
 from lockstep.check.worlds import Effort
-from lockstep.kernels.backends import every_op
+from lockstep.kernels.backends import every_op, load
 from lockstep.sampling_params import SamplingParams
 
 
@@ -26,6 +26,7 @@ def calls() -> Iterator[Counter[tuple[str, str]]]:
 
         return call
 
+    load()
     ops = every_op()
     sound = {name: dict(op.backends) for name, op in ops.items()}
     for name, op in ops.items():
