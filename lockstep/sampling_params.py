@@ -1,7 +1,7 @@
 """What a request asks of the sampler, in vLLM's names."""
 
 from collections.abc import Collection, Mapping, Sequence, Sized
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from numbers import Integral
 from typing import Any
 
@@ -52,7 +52,6 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
-    extra_args: dict[str, Any] | None = field(default=None)
 
     def __post_init__(self) -> None:
         for name, low, high in (

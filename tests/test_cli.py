@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 from lockstep.__main__ import main
 from lockstep.bench import offline
-from lockstep.check import asks, matrix, tokens
+from lockstep.check import cases, matrix, tokens
 from lockstep.check.matrix import Setup
 from lockstep.cli import app
 from lockstep.cli.chat import _take_turn
@@ -113,7 +114,7 @@ def test_bench_ends_with_one_line_of_json(model: str) -> None:
 
 def test_check_status_table_and_json(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(matrix.SIZES, "quick", matrix.Size(max_tokens=4, alone=8, company=4))
-    monkeypatch.setattr(asks, "LONG_PROMPT", 300)
+    monkeypatch.setattr(cases, "LONG_PROMPT", 300)
     engines = [Setup("ngram", 2, "cold", "none")]
     monkeypatch.setattr(tokens, "setups", lambda size, drafters, graphs: engines)
     asked = ("check", "--quick", "--load-format", "dummy", "--skip-tokenizer-init", model)
@@ -125,7 +126,7 @@ def test_check_status_table_and_json(model: str, monkeypatch: pytest.MonkeyPatch
         "failed": 0,
     }
     engines[:] = [Setup("ngram", 2, "preempted", "none")]
-    monkeypatch.setattr(tokens._Engine, "_exercised", lambda self, answers: tokens.Counter())
+    monkeypatch.setattr(tokens, "took_place", lambda answers: Counter())
     assert run(*asked).exit_code == 1
 
 

@@ -1,7 +1,7 @@
 """A drafter that knows the answers, wrong at every fifth place and silent at some.
 
-Whatever the weights, every number of drafts is accepted at some step. It stands in an engine by
-CheckHooks(drafter=AnswerOracle); speculative_config names another method and says K.
+Whatever the weights, every number of drafts is accepted at some step. CheckHooks.drafter puts it in
+the place of the drafter that speculative_config names, which says K.
 """
 
 import torch
@@ -15,6 +15,7 @@ NAME = "told"
 STAND_IN = "ngram"
 """The method that speculative_config names where this drafter takes its place."""
 MOST_TEXTS = 32
+"""Texts that it knows at once."""
 WRONG_EVERY = 5
 """Positions whose drafts are wrong: the multiples of this."""
 NONE_EVERY = 11
@@ -36,8 +37,8 @@ class AnswerOracle:
     def tell(self, texts: list[list[int]]) -> None:
         """At most MOST_TEXTS of them. Rows that begin like one of them get drafts from now on."""
         self.texts.fill_(-1)
-        for line, text in zip(self.texts, texts, strict=False):
-            line[: len(text)] = torch.tensor(text)
+        for row, text in zip(self.texts, texts, strict=False):
+            row[: len(text)] = torch.tensor(text)
 
     def propose(
         self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict

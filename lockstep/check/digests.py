@@ -1,20 +1,19 @@
-"""Watches an engine's logits: a digest of all bits of every row of them that decided a token."""
+"""Observers of an engine's logits: digests of all bits of every row, and rows themselves."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
-from lockstep.llm import LLM
 from lockstep.runner.observer import StepObserver
 from lockstep.runner.program import Outcome
 from lockstep.scheduling.request import Request
 from lockstep.step import StepShape
 
 TILE = 64
+"""Rows of logits that are digested at once."""
 
 
 @cache
@@ -36,7 +35,7 @@ def digest(logits: Tensor) -> Tensor:
 
 
 @dataclass
-class Seen:
+class DigestedStep:
     """One step: its requests, the place after the first of each row's new tokens, the digests.
 
     places [S], digests [S, Q], emitted [S]: how many of the Q stand, all still on the device.
@@ -48,57 +47,54 @@ class Seen:
     emitted: Tensor
 
 
-@dataclass
-class Digests:
-    """What was seen while an engine was watched. rows: the most rows that one step decoded."""
+class LogitDigests(StepObserver):
+    """Digests every row of logits that decides a token. rows: the most rows that a step decoded."""
 
-    steps: list[Seen] = field(default_factory=list)
-    rows: int = 0
+    def __init__(self) -> None:
+        self.steps: list[DigestedStep] = []
+        self.rows = 0
+
+    def after_step(self, requests: Sequence[Request], shape: StepShape, outcome: Outcome) -> None:
+        """Digests the step's logits, without waiting for the device."""
+        step, _, logits, verdict = outcome
+        count = len(requests)
+        if not shape.prompt:
+            self.rows = max(self.rows, count)
+        window = verdict.tokens.shape[1]
+        places = step.seq_lens if shape.prompt else step.starts + 1
+        digests = digest(logits[: count * window]).view(count, window)
+        emitted = verdict.accepted[:count] + 1
+        self.steps.append(DigestedStep(list(requests), places[:count].clone(), digests, emitted))
 
     def by_request(self) -> dict[str, list[int]]:
         """Request id -> the digests of its answer's tokens, in their order."""
         found: dict[str, dict[int, int]] = {}
         for step in self.steps:
-            lines = zip(
+            rows = zip(
                 step.requests,
                 step.places.tolist(),
                 step.digests.tolist(),
                 step.emitted.tolist(),
                 strict=True,
             )
-            for request, place, row, count in lines:
+            for request, place, digests, count in rows:
                 first = place - len(request.prompt_token_ids)
-                for index, value in enumerate(row[:count], first):
+                for index, value in enumerate(digests[:count], first):
                     if index >= 0:
                         found.setdefault(request.id, {})[index] = value
         return {name: [own[i] for i in sorted(own)] for name, own in found.items()}
 
 
-class _DigestObserver(StepObserver):
-    """Adds every step to what was found."""
+class RawLogits(StepObserver):
+    """Keeps the first row's logits [1, V] of every step: all of them where a request runs alone."""
 
     def __init__(self) -> None:
-        self.found = Digests()
+        self.rows: list[Tensor] = []
 
     def after_step(self, requests: Sequence[Request], shape: StepShape, outcome: Outcome) -> None:
-        step, _, logits, verdict = outcome
-        count = len(requests)
-        if not shape.prompt:
-            self.found.rows = max(self.found.rows, count)
-        window = verdict.tokens.shape[1]
-        places = step.seq_lens if shape.prompt else step.starts + 1
-        digests = digest(logits[: count * window]).view(count, window)
-        emitted = verdict.accepted[:count] + 1
-        self.found.steps.append(Seen(list(requests), places[:count].clone(), digests, emitted))
+        """Copies the first row."""
+        self.rows.append(outcome[2][:1].clone())
 
-
-@contextmanager
-def watch(llm: LLM) -> Iterator[Digests]:
-    """Digests of all that is generated meanwhile."""
-    observer = _DigestObserver()
-    observers = llm.engine.runner.observers
-    observers.append(observer)
-    try:
-        yield observer.found
-    finally:
-        observers.remove(observer)
+    def behind(self, count: int) -> Tensor:
+        """The first `count` rows [count, V] in fp32, on the CPU."""
+        return torch.cat(self.rows)[:count].float().cpu()

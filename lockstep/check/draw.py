@@ -12,19 +12,23 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lockstep.check import answer_oracle
-from lockstep.check.asks import Answer
+from lockstep.check.answers import Answer
+from lockstep.check.drafters import NONE
 from lockstep.check.plain import PlainRuns
-from lockstep.check.world import MOST_PAGES, Asked, Kind, Limits, World
+from lockstep.check.world import MOST_PAGES, Kind, Limits, World, WorldRequest
 from lockstep.errors import RequestError
 from lockstep.example_prompts import short_prompts
 from lockstep.runner.rows import check_ids
 from lockstep.sampling_params import SamplingParams
+from lockstep.spec import DRAFTERS
 from lockstep.step import PAGE_SIZE
 
 EARLY = 8
 """The first worlds bring two new requests each, later ones one, so that all aims come soon."""
-MOST_OLD, MEMORY = 4, 40
-"""Earlier requests beside the new ones, at most, and how far back those lie."""
+MOST_OLD = 4
+"""Earlier requests beside the new ones, at most."""
+MEMORY = 40
+"""How many requests back those lie, at most."""
 WORLDS_OF_A_KIND = 2
 PAGE = PAGE_SIZE
 LENGTHS = (1, 3, 17, 40, 61, 62, 63, 64, 65, 66, 90, 125, 126, 127, 128, 129, 130, 150, 190, 191,
@@ -40,8 +44,14 @@ PUSHED = 2
 PUSHES = 12
 """Steps in which urgent requests push rows out."""
 BUCKETS = ((1, 2, 4, 6), (2, 6), (3, 5), (6,), (1, 2, 3, 4, 5, 6))
-KINDS = ("told", "told random", "mtp random", "ngram random", "none", "told", "mtp", "ngram")
+KINDS = (
+    answer_oracle.NAME, f"{answer_oracle.NAME} random",
+    *(f"{name} random" for name in reversed(DRAFTERS)),
+    NONE, answer_oracle.NAME, *reversed(DRAFTERS),
+)  # fmt: skip
+"""The drafters of engines, in turn; random: every step brings another number of drafts."""
 Params = dict[str, Any]
+Requests = tuple[WorldRequest, ...]
 
 
 def kind_of(seed: int, group: int, drafters: tuple[str, ...], graphs: tuple[str, ...]) -> Kind:
@@ -53,7 +63,7 @@ def kind_of(seed: int, group: int, drafters: tuple[str, ...], graphs: tuple[str,
         "in_flight": rng.choice((1, 1, 2)),
         "graph": graphs[group % len(graphs)],
     }
-    if name == "none":
+    if name == NONE:
         return Kind(**common)
     drafter = name if name in drafters else answer_oracle.NAME
     drafts = (
@@ -78,9 +88,12 @@ class Drawer:
     def __init__(
         self, plain: PlainRuns, seed: int, drafters: tuple[str, ...], graphs: tuple[str, ...]
     ) -> None:
-        self.plain, self.seed, self.drafters, self.graphs = plain, seed, drafters, graphs
+        self.plain = plain
+        self.seed = seed
+        self.drafters = drafters
+        self.graphs = graphs
         self.vocab = plain.llm.engine.vocab_size
-        self._asked: dict[int, Asked] = {}
+        self._drawn: dict[int, WorldRequest] = {}
         self._texts = short_prompts(plain.llm)
 
     def kind(self, index: int) -> Kind:
@@ -98,8 +111,8 @@ class Drawer:
         own += rng.sample(before, min(len(before), beside))
         rng.shuffle(own)
         kind = self.kind(index)
-        asked = [self._ask(number) for number in own]
-        requests = tuple(self._scheduled(rng, a) for a in asked)
+        drawn = [self._request(number) for number in own]
+        requests = tuple(self._scheduled(rng, request) for request in drawn)
         requests += self._next_turns(rng, requests)
         primed = self._primed(rng, requests)
         pushed = index % SELDOM == PUSHED
@@ -114,39 +127,40 @@ class Drawer:
             limits = replace(limits, rows=2, policy="priority")
         return World(kind, limits, requests, primed, rng.randrange(2**31), rng.randrange(2**31))
 
-    def _scheduled(self, rng: random.Random, asked: Asked) -> Asked:
+    def _scheduled(self, rng: random.Random, request: WorldRequest) -> WorldRequest:
         """When a request comes, goes, and is moved to the host."""
         arrival = 0 if rng.random() < 0.5 else rng.randrange(10)
         abort = arrival + rng.randrange(12) if rng.random() < 0.12 else None
         preempt = [arrival + 1 + rng.randrange(14) for _ in range(rng.choice((0, 0, 0, 1, 3)))]
         rank = rng.randrange(-2, 3)
         return replace(
-            asked, arrival=arrival, abort=abort, preempt=tuple(sorted(preempt)), priority=rank
+            request, arrival=arrival, abort=abort, preempt=tuple(sorted(preempt)), priority=rank
         )
 
-    def _next_turns(self, rng: random.Random, requests: tuple[Asked, ...]) -> tuple[Asked, ...]:
-        """The next turn of a conversation whose answer has filled a page, asked twice: what was
+    def _next_turns(self, rng: random.Random, requests: Requests) -> Requests:
+        """The next turn of a conversation whose answer has filled a page, sent twice: what was
         generated is a prompt there, and no state of it may come from the cache."""
-        for asked in requests:
-            said = self.plain.answers(asked.prompt, asked.sampling())[0].tokens
-            before, after = len(asked.prompt), len(asked.prompt) + len(said)
+        for request in requests:
+            said = self.plain.answers(request.prompt, request.sampling())[0].tokens
+            before = len(request.prompt)
+            after = before + len(said)
             if before // PAGE == (after - 1) // PAGE or after > 4 * PAGE:
                 continue
-            text = (*asked.prompt, *said, *rng.choice(self._texts)[-20:])
+            text = (*request.prompt, *said, *rng.choice(self._texts)[-20:])
             params = {"temperature": 0.0, "max_tokens": 6, "logprobs": 1}
-            later = asked.arrival + len(said) + rng.randrange(3, 6)
-            return tuple(Asked(text, params, arrival=later + wait) for wait in (0, 10))
+            later = request.arrival + len(said) + rng.randrange(3, 6)
+            return tuple(WorldRequest(text, params, arrival=later + wait) for wait in (0, 10))
         return ()
 
-    def _long(self, index: int) -> Asked:
+    def _long(self, index: int) -> WorldRequest:
         """A prompt that attention folds in three parts, of the family that is new now."""
         rng = random.Random(f"long {self.seed} {index}")
         texts = self._family((EARLY + index) // 10)
         prompt = (*texts.trunk, *texts.other)[: rng.choice(LONG)]
         params = {"temperature": 0.0, "max_tokens": 7, "ignore_eos": True, "logprobs": 1}
-        return Asked(prompt, params, arrival=rng.randrange(3))
+        return WorldRequest(prompt, params, arrival=rng.randrange(3))
 
-    def _pushed(self, index: int, kind: Kind, requests: tuple[Asked, ...]) -> tuple[Asked, ...]:
+    def _pushed(self, index: int, kind: Kind, requests: Requests) -> Requests:
         """Rows that are pushed out while they run. Two answers begin a page, and urgent requests
         push them out, also in the step that has just granted it; then the world's own ones do, and
         one of the two ends from outside while it is out."""
@@ -157,8 +171,8 @@ class Drawer:
             before = rng.randrange(kind.drafts + 2, kind.drafts + 6)
             params = {"temperature": 0.0, "max_tokens": before + 3, "ignore_eos": True}
             prompt = texts.trunk[: rng.choice((1, 1, 2)) * PAGE - before]
-            rows.append(Asked(prompt, params, abort=abort, priority=3))
-        urgent = Asked(texts.ends[0], {"temperature": 0.0, "max_tokens": 1}, priority=-3)
+            rows.append(WorldRequest(prompt, params, abort=abort, priority=3))
+        urgent = WorldRequest(texts.ends[0], {"temperature": 0.0, "max_tokens": 1}, priority=-3)
         steps = [step for step in range(1, PUSHES, 2) for _ in range(rng.choice((1, 2)))]
         own = (replace(a, **_later(a, PUSHES)) for a in requests)
         return (*rows, *(replace(urgent, arrival=step) for step in steps), *own)
@@ -167,7 +181,7 @@ class Drawer:
         self,
         rng: random.Random,
         kind: Kind,
-        requests: tuple[Asked, ...],
+        requests: Requests,
         primed: tuple[tuple[int, ...], ...],
     ) -> Limits:
         """Pages from just enough for the longest request to plenty, and so on."""
@@ -185,9 +199,7 @@ class Drawer:
             policy=rng.choice(("fcfs", "fcfs", "priority")),
         )
 
-    def _primed(
-        self, rng: random.Random, requests: tuple[Asked, ...]
-    ) -> tuple[tuple[int, ...], ...]:
+    def _primed(self, rng: random.Random, requests: Requests) -> tuple[tuple[int, ...], ...]:
         """Beginnings of the prompts, cut at pages and beside them, and their second pages under
         the first page of another text."""
         if rng.random() < 0.35:
@@ -205,14 +217,14 @@ class Drawer:
         rng.shuffle(found)
         return tuple(found[:4])
 
-    def _ask(self, number: int) -> Asked:
+    def _request(self, number: int) -> WorldRequest:
         """Request number `number`: its prompt, and parameters around one aim."""
-        if number not in self._asked:
+        if number not in self._drawn:
             rng = random.Random(f"ask {self.seed} {number}")
             prompt = self._prompt(rng, number // 10)
             params = self._params(rng, prompt, TURNS[number % len(TURNS)])
-            self._asked[number] = Asked(prompt, params)
-        return self._asked[number]
+            self._drawn[number] = WorldRequest(prompt, params)
+        return self._drawn[number]
 
     def _family(self, number: int) -> Family:
         rng = random.Random(f"family {self.seed} {number}")
@@ -221,7 +233,8 @@ class Drawer:
             stream = [t for text in rng.sample(self._texts, len(self._texts)) for t in text]
             stream = stream * (2 * length // len(stream) + 2)
             at = rng.randrange(len(stream) - 2 * length)
-            trunk, other = stream[at : at + length], stream[at + length : at + 2 * length]
+            trunk = stream[at : at + length]
+            other = stream[at + length : at + 2 * length]
         else:
             trunk, other = (self._pattern(rng, length) for _ in range(2))
         ends = [text[-rng.randrange(8, 30) :] for text in self._texts]
@@ -257,8 +270,8 @@ class Drawer:
     def _fits(self, prompt: tuple[int, ...], params: Params) -> bool:
         """Whether an engine takes such a request: some parameters leave no token together."""
         try:
-            asked = {"prompt_token_ids": list(prompt)}
-            requests = self.plain.llm.processor.requests("", asked, SamplingParams(**params))
+            given = {"prompt_token_ids": list(prompt)}
+            requests = self.plain.llm.processor.requests("", given, SamplingParams(**params))
             check_ids(requests[0], self.vocab)
         except RequestError:
             return False
@@ -275,11 +288,11 @@ class Drawer:
         return list(dict.fromkeys(self.answer(prompt, greedy).tokens))
 
 
-def _later(asked: Asked, steps: int) -> dict[str, Any]:
+def _later(request: WorldRequest, steps: int) -> dict[str, Any]:
     """When a request comes, goes and is moved, so many steps later."""
-    abort = None if asked.abort is None else asked.abort + steps
-    preempt = tuple(step + steps for step in asked.preempt)
-    return {"arrival": asked.arrival + steps, "abort": abort, "preempt": preempt}
+    abort = None if request.abort is None else request.abort + steps
+    preempt = tuple(step + steps for step in request.preempt)
+    return {"arrival": request.arrival + steps, "abort": abort, "preempt": preempt}
 
 
 def _base(rng: random.Random) -> Params:
@@ -442,7 +455,7 @@ ENDING = {
     "n", "ignore_eos", "min_tokens", "stop", "stop_token_ids", "include_stop_str_in_output",
     "bad_words", "detokenize", "skip_special_tokens", "logprobs", "prompt_logprobs",
 }  # fmt: skip
-"""What a plain run by which worlds aim is asked without: more of its aims share one run."""
+"""Parameters that a plain run by which worlds aim does without: more of its aims share one run."""
 TURNS = (
     "counts", "bad_words", "stops", "filters", "several", "prompt_logprobs", "bias", "counts",
     "stop_text", "allowed", "bad_words", "ends", "stops", "bad_text", "penalties", "nothing",

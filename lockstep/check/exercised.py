@@ -6,19 +6,18 @@ What was never run proves nothing, so the report names it.
 from dataclasses import dataclass, field, fields
 
 from lockstep.check import answer_oracle
+from lockstep.check.drafters import NONE
+from lockstep.engine.engine import Engine
 from lockstep.kernels.backends import every_op
-from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
 from lockstep.spec import DRAFTERS
 
 EVERY_DRAFTER = (*DRAFTERS, answer_oracle.NAME)
-UNREAD = ("extra_args",)
-"""Sampling parameters that nothing reads."""
 
 
 @dataclass
 class Exercised:
-    """What engines of a check were built from, and what they were asked. backends: by op's name;
+    """What engines of a check were built from, and what they were given. backends: by op's name;
     refused: why a backend of an op served none of them."""
 
     backends: dict[str, set[str]] = field(default_factory=dict)
@@ -26,19 +25,17 @@ class Exercised:
     drafters: set[str] = field(default_factory=set)
     parameters: set[str] = field(default_factory=set)
 
-    def engine(self, llm: LLM) -> None:
-        """An engine that was built."""
-        for choice in llm.engine.explain()["layers"]:
+    def engine(self, engine: Engine, drafter: str) -> None:
+        """An engine that was built with this drafter, or with none."""
+        for choice in engine.explain()["layers"]:
             served = {name.split(" ")[0] for name in choice["backend"].split(", ")}
             self.backends.setdefault(choice["op"], set()).update(served)
             self.refused.setdefault(choice["op"], {}).update(choice["refused"])
-        spec = llm.engine.config.speculative_config
-        if spec is not None:
-            oracle = llm.engine.hooks.drafter is not None
-            self.drafters.add(answer_oracle.NAME if oracle else spec.method)
+        if drafter != NONE:
+            self.drafters.add(drafter)
 
     def params(self, params: SamplingParams) -> None:
-        """Parameters that a request was asked with."""
+        """Parameters that a request had."""
         for known in fields(params):
             if getattr(params, known.name) != known.default:
                 self.parameters.add(known.name)
@@ -46,8 +43,8 @@ class Exercised:
     def lacks(self) -> list[str]:
         """What was not exercised, and why where that is known."""
         found = [f"drafter {name}" for name in EVERY_DRAFTER if name not in self.drafters]
-        known = (name for name in SamplingParams.names() if name not in UNREAD)
-        found += [f"parameter {name}" for name in known if name not in self.parameters]
+        names = SamplingParams.names()
+        found += [f"parameter {name}" for name in names if name not in self.parameters]
         for name, op in every_op().items():
             served = self.backends.get(name, set())
             if not served:

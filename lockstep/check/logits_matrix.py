@@ -7,17 +7,23 @@ from itertools import cycle, islice
 from typing import Any
 
 from lockstep.check import answer_oracle
-from lockstep.check.asks import Ask
-from lockstep.check.matrix import Setup
+from lockstep.check.cases import PREFIX_TAIL, Batch, Case, in_turn
+from lockstep.check.drafters import NONE, speculative_config
+from lockstep.check.matrix import COLD, PREFIX_HIT, Setup
 from lockstep.sampling_params import SamplingParams
 from lockstep.step import PAGE_SIZE
 
 CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
+"""Prompt tokens of a step."""
 SHORT = (5, 17, 63, 64, 65, 72, 80, 90, 100, 110, 127, 128, 129, 140, 150, 160, 191, 192, 230)
 """Tokens of the prompts but for the long one: on the grid of 64 and off it."""
 LONG = 8192 + 70
+"""Tokens of the long prompt, where the model has room for them."""
 HITS = 7
+"""Cases of the batch whose prompts are cached."""
 SNAPSHOTS = 16
+OWN_DRAFTS = 3
+"""K of the drafter that comes with the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +48,10 @@ SIZES = {
 }
 
 
-def make_asks(vocab: int, long: int, max_tokens: int) -> list[Ask]:
+def make_cases(vocab: int, long: int, max_tokens: int) -> list[Case]:
     """20 prompts of random token ids, greedy and sampled in turn; the last is the long one."""
-    rng, asks = random.Random(20), []
+    rng = random.Random(20)
+    cases = []
     for index, length in enumerate((*SHORT, long)):
         heat = 0.8 * (index % 2)
         params = SamplingParams(
@@ -52,28 +59,29 @@ def make_asks(vocab: int, long: int, max_tokens: int) -> list[Ask]:
         )
         prompt = tuple(rng.choices(range(vocab), k=length))
         name = f"prompt of {length:,} tokens"
-        asks.append(Ask(name, "sampled" if heat else "greedy", prompt, params))
-    return asks
+        cases.append(Case(name, "sampled" if heat else "greedy", prompt, params))
+    return cases
 
 
 def engines(size: Size, graphs: tuple[str, ...], own: str | None) -> Iterator[Setup]:
-    """Every K of the size in the first graph mode, some in the others. own: the drafter that
-    comes with the checkpoint, which drafts once."""
+    """Every K of the size in the first graph mode, some in the others.
+
+    own: the drafter that comes with the checkpoint, if any; it drafts on one engine.
+    """
     for graph in graphs:
         for k in size.drafts if graph == graphs[0] else size.mixed:
-            yield Setup(answer_oracle.NAME if k else "none", k, "cold", graph)
+            yield Setup(answer_oracle.NAME if k else NONE, k, COLD, graph)
     if own:
-        yield Setup(own, 3, "cold", graphs[0])
+        yield Setup(own, OWN_DRAFTS, COLD, graphs[0])
 
 
 def settings(setup: Setup, size: Size, long: int) -> dict[str, Any]:
     """The LLM arguments of an engine: room for all rows, and for two of the long prompt."""
-    method = answer_oracle.STAND_IN if setup.drafter == answer_oracle.NAME else setup.drafter
-    spec = {"method": method, "num_speculative_tokens": setup.k, "adaptive": False}
-    rows, length = max(size.rows), long + size.max_tokens
+    rows = max(size.rows)
+    length = long + size.max_tokens
     short = max(SHORT) + size.max_tokens + 3 * (setup.k + 1)
     return {
-        "speculative_config": spec if setup.k else None,
+        "speculative_config": speculative_config(setup.drafter, setup.k),
         "cuda_graph_mode": setup.graph,
         "max_num_seqs": rows,
         "row_buckets": tuple(b for b in (1, 2, 8, 16) if b <= rows),
@@ -84,32 +92,17 @@ def settings(setup: Setup, size: Size, long: int) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True)
-class Batch:
-    """Asks that run together. chunk: most prompt tokens of a step; primed: the prompts' beginnings
-    are cached."""
-
-    name: str
-    asks: tuple[Ask, ...]
-    chunk: int = max(CHUNKS)
-    primed: bool = False
-
-
-def batches(asks: list[Ask], size: Size, turn: int) -> Iterator[Batch]:
+def batches(cases: list[Case], size: Size, turn: int) -> Iterator[Batch]:
     """The runs of the `turn`th engine: who runs alone, and which chunk sizes, move on with it."""
-    *short, long = asks
+    *short, long = cases
+    most = max(CHUNKS)
     for rows in size.rows:
         if rows == 1:
-            yield from (Batch("1 row", (a,)) for a in _turned(short, size.alone, turn))
+            yield from (Batch("1 row", (c,), most) for c in in_turn(short, size.alone, turn))
         else:
-            yield Batch(f"{rows} rows", tuple(islice(cycle(short), rows)))
-    for chunk in _turned(list(CHUNKS), size.chunks, turn):
-        if chunk <= max(64, len(long.prompt)):
-            yield Batch(f"chunks of {chunk}", (long, *_turned(short, 3, turn)), chunk)
-    hits = [ask for ask in short if len(ask.prompt) > PAGE_SIZE + 5]
-    yield Batch("prefix hit", tuple(_turned(hits, HITS, turn)), primed=True)
-
-
-def _turned(things: list[Any], count: int, turn: int) -> list[Any]:
-    """`count` of them, other ones each turn, all of them in the end."""
-    return [things[(turn * count + i) % len(things)] for i in range(count)]
+            yield Batch(f"{rows} rows", tuple(islice(cycle(short), rows)), most)
+    for chunk in in_turn(CHUNKS, size.chunks, turn):
+        if chunk <= max(CHUNKS[0], len(long.prompt)):
+            yield Batch(f"chunks of {chunk}", (long, *in_turn(short, 3, turn)), chunk)
+    hits = [case for case in short if len(case.prompt) > PAGE_SIZE + PREFIX_TAIL]
+    yield Batch(PREFIX_HIT, tuple(in_turn(hits, HITS, turn)), most, primed=True)

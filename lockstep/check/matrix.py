@@ -4,22 +4,30 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from lockstep.check.engines import hooks_of
+from lockstep.check.drafters import NONE, hooks_of, speculative_config
 from lockstep.engine.hooks import CheckHooks
 
 DRAFT_COUNTS = (1, 2, 3, 5, 7)
+"""K, of the full matrix."""
 DEFAULT_COUNTS = (1, 3, 7)
+"""K, of the default matrix."""
 MOST_DRAFTS = 7
-PHASES = ("cold", "prefix hit", "preempted")
-TESTS = ("sampling", "oracle")
+"""The most drafts of a step whose number changes."""
+COLD = "cold"
+PREFIX_HIT = "prefix hit"
+PREEMPTED = "preempted"
+PHASES = (COLD, PREFIX_HIT, PREEMPTED)
+SAMPLING = "sampling"
+ORACLE = "oracle"
+TESTS = (SAMPLING, ORACLE)
 """Sections whose cases are tests, not answers: they stand where a setup has its phase."""
 BATCHES = ("alone", "batch of 7", "long prompt")
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of the matrix. alone: asks that each engine runs alone, in turn over the engines
-    (8 are all). company: short asks that run beside the long one (7 are all). worlds: how many are
+    """How much of the matrix. alone: cases that each engine runs alone, in turn over the engines
+    (8 are all). company: short cases that run beside the long one (7 are all). worlds: how many are
     drawn beside it; draws: seeds of each test of a distribution."""
 
     max_tokens: int
@@ -36,12 +44,16 @@ SIZES = {
 }
 
 ROWS = 8
+"""Rows of an engine: all short cases and the long one."""
 SMALL_CHUNK = 128
+"""Prompt tokens of a step, fewer than most prompts have."""
 LONG_PROMPT = 400
+"""Tokens of the long prompt, about."""
 MAX_MODEL_LEN = 1536
 PAGES = 256
 SNAPSHOTS = 64
 PREEMPT_EVERY = 3
+"""Steps between preemptions where they are forced."""
 
 
 @dataclass(frozen=True)
@@ -59,33 +71,29 @@ class Setup:
     def drafting(self) -> str:
         """none, drafter K=n, or K=0..n where it changes."""
         k = f"0..{self.k}" if self.changing else self.k
-        return f"{self.drafter} K={k}" if self.k else "none"
+        return f"{self.drafter} K={k}" if self.k else NONE
 
     def settings(self, small_chunks: bool = True) -> dict[str, Any]:
         """The LLM arguments of this engine."""
-        spec: dict[str, Any] = {"method": self.drafter, "num_speculative_tokens": self.k}
-        spec["adaptive"] = self.changing
-        if self.drafter == "ngram":
-            spec["prompt_lookup_min"] = 1  # more drafts, and more of them wrong
         return {
-            "speculative_config": spec if self.k else None,
+            "speculative_config": speculative_config(self.drafter, self.k, self.changing),
             "cuda_graph_mode": self.graph,
             "max_num_seqs": ROWS,
             "row_buckets": (1, 2, 4, ROWS),
             "max_model_len": MAX_MODEL_LEN,
             "max_num_batched_tokens": SMALL_CHUNK if small_chunks else 2 * MAX_MODEL_LEN,
             "num_gpu_blocks": PAGES,
-            "num_snapshots": SNAPSHOTS if self.phase == "prefix hit" else 0,
-            "enable_prefix_caching": self.phase == "prefix hit",
+            "num_snapshots": SNAPSHOTS if self.phase == PREFIX_HIT else 0,
+            "enable_prefix_caching": self.phase == PREFIX_HIT,
         }
 
     def hooks(self) -> CheckHooks:
         """What only a check puts into this engine."""
-        every = PREEMPT_EVERY if self.phase == "preempted" else 0
+        every = PREEMPT_EVERY if self.phase == PREEMPTED else 0
         return hooks_of(self.drafter, self.changing, every)
 
 
-PLAIN = Setup("none", 0, "cold", "none")
+PLAIN = Setup(NONE, 0, COLD, "none")
 """The run that all others must equal: no drafts, alone, cold, eager, whole prompts at once."""
 
 
@@ -96,7 +104,7 @@ def setups(size: str, drafters: tuple[str, ...], graphs: tuple[str, ...]) -> lis
     graph modes at K 0, 3 and changing, and the first mode elsewhere. quick: every drafter, phase
     and graph mode. What they leave out, worlds hold.
     """
-    drafting = [("none", 0, False), *product(drafters, DRAFT_COUNTS, (False,))]
+    drafting = [(NONE, 0, False), *product(drafters, DRAFT_COUNTS, (False,))]
     drafting += [(drafter, MOST_DRAFTS, True) for drafter in drafters]
     every = [Setup(d, k, p, g, c) for (d, k, c), p, g in product(drafting, PHASES, graphs)]
     if size == "full":
@@ -104,8 +112,7 @@ def setups(size: str, drafters: tuple[str, ...], graphs: tuple[str, ...]) -> lis
     if size == "default":
         chosen = [s for s in every if s.k in (0, *DEFAULT_COUNTS)]
         return [s for s in chosen if s.graph == graphs[0] or s.k in (0, 3) or s.changing]
-    first, last = drafters[0], drafters[-1]
-    sample = [("none", 0, False), (first, 3, False), (last, MOST_DRAFTS, True)]
+    sample = [(NONE, 0, False), (drafters[0], 3, False), (drafters[-1], MOST_DRAFTS, True)]
     return [
         Setup(d, k, phase, graphs[turn % len(graphs)], changing)
         for turn, ((d, k, changing), phase) in enumerate(zip(sample, PHASES, strict=True))

@@ -1,8 +1,8 @@
-"""The sampler said again, in numpy and float64, one position at a time.
+"""A second sampler, in numpy and float64, one position at a time.
 
 What every way to run has in common cannot be found by comparing them. So the plain run's tokens
 are compared with this: bias, bad words, min_tokens, penalties, filters and noise as they are
-documented, without a line of the engine's.
+documented, without any code of the engine's.
 """
 
 from collections import Counter
@@ -67,7 +67,8 @@ def kept(x: Floats, params: SamplingParams, slack: float) -> NDArray[np.bool_]:
         keep &= likeliest | (x >= x.max() + np.log(params.min_p) - slack)
     if 0 < params.top_k < len(x):
         ordered = np.sort(np.where(keep, x, -np.inf))
-        least, next_one = ordered[-params.top_k], ordered[-params.top_k - 1]
+        least = ordered[-params.top_k]
+        next_one = ordered[-params.top_k - 1]
         keep &= likeliest | (x >= (least - slack if slack >= 0 else max(least, next_one - slack)))
     if params.top_p < 1:
         left = np.where(keep, x, -np.inf)

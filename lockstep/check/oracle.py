@@ -9,20 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.check.matrix import LONG_PROMPT, TESTS, Setup
-from lockstep.check.plain import raw_logits
-from lockstep.check.report import Failure, Report, Tally
+from lockstep.check.cases import Case
+from lockstep.check.digests import RawLogits
+from lockstep.check.drafters import NONE
+from lockstep.check.harness import CheckEngine
+from lockstep.check.matrix import LONG_PROMPT, ORACLE, Setup
+from lockstep.check.report import Report, Tally
 from lockstep.errors import ConfigError
 from lockstep.example_prompts import long_prompt, short_prompts
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
 
-ORACLE = TESTS[1]
-"""The phase of this section's setups."""
 TOLERANCES = {"float32": 1e-4, "bfloat16": 0.05, "float16": 0.02}
 """By the model's dtype: how far, relative to their spread, logits may be from transformers' own in
 fp32. In fp32 the bundled model is 4e-6 off, by the order of additions."""
 TOKENS = 8
+"""Of each answer."""
 
 
 def load_oracle(llm: LLM) -> Any:
@@ -48,37 +50,38 @@ def load_oracle(llm: LLM) -> Any:
 def off_by(ours: Tensor, theirs: Tensor) -> Tensor:
     """ours, theirs [N, V] -> [N]: the norm of what differs, relative to the spread of theirs.
 
-    A constant that is added to a line changes no probability, so it does not count.
+    A constant that is added to a row changes no probability, so it does not count.
     """
     ours, theirs = (x.double() - x.double().mean(-1, keepdim=True) for x in (ours, theirs))
     return (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
 
 
-def run_oracle(plain: LLM, report: Report) -> float:
+def run_oracle(plain: CheckEngine, report: Report) -> float:
     """Runs the section and adds to the report; returns the largest difference."""
-    oracle = load_oracle(plain)
+    oracle = load_oracle(plain.llm)
     tolerance = TOLERANCES[plain.engine.plan.dtype]
-    setup = Setup("none", 0, ORACLE, "none")
+    setup = Setup(NONE, 0, ORACLE, "none")
     params = SamplingParams(
         temperature=0.0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=0
     )
     worst = 0.0
-    for prompt in (*short_prompts(plain), long_prompt(plain, LONG_PROMPT)):
+    for prompt in (*short_prompts(plain.llm), long_prompt(plain.llm, LONG_PROMPT)):
         started = time.monotonic()
-        with raw_logits(plain) as seen:
-            (output,) = plain.generate([{"prompt_token_ids": prompt}], params)
-        said = output.outputs[0].token_ids
-        with torch.no_grad():
-            theirs = oracle(torch.tensor([[*prompt, *said]])).logits[0, len(prompt) - 1 : -1]
-        differ = off_by(torch.cat(seen)[: len(said)].float().cpu(), theirs.float())
         name = f"prompt of {len(prompt)} tokens"
+        logits = RawLogits()
+        with plain.observed(logits):
+            (answer,) = plain.answers([Case(name, "greedy", tuple(prompt), params)])
+        tokens = answer.tokens
+        with torch.no_grad():
+            theirs = oracle(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+        differ = off_by(logits.behind(len(tokens)), theirs.float())
         failed = float(differ.max()) > tolerance or not bool(differ.isfinite().all())
         if failed:
             at = int((~(differ <= tolerance)).nonzero()[0])
             what = (
                 f"the logits are {float(differ[at]):.2g} off transformers', {tolerance:g} allowed"
             )
-            report.failures.append(Failure(setup, ORACLE, name, "greedy", at, what))
+            report.fail(setup, ORACLE, what, name, "greedy", at)
         worst = max(worst, float(differ.max()))
         report.add(Tally(setup, 1, int(failed), round(time.monotonic() - started, 2), name))
     return worst

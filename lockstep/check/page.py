@@ -45,8 +45,18 @@ code { font: .9em ui-monospace, monospace; }
   * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """
 MOST_FAILURES = 50
-LABEL, CELL, ROW, HEAD = 96, 82, 26, 26
-PER_LINE, DOT = 15, 16
+LABEL = 96
+"""Width of the labels of rows, in pixels, as all sizes here."""
+CELL = 82
+"""Width of a cell of the matrix."""
+ROW = 26
+"""Height of a row of the matrix."""
+HEAD = 26
+"""Height of the labels of columns."""
+PER_LINE = 15
+"""Worlds in a line."""
+DOT = 16
+"""Width and height of a world."""
 
 
 def page(report: Report, command: Sequence[str]) -> str:
@@ -159,12 +169,14 @@ def _worlds(report: Report) -> str:
     tallies = _of(report, "world")
     if not tallies:
         return ""
-    body, y = [], 0
+    body = []
+    y = 0
     for drafter in dict.fromkeys(t.setup.drafter for t in tallies):
         own = [t for t in tallies if t.setup.drafter == drafter]
         body.append(f'<text x="0" y="{y + 13}">{escape(drafter)}</text>')
         for index, tally in enumerate(own):
-            x, line = LABEL + index % PER_LINE * DOT, y + index // PER_LINE * DOT
+            x = LABEL + index % PER_LINE * DOT
+            line = y + index // PER_LINE * DOT
             said = f"{tally.batch}, {tally.setup.drafting}: {tally.cases} answers"
             body.append(
                 f'<rect x="{x}" y="{line + 2}" width="{DOT - 3}" height="{DOT - 3}" '

@@ -1,5 +1,6 @@
 """What a check found."""
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -58,6 +59,22 @@ class Report:
     def add(self, tally: Tally) -> None:
         """One engine's or one world's cases more."""
         self.tallies.append(tally)
+
+    def fail(
+        self,
+        setup: Setup,
+        batch: str,
+        what: str,
+        request: str = "every request",
+        sampling: str = "all",
+        position: int | None = None,
+    ) -> None:
+        """One failure more; what is not given is not known, or holds for all."""
+        self.failures.append(Failure(setup, batch, request, sampling, position, what))
+
+    def count(self, seen: Counter[str]) -> None:
+        """What took place, added to what did before."""
+        self.exercised = dict(Counter(self.exercised) + seen)
 
     @property
     def cases(self) -> int:

@@ -3,6 +3,9 @@
 They are the host's alone: nothing here waits for the device, which may be steps behind.
 """
 
+from typing import Any
+
+from lockstep.cache.cache import Cache
 from lockstep.cache.groups import CacheSeq, salt_of
 from lockstep.engine.engine import Engine
 from lockstep.scheduling.schedule import PromptChunk, Schedule
@@ -14,7 +17,7 @@ class WorldError(Exception):
 
 
 class Rules:
-    """Follows the schedules of one scheduler, from one at which no row is taken."""
+    """Follows the schedules of one scheduler from its first one on."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
@@ -73,6 +76,20 @@ class Rules:
         fresh = CacheSeq(request.prompt_token_ids, salt=salt_of(request.cache_salt))
         size = cache.config.page_size
         return cache.state.pool.key_of.get(slot) == fresh.key(tokens // size - 1, size)
+
+
+class RuledScheduler(Scheduler):
+    """A scheduler whose every schedule is held to the rules."""
+
+    def __init__(self, cache: Cache, **options: Any) -> None:
+        super().__init__(cache, **options)
+        self.rules = Rules(self)
+
+    def schedule(self) -> Schedule:
+        """The next schedule. Raises WorldError where it breaks a rule."""
+        made = super().schedule()
+        self.rules.hold(made)
+        return made
 
 
 def shares_no_snapshot(made: Schedule, slots: set[int]) -> None:

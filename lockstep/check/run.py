@@ -4,19 +4,19 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from lockstep.check.drafters import drafters_of
 from lockstep.check.draw import Drawer
-from lockstep.check.engines import build_llm
 from lockstep.check.exercised import Exercised
-from lockstep.check.matrix import PLAIN, SIZES
+from lockstep.check.harness import CheckEngine, build, build_plain
+from lockstep.check.matrix import SIZES
 from lockstep.check.oracle import run_oracle
 from lockstep.check.plain import PlainRuns
 from lockstep.check.report import Report
 from lockstep.check.sampling import run_sampling
-from lockstep.check.tokens import drafters_of, graphs_of, run_matrix
+from lockstep.check.tokens import run_matrix
 from lockstep.check.world import Kind, World
 from lockstep.check.worlds import Effort, Examiner, Progress, replay, run_worlds
 from lockstep.errors import ConfigError, choice_error
-from lockstep.llm import LLM
 
 
 def _silent(what: str, done: int, of: int) -> None:
@@ -43,11 +43,11 @@ def run_check(
         raise choice_error(ConfigError, "size", size, ", ".join(SIZES), "Choose one of them.")
     started = time.monotonic()
     effort = effort or Effort(SIZES[size].worlds)
-    plain = _plain(model, settings)
+    plain = build_plain(model, settings)
     report = Report(size, plain.engine.numerics, seed=seed, used=Exercised())
-    drafters, report.skipped = drafters_of(plain)
+    drafters, report.skipped = drafters_of(plain.engine.model_config)
     runs = PlainRuns(plain)
-    drawer = Drawer(runs, seed, drafters, graphs_of(plain))
+    drawer = Drawer(runs, seed, drafters, plain.graphs)
     examiner = _examiner(runs, model, settings, report)
     sections: list[Callable[[], object]] = [
         lambda: run_sampling(runs, examiner.build, SIZES[size].draws, report, effort.fail_fast),
@@ -68,24 +68,20 @@ def run_check(
 def run_replay(world: World, model: str | None = None, **settings: Any) -> Report:
     """Runs one world of a file alone."""
     started = time.monotonic()
-    plain = _plain(model, settings)
+    plain = build_plain(model, settings)
     report = Report("replay", plain.engine.numerics)
     replay(world, _examiner(PlainRuns(plain), model, settings, report), report)
     report.seconds = time.monotonic() - started
     return report
 
 
-def _plain(model: str | None, settings: dict[str, Any]) -> LLM:
-    return LLM(model, **PLAIN.settings(small_chunks=False), **settings)
-
-
 def _examiner(
     runs: PlainRuns, model: str | None, settings: dict[str, Any], report: Report
 ) -> Examiner:
-    def build(kind: Kind) -> LLM:
-        llm = build_llm(model, {**kind.settings(), **settings}, kind.hooks())
+    def build_kind(kind: Kind) -> CheckEngine:
+        engine = build(model, {**kind.settings(), **settings}, kind.hooks())
         if report.used is not None:
-            report.used.engine(llm)
-        return llm
+            report.used.engine(engine.engine, kind.drafter)
+        return engine
 
-    return Examiner(runs, build)
+    return Examiner(runs, build_kind)

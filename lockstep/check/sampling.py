@@ -1,6 +1,6 @@
 """The sampling section: drawn tokens against the distribution that the parameters ask for.
 
-Tokens are drawn by the engine's own sampler out of one line of raw logits of a plain run: seed by
+Tokens are drawn by the engine's own sampler out of one row of raw logits of a plain run: seed by
 seed, at a position alone and at all positions of a window behind drafts. What they must be
 distributed like is computed in float64 (lockstep.check.naive), without noise. Seeds are fixed, so a
 run gives the same figures each time.
@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lockstep.check import answer_oracle, naive
-from lockstep.check.matrix import TESTS, Setup
+from lockstep.check.harness import CheckEngine
+from lockstep.check.matrix import SAMPLING, Setup
 from lockstep.check.plain import PlainRuns
-from lockstep.check.report import Failure, Report, Tally
+from lockstep.check.report import Report, Tally
 from lockstep.check.world import Kind
 from lockstep.example_prompts import short_prompts
 from lockstep.kernels.threads import one_thread
@@ -30,9 +31,9 @@ from lockstep.scheduling.request import Request
 
 Floats = NDArray[np.float64]
 Tokens = NDArray[np.int64]
-SAMPLING = TESTS[0]
-"""The phase of this section's setups."""
-DRAFTS, ROWS = 7, 16
+DRAFTS = 7
+ROWS = 16
+"""Drawn at once."""
 LEAST = 1e-6
 """A sample that is less probable than this is a failure."""
 SEED = 2**40 + 12345
@@ -107,9 +108,8 @@ def cases(context: Context) -> dict[str, SamplingParams]:
 def _decided(params: SamplingParams, context: Context) -> SamplingParams:
     """The parameters, moved a little until no token stands on a filter's edge by rounding."""
     for _ in range(50):
-        lines = [naive.masked(context.raw.numpy(), context.place(q), params) for q in range(8)]
-        lines = [line / params.temperature for line in lines]
-        if not any(_doubtful(line, params) for line in lines):
+        masked = [naive.masked(context.raw.numpy(), context.place(q), params) for q in range(8)]
+        if not any(_doubtful(scores / params.temperature, params) for scores in masked):
             return params
         if params.top_p < 1:
             params = replace(params, top_p=params.top_p - 0.003)
@@ -120,9 +120,9 @@ def _decided(params: SamplingParams, context: Context) -> SamplingParams:
     return params
 
 
-def _doubtful(line: Floats, params: SamplingParams) -> bool:
+def _doubtful(scores: Floats, params: SamplingParams) -> bool:
     """Whether a token of scores [V] stands so near a filter's edge that rounding decides."""
-    most, least = (naive.kept(line, params, edge) for edge in (naive.CLOSE, -naive.CLOSE))
+    most, least = (naive.kept(scores, params, edge) for edge in (naive.CLOSE, -naive.CLOSE))
     return not np.array_equal(most, least)
 
 
@@ -138,11 +138,13 @@ class Sampling:
     """Draws with the sampler of one engine."""
 
     def __init__(self, llm: LLM, context: Context) -> None:
-        self.llm, self.context = llm, context
+        self.llm = llm
+        self.context = context
 
     def requests(self, params: SamplingParams, count: int) -> list[Request]:
         """So many completions of one request; their seeds are what the product makes of them."""
-        prompt, found = {"prompt_token_ids": list(self.context.prompt)}, []
+        prompt = {"prompt_token_ids": list(self.context.prompt)}
+        found = []
         for first in range(0, count, 128):
             many = replace(params, n=min(128, count - first), seed=(params.seed or 0) + first)
             found += self.llm.processor.requests(f"draw-{first}", prompt, many)
@@ -153,8 +155,10 @@ class Sampling:
     def draw(self, requests: Sequence[Request], window: int, ahead: int = 0) -> Tokens:
         """[requests, window]: the token of each behind 0 .. window - 1 drafts; ahead: how much
         further on in the text."""
-        runner, context = self.llm.engine.runner, self.context
-        table, device = runner.table, runner.plan.device
+        runner = self.llm.engine.runner
+        context = self.context
+        table = runner.table
+        device = runner.plan.device
         known = len(context.prompt) + len(context.answer)
         drafts = torch.tensor(context.drafts[: window - 1], dtype=torch.int64, device=device)
         answer = torch.tensor(context.answer, dtype=torch.int64, device=device)
@@ -184,7 +188,8 @@ def improbable(statistic: float, freedom: int) -> float:
 def chi_squared(counts: Floats, expected: Floats) -> tuple[float, int]:
     """The statistic and its degrees of freedom; rare outcomes are counted together."""
     order = np.argsort(-expected)
-    counts, expected = counts[order], expected[order]
+    counts = counts[order]
+    expected = expected[order]
     alone = max(int((expected >= EXPECTED).sum()), 1)
     if expected[alone:].sum() < EXPECTED:
         alone = max(alone - 1, 1)
@@ -196,18 +201,21 @@ def chi_squared(counts: Floats, expected: Floats) -> tuple[float, int]:
 
 def wrong_distribution(tokens: Tokens, due: Sequence[Floats]) -> str | None:
     """tokens [N, W] drawn, due: W distributions [V] -> what is wrong, or None."""
-    total, freedom = 0.0, 0
+    total = 0.0
+    freedom = 0
     for index, share in enumerate(due):
         counts = np.bincount(tokens[:, index], minlength=len(share)).astype(np.float64)
         never = np.nonzero((counts > 0) & (share == 0))[0]
         if len(never):
             return f"token {never[0]} was drawn behind {index} drafts and may not be"
         statistic, degrees = chi_squared(counts, share * len(tokens))
-        total, freedom = total + statistic, freedom + degrees
-    return _said(total, freedom, "the distribution")
+        total += statistic
+        freedom += degrees
+    return _if_improbable(total, freedom, "the distribution")
 
 
-def _said(statistic: float, freedom: int, what: str) -> str | None:
+def _if_improbable(statistic: float, freedom: int, what: str) -> str | None:
+    """What is wrong with a chi-squared of so many degrees of freedom, or None."""
     probable = improbable(statistic, freedom)
     if probable >= LEAST:
         return None
@@ -216,7 +224,8 @@ def _said(statistic: float, freedom: int, what: str) -> str | None:
 
 def classes(share: Floats) -> NDArray[np.int64]:
     """A class [V] of each token, so that all are about equally probable."""
-    mass, found = np.zeros(CLASSES), np.zeros(len(share), np.int64)
+    mass = np.zeros(CLASSES)
+    found = np.zeros(len(share), np.int64)
     for token in np.argsort(-share):
         found[token] = int(mass.argmin())
         mass[found[token]] += share[token]
@@ -230,7 +239,7 @@ def wrong_pairs(left: Tokens, right: Tokens, share: Floats, what: str) -> str | 
     pairs = kind[left.ravel()] * CLASSES + kind[right.ravel()]
     counts = np.bincount(pairs, minlength=CLASSES**2).astype(np.float64)
     expected: Floats = np.outer(mass, mass).ravel().astype(np.float64) * len(pairs)
-    return _said(*chi_squared(counts, expected), what)
+    return _if_improbable(*chi_squared(counts, expected), what)
 
 
 def independence(sampling: Sampling, draws: int) -> Iterator[tuple[str, str | None]]:
@@ -259,15 +268,16 @@ def wrong_bits(sampling: Sampling, params: SamplingParams, share: Floats) -> str
     for bit in np.nonzero(agree.all(1))[0]:
         return f"bit {bit} of a seed changes nothing"
     chance = float((share**2).sum())
-    found, due = float(agree.sum()), chance * agree.size
+    found = float(agree.sum())
+    due = chance * agree.size
     statistic = (found - due) ** 2 / (due * (1 - chance) * (1 + 24 * chance))
-    return _said(statistic, 1, "seeds that differ in one bit")
+    return _if_improbable(statistic, 1, "seeds that differ in one bit")
 
 
 def find_context(plain: PlainRuns) -> Context:
     """The logits of the plain answers' flattest place, behind an answer and in front of drafts that
     are made of its likeliest tokens."""
-    runs = PlainRuns(plain.llm)
+    runs = PlainRuns(plain.engine)
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, detokenize=False)
     prompts = [tuple(p) for p in short_prompts(plain.llm)[:3]]
     for prompt in prompts:
@@ -281,7 +291,7 @@ def find_context(plain: PlainRuns) -> Context:
 
 def run_sampling(
     plain: PlainRuns,
-    build: Callable[[Kind], LLM],
+    build: Callable[[Kind], CheckEngine],
     draws: int,
     report: Report,
     fail_fast: bool = False,
@@ -291,13 +301,12 @@ def run_sampling(
         return
     setup = Setup(answer_oracle.NAME, DRAFTS, SAMPLING, "none")
     context = find_context(plain)
-    sampling = Sampling(build(Kind(answer_oracle.NAME, DRAFTS, buckets=(ROWS,))), context)
+    engine = build(Kind(answer_oracle.NAME, DRAFTS, buckets=(ROWS,)))
+    sampling = Sampling(engine.llm, context)
     for name, what in _tests(sampling, draws):
         started = time.monotonic()
         if what is not None:
-            report.failures.append(
-                Failure(setup, name, "drawn tokens", name.partition(",")[0], None, what)
-            )
+            report.fail(setup, name, what, "drawn tokens", name.partition(",")[0])
         seconds = round(time.monotonic() - started, 2)
         report.add(Tally(setup, 1, int(what is not None), seconds, name))
         if what is not None and fail_fast:

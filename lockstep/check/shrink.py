@@ -5,15 +5,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from lockstep.check.world import Asked, Kind, Limits, World
+from lockstep.check.drafters import NONE
+from lockstep.check.world import Kind, Limits, World, WorldRequest
 
 
 def smaller(world: World) -> Iterator[World]:
     """Worlds that are a little simpler, the boldest changes first."""
     yield from _fewer(world)
     yield from _simpler_engine(world)
-    for index, asked in enumerate(world.requests):
-        for less in _simpler_request(asked):
+    for index, given in enumerate(world.requests):
+        for less in _simpler_request(given):
             requests = list(world.requests)
             requests[index] = less
             yield replace(world, requests=tuple(requests))
@@ -35,14 +36,16 @@ def _fewer(world: World) -> Iterator[World]:
 
 
 def _simpler_engine(world: World) -> Iterator[World]:
-    kind, limits = world.kind, world.limits
-    plain_kind, plain_limits = Kind(), Limits()
+    kind = world.kind
+    limits = world.limits
+    plain_kind = Kind()
+    plain_limits = Limits()
     for name in ("preempt_every", "snapshots", "pages", "chunk", "policy", "caching", "rows"):
         usual = getattr(plain_limits, name)
         if getattr(limits, name) != usual and not (name == "rows" and kind.buckets[-1] < usual):
             yield replace(world, limits=replace(limits, **{name: usual}))
     if kind.drafts:
-        yield replace(world, kind=replace(kind, drafter="none", drafts=0, changing=False))
+        yield replace(world, kind=replace(kind, drafter=NONE, drafts=0, changing=False))
     if kind.changing:
         yield replace(world, kind=replace(kind, changing=False))
     for drafts in (d for d in (1, 2, 3) if d < kind.drafts):
@@ -56,43 +59,43 @@ def _simpler_engine(world: World) -> Iterator[World]:
         yield replace(world, dirt=0)
 
 
-def _simpler_request(asked: Asked) -> Iterator[Asked]:
+def _simpler_request(given: WorldRequest) -> Iterator[WorldRequest]:
     usually: dict[str, Any] = {"abort": None, "preempt": (), "arrival": 0, "priority": 0}
     for name, usual in usually.items():
-        if getattr(asked, name) != usual:
-            yield replace(asked, **{name: usual})
-    for name in asked.params:
+        if getattr(given, name) != usual:
+            yield replace(given, **{name: usual})
+    for name in given.params:
         if name not in ("max_tokens", "temperature", "seed"):
-            yield replace(asked, params={k: v for k, v in asked.params.items() if k != name})
-    if asked.params.get("temperature"):
-        yield replace(asked, params={**asked.params, "temperature": 0.0})
-    if not -1 < asked.params.get("seed", 0) < 2**16:
-        yield replace(asked, params={**asked.params, "seed": 1})
-    yield from _shorter_lists(asked)
-    most = asked.params.get("max_tokens", 16)
+            yield replace(given, params={k: v for k, v in given.params.items() if k != name})
+    if given.params.get("temperature"):
+        yield replace(given, params={**given.params, "temperature": 0.0})
+    if not -1 < given.params.get("seed", 0) < 2**16:
+        yield replace(given, params={**given.params, "seed": 1})
+    yield from _shorter_lists(given)
+    most = given.params.get("max_tokens", 16)
     for fewer in (most // 2, most - 1):
-        if fewer >= max(1, asked.params.get("min_tokens", 0)):
-            yield replace(asked, params={**asked.params, "max_tokens": fewer})
-    length = len(asked.prompt)
+        if fewer >= max(1, given.params.get("min_tokens", 0)):
+            yield replace(given, params={**given.params, "max_tokens": fewer})
+    length = len(given.prompt)
     for shorter in (length // 2, length - 16, length - 1):
         if 1 <= shorter < length:
-            yield replace(asked, prompt=asked.prompt[:shorter])
-            yield replace(asked, prompt=asked.prompt[length - shorter :])
+            yield replace(given, prompt=given.prompt[:shorter])
+            yield replace(given, prompt=given.prompt[length - shorter :])
 
 
-def _shorter_lists(asked: Asked) -> Iterator[Asked]:
+def _shorter_lists(given: WorldRequest) -> Iterator[WorldRequest]:
     """Parameters with one entry less."""
-    for name, value in asked.params.items():
+    for name, value in given.params.items():
         if isinstance(value, dict) and len(value) > 1:
             for key in value:
                 less: Any = {k: v for k, v in value.items() if k != key}
-                yield replace(asked, params={**asked.params, name: less})
+                yield replace(given, params={**given.params, name: less})
         elif isinstance(value, list) and 1 < len(value) < 12:
             for index in range(len(value)):
                 less = value[:index] + value[index + 1 :]
-                yield replace(asked, params={**asked.params, name: less})
+                yield replace(given, params={**given.params, name: less})
         if name == "n" and value > 2:
-            yield replace(asked, params={**asked.params, "n": 2})
+            yield replace(given, params={**given.params, "n": 2})
 
 
 def minimise(world: World, differs: Callable[[World], bool], seconds: float) -> World:
@@ -106,6 +109,7 @@ def minimise(world: World, differs: Callable[[World], bool], seconds: float) -> 
             if time.monotonic() > until:
                 return world
             if differs(candidate):
-                world, again = candidate, True
+                world = candidate
+                again = True
                 break
     return world

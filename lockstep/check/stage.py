@@ -10,35 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.cache.cache import Cache, CacheConfig
+from lockstep.cache.cache import CacheConfig
 from lockstep.check import answer_oracle
-from lockstep.check.asks import Answer, as_bits
-from lockstep.check.digests import watch
-from lockstep.check.plain import PlainRuns, push
-from lockstep.check.rules import Rules, WorldError, leaves_nothing
-from lockstep.check.world import Asked, Kind, World
+from lockstep.check.answers import Answer, took_place
+from lockstep.check.digests import LogitDigests
+from lockstep.check.harness import CheckEngine, Completion
+from lockstep.check.plain import PlainRuns
+from lockstep.check.rules import RuledScheduler, WorldError, leaves_nothing
+from lockstep.check.world import Kind, World, WorldRequest
 from lockstep.engine.engine import Engine
-from lockstep.llm import LLM
-from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.draft_length import RandomDraftLength
-from lockstep.scheduling.request import Request
-from lockstep.scheduling.schedule import Schedule
-from lockstep.scheduling.scheduler import Scheduler
-from lockstep.step import Step, Verdict
-from lockstep.text.processor import CompletionText
 
 MOST_STEPS = 3000
 """A world that is not done by then does not end."""
-PRIME = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
-
-
-@dataclass
-class Line:
-    """One completion while it is played."""
-
-    request: Request
-    text: CompletionText
-    begun: bool = False
 
 
 @dataclass
@@ -52,181 +36,115 @@ class Played:
 class Stage:
     """An engine of one kind."""
 
-    def __init__(self, llm: LLM, kind: Kind) -> None:
-        self.llm, self.kind = llm, kind
+    def __init__(self, engine: CheckEngine, kind: Kind) -> None:
+        self.engine = engine
+        self.kind = kind
 
     def play(self, world: World, plain: PlainRuns) -> Played:
         """Runs a world. Raises what the engine raises, and WorldError; the stage is then spoilt."""
-        engine = self.llm.engine
         self._set(world)
-        drafter = engine.runner.program.drafter
         if world.kind.drafter == answer_oracle.NAME:
-            drafter.tell(told_texts(world, plain))  # type: ignore[attr-defined]
-        for index, prompt in enumerate(world.primed):
-            asked = {"prompt_token_ids": list(prompt)}
-            requests = self.llm.processor.requests(f"primed-{index}", asked, PRIME)
-            engine.run(requests, lambda request: None)
+            self.engine.tell(told_texts(world, plain))
+        for prompt in world.primed:
+            self.engine.cache([prompt])
         seen: Counter[str] = Counter()
-        with watch(self.llm) as digests, _watched_drafts(engine, self.kind.drafter, seen):
-            lines = self._drive(world, seen)
+        digests = LogitDigests()
+        with self.engine.observed(digests), self._watched_drafts(seen):
+            completions = self._drive(world, seen)
         found = digests.by_request()
-        answers = [[_answer(line, found) for line in own] for own in lines]
-        _count(answers, lines, seen)
-        leaves_nothing(engine)
+        answers = [[c.answer(found.get(c.request.id, ())) for c in own] for own in completions]
+        for answer in (answer for own in answers for answer in own):
+            if answer.metrics.num_accepted_tokens > answer.metrics.num_draft_tokens:
+                raise WorldError("more drafts were accepted than there were")
+        seen.update(took_place(answer for own in answers for answer in own))
+        seen["aborted"] += sum(completion.aborted for own in completions for completion in own)
+        leaves_nothing(self.engine.engine)
         return Played(answers, seen)
 
     def _set(self, world: World) -> None:
         """A scheduler and a cache as the world wants them, and memory full of dirt."""
-        engine, limits, page = self.llm.engine, world.limits, self.llm.engine.plan.page_size
-        engine.clear()
-        config = CacheConfig(
+        engine = self.engine.engine
+        limits = world.limits
+        has_state = engine.plan.num_slots > 0
+        options: dict[str, Any] = {
+            "max_num_seqs": limits.rows,
+            "max_num_batched_tokens": limits.chunk,
+            "max_model_len": limits.length,
+            "policy": limits.policy,
+            "preempt_every": limits.preempt_every,
+        }
+        if world.kind.changing:
+            rng = random.Random(world.draws)
+            options["draft_policy"] = RandomDraftLength(engine.plan.draft_lengths, rng)
+        cache = CacheConfig(
             num_pages=limits.pages + 1,
-            page_size=page,
-            num_state_slots=1 + limits.rows + limits.snapshots if engine.plan.num_slots else 0,
+            page_size=engine.plan.page_size,
+            num_state_slots=1 + limits.rows + limits.snapshots if has_state else 0,
             max_num_seqs=limits.rows,
             enable_prefix_caching=limits.caching,
         )
-        policy = engine.scheduler.draft_policy
-        if world.kind.changing:
-            policy = RandomDraftLength(engine.plan.draft_lengths, random.Random(world.draws))
-        engine.scheduler = Scheduler(
-            Cache(config),
-            max_num_seqs=limits.rows,
-            max_num_batched_tokens=limits.chunk,
-            max_model_len=limits.length,
-            query_len=engine.plan.query_len,
-            row_buckets=engine.plan.row_buckets,
-            draft_policy=policy,
-            policy=limits.policy,
-            preempt_every=limits.preempt_every,
-        )
+        self.engine.renew(cache, RuledScheduler, **options)
         make_dirty(engine, world.dirt)
 
-    def _drive(self, world: World, seen: Counter[str]) -> list[list[Line]]:
+    def _drive(self, world: World, seen: Counter[str]) -> list[list[Completion]]:
         """Steps the engine; requests come, go and are moved to the host at their steps."""
-        engine = self.llm.engine
-        rules = Rules(engine.scheduler)
-        lines = [self._lines(index, asked) for index, asked in enumerate(world.requests)]
-        by_id = {line.request.id: line for own in lines for line in own}
-        last = max((asked.arrival for asked in world.requests), default=0)
+        engine = self.engine.engine
+        completions = [
+            self.engine.completions(f"r{index}", given.prompt, given.sampling(), given.priority)
+            for index, given in enumerate(world.requests)
+        ]
+        by_id = {completion.request.id: completion for own in completions for completion in own}
+        last = max((given.arrival for given in world.requests), default=0)
         for turn in range(MOST_STEPS):
-            for own, asked in zip(lines, world.requests, strict=True):
-                _happens(engine, own, asked, turn, seen)
+            for own, given in zip(completions, world.requests, strict=True):
+                _happens(engine, own, given, turn, seen)
             if turn > last and not engine.has_work():
-                return lines
-            for request in self._step(rules):
-                line = by_id[request.id]
-                if push(line.text, request):
+                return completions
+            touched = engine.step()
+            engine.scheduler.cache.check()
+            for request in touched:
+                if by_id[request.id].take():
                     engine.abort(request.id)
         raise WorldError(f"requests still run after {MOST_STEPS} steps")
 
-    def _step(self, rules: Rules) -> list[Request]:
-        """One step of the engine, whose schedule and cache are held to their own rules."""
-        engine = self.llm.engine
-        schedule = engine.scheduler.schedule
-
-        def watched() -> Schedule:
-            made = schedule()
-            rules.hold(made)
-            return made
-
-        engine.scheduler.schedule = watched  # type: ignore[method-assign]
+    @contextmanager
+    def _watched_drafts(self, seen: Counter[str]) -> Iterator[None]:
+        """The drafter's contract is held meanwhile, where the engine has no graphs."""
+        drafter = self.engine.drafter
+        if drafter is None or self.engine.engine.plan.graph_mode != "none":
+            yield
+            return
+        drafter.seen = seen
         try:
-            touched = engine.step()
+            yield
         finally:
-            engine.scheduler.schedule = schedule  # type: ignore[method-assign]
-        engine.scheduler.cache.check()
-        return touched
-
-    def _lines(self, index: int, asked: Asked) -> list[Line]:
-        processor = self.llm.processor
-        prompt = {"prompt_token_ids": list(asked.prompt)}
-        requests = processor.requests(f"r{index}", prompt, asked.sampling(), asked.priority)
-        return [Line(r, processor.completion(r, i)) for i, r in enumerate(requests)]
+            drafter.seen = None
 
 
 def told_texts(world: World, plain: PlainRuns) -> list[list[int]]:
     """What a drafter that knows the answers is told: whole rows."""
     return [
-        [*asked.prompt, *answer.tokens]
-        for asked in world.requests
-        for answer in plain.answers(asked.prompt, asked.sampling())
+        [*given.prompt, *answer.tokens]
+        for given in world.requests
+        for answer in plain.answers(given.prompt, given.sampling())
     ]
 
 
 def _happens(
-    engine: Engine, lines: list[Line], asked: Asked, turn: int, seen: Counter[str]
+    engine: Engine, own: list[Completion], given: WorldRequest, turn: int, seen: Counter[str]
 ) -> None:
     """What a request does at this step."""
-    if turn == asked.arrival:
-        for line in lines:
-            engine.add(line.request)
-    for line in lines:
-        if turn in asked.preempt and not line.text.finished:
-            engine.scheduler.force_preempt(line.request.id)
-        moved = line.request.id in engine.runner.saved
-        if turn == asked.abort and engine.abort(line.request.id) is not None:
-            line.begun = True
+    if turn == given.arrival:
+        for completion in own:
+            engine.add(completion.request)
+    for completion in own:
+        request_id = completion.request.id
+        if turn in given.preempt and not completion.text.finished:
+            engine.scheduler.force_preempt(request_id)
+        moved = request_id in engine.runner.saved
+        if turn == given.abort and engine.abort(request_id) is not None:
+            completion.aborted = True
             seen["aborted in host memory"] += moved
-
-
-def _answer(line: Line, digests: dict[str, list[int]]) -> Answer:
-    done, request = line.text.output, line.request
-    own = tuple(digests.get(request.id, ())[: len(done.token_ids)])
-    wants = request.params.prompt_logprobs is not None and bool(done.token_ids)
-    return Answer(
-        tuple(done.token_ids),
-        as_bits(done.logprobs),
-        request.metrics,
-        own,
-        (done.finish_reason, done.stop_reason),
-        done.text,
-        as_bits(request.prompt_logprobs) if wants else (),
-    )
-
-
-def _count(answers: list[list[Answer]], lines: list[list[Line]], seen: Counter[str]) -> None:
-    """What took place, by the requests' own figures."""
-    for metrics in (answer.metrics for own in answers for answer in own):
-        if not metrics.num_accepted_tokens <= metrics.num_draft_tokens:
-            raise WorldError("more drafts were accepted than there were")
-        seen["cached tokens"] += metrics.num_cached_tokens
-        seen["preemptions"] += metrics.num_preemptions
-        seen["drafted"] += metrics.num_draft_tokens
-        seen["accepted"] += metrics.num_accepted_tokens
-    seen["aborted"] += sum(line.begun for own in lines for line in own)
-
-
-@contextmanager
-def _watched_drafts(engine: Engine, drafter: str, seen: Counter[str]) -> Iterator[None]:
-    """Holds a drafter's contract on eager engines: it finds no drafts. Counts uneven steps, whose
-    rows get different numbers of drafts."""
-    program = engine.runner.program
-    inner, drafts = program.drafter, program.table.drafts
-    if engine.plan.graph_mode != "none" or not drafts.shape[1]:
-        yield
-        return
-
-    class Watched:
-        def propose(
-            self,
-            step: Step,
-            hidden: Tensor,
-            aux_hidden_states: tuple[Tensor, ...],
-            verdict: Verdict,
-        ) -> None:
-            rows = step.row_ids[step.row_ids > 0]
-            if bool((drafts[rows] >= 0).any()):
-                raise WorldError("a step has left drafts in its rows")
-            inner.propose(step, hidden, aux_hidden_states, verdict)
-            made = (drafts[rows] >= 0).sum(1)
-            seen[f"uneven steps of {drafter}"] += int((made != made[:1]).any())
-
-    program.drafter = Watched()
-    try:
-        yield
-    finally:
-        program.drafter = inner
 
 
 @torch.inference_mode()
@@ -234,7 +152,8 @@ def make_dirty(engine: Engine, seed: int) -> None:
     """Fills all memory of rows, pages and state with numbers that mean nothing, but for the null
     row: what nobody has written must not be read."""
     generator = torch.Generator().manual_seed(seed)
-    runner, table = engine.runner, engine.runner.table
+    runner = engine.runner
+    table = runner.table
 
     def drawn(tensor: Tensor) -> Any:
         if tensor.dtype == torch.bool:

@@ -1,4 +1,4 @@
-"""Watches a model run: a digest of every module's output per request and position.
+"""Traces a model run: a digest of every module's output per request and position.
 
 Two runs of one request are compared position by position, module by module, in the order of the
 computation: the first difference names the layer and op that broke the contract.
@@ -11,9 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from lockstep.check import asks as asking
-from lockstep.check.asks import Ask
-from lockstep.llm import LLM
+from lockstep.check.harness import CheckEngine
 from lockstep.runner.observer import StepObserver
 from lockstep.scheduling.request import Request
 from lockstep.step import Step, StepShape
@@ -74,11 +72,11 @@ def _digest(tensors: list[Tensor]) -> bytes:
 
 
 @contextmanager
-def watch(llm: LLM, is_mine: Callable[[Request], bool]) -> Iterator[Trace]:
-    """Records what the model computes for the one request that is meant. Needs an eager engine."""
+def traced(engine: CheckEngine, is_mine: Callable[[Request], bool]) -> Iterator[Digests]:
+    """What the model computes meanwhile for the one request that is meant. Needs an engine without
+    graphs."""
     trace = Trace(is_mine)
-    runner = llm.engine.runner
-    model: nn.Module = runner.model
+    model: nn.Module = engine.engine.runner.model
     handles = [
         module.register_forward_hook(lambda _m, _i, output, name=name: trace.see(name, output))
         for name, module in model.named_modules()
@@ -86,11 +84,10 @@ def watch(llm: LLM, is_mine: Callable[[Request], bool]) -> Iterator[Trace]:
     ]
     handles.append(model.register_forward_pre_hook(lambda _m, inputs: trace.begin(inputs[0])))
     handles.append(model.register_forward_hook(lambda _m, _i, _o: trace.end()))
-    runner.observers.append(trace)
     try:
-        yield trace
+        with engine.observed(trace):
+            yield trace.digests
     finally:
-        runner.observers.remove(trace)
         for handle in handles:
             handle.remove()
 
@@ -102,27 +99,3 @@ def compare(plain: Digests, other: Digests, end: int) -> str | None:
             if other[position].get(name, digest) != digest:
                 return f"the first to differ is {name} at position {position}"
     return None
-
-
-def first_difference(
-    build_plain: Callable[[], LLM],
-    build_other: Callable[[], LLM],
-    ask: Ask,
-    members: list[Ask],
-    primed: list[Ask],
-    end: int,
-) -> str | None:
-    """Runs `ask` alone on a plain engine and among `members` on the other; None: no difference.
-
-    primed: what goes into the other engine's prefix cache first. end: positions are compared up
-    to, not including, this one.
-    """
-    digests = []
-    for build, company, before in ((build_plain, [ask], []), (build_other, members, primed)):
-        llm = build()
-        if before:
-            asking.prime(llm, before)
-        with watch(llm, lambda request: tuple(request.prompt_token_ids) == ask.prompt) as trace:
-            asking.run(llm, company)
-        digests.append(trace.digests)
-    return compare(digests[0], digests[1], end)

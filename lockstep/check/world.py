@@ -9,8 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from lockstep.check import answer_oracle
-from lockstep.check.engines import hooks_of
+from lockstep.check.drafters import NONE, hooks_of, speculative_config
 from lockstep.engine.hooks import CheckHooks
 from lockstep.errors import ConfigError, choice_error
 from lockstep.sampling_params import SamplingParams
@@ -18,7 +17,9 @@ from lockstep.sampling_params import SamplingParams
 VERSION = 1
 ROOM = 640
 """Tokens of prompt and answer that an engine of worlds has room for."""
-MOST_PAGES, MOST_SNAPSHOTS, MOST_REQUESTS = 64, 16, 64
+MOST_PAGES = 64
+MOST_SNAPSHOTS = 16
+MOST_REQUESTS = 64
 MOST_BYTES = 1 << 24
 """Of a file of a world."""
 
@@ -31,7 +32,7 @@ class Kind:
     brings another number of drafts, up to `drafts`; lookup: the shortest n-gram that is looked up.
     """
 
-    drafter: str = "none"
+    drafter: str = NONE
     drafts: int = 0
     changing: bool = False
     lookup: int = 1
@@ -41,16 +42,9 @@ class Kind:
 
     def settings(self) -> dict[str, Any]:
         """The LLM arguments of an engine with room for every world of this kind."""
-        oracle = self.drafter == answer_oracle.NAME
-        spec: dict[str, Any] = {
-            "method": answer_oracle.STAND_IN if oracle else self.drafter,
-            "num_speculative_tokens": self.drafts,
-            "adaptive": self.changing,
-        }
-        if self.drafter == "ngram":
-            spec["prompt_lookup_min"] = self.lookup
+        spec = speculative_config(self.drafter, self.drafts, self.changing, self.lookup)
         return {
-            "speculative_config": spec if self.drafts else None,
+            "speculative_config": spec,
             "max_model_len": ROOM,
             "max_num_seqs": self.buckets[-1],
             "row_buckets": self.buckets,
@@ -82,7 +76,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Asked:
+class WorldRequest:
     """One request. params: fields of SamplingParams that are not the default; arrival, abort,
     preempt: the steps at which it comes, is ended from outside, and is moved to the host."""
 
@@ -100,12 +94,12 @@ class Asked:
 
 @dataclass(frozen=True)
 class World:
-    """primed: prompts that are asked before, one by one, so that they are cached; dirt: what all
+    """primed: prompts that run before, one by one, so that they are cached; dirt: what all
     memory is filled with before, as a seed; draws: the seed of the numbers of drafts."""
 
     kind: Kind
     limits: Limits
-    requests: tuple[Asked, ...]
+    requests: tuple[WorldRequest, ...]
     primed: tuple[tuple[int, ...], ...] = ()
     dirt: int = 0
     draws: int = 0
@@ -115,7 +109,7 @@ class World:
         """none, drafter K=n, or K=0..n where it changes."""
         kind = self.kind
         count = f"0..{kind.drafts}" if kind.changing else kind.drafts
-        return f"{kind.drafter} K={count}" if kind.drafts else "none"
+        return f"{kind.drafter} K={count}" if kind.drafts else NONE
 
     def to_json(self) -> dict[str, Any]:
         """As plain data."""
@@ -134,7 +128,7 @@ class World:
             world = cls(
                 kind=Kind(**_as_tuples(data["kind"])),
                 limits=Limits(**data["limits"]),
-                requests=tuple(_asked(r) for r in data["requests"]),
+                requests=tuple(_request(r) for r in data["requests"]),
                 primed=tuple(tuple(p) for p in data["primed"]),
                 dirt=int(data["dirt"]),
                 draws=int(data["draws"]),
@@ -146,7 +140,8 @@ class World:
 
     def check(self) -> None:
         """Raises ConfigError where an engine of its kind has no room for it."""
-        limits, tokens = self.limits, (*self.primed, *(a.prompt for a in self.requests))
+        limits = self.limits
+        tokens = (*self.primed, *(request.prompt for request in self.requests))
         for name, value, low, high in (
             ("requests", len(self.requests), 1, MOST_REQUESTS),
             ("primed", len(self.primed), 0, MOST_REQUESTS),
@@ -168,7 +163,7 @@ def _as_tuples(data: dict[str, Any]) -> dict[str, Any]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in data.items()}
 
 
-def _asked(data: dict[str, Any]) -> Asked:
+def _request(data: dict[str, Any]) -> WorldRequest:
     known = {f.name for f in fields(SamplingParams)}
     params = dict(data["params"])
     unknown = set(params) - known
@@ -176,7 +171,7 @@ def _asked(data: dict[str, Any]) -> Asked:
         raise ConfigError(f"params has {sorted(unknown)}; allowed: {', '.join(sorted(known))}.")
     if params.get("logit_bias"):
         params["logit_bias"] = {int(k): v for k, v in params["logit_bias"].items()}
-    return Asked(**{**_as_tuples(data), "params": params})
+    return WorldRequest(**{**_as_tuples(data), "params": params})
 
 
 def read_world(path: Path) -> World:

@@ -8,19 +8,21 @@ from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 
+from lockstep.check.answers import NO_ENDING
+from lockstep.check.drafters import NONE
 from lockstep.check.draw import EARLY, Drawer
+from lockstep.check.harness import CheckEngine
 from lockstep.check.matrix import Setup
 from lockstep.check.plain import PlainRuns
 from lockstep.check.report import Failure, Report, Tally
 from lockstep.check.shrink import minimise
 from lockstep.check.stage import Stage
-from lockstep.check.trace import compare, watch
+from lockstep.check.trace import compare, traced
 from lockstep.check.world import Kind, World, write_world
 from lockstep.errors import LockstepError
-from lockstep.llm import LLM
 
 Progress = Callable[[str, int, int], None]
-Build = Callable[[Kind], LLM]
+Build = Callable[[Kind], CheckEngine]
 WORLD = "world"
 """The phase of a world's setup: cold, hit and preempted as it comes."""
 
@@ -52,7 +54,8 @@ class Examiner:
     """Compares worlds with plain runs; keeps the engine of the last kind."""
 
     def __init__(self, plain: PlainRuns, build: Build) -> None:
-        self.plain, self.build = plain, build
+        self.plain = plain
+        self.build = build
         self._stage: Stage | None = None
 
     def stage(self, kind: Kind) -> Stage:
@@ -76,10 +79,10 @@ class Examiner:
             refused = isinstance(error, LockstepError)
             return Examined(Difference(None, 0, None, what, refused=refused), 1, Counter())
         count = sum(len(own) for own in played.answers)
-        for index, (own, asked) in enumerate(zip(played.answers, world.requests, strict=True)):
-            due = self.plain.answers(asked.prompt, asked.sampling())
+        for index, (own, given) in enumerate(zip(played.answers, world.requests, strict=True)):
+            due = self.plain.answers(given.prompt, given.sampling())
             for completion, answer in enumerate(own):
-                begun = answer.ending == (None, None)
+                begun = answer.ending == NO_ENDING
                 found_here = answer.first_difference(due[completion], begun)
                 if found_here is not None:
                     difference = Difference(index, completion, *found_here)
@@ -92,9 +95,9 @@ class Examiner:
         return found is not None and not found.refused
 
     def _wrong_plain(self, world: World) -> Difference | None:
-        for index, asked in enumerate(world.requests):
+        for index, given in enumerate(world.requests):
             try:
-                fault = self.plain.judged(asked.prompt, asked.sampling())
+                fault = self.plain.judged(given.prompt, given.sampling())
             except Exception as error:
                 what = f"the plain run raised {type(error).__name__}: {error}"
                 refused = isinstance(error, LockstepError)
@@ -132,22 +135,23 @@ def run_worlds(
         try:
             world = drawer.world(index)
         except Exception as error:  # worlds aim by plain runs: the plain engine itself breaks
-            report.failures.append(_undrawn(index, drawer.seed, error))
+            what = f"the plain run raised {type(error).__name__}: {error}"
+            setup = Setup(NONE, 0, WORLD, "none")
+            report.fail(setup, f"world {index} of seed {drawer.seed}", what, "a plain run")
             return
         found = examiner.examine(world)
         if report.used is not None:
-            for asked in world.requests:
-                report.used.params(asked.sampling())
+            for given in world.requests:
+                report.used.params(given.sampling())
         if found.difference is not None:
             name = f"world {index} of seed {drawer.seed}"
             first = not any(f.setup.phase == WORLD for f in report.failures)
             file = f"lockstep-check-{drawer.seed}-{index}.json" if first else None
-            failure = explain(world, found.difference, examiner, effort, name, file)
-            report.failures.append(failure)
+            report.failures.append(explain(world, found.difference, examiner, effort, name, file))
         seconds = round(time.monotonic() - began, 2)
         failed = int(found.difference is not None)
         report.add(Tally(setup_of(world), found.answers, failed, seconds, f"world {index}"))
-        report.exercised = dict(Counter(report.exercised) + found.seen)
+        report.count(found.seen)
         if failed and effort.fail_fast:
             return
     if index >= EARLY:
@@ -158,15 +162,7 @@ def _check_exercised(report: Report) -> None:
     """An axis that never took place proves nothing: that is a failure too."""
     for name in ("cached tokens", "preemptions", "drafted", "accepted"):
         if not report.exercised.get(name):
-            setup, what = Setup("none", 0, WORLD, "none"), f"no {name} at all"
-            report.failures.append(Failure(setup, "all", "every request", "all", None, what))
-
-
-def _undrawn(index: int, seed: int, error: Exception) -> Failure:
-    """The failure where a plain run that a world aims by raised."""
-    what = f"the plain run raised {type(error).__name__}: {error}"
-    setup = Setup("none", 0, WORLD, "none")
-    return Failure(setup, f"world {index} of seed {seed}", "a plain run", "all", None, what)
+            report.fail(Setup(NONE, 0, WORLD, "none"), "all", f"no {name} at all")
 
 
 def setup_of(world: World) -> Setup:
@@ -194,12 +190,13 @@ def explain(
         path = effort.folder / file
         write_world(path, world, what=difference.what, found=name)
         written = str(path)
-    request, sampling = "every request", "all"
+    request = "every request"
+    sampling = "all"
     if difference.request is not None:
-        asked = world.requests[difference.request]
+        given = world.requests[difference.request]
         request = f"request {difference.request + 1} of {len(world.requests)}"
-        request += f", a prompt of {len(asked.prompt)} tokens"
-        sampling = ", ".join(asked.params)
+        request += f", a prompt of {len(given.prompt)} tokens"
+        sampling = ", ".join(given.params)
     return Failure(
         setup_of(world), name, request, sampling, difference.position, difference.what, where,
         written,
@@ -207,24 +204,25 @@ def explain(
 
 
 def locate(world: World, difference: Difference, examiner: Examiner) -> str | None:
-    """The first layer and op that differ, found by playing the world again, watched."""
+    """The first layer and op that differ, found by playing the world again, traced."""
     if difference.request is None or difference.position is None or difference.plain:
         return None
-    asked, which = world.requests[difference.request], difference.completion
-    own = f"r{difference.request}" + (f"-{which}" if asked.params.get("n", 1) > 1 else "")
-    end = len(asked.prompt) + difference.position
+    given = world.requests[difference.request]
+    which = f"-{difference.completion}" if given.params.get("n", 1) > 1 else ""
+    own_id = f"r{difference.request}{which}"
+    plain_id = f"plain-1{which}"
+    end = len(given.prompt) + difference.position
     eager = replace(world, kind=replace(world.kind, graph="none"))
-    fresh = PlainRuns(examiner.plain.llm)
-    plain_id = "plain-1" + (f"-{which}" if asked.params.get("n", 1) > 1 else "")
-    with watch(fresh.llm, lambda request: request.id == plain_id) as plain_trace:
-        fresh.answers(asked.prompt, asked.sampling())
+    fresh = PlainRuns(examiner.plain.engine)
+    with traced(fresh.engine, lambda request: request.id == plain_id) as due:
+        fresh.answers(given.prompt, given.sampling())
     try:
         stage = examiner.stage(eager.kind)
-        with watch(stage.llm, lambda request: request.id == own) as trace:
+        with traced(stage.engine, lambda request: request.id == own_id) as trace:
             stage.play(eager, examiner.plain)
     except Exception as error:
         return f"run again, watched, it raised {type(error).__name__}: {error}"
-    found = compare(plain_trace.digests, trace.digests, end)
+    found = compare(due, trace, end)
     return found or "no module of the model differs when run eagerly: look at the sampler"
 
 

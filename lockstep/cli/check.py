@@ -62,13 +62,13 @@ def check(
     """
     size = _size(quick, full, logits, replay)
     _refuse_varied(settings)
-    asked = {"seed": seed, "seconds": seconds, "fail_fast": fail_fast, "oracle": oracle}
+    how = {"seed": seed, "seconds": seconds, "fail_fast": fail_fast, "oracle": oracle}
     if json:
-        report = _run(size, settings, asked, logits, replay, None)
+        report = _run(size, settings, how, logits, replay, None)
         print_json(report.to_json())
     else:
         with progress_bar() as show:
-            report = _run(size, settings, asked, logits, replay, show)
+            report = _run(size, settings, how, logits, replay, show)
         _print(report, _logits_table(report) if logits else _table(report))
     if page is not None:
         _write(page, report)
@@ -97,7 +97,7 @@ def _size(quick: bool, full: bool, logits: bool, replay: Path | None) -> str:
 def _run(
     size: str,
     settings: dict[str, Any],
-    asked: dict[str, Any],
+    how: dict[str, Any],
     logits: bool,
     replay: Path | None,
     show: "Progress | None",
@@ -113,11 +113,11 @@ def _run(
         return run_logits(size, model, **shown, **chosen)
     effort = Effort(
         SIZES[size].worlds,
-        seconds=asked["seconds"],
+        seconds=how["seconds"],
         folder=Path(),
-        fail_fast=asked["fail_fast"],
+        fail_fast=how["fail_fast"],
     )
-    compared = {"seed": asked["seed"], "oracle": asked["oracle"]}
+    compared = {"seed": how["seed"], "oracle": how["oracle"]}
     return run_check(size, model, effort=effort, **compared, **shown, **chosen)
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.check import asks, matrix
+from lockstep.check import cases, matrix
 from tests.tiny_model import make_model
 
 
@@ -17,4 +17,4 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(matrix.SIZES, "quick", matrix.Size(max_tokens=8, alone=8, company=4))
-    monkeypatch.setattr(asks, "LONG_PROMPT", 300)
+    monkeypatch.setattr(cases, "LONG_PROMPT", 300)

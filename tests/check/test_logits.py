@@ -10,7 +10,7 @@ from torch import Tensor
 from lockstep.check import logits_matrix, run_logits
 from lockstep.check.answer_oracle import AnswerOracle
 from lockstep.check.digests import digest
-from lockstep.check.logits_matrix import CHUNKS, SIZES, Size, batches, engines, make_asks
+from lockstep.check.logits_matrix import CHUNKS, SIZES, Size, batches, engines, make_cases
 from lockstep.check.matrix import Setup
 from lockstep.check.report import Report
 from lockstep.errors import ConfigError
@@ -83,7 +83,7 @@ def test_an_axis_that_never_takes_place_is_a_failure(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(AnswerOracle, "tell", lambda self, texts: None)
-    monkeypatch.setattr("lockstep.check.logits._prime", lambda llm, asks: None)
+    monkeypatch.setattr("lockstep.check.logits._prime", lambda engine, cases: None)
     report = check(Size((1,), (2,), (), 0, 1, 300, 6))
     told = {(f.batch, f.what) for f in report.failures if f.setup.drafter == "told"}
     nothing = {"no drafted at all", "no accepted at all"}
@@ -93,23 +93,23 @@ def test_an_axis_that_never_takes_place_is_a_failure(
 
 def test_the_full_matrix_holds_what_it_promises() -> None:
     size = SIZES["full"]
-    every = list(engines(size, GRAPHS, own="mtp"))
+    every = list(engines(size, GRAPHS, "mtp"))
     assert len(set(every)) == len(every)
     assert {s.k for s in every if s.graph == "full" and s.drafter != "mtp"} == set(range(8))
     assert {s.graph for s in every} == set(GRAPHS) and Setup("mtp", 3, "cold", "full") in every
-    asks = make_asks(1000, size.long, size.max_tokens)
-    assert len(asks) == 20 and len({a.prompt[:5] for a in asks}) == 20
-    runs = [b for turn in range(len(every)) for b in batches(asks, size, turn)]
+    cases = make_cases(1000, size.long, size.max_tokens)
+    assert len(cases) == 20 and len({a.prompt[:5] for a in cases}) == 20
+    runs = [b for turn in range(len(every)) for b in batches(cases, size, turn)]
     assert {b.chunk for b in runs} == set(CHUNKS)
-    assert {len(b.asks) for b in runs if b.name.endswith(("row", "rows"))} == {1, 2, 7, 16, 64}
-    assert {a.name for b in runs if b.name == "1 row" for a in b.asks} == {
-        a.name for a in asks[:-1]
+    assert {len(b.cases) for b in runs if b.name.endswith(("row", "rows"))} == {1, 2, 7, 16, 64}
+    assert {a.name for b in runs if b.name == "1 row" for a in b.cases} == {
+        a.name for a in cases[:-1]
     }
-    assert asks[-1] in {a for b in runs if b.chunk == 64 for a in b.asks}
+    assert cases[-1] in {a for b in runs if b.chunk == 64 for a in b.cases}
 
 
 def test_the_asks_are_the_same_at_every_call() -> None:
-    assert make_asks(500, 200, 5) == make_asks(500, 200, 5)
+    assert make_cases(500, 200, 5) == make_cases(500, 200, 5)
 
 
 def test_settings_hold_all_rows() -> None:

@@ -2,7 +2,8 @@
 
 from itertools import product
 
-from lockstep.check.asks import Answer, Ask
+from lockstep.check.answers import Answer
+from lockstep.check.cases import Case
 from lockstep.check.matrix import (
     BATCHES,
     DEFAULT_COUNTS,
@@ -19,9 +20,9 @@ from lockstep.check.tokens import batches
 from lockstep.check.trace import compare
 from lockstep.outputs import RequestMetrics
 from lockstep.sampling_params import SamplingParams
-from lockstep.spec import DRAFTERS as METHODS
+from lockstep.spec import DRAFTERS
 
-DRAFTERS = tuple(METHODS)
+EVERY = tuple(DRAFTERS)
 KINDS = len(DRAFT_COUNTS) + 1
 """Ways to draft with one drafter: each K, and a changing one."""
 GPU = ("full", "piecewise", "none")
@@ -32,31 +33,31 @@ def answer(*tokens: int, logprob: float = -0.5) -> Answer:
     return Answer(tokens, bits, RequestMetrics())
 
 
-def ask(prompt: int, sampling: str) -> Ask:
-    return Ask(f"{prompt} {sampling}", sampling, (prompt,), SamplingParams())
+def case(prompt: int, sampling: str) -> Case:
+    return Case(f"{prompt} {sampling}", sampling, (prompt,), SamplingParams())
 
 
 def test_full_is_every_combination_once() -> None:
-    every = setups("full", DRAFTERS, GPU)
+    every = setups("full", EVERY, GPU)
     assert len(set(every)) == len(every) == (1 + 2 * KINDS) * len(PHASES) * len(GPU)
 
 
 def test_default_holds_every_drafter_and_phase_and_every_graph_mode() -> None:
-    chosen = setups("default", DRAFTERS, GPU)
+    chosen = setups("default", EVERY, GPU)
     drafting = {(s.drafting, s.phase) for s in chosen}
     assert len(drafting) == (1 + 2 * (len(DEFAULT_COUNTS) + 1)) * len(PHASES)
     assert {min(DRAFT_COUNTS), max(DRAFT_COUNTS)} <= set(DEFAULT_COUNTS) <= set(DRAFT_COUNTS)
     for drafter, k in (("none", 0), ("ngram", 3), ("mtp", 3)):
         assert {s.graph for s in chosen if (s.drafter, s.k) == (drafter, k)} == set(GPU)
     changing = {(s.drafter, s.phase, s.graph) for s in chosen if s.changing}
-    assert changing == set(product(DRAFTERS, PHASES, GPU))
+    assert changing == set(product(EVERY, PHASES, GPU))
 
 
 def test_quick_holds_every_drafter_phase_and_graph_mode() -> None:
-    chosen = setups("quick", DRAFTERS, GPU)
+    chosen = setups("quick", EVERY, GPU)
     assert len(set(chosen)) == len(chosen) <= 5
     for values, held in (
-        (("none", *DRAFTERS), {s.drafter for s in chosen}),
+        (("none", *EVERY), {s.drafter for s in chosen}),
         (PHASES, {s.phase for s in chosen}),
         (GPU, {s.graph for s in chosen}),
     ):
@@ -69,26 +70,25 @@ def test_a_checkpoint_without_mtp_is_checked_with_the_rest() -> None:
     assert {s.drafter for s in setups("default", ("ngram",), ("none",))} == {"none", "ngram"}
 
 
-def test_full_runs_every_ask_in_every_batch() -> None:
-    long = Ask("long", "long", (99,), SamplingParams())
-    asks = [*(ask(i, f"way {i}") for i in range(7)), long]
-    found = batches(asks, SIZES["full"], turn=2)
-    assert {m[0].name for b, m in found if b == BATCHES[0]} == {a.name for a in asks}
-    assert [m for b, m in found if b == BATCHES[1]] == [asks[:7]]
-    assert sorted(a.name for b, m in found if b == BATCHES[2] for a in m) == sorted(
-        a.name for a in asks
-    )
+def test_full_runs_every_case_in_every_batch() -> None:
+    long = Case("long", "long", (99,), SamplingParams())
+    cases = [*(case(i, f"way {i}") for i in range(7)), long]
+    found = batches(cases, SIZES["full"], turn=2)
+    names = sorted(c.name for c in cases)
+    assert sorted(b.cases[0].name for b in found if b.name == BATCHES[0]) == names
+    assert [b.cases for b in found if b.name == BATCHES[1]] == [tuple(cases[:7])]
+    assert sorted(c.name for b in found if b.name == BATCHES[2] for c in b.cases) == names
 
 
-def test_engines_in_a_row_share_out_the_asks() -> None:
-    """Four engines, one more than phases, run each ask alone and beside the long one."""
-    long = Ask("long", "long", (99,), SamplingParams())
-    asks = [*(ask(i, f"way {i}") for i in range(7)), long]
+def test_engines_in_a_row_share_out_the_cases() -> None:
+    """Four engines, one more than phases, run each case alone and beside the long one."""
+    long = Case("long", "long", (99,), SamplingParams())
+    cases = [*(case(i, f"way {i}") for i in range(7)), long]
     for first in (0, 4, 8):
-        runs = [r for turn in range(4) for r in batches(asks, SIZES["default"], first + turn)]
-        for batch in (BATCHES[0], BATCHES[2]):
-            assert {a.name for b, m in runs if b == batch for a in m} == {a.name for a in asks}
-        assert all(long in m[1:-1] for b, m in runs if b == BATCHES[2])
+        runs = [r for turn in range(4) for r in batches(cases, SIZES["default"], first + turn)]
+        for name in (BATCHES[0], BATCHES[2]):
+            assert {c for b in runs if b.name == name for c in b.cases} == set(cases)
+        assert all(long in b.cases[1:-1] for b in runs if b.name == BATCHES[2])
 
 
 def test_answers_differ_by_token_bit_and_length() -> None:

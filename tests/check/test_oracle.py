@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.check import oracle
-from lockstep.check.matrix import PLAIN
+from lockstep.check.harness import CheckEngine, build_plain
 from lockstep.check.oracle import load_oracle, off_by, run_oracle
 from lockstep.check.report import Report
 from lockstep.errors import ConfigError
@@ -15,13 +15,13 @@ from lockstep.llm import LLM
 
 
 @pytest.fixture(scope="module")
-def plain() -> LLM:
+def plain() -> CheckEngine:
     """The bundled model, as the check runs it plainly."""
-    return LLM(None, **PLAIN.settings(small_chunks=False))
+    return build_plain(None, {})
 
 
 @pytest.fixture
-def other(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def other(plain: CheckEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle is loaded once, and asked about three prompts."""
     pytest.importorskip("transformers")
     monkeypatch.setattr(oracle, "load_oracle", LOADED.setdefault("it", cached(plain)))
@@ -33,18 +33,18 @@ def other(plain: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
 LOADED: dict[str, Callable[[LLM], torch.nn.Module]] = {}
 
 
-def cached(plain: LLM) -> Callable[[LLM], torch.nn.Module]:
-    model = load_oracle(plain)
+def cached(plain: CheckEngine) -> Callable[[LLM], torch.nn.Module]:
+    model = load_oracle(plain.llm)
     return lambda llm: model
 
 
-def test_the_plain_run_agrees(plain: LLM, other: None) -> None:
+def test_the_plain_run_agrees(plain: CheckEngine, other: None) -> None:
     report = Report("quick", "")
     assert run_oracle(plain, report) < 2e-5
     assert report.failed == 0 and report.cases == 4
 
 
-def test_a_fault_of_the_model_is_seen(plain: LLM, other: None) -> None:
+def test_a_fault_of_the_model_is_seen(plain: CheckEngine, other: None) -> None:
     report = Report("quick", "")
     rotary = next(m for m in plain.engine.runner.model.modules() if isinstance(m, Rotary))
     angles = rotary.sin
@@ -58,9 +58,9 @@ def test_a_fault_of_the_model_is_seen(plain: LLM, other: None) -> None:
 
 
 def test_a_constant_does_not_count_and_a_nan_does() -> None:
-    lines = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
-    assert float(off_by(lines + 4, lines).max()) < 1e-6
-    assert float(off_by(lines * 1.01, lines).max()) == pytest.approx(0.01, rel=1e-3)
+    rows = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    assert float(off_by(rows + 4, rows).max()) < 1e-6
+    assert float(off_by(rows * 1.01, rows).max()) == pytest.approx(0.01, rel=1e-3)
 
 
 def test_random_weights_have_no_oracle(model: str) -> None:

@@ -7,31 +7,30 @@ import pytest
 
 from lockstep.cache.cache import Cache, CacheConfig
 from lockstep.cache.groups import CacheSeq, StateGroup
-from lockstep.check.matrix import PLAIN
+from lockstep.check.harness import build, build_plain
 from lockstep.check.plain import PlainRuns
 from lockstep.check.rules import Rules, WorldError, shares_no_snapshot
 from lockstep.check.stage import Stage
-from lockstep.check.world import Asked, Kind, Limits, World
-from lockstep.llm import LLM
+from lockstep.check.world import Kind, Limits, World, WorldRequest
 from lockstep.runner.runner import Runner
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import PageGrant, PromptChunk, Schedule
 from lockstep.scheduling.scheduler import Entry, Scheduler
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
-LATE = Asked(tuple(range(60)), {**GREEDY, "max_tokens": 9}, priority=1)
+LATE = WorldRequest(tuple(range(60)), {**GREEDY, "max_tokens": 9}, priority=1)
 """Its answer begins a page with the token of step 5."""
-URGENT = Asked((7, 8), {**GREEDY, "max_tokens": 2})
+URGENT = WorldRequest((7, 8), {**GREEDY, "max_tokens": 2})
 
 
 @pytest.fixture(scope="module")
 def plain(model: str) -> PlainRuns:
-    return PlainRuns(LLM(model, load_format="dummy", **PLAIN.settings(small_chunks=False)))
+    return PlainRuns(build_plain(model, {"load_format": "dummy"}))
 
 
 @pytest.fixture(scope="module")
 def play(model: str, plain: PlainRuns) -> Callable[[World], None]:
-    stage = Stage(LLM(model, load_format="dummy", **Kind().settings()), Kind())
+    stage = Stage(build(model, {"load_format": "dummy", **Kind().settings()}), Kind())
     return lambda world: stage.play(world, plain) and None
 
 
@@ -72,9 +71,9 @@ def test_a_snapshot_that_a_row_begins_from_is_not_given_away(
 ) -> None:
     """Two slots: the other request takes the one with the snapshot, if nobody holds it."""
     known, other = tuple(range(129)), tuple(range(9))
-    asked = tuple(Asked(prompt, {**GREEDY, "max_tokens": 2}) for prompt in (known, other))
+    requests = tuple(WorldRequest(prompt, {**GREEDY, "max_tokens": 2}) for prompt in (known, other))
     limits = Limits(rows=2, chunk=192, snapshots=0, caching=True)
-    world = World(Kind(), limits, asked, primed=(known,))
+    world = World(Kind(), limits, requests, primed=(known,))
     play(world)
 
     def find(self: StateGroup, seq: CacheSeq, pages: int) -> None:
@@ -106,11 +105,13 @@ def test_a_snapshot_is_what_its_key_says() -> None:
     for wrong in (
         replace(chunk, length=40),
         replace(chunk, length=128),
-        replace(chunk, request=Request("r", list(range(1, 100)))),
         replace(chunk, snapshot_slot=0, state_src=chunk.snapshot_slot),
     ):
         with pytest.raises(WorldError, match="is not the snapshot behind"):
             rules.hold(replace(made, prompt=[wrong]))
+    rules.scheduler.running[0].request = Request("r", list(range(1, 100)))
+    with pytest.raises(WorldError, match="is not the snapshot behind"):
+        rules.hold(made)
 
 
 def test_a_snapshot_lies_within_its_chunk() -> None:
@@ -129,16 +130,14 @@ def test_pages_are_granted_to_rows_that_run() -> None:
 
 
 def test_rows_of_a_step_share_no_snapshot() -> None:
-    request = Request("r", [1])
-
     def chunk(source: int, snapshot: int) -> PromptChunk:
-        return PromptChunk(1, request, 0, 64, False, source, snapshot)
+        return PromptChunk(1, 0, 64, False, source, snapshot)
 
-    sound = Schedule(prompt=[chunk(3, 4), chunk(3, 5), chunk(0, 0), chunk(0, 0)])
+    sound = Schedule(tick=0, prompt=[chunk(3, 4), chunk(3, 5), chunk(0, 0), chunk(0, 0)])
     shares_no_snapshot(sound, {1, 2})
     for wrong in ([chunk(0, 4), chunk(0, 4)], [chunk(4, 5), chunk(0, 4)]):
         with pytest.raises(WorldError, match="a snapshot is written twice"):
-            shares_no_snapshot(Schedule(prompt=wrong), {1, 2})
+            shares_no_snapshot(Schedule(tick=0, prompt=wrong), {1, 2})
     for slot in (3, 4):
         with pytest.raises(WorldError, match="a row's own slot"):
             shares_no_snapshot(sound, {1, slot})

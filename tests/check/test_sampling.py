@@ -11,8 +11,7 @@ from torch import Tensor
 
 import lockstep.kernels.sampling as engines
 from lockstep.check import sampling
-from lockstep.check.engines import build_llm
-from lockstep.check.matrix import PLAIN
+from lockstep.check.harness import CheckEngine, build, build_plain
 from lockstep.check.plain import PlainRuns
 from lockstep.check.report import Report
 from lockstep.check.sampling import (
@@ -27,7 +26,6 @@ from lockstep.check.sampling import (
     wrong_pairs,
 )
 from lockstep.check.world import Kind
-from lockstep.llm import LLM
 from lockstep.text.processor import Processor
 
 RNG = np.random.default_rng(0)
@@ -35,7 +33,7 @@ RNG = np.random.default_rng(0)
 
 @pytest.fixture(scope="module")
 def plain(model: str) -> PlainRuns:
-    return PlainRuns(LLM(model, load_format="dummy", **PLAIN.settings(small_chunks=False)))
+    return PlainRuns(build_plain(model, {"load_format": "dummy"}))
 
 
 @pytest.fixture
@@ -45,10 +43,10 @@ def found(plain: PlainRuns, model: str) -> Callable[[], set[str]]:
     def run() -> set[str]:
         report = Report("quick", "")
 
-        def build(kind: Kind) -> LLM:
-            return build_llm(model, {"load_format": "dummy", **kind.settings()}, kind.hooks())
+        def build_kind(kind: Kind) -> CheckEngine:
+            return build(model, {"load_format": "dummy", **kind.settings()}, kind.hooks())
 
-        run_sampling(plain, build, 48, report)
+        run_sampling(plain, build_kind, 48, report)
         assert report.cases == len(report.tallies) == 32
         return {f.batch for f in report.failures}
 
@@ -133,7 +131,6 @@ def fields_of_the_sampler() -> Iterator[str]:
     """SamplingParams but for what ends an answer, or what is told of it."""
     told = {"n", "seed", "max_tokens", "stop", "stop_token_ids", "include_stop_str_in_output"}
     told |= {"ignore_eos", "logprobs", "prompt_logprobs", "detokenize", "skip_special_tokens"}
-    told |= {"extra_args"}
     params = next(iter(cases(context()).values()))
     return (f.name for f in fields(params) if f.name not in told)
 

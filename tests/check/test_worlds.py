@@ -13,32 +13,33 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from lockstep import spec
 from lockstep.cache.cache import Cache
 from lockstep.check import Effort, read_world, run_check, run_replay
 from lockstep.check.draw import KINDS, LONGER, PUSHED, SELDOM, Drawer, kind_of
-from lockstep.check.engines import build_llm
-from lockstep.check.matrix import PLAIN
+from lockstep.check.harness import CheckEngine, build, build_plain
 from lockstep.check.plain import PlainRuns
 from lockstep.check.rules import WorldError
 from lockstep.check.shrink import minimise, smaller
 from lockstep.check.stage import Stage
-from lockstep.check.world import Asked, Kind, Limits, World, write_world
+from lockstep.check.world import Kind, Limits, World, WorldRequest, write_world
 from lockstep.check.worlds import Examiner
 from lockstep.cli import app
 from lockstep.errors import ConfigError
 from lockstep.kernels.attention import SEGMENT
 from lockstep.layers.linear import Head
-from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.scheduler import Scheduler
 
-DRAFTERS = ("ngram", "mtp")
+DRAFTERS = tuple(spec.DRAFTERS)
 WORLD = World(
     Kind("told", 3),
     Limits(pages=4, caching=True),
     (
-        Asked(tuple(range(5, 70)), {"max_tokens": 7, "temperature": 0.0, "logprobs": 1}),
-        Asked(tuple(range(9)), {"max_tokens": 5, "seed": 2**40, "logit_bias": {3: 1.5}}, arrival=2),
+        WorldRequest(tuple(range(5, 70)), {"max_tokens": 7, "temperature": 0.0, "logprobs": 1}),
+        WorldRequest(
+            tuple(range(9)), {"max_tokens": 5, "seed": 2**40, "logit_bias": {3: 1.5}}, arrival=2
+        ),
     ),
     primed=(tuple(range(5, 71)),),
     dirt=3,
@@ -46,13 +47,13 @@ WORLD = World(
 
 
 @pytest.fixture(scope="module")
-def build(model: str) -> Callable[..., LLM]:
-    return lambda kind: build_llm(model, {"load_format": "dummy", **kind.settings()}, kind.hooks())
+def build_kind(model: str) -> Callable[[Kind], CheckEngine]:
+    return lambda kind: build(model, {"load_format": "dummy", **kind.settings()}, kind.hooks())
 
 
 @pytest.fixture(scope="module")
 def plain(model: str) -> PlainRuns:
-    return PlainRuns(LLM(model, load_format="dummy", **PLAIN.settings(small_chunks=False)))
+    return PlainRuns(build_plain(model, {"load_format": "dummy"}))
 
 
 @pytest.fixture
@@ -153,22 +154,24 @@ def test_a_fault_is_found_made_small_written_and_replayed(
 
 
 def test_an_engine_that_breaks_is_a_difference(
-    plain: PlainRuns, build: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(self: Scheduler) -> None:
         raise IndexError("no such row")
 
-    examiner = Examiner(plain, build)
-    for asked in WORLD.requests:
-        plain.answers(asked.prompt, asked.sampling())
+    examiner = Examiner(plain, build_kind)
+    for request in WORLD.requests:
+        plain.answers(request.prompt, request.sampling())
     monkeypatch.setattr(Scheduler, "schedule", broken)
     found = examiner.examine(WORLD).difference
     assert found is not None and found.what == "raised IndexError: no such row"
     assert not found.refused
 
 
-def test_what_is_refused_is_no_smaller_world(plain: PlainRuns, build: Callable[..., LLM]) -> None:
-    examiner = Examiner(plain, build)
+def test_what_is_refused_is_no_smaller_world(
+    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine]
+) -> None:
+    examiner = Examiner(plain, build_kind)
     wrong = replace(WORLD.requests[0], params={"min_tokens": 9, "max_tokens": 3})
     found = examiner.examine(replace(WORLD, requests=(wrong,))).difference
     assert found is not None and found.refused
@@ -176,9 +179,9 @@ def test_what_is_refused_is_no_smaller_world(plain: PlainRuns, build: Callable[.
 
 
 def test_a_stage_sees_what_is_left_behind(
-    plain: PlainRuns, build: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    played = Stage(build(WORLD.kind), WORLD.kind)
+    played = Stage(build_kind(WORLD.kind), WORLD.kind)
     assert len(played.play(WORLD, plain).answers) == 2
     monkeypatch.setattr(Scheduler, "_leave_row", lambda self, entry: self.running.remove(entry))
     with pytest.raises((WorldError, AssertionError)):
@@ -193,14 +196,18 @@ def test_the_smallest_world_that_differs() -> None:
         return world.kind.drafts > 0 and any(len(a.prompt) > 2 for a in penalised)
 
     rng = random.Random(0)
-    penalised = Asked(tuple(range(100)), {"max_tokens": 9, "frequency_penalty": 2.0, "n": 3}, 4, 9)
-    others = tuple(Asked(tuple(rng.choices(range(50), k=70)), {"max_tokens": 5}) for _ in range(3))
+    penalised = WorldRequest(
+        tuple(range(100)), {"max_tokens": 9, "frequency_penalty": 2.0, "n": 3}, 4, 9
+    )
+    others = tuple(
+        WorldRequest(tuple(rng.choices(range(50), k=70)), {"max_tokens": 5}) for _ in range(3)
+    )
     world = replace(WORLD, requests=(*others[:2], penalised, *others[2:]))
     small = minimise(world, differs, seconds=60.0)
     assert small.kind == Kind("told", 1) and small.limits == Limits() and not small.primed
-    (asked,) = small.requests
-    assert len(asked.prompt) == 3 and asked.arrival == 0 and asked.abort is None
-    assert asked.params == {"max_tokens": 1, "frequency_penalty": 2.0}
+    (request,) = small.requests
+    assert len(request.prompt) == 3 and request.arrival == 0 and request.abort is None
+    assert request.params == {"max_tokens": 1, "frequency_penalty": 2.0}
     assert minimise(world, differs, seconds=0.0) == world
 
 

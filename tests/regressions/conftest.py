@@ -1,6 +1,7 @@
 """A small hybrid model whose state matters, and answers as bits."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ from lockstep import LLM, EngineConfig, SamplingParams
 from lockstep.engine.engine import Engine
 from lockstep.engine.hooks import CheckHooks
 from lockstep.scheduling.draft_length import RandomDraftLength
+from lockstep.spec.drafter import DraftContext
 from tests.tiny_model import make_model
 
 PROMPTS = [[(7 * i + i * i) % 250 for i in range(n)] for n in (300, 5, 65, 130)]
 PARAMS = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=1, detokenize=False)
+WRONG_EVERY = 5
+"""Positions at which the scripted drafter is wrong: the multiples of this."""
 
 
 @pytest.fixture(scope="session")
@@ -25,10 +29,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def make(folder: Path) -> Callable[..., LLM]:
     """An engine over the tiny model with these settings. changing: every step brings another
-    number of drafts."""
+    number of drafts; known: texts that a scripted drafter knows, which stands in for the method."""
 
     def build(
-        method: str | None = None, k: int = 3, changing: bool = False, **settings: Any
+        method: str | None = None,
+        k: int = 3,
+        changing: bool = False,
+        known: list[list[int]] | None = None,
+        **settings: Any,
     ) -> LLM:
         if method:
             spec = {"method": method, "num_speculative_tokens": k, "adaptive": changing}
@@ -37,7 +45,10 @@ def make(folder: Path) -> Callable[..., LLM]:
         config = EngineConfig.read(
             model=str(folder), load_format="dummy", skip_tokenizer_init=True, **settings
         )
-        hooks = CheckHooks(draft_policy=RandomDraftLength if changing else None)
+        hooks = CheckHooks(
+            drafter=partial(Scripted, known) if known else None,
+            draft_policy=RandomDraftLength if changing else None,
+        )
         return LLM.over(Engine(config, hooks=hooks))
 
     return build
@@ -55,35 +66,29 @@ def bits(logprobs: Any) -> list[dict[int, str]]:
 
 
 class Scripted:
-    """A drafter that knows the answers: proposes the right token, but for every `wrong`-th one.
+    """A drafter that knows the answers: proposes the right token, but for every WRONG_EVERY-th one.
 
     So that drafts are accepted in every number, and a step without drafts follows (F2).
     """
 
-    def __init__(self, drafts: Any, tokens: Any, computed: Any, known: list[list[int]], wrong: int):
-        self.drafts, self.tokens, self.computed = drafts, tokens, computed
-        self.known, self.wrong, self.calls = known, wrong, 0
+    def __init__(self, known: list[list[int]], context: DraftContext) -> None:
+        self.known = known
+        self.context = context
+        self.calls = 0
 
     def propose(self, step: Any, hidden: Any, aux_hidden_states: Any, verdict: Any) -> None:
         """Writes drafts from the known answers; none at all on every fourth call."""
         self.calls += 1
+        drafts = self.context.drafts
         for row in step.row_ids.tolist():
-            self.drafts[row] = -1
+            drafts[row] = -1
             if row == 0 or self.calls % 4 == 0:
                 continue
-            length = int(self.computed[row]) + 1
-            mine = self.tokens[row, :length].tolist()
+            length = int(self.context.computed[row]) + 1
+            mine = self.context.tokens[row, :length].tolist()
             for full in self.known:
                 if full[:length] == mine:
-                    ahead = full[length : length + self.drafts.shape[1]]
+                    ahead = full[length : length + drafts.shape[1]]
                     for k, token in enumerate(ahead):
-                        off = (length + k) % self.wrong == 0
-                        self.drafts[row, k] = (token + 1) % 200 if off else token
-
-
-def script(llm: LLM, known: list[list[int]], wrong: int = 5) -> Scripted:
-    """Puts a scripted drafter in the place of the engine's own."""
-    program, table = llm.engine.runner.program, llm.engine.runner.table
-    drafter = Scripted(table.drafts, table.tokens, table.computed, known, wrong)
-    program.drafter = drafter
-    return drafter
+                        wrong = (length + k) % WRONG_EVERY == 0
+                        drafts[row, k] = (token + 1) % 200 if wrong else token

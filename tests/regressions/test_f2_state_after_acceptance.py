@@ -16,7 +16,7 @@ from lockstep.kernels.gated_delta_rule import cpu
 from lockstep.kernels.recurrent.rings import ring_slots
 from lockstep.layers import gated_delta_net
 from lockstep.runner import table
-from tests.regressions.conftest import PROMPTS, answers, script
+from tests.regressions.conftest import PROMPTS, answers
 
 
 def plain_and_known(make: Callable[..., LLM]) -> tuple[list[Any], list[list[int]]]:
@@ -30,8 +30,7 @@ def test_accepted_drafts_leave_the_answer_alone(
     make: Callable[..., LLM], k: int, chunk: int
 ) -> None:
     plain, known = plain_and_known(make)
-    llm = make("ngram", k, max_num_batched_tokens=chunk)
-    script(llm, known)
+    llm = make("ngram", k, known=known, max_num_batched_tokens=chunk)
     assert answers(llm) == plain
     assert llm.engine.stats.accepted_tokens_total > 20
 
@@ -52,8 +51,7 @@ def test_state_written_rarely_leaves_the_answer_alone(
     plain, known = plain_and_known(make)
     for user in (gated_delta_net, table):
         monkeypatch.setattr(user, "flush_after", lambda device: flush)
-    llm = make("ngram", 3)
-    script(llm, known)
+    llm = make("ngram", 3, known=known)
     assert answers(llm) == plain
     assert answers(make()) == plain
 
@@ -67,8 +65,7 @@ def test_another_number_of_drafts_in_every_step_leaves_the_answer_alone(
     plain, known = plain_and_known(make)
     for user in (gated_delta_net, table):
         monkeypatch.setattr(user, "flush_after", lambda device: flush)
-    llm = make("ngram", k, changing=True)
-    script(llm, known)
+    llm = make("ngram", k, changing=True, known=known)
     assert answers(llm) == plain
     assert llm.engine.stats.accepted_tokens_total > 20
 
@@ -92,8 +89,7 @@ def test_state_read_at_the_wrong_place_is_caught(
 ) -> None:
     plain, known = plain_and_known(make)
     monkeypatch.setattr(cpu, "_replay", fault)
-    llm = make("ngram", 3)
-    script(llm, known)
+    llm = make("ngram", 3, known=known)
     assert answers(llm) != plain
 
 
@@ -114,11 +110,10 @@ def test_conv_window_that_does_not_move_is_caught(
                 state.conv[slot, i % length] = past
         return step(mixed, z, b, a, w, state, *where, flush=flush)
 
-    llm = make("ngram", 3)
+    llm = make("ngram", 3, known=known)
     for block in llm.engine.runner.model.blocks:
         if hasattr(block, "linear_attn"):
             block.linear_attn.step_op = stuck
-    script(llm, known)
     assert answers(llm) != plain
 
 

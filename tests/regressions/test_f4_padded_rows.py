@@ -10,7 +10,7 @@ from lockstep import LLM
 from lockstep.kernels.attention import paged_attention
 from lockstep.runner.table import RowTable
 from lockstep.step import StepShape
-from tests.regressions.conftest import PROMPTS, answers, script
+from tests.regressions.conftest import PROMPTS, answers
 
 
 @pytest.mark.parametrize("bucket", [1, 2, 3, 4, 5, 6, 7, 8])
@@ -49,8 +49,7 @@ def test_lengths_shifted_by_the_drafts_are_caught(
         return step
 
     monkeypatch.setattr(RowTable, "prepare", shifted)
-    llm = make("ngram", 3)
-    script(llm, known)
+    llm = make("ngram", 3, known=known)
     assert answers(llm) != plain
 
 
