@@ -55,7 +55,7 @@ def test_scheduler_runs_without_torch() -> None:
 
 ENGINE = """
 block("tokenizers", "transformers", "fastapi", "uvicorn", "starlette", "prometheus_client")
-block("pydantic", "httpx", "matplotlib", "triton")
+block("httpx", "matplotlib", "triton")
 import lockstep.engine.engine, lockstep.engine.async_engine
 assert not [m for m in sys.modules if m.startswith("lockstep.text")]
 """
@@ -63,7 +63,6 @@ COMMANDS = """
 del sys.modules["tokenizers"]
 import lockstep.llm, lockstep.check, lockstep.bench, lockstep.bench.serving, lockstep.cli.bench
 from lockstep.cli import app
-del sys.modules["pydantic"]  # typer's own
 from typer.main import get_command
 get_command(app).main(["generate", "--help"], standalone_mode=False)
 """
