@@ -1,7 +1,8 @@
 """Compiles what every op's Triton backend launches for a Hopper GPU, which needs none: what the
 interpreter lets pass, such as a name of two shapes in the branches of an `if`, is an error here.
 
-Launches are recorded, not made: of each op's first case, in bf16.
+Launches are recorded, not made: of each op's first case, and of the first one in which other
+arguments are None, in bf16.
 
     python -m tests.kernels.compile_launches [op ...]
 """
@@ -80,8 +81,12 @@ def main(names: list[str]) -> None:
     for name, op in every_op().items():
         if names and name not in names:
             continue
-        filled = (given for _, given in cases_of(op)(torch.bfloat16) if not empty(given))
-        op.backends["triton"].run(**next(filled))
+        absent: set[frozenset[str]] = set()
+        for _, given in cases_of(op)(torch.bfloat16):
+            missing = frozenset(key for key, value in given.items() if value is None)
+            if not empty(given) and missing not in absent:
+                absent.add(missing)
+                op.backends["triton"].run(**given)
         kernels = sorted({key[0] for key in launches.seen})
         launches.seen.clear()
         assert kernels, f"{name} launches nothing"

@@ -24,20 +24,9 @@ NUMBERS_TOGETHER = 1024
 
 @triton.jit
 def _normed(x, inverse, weight, offset):
-    """x * inverse * (offset + weight), rounded to x's dtype, or x itself without a weight; fp32."""
-    values = x.to(tl.float32)
-    if weight is not None:
-        values = values * inverse * (offset + weight.to(tl.float32))
+    """x * inverse * (offset + weight), rounded to x's dtype; fp32."""
+    values = x.to(tl.float32) * inverse * (offset + weight.to(tl.float32))
     return values.to(x.dtype).to(tl.float32)
-
-
-@triton.jit
-def _weights(weight, lanes, live):
-    """A norm's weights at these lanes, None where there is no norm."""
-    if weight is None:
-        return None
-    else:
-        return tl.load(weight + lanes, mask=live, other=0.0)
 
 
 @triton.jit
@@ -61,19 +50,25 @@ def _turn(
         b = tl.load(x + HALF + pairs, mask=turns, other=0.0)
         c = tl.load(cos + pairs, mask=turns, other=1.0)
         s = tl.load(sin + pairs, mask=turns, other=0.0)
-        a_weight = _weights(weight, pairs, turns)
-        b_weight = _weights(weight, HALF + pairs, turns)
-    inverse = None
     if weight is not None:
+        if HALF > 0:
+            a_weight = tl.load(weight + pairs, mask=turns, other=0.0)
+            b_weight = tl.load(weight + HALF + pairs, mask=turns, other=0.0)
         wide = mine.to(tl.float32)
         inverse = inverse_rms(row_sums(wide * wide), eps, D)[:, None]
     if D > 2 * HALF:
-        scale = _weights(weight, lanes, own)
-        passed = _normed(mine, inverse, scale, offset).to(out.dtype.element_ty)
+        passed = mine
+        if weight is not None:
+            scale = tl.load(weight + lanes, mask=own, other=0.0)
+            passed = _normed(mine, inverse, scale, offset).to(out.dtype.element_ty)
         tl.store(out + lanes, passed, mask=own & (lanes >= 2 * HALF))
     if HALF > 0:
-        a = _normed(a, inverse, a_weight, offset)
-        b = _normed(b, inverse, b_weight, offset)
+        if weight is not None:
+            a = _normed(a, inverse, a_weight, offset)
+            b = _normed(b, inverse, b_weight, offset)
+        else:
+            a = a.to(tl.float32)
+            b = b.to(tl.float32)
         tl.store(out + pairs, (a * c - b * s).to(out.dtype.element_ty), mask=turns)
         tl.store(out + HALF + pairs, (b * c + a * s).to(out.dtype.element_ty), mask=turns)
 
