@@ -10,7 +10,8 @@ from lockstep.llm import LLM
 from lockstep.outputs import RequestOutput
 from lockstep.sampling_params import SamplingParams
 
-WARM_UPS, RUNS = 3, 5
+WARM_UPS = 3
+RUNS = 5
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,8 @@ def random_asks(
 
 def sample_asks(model: str, count: int, output_len: int, **extra: Any) -> list[Ask]:
     """`count` chats: the bundled conversations over and over, each time at another position."""
-    common, found = _common(model, output_len) | extra, []
+    common = _common(model, output_len) | extra
+    found = []
     roles = ("user", "assistant")
     for index in range(count):
         turns, tools = CONVERSATIONS[index % len(CONVERSATIONS)]

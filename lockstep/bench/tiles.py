@@ -41,9 +41,11 @@ def tune_linears(
         weights = tuning.some_weights(n, k, dtype)
         key = f"{arch}/{str(dtype).removeprefix('torch.')}/{n}x{k}"
         run = partial(launch, partial=(n, k) in residual)
-        table[key], times[key] = {}, {}
+        table[key] = {}
+        times[key] = {}
         for first, tokens in zip(tuning.BUCKETS, tuning.TIMED, strict=True):
             seconds, tile = tuning.tune(run, tokens, weights, segments(n, k, "cuda"))[0]
-            table[key][first], times[key][first] = tile, 1e6 * seconds
+            table[key][first] = tile
+            times[key][first] = 1e6 * seconds
         tuning.save(table, path)
     return times

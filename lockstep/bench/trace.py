@@ -27,7 +27,8 @@ from lockstep.scheduling.request import Request
 from lockstep.step import GRID
 
 WARM_STEPS = 3
-STEP, CAPTURED = "step", "captured step"
+STEP = "step"
+CAPTURED = "captured step"
 PREFIX = "lockstep."
 """In front of the names in the trace, to tell them from torch's own."""
 

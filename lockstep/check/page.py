@@ -139,7 +139,8 @@ def _matrix(report: Report) -> str:
 
 
 def _grid(tallies: Sequence[Tally], graph: str) -> str:
-    rows, body = list(dict.fromkeys(t.setup.drafting for t in tallies)), []
+    rows = list(dict.fromkeys(t.setup.drafting for t in tallies))
+    body = []
     for x, phase in enumerate(PHASES):
         at = LABEL + x * CELL + CELL // 2
         body.append(f'<text x="{at}" y="16" text-anchor="middle">{escape(phase)}</text>')

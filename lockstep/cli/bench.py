@@ -371,7 +371,8 @@ def _show_floor_alone(
     dtype = pick_dtype(EngineConfig(dtype=settings["dtype"]), read_config(folder), "cuda")
     name = str(dtype).removeprefix("torch.")
     model = _sketch(folder, name, settings["speculative_config"])
-    least, prompt = step_floor(model, batch_size, input_len), prompt_floor(model, input_len)
+    least = step_floor(model, batch_size, input_len)
+    prompt = prompt_floor(model, input_len)
     found = {"bench": "floor", "model": folder.name, "dtype": name}
     found |= describe_floors(least, prompt)
     if not json:

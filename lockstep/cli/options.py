@@ -142,7 +142,8 @@ def _extended(
     kept = [p for p in signature.parameters.values() if p.name != drop]
     run.__signature__ = signature.replace(parameters=[*kept, *added])  # type: ignore[attr-defined]
     run.__annotations__ = {p.name: p.annotation for p in [*kept, *added]}
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__name__ = command.__name__
+    run.__doc__ = command.__doc__
     return run
 
 

@@ -20,7 +20,8 @@ class ConfigReader:
     """
 
     def __init__(self, raw: dict[str, Any], within: str = "") -> None:
-        self.within, self.raw = within, raw
+        self.within = within
+        self.raw = raw
         self.raw = {**raw, **self.get("text_config", dict, {})}
 
     def get(self, name: str, kind: type[T], default: Any = _MISSING) -> T:

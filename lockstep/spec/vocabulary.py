@@ -52,7 +52,8 @@ def frequent_tokens(folder: Path, size: int, vocab: int) -> list[int]:
 
 def _added(folder: Path, tokenizer: dict[str, Any]) -> list[int]:
     """The ends of an answer first, then every token that was added to the vocabulary."""
-    config, generation = _json(folder / "config.json"), _json(folder / "generation_config.json")
+    config = _json(folder / "config.json")
+    generation = _json(folder / "generation_config.json")
     ends: list[int] = []
     for part in (generation, config, config.get("text_config") or {}):
         value = part.get("eos_token_id")
@@ -67,7 +68,8 @@ def _added(folder: Path, tokenizer: dict[str, Any]) -> list[int]:
 
 def _by_merges(model: dict[str, Any]) -> list[int]:
     """The ids of a BPE model: its alphabet, then what its merges make, in their order."""
-    ids, merges = model.get("vocab") or {}, model.get("merges") or []
+    ids = model.get("vocab") or {}
+    merges = model.get("merges") or []
     if not merges or not isinstance(ids, dict):
         return []
     pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
