@@ -297,7 +297,7 @@ def _short(value: Any) -> Any:
 
 
 def _tune(models: "list[Model]", dtype: "torch.dtype", path: Path) -> None:
-    from lockstep.bench.tiles import tune_linears
+    from lockstep.bench.tune_linear import tune_linears
 
     with progress_bar() as show:
         times = tune_linears(models, dtype, path, show)

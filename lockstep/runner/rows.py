@@ -22,15 +22,15 @@ FURTHEST = 2**31 - 1
 
 @dataclass
 class HostRow:
-    """A preempted row in host memory: its line of the table, its pages, its state."""
+    """A preempted row in host memory: its tensors of the table, its pages, its state."""
 
-    line: list[Tensor]
+    table: list[Tensor]
     pages: list[Tensor]
     state: list[Tensor]
 
 
 def write_row(table: RowTable, row: int, request: Request, start: int) -> None:
-    """The line of a request that begins with its first `start` tokens cached."""
+    """The row of a request that begins with its first `start` tokens cached."""
     prompt = torch.tensor(request.prompt_token_ids, dtype=torch.int64)
     copy_to_device(prompt, table.tokens[row, : len(prompt)])
     copy_to_device(len(prompt), table.prompt_len[row])
@@ -164,8 +164,8 @@ def restore_row(
     state: list[Tensor],
 ) -> None:
     """The row as it was saved, in its new place. Pages past the saved ones are fresh."""
-    for tensor, line in zip(table.row_tensors(), saved.line, strict=True):
-        tensor[row] = line.to(tensor.device)
+    for tensor, kept in zip(table.row_tensors(), saved.table, strict=True):
+        tensor[row] = kept.to(tensor.device)
     write_place(table, row, pages, slot)
     for tensor, kept in zip(paged, saved.pages, strict=True):
         index = torch.tensor(pages[: kept.shape[0]], dtype=torch.int64, device=tensor.device)

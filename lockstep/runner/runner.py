@@ -234,8 +234,8 @@ class Runner:
             step.timer.wait()
             if not step.shape.prompt:
                 found.decode_ms = step.timer.ms
-            for row, line in zip(step.rows, step.results.tolist(), strict=True):
-                result = _result(row, line) if row.emits else RowResult([])
+            for row, numbers in zip(step.rows, step.results.tolist(), strict=True):
+                result = _result(row, numbers) if row.emits else RowResult([])
                 result.prompt_logprobs = self._prompt_logprobs(row)
                 found.rows[row.row] = result
         return found
@@ -268,9 +268,9 @@ def _wanted(request: Request, logits: Tensor, index: int, window: int) -> Tensor
     return logits[index * window : (index + 1) * window].clone()
 
 
-def _result(row: RowInFlight, line: list[int]) -> RowResult:
-    """What a row emitted, from its line of a verdict's results: tokens, accepted, drafted."""
-    *tokens, accepted, drafted = line
+def _result(row: RowInFlight, numbers: list[int]) -> RowResult:
+    """What a row emitted, from its numbers in a verdict's results: tokens, accepted, drafted."""
+    *tokens, accepted, drafted = numbers
     tokens = tokens[: accepted + 1]
     scores = None
     if row.logits is not None:

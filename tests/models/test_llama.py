@@ -58,7 +58,7 @@ def test_logits_and_greedy_tokens_of_a_few_prompts(pair) -> None:
 
 def test_a_layer_of_llama_8b_has_its_shapes_and_its_share_of_the_parameters() -> None:
     build = Build("cpu", torch.bfloat16, 1, 64)
-    model, _ = build_model({**LLAMA_8B, "num_hidden_layers": 1, "vocab_size": 256}, build, False)
+    model: Any = build_model({**LLAMA_8B, "num_hidden_layers": 1, "vocab_size": 256}, build)
     table = model.weights()
     layer = {n.removeprefix("layers.0."): t for n, t in table.items() if n.startswith("layers.")}
     assert {n: tuple(t.shape) for n, t in layer.items()} == {

@@ -1,5 +1,7 @@
 """Qwen2.5: against transformers, its shapes, and what is refused."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -40,7 +42,7 @@ def test_logits_and_greedy_tokens_of_a_few_prompts(pair) -> None:
 
 def test_a_layer_of_qwen2_7b_has_its_shapes_and_its_share_of_the_parameters() -> None:
     build = Build("cpu", torch.bfloat16, 1, 64)
-    model, _ = build_model({**QWEN2_7B, "num_hidden_layers": 1, "vocab_size": 256}, build, False)
+    model: Any = build_model({**QWEN2_7B, "num_hidden_layers": 1, "vocab_size": 256}, build)
     table = model.weights()
     layer = {n.removeprefix("layers.0."): t for n, t in table.items() if n.startswith("layers.")}
     assert {n: tuple(t.shape) for n, t in layer.items()} == {

@@ -435,7 +435,7 @@ FAULTS = (
         "        return out\n",
     ),
     Fault(
-        "rows not padded to a tile", "numerics", "kernels/tiles.py",
+        "rows not padded to a tile", "numerics", "kernels/row_tiles.py",
         "        return torch.mm(tile, right)[:rows]\n",
         "        return torch.mm(x, right)\n",
     ),

@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("tiny"))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make(folder: Path) -> Callable[..., LLM]:
     """An engine over the tiny model with these settings. changing: every step brings another
     number of drafts; known: texts that a scripted drafter knows, which stands in for the method."""
@@ -54,9 +54,11 @@ def make(folder: Path) -> Callable[..., LLM]:
     return build
 
 
-def answers(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[Any]:
+def answers(
+    llm: LLM, prompts: list[list[int]] = PROMPTS, params: SamplingParams = PARAMS
+) -> list[Any]:
     """Tokens and log-probability bits of every prompt."""
-    outs = llm.generate([{"prompt_token_ids": p} for p in prompts], PARAMS)
+    outs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
     return [(o.outputs[0].token_ids, bits(o.outputs[0].logprobs)) for o in outs]
 
 

@@ -1,6 +1,7 @@
 """F4 (TokenSpeed #260): per-token causal bounds, and padded rows that are always legal rows."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +11,23 @@ from lockstep import LLM
 from lockstep.kernels.attention import paged_attention
 from lockstep.runner.table import RowTable
 from lockstep.step import StepShape
-from tests.regressions.conftest import PROMPTS, answers
+from tests.regressions.conftest import PARAMS, PROMPTS, answers
+
+SHORT = [[3, 1, 4, 1, 5, i] for i in range(10)]
+"""Prompts that fit into a pool of one page beside the null page, one at a time."""
+FEW = replace(PARAMS, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def alone(make: Callable[..., LLM]) -> list[Any]:
+    """The plain engine's answers to SHORT, one at a time."""
+    llm = make()
+    return [answers(llm, [prompt], FEW) for prompt in SHORT]
 
 
 @pytest.mark.parametrize("bucket", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_every_bucket_runs_on_null_rows_with_a_pool_of_two_pages(
-    make: Callable[..., LLM], bucket: int
+    make: Callable[..., LLM], alone: list[Any], bucket: int
 ) -> None:
     llm = make("mtp", 3, num_gpu_blocks=2, row_buckets=(bucket, 8), num_snapshots=0)
     runner = llm.engine.runner
@@ -27,8 +39,7 @@ def test_every_bucket_runs_on_null_rows_with_a_pool_of_two_pages(
     assert not runner.table.computed.any()
     assert not runner.table.pending.any()
     assert ((verdict.tokens >= 0) & (verdict.tokens < llm.engine.vocab_size)).all()
-    served = [answers(llm, [[3, 1, 4, 1, 5, i]]) for i in range(10)]
-    assert served == [answers(make(), [[3, 1, 4, 1, 5, i]]) for i in range(10)]
+    assert [answers(llm, [prompt], FEW) for prompt in SHORT] == alone
 
 
 def test_padded_rows_leave_real_rows_alone(make: Callable[..., LLM]) -> None:

@@ -1,7 +1,8 @@
 """paged_attention on a CPU: the reference's bits with all segments of a head in one product.
 
 Queries are taken in blocks of (token, head of the group) rows whose number is one of the exact
-sizes of both products (lockstep.kernels.tiles); segments that no row of a block sees are left out.
+sizes of both products (lockstep.kernels.row_tiles); segments that no row of a block sees are left
+out.
 """
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 
 from lockstep.kernels.attention import SEGMENT, gated, paged_attention
 from lockstep.kernels.backends import cpu_trait
+from lockstep.kernels.row_tiles import exact_sizes, padded_rows, tiled_bmm
 from lockstep.kernels.threads import one_thread
-from lockstep.kernels.tiles import exact_sizes, padded_rows, tiled_bmm
 
 
 @paged_attention.backend("cpu", supports=cpu_trait)

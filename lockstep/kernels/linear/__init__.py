@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.kernels.registry import op
-from lockstep.kernels.tiles import tile_mm
+from lockstep.kernels.row_tiles import tile_mm
 
 NARROW = 8192
 """Below so many outputs a tile per multiprocessor leaves some idle, unless K is cut too."""
@@ -19,7 +19,7 @@ def segments(n: int, k: int, device: str) -> int:
 
     It depends on the weight and the kind of device alone, never on the rows. Narrow weights are cut
     in two: 5120 outputs make 80 tiles of 64 for 132 multiprocessors. A CPU cuts nothing: its sums
-    are its own numerics (lockstep.kernels.tiles), as its product of one tile already is.
+    are its own numerics (lockstep.kernels.row_tiles), as its product of one tile already is.
     """
     if device.partition(":")[0] == "cpu" or n >= NARROW or k < 4 * SEGMENT:
         return 1
@@ -39,8 +39,8 @@ def linear(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) 
 
     K is cut into `segments` (a power of two that divides it) runs of equal length. A run is one
     fp32 accumulation in ascending order; runs are added pairwise, as a binary tree; the total is
-    rounded once. On a CPU a run is taken by tiles of rows (lockstep.kernels.tiles), so that a row's
-    bits do not depend on T.
+    rounded once. On a CPU a run is taken by tiles of rows (lockstep.kernels.row_tiles), so that a
+    row's bits do not depend on T.
 
     partial: the reader adds. A backend may return [P, T, N] fp32 instead, whose tree_sum over P,
     rounded once, is the result; the reference never does.

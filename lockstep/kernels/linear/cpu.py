@@ -7,7 +7,7 @@ from torch import Tensor
 
 from lockstep.kernels.backends import cpu_trait
 from lockstep.kernels.linear import linear, tree_sum
-from lockstep.kernels.tiles import tiled_mm
+from lockstep.kernels.row_tiles import tiled_mm
 
 
 @linear.backend("cpu", supports=cpu_trait)

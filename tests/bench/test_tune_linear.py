@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lockstep.bench.dimensions import MODELS
-from lockstep.bench.tiles import tune_linears
+from lockstep.bench.tune_linear import tune_linears
 from lockstep.errors import ConfigError
 from lockstep.kernels.linear import tuning
 
