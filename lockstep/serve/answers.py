@@ -289,7 +289,9 @@ def _event(chunk: type[Said]) -> dict[str, Any]:
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
-def told(whole: type[Said], chunk: type[Said] | None = None) -> dict[int | str, dict[str, Any]]:
+def openapi_responses(
+    whole: type[Said], chunk: type[Said] | None = None
+) -> dict[int | str, dict[str, Any]]:
     """A route's `responses`: the answer, its events where it streams, and every error."""
     good: dict[str, Any] = {"model": whole, "description": str(whole.__doc__)}
     if chunk is not None:

@@ -44,13 +44,15 @@ def create_app(service: Service, rules: Rules | None = None, docs: bool = True) 
 
 def _add_answers(app: FastAPI, service: Service) -> None:
     @app.post(
-        "/v1/chat/completions", responses=answers.told(answers.ChatCompletion, answers.ChatChunk)
+        "/v1/chat/completions",
+        responses=answers.openapi_responses(answers.ChatCompletion, answers.ChatChunk),
     )
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await _answer(ChatAnswer(service, body), body.stream, request)
 
     @app.post(
-        "/v1/completions", responses=answers.told(answers.Completion, answers.CompletionChunk)
+        "/v1/completions",
+        responses=answers.openapi_responses(answers.Completion, answers.CompletionChunk),
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await _answer(CompletionAnswer(service, body), body.stream, request)
@@ -59,11 +61,11 @@ def _add_answers(app: FastAPI, service: Service) -> None:
 def _add_state(app: FastAPI, service: Service) -> None:
     metrics = Metrics(service.model_name)
 
-    @app.get("/v1/models", responses=answers.told(answers.ModelList))
+    @app.get("/v1/models", responses=answers.openapi_responses(answers.ModelList))
     async def models() -> JSONResponse:
         return JSONResponse({"object": "list", "data": [_model(service)]})
 
-    @app.get("/v1/models/{name:path}", responses=answers.told(answers.Model))
+    @app.get("/v1/models/{name:path}", responses=answers.openapi_responses(answers.Model))
     async def model(name: str) -> JSONResponse:
         if name != service.model_name:
             raise problems.UnknownModelError(
@@ -86,7 +88,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 def _add_tokens(app: FastAPI, service: Service) -> None:
     processor = service.processor
 
-    @app.post("/tokenize", responses=answers.told(answers.Tokenized))
+    @app.post("/tokenize", responses=answers.openapi_responses(answers.Tokenized))
     async def tokenize(body: TokenizeRequest) -> JSONResponse:
         if body.messages is not None:
             messages = [message.sent for message in body.messages]
@@ -102,7 +104,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         length = processor.max_model_len
         return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": length})
 
-    @app.post("/detokenize", responses=answers.told(answers.Detokenized))
+    @app.post("/detokenize", responses=answers.openapi_responses(answers.Detokenized))
     async def detokenize(body: DetokenizeRequest) -> JSONResponse:
         text = await asyncio.to_thread(processor.decode, body.tokens)
         return JSONResponse({"prompt": text})
@@ -151,7 +153,7 @@ async def _events(answer: Answer) -> AsyncIterator[str]:
         async for chunk in answer.stream():
             yield f"data: {json.dumps(chunk, ensure_ascii=False, allow_nan=False)}\n\n"
     except Exception as error:
-        yield f"data: {json.dumps(problems.told(error)[1])}\n\n"
+        yield f"data: {json.dumps(problems.status_and_body(error)[1])}\n\n"
     yield "data: [DONE]\n\n"
 
 

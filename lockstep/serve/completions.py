@@ -41,7 +41,7 @@ class CompletionAnswer:
     async def stream(self) -> AsyncIterator[Json]:
         """The answer as chunks; each depends on the pieces before it, not on when it is read."""
         options = self.body.stream_options
-        told = bool(options and options.include_usage)
+        with_usage = bool(options and options.include_usage)
         each = bool(options and options.continuous_usage_stats)
         usage = self.run.job.usage
         shown = [_Shown() for _ in self.run.job.requests]
@@ -51,10 +51,10 @@ class CompletionAnswer:
             if choice is None:
                 continue
             chunk = {**self._head(), "choices": [choice]}
-            if told:
+            if with_usage:
                 chunk["usage"] = usage.to_json() if each else None
             yield chunk
-        if told:
+        if with_usage:
             yield {**self._head(), "choices": [], "usage": usage.to_json()}
 
     def _head(self) -> Json:

@@ -1,4 +1,4 @@
-"""What goes wrong while serving, and how it is told: a status and OpenAI's error object."""
+"""What goes wrong while serving, and how it is answered: a status and OpenAI's error object."""
 
 import logging
 import uuid
@@ -56,7 +56,7 @@ def error_object(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def told(error: Exception) -> tuple[int, dict[str, Any]]:
+def status_and_body(error: Exception) -> tuple[int, dict[str, Any]]:
     """The status and the error object of an error. What was not foreseen is logged, not shown."""
     for kind, status, name, code in _STATUSES:
         if isinstance(error, kind):
@@ -80,7 +80,7 @@ def add_handlers(app: FastAPI) -> None:
     """Every error of the application becomes an error object."""
 
     async def known(request: Request, error: Exception) -> Response:
-        return response(*told(error))
+        return response(*status_and_body(error))
 
     async def invalid(request: Request, error: Exception) -> Response:
         found = error.errors() if isinstance(error, RequestValidationError) else []

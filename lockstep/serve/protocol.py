@@ -378,8 +378,8 @@ class CompletionRequest(SamplingFields):
         if isinstance(prompt, str):
             return [prompt]
         if not isinstance(prompt, list) or not prompt:
-            told = "[] is empty" if prompt == [] else f"is a {_kind(prompt)}"
-            raise RequestError(f"prompt {told}; send text or token ids.", "prompt")
+            fault = "[] is empty" if prompt == [] else f"is a {_kind(prompt)}"
+            raise RequestError(f"prompt {fault}; send text or token ids.", "prompt")
         if not isinstance(prompt[0], (str, list)):
             return [prompt]
         if len(prompt) > MAX_PROMPTS:

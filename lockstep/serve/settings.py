@@ -1,4 +1,4 @@
-"""What the server can be told beside the engine: one declaration per option of lockstep serve."""
+"""Settings of the server beside the engine's: one declaration per option of lockstep serve."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -43,7 +43,7 @@ class ServerSettings(Settings):
     no_docs: bool = setting(False, "no /docs, /redoc and /openapi.json")
     max_queued_requests: Annotated[int, Field(ge=0, le=MOST_QUEUED)] = setting(
         2048,
-        "completions that may wait; more are told to come back (429)",
+        "completions that may wait; more get a 429",
         remedy="Change --max-queued-requests.",
     )
     request_timeout: Seconds | None = setting(

@@ -99,7 +99,7 @@ class ChatTemplate:
             self._template = environment.from_string(source)
         except Exception as error:  # whatever Jinja or Python's compiler make of it
             raise CheckpointError(
-                f"{origin}: the chat template does not compile: {_told(error)}. Mend it, or "
+                f"{origin}: the chat template does not compile: {_message_of(error)}. Mend it, or "
                 "download the file again."
             ) from None
 
@@ -125,7 +125,7 @@ class ChatTemplate:
             return self._template.render(**variables)
         except Exception as error:  # a template may do anything to what it is given
             raise RequestError(
-                f"the chat template refuses these messages: {self._unmark(_told(error))}. "
+                f"the chat template refuses these messages: {self._unmark(_message_of(error))}. "
                 f"{_REMEDY}",
                 "messages",
             ) from error
@@ -213,7 +213,7 @@ class _Copy:
             )
 
 
-def _told(error: Exception) -> str:
+def _message_of(error: Exception) -> str:
     """An exception for a message: what it says, shortened, or what it is."""
     spoken = isinstance(error, (jinja2.TemplateError, TypeError, ValueError))
     text = str(error)[:300] if spoken else ""
@@ -227,9 +227,9 @@ def _spell(path: tuple[Any, ...]) -> str:
 
 
 def _refusal(place: str, value: Any, allowed: str) -> RequestError:
-    told = f"{place} is not allowed" if value is None else f"{place}={brief(value)} is not allowed"
+    fault = f"{place} is not allowed" if value is None else f"{place}={brief(value)} is not allowed"
     return RequestError(
-        f"{told}; allowed: {allowed}. {_REMEDY}", re.split(r"[.\[]", place, maxsplit=1)[0]
+        f"{fault}; allowed: {allowed}. {_REMEDY}", re.split(r"[.\[]", place, maxsplit=1)[0]
     )
 
 
