@@ -116,8 +116,8 @@ class Guard:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                message = f"the body did not come within {self.rules.body_seconds:g} s."
-                raise HTTPException(408, message, {"Connection": "close"}) from None
+                late = f"the body did not come within {self.rules.body_seconds:g} s."
+                raise HTTPException(408, late, {"Connection": "close"}) from None
             got += len(message.get("body", b""))
             done = not message.get("more_body", False)
             if got > self.rules.body_bytes:
