@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from lockstep.kernels import tiles
+from lockstep.kernels import row_tiles
 from lockstep.kernels.attention import SEGMENT
 from lockstep.kernels.attention import cpu as attention
 from lockstep.kernels.threads import one_thread
@@ -14,9 +14,9 @@ from lockstep.kernels.threads import one_thread
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """What a false product is found to give is not remembered."""
-    tiles.probed_sizes.cache_clear()
+    row_tiles.probed_sizes.cache_clear()
     yield
-    tiles.probed_sizes.cache_clear()
+    row_tiles.probed_sizes.cache_clear()
 
 
 @pytest.fixture
@@ -60,12 +60,12 @@ def test_a_product_has_the_bits_of_one_thread(least: int, monkeypatch: pytest.Mo
     other_order(monkeypatch, least)
     x, right = torch.randn(130, 72), torch.randn(72, 48)
     with one_thread():
-        sizes, alone = tiles.exact_sizes(72, 48), tiles.tiled_mm(x, right)
+        sizes, alone = row_tiles.exact_sizes(72, 48), row_tiles.tiled_mm(x, right)
     assert max(sizes) >= 64
     fewer = tuple(size for size in sizes if size < least)
-    assert tiles.exact_sizes(72, 48) == fewer and (8 in fewer) == (least == 64)
+    assert row_tiles.exact_sizes(72, 48) == fewer and (8 in fewer) == (least == 64)
     for rows in (1, 5, 8, 64, 130):
-        assert torch.equal(tiles.tiled_mm(x[:rows], right), alone[:rows])
+        assert torch.equal(row_tiles.tiled_mm(x[:rows], right), alone[:rows])
 
 
 @pytest.mark.usefixtures("three", "forgotten")
@@ -75,5 +75,5 @@ def test_so_has_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     with one_thread():
         alone = attention._attend(q, k, v, 400)
     other_order(monkeypatch, 2)
-    assert tiles.exact_sizes(16, SEGMENT) == ()
+    assert row_tiles.exact_sizes(16, SEGMENT) == ()
     assert torch.equal(attention._attend(q, k, v, 400), alone)
