@@ -160,7 +160,6 @@ def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead:
         max_num_batched_tokens=rng.choice([4, 9, 24] if state else [3, 9, 24]),
         max_model_len=60,
         query_len=query_len,
-        grid=PAGE,
         policy=policy,
         preempt_every=rng.choice([0, 0, 1, 7]),
     )
