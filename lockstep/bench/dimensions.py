@@ -27,9 +27,9 @@ def bench_env(device: str, dtype: torch.dtype, most: int) -> BenchEnv:
         n: int, k: int, count: int, tokens: int
     ) -> tuple[str, list[Callable[[Tensor], Tensor]]]:
         build = Build(device, dtype, window=1, max_positions=1)
-        layers = [Linear(build, k, n) for _ in range(count)]
+        layers = [Linear(build, k, {"weight": n}) for _ in range(count)]
         for layer in layers:
-            layer.weight.data.normal_(0.0, k**-0.5)
+            layer.part(0).normal_(0.0, k**-0.5)
         probe(build, nn.ModuleList(layers), [tokens])
         return build.choices[-1].backend, [*layers]
 

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.cache.specs import PagedSpec, StateSpec
 from lockstep.layers.build import Build
-from lockstep.layers.linear import Embedding, Head
+from lockstep.layers.linear import Embedding, Head, Product
 from lockstep.layers.rotary import Rotary
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model
@@ -159,6 +159,11 @@ def _weights(root: nn.Module | None, tokens: int, logits: int) -> tuple[Part, ..
     found: dict[str, Part] = {}
     for label, module in _labelled(root):
         columns = logits if isinstance(module, Head) else tokens
+        if isinstance(module, Product):
+            flops = 2 * prod(module.shape) * columns
+            part = Part(label, module.stored.nbytes, flops)
+            found[label] = found[label] + part if label in found else part
+            continue
         for tensor in _own(module):
             part = Part(label, tensor.numel() * tensor.itemsize)
             if isinstance(module, GATHERED):

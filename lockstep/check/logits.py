@@ -22,7 +22,7 @@ from lockstep.check.matrix import COLD, PLAIN, PREFIX_HIT, Setup
 from lockstep.check.report import Report, Tally
 from lockstep.engine.build import find_model
 from lockstep.errors import ConfigError, choice_error
-from lockstep.models.loader import read_config
+from lockstep.models.checkpoint import Checkpoint
 from lockstep.spec import own_drafter
 
 
@@ -40,7 +40,7 @@ def run_logits(
         raise choice_error(ConfigError, "size", size, ", ".join(SIZES), "Choose one of them.")
     started = time.monotonic()
     chosen = SIZES[size]
-    raw = read_config(find_model(model))
+    raw = Checkpoint.read(find_model(model)).raw
     room = raw.get("text_config", raw).get("max_position_embeddings", chosen.long)
     long = min(chosen.long, room - chosen.max_tokens)
 

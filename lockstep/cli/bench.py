@@ -365,10 +365,10 @@ def _show_floor_alone(
     from lockstep.bench.floor import describe_floors, prompt_floor, step_floor
     from lockstep.config import EngineConfig
     from lockstep.engine.build import find_model, pick_dtype
-    from lockstep.models.loader import read_config
+    from lockstep.models.checkpoint import Checkpoint
 
     folder = find_model(settings["model"])
-    dtype = pick_dtype(EngineConfig(dtype=settings["dtype"]), read_config(folder), "cuda")
+    dtype = pick_dtype(EngineConfig(dtype=settings["dtype"]), Checkpoint.read(folder).raw, "cuda")
     name = str(dtype).removeprefix("torch.")
     model = _sketch(folder, name, settings["speculative_config"])
     least = step_floor(model, batch_size, input_len)

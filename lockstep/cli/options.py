@@ -187,9 +187,9 @@ def settle_drafts(settings: dict[str, Any]) -> dict[str, Any]:
     if settings["speculative_config"] != AUTO_DRAFTS:
         return settings
     from lockstep.engine.build import find_model
-    from lockstep.models.loader import read_config
+    from lockstep.models.checkpoint import Checkpoint
     from lockstep.spec import own_drafter
 
-    method = own_drafter(read_config(find_model(settings["model"])))
+    method = own_drafter(Checkpoint.read(find_model(settings["model"])).raw)
     spec = {"method": method, "num_speculative_tokens": DEFAULT_DRAFTS} if method else None
     return {**settings, "speculative_config": spec}

@@ -219,9 +219,7 @@ def build_models(
         fill_dummy(model, draft, config.seed)
     else:
         shown = partial(progress, "loading")
-        load_weights(checkpoint.folder, checkpoint.raw, model, draft, shown)
-    if draft is not None:
-        draft.finish()
+        load_weights(checkpoint, model, draft, shown)
     return model, draft
 
 

@@ -6,7 +6,7 @@ from lockstep.cache.specs import PagedSpec
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.layers.build import Build
-from lockstep.layers.linear import Linear, ResidualLinear
+from lockstep.layers.linear import Linear, ResidualLinear, Target
 from lockstep.layers.norm import Norm
 from lockstep.layers.rotary import Rotary
 from lockstep.step import Step
@@ -51,12 +51,16 @@ class Attention(nn.Module):
         self.scale = head_dim**-0.5 if scale is None else scale
         self.dtype = build.dtype
         self.rotary = rotary
-        queries = heads * head_dim * (2 if gated else 1)
         keys = kv_heads * head_dim
-        self.qkv = Linear(build, hidden, queries, keys, keys, bias=bias)
+        projections = {
+            "q_proj": heads * head_dim * (2 if gated else 1),
+            "k_proj": keys,
+            "v_proj": keys,
+        }
+        self.qkv = Linear(build, hidden, projections, bias=bias)
         self.q_norm = Norm(build, head_dim, eps, norm_offset) if qk_norm else None
         self.k_norm = Norm(build, head_dim, eps, norm_offset) if qk_norm else None
-        self.out = ResidualLinear(build, heads * head_dim, hidden, bias=out_bias)
+        self.out = ResidualLinear(build, heads * head_dim, {"o_proj": hidden}, bias=out_bias)
         self.rope = build.op(rope_and_cache, head_dim=head_dim)
         self.attend = build.op(paged_attention, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
 
@@ -97,9 +101,9 @@ class Attention(nn.Module):
         )
         return self.out(mixed.flatten(1))
 
-    def weights(self) -> dict[str, Tensor]:
-        """Checkpoint name within the mixer -> the tensor that it fills."""
-        table = self.qkv.weights("q_proj", "k_proj", "v_proj") | self.out.weights("o_proj")
+    def weights(self) -> dict[str, Target]:
+        """Checkpoint name within the mixer -> what it fills."""
+        table = self.qkv.weights() | self.out.weights()
         if self.q_norm is not None and self.k_norm is not None:
             table["q_norm.weight"] = self.q_norm.weight
             table["k_norm.weight"] = self.k_norm.weight

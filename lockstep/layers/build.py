@@ -1,6 +1,6 @@
 """Build: what layers are built with. It chooses each op's backend once and remembers why."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from math import prod
@@ -11,7 +11,9 @@ import torch
 from lockstep.kernels import Op
 from lockstep.kernels.linear import draft_linear
 from lockstep.kernels.linear.probe import Probed
+from lockstep.kernels.packed import PackedWeight
 from lockstep.layers.room import Room
+from lockstep.quant import Layout, Module, Packing, TensorInfo
 
 
 @dataclass
@@ -35,6 +37,9 @@ class Build:
     window: most tokens of a generated step (K + 1), the size of a recurrent mixer's window.
     max_positions: those that a row may reach, with what the steps in flight run over.
     max_model_len: the longest sequence that is served; 0: max_positions.
+    layer: what is being built, for people; path: its module's name in the checkpoint, less the
+    architecture's prefix. tensors: the checkpoint's, by such a name, None for dummy weights;
+    packing: its weight format, None where no weight is packed.
     """
 
     device: str
@@ -43,7 +48,10 @@ class Build:
     max_positions: int
     exact: bool = True
     layer: str = ""
+    path: str = ""
     max_model_len: int = 0
+    tensors: Mapping[str, TensorInfo] | None = None
+    packing: Packing | None = None
     choices: list[Choice] = field(default_factory=list)
     probed: dict[tuple[int, int], Probed] = field(default_factory=dict)
     room: Room = field(init=False)
@@ -52,11 +60,29 @@ class Build:
         self.room = Room(self.device)
         self.max_model_len = self.max_model_len or self.max_positions
 
-    def at(self, layer: str) -> "Build":
-        """The same build, speaking for the named layer."""
+    def at(self, layer: str, path: str | None = None) -> "Build":
+        """The same build, speaking for the named layer, whose module is `path` (None: the same)."""
         found = copy(self)
         found.layer = layer
+        found.path = layer if path is None else path
         return found
+
+    def within(self, name: str) -> "Build":
+        """The same build, speaking for the named module of this one."""
+        return self.at(self.layer, f"{self.path}.{name}")
+
+    def module(self, name: str, outputs: int, inputs: int) -> Module:
+        """A linear map of the module that is being built, as the checkpoint has it."""
+        path = f"{self.path}.{name}" if self.path else name
+        if self.tensors is None:
+            return Module(path, outputs, inputs, None)
+        own = (key for key in self.tensors if key.startswith(path + "."))
+        found = {key[len(path) + 1 :]: self.tensors[key] for key in own}
+        return Module(path, outputs, inputs, found)
+
+    def layout(self, module: Module) -> Layout | None:
+        """How the weight of a linear map is packed; None: it is not."""
+        return None if self.packing is None else self.packing.layout(module)
 
     def op(self, op: Op, **traits: Any) -> Callable[..., Any]:
         """The function that serves this op here."""
@@ -66,15 +92,15 @@ class Build:
         self.choices.append(Choice(self.layer, op.name, name, refused))
         return op.backends[name].run
 
-    def linear_op(self, op: Op, n: int, k: int) -> Callable[..., Any]:
+    def linear_op(self, op: Op, n: int, k: int, packed: bool = False) -> Callable[..., Any]:
         """The function of a weight [n, k]: canonical, or the fastest where no bits depend on it.
 
         On a GPU cuBLAS may serve where lockstep.layers.linear.probe finds the canonical bits.
         """
-        if not self.exact:
+        if not self.exact and not packed:
             self.choices.append(Choice(self.layer, op.name, "draft", {}, f"{n}x{k}"))
             return draft_linear
-        exact = self.op(op, n=n, k=k)
+        exact = self.op(op, n=n, k=k, packed=packed)
         self.choices[-1].size = f"{n}x{k}"
         if self.choices[-1].backend != "triton":
             return exact
@@ -89,6 +115,12 @@ class Build:
             return torch.nn.Parameter(stored, requires_grad=False)
         return self.empty(n, k)
 
+    def packed(self, n: int, k: int, layout: Layout) -> PackedWeight:
+        """A packed weight [n, k] to be filled."""
+        size = layout.empty(n, k, "meta").nbytes
+        self._take(size, (n, k))
+        return layout.empty(n, k, self.device)
+
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.nn.Parameter:
         """A parameter to be filled by the loader."""
         self._count(shape, dtype or self.dtype)
@@ -96,6 +128,9 @@ class Build:
         return torch.nn.Parameter(tensor, requires_grad=False)
 
     def _count(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self._take(prod(shape) * dtype.itemsize, shape)
+
+    def _take(self, size: int, shape: tuple[int, ...]) -> None:
         remedy = "Mend the sizes in config.json, or choose a smaller model or dtype."
         name = f"a weight {list(shape)} of {self.layer or 'the model'}"
-        self.room.take(prod(shape) * dtype.itemsize, name, remedy)
+        self.room.take(size, name, remedy)

@@ -12,7 +12,7 @@ from lockstep.kernels.gated_delta_rule import (
 )
 from lockstep.kernels.recurrent.rings import ring_slots
 from lockstep.layers.build import Build
-from lockstep.layers.linear import Linear, ResidualLinear
+from lockstep.layers.linear import Linear, ResidualLinear, Target
 from lockstep.layers.norm import GatedRMSNorm
 from lockstep.step import Step, flush_after
 
@@ -47,13 +47,19 @@ class GatedDeltaNet(nn.Module):
         self.flush = flush_after(build.device)
         self.channels = 2 * key_heads * key_dim + value_heads * value_dim
         inner = value_heads * value_dim
-        self.in_proj = Linear(build, hidden, self.channels, inner, value_heads, value_heads)
+        projections = {
+            "in_proj_qkv": self.channels,
+            "in_proj_z": inner,
+            "in_proj_b": value_heads,
+            "in_proj_a": value_heads,
+        }
+        self.in_proj = Linear(build, hidden, projections)
         taps = build.empty(kernel, 1, self.channels)  # the layout in which the op reads it
         self.conv = nn.Parameter(taps.permute(2, 1, 0), requires_grad=False)
         self.a_log = build.empty(value_heads, dtype=torch.float32)
         self.dt_bias = build.empty(value_heads, dtype=torch.float32)
         self.norm = GatedRMSNorm(build, value_dim, eps)
-        self.out = ResidualLinear(build, inner, hidden)
+        self.out = ResidualLinear(build, inner, {"out_proj": hidden})
         traits = dict(key_dim=key_dim, value_dim=value_dim, key_heads=key_heads, kernel=kernel)
         traits.update(value_heads=value_heads)
         self.step_op = build.op(gated_delta_step, **traits)
@@ -93,16 +99,18 @@ class GatedDeltaNet(nn.Module):
         where = (step.state_slots, step.starts, step.pending)
         return self.step_op(mixed, z, b, a, weights, self.state, *where, flush=self.flush)
 
-    def weights(self) -> dict[str, Tensor]:
-        """Checkpoint name within the mixer -> the tensor that it fills."""
-        projections = self.in_proj.weights("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-        return projections | {
-            "conv1d.weight": self.conv,
-            "A_log": self.a_log,
-            "dt_bias": self.dt_bias,
-            "norm.weight": self.norm.weight,
-            "out_proj.weight": self.out.weight,
-        }
+    def weights(self) -> dict[str, Target]:
+        """Checkpoint name within the mixer -> what it fills."""
+        return (
+            self.in_proj.weights()
+            | self.out.weights()
+            | {
+                "conv1d.weight": self.conv,
+                "A_log": self.a_log,
+                "dt_bias": self.dt_bias,
+                "norm.weight": self.norm.weight,
+            }
+        )
 
     def cache_spec(self) -> StateSpec:
         slots = ring_slots(self.window, self.kernel - 1, self.flush)

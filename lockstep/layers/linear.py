@@ -1,20 +1,109 @@
-"""Linear layers: a weight, or several fused along their outputs."""
+"""Linear layers: a weight, or several fused along their outputs, packed or not."""
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, groupby, pairwise
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.kernels.linear import linear, segments
+from lockstep.kernels.packed import PackedWeight
 from lockstep.layers.build import Build
+from lockstep.quant import Layout, Module, Packing, Slot
 
 WALKED = 4
 """Layers of one shape whose weights a probe walks through: more than a GPU's cache holds."""
+Target = Tensor | Slot
+"""What a tensor of the checkpoint fills: a tensor as it is, or whatever takes it over."""
+
+
+class Product(nn.Module):
+    """x [T, K] -> x W^T [T, N]: one weight of one storage.
+
+    layout: how it is packed, None if it is not. A CPU unpacks it once, when it is loaded: by the
+    law of packed weights the bits are the same, and a step is faster. stands: a weight that is
+    there already, None for one of its own. segments, partial: see lockstep.kernels.linear.linear.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        n: int,
+        k: int,
+        *,
+        layout: Layout | None = None,
+        stands: nn.Parameter | PackedWeight | None = None,
+        segments: int,
+        partial: bool = False,
+    ) -> None:
+        super().__init__()
+        self.shape = (n, k)
+        self.dtype = build.dtype
+        self.segments = segments
+        self.partial = partial
+        self.weight = stands if isinstance(stands, nn.Parameter) else None
+        self.packed = stands if isinstance(stands, PackedWeight) else None
+        if stands is None:
+            self._allocate(build, layout)
+        self.linear = build.linear_op(linear, n=n, k=k, packed=self.weight is None)
+
+    def _allocate(self, build: Build, layout: Layout | None) -> None:
+        n, k = self.shape
+        if layout is not None:
+            self.packed = build.packed(n, k, layout)
+        if layout is None or build.device == "cpu":
+            self.weight = build.matrix(n, k)
+
+    def forward(self, x: Tensor, begin: int = 0, out: Tensor | None = None) -> Tensor:
+        """The outputs from `begin` on, which alone are read; into `out` where that is given."""
+        weight = self.stored if not begin else self.stored_rows(begin, self.shape[0])
+        if out is None:
+            return self.linear(x, weight, self.segments, self.partial)
+        return self.linear(x, weight, self.segments, out=out)
+
+    @property
+    def stored(self) -> Tensor | PackedWeight:
+        """The weight [N, K] as it lies."""
+        found = self.weight if self.packed is None else self.packed
+        assert found is not None, "a product has a weight, packed or not"
+        return found
+
+    def stored_rows(self, begin: int, end: int) -> Tensor | PackedWeight:
+        """Rows of the weight as they lie."""
+        found = self.stored
+        return found[begin:end] if isinstance(found, Tensor) else found.rows(begin, end)
+
+    def gather(self, ids: Tensor) -> Tensor:
+        """The rows [len(ids), K] of these ids, in the model's dtype."""
+        found = self.stored
+        return found[ids] if isinstance(found, Tensor) else found.gather(ids).unpack(self.dtype)
+
+    def finish(self) -> None:
+        """To be called once, when the weight is filled."""
+        if self.packed is not None and self.weight is not None:
+            self.weight.data.copy_(self.packed.unpack(self.dtype))
+            self.packed = None
+
+
+def filled(
+    name: str, weight: Tensor | PackedWeight, packing: Packing | None, read: Module
+) -> dict[str, Target]:
+    """Names of a linear map's tensors in the checkpoint, called `name` there, -> what they fill:
+    one weight where it is not packed, else what its format has."""
+    if isinstance(weight, Tensor):
+        return {f"{name}.weight": weight}
+    assert packing is not None, "a format packed it"
+    return {f"{name}.{suffix}": slot for suffix, slot in packing.slots(read, weight).items()}
 
 
 class Linear(nn.Module):
     """x [T, K] -> [T, N]; N may be the sum of several checkpoint weights' rows.
 
+    outputs: name of each weight in the checkpoint, within the module that is built -> its rows.
+    Some of them may be packed and others not: neighbours that are stored alike are one Product.
+    orders: name -> for each row of the layer, the row of the checkpoint's weight that it is, where
+    they are not the same.
     bias: y = round(round(x W^T) + b), both roundings to x's dtype: the op's result, then a sum in
     fp32 of two rounded numbers. It is elementwise, so it is the same for every backend of the
     product and every T. In fp32 the inner rounding is none.
@@ -22,37 +111,82 @@ class Linear(nn.Module):
 
     partial = False
 
-    def __init__(self, build: Build, inputs: int, *outputs: int, bias: bool = False) -> None:
+    def __init__(
+        self,
+        build: Build,
+        inputs: int,
+        outputs: Mapping[str, int],
+        *,
+        bias: bool = False,
+        orders: Mapping[str, Tensor] | None = None,
+    ) -> None:
         super().__init__()
-        self.outputs = outputs
-        self.weight = build.matrix(sum(outputs), inputs)
-        self.bias = build.empty(sum(outputs)) if bias else None
-        self.linear = build.linear_op(linear, n=sum(outputs), k=inputs)
-        self.segments = segments(sum(outputs), inputs, build.device)
-        self.partial = self.partial and not bias
+        self.names = tuple(outputs)
+        self.outputs = tuple(outputs.values())
+        self.orders = dict(orders or {})
+        self.packing = build.packing
+        self.reads = [build.module(name, n, inputs) for name, n in outputs.items()]
+        parts = [(build.layout(module), module.outputs) for module in self.reads]
+        runs = [(key, sum(n for _, n in run)) for key, run in groupby(parts, lambda part: part[0])]
+        total = sum(self.outputs)
+        partial = self.partial and not bias and len(runs) == 1
+        cut = segments(total, inputs, build.device)
+        self.products = nn.ModuleList(
+            Product(build, n, inputs, layout=key, segments=cut, partial=partial) for key, n in runs
+        )
+        self.firsts = tuple(accumulate((n for _, n in runs), initial=0))
+        self.bias = build.empty(total) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.linear(x, self.weight, self.segments, self.partial)
-        return y if self.bias is None else y + self.bias
+        return self._from(x, 0)
 
     def from_part(self, index: int, x: Tensor) -> Tensor:
         """The outputs of the index-th of the fused weights and those behind it, which alone are
         read. For drafters: what serves a weight exactly need not serve a part of it so."""
-        begin = sum(self.outputs[:index])
-        y = self.linear(x, self.weight[begin:], self.segments, self.partial)
+        return self._from(x, sum(self.outputs[:index]))
+
+    def _from(self, x: Tensor, begin: int) -> Tensor:
+        """The outputs from `begin` on."""
+        if len(self.products) == 1:
+            y = self.products[0](x, begin)
+        else:
+            y = x.new_empty(len(x), sum(self.outputs) - begin)
+            for product, (first, last) in zip(self.products, pairwise(self.firsts), strict=True):
+                if last > begin:
+                    start = max(first, begin)
+                    product(x, start - first, out=y[:, start - begin : last - begin])
         return y if self.bias is None else y + self.bias[begin:]
 
-    def part(self, index: int) -> Tensor:
-        """The rows of the index-th of the fused weights."""
-        return self.weight[self._rows(index)]
+    def part(self, index: int) -> Tensor | PackedWeight:
+        """The rows of the index-th of the fused weights, as they lie."""
+        rows = self._rows(index)
+        at = bisect_right(self.firsts, rows.start) - 1
+        first = self.firsts[at]
+        return self.products[at].stored_rows(rows.start - first, rows.stop - first)
 
-    def weights(self, *names: str) -> dict[str, Tensor]:
-        """The fused weights, in order, by the checkpoint's names for them -> the tensors that
-        `name.weight` and, where there is a bias, `name.bias` fill."""
-        table = {f"{name}.weight": self.part(i) for i, name in enumerate(names)}
-        if self.bias is not None:
-            table |= {f"{name}.bias": self.bias[self._rows(i)] for i, name in enumerate(names)}
+    def weights(self) -> dict[str, Target]:
+        """Name within the module that is built -> what this tensor of the checkpoint fills: of each
+        fused weight its own tensors and, where there is one, its bias."""
+        table: dict[str, Target] = {}
+        for index, name in enumerate(self.names):
+            table |= filled(name, self.part(index), self.packing, self.reads[index])
+            if name in self.orders and isinstance(self.part(index), Tensor):
+                table[f"{name}.weight"] = self._ordered(name, self.part(index))
+            if self.bias is not None:
+                table[f"{name}.bias"] = self._ordered(name, self.bias[self._rows(index)])
         return table
+
+    def finish(self) -> None:
+        """To be called once, when the weights are filled and before the products are finished:
+        brings packed rows into their order."""
+        for name, order in self.orders.items():
+            part = self.part(self.names.index(name))
+            if not isinstance(part, Tensor):
+                part.reorder(order)
+
+    def _ordered(self, name: str, target: Tensor) -> Target:
+        order = self.orders.get(name)
+        return target if order is None else Slot.plain(target, lambda tensor: tensor[order])
 
     def _rows(self, index: int) -> slice:
         begin = sum(self.outputs[:index])
@@ -62,7 +196,7 @@ class Linear(nn.Module):
 class ResidualLinear(Linear):
     """x [T, K] -> what AddRMSNorm adds to the residual: [T, N], or partials [P, T, N] of it.
 
-    With a bias it is never partials: the bias is added to the rounded sum.
+    With a bias, or packed in part, it is never partials: what is added to is rounded.
     """
 
     partial = True
@@ -79,20 +213,33 @@ class Embedding(nn.Module):
         return self.weight[ids]
 
 
-class Head(nn.Module):
-    """x [T, H] -> logits [T, V] of x's dtype, over its own weight or the embedding's (tied)."""
+class Head(Product):
+    """x [T, H] -> logits [T, V] of x's dtype, over its own weight, or one that stands already: the
+    embedding's (tied), or another head's."""
 
-    partial = False
+    def __init__(
+        self,
+        build: Build,
+        vocab: int,
+        hidden: int,
+        stands: nn.Parameter | PackedWeight | None = None,
+    ) -> None:
+        self.packing = build.packing
+        self.read = build.module("lm_head", vocab, hidden)
+        layout = None if stands is not None else build.layout(self.read)
+        cut = segments(vocab, hidden, build.device)
+        super().__init__(build, vocab, hidden, layout=layout, stands=stands, segments=cut)
 
-    def __init__(self, build: Build, weight: nn.Parameter) -> None:
-        super().__init__()
-        self.weight = weight
-        n, k = weight.shape
-        self.linear = build.linear_op(linear, n=n, k=k)
-        self.segments = segments(n, k, build.device)
+    @property
+    def loaded(self) -> nn.Parameter | PackedWeight:
+        """The weight as it lies once it is loaded: what another head may stand on."""
+        found = self.packed if self.weight is None else self.weight
+        assert found is not None, "a product has a weight, packed or not"
+        return found
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x, self.weight, self.segments)
+    def weights(self) -> dict[str, Target]:
+        """Checkpoint name -> what fills a weight of its own."""
+        return filled("lm_head", self.stored, self.packing, self.read)
 
 
 def probe(build: Build, model: nn.Module, rows: Sequence[int]) -> None:
@@ -100,12 +247,12 @@ def probe(build: Build, model: nn.Module, rows: Sequence[int]) -> None:
 
     The weights are loaded and nothing is captured yet. The build's choices say what was found.
     """
-    layers = [layer for layer in model.modules() if isinstance(layer, Linear | Head)]
+    products = [layer for layer in model.modules() if isinstance(layer, Product)]
     for (n, k), probed in build.probed.items():
-        same = [layer for layer in layers if layer.linear is probed][:WALKED]
+        same = [product for product in products if product.linear is probed][:WALKED]
         if not same:
             continue
-        weights = [layer.weight for layer in same]
+        weights = [product.weight for product in same if product.weight is not None]
         probed.probe(rows, weights, same[0].segments, same[0].partial)
         served = ", ".join(str(count) for count, why in probed.found.items() if why is None)
         refused = [f"at {count} rows {why}" for count, why in probed.found.items() if why]

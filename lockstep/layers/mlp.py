@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from lockstep.kernels.activations import silu_mul
 from lockstep.layers.build import Build
-from lockstep.layers.linear import Linear, ResidualLinear
+from lockstep.layers.linear import Linear, ResidualLinear, Target
 
 
 class GatedMLP(nn.Module):
@@ -12,13 +12,13 @@ class GatedMLP(nn.Module):
 
     def __init__(self, build: Build, hidden: int, inner: int, *, bias: bool = False) -> None:
         super().__init__()
-        self.gate_up = Linear(build, hidden, inner, inner, bias=bias)
-        self.down = ResidualLinear(build, inner, hidden, bias=bias)
+        self.gate_up = Linear(build, hidden, {"gate_proj": inner, "up_proj": inner}, bias=bias)
+        self.down = ResidualLinear(build, inner, {"down_proj": hidden}, bias=bias)
         self.act = build.op(silu_mul)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.act(self.gate_up(x)))
 
-    def weights(self) -> dict[str, Tensor]:
-        """Checkpoint name within the MLP -> the tensor that it fills."""
-        return self.gate_up.weights("gate_proj", "up_proj") | self.down.weights("down_proj")
+    def weights(self) -> dict[str, Target]:
+        """Checkpoint name within the MLP -> what it fills."""
+        return self.gate_up.weights() | self.down.weights()

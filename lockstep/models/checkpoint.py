@@ -1,10 +1,21 @@
-"""A checkpoint: a folder with a model, and what its config.json says."""
+"""A checkpoint: a folder with a model, what its config.json says, and the tensors that it has."""
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
-from lockstep.models.loader import read_config
+from safetensors import SafetensorError, safe_open
+
+from lockstep.errors import CheckpointError, choice_error
+from lockstep.models import architecture
+from lockstep.quant import TensorInfo
+
+MOST_BYTES = 64 << 20
+"""Of a JSON file; the indices of the largest models are a tenth of it."""
 
 
 @dataclass(frozen=True)
@@ -17,4 +28,91 @@ class Checkpoint:
     @classmethod
     def read(cls, folder: Path) -> "Checkpoint":
         """The checkpoint of a folder. Raises CheckpointError where its config.json is not read."""
-        return cls(folder, read_config(folder))
+        raw = read_object(
+            folder / "config.json",
+            "Name a folder that holds a checkpoint: config.json and *.safetensors.",
+        )
+        architecture(raw.get("model_type"))
+        return cls(folder, raw)
+
+    @property
+    def architecture(self) -> ModuleType:
+        """The module that builds it."""
+        return architecture(self.raw["model_type"])
+
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Name, less the architecture's prefix -> each tensor, from the files' headers.
+
+        Raises CheckpointError where a file is missing or cannot be read.
+        """
+        found = {}
+        for path in weight_files(self.folder):
+            with opened(path) as file:
+                for name in file.keys():
+                    part = file.get_slice(name)
+                    info = TensorInfo(name, tuple(part.get_shape()), part.get_dtype())
+                    found[stripped(self.architecture, name)] = info
+        return found
+
+
+def read_object(path: Path, remedy: str) -> dict[str, Any]:
+    """The object in a JSON file of at most MOST_BYTES. Raises CheckpointError."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise ValueError(f"it is longer than {MOST_BYTES} bytes")
+        raw = json.loads(data.decode("utf-8"))
+        if not isinstance(raw, dict) or not isinstance(raw.get("text_config", {}), dict):
+            raise ValueError("it holds no JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}). {remedy}") from None
+    return raw
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The folder's *.safetensors. Raises CheckpointError if there is none, or not all of the index.
+
+    An index names files of the folder itself, and says which file holds which tensor.
+    """
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} holds no *.safetensors file; name another model folder.")
+    for path in sorted(folder.glob("*.safetensors.index.json")):
+        remedy = "Fetch the file again, or delete it: it is not needed."
+        places = read_object(path, remedy).get("weight_map")
+        if not isinstance(places, dict):
+            allowed = "an object of tensor names and files"
+            raise choice_error(CheckpointError, f"{path} weight_map", places, allowed, remedy)
+        known = {file.name for file in files}
+        for name, file in places.items():
+            if not isinstance(file, str) or file not in known:
+                allowed = f"files of the folder: {some(sorted(known))}"
+                field = f"{path} weight_map[{name[:100]!r}]"
+                raise choice_error(
+                    CheckpointError, field, file, allowed, "Fetch the missing file again."
+                )
+    return files
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """A safetensors file. Raises CheckpointError where it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Fetch the file again.") from None
+
+
+def stripped(module: ModuleType, name: str) -> str:
+    """A tensor's name, less the architecture's prefix."""
+    for prefix in module.PREFIXES:
+        if name.startswith(prefix):
+            return name[len(prefix) :]
+    return name
+
+
+def some(names: list[str]) -> str:
+    """The first few of the names, for messages."""
+    return ", ".join(name[:200] for name in names[:5]) + (" ..." if len(names) > 5 else "")

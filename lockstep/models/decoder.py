@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lockstep.layers.attention import Attention
 from lockstep.layers.build import Build
-from lockstep.layers.linear import Embedding, Head
+from lockstep.layers.linear import Embedding, Head, Target
 from lockstep.layers.mlp import GatedMLP
 from lockstep.layers.norm import AddRMSNorm
 from lockstep.models.reading import ConfigReader
@@ -85,8 +85,8 @@ class Half:
         self.body: Any = body
         self.mixes = hasattr(body, "cache_spec")
 
-    def weights(self) -> dict[str, Tensor]:
-        """Checkpoint name within the layer -> the tensor that it fills."""
+    def weights(self) -> dict[str, Target]:
+        """Checkpoint name within the layer -> what it fills."""
         own = {f"{self.name}.{name}": tensor for name, tensor in self.body.weights().items()}
         return {f"{self.norm_name}.weight": self.norm.weight} | own
 
@@ -125,8 +125,8 @@ class Block(nn.Module):
         x, normed = half.norm(x, delta)
         return x, normed if half.mixes else half.body(normed)
 
-    def weights(self) -> dict[str, Tensor]:
-        """Checkpoint name within the layer -> the tensor that it fills."""
+    def weights(self) -> dict[str, Target]:
+        """Checkpoint name within the layer -> what it fills."""
         return {name: tensor for half in self.halves for name, tensor in half.weights().items()}
 
 
@@ -138,10 +138,9 @@ def attending_layers(
     rotary = c.rope.rotary(build)
     for i in range(count):
         at = build.at(f"layers.{i}")
-        mixer = Attention(
-            at, c.hidden_size, c.heads, c.kv_heads, c.head_dim, rotary=rotary, **attention
-        )
-        mlp = GatedMLP(at, c.hidden_size, c.intermediate_size, bias=mlp_bias)
+        sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim)
+        mixer = Attention(at.within("self_attn"), *sizes, rotary=rotary, **attention)
+        mlp = GatedMLP(at.within("mlp"), c.hidden_size, c.intermediate_size, bias=mlp_bias)
         yield (
             Half(at, c, "input_layernorm", "self_attn", mixer),
             Half(at, c, "post_attention_layernorm", "mlp", mlp),
@@ -158,8 +157,8 @@ class Decoder(nn.Module, ABC):
         self.embed = Embedding(build, c.vocab_size, c.hidden_size)
         self.blocks = nn.ModuleList(Block(*halves) for halves in self.layers(build))
         self.norm = AddRMSNorm(build.at("norm"), c.hidden_size, c.eps, c.norm_offset)
-        own = build.matrix(c.vocab_size, c.hidden_size) if not c.tied else self.embed.weight
-        self.head = Head(build.at("head"), own)
+        tied = self.embed.weight if c.tied else None
+        self.head = Head(build.at("head", path=""), c.vocab_size, c.hidden_size, tied)
 
     @abstractmethod
     def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
@@ -177,14 +176,14 @@ class Decoder(nn.Module, ABC):
         """hidden [T, H] -> [N, V] at the step's logit rows."""
         return self.head(hidden[step.logit_rows])
 
-    def weights(self) -> dict[str, Tensor]:
-        """Checkpoint name, less its prefix -> the tensor that it fills."""
-        table: dict[str, Tensor] = {
+    def weights(self) -> dict[str, Target]:
+        """Checkpoint name, less its prefix -> what it fills."""
+        table: dict[str, Target] = {
             "embed_tokens.weight": self.embed.weight,
             "norm.weight": self.norm.weight,
         }
         if not self.config.tied:
-            table["lm_head.weight"] = self.head.weight
+            table |= self.head.weights()
         for i, block in enumerate(self.blocks):
             table.update({f"layers.{i}.{name}": t for name, t in block.weights().items()})
         return table

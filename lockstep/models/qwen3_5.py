@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lockstep.layers.attention import Attention
 from lockstep.layers.build import Build
 from lockstep.layers.gated_delta_net import GatedDeltaNet
-from lockstep.layers.linear import Head, Linear
+from lockstep.layers.linear import Head, Linear, Target
 from lockstep.layers.mlp import GatedMLP
 from lockstep.layers.norm import AddRMSNorm, RMSNorm
 from lockstep.layers.rotary import Rotary
@@ -85,7 +85,7 @@ class Model(Decoder):
 def attending_layer(build: Build, c: Config, rotary: Rotary) -> tuple[Half, Half]:
     """Gated attention, then the MLP."""
     attention = Attention(
-        build,
+        build.within("self_attn"),
         c.hidden_size,
         c.heads,
         c.kv_heads,
@@ -102,7 +102,7 @@ def attending_layer(build: Build, c: Config, rotary: Rotary) -> tuple[Half, Half
 def recurrent_layer(build: Build, c: Config) -> tuple[Half, Half]:
     """Gated DeltaNet, then the MLP."""
     delta_net = GatedDeltaNet(
-        build,
+        build.within("linear_attn"),
         c.hidden_size,
         c.key_heads,
         c.value_heads,
@@ -116,7 +116,7 @@ def recurrent_layer(build: Build, c: Config) -> tuple[Half, Half]:
 
 def mlp_half(build: Build, c: Config) -> Half:
     """The MLP of every layer."""
-    mlp = GatedMLP(build, c.hidden_size, c.intermediate_size)
+    mlp = GatedMLP(build.within("mlp"), c.hidden_size, c.intermediate_size)
     return Half(build, c, "post_attention_layernorm", "mlp", mlp)
 
 
@@ -135,10 +135,11 @@ class Draft(nn.Module):
         self.embed = target.embed
         self.embed_norm = RMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
-        self.fc = Linear(build, 2 * c.hidden_size, c.hidden_size)
-        self.block = Block(*attending_layer(build, c, c.rope.rotary(build)))
+        self.fc = Linear(build.at(build.layer, "mtp"), 2 * c.hidden_size, {"fc": c.hidden_size})
+        layer = build.at(build.layer, "mtp.layers.0")
+        self.block = Block(*attending_layer(layer, c, c.rope.rotary(build)))
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
-        self.head = Head(build, target.head.weight)
+        self.head = Head(build, c.vocab_size, c.hidden_size, target.head.loaded)
         self.build = build
 
     def finish(self) -> None:
@@ -146,16 +147,15 @@ class Draft(nn.Module):
         To be called once, when the target's weights are loaded."""
         if self.ids is None:
             return
-        full = self.head.weight
-        rows = self.build.matrix(len(self.ids), full.shape[1])
-        rows.data.copy_(full[self.ids])
-        self.head = Head(self.build, rows)
+        (_, hidden) = self.head.shape
+        rows = self.build.matrix(len(self.ids), hidden)
+        rows.data.copy_(self.head.gather(self.ids))
+        self.head = Head(self.build, len(self.ids), hidden, rows)
 
     @property
     def head_bytes(self) -> int:
         """Bytes of its own copy of rows of the head; 0 where it shares the target's."""
-        weight = self.head.weight
-        return 0 if self.ids is None else weight.numel() * weight.itemsize
+        return 0 if self.ids is None else self.head.stored.nbytes
 
     def begin(self, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
         """The target's hidden states [T, H], as they are."""
@@ -178,12 +178,15 @@ class Draft(nn.Module):
         parts = [self.embed_norm(self.embed(ids)), self.hidden_norm(hidden)]
         return self.fc(torch.cat(parts, dim=-1))
 
-    def weights(self) -> dict[str, Tensor]:
-        """Checkpoint name, less DRAFT_PREFIX -> the tensor that it fills."""
+    def weights(self) -> dict[str, Target]:
+        """Checkpoint name, less DRAFT_PREFIX -> what it fills."""
         own = self.block.weights()
-        return {f"layers.0.{name}": tensor for name, tensor in own.items()} | {
-            "fc.weight": self.fc.weight,
-            "pre_fc_norm_embedding.weight": self.embed_norm.weight,
-            "pre_fc_norm_hidden.weight": self.hidden_norm.weight,
-            "norm.weight": self.norm.weight,
-        }
+        return (
+            {f"layers.0.{name}": tensor for name, tensor in own.items()}
+            | self.fc.weights()
+            | {
+                "pre_fc_norm_embedding.weight": self.embed_norm.weight,
+                "pre_fc_norm_hidden.weight": self.hidden_norm.weight,
+                "norm.weight": self.norm.weight,
+            }
+        )

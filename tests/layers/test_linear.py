@@ -39,11 +39,11 @@ def test_a_probe_is_by_the_shape_and_says_what_it_found(
 ) -> None:
     build, model = Build("cpu", torch.bfloat16, 1, 1), nn.ModuleList()
     for layer in (Linear, Linear, ResidualLinear):
-        model.append(layer(build, 8, 16 if layer is Linear else 24))
+        model.append(layer(build, 8, {"w": 16 if layer is Linear else 24}))
         on_a_gpu(build, model[-1])
-    model.append(Head(build, build.matrix(40, 8)))
+    model.append(Head(build, 40, 8))
     on_a_gpu(build, model[-1])
-    drafter = Linear(Build("cpu", torch.bfloat16, 1, 1, exact=False, choices=build.choices), 8, 16)
+    drafter = Linear(Build("cpu", torch.bfloat16, 1, 1, exact=False, choices=build.choices), 8, {"w": 16})
     probe(build, nn.ModuleList([*model, drafter]), (64, 96, 128))
     assert asked == [(2, 1, False), (1, 1, True), (1, 1, False)]
     for choice in build.choices[:4]:
@@ -54,7 +54,7 @@ def test_a_probe_is_by_the_shape_and_says_what_it_found(
 
 def test_where_all_rows_are_served_nothing_is_refused(asked: list[tuple[int, int, bool]]) -> None:
     build = Build("cpu", torch.bfloat16, 1, 1)
-    layer = Linear(build, 8, 16)
+    layer = Linear(build, 8, {"w": 16})
     on_a_gpu(build, layer)
     probe(build, layer, (96,))
     assert build.choices[0].backend == "triton, cublas at 96 rows"
@@ -63,14 +63,14 @@ def test_where_all_rows_are_served_nothing_is_refused(asked: list[tuple[int, int
 
 def test_a_cpu_has_nothing_to_probe(asked: list[tuple[int, int, bool]]) -> None:
     build = Build("cpu", torch.float32, 1, 1)
-    layer = Linear(build, 8, 16)
+    layer = Linear(build, 8, {"w": 16})
     probe(build, layer, (96,))
     assert asked == [] and build.choices[0].backend in ("reference", "cpu")
     assert build.choices[0].size == "16x8"
 
 
 def test_a_part_of_a_drafters_weight_is_its_rows() -> None:
-    layer = Linear(Build("cpu", torch.float32, 1, 1, exact=False), 8, 16, 4, 6)
+    layer = Linear(Build("cpu", torch.float32, 1, 1, exact=False), 8, {"a": 16, "b": 4, "c": 6})
     x = torch.randn(3, 8)
     layer.weight.data.normal_()
     layer.weight[:16] = torch.nan
@@ -84,7 +84,7 @@ def test_a_part_of_a_drafters_weight_is_its_rows() -> None:
 def test_a_bias_is_added_to_the_rounded_product(kind: type[Linear], exact: bool) -> None:
     """Both roundings are to the dtype; a row's bits do not depend on the others."""
     torch.manual_seed(0)
-    layer = kind(Build("cpu", torch.bfloat16, 1, 1, exact=exact), 8, 16, 4, bias=True)
+    layer = kind(Build("cpu", torch.bfloat16, 1, 1, exact=exact), 8, {"a": 16, "b": 4}, bias=True)
     for parameter in layer.parameters():
         parameter.data.normal_()
     x = torch.randn(33, 8).bfloat16()
@@ -97,15 +97,15 @@ def test_a_bias_is_added_to_the_rounded_product(kind: type[Linear], exact: bool)
 
 
 def test_the_names_of_fused_weights() -> None:
-    layer = Linear(Build("cpu", torch.float32, 1, 1, exact=False), 8, 16, 4, bias=True)
+    layer = Linear(Build("cpu", torch.float32, 1, 1, exact=False), 8, {"a": 16, "b": 4}, bias=True)
     layer.weight.data.normal_()
     layer.bias.data.copy_(torch.arange(20))
-    table = layer.weights("a", "b")
+    table = layer.weights()
     assert list(table) == ["a.weight", "b.weight", "a.bias", "b.bias"]
     assert torch.equal(table["b.weight"], layer.part(1))
     assert table["b.bias"].tolist() == [16, 17, 18, 19]
     x = torch.randn(3, 8)
     torch.testing.assert_close(layer.from_part(1, x), layer(x)[:, 16:])
-    plain = Linear(Build("cpu", torch.float32, 1, 1), 8, 16, 4)
-    assert list(plain.weights("a", "b")) == ["a.weight", "b.weight"]
-    assert ResidualLinear(Build("cpu", torch.float32, 1, 1), 8, 16).partial
+    plain = Linear(Build("cpu", torch.float32, 1, 1), 8, {"a": 16, "b": 4})
+    assert list(plain.weights()) == ["a.weight", "b.weight"]
+    assert ResidualLinear(Build("cpu", torch.float32, 1, 1), 8, {"w": 16}).partial

@@ -14,7 +14,7 @@ from lockstep import LLM, EngineConfig, SamplingParams
 from lockstep.engine.build import pick_dtype
 from lockstep.errors import CheckpointError
 from lockstep.models import ARCHITECTURES
-from lockstep.models.loader import read_config
+from lockstep.models.checkpoint import Checkpoint
 from tests.tiny_model import CONFIG, make_model
 
 MTP = {"method": "mtp", "num_speculative_tokens": 2}
@@ -217,7 +217,7 @@ def test_a_file_cut_short(store: Store, known: Any) -> None:
 def test_a_config_that_is_no_config(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
     with pytest.raises(CheckpointError) as caught:
-        read_config(folder)
+        Checkpoint.read(folder)
     assert str(folder / "config.json") in str(caught.value)
     assert "Name a folder that holds a checkpoint" in str(caught.value)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from lockstep.errors import CheckpointError
 from lockstep.layers.build import Build
 from lockstep.models import architecture
+from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model, fill_dummy, load_weights
 from tests.tiny_model import CONFIG, LLAMA, QWEN2, QWEN3
 
@@ -47,7 +48,7 @@ def load(folder: Path, raw: dict[str, Any], *files: Tensors, drafting: bool = Fa
     for module in (model, draft):
         for parameter in module.parameters() if module else ():
             parameter.data.fill_(torch.nan)
-    load_weights(folder, raw, model, draft, lambda done, of: None)
+    load_weights(Checkpoint(folder, raw), model, draft, lambda done, of: None)
     return model, draft
 
 

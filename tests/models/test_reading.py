@@ -10,7 +10,8 @@ from lockstep import EngineConfig
 from lockstep.engine.build import pick_dtype, pick_length
 from lockstep.errors import CheckpointError
 from lockstep.layers.build import Build
-from lockstep.models.loader import build_model, read_config
+from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.loader import build_model
 from lockstep.models.qwen3_5 import Config
 from lockstep.models.reading import ConfigReader
 from tests.tiny_model import CONFIG
@@ -102,9 +103,9 @@ def test_a_text_config_of_another_architecture_is_refused(inner: str) -> None:
 def test_a_file_without_a_json_object_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"config.json cannot be read"):
-        read_config(tmp_path)
+        Checkpoint.read(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(HYBRID))
-    assert read_config(tmp_path) == json.loads(json.dumps(HYBRID))
+    assert Checkpoint.read(tmp_path).raw == json.loads(json.dumps(HYBRID))
 
 
 def test_dtype_and_length_come_from_the_file() -> None:

@@ -1,0 +1,68 @@
+"""What every weight format implements, and how a weight lies on the device."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lockstep.kernels.packed import PackedWeight
+from lockstep.quant.slot import Slot
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of a checkpoint, as its file's header has it. name: unstripped."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Module:
+    """A linear map of the checkpoint, [N, K] = [outputs, inputs].
+
+    path: its name less the architecture's prefix, e.g. layers.0.mlp.down_proj; tensors: the
+    checkpoint's, by suffix ("qweight"), or None where it has no files (dummy weights).
+    """
+
+    path: str
+    outputs: int
+    inputs: int
+    tensors: Mapping[str, TensorInfo] | None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a weight is packed on the device: a kind, and the options of its `empty`."""
+
+    kind: type[PackedWeight]
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, kind: type[PackedWeight], **options: Any) -> "Layout":
+        return cls(kind, tuple(sorted(options.items())))
+
+    def empty(self, n: int, k: int, device: str | torch.device) -> PackedWeight:
+        """Room for a weight [n, k]."""
+        return self.kind.empty(n, k, **dict(self.options), device=device)  # type: ignore[attr-defined]
+
+
+class Packing(ABC):
+    """The weight format of a checkpoint, read from its settings. name: what numerics call it."""
+
+    name: str
+
+    @abstractmethod
+    def layout(self, module: Module) -> Layout | None:
+        """How the module's weight lies on the device; None: as it is.
+
+        Raises CheckpointError where settings and tensors contradict each other, or ask for what is
+        not built.
+        """
+
+    @abstractmethod
+    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+        """Suffix of each of the module's tensors -> the slot that fills these rows with it."""
