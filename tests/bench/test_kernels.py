@@ -60,11 +60,13 @@ def test_bytes_by_hand() -> None:
     assert by_op["add_rms_norm256"].cost(3).bytes == 4 * 4 * 3 * 2 * 256
     assert by_op["silu_mul512"].cost(1).bytes == 3 * 4 * 2 * 512
     assert by_op["rope_and_cache4/2x64"].cost(1).bytes == 2 * 4 * 2 * (4 + 2 * 2) * 64
-    kv, q = 2 * 300 * 2 * 64, 2 * 2 * 4 * 64
+    kv = 2 * 300 * 2 * 64
+    q = 2 * 2 * 4 * 64
     assert by_op["paged_attention4/2x64,"].cost(5).bytes == 5 * 4 * (kv + q)
     channels = 2 * 2 * 32 + 4 * 32
     slot = 4 * (4 * 32 * 32 + 2 * (channels + 4 * 32 + 2 * 32 + 4))
-    brought, out = 2 * 4 * (channels + 4 * 32 + 2 * 4), 2 * 4 * 4 * 32
+    brought = 2 * 4 * (channels + 4 * 32 + 2 * 4)
+    out = 2 * 4 * 4 * 32
     assert by_op["gated_delta_step2/4x32x32"].cost(3).bytes == 3 * (2 * slot + brought + out)
     assert by_op["samplegreedy,"].cost(3).bytes == 3 * 2 * 4 * 4096
 

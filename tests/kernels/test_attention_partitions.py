@@ -32,7 +32,8 @@ def gates_like(q: torch.Tensor) -> torch.Tensor:
     return torch.randn(tokens, 2 * heads * dim + 48, generator=generator).to(q.dtype)
 
 
-SMALL, REAL = (3, 1, 16, 64), (24, 4, 256, 64)
+SMALL = (3, 1, 16, 64)
+REAL = (24, 4, 256, 64)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -66,7 +67,8 @@ def test_gluon_and_triton_agree(dtype: torch.dtype, layer: tuple[int, ...], gate
         return
     assert paged_attention.choose(**traits) == "hopper"
     kernel = importlib.import_module("lockstep.kernels.attention.hopper")
-    batch, backend = paged(LONG, *layer, dtype), Backend("triton", "cuda", dtype)
+    batch = paged(LONG, *layer, dtype)
+    backend = Backend("triton", "cuda", dtype)
     arguments = backend.place(batch | {"gates": gates_like(batch["q"]) if gated else None})
     sizes = (arguments[name] for name in ("q", "k_cache", "v_cache", "query_len"))
     assert kernel.fits(*sizes)
