@@ -25,6 +25,7 @@ from lockstep.layers.linear import Embedding, Head, Product
 from lockstep.layers.rotary import Rotary
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model
+from lockstep.quant import packing_of
 from lockstep.runner.memory import mixers
 from lockstep.spec import drafter_module
 from lockstep.spec.config import SpeculativeConfig
@@ -122,7 +123,14 @@ def sketch(folder: Path, dtype: torch.dtype, options: SpeculativeConfig | None) 
     checkpoint = Checkpoint.read(folder)
     draft = None
     with FakeTensorMode():
-        build = Build("cpu", dtype, drafts + 1, max_positions=1 << 20)
+        build = Build(
+            "cpu",
+            dtype,
+            drafts + 1,
+            max_positions=1 << 20,
+            prefixes=checkpoint.architecture.PREFIXES,
+            packing=packing_of(checkpoint.quantization()),
+        )
         build.room.bounded = False
         model = build_model(checkpoint.raw, build)
         if drafting is not None and drafting.NEEDS_MODULE:

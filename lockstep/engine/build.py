@@ -22,6 +22,7 @@ from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.hub import fetch
 from lockstep.models.loader import build_model, fill_dummy, load_weights
 from lockstep.models.reading import ConfigReader
+from lockstep.quant import packing_of
 from lockstep.runner import memory
 from lockstep.runner.program import Drafter, Program
 from lockstep.runner.runner import Runner
@@ -68,6 +69,9 @@ def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) ->
         window=limits.query_len,
         max_positions=limits.history_len,
         max_model_len=limits.max_model_len,
+        tensors=checkpoint.tensors() if config.load_format == "auto" else None,
+        prefixes=checkpoint.architecture.PREFIXES,
+        packing=packing_of(checkpoint.quantization()),
     )
     model, draft = build_models(config, checkpoint, build, progress)
     layers = memory.mixers(model, draft)

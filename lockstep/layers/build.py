@@ -38,8 +38,10 @@ class Build:
     max_positions: those that a row may reach, with what the steps in flight run over.
     max_model_len: the longest sequence that is served; 0: max_positions.
     layer: what is being built, for people; path: its module's name in the checkpoint, less the
-    architecture's prefix. tensors: the checkpoint's, by such a name, None for dummy weights;
-    packing: its weight format, None where no weight is packed.
+    architecture's prefix. tensors: the checkpoint's, by such a module and by what stands behind it
+    in their names, None for dummy weights;
+    prefixes: that a name may have in front of the path; packing: the weight format, None where no
+    weight is packed.
     """
 
     device: str
@@ -50,7 +52,8 @@ class Build:
     layer: str = ""
     path: str = ""
     max_model_len: int = 0
-    tensors: Mapping[str, TensorInfo] | None = None
+    tensors: Mapping[str, Mapping[str, TensorInfo]] | None = None
+    prefixes: tuple[str, ...] = ()
     packing: Packing | None = None
     choices: list[Choice] = field(default_factory=list)
     probed: dict[tuple[int, int], Probed] = field(default_factory=dict)
@@ -74,11 +77,9 @@ class Build:
     def module(self, name: str, outputs: int, inputs: int) -> Module:
         """A linear map of the module that is being built, as the checkpoint has it."""
         path = f"{self.path}.{name}" if self.path else name
-        if self.tensors is None:
-            return Module(path, outputs, inputs, None)
-        own = (key for key in self.tensors if key.startswith(path + "."))
-        found = {key[len(path) + 1 :]: self.tensors[key] for key in own}
-        return Module(path, outputs, inputs, found)
+        names = (*(prefix + path for prefix in self.prefixes), path)
+        tensors = None if self.tensors is None else self.tensors.get(path, {})
+        return Module(path, names, outputs, inputs, tensors)
 
     def layout(self, module: Module) -> Layout | None:
         """How the weight of a linear map is packed; None: it is not."""

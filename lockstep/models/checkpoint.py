@@ -17,6 +17,13 @@ from lockstep.quant import TensorInfo
 MOST_BYTES = 64 << 20
 """Of a JSON file; the indices of the largest models are a tenth of it."""
 
+OWN_FILES = {
+    "hf_quant_config.json": "modelopt",
+    "quantize_config.json": "gptq",
+    "quant_config.json": "awq",
+}
+"""Files in which older checkpoints name their weight format, and the format of each."""
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -40,19 +47,41 @@ class Checkpoint:
         """The module that builds it."""
         return architecture(self.raw["model_type"])
 
-    def tensors(self) -> dict[str, TensorInfo]:
-        """Name, less the architecture's prefix -> each tensor, from the files' headers.
+    def tensors(self) -> dict[str, dict[str, TensorInfo]]:
+        """Module, less the architecture's prefix -> its tensors by what stands behind the last dot
+        of their names ("weight"), from the files' headers.
 
         Raises CheckpointError where a file is missing or cannot be read.
         """
-        found = {}
+        found: dict[str, dict[str, TensorInfo]] = {}
         for path in weight_files(self.folder):
             with opened(path) as file:
                 for name in file.keys():
                     part = file.get_slice(name)
                     info = TensorInfo(name, tuple(part.get_shape()), part.get_dtype())
-                    found[stripped(self.architecture, name)] = info
+                    (module, _, suffix) = stripped(self.architecture, name).rpartition(".")
+                    found.setdefault(module, {})[suffix] = info
         return found
+
+    def quantization(self) -> dict[str, Any] | None:
+        """What the folder says of its weight format, as quantization_config; None: of none.
+
+        It stands in config.json, around or within text_config, or in a file of its own. Raises
+        CheckpointError where that cannot be read.
+        """
+        for settings in (self.raw, self.raw.get("text_config", {})):
+            found = settings.get("quantization_config")
+            if found is not None:
+                if not isinstance(found, dict):
+                    allowed = "an object"
+                    field = "config.json quantization_config"
+                    raise choice_error(CheckpointError, field, found, allowed, "Mend config.json.")
+                return found
+        for name, method in OWN_FILES.items():
+            if (self.folder / name).exists():
+                raw = read_object(self.folder / name, "Fetch the file again.")
+                return {"quant_method": method, **raw, **raw.get("quantization", {})}
+        return None
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:

@@ -46,7 +46,6 @@ def read_common(
     count where the file does not say.
     """
     c.only("hidden_act", "silu", default="silu")
-    c.only("quantization_config", None, default=None)
     hidden_size = c.size("hidden_size")
     heads = c.size("num_attention_heads")
     kv_heads = c.size("num_key_value_heads")

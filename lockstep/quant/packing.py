@@ -24,11 +24,13 @@ class TensorInfo:
 class Module:
     """A linear map of the checkpoint, [N, K] = [outputs, inputs].
 
-    path: its name less the architecture's prefix, e.g. layers.0.mlp.down_proj; tensors: the
+    path: its name less the architecture's prefix, e.g. layers.0.mlp.down_proj; names: those that it
+    may have with a prefix, which is what the lists of a checkpoint's settings go by; tensors: the
     checkpoint's, by suffix ("qweight"), or None where it has no files (dummy weights).
     """
 
     path: str
+    names: tuple[str, ...]
     outputs: int
     inputs: int
     tensors: Mapping[str, TensorInfo] | None

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lockstep.kernels.linear import linear
 from lockstep.kernels.linear.probe import Probed
 from lockstep.layers.build import Build
-from lockstep.layers.linear import Head, Linear, ResidualLinear, probe
+from lockstep.layers.linear import Head, Linear, Product, ResidualLinear, probe
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
 
 def on_a_gpu(build: Build, layer: nn.Module) -> None:
     """Lets a layer be served as one that was built for a GPU."""
-    size = tuple(layer.weight.shape)
-    layer.linear = build.probed.setdefault(size, Probed(linear, linear))
+    product = next(part for part in layer.modules() if isinstance(part, Product))
+    product.linear = build.probed.setdefault(product.shape, Probed(linear, linear))
     build.choices[-1].backend = "triton"
     build.choices[-1].refused = {"cublas": "not asked"}
 
@@ -45,7 +45,8 @@ def test_a_probe_is_by_the_shape_and_says_what_it_found(
         on_a_gpu(build, model[-1])
     model.append(Head(build, 40, 8))
     on_a_gpu(build, model[-1])
-    drafter = Linear(Build("cpu", torch.bfloat16, 1, 1, exact=False, choices=build.choices), 8, {"w": 16})
+    inexact = Build("cpu", torch.bfloat16, 1, 1, exact=False, choices=build.choices)
+    drafter = Linear(inexact, 8, {"w": 16})
     probe(build, nn.ModuleList([*model, drafter]), (64, 96, 128))
     assert asked == [(2, 1, False), (1, 1, True), (1, 1, False)]
     for choice in build.choices[:4]:
@@ -74,8 +75,9 @@ def test_a_cpu_has_nothing_to_probe(asked: list[tuple[int, int, bool]]) -> None:
 def test_a_part_of_a_drafters_weight_is_its_rows() -> None:
     layer = Linear(Build("cpu", torch.float32, 1, 1, exact=False), 8, {"a": 16, "b": 4, "c": 6})
     x = torch.randn(3, 8)
-    layer.weight.data.normal_()
-    layer.weight[:16] = torch.nan
+    for part in range(3):
+        layer.part(part).normal_()
+    layer.part(0).fill_(torch.nan)
     found = layer.from_part(1, x)
     whole = layer(x)
     assert found.shape == (3, 10)
@@ -91,9 +93,9 @@ def test_a_bias_is_added_to_the_rounded_product(kind: type[Linear], exact: bool)
     for parameter in layer.parameters():
         parameter.data.normal_()
     x = torch.randn(33, 8).bfloat16()
-    assert layer.bias is not None and not layer.partial
-    product = layer.linear(x, layer.weight, layer.segments)
-    expected = (product.float() + layer.bias.float()).bfloat16()
+    product = layer.products[0]
+    assert layer.bias is not None and not product.partial
+    expected = (product(x).float() + layer.bias.float()).bfloat16()
     assert torch.equal(layer(x), expected)
     if exact:
         assert torch.equal(layer(x[5:6]), expected[5:6])
@@ -101,14 +103,15 @@ def test_a_bias_is_added_to_the_rounded_product(kind: type[Linear], exact: bool)
 
 def test_the_names_of_fused_weights() -> None:
     layer = Linear(Build("cpu", torch.float32, 1, 1, exact=False), 8, {"a": 16, "b": 4}, bias=True)
-    layer.weight.data.normal_()
+    for part in range(2):
+        layer.part(part).normal_()
     layer.bias.data.copy_(torch.arange(20))
     table = layer.weights()
-    assert list(table) == ["a.weight", "b.weight", "a.bias", "b.bias"]
+    assert set(table) == {"a.weight", "b.weight", "a.bias", "b.bias"}
     assert torch.equal(table["b.weight"], layer.part(1))
     assert table["b.bias"].tolist() == [16, 17, 18, 19]
     x = torch.randn(3, 8)
     torch.testing.assert_close(layer.from_part(1, x), layer(x)[:, 16:])
     plain = Linear(Build("cpu", torch.float32, 1, 1), 8, {"a": 16, "b": 4})
     assert list(plain.weights()) == ["a.weight", "b.weight"]
-    assert ResidualLinear(Build("cpu", torch.float32, 1, 1), 8, {"w": 16}).partial
+    assert ResidualLinear(Build("cpu", torch.float32, 1, 1), 8, {"w": 16}).products[0].partial
