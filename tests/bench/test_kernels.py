@@ -66,6 +66,11 @@ def test_bytes_by_hand() -> None:
     slot = 4 * (4 * 32 * 32 + 2 * (channels + 4 * 32 + 2 * 32 + 4))
     brought, out = 2 * 4 * (channels + 4 * 32 + 2 * 4), 2 * 4 * 4 * 32
     assert by_op["gated_delta_step2/4x32x32"].cost(3).bytes == 3 * (2 * slot + brought + out)
+    assert by_op["route12/3"].cost(5).bytes == 10 * (4 * 12 + (4 + 4) * 3)
+    least, most = (3 * n * 3 * 256 * 64 for n in (1, 2))
+    brought = 2 * ((2 * 256 + 256 + 1) * 4 + 3 * (4 + 4))
+    assert least <= (by_op["experts256/64,"].cost(1).bytes - brought) / 4 <= most
+    assert by_op["experts256/64,"].cost(5).flops == 10 * 3 * 6 * 256 * 64
     assert by_op["samplegreedy,"].cost(3).bytes == 3 * 2 * 4 * 4096
 
 
@@ -109,7 +114,8 @@ def test_a_chain_walks_through_distinct_memory() -> None:
 
 def test_models_are_chosen_by_device_and_name() -> None:
     assert [m.name for m in pick_models([], "cpu")] == ["small"]
-    assert [m.name for m in pick_models([], "cuda")] == ["Qwen3-8B", "Qwen3.6-27B"]
+    large = ["Qwen3-8B", "Qwen3.6-27B", "Qwen3.6-35B-A3B"]
+    assert [m.name for m in pick_models([], "cuda")] == large
     with pytest.raises(ConfigError, match="allowed: Qwen3-8B"):
         pick_models(["GPT"], "cpu")
     with pytest.raises(ConfigError, match="op='gemm' is not allowed"):
