@@ -22,9 +22,10 @@ class MoE(nn.Module):
 
     scoring, renormalise, scale, groups, top_groups: see lockstep.kernels.route. bias: a correction
     bias [experts] fp32 goes into the choice. shared_inner: width of the shared expert, 0 for none;
-    shared_gate: it counts as sigmoid(x w^T). wide_router: logits, and the weights of experts, are
-    fp32, made of x and a router weight in fp32 (DeepSeek-V3, Nemotron-H); else both have the
-    model's dtype (Qwen), the softmax being in fp32 all the same.
+    shared_gate: it counts as sigmoid(x w^T). The router of families that score by softmax (Qwen,
+    Mixtral) gives logits and experts' weights of the model's dtype, the softmax in fp32 between
+    them; that of families that score by sigmoid (DeepSeek-V3, Nemotron-H) is fp32 all through, its
+    weight too.
 
     Raises ConfigError where a token cannot choose top_k experts.
     """
@@ -45,19 +46,18 @@ class MoE(nn.Module):
         top_groups: int = 1,
         shared_inner: int = 0,
         shared_gate: bool = False,
-        wide_router: bool = False,
     ) -> None:
         super().__init__()
         _check(experts, top_k, groups, top_groups)
-        if shared_gate and (wide_router or not shared_inner):
+        if shared_gate and (scoring != "softmax" or not shared_inner):
             raise ConfigError(
-                "shared_gate=True is not allowed; allowed: False with wide_router=True or "
-                "shared_inner=0. Mend config.json."
+                f"shared_gate=True is not allowed; allowed: False with scoring={scoring!r} and "
+                f"shared_inner={shared_inner}. Mend config.json."
             )
         self.inner = inner
         self.experts = experts
         self.top_k = top_k
-        router = _in_fp32(build) if wide_router else build
+        router = _in_fp32(build) if scoring == "sigmoid" else build
         self.router_dtype = router.dtype
         outputs = (experts, 1) if shared_gate else (experts,)
         self.router = Linear(router, hidden, *outputs)

@@ -20,8 +20,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def mixture(
     backend: Backend, tokens: int, hidden: int, inner: int, count: int, slots: int
 ) -> dict[str, torch.Tensor]:
-    """Arguments in the backend's dtype on its device. For the interpreter, whose dot has no order of
-    its own to test, small integers on which all sums are exact."""
+    """Arguments in the backend's dtype on its device. For the interpreter, whose dot has no order
+    of its own to test, small integers on which all sums are exact."""
     generator = torch.Generator().manual_seed(5)
 
     def numbers(*shape: int, scale: float = 1.0) -> torch.Tensor:

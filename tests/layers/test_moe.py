@@ -57,7 +57,6 @@ def test_qwen(shared: int, gated: bool) -> None:
 def test_deepseek() -> None:
     layer = made(
         scoring="sigmoid", scale=2.5, bias=True, groups=4, top_groups=2, shared_inner=20,
-        wide_router=True,
     )  # fmt: skip
     x, table = torch.randn(9, H), layer.weights("shared_experts")
     scores = F.linear(x, table["gate.weight"]).sigmoid()
@@ -72,9 +71,10 @@ def test_deepseek() -> None:
     torch.testing.assert_close(layer(x), mixture(x, table, ids, weights) + last)
 
 
-@pytest.mark.parametrize("wide", [False, True])
-def test_a_wide_router_is_fp32_all_through(wide: bool) -> None:
-    layer = made(torch.bfloat16, wide_router=wide)
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+def test_a_router_that_scores_by_sigmoid_is_fp32_all_through(scoring: str) -> None:
+    layer = made(torch.bfloat16, scoring=scoring)
+    wide = scoring == "sigmoid"
     x = torch.randn(5, H).bfloat16()
     assert layer.router.weight.dtype == (torch.float32 if wide else torch.bfloat16)
     assert layer.up.dtype == torch.bfloat16 and layer(x).dtype == torch.bfloat16
@@ -101,7 +101,9 @@ def test_both_tables_name_the_same_memory() -> None:
     assert torch.equal(one["experts.7.w1.weight"], gate_up[7, :I])
     assert torch.equal(one["experts.7.w3.weight"], gate_up[7, I:])
     assert torch.equal(one["experts.11.w2.weight"], down[11])
-    assert set(one) - set(fused) == {f"experts.{e}.w{n}.weight" for e in range(12) for n in (1, 2, 3)}
+    assert set(one) - set(fused) == {
+        f"experts.{e}.w{n}.weight" for e in range(12) for n in (1, 2, 3)
+    }
     size = sum(parameter.numel() for parameter in layer.parameters())
     assert sum(t.numel() for t in one.values()) == size == sum(t.numel() for t in fused.values())
 
@@ -115,9 +117,10 @@ def test_both_tables_name_the_same_memory() -> None:
         dict(groups=2, top_groups=3),
         dict(experts=2),
         dict(shared_gate=True),
+        dict(shared_gate=True, shared_inner=8, scoring="sigmoid"),
     ],
     ids=str,
 )
-def test_a_choice_that_cannot_be_made_is_an_error(wrong: dict[str, int]) -> None:
+def test_a_choice_that_cannot_be_made_is_an_error(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="is not allowed; allowed:"):
         made(**wrong)

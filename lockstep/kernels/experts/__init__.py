@@ -1,4 +1,4 @@
-"""experts: the gated MLPs of a mixture of experts, each token through the few that it was sent to."""
+"""experts: the gated MLPs of a mixture, each token through the few that it was sent to."""
 
 import torch
 from torch import Tensor

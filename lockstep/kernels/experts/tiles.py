@@ -34,9 +34,9 @@ SORTED = (
     (20, Tile(64, 32, 128, 4, 4)),
     (48, Tile(128, 64, 64, 4, 4)),
 )
-"""(most pairs per expert in the mean, tile): the least block of tokens that holds nearly all of what
+"""(most pairs per expert in the mean, tile): the least block of tokens that holds nearly all that
 an expert gets, so that its weights are read once. Of Poisson's counts, 99.6 % are within 16 at a
-mean of 8, 99.5 % within 32 at 20, 99.0 % within 64 at 48. Each leaves room for two programs on a
+mean of 8, 99.5 % within 32 at 20, 98.9 % within 64 at 48. Each leaves room for two programs on a
 multiprocessor, 96 to 100 KB each."""
 MANY = Tile(128, 128, 64, 8, 3)
 """The tensor cores count: 64 accumulators a thread and 96 KB, so that one of two programs on a

@@ -6,8 +6,8 @@ all and makes gate, up and their product; one of the second makes some columns o
 all its slots. Many: pairs are sorted into tiles of one expert each, and gate and up, down, and the
 sum over slots are a launch each.
 
-Weights are the left operand everywhere, so that wgmma serves any number of tokens and packed weights
-keep one k order (docs/kernels/experts.md).
+Weights are the left operand everywhere, so that wgmma serves any number of tokens and packed
+weights keep one K order (docs/kernels/experts.md).
 """
 
 from typing import Any
@@ -131,9 +131,7 @@ def _down_kernel(
     blocks = tl.cdiv(hidden, BLOCK_N)
     tile = tl.program_id(0) // blocks
     column = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    expert, own, live = _tile_of(
-        None, order, table, tile, pairs, experts, True, 1, FIELDS, BLOCK_M
-    )
+    expert, own, live = _tile_of(None, order, table, tile, pairs, experts, True, 1, FIELDS, BLOCK_M)
     if expert < 0:
         return
     rows = expert.to(tl.int64) * hidden + column

@@ -50,8 +50,8 @@ def route(
     (bias [E] fp32, DeepSeek-V3's e_score_correction_bias); the weights are scores without it. With
     `groups` of E / groups neighbours each, only the `top_groups` best stand for choice; a group is
     worth the sum of its two best scores + bias. Weights in the order of choice, descending, ties by
-    the lower index: the score, divided by the sum of the chosen ones + 1e-20 if `renormalise` (added
-    in the order of choice), times `scale`; rounded once.
+    the lower index: the score, divided by the sum of the chosen ones + 1e-20 if `renormalise`
+    (added in the order of choice), times `scale`; rounded once.
 
     The order is that of integers (order_of), NaN last: ids are valid and distinct whatever the
     logits hold. A row's weights may be NaN where one of its logits is; no other row sees it.
@@ -80,7 +80,7 @@ def route(
 
 
 def softmax(x: Tensor) -> Tensor:
-    """x [T, E] fp32 -> its softmax, out of exp and IEEE arithmetic: see lockstep.kernels.activations.
+    """x [T, E] fp32 -> its softmax, out of exp and IEEE arithmetic as in kernels.activations.
 
     The sum adds neighbours, then those sums, and so on, E filled up with zeros to a power of two.
     """

@@ -20,8 +20,8 @@ of two, and one whose members are all chosen."""
 
 
 def route_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of route on the CPU): lines that lie apart, as beside a shared expert's gate;
-    equal logits in every second line."""
+    """(name, arguments of route on the CPU): lines that lie apart, as beside a shared expert's
+    gate; equal logits in every second line."""
     generator = torch.Generator().manual_seed(2)
     for tokens, experts, top_k, more in (*SHAPES, *BIASED):
         logits = torch.randn(tokens, experts, generator=generator) * 2
@@ -30,7 +30,10 @@ def route_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
         logits = torch.cat([logits, beside], 1).to(dtype)[:, :experts]
         bias = torch.randn(experts, generator=generator) * 0.1 if "scoring" in more else None
         yield f"{tokens}x{experts}/{top_k}", dict(logits=logits, top_k=top_k, bias=bias, **more)
-    yield "rounded", dict(logits=torch.randn(3, 16, generator=generator).to(dtype), top_k=4, dtype=dtype)
+    yield (
+        "rounded",
+        dict(logits=torch.randn(3, 16, generator=generator).to(dtype), top_k=4, dtype=dtype),
+    )
 
 
 def route_traits(logits: Tensor, **rest: Any) -> dict[str, Any]:
