@@ -31,3 +31,14 @@ def test_what_every_op_launches_compiles_for_hopper(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert [line.split()[0] for line in done.stdout.splitlines()] == [op.name for op in OPS]
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
+def test_experts_multiply_by_wgmma_at_any_number_of_tokens(tmp_path: Path) -> None:
+    """So a weight that is unpacked in registers keeps one K order (docs/kernels/experts.md)."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "tests.kernels.compile_experts"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) == 4
