@@ -54,7 +54,7 @@ def _patch_the_language_once() -> None:
 
 
 def _call_builtins_directly() -> None:
-    """The interpreter gives every builtin its semantic; the check that it was given is passed by."""
+    """The interpreter gives each builtin its semantic: the check that it was given is passed by."""
 
     def patch(obj: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         run = getattr(member, "__wrapped__", member)
