@@ -899,9 +899,9 @@ BY_NAME = (
     ". as {n} take {s}", ", {s} as {n}", ". make the {n} {s}",
 )  # fmt: skip
 BY_VALUE = (
-    ". {s} is fine", ". {s} please", ". make it {s}", ". {s} would be best", ". I'd prefer {s}",
-    ", {s} if possible", ", so {s}", ". {s} will do", ", preferably {s}", ". I mean {s}",
-    ", that is, {s}", ". {s} would be good", ". {s} is what I need", ", {s} would be nice",
+    ". {s} is good", ". {s} please", ". make it {s}", ". {s} would be best", ". I'd prefer {s}",
+    ", {s} if possible", ", {s} then", ". {s} will do", ", preferably {s}", ". I mean {s}",
+    ", in other words {s}", ". {s} would be good", ". {s} is what I need", ", {s} would be nice",
 )  # fmt: skip
 """How one adds what the frame did not say: with the parameter's name or without."""
 
@@ -1170,6 +1170,11 @@ def _could(asked: Intent, tool: Intent) -> bool:
 
 def tools(w: Words, without: frozenset[str] = frozenset()) -> list[Offer]:
     """One to six tools that nobody asks for."""
+    if w.rng.random() < 0.35:
+        chosen = w.rng.choice(intents())
+        own = [offer(w, chosen), *domain(w, chosen)]
+        if own := [tool for tool in own if tool.intent.names[0] not in without]:
+            return _apart(w, [], own)
     while not (found := beside(w, [], without, 6)):
         pass
     return _apart(w, [], found)
