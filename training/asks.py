@@ -149,6 +149,7 @@ CLASHES = (
     "restart_service start_engine",
     "order_taxi book_car",
     "find_movie find_book get_lyrics",
+    "find_movie play_video",
 )
 """Tools that some of the frames cannot tell apart. Where two are offered, sure frames are drawn."""
 
@@ -1116,6 +1117,18 @@ def _one_sentence(w: Words, sorts: list[str], said: list[Said], same: bool) -> t
     return "." if sorts[0] == "~" else sorts[0], joined
 
 
+VAGUE = frozenset(
+    "get find show search look up for check i need want would like have can could see give bring "
+    "tell about know a the an me us my some any please what is where".split()
+)
+
+
+def vague(frame: str) -> bool:
+    """Whether a resolved frame names its values alone, so that many a tool might be meant."""
+    words = re.findall(r"[a-z]+", PLACE.sub(" ", frame).lower())
+    return bool(slots_of(frame)) and VAGUE.issuperset(words)
+
+
 def foreign(w: Words, given: list[Offer]) -> str:
     """A request that none of the given tools is for."""
     while True:
@@ -1125,6 +1138,8 @@ def foreign(w: Words, given: list[Offer]) -> str:
         if any(_could(intent, t.intent) or t.intent.names[0] in broad for t in given):
             continue
         frame = resolve(w, form.text)
+        if vague(frame):
+            continue
         said = wrap(w, form.sort, fill(w, frame, offer_for(w, intent, frame)))
         if allowed(said.text):
             return said.text
@@ -1150,6 +1165,8 @@ def unfit(w: Words) -> Request:
         intent = pick(w)
         form = r.choice(intent.frames)
         frame = resolve(w, form.text)
+        if vague(frame):
+            continue
         said = wrap(w, form.sort, fill(w, frame, offer_for(w, intent, frame)))
         if allowed(said.text):
             break

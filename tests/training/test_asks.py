@@ -96,6 +96,11 @@ def test_tools_of_one_field_are_related_and_differ() -> None:
         assert len(set(names)) == len(names) <= 4
 
 
+def test_a_request_that_names_values_alone_is_vague() -> None:
+    assert asks.vague("get me a {x}") and asks.vague("{x} please")
+    assert not asks.vague("play {x}") and not asks.vague("get me out of here")
+
+
 def test_groups_name_intents_of_the_file() -> None:
     known = {intent.names[0] for intent in asks.intents()}
     assert {name for group in asks.RELATED + asks.CLASHES for name in group.split()} <= known
