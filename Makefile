@@ -21,7 +21,7 @@ $(STAMP): pyproject.toml
 serve: install
 	@$(BIN)/python -m lockstep serve --port $(PORT)
 
-# Side by side: mypy has one core busy for longer than the tests need the other for theirs.
+# Side by side: mypy alone would leave a core idle.
 test: install
 	@$(MAKE) --no-print-directory -j 4 lint types layers pytest
 
