@@ -14,7 +14,7 @@ from tests.kernels.backends import Backend, backends, same_bits
 
 BACKENDS = backends(op=experts)
 TRITON = [param for param in BACKENDS if param.values[0].name == "triton"]
-SMALL = dict(tokens=17, hidden=40, inner=24, count=16, slots=4)
+SMALL = dict(tokens=9, hidden=40, inner=24, count=16, slots=4)
 REAL = dict(tokens=300, hidden=2048, inner=512, count=60, slots=8)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -68,9 +68,9 @@ def test_a_row_has_its_bits_in_any_batch(backend):
     """Alone, among few and among many, which is another form."""
     a = mixture(backend, **(REAL if backend.on_gpu else SMALL))
     whole = backend.run(experts, a)
-    sizes = [are_few(tokens, 4, 16) for tokens in (1, 2, 7, 17)]
+    sizes = [are_few(tokens, 4, 16) for tokens in (1, 2, 6, 9)]
     assert sizes == [True, True, False, False]
-    for begin, end in ((0, 1), (3, 5), (6, 13), (4, 4)):
+    for begin, end in ((0, 1), (3, 5), (2, 8), (4, 4)):
         assert same_bits(backend.run(experts, rows(a, begin, end)), whole[begin:end]), (begin, end)
     if backend.on_gpu:
         for end in (16, 17, 40, 129, 299):
@@ -118,7 +118,7 @@ def test_no_form_and_no_tile_changes_a_bit(backend, one):
     """one: all pairs are at one expert, more than a tile of the form for few tokens holds."""
     from lockstep.kernels.experts.triton import launch_few, launch_sorted
 
-    sizes = SMALL | dict(tokens=5) if backend.interpreted else REAL | dict(tokens=16)
+    sizes = SMALL | dict(tokens=5, count=6) if backend.interpreted else REAL | dict(tokens=16)
     a = mixture(backend, **sizes)
     order = ("x", "up", "down", "ids", "weights", "shared", "shared_gate")
     if one:
@@ -139,7 +139,7 @@ def test_the_sort_is_stable_and_its_tiles_hold_every_pair_once(backend):
     from lockstep.kernels.experts._sort import sort_pairs
 
     generator = torch.Generator().manual_seed(1)
-    for pairs, count, tokens in ((1, 5, 16), (700, 30, 16), (1030, 8, 128)):
+    for pairs, count, tokens in ((1, 5, 16), (530, 30, 16), (200, 8, 128)):
         ids = torch.randint(-2, count + 2, (pairs, 1), generator=generator, dtype=torch.int32)
         order, table = sort_pairs(ids.to(backend.device), count, tokens)
         own = ids.flatten().clamp(0, count - 1).long()
