@@ -39,7 +39,8 @@ class Window:
         self.tokens[output.request_id] = len(output.outputs[0].token_ids)
         self.ended |= output.finished
         if len(self.tokens) == self.rows and not self.ended:
-            steps, told = self.llm.engine.stats.steps_total, sum(self.tokens.values())
+            steps = self.llm.engine.stats.steps_total
+            told = sum(self.tokens.values())
             if self.marks and self.marks[-1][1] == steps:
                 self.marks.pop()  # of the same reading: its last call has all its tokens
             self.marks.append((time.perf_counter(), steps, told))

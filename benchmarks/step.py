@@ -19,7 +19,12 @@ from lockstep.runner.rows import write_place
 from lockstep.runner.step_timer import StepTimer
 from lockstep.step import PAGE_SIZE, StepShape
 
-WARM, REPLAYS, PROMPTS = 4, 30, 3
+WARM = 4
+"""Untimed steps in front of the timed ones."""
+REPLAYS = 30
+"""Timed steps, of which the mean is printed."""
+PROMPTS = 3
+"""Timed prompts, of which the least is printed, behind one that does not count."""
 AHEAD = 64
 """Tokens in front of the context at which rows begin, so that accepted drafts lead up to it."""
 
@@ -66,7 +71,9 @@ def place(built: EngineParts, rows: int, computed: int, pages: int) -> None:
     table = built.runner.table
     for row in range(1, rows + 1):
         table.tokens[row].random_(0, 1000)
-        table.computed[row], table.prompt_len[row], table.pending[row] = computed, 1, 0
+        table.computed[row] = computed
+        table.prompt_len[row] = 1
+        table.pending[row] = 0
         first = 1 + (row - 1) * pages
         own = list(range(first, first + pages))
         write_place(table, row, own, row if built.runner.state else 0)
@@ -86,7 +93,8 @@ def timed(built: EngineParts, shape: StepShape, warm: int, times: int) -> float:
 
 def prompt_ms(built: EngineParts, tokens: int, pages: int) -> float:
     """The least ms of a few prompts of one row, whole, from nothing."""
-    shape, found = StepShape(1, tokens, tokens, prompt=True), []
+    shape = StepShape(1, tokens, tokens, prompt=True)
+    found = []
     for _ in range(1 + PROMPTS):
         place(built, 1, 0, pages)
         built.runner.table.inputs.fill(row_ids=[1], query_lens=[tokens])

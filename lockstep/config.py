@@ -17,7 +17,7 @@ GraphMode = Literal["full", "piecewise", "none"]
 DTYPES: tuple[str, ...] = get_args(Dtype)
 GRAPH_MODES: tuple[str, ...] = get_args(GraphMode)
 MAX_ROWS = 1024
-"""Most requests that run at once: the kernels that sort rows take so many."""
+"""Most requests that run at once: the largest number of rows that a GPU's steps are padded to."""
 WINDOWS_PAST_END = 3
 """Windows of K + 1 tokens that a row may reach past max_model_len: one for each of two steps that
 are in flight while the host does not know yet that the row has ended, one for the drafts behind."""

@@ -56,7 +56,8 @@ def test_the_page_of_settings_is_what_they_declare() -> None:
 
 def test_generate_prints_the_text_it_streams(model: str) -> None:
     asked = ("generate", "hello fox", "--max-tokens", "12", "--temperature", "0", *dummy(model))
-    streamed, whole = run(*asked), run(*asked, "--json")
+    streamed = run(*asked)
+    whole = run(*asked, "--json")
     assert streamed.exit_code == whole.exit_code == 0
     answer = json.loads(whole.stdout)
     assert streamed.stdout == answer["text"] + "\n"

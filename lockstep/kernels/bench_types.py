@@ -18,8 +18,6 @@ from lockstep.kernels.registry import Op
 WALK_BYTES = {"cuda": 128 << 20, "cpu": 8 << 20}
 """Bytes that a chain of calls walks through: on a GPU twice an H200's L2 cache."""
 MOST_CALLS = {"cuda": 256, "cpu": 8}
-PAGE_SIZE = 64
-"""Tokens of a page of the cache."""
 EPS = 1e-6
 """Of the norms: no time depends on it."""
 
@@ -168,7 +166,7 @@ def cut_by_tokens(
     token_bytes: int,
     seen: Callable[[int, int, Any], list[Tensor]] = all_results,
 ) -> OpBenchmark:
-    """The benchmark of an op whose arguments `given` have a line per token."""
+    """The benchmark of an op whose arguments `given` have a row per token."""
 
     def call(begin: int, end: int, turn: int) -> Callable[[], Any]:
         rows = [x[begin * query_len : end * query_len] for x in given]

@@ -57,17 +57,11 @@ class Op:
         return add
 
     def explain(self, **traits: Any) -> dict[str, str | None]:
-        """Backend -> None where it serves these traits, else the reason why not; best first.
-
-        The reference gives way to a backend named "cpu" where that serves.
-        """
-        found = {
+        """Backend -> None where it serves these traits, else the reason why not; best first."""
+        return {
             name: backend.unchosen or backend.supports(**traits)
             for name, backend in reversed(self.backends.items())
         }
-        if "cpu" in found and found["cpu"] is None:
-            found["reference"] = found["reference"] or "the backend cpu gives its bits sooner"
-        return found
 
     def choose(self, **traits: Any) -> str:
         """The name of the best backend for these traits. Raises ConfigError where none serves."""

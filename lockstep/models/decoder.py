@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from lockstep.layers.attention import Attention
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Embedding, Head
+from lockstep.layers.mlp import GatedMLP
 from lockstep.layers.norm import AddRMSNorm
 from lockstep.models.reading import ConfigReader
 from lockstep.models.rope import Rope, read_rope
@@ -126,6 +128,24 @@ class Block(nn.Module):
     def weights(self) -> dict[str, Tensor]:
         """Checkpoint name within the layer -> the tensor that it fills."""
         return {name: tensor for half in self.halves for name, tensor in half.weights().items()}
+
+
+def attending_layers(
+    build: Build, c: DecoderConfig, count: int, *, mlp_bias: bool = False, **attention: Any
+) -> Iterator[tuple[Half, Half]]:
+    """`count` layers of attention and then the gated MLP, under the names that most checkpoints
+    give them. attention: the options of lockstep.layers.attention.Attention, less rotary."""
+    rotary = c.rope.rotary(build)
+    for i in range(count):
+        at = build.at(f"layers.{i}")
+        mixer = Attention(
+            at, c.hidden_size, c.heads, c.kv_heads, c.head_dim, rotary=rotary, **attention
+        )
+        mlp = GatedMLP(at, c.hidden_size, c.intermediate_size, bias=mlp_bias)
+        yield (
+            Half(at, c, "input_layernorm", "self_attn", mixer),
+            Half(at, c, "post_attention_layernorm", "mlp", mlp),
+        )
 
 
 class Decoder(nn.Module, ABC):

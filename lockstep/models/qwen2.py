@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.layers.attention import Attention
 from lockstep.layers.build import Build
-from lockstep.layers.mlp import GatedMLP
-from lockstep.models.decoder import Decoder, DecoderConfig, Half, read_common
+from lockstep.models.decoder import Decoder, DecoderConfig, Half, attending_layers, read_common
 from lockstep.models.reading import MOST_LAYERS, ConfigReader
 
 PREFIXES = ("model.",)
@@ -42,14 +40,4 @@ class Model(Decoder):
     def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
         """Attention over all tokens, then the MLP, in every layer."""
         c = self.config
-        rotary = c.rope.rotary(build)
-        for i in range(c.layers):
-            at = build.at(f"layers.{i}")
-            attention = Attention(
-                at, c.hidden_size, c.heads, c.kv_heads, c.head_dim, rotary=rotary, bias=True
-            )
-            mlp = GatedMLP(at, c.hidden_size, c.intermediate_size)
-            yield (
-                Half(at, c, "input_layernorm", "self_attn", attention),
-                Half(at, c, "post_attention_layernorm", "mlp", mlp),
-            )
+        return attending_layers(build, c, c.layers, bias=True)

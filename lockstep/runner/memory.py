@@ -122,11 +122,11 @@ def _slots(limits: StepLimits, cost: CacheBytes, snapshots: int) -> int:
 
 def check_table(room: Room, limits: StepLimits, vocab: int) -> None:
     """Raises CapacityError where the table of rows does not fit into all memory."""
-    line = (
+    row_bytes = (
         TOKEN_BYTES * limits.history_len + VOCAB_BYTES * vocab + COLUMN_BYTES * limits.row_columns
     )
     remedy = "Lower max_num_seqs or max_model_len."
-    room.take((limits.max_num_seqs + 1) * line, "the table of rows", remedy)
+    room.take((limits.max_num_seqs + 1) * row_bytes, "the table of rows", remedy)
 
 
 def check_cache(room: Room, cost: CacheBytes, size: CacheSize) -> None:

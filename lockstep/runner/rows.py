@@ -14,8 +14,6 @@ from lockstep.scheduling.request import Request
 
 MOST_BIAS = 1e30
 """Beyond it logits make no difference to a sum in fp32, and the sum stays a number."""
-
-
 FURTHEST = 2**31 - 1
 """No row is that long: a position behind all others."""
 

@@ -75,8 +75,9 @@ class Scheduler:
 
     query_len: the most tokens that a decoding row brings to a step (K + 1). row_buckets: numbers of
     rows that decode steps are padded to, ascending; None pads nothing. draft_policy: how many
-    drafts a step brings; None: query_len - 1 in every one. grid: what chunks of prompts end on
-    where layers recur.
+    drafts a step brings; None: query_len - 1 in every one.
+
+    Where layers recur, chunks of prompts end on the grid of the cache's pages.
     """
 
     def __init__(
@@ -89,7 +90,6 @@ class Scheduler:
         query_len: int,
         row_buckets: tuple[int, ...] | None = None,
         draft_policy: DraftLengthPolicy | None = None,
-        grid: int = 64,
         policy: str = "fcfs",
         preempt_every: int = 0,
     ) -> None:
@@ -97,11 +97,12 @@ class Scheduler:
             raise ConfigError(
                 f"scheduling_policy={policy!r} is not allowed; allowed: fcfs, priority. Choose one."
             )
-        if cache.state and (max_num_batched_tokens < grid or cache.config.page_size != grid):
+        grid = cache.config.page_size
+        if cache.state and max_num_batched_tokens < grid:
             raise ConfigError(
                 f"max_num_batched_tokens={max_num_batched_tokens} is not allowed; allowed: {grid} "
-                f"or more with recurrent layers, and pages of {grid} tokens, since their prompt "
-                "chunks end on that grid. Raise it."
+                "or more with recurrent layers, since their prompt chunks end on pages of so many "
+                "tokens. Raise it."
             )
         self.cache = cache
         self.max_num_seqs = max_num_seqs

@@ -33,7 +33,8 @@ def last_line(result: Result) -> dict[str, Any]:
 
 def test_offline_is_the_usual_subcommand(model: str) -> None:
     asked = ("--model", model, "--load-format", "dummy", *SMALL, *ONCE, "--json")
-    plain, named = last_line(run(*asked)), last_line(run("offline", *asked))
+    plain = last_line(run(*asked))
+    named = last_line(run("offline", *asked))
     assert plain["bench"] == named["bench"] == "offline" and plain["tokens"] == 12
     assert "floor_ms" not in plain
     assert "kernels" in run("--help").output

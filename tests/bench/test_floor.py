@@ -67,7 +67,9 @@ def part(floor: Floor, name: str) -> Part:
 
 def test_bytes_by_hand(tiny: Path) -> None:
     """A hybrid of 3 Gated DeltaNet layers and one attention layer, tied head, K=1, 2 rows."""
-    hidden, inner, vocab = 48, 64, 1000
+    hidden = 48
+    inner = 64
+    vocab = 1000
     model = sketch(tiny, torch.bfloat16, read({**NGRAM, "num_speculative_tokens": 1}))
     floor = step_floor(model, rows=2, context=100).verify
     assert part(floor, "Head").bytes == 2 * vocab * hidden

@@ -106,7 +106,8 @@ def test_open_loop_keeps_its_times(running: tuple[str, FakeClient]) -> None:
 
 def test_closed_loop_has_no_more_in_flight(running: tuple[str, FakeClient]) -> None:
     url, client = running
-    alive = most = 0
+    alive = 0
+    most = 0
 
     def counted(server: Server, request: Ask, due: float) -> Answer:
         nonlocal alive, most

@@ -10,7 +10,8 @@ from lockstep.bench.tune_linear import tune_linears
 from lockstep.errors import ConfigError
 from lockstep.kernels.linear import tuning
 
-BEST, OTHER = tuning.Tile(16, 64, 64, 4, 4), tuning.Tile(64, 64, 64, 4, 4)
+BEST = tuning.Tile(16, 64, 64, 4, 4)
+OTHER = tuning.Tile(64, 64, 64, 4, 4)
 
 
 @pytest.fixture
@@ -32,7 +33,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, tuple[int, int
 def test_the_best_tile_of_every_weight_is_written(
     tmp_path: Path, pretended: list[tuple[int, tuple[int, int], int]]
 ) -> None:
-    path, model = tmp_path / "tuning.json", MODELS["small"]
+    path = tmp_path / "tuning.json"
+    model = MODELS["small"]
     kept = {"sm90/bfloat16/7x7": {1: OTHER}}
     tuning.save(kept, path)
     times = tune_linears([model], torch.bfloat16, path)
@@ -49,7 +51,8 @@ def test_the_best_tile_of_every_weight_is_written(
 def test_a_cut_off_run_leaves_what_it_measured(
     tmp_path: Path, pretended: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, calls = tmp_path / "tuning.json", iter(range(2))
+    path = tmp_path / "tuning.json"
+    calls = iter(range(2))
 
     def weights(n: int, k: int, dtype: torch.dtype) -> list[torch.Tensor]:
         next(calls)

@@ -38,7 +38,8 @@ def cached(cache: Cache, tokens: list[int]) -> int | None:
 
 
 def test_paged_hits_are_whole_pages_and_leave_a_token() -> None:
-    cache, prompt = make(), list(range(12))
+    cache = make()
+    prompt = list(range(12))
     assert cached(cache, prompt) == 0
     run_prompt(cache, prompt)
     assert cached(cache, prompt) == 8
@@ -50,7 +51,8 @@ def test_paged_hits_are_whole_pages_and_leave_a_token() -> None:
 
 
 def test_joint_hit_needs_pages_and_snapshot() -> None:
-    cache, prompt = make(slots=9), list(range(16))
+    cache = make(slots=9)
+    prompt = list(range(16))
     run_prompt(cache, prompt, snapshots=(4, 12))
     assert cached(cache, [*prompt, 1]) == 12
     assert cached(cache, prompt[:12]) == 4
@@ -59,7 +61,8 @@ def test_joint_hit_needs_pages_and_snapshot() -> None:
 
 
 def test_snapshot_without_its_pages_is_no_hit() -> None:
-    cache, prompt = make(pages=5, slots=9), list(range(16))
+    cache = make(pages=5, slots=9)
+    prompt = list(range(16))
     cache.release(run_prompt(cache, prompt, snapshots=(4, 16)))
     other = CacheSeq([77, 78, 79])
     assert cache.admit(other, 4) == 0
@@ -69,7 +72,8 @@ def test_snapshot_without_its_pages_is_no_hit() -> None:
 
 def test_generated_pages_are_cached_only_without_state() -> None:
     for slots, expected in ((0, 8), (9, 4)):
-        cache, output = make(slots=slots), [50, 51]
+        cache = make(slots=slots)
+        output = [50, 51]
         seq = CacheSeq(list(range(6)), output)
         cache.admit(seq, 8)
         if slots:
@@ -82,7 +86,8 @@ def test_generated_pages_are_cached_only_without_state() -> None:
 
 
 def test_a_snapshot_is_pinned_before_a_page_or_slot_is_taken() -> None:
-    cache, prompt = make(slots=4), list(range(8))
+    cache = make(slots=4)
+    prompt = list(range(8))
     cache.release(run_prompt(cache, prompt, snapshots=(4,)))
     seq = CacheSeq([*range(4), 9])
     assert cache.admit(seq, 8) == 4
@@ -99,7 +104,8 @@ def test_a_snapshot_is_pinned_before_a_page_or_slot_is_taken() -> None:
 
 
 def test_a_row_comes_before_the_snapshot_it_could_resume() -> None:
-    cache, prompt = make(slots=2, rows=1), list(range(8))
+    cache = make(slots=2, rows=1)
+    prompt = list(range(8))
     seq = run_prompt(cache, prompt)
     cache.release(seq)
     assert cache.snapshot(seq, 4) == 1
@@ -108,14 +114,16 @@ def test_a_row_comes_before_the_snapshot_it_could_resume() -> None:
 
 
 def test_a_cached_snapshot_is_not_taken_again() -> None:
-    cache, prompt = make(slots=9), list(range(8))
+    cache = make(slots=9)
+    prompt = list(range(8))
     seq = run_prompt(cache, prompt, snapshots=(4,))
     assert cache.snapshot(seq, 4) == 0
 
 
 def test_eviction_is_least_recently_used_and_tails_go_first() -> None:
     cache = make(pages=7)
-    first, second = [1] * 12, [2] * 12
+    first = [1] * 12
+    second = [2] * 12
     cache.release(run_prompt(cache, first))
     cache.release(run_prompt(cache, second))
     assert cached(cache, [*first, 0, 0]) is not None
@@ -127,7 +135,8 @@ def test_eviction_is_least_recently_used_and_tails_go_first() -> None:
 
 
 def test_refused_admission_changes_nothing() -> None:
-    cache, prompt = make(pages=5, slots=6), list(range(8))
+    cache = make(pages=5, slots=6)
+    prompt = list(range(8))
     holder = run_prompt(cache, prompt, snapshots=(4,))
     seq = CacheSeq([*range(4), *[9] * 12])
     assert cache.admit(seq, 17) is None
@@ -150,7 +159,8 @@ def test_caching_off_and_opting_out_find_nothing() -> None:
 
 
 def test_forgetting_empties_the_cache_and_leaves_what_is_owned() -> None:
-    cache, prompt = make(slots=6), list(range(9))
+    cache = make(slots=6)
+    prompt = list(range(9))
     cache.release(run_prompt(cache, prompt, snapshots=(4, 8)))
     running = run_prompt(cache, [7] * 9, snapshots=(4,))
     assert cached(cache, prompt) == 8

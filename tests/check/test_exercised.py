@@ -99,5 +99,6 @@ def test_what_is_left_out_is_named() -> None:
     nothing.params(SamplingParams(top_k=random.randrange(1, 9)))
     assert nothing.parameters == {"top_k"}
     assert "parameter top_k" not in nothing.lacks()
-    nothing.backends["sample"], nothing.refused["sample"] = {"triton"}, {}
+    nothing.backends["sample"] = {"triton"}
+    nothing.refused["sample"] = {}
     assert "sample by reference: another backend is preferred" in nothing.lacks()

@@ -16,7 +16,9 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 
 V = 50
-PROMPT, ANSWER, ENDS = [3, 4, 5, 4], [7, 8, 7], frozenset({2})
+PROMPT = [3, 4, 5, 4]
+ANSWER = [7, 8, 7]
+ENDS = frozenset({2})
 RAW = np.random.default_rng(0).normal(size=V).astype(np.float32).astype(np.float64) * 2
 PARAMS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -52,7 +54,8 @@ def engines_token(raw: np.ndarray, params: SamplingParams, seed: int) -> int:
 
 @pytest.mark.parametrize("given", PARAMS, ids=str)
 def test_it_agrees_with_the_engine_and_with_nothing_else(given: dict[str, Any]) -> None:
-    rng, place = random.Random(str(given)), naive.Place(PROMPT, ANSWER, ENDS)
+    rng = random.Random(str(given))
+    place = naive.Place(PROMPT, ANSWER, ENDS)
     params = SamplingParams(**{"seed": 3, **given})
     for _ in range(20):
         raw = RAW[rng.sample(range(V), V)]

@@ -70,7 +70,8 @@ def test_a_snapshot_that_a_row_begins_from_is_not_given_away(
     play: Callable[[World], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two slots: the other request takes the one with the snapshot, if nobody holds it."""
-    known, other = tuple(range(129)), tuple(range(9))
+    known = tuple(range(129))
+    other = tuple(range(9))
     requests = tuple(WorldRequest(prompt, {**GREEDY, "max_tokens": 2}) for prompt in (known, other))
     limits = Limits(rows=2, chunk=192, snapshots=0, caching=True)
     world = World(Kind(), limits, requests, primed=(known,))

@@ -77,7 +77,9 @@ def no_top_p(x: Tensor, min_p: float, top_k: int, top_p: float) -> Tensor:
     return FILTER(x, min_p, top_k, 1.0)
 
 
-UNIFORM, PENALISE, FILTER = engines.uniform, engines._penalise, engines._filter
+UNIFORM = engines.uniform
+PENALISE = engines._penalise
+FILTER = engines._filter
 
 
 @pytest.mark.parametrize(

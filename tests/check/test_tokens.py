@@ -41,7 +41,8 @@ def test_a_fault_that_depends_on_drafting_is_named(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Layer 2's MLP is off by a hair when a generated step brings more than one token per row."""
-    forward, seen = Block.forward, []
+    forward = Block.forward
+    seen = []
 
     def faulty_block(
         self: Block, x: Tensor, delta: Tensor | None, step: Step
@@ -53,7 +54,8 @@ def test_a_fault_that_depends_on_drafting_is_named(
         out = plain(self, x)
         return out * (1 + 1e-3) if seen == [True] and getattr(self, "marked", False) else out
 
-    plain, build = GatedMLP.forward, GatedMLP.__init__
+    plain = GatedMLP.forward
+    build = GatedMLP.__init__
 
     def marked_build(self: GatedMLP, b: Any, *rest: Any, **options: Any) -> None:
         build(self, b, *rest, **options)

@@ -101,7 +101,8 @@ def test_some_worlds_have_a_long_prompt_and_some_have_rows_that_are_pushed_out(
     drawer: Drawer,
 ) -> None:
     for first in (0, SELDOM):
-        long, pushed = drawer.world(first + LONGER), drawer.world(first + PUSHED)
+        long = drawer.world(first + LONGER)
+        pushed = drawer.world(first + PUSHED)
         assert max(len(a.prompt) for a in long.requests) > 2 * SEGMENT
         assert pushed.limits.rows == 2 and pushed.limits.policy == "priority"
         urgent = min(a.priority for a in pushed.requests)

@@ -63,7 +63,8 @@ def test_any_sequence_of_counts(plain: list[Any], drafter: str, phase: str) -> N
     hooks = replace(CHANGING, preempt_every=3 if phase == "preempted" else 0)
     llm = make_engine(drafter, hooks, num_speculative_tokens=5, adaptive=True, **HARD[phase])
     assert llm.engine.plan.draft_lengths == COUNTS
-    used, metrics = go_round(llm), []
+    used = go_round(llm)
+    metrics = []
     while len(used) <= len(ROUND):
         outs = llm.generate(PROMPTS, PARAMS)
         assert [answer(out) for out in outs] == plain

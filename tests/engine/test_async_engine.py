@@ -164,7 +164,8 @@ def test_an_update_stays_as_it_was_however_late_it_is_read(client: AsyncEngine) 
         return [re.sub(r"(\w+_time|num_cached_tokens)=[^,)]+", r"\1", each) for each in updates]
 
     alone(client, ask("a"))
-    one, other = run(at_once()), run(late())
+    one = run(at_once())
+    other = run(late())
     steps = [re.findall(r"num_steps=(\d+)", each)[0] for each in one]
     assert timeless(one) == timeless(other) and len(set(steps)) == len(steps) > 3
 
@@ -173,7 +174,8 @@ def test_abort_mid_stream_ends_one_stream_only(client: AsyncEngine) -> None:
     expected = alone(client, ask("a"))
 
     async def work() -> tuple[list[TokenUpdate], ...]:
-        long, other = client.submit(ask("long", LONG)), client.submit(ask("other", LONG))
+        long = client.submit(ask("long", LONG))
+        other = client.submit(ask("other", LONG))
         waiting = client.submit(ask("a1"))
         start = [await first(long)]
         client.abort("long")
@@ -226,7 +228,8 @@ BAD: list[tuple[Callable[[], Request], type[Exception], str]] = [
 
 
 def test_a_bad_request_is_told_so_and_nobody_else_notices(client: AsyncEngine) -> None:
-    expected, beginning = alone(client, ask("a")), alone(client, ask("b"))
+    expected = alone(client, ask("a"))
+    beginning = alone(client, ask("b"))
 
     async def work() -> tuple[list[TokenUpdate], list[TokenUpdate]]:
         busy = client.submit(ask("busy", LONG))
@@ -247,7 +250,9 @@ def test_an_engine_failure_reaches_every_stream(
     client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Running requests, one that waits for a row, and one that the engine has not even taken."""
-    step, entered, go = client.engine.step, threading.Event(), threading.Event()
+    step = client.engine.step
+    entered = threading.Event()
+    go = threading.Event()
 
     def fail() -> list[Request]:
         if not entered.is_set() and client.engine.scheduler.num_running < 2:
@@ -295,7 +300,9 @@ def test_shutdown_ends_open_streams(client: AsyncEngine) -> None:
 def test_what_comes_behind_a_shutdown_is_refused_not_forgotten(
     client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, entered, go = client.engine.step, threading.Event(), threading.Event()
+    step = client.engine.step
+    entered = threading.Event()
+    go = threading.Event()
 
     def slow() -> list[Request]:
         entered.set()
@@ -368,7 +375,8 @@ def test_stats_are_a_copy_that_can_be_taken_at_any_time(client: AsyncEngine) -> 
 
 def test_stats_never_show_half_a_step(client: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every counter of a step changes at once for a reader in another thread."""
-    live, observe = client.engine.stats, client.engine.stats.observe
+    live = client.engine.stats
+    observe = client.engine.stats.observe
 
     def slowly(name: str, seconds: float) -> None:
         observe(name, seconds)

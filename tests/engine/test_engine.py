@@ -68,7 +68,8 @@ def test_drafts_change_nothing_and_are_counted(
 
 def check_counts(out: RequestOutput, k: int) -> None:
     """A request's counts agree with its tokens: the prompt gives one, each step 1 + accepted."""
-    m, first = out.metrics, out.outputs[0]
+    m = out.metrics
+    first = out.outputs[0]
     assert 0 <= m.num_accepted_tokens <= m.num_draft_tokens <= k * m.num_steps
     made = 1 + m.num_steps + m.num_accepted_tokens
     assert len(first.token_ids) <= made
@@ -101,7 +102,8 @@ def test_the_engine_counts_what_its_requests_do(engines: dict[str, LLM]) -> None
 
 
 def test_abort_ends_one_and_leaves_the_others(engines: dict[str, LLM]) -> None:
-    llm, engine = engines["mtp"], engines["mtp"].engine
+    llm = engines["mtp"]
+    engine = engines["mtp"].engine
     expected = [out.outputs[0].token_ids for out in llm.generate(PROMPTS[:3], GREEDY)]
     requests = [llm.processor.requests(f"r{i}", PROMPTS[i], GREEDY)[0] for i in range(3)]
     for request in requests:
@@ -141,7 +143,8 @@ def test_abort_in_any_phase_gives_all_back(phase: str) -> None:
 def test_a_step_that_fails_leaves_no_cached_page_that_was_never_written(
     engines: dict[str, LLM], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm, ids = engines["mtp"], list(range(900, 1100))
+    llm = engines["mtp"]
+    ids = list(range(900, 1100))
     expected = one(engines["none"], ids, max_tokens=4, logprobs=1)
 
     def fail(schedule: Any) -> None:
@@ -193,7 +196,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def expected(tiny: dict[str, Any]) -> dict[str, list[Any]]:
     """What each request is answered when it is alone."""
-    alone, requests = make_engine(None, **tiny).engine, make_requests()
+    alone = make_engine(None, **tiny).engine
+    requests = make_requests()
     for request in requests:
         alone.run([request], lambda r: None)
     return {request.id: told(request) for request in requests}
@@ -207,7 +211,9 @@ def test_requests_that_come_and_go_at_random_get_their_own_answers(
     hard = {"num_gpu_blocks": 14, "num_snapshots": 3, "steps_in_flight": 2}
     hooks = CheckHooks(preempt_every=5)
     engine = make_engine(drafter, hooks, max_num_batched_tokens=128, **hard, **tiny).engine
-    waiting, requests, draw = make_requests(), {}, random.Random(3)
+    waiting = make_requests()
+    requests = {}
+    draw = random.Random(3)
     ended: list[str] = []
     while waiting or engine.has_work():
         if waiting and draw.random() < 0.3:

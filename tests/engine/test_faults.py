@@ -99,7 +99,8 @@ def test_a_failed_step_ends_what_it_worked_on_and_nothing_else(
     owner: str,
     name: str,
 ) -> None:
-    engine, expected = client.engine, answer(client, "c")
+    engine = client.engine
+    expected = answer(client, "c")
     before = engine.stats.requests_success_total["error"]
     running = [ask("a", 300), ask("b", 300)]
 
@@ -133,7 +134,8 @@ def test_a_failed_step_ends_what_it_worked_on_and_nothing_else(
 
 def test_a_preempted_request_ends_too(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Five pages hold two prompts of two pages, but not both answers."""
-    engine, requests = make(folder, num_gpu_blocks=6), [ask("a", 60), ask("b", 60)]
+    engine = make(folder, num_gpu_blocks=6)
+    requests = [ask("a", 60), ask("b", 60)]
     for request in requests:
         engine.add(request)
     while not engine.runner.saved:
@@ -214,7 +216,9 @@ def test_a_shutdown_is_no_end_to_be_told(client: AsyncEngine) -> None:
 def test_a_step_that_hangs_is_seen_without_waiting_for_it(
     client: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch, entered, go = client.engine.runner.launch, threading.Event(), threading.Event()
+    launch = client.engine.runner.launch
+    entered = threading.Event()
+    go = threading.Event()
 
     def hang(schedule: Any) -> Any:
         entered.set()
@@ -227,7 +231,8 @@ def test_a_step_that_hangs_is_seen_without_waiting_for_it(
     async def work() -> list[TokenUpdate]:
         reading = asyncio.create_task(read(client, ask("a")))
         await asyncio.to_thread(entered.wait, PATIENCE)
-        begin, stalled = time.monotonic(), client.stalled_for
+        begin = time.monotonic()
+        stalled = client.stalled_for
         await asyncio.sleep(0.05)
         assert stalled >= 0 and 0.05 <= client.stalled_for - stalled <= time.monotonic() - begin
         assert client.is_alive and client.stats().num_running == 1

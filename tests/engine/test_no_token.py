@@ -66,7 +66,8 @@ def test_a_row_of_nan_ends_alone(folder: Path, drafter: str | None) -> None:
     llm.engine.clear()
     bad = [POISON, *prompts()[1]]
     for place in range(5):  # where the bad one stands among them, and which rows are free for it
-        asked, how = prompts(), list(params)
+        asked = prompts()
+        how = list(params)
         asked.insert(place, bad)
         how.insert(place, PARAMS[place % 4])
         outs = llm.generate(asked, how)

@@ -81,7 +81,8 @@ def take(op: Op, arguments: Arguments, rows: list[int]) -> tuple[Arguments, Tens
 
     What rows share (weights, storage) is shared with `arguments`.
     """
-    own, picked = ROWS[op], dict(arguments)
+    own = ROWS[op]
+    picked = dict(arguments)
     lines = torch.tensor(rows, dtype=torch.int64)
     if own.ragged:
         bounds = arguments["cu_seqlens"].tolist()
@@ -115,7 +116,8 @@ def repeated(op: Op, arguments: Arguments, times: int) -> list[int]:
 
 def worse(op: Op, arguments: Arguments, how: str, dtype: torch.dtype) -> Arguments:
     """The same call with other numbers: "spread" over 2^-40 .. 2^40, or so that sums "cancel"."""
-    own, changed = ROWS[op], dict(arguments)
+    own = ROWS[op]
+    changed = dict(arguments)
     generator = torch.Generator().manual_seed(7)
     bears = min(5, own.spread) if dtype == torch.float16 else own.spread
     for name in given((*own.tokens, *own.numbers), arguments):
@@ -133,9 +135,11 @@ def worse(op: Op, arguments: Arguments, how: str, dtype: torch.dtype) -> Argumen
 def surrounded(op: Op, arguments: Arguments) -> Arguments:
     """Per-row arguments as views of longer ones: numbers that are NaN and indices that are 1
     stand before and behind."""
-    own, around = ROWS[op], dict(arguments)
+    own = ROWS[op]
+    around = dict(arguments)
     for name in given((*own.tokens, *own.rows), arguments):
-        x, dim = arguments[name], lines_at(op, arguments, name)
+        x = arguments[name]
+        dim = lines_at(op, arguments, name)
         shape = (*x.shape[:dim], x.shape[dim] + 8, *x.shape[dim + 1 :])
         longer = torch.full(shape, float("nan") if x.is_floating_point() else 1, dtype=x.dtype)
         around[name] = longer.narrow(dim, 4, x.shape[dim]).copy_(x)
@@ -150,14 +154,16 @@ def order(lines: int) -> Tensor:
 
 def moved(op: Op, arguments: Arguments) -> Arguments:
     """The same call on storage whose lines stand in random order; the null line is NaN."""
-    own, other = ROWS[op], copy.deepcopy(arguments)
+    own = ROWS[op]
+    other = copy.deepcopy(arguments)
     for tensor in storage(op, other):
         tensor.copy_(tensor[order(len(tensor))])
         tensor[0] = float("nan")
     for name in own.places:
         first = storage(op, other)[0]
         size = first.shape[1] if op is rope_and_cache else 1
-        place, at = torch.argsort(order(len(first))), other[name].long()
+        place = torch.argsort(order(len(first)))
+        at = other[name].long()
         other[name] = (place[at // size] * size + at % size).to(other[name].dtype)
     return other
 

@@ -151,7 +151,8 @@ def left(op: Op, result: Any, arguments: dict[str, Any]) -> dict[str, Tensor]:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Equal element for element, NaN where NaN."""
-    a, b = a.detach().cpu(), b.detach().cpu()
+    a = a.detach().cpu()
+    b = b.detach().cpu()
     if not a.is_floating_point():
         return torch.equal(a, b)
     return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())

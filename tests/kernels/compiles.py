@@ -23,7 +23,9 @@ LAYERS = (
     dict(HK=16, HV=48, K=128, V=128),
 )
 """K above V, below it, and Qwen3.6-27B's."""
-LONGS, INTS, FLOATS = {"slots", "pending"}, {"starts"}, {"eps"}
+LONGS = {"slots", "pending"}
+INTS = {"starts"}
+FLOATS = {"eps"}
 HALVES = {"mixed", "z", "b", "a", "taps", "norm", "conv", "out"}
 NUMBERS = {"length", "ring_slots", "flush", "stride", "z_stride", "b_stride", "a_stride"}
 ANYWHERE = {"b", "a", "slots", "starts", "pending"}
@@ -48,7 +50,8 @@ def type_of(name: str, kernel: str) -> str:
 def kernels() -> Iterator[tuple[Any, int, dict[str, Any]]]:
     """(kernel, warps, constants) of each layer."""
     for sizes in LAYERS:
-        layout, blocks = step.layout_of(sizes), blocks_of(sizes, 128)
+        layout = step.layout_of(sizes)
+        blocks = blocks_of(sizes, 128)
         warps = layout["WARPS"] // step.PARTS or 1
         same = dict(**sizes, R=3, L2_EPS=1e-6, **blocks)
         for near in (step.NEAR, 2 * step.NEAR):
@@ -74,7 +77,8 @@ def main() -> None:
     """Compiles them all, down to machine code."""
     walks: dict[tuple[int, int], list[set[tuple[bool, int]]]] = {}
     for kernel, warps, constants in kernels():
-        name, own = kernel.__name__, {n: constants.get(n) for n in kernel.arg_names}
+        name = kernel.__name__
+        own = {n: constants.get(n) for n in kernel.arg_names}
         fixed = {n: value for n, value in own.items() if value is not None}
         types = {n: "constexpr" if n in fixed else type_of(n, name) for n in own}
         aligned = [i for i, n in enumerate(own) if types[n].startswith("*") and n not in ANYWHERE]

@@ -19,7 +19,8 @@ def outcome(backend: Backend, op: Any, arguments: dict[str, Any]) -> dict[str, t
 
 def assert_equals_the_reference(op: Op, backend: Backend, monkeypatch: Any) -> None:
     """All that the op returns and writes, over its cases."""
-    empty, new_empty = torch.empty_like, torch.Tensor.new_empty
+    empty = torch.empty_like
+    new_empty = torch.Tensor.new_empty
     poisoned = [
         (torch, "empty_like", lambda x, **k: empty(x, **k).fill_(-77)),
         (torch.Tensor, "new_empty", lambda x, *s, **k: new_empty(x, *s, **k).fill_(-77)),

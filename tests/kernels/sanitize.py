@@ -16,7 +16,8 @@ from pathlib import Path
 TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": ()}
 """With the options of each: a call that CUDA refuses is the caller's business, and raises there."""
 HOME = Path("/usr/local/cuda/bin/compute-sanitizer")
-BEGIN, END = "cases of ", "done with "
+BEGIN = "cases of "
+END = "done with "
 FOUND = re.compile(r"========= (?!COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY)(\S.*)")
 MOST_CASES = 4
 

@@ -77,7 +77,8 @@ def differing(before: list[Tensor], after: list[Tensor]) -> list[Tensor]:
     """Masks of what was written, but for null lines, which may hold anything."""
     masks = []
     for x, y in zip(before, after, strict=True):
-        x, y = x.cpu(), y.cpu()
+        x = x.cpu()
+        y = y.cpu()
         mask = ~((x == y) | (x.isnan() & y.isnan()))
         mask[0] = False
         masks.append(mask)
@@ -88,7 +89,8 @@ def assert_rows_alone(op, backend, how):
     """Some rows, in any order and company, give the bits that they give in the whole batch."""
     for name, plain in cases(op, backend):
         arguments = worse(op, plain, how, backend.dtype)
-        whole, every = backend.fresh(arguments), list(range(count(op, arguments)))
+        whole = backend.fresh(arguments)
+        every = list(range(count(op, arguments)))
         expected = tensors_of(backend.run(op, whole))
         choices = [[row] for row in (every[:1] if backend.interpreted else every)]
         choices += [every[::-1], repeated(op, arguments, 2 if backend.interpreted else TIMES)]
@@ -157,8 +159,10 @@ def test_a_leak_between_rows_is_seen(monkeypatch):
 def test_surroundings_and_places_do_not_matter(op, backend):
     for name, plain in cases(op, backend):
         arguments = worse(op, plain, "spread", backend.dtype)
-        here, there = backend.fresh(arguments), backend.place(surrounded(op, moved(op, arguments)))
-        expected, found = tensors_of(backend.run(op, here)), tensors_of(backend.run(op, there))
+        here = backend.fresh(arguments)
+        there = backend.place(surrounded(op, moved(op, arguments)))
+        expected = tensors_of(backend.run(op, here))
+        found = tensors_of(backend.run(op, there))
         for want, have in zip(expected, found, strict=True):
             assert same_bits(have, want), name
             assert not have.isnan().any() if have.is_floating_point() else True, name

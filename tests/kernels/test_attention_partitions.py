@@ -32,7 +32,8 @@ def gates_like(q: torch.Tensor) -> torch.Tensor:
     return torch.randn(tokens, 2 * heads * dim + 48, generator=generator).to(q.dtype)
 
 
-SMALL, REAL = (3, 1, 16, 64), (24, 4, 256, 64)
+SMALL = (3, 1, 16, 64)
+REAL = (24, 4, 256, 64)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -60,12 +61,14 @@ LONG = ((0, 70), (12, 130), (250, 9), (64, 300), (1000, 257), (0, 0), (5, 1), (0
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gluon_and_triton_agree(dtype: torch.dtype, layer: tuple[int, ...], gated: bool) -> None:
     """Two kernels that share the definition alone: one to many segments, tiles and rows."""
-    if torch.cuda.get_device_capability()[0] != 9:
-        pytest.skip("wgmma is Hopper's")
     traits = dict(device="cuda", dtype=dtype, heads=layer[0], kv_heads=layer[1], head_dim=layer[2])
+    if torch.cuda.get_device_capability()[0] != 9:  # wgmma is Hopper's
+        assert paged_attention.explain(**traits)["hopper"]
+        return
     assert paged_attention.choose(**traits) == "hopper"
     kernel = importlib.import_module("lockstep.kernels.attention.hopper")
-    batch, backend = paged(LONG, *layer, dtype), Backend("triton", "cuda", dtype)
+    batch = paged(LONG, *layer, dtype)
+    backend = Backend("triton", "cuda", dtype)
     arguments = backend.place(batch | {"gates": gates_like(batch["q"]) if gated else None})
     sizes = (arguments[name] for name in ("q", "k_cache", "v_cache", "query_len"))
     assert kernel.fits(*sizes)

@@ -31,7 +31,8 @@ def guarded(value, canaries):
 def test_writes_stay_inside_and_fill_the_result(op, backend):
     most = INTERPRETED.get(op, 3) if backend.interpreted else None
     for name, arguments in backend.cases(op, most):
-        plain, canaries = backend.fresh(arguments), Canaries()
+        plain = backend.fresh(arguments)
+        canaries = Canaries()
         inside = guarded(backend.fresh(arguments), canaries)
         expected = left(op, backend.run(op, plain), plain)
         with canaries:

@@ -12,13 +12,15 @@ def test_captured_equals_eager(op, backend):
     """A host sync or an allocation outside the pool raises (tests/runner/test_capture_gpu.py)."""
     run = op.backends[backend.name].run
     for name, arguments in backend.cases(op):
-        eager, fixed = backend.fresh(arguments), backend.fresh(arguments)
+        eager = backend.fresh(arguments)
+        fixed = backend.fresh(arguments)
         expected = left(op, run(**eager), eager)
         if not next(iter(expected.values())).numel():
             continue
         start = [x.clone() for x in written(op, fixed)]
         torch.cuda.synchronize()
-        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        pool = torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=pool), capture_checks(pool):
             out = run(**fixed)
         for _ in range(2):

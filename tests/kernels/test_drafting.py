@@ -27,7 +27,9 @@ def test_padding_draws_every_row_to_the_same_drafts(backend):
     some = backend.fresh(some)
     backend.run(next_draft_step, some | dict(index=1, page_size=PAGE_SIZE))
     expected = table.drafts.clone()
-    expected[3, 1], expected[1, 1], expected[0, 1] = 5, 6, 7
+    expected[3, 1] = 5
+    expected[1, 1] = 6
+    expected[0, 1] = 7
     assert torch.equal(some["drafts"].cpu(), expected)
 
 
@@ -36,7 +38,8 @@ def test_padding_draws_every_row_to_the_same_drafts(backend):
 def test_ngram_lookup_fills_the_columns_it_is_given(backend, count):
     """The first columns of wider rows: all of them, and nothing else."""
     table = backend.place(random_table(Draw(3), 4, 5, 60, 2))
-    rows, before = torch.tensor([4, 2, 0], device=backend.device), table.drafts.clone()
+    rows = torch.tensor([4, 2, 0], device=backend.device)
+    before = table.drafts.clone()
     some = dict(history=table.tokens, computed=table.computed, row_ids=rows, least=1, most=3)
     backend.run(ngram_lookup, some | dict(drafts=table.drafts[:, :count]))
     assert torch.equal(table.drafts[:, count:], before[:, count:])

@@ -43,7 +43,8 @@ def numbers(backend, *shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(48, 200), (520, 1024)], ids=str)
 def test_linear_row_alone(backend, shape):
     n, k = shape if backend.on_gpu else (48, 200)
-    x, weight = numbers(backend, 300, k), numbers(backend, n, k, seed=1)
+    x = numbers(backend, 300, k)
+    weight = numbers(backend, n, k, seed=1)
     whole = backend.run(linear, dict(x=x, weight=weight))
     for rows in (1, 2, 3, 8, 16, 17, 40, 64, 65, 128, 200):
         for begin in (0, 37):
@@ -54,8 +55,10 @@ def test_linear_row_alone(backend, shape):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("width", [48, 128, 1000, 5120])
 def test_norm_row_alone(backend, width):
-    x, weight = numbers(backend, 12, 3, width), numbers(backend, width, seed=1)
-    gate, state = numbers(backend, 12, 3, width, seed=2), x.float()
+    x = numbers(backend, 12, 3, width)
+    weight = numbers(backend, width, seed=1)
+    gate = numbers(backend, 12, 3, width, seed=2)
+    state = x.float()
     for op, arguments in (
         (rms_norm, lambda s: dict(x=x[s], weight=weight, eps=1e-6)),
         (gated_rms_norm, lambda s: dict(x=state[s], gate=gate[s], weight=weight, eps=1e-6)),
@@ -112,7 +115,8 @@ def test_attention_row_alone_and_elsewhere(backend, layer):
         moved = dict(alone)
         order = torch.randperm(len(whole["k_cache"]), generator=torch.Generator().manual_seed(9))
         place = torch.argsort(order)
-        moved["k_cache"], moved["v_cache"] = whole["k_cache"][order], whole["v_cache"][order]
+        moved["k_cache"] = whole["k_cache"][order]
+        moved["v_cache"] = whole["v_cache"][order]
         moved["page_table"] = place[alone["page_table"].long()].int()
         for arguments in (alone, moved):
             found = backend.run(paged_attention, arguments)
@@ -120,13 +124,18 @@ def test_attention_row_alone_and_elsewhere(backend, layer):
             assert same_bits(found, out[bounds[s] : bounds[s + 1]]), s
 
 
-SMALL, REAL = Dims(1, 2, 16, 16), Dims(4, 12, 128, 128, w=8)
+SMALL = Dims(1, 2, 16, 16)
+REAL = Dims(4, 12, 128, 128, w=8)
 
 
 def stepped(backend, dims, data, plan):
     """Brings data's tokens in the order of plan: (tokens of the window, how many were accepted)."""
-    state, at, outs, pending = backend.place(empty_state(dims, 3, backend.dtype)), 0, [], 0
-    data, layer = backend.place(data), backend.place(weights(dims, backend.dtype, 13))
+    state = backend.place(empty_state(dims, 3, backend.dtype))
+    at = 0
+    outs = []
+    pending = 0
+    data = backend.place(data)
+    layer = backend.place(weights(dims, backend.dtype, 13))
     tokens = data["mixed"].shape[1]
     for length, accepted in plan:
         length = min(length, tokens - at)
@@ -139,7 +148,8 @@ def stepped(backend, dims, data, plan):
         outs.append(
             backend.run(gated_delta_step, dict(**window, weights=layer, state=state, **one))
         )
-        outs[-1], at = outs[-1][:, :accepted], at + accepted
+        outs[-1] = outs[-1][:, :accepted]
+        at += accepted
         pending = accepted + (pending if pending < dims.flush else 0)
         if at == tokens:
             return torch.cat(outs, 1), state, pending
@@ -170,10 +180,12 @@ def test_replay_is_stepping(backend, flush):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_step_row_alone(backend):
     dims = REAL if backend.on_gpu else SMALL
-    rows, length = 5, dims.w
+    rows = 5
+    length = dims.w
     data = backend.place(inputs(dims, (rows, length), backend.dtype, 7))
     layer = backend.place(weights(dims, backend.dtype, 13))
-    slots, pending = torch.tensor([3, 1, 0, 5, 4]), torch.tensor([0, 2, 0, dims.w, 1])
+    slots = torch.tensor([3, 1, 0, 5, 4])
+    pending = torch.tensor([0, 2, 0, dims.w, 1])
     starts = torch.tensor([5, 77, 0, 1000, 64], dtype=torch.int32)
     filled = [torch.randn(x.shape, generator=torch.Generator().manual_seed(8)) for x in
               empty_state(dims, 6, backend.dtype).tensors()]  # fmt: skip
@@ -220,8 +232,10 @@ def test_how_a_step_is_divided_changes_no_bit(backend, length, part, monkeypatch
 
 def prompt(backend, dims, data, cuts, mate=0):
     """One row's prompt in chunks between the cuts, a batch mate of `mate` tokens beside it."""
-    state, outs = backend.place(empty_state(dims, 6, backend.dtype, fill=float("nan"))), []
-    layer, other = weights(dims, backend.dtype, 13), inputs(dims, (mate,), backend.dtype, 11)
+    state = backend.place(empty_state(dims, 6, backend.dtype, fill=float("nan")))
+    outs = []
+    layer = weights(dims, backend.dtype, 13)
+    other = inputs(dims, (mate,), backend.dtype, 11)
 
     def ints(*values):
         return torch.tensor(values, dtype=torch.int32)
@@ -268,10 +282,8 @@ def test_the_two_laws_are_close(backend):
     dims = REAL if backend.on_gpu else SMALL
     tokens = 130 if not backend.interpreted else 66
     data = inputs(dims, (1, tokens), backend.dtype, 10)
-    flat, layer = (
-        {n: x[0] for n, x in data.items()},
-        backend.place(weights(dims, backend.dtype, 13)),
-    )
+    flat = {n: x[0] for n, x in data.items()}
+    layer = backend.place(weights(dims, backend.dtype, 13))
     chunked, left = prompt(backend, dims, flat, [0, tokens])
     gate = backend.place(flat["z"])
     chunked = backend.run(

@@ -33,7 +33,8 @@ def numbers(backend: Backend, *shape: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("width", [48, 1000, 5120])
 def test_add_rms_norm_row_alone(backend, width):
-    x, delta = numbers(backend, 12, width), numbers(backend, 12, width, seed=1)
+    x = numbers(backend, 12, width)
+    delta = numbers(backend, 12, width, seed=1)
     weight = numbers(backend, width, seed=2)
     whole = backend.run(add_rms_norm, dict(x=x, delta=delta, weight=weight, eps=1e-6))
     for s in PIECES:
@@ -43,7 +44,8 @@ def test_add_rms_norm_row_alone(backend, width):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_add_rms_norm_is_the_add_then_the_norm(backend):
-    x, delta = numbers(backend, 12, 1000), numbers(backend, 12, 1000, seed=1)
+    x = numbers(backend, 12, 1000)
+    delta = numbers(backend, 12, 1000, seed=1)
     norm = dict(weight=numbers(backend, 1000, seed=2), eps=1e-6, offset=1.0)
     total, out = backend.run(add_rms_norm, dict(x=x, delta=delta, **norm))
     assert same_bits(total, x + delta)
@@ -55,7 +57,8 @@ def test_add_rms_norm_is_the_add_then_the_norm(backend):
 @pytest.mark.parametrize("count", [2, 4])
 def test_add_rms_norm_of_partials_is_that_of_their_rounded_sum(backend, width, count):
     """Rows alone too, and rows that no vector load can take."""
-    x, parts = numbers(backend, 12, width), numbers(backend, count, 12, width, seed=1).float()
+    x = numbers(backend, 12, width)
+    parts = numbers(backend, count, 12, width, seed=1).float()
     parts *= 1 + torch.rand(parts.shape, generator=torch.Generator().manual_seed(3)).to(parts)
     norm = dict(weight=numbers(backend, width, seed=2), eps=1e-6, offset=1.0)
     delta = tree_sum(parts).to(backend.dtype)
@@ -117,11 +120,13 @@ def test_strided_caches(backend):
     both = torch.full(
         (*plain["k_cache"].shape[:3], 70), 7.0, dtype=backend.dtype, device=backend.device
     )
-    k, v = both[..., :32], both[..., 35:67]
+    k = both[..., :32]
+    v = both[..., 35:67]
     views = dict(backend.place(rope(5, *LAYERS[0], backend.dtype)), k_cache=k, v_cache=v)
     assert same_bits(backend.run(rope_and_cache, views), expected)
     slots = plain["slot_mapping"]
-    page, place = slots // PAGE_SIZE, slots % PAGE_SIZE
+    page = slots // PAGE_SIZE
+    place = slots % PAGE_SIZE
     for name, view in (("k_cache", k), ("v_cache", v)):
         assert same_bits(view[page, place], plain[name][page, place])
     assert int((both != 7.0).sum()) == 5 * 2 * 2 * 32
@@ -133,7 +138,9 @@ def test_rope_and_cache_is_norm_rotation_and_copy(layer):
     heads, kv_heads, dim, width, gated, offset = layer
     batch = rope(6, *layer, torch.float32)
     q = rope_and_cache(**batch)
-    slots, pos, qkv = batch["slot_mapping"], batch["positions"], batch["qkv"]
+    slots = batch["slot_mapping"]
+    pos = batch["positions"]
+    qkv = batch["qkv"]
     q_end = heads * dim * (1 + gated)
     raw_q = qkv[:, :q_end].unflatten(1, (heads, -1))[..., :dim]
     raw_k, raw_v = (x.unflatten(1, (kv_heads, dim)) for x in qkv[:, q_end:].chunk(2, 1))
@@ -152,9 +159,11 @@ def test_rope_and_cache_is_norm_rotation_and_copy(layer):
 def test_rope_and_cache_without_norm_or_positions(backend, layer):
     """Norm alone, then positions alone, are both at once; with neither, all is copied."""
     heads, kv_heads, dim, _, gated, offset = layer
-    no_norm, no_positions = dict.fromkeys(("q_weight", "k_weight")), dict.fromkeys(("cos", "sin"))
+    no_norm = dict.fromkeys(("q_weight", "k_weight"))
+    no_positions = dict.fromkeys(("cos", "sin"))
     both = backend.place(rope(6, *layer, backend.dtype))
-    slots, qkv = both["slot_mapping"], both["qkv"]
+    slots = both["slot_mapping"]
+    qkv = both["qkv"]
     q_end = heads * dim * (1 + gated)
     raw_q = qkv[:, :q_end].unflatten(1, (heads, -1))[..., :dim]
     raw_k = qkv[:, q_end:].chunk(2, 1)[0].unflatten(1, (kv_heads, dim))
@@ -164,7 +173,9 @@ def test_rope_and_cache_without_norm_or_positions(backend, layer):
         q = backend.run(rope_and_cache, batch)
         return q, *(batch[name].flatten(0, 1)[slots] for name in ("k_cache", "v_cache"))
 
-    whole, copied, normed = run(), run(**no_norm, **no_positions), run(**no_positions)
+    whole = run()
+    copied = run(**no_norm, **no_positions)
+    normed = run(**no_positions)
     norm = dict(eps=both["eps"], offset=offset)
     assert same_bits(copied[0], raw_q) and same_bits(copied[1], raw_k)
     assert same_bits(

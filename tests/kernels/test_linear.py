@@ -63,11 +63,13 @@ def operands(backend, rows: int, n: int, k: int, count: int) -> list[torch.Tenso
 
 
 def test_reference_is_the_tree():
-    x, weight = graded(5, 256, 4, 0), graded(12, 256, 4, 1)
+    x = graded(5, 256, 4, 0)
+    weight = graded(12, 256, 4, 1)
     a, b, c, d = (linear(x[:, i : i + 64], weight[:, i : i + 64]) for i in range(0, 256, 64))
     assert same_bits(linear(x, weight, 4), (a + b) + (c + d))
     assert not same_bits(linear(x, weight, 4), ((a + b) + c) + d)
-    left, right = linear(x[:, :128], weight[:, :128]), linear(x[:, 128:], weight[:, 128:])
+    left = linear(x[:, :128], weight[:, :128])
+    right = linear(x[:, 128:], weight[:, 128:])
     assert same_bits(linear(x, weight, 2), left + right)
 
 

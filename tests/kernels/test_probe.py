@@ -11,7 +11,8 @@ from lockstep.kernels.linear import linear, probe, segments, tree_sum
 from lockstep.kernels.linear.probe import Probed, Run, trials
 from tests.kernels.backends import same_bits
 
-N, K = 96, 256
+N = 96
+K = 256
 SHAPES = [
     *((34816, 5120), (16480, 5120), (14336, 5120), (5120, 6144), (5120, 17408)),
     *((24576, 4096), (6144, 4096), (4096, 4096), (4096, 12288)),
@@ -23,7 +24,9 @@ class Watched:
     """A backend that counts its calls, and takes as long as it says."""
 
     def __init__(self, backend: Callable[..., Tensor], took: float = 1.0) -> None:
-        self.backend, self.took, self.calls = backend, took, 0
+        self.backend = backend
+        self.took = took
+        self.calls = 0
 
     def __call__(self, *arguments: object) -> Tensor:
         self.calls += 1
@@ -112,16 +115,20 @@ def test_a_lie_at_one_number_of_rows_refuses_that_one() -> None:
 
 @pytest.mark.usefixtures("pretended")
 def test_what_was_not_probed_or_lies_elsewhere_is_the_exact_face() -> None:
-    exact, fast = Watched(honest, 2.0), Watched(honest)
+    exact = Watched(honest, 2.0)
+    fast = Watched(honest)
     probed = Probed(exact, fast)
-    weight, x, wide = placed(N, K), placed(96, K), placed(96, 2 * K)
+    weight = placed(N, K)
+    x = placed(96, K)
+    wide = placed(96, 2 * K)
     weight.copy_(weights()[0])
     for part in (x, wide):
         part.copy_(torch.randn(part.shape, generator=torch.Generator().manual_seed(1)))
     probed.probe((40,), [weight], 1)
     assert probed.found == {40: None}
     shifted = placed(41, K).flatten()[8 : 40 * K + 8].view(40, K).copy_(x[:40])
-    strided, other = wide[:40, :K], weight.t().contiguous().t()
+    strided = wide[:40, :K]
+    other = weight.t().contiguous().t()
     asked = [(x[:40], weight, fast), (x[:41], weight, exact), (strided, weight, exact)]
     for given, matrix, serves in (*asked, (shifted, weight, exact), (x[:40], other, exact)):
         before = serves.calls
@@ -176,7 +183,8 @@ def test_cublas_where_a_probe_lets_it(n: int, k: int) -> None:
     own = [
         torch.randn(n, k, device="cuda").bfloat16() for _ in range(-(-(200 << 20) // (2 * n * k)))
     ]
-    probed, count = Probed(exact, cublas), segments(n, k, "cuda")
+    probed = Probed(exact, cublas)
+    count = segments(n, k, "cuda")
     probed.probe(ROWS, own, count)
     for rows, why in probed.found.items():
         print(f"{rows}x{n}x{k}/{count}:", why or "cuBLAS")

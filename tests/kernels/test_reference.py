@@ -27,7 +27,10 @@ def test_linear_and_norms():
 
 
 def test_attention_is_softmax_over_the_prefix():
-    rows, heads, kv_heads, dim = ((0, 5), (300, 3), (255, 2)), 6, 2, 16
+    rows = ((0, 5), (300, 3), (255, 2))
+    heads = 6
+    kv_heads = 2
+    dim = 16
     batch = paged(rows, heads, kv_heads, dim, 16, torch.float32)
     out = paged_attention(**batch)
     at = 0
@@ -44,10 +47,12 @@ def test_attention_is_softmax_over_the_prefix():
 
 def test_gated_delta_step_is_the_recurrence():
     """Token by token, one head at a time, in double precision."""
-    dims, tokens = Dims(1, 2, 8, 12), 6
+    dims = Dims(1, 2, 8, 12)
+    tokens = 6
     data = inputs(dims, (1, tokens), torch.float32, 0)
     layer = weights(dims, torch.float32, 1)
-    state, outs = empty_state(dims, 2, torch.float32), []
+    state = empty_state(dims, 2, torch.float32)
+    outs = []
     for t in range(tokens):
         window = {n: x[:, t : t + 1] for n, x in data.items()}
         one = dict(slots=torch.tensor([1]), starts=torch.tensor([t]))
@@ -77,7 +82,9 @@ def drawn(logits, draws: int, **parameters: float) -> torch.Tensor:
     """How often each token is sampled over `draws` positions."""
     vocab = len(logits)
     state = SamplingState.empty(2, vocab, 16, (32, 8), "cpu")
-    state.flags[1], state.temperature[1], state.seed[1] = NOISE | FILTERS, 1.0, 1234
+    state.flags[1] = NOISE | FILTERS
+    state.temperature[1] = 1.0
+    state.seed[1] = 1234
     for name, value in parameters.items():
         getattr(state, name)[1] = value
     tokens = sample(
@@ -103,7 +110,8 @@ def drawn(logits, draws: int, **parameters: float) -> torch.Tensor:
 )
 def test_samples_follow_the_distribution(parameters, kept):
     """Probabilities .45 .25 .15 .1 .05, renormalised over what the filters keep: 5 sigma."""
-    probabilities, draws = torch.tensor([0.45, 0.25, 0.15, 0.1, 0.05]), 40_000
+    probabilities = torch.tensor([0.45, 0.25, 0.15, 0.1, 0.05])
+    draws = 40_000
     found = drawn(probabilities.log().tolist(), draws, **parameters)
     expected = torch.zeros(5)
     expected[kept] = probabilities[kept] / probabilities[kept].sum()

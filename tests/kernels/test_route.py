@@ -37,7 +37,8 @@ def test_softmax_families(renormalise):
 
 def test_deepseek():
     """As DeepseekV3TopkRouter has it: groups by their two best biased scores, weights unbiased."""
-    logits, bias = random(9, 64), random(64, seed=1) * 0.2
+    logits = random(9, 64)
+    bias = random(64, seed=1) * 0.2
     ids, weights = route(logits, 6, "sigmoid", True, 2.5, bias, groups=8, top_groups=3)
     scores = logits.sigmoid()
     choice = scores + bias

@@ -14,7 +14,8 @@ from lockstep.kernels.sampling.cases import FAULTS, batch, faulty
 from tests.kernels.backends import Backend, backends, same_bits
 from tests.kernels.canaries import Canaries
 
-BACKENDS, SLOW_BACKENDS = backends()[1:], backends(pytest.mark.slow)[1:]
+BACKENDS = backends()[1:]
+SLOW_BACKENDS = backends(pytest.mark.slow)[1:]
 ORACLE = Backend("reference", "cpu", torch.float32)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 FILTER_SETTINGS = {
@@ -36,7 +37,8 @@ def filtering(vocab: int, slope: float, dtype: torch.dtype = torch.bfloat16) -> 
     rows = len(FILTER_SETTINGS)
     places = torch.rand(rows, vocab, generator=generator)
     state = SamplingState.empty(rows + 1, vocab, 16, (32, 8), "cpu")
-    state.flags[1:], state.temperature[1:] = FILTERS | NOISE, 0.8
+    state.flags[1:] = FILTERS | NOISE
+    state.temperature[1:] = 0.8
     state.seed[1:] = torch.arange(rows) * 77
     for row, settings in enumerate(FILTER_SETTINGS.values(), 1):
         for name, value in settings.items():
@@ -116,7 +118,8 @@ def test_no_buffer_is_overrun_by_logits_that_are_not_numbers(backend, shown):
         arguments[name] = arguments[name][3:5].contiguous()
     logits = arguments["logits"][3:5].clone()
     logits[..., shown:] = torch.nan
-    arguments, canaries = backend.place(dict(arguments, logits=logits)), Canaries()
+    arguments = backend.place(dict(arguments, logits=logits))
+    canaries = Canaries()
     with canaries:
         tokens = backend.run(sample, arguments)
     assert not canaries.broken()
@@ -139,10 +142,8 @@ def check_faults(backend: Backend, vocab: int, queries: int, dtype: torch.dtype)
     healthy = batch(vocab, queries, seed=vocab)
     healthy["logits"] = healthy["logits"].to(dtype)
     worse = faulty(healthy)
-    found, without = (
-        backend.run(sample, worse).flatten().cpu(),
-        ORACLE.run(sample, healthy).flatten(),
-    )
+    found = backend.run(sample, worse).flatten().cpu()
+    without = ORACLE.run(sample, healthy).flatten()
     assert (without >= 0).all() and torch.equal(found[1::2], without[1::2])
     assert torch.equal(found, ORACLE.run(sample, worse).flatten())
     for line, token in enumerate(found[::2].tolist()):
@@ -154,7 +155,8 @@ def check_faults(backend: Backend, vocab: int, queries: int, dtype: torch.dtype)
 def test_scores_that_leave_fp32_give_no_token(backend):
     """Finite logits over a temperature: infinite, whether filtered or not."""
     arguments = filtering(300, 1.0, torch.float32)
-    arguments["logits"][:, :, 7], arguments["state"].temperature[1:] = 3e38, 1e-5
+    arguments["logits"][:, :, 7] = 3e38
+    arguments["state"].temperature[1:] = 1e-5
     for flags in (NOISE, NOISE | FILTERS):
         arguments["state"].flags[1:] = flags
         assert (backend.run(sample, arguments) == -1).all()

@@ -42,7 +42,8 @@ def test_rows_are_committed_as_in_plain_python(backend, width):
             accepted, results = backend.run(advance_rows, some)
             table = some["table"]
             for i, s in enumerate(picks):
-                want, row = expected[s], int(batch["row_ids"][s])
+                want = expected[s]
+                row = int(batch["row_ids"][s])
                 assert int(accepted[i]) == want["accepted"]
                 assert results[i].tolist() == want["results"]
                 assert int(table.computed[row]) == want["computed"]
@@ -60,13 +61,16 @@ def test_rows_are_committed_as_in_plain_python(backend, width):
 
 def plain(batch: dict[str, Any], before: dict[str, torch.Tensor], s: int) -> dict[str, Any]:
     """What becomes of row s of the step."""
-    row, tokens = int(batch["row_ids"][s]), batch["tokens"][s].tolist()
-    drafts, held = batch["drafts"][s].tolist(), int(batch["held"][s])
+    row = int(batch["row_ids"][s])
+    tokens = batch["tokens"][s].tolist()
+    drafts = batch["drafts"][s].tolist()
+    held = int(batch["held"][s])
     accepted = 0
     while accepted < len(drafts) and drafts[accepted] == tokens[accepted] >= 0:
         accepted += 1
     start = int(before["computed"][row])
-    history, counts = before["tokens"][row].tolist(), batch["counts"][row].tolist()
+    history = before["tokens"][row].tolist()
+    counts = batch["counts"][row].tolist()
     emits = row > 0 and int(batch["seq_lens"][s]) >= int(before["prompt_len"][row])
     if emits:
         history[start + 1 : start + 1 + len(tokens)] = [max(token, 0) for token in tokens]
@@ -88,7 +92,8 @@ def plain(batch: dict[str, Any], before: dict[str, torch.Tensor], s: int) -> dic
 @pytest.mark.parametrize("prompt", [False, True])
 def test_a_row_is_prepared_as_it_is_alone(backend, prompt):
     """Batch mates, their order and null rows decide where a row's tokens stand, never what."""
-    draw, drafts = Draw(5), 3
+    draw = Draw(5)
+    drafts = 3
     table = random_table(draw, 9, drafts, 90, 50)
     chunks = draw.ints(1, 30, 9)
 

@@ -58,9 +58,11 @@ def other_order(monkeypatch: pytest.MonkeyPatch, least: int) -> None:
 def test_a_product_has_the_bits_of_one_thread(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes whose bits the threads change do not serve on them; where none is left, one does."""
     other_order(monkeypatch, least)
-    x, right = torch.randn(130, 72), torch.randn(72, 48)
+    x = torch.randn(130, 72)
+    right = torch.randn(72, 48)
     with one_thread():
-        sizes, alone = row_tiles.exact_sizes(72, 48), row_tiles.tiled_mm(x, right)
+        sizes = row_tiles.exact_sizes(72, 48)
+        alone = row_tiles.tiled_mm(x, right)
     assert max(sizes) >= 64
     fewer = tuple(size for size in sizes if size < least)
     assert row_tiles.exact_sizes(72, 48) == fewer and (8 in fewer) == (least == 64)
@@ -71,7 +73,9 @@ def test_a_product_has_the_bits_of_one_thread(least: int, monkeypatch: pytest.Mo
 @pytest.mark.usefixtures("three", "forgotten")
 def test_so_has_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no size serves on several threads, a row is done on one."""
-    q, k, v = torch.randn(3, 4, 16), torch.randn(2, 256, 2, 16), torch.randn(2, 256, 2, 16)
+    q = torch.randn(3, 4, 16)
+    k = torch.randn(2, 256, 2, 16)
+    v = torch.randn(2, 256, 2, 16)
     with one_thread():
         alone = attention._attend(q, k, v, 400)
     other_order(monkeypatch, 2)

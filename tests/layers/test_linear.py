@@ -31,13 +31,15 @@ def on_a_gpu(build: Build, layer: nn.Module) -> None:
     """Lets a layer be served as one that was built for a GPU."""
     size = tuple(layer.weight.shape)
     layer.linear = build.probed.setdefault(size, Probed(linear, linear))
-    build.choices[-1].backend, build.choices[-1].refused = "triton", {"cublas": "not asked"}
+    build.choices[-1].backend = "triton"
+    build.choices[-1].refused = {"cublas": "not asked"}
 
 
 def test_a_probe_is_by_the_shape_and_says_what_it_found(
     asked: list[tuple[int, int, bool]],
 ) -> None:
-    build, model = Build("cpu", torch.bfloat16, 1, 1), nn.ModuleList()
+    build = Build("cpu", torch.bfloat16, 1, 1)
+    model = nn.ModuleList()
     for layer in (Linear, Linear, ResidualLinear):
         model.append(layer(build, 8, 16 if layer is Linear else 24))
         on_a_gpu(build, model[-1])
@@ -74,7 +76,8 @@ def test_a_part_of_a_drafters_weight_is_its_rows() -> None:
     x = torch.randn(3, 8)
     layer.weight.data.normal_()
     layer.weight[:16] = torch.nan
-    found, whole = layer.from_part(1, x), layer(x)
+    found = layer.from_part(1, x)
+    whole = layer(x)
     assert found.shape == (3, 10)
     torch.testing.assert_close(found, whole[:, 16:])
 

@@ -154,7 +154,8 @@ def every(weights: bytes) -> list[Damage]:
 
 def check(folder: Path, weights: bytes, damages: list[Damage]) -> int:
     """Loads each damaged checkpoint; returns how many were refused."""
-    faults, refused = [], 0
+    faults = []
+    refused = 0
     for number, (name, damage) in enumerate(damages):
         mine = make_model(folder / str(number))
         (mine / "model.safetensors").write_bytes(weights)

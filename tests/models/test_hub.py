@@ -36,7 +36,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def fetched(cache: Path, name: str) -> Path:
     """A model as the hub's client leaves it in its cache."""
-    home, commit = cache / f"models--{name.replace('/', '--')}", "a" * 40
+    home = cache / f"models--{name.replace('/', '--')}"
+    commit = "a" * 40
     snapshot = home / "snapshots" / commit
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
@@ -45,7 +46,8 @@ def fetched(cache: Path, name: str) -> Path:
     return snapshot
 
 
-COMMIT, CONFIG = "a" * 40, b'{"model_type": "none"}'
+COMMIT = "a" * 40
+CONFIG = b'{"model_type": "none"}'
 
 
 class Stalling(BaseHTTPRequestHandler):

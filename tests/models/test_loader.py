@@ -53,7 +53,8 @@ def load(folder: Path, raw: dict[str, Any], *files: Tensors, drafting: bool = Fa
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_every_parameter_is_filled_from_any_number_of_files(tmp_path: Path, kind: str) -> None:
-    raw, tensors = CONFIGS[kind], checkpoint(CONFIGS[kind])
+    raw = CONFIGS[kind]
+    tensors = checkpoint(CONFIGS[kind])
     names = sorted(tensors)
     halves = [{n: tensors[n] for n in names[i::2]} for i in range(2)]
     model, _ = load(tmp_path, raw, *halves)

@@ -52,7 +52,8 @@ def test_logits_and_greedy_tokens_of_a_few_prompts(llm: LLM, oracle, longest: in
 
 @pytest.mark.slow
 def test_logits_and_greedy_tokens_of_64_prompts(llm: LLM, oracle) -> None:
-    worst, ties = 0.0, 0
+    worst = 0.0
+    ties = 0
     for ids in prompts(64, 3000):
         worst = max(worst, logits_error(llm, oracle, ids))
         ties += compare_greedy(llm, oracle, ids, 200)

@@ -43,7 +43,8 @@ def test_logits_and_greedy_tokens_of_a_few_prompts(pair) -> None:
 
 @pytest.mark.slow
 def test_logits_and_greedy_tokens_of_64_prompts(pair) -> None:
-    worst, ties = 0.0, 0
+    worst = 0.0
+    ties = 0
     for ids in prompts(64, 600):
         worst = max(worst, logits_error(*pair, ids))
         ties += compare_greedy(*pair, ids, 64)

@@ -8,7 +8,8 @@ from lockstep.models.qwen3_5 import Config, Draft, Model
 from lockstep.step import Step, StepShape
 from tests.tiny_model import CONFIG
 
-PAGE, TOKENS = 16, 5
+PAGE = 16
+TOKENS = 5
 
 
 def test_keys_and_values_are_kept_without_queries(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,9 +20,11 @@ def test_keys_and_values_are_kept_without_queries(monkeypatch: pytest.MonkeyPatc
     draft = Draft(target, Build("cpu", torch.float32, 1, 64, exact=False))
     for parameter in draft.parameters():
         parameter.data.normal_()
-    mixer, found = draft.block.self_attn, []
+    mixer = draft.block.self_attn
+    found = []
     monkeypatch.setattr(mixer, "attend", lambda q, *rest: torch.zeros_like(q))
-    ids, hidden = torch.arange(TOKENS), torch.randn(TOKENS, config.hidden_size)
+    ids = torch.arange(TOKENS)
+    hidden = torch.randn(TOKENS, config.hidden_size)
     unread = dict.fromkeys(Step.__dataclass_fields__)
     places = dict(shape=StepShape.uniform(1, TOKENS), positions=ids + 3, slot_mapping=ids + PAGE)
     step = Step(**{**unread, **places})  # type: ignore[arg-type]

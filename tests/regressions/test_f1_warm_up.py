@@ -60,7 +60,8 @@ def test_a_warm_up_that_imitates_the_step_is_caught(
     warm_up = Runner.warm_up
 
     def imitation(self: Runner, progress: Any) -> Any:
-        real, self.run_step = self.run_step, lambda shape: None  # type: ignore[assignment]
+        real = self.run_step
+        self.run_step = lambda shape: None  # type: ignore[assignment]
         taken = warm_up(self, progress)
         self.run_step = real
         return taken

@@ -120,7 +120,12 @@ def test_conv_window_that_does_not_move_is_caught(
 def test_replay_is_stepping_bit_for_bit() -> None:
     """Random acceptance over 60 steps against one token a step."""
     generator = torch.Generator().manual_seed(3)
-    hk, hv, dk, dv, window, total = 2, 4, 16, 16, 5, 150
+    hk = 2
+    hv = 4
+    dk = 16
+    dv = 16
+    window = 5
+    total = 150
     channels = 2 * hk * dk + hv * dv
 
     def normal(*shape: int) -> torch.Tensor:
@@ -146,9 +151,11 @@ def test_replay_is_stepping_bit_for_bit() -> None:
         where = torch.tensor([1]), torch.tensor([at]), torch.tensor([pending])
         return cpu.gated_delta_step_cpu(*x, weights, state, *where)[0]
 
-    one, many = fresh(), fresh()
+    one = fresh()
+    many = fresh()
     stepped = torch.stack([run(one, t, 1, min(t, 1))[0] for t in range(total)])
-    at = pending = 0
+    at = 0
+    pending = 0
     while at < total:
         out = run(many, at, window, pending)
         pending = int(torch.randint(1, window + 1, (1,), generator=generator))

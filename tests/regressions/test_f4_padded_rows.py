@@ -68,7 +68,9 @@ def test_lengths_shifted_by_the_drafts_are_caught(
 def test_a_verified_token_sees_its_own_prefix_and_nothing_later(group: int) -> None:
     """Four tokens at once equal four single steps, bit for bit, and the future may be NaN."""
     generator = torch.Generator().manual_seed(group)
-    dim, start, window = 32, 261, 4
+    dim = 32
+    start = 261
+    window = 4
     k = torch.randn(8, 64, 1, dim, generator=generator)
     v = torch.randn(8, 64, 1, dim, generator=generator)
     pages = torch.tensor([[5, 2, 7, 1, 6]], dtype=torch.int32)
@@ -82,5 +84,7 @@ def test_a_verified_token_sees_its_own_prefix_and_nothing_later(group: int) -> N
     together = attend(0, window)
     for t in reversed(range(window)):
         assert torch.equal(attend(t, 1)[0], together[t])
-        page, slot = int(pages[0, (start + t) // 64]), (start + t) % 64
-        k[page, slot], v[page, slot] = torch.nan, torch.nan
+        page = int(pages[0, (start + t) // 64])
+        slot = (start + t) % 64
+        k[page, slot] = torch.nan
+        v[page, slot] = torch.nan

@@ -258,7 +258,8 @@ def test_a_compilation_inside_the_step_names_the_op(monkeypatch: pytest.MonkeyPa
 
 
 def test_memory_of_another_pool_is_not_a_steps_own() -> None:
-    pool, stream = torch.cuda.graph_pool_handle(), torch.cuda.current_stream()
+    pool = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.current_stream()
     takes = "takes 4,000 bytes on cuda:0 outside of the graph's pool"
     with OwnMemory(pool, stream), pytest.raises(Fault, match=takes):
         torch.empty(1000, device=DEVICE)

@@ -33,7 +33,8 @@ def test_a_launch_waits_for_nothing(drafter: str, monkeypatch: pytest.MonkeyPatc
     prompts = [{"prompt_token_ids": ids} for ids in [*short_prompts(llm), long_prompt(llm, 900)]]
     plain = llm.generate(prompts, ALL)
     runner = llm.engine.runner
-    launch, launched = runner.launch, []
+    launch = runner.launch
+    launched = []
 
     def capture_checks(schedule: Any) -> Any:
         torch.cuda.set_sync_debug_mode("error")

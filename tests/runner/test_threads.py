@@ -75,8 +75,10 @@ def test_a_step_runs_on_threads_by_its_work(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_every_step_of_an_engine_runs_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """Warm-up, prompts and generated tokens; the program's number is its own between steps."""
-    llm, short = make_engine("mtp"), replace(GREEDY, max_tokens=4)
-    program, seen = llm.engine.runner.program, []
+    llm = make_engine("mtp")
+    short = replace(GREEDY, max_tokens=4)
+    program = llm.engine.runner.program
+    seen = []
     verify = program.sampler.sample_target
 
     def watched(*arguments: Any) -> Any:
@@ -113,5 +115,6 @@ def test_no_bit_depends_on_the_threads(
             told += [answer(out) for out in llm.generate(prompts, wanted)]
         return told
 
-    one, many = answers(float("inf")), answers(0)
+    one = answers(float("inf"))
+    many = answers(0)
     assert one == many and len(one) == 10

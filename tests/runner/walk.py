@@ -16,7 +16,11 @@ from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.step import Step, StepShape
 
-VOCAB, PAGE, LENGTH, ROWS, PAGES = 50, 4, 40, 5, 90
+VOCAB = 50
+PAGE = 4
+LENGTH = 40
+ROWS = 5
+PAGES = 90
 
 
 def make_plan(query_len: int) -> Plan:
@@ -87,7 +91,8 @@ class Walk:
         self.table = make_table(query_len)
         self.written = torch.full((PAGES, PAGE), -1, dtype=torch.int64)
         self.state = torch.zeros(2 * ROWS + 1, 2, dtype=torch.int64)
-        self.free_pages, self.free_slots = set(range(1, PAGES)), set(range(1, 2 * ROWS + 1))
+        self.free_pages = set(range(1, PAGES))
+        self.free_slots = set(range(1, 2 * ROWS + 1))
         self.free_rows = set(range(1, ROWS + 1))
         self.lines: list[Line] = []
         self.null = null_line(self.table)
@@ -183,7 +188,8 @@ class Walk:
         self.check_step(step, chosen, [query_len] * len(chosen))
         self.check_padding(step, len(chosen), query_len)
         assert step.logit_rows == slice(None)
-        tokens, accepted = [], []
+        tokens = []
+        accepted = []
         for line in chosen:
             drafts = line.drafts[: query_len - 1]
             real = drafts.index(-1) if -1 in drafts else len(drafts)
@@ -247,7 +253,8 @@ class Walk:
         if not waiting or not self.free_rows:
             return
         line = self.draw.choice(waiting)
-        line.row, line.slot = self.take(self.free_rows), self.take(self.free_slots)
+        line.row = self.take(self.free_rows)
+        line.slot = self.take(self.free_slots)
         most = max(min(line.computed + 1, LENGTH), line.prompt_len)
         line.pages = [self.take(self.free_pages) for _ in range(-(-most // PAGE))]
         assert line.saved is not None
@@ -269,11 +276,14 @@ class Walk:
         self.free_rows.add(line.row)
         self.free_pages |= set(line.pages)
         self.free_slots.add(line.slot)
-        line.row, line.pages, line.slot = 0, [], 0
+        line.row = 0
+        line.pages = []
+        line.slot = 0
 
     def check_step(self, step: Step, lines: list[Line], lengths: list[int]) -> None:
         """Every field of the step that has to do with these rows, its first ones."""
-        count, total = len(lines), sum(lengths)
+        count = len(lines)
+        total = sum(lengths)
         positions = [
             range(line.computed, line.computed + n) for line, n in zip(lines, lengths, strict=True)
         ]
@@ -313,7 +323,8 @@ class Walk:
     def check(self) -> None:
         """The table, the cache and the state are what the model says, row by row."""
         for line in self.running():
-            t, row = self.table, line.row
+            t = self.table
+            row = line.row
             known = len(line.tokens)
             assert known == max(line.computed + 1, line.prompt_len)
             assert t.tokens[row, :known].tolist() == line.tokens

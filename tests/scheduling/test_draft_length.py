@@ -70,10 +70,14 @@ class Device:
         draw = random.Random(self.seed)
         null = {(rows, k): 0.8 * ms[k] for k in ms}
         chooser = AdaptiveDraftLength(tuple(ms), Costs.measured(null))
-        flights, last, time, without = [], 0, 0.0, 0.0
+        flights = []
+        last = 0
+        time = 0.0
+        without = 0.0
         for step in range(steps):
             count = chooser.choose(rows)
-            made, last = min(count, last), count
+            made = min(count, last)
+            last = count
             accepted = self._accepted(draw, step, made, rows)
             plain = ms[0] * self.context(step)
             took = plain + ms[count] - ms[0]

@@ -151,7 +151,8 @@ def test_priority_preempts_and_fcfs_does_not() -> None:
 
 def test_page_shortage_moves_the_last_row_and_computes_nothing_twice() -> None:
     sched = make(pages=5, rows=2)
-    first, last = ask(sched, "a", 60, most=100), ask(sched, "b", 60, most=100)
+    first = ask(sched, "a", 60, most=100)
+    last = ask(sched, "b", 60, most=100)
     computed: dict[str, int] = {"a": 0, "b": 0}
     while sched.has_work():
         plan = sched.schedule()
@@ -221,7 +222,8 @@ def test_abort_in_every_phase(phase: str) -> None:
 
 
 def test_prefixes_are_found_under_the_same_salt_only() -> None:
-    sched, starts = make(), []
+    sched = make()
+    starts = []
     for name, salt in (("a", ""), ("b", "x"), ("c", "x"), ("d", "\ud800"), ("e", "")):
         request = Request(name, [7] * 200, SamplingParams(max_tokens=2), cache_salt=salt)
         sched.add(request)

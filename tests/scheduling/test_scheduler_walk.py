@@ -12,7 +12,9 @@ from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import Results, RowResult, Schedule
 from lockstep.scheduling.scheduler import Scheduler
 
-PAGE, EOS, JUNK = 4, 7, -1
+PAGE = 4
+EOS = 7
+JUNK = -1
 
 
 def fold(state: int, token: int) -> int:
@@ -23,7 +25,8 @@ class Truth:
     """What a request's tokens are, and the state after each; generated from the state alone."""
 
     def __init__(self, request: Request, most: int) -> None:
-        self.tokens, self.states = list(request.prompt_token_ids), [0]
+        self.tokens = list(request.prompt_token_ids)
+        self.states = [0]
         for i in range(most):
             if i == len(self.tokens):
                 self.tokens.append(self.states[i] % 40)
@@ -32,7 +35,10 @@ class Truth:
 
 class Row:
     def __init__(self, request: Request, pages: list[int], slot: int, computed: int) -> None:
-        self.request, self.pages, self.slot, self.computed = request, pages, slot, computed
+        self.request = request
+        self.pages = pages
+        self.slot = slot
+        self.computed = computed
 
 
 class Device:
@@ -40,7 +46,9 @@ class Device:
 
     def __init__(self, pages: int, slots: int, query_len: int, rng: random.Random) -> None:
         self.kv = [[JUNK] * PAGE for _ in range(pages)]
-        self.state, self.query_len, self.rng = [JUNK] * slots, query_len, rng
+        self.state = [JUNK] * slots
+        self.query_len = query_len
+        self.rng = rng
         self.rows: dict[int, Row] = {}
         self.saved: dict[str, tuple[Request, int, list[list[int]], int]] = {}
         self.truth: dict[Request, Truth] = {}
@@ -78,16 +86,19 @@ class Device:
             self._read(row)
             assert not self.has_state or self.state[row.slot] == truth.states[row.computed]
             accepted = self.rng.randrange(self.query_len)
-            begin, end = row.computed, row.computed + 1 + accepted
+            begin = row.computed
+            end = row.computed + 1 + accepted
             window = truth.tokens[begin:end] + [JUNK] * (self.query_len - 1 - accepted)
             self._write(row, begin, window)
-            row.computed, self.state[row.slot] = end, truth.states[end]
+            row.computed = end
+            self.state[row.slot] = truth.states[end]
             emitted = truth.tokens[begin + 1 : end + 1]
             results[number] = RowResult(emitted, self.query_len - 1, accepted)
         return results
 
     def _prompt(self, plan: Schedule) -> dict[int, RowResult]:
-        results, slots = {}, []
+        results = {}
+        slots = []
         for c in plan.prompt:
             row = self.rows[c.row]
             truth = self.truth[row.request]
@@ -101,14 +112,18 @@ class Device:
         assert len(slots) == len(set(slots)), "one slot, two writers"
         assert not {c.state_src for c in plan.prompt} & set(slots), "a snapshot given to a writer"
         for c in plan.prompt:
-            row, end = self.rows[c.row], c.start + c.length
-            truth, prompt = self.truth[row.request], row.request.prompt_token_ids
+            row = self.rows[c.row]
+            end = c.start + c.length
+            truth = self.truth[row.request]
+            prompt = row.request.prompt_token_ids
             self._write(row, c.start, truth.tokens[c.start : end])
-            row.computed, self.state[row.slot] = end, truth.states[end]
+            row.computed = end
+            self.state[row.slot] = truth.states[end]
             if c.snapshot_slot:
                 self.state[c.snapshot_slot] = truth.states[end // PAGE * PAGE]
             assert c.last == (end == len(prompt))
-            result = results[c.row] = RowResult([truth.tokens[end]] if c.last else [])
+            result = RowResult([truth.tokens[end]] if c.last else [])
+            results[c.row] = result
             if row.request.params.prompt_logprobs is not None:
                 result.prompt_logprobs = [
                     {t: Logprob(0.0, 1)} for t in prompt[c.start + 1 : end + 1]
@@ -149,9 +164,23 @@ def check_prompt_logprobs(request: Request) -> None:
         assert found == request.prompt_token_ids[1:]
 
 
+def drawn(rng: random.Random, name: str, stems: list[list[int]], most: int) -> Request:
+    """A request whose prompt begins like one of the stems and is shorter than `most` tokens."""
+    stem = rng.choice(stems)[: rng.randrange(1, min(33, most))]
+    prompt = (stem + [rng.randrange(40)] * rng.randrange(3))[: most - 1]
+    params = SamplingParams(
+        max_tokens=rng.choice([None, 1, 5, 30]),
+        min_tokens=rng.choice([0, 1]),
+        ignore_eos=rng.random() < 0.5,
+        prompt_logprobs=rng.choice([None, None, None, 1]),
+    )
+    return Request(name, prompt, params, rng.randrange(3), eos_token_ids=frozenset({EOS}))
+
+
 def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead: int) -> Scheduler:
     rng = random.Random(seed)
-    rows, pages = rng.choice([1, 3, 5]), rng.choice([9, 17, 30])
+    rows = rng.choice([1, 3, 5])
+    pages = rng.choice([9, 17, 30])
     slots = 1 + rows + rng.choice([0, 1, 6]) if state else 0
     cache = Cache(CacheConfig(pages, PAGE, slots, rows))
     sched = Scheduler(
@@ -160,34 +189,21 @@ def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead:
         max_num_batched_tokens=rng.choice([4, 9, 24] if state else [3, 9, 24]),
         max_model_len=60,
         query_len=query_len,
-        grid=PAGE,
         policy=policy,
         preempt_every=rng.choice([0, 0, 1, 7]),
     )
     device = Device(pages, max(slots, 1), query_len, rng)
     stems = [[rng.randrange(40) for _ in range(32)] for _ in range(3)]
     flights: deque[tuple[Schedule, Results]] = deque()
-    finished, made, aborted, tick = set(), {}, set(), 0
+    finished = set()
+    made = {}
+    aborted = set()
+    tick = 0
     while tick < ticks or sched.has_work() or flights:
         tick += 1
         assert tick < ticks + 3_000, "the walk does not end"
         if tick < ticks and len(sched.entries) < 12 and rng.random() < 0.35:
-            most = min(60, cache.capacity)
-            stem = rng.choice(stems)[: rng.randrange(1, min(33, most))]
-            prompt = (stem + [rng.randrange(40)] * rng.randrange(3))[: most - 1]
-            params = SamplingParams(
-                max_tokens=rng.choice([None, 1, 5, 30]),
-                min_tokens=rng.choice([0, 1]),
-                ignore_eos=rng.random() < 0.5,
-                prompt_logprobs=rng.choice([None, None, None, 1]),
-            )
-            request = Request(
-                f"r{len(made)}",
-                prompt,
-                params,
-                rng.randrange(3),
-                eos_token_ids=frozenset({EOS}),
-            )
+            request = drawn(rng, f"r{len(made)}", stems, min(60, cache.capacity))
             made[request.id] = request
             device.truth[request] = Truth(request, 60 + 8 * query_len)
             sched.add(request)

@@ -96,7 +96,8 @@ def test_a_connection_may_be_used_again(server, processor):
 
 def test_an_answer_is_not_cut_by_the_head_s_time(server, processor):
     """A request in progress is not idle, however long it takes."""
-    server.client.hang, server.client.answer = True, lambda request: [5]
+    server.client.hang = True
+    server.client.answer = lambda request: [5]
     with serving(server, processor, head=0.2) as address, connect(address) as client:
         body = b'{"prompt": "x", "max_tokens": 9, "timeout": 1.0}'
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
@@ -131,7 +132,8 @@ def test_idle_connections_make_room(server, processor):
 
 def test_no_room_among_busy_ones(server, processor):
     """A connection more than there is room for is turned away; those that work go on."""
-    server.client.hang, server.client.answer = True, lambda request: [5]
+    server.client.hang = True
+    server.client.answer = lambda request: [5]
     with serving(server, processor, most=3) as address:
         body = b'{"prompt": "x", "max_tokens": 9, "timeout": 1.5}'
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"

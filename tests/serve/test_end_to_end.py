@@ -130,7 +130,8 @@ def test_a_tool_call_and_what_it_cost(server: SimpleNamespace, plain: LLM) -> No
     assert answer.system_fingerprint == server.llm.engine.fingerprint
     assert answer.system_fingerprint.startswith("ls-") and answer.model == "lockstep"
     direct = plain.chat(CALL, GREEDY, tools=TOOLS)[0]
-    usage, written = answer.usage, len(direct.outputs[0].token_ids)
+    usage = answer.usage
+    written = len(direct.outputs[0].token_ids)
     assert usage.prompt_tokens == len(direct.prompt_token_ids)
     assert usage.completion_tokens == written
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
@@ -178,7 +179,8 @@ def test_the_weather_in_paris(server: SimpleNamespace, stream: bool) -> None:
         reason = found[-1].choices[0].finish_reason
     else:
         (call,) = found.choices[0].message.tool_calls
-        name, arguments = call.function.name, call.function.arguments
+        name = call.function.name
+        arguments = call.function.arguments
         reason = found.choices[0].finish_reason
     assert (name, reason) == ("get_weather", "tool_calls")
     assert json.loads(arguments) == {"city": "Paris", "unit": "Celsius"}
@@ -267,7 +269,8 @@ def test_completions_with_logprobs(
     direct = plain.generate(CODE, SamplingParams(**changes))[0].outputs[0]
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason) == (direct.text, direct.finish_reason)
-    told, tokens = choice.logprobs, direct.token_ids
+    told = choice.logprobs
+    tokens = direct.token_ids
     entries = list(zip(tokens, direct.logprobs or (), strict=True))
     assert told.token_logprobs == [entry[token].logprob for token, entry in entries]
     assert [len(top) >= 3 for top in told.top_logprobs] == [True] * len(tokens)

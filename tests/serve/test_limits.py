@@ -30,7 +30,8 @@ def test_a_full_queue(server, processor):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
 def test_a_request_out_of_time(server, path, stream):
-    server.client.hang, server.client.answer = True, lambda request: [5]
+    server.client.hang = True
+    server.client.answer = lambda request: [5]
     found = post(server, path, timeout=0.05, stream=stream)
     if stream:
         assert found.status_code == 200
@@ -46,7 +47,8 @@ def test_a_request_out_of_time(server, path, stream):
 
 def test_the_servers_own_deadline(server, processor):
     limited(server, processor, seconds=0.05)
-    server.client.hang, server.client.answer = True, lambda request: [5]
+    server.client.hang = True
+    server.client.answer = lambda request: [5]
     assert post(server, TEXT_PATH, timeout=50).status_code == 504
 
 
@@ -85,7 +87,8 @@ def test_a_step_that_hangs(server, processor):
 def test_the_end_of_the_server(server, processor):
     """New requests are refused, running ones end with an error event."""
     service = limited(server, processor)
-    server.client.hang, server.client.answer = True, lambda request: [5]
+    server.client.hang = True
+    server.client.answer = lambda request: [5]
 
     async def run():
         async with server.http() as client:

@@ -44,7 +44,8 @@ def test_500_streamed_tool_calls_beside_two_busy_processes(busy: Any) -> None:
 
         def call(number: int) -> None:
             rng = random.Random(number)
-            owner, limit = OWNERS[number % len(OWNERS)], number % 40
+            owner = OWNERS[number % len(OWNERS)]
+            limit = number % 40
             text = f"Find the record where owner is {owner} and limit is {limit}."
             stream = patient.chat.completions.create(
                 model="lockstep",
@@ -55,7 +56,10 @@ def test_500_streamed_tool_calls_beside_two_busy_processes(busy: Any) -> None:
                 stream=True,
                 stream_options={"include_usage": True},
             )
-            name, arguments, ends, usage = "", "", [], None
+            name = ""
+            arguments = ""
+            ends = []
+            usage = None
             for chunk in stream:
                 if rng.random() < 0.05:
                     time.sleep(rng.random() / 10)

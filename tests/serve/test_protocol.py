@@ -11,7 +11,8 @@ from lockstep.serve import answers
 from lockstep.serve.refused import CHAT, COMPLETIONS, EVERYWHERE
 
 USER = [{"role": "user", "content": "the fox"}]
-CHAT_PATH, TEXT_PATH = "/v1/chat/completions", "/v1/completions"
+CHAT_PATH = "/v1/chat/completions"
+TEXT_PATH = "/v1/completions"
 BODIES: dict[str, dict[str, Any]] = {CHAT_PATH: {"messages": USER}, TEXT_PATH: {"prompt": "the"}}
 
 

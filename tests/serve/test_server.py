@@ -103,7 +103,8 @@ def test_dead_engine(server):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_disconnect_aborts(server, stream):
-    server.client.hang, server.eos = True, None
+    server.client.hang = True
+    server.eos = None
     server.client.answer = lambda request: request.prompt_token_ids[:1]
 
     async def run():
@@ -161,8 +162,10 @@ def test_models_tokens_docs(server):
 
 
 def test_metrics(server):
-    stats = server.client.counts = Stats(num_running=2, pages_used=5, pages_total=10)
-    stats.generation_tokens_total, stats.ttft_seconds = 7, [0.2]
+    stats = Stats(num_running=2, pages_used=5, pages_total=10)
+    server.client.counts = stats
+    stats.generation_tokens_total = 7
+    stats.ttft_seconds = [0.2]
     stats.requests_success_total["stop"] = 3
     text = fetch(server, "GET", "/metrics").text
     assert 'lockstep:num_requests_running{model_name="tiny"} 2.0' in text

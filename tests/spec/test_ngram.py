@@ -30,7 +30,8 @@ def test_equals_a_plain_lookup() -> None:
             prompt_lookup_min=least,
             prompt_lookup_max=rng.randint(least, 5),
         )
-        rows, length = 4, 40
+        rows = 4
+        length = 40
         history = [[rng.randrange(3 + case % 4) for _ in range(length)] for _ in range(rows)]
         computed = [rng.randrange(length - 1) for _ in range(rows)]
         tokens = torch.tensor(history)
@@ -54,7 +55,8 @@ def test_equals_a_plain_lookup() -> None:
         create(context).propose(Step(), tokens, (), None)  # type: ignore[arg-type]
         for row in range(rows):
             known = history[row][: computed[row] + 1]
-            least, most = config.prompt_lookup_min, config.prompt_lookup_max
+            least = config.prompt_lookup_min
+            most = config.prompt_lookup_max
             expected = lookup(known, least, most, asked) if asked else []
             assert drafts[row, :asked].tolist() == expected
             assert (drafts[row, asked:] == 7).all(), "the step did not ask for these"

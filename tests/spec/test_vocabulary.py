@@ -68,8 +68,10 @@ def test_refused_with_name_value_range_and_remedy() -> None:
 
 
 def test_every_draft_is_a_kept_token_and_no_answer_changes() -> None:
-    plain, short = make_engine(None), make_engine("mtp", draft_vocab_size=KEPT)
-    plan, drafter = short.engine.plan, short.engine.runner.program.drafter
+    plain = make_engine(None)
+    short = make_engine("mtp", draft_vocab_size=KEPT)
+    plan = short.engine.plan
+    drafter = short.engine.runner.program.drafter
     module = drafter.context.module
     kept = torch.tensor(frequent_tokens(find_model(None), KEPT, 4096))
     full = short.engine.runner.model.head.weight

@@ -151,7 +151,8 @@ def test_stop_strings_wait_for_min_tokens(tokenizer):
 
 def scan(markers, pieces):
     """The characters and marker names that a scan finds, in order."""
-    found, one = [], Scan(markers)
+    found = []
+    one = Scan(markers)
     for piece in pieces:
         place = 0
         while place < len(piece):
@@ -169,7 +170,8 @@ def test_markers_do_not_depend_on_the_cut(text, cuts):
         Markers({"open": "< a", "close": "</a>"}, loose=True),
         Markers({"long": "abab<", "short": "bab", "same": "bab", "blank": "a \n"}),
     ]
-    pieces, rest = [], text
+    pieces = []
+    rest = text
     for cut in cuts:
         pieces.append(rest[:cut])
         rest = rest[cut:]

@@ -83,7 +83,8 @@ def test_beside_a_tool_that_it_could_be_taken_for_a_request_is_sure() -> None:
         frames = (asks.Frame("!", "see to it", False), asks.Frame("!", sure, True))
         return asks.Intent((name,), (name,), {}, frames)
 
-    reminder, todo = intent("set_reminder", "remind me"), intent("add_todo", "list it")
+    reminder = intent("set_reminder", "remind me")
+    todo = intent("add_todo", "list it")
     for seed in SEEDS:
         w = _words(seed)
         both = asks.single(w, [asks.offer(w, reminder), asks.offer(w, todo)])

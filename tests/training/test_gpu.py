@@ -27,7 +27,8 @@ def test_inverse_and_its_gradient() -> None:
 
 def test_walk_and_its_gradients() -> None:
     torch.manual_seed(0)
-    a, b = torch.randn(2, 7, 3, CHUNK, CHUNK) * 0.1, torch.randn(2, 7, 3, CHUNK, CHUNK)
+    a = torch.randn(2, 7, 3, CHUNK, CHUNK) * 0.1
+    b = torch.randn(2, 7, 3, CHUNK, CHUNK)
     for g, w in zip(
         _grads(walk, a, b, device="cuda"), _grads(walk, a, b, device="cpu"), strict=True
     ):

@@ -37,11 +37,15 @@ def tiny() -> Model:
 
 def test_chunks_equal_the_recurrence() -> None:
     torch.manual_seed(0)
-    length, heads, d = 3 * CHUNK, 3, 16
+    length = 3 * CHUNK
+    heads = 3
+    d = 16
     q, k, v = (torch.randn(length, heads, d) for _ in range(3))
     q, k = (x / x.norm(dim=-1, keepdim=True) for x in (q, k))
-    g, beta = -torch.rand(length, heads), torch.rand(length, heads)
-    state, wanted = torch.zeros(heads, d, d), []
+    g = -torch.rand(length, heads)
+    beta = torch.rand(length, heads)
+    state = torch.zeros(heads, d, d)
+    wanted = []
     for t in range(length):
         state = state * torch.exp(g[t])[:, None, None]
         delta = beta[t][:, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], state))
@@ -51,7 +55,10 @@ def test_chunks_equal_the_recurrence() -> None:
     def cut(x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(0, (-1, CHUNK)).transpose(1, 2)
 
-    q, k, v, b = cut(q), cut(k), cut(v), cut(beta[..., None])
+    q = cut(q)
+    k = cut(k)
+    v = cut(v)
+    b = cut(beta[..., None])
     c = cut(g[..., None])[..., 0].cumsum(-1)
     decay = torch.exp((c[..., :, None] - c[..., None, :]).tril()).tril()
     inverse = trained.invert((b * (k @ k.mT) * decay).tril(-1))
@@ -78,7 +85,8 @@ def test_logits_and_names_equal_transformers(tiny: Model) -> None:
 
 
 def test_losses_line_up_with_the_tokens_they_predict(tiny: Model) -> None:
-    ids, weights = torch.randint(0, 64, (2, CHUNK)), torch.rand(2, CHUNK)
+    ids = torch.randint(0, 64, (2, CHUNK))
+    weights = torch.rand(2, CHUNK)
     _, parts = loss_of(tiny, ids, weights)
     hidden = tiny.hidden(ids)
     learned = weights * (weights >= 0.5)
@@ -86,7 +94,8 @@ def test_losses_line_up_with_the_tokens_they_predict(tiny: Model) -> None:
     cases += [(h, learned, 2, s) for s, h in enumerate(tiny.drafts(ids, hidden, 3))]
     for (h, of, ahead, late), part in zip(cases, parts, strict=True):
         logits = tiny.head(h).view(2, CHUNK, -1)[:, late:-ahead]
-        targets, w = ids[:, late + ahead :], of[:, late + ahead :]
+        targets = ids[:, late + ahead :]
+        w = of[:, late + ahead :]
         losses = torch.nn.functional.cross_entropy(logits.mT, targets, reduction="none")
         torch.testing.assert_close(part, ((losses * w).sum() / w.sum()).detach())
 
@@ -95,7 +104,9 @@ def test_a_few_steps_lower_the_loss(tiny: Model) -> None:
     from training.optim import optimizers
 
     ids = torch.arange(CHUNK).remainder(7).repeat(2, 1)
-    weights, opts, seen = torch.ones(2, CHUNK), optimizers(tiny, 0.02), []
+    weights = torch.ones(2, CHUNK)
+    opts = optimizers(tiny, 0.02)
+    seen = []
     for _ in range(16):
         loss, parts = loss_of(tiny, ids, weights)
         loss.backward()

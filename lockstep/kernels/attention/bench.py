@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.attention import paged_attention
-from lockstep.kernels.bench_types import PAGE_SIZE, BenchEnv, Cost, Made, Model, OpBenchmark
+from lockstep.kernels.bench_types import BenchEnv, Cost, Made, Model, OpBenchmark
+from lockstep.step import PAGE_SIZE
 
 
 def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from lockstep.kernels.bench_types import (
     EPS,
-    PAGE_SIZE,
     BenchEnv,
     Made,
     Model,
@@ -17,6 +16,7 @@ from lockstep.kernels.bench_types import (
     cut_by_tokens,
 )
 from lockstep.kernels.rotary import rope_and_cache
+from lockstep.step import PAGE_SIZE
 
 
 def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:

@@ -87,11 +87,13 @@ class SamplingState:
     bad_words: Tensor
 
     def __getattr__(self, name: str) -> Tensor:
-        """A column of the scalars. Raises AttributeError."""
+        """A column of the scalars, made at its first use. Raises AttributeError."""
         if name not in COLUMNS:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         dtype = _DTYPES[_FORMATS[name]]
-        return self.scalars.view(dtype)[:, COLUMNS[name] * 4 // dtype.itemsize]
+        column = self.scalars.view(dtype)[:, COLUMNS[name] * 4 // dtype.itemsize]
+        setattr(self, name, column)
+        return column
 
     @classmethod
     def empty(
