@@ -92,8 +92,8 @@ class MoE(nn.Module):
         """
         table = self._others(shared)
         for expert in range(self.experts):
-            up, down = self.up[expert], self.down[expert]
-            parts = (up[: self.inner], up[self.inner :], down)
+            up = self.up[expert]
+            parts = (up[: self.inner], up[self.inner :], self.down[expert])
             prefix = f"experts.{expert}"
             table |= {f"{prefix}.{n}.weight": t for n, t in zip(names, parts, strict=True)}
         return table

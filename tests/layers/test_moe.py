@@ -9,14 +9,14 @@ from lockstep.errors import ConfigError
 from lockstep.layers.build import Build
 from lockstep.layers.moe import MoE
 
-H = 24
-I = 10  # noqa: E741
+HIDDEN = 24
+INNER = 10
 
 
 def made(dtype: torch.dtype = torch.float32, experts: int = 12, **more: object) -> MoE:
     """A layer of random weights; top 3."""
     torch.manual_seed(0)
-    layer = MoE(Build("cpu", dtype, 1, 1), H, I, experts, 3, **more)
+    layer = MoE(Build("cpu", dtype, 1, 1), HIDDEN, INNER, experts, 3, **more)
     for parameter in layer.parameters():
         parameter.data.normal_(0.0, 0.2)
     return layer
@@ -42,7 +42,8 @@ def test_qwen(shared: int, gated: bool) -> None:
     """Qwen3-MoE has no shared expert, Qwen3-Next and Qwen3.5 a gated one."""
     gated = gated and shared > 0
     layer = made(shared_inner=shared, shared_gate=gated)
-    x, table = torch.randn(9, H), layer.weights()
+    x = torch.randn(9, HIDDEN)
+    table = layer.weights()
     weights, ids = F.linear(x, table["gate.weight"]).softmax(-1).topk(3)
     expected = mixture(x, table, ids, weights / weights.sum(-1, keepdim=True))
     if shared:
@@ -58,7 +59,8 @@ def test_deepseek() -> None:
     layer = made(
         scoring="sigmoid", scale=2.5, bias=True, groups=4, top_groups=2, shared_inner=20,
     )  # fmt: skip
-    x, table = torch.randn(9, H), layer.weights("shared_experts")
+    x = torch.randn(9, HIDDEN)
+    table = layer.weights("shared_experts")
     scores = F.linear(x, table["gate.weight"]).sigmoid()
     choice = scores + table["gate.e_score_correction_bias"]
     best = choice.view(9, 4, 3).topk(2)[0].sum(-1).topk(2)[1]
@@ -75,7 +77,7 @@ def test_deepseek() -> None:
 def test_a_router_that_scores_by_sigmoid_is_fp32_all_through(scoring: str) -> None:
     layer = made(torch.bfloat16, scoring=scoring)
     wide = scoring == "sigmoid"
-    x = torch.randn(5, H).bfloat16()
+    x = torch.randn(5, HIDDEN).bfloat16()
     assert layer.router.weight.dtype == (torch.float32 if wide else torch.bfloat16)
     assert layer.up.dtype == torch.bfloat16 and layer(x).dtype == torch.bfloat16
     weights = layer.route(layer.router(x.to(layer.router_dtype)), 3, **layer.choice)[1]
@@ -85,7 +87,7 @@ def test_a_router_that_scores_by_sigmoid_is_fp32_all_through(scoring: str) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_has_its_bits_in_any_batch(dtype: torch.dtype) -> None:
     layer = made(dtype, shared_inner=16, shared_gate=True)
-    x = torch.randn(40, H).to(dtype)
+    x = torch.randn(40, HIDDEN).to(dtype)
     whole = layer(x)
     for begin, end in ((0, 1), (3, 5), (7, 40), (6, 6)):
         assert torch.equal(layer(x[begin:end]), whole[begin:end])
@@ -93,13 +95,15 @@ def test_a_row_has_its_bits_in_any_batch(dtype: torch.dtype) -> None:
 
 def test_both_tables_name_the_same_memory() -> None:
     layer = made(shared_inner=16, shared_gate=True, bias=True)
-    one, fused = layer.weights(names=("w1", "w3", "w2")), layer.fused_weights()
+    one = layer.weights(names=("w1", "w3", "w2"))
+    fused = layer.fused_weights()
     filled = {name: torch.randn(t.shape) for name, t in fused.items()}
     for name, tensor in fused.items():
         tensor.copy_(filled[name])
-    gate_up, down = filled["experts.gate_up_proj"], filled["experts.down_proj"]
-    assert torch.equal(one["experts.7.w1.weight"], gate_up[7, :I])
-    assert torch.equal(one["experts.7.w3.weight"], gate_up[7, I:])
+    gate_up = filled["experts.gate_up_proj"]
+    down = filled["experts.down_proj"]
+    assert torch.equal(one["experts.7.w1.weight"], gate_up[7, :INNER])
+    assert torch.equal(one["experts.7.w3.weight"], gate_up[7, INNER:])
     assert torch.equal(one["experts.11.w2.weight"], down[11])
     assert set(one) - set(fused) == {
         f"experts.{e}.w{n}.weight" for e in range(12) for n in (1, 2, 3)
