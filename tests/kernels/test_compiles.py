@@ -31,3 +31,14 @@ def test_what_every_op_launches_compiles_for_hopper(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert [line.split()[0] for line in done.stdout.splitlines()] == [op.name for op in OPS]
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
+def test_packed_weights_reach_the_matrix_units_in_their_own_order(tmp_path: Path) -> None:
+    """On Hopper and Ampere: kWidth 2, and on Hopper no second way through shared memory."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    command = [sys.executable, "-m", "tests.kernels.compile_packed"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) == 7

@@ -311,7 +311,7 @@ def decode(word, BIT: tl.constexpr, scale, zero, factor, FORM: tl.constexpr, DTY
 
 
 @triton.jit
-def _read(base, rows, stride, first, live, GROUP: tl.constexpr, COUNT: tl.constexpr,
+def _read(base, rows, stride, first, live, COUNT: tl.constexpr,
           PAIRED: tl.constexpr, SCALE: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
     """COUNT numbers from column `first` on, per row: [R, COUNT]; 0 where not `live`, of EVEN."""
     if PAIRED:
@@ -468,58 +468,80 @@ def _all_of_8(word, scale, zero, FORM: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _unpacked(weight, rows, at, end, FORM: tl.constexpr, COLUMNS: tl.constexpr,
-              EVEN: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
-    """load_tile of a packed weight."""
-    BITS: tl.constexpr = FORM[1]
-    SPANS: tl.constexpr = BITS
-    WORDS: tl.constexpr = COLUMNS * BITS // 32
-    COUNT: tl.constexpr = COLUMNS // FORM[2] if 0 < FORM[2] and FORM[2] < COLUMNS else 1
-    ROWS: tl.constexpr = rows.shape[0]
+def _words(weight, rows, at, end, BITS: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr):
+    """The words of a tile: [R, WORDS]."""
     first = at // (32 // BITS) + tl.arange(0, WORDS)[None, :]
+    place = weight[0] + rows[:, None] * weight[4] + first
     if EVEN:
-        word = tl.load(weight[0] + rows[:, None] * weight[4] + first)
+        return tl.load(place)
     else:
         padded = (end + BLOCK - 1) // BLOCK * BLOCK // (32 // BITS)
-        word = tl.load(weight[0] + rows[:, None] * weight[4] + first, mask=first < padded, other=0)
+        return tl.load(place, mask=first < padded, other=0)
+
+
+@triton.jit
+def _scales(weight, rows, at, end, FORM: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
+    """The scales and the zeros of a tile's groups: [R, C] each, or None for zeros."""
+    COUNT: tl.constexpr = COLUMNS // FORM[2] if 0 < FORM[2] and FORM[2] < COLUMNS else 1
     column = 0
     last = 1
     if FORM[2] > 0:
         column = tl.multiple_of(at // FORM[2], COUNT)
         last = tl.cdiv(end, FORM[2])
-    if FORM[3] == 1:
-        lines = rows
-    elif FORM[3] == 0:
+    lines = rows
+    if FORM[3] == 0:
         lines = rows * 0
-    else:
+    elif FORM[3] > 1:
         lines = (rows + weight[6]) // FORM[3]
-    scales = _read(weight[1], lines, weight[5], column, last,
-                   FORM[2], COUNT, FORM[4], FORM[5], EVEN)  # fmt: skip
+    scales = _read(weight[1], lines, weight[5], column, last, COUNT, FORM[4], FORM[5], EVEN)
     zeros = None
     if weight[2] is not None:
-        zeros = _read(weight[2], lines, weight[5], column, last,
-                      FORM[2], COUNT, FORM[4], FORM[5], EVEN)  # fmt: skip
+        zeros = _read(weight[2], lines, weight[5], column, last, COUNT, FORM[4], FORM[5], EVEN)
+    return scales, zeros
+
+
+@triton.jit
+def _decode_fp4(word, scales, factors, FORM: tl.constexpr, COLUMNS: tl.constexpr,
+                DTYPE: tl.constexpr):  # fmt: skip
+    """NVFP4's words, decoded: [R, W, 2, 2, 2]; factors: pointers, per row."""
+    factor = tl.broadcast_to((tl.load(factors) * 256.0)[:, None], word.shape)
+    if FORM[6] == E2M1:
+        return _fast_e2m1(word, scales, factor, COLUMNS, DTYPE)
+    else:
+        wide = decode_e4m3(scales.to(tl.int32)) * 3.32306998946229e35
+        s0, s1 = _spread(wide, 4, word.shape[1], COLUMNS)
+        return _all_of_4(word, s0, s1, 0.0, 0.0, factor, FORM, DTYPE)
+
+
+@triton.jit
+def _decode(word, scales, zeros, FORM: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
+    """Words of integers or of fp8, decoded: [R, W, (2,) 2, 2]."""
+    BITS: tl.constexpr = FORM[1]
+    s0, s1 = _spread(scales.to(tl.float32), BITS, word.shape[1], COLUMNS)
+    z0 = (1 << BITS) / 2.0
+    z1 = (1 << BITS) / 2.0
+    if zeros is not None:
+        z0, z1 = _spread(zeros.to(tl.float32), BITS, word.shape[1], COLUMNS)
+    if BITS == 4:
+        return _all_of_4(word, s0, s1, z0, z1, 1.0, FORM, DTYPE)
+    else:
+        return _all_of_8(word, s0, z0, FORM, DTYPE)
+
+
+@triton.jit
+def _unpacked(weight, rows, at, end, FORM: tl.constexpr, COLUMNS: tl.constexpr,
+              EVEN: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+    """load_tile of a packed weight. A block has 4 lanes' words, BITS each."""
+    BITS: tl.constexpr = FORM[1]
+    word = _words(weight, rows, at, end, BITS, COLUMNS * BITS // 32, EVEN)
+    scales, zeros = _scales(weight, rows, at, end, FORM, COLUMNS, EVEN)
     if FORM[6] == SAME or FORM[6] == SPLIT:
         values = _fast_int4(word, scales, zeros, FORM, COLUMNS, DTYPE)
     elif FORM[0] == FP4:
-        factor = tl.broadcast_to((tl.load(weight[3] + rows) * 256.0)[:, None], (ROWS, WORDS))
-        if FORM[6] == E2M1:
-            values = _fast_e2m1(word, scales, factor, COLUMNS, DTYPE)
-        else:
-            wide = decode_e4m3(scales.to(tl.int32)) * 3.32306998946229e35
-            s0, s1 = _spread(wide, SPANS, WORDS, COLUMNS)
-            values = _all_of_4(word, s0, s1, 0.0, 0.0, factor, FORM, DTYPE)
+        values = _decode_fp4(word, scales, weight[3] + rows, FORM, COLUMNS, DTYPE)
     else:
-        s0, s1 = _spread(scales.to(tl.float32), SPANS, WORDS, COLUMNS)
-        z0 = (1 << BITS) / 2.0
-        z1 = (1 << BITS) / 2.0
-        if weight[2] is not None:
-            z0, z1 = _spread(zeros.to(tl.float32), SPANS, WORDS, COLUMNS)
-        if BITS == 4:
-            values = _all_of_4(word, s0, s1, z0, z1, 1.0, FORM, DTYPE)
-        else:
-            values = _all_of_8(word, s0, z0, FORM, DTYPE)
-    tile = _ordered(values, SPANS, COLUMNS)
+        values = _decode(word, scales, zeros, FORM, COLUMNS, DTYPE)
+    tile = _ordered(values, BITS, COLUMNS)
     if FORM[7]:
         tile = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2
