@@ -19,7 +19,7 @@ from lockstep.bench.kernels import (
 )
 from lockstep.errors import ConfigError
 from lockstep.kernels.bench_types import Cost, OpBenchmark
-from lockstep.layers.linear import Head, Linear
+from lockstep.layers.linear import Product
 from tests.bench.test_floor import LARGE
 from tests.tiny_model import make_model
 
@@ -79,8 +79,7 @@ def test_bytes_by_hand() -> None:
 
 def test_dimensions_are_those_of_the_model(tmp_path: Path) -> None:
     model = sketch(make_model(tmp_path / "large", **LARGE), torch.bfloat16, None).model
-    layers = [m for m in model.modules() if isinstance(m, (Linear, Head))]
-    assert {tuple(m.part(0).shape) for m in layers} == {
+    assert {m.shape for m in model.modules() if isinstance(m, Product)} == {
         (n, k) for _, n, k in MODELS["Qwen3.6-27B"].weights
     }
 

@@ -17,9 +17,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from lockstep.kernels.backends import cases_of, every_op, load
+from lockstep.kernels.backends import cases_of, every_op, load, traits_of
 
 HOPPER = GPUTarget("cuda", 90, 32)
+COMPILED = ("triton", "packed")
+"""Backends whose launches are compiled here."""
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 """Keywords of a launch that are the compiler's."""
 TYPES = {
@@ -84,12 +86,15 @@ def main(names: list[str]) -> None:
     for name, op in every_op().items():
         if names and name not in names:
             continue
-        absent: set[frozenset[str]] = set()
+        absent: set[tuple[str, frozenset[str]]] = set()
         for _, given in cases_of(op)(torch.bfloat16):
             missing = frozenset(key for key, value in given.items() if value is None)
-            if not empty(given) and missing not in absent:
-                absent.add(missing)
-                op.backends["triton"].run(**given)
+            traits = dict(device="cuda", dtype=torch.bfloat16, **traits_of(op, given))
+            for backend in [op.backends[name] for name in COMPILED if name in op.backends]:
+                served = backend.supports(**traits) is None and not empty(given)
+                if served and (backend.run.__name__, missing) not in absent:
+                    absent.add((backend.run.__name__, missing))
+                    backend.run(**given)
         kernels = sorted({key[0] for key in launches.seen})
         launches.seen.clear()
         assert kernels, f"{name} launches nothing"

@@ -50,3 +50,10 @@ def test_experts_multiply_by_wgmma_at_any_number_of_tokens(
 ) -> None:
     """So a weight that is unpacked in registers keeps one K order (docs/kernels/experts.md)."""
     assert len(compiled("compile_experts")) == 4
+
+
+def test_packed_weights_reach_the_matrix_units_in_their_own_order(
+    compiled: Callable[[str], list[str]],
+) -> None:
+    """On Hopper and Ampere: kWidth 2, and on Hopper no second way through shared memory."""
+    assert len(compiled("compile_packed")) == 7
