@@ -480,8 +480,9 @@ def _words(weight, rows, at, end, BITS: tl.constexpr, WORDS: tl.constexpr, EVEN:
 
 
 @triton.jit
-def _scales(weight, rows, at, end, FORM: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
-    """The scales and the zeros of a tile's groups: [R, C] each, or None for zeros."""
+def _per_group(numbers, weight, rows, at, end, FORM: tl.constexpr, COLUMNS: tl.constexpr,
+               EVEN: tl.constexpr):  # fmt: skip
+    """The scales or zeros (`numbers` points to them) of a tile's groups: [R, C]."""
     COUNT: tl.constexpr = COLUMNS // FORM[2] if 0 < FORM[2] and FORM[2] < COLUMNS else 1
     column = 0
     last = 1
@@ -493,11 +494,7 @@ def _scales(weight, rows, at, end, FORM: tl.constexpr, COLUMNS: tl.constexpr, EV
         lines = rows * 0
     elif FORM[3] > 1:
         lines = (rows + weight[6]) // FORM[3]
-    scales = _read(weight[1], lines, weight[5], column, last, COUNT, FORM[4], FORM[5], EVEN)
-    zeros = None
-    if weight[2] is not None:
-        zeros = _read(weight[2], lines, weight[5], column, last, COUNT, FORM[4], FORM[5], EVEN)
-    return scales, zeros
+    return _read(numbers, lines, weight[5], column, last, COUNT, FORM[4], FORM[5], EVEN)
 
 
 @triton.jit
@@ -534,7 +531,10 @@ def _unpacked(weight, rows, at, end, FORM: tl.constexpr, COLUMNS: tl.constexpr,
     """load_tile of a packed weight. A block has 4 lanes' words, BITS each."""
     BITS: tl.constexpr = FORM[1]
     word = _words(weight, rows, at, end, BITS, COLUMNS * BITS // 32, EVEN)
-    scales, zeros = _scales(weight, rows, at, end, FORM, COLUMNS, EVEN)
+    scales = _per_group(weight[1], weight, rows, at, end, FORM, COLUMNS, EVEN)
+    zeros = None
+    if weight[2] is not None:
+        zeros = _per_group(weight[2], weight, rows, at, end, FORM, COLUMNS, EVEN)
     if FORM[6] == SAME or FORM[6] == SPLIT:
         values = _fast_int4(word, scales, zeros, FORM, COLUMNS, DTYPE)
     elif FORM[0] == FP4:
