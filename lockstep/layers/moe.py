@@ -103,7 +103,7 @@ class MoE(nn.Module):
         own = {"experts.gate_up_proj": self.up, "experts.down_proj": self.down}
         return self._others(shared) | own
 
-    def _others(self, shared: str) -> dict[str, Tensor]:
+    def _others(self, shared: str) -> dict[str, Target]:
         """All but the experts."""
         names = ("gate", f"{shared}_gate")[: len(self.router.outputs)]
         table = self.router.weights(*names)

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -347,5 +347,4 @@ def null_line(table: RowTable) -> dict[str, Tensor]:
     """Line 0, less the tokens and drafts that padding rows show and never commit."""
     names = ("computed", "pending", "prompt_len", "state_slots", "page_table")
     line = {name: getattr(table, name)[0].clone() for name in names}
-    sampling = {f.name: getattr(table.sampling, f.name) for f in fields(table.sampling)}
-    return line | {name: x[0].clone() for name, x in sampling.items()}
+    return line | {name: x[0].clone() for name, x in table.sampling.parts().items()}
