@@ -10,7 +10,7 @@ from lockstep.kernels.experts import experts as experts_op
 from lockstep.kernels.route import Scoring
 from lockstep.kernels.route import route as route_op
 from lockstep.layers.build import Build
-from lockstep.layers.linear import Linear
+from lockstep.layers.linear import Linear, Target
 from lockstep.layers.mlp import GatedMLP
 
 GATED_MLP = ("gate_proj", "up_proj", "down_proj")
