@@ -47,6 +47,7 @@ class Product(nn.Module):
         if stands is None:
             self._allocate(build, layout)
         self.linear = build.linear_op(linear, n=n, k=k, packed=self.weight is None)
+        build.choices[-1].packing = "" if layout is None else str(layout)
 
     def _allocate(self, build: Build, layout: Layout | None) -> None:
         n, k = self.shape
