@@ -52,9 +52,8 @@ class AutoRound(IntPacking):
         super().__init__("auto-round", scheme)
         c.only("data_type", "int", default="int")
         c.only("super_bits", None)
-        packing = c.called("packing_format", "backend")
-        default = "auto_round:auto_gptq"
-        self.packing = c.only(packing, *STORED_LESS, *AS_AWQ, default=default)
+        known = (*STORED_LESS, *AS_AWQ)
+        self.packing = c.only("packing_format", *known, default="auto_round:auto_gptq")
         self._check_bits(c, scheme)
         self.blocks = c.names("block_name_to_quantize") or c.names("to_quant_block_names")
         self.extra: dict[str, Scheme | None] = {}
