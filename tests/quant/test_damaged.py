@@ -21,7 +21,7 @@ from tests.tiny_model import make_model
 
 SETTINGS: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
 MODULE = "model.layers.0.mlp.down_proj"
-FUSED = "model.layers.3.self_attn.k_proj"
+FUSED = "model.layers.3.self_attn.q_proj"
 READ = ("bits", "group_size", "sym", "desc_act", "lm_head", "dynamic", "checkpoint_format",
         "pack_dtype", "modules_in_block_to_quantize", "quant_method")  # fmt: skip
 Damage = tuple[str, Callable[[dict[str, Tensor], dict[str, Any]], Any]]
