@@ -43,6 +43,12 @@ class EngineConfig(Settings):
     dtype: Dtype = setting(
         "auto", "auto, float32, bfloat16 or float16; auto is float32 on a CPU", remedy=_ONE
     )
+    quantization: str | None = setting(
+        None,
+        "weights are packed while they are loaded: fp8, int8 or int4",
+        allowed="fp8, int8, int4, the format of a packed checkpoint, or None",
+        remedy=_ONE,
+    )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "auto, cpu or cuda", remedy=_ONE)
     load_format: Literal["auto", "dummy"] = setting(
         "auto", "auto, or dummy for random weights", remedy=_ONE
@@ -126,7 +132,8 @@ class StepLimits:
 
     query_len: K + 1, the most tokens that a row brings to a generated step; page_size: tokens of a
     page; draft_lengths: numbers of drafts that a step may bring, ascending, one graph each and
-    bucket; graph_mode: as in EngineConfig, none on a CPU.
+    bucket; graph_mode: as in EngineConfig, none on a CPU; quantization: how the weights are packed,
+    None where they are not.
     """
 
     model_path: Path
@@ -142,6 +149,7 @@ class StepLimits:
     graph_mode: str
     steps_in_flight: int
     numerics: str
+    quantization: str | None = None
 
     @property
     def row_columns(self) -> int:

@@ -21,6 +21,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("model", "", "a folder, a hub id"),
     ("dtype", "fp8", "auto, float32, bfloat16, float16"),
     ("dtype", None, "auto, float32"),
+    ("quantization", 4, "fp8, int8, int4"),
+    ("quantization", ["int4"], "fp8, int8, int4"),
     ("device", "tpu", "auto, cpu, cuda"),
     ("load_format", "gguf", "auto, dummy"),
     ("kv_cache_dtype", "fp8", "auto"),

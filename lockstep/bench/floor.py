@@ -113,23 +113,31 @@ class Sketch:
         return self.drafts + 1
 
 
-def sketch(folder: Path, dtype: torch.dtype, options: SpeculativeConfig | None) -> Sketch:
+def sketch(
+    folder: Path,
+    dtype: torch.dtype,
+    options: SpeculativeConfig | None,
+    quantization: str | None = None,
+) -> Sketch:
     """The model of a folder's config.json and what it drafts with, without memory or weights.
 
-    Raises CheckpointError or ConfigError.
+    quantization: as in EngineConfig. Which weights are packed, the folder's files say, or its
+    settings where it has none. Raises CheckpointError or ConfigError.
     """
     drafts = options.num_speculative_tokens if options else 0
     drafting = drafter_module(options.method) if options else None
     checkpoint = Checkpoint.read(folder)
     draft = None
+    tensors = checkpoint.tensors() if any(folder.glob("*.safetensors")) else None
     with FakeTensorMode():
         build = Build(
             "cpu",
             dtype,
             drafts + 1,
             max_positions=1 << 20,
+            tensors=tensors,
             prefixes=checkpoint.architecture.PREFIXES,
-            packing=packing_of(checkpoint.quantization()),
+            packing=packing_of(checkpoint.quantization(), quantization),
         )
         build.room.bounded = False
         model = build_model(checkpoint.raw, build)

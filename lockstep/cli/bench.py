@@ -353,13 +353,15 @@ def _has_weights(settings: dict[str, Any]) -> bool:
     return any(find_model(settings["model"]).glob("*.safetensors"))
 
 
-def _sketch(folder: Path, dtype: str, spec: dict[str, Any] | None) -> "Sketch":
+def _sketch(
+    folder: Path, dtype: str, spec: dict[str, Any] | None, quantization: str | None
+) -> "Sketch":
     import torch
 
     from lockstep.bench.floor import sketch
     from lockstep.spec import read
 
-    return sketch(folder, getattr(torch, dtype), read(spec))
+    return sketch(folder, getattr(torch, dtype), read(spec), quantization)
 
 
 def _show_floor_alone(
@@ -373,7 +375,7 @@ def _show_floor_alone(
     folder = find_model(settings["model"])
     dtype = pick_dtype(EngineConfig(dtype=settings["dtype"]), Checkpoint.read(folder).raw, "cuda")
     name = str(dtype).removeprefix("torch.")
-    model = _sketch(folder, name, settings["speculative_config"])
+    model = _sketch(folder, name, settings["speculative_config"], settings["quantization"])
     least = step_floor(model, batch_size, input_len)
     prompt = prompt_floor(model, input_len)
     found = {"bench": "floor", "model": folder.name, "dtype": name}
@@ -390,7 +392,9 @@ def _floors_of_run(llm: "LLM", f: "Figures") -> "tuple[StepFloor, Floor]":
 
     engine = llm.engine
     spec = engine.config.speculative_config
-    model = _sketch(engine.plan.model_path, engine.plan.dtype, asdict(spec) if spec else None)
+    drafting = asdict(spec) if spec else None
+    quantization = engine.config.quantization
+    model = _sketch(engine.plan.model_path, engine.plan.dtype, drafting, quantization)
     context = (f.prompt_tokens + f.tokens // 2) // f.requests
     prompt = prompt_floor(model, f.prompt_tokens // f.requests)
     return step_floor(model, f.requests, context), prompt

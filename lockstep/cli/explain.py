@@ -35,7 +35,7 @@ def _layers(layers: list[dict[str, Any]]) -> Table:
     groups: dict[tuple[str, str, str], list[str]] = {}
     for choice in layers:
         refused = "; ".join(f"{name}: {why}" for name, why in choice["refused"].items())
-        op = f"{choice['op']} {choice['size']}".rstrip()
+        op = " ".join(filter(None, (choice["op"], choice["size"], choice["packing"])))
         key = (op, choice["backend"], refused or "-")
         places = groups.setdefault(key, [])
         if choice["layer"] not in places:

@@ -22,7 +22,7 @@ from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.hub import fetch
 from lockstep.models.loader import build_model, fill_dummy, load_weights
 from lockstep.models.reading import ConfigReader
-from lockstep.quant import packing_of
+from lockstep.quant import Packing, packing_of
 from lockstep.runner import memory
 from lockstep.runner.program import Drafter, Program
 from lockstep.runner.runner import Runner
@@ -61,7 +61,8 @@ def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) ->
     """Builds everything. Raises ConfigError, CheckpointError or CapacityError."""
     device = pick_device(config)
     checkpoint = Checkpoint.read(find_model(config.model))
-    limits = step_limits(config, checkpoint, device)
+    packing = packing_of(checkpoint.quantization(), config.quantization)
+    limits = step_limits(config, checkpoint, device, packing)
     prepare_device(device)
     build = Build(
         device=device,
@@ -71,7 +72,7 @@ def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) ->
         max_model_len=limits.max_model_len,
         tensors=checkpoint.tensors() if config.load_format == "auto" else None,
         prefixes=checkpoint.architecture.PREFIXES,
-        packing=packing_of(checkpoint.quantization()),
+        packing=packing,
     )
     model, draft = build_models(config, checkpoint, build, progress)
     layers = memory.mixers(model, draft)
@@ -149,7 +150,9 @@ def pick_row_buckets(config: EngineConfig, device: str) -> tuple[int, ...]:
     return tuple(sorted({b for b in buckets if b < most} | {most}))
 
 
-def step_limits(config: EngineConfig, checkpoint: Checkpoint, device: str) -> StepLimits:
+def step_limits(
+    config: EngineConfig, checkpoint: Checkpoint, device: str, packing: Packing | None
+) -> StepLimits:
     """How large steps may be. Raises ConfigError or CheckpointError."""
     dtype = pick_dtype(config, checkpoint.raw, device)
     drafting = config.speculative_config
@@ -167,11 +170,12 @@ def step_limits(config: EngineConfig, checkpoint: Checkpoint, device: str) -> St
         draft_lengths=drafting.draft_lengths if drafting else (0,),
         graph_mode=config.cuda_graph_mode if cuda else "none",
         steps_in_flight=config.steps_in_flight or (GPU_STEPS_IN_FLIGHT if cuda else 1),
-        numerics=numerics(device, dtype) + _synthetic(config),
+        numerics=numerics(device, dtype, packing) + _synthetic(config),
+        quantization=None if packing is None else packing.name,
     )
 
 
-def numerics(device: str, dtype: torch.dtype) -> str:
+def numerics(device: str, dtype: torch.dtype, packing: Packing | None = None) -> str:
     """All that bits may depend on besides weights and request: printed, and the fingerprint.
 
     On a GPU Triton's version too: the trees of its sums follow the layouts that it chooses.
@@ -189,7 +193,8 @@ def numerics(device: str, dtype: torch.dtype) -> str:
         release = version("lockstep-llm")
     except PackageNotFoundError:
         from lockstep import __version__ as release
-    parts = (arch, f"weights-{name}", f"kv-{name}", "state-float32", "tp1")
+    packed = "" if packing is None else f"+{packing.name}"
+    parts = (arch, f"weights-{name}{packed}", f"kv-{name}", "state-float32", "tp1")
     return "/".join((*parts, *libraries, f"lockstep-{release}"))
 
 

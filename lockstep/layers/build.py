@@ -20,7 +20,8 @@ from lockstep.quant import Layout, Module, Packing, TensorInfo
 class Choice:
     """One op of one layer: the backend that serves it, and why the others do not.
 
-    size: of a linear's weight, "34816x5120"; else empty.
+    size: of a linear's weight, "34816x5120"; else empty. packing: how that weight lies in the
+    checkpoint's format, empty where it is not packed.
     """
 
     layer: str
@@ -28,6 +29,7 @@ class Choice:
     backend: str
     refused: dict[str, str]
     size: str = ""
+    packing: str = ""
 
 
 @dataclass

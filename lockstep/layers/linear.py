@@ -96,6 +96,7 @@ class Product(Weight):
         self.segments = segments
         self.partial = partial
         self.linear = build.linear_op(linear, n=n, k=k, packed=self.weight is None)
+        build.choices[-1].packing = "" if layout is None else str(layout)
 
     def forward(self, x: Tensor, begin: int = 0, out: Tensor | None = None) -> Tensor:
         """The outputs from `begin` on, which alone are read; into `out` where that is given."""

@@ -80,7 +80,8 @@ class Checkpoint:
         for name, method in OWN_FILES.items():
             if (self.folder / name).exists():
                 raw = read_object(self.folder / name, "Fetch the file again.")
-                return {"quant_method": method, **raw, **raw.get("quantization", {})}
+                inner = raw.get("quantization")
+                return {"quant_method": method, **raw, **(inner if isinstance(inner, dict) else {})}
         return None
 
 

@@ -9,22 +9,32 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any
 
-from lockstep.errors import CheckpointError, choice_error
+from lockstep.errors import CheckpointError, ConfigError, choice_error
 from lockstep.quant.packing import Layout, Module, Packing, TensorInfo
+from lockstep.quant.round_to_nearest import METHODS, RoundToNearest
 from lockstep.quant.slot import Slot
 
 __all__ = ["FORMATS", "Layout", "Module", "Packing", "Slot", "TensorInfo", "packing_of"]
 
-FORMATS: dict[str, str] = {}
+FORMATS: dict[str, str] = {
+    "gptq": "lockstep.quant.gptq",
+    "awq": "lockstep.quant.awq",
+    "auto-round": "lockstep.quant.auto_round",
+    "auto_round": "lockstep.quant.auto_round",
+    "intel/auto-round": "lockstep.quant.auto_round",
+}
 
 
-def packing_of(settings: Mapping[str, Any] | None) -> Packing | None:
-    """The weight format that a checkpoint's quantization_config names; None without one.
+def packing_of(settings: Mapping[str, Any] | None, chosen: str | None = None) -> Packing | None:
+    """The weight format that a checkpoint's quantization_config names, or that the user chose for a
+    checkpoint which is not packed; None without either.
 
-    Raises CheckpointError where it is not built, or asks for what is not.
+    chosen: EngineConfig.quantization. A packed checkpoint's own format may be named too. Raises
+    CheckpointError where a format is not built, or asks for what is not; ConfigError where the
+    choice does not suit the checkpoint.
     """
     if settings is None:
-        return None
+        return _rounding(chosen)
     method = settings.get("quant_method")
     if not isinstance(method, str) or method not in FORMATS:
         raise choice_error(
@@ -34,4 +44,18 @@ def packing_of(settings: Mapping[str, Any] | None) -> Packing | None:
             ", ".join(FORMATS),
             "Serve a checkpoint in one of these formats, or one that is not packed.",
         )
+    if chosen is not None and FORMATS.get(chosen) != FORMATS[method]:
+        remedy = f"The checkpoint is packed already, as {method}; leave the setting out."
+        raise choice_error(ConfigError, "quantization", chosen, f"{method!r} or None", remedy)
     return import_module(FORMATS[method]).read(settings)
+
+
+def _rounding(chosen: str | None) -> Packing | None:
+    """What packs a checkpoint that is not packed."""
+    if chosen is None:
+        return None
+    if chosen not in METHODS:
+        remedy = "The checkpoint is not packed; choose one of these, or leave the setting out."
+        allowed = ", ".join(map(repr, METHODS)) + " or None"
+        raise choice_error(ConfigError, "quantization", chosen, allowed, remedy)
+    return RoundToNearest(chosen)

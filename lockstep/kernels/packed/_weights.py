@@ -81,6 +81,14 @@ class PackedWeight(ABC):
             out[begin:end] = part._values(part.codes())
         return out
 
+    @abstractmethod
+    def gather(self, ids: Tensor) -> Self:
+        """The outputs of these ids [M], as a weight of its own."""
+
+    @abstractmethod
+    def reorder(self, order: Tensor) -> None:
+        """Puts output order[i] at i, in place. order [N]: each output once."""
+
     def copy_(self, other: Self) -> None:
         """Fills it with the tensors of another of the same layout."""
         mine, others = self.tensors(), other.tensors()
@@ -185,6 +193,18 @@ class IntWeight(PackedWeight):
         zeros = 2 ** (self.bits - 1) if self.zeros is None else self.zeros.float()[:, groups]
         return (codes.float() - zeros) * self.scales.float()[:, groups]
 
+    def gather(self, ids: Tensor) -> Self:
+        zeros = None if self.zeros is None else self.zeros[ids]
+        words = self.words[ids]
+        scales = self.scales[ids]
+        return type(self)(words, self.k, scales, zeros, self.g_idx, self.group, self.width)
+
+    def reorder(self, order: Tensor) -> None:
+        self.words.copy_(self.words[order])
+        self.scales.copy_(self.scales[order])
+        if self.zeros is not None:
+            self.zeros.copy_(self.zeros[order])
+
 
 @dataclass(frozen=True)
 class Fp8Weight(PackedWeight):
@@ -252,6 +272,27 @@ class Fp8Weight(PackedWeight):
         columns = torch.arange(k, device=self.device) // self.block_k
         return e4m3(codes) * self.scales[lines][:, columns]
 
+    def gather(self, ids: Tensor) -> Self:
+        """With a scale per row, whatever the blocks were."""
+        lines = (self.first + ids) // self.block_n
+        return type(self)(self.words[ids], self.k, self.scales[lines], 1, self.block_k)
+
+    def reorder(self, order: Tensor) -> None:
+        """Raises ValueError where the order does not move whole blocks of rows: the rows of a line
+        of scales come from one line. Lines that reach beyond these rows stay."""
+        n = self.words.shape[0]
+        targets = (self.first + torch.arange(n, device=self.device)) // self.block_n
+        sources = (self.first + order) // self.block_n
+        moved = torch.arange(len(self.scales), device=self.device)
+        moved[targets] = sources
+        shared = [0] if self.first else []
+        if (self.first + n) % self.block_n:
+            shared.append(len(self.scales) - 1)
+        if not torch.equal(moved[targets], sources) or any(int(moved[i]) != i for i in shared):
+            raise ValueError(f"the order of rows cuts blocks of {self.block_n} rows")
+        self.words.copy_(self.words[order])
+        self.scales.copy_(self.scales[moved])
+
 
 @dataclass(frozen=True)
 class Fp4Weight(PackedWeight):
@@ -302,6 +343,14 @@ class Fp4Weight(PackedWeight):
         columns = torch.arange(self.k, device=self.device) // FP4_GROUP
         scaled = table[codes.long()] * e4m3(self.scales)[:, columns]
         return scaled * self.factors[:, None]
+
+    def gather(self, ids: Tensor) -> Self:
+        return type(self)(self.words[ids], self.k, self.scales[ids], self.factors[ids])
+
+    def reorder(self, order: Tensor) -> None:
+        self.words.copy_(self.words[order])
+        self.scales.copy_(self.scales[order])
+        self.factors.copy_(self.factors[order])
 
 
 def e4m3(codes: Tensor) -> Tensor:

@@ -1,0 +1,166 @@
+"""A writer of packed checkpoints of its own, from the published bit layouts, in plain loops."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+def words_along(values: np.ndarray, bits: int, axis: int, order: list[int] | None = None) -> Tensor:
+    """values [R, C] below 2^bits -> int32 words, 32 / bits neighbours along axis in each."""
+    rows = values if axis == 1 else values.T
+    count = 32 // bits
+    order = order or list(range(count))
+    out = np.zeros((rows.shape[0], -(-rows.shape[1] // count)), dtype=np.int64)
+    for r in range(out.shape[0]):
+        for c in range(out.shape[1]):
+            word = 0
+            for nibble in range(count):
+                column = count * c + order[nibble]
+                if column < rows.shape[1]:
+                    word += int(rows[r, column]) << (bits * nibble)
+            out[r, c] = word if word < 2**31 else word - 2**32
+    words = torch.from_numpy(out.astype(np.int32))
+    return (words if axis == 1 else words.t()).contiguous()
+
+
+@dataclass
+class Codes:
+    """A weight [N, K] as integers: codes [N, K], zeros and scales [N, G], the group of a column."""
+
+    bits: int
+    codes: np.ndarray
+    zeros: np.ndarray
+    scales: Tensor
+    groups: np.ndarray
+
+    def values(self) -> Tensor:
+        """[N, K] fp32, one element at a time."""
+        n, k = self.codes.shape
+        scales = self.scales.float().numpy()
+        out = np.zeros((n, k), dtype=np.float32)
+        for row in range(n):
+            for column in range(k):
+                group = self.groups[column]
+                steps = int(self.codes[row, column]) - int(self.zeros[row, group])
+                out[row, column] = np.float32(steps) * scales[row, group]
+        return torch.from_numpy(out)
+
+
+def draw(
+    n: int,
+    k: int,
+    bits: int = 4,
+    group: int = 32,
+    *,
+    sym: bool = True,
+    shuffle: bool = False,
+    dtype: torch.dtype = torch.float16,
+    seed: int = 0,
+) -> Codes:
+    """Random codes, at the scale of trained weights. shuffle: columns stand in any group."""
+    random = np.random.default_rng(seed)
+    size = k if group == -1 else group
+    count = -(-k // size)
+    codes = random.integers(0, 2**bits, (n, k))
+    middle = np.full((n, count), 2 ** (bits - 1))
+    zeros = middle if sym else random.integers(0, 2**bits, (n, count))
+    scales = random.uniform(0.5, 1.5, (n, count)) * 1.5 * k**-0.5 * 12**0.5 / 2**bits
+    groups = np.arange(k) // size
+    if shuffle:
+        groups = random.permutation(groups)
+    return Codes(bits, codes, zeros, torch.from_numpy(scales).to(dtype), groups)
+
+
+def gptq(c: Codes, less: int = 1, g_idx: bool = True) -> dict[str, Tensor]:
+    """A module's tensors as GPTQ writes them. less: 1 in version 1, 0 in version 2."""
+    stored = (c.zeros.T - less) % 2**c.bits
+    found = {
+        "qweight": words_along(c.codes.T, c.bits, axis=0),
+        "qzeros": words_along(stored, c.bits, axis=1),
+        "scales": c.scales.t().contiguous(),
+    }
+    if g_idx:
+        found["g_idx"] = torch.from_numpy(c.groups.astype(np.int32))
+    return found
+
+
+def awq(c: Codes) -> dict[str, Tensor]:
+    """A module's tensors as AWQ writes them."""
+    return {
+        "qweight": words_along(c.codes.T, 4, axis=1, order=AWQ_ORDER),
+        "qzeros": words_along(c.zeros.T, 4, axis=1, order=AWQ_ORDER),
+        "scales": c.scales.t().contiguous(),
+    }
+
+
+Pick = Callable[[str, int, int], Codes | None]
+
+
+@dataclass
+class Pair:
+    """A packed checkpoint and the plain one of its values, as folders."""
+
+    packed: Path
+    plain: Path
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+
+def write(
+    folder: Path,
+    plain: dict[str, Tensor],
+    config: Path,
+    settings: dict[str, Any],
+    pick: Pick,
+    lay: Callable[[Codes], dict[str, Tensor]],
+) -> Pair:
+    """Two checkpoints: one in which each module that `pick` gives codes is packed by `lay`, with
+    `settings` as its quantization_config, and one with the values of these codes.
+
+    plain: the tensors of a whole model; config: a folder with its other files. pick(name, n, k):
+    the codes of a module, None for one that stays as it is.
+    """
+    pair = Pair(folder / "packed", folder / "plain")
+    values: dict[str, Tensor] = {}
+    for name, tensor in plain.items():
+        module = name.removesuffix(".weight")
+        matrix = name.endswith(".weight") and tensor.dim() == 2
+        codes = pick(module, *tensor.shape) if matrix else None
+        if codes is None:
+            pair.tensors[name] = values[name] = tensor.clone().contiguous()
+            continue
+        pair.tensors |= {f"{module}.{suffix}": part for suffix, part in lay(codes).items()}
+        values[name] = codes.values()
+    for path, tensors in ((pair.packed, pair.tensors), (pair.plain, values)):
+        path.mkdir(parents=True)
+        copy_files(config, path)
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    set_config(pair.packed, quantization_config=settings)
+    return pair
+
+
+def copy_files(source: Path, target: Path) -> None:
+    """All but the weights."""
+    for path in source.iterdir():
+        if path.suffix != ".safetensors":
+            shutil.copy(path, target / path.name)
+
+
+def set_config(folder: Path, **settings: Any) -> None:
+    """Changes settings of config.json."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+
+def names_in(name: str, parts: Iterable[str]) -> bool:
+    """Whether one of the parts stands in the name."""
+    return any(part in name for part in parts)

@@ -1,0 +1,47 @@
+"""F1 (vLLM #39483): a hybrid in GPTQ int4 that drafts with its MTP module starts, and answers.
+
+There the engine did not start: graphs held a path with drafts that warm-up never ran. Here an int4
+checkpoint goes from its files to answers, and drafting changes no bit of them.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.models.test_checkpoint import MTP, build, weights_of
+from tests.quant.disk import Codes, draw, gptq, names_in, write
+from tests.regressions.conftest import answers
+
+SETTINGS = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 32,
+    "sym": True,
+    "desc_act": False,
+    "dynamic": {"lm_head": {}, "-:.*attn.*": {}, "-:.*mtp.*": {}, "-:.*visual.*": {}},
+}
+"""As the released checkpoints of Qwen3.5 have it: MLPs are packed, all else is not."""
+PLAIN = ("embed", "attn", "mtp.")
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Path:
+    """The tiny hybrid's folder, in GPTQ int4."""
+    llm = build(folder, load_format="dummy", speculative_config=MTP)
+
+    def pick(name: str, n: int, k: int) -> Codes | None:
+        return None if names_in(name, PLAIN) else draw(n, k, 4, 32, seed=len(name))
+
+    target = tmp_path_factory.mktemp("gptq")
+    return write(target, weights_of(llm), folder, SETTINGS, pick, partial(gptq, less=1)).packed
+
+
+def test_an_int4_hybrid_answers_the_same_with_drafts_and_without(packed: Path) -> None:
+    settings = {"max_model_len": 512, "max_num_seqs": 8}
+    plain = build(packed, **settings)
+    drafting = build(packed, speculative_config=MTP, **settings)
+    assert "+gptq-int4-g32/" in plain.engine.numerics
+    assert plain.engine.numerics == drafting.engine.numerics
+    assert answers(drafting) == answers(plain)
+    assert drafting.engine.stats.draft_tokens_total > 0
