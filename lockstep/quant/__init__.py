@@ -15,7 +15,13 @@ from lockstep.quant.slot import Slot
 
 __all__ = ["FORMATS", "Layout", "Module", "Packing", "Slot", "TensorInfo", "packing_of"]
 
-FORMATS: dict[str, str] = {}
+FORMATS: dict[str, str] = {
+    "fp8": "lockstep.quant.fp8",
+    "compressed-tensors": "lockstep.quant.compressed_tensors",
+    "modelopt": "lockstep.quant.modelopt",
+    "modelopt_fp4": "lockstep.quant.modelopt",
+    "modelopt_mixed": "lockstep.quant.modelopt",
+}
 
 
 def packing_of(settings: Mapping[str, Any] | None) -> Packing | None:
