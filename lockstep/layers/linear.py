@@ -18,12 +18,12 @@ Target = Tensor | Slot
 """What a tensor of the checkpoint fills: a tensor as it is, or whatever takes it over."""
 
 
-class Product(nn.Module):
-    """x [T, K] -> x W^T [T, N]: one weight of one storage.
+class Weight(nn.Module):
+    """A weight [N, K] of one storage, packed or not.
 
     layout: how it is packed, None if it is not. A CPU unpacks it once, when it is loaded: by the
     law of packed weights the bits are the same, and a step is faster. stands: a weight that is
-    there already, None for one of its own. segments, partial: see lockstep.kernels.linear.linear.
+    there already, None for one of its own.
     """
 
     def __init__(
@@ -34,19 +34,14 @@ class Product(nn.Module):
         *,
         layout: Layout | None = None,
         stands: nn.Parameter | PackedWeight | None = None,
-        segments: int,
-        partial: bool = False,
     ) -> None:
         super().__init__()
         self.shape = (n, k)
         self.dtype = build.dtype
-        self.segments = segments
-        self.partial = partial
         self.weight = stands if isinstance(stands, nn.Parameter) else None
         self.packed = stands if isinstance(stands, PackedWeight) else None
         if stands is None:
             self._allocate(build, layout)
-        self.linear = build.linear_op(linear, n=n, k=k, packed=self.weight is None)
 
     def _allocate(self, build: Build, layout: Layout | None) -> None:
         n, k = self.shape
@@ -54,13 +49,6 @@ class Product(nn.Module):
             self.packed = build.packed(n, k, layout)
         if layout is None or build.device == "cpu":
             self.weight = build.matrix(n, k)
-
-    def forward(self, x: Tensor, begin: int = 0, out: Tensor | None = None) -> Tensor:
-        """The outputs from `begin` on, which alone are read; into `out` where that is given."""
-        weight = self.stored if not begin else self.stored_rows(begin, self.shape[0])
-        if out is None:
-            return self.linear(x, weight, self.segments, self.partial)
-        return self.linear(x, weight, self.segments, out=out)
 
     @property
     def stored(self) -> Tensor | PackedWeight:
@@ -84,6 +72,36 @@ class Product(nn.Module):
         if self.packed is not None and self.weight is not None:
             self.weight.data.copy_(self.packed.unpack(self.dtype))
             self.packed = None
+
+
+class Product(Weight):
+    """x [T, K] -> x W^T [T, N] over a weight of one storage.
+
+    segments, partial: see lockstep.kernels.linear.linear. The others: see Weight.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        n: int,
+        k: int,
+        *,
+        layout: Layout | None = None,
+        stands: nn.Parameter | PackedWeight | None = None,
+        segments: int,
+        partial: bool = False,
+    ) -> None:
+        super().__init__(build, n, k, layout=layout, stands=stands)
+        self.segments = segments
+        self.partial = partial
+        self.linear = build.linear_op(linear, n=n, k=k, packed=self.weight is None)
+
+    def forward(self, x: Tensor, begin: int = 0, out: Tensor | None = None) -> Tensor:
+        """The outputs from `begin` on, which alone are read; into `out` where that is given."""
+        weight = self.stored if not begin else self.stored_rows(begin, self.shape[0])
+        if out is None:
+            return self.linear(x, weight, self.segments, self.partial)
+        return self.linear(x, weight, self.segments, out=out)
 
 
 def filled(

@@ -34,10 +34,12 @@ TYPES = {
 
 
 class Launches:
-    """Stands for JITFunction.run: compiles each launch that differs from those before."""
+    """Stands for JITFunction.run: compiles each launch that differs from those before. code: the
+    PTX of each, by the kernel's name."""
 
     def __init__(self) -> None:
         self.seen: set[tuple[str, ...]] = set()
+        self.code: list[tuple[str, str]] = []
 
     def compile(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
         """A launch of the kernel with these arguments."""
@@ -54,7 +56,8 @@ class Launches:
         if key not in self.seen:
             self.seen.add(key)
             source = ASTSource(fn=kernel, signature=types, constexprs=fixed, attrs=aligned)
-            triton.compile(source, target=HOPPER, options=options)
+            made = triton.compile(source, target=HOPPER, options=options)
+            self.code.append((kernel.__name__, made.asm["ptx"]))
 
 
 def type_of(

@@ -41,10 +41,10 @@ def test_company_changes_no_bit(dummy: Path) -> None:
 def test_a_second_turn_finds_what_was_generated(dummy: Path, drafting: object) -> None:
     llm = make_llm(dummy, load_format="dummy", speculative_config=drafting)
     first = list(range(5, 75))
-    said = ask(llm, first, 150).outputs[0].token_ids
+    said = ask(llm, first, 64).outputs[0].token_ids
     second = [*first, *said, *range(40, 60)]
-    warm = ask(llm, second)
-    cold = answer(dummy, second, speculative_config=drafting)
+    warm = ask(llm, second, 40)
+    cold = answer(dummy, second, 40, speculative_config=drafting)
     assert warm.metrics is not None and cold.metrics is not None
     assert warm.metrics.num_cached_tokens == (len(first) + len(said) - 1) // 64 * 64 > len(first)
     assert cold.metrics.num_cached_tokens == 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.linear import linear
+from lockstep.kernels.linear import linear, placed
 from lockstep.kernels.linear.triton import fold
 
 UNCHOSEN = "its bits are known only where a probe compared them"
@@ -20,16 +20,24 @@ UNCHOSEN = "its bits are known only where a probe compared them"
 def _supports(**traits: Any) -> str | None:
     if traits.get("dtype", torch.bfloat16) == torch.float32:
         return "it serves bf16 and fp16"
+    if traits.get("packed"):
+        return "the weight is packed"
     return gpu_trait(**traits)
 
 
 @linear.backend("cublas", supports=_supports, unchosen=UNCHOSEN)
-def linear_cublas(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) -> Tensor:
+def linear_cublas(
+    x: Tensor,
+    weight: Tensor,
+    segments: int = 1,
+    partial: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
     """See lockstep.kernels.linear.linear, for bf16 and fp16. x and weight are contiguous."""
     if segments == 1:
-        return torch.mm(x, weight.t())
+        return placed(torch.mm(x, weight.t()), out)
     runs = (segments, x.shape[1] // segments)
     left = x.unflatten(1, runs).transpose(0, 1)
     right = weight.unflatten(1, runs).permute(1, 2, 0)
     parts = torch.bmm(left, right, out_dtype=torch.float32)
-    return parts if partial else fold(parts, x.dtype)
+    return parts if partial and out is None else placed(fold(parts, x.dtype), out)

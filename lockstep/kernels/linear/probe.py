@@ -41,9 +41,16 @@ class Probed:
         self.found: dict[int, str | None] = {}
 
     def __call__(
-        self, x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False
+        self,
+        x: Tensor,
+        weight: Tensor,
+        segments: int = 1,
+        partial: bool = False,
+        out: Tensor | None = None,
     ) -> Tensor:
         """See lockstep.kernels.linear.linear. The backends agree in every bit, so this is speed."""
+        if out is not None:
+            return self.exact(x, weight, segments, partial, out)
         fast = self.found.get(x.shape[0], "") is None and _placed(x) and _placed(weight)
         return (self.fast if fast else self.exact)(x, weight, segments, partial)
 

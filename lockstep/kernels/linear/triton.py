@@ -9,6 +9,7 @@ either side; in fp32 the products run on the FMA units. See docs/kernels/linear.
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -113,12 +114,12 @@ def _subtree_stashed(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _linear_kernel(
-    x, weight, x_map, w_map, out, stash, tokens, N, length, x_stride, w_stride,
+    x, weight, x_map, w_map, out, stash, tokens, N, length, x_stride, w_stride, out_stride,
     COUNT: tl.constexpr, LEVELS: tl.constexpr, GROUP: tl.constexpr,
     SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One tile of out [parts, tokens, N].
+    """One tile of out [parts, tokens, N], rows out_stride apart.
 
     Rows of the weight past its end are copies of the last one: computed and not stored.
     """
@@ -145,7 +146,7 @@ def _linear_kernel(
             x_map, w_map, live, row_m, row_n, begin, length, COUNT,
             SWAP, TMA, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-    out += part.to(tl.int64) * tokens * N + m.to(tl.int64)[:, None] * N + n[None, :]
+    out += part.to(tl.int64) * tokens * N + m.to(tl.int64)[:, None] * out_stride + n[None, :]
     mask = live & (n < N)[None, :]
     tl.store(out, total.to(out.dtype.element_ty), mask=mask)
 
@@ -174,18 +175,29 @@ def _aligned(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
 
-def launch(x: Tensor, weight: Tensor, segments: int, tile: Tile, partial: bool = False) -> Tensor:
-    """linear by a given tile. The tile decides the speed and nothing else."""
+def launch(
+    x: Tensor,
+    weight: Tensor,
+    segments: int,
+    tile: Tile,
+    partial: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
+    """linear by a given tile. The tile decides the speed and nothing else.
+
+    Programs that fill `out` share no K: its rows may be strided, a second pass's may not.
+    """
     (tokens, k) = x.shape
     n = weight.shape[0]
     if not tokens:
-        return x.new_empty(0, n)
-    split = min(tile.split, segments)
+        return x.new_empty(0, n) if out is None else out
+    split = min(tile.split, segments) if out is None else 1
     count = segments // split
     length = k // segments
-    out = x.new_empty(tokens, n)
     if split > 1:
         out = torch.empty(split, tokens, n, dtype=torch.float32, device=x.device)
+    elif out is None:
+        out = x.new_empty(tokens, n)
     whole = length % tile.k == 0 or segments == 1
     tma = tile.tma and whole and _aligned(x) and _aligned(weight)
     if tma and triton_uneven.fits(tile, count):
@@ -214,7 +226,7 @@ def _launch_even(
         maps = [TensorDescriptor.from_tensor(t, [rows, tile.k]) for t, rows in blocks]
     _linear_kernel[(programs,)](
         x, weight, *maps, out, stash, tokens, n, length, x.stride(0), weight.stride(0),
-        count, levels, GROUP, tile.swap, tile.tma, length % tile.k == 0,
+        out.stride(-2), count, levels, GROUP, tile.swap, tile.tma, length % tile.k == 0,
         tile.m, tile.n, tile.k,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip
@@ -237,8 +249,18 @@ def _arch(device: torch.device) -> str:
     return "sm{}{}".format(*torch.cuda.get_device_capability(device))
 
 
-@linear.backend("triton", supports=gpu_trait)
-def linear_triton(x: Tensor, weight: Tensor, segments: int = 1, partial: bool = False) -> Tensor:
+def _supports(**traits: Any) -> str | None:
+    return "the weight is packed" if traits.get("packed") else gpu_trait(**traits)
+
+
+@linear.backend("triton", supports=_supports)
+def linear_triton(
+    x: Tensor,
+    weight: Tensor,
+    segments: int = 1,
+    partial: bool = False,
+    out: Tensor | None = None,
+) -> Tensor:
     """See lockstep.kernels.linear.linear. Last strides must be 1."""
     tile = lookup(x.shape[0], *weight.shape, x.dtype, _arch(x.device))
-    return launch(x, weight, segments, tile, partial)
+    return launch(x, weight, segments, tile, partial, out)

@@ -84,18 +84,18 @@ def _subtree(
 
 
 @triton.jit
-def _store(out, total, m, n, tokens, N, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
-    """Stores total [BLOCK_M, WIDTH] at row m and column n of out [tokens, N]."""
+def _store(out, total, m, n, tokens, N, stride, BLOCK_M: tl.constexpr, WIDTH: tl.constexpr):
+    """Stores total [BLOCK_M, WIDTH] at row m and column n of out [tokens, N]; stride: of rows."""
     rows = m + tl.arange(0, BLOCK_M)
     columns = n + tl.arange(0, WIDTH)
     live = (rows < tokens)[:, None] & (columns < N)[None, :]
-    out += rows.to(tl.int64)[:, None] * N + columns[None, :]
+    out += rows.to(tl.int64)[:, None] * stride + columns[None, :]
     tl.store(out, total.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _uneven_kernel(
-    x, w0, w1, w2, out, tokens, N, length, COUNT: tl.constexpr, GROUP: tl.constexpr,
+    x, w0, w1, w2, out, tokens, N, length, out_stride, COUNT: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
     BLOCK_K: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
@@ -106,11 +106,11 @@ def _uneven_kernel(
         BLOCK_M, N0, N1, N2, BLOCK_K, LEAST,
     )  # fmt: skip
     out += part.to(tl.int64) * tokens * N
-    _store(out, a, m, n, tokens, N, BLOCK_M, N0)
+    _store(out, a, m, n, tokens, N, out_stride, BLOCK_M, N0)
     if N1:
-        _store(out, b, m, n + N0, tokens, N, BLOCK_M, N1)
+        _store(out, b, m, n + N0, tokens, N, out_stride, BLOCK_M, N1)
     if N2:
-        _store(out, c, m, n + N0 + N1, tokens, N, BLOCK_M, N2)
+        _store(out, c, m, n + N0 + N1, tokens, N, out_stride, BLOCK_M, N2)
 
 
 def widths(n: int) -> list[int]:
@@ -141,6 +141,6 @@ def launch(
     maps = [TensorDescriptor.from_tensor(t, [rows, tile.k]) for t, rows in blocks]
     programs = triton.cdiv(tokens, tile.m) * triton.cdiv(n, tile.n) * out.numel() // (tokens * n)
     _uneven_kernel[(programs,)](
-        *maps, out, tokens, n, length, count, group, tile.m, n0, n1, n2, tile.k, LEAST,
+        *maps, out, tokens, n, length, out.stride(-2), count, group, tile.m, n0, n1, n2, tile.k, LEAST,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip

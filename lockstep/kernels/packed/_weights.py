@@ -96,9 +96,10 @@ class PackedWeight(ABC):
 class IntWeight(PackedWeight):
     """Integers of 4 or 8 bits in groups along K: round(fp32(code - zero) * fp32(scale)).
 
-    scales [N, G] fp16, bf16 or fp32, as the checkpoint has them; zeros [N, G] uint8, or None: all
-    are 2^(bits - 1). Column k is of group k // group, the last one may be partial, or, with
-    desc_act, of group g_idx[k], g_idx [K] int32.
+    scales [N, G] fp16, bf16 or fp32, as the checkpoint has them; zeros [N, G], whole numbers below
+    2^bits in the scales' dtype (so that both are read alike), or None: all are 2^(bits - 1). Column
+    k is of group k // group, the last one may be partial, or, with desc_act, of group g_idx[k],
+    g_idx [K] int32.
     """
 
     scales: Tensor
@@ -126,12 +127,12 @@ class IntWeight(PackedWeight):
     ) -> Self:
         """Room for a weight [n, k]; group: -1 for all of K. zeros, g_idx: whether it has them."""
         group = k if group == -1 else group
-        groups = -(-k // group)
+        scales = torch.empty(n, -(-k // group), dtype=scale_dtype, device=device)
         return cls(
             words=torch.empty(n, words_per_row(k, bits), dtype=torch.int32, device=device),
             k=k,
-            scales=torch.empty(n, groups, dtype=scale_dtype, device=device),
-            zeros=torch.empty(n, groups, dtype=torch.uint8, device=device) if zeros else None,
+            scales=scales,
+            zeros=torch.empty_like(scales) if zeros else None,
             g_idx=torch.empty(k, dtype=torch.int32, device=device) if g_idx else None,
             group=group,
             width=bits,
@@ -147,8 +148,9 @@ class IntWeight(PackedWeight):
         group: int = 128,
         bits: int = 4,
     ) -> Self:
-        """codes [N, K] uint8 and the rest as the fields; group: -1 for all of K."""
+        """codes [N, K] uint8, zeros of any dtype, the rest as the fields; group: -1: all of K."""
         k = codes.shape[1]
+        zeros = None if zeros is None else zeros.to(scales.dtype)
         return cls(pack(codes, bits), k, scales, zeros, g_idx, k if group == -1 else group, bits)
 
     def rows(self, begin: int, end: int) -> Self:
@@ -180,8 +182,8 @@ class IntWeight(PackedWeight):
 
     def _values(self, codes: Tensor) -> Tensor:
         groups = self.groups()
-        zeros = 2 ** (self.bits - 1) if self.zeros is None else self.zeros.int()[:, groups]
-        return (codes.int() - zeros).float() * self.scales.float()[:, groups]
+        zeros = 2 ** (self.bits - 1) if self.zeros is None else self.zeros.float()[:, groups]
+        return (codes.float() - zeros) * self.scales.float()[:, groups]
 
 
 @dataclass(frozen=True)
@@ -256,7 +258,7 @@ class Fp4Weight(PackedWeight):
     """NVFP4: e2m1 codes, an e4m3 scale per 16 columns, an fp32 factor per output.
 
     round((fp32(code) * fp32(scale)) * factor). scales [N, ceil(K / 16)] uint8: the codes of e4m3fn;
-    factors [N] fp32: multipliers (compressed-tensors stores the divisor).
+    factors [N] fp32, below 2^119: multipliers (compressed-tensors stores the divisor).
     """
 
     scales: Tensor

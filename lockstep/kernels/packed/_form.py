@@ -1,0 +1,131 @@
+"""What a kernel is given of a packed weight: its tensors and its layout as constants."""
+
+from dataclasses import dataclass
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from lockstep.kernels.packed._device import BLOCK, Form, Operand
+from lockstep.kernels.packed._weights import (
+    FP4_GROUP,
+    Fp4Weight,
+    Fp8Weight,
+    IntWeight,
+    PackedWeight,
+)
+
+KINDS = {IntWeight: 1, Fp8Weight: 2, Fp4Weight: 3}
+FAST = {
+    (torch.bfloat16, torch.bfloat16): 1,
+    (torch.float16, torch.float16): 1,
+    (torch.float16, torch.bfloat16): 2,
+}
+"""(dtype of the scales, of the model) -> how 4-bit integers are unpacked by inline assembly."""
+E4M3 = 3
+NATIVE_FP8 = 89
+"""The first architecture with an instruction that reads e4m3."""
+ASYNC_MMA = 90
+"""The first one whose products read their left operand without mma.sync's widening of kWidth."""
+LATER_MMA_SYNC = 120
+"""A later one that has mma.sync again."""
+TYPES = {
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    torch.uint8: tl.uint8,
+}
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a kernel is compiled for. assembly: whether it may hold any; arch: e.g. 90."""
+
+    arch: int
+    assembly: bool
+
+    @property
+    def opaque(self) -> bool:
+        """Whether unpacked tiles must hide their joins. See _device."""
+        sync = self.arch < ASYNC_MMA or self.arch >= LATER_MMA_SYNC
+        return self.assembly and sync
+
+
+def group_of(weight: PackedWeight) -> int:
+    """Columns that share a scale, 0 for all of them."""
+    if isinstance(weight, Fp4Weight):
+        return FP4_GROUP
+    group = weight.group if isinstance(weight, IntWeight) else _block_k(weight)
+    return 0 if group >= weight.k else group
+
+
+def _block_k(weight: PackedWeight) -> int:
+    assert isinstance(weight, Fp8Weight)
+    return weight.block_k
+
+
+def irregular(weight: PackedWeight) -> bool:
+    """Whether scales do not lie as load_tile reads them: by g_idx, or in groups that are neither
+    multiples of a block of the words' order nor parts of it. Such a weight is unpacked ahead."""
+    if isinstance(weight, IntWeight) and weight.g_idx is not None:
+        return True
+    group = group_of(weight)
+    least = 16 if weight.bits == 8 or isinstance(weight, Fp4Weight) else 32
+    whole = int(BLOCK)
+    return bool(group and group % whole and (whole % group or group < least))
+
+
+def fits(weight: PackedWeight, columns: int) -> bool:
+    """Whether a tile of so many columns holds whole groups, or part of one."""
+    group = group_of(weight)
+    return group == 0 or columns % group == 0 or group % columns == 0
+
+
+def operand_of(
+    weight: PackedWeight, dtype: torch.dtype, columns: int, target: Target
+) -> tuple[Operand, Form]:
+    """What load_tile takes of a weight that is not irregular, for tiles of `columns`."""
+    group = group_of(weight)
+    zeros = weight.zeros if isinstance(weight, IntWeight) else None
+    scales: Tensor = weight.tensors()["scales"]
+    paired = columns == 2 * group and _pairs(scales) and (zeros is None or _pairs(zeros))
+    rows = 1
+    first = 0
+    if isinstance(weight, Fp8Weight):
+        whole = weight.scales.shape[0] == 1
+        rows = 0 if whole and weight.shape[0] > 1 else weight.block_n
+        first = weight.first
+    form = Form(
+        kind=KINDS[type(weight)],
+        bits=weight.bits,
+        group=group,
+        rows=rows,
+        paired=paired,
+        scale=TYPES[scales.dtype],
+        fast=_fast(weight, scales.dtype, dtype, target),
+        opaque=target.opaque,
+    )
+    if paired:
+        scales = scales.view(torch.int32)
+        zeros = None if zeros is None else zeros.view(torch.int32)
+    factors = weight.factors if isinstance(weight, Fp4Weight) else None
+    operand = Operand(
+        weight.words, scales, zeros, factors, weight.words.stride(0), scales.stride(0), first
+    )
+    return operand, form
+
+
+def _pairs(numbers: Tensor) -> bool:
+    """Whether [N, G] of 16 bits can be read two numbers at a time."""
+    even = numbers.shape[1] % 2 == 0 and numbers.stride(0) % 2 == 0
+    return numbers.element_size() == 2 and even and numbers.data_ptr() % 4 == 0
+
+
+def _fast(weight: PackedWeight, scale: torch.dtype, dtype: torch.dtype, target: Target) -> int:
+    if not target.assembly:
+        return 0
+    if isinstance(weight, Fp8Weight):
+        return E4M3 if target.arch >= NATIVE_FP8 else 0
+    if isinstance(weight, IntWeight) and weight.bits == 4:
+        return FAST.get((scale, dtype), 0)
+    return 0
