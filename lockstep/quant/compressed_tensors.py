@@ -10,13 +10,12 @@ Only weights are taken as packed: activations are never rounded and the KV cache
 own, so `input_activations`, `kv_cache_scheme` and the scales that belong to them are not used.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.quant.packing import Module
-from lockstep.quant.settings import Settings
+from lockstep.quant.reading import BUILT, MEND, WITHIN, SettingsReader
 from lockstep.quant.storage import (
     FP4_GROUP,
     FP8_BLOCK,
@@ -39,7 +38,7 @@ MOST_GROUP = 1 << 20
 
 def read(settings: Mapping[str, Any]) -> "CompressedTensors":
     """The format of these settings. Raises CheckpointError where they ask for what is not built."""
-    return CompressedTensors(Settings(settings, "config.json quantization_config"))
+    return CompressedTensors(SettingsReader(settings))
 
 
 @dataclass(frozen=True)
@@ -54,16 +53,13 @@ class Target:
     matches: Callable[[str], bool]
 
     @classmethod
-    def read(cls, text: str, settings: Settings, name: str) -> "Target":
-        """Raises CheckpointError where a regular expression is none."""
+    def read(cls, text: str, settings: SettingsReader, name: str) -> "Target":
+        """Raises CheckpointError where it is a regular expression that cannot be read."""
         if text == CLASS:
             return cls(text, 2, lambda module: True)
         if not text.startswith(PATTERN):
             return cls(text, 0, lambda module: module == text)
-        try:
-            pattern = re.compile(text.removeprefix(PATTERN))
-        except (re.error, RecursionError, OverflowError):
-            raise settings.error(name, "names, and regular expressions behind 're:'") from None
+        pattern = settings.pattern(name, text.removeprefix(PATTERN))
         return cls(text, 1, lambda module: pattern.match(module) is not None)
 
     def covers(self, module: Module) -> bool:
@@ -81,7 +77,7 @@ class Group:
 
 
 class CompressedTensors(StoredPacking):
-    """See the file's head. name: "compressed-tensors pack-quantized" and so on, by format."""
+    """See the file's head. name: "compressed-tensors-pack-quantized" and so on, by format."""
 
     unused = frozenset(
         {
@@ -102,18 +98,18 @@ class CompressedTensors(StoredPacking):
         }
     )
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, settings: SettingsReader) -> None:
         self.format = settings.only("format", *FORMATS, MIXED)
-        self.name = f"compressed-tensors {self.format}"
-        settings.empty("transform_config")
-        sparsity = settings.part("sparsity_config")
-        if sparsity is not None:
-            sparsity.only("format", "dense", None)
+        self.name = f"compressed-tensors-{self.format}"
+        transforms = settings.get("transform_config", dict, {})
+        if transforms:
+            raise settings.error("transform_config", transforms, "none", BUILT)
+        part(settings, "sparsity_config").only("format", "dense", default="dense")
         self.left_out = targets(settings, "ignore")
         parts = settings.parts("config_groups")
         if not parts:
-            raise settings.error("config_groups", "an object of groups of modules")
+            told = "an object of groups of modules"
+            raise settings.error("config_groups", settings.raw.get("config_groups"), told, MEND)
         found = [group(name, part, self.format) for name, part in parts.items()]
         self.groups = [one for one in found if one is not None]
         self.notes = tuple(notes(settings, parts))
@@ -121,40 +117,48 @@ class CompressedTensors(StoredPacking):
     def storage(self, module: Module) -> Storage | None:
         entry = next((one for one in self.left_out if one.covers(module)), None)
         if entry is not None:
-            return settle(module, None, f"{self.settings.field('ignore')} ({entry.text!r})")
+            return settle(module, None, f"{WITHIN}ignore ({entry.text!r})")
         ranked = [
             (target.rank, index)
             for index, one in enumerate(self.groups)
             for target in one.targets
             if target.covers(module)
         ]
-        groups = self.settings.field("config_groups")
+        groups = f"{WITHIN}config_groups"
         if not ranked:
             return settle(module, None, f"{groups}, of which no target names it,")
         chosen = self.groups[min(ranked)[1]]
-        return settle(module, chosen.storage, f"{groups}.{chosen.name}")
+        return settle(module, chosen.storage, f"{groups}[{chosen.name!r}]")
 
 
-def targets(settings: Settings, name: str) -> tuple[Target, ...]:
-    """A list of targets."""
-    return tuple(Target.read(text, settings, name) for text in settings.strings(name))
+def targets(settings: SettingsReader, name: str) -> tuple[Target, ...]:
+    """A list of targets, of names or regular expressions."""
+    texts: list[str] = settings.get(name, list, [])
+    if not all(isinstance(text, str) for text in texts):
+        raise settings.error(name, texts, "a list of names", MEND)
+    return tuple(Target.read(text, settings, name) for text in texts)
 
 
-def group(name: str, settings: Settings, default: str) -> Group | None:
+def group(name: str, settings: SettingsReader, default: str) -> Group | None:
     """A group by its settings; None where it packs no weights."""
-    weights = settings.part("weights")
     named = targets(settings, "targets")
-    if weights is None:
+    weights = part(settings, "weights")
+    if not settings.has("weights"):
         return None
-    kind = settings.only("format", *FORMATS, MIXED, None)
-    kind = default if kind is None else kind
+    kind = settings.only("format", *FORMATS, MIXED, default=default)
     if kind == MIXED:
         kind = inferred(weights)
-    weights.only("dynamic", False, None)
+    weights.only("dynamic", False, default=False)
     return Group(name, named, FORMATS[kind](weights))
 
 
-def inferred(weights: Settings) -> str:
+def part(settings: SettingsReader, name: str) -> SettingsReader:
+    """An object within the settings; empty where it is absent."""
+    found: dict[str, Any] = settings.get(name, dict, {})
+    return SettingsReader(found, f"{settings.within}{name}.")
+
+
+def inferred(weights: SettingsReader) -> str:
     """The format of a group that does not say, in a file of several."""
     kind = weights.only("type", "int", "float", default="int")
     if kind == "int":
@@ -162,18 +166,18 @@ def inferred(weights: Settings) -> str:
     return "float-quantized" if weights.only("num_bits", 4, 8) == 8 else "nvfp4-pack-quantized"
 
 
-def strategy(weights: Settings, *allowed: str) -> str:
+def strategy(weights: SettingsReader, *allowed: str) -> str:
     """What shares a scale; where it is not said, group_size does: as the library has it."""
-    if weights.raw.get("strategy") is None:
+    if not weights.has("strategy"):
         size = weights.raw.get("group_size")
         found = "tensor" if size is None else "channel" if size == -1 else "group"
         if found not in allowed:
-            raise weights.error("strategy", ", ".join(map(repr, allowed)))
+            raise weights.error("strategy", found, ", ".join(map(repr, allowed)), BUILT)
         return found
     return weights.only("strategy", *allowed)
 
 
-def integers(weights: Settings, in_words: bool) -> Storage:
+def integers(weights: SettingsReader, in_words: bool) -> Storage:
     """Codes in words, or int8."""
     weights.only("type", "int", default="int")
     bits = weights.only("num_bits", *((4, 8) if in_words else (8,)), default=8)
@@ -181,14 +185,14 @@ def integers(weights: Settings, in_words: bool) -> Storage:
     grain = strategy(weights, *known)
     size = {"tensor": 0, "channel": -1}.get(grain, weights.raw.get("group_size"))
     if grain == "group" and not (type(size) is int and 1 <= size <= MOST_GROUP):
-        raise weights.error("group_size", f"1 to {MOST_GROUP}")
+        raise weights.error("group_size", size, f"1 to {MOST_GROUP}", MEND)
     symmetric = weights.only("symmetric", True, False, default=True)
     allowed = (None, True, False, "group", "weight", "static", "dynamic")
     ordered = weights.only("actorder", *allowed) in (True, "group", "dynamic")
     return IntStorage(bits, size, in_words, symmetric, ordered and grain == "group")
 
 
-def floats(weights: Settings) -> Storage:
+def floats(weights: SettingsReader) -> Storage:
     """Codes of e4m3fn."""
     weights.only("type", "float")
     weights.only("num_bits", 8, default=8)
@@ -199,13 +203,13 @@ def floats(weights: Settings) -> Storage:
     return Fp8Storage("weight_scale", (grain,))
 
 
-def naive(weights: Settings) -> Storage:
+def naive(weights: SettingsReader) -> Storage:
     """Integers or floats of 8 bits, as they are."""
     kind = weights.only("type", "int", "float", default="int")
     return floats(weights) if kind == "float" else integers(weights, in_words=False)
 
 
-def nvfp4(weights: Settings) -> Storage:
+def nvfp4(weights: SettingsReader) -> Storage:
     """Codes of e2m1."""
     weights.only("type", "float")
     weights.only("num_bits", 4)
@@ -215,7 +219,7 @@ def nvfp4(weights: Settings) -> Storage:
     return Fp4Storage("weight_packed", "weight_global_scale", divides=True)
 
 
-FORMATS: Mapping[str, Callable[[Settings], Storage]] = {
+FORMATS: Mapping[str, Callable[[SettingsReader], Storage]] = {
     "pack-quantized": lambda weights: integers(weights, in_words=True),
     "int-quantized": lambda weights: integers(weights, in_words=False),
     "naive-quantized": naive,
@@ -225,14 +229,14 @@ FORMATS: Mapping[str, Callable[[Settings], Storage]] = {
 """format -> the storage of a group's weights. mxfp4 and mxfp8 are not among them."""
 
 
-def notes(settings: Settings, groups: dict[str, Settings]) -> list[str]:
+def notes(settings: SettingsReader, groups: dict[str, SettingsReader]) -> list[str]:
     """What the settings ask for and is not done."""
     found = [
-        f"{part.field(name)} is not used: activations are not rounded"
+        f"{part.within}{name} is not used: activations are not rounded"
         for part in groups.values()
         for name in ("input_activations", "output_activations")
-        if part.raw.get(name) is not None
+        if part.has(name)
     ]
-    if settings.raw.get("kv_cache_scheme") is not None:
-        found.append(f"{settings.field('kv_cache_scheme')} and its scales are not used")
+    if settings.has("kv_cache_scheme"):
+        found.append(f"{WITHIN}kv_cache_scheme and its scales are not used")
     return found

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lockstep.quant.packing import Module
-from lockstep.quant.settings import Settings
+from lockstep.quant.reading import WITHIN, SettingsReader
 from lockstep.quant.storage import (
     FP8_BLOCK,
     Fp8Storage,
@@ -24,45 +24,44 @@ LISTS = ("modules_to_not_convert", "ignored_layers")
 
 def read(settings: Mapping[str, Any]) -> "Fp8":
     """The format of these settings. Raises CheckpointError where they ask for what is not built."""
-    return Fp8(Settings(settings, "config.json quantization_config"))
+    return Fp8(SettingsReader(settings))
 
 
 class Fp8(StoredPacking):
-    """See the file's head. name: "fp8 128x128" for blocks, else "fp8"."""
+    """See the file's head. name: "fp8-128x128" for blocks, else "fp8"."""
 
     unused = frozenset({"input_scale", "k_scale", "v_scale", "q_scale"})
 
-    def __init__(self, settings: Settings) -> None:
-        settings.only("fmt", "e4m3", None)
+    def __init__(self, settings: SettingsReader) -> None:
+        settings.only("fmt", "e4m3", default="e4m3")
         settings.only("scale_fmt", None, "float", "ue8m0")
         scheme = settings.only("activation_scheme", "dynamic", "static", default="dynamic")
         block = settings.only("weight_block_size", None, [FP8_BLOCK, FP8_BLOCK])
         self.settings = settings
-        self.left_out = {entry: name for name in LISTS for entry in settings.strings(name)}
-        self.name = "fp8" if block is None else "fp8 128x128"
+        self.left_out = {entry: name for name in LISTS for entry in settings.names(name)}
+        self.name = "fp8" if block is None else "fp8-128x128"
         self.storage_of_all = (
             Fp8Storage("weight_scale", ("tensor", "channel"))
             if block is None
             else Fp8Storage("weight_scale_inv", ("block",))
         )
         self.notes = (
-            f"activations are not rounded: {settings.field('activation_scheme')}={scheme!r} is not "
-            "followed",
+            f"{WITHIN}activation_scheme={scheme!r} is not followed: activations are not rounded",
         )
 
     def storage(self, module: Module) -> Storage | None:
         entry = next((one for one in self.left_out if listed(one, module)), None)
         if entry is not None:
-            setting = f"{self.settings.field(self.left_out[entry])} ({entry!r})"
+            setting = f"{WITHIN}{self.left_out[entry]} ({entry!r})"
             return settle(module, None, setting)
-        if module.path == "lm_head" and module.tensors is None:
+        if module.tensors is None and module.path == "lm_head":
             return None
         return settle(module, self.storage_of_all, self._reason())
 
     def _reason(self) -> str:
         """The setting that packs what no list leaves out."""
         block = self.settings.raw.get("weight_block_size")
-        return f"{self.settings.field('weight_block_size')}={block}, with no list to except it,"
+        return f"{WITHIN}weight_block_size={block}, with no list to except it,"
 
 
 def listed(entry: str, module: Module) -> bool:

@@ -1,7 +1,7 @@
 """ModelOpt (NVIDIA): e4m3fn weights, NVFP4, and checkpoints with some of each.
 
 FP8: W = fp32(code) * weight_scale. NVFP4: W = (e2m1(code) * fp32(weight_scale)) * weight_scale_2.
-Settings stand in config.json (quant_method modelopt, modelopt_fp4 or modelopt_mixed) or in
+SettingsReader stand in config.json (quant_method modelopt, modelopt_fp4 or modelopt_mixed) or in
 hf_quant_config.json. Only weights are taken as packed: activations are never rounded and the KV
 cache has a format of its own, so `input_scale`, `k_scale` and `v_scale` are not used.
 """
@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from lockstep.quant.packing import Module
-from lockstep.quant.settings import Settings
+from lockstep.quant.reading import MEND, WITHIN, SettingsReader
 from lockstep.quant.storage import FP4_GROUP, Fp4Storage, Fp8Storage, Storage, StoredPacking, settle
 
 MIXED = "MIXED_PRECISION"
@@ -25,30 +25,35 @@ STORAGES: Mapping[str, Storage] = {
 }
 """quant_algo -> how it stores a weight."""
 LISTS = ("exclude_modules", "ignore")
-"""Settings with modules that are not packed."""
+"""SettingsReader with modules that are not packed."""
 
 
 def read(settings: Mapping[str, Any]) -> "ModelOpt":
     """The format of these settings. Raises CheckpointError where they ask for what is not built."""
-    return ModelOpt(Settings(settings, "quantization_config"))
+    only_keys = settings.get("quant_algo", "") is None
+    return ModelOpt(SettingsReader(settings), only_keys)
 
 
 class ModelOpt(StoredPacking):
-    """See the file's head. name: "modelopt NVFP4" and so on, by quant_algo; where that is null, only
-    the KV cache was packed."""
+    """See the file's head. name: "modelopt-NVFP4" and so on, by quant_algo.
+
+    only_keys: quant_algo is null: only the KV cache was packed.
+    """
 
     unused = frozenset({"input_scale", "k_scale", "v_scale", "q_scale", "output_scale"})
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.algorithm = settings.only("quant_algo", *STORAGES, MIXED, None)
-        self.name = f"modelopt {self.algorithm or 'without packed weights'}"
-        self.left_out = {entry: name for name in LISTS for entry in settings.strings(name)}
-        self.layers: dict[str, Settings] = {}
+    def __init__(self, settings: SettingsReader, only_keys: bool) -> None:
+        allowed = (*STORAGES, MIXED, *([None] if only_keys else []))
+        self.algorithm = settings.only("quant_algo", *allowed)
+        self.name = f"modelopt-{self.algorithm}"
+        self.left_out = {entry: name for name in LISTS for entry in settings.names(name)}
+        self.layers: dict[str, SettingsReader] = {}
         if self.algorithm == MIXED:
             self.layers = settings.parts("quantized_layers")
             if not self.layers:
-                raise settings.error("quantized_layers", "an object of modules and their formats")
+                name = "quantized_layers"
+                value = settings.raw.get(name)
+                raise settings.error(name, value, "an object of modules and their formats", MEND)
             for layer in self.layers.values():
                 algorithm(layer)
         elif self.algorithm is not None:
@@ -60,25 +65,25 @@ class ModelOpt(StoredPacking):
         if found is not None:
             layer = self.layers[found]
             kind = algorithm(layer)
-            return settle(module, STORAGES[kind], f"{layer.field('quant_algo')}={kind!r}")
+            return settle(module, STORAGES[kind], f"{layer.within}quant_algo={kind!r}")
         entry = next((one for one in self.left_out if covers(one, module)), None)
         if entry is not None:
-            setting = f"{self.settings.field(self.left_out[entry])} ({entry!r})"
+            setting = f"{WITHIN}{self.left_out[entry]} ({entry!r})"
             return settle(module, None, setting)
         if self.algorithm == MIXED:
-            setting = f"{self.settings.field('quantized_layers')}, which does not name it,"
+            setting = f"{WITHIN}quantized_layers, which does not name it,"
             return settle(module, None, setting)
-        setting = f"{self.settings.field('quant_algo')}={self.algorithm!r}"
+        setting = f"{WITHIN}quant_algo={self.algorithm!r}"
         if self.algorithm is None:
             return settle(module, None, setting)
         return settle(module, STORAGES[self.algorithm], f"{setting}, with no list to except it,")
 
 
-def algorithm(settings: Settings) -> str:
+def algorithm(settings: SettingsReader) -> str:
     """quant_algo of a module or of all. Raises CheckpointError where it is not built."""
     kind = settings.only("quant_algo", *STORAGES)
     if isinstance(STORAGES[kind], Fp4Storage):
-        settings.only("group_size", FP4_GROUP, None)
+        settings.only("group_size", FP4_GROUP, default=FP4_GROUP)
     return kind
 
 
@@ -87,10 +92,10 @@ def covers(entry: str, module: Module) -> bool:
     return any(fnmatchcase(name, entry) or fnmatchcase(name, f"{entry}.*") for name in module.names)
 
 
-def notes(settings: Settings) -> list[str]:
+def notes(settings: SettingsReader) -> list[str]:
     """What the settings ask for and is not done."""
     found = ["activations are not rounded, whatever quant_algo says of them"]
     for name in ("kv_cache_quant_algo", "kv_cache_scheme"):
-        if settings.raw.get(name) is not None:
-            found.append(f"{settings.field(name)} and the scales of keys and values are not used")
+        if settings.has(name):
+            found.append(f"{WITHIN}{name} and the scales of keys and values are not used")
     return found

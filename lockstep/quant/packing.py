@@ -38,14 +38,28 @@ class Module:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a weight is packed on the device: a kind, and the options of its `empty`."""
+    """How a weight is packed on the device: a kind, and the options of its `empty`.
+
+    apart: weights of other values of it share nothing, and are not fused. It is for what all rows
+    of a packed weight have in common but may differ between the checkpoint's.
+    """
 
     kind: type[PackedWeight]
     options: tuple[tuple[str, Any], ...] = ()
+    apart: str = ""
 
     @classmethod
     def of(cls, kind: type[PackedWeight], **options: Any) -> "Layout":
         return cls(kind, tuple(sorted(options.items())))
+
+    def __str__(self) -> str:
+        """For people: IntWeight(bits=4, group=128)."""
+        options = ", ".join(
+            f"{name}={value}".replace("torch.", "")
+            for name, value in self.options
+            if value is not False
+        )
+        return f"{self.kind.__name__}({options})"
 
     def empty(self, n: int, k: int, device: str | torch.device) -> PackedWeight:
         """Room for a weight [n, k]."""

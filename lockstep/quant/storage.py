@@ -6,7 +6,7 @@ per tensor become scales per output, so that maps with a scale each can be fused
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ FP4_GROUP = 16
 """Columns that share a scale in NVFP4."""
 CHUNK = 1 << 24
 """Codes that are brought into their order at once."""
+PLAIN_PARTS = ("in_proj_a", "in_proj_b", "in_proj_ba", "gate", "shared_expert_gate", "lm_head")
+"""Maps that writers of these formats leave plain without listing them; the draft module is too."""
 PLAIN_NAMES = ("F32", "BF16", "F16")
 """Dtypes of weights that are not packed, as safetensors spells them."""
 SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -42,13 +44,6 @@ SIDECARS = (
     "weight_shape",
 )
 """Tensors that a packed linear map has and no other."""
-
-
-@dataclass(frozen=True)
-class OwnLayout(Layout):
-    """The layout of a weight that is fused with no other: its columns have groups of their own."""
-
-    path: str = ""
 
 
 class Storage(ABC):
@@ -87,9 +82,8 @@ class StoredPacking(Packing):
 def settle(module: Module, said: Storage | None, setting: str) -> Storage | None:
     """How the module is stored: what its settings say, where its tensors agree.
 
-    setting: the one that says so, for messages. A head and a draft module may be plain without
-    being listed: writers of these formats leave them out. Raises CheckpointError where a tensor
-    says otherwise.
+    setting: the one that says so, for messages. Some maps may be plain without being listed, see
+    PLAIN_PARTS. Raises CheckpointError where tensors say otherwise.
     """
     if module.tensors is None:
         return said
@@ -101,12 +95,17 @@ def settle(module: Module, said: Storage | None, setting: str) -> Storage | None
             raise contradiction(module, setting, "a weight that is not packed")
         return None
     if not packed:
-        if weight is None or module.path == "lm_head" or module.path.startswith("mtp."):
+        if weight is None or usually_plain(module):
             return None
         raise contradiction(module, setting, ", ".join(said.needs(module)))
     if not all(suffix in module.tensors for suffix in said.needs(module)):
         raise contradiction(module, setting, ", ".join(said.needs(module)))
     return said
+
+
+def usually_plain(module: Module) -> bool:
+    """Whether a map may be plain where no list says so."""
+    return module.path.startswith("mtp.") or module.path.rpartition(".")[2] in PLAIN_PARTS
 
 
 def contradiction(module: Module, setting: str, asked: str) -> CheckpointError:
@@ -244,9 +243,8 @@ class IntStorage(Storage):
             zeros=self._has(module, "weight_zero_point"),
             g_idx=self._has(module, "weight_g_idx"),
         )
-        if options["g_idx"]:
-            return OwnLayout(IntWeight, tuple(sorted(options.items())), module.path)
-        return Layout.of(IntWeight, **options)
+        found = Layout.of(IntWeight, **options)
+        return replace(found, apart=module.path) if options["g_idx"] else found
 
     def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
         assert isinstance(weight, IntWeight)

@@ -1,0 +1,80 @@
+"""Strict reading of a checkpoint's quantization_config: what matters must be known."""
+
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from lockstep.errors import CheckpointError, LockstepError, choice_error
+
+T = TypeVar("T")
+WITHIN = "quantization_config."
+MEND = "Mend config.json, or serve a checkpoint that was packed otherwise."
+BUILT = "Weight formats are built for these only; serve a checkpoint that was packed otherwise."
+
+
+class SettingsReader:
+    """Reads settings by name. within: the part of config.json that they are, for messages.
+
+    null counts as absent. Settings that nobody asks for carry no meaning, and are not looked at.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], within: str = WITHIN) -> None:
+        self.raw = {name: value for name, value in raw.items() if value is not None}
+        self.within = within
+
+    def has(self, name: str) -> bool:
+        """Whether the setting is there."""
+        return name in self.raw
+
+    def called(self, *names: str) -> str:
+        """Which of the names that one setting goes by is used; the first where none is."""
+        return next((name for name in names if name in self.raw), names[0])
+
+    def get(self, name: str, kind: type[T], default: T) -> T:
+        """The setting as `kind`. Raises CheckpointError where it is mistyped."""
+        value = self.raw.get(name, default)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise self.error(name, value, f"a value of type {kind.__name__}", MEND)
+        return value
+
+    def only(self, name: str, *allowed: Any, default: Any = None) -> Any:
+        """The setting, which must be one of `allowed`; absent counts as `default`."""
+        value = self.raw.get(name, default)
+        if not any(type(value) is type(one) and value == one for one in allowed):
+            raise self.error(name, value, ", ".join(map(repr, allowed)), BUILT)
+        return value
+
+    def names(self, name: str) -> tuple[str, ...]:
+        """The setting as a list of names, which may be grouped in lists, or one text of names with
+        commas between."""
+        value = self.raw.get(name, [])
+        found = value.split(",") if isinstance(value, str) else value
+        if not isinstance(found, list):
+            raise self.error(name, value, "a list of names", MEND)
+        flat = [one for part in found for one in (part if isinstance(part, list) else [part])]
+        if not all(isinstance(one, str) for one in flat):
+            raise self.error(name, value, "a list of names", MEND)
+        return tuple(one.strip() for one in flat if one.strip())
+
+    def parts(self, name: str) -> dict[str, "SettingsReader"]:
+        """The setting as an object of objects (null: an empty one), each with its own reader."""
+        value: dict[Any, Any] = self.get(name, dict, {})
+        for key, part in value.items():
+            if not isinstance(part, dict | None):
+                raise self.error(f"{name}[{key[:100]!r}]", part, "an object", MEND)
+        return {
+            key: SettingsReader(part or {}, f"{self.within}{name}[{key[:100]!r}].")
+            for key, part in value.items()
+        }
+
+    def pattern(self, name: str, text: str) -> re.Pattern[str]:
+        """A regular expression that stands in the setting."""
+        try:
+            return re.compile(text)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise self.error(name, text, f"regular expressions ({error})", MEND) from None
+
+    def error(self, name: str, value: object, allowed: str, remedy: str) -> LockstepError:
+        """The CheckpointError that says what a setting is and what it may be."""
+        field = f"config.json {self.within}{name}"
+        return choice_error(CheckpointError, field, value, allowed, remedy)
