@@ -228,7 +228,7 @@ def build_models(
         fill_dummy(model, draft, config.seed)
     else:
         shown = partial(progress, "loading")
-        load_weights(checkpoint, model, draft, shown)
+        load_weights(checkpoint, model, draft, shown, build.packing)
     return model, draft
 
 

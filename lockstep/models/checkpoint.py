@@ -80,8 +80,11 @@ class Checkpoint:
         for name, method in OWN_FILES.items():
             if (self.folder / name).exists():
                 raw = read_object(self.folder / name, "Fetch the file again.")
-                inner = raw.get("quantization")
-                return {"quant_method": method, **raw, **(inner if isinstance(inner, dict) else {})}
+                inner = raw.get("quantization", {})
+                if not isinstance(inner, dict):
+                    field = f"{name} quantization"
+                    raise choice_error(CheckpointError, field, inner, "an object", "Mend the file.")
+                return {"quant_method": method, **raw, **inner}
         return None
 
 

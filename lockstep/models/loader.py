@@ -12,7 +12,7 @@ from lockstep.layers.norm import GatedRMSNorm, Norm
 from lockstep.models import architecture
 from lockstep.models.checkpoint import Checkpoint, opened, some, stripped, weight_files
 from lockstep.models.reading import ConfigReader
-from lockstep.quant import Slot
+from lockstep.quant import Packing, Slot
 
 Progress = Callable[[int, int], None]
 TIED_HEAD = "lm_head.weight"
@@ -31,10 +31,15 @@ def build_model(raw: dict[str, Any], build: Build) -> nn.Module:
 
 
 def load_weights(
-    checkpoint: Checkpoint, model: nn.Module, draft: nn.Module | None, progress: Progress
+    checkpoint: Checkpoint,
+    model: nn.Module,
+    draft: nn.Module | None,
+    progress: Progress,
+    packing: Packing | None = None,
 ) -> None:
     """Fills model and draft from the folder's safetensors, and finishes them.
 
+    packing: the weight format that they were built with.
     Raises CheckpointError naming every tensor that is missing, spare, there twice, or does not fit.
     """
     module = checkpoint.architecture
@@ -54,7 +59,7 @@ def load_weights(
                     filled.add(key)
                 elif key == TIED_HEAD and model.config.tied:
                     twins.append((name, file.get_tensor(name)))
-                elif not _ignored(module, draft, name):
+                elif not _ignored(module, draft, packing, name):
                     faults["spare"].append(name)
         progress(index + 1, len(files))
     faults["missing"] = sorted(set(wanted) - filled)
@@ -107,8 +112,10 @@ def _slots(module: Any, model: nn.Module, draft: nn.Module | None) -> Iterator[t
             yield module.DRAFT_PREFIX + name, Slot.of(target)
 
 
-def _ignored(module: Any, draft: nn.Module | None, name: str) -> bool:
+def _ignored(module: Any, draft: nn.Module | None, packing: Packing | None, name: str) -> bool:
     if name.startswith(module.IGNORED):
+        return True
+    if packing is not None and name.rpartition(".")[2] in packing.unused:
         return True
     return hasattr(module, "Draft") and draft is None and name.startswith(module.DRAFT_PREFIX)
 

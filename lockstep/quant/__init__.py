@@ -22,6 +22,11 @@ FORMATS: dict[str, str] = {
     "auto-round": "lockstep.quant.auto_round",
     "auto_round": "lockstep.quant.auto_round",
     "intel/auto-round": "lockstep.quant.auto_round",
+    "fp8": "lockstep.quant.fp8",
+    "compressed-tensors": "lockstep.quant.compressed_tensors",
+    "modelopt": "lockstep.quant.modelopt",
+    "modelopt_fp4": "lockstep.quant.modelopt",
+    "modelopt_mixed": "lockstep.quant.modelopt",
 }
 
 

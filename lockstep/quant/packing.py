@@ -67,9 +67,15 @@ class Layout:
 
 
 class Packing(ABC):
-    """The weight format of a checkpoint, read from its settings. name: what numerics call it."""
+    """The weight format of a checkpoint, read from its settings. name: what numerics call it.
+
+    unused: last parts of the names of tensors that it may have and that nothing here asks for.
+    notes: what its settings ask for and is not done, a line each.
+    """
 
     name: str
+    unused: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
 
     @abstractmethod
     def layout(self, module: Module) -> Layout | None:

@@ -1,0 +1,72 @@
+"""fp8: e4m3fn weights with a scale per block of 128 x 128, per output, or for all.
+
+What DeepSeek-V3 and Qwen's FP8 checkpoints have. W = fp32(code) * scale; in blocks the scale is
+called `weight_scale_inv`, and multiplies all the same. Only weights are taken as packed:
+activations are never rounded, so `activation_scheme` and `input_scale` are not used.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lockstep.quant.packing import Module
+from lockstep.quant.reading import WITHIN, SettingsReader
+from lockstep.quant.storage import (
+    FP8_BLOCK,
+    Fp8Storage,
+    Storage,
+    StoredPacking,
+    settle,
+)
+
+LISTS = ("modules_to_not_convert", "ignored_layers")
+"""Settings with modules that are not packed."""
+
+
+def read(settings: Mapping[str, Any]) -> "Fp8":
+    """The format of these settings. Raises CheckpointError where they ask for what is not built."""
+    return Fp8(SettingsReader(settings))
+
+
+class Fp8(StoredPacking):
+    """See the file's head. name: "fp8-128x128" for blocks, else "fp8"."""
+
+    unused = frozenset({"input_scale", "k_scale", "v_scale", "q_scale"})
+
+    def __init__(self, settings: SettingsReader) -> None:
+        settings.only("fmt", "e4m3", default="e4m3")
+        settings.only("scale_fmt", None, "float", "ue8m0")
+        scheme = settings.only("activation_scheme", "dynamic", "static", default="dynamic")
+        block = settings.only("weight_block_size", None, [FP8_BLOCK, FP8_BLOCK])
+        self.settings = settings
+        self.left_out = {entry: name for name in LISTS for entry in settings.names(name)}
+        self.name = "fp8" if block is None else "fp8-128x128"
+        self.storage_of_all = (
+            Fp8Storage("weight_scale", ("tensor", "channel"))
+            if block is None
+            else Fp8Storage("weight_scale_inv", ("block",))
+        )
+        self.notes = (
+            f"{WITHIN}activation_scheme={scheme!r} is not followed: activations are not rounded",
+        )
+
+    def storage(self, module: Module) -> Storage | None:
+        entry = next((one for one in self.left_out if listed(one, module)), None)
+        if entry is not None:
+            setting = f"{WITHIN}{self.left_out[entry]} ({entry!r})"
+            return settle(module, None, setting)
+        if module.tensors is None and module.path == "lm_head":
+            return None
+        return settle(module, self.storage_of_all, self._reason())
+
+    def _reason(self) -> str:
+        """The setting that packs what no list leaves out."""
+        block = self.settings.raw.get("weight_block_size")
+        return f"{WITHIN}weight_block_size={block}, with no list to except it,"
+
+
+def listed(entry: str, module: Module) -> bool:
+    """Whether an entry of a list is the module, a module around it, or the end of its name."""
+    return any(
+        name == entry or name.startswith(f"{entry}.") or name.endswith(f".{entry}")
+        for name in module.names
+    )

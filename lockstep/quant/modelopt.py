@@ -1,0 +1,101 @@
+"""ModelOpt (NVIDIA): e4m3fn weights, NVFP4, and checkpoints with some of each.
+
+FP8: W = fp32(code) * weight_scale. NVFP4: W = (e2m1(code) * fp32(weight_scale)) * weight_scale_2.
+SettingsReader stand in config.json (quant_method modelopt, modelopt_fp4 or modelopt_mixed) or in
+hf_quant_config.json. Only weights are taken as packed: activations are never rounded and the KV
+cache has a format of its own, so `input_scale`, `k_scale` and `v_scale` are not used.
+"""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Any
+
+from lockstep.quant.packing import Module
+from lockstep.quant.reading import MEND, WITHIN, SettingsReader
+from lockstep.quant.storage import FP4_GROUP, Fp4Storage, Fp8Storage, Storage, StoredPacking, settle
+
+MIXED = "MIXED_PRECISION"
+_NVFP4 = Fp4Storage("weight", "weight_scale_2", divides=False)
+STORAGES: Mapping[str, Storage] = {
+    "FP8": Fp8Storage("weight_scale", ("tensor",)),
+    "FP8_PER_CHANNEL_PER_TOKEN": Fp8Storage("weight_scale", ("channel",)),
+    "FP8_PB_WO": Fp8Storage("weight_scale", ("block",)),
+    "NVFP4": _NVFP4,
+    "W4A16_NVFP4": _NVFP4,
+}
+"""quant_algo -> how it stores a weight."""
+LISTS = ("exclude_modules", "ignore")
+"""SettingsReader with modules that are not packed."""
+
+
+def read(settings: Mapping[str, Any]) -> "ModelOpt":
+    """The format of these settings. Raises CheckpointError where they ask for what is not built."""
+    only_keys = settings.get("quant_algo", "") is None
+    return ModelOpt(SettingsReader(settings), only_keys)
+
+
+class ModelOpt(StoredPacking):
+    """See the file's head. name: "modelopt-NVFP4" and so on, by quant_algo.
+
+    only_keys: quant_algo is null: only the KV cache was packed.
+    """
+
+    unused = frozenset({"input_scale", "k_scale", "v_scale", "q_scale", "output_scale"})
+
+    def __init__(self, settings: SettingsReader, only_keys: bool) -> None:
+        allowed = (*STORAGES, MIXED, *([None] if only_keys else []))
+        self.algorithm = settings.only("quant_algo", *allowed)
+        self.name = f"modelopt-{self.algorithm}"
+        self.left_out = {entry: name for name in LISTS for entry in settings.names(name)}
+        self.layers: dict[str, SettingsReader] = {}
+        if self.algorithm == MIXED:
+            self.layers = settings.parts("quantized_layers")
+            if not self.layers:
+                name = "quantized_layers"
+                value = settings.raw.get(name)
+                raise settings.error(name, value, "an object of modules and their formats", MEND)
+            for layer in self.layers.values():
+                algorithm(layer)
+        elif self.algorithm is not None:
+            algorithm(settings)
+        self.notes = tuple(notes(settings))
+
+    def storage(self, module: Module) -> Storage | None:
+        found = next((name for name in self.layers if covers(name, module)), None)
+        if found is not None:
+            layer = self.layers[found]
+            kind = algorithm(layer)
+            return settle(module, STORAGES[kind], f"{layer.within}quant_algo={kind!r}")
+        entry = next((one for one in self.left_out if covers(one, module)), None)
+        if entry is not None:
+            setting = f"{WITHIN}{self.left_out[entry]} ({entry!r})"
+            return settle(module, None, setting)
+        if self.algorithm == MIXED:
+            setting = f"{WITHIN}quantized_layers, which does not name it,"
+            return settle(module, None, setting)
+        setting = f"{WITHIN}quant_algo={self.algorithm!r}"
+        if self.algorithm is None:
+            return settle(module, None, setting)
+        return settle(module, STORAGES[self.algorithm], f"{setting}, with no list to except it,")
+
+
+def algorithm(settings: SettingsReader) -> str:
+    """quant_algo of a module or of all. Raises CheckpointError where it is not built."""
+    kind = settings.only("quant_algo", *STORAGES)
+    if isinstance(STORAGES[kind], Fp4Storage):
+        settings.only("group_size", FP4_GROUP, default=FP4_GROUP)
+    return kind
+
+
+def covers(entry: str, module: Module) -> bool:
+    """Whether an entry of a list, which may hold wildcards, is the module or one around it."""
+    return any(fnmatchcase(name, entry) or fnmatchcase(name, f"{entry}.*") for name in module.names)
+
+
+def notes(settings: SettingsReader) -> list[str]:
+    """What the settings ask for and is not done."""
+    found = ["activations are not rounded, whatever quant_algo says of them"]
+    for name in ("kv_cache_quant_algo", "kv_cache_scheme"):
+        if settings.has(name):
+            found.append(f"{WITHIN}{name} and the scales of keys and values are not used")
+    return found
