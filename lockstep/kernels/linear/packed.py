@@ -14,16 +14,15 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.linear import linear
+from lockstep.kernels.linear._packed_kernel import packed_kernel
 from lockstep.kernels.linear.triton import fold, linear_triton
-from lockstep.kernels.linear.triton_uneven import place
 from lockstep.kernels.packed import PackedWeight
-from lockstep.kernels.packed._device import BLOCK, load_tile
+from lockstep.kernels.packed._device import BLOCK
 from lockstep.kernels.packed._form import TYPES, Target, fits, irregular, operand_of
 from lockstep.kernels.packed.triton import unpack_weight_triton
 
@@ -45,72 +44,6 @@ class PackedTile:
     warps: int = 4
     stages: int = 3
     split: int = 1
-
-
-@triton.jit
-def _segment(
-    x, weight, live, rows, begin, end, FORM: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """One accumulator over columns begin .. end, ascending: [BLOCK_N, BLOCK_M] fp32."""
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for at in range(begin, end, BLOCK_K):
-        if EVEN:
-            a = tl.load(x + at, mask=live, other=0.0)
-        else:
-            inside = (at + tl.arange(0, BLOCK_K) < end)[None, :]
-            a = tl.load(x + at, mask=live & inside, other=0.0)
-        w = load_tile(weight, rows, at, end, FORM, BLOCK_K, EVEN, DTYPE)
-        total = tl.dot(w, a.T, total)
-    return total
-
-
-@triton.jit
-def _subtree(
-    x, weight, live, rows, begin, length, COUNT: tl.constexpr, FORM: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
-    """COUNT segments of `length` columns from `begin` on, added pairwise in registers."""
-    if COUNT == 1:
-        return _segment(
-            x, weight, live, rows, begin, begin + length, FORM, EVEN,
-            BLOCK_M, BLOCK_N, BLOCK_K, DTYPE,
-        )  # fmt: skip
-    else:
-        left = _subtree(
-            x, weight, live, rows, begin, length, COUNT // 2, FORM, EVEN,
-            BLOCK_M, BLOCK_N, BLOCK_K, DTYPE,
-        )  # fmt: skip
-        right = _subtree(
-            x, weight, live, rows, begin + COUNT // 2 * length, length, COUNT // 2, FORM, EVEN,
-            BLOCK_M, BLOCK_N, BLOCK_K, DTYPE,
-        )  # fmt: skip
-        return left + right
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _packed_kernel(
-    x, weight, out, tokens, N, length, x_stride, out_stride,
-    COUNT: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """One tile of out [parts, tokens, N], rows out_stride apart.
-
-    Rows of the weight past its end are copies of the last one: computed and not stored.
-    """
-    part, row_m, row_n = place(tl.program_id(0), tokens, N, GROUP, BLOCK_M, BLOCK_N)
-    m = row_m + tl.arange(0, BLOCK_M)
-    n = row_n + tl.arange(0, BLOCK_N)
-    live = (m < tokens)[:, None]
-    rows = tl.minimum(n, N - 1).to(tl.int64)
-    x += m.to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK_K)[None, :]
-    total = _subtree(
-        x, weight, live, rows, part * COUNT * length, length, COUNT, FORM, EVEN,
-        BLOCK_M, BLOCK_N, BLOCK_K, DTYPE,
-    )  # fmt: skip
-    out += part.to(tl.int64) * tokens * N + m.to(tl.int64)[:, None] * out_stride + n[None, :]
-    tl.store(out, total.T.to(out.dtype.element_ty), mask=live & (n < N)[None, :])
 
 
 def tile_of(tokens: int, segments: int, arch: int) -> PackedTile:
@@ -144,7 +77,7 @@ def launch(
         columns = tile.k if fits(weight, tile.k) and length % tile.k == 0 else int(BLOCK)
         operand, form = operand_of(weight, x.dtype, columns, target)
         grid = (triton.cdiv(tokens, tile.m) * triton.cdiv(n, tile.n) * split,)
-        _packed_kernel[grid](
+        packed_kernel[grid](
             x, operand, found, tokens, n, length, x.stride(0), found.stride(-2),
             segments // split, GROUP, tuple(form), length % columns == 0,
             tile.m, tile.n, columns, TYPES[x.dtype],
@@ -160,7 +93,7 @@ def launch(
 def target_of(device: torch.device) -> Target:
     """What kernels are compiled for; under the interpreter nothing is."""
     if device.type != "cuda":
-        return Target(HOPPER, assembly=isinstance(_packed_kernel, JITFunction))
+        return Target(HOPPER, assembly=isinstance(packed_kernel, JITFunction))
     major, minor = torch.cuda.get_device_capability(device)
     return Target(10 * major + minor, assembly=True)
 
