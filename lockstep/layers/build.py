@@ -95,10 +95,11 @@ class Build:
         self.choices.append(Choice(self.layer, op.name, name, refused))
         return op.backends[name].run
 
-    def linear_op(self, op: Op, n: int, k: int, packed: bool = False) -> Callable[..., Any]:
+    def linear_op(self, op: Op, n: int, k: int, packed: str = "") -> Callable[..., Any]:
         """The function of a weight [n, k]: canonical, or the fastest where no bits depend on it.
 
         On a GPU cuBLAS may serve where lockstep.layers.linear.probe finds the canonical bits.
+        packed: the kind of a packed weight, "" for one that is not.
         """
         if not self.exact and not packed:
             self.choices.append(Choice(self.layer, op.name, "draft", {}, f"{n}x{k}"))

@@ -95,7 +95,8 @@ class Product(Weight):
         super().__init__(build, n, k, layout=layout, stands=stands)
         self.segments = segments
         self.partial = partial
-        self.linear = build.linear_op(linear, n=n, k=k, packed=self.weight is None)
+        kind = type(self.packed).__name__ if self.weight is None else ""
+        self.linear = build.linear_op(linear, n=n, k=k, packed=kind)
         build.choices[-1].packing = "" if layout is None else str(layout)
 
     def forward(self, x: Tensor, begin: int = 0, out: Tensor | None = None) -> Tensor:
