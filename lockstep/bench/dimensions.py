@@ -44,7 +44,9 @@ def bench_env(device: str, dtype: torch.dtype, most: int) -> BenchEnv:
         build = Build(device, dtype, window=1, max_positions=1)
         layers = [Linear(build, k, {"weight": n}) for _ in range(count)]
         for layer in layers:
-            layer.part(0).normal_(0.0, k**-0.5)
+            weight = layer.part(0)
+            assert isinstance(weight, Tensor), "nothing packs it"
+            weight.normal_(0.0, k**-0.5)
         probe(build, nn.ModuleList(layers), [tokens])
         return build.choices[-1].backend, [*layers]
 

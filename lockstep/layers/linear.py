@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -180,16 +181,18 @@ class Linear(nn.Module):
         rows = self._rows(index)
         at = bisect_right(self.firsts, rows.start) - 1
         first = self.firsts[at]
-        return self.products[at].stored_rows(rows.start - first, rows.stop - first)
+        product = cast(Product, self.products[at])
+        return product.stored_rows(rows.start - first, rows.stop - first)
 
     def weights(self) -> dict[str, Target]:
         """Name within the module that is built -> what this tensor of the checkpoint fills: of each
         fused weight its own tensors and, where there is one, its bias."""
         table: dict[str, Target] = {}
         for index, name in enumerate(self.names):
-            table |= filled(name, self.part(index), self.packing, self.reads[index])
-            if name in self.orders and isinstance(self.part(index), Tensor):
-                table[f"{name}.weight"] = self._ordered(name, self.part(index))
+            part = self.part(index)
+            table |= filled(name, part, self.packing, self.reads[index])
+            if isinstance(part, Tensor):
+                table[f"{name}.weight"] = self._ordered(name, part)
             if self.bias is not None:
                 table[f"{name}.bias"] = self._ordered(name, self.bias[self._rows(index)])
         return table

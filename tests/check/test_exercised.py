@@ -13,8 +13,8 @@ from lockstep.check.worlds import Effort
 from lockstep.kernels.backends import every_op, load
 from lockstep.sampling_params import SamplingParams
 
-WITHOUT_A_MODEL = {"route", "experts"}
-"""Ops that no architecture has yet; tests/kernels and tests/layers run them."""
+WITHOUT_A_MODEL = {"route", "experts", "unpack_weight"}
+"""Ops that the bundled model does not use; tests/kernels and tests/layers run them."""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,9 @@ def test_every_backend_that_serves_here_is_called(
     for lack in (lack for lack in report.used.lacks() if " by " in lack):
         backend, _, why = lack.partition(": ")
         assert backend not in called
-        assert why not in ("", "another backend is preferred"), "it needs a GPU, or cpu serves"
+        assert why != ""
+        if not backend.endswith(" by reference"):
+            assert why != "another backend is preferred", "it needs a GPU"
 
 
 def test_every_drafter_drafts(report: Report) -> None:

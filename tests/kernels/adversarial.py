@@ -122,7 +122,7 @@ def worse(op: Op, arguments: Arguments, how: str, dtype: torch.dtype) -> Argumen
     bears = min(5, own.spread) if dtype == torch.float16 else own.spread
     for name in given((*own.tokens, *own.numbers), arguments):
         x = arguments[name]
-        if x.is_floating_point():
+        if isinstance(x, Tensor) and x.is_floating_point():
             exponents = torch.randint(-bears, bears + 1, x.shape, generator=generator)
             wide = x.float() * torch.exp2(exponents.float())
             if how == "cancel":

@@ -32,7 +32,8 @@ def main() -> None:
 
     for tokens in TOKENS:
         ids = torch.empty(tokens, 8, dtype=torch.int32, device="meta")
-        up, down = half(256, 1024, 2048), half(256, 2048, 512)
+        up = half(256, 1024, 2048)
+        down = half(256, 2048, 512)
         experts_triton(half(tokens, 2048), up, down, ids, half(tokens, 8), half(tokens, 2048))
     for name, code in launches.code:
         assert "wgmma.mma_async" in code and "mma.sync" not in code, name

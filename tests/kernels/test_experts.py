@@ -5,14 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lockstep.kernels.activations import silu_mul
 from lockstep.kernels.experts import experts
-from lockstep.kernels.experts.tiles import FEW, FEW_PAIRS, FLOAT, MANY, SORTED, most_tiles, tile_of
+from lockstep.kernels.experts.tiles import FEW, FLOAT, MANY, SORTED, are_few, most_tiles, tile_of
+from lockstep.kernels.linear import linear
 from lockstep.kernels.route import route
 from tests.kernels.backends import Backend, backends, same_bits
 
 BACKENDS = backends(op=experts)
 TRITON = [param for param in BACKENDS if param.values[0].name == "triton"]
-SMALL = dict(tokens=33, hidden=40, inner=24, count=6, slots=4)
+SMALL = dict(tokens=9, hidden=40, inner=24, count=16, slots=4)
 REAL = dict(tokens=300, hidden=2048, inner=512, count=60, slots=8)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -66,8 +68,9 @@ def test_a_row_has_its_bits_in_any_batch(backend):
     """Alone, among few and among many, which is another form."""
     a = mixture(backend, **(REAL if backend.on_gpu else SMALL))
     whole = backend.run(experts, a)
-    assert a["ids"].numel() > FEW_PAIRS
-    for begin, end in ((0, 1), (3, 5), (6, 13), (4, 4)):
+    sizes = [are_few(tokens, 4, 16) for tokens in (1, 2, 6, 9)]
+    assert sizes == [True, True, False, False]
+    for begin, end in ((0, 1), (3, 5), (2, 8), (4, 4)):
         assert same_bits(backend.run(experts, rows(a, begin, end)), whole[begin:end]), (begin, end)
     if backend.on_gpu:
         for end in (16, 17, 40, 129, 299):
@@ -89,11 +92,9 @@ def test_nan_stays_in_its_row(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("tokens", [20, 140])
-def test_all_tokens_at_one_expert(backend, tokens):
+def test_all_tokens_at_one_expert(backend):
     """More than a tile holds; ids repeat within a row, too."""
-    if backend.interpreted and tokens > 20:
-        tokens = 65
+    tokens = 20 if backend.interpreted else 140
     a = mixture(backend, **SMALL | dict(tokens=tokens, hidden=17, inner=8, slots=2))
     a["ids"].fill_(4)
     whole = backend.run(experts, a)
@@ -112,12 +113,16 @@ FORMS = [
 
 
 @pytest.mark.parametrize("backend", FORMS)
-def test_no_form_and_no_tile_changes_a_bit(backend):
+@pytest.mark.parametrize("one", [False, True])
+def test_no_form_and_no_tile_changes_a_bit(backend, one):
+    """one: all pairs are at one expert, more than a tile of the form for few tokens holds."""
     from lockstep.kernels.experts.triton import launch_few, launch_sorted
 
-    sizes = SMALL | dict(tokens=5) if backend.interpreted else REAL | dict(tokens=16)
+    sizes = SMALL | dict(tokens=5, count=6) if backend.interpreted else REAL | dict(tokens=16)
     a = mixture(backend, **sizes)
     order = ("x", "up", "down", "ids", "weights", "shared", "shared_gate")
+    if one:
+        a["ids"].fill_(3)
     given = [a[name] for name in order]
     tiles = [FEW, MANY, *(tile for _, tile in SORTED)]
     if backend.dtype == torch.float32:
@@ -134,7 +139,7 @@ def test_the_sort_is_stable_and_its_tiles_hold_every_pair_once(backend):
     from lockstep.kernels.experts._sort import sort_pairs
 
     generator = torch.Generator().manual_seed(1)
-    for pairs, count, tokens in ((1, 5, 16), (700, 30, 16), (1030, 8, 128)):
+    for pairs, count, tokens in ((1, 5, 16), (530, 30, 16), (200, 8, 128)):
         ids = torch.randint(-2, count + 2, (pairs, 1), generator=generator, dtype=torch.int32)
         order, table = sort_pairs(ids.to(backend.device), count, tokens)
         own = ids.flatten().clamp(0, count - 1).long()
@@ -147,6 +152,22 @@ def test_the_sort_is_stable_and_its_tiles_hold_every_pair_once(backend):
                 assert begin == at and len(held) and (own[held] == expert).all()
                 at += len(held)
         assert at == pairs
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_expert_is_a_gated_mlp_of_linear(backend):
+    """Bit for bit: the chains are linear's with one segment. To a tolerance where the interpreter
+    multiplies, in numpy's order."""
+    for tokens in (1, 6):
+        a = mixture(backend, **SMALL | dict(tokens=tokens, slots=1))
+        a["ids"].fill_(5)
+        a["weights"].fill_(1.0)
+        found = backend.run(experts, a | dict(shared=None, shared_gate=None))
+        gate_up = backend.run(linear, dict(x=a["x"], weight=a["up"][5]))
+        act = backend.run(silu_mul, dict(gate_up=gate_up))
+        expected = backend.run(linear, dict(x=act, weight=a["down"][5]))
+        torch.testing.assert_close(found, expected)
+        assert backend.interpreted or same_bits(found, expected)
 
 
 def test_tiles_grow_with_the_tokens():

@@ -37,7 +37,8 @@ def test_softmax_families(renormalise):
 
 def test_deepseek():
     """As DeepseekV3TopkRouter has it: groups by their two best biased scores, weights unbiased."""
-    logits, bias = random(9, 64), random(64, seed=1) * 0.2
+    logits = random(9, 64)
+    bias = random(64, seed=1) * 0.2
     ids, weights = route(logits, 6, "sigmoid", True, 2.5, bias, groups=8, top_groups=3)
     scores = logits.sigmoid()
     choice = scores + bias
@@ -78,8 +79,8 @@ def test_nan_gives_valid_ids_and_stays_in_its_row(backend, scoring, groups):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_row_has_its_bits_in_any_batch(backend):
-    logits = (random(33 if backend.on_gpu else 17, 130) * 3).to(backend.dtype)
+    logits = (random(33 if backend.on_gpu else 12, 130) * 3).to(backend.dtype)
     ids, weights = backend.run(route, dict(logits=logits, top_k=7))
-    for begin, end in ((0, 1), (7, 14), (15, 17), (5, 5)):
+    for begin, end in ((0, 1), (4, 7), (10, 12), (5, 5)):
         found = backend.run(route, dict(logits=logits[begin:end], top_k=7))
         assert same_bits(found[0], ids[begin:end]) and same_bits(found[1], weights[begin:end])

@@ -16,8 +16,8 @@ from lockstep.layers.moe import MoE, Routing
 from lockstep.quant import Layout, Module, Packing, Slot, TensorInfo
 from lockstep.quant.slot import PLAIN
 
-H = 24
-I = 10  # noqa: E741
+HIDDEN = 24
+INNER = 10
 ROUTING = set(Routing.__dataclass_fields__)
 
 
@@ -27,7 +27,7 @@ def made(
     """A layer of random weights; top 3."""
     torch.manual_seed(0)
     routing = Routing(experts, 3, **{name: more.pop(name) for name in ROUTING & set(more)})
-    layer = MoE(build or Build("cpu", dtype, 1, 1), H, I, routing, **more)
+    layer = MoE(build or Build("cpu", dtype, 1, 1), HIDDEN, INNER, routing, **more)
     for parameter in layer.parameters():
         parameter.data.normal_(0.0, 0.2)
     return layer
@@ -53,7 +53,8 @@ def test_qwen(shared: int, gated: bool) -> None:
     """Qwen3-MoE has no shared expert, Qwen3-Next and Qwen3.5 a gated one."""
     gated = gated and shared > 0
     layer = made(shared_inner=shared, shared_gate=gated)
-    x, table = torch.randn(9, H), layer.weights()
+    x = torch.randn(9, HIDDEN)
+    table = layer.weights()
     weights, ids = F.linear(x, table["gate.weight"]).softmax(-1).topk(3)
     expected = mixture(x, table, ids, weights / weights.sum(-1, keepdim=True))
     if shared:
@@ -70,7 +71,8 @@ def test_deepseek() -> None:
         scoring="sigmoid", scale=2.5, bias=True, groups=4, top_groups=2, shared_inner=20,
         shared_name="shared_experts",
     )  # fmt: skip
-    x, table = torch.randn(9, H), layer.weights()
+    x = torch.randn(9, HIDDEN)
+    table = layer.weights()
     scores = F.linear(x, table["gate.weight"]).sigmoid()
     choice = scores + table["gate.e_score_correction_bias"]
     best = choice.view(9, 4, 3).topk(2)[0].sum(-1).topk(2)[1]
@@ -87,7 +89,7 @@ def test_deepseek() -> None:
 def test_a_router_that_scores_by_sigmoid_is_fp32_all_through(scoring: str) -> None:
     layer = made(torch.bfloat16, scoring=scoring)
     wide = scoring == "sigmoid"
-    x = torch.randn(5, H).bfloat16()
+    x = torch.randn(5, HIDDEN).bfloat16()
     assert layer.router.part(0).dtype == (torch.float32 if wide else torch.bfloat16)
     assert layer.up.stored.dtype == torch.bfloat16 and layer(x).dtype == torch.bfloat16
     weights = layer.route(layer.router(x.to(layer.router_dtype)), 3, **layer.choice)[1]
@@ -97,7 +99,7 @@ def test_a_router_that_scores_by_sigmoid_is_fp32_all_through(scoring: str) -> No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_has_its_bits_in_any_batch(dtype: torch.dtype) -> None:
     layer = made(dtype, shared_inner=16, shared_gate=True)
-    x = torch.randn(40, H).to(dtype)
+    x = torch.randn(40, HIDDEN).to(dtype)
     whole = layer(x)
     for begin, end in ((0, 1), (3, 5), (7, 40), (6, 6)):
         assert torch.equal(layer(x[begin:end]), whole[begin:end])
@@ -105,8 +107,8 @@ def test_a_row_has_its_bits_in_any_batch(dtype: torch.dtype) -> None:
 
 FUSED = {
     "moe.experts": {
-        "gate_up_proj": TensorInfo("moe.experts.gate_up_proj", (12, 2 * I, H), "F32"),
-        "down_proj": TensorInfo("moe.experts.down_proj", (12, H, I), "F32"),
+        "gate_up_proj": TensorInfo("moe.experts.gate_up_proj", (12, 2 * INNER, HIDDEN), "F32"),
+        "down_proj": TensorInfo("moe.experts.down_proj", (12, HIDDEN, INNER), "F32"),
     }
 }
 """What the header of a file says that has all experts as one tensor."""
@@ -120,20 +122,22 @@ def building(tensors: Any = None, packing: Packing | None = None, device: str = 
 def test_experts_one_by_one_or_as_one_tensor_fill_the_same_memory() -> None:
     names = ("w1", "w3", "w2")
     shared = dict(shared_inner=16, shared_gate=True, bias=True)
-    one, all_at_once = made(names=names, **shared), made(build=building(FUSED), **shared)
-    single, fused = one.weights(), all_at_once.weights()
+    one = made(names=names, **shared)
+    all_at_once = made(build=building(FUSED), **shared)
+    single = one.weights()
+    fused = all_at_once.weights()
     own = {f"experts.{e}.w{n}.weight" for e in range(12) for n in (1, 2, 3)}
     assert set(single) - set(fused) == own
     assert set(fused) - set(single) == {"experts.gate_up_proj", "experts.down_proj"}
     filled = {name: torch.randn(t.shape) for name, t in fused.items()}
     (gate_up, down) = (filled[f"experts.{n}_proj"] for n in ("gate_up", "down"))
     for e in range(12):
-        parts = (gate_up[e, :I], gate_up[e, I:], down[e])
+        parts = (gate_up[e, :INNER], gate_up[e, INNER:], down[e])
         filled |= {f"experts.{e}.{n}.weight": t for n, t in zip(names, parts, strict=True)}
     for table in (single, fused):
         for name, tensor in table.items():
             tensor.copy_(filled[name])
-    x = torch.randn(9, H)
+    x = torch.randn(9, HIDDEN)
     assert torch.equal(one(x), all_at_once(x))
     size = sum(parameter.numel() for parameter in one.parameters())
     assert sum(t.numel() for t in single.values()) == size
@@ -175,13 +179,15 @@ def test_packed_experts_are_what_they_unpack_to(tensors: Any) -> None:
     assert isinstance(layer.up.stored, PackedWeight)
     for weight in (layer.up, layer.down):
         weight.finish()
-    x = torch.randn(9, H)
+    x = torch.randn(9, HIDDEN)
     assert torch.equal(layer(x), plain(x))
     asked = packing.asked[:2]
     assert [module.path for module in asked] == [f"moe.experts.0.{n}_proj" for n in ("gate", "up")]
-    assert all((module.outputs, module.inputs) == (I, H) for module in asked)
+    assert all((module.outputs, module.inputs) == (INNER, HIDDEN) for module in asked)
     if tensors:
-        assert asked[0].tensors == {"weight": TensorInfo("moe.experts.gate_up_proj", (I, H), "F32")}
+        assert asked[0].tensors == {
+            "weight": TensorInfo("moe.experts.gate_up_proj", (INNER, HIDDEN), "F32")
+        }
 
 
 def test_an_expert_that_is_packed_in_another_way_is_named() -> None:

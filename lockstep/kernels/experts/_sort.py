@@ -105,7 +105,9 @@ def sort_pairs(ids: Tensor, experts: int, tokens: int) -> tuple[Tensor, Tensor]:
     def ints(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=ids.device)
 
-    counts, order, table = ints(chunks, lanes), ints(pairs), ints(tiles, FIELDS)
+    counts = ints(chunks, lanes)
+    order = ints(pairs)
+    table = ints(tiles, FIELDS)
     _count_kernel[(chunks,)](ids, counts, pairs, experts, lanes, CHUNK, TOGETHER, **options)
     _place_kernel[(max(chunks, triton.cdiv(tiles, ENTRIES)),)](
         ids, counts, order, table, pairs, chunks, tiles, experts,

@@ -10,10 +10,10 @@ from lockstep.kernels.route import route
 
 SHAPES = (
     (0, 8, 4, 16, 2, ""),
-    (2, 48, 33, 8, 3, "shared"),
-    (33, 24, 12, 6, 4, "gated"),
+    (2, 48, 33, 12, 3, "shared"),
+    (15, 24, 12, 6, 4, "gated"),
     (1, 40, 24, 5, 2, ""),
-    (7, 33, 16, 6, 3, ""),
+    (7, 33, 16, 44, 3, ""),
     (20, 40, 16, 7, 1, "one"),
 )
 """(tokens, H, I, experts, top_k, what is special)."""

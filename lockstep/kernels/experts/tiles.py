@@ -5,8 +5,13 @@ from dataclasses import dataclass
 import torch
 
 FEW_PAIRS = 128
-"""Up to so many pairs of a token and a slot no sort is launched: each program finds the pairs of
-its expert among all, in a block of 16 x 128 comparisons, 16 in each of its threads."""
+"""The most pairs of a token and a slot without a sort: each program finds the pairs of its expert
+among all, in a block of 16 x 128 comparisons, 16 in each of its threads."""
+FEW_OF_EXPERTS = 2
+"""And at most as many pairs as 1 / 2 of the experts: each token reads down of its own experts, also
+where another token chose the same. With random choices that is 1.27 times the bytes at P = E / 2,
+1.58 times at P = E. What is read again comes from L2, which is about 1.3 times as fast as memory
+(5.5 TB/s, an estimate)."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +48,15 @@ MANY = Tile(128, 128, 64, 8, 3)
 multiprocessor multiplies while the other begins or ends. K is short here (512 is 8 turns)."""
 
 
+def are_few(tokens: int, slots: int, experts: int) -> bool:
+    """Whether the form for few tokens serves: by T, since slots and experts are a model's."""
+    return tokens == 1 or tokens * slots <= min(FEW_PAIRS, experts // FEW_OF_EXPERTS)
+
+
 def tile_of(pairs: int, experts: int, dtype: torch.dtype) -> Tile:
-    """The tile for so many pairs of a token and a slot: of T, since slots and experts are given."""
+    """The tile for so many pairs of a token and a slot, in either form."""
     if dtype == torch.float32:
         return FLOAT
-    if pairs <= FEW_PAIRS:
-        return FEW
     fitting = (tile for mean, tile in SORTED if pairs <= mean * experts)
     return next(fitting, MANY)
 

@@ -22,7 +22,7 @@ from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.experts import experts
 from lockstep.kernels.experts._sort import FIELDS, clamped, sort_pairs
 from lockstep.kernels.experts._weights import load_weight_tile
-from lockstep.kernels.experts.tiles import FEW_PAIRS, Tile, tile_of
+from lockstep.kernels.experts.tiles import Tile, are_few, tile_of
 
 MOST_EXPERTS = 512
 """Experts that the sort's programs hold at once."""
@@ -249,7 +249,7 @@ def launch_few(
     x: Tensor, up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None,
     gate: Tensor | None, tile: Tile,
 ) -> Tensor:  # fmt: skip
-    """experts for at most FEW_PAIRS pairs, without a sort."""
+    """experts for few tokens, without a sort."""
     tokens, slots = ids.shape
     act = _act(x, up, ids, None, None, tile)
     count, hidden, inner = down.shape
@@ -318,5 +318,5 @@ def experts_triton(
     if not ids.numel():
         return torch.empty_like(x)
     tile = tile_of(ids.numel(), up.shape[0], x.dtype)
-    launch = launch_few if ids.numel() <= FEW_PAIRS else launch_sorted
+    launch = launch_few if are_few(*ids.shape, up.shape[0]) else launch_sorted
     return launch(x, up, down, ids, weights, shared, shared_gate, tile)

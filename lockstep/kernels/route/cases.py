@@ -6,7 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SHAPES = ((0, 8, 2, {}), (3, 4, 1, {}), (5, 30, 6, {"renormalise": False}), (7, 256, 8, {}))
+SHAPES: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
+    (0, 8, 2, {}),
+    (3, 4, 1, {}),
+    (5, 30, 6, {"renormalise": False}),
+    (7, 256, 8, {}),
+)
 """(tokens, experts, top_k, what else is asked)."""
 SIGMOID = dict(scoring="sigmoid", scale=2.5)
 BIASED = (
