@@ -90,6 +90,58 @@ QWEN2 = {
     "use_sliding_window": False,
 }
 
+EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 22,
+}
+
+QWEN3_MOE = {
+    **QWEN3,
+    **EXPERTS,
+    "model_type": "qwen3_moe",
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [1],
+    "norm_topk_prob": True,
+}
+
+MIXTRAL = {
+    "model_type": "mixtral",
+    "hidden_act": "silu",
+    "hidden_size": 48,
+    "intermediate_size": 34,
+    "max_position_embeddings": 4096,
+    "num_attention_heads": 6,
+    "num_experts_per_tok": 2,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 2,
+    "num_local_experts": 5,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+HYBRID_MOE = {
+    **{name: value for name, value in CONFIG.items() if name != "intermediate_size"},
+    **EXPERTS,
+    "model_type": "qwen3_5_moe_text",
+    "shared_expert_intermediate_size": 14,
+    "tie_word_embeddings": False,
+}
+
+NEXT = {
+    **HYBRID_MOE,
+    "model_type": "qwen3_next",
+    "decoder_sparse_step": 1,
+    "intermediate_size": 64,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "mlp_only_layers": [2],
+    "norm_topk_prob": True,
+}
+
 
 def make_model(folder: Path, base: dict[str, object] = CONFIG, **changes: object) -> Path:
     """Fills the folder; `changes` replace settings of `base`. Load it with load_format="dummy"."""

@@ -5,7 +5,9 @@ steps is what its layers state in cache_spec(). sketch() builds it without its m
 floor of any checkpoint can be computed anywhere.
 
 Counted: every weight once per pass; the KV of the context read, that of the step's tokens written;
-recurrent state read and written once, and the lines of one window. Activations are neglected, and
+recurrent state read and written once, and the lines of one window. Of a mixture, the experts that
+are really read: tokens are taken to choose independently and evenly, as distinct_experts says; real
+texts choose less evenly, and tokens of one row more alike. Activations are neglected, and
 so are the flops that are not products with a weight (attention's: 3 % at a prompt of 8,192 tokens).
 """
 
@@ -22,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lockstep.cache.specs import PagedSpec, StateSpec
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Embedding, Head, Product
+from lockstep.layers.moe import ExpertWeight
 from lockstep.layers.rotary import Rotary
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model
@@ -170,6 +173,12 @@ def prompt_floor(model: Sketch, tokens: int) -> Floor:
     return Floor(_weights(model.model, tokens, 1) + _kept(model.model, 1, tokens, tokens))
 
 
+def distinct_experts(experts: int, top_k: int, tokens: int) -> float:
+    """The expected number of experts that `tokens` tokens go to, each to top_k of them, chosen
+    evenly: an expert is missed by all of them with probability (1 - top_k / experts)^tokens."""
+    return experts * (1 - (1 - top_k / experts) ** tokens)
+
+
 def _weights(root: nn.Module | None, tokens: int, logits: int) -> tuple[Part, ...]:
     """A pass over the weights, by the outermost layer that has them; `logits` rows of the head."""
     found: dict[str, Part] = {}
@@ -178,6 +187,10 @@ def _weights(root: nn.Module | None, tokens: int, logits: int) -> tuple[Part, ..
         if isinstance(module, Product):
             flops = 2 * prod(module.shape) * columns
             part = Part(label, module.stored.nbytes, flops)
+            found[label] = found[label] + part if label in found else part
+            continue
+        if isinstance(module, ExpertWeight):
+            part = _experts(label, module, tokens)
             found[label] = found[label] + part if label in found else part
             continue
         for tensor in _own(module):
@@ -189,6 +202,13 @@ def _weights(root: nn.Module | None, tokens: int, logits: int) -> tuple[Part, ..
                 part = Part(label, part.bytes, 2 * tensor.numel() * columns)
             found[label] = found[label] + part if label in found else part
     return tuple(found.values())
+
+
+def _experts(label: str, module: ExpertWeight, tokens: int) -> Part:
+    """What a pass reads and multiplies of one linear map of a mixture's experts."""
+    read = distinct_experts(module.experts, module.top_k, tokens) / module.experts
+    flops = 2 * prod(module.shape) // module.experts * module.top_k * tokens
+    return Part(label, round(module.stored.nbytes * read), flops)
 
 
 def _own(module: nn.Module) -> list[Tensor]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from lockstep.check.answer_oracle import NAME, STAND_IN, AnswerOracle
 from lockstep.check.rules import WorldError
 from lockstep.engine.hooks import CheckHooks
+from lockstep.models.checkpoint import Checkpoint
 from lockstep.runner.program import Drafter
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec import drafter_module, refusals
@@ -88,8 +89,8 @@ def speculative_config(
     return config
 
 
-def drafters_of(raw: dict[str, Any]) -> tuple[tuple[str, ...], list[str]]:
-    """The drafters that the checkpoint of this config.json allows, and why others are left out."""
-    found = refusals(raw)
+def drafters_of(checkpoint: Checkpoint) -> tuple[tuple[str, ...], list[str]]:
+    """The drafters that this checkpoint allows, and why others are left out."""
+    found = refusals(checkpoint)
     allowed = tuple(name for name, why in found.items() if why is None)
     return allowed, [f"{name}: {why}" for name, why in found.items() if why is not None]

@@ -40,7 +40,8 @@ def run_logits(
         raise choice_error(ConfigError, "size", size, ", ".join(SIZES), "Choose one of them.")
     started = time.monotonic()
     chosen = SIZES[size]
-    raw = Checkpoint.read(find_model(model)).raw
+    checkpoint = Checkpoint.read(find_model(model))
+    raw = checkpoint.raw
     room = raw.get("text_config", raw).get("max_position_embeddings", chosen.long)
     long = min(chosen.long, room - chosen.max_tokens)
 
@@ -54,7 +55,7 @@ def run_logits(
     expected = {case.name: plain.answers([case], LogitDigests())[0] for case in cases}
     report = Report(size, plain.engine.numerics, compared="logits")
     comparison = Comparison(expected, report, Answer.first_logits_difference)
-    every = list(engines(chosen, plain.graphs, own_drafter(raw)))
+    every = list(engines(chosen, plain.graphs, own_drafter(checkpoint)))
     del plain
     for turn, setup in enumerate(every):
         progress(f"{setup.drafting}, graph {setup.graph}", turn, len(every))

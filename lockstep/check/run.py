@@ -45,7 +45,7 @@ def run_check(
     effort = effort or Effort(SIZES[size].worlds)
     plain = build_plain(model, settings)
     report = Report(size, plain.engine.numerics, seed=seed, used=Exercised())
-    drafters, report.skipped = drafters_of(plain.engine.model_config)
+    drafters, report.skipped = drafters_of(plain.engine.checkpoint)
     runs = PlainRuns(plain)
     drawer = Drawer(runs, seed, drafters, plain.graphs)
     examiner = _examiner(runs, model, settings, report)

@@ -34,7 +34,7 @@ def run_matrix(
     cases = make_cases(plain.llm, size.max_tokens)
     expected = {case.name: plain.answers([case])[0] for case in cases}
     comparison = Comparison(expected, report, Answer.first_difference)
-    drafters, _ = drafters_of(plain.engine.model_config)
+    drafters, _ = drafters_of(plain.engine.checkpoint)
     engines = setups(report.size, drafters, plain.graphs)
     before = len(report.failures)
     for turn, setup in enumerate(engines):

@@ -190,6 +190,6 @@ def settle_drafts(settings: dict[str, Any]) -> dict[str, Any]:
     from lockstep.models.checkpoint import Checkpoint
     from lockstep.spec import own_drafter
 
-    method = own_drafter(Checkpoint.read(find_model(settings["model"])).raw)
+    method = own_drafter(Checkpoint.read(find_model(settings["model"])))
     spec = {"method": method, "num_speculative_tokens": DEFAULT_DRAFTS} if method else None
     return {**settings, "speculative_config": spec}

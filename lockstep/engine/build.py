@@ -52,7 +52,7 @@ class EngineParts:
     plan: Plan
     runner: Runner
     draft_policy: DraftLengthPolicy
-    raw: dict[str, Any]
+    checkpoint: Checkpoint
     choices: list[Choice]
 
 
@@ -92,7 +92,7 @@ def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) ->
     runner = Runner(plan, model, draft, program)
     step_ms = runner.warm_up(lambda done, of: progress("warming up", done, of))
     policy = pick_policy(config, plan, hooks, step_ms)
-    return EngineParts(plan, runner, policy, checkpoint.raw, build.choices)
+    return EngineParts(plan, runner, policy, checkpoint, build.choices)
 
 
 # What is chosen before anything is built.

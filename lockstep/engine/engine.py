@@ -49,7 +49,7 @@ class Engine:
         self._parts = build_engine(config, progress, hooks)
         self.plan = self._parts.plan
         self.runner = self._parts.runner
-        self.model_config = self._parts.raw
+        self.checkpoint = self._parts.checkpoint
         self.numerics = self.plan.numerics
         digest = hashlib.sha256(self.numerics.encode()).hexdigest()
         self.fingerprint = f"ls-{digest[:12]}"

@@ -83,6 +83,10 @@ class Build:
         tensors = None if self.tensors is None else self.tensors.get(path, {})
         return Module(path, names, outputs, inputs, tensors)
 
+    def found(self, name: str) -> Mapping[str, TensorInfo]:
+        """The checkpoint's tensors of the named module of this one, by suffix; none for dummies."""
+        return {} if self.tensors is None else self.tensors.get(f"{self.path}.{name}", {})
+
     def layout(self, module: Module) -> Layout | None:
         """How the weight of a linear map is packed; None: it is not."""
         return None if self.packing is None else self.packing.layout(module)

@@ -21,6 +21,7 @@ class GatedDeltaNet(nn.Module):
     """x [T, H] -> [T, H].
 
     key_heads heads of key_dim, value_heads of value_dim; a causal convolution of `kernel` taps.
+    grouped: the checkpoint has projections by key head, as Qwen3-Next's (grouped_rows).
     """
 
     state: GatedDeltaState
@@ -35,6 +36,8 @@ class GatedDeltaNet(nn.Module):
         value_dim: int,
         kernel: int,
         eps: float,
+        *,
+        grouped: bool = False,
     ) -> None:
         super().__init__()
         self.key_heads = key_heads
@@ -47,13 +50,23 @@ class GatedDeltaNet(nn.Module):
         self.flush = flush_after(build.device)
         self.channels = 2 * key_heads * key_dim + value_heads * value_dim
         inner = value_heads * value_dim
-        projections = {
-            "in_proj_qkv": self.channels,
-            "in_proj_z": inner,
-            "in_proj_b": value_heads,
-            "in_proj_a": value_heads,
-        }
-        self.in_proj = Linear(build, hidden, projections)
+        self.parts = (self.channels, inner, value_heads, value_heads)
+        names = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        projections = dict(zip(names, self.parts, strict=True))
+        orders = {}
+        if grouped:
+            projections = {
+                "in_proj_qkvz": self.channels + inner,
+                "in_proj_ba": 2 * value_heads,
+            }
+            each = value_heads // key_heads
+            orders = {
+                "in_proj_qkvz": grouped_rows(
+                    key_heads, (key_dim, key_dim, *[each * value_dim] * 2)
+                ),
+                "in_proj_ba": grouped_rows(key_heads, (each, each)),
+            }
+        self.in_proj = Linear(build, hidden, projections, orders=orders)
         taps = build.empty(kernel, 1, self.channels)  # the layout in which the op reads it
         self.conv = nn.Parameter(taps.permute(2, 1, 0), requires_grad=False)
         self.a_log = build.empty(value_heads, dtype=torch.float32)
@@ -66,7 +79,7 @@ class GatedDeltaNet(nn.Module):
         self.chunk_op = build.op(gated_delta_chunk, **traits)
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        mixed, z, b, a = self.in_proj(x).split(self.in_proj.outputs, dim=-1)
+        mixed, z, b, a = self.in_proj(x).split(self.parts, dim=-1)
         weights = GatedDeltaWeights(
             self.conv.flatten(1), self.a_log, self.dt_bias, self.norm.weight, self.norm.eps
         )
@@ -130,3 +143,10 @@ class GatedDeltaNet(nn.Module):
 
     def cache_tensors(self) -> list[Tensor]:
         return self.state.tensors()
+
+
+def grouped_rows(groups: int, parts: tuple[int, ...]) -> Tensor:
+    """For each row of a weight that has its parts one behind the other, its row where they lie in
+    groups: part 0, 1, ... of group 0, then those of group 1. parts: rows of each in one group."""
+    rows = torch.arange(groups * sum(parts)).view(groups, -1)
+    return torch.cat([part.flatten() for part in rows.split(parts, dim=1)])

@@ -71,7 +71,7 @@ class Weight(nn.Module):
     def finish(self) -> None:
         """To be called once, when the weight is filled."""
         if self.packed is not None and self.weight is not None:
-            self.weight.data.copy_(self.packed.unpack(self.dtype))
+            self.weight.data.copy_(self.packed.unpack(self.dtype).view(self.weight.shape))
             self.packed = None
 
 

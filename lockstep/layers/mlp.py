@@ -8,12 +8,18 @@ from lockstep.layers.linear import Linear, ResidualLinear, Target
 
 
 class GatedMLP(nn.Module):
-    """SwiGLU (Shazeer, 2020). x [T, H] -> a delta of [T, H]; gate and up are one weight."""
+    """SwiGLU (Shazeer, 2020). x [T, H] -> a delta of [T, H]; gate and up are one weight.
 
-    def __init__(self, build: Build, hidden: int, inner: int, *, bias: bool = False) -> None:
+    partial: the delta may be partials, as ResidualLinear's are.
+    """
+
+    def __init__(
+        self, build: Build, hidden: int, inner: int, *, bias: bool = False, partial: bool = True
+    ) -> None:
         super().__init__()
+        last = ResidualLinear if partial else Linear
         self.gate_up = Linear(build, hidden, {"gate_proj": inner, "up_proj": inner}, bias=bias)
-        self.down = ResidualLinear(build, inner, {"down_proj": hidden}, bias=bias)
+        self.down = last(build, inner, {"down_proj": hidden}, bias=bias)
         self.act = build.op(silu_mul)
 
     def forward(self, x: Tensor) -> Tensor:

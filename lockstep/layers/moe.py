@@ -1,33 +1,142 @@
 """The mixture of experts: each token through the few gated MLPs that its router chose."""
 
+from collections import Counter
+from collections.abc import Mapping
 from copy import copy
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.errors import ConfigError
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.kernels.experts import experts as experts_op
+from lockstep.kernels.packed import PackedWeight
 from lockstep.kernels.route import Scoring
 from lockstep.kernels.route import route as route_op
 from lockstep.layers.build import Build
-from lockstep.layers.linear import Linear, Target
+from lockstep.layers.linear import Linear, Target, Weight, filled
 from lockstep.layers.mlp import GatedMLP
+from lockstep.quant import Layout, Module, Slot, TensorInfo
+from lockstep.quant.slot import PLAIN
 
 GATED_MLP = ("gate_proj", "up_proj", "down_proj")
 """A gated MLP's weights, as most checkpoints call them; Mixtral's are w1, w3, w2."""
 
 
-class MoE(nn.Module):
-    """x [T, H] -> a delta of [T, H]: the weighted sum of top_k of the experts, and a shared one.
+@dataclass(frozen=True)
+class Routing:
+    """How a token chooses top_k of the experts.
 
     scoring, renormalise, scale, groups, top_groups: see lockstep.kernels.route. bias: a correction
-    bias [experts] fp32 goes into the choice. shared_inner: width of the shared expert, 0 for none;
-    shared_gate: it counts as sigmoid(x w^T). The router of families that score by softmax (Qwen,
-    Mixtral) gives logits and experts' weights of the model's dtype, the softmax in fp32 between
-    them; that of families that score by sigmoid (DeepSeek-V3, Nemotron-H) is fp32 all through, its
-    weight too.
+    bias [experts] fp32 goes into the choice. Raises ConfigError where top_k cannot be chosen.
+    """
 
-    Raises ConfigError where a token cannot choose top_k experts.
+    experts: int
+    top_k: int
+    scoring: Scoring = "softmax"
+    renormalise: bool = True
+    scale: float = 1.0
+    bias: bool = False
+    groups: int = 1
+    top_groups: int = 1
+
+    def __post_init__(self) -> None:
+        sound = self.experts % self.groups == 0 and 1 <= self.top_groups <= self.groups
+        sound = sound and (self.groups == 1 or self.experts >= 2 * self.groups)
+        if not sound or not 1 <= self.top_k <= self.top_groups * self.experts // self.groups:
+            raise ConfigError(
+                f"top_k={self.top_k} out of top_groups={self.top_groups} of groups={self.groups} "
+                f"of experts={self.experts} is not allowed; allowed: equal groups, of 2 experts at "
+                "least if there are several, whose chosen ones hold top_k experts. "
+                "Mend config.json."
+            )
+
+
+class ExpertWeight(Weight):
+    """A linear map of all experts: E weights of [N, K], E * N rows of one storage.
+
+    outputs: name of each weight within an expert -> its rows, N together. fused: what a checkpoint
+    calls all of them as one tensor [E, N, K] (Qwen3.5: no `.weight`), if it has them so. weight is
+    [E, N, K]. Raises CheckpointError where experts are packed in different ways.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        experts: int,
+        top_k: int,
+        inputs: int,
+        outputs: Mapping[str, int],
+        fused: str,
+    ) -> None:
+        info = build.found("experts").get(fused)
+        self.fused = None if info is None else f"experts.{fused}"
+        self.packing = build.packing
+        self.experts = experts
+        self.top_k = top_k
+        self.rows = sum(outputs.values())
+        self.names = [f"experts.{e}.{name}" for e in range(experts) for name in outputs]
+        sizes = list(outputs.values()) * experts
+        reads = zip(self.names, sizes, strict=True)
+        self.reads = [_read(build, name, n, inputs, info) for name, n in reads]
+        layout = _one_layout(build, self.reads)
+        super().__init__(build, experts * self.rows, inputs, layout=layout)
+
+    def _allocate(self, build: Build, layout: Layout | None) -> None:
+        (n, k) = self.shape
+        if layout is not None:
+            self.packed = build.packed(n, k, layout)
+        if layout is None or build.device == "cpu":
+            self.weight = _matrices(build, self.experts, self.rows, k)
+
+    def stored_rows(self, begin: int, end: int) -> Tensor | PackedWeight:
+        """Rows of one expert as they lie."""
+        found = self.stored
+        if isinstance(found, PackedWeight):
+            return found.rows(begin, end)
+        (expert, first) = divmod(begin, self.rows)
+        return found[expert, first : first + end - begin]
+
+    def weights(self) -> dict[str, Target]:
+        """Checkpoint name within the mixture -> what it fills: expert by expert, or all at once."""
+        if self.fused is not None and isinstance(self.stored, Tensor):
+            return {self.fused: self.stored}
+        table: dict[str, Target] = {}
+        begin = 0
+        for name, read in zip(self.names, self.reads, strict=True):
+            rows = self.stored_rows(begin, begin + read.outputs)
+            table |= filled(name, rows, self.packing, read)
+            begin += read.outputs
+        if self.fused is not None:
+            parts = [Slot.of(table.pop(f"{name}.weight")) for name in self.names]
+            table[self.fused] = self._shared_out(parts)
+        return table
+
+    def _shared_out(self, parts: list[Slot]) -> Slot:
+        """One tensor [E, N, K] that is packed while it is loaded: its rows go to these slots."""
+        sizes = [read.outputs for read in self.reads]
+
+        def fill(tensor: Tensor) -> None:
+            for part, rows in zip(parts, tensor.flatten(0, 1).split(sizes), strict=True):
+                part.fill(rows)
+
+        shape = (self.experts, self.rows, self.shape[1])
+        return Slot(shape, PLAIN, self.stored.device, fill)
+
+
+class MoE(nn.Module):
+    """x [T, H] -> a delta of [T, H]: the weighted sum of the experts that a token chose, and of a
+    shared one.
+
+    names: an expert's gate, up and down in the checkpoint. shared_inner: width of the shared
+    expert, 0 for none; shared_name: what it is called (DeepSeek: shared_experts); shared_gate: it
+    counts as sigmoid(x w^T).
+
+    The router of families that score by softmax (Qwen, Mixtral) gives logits and experts' weights
+    of the model's dtype, the softmax in fp32 between them; that of families that score by sigmoid
+    (DeepSeek-V3, Nemotron-H) is fp32 all through, its weight too.
+
+    Raises CheckpointError where experts are packed in different ways.
     """
 
     def __init__(
@@ -35,44 +144,46 @@ class MoE(nn.Module):
         build: Build,
         hidden: int,
         inner: int,
-        experts: int,
-        top_k: int,
+        routing: Routing,
         *,
-        scoring: Scoring = "softmax",
-        renormalise: bool = True,
-        scale: float = 1.0,
-        bias: bool = False,
-        groups: int = 1,
-        top_groups: int = 1,
+        names: tuple[str, str, str] = GATED_MLP,
         shared_inner: int = 0,
+        shared_name: str = "shared_expert",
         shared_gate: bool = False,
     ) -> None:
         super().__init__()
-        _check(experts, top_k, groups, top_groups)
+        scoring = routing.scoring
         if shared_gate and (scoring != "softmax" or not shared_inner):
             raise ConfigError(
                 f"shared_gate=True is not allowed; allowed: False with scoring={scoring!r} and "
                 f"shared_inner={shared_inner}. Mend config.json."
             )
-        self.inner = inner
+        experts = routing.experts
+        top_k = routing.top_k
         self.experts = experts
         self.top_k = top_k
         router = _in_fp32(build) if scoring == "sigmoid" else build
         self.router_dtype = router.dtype
-        outputs = (experts, 1) if shared_gate else (experts,)
-        self.router = Linear(router, hidden, *outputs)
-        self.bias = build.empty(experts, dtype=torch.float32) if bias else None
-        self.up = _matrices(build, experts, 2 * inner, hidden)
-        self.down = _matrices(build, experts, hidden, inner)
-        self.shared = GatedMLP(build, hidden, shared_inner) if shared_inner else None
-        if self.shared is not None:
-            self.shared.down.partial = False
+        gate = {f"{shared_name}_gate": 1} if shared_gate else {}
+        self.router = Linear(router, hidden, {"gate": experts, **gate})
+        self.bias = build.empty(experts, dtype=torch.float32) if routing.bias else None
+        (gate_name, up_name, down_name) = names
+        sizes = (build, experts, top_k)
+        gate_up = {gate_name: inner, up_name: inner}
+        self.up = ExpertWeight(*sizes, hidden, gate_up, "gate_up_proj")
+        self.down = ExpertWeight(*sizes, inner, {down_name: hidden}, "down_proj")
+        self.shared_name = shared_name
+        self.shared = None
+        if shared_inner:
+            within = build.within(shared_name)
+            self.shared = GatedMLP(within, hidden, shared_inner, partial=False)
         self.choice = dict(
-            scoring=scoring, renormalise=renormalise, scale=scale, groups=groups,
-            top_groups=top_groups, dtype=router.dtype,
+            scoring=scoring, renormalise=routing.renormalise, scale=routing.scale,
+            groups=routing.groups, top_groups=routing.top_groups, dtype=router.dtype,
         )  # fmt: skip
         self.route = build.op(route_op, experts=experts)
-        self.mix = build.op(experts_op, experts=experts, top_k=top_k)
+        packed = self.up.weight is None or self.down.weight is None
+        self.mix = build.op(experts_op, experts=experts, top_k=top_k, packed=packed)
 
     def forward(self, x: Tensor) -> Tensor:
         found = self.router(x.to(self.router_dtype))
@@ -80,50 +191,17 @@ class MoE(nn.Module):
         gate = found[:, self.experts] if found.shape[1] > self.experts else None
         ids, weights = self.route(logits, self.top_k, bias=self.bias, **self.choice)
         shared = None if self.shared is None else self.shared(x)
-        return self.mix(x, self.up, self.down, ids, weights, shared, gate)
+        return self.mix(x, self.up.stored, self.down.stored, ids, weights, shared, gate)
 
-    def weights(
-        self, shared: str = "shared_expert", names: tuple[str, str, str] = GATED_MLP
-    ) -> dict[str, Tensor]:
-        """Checkpoint name within the layer -> the tensor that it fills, experts one by one.
-
-        shared: what the shared expert is called (DeepSeek: shared_experts); names: an expert's
-        gate, up and down.
-        """
-        table = self._others(shared)
-        for expert in range(self.experts):
-            up = self.up[expert]
-            parts = (up[: self.inner], up[self.inner :], self.down[expert])
-            prefix = f"experts.{expert}"
-            table |= {f"{prefix}.{n}.weight": t for n, t in zip(names, parts, strict=True)}
-        return table
-
-    def fused_weights(self, shared: str = "shared_expert") -> dict[str, Tensor]:
-        """The same, where all experts are one tensor (Qwen3.5): gate above up, no `.weight`."""
-        own = {"experts.gate_up_proj": self.up, "experts.down_proj": self.down}
-        return self._others(shared) | own
-
-    def _others(self, shared: str) -> dict[str, Target]:
-        """All but the experts."""
-        names = ("gate", f"{shared}_gate")[: len(self.router.outputs)]
-        table = self.router.weights(*names)
+    def weights(self) -> dict[str, Target]:
+        """Checkpoint name within the mixture -> what it fills."""
+        table = self.router.weights() | self.up.weights() | self.down.weights()
         if self.bias is not None:
             table["gate.e_score_correction_bias"] = self.bias
         if self.shared is not None:
-            table |= {f"{shared}.{name}": t for name, t in self.shared.weights().items()}
+            own = self.shared.weights()
+            table |= {f"{self.shared_name}.{name}": target for name, target in own.items()}
         return table
-
-
-def _check(experts: int, top_k: int, groups: int, top_groups: int) -> None:
-    """Raises ConfigError where a token cannot choose top_k experts out of top_groups groups."""
-    sound = experts % groups == 0 and 1 <= top_groups <= groups
-    sound = sound and (groups == 1 or experts >= 2 * groups)
-    if not sound or not 1 <= top_k <= top_groups * experts // groups:
-        raise ConfigError(
-            f"top_k={top_k} out of top_groups={top_groups} of groups={groups} of experts={experts} "
-            "is not allowed; allowed: equal groups, of 2 experts at least if there are several, "
-            "whose chosen ones hold top_k experts. Mend config.json."
-        )
 
 
 def _in_fp32(build: Build) -> Build:
@@ -139,3 +217,30 @@ def _matrices(build: Build, count: int, n: int, k: int) -> nn.Parameter:
     if build.device != "cpu":
         return build.empty(count, n, k)
     return nn.Parameter(build.empty(count, k, n).data.transpose(1, 2), requires_grad=False)
+
+
+def _read(build: Build, name: str, n: int, k: int, fused: TensorInfo | None) -> Module:
+    """An expert's linear map, as the checkpoint has it: by itself, or as a part of `fused`."""
+    found = build.module(name, n, k)
+    if fused is None:
+        return found
+    part = TensorInfo(fused.name, (n, k), fused.dtype)
+    return Module(found.path, found.names, n, k, {"weight": part})
+
+
+def _one_layout(build: Build, reads: list[Module]) -> Layout | None:
+    """How all of these are packed. Raises CheckpointError naming one that is packed otherwise."""
+    layouts = [build.layout(read) for read in reads]
+    (usual, _), *others = Counter(layouts).most_common()
+    for layout, read in zip(layouts, reads, strict=True):
+        if others and layout != usual:
+            raise CheckpointError(
+                f"{read.path} is stored as {_named(layout)}, other experts of its layer as "
+                f"{_named(usual)}; allowed: one way for all of them. Serve a checkpoint whose "
+                "experts are packed alike."
+            )
+    return usual
+
+
+def _named(layout: Layout | None) -> str:
+    return "a plain weight" if layout is None else str(layout)

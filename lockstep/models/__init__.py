@@ -10,10 +10,15 @@ from lockstep.errors import CheckpointError, choice_error
 
 ARCHITECTURES = {
     "llama": "lockstep.models.llama",
+    "mixtral": "lockstep.models.mixtral",
     "qwen2": "lockstep.models.qwen2",
     "qwen3": "lockstep.models.qwen3",
     "qwen3_5": "lockstep.models.qwen3_5",
     "qwen3_5_text": "lockstep.models.qwen3_5",
+    "qwen3_5_moe": "lockstep.models.qwen3_5_moe",
+    "qwen3_5_moe_text": "lockstep.models.qwen3_5_moe",
+    "qwen3_moe": "lockstep.models.qwen3_moe",
+    "qwen3_next": "lockstep.models.qwen3_next",
 }
 
 

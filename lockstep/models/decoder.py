@@ -4,7 +4,7 @@ A model file declares each layer's halves: a norm and a body each, which is a mi
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,7 +22,8 @@ from lockstep.step import Step
 
 @dataclass(frozen=True)
 class DecoderConfig:
-    """The settings that every decoder has. norm_offset: 1 where norms are stored around zero."""
+    """The settings that every decoder has. norm_offset: 1 where norms are stored around zero;
+    intermediate_size: of dense MLPs, 0 where there are none."""
 
     norm_offset: ClassVar[float] = 0.0
 
@@ -38,12 +39,12 @@ class DecoderConfig:
 
 
 def read_common(
-    c: ConfigReader, head_dim: int | None = None, partial: float = 1.0
+    c: ConfigReader, head_dim: int | None = None, partial: float = 1.0, dense: bool = True
 ) -> dict[str, Any]:
     """The fields of DecoderConfig from config.json.
 
     head_dim, or hidden_size / heads where it is None, and partial, the share of a head that turns,
-    count where the file does not say.
+    count where the file does not say. dense: whether there are dense MLPs.
     """
     c.only("hidden_act", "silu", default="silu")
     hidden_size = c.size("hidden_size")
@@ -54,10 +55,11 @@ def read_common(
         c.need(hidden_size % heads == 0, "hidden_size", "multiples of num_attention_heads")
         head_dim = hidden_size // heads
     head_dim = c.size("head_dim", head_dim)
+    told = dense or c.raw.get("intermediate_size") is not None
     return dict(
         vocab_size=c.size("vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=c.size("intermediate_size"),
+        intermediate_size=c.size("intermediate_size") if told else 0,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
@@ -129,21 +131,28 @@ class Block(nn.Module):
         return {name: tensor for half in self.halves for name, tensor in half.weights().items()}
 
 
+def mlp_half(build: Build, c: DecoderConfig, *, bias: bool = False) -> Half:
+    """The gated MLP, under the names that most checkpoints give it."""
+    mlp = GatedMLP(build.within("mlp"), c.hidden_size, c.intermediate_size, bias=bias)
+    return Half(build, c, "post_attention_layernorm", "mlp", mlp)
+
+
 def attending_layers(
-    build: Build, c: DecoderConfig, count: int, *, mlp_bias: bool = False, **attention: Any
+    build: Build,
+    c: DecoderConfig,
+    count: int,
+    mlp: Callable[[Build, int], Half],
+    **attention: Any,
 ) -> Iterator[tuple[Half, Half]]:
-    """`count` layers of attention and then the gated MLP, under the names that most checkpoints
-    give them. attention: the options of lockstep.layers.attention.Attention, less rotary."""
+    """`count` layers of attention, under the names that most checkpoints give it, and then what
+    mlp(build, layer) makes. attention: the options of lockstep.layers.attention.Attention, less
+    rotary."""
     rotary = c.rope.rotary(build)
     for i in range(count):
         at = build.at(f"layers.{i}")
         sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim)
         mixer = Attention(at.within("self_attn"), *sizes, rotary=rotary, **attention)
-        mlp = GatedMLP(at.within("mlp"), c.hidden_size, c.intermediate_size, bias=mlp_bias)
-        yield (
-            Half(at, c, "input_layernorm", "self_attn", mixer),
-            Half(at, c, "post_attention_layernorm", "mlp", mlp),
-        )
+        yield Half(at, c, "input_layernorm", "self_attn", mixer), mlp(at, i)
 
 
 class Decoder(nn.Module, ABC):

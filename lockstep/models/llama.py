@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.layers.build import Build
-from lockstep.models.decoder import Decoder, DecoderConfig, Half, attending_layers, read_common
+from lockstep.models.decoder import (
+    Decoder,
+    DecoderConfig,
+    Half,
+    attending_layers,
+    mlp_half,
+    read_common,
+)
 from lockstep.models.reading import MOST_LAYERS, ConfigReader
 
 PREFIXES = ("model.",)
@@ -45,5 +52,9 @@ class Model(Decoder):
     def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
         """Attention over all tokens, then the MLP, in every layer."""
         c = self.config
-        biases = dict(bias=c.attention_bias, out_bias=c.attention_bias, mlp_bias=c.mlp_bias)
-        return attending_layers(build, c, c.layers, **biases)
+        biases = dict(bias=c.attention_bias, out_bias=c.attention_bias)
+
+        def mlp(at: Build, layer: int) -> Half:
+            return mlp_half(at, c, bias=c.mlp_bias)
+
+        return attending_layers(build, c, c.layers, mlp, **biases)

@@ -9,7 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.layers.build import Build
-from lockstep.models.decoder import Decoder, DecoderConfig, Half, attending_layers, read_common
+from lockstep.models.decoder import (
+    Decoder,
+    DecoderConfig,
+    Half,
+    attending_layers,
+    mlp_half,
+    read_common,
+)
 from lockstep.models.reading import MOST_LAYERS, ConfigReader
 
 PREFIXES = ("model.",)
@@ -40,4 +47,4 @@ class Model(Decoder):
     def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
         """Attention over all tokens, then the MLP, in every layer."""
         c = self.config
-        return attending_layers(build, c, c.layers, bias=True)
+        return attending_layers(build, c, c.layers, lambda at, _: mlp_half(at, c), bias=True)

@@ -11,10 +11,16 @@ from lockstep.layers.attention import Attention
 from lockstep.layers.build import Build
 from lockstep.layers.gated_delta_net import GatedDeltaNet
 from lockstep.layers.linear import Head, Linear, Target
-from lockstep.layers.mlp import GatedMLP
 from lockstep.layers.norm import AddRMSNorm, RMSNorm
 from lockstep.layers.rotary import Rotary
-from lockstep.models.decoder import Block, Decoder, DecoderConfig, Half, read_common
+from lockstep.models.decoder import (
+    Block,
+    Decoder,
+    DecoderConfig,
+    Half,
+    mlp_half,
+    read_common,
+)
 from lockstep.models.reading import MOST_LAYERS, ConfigReader
 from lockstep.step import Step
 
@@ -25,9 +31,13 @@ DRAFT_PREFIX = "mtp."
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """The settings that decide the math."""
+    """The settings that decide the math.
+
+    grouped: whether the recurrent layers' projections lie by key head, as in Qwen3-Next.
+    """
 
     norm_offset: ClassVar[float] = 1.0
+    grouped: ClassVar[bool] = False
 
     layer_types: tuple[str, ...]
     key_heads: int
@@ -40,29 +50,36 @@ class Config(DecoderConfig):
     @classmethod
     def read(cls, raw: dict[str, Any]) -> "Config":
         """From config.json. Raises CheckpointError on what is missing or not built."""
-        c = ConfigReader(raw)
-        c.only("attention_bias", False, default=False)
-        c.only("attn_output_gate", True, default=True)
-        c.only("output_gate_type", "swish", "silu", default="swish")
-        c.only("mamba_ssm_dtype", "float32", default="float32")
-        c.only("mtp_use_dedicated_embeddings", False, default=False)
-        c.only("layer_scale", False, None, default=None)
-        every = c.size("full_attention_interval", 4)
-        layers = c.size("num_hidden_layers", most=MOST_LAYERS)
-        kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
-        key_heads = c.size("linear_num_key_heads")
-        value_heads = c.size("linear_num_value_heads")
-        c.need(value_heads % key_heads == 0, "linear_num_value_heads", "multiples of key heads")
-        return cls(
-            layer_types=c.layer_types(layers, {"linear_attention", "full_attention"}, kinds),
-            key_heads=key_heads,
-            value_heads=value_heads,
-            key_dim=c.size("linear_key_head_dim"),
-            value_dim=c.size("linear_value_head_dim"),
-            kernel=c.size("linear_conv_kernel_dim"),
-            draft_layers=c.only("mtp_num_hidden_layers", 0, 1, default=0),
-            **read_common(c, head_dim=256, partial=0.25),
-        )
+        return cls(**read_hybrid(ConfigReader(raw)))
+
+
+def read_hybrid(c: ConfigReader, dense: bool = True) -> dict[str, Any]:
+    """The fields of Config from config.json. dense: whether there are dense MLPs.
+
+    Raises CheckpointError on what is missing or not built.
+    """
+    c.only("attention_bias", False, default=False)
+    c.only("attn_output_gate", True, default=True)
+    c.only("output_gate_type", "swish", "silu", default="swish")
+    c.only("mamba_ssm_dtype", "float32", default="float32")
+    c.only("mtp_use_dedicated_embeddings", False, default=False)
+    c.only("layer_scale", False, None, default=None)
+    every = c.size("full_attention_interval", 4)
+    layers = c.size("num_hidden_layers", most=MOST_LAYERS)
+    kinds = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(layers)]
+    key_heads = c.size("linear_num_key_heads")
+    value_heads = c.size("linear_num_value_heads")
+    c.need(value_heads % key_heads == 0, "linear_num_value_heads", "multiples of key heads")
+    return dict(
+        layer_types=c.layer_types(layers, {"linear_attention", "full_attention"}, kinds),
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=c.size("linear_key_head_dim"),
+        value_dim=c.size("linear_value_head_dim"),
+        kernel=c.size("linear_conv_kernel_dim"),
+        draft_layers=c.only("mtp_num_hidden_layers", 0, 1, default=0),
+        **read_common(c, head_dim=256, partial=0.25, dense=dense),
+    )
 
 
 class Model(Decoder):
@@ -71,19 +88,23 @@ class Model(Decoder):
     config: Config
 
     def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
-        """Every few layers attend, the others recur (layer_types); each is followed by the MLP."""
+        """Every few layers attend, the others recur (layer_types); each is followed by an MLP."""
         c = self.config
         rotary = c.rope.rotary(build)
         for i, kind in enumerate(c.layer_types):
             at = build.at(f"layers.{i}")
             if kind == "full_attention":
-                yield attending_layer(at, c, rotary)
+                yield attending_half(at, c, rotary), self.mlp(at, i)
             else:
-                yield recurrent_layer(at, c)
+                yield recurrent_half(at, c), self.mlp(at, i)
+
+    def mlp(self, build: Build, layer: int | None) -> Half:
+        """The MLP of a layer, or of the draft module's (None)."""
+        return mlp_half(build, self.config)
 
 
-def attending_layer(build: Build, c: Config, rotary: Rotary) -> tuple[Half, Half]:
-    """Gated attention, then the MLP."""
+def attending_half(build: Build, c: Config, rotary: Rotary) -> Half:
+    """Gated attention."""
     attention = Attention(
         build.within("self_attn"),
         c.hidden_size,
@@ -96,11 +117,11 @@ def attending_layer(build: Build, c: Config, rotary: Rotary) -> tuple[Half, Half
         norm_offset=c.norm_offset,
         gated=True,
     )
-    return Half(build, c, "input_layernorm", "self_attn", attention), mlp_half(build, c)
+    return Half(build, c, "input_layernorm", "self_attn", attention)
 
 
-def recurrent_layer(build: Build, c: Config) -> tuple[Half, Half]:
-    """Gated DeltaNet, then the MLP."""
+def recurrent_half(build: Build, c: Config) -> Half:
+    """Gated DeltaNet."""
     delta_net = GatedDeltaNet(
         build.within("linear_attn"),
         c.hidden_size,
@@ -110,14 +131,9 @@ def recurrent_layer(build: Build, c: Config) -> tuple[Half, Half]:
         c.value_dim,
         c.kernel,
         c.eps,
+        grouped=c.grouped,
     )
-    return Half(build, c, "input_layernorm", "linear_attn", delta_net), mlp_half(build, c)
-
-
-def mlp_half(build: Build, c: Config) -> Half:
-    """The MLP of every layer."""
-    mlp = GatedMLP(build.within("mlp"), c.hidden_size, c.intermediate_size)
-    return Half(build, c, "post_attention_layernorm", "mlp", mlp)
+    return Half(build, c, "input_layernorm", "linear_attn", delta_net)
 
 
 class Draft(nn.Module):
@@ -137,7 +153,8 @@ class Draft(nn.Module):
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         self.fc = Linear(build.at(build.layer, "mtp"), 2 * c.hidden_size, {"fc": c.hidden_size})
         layer = build.at(build.layer, "mtp.layers.0")
-        self.block = Block(*attending_layer(layer, c, c.rope.rotary(build)))
+        attention = attending_half(layer, c, c.rope.rotary(build))
+        self.block = Block(attention, target.mlp(layer, None))
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         self.head = Head(build, c.vocab_size, c.hidden_size, target.head.loaded)
         self.build = build

@@ -4,7 +4,8 @@ A drafter's file has
     Options                     SpeculativeConfig, with the method's own keys if it has any
     create(context) -> Drafter  the drafter itself
     NEEDS_MODULE                whether it drafts with a module; then it has these two as well:
-    refusal(raw) -> str | None  why it cannot draft for a checkpoint of this config.json, or None
+    refusal(checkpoint) -> str | None
+                                why it cannot draft for this checkpoint, or None
     build(options, checkpoint, target, build) -> DraftModule
                                 the module, whose weights are not loaded yet
 """
@@ -16,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from lockstep.errors import ConfigError, choice_error
+from lockstep.models.checkpoint import Checkpoint
 from lockstep.settings import check_names
 from lockstep.spec.config import EXAMPLE, SpeculativeConfig
 
@@ -59,16 +61,16 @@ def read(value: Mapping[str, Any] | SpeculativeConfig | None) -> SpeculativeConf
     return options(**value)
 
 
-def refusals(raw: dict[str, Any]) -> dict[str, str | None]:
-    """Method -> why it cannot draft for the checkpoint of this config.json; None: it can."""
+def refusals(checkpoint: Checkpoint) -> dict[str, str | None]:
+    """Method -> why it cannot draft for this checkpoint; None: it can."""
     found: dict[str, str | None] = {}
     for name in DRAFTERS:
         module = drafter_module(name)
-        found[name] = module.refusal(raw) if module.NEEDS_MODULE else None
+        found[name] = module.refusal(checkpoint) if module.NEEDS_MODULE else None
     return found
 
 
-def own_drafter(raw: dict[str, Any]) -> str | None:
-    """The method whose draft module comes with the checkpoint of this config.json, if any."""
-    allowed = (name for name, why in refusals(raw).items() if why is None)
+def own_drafter(checkpoint: Checkpoint) -> str | None:
+    """The method whose draft module comes with this checkpoint, if any."""
+    allowed = (name for name, why in refusals(checkpoint).items() if why is None)
     return next((name for name in allowed if drafter_module(name).NEEDS_MODULE), None)

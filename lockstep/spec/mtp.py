@@ -18,7 +18,7 @@ from lockstep.spec.vocabulary import HEAD_GRAIN, MOST_TOKENS, draft_vocab_size, 
 
 NEEDS_MODULE = True
 SETTING = "mtp_num_hidden_layers"
-"""What config.json says of the module: its number of layers."""
+"""What config.json says of the module: its number of layers. Qwen3-Next's says nothing."""
 HeadSize = Annotated[int, Field(ge=HEAD_GRAIN, le=MOST_TOKENS, multiple_of=HEAD_GRAIN)]
 
 
@@ -35,17 +35,26 @@ class Options(SpeculativeConfig):
     )
 
 
-def refusal(raw: dict[str, Any]) -> str | None:
-    """Why a checkpoint of this config.json cannot be drafted for; None if it can."""
-    built = hasattr(architecture(raw.get("model_type")), "Draft")
-    has_module = built and raw.get("text_config", raw).get(SETTING)
-    return None if has_module else "the checkpoint has no MTP module"
+def refusal(checkpoint: Checkpoint) -> str | None:
+    """Why this checkpoint cannot be drafted for; None if it can."""
+    return None if _has_module(checkpoint) else "the checkpoint has no MTP module"
+
+
+def _has_module(checkpoint: Checkpoint) -> bool:
+    """As config.json says; where it says nothing, as the tensors do, if there are any."""
+    built = checkpoint.architecture
+    if not hasattr(built, "Draft"):
+        return False
+    said = checkpoint.raw.get("text_config", checkpoint.raw).get(SETTING)
+    if said is not None or not any(checkpoint.folder.glob("*.safetensors")):
+        return bool(said)
+    return any(name.startswith(built.DRAFT_PREFIX) for name in checkpoint.tensors())
 
 
 def build(options: Options, checkpoint: Checkpoint, target: Any, build: Build) -> DraftModule:
     """The checkpoint's module, not loaded yet. Raises CheckpointError where it has none, and
     ConfigError where draft_vocab_size does not fit its vocabulary."""
-    if refusal(checkpoint.raw) is not None:
+    if refusal(checkpoint) is not None:
         raise CheckpointError(
             "speculative_config method='mtp' needs a checkpoint with an MTP module, and this one "
             f"has none ({SETTING}). Choose another method, e.g. ngram."

@@ -1,6 +1,7 @@
 """The floor is what the model's own tensors say, whatever the machine has of memory."""
 
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,13 @@ from lockstep.bench.floor import (
     MEMORY_RATE,
     Floor,
     Part,
+    distinct_experts,
     prompt_floor,
     sketch,
     step_floor,
 )
 from lockstep.spec import read
-from tests.tiny_model import CONFIG, QWEN3, make_model
+from tests.tiny_model import CONFIG, HYBRID_MOE, QWEN3, make_model
 
 # Qwen3.6-27B's config.json, text part.
 LARGE = {
@@ -44,6 +46,24 @@ DENSE = {
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "head_dim": 128,
+}
+
+# Qwen3.6-35B-A3B's, text part.
+MIXTURE = {
+    "vocab_size": 248320,
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
 }
 
 
@@ -117,6 +137,34 @@ def test_known_floors_of_a_dense_model(tmp_path: Path, rows: int, ms: float) -> 
     folder = make_model(tmp_path / "dense", QWEN3, **DENSE)
     floor = step_floor(sketch(folder, torch.bfloat16, None), rows, 4096)
     assert floor.ms == pytest.approx(ms, abs=0.01)
+
+
+def test_known_floors_of_a_mixture(tmp_path: Path) -> None:
+    """Qwen3.6-35B-A3B at context 2,048: 34.7 billion parameters, of which a token reads a tenth."""
+    folder = make_model(tmp_path / "mixture", HYBRID_MOE, **MIXTURE)
+    model = sketch(folder, torch.bfloat16, read({**MTP, "num_speculative_tokens": 1}))
+    assert sum(p.numel() for p in model.model.parameters()) == 34_660_610_688
+    assert model.draft is not None
+    shared = ("head", "embed.")
+    own = (p.numel() for name, p in model.draft.named_parameters() if not name.startswith(shared))
+    assert sum(own) == 844_640_768
+    model = replace(model, draft=None, drafts=0)
+    found = [step_floor(model, rows, 2048).ms for rows in (1, 8, 64)]
+    assert found == pytest.approx([1.41, 4.58, 16.45], abs=0.01)
+
+
+def test_experts_that_are_read(tmp_path: Path) -> None:
+    """Of 6 experts a token reads 3, four tokens 5.6 and many all; flops are those of 3 for each."""
+    assert [distinct_experts(6, 3, tokens) for tokens in (0, 1, 2, 4)] == [0, 3, 4.5, 5.625]
+    assert distinct_experts(256, 8, 100000) == pytest.approx(256)
+    folder = make_model(tmp_path / "tiny", HYBRID_MOE, vocab_size=1000)
+    model = sketch(folder, torch.bfloat16, None)
+    expert = 3 * 48 * 22
+    others = 48 * (6 + 1) + 3 * 48 * 14
+    for rows, read_experts in ((1, 3.0), (4, 5.625)):
+        mixture = part(step_floor(model, rows, 64).verify, "MoE")
+        assert mixture.bytes == 4 * 2 * (expert * read_experts + others)
+        assert mixture.flops == 4 * 2 * (3 * expert + others) * rows
 
 
 def test_drafts_and_prompt_of_a_large_model(large: Path) -> None:

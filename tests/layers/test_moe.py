@@ -1,22 +1,33 @@
 """MoE against the formulas of the models that have it, in plain torch."""
 
+from dataclasses import dataclass, field
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lockstep.errors import ConfigError
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.kernels.experts import experts as experts_op
+from lockstep.kernels.packed import IntWeight, PackedWeight, quantise_int
 from lockstep.layers.build import Build
-from lockstep.layers.moe import MoE
+from lockstep.layers.moe import MoE, Routing
+from lockstep.quant import Layout, Module, Packing, Slot, TensorInfo
+from lockstep.quant.slot import PLAIN
 
 HIDDEN = 24
 INNER = 10
+ROUTING = set(Routing.__dataclass_fields__)
 
 
-def made(dtype: torch.dtype = torch.float32, experts: int = 12, **more: object) -> MoE:
+def made(
+    dtype: torch.dtype = torch.float32, experts: int = 12, build: Build | None = None, **more: Any
+) -> MoE:
     """A layer of random weights; top 3."""
     torch.manual_seed(0)
-    layer = MoE(Build("cpu", dtype, 1, 1), HIDDEN, INNER, experts, 3, **more)
+    routing = Routing(experts, 3, **{name: more.pop(name) for name in ROUTING & set(more)})
+    layer = MoE(build or Build("cpu", dtype, 1, 1), HIDDEN, INNER, routing, **more)
     for parameter in layer.parameters():
         parameter.data.normal_(0.0, 0.2)
     return layer
@@ -58,9 +69,10 @@ def test_qwen(shared: int, gated: bool) -> None:
 def test_deepseek() -> None:
     layer = made(
         scoring="sigmoid", scale=2.5, bias=True, groups=4, top_groups=2, shared_inner=20,
+        shared_name="shared_experts",
     )  # fmt: skip
     x = torch.randn(9, HIDDEN)
-    table = layer.weights("shared_experts")
+    table = layer.weights()
     scores = F.linear(x, table["gate.weight"]).sigmoid()
     choice = scores + table["gate.e_score_correction_bias"]
     best = choice.view(9, 4, 3).topk(2)[0].sum(-1).topk(2)[1]
@@ -78,8 +90,8 @@ def test_a_router_that_scores_by_sigmoid_is_fp32_all_through(scoring: str) -> No
     layer = made(torch.bfloat16, scoring=scoring)
     wide = scoring == "sigmoid"
     x = torch.randn(5, HIDDEN).bfloat16()
-    assert layer.router.weight.dtype == (torch.float32 if wide else torch.bfloat16)
-    assert layer.up.dtype == torch.bfloat16 and layer(x).dtype == torch.bfloat16
+    assert layer.router.part(0).dtype == (torch.float32 if wide else torch.bfloat16)
+    assert layer.up.stored.dtype == torch.bfloat16 and layer(x).dtype == torch.bfloat16
     weights = layer.route(layer.router(x.to(layer.router_dtype)), 3, **layer.choice)[1]
     assert weights.dtype == layer.router_dtype
 
@@ -93,23 +105,103 @@ def test_a_row_has_its_bits_in_any_batch(dtype: torch.dtype) -> None:
         assert torch.equal(layer(x[begin:end]), whole[begin:end])
 
 
-def test_both_tables_name_the_same_memory() -> None:
-    layer = made(shared_inner=16, shared_gate=True, bias=True)
-    one = layer.weights(names=("w1", "w3", "w2"))
-    fused = layer.fused_weights()
-    filled = {name: torch.randn(t.shape) for name, t in fused.items()}
-    for name, tensor in fused.items():
-        tensor.copy_(filled[name])
-    gate_up = filled["experts.gate_up_proj"]
-    down = filled["experts.down_proj"]
-    assert torch.equal(one["experts.7.w1.weight"], gate_up[7, :INNER])
-    assert torch.equal(one["experts.7.w3.weight"], gate_up[7, INNER:])
-    assert torch.equal(one["experts.11.w2.weight"], down[11])
-    assert set(one) - set(fused) == {
-        f"experts.{e}.w{n}.weight" for e in range(12) for n in (1, 2, 3)
+FUSED = {
+    "moe.experts": {
+        "gate_up_proj": TensorInfo("moe.experts.gate_up_proj", (12, 2 * INNER, HIDDEN), "F32"),
+        "down_proj": TensorInfo("moe.experts.down_proj", (12, HIDDEN, INNER), "F32"),
     }
-    size = sum(parameter.numel() for parameter in layer.parameters())
-    assert sum(t.numel() for t in one.values()) == size == sum(t.numel() for t in fused.values())
+}
+"""What the header of a file says that has all experts as one tensor."""
+
+
+def building(tensors: Any = None, packing: Packing | None = None, device: str = "cpu") -> Build:
+    found = Build(device, torch.float32, 1, 1, tensors=tensors, packing=packing)
+    return found.at("moe")
+
+
+def test_experts_one_by_one_or_as_one_tensor_fill_the_same_memory() -> None:
+    names = ("w1", "w3", "w2")
+    shared = dict(shared_inner=16, shared_gate=True, bias=True)
+    one = made(names=names, **shared)
+    all_at_once = made(build=building(FUSED), **shared)
+    single = one.weights()
+    fused = all_at_once.weights()
+    own = {f"experts.{e}.w{n}.weight" for e in range(12) for n in (1, 2, 3)}
+    assert set(single) - set(fused) == own
+    assert set(fused) - set(single) == {"experts.gate_up_proj", "experts.down_proj"}
+    filled = {name: torch.randn(t.shape) for name, t in fused.items()}
+    (gate_up, down) = (filled[f"experts.{n}_proj"] for n in ("gate_up", "down"))
+    for e in range(12):
+        parts = (gate_up[e, :INNER], gate_up[e, INNER:], down[e])
+        filled |= {f"experts.{e}.{n}.weight": t for n, t in zip(names, parts, strict=True)}
+    for table in (single, fused):
+        for name, tensor in table.items():
+            tensor.copy_(filled[name])
+    x = torch.randn(9, HIDDEN)
+    assert torch.equal(one(x), all_at_once(x))
+    size = sum(parameter.numel() for parameter in one.parameters())
+    assert sum(t.numel() for t in single.values()) == size
+    assert sum(t.numel() for t in fused.values()) == size
+
+
+@dataclass
+class Rounding(Packing):
+    """Packs experts as integers while they are loaded. odd: a module that is left as it is."""
+
+    odd: str = ""
+    asked: list[Module] = field(default_factory=list)
+
+    def layout(self, module: Module) -> Layout | None:
+        if ".experts." not in module.path or module.path == self.odd:
+            return None
+        self.asked.append(module)
+        return Layout.of(IntWeight, bits=4, group=4, scale_dtype=torch.float32)
+
+    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
+        def fill(tensor: Tensor) -> None:
+            weight.copy_(quantise_int(tensor, 4, 4))
+
+        return {"weight": Slot((module.outputs, module.inputs), PLAIN, weight.device, fill)}
+
+
+@pytest.mark.parametrize("tensors", [None, FUSED], ids=["single", "fused"])
+def test_packed_experts_are_what_they_unpack_to(tensors: Any) -> None:
+    packing = Rounding()
+    layer = made(build=building(tensors, packing), shared_inner=16, shared_gate=True)
+    plain = made(build=building(tensors), shared_inner=16, shared_gate=True)
+    wanted = plain.weights()
+    for name, target in layer.weights().items():
+        Slot.of(target).fill(wanted[name].clone())
+        if name.startswith("experts."):
+            tensor = wanted[name]
+            rows = tensor.flatten(0, -2)
+            tensor.copy_(quantise_int(rows, 4, 4).unpack(torch.float32).view(tensor.shape))
+    assert isinstance(layer.up.stored, PackedWeight)
+    for weight in (layer.up, layer.down):
+        weight.finish()
+    x = torch.randn(9, HIDDEN)
+    assert torch.equal(layer(x), plain(x))
+    asked = packing.asked[:2]
+    assert [module.path for module in asked] == [f"moe.experts.0.{n}_proj" for n in ("gate", "up")]
+    assert all((module.outputs, module.inputs) == (INNER, HIDDEN) for module in asked)
+    if tensors:
+        assert asked[0].tensors == {
+            "weight": TensorInfo("moe.experts.gate_up_proj", (INNER, HIDDEN), "F32")
+        }
+
+
+def test_an_expert_that_is_packed_in_another_way_is_named() -> None:
+    odd = "moe.experts.7.up_proj"
+    with pytest.raises(CheckpointError, match=f"{odd} is stored as a plain weight"):
+        made(build=building(packing=Rounding(odd=odd)))
+
+
+def test_packed_experts_say_so_when_they_ask_for_a_backend() -> None:
+    """On a GPU they stay packed; a backend that reads plain weights refuses."""
+    why = experts_op.explain(device="cuda", dtype=torch.bfloat16, packed=True)
+    assert "not packed" in str(why.get("triton", "not packed"))
+    with pytest.raises(ConfigError, match="op experts: no backend serves .*packed"):
+        experts_op.choose(device="cuda", dtype=torch.bfloat16, packed=True)
 
 
 @pytest.mark.parametrize(

@@ -24,20 +24,34 @@ def random_pair(folder: Path, family: str, base: dict[str, Any], **changes: Any)
 
     family: the name of its classes in transformers, e.g. Qwen3.
     """
+    oracle = random_oracle(folder, family, base, **changes)
+    return make_llm(folder, speculative_config=NGRAM), oracle
+
+
+def random_oracle(
+    folder: Path, family: str, base: dict[str, Any], centre: float = 1.0, **changes: Any
+) -> Any:
+    """A model of transformers, its weights random, which it has saved in the folder.
+
+    centre: of the norms, but for those within a recurrent layer, which lie around 1.
+    """
     transformers = pytest.importorskip("transformers")
     settings = {**base, "torch_dtype": "float32", "vocab_size": VOCAB, **changes}
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**settings)
-    oracle = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    made = getattr(transformers, f"{family}ForCausalLM")
+    config = made.config_class(**settings)
+    config._experts_implementation = "eager"  # what it takes else wants widths of 16 bytes
+    oracle = made(config).eval()
     for name, parameter in oracle.named_parameters():
         if parameter.dim() > 1:
-            parameter.data.normal_(0.0, 1.5 * parameter.shape[1] ** -0.5)
+            parameter.data.normal_(0.0, 1.5 * parameter.shape[-1] ** -0.5)
         elif name.endswith("bias"):
             parameter.data.normal_()
         else:
-            parameter.data.uniform_(0.5, 1.5)
+            middle = 1.0 if ".linear_attn." in name else centre
+            parameter.data.uniform_(middle - 0.5, middle + 0.5)
     oracle.save_pretrained(folder)
-    return make_llm(folder, speculative_config=NGRAM), oracle
+    return oracle
 
 
 def prompts(count: int, longest: int) -> list[list[int]]:

@@ -27,6 +27,12 @@ def compare_greedy(llm: LLM, oracle: torch.nn.Module, ids: list[int], count: int
     params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
     tokens = llm.generate({"prompt_token_ids": ids}, params)[0].outputs[0].token_ids
     assert len(tokens) == count
+    return compare_tokens(oracle, ids, tokens)
+
+
+def compare_tokens(oracle: torch.nn.Module, ids: list[int], tokens: list[int]) -> int:
+    """Fails where one of the greedy tokens behind a prompt differs and is no tie; returns how many
+    ties there were."""
     with torch.no_grad():
         logits = oracle(torch.tensor([ids + tokens])).logits[0, len(ids) - 1 : -1].float()
     best = logits.max(-1).values

@@ -5,10 +5,17 @@ from pathlib import Path
 import pytest
 
 from tests.models.dense import NGRAM, answer, ask, bits, greedy, make_llm
-from tests.tiny_model import LLAMA, QWEN2, QWEN3, make_model
+from tests.tiny_model import LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, make_model
 
 BIASES = {"attention_bias": True, "mlp_bias": True}
-FAMILIES = {"qwen3": QWEN3, "qwen2": QWEN2, "llama": LLAMA, "llama, biases": {**LLAMA, **BIASES}}
+FAMILIES = {
+    "qwen3": QWEN3,
+    "qwen2": QWEN2,
+    "llama": LLAMA,
+    "llama, biases": {**LLAMA, **BIASES},
+    "qwen3_moe": QWEN3_MOE,
+    "mixtral": MIXTRAL,
+}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

@@ -14,13 +14,16 @@ from lockstep.layers.build import Build
 from lockstep.models import architecture
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model, fill_dummy, load_weights
-from tests.tiny_model import CONFIG, LLAMA, QWEN2, QWEN3
+from tests.tiny_model import CONFIG, HYBRID_MOE, LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE
 
 CONFIGS = {
     "qwen3": {**QWEN3, "vocab_size": 96},
     "hybrid": {**CONFIG, "vocab_size": 96},
     "qwen2": {**QWEN2, "vocab_size": 96},
     "llama": {**LLAMA, "vocab_size": 96, "attention_bias": True, "mlp_bias": True},
+    "qwen3_moe": {**QWEN3_MOE, "vocab_size": 96},
+    "mixtral": {**MIXTRAL, "vocab_size": 96},
+    "hybrid moe": {**HYBRID_MOE, "vocab_size": 96},
 }
 Tensors = dict[str, Tensor]
 
@@ -173,7 +176,16 @@ def test_dummy_norms_stand_around_what_leaves_their_input_alone(kind: str) -> No
     model, _ = build(CONFIGS[kind])
     fill_dummy(model, None, seed=0)
     norms = [m for m in model.modules() if hasattr(m, "offset")]
-    heads = {"Norm"} if kind in ("qwen3", "hybrid") else set()
+    heads = {"Norm"} if kind in ("qwen3", "qwen3_moe", "hybrid", "hybrid moe") else set()
     assert {type(m).__name__ for m in norms} >= {"AddRMSNorm"} | heads
     for norm in norms:
         assert (norm.weight + norm.offset - 1).abs().max() <= 0.2
+
+
+def test_dummy_experts_have_the_scale_of_their_inputs() -> None:
+    model, _ = build(CONFIGS["hybrid moe"])
+    fill_dummy(model, None, seed=0)
+    moe = model.blocks[0].mlp
+    for weight, inputs in ((moe.up, 48), (moe.down, 22)):
+        assert weight.stored.shape[-1] == inputs
+        assert float(weight.stored.std()) == pytest.approx(0.7 * inputs**-0.5, rel=0.05)

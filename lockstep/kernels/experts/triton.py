@@ -296,6 +296,8 @@ def _supports(**traits: Any) -> str | None:
     slots = traits.get("top_k", 1)
     if count > MOST_EXPERTS or slots > MOST_SLOTS:
         return f"{slots} of {count} experts are above {MOST_SLOTS} of {MOST_EXPERTS}"
+    if traits.get("packed"):
+        return "it reads weights that are not packed"
     return gpu_trait(**traits)
 
 

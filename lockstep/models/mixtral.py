@@ -1,0 +1,50 @@
+"""Mixtral: Llama's attention without biases, and a mixture of experts for the MLP in every layer.
+
+Sliding windows, which the files may turn on, are not built. Nothing recurs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.layers.build import Build
+from lockstep.models.decoder import Decoder, DecoderConfig, Half, attending_layers, read_common
+from lockstep.models.mixture import Mixture, read_routing
+from lockstep.models.reading import MOST_LAYERS, ConfigReader
+
+PREFIXES = ("model.",)
+IGNORED = ()
+EXPERT = ("w1", "w3", "w2")
+"""Names of an expert's gate, up and down."""
+
+
+@dataclass(frozen=True)
+class Config(DecoderConfig):
+    """The settings that decide the math."""
+
+    layers: int
+    mixture: Mixture
+
+    @classmethod
+    def read(cls, raw: dict[str, Any]) -> "Config":
+        """From config.json. Raises CheckpointError on what is missing or not built."""
+        c = ConfigReader(raw)
+        c.only("sliding_window", None, default=None)
+        layers = c.size("num_hidden_layers", most=MOST_LAYERS)
+        mixture = Mixture(read_routing(c), inner=c.size("intermediate_size"))
+        return cls(layers=layers, mixture=mixture, **read_common(c))
+
+
+class Model(Decoder):
+    """MixtralForCausalLM."""
+
+    config: Config
+
+    def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
+        """Attention over all tokens, then the mixture, in every layer."""
+        c = self.config
+
+        def mlp(at: Build, layer: int) -> Half:
+            return c.mixture.half(at, c, "block_sparse_moe", names=EXPERT)
+
+        return attending_layers(build, c, c.layers, mlp)

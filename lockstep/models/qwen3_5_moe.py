@@ -1,0 +1,58 @@
+"""Qwen3.5 and Qwen3.6 with a mixture of experts: the dense models' layers, other MLPs.
+
+Every layer's MLP is a mixture with a shared expert, which has a gate.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.errors import CheckpointError
+from lockstep.layers.build import Build
+from lockstep.models import qwen3_5
+from lockstep.models.decoder import Half, mlp_half
+from lockstep.models.mixture import Mixture, read_routing
+from lockstep.models.qwen3_5 import DRAFT_PREFIX, IGNORED, PREFIXES, Draft, read_hybrid
+from lockstep.models.reading import ConfigReader
+
+__all__ = ["DRAFT_PREFIX", "IGNORED", "PREFIXES", "Config", "Draft", "Model"]
+
+
+@dataclass(frozen=True)
+class Config(qwen3_5.Config):
+    """The settings that decide the math."""
+
+    mixture: Mixture
+
+    @classmethod
+    def read(cls, raw: dict[str, Any]) -> "Config":
+        """From config.json. Raises CheckpointError on what is missing or not built."""
+        c = ConfigReader(raw)
+        c.only("norm_topk_prob", True, default=True)
+        c.only("mlp_only_layers", [], None, default=None)
+        c.only("decoder_sparse_step", 1, default=1)
+        mixture = Mixture(
+            read_routing(c),
+            inner=c.size("moe_intermediate_size"),
+            shared_inner=c.size("shared_expert_intermediate_size"),
+        )
+        return cls(mixture=mixture, **read_hybrid(c, dense=False))
+
+
+class Model(qwen3_5.Model):
+    """Qwen3_5MoeForCausalLM, and the text part of Qwen3_5MoeForConditionalGeneration."""
+
+    config: Config
+
+    def mlp(self, build: Build, layer: int | None) -> Half:
+        """The mixture, or a dense MLP: in a layer where config.json says so, in the draft module
+        where the checkpoint has one there."""
+        c = self.config
+        dense = layer in c.mixture.dense_layers
+        if layer is None:
+            dense = bool(build.found("mlp.gate_proj"))
+        if dense and not c.intermediate_size:
+            raise CheckpointError(
+                f"config.json has no intermediate_size, and {build.path}.mlp is a dense MLP. "
+                "Add it to config.json."
+            )
+        return mlp_half(build, c) if dense else c.mixture.half(build, c)

@@ -1,0 +1,63 @@
+"""Qwen3 with a mixture of experts: Qwen3's attention, and in most layers a mixture for the MLP.
+
+No shared expert. Nothing recurs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.layers.build import Build
+from lockstep.models.decoder import (
+    Decoder,
+    DecoderConfig,
+    Half,
+    attending_layers,
+    mlp_half,
+    read_common,
+)
+from lockstep.models.mixture import Mixture, read_dense_layers, read_routing
+from lockstep.models.reading import MOST_LAYERS, ConfigReader
+
+PREFIXES = ("model.",)
+IGNORED = ()
+
+
+@dataclass(frozen=True)
+class Config(DecoderConfig):
+    """The settings that decide the math."""
+
+    layers: int
+    mixture: Mixture
+
+    @classmethod
+    def read(cls, raw: dict[str, Any]) -> "Config":
+        """From config.json. Raises CheckpointError on what is missing or not built."""
+        c = ConfigReader(raw)
+        c.only("attention_bias", False, default=False)
+        c.only("use_sliding_window", False, default=False)
+        layers = c.size("num_hidden_layers", most=MOST_LAYERS)
+        c.layer_types(layers, {"full_attention"}, ["full_attention"] * layers)
+        mixture = Mixture(
+            read_routing(c, c.get("norm_topk_prob", bool)),
+            inner=c.size("moe_intermediate_size"),
+            dense_layers=read_dense_layers(c, layers),
+        )
+        dense = bool(mixture.dense_layers)
+        return cls(layers=layers, mixture=mixture, **read_common(c, head_dim=128, dense=dense))
+
+
+class Model(Decoder):
+    """Qwen3MoeForCausalLM."""
+
+    config: Config
+
+    def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
+        """Attention over all tokens, then the mixture, or a dense MLP where the file says so."""
+        c = self.config
+
+        def mlp(at: Build, layer: int) -> Half:
+            dense = layer in c.mixture.dense_layers
+            return mlp_half(at, c) if dense else c.mixture.half(at, c)
+
+        return attending_layers(build, c, c.layers, mlp, qk_norm=True, eps=c.eps)

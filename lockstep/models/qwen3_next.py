@@ -1,0 +1,40 @@
+"""Qwen3-Next: Qwen3.5's layers with a mixture of experts, in an older layout.
+
+A recurrent layer's projections lie by key head, and layers may have a dense MLP. config.json does
+not say whether there is an MTP module.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from lockstep.models import qwen3_5_moe
+from lockstep.models.mixture import Mixture, read_dense_layers, read_routing
+from lockstep.models.qwen3_5 import DRAFT_PREFIX, Draft, read_hybrid
+from lockstep.models.qwen3_5_moe import Model
+from lockstep.models.reading import MOST_LAYERS, ConfigReader
+
+__all__ = ["DRAFT_PREFIX", "IGNORED", "PREFIXES", "Config", "Draft", "Model"]
+
+PREFIXES = ("model.",)
+IGNORED = ()
+
+
+@dataclass(frozen=True)
+class Config(qwen3_5_moe.Config):
+    """The settings that decide the math."""
+
+    grouped: ClassVar[bool] = True
+
+    @classmethod
+    def read(cls, raw: dict[str, Any]) -> "Config":
+        """From config.json. Raises CheckpointError on what is missing or not built."""
+        c = ConfigReader(raw)
+        c.only("use_sliding_window", False, default=False)
+        dense = read_dense_layers(c, c.size("num_hidden_layers", most=MOST_LAYERS))
+        mixture = Mixture(
+            read_routing(c, c.get("norm_topk_prob", bool)),
+            inner=c.size("moe_intermediate_size"),
+            shared_inner=c.size("shared_expert_intermediate_size"),
+            dense_layers=dense,
+        )
+        return cls(mixture=mixture, **read_hybrid(c, dense=bool(dense)))

@@ -1,0 +1,87 @@
+"""A mixture of experts must not see the batch: who comes with a token, and how it is padded.
+
+Other engines give an expert's tokens another kernel, another order of sums or a limited capacity as
+their number changes, so that a request's answer depends on its company.
+"""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep import LLM, EngineConfig
+from lockstep.engine.engine import Engine
+from lockstep.engine.hooks import CheckHooks
+from lockstep.kernels.experts import cpu as experts_cpu
+from tests.models.dense import make_llm
+from tests.regressions.conftest import PROMPTS, Scripted, answers
+from tests.tiny_model import HYBRID_MOE, NEXT, make_model
+
+MTP = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
+NGRAM = {**MTP, "method": "ngram"}
+FAMILIES = {
+    "qwen3_5_moe": HYBRID_MOE,
+    "qwen3_next": {**NEXT, "mtp_num_hidden_layers": 1},
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "in company": {},
+    "ngram": {"speculative_config": NGRAM},
+    "mtp": {"speculative_config": MTP},
+    "chunks of a page": {"max_num_batched_tokens": 64},
+    "padded": {"row_buckets": (8,), "speculative_config": MTP},
+}
+
+
+def dummy(folder: Path, **settings: Any) -> LLM:
+    chosen = {"max_num_seqs": 8, "dtype": "bfloat16", **settings}
+    return make_llm(folder, load_format="dummy", **chosen)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    """(folder, answers to PROMPTS, each of them asked by itself)"""
+    folder = make_model(tmp_path_factory.mktemp("mixture") / "model", FAMILIES[request.param])
+    llm = dummy(folder, max_num_seqs=1, enable_prefix_caching=False)
+    return folder, [answers(llm, [prompt])[0] for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_no_way_of_serving_changes_a_bit(alone, way: str) -> None:
+    (folder, wanted) = alone
+    assert answers(dummy(folder, **WAYS[way])) == wanted
+
+
+def test_accepted_drafts_leave_the_answer_alone(alone) -> None:
+    (folder, wanted) = alone
+    known = [prompt + tokens for prompt, (tokens, _) in zip(PROMPTS, wanted, strict=True)]
+    config = EngineConfig.read(
+        model=str(folder),
+        load_format="dummy",
+        dtype="bfloat16",
+        skip_tokenizer_init=True,
+        max_model_len=1024,
+        max_num_seqs=8,
+        speculative_config=NGRAM,
+    )
+    llm = LLM.over(Engine(config, hooks=CheckHooks(drafter=partial(Scripted, known))))
+    assert answers(llm) == wanted
+    assert llm.engine.stats.accepted_tokens_total > 20
+
+
+def test_an_expert_that_sees_how_many_tokens_it_has_is_caught(
+    alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fault: an expert with several tokens multiplies in halves of K."""
+    (folder, wanted) = alone
+    right = experts_cpu.linear_cpu
+
+    def split(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if len(x) == 1:
+            return right(x, weight)
+        half = x.shape[1] // 2
+        return right(x[:, :half], weight[:, :half]) + right(x[:, half:], weight[:, half:])
+
+    monkeypatch.setattr(experts_cpu, "linear_cpu", split)
+    assert answers(dummy(folder)) != wanted
