@@ -241,7 +241,7 @@ STRICT: list[tuple[str, Any, str]] = [
     ("mtp_use_dedicated_embeddings", True, "False"),
     ("mtp_num_hidden_layers", 2, "0, 1"),
     ("layer_scale", True, "False"),
-    ("quantization_config", {"quant_method": "fp8"}, "None"),
+    ("quantization_config", {"quant_method": "bitsandbytes"}, "gptq, awq"),
     ("rope_scaling", {"type": "mrope"}, "'default', 'linear', 'dynamic', 'llama3', 'yarn'"),
     ("layer_types", ["full_attention"] * 3, "4"),
     ("num_hidden_layers", "4", "int"),
