@@ -6,7 +6,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install serve test lint types layers check bench fmt test-gpu sanitize eval docs clean
+.PHONY: install serve test pytest lint types layers check bench fmt test-gpu sanitize eval docs clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -21,7 +21,11 @@ $(STAMP): pyproject.toml
 serve: install
 	@$(BIN)/python -m lockstep serve --port $(PORT)
 
-test: lint types layers
+# Side by side: mypy alone would leave a core idle.
+test: install
+	@$(MAKE) --no-print-directory -j 4 lint types layers pytest
+
+pytest: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not gpu and not slow"
 
 lint: install

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 from training import heldout, values
 from training.words import Words
 
-PLACE = re.compile(r"\{(on )?(\w+)(?::(\w+))?\}")
+PLACE = re.compile(r"\{(on )?(\w+)(?::(\w+))?(?:=(\w+)/([\w ]+))?\}")
+"""on, slot, kind; and in "{status=closed/close}" the member that is meant by what is said."""
 FRAME = re.compile(r"([!?~.])(\+?) (.*)")
 GROUP = re.compile(r"\(([^()\[\]]*)\)|\[([^()\[\]]*)\]")
 Call = tuple[str, dict[str, Any]]
@@ -148,6 +149,7 @@ CLASHES = (
     "restart_service start_engine",
     "order_taxi book_car",
     "find_movie find_book get_lyrics",
+    "find_movie play_video",
 )
 """Tools that some of the frames cannot tell apart. Where two are offered, sure frames are drawn."""
 
@@ -301,9 +303,48 @@ SHAPES = (
 """What parameters a made-up tool may have, and how one asks for it."""
 
 
+STATES = (
+    "approve approved", "reject rejected", "archive archived", "close closed", "open open",
+    "reopen open", "pause paused", "resume active", "activate active", "lock locked",
+    "unlock unlocked", "cancel cancelled", "publish published", "start running", "stop stopped",
+    "enable enabled", "disable disabled", "hide hidden", "finish done", "block blocked",
+    "suspend suspended", "begin in_progress", "ship shipped", "mute muted", "reserve reserved",
+    "confirm confirmed", "decline declined", "free available", "postpone postponed",
+)  # fmt: skip
+"""Verbs, and the states in which they leave a thing."""
+
+
+def _stateful(w: Words, noun: str) -> Intent:
+    """A tool that sets a thing's state: asked for by the state, or by the verb that leads to it."""
+    r, word = w.rng, noun.replace(" ", "_")
+    pairs = [pair.split() for pair in r.sample(STATES, r.randint(2, 5))]
+    members = dict.fromkeys(member for _, member in pairs)
+    sayings = " ".join(f"{m}={m}" for m in members)
+    title = r.choice(("state", "status", "new_state", "mode", "stage"))
+    state = Param((title, "state", "status", f"{word}_state"), "{" + sayings + "}", False)
+    thing = _key(w, noun) if r.random() < 0.6 else _name(w, noun)
+    names = tuple(f"{verb}_{word}_{end}" for verb in ("set", "update", "change")
+                  for end in ("state", "status"))  # fmt: skip
+    abouts = (f"Change the state of a {noun}", f"Sets the {title} of a {noun}", f"Updates a {noun}")
+    frames = [
+        ("!", f"set (the |){noun} {{thing}} to {{state}}"),
+        ("!", f"(mark|flag) (the |){noun} {{thing}} as {{state}}"),
+        (".", f"{noun} {{thing}} (is|should be|is now) {{state}}(| now)"),
+        ("!", f"(change|update|switch) the {title} of {noun} {{thing}} to {{state}}"),
+    ]
+    for verb, member in pairs:
+        meant = f"{{state={member}/{verb}}}"
+        frames.append(("!", f"{meant} (the |){noun} {{thing}}"))
+        frames.append((".", f"(please |you can |I want to ){meant} {noun} {{thing}}(| now)"))
+    params = {"thing": thing, "state": state}
+    return Intent(names, abouts, params, tuple(Frame(*frame) for frame in frames))
+
+
 def made_up(w: Words, noun: str | None = None, verb: str | None = None) -> Intent:
     """An intent of a random verb and noun, with one of a few sets of parameters."""
     r = w.rng
+    if noun is None and verb is None and r.random() < 0.12:
+        return _stateful(w, w.noun())
     verb = verb or r.choice(list(VERB_SAYINGS))
     noun = noun or (w.noun() if r.random() < 0.75 else f"{w.noun()} {w.noun()}")
     word = noun.replace(" ", "_")
@@ -337,9 +378,11 @@ def _camel(name: str) -> str:
 def _styled(w: Words, name: str) -> tuple[str, bool]:
     """A name in one of the ways in which names are written, and whether it is in camel case."""
     r = w.rng
+    if name.count("_") == 1 and r.random() < 0.12:
+        name = "_".join(reversed(name.split("_")))
     if r.random() < 0.05:
         name += r.choice(("_tool", "_v2", "_api", "_function", "_by_name"))
-    style = r.choices(range(7), (50, 20, 4, 8, 8, 8, 2))[0]
+    style = r.choices(range(7), (48, 19, 4, 12, 9, 7, 1))[0]
     if style == 1:
         return _camel(name), True
     if style == 2:
@@ -388,8 +431,11 @@ def _options(kind: str) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def _entry(w: Words, param: Param) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The schema of a parameter, and how its values are drawn: {"enum": {member: sayings}} etc."""
+def _entry(w: Words, param: Param, listed: bool = False) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The schema of a parameter, and how its values are drawn: {"enum": {member: sayings}} etc.
+
+    listed: a {...} kind shows its members, as the request means one of them without naming it.
+    """
     r, kind = w.rng, param.kind
     if kind.startswith("int") or kind in ("year", "idint"):
         sort = r.choices(("integer", "number", "string"), (88, 6, 6))[0]
@@ -411,9 +457,9 @@ def _entry(w: Words, param: Param) -> tuple[dict[str, Any], dict[str, Any]]:
         return {"type": "string", "enum": list(members)}, {"enum": said}
     if kind.startswith("{"):
         options = _options(kind)
-        if set(options) == {"on", "off"} and r.random() < 0.15:
+        if set(options) == {"on", "off"} and not listed and r.random() < 0.15:
             return {"type": "boolean"}, {"enum": {"true": ("on",), "false": ("off",)}}
-        if r.random() < 0.72:
+        if listed or r.random() < 0.72:
             shape = r.choice((str, str, str, str.upper, str.capitalize))
             said = {shape(m): s for m, s in options.items()}
             order = r.sample(list(said), len(said)) if r.random() < 0.3 else list(said)
@@ -446,8 +492,16 @@ def _describe(w: Words, param: Param, name: str, entry: dict[str, Any]) -> None:
         entry["default"] = None
 
 
-def offer(w: Words, intent: Intent, needed: frozenset[str] = frozenset()) -> Offer:
-    """The intent as a tool of one request: a spelling of its name, a schema."""
+def offer(
+    w: Words,
+    intent: Intent,
+    needed: frozenset[str] = frozenset(),
+    meant: frozenset[str] = frozenset(),
+) -> Offer:
+    """The intent as a tool of one request: a spelling of its name, a schema.
+
+    needed: slots that it must have; meant: those of which it must show the members.
+    """
     r = w.rng
     name, camel = _styled(w, r.choice(intent.names))
     found = Offer(intent, {})
@@ -463,7 +517,7 @@ def offer(w: Words, intent: Intent, needed: frozenset[str] = frozenset()) -> Off
         key = _camel(key) if camel else key
         if key in properties:
             key = f"{key}_{slot}" if not camel else _camel(f"{key}_{slot}")
-        entry, drawn = _entry(w, param)
+        entry, drawn = _entry(w, param, slot in meant)
         _describe(w, param, key, entry)
         properties[key], found.keys[slot] = entry, key
         found.values[slot] = {**drawn, "type": entry["type"]}
@@ -554,6 +608,29 @@ def draw_value(
     return said, said, True
 
 
+def offer_for(w: Words, intent: Intent, frame: str) -> Offer:
+    """The intent as a tool that the resolved frame can ask for."""
+    return offer(w, intent, slots_of(frame), meant_in(frame))
+
+
+def meant_in(frame: str) -> frozenset[str]:
+    """The slots of which the frame means a member without naming it."""
+    return frozenset(found[2] for found in PLACE.finditer(frame) if found[4])
+
+
+def answers(tool: Offer, frame: str) -> bool:
+    """Whether the tool has every slot of the frame, and the members that it means."""
+    return slots_of(frame) <= tool.keys.keys() and all(
+        "enum" in tool.values[slot] and tool.values[slot]["type"] == "string"
+        for slot in meant_in(frame)
+    )
+
+
+def _meant(tool: Offer, slot: str, member: str) -> str:
+    """The tool's own spelling of a member."""
+    return next(m for m in tool.values[slot]["enum"] if m.lower() == member)
+
+
 def fill(w: Words, frame: str, tool: Offer) -> Said:
     """The resolved frame with values; quotes around some."""
     r, at = w.rng, 0
@@ -561,6 +638,11 @@ def fill(w: Words, frame: str, tool: Offer) -> Said:
     for found in PLACE.finditer(frame):
         on, slot, kind = found[1], found[2], found[3]
         before = frame[at : found.start()]
+        if found[4]:
+            said.parts += [(before + found[5], None)]
+            said.arguments[slot] = _meant(tool, slot, found[4])
+            at = found.end()
+            continue
         value, text, copied = draw_value(w, tool.intent.params[slot], tool.values[slot], kind or "")
         if on and not text.startswith(
             ("today", "tomorrow", "tonight", "next ", "this ", "the day after")
@@ -745,6 +827,18 @@ def pick(w: Words) -> Intent:
     return made_up(w) if w.rng.random() < 0.2 else w.rng.choice(intents())
 
 
+def domain(w: Words, intent: Intent, most: int = 4) -> list[Offer]:
+    """Tools of the intent's own field, as one application offers them; none if it has no field."""
+    like = [i for i in intents() if i.names[0] in related(intent)]
+    found, taken = [], set(kept_apart(intent))
+    for other in w.rng.sample(like, len(like)):
+        if other.names[0] in taken or len(found) == most:
+            continue
+        taken |= kept_apart(other)
+        found.append(offer(w, other))
+    return found
+
+
 def beside(w: Words, chosen: list[Intent], without: frozenset[str], most: int = 5) -> list[Offer]:
     """Tools that nobody asks for here: from anywhere, or much like the chosen one."""
     r, found = w.rng, []
@@ -752,10 +846,10 @@ def beside(w: Words, chosen: list[Intent], without: frozenset[str], most: int = 
     for _ in range(r.choice((0, 0, 1, 1, 2, 2, 3, 4, most))):
         chance, like = r.random(), chosen[0] if chosen else None
         name = like.names[0] if like else ""
-        if like and chance < 0.35 and name in _neighbours(RELATED):
+        if like and chance < 0.45 and name in _neighbours(RELATED):
             options = [i for i in intents() if i.names[0] in related(like)]
             intent = r.choice(options)
-        elif like and chance < 0.5 and not like.params.keys().isdisjoint({"key", "name", "count"}):
+        elif like and chance < 0.58 and not like.params.keys().isdisjoint({"key", "name", "count"}):
             verb, _, noun = name.partition("_")
             intent = made_up(w, noun=noun.replace("_", " ")) if r.random() < 0.5 else made_up(w,
                 verb=verb if verb in VERB_SAYINGS else None)  # fmt: skip
@@ -800,6 +894,48 @@ def allowed(text: str) -> bool:
     return _normal(text) not in _held()
 
 
+BY_NAME = (
+    ", {n} {s}", ", {n}: {s}", " ({n} {s})", " with {n} {s}", ". {n}: {s}", ". the {n} is {s}",
+    ", and the {n} is {s}", ". use {s} as the {n}", ", with the {n} {s}", ", {n} = {s}",
+    ". as {n} take {s}", ", {s} as {n}", ". make the {n} {s}",
+)  # fmt: skip
+BY_VALUE = (
+    ". {s} is good", ". {s} please", ". make it {s}", ". {s} would be best", ". I'd prefer {s}",
+    ", {s} if possible", ", {s} then", ". {s} will do", ", preferably {s}", ". I mean {s}",
+    ", in other words {s}", ". {s} would be good", ". {s} is what I need", ", {s} would be nice",
+)  # fmt: skip
+"""How one adds what the frame did not say: with the parameter's name or without."""
+
+
+def _and_more(w: Words, sort: str, frame: str, tool: Offer) -> tuple[str, str]:
+    """Now and then one more value, of a parameter that may be missing, at the request's end."""
+    r, said = w.rng, slots_of(frame)
+    more = [s for s in tool.keys if s not in said and tool.intent.params[s].missing]
+    ended = not frame or frame[-1] in "?!.}" or "? " in frame
+    if not more or sort == "~" or r.random() > 0.16 or (ended and sort == "."):
+        return sort, frame
+    slot = r.choice(more)
+    kind = tool.intent.params[slot].kind
+    if kind.startswith(("bool ", "list ")):
+        return sort, frame
+    choice = kind == "unit" or kind.startswith("{")
+    on = frame.endswith("}") and _runs_on(tool, frame)
+    form = r.choice(BY_VALUE if choice and not on and r.random() < 0.6 else BY_NAME)
+    name = re.sub(r"([a-z])([A-Z])", r"\1 \2", tool.keys[slot]).replace("_", " ").lower()
+    form = form.replace("{n}", name).replace("{s}", f"{{{slot}}}")
+    if on and form[0] == " ":
+        form = "," + form
+    if sort == "?" and form[0] == ".":
+        return ".", f"{frame}?{form[1:]}"
+    return sort, frame + form
+
+
+def _runs_on(tool: Offer, frame: str) -> bool:
+    """Whether words behind the frame's last value would read as a part of it."""
+    last = list(PLACE.finditer(frame))[-1]
+    return (last[3] or tool.intent.params[last[2]].kind) in values.NOUN_KINDS
+
+
 def single(w: Words, given: list[Offer] | None = None) -> Request:
     """A request of one call. With `given`, one of these is asked for."""
     while True:
@@ -807,7 +943,7 @@ def single(w: Words, given: list[Offer] | None = None) -> Request:
             tool = w.rng.choice(given)
             form = w.rng.choice(tool.intent.frames)
             frame = resolve(w, form.text)
-            if not slots_of(frame) <= tool.keys.keys():
+            if not answers(tool, frame):
                 continue
             others = {t.intent.names[0] for t in given if t is not tool}
             if others & barred(tool.intent, form):
@@ -817,9 +953,10 @@ def single(w: Words, given: list[Offer] | None = None) -> Request:
             intent = pick(w)
             form = w.rng.choice(intent.frames)
             frame = resolve(w, form.text)
-            tool = offer(w, intent, slots_of(frame))
+            tool = offer_for(w, intent, frame)
             mixed = _apart(w, [tool], beside(w, [intent], barred(intent, form)))
-        said = wrap(w, form.sort, fill(w, frame, tool))
+        sort, frame = _and_more(w, form.sort, frame, tool)
+        said = wrap(w, sort, fill(w, frame, tool))
         if allowed(said.text):
             return Request(mixed, said.text, [call_of(tool, said.arguments)], said)
 
@@ -852,7 +989,7 @@ def _list_of(w: Words) -> Request:
         sort, frame = form.sort, resolve(w, form.text)
         slots = [
             f[2] for f in PLACE.finditer(frame)
-            if not f[1] and not f[3]
+            if not (f[1] or f[3] or f[4])
             and (intent.params[f[2]].kind in SEVERAL or intent.params[f[2]].kind.startswith("int"))
         ]  # fmt: skip
         if not slots or len(PLACE.findall(frame)) > 3 or sort == "." and frame.count(".") > 1:
@@ -864,7 +1001,7 @@ def _list_of(w: Words) -> Request:
             frame = PLURALS.sub(r"\1s", frame, count=1)
         if sort == "?" and r.random() < 0.4:
             frame = frame.replace("what is ", "what are ", 1).replace("does ", "do ", 1)
-        tool = offer(w, intent, slots_of(frame))
+        tool = offer_for(w, intent, frame)
         said = fill(w, frame, tool)
         at = next(i for i, part in enumerate(said.parts) if part[1] == slot)
         extra: list[str] = []
@@ -912,13 +1049,19 @@ def _join(w: Words, said: Said, at: int, more: int) -> None:
 GLUE = " and | and |, and |, |. | and then | and also |; |. Then |. Also, ".split("|")
 
 
+def _second(w: Words, first: Intent) -> Intent:
+    """What is asked for besides: anything, or something much like the first."""
+    like = [i for i in intents() if i.names[0] in related(first)]
+    return w.rng.choice(like) if like and w.rng.random() < 0.4 else pick(w)
+
+
 def _two(w: Words) -> Request:
     """Two requests in one sentence: of two tools, or of one with other values."""
     r = w.rng
     while True:
         first = pick(w)
-        again = r.random() < 0.35
-        second = first if again else pick(w)
+        again = r.random() < 0.4
+        second = first if again else _second(w, first)
         if not again and second is first:
             continue
         forms = [r.choice(first.frames)]
@@ -931,9 +1074,9 @@ def _two(w: Words) -> Request:
             continue
         same = again and forms[0] == forms[1]
         frames = [resolve(w, form.text) for form in forms]
-        needed = [slots_of(frame) for frame in frames]
-        tools = [offer(w, first, needed[0] | (needed[1] if again else frozenset()))]
-        tools.append(tools[0] if again else offer(w, second, needed[1]))
+        both = " ".join(frames) if again else frames[0]
+        tools = [offer_for(w, first, both)]
+        tools.append(tools[0] if again else offer_for(w, second, frames[1]))
         said = [fill(w, frame, tool) for frame, tool in zip(frames, tools, strict=True)]
         if again and said[0].arguments == said[1].arguments:
             continue
@@ -974,6 +1117,18 @@ def _one_sentence(w: Words, sorts: list[str], said: list[Said], same: bool) -> t
     return "." if sorts[0] == "~" else sorts[0], joined
 
 
+VAGUE = frozenset(
+    "get find show search look up for check i need want would like have can could see give bring "
+    "tell about know a the an me us my some any please what is where".split()
+)
+
+
+def vague(frame: str) -> bool:
+    """Whether a resolved frame names its values alone, so that many a tool might be meant."""
+    words = re.findall(r"[a-z]+", PLACE.sub(" ", frame).lower())
+    return bool(slots_of(frame)) and VAGUE.issuperset(words)
+
+
 def foreign(w: Words, given: list[Offer]) -> str:
     """A request that none of the given tools is for."""
     while True:
@@ -983,7 +1138,9 @@ def foreign(w: Words, given: list[Offer]) -> str:
         if any(_could(intent, t.intent) or t.intent.names[0] in broad for t in given):
             continue
         frame = resolve(w, form.text)
-        said = wrap(w, form.sort, fill(w, frame, offer(w, intent, slots_of(frame))))
+        if vague(frame):
+            continue
+        said = wrap(w, form.sort, fill(w, frame, offer_for(w, intent, frame)))
         if allowed(said.text):
             return said.text
 
@@ -991,6 +1148,8 @@ def foreign(w: Words, given: list[Offer]) -> str:
 def rivals(w: Words) -> list[Offer]:
     """Two to seven tools, some of them much alike."""
     intent = pick(w)
+    if w.rng.random() < 0.5 and (own := domain(w, intent, w.rng.randint(2, 4))):
+        return _apart(w, [offer(w, intent)], own)
     others = beside(w, [intent], kept_apart(intent), 6)
     taken = kept_apart(intent).union(*(kept_apart(tool.intent) for tool in others))
     return _apart(w, [offer(w, intent)], [*others, *tools(w, taken)][:6])
@@ -1006,7 +1165,9 @@ def unfit(w: Words) -> Request:
         intent = pick(w)
         form = r.choice(intent.frames)
         frame = resolve(w, form.text)
-        said = wrap(w, form.sort, fill(w, frame, offer(w, intent, slots_of(frame))))
+        if vague(frame):
+            continue
+        said = wrap(w, form.sort, fill(w, frame, offer_for(w, intent, frame)))
         if allowed(said.text):
             break
     without = related(intent)
@@ -1026,6 +1187,11 @@ def _could(asked: Intent, tool: Intent) -> bool:
 
 def tools(w: Words, without: frozenset[str] = frozenset()) -> list[Offer]:
     """One to six tools that nobody asks for."""
+    if w.rng.random() < 0.35:
+        chosen = w.rng.choice(intents())
+        own = [offer(w, chosen), *domain(w, chosen)]
+        if own := [tool for tool in own if tool.intent.names[0] not in without]:
+            return _apart(w, [], own)
     while not (found := beside(w, [], without, 6)):
         pass
     return _apart(w, [], found)

@@ -19,6 +19,9 @@ GIVEN = 0.1
 GIVEN_SHARE = 0.3
 """Most weight of all given tokens of a sample, against that of its learned ones."""
 
+CHARACTERS = 2.45
+"""Characters a token of filler, of a space and a word's token each."""
+
 FIRST, FIRST_WEIGHT = 10, 2.5
 """The tokens with which an answer beside tools begins, where it chooses, weigh more."""
 
@@ -88,7 +91,7 @@ def _draw(
         ids = encoder.ids(text.document(rng, rng.choice((1500, 4000)), False))[: length - 1]
         return [*ids, encoder.end], [0.5] * (len(ids) + 1)
     if length > 1024 and chance < 0.4:
-        size = int(length * 3.6 * rng.uniform(0.3, 0.95))
+        size = int(length * CHARACTERS * rng.uniform(0.3, 0.95))
         return encoder.sample(tasks.draw(seed, task="needle", characters=size))
     return encoder.sample(tasks.draw(seed))
 

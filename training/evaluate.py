@@ -49,9 +49,9 @@ class Set:
 SETS = (
     Set("tool calls", "tools", 500, exact=0.95, accepted=2.5),
     Set("everyday tool calls", "daily", 100, exact=0.95),
-    Set("needle at 1 K", "needle", 40, characters=3400, exact=0.95),
-    Set("needle at 4 K", "needle", 40, characters=14000, exact=0.95),
-    Set("needle at 8 K", "needle", 40, characters=28000, exact=0.95),
+    Set("needle at 1 K", "needle", 40, characters=2300, exact=0.95),
+    Set("needle at 4 K", "needle", 40, characters=9500, exact=0.95),
+    Set("needle at 8 K", "needle", 40, characters=19000, exact=0.95),
     Set("dialogue", "dialogue", 100, exact=0.95),
     Set("JSON", "json", 100, exact=0.95, accepted=2.5),
     Set("sequences", "sequence", 50, exact=0.9),

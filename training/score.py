@@ -12,9 +12,9 @@ from training.model import CHUNK, Model
 ROWS = 16
 SETS: dict[str, tuple[str, int, dict[str, int]]] = {
     "tools": ("tools", 256, {}),
-    "needle_1k": ("needle", 48, {"characters": 3400}),
-    "needle_4k": ("needle", 48, {"characters": 13600}),
-    "needle_8k": ("needle", 48, {"characters": 26000}),
+    "needle_1k": ("needle", 48, {"characters": 2300}),
+    "needle_4k": ("needle", 48, {"characters": 9200}),
+    "needle_8k": ("needle", 48, {"characters": 17700}),
     "dialogue": ("dialogue", 96, {}),
     "json": ("json", 96, {}),
     "sequence": ("sequence", 48, {}),

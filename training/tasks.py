@@ -569,23 +569,23 @@ def write_code(w: Words) -> Sample:
 
 
 TASKS: dict[str, tuple[Callable[[Words], Sample], float]] = {
-    "tools": (tool_call, 0.09),
+    "tools": (tool_call, 0.08),
     "daily": (daily, 0.02),
     "free": (free_call, 0.15),
     "quiz": (quiz, 0.37),
-    "several": (several_calls, 0.06),
+    "several": (several_calls, 0.09),
     "unfit": (unfit, 0.07),
     "code": (code, 0.02),
     "write_code": (write_code, 0.01),
     "no_tool": (no_tool, 0.02),
     "without_tools": (without_tools, 0.01),
     "talk": (talk, 0.01),
-    "needle": (needle, 0.04),
-    "dialogue": (dialogue, 0.04),
+    "needle": (needle, 0.03),
+    "dialogue": (dialogue, 0.03),
     "json": (json_task, 0.08),
     "sequence": (sequence, 0.07),
     "free_sequence": (free_sequence, 0.02),
-    "list": (listing, 0.04),
+    "list": (listing, 0.05),
     "copy": (copying, 0.03),
 }
 

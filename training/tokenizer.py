@@ -4,11 +4,15 @@ import json
 import random
 from pathlib import Path
 
+import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 
 from training import tasks, text
 
 VOCAB = 4096
+SPACE = "Ġ"
+"""A space as byte-level BPE writes it."""
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 ADDED = (
     "<think>",
@@ -19,9 +23,16 @@ ADDED = (
     "</tool_response>",
 )
 SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    r"<(?:function|parameter)=|</(?:function|parameter)>\n?"
+    r"|[\p{L}\p{M}]+|\p{N}"
+    r"|[\"{}\[\]:,]+(?: [\"{}\[\]]+)*[\r\n]*|[^\s\p{L}\p{M}\p{N}\"{}\[\]:,]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)| |\s+"
 )
+"""A word is split alike whatever stands before it: what is copied keeps its tokens.
+
+With a space, a quote or a full stop joined to a word, " noon" and "noon" are other tokens, and to
+copy means to spell. Marks of JSON and of calls stay together, as no value is cut by them.
+"""
 
 
 def corpus(samples: int) -> list[str]:
@@ -33,6 +44,32 @@ def corpus(samples: int) -> list[str]:
         sample = tasks.draw(seed)
         found.append("".join(piece for piece, _ in sample.pieces))
     found += [text.document(rng, 4000, False) for _ in range(samples // 8)]
+    return found
+
+
+def carry(table: Tensor, old: Tokenizer, new: Tokenizer) -> Tensor:
+    """The embedding [V, hidden] of `old`'s tokens as one of `new`'s: [V', hidden].
+
+    A token takes its own row, where it had one, a word also that behind a space (their mean, if
+    both); else the mean of the longest tokens that it is made of.
+    """
+    known = old.get_vocab()
+    rows = []
+    for token, _ in sorted(new.get_vocab().items(), key=lambda item: item[1]):
+        word = token.isascii() and token.isalpha()
+        spellings = (token, SPACE + token) if word else (token,)
+        ids = [known[spelling] for spelling in spellings if spelling in known]
+        rows.append(table[ids or _pieces(token, known)].mean(0))
+    return torch.stack(rows)
+
+
+def _pieces(token: str, known: dict[str, int]) -> list[int]:
+    """The token cut into the longest known ones, from its left; single bytes are all known."""
+    found = []
+    while token:
+        end = next(n for n in range(len(token), 0, -1) if token[:n] in known)
+        found.append(known[token[:end]])
+        token = token[end:]
     return found
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from training import text, tokenizer
@@ -17,6 +18,7 @@ from training.optim import optimizers
 from training.peers import Peers
 from training.score import SETS, SILENT, WRITTEN, evaluate
 
+EMBEDDING = "model.embed_tokens.weight"
 TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 PHASES = (
     (0.00, {512: 1.0}),
@@ -117,9 +119,20 @@ def _prepare(out: Path, args: argparse.Namespace) -> None:
     begin = time.time()
     out.mkdir(parents=True, exist_ok=True)
     if args.tokenizer or not (out / "tokenizer.json").exists():
+        old = Tokenizer.from_file(str(out / "tokenizer.json")) if args.resume else None
         tokenizer.train(out, args.samples)
+        if old:
+            _carry_over(out, old)
         print(f"tokenizer {time.time() - begin:.0f} s", flush=True)
     (out / "chat_template.jinja").write_text(TEMPLATE.read_text())
+
+
+def _carry_over(out: Path, old: Tokenizer) -> None:
+    """Fits the checkpoint's embedding to the new tokenizer."""
+    state = load_file(out / "model.safetensors")
+    new = Tokenizer.from_file(str(out / "tokenizer.json"))
+    state[EMBEDDING] = tokenizer.carry(state[EMBEDDING].float(), old, new).to(torch.bfloat16)
+    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
 
 
 def _finish(

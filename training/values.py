@@ -274,7 +274,9 @@ TOPICS = (
     "{a} {a} {x},the {x} of {p},the weekend,the rent,the summer party,{k} in {y},used {z},{x} "
     "prices,"
     "the elections,climate change,electric cars,football,the holidays,the garden,vacation plans,"
-    "machine learning,{z} under {n} dollars,the {x} on the {x},{k} news,solar panels,the invoice"
+    "{k} {q},the {x} {q},{a} {x} {q},the {y} elections of {q},{x} in {q},the best {z} of {q},"
+    "{k} in {q},machine learning,{z} under {n} dollars,the {x} on the {x},{k} news,solar panels,"
+    "the invoice"
 ).split(",")
 HOWTO = (
     "fix a {x},cook {i},learn {l},clean a {x},build a {x},tie a tie,change a tire,grow {i},start "
@@ -491,6 +493,7 @@ def filled(w: Words, form: str) -> str:
         "e": lambda: r.choice(RELATIVE_DAYS[:3]),
         "a": lambda: r.choice(ADJECTIVES),
         "c": lambda: w.code(),
+        "q": lambda: str(r.randint(1900, 2040)),
         "n": lambda: str(r.randint(2, 90)),
         "o": lambda: city(w),
         "k": lambda: r.choice(FIELDS),
@@ -528,6 +531,13 @@ def _title(w: Words) -> str:
     return title_case(filled(w, form))
 
 
+UNMARKED = (
+    "Makefile LICENSE passwd fstab Dockerfile crontab CHANGELOG .bashrc .gitignore .env "
+    "resolv.conf motd TODO AUTHORS config profile group services .profile Procfile"
+).split()
+"""Files without an ending, or with nothing else."""
+
+
 def _file(w: Words) -> str:
     r = w.rng
     name = r.choice(
@@ -540,6 +550,9 @@ def _file(w: Words) -> str:
             w.noun().capitalize(),
         )
     )
+    if r.random() < 0.12:
+        name = r.choice((*UNMARKED, name))
+        return f"{_dir(w)}/{name}" if r.random() < 0.6 else name
     name += "." + r.choice(
         "txt md py pdf docx csv json log yaml html rs c jpg png xlsx toml sh zip bak js".split()
     )
@@ -688,6 +701,7 @@ KINDS: dict[str, Callable[[Words], str]] = {
     "time": clock,
     "text": _one(CLAUSES),
     "topic": lambda w: w.phrase() if w.rng.random() < 0.2 else filled(w, w.rng.choice(TOPICS)),
+    "howto_said": lambda w: "how to " + filled(w, w.rng.choice(HOWTO)),
     "howto": lambda w: filled(w, w.rng.choice(HOWTO)),
     "task": _one(TASKS),
     "thing": _one(THINGS),
@@ -760,8 +774,8 @@ for _kind in LISTS:
     KINDS.setdefault(_kind, _listed(_kind, lambda w: w.noun(), 0.12))
 
 NOUN_KINDS = frozenset(
-    "text topic howto task thing bare task_or_bare sentence phrase_text reason bug commit sql "
-    "event title food product ate".split()
+    "text topic howto howto_said task thing bare task_or_bare sentence phrase_text reason bug "
+    "commit sql event title food product ate".split()
 )
 """Kinds after which a further word would read as a part of the value."""
 

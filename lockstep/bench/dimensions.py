@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lockstep.kernels.bench_types import BenchEnv, Model
+from lockstep.kernels.bench_types import BenchEnv, Model, Moe
 from lockstep.kernels.gated_delta_rule.cases import Dims
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Linear, probe
@@ -15,7 +15,22 @@ MODELS = {
     for model in (
         Model("Qwen3-8B", 4096, 12288, 32, 8, 128, 151936),
         Model("Qwen3.6-27B", 5120, 17408, 24, 4, 256, 248320, True, Dims(16, 48, 128, 128)),
-        Model("small", 256, 512, 4, 2, 64, 4096, True, Dims(2, 4, 32, 32), 300, 100),
+        Model(
+            "Qwen3.6-35B-A3B",
+            *(2048, 512, 16, 2, 256, 248320),
+            gate=True,
+            delta=Dims(16, 32, 128, 128),
+            moe=Moe(256, 8, 512),
+        ),
+        Model(
+            "small",
+            *(256, 512, 4, 2, 64, 4096),
+            gate=True,
+            delta=Dims(2, 4, 32, 32),
+            context=300,
+            prompt=100,
+            moe=Moe(12, 3, 64),
+        ),
     )
 }
 
@@ -29,7 +44,9 @@ def bench_env(device: str, dtype: torch.dtype, most: int) -> BenchEnv:
         build = Build(device, dtype, window=1, max_positions=1)
         layers = [Linear(build, k, {"weight": n}) for _ in range(count)]
         for layer in layers:
-            layer.part(0).normal_(0.0, k**-0.5)
+            weight = layer.part(0)
+            assert isinstance(weight, Tensor), "nothing packs it"
+            weight.normal_(0.0, k**-0.5)
         probe(build, nn.ModuleList(layers), [tokens])
         return build.choices[-1].backend, [*layers]
 

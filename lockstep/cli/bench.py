@@ -171,7 +171,10 @@ def _prompts(llm: "LLM", batch_size: int, input_len: int) -> list[list[int]]:
 def kernels(
     model: Annotated[
         list[str] | None,
-        typer.Option(help="whose dimensions: Qwen3-8B, Qwen3.6-27B or small; may be repeated"),
+        typer.Option(
+            help="whose dimensions: Qwen3-8B, Qwen3.6-27B, Qwen3.6-35B-A3B or small; may be "
+            "repeated"
+        ),
     ] = None,
     op: Annotated[list[str] | None, typer.Option(help="only this op; may be repeated")] = None,
     rows: Annotated[str, typer.Option(help="rows of a call, with commas between")] = "1,8,64",

@@ -23,8 +23,18 @@ EPS = 1e-6
 
 
 @dataclass(frozen=True)
+class Moe:
+    """A mixture of experts: how many there are, how many a token goes to, the width of each."""
+
+    experts: int
+    top_k: int
+    inner: int
+
+
+@dataclass(frozen=True)
 class Model:
-    """The dimensions of a model that its ops see. delta: None without Gated DeltaNet layers;
+    """The dimensions of a model that its ops see. delta: None without Gated DeltaNet layers; moe:
+    None without experts, else `inner` is the shared expert's;
     gate: attention has an output gate as wide as q; context: tokens of a row in the cache;
     prompt: tokens of a row's prompt chunk."""
 
@@ -39,6 +49,7 @@ class Model:
     delta: Dims | None = None
     context: int = 4096
     prompt: int = 512
+    moe: Moe | None = None
 
     @property
     def weights(self) -> list[tuple[str, int, int]]:

@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +19,12 @@ Target = Tensor | Slot
 """What a tensor of the checkpoint fills: a tensor as it is, or whatever takes it over."""
 
 
-class Product(nn.Module):
-    """x [T, K] -> x W^T [T, N]: one weight of one storage.
+class Weight(nn.Module):
+    """A weight [N, K] of one storage, packed or not.
 
     layout: how it is packed, None if it is not. A CPU unpacks it once, when it is loaded: by the
     law of packed weights the bits are the same, and a step is faster. stands: a weight that is
-    there already, None for one of its own. segments, partial: see lockstep.kernels.linear.linear.
+    there already, None for one of its own.
     """
 
     def __init__(
@@ -34,20 +35,14 @@ class Product(nn.Module):
         *,
         layout: Layout | None = None,
         stands: nn.Parameter | PackedWeight | None = None,
-        segments: int,
-        partial: bool = False,
     ) -> None:
         super().__init__()
         self.shape = (n, k)
         self.dtype = build.dtype
-        self.segments = segments
-        self.partial = partial
         self.weight = stands if isinstance(stands, nn.Parameter) else None
         self.packed = stands if isinstance(stands, PackedWeight) else None
         if stands is None:
             self._allocate(build, layout)
-        self.linear = build.linear_op(linear, n=n, k=k, packed=self.weight is None)
-        build.choices[-1].packing = "" if layout is None else str(layout)
 
     def _allocate(self, build: Build, layout: Layout | None) -> None:
         n, k = self.shape
@@ -55,13 +50,6 @@ class Product(nn.Module):
             self.packed = build.packed(n, k, layout)
         if layout is None or build.device == "cpu":
             self.weight = build.matrix(n, k)
-
-    def forward(self, x: Tensor, begin: int = 0, out: Tensor | None = None) -> Tensor:
-        """The outputs from `begin` on, which alone are read; into `out` where that is given."""
-        weight = self.stored if not begin else self.stored_rows(begin, self.shape[0])
-        if out is None:
-            return self.linear(x, weight, self.segments, self.partial)
-        return self.linear(x, weight, self.segments, out=out)
 
     @property
     def stored(self) -> Tensor | PackedWeight:
@@ -85,6 +73,37 @@ class Product(nn.Module):
         if self.packed is not None and self.weight is not None:
             self.weight.data.copy_(self.packed.unpack(self.dtype))
             self.packed = None
+
+
+class Product(Weight):
+    """x [T, K] -> x W^T [T, N] over a weight of one storage.
+
+    segments, partial: see lockstep.kernels.linear.linear. The others: see Weight.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        n: int,
+        k: int,
+        *,
+        layout: Layout | None = None,
+        stands: nn.Parameter | PackedWeight | None = None,
+        segments: int,
+        partial: bool = False,
+    ) -> None:
+        super().__init__(build, n, k, layout=layout, stands=stands)
+        self.segments = segments
+        self.partial = partial
+        self.linear = build.linear_op(linear, n=n, k=k, packed=self.weight is None)
+        build.choices[-1].packing = "" if layout is None else str(layout)
+
+    def forward(self, x: Tensor, begin: int = 0, out: Tensor | None = None) -> Tensor:
+        """The outputs from `begin` on, which alone are read; into `out` where that is given."""
+        weight = self.stored if not begin else self.stored_rows(begin, self.shape[0])
+        if out is None:
+            return self.linear(x, weight, self.segments, self.partial)
+        return self.linear(x, weight, self.segments, out=out)
 
 
 def filled(
@@ -163,16 +182,18 @@ class Linear(nn.Module):
         rows = self._rows(index)
         at = bisect_right(self.firsts, rows.start) - 1
         first = self.firsts[at]
-        return self.products[at].stored_rows(rows.start - first, rows.stop - first)
+        product = cast(Product, self.products[at])
+        return product.stored_rows(rows.start - first, rows.stop - first)
 
     def weights(self) -> dict[str, Target]:
         """Name within the module that is built -> what this tensor of the checkpoint fills: of each
         fused weight its own tensors and, where there is one, its bias."""
         table: dict[str, Target] = {}
         for index, name in enumerate(self.names):
-            table |= filled(name, self.part(index), self.packing, self.reads[index])
-            if name in self.orders and isinstance(self.part(index), Tensor):
-                table[f"{name}.weight"] = self._ordered(name, self.part(index))
+            part = self.part(index)
+            table |= filled(name, part, self.packing, self.reads[index])
+            if isinstance(part, Tensor):
+                table[f"{name}.weight"] = self._ordered(name, part)
             if self.bias is not None:
                 table[f"{name}.bias"] = self._ordered(name, self.bias[self._rows(index)])
         return table

@@ -199,7 +199,7 @@ class Acceptance:
         """One step's rows, which had `made` drafts each."""
         tried = len(accepted)
         for i in range(len(self.tried)):
-            taken = sum([a > i for a in accepted]) if i < made else 0
+            taken = tried - accepted.count(i) if i < made else 0
             self.tried[i] += (tried if i < made else 0) - self.tried[i] / ACCEPTANCE_MEMORY
             self.taken[i] += taken - self.taken[i] / ACCEPTANCE_MEMORY
             tried = taken
@@ -252,7 +252,7 @@ class AdaptiveDraftLength:
         self.costs.observe(rows, count, ms)
         self._watch(rows, count)
         if made:
-            self.acceptance.observe(made, [min(a, made) for a in accepted])
+            self.acceptance.observe(made, accepted)
         cost = self.costs.ms(rows)
         without = cost[0] * (1 + sum(accepted) / max(1, len(accepted)))
         self.balance += without - cost[count] + TRIAL_BUDGET * without

@@ -19,7 +19,7 @@ from lockstep.bench.kernels import (
 )
 from lockstep.errors import ConfigError
 from lockstep.kernels.bench_types import Cost, OpBenchmark
-from lockstep.layers.linear import Head, Linear
+from lockstep.layers.linear import Product
 from tests.bench.test_floor import LARGE
 from tests.tiny_model import make_model
 
@@ -68,13 +68,18 @@ def test_bytes_by_hand() -> None:
     brought = 2 * 4 * (channels + 4 * 32 + 2 * 4)
     out = 2 * 4 * 4 * 32
     assert by_op["gated_delta_step2/4x32x32"].cost(3).bytes == 3 * (2 * slot + brought + out)
+    assert by_op["route12/3"].cost(5).bytes == 10 * (4 * 12 + (4 + 4) * 3)
+    expert = 4 * 3 * 256 * 64
+    brought = 2 * ((3 * 256 + 1) * 4 + 3 * (4 + 4))
+    read = (by_op["experts256/64,"].cost(1).bytes - brought) / expert
+    assert read in (3, 4, 5, 6), "two tokens choose three experts each"
+    assert by_op["experts256/64,"].cost(5).flops == 10 * 3 * 6 * 256 * 64
     assert by_op["samplegreedy,"].cost(3).bytes == 3 * 2 * 4 * 4096
 
 
 def test_dimensions_are_those_of_the_model(tmp_path: Path) -> None:
     model = sketch(make_model(tmp_path / "large", **LARGE), torch.bfloat16, None).model
-    layers = [m for m in model.modules() if isinstance(m, (Linear, Head))]
-    assert {tuple(m.weight.shape) for m in layers} == {
+    assert {m.shape for m in model.modules() if isinstance(m, Product)} == {
         (n, k) for _, n, k in MODELS["Qwen3.6-27B"].weights
     }
 
@@ -111,7 +116,8 @@ def test_a_chain_walks_through_distinct_memory() -> None:
 
 def test_models_are_chosen_by_device_and_name() -> None:
     assert [m.name for m in pick_models([], "cpu")] == ["small"]
-    assert [m.name for m in pick_models([], "cuda")] == ["Qwen3-8B", "Qwen3.6-27B"]
+    large = ["Qwen3-8B", "Qwen3.6-27B", "Qwen3.6-35B-A3B"]
+    assert [m.name for m in pick_models([], "cuda")] == large
     with pytest.raises(ConfigError, match="allowed: Qwen3-8B"):
         pick_models(["GPT"], "cpu")
     with pytest.raises(ConfigError, match="op='gemm' is not allowed"):

@@ -94,7 +94,7 @@ def test_a_seed_draws_the_same_worlds(plain: PlainRuns, drawer: Drawer) -> None:
     other = Drawer(plain, 2, DRAFTERS, ("none",))
     first = [drawer.world(index) for index in range(3)]
     assert [again.world(index) for index in range(3)] == first
-    assert [other.world(index) for index in range(3)] != first
+    assert other.world(0) != first[0]
 
 
 def test_some_worlds_have_a_long_prompt_and_some_have_rows_that_are_pushed_out(
@@ -139,7 +139,8 @@ def test_a_fault_is_found_made_small_written_and_replayed(
     model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     off_by_a_bit(monkeypatch)
-    effort = Effort(worlds=3, minimise=60.0, folder=tmp_path, fail_fast=True)
+    monkeypatch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
+    effort = Effort(worlds=3, minimise=600.0, folder=tmp_path, fail_fast=True)
     report = run_check("quick", model, effort=effort, load_format="dummy")
     (failure,) = report.failures
     assert failure.setup.phase == "world" and failure.what == "the bits of the logits differ"
@@ -257,7 +258,8 @@ def test_an_axis_that_never_takes_place_is_a_failure(
     monkeypatch.setattr("lockstep.check.run.run_matrix", lambda *rest: None)
     monkeypatch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
     monkeypatch.setattr(Cache, "_hit", lambda self, seq: 0)
-    report = run_check("quick", model, effort=Effort(8), load_format="dummy")
+    monkeypatch.setattr("lockstep.check.worlds.EARLY", 4)
+    report = run_check("quick", model, effort=Effort(4), load_format="dummy")
     assert [f.what for f in report.failures] == ["no cached tokens at all"]
 
 

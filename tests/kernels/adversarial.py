@@ -13,10 +13,12 @@ from torch import Tensor
 from lockstep.kernels import Op
 from lockstep.kernels.activations import silu_mul
 from lockstep.kernels.attention import paged_attention
+from lockstep.kernels.experts import experts
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.linear import linear
 from lockstep.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
 from lockstep.kernels.rotary import rope_and_cache
+from lockstep.kernels.route import route
 from lockstep.kernels.sampling import sample
 from tests.kernels.backends import tensors_of
 
@@ -52,6 +54,10 @@ ROWS: dict[Op, Rows] = {
     add_rms_norm: Rows(("x", "delta"), numbers=("weight",)),
     gated_rms_norm: Rows(("x", "gate"), numbers=("weight",)),
     silu_mul: Rows(("gate_up",)),
+    route: Rows(("logits",), spread=4),
+    experts: Rows(
+        ("x", "ids", "weights", "shared", "shared_gate"), numbers=("up", "down"), spread=2
+    ),
     rope_and_cache: Rows(
         ("qkv", "positions", "slot_mapping"), places=("slot_mapping",), storage=CACHES
     ),
@@ -87,9 +93,14 @@ def take(op: Op, arguments: Arguments, rows: list[int]) -> tuple[Arguments, Tens
         if "query_len" in picked:
             picked["query_len"] = max(1, *map(len, spans))
         lines = torch.tensor([i for span in spans for i in span], dtype=torch.int64)
-    for name in own.tokens:
+    for name in given(own.tokens, arguments):
         picked[name] = arguments[name].index_select(lines_at(op, arguments, name), lines)
     return picked, lines
+
+
+def given(names: tuple[str, ...], arguments: Arguments) -> list[str]:
+    """Those of the names whose arguments are not None."""
+    return [name for name in names if arguments[name] is not None]
 
 
 def lines_at(op: Op, arguments: Arguments, name: str) -> int:
@@ -108,10 +119,10 @@ def worse(op: Op, arguments: Arguments, how: str, dtype: torch.dtype) -> Argumen
     own = ROWS[op]
     changed = dict(arguments)
     generator = torch.Generator().manual_seed(7)
-    bears = 5 if dtype == torch.float16 else own.spread
-    for name in (*own.tokens, *own.numbers):
+    bears = min(5, own.spread) if dtype == torch.float16 else own.spread
+    for name in given((*own.tokens, *own.numbers), arguments):
         x = arguments[name]
-        if x.is_floating_point():
+        if isinstance(x, Tensor) and x.is_floating_point():
             exponents = torch.randint(-bears, bears + 1, x.shape, generator=generator)
             wide = x.float() * torch.exp2(exponents.float())
             if how == "cancel":
@@ -126,7 +137,7 @@ def surrounded(op: Op, arguments: Arguments) -> Arguments:
     stand before and behind."""
     own = ROWS[op]
     around = dict(arguments)
-    for name in (*own.tokens, *own.rows):
+    for name in given((*own.tokens, *own.rows), arguments):
         x = arguments[name]
         dim = lines_at(op, arguments, name)
         shape = (*x.shape[:dim], x.shape[dim] + 8, *x.shape[dim + 1 :])

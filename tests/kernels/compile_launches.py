@@ -1,13 +1,14 @@
 """Compiles what every op's Triton backend launches for a Hopper GPU, which needs none: what the
 interpreter lets pass, such as a name of two shapes in the branches of an `if`, is an error here.
 
-Launches are recorded, not made: of each op's first case, and of the first one in which other
-arguments are None, in bf16.
+Launches are recorded, not made: of each op's first case, of the first one in which other arguments
+are None, and of the first of each kind of packed weight, in bf16.
 
     python -m tests.kernels.compile_launches [op ...]
 """
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,9 +18,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from lockstep.kernels.backends import cases_of, every_op, load
+from lockstep.kernels.backends import cases_of, every_op, load, traits_of
+from lockstep.kernels.packed import PackedWeight
 
 HOPPER = GPUTarget("cuda", 90, 32)
+COMPILED = ("triton", "packed")
+"""Backends whose launches are compiled here."""
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 """Keywords of a launch that are the compiler's."""
 TYPES = {
@@ -34,10 +38,12 @@ TYPES = {
 
 
 class Launches:
-    """Stands for JITFunction.run: compiles each launch that differs from those before."""
+    """Stands for JITFunction.run: compiles each launch that differs from those before. code: the
+    PTX of each, by the kernel's name."""
 
     def __init__(self) -> None:
         self.seen: set[tuple[str, ...]] = set()
+        self.code: list[tuple[str, str]] = []
 
     def compile(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
         """A launch of the kernel with these arguments."""
@@ -54,7 +60,8 @@ class Launches:
         if key not in self.seen:
             self.seen.add(key)
             source = ASTSource(fn=kernel, signature=types, constexprs=fixed, attrs=aligned)
-            triton.compile(source, target=HOPPER, options=options)
+            made = triton.compile(source, target=HOPPER, options=options)
+            self.code.append((kernel.__name__, made.asm["ptx"]))
 
 
 def type_of(
@@ -81,16 +88,29 @@ def main(names: list[str]) -> None:
     for name, op in every_op().items():
         if names and name not in names:
             continue
-        absent: set[frozenset[str]] = set()
+        absent: set[tuple[str, frozenset[str]]] = set()
         for _, given in cases_of(op)(torch.bfloat16):
-            missing = frozenset(key for key, value in given.items() if value is None)
-            if not empty(given) and missing not in absent:
-                absent.add(missing)
-                op.backends["triton"].run(**given)
+            missing = frozenset(absent_of(given))
+            traits = dict(device="cuda", dtype=torch.bfloat16, **traits_of(op, given))
+            for backend in [op.backends[name] for name in COMPILED if name in op.backends]:
+                served = backend.supports(**traits) is None and not empty(given)
+                if served and (backend.run.__name__, missing) not in absent:
+                    absent.add((backend.run.__name__, missing))
+                    backend.run(**given)
         kernels = sorted({key[0] for key in launches.seen})
         launches.seen.clear()
         assert kernels, f"{name} launches nothing"
         print(name, *kernels, flush=True)
+
+
+def absent_of(arguments: dict[str, Any]) -> Iterator[str]:
+    """The arguments that are None, and the layouts of packed weights, by what they lack."""
+    for name, value in arguments.items():
+        if value is None:
+            yield name
+        elif isinstance(value, PackedWeight):
+            lacks = [part for part, tensor in vars(value).items() if tensor is None]
+            yield f"{name} of {type(value).__name__} without {lacks}"
 
 
 def empty(arguments: dict[str, Any]) -> bool:

@@ -18,9 +18,11 @@ import lockstep.kernels.linear.cases as linear_cases
 import lockstep.kernels.norm.cases as norm_cases
 import lockstep.kernels.rotary.cases as rotary_cases
 from lockstep.kernels.attention import paged_attention
+from lockstep.kernels.experts import experts
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.norm import rms_norm
 from lockstep.kernels.rotary import rope_and_cache
+from lockstep.kernels.route import route
 from lockstep.kernels.sampling import sample
 from tests.kernels.adversarial import (
     ROWS,
@@ -37,7 +39,14 @@ from tests.kernels.backends import CPU, Backend, of_every_op, same_bits, tensors
 
 LONG = ((4095, 1), (5, 4), (1020, 8), (0, 300), (255, 1), (2046, 4))
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-INTERPRETED = {gated_delta_chunk: 1, gated_delta_step: 1, sample: 1, paged_attention: 1}
+INTERPRETED = {
+    gated_delta_chunk: 1,
+    gated_delta_step: 1,
+    sample: 1,
+    paged_attention: 1,
+    experts: 1,
+    route: 2,
+}
 """The interpreter is slow: it sees the first cases, and few of their rows alone."""
 PROMISED = [
     param

@@ -4,12 +4,19 @@ import pytest
 import torch
 
 from lockstep.kernels.attention import paged_attention
+from lockstep.kernels.experts import experts
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.sampling import sample
 from tests.kernels.backends import GPU_DTYPES, OPS, Backend, kept, left, of_every_op, same_bits
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-INTERPRETED = {gated_delta_chunk: 1, gated_delta_step: 4, sample: 3, paged_attention: 3}
+INTERPRETED = {
+    gated_delta_chunk: 1,
+    gated_delta_step: 4,
+    sample: 3,
+    paged_attention: 3,
+    experts: 4,
+}
 """The interpreter is slow: it sees the first cases; a GPU sees all."""
 ORACLE = Backend("reference", "cpu", torch.float32)
 

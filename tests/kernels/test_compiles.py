@@ -3,31 +3,57 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from tests.kernels.backends import OPS
 
+pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
 
-@pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
-def test_stepping_kernels_compile_for_hopper(tmp_path: Path) -> None:
-    """In a process of its own: in this one the interpreter may have taken the kernels' place."""
+
+@pytest.fixture
+def compiled(request: pytest.FixtureRequest) -> Callable[[str], list[str]]:
+    """The lines that a module of this folder prints, run in a process of its own: in this one the
+    interpreter may have taken the kernels' place.
+
+    What is compiled stays in pytest's cache, under a hash of Triton, source, target and options:
+    the next run compiles what has changed.
+    """
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-m", "tests.kernels.compiles"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert len(done.stdout.splitlines()) == 12
+    environment["TRITON_CACHE_DIR"] = str(request.config.cache.mkdir("triton"))
+
+    def lines(module: str) -> list[str]:
+        command = [sys.executable, "-m", f"tests.kernels.{module}"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return done.stdout.splitlines()
+
+    return lines
 
 
-@pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
-def test_what_every_op_launches_compiles_for_hopper(tmp_path: Path) -> None:
+def test_stepping_kernels_compile_for_hopper(compiled: Callable[[str], list[str]]) -> None:
+    assert len(compiled("compiles")) == 12
+
+
+def test_what_every_op_launches_compiles_for_hopper(
+    compiled: Callable[[str], list[str]],
+) -> None:
     """Every op with a Triton backend, by its first case."""
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    command = [sys.executable, "-m", "tests.kernels.compile_launches"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert [line.split()[0] for line in done.stdout.splitlines()] == [op.name for op in OPS]
+    lines = compiled("compile_launches")
+    assert [line.split()[0] for line in lines] == [op.name for op in OPS]
+
+
+def test_experts_multiply_by_wgmma_at_any_number_of_tokens(
+    compiled: Callable[[str], list[str]],
+) -> None:
+    """So a weight that is unpacked in registers keeps one K order (docs/kernels/experts.md)."""
+    assert len(compiled("compile_experts")) == 4
+
+
+def test_packed_weights_reach_the_matrix_units_in_their_own_order(
+    compiled: Callable[[str], list[str]],
+) -> None:
+    """On Hopper and Ampere: kWidth 2, and on Hopper no second way through shared memory."""
+    assert len(compiled("compile_packed")) == 7

@@ -87,7 +87,6 @@ def test_a_layer_of_llama_8b_has_its_shapes_and_its_share_of_the_parameters() ->
         ({"num_key_value_heads": 5}, "num_attention_heads=32.*multiples"),
         ({"rope_scaling": {"rope_type": "su"}}, "rope_scaling.rope_type='su'"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "no rope_parameters.low_freq_factor"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     ],
 )
 def test_what_is_not_built_is_refused(changes: dict[str, object], message: str) -> None:

@@ -71,7 +71,6 @@ def test_a_layer_of_qwen2_7b_has_its_shapes_and_its_share_of_the_parameters() ->
         ({"layer_types": ["full_attention"] * 27}, "one for each of 28 layers"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'.*'silu'"),
         ({"rope_scaling": {"type": "mrope"}}, "rope_scaling.type='mrope'"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     ],
 )
 def test_what_is_not_built_is_refused(changes: dict[str, object], message: str) -> None:

@@ -111,7 +111,6 @@ def test_a_layer_of_qwen3_8b_has_its_shapes_and_its_share_of_the_parameters() ->
         ({"rope_theta": None}, "rope_theta"),
         ({"num_key_value_heads": 5}, "num_attention_heads=32.*multiples"),
         ({"num_hidden_layers": 0}, "num_hidden_layers=0.*1 or more"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
     ],
 )
 def test_what_is_not_built_is_refused(changes: dict[str, object], message: str) -> None:

@@ -427,11 +427,11 @@ FAULTS = (
     ),
     # Numbers alone: an ulp, or another order of addition.
     Fault(
-        "one ulp in the last row of a batch's logits", "numerics", "layers/linear.py",
-        "        return self.linear(x, self.weight, self.segments)\n",
-        "        out = self.linear(x, self.weight, self.segments)\n"
+        "one ulp in the last row of a batch's logits", "numerics", "models/decoder.py",
+        "        return self.head(hidden[step.logit_rows])\n",
+        "        out = self.head(hidden[step.logit_rows])\n"
         "        if out.shape[0] > 1:\n"
-        "            out[-1, -1] = torch.nextafter(out[-1, -1], torch.tensor(9e9))\n"
+        "            out[-1, -1] = out[-1, -1].nextafter(out.new_tensor(9e9))\n"
         "        return out\n",
     ),
     Fault(

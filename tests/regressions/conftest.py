@@ -67,6 +67,18 @@ def bits(logprobs: Any) -> list[dict[int, str]]:
     return [{token: x.logprob.hex() for token, x in entry.items()} for entry in logprobs]
 
 
+@pytest.fixture(scope="session")
+def plain(make: Callable[..., LLM]) -> list[Any]:
+    """The answers to PROMPTS of the engine without drafts, made before a test changes anything."""
+    return answers(make())
+
+
+@pytest.fixture(scope="session")
+def known(plain: list[Any]) -> list[list[int]]:
+    """The prompts with their plain answers, for a drafter that knows them."""
+    return [p + tokens for p, (tokens, _) in zip(PROMPTS, plain, strict=True)]
+
+
 class Scripted:
     """A drafter that knows the answers: proposes the right token, but for every WRONG_EVERY-th one.
 

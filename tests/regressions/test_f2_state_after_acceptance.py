@@ -16,20 +16,14 @@ from lockstep.kernels.gated_delta_rule import cpu
 from lockstep.kernels.recurrent.rings import ring_slots
 from lockstep.layers import gated_delta_net
 from lockstep.runner import table
-from tests.regressions.conftest import PROMPTS, answers
-
-
-def plain_and_known(make: Callable[..., LLM]) -> tuple[list[Any], list[list[int]]]:
-    plain = answers(make())
-    return plain, [p + tokens for p, (tokens, _) in zip(PROMPTS, plain, strict=True)]
+from tests.regressions.conftest import answers
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 7])
 @pytest.mark.parametrize("chunk", [64, 2048])
 def test_accepted_drafts_leave_the_answer_alone(
-    make: Callable[..., LLM], k: int, chunk: int
+    make: Callable[..., LLM], plain: list[Any], known: list[list[int]], k: int, chunk: int
 ) -> None:
-    plain, known = plain_and_known(make)
     llm = make("ngram", k, known=known, max_num_batched_tokens=chunk)
     assert answers(llm) == plain
     assert llm.engine.stats.accepted_tokens_total > 20
@@ -38,17 +32,20 @@ def test_accepted_drafts_leave_the_answer_alone(
 @pytest.mark.parametrize("method", ["ngram", "mtp"])
 @pytest.mark.parametrize("k", [1, 2, 3, 5, 7])
 def test_real_drafters_leave_the_answer_alone(
-    make: Callable[..., LLM], method: str, k: int
+    make: Callable[..., LLM], plain: list[Any], method: str, k: int
 ) -> None:
-    assert answers(make(method, k)) == answers(make())
+    assert answers(make(method, k)) == plain
 
 
 @pytest.mark.parametrize("flush", [2, 5])
 def test_state_written_rarely_leaves_the_answer_alone(
-    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, flush: int
+    make: Callable[..., LLM],
+    plain: list[Any],
+    known: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    flush: int,
 ) -> None:
     """As on a GPU: tokens stay pending until there are `flush` of them."""
-    plain, known = plain_and_known(make)
     for user in (gated_delta_net, table):
         monkeypatch.setattr(user, "flush_after", lambda device: flush)
     llm = make("ngram", 3, known=known)
@@ -59,10 +56,14 @@ def test_state_written_rarely_leaves_the_answer_alone(
 @pytest.mark.parametrize("flush", [1, 8])
 @pytest.mark.parametrize("k", [3, 7])
 def test_another_number_of_drafts_in_every_step_leaves_the_answer_alone(
-    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, k: int, flush: int
+    make: Callable[..., LLM],
+    plain: list[Any],
+    known: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    k: int,
+    flush: int,
 ) -> None:
     """Windows of one length hold what another left pending."""
-    plain, known = plain_and_known(make)
     for user in (gated_delta_net, table):
         monkeypatch.setattr(user, "flush_after", lambda device: flush)
     llm = make("ngram", k, changing=True, known=known)
@@ -85,18 +86,23 @@ replay = cpu._replay
 
 @pytest.mark.parametrize("fault", [no_replay, replay_all_but_one])
 def test_state_read_at_the_wrong_place_is_caught(
-    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch, fault: Callable[..., Any]
+    make: Callable[..., LLM],
+    plain: list[Any],
+    known: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[..., Any],
 ) -> None:
-    plain, known = plain_and_known(make)
     monkeypatch.setattr(cpu, "_replay", fault)
     llm = make("ngram", 3, known=known)
     assert answers(llm) != plain
 
 
 def test_conv_window_that_does_not_move_is_caught(
-    make: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+    make: Callable[..., LLM],
+    plain: list[Any],
+    known: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    plain, known = plain_and_known(make)
     step = cpu.gated_delta_step_cpu
 
     def stuck(

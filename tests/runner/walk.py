@@ -347,4 +347,4 @@ def null_line(table: RowTable) -> dict[str, Tensor]:
     """Line 0, less the tokens and drafts that padding rows show and never commit."""
     names = ("computed", "pending", "prompt_len", "state_slots", "page_table")
     line = {name: getattr(table, name)[0].clone() for name in names}
-    return line | {name: x[0].clone() for name, x in vars(table.sampling).items()}
+    return line | {name: x[0].clone() for name, x in table.sampling.parts().items()}

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
 from lockstep.scheduling.draft_length import (
@@ -38,7 +39,7 @@ WORKLOADS: dict[str, Chance] = {
     **{f"turns of {n}": lambda step, place, n=n: 0.9 * (step // n % 2) for n in TURNS},
     "where contexts are long": lambda step, place: 0.4 * (step // 150 % 2),
     "the first of a step": lambda step, place: 0.95 * (place == 0),
-    "ever less": lambda step, place: 0.9 - 0.0005 * step,
+    "ever less": lambda step, place: max(0.9 - 0.0005 * step, 0.0),
 }
 CONTEXTS: dict[str, Callable[[int], float]] = {
     "equal": lambda step: 1.0,
@@ -68,6 +69,7 @@ class Device:
         """Tokens per ms over that of steps without drafts."""
         rows, latency, ms = DEVICES[self.name]
         draw = random.Random(self.seed)
+        coins = np.random.default_rng(self.seed)
         null = {(rows, k): 0.8 * ms[k] for k in ms}
         chooser = AdaptiveDraftLength(tuple(ms), Costs.measured(null))
         flights = []
@@ -78,7 +80,7 @@ class Device:
             count = chooser.choose(rows)
             made = min(count, last)
             last = count
-            accepted = self._accepted(draw, step, made, rows)
+            accepted = self._accepted(coins, step, made, rows)
             plain = ms[0] * self.context(step)
             took = plain + ms[count] - ms[0]
             self.used[count] += 1
@@ -91,16 +93,18 @@ class Device:
                 chooser.observe(*flights.pop(0))
         return without / time
 
-    def _accepted(self, draw: random.Random, step: int, made: int, rows: int) -> list[int]:
-        """By row, for the rows that are still in the race at each place."""
-        accepted = [0] * rows
-        left = list(range(rows))
+    def _accepted(self, coins: np.random.Generator, step: int, made: int, rows: int) -> list[int]:
+        """Of each row, those that lose first standing first: a coin at each place in the race."""
+        accepted: list[int] = []
+        left = rows
         for place in range(made):
             chance = self.chance(step, place)
-            left = [row for row in left if draw.random() < chance]
-            for row in left:
-                accepted[row] += 1
-        return accepted
+            stay = (
+                int(coins.binomial(left, chance)) if left > 1 else left * (coins.random() < chance)
+            )
+            accepted += [place] * (left - stay)
+            left = stay
+        return accepted + [made] * left
 
 
 def best(name: str, chance: float) -> float:

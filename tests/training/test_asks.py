@@ -55,12 +55,50 @@ def test_every_frame_of_the_file_can_be_filled() -> None:
     for intent in asks.intents():
         assert intent.abouts and intent.frames
         for _, frame, _ in intent.frames:
-            mentioned = {found[2] for found in asks.PLACE.finditer(frame)}
-            assert mentioned <= intent.params.keys()
+            assert asks.slots_of(frame) <= intent.params.keys()
             resolved = asks.resolve(w, frame)
             assert not re.search(r"[()\[\]|]", resolved)
-            tool = asks.offer(w, intent, asks.slots_of(resolved))
+            tool = asks.offer_for(w, intent, resolved)
+            assert asks.answers(tool, resolved)
             assert "{" not in asks.fill(w, resolved, tool).text.replace("{}", "")
+
+
+def test_a_verb_may_mean_a_member_of_an_enum() -> None:
+    param = asks.Param(("status",), "{open closed=shut}", False)
+    frame = asks.Frame("!", "{status=closed/finish} it")
+    intent = asks.Intent(("set_status",), ("Sets it",), {"status": param}, (frame,))
+    for seed in SEEDS:
+        w = _words(seed)
+        tool = asks.offer_for(w, intent, frame.text)
+        (listed,) = tool.schema["function"]["parameters"]["properties"].values()
+        said = asks.fill(w, frame.text, tool)
+        assert said.text == "finish it"
+        assert said.arguments["status"].lower() == "closed"
+        assert said.arguments["status"] in listed["enum"]
+
+
+def test_what_is_added_to_a_request_becomes_an_argument() -> None:
+    params = {
+        "city": asks.Param(("city",), "city", False),
+        "days": asks.Param(("days",), "int 2-9", True),
+    }
+    intent = asks.Intent(("f",), ("F",), params, (asks.Frame("!", "see {city}"),))
+    tools = [asks.offer(_words(1), intent, frozenset(params))]
+    found = [asks.single(_words(seed), tools) for seed in range(300)]
+    counts = [len(request.calls[0][1]) for request in found]
+    assert 15 < counts.count(2) < 90 and counts.count(1) + counts.count(2) == 300
+
+
+def test_tools_of_one_field_are_related_and_differ() -> None:
+    for intent in asks.intents():
+        names = [tool.intent.names[0] for tool in asks.domain(_words(3), intent)]
+        assert set(names) <= asks.related(intent) - asks.kept_apart(intent)
+        assert len(set(names)) == len(names) <= 4
+
+
+def test_a_request_that_names_values_alone_is_vague() -> None:
+    assert asks.vague("get me a {x}") and asks.vague("{x} please")
+    assert not asks.vague("play {x}") and not asks.vague("get me out of here")
 
 
 def test_groups_name_intents_of_the_file() -> None:

@@ -1,3 +1,4 @@
+# mypy: ignore-errors
 """linear with a packed weight, in Triton: unpacked in registers on its way into the matrix units.
 
 Weights are the left operand, so that there is one tree whatever the number of tokens: with tokens

@@ -141,6 +141,7 @@ def launch(
     maps = [TensorDescriptor.from_tensor(t, [rows, tile.k]) for t, rows in blocks]
     programs = triton.cdiv(tokens, tile.m) * triton.cdiv(n, tile.n) * out.numel() // (tokens * n)
     _uneven_kernel[(programs,)](
-        *maps, out, tokens, n, length, out.stride(-2), count, group, tile.m, n0, n1, n2, tile.k, LEAST,
+        *maps, out, tokens, n, length, out.stride(-2), count, group,
+        tile.m, n0, n1, n2, tile.k, LEAST,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip

@@ -32,9 +32,13 @@ FP4 = tl.constexpr(3)
 SAME = tl.constexpr(1)
 SPLIT = tl.constexpr(2)
 E4M3 = tl.constexpr(3)
+E2M1 = tl.constexpr(4)
 BLOCK = tl.constexpr(128)
 """Columns that _order orders among themselves."""
-ONES = tl.constexpr(0x3F803F80)
+MINUS_136 = tl.constexpr(0xC308C308 - (1 << 32))
+"""Two of -(128 + 8) in bf16."""
+MINUS_1032 = tl.constexpr(0xE408E408 - (1 << 32))
+"""Two of -(1024 + 8) in fp16."""
 
 
 class Operand(NamedTuple):
@@ -56,8 +60,8 @@ class Form(NamedTuple):
     """A layout, as constants of a kernel.
 
     group: columns per scale, 0: all. rows: of outputs per scale, 0: all. paired: scales of 16 bits
-    are read two at a time. scale: tl dtype of the scales. fast: SAME, SPLIT or E4M3 by inline
-    assembly, else 0. opaque: for a target whose left operands are mma.sync's.
+    are read two at a time. scale: tl dtype of the scales. fast: SAME, SPLIT, E4M3 or E2M1 by
+    inline assembly, else 0. opaque: for a target whose left operands are mma.sync's.
     """
 
     kind: int = 0
@@ -141,6 +145,115 @@ SPLIT_BF16 = tl.constexpr("""
 }
 """)
 """As SAME_BF16, a scale being hi ($5, $6) + lo ($7, $8)."""
+E2M1_BF16 = tl.constexpr("""
+{
+    .reg .b32 s, m, p, l, h, none;
+    mov.b32 none, 0x80008000;
+    shl.b32 s, $4, 12;
+    shl.b32 m, $4, 6;
+    and.b32 m, m, 0x01c001c0;
+    lop3.b32 p, s, 0x80008000, m, 0xea;
+    fma.rn.bf16x2 p, p, $5, none;
+    shl.b32 l, p, 16;
+    and.b32 h, p, 0xffff0000;
+    mul.rn.f32 l, l, $7;
+    mul.rn.f32 h, h, $7;
+    cvt.rn.bf16x2.f32 $0, h, l;
+    shl.b32 s, $4, 8;
+    shl.b32 m, $4, 2;
+    and.b32 m, m, 0x01c001c0;
+    lop3.b32 p, s, 0x80008000, m, 0xea;
+    fma.rn.bf16x2 p, p, $5, none;
+    shl.b32 l, p, 16;
+    and.b32 h, p, 0xffff0000;
+    mul.rn.f32 l, l, $7;
+    mul.rn.f32 h, h, $7;
+    cvt.rn.bf16x2.f32 $1, h, l;
+    shl.b32 s, $4, 4;
+    shr.u32 m, $4, 2;
+    and.b32 m, m, 0x01c001c0;
+    lop3.b32 p, s, 0x80008000, m, 0xea;
+    fma.rn.bf16x2 p, p, $6, none;
+    shl.b32 l, p, 16;
+    and.b32 h, p, 0xffff0000;
+    mul.rn.f32 l, l, $7;
+    mul.rn.f32 h, h, $7;
+    cvt.rn.bf16x2.f32 $2, h, l;
+    shr.u32 m, $4, 6;
+    and.b32 m, m, 0x01c001c0;
+    lop3.b32 p, $4, 0x80008000, m, 0xea;
+    fma.rn.bf16x2 p, p, $6, none;
+    shl.b32 l, p, 16;
+    and.b32 h, p, 0xffff0000;
+    mul.rn.f32 l, l, $7;
+    mul.rn.f32 h, h, $7;
+    cvt.rn.bf16x2.f32 $3, h, l;
+}
+""")
+"""A word, scales of its halves as in SAME_BF16, the factor -> its four pairs."""
+E2M1_FP16 = tl.constexpr("""
+{
+    .reg .b32 s, m, p, l, h, none;
+    mov.b32 none, 0x80008000;
+    shl.b32 s, $4, 12;
+    shl.b32 m, $4, 6;
+    and.b32 m, m, 0x01c001c0;
+    lop3.b32 p, s, 0x80008000, m, 0xea;
+    fma.rn.bf16x2 p, p, $5, none;
+    shl.b32 l, p, 16;
+    and.b32 h, p, 0xffff0000;
+    mul.rn.f32 l, l, $7;
+    mul.rn.f32 h, h, $7;
+    cvt.rn.f16x2.f32 $0, h, l;
+    shl.b32 s, $4, 8;
+    shl.b32 m, $4, 2;
+    and.b32 m, m, 0x01c001c0;
+    lop3.b32 p, s, 0x80008000, m, 0xea;
+    fma.rn.bf16x2 p, p, $5, none;
+    shl.b32 l, p, 16;
+    and.b32 h, p, 0xffff0000;
+    mul.rn.f32 l, l, $7;
+    mul.rn.f32 h, h, $7;
+    cvt.rn.f16x2.f32 $1, h, l;
+    shl.b32 s, $4, 4;
+    shr.u32 m, $4, 2;
+    and.b32 m, m, 0x01c001c0;
+    lop3.b32 p, s, 0x80008000, m, 0xea;
+    fma.rn.bf16x2 p, p, $6, none;
+    shl.b32 l, p, 16;
+    and.b32 h, p, 0xffff0000;
+    mul.rn.f32 l, l, $7;
+    mul.rn.f32 h, h, $7;
+    cvt.rn.f16x2.f32 $2, h, l;
+    shr.u32 m, $4, 6;
+    and.b32 m, m, 0x01c001c0;
+    lop3.b32 p, $4, 0x80008000, m, 0xea;
+    fma.rn.bf16x2 p, p, $6, none;
+    shl.b32 l, p, 16;
+    and.b32 h, p, 0xffff0000;
+    mul.rn.f32 l, l, $7;
+    mul.rn.f32 h, h, $7;
+    cvt.rn.f16x2.f32 $3, h, l;
+}
+""")
+"""The same in fp16."""
+E4M3_PAIR = tl.constexpr("""
+{
+    .reg .b32 s, t, big, none;
+    .reg .pred nan;
+    mov.b32 big, 0x7b007b00;
+    mov.b32 none, 0x80008000;
+    and.b32 t, $1, 0x7f;
+    setp.eq.u32 nan, t, 0x7f;
+    mul.lo.u32 t, t, 0x00100010;
+    mul.lo.u32 s, $1, 0x01000100;
+    lop3.b32 t, s, 0x80008000, t, 0xea;
+    fma.rn.bf16x2 t, t, big, none;
+    fma.rn.bf16x2 t, t, big, none;
+    selp.b32 $0, 0x7fc07fc0, t, nan;
+}
+""")
+"""A code of e4m3 in 32 bits -> 2^118 times its value in bf16, twice in a word."""
 E4M3_WORD = tl.constexpr("""
 {
     .reg .b16 l, h, a, b, c, d;
@@ -198,7 +311,7 @@ def decode(word, BIT: tl.constexpr, scale, zero, factor, FORM: tl.constexpr, DTY
 
 
 @triton.jit
-def _read(base, rows, stride, first, live, GROUP: tl.constexpr, COUNT: tl.constexpr,
+def _read(base, rows, stride, first, live, COUNT: tl.constexpr,
           PAIRED: tl.constexpr, SCALE: tl.constexpr, EVEN: tl.constexpr):  # fmt: skip
     """COUNT numbers from column `first` on, per row: [R, COUNT]; 0 where not `live`, of EVEN."""
     if PAIRED:
@@ -260,15 +373,27 @@ def _join8(l0, l1, l2, l3, h0, h1, h2, h3):
 
 
 @triton.jit
+def _pairs(p0, p1, p2, p3, DTYPE: tl.constexpr):
+    """The four pairs of words, numbers of 16 bits -> [R, W, 2, 2, 2]."""
+    l0, h0 = _halves(p0, DTYPE)
+    l1, h1 = _halves(p1, DTYPE)
+    l2, h2 = _halves(p2, DTYPE)
+    l3, h3 = _halves(p3, DTYPE)
+    return _join8(l0, l1, l2, l3, h0, h1, h2, h3)
+
+
+@triton.jit
 def _fast_int4(word, scales, zeros, FORM: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
     """Two weights per instruction: [R, W, 2, 2, 2]. zeros: None for 8."""
     WORDS: tl.constexpr = word.shape[1]
     BASE: tl.constexpr = 128.0 if DTYPE == tl.bfloat16 else 1024.0
     if zeros is None:
-        offset = tl.full(scales.shape, -BASE - 8.0, tl.float32).to(DTYPE)
+        MIDDLE: tl.constexpr = MINUS_136 if DTYPE == tl.bfloat16 else MINUS_1032
+        o0 = tl.full(word.shape, MIDDLE, tl.int32)
+        o1 = o0
     else:
         offset = (-BASE - zeros.to(tl.float32)).to(DTYPE)
-    o0, o1 = _spread(_twice(offset), 4, WORDS, COLUMNS)
+        o0, o1 = _spread(_twice(offset), 4, WORDS, COLUMNS)
     if FORM[6] == SPLIT:
         wide = scales.to(tl.float32)
         high = wide.to(tl.bfloat16)
@@ -287,11 +412,22 @@ def _fast_int4(word, scales, zeros, FORM: tl.constexpr, COLUMNS: tl.constexpr, D
             TEXT, "=&r,=&r,=&r,=&r,r,r,r,r,r", [word, s0, s1, o0, o1],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
         )  # fmt: skip
-    l0, h0 = _halves(p0, DTYPE)
-    l1, h1 = _halves(p1, DTYPE)
-    l2, h2 = _halves(p2, DTYPE)
-    l3, h3 = _halves(p3, DTYPE)
-    return _join8(l0, l1, l2, l3, h0, h1, h2, h3)
+    return _pairs(p0, p1, p2, p3, DTYPE)
+
+
+@triton.jit
+def _fast_e2m1(word, scales, factor, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
+    """Two products of code and scale per instruction, exact in bf16: [R, W, 2, 2, 2]."""
+    TEXT: tl.constexpr = E2M1_BF16 if DTYPE == tl.bfloat16 else E2M1_FP16
+    pairs = tl.inline_asm_elementwise(
+        E4M3_PAIR, "=r,r", [scales.to(tl.int32)], dtype=tl.int32, is_pure=True, pack=1
+    )
+    s0, s1 = _spread(pairs, 4, word.shape[1], COLUMNS)
+    p0, p1, p2, p3 = tl.inline_asm_elementwise(
+        TEXT, "=&r,=&r,=&r,=&r,r,r,r,f", [word, s0, s1, factor],
+        dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+    )  # fmt: skip
+    return _pairs(p0, p1, p2, p3, DTYPE)
 
 
 @triton.jit
@@ -332,57 +468,83 @@ def _all_of_8(word, scale, zero, FORM: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _unpacked(weight, rows, at, end, FORM: tl.constexpr, COLUMNS: tl.constexpr,
-              EVEN: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
-    """load_tile of a packed weight."""
-    BITS: tl.constexpr = FORM[1]
-    SPANS: tl.constexpr = BITS
-    WORDS: tl.constexpr = COLUMNS * BITS // 32
-    COUNT: tl.constexpr = COLUMNS // FORM[2] if 0 < FORM[2] and FORM[2] < COLUMNS else 1
-    ROWS: tl.constexpr = rows.shape[0]
+def _words(weight, rows, at, end, BITS: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr):
+    """The words of a tile: [R, WORDS]."""
     first = at // (32 // BITS) + tl.arange(0, WORDS)[None, :]
+    place = weight[0] + rows[:, None] * weight[4] + first
     if EVEN:
-        word = tl.load(weight[0] + rows[:, None] * weight[4] + first)
+        return tl.load(place)
     else:
         padded = (end + BLOCK - 1) // BLOCK * BLOCK // (32 // BITS)
-        word = tl.load(weight[0] + rows[:, None] * weight[4] + first, mask=first < padded, other=0)
+        return tl.load(place, mask=first < padded, other=0)
+
+
+@triton.jit
+def _per_group(numbers, weight, rows, at, end, FORM: tl.constexpr, COLUMNS: tl.constexpr,
+               EVEN: tl.constexpr):  # fmt: skip
+    """The scales or zeros (`numbers` points to them) of a tile's groups: [R, C]."""
+    COUNT: tl.constexpr = COLUMNS // FORM[2] if 0 < FORM[2] and FORM[2] < COLUMNS else 1
     column = 0
     last = 1
     if FORM[2] > 0:
-        column = at // FORM[2]
+        column = tl.multiple_of(at // FORM[2], COUNT)
         last = tl.cdiv(end, FORM[2])
-    if FORM[3] == 1:
-        lines = rows
-    elif FORM[3] == 0:
+    lines = rows
+    if FORM[3] == 0:
         lines = rows * 0
-    else:
+    elif FORM[3] > 1:
         lines = (rows + weight[6]) // FORM[3]
-    scales = _read(weight[1], lines, weight[5], column, last,
-                   FORM[2], COUNT, FORM[4], FORM[5], EVEN)  # fmt: skip
+    return _read(numbers, lines, weight[5], column, last, COUNT, FORM[4], FORM[5], EVEN)
+
+
+@triton.jit
+def _decode_fp4(word, scales, factors, FORM: tl.constexpr, COLUMNS: tl.constexpr,
+                DTYPE: tl.constexpr):  # fmt: skip
+    """NVFP4's words, decoded: [R, W, 2, 2, 2]; factors: pointers, per row."""
+    factor = tl.broadcast_to((tl.load(factors) * 256.0)[:, None], word.shape)
+    if FORM[6] == E2M1:
+        return _fast_e2m1(word, scales, factor, COLUMNS, DTYPE)
+    else:
+        wide = decode_e4m3(scales.to(tl.int32)) * 3.32306998946229e35
+        s0, s1 = _spread(wide, 4, word.shape[1], COLUMNS)
+        return _all_of_4(word, s0, s1, 0.0, 0.0, factor, FORM, DTYPE)
+
+
+@triton.jit
+def _decode(word, scales, zeros, FORM: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
+    """Words of integers or of fp8, decoded: [R, W, (2,) 2, 2]."""
+    BITS: tl.constexpr = FORM[1]
+    s0, s1 = _spread(scales.to(tl.float32), BITS, word.shape[1], COLUMNS)
+    z0 = (1 << BITS) / 2.0
+    z1 = (1 << BITS) / 2.0
+    if zeros is not None:
+        z0, z1 = _spread(zeros.to(tl.float32), BITS, word.shape[1], COLUMNS)
+    if BITS == 4:
+        return _all_of_4(word, s0, s1, z0, z1, 1.0, FORM, DTYPE)
+    else:
+        return _all_of_8(word, s0, z0, FORM, DTYPE)
+
+
+@triton.jit
+def _unpacked(weight, rows, at, end, FORM: tl.constexpr, COLUMNS: tl.constexpr,
+              EVEN: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
+    """load_tile of a packed weight. A block has 4 lanes' words, BITS each."""
+    BITS: tl.constexpr = FORM[1]
+    word = _words(weight, rows, at, end, BITS, COLUMNS * BITS // 32, EVEN)
+    scales = _per_group(weight[1], weight, rows, at, end, FORM, COLUMNS, EVEN)
     zeros = None
     if weight[2] is not None:
-        zeros = _read(weight[2], lines, weight[5], column, last,
-                      FORM[2], COUNT, FORM[4], FORM[5], EVEN)  # fmt: skip
+        zeros = _per_group(weight[2], weight, rows, at, end, FORM, COLUMNS, EVEN)
     if FORM[6] == SAME or FORM[6] == SPLIT:
         values = _fast_int4(word, scales, zeros, FORM, COLUMNS, DTYPE)
+    elif FORM[0] == FP4:
+        values = _decode_fp4(word, scales, weight[3] + rows, FORM, COLUMNS, DTYPE)
     else:
-        factor = 1.0
-        if FORM[0] == FP4:
-            scales = decode_e4m3(scales.to(tl.int32)) * 3.32306998946229e35
-            factor = tl.broadcast_to((tl.load(weight[3] + rows) * 256.0)[:, None], (ROWS, WORDS))
-        s0, s1 = _spread(scales.to(tl.float32), SPANS, WORDS, COLUMNS)
-        z0 = (1 << BITS) / 2.0
-        z1 = (1 << BITS) / 2.0
-        if weight[2] is not None:
-            z0, z1 = _spread(zeros.to(tl.float32), SPANS, WORDS, COLUMNS)
-        if BITS == 4:
-            values = _all_of_4(word, s0, s1, z0, z1, factor, FORM, DTYPE)
-        else:
-            values = _all_of_8(word, s0, z0, FORM, DTYPE)
-    tile = _ordered(values, SPANS, COLUMNS)
+        values = _decode(word, scales, zeros, FORM, COLUMNS, DTYPE)
+    tile = _ordered(values, BITS, COLUMNS)
     if FORM[7]:
         tile = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [tile], dtype=DTYPE, is_pure=False, pack=2
+            "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2
         )
     if not EVEN:
         inside = (at + tl.arange(0, COLUMNS) < end)[None, :]

@@ -23,6 +23,7 @@ FAST = {
 }
 """(dtype of the scales, of the model) -> how 4-bit integers are unpacked by inline assembly."""
 E4M3 = 3
+E2M1 = 4
 NATIVE_FP8 = 89
 """The first architecture with an instruction that reads e4m3."""
 ASYNC_MMA = 90
@@ -126,6 +127,8 @@ def _fast(weight: PackedWeight, scale: torch.dtype, dtype: torch.dtype, target: 
         return 0
     if isinstance(weight, Fp8Weight):
         return E4M3 if target.arch >= NATIVE_FP8 else 0
+    if isinstance(weight, Fp4Weight):
+        return E2M1
     if isinstance(weight, IntWeight) and weight.bits == 4:
         return FAST.get((scale, dtype), 0)
     return 0

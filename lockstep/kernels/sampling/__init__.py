@@ -113,9 +113,13 @@ class SamplingState:
             bad_words=full(-1, torch.int64, *bad_words),
         )
 
+    def parts(self) -> dict[str, Tensor]:
+        """Name -> each tensor, indexed by row first."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
     def tensors(self) -> list[Tensor]:
-        """All parts, each indexed by row first."""
-        return [getattr(self, f.name) for f in fields(self)]
+        """All parts."""
+        return list(self.parts().values())
 
 
 @op

@@ -276,7 +276,7 @@ def sample_triton(
         return logits.new_empty(logit_rows, size, dtype=torch.int32)
 
     batch = Batch(logits, positions, drafts, row_ids, history, ids)
-    parameters = Parameters(**vars(state))._replace(in_prompt=state.in_prompt.view(torch.uint8))
+    parameters = Parameters(**state.parts())._replace(in_prompt=state.in_prompt.view(torch.uint8))
     words, longest = state.bad_words.shape[1:]
     numbers = (queries, history.shape[1], state.bias.shape[1])
     common = dict(VOCAB=vocab, STOPS=state.stop_ids.shape[1], W=words, L=longest)

@@ -1,0 +1,54 @@
+"""experts: the gated MLPs of a mixture, each token through the few that it was sent to."""
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.activations import sigmoid, silu_mul
+from lockstep.kernels.linear import linear
+from lockstep.kernels.registry import op
+
+
+@op
+def experts(
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
+    """x [T, H], up [E, 2I, H] (rows 0 .. I-1 gate, I .. 2I-1 up), down [E, H, I], ids [T, k] int32,
+    weights [T, k] fp32 or x's dtype, shared [T, H], shared_gate [T] -> y [T, H] of x's dtype.
+
+    Per token and chosen expert, numbers in brackets rounded to x's dtype:
+
+        [g], [u]  = x up_e^T         linear with one segment: one ascending fp32 chain over K
+        [a]       = [silu(g)] * u    silu_mul
+        [y_e]     = a down_e^T       linear with one segment
+
+    y = 0 + w_0 y_0 + w_1 y_1 + ... in fp32, slots of `ids` in ascending order, products rounded to
+    fp32 before they are added; the shared expert's output last; rounded once. With shared_gate it
+    counts as [sigmoid(shared_gate)] * shared, rounded.
+
+    ids out of range count as the nearest expert: rows that nobody reads may hold anything, and what
+    is NaN in a row stays in it. A row's bits depend on that row alone.
+    """
+    tokens, slots = ids.shape
+    total = torch.zeros_like(x, dtype=torch.float32)
+    for token in range(tokens):
+        for slot in range(slots):
+            expert = int(ids[token, slot].clamp(0, up.shape[0] - 1))
+            act = silu_mul(linear(x[token : token + 1], up[expert]))
+            y = linear(act, down[expert])[0]
+            total[token] += weights[token, slot].float() * y.float()
+    return with_shared(total, shared, shared_gate, x.dtype)
+
+
+def with_shared(
+    total: Tensor, shared: Tensor | None, gate: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """total [T, H] fp32 + what the shared expert gives, rounded."""
+    if shared is not None and gate is not None:
+        shared = sigmoid(gate)[:, None] * shared
+    return (total if shared is None else total + shared.float()).to(dtype)

@@ -1,0 +1,66 @@
+"""How experts are cut into tiles. No tile changes a bit; each was chosen by what it says here."""
+
+from dataclasses import dataclass
+
+import torch
+
+FEW_PAIRS = 128
+"""The most pairs of a token and a slot without a sort: each program finds the pairs of its expert
+among all, in a block of 16 x 128 comparisons, 16 in each of its threads."""
+FEW_OF_EXPERTS = 2
+"""And at most as many pairs as 1 / 2 of the experts: each token reads down of its own experts, also
+where another token chose the same. With random choices that is 1.27 times the bytes at P = E / 2,
+1.58 times at P = E. What is read again comes from L2, which is about 1.3 times as fast as memory
+(5.5 TB/s, an estimate)."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """rows of the weight, tokens and columns of K per block; weights are the left operand.
+
+    64 rows of 4 warps are one wgmma, whatever the tokens.
+    """
+
+    rows: int
+    tokens: int
+    k: int
+    warps: int
+    stages: int
+
+
+FLOAT = Tile(64, 16, 32, 4, 2)
+"""fp32, whose products run on the FMA units in the order of this tile: it serves both forms."""
+FEW = Tile(64, 16, 128, 4, 5)
+"""The weights' bytes are all that counts: four loads of 16 KB wait while one is multiplied, and two
+programs of 100 KB fit a multiprocessor of 227 KB. An expert of 512 makes 16 programs, so 8 slots of
+one token are 128 for 132 multiprocessors."""
+SORTED = (
+    (8, FEW),
+    (20, Tile(64, 32, 128, 4, 4)),
+    (48, Tile(128, 64, 64, 4, 4)),
+)
+"""(most pairs per expert in the mean, tile): the least block of tokens that holds nearly all that
+an expert gets, so that its weights are read once. Of Poisson's counts, 99.6 % are within 16 at a
+mean of 8, 99.5 % within 32 at 20, 98.9 % within 64 at 48. Each leaves room for two programs on a
+multiprocessor, 96 to 100 KB each."""
+MANY = Tile(128, 128, 64, 8, 3)
+"""The tensor cores count: 64 accumulators a thread and 96 KB, so that one of two programs on a
+multiprocessor multiplies while the other begins or ends. K is short here (512 is 8 turns)."""
+
+
+def are_few(tokens: int, slots: int, experts: int) -> bool:
+    """Whether the form for few tokens serves: by T, since slots and experts are a model's."""
+    return tokens == 1 or tokens * slots <= min(FEW_PAIRS, experts // FEW_OF_EXPERTS)
+
+
+def tile_of(pairs: int, experts: int, dtype: torch.dtype) -> Tile:
+    """The tile for so many pairs of a token and a slot, in either form."""
+    if dtype == torch.float32:
+        return FLOAT
+    fitting = (tile for mean, tile in SORTED if pairs <= mean * experts)
+    return next(fitting, MANY)
+
+
+def most_tiles(pairs: int, experts: int, tokens: int) -> int:
+    """The bound on tiles of `tokens`, each of one expert: sum of ceil(count / tokens)."""
+    return min(experts, pairs) + pairs // tokens

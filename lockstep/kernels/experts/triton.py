@@ -1,0 +1,320 @@
+# mypy: ignore-errors
+"""experts in Triton, in two forms of equal bits; T alone chooses between them.
+
+Few tokens: two launches. A program of the first finds the pairs (token, slot) of its expert among
+all and makes gate, up and their product; one of the second makes some columns of one token out of
+all its slots. Many: pairs are sorted into tiles of one expert each, and gate and up, down, and the
+sum over slots are a launch each.
+
+Weights are the left operand everywhere, so that wgmma serves any number of tokens and packed
+weights keep one K order (docs/kernels/experts.md).
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lockstep.kernels.activations._device import sigmoid, silu
+from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.experts import experts
+from lockstep.kernels.experts._sort import FIELDS, clamped, sort_pairs
+from lockstep.kernels.experts._weights import load_weight_tile
+from lockstep.kernels.experts.tiles import Tile, are_few, tile_of
+
+MOST_EXPERTS = 512
+"""Experts that the sort's programs hold at once."""
+MOST_SLOTS = 32
+COLUMNS = 1024
+"""Of a program of the sum over slots: 8 numbers a thread, loads of 16 bytes."""
+WARPS = 4
+"""Of the same."""
+
+
+@triton.jit
+def _chain(
+    weight, rows, rows_live, x, x_rows, live, K,
+    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """[BLOCK_N, BLOCK_M] fp32: rows of the weight times rows of x, one ascending chain over K.
+
+    x_rows [BLOCK_M] int64: where the rows of x begin; those that are not live count as zeros.
+    """
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    columns = tl.arange(0, BLOCK_K)
+    for at in range(0, K, BLOCK_K):
+        w = load_weight_tile(weight, rows, rows_live, at, K, EVEN, BLOCK_K)
+        mask = live[:, None]
+        if not EVEN:
+            mask = mask & (at + columns < K)[None, :]
+        a = tl.load(x + x_rows[:, None] + (at + columns)[None, :], mask=mask, other=0.0)
+        total = tl.dot(w, a.T, total, input_precision="ieee")
+    return total
+
+
+@triton.jit
+def _tile_of(
+    ids, order, table, tile, pairs, experts,
+    SORTED: tl.constexpr, LANES: tl.constexpr, FIELDS: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """-> expert of a tile (-1: none), its pairs [BLOCK_M], which of them there are.
+
+    Not SORTED: a tile is a pair's. Of the pairs of one expert, every BLOCK_M-th has a tile of
+    itself and the BLOCK_M - 1 after it; the others have none.
+    """
+    lane = tl.arange(0, BLOCK_M)
+    if SORTED:
+        expert = tl.load(table + tile * FIELDS)
+        place = tl.load(table + tile * FIELDS + 1) + lane
+        live = place < tl.load(table + tile * FIELDS + 2)
+        own = tl.load(order + place, mask=live & (expert >= 0), other=0)
+        return expert, own, live
+    else:
+        pair = tl.arange(0, LANES)
+        every = clamped(ids, pair, pair < pairs, experts)
+        expert = tl.max(tl.where(pair == tile, every, -1), 0)
+        same = (every == expert).to(tl.int32)
+        before = tl.sum(tl.where(pair < tile, same, 0), 0)
+        place = tl.cumsum(same, 0) - 1 - before
+        mine = (same[None, :] > 0) & (place[None, :] == lane[:, None])
+        own = tl.sum(tl.where(mine, pair[None, :], 0), 1)
+        live = before + lane < tl.sum(same, 0)
+        return tl.where(before % BLOCK_M == 0, expert, -1), own, live
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _up_kernel(
+    x, weight, act, ids, order, table, pairs, x_stride, experts, K, inner,
+    SLOTS: tl.constexpr, SORTED: tl.constexpr, LANES: tl.constexpr, FIELDS: tl.constexpr,
+    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """act [pairs, inner]: a tile's silu(gate) * up.
+
+    Rows of the weight's block are 8 of gate and the 8 of up beside them in turn, so that wgmma
+    leaves both factors of a product in one thread: it holds rows r and r + 8.
+    """
+    blocks = tl.cdiv(inner, BLOCK_N // 2)
+    tile = tl.program_id(0) // blocks
+    first = tl.program_id(0) % blocks * (BLOCK_N // 2)
+    expert, own, live = _tile_of(
+        ids, order, table, tile, pairs, experts, SORTED, LANES, FIELDS, BLOCK_M
+    )
+    if expert < 0:
+        return
+    row = tl.arange(0, BLOCK_N)
+    column = first + row // 16 * 8 + row % 8
+    rows = expert.to(tl.int64) * 2 * inner + row % 16 // 8 * inner + column
+    x_rows = (own // SLOTS).to(tl.int64) * x_stride
+    total = _chain(
+        weight, rows, column < inner, x, x_rows, live, K, EVEN, BLOCK_N, BLOCK_M, BLOCK_K
+    )
+    halves = tl.reshape(total, (BLOCK_N // 16, 2, 8, BLOCK_M))
+    gate, up = tl.split(tl.permute(halves, (0, 2, 3, 1)))
+    dtype = act.dtype.element_ty
+    product = silu(gate.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    product = product * up.to(dtype).to(tl.float32)
+    column = first + tl.arange(0, BLOCK_N // 2)
+    to = act + own.to(tl.int64)[None, :] * inner + column[:, None]
+    mask = live[None, :] & (column < inner)[:, None]
+    tl.store(to, tl.reshape(product, (BLOCK_N // 2, BLOCK_M)).to(dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _down_kernel(
+    act, weight, y, order, table, pairs, experts, K, hidden,
+    FIELDS: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """y [pairs, hidden]: a tile's outputs, each an expert's of one token."""
+    blocks = tl.cdiv(hidden, BLOCK_N)
+    tile = tl.program_id(0) // blocks
+    column = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    expert, own, live = _tile_of(None, order, table, tile, pairs, experts, True, 1, FIELDS, BLOCK_M)
+    if expert < 0:
+        return
+    rows = expert.to(tl.int64) * hidden + column
+    own = own.to(tl.int64)
+    total = _chain(
+        weight, rows, column < hidden, act, own * K, live, K, EVEN, BLOCK_N, BLOCK_M, BLOCK_K
+    )
+    to = y + own[None, :] * hidden + column[:, None]
+    tl.store(to, total.to(y.dtype.element_ty), mask=live[None, :] & (column < hidden)[:, None])
+
+
+@triton.jit
+def _finish(total, out, shared, gate, token, column, hidden, shared_stride, gate_stride):
+    """Adds the shared expert's output to columns of a token's sum, and stores them rounded."""
+    live = column < hidden
+    if shared is not None:
+        dtype = shared.dtype.element_ty
+        last = tl.load(shared + token * shared_stride + column, mask=live, other=0.0)
+        last = last.to(tl.float32)
+        if gate is not None:
+            part = tl.load(gate + token * gate_stride + tl.zeros_like(column)).to(tl.float32)
+            last = (sigmoid(part).to(dtype).to(tl.float32) * last).to(dtype).to(tl.float32)
+        total += last
+    tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def _sum_kernel(
+    y, weights, out, shared, gate, hidden, shared_stride, gate_stride,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out [T, hidden]: BLOCK columns of a token, its slots added in ascending order."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(SLOTS):
+        own = token * SLOTS + slot
+        part = tl.load(y + own * hidden + column, mask=column < hidden, other=0.0)
+        total += tl.load(weights + own).to(tl.float32) * part.to(tl.float32)
+    _finish(total, out, shared, gate, token, column, hidden, shared_stride, gate_stride)
+
+
+@triton.jit
+def _in_order(total, parts):
+    """total [C] + each of parts [a power of two, C], in ascending order."""
+    COUNT: tl.constexpr = parts.shape[0]
+    if COUNT == 1:
+        return total + tl.reshape(parts, (parts.shape[1],))
+    else:
+        halves = tl.reshape(parts, (2, COUNT // 2, parts.shape[1]))
+        low, high = tl.split(tl.permute(halves, (1, 2, 0)))
+        return _in_order(_in_order(total, low), high)
+
+
+@triton.jit
+def _down_sum_kernel(
+    act, weight, ids, weights, out, shared, gate, experts, K, hidden, shared_stride, gate_stride,
+    SLOTS: tl.constexpr, PLACES: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """BLOCK_N // PLACES columns of one token: PLACES is SLOTS, filled up to a power of two.
+
+    The weight's block holds these columns of every slot's expert, that of act the token's slots, so
+    one wgmma serves all; of what it makes, an expert's rows count for its own slot.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    WIDTH: tl.constexpr = BLOCK_N // PLACES
+    first = tl.program_id(1) * WIDTH
+    row = tl.arange(0, BLOCK_N)
+    column = first + row % WIDTH
+    expert = clamped(ids + token * SLOTS, row // WIDTH, row // WIDTH < SLOTS, experts)
+    rows = expert.to(tl.int64) * hidden + column
+    slot = tl.arange(0, BLOCK_M)
+    total = _chain(
+        weight, rows, (expert >= 0) & (column < hidden), act, (token * SLOTS + slot) * K,
+        slot < SLOTS, K, EVEN, BLOCK_N, BLOCK_M, BLOCK_K,
+    )  # fmt: skip
+    own = (row // WIDTH)[:, None] == slot[None, :]
+    y = tl.sum(tl.where(own, total, 0.0), 1).to(act.dtype.element_ty).to(tl.float32)
+    place = tl.arange(0, PLACES)
+    share = tl.load(weights + token * SLOTS + place, mask=place < SLOTS, other=0.0)
+    parts = tl.reshape(y, (PLACES, WIDTH)) * share.to(tl.float32)[:, None]
+    summed = _in_order(tl.zeros((WIDTH,), tl.float32), parts)
+    column = first + tl.arange(0, WIDTH)
+    _finish(summed, out, shared, gate, token, column, hidden, shared_stride, gate_stride)
+
+
+def _blocks(tile: Tile, k: int) -> dict[str, Any]:
+    """The options of a launch by this tile over K = k."""
+    return dict(
+        EVEN=k % tile.k == 0, BLOCK_N=tile.rows, BLOCK_M=tile.tokens, BLOCK_K=tile.k,
+        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _act(
+    x: Tensor, up: Tensor, ids: Tensor, order: Tensor | None, table: Tensor | None, tile: Tile
+) -> Tensor:
+    """silu(gate) * up of every pair: [T * k, I]."""
+    count, width, hidden = up.shape
+    inner = width // 2
+    pairs = ids.numel()
+    tiles = pairs if table is None else len(table)
+    lanes = 1 if table is not None else triton.next_power_of_2(pairs)
+    act = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
+    _up_kernel[(tiles * triton.cdiv(inner, tile.rows // 2),)](
+        x, up, act, ids, order, table, pairs, x.stride(0), count, hidden, inner,
+        SLOTS=ids.shape[1], SORTED=table is not None, LANES=lanes, FIELDS=FIELDS,
+        **_blocks(tile, hidden),
+    )  # fmt: skip
+    return act
+
+
+def launch_few(
+    x: Tensor, up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None,
+    gate: Tensor | None, tile: Tile,
+) -> Tensor:  # fmt: skip
+    """experts for few tokens, without a sort."""
+    tokens, slots = ids.shape
+    act = _act(x, up, ids, None, None, tile)
+    count, hidden, inner = down.shape
+    places = triton.next_power_of_2(slots)
+    blocks = _blocks(tile, inner)
+    blocks["BLOCK_M"] = max(tile.tokens, places)
+    out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
+    _down_sum_kernel[(tokens, triton.cdiv(hidden, tile.rows // places))](
+        act, down, ids, weights, out, shared, gate, count, inner, hidden, *_strides(shared, gate),
+        SLOTS=slots, PLACES=places, **blocks,
+    )  # fmt: skip
+    return out
+
+
+def launch_sorted(
+    x: Tensor, up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None,
+    gate: Tensor | None, tile: Tile,
+) -> Tensor:  # fmt: skip
+    """experts for any number of tokens, sorted into tiles."""
+    tokens, slots = ids.shape
+    count, hidden, inner = down.shape
+    order, table = sort_pairs(ids, count, tile.tokens)
+    act = _act(x, up, ids, order, table, tile)
+    pairs = ids.numel()
+    y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
+    _down_kernel[(len(table) * triton.cdiv(hidden, tile.rows),)](
+        act, down, y, order, table, pairs, count, inner, hidden, FIELDS, **_blocks(tile, inner)
+    )
+    out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
+    _sum_kernel[(tokens, triton.cdiv(hidden, COLUMNS))](
+        y, weights, out, shared, gate, hidden, *_strides(shared, gate),
+        SLOTS=slots, BLOCK=COLUMNS, num_warps=WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    return out
+
+
+def _strides(shared: Tensor | None, gate: Tensor | None) -> tuple[int, int]:
+    """From one token's to the next's."""
+    return (0 if shared is None else shared.stride(0), 0 if gate is None else gate.stride(0))
+
+
+def _supports(**traits: Any) -> str | None:
+    count = traits.get("experts", 1)
+    slots = traits.get("top_k", 1)
+    if count > MOST_EXPERTS or slots > MOST_SLOTS:
+        return f"{slots} of {count} experts are above {MOST_SLOTS} of {MOST_EXPERTS}"
+    return gpu_trait(**traits)
+
+
+@experts.backend("triton", supports=_supports)
+def experts_triton(
+    x: Tensor,
+    up: Tensor,
+    down: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+) -> Tensor:
+    """See lockstep.kernels.experts.experts.
+
+    up, down, ids and weights are contiguous; the last strides of x and shared are 1.
+    """
+    if not ids.numel():
+        return torch.empty_like(x)
+    tile = tile_of(ids.numel(), up.shape[0], x.dtype)
+    launch = launch_few if are_few(*ids.shape, up.shape[0]) else launch_sorted
+    return launch(x, up, down, ids, weights, shared, shared_gate, tile)

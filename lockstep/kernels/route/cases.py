@@ -1,0 +1,46 @@
+"""Routings that every backend must serve: each family's, odd numbers of experts, no rows."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SHAPES: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
+    (0, 8, 2, {}),
+    (3, 4, 1, {}),
+    (5, 30, 6, {"renormalise": False}),
+    (7, 256, 8, {}),
+)
+"""(tokens, experts, top_k, what else is asked)."""
+SIGMOID = dict(scoring="sigmoid", scale=2.5)
+BIASED = (
+    (4, 64, 6, SIGMOID),
+    (3, 48, 5, SIGMOID | {"groups": 6, "top_groups": 3}),
+    (2, 512, 22, SIGMOID | {"renormalise": False}),
+    (3, 40, 10, SIGMOID | {"groups": 4, "top_groups": 1}),
+)
+"""Those with a correction bias: DeepSeek's groups, Nemotron's 22 of 512; groups that are no power
+of two, and one whose members are all chosen."""
+
+
+def route_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, arguments of route on the CPU): lines that lie apart, as beside a shared expert's
+    gate; equal logits in every second line."""
+    generator = torch.Generator().manual_seed(2)
+    for tokens, experts, top_k, more in (*SHAPES, *BIASED):
+        logits = torch.randn(tokens, experts, generator=generator) * 2
+        logits[1::2, ::3] = 1.0
+        beside = torch.full((tokens, 1), float("nan"))
+        logits = torch.cat([logits, beside], 1).to(dtype)[:, :experts]
+        bias = torch.randn(experts, generator=generator) * 0.1 if "scoring" in more else None
+        yield f"{tokens}x{experts}/{top_k}", dict(logits=logits, top_k=top_k, bias=bias, **more)
+    yield (
+        "rounded",
+        dict(logits=torch.randn(3, 16, generator=generator).to(dtype), top_k=4, dtype=dtype),
+    )
+
+
+def route_traits(logits: Tensor, **rest: Any) -> dict[str, Any]:
+    """What a layer of such arguments says when it asks for a backend."""
+    return dict(experts=logits.shape[1])

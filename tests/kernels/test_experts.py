@@ -1,0 +1,176 @@
+"""experts: both forms give one row one set of bits, whoever stands beside it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lockstep.kernels.activations import silu_mul
+from lockstep.kernels.experts import experts
+from lockstep.kernels.experts.tiles import FEW, FLOAT, MANY, SORTED, are_few, most_tiles, tile_of
+from lockstep.kernels.linear import linear
+from lockstep.kernels.route import route
+from tests.kernels.backends import Backend, backends, same_bits
+
+BACKENDS = backends(op=experts)
+TRITON = [param for param in BACKENDS if param.values[0].name == "triton"]
+SMALL = dict(tokens=9, hidden=40, inner=24, count=16, slots=4)
+REAL = dict(tokens=300, hidden=2048, inner=512, count=60, slots=8)
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def mixture(
+    backend: Backend, tokens: int, hidden: int, inner: int, count: int, slots: int
+) -> dict[str, torch.Tensor]:
+    """Arguments in the backend's dtype on its device. For the interpreter, whose dot has no order
+    of its own to test, small integers on which all sums are exact."""
+    generator = torch.Generator().manual_seed(5)
+
+    def numbers(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        if backend.interpreted:
+            return torch.randint(-2, 3, shape, generator=generator) / 4
+        return torch.randn(shape, generator=generator) * scale
+
+    ids, weights = route(torch.randn(tokens, count, generator=generator), slots)
+    arguments = dict(
+        x=numbers(tokens, hidden),
+        up=numbers(count, 2 * inner, hidden, scale=hidden**-0.5),
+        down=numbers(count, hidden, inner, scale=inner**-0.5),
+        weights=weights,
+        shared=numbers(tokens, hidden),
+        shared_gate=numbers(tokens),
+    )
+    made = {name: x.to(backend.dtype) for name, x in arguments.items()}
+    return backend.place(made | {"weights": weights, "ids": ids})
+
+
+def rows(arguments: dict[str, torch.Tensor], begin: int, end: int) -> dict[str, torch.Tensor]:
+    """The same call with these tokens only."""
+    same = ("up", "down")
+    return {name: x if name in same else x[begin:end] for name, x in arguments.items()}
+
+
+def test_reference_is_the_sum_of_gated_mlps():
+    backend = Backend("reference", "cpu", torch.float32)
+    a = mixture(backend, **SMALL)
+    wide = {name: x.double() for name, x in a.items() if name != "ids"}
+    expected = torch.sigmoid(wide["shared_gate"])[:, None] * wide["shared"]
+    for t, own in enumerate(a["ids"].tolist()):
+        for slot, e in enumerate(own):
+            gate, up = (wide["up"][e] @ wide["x"][t]).chunk(2)
+            y = wide["down"][e] @ (torch.nn.functional.silu(gate) * up)
+            expected[t] += wide["weights"][t, slot] * y
+    torch.testing.assert_close(experts(**a), expected.float())
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_has_its_bits_in_any_batch(backend):
+    """Alone, among few and among many, which is another form."""
+    a = mixture(backend, **(REAL if backend.on_gpu else SMALL))
+    whole = backend.run(experts, a)
+    sizes = [are_few(tokens, 4, 16) for tokens in (1, 2, 6, 9)]
+    assert sizes == [True, True, False, False]
+    for begin, end in ((0, 1), (3, 5), (2, 8), (4, 4)):
+        assert same_bits(backend.run(experts, rows(a, begin, end)), whole[begin:end]), (begin, end)
+    if backend.on_gpu:
+        for end in (16, 17, 40, 129, 299):
+            assert same_bits(backend.run(experts, rows(a, 0, end)), whole[:end]), end
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_stays_in_its_row(backend):
+    """A padded row holds anything, ids among it; what is beside it does not change."""
+    a = mixture(backend, **SMALL | dict(tokens=7))
+    whole = backend.run(experts, a)
+    broken = {name: x.clone() for name, x in a.items()}
+    for name in ("x", "weights", "shared", "shared_gate"):
+        broken[name][3] = torch.nan
+    broken["ids"][3] = torch.tensor([-5, 2**31 - 1, -(2**31), 6], dtype=torch.int32)
+    found = backend.run(experts, broken)
+    kept = [0, 1, 2, 4, 5, 6]
+    assert same_bits(found[kept], whole[kept]) and found[3].isnan().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_tokens_at_one_expert(backend):
+    """More than a tile holds; ids repeat within a row, too."""
+    tokens = 20 if backend.interpreted else 140
+    a = mixture(backend, **SMALL | dict(tokens=tokens, hidden=17, inner=8, slots=2))
+    a["ids"].fill_(4)
+    whole = backend.run(experts, a)
+    oracle = {name: x.cpu().float() if x.is_floating_point() else x.cpu() for name, x in a.items()}
+    tolerance = 1e-5 if backend.dtype == torch.float32 else 5e-2
+    expected = experts.backends["cpu"].run(**oracle)
+    torch.testing.assert_close(whole.cpu().float(), expected, rtol=tolerance, atol=tolerance)
+    assert same_bits(backend.run(experts, rows(a, 2, 3)), whole[2:3])
+
+
+HALF = Backend("triton", "cpu", torch.float16)
+FORMS = [
+    *TRITON,
+    *(pytest.param(HALF, id=str(HALF)) for p in TRITON if p.values[0].interpreted),
+]
+
+
+@pytest.mark.parametrize("backend", FORMS)
+@pytest.mark.parametrize("one", [False, True])
+def test_no_form_and_no_tile_changes_a_bit(backend, one):
+    """one: all pairs are at one expert, more than a tile of the form for few tokens holds."""
+    from lockstep.kernels.experts.triton import launch_few, launch_sorted
+
+    sizes = SMALL | dict(tokens=5, count=6) if backend.interpreted else REAL | dict(tokens=16)
+    a = mixture(backend, **sizes)
+    order = ("x", "up", "down", "ids", "weights", "shared", "shared_gate")
+    if one:
+        a["ids"].fill_(3)
+    given = [a[name] for name in order]
+    tiles = [FEW, MANY, *(tile for _, tile in SORTED)]
+    if backend.dtype == torch.float32:
+        tiles = [FLOAT]
+    elif backend.interpreted:
+        tiles = [replace(FEW, k=32), replace(MANY, k=32)]
+    whole = launch_few(*given, tiles[0])
+    for tile in tiles:
+        assert same_bits(launch_sorted(*given, tile), whole), tile
+
+
+@pytest.mark.parametrize("backend", TRITON)
+def test_the_sort_is_stable_and_its_tiles_hold_every_pair_once(backend):
+    from lockstep.kernels.experts._sort import sort_pairs
+
+    generator = torch.Generator().manual_seed(1)
+    for pairs, count, tokens in ((1, 5, 16), (530, 30, 16), (200, 8, 128)):
+        ids = torch.randint(-2, count + 2, (pairs, 1), generator=generator, dtype=torch.int32)
+        order, table = sort_pairs(ids.to(backend.device), count, tokens)
+        own = ids.flatten().clamp(0, count - 1).long()
+        assert torch.equal(order.cpu().long(), own.argsort(stable=True))
+        assert len(table) == most_tiles(pairs, count, tokens)
+        at = 0
+        for expert, begin, end in table.tolist():
+            if expert >= 0:
+                held = order[begin : min(begin + tokens, end)].cpu().long()
+                assert begin == at and len(held) and (own[held] == expert).all()
+                at += len(held)
+        assert at == pairs
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_expert_is_a_gated_mlp_of_linear(backend):
+    """Bit for bit: the chains are linear's with one segment. To a tolerance where the interpreter
+    multiplies, in numpy's order."""
+    for tokens in (1, 6):
+        a = mixture(backend, **SMALL | dict(tokens=tokens, slots=1))
+        a["ids"].fill_(5)
+        a["weights"].fill_(1.0)
+        found = backend.run(experts, a | dict(shared=None, shared_gate=None))
+        gate_up = backend.run(linear, dict(x=a["x"], weight=a["up"][5]))
+        act = backend.run(silu_mul, dict(gate_up=gate_up))
+        expected = backend.run(linear, dict(x=act, weight=a["down"][5]))
+        torch.testing.assert_close(found, expected)
+        assert backend.interpreted or same_bits(found, expected)
+
+
+def test_tiles_grow_with_the_tokens():
+    for tokens, block in ((1, 16), (64, 16), (256, 16), (512, 32), (1024, 64), (8192, 128)):
+        assert tile_of(8 * tokens, 256, torch.bfloat16).tokens == block
+    assert {tile_of(8 * t, 256, torch.float32) for t in (1, 64, 8192)} == {FLOAT}

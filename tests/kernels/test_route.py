@@ -1,0 +1,86 @@
+"""route: each family's rule, ties, NaN; a row's bits are its own."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from lockstep.kernels.route import best, order_of, route
+from tests.kernels.backends import backends, same_bits
+
+BACKENDS = backends(op=route)
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_order_is_that_of_the_numbers_and_nan_is_last():
+    x = torch.tensor([0.0, 1.5, -2.0, float("inf"), -float("inf"), float("nan"), 3e-45, -1.5])
+    keys = order_of(torch.stack([x, -x]))
+    assert x[best(keys[0], 8)].tolist()[:-1] == sorted(x[~x.isnan()].tolist(), reverse=True)
+    assert keys[0, 5] == keys[1, 5] == keys.min()
+    assert best(torch.tensor([2, 7, 7, 1, 7]), 4).tolist() == [1, 2, 4, 0]
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_softmax_families(renormalise):
+    """Qwen3-MoE, Qwen3-Next, Mixtral: softmax over all experts, then the best."""
+    logits = random(9, 60)
+    ids, weights = route(logits, 4, renormalise=renormalise)
+    values, chosen = logits.double().softmax(-1).topk(4)
+    assert torch.equal(ids.long(), chosen)
+    values = values / values.sum(-1, keepdim=True) if renormalise else values
+    torch.testing.assert_close(weights, values.float())
+    assert torch.equal(route(logits, 4, dtype=torch.bfloat16)[1], route(logits, 4)[1].bfloat16())
+
+
+def test_deepseek():
+    """As DeepseekV3TopkRouter has it: groups by their two best biased scores, weights unbiased."""
+    logits = random(9, 64)
+    bias = random(64, seed=1) * 0.2
+    ids, weights = route(logits, 6, "sigmoid", True, 2.5, bias, groups=8, top_groups=3)
+    scores = logits.sigmoid()
+    choice = scores + bias
+    groups = choice.view(9, 8, 8).topk(2)[0].sum(-1).topk(3)[1]
+    kept = F.one_hot(groups, 8).sum(1).repeat_interleave(8, 1).bool()
+    chosen = choice.masked_fill(~kept, -torch.inf).topk(6)[1]
+    values = scores.gather(1, chosen)
+    assert torch.equal(ids.long(), chosen)
+    torch.testing.assert_close(weights, values / values.sum(-1, keepdim=True) * 2.5)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_ties_go_to_the_lower_index(backend):
+    logits = torch.ones(2, 12)
+    logits[1, 5] = 2.0
+    for groups in (dict(), dict(groups=3, top_groups=2)):
+        ids, weights = backend.run(route, dict(logits=logits, top_k=3, **groups))
+        assert ids.tolist() == [[0, 1, 2], [5, 0, 1]]
+        assert weights[0].tolist() == [weights[0, 0].item()] * 3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("groups", [1, 4])
+def test_nan_gives_valid_ids_and_stays_in_its_row(backend, scoring, groups):
+    logits = random(6, 24)
+    arguments = dict(top_k=5, scoring=scoring, groups=groups, top_groups=min(groups, 2))
+    _, plain = backend.run(route, dict(logits=logits, **arguments))
+    broken = logits.clone()
+    broken[0] = torch.nan
+    broken[2, 3:9] = torch.nan
+    broken[4, 1] = torch.inf
+    ids, weights = backend.run(route, dict(logits=broken, **arguments))
+    for row in ids.tolist():
+        assert len(set(row)) == 5 and set(row) <= set(range(24))
+    assert same_bits(weights[1::2], plain[1::2])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_row_has_its_bits_in_any_batch(backend):
+    logits = (random(33 if backend.on_gpu else 12, 130) * 3).to(backend.dtype)
+    ids, weights = backend.run(route, dict(logits=logits, top_k=7))
+    for begin, end in ((0, 1), (4, 7), (10, 12), (5, 5)):
+        found = backend.run(route, dict(logits=logits[begin:end], top_k=7))
+        assert same_bits(found[0], ids[begin:end]) and same_bits(found[1], weights[begin:end])
