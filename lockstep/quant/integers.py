@@ -169,15 +169,16 @@ def ascending(bits: int) -> tuple[int, ...]:
     return tuple(range(0, WORD, bits))
 
 
-def pieces(n: int, k: int, unit: int) -> Iterator[tuple[int, int]]:
+def pieces(shape: torch.Size, unit: int) -> Iterator[tuple[int, int]]:
     """Rows of a weight [n, k] in pieces of about CHUNK codes, cut at multiples of `unit`."""
+    (n, k) = shape
     step = max(CHUNK // max(k, 1) // unit, 1) * unit
     return ((begin, min(begin + step, n)) for begin in range(0, n, step))
 
 
 def fill_words(weight: IntWeight, unit: int, codes: Callable[[int, int], Tensor]) -> None:
     """Fills the codes. codes(begin, end): those of these rows, [end - begin, K] uint8."""
-    for begin, end in pieces(*weight.shape, unit):
+    for begin, end in pieces(weight.shape, unit):
         weight.words[begin:end].copy_(pack(codes(begin, end).contiguous(), weight.bits))
 
 

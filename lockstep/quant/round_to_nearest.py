@@ -43,7 +43,7 @@ class RoundToNearest(Packing):
 
     def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
         def fill(tensor: Tensor) -> None:
-            for begin, end in pieces(*weight.shape, 1):
+            for begin, end in pieces(weight.shape, 1):
                 part = tensor[begin:end]
                 if not bool(part.isfinite().all()):
                     raise damaged(module, "weight", "holds infinities or NaN")

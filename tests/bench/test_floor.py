@@ -2,6 +2,7 @@
 
 import resource
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from lockstep.bench.floor import (
     sketch,
     step_floor,
 )
+from lockstep.layers.linear import Product
 from lockstep.spec import read
 from tests.tiny_model import CONFIG, HYBRID_MOE, QWEN3, make_model
 
@@ -193,3 +195,20 @@ def test_dtype_counts(tiny: Path) -> None:
     half, full = (sketch(tiny, t, None) for t in (torch.bfloat16, torch.float32))
     mlp = [part(step_floor(m, 1, 64).verify, "GatedMLP").bytes for m in (half, full)]
     assert mlp[1] == 2 * mlp[0] and CONFIG["num_hidden_layers"] == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "per_weight"), [({"sym": True}, 0.5156), ({"sym": False}, 0.5313)]
+)
+def test_packed_weights_count_as_they_lie(
+    tmp_path: Path, settings: dict[str, bool], per_weight: float
+) -> None:
+    """GPTQ int4 in groups of 128 at the dimensions of Qwen3.6-27B: 24.3e9 numbers are packed."""
+    gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, **settings}
+    model = sketch(make_model(tmp_path, quantization_config=gptq, **LARGE), torch.bfloat16, None)
+    products = [one for one in model.model.modules() if isinstance(one, Product)]
+    packed = [one for one in products if one.packed is not None]
+    numbers = sum(prod(one.shape) for one in packed)
+    assert numbers == pytest.approx(24.33e9, rel=1e-3)
+    assert sum(one.stored.nbytes for one in packed) / numbers == pytest.approx(per_weight, abs=1e-4)
+    assert step_floor(model, 1, 0).ms < 0.31 * 12.0
