@@ -25,6 +25,8 @@ def explain(
     console = Console(highlight=False)
     console.print(_layers(found["layers"]))
     console.print(_plan({**found["plan"], "fingerprint": found["fingerprint"]}))
+    for note in found["notes"]:
+        console.print(f"note: {note}", markup=False)
 
 
 def _layers(layers: list[dict[str, Any]]) -> Table:

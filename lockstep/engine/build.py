@@ -47,13 +47,15 @@ GPU_STEPS_IN_FLIGHT = 2
 
 @dataclass
 class EngineParts:
-    """All that an engine stands on. draft_policy: how many drafts each step brings."""
+    """All that an engine stands on. draft_policy: how many drafts each step brings; notes: what
+    the checkpoint's weight format asks for and is not done."""
 
     plan: Plan
     runner: Runner
     draft_policy: DraftLengthPolicy
     checkpoint: Checkpoint
     choices: list[Choice]
+    notes: tuple[str, ...]
 
 
 @torch.inference_mode()
@@ -92,7 +94,8 @@ def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) ->
     runner = Runner(plan, model, draft, program)
     step_ms = runner.warm_up(lambda done, of: progress("warming up", done, of))
     policy = pick_policy(config, plan, hooks, step_ms)
-    return EngineParts(plan, runner, policy, checkpoint, build.choices)
+    notes = () if build.packing is None else build.packing.notes
+    return EngineParts(plan, runner, policy, checkpoint, build.choices, notes)
 
 
 # What is chosen before anything is built.

@@ -174,11 +174,13 @@ class Engine:
         return stats
 
     def explain(self) -> dict[str, Any]:
-        """The plan, and per layer: op, backend, and why the others were refused."""
+        """The plan; per layer: op, backend, and why the others were refused; and notes: what the
+        checkpoint's weight format asks for and is not done."""
         return {
             "plan": {k: str(v) if k == "model_path" else v for k, v in vars(self.plan).items()},
             "fingerprint": self.fingerprint,
             "layers": [vars(choice) for choice in self._parts.choices],
+            "notes": list(self._parts.notes),
         }
 
     def run(self, requests: list[Request], on_update: Callable[[Request], None]) -> None:

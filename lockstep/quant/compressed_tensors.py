@@ -183,9 +183,11 @@ def integers(weights: SettingsReader, in_words: bool) -> Storage:
     bits = weights.only("num_bits", *((4, 8) if in_words else (8,)), default=8)
     known = ("channel", "group") if in_words else ("tensor", "channel", "group")
     grain = strategy(weights, *known)
-    size = {"tensor": 0, "channel": -1}.get(grain, weights.raw.get("group_size"))
-    if grain == "group" and not (type(size) is int and 1 <= size <= MOST_GROUP):
-        raise weights.error("group_size", size, f"1 to {MOST_GROUP}", MEND)
+    size = {"tensor": 0, "channel": -1}.get(grain)
+    if size is None:
+        size = weights.get("group_size", int, 0)
+        if not 1 <= size <= MOST_GROUP:
+            raise weights.error("group_size", size, f"1 to {MOST_GROUP}", MEND)
     symmetric = weights.only("symmetric", True, False, default=True)
     allowed = (None, True, False, "group", "weight", "static", "dynamic")
     ordered = weights.only("actorder", *allowed) in (True, "group", "dynamic")

@@ -5,7 +5,7 @@ called `weight_scale_inv`, and multiplies all the same. Only weights are taken a
 activations are never rounded, so `activation_scheme` and `input_scale` are not used.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep.quant.packing import Module
@@ -15,11 +15,12 @@ from lockstep.quant.storage import (
     Fp8Storage,
     Storage,
     StoredPacking,
+    around,
     settle,
 )
 
 LISTS = ("modules_to_not_convert", "ignored_layers")
-"""Settings with modules that are not packed."""
+"""Settings with modules that are not packed: themselves, one around them, or how names end."""
 
 
 def read(settings: Mapping[str, Any]) -> "Fp8":
@@ -50,7 +51,8 @@ class Fp8(StoredPacking):
         )
 
     def storage(self, module: Module) -> Storage | None:
-        entry = next((one for one in self.left_out if listed(one, module)), None)
+        parts = (part for name in module.names for part in (*around(name), *ends(name)))
+        entry = next((part for part in parts if part in self.left_out), None)
         if entry is not None:
             setting = f"{WITHIN}{self.left_out[entry]} ({entry!r})"
             return settle(module, None, setting)
@@ -64,9 +66,8 @@ class Fp8(StoredPacking):
         return f"{WITHIN}weight_block_size={block}, with no list to except it,"
 
 
-def listed(entry: str, module: Module) -> bool:
-    """Whether an entry of a list is the module, a module around it, or the end of its name."""
-    return any(
-        name == entry or name.startswith(f"{entry}.") or name.endswith(f".{entry}")
-        for name in module.names
-    )
+def ends(name: str) -> Iterator[str]:
+    """What stands behind each dot of a name."""
+    while "." in name:
+        name = name.partition(".")[2]
+        yield name

@@ -1,18 +1,27 @@
 """ModelOpt (NVIDIA): e4m3fn weights, NVFP4, and checkpoints with some of each.
 
 FP8: W = fp32(code) * weight_scale. NVFP4: W = (e2m1(code) * fp32(weight_scale)) * weight_scale_2.
-SettingsReader stand in config.json (quant_method modelopt, modelopt_fp4 or modelopt_mixed) or in
+Settings stand in config.json (quant_method modelopt, modelopt_fp4 or modelopt_mixed) or in
 hf_quant_config.json. Only weights are taken as packed: activations are never rounded and the KV
 cache has a format of its own, so `input_scale`, `k_scale` and `v_scale` are not used.
 """
 
-from collections.abc import Mapping
-from fnmatch import fnmatchcase
+import re
+from collections.abc import Iterable, Mapping
+from fnmatch import translate
 from typing import Any
 
 from lockstep.quant.packing import Module
 from lockstep.quant.reading import MEND, WITHIN, SettingsReader
-from lockstep.quant.storage import FP4_GROUP, Fp4Storage, Fp8Storage, Storage, StoredPacking, settle
+from lockstep.quant.storage import (
+    FP4_GROUP,
+    Fp4Storage,
+    Fp8Storage,
+    Storage,
+    StoredPacking,
+    around,
+    settle,
+)
 
 MIXED = "MIXED_PRECISION"
 _NVFP4 = Fp4Storage("weight", "weight_scale_2", divides=False)
@@ -25,7 +34,7 @@ STORAGES: Mapping[str, Storage] = {
 }
 """quant_algo -> how it stores a weight."""
 LISTS = ("exclude_modules", "ignore")
-"""SettingsReader with modules that are not packed."""
+"""Settings with modules that are not packed."""
 
 
 def read(settings: Mapping[str, Any]) -> "ModelOpt":
@@ -58,15 +67,17 @@ class ModelOpt(StoredPacking):
                 algorithm(layer)
         elif self.algorithm is not None:
             algorithm(settings)
+        self.named = Entries(self.layers)
+        self.excluded = Entries(self.left_out)
         self.notes = tuple(notes(settings))
 
     def storage(self, module: Module) -> Storage | None:
-        found = next((name for name in self.layers if covers(name, module)), None)
+        found = self.named.find(module)
         if found is not None:
             layer = self.layers[found]
             kind = algorithm(layer)
             return settle(module, STORAGES[kind], f"{layer.within}quant_algo={kind!r}")
-        entry = next((one for one in self.left_out if covers(one, module)), None)
+        entry = self.excluded.find(module)
         if entry is not None:
             setting = f"{WITHIN}{self.left_out[entry]} ({entry!r})"
             return settle(module, None, setting)
@@ -87,9 +98,28 @@ def algorithm(settings: SettingsReader) -> str:
     return kind
 
 
-def covers(entry: str, module: Module) -> bool:
-    """Whether an entry of a list, which may hold wildcards, is the module or one around it."""
-    return any(fnmatchcase(name, entry) or fnmatchcase(name, f"{entry}.*") for name in module.names)
+class Entries:
+    """A list of modules, whose names may hold wildcards; it covers what is within them too."""
+
+    def __init__(self, entries: Iterable[str]) -> None:
+        known = tuple(entries)
+        self.plain = frozenset(entry for entry in known if not any(c in entry for c in "*?["))
+        self.wild = {
+            entry: re.compile(f"{translate(entry)}|{translate(entry + '.*')}")
+            for entry in known
+            if entry not in self.plain
+        }
+
+    def find(self, module: Module) -> str | None:
+        """The entry that covers the module, or None."""
+        for name in module.names:
+            for part in around(name):
+                if part in self.plain:
+                    return part
+        for entry, pattern in self.wild.items():
+            if any(pattern.match(name) for name in module.names):
+                return entry
+        return None
 
 
 def notes(settings: SettingsReader) -> list[str]:

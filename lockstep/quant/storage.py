@@ -108,6 +108,13 @@ def usually_plain(module: Module) -> bool:
     return module.path.startswith("mtp.") or module.path.rpartition(".")[2] in PLAIN_PARTS
 
 
+def around(name: str) -> Iterator[str]:
+    """A module's name, and those of the modules around it."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+
+
 def contradiction(module: Module, setting: str, asked: str) -> CheckpointError:
     """The error that names a module, its tensors, and the setting that they do not fit."""
     tensors = module.tensors or {}
@@ -191,7 +198,7 @@ class Fp4Storage(Storage):
         assert isinstance(weight, Fp4Weight)
         (n, k) = weight.shape
         device = weight.device
-        scales = [(n, -(-k // FP4_GROUP))]
+        scales: list[tuple[int, ...]] = [(n, -(-k // FP4_GROUP))]
         fp8 = (torch.float8_e4m3fn,)
         return {
             self.weight: Slot((n, -(-k // 2)), (torch.uint8,), device, nibbled(weight)),
@@ -243,8 +250,8 @@ class IntStorage(Storage):
             zeros=self._has(module, "weight_zero_point"),
             g_idx=self._has(module, "weight_g_idx"),
         )
-        found = Layout.of(IntWeight, **options)
-        return replace(found, apart=module.path) if options["g_idx"] else found
+        layout = Layout.of(IntWeight, **options)
+        return replace(layout, apart=module.path) if options["g_idx"] else layout
 
     def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
         assert isinstance(weight, IntWeight)

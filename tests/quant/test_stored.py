@@ -467,3 +467,41 @@ def test_what_compressed_tensors_writes_is_what_it_reads(name: str) -> None:
         assert torch.allclose(found, value, rtol=2**-7, atol=0)  # it computes in bf16
     else:
         assert torch.equal(found, value)
+
+
+ABSURD: tuple[Any, ...] = (
+    10**18, -1, 0, 10**400, 1.5, float("nan"), "16", "", "x" * 500, None, True, False, [], [1],
+    [[[]]], ["a", 5], {}, {"a": 1}, {"a": {}}, {"a": {"weights": []}}, ["re:("], ["re:(a"],
+)  # fmt: skip
+
+
+def replaced(settings: Any) -> list[Any]:
+    """The settings with each of their values, within objects too, made absurd."""
+    if not isinstance(settings, dict):
+        return []
+    found = []
+    for name, value in settings.items():
+        found += [{**settings, name: one} for one in ABSURD]
+        found += [{**settings, name: inner} for inner in replaced(value)]
+    return found
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["fp8 blocks", "int4 ordered", "float block", "tensors nvfp4", "modelopt nvfp4"],
+)
+def test_absurd_settings_are_refused_or_harmless(name: str) -> None:
+    case = CASES[name]
+    more = {"ignore": ["a"], "exclude_modules": ["a"], "modules_to_not_convert": ["a"]}
+    tensors = case.write(7, 33, 1).tensors
+    refused = 0
+    for settings in replaced({**case.settings, **more}):
+        for found in (tensors, None):
+            try:
+                layout = read(settings).layout(module_of(found, 7, 33))
+                assert layout is None or layout.empty(7, 33, "meta").nbytes < 10**4
+            except CheckpointError as error:
+                message = str(error)
+                refused += 1
+                assert message.endswith(".") and 40 < len(message) < 2000 and "\n" not in message
+    assert refused > 50

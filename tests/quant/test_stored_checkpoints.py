@@ -10,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from typer.testing import CliRunner
 
 from lockstep import LLM, SamplingParams
+from lockstep.cli import app
 from lockstep.errors import CheckpointError
 from lockstep.layers.linear import Product
 from tests.models.oracle import RELATIVE, TIE, logits_error
@@ -304,6 +306,17 @@ def test_dummy_weights_follow_the_settings(tmp_path: Path) -> None:
         folder = make_model(tmp_path / name / "m", model.base, quantization_config=model.settings)
         llm = build(folder, load_format="dummy", speculative_config=MTP)
         assert len(answer(llm, 4)[0]) == 4
+
+
+def test_explain_says_what_is_not_followed(tmp_path: Path) -> None:
+    model = MODELS["compressed-tensors of a hybrid"]
+    folder = make_model(tmp_path / "m", model.base, quantization_config=model.settings)
+    told = build(folder, load_format="dummy").engine.explain()["notes"]
+    assert "quantization_config.kv_cache_scheme and its scales are not used" in told
+    assert any("['group_2'].input_activations is not used" in note for note in told)
+    settings = ("--model", str(folder), "--load-format", "dummy", "--max-num-seqs", "2")
+    shown = CliRunner().invoke(app, ["explain", *settings]).stdout.replace("\n", " ")
+    assert "note: quantization_config.config_groups['group_2'].input_activations" in shown
 
 
 def edited(folder: Path, edit: Callable[[dict[str, Tensor]], object]) -> str:
