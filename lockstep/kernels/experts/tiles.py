@@ -56,8 +56,9 @@ PACKED = {
 }
 """For packed weights, by tokens: a block holds whole blocks of their order, of 128 columns. With 4
 bits a load of 64 x 256 is 8 KB, and four of them wait in each program: one token makes a program
-for each multiprocessor, which should have about 26 KB on their way (4.3 TB/s x 0.8 us / 132). Up to 64 tokens two programs fit a
-multiprocessor; the last tile's operand and sums take 160 registers a thread, so one does."""
+for each multiprocessor, which should have about 26 KB on their way (4.3 TB/s x 0.8 us / 132). Up to
+64 tokens two programs fit a multiprocessor; of the last, which has some 160 registers a thread, one
+does."""
 PACKED_COLUMNS = 128
 """Of a block where 256 do not divide K."""
 UNPACK_FROM = 1024
