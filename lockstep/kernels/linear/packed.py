@@ -9,13 +9,11 @@ linear(x, packed) == linear(x, packed.unpack(x.dtype)).
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.linear import linear
@@ -23,7 +21,7 @@ from lockstep.kernels.linear._packed_kernel import packed_kernel
 from lockstep.kernels.linear.triton import fold, linear_triton
 from lockstep.kernels.packed import PackedWeight
 from lockstep.kernels.packed._device import BLOCK
-from lockstep.kernels.packed._form import TYPES, Target, fits, irregular, operand_of
+from lockstep.kernels.packed._form import TYPES, Target, fits, irregular, operand_of, target_of
 from lockstep.kernels.packed.triton import unpack_weight_triton
 
 UNPACK_FROM = 257
@@ -87,15 +85,6 @@ def launch(
         return found
     total = fold(found, x.dtype) if tokens else x.new_empty(0, n)
     return total if out is None else out.copy_(total)
-
-
-@cache
-def target_of(device: torch.device) -> Target:
-    """What kernels are compiled for; under the interpreter nothing is."""
-    if device.type != "cuda":
-        return Target(HOPPER, assembly=isinstance(packed_kernel, JITFunction))
-    major, minor = torch.cuda.get_device_capability(device)
-    return Target(10 * major + minor, assembly=True)
 
 
 def suits(x: Tensor, weight: PackedWeight, segments: int) -> bool:
