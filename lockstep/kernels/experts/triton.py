@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.activations._device import sigmoid, silu
+from lockstep.kernels import architecture
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.experts import experts
 from lockstep.kernels.experts._sort import FIELDS, clamped, sort_pairs
@@ -317,6 +318,7 @@ def experts_triton(
     """
     if not ids.numel():
         return torch.empty_like(x)
-    tile = tile_of(ids.numel(), up.shape[0], x.dtype)
+    arch = architecture.number_of(x.device)
+    tile = tile_of(ids.numel(), up.shape[0], x.dtype, arch)
     launch = launch_few if are_few(*ids.shape, up.shape[0]) else launch_sorted
     return launch(x, up, down, ids, weights, shared, shared_gate, tile)

@@ -9,7 +9,6 @@ linear(x, packed) == linear(x, packed.unpack(x.dtype)).
 """
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +16,8 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from lockstep.kernels import architecture
+from lockstep.kernels.architecture import HOPPER
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.linear import linear
 from lockstep.kernels.linear._packed_kernel import packed_kernel
@@ -30,7 +31,6 @@ UNPACK_FROM = 257
 """Tokens. Fewer read the packed weight; estimated, to be measured."""
 GROUP = 8
 """Row tiles that share a column tile's weights in L2."""
-HOPPER = 90
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,9 @@ def launch(
     return total if out is None else out.copy_(total)
 
 
-@cache
 def target_of(device: torch.device) -> Target:
     """What kernels are compiled for; under the interpreter nothing is."""
-    if device.type != "cuda":
-        return Target(HOPPER, assembly=isinstance(packed_kernel, JITFunction))
-    major, minor = torch.cuda.get_device_capability(device)
-    return Target(10 * major + minor, assembly=True)
+    return Target(architecture.number_of(device), assembly=isinstance(packed_kernel, JITFunction))
 
 
 def suits(x: Tensor, weight: PackedWeight, segments: int) -> bool:
