@@ -8,6 +8,8 @@ from functools import cache
 
 import torch
 
+from lockstep.errors import ConfigError, choice_error
+
 HOPPER = 90
 """The architecture that tiles are measured on, and the one whose tiles the interpreter runs."""
 KIB = 1 << 10
@@ -42,6 +44,15 @@ ARCHITECTURES = {
 """CUDA C++ programming guide, compute capabilities: maximum shared memory per thread block."""
 LEAST_SHARED = min(one.shared for one in ARCHITECTURES.values())
 """Of an architecture that is not listed."""
+
+
+def named(name: str) -> Architecture:
+    """The architecture called e.g. "sm_86". Raises ConfigError."""
+    known = {one.name: one for one in ARCHITECTURES.values()}
+    if name not in known:
+        allowed = ", ".join(f"{one.name} ({one.cards})" for one in known.values())
+        raise choice_error(ConfigError, "arch", name, allowed, "Choose the card's.")
+    return known[name]
 
 
 def shared_of(number: int) -> int:

@@ -1,13 +1,13 @@
 """Compiles what ops launch for the GPUs of other architectures, which needs none of them: every
 launch must be accepted by ptxas and keep within the architecture's shared memory.
 
-Launches are recorded, not made, with tiles as each architecture chooses them: of the shared cases,
-and at the sizes of Qwen3-8B, Qwen3.6-27B and Qwen3.6-35B-A3B, in bf16 and in fp32.
+Launches are recorded, not made, with tiles as each architecture chooses them: of the shared cases
+and, at the sizes of Qwen3-8B, Qwen3.6-27B and Qwen3.6-35B-A3B, in bf16 and in fp32.
 
-    python -m tests.kernels.architectures [--quick] [--survey] [sm_86 ...]
+    python -m tests.kernels.architectures [--quick] [sm_86 ...]
 
 Prints a line per launch: architecture, op, kernel, bytes of shared memory, bytes that a thread
-spills, registers. --quick: each op once, on one architecture below Hopper and one above.
+keeps in memory (what it spills). --quick: each op once, on one architecture below Hopper and one above.
 """
 
 import re
@@ -150,20 +150,6 @@ def recurrent(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
             yield op, lambda run=run, given=given: run(**given)
 
 
-def survey_calls(ops):
-    for heads, kv_heads, dim in ((24, 4, 256), (32, 8, 128)):
-        for rows, query_len in ((1, 1), (64, 1), (1, 2048)):
-            if "attn" in ops: yield "paged_attention", attention(heads, kv_heads, dim, rows, query_len, HALF)
-    if "chunk" in ops:
-        yield from (c for c in list(recurrent(HALF))[-2:-1])
-    if "experts" in ops:
-        for tokens in (1, 640, 2048, 256): yield "experts", mixture(tokens, HALF)
-    if "linear" in ops:
-        for tokens in (1, 17, 65):
-            x = meta(tokens, 4096)
-            yield "linear", lambda x=x: linear_triton(x, meta(6144, 4096), 1)
-            yield from [("packed", c) for c in packed(tokens, HALF, 1)][::5]
-
 def shared_calls(quick: bool) -> Iterator[tuple[str, Call]]:
     """The calls of the shared cases in bf16: of each op's first one, of the first in which other
     arguments are None, and of the first of each kind of packed weight."""
@@ -193,45 +179,34 @@ def spills_of(cubin: bytes) -> int:
     return int(found[1])
 
 
+def recorded(number: int, quick: bool) -> Iterator[tuple[str, Any]]:
+    """(op, launch) of every launch of an architecture."""
+    launches = Launches()
+    architecture.number_of = lambda device: number
+    JITFunction.run = lambda kernel, *args, **given: launches.keep(kernel, *args, **given)
+    parts = [shared_calls(quick)] if quick else [shared_calls(False), real_calls()]
+    for op, call in (pair for part in parts for pair in part):
+        call()
+        yield from ((op, launch) for launch in launches.made)
+        launches.made.clear()
+
+
 def main(arguments: list[str]) -> None:
     """Compiles them all; raises where one does not compile or fit."""
     quick = "--quick" in arguments
-    survey = "--survey" in arguments
-    only = [one.partition("=")[2].split(",") for one in arguments if one.startswith("--only=")]
-    names = [name for name in arguments if not name.startswith("--")]
-    numbers = QUICK if quick else tuple(architecture.ARCHITECTURES)
+    names = [name for name in arguments if name != "--quick"]
+    chosen = QUICK if quick else tuple(architecture.ARCHITECTURES)
     load()
-    wrong = 0
-    for number in numbers:
+    for number in chosen:
         if names and f"sm_{number}" not in names:
             continue
-        architecture.number_of = lambda device, number=number: number
-        launches = Launches()
-        JITFunction.run = lambda kernel, *args, keep=launches.keep, **given: keep(
-            kernel, *args, **given
-        )
-        calls = [list(survey_calls(only[0]))] if only else [shared_calls(quick)] if quick else [shared_calls(False), real_calls()]
-        for op, call in (pair for part in calls for pair in part):
-            before = len(launches.made)
-            call()
-            for kernel, source, options in launches.made[before:]:
-                target = GPUTarget("cuda", number, 32)
-                label = f"sm_{number} {op} {kernel.__name__}"
-                try:
-                    made = triton.compile(source, target=target, options=options)
-                except Exception as error:
-                    if not survey:
-                        raise
-                    print(label, "FAILED", str(error)[:300].replace("\n", " "), options, {kernel.arg_names[k[0]]:v for k,v in source.constants.items() if len(k)==1}, flush=True)
-                    continue
-                shared = made.metadata.shared
-                fits = shared <= architecture.shared_of(number)
-                wrong += not fits
-                spilled = spills_of(made.asm["cubin"])
-                if survey:
-                    print(label, shared, spilled, "" if fits else "TOO MUCH", options, {kernel.arg_names[k[0]]:v for k,v in source.constants.items() if len(k)==1} if not fits or spilled > 0 else "", flush=True)
-                assert survey or fits, (label, shared, options)
-    print("wrong", wrong)
+        for op, (kernel, source, options) in recorded(number, quick):
+            target = GPUTarget("cuda", number, 32)
+            made = triton.compile(source, target=target, options=options)
+            shared = made.metadata.shared
+            label = f"sm_{number} {op} {kernel.__name__}"
+            assert shared <= architecture.shared_of(number), (label, shared, options)
+            print(label, shared, spills_of(made.asm["cubin"]), flush=True)
 
 
 if __name__ == "__main__":

@@ -18,10 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels.activations._device import sigmoid
-from lockstep.kernels.attention import SEGMENT, paged_attention
 from lockstep.kernels import architecture
+from lockstep.kernels.activations._device import sigmoid
 from lockstep.kernels.architecture import stages_within
+from lockstep.kernels.attention import SEGMENT, paged_attention
 from lockstep.kernels.backends import gpu_trait
 
 LOG2E = 1.4426950408889634

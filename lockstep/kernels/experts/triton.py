@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels.activations._device import sigmoid, silu
 from lockstep.kernels import architecture
+from lockstep.kernels.activations._device import sigmoid, silu
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.experts import experts
 from lockstep.kernels.experts._sort import FIELDS, clamped, sort_pairs
