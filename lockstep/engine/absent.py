@@ -4,7 +4,7 @@ The model is built as an engine builds it, on tensors that have no memory (FakeT
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -67,7 +67,7 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
     dtype = pick_dtype(config, checkpoint.raw, "cuda")
     limits = step_limits(config, checkpoint, "cuda", packing, told=card.name)
     has_weights = any(checkpoint.folder.glob("*.safetensors"))
-    with FakeTensorMode():
+    with FakeTensorMode(allow_non_fake_inputs=True):  # small tables that modules keep are real
         build = Build(
             device=PLACE,
             dtype=dtype,
@@ -84,7 +84,8 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
         draft = build_draft(config, checkpoint, model, build)
         if draft is not None:
             draft.finish()
-        program = build_program(config, limits, build, model, draft, NO_HOOKS)
+        placed = replace(limits, device=PLACE)
+        program = build_program(config, placed, build, model, draft, NO_HOOKS)
         held = [t for t in _tensors(program.table) if isinstance(t, Tensor)]
         table = sum(t.numel() * t.itemsize for t in held)
     layers = memory.mixers(model, draft)

@@ -7,7 +7,8 @@ and, at the sizes of Qwen3-8B, Qwen3.6-27B and Qwen3.6-35B-A3B, in bf16 and in f
     python -m tests.kernels.architectures [--quick] [sm_86 ...]
 
 Prints a line per launch: architecture, op, kernel, bytes of shared memory, bytes that a thread
-keeps in memory (what it spills). --quick: each op once, on one architecture below Hopper and one above.
+keeps in memory (what it spills). --quick: each op once, on one architecture below Hopper and one
+above.
 """
 
 import re
