@@ -183,8 +183,8 @@ def test_one_expert_is_a_gated_mlp_of_linear(backend):
 
 def test_tiles_grow_with_the_tokens():
     for tokens, block in ((1, 16), (64, 16), (256, 16), (512, 32), (1024, 64), (8192, 128)):
-        assert tile_of(8 * tokens, 256, torch.bfloat16).tokens == block
-    assert {tile_of(8 * t, 256, torch.float32) for t in (1, 64, 8192)} == {FLOAT}
+        assert tile_of(8 * tokens, 256, torch.bfloat16, 90).tokens == block
+    assert {tile_of(8 * t, 256, torch.float32, 90) for t in (1, 64, 8192)} == {FLOAT}
 
 
 def packed_mixture(

@@ -4,6 +4,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from lockstep.kernels.architecture import stages_within
+
 FEW_PAIRS = 128
 """The most pairs of a token and a slot without a sort: each program finds the pairs of its expert
 among all, in a block of 16 x 128 comparisons, 16 in each of its threads."""
@@ -75,12 +77,14 @@ def are_few(tokens: int, slots: int, experts: int) -> bool:
     return tokens == 1 or tokens * slots <= min(FEW_PAIRS, experts // FEW_OF_EXPERTS)
 
 
-def tile_of(pairs: int, experts: int, dtype: torch.dtype) -> Tile:
-    """The tile for so many pairs of a token and a slot, in either form."""
+def tile_of(pairs: int, experts: int, dtype: torch.dtype, arch: int) -> Tile:
+    """The tile for so many pairs of a token and a slot, in either form, on an architecture."""
     if dtype == torch.float32:
         return FLOAT
     fitting = (tile for mean, tile in SORTED if pairs <= mean * experts)
-    return next(fitting, MANY)
+    tile = next(fitting, MANY)
+    loaded = (tile.rows + tile.tokens) * tile.k * dtype.itemsize
+    return replace(tile, stages=stages_within(tile.stages, loaded, 0, arch))
 
 
 def packed_tile(tile: Tile, k: int) -> Tile:

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels import architecture
 from lockstep.kernels.activations._device import sigmoid, silu
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.experts import experts, experts_in
@@ -351,7 +352,8 @@ def experts_triton(
     """
     if not ids.numel():
         return torch.empty_like(x)
+    arch = architecture.number_of(x.device)
     count = experts_in(up, down)
-    tile = tile_of(ids.numel(), count, x.dtype)
+    tile = tile_of(ids.numel(), count, x.dtype, arch)
     launch = launch_few if are_few(*ids.shape, count) else launch_sorted
     return launch(x, up, down, ids, weights, shared, shared_gate, tile)

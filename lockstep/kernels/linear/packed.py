@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from lockstep.kernels.architecture import HOPPER
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.linear import linear
 from lockstep.kernels.linear._packed_kernel import packed_kernel
@@ -28,7 +29,6 @@ UNPACK_FROM = 257
 """Tokens. Fewer read the packed weight; estimated, to be measured."""
 GROUP = 8
 """Row tiles that share a column tile's weights in L2."""
-HOPPER = 90
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from lockstep.kernels import architecture
 from lockstep.kernels.packed._device import BLOCK, Form, Operand, load_tile
 from lockstep.kernels.packed._weights import (
     FP4_GROUP,
@@ -57,10 +58,7 @@ class Target:
 @cache
 def target_of(device: torch.device) -> Target:
     """What kernels are compiled for; under the interpreter nothing is."""
-    if device.type != "cuda":
-        return Target(ASYNC_MMA, assembly=isinstance(load_tile, JITFunction))
-    major, minor = torch.cuda.get_device_capability(device)
-    return Target(10 * major + minor, assembly=True)
+    return Target(architecture.number_of(device), assembly=isinstance(load_tile, JITFunction))
 
 
 def group_of(weight: PackedWeight) -> int:
