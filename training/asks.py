@@ -1165,7 +1165,8 @@ def _list_of(w: Words) -> Request:
             said.copied |= {name} if copied else set()
             extra.append(name)
             said.parts.insert(at + 1 + i, (text, name))
-        if len({str(said.arguments[s]).lower() for s in (slot, *extra)}) <= len(extra):
+        named = [str(said.arguments[s]).lower() for s in (slot, *extra)]
+        if len(set(named)) <= len(extra) or any(" and " in text for text in named):
             continue
         _join(w, said, at, len(extra))
         said = wrap(w, sort, said)
