@@ -8,14 +8,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from training import heldout, values
+from training import heldout, unseen, values
 from training.words import Words
+from training.written import Call
 
 PLACE = re.compile(r"\{(on )?(\w+)(?::(\w+))?(?:=(\w+)/([\w ]+))?\}")
 """on, slot, kind; and in "{status=closed/close}" the member that is meant by what is said."""
 FRAME = re.compile(r"([!?~.])(\+?) (.*)")
 GROUP = re.compile(r"\(([^()\[\]]*)\)|\[([^()\[\]]*)\]")
-Call = tuple[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -1035,7 +1035,8 @@ def _normal(text: str) -> str:
 
 @cache
 def _held() -> frozenset[str]:
-    return frozenset(_normal(text) for _, text, _ in heldout.cases())
+    written = heldout.REQUESTS.cases() + unseen.REQUESTS.cases()
+    return frozenset(_normal(text) for _, text, _ in written)
 
 
 def allowed(text: str) -> bool:

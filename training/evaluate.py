@@ -2,7 +2,8 @@
 
 Answers come from the engine, greedy, with the MTP drafter at K = 3; one is exact if its text equals
 the reference. Cases come from the evaluation side of the word split, which training never draws
-from; free requests are those of heldout.py, written by hand. Free continuations of held-out source
+from; free requests are those of heldout.py and unseen.py, written by hand. Free continuations of
+held-out source
 text are sampled: as the Qwen3.5 family recommends, and there a loop counts as
 a fault; and without a penalty, to tell how so small a model ends.
 """
@@ -19,8 +20,8 @@ from lockstep import LLM, SamplingParams
 from lockstep.outputs import RequestOutput
 from lockstep.text.parsers import ReplyParser
 from lockstep.text.parsers.qwen3_coder import Qwen3CoderParser
-from training import tasks, text
-from training.asks import Call
+from training import heldout, tasks, text, unseen
+from training.written import Call, Requests
 
 DRAFTS = 3
 MAX_TOKENS = 1400
@@ -58,10 +59,27 @@ SETS = (
     Set("lists", "list", 50, exact=0.95),
     Set("code", "code", 50, accepted=1.8),
 )
-WRITTEN = Set("free requests", "", 0, exact=0.97, accepted=2.5)
-"""Requests written by hand that need a call: right if its names and arguments are."""
-SILENT = Set("no tool fits", "", 0, exact=0.95)
-"""Requests written by hand that none of the tools is for: right if there is no call."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """One line of the table, of requests written by hand that need a call, or that need none.
+
+    Right is an answer whose calls' names and arguments are; where no tool fits, one without a call.
+    """
+
+    part: Set
+    requests: Requests
+    calls: bool
+
+
+WRITTEN = (
+    Written(Set("free requests", "", 0, exact=0.97, accepted=2.5), heldout.REQUESTS, True),
+    Written(Set("no tool fits", "", 0, exact=0.95), heldout.REQUESTS, False),
+    Written(Set("unseen requests", "", 0), unseen.REQUESTS, True),
+    Written(Set("unseen, no tool fits", "", 0), unseen.REQUESTS, False),
+)
+"""Of heldout.py, the kinds of faults have gone into the training data; of unseen.py, nothing."""
 
 
 def samples(part: Set, count: int) -> list[tasks.Sample]:
@@ -103,9 +121,12 @@ def calls_in(answer: str, tools: list[dict[str, Any]]) -> list[Call]:
     return [(call.name, json.loads(call.arguments)) for call in reply.tool_calls]
 
 
-def free_requests(llm: LLM, part: Set, every: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def free_requests(
+    llm: LLM, line: Written, every: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """One line of the requests written by hand, and what went wrong in it."""
-    cases = [case for case in tasks.written() if bool(case[1]) == (part is WRITTEN)][::every]
+    written = tasks.written(line.requests)
+    cases = [case for case in written if bool(case[1]) == line.calls][::every]
     params = SamplingParams(temperature=0.0, max_tokens=300, skip_special_tokens=False)
     outs = llm.generate([sample.prompt for sample, _ in cases], params)
     wrong = []
@@ -113,7 +134,7 @@ def free_requests(llm: LLM, part: Set, every: int) -> tuple[dict[str, Any], list
         answer = out.outputs[0].text
         if calls_in(answer, sample.tools) != calls:
             wrong.append({"request": sample.messages[-1]["content"], "answer": answer})
-    return _line(part, outs, len(cases) - len(wrong)), wrong
+    return _line(line.part, outs, len(cases) - len(wrong)), wrong
 
 
 def loops(tokens: Sequence[int]) -> bool:
@@ -179,8 +200,9 @@ def main() -> None:
         if not args.json:
             show(line)
     failed: list[dict[str, Any]] = []
-    for part in (WRITTEN, SILENT):
-        line, wrong = free_requests(llm, part, 10 if args.quick else 1)
+    for written in WRITTEN:
+        part = written.part
+        line, wrong = free_requests(llm, written, 10 if args.quick else 1)
         lines.append(line)
         failed += wrong
         if line["exact"] < part.exact or line["acceptance_length"] < part.accepted:

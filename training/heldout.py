@@ -7,179 +7,152 @@ an enum, a number where it asks for one; what the user did not say is left out.
 
 from typing import Any
 
-Call = tuple[str, dict[str, Any]]
-
-
-def _tool(name: str, about: str = "", needs: str = "", /, **properties: Any) -> dict[str, Any]:
-    """A schema; a property is a type, a list of an enum's members, or (type, description)."""
-    entries: dict[str, Any] = {}
-    for key, given in properties.items():
-        if isinstance(given, list):
-            entries[key] = {"type": "string", "enum": given}
-        elif isinstance(given, tuple):
-            entries[key] = {"type": given[0], "description": given[1]}
-        elif given == "array":
-            entries[key] = {"type": "array", "items": {"type": "string"}}
-        else:
-            entries[key] = {"type": given}
-    parameters: dict[str, Any] = {"type": "object", "properties": entries}
-    if needs:
-        parameters["required"] = needs.split()
-    function = {"name": name, "description": about, "parameters": parameters}
-    return {"type": "function", "function": {k: v for k, v in function.items() if v != ""}}
-
-
-S, INT, N, B = "string", "integer", "number", "boolean"
+from training.written import INT, B, Call, N, Requests, S, tool
+from training.written import call as c
 
 DOMAINS: dict[str, tuple[dict[str, Any], ...]] = {
     "weather": (
-        _tool("get_weather", "Get the current weather in a given city", "city unit",
+        tool("get_weather", "Get the current weather in a given city", "city unit",
               city=(S, "The city, e.g. San Francisco"), unit=["celsius", "fahrenheit"]),
-        _tool("get_forecast", "Weather forecast for the coming days", "place",
+        tool("get_forecast", "Weather forecast for the coming days", "place",
               place=S, days=(INT, "How many days ahead")),
-        _tool("air_quality", "Air quality index at a location", "location", location=S),
+        tool("air_quality", "Air quality index at a location", "location", location=S),
     ),
     "mail": (
-        _tool("sendEmail", "Send an email message", "to", to=(S, "recipient"), subject=S, body=S),
-        _tool("searchInbox", "Search the inbox for messages", "query", query=S, sender=S),
-        _tool("deleteMessage", "Delete a message by its id", "messageId", messageId=S),
+        tool("sendEmail", "Send an email message", "to", to=(S, "recipient"), subject=S, body=S),
+        tool("searchInbox", "Search the inbox for messages", "query", query=S, sender=S),
+        tool("deleteMessage", "Delete a message by its id", "messageId", messageId=S),
     ),
     "calendar": (
-        _tool("create_event", "Create a calendar event", "title date",
+        tool("create_event", "Create a calendar event", "title date",
               title=S, date=(S, "day of the event"), time=S),
-        _tool("list_events", "List the events of a day", "date", date=S),
-        _tool("cancel_event", "Cancel an event in the calendar", "title", title=S),
+        tool("list_events", "List the events of a day", "date", date=S),
+        tool("cancel_event", "Cancel an event in the calendar", "title", title=S),
     ),
     "money": (
-        _tool("convert_currency", "Convert an amount between currencies", "amount source target",
+        tool("convert_currency", "Convert an amount between currencies", "amount source target",
               amount=(N, "amount of money"), source=(S, "currency to convert from"),
               target=(S, "currency to convert to")),
-        _tool("get_stock_price", "Current price of a share", "ticker", ticker=S),
-        _tool("transfer_money", "Transfer money to somebody", "recipient amount",
+        tool("get_stock_price", "Current price of a share", "ticker", ticker=S),
+        tool("transfer_money", "Transfer money to somebody", "recipient amount",
               recipient=S, amount=N, note=S),
     ),
     "music": (
-        _tool("play_song", "Play a song", "song", song=S, artist=S),
-        _tool("set_volume", "Set the loudspeaker's volume", "level", level=(INT, "0 to 100")),
-        _tool("pause_playback", "Pause the music"),
+        tool("play_song", "Play a song", "song", song=S, artist=S),
+        tool("set_volume", "Set the loudspeaker's volume", "level", level=(INT, "0 to 100")),
+        tool("pause_playback", "Pause the music"),
     ),
     "home": (
-        _tool("light.switch", "Turn a lamp on or off", "room state", room=S, state=["on", "off"]),
-        _tool("thermostat.set", "Set the temperature of the heating", "temperature",
+        tool("light.switch", "Turn a lamp on or off", "room state", room=S, state=["on", "off"]),
+        tool("thermostat.set", "Set the temperature of the heating", "temperature",
               temperature=N, room=S),
-        _tool("door.lock", "Lock a door", "door", door=S),
-        _tool("vacuum.start", "Start the robot vacuum cleaner", room=S),
+        tool("door.lock", "Lock a door", "door", door=S),
+        tool("vacuum.start", "Start the robot vacuum cleaner", room=S),
     ),
     "travel": (
-        _tool("search_flights", "Find flights between two cities", "from_city to_city",
+        tool("search_flights", "Find flights between two cities", "from_city to_city",
               from_city=S, to_city=S, date=S, cabin=["economy", "business", "first"]),
-        _tool("book_hotel", "Reserve a hotel room", "city",
+        tool("book_hotel", "Reserve a hotel room", "city",
               city=S, nights=INT, guests=INT),
-        _tool("train_times", "Departure times of trains", "station", station=S),
+        tool("train_times", "Departure times of trains", "station", station=S),
     ),
     "food": (
-        _tool("order_food", "Order a dish from a restaurant", "dish",
+        tool("order_food", "Order a dish from a restaurant", "dish",
               dish=S, restaurant=S, quantity=INT),
-        _tool("find_recipe", "Find a recipe", "ingredient", ingredient=S, vegetarian=B),
-        _tool("reserve_table", "Reserve a table in a restaurant", "restaurant people",
+        tool("find_recipe", "Find a recipe", "ingredient", ingredient=S, vegetarian=B),
+        tool("reserve_table", "Reserve a table in a restaurant", "restaurant people",
               restaurant=S, people=INT, day=S, time=S),
     ),
     "files": (
-        _tool("read-file", "Read a file from disk", "path", path=(S, "path of the file")),
-        _tool("move-file", "Move or rename a file", "source destination",
+        tool("read-file", "Read a file from disk", "path", path=(S, "path of the file")),
+        tool("move-file", "Move or rename a file", "source destination",
               source=S, destination=S),
-        _tool("list-directory", "List the files in a directory", "directory", directory=S),
-        _tool("delete-file", "Delete a file", "path", path=S),
+        tool("list-directory", "List the files in a directory", "directory", directory=S),
+        tool("delete-file", "Delete a file", "path", path=S),
     ),
     "tasks": (
-        _tool("add_todo", "Add an item to the to-do list", "item",
+        tool("add_todo", "Add an item to the to-do list", "item",
               item=S, priority=["low", "medium", "high"]),
-        _tool("set_reminder", "Remind the user of something", "text", text=S, time=S),
-        _tool("complete_todo", "Mark a to-do item as done", "item", item=S),
+        tool("set_reminder", "Remind the user of something", "text", text=S, time=S),
+        tool("complete_todo", "Mark a to-do item as done", "item", item=S),
     ),
     "clock": (
-        _tool("start_timer", "Start a countdown timer", "minutes", minutes=INT),
-        _tool("set_alarm", "Set an alarm", "time", time=(S, "when it rings"), label=S),
-        _tool("world_clock", "Local time in a city", "city", city=S),
+        tool("start_timer", "Start a countdown timer", "minutes", minutes=INT),
+        tool("set_alarm", "Set an alarm", "time", time=(S, "when it rings"), label=S),
+        tool("world_clock", "Local time in a city", "city", city=S),
     ),
     "maths": (
-        _tool("add", "Add two numbers", "a b", a=N, b=N),
-        _tool("multiply", "Multiply two numbers", "x y", x=N, y=N),
-        _tool("square_root", "Square root of a number", "number", number=N),
-        _tool("convert_length", "Convert a length between units", "value from_unit to_unit",
+        tool("add", "Add two numbers", "a b", a=N, b=N),
+        tool("multiply", "Multiply two numbers", "x y", x=N, y=N),
+        tool("square_root", "Square root of a number", "number", number=N),
+        tool("convert_length", "Convert a length between units", "value from_unit to_unit",
               value=N, from_unit=S, to_unit=S),
     ),
     "web": (
-        _tool("web_search", "Search the internet", "query", query=S),
-        _tool("open_page", "Open a web page", "url", url=S),
-        _tool("get_news", "Latest news about a topic", "topic", topic=S, count=INT),
+        tool("web_search", "Search the internet", "query", query=S),
+        tool("open_page", "Open a web page", "url", url=S),
+        tool("get_news", "Latest news about a topic", "topic", topic=S, count=INT),
     ),
     "language": (
-        _tool("translate_text", "Translate text into another language", "text target_language",
+        tool("translate_text", "Translate text into another language", "text target_language",
               text=S, target_language=S),
-        _tool("define_word", "Look up a word in the dictionary", "word", word=S),
-        _tool("spell_check", "Check the spelling of a text", "text", text=S),
+        tool("define_word", "Look up a word in the dictionary", "word", word=S),
+        tool("spell_check", "Check the spelling of a text", "text", text=S),
     ),
     "shop": (
-        _tool("find_product", "Search products in the shop", "name",
+        tool("find_product", "Search products in the shop", "name",
               name=S, max_price=N, color=S),
-        _tool("add_to_cart", "Put a product into the cart", "product", product=S, quantity=INT),
-        _tool("track_order", "Where an order is", "order_id", order_id=S),
-        _tool("return_item", "Return an item of an order", "order_id", order_id=S, reason=S),
+        tool("add_to_cart", "Put a product into the cart", "product", product=S, quantity=INT),
+        tool("track_order", "Where an order is", "order_id", order_id=S),
+        tool("return_item", "Return an item of an order", "order_id", order_id=S, reason=S),
     ),
     "chat": (
-        _tool("send_message", "Send a text message to a contact", "contact message",
+        tool("send_message", "Send a text message to a contact", "contact message",
               contact=S, message=S),
-        _tool("call_contact", "Phone somebody", "name", name=S, video=B),
-        _tool("create_group", "Create a group chat", "members", members="array", name=S),
+        tool("call_contact", "Phone somebody", "name", name=S, video=B),
+        tool("create_group", "Create a group chat", "members", members="array", name=S),
     ),
     "health": (
-        _tool("log_meal", "Write down a meal", "food", food=S, calories=INT),
-        _tool("log_weight", "Write down the body weight", "kilograms", kilograms=N),
-        _tool("book_doctor", "Make an appointment with a doctor", "specialty",
+        tool("log_meal", "Write down a meal", "food", food=S, calories=INT),
+        tool("log_weight", "Write down the body weight", "kilograms", kilograms=N),
+        tool("book_doctor", "Make an appointment with a doctor", "specialty",
               specialty=S, day=S),
     ),
     "code": (
-        _tool("run_tests", "Run the test suite", path=S, verbose=B),
-        _tool("git_commit", "Commit the staged changes", "message", message=S),
-        _tool("create_issue", "Open an issue in the tracker", "title",
+        tool("run_tests", "Run the test suite", path=S, verbose=B),
+        tool("git_commit", "Commit the staged changes", "message", message=S),
+        tool("create_issue", "Open an issue in the tracker", "title",
               title=S, label=["bug", "feature", "question"]),
-        _tool("restart_service", "Restart a service on the server", "service", service=S),
+        tool("restart_service", "Restart a service on the server", "service", service=S),
     ),
     "people": (
-        _tool("add_contact", "Save a new contact", "name", name=S, phone=S, email=S),
-        _tool("find_employee", "Find an employee in the directory", "name",
+        tool("add_contact", "Save a new contact", "name", name=S, phone=S, email=S),
+        tool("find_employee", "Find an employee in the directory", "name",
               name=S, department=S),
-        _tool("get_birthday", "When somebody's birthday is", "person", person=S),
+        tool("get_birthday", "When somebody's birthday is", "person", person=S),
     ),
     "media": (
-        _tool("find_movie", "Find a movie", "title", title=S, year=INT),
-        _tool("get_showtimes", "When a film runs in the cinema", "movie", movie=S, city=S),
-        _tool("book_tickets", "Buy tickets for a show", "show tickets", show=S, tickets=INT),
-        _tool("resize_image", "Change the size of an image", "file width height",
+        tool("find_movie", "Find a movie", "title", title=S, year=INT),
+        tool("get_showtimes", "When a film runs in the cinema", "movie", movie=S, city=S),
+        tool("book_tickets", "Buy tickets for a show", "show tickets", show=S, tickets=INT),
+        tool("resize_image", "Change the size of an image", "file width height",
               file=S, width=INT, height=INT),
     ),
     "maps": (
-        _tool("get_directions", "Route from one place to another", "origin destination",
+        tool("get_directions", "Route from one place to another", "origin destination",
               origin=S, destination=S, mode=["driving", "walking", "cycling", "transit"]),
-        _tool("find_nearby", "Find places nearby", "kind", kind=(S, "kind of place"), near=S),
-        _tool("order_taxi", "Order a taxi", "pickup", pickup=S, destination=S),
+        tool("find_nearby", "Find places nearby", "kind", kind=(S, "kind of place"), near=S),
+        tool("order_taxi", "Order a taxi", "pickup", pickup=S, destination=S),
     ),
     "office": (
-        _tool("archive_invoice", "Archive an invoice", "invoice_id", invoice_id=S),
-        _tool("get_customer", "Fetch a customer's data", "customer_id", customer_id=INT),
-        _tool("update_status", "Change the status of a ticket", "ticket status",
+        tool("archive_invoice", "Archive an invoice", "invoice_id", invoice_id=S),
+        tool("get_customer", "Fetch a customer's data", "customer_id", customer_id=INT),
+        tool("update_status", "Change the status of a ticket", "ticket status",
               ticket=S, status=["open", "in_progress", "closed"]),
-        _tool("print_document", "Print a document", "document", document=S, copies=INT),
+        tool("print_document", "Print a document", "document", document=S, copies=INT),
     ),
 }  # fmt: skip
 
-
-def _call(name: str, /, **arguments: Any) -> Call:
-    return name, arguments
-
-
-c = _call
 
 CALLS: dict[str, tuple[tuple[str, Call | list[Call]], ...]] = {
     "weather": (
@@ -767,24 +740,4 @@ NO_CALL: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """By domain: what is to be answered in words, though tools are there."""
 
-
-def _offered(domain: str, index: int) -> list[dict[str, Any]]:
-    """The domain's tools, their order turned by index."""
-    tools = list(DOMAINS[domain])
-    turn = index % len(tools)
-    return tools[turn:] + tools[:turn]
-
-
-def cases() -> list[tuple[list[dict[str, Any]], str, list[Call]]]:
-    """(tools, request, right calls). Every third request with calls also sees a foreign tool."""
-    found: list[tuple[list[dict[str, Any]], str, list[Call]]] = []
-    names = list(DOMAINS)
-    for at, domain in enumerate(names):
-        for i, (request, calls) in enumerate(CALLS[domain]):
-            tools = _offered(domain, i)
-            if i % 3 == 2:
-                tools.append(DOMAINS[names[(at + 5 + i) % len(names)]][0])
-            found.append((tools, request, calls if isinstance(calls, list) else [calls]))
-        for i, request in enumerate(NO_CALL[domain]):
-            found.append((_offered(domain, i), request, []))
-    return found
+REQUESTS = Requests(DOMAINS, CALLS, NO_CALL)

@@ -33,6 +33,12 @@ class Peers:
         """Until all are here."""
         self.agree(0.0)
 
+    def leave(self) -> None:
+        """The end, for all at once: none goes while another still speaks to it."""
+        self.wait()
+        if self.count > 1:
+            dist.destroy_process_group()
+
     def agree(self, number: float) -> float:
         """The first process's number."""
         if self.count == 1:

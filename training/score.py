@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from training import tasks
+from training import heldout, tasks, unseen
 from training.data import Encoder
 from training.model import CHUNK, Model
 
@@ -23,17 +23,23 @@ SETS: dict[str, tuple[str, int, dict[str, int]]] = {
     "code": ("code", 48, {}),
 }
 CALL = "<tool_call>"
-WRITTEN, SILENT = "written", "written_silent"
+WRITTEN = {
+    "written": (heldout.REQUESTS, True),
+    "written_silent": (heldout.REQUESTS, False),
+    "unseen": (unseen.REQUESTS, True),
+    "unseen_silent": (unseen.REQUESTS, False),
+}
 """The requests written by hand: those that need a call, and those that need none."""
 
 
 def cases(encoder: Encoder, name: str) -> list[tuple[list[int], list[int]]]:
     """(prompt, answer) token ids of one evaluation set."""
-    if name in (WRITTEN, SILENT):
+    if name in WRITTEN:
+        requests, wanted = WRITTEN[name]
         return [
             (encoder.ids(sample.prompt), encoder.ids(sample.answer if calls else CALL))
-            for sample, calls in tasks.written()
-            if bool(calls) == (name == WRITTEN)
+            for sample, calls in tasks.written(requests)
+            if bool(calls) == wanted
         ]
     task, count, options = SETS[name]
     found = []
@@ -62,17 +68,18 @@ def evaluate(
 ) -> dict[str, dict[str, float]]:
     """Per set: exact share, and tokens per step with `drafts` drafts.
 
-    Of SILENT, the share where the answer does not begin with a call.
+    Of requests that need no call, the share where the answer does not begin with one.
     """
     report, on = {}, model.fused.on
     model.fused.on = False
     for name in names:
         exact = tokens = steps = 0
+        silent = name in WRITTEN and not WRITTEN[name][1]
         todo = sorted(cases(encoder, name), key=lambda case: len(case[0]) + len(case[1]))
         for at in range(0, len(todo), ROWS):
             some = todo[at : at + ROWS]
             for right, ahead in _judge(model, device, some, drafts):
-                exact += bool(right.all()) != (name == SILENT)
+                exact += bool(right.all()) != silent
                 got = accepted_length(ahead)
                 tokens, steps = tokens + got[0], steps + got[1]
         report[name] = {

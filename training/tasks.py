@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from training import asks, heldout, numbers, smalltalk
+from training import asks, numbers, smalltalk
 from training.daily import question_and_call
 from training.words import VERBS, Words
+from training.written import Call, Requests
 
 INSTRUCTIONS = (
     "If you choose to call a function ONLY reply in the following format with NO suffix:\n\n"
@@ -78,7 +79,7 @@ class Chat:
         self.sample.messages.append({"role": "assistant", "content": text})
         return self
 
-    def call(self, *calls: asks.Call) -> "Chat":
+    def call(self, *calls: Call) -> "Chat":
         """The model's call, or calls."""
         self.turns.append(("assistant", calls_text(calls)))
         made = [
@@ -109,7 +110,7 @@ class Chat:
         return self.sample
 
 
-def calls_text(calls: Sequence[asks.Call]) -> str:
+def calls_text(calls: Sequence[Call]) -> str:
     """Calls in the model's grammar."""
     return "\n".join(_call_text(name, arguments) for name, arguments in calls)
 
@@ -599,10 +600,10 @@ def draw(seed: int, evaluation: bool = False, task: str | None = None, **options
     return TASKS[task][0](w, **options)
 
 
-def written() -> list[tuple[Sample, list[asks.Call]]]:
-    """The requests written by hand, and the calls that are right."""
+def written(requests: Requests) -> list[tuple[Sample, list[Call]]]:
+    """The requests of a set written by hand, and the calls that are right."""
     found = []
-    for tools, request, calls in heldout.cases():
+    for tools, request, calls in requests.cases():
         chat = Chat("heldout", None, tools).user(request)
         chat = chat.call(*calls) if calls else chat.assistant(smalltalk.NO_TOOL)
         found.append((chat.done(), calls))

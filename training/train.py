@@ -16,7 +16,7 @@ from training.data import Encoder, Feed
 from training.model import CONFIG, Model, cross_entropy
 from training.optim import optimizers
 from training.peers import Peers
-from training.score import SETS, SILENT, WRITTEN, evaluate
+from training.score import SETS, WRITTEN, evaluate
 
 EMBEDDING = "model.embed_tokens.weight"
 TEMPLATE = Path(__file__).parent / "chat_template.jinja"
@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> None:
     steps, tokens = _train(model, feed, encoder, peers, args)
     if peers.first:
         _finish(model, encoder, args, steps, tokens, started)
-    peers.wait()
+    peers.leave()
 
 
 def _prepare(out: Path, args: argparse.Namespace) -> None:
@@ -148,9 +148,7 @@ def _finish(
     _save(model, out)
     half = Model(dtype=model.dtype).to(device)
     half.load_state_dict({k: v.to(torch.bfloat16) for k, v in model.state_dict().items()})
-    sets = evaluate(
-        half, encoder, str(device), ["daily"] if args.smoke else [*SETS, WRITTEN, SILENT]
-    )
+    sets = evaluate(half, encoder, str(device), ["daily"] if args.smoke else [*SETS, *WRITTEN])
     report = {"final": sets, "steps": steps, "tokens": tokens, "seconds": time.time() - started}
     print(json.dumps(report, indent=1), flush=True)
     (out / "training.json").write_text(json.dumps(report, indent=1) + "\n")
@@ -195,7 +193,7 @@ def _train(
             )
             last = now
         if time.time() - evaluated > args.every:
-            names = [WRITTEN, SILENT, "tools", "sequence", "json", "needle_8k", "dialogue"]
+            names = [*WRITTEN, "tools", "sequence", "json", "needle_8k", "dialogue"]
             print(json.dumps(evaluate(model, encoder, str(device), names)), flush=True)
             _save(model, Path(args.out))
             evaluated = last = time.time()

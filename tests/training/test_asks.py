@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from lockstep.text.parsers.qwen3_coder import Qwen3CoderParser
-from training import asks, heldout, numbers, tasks, values
+from training import asks, heldout, numbers, tasks, unseen, values
 from training.evaluate import calls_in
 from training.words import Words
+from training.written import Call, Requests
 
 SEEDS = range(60)
 
@@ -23,7 +24,7 @@ def _properties(tools: list[dict[str, Any]], name: str) -> dict[str, Any]:
     return found.get("parameters", {}).get("properties", {})
 
 
-def _check(tools: list[dict[str, Any]], request: str, calls: list[asks.Call]) -> None:
+def _check(tools: list[dict[str, Any]], request: str, calls: list[Call]) -> None:
     for name, arguments in calls:
         entries = _properties(tools, name)
         assert list(arguments) == [key for key in entries if key in arguments]
@@ -147,24 +148,31 @@ def test_where_no_tool_fits_none_is_related() -> None:
 
 
 def test_a_held_out_request_is_not_allowed_in_any_case() -> None:
-    for _, text, _ in heldout.cases():
+    for _, text, _ in heldout.REQUESTS.cases() + unseen.REQUESTS.cases():
         assert not asks.allowed(text) and not asks.allowed(text.upper().rstrip("?.!"))
     assert asks.allowed("something that nobody wrote down")
 
 
-def test_the_held_out_set_is_as_large_as_it_says_and_sound() -> None:
-    cases = heldout.cases()
-    assert sum(bool(calls) for _, _, calls in cases) >= 300
-    assert sum(not calls for _, _, calls in cases) >= 120
-    assert sum(len(tools) for tools in heldout.DOMAINS.values()) >= 60
+@pytest.mark.parametrize(
+    ("requests", "calls", "silent", "tools"),
+    [(heldout.REQUESTS, 300, 120, 60), (unseen.REQUESTS, 200, 80, 80)],
+    ids=["heldout", "unseen"],
+)
+def test_a_set_written_by_hand_is_as_large_as_it_says_and_sound(
+    requests: Requests, calls: int, silent: int, tools: int
+) -> None:
+    cases = requests.cases()
+    assert sum(bool(right) for _, _, right in cases) >= calls
+    assert sum(not right for _, _, right in cases) >= silent
+    assert sum(len(own) for own in requests.domains.values()) >= tools
     assert len({text for _, text, _ in cases}) > 0.98 * len(cases)
-    for tools, text, calls in cases:
-        assert len({tool["function"]["name"] for tool in tools}) == len(tools)
-        _check(tools, text, calls)
+    for offered, text, right in cases:
+        assert len({tool["function"]["name"] for tool in offered}) == len(offered)
+        _check(offered, text, right)
 
 
 def test_answers_read_back_as_the_calls_that_were_meant() -> None:
-    for sample, calls in tasks.written():
+    for sample, calls in tasks.written(heldout.REQUESTS) + tasks.written(unseen.REQUESTS):
         assert calls_in(sample.answer, sample.tools) == calls
     for seed in SEEDS:
         request = asks.several(_words(seed))
