@@ -3,9 +3,8 @@
 Answers come from the engine, greedy, with the MTP drafter at K = 3; one is exact if its text equals
 the reference. Cases come from the evaluation side of the word split, which training never draws
 from; free requests are those of heldout.py and unseen.py, written by hand. Free continuations of
-held-out source
-text are sampled: as the Qwen3.5 family recommends, and there a loop counts as
-a fault; and without a penalty, to tell how so small a model ends.
+held-out source text are sampled: as the Qwen3.5 family recommends, and there a loop counts as a
+fault; and without a penalty, to tell how so small a model ends.
 """
 
 import argparse
