@@ -25,7 +25,8 @@ class LLM:
         llm = LLM()
         print(llm.generate("def main(", SamplingParams(max_tokens=20))[0].outputs[0].text)
 
-    Settings are EngineConfig's. `progress(what, done, of)` is called while loading.
+    Settings are EngineConfig's. `progress(what, done, of)` is called while loading, in bytes, and
+    while warming up, in shapes.
     """
 
     def __init__(

@@ -7,7 +7,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
 
 if TYPE_CHECKING:
     from lockstep.llm import LLM
@@ -23,13 +33,30 @@ def note(text: str, style: str = "dim") -> None:
     notes().print(text, style=style, markup=False, soft_wrap=True)
 
 
+BYTES = "loading"
+"""The work whose progress is told in bytes; that of all other is told in numbers of things."""
+
+
+class _Amount(ProgressColumn):
+    """How much is done, of how much."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._bytes = DownloadColumn()
+        self._things = MofNCompleteColumn()
+
+    def render(self, task: Task) -> Text:
+        column = self._bytes if task.description == BYTES else self._things
+        return column.render(task)
+
+
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
     """A bar on stderr, driven by (what, done, of); it goes when it is done."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn(),
+        _Amount(),
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=notes(), transient=True) as bar:
@@ -66,9 +93,14 @@ def summary(llm: "LLM") -> str:
             f"(acceptance length {spec.synthetic_length:.2f})"
         )
     memory = plan.num_pages * plan.page_bytes + plan.num_slots * plan.slot_bytes
+    loaded = llm.engine.loaded
+    read = "random weights"
+    if loaded:
+        read = f"{loaded.bytes / 1e9:.2f} GB of weights at {loaded.speed / 1e9:.1f} GB/s"
     return (
         f"{plan.model_path.name} on {plan.device}, {drafting}, {plan.num_pages} pages "
-        f"({memory / 2**20:.0f} MiB of cache), graph {plan.graph_mode}, numerics {plan.numerics}"
+        f"({memory / 2**20:.0f} MiB of cache), {read}, graph {plan.graph_mode}, "
+        f"numerics {plan.numerics}"
     )
 
 

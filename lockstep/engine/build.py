@@ -20,7 +20,7 @@ from lockstep.layers.build import Build, Choice
 from lockstep.layers.linear import probe
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.hub import fetch
-from lockstep.models.loader import build_model, fill_dummy, load_weights
+from lockstep.models.loader import Loaded, build_model, fill_dummy, load_weights
 from lockstep.models.reading import ConfigReader
 from lockstep.quant import Packing, packing_of
 from lockstep.runner import memory
@@ -48,7 +48,8 @@ GPU_STEPS_IN_FLIGHT = 2
 @dataclass
 class EngineParts:
     """All that an engine stands on. draft_policy: how many drafts each step brings; notes: what
-    the checkpoint's weight format asks for and is not done."""
+    the checkpoint's weight format asks for and is not done; loaded: None where weights are random.
+    """
 
     plan: Plan
     runner: Runner
@@ -56,6 +57,7 @@ class EngineParts:
     checkpoint: Checkpoint
     choices: list[Choice]
     notes: tuple[str, ...]
+    loaded: Loaded | None
 
 
 @torch.inference_mode()
@@ -76,7 +78,7 @@ def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) ->
         prefixes=checkpoint.architecture.PREFIXES,
         packing=packing,
     )
-    model, draft = build_models(config, checkpoint, build, progress)
+    model, draft, loaded = build_models(config, checkpoint, build, progress)
     layers = memory.mixers(model, draft)
     cost = memory.cache_bytes(layers)
     memory.check_table(build.room, limits, model.config.vocab_size)
@@ -95,7 +97,7 @@ def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) ->
     step_ms = runner.warm_up(lambda done, of: progress("warming up", done, of))
     policy = pick_policy(config, plan, hooks, step_ms)
     notes = () if build.packing is None else build.packing.notes
-    return EngineParts(plan, runner, policy, checkpoint, build.choices, notes)
+    return EngineParts(plan, runner, policy, checkpoint, build.choices, notes, loaded)
 
 
 # What is chosen before anything is built.
@@ -228,16 +230,15 @@ def prepare_device(device: str) -> None:
 
 def build_models(
     config: EngineConfig, checkpoint: Checkpoint, build: Build, progress: Progress
-) -> tuple[nn.Module, Any]:
-    """The target and its draft module or None, with their weights."""
+) -> tuple[nn.Module, Any, Loaded | None]:
+    """The target and its draft module or None, with their weights; None loaded: random ones."""
     model = build_model(checkpoint.raw, build)
     draft = build_draft(config, checkpoint, model, build)
     if config.load_format == "dummy":
         fill_dummy(model, draft, config.seed)
-    else:
-        shown = partial(progress, "loading")
-        load_weights(checkpoint, model, draft, shown, build.packing)
-    return model, draft
+        return model, draft, None
+    shown = partial(progress, "loading")
+    return model, draft, load_weights(checkpoint, model, draft, shown, build.packing)
 
 
 def build_draft(

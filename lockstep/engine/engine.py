@@ -50,6 +50,7 @@ class Engine:
         self.plan = self._parts.plan
         self.runner = self._parts.runner
         self.checkpoint = self._parts.checkpoint
+        self.loaded = self._parts.loaded
         self.numerics = self.plan.numerics
         digest = hashlib.sha256(self.numerics.encode()).hexdigest()
         self.fingerprint = f"ls-{digest[:12]}"

@@ -1,6 +1,8 @@
 """From a checkpoint folder to a filled model: every tensor used, every parameter filled."""
 
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +17,21 @@ from lockstep.models.reading import ConfigReader
 from lockstep.quant import Packing, Slot
 
 Progress = Callable[[int, int], None]
+"""Called with the bytes that are loaded and those that are to be."""
 TIED_HEAD = "lm_head.weight"
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What was read of a checkpoint, and how long that took until all of it was in its place."""
+
+    bytes: int
+    seconds: float
+
+    @property
+    def speed(self) -> float:
+        """Bytes per second."""
+        return self.bytes / max(self.seconds, 1e-9)
 
 
 def build_model(raw: dict[str, Any], build: Build) -> nn.Module:
@@ -36,32 +52,40 @@ def load_weights(
     draft: nn.Module | None,
     progress: Progress,
     packing: Packing | None = None,
-) -> None:
+) -> Loaded:
     """Fills model and draft from the folder's safetensors, and finishes them.
 
     packing: the weight format that they were built with.
     Raises CheckpointError naming every tensor that is missing, spare, there twice, or does not fit.
     """
+    began = time.monotonic()
     module = checkpoint.architecture
     wanted = dict(_slots(module, model, draft))
     files = weight_files(checkpoint.folder)
     filled: set[str] = set()
     twins: list[tuple[str, Tensor]] = []
     faults: dict[str, list[str]] = {"missing": [], "spare": [], "doubled": [], "unfit": []}
-    for index, path in enumerate(files):
+    total = sum(path.stat().st_size for path in files)
+    behind = 0
+    for path in files:
+        done = behind
         with opened(path) as file:
             for name in file.keys():
                 key = stripped(module, name)
                 if key in filled:
                     faults["doubled"].append(name)
                 elif key in wanted:
-                    faults["unfit"] += _fill(name, wanted[key], file.get_tensor(name))
+                    tensor = file.get_tensor(name)
+                    faults["unfit"] += _fill(name, wanted[key], tensor)
                     filled.add(key)
+                    done += tensor.nbytes
+                    progress(done, total)
                 elif key == TIED_HEAD and model.config.tied:
                     twins.append((name, file.get_tensor(name)))
                 elif not _ignored(module, draft, packing, name):
                     faults["spare"].append(name)
-        progress(index + 1, len(files))
+        behind += path.stat().st_size
+        progress(behind, total)
     faults["missing"] = sorted(set(wanted) - filled)
     faults["unfit"] += [f for twin in twins for f in _differs(*twin, model.embed.weight)]
     if any(faults.values()):
@@ -72,6 +96,9 @@ def load_weights(
             "Mend config.json or the checkpoint."
         )
     finish(*(root for root in (model, draft) if root is not None))
+    if model.embed.weight.is_cuda:
+        torch.cuda.synchronize()
+    return Loaded(total, time.monotonic() - began)
 
 
 def finish(*roots: nn.Module) -> None:

@@ -119,7 +119,11 @@ def test_shards_and_their_index_load(folder: Path, known: Any) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     llm = build(folder, speculative_config=MTP, progress=lambda *told: seen.append(told))
     assert answer(llm) == expected
-    assert [told for told in seen if told[0] == "loading"] == [("loading", 1, 2), ("loading", 2, 2)]
+    size = sum((folder / file).stat().st_size for file in shards)
+    read = [(done, of) for what, done, of in seen if what == "loading"]
+    assert read == sorted(read) and read[-1] == (size, size) and {of for _, of in read} == {size}
+    assert len(read) == len(names) + len(shards)
+    assert llm.engine.loaded is not None and llm.engine.loaded.bytes == size
     (folder / "model-00002-of-00002.safetensors").unlink()
     message = refused(folder)
     assert "model-00002-of-00002.safetensors" in message and "Fetch" in message
