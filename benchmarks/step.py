@@ -1,16 +1,18 @@
 """ms of one captured step, by rows: what benchmarks/RESULTS.md quotes.
 
-    python benchmarks/step.py FOLDER --rows 1,8,64 --k 3 --context 4096 [--prompt 8192]
+    python benchmarks/step.py FOLDER --rows 1,8,64 --k 3 --context 4096 [--prompt 8192] [--kernels]
 
 FOLDER holds a config.json; weights are random, and so are the keys and values of the context. Every
 row stands at the context and brings 1 + K tokens; K drafts are made behind them. Nothing is
 scheduled: the step is replayed REPLAYS times in a row; the mean is printed, one JSON line each.
+--kernels adds where the time of a step goes: launches and us of each kernel.
 """
 
 import argparse
 import json
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from lockstep.config import EngineConfig
 from lockstep.engine.build import EngineParts, build_engine
@@ -19,10 +21,14 @@ from lockstep.runner.rows import write_place
 from lockstep.runner.step_timer import StepTimer
 from lockstep.step import PAGE_SIZE, StepShape
 
+NAME = 80
+"""Characters of a kernel's name that are printed."""
 WARM = 4
 """Untimed steps in front of the timed ones."""
 REPLAYS = 30
 """Timed steps, of which the mean is printed."""
+PROFILED = 3
+"""Steps whose kernels are counted."""
 PROMPTS = 3
 """Timed prompts, of which the least is printed, behind one that does not count."""
 AHEAD = 64
@@ -37,6 +43,7 @@ def main() -> None:
     ask.add_argument("--k", type=int, default=0, help="MTP drafts verified and made in a step")
     ask.add_argument("--context", type=int, default=4096, help="tokens in front of every row")
     ask.add_argument("--prompt", type=int, default=0, help="time one prompt of so many tokens, too")
+    ask.add_argument("--kernels", action="store_true", help="launches and us of each kernel")
     given = ask.parse_args()
     rows = tuple(sorted(int(count) for count in given.rows.split(",")))
     length = max(given.context + 8 * PAGE_SIZE, given.prompt + PAGE_SIZE)
@@ -61,7 +68,10 @@ def main() -> None:
             place(built, count, given.context - AHEAD, pages)
             built.runner.table.inputs.fill(row_ids=list(range(1, count + 1)))
             ms = timed(built, StepShape.uniform(count, given.k + 1), WARM, REPLAYS)
-            print(json.dumps({"rows": count, "k": given.k, "context": given.context, "ms": ms}))
+            line = {"rows": count, "k": given.k, "context": given.context, "ms": ms}
+            if given.kernels:
+                line["kernels"] = kernels(built, StepShape.uniform(count, given.k + 1))
+            print(json.dumps(line), flush=True)
         if given.prompt:
             print(json.dumps({"prompt": given.prompt, "ms": prompt_ms(built, given.prompt, pages)}))
 
@@ -89,6 +99,20 @@ def timed(built: EngineParts, shape: StepShape, warm: int, times: int) -> float:
     timer.end()
     timer.wait()
     return round(timer.ms / times, 3)
+
+
+def kernels(built: EngineParts, shape: StepShape) -> list[tuple[str, float, float]]:
+    """Of each kernel of a step, its name, launches and us in all; the dearest first."""
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(PROFILED):
+            built.runner.run_step(shape)
+        torch.cuda.synchronize()
+    found = [
+        (event.key[:NAME], event.count / PROFILED, round(event.device_time_total / PROFILED, 1))
+        for event in seen.key_averages()
+        if event.device_time_total
+    ]
+    return sorted(found, key=lambda kernel: -kernel[2])
 
 
 def prompt_ms(built: EngineParts, tokens: int, pages: int) -> float:

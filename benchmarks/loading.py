@@ -1,0 +1,131 @@
+"""GB/s of loading a checkpoint from the page cache, and the device memory that it takes at most.
+
+    python benchmarks/loading.py FOLDER SCRATCH [--gb 20]
+
+FOLDER holds a config.json. A checkpoint of its layers with random weights, in its weight format, is
+written into SCRATCH (a folder in memory, such as /dev/shm/x), cut off behind the layer where it has
+`--gb` gigabytes, and loaded. One JSON line is printed.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lockstep.bench.floor import sketch
+from lockstep.layers.build import Build
+from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.loader import build_model, load_weights
+from lockstep.quant import Slot, packing_of
+
+SHARD = 4 << 30
+"""Bytes of a file of the checkpoint, as hubs have them."""
+WEIGHT = 0.02
+"""Standard deviation of the random weights."""
+ZEROS = 0x77777777
+"""Zero points of a symmetric checkpoint of GPTQ, eight in a word: others are refused."""
+
+
+def main() -> None:
+    """Writes, loads, prints."""
+    ask = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    ask.add_argument("folder", type=Path)
+    ask.add_argument("scratch", type=Path)
+    ask.add_argument("--gb", type=float, default=20.0, help="about how much is written")
+    given = ask.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shutil.copytree(given.folder, given.scratch, dirs_exist_ok=True)
+    shorten(given.scratch, given.gb)
+    write(given.scratch, device)
+    checkpoint = Checkpoint.read(given.scratch)
+    packing = packing_of(checkpoint.quantization(), None)
+    build = Build(
+        device=device,
+        dtype=torch.bfloat16,
+        window=1,
+        max_positions=1,
+        max_model_len=1,
+        tensors=checkpoint.tensors(),
+        prefixes=checkpoint.architecture.PREFIXES,
+        packing=packing,
+    )
+    with torch.inference_mode():
+        model = build_model(checkpoint.raw, build)
+        built = torch.cuda.memory_allocated() if device == "cuda" else 0
+        loaded = load_weights(checkpoint, model, None, lambda done, of: None, packing)
+    figures = {"model": given.folder.name, "gb": round(loaded.bytes / 1e9, 2)}
+    figures["gb_per_s"] = round(loaded.speed / 1e9, 2)
+    if device == "cuda":
+        figures["built_gb"] = round(built / 1e9, 2)
+        figures["peak_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 2)
+    print(json.dumps(figures))
+
+
+def slots(folder: Path) -> list[tuple[str, Slot]]:
+    """The tensors that a checkpoint of the folder's config.json has."""
+    model = sketch(folder, torch.bfloat16, None).model
+    weights: dict[str, Tensor | Slot] = model.weights()  # type: ignore[operator]
+    return [(name, Slot.of(target)) for name, target in weights.items()]
+
+
+def size(found: list[tuple[str, Slot]]) -> int:
+    """Their bytes."""
+    return sum(torch.Size(slot.shape or ()).numel() * dtype(slot).itemsize for _, slot in found)
+
+
+def dtype(slot: Slot) -> torch.dtype:
+    """What a published checkpoint would hold."""
+    return torch.bfloat16 if torch.bfloat16 in slot.dtypes else slot.dtypes[0]
+
+
+def shorten(folder: Path, gigabytes: float) -> None:
+    """Takes layers off config.json until the checkpoint has about so many gigabytes."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    layers = int(config["num_hidden_layers"])
+    whole = size(slots(folder))
+    kept = max(4, min(layers, int(layers * gigabytes * 1e9 / whole)))
+    config["num_hidden_layers"] = kept
+    config["layer_types"] = config["layer_types"][:kept]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def write(folder: Path, device: str) -> None:
+    """The checkpoint's files."""
+    generator = torch.Generator(device).manual_seed(0)
+    shard: dict[str, Tensor] = {}
+    held = 0
+    count = 0
+    for name, slot in slots(folder):
+        tensor = drawn(name, slot, device, generator)
+        shard[name] = tensor.cpu()
+        held += tensor.nbytes
+        if held > SHARD:
+            save_file(shard, folder / f"model-{count:05d}.safetensors")
+            shard = {}
+            held = 0
+            count += 1
+    save_file(shard, folder / f"model-{count:05d}.safetensors")
+
+
+def drawn(name: str, slot: Slot, device: str, generator: torch.Generator) -> Tensor:
+    """Random values of the slot's shape and dtype."""
+    kind = dtype(slot)
+    shape = slot.shape or ()
+    if kind.is_floating_point:
+        values = torch.randn(shape, device=device, generator=generator) * WEIGHT
+        return values.to(kind)
+    if name.endswith("qzeros"):
+        return torch.full(shape, ZEROS, device=device, dtype=kind)
+    limits = torch.iinfo(kind)
+    return torch.randint(
+        limits.min, limits.max, shape, device=device, dtype=kind, generator=generator
+    )
+
+
+if __name__ == "__main__":
+    main()
