@@ -127,7 +127,13 @@ class Feed:
         for length, count in workers.items():
             queue = context.Queue(maxsize=2 * count)
             for i in range(count):
-                arguments = (folder, seed + 7919 * length + i, length, shares, part_tokens // length)
+                arguments = (
+                    folder,
+                    seed + 7919 * length + i,
+                    length,
+                    shares,
+                    part_tokens // length,
+                )
                 context.Process(target=_work, args=(*arguments, queue), daemon=True).start()
             Thread(target=self._collect, args=(length, queue), daemon=True).start()
 

@@ -316,9 +316,7 @@ class Draft(nn.Module):
         self.layers = nn.ModuleList([Block(c, "full_attention")])
         self.norm = Norm(h)
 
-    def forward(
-        self, e: Tensor, h: Tensor, places: Places, fused: Fused
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, e: Tensor, h: Tensor, places: Places, fused: Fused) -> tuple[Tensor, Tensor]:
         x = fused(
             draft_in, e, h, self.pre_fc_norm_embedding.weight, self.pre_fc_norm_hidden.weight,
             self.fc.weight,
