@@ -127,14 +127,9 @@ class Feed:
         for length, count in workers.items():
             queue = context.Queue(maxsize=2 * count)
             for i in range(count):
-                arguments = (
-                    folder,
-                    seed + 7919 * length + i,
-                    length,
-                    shares,
-                    part_tokens // length,
-                )
-                context.Process(target=_work, args=(*arguments, queue), daemon=True).start()
+                own = seed + 7919 * length + i
+                arguments = (folder, own, length, shares, part_tokens // length, queue)
+                context.Process(target=_work, args=arguments, daemon=True).start()
             Thread(target=self._collect, args=(length, queue), daemon=True).start()
 
     def _collect(self, length: int, queue: Any) -> None:
