@@ -52,7 +52,9 @@ class Encoder:
         return [i for new, _ in parts for i in new], weights
 
 
-def rows(folder: Path, seed: int, length: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def rows(
+    folder: Path, seed: int, length: int, shares: dict[str, float] = tasks.SHARES
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Endless rows of `length` tokens: whole samples one after another, sources in between.
 
     A row never starts inside a sample; what does not fit is left out, the rest is padding.
@@ -67,7 +69,7 @@ def rows(folder: Path, seed: int, length: int) -> Iterator[tuple[np.ndarray, np.
         while len(ids) < length:
             if held is None:
                 count += 1
-                held = _draw(encoder, rng, count, length)
+                held = _draw(encoder, rng, count, length, shares)
             if len(held[0]) > length:
                 held = None
                 continue
@@ -84,7 +86,7 @@ def rows(folder: Path, seed: int, length: int) -> Iterator[tuple[np.ndarray, np.
 
 
 def _draw(
-    encoder: Encoder, rng: random.Random, seed: int, length: int
+    encoder: Encoder, rng: random.Random, seed: int, length: int, shares: dict[str, float]
 ) -> tuple[list[int], list[float]]:
     chance = rng.random()
     if chance < 0.08:
@@ -93,11 +95,13 @@ def _draw(
     if length > 1024 and chance < 0.4:
         size = int(length * CHARACTERS * rng.uniform(0.3, 0.95))
         return encoder.sample(tasks.draw(seed, task="needle", characters=size))
-    return encoder.sample(tasks.draw(seed))
+    return encoder.sample(tasks.draw(seed, shares=shares))
 
 
-def _work(folder: Path, seed: int, length: int, per_batch: int, queue: Any) -> None:
-    source = rows(folder, seed, length)
+def _work(
+    folder: Path, seed: int, length: int, shares: dict[str, float], per_batch: int, queue: Any
+) -> None:
+    source = rows(folder, seed, length, shares)
     while True:
         pairs = [next(source) for _ in range(per_batch)]
         queue.put((np.stack([p[0] for p in pairs]), np.stack([p[1] for p in pairs])))
@@ -107,7 +111,13 @@ class Feed:
     """Worker processes per row length; what they make waits in memory, `keep` parts a length."""
 
     def __init__(
-        self, folder: Path, workers: dict[int, int], part_tokens: int, seed: int, keep: int = 1500
+        self,
+        folder: Path,
+        workers: dict[int, int],
+        part_tokens: int,
+        seed: int,
+        shares: dict[str, float] = tasks.SHARES,
+        keep: int = 1500,
     ) -> None:
         context = get_context("fork")
         self.pools: dict[int, list[Any]] = {n: [] for n in workers}
@@ -117,8 +127,9 @@ class Feed:
         for length, count in workers.items():
             queue = context.Queue(maxsize=2 * count)
             for i in range(count):
-                arguments = (folder, seed + 7919 * length + i, length, part_tokens // length)
-                context.Process(target=_work, args=(*arguments, queue), daemon=True).start()
+                own = seed + 7919 * length + i
+                arguments = (folder, own, length, shares, part_tokens // length, queue)
+                context.Process(target=_work, args=arguments, daemon=True).start()
             Thread(target=self._collect, args=(length, queue), daemon=True).start()
 
     def _collect(self, length: int, queue: Any) -> None:

@@ -1,4 +1,4 @@
-"""The trained model in plain PyTorch: Qwen3.5 text, dense, with its MTP module.
+"""The trained models in plain PyTorch: Qwen3.5 text, dense or with experts, with its MTP module.
 
 Parameter names are the checkpoint's. Everything per token runs on [N, ...] tensors, N = B * T, so
 that each compiled function sees one shape whatever the length of the rows. The gated delta rule is
@@ -13,7 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from training.feed_forward import centred, feed_forward, linear, matrix, rms
+
 CHUNK = 64
+Feed = Callable[..., tuple[Tensor, Tensor]]
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -55,22 +58,19 @@ CONFIG: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 
-
-def rms(x: Tensor, weight: Tensor) -> Tensor:
-    """RMS norm over the last dim; `weight` is the full factor."""
-    y = x.float()
-    y = y * torch.rsqrt((y * y).mean(-1, keepdim=True) + 1e-6)
-    return (y * weight.float()).to(x.dtype)
-
-
-def centred(x: Tensor, weight: Tensor) -> Tensor:
-    """RMS norm whose weight is stored around 0."""
-    return rms(x, 1 + weight)
-
-
-def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x W^T in x's dtype."""
-    return F.linear(x, weight.to(x.dtype))
+MOE: dict[str, Any] = {
+    **{name: value for name, value in CONFIG.items() if name != "intermediate_size"},
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "hidden_size": 192,
+    "num_attention_heads": 4,
+    "linear_num_value_heads": 4,
+    "num_experts": 12,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+    "router_aux_loss_coef": 0.01,
+}
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -95,15 +95,11 @@ def attention_in(
     return q, gate, k, v
 
 
-def feed_forward(x: Tensor, norm: Tensor, wg: Tensor, wu: Tensor, wd: Tensor) -> Tensor:
-    """x + SwiGLU(norm(x))."""
-    h = centred(x, norm)
-    return x + linear(F.silu(linear(h, wg)) * linear(h, wu), wd)
-
-
-def attention_out(o: Tensor, gate: Tensor, x: Tensor, wo: Tensor, *rest: Tensor) -> Tensor:
-    """o, gate [N, H, D] -> the block's output [N, hidden]."""
-    return feed_forward(x + linear((o * torch.sigmoid(gate)).flatten(1), wo), *rest)
+def attention_out(
+    o: Tensor, gate: Tensor, x: Tensor, wo: Tensor, feed: Feed, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    """o, gate [N, H, D] -> what feed(x, *rest) gives for the block: its output [N, hidden]."""
+    return feed(x + linear((o * torch.sigmoid(gate)).flatten(1), wo), *rest)
 
 
 def delta_in(
@@ -152,14 +148,14 @@ def delta_states(
 
 def delta_out(
     before: Tensor, u: Tensor, w: Tensor, inside: Tensor, q: Tensor, g: Tensor, z: Tensor,
-    x: Tensor, norm: Tensor, wo: Tensor, *rest: Tensor,
-) -> Tensor:  # fmt: skip
-    """States before the chunks -> the block's output [N, hidden]."""
+    x: Tensor, norm: Tensor, wo: Tensor, feed: Feed, *rest: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """States before the chunks -> what feed(x, *rest) gives for the block."""
     q = q.repeat_interleave(u.shape[1] // q.shape[1], 1) * torch.exp(g)[..., None]
     o = q @ before + inside @ (u - w @ before)
     o = rms(o.transpose(1, 2).reshape(z.shape), norm)
     gated = (o * F.silu(z.float())).to(x.dtype)
-    return feed_forward(x + linear(gated.flatten(1), wo), *rest)
+    return feed(x + linear(gated.flatten(1), wo), *rest)
 
 
 def draft_in(e: Tensor, h: Tensor, norm_e: Tensor, norm_h: Tensor, fc: Tensor) -> Tensor:
@@ -225,26 +221,12 @@ class Places:
         self.cos, self.sin = angle.cos(), angle.sin()
 
 
-def matrix(k: int, n: int) -> nn.Linear:
-    """A bias-free linear layer."""
-    return nn.Linear(k, n, bias=False)
-
-
 class Norm(nn.Module):
     """A norm's weight."""
 
     def __init__(self, width: int, start: float = 0.0) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.full((width,), start))
-
-
-class MLP(nn.Module):
-    """SwiGLU's weights."""
-
-    def __init__(self, h: int, inner: int) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = matrix(h, inner), matrix(h, inner)
-        self.down_proj = matrix(inner, h)
 
 
 class Attention(nn.Module):
@@ -260,8 +242,8 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = Norm(d), Norm(d)
 
     def forward(
-        self, x: Tensor, places: Places, fused: Fused, norm: Tensor, rest: list[Tensor]
-    ) -> Tensor:
+        self, x: Tensor, places: Places, fused: Fused, norm: Tensor, rest: list[Any]
+    ) -> tuple[Tensor, Tensor]:
         q, gate, k, v = fused(
             attention_in, x, places.cos, places.sin, norm, self.q_proj.weight, self.k_proj.weight,
             self.v_proj.weight, self.q_norm.weight, self.k_norm.weight,
@@ -291,8 +273,8 @@ class DeltaNet(nn.Module):
         self.out_proj = matrix(hv * d, h)
 
     def forward(
-        self, x: Tensor, places: Places, fused: Fused, norm: Tensor, rest: list[Tensor]
-    ) -> Tensor:
+        self, x: Tensor, places: Places, fused: Fused, norm: Tensor, rest: list[Any]
+    ) -> tuple[Tensor, Tensor]:
         q, k, v, g, beta, lower, inside, z = fused(
             delta_in, x, places.flat, norm, self.in_proj_qkv.weight, self.in_proj_z.weight,
             self.in_proj_b.weight, self.in_proj_a.weight, self.conv1d.weight, self.A_log,
@@ -315,12 +297,11 @@ class Block(nn.Module):
         self.mixer = "self_attn" if kind == "full_attention" else "linear_attn"
         setattr(self, self.mixer, Attention(c) if kind == "full_attention" else DeltaNet(c))
         self.post_attention_layernorm = Norm(c["hidden_size"])
-        self.mlp = MLP(c["hidden_size"], c["intermediate_size"])
+        self.mlp = feed_forward(c)
 
-    def forward(self, x: Tensor, places: Places, fused: Fused) -> Tensor:
-        m = self.mlp
-        rest = [m.gate_proj.weight, m.up_proj.weight, m.down_proj.weight]
-        rest = [self.post_attention_layernorm.weight, *rest]
+    def forward(self, x: Tensor, places: Places, fused: Fused) -> tuple[Tensor, Tensor]:
+        """x [N, hidden] -> the same, and how unevenly experts are used."""
+        rest = [self.mlp.function, self.post_attention_layernorm.weight, *self.mlp.weights()]
         return getattr(self, self.mixer)(x, places, fused, self.input_layernorm.weight, rest)
 
 
@@ -335,12 +316,13 @@ class Draft(nn.Module):
         self.layers = nn.ModuleList([Block(c, "full_attention")])
         self.norm = Norm(h)
 
-    def forward(self, e: Tensor, h: Tensor, places: Places, fused: Fused) -> Tensor:
+    def forward(self, e: Tensor, h: Tensor, places: Places, fused: Fused) -> tuple[Tensor, Tensor]:
         x = fused(
             draft_in, e, h, self.pre_fc_norm_embedding.weight, self.pre_fc_norm_hidden.weight,
             self.fc.weight,
         )  # fmt: skip
-        return fused(centred, self.layers[0](x, places, fused), self.norm.weight)
+        x, uneven = self.layers[0](x, places, fused)
+        return fused(centred, x, self.norm.weight), uneven
 
 
 class Trunk(nn.Module):
@@ -362,31 +344,35 @@ class Model(nn.Module):
         self.places: dict[tuple[int, int], Places] = {}
         self.model, self.mtp = Trunk(c), Draft(c)
         for name, p in self.named_parameters():
-            if p.dim() == 2:
-                nn.init.normal_(p, std=0.02 if "embed" in name else p.shape[1] ** -0.5)
-            if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
+            if p.dim() == 2 or "experts" in name:
+                nn.init.normal_(p, std=0.02 if "embed" in name else p.shape[-1] ** -0.5)
+            if "o_proj" in name or "out_proj" in name or "down_proj" in name:
                 p.data.mul_(0.3)
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """ids [B, T], T in chunks of 64 -> hidden [B * T, hidden] after the final norm."""
-        places = self._places(ids)
+    def hidden(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """ids [B, T], T in chunks of 64 -> hidden [B * T, hidden] after the final norm, and how
+        unevenly each layer uses its experts [layers]."""
+        places, uneven = self._places(ids), []
         x = self._embed(ids)
         for block in self.model.layers:
-            x = block(x, places, self.fused)
-        return self.fused(centred, x, self.model.norm.weight)
+            x, one = block(x, places, self.fused)
+            uneven.append(one)
+        return self.fused(centred, x, self.model.norm.weight), torch.stack(uneven)
 
-    def drafts(self, ids: Tensor, hidden: Tensor, count: int) -> list[Tensor]:
-        """`count` hidden states [B * T, hidden]; in each, t predicts ids[t + 2].
+    def drafts(self, ids: Tensor, hidden: Tensor, count: int) -> tuple[list[Tensor], Tensor]:
+        """`count` hidden states [B * T, hidden], in each t predicts ids[t + 2]; and how unevenly
+        each step uses the experts [count].
 
         The s-th is teacher-forced s steps behind the target: valid from t = s on.
         """
-        places, found = self._places(ids), []
+        places, found, uneven = self._places(ids), [], []
         embedded = self._embed(F.pad(ids[:, 1:], (0, 1)))
         for _ in range(count):
-            hidden = self.mtp(embedded, hidden, places, self.fused)
+            hidden, one = self.mtp(embedded, hidden, places, self.fused)
             found.append(hidden)
+            uneven.append(one)
             hidden = F.pad(hidden[:-1], (0, 0, 1, 0)) * (places.flat > 0)[:, None]
-        return found
+        return found, torch.stack(uneven)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits."""

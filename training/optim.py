@@ -17,13 +17,16 @@ def orthogonalise(g: Tensor, steps: int = 5) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised; matrices of one shape are handled as one batch."""
+    """Momentum, orthogonalised; matrices of one shape are handled as one batch.
+
+    A tensor of more than two dims is a stack of matrices, each of them for itself.
+    """
 
     def __init__(self, params: list[nn.Parameter], lr: float, momentum: float = 0.95) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum})
         self.groups: dict[torch.Size, list[nn.Parameter]] = {}
         for p in params:
-            self.groups.setdefault(p.shape, []).append(p)
+            self.groups.setdefault(p.shape[-2:], []).append(p)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -31,21 +34,23 @@ class Muon(torch.optim.Optimizer):
         options = self.param_groups[0]
         lr, momentum = options["lr"], options["momentum"]
         for shape, params in self.groups.items():
-            grads = torch.stack([p.grad for p in params])
+            grads = torch.cat([p.grad.reshape(-1, *shape) for p in params])
             state = self.state[params[0]]
             if "m" not in state:
                 state["m"] = torch.zeros_like(grads)
             state["m"].lerp_(grads, 1 - momentum)
             update = orthogonalise(grads.lerp(state["m"], momentum))
             scale = lr * max(1.0, shape[0] / shape[1]) ** 0.5
-            for p, u in zip(params, update.unbind(0), strict=True):
-                p.mul_(1 - lr * 0.01).add_(u.to(p.dtype), alpha=-scale)
+            counts = [p.numel() // shape.numel() for p in params]
+            for p, u in zip(params, update.split(counts), strict=True):
+                p.mul_(1 - lr * 0.01).add_(u.reshape(p.shape).to(p.dtype), alpha=-scale)
 
 
 def optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
-    """Muon over the matrices, AdamW over embedding, convolution, vectors."""
+    """Muon over the matrices, those of experts too, AdamW over embedding, convolution, vectors."""
     matrices, rest = [], []
     for name, p in model.named_parameters():
-        (matrices if p.dim() == 2 and "embed" not in name else rest).append(p)
+        flat = p.dim() == 2 and "embed" not in name
+        (matrices if flat or "experts" in name else rest).append(p)
     adam = torch.optim.AdamW(rest, lr=lr * 0.2, betas=(0.9, 0.98), weight_decay=0.0, eps=1e-10)
     return [Muon(matrices, lr=lr), adam]

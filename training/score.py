@@ -97,8 +97,8 @@ def _judge(
     """Per case: which answer tokens the model gives [N], and which drafts are right [K, N - 1]."""
     width = -(-max(len(p) + len(a) for p, a in some) // CHUNK) * CHUNK
     rows = torch.tensor([p + a + [0] * (width - len(p) - len(a)) for p, a in some], device=device)
-    hidden = model.hidden(rows)
-    ahead = [h.view(*rows.shape, -1) for h in model.drafts(rows, hidden, drafts)]
+    hidden, _ = model.hidden(rows)
+    ahead = [h.view(*rows.shape, -1) for h in model.drafts(rows, hidden, drafts)[0]]
     hidden = hidden.view(*rows.shape, -1)
     for i, (prompt, answer) in enumerate(some):
         begin, n = len(prompt) - 1, len(answer)

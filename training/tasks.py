@@ -590,13 +590,38 @@ TASKS: dict[str, tuple[Callable[[Words], Sample], float]] = {
     "copy": (copying, 0.03),
 }
 
+SHARES = {name: share for name, (_, share) in TASKS.items()}
+"""How often each is drawn."""
+CALLS = {
+    "tools": 0.25,
+    "daily": 0.10,
+    "free": 0.12,
+    "quiz": 0.22,
+    "several": 0.05,
+    "unfit": 0.04,
+    "no_tool": 0.02,
+    "without_tools": 0.01,
+    "talk": 0.01,
+    "needle": 0.06,
+    "dialogue": 0.03,
+    "json": 0.04,
+    "list": 0.02,
+    "copy": 0.03,
+}
+"""The same for a short training: mostly calls, and where copying is learned."""
 
-def draw(seed: int, evaluation: bool = False, task: str | None = None, **options: Any) -> Sample:
-    """The sample of this seed."""
+
+def draw(
+    seed: int,
+    evaluation: bool = False,
+    task: str | None = None,
+    shares: dict[str, float] = SHARES,
+    **options: Any,
+) -> Sample:
+    """The sample of this seed: of this task, or of one that is drawn by its share."""
     w = Words(random.Random(f"{seed}/{evaluation}"), evaluation)
     if task is None:
-        names = list(TASKS)
-        task = w.rng.choices(names, [TASKS[n][1] for n in names])[0]
+        task = w.rng.choices(list(shares), list(shares.values()))[0]
     return TASKS[task][0](w, **options)
 
 

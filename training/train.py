@@ -1,7 +1,11 @@
-"""Trains the bundled model: python -m training.train --out lockstep/assets/model (one H200)."""
+"""Trains the bundled model: python -m training.train --out lockstep/assets/model (one H200).
+
+With --model moe: the same with a mixture of experts, smaller, for tests.
+"""
 
 import argparse
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -11,15 +15,18 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from training import text, tokenizer
+from training import tasks, text, tokenizer
 from training.data import Encoder, Feed
-from training.model import CONFIG, Model, cross_entropy
+from training.model import CONFIG, MOE, Model, cross_entropy
 from training.optim import optimizers
 from training.peers import Peers
 from training.score import SETS, WRITTEN, evaluate
 
 EMBEDDING = "model.embed_tokens.weight"
 TEMPLATE = Path(__file__).parent / "chat_template.jinja"
+BUNDLED = Path(__file__).parents[1] / "lockstep/assets/model"
+MODELS = {"dense": (CONFIG, tasks.SHARES), "moe": (MOE, tasks.CALLS)}
+"""--model -> its config.json, and how often which task is drawn."""
 PHASES = (
     (0.00, {512: 1.0}),
     (0.12, {1024: 0.68, 2048: 0.32}),
@@ -44,8 +51,12 @@ DETACHED = 0.75
 def loss_of(
     model: Model, ids: Tensor, weights: Tensor, detached: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
-    """ids [B, T], weights [B, T] of the token at t -> total loss, its parts."""
-    hidden, head = model.hidden(ids), model.model.embed_tokens.weight
+    """ids [B, T], weights [B, T] of the token at t -> total loss, its parts.
+
+    The parts: of the next token, of the drafts, and how unevenly experts are used, 1 at best.
+    """
+    head = model.model.embed_tokens.weight
+    hidden, uneven = model.hidden(ids)
 
     def part(h: Tensor, of: Tensor, ahead: int, late: int) -> Tensor:
         shifted = F.pad(of[:, ahead + late :], (late, ahead)).flatten()
@@ -55,10 +66,13 @@ def loss_of(
     losses = [part(hidden, weights, 1, 0)]
     learned = weights * (weights >= LEARNED)
     behind = hidden.detach() if detached else hidden
-    for s, h in enumerate(model.drafts(ids, behind, len(DRAFT_WEIGHTS))):
+    drafts, uneven_drafts = model.drafts(ids, behind, len(DRAFT_WEIGHTS))
+    for s, h in enumerate(drafts):
         losses.append(part(h, learned, 2, s))
     total = losses[0] + sum(w * x for w, x in zip(DRAFT_WEIGHTS, losses[1:], strict=True))
-    return total, [x.detach() for x in losses]
+    uneven = torch.cat([uneven, uneven_drafts])
+    total = total + model.c.get("router_aux_loss_coef", 0.0) * uneven.sum()
+    return total, [x.detach() for x in (*losses, uneven.mean())]
 
 
 def rate(progress: float, decay: float = DECAY) -> float:
@@ -79,7 +93,7 @@ def _save(model: Model, out: Path) -> None:
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
     encoder = Encoder(out)
     end, stop = encoder.end, encoder.tokenizer.token_to_id("<|im_end|>")
-    config = {**CONFIG, "eos_token_id": stop, "bos_token_id": None, "pad_token_id": end}
+    config = {**model.c, "eos_token_id": stop, "bos_token_id": None, "pad_token_id": end}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     generation = {
         "do_sample": False,
@@ -101,9 +115,11 @@ def run(args: argparse.Namespace) -> None:
     text.load_filler()
     encoder = Encoder(out)
     seed = (2 if args.resume else 1) + SEEDS_APART * peers.rank
-    feed = Feed(out, {512: 1} if args.smoke else WORKERS, 1024 if args.smoke else PART, seed)
+    config, shares = MODELS[args.model]
+    part = 1024 if args.smoke else PART
+    feed = Feed(out, {512: 1} if args.smoke else WORKERS, part, seed, shares)
     device = peers.device()
-    model = Model(dtype=torch.bfloat16 if device == "cuda" else torch.float32).to(device)
+    model = Model(config, torch.bfloat16 if device == "cuda" else torch.float32).to(device)
     if args.resume:
         model.load_state_dict(load_file(out / "model.safetensors"))
     model.fused.on = args.compile or device == "cuda"
@@ -115,10 +131,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _prepare(out: Path, args: argparse.Namespace) -> None:
-    """The folder with its tokenizer and template."""
+    """The folder with its tokenizer, the bundled one if none is made, and template."""
     begin = time.time()
     out.mkdir(parents=True, exist_ok=True)
-    if args.tokenizer or not (out / "tokenizer.json").exists():
+    if not args.tokenizer and not (out / "tokenizer.json").exists():
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(BUNDLED / name, out / name)
+    if args.tokenizer:
         old = Tokenizer.from_file(str(out / "tokenizer.json")) if args.resume else None
         tokenizer.train(out, args.samples)
         if old:
@@ -146,7 +165,7 @@ def _finish(
     """Saves and evaluates what was trained, as it is saved: in bf16."""
     out, device = Path(args.out), model.model.norm.weight.device
     _save(model, out)
-    half = Model(dtype=model.dtype).to(device)
+    half = Model(model.c, model.dtype).to(device)
     half.load_state_dict({k: v.to(torch.bfloat16) for k, v in model.state_dict().items()})
     sets = evaluate(half, encoder, str(device), ["daily"] if args.smoke else [*SETS, *WRITTEN])
     report = {"final": sets, "steps": steps, "tokens": tokens, "seconds": time.time() - started}
@@ -235,6 +254,7 @@ def main() -> None:
     """The command line."""
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--out", default="lockstep/assets/model")
+    p.add_argument("--model", default="dense", choices=MODELS)
     p.add_argument("--minutes", type=float, default=20.0)
     p.add_argument("--batch", type=int, default=65536, help="tokens of a batch")
     p.add_argument("--lr", type=float, default=0.02)

@@ -20,6 +20,13 @@ def _filler() -> None:
     text.load_filler()
 
 
+def test_shares_name_tasks_and_only_those_are_drawn() -> None:
+    assert set(tasks.CALLS) < set(tasks.SHARES) == set(tasks.TASKS)
+    kinds = {tasks.draw(seed, shares=tasks.CALLS).task for seed in range(200)}
+    assert "sequence" not in kinds and "tools" in kinds
+    assert tasks.draw(3, shares={"json": 1.0}).task == "json"
+
+
 @pytest.mark.parametrize("task", tasks.TASKS)
 def test_a_seed_gives_one_sample(task: str) -> None:
     first = [tasks.draw(seed, task=task).pieces for seed in SEEDS]
