@@ -15,7 +15,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from lockstep.kernels.linear.packed import launch, tile_of
+from lockstep.kernels.linear.packed import launch
+from lockstep.kernels.linear.packed_tuning import lookup
 from lockstep.kernels.packed._form import Target
 from lockstep.kernels.packed.cases import layouts
 from tests.kernels.compile_launches import OPTIONS, type_of
@@ -77,7 +78,8 @@ def main() -> None:
         JITFunction.run = lambda kernel, *a, c=compiled, **given: c.compile(kernel, *a, **given)
         for name, weight in layouts(N, K):
             if name in names:
-                launch(x, weight, 1, tile_of(16, 1, arch), Target(arch, assembly=True))
+                tile = lookup(16, weight, 1, x.dtype, arch)
+                launch(x, weight, 1, tile, Target(arch, assembly=True))
                 made = compiled.made[-1]
                 code = made.asm["ttgir"]
                 found = LEFT.findall(code)

@@ -8,18 +8,19 @@ the weight is unpacked first, into memory, and the dense backend multiplies. The
 linear(x, packed) == linear(x, packed.unpack(x.dtype)).
 """
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.errors import TritonError
 from triton.runtime.jit import JITFunction
 
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.linear import linear
 from lockstep.kernels.linear._packed_kernel import packed_kernel
+from lockstep.kernels.linear.packed_tuning import HOPPER, UNPACK, PackedTile, lookup
 from lockstep.kernels.linear.triton import fold, linear_triton
 from lockstep.kernels.packed import PackedWeight
 from lockstep.kernels.packed._device import BLOCK
@@ -27,33 +28,9 @@ from lockstep.kernels.packed._form import TYPES, Target, fits, irregular, operan
 from lockstep.kernels.packed.triton import unpack_weight_triton
 
 UNPACK_FROM = 257
-"""Tokens. Fewer read the packed weight; estimated, to be measured."""
+"""Tokens. Fewer read the packed weight, or do as the table says; estimated, to be measured."""
 GROUP = 8
 """Row tiles that share a column tile's weights in L2."""
-HOPPER = 90
-
-
-@dataclass(frozen=True)
-class PackedTile:
-    """How a launch is cut. m, n, k: tokens, outputs and columns per block, powers of two, k 128 or
-    more; split: programs along K. It decides the speed and nothing else."""
-
-    m: int
-    n: int
-    k: int
-    warps: int = 4
-    stages: int = 3
-    split: int = 1
-
-
-def tile_of(tokens: int, segments: int, arch: int) -> PackedTile:
-    """A tile by rule: few tokens stream the weights, more share what was unpacked once."""
-    m = min(max(16, triton.next_power_of_2(tokens)), 128)
-    if arch != HOPPER:
-        return PackedTile(m, 64, 128, stages=3 if m <= 64 else 2)
-    if m <= 32:
-        return PackedTile(m, 64, 256, stages=5, split=segments)
-    return PackedTile(m, 128, 128, warps=8, stages=4, split=segments)
 
 
 def launch(
@@ -76,12 +53,15 @@ def launch(
     if tokens:
         columns = tile.k if fits(weight, tile.k) and length % tile.k == 0 else int(BLOCK)
         operand, form = operand_of(weight, x.dtype, columns, target)
+        if target.assembly and not tile.warpgroup:
+            form = form._replace(opaque=True)
         grid = (triton.cdiv(tokens, tile.m) * triton.cdiv(n, tile.n) * split,)
         packed_kernel[grid](
             x, operand, found, tokens, n, length, x.stride(0), found.stride(-2),
             segments // split, GROUP, tuple(form), length % columns == 0,
             tile.m, tile.n, columns, TYPES[x.dtype],
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers or None,
+            enable_fp_fusion=False,
         )  # fmt: skip
     if split == 1 or (partial and out is None):
         return found
@@ -105,6 +85,36 @@ def suits(x: Tensor, weight: PackedWeight, segments: int) -> bool:
     return few and whole and not irregular(weight)
 
 
+def _dense(
+    x: Tensor, weight: PackedWeight, segments: int, partial: bool, out: Tensor | None
+) -> Tensor:
+    """The weight unpacked into memory, and the dense backend."""
+    dense = torch.empty(weight.shape, dtype=x.dtype, device=x.device)
+    unpack_weight_triton(weight, dense)
+    return linear_triton(x, dense, segments, partial, out)
+
+
+def run_tile(
+    segments: int, partial: bool, x: Tensor, weight: PackedWeight, tile: PackedTile
+) -> Tensor:
+    """linear by a given tile, UNPACK among them, on x's device: what the tuner times."""
+    if tile == UNPACK:
+        return _dense(x, weight, segments, partial, None)
+    return launch(x, weight, segments, tile, target_of(x.device), partial)
+
+
+def refusal(segments: int, x: Tensor, weight: PackedWeight, tile: PackedTile) -> str | None:
+    """Why a tile must not be used on this GPU, if so: it does not compile or fit, or has other
+    bits than the weight unpacked ahead."""
+    try:
+        found = run_tile(segments, False, x, weight, tile)
+    except (RuntimeError, TritonError) as error:
+        return f"{type(error).__name__}: {error}"
+    want = _dense(x, weight, segments, False, None)
+    same = torch.equal(found.view(torch.int16), want.view(torch.int16))
+    return None if same else "other bits"
+
+
 def _supports(**traits: Any) -> str | None:
     if not traits.get("packed"):
         return "the weight is not packed"
@@ -120,10 +130,10 @@ def linear_packed(
     out: Tensor | None = None,
 ) -> Tensor:
     """See lockstep.kernels.linear.linear. Last strides must be 1."""
-    if not suits(x, weight, segments):
-        dense = torch.empty(weight.shape, dtype=x.dtype, device=x.device)
-        unpack_weight_triton(weight, dense)
-        return linear_triton(x, dense, segments, partial, out)
     target = target_of(x.device)
-    tile = tile_of(x.shape[0], segments, target.arch)
+    tile = UNPACK
+    if suits(x, weight, segments):
+        tile = lookup(x.shape[0], weight, segments, x.dtype, target.arch)
+    if tile == UNPACK:
+        return _dense(x, weight, segments, partial, out)
     return launch(x, weight, segments, tile, target, partial, out)

@@ -89,7 +89,8 @@ def operand_of(
     group = group_of(weight)
     zeros = weight.zeros if isinstance(weight, IntWeight) else None
     scales: Tensor = weight.tensors()["scales"]
-    paired = columns == 2 * group and _pairs(scales) and (zeros is None or _pairs(zeros))
+    few = columns in (group, 2 * group, 4 * group)
+    paired = few and _pairs(scales) and (zeros is None or _pairs(zeros))
     rows = 1
     first = 0
     if isinstance(weight, Fp8Weight):
@@ -128,7 +129,7 @@ def _fast(weight: PackedWeight, scale: torch.dtype, dtype: torch.dtype, target: 
     if isinstance(weight, Fp8Weight):
         return E4M3 if target.arch >= NATIVE_FP8 else 0
     if isinstance(weight, Fp4Weight):
-        return E2M1
+        return E2M1 if target.arch >= NATIVE_FP8 else 0
     if isinstance(weight, IntWeight) and weight.bits == 4:
         return FAST.get((scale, dtype), 0)
     return 0

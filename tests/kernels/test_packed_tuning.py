@@ -1,0 +1,84 @@
+"""Tiles of linear with a packed weight: the table is read, and no tile changes a bit."""
+
+import pytest
+import torch
+
+from lockstep.kernels.linear import packed_tuning
+from lockstep.kernels.linear.packed_tuning import (
+    BUCKETS,
+    TIMED,
+    UNPACK,
+    PackedTile,
+    bucket,
+    candidates,
+    key,
+    lookup,
+)
+from lockstep.kernels.packed.cases import random_weights
+from tests.kernels.backends import backends, same_bits
+from tests.kernels.test_linear import graded
+
+TRITON = [backend for backend in backends() if backend.values[0].name == "triton"]
+TILES = sorted(
+    {tile for tokens in TIMED for tile in candidates(tokens, 2) if tile != UNPACK}, key=str
+)
+TUNED = ("int4", "int4 asymmetric", "fp8 by blocks", "nvfp4")
+
+
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("backend", TRITON)
+def test_no_tile_changes_a_bit(tile: PackedTile, backend) -> None:
+    """Rows that no tile divides; two segments; a tile's columns are 4 groups at most."""
+    from lockstep.kernels.linear.packed import launch, target_of
+    from lockstep.kernels.linear.triton import linear_triton
+
+    x = graded(5, 1024, 2, 0).to(backend.dtype).to(backend.device)
+    if x.dtype == torch.float32:
+        pytest.skip("fp32 is unpacked ahead")
+    for name, weight in random_weights(40, 1024):
+        if name not in TUNED:
+            continue
+        weight = weight.to(backend.device) if hasattr(weight, "to") else weight
+        dense = weight.unpack(x.dtype).contiguous()
+        got = launch(x, weight, 2, tile, target_of(x.device))
+        assert same_bits(got, linear_triton(x, dense, 2)), name
+
+
+def test_candidates_are_few_and_fit() -> None:
+    for tokens in TIMED:
+        for segments in (1, 2):
+            tiles = candidates(tokens, segments)
+            assert len(tiles) <= 10 and len(set(tiles)) == len(tiles)
+            assert all(tile.k % 128 == 0 for tile in tiles)
+            assert tiles[0] != UNPACK
+
+
+def test_lookup_takes_the_bucket_below(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = dict(random_weights(64, 256))["int4"]
+    best = PackedTile(8, 64, 128)
+    table = {key(weight, torch.bfloat16, 90): {5: best, 129: UNPACK}}
+    packed_tuning._tile.cache_clear()
+    monkeypatch.setattr(packed_tuning, "load", lambda: table)
+    assert lookup(8, weight, 1, torch.bfloat16, 90) == best
+    assert lookup(100, weight, 1, torch.bfloat16, 90) == best
+    assert lookup(200, weight, 1, torch.bfloat16, 90) == UNPACK
+    assert lookup(4, weight, 1, torch.bfloat16, 90) == candidates(4, 1)[0]
+    assert lookup(4, weight, 1, torch.bfloat16, 80).k == 128
+    packed_tuning._tile.cache_clear()
+    assert [bucket(tokens) for tokens in TIMED] == list(BUCKETS)
+
+
+def test_short_way_of_nvfp4_is_exact() -> None:
+    """Every code and scale: their product, 2^7 times smaller, is exact in fp16."""
+    codes = torch.arange(16, dtype=torch.int32)
+    bits = ((codes & 8) << 12) | ((codes & 7) << 9)
+    small = bits.to(torch.int16).view(torch.float16)
+    scales = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn)
+    scales = scales.to(torch.float32)
+    scales = scales[scales.isfinite()]
+    large = (scales * 128).half()
+    assert torch.equal(large.float(), scales * 128)
+    product = small[:, None].float() * large.float()[None, :]
+    assert torch.equal(product.half().float(), product)
+    values = small.float() * 2**14
+    assert values[:8].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
