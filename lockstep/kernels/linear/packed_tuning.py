@@ -31,8 +31,8 @@ MOST_WEIGHTS = 64
 class PackedTile:
     """How a launch is cut. It decides the speed and nothing else.
 
-    m, n, k: tokens, outputs and columns per block, powers of two, k 128 or more; split: programs
-    along K. registers: the most per thread, so that more programs fit a multiprocessor, 0: as the
+    m, n, k: tokens, outputs and columns per block, powers of two, m 16 or more (8 would be another
+    tree), k 128 or more; split: programs along K. registers: the most per thread, so that more programs fit a multiprocessor, 0: as the
     compiler likes. On Hopper n below 64, or fewer than 4 warps, are multiplied by mma.sync, which
     has the same tree.
     """
@@ -76,8 +76,6 @@ def _few(tokens: int, segments: int) -> list[PackedTile]:
     if tokens <= 16:
         tiles.append(PackedTile(m, 64, 256, 4, 5, segments))
         tiles.append(PackedTile(m, 32, 256, 2, 3, segments))
-    if tokens <= 8:
-        tiles.append(PackedTile(8, 64, 256, 4, 3, segments, 128))
     return tiles
 
 

@@ -330,15 +330,21 @@ def _read(base, rows, stride, first, live, COUNT: tl.constexpr,
     else:
         at = first + tl.arange(0, COUNT)[None, :]
     place = base + rows[:, None] * stride + at
-    if EVEN:
-        found = tl.load(place)
-    else:
-        found = tl.load(place, mask=at * (1 + PAIRED) < live, other=0)
+    inside = at * (1 + PAIRED) < live
     if PAIRED and COUNT == 1:
-        found = (found >> (first % 2 * 16)).to(tl.int16).to(SCALE, bitcast=True)
-    elif PAIRED:
-        low, high = _halves(found, SCALE)
-        found = tl.join(low, high).reshape(rows.shape[0], COUNT)
+        # Of two loads one is masked off: a shift by `first` would end the search for a layout.
+        odd = at * 0 + first % 2
+        low = tl.load(place, mask=inside & (odd == 0), other=0) & 0xFFFF
+        high = (tl.load(place, mask=inside & (odd == 1), other=0) >> 16) & 0xFFFF
+        found = (low | high).to(tl.int16).to(SCALE, bitcast=True)
+    else:
+        if EVEN:
+            found = tl.load(place)
+        else:
+            found = tl.load(place, mask=inside, other=0)
+        if PAIRED:
+            low, high = _halves(found, SCALE)
+            found = tl.join(low, high).reshape(rows.shape[0], COUNT)
     return found
 
 
