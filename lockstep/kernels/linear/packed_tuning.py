@@ -32,9 +32,9 @@ class PackedTile:
     """How a launch is cut. It decides the speed and nothing else.
 
     m, n, k: tokens, outputs and columns per block, powers of two, m 16 or more (8 would be another
-    tree), k 128 or more; split: programs along K. registers: the most per thread, so that more programs fit a multiprocessor, 0: as the
-    compiler likes. On Hopper n below 64, or fewer than 4 warps, are multiplied by mma.sync, which
-    has the same tree.
+    tree), k 128 or more; split: programs along K. registers: the most per thread, so that more
+    programs fit a multiprocessor, 0: as the compiler likes. On Hopper n below 64, or fewer than 4
+    warps, are multiplied by mma.sync, which has the same tree.
     """
 
     m: int

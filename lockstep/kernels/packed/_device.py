@@ -17,8 +17,8 @@ The arithmetic of each layout is its definition, in one rounding, by fewer instr
 - all else: 2^23 + code is a number of fp32, made by `or`; one subtraction gives code - zero.
 - e4m3: its bits are those of an fp32 2^120 times smaller; subnormal ones too.
 - e2m1: those of one 2^126 times smaller. The scale is taken 2^118 times larger, the factor 2^8
-  times; all three are exact. By assembly in fp16: 2^14 times smaller, the scale 2^7 times larger, so
-  that their product, whose last bit is 2^-17 or more, is exact in fp16; the factor 2^7 times.
+  times; all three are exact. By assembly in fp16: 2^14 times smaller, the scale 2^7 times larger,
+  so that their product, whose last bit is 2^-17 or more, is exact in fp16; the factor 2^7 times.
 """
 
 from typing import Any, NamedTuple
@@ -61,8 +61,9 @@ class Form(NamedTuple):
     """A layout, as constants of a kernel.
 
     group: columns per scale, 0: all. rows: of outputs per scale, 0: all. paired: scales of 16 bits
-    are read two at a time, since copies that run ahead take 4 bytes or more. scale: tl dtype of the scales. fast: SAME, SPLIT, E4M3 or E2M1 by
-    inline assembly, else 0. opaque: for a target whose left operands are mma.sync's.
+    are read two at a time, since copies that run ahead take 4 bytes or more. scale: tl dtype of the
+    scales. fast: SAME, SPLIT, E4M3 or E2M1 by inline assembly, else 0. opaque: for a target whose
+    left operands are mma.sync's.
     """
 
     kind: int = 0

@@ -89,7 +89,7 @@ def operand_of(
     group = group_of(weight)
     zeros = weight.zeros if isinstance(weight, IntWeight) else None
     scales: Tensor = weight.tensors()["scales"]
-    few = columns in (group, 2 * group, 4 * group)
+    few = columns in (group, 2 * group, 4 * group) and not irregular(weight)
     paired = few and _pairs(scales) and (zeros is None or _pairs(zeros))
     rows = 1
     first = 0
