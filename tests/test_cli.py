@@ -20,6 +20,7 @@ from lockstep.check.matrix import Setup
 from lockstep.cli import app
 from lockstep.cli.chat import _take_turn
 from lockstep.config import EngineConfig
+from lockstep.errors import ConfigError
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
 from tests.tiny_model import make_model
@@ -101,6 +102,30 @@ def test_explain_names_ops_backends_and_the_plan(model: str) -> None:
     assert found["plan"]["max_num_seqs"] == 4 and found["plan"]["query_len"] == 4
     shown = run("explain", *dummy(model))
     assert shown.exit_code == 0 and "paged_attention" in shown.stdout
+
+
+def test_explain_of_a_gpu_that_is_not_there(model: str) -> None:
+    """Hopper's kernel is refused with a reason; a request of the whole length fits, or does not."""
+    asked = ("explain", "--arch", "sm_86", "--model", model, "--max-num-seqs", "4")
+    found = json.loads(run(*asked, "--json", "--gpu-memory-bytes", "24e9").stdout)
+    chosen = {one["op"]: one for one in found["layers"]}
+    assert chosen["paged_attention"]["backend"] == "triton"
+    assert "hopper" in chosen["paged_attention"]["refused"]
+    assert {"linear", "sample", "prepare_step"} <= chosen.keys()
+    assert {"linear", "paged_attention"} == {one["op"] for one in found["tiles"]}
+    plan = found["plan"]
+    assert plan["fits"] and plan["weight_bytes"] > 0 and plan["num_pages"] > 64
+    small = json.loads(run(*asked, "--json", "--gpu-memory-bytes", "1e9").stdout)["plan"]
+    assert not small["fits"] and small["why"] and small["weight_bytes"] == plan["weight_bytes"]
+    shown = run(*asked)
+    assert shown.exit_code == 0 and "needed_bytes" in shown.stdout and "fits" not in shown.stdout
+
+
+def test_explain_names_the_architectures_that_it_knows(model: str) -> None:
+    with pytest.raises(ConfigError, match="sm_80.*sm_121"):
+        run("explain", "--arch", "sm_75", "--model", model)
+    with pytest.raises(ConfigError, match="gpu_memory_bytes"):
+        run("explain", "--gpu-memory-bytes", "24e9", "--model", model)
 
 
 def test_bench_ends_with_one_line_of_json(model: str) -> None:

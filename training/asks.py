@@ -235,6 +235,11 @@ def _shape_key(w: Words, verb: str, noun: str) -> Shape:
         (".", f"I (want|need|have|would like) to {verb} {noun} {{key}}"),
         (".", f"{noun} {{key}} (needs|has|is supposed) to be handled, (please |){verb} it"),
         (".", f"{said} {{key}}, (that is|it is|it's) (a|the) {noun}"),
+        (".", f"{noun} {{key}} has been on my (desk|mind) (for days|all week), can you {verb} it"),
+        (".", f"I (got|was given|have) {noun} {{key}} here; (please |){verb} it"),
+        (".", f"it is about {noun} {{key}}, could you {verb} that (one |)for me"),
+        ("!", f"{said} {noun} {{key}} (in|on|from) the (system|list|register|database|records)"),
+        ("!", f"look (in|through) the (system|register|database) and {verb} the {noun} {{key}}"),
     ]
 
 
@@ -244,6 +249,9 @@ def _shape_name(w: Words, verb: str, noun: str) -> Shape:
         *[("!", f"{said} (the |a |){noun} (called |named |){{name}}")] * 2,
         (".", f"{noun}: {{name}}, {verb} it"),
         (".", f"I (want|need) to {verb} (the|a) {noun} (called |named |){{name}}"),
+        (".", f"I was told about the {noun} {{name}}; (please |){verb} it"),
+        (".", f"there is a {noun} called {{name}}, can you {verb} it"),
+        ("!", f"{said} the {noun} {{name}} (on the list|in the directory|in the system)"),
     ]
 
 
@@ -296,9 +304,50 @@ def _shape_person(w: Words, verb: str, noun: str) -> Shape:
     ]
 
 
+def _shape_amount(w: Words, verb: str, noun: str) -> Shape:
+    said = f"({VERB_SAYINGS.get(verb, verb)})"
+    kind = w.rng.choice(("product", "food", "ingredient", "word", "document"))
+    name = Param(("name", "item", "what", noun.replace(" ", "_"), "title"), kind, False)
+    counts = ("count", "quantity", "amount", "number", "copies", "pieces", "units")
+    units = "(pieces|boxes|packs|copies|bags|units|sets|bottles|servings|portions|pairs|trays)"
+    return {"name": name, "count": Param(counts, "int 2-60", True)}, [
+        ("!", f"{said} [{{count}} {units} of ]the {noun} {{name}}"),
+        ("!", f"{said} {{count}} {units} of {{name}}(| for the {noun})"),
+        ("!", f"{said} {{count}} {{name}} for the {noun}"),
+        (".", f"{{count}} {units} of the {noun} {{name}}, {verb} them"),
+        (".", f"I need {{count}} {units} of {{name}}; {verb} them for the {noun}"),
+        ("!", f"{said} the {noun} {{name}}[, {{count}} times|, {{count}} of them]"),
+    ]
+
+
+def _shape_text(w: Words, verb: str, noun: str) -> Shape:
+    said = f"({VERB_SAYINGS.get(verb, verb)})"
+    kind = w.rng.choice(("text", "topic", "task", "event", "phrase_text", "title", "bug", "howto"))
+    names = ("text", "message", "description", "content", "note", "title", "summary", "subject")
+    lead = "about" if kind == "topic" else "how to" if kind == "howto" else ""
+    frames = [
+        ("!", f"{said} (a|the|another) {noun} {lead or '(called|saying|with the text)'} {{text}}"),
+        (".", f"(I need|there has to be) a {noun} {lead or 'saying'} {{text}}"),
+    ]
+    if not lead:
+        frames += [
+            ("!", f"{said} (a|the|another) {noun}: {{text}}"),
+            (".", f"{noun}: {{text}}"),
+            ("!", f"{said} {{text}} (as|in) a {noun}"),
+            (".", f"my {noun} is this: {{text}}. (Please |){verb} it"),
+        ]
+    if kind not in ("topic", "howto") or w.rng.random() < 0.5:
+        return {"text": Param(names, kind, False)}, frames
+    key = _key(w, noun)
+    frames = [("!", f"{said} {noun} {{key}} {lead} {{text}}"), *frames[:1]]
+    frames.append(("!", f"{said} {noun} {{key}} with the remark {{text}}"))
+    key = Param(key.names, key.kind, True)
+    return {"key": key, "text": Param(names, kind, False)}, frames
+
+
 SHAPES = (
     _shape_bare, _shape_key, _shape_key, _shape_name, _shape_field, _shape_choice, _shape_count,
-    _shape_person,
+    _shape_person, _shape_amount, _shape_text,
 )  # fmt: skip
 """What parameters a made-up tool may have, and how one asks for it."""
 
@@ -340,11 +389,46 @@ def _stateful(w: Words, noun: str) -> Intent:
     return Intent(names, abouts, params, tuple(Frame(*frame) for frame in frames))
 
 
+SWITCHINGS = (
+    "off kill", "off cut", "off shut down", "off power down", "off turn off", "off switch off",
+    "on power up", "on fire up", "on turn on", "on switch on", "off shut off", "on start",
+    "off stop",
+)  # fmt: skip
+"""States, and what people say for them."""
+
+
+def _switch(w: Words, noun: str) -> Intent:
+    """A tool that turns things on and off: asked for by state, verb or idiom."""
+    word = noun.replace(" ", "_")
+    names = (f"switch_{word}", f"toggle_{word}", f"{word}_control", f"set_{word}", f"{word}_power")
+    abouts = (f"Turn the {noun} on or off", f"Switches a {noun}", f"{noun.capitalize()} on or off")
+    places = ("room", "location", "where", "place", "area")
+    params = {
+        "where": Param(places, w.rng.choice(("room", "room", "label", "word")), False),
+        "state": Param(("state", "power", "status", "mode", "action"), "{on off}", False),
+    }
+    frames = [
+        (".", f"{noun} {{state}} in the {{where}}"),
+        (".", f"{{where}} {noun} {{state}}(| please)"),
+        ("!", f"(turn|switch) {{state}} the {noun} in the {{where}}"),
+        ("!", f"(turn|switch) the {{where}} {noun} {{state}}"),
+        (".", f"{noun} {{state=off/out}} (for|at) the {{where}}"),
+        (".", f"{{state=off/no more}} {noun} in the {{where}}(| please)"),
+        (".", f"nobody needs the {noun} in the {{where}}, {{state=off/stop}} it"),
+        (".", f"we need the {noun} in the {{where}} now, {{state=on/start}} it"),
+        ("!", f"get the {noun} in the {{where}} {{state=on/going}}"),
+    ]
+    for pair in SWITCHINGS:
+        state, verb = pair.split(" ", 1)
+        frames.append(("!", f"{{state={state}/{verb}}} the {noun} in the {{where}}"))
+    return Intent(names, abouts, params, tuple(Frame(*frame) for frame in frames))
+
+
 def made_up(w: Words, noun: str | None = None, verb: str | None = None) -> Intent:
     """An intent of a random verb and noun, with one of a few sets of parameters."""
     r = w.rng
-    if noun is None and verb is None and r.random() < 0.12:
-        return _stateful(w, w.noun())
+    if noun is None and verb is None and r.random() < 0.16:
+        return _stateful(w, w.noun()) if r.random() < 0.65 else _switch(w, w.noun())
     verb = verb or r.choice(list(VERB_SAYINGS))
     noun = noun or (w.noun() if r.random() < 0.75 else f"{w.noun()} {w.noun()}")
     word = noun.replace(" ", "_")
@@ -677,7 +761,8 @@ ORDERS = (
     "is it possible to {}?", "are you able to {}?", "do me a favour and {}", "hello, {}",
     "I was wondering if you could {}", "if you can, {}", "quickly {}", "use a tool to {}",
     "use the tool to {}", "hi, could you {}?", "do {}", "then {}", "next, {}", "also {}",
-    "try to {}",
+    "try to {}", "could you {} please?", "can you {}, please?", "please {}, thanks", "{} please",
+    "would you {}, if you can?", "I need someone to {}, can you do it?",
 )  # fmt: skip
 LOOKUPS = (
     "what is {}?", "what's {}?", "tell me {}", "show me {}", "give me {}", "I want to know {}",
@@ -690,6 +775,10 @@ LOOKUPS = (
     "I would like to see {}", "what about {}?", "I'm curious about {}", "could you find out {}?",
     "please find out {} for me", "use the tool to find {}", "may I see {}?", "please show me {}",
     "I'm interested in {}", "can you get {} for me?", "display {}", "could I get {}?",
+    "I never remember {}, can you look it up?", "I forgot {}, could you check it?", "{}, thanks",
+    "I keep forgetting {}; please check it", "I don't have {} at hand, can you get it?",
+    "somebody asked me for {}, can you find it?", "I was asked about {}; look it up please",
+    "I wonder about {}, could you find out?", "the point is {}, please check that",
 )  # fmt: skip
 ASKS = (
     "{}?", "{}?", "{}?", "{}?", "{}?", "{}?", "{}", "hey, {}?", "tell me, {}?", "so, {}?",
@@ -697,6 +786,8 @@ ASKS = (
     "quick question: {}?", "please tell me: {}?", "I was wondering, {}?", "hello, {}?", "and {}?",
     "can you tell me: {}?", "excuse me, {}?", "do you know: {}?", "say, {}?", "{}? I need to know",
     "one question, {}?", "please check: {}?", "{}, do you know?", "could you check, {}?", "ok, {}?",
+    "{}, can you check that?", "{}, could you look it up?", "{}? can you find out for me?",
+    "I forget such things: {}?", "{}? please check it", "{}, somebody asked me",
 )  # fmt: skip
 BEFORE = (
     "I have a question.", "Quick question.", "One more thing.", "Hello!", "Hi!", "Hi there.",
@@ -729,6 +820,21 @@ NOISE = (" right now", " for me", " please", ", please", " now", " quickly", ", 
     " for me please",
          ", would you", " real quick", ", thanks", ", if you can", ", thank you", " asap",
          " immediately")  # fmt: skip
+POLITE = (" please", " please", ", please", ", thanks", " thanks", ", if you can", ", thank you",
+          ", if possible", ", would you", ", cheers", ", if you don't mind", ", many thanks",
+          ", be so kind", " pls", ", ok?", ", will you", " - thanks", " - please")  # fmt: skip
+"""What may stand behind a value without belonging to it."""
+REMARKS = (
+    "my phone is nearly dead", "I can't look myself", "the others are waiting", "I'm already late",
+    "it slipped my mind", "we are in a rush", "the boss asked me about it", "I have no time left",
+    "my hands are wet", "I just sat down", "the guests are here", "I always forget such things",
+    "I don't have my glasses on", "it matters a lot to me", "I am driving", "we talked about it",
+    "{p} keeps asking", "{p} is getting nervous", "I promised {p}",
+    "I'm too tired", "the baby is crying", "it can't wait", "I'm no good at this",
+    "they are closing soon", "I have been meaning to do it", "there is no time",
+    "I nearly forgot", "I will explain it to you one day",
+)  # fmt: skip
+"""Reasons and remarks, in a request's own sentence: they ask for nothing."""
 
 
 def _aside(w: Words, form: str) -> str:
@@ -748,8 +854,8 @@ def wrap(w: Words, sort: str, said: Said, plain: bool = False) -> Said:
     head, tail = form.split("{}")
     parts = [(head, None), *said.parts]
     loose = said.parts[-1][1] is None or w.rng.random() < 0.05
-    if not tail and sort in "!." and r.random() < 0.12:
-        kinds = NOISE if loose else NOISE[3:4]
+    if not tail and sort in "!." and r.random() < (0.12 if loose else 0.16):
+        kinds = NOISE if loose else POLITE
         tail = r.choice(kinds)
         if tail.strip(" ,") and said.text.rstrip("?.!").endswith(tail.strip(" ,")):
             tail = ""
@@ -767,12 +873,31 @@ def wrap(w: Words, sort: str, said: Said, plain: bool = False) -> Said:
 
 def _surround(w: Words, parts: list[tuple[str, str | None]]) -> None:
     r = w.rng
-    if r.random() < 0.13:
+    chance = r.random()
+    if chance < 0.13:
         parts.insert(0, (_aside(w, r.choice(BEFORE)) + " ", None))
-    if r.random() < 0.2:
+    elif chance < 0.17:
+        glue = r.choice((", ", ", ", "; ", " - ", ", so ", ". "))
+        parts.insert(0, (_aside(w, r.choice(REMARKS)) + glue, None))
+    chance = r.random()
+    if chance < 0.045:
+        _remark(w, parts)
+    elif chance < 0.22:
         text = "".join(t for t, _ in parts)
         gap = " " if text[-1] in ".?!" else ". "
         parts.append((gap + _aside(w, r.choice(AFTER)), None))
+
+
+def _remark(w: Words, parts: list[tuple[str, str | None]]) -> None:
+    """A remark at the end: in the same sentence only where it cannot be a part of a value."""
+    text, slot = parts[-1] if parts[-1][0] else parts[-2]
+    if text[-1] in ".?!":
+        glue = " "
+    elif slot is None or " " not in text:
+        glue = w.rng.choice((", ", ", ", "; ", " - ", ". "))
+    else:
+        glue = ". "
+    parts.append((glue + _aside(w, w.rng.choice(REMARKS)), None))
 
 
 def _sentences(parts: list[tuple[str, str | None]]) -> list[tuple[str, str | None]]:
@@ -837,6 +962,30 @@ def domain(w: Words, intent: Intent, most: int = 4) -> list[Offer]:
         taken |= kept_apart(other)
         found.append(offer(w, other))
     return found
+
+
+@cache
+def _by_word() -> dict[str, tuple[Intent, ...]]:
+    """The intents whose names and descriptions have a word."""
+    found: dict[str, dict[str, Intent]] = {}
+    for intent in intents():
+        text = " ".join((*intent.names, *intent.abouts)).lower().replace("_", " ")
+        for word in re.findall(r"[a-z]{3,}", text):
+            found.setdefault(word, {})[intent.names[0]] = intent
+    return {word: tuple(i.values()) for word, i in found.items() if word not in EMPTY_WORDS}
+
+
+EMPTY_WORDS = frozenset("the and for with from that what something somebody into its".split())
+
+
+def echo(w: Words, frame: str, without: frozenset[str]) -> list[Offer]:
+    """A tool that shares a word with the request but means something else, if there is one."""
+    table = _by_word()
+    words = [word for word in frame.lower().split() if word in table]
+    if not words:
+        return []
+    intent = w.rng.choice(table[w.rng.choice(words)])
+    return [] if intent.names[0] in without else [offer(w, intent)]
 
 
 def beside(w: Words, chosen: list[Intent], without: frozenset[str], most: int = 5) -> list[Offer]:
@@ -954,7 +1103,11 @@ def single(w: Words, given: list[Offer] | None = None) -> Request:
             form = w.rng.choice(intent.frames)
             frame = resolve(w, form.text)
             tool = offer_for(w, intent, frame)
-            mixed = _apart(w, [tool], beside(w, [intent], barred(intent, form)))
+            others_beside = beside(w, [intent], barred(intent, form))
+            if w.rng.random() < 0.12:
+                taken = barred(intent, form).union(*(kept_apart(o.intent) for o in others_beside))
+                others_beside += echo(w, frame, taken | kept_apart(intent))
+            mixed = _apart(w, [tool], others_beside)
         sort, frame = _and_more(w, form.sort, frame, tool)
         said = wrap(w, sort, fill(w, frame, tool))
         if allowed(said.text):
@@ -1012,7 +1165,8 @@ def _list_of(w: Words) -> Request:
             said.copied |= {name} if copied else set()
             extra.append(name)
             said.parts.insert(at + 1 + i, (text, name))
-        if len({str(said.arguments[s]).lower() for s in (slot, *extra)}) <= len(extra):
+        named = [str(said.arguments[s]).lower() for s in (slot, *extra)]
+        if len(set(named)) <= len(extra) or any(" and " in text for text in named):
             continue
         _join(w, said, at, len(extra))
         said = wrap(w, sort, said)
@@ -1055,17 +1209,50 @@ def _second(w: Words, first: Intent) -> Intent:
     return w.rng.choice(like) if like and w.rng.random() < 0.4 else pick(w)
 
 
+@cache
+def _speaking() -> tuple[tuple[Intent, tuple[Frame, ...]], ...]:
+    """The intents with orders that end with what may be a sentence, and these orders."""
+    pairs = ((intent, _ending_orders(intent)) for intent in intents())
+    return tuple((intent, frames) for intent, frames in pairs if frames)
+
+
+def _ending_orders(intent: Intent) -> tuple[Frame, ...]:
+    """The orders that end with free text."""
+    found = []
+    for frame in intent.frames:
+        end = re.search(r"\{(\w+)(?::(\w+))?\}$", frame.text)
+        kind = (end[2] or intent.params[end[1]].kind) if end and end[1] in intent.params else ""
+        if frame.sort == "!" and kind in SPEECH:
+            found.append(frame)
+    return tuple(found)
+
+
+SPEECH = frozenset("text task topic howto howto_said event phrase_text bug commit".split())
+"""Kinds of several words, behind which "and" may begin a second request."""
+
+
+def _pair_of(w: Words) -> tuple[Intent, Intent, list[Frame]]:
+    """Two intents, or one twice, and a frame of each. The first may end with a sentence."""
+    r = w.rng
+    if r.random() < 0.2:
+        first, endings = r.choice(_speaking())
+        second = _second(w, first)
+        orders = [f for f in second.frames if f.sort == "!"]
+        if orders:
+            return first, second, [r.choice(endings), r.choice(orders)]
+    first = pick(w)
+    again = r.random() < 0.4
+    second = first if again else _second(w, first)
+    forms = [r.choice(first.frames)]
+    forms.append(forms[0] if again and r.random() < 0.7 else r.choice(second.frames))
+    return first, second, forms
+
+
 def _two(w: Words) -> Request:
     """Two requests in one sentence: of two tools, or of one with other values."""
-    r = w.rng
     while True:
-        first = pick(w)
-        again = r.random() < 0.4
-        second = first if again else _second(w, first)
-        if not again and second is first:
-            continue
-        forms = [r.choice(first.frames)]
-        forms.append(forms[0] if again and r.random() < 0.7 else r.choice(second.frames))
+        first, second, forms = _pair_of(w)
+        again = second is first
         if any(f.sort == "." and ("." in f.text or "?" in f.text) for f in forms):
             continue
         without = barred(first, forms[0]) | barred(second, forms[1])
@@ -1176,6 +1363,10 @@ def unfit(w: Words) -> Request:
     others: list[Offer] = []
     while not others:
         others = [t for t in tools(w, without) if not _could(intent, t.intent)]
+    if intent.names[0] in _neighbours(RELATED) and r.random() < 0.4:
+        taken = without.union(*(kept_apart(other.intent) for other in others))
+        echoed = [t for t in echo(w, frame, taken) if not _could(intent, t.intent)]
+        others = _apart(w, others, echoed)
     return Request(others, said.text, [])
 
 

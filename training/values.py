@@ -230,60 +230,78 @@ LISTS: dict[str, list[str]] = {
 
 TASKS = (
     "call {p},call the {x},buy {i},buy {i} and {i},water the plants,pay the {b} bill,take out the "
-    "trash,clean the {r},walk the dog,feed the cat,write to {p},book the {x},renew my passport,fix "
-    "the {x},return the {x},pick up {p},pick up the {x},finish the {x},send the {x} to {p},read "
-    "the "
-    "{x},do the dishes,do the laundry,wash the car,go to the gym,check the {x},visit {p},order {i},"
-    "bring the {x} to {p},print the {x},charge my phone,take my pills,prepare the {x},cancel the "
-    "{x},"
-    "update the {x},learn {l},bake a cake,iron the shirts,review the {x},cook dinner,lock the {d},"
-    "submit the {x},mow the lawn,get a haircut,tidy up the {r},sell the {x},paint the {r},practice "
-    "piano,back up the {x},meet {p},turn off the oven,talk to {p} about the {x},look for the {x}"
+    "trash,clean the {r},walk the dog,feed the cat,write to {p},book the {x},renew my "
+    "passport,fix the {x},return the {x},pick up {p},pick up the {x},finish the {x},send the {x} "
+    "to {p},read the {x},do the dishes,do the laundry,wash the car,go to the gym,check the "
+    "{x},visit {p},order {i},bring the {x} to {p},print the {x},charge my phone,take my "
+    "pills,prepare the {x},cancel the {x},update the {x},learn {l},bake a cake,iron the "
+    "shirts,review the {x},cook dinner,lock the {d},submit the {x},mow the lawn,get a "
+    "haircut,tidy up the {r},sell the {x},paint the {r},practice piano,back up the {x},meet "
+    "{p},turn off the oven,talk to {p} about the {x},look for the {x},ask {p} about the {a} "
+    "{x},drop the {x} off at {p}'s place,exchange the {a} {x} for a bigger one,pick up the {x} "
+    "and the {x} from {p},compare the prices of the {x} and the {x},thank {p} for the {x},order "
+    "new {z} for the {r},send {p} the {x} of the {x},measure the window in the {r},check whether "
+    "the {x} is still {a},bring back the {x} that {p} lent me,read up on {k},sign up for the {s} "
+    "course in {o},replace the {x} in the {r},put new batteries in the {x},apologise to {p} for "
+    "the {x},find out how to {h},oil the hinges of the {d},write the {x} for the {x} meeting"
 ).split(",")
 THINGS = (
     "the {x},the {x} {x},the meeting with {p},the {b} bill,the parking meter,my pills,the laundry,"
-    "{p}'s birthday,the oven,the {r} window,dinner with {p},the dentist,the {i},the rent,the dog"
+    "{p}'s birthday,the oven,the {r} window,dinner with {p},the dentist,the {i},the rent,the dog,"
+    "the {a} {x} in the {r},the call with {p} and {p},the deadline of the {x} project,the {x} that "
+    "{p} wanted,the last day of the {x} sale,{p} and {p}'s anniversary,the {B} {x}"
 ).split(",")
 CLAUSES = (
     "I'm {w},I am {w},I will be {w},I'll be there at {t},I can't come {e},dinner is ready,we are "
-    "{w},"
-    "the meeting is at {t},the meeting is cancelled,the {x} is {a},the {x} is ready,the {x} is "
-    "broken,"
-    "the {x} has arrived,I need the {x},I found the {x},happy birthday,thank you for the {x},see "
-    "you "
-    "at {t},see you {e},good luck,I love you,call me back,bring the {x},don't forget the {x},we "
-    "need "
-    "{i},the keys are in the {r},the train is late,the {x} starts at {t},the {x} is due {e},I sold "
-    "the {x},{p} is sick,{p} is here,{p} will call at {t},the shop closes at {t},the door is open,"
-    "practice is moved to {t},our flight is delayed,I have the {x},it is raining,the package is "
-    "at the {r} door,everything is fine,I passed the exam,we won,the contract is signed,lunch is "
-    "at "
-    "{t},the password is {c},the code is {c},I miss you,the party starts at {t},the water is cold,"
-    "the {x} and the {x} are {a},please bring {i},the car is in the garage,I'm stuck in traffic,"
-    "my phone is dead,the {x} costs {n} euros,there are {n} people here,buy {i} and {i},on my way,"
-    "running late,we should talk about the {x},the deadline is {e},I will pay {n} dollars,all good,"
-    "you were right,congratulations,the cat is on the roof,school is out {e},the {x} looks great"
+    "{w},the meeting is at {t},the meeting is cancelled,the {x} is {a},the {x} is ready,the {x} "
+    "is broken,the {x} has arrived,I need the {x},I found the {x},happy birthday,thank you for "
+    "the {x},see you at {t},see you {e},good luck,I love you,call me back,bring the {x},don't "
+    "forget the {x},we need {i},the keys are in the {r},the train is late,the {x} starts at "
+    "{t},the {x} is due {e},I sold the {x},{p} is sick,{p} is here,{p} will call at {t},the shop "
+    "closes at {t},the door is open,practice is moved to {t},our flight is delayed,I have the "
+    "{x},it is raining,the package is at the {r} door,everything is fine,I passed the exam,we "
+    "won,the contract is signed,lunch is at {t},the password is {c},the code is {c},I miss "
+    "you,the party starts at {t},the water is cold,the {x} and the {x} are {a},please bring "
+    "{i},the car is in the garage,I'm stuck in traffic,my phone is dead,the {x} costs {n} "
+    "euros,there are {n} people here,buy {i} and {i},on my way,running late,we should talk about "
+    "the {x},the deadline is {e},I will pay {n} dollars,all good,you were "
+    "right,congratulations,the cat is on the roof,school is out {e},the {x} looks great,the {x} "
+    "that you lent {p} is {a},{p} and {p} are coming for dinner,I left the {x} on the {x} in the "
+    "{r},we can meet in front of the {x} at {t},the {x} will not be ready before {t},I cannot "
+    "find the {x} anywhere,nobody told me about the {a} {x},the {d} is locked and {p} has the "
+    "{x},somebody has to pick up {p} from the {x},I'll take the next train to {o},the {x} we "
+    "ordered has finally arrived,it was great to see you and {p} in {o},the meeting with {p} has "
+    "been moved to {t},I would rather do the {x} myself,there is no {i} left in the {r},we start "
+    "without {p} and {p},the new {x} is much too {a} for the {r},nobody has to wait for me with "
+    "dinner,she can keep the {x},he forgot his {a} {x} in the {r},the {B} {x} does not work,the "
+    "{x} opens at {t} and closes at {t},grandma is out of hospital,we took the wrong {x},I got "
+    "the job,there are {n} {x}s left,my {x} is at {p}'s place,you can have my {a} {x}"
 ).split(",")
 TOPICS = (
     "the {x},the {x} {x},the new {x},{a} {x},{x} and {x},the history of {k},the {x} in {o},cheap "
-    "{z},"
-    "the best {z},{z} in {o},{k},{k} and {k},the {k} conference,my {x},our {x},the {x} report,"
-    "the {x} "
-    "meeting,the price of {i},{o} {x},{l} grammar,tomorrow's {x},how {k} works,{s} for beginners,"
-    "the "
-    "{a} {a} {x},the {x} of {p},the weekend,the rent,the summer party,{k} in {y},used {z},{x} "
-    "prices,"
-    "the elections,climate change,electric cars,football,the holidays,the garden,vacation plans,"
-    "{k} {q},the {x} {q},{a} {x} {q},the {y} elections of {q},{x} in {q},the best {z} of {q},"
-    "{k} in {q},machine learning,{z} under {n} dollars,the {x} on the {x},{k} news,solar panels,"
-    "the invoice"
+    "{z},the best {z},{z} in {o},{k},{k} and {k},the {k} conference,my {x},our {x},the {x} "
+    "report,the {x} meeting,the price of {i},{o} {x},{l} grammar,tomorrow's {x},how {k} works,{s} "
+    "for beginners,the {a} {a} {x},the {x} of {p},the weekend,the rent,the summer party,{k} in "
+    "{y},used {z},{x} prices,the elections,climate change,electric cars,football,the holidays,the "
+    "garden,vacation plans,{k} {q},the {x} {q},{a} {x} {q},the {y} elections of {q},{x} in "
+    "{q},the best {z} of {q},{k} in {q},machine learning,{z} under {n} dollars,the {x} on the "
+    "{x},{k} news,solar panels,the invoice,the {a} {x} of {y} in {q},the differences between {z} "
+    "and {z},the effects of {i} on {s},the biggest {x} in the history of {k},what {p} said about "
+    "the {x},the opening of the {a} {x} in {o},the new rules for {z} in {y},{z} for the {r},the "
+    "best way to {h},the role of {k} in {y},{B} {x},the {B} {z},{p}'s {a} {x},the {x} and the {a} "
+    "{x},the trip to {o} with {p},the price of {z} and {z} in {o},the {x} at the {x} on the "
+    "{x},the delay of the {x} to {o},the invoice for the {a} {x},{p} and the {x} of {o},why {i} "
+    "is good for {s},the {n} best {z},the {x} of the {k} club,an offer for {n} {z}"
 ).split(",")
 HOWTO = (
     "fix a {x},cook {i},learn {l},clean a {x},build a {x},tie a tie,change a tire,grow {i},start "
-    "with "
-    "{s},write a {x},remove a stain,get to {o},save money,sleep better,repair a {x},train a {t2},"
-    "play "
-    "chess,peel {i},sell a {x},open a {x},draw a {t2},make {f},speak {l},boil eggs,tie a bow"
+    "with {s},write a {x},remove a stain,get to {o},save money,sleep better,repair a {x},train a "
+    "{t2},play chess,peel {i},sell a {x},open a {x},draw a {t2},make {f},speak {l},boil eggs,tie "
+    "a bow,take care of a {a} {x},get from {o} to {o} without a car,explain {k} to children,write "
+    "a {a} {x} in {l},keep {i} fresh for a week,choose the right {z},choose between {z} and "
+    "{z},put up a {x} in the {r},get rid of the smell of {i},set up a {B} {x},cook {i} with {i} "
+    "and {i},teach a {t2} to swim,connect {z} to a {x},build a {x} out of old {z},prepare for a "
+    "{k} exam,juggle,whistle"
 ).split(",")
 FIELDS = (
     "chess,physics,history,astronomy,jazz,philosophy,economics,gardening,robotics,biology,baking,"
@@ -292,24 +310,70 @@ FIELDS = (
     "architecture,volcanoes,dinosaurs,bees,poetry,painting,energy,tennis,travel,music,Roman law"
 ).split(",")
 PHRASES = (
-    "good morning,good night,thank you very much,where is the station,how are you,I am hungry,"
-    "hello,"
-    "I would like a coffee,see you tomorrow,what is your name,I love this city,the cat is black,"
-    "I am allergic to nuts,can I have the bill,where is the toilet,I do not understand,excuse me,"
-    "how much does it cost,I am lost,two beers please,have a nice day,the weather is nice,water,"
-    "nice to meet you,I speak a little,we are from {o},my name is {p},the {x} is {a},the {a} {x},"
-    "where is the {x},I need a {x},the {x} and the {x},{x},{a} {t2},she went to {o},he has a {t2}"
+    "good morning,good night,thank you very much,where is the station,how are you,I am "
+    "hungry,hello,I would like a coffee,see you tomorrow,what is your name,I love this city,the "
+    "cat is black,I am allergic to nuts,can I have the bill,where is the toilet,I do not "
+    "understand,excuse me,how much does it cost,I am lost,two beers,have a nice day,could you "
+    "show me the way to {o},I have lost my {x} and my {x},we would like to pay separately,is "
+    "there a {x} in the {r},my {x} was stolen in {o},the train to {o} leaves from platform "
+    "{n},how far is it to {o} on foot,the soup is too cold,{p} has two brothers and a {t2},can "
+    "you help me with my {x},what does the {a} {x} cost,the weather is nice,water,nice to meet "
+    "you,I speak a little,we are from {o},my name is {p},the {x} is {a},the {a} {x},where is the "
+    "{x},I need a {x},the {x} and the {x},{x},{a} {t2},she went to {o},he has a {t2}"
 ).split(",")
 EVENTS = (
-    "dentist,lunch with {p},dinner with {p},team meeting,yoga class,piano lesson,book club,doctor,"
-    "{x} meeting,meeting with {p},{x} review,birthday party,call with {p},parents' evening,haircut,"
-    "job interview,football training,{p}'s birthday,budget review,board meeting,barbecue,concert,"
-    "standup,project kickoff,coffee with {p},swimming lesson,{x} workshop,flight to {o},{s} class,"
-    "wedding,trip to {o},car inspection,choir practice,math exam,{x},movie night,game night,retreat"
+    "dentist,lunch with {p},dinner with {p},team meeting,yoga class,piano lesson,book "
+    "club,doctor,{x} meeting,meeting with {p},{x} review,birthday party,call with {p},parents' "
+    "evening,haircut,job interview,football training,{p}'s birthday,budget review,board "
+    "meeting,barbecue,concert,standup,project kickoff,coffee with {p},swimming lesson,{x} "
+    "workshop,flight to {o},{s} class,wedding,trip to {o},car inspection,choir practice,math "
+    "exam,{x},movie night,game night,retreat,{k} lecture with {p} and {p},farewell drinks for "
+    "{p},lunch with {p} and {p},first day at the {x},{p} and {p}'s wedding,meeting about the {a} "
+    "{x},{q} {x} planning,{B} {x} demo,dinner at {p}'s place,{l} lesson with {p},annual meeting "
+    "of the {k} club,visit to the {k} museum with {p},inspection of the {x} in the {r},talk about "
+    "{k} in {y}"
 ).split(",")
-BUGS = "{x} is {a},the {x} does not work,Wrong {x} in the {x},add a {x},{x} crashes".split(",")
-COMMITS = "Add {x},fix {x} in {x},remove {x},Update the {x},rename {x} to {x}".split(",")
-REASONS = "the {x} is {a},it is too {a},the {x} is missing".split(",")
+BUGS = (
+    "{x} is {a},the {x} does not work,Wrong {x} in the {x},add a {x},{x} crashes,The {x} of the "
+    "{a} {x} is lost after a restart,{x} page shows the wrong {x},sort the {x} by {x},Show the "
+    "{x} next to the {x},allow several {x}s per {x},{B} {x} is not recognised,{x} export stops "
+    "after {n} rows,No {x} in the {x} menu,the {x} of a {a} {x} cannot be changed"
+).split(",")
+COMMITS = (
+    "Add {x},fix {x} in {x},remove {x},Update the {x},rename {x} to {x},Use {x} instead of {x} in "
+    "the {x} module,handle a missing {x} in {x},Drop support for {B} {x},Speed up {x} of {x} by "
+    "{n} percent,Move the {x} out of the {x},make the {x} optional,check the {x} before the {x} "
+    "is sent"
+).split(",")
+REASONS = (
+    "the {x} is {a},it is too {a},the {x} is missing,I ordered the {x} twice by mistake,the {x} "
+    "does not work with my {B} {x},the {x} came without the {x},{p} gave me the same one,it is "
+    "much too {a} for the {r},the {x} is not the one in the picture,nobody in the family likes it"
+).split(",")
+FOODS = (
+    "{a} {x},{i} {f},{i} {f},{B} {f},{p}'s {f},small {f},large {f},double {i} {f},{l} "
+    "{f},homemade {f},{l} {i} soup,spicy {i} noodles,grilled {i}"
+).split(",")
+MEALS = (
+    "a {x} with {i},a {f} with {i} and {i},{u} slices of bread with {i},a bowl of {i} and {i},{u} "
+    "{i} pancakes,half a {f},{n} grams of {i},some {i} with {i},a big plate of {i},a cup of {i} "
+    "soup,{i} and {i},{u} {B} bars,the rest of the {f},a small {i} salad without {i}"
+).split(",")
+PRODUCTS = (
+    "{B} {z},{B} {z},{n}-inch {z},{m} {z},{m} {z},{a} {B} {z},{z} for the {r},{m} {a} {z},{z} {B},"
+    "{B} {m} {z},{B} {x},{m} {x},{B}"
+).split(",")
+MATERIALS = (
+    "wooden,leather,cotton,plastic,steel,bamboo,linen,glass,ceramic,rechargeable,folding,waterproof,"
+    "second-hand,extra large,size 42,non-stick,double-walled,solar-powered,woollen,cordless"
+).split(",")
+SIGNS = "LED,USB,HDMI,XL,3D,4K,A4,A5,DVD,UV,PVC,CR2032,M8,D-type,SD,BBQ,T5,GPS,XXL,E27".split(",")
+"""What stands in front of things in capitals or with digits."""
+TITLE_FORMS = (
+    "{x},the {a} {x},{a} {x},{x} of {x},the {x},{x} and {x},{p},{o},{p} and the {a} {x},the {x} "
+    "who sold the {x},{n} {x}s,a {x} for {p},the last {x} in {o},how {p} lost the {x},{a} {x} "
+    "{n},{x} {n},the {x} of the {a} {x},my {x} and I,the {n} {x}s of {p},to the {x}"
+).split(",")
 STATES = (
     "late,sick,at home,at the office,on the train,ready,tired,in {o},busy,stuck in traffic,on my "
     "way,"
@@ -387,6 +451,8 @@ def person(w: Words) -> str:
 
 def person_name(w: Words) -> str:
     """A first name, or both names."""
+    if w.rng.random() < 0.07:
+        return f"{w.rng.choice(TITLES)} {w.rng.choice((*LAST, w.name()))}"
     name = first_name(w)
     return f"{name} {w.rng.choice((*LAST, w.name(), w.name()))}" if w.rng.random() < 0.6 else name
 
@@ -502,6 +568,10 @@ def filled(w: Words, form: str) -> str:
         "s": lambda: r.choice(LISTS["sport"]),
         "f": lambda: r.choice(LISTS["food"]),
         "t2": lambda: r.choice(ANIMALS),
+        "B": lambda: brand(w),
+        "m": lambda: r.choice(MATERIALS),
+        "h": lambda: filled(w, r.choice(HOWTO)),
+        "u": lambda: r.choice(ONES[2:]),
     }
     while "{" in form:
         head, rest = form.split("{", 1)
@@ -519,21 +589,33 @@ def _listed(kind: str, made: Callable[[Words], str], share: float = 0.25) -> Cal
     return lambda w: made(w) if w.rng.random() < share else w.rng.choice(LISTS[kind])
 
 
+def brand(w: Words) -> str:
+    """What stands in front of a product: a maker, a type, a mark in capitals."""
+    r = w.rng
+    chance = r.random()
+    if chance < 0.35:
+        return r.choice(SIGNS)
+    if chance < 0.6:
+        return w.name()
+    if chance < 0.8:
+        return "".join(r.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=r.randint(2, 4)))
+    return f"{r.choice('BCDEFGHKMNPRSTVXZ')}{r.randint(1, 900)}"
+
+
 def _pair(w: Words) -> str:
     return f"{w.rng.choice(ADJECTIVES)} {_thing(w)}" if w.rng.random() < 0.5 else w.phrase(2)
 
 
 def _title(w: Words) -> str:
     r = w.rng
-    form = r.choice(
-        ("{x}", "the {a} {x}", "{a} {x}", "{x} of {x}", "the {x}", "{x} and {x}", "{p}", "{o}")
-    )
-    return title_case(filled(w, form))
+    return title_case(filled(w, r.choice(TITLE_FORMS)))
 
 
 UNMARKED = (
-    "Makefile LICENSE passwd fstab Dockerfile crontab CHANGELOG .bashrc .gitignore .env "
-    "resolv.conf motd TODO AUTHORS config profile group services .profile Procfile"
+    "Makefile LICENSE passwd fstab Dockerfile crontab CHANGELOG sudoers hostname exports mtab "
+    "known_hosts authorized_keys Jenkinsfile Vagrantfile Gemfile INSTALL NEWS COPYING VERSION "
+    ".vimrc .zshrc .npmrc .bashrc .gitignore .env resolv.conf motd TODO AUTHORS config profile "
+    "group services .profile Procfile"
 ).split()
 """Files without an ending, or with nothing else."""
 
@@ -550,7 +632,7 @@ def _file(w: Words) -> str:
             w.noun().capitalize(),
         )
     )
-    if r.random() < 0.12:
+    if r.random() < 0.18:
         name = r.choice((*UNMARKED, name))
         return f"{_dir(w)}/{name}" if r.random() < 0.6 else name
     name += "." + r.choice(
@@ -570,12 +652,17 @@ def _dir(w: Words) -> str:
 
 def _folder(w: Words) -> str:
     return (
-        _dir(w)
+        _dir(w) + ("/" if w.rng.random() < 0.15 else "")
         if w.rng.random() < 0.6
         else w.rng.choice(
             ("Downloads", "Documents", "Pictures", "Desktop", "Music", w.noun(), w.name())
         )
     )
+
+
+def _bare_file(w: Words) -> str:
+    """A file whose name has no ending: only what is asked tells it from a folder."""
+    return f"{_dir(w)}/{w.rng.choice((w.made_up(), w.noun(), w.noun().upper()))}".replace(" ", "_")
 
 
 def _image(w: Words) -> str:
@@ -725,13 +812,18 @@ KINDS: dict[str, Callable[[Words], str]] = {
         if w.rng.random() < 0.4
         else w.rng.choice((city(w), f"{w.name()} {w.rng.choice(('Station', 'Central', 'North'))}"))
     ),
-    "food": _listed("food", _pair),
+    "food": _listed("food", _one(FOODS), 0.35),
     "ingredient": _listed("ingredient", lambda w: w.made_up(), 0.15),
-    "ate": _listed("ate", lambda w: f"a {w.noun()} with {w.rng.choice(LISTS['ingredient'])}"),
-    "product": _listed("product", _pair),
+    "ate": _listed("ate", _one(MEALS), 0.45),
+    "product": _listed(
+        "product",
+        lambda w: _pair(w) if w.rng.random() < 0.4 else filled(w, w.rng.choice(PRODUCTS)),
+        0.4,
+    ),
     "symbol": lambda w: "".join(w.rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZ", k=w.rng.randint(2, 5))),
     "money": lambda w: "",
     "file": _file,
+    "bare_file": _bare_file,
     "dir": _folder,
     "path": _dir,
     "file_or_dir": lambda w: _file(w) if w.rng.random() < 0.55 else _folder(w),
@@ -746,10 +838,10 @@ KINDS: dict[str, Callable[[Words], str]] = {
     "version": _version,
     "word": _listed("word", lambda w: w.noun(), 0.5),
     "rare_word": _listed("rare_word", lambda w: w.made_up(), 0.4),
-    "bug": _listed("bug", _one(BUGS)),
-    "commit": _listed("commit", _one(COMMITS)),
+    "bug": _listed("bug", _one(BUGS), 0.55),
+    "commit": _listed("commit", _one(COMMITS), 0.55),
     "label": _listed("label", lambda w: w.phrase(2)),
-    "reason": _listed("reason", _one(REASONS)),
+    "reason": _listed("reason", _one(REASONS), 0.55),
     "meeting_room": _listed("meeting_room", lambda w: w.name()),
     "document": _listed("document", _file, 0.4),
     "doctor": _listed("doctor", lambda w: w.made_up(), 0.1),

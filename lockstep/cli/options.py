@@ -182,14 +182,14 @@ READERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def settle_drafts(settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings with "auto" drafting decided by the checkpoint."""
+def settle_drafts(settings: dict[str, Any], weights: bool = True) -> dict[str, Any]:
+    """The settings with "auto" drafting decided by the checkpoint. weights: as in find_model()."""
     if settings["speculative_config"] != AUTO_DRAFTS:
         return settings
     from lockstep.engine.build import find_model
     from lockstep.models.checkpoint import Checkpoint
     from lockstep.spec import own_drafter
 
-    method = own_drafter(Checkpoint.read(find_model(settings["model"])))
+    method = own_drafter(Checkpoint.read(find_model(settings["model"], weights)))
     spec = {"method": method, "num_speculative_tokens": DEFAULT_DRAFTS} if method else None
     return {**settings, "speculative_config": spec}

@@ -101,14 +101,14 @@ def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) ->
 # What is chosen before anything is built.
 
 
-def find_model(model: str | None) -> Path:
-    """The checkpoint folder of a path, a hub id, or the bundled model."""
+def find_model(model: str | None, weights: bool = True) -> Path:
+    """The checkpoint folder of a path, a hub id, or the bundled model. weights: as in fetch()."""
     if model is None:
         return Path(str(files("lockstep") / "assets" / "model"))
     with suppress(OSError, ValueError):  # a name that no folder can have
         if Path(model).is_dir():
             return Path(model)
-    return fetch(model)
+    return fetch(model) if weights else fetch(model, weights=False)
 
 
 def pick_device(config: EngineConfig) -> str:
@@ -154,9 +154,14 @@ def pick_row_buckets(config: EngineConfig, device: str) -> tuple[int, ...]:
 
 
 def step_limits(
-    config: EngineConfig, checkpoint: Checkpoint, device: str, packing: Packing | None
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    device: str,
+    packing: Packing | None,
+    told: str | None = None,
 ) -> StepLimits:
-    """How large steps may be. Raises ConfigError or CheckpointError."""
+    """How large steps may be. told: the numerics of a device that is not there. Raises ConfigError
+    or CheckpointError."""
     dtype = pick_dtype(config, checkpoint.raw, device)
     drafting = config.speculative_config
     cuda = device == "cuda"
@@ -173,7 +178,7 @@ def step_limits(
         draft_lengths=drafting.draft_lengths if drafting else (0,),
         graph_mode=config.cuda_graph_mode if cuda else "none",
         steps_in_flight=config.steps_in_flight or (GPU_STEPS_IN_FLIGHT if cuda else 1),
-        numerics=numerics(device, dtype, packing) + _synthetic(config),
+        numerics=(told or numerics(device, dtype, packing)) + _synthetic(config),
         quantization=None if packing is None else packing.name,
     )
 

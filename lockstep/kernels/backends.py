@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import lockstep.kernels
+from lockstep.kernels import architecture
 from lockstep.kernels.registry import Op
 
 NO_BACKENDS = ("cases", "bench")
@@ -90,6 +91,13 @@ def cpu_trait(**traits: Any) -> str | None:
     if str(traits.get("device", "cpu")).partition(":")[0] == "cpu":
         return None
     return "it reads lengths on the host, and its bits are those of a CPU's libraries"
+
+
+def arch_of(**traits: Any) -> int:
+    """The architecture of the traits, e.g. 86: `arch`, of a GPU that is not there, or their
+    device's own."""
+    named: int | None = traits.get("arch")
+    return architecture.number_of(traits["device"]) if named is None else named
 
 
 def gpu_trait(**traits: Any) -> str | None:

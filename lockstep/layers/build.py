@@ -43,7 +43,7 @@ class Build:
     architecture's prefix. tensors: the checkpoint's, by such a module and by what stands behind it
     in their names, None for dummy weights;
     prefixes: that a name may have in front of the path; packing: the weight format, None where no
-    weight is packed.
+    weight is packed. arch: of a GPU that is not there, e.g. 86; None: the device's own.
     """
 
     device: str
@@ -57,6 +57,7 @@ class Build:
     tensors: Mapping[str, Mapping[str, TensorInfo]] | None = None
     prefixes: tuple[str, ...] = ()
     packing: Packing | None = None
+    arch: int | None = None
     choices: list[Choice] = field(default_factory=list)
     probed: dict[tuple[int, int], Probed] = field(default_factory=dict)
     room: Room = field(init=False)
@@ -94,6 +95,8 @@ class Build:
     def op(self, op: Op, **traits: Any) -> Callable[..., Any]:
         """The function that serves this op here."""
         traits = {"device": self.device, "dtype": self.dtype, **traits}
+        if self.arch is not None:
+            traits["arch"] = self.arch
         name = op.choose(**traits)
         refused = {n: why for n, why in op.explain(**traits).items() if why is not None}
         self.choices.append(Choice(self.layer, op.name, name, refused))

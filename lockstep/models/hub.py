@@ -12,20 +12,22 @@ from lockstep.errors import ConfigError
 
 PATIENCE = 3.0
 """Seconds that the hub has to answer, all tries together: its own client would take minutes."""
+SETTINGS = ["config.json", "*quant*config.json"]
 FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
-def fetch(model: str) -> Path:
+def fetch(model: str, weights: bool = True) -> Path:
     """The folder of a hub id: fetched, or cached where the hub does not answer.
 
-    Raises ConfigError where it is neither.
+    weights: also its weights, not its settings alone. Raises ConfigError where it is neither.
     """
     from huggingface_hub import snapshot_download
 
     fault = _ask(model)
     try:
         cached = fault is not None
-        return Path(snapshot_download(model, allow_patterns=FILES, local_files_only=cached))
+        files = FILES if weights else SETTINGS
+        return Path(snapshot_download(model, allow_patterns=files, local_files_only=cached))
     except Exception as error:  # the hub's client passes on whatever its transport raises
         reason = _reason(fault or error)
     raise ConfigError(

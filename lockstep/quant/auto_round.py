@@ -19,8 +19,8 @@ from typing import Any
 from lockstep.kernels.packed import IntWeight
 from lockstep.quant.awq import AWQ_BITS, awq_slots
 from lockstep.quant.gptq import gptq_slots
-from lockstep.quant.integers import BITS, GROUPS, Asked, IntPacking, Scheme, usually_plain
-from lockstep.quant.packing import Module, Packing
+from lockstep.quant.integers import BITS, GROUPS, Asked, IntPacking, Scheme
+from lockstep.quant.packing import Module, Packing, usually_plain
 from lockstep.quant.reading import BUILT, WITHIN, SettingsReader
 from lockstep.quant.slot import Slot
 
@@ -83,7 +83,7 @@ class AutoRound(IntPacking):
         for name in module.names:
             if name in self.extra:
                 return self._said(name, self.extra[name], exact=True)
-        inside = not usually_plain(module.path)
+        inside = not usually_plain(module)
         setting = ""
         if self.blocks:
             inside = any(name.startswith(self.blocks) for name in module.names)

@@ -26,9 +26,8 @@ from lockstep.quant.integers import (
     fill_words,
     fill_zeros,
     unpacked_words,
-    usually_plain,
 )
-from lockstep.quant.packing import Module, Packing
+from lockstep.quant.packing import Module, Packing, usually_plain
 from lockstep.quant.reading import WITHIN, SettingsReader
 from lockstep.quant.slot import Slot
 
@@ -62,7 +61,7 @@ class AWQ(IntPacking):
                 setting = f"{WITHIN}modules_to_not_convert[{part[:100]!r}]"
                 return Asked(self.scheme, False, setting)
         head = module.path == "lm_head"
-        return Asked(self.scheme, self.head if head else not usually_plain(module.path))
+        return Asked(self.scheme, self.head if head else not usually_plain(module))
 
     def filled(self, module: Module, weight: IntWeight, scheme: Scheme) -> dict[str, Slot]:
         return awq_slots(module, weight)

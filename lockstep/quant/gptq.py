@@ -27,14 +27,12 @@ from lockstep.quant.integers import (
     IntPacking,
     Scheme,
     ascending,
-    damaged,
     fill_scales,
     fill_words,
     fill_zeros,
     unpacked_words,
-    usually_plain,
 )
-from lockstep.quant.packing import Module, Packing
+from lockstep.quant.packing import Module, Packing, damaged, usually_plain
 from lockstep.quant.reading import WITHIN, SettingsReader
 from lockstep.quant.slot import Slot
 
@@ -87,7 +85,7 @@ class GPTQ(IntPacking):
             return Asked(scheme, self.head, self.head_setting)
         if self.inside and not any(f".{module.path}".endswith(f".{one}") for one in self.inside):
             return Asked(scheme, False, f"{WITHIN}modules_in_block_to_quantize")
-        return Asked(scheme, not usually_plain(module.path))
+        return Asked(scheme, not usually_plain(module))
 
     def filled(self, module: Module, weight: IntWeight, scheme: Scheme) -> dict[str, Slot]:
         return gptq_slots(module, weight, scheme, self.stored_less)

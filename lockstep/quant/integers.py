@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lockstep.errors import CheckpointError
 from lockstep.kernels.packed import IntWeight, PackedWeight, pack
-from lockstep.quant.packing import Layout, Module, Packing
+from lockstep.quant.packing import Layout, Module, Packing, contradiction, damaged
 from lockstep.quant.reading import SettingsReader
 from lockstep.quant.slot import Slot
 
@@ -28,14 +27,6 @@ WORD = 32
 """Bits of a word."""
 CHUNK = 1 << 24
 """Codes that are taken over at once."""
-PLAIN_PARTS = ("in_proj_a", "in_proj_b", "in_proj_ba", "gate", "shared_expert_gate", "lm_head")
-"""Maps that checkpoints leave unpacked in practice: small ones, routers, the head."""
-
-
-def usually_plain(path: str) -> bool:
-    """Whether a linear map stays unpacked in practice, where nothing says otherwise: PLAIN_PARTS,
-    and the whole draft module."""
-    return path.startswith("mtp.") or path.rpartition(".")[2] in PLAIN_PARTS
 
 
 @dataclass(frozen=True)
@@ -129,20 +120,6 @@ class IntPacking(Packing):
     @abstractmethod
     def filled(self, module: Module, weight: IntWeight, scheme: Scheme) -> dict[str, Slot]:
         """What `slots` gives, less the bias that some files have where the model has none."""
-
-
-def contradiction(module: Module, said: str) -> CheckpointError:
-    """Tensors and settings do not agree about a module."""
-    names = ", ".join(sorted(info.name for info in (module.tensors or {}).values()))
-    return CheckpointError(
-        f"{module.path} has the tensors {names}, but {said}. "
-        "Mend quantization_config, or fetch the checkpoint again."
-    )
-
-
-def damaged(module: Module, suffix: str, said: str) -> CheckpointError:
-    """A tensor of a module holds what it cannot."""
-    return CheckpointError(f"{module.path}.{suffix} {said}. Fetch the checkpoint again.")
 
 
 def _scale_dtype(module: Module) -> torch.dtype:

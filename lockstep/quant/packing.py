@@ -1,4 +1,4 @@
-"""What every weight format implements, and how a weight lies on the device."""
+"""What every weight format implements and says, and how a weight lies on the device."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 
+from lockstep.errors import CheckpointError
 from lockstep.kernels.packed import PackedWeight
 from lockstep.quant.slot import Slot
+
+PLAIN_PARTS = ("in_proj_a", "in_proj_b", "in_proj_ba", "gate", "shared_expert_gate", "lm_head")
+"""Maps that checkpoints leave unpacked in practice: small ones, routers, the head."""
 
 
 @dataclass(frozen=True)
@@ -88,3 +92,25 @@ class Packing(ABC):
     @abstractmethod
     def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
         """Suffix of each of the module's tensors -> the slot that fills these rows with it."""
+
+
+def usually_plain(module: Module) -> bool:
+    """Whether a linear map stays unpacked in practice, where nothing says otherwise: PLAIN_PARTS,
+    and the whole draft module."""
+    return module.path.startswith("mtp.") or module.path.rpartition(".")[2] in PLAIN_PARTS
+
+
+def contradiction(module: Module, said: str) -> CheckpointError:
+    """Tensors and settings do not agree about a module. said: what the settings ask for."""
+    tensors = (module.tensors or {}).values()
+    found = [f"{info.name} ({info.dtype} {list(info.shape)})" for info in tensors]
+    listed = ", ".join(sorted(found)[:8]) or "none"
+    return CheckpointError(
+        f"{module.path} has the tensors {listed[:600]}, but {said}. "
+        "Mend the settings, or fetch the checkpoint again."
+    )
+
+
+def damaged(module: Module, suffix: str, said: str) -> CheckpointError:
+    """A tensor of a module holds what it cannot."""
+    return CheckpointError(f"{module.path}.{suffix} {said}. Fetch the checkpoint again.")

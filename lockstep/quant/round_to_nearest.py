@@ -4,15 +4,15 @@
     int8    symmetric, a scale per output
     int4    symmetric, a scale per 128 columns
 
-No calibration. What stays unpacked in practice stays so here: lockstep.quant.integers.usually_plain
+No calibration. What stays unpacked in practice stays so here: lockstep.quant.packing.usually_plain
 and embeddings.
 """
 
 from torch import Tensor
 
 from lockstep.kernels.packed import Fp8Weight, IntWeight, PackedWeight, quantise_fp8, quantise_int
-from lockstep.quant.integers import SCALES, Scheme, damaged, pieces, usually_plain
-from lockstep.quant.packing import Layout, Module, Packing
+from lockstep.quant.integers import SCALES, Scheme, pieces
+from lockstep.quant.packing import Layout, Module, Packing, damaged, usually_plain
 from lockstep.quant.slot import PLAIN, Slot
 
 FP8 = "fp8"
@@ -32,7 +32,7 @@ class RoundToNearest(Packing):
         self.name = "fp8-channel" if method == FP8 else SCHEMES[method].name
 
     def layout(self, module: Module) -> Layout | None:
-        if usually_plain(module.path):
+        if usually_plain(module):
             return None
         if self.method == FP8:
             return Layout.of(Fp8Weight, block_n=1, block_k=module.inputs)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lockstep.errors import CheckpointError, brief
+from lockstep.errors import brief
 from lockstep.kernels.packed import (
     Fp4Weight,
     Fp8Weight,
@@ -19,7 +19,15 @@ from lockstep.kernels.packed import (
     PackedWeight,
     pack,
 )
-from lockstep.quant.packing import Layout, Module, Packing, TensorInfo
+from lockstep.quant.packing import (
+    Layout,
+    Module,
+    Packing,
+    TensorInfo,
+    contradiction,
+    damaged,
+    usually_plain,
+)
 from lockstep.quant.slot import PLAIN, Slot
 
 FP8_BLOCK = 128
@@ -28,8 +36,6 @@ FP4_GROUP = 16
 """Columns that share a scale in NVFP4."""
 CHUNK = 1 << 24
 """Codes that are brought into their order at once."""
-PLAIN_PARTS = ("in_proj_a", "in_proj_b", "in_proj_ba", "gate", "shared_expert_gate", "lm_head")
-"""Maps that writers of these formats leave plain without listing them; the draft module is too."""
 PLAIN_NAMES = ("F32", "BF16", "F16")
 """Dtypes of weights that are not packed, as safetensors spells them."""
 SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -83,7 +89,7 @@ def settle(module: Module, said: Storage | None, setting: str) -> Storage | None
     """How the module is stored: what its settings say, where its tensors agree.
 
     setting: the one that says so, for messages. Some maps may be plain without being listed, see
-    PLAIN_PARTS. Raises CheckpointError where tensors say otherwise.
+    usually_plain. Raises CheckpointError where tensors say otherwise.
     """
     if module.tensors is None:
         return said
@@ -92,20 +98,16 @@ def settle(module: Module, said: Storage | None, setting: str) -> Storage | None
     packed = strange or any(suffix in module.tensors for suffix in SIDECARS)
     if said is None:
         if packed:
-            raise contradiction(module, setting, "a weight that is not packed")
+            raise contradiction(module, f"{setting} asks for a weight that is not packed")
         return None
+    needed = ", ".join(said.needs(module))
     if not packed:
         if weight is None or usually_plain(module):
             return None
-        raise contradiction(module, setting, ", ".join(said.needs(module)))
+        raise contradiction(module, f"{setting} asks for {needed}")
     if not all(suffix in module.tensors for suffix in said.needs(module)):
-        raise contradiction(module, setting, ", ".join(said.needs(module)))
+        raise contradiction(module, f"{setting} asks for {needed}")
     return said
-
-
-def usually_plain(module: Module) -> bool:
-    """Whether a map may be plain where no list says so."""
-    return module.path.startswith("mtp.") or module.path.rpartition(".")[2] in PLAIN_PARTS
 
 
 def around(name: str) -> Iterator[str]:
@@ -113,17 +115,6 @@ def around(name: str) -> Iterator[str]:
     while name:
         yield name
         name = name.rpartition(".")[0]
-
-
-def contradiction(module: Module, setting: str, asked: str) -> CheckpointError:
-    """The error that names a module, its tensors, and the setting that they do not fit."""
-    tensors = module.tensors or {}
-    found = [f"{suffix} ({info.dtype} {list(info.shape)})" for suffix, info in tensors.items()]
-    listed = ", ".join(sorted(found)[:8]) or "none"
-    return CheckpointError(
-        f"{module.path}: its tensors in the checkpoint are {listed[:600]}, but {setting} asks for "
-        f"{asked}. Mend the settings, or fetch the checkpoint again."
-    )
 
 
 @dataclass(frozen=True)
@@ -319,11 +310,6 @@ def slot(
         fill(found)
 
     return Slot(shape, dtypes, device, check)
-
-
-def damaged(module: Module, suffix: str, fault: str) -> CheckpointError:
-    """The error about what a tensor holds."""
-    return CheckpointError(f"{module.path}.{suffix} {fault}. Fetch the checkpoint again.")
 
 
 def stored_as(module: Module, suffix: str, dtype: str) -> bool:

@@ -188,8 +188,9 @@ class Scheduler:
         return [i for i, entry in self.entries.items() if entry.row or entry.swapped]
 
     def force_preempt(self, request_id: str) -> None:
-        """Preempts a request at the next schedule, if it runs then."""
-        self.forced.add(request_id)
+        """Preempts a request at the next schedule, if it runs then. One that is over stays over."""
+        if request_id in self.entries:
+            self.forced.add(request_id)
 
     def has_work(self) -> bool:
         """Whether any request is unfinished."""

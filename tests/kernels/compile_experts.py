@@ -1,43 +1,75 @@
 """Compiles the products of experts for a Hopper GPU, which needs none, at Qwen3.6-35B-A3B's sizes:
-whatever the number of tokens, the tensor cores read natural K order through wgmma alone.
+whatever the number of tokens, packed weights or not, wgmma alone reads natural K order.
+
+Packed ones are its left operand with kWidth 2, made in registers out of their words.
 
     python -m tests.kernels.compile_experts
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from lockstep.kernels.experts.triton import experts_triton
-from tests.kernels.compile_launches import Launches
+from lockstep.kernels.packed import Fp4Weight, Fp8Weight, IntWeight, PackedWeight
+from tests.kernels.compile_packed import LEFT, SHARED, Compiled
 
+ARCH = 90
 TOKENS = (1, 1024)
 """Of the form for few tokens, and of the other."""
 PRODUCTS = {"_up_kernel", "_down_sum_kernel", "_down_kernel"}
+EXPERTS = 256
+HIDDEN = 2048
+INNER = 512
+
+
+def layouts() -> Iterator[tuple[str, Tensor | PackedWeight, Tensor | PackedWeight]]:
+    """(name, up, down), without memory."""
+    up = (EXPERTS * 2 * INNER, HIDDEN)
+    down = (EXPERTS * HIDDEN, INNER)
+    plain = torch.empty(EXPERTS, 2 * INNER, HIDDEN, dtype=torch.bfloat16, device="meta")
+    yield "plain", plain, plain.new_empty(EXPERTS, HIDDEN, INNER)
+    yield "int4", IntWeight.empty(*up, device="meta"), IntWeight.empty(*down, device="meta")
+    blocks = (Fp8Weight.empty(*shape, 128, 128, device="meta") for shape in (up, down))
+    yield "fp8 by blocks", *blocks
+    yield "nvfp4", Fp4Weight.empty(*up, device="meta"), Fp4Weight.empty(*down, device="meta")
 
 
 def main() -> None:
-    """Compiles them, and prints each that multiplies."""
-    launches = Launches()
+    """Compiles them; prints kernel, layout, tokens and bytes of shared memory of each."""
+    compiled = Compiled(ARCH)
 
     def run(kernel: Any, *args: Any, **given: Any) -> None:
         if kernel.__name__ in PRODUCTS:
-            launches.compile(kernel, *args, **given)
+            compiled.compile(kernel, *args, **given)
 
     JITFunction.run = run
 
-    def half(*shape: int) -> torch.Tensor:
+    def half(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device="meta")
 
-    for tokens in TOKENS:
-        ids = torch.empty(tokens, 8, dtype=torch.int32, device="meta")
-        up = half(256, 1024, 2048)
-        down = half(256, 2048, 512)
-        experts_triton(half(tokens, 2048), up, down, ids, half(tokens, 8), half(tokens, 2048))
-    for name, code in launches.code:
-        assert "wgmma.mma_async" in code and "mma.sync" not in code, name
-        print(name)
+    for name, up, down in layouts():
+        for tokens in TOKENS:
+            ids = torch.empty(tokens, 8, dtype=torch.int32, device="meta")
+            x = half(tokens, HIDDEN)
+            experts_triton(x, up, down, ids, half(tokens, 8), half(tokens, HIDDEN))
+            for made in compiled.made:
+                check(name, made)
+                print(made.metadata.name, name, tokens, made.metadata.shared, flush=True)
+            compiled.made.clear()
+
+
+def check(name: str, made: Any) -> None:
+    """What the matrix units are given."""
+    ptx = made.asm["ptx"]
+    assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx, name
+    assert made.metadata.shared <= SHARED[ARCH], name
+    if name != "plain":
+        found = LEFT.findall(made.asm["ttgir"])
+        assert found and set(found) == {"2"}, (name, set(found))
 
 
 if __name__ == "__main__":

@@ -8,13 +8,14 @@ from importlib.util import find_spec
 
 import pytest
 
+from lockstep.kernels.architecture import ARCHITECTURES
 from tests.kernels.backends import OPS
 
 pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
 
 
 @pytest.fixture
-def compiled(request: pytest.FixtureRequest) -> Callable[[str], list[str]]:
+def compiled(request: pytest.FixtureRequest) -> Callable[..., list[str]]:
     """The lines that a module of this folder prints, run in a process of its own: in this one the
     interpreter may have taken the kernels' place.
 
@@ -24,8 +25,8 @@ def compiled(request: pytest.FixtureRequest) -> Callable[[str], list[str]]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(request.config.cache.mkdir("triton"))
 
-    def lines(module: str) -> list[str]:
-        command = [sys.executable, "-m", f"tests.kernels.{module}"]
+    def lines(module: str, *arguments: str) -> list[str]:
+        command = [sys.executable, "-m", f"tests.kernels.{module}", *arguments]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-3000:]
         return done.stdout.splitlines()
@@ -48,8 +49,24 @@ def test_what_every_op_launches_compiles_for_hopper(
 def test_experts_multiply_by_wgmma_at_any_number_of_tokens(
     compiled: Callable[[str], list[str]],
 ) -> None:
-    """So a weight that is unpacked in registers keeps one K order (docs/kernels/experts.md)."""
-    assert len(compiled("compile_experts")) == 4
+    """So a weight that is unpacked in registers keeps one K order (docs/kernels/experts.md): plain,
+    int4, fp8 and NVFP4, two products in each of two forms."""
+    assert len(compiled("compile_experts")) == 16
+
+
+def test_every_op_compiles_below_hopper_and_above(compiled: Callable[..., list[str]]) -> None:
+    """Each op once for the two architectures of the least shared memory: it fits into theirs."""
+    lines = compiled("architectures", "--quick")
+    for name in ("sm_86", "sm_120"):
+        found = {line.split()[1] for line in lines if line.startswith(name)}
+        assert found == {op.name for op in OPS}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [one.name for one in ARCHITECTURES.values()])
+def test_every_tile_compiles_and_fits(name: str, compiled: Callable[..., list[str]]) -> None:
+    """All launches of an architecture, at the sizes of real models too."""
+    assert {line.split()[1] for line in compiled("architectures", name)} == {op.name for op in OPS}
 
 
 def test_packed_weights_reach_the_matrix_units_in_their_own_order(

@@ -7,8 +7,19 @@ import torch
 
 from lockstep.kernels.activations import silu_mul
 from lockstep.kernels.experts import experts
-from lockstep.kernels.experts.tiles import FEW, FLOAT, MANY, SORTED, are_few, most_tiles, tile_of
+from lockstep.kernels.experts.tiles import (
+    FEW,
+    FLOAT,
+    MANY,
+    PACKED,
+    SORTED,
+    are_few,
+    most_tiles,
+    packed_tile,
+    tile_of,
+)
 from lockstep.kernels.linear import linear
+from lockstep.kernels.packed.cases import layouts, random_weights
 from lockstep.kernels.route import route
 from tests.kernels.backends import Backend, backends, same_bits
 
@@ -172,5 +183,69 @@ def test_one_expert_is_a_gated_mlp_of_linear(backend):
 
 def test_tiles_grow_with_the_tokens():
     for tokens, block in ((1, 16), (64, 16), (256, 16), (512, 32), (1024, 64), (8192, 128)):
-        assert tile_of(8 * tokens, 256, torch.bfloat16).tokens == block
-    assert {tile_of(8 * t, 256, torch.float32) for t in (1, 64, 8192)} == {FLOAT}
+        assert tile_of(8 * tokens, 256, torch.bfloat16, 90).tokens == block
+    assert {tile_of(8 * t, 256, torch.float32, 90) for t in (1, 64, 8192)} == {FLOAT}
+
+
+def packed_mixture(
+    backend: Backend, sizes: dict[str, int], up: str, down: str
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Arguments with weights of these layouts, and with what they unpack to."""
+    a = mixture(backend, **sizes)
+    count, hidden, inner = a["down"].shape
+    made = dict(
+        up=dict(random_weights(count * 2 * inner, hidden))[up],
+        down=dict(random_weights(count * hidden, inner))[down],
+    )
+    plain = {name: w.unpack(backend.dtype).view_as(a[name]) for name, w in made.items()}
+    return backend.place(a | made), backend.place(a | plain)
+
+
+LAYOUTS = [name for name, _ in layouts(8, 128)]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_packed_experts_are_what_they_unpack_to(name):
+    """By definition: rows of one expert at a time; down is packed in another way."""
+    down = LAYOUTS[LAYOUTS.index(name) - 1]
+    sizes = SMALL | dict(tokens=2, count=3, slots=2)
+    for chosen in ("reference", "cpu"):
+        packed, plain = packed_mixture(Backend(chosen, "cpu", torch.bfloat16), sizes, name, down)
+        run = experts.backends[chosen].run
+        assert same_bits(run(**packed), run(**plain)), chosen
+
+
+@pytest.mark.parametrize("backend", FORMS)
+@pytest.mark.parametrize("name", ["int4 by 32", "fp8 by blocks", "nvfp4", "int4 desc_act"])
+def test_packed_experts_in_both_forms(backend, name):
+    """Unpacked in registers, or ahead of the products: the bits of the unpacked weights.
+
+    The interpreter multiplies in numpy's order, so there both take the same tile.
+    """
+    from lockstep.kernels.experts.triton import launch_few, launch_sorted
+
+    if backend.interpreted:
+        sizes = dict(tokens=5, hidden=136, inner=72, count=3, slots=2)
+    else:
+        sizes = REAL | dict(tokens=16)
+    packed, plain = packed_mixture(backend, sizes, name, name)
+    order = ("x", "up", "down", "ids", "weights", "shared", "shared_gate")
+    tiles = [FEW, MANY] if backend.interpreted else [FEW, MANY, *(t for _, t in SORTED)]
+    for tile in [FLOAT] if backend.dtype == torch.float32 else tiles:
+        for launch in (launch_few, launch_sorted):
+            if launch is launch_few and tile.tokens > FEW.tokens:
+                continue
+            same = packed_tile(tile, 136) if backend.interpreted else tile
+            same = tile if "desc_act" in name or backend.dtype == torch.float32 else same
+            want = launch(*(plain[part] for part in order), same)
+            have = launch(*(packed[part] for part in order), tile)
+            assert same_bits(have, want), (tile, launch.__name__)
+
+
+def test_tiles_for_packed_weights_hold_as_many_tokens():
+    """The sort's tiles serve both; a block is a multiple of the order's 128 columns."""
+    for tile in (FEW, MANY, *(tile for _, tile in SORTED)):
+        for k, columns in ((2048, PACKED[tile.tokens].k), (200, 128)):
+            found = packed_tile(tile, k)
+            assert found.tokens == tile.tokens and found.k == columns
+    assert set(PACKED) == {tile.tokens for tile in (FEW, MANY, *(tile for _, tile in SORTED))}

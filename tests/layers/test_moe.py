@@ -196,12 +196,12 @@ def test_an_expert_that_is_packed_in_another_way_is_named() -> None:
         made(build=building(packing=Rounding(odd=odd)))
 
 
-def test_packed_experts_say_so_when_they_ask_for_a_backend() -> None:
-    """On a GPU they stay packed; a backend that reads plain weights refuses."""
-    why = experts_op.explain(device="cuda", dtype=torch.bfloat16, packed=True)
-    assert "not packed" in str(why.get("triton", "not packed"))
-    with pytest.raises(ConfigError, match="op experts: no backend serves .*packed"):
-        experts_op.choose(device="cuda", dtype=torch.bfloat16, packed=True)
+def test_packed_experts_are_served_on_a_gpu() -> None:
+    """There they stay packed, and the backend that serves plain ones reads them."""
+    assert set(experts_op.backends) == {"reference", "cpu", "triton"}
+    for packed in (False, True):
+        chosen = experts_op.choose(device="cuda", dtype=torch.bfloat16, packed=packed)
+        assert chosen == "triton"
 
 
 @pytest.mark.parametrize(

@@ -307,7 +307,7 @@ def test_settings_that_contradict_the_tensors_are_refused(name: str) -> None:
     with pytest.raises(CheckpointError) as caught:
         read(settings).layout(module_of(tensors, 192, 144))
     message = str(caught.value)
-    assert message.startswith(f"{PATH}: its tensors") and message.endswith(".")
+    assert message.startswith(f"{PATH} has the tensors ") and message.endswith(".")
     assert told in message and next(iter(tensors)) in message and len(message) < 2000
 
 

@@ -183,8 +183,10 @@ def test_forced_preemption_continues_where_it_was() -> None:
     plan = step(sched)
     assert len(plan.swap_out) == len(plan.swap_in) == 1 and not plan.prompt
     assert len(plan.swap_out[0].pages) == 2 and request.metrics.num_preemptions == 1
-    sched.force_preempt("unknown")
     drain(sched)
+    for over in ("a", "unknown"):
+        sched.force_preempt(over)
+    assert not sched.forced
     assert len(request.output_token_ids) == 8
 
 

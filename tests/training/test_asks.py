@@ -174,6 +174,60 @@ def test_answers_read_back_as_the_calls_that_were_meant() -> None:
     assert Qwen3CoderParser.SIGN in tasks.calls_text([("f", {})])
 
 
+def _sure(text: str, kind: str) -> asks.Intent:
+    params = {"text": asks.Param(("text",), kind, False)}
+    return asks.Intent(("f",), ("F",), params, (asks.Frame("!", text),))
+
+
+def test_politeness_and_remarks_behind_a_value_are_no_part_of_it() -> None:
+    intent = _sure("write {text}", "word")
+    polite = remarked = 0
+    for seed in range(400):
+        w = _words(seed)
+        request = asks.single(w, [asks.offer(w, intent)])
+        ((_, arguments),) = request.calls
+        after = request.text.split(arguments["text"])[-1]
+        assert not re.search(r"please|thanks|;", arguments["text"], re.IGNORECASE)
+        polite += after.lower().startswith((" please", ", thanks", ", if you", " thanks"))
+        remarked += after.startswith((", i", ", I", "; ", " - "))
+    assert polite > 10 and remarked > 3
+
+
+def test_a_remark_in_the_same_sentence_never_follows_a_value_of_several_words() -> None:
+    for seed in SEEDS:
+        parts: list[tuple[str, str | None]] = [("tell Bob ", None), ("I am late", "text")]
+        asks._remark(_words(seed), parts)
+        assert parts[-1][0].startswith(". ")
+
+
+def test_a_sentence_may_stand_before_a_second_request() -> None:
+    spoken = 0
+    for seed in range(300):
+        first, second, forms = asks._pair_of(_words(seed))
+        assert forms[0] in first.frames and forms[1] in second.frames
+        spoken += forms[0] in asks._ending_orders(first) and forms[1].sort == "!"
+    assert spoken > 30
+
+
+def test_an_echo_shares_a_word_with_the_request_and_is_not_what_is_barred() -> None:
+    barred = frozenset({"find_recipe"})
+    for seed in SEEDS:
+        for tool in asks.echo(_words(seed), "find the recipe of {x}", barred):
+            assert tool.intent.names[0] not in barred
+            said = " ".join((*tool.intent.names, *tool.intent.abouts)).lower()
+            assert "find" in said or "recipe" in said
+    assert not asks.echo(_words(1), "qqqq {x}", barred)
+
+
+def test_a_switch_is_asked_for_by_state_or_idiom() -> None:
+    for seed in SEEDS:
+        w = _words(seed)
+        intent = asks._switch(w, "fan")
+        tool = asks.offer(w, intent, frozenset(intent.params), frozenset({"state"}))
+        ((_, arguments),) = asks.single(w, [tool]).calls
+        assert arguments[tool.keys["state"]].lower() in ("on", "off")
+
+
 def test_number_words_and_sequences() -> None:
     said = {0: "zero", 21: "twenty-one", 100: "one hundred", 345: "three hundred forty-five"}
     assert {n: values.number_words(n) for n in said} == said

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from lockstep.kernels.architecture import HOPPER
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention._warpgroup import (
     N_LAYOUT,
@@ -46,6 +47,7 @@ from lockstep.kernels.attention._warpgroup import (
     zero_behind,
 )
 from lockstep.kernels.attention.paged import LOG2E, paged_attention_triton, supports
+from lockstep.kernels.backends import arch_of
 
 ROWS = 128
 """Rows of a program: two warpgroups of 64, the height of a wgmma."""
@@ -271,7 +273,7 @@ def _supports(**traits: Any) -> str | None:
     if traits.get("dtype", torch.float32) not in (torch.bfloat16, torch.float16):
         return "weights are multiplied in bf16 or fp16"
     why_not = supports(**traits)
-    if why_not is None and torch.cuda.get_device_capability(traits["device"])[0] != 9:
+    if why_not is None and arch_of(**traits) != HOPPER:
         return "wgmma is Hopper's"
     return why_not
 

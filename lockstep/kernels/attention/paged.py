@@ -18,7 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels import architecture
 from lockstep.kernels.activations._device import sigmoid
+from lockstep.kernels.architecture import stages_within
 from lockstep.kernels.attention import SEGMENT, paged_attention
 from lockstep.kernels.backends import gpu_trait
 
@@ -299,10 +301,23 @@ class Partition:
     stages: int
 
 
+def keys_together(dtype: torch.dtype) -> int:
+    """TILE: keys that a program weighs at once."""
+    return 32 if dtype == torch.float32 else 64
+
+
 def partition(
-    rows: int, query_len: int, heads: int, kv_heads: int, dim: int, segments: int
+    rows: int,
+    query_len: int,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    segments: int,
+    dtype: torch.dtype,
+    arch: int,
 ) -> Partition:
-    """The partition for static sizes: its table and times are in docs/kernels/attention.md."""
+    """The partition for static sizes on an architecture: its table and times are in
+    docs/kernels/attention.md."""
     count = query_len * (heads // kv_heads)
     pairs = rows * kv_heads
     block = min(64, max(16, triton.next_power_of_2(count)))
@@ -318,7 +333,10 @@ def partition(
             span *= 2
     parallel_spans = min(triton.cdiv(segments, span), max(triton.cdiv(PROGRAMS, programs), 8))
     warps = 8 if block == 64 else 4
-    stages = 2 if block == 64 else 3
+    width = triton.next_power_of_2(max(dim, 16)) * dtype.itemsize
+    loaded = 2 * keys_together(dtype) * width  # keys and values
+    queries = (16 if dtype == torch.float32 else block) * width
+    stages = stages_within(2 if block == 64 else 3, loaded, queries, arch)
     return Partition(block, span, parallel_spans, folds, warps, stages)
 
 
@@ -347,9 +365,11 @@ def paged_attention_triton(
     if not len(q):
         return out
     segments = triton.cdiv(page_table.shape[1] * page, SEGMENT)
-    p = divided or partition(rows, query_len, heads, kv_heads, dim, segments)
+    arch = architecture.number_of(q.device)
+    p = divided or partition(rows, query_len, heads, kv_heads, dim, segments, q.dtype, arch)
     width = triton.next_power_of_2(max(dim, 16))
     block = 16 if exact else p.rows
+    tile = keys_together(q.dtype)
     first = p.span if p.folds else 1
     entries = 0 if p.folds and p.span >= segments else segments - first + 1
     count = rows * query_len * heads * entries
@@ -361,7 +381,7 @@ def paged_attention_triton(
         q, k_cache, v_cache, page_table, cu_seqlens, starts, gates, out, *kept,
         scale * LOG2E, entries, page_table.stride(0), gate_stride, p.span, first, query_len,
         *k_cache.stride()[:3], *v_cache.stride()[:3], page, heads, kv_heads, dim, block, width,
-        32 if exact else 64, 16 if exact else 64, SEGMENT, gates is not None, entries > 0, p.folds,
+        tile, 16 if exact else 64, SEGMENT, gates is not None, entries > 0, p.folds,
         num_warps=p.warps, num_stages=p.stages, enable_fp_fusion=False,
     )  # fmt: skip
     if entries:

@@ -5,14 +5,15 @@ from torch import Tensor
 
 from lockstep.kernels.activations import sigmoid, silu_mul
 from lockstep.kernels.linear import linear
+from lockstep.kernels.packed import PackedWeight
 from lockstep.kernels.registry import op
 
 
 @op
 def experts(
     x: Tensor,
-    up: Tensor,
-    down: Tensor,
+    up: Tensor | PackedWeight,
+    down: Tensor | PackedWeight,
     ids: Tensor,
     weights: Tensor,
     shared: Tensor | None = None,
@@ -20,6 +21,9 @@ def experts(
 ) -> Tensor:
     """x [T, H], up [E, 2I, H] (rows 0 .. I-1 gate, I .. 2I-1 up), down [E, H, I], ids [T, k] int32,
     weights [T, k] fp32 or x's dtype, shared [T, H], shared_gate [T] -> y [T, H] of x's dtype.
+
+    A packed up is one weight [E * 2I, H], a packed down one [E * H, I], expert by expert. Each is
+    what it unpacks to: experts(x, packed) == experts(x, packed.unpack(x.dtype)), bit for bit.
 
     Per token and chosen expert, numbers in brackets rounded to x's dtype:
 
@@ -35,14 +39,28 @@ def experts(
     is NaN in a row stays in it. A row's bits depend on that row alone.
     """
     tokens, slots = ids.shape
+    count = experts_in(up, down)
     total = torch.zeros_like(x, dtype=torch.float32)
     for token in range(tokens):
         for slot in range(slots):
-            expert = int(ids[token, slot].clamp(0, up.shape[0] - 1))
-            act = silu_mul(linear(x[token : token + 1], up[expert]))
-            y = linear(act, down[expert])[0]
+            expert = int(ids[token, slot].clamp(0, count - 1))
+            act = silu_mul(linear(x[token : token + 1], of_expert(up, expert, count)))
+            y = linear(act, of_expert(down, expert, count))[0]
             total[token] += weights[token, slot].float() * y.float()
     return with_shared(total, shared, shared_gate, x.dtype)
+
+
+def experts_in(up: Tensor | PackedWeight, down: Tensor | PackedWeight) -> int:
+    """E. A packed down has H rows of each expert, and up has H columns."""
+    return down.shape[0] // up.shape[-1] if isinstance(down, PackedWeight) else down.shape[0]
+
+
+def of_expert(weight: Tensor | PackedWeight, expert: int, count: int) -> Tensor | PackedWeight:
+    """The weight [N, K] of one of `count` experts, as it lies."""
+    if isinstance(weight, Tensor):
+        return weight[expert]
+    rows = weight.shape[0] // count
+    return weight.rows(expert * rows, (expert + 1) * rows)
 
 
 def with_shared(

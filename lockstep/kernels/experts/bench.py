@@ -1,4 +1,5 @@
-"""experts: a layer's mixture, its tokens sent to random experts, a shared one's output added."""
+"""experts: a layer's mixture, its tokens sent to random experts, a shared one's output added; on a
+GPU with packed weights, too."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -8,24 +9,41 @@ from torch import Tensor
 
 from lockstep.kernels.bench_types import BenchEnv, Cost, Made, Model, Moe, OpBenchmark
 from lockstep.kernels.experts import experts
+from lockstep.kernels.packed import PackedWeight
+from lockstep.kernels.packed.bench import LAYOUTS
 
 ID_BYTES = 4
+PACKED = ("int4", "fp8 by blocks")
+"""Layouts that are measured, both weights in the same."""
 
 
 def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
     """experts of the model, if it has any."""
-    if model.moe:
-        yield experts, partial(_experts, model.hidden, model.moe, env, query_len)
+    if not model.moe:
+        return
+    for layout in ("", *PACKED) if env.device == "cuda" else ("",):
+        yield experts, partial(_experts, model.hidden, model.moe, env, query_len, layout)
 
 
-def _experts(hidden: int, moe: Moe, env: BenchEnv, query_len: int) -> OpBenchmark:
-    backend, run = env.choose(experts, experts=moe.experts, top_k=moe.top_k)
+def _weight(moe: Moe, n: int, k: int, env: BenchEnv, layout: str) -> Tensor | PackedWeight:
+    """[experts, n, k], or as many rows packed."""
+    if not layout:
+        return env.random(moe.experts, n, k).mul_(k**-0.5)
+    found = LAYOUTS[layout](moe.experts * n, k, env.device)
+    found.dummy(torch.Generator(env.device).manual_seed(0))
+    return found
+
+
+def _experts(hidden: int, moe: Moe, env: BenchEnv, query_len: int, layout: str) -> OpBenchmark:
+    """layout: of packed weights, "" where they are not."""
+    backend, run = env.choose(experts, experts=moe.experts, top_k=moe.top_k, packed=bool(layout))
     size = env.dtype.itemsize
-    expert = 3 * hidden * moe.inner
-    rows = env.enough(size * expert * moe.top_k * query_len)
+    up = _weight(moe, 2 * moe.inner, hidden, env, layout)
+    down = _weight(moe, hidden, moe.inner, env, layout)
+    expert = (up.nbytes + down.nbytes) // moe.experts
+    flops = 2 * 3 * hidden * moe.inner
+    rows = env.enough(expert * moe.top_k * query_len)
     tokens = rows * query_len
-    up = env.random(moe.experts, 2 * moe.inner, hidden).mul_(hidden**-0.5)
-    down = env.random(moe.experts, hidden, moe.inner).mul_(moe.inner**-0.5)
     logits = env.random(tokens, moe.experts, dtype=torch.float32)
     values, chosen = logits.softmax(-1).topk(moe.top_k)
     given = (env.ints(chosen), (values / values.sum(-1, keepdim=True)).to(env.dtype))
@@ -42,11 +60,11 @@ def _experts(hidden: int, moe: Moe, env: BenchEnv, query_len: int) -> OpBenchmar
         count = rows * query_len
         read = len(given[0][:count].unique())
         brought = (3 * hidden + 1) * size + moe.top_k * (ID_BYTES + size)
-        return Cost(size * expert * read + count * brought, 2 * expert * moe.top_k * count)
+        return Cost(expert * read + count * brought, flops * moe.top_k * count)
 
     return OpBenchmark(
         op=experts.name,
-        size=f"{hidden}/{moe.inner}, {moe.top_k} of {moe.experts}",
+        size=f"{layout} {hidden}/{moe.inner}, {moe.top_k} of {moe.experts}".lstrip(),
         query_len=query_len,
         backend=backend,
         rows=rows,

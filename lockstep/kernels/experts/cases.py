@@ -1,11 +1,14 @@
 """Mixtures that every backend must serve: odd widths, no rows, few tokens and many, one expert for
-all, a shared expert with and without its gate."""
+all, a shared expert with and without its gate; packed weights."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from lockstep.kernels.experts import experts_in
+from lockstep.kernels.packed import PackedWeight
+from lockstep.kernels.packed.cases import random_weights
 from lockstep.kernels.route import route
 
 SHAPES = (
@@ -17,34 +20,59 @@ SHAPES = (
     (20, 40, 16, 7, 1, "one"),
 )
 """(tokens, H, I, experts, top_k, what is special)."""
+PACKED = (("int4", "int4"), ("fp8 by blocks", "fp8 by blocks"), ("nvfp4", "int8"))
+"""Layouts of up and down."""
+PACKED_SHAPES = ((2, 136, 72, 3, 2, "gated"), (7, 40, 24, 4, 3, ""))
+"""As SHAPES: some columns past a block of 128; blocks of rows that several experts share."""
 
 
 def experts_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, arguments of experts on the CPU). "one": all tokens go to one expert, by an id that is
     too large. The gates lie apart, as beside a router's logits."""
     generator = torch.Generator().manual_seed(3)
+    for shape in SHAPES:
+        yield _case(dtype, generator, *shape)
+    for shape in PACKED_SHAPES:
+        hidden, inner, count = shape[1:4]
+        ups = dict(random_weights(count * 2 * inner, hidden))
+        downs = dict(random_weights(count * hidden, inner))
+        for up, down in PACKED:
+            name, made = _case(dtype, generator, *shape)
+            yield f"{up}, {down} {name}", made | dict(up=ups[up], down=downs[down])
 
+
+def _case(
+    dtype: torch.dtype,
+    generator: torch.Generator,
+    tokens: int,
+    hidden: int,
+    inner: int,
+    count: int,
+    top_k: int,
+    special: str,
+) -> tuple[str, dict[str, Any]]:
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
-    for tokens, hidden, inner, count, top_k, special in SHAPES:
-        ids, weights = route(random(tokens, count), top_k)
-        if special == "one":
-            ids.fill_(count + 3)
-        yield (
-            f"{tokens}x{hidden}/{inner}/{count}/{top_k} {special}".rstrip(),
-            dict(
-                x=random(tokens, hidden).to(dtype),
-                up=(random(count, 2 * inner, hidden) * hidden**-0.5).to(dtype),
-                down=(random(count, hidden, inner) * inner**-0.5).to(dtype),
-                ids=ids,
-                weights=weights,
-                shared=random(tokens, hidden).to(dtype) if special in ("shared", "gated") else None,
-                shared_gate=random(tokens, 5).to(dtype)[:, 2] if special == "gated" else None,
-            ),
-        )
+    ids, weights = route(random(tokens, count), top_k)
+    if special == "one":
+        ids.fill_(count + 3)
+    arguments = dict(
+        x=random(tokens, hidden).to(dtype),
+        up=(random(count, 2 * inner, hidden) * hidden**-0.5).to(dtype),
+        down=(random(count, hidden, inner) * inner**-0.5).to(dtype),
+        ids=ids,
+        weights=weights,
+        shared=random(tokens, hidden).to(dtype) if special in ("shared", "gated") else None,
+        shared_gate=random(tokens, 5).to(dtype)[:, 2] if special == "gated" else None,
+    )
+    return f"{tokens}x{hidden}/{inner}/{count}/{top_k} {special}".rstrip(), arguments
 
 
-def experts_traits(up: torch.Tensor, ids: torch.Tensor, **rest: Any) -> dict[str, Any]:
+def experts_traits(
+    up: torch.Tensor | PackedWeight, down: torch.Tensor | PackedWeight, ids: torch.Tensor,
+    **rest: Any,
+) -> dict[str, Any]:  # fmt: skip
     """What a layer of such arguments says when it asks for a backend."""
-    return dict(experts=up.shape[0], top_k=ids.shape[1])
+    packed = isinstance(up, PackedWeight) or isinstance(down, PackedWeight)
+    return dict(experts=experts_in(up, down), top_k=ids.shape[1], packed=packed)

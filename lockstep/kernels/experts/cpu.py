@@ -8,15 +8,16 @@ from torch import Tensor
 
 from lockstep.kernels.activations import silu_mul
 from lockstep.kernels.backends import cpu_trait
-from lockstep.kernels.experts import experts, with_shared
+from lockstep.kernels.experts import experts, experts_in, of_expert, with_shared
 from lockstep.kernels.linear.cpu import linear_cpu
+from lockstep.kernels.packed import PackedWeight
 
 
 @experts.backend("cpu", supports=cpu_trait)
 def experts_cpu(
     x: Tensor,
-    up: Tensor,
-    down: Tensor,
+    up: Tensor | PackedWeight,
+    down: Tensor | PackedWeight,
     ids: Tensor,
     weights: Tensor,
     shared: Tensor | None = None,
@@ -24,17 +25,18 @@ def experts_cpu(
 ) -> Tensor:
     """See lockstep.kernels.experts.experts."""
     tokens, slots = ids.shape
-    flat = ids.flatten().long().clamp(0, up.shape[0] - 1)
+    number = experts_in(up, down)
+    flat = ids.flatten().long().clamp(0, number - 1)
     order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=up.shape[0]).tolist()
+    counts = torch.bincount(flat, minlength=number).tolist()
     y = x.new_empty(tokens * slots, x.shape[1])
     begin = 0
     for expert, count in enumerate(counts):
         pairs = order[begin : begin + count]
         begin += count
         if count:
-            act = silu_mul(linear_cpu(x[pairs // slots], up[expert]))
-            y[pairs] = linear_cpu(act, down[expert])
+            act = silu_mul(linear_cpu(x[pairs // slots], of_expert(up, expert, number)))
+            y[pairs] = linear_cpu(act, of_expert(down, expert, number))
     total = torch.zeros_like(x, dtype=torch.float32)
     for slot, own in enumerate(y.view(tokens, slots, x.shape[1]).unbind(1)):
         total += weights[:, slot, None].float() * own.float()

@@ -1,8 +1,10 @@
 """How experts are cut into tiles. No tile changes a bit; each was chosen by what it says here."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+
+from lockstep.kernels.architecture import stages_within
 
 FEW_PAIRS = 128
 """The most pairs of a token and a slot without a sort: each program finds the pairs of its expert
@@ -48,17 +50,47 @@ MANY = Tile(128, 128, 64, 8, 3)
 multiprocessor multiplies while the other begins or ends. K is short here (512 is 8 turns)."""
 
 
+PACKED = {
+    16: Tile(64, 16, 256, 4, 5),
+    32: Tile(64, 32, 256, 4, 4),
+    64: Tile(128, 64, 128, 4, 3),
+    128: Tile(128, 128, 128, 8, 3),
+}
+"""For packed weights, by tokens: a block holds whole blocks of their order, of 128 columns. With 4
+bits a load of 64 x 256 is 8 KB, and four of them wait in each program: one token makes a program
+for each multiprocessor, which should have about 26 KB on their way (4.3 TB/s x 0.8 us / 132). Up to
+64 tokens two programs fit a multiprocessor; of the last, which has some 160 registers a thread, one
+does."""
+PACKED_COLUMNS = 128
+"""Of a block where 256 do not divide K."""
+UNPACK_FROM = 1024
+"""Pairs per expert in the mean. From here on packed weights are unpacked into memory first.
+
+With fewer each block of 128 tokens unpacks a weight again, in registers, which adds 40 % to its
+products' time with 4-bit integers if nothing hides it. To read, write and read them again takes as
+long as the products of about 400 pairs (4.3 TB/s, 790 TFLOP/s). So it pays from 1,000 on, and
+prompts of 8,192 tokens at 8 of 256, 256 pairs an expert, keep well below. An estimate."""
+
+
 def are_few(tokens: int, slots: int, experts: int) -> bool:
     """Whether the form for few tokens serves: by T, since slots and experts are a model's."""
     return tokens == 1 or tokens * slots <= min(FEW_PAIRS, experts // FEW_OF_EXPERTS)
 
 
-def tile_of(pairs: int, experts: int, dtype: torch.dtype) -> Tile:
-    """The tile for so many pairs of a token and a slot, in either form."""
+def tile_of(pairs: int, experts: int, dtype: torch.dtype, arch: int) -> Tile:
+    """The tile for so many pairs of a token and a slot, in either form, on an architecture."""
     if dtype == torch.float32:
         return FLOAT
     fitting = (tile for mean, tile in SORTED if pairs <= mean * experts)
-    return next(fitting, MANY)
+    tile = next(fitting, MANY)
+    loaded = (tile.rows + tile.tokens) * tile.k * dtype.itemsize
+    return replace(tile, stages=stages_within(tile.stages, loaded, 0, arch))
+
+
+def packed_tile(tile: Tile, k: int) -> Tile:
+    """The tile of as many tokens for a packed weight of k columns."""
+    found = PACKED[tile.tokens]
+    return found if k % found.k == 0 else replace(found, k=PACKED_COLUMNS)
 
 
 def most_tiles(pairs: int, experts: int, tokens: int) -> int:

@@ -7,9 +7,12 @@ all its slots. Many: pairs are sorted into tiles of one expert each, and gate an
 sum over slots are a launch each.
 
 Weights are the left operand everywhere, so that wgmma serves any number of tokens and packed
-weights keep one K order (docs/kernels/experts.md).
+weights keep one K order (docs/kernels/experts.md). A kernel sees a weight as rows, row n of expert
+e at e * N + n, and reads it by lockstep.kernels.packed._device, packed or not. Packed weights are
+unpacked into memory first from UNPACK_FROM on, in fp32, and where their scales lie irregularly.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,12 +20,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels import architecture
 from lockstep.kernels.activations._device import sigmoid, silu
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.experts import experts
+from lockstep.kernels.experts import experts, experts_in
 from lockstep.kernels.experts._sort import FIELDS, clamped, sort_pairs
-from lockstep.kernels.experts._weights import load_weight_tile
-from lockstep.kernels.experts.tiles import Tile, are_few, tile_of
+from lockstep.kernels.experts.tiles import UNPACK_FROM, Tile, are_few, packed_tile, tile_of
+from lockstep.kernels.packed import PackedWeight
+from lockstep.kernels.packed._device import Form, Operand, chain
+from lockstep.kernels.packed._form import (
+    irregular,
+    operand_of,
+    plain_operand,
+    target_of,
+)
+from lockstep.kernels.packed.triton import unpack_weight_triton
 
 MOST_EXPERTS = 512
 """Experts that the sort's programs hold at once."""
@@ -31,27 +43,6 @@ COLUMNS = 1024
 """Of a program of the sum over slots: 8 numbers a thread, loads of 16 bytes."""
 WARPS = 4
 """Of the same."""
-
-
-@triton.jit
-def _chain(
-    weight, rows, rows_live, x, x_rows, live, K,
-    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """[BLOCK_N, BLOCK_M] fp32: rows of the weight times rows of x, one ascending chain over K.
-
-    x_rows [BLOCK_M] int64: where the rows of x begin; those that are not live count as zeros.
-    """
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    columns = tl.arange(0, BLOCK_K)
-    for at in range(0, K, BLOCK_K):
-        w = load_weight_tile(weight, rows, rows_live, at, K, EVEN, BLOCK_K)
-        mask = live[:, None]
-        if not EVEN:
-            mask = mask & (at + columns < K)[None, :]
-        a = tl.load(x + x_rows[:, None] + (at + columns)[None, :], mask=mask, other=0.0)
-        total = tl.dot(w, a.T, total, input_precision="ieee")
-    return total
 
 
 @triton.jit
@@ -88,12 +79,14 @@ def _tile_of(
 def _up_kernel(
     x, weight, act, ids, order, table, pairs, x_stride, experts, K, inner,
     SLOTS: tl.constexpr, SORTED: tl.constexpr, LANES: tl.constexpr, FIELDS: tl.constexpr,
-    EVEN: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    FORM: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """act [pairs, inner]: a tile's silu(gate) * up.
 
     Rows of the weight's block are 8 of gate and the 8 of up beside them in turn, so that wgmma
-    leaves both factors of a product in one thread: it holds rows r and r + 8.
+    leaves both factors of a product in one thread: it holds rows r and r + 8. Those past the end
+    are copies of the last one, computed and not stored.
     """
     blocks = tl.cdiv(inner, BLOCK_N // 2)
     tile = tl.program_id(0) // blocks
@@ -105,11 +98,14 @@ def _up_kernel(
         return
     row = tl.arange(0, BLOCK_N)
     column = first + row // 16 * 8 + row % 8
-    rows = expert.to(tl.int64) * 2 * inner + row % 16 // 8 * inner + column
-    x_rows = (own // SLOTS).to(tl.int64) * x_stride
-    total = _chain(
-        weight, rows, column < inner, x, x_rows, live, K, EVEN, BLOCK_N, BLOCK_M, BLOCK_K
-    )
+    within = row % 16 // 8 * inner + tl.minimum(column, inner - 1)
+    rows = expert.to(tl.int64) * 2 * inner + within
+    first_row = (own // SLOTS).to(tl.int64) * x_stride
+    inputs = x + first_row[:, None] + tl.arange(0, BLOCK_K)[None, :]
+    total = chain(
+        weight, rows, inputs, live[:, None], 0, K, FORM, EVEN, BLOCK_N, BLOCK_M, BLOCK_K,
+        act.dtype.element_ty,
+    )  # fmt: skip
     halves = tl.reshape(total, (BLOCK_N // 16, 2, 8, BLOCK_M))
     gate, up = tl.split(tl.permute(halves, (0, 2, 3, 1)))
     dtype = act.dtype.element_ty
@@ -124,7 +120,7 @@ def _up_kernel(
 @triton.jit(do_not_specialize=["pairs"])
 def _down_kernel(
     act, weight, y, order, table, pairs, experts, K, hidden,
-    FIELDS: tl.constexpr, EVEN: tl.constexpr,
+    FIELDS: tl.constexpr, FORM: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """y [pairs, hidden]: a tile's outputs, each an expert's of one token."""
@@ -134,11 +130,13 @@ def _down_kernel(
     expert, own, live = _tile_of(None, order, table, tile, pairs, experts, True, 1, FIELDS, BLOCK_M)
     if expert < 0:
         return
-    rows = expert.to(tl.int64) * hidden + column
+    rows = expert.to(tl.int64) * hidden + tl.minimum(column, hidden - 1)
     own = own.to(tl.int64)
-    total = _chain(
-        weight, rows, column < hidden, act, own * K, live, K, EVEN, BLOCK_N, BLOCK_M, BLOCK_K
-    )
+    inputs = act + own[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
+    total = chain(
+        weight, rows, inputs, live[:, None], 0, K, FORM, EVEN, BLOCK_N, BLOCK_M, BLOCK_K,
+        act.dtype.element_ty,
+    )  # fmt: skip
     to = y + own[None, :] * hidden + column[:, None]
     tl.store(to, total.to(y.dtype.element_ty), mask=live[None, :] & (column < hidden)[:, None])
 
@@ -189,27 +187,31 @@ def _in_order(total, parts):
 @triton.jit
 def _down_sum_kernel(
     act, weight, ids, weights, out, shared, gate, experts, K, hidden, shared_stride, gate_stride,
-    SLOTS: tl.constexpr, PLACES: tl.constexpr, EVEN: tl.constexpr,
+    SLOTS: tl.constexpr, PLACES: tl.constexpr, FORM: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N // PLACES columns of one token: PLACES is SLOTS, filled up to a power of two.
 
     The weight's block holds these columns of every slot's expert, that of act the token's slots, so
-    one wgmma serves all; of what it makes, an expert's rows count for its own slot.
+    one wgmma serves all; of what it makes, an expert's rows count for its own slot. Places past
+    the slots hold the last one's expert and count for none.
     """
     token = tl.program_id(0).to(tl.int64)
     WIDTH: tl.constexpr = BLOCK_N // PLACES
     first = tl.program_id(1) * WIDTH
     row = tl.arange(0, BLOCK_N)
     column = first + row % WIDTH
-    expert = clamped(ids + token * SLOTS, row // WIDTH, row // WIDTH < SLOTS, experts)
-    rows = expert.to(tl.int64) * hidden + column
+    place = tl.minimum(row // WIDTH, SLOTS - 1)
+    expert = clamped(ids + token * SLOTS, place, place < SLOTS, experts)
+    rows = expert.to(tl.int64) * hidden + tl.minimum(column, hidden - 1)
     slot = tl.arange(0, BLOCK_M)
-    total = _chain(
-        weight, rows, (expert >= 0) & (column < hidden), act, (token * SLOTS + slot) * K,
-        slot < SLOTS, K, EVEN, BLOCK_N, BLOCK_M, BLOCK_K,
+    live = slot < SLOTS
+    inputs = act + (token * SLOTS + slot)[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
+    total = chain(
+        weight, rows, inputs, live[:, None], 0, K, FORM, EVEN, BLOCK_N, BLOCK_M, BLOCK_K,
+        act.dtype.element_ty,
     )  # fmt: skip
-    own = (row // WIDTH)[:, None] == slot[None, :]
+    own = ((row // WIDTH)[:, None] == slot[None, :]) & live[None, :]
     y = tl.sum(tl.where(own, total, 0.0), 1).to(act.dtype.element_ty).to(tl.float32)
     place = tl.arange(0, PLACES)
     share = tl.load(weights + token * SLOTS + place, mask=place < SLOTS, other=0.0)
@@ -219,64 +221,99 @@ def _down_sum_kernel(
     _finish(summed, out, shared, gate, token, column, hidden, shared_stride, gate_stride)
 
 
-def _blocks(tile: Tile, k: int) -> dict[str, Any]:
-    """The options of a launch by this tile over K = k."""
-    return dict(
-        EVEN=k % tile.k == 0, BLOCK_N=tile.rows, BLOCK_M=tile.tokens, BLOCK_K=tile.k,
-        num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
-    )  # fmt: skip
+@dataclass(frozen=True)
+class _Reading:
+    """How a launch reads a weight of k columns: what the kernel is given of it, and the tile."""
+
+    operand: Operand
+    form: Form
+    tile: Tile
+    k: int
+
+    def options(self, tokens: int = 0) -> dict[str, Any]:
+        """The launch's options. tokens: at least so many in a block."""
+        tile = self.tile
+        return dict(
+            FORM=tuple(self.form), EVEN=self.k % tile.k == 0,
+            BLOCK_N=tile.rows, BLOCK_M=max(tile.tokens, tokens), BLOCK_K=tile.k,
+            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def _reading(
+    weight: Tensor | PackedWeight, tile: Tile, x: Tensor, unpack: bool = False
+) -> _Reading:
+    """How x of the model's dtype meets a weight. tile: a plain one's; unpack: into memory."""
+    k = weight.shape[-1]
+    if isinstance(weight, PackedWeight):
+        if not unpack and x.dtype != torch.float32 and not irregular(weight):
+            tile = packed_tile(tile, k)
+            operand, form = operand_of(weight, x.dtype, tile.k, target_of(x.device))
+            return _Reading(operand, form, tile, k)
+        weight = _in_memory(weight, x.dtype)
+    return _Reading(*plain_operand(weight), tile, k)
+
+
+def _in_memory(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """The weight unpacked: [E * N, K]."""
+    dense = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    unpack_weight_triton(weight, dense)
+    return dense
 
 
 def _act(
-    x: Tensor, up: Tensor, ids: Tensor, order: Tensor | None, table: Tensor | None, tile: Tile
-) -> Tensor:
+    x: Tensor, up: _Reading, inner: int, experts: int, ids: Tensor, order: Tensor | None,
+    table: Tensor | None,
+) -> Tensor:  # fmt: skip
     """silu(gate) * up of every pair: [T * k, I]."""
-    count, width, hidden = up.shape
-    inner = width // 2
     pairs = ids.numel()
     tiles = pairs if table is None else len(table)
     lanes = 1 if table is not None else triton.next_power_of_2(pairs)
     act = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
-    _up_kernel[(tiles * triton.cdiv(inner, tile.rows // 2),)](
-        x, up, act, ids, order, table, pairs, x.stride(0), count, hidden, inner,
-        SLOTS=ids.shape[1], SORTED=table is not None, LANES=lanes, FIELDS=FIELDS,
-        **_blocks(tile, hidden),
+    _up_kernel[(tiles * triton.cdiv(inner, up.tile.rows // 2),)](
+        x, up.operand, act, ids, order, table, pairs, x.stride(0), experts, up.k, inner,
+        SLOTS=ids.shape[1], SORTED=table is not None, LANES=lanes, FIELDS=FIELDS, **up.options(),
     )  # fmt: skip
     return act
 
 
 def launch_few(
-    x: Tensor, up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None,
-    gate: Tensor | None, tile: Tile,
+    x: Tensor, up: Tensor | PackedWeight, down: Tensor | PackedWeight, ids: Tensor,
+    weights: Tensor, shared: Tensor | None, gate: Tensor | None, tile: Tile,
 ) -> Tensor:  # fmt: skip
-    """experts for few tokens, without a sort."""
+    """experts for few tokens, without a sort. tile: of plain weights."""
     tokens, slots = ids.shape
-    act = _act(x, up, ids, None, None, tile)
-    count, hidden, inner = down.shape
+    hidden = up.shape[-1]
+    inner = down.shape[-1]
+    count = experts_in(up, down)
+    act = _act(x, _reading(up, tile, x), inner, count, ids, None, None)
     places = triton.next_power_of_2(slots)
-    blocks = _blocks(tile, inner)
-    blocks["BLOCK_M"] = max(tile.tokens, places)
+    read = _reading(down, tile, x)
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
-    _down_sum_kernel[(tokens, triton.cdiv(hidden, tile.rows // places))](
-        act, down, ids, weights, out, shared, gate, count, inner, hidden, *_strides(shared, gate),
-        SLOTS=slots, PLACES=places, **blocks,
+    _down_sum_kernel[(tokens, triton.cdiv(hidden, read.tile.rows // places))](
+        act, read.operand, ids, weights, out, shared, gate, count, inner, hidden,
+        *_strides(shared, gate), SLOTS=slots, PLACES=places, **read.options(tokens=places),
     )  # fmt: skip
     return out
 
 
 def launch_sorted(
-    x: Tensor, up: Tensor, down: Tensor, ids: Tensor, weights: Tensor, shared: Tensor | None,
-    gate: Tensor | None, tile: Tile,
+    x: Tensor, up: Tensor | PackedWeight, down: Tensor | PackedWeight, ids: Tensor,
+    weights: Tensor, shared: Tensor | None, gate: Tensor | None, tile: Tile,
 ) -> Tensor:  # fmt: skip
-    """experts for any number of tokens, sorted into tiles."""
+    """experts for any number of tokens, sorted into tiles. tile: of plain weights."""
     tokens, slots = ids.shape
-    count, hidden, inner = down.shape
-    order, table = sort_pairs(ids, count, tile.tokens)
-    act = _act(x, up, ids, order, table, tile)
+    hidden = up.shape[-1]
+    inner = down.shape[-1]
+    count = experts_in(up, down)
     pairs = ids.numel()
+    unpack = pairs >= UNPACK_FROM * count
+    order, table = sort_pairs(ids, count, tile.tokens)
+    act = _act(x, _reading(up, tile, x, unpack), inner, count, ids, order, table)
     y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
-    _down_kernel[(len(table) * triton.cdiv(hidden, tile.rows),)](
-        act, down, y, order, table, pairs, count, inner, hidden, FIELDS, **_blocks(tile, inner)
+    read = _reading(down, tile, x, unpack)
+    _down_kernel[(len(table) * triton.cdiv(hidden, read.tile.rows),)](
+        act, read.operand, y, order, table, pairs, count, inner, hidden, FIELDS, **read.options()
     )
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     _sum_kernel[(tokens, triton.cdiv(hidden, COLUMNS))](
@@ -296,16 +333,14 @@ def _supports(**traits: Any) -> str | None:
     slots = traits.get("top_k", 1)
     if count > MOST_EXPERTS or slots > MOST_SLOTS:
         return f"{slots} of {count} experts are above {MOST_SLOTS} of {MOST_EXPERTS}"
-    if traits.get("packed"):
-        return "it reads weights that are not packed"
     return gpu_trait(**traits)
 
 
 @experts.backend("triton", supports=_supports)
 def experts_triton(
     x: Tensor,
-    up: Tensor,
-    down: Tensor,
+    up: Tensor | PackedWeight,
+    down: Tensor | PackedWeight,
     ids: Tensor,
     weights: Tensor,
     shared: Tensor | None = None,
@@ -317,6 +352,8 @@ def experts_triton(
     """
     if not ids.numel():
         return torch.empty_like(x)
-    tile = tile_of(ids.numel(), up.shape[0], x.dtype)
-    launch = launch_few if are_few(*ids.shape, up.shape[0]) else launch_sorted
+    arch = architecture.number_of(x.device)
+    count = experts_in(up, down)
+    tile = tile_of(ids.numel(), count, x.dtype, arch)
+    launch = launch_few if are_few(*ids.shape, count) else launch_sorted
     return launch(x, up, down, ids, weights, shared, shared_gate, tile)

@@ -96,10 +96,12 @@ def inputs(dims: Dims, tokens: tuple[int, ...], dtype: torch.dtype, seed: int) -
     )
 
 
-def gated_delta_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+def gated_delta_step_cases(
+    dtype: torch.dtype, layers: tuple[Dims, ...] = LAYERS
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, arguments of gated_delta_step on the CPU): every pending count, slots out of order,
     rings that wrap around, NaN where nothing may be read."""
-    for i, dims in enumerate(LAYERS):
+    for i, dims in enumerate(layers):
         for length in (1, dims.w):
             slots = [4, 1, 6, 3, 2]
             pending = [0, 1, 2, dims.w, dims.w - 1]
@@ -120,7 +122,9 @@ def gated_delta_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, 
             )
 
 
-def gated_delta_chunk_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+def gated_delta_chunk_cases(
+    dtype: torch.dtype, layers: tuple[Dims, ...] = LAYERS
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, arguments of gated_delta_chunk on the CPU): fresh and resumed rows, an empty one, a
     null one, rows shorter than the convolution, snapshots."""
     lengths = [70, 0, 128, 2, 5, 64, 1]
@@ -132,7 +136,7 @@ def gated_delta_chunk_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str,
     def ints(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32)
 
-    for i, dims in enumerate(LAYERS):
+    for i, dims in enumerate(layers):
         raw = inputs(dims, (sum(lengths),), dtype, i)
         yield (
             str(dims),

@@ -5,25 +5,7 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.linear.triton_uneven import place
-from lockstep.kernels.packed._device import load_tile
-
-
-@triton.jit
-def _segment(
-    x, weight, live, rows, begin, end, FORM: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
-    """One accumulator over columns begin .. end, ascending: [BLOCK_N, BLOCK_M] fp32."""
-    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for at in range(begin, end, BLOCK_K):
-        if EVEN:
-            a = tl.load(x + at, mask=live, other=0.0)
-        else:
-            inside = (at + tl.arange(0, BLOCK_K) < end)[None, :]
-            a = tl.load(x + at, mask=live & inside, other=0.0)
-        w = load_tile(weight, rows, at, end, FORM, BLOCK_K, EVEN, DTYPE)
-        total = tl.dot(w, a.T, total)
-    return total
+from lockstep.kernels.packed._device import chain
 
 
 @triton.jit
@@ -34,9 +16,9 @@ def _subtree(
 ):  # fmt: skip
     """COUNT segments of `length` columns from `begin` on, added pairwise in registers."""
     if COUNT == 1:
-        return _segment(
-            x, weight, live, rows, begin, begin + length, FORM, EVEN,
-            BLOCK_M, BLOCK_N, BLOCK_K, DTYPE,
+        return chain(
+            weight, rows, x, live, begin, begin + length, FORM, EVEN,
+            BLOCK_N, BLOCK_M, BLOCK_K, DTYPE,
         )  # fmt: skip
     else:
         left = _subtree(

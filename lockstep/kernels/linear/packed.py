@@ -8,23 +8,21 @@ the weight is unpacked first, into memory, and the dense backend multiplies. The
 linear(x, packed) == linear(x, packed.unpack(x.dtype)).
 """
 
-from functools import cache
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton.errors import TritonError
-from triton.runtime.jit import JITFunction
 
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.linear import linear
 from lockstep.kernels.linear._packed_kernel import packed_kernel
-from lockstep.kernels.linear.packed_tuning import HOPPER, UNPACK, PackedTile, lookup
+from lockstep.kernels.linear.packed_tuning import UNPACK, PackedTile, lookup
 from lockstep.kernels.linear.triton import fold, linear_triton
 from lockstep.kernels.packed import PackedWeight
 from lockstep.kernels.packed._device import BLOCK
-from lockstep.kernels.packed._form import TYPES, Target, fits, irregular, operand_of
+from lockstep.kernels.packed._form import TYPES, Target, fits, irregular, operand_of, target_of
 from lockstep.kernels.packed.triton import unpack_weight_triton
 
 UNPACK_FROM = 257
@@ -69,20 +67,15 @@ def launch(
     return total if out is None else out.copy_(total)
 
 
-@cache
-def target_of(device: torch.device) -> Target:
-    """What kernels are compiled for; under the interpreter nothing is."""
-    if device.type != "cuda":
-        return Target(HOPPER, assembly=isinstance(packed_kernel, JITFunction))
-    major, minor = torch.cuda.get_device_capability(device)
-    return Target(10 * major + minor, assembly=True)
-
-
-def suits(x: Tensor, weight: PackedWeight, segments: int) -> bool:
-    """Whether the kernel serves, and not the dense backend with an unpacked weight."""
-    whole = segments == 1 or x.shape[1] // segments % int(BLOCK) == 0
-    few = x.shape[0] < UNPACK_FROM and x.dtype != torch.float32
-    return few and whole and not irregular(weight)
+def tile_of(
+    tokens: int, weight: PackedWeight, segments: int, dtype: torch.dtype, arch: int
+) -> PackedTile:
+    """How x of this dtype meets a weight; UNPACK also where the kernel does not serve."""
+    whole = segments == 1 or weight.k // segments % int(BLOCK) == 0
+    served = tokens < UNPACK_FROM and dtype != torch.float32
+    if not (served and whole) or irregular(weight):
+        return UNPACK
+    return lookup(tokens, weight, segments, dtype, arch)
 
 
 def _dense(
@@ -131,9 +124,7 @@ def linear_packed(
 ) -> Tensor:
     """See lockstep.kernels.linear.linear. Last strides must be 1."""
     target = target_of(x.device)
-    tile = UNPACK
-    if suits(x, weight, segments):
-        tile = lookup(x.shape[0], weight, segments, x.dtype, target.arch)
+    tile = tile_of(x.shape[0], weight, segments, x.dtype, target.arch)
     if tile == UNPACK:
         return _dense(x, weight, segments, partial, out)
     return launch(x, weight, segments, tile, target, partial, out)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from lockstep.kernels.architecture import HOPPER
 from lockstep.kernels.linear import tuning
 from lockstep.kernels.packed import Fp4Weight, Fp8Weight, IntWeight, PackedWeight
 from lockstep.kernels.packed._form import group_of
@@ -22,7 +23,6 @@ BUCKETS = (1, 2, 5, 9, 17, 33, 65, 129)
 """The first token count of each bucket."""
 TIMED = (1, 4, 8, 16, 32, 64, 128, 256)
 """The token count that each bucket is tuned at."""
-HOPPER = 90
 MOST_WEIGHTS = 64
 """Of one layout and shape, for a measurement."""
 

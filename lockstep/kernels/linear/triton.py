@@ -8,7 +8,6 @@ either side; in fp32 the products run on the FMA units. See docs/kernels/linear.
 """
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from lockstep.kernels import architecture
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.linear import linear, triton_uneven
 from lockstep.kernels.linear.triton_uneven import place, widths
@@ -241,12 +241,9 @@ def fold(parts: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-@cache
 def _arch(device: torch.device) -> str:
     """E.g. "sm90"; "cpu" under the interpreter."""
-    if device.type != "cuda":
-        return device.type
-    return "sm{}{}".format(*torch.cuda.get_device_capability(device))
+    return f"sm{architecture.number_of(device)}" if device.type == "cuda" else device.type
 
 
 def _supports(**traits: Any) -> str | None:

@@ -592,3 +592,26 @@ def load_tile(weight, rows, at, end, FORM: tl.constexpr, COLUMNS: tl.constexpr,
             return tl.load(place, mask=columns < end, other=0.0)
     else:
         return _unpacked(weight, rows, at, end, FORM, COLUMNS, EVEN, DTYPE)
+
+
+@triton.jit
+def chain(
+    weight, rows, x, live, begin, end, FORM: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Outputs `rows` of a weight times rows of x, one ascending chain over columns begin .. end:
+    [BLOCK_N, BLOCK_M] fp32. The weight is the left operand.
+
+    weight, rows, FORM, DTYPE: see load_tile. x [BLOCK_M, BLOCK_K]: pointers to the first columns of
+    its rows; those that are not live [BLOCK_M, 1] count as zeros. EVEN: BLOCK_K divides the length.
+    """
+    total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for at in range(begin, end, BLOCK_K):
+        if EVEN:
+            a = tl.load(x + at, mask=live, other=0.0)
+        else:
+            inside = (at + tl.arange(0, BLOCK_K) < end)[None, :]
+            a = tl.load(x + at, mask=live & inside, other=0.0)
+        w = load_tile(weight, rows, at, end, FORM, BLOCK_K, EVEN, DTYPE)
+        total = tl.dot(w, a.T, total, input_precision="ieee")
+    return total

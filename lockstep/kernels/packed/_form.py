@@ -1,12 +1,15 @@
 """What a kernel is given of a packed weight: its tensors and its layout as constants."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
-from lockstep.kernels.packed._device import BLOCK, Form, Operand
+from lockstep.kernels import architecture
+from lockstep.kernels.packed._device import BLOCK, Form, Operand, load_tile
 from lockstep.kernels.packed._weights import (
     FP4_GROUP,
     Fp4Weight,
@@ -52,6 +55,12 @@ class Target:
         return self.assembly and sync
 
 
+@cache
+def target_of(device: torch.device) -> Target:
+    """What kernels are compiled for; under the interpreter nothing is."""
+    return Target(architecture.number_of(device), assembly=isinstance(load_tile, JITFunction))
+
+
 def group_of(weight: PackedWeight) -> int:
     """Columns that share a scale, 0 for all of them."""
     if isinstance(weight, Fp4Weight):
@@ -80,6 +89,11 @@ def fits(weight: PackedWeight, columns: int) -> bool:
     """Whether a tile of so many columns holds whole groups, or part of one."""
     group = group_of(weight)
     return group == 0 or columns % group == 0 or group % columns == 0
+
+
+def plain_operand(weight: Tensor) -> tuple[Operand, Form]:
+    """What load_tile takes of a weight [..., K] that is not packed, K its last dimension."""
+    return Operand(weight, stride=weight.stride(-2)), Form()
 
 
 def operand_of(

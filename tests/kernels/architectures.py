@@ -1,0 +1,214 @@
+"""Compiles what ops launch for the GPUs of other architectures, which needs none of them: every
+launch must be accepted by ptxas and keep within the architecture's shared memory.
+
+Launches are recorded, not made, with tiles as each architecture chooses them: of the shared cases
+and, at the sizes of Qwen3-8B, Qwen3.6-27B and Qwen3.6-35B-A3B, in bf16 and in fp32.
+
+    python -m tests.kernels.architectures [--quick] [sm_86 ...]
+
+Prints a line per launch: architecture, op, kernel, bytes of shared memory, bytes that a thread
+keeps in memory (what it spills). --quick: each op once, on one architecture below Hopper and one
+above.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from lockstep.kernels import architecture
+from lockstep.kernels.attention.paged import paged_attention_triton
+from lockstep.kernels.backends import cases_of, every_op, load, traits_of
+from lockstep.kernels.experts.triton import experts_triton
+from lockstep.kernels.gated_delta_rule.cases import (
+    Dims,
+    gated_delta_chunk_cases,
+    gated_delta_step_cases,
+)
+from lockstep.kernels.linear.packed import linear_packed
+from lockstep.kernels.linear.triton import linear_triton
+from lockstep.kernels.packed.cases import layouts
+from tests.kernels.compile_launches import COMPILED, absent_of, empty
+from tests.kernels.compile_launches import type_of as plain_type_of
+
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
+"""Keywords of a launch that are the compiler's."""
+QUICK = (86, 120)
+"""One architecture below Hopper and one above, of the least shared memory."""
+HALF = torch.bfloat16
+Call = Callable[[], object]
+
+
+class Launches:
+    """Stands for JITFunction.run: keeps each launch that differs from those before."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[str, ...]] = set()
+        self.made: list[tuple[Any, ASTSource, dict[str, Any]]] = []
+
+    def keep(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
+        """A launch of the kernel with these arguments."""
+        options = {name: given.pop(name) for name in OPTIONS if name in given}
+        values = dict(zip(kernel.arg_names, args, strict=False)) | given
+        fixed: dict[tuple[int, ...], Any] = {}
+        aligned: dict[tuple[int, ...], Any] = {}
+        types = {}
+        for i, p in enumerate(kernel.params):
+            if p.is_constexpr:
+                types[p.name] = "constexpr"
+                fixed[(i,)] = values[p.name]
+                continue
+            types[p.name] = plain_type_of(values[p.name], (i,), fixed, aligned)
+            if not p.do_not_specialize:
+                align(values[p.name], (i,), aligned)
+        key = (kernel.__name__, str(types), str(fixed), str(aligned), str(options))
+        if key not in self.seen:
+            self.seen.add(key)
+            source = ASTSource(fn=kernel, signature=types, constexprs=fixed, attrs=aligned)
+            self.made.append((kernel, source, options))
+
+
+def align(value: Any, place: tuple[int, ...], aligned: dict[Any, Any]) -> None:
+    """Notes the whole numbers that 16 divides, in tuples too, as a launch would."""
+    if isinstance(value, tuple):
+        for i, part in enumerate(value):
+            align(part, (*place, i), aligned)
+    elif isinstance(value, int) and value and value % 16 == 0:
+        aligned[place] = [["tt.divisibility", 16]]
+
+
+def meta(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
+    """A tensor without memory."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def attention(
+    heads: int, kv_heads: int, dim: int, rows: int, query_len: int, dtype: torch.dtype
+) -> Call:
+    """A call of paged_attention over 32 K tokens a row, with output gates where dim is 256."""
+    tokens = rows * query_len
+    ints = dict(dtype=torch.int32)
+    cache = meta(9, 64, kv_heads, dim, dtype=dtype)
+    gates = meta(tokens, 2 * heads * dim, dtype=dtype) if dim == 256 else None
+    return lambda: paged_attention_triton(
+        meta(tokens, heads, dim, dtype=dtype), cache, cache, meta(rows, 512, **ints),
+        meta(rows + 1, **ints), meta(rows, **ints), query_len, dim**-0.5, gates,
+    )  # fmt: skip
+
+
+def mixture(tokens: int, dtype: torch.dtype) -> Call:
+    """A call of experts at Qwen3.6-35B-A3B's sizes."""
+    up = meta(256, 1024, 2048, dtype=dtype)
+    down = meta(256, 2048, 512, dtype=dtype)
+    ids = meta(tokens, 8, dtype=torch.int32)
+    x = meta(tokens, 2048, dtype=dtype)
+    return lambda: experts_triton(x, up, down, ids, meta(tokens, 8), x)
+
+
+def packed(tokens: int, dtype: torch.dtype, segments: int) -> Iterator[Call]:
+    """Calls of linear with each layout of a packed weight."""
+    for _, weight in layouts(512, 2048):
+        x = meta(tokens, 2048, dtype=dtype)
+        yield lambda weight=weight, x=x: linear_packed(x, weight, segments)
+
+
+def real_calls() -> Iterator[tuple[str, Call]]:
+    """(op, a call of its Triton backend) at the sizes of real models, for every choice of a tile:
+    each class of the number of tokens, each dtype of a model, K cut and uncut."""
+    for dtype in (HALF, torch.float32):
+        for heads, kv_heads, dim in ((32, 8, 128), (24, 4, 256), (16, 2, 256)):
+            for rows, query_len in ((1, 1), (1, 4), (8, 4), (64, 1), (64, 4), (1, 2048), (4, 512)):
+                yield "paged_attention", attention(heads, kv_heads, dim, rows, query_len, dtype)
+        for tokens in (1, 4, 16, 64, 256, 640, 1536, 2048):
+            yield "experts", mixture(tokens, dtype)
+        for tokens in (1, 17, 65, 257):
+            x = meta(tokens, 4096, dtype=dtype)
+            for n, cuts in ((6144, 1), (48, 2), (4096, 2), (34816, 1)):
+                w = meta(n, 4096, dtype=dtype)
+                yield "linear", lambda x=x, w=w, cuts=cuts: linear_triton(x, w, cuts)
+            for cuts in (1, 2):
+                yield from (("linear", call) for call in packed(tokens, dtype, cuts))
+        yield from recurrent(dtype)
+
+
+def recurrent(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    """Both Gated DeltaNet laws at the sizes of Qwen3.6-27B and Qwen3.6-35B-A3B."""
+    for op, cases in (("gated_delta_step", gated_delta_step_cases),
+                      ("gated_delta_chunk", gated_delta_chunk_cases)):  # fmt: skip
+        run = every_op()[op].backends["triton"].run
+        layers = (Dims(16, 48, 128, 128), Dims(16, 32, 128, 128))
+        for _, given in cases(dtype, layers):
+            yield op, lambda run=run, given=given: run(**given)
+
+
+def shared_calls(quick: bool) -> Iterator[tuple[str, Call]]:
+    """The calls of the shared cases in bf16: of each op's first one, of the first in which other
+    arguments are None, and of the first of each kind of packed weight."""
+    for name, op in every_op().items():
+        absent: set[tuple[str, frozenset[str]]] = set()
+        for _, given in cases_of(op)(HALF):
+            missing = frozenset(absent_of(given))
+            traits = dict(device="cuda", dtype=HALF, **traits_of(op, given))
+            for backend in [op.backends[name] for name in COMPILED if name in op.backends]:
+                served = backend.supports(**traits) is None and not empty(given)
+                if served and (backend.run.__name__, missing) not in absent:
+                    absent.add((backend.run.__name__, missing))
+                    yield name, lambda run=backend.run, given=given: run(**given)
+            if quick and absent:
+                break
+
+
+def spills_of(cubin: bytes) -> int:
+    """Bytes of a thread's stack: what it spills, since no kernel has arrays of its own."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"STACK:(\d+)", said)
+    assert found, said
+    return int(found[1])
+
+
+def recorded(number: int, quick: bool) -> Iterator[tuple[str, Any]]:
+    """(op, launch) of every launch of an architecture."""
+    launches = Launches()
+    architecture.number_of = lambda device: number
+    JITFunction.run = lambda kernel, *args, **given: launches.keep(kernel, *args, **given)
+    parts = [shared_calls(quick)] if quick else [shared_calls(False), real_calls()]
+    for op, call in (pair for part in parts for pair in part):
+        call()
+        yield from ((op, launch) for launch in launches.made)
+        launches.made.clear()
+
+
+def main(arguments: list[str]) -> None:
+    """Compiles them all; raises where one does not compile or fit."""
+    quick = "--quick" in arguments
+    names = [name for name in arguments if name != "--quick"]
+    chosen = QUICK if quick else tuple(architecture.ARCHITECTURES)
+    load()
+    for number in chosen:
+        if names and f"sm_{number}" not in names:
+            continue
+        for op, (kernel, source, options) in recorded(number, quick):
+            target = GPUTarget("cuda", number, 32)
+            made = triton.compile(source, target=target, options=options)
+            shared = made.metadata.shared
+            label = f"sm_{number} {op} {kernel.__name__}"
+            assert shared <= architecture.shared_of(number), (label, shared, options)
+            print(label, shared, spills_of(made.asm["cubin"]), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
