@@ -185,7 +185,7 @@ def kernels(
         Path | None, typer.Option(help="time linear's tiles instead, and write their table here")
     ] = None,
     tune_packed: Annotated[
-        Path | None, typer.Option(help="the same for linear's tiles with packed weights")
+        Path | None, typer.Option(help="the same for linear's tiles with packed weights, at --rows")
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="the last line only")] = False,
 ) -> None:
@@ -204,7 +204,7 @@ def kernels(
     if tune:
         _tune(models, kind, tune)
     if tune_packed:
-        _tune_packed(models, kind, tune_packed)
+        _tune_packed(models, kind, tune_packed, _numbers("rows", rows))
     if tune or tune_packed:
         return
     sizes = (_numbers("rows", rows), _numbers("query_len", query_len))
@@ -315,19 +315,21 @@ def _tune(models: "list[Model]", dtype: "torch.dtype", path: Path) -> None:
     print_json({"bench": "kernels", "tuned": str(path), "us": rounded})
 
 
-def _tune_packed(models: "list[Model]", dtype: "torch.dtype", path: Path) -> None:
+def _tune_packed(
+    models: "list[Model]", dtype: "torch.dtype", path: Path, tokens: tuple[int, ...]
+) -> None:
     from lockstep.bench.tune_packed import tune_packed
 
-    with progress_bar() as show:
-        times, refused = tune_packed(models, dtype, path, show)
+    times: dict[str, dict[int, Any]] = {}
+    for tuned in tune_packed(models, dtype, path, tokens):
+        note(str(tuned))
+        for tile, reason in tuned.refused.items():
+            note(f"not {tile}: {reason}")
+        times.setdefault(tuned.key, {})[tuned.job.tokens] = [
+            (_short(us), str(tile)) for us, tile in tuned.times
+        ]
     note(f"{path}: the table; lockstep/kernels/linear/packed_tuning.json is the committed one")
-    for line in refused:
-        note(line)
-    rounded = {
-        key: {first: [(_short(us), tile) for us, tile in pairs] for first, pairs in row.items()}
-        for key, row in times.items()
-    }
-    print_json({"bench": "kernels", "tuned": str(path), "us": rounded, "refused": refused})
+    print_json({"bench": "kernels", "tuned": str(path), "us": times})
 
 
 def _numbers(name: str, value: str) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from lockstep.engine.hooks import NO_HOOKS
 from lockstep.errors import CapacityError, ConfigError
 from lockstep.kernels.architecture import Architecture, named
 from lockstep.kernels.backends import load as load_backends
+from lockstep.kernels.packed import PackedWeight
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Product, Weight
 from lockstep.layers.moe import ExpertWeight
@@ -206,7 +207,6 @@ def _tiled(
     from lockstep.kernels.linear.packed import tile_of as packed_tile
     from lockstep.kernels.linear.packed_tuning import UNPACK
     from lockstep.kernels.linear.tuning import lookup
-    from lockstep.kernels.packed import PackedWeight
 
     number = card.number
     if isinstance(module, Product):

@@ -1,10 +1,13 @@
 """Tiles of linear with a packed weight: the table is read, and no tile changes a bit."""
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from lockstep.kernels.architecture import ARCHITECTURES, shared_of
 from lockstep.kernels.linear import linear, packed_tuning
 from lockstep.kernels.linear.packed_tuning import (
     BUCKETS,
@@ -13,10 +16,13 @@ from lockstep.kernels.linear.packed_tuning import (
     PackedTile,
     bucket,
     candidates,
+    cut,
     key,
     lookup,
+    worth_timing,
 )
-from lockstep.kernels.packed.cases import random_weights
+from lockstep.kernels.packed import Fp4Weight, Fp8Weight, IntWeight
+from lockstep.kernels.packed._form import multiplies_by_mma_sync, shared_by
 from tests.kernels.backends import Backend, backends, same_bits
 from tests.kernels.test_linear import graded
 from tests.kernels.test_packed import whole_numbers
@@ -58,19 +64,79 @@ def test_candidates_are_few_and_fit() -> None:
             assert tiles[0] != UNPACK
 
 
-def test_lookup_takes_the_bucket_below(monkeypatch: pytest.MonkeyPatch) -> None:
-    weight = dict(random_weights(64, 256))["int4"]
-    best = PackedTile(8, 64, 128)
-    table = {key(weight, torch.bfloat16, 90): {5: best, 129: UNPACK}}
-    packed_tuning._tile.cache_clear()
-    monkeypatch.setattr(packed_tuning, "load", lambda: table)
-    assert lookup(8, weight, 1, torch.bfloat16, 90) == best
-    assert lookup(100, weight, 1, torch.bfloat16, 90) == best
-    assert lookup(200, weight, 1, torch.bfloat16, 90) == UNPACK
-    assert lookup(4, weight, 1, torch.bfloat16, 90) == candidates(4, 1)[0]
-    assert lookup(4, weight, 1, torch.bfloat16, 80).k == 128
-    packed_tuning._tile.cache_clear()
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, dict[int, PackedTile]]]:
+    """The committed table's stand-in: empty."""
+    made: dict[str, dict[int, PackedTile]] = {}
+    for cached in (packed_tuning._tile, packed_tuning._measured):
+        cached.cache_clear()
+    monkeypatch.setattr(packed_tuning, "load", lambda: made)
+    yield made
+    for cached in (packed_tuning._tile, packed_tuning._measured):
+        cached.cache_clear()
+
+
+def int4(n: int, k: int) -> IntWeight:
+    return IntWeight.empty(n, k, device="meta")
+
+
+def test_a_bucket_serves_what_its_tile_holds(table: dict[str, dict[int, PackedTile]]) -> None:
+    weight = int4(8192, 4096)
+    found = partial(lookup, weight=weight, segments=1, dtype=torch.bfloat16)
+    few = PackedTile(16, 64, 128)
+    table[key(weight, torch.bfloat16, 90)] = {5: few, 65: UNPACK}
+    for tokens in (5, 8, 16):
+        assert found(tokens, arch=90) == few
+    for tokens in (4, 17, 33):
+        assert found(tokens, arch=90) == candidates(tokens, 1)[0]
+    for tokens in (65, 200):
+        assert found(tokens, arch=90) == UNPACK
+    assert found(8, arch=80) == PackedTile(16, 64, 128)
     assert [bucket(tokens) for tokens in TIMED] == list(BUCKETS)
+
+
+def test_a_shape_that_was_not_timed_is_as_its_nearest(
+    table: dict[str, dict[int, PackedTile]],
+) -> None:
+    """Of the same layout, and with as many segments."""
+    tiles = [PackedTile(16, 64, 128, stages=stages) for stages in (2, 3, 4)]
+    for tile, (n, k) in zip(tiles, ((16384, 4096), (32768, 8192), (4096, 4096)), strict=True):
+        table[key(int4(n, k), torch.bfloat16, 90)] = {1: tile}
+    found = partial(lookup, 1, dtype=torch.bfloat16, arch=90)
+    assert found(int4(16480, 4096), segments=1) == tiles[0]
+    assert found(int4(34816, 5120), segments=1) == tiles[1]
+    assert found(int4(8192, 4096), segments=2) == tiles[2]
+    other = Fp4Weight.empty(16384, 4096, device="meta")
+    assert found(other, segments=1) == candidates(1, 1)[0]
+
+
+def test_tiles_are_cut_to_the_weight_and_the_architecture() -> None:
+    wide = PackedTile(16, 64, 512, stages=4, split=2)
+    weight = Fp8Weight.empty(256, 4096, 128, 128, device="meta")
+    assert cut(wide, weight, 2, 90) == replace(wide, stages=4)
+    assert cut(wide, weight, 2, 86).stages == 1
+    assert cut(wide, int4(256, 640), 1, 90) == replace(wide, k=128, split=1)
+    assert cut(UNPACK, weight, 1, 86) == UNPACK
+    for arch in ARCHITECTURES:
+        for tokens in TIMED:
+            tile = lookup(tokens, weight, 1, torch.bfloat16, arch)
+            stage, fixed = shared_by(tile.n, tile.m, tile.k, weight, multiplies_by_mma_sync(arch))
+            assert (tile.stages - 1) * stage + fixed <= shared_of(arch)
+
+
+def test_few_candidates_are_timed() -> None:
+    """Those that fit, each once, and none that the estimate puts far behind."""
+    for n, k, parts in ((34816, 5120, 1), (5120, 17408, 2), (2048, 512, 1)):
+        for weight in (int4(n, k), Fp8Weight.empty(n, k, 128, 128, device="meta")):
+            for tokens in TIMED:
+                tiles = worth_timing(tokens, weight, parts, 90, 132)
+                assert 1 <= len(tiles) == len(set(tiles)) <= 10
+                assert set(tiles) <= {cut(t, weight, parts, 90) for t in candidates(tokens, parts)}
+                assert tokens <= 64 or UNPACK in tiles
+    narrow = worth_timing(1, int4(2048, 640), 1, 90, 132)
+    assert {tile.k for tile in narrow} <= {128}
+    tight = worth_timing(64, Fp8Weight.empty(4096, 4096, 128, 128, device="meta"), 2, 86, 82)
+    assert len(tight) < len(candidates(64, 2))
 
 
 def test_short_way_of_nvfp4_is_exact() -> None:

@@ -20,15 +20,26 @@ from lockstep.kernels.linear import linear
 from lockstep.kernels.linear._packed_kernel import packed_kernel
 from lockstep.kernels.linear.packed_tuning import UNPACK, PackedTile, lookup
 from lockstep.kernels.linear.triton import fold, linear_triton
+from lockstep.kernels.linear.triton import launch as dense_launch
+from lockstep.kernels.linear.tuning import Tile
 from lockstep.kernels.packed import PackedWeight
 from lockstep.kernels.packed._device import BLOCK
-from lockstep.kernels.packed._form import TYPES, Target, fits, irregular, operand_of, target_of
-from lockstep.kernels.packed.triton import unpack_weight_triton
+from lockstep.kernels.packed._form import (
+    TYPES,
+    Target,
+    columns_of,
+    irregular,
+    operand_of,
+    target_of,
+)
+from lockstep.kernels.packed.triton import in_memory
 
 UNPACK_FROM = 257
 """Tokens. Fewer read the packed weight, or do as the table says; estimated, to be measured."""
 GROUP = 8
 """Row tiles that share a column tile's weights in L2."""
+PLAIN = Tile(64, 64, 64, 4, 4)
+"""Of 48 KB, for the bits that others must have."""
 
 
 def launch(
@@ -49,7 +60,7 @@ def launch(
     if split > 1:
         found = torch.empty(split, tokens, n, dtype=torch.float32, device=x.device)
     if tokens:
-        columns = tile.k if fits(weight, tile.k) and length % tile.k == 0 else int(BLOCK)
+        columns = columns_of(weight, tile.k, length)
         operand, form = operand_of(weight, x.dtype, columns, target)
         if target.assembly and not tile.warpgroup:
             form = form._replace(opaque=True)
@@ -82,9 +93,7 @@ def _dense(
     x: Tensor, weight: PackedWeight, segments: int, partial: bool, out: Tensor | None
 ) -> Tensor:
     """The weight unpacked into memory, and the dense backend."""
-    dense = torch.empty(weight.shape, dtype=x.dtype, device=x.device)
-    unpack_weight_triton(weight, dense)
-    return linear_triton(x, dense, segments, partial, out)
+    return linear_triton(x, in_memory(weight, x.dtype), segments, partial, out)
 
 
 def run_tile(
@@ -96,14 +105,20 @@ def run_tile(
     return launch(x, weight, segments, tile, target_of(x.device), partial)
 
 
-def refusal(segments: int, x: Tensor, weight: PackedWeight, tile: PackedTile) -> str | None:
+def right_bits(segments: int, x: Tensor, weight: PackedWeight) -> Tensor:
+    """linear with the weight unpacked ahead, in a plain tile that any GPU takes."""
+    return dense_launch(x, in_memory(weight, x.dtype), segments, PLAIN)
+
+
+def refusal(
+    segments: int, x: Tensor, weight: PackedWeight, want: Tensor, tile: PackedTile
+) -> str | None:
     """Why a tile must not be used on this GPU, if so: it does not compile or fit, or has other
-    bits than the weight unpacked ahead."""
+    bits than are wanted, right_bits."""
     try:
         found = run_tile(segments, False, x, weight, tile)
     except (RuntimeError, TritonError) as error:
         return f"{type(error).__name__}: {error}"
-    want = _dense(x, weight, segments, False, None)
     same = torch.equal(found.view(torch.int16), want.view(torch.int16))
     return None if same else "other bits"
 

@@ -6,25 +6,39 @@ A tile never changes a bit (tests/kernels/test_packed_tuning.py). Keys of the ta
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
+from math import inf, log2
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from lockstep.kernels.architecture import HOPPER
+from lockstep.kernels.architecture import HOPPER, shared_of
+from lockstep.kernels.linear import segments as segments_of
 from lockstep.kernels.linear import tuning
 from lockstep.kernels.packed import Fp4Weight, Fp8Weight, IntWeight, PackedWeight
-from lockstep.kernels.packed._form import group_of
+from lockstep.kernels.packed._form import columns_of, group_of, shared_by, stages_of
 
 TABLE = Path(__file__).with_name("packed_tuning.json")
 BUCKETS = (1, 2, 5, 9, 17, 33, 65, 129)
 """The first token count of each bucket."""
 TIMED = (1, 4, 8, 16, 32, 64, 128, 256)
-"""The token count that each bucket is tuned at."""
+"""The last token count of each bucket, which it is tuned at."""
 MOST_WEIGHTS = 64
 """Of one layout and shape, for a measurement."""
+REGISTERS = 1 << 16
+"""Of a multiprocessor since Ampere."""
+OWN_REGISTERS = 112
+"""Of a thread, beside its accumulators, where the compiler may choose: int4 takes 122 with a tile
+of 16 tokens (docs/kernels/packed.md)."""
+STEP = 125 / 1.75e9
+"""Seconds of a chain per 16 columns: measured with int4, at one and at two programs on a
+multiprocessor of an H200, 1.75 GHz."""
+BANDWIDTH = 4.3e12
+"""Bytes per second of an H200's memory."""
+SLACK = 1.5
+"""Tiles that the estimate makes so many times as slow as the best one are not timed."""
 
 
 @dataclass(frozen=True)
@@ -116,9 +130,20 @@ def candidates(tokens: int, segments: int) -> list[PackedTile]:
 
 
 def _modest(tokens: int) -> PackedTile:
-    """A tile for any GPU since Ampere, and for the interpreter."""
+    """A tile for any GPU since Ampere."""
     m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64 if tokens <= 64 else 128
     return PackedTile(m, 64, 128, stages=3 if m <= 64 else 2)
+
+
+def cut(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> PackedTile:
+    """A tile as a launch takes it: columns that suit the weight, and as many of the stages as the
+    architecture has shared memory for."""
+    if tile == UNPACK:
+        return tile
+    k = columns_of(weight, tile.k, weight.k // segments)
+    sync = not tile.warpgroup
+    stages = stages_of(tile.stages, tile.n, tile.m, k, weight, arch, sync)
+    return replace(tile, k=k, stages=stages, split=min(tile.split, segments))
 
 
 def layout_of(weight: PackedWeight) -> str:
@@ -147,12 +172,43 @@ def load(path: Path = TABLE) -> Table:
     return tuning.read(path, PackedTile)
 
 
+def _distance(shape: str, other: str) -> float:
+    """Between two shapes "NxK": the ratios of both sizes, in powers of two."""
+    pairs = zip(shape.split("x"), other.split("x"), strict=True)
+    return sum(abs(log2(int(a) / int(b))) for a, b in pairs)
+
+
+@cache
+def _measured(name: str, segments: int) -> list[dict[int, PackedTile]]:
+    """The table's tiles for a key, then those of other shapes of the same layout whose K is cut
+    into as many segments, the nearest first."""
+    kind, _, shape = name.rpartition("/")
+    found = []
+    for own, row in load().items():
+        other_kind, _, other = own.rpartition("/")
+        n, k = map(int, other.split("x"))
+        if own == name or (other_kind == kind and segments_of(n, k, "cuda") == segments):
+            found.append((_distance(shape, other), own, row))
+    return [row for _, _, row in sorted(found, key=lambda one: one[:2])]
+
+
+def _serving(row: dict[int, PackedTile], first: int) -> PackedTile | None:
+    """What was timed for a bucket. One of fewer tokens serves too if its tile holds as many as
+    these, and if even they are unpacked ahead."""
+    below = max((count for count in row if count <= first), default=0)
+    tile = row.get(below)
+    if tile is None or below == first or tile == UNPACK:
+        return tile
+    return tile if tile.m >= TIMED[BUCKETS.index(first)] else None
+
+
 @cache
 def _tile(first: int, name: str, segments: int, arch: int) -> PackedTile:
-    known = load().get(name, {})
-    timed = [count for count in known if count <= first]
-    if timed:
-        return known[max(timed)]
+    """By the table, else by the rule."""
+    timed = (_serving(row, first) for row in _measured(name, segments))
+    found = next((tile for tile in timed if tile is not None), None)
+    if found is not None:
+        return found
     return candidates(first, segments)[0] if arch == HOPPER else _modest(first)
 
 
@@ -160,7 +216,41 @@ def lookup(
     tokens: int, weight: PackedWeight, segments: int, dtype: torch.dtype, arch: int
 ) -> PackedTile:
     """The tile for `tokens` rows against a packed weight on a GPU of this architecture."""
-    return _tile(bucket(tokens), key(weight, dtype, arch), segments, arch)
+    tile = _tile(bucket(tokens), key(weight, dtype, arch), segments, arch)
+    return cut(tile, weight, segments, arch)
+
+
+def estimate(
+    tokens: int, weight: PackedWeight, tile: PackedTile, arch: int, processors: int
+) -> float:
+    """Seconds of a launch on a GPU of so many multiprocessors, at least: its bytes, or the waves of
+    its programs, each of which is a chain that waits for its products."""
+    n, k = weight.shape
+    stage, fixed = shared_by(tile.n, tile.m, tile.k, weight, not tile.warpgroup)
+    shared = (tile.stages - 1) * stage + fixed
+    threads = 32 * tile.warps
+    registers = tile.registers or OWN_REGISTERS + tile.m * tile.n // threads
+    held = max(1, min(shared_of(arch) // shared, REGISTERS // (registers * threads)))
+    programs = -(-tokens // tile.m) * -(-n // tile.n) * tile.split
+    waves = max(1.0, programs / (held * processors))
+    return max(weight.nbytes / BANDWIDTH, waves * (k / tile.split / 16) * STEP)
+
+
+def worth_timing(
+    tokens: int, weight: PackedWeight, segments: int, arch: int, processors: int
+) -> list[PackedTile]:
+    """The candidates as they are launched, each once, that keep their stages on the architecture
+    and are not far behind by the estimate."""
+    found = []
+    for tile in candidates(tokens, segments):
+        own = cut(tile, weight, segments, arch)
+        if own.stages == tile.stages and own not in found:
+            found.append(own)
+    cost = {
+        tile: estimate(tokens, weight, tile, arch, processors) for tile in found if tile != UNPACK
+    }
+    most = SLACK * min(cost.values(), default=inf)
+    return [tile for tile in found if cost.get(tile, 0.0) <= most]
 
 
 def some_weights(empty: Callable[[], PackedWeight]) -> list[PackedWeight]:
@@ -176,18 +266,16 @@ def some_weights(empty: Callable[[], PackedWeight]) -> list[PackedWeight]:
 
 def tune(
     run: Run,
-    refusal: Callable[[Tensor, PackedWeight, PackedTile], str | None],
-    tokens: int,
+    refusal: Callable[[PackedTile], str | None],
+    x: Tensor,
     weights: Sequence[PackedWeight],
-    segments: int,
-    dtype: torch.dtype,
+    tiles: Sequence[PackedTile],
 ) -> tuple[list[tuple[float, PackedTile]], dict[PackedTile, str]]:
-    """(seconds, tile) of each candidate, fastest first; and why others must not be used."""
-    x = torch.randn(tokens, weights[0].shape[1], dtype=dtype, device="cuda")
+    """(seconds, tile) of each tile, fastest first; and why others must not be used."""
     refused = {}
     found = []
-    for tile in candidates(tokens, segments):
-        reason = refusal(x, weights[0], tile)
+    for tile in tiles:
+        reason = refusal(tile)
         if reason is not None:
             refused[tile] = reason
             continue
