@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lockstep.kernels.architecture import ARCHITECTURES, shared_of
-from lockstep.kernels.linear import linear, packed_tuning
+from lockstep.kernels.linear import linear, packed_tuning, tuning
 from lockstep.kernels.linear.packed_tuning import (
     BUCKETS,
     TIMED,
@@ -19,6 +19,7 @@ from lockstep.kernels.linear.packed_tuning import (
     cut,
     key,
     lookup,
+    tune,
     worth_timing,
 )
 from lockstep.kernels.packed import Fp4Weight, Fp8Weight, IntWeight
@@ -53,6 +54,27 @@ def test_no_tile_changes_a_bit(cut: tuple[int, int, int], backend: Backend) -> N
         x = backend.place(graded(5, 1024, 2, 3).to(backend.dtype))
         want = linear.backends["triton"].run(x, weight.unpack(x.dtype), 2)
         assert same_bits(launch(x, weight, 2, CUTS[cut], target_of(x.device)), want), name
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("backend", TRITON)
+def test_other_bits_are_refused(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused is not timed; of the rest the fastest is first."""
+    from lockstep.kernels.linear.packed import refusal, right_bits, run_tile
+
+    if backend.dtype == torch.float32:
+        backend = replace(backend, dtype=torch.float16)
+    weight = backend.place(whole_numbers("int4", 40, 256))
+    x = backend.place(graded(5, 256, 1, 3).to(backend.dtype))
+    want = right_bits(1, x, weight)
+    tiles = [PackedTile(16, 64, 128), PackedTile(16, 64, 256), UNPACK]
+    spent = iter((3.0, 1.0, 2.0))
+    monkeypatch.setattr(tuning, "seconds", lambda run, weights: next(spent))
+    wrong = partial(refusal, 1, x, weight, want)
+    found, refused = tune(partial(run_tile, 1, False), wrong, x, [weight], tiles)
+    assert [seconds for seconds, _ in found] == [1.0, 2.0, 3.0] and not refused
+    assert found[-1][1] == tiles[0]
+    assert refusal(1, x, weight, want + 1, tiles[0]) == "other bits"
 
 
 def test_candidates_are_few_and_fit() -> None:
