@@ -143,7 +143,10 @@ def cut(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> Pac
     k = columns_of(weight, tile.k, weight.k // segments)
     sync = not tile.warpgroup
     stages = stages_of(tile.stages, tile.n, tile.m, k, weight, arch, sync)
-    return replace(tile, k=k, stages=stages, split=min(tile.split, segments))
+    split = min(tile.split, segments)
+    if (k, stages, split) == (tile.k, tile.stages, tile.split):
+        return tile
+    return replace(tile, k=k, stages=stages, split=split)
 
 
 def layout_of(weight: PackedWeight) -> str:

@@ -102,13 +102,18 @@ def shared_by(
 ) -> tuple[int, int]:
     """Shared memory of a tile, in bytes: of a stage, and beside the stages that wait.
 
-    rows: of the weight; x is of 16 bits. A stage holds words, scales and x. Beside them x lies once
-    more, since a product reads it there; by mma.sync (`sync`) the unpacked tile passes through too.
+    rows: of the weight; x is of 16 bits. A stage holds words, each row's scales and zeros, and x.
+    Beside them x lies once more, since a product reads it there; by mma.sync (`sync`) the unpacked
+    tile passes through too.
     """
-    n, k = weight.shape
     x = 2 * tokens * columns
-    stage = -(-rows * columns * weight.nbytes // (n * k)) + x
-    return stage, x + 2 * rows * columns * sync
+    row = columns * weight.bits // 8
+    group = group_of(weight)
+    if group:
+        assert isinstance(weight, (IntWeight, Fp8Weight, Fp4Weight))
+        twice = isinstance(weight, IntWeight) and weight.zeros is not None
+        row += -(-columns // group) * weight.scales.element_size() * (1 + twice)
+    return rows * row + x, x + 2 * rows * columns * sync
 
 
 def stages_of(
