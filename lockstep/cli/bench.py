@@ -184,6 +184,9 @@ def kernels(
     tune: Annotated[
         Path | None, typer.Option(help="time linear's tiles instead, and write their table here")
     ] = None,
+    tune_packed: Annotated[
+        Path | None, typer.Option(help="the same for linear's tiles with packed weights, at --rows")
+    ] = None,
     json: Annotated[bool, typer.Option("--json", help="the last line only")] = False,
 ) -> None:
     """Time every op against the floor of its bytes, and compare its bits at other row counts.
@@ -200,6 +203,9 @@ def kernels(
     models = pick_models(model or (), place)
     if tune:
         _tune(models, kind, tune)
+    if tune_packed:
+        _tune_packed(models, kind, tune_packed, _numbers("rows", rows))
+    if tune or tune_packed:
         return
     sizes = (_numbers("rows", rows), _numbers("query_len", query_len))
     asked = (models, place, kind, *sizes, op or ())
@@ -307,6 +313,23 @@ def _tune(models: "list[Model]", dtype: "torch.dtype", path: Path) -> None:
     note(f"{path}: the table; lockstep/kernels/linear/tuning.json is the committed one")
     rounded = {key: {n: _short(us) for n, us in row.items()} for key, row in times.items()}
     print_json({"bench": "kernels", "tuned": str(path), "us": rounded})
+
+
+def _tune_packed(
+    models: "list[Model]", dtype: "torch.dtype", path: Path, tokens: tuple[int, ...]
+) -> None:
+    from lockstep.bench.tune_packed import tune_packed
+
+    times: dict[str, dict[int, Any]] = {}
+    for tuned in tune_packed(models, dtype, path, tokens):
+        note(str(tuned))
+        for tile, reason in tuned.refused.items():
+            note(f"not {tile}: {reason}")
+        times.setdefault(tuned.key, {})[tuned.job.tokens] = [
+            (_short(us), str(tile)) for us, tile in tuned.times
+        ]
+    note(f"{path}: the table; lockstep/kernels/linear/packed_tuning.json is the committed one")
+    print_json({"bench": "kernels", "tuned": str(path), "us": times})
 
 
 def _numbers(name: str, value: str) -> tuple[int, ...]:

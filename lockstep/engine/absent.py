@@ -26,6 +26,7 @@ from lockstep.engine.hooks import NO_HOOKS
 from lockstep.errors import CapacityError, ConfigError
 from lockstep.kernels.architecture import Architecture, named
 from lockstep.kernels.backends import load as load_backends
+from lockstep.kernels.packed import PackedWeight
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Product, Weight
 from lockstep.layers.moe import ExpertWeight
@@ -203,19 +204,21 @@ def _tiled(
     from lockstep.kernels.attention import SEGMENT
     from lockstep.kernels.attention.paged import partition
     from lockstep.kernels.experts.tiles import tile_of as experts_tile
-    from lockstep.kernels.linear.packed import UNPACK_FROM
     from lockstep.kernels.linear.packed import tile_of as packed_tile
+    from lockstep.kernels.linear.packed_tuning import UNPACK
     from lockstep.kernels.linear.tuning import lookup
 
     number = card.number
     if isinstance(module, Product):
         (n, k) = module.shape
-        packed = module.weight is None
+        weight = module.stored
+        packed = isinstance(weight, PackedWeight)
 
         def linear_tile(tokens: int) -> Any:
-            if packed and tokens < UNPACK_FROM:
-                return packed_tile(tokens, module.segments, number)
-            return lookup(tokens, n, k, dtype, f"sm{number}")
+            tile = UNPACK
+            if isinstance(weight, PackedWeight):
+                tile = packed_tile(tokens, weight, module.segments, dtype, number)
+            return lookup(tokens, n, k, dtype, f"sm{number}") if tile == UNPACK else tile
 
         yield "linear", f"{n}x{k}" + " packed" * packed, linear_tile
     elif isinstance(module, ExpertWeight):

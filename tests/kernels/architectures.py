@@ -37,6 +37,7 @@ from lockstep.kernels.gated_delta_rule.cases import (
 )
 from lockstep.kernels.linear.packed import linear_packed
 from lockstep.kernels.linear.triton import linear_triton
+from lockstep.kernels.packed.bench import LAYOUTS
 from lockstep.kernels.packed.cases import layouts
 from tests.kernels.compile_launches import COMPILED, absent_of, empty
 from tests.kernels.compile_launches import type_of as plain_type_of
@@ -106,10 +107,15 @@ def attention(
     )  # fmt: skip
 
 
-def mixture(tokens: int, dtype: torch.dtype) -> Call:
+def expert_weights(dtype: torch.dtype) -> Iterator[tuple[Any, Any]]:
+    """(up, down) of experts at Qwen3.6-35B-A3B's sizes: plain, then packed in each layout."""
+    yield meta(256, 1024, 2048, dtype=dtype), meta(256, 2048, 512, dtype=dtype)
+    for empty_of in LAYOUTS.values():
+        yield empty_of(256 * 1024, 2048, "meta"), empty_of(256 * 2048, 512, "meta")
+
+
+def mixture(tokens: int, dtype: torch.dtype, up: Any, down: Any) -> Call:
     """A call of experts at Qwen3.6-35B-A3B's sizes."""
-    up = meta(256, 1024, 2048, dtype=dtype)
-    down = meta(256, 2048, 512, dtype=dtype)
     ids = meta(tokens, 8, dtype=torch.int32)
     x = meta(tokens, 2048, dtype=dtype)
     return lambda: experts_triton(x, up, down, ids, meta(tokens, 8), x)
@@ -130,7 +136,8 @@ def real_calls() -> Iterator[tuple[str, Call]]:
             for rows, query_len in ((1, 1), (1, 4), (8, 4), (64, 1), (64, 4), (1, 2048), (4, 512)):
                 yield "paged_attention", attention(heads, kv_heads, dim, rows, query_len, dtype)
         for tokens in (1, 4, 16, 64, 256, 640, 1536, 2048):
-            yield "experts", mixture(tokens, dtype)
+            for weights in expert_weights(dtype):
+                yield "experts", mixture(tokens, dtype, *weights)
         for tokens in (1, 17, 65, 257):
             x = meta(tokens, 4096, dtype=dtype)
             for n, cuts in ((6144, 1), (48, 2), (4096, 2), (34816, 1)):

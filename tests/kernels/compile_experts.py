@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from lockstep.kernels.architecture import shared_of
 from lockstep.kernels.experts.triton import experts_triton
 from lockstep.kernels.packed import Fp4Weight, Fp8Weight, IntWeight, PackedWeight
-from tests.kernels.compile_packed import LEFT, SHARED, Compiled
+from tests.kernels.compile_packed import LEFT, Compiled
 
 ARCH = 90
 TOKENS = (1, 1024)
@@ -66,7 +67,7 @@ def check(name: str, made: Any) -> None:
     """What the matrix units are given."""
     ptx = made.asm["ptx"]
     assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx, name
-    assert made.metadata.shared <= SHARED[ARCH], name
+    assert made.metadata.shared <= shared_of(ARCH), name
     if name != "plain":
         found = LEFT.findall(made.asm["ttgir"])
         assert found and set(found) == {"2"}, (name, set(found))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lockstep.kernels.activations import silu_mul
+from lockstep.kernels.architecture import ARCHITECTURES, HOPPER, shared_of
 from lockstep.kernels.experts import experts
 from lockstep.kernels.experts.tiles import (
     FEW,
@@ -19,6 +20,8 @@ from lockstep.kernels.experts.tiles import (
     tile_of,
 )
 from lockstep.kernels.linear import linear
+from lockstep.kernels.packed import Fp8Weight, IntWeight
+from lockstep.kernels.packed._form import multiplies_by_mma_sync, shared_by
 from lockstep.kernels.packed.cases import layouts, random_weights
 from lockstep.kernels.route import route
 from tests.kernels.backends import Backend, backends, same_bits
@@ -235,7 +238,7 @@ def test_packed_experts_in_both_forms(backend, name):
         for launch in (launch_few, launch_sorted):
             if launch is launch_few and tile.tokens > FEW.tokens:
                 continue
-            same = packed_tile(tile, 136) if backend.interpreted else tile
+            same = packed_tile(tile, packed["up"], HOPPER) if backend.interpreted else tile
             same = tile if "desc_act" in name or backend.dtype == torch.float32 else same
             want = launch(*(plain[part] for part in order), same)
             have = launch(*(packed[part] for part in order), tile)
@@ -245,7 +248,24 @@ def test_packed_experts_in_both_forms(backend, name):
 def test_tiles_for_packed_weights_hold_as_many_tokens():
     """The sort's tiles serve both; a block is a multiple of the order's 128 columns."""
     for tile in (FEW, MANY, *(tile for _, tile in SORTED)):
-        for k, columns in ((2048, PACKED[tile.tokens].k), (200, 128)):
-            found = packed_tile(tile, k)
-            assert found.tokens == tile.tokens and found.k == columns
+        for k, group, columns in (
+            (2048, 128, PACKED[tile.tokens].k),
+            (200, 128, 128),
+            (1536, 384, 128),
+        ):
+            weight = IntWeight.empty(8, k, group=group, device="meta")
+            found = packed_tile(tile, weight, HOPPER)
+            assert found == replace(PACKED[tile.tokens], k=columns)
     assert set(PACKED) == {tile.tokens for tile in (FEW, MANY, *(tile for _, tile in SORTED))}
+
+
+def test_tiles_for_packed_weights_fit_every_architecture():
+    """With fewer stages: five of fp8 by 64 x 256 take 104 KB."""
+    weight = Fp8Weight.empty(256, 2048, 128, 128, device="meta")
+    for arch in ARCHITECTURES:
+        for tile in (FEW, MANY, *(tile for _, tile in SORTED)):
+            found = packed_tile(tile, weight, arch)
+            sync = multiplies_by_mma_sync(arch)
+            stage, fixed = shared_by(found.rows, found.tokens, found.k, weight, sync)
+            assert (found.stages - 1) * stage + fixed <= shared_of(arch)
+    assert packed_tile(FEW, weight, 86).stages < packed_tile(FEW, weight, HOPPER).stages

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from lockstep.kernels.architecture import stages_within
+from lockstep.kernels.packed import PackedWeight
+from lockstep.kernels.packed._form import columns_of, stages_of
 
 FEW_PAIRS = 128
 """The most pairs of a token and a slot without a sort: each program finds the pairs of its expert
@@ -61,8 +63,6 @@ bits a load of 64 x 256 is 8 KB, and four of them wait in each program: one toke
 for each multiprocessor, which should have about 26 KB on their way (4.3 TB/s x 0.8 us / 132). Up to
 64 tokens two programs fit a multiprocessor; of the last, which has some 160 registers a thread, one
 does."""
-PACKED_COLUMNS = 128
-"""Of a block where 256 do not divide K."""
 UNPACK_FROM = 1024
 """Pairs per expert in the mean. From here on packed weights are unpacked into memory first.
 
@@ -87,10 +87,12 @@ def tile_of(pairs: int, experts: int, dtype: torch.dtype, arch: int) -> Tile:
     return replace(tile, stages=stages_within(tile.stages, loaded, 0, arch))
 
 
-def packed_tile(tile: Tile, k: int) -> Tile:
-    """The tile of as many tokens for a packed weight of k columns."""
+def packed_tile(tile: Tile, weight: PackedWeight, arch: int) -> Tile:
+    """The tile of as many tokens for a packed weight, on an architecture."""
     found = PACKED[tile.tokens]
-    return found if k % found.k == 0 else replace(found, k=PACKED_COLUMNS)
+    k = columns_of(weight, found.k, weight.k)
+    stages = stages_of(found.stages, found.rows, found.tokens, k, weight, arch)
+    return replace(found, k=k, stages=stages)
 
 
 def most_tiles(pairs: int, experts: int, tokens: int) -> int:

@@ -34,7 +34,7 @@ from lockstep.kernels.packed._form import (
     plain_operand,
     target_of,
 )
-from lockstep.kernels.packed.triton import unpack_weight_triton
+from lockstep.kernels.packed.triton import in_memory
 
 MOST_EXPERTS = 512
 """Experts that the sort's programs hold at once."""
@@ -247,18 +247,12 @@ def _reading(
     k = weight.shape[-1]
     if isinstance(weight, PackedWeight):
         if not unpack and x.dtype != torch.float32 and not irregular(weight):
-            tile = packed_tile(tile, k)
-            operand, form = operand_of(weight, x.dtype, tile.k, target_of(x.device))
+            target = target_of(x.device)
+            tile = packed_tile(tile, weight, target.arch)
+            operand, form = operand_of(weight, x.dtype, tile.k, target)
             return _Reading(operand, form, tile, k)
-        weight = _in_memory(weight, x.dtype)
+        weight = in_memory(weight, x.dtype)
     return _Reading(*plain_operand(weight), tile, k)
-
-
-def _in_memory(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """The weight unpacked: [E * N, K]."""
-    dense = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-    unpack_weight_triton(weight, dense)
-    return dense
 
 
 def _act(

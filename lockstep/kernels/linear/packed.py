@@ -8,50 +8,38 @@ the weight is unpacked first, into memory, and the dense backend multiplies. The
 linear(x, packed) == linear(x, packed.unpack(x.dtype)).
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
+from triton.errors import TritonError
 
-from lockstep.kernels.architecture import HOPPER
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.linear import linear
 from lockstep.kernels.linear._packed_kernel import packed_kernel
+from lockstep.kernels.linear.packed_tuning import UNPACK, PackedTile, lookup
 from lockstep.kernels.linear.triton import fold, linear_triton
+from lockstep.kernels.linear.triton import launch as dense_launch
+from lockstep.kernels.linear.tuning import Tile
 from lockstep.kernels.packed import PackedWeight
 from lockstep.kernels.packed._device import BLOCK
-from lockstep.kernels.packed._form import TYPES, Target, fits, irregular, operand_of, target_of
-from lockstep.kernels.packed.triton import unpack_weight_triton
+from lockstep.kernels.packed._form import (
+    TYPES,
+    Target,
+    columns_of,
+    irregular,
+    operand_of,
+    target_of,
+)
+from lockstep.kernels.packed.triton import in_memory
 
 UNPACK_FROM = 257
-"""Tokens. Fewer read the packed weight; estimated, to be measured."""
+"""Tokens. Fewer read the packed weight, or do as the table says; estimated, to be measured."""
 GROUP = 8
 """Row tiles that share a column tile's weights in L2."""
-
-
-@dataclass(frozen=True)
-class PackedTile:
-    """How a launch is cut. m, n, k: tokens, outputs and columns per block, powers of two, k 128 or
-    more; split: programs along K. It decides the speed and nothing else."""
-
-    m: int
-    n: int
-    k: int
-    warps: int = 4
-    stages: int = 3
-    split: int = 1
-
-
-def tile_of(tokens: int, segments: int, arch: int) -> PackedTile:
-    """A tile by rule: few tokens stream the weights, more share what was unpacked once."""
-    m = min(max(16, triton.next_power_of_2(tokens)), 128)
-    if arch != HOPPER:
-        return PackedTile(m, 64, 128, stages=3 if m <= 64 else 2)
-    if m <= 32:
-        return PackedTile(m, 64, 256, stages=5, split=segments)
-    return PackedTile(m, 128, 128, warps=8, stages=4, split=segments)
+PLAIN = Tile(64, 64, 64, 4, 4)
+"""Of 48 KB, for the bits that others must have."""
 
 
 def launch(
@@ -72,14 +60,17 @@ def launch(
     if split > 1:
         found = torch.empty(split, tokens, n, dtype=torch.float32, device=x.device)
     if tokens:
-        columns = tile.k if fits(weight, tile.k) and length % tile.k == 0 else int(BLOCK)
+        columns = columns_of(weight, tile.k, length)
         operand, form = operand_of(weight, x.dtype, columns, target)
+        if target.assembly and not tile.warpgroup:
+            form = form._replace(opaque=True)
         grid = (triton.cdiv(tokens, tile.m) * triton.cdiv(n, tile.n) * split,)
         packed_kernel[grid](
             x, operand, found, tokens, n, length, x.stride(0), found.stride(-2),
             segments // split, GROUP, tuple(form), length % columns == 0,
             tile.m, tile.n, columns, TYPES[x.dtype],
-            num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
+            num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers or None,
+            enable_fp_fusion=False,
         )  # fmt: skip
     if split == 1 or (partial and out is None):
         return found
@@ -87,11 +78,49 @@ def launch(
     return total if out is None else out.copy_(total)
 
 
-def suits(x: Tensor, weight: PackedWeight, segments: int) -> bool:
-    """Whether the kernel serves, and not the dense backend with an unpacked weight."""
-    whole = segments == 1 or x.shape[1] // segments % int(BLOCK) == 0
-    few = x.shape[0] < UNPACK_FROM and x.dtype != torch.float32
-    return few and whole and not irregular(weight)
+def tile_of(
+    tokens: int, weight: PackedWeight, segments: int, dtype: torch.dtype, arch: int
+) -> PackedTile:
+    """How x of this dtype meets a weight; UNPACK also where the kernel does not serve."""
+    whole = segments == 1 or weight.k // segments % int(BLOCK) == 0
+    served = tokens < UNPACK_FROM and dtype != torch.float32
+    if not (served and whole) or irregular(weight):
+        return UNPACK
+    return lookup(tokens, weight, segments, dtype, arch)
+
+
+def _dense(
+    x: Tensor, weight: PackedWeight, segments: int, partial: bool, out: Tensor | None
+) -> Tensor:
+    """The weight unpacked into memory, and the dense backend."""
+    return linear_triton(x, in_memory(weight, x.dtype), segments, partial, out)
+
+
+def run_tile(
+    segments: int, partial: bool, x: Tensor, weight: PackedWeight, tile: PackedTile
+) -> Tensor:
+    """linear by a given tile, UNPACK among them, on x's device: what the tuner times."""
+    if tile == UNPACK:
+        return _dense(x, weight, segments, partial, None)
+    return launch(x, weight, segments, tile, target_of(x.device), partial)
+
+
+def right_bits(segments: int, x: Tensor, weight: PackedWeight) -> Tensor:
+    """linear with the weight unpacked ahead, in a plain tile that any GPU takes."""
+    return dense_launch(x, in_memory(weight, x.dtype), segments, PLAIN)
+
+
+def refusal(
+    segments: int, x: Tensor, weight: PackedWeight, want: Tensor, tile: PackedTile
+) -> str | None:
+    """Why a tile must not be used on this GPU, if so: it does not compile or fit, or has other
+    bits than are wanted, right_bits."""
+    try:
+        found = run_tile(segments, False, x, weight, tile)
+    except (RuntimeError, TritonError) as error:
+        return f"{type(error).__name__}: {error}"
+    same = torch.equal(found.view(torch.int16), want.view(torch.int16))
+    return None if same else "other bits"
 
 
 def _supports(**traits: Any) -> str | None:
@@ -109,10 +138,8 @@ def linear_packed(
     out: Tensor | None = None,
 ) -> Tensor:
     """See lockstep.kernels.linear.linear. Last strides must be 1."""
-    if not suits(x, weight, segments):
-        dense = torch.empty(weight.shape, dtype=x.dtype, device=x.device)
-        unpack_weight_triton(weight, dense)
-        return linear_triton(x, dense, segments, partial, out)
     target = target_of(x.device)
-    tile = tile_of(x.shape[0], segments, target.arch)
+    tile = tile_of(x.shape[0], weight, segments, x.dtype, target.arch)
+    if tile == UNPACK:
+        return _dense(x, weight, segments, partial, out)
     return launch(x, weight, segments, tile, target, partial, out)

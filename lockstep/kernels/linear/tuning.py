@@ -6,10 +6,11 @@ again or lost. Its keys are "arch/dtype/NxK" and, inside, the first token count 
 
 import json
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cache, partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,6 +51,7 @@ class Tile:
     tma: bool = False
 
 
+T = TypeVar("T")
 Table = dict[str, dict[int, Tile]]
 Run = Callable[[Tensor, Tensor, int, Tile], Tensor]
 FLOAT = Tile(32, 64, 32, 4, 2)
@@ -150,23 +152,28 @@ def _key(n: int, k: int, dtype: torch.dtype, arch: str) -> str:
     return f"{arch}/{str(dtype).removeprefix('torch.')}/{n}x{k}"
 
 
-@cache
-def load(path: Path = TABLE) -> Table:
-    """The table in a file; empty where there is none."""
+def read(path: Path, kind: type[T]) -> dict[str, dict[int, T]]:
+    """The table of such tiles in a file; empty where there is none."""
     found = json.loads(path.read_text()) if path.exists() else {}
     return {
-        key: {int(first): Tile(**own) for first, own in row.items()} for key, row in found.items()
+        key: {int(first): kind(**own) for first, own in row.items()} for key, row in found.items()
     }
 
 
-def save(table: Table, path: Path = TABLE) -> None:
-    """Writes a table, one tile per line, defaults left out."""
-    defaults = {field.name: field.default for field in fields(Tile)}
+@cache
+def load(path: Path = TABLE) -> Table:
+    """The table in a file; empty where there is none."""
+    return read(path, Tile)
+
+
+def save(table: Mapping[str, Mapping[int, Any]], path: Path = TABLE) -> None:
+    """Writes a table of tiles, one per line, defaults left out."""
     blocks = []
     for key, row in sorted(table.items()):
         lines = []
         for first, tile in sorted(row.items()):
-            own = {name: value for name, value in asdict(tile).items() if value != defaults[name]}
+            values = ((field, getattr(tile, field.name)) for field in fields(tile))
+            own = {field.name: value for field, value in values if value != field.default}
             lines.append(f'    "{first}": {json.dumps(own)}')
         blocks.append(f'  "{key}": {{\n' + ",\n".join(lines) + "\n  }")
     path.write_text("{\n" + ",\n".join(blocks) + "\n}\n")
@@ -186,7 +193,7 @@ def lookup(tokens: int, n: int, k: int, dtype: torch.dtype, arch: str) -> Tile:
     return _tile(bucket(tokens), n, k, dtype, arch)
 
 
-def seconds(run: Callable[[Tensor], object], weights: Sequence[Tensor]) -> float:
+def seconds(run: Callable[[T], object], weights: Sequence[T]) -> float:
     """Seconds per launch in a replayed graph that walks through the weights: best of REPLAYS."""
     rounds = -(-LAUNCHES // len(weights))
     calls = [partial(run, weight) for weight in list(weights) * rounds]

@@ -41,6 +41,11 @@ TYPES = {
 }
 
 
+def multiplies_by_mma_sync(arch: int) -> bool:
+    """Whether an architecture has no product that reads its left operand without widening."""
+    return arch < ASYNC_MMA or arch >= LATER_MMA_SYNC
+
+
 @dataclass(frozen=True)
 class Target:
     """What a kernel is compiled for. assembly: whether it may hold any; arch: e.g. 90."""
@@ -51,8 +56,7 @@ class Target:
     @property
     def opaque(self) -> bool:
         """Whether unpacked tiles must hide their joins. See _device."""
-        sync = self.arch < ASYNC_MMA or self.arch >= LATER_MMA_SYNC
-        return self.assembly and sync
+        return self.assembly and multiplies_by_mma_sync(self.arch)
 
 
 @cache
@@ -85,10 +89,41 @@ def irregular(weight: PackedWeight) -> bool:
     return bool(group and group % whole and (whole % group or group < least))
 
 
-def fits(weight: PackedWeight, columns: int) -> bool:
-    """Whether a tile of so many columns holds whole groups, or part of one."""
+def columns_of(weight: PackedWeight, columns: int, length: int) -> int:
+    """Columns of a tile: `columns`, or one block where they do not divide the `length` of a chain,
+    or hold neither whole groups nor a part of one."""
     group = group_of(weight)
-    return group == 0 or columns % group == 0 or group % columns == 0
+    holds = group == 0 or columns % group == 0 or group % columns == 0
+    return columns if holds and length % columns == 0 else int(BLOCK)
+
+
+def shared_by(
+    rows: int, tokens: int, columns: int, weight: PackedWeight, sync: bool
+) -> tuple[int, int]:
+    """Shared memory of a tile, in bytes: of a stage, and beside the stages that wait.
+
+    rows: of the weight; x is of 16 bits. A stage holds words, each row's scales and zeros, and x.
+    Beside them x lies once more, since a product reads it there; by mma.sync (`sync`) the unpacked
+    tile passes through too.
+    """
+    x = 2 * tokens * columns
+    row = columns * weight.bits // 8
+    group = group_of(weight)
+    if group:
+        assert isinstance(weight, (IntWeight, Fp8Weight, Fp4Weight))
+        twice = isinstance(weight, IntWeight) and weight.zeros is not None
+        row += -(-columns // group) * weight.scales.element_size() * (1 + twice)
+    return rows * row + x, x + 2 * rows * columns * sync
+
+
+def stages_of(
+    stages: int, rows: int, tokens: int, columns: int, weight: PackedWeight, arch: int,
+    sync: bool = False,
+) -> int:  # fmt: skip
+    """Stages of such a tile on an architecture: `stages`, or as many as fit. See shared_by; sync:
+    mma.sync multiplies, as it does anyway on some."""
+    sync = sync or multiplies_by_mma_sync(arch)
+    return architecture.stages_within(stages, *shared_by(rows, tokens, columns, weight, sync), arch)
 
 
 def plain_operand(weight: Tensor) -> tuple[Operand, Form]:
@@ -103,7 +138,8 @@ def operand_of(
     group = group_of(weight)
     zeros = weight.zeros if isinstance(weight, IntWeight) else None
     scales: Tensor = weight.tensors()["scales"]
-    paired = columns == 2 * group and _pairs(scales) and (zeros is None or _pairs(zeros))
+    few = columns in (group, 2 * group, 4 * group) and not irregular(weight)
+    paired = few and _pairs(scales) and (zeros is None or _pairs(zeros))
     rows = 1
     first = 0
     if isinstance(weight, Fp8Weight):
@@ -142,7 +178,7 @@ def _fast(weight: PackedWeight, scale: torch.dtype, dtype: torch.dtype, target: 
     if isinstance(weight, Fp8Weight):
         return E4M3 if target.arch >= NATIVE_FP8 else 0
     if isinstance(weight, Fp4Weight):
-        return E2M1
+        return E2M1 if target.arch >= NATIVE_FP8 else 0
     if isinstance(weight, IntWeight) and weight.bits == 4:
         return FAST.get((scale, dtype), 0)
     return 0

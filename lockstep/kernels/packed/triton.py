@@ -1,5 +1,6 @@
 """unpack_weight in Triton: a program per tile, elementwise."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -92,3 +93,10 @@ def unpack_weight_triton(weight: PackedWeight, out: Tensor) -> None:
         operand, out, n, k, out.stride(0), tuple(form), k % columns == 0, ROWS, columns,
         TYPES[out.dtype], enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def in_memory(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+    """The weight unpacked, on its device: [N, K]."""
+    dense = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    unpack_weight_triton(weight, dense)
+    return dense

@@ -1,0 +1,291 @@
+"""Which tile makes a linear with a packed weight fast: a table, a rule where it is silent, a tuner.
+
+A tile never changes a bit (tests/kernels/test_packed_tuning.py). Keys of the table are
+"arch/dtype/layout/NxK" and, inside, the first token count of a bucket.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from math import inf, log2
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.architecture import HOPPER, shared_of
+from lockstep.kernels.linear import segments as segments_of
+from lockstep.kernels.linear import tuning
+from lockstep.kernels.packed import Fp4Weight, Fp8Weight, IntWeight, PackedWeight
+from lockstep.kernels.packed._form import columns_of, group_of, shared_by, stages_of
+
+TABLE = Path(__file__).with_name("packed_tuning.json")
+BUCKETS = (1, 2, 5, 9, 17, 33, 65, 129)
+"""The first token count of each bucket."""
+TIMED = (1, 4, 8, 16, 32, 64, 128, 256)
+"""The last token count of each bucket, which it is tuned at."""
+MOST_WEIGHTS = 64
+"""Of one layout and shape, for a measurement."""
+REGISTERS = 1 << 16
+"""Of a multiprocessor since Ampere."""
+OWN_REGISTERS = 112
+"""Of a thread, beside its accumulators, where the compiler may choose: int4 takes 122 with a tile
+of 16 tokens (docs/kernels/packed.md)."""
+STEP = 125 / 1.75e9
+"""Seconds of a chain per 16 columns: measured with int4, at one and at two programs on a
+multiprocessor of an H200, 1.75 GHz."""
+BANDWIDTH = 4.3e12
+"""Bytes per second of an H200's memory."""
+SLACK = 1.5
+"""Tiles that the estimate makes so many times as slow as the best one are not timed."""
+
+
+@dataclass(frozen=True)
+class PackedTile:
+    """How a launch is cut. It decides the speed and nothing else.
+
+    m, n, k: tokens, outputs and columns per block, powers of two, m 16 or more (8 would be another
+    tree), k 128 or more; split: programs along K. registers: the most per thread, so that more
+    programs fit a multiprocessor, 0: as the compiler likes. On Hopper n below 64, or fewer than 4
+    warps, are multiplied by mma.sync, which has the same tree.
+    """
+
+    m: int
+    n: int
+    k: int
+    warps: int = 4
+    stages: int = 3
+    split: int = 1
+    registers: int = 0
+
+    @property
+    def warpgroup(self) -> bool:
+        """Whether Hopper multiplies such a tile by wgmma."""
+        return self.n >= 64 and self.warps % 4 == 0
+
+
+UNPACK = PackedTile(0, 0, 0)
+"""Stands for unpacking into memory, and the dense backend."""
+Table = dict[str, dict[int, PackedTile]]
+Run = Callable[[Tensor, PackedWeight, PackedTile], Tensor]
+
+
+def bucket(tokens: int) -> int:
+    """The first token count of the bucket that holds `tokens`."""
+    return BUCKETS[max(bisect_right(BUCKETS, tokens), 1) - 1]
+
+
+def _few(tokens: int, segments: int) -> list[PackedTile]:
+    """At most 32 tokens: the chain of one program is slow, so many run on each multiprocessor."""
+    m = 16 if tokens <= 16 else 32
+    tiles = [
+        PackedTile(m, 64, 256, 4, 3, segments, 128),
+        PackedTile(m, 64, 256, 4, 3, segments, 96),
+        PackedTile(m, 64, 256, 4, 4, segments),
+        PackedTile(m, 64, 512, 4, 2, segments),
+        PackedTile(m, 64, 128, 4, 4, segments, 96),
+        PackedTile(m, 32, 128, 2, 4, segments, 128),
+    ]
+    if tokens <= 16:
+        tiles.append(PackedTile(m, 64, 256, 4, 5, segments))
+        tiles.append(PackedTile(m, 32, 256, 2, 3, segments))
+    return tiles
+
+
+def _some(segments: int) -> list[PackedTile]:
+    """33 .. 64 tokens: an unpacked weight serves them all."""
+    return [
+        PackedTile(64, 64, 128, 4, 3, segments, 128),
+        PackedTile(64, 64, 128, 4, 2, segments, 96),
+        PackedTile(64, 64, 128, 4, 4, segments),
+        PackedTile(64, 64, 256, 4, 2, segments),
+        PackedTile(64, 128, 128, 4, 3, segments),
+        PackedTile(64, 128, 128, 8, 4, segments),
+        PackedTile(64, 128, 128, 8, 2, segments, 80),
+    ]
+
+
+def _hundreds(tokens: int, segments: int) -> list[PackedTile]:
+    """65 .. 256 tokens: tiles as high as the tokens unpack a weight once."""
+    tiles = [
+        PackedTile(128, 64, 128, 4, 2, segments),
+        PackedTile(128, 64, 128, 4, 3, segments),
+        PackedTile(128, 128, 128, 8, 4, segments),
+        PackedTile(128, 128, 128, 8, 2, segments, 128),
+        PackedTile(64, 64, 128, 4, 3, segments, 128),
+    ]
+    if tokens > 128:
+        tiles.append(PackedTile(256, 64, 128, 4, 2, segments))
+        tiles.append(PackedTile(256, 128, 128, 8, 2, segments))
+    return tiles
+
+
+def candidates(tokens: int, segments: int) -> list[PackedTile]:
+    """Tiles worth timing on Hopper, at most ten; the first serves where nothing was timed."""
+    if tokens <= 32:
+        return _few(tokens, segments)
+    tiles = _some(segments) if tokens <= 64 else _hundreds(tokens, segments)
+    return [*tiles, UNPACK] if tokens > 64 else tiles
+
+
+def _modest(tokens: int) -> PackedTile:
+    """A tile for any GPU since Ampere."""
+    m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64 if tokens <= 64 else 128
+    return PackedTile(m, 64, 128, stages=3 if m <= 64 else 2)
+
+
+def cut(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> PackedTile:
+    """A tile as a launch takes it: columns that suit the weight, and as many of the stages as the
+    architecture has shared memory for."""
+    if tile == UNPACK:
+        return tile
+    k = columns_of(weight, tile.k, weight.k // segments)
+    sync = not tile.warpgroup
+    stages = stages_of(tile.stages, tile.n, tile.m, k, weight, arch, sync)
+    split = min(tile.split, segments)
+    if (k, stages, split) == (tile.k, tile.stages, tile.split):
+        return tile
+    return replace(tile, k=k, stages=stages, split=split)
+
+
+def layout_of(weight: PackedWeight) -> str:
+    """What of a layout decides a tile's speed: bits, columns per scale, types."""
+    group = group_of(weight)
+    if isinstance(weight, Fp4Weight):
+        return "nvfp4"
+    if isinstance(weight, Fp8Weight):
+        return f"fp8-{group}"
+    assert isinstance(weight, IntWeight)
+    kind = "asymmetric" if weight.zeros is not None else "symmetric"
+    scales = str(weight.scales.dtype).removeprefix("torch.")
+    return f"int{weight.bits}-{group}-{kind}-{scales}"
+
+
+def key(weight: PackedWeight, dtype: torch.dtype, arch: int) -> str:
+    """Where the table keeps the tiles of such a weight."""
+    n, k = weight.shape
+    name = str(dtype).removeprefix("torch.")
+    return f"sm{arch}/{name}/{layout_of(weight)}/{n}x{k}"
+
+
+@cache
+def load(path: Path = TABLE) -> Table:
+    """The table in a file; empty where there is none."""
+    return tuning.read(path, PackedTile)
+
+
+def _distance(shape: str, other: str) -> float:
+    """Between two shapes "NxK": the ratios of both sizes, in powers of two."""
+    pairs = zip(shape.split("x"), other.split("x"), strict=True)
+    return sum(abs(log2(int(a) / int(b))) for a, b in pairs)
+
+
+@cache
+def _measured(name: str, segments: int) -> list[dict[int, PackedTile]]:
+    """The table's tiles for a key, then those of other shapes of the same layout whose K is cut
+    into as many segments, the nearest first."""
+    kind, _, shape = name.rpartition("/")
+    found = []
+    for own, row in load().items():
+        other_kind, _, other = own.rpartition("/")
+        n, k = map(int, other.split("x"))
+        if own == name or (other_kind == kind and segments_of(n, k, "cuda") == segments):
+            found.append((_distance(shape, other), own, row))
+    return [row for _, _, row in sorted(found, key=lambda one: one[:2])]
+
+
+def _serving(row: dict[int, PackedTile], first: int) -> PackedTile | None:
+    """What was timed for a bucket. One of fewer tokens serves too if its tile holds as many as
+    these, and if even they are unpacked ahead."""
+    below = max((count for count in row if count <= first), default=0)
+    tile = row.get(below)
+    if tile is None or below == first or tile == UNPACK:
+        return tile
+    return tile if tile.m >= TIMED[BUCKETS.index(first)] else None
+
+
+@cache
+def _tile(first: int, name: str, segments: int, arch: int) -> PackedTile:
+    """By the table, else by the rule."""
+    timed = (_serving(row, first) for row in _measured(name, segments))
+    found = next((tile for tile in timed if tile is not None), None)
+    if found is not None:
+        return found
+    return candidates(first, segments)[0] if arch == HOPPER else _modest(first)
+
+
+def lookup(
+    tokens: int, weight: PackedWeight, segments: int, dtype: torch.dtype, arch: int
+) -> PackedTile:
+    """The tile for `tokens` rows against a packed weight on a GPU of this architecture."""
+    tile = _tile(bucket(tokens), key(weight, dtype, arch), segments, arch)
+    return cut(tile, weight, segments, arch)
+
+
+def estimate(
+    tokens: int, weight: PackedWeight, tile: PackedTile, arch: int, processors: int
+) -> float:
+    """Seconds of a launch on a GPU of so many multiprocessors, at least: its bytes, or the waves of
+    its programs, each of which is a chain that waits for its products."""
+    n, k = weight.shape
+    stage, fixed = shared_by(tile.n, tile.m, tile.k, weight, not tile.warpgroup)
+    shared = (tile.stages - 1) * stage + fixed
+    threads = 32 * tile.warps
+    registers = tile.registers or OWN_REGISTERS + tile.m * tile.n // threads
+    held = max(1, min(shared_of(arch) // shared, REGISTERS // (registers * threads)))
+    programs = -(-tokens // tile.m) * -(-n // tile.n) * tile.split
+    waves = max(1.0, programs / (held * processors))
+    return max(weight.nbytes / BANDWIDTH, waves * (k / tile.split / 16) * STEP)
+
+
+def worth_timing(
+    tokens: int, weight: PackedWeight, segments: int, arch: int, processors: int
+) -> list[PackedTile]:
+    """The candidates as they are launched, each once, that keep their stages on the architecture
+    and are not far behind by the estimate."""
+    found = []
+    for tile in candidates(tokens, segments):
+        own = cut(tile, weight, segments, arch)
+        if own.stages == tile.stages and own not in found:
+            found.append(own)
+    cost = {
+        tile: estimate(tokens, weight, tile, arch, processors) for tile in found if tile != UNPACK
+    }
+    most = SLACK * min(cost.values(), default=inf)
+    return [tile for tile in found if cost.get(tile, 0.0) <= most]
+
+
+def some_weights(empty: Callable[[], PackedWeight]) -> list[PackedWeight]:
+    """Random weights on the GPU, as many bytes of them as the tuner of dense ones takes."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    found = [empty()]
+    count = min(MOST_WEIGHTS, -(-tuning.SPREAD // found[0].nbytes))
+    found += [empty() for _ in range(count - 1)]
+    for weight in found:
+        weight.dummy(generator)
+    return found
+
+
+def tune(
+    run: Run,
+    refusal: Callable[[PackedTile], str | None],
+    x: Tensor,
+    weights: Sequence[PackedWeight],
+    tiles: Sequence[PackedTile],
+) -> tuple[list[tuple[float, PackedTile]], dict[PackedTile, str]]:
+    """(seconds, tile) of each tile, fastest first; and why others must not be used."""
+    refused = {}
+    found = []
+    for tile in tiles:
+        reason = refusal(tile)
+        if reason is not None:
+            refused[tile] = reason
+            continue
+        call = partial(_timed, run, x, tile)
+        found.append((tuning.seconds(call, weights), tile))
+    return sorted(found, key=lambda pair: pair[0]), refused
+
+
+def _timed(run: Run, x: Tensor, tile: PackedTile, weight: PackedWeight) -> object:
+    return run(x, weight, tile)

@@ -1,0 +1,177 @@
+"""Tiles of linear with a packed weight: the table is read, and no tile changes a bit."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+
+from lockstep.kernels.architecture import ARCHITECTURES, shared_of
+from lockstep.kernels.linear import linear, packed_tuning, tuning
+from lockstep.kernels.linear.packed_tuning import (
+    BUCKETS,
+    TIMED,
+    UNPACK,
+    PackedTile,
+    bucket,
+    candidates,
+    cut,
+    key,
+    lookup,
+    tune,
+    worth_timing,
+)
+from lockstep.kernels.packed import Fp4Weight, Fp8Weight, IntWeight
+from lockstep.kernels.packed._form import multiplies_by_mma_sync, shared_by
+from tests.kernels.backends import Backend, backends, same_bits
+from tests.kernels.test_linear import graded
+from tests.kernels.test_packed import whole_numbers
+
+TRITON = [backend for backend in backends() if backend.values[0].name == "triton"]
+CUTS = {
+    (tile.m, tile.n, tile.k): tile
+    for tokens in TIMED
+    for tile in candidates(tokens, 2)
+    if tile != UNPACK
+}
+"""A tile of each size: warps, stages and registers are the compiler's alone."""
+TUNED = ("int4", "int4 asymmetric", "fp8 by blocks", "nvfp4")
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("cut", sorted(CUTS))
+@pytest.mark.parametrize("backend", TRITON)
+def test_no_tile_changes_a_bit(cut: tuple[int, int, int], backend: Backend) -> None:
+    """Rows that no tile divides, two segments; a GPU takes all layouts, an interpreter one."""
+    from lockstep.kernels.linear.packed import launch, target_of
+
+    if backend.interpreted:
+        backend = replace(backend, dtype=torch.float16)
+    few = sorted(CUTS).index(cut) % len(TUNED)
+    for name in TUNED if backend.on_gpu else TUNED[few : few + 1]:
+        weight = backend.place(whole_numbers(name, 40, 1024))
+        x = backend.place(graded(5, 1024, 2, 3).to(backend.dtype))
+        want = linear.backends["triton"].run(x, weight.unpack(x.dtype), 2)
+        assert same_bits(launch(x, weight, 2, CUTS[cut], target_of(x.device)), want), name
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("backend", TRITON)
+def test_other_bits_are_refused(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused is not timed; of the rest the fastest is first."""
+    from lockstep.kernels.linear.packed import refusal, right_bits, run_tile
+
+    if backend.dtype == torch.float32:
+        backend = replace(backend, dtype=torch.float16)
+    weight = backend.place(whole_numbers("int4", 40, 256))
+    x = backend.place(graded(5, 256, 1, 3).to(backend.dtype))
+    want = right_bits(1, x, weight)
+    tiles = [PackedTile(16, 64, 128), PackedTile(16, 64, 256), UNPACK]
+    spent = iter((3.0, 1.0, 2.0))
+    monkeypatch.setattr(tuning, "seconds", lambda run, weights: next(spent))
+    wrong = partial(refusal, 1, x, weight, want)
+    found, refused = tune(partial(run_tile, 1, False), wrong, x, [weight], tiles)
+    assert [seconds for seconds, _ in found] == [1.0, 2.0, 3.0] and not refused
+    assert found[-1][1] == tiles[0]
+    assert refusal(1, x, weight, want + 1, tiles[0]) == "other bits"
+
+
+def test_candidates_are_few_and_fit() -> None:
+    for tokens in TIMED:
+        for segments in (1, 2):
+            tiles = candidates(tokens, segments)
+            assert len(tiles) <= 10 and len(set(tiles)) == len(tiles)
+            assert all(tile == UNPACK or (tile.m >= 16 and tile.k % 128 == 0) for tile in tiles)
+            assert tiles[0] != UNPACK
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, dict[int, PackedTile]]]:
+    """The committed table's stand-in: empty."""
+    made: dict[str, dict[int, PackedTile]] = {}
+    for cached in (packed_tuning._tile, packed_tuning._measured):
+        cached.cache_clear()
+    monkeypatch.setattr(packed_tuning, "load", lambda: made)
+    yield made
+    for cached in (packed_tuning._tile, packed_tuning._measured):
+        cached.cache_clear()
+
+
+def int4(n: int, k: int) -> IntWeight:
+    return IntWeight.empty(n, k, device="meta")
+
+
+def test_a_bucket_serves_what_its_tile_holds(table: dict[str, dict[int, PackedTile]]) -> None:
+    weight = int4(8192, 4096)
+    found = partial(lookup, weight=weight, segments=1, dtype=torch.bfloat16)
+    few = PackedTile(16, 64, 128)
+    table[key(weight, torch.bfloat16, 90)] = {5: few, 65: UNPACK}
+    for tokens in (5, 8, 16):
+        assert found(tokens, arch=90) == few
+    for tokens in (4, 17, 33):
+        assert found(tokens, arch=90) == candidates(tokens, 1)[0]
+    for tokens in (65, 200):
+        assert found(tokens, arch=90) == UNPACK
+    assert found(8, arch=80) == PackedTile(16, 64, 128)
+    assert [bucket(tokens) for tokens in TIMED] == list(BUCKETS)
+
+
+def test_a_shape_that_was_not_timed_is_as_its_nearest(
+    table: dict[str, dict[int, PackedTile]],
+) -> None:
+    """Of the same layout, and with as many segments."""
+    tiles = [PackedTile(16, 64, 128, stages=stages) for stages in (2, 3, 4)]
+    for tile, (n, k) in zip(tiles, ((16384, 4096), (32768, 8192), (4096, 4096)), strict=True):
+        table[key(int4(n, k), torch.bfloat16, 90)] = {1: tile}
+    found = partial(lookup, 1, dtype=torch.bfloat16, arch=90)
+    assert found(int4(16480, 4096), segments=1) == tiles[0]
+    assert found(int4(34816, 5120), segments=1) == tiles[1]
+    assert found(int4(8192, 4096), segments=2) == tiles[2]
+    other = Fp4Weight.empty(16384, 4096, device="meta")
+    assert found(other, segments=1) == candidates(1, 1)[0]
+
+
+def test_tiles_are_cut_to_the_weight_and_the_architecture() -> None:
+    wide = PackedTile(16, 64, 512, stages=4, split=2)
+    weight = Fp8Weight.empty(256, 4096, 128, 128, device="meta")
+    assert cut(wide, weight, 2, 90) == replace(wide, stages=4)
+    assert cut(wide, weight, 2, 86).stages == 1
+    assert cut(wide, int4(256, 640), 1, 90) == replace(wide, k=128, split=1)
+    assert cut(UNPACK, weight, 1, 86) == UNPACK
+    for arch in ARCHITECTURES:
+        for tokens in TIMED:
+            tile = lookup(tokens, weight, 1, torch.bfloat16, arch)
+            stage, fixed = shared_by(tile.n, tile.m, tile.k, weight, multiplies_by_mma_sync(arch))
+            assert (tile.stages - 1) * stage + fixed <= shared_of(arch)
+
+
+def test_few_candidates_are_timed() -> None:
+    """Those that fit, each once, and none that the estimate puts far behind."""
+    for n, k, parts in ((34816, 5120, 1), (5120, 17408, 2), (2048, 512, 1)):
+        for weight in (int4(n, k), Fp8Weight.empty(n, k, 128, 128, device="meta")):
+            for tokens in TIMED:
+                tiles = worth_timing(tokens, weight, parts, 90, 132)
+                assert 1 <= len(tiles) == len(set(tiles)) <= 10
+                assert set(tiles) <= {cut(t, weight, parts, 90) for t in candidates(tokens, parts)}
+                assert tokens <= 64 or UNPACK in tiles
+    narrow = worth_timing(1, int4(2048, 640), 1, 90, 132)
+    assert {tile.k for tile in narrow} <= {128}
+    tight = worth_timing(64, Fp8Weight.empty(4096, 4096, 128, 128, device="meta"), 2, 86, 82)
+    assert len(tight) < len(candidates(64, 2))
+
+
+def test_short_way_of_nvfp4_is_exact() -> None:
+    """Every code and scale: their product, 2^7 times smaller, is exact in fp16."""
+    codes = torch.arange(16, dtype=torch.int32)
+    bits = ((codes & 8) << 12) | ((codes & 7) << 9)
+    small = bits.to(torch.int16).view(torch.float16)
+    scales = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn)
+    scales = scales.to(torch.float32)
+    scales = scales[scales.isfinite()]
+    large = (scales * 128).half()
+    assert torch.equal(large.float(), scales * 128)
+    product = small[:, None].float() * large.float()[None, :]
+    assert torch.equal(product.half().float(), product)
+    values = small.float() * 2**14
+    assert values[:8].tolist() == [0, 0.5, 1, 1.5, 2, 3, 4, 6]
