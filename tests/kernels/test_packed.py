@@ -210,6 +210,24 @@ def test_law(backend, name):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("backend", TRITON)
+@pytest.mark.parametrize("tokens", EVERY_M)
+def test_segments_are_added_as_a_tree(backend, tokens):
+    """0.5 + (B - B): one chain over all of K would lose the half. Whole numbers hide the order
+    where a result of 16 bits is rounded."""
+    backend = replace(backend, dtype=torch.float16)
+    weight = IntWeight.of(torch.full((33, 1024), 12, dtype=torch.uint8), torch.ones(33, 8))
+    row = torch.zeros(1024)
+    row[3] = 0.125
+    row[512:768] = 2.0**15
+    row[768:] = -(2.0**15)
+    x = row.expand(tokens, 1024).to(backend.dtype).contiguous()
+    for count, wanted in ((1, 0.0), (2, 0.5)):
+        got = linear.backends["packed"].run(backend.place(x), backend.place(weight), count)
+        assert got.unique().tolist() == [wanted], count
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("backend", TRITON)
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_that_begin_within_a_block(backend, name):
     """A part of a fused weight, as the kernels read it: scales are those of its own rows."""
