@@ -229,8 +229,15 @@ def _read(build: Build, name: str, n: int, k: int, fused: TensorInfo | None) -> 
 
 
 def _one_layout(build: Build, reads: list[Module]) -> Layout | None:
-    """How all of these are packed. Raises CheckpointError naming one that is packed otherwise."""
+    """How all of these are packed. Raises CheckpointError naming one that is packed otherwise, or
+    shares nothing with the others."""
     layouts = [build.layout(read) for read in reads]
+    if layouts[0] is not None and layouts[0].apart:
+        raise CheckpointError(
+            f"{reads[0].path} has its columns in an order of its own (desc_act or actorder); "
+            "allowed: experts with columns in order, since those of a layer are one weight. "
+            "Serve a checkpoint that was packed without it."
+        )
     (usual, _), *others = Counter(layouts).most_common()
     for layout, read in zip(layouts, reads, strict=True):
         if others and layout != usual:

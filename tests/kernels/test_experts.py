@@ -30,6 +30,9 @@ BACKENDS = backends(op=experts)
 TRITON = [param for param in BACKENDS if param.values[0].name == "triton"]
 SMALL = dict(tokens=9, hidden=40, inner=24, count=16, slots=4)
 REAL = dict(tokens=300, hidden=2048, inner=512, count=60, slots=8)
+EVERY_M = (1, 2, 7, 16, 64, 200)
+MANY_TOKENS = 2048
+"""Of a long prompt, for a GPU."""
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 
@@ -211,11 +214,25 @@ LAYOUTS = [name for name, _ in layouts(8, 128)]
 def test_packed_experts_are_what_they_unpack_to(name):
     """By definition: rows of one expert at a time; down is packed in another way."""
     down = LAYOUTS[LAYOUTS.index(name) - 1]
-    sizes = SMALL | dict(tokens=2, count=3, slots=2)
-    for chosen in ("reference", "cpu"):
-        packed, plain = packed_mixture(Backend(chosen, "cpu", torch.bfloat16), sizes, name, down)
+    for chosen, every in (("reference", (2,)), ("cpu", EVERY_M)):
         run = experts.backends[chosen].run
-        assert same_bits(run(**packed), run(**plain)), chosen
+        for tokens in every:
+            sizes = SMALL | dict(tokens=tokens, count=3, slots=2)
+            backend = Backend(chosen, "cpu", torch.bfloat16)
+            packed, plain = packed_mixture(backend, sizes, name, down)
+            assert same_bits(run(**packed), run(**plain)), (chosen, tokens)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_packed_experts_at_every_number_of_tokens(name, dtype):
+    """Every layout, as the op chooses form and tiles; widths that fill neither block nor group."""
+    run = experts.backends["triton"].run
+    for tokens in (*EVERY_M, MANY_TOKENS):
+        sizes = dict(tokens=tokens, hidden=200, inner=72, count=12, slots=3)
+        packed, plain = packed_mixture(Backend("triton", "cuda", dtype), sizes, name, name)
+        assert same_bits(run(**packed), run(**plain)), tokens
 
 
 @pytest.mark.parametrize("backend", FORMS)

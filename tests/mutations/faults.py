@@ -17,17 +17,37 @@ ROWS = "runner/rows.py"
 RUNNER = "runner/runner.py"
 SCHEDULER = "scheduling/scheduler.py"
 GROUPS = "cache/groups.py"
+GPTQ = "quant/gptq.py"
+STORAGE = "quant/storage.py"
+PACKED = "kernels/packed/_weights.py"
+EXPERTS = "kernels/experts/cpu.py"
+ROUTE = "kernels/route/__init__.py"
+LINEAR = "layers/linear.py"
+MOE = "layers/moe.py"
+VECTORS = "tests/quant/test_vectors.py"
+STORED = "tests/quant/test_stored.py"
+STORED_MAPS = f"{STORED}::test_a_map_is_what_its_tensors_stand_for"
+REFUSED = "tests/quant/test_refused.py"
+OF_CHECKPOINTS = "tests/quant/test_expert_checkpoints.py"
+OF_EXPERTS = "tests/kernels/test_experts.py"
+OF_ROUTE = "tests/kernels/test_route.py"
+OF_PACKED = "tests/kernels/test_packed.py"
 
 
 @dataclass(frozen=True)
 class Fault:
-    """old -> new in lockstep/<file>. area: what of the engine it is in."""
+    """old -> new in lockstep/<file>. area: what of the engine it is in.
+
+    test: of pytest, the one that finds it; empty: `lockstep check` does. The check runs the bundled
+    model, which is dense and not packed.
+    """
 
     name: str
     area: str
     file: str
     old: str
     new: str
+    test: str = ""
 
 
 FAULTS = (
@@ -490,11 +510,229 @@ FAULTS = (
         "    scores = (q @ k.transpose(-1, -2)) * decay\n"
         "    scores = scores + 2**-22 * scores.mean(0) if chunks > 1 else scores\n",
     ),
+    # How weights are read from packed checkpoints; found by tests, like all that follow.
+    Fault(
+        "zero points of GPTQ version 1 read as version 2", "format", GPTQ,
+        'STORED_LESS = {"gptq": 1, "gptq_v2": 0}',
+        'STORED_LESS = {"gptq": 0, "gptq_v2": 0}',
+        f"{VECTORS}::test_gptq",
+    ),
+    Fault(
+        "zero points of GPTQ version 2 read as version 1", "format", GPTQ,
+        'STORED_LESS = {"gptq": 1, "gptq_v2": 0}',
+        'STORED_LESS = {"gptq": 1, "gptq_v2": 1}',
+        f"{VECTORS}::test_gptq",
+    ),
+    Fault(
+        "a zero point of 0 does not wrap", "format", GPTQ,
+        "    zeros = (stored[:, : module.outputs] + stored_less) & (2**weight.bits - 1)\n",
+        "    zeros = stored[:, : module.outputs] + stored_less\n",
+        f"{VECTORS}::test_zero_points_of_zero_wrap",
+    ),
+    Fault(
+        "the order of desc_act ignored", "format", GPTQ,
+        "    weight.g_idx.copy_(order)\n",
+        "    weight.g_idx.copy_(plain)\n",
+        f"{VECTORS}::test_gptq_with_its_columns_in_any_group",
+    ),
+    Fault(
+        "a rule of dynamic does not leave a module out", "format", GPTQ,
+        "                return Asked(scheme, False, f\"{WITHIN}dynamic[{rule.text[:100]!r}]\")\n",
+        "                continue\n",
+        f"{REFUSED}::test_settings_decide_alone_where_there_are_no_files",
+    ),
+    Fault(
+        "bits of a rule of dynamic ignored", "format", GPTQ,
+        "            scheme = rule.scheme\n",
+        "            scheme = scheme\n",
+        f"{REFUSED}::test_the_first_rule_that_matches_wins",
+    ),
+    Fault(
+        "AWQ's order of nibbles the wrong way round", "format", "quant/awq.py",
+        "AWQ_BITS * ORDER.index(output)",
+        "AWQ_BITS * ORDER[output]",
+        f"{VECTORS}::test_awq",
+    ),
+    Fault(
+        "AWQ's zero points in plain order", "format", "quant/awq.py",
+        "    zeros = unpacked_words(words, SHIFTS, AWQ_BITS, dim=1)\n",
+        "    zeros = unpacked_words(words, tuple(sorted(SHIFTS)), AWQ_BITS, dim=1)\n",
+        f"{VECTORS}::test_awq",
+    ),
+    Fault(
+        "AutoRound's packings all read as version 1", "format", "quant/auto_round.py",
+        '    "auto_round:gptqmodel": 0,\n',
+        '    "auto_round:gptqmodel": 1,\n',
+        f"{VECTORS}::test_auto_round",
+    ),
+    Fault(
+        "bits of extra_config ignored", "format", "quant/auto_round.py",
+        "        found = replace(self.scheme.overridden(c), act_order=False)\n",
+        "        found = self.scheme\n",
+        "tests/quant/test_checkpoints.py::test_auto_round_on_a_hybrid",
+    ),
+    Fault(
+        "the scale of the block below at a block's edge", "format", STORAGE,
+        "    return scales.repeat_interleave(block, 0)[:n]\n",
+        "    return scales.repeat_interleave(block, 0)[1 : n + 1]\n",
+        STORED_MAPS,
+    ),
+    Fault(
+        "a block's scales by rows that were cut off above", "format", PACKED,
+        "        lines = (self.first + torch.arange(n, device=self.device)) // self.block_n\n"
+        "        columns",
+        "        lines = torch.arange(n, device=self.device) // self.block_n\n        columns",
+        f"{OF_PACKED}::test_values_of_fp8",
+    ),
+    Fault(
+        "NVFP4's divisor multiplies", "format", STORAGE,
+        "found.reciprocal() if self.divides else found",
+        "found",
+        STORED_MAPS,
+    ),
+    Fault(
+        "NVFP4's factor applied twice", "format", PACKED,
+        "        return scaled * self.factors[:, None]\n",
+        "        return scaled * self.factors[:, None] * self.factors[:, None]\n",
+        STORED_MAPS,
+    ),
+    Fault(
+        "the higher nibble of a byte first", "format", STORAGE,
+        "torch.stack((data & 15, data >> 4), -1)",
+        "torch.stack((data >> 4, data & 15), -1)",
+        STORED_MAPS,
+    ),
+    Fault(
+        "zero points of compressed-tensors one too high", "format", STORAGE,
+        "    return codes[:, :n].t()\n",
+        "    return codes[:, :n].t() + 1\n",
+        STORED_MAPS,
+    ),
+    Fault(
+        "weight_g_idx taken as in order", "format", STORAGE,
+        "    if bool((found == -1).all()):\n",
+        "    if bool((found >= -1).all()):\n",
+        STORED_MAPS,
+    ),
+    Fault(
+        "modules that ModelOpt excludes are packed", "format", "quant/modelopt.py",
+        "        entry = self.excluded.find(module)\n",
+        "        entry = None\n",
+        f"{STORED}::test_settings_that_contradict_the_tensors_are_refused",
+    ),
+    Fault(
+        "small projections and draft modules rounded to nearest", "format",
+        "quant/round_to_nearest.py",
+        "        if usually_plain(module):\n",
+        "        if module.path == \"lm_head\":\n",
+        "tests/quant/test_round_to_nearest.py::test_answers_are_those_of_the_rounded_weights",
+    ),
+    # Where weights go.
+    Fault(
+        "parts of a fused product filled in the wrong order", "slots", LINEAR,
+        "            part = self.part(index)\n",
+        "            part = self.part(-1 - index if len(set(self.outputs)) == 1 else index)\n",
+        "tests/quant/test_checkpoints.py::test_gptq_with_bits_by_layer_and_plain_parts",
+    ),
+    Fault(
+        "a product behind another packed part begins at its first row", "slots", LINEAR,
+        "        return product.stored_rows(rows.start - first, rows.stop - first)\n",
+        "        size = rows.stop - rows.start\n"
+        "        return product.stored_rows(0, size)\n",
+        "tests/quant/test_checkpoints.py::test_gptq_with_bits_by_layer_and_plain_parts",
+    ),
+    Fault(
+        "packed rows stay in the checkpoint's order", "slots", LINEAR,
+        "                part.reorder(order)\n",
+        "                part.reorder(order.sort().values)\n",
+        f"{OF_CHECKPOINTS}::test_every_family_of_mixtures[qwen3_next-gptq]",
+    ),
+    # Mixtures of experts.
+    Fault(
+        "an expert's scales used for its neighbour", "experts", MOE,
+        "            rows = self.stored_rows(begin, begin + read.outputs)\n",
+        "            rows = self.stored_rows(begin, begin + read.outputs)\n"
+        "            if begin >= self.rows and isinstance(rows, PackedWeight):\n"
+        "                first = begin - self.rows\n"
+        "                above = self.stored_rows(first, first + read.outputs)\n"
+        "                object.__setattr__(rows, 'scales', above.scales)\n",
+        f"{OF_CHECKPOINTS}::test_each_expert_has_its_own_scales",
+    ),
+    Fault(
+        "slots of a token added from behind where several come together", "experts", EXPERTS,
+        "    for slot, own in enumerate(y.view(tokens, slots, x.shape[1]).unbind(1)):\n"
+        "        total",
+        "    turns = list(enumerate(y.view(tokens, slots, x.shape[1]).unbind(1)))\n"
+        "    for slot, own in turns[::-1] if tokens > 1 else turns:\n        total",
+        f"{OF_EXPERTS}::test_a_row_has_its_bits_in_any_batch",
+    ),
+    Fault(
+        "the shared expert added first", "experts", EXPERTS,
+        "    total = torch.zeros_like(x, dtype=torch.float32)\n",
+        "    none = torch.zeros_like(x, dtype=torch.float32)\n"
+        "    total = with_shared(none, shared, shared_gate, torch.float32)\n    shared = None\n",
+        "tests/kernels/test_backends.py::test_agrees_with_the_reference"
+        "[experts-cpu-cpu-float32]",
+    ),
+    Fault(
+        "pairs of an expert in another order than its tokens", "experts", EXPERTS,
+        "            y[pairs] = linear_cpu",
+        "            y[pairs.flip(0)] = linear_cpu",
+        f"{OF_EXPERTS}::test_a_row_has_its_bits_in_any_batch",
+    ),
+    Fault(
+        "the shared expert's gate left out", "experts", "kernels/experts/__init__.py",
+        "        shared = sigmoid(gate)[:, None] * shared\n",
+        "        shared = shared + 0\n",
+        "tests/layers/test_moe.py::test_qwen",
+    ),
+    Fault(
+        "ties of experts go to the higher index", "route", ROUTE,
+        "    return keys.sort(dim=-1, descending=True, stable=True).indices[..., :count]\n",
+        "    turned = keys.flip(-1).sort(dim=-1, descending=True, stable=True).indices\n"
+        "    return keys.shape[-1] - 1 - turned[..., :count]\n",
+        f"{OF_ROUTE}::test_ties_go_to_the_lower_index",
+    ),
+    Fault(
+        "routing weights not renormalised", "route", ROUTE,
+        "    if renormalise:\n",
+        "    if renormalise and scoring == \"sigmoid\":\n",
+        f"{OF_ROUTE}::test_softmax_families",
+    ),
+    Fault(
+        "routing weights with the correction bias", "route", ROUTE,
+        "    weights = scores.gather(1, ids)\n",
+        "    weights = choice.gather(1, ids)\n",
+        f"{OF_ROUTE}::test_deepseek",
+    ),
+    # Kernels that read packed weights, under Triton's interpreter.
+    Fault(
+        "the number of rows cuts K of a packed linear", "packed", "kernels/linear/packed.py",
+        "    (tokens, k) = x.shape\n",
+        "    (tokens, k) = x.shape\n    segments = 1 if tokens < 16 else segments\n",
+        f"{OF_PACKED}::test_segments_are_added_as_a_tree",
+    ),
+    Fault(
+        "a kernel reads a cut block's scales from its first line", "packed",
+        "kernels/packed/_device.py",
+        "        lines = (rows + weight[6]) // FORM[3]\n",
+        "        lines = rows // FORM[3]\n",
+        f"{OF_PACKED}::test_rows_that_begin_within_a_block",
+    ),
+    Fault(
+        "a kernel takes zero points for scales of 8 bits alone", "packed",
+        "kernels/packed/_device.py",
+        "    if zeros is not None:\n        z0, z1 = _spread(",
+        "    if zeros is not None and BITS == 8:\n        z0, z1 = _spread(",
+        "tests/kernels/test_backends.py::test_agrees_with_the_reference"
+        "[unpack_weight-triton-cpu-float32]",
+    ),
 )  # fmt: skip
 
 FAST = (
     "high half of a seed dropped",
     "page key without its parent",
     "one ulp in the last row of a batch's logits",
+    "ties of experts go to the higher index",
 )
 """The faults of the default tests; the others are marked slow."""

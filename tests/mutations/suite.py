@@ -1,7 +1,11 @@
-"""Puts a fault into a copy of the package, runs the check there, and says what found it."""
+"""Puts a fault into a copy of the package, runs the check there, and says what found it.
+
+A fault that the bundled model does not reach names a test instead, which is run in the copy.
+"""
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -12,7 +16,8 @@ from pathlib import Path
 
 from tests.mutations.faults import Fault
 
-SOURCE = Path(__file__).parents[2] / "lockstep"
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "lockstep"
 CHECK = """
 import json, sys, time
 from lockstep.check import SIZES, Effort, run_check
@@ -26,12 +31,14 @@ print(json.dumps(found))
 """
 MOST_SECONDS = 900
 """A check that has found nothing by then, on a busy machine, is taken to hang."""
+TESTS_FAILED = 1
+"""What pytest returns where a test failed; above it, tests were not run."""
 
 
 @dataclass(frozen=True)
 class Found:
     """What a check of a fault gave. case: which one differed first, "" if none; seconds: of CPU
-    time until then, without the start of the process."""
+    time until then, without the start of the process where the check was run."""
 
     fault: Fault
     case: str
@@ -41,14 +48,18 @@ class Found:
 
 @contextmanager
 def copied(folder: Path) -> Iterator[Path]:
-    """A copy of the package to put faults into; the bundled model is not copied."""
+    """A copy of the package to put faults into, and of its tests; the bundled model is not
+    copied."""
     package = folder / "lockstep"
     shutil.copytree(SOURCE, package, ignore=shutil.ignore_patterns("assets"))
     (package / "assets").symlink_to(SOURCE / "assets")
+    shutil.copytree(ROOT / "tests", folder / "tests")
+    shutil.copy2(ROOT / "pyproject.toml", folder)
     try:
         yield folder
     finally:
         shutil.rmtree(package)
+        shutil.rmtree(folder / "tests")
 
 
 def mutated(text: str, fault: Fault) -> str:
@@ -63,11 +74,14 @@ def mutated(text: str, fault: Fault) -> str:
 
 
 def try_fault(fault: Fault, folder: Path, size: str = "default", seed: int = 0) -> Found:
-    """Runs the check of a size with the fault in the copy, which is then mended."""
+    """Runs the check of a size, or the fault's test, with the fault in the copy, which is then
+    mended."""
     path = folder / "lockstep" / fault.file
     sound = (SOURCE / fault.file).read_text(encoding="utf-8")
     path.write_text(mutated(sound, fault), encoding="utf-8")
     try:
+        if fault.test:
+            return _tested(fault, folder)
         report = _run(folder, size, seed)
     finally:
         shutil.copy2(SOURCE / fault.file, path)
@@ -77,6 +91,30 @@ def try_fault(fault: Fault, folder: Path, size: str = "default", seed: int = 0) 
         return Found(fault, "", "", report["spent"])
     first = report["failures"][0]
     return Found(fault, _case(first), first["what"], report["spent"])
+
+
+def _tested(fault: Fault, folder: Path) -> Found:
+    """What the fault's test says. Raises RuntimeError where it does not run."""
+    command = ["-m", "pytest", "-q", "-x", "--tb=no", "-p", "no:cacheprovider", "-m", "not gpu"]
+    spent = _spent()
+    try:
+        done = _python(folder, *command, fault.test)
+    except subprocess.TimeoutExpired:
+        return Found(fault, "", f"no end after {MOST_SECONDS} s", 0.0)
+    spent = _spent() - spent
+    if done.returncode == 0:
+        return Found(fault, "", "", spent)
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED ")]
+    if done.returncode != TESTS_FAILED or not failed:
+        raise RuntimeError(f"{fault.test} was not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    case, _, what = failed[0].removeprefix("FAILED ").partition(" - ")
+    return Found(fault, case, what, spent)
+
+
+def _spent() -> float:
+    """CPU seconds of the processes that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _case(failure: dict) -> str:
@@ -91,21 +129,26 @@ def _case(failure: dict) -> str:
 
 def _run(folder: Path, size: str, seed: int) -> dict:
     """The report of a check in a process of its own, or how the process ended without one."""
-    settings = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", CHECK, size, str(seed)]
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            cwd=folder,
-            timeout=MOST_SECONDS,
-            env={**os.environ, **settings},
-        )
+        done = _python(folder, "-c", CHECK, size, str(seed))
     except subprocess.TimeoutExpired:
         return {"case": "", "what": f"no end after {MOST_SECONDS} s"}
-    if done.returncode < 0:
-        raise RuntimeError(f"the check was killed by signal {-done.returncode}; run it again")
     if done.returncode:
         return {"case": "the check itself", "what": done.stderr.strip().splitlines()[-1]}
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def _python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python in the copy, to its end. Raises RuntimeError where a signal ended it."""
+    settings = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=MOST_SECONDS,
+        env={**os.environ, **settings},
+    )
+    if done.returncode < 0:
+        raise RuntimeError(f"the check was killed by signal {-done.returncode}; run it again")
+    return done

@@ -1,16 +1,18 @@
-"""Every fault is found by the check; a few of them in the default tests."""
+"""Every fault is found, by the check or by its test; a few of them in the default tests."""
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.mutations import suite
 from tests.mutations.faults import FAST, FAULTS, Fault
-from tests.mutations.suite import SOURCE, copied, mutated, try_fault
+from tests.mutations.suite import ROOT, SOURCE, copied, mutated, try_fault
 
 AREAS = {
     "table", "sampler", "cache", "scheduler", "runner", "drafter", "mixer", "numerics", "request",
-    "text", "engine",
+    "text", "engine", "format", "slots", "experts", "route", "packed",
 }  # fmt: skip
 
 
@@ -24,6 +26,42 @@ def test_there_are_enough_and_everywhere() -> None:
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 40
     assert {fault.area for fault in FAULTS} == AREAS
     assert set(FAST) <= {fault.name for fault in FAULTS}
+
+
+TESTED = [fault for fault in FAULTS if fault.test]
+
+
+@pytest.mark.parametrize("fault", TESTED, ids=lambda f: f.name)
+def test_the_test_of_a_fault_is_there(fault: Fault) -> None:
+    (file, _, test) = fault.test.partition("::")
+    text = (ROOT / file).read_text(encoding="utf-8")
+    assert f"def {test.partition('[')[0]}(" in text
+
+
+@pytest.mark.parametrize(
+    ("code", "out", "case"),
+    [
+        (0, "3 passed", ""),
+        (1, "FAILED tests/a.py::b[c] - it differs", "tests/a.py::b[c]"),
+        (2, "ERROR tests/a.py", None),
+        (4, "ERROR: not found: tests/a.py::b", None),
+        (5, "no tests ran", None),
+    ],
+)
+def test_only_a_test_that_fails_finds_a_fault(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, out: str, case: str | None
+) -> None:
+    fault = TESTED[0]
+    (tmp_path / "lockstep" / fault.file).parent.mkdir(parents=True)
+    done = subprocess.CompletedProcess([], code, out, "")
+    monkeypatch.setattr(suite, "_python", lambda folder, *arguments: done)
+    if case is None:
+        with pytest.raises(RuntimeError, match="was not run"):
+            try_fault(fault, tmp_path)
+    else:
+        assert try_fault(fault, tmp_path).case == case
+    mended = (tmp_path / "lockstep" / fault.file).read_bytes()
+    assert mended == (SOURCE / fault.file).read_bytes()
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.name)
@@ -51,7 +89,7 @@ def test_quick_finds(name: str, folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.name)
-def test_the_default_check_finds(fault: Fault, folder: Path) -> None:
+def test_the_default_check_or_its_test_finds(fault: Fault, folder: Path) -> None:
     found(fault, folder, "default")
 
 

@@ -1,5 +1,6 @@
 """Whole packed checkpoints against the plain ones of their values, and against transformers."""
 
+import json
 import re
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from lockstep.models.checkpoint import Checkpoint
+from lockstep.quant import packing_of
 from tests.quant.disk import Codes, awq, draw, gptq, names_in, write
 from tests.quant.models import random_model, same_answers, tensors_of
 from tests.tiny_model import CONFIG, LLAMA, QWEN2, QWEN3
@@ -134,3 +137,29 @@ def test_auto_round_on_a_hybrid(tmp_path: Path) -> None:
     save_file(aside, pair.packed / "model_extra_tensors.safetensors")
     llm = same_answers(pair, oracle)
     assert "+auto-round-int4-g32/" in llm.engine.numerics
+
+
+PLAIN_GPTQ = {"bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+PLAIN_AWQ = {"w_bit": 4, "q_group_size": 64, "zero_point": True, "version": "GEMM"}
+FP8_ALL = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+
+
+@pytest.mark.parametrize(
+    ("file", "settings", "name"),
+    [
+        ("quantize_config.json", PLAIN_GPTQ, "gptq-int4-g128"),
+        ("quant_config.json", PLAIN_AWQ, "awq-int4-g64"),
+        ("hf_quant_config.json", FP8_ALL, "modelopt-FP8"),
+    ],
+)
+def test_settings_in_a_file_of_their_own(
+    tmp_path: Path, file: str, settings: dict[str, Any], name: str
+) -> None:
+    """As older tools write them; what config.json says goes first."""
+    (tmp_path / file).write_text(json.dumps(settings))
+    found = packing_of(Checkpoint(tmp_path, {"model_type": "llama"}).quantization())
+    assert found is not None and found.name == name
+    inner = {"quantization_config": {"quant_method": "fp8"}}
+    for raw in (inner, {"text_config": inner}):
+        found = packing_of(Checkpoint(tmp_path, raw).quantization())
+        assert found is not None and found.name == "fp8"

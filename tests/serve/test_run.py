@@ -1,13 +1,12 @@
 """Sockets, TLS, signals: the server as a process, and what it is told at its start."""
 
+import contextlib
 import json
 import os
 import resource
 import signal
 import socket
 import ssl
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -24,10 +23,9 @@ from lockstep.errors import ConfigError
 from lockstep.serve.app import create_app
 from lockstep.serve.run import Address, raise_descriptors
 from lockstep.serve.service import Service
+from tests.serve.process import PATIENCE, served
 
-PATIENCE = 90.0
 TLS = Path(__file__).parent / "tls"
-COMMAND = [sys.executable, "-m", "lockstep", "serve", "--max-model-len", "2048"]
 
 
 def test_ports():
@@ -116,37 +114,16 @@ def test_tls(server: Any, processor: Any):
         thread.join(PATIENCE)
 
 
-def _listens(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        return probe.connect_ex(path) == 0
-
-
 @pytest.fixture
 def process(tmp_path: Path):
     """`start(*options)` runs the server on a Unix socket; it is gone afterwards."""
-    started = []
+    with contextlib.ExitStack() as started:
 
-    def start(*options: str, code: str | None = None) -> tuple[subprocess.Popen[str], httpx.Client]:
-        path = str(tmp_path / "s")
-        command = [sys.executable, "-c", code, *COMMAND[3:]] if code else COMMAND
-        running = subprocess.Popen(
-            [*command, "--uds", path, *options], stderr=subprocess.PIPE, text=True
-        )
-        transport = httpx.HTTPTransport(uds=path)
-        client = httpx.Client(transport=transport, base_url="http://localhost", timeout=PATIENCE)
-        started.append((running, client))
-        deadline = time.monotonic() + PATIENCE
-        while not _listens(path) and time.monotonic() < deadline:
-            assert running.poll() is None, running.stderr.read()
-            time.sleep(0.05)
-        assert client.get("/health").text == "ok", "what connects early waits for the model"
-        return running, client
+        def start(*options: str, code: str | None = None) -> Any:
+            options = ("--max-model-len", "2048", *options)
+            return started.enter_context(served(tmp_path / "s", *options, code=code))
 
-    yield start
-    for running, client in started:
-        client.close()
-        running.kill()
-        running.communicate()
+        yield start
 
 
 def test_sigterm_drains_and_then_ends_streams_with_an_error(process: Any):
@@ -210,7 +187,7 @@ def test_a_port_in_use_is_told_before_loading(
 ):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        command = ["lockstep", *COMMAND[3:], "--model", "/no/such/model", "--port", port]
+        command = ["lockstep", "serve", "--model", "/no/such/model", "--port", port]
         monkeypatch.setattr("sys.argv", command)
         with pytest.raises(SystemExit) as ended:
             main()

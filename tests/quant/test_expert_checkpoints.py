@@ -1,0 +1,164 @@
+"""Checkpoints of mixtures whose experts are packed, each with scales of its own: the same model,
+bit by bit, as from their plain weights."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lockstep import LLM
+from lockstep.errors import CheckpointError
+from lockstep.layers.build import Build
+from lockstep.layers.linear import Weight
+from lockstep.models import architecture
+from lockstep.models.loader import build_model
+from lockstep.quant import Slot
+from tests.models.dense import VOCAB
+from tests.models.test_checkpoint import MTP, answer, build
+from tests.quant.cases import BLOCKS, FP8, NVFP4, ints, modelopt
+from tests.quant.disk import Codes, awq, draw, gptq
+from tests.quant.stored import (
+    MODELOPT_FP4,
+    TENSORS_FP4,
+    Stored,
+    Writer,
+    fp8_weight,
+    int_weight,
+)
+from tests.tiny_model import HYBRID_MOE, MIXTRAL, NEXT, QWEN3_MOE
+
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
+ROUND = {**GPTQ, "quant_method": "auto-round", "packing_format": "auto_round:auto_awq"}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**QWEN3_MOE, "num_hidden_layers": 2, "moe_intermediate_size": 40},
+    "mixtral": {**MIXTRAL, "num_hidden_layers": 2},
+    "qwen3_next": {**NEXT, "mtp_num_hidden_layers": 1},
+    "qwen3_5_moe": {**HYBRID_MOE, "moe_intermediate_size": 136},
+}
+"""Widths of experts within a block of 128 and past it."""
+SMALL = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba", "lm_head", "fc")
+"""Last parts of the names of maps that stay plain."""
+
+
+def integers(lay: Callable[[Codes], dict[str, Tensor]], **options: Any) -> Writer:
+    """A writer of GPTQ's or AWQ's tensors."""
+
+    def write(n: int, k: int, seed: int) -> Stored:
+        codes = draw(n, k, seed=seed, **options)
+        return Stored(lay(codes), codes.values())
+
+    return write
+
+
+Format = tuple[dict[str, Any], Writer]
+FORMATS: dict[str, Format] = {
+    "gptq": (GPTQ, integers(gptq)),
+    "gptq asymmetric": (
+        {**GPTQ, "bits": 8, "sym": False, "checkpoint_format": "gptq_v2"},
+        integers(partial(gptq, less=0), bits=8, sym=False),
+    ),
+    "awq": (AWQ, integers(awq, sym=False)),
+    "auto-round": (ROUND, integers(awq)),
+    "fp8 blocks": (BLOCKS, fp8_weight("block", "weight_scale_inv", torch.bfloat16)),
+    "fp8 tensor": (FP8, fp8_weight("scalar")),
+    "fp8 channel": (FP8, fp8_weight("channel")),
+    "compressed int4": (ints(), int_weight()),
+    "compressed nvfp4": (NVFP4, TENSORS_FP4),
+    "modelopt fp8": (modelopt("FP8"), fp8_weight("scalar")),
+    "modelopt nvfp4": (modelopt("NVFP4"), MODELOPT_FP4),
+}
+
+
+def tensors_of(raw: dict[str, Any]) -> dict[str, Tensor]:
+    """Random weights of a model with its draft module, by their names in a checkpoint."""
+    at = Build("cpu", torch.float32, 1, 64)
+    model: Any = build_model(raw, at)
+    module = architecture(raw["model_type"])
+    table = {
+        name if name == "lm_head.weight" else f"model.{name}": target
+        for name, target in model.weights().items()
+    }
+    if raw.get("mtp_num_hidden_layers"):
+        table |= {f"mtp.{name}": x for name, x in module.Draft(model, at).weights().items()}
+    generator = torch.Generator().manual_seed(5)
+    found = {}
+    for name, target in table.items():
+        shape = Slot.of(target).shape
+        assert shape is not None
+        drawn = torch.randn(shape, generator=generator)
+        found[name] = drawn * shape[-1] ** -0.5 if len(shape) > 1 else 1 + drawn / 5
+    return found
+
+
+def write(folder: Path, family: str, chosen: Format) -> tuple[Path, Path, list[str]]:
+    """The folders of a packed checkpoint and of its plain weights; what is packed."""
+    settings, writer = chosen
+    raw = {**FAMILIES[family], "vocab_size": VOCAB}
+    plain = tensors_of(raw)
+    packed: dict[str, Tensor] = {}
+    done = []
+    for seed, (name, tensor) in enumerate(sorted(plain.items())):
+        module = name.removesuffix(".weight")
+        left = tensor.dim() != 2 or "embed" in name or module.rpartition(".")[2] in SMALL
+        if left or module.startswith("mtp."):
+            packed[name] = tensor
+            continue
+        stored = writer(*tensor.shape, seed)
+        plain[name] = stored.value
+        packed |= {f"{module}.{suffix}": part for suffix, part in stored.tensors.items()}
+        done.append(module)
+    folders = []
+    for kind, tensors in (("packed", packed), ("plain", plain)):
+        target = folder / kind
+        target.mkdir()
+        save_file({name: x.contiguous() for name, x in tensors.items()}, target / "x.safetensors")
+        own = {"quantization_config": settings} if kind == "packed" else {}
+        (target / "config.json").write_text(json.dumps({**raw, **own, "dtype": "float32"}))
+        folders.append(target)
+    return folders[0], folders[1], done
+
+
+def weights(llm: LLM) -> Tensor:
+    """Every number of the target's linear maps, expert by expert and row by row."""
+    model: Any = llm.engine.runner.model
+    stored = [layer.weight for layer in model.modules() if isinstance(layer, Weight)]
+    return torch.cat([x.flatten() for weight in stored for x in weight.flatten(0, -2)])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_each_expert_has_its_own_scales(tmp_path: Path, name: str) -> None:
+    (packed, plain, done) = write(tmp_path, "qwen3_moe", FORMATS[name])
+    assert sum(".experts." in module for module in done) == 18
+    found, wanted = build(packed), build(plain)
+    assert torch.equal(weights(found), weights(wanted))
+    assert answer(found) == answer(wanted)
+
+
+@pytest.mark.parametrize("name", ["gptq", "fp8 blocks", "modelopt nvfp4"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_next", "qwen3_5_moe"])
+def test_every_family_of_mixtures(tmp_path: Path, family: str, name: str) -> None:
+    """Shared experts too, and projections that lie by key head (Qwen3-Next); the draft module is
+    plain."""
+    (packed, plain, done) = write(tmp_path, family, FORMATS[name])
+    found, wanted = build(packed), build(plain)
+    assert torch.equal(weights(found), weights(wanted))
+    right = answer(wanted)
+    assert answer(found) == right
+    if family != "mixtral":
+        assert any("shared_expert.down_proj" in module for module in done)
+        assert answer(build(packed, speculative_config=MTP)) == right
+
+
+def test_experts_in_an_order_of_their_own_are_refused(tmp_path: Path) -> None:
+    """Each would order its columns as it likes, and all experts of a layer are one storage."""
+    settings = {**GPTQ, "desc_act": True, "group_size": 32}
+    (packed, _, _) = write(tmp_path, "qwen3_moe", (settings, integers(gptq, shuffle=True)))
+    with pytest.raises(CheckpointError, match="experts.0.*desc_act"):
+        build(packed)

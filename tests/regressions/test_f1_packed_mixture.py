@@ -1,0 +1,121 @@
+"""F1 (vLLM #39483), the first report's own command line: a mixture of experts in GPTQ int4, two
+drafts of its MTP module, full graphs. There the engine did not start.
+
+Here the server starts on a checkpoint of that kind and answers; the answer is the one without
+drafts, and the one that a request gets alone.
+"""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from lockstep import LLM, SamplingParams
+from tests.models.test_checkpoint import build, weights_of
+from tests.quant.disk import Codes, draw, gptq, names_in, write
+from tests.regressions.conftest import PROMPTS, answers
+from tests.serve.process import served
+from tests.tiny_model import HYBRID_MOE, make_model
+
+MTP = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}
+SETTINGS = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 32,
+    "sym": True,
+    "desc_act": False,
+    "dynamic": {
+        "lm_head": {},
+        "model.language_model.embed_tokens": {},
+        "-:.*attn.*": {},
+        "-:.*shared_expert.*": {},
+        "-:.*mtp.*": {},
+        "-:.*visual.*": {},
+    },
+}
+"""As the released checkpoints have it: routed experts are packed, all else is not."""
+PLAIN = ("embed", "attn", "shared_expert", "mlp.gate", "mtp.", "lm_head")
+SMALL: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 8, "cuda_graph_mode": "full"}
+COUNT = 24
+"""Tokens of an answer of the server."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny qwen3_5_moe in GPTQ int4, named and nested as a multimodal checkpoint is."""
+    target = tmp_path_factory.mktemp("mixture")
+    plain = make_model(target / "model", HYBRID_MOE)
+    llm = build(plain, load_format="dummy", speculative_config=MTP)
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): tensor.cpu()
+        for name, tensor in weights_of(llm).items()
+    }
+
+    def pick(name: str, n: int, k: int) -> Codes | None:
+        return None if names_in(name, PLAIN) else draw(n, k, 4, 32, seed=sum(map(ord, name)))
+
+    found = write(target, tensors, plain, SETTINGS, pick, partial(gptq, less=1)).packed
+    config = json.loads((found / "config.json").read_text())
+    settings = config.pop("quantization_config")
+    outer = {"model_type": "qwen3_5_moe", "tie_word_embeddings": False, "text_config": config}
+    (found / "config.json").write_text(json.dumps({**outer, "quantization_config": settings}))
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> list[Any]:
+    """The answers to PROMPTS, each asked by itself, without drafts."""
+    llm = build(folder, **{**SMALL, "max_num_seqs": 1}, enable_prefix_caching=False)
+    return [answers(llm, [prompt])[0] for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def drafting(folder: Path) -> LLM:
+    """The engine of the report."""
+    return build(folder, **SMALL, speculative_config=MTP)
+
+
+def test_the_engine_of_the_report_starts(folder: Path, drafting: LLM) -> None:
+    on_gpu = torch.cuda.is_available()
+    assert drafting.engine.plan.graph_mode == ("full" if on_gpu else "none")
+    assert drafting.engine.plan.quantization == "gptq-int4-g32"
+    packed = [name for name in weight_names(folder) if name.endswith(".qweight")]
+    assert len(packed) == 4 * 3 * HYBRID_MOE["num_experts"]
+    assert all(".mlp.experts." in name for name in packed)
+
+
+def weight_names(folder: Path) -> list[str]:
+    """The tensors of the checkpoint."""
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        return list(file.keys())
+
+
+def test_drafts_and_neighbours_change_no_bit(drafting: LLM, alone: list[Any]) -> None:
+    assert answers(drafting) == alone
+    assert [answers(drafting, [prompt])[0] for prompt in PROMPTS] == alone
+    assert drafting.engine.stats.draft_tokens_total > 0
+
+
+def test_neighbours_without_drafts_change_no_bit(folder: Path, alone: list[Any]) -> None:
+    assert answers(build(folder, **SMALL)) == alone
+
+
+def test_the_command_line_of_the_report(tmp_path: Path, folder: Path) -> None:
+    options = ["--max-model-len", "512", "--max-num-seqs", "8", "--cuda-graph-mode", "full"]
+    options += ["--speculative-config", json.dumps(MTP)]
+    prompt = PROMPTS[1]
+    body = {"prompt": prompt, "temperature": 0, "max_tokens": COUNT, "ignore_eos": True}
+    with served(tmp_path / "s", "--model", str(folder), *options) as (_, client):
+        answer = client.post("/v1/completions", json={**body, "logprobs": 0}).json()
+    (choice,) = answer["choices"]
+    params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, logprobs=0)
+    wanted = LLM(str(folder), **SMALL).generate({"prompt_token_ids": prompt}, params)[0]
+    plain = wanted.outputs[0]
+    pairs = zip(plain.token_ids, plain.logprobs or (), strict=True)
+    assert choice["text"] == plain.text
+    assert choice["logprobs"]["token_logprobs"] == [entry[t].logprob for t, entry in pairs]
+    assert answer["usage"]["completion_tokens"] == COUNT

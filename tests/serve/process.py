@@ -1,0 +1,47 @@
+"""The server as a process of its own, on a Unix socket."""
+
+import contextlib
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+PATIENCE = 90.0
+"""Seconds that a server may take to start, or to answer."""
+COMMAND = [sys.executable, "-m", "lockstep", "serve"]
+
+
+@contextlib.contextmanager
+def served(
+    path: Path, *options: str, code: str | None = None
+) -> Iterator[tuple[subprocess.Popen[str], httpx.Client]]:
+    """(the process, a client of it) once it answers; it is gone afterwards.
+
+    path: of the socket; options: of the command; code: what runs instead of `-m lockstep`.
+    """
+    command = [sys.executable, "-c", code, *COMMAND[3:]] if code else COMMAND
+    running = subprocess.Popen(
+        [*command, "--uds", str(path), *options], stderr=subprocess.PIPE, text=True
+    )
+    transport = httpx.HTTPTransport(uds=str(path))
+    client = httpx.Client(transport=transport, base_url="http://localhost", timeout=PATIENCE)
+    try:
+        deadline = time.monotonic() + PATIENCE
+        while not _listens(path) and time.monotonic() < deadline:
+            assert running.poll() is None, running.stderr and running.stderr.read()
+            time.sleep(0.05)
+        assert client.get("/health").text == "ok", "what connects early waits for the model"
+        yield running, client
+    finally:
+        client.close()
+        running.kill()
+        running.communicate()
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(str(path)) == 0
