@@ -29,7 +29,8 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update."""
         options = self.param_groups[0]
-        lr, momentum = options["lr"], options["momentum"]
+        lr = options["lr"]
+        momentum = options["momentum"]
         for shape, params in self.groups.items():
             grads = torch.stack([p.grad for p in params])
             state = self.state[params[0]]
@@ -44,7 +45,8 @@ class Muon(torch.optim.Optimizer):
 
 def optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     """Muon over the matrices, AdamW over embedding, convolution, vectors."""
-    matrices, rest = [], []
+    matrices = []
+    rest = []
     for name, p in model.named_parameters():
         (matrices if p.dim() == 2 and "embed" not in name else rest).append(p)
     adam = torch.optim.AdamW(rest, lr=lr * 0.2, betas=(0.9, 0.98), weight_decay=0.0, eps=1e-10)

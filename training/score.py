@@ -23,7 +23,8 @@ SETS: dict[str, tuple[str, int, dict[str, int]]] = {
     "code": ("code", 48, {}),
 }
 CALL = "<tool_call>"
-WRITTEN, SILENT = "written", "written_silent"
+WRITTEN = "written"
+SILENT = "written_silent"
 """The requests written by hand: those that need a call, and those that need none."""
 
 
@@ -46,7 +47,8 @@ def cases(encoder: Encoder, name: str) -> list[tuple[list[int], list[int]]]:
 def accepted_length(right: Tensor) -> tuple[int, int]:
     """right [K, N]: whether draft k from base position n is right -> (tokens, steps)."""
     count, length = right.shape
-    position = steps = 0
+    position = 0
+    steps = 0
     while position < length:
         taken = 0
         while taken < count and position + taken < length and bool(right[taken, position + taken]):
@@ -64,17 +66,21 @@ def evaluate(
 
     Of SILENT, the share where the answer does not begin with a call.
     """
-    report, on = {}, model.fused.on
+    report = {}
+    on = model.fused.on
     model.fused.on = False
     for name in names:
-        exact = tokens = steps = 0
+        exact = 0
+        tokens = 0
+        steps = 0
         todo = sorted(cases(encoder, name), key=lambda case: len(case[0]) + len(case[1]))
         for at in range(0, len(todo), ROWS):
             some = todo[at : at + ROWS]
             for right, ahead in _judge(model, device, some, drafts):
                 exact += bool(right.all()) != (name == SILENT)
                 got = accepted_length(ahead)
-                tokens, steps = tokens + got[0], steps + got[1]
+                tokens += got[0]
+                steps += got[1]
         report[name] = {
             "exact": round(exact / len(todo), 4),
             "acceptance_length": round(tokens / max(steps, 1), 3),
@@ -94,7 +100,8 @@ def _judge(
     ahead = [h.view(*rows.shape, -1) for h in model.drafts(rows, hidden, drafts)]
     hidden = hidden.view(*rows.shape, -1)
     for i, (prompt, answer) in enumerate(some):
-        begin, n = len(prompt) - 1, len(answer)
+        begin = len(prompt) - 1
+        n = len(answer)
         best = model.head(hidden[i, begin : begin + n]).argmax(-1)
         guess = torch.stack([model.head(h[i, begin : begin + n - 1]).argmax(-1) for h in ahead])
         ids = rows[i]

@@ -94,7 +94,8 @@ def assert_rows_alone(op, backend, how):
         every = list(range(count(op, arguments)))
         expected = tensors_of(backend.run(op, whole))
         choices = [[row] for row in (every[:1] if backend.interpreted else every)]
-        choices += [every[::-1], repeated(op, arguments, 2 if backend.interpreted else TIMES[backend.device])]
+        times = 2 if backend.interpreted else TIMES[backend.device]
+        choices += [every[::-1], repeated(op, arguments, times)]
         for rows in choices:
             part, lines = take(op, arguments, rows)
             if not len(lines):
