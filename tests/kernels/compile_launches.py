@@ -26,7 +26,7 @@ from lockstep.kernels.packed import PackedWeight
 HOPPER = GPUTarget("cuda", 90, 32)
 COMPILED = ("triton", "packed")
 """Backends whose launches are compiled here."""
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 """Keywords of a launch that are the compiler's."""
 TYPES = {
     torch.bfloat16: "bf16",
