@@ -141,7 +141,7 @@ def test_a_fault_is_found_made_small_written_and_replayed(
     off_by_a_bit(monkeypatch)
     monkeypatch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
     effort = Effort(worlds=3, minimise=600.0, folder=tmp_path, fail_fast=True)
-    report = run_check("quick", model, effort=effort, load_format="dummy")
+    report = run_check("quick", model, seed=3, effort=effort, load_format="dummy")
     (failure,) = report.failures
     assert failure.setup.phase == "world" and failure.what == "the bits of the logits differ"
     assert failure.file is not None and f"--replay {failure.file}" in report.verdict
