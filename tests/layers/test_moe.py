@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.kernels.backends import load
 from lockstep.kernels.experts import experts as experts_op
 from lockstep.kernels.packed import IntWeight, PackedWeight, quantise_int
 from lockstep.layers.build import Build
@@ -198,6 +199,7 @@ def test_an_expert_that_is_packed_in_another_way_is_named() -> None:
 
 def test_packed_experts_are_served_on_a_gpu() -> None:
     """There they stay packed, and the backend that serves plain ones reads them."""
+    load()
     assert set(experts_op.backends) == {"reference", "cpu", "triton"}
     for packed in (False, True):
         chosen = experts_op.choose(device="cuda", dtype=torch.bfloat16, packed=packed)
