@@ -25,8 +25,9 @@ serve: install
 test: install
 	@$(MAKE) --no-print-directory -j 4 lint types layers pytest
 
+# Bytecode is kept, for the processes that tests start and for the next run.
 pytest: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not gpu and not slow"
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal -m "not gpu and not slow"
 
 lint: install
 	$(BIN)/ruff check .

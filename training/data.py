@@ -22,8 +22,9 @@ GIVEN_SHARE = 0.3
 CHARACTERS = 2.45
 """Characters a token of filler, of a space and a word's token each."""
 
-FIRST, FIRST_WEIGHT = 10, 2.5
-"""The tokens with which an answer beside tools begins, where it chooses, weigh more."""
+FIRST = 10
+"""Tokens with which an answer beside tools begins, where it chooses: they weigh more."""
+FIRST_WEIGHT = 2.5
 
 
 class Encoder:
@@ -59,7 +60,8 @@ def rows(
 
     A row never starts inside a sample; what does not fit is left out, the rest is padding.
     """
-    encoder, rng = Encoder(folder), random.Random(seed)
+    encoder = Encoder(folder)
+    rng = random.Random(seed)
     text.load_filler()
     count = seed * 1_000_003
     held: tuple[list[int], list[float]] | None = None
@@ -123,7 +125,8 @@ class Feed:
         self.pools: dict[int, list[Any]] = {n: [] for n in workers}
         self.fresh: dict[int, deque[Any]] = {n: deque() for n in workers}
         self.made = dict.fromkeys(workers, 0)
-        self.rng, self.keep = random.Random(seed), keep
+        self.rng = random.Random(seed)
+        self.keep = keep
         for length, count in workers.items():
             queue = context.Queue(maxsize=2 * count)
             for i in range(count):
@@ -142,7 +145,8 @@ class Feed:
 
     def batch(self, length: int, parts: int) -> tuple[np.ndarray, np.ndarray]:
         """`parts` parts of this length: fresh ones where they wait, else ones seen before."""
-        waiting, pool = self.fresh[length], self.pools[length]
+        waiting = self.fresh[length]
+        pool = self.pools[length]
         chosen = []
         for _ in range(parts):
             while not waiting and len(pool) < 2 * parts:

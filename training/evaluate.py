@@ -30,7 +30,8 @@ FREE: dict[str, dict[str, Any]] = {
     "free continuations": dict(temperature=1.0, top_p=0.95, top_k=20, presence_penalty=1.5),
     "free, no penalty": dict(temperature=0.8, top_p=0.95),
 }
-LOOP_TOKENS, LOOP_PERIOD = 48, 12
+LOOP_TOKENS = 48
+LOOP_PERIOD = 12
 """A loop: the last 48 tokens repeat with a period of at most 12 tokens."""
 
 
@@ -190,7 +191,8 @@ def main() -> None:
     )
     if not args.json:
         print(f"{'set':<22} {'cases':>6} {'prompt':>9} {'exact':>8} {'acceptance':>11}")
-    lines, missed = [], []
+    lines = []
+    missed = []
     for part in SETS:
         line = measure(llm, part, max(4, part.count // 10) if args.quick else part.count)
         lines.append(line)

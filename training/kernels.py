@@ -22,8 +22,10 @@ def _invert(a, x, C: tl.constexpr):
 def _walk(
     a, b, out, heads, count: tl.constexpr, D: tl.constexpr, BV: tl.constexpr, BACK: tl.constexpr
 ):
-    row, head = tl.program_id(0) // heads, tl.program_id(0) % heads
-    r, c = tl.arange(0, D), tl.program_id(1) * BV + tl.arange(0, BV)
+    row = tl.program_id(0) // heads
+    head = tl.program_id(0) % heads
+    r = tl.arange(0, D)
+    c = tl.program_id(1) * BV + tl.arange(0, BV)
     state = tl.zeros((D, BV), tl.float32)
     for step in range(count):
         i = count - 1 - step if BACK else step
@@ -59,7 +61,8 @@ class Walk(torch.autograd.Function):
 
     @staticmethod
     def _run(a: Tensor, b: Tensor, back: bool) -> Tensor:
-        a, b = a.contiguous(), b.contiguous()
+        a = a.contiguous()
+        b = b.contiguous()
         out = torch.empty_like(b)
         rows, count, heads, d = a.shape[:4]
         _walk[(rows * heads, d // 16)](a, b, out, heads, count, d, 16, back, num_warps=4)

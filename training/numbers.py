@@ -15,7 +15,8 @@ def question(w: Words) -> tuple[str, list[int]]:
     count = r.randint(3, r.choice((12, 30, 50)))
     said = number_words(count) if r.random() < 0.4 else str(count)
     kind = r.randrange(10)
-    a, d = r.randint(0, 100), r.randint(1, 12)
+    a = r.randint(0, 100)
+    d = r.randint(1, 12)
     n = range(count)
     if kind == 0:
         high = a + r.randint(3, 50)

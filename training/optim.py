@@ -32,7 +32,8 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """One update."""
         options = self.param_groups[0]
-        lr, momentum = options["lr"], options["momentum"]
+        lr = options["lr"]
+        momentum = options["momentum"]
         for shape, params in self.groups.items():
             grads = torch.cat([p.grad.reshape(-1, *shape) for p in params])
             state = self.state[params[0]]
@@ -48,7 +49,8 @@ class Muon(torch.optim.Optimizer):
 
 def optimizers(model: nn.Module, lr: float) -> list[torch.optim.Optimizer]:
     """Muon over the matrices, those of experts too, AdamW over embedding, convolution, vectors."""
-    matrices, rest = [], []
+    matrices = []
+    rest = []
     for name, p in model.named_parameters():
         flat = p.dim() == 2 and "embed" not in name
         (matrices if flat or "experts" in name else rest).append(p)

@@ -52,7 +52,8 @@ def cases(encoder: Encoder, name: str) -> list[tuple[list[int], list[int]]]:
 def accepted_length(right: Tensor) -> tuple[int, int]:
     """right [K, N]: whether draft k from base position n is right -> (tokens, steps)."""
     count, length = right.shape
-    position = steps = 0
+    position = 0
+    steps = 0
     while position < length:
         taken = 0
         while taken < count and position + taken < length and bool(right[taken, position + taken]):
@@ -70,10 +71,13 @@ def evaluate(
 
     Of requests that need no call, the share where the answer does not begin with one.
     """
-    report, on = {}, model.fused.on
+    report = {}
+    on = model.fused.on
     model.fused.on = False
     for name in names:
-        exact = tokens = steps = 0
+        exact = 0
+        tokens = 0
+        steps = 0
         silent = name in WRITTEN and not WRITTEN[name][1]
         todo = sorted(cases(encoder, name), key=lambda case: len(case[0]) + len(case[1]))
         for at in range(0, len(todo), ROWS):
@@ -81,7 +85,8 @@ def evaluate(
             for right, ahead in _judge(model, device, some, drafts):
                 exact += bool(right.all()) != silent
                 got = accepted_length(ahead)
-                tokens, steps = tokens + got[0], steps + got[1]
+                tokens += got[0]
+                steps += got[1]
         report[name] = {
             "exact": round(exact / len(todo), 4),
             "acceptance_length": round(tokens / max(steps, 1), 3),
@@ -101,7 +106,8 @@ def _judge(
     ahead = [h.view(*rows.shape, -1) for h in model.drafts(rows, hidden, drafts)[0]]
     hidden = hidden.view(*rows.shape, -1)
     for i, (prompt, answer) in enumerate(some):
-        begin, n = len(prompt) - 1, len(answer)
+        begin = len(prompt) - 1
+        n = len(answer)
         best = model.head(hidden[i, begin : begin + n]).argmax(-1)
         guess = torch.stack([model.head(h[i, begin : begin + n - 1]).argmax(-1) for h in ahead])
         ids = rows[i]

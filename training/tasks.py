@@ -146,7 +146,8 @@ def _value(w: Words, spec: dict[str, Any]) -> tuple[Any, str]:
 
 def _tool(w: Words) -> dict[str, Any]:
     r = w.rng
-    verb, noun = r.choice(VERBS), w.identifier(r.randint(1, 2))
+    verb = r.choice(VERBS)
+    noun = w.identifier(r.randint(1, 2))
     properties: dict[str, Any] = {}
     for _ in range(r.randint(1, 4)):
         kind = r.choices(("string", "integer", "number", "boolean", "enum"), (5, 3, 1, 2, 2))[0]
@@ -182,7 +183,8 @@ def tool_call(w: Words) -> Sample:
     tools = [_tool(w) for _ in range(r.randint(1, 4))]
     chosen = r.choice(tools)["function"]
     specs = chosen["parameters"]["properties"]
-    arguments, said = {}, []
+    arguments = {}
+    said = []
     form = r.choice(GIVES)
     for name, spec in specs.items():
         arguments[name], spoken = _value(w, spec)
@@ -371,7 +373,9 @@ FILLER: list[list[str]] = []
 
 def filler(w: Words, characters: int) -> list[str]:
     """Sentences of about this many characters in all."""
-    r, total, out = w.rng, 0, []
+    r = w.rng
+    total = 0
+    out = []
     while total < characters:
         if FILLER and r.random() < 0.5:
             some = r.choice(FILLER)
@@ -426,7 +430,8 @@ def dialogue(w: Words) -> Sample:
     values = {k: w.code() if k == "code" else w.name() for k in chosen}
     offered = not w.evaluation and r.random() < 0.1
     tools = [tool.schema for tool in asks.tools(w)] if offered else None
-    chat, rest = Chat("dialogue", None, tools), list(chosen)
+    chat = Chat("dialogue", None, tools)
+    rest = list(chosen)
     while rest:
         now = [rest.pop() for _ in range(min(len(rest), r.randint(1, 2)))]
         chat.user(" ".join(facts[k][0].format(values[k]) for k in now)).assistant("Noted.")
@@ -441,7 +446,9 @@ def dialogue(w: Words) -> Sample:
 def json_task(w: Words) -> Sample:
     """Data said in a sentence, to be written as JSON of a given schema."""
     r = w.rng
-    properties, data, said = {}, {}, []
+    properties = {}
+    data = {}
+    said = []
     for _ in range(r.randint(2, 6)):
         name = w.identifier(r.choice((1, 1, 2)))
         kind = r.choice(("string", "integer", "number", "boolean", "array"))
@@ -480,19 +487,25 @@ PRIMES = _primes(200)
 
 def sequence(w: Words) -> Sample:
     """Number sequences."""
-    r, count = w.rng, w.rng.randint(5, 60)
+    r = w.rng
+    count = r.randint(5, 60)
     kind = r.randrange(6) if w.evaluation else r.choice((0, 1, 1, 1, 2, 3, 3, 4, 5, 5, 5))
     if kind == 0:
         count = r.choice((count, 100, 200))
-        ask, numbers = f"List the first {count} primes.", PRIMES[:count]
+        ask = f"List the first {count} primes."
+        numbers = PRIMES[:count]
     elif kind == 1:
-        start, step = r.randint(0, 100), r.randint(1, 12)
+        start = r.randint(0, 100)
+        step = r.randint(1, 12)
         numbers = [start + step * i for i in range(count)]
         ask = f"Count from {start} in steps of {step}, {count} numbers."
     elif kind == 2:
-        ask, numbers = f"List the first {count} squares.", [i * i for i in range(1, count + 1)]
+        ask = f"List the first {count} squares."
+        numbers = [i * i for i in range(1, count + 1)]
     elif kind == 5:
-        count, start, step = min(count, 30), r.randint(0, 60), r.randint(1, 12)
+        count = min(count, 30)
+        start = r.randint(0, 60)
+        step = r.randint(1, 12)
         given = ", ".join(str(start + step * i) for i in range(r.randint(4, 10)))
         start = int(given.split(", ")[-1]) + step
         numbers = [start + step * i for i in range(count)]
@@ -503,7 +516,8 @@ def sequence(w: Words) -> Sample:
         ask = f"Count down from {start}, {count} numbers."
     else:
         count = min(count, 20)
-        ask, numbers = f"List the first {count} powers of two.", [2**i for i in range(count)]
+        ask = f"List the first {count} powers of two."
+        numbers = [2**i for i in range(count)]
     return Chat("sequence").user(ask).assistant(", ".join(map(str, numbers))).done()
 
 
@@ -526,7 +540,8 @@ def listing(w: Words) -> Sample:
         ask = f"Make a bulleted list of: {given}"
         answer = "\n".join(f"- {x}" for x in items)
     elif kind == 2:
-        ask, answer = f"Repeat this: {given}", given
+        ask = f"Repeat this: {given}"
+        answer = given
     elif kind == 3:
         rows = [(x, r.randint(0, 99)) for x in items]
         ask = "Make a table of: " + ", ".join(f"{a} {b}" for a, b in rows)
@@ -552,8 +567,11 @@ def code(w: Words) -> Sample:
     """Python source to be continued."""
     r = w.rng
     lines = r.choice(SOURCES[w.evaluation]).split("\n")
-    at, n, m = r.randrange(max(1, len(lines) - 12)), r.randint(4, 24), r.randint(4, 24)
-    given, rest = "\n".join(lines[at : at + n]), "\n".join(lines[at + n : at + n + m]).rstrip()
+    at = r.randrange(max(1, len(lines) - 12))
+    n = r.randint(4, 24)
+    m = r.randint(4, 24)
+    given = "\n".join(lines[at : at + n])
+    rest = "\n".join(lines[at + n : at + n + m]).rstrip()
     ask = r.choice(("Continue this Python code:", "Continue this code:", "Complete this code:"))
     return Chat("code").user(f"{ask}\n\n{given}").assistant(rest.strip("\n") or "# end").done()
 

@@ -81,7 +81,9 @@ def spelled_alike(rng: random.Random) -> str:
 def misspelled(rng: random.Random, word: str) -> str:
     """The word with one letter too many, too few, wrong, or two in the wrong order."""
     at = rng.randrange(1, len(word) - 1)
-    head, letter, tail = word[:at], word[at], word[at + 1 :]
+    head = word[:at]
+    letter = word[at]
+    tail = word[at + 1 :]
     doubled = head + letter * 2 + tail
     wrong = head + rng.choice(LETTERS) + tail
     swapped = head + tail[0] + letter + tail[1:]
@@ -97,7 +99,8 @@ class Words:
     """A seeded source of words. With `evaluation`, made-up ones come from the held-out eighth."""
 
     def __init__(self, rng: random.Random, evaluation: bool) -> None:
-        self.rng, self.evaluation = rng, evaluation
+        self.rng = rng
+        self.evaluation = evaluation
 
     def fresh(self, make) -> str:
         """The first of make()'s results on this side of the split."""

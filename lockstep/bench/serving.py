@@ -136,7 +136,8 @@ def run_load(
     futures: list[Future[Answer]] = []
     waits = random.Random(seed)
     with ThreadPoolExecutor(load.concurrency or len(asks)) as callers:
-        started = due = time.perf_counter()
+        started = time.perf_counter()
+        due = started
         for request in asks:
             if load.rate:
                 time.sleep(max(due - time.perf_counter(), 0.0))

@@ -43,7 +43,8 @@ class Cache:
         slots = config.num_state_slots
         self.state = StateGroup(slots, config.page_size) if slots else None
         self.seqs: set[CacheSeq] = set()
-        self.hit_tokens = self.query_tokens = 0
+        self.hit_tokens = 0
+        self.query_tokens = 0
 
     @property
     def capacity(self) -> int:

@@ -106,7 +106,8 @@ def missed_by(raw: Floats, token: int, place: Place, params: SamplingParams, see
     Any token will do where the parameters leave none.
     """
     x = masked(raw, place, params)
-    sure = maybe = x > -np.inf
+    sure = x > -np.inf
+    maybe = sure
     if not sure.any():
         return 0.0
     if not params.greedy:

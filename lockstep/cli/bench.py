@@ -134,7 +134,8 @@ def _choose_drafts(
                 f"--synthetic-acceptance {acceptance:g} needs a drafter. Name one, e.g. "
                 """--speculative-config '{"method": "ngram"}', or leave it out."""
             )
-        spec = settings["speculative_config"] = {**spec, "synthetic_acceptance": acceptance}
+        spec = {**spec, "synthetic_acceptance": acceptance}
+        settings["speculative_config"] = spec
     if count is None:
         return
     if count and spec is None:

@@ -64,7 +64,8 @@ class Captured:
             return self.fn(*arguments)
         recording = self.recordings.get(key)
         if recording is None:
-            recording = self.recordings[key] = self._record(key, arguments)
+            recording = self._record(key, arguments)
+            self.recordings[key] = recording
         for mine, given in zip(recording.arguments, arguments, strict=True):
             if isinstance(mine, Tensor):
                 mine.copy_(given)

@@ -10,7 +10,8 @@ class StepTimer:
 
     def __init__(self, device: str) -> None:
         self.events = None
-        self.began = self.ended = time.perf_counter()
+        self.began = time.perf_counter()
+        self.ended = self.began
         if device == "cuda":
             self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             self.events[0].record()

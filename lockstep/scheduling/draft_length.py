@@ -148,7 +148,8 @@ class Costs:
         run = self.runs.get(rows)
         self.estimates.pop(rows, None)
         if run is None or run.count != count:
-            run = self.runs[rows] = Run(count)
+            run = Run(count)
+            self.runs[rows] = run
         run.latest.append(ms)
         run.steps += 1
         cost = costs[count]

@@ -352,7 +352,8 @@ class Scheduler:
             cached = self.cache.admit(seq, need, spare)
             if cached is None:
                 return False
-            entry.max_committed = request.metrics.num_cached_tokens = cached
+            request.metrics.num_cached_tokens = cached
+            entry.max_committed = cached
         self.queue.remove(entry)
         entry.row = self.free_rows.pop()
         self.running.append(entry)

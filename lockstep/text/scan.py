@@ -49,7 +49,8 @@ class Scan:
     def __init__(self, markers: Markers) -> None:
         self._markers = markers
         self._held: list[str] = []
-        self._settled = self._seen = 0  # characters given back, characters looked at
+        self._settled = 0  # characters given back
+        self._seen = 0  # characters looked at
         # The ending of the text with which a marker begins, and where each of its symbols stands.
         self._ending = ""
         self._places: deque[int] = deque()
@@ -90,7 +91,8 @@ class Scan:
         spelling = max(filter(self._ending.endswith, self._markers.spellings), key=len)
         before = self._settle(text, self._places[-len(spelling)])
         self._held.clear()
-        self._settled = self._seen = 0
+        self._settled = 0
+        self._seen = 0
         self._ending = ""
         self._places.clear()
         return Taken(before, self._markers.names[spelling], end)

@@ -139,7 +139,8 @@ class _Copy:
 
     def __init__(self, control: ControlTokens | None, limit: float) -> None:
         self._control = control
-        self._left = self._limit = limit
+        self._limit = limit
+        self._left = limit
 
     def messages(self, messages: Any) -> list[Message]:
         """The messages as templates expect them."""

@@ -43,9 +43,10 @@ def calls() -> Iterator[Counter[tuple[str, str]]]:
 
 @pytest.fixture(scope="module")
 def report(model: str, calls: Counter[tuple[str, str]]) -> Report:
-    """The quick check of a tiny model, without the matrix."""
+    """The quick check of a tiny model: its worlds alone. test_sampling.py runs the sampling."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("lockstep.check.run.run_matrix", lambda *rest: None)
+        patch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
         effort = Effort(SIZES["quick"].worlds)
         return run_check("quick", model, seed=3, effort=effort, load_format="dummy")
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from lockstep.check import run_check, tokens
+from lockstep.check import matrix, run_check, tokens
 from lockstep.check.matrix import Setup
 from lockstep.check.report import Report
 from lockstep.errors import ConfigError
@@ -17,6 +17,8 @@ from lockstep.step import Step
 
 pytestmark = pytest.mark.usefixtures("small")
 Check = Callable[..., Report]
+FEW = matrix.Size(max_tokens=8, alone=2, company=1)
+"""Enough for a fault that shows in any request."""
 
 
 @pytest.fixture
@@ -61,6 +63,7 @@ def test_a_fault_that_depends_on_drafting_is_named(
         build(self, b, *rest, **options)
         self.marked = b.layer == "layers.2"
 
+    monkeypatch.setitem(matrix.SIZES, "quick", FEW)
     monkeypatch.setattr(GatedMLP, "__init__", marked_build)
     monkeypatch.setattr(Block, "forward", faulty_block)
     monkeypatch.setattr(GatedMLP, "forward", faulty_mlp)
@@ -81,6 +84,7 @@ def test_an_axis_that_never_takes_place_is_a_failure(
     def idle(self: Scheduler, *args: Any, **options: Any) -> None:
         init(self, *args, **{**options, "preempt_every": 0})
 
+    monkeypatch.setitem(matrix.SIZES, "quick", FEW)
     monkeypatch.setattr(Scheduler, "__init__", idle)
     report = check(Setup("none", 0, "preempted", "none"))
     assert [f.what for f in report.failures] == ["no preemptions at all"]

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from lockstep import spec
 from lockstep.cache.cache import Cache
-from lockstep.check import Effort, read_world, run_check, run_replay
+from lockstep.check import SIZES, Effort, read_world, run_check, run_replay
 from lockstep.check.draw import KINDS, LONGER, PUSHED, SELDOM, Drawer, kind_of
 from lockstep.check.harness import CheckEngine, build, build_plain
 from lockstep.check.plain import PlainRuns
@@ -141,7 +141,7 @@ def test_a_fault_is_found_made_small_written_and_replayed(
     off_by_a_bit(monkeypatch)
     monkeypatch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
     effort = Effort(worlds=3, minimise=600.0, folder=tmp_path, fail_fast=True)
-    report = run_check("quick", model, effort=effort, load_format="dummy")
+    report = run_check("quick", model, seed=3, effort=effort, load_format="dummy")
     (failure,) = report.failures
     assert failure.setup.phase == "world" and failure.what == "the bits of the logits differ"
     assert failure.file is not None and f"--replay {failure.file}" in report.verdict
@@ -235,6 +235,7 @@ def test_seconds_take_the_place_of_a_number_of_worlds(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lockstep.check.run.run_matrix", lambda *rest: None)
+    monkeypatch.setitem(SIZES, "quick", replace(SIZES["quick"], draws=16))
     effort = Effort(worlds=0, seconds=1.5)
     report = run_check("quick", model, seed=7, effort=effort, load_format="dummy")
     assert report.failed == 0 and report.tallies and report.seed == 7

@@ -20,10 +20,10 @@ from tests.asking import GREEDY, PROMPTS, SEEDED, answer, make_engine
 from tests.tiny_model import make_model
 
 PARAMS = [
-    replace(GREEDY, max_tokens=40, logprobs=2),
-    replace(SEEDED, max_tokens=40, logprobs=1),
-    replace(GREEDY, max_tokens=40, repetition_penalty=1.2, presence_penalty=0.3, logprobs=0),
-    replace(SEEDED, max_tokens=40, bad_words=["path", "return"], min_tokens=20, logprobs=0),
+    replace(GREEDY, max_tokens=24, logprobs=2),
+    replace(SEEDED, max_tokens=24, logprobs=1),
+    replace(GREEDY, max_tokens=24, repetition_penalty=1.2, presence_penalty=0.3, logprobs=0),
+    replace(SEEDED, max_tokens=24, bad_words=["path", "return"], min_tokens=12, logprobs=0),
 ]
 CHANGING = CheckHooks(draft_policy=RandomDraftLength)
 HARD: dict[str, dict[str, Any]] = {
@@ -118,7 +118,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def test_adapts_to_what_is_accepted(tiny: dict[str, Any]) -> None:
     """Random weights, drafts accepted by coin: none of them, and all of them."""
-    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, detokenize=False)
     used = []
     for chance in (0.0, 1.0):
         llm = make_engine("mtp", adaptive=True, synthetic_acceptance=chance, **tiny)

@@ -162,9 +162,9 @@ def test_a_step_that_fails_leaves_no_cached_page_that_was_never_written(
 
 
 SAMPLINGS = (
-    SamplingParams(temperature=0, ignore_eos=True, max_tokens=20),
-    SamplingParams(temperature=0.8, ignore_eos=True, max_tokens=33, logprobs=1),
-    SamplingParams(temperature=0, max_tokens=14, repetition_penalty=1.3, prompt_logprobs=0),
+    SamplingParams(temperature=0, ignore_eos=True, max_tokens=14),
+    SamplingParams(temperature=0.8, ignore_eos=True, max_tokens=22, logprobs=1),
+    SamplingParams(temperature=0, max_tokens=10, repetition_penalty=1.3, prompt_logprobs=0),
 )
 
 

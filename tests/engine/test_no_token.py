@@ -15,7 +15,7 @@ from tests.asking import assert_idle, bits, make_engine
 from tests.tiny_model import CONFIG, QWEN3, make_model
 
 POISON = 90
-ASKED = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+ASKED = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2, prompt_logprobs=1)
 PARAMS = [
     ASKED,
     replace(ASKED, temperature=0.8, seed=3, top_p=0.9),

@@ -40,10 +40,8 @@ from lockstep.kernels.linear.triton import linear_triton
 from lockstep.kernels.packed.bench import LAYOUTS
 from lockstep.kernels.packed.cases import layouts
 from tests.kernels.compile_launches import COMPILED, absent_of, empty
-from tests.kernels.compile_launches import type_of as plain_type_of
+from tests.kernels.compile_packed import source_of
 
-OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
-"""Keywords of a launch that are the compiler's."""
 QUICK = (86, 120)
 """One architecture below Hopper and one above, of the least shared memory."""
 HALF = torch.bfloat16
@@ -59,33 +57,12 @@ class Launches:
 
     def keep(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
         """A launch of the kernel with these arguments."""
-        options = {name: given.pop(name) for name in OPTIONS if name in given}
-        values = dict(zip(kernel.arg_names, args, strict=False)) | given
-        fixed: dict[tuple[int, ...], Any] = {}
-        aligned: dict[tuple[int, ...], Any] = {}
-        types = {}
-        for i, p in enumerate(kernel.params):
-            if p.is_constexpr:
-                types[p.name] = "constexpr"
-                fixed[(i,)] = values[p.name]
-                continue
-            types[p.name] = plain_type_of(values[p.name], (i,), fixed, aligned)
-            if not p.do_not_specialize:
-                align(values[p.name], (i,), aligned)
-        key = (kernel.__name__, str(types), str(fixed), str(aligned), str(options))
+        source, options = source_of(kernel, args, given)
+        parts = (source.signature, source.constants, source.attrs, options)
+        key = (kernel.__name__, *map(str, parts))
         if key not in self.seen:
             self.seen.add(key)
-            source = ASTSource(fn=kernel, signature=types, constexprs=fixed, attrs=aligned)
             self.made.append((kernel, source, options))
-
-
-def align(value: Any, place: tuple[int, ...], aligned: dict[Any, Any]) -> None:
-    """Notes the whole numbers that 16 divides, in tuples too, as a launch would."""
-    if isinstance(value, tuple):
-        for i, part in enumerate(value):
-            align(part, (*place, i), aligned)
-    elif isinstance(value, int) and value and value % 16 == 0:
-        aligned[place] = [["tt.divisibility", 16]]
 
 
 def meta(*shape: int, dtype: torch.dtype = HALF) -> Tensor:

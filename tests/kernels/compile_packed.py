@@ -43,23 +43,31 @@ class Compiled:
         self.made: list[Any] = []
 
     def compile(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
-        """A launch of the kernel; numbers that 16 divides are said to be so, as a launch would."""
-        options = {name: given.pop(name) for name in OPTIONS if name in given}
-        values = dict(zip(kernel.arg_names, args, strict=False)) | given
-        fixed: dict[tuple[int, ...], Any] = {}
-        aligned: dict[tuple[int, ...], Any] = {}
-        types = {}
-        for i, p in enumerate(kernel.params):
-            if p.is_constexpr:
-                types[p.name] = "constexpr"
-                fixed[(i,)] = values[p.name]
-                continue
-            types[p.name] = type_of(values[p.name], (i,), fixed, aligned)
-            if not p.do_not_specialize:
-                _align(values[p.name], (i,), aligned)
-        source = ASTSource(fn=kernel, signature=types, constexprs=fixed, attrs=aligned)
+        """A launch of the kernel with these arguments."""
+        source, options = source_of(kernel, args, given)
         target = GPUTarget("cuda", self.arch, 32)
         self.made.append(triton.compile(source, target=target, options=options))
+
+
+def source_of(
+    kernel: Any, args: tuple[Any, ...], given: dict[str, Any]
+) -> tuple[ASTSource, dict[str, Any]]:
+    """(what is compiled of a launch with these arguments, the compiler's options); numbers that 16
+    divides are said to be so, as a launch would."""
+    options = {name: given[name] for name in OPTIONS if name in given}
+    values = dict(zip(kernel.arg_names, args, strict=False)) | given
+    fixed: dict[tuple[int, ...], Any] = {}
+    aligned: dict[tuple[int, ...], Any] = {}
+    types = {}
+    for i, p in enumerate(kernel.params):
+        if p.is_constexpr:
+            types[p.name] = "constexpr"
+            fixed[(i,)] = values[p.name]
+            continue
+        types[p.name] = type_of(values[p.name], (i,), fixed, aligned)
+        if not p.do_not_specialize:
+            _align(values[p.name], (i,), aligned)
+    return ASTSource(fn=kernel, signature=types, constexprs=fixed, attrs=aligned), options
 
 
 def _align(value: Any, place: tuple[int, ...], aligned: dict[Any, Any]) -> None:

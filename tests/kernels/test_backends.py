@@ -14,7 +14,7 @@ INTERPRETED = {
     gated_delta_chunk: 1,
     gated_delta_step: 4,
     sample: 3,
-    paged_attention: 3,
+    paged_attention: 2,
     experts: 4,
 }
 """The interpreter is slow: it sees the first cases; a GPU sees all."""

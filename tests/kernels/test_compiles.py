@@ -34,32 +34,44 @@ def compiled(request: pytest.FixtureRequest) -> Callable[..., list[str]]:
     return lines
 
 
-def test_stepping_kernels_compile_for_hopper(compiled: Callable[[str], list[str]]) -> None:
-    assert len(compiled("compiles")) == 12
+QUICK = pytest.param(["--quick"], id="quick")
+ALL = pytest.param([], id="all", marks=pytest.mark.slow)
 
 
-def test_what_every_op_launches_compiles_for_hopper(
-    compiled: Callable[[str], list[str]],
+@pytest.mark.parametrize("options", [QUICK, ALL])
+def test_stepping_kernels_compile_for_hopper(
+    options: list[str], compiled: Callable[..., list[str]]
 ) -> None:
-    """Every op with a Triton backend, by its first case."""
-    lines = compiled("compile_launches")
+    """Four kernels of a layer: of one, and of all three."""
+    assert len(compiled("compiles", *options)) == (4 if options else 12)
+
+
+@pytest.mark.parametrize("options", [QUICK, ALL])
+def test_what_every_op_launches_compiles_for_hopper(
+    options: list[str], compiled: Callable[..., list[str]]
+) -> None:
+    """Every op with a Triton backend, by its first case; and by all in which others are None."""
+    lines = compiled("compile_launches", *options)
     assert [line.split()[0] for line in lines] == [op.name for op in OPS]
 
 
+@pytest.mark.parametrize("options", [QUICK, ALL])
 def test_experts_multiply_by_wgmma_at_any_number_of_tokens(
-    compiled: Callable[[str], list[str]],
+    options: list[str], compiled: Callable[..., list[str]]
 ) -> None:
-    """So a weight that is unpacked in registers keeps one K order (docs/kernels/experts.md): plain,
-    int4, fp8 and NVFP4, two products in each of two forms."""
-    assert len(compiled("compile_experts")) == 16
+    """So a weight that is unpacked in registers keeps one K order (docs/kernels/experts.md): int4,
+    and plain, fp8 and NVFP4 too, two products in each of two forms."""
+    assert len(compiled("compile_experts", *options)) == (4 if options else 16)
 
 
-def test_every_op_compiles_below_hopper_and_above(compiled: Callable[..., list[str]]) -> None:
+@pytest.mark.parametrize("name", ["sm_86", pytest.param("sm_120", marks=pytest.mark.slow)])
+def test_every_op_compiles_below_hopper_and_above(
+    name: str, compiled: Callable[..., list[str]]
+) -> None:
     """Each op once for the two architectures of the least shared memory: it fits into theirs."""
-    lines = compiled("architectures", "--quick")
-    for name in ("sm_86", "sm_120"):
-        found = {line.split()[1] for line in lines if line.startswith(name)}
-        assert found == {op.name for op in OPS}
+    lines = compiled("architectures", "--quick", name)
+    found = {line.split()[1] for line in lines if line.startswith(name)}
+    assert found == {op.name for op in OPS}
 
 
 @pytest.mark.slow

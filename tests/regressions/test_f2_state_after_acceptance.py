@@ -18,8 +18,11 @@ from lockstep.layers import gated_delta_net
 from lockstep.runner import table
 from tests.regressions.conftest import answers
 
+SELDOM = pytest.mark.slow
+K = (1, pytest.param(2, marks=SELDOM), 3, pytest.param(5, marks=SELDOM), 7)
 
-@pytest.mark.parametrize("k", [1, 2, 3, 5, 7])
+
+@pytest.mark.parametrize("k", K)
 @pytest.mark.parametrize("chunk", [64, 2048])
 def test_accepted_drafts_leave_the_answer_alone(
     make: Callable[..., LLM], plain: list[Any], known: list[list[int]], k: int, chunk: int
@@ -30,7 +33,7 @@ def test_accepted_drafts_leave_the_answer_alone(
 
 
 @pytest.mark.parametrize("method", ["ngram", "mtp"])
-@pytest.mark.parametrize("k", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("k", K)
 def test_real_drafters_leave_the_answer_alone(
     make: Callable[..., LLM], plain: list[Any], method: str, k: int
 ) -> None:

@@ -2,8 +2,9 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,8 +114,16 @@ def best(name: str, chance: float) -> float:
     return max(sum(chance**i for i in range(k + 1)) / ms[k] for k in ms) * ms[0]
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("name", DEVICES)
+def in_turn(others: Sequence[object]) -> list[Any]:
+    """Params (device, other), all of them; those of other turns than the device's own are slow."""
+    return [
+        pytest.param(name, other, marks=() if i % len(others) == at else pytest.mark.slow)
+        for i, name in enumerate(DEVICES)
+        for at, other in enumerate(others)
+    ]
+
+
+@pytest.mark.parametrize(("name", "context"), in_turn(tuple(CONTEXTS)))
 def test_never_loses_two_percent(name: str, context: str) -> None:
     for seed, (workload, chance) in enumerate(WORKLOADS.items()):
         device = Device(name, chance, CONTEXTS[context], seed)
@@ -122,9 +131,10 @@ def test_never_loses_two_percent(name: str, context: str) -> None:
         assert device.behind < 4, f"{workload}: what the first trial costs, at no time more"
 
 
-@pytest.mark.parametrize("name", DEVICES)
-@pytest.mark.parametrize("noise, spikes", [(0.0, 0.0), (0.1, 0.01), (0.003, 0.2)])
-def test_a_clock_that_is_off_loses_no_more(name: str, noise: float, spikes: float) -> None:
+@pytest.mark.parametrize(("name", "clock"), in_turn([(0.0, 0.0), (0.1, 0.01), (0.003, 0.2)]))
+def test_a_clock_that_is_off_loses_no_more(name: str, clock: tuple[float, float]) -> None:
+    """clock: noise and spikes of a Device."""
+    noise, spikes = clock
     for chance in (0.0, 0.1):
         device = Device(name, lambda t, i, p=chance: p, noise=noise, spikes=spikes)
         assert device.speed() > 0.98, chance

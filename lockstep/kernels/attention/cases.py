@@ -10,10 +10,12 @@ Row = tuple[int, int]
 """(tokens before this step, tokens of this step)."""
 
 DECODE = ((0, 1), (63, 1), (300, 1))
+ODD = ((5, 3), (0, 0), (254, 3))
 VERIFY = ((5, 4), (254, 4), (511, 4))
 RAGGED = ((0, 70), (12, 0), (250, 9), (64, 1))
 BATCHES: tuple[tuple[tuple[Row, ...], int, int, int, int], ...] = (
     (DECODE, 4, 4, 32, 16),
+    (ODD, 12, 2, 24, 16),
     (VERIFY, 12, 2, 64, 64),
     (VERIFY, 5, 1, 80, 32),
     (RAGGED, 8, 1, 48, 64),

@@ -73,7 +73,8 @@ def ngram_lookup_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]
             row = table.tokens[chosen[0]]
             row[:4600] = torch.arange(100, 4700)
             table.computed[chosen[0]] = 4600
-            row[20:26] = row[4595:4601] = torch.arange(80, 86)
+            row[20:26] = torch.arange(80, 86)
+            row[4595:4601] = row[20:26]
         arguments = dict(
             history=table.tokens,
             computed=table.computed,

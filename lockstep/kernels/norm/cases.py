@@ -54,4 +54,5 @@ def rms_norm_traits(x: Tensor, **rest: Any) -> dict[str, Any]:
     return dict(width=x.shape[-1])
 
 
-add_rms_norm_traits = gated_rms_norm_traits = rms_norm_traits
+add_rms_norm_traits = rms_norm_traits
+gated_rms_norm_traits = rms_norm_traits

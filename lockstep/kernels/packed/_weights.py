@@ -91,7 +91,8 @@ class PackedWeight(ABC):
 
     def copy_(self, other: Self) -> None:
         """Fills it with the tensors of another of the same layout."""
-        mine, others = self.tensors(), other.tensors()
+        mine = self.tensors()
+        others = other.tensors()
         if type(self) is not type(other) or mine.keys() != others.keys():
             raise ValueError(f"{type(self).__name__} and {type(other).__name__} hold other tensors")
         for name, tensor in mine.items():

@@ -47,12 +47,14 @@ class Qwen3CoderParser:
         self._scan = Scan(_MARKERS[self._state])
         self._blank = Tail()
         self._index = -1
-        self._open = self._inside = False  # a call has begun; text stands inside <tool_call>
+        self._open = False  # a call has begun
+        self._inside = False  # text stands inside <tool_call>
         self._name = ""
         self._keys = 0
         self._text: list[str] = []  # of a name, a key, or a value that does not stream
         self._types: set[str] = set()
-        self._streams = self._started = False
+        self._streams = False
+        self._started = False
         self._newline = False  # a value's last newline waits, since the end of it belongs to a tag
 
     def feed(self, text: str) -> list[Event]:
@@ -127,7 +129,8 @@ class Qwen3CoderParser:
             return
         self._types = self._allowed(key)
         self._streams = self._types <= {"string"}
-        self._started = self._newline = False
+        self._started = False
+        self._newline = False
         head = "{" if self._keys == 0 else ", "
         quote = '"' if self._streams else ""
         self._arguments(events, f"{head}{to_json(key)}: {quote}")
@@ -139,7 +142,8 @@ class Qwen3CoderParser:
             text = text.removeprefix("\n")
             self._started = True
         if text:
-            text, self._newline = "\n" * self._newline + text, text.endswith("\n")
+            text = "\n" * self._newline + text
+            self._newline = text.endswith("\n")
             text = text[:-1] if self._newline else text
         if self._streams:
             self._arguments(events, to_json(text)[1:-1])
