@@ -186,7 +186,11 @@ def main() -> None:
     text.load_filler()
     llm = LLM(
         model=args.model,
-        speculative_config={"method": "mtp", "num_speculative_tokens": DRAFTS},
+        speculative_config={
+            "method": "mtp",
+            "num_speculative_tokens": DRAFTS,
+            "adaptive": False,
+        },
         max_num_seqs=16,
     )
     if not args.json:
