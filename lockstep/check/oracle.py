@@ -34,6 +34,12 @@ def load_oracle(llm: LLM) -> Any:
             "--oracle is not allowed with load_format='dummy': no other engine has these weights. "
             "Leave one of them out."
         )
+    packed = llm.engine.checkpoint.quantization() is not None
+    if packed or llm.engine.config.quantization:
+        raise ConfigError(
+            "--oracle is not allowed with packed weights: transformers would read other values. "
+            "Leave it out."
+        )
     try:
         import transformers
     except ImportError:

@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, int, int], None]
 
-SHARED = ("dtype", "device", "load_format", "kv_cache_dtype", "skip_tokenizer_init")
+SHARED = (
+    "dtype",
+    "device",
+    "load_format",
+    "quantization",
+    "kv_cache_dtype",
+    "skip_tokenizer_init",
+)
 """The settings that a check takes from the user; it varies the others itself."""
 
 

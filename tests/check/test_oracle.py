@@ -67,3 +67,9 @@ def test_random_weights_have_no_oracle(model: str) -> None:
     llm = LLM(model, load_format="dummy", max_model_len=128, max_num_seqs=1)
     with pytest.raises(ConfigError, match="--oracle is not allowed with load_format='dummy'"):
         load_oracle(llm)
+
+
+def test_packed_weights_have_no_oracle() -> None:
+    llm = LLM(quantization="int4", max_model_len=256)
+    with pytest.raises(ConfigError, match="not allowed with packed weights"):
+        load_oracle(llm)
