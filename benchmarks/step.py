@@ -73,7 +73,10 @@ def main() -> None:
                 line["kernels"] = kernels(built, StepShape.uniform(count, given.k + 1))
             print(json.dumps(line), flush=True)
         if given.prompt:
-            print(json.dumps({"prompt": given.prompt, "ms": prompt_ms(built, given.prompt, pages)}))
+            line = {"prompt": given.prompt, "ms": prompt_ms(built, given.prompt, pages)}
+            if given.kernels:
+                line["kernels"] = kernels(built, prompt_shape(given.prompt), 1)
+            print(json.dumps(line), flush=True)
 
 
 def place(built: EngineParts, rows: int, computed: int, pages: int) -> None:
@@ -101,23 +104,30 @@ def timed(built: EngineParts, shape: StepShape, warm: int, times: int) -> float:
     return round(timer.ms / times, 3)
 
 
-def kernels(built: EngineParts, shape: StepShape) -> list[tuple[str, float, float]]:
+def kernels(
+    built: EngineParts, shape: StepShape, times: int = PROFILED
+) -> list[tuple[str, float, float]]:
     """Of each kernel of a step, its name, launches and us in all; the dearest first."""
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
-        for _ in range(PROFILED):
+        for _ in range(times):
             built.runner.run_step(shape)
         torch.cuda.synchronize()
     found = [
-        (event.key[:NAME], event.count / PROFILED, round(event.device_time_total / PROFILED, 1))
+        (event.key[:NAME], event.count / times, round(event.device_time_total / times, 1))
         for event in seen.key_averages()
         if event.device_time_total
     ]
     return sorted(found, key=lambda kernel: -kernel[2])
 
 
+def prompt_shape(tokens: int) -> StepShape:
+    """A step that computes one prompt whole."""
+    return StepShape(1, tokens, tokens, prompt=True)
+
+
 def prompt_ms(built: EngineParts, tokens: int, pages: int) -> float:
     """The least ms of a few prompts of one row, whole, from nothing."""
-    shape = StepShape(1, tokens, tokens, prompt=True)
+    shape = prompt_shape(tokens)
     found = []
     for _ in range(1 + PROMPTS):
         place(built, 1, 0, pages)
