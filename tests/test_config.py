@@ -12,7 +12,7 @@ from lockstep import LLM, EngineConfig, SamplingParams
 from lockstep.config import GRAPH_MODES, Plan
 from lockstep.errors import CapacityError, CheckpointError, ConfigError
 from lockstep.runner import memory
-from lockstep.spec import DRAFTERS, drafter_module, read
+from lockstep.spec import DRAFTERS, OLDER_NAMES, drafter_module, read
 from lockstep.spec.config import MAX_DRAFTS, SpeculativeConfig
 from tests.tiny_model import make_model
 
@@ -109,10 +109,16 @@ def test_a_bad_setting_is_refused(field: str, value: Any, allowed: str) -> None:
 
 @pytest.mark.parametrize(("field", "value", "allowed"), BAD_DRAFTS)
 def test_a_bad_setting_of_the_drafter_is_refused(field: str, value: Any, allowed: str) -> None:
-    spec = {"method": "ngram", "prompt_lookup_max": 4, field: value}
+    drafting = {"method": "ngram", "prompt_lookup_max": 4, field: value}
     with pytest.raises(ConfigError) as caught:
-        EngineConfig.read(speculative_config=spec)
+        EngineConfig.read(speculative_config=drafting)
     assert_says_all(str(caught.value), field, value, allowed)
+
+
+@pytest.mark.parametrize("name", OLDER_NAMES)
+def test_older_names_of_drafters_are_known(name: str) -> None:
+    config = EngineConfig.read(speculative_config={"method": name, "num_speculative_tokens": 2})
+    assert config.speculative_config.method == "mtp"
 
 
 def test_unknown_names_are_refused_with_all_known_ones() -> None:

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from lockstep.errors import CheckpointError
 from lockstep.kernels.linear import linear, segments
 from lockstep.kernels.packed import PackedWeight
 from lockstep.layers.build import Build
@@ -201,11 +202,20 @@ class Linear(nn.Module):
 
     def finish(self) -> None:
         """To be called once, when the weights are filled and before the products are finished:
-        brings packed rows into their order."""
+        brings packed rows into their order. Raises CheckpointError where a format's blocks of rows
+        would be cut."""
         for name, order in self.orders.items():
-            part = self.part(self.names.index(name))
-            if not isinstance(part, Tensor):
+            index = self.names.index(name)
+            part = self.part(index)
+            if isinstance(part, Tensor):
+                continue
+            try:
                 part.reorder(order)
+            except ValueError as error:
+                raise CheckpointError(
+                    f"{self.reads[index].path}: {error}, which no scale can follow. "
+                    "Take a checkpoint with whole blocks, or one that does not pack this module."
+                ) from None
 
     def _ordered(self, name: str, target: Tensor) -> Target:
         order = self.orders.get(name)

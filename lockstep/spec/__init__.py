@@ -25,6 +25,13 @@ DRAFTERS = {
     "ngram": "lockstep.spec.ngram",
     "mtp": "lockstep.spec.mtp",
 }
+OLDER_NAMES = {
+    "deepseek_mtp": "mtp",
+    "nemotron_h_mtp": "mtp",
+    "qwen3_5_mtp": "mtp",
+    "qwen3_next_mtp": "mtp",
+}
+"""vLLM's names of one family's draft module -> the method that drafts with it."""
 
 
 def drafter_module(method: str) -> ModuleType:
@@ -54,7 +61,9 @@ def read(value: Mapping[str, Any] | SpeculativeConfig | None) -> SpeculativeConf
         raise choice_error(ConfigError, "speculative_config", value, allowed, "Write it as a dict.")
     if "method" not in value:
         raise ConfigError('speculative_config has no "method"; name a drafter, e.g. "mtp".')
-    method = SpeculativeConfig(value["method"]).method
+    asked = SpeculativeConfig(value["method"]).method
+    method = OLDER_NAMES.get(asked, asked)
+    value = {**value, "method": method}
     options = drafter_module(method).Options
     remedy = f"Remove or rename the key: method={method!r} has these."
     check_names(options, value, "speculative_config key", remedy)

@@ -162,3 +162,14 @@ def test_experts_in_an_order_of_their_own_are_refused(tmp_path: Path) -> None:
     (packed, _, _) = write(tmp_path, "qwen3_moe", (settings, integers(gptq, shuffle=True)))
     with pytest.raises(CheckpointError, match="experts.0.*desc_act"):
         build(packed)
+
+
+def test_an_order_of_rows_that_cuts_blocks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen3-Next's rows lie by key head: with heads of 64, half a block of scales each."""
+    heads = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    monkeypatch.setitem(FAMILIES, "qwen3_next", {**FAMILIES["qwen3_next"], **heads})
+    (packed, _, _) = write(tmp_path, "qwen3_next", FORMATS["fp8 blocks"])
+    with pytest.raises(CheckpointError, match="linear_attn.in_proj_qkvz: .*blocks of 128 rows"):
+        build(packed)

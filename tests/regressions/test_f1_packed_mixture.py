@@ -21,7 +21,7 @@ from tests.regressions.conftest import PROMPTS, answers
 from tests.serve.process import served
 from tests.tiny_model import HYBRID_MOE, make_model
 
-MTP = {"method": "mtp", "num_speculative_tokens": 2, "adaptive": False}
+MTP = {"method": "qwen3_next_mtp", "num_speculative_tokens": 2, "adaptive": False}
 SETTINGS = {
     "quant_method": "gptq",
     "bits": 4,
