@@ -96,5 +96,7 @@ def packed_tile(tile: Tile, weight: PackedWeight, arch: int) -> Tile:
 
 
 def most_tiles(pairs: int, experts: int, tokens: int) -> int:
-    """The bound on tiles of `tokens`, each of one expert: sum of ceil(count / tokens)."""
-    return min(experts, pairs) + pairs // tokens
+    """The most tiles of `tokens`, each of one expert, that there can be: of an expert's pairs the
+    first begins a tile, and each that has a multiple of `tokens` before it."""
+    chosen = min(experts, pairs)
+    return chosen + (pairs - chosen) // tokens
