@@ -134,9 +134,9 @@ class MoE(nn.Module):
 
     The router of families that score by softmax (Qwen, Mixtral) gives logits and experts' weights
     of the model's dtype, the softmax in fp32 between them; that of families that score by sigmoid
-    (DeepSeek-V3, Nemotron-H) is fp32 all through, its weight too. Where router and model are of one
-    dtype, the shared expert's gate and up and the router are one Linear: one launch, if they are
-    stored alike.
+    (DeepSeek-V3, Nemotron-H) is fp32 all through, its weight too. The shared expert's gate and up
+    are outputs of the router's product, before its own, where all are of one dtype and stored
+    alike.
 
     Raises CheckpointError where experts are packed in different ways.
     """
@@ -166,22 +166,23 @@ class MoE(nn.Module):
         self.top_k = top_k
         router = _in_fp32(build) if scoring == "sigmoid" else build
         self.router_dtype = router.dtype
-        shared_up = {f"{shared_name}.{name}": shared_inner for name in GATED_MLP[:2]}
-        read = shared_up if shared_inner and router.dtype == build.dtype else {}
-        gate = {f"{shared_name}_gate": 1} if shared_gate else {}
-        self.router = Linear(router, hidden, {**read, "gate": experts, **gate})
-        self.widths = (sum(read.values()), experts, len(gate))
+        routed = {"gate": experts} | ({f"{shared_name}_gate": 1} if shared_gate else {})
+        pair = GATED_MLP[:2] if shared_inner else ()
+        shared_up = {f"{shared_name}.{name}": shared_inner for name in pair}
+        alike = router.dtype == build.dtype and _stored_alike(build, hidden, shared_up | routed)
+        beside = shared_up if alike else {}
+        apart = shared_up and not alike
+        self.shared_up = Linear(build, hidden, shared_up) if apart else None
+        self.router = Linear(router, hidden, beside | routed)
+        self.widths = (sum(beside.values()), experts, len(routed) - 1)
         self.bias = build.empty(experts, dtype=torch.float32) if routing.bias else None
         (gate_name, up_name, down_name) = names
         sizes = (build, experts, top_k)
         gate_up = {gate_name: inner, up_name: inner}
         self.up = ExpertWeight(*sizes, hidden, gate_up, "gate_up_proj")
         self.down = ExpertWeight(*sizes, inner, {down_name: hidden}, "down_proj")
-        self.shared_up = None
         self.shared_down = None
         if shared_inner:
-            if not read:
-                self.shared_up = Linear(build, hidden, shared_up)
             self.shared_act = build.op(silu_mul)
             down = {f"{shared_name}.{GATED_MLP[2]}": hidden}
             self.shared_down = Linear(build, shared_inner, down)
@@ -221,6 +222,12 @@ def _in_fp32(build: Build) -> Build:
     found = copy(build)
     found.dtype = torch.float32
     return found
+
+
+def _stored_alike(build: Build, inputs: int, outputs: Mapping[str, int]) -> bool:
+    """Whether these linear maps of `inputs` columns can be one product."""
+    layouts = {build.layout(build.module(name, n, inputs)) for name, n in outputs.items()}
+    return len(layouts) == 1
 
 
 def _matrices(build: Build, count: int, n: int, k: int) -> nn.Parameter:
