@@ -15,8 +15,8 @@ FEW_OF_EXPERTS = 2
 """And at most as many pairs as 1 / 2 of the experts: each token reads down of its own experts, also
 where another token chose the same. With random choices that is 1.27 times the bytes at P = E / 2,
 1.58 times at P = E. What is read again comes from L2, which is about 1.3 times as fast as memory
-(5.5 TB/s, an estimate): up to E / 2 it costs nothing, at 3 / 4 of E as much as the sort, the sum and
-one launch more (7 us), docs/kernels/experts.md."""
+(5.5 TB/s, an estimate): up to E / 2 it costs nothing, at 3 / 4 of E as much as the sort, the sum
+and one launch more (7 us), docs/kernels/experts.md."""
 
 
 @dataclass(frozen=True)
