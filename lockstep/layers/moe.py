@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.kernels.activations import silu_mul
 from lockstep.kernels.experts import experts as experts_op
 from lockstep.kernels.packed import PackedWeight
 from lockstep.kernels.route import Scoring
 from lockstep.kernels.route import route as route_op
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Linear, Target, Weight, filled
-from lockstep.layers.mlp import GatedMLP
 from lockstep.quant import Layout, Module, Slot, TensorInfo
 from lockstep.quant.slot import PLAIN
 
@@ -134,7 +134,9 @@ class MoE(nn.Module):
 
     The router of families that score by softmax (Qwen, Mixtral) gives logits and experts' weights
     of the model's dtype, the softmax in fp32 between them; that of families that score by sigmoid
-    (DeepSeek-V3, Nemotron-H) is fp32 all through, its weight too.
+    (DeepSeek-V3, Nemotron-H) is fp32 all through, its weight too. The shared expert's gate and up
+    are outputs of the router's product, before its own, where all are of one dtype and stored
+    alike.
 
     Raises CheckpointError where experts are packed in different ways.
     """
@@ -164,19 +166,26 @@ class MoE(nn.Module):
         self.top_k = top_k
         router = _in_fp32(build) if scoring == "sigmoid" else build
         self.router_dtype = router.dtype
-        gate = {f"{shared_name}_gate": 1} if shared_gate else {}
-        self.router = Linear(router, hidden, {"gate": experts, **gate})
+        routed = {"gate": experts} | ({f"{shared_name}_gate": 1} if shared_gate else {})
+        pair = GATED_MLP[:2] if shared_inner else ()
+        shared_up = {f"{shared_name}.{name}": shared_inner for name in pair}
+        alike = router.dtype == build.dtype and _stored_alike(build, hidden, shared_up | routed)
+        beside = shared_up if alike else {}
+        apart = shared_up and not alike
+        self.shared_up = Linear(build, hidden, shared_up) if apart else None
+        self.router = Linear(router, hidden, beside | routed)
+        self.widths = (sum(beside.values()), experts, len(routed) - 1)
         self.bias = build.empty(experts, dtype=torch.float32) if routing.bias else None
         (gate_name, up_name, down_name) = names
         sizes = (build, experts, top_k)
         gate_up = {gate_name: inner, up_name: inner}
         self.up = ExpertWeight(*sizes, hidden, gate_up, "gate_up_proj")
         self.down = ExpertWeight(*sizes, inner, {down_name: hidden}, "down_proj")
-        self.shared_name = shared_name
-        self.shared = None
+        self.shared_down = None
         if shared_inner:
-            within = build.within(shared_name)
-            self.shared = GatedMLP(within, hidden, shared_inner, partial=False)
+            self.shared_act = build.op(silu_mul)
+            down = {f"{shared_name}.{GATED_MLP[2]}": hidden}
+            self.shared_down = Linear(build, shared_inner, down)
         self.choice = dict(
             scoring=scoring, renormalise=routing.renormalise, scale=routing.scale,
             groups=routing.groups, top_groups=routing.top_groups, dtype=router.dtype,
@@ -187,20 +196,24 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         found = self.router(x.to(self.router_dtype))
-        logits = found[:, : self.experts]
-        gate = found[:, self.experts] if found.shape[1] > self.experts else None
+        gate_up, logits, gate = found.split(self.widths, dim=1)
         ids, weights = self.route(logits, self.top_k, bias=self.bias, **self.choice)
-        shared = None if self.shared is None else self.shared(x)
-        return self.mix(x, self.up.stored, self.down.stored, ids, weights, shared, gate)
+        shared = None
+        if self.shared_down is not None:
+            if self.shared_up is not None:
+                gate_up = self.shared_up(x)
+            shared = self.shared_down(self.shared_act(gate_up))
+        part = gate[:, 0] if gate.shape[1] else None
+        return self.mix(x, self.up.stored, self.down.stored, ids, weights, shared, part)
 
     def weights(self) -> dict[str, Target]:
         """Checkpoint name within the mixture -> what it fills."""
-        table = self.router.weights() | self.up.weights() | self.down.weights()
+        maps = (self.router, self.up, self.down, self.shared_up, self.shared_down)
+        table: dict[str, Target] = {}
+        for part in maps:
+            table |= {} if part is None else part.weights()
         if self.bias is not None:
             table["gate.e_score_correction_bias"] = self.bias
-        if self.shared is not None:
-            own = self.shared.weights()
-            table |= {f"{self.shared_name}.{name}": target for name, target in own.items()}
         return table
 
 
@@ -209,6 +222,12 @@ def _in_fp32(build: Build) -> Build:
     found = copy(build)
     found.dtype = torch.float32
     return found
+
+
+def _stored_alike(build: Build, inputs: int, outputs: Mapping[str, int]) -> bool:
+    """Whether these linear maps of `inputs` columns can be one product."""
+    layouts = {build.layout(build.module(name, n, inputs)) for name, n in outputs.items()}
+    return len(layouts) == 1
 
 
 def _matrices(build: Build, count: int, n: int, k: int) -> nn.Parameter:

@@ -1,6 +1,7 @@
 """experts: both forms give one row one set of bits, whoever stands beside it."""
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from lockstep.kernels.experts.tiles import (
     PACKED,
     SORTED,
     are_few,
-    most_tiles,
     packed_tile,
     tile_of,
 )
@@ -152,24 +152,68 @@ def test_no_form_and_no_tile_changes_a_bit(backend, one):
         assert same_bits(launch_sorted(*given, tile), whole), tile
 
 
+SORTS = (
+    (1, (1, 31, 4096, 4097)),
+    (2, (1, 257, 1025)),
+    (5, (64, 200)),
+    (30, (65, 530)),
+    (255, (129, 2048)),
+    (256, (256, 512, 70_000)),
+    (512, (511, 4096, 8_193)),
+)
+"""(experts, pairs): about what one program or chunk counts, where several launches begin, more
+than are added up at once."""
+
+
 @pytest.mark.parametrize("backend", TRITON)
-def test_the_sort_is_stable_and_its_tiles_hold_every_pair_once(backend):
+@pytest.mark.parametrize("count, sizes", SORTS)
+def test_the_sort_is_stable_and_its_tiles_hold_every_pair_once(backend, count, sizes):
+    """Also ids out of range. Tiles that hold none come last."""
     from lockstep.kernels.experts._sort import sort_pairs
 
     generator = torch.Generator().manual_seed(1)
-    for pairs, count, tokens in ((1, 5, 16), (530, 30, 16), (200, 8, 128)):
+    for pairs, tokens in product(sizes, (16, 128)):
         ids = torch.randint(-2, count + 2, (pairs, 1), generator=generator, dtype=torch.int32)
+        ids[::37] = 2**31 - 1
+        ids[5::41] = -(2**31)
         order, table = sort_pairs(ids.to(backend.device), count, tokens)
         own = ids.flatten().clamp(0, count - 1).long()
-        assert torch.equal(order.cpu().long(), own.argsort(stable=True))
-        assert len(table) == most_tiles(pairs, count, tokens)
-        at = 0
-        for expert, begin, end in table.tolist():
-            if expert >= 0:
-                held = order[begin : min(begin + tokens, end)].cpu().long()
-                assert begin == at and len(held) and (own[held] == expert).all()
-                at += len(held)
-        assert at == pairs
+        assert torch.equal(order.cpu().long(), own.argsort(stable=True)), pairs
+        assert tiles_in(table) == tiles_of(own, count, tokens), pairs
+
+
+@pytest.mark.parametrize("backend", TRITON)
+def test_the_sort_serves_any_spread(backend):
+    """All pairs at one expert, or as many tiles as there can be."""
+    from lockstep.kernels.experts._sort import sort_pairs
+
+    count = 9
+    tokens = 16
+    whole = torch.full((100,), 4, dtype=torch.int32)
+    whole_tiles = torch.tensor([0] * (16 * 5 + 1) + list(range(1, count)), dtype=torch.int32)
+    for ids in (whole, whole_tiles):
+        order, table = sort_pairs(ids[:, None].to(backend.device), count, tokens)
+        assert torch.equal(order.cpu().long(), ids.argsort(stable=True))
+        assert tiles_in(table) == tiles_of(ids.long(), count, tokens)
+    assert len(table) == len(tiles_in(table)) == count + 5
+
+
+def tiles_in(table: torch.Tensor) -> list[list[int]]:
+    """The entries that describe a tile; they come first."""
+    used = [entry for entry in table.tolist() if entry[0] >= 0]
+    assert all(entry[0] == -1 for entry in table[len(used) :].tolist())
+    return used
+
+
+def tiles_of(own: torch.Tensor, count: int, tokens: int) -> list[list[int]]:
+    """Expert, first place and the expert's end, of each tile that pairs of these experts fill."""
+    tiles = []
+    begin = 0
+    for expert, held in enumerate(own.bincount(minlength=count).tolist()):
+        end = begin + held
+        tiles += [[expert, first, end] for first in range(begin, end, tokens)]
+        begin = end
+    return tiles
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

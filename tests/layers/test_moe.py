@@ -9,9 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.kernels.activations import silu_mul
 from lockstep.kernels.backends import load
 from lockstep.kernels.experts import experts as experts_op
+from lockstep.kernels.linear import linear
 from lockstep.kernels.packed import IntWeight, PackedWeight, quantise_int
+from lockstep.kernels.route import route
 from lockstep.layers.build import Build
 from lockstep.layers.moe import MoE, Routing
 from lockstep.quant import Layout, Module, Packing, Slot, TensorInfo
@@ -97,6 +100,44 @@ def test_a_router_that_scores_by_sigmoid_is_fp32_all_through(scoring: str) -> No
     assert weights.dtype == layer.router_dtype
 
 
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_maps_of_one_dtype_are_one_product_with_the_bits_of_several(
+    dtype: torch.dtype, scoring: str
+) -> None:
+    """The router, the shared expert's gate, its gate and up: a router in fp32 is a product of its
+    own beside a model in bf16."""
+    gated = scoring == "softmax"
+    layer = made(dtype, scoring=scoring, shared_inner=16, shared_gate=gated)
+    apart = layer.router_dtype != dtype
+    assert len(layer.router.products) == 1 and (layer.shared_up is not None) == apart
+    load()
+    run = {op: op.backends["cpu"].run for op in (linear, experts_op)}
+    table = layer.weights()
+    x = torch.randn(9, HIDDEN).to(dtype)
+
+    def times(x: Tensor, *names: str) -> Tensor:
+        return run[linear](x, torch.cat([table[f"{name}.weight"] for name in names]))
+
+    routed = ("gate", "shared_expert_gate") if gated else ("gate",)
+    logits, gate = times(x.to(layer.router_dtype), *routed).split((12, gated), 1)
+    gate_up = times(x, "shared_expert.gate_proj", "shared_expert.up_proj")
+    shared = times(silu_mul(gate_up), "shared_expert.down_proj")
+    gate = gate[:, 0] if gated else None
+    ids, weights = route(logits, 3, scoring=scoring, dtype=layer.router_dtype)
+    stored = (layer.up.stored, layer.down.stored)
+    assert torch.equal(layer(x), run[experts_op](x, *stored, ids, weights, shared, gate))
+
+
+def test_a_shared_expert_that_is_packed_is_a_product_of_its_own() -> None:
+    """The router beside it is not."""
+    layer = made(build=building(packing=Rounding(of=".shared_expert.")), shared_inner=16)
+    assert layer.shared_up is not None
+    (router, shared) = (layer.router.products[0], layer.shared_up.products[0])
+    assert router.shape == (12, HIDDEN) and router.packed is None
+    assert shared.shape == (32, HIDDEN) and isinstance(shared.packed, PackedWeight)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_row_has_its_bits_in_any_batch(dtype: torch.dtype) -> None:
     layer = made(dtype, shared_inner=16, shared_gate=True)
@@ -147,13 +188,15 @@ def test_experts_one_by_one_or_as_one_tensor_fill_the_same_memory() -> None:
 
 @dataclass
 class Rounding(Packing):
-    """Packs experts as integers while they are loaded. odd: a module that is left as it is."""
+    """Packs experts as integers while they are loaded. of: in the path of what is packed; odd: a
+    module that is left as it is."""
 
+    of: str = ".experts."
     odd: str = ""
     asked: list[Module] = field(default_factory=list)
 
     def layout(self, module: Module) -> Layout | None:
-        if ".experts." not in module.path or module.path == self.odd:
+        if self.of not in module.path or module.path == self.odd:
             return None
         self.asked.append(module)
         return Layout.of(IntWeight, bits=4, group=4, scale_dtype=torch.float32)
