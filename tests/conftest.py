@@ -1,11 +1,17 @@
-"""The bundled model, as the tests of requests and of sampling parameters ask it."""
+"""Triton's interpreter where there is no GPU, and the bundled model, as the tests of requests and of
+sampling parameters ask it."""
 
+import os
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep import LLM
 from tests.asking import assert_idle, make_engine
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before any test imports Triton, which reads it then
 
 
 @pytest.fixture(scope="module")
