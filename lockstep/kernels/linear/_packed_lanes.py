@@ -45,7 +45,7 @@ LOAD16 = tl.constexpr("""
 {
     .reg .pred live;
     setp.ne.b32 live, $5, 0;
-    @live ld.global.nc.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4];
+    @live ld.global.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4];
 }
 """)
 """16 bytes at an address, or nothing. L1 keeps the line: with 8 bits a lane's next load has it."""
@@ -53,7 +53,7 @@ LOAD16_ONCE = tl.constexpr("""
 {
     .reg .pred live;
     setp.ne.b32 live, $5, 0;
-    @live ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4];
+    @live ld.global.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3}, [$4];
 }
 """)
 """The same where a load takes whole sectors."""
@@ -61,7 +61,7 @@ LOAD8 = tl.constexpr("""
 {
     .reg .pred live;
     setp.ne.b32 live, $3, 0;
-    @live ld.global.nc.v2.b32 {$0, $1}, [$2];
+    @live ld.global.v2.b32 {$0, $1}, [$2];
 }
 """)
 MMA_BF16 = tl.constexpr(
@@ -128,6 +128,17 @@ def _load16(place, live, ONCE: tl.constexpr):
     return tl.inline_asm_elementwise(
         TEXT, "=r,=r,=r,=r,l,r", [place, live],
         dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _pin(number):
+    """Loads that stand before this are made before what loads behind it. ptxas would sink those of
+    a whole iteration to its end, where the next one waits for them. No instruction is left of it.
+    """
+    tl.inline_asm_elementwise(
+        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [tl.full((32,), number, tl.int32)],
+        dtype=tl.int32, is_pure=False, pack=1,
     )  # fmt: skip
 
 
@@ -318,6 +329,7 @@ def _columns(x, block, STEP: tl.constexpr, STEPS: tl.constexpr, BATCH: tl.conste
         for j in tl.static_range(BATCH):
             place = x[j] + block * (BLOCK // 2) + (STEP + step) * 8
             found = found + (tl.load(place), tl.load(place + 4))
+    _pin(STEPS)
     return found
 
 
@@ -413,8 +425,7 @@ def lanes_kernel(
         else:
             zeros = zeros + (scales[r],)
         if FORM[0] == FP4:
-            LARGER: tl.constexpr = 128.0 if FORM[6] == E2M1 else 256.0
-            factors = factors + (tl.load(weight[3] + row) * LARGER,)
+            factors = factors + (tl.load(weight[3] + row) * (128.0 if FORM[6] == E2M1 else 256.0),)
         else:
             factors = factors + (1.0,)
     columns = ()
@@ -450,6 +461,7 @@ def lanes_kernel(
                     ZEROS,
                 )
             fresh = fresh + (slot,)
+            _pin(AHEAD)
         slots = fresh
     to = out + tl.program_id(2).to(tl.int64) * tokens * N
     for t in tl.static_range(TILES):
