@@ -2,7 +2,7 @@
 """The kernel of linear with a packed weight for few tokens: every warp works alone.
 
 A tensor here has one element per thread. A lane loads the words of its own rows from global memory,
-16 bytes at a time and `AHEAD` blocks of 128 columns ahead, decodes them in registers and gives them
+16 bytes at a time and AHEAD blocks of 128 columns ahead, decodes them in registers and gives them
 to mma.sync m16n8k16 as the left operand. Nothing passes through shared memory, and warps never
 wait for each other.
 
@@ -36,9 +36,9 @@ from lockstep.kernels.packed._device import (
     SAME_FP16,
     SPLIT,
     SPLIT_BF16,
-    _twice,
     decode,
     decode_e4m3,
+    twice,
 )
 
 LOAD16 = tl.constexpr("""
@@ -206,15 +206,15 @@ def _prepared(scale, zero, FORM: tl.constexpr, DTYPE: tl.constexpr):
             MIDDLE: tl.constexpr = MINUS_136 if DTYPE == tl.bfloat16 else MINUS_1032
             offset = tl.full(scale.shape, MIDDLE, tl.int32)
         else:
-            offset = _twice((-BASE - zero.to(tl.float32)).to(DTYPE))
+            offset = twice((-BASE - zero.to(tl.float32)).to(DTYPE))
         if FORM[6] == SPLIT:
             wide = scale.to(tl.float32)
             high = wide.to(tl.bfloat16)
             rest = wide - high.to(tl.float32)
             rest = tl.where(rest == rest, rest, 0.0).to(tl.bfloat16)
-            return _twice(high), _twice(rest), offset
+            return twice(high), twice(rest), offset
         else:
-            return _twice(scale), offset, offset
+            return twice(scale), offset, offset
     else:
         wide = scale.to(tl.float32)
         if zero is None:
@@ -386,7 +386,7 @@ def _block(
     return total, after
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "blocks"])
 def lanes_kernel(
     x, weight, out, tokens, N, blocks, x_stride, out_stride, FORM: tl.constexpr,
     COUNT: tl.constexpr, TILES: tl.constexpr, BATCH: tl.constexpr, STEPS: tl.constexpr,
@@ -441,7 +441,7 @@ def lanes_kernel(
         slot = ()
         for r in tl.static_range(2 * TILES):
             slot = slot + _fetch(
-                words[r], scales[r], zeros[r], begin + ahead, blocks > 0, FORM, COUNT, ZEROS
+                words[r], scales[r], zeros[r], begin + ahead, begin >= 0, FORM, COUNT, ZEROS
             )
         slots = slots + (slot,)
     end = begin + blocks
