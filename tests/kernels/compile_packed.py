@@ -123,7 +123,7 @@ def compile_alone(arch: int, names: tuple[str, ...]) -> None:
         every = arch == 90 and name == names[0]
         for tokens in (1, 16, 32) if every else (1,):
             x = torch.empty(tokens, K, dtype=torch.bfloat16)
-            found = [tile for tile in candidates(tokens, 1) if tile.lanes]
+            found = [tile for tile in candidates(tokens, 1, weight.bits) if tile.lanes]
             for tile in found if every else found[:1]:
                 launch(x, weight, 1, cut(tile, weight, 1, arch), Target(arch, assembly=True))
                 made = compiled.made[-1]

@@ -54,27 +54,24 @@ def permuted(a: Numbers, b: Numbers, order: int) -> Numbers:
 
 def product(a: list[Numbers], b: list[Numbers], c: list[Numbers], kind: torch.dtype) -> Any:
     """mma.sync.m16n8k16 of each warp: fragments a (4), b (2), c (4), and c's like -> the sums."""
+    lane = np.arange(32)
+    (g, q) = np.divmod(lane, 4)
     found = [part.copy() for part in c]
     for first in range(0, a[0].size, 32):
-        lanes = slice(first, first + 32)
+        own = slice(first, first + 32)
         left = np.zeros((16, 16))
         right = np.zeros((16, 8))
         total = np.zeros((16, 8))
-        parts = [halves(part[lanes], kind) for part in a]
-        others = [halves(part[lanes], kind) for part in b]
-        for lane in range(32):
-            (g, q) = divmod(lane, 4)
-            for j in range(2):
-                for i in range(4):
-                    left[g + i % 2 * 8, 2 * q + i // 2 * 8 + j] = parts[i][lane, j]
-                    total[g + i // 2 * 8, 2 * q + i % 2] = c[i][lanes][lane]
-                for i in range(2):
-                    right[2 * q + 8 * i + j, g] = others[i][lane, j]
-        total += left @ right
-        for lane in range(32):
-            (g, q) = divmod(lane, 4)
+        for j in range(2):
             for i in range(4):
-                found[i][first + lane] = total[g + i // 2 * 8, 2 * q + i % 2]
+                left[g + i % 2 * 8, 2 * q + i // 2 * 8 + j] = halves(a[i][own], kind)[:, j]
+            for i in range(2):
+                right[2 * q + 8 * i + j, g] = halves(b[i][own], kind)[:, j]
+        for i in range(4):
+            total[g + i // 2 * 8, 2 * q + i % 2] = c[i][own]
+        total += left @ right
+        for i in range(4):
+            found[i][own] = total[g + i // 2 * 8, 2 * q + i % 2]
     return found
 
 

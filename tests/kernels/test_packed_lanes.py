@@ -45,13 +45,13 @@ def test_every_lane_holds_its_part(
     monkeypatch.setattr(tl, "inline_asm_elementwise", ptx.inline_asm_elementwise)
     place = NAMES.index(name)
     tokens = (1, 7, 16)[place % 3]
-    tile = (lanes(8, 1, 1, 2), lanes(8, 1, 2, 1), lanes(16, 2, 1, 2))[place % 3]
+    tile = (lanes(8, 1, 1, 2), lanes(8, 1, 2, 1), lanes(16, 2, 1, 3))[place % 3]
     for dtype in (torch.float16, torch.bfloat16):
-        weight = whole_numbers(name, 40, 512)
-        x = graded(tokens, 512, 2, 3).to(dtype)
+        weight = whole_numbers(name, 40, 768)
+        x = graded(tokens, 768, 2, 3).to(dtype)
         found = torch.full((2, tokens, 40), -1.0)
-        _lanes(x, weight, found, 256, tile, Target(90, assembly))
-        halves = zip(x.float().split(256, 1), weight.unpack(dtype).float().split(256, 1))
+        _lanes(x, weight, found, 384, tile, Target(90, assembly))
+        halves = zip(x.float().split(384, 1), weight.unpack(dtype).float().split(384, 1))
         want = torch.stack([part @ other.T for part, other in halves])
         assert torch.equal(found, want), dtype
 
@@ -64,7 +64,7 @@ def test_other_tiles_stand_in() -> None:
     for segments, arch in ((1, 80), (2, 90), (4, 120)):
         assert lanes_serve(whole, segments, arch)
         assert cut(tile, whole, segments, arch).split == segments
-    assert cut(lanes(8, 1, 1, 6), whole, 1, 90).stages == 4
+    assert cut(lanes(8, 1, 1, 6), whole, 2, 90).stages == 4
     assert not lanes_serve(whole, 1, 100)
     for weight, segments in (
         (IntWeight.empty(64, 1000, device="meta"), 1),
@@ -96,7 +96,7 @@ def test_bits_of_every_cut(name: str, dtype: torch.dtype) -> None:
             want = right_bits(segments, x, weight)
             tiles = {
                 cut(tile, weight, segments, HOPPER)
-                for tile in candidates(tokens, segments)
+                for tile in candidates(tokens, segments, weight.bits)
                 if tile.lanes
             }
             for tile in tiles:

@@ -390,13 +390,13 @@ def _block(
 def lanes_kernel(
     x, weight, out, tokens, N, blocks, x_stride, out_stride, FORM: tl.constexpr,
     COUNT: tl.constexpr, TILES: tl.constexpr, BATCH: tl.constexpr, STEPS: tl.constexpr,
-    AHEAD: tl.constexpr, WARPS: tl.constexpr, DTYPE: tl.constexpr,
+    AHEAD: tl.constexpr, REST: tl.constexpr, WARPS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """One segment of 16 x TILES x WARPS outputs and 8 x BATCH tokens: of out [parts, tokens, N],
     rows out_stride apart.
 
-    blocks: of 128 columns per segment, a multiple of AHEAD. COUNT: scales of a row in a block.
-    STEPS: groups of 16 columns whose x is loaded ahead. x: pairs, x_stride pairs per row.
+    blocks: of 128 columns per segment; REST: what is left of them by AHEAD. COUNT: scales of a row
+    in a block. STEPS: groups of 16 columns whose x is loaded ahead. x: pairs, x_stride pairs per row.
     """
     BITS: tl.constexpr = FORM[1]
     SCALES: tl.constexpr = 2 if FORM[0] == FP4 else COUNT
@@ -406,6 +406,7 @@ def lanes_kernel(
     g = thread % 32 // 4
     q = thread % 4
     begin = tl.program_id(2) * blocks
+    end = begin + blocks
     first = tl.program_id(0) * (16 * TILES * WARPS) + thread // 32 * (16 * TILES) + g
     words = ()
     scales = ()
@@ -441,12 +442,12 @@ def lanes_kernel(
         slot = ()
         for r in tl.static_range(2 * TILES):
             slot = slot + _fetch(
-                words[r], scales[r], zeros[r], begin + ahead, begin >= 0, FORM, COUNT, ZEROS
-            )
+                words[r], scales[r], zeros[r], begin + ahead, begin + ahead < end, FORM, COUNT,
+                ZEROS,
+            )  # fmt: skip
         slots = slots + (slot,)
-    end = begin + blocks
     after = _columns(columns, begin, 0, STEPS, BATCH)
-    for block in range(begin, end, AHEAD):
+    for block in range(begin, end - REST, AHEAD):
         fresh = ()
         for ahead in tl.static_range(AHEAD):
             total, after = _block(
@@ -463,6 +464,11 @@ def lanes_kernel(
             fresh = fresh + (slot,)
             _pin(AHEAD)
         slots = fresh
+    for ahead in tl.static_range(REST):
+        total, after = _block(
+            total, slots[ahead], columns, after, end - REST + ahead, end - 1, factors,
+            FORM, COUNT, ZEROS, PER, TILES, BATCH, STEPS, DTYPE,
+        )  # fmt: skip
     to = out + tl.program_id(2).to(tl.int64) * tokens * N
     for t in tl.static_range(TILES):
         for j in tl.static_range(BATCH):

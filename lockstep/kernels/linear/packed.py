@@ -96,12 +96,13 @@ def _lanes(
     group = group_of(weight)
     block = int(BLOCK)
     batch = tile.m // 8
+    blocks = length // block
     grid = (triton.cdiv(n, tile.n), triton.cdiv(tokens, tile.m), weight.k // length)
     lanes_kernel[grid](
-        x.view(torch.int32), operand, out, tokens, n, length // block, x.stride(0) // 2,
+        x.view(torch.int32), operand, out, tokens, n, blocks, x.stride(0) // 2,
         out.stride(-2), tuple(form), max(1, block // group) if group else 1,
-        tile.n // (16 * tile.warps), batch, max(1, 8 // batch), tile.stages, tile.warps,
-        TYPES[x.dtype],
+        tile.n // (16 * tile.warps), batch, max(1, 8 // batch), tile.stages,
+        blocks % tile.stages, tile.warps, TYPES[x.dtype],
         num_warps=tile.warps, num_stages=1, maxnreg=tile.registers or None,
         enable_fp_fusion=False,
     )  # fmt: skip

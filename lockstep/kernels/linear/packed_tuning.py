@@ -95,23 +95,25 @@ def bucket(tokens: int) -> int:
     return BUCKETS[max(bisect_right(BUCKETS, tokens), 1) - 1]
 
 
-def _lanes(m: int, segments: int) -> list[PackedTile]:
-    """(16 outputs of a warp, warps of a program, blocks ahead): where x is short, many warps of 16
-    outputs, else fewer of 32 and 64, that load x less often."""
+def _lanes(m: int, segments: int, bits: int) -> list[PackedTile]:
+    """Where x is short, many warps of 16 outputs, else fewer of 32 and 64, that load x less often.
+
+    cuts: (16 outputs of a warp, warps of a program, blocks ahead with 4 bits: half with 8).
+    """
     cuts = {
-        8: ((1, 1, 4), (2, 1, 2), (1, 1, 6), (4, 1, 2), (1, 4, 4), (1, 1, 2)),
-        16: ((2, 1, 2), (1, 1, 4), (4, 1, 2), (2, 1, 4)),
-        32: ((2, 1, 2), (1, 1, 4), (4, 1, 1)),
+        8: ((1, 1, 4), (1, 1, 8), (1, 1, 6), (2, 1, 2), (2, 1, 4), (4, 1, 2), (1, 4, 4)),
+        16: ((2, 1, 2), (1, 1, 4), (1, 1, 8), (4, 1, 2)),
+        32: ((2, 1, 2), (1, 1, 4), (2, 1, 4)),
     }
     return [
-        PackedTile(m, 16 * high * warps, 128, warps, ahead, segments, lanes=True)
+        PackedTile(m, 16 * high * warps, 128, warps, 4 * ahead // bits, segments, lanes=True)
         for high, warps, ahead in cuts[m]
     ]
 
 
-def _few(tokens: int, segments: int) -> list[PackedTile]:
+def _few(tokens: int, segments: int, bits: int) -> list[PackedTile]:
     """At most 32 tokens: the chain of one program is slow, so many run on each multiprocessor."""
-    lanes = _lanes(8 if tokens <= 8 else 16 if tokens <= 16 else 32, segments)
+    lanes = _lanes(8 if tokens <= 8 else 16 if tokens <= 16 else 32, segments, bits)
     return [*lanes, *_blocks(tokens, segments)]
 
 
@@ -160,10 +162,11 @@ def _hundreds(tokens: int, segments: int) -> list[PackedTile]:
     return tiles
 
 
-def candidates(tokens: int, segments: int) -> list[PackedTile]:
-    """Tiles worth timing on Hopper, at most fourteen; the first serves where nothing was timed."""
+def candidates(tokens: int, segments: int, bits: int = 4) -> list[PackedTile]:
+    """Tiles worth timing on Hopper, at most fifteen, for weights of so many bits; the first serves
+    where nothing was timed."""
     if tokens <= 32:
-        return _few(tokens, segments)
+        return _few(tokens, segments, bits)
     tiles = _some(segments) if tokens <= 64 else _hundreds(tokens, segments)
     return [*tiles, UNPACK] if tokens > 64 else tiles
 
@@ -194,11 +197,10 @@ def block_tile(tile: PackedTile, weight: PackedWeight, segments: int, arch: int)
 
 
 def _cut_lanes(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> PackedTile:
-    """As many blocks ahead as divide a segment's."""
+    """No more blocks ahead than a segment has."""
     if not lanes_serve(weight, segments, arch):
         return block_tile(tile, weight, segments, arch)
-    blocks = weight.k // segments // int(BLOCK)
-    ahead = next(count for count in range(tile.stages, 0, -1) if blocks % count == 0)
+    ahead = min(tile.stages, weight.k // segments // int(BLOCK))
     if (ahead, tile.split) == (tile.stages, segments):
         return tile
     return replace(tile, stages=ahead, split=segments)
@@ -277,22 +279,22 @@ def _serving(row: dict[int, PackedTile], first: int) -> PackedTile | None:
 
 
 @cache
-def _tile(first: int, name: str, segments: int, arch: int) -> PackedTile:
+def _tile(first: int, name: str, segments: int, arch: int, bits: int) -> PackedTile:
     """By the table, else by the rule."""
     timed = (_serving(row, first) for row in _measured(name, segments))
     found = next((tile for tile in timed if tile is not None), None)
     if found is not None:
         return found
     if arch == HOPPER:
-        return candidates(first, segments)[0]
-    return _lanes(8, segments)[0] if first <= MOST_ALONE else _modest(first)
+        return candidates(first, segments, bits)[0]
+    return _lanes(8, segments, bits)[0] if first <= MOST_ALONE else _modest(first)
 
 
 def lookup(
     tokens: int, weight: PackedWeight, segments: int, dtype: torch.dtype, arch: int
 ) -> PackedTile:
     """The tile for `tokens` rows against a packed weight on a GPU of this architecture."""
-    tile = _tile(bucket(tokens), key(weight, dtype, arch), segments, arch)
+    tile = _tile(bucket(tokens), key(weight, dtype, arch), segments, arch, weight.bits)
     return cut(tile, weight, segments, arch)
 
 
@@ -330,7 +332,7 @@ def worth_timing(
     """The candidates as they are launched, each once, that keep their stages on the architecture
     and are not far behind by the estimate, among those of the same kernel."""
     found: list[PackedTile] = []
-    for tile in candidates(tokens, segments):
+    for tile in candidates(tokens, segments, weight.bits):
         own = cut(tile, weight, segments, arch)
         if own.stages == tile.stages and own not in found:
             found.append(own)
