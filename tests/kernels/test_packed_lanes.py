@@ -46,10 +46,10 @@ def test_every_lane_holds_its_part(
     place = NAMES.index(name)
     tokens = (1, 7, 16)[place % 3]
     tile = (lanes(8, 1, 1, 2), lanes(8, 1, 2, 1), lanes(16, 2, 1, 3))[place % 3]
-    for dtype in (torch.float16, torch.bfloat16):
-        weight = whole_numbers(name, 40, 768)
+    for dtype in (torch.float16, torch.bfloat16) if assembly else (torch.float16,):
+        weight = whole_numbers(name, 20, 768)
         x = graded(tokens, 768, 2, 3).to(dtype)
-        found = torch.full((2, tokens, 40), -1.0)
+        found = torch.full((2, tokens, 20), -1.0)
         _lanes(x, weight, found, 384, tile, Target(90, assembly))
         halves = zip(x.float().split(384, 1), weight.unpack(dtype).float().split(384, 1))
         want = torch.stack([part @ other.T for part, other in halves])
