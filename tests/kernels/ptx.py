@@ -1,7 +1,7 @@
 """Runs inline assembly of kernels on the CPU: the few PTX instructions that they hold.
 
-Stands for tl.inline_asm_elementwise under Triton's interpreter, which runs none. Every operand is an
-array with one element per thread, as in kernels of one element per thread (_packed_lanes.py);
+Stands for tl.inline_asm_elementwise under Triton's interpreter, which runs none. Every operand is
+an array with one element per thread, as in kernels of one element per thread (_packed_lanes.py);
 mma.sync.m16n8k16 follows the fragments of the PTX ISA.
 """
 
@@ -27,7 +27,7 @@ def halves(word: Numbers, kind: torch.dtype) -> Numbers:
 
 
 def joined(pairs: Numbers, kind: torch.dtype) -> Numbers:
-    """[threads, 2] -> words; fp64 passes through fp32, whose second rounding exact sums never meet."""
+    """[threads, 2] -> words. fp64 passes through fp32: exact only where fp32 holds the numbers."""
     rounded = torch.from_numpy(np.ascontiguousarray(pairs, np.float64)).to(kind)
     return rounded.view(torch.int16).numpy().view(np.uint32).reshape(-1)
 

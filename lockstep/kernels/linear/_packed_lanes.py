@@ -28,7 +28,6 @@ from lockstep.kernels.packed._device import (
     E4M3,
     E4M3_PAIRS,
     FP4,
-    FP8,
     MINUS_136,
     MINUS_1032,
     SAME,
@@ -167,8 +166,8 @@ def _fetch(words, scales, zeros, block, live, FORM: tl.constexpr, COUNT: tl.cons
     """What a lane needs of one row in one block: a tuple of words, then scales, then zeros.
 
     words: int64 addresses of the lane's first word of the row; scales, zeros: pointers to the row's
-    first ones, zeros only where ZEROS. block: which one of 128 columns. Nothing is read where not live. COUNT: scales of a
-    block.
+    first ones, zeros only where ZEROS. block: which one of 128 columns. Nothing is read where not
+    live. COUNT: scales of a block.
     """
     BITS: tl.constexpr = FORM[1]
     place = words + block * (BLOCK * BITS // 8)
@@ -336,8 +335,8 @@ def _columns(x, block, STEP: tl.constexpr, STEPS: tl.constexpr, BATCH: tl.conste
 @triton.jit
 def _block(
     total, slot, x, after, block, last, factors, FORM: tl.constexpr, COUNT: tl.constexpr,
-    ZEROS: tl.constexpr, PER: tl.constexpr, TILES: tl.constexpr, BATCH: tl.constexpr, STEPS: tl.constexpr,
-    DTYPE: tl.constexpr,
+    ZEROS: tl.constexpr, PER: tl.constexpr, TILES: tl.constexpr, BATCH: tl.constexpr,
+    STEPS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """A block of 128 columns: -> the sums, and x's words of the columns that come after.
 
@@ -386,6 +385,54 @@ def _block(
     return total, after
 
 
+@triton.jit
+def _slot(
+    words, scales, zeros, block, live, FORM: tl.constexpr, COUNT: tl.constexpr,
+    ZEROS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """_fetch of all rows of a lane, one behind the other."""
+    found = ()
+    for r in tl.static_range(2 * TILES):
+        found = found + _fetch(words[r], scales[r], zeros[r], block, live, FORM, COUNT, ZEROS)
+    return found
+
+
+@triton.jit
+def _row(weight, row, q, FORM: tl.constexpr, ZEROS: tl.constexpr):
+    """Where a row begins: its words for lanes of this q, its scales and its zeros; and its factor.
+    row: int64."""
+    words = (weight[0] + row * weight[4] + FORM[1] * q).to(tl.int64)
+    lines = row
+    if FORM[3] == 0:
+        lines = row * 0
+    elif FORM[3] > 1:
+        lines = (row + weight[6]) // FORM[3]
+    scales = weight[1] + lines * weight[5]
+    zeros = scales
+    if ZEROS:
+        zeros = weight[2] + lines * weight[5]
+    factor = 1.0
+    if FORM[0] == FP4:
+        factor = tl.load(weight[3] + row) * (128.0 if FORM[6] == E2M1 else 256.0)
+    return words, scales, zeros, factor
+
+
+@triton.jit
+def _store(
+    out, total, first, tokens, N, out_stride, q, TILES: tl.constexpr, BATCH: tl.constexpr
+):  # fmt: skip
+    """Stores the sums of a segment, rounded once. first: the lane's first output."""
+    out += tl.program_id(2).to(tl.int64) * tokens * N
+    for t in tl.static_range(TILES):
+        for j in tl.static_range(BATCH):
+            for c in tl.static_range(4):
+                n = first + 16 * t + 8 * (c // 2)
+                m = tl.program_id(1) * (8 * BATCH) + 8 * j + 2 * q + c % 2
+                place = out + m.to(tl.int64) * out_stride + n
+                value = total[t * BATCH + j][c].to(out.dtype.element_ty)
+                tl.store(place, value, mask=(n < N) & (m < tokens))
+
+
 @triton.jit(do_not_specialize=["tokens", "blocks"])
 def lanes_kernel(
     x, weight, out, tokens, N, blocks, x_stride, out_stride, FORM: tl.constexpr,
@@ -396,12 +443,12 @@ def lanes_kernel(
     rows out_stride apart.
 
     blocks: of 128 columns per segment; REST: what is left of them by AHEAD. COUNT: scales of a row
-    in a block. STEPS: groups of 16 columns whose x is loaded ahead. x: pairs, x_stride pairs per row.
+    in a block. STEPS: groups of 16 columns whose x is loaded ahead. x: pairs, x_stride pairs per
+    row.
     """
-    BITS: tl.constexpr = FORM[1]
-    SCALES: tl.constexpr = 2 if FORM[0] == FP4 else COUNT
     ZEROS: tl.constexpr = weight[2] is not None
-    PER: tl.constexpr = BITS + SCALES * (2 if ZEROS else 1)
+    SCALES: tl.constexpr = 2 if FORM[0] == FP4 else COUNT
+    PER: tl.constexpr = FORM[1] + SCALES * (2 if ZEROS else 1)
     thread = tl.arange(0, 32 * WARPS)
     g = thread % 32 // 4
     q = thread % 4
@@ -414,67 +461,41 @@ def lanes_kernel(
     factors = ()
     for r in tl.static_range(2 * TILES):
         row = tl.minimum(first + 8 * r, N - 1).to(tl.int64)
-        words = words + ((weight[0] + row * weight[4] + BITS * q).to(tl.int64),)
-        lines = row
-        if FORM[3] == 0:
-            lines = row * 0
-        elif FORM[3] > 1:
-            lines = (row + weight[6]) // FORM[3]
-        scales = scales + (weight[1] + lines * weight[5],)
-        if ZEROS:
-            zeros = zeros + (weight[2] + lines * weight[5],)
-        else:
-            zeros = zeros + (scales[r],)
-        if FORM[0] == FP4:
-            factors = factors + (tl.load(weight[3] + row) * (128.0 if FORM[6] == E2M1 else 256.0),)
-        else:
-            factors = factors + (1.0,)
+        own = _row(weight, row, q, FORM, ZEROS)
+        words = words + (own[0],)
+        scales = scales + (own[1],)
+        zeros = zeros + (own[2],)
+        factors = factors + (own[3],)
     columns = ()
-    total = ()
     for j in tl.static_range(BATCH):
         m = tl.minimum(tl.program_id(1) * (8 * BATCH) + 8 * j + g, tokens - 1)
         columns = columns + (x + m.to(tl.int64) * x_stride + q,)
+    total = ()
     zero = tl.zeros((32 * WARPS,), tl.float32)
     for _ in tl.static_range(TILES * BATCH):
         total = total + ((zero, zero, zero, zero),)
     slots = ()
-    for ahead in tl.static_range(AHEAD):
-        slot = ()
-        for r in tl.static_range(2 * TILES):
-            slot = slot + _fetch(
-                words[r], scales[r], zeros[r], begin + ahead, begin + ahead < end, FORM, COUNT,
-                ZEROS,
-            )  # fmt: skip
+    for i in tl.static_range(AHEAD):
+        live = begin + i < end
+        slot = _slot(words, scales, zeros, begin + i, live, FORM, COUNT, ZEROS, TILES)
         slots = slots + (slot,)
     after = _columns(columns, begin, 0, STEPS, BATCH)
     for block in range(begin, end - REST, AHEAD):
         fresh = ()
-        for ahead in tl.static_range(AHEAD):
+        for i in tl.static_range(AHEAD):
             total, after = _block(
-                total, slots[ahead], columns, after, block + ahead, end - 1, factors,
+                total, slots[i], columns, after, block + i, end - 1, factors,
                 FORM, COUNT, ZEROS, PER, TILES, BATCH, STEPS, DTYPE,
             )  # fmt: skip
-            slot = ()
-            next_block = block + ahead + AHEAD
-            for r in tl.static_range(2 * TILES):
-                slot = slot + _fetch(
-                    words[r], scales[r], zeros[r], next_block, next_block < end, FORM, COUNT,
-                    ZEROS,
-                )
+            later = block + i + AHEAD
+            live = later < end
+            slot = _slot(words, scales, zeros, later, live, FORM, COUNT, ZEROS, TILES)
             fresh = fresh + (slot,)
             _pin(AHEAD)
         slots = fresh
-    for ahead in tl.static_range(REST):
+    for i in tl.static_range(REST):
         total, after = _block(
-            total, slots[ahead], columns, after, end - REST + ahead, end - 1, factors,
+            total, slots[i], columns, after, end - REST + i, end - 1, factors,
             FORM, COUNT, ZEROS, PER, TILES, BATCH, STEPS, DTYPE,
         )  # fmt: skip
-    to = out + tl.program_id(2).to(tl.int64) * tokens * N
-    for t in tl.static_range(TILES):
-        for j in tl.static_range(BATCH):
-            for c in tl.static_range(4):
-                n = first + 16 * t + 8 * (c // 2)
-                m = tl.program_id(1) * (8 * BATCH) + 8 * j + 2 * q + c % 2
-                place = to + m.to(tl.int64) * out_stride + n
-                value = total[t * BATCH + j][c].to(out.dtype.element_ty)
-                tl.store(place, value, mask=(n < N) & (m < tokens))
+    _store(out, total, first, tokens, N, out_stride, q, TILES, BATCH)
