@@ -7,17 +7,20 @@ Other kWidths than 2 share other columns among the groups of 16 of a product: an
 """
 
 import re
+import subprocess
+import tempfile
 from typing import Any
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from lockstep.kernels.architecture import shared_of
 from lockstep.kernels.linear.packed import launch
-from lockstep.kernels.linear.packed_tuning import lookup
+from lockstep.kernels.linear.packed_tuning import block_tile, candidates, cut, lookup
 from lockstep.kernels.packed._form import Target, multiplies_by_mma_sync, shared_by
 from lockstep.kernels.packed.cases import layouts
 from tests.kernels.compile_launches import OPTIONS, type_of
@@ -31,6 +34,14 @@ COMPILED = {
     86: ("int4", "fp8 by blocks"),
 }
 """Architecture -> layouts; each is compiled in bf16 for 16 tokens."""
+ALONE = {
+    90: ("int4", "int4 asymmetric", "int4 by 32", "int8 by 16", "fp8 by blocks", "fp8", "nvfp4"),
+    86: ("int4", "int4 asymmetric", "int4 wide", "fp8 by outputs", "nvfp4"),
+    120: ("int4", "fp8 by blocks", "nvfp4"),
+}
+"""The same for the kernel whose warps work alone."""
+SPILLED = 64
+"""Bytes of a thread's stack that warps which work alone may take: a few addresses."""
 MARGIN = 4096
 """Bytes of shared memory that a kernel may take beside its tiles."""
 
@@ -88,6 +99,8 @@ def main() -> None:
         for name, weight in layouts(N, K):
             if name in names:
                 tile = lookup(16, weight, 1, x.dtype, arch)
+                if tile.lanes:
+                    tile = block_tile(tile, weight, 1, arch)
                 launch(x, weight, 1, tile, Target(arch, assembly=True))
                 made = compiled.made[-1]
                 code = made.asm["ttgir"]
@@ -102,6 +115,45 @@ def main() -> None:
                 shared = made.metadata.shared
                 assert shared <= min(shared_of(arch), counted + MARGIN), (arch, name, counted)
                 print(arch, name, shared, counted, flush=True)
+    for arch, names in ALONE.items():
+        compile_alone(arch, names)
+
+
+def compile_alone(arch: int, names: tuple[str, ...]) -> None:
+    """The kernel whose warps work alone, on Hopper every candidate for 1, 16 and 32 tokens of the
+    first layout, and one of each other: one element per thread, words 16 bytes at a time, no shared
+    memory, and no register of the loop in memory. Prints registers and bytes of the stack."""
+    compiled = Compiled(arch)
+    JITFunction.run = lambda kernel, *a, **given: compiled.compile(kernel, *a, **given)
+    for name, weight in layouts(N, K):
+        if name not in names:
+            continue
+        every = arch == 90 and name == names[0]
+        for tokens in (1, 16, 32) if every else (1,):
+            x = torch.empty(tokens, K, dtype=torch.bfloat16)
+            found = [tile for tile in candidates(tokens, 1, weight.bits) if tile.lanes]
+            for tile in found if every else found[:1]:
+                launch(x, weight, 1, cut(tile, weight, 1, arch), Target(arch, assembly=True))
+                made = compiled.made[-1]
+                code = made.asm["ptx"]
+                assert made.metadata.shared == 0, (arch, name, tile)
+                assert "sizePerThread = [1]" in made.asm["ttgir"], (arch, name, tile)
+                assert "v4.b32" in code and "mma.sync.aligned.m16n8k16" in code, (arch, name, tile)
+                print(arch, name, tile, *spills_of(made.asm["cubin"]), flush=True)
+
+
+def spills_of(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found is not None, said
+    (registers, stack) = map(int, found.groups())
+    assert stack <= SPILLED, said
+    return registers, stack
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from lockstep.kernels.architecture import ARCHITECTURES, shared_of
+from lockstep.kernels.architecture import ARCHITECTURES, HOPPER, shared_of
 from lockstep.kernels.linear import linear, packed_tuning, tuning
 from lockstep.kernels.linear.packed_tuning import (
     BUCKETS,
@@ -30,23 +30,26 @@ from tests.kernels.test_packed import whole_numbers
 
 TRITON = [backend for backend in backends() if backend.values[0].name == "triton"]
 CUTS = {
-    (tile.m, tile.n, tile.k): tile
+    (tile.lanes, tile.m, tile.n, tile.k): tile
     for tokens in TIMED
     for tile in candidates(tokens, 2)
     if tile != UNPACK
 }
-"""A tile of each size: warps, stages and registers are the compiler's alone."""
+"""A tile of each kernel and size: warps, stages and registers are the compiler's alone."""
 TUNED = ("int4", "int4 asymmetric", "fp8 by blocks", "nvfp4")
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("cut", sorted(CUTS))
 @pytest.mark.parametrize("backend", TRITON)
-def test_no_tile_changes_a_bit(cut: tuple[int, int, int], backend: Backend) -> None:
-    """Rows that no tile divides, two segments; a GPU takes all layouts, an interpreter one."""
-    from lockstep.kernels.linear.packed import launch, target_of
+def test_no_tile_changes_a_bit(cut: tuple[bool, int, int, int], backend: Backend) -> None:
+    """Rows that no tile divides, two segments; a GPU takes all layouts, an interpreter one. In fp32
+    the op takes no tile: the weight is unpacked ahead."""
+    from lockstep.kernels.linear.packed import launch, target_of, tile_of
 
-    if backend.interpreted:
+    if backend.dtype == torch.float32:
+        weight = whole_numbers("int4", 40, 1024)
+        assert tile_of(5, weight, 2, backend.dtype, HOPPER) == UNPACK
         backend = replace(backend, dtype=torch.float16)
     few = sorted(CUTS).index(cut) % len(TUNED)
     for name in TUNED if backend.on_gpu else TUNED[few : few + 1]:
@@ -81,8 +84,12 @@ def test_candidates_are_few_and_fit() -> None:
     for tokens in TIMED:
         for segments in (1, 2):
             tiles = candidates(tokens, segments)
-            assert len(tiles) <= 10 and len(set(tiles)) == len(tiles)
-            assert all(tile == UNPACK or (tile.m >= 16 and tile.k % 128 == 0) for tile in tiles)
+            assert len(tiles) <= 16 and len(set(tiles)) == len(tiles)
+            for tile in tiles:
+                if tile.lanes:
+                    assert tile.m % 8 == tile.n % (16 * tile.warps) == 0 and tile.k == 128
+                else:
+                    assert tile == UNPACK or (tile.m >= 16 and tile.k % 128 == 0)
             assert tiles[0] != UNPACK
 
 
@@ -113,7 +120,8 @@ def test_a_bucket_serves_what_its_tile_holds(table: dict[str, dict[int, PackedTi
         assert found(tokens, arch=90) == candidates(tokens, 1)[0]
     for tokens in (65, 200):
         assert found(tokens, arch=90) == UNPACK
-    assert found(8, arch=80) == PackedTile(16, 64, 128)
+    assert found(8, arch=80).lanes and found(9, arch=80) == PackedTile(16, 64, 128)
+    assert found(8, arch=100) == PackedTile(16, 64, 128)
     assert [bucket(tokens) for tokens in TIMED] == list(BUCKETS)
 
 
@@ -142,6 +150,8 @@ def test_tiles_are_cut_to_the_weight_and_the_architecture() -> None:
     for arch in ARCHITECTURES:
         for tokens in TIMED:
             tile = lookup(tokens, weight, 1, torch.bfloat16, arch)
+            if tile.lanes:
+                continue
             stage, fixed = shared_by(tile.n, tile.m, tile.k, weight, multiplies_by_mma_sync(arch))
             assert (tile.stages - 1) * stage + fixed <= shared_of(arch)
 
@@ -152,8 +162,10 @@ def test_few_candidates_are_timed() -> None:
         for weight in (int4(n, k), Fp8Weight.empty(n, k, 128, 128, device="meta")):
             for tokens in TIMED:
                 tiles = worth_timing(tokens, weight, parts, 90, 132)
-                assert 1 <= len(tiles) == len(set(tiles)) <= 10
-                assert set(tiles) <= {cut(t, weight, parts, 90) for t in candidates(tokens, parts)}
+                assert 1 <= len(tiles) == len(set(tiles)) <= 16
+                assert tokens > 32 or {tile.lanes for tile in tiles} == {False, True}
+                made = candidates(tokens, parts, weight.bits)
+                assert set(tiles) <= {cut(tile, weight, parts, 90) for tile in made}
                 assert tokens <= 64 or UNPACK in tiles
     narrow = worth_timing(1, int4(2048, 640), 1, 90, 132)
     assert {tile.k for tile in narrow} <= {128}

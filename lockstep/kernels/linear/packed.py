@@ -18,7 +18,8 @@ from triton.errors import TritonError
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.linear import linear
 from lockstep.kernels.linear._packed_kernel import packed_kernel
-from lockstep.kernels.linear.packed_tuning import UNPACK, PackedTile, lookup
+from lockstep.kernels.linear._packed_lanes import lanes_kernel
+from lockstep.kernels.linear.packed_tuning import UNPACK, PackedTile, block_tile, lookup
 from lockstep.kernels.linear.triton import fold, linear_triton
 from lockstep.kernels.linear.triton import launch as dense_launch
 from lockstep.kernels.linear.tuning import Tile
@@ -28,6 +29,7 @@ from lockstep.kernels.packed._form import (
     TYPES,
     Target,
     columns_of,
+    group_of,
     irregular,
     operand_of,
     target_of,
@@ -54,12 +56,16 @@ def launch(
     """linear by a given tile. The tile decides the speed and nothing else."""
     (tokens, k) = x.shape
     n = weight.shape[0]
+    if tile.lanes and not target.assembly:
+        tile = block_tile(tile, weight, segments, target.arch)
     split = min(tile.split, segments)
     length = k // segments
     found = x.new_empty(tokens, n) if out is None else out
     if split > 1:
         found = torch.empty(split, tokens, n, dtype=torch.float32, device=x.device)
-    if tokens:
+    if tokens and tile.lanes:
+        _lanes(x, weight, found, length, tile, target)
+    elif tokens:
         columns = columns_of(weight, tile.k, length)
         operand, form = operand_of(weight, x.dtype, columns, target)
         if target.assembly and not tile.warpgroup:
@@ -76,6 +82,30 @@ def launch(
         return found
     total = fold(found, x.dtype) if tokens else x.new_empty(0, n)
     return total if out is None else out.copy_(total)
+
+
+def _lanes(
+    x: Tensor, weight: PackedWeight, out: Tensor, length: int, tile: PackedTile, target: Target
+) -> None:
+    """Fills out [T, N], or partials [P, T, N] fp32, a program for each part of `length` columns."""
+    tokens = x.shape[0]
+    n = weight.shape[0]
+    if x.stride(0) % 2 or x.data_ptr() % 4:
+        x = x.clone(memory_format=torch.contiguous_format)
+    operand, form = operand_of(weight, x.dtype, 0, target)
+    group = group_of(weight)
+    block = int(BLOCK)
+    batch = tile.m // 8
+    blocks = length // block
+    grid = (triton.cdiv(n, tile.n), triton.cdiv(tokens, tile.m), weight.k // length)
+    lanes_kernel[grid](
+        x.view(torch.int32), operand, out, tokens, n, blocks, x.stride(0) // 2,
+        out.stride(-2), tuple(form), max(1, block // group) if group else 1,
+        tile.n // (16 * tile.warps), batch, max(1, 8 // batch), tile.stages,
+        blocks % tile.stages, tile.warps, TYPES[x.dtype],
+        num_warps=tile.warps, num_stages=1, maxnreg=tile.registers or None,
+        enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 def tile_of(

@@ -18,7 +18,14 @@ from lockstep.kernels.architecture import HOPPER, shared_of
 from lockstep.kernels.linear import segments as segments_of
 from lockstep.kernels.linear import tuning
 from lockstep.kernels.packed import Fp4Weight, Fp8Weight, IntWeight, PackedWeight
-from lockstep.kernels.packed._form import columns_of, group_of, shared_by, stages_of
+from lockstep.kernels.packed._device import BLOCK
+from lockstep.kernels.packed._form import (
+    columns_of,
+    group_of,
+    multiplies_by_mma_sync,
+    shared_by,
+    stages_of,
+)
 
 TABLE = Path(__file__).with_name("packed_tuning.json")
 BUCKETS = (1, 2, 5, 9, 17, 33, 65, 129)
@@ -32,6 +39,15 @@ REGISTERS = 1 << 16
 OWN_REGISTERS = 112
 """Of a thread, beside its accumulators, where the compiler may choose: int4 takes 122 with a tile
 of 16 tokens (docs/kernels/packed.md)."""
+LANE_REGISTERS = 40
+"""The same of the kernel whose warps work alone, for each 16 outputs of a warp, beside the words
+that wait and its sums: int4 takes 95 with one tile of 16 and four blocks ahead."""
+PROGRAMS = 32
+"""That a multiprocessor holds at most, since Ampere."""
+MOST_ALONE = 8
+"""Tokens up to which warps that work alone serve by rule on an architecture where none is timed."""
+LANE_STEP = 33 / 1.75e9
+"""Seconds of a chain of single mma.sync instructions per 16 columns: their latency; estimated."""
 STEP = 125 / 1.75e9
 """Seconds of a chain per 16 columns: measured with int4, at one and at two programs on a
 multiprocessor of an H200, 1.75 GHz."""
@@ -48,7 +64,9 @@ class PackedTile:
     m, n, k: tokens, outputs and columns per block, powers of two, m 16 or more (8 would be another
     tree), k 128 or more; split: programs along K. registers: the most per thread, so that more
     programs fit a multiprocessor, 0: as the compiler likes. On Hopper n below 64, or fewer than 4
-    warps, are multiplied by mma.sync, which has the same tree.
+    warps, are multiplied by mma.sync, which has the same tree. lanes: the kernel whose warps work
+    alone (_packed_lanes.py): m a multiple of 8, n one of 16 x warps, k 128, stages the blocks that
+    a warp loads ahead, and each segment a program of its own.
     """
 
     m: int
@@ -58,11 +76,12 @@ class PackedTile:
     stages: int = 3
     split: int = 1
     registers: int = 0
+    lanes: bool = False
 
     @property
     def warpgroup(self) -> bool:
         """Whether Hopper multiplies such a tile by wgmma."""
-        return self.n >= 64 and self.warps % 4 == 0
+        return self.n >= 64 and self.warps % 4 == 0 and not self.lanes
 
 
 UNPACK = PackedTile(0, 0, 0)
@@ -76,8 +95,33 @@ def bucket(tokens: int) -> int:
     return BUCKETS[max(bisect_right(BUCKETS, tokens), 1) - 1]
 
 
-def _few(tokens: int, segments: int) -> list[PackedTile]:
+def _lanes(m: int, segments: int, bits: int) -> list[PackedTile]:
+    """Where x is short, many warps of 16 outputs, else fewer of 32 and 64, that load x less often.
+
+    cuts: (16 outputs of a warp, warps of a program, blocks ahead with 4 bits: half with 8).
+    """
+    cuts = {
+        8: ((1, 1, 4), (1, 1, 8), (1, 1, 6), (2, 1, 2), (2, 1, 4), (4, 1, 2), (1, 4, 4)),
+        16: ((2, 1, 2), (1, 1, 4), (1, 1, 8), (4, 1, 2)),
+        32: ((2, 1, 2), (1, 1, 4), (2, 1, 4)),
+    }
+    tiles = [
+        PackedTile(m, 16 * high * warps, 128, warps, 4 * ahead // bits, segments, lanes=True)
+        for high, warps, ahead in cuts[m]
+    ]
+    if m == 8:
+        tiles.append(replace(tiles[0], registers=112))  # 18 warps fit: gate_up of 27B has 16.5
+    return tiles
+
+
+def _few(tokens: int, segments: int, bits: int) -> list[PackedTile]:
     """At most 32 tokens: the chain of one program is slow, so many run on each multiprocessor."""
+    lanes = _lanes(8 if tokens <= 8 else 16 if tokens <= 16 else 32, segments, bits)
+    return [*lanes, *_blocks(tokens, segments)]
+
+
+def _blocks(tokens: int, segments: int) -> list[PackedTile]:
+    """At most 32 tokens, in tiles that the compiler lays out."""
     m = 16 if tokens <= 16 else 32
     tiles = [
         PackedTile(m, 64, 256, 4, 3, segments, 128),
@@ -121,18 +165,48 @@ def _hundreds(tokens: int, segments: int) -> list[PackedTile]:
     return tiles
 
 
-def candidates(tokens: int, segments: int) -> list[PackedTile]:
-    """Tiles worth timing on Hopper, at most ten; the first serves where nothing was timed."""
+def candidates(tokens: int, segments: int, bits: int = 4) -> list[PackedTile]:
+    """Tiles worth timing on Hopper, at most sixteen, for weights of so many bits; the first serves
+    where nothing was timed."""
     if tokens <= 32:
-        return _few(tokens, segments)
+        return _few(tokens, segments, bits)
     tiles = _some(segments) if tokens <= 64 else _hundreds(tokens, segments)
     return [*tiles, UNPACK] if tokens > 64 else tiles
 
 
 def _modest(tokens: int) -> PackedTile:
-    """A tile for any GPU since Ampere."""
+    """A tile for any GPU since Ampere, laid out by the compiler."""
     m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64 if tokens <= 64 else 128
     return PackedTile(m, 64, 128, stages=3 if m <= 64 else 2)
+
+
+def lanes_serve(weight: PackedWeight, segments: int, arch: int) -> bool:
+    """Whether warps that work alone can multiply a weight, with the bits of the dense backend: by
+    mma.sync where it is that backend's product, or has its bits, as on Hopper; in whole blocks of
+    columns; and where the scales of NVFP4 can be read eight at a time."""
+    same = arch == HOPPER or multiplies_by_mma_sync(arch)
+    whole = weight.k % (segments * int(BLOCK)) == 0
+    if not (same and whole):
+        return False
+    if isinstance(weight, Fp4Weight):
+        return weight.scales.stride(0) % 8 == 0 and weight.scales.data_ptr() % 8 == 0
+    return True
+
+
+def block_tile(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> PackedTile:
+    """What stands for a tile of lanes where these do not serve, or no assembly can run."""
+    other = _blocks(tile.m, segments)[0] if arch == HOPPER else _modest(tile.m)
+    return cut(other, weight, segments, arch)
+
+
+def _cut_lanes(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> PackedTile:
+    """No more blocks ahead than a segment has."""
+    if not lanes_serve(weight, segments, arch):
+        return block_tile(tile, weight, segments, arch)
+    ahead = min(tile.stages, weight.k // segments // int(BLOCK))
+    if (ahead, tile.split) == (tile.stages, segments):
+        return tile
+    return replace(tile, stages=ahead, split=segments)
 
 
 def cut(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> PackedTile:
@@ -140,6 +214,8 @@ def cut(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> Pac
     architecture has shared memory for."""
     if tile == UNPACK:
         return tile
+    if tile.lanes:
+        return _cut_lanes(tile, weight, segments, arch)
     k = columns_of(weight, tile.k, weight.k // segments)
     sync = not tile.warpgroup
     stages = stages_of(tile.stages, tile.n, tile.m, k, weight, arch, sync)
@@ -206,21 +282,31 @@ def _serving(row: dict[int, PackedTile], first: int) -> PackedTile | None:
 
 
 @cache
-def _tile(first: int, name: str, segments: int, arch: int) -> PackedTile:
+def _tile(first: int, name: str, segments: int, arch: int, bits: int) -> PackedTile:
     """By the table, else by the rule."""
     timed = (_serving(row, first) for row in _measured(name, segments))
     found = next((tile for tile in timed if tile is not None), None)
     if found is not None:
         return found
-    return candidates(first, segments)[0] if arch == HOPPER else _modest(first)
+    if arch == HOPPER:
+        return candidates(first, segments, bits)[0]
+    return _lanes(8, segments, bits)[0] if first <= MOST_ALONE else _modest(first)
 
 
 def lookup(
     tokens: int, weight: PackedWeight, segments: int, dtype: torch.dtype, arch: int
 ) -> PackedTile:
     """The tile for `tokens` rows against a packed weight on a GPU of this architecture."""
-    tile = _tile(bucket(tokens), key(weight, dtype, arch), segments, arch)
+    tile = _tile(bucket(tokens), key(weight, dtype, arch), segments, arch, weight.bits)
     return cut(tile, weight, segments, arch)
+
+
+def _lanes_held(tile: PackedTile, bits: int) -> int:
+    """How many such programs a multiprocessor holds."""
+    high = tile.n // (16 * tile.warps)
+    registers = high * (LANE_REGISTERS + 2 * bits * tile.stages + tile.m // 2) + 16 + 8
+    registers = tile.registers or registers
+    return max(1, min(PROGRAMS, REGISTERS // (32 * tile.warps * registers)))
 
 
 def estimate(
@@ -229,12 +315,16 @@ def estimate(
     """Seconds of a launch on a GPU of so many multiprocessors, at least: its bytes, or the waves of
     its programs, each of which is a chain that waits for its products."""
     n, k = weight.shape
+    programs = -(-tokens // tile.m) * -(-n // tile.n) * tile.split
+    if tile.lanes:
+        held = _lanes_held(tile, weight.bits)
+        waves = max(1.0, programs / (held * processors))
+        return max(weight.nbytes / BANDWIDTH, waves * (k / tile.split / 16) * LANE_STEP)
     stage, fixed = shared_by(tile.n, tile.m, tile.k, weight, not tile.warpgroup)
     shared = (tile.stages - 1) * stage + fixed
     threads = 32 * tile.warps
     registers = tile.registers or OWN_REGISTERS + tile.m * tile.n // threads
     held = max(1, min(shared_of(arch) // shared, REGISTERS // (registers * threads)))
-    programs = -(-tokens // tile.m) * -(-n // tile.n) * tile.split
     waves = max(1.0, programs / (held * processors))
     return max(weight.nbytes / BANDWIDTH, waves * (k / tile.split / 16) * STEP)
 
@@ -243,17 +333,20 @@ def worth_timing(
     tokens: int, weight: PackedWeight, segments: int, arch: int, processors: int
 ) -> list[PackedTile]:
     """The candidates as they are launched, each once, that keep their stages on the architecture
-    and are not far behind by the estimate."""
-    found = []
-    for tile in candidates(tokens, segments):
+    and are not far behind by the estimate, among those of the same kernel."""
+    found: list[PackedTile] = []
+    for tile in candidates(tokens, segments, weight.bits):
         own = cut(tile, weight, segments, arch)
         if own.stages == tile.stages and own not in found:
             found.append(own)
     cost = {
         tile: estimate(tokens, weight, tile, arch, processors) for tile in found if tile != UNPACK
     }
-    most = SLACK * min(cost.values(), default=inf)
-    return [tile for tile in found if cost.get(tile, 0.0) <= most]
+    most = {
+        lanes: SLACK * min((cost[tile] for tile in cost if tile.lanes == lanes), default=inf)
+        for lanes in (False, True)
+    }
+    return [tile for tile in found if cost.get(tile, 0.0) <= most[tile.lanes]]
 
 
 def some_weights(empty: Callable[[], PackedWeight]) -> list[PackedWeight]:

@@ -285,7 +285,7 @@ E4M3_WORD = tl.constexpr("""
 
 
 @triton.jit
-def _twice(x):
+def twice(x):
     """x of 16 bits -> words that hold it in both halves."""
     return (x.to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001).to(tl.int32, bitcast=True)
 
@@ -413,21 +413,21 @@ def _fast_int4(word, scales, zeros, FORM: tl.constexpr, COLUMNS: tl.constexpr, D
         o1 = o0
     else:
         offset = (-BASE - zeros.to(tl.float32)).to(DTYPE)
-        o0, o1 = _spread(_twice(offset), 4, WORDS, COLUMNS)
+        o0, o1 = _spread(twice(offset), 4, WORDS, COLUMNS)
     if FORM[6] == SPLIT:
         wide = scales.to(tl.float32)
         high = wide.to(tl.bfloat16)
         rest = wide - high.to(tl.float32)
         rest = tl.where(rest == rest, rest, 0.0).to(tl.bfloat16)
-        s0, s1 = _spread(_twice(high), 4, WORDS, COLUMNS)
-        r0, r1 = _spread(_twice(rest), 4, WORDS, COLUMNS)
+        s0, s1 = _spread(twice(high), 4, WORDS, COLUMNS)
+        r0, r1 = _spread(twice(rest), 4, WORDS, COLUMNS)
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
             SPLIT_BF16, "=&r,=&r,=&r,=&r,r,r,r,r,r,r,r", [word, s0, s1, r0, r1, o0, o1],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
         )  # fmt: skip
     else:
         TEXT: tl.constexpr = SAME_BF16 if DTYPE == tl.bfloat16 else SAME_FP16
-        s0, s1 = _spread(_twice(scales), 4, WORDS, COLUMNS)
+        s0, s1 = _spread(twice(scales), 4, WORDS, COLUMNS)
         p0, p1, p2, p3 = tl.inline_asm_elementwise(
             TEXT, "=&r,=&r,=&r,=&r,r,r,r,r,r", [word, s0, s1, o0, o1],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,

@@ -134,11 +134,12 @@ def plain_operand(weight: Tensor) -> tuple[Operand, Form]:
 def operand_of(
     weight: PackedWeight, dtype: torch.dtype, columns: int, target: Target
 ) -> tuple[Operand, Form]:
-    """What load_tile takes of a weight that is not irregular, for tiles of `columns`."""
+    """What load_tile takes of a weight that is not irregular, for tiles of `columns`; 0: scales are
+    read one at a time."""
     group = group_of(weight)
     zeros = weight.zeros if isinstance(weight, IntWeight) else None
     scales: Tensor = weight.tensors()["scales"]
-    few = columns in (group, 2 * group, 4 * group) and not irregular(weight)
+    few = columns > 0 and columns in (group, 2 * group, 4 * group) and not irregular(weight)
     paired = few and _pairs(scales) and (zeros is None or _pairs(zeros))
     rows = 1
     first = 0
