@@ -1,5 +1,5 @@
-"""Triton's interpreter where there is no GPU, and the bundled model, as the tests of requests and of
-sampling parameters ask it."""
+"""Triton's interpreter where there is no GPU, and the bundled model, as the tests of requests and
+of sampling parameters ask it."""
 
 import os
 from typing import Any

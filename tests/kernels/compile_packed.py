@@ -3,11 +3,14 @@ what the compiler made: the order of columns in the matrix units, and how a tile
 
 Other kWidths than 2 share other columns among the groups of 16 of a product: another tree.
 
-    python -m tests.kernels.compile_packed
+    python -m tests.kernels.compile_packed [--lanes]
+
+--lanes: the kernel whose warps work alone, instead of the one that the compiler lays out.
 """
 
 import re
 import subprocess
+import sys
 import tempfile
 from typing import Any
 
@@ -115,8 +118,6 @@ def main() -> None:
                 shared = made.metadata.shared
                 assert shared <= min(shared_of(arch), counted + MARGIN), (arch, name, counted)
                 print(arch, name, shared, counted, flush=True)
-    for arch, names in ALONE.items():
-        compile_alone(arch, names)
 
 
 def compile_alone(arch: int, names: tuple[str, ...]) -> None:
@@ -156,5 +157,11 @@ def spills_of(cubin: bytes) -> tuple[int, int]:
     return registers, stack
 
 
+def compile_lanes() -> None:
+    """Compiles the kernel whose warps work alone for all of ALONE."""
+    for arch, names in ALONE.items():
+        compile_alone(arch, names)
+
+
 if __name__ == "__main__":
-    main()
+    compile_lanes() if "--lanes" in sys.argv else main()

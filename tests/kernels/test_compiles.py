@@ -86,3 +86,11 @@ def test_packed_weights_reach_the_matrix_units_in_their_own_order(
 ) -> None:
     """On Hopper and Ampere: kWidth 2, and on Hopper no second way through shared memory."""
     assert len(compiled("compile_packed")) == 7
+
+
+@pytest.mark.slow
+def test_warps_that_work_alone_keep_all_in_registers(
+    compiled: Callable[..., list[str]],
+) -> None:
+    """Every candidate of one layout and one of each other, on three architectures."""
+    assert len(compiled("compile_packed", "--lanes")) >= 20

@@ -44,8 +44,6 @@ LANE_REGISTERS = 40
 that wait and its sums: int4 takes 95 with one tile of 16 and four blocks ahead."""
 PROGRAMS = 32
 """That a multiprocessor holds at most, since Ampere."""
-MOST_ALONE = 8
-"""Tokens up to which warps that work alone serve by rule on an architecture where none is timed."""
 LANE_STEP = 33 / 1.75e9
 """Seconds of a chain of single mma.sync instructions per 16 columns: their latency; estimated."""
 STEP = 125 / 1.75e9
@@ -115,9 +113,12 @@ def _lanes(m: int, segments: int, bits: int) -> list[PackedTile]:
 
 
 def _few(tokens: int, segments: int, bits: int) -> list[PackedTile]:
-    """At most 32 tokens: the chain of one program is slow, so many run on each multiprocessor."""
+    """At most 32 tokens: the chain of one program is slow, so many run on each multiprocessor.
+
+    Lanes serve only where the table has them: a tuner on a GPU has compared their bits.
+    """
     lanes = _lanes(8 if tokens <= 8 else 16 if tokens <= 16 else 32, segments, bits)
-    return [*lanes, *_blocks(tokens, segments)]
+    return [*_blocks(tokens, segments), *lanes]
 
 
 def _blocks(tokens: int, segments: int) -> list[PackedTile]:
@@ -290,7 +291,7 @@ def _tile(first: int, name: str, segments: int, arch: int, bits: int) -> PackedT
         return found
     if arch == HOPPER:
         return candidates(first, segments, bits)[0]
-    return _lanes(8, segments, bits)[0] if first <= MOST_ALONE else _modest(first)
+    return _modest(first)
 
 
 def lookup(
