@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lockstep.cache.specs import PagedSpec, StateSpec
+from lockstep.cache.specs import Law, Spec, unit_bytes
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Embedding, Head, Product
 from lockstep.layers.moe import ExpertWeight
@@ -40,10 +40,6 @@ MATRIX_RATE = 790e12
 
 GATHERED = (Embedding, Rotary)
 """Layers that read one line of their table per token, not the table."""
-
-
-WHOLE = "recurrent"
-"""The part of a mixer's state that a step reads and writes whole; the others are lines by token."""
 
 
 @dataclass(frozen=True)
@@ -226,25 +222,15 @@ def _labelled(root: nn.Module | None, label: str = "") -> Iterator[tuple[str, nn
 
 def _kept(root: nn.Module | None, rows: int, tokens: int, context: int) -> tuple[Part, ...]:
     """What the mixers keep between steps: KV read and written, state read and written."""
-    specs = [layer.cache_spec() for layer in mixers(root, None).values()]  # type: ignore[operator]
-    token = sum(spec.page_bytes(1) for spec in specs if isinstance(spec, PagedSpec))
-    states = [spec for spec in specs if isinstance(spec, StateSpec)]
-    moved = sum(_state_bytes(spec, tokens // rows) for spec in states)
+    specs: list[Spec] = [layer.cache_spec() for layer in mixers(root, None).values()]  # type: ignore[operator]
+    token = unit_bytes(specs, Law.PAGED, 1)
+    moved = sum(spec.step_bytes(tokens // rows) for spec in specs if spec.law is Law.STATE)
     parts = (
         Part("KV read", token * context * rows),
         Part("KV written", token * tokens),
         Part("state", 2 * moved * rows),
     )
     return tuple(part for part in parts if part.bytes)
-
-
-def _state_bytes(spec: StateSpec, query_len: int) -> int:
-    """One row's state of a layer: WHOLE, and of each other part the lines of `query_len` tokens."""
-    total = 0
-    for name, shape, dtype in spec.parts:
-        lines = shape if name == WHOLE else (min(query_len, shape[0]), *shape[1:])
-        total += prod(lines) * dtype.itemsize
-    return total
 
 
 def _summed(passes: list[tuple[Part, ...]]) -> tuple[Part, ...]:

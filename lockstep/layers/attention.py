@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from lockstep.cache.specs import PagedSpec
+from lockstep.cache.specs import Law, Part, Spec
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.layers.build import Build
@@ -109,11 +109,13 @@ class Attention(nn.Module):
             table["k_norm.weight"] = self.k_norm.weight
         return table
 
-    def cache_spec(self) -> PagedSpec:
-        return PagedSpec(self.kv_heads, self.head_dim, self.dtype)
+    def cache_spec(self) -> Spec:
+        shape = (self.kv_heads, self.head_dim)
+        return Spec(Law.PAGED, tuple(Part(name, shape, self.dtype) for name in ("k", "v")))
 
-    def bind(self, storage: tuple[Tensor, Tensor]) -> None:
-        self.k_cache, self.v_cache = storage
+    def bind(self, storage: dict[str, Tensor]) -> None:
+        self.k_cache = storage["k"]
+        self.v_cache = storage["v"]
 
     def cache_tensors(self) -> list[Tensor]:
         return [self.k_cache, self.v_cache]
