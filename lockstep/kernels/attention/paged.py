@@ -91,16 +91,15 @@ def _load_packed(
 @triton.jit
 def _tile(
     cache, numbers, constant, kv, page, at, keys, d, P_STRIDE: tl.constexpr,
-    T_STRIDE: tl.constexpr, H_STRIDE: tl.constexpr, COUNT: tl.constexpr, HKV: tl.constexpr,
-    D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, LOAD: tl.constexpr,
-    DTYPE: tl.constexpr,
+    T_STRIDE: tl.constexpr, COUNT: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, LOAD: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Keys or values of a head, of a cache that is packed or (LOAD is None) not."""
     if LOAD is None:
-        return _load(cache + kv * H_STRIDE, page, at, keys, d, P_STRIDE, T_STRIDE, D, PAGE, TILE)
+        return _load(cache, page, at, keys, d, P_STRIDE, T_STRIDE, D, PAGE, TILE)
     else:
         return _load_packed(
-            cache + kv * H_STRIDE, numbers, constant, kv, page, at, keys, d, P_STRIDE, T_STRIDE,
+            cache, numbers, constant, kv, page, at, keys, d, P_STRIDE, T_STRIDE,
             COUNT, HKV, D, PAGE, TILE, LOAD, DTYPE,
         )  # fmt: skip
 
@@ -249,12 +248,12 @@ def _attend_kernel(
             if PAGE % TILE != 0:
                 page = _pages_of(pages, at, keys, PAGE, TILE)
             k = _tile(
-                k_cache, k_numbers, k_constant, kv, page, at, keys, d, K_PAGE, K_TOKEN, K_HEAD,
-                K_COUNT, HKV, D, PAGE, TILE, K_LOAD, q.dtype.element_ty,
+                k_cache + kv * K_HEAD, k_numbers, k_constant, kv, page, at, keys, d, K_PAGE,
+                K_TOKEN, K_COUNT, HKV, D, PAGE, TILE, K_LOAD, q.dtype.element_ty,
             )  # fmt: skip
             v = _tile(
-                v_cache, v_numbers, v_constant, kv, page, at, keys, d, V_PAGE, V_TOKEN, V_HEAD,
-                V_COUNT, HKV, D, PAGE, TILE, V_LOAD, q.dtype.element_ty,
+                v_cache + kv * V_HEAD, v_numbers, v_constant, kv, page, at, keys, d, V_PAGE,
+                V_TOKEN, V_COUNT, HKV, D, PAGE, TILE, V_LOAD, q.dtype.element_ty,
             )  # fmt: skip
             if PAGE % TILE == 0:
                 page = _pages_of(pages, at + TILE, stop, PAGE, TILE)

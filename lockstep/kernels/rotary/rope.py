@@ -160,20 +160,20 @@ def _rope_and_cache_kernel(
         slot = tl.load(slot_mapping + token).to(tl.int32)  # a division of 64 bits is a call
         page = (slot // page_size).to(tl.int64)
         place = slot % page_size
-        out = k_cache + (page * k_page + place * k_token) + head * k_head
+        k_at = k_cache + (page * k_page + place * k_token) + head * k_head
         if K_STORE is None:
-            _turn(keys, out, live, k_weight, cos, sin, eps, offset, D, HALF, HEADS, BLOCK, PAIRS)
-            out = v_cache + (page * v_page + place * v_token) + head * v_head
-            tl.store(out + lanes, v, mask=live & (lanes < D))
+            _turn(keys, k_at, live, k_weight, cos, sin, eps, offset, D, HALF, HEADS, BLOCK, PAIRS)
+            v_at = v_cache + (page * v_page + place * v_token) + head * v_head
+            tl.store(v_at + lanes, v, mask=live & (lanes < D))
         else:
             k = _turned(keys, live, k_weight, cos, sin, eps, offset, D, HALF, HEADS, BLOCK)
             _store_packed(
-                k, out, k_numbers, k_constant, slot, head, live, K_COUNT, HKV, D, HEADS, BLOCK,
+                k, k_at, k_numbers, k_constant, slot, head, live, K_COUNT, HKV, D, HEADS, BLOCK,
                 K_STORE,
             )  # fmt: skip
-            out = v_cache + (page * v_page + place * v_token) + head * v_head
+            v_at = v_cache + (page * v_page + place * v_token) + head * v_head
             _store_packed(
-                v.to(tl.float32), out, v_numbers, v_constant, slot, head, live, V_COUNT, HKV, D,
+                v.to(tl.float32), v_at, v_numbers, v_constant, slot, head, live, V_COUNT, HKV, D,
                 HEADS, BLOCK, V_STORE,
             )  # fmt: skip
 
