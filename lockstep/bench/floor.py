@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.cache.specs import Law, Spec, unit_bytes
 from lockstep.layers.build import Build
+from lockstep.layers.kv import KVLayers
 from lockstep.layers.linear import Embedding, Head, Product
 from lockstep.layers.moe import ExpertWeight
 from lockstep.layers.rotary import Rotary
@@ -117,11 +118,13 @@ def sketch(
     dtype: torch.dtype,
     options: SpeculativeConfig | None,
     quantization: str | None = None,
+    kv: KVLayers | None = None,
 ) -> Sketch:
     """The model of a folder's config.json and what it drafts with, without memory or weights.
 
-    quantization: as in EngineConfig. Which weights are packed, the folder's files say, or its
-    settings where it has none. Raises CheckpointError or ConfigError.
+    kv: the format of its KV cache, None for the dtype. quantization: as in EngineConfig. Which
+    weights are packed, the folder's files say, or its settings where it has none. Raises
+    CheckpointError or ConfigError.
     """
     drafts = options.num_speculative_tokens if options else 0
     drafting = drafter_module(options.method) if options else None
@@ -137,6 +140,7 @@ def sketch(
             tensors=tensors,
             prefixes=checkpoint.architecture.PREFIXES,
             packing=packing_of(checkpoint.quantization(), quantization),
+            kv=kv or KVLayers(),
         )
         build.room.bounded = False
         model = build_model(checkpoint.raw, build)

@@ -17,6 +17,7 @@ from lockstep.engine.build import (
     build_draft,
     build_program,
     find_model,
+    kv_layers,
     largest_prompts,
     pick_dtype,
     step_limits,
@@ -79,6 +80,7 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
             prefixes=checkpoint.architecture.PREFIXES,
             packing=packing,
             arch=card.number,
+            kv=kv_layers(config, dtype),
         )
         build.room.bounded = False
         model = build_model(checkpoint.raw, build)

@@ -16,6 +16,18 @@ FORMATS: dict[str, KVFormat] = {
 }
 
 
+def known(name: str) -> str:
+    """A kv_cache_dtype. Raises ValueError where there is none of this name."""
+    if name not in names():
+        raise ValueError(name)
+    return name
+
+
+def names() -> tuple[str, ...]:
+    """What kv_cache_dtype may say."""
+    return ("auto", *FORMATS)
+
+
 def format_of(name: str, dtype: torch.dtype) -> KVFormat | None:
     """The format of a kv_cache_dtype; None: the cache is of the model's dtype."""
     if name == "auto" or name == str(dtype).removeprefix("torch."):
