@@ -4,7 +4,6 @@ from torch import Tensor, nn
 
 from lockstep.cache.kv import kv_caches, kv_spec, kv_tensors
 from lockstep.cache.specs import Spec
-from lockstep.errors import ConfigError
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.kv import KVCache
 from lockstep.kernels.rotary import rope_and_cache
@@ -66,15 +65,7 @@ class Attention(nn.Module):
         self.k_norm = Norm(build, head_dim, eps, norm_offset) if qk_norm else None
         self.out = ResidualLinear(build, heads * head_dim, {"o_proj": hidden}, bias=out_bias)
         self.kv_format = build.kv.of(build.layer)
-        codecs = None
-        if self.kv_format is not None:
-            codecs = (self.kv_format.k, self.kv_format.v)
-        for why_not in (codec.refusal(head_dim) for codec in codecs or ()):
-            if why_not is not None:
-                raise ConfigError(
-                    f"kv_cache_dtype={self.kv_format.name!r} is not allowed with this model: "
-                    f"{why_not}. Choose another one."
-                )
+        codecs = None if self.kv_format is None else self.kv_format.fitting(head_dim)
         self.static = StaticScales(build.path, self.kv_format, build.beside("k_proj", "v_proj"))
         self.rope = build.op(rope_and_cache, head_dim=head_dim, codecs=codecs)
         sizes = dict(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
@@ -119,7 +110,8 @@ class Attention(nn.Module):
 
     def weights(self) -> dict[str, Target]:
         """Checkpoint name within the mixer -> what it fills."""
-        table: dict[str, Target] = self.qkv.weights() | self.out.weights() | self.static.slots
+        table = self.qkv.weights() | self.out.weights()
+        table.update(self.static.slots)
         if self.q_norm is not None and self.k_norm is not None:
             table["q_norm.weight"] = self.q_norm.weight
             table["k_norm.weight"] = self.k_norm.weight

@@ -83,7 +83,7 @@ class StaticScales:
         """The format with the scales that were loaded."""
         if format is None or not self.scales:
             return format
-        sides = {s: replace(getattr(format, s), scale=x) for s, x in self.scales.items()}  # type: ignore[call-arg]
+        sides = {s: replace(getattr(format, s), scale=x) for s, x in self.scales.items()}
         return replace(format, **sides)
 
 

@@ -171,7 +171,7 @@ class Decoder(nn.Module, ABC):
 
     def attending(self) -> Sequence[int]:
         """The numbers of the layers that attend: all, unless its file says otherwise."""
-        return range(self.config.layers)
+        return range(self.config.layers)  # type: ignore[attr-defined]  # a file's own setting
 
     @abstractmethod
     def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:

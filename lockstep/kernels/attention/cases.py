@@ -30,11 +30,10 @@ BATCHES: tuple[tuple[tuple[Row, ...], int, int, int, int], ...] = (
 )
 """(rows, heads, KV heads, head dim, page size)."""
 PACKED = (
-    (((5, 4), (0, 0), (254, 3)), 5, 1, 80, 32),
-    (VERIFY, 4, 2, 128, 64),
-    (RAGGED, 8, 2, 32, 16),
+    (((5, 4), (0, 0), (254, 3)), 5, 1, 80, 64),
+    (((0, 9), (250, 9), (64, 1)), 4, 2, 32, 16),
 )
-"""As above, in every format: an odd dim and an empty row, pages of a tile, pages of less."""
+"""As above, in every format: an odd dim and an empty row in pages of a tile, pages of less."""
 
 
 def paged(

@@ -433,7 +433,7 @@ def paged_attention_triton(
         scale * LOG2E, entries, page_table.stride(0), gate_stride, p.span, first, query_len,
         *k.codes.stride()[:3], *v.codes.stride()[:3], page, heads, kv_heads, dim, block, width,
         tile, 16 if exact else 64, SEGMENT, gates is not None, entries > 0, p.folds,
-        k.numbers, v.numbers, k.constant, v.constant, k.count, v.count, k.load, v.load,
+        k.numbers, v.numbers, k.constant, v.constant, k.beside, v.beside, k.load, v.load,
         num_warps=p.warps, num_stages=p.stages, enable_fp_fusion=False,
     )  # fmt: skip
     if entries:

@@ -9,12 +9,12 @@ from lockstep.kernels.kv import KVCache
 
 class Opened(NamedTuple):
     """Tensors and constants of a kernel's launch. load, store: device functions, None where the
-    cache is of the model's dtype; the rest as in Codec and PackedKV."""
+    cache is of the model's dtype; beside: numbers of a token and head; the rest as in PackedKV."""
 
     codes: Tensor
     numbers: Tensor | None = None
     constant: float | None = None
-    count: int = 0
+    beside: int = 0
     store: Any = None
     load: Any = None
 

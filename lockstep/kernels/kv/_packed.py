@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.errors import ConfigError
+
 
 class KVDevice(NamedTuple):
     """A codec's device functions, in Triton; the kernels that call them pass them as constants.
@@ -89,6 +91,16 @@ class KVFormat:
     k: Codec
     v: Codec
     scaled: bool = False
+
+    def fitting(self, dim: int) -> tuple[Codec, Codec]:
+        """Both codecs. Raises ConfigError where heads of this dim cannot be stored."""
+        for why_not in (self.k.refusal(dim), self.v.refusal(dim)):
+            if why_not is not None:
+                raise ConfigError(
+                    f"kv_cache_dtype={self.name!r} is not allowed with this model: {why_not}. "
+                    "Choose another one."
+                )
+        return self.k, self.v
 
 
 @dataclass(frozen=True)

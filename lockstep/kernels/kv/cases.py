@@ -1,15 +1,13 @@
 """Caches in every format for the cases of the ops that read and write them."""
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
 from lockstep.kernels.kv import Codec, KVCache, KVFormat, PackedKV
 from lockstep.kernels.kv.formats import FORMATS
-from lockstep.kernels.kv.fp8 import E4M3
+from lockstep.kernels.kv.fp8 import Fp8
 
-SCALED = KVFormat("fp8_e4m3 scaled", replace(E4M3.k, scale=0.03), replace(E4M3.v, scale=0.7))
+SCALED = KVFormat("fp8_e4m3 scaled", Fp8("e4m3", 0.03), Fp8("e4m3", 0.7))
 """With static scales, as a checkpoint may have them."""
 NAMED = {f.name: f for f in FORMATS.values() if f.k.device_at} | {SCALED.name: SCALED}
 """The formats that kernels read, each once."""

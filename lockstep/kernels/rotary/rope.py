@@ -217,6 +217,6 @@ def rope_and_cache_triton(
             H=heads, HKV=kv_heads, HALF=pairs, GATED=int(gated), HEADS=together,
             PAIRS=triton.next_power_of_2(max(pairs, 1)), **row_layout(dim, together),
             k_numbers=k.numbers, v_numbers=v.numbers, k_constant=k.constant, v_constant=v.constant,
-            K_COUNT=k.count, V_COUNT=v.count, K_STORE=k.store, V_STORE=v.store,
+            K_COUNT=k.beside, V_COUNT=v.beside, K_STORE=k.store, V_STORE=v.store,
         )  # fmt: skip
     return q
