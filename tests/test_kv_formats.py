@@ -1,13 +1,17 @@
 """kv_cache_dtype from the settings to the cache: by layer, for the draft module, from a file."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 from lockstep import LLM, SamplingParams
+from lockstep.check.report import Report
+from lockstep.cli import app
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.kernels.kv import KVFormat, PackedKV, formats
 from lockstep.kernels.kv.fp8 import Fp8
@@ -168,3 +172,21 @@ def test_static_scales_of_a_checkpoint(folder: Path, tmp_path: Path, where: str)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="k_scale=-1.0 is not allowed; allowed: a number"):
         engine(tmp_path, load_format="auto", kv_cache_dtype="fp8_e4m3")
+
+
+def test_check_takes_every_format_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each once, the model's dtype first, with a page of its own."""
+    asked = []
+
+    def stand_in(size: str, settings: dict[str, Any], *rest: Any) -> Report:
+        asked.append(settings["kv_cache_dtype"])
+        return Report(size, f"kv-{asked[-1]}")
+
+    monkeypatch.setattr(sys.modules["lockstep.cli.check"], "_run", stand_in)
+    page = tmp_path / "page.html"
+    done = CliRunner().invoke(
+        app, ["check", "--kv-cache-dtype", "all", "--json", "--report", str(page)]
+    )
+    assert done.exit_code == 0, done.output
+    assert asked == ["auto", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(f"page-{k}.html" for k in asked)

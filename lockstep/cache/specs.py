@@ -54,10 +54,7 @@ class Spec:
         return prod(self._line(page_size)) * sum(part.nbytes for part in self.parts)
 
     def step_bytes(self, query_len: int) -> int:
-        """Bytes of one row that a step of `query_len` tokens writes; of a state it reads as many.
-        For the cache of earlier tokens, which attention reads as well, see unit_bytes(1)."""
-        if self.law is Law.PAGED:
-            return query_len * self.unit_bytes(1)
+        """Bytes of one row's state that a step of `query_len` tokens reads, and writes."""
         return sum(part.touched(query_len) for part in self.parts)
 
     def allocate(self, units: int, page_size: int, device: str) -> dict[str, Tensor]:
