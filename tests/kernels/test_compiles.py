@@ -74,3 +74,11 @@ def test_packed_weights_reach_the_matrix_units_in_their_own_order(
 ) -> None:
     """On Hopper and Ampere: kWidth 2, and on Hopper no second way through shared memory."""
     assert len(compiled("compile_packed")) == 7
+
+
+def test_packed_keys_and_values_enter_products_as_unpacked_ones(
+    compiled: Callable[[str], list[str]],
+) -> None:
+    """On Hopper and on an architecture of mma.sync, in every format."""
+    lines = compiled("compile_kv")
+    assert len(lines) == 30 and {line.split()[0] for line in lines} == {"86", "90"}

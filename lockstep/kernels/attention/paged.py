@@ -25,6 +25,7 @@ from lockstep.kernels.attention import SEGMENT, paged_attention
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.kv import KVCache
 from lockstep.kernels.kv._launch import opened, unserved
+from lockstep.kernels.packed._form import target_of
 
 LOG2E = 1.4426950408889634
 """log2(e): weights are 2^(x log2(e)), which the GPU has an instruction for."""
@@ -72,9 +73,12 @@ def _load_packed(
     codes, numbers, constant, kv, page, at, keys, d, P_STRIDE: tl.constexpr,
     T_STRIDE: tl.constexpr, COUNT: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, LOAD: tl.constexpr, DTYPE: tl.constexpr,
+    OPAQUE: tl.constexpr,
 ):  # fmt: skip
     """The same of a packed cache: unpacked by the codec's LOAD, rounded to DTYPE. COUNT: numbers
-    of a token and head."""
+    of a token and head. OPAQUE: for mma.sync, which would take numbers that were bytes in other
+    groups of columns than those of DTYPE (kWidth 4), and so add them in another order.
+    """
     lanes = tl.arange(0, TILE)
     live = (at + lanes < keys)[:, None]
     page = page.to(tl.int64)
@@ -85,7 +89,12 @@ def _load_packed(
     if COUNT > 0:
         token = page * PAGE + (at + lanes) % PAGE
         numbers += (token * (HKV * COUNT) + kv * COUNT)[:, None]
-    return LOAD(codes, numbers, constant, d[None, :], live, D).to(DTYPE)
+    tile = LOAD(codes, numbers, constant, d[None, :], live, D).to(DTYPE)
+    if OPAQUE:
+        tile = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2
+        )
+    return tile
 
 
 @triton.jit
@@ -93,6 +102,7 @@ def _tile(
     cache, numbers, constant, kv, page, at, keys, d, P_STRIDE: tl.constexpr,
     T_STRIDE: tl.constexpr, COUNT: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr, LOAD: tl.constexpr, DTYPE: tl.constexpr,
+    OPAQUE: tl.constexpr,
 ):  # fmt: skip
     """Keys or values of a head, of a cache that is packed or (LOAD is None) not."""
     if LOAD is None:
@@ -100,7 +110,7 @@ def _tile(
     else:
         return _load_packed(
             cache, numbers, constant, kv, page, at, keys, d, P_STRIDE, T_STRIDE,
-            COUNT, HKV, D, PAGE, TILE, LOAD, DTYPE,
+            COUNT, HKV, D, PAGE, TILE, LOAD, DTYPE, OPAQUE,
         )  # fmt: skip
 
 
@@ -207,7 +217,7 @@ def _attend_kernel(
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, ONES: tl.constexpr,
     SEGMENT: tl.constexpr, GATED: tl.constexpr, LEAVES: tl.constexpr, FOLDS: tl.constexpr,
     k_numbers, v_numbers, k_constant, v_constant, K_COUNT: tl.constexpr, V_COUNT: tl.constexpr,
-    K_LOAD: tl.constexpr, V_LOAD: tl.constexpr,
+    K_LOAD: tl.constexpr, V_LOAD: tl.constexpr, OPAQUE: tl.constexpr,
 ):  # fmt: skip
     """A block of one row's (token, head of a group): every so many spans of SPAN segments.
 
@@ -249,11 +259,11 @@ def _attend_kernel(
                 page = _pages_of(pages, at, keys, PAGE, TILE)
             k = _tile(
                 k_cache + kv * K_HEAD, k_numbers, k_constant, kv, page, at, keys, d, K_PAGE,
-                K_TOKEN, K_COUNT, HKV, D, PAGE, TILE, K_LOAD, q.dtype.element_ty,
+                K_TOKEN, K_COUNT, HKV, D, PAGE, TILE, K_LOAD, q.dtype.element_ty, OPAQUE,
             )  # fmt: skip
             v = _tile(
                 v_cache + kv * V_HEAD, v_numbers, v_constant, kv, page, at, keys, d, V_PAGE,
-                V_TOKEN, V_COUNT, HKV, D, PAGE, TILE, V_LOAD, q.dtype.element_ty,
+                V_TOKEN, V_COUNT, HKV, D, PAGE, TILE, V_LOAD, q.dtype.element_ty, OPAQUE,
             )  # fmt: skip
             if PAGE % TILE == 0:
                 page = _pages_of(pages, at + TILE, stop, PAGE, TILE)
@@ -428,12 +438,14 @@ def paged_attention_triton(
     blocks = triton.cdiv(query_len * (heads // kv_heads), block)
     k = opened(k_cache)
     v = opened(v_cache)
+    opaque = k.load is not None and not exact and target_of(q.device).opaque
     _attend_kernel[(rows * kv_heads, blocks, p.parallel_spans)](
         q, k.codes, v.codes, page_table, cu_seqlens, starts, gates, out, *kept,
         scale * LOG2E, entries, page_table.stride(0), gate_stride, p.span, first, query_len,
         *k.codes.stride()[:3], *v.codes.stride()[:3], page, heads, kv_heads, dim, block, width,
         tile, 16 if exact else 64, SEGMENT, gates is not None, entries > 0, p.folds,
         k.numbers, v.numbers, k.constant, v.constant, k.beside, v.beside, k.load, v.load,
+        opaque,
         num_warps=p.warps, num_stages=p.stages, enable_fp_fusion=False,
     )  # fmt: skip
     if entries:
