@@ -5,10 +5,11 @@ from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from lockstep import spec
 from lockstep.errors import ConfigError
+from lockstep.kernels.kv import formats
 from lockstep.settings import Settings, check_names, setting
 from lockstep.spec.config import EXAMPLE, SpeculativeConfig
 
@@ -23,9 +24,20 @@ WINDOWS_PAST_END = 3
 are in flight while the host does not know yet that the row has ended, one for the drafts behind."""
 
 _ONE = "Choose one of them."
+
+
+def _text_of_number(value: Any) -> Any:
+    return str(value) if type(value) is int else value
+
+
 _tuple_of_list = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 _text_of_path = BeforeValidator(lambda path: str(path) if isinstance(path, PathLike) else path)
 ModelName = Annotated[str, Field(min_length=1), _text_of_path]
+KVCacheDtype = Annotated[str, AfterValidator(formats.known)]
+SkippedLayer = Annotated[
+    str, Field(pattern=r"^(first|last|0|[1-9]\d{0,3})$"), BeforeValidator(_text_of_number)
+]
+SkipLayers = Annotated[tuple[SkippedLayer, ...], Field(max_length=1024), _tuple_of_list]
 Rows = Annotated[int, Field(ge=1, le=MAX_ROWS)]
 RowBuckets = Annotated[tuple[Rows, ...], Field(min_length=1, max_length=MAX_ROWS), _tuple_of_list]
 
@@ -63,8 +75,17 @@ class EngineConfig(Settings):
     speculative_config: SpeculativeConfig | None = setting(
         None, f"drafting, e.g. {EXAMPLE}", allowed="None or a dict"
     )
-    kv_cache_dtype: Literal["auto"] = setting(
-        "auto", "format of the KV cache; auto is the model's dtype", remedy=_ONE
+    kv_cache_dtype: KVCacheDtype = setting(
+        "auto",
+        "format of the KV cache; auto is the model's dtype, fp8 is fp8_e4m3",
+        allowed=", ".join(formats.names()),
+        remedy=_ONE,
+    )
+    kv_cache_dtype_skip_layers: SkipLayers = setting(
+        (),
+        "layers whose cache keeps the model's dtype, e.g. first,last,7",
+        allowed="a list of first, last and numbers of layers that attend",
+        remedy="Mend the list, or leave it out.",
     )
     cuda_graph_mode: GraphMode = setting(
         "full", "full, piecewise or none; a CPU has no graphs", remedy=_ONE

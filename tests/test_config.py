@@ -16,6 +16,7 @@ from lockstep.spec import DRAFTERS, OLDER_NAMES, drafter_module, read
 from lockstep.spec.config import MAX_DRAFTS, SpeculativeConfig
 from tests.tiny_model import make_model
 
+KV_FORMATS = "auto, bfloat16, fp8, fp8_e4m3, fp8_e5m2, int8_per_token_head"
 BAD: list[tuple[str, Any, str]] = [
     ("model", 5, "a folder, a hub id"),
     ("model", "", "a folder, a hub id"),
@@ -25,8 +26,11 @@ BAD: list[tuple[str, Any, str]] = [
     ("quantization", ["int4"], "fp8, int8, int4"),
     ("device", "tpu", "auto, cpu, cuda"),
     ("load_format", "gguf", "auto, dummy"),
-    ("kv_cache_dtype", "fp8", "auto"),
-    ("kv_cache_dtype", "turboquant", "auto"),
+    ("kv_cache_dtype", "int2", KV_FORMATS),
+    ("kv_cache_dtype", None, KV_FORMATS),
+    ("kv_cache_dtype_skip_layers", ["middle"], "first, last and numbers of layers"),
+    ("kv_cache_dtype_skip_layers", [-1], "first, last and numbers of layers"),
+    ("kv_cache_dtype_skip_layers", "first", "first, last and numbers of layers"),
     ("cuda_graph_mode", "partial", "full, piecewise, none"),
     ("cuda_graph_mode", ["full"], "full, piecewise, none"),
     ("scheduling_policy", "random", "fcfs, priority"),

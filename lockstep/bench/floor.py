@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lockstep.cache.specs import PagedSpec, StateSpec
+from lockstep.cache.specs import Law, Spec, unit_bytes
 from lockstep.layers.build import Build
+from lockstep.layers.kv import KVLayers
 from lockstep.layers.linear import Embedding, Head, Product
 from lockstep.layers.moe import ExpertWeight
 from lockstep.layers.rotary import Rotary
@@ -40,10 +41,6 @@ MATRIX_RATE = 790e12
 
 GATHERED = (Embedding, Rotary)
 """Layers that read one line of their table per token, not the table."""
-
-
-WHOLE = "recurrent"
-"""The part of a mixer's state that a step reads and writes whole; the others are lines by token."""
 
 
 @dataclass(frozen=True)
@@ -121,11 +118,13 @@ def sketch(
     dtype: torch.dtype,
     options: SpeculativeConfig | None,
     quantization: str | None = None,
+    kv: KVLayers | None = None,
 ) -> Sketch:
     """The model of a folder's config.json and what it drafts with, without memory or weights.
 
-    quantization: as in EngineConfig. Which weights are packed, the folder's files say, or its
-    settings where it has none. Raises CheckpointError or ConfigError.
+    kv: the format of its KV cache, None for the dtype. quantization: as in EngineConfig. Which
+    weights are packed, the folder's files say, or its settings where it has none. Raises
+    CheckpointError or ConfigError.
     """
     drafts = options.num_speculative_tokens if options else 0
     drafting = drafter_module(options.method) if options else None
@@ -141,6 +140,7 @@ def sketch(
             tensors=tensors,
             prefixes=checkpoint.architecture.PREFIXES,
             packing=packing_of(checkpoint.quantization(), quantization),
+            kv=kv or KVLayers(),
         )
         build.room.bounded = False
         model = build_model(checkpoint.raw, build)
@@ -226,25 +226,15 @@ def _labelled(root: nn.Module | None, label: str = "") -> Iterator[tuple[str, nn
 
 def _kept(root: nn.Module | None, rows: int, tokens: int, context: int) -> tuple[Part, ...]:
     """What the mixers keep between steps: KV read and written, state read and written."""
-    specs = [layer.cache_spec() for layer in mixers(root, None).values()]  # type: ignore[operator]
-    token = sum(spec.page_bytes(1) for spec in specs if isinstance(spec, PagedSpec))
-    states = [spec for spec in specs if isinstance(spec, StateSpec)]
-    moved = sum(_state_bytes(spec, tokens // rows) for spec in states)
+    specs: list[Spec] = [layer.cache_spec() for layer in mixers(root, None).values()]  # type: ignore[operator]
+    token = unit_bytes(specs, Law.PAGED, 1)
+    moved = sum(spec.step_bytes(tokens // rows) for spec in specs if spec.law is Law.STATE)
     parts = (
         Part("KV read", token * context * rows),
         Part("KV written", token * tokens),
         Part("state", 2 * moved * rows),
     )
     return tuple(part for part in parts if part.bytes)
-
-
-def _state_bytes(spec: StateSpec, query_len: int) -> int:
-    """One row's state of a layer: WHOLE, and of each other part the lines of `query_len` tokens."""
-    total = 0
-    for name, shape, dtype in spec.parts:
-        lines = shape if name == WHOLE else (min(query_len, shape[0]), *shape[1:])
-        total += prod(lines) * dtype.itemsize
-    return total
 
 
 def _summed(passes: list[tuple[Part, ...]]) -> tuple[Part, ...]:

@@ -1,6 +1,8 @@
 """What a layer needs from the cache, and the tensors it gets. Nobody else computes bytes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from math import prod
 from typing import Protocol
 
@@ -8,53 +10,80 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class PagedSpec:
-    """Keys and values of one attention layer: kv_heads x head_dim each, per token."""
+class Law(Enum):
+    """How what is kept grows: PAGED, with every token, in pages; STATE, not at all, in slots."""
 
-    kv_heads: int
-    head_dim: int
+    PAGED = "paged"
+    STATE = "state"
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor of a layer. shape: per token where the law is PAGED, per slot where it is STATE.
+
+    ring: of a state, lines by token, of which a step touches those of its window only.
+    """
+
+    name: str
+    shape: tuple[int, ...]
     dtype: torch.dtype
-
-    def page_bytes(self, page_size: int) -> int:
-        """Bytes of one page of this layer."""
-        return 2 * page_size * self.kv_heads * self.head_dim * self.dtype.itemsize
-
-    def allocate(self, num_pages: int, page_size: int, device: str) -> tuple[Tensor, Tensor]:
-        """k and v, each [pages, page_size, Hkv, D], zeroed."""
-        shape = (num_pages, page_size, self.kv_heads, self.head_dim)
-        k, v = (torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2))
-        return k, v
-
-
-@dataclass(frozen=True)
-class StateSpec:
-    """Recurrent state of one layer: named parts of fixed shape per slot."""
-
-    parts: tuple[tuple[str, tuple[int, ...], torch.dtype], ...]
+    ring: bool = False
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot of this layer."""
-        return sum(prod(shape) * dtype.itemsize for _, shape, dtype in self.parts)
+    def nbytes(self) -> int:
+        """Bytes of one token, or of one slot."""
+        return prod(self.shape) * self.dtype.itemsize
 
-    def allocate(self, num_slots: int, device: str) -> dict[str, Tensor]:
-        """Part name -> [slots, *shape], zeroed."""
+    def touched(self, query_len: int) -> int:
+        """Bytes of one slot that a step of `query_len` tokens reads, and writes."""
+        if not self.ring:
+            return self.nbytes
+        lines = self.shape[0]
+        return self.nbytes // lines * min(query_len, lines)
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What one layer keeps: parts under a law. The mixer declares it, for KV with its format."""
+
+    law: Law
+    parts: tuple[Part, ...]
+
+    def unit_bytes(self, page_size: int) -> int:
+        """Bytes of one page of this layer, or of one slot."""
+        return prod(self._line(page_size)) * sum(part.nbytes for part in self.parts)
+
+    def step_bytes(self, query_len: int) -> int:
+        """Bytes of one row's state that a step of `query_len` tokens reads, and writes."""
+        return sum(part.touched(query_len) for part in self.parts)
+
+    def allocate(self, units: int, page_size: int, device: str) -> dict[str, Tensor]:
+        """Part name -> [pages, page_size, *shape] or [slots, *shape], zeroed."""
+        lead = (units, *self._line(page_size))
         return {
-            name: torch.zeros((num_slots, *shape), dtype=dtype, device=device)
-            for name, shape, dtype in self.parts
+            part.name: torch.zeros((*lead, *part.shape), dtype=part.dtype, device=device)
+            for part in self.parts
         }
+
+    def _line(self, page_size: int) -> tuple[int, ...]:
+        """What stands between a unit and a part's own shape."""
+        return (page_size,) if self.law is Law.PAGED else ()
+
+
+def unit_bytes(specs: Sequence[Spec], law: Law, page_size: int) -> int:
+    """Bytes of one page, or of one slot, over the specs under this law."""
+    return sum(spec.unit_bytes(page_size) for spec in specs if spec.law is law)
 
 
 class Cached(Protocol):
     """A mixer that keeps something between steps."""
 
-    def cache_spec(self) -> PagedSpec | StateSpec:
+    def cache_spec(self) -> Spec:
         """What this layer needs."""
         ...
 
-    def bind(self, storage: object) -> None:
-        """Hands the layer the tensors that its spec allocated."""
+    def bind(self, storage: dict[str, Tensor]) -> None:
+        """Hands the layer the tensors that its spec allocated, by the names of its parts."""
         ...
 
     def cache_tensors(self) -> list[Tensor]:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from lockstep.bench import Figures
     from lockstep.bench.floor import Floor, Sketch, StepFloor
     from lockstep.bench.http_client import Ask
+    from lockstep.config import EngineConfig
     from lockstep.kernels.bench_types import Model
     from lockstep.llm import LLM
 
@@ -377,15 +378,15 @@ def _has_weights(settings: dict[str, Any]) -> bool:
     return any(find_model(settings["model"]).glob("*.safetensors"))
 
 
-def _sketch(
-    folder: Path, dtype: str, spec: dict[str, Any] | None, quantization: str | None
-) -> "Sketch":
+def _sketch(folder: Path, dtype: str, config: "EngineConfig") -> "Sketch":
     import torch
 
     from lockstep.bench.floor import sketch
-    from lockstep.spec import read
+    from lockstep.engine.build import kv_layers
 
-    return sketch(folder, getattr(torch, dtype), read(spec), quantization)
+    numbers = getattr(torch, dtype)
+    kv = kv_layers(config, numbers)
+    return sketch(folder, numbers, config.speculative_config, config.quantization, kv)
 
 
 def _show_floor_alone(
@@ -397,9 +398,12 @@ def _show_floor_alone(
     from lockstep.models.checkpoint import Checkpoint
 
     folder = find_model(settings["model"])
-    dtype = pick_dtype(EngineConfig(dtype=settings["dtype"]), Checkpoint.read(folder).raw, "cuda")
+    names = ("dtype", "speculative_config", "quantization", "kv_cache_dtype")
+    skipped = "kv_cache_dtype_skip_layers"
+    config = EngineConfig(**{name: settings[name] for name in (*names, skipped)})
+    dtype = pick_dtype(config, Checkpoint.read(folder).raw, "cuda")
     name = str(dtype).removeprefix("torch.")
-    model = _sketch(folder, name, settings["speculative_config"], settings["quantization"])
+    model = _sketch(folder, name, config)
     least = step_floor(model, batch_size, input_len)
     prompt = prompt_floor(model, input_len)
     found = {"bench": "floor", "model": folder.name, "dtype": name}
@@ -415,10 +419,7 @@ def _floors_of_run(llm: "LLM", f: "Figures") -> "tuple[StepFloor, Floor]":
     from lockstep.bench.floor import prompt_floor, step_floor
 
     engine = llm.engine
-    spec = engine.config.speculative_config
-    drafting = asdict(spec) if spec else None
-    quantization = engine.config.quantization
-    model = _sketch(engine.plan.model_path, engine.plan.dtype, drafting, quantization)
+    model = _sketch(engine.plan.model_path, engine.plan.dtype, engine.config)
     context = (f.prompt_tokens + f.tokens // 2) // f.requests
     prompt = prompt_floor(model, f.prompt_tokens // f.requests)
     return step_floor(model, f.requests, context), prompt

@@ -26,9 +26,12 @@ SHARED = (
     "load_format",
     "quantization",
     "kv_cache_dtype",
+    "kv_cache_dtype_skip_layers",
     "skip_tokenizer_init",
 )
 """The settings that a check takes from the user; it varies the others itself."""
+ALL = "all"
+"""Of kv_cache_dtype: every format in turn."""
 
 
 @engine_options
@@ -65,21 +68,38 @@ def check(
     Random worlds of requests, drawn from --seed, and a fixed matrix are run; every answer is
     compared with the plain run's: tokens and logprobs, or with --logits every bit of the logits,
     for 20 prompts at every number of rows, K, chunk size and graph mode. A world that differs is
-    made small and written to a file for --replay. Status 1 if any differs.
+    made small and written to a file for --replay. Status 1 if any differs. --kv-cache-dtype all
+    checks every format of the KV cache in turn.
     """
     size = _size(quick, full, logits, replay)
     _refuse_varied(settings)
     how = {"seed": seed, "seconds": seconds, "fail_fast": fail_fast, "oracle": oracle}
-    if json:
-        report = _run(size, settings, how, logits, replay, None)
-        print_json(report.to_json())
-    else:
-        with progress_bar() as show:
-            report = _run(size, settings, how, logits, replay, show)
-        _print(report, _logits_table(report) if logits else _table(report))
-    if page is not None:
-        _write(page, report)
-    raise typer.Exit(1 if report.failed else 0)
+    failed = False
+    for kind in _kv_formats(settings["kv_cache_dtype"]):
+        chosen = settings | {"kv_cache_dtype": kind}
+        if json:
+            report = _run(size, chosen, how, logits, replay, None)
+            print_json(report.to_json())
+        else:
+            with progress_bar() as show:
+                report = _run(size, chosen, how, logits, replay, show)
+            _print(report, _logits_table(report) if logits else _table(report))
+        if page is not None:
+            every = settings["kv_cache_dtype"] == ALL
+            _write(page.with_stem(f"{page.stem}-{kind}") if every else page, report)
+        failed |= bool(report.failed)
+        if failed and fail_fast:
+            break
+    raise typer.Exit(1 if failed else 0)
+
+
+def _kv_formats(asked: str) -> tuple[str, ...]:
+    """The formats to check: the one that is asked for, or each once, the model's dtype first."""
+    from lockstep.kernels.kv.formats import FORMATS
+
+    if asked != ALL:
+        return (asked,)
+    return tuple(dict.fromkeys(("auto", *(format.name for format in FORMATS.values()))))
 
 
 def _write(path: Path, report: "Report") -> None:

@@ -52,7 +52,7 @@ def engine_options(command: Command) -> Command:
     def read(values: dict[str, Any]) -> dict[str, Any]:
         flag = values.pop("model_flag")
         settings = {f.name: values.pop(f.name) for f in own}
-        for name in ("row_buckets", "speculative_config"):
+        for name in READERS:
             settings[name] = READERS[name](settings[name])
         settings["model"] = values.pop("model", None) or flag
         return {"settings": settings}
@@ -99,6 +99,8 @@ def _typed(field: Field[Any], hint: Any) -> tuple[Any, Any]:
         return str, AUTO_DRAFTS
     if field.name == "row_buckets":
         return str | None, None
+    if field.name == "kv_cache_dtype_skip_layers":
+        return str, ""
     if get_origin(hint) is Literal:
         return str, field.default
     if get_origin(hint) is tuple:
@@ -176,7 +178,13 @@ def read_speculative_config(value: str) -> dict[str, Any] | str | None:
     return found
 
 
+def read_skip_layers(value: str) -> tuple[str, ...]:
+    """first,3 -> ("first", "3")."""
+    return tuple(part.strip() for part in value.split(",")) if value else ()
+
+
 READERS: dict[str, Callable[[Any], Any]] = {
+    "kv_cache_dtype_skip_layers": read_skip_layers,
     "row_buckets": read_row_buckets,
     "speculative_config": read_speculative_config,
 }

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lockstep.cache.specs import PagedSpec
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.engine.build import (
     build_draft,
     build_program,
     find_model,
+    kv_layers,
     largest_prompts,
     pick_dtype,
     step_limits,
@@ -27,6 +27,7 @@ from lockstep.errors import CapacityError, ConfigError
 from lockstep.kernels.architecture import Architecture, named
 from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.packed import PackedWeight
+from lockstep.layers.attention import Attention
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Product, Weight
 from lockstep.layers.moe import ExpertWeight
@@ -79,6 +80,7 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
             prefixes=checkpoint.architecture.PREFIXES,
             packing=packing,
             arch=card.number,
+            kv=kv_layers(config, dtype),
         )
         build.room.bounded = False
         model = build_model(checkpoint.raw, build)
@@ -229,16 +231,17 @@ def _tiled(
             f"{top_k} of {count}",
             lambda tokens: experts_tile(tokens * top_k, count, dtype, number),
         )
-    elif hasattr(module, "cache_spec") and isinstance(spec := module.cache_spec(), PagedSpec):
+    elif isinstance(module, Attention):
         heads = module.heads
-        dim = spec.head_dim
+        kv_heads = module.kv_heads
+        dim = module.head_dim
         segments = -(-limits.row_columns * PAGE_SIZE // SEGMENT)
 
         def attention_tile(tokens: int) -> Any:
             rows = max(1, min(limits.max_num_seqs, tokens // limits.query_len))
             prompt = tokens > limits.max_num_seqs * limits.query_len
             query = tokens if prompt else limits.query_len
-            sizes = (1 if prompt else rows, query, heads, spec.kv_heads, dim, segments)
+            sizes = (1 if prompt else rows, query, heads, kv_heads, dim, segments)
             return partition(*sizes, dtype, number)
 
-        yield "paged_attention", f"{heads}/{spec.kv_heads} heads of {dim}", attention_tile
+        yield "paged_attention", f"{heads}/{kv_heads} heads of {dim}", attention_tile

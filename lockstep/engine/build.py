@@ -16,7 +16,9 @@ from lockstep.config import DTYPES, EngineConfig, Plan, StepLimits
 from lockstep.engine.hooks import CheckHooks
 from lockstep.errors import ConfigError
 from lockstep.kernels.backends import load as load_backends
+from lockstep.kernels.kv import formats
 from lockstep.layers.build import Build, Choice
+from lockstep.layers.kv import KVLayers
 from lockstep.layers.linear import probe
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.hub import fetch
@@ -77,6 +79,7 @@ def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) ->
         tensors=checkpoint.tensors() if config.load_format == "auto" else None,
         prefixes=checkpoint.architecture.PREFIXES,
         packing=packing,
+        kv=kv_layers(config, getattr(torch, limits.dtype)),
     )
     model, draft, loaded = build_models(config, checkpoint, build, progress)
     layers = memory.mixers(model, draft)
@@ -180,15 +183,19 @@ def step_limits(
         draft_lengths=drafting.draft_lengths if drafting else (0,),
         graph_mode=config.cuda_graph_mode if cuda else "none",
         steps_in_flight=config.steps_in_flight or (GPU_STEPS_IN_FLIGHT if cuda else 1),
-        numerics=(told or numerics(device, dtype, packing)) + _synthetic(config),
+        numerics=(told or numerics(device, dtype, packing, _kv_name(config, dtype)))
+        + _synthetic(config),
         quantization=None if packing is None else packing.name,
     )
 
 
-def numerics(device: str, dtype: torch.dtype, packing: Packing | None = None) -> str:
+def numerics(
+    device: str, dtype: torch.dtype, packing: Packing | None = None, kv: str | None = None
+) -> str:
     """All that bits may depend on besides weights and request: printed, and the fingerprint.
 
-    On a GPU Triton's version too: the trees of its sums follow the layouts that it chooses.
+    On a GPU Triton's version too: the trees of its sums follow the layouts that it chooses. kv: the
+    format of the KV cache, None for the dtype.
     """
     if device == "cuda":
         import triton
@@ -204,8 +211,23 @@ def numerics(device: str, dtype: torch.dtype, packing: Packing | None = None) ->
     except PackageNotFoundError:
         from lockstep import __version__ as release
     packed = "" if packing is None else f"+{packing.name}"
-    parts = (arch, f"weights-{name}{packed}", f"kv-{name}", "state-float32", "tp1")
+    parts = (arch, f"weights-{name}{packed}", f"kv-{kv or name}", "state-float32", "tp1")
     return "/".join((*parts, *libraries, f"lockstep-{release}"))
+
+
+def _kv_name(config: EngineConfig, dtype: torch.dtype) -> str | None:
+    """What numerics call the KV format, with the layers that it leaves out; None: the dtype."""
+    format = formats.format_of(config.kv_cache_dtype, dtype)
+    if format is None:
+        return None
+    skipped = ".".join(config.kv_cache_dtype_skip_layers)
+    return f"{format.name}-skip-{skipped}" if skipped else format.name
+
+
+def kv_layers(config: EngineConfig, dtype: torch.dtype) -> KVLayers:
+    """How the model's layers keep keys and values."""
+    format = formats.format_of(config.kv_cache_dtype, dtype)
+    return KVLayers(format, config.kv_cache_dtype_skip_layers)
 
 
 def _synthetic(config: EngineConfig) -> str:
@@ -254,6 +276,8 @@ def build_draft(
         return None
     inexact = build.at("draft")
     inexact.exact = False
+    asked = getattr(options, "kv_cache_dtype", None)
+    inexact.kv = KVLayers(formats.format_of(asked or config.kv_cache_dtype, build.dtype))
     return drafting.build(options, checkpoint, model, inexact)
 
 

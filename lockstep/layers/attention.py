@@ -2,10 +2,13 @@
 
 from torch import Tensor, nn
 
-from lockstep.cache.specs import PagedSpec
+from lockstep.cache.kv import kv_caches, kv_spec, kv_tensors
+from lockstep.cache.specs import Spec
 from lockstep.kernels.attention import paged_attention
+from lockstep.kernels.kv import KVCache
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.layers.build import Build
+from lockstep.layers.kv import StaticScales
 from lockstep.layers.linear import Linear, ResidualLinear, Target
 from lockstep.layers.norm import Norm
 from lockstep.layers.rotary import Rotary
@@ -21,8 +24,8 @@ class Attention(nn.Module):
     multiplies what the head found. scale: of the scores, head_dim^-0.5 where it is None.
     """
 
-    k_cache: Tensor
-    v_cache: Tensor
+    k_cache: KVCache
+    v_cache: KVCache
 
     def __init__(
         self,
@@ -61,8 +64,12 @@ class Attention(nn.Module):
         self.q_norm = Norm(build, head_dim, eps, norm_offset) if qk_norm else None
         self.k_norm = Norm(build, head_dim, eps, norm_offset) if qk_norm else None
         self.out = ResidualLinear(build, heads * head_dim, {"o_proj": hidden}, bias=out_bias)
-        self.rope = build.op(rope_and_cache, head_dim=head_dim)
-        self.attend = build.op(paged_attention, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+        self.kv_format = build.kv.of(build.layer)
+        codecs = None if self.kv_format is None else self.kv_format.fitting(head_dim)
+        self.static = StaticScales(build.path, self.kv_format, build.beside("k_proj", "v_proj"))
+        self.rope = build.op(rope_and_cache, head_dim=head_dim, codecs=codecs)
+        sizes = dict(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
+        self.attend = build.op(paged_attention, **sizes, codecs=codecs)
 
     def keep(self, x: Tensor, step: Step) -> None:
         """Writes the keys and values of x [T, H] and makes nothing else. For drafters."""
@@ -104,16 +111,21 @@ class Attention(nn.Module):
     def weights(self) -> dict[str, Target]:
         """Checkpoint name within the mixer -> what it fills."""
         table = self.qkv.weights() | self.out.weights()
+        table.update(self.static.slots)
         if self.q_norm is not None and self.k_norm is not None:
             table["q_norm.weight"] = self.q_norm.weight
             table["k_norm.weight"] = self.k_norm.weight
         return table
 
-    def cache_spec(self) -> PagedSpec:
-        return PagedSpec(self.kv_heads, self.head_dim, self.dtype)
+    def cache_spec(self) -> Spec:
+        return kv_spec(self.kv_heads, self.head_dim, self.dtype, self.kv_format)
 
-    def bind(self, storage: tuple[Tensor, Tensor]) -> None:
-        self.k_cache, self.v_cache = storage
+    def finish(self) -> None:
+        """Takes the checkpoint's static scales. To be called once, when weights are loaded."""
+        self.kv_format = self.static.applied(self.kv_format)
+
+    def bind(self, storage: dict[str, Tensor]) -> None:
+        self.k_cache, self.v_cache = kv_caches(storage, self.head_dim, self.kv_format)
 
     def cache_tensors(self) -> list[Tensor]:
-        return [self.k_cache, self.v_cache]
+        return [*kv_tensors(self.k_cache), *kv_tensors(self.v_cache)]

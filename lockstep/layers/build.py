@@ -12,6 +12,7 @@ from lockstep.kernels import Op
 from lockstep.kernels.linear import draft_linear
 from lockstep.kernels.linear.probe import Probed
 from lockstep.kernels.packed import PackedWeight
+from lockstep.layers.kv import KVLayers
 from lockstep.layers.room import Room
 from lockstep.quant import Layout, Module, Packing, TensorInfo
 
@@ -43,7 +44,8 @@ class Build:
     architecture's prefix. tensors: the checkpoint's, by such a module and by what stands behind it
     in their names, None for dummy weights;
     prefixes: that a name may have in front of the path; packing: the weight format, None where no
-    weight is packed. arch: of a GPU that is not there, e.g. 86; None: the device's own.
+    weight is packed. arch: of a GPU that is not there, e.g. 86; None: the device's own. kv: how
+    layers keep keys and values.
     """
 
     device: str
@@ -58,6 +60,7 @@ class Build:
     prefixes: tuple[str, ...] = ()
     packing: Packing | None = None
     arch: int | None = None
+    kv: KVLayers = KVLayers()
     choices: list[Choice] = field(default_factory=list)
     probed: dict[tuple[int, int], Probed] = field(default_factory=dict)
     room: Room = field(init=False)
@@ -87,6 +90,14 @@ class Build:
     def found(self, name: str) -> Mapping[str, TensorInfo]:
         """The checkpoint's tensors of the named module of this one, by suffix; none for dummies."""
         return {} if self.tensors is None else self.tensors.get(f"{self.path}.{name}", {})
+
+    def beside(self, *names: str) -> Mapping[str, Mapping[str, TensorInfo]]:
+        """The checkpoint's tensors of the module that is being built (""), and of these of its own,
+        by suffix."""
+        if self.tensors is None:
+            return {}
+        own = {"": self.tensors.get(self.path, {})}
+        return own | {name: self.found(name) for name in names}
 
     def layout(self, module: Module) -> Layout | None:
         """How the weight of a linear map is packed; None: it is not."""

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from lockstep.cache.specs import StateSpec
+from lockstep.cache.specs import Law, Part, Spec
 from lockstep.kernels.gated_delta_rule import (
     GatedDeltaState,
     GatedDeltaWeights,
@@ -125,17 +125,18 @@ class GatedDeltaNet(nn.Module):
             }
         )
 
-    def cache_spec(self) -> StateSpec:
+    def cache_spec(self) -> Spec:
         slots = ring_slots(self.window, self.kernel - 1, self.flush)
         f32 = torch.float32
-        return StateSpec(
+        return Spec(
+            Law.STATE,
             (
-                ("recurrent", (self.value_heads, self.key_dim, self.value_dim), f32),
-                ("conv", (slots, self.channels), self.dtype),
-                ("u", (slots, self.value_heads, self.value_dim), f32),
-                ("k", (slots, self.key_heads, self.key_dim), f32),
-                ("decay", (slots, self.value_heads), f32),
-            )
+                Part("recurrent", (self.value_heads, self.key_dim, self.value_dim), f32),
+                Part("conv", (slots, self.channels), self.dtype, ring=True),
+                Part("u", (slots, self.value_heads, self.value_dim), f32, ring=True),
+                Part("k", (slots, self.key_heads, self.key_dim), f32, ring=True),
+                Part("decay", (slots, self.value_heads), f32, ring=True),
+            ),
         )
 
     def bind(self, storage: dict[str, Tensor]) -> None:

@@ -4,7 +4,7 @@ A model file declares each layer's halves: a norm and a body each, which is a mi
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -162,11 +162,16 @@ class Decoder(nn.Module, ABC):
         super().__init__()
         self.config = config
         c = config
+        build.kv = build.kv.settled(self.attending())
         self.embed = Embedding(build, c.vocab_size, c.hidden_size)
         self.blocks = nn.ModuleList(Block(*halves) for halves in self.layers(build))
         self.norm = AddRMSNorm(build.at("norm"), c.hidden_size, c.eps, c.norm_offset)
         tied = self.embed.weight if c.tied else None
         self.head = Head(build.at("head", path=""), c.vocab_size, c.hidden_size, tied)
+
+    def attending(self) -> Sequence[int]:
+        """The numbers of the layers that attend: all, unless its file says otherwise."""
+        return range(self.config.layers)  # type: ignore[attr-defined]  # a file's own setting
 
     @abstractmethod
     def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:

@@ -87,6 +87,9 @@ class Model(Decoder):
 
     config: Config
 
+    def attending(self) -> list[int]:
+        return [i for i, kind in enumerate(self.config.layer_types) if kind == "full_attention"]
+
     def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
         """Every few layers attend, the others recur (layer_types); each is followed by an MLP."""
         c = self.config

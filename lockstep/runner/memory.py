@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from lockstep.cache.specs import PagedSpec, StateSpec
+from lockstep.cache.specs import Law, unit_bytes
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.errors import CapacityError
 from lockstep.layers.room import Room
@@ -72,9 +72,7 @@ def mixers(*modules: nn.Module | None) -> dict[str, nn.Module]:
 def cache_bytes(layers: dict[str, nn.Module]) -> CacheBytes:
     """What one page and one slot cost."""
     specs = [layer.cache_spec() for layer in layers.values()]
-    page = sum(s.page_bytes(PAGE_SIZE) for s in specs if isinstance(s, PagedSpec))
-    slot = sum(s.slot_bytes for s in specs if isinstance(s, StateSpec))
-    return CacheBytes(page, slot)
+    return CacheBytes(*(unit_bytes(specs, law, PAGE_SIZE) for law in (Law.PAGED, Law.STATE)))
 
 
 @dataclass(frozen=True)
@@ -137,19 +135,15 @@ def check_cache(room: Room, cost: CacheBytes, size: CacheSize) -> None:
 
 def allocate(layers: dict[str, nn.Module], num_pages: int, num_slots: int, device: str) -> None:
     """Binds every layer to fresh storage of this many pages and slots."""
+    units = {Law.PAGED: num_pages, Law.STATE: num_slots}
     for layer in layers.values():
         spec = layer.cache_spec()
-        if isinstance(spec, PagedSpec):
-            layer.bind(spec.allocate(num_pages, PAGE_SIZE, device))
-        else:
-            layer.bind(spec.allocate(num_slots, device))
+        layer.bind(spec.allocate(units[spec.law], PAGE_SIZE, device))
 
 
-def tensors(layers: dict[str, nn.Module], kind: type) -> list[Tensor]:
-    """The bound tensors of all layers whose spec is of this kind."""
-    return [
-        t for m in layers.values() if isinstance(m.cache_spec(), kind) for t in m.cache_tensors()
-    ]
+def tensors(layers: dict[str, nn.Module], law: Law) -> list[Tensor]:
+    """The bound tensors of all layers under this law."""
+    return [t for m in layers.values() if m.cache_spec().law is law for t in m.cache_tensors()]
 
 
 def count_pages(budget: int, page_bytes: int, useful: int, least: int) -> int:

@@ -7,7 +7,7 @@ from math import isnan
 import torch
 from torch import Tensor, nn
 
-from lockstep.cache.specs import PagedSpec, StateSpec
+from lockstep.cache.specs import Law
 from lockstep.config import Plan
 from lockstep.outputs import Logprob
 from lockstep.runner import memory, rows
@@ -84,8 +84,8 @@ class Runner:
             self.uncaptured = by_work(program.run_step, model)
         self.run_step = self.uncaptured
         memory.allocate(self.layers, plan.num_pages, plan.num_slots, plan.device)
-        self.paged = memory.tensors(self.layers, PagedSpec)
-        self.state = memory.tensors(self.layers, StateSpec)
+        self.paged = memory.tensors(self.layers, Law.PAGED)
+        self.state = memory.tensors(self.layers, Law.STATE)
 
     def warm_up(self, progress: Callable[[int, int], None]) -> dict[tuple[int, int], float]:
         """Runs every uniform shape on null rows, capturing it if the plan asks for graphs.

@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from lockstep.errors import CheckpointError
+from lockstep.kernels.kv import formats
 from lockstep.layers.build import Build
 from lockstep.models import architecture
 from lockstep.models.checkpoint import Checkpoint
@@ -31,6 +32,12 @@ class Options(SpeculativeConfig):
         "tokens that the module may propose, the most frequent ones; auto: 32,768 where the model "
         "knows more than 65,536, else all",
         allowed=f"auto, full, or multiples of {HEAD_GRAIN} from {HEAD_GRAIN}",
+        remedy="Choose one of them, or leave it out.",
+    )
+    kv_cache_dtype: Annotated[str, AfterValidator(formats.known)] | None = setting(
+        None,
+        "format of the module's own KV cache; the model's if left out",
+        allowed=", ".join(formats.names()),
         remedy="Choose one of them, or leave it out.",
     )
 

@@ -15,6 +15,7 @@ from lockstep.kernels.activations import silu_mul
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.experts import experts
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
+from lockstep.kernels.kv.cases import NAN_CODE
 from lockstep.kernels.linear import linear
 from lockstep.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
 from lockstep.kernels.rotary import rope_and_cache
@@ -158,7 +159,7 @@ def moved(op: Op, arguments: Arguments) -> Arguments:
     other = copy.deepcopy(arguments)
     for tensor in storage(op, other):
         tensor.copy_(tensor[order(len(tensor))])
-        tensor[0] = float("nan")
+        tensor[0] = float("nan") if tensor.is_floating_point() else NAN_CODE
     for name in own.places:
         first = storage(op, other)[0]
         size = first.shape[1] if op is rope_and_cache else 1

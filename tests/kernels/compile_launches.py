@@ -2,7 +2,7 @@
 interpreter lets pass, such as a name of two shapes in the branches of an `if`, is an error here.
 
 Launches are recorded, not made: of each op's first case, of the first one in which other arguments
-are None, and of the first of each kind of packed weight, in bf16.
+are None, and of the first of each kind of packed weight and packed cache, in bf16.
 
     python -m tests.kernels.compile_launches [--quick] [op ...]
 
@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from lockstep.kernels.backends import cases_of, every_op, load, traits_of
+from lockstep.kernels.kv import PackedKV
 from lockstep.kernels.packed import PackedWeight
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -35,6 +36,7 @@ TYPES = {
     torch.int32: "i32",
     torch.int64: "i64",
     torch.uint8: "u8",
+    torch.int8: "i8",
     torch.bool: "i1",
 }
 
@@ -108,13 +110,16 @@ def main(names: list[str]) -> None:
 
 
 def absent_of(arguments: dict[str, Any]) -> Iterator[str]:
-    """The arguments that are None, and the layouts of packed weights, by what they lack."""
+    """The arguments that are None, the layouts of packed weights, by what they lack, and the codecs
+    of packed caches."""
     for name, value in arguments.items():
         if value is None:
             yield name
         elif isinstance(value, PackedWeight):
             lacks = [part for part, tensor in vars(value).items() if tensor is None]
             yield f"{name} of {type(value).__name__} without {lacks}"
+        elif isinstance(value, PackedKV):
+            yield f"{name} of {value.codec}"
 
 
 def empty(arguments: dict[str, Any]) -> bool:

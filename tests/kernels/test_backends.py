@@ -6,6 +6,7 @@ import torch
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.experts import experts
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
+from lockstep.kernels.kv import PackedKV
 from lockstep.kernels.sampling import sample
 from tests.kernels.backends import GPU_DTYPES, OPS, Backend, kept, left, of_every_op, same_bits
 
@@ -32,10 +33,13 @@ def test_agrees_with_the_reference(op, backend):
         wanted = left(op, ORACLE.run(op, expected), expected)
         found = left(op, backend.run(op, actual), actual)
         assert list(found) == list(wanted), name
+        packed = tuple(p for p, given in arguments.items() if isinstance(given, PackedKV))
         assert_kept(op, name, arguments, expected, actual)
         for part, want in wanted.items():
             have = found[part].cpu()
             assert have.dtype == want.dtype and have.shape == want.shape, (name, part)
+            if part.startswith(packed) and not backend.exact:
+                continue  # a code away where k is an ulp away: tests/kernels/test_kv.py
             if backend.exact:
                 assert same_bits(have, want), (name, part)
                 continue

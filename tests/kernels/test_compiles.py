@@ -94,3 +94,11 @@ def test_warps_that_work_alone_keep_all_in_registers(
 ) -> None:
     """Every candidate of one layout and one of each other, on three architectures."""
     assert len(compiled("compile_packed", "--lanes")) >= 20
+
+
+def test_packed_keys_and_values_enter_products_as_unpacked_ones(
+    compiled: Callable[[str], list[str]],
+) -> None:
+    """On Hopper and on an architecture of mma.sync, in every format."""
+    lines = compiled("compile_kv")
+    assert len(lines) == 30 and {line.split()[0] for line in lines} == {"86", "90"}

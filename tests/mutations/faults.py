@@ -32,6 +32,8 @@ OF_CHECKPOINTS = "tests/quant/test_expert_checkpoints.py"
 OF_EXPERTS = "tests/kernels/test_experts.py"
 OF_ROUTE = "tests/kernels/test_route.py"
 OF_PACKED = "tests/kernels/test_packed.py"
+OF_KV = "tests/kernels/test_kv.py"
+OF_KV_FORMATS = "tests/regressions/test_f3_kv_formats.py"
 
 
 @dataclass(frozen=True)
@@ -726,6 +728,45 @@ FAULTS = (
         "    if zeros is not None and BITS == 8:\n        z0, z1 = _spread(",
         "tests/kernels/test_backends.py::test_agrees_with_the_reference"
         "[unpack_weight-triton-cpu-float32]",
+    ),
+    # KV formats: the bundled model is checked in its own dtype unless a format is asked for.
+    Fault(
+        "a prompt's chunk sees its own keys before they are packed", "mixer", "layers/attention.py",
+        "        mixed = self.attend(\n            q,\n            self.k_cache,\n"
+        "            self.v_cache,\n",
+        "        from lockstep.kernels.kv import unpacked\n"
+        "        kept = self.k_cache, self.v_cache\n"
+        "        raw = [unpacked(side, q.dtype).clone() for side in kept]\n"
+        "        if step.shape.prompt:\n"
+        "            self.k_cache, self.v_cache = raw\n"
+        "            self._place(qkv, step)\n"
+        "            self.k_cache, self.v_cache = kept\n"
+        "        mixed = self.attend(\n            q,\n            *raw,\n",
+        f"{OF_KV_FORMATS}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
+    ),
+    Fault(
+        "scales stay behind when a row moves to the host", "cache", "kernels/kv/_packed.py",
+        "return [self.codes] if self.numbers is None else [self.codes, self.numbers]",
+        "return [self.codes]",
+        f"{OF_KV_FORMATS}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
+    ),
+    Fault(
+        "one scale for all heads of a token", "format", "kernels/kv/int8.py",
+        "wide.abs().amax(-1, keepdim=True) / MOST",
+        "wide.abs().amax((-2, -1), keepdim=True).expand(*x.shape[:-1], 1) / MOST",
+        f"{OF_KV}::test_int8_is_off_by_half_a_step",
+    ),
+    Fault(
+        "a kernel reads the scale of the first head", "packed", "kernels/attention/paged.py",
+        "numbers += (token * (HKV * COUNT) + kv * COUNT)[:, None]",
+        "numbers += (token * (HKV * COUNT))[:, None]",
+        f"{OF_KV}::test_attention_over_packed_is_attention_over_unpacked",
+    ),
+    Fault(
+        "a kernel cuts fp8 off instead of rounding it", "packed", "kernels/kv/_fp8_device.py",
+        "large = (size - REBIAS + HALF + ((size >> SHIFT) & 1)) >> SHIFT",
+        "large = (size - REBIAS) >> SHIFT",
+        f"{OF_KV}::test_hard_numbers_are_written_as_the_reference_does",
     ),
 )  # fmt: skip
 

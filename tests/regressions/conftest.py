@@ -29,13 +29,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def make(folder: Path) -> Callable[..., LLM]:
     """An engine over the tiny model with these settings. changing: every step brings another
-    number of drafts; known: texts that a scripted drafter knows, which stands in for the method."""
+    number of drafts; known: texts that a scripted drafter knows, which stands in for the method;
+    preempt_every: as in CheckHooks."""
 
     def build(
         method: str | None = None,
         k: int = 3,
         changing: bool = False,
         known: list[list[int]] | None = None,
+        preempt_every: int = 0,
         **settings: Any,
     ) -> LLM:
         if method:
@@ -48,6 +50,7 @@ def make(folder: Path) -> Callable[..., LLM]:
         hooks = CheckHooks(
             drafter=partial(Scripted, known) if known else None,
             draft_policy=RandomDraftLength if changing else None,
+            preempt_every=preempt_every,
         )
         return LLM.over(Engine(config, hooks=hooks))
 

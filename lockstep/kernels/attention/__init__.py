@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.kernels.activations import sigmoid
+from lockstep.kernels.kv import KVCache, unpacked
 from lockstep.kernels.registry import op
 from lockstep.kernels.row_tiles import tiled_mm
 
@@ -21,8 +22,8 @@ SEGMENT = 256
 @op
 def paged_attention(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     page_table: Tensor,
     cu_seqlens: Tensor,
     starts: Tensor,
@@ -30,8 +31,9 @@ def paged_attention(
     scale: float,
     gates: Tensor | None = None,
 ) -> Tensor:
-    """q [T, H, D]; k_cache, v_cache [pages, page_size, Hkv, D]; page_table [S, P] int32;
-    cu_seqlens [S+1] int32; starts [S] int32 -> [T, H, D] of q's dtype.
+    """q [T, H, D]; k_cache, v_cache [pages, page_size, Hkv, D] of q's dtype, or packed, which is
+    the same as unpacked to it; page_table [S, P] int32; cu_seqlens [S+1] int32; starts [S] int32
+    -> [T, H, D] of q's dtype.
 
     Token i of row s sits at position starts[s] + i and sees keys 0 .. starts[s] + i, its own
     among them (already written). query_len: the most tokens a row brings (a static bound).
@@ -40,7 +42,9 @@ def paged_attention(
     product are rounded.
     """
     out = torch.empty_like(q)
-    group = q.shape[1] // k_cache.shape[2]
+    keys = unpacked(k_cache, q.dtype)
+    values = unpacked(v_cache, q.dtype)
+    group = q.shape[1] // keys.shape[2]
     bounds = cu_seqlens.tolist()
     for s, start in enumerate(starts.tolist()):
         tokens = slice(bounds[s], bounds[s + 1])
@@ -48,11 +52,11 @@ def paged_attention(
             continue
         end = start + tokens.stop - tokens.start
         positions = torch.arange(start, end)
-        for h in range(k_cache.shape[2]):
+        for h in range(keys.shape[2]):
             heads = slice(h * group, (h + 1) * group)
             queries = q[tokens, heads].flatten(0, 1).float() * scale
-            k = _first_keys(k_cache[:, :, h], page_table[s], end)
-            v = _first_keys(v_cache[:, :, h], page_table[s], end)
+            k = _first_keys(keys[:, :, h], page_table[s], end)
+            v = _first_keys(values[:, :, h], page_table[s], end)
             found = _attend(queries, k, v, positions.repeat_interleave(group))
             out[tokens, heads] = found.unflatten(0, (-1, group)).to(q.dtype)
     return out if gates is None else gated(out, gates)

@@ -1,10 +1,14 @@
 """Batches of paged_attention that every backend must serve. What no row may read is NaN."""
 
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lockstep.kernels.kv import KVCache, KVFormat, codecs_of, write_slots
+from lockstep.kernels.kv.cases import NAMED, empty_cache
 
 Row = tuple[int, int]
 """(tokens before this step, tokens of this step)."""
@@ -27,6 +31,11 @@ BATCHES: tuple[tuple[tuple[Row, ...], int, int, int, int], ...] = (
     (RAGGED, 4, 1, 256, 64),
 )
 """(rows, heads, KV heads, head dim, page size)."""
+PACKED = (
+    (((5, 4), (0, 0), (254, 3)), 5, 1, 80, 64),
+    (((0, 9), (250, 9), (64, 1)), 4, 2, 32, 16),
+)
+"""As above, in every format: an odd dim and an empty row in pages of a tile, pages of less."""
 
 
 def paged(
@@ -38,10 +47,12 @@ def paged(
     dtype: torch.dtype,
     seed: int = 0,
     widest: int = 0,
+    format: KVFormat | None = None,
 ) -> dict[str, Any]:
     """Arguments of paged_attention: pages in random order, everything unwritten NaN.
 
-    widest: columns of the page table at least (the keys that a row could have at most).
+    format: of the caches, None where they are of the dtype. widest: columns of the page table at
+    least (the keys that a row could have at most).
     """
     generator = torch.Generator().manual_seed(seed)
     lengths = [start + count for start, count in rows]
@@ -49,7 +60,7 @@ def paged(
     order = torch.randperm(sum(needed), generator=generator) + 1
     table = torch.zeros(len(rows), max(*needed, widest, 1), dtype=torch.int32)
     shape = (sum(needed) + 1, page_size, kv_heads, dim)
-    k_cache, v_cache = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
+    k_cache, v_cache = empty_cache(shape, dtype, format)
     for s, (length, count) in enumerate(zip(lengths, needed, strict=True)):
         pages = order[:count]
         order = order[count:]
@@ -57,7 +68,7 @@ def paged(
         token = torch.arange(length)
         for cache in (k_cache, v_cache):
             values = torch.randn(length, kv_heads, dim, generator=generator).to(dtype)
-            cache[pages[token // page_size], token % page_size] = values
+            write_slots(cache, pages[token // page_size] * page_size + token % page_size, values)
     counts = torch.tensor([0, *(count for _, count in rows)], dtype=torch.int32)
     return dict(
         q=torch.randn(int(counts.sum()), heads, dim, generator=generator).to(dtype),
@@ -76,8 +87,13 @@ def paged_attention_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, A
     for i, (rows, heads, kv_heads, dim, page_size) in enumerate(BATCHES):
         name = f"{len(rows)} rows, heads {heads}/{kv_heads}, dim {dim}, page {page_size}"
         yield name, paged(rows, heads, kv_heads, dim, page_size, dtype, seed=i)
+    for i, (format, batch) in enumerate(product(NAMED, PACKED)):
+        yield f"{format}, {batch}", paged(*batch, dtype, seed=i, format=NAMED[format])
 
 
-def paged_attention_traits(q: Tensor, k_cache: Tensor, **rest: Any) -> dict[str, Any]:
+def paged_attention_traits(
+    q: Tensor, k_cache: KVCache, v_cache: KVCache, **rest: Any
+) -> dict[str, Any]:
     """What a layer of such arguments says when it asks for a backend."""
-    return dict(heads=q.shape[1], kv_heads=k_cache.shape[2], head_dim=q.shape[2])
+    traits: dict[str, Any] = dict(heads=q.shape[1], kv_heads=k_cache.shape[2], head_dim=q.shape[2])
+    return traits | dict(codecs=codecs_of(k_cache, v_cache))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lockstep.kernels.attention import SEGMENT, gated, paged_attention
 from lockstep.kernels.backends import cpu_trait
+from lockstep.kernels.kv import KVCache, read_pages
 from lockstep.kernels.row_tiles import exact_sizes, padded_rows, tiled_bmm
 from lockstep.kernels.threads import one_thread
 
@@ -18,8 +19,8 @@ from lockstep.kernels.threads import one_thread
 @paged_attention.backend("cpu", supports=cpu_trait)
 def paged_attention_cpu(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     page_table: Tensor,
     cu_seqlens: Tensor,
     starts: Tensor,
@@ -34,17 +35,17 @@ def paged_attention_cpu(
         begin = bounds[s]
         end = bounds[s + 1]
         if begin < end:
-            k = _segments(k_cache, page_table[s], start + end - begin)
-            v = _segments(v_cache, page_table[s], start + end - begin)
+            k = _segments(k_cache, page_table[s], start + end - begin, q.dtype)
+            v = _segments(v_cache, page_table[s], start + end - begin, q.dtype)
             out[begin:end] = _attend(q[begin:end].float() * scale, k, v, start).to(q.dtype)
     return out if gates is None else gated(out, gates)
 
 
-def _segments(cache: Tensor, pages: Tensor, keys: int) -> Tensor:
+def _segments(cache: KVCache, pages: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
     """The first `keys` tokens of a row, zero-padded: [segments, SEGMENT, Hkv, D] fp32."""
     size = cache.shape[1]
     used = -(-keys // size)
-    found = cache.index_select(0, pages[:used]).flatten(0, 1).float()
+    found = read_pages(cache, pages[:used], dtype).flatten(0, 1).float()
     short = -(-keys // SEGMENT) * SEGMENT - keys
     return F.pad(found[:keys], (0, 0, 0, 0, 0, short)).unflatten(0, (-1, SEGMENT))
 

@@ -23,6 +23,9 @@ from lockstep.kernels.activations._device import sigmoid
 from lockstep.kernels.architecture import stages_within
 from lockstep.kernels.attention import SEGMENT, paged_attention
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.kv import KVCache
+from lockstep.kernels.kv._launch import opened, unserved
+from lockstep.kernels.packed._form import target_of
 
 LOG2E = 1.4426950408889634
 """log2(e): weights are 2^(x log2(e)), which the GPU has an instruction for."""
@@ -63,6 +66,52 @@ def _load(
     else:
         place = (page.to(tl.int64) * P_STRIDE + (at + lanes) % PAGE * T_STRIDE)[:, None]
     return tl.load(cache + (place + d[None, :]), mask=mask, other=0.0)
+
+
+@triton.jit
+def _load_packed(
+    codes, numbers, constant, kv, page, at, keys, d, P_STRIDE: tl.constexpr,
+    T_STRIDE: tl.constexpr, COUNT: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, LOAD: tl.constexpr, DTYPE: tl.constexpr,
+    OPAQUE: tl.constexpr,
+):  # fmt: skip
+    """The same of a packed cache: unpacked by the codec's LOAD, rounded to DTYPE. COUNT: numbers
+    of a token and head. OPAQUE: for mma.sync, which would take numbers that were bytes in other
+    groups of columns than those of DTYPE (kWidth 4), and so add them in another order.
+    """
+    lanes = tl.arange(0, TILE)
+    live = (at + lanes < keys)[:, None]
+    page = page.to(tl.int64)
+    if PAGE % TILE == 0:
+        codes += page * P_STRIDE + at % PAGE * T_STRIDE + lanes[:, None] * T_STRIDE
+    else:
+        codes += (page * P_STRIDE + (at + lanes) % PAGE * T_STRIDE)[:, None]
+    if COUNT > 0:
+        token = page * PAGE + (at + lanes) % PAGE
+        numbers += (token * (HKV * COUNT) + kv * COUNT)[:, None]
+    tile = LOAD(codes, numbers, constant, d[None, :], live, D).to(DTYPE)
+    if OPAQUE:
+        tile = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2
+        )
+    return tile
+
+
+@triton.jit
+def _tile(
+    cache, numbers, constant, kv, page, at, keys, d, P_STRIDE: tl.constexpr,
+    T_STRIDE: tl.constexpr, COUNT: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr, LOAD: tl.constexpr, DTYPE: tl.constexpr,
+    OPAQUE: tl.constexpr,
+):  # fmt: skip
+    """Keys or values of a head, of a cache that is packed or (LOAD is None) not."""
+    if LOAD is None:
+        return _load(cache, page, at, keys, d, P_STRIDE, T_STRIDE, D, PAGE, TILE)
+    else:
+        return _load_packed(
+            cache, numbers, constant, kv, page, at, keys, d, P_STRIDE, T_STRIDE,
+            COUNT, HKV, D, PAGE, TILE, LOAD, DTYPE, OPAQUE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -167,8 +216,12 @@ def _attend_kernel(
     PAGE: tl.constexpr, H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, ONES: tl.constexpr,
     SEGMENT: tl.constexpr, GATED: tl.constexpr, LEAVES: tl.constexpr, FOLDS: tl.constexpr,
+    k_numbers, v_numbers, k_constant, v_constant, K_COUNT: tl.constexpr, V_COUNT: tl.constexpr,
+    K_LOAD: tl.constexpr, V_LOAD: tl.constexpr, OPAQUE: tl.constexpr,
 ):  # fmt: skip
     """A block of one row's (token, head of a group): every so many spans of SPAN segments.
+
+    K_LOAD, V_LOAD: how packed keys and values are read (lockstep.kernels.kv); None: they are not.
 
     FOLDS: the first span is folded, and written where a token needs no other; else it is one entry
     for its FIRST segments. Any other segment is an entry: tops, norms [S Q, entries, H] and
@@ -196,7 +249,7 @@ def _attend_kernel(
     tops, norms, parts = _entries_of(tops, norms, parts, (s * Q * entries - FIRST + 1) * H, D)
     there = mine[:, None] & (d < D)[None, :]
     query = tl.load(q + first * (H * D) + (place[:, None] + d[None, :]), mask=there, other=0.0).T
-    ones = tl.full((ONES, TILE), 1.0, v_cache.dtype.element_ty)
+    ones = tl.full((ONES, TILE), 1.0, q.dtype.element_ty)
     best, norms_all, sums = _empty_fold(ONES, ROWS, BLOCK_D)
     top, norm, total = _empty_fold(ONES, ROWS, BLOCK_D)
     for begin in range(own, end, turn):
@@ -204,8 +257,14 @@ def _attend_kernel(
         for at in range(begin, stop, TILE):
             if PAGE % TILE != 0:
                 page = _pages_of(pages, at, keys, PAGE, TILE)
-            k = _load(k_cache + kv * K_HEAD, page, at, keys, d, K_PAGE, K_TOKEN, D, PAGE, TILE)
-            v = _load(v_cache + kv * V_HEAD, page, at, keys, d, V_PAGE, V_TOKEN, D, PAGE, TILE)
+            k = _tile(
+                k_cache + kv * K_HEAD, k_numbers, k_constant, kv, page, at, keys, d, K_PAGE,
+                K_TOKEN, K_COUNT, HKV, D, PAGE, TILE, K_LOAD, q.dtype.element_ty, OPAQUE,
+            )  # fmt: skip
+            v = _tile(
+                v_cache + kv * V_HEAD, v_numbers, v_constant, kv, page, at, keys, d, V_PAGE,
+                V_TOKEN, V_COUNT, HKV, D, PAGE, TILE, V_LOAD, q.dtype.element_ty, OPAQUE,
+            )  # fmt: skip
             if PAGE % TILE == 0:
                 page = _pages_of(pages, at + TILE, stop, PAGE, TILE)
             top, norm, total = _weigh(query, k, v, ones, at, last, scale, top, norm, total, TILE)
@@ -280,7 +339,7 @@ def supports(**traits: Any) -> str | None:
     kv_heads = traits.get("kv_heads", 1)
     if heads % kv_heads:
         return f"{heads} heads are no multiple of {kv_heads} KV heads"
-    return gpu_trait(**traits)
+    return unserved(**traits) or gpu_trait(**traits)
 
 
 @dataclass(frozen=True)
@@ -343,8 +402,8 @@ def partition(
 @paged_attention.backend("triton", supports=supports)
 def paged_attention_triton(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     page_table: Tensor,
     cu_seqlens: Tensor,
     starts: Tensor,
@@ -377,11 +436,16 @@ def paged_attention_triton(
     kept = [torch.empty(count * size, **f32) for size in (1, 1, dim)]
     gate_stride = gates.stride(0) if gates is not None else 0
     blocks = triton.cdiv(query_len * (heads // kv_heads), block)
+    k = opened(k_cache)
+    v = opened(v_cache)
+    opaque = k.load is not None and not exact and target_of(q.device).opaque
     _attend_kernel[(rows * kv_heads, blocks, p.parallel_spans)](
-        q, k_cache, v_cache, page_table, cu_seqlens, starts, gates, out, *kept,
+        q, k.codes, v.codes, page_table, cu_seqlens, starts, gates, out, *kept,
         scale * LOG2E, entries, page_table.stride(0), gate_stride, p.span, first, query_len,
-        *k_cache.stride()[:3], *v_cache.stride()[:3], page, heads, kv_heads, dim, block, width,
+        *k.codes.stride()[:3], *v.codes.stride()[:3], page, heads, kv_heads, dim, block, width,
         tile, 16 if exact else 64, SEGMENT, gates is not None, entries > 0, p.folds,
+        k.numbers, v.numbers, k.constant, v.constant, k.beside, v.beside, k.load, v.load,
+        opaque,
         num_warps=p.warps, num_stages=p.stages, enable_fp_fusion=False,
     )  # fmt: skip
     if entries:

@@ -7,6 +7,7 @@ then all k, then all v. H heads, 0 where keys and values alone are wanted; HKV k
 import torch
 from torch import Tensor
 
+from lockstep.kernels.kv import KVCache, write_slots
 from lockstep.kernels.norm import rms_norm
 from lockstep.kernels.registry import op
 
@@ -20,15 +21,16 @@ def rope_and_cache(
     sin: Tensor | None,
     positions: Tensor,
     slot_mapping: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     eps: float,
     offset: float,
     gated: bool,
 ) -> Tensor:
     """qkv [T, (H (1 + gated) + 2 HKV) D]; q_weight, k_weight [D]; cos, sin [positions, width / 2]
     fp32, contiguous; positions, slot_mapping [T] int64; k_cache, v_cache [pages, page_size, HKV, D]
-    -> q [T, H, D] of qkv's dtype, contiguous; k and v are written to the caches at slot_mapping.
+    -> q [T, H, D] of qkv's dtype, contiguous; k and v are written to the caches at slot_mapping,
+    in the caches' format where they are packed.
 
     q and k: rms_norm over D (offset + weight), rounded; then the first `width` dims are rotated in
     fp32 in NeoX pairs (j, j + width / 2) and rounded, the rest passes (Su et al., RoFormer, 2021).
@@ -42,8 +44,8 @@ def rope_and_cache(
         k = rms_norm(k, k_weight, eps, offset)
     turned = _turned(torch.cat([q, k], dim=1), cos, sin, positions)
     q, k = turned.split([q.shape[1], kv_heads], dim=1)
-    k_cache.view(-1, kv_heads, dim).index_put_((slot_mapping,), k)
-    v_cache.view(-1, kv_heads, dim).index_put_((slot_mapping,), v)
+    write_slots(k_cache, slot_mapping, k)
+    write_slots(v_cache, slot_mapping, v)
     return q.contiguous()
 
 

@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.kernels.kv import KVCache, KVFormat, codecs_of
+from lockstep.kernels.kv.cases import NAMED, empty_cache
+
 LAYERS = (
     (5, 4, 2, 32, 8, True, 1.0),
     (1, 3, 1, 80, 40, False, 0.0),
@@ -44,8 +47,10 @@ def rope(
     gated: bool,
     offset: float,
     dtype: torch.dtype,
+    format: KVFormat | None = None,
 ) -> dict[str, Any]:
-    """Arguments of rope_and_cache: tokens in random slots of caches that are NaN elsewhere."""
+    """Arguments of rope_and_cache: tokens in random slots of caches that are NaN elsewhere. format:
+    of the caches, None where they are of the dtype."""
     generator = torch.Generator().manual_seed(dim)
 
     def numbers(*shape: int) -> Tensor:
@@ -57,7 +62,7 @@ def rope(
     slots[tokens - 1 :] = 0
     positions[tokens - 1 :] = 0
     shape = (PAGES, PAGE_SIZE, kv_heads, dim)
-    k_cache, v_cache = (torch.full(shape, float("nan"), dtype=dtype) for _ in range(2))
+    k_cache, v_cache = empty_cache(shape, dtype, format)
     return dict(
         qkv=beside_nan(numbers(tokens, (heads * (1 + gated) + 2 * kv_heads) * dim)),
         q_weight=numbers(dim),
@@ -80,8 +85,15 @@ def rope_and_cache_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, An
         yield str(layer), rope(*layer, dtype)
     for layer, absent in WITHOUT:
         yield f"{layer} without {', '.join(absent)}", rope(*layer, dtype) | dict.fromkeys(absent)
+    for name, format in NAMED.items():
+        for layer in LAYERS:
+            yield f"{name}, {layer}", rope(*layer, dtype, format)
+        layer, absent = WITHOUT[0]
+        yield f"{name} without norm", rope(*layer, dtype, format) | dict.fromkeys(absent)
+        layer, absent = WITHOUT[2]
+        yield f"{name} without positions", rope(*layer, dtype, format) | dict.fromkeys(absent)
 
 
-def rope_and_cache_traits(k_cache: Tensor, **rest: Any) -> dict[str, Any]:
+def rope_and_cache_traits(k_cache: KVCache, v_cache: KVCache, **rest: Any) -> dict[str, Any]:
     """What a layer of such arguments says when it asks for a backend."""
-    return dict(head_dim=k_cache.shape[3])
+    return dict(head_dim=k_cache.shape[3], codecs=codecs_of(k_cache, v_cache))

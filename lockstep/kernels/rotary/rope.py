@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.kv import KVCache
+from lockstep.kernels.kv._launch import opened, unserved
 from lockstep.kernels.norm.rms import inverse_rms, row_layout, row_sums, spread
 from lockstep.kernels.rotary import rope_and_cache
 
@@ -73,6 +75,52 @@ def _turn(
         tl.store(out + HALF + pairs, (b * c + a * s).to(out.dtype.element_ty), mask=turns)
 
 
+@triton.jit
+def _turned(
+    x, live, weight, cos, sin, eps, offset,
+    D: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """_turn's heads [HEADS, BLOCK], rounded, in fp32; 0 behind D: a codec sees a head as a whole.
+
+    A number's partner in its pair is loaded beside it.
+    """
+    lanes = spread(HEADS, BLOCK)
+    own = live & (lanes < D)
+    mine = tl.load(x + lanes, mask=own, other=0.0)
+    values = mine.to(tl.float32)
+    if weight is not None:
+        inverse = inverse_rms(row_sums(values * values), eps, D)[:, None]
+        scale = tl.load(weight + lanes, mask=own, other=0.0)
+        values = _normed(mine, inverse, scale, offset)
+    if HALF > 0:
+        turns = own & (lanes < 2 * HALF)
+        upper = lanes >= HALF
+        pair = tl.where(upper, lanes - HALF, lanes)
+        partner = tl.where(upper, lanes - HALF, lanes + HALF)
+        other = tl.load(x + partner, mask=turns, other=0.0)
+        if weight is not None:
+            scale = tl.load(weight + partner, mask=turns, other=0.0)
+            other = _normed(other, inverse, scale, offset)
+        else:
+            other = other.to(tl.float32)
+        turned = other * tl.load(sin + pair, mask=turns, other=0.0)
+        turned = tl.where(upper, turned, -turned)
+        turned = values * tl.load(cos + pair, mask=turns, other=1.0) + turned
+        values = tl.where(turns, turned, values)
+    return tl.where(own, values.to(mine.dtype).to(tl.float32), 0.0)
+
+
+@triton.jit
+def _store_packed(
+    values, codes, numbers, constant, slot, head, live, COUNT: tl.constexpr, HKV: tl.constexpr,
+    D: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, STORE: tl.constexpr,
+):  # fmt: skip
+    """Heads [HEADS, BLOCK] of a slot by the codec's STORE; codes point to the heads' first."""
+    if COUNT > 0:
+        numbers += (slot.to(tl.int64) * HKV + head) * COUNT
+    STORE(values, codes, numbers, constant, live, spread(HEADS, BLOCK), D)
+
+
 @triton.jit(
     do_not_specialize=["page_size", "eps", "offset"],
     do_not_specialize_on_alignment=["positions", "slot_mapping"],
@@ -82,8 +130,13 @@ def _rope_and_cache_kernel(
     stride, page_size, k_page, k_token, k_head, v_page, v_token, v_head, eps, offset,
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, GATED: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr,
+    k_numbers, v_numbers, k_constant, v_constant, K_COUNT: tl.constexpr, V_COUNT: tl.constexpr,
+    K_STORE: tl.constexpr, V_STORE: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token: of q in its first programs, of k and v in the rest."""
+    """HEADS heads of one token: of q in its first programs, of k and v in the rest.
+
+    K_STORE, V_STORE: how keys and values are packed (lockstep.kernels.kv); None: they are not.
+    """
     Q: tl.constexpr = (H + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -107,15 +160,29 @@ def _rope_and_cache_kernel(
         slot = tl.load(slot_mapping + token).to(tl.int32)  # a division of 64 bits is a call
         page = (slot // page_size).to(tl.int64)
         place = slot % page_size
-        out = k_cache + (page * k_page + place * k_token) + head * k_head
-        _turn(keys, out, live, k_weight, cos, sin, eps, offset, D, HALF, HEADS, BLOCK, PAIRS)
-        out = v_cache + (page * v_page + place * v_token) + head * v_head
-        tl.store(out + lanes, v, mask=live & (lanes < D))
+        k_at = k_cache + (page * k_page + place * k_token) + head * k_head
+        if K_STORE is None:
+            _turn(keys, k_at, live, k_weight, cos, sin, eps, offset, D, HALF, HEADS, BLOCK, PAIRS)
+            v_at = v_cache + (page * v_page + place * v_token) + head * v_head
+            tl.store(v_at + lanes, v, mask=live & (lanes < D))
+        else:
+            k = _turned(keys, live, k_weight, cos, sin, eps, offset, D, HALF, HEADS, BLOCK)
+            _store_packed(
+                k, k_at, k_numbers, k_constant, slot, head, live, K_COUNT, HKV, D, HEADS, BLOCK,
+                K_STORE,
+            )  # fmt: skip
+            v_at = v_cache + (page * v_page + place * v_token) + head * v_head
+            _store_packed(
+                v.to(tl.float32), v_at, v_numbers, v_constant, slot, head, live, V_COUNT, HKV, D,
+                HEADS, BLOCK, V_STORE,
+            )  # fmt: skip
 
 
 def _supports(**traits: Any) -> str | None:
     dim = traits.get("head_dim", 64)
-    return f"head_dim {dim} is above {WIDEST}" if dim > WIDEST else gpu_trait(**traits)
+    if dim > WIDEST:
+        return f"head_dim {dim} is above {WIDEST}"
+    return unserved(**traits) or gpu_trait(**traits)
 
 
 @rope_and_cache.backend("triton", supports=_supports)
@@ -127,8 +194,8 @@ def rope_and_cache_triton(
     sin: Tensor | None,
     positions: Tensor,
     slot_mapping: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    k_cache: KVCache,
+    v_cache: KVCache,
     eps: float,
     offset: float,
     gated: bool,
@@ -141,11 +208,15 @@ def rope_and_cache_triton(
     pairs = 0 if cos is None else cos.shape[1]
     together = max(1, NUMBERS_TOGETHER // triton.next_power_of_2(dim))
     groups = triton.cdiv(heads, together) + triton.cdiv(kv_heads, together)
+    k = opened(k_cache)
+    v = opened(v_cache)
     if tokens:
         _rope_and_cache_kernel[(tokens, groups)](
-            qkv, q_weight, k_weight, cos, sin, positions, slot_mapping, k_cache, v_cache, q,
-            qkv.stride(0), page_size, *k_cache.stride()[:3], *v_cache.stride()[:3], eps, offset,
+            qkv, q_weight, k_weight, cos, sin, positions, slot_mapping, k.codes, v.codes, q,
+            qkv.stride(0), page_size, *k.codes.stride()[:3], *v.codes.stride()[:3], eps, offset,
             H=heads, HKV=kv_heads, HALF=pairs, GATED=int(gated), HEADS=together,
             PAIRS=triton.next_power_of_2(max(pairs, 1)), **row_layout(dim, together),
+            k_numbers=k.numbers, v_numbers=v.numbers, k_constant=k.constant, v_constant=v.constant,
+            K_COUNT=k.beside, V_COUNT=v.beside, K_STORE=k.store, V_STORE=v.store,
         )  # fmt: skip
     return q

@@ -1,0 +1,25 @@
+"""KV formats: how keys and values lie in pages where they are not of the model's dtype.
+
+    attention(packed) == attention(unpacked), bit for bit
+
+A format is a codec for keys and one for values. A codec turns the D numbers of one token and head,
+as the model's dtype has them (keys are rotated by then), into codes and, in some, a few numbers
+beside them; nothing else enters, so that neither chunks nor batches nor rejected drafts leave a
+trace. Unpacking goes back to the model's dtype, elementwise. Attention always reads the cache, the
+tokens that a step brings included.
+"""
+
+from lockstep.kernels.kv._packed import Codec, KVCache, KVDevice, KVFormat, PackedKV
+from lockstep.kernels.kv._reading import codecs_of, read_pages, unpacked, write_slots
+
+__all__ = [
+    "Codec",
+    "KVCache",
+    "KVDevice",
+    "KVFormat",
+    "PackedKV",
+    "codecs_of",
+    "read_pages",
+    "unpacked",
+    "write_slots",
+]

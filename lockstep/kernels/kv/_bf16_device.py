@@ -1,0 +1,31 @@
+# mypy: ignore-errors
+"""bf16.py in Triton, by integer operations: its interpreter cuts numbers off where it casts."""
+
+import triton
+import triton.language as tl
+
+from lockstep.kernels.kv import KVDevice
+
+INFINITE = tl.constexpr(0x7F800000)
+"""The bits of +inf in fp32: those of a NaN are larger, of every other size smaller."""
+NAN = tl.constexpr(0x7FC0)
+
+
+@triton.jit
+def store_bf16(values, codes, numbers, constant, live, lanes, D: tl.constexpr):
+    """See KVDevice."""
+    bits = values.to(tl.int32, bitcast=True)
+    code = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    code = tl.where((bits & 0x7FFFFFFF) > INFINITE, NAN, code)
+    tl.store(
+        codes + lanes, code.to(tl.int16).to(tl.bfloat16, bitcast=True), mask=live & (lanes < D)
+    )
+
+
+@triton.jit
+def load_bf16(codes, numbers, constant, d, live, D: tl.constexpr):
+    """See KVDevice."""
+    return tl.load(codes + d, mask=live & (d < D), other=0.0).to(tl.float32)
+
+
+DEVICE = KVDevice(store_bf16, load_bf16)

@@ -1,0 +1,79 @@
+# mypy: ignore-errors
+"""fp8.py in Triton, by integer operations alone: any architecture, and the same bits on each."""
+
+import triton
+import triton.language as tl
+
+from lockstep.kernels.kv import KVDevice
+from lockstep.kernels.packed._device import decode_e4m3
+
+INFINITE = tl.constexpr(0x7F800000)
+"""The bits of +inf in fp32: those of a NaN are larger, of every other size smaller."""
+SIGN = tl.constexpr(0x80)
+NAN = tl.constexpr(0x7F)
+
+
+@triton.jit
+def _encode(x, y, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MOST: tl.constexpr):
+    """y = x / scale, fp32 -> codes in int32. MANTISSA, BIAS: of the type; MOST: the bits of its
+    largest number in fp32.
+
+    Normal numbers are rounded by adding just under half of the last bit that stays, and one more
+    where that is odd; subnormal ones by adding a number of fp32 whose last bit is theirs.
+    """
+    SHIFT: tl.constexpr = 23 - MANTISSA
+    MAGIC: tl.constexpr = (127 + 24 - BIAS - MANTISSA) << 23
+    LEAST: tl.constexpr = (128 - BIAS) << 23
+    REBIAS: tl.constexpr = (127 - BIAS) << 23
+    HALF: tl.constexpr = (1 << (SHIFT - 1)) - 1
+    infinite = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >= INFINITE
+    bits = y.to(tl.int32, bitcast=True)
+    size = tl.minimum(bits & 0x7FFFFFFF, MOST)
+    magic = tl.full(y.shape, MAGIC, tl.int32)
+    small = size.to(tl.float32, bitcast=True) + magic.to(tl.float32, bitcast=True)
+    small = small.to(tl.int32, bitcast=True) - MAGIC
+    large = (size - REBIAS + HALF + ((size >> SHIFT) & 1)) >> SHIFT
+    code = tl.where(size < LEAST, small, large) | ((bits >> 24) & SIGN)
+    return tl.where(infinite, NAN, code)
+
+
+@triton.jit
+def _scaled(values, constant):
+    """values / constant, correctly rounded; values where there is no constant."""
+    if constant is None:
+        return values
+    else:
+        return tl.div_rn(values, tl.zeros_like(values) + constant)
+
+
+@triton.jit
+def store_e4m3(values, codes, numbers, constant, live, lanes, D: tl.constexpr):
+    """See KVDevice."""
+    code = _encode(values, _scaled(values, constant), 3, 7, 0x43E00000)
+    tl.store(codes + lanes, code.to(tl.uint8), mask=live & (lanes < D))
+
+
+@triton.jit
+def store_e5m2(values, codes, numbers, constant, live, lanes, D: tl.constexpr):
+    """See KVDevice."""
+    code = _encode(values, _scaled(values, constant), 2, 15, 0x47600000)
+    tl.store(codes + lanes, code.to(tl.uint8), mask=live & (lanes < D))
+
+
+@triton.jit
+def load_e4m3(codes, numbers, constant, d, live, D: tl.constexpr):
+    """See KVDevice."""
+    value = decode_e4m3(tl.load(codes + d, mask=live & (d < D), other=0).to(tl.int32))
+    return value if constant is None else value * constant
+
+
+@triton.jit
+def load_e5m2(codes, numbers, constant, d, live, D: tl.constexpr):
+    """See KVDevice. An e5m2 is the upper byte of an fp16."""
+    code = tl.load(codes + d, mask=live & (d < D), other=0)
+    value = (code.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    return value if constant is None else value * constant
+
+
+E4M3 = KVDevice(store_e4m3, load_e4m3)
+E5M2 = KVDevice(store_e5m2, load_e5m2)

@@ -1,0 +1,127 @@
+"""What a KV format is, and one side of a cache in it."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import ConfigError
+
+
+class KVDevice(NamedTuple):
+    """A codec's device functions, in Triton; the kernels that call them pass them as constants.
+
+    store(values, codes, numbers, constant, live, lanes, D): values [HEADS, BLOCK] fp32, 0 behind D,
+    of heads of which live [HEADS, 1] are there; codes and numbers point to each head's first
+    element [HEADS, 1]; lanes [1 or HEADS, BLOCK] count the columns.
+    load(codes, numbers, constant, d, live, D) -> fp32 [TILE, columns], 0 where not live [TILE, 1];
+    codes and numbers point to each token's first element [TILE, 1]; d [1, columns].
+    numbers is None where the codec has none, constant where it is.
+    """
+
+    store: Any
+    load: Any
+
+
+@dataclass(frozen=True)
+class Codec(ABC):
+    """How the D numbers of one token and head lie in a page. Its fields are all it depends on."""
+
+    @property
+    @abstractmethod
+    def dtype(self) -> torch.dtype:
+        """Of the codes."""
+
+    @property
+    def constant(self) -> float | None:
+        """What every code of the layer is multiplied by, None for nothing."""
+        return None
+
+    @property
+    def number_dtype(self) -> torch.dtype:
+        """Of the numbers beside the codes."""
+        return torch.float32
+
+    @property
+    def count(self) -> int:
+        """Numbers beside the codes of one token and head."""
+        return 0
+
+    def width(self, dim: int) -> int:
+        """Codes of one token and head, in elements of `dtype`."""
+        return dim
+
+    def refusal(self, dim: int) -> str | None:
+        """Why heads of this dim cannot be stored, or None."""
+        return None
+
+    @abstractmethod
+    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x [..., D] of the model's dtype -> codes [..., width] and, if any, numbers [..., count].
+
+        What is not finite must be found when it is decoded: as NaN.
+        """
+
+    @abstractmethod
+    def decode(self, codes: Tensor, numbers: Tensor | None) -> Tensor:
+        """codes [..., width], numbers [..., count] -> [..., D] in fp32, to be rounded once."""
+
+    @property
+    def device_at(self) -> str | None:
+        """Module and name of its KVDevice, "a.b:C"; None where no kernel reads it."""
+        return None
+
+    def device(self) -> KVDevice:
+        """Its device functions, where device_at says that there are any. Needs Triton."""
+        assert self.device_at is not None, self
+        (module, name) = self.device_at.split(":")
+        found: KVDevice = getattr(import_module(module), name)
+        return found
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """A format: what keys and values are stored as. name: what numerics call it. scaled: whether a
+    checkpoint's static k_scale and v_scale are its codecs' field `scale`."""
+
+    name: str
+    k: Codec
+    v: Codec
+    scaled: bool = False
+
+    def fitting(self, dim: int) -> tuple[Codec, Codec]:
+        """Both codecs. Raises ConfigError where heads of this dim cannot be stored."""
+        for why_not in (self.k.refusal(dim), self.v.refusal(dim)):
+            if why_not is not None:
+                raise ConfigError(
+                    f"kv_cache_dtype={self.name!r} is not allowed with this model: {why_not}. "
+                    "Choose another one."
+                )
+        return self.k, self.v
+
+
+@dataclass(frozen=True)
+class PackedKV:
+    """Keys, or values, of one layer: codes [pages, page_size, Hkv, width] and, where the codec has
+    any, numbers [pages, page_size, Hkv, count], contiguous. dim: D."""
+
+    codec: Codec
+    dim: int
+    codes: Tensor
+    numbers: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        """[pages, page_size, Hkv, D], as of an unpacked cache."""
+        return torch.Size((*self.codes.shape[:3], self.dim))
+
+    def tensors(self) -> list[Tensor]:
+        """What it holds, each indexed by page first."""
+        return [self.codes] if self.numbers is None else [self.codes, self.numbers]
+
+
+KVCache = Tensor | PackedKV
+"""One side of a layer's cache: [pages, page_size, Hkv, D] of the model's dtype, or packed."""

@@ -1,0 +1,34 @@
+"""Caches in every format for the cases of the ops that read and write them."""
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.kv import Codec, KVCache, KVFormat, PackedKV
+from lockstep.kernels.kv.formats import FORMATS
+from lockstep.kernels.kv.fp8 import Fp8
+
+SCALED = KVFormat("fp8_e4m3 scaled", Fp8("e4m3", 0.03), Fp8("e4m3", 0.7))
+"""With static scales, as a checkpoint may have them."""
+NAMED = {f.name: f for f in FORMATS.values() if f.k.device_at} | {SCALED.name: SCALED}
+"""The formats that kernels read, each once."""
+NAN_CODE = 0x7F
+"""What codes are filled with: NaN where they stand alone."""
+
+
+def empty_cache(
+    shape: tuple[int, ...], dtype: torch.dtype, format: KVFormat | None
+) -> tuple[KVCache, KVCache]:
+    """Keys and values [pages, page_size, Hkv, D] that nobody has written: all NaN."""
+    if format is None:
+        return torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
+    return _packed(shape, format.k), _packed(shape, format.v)
+
+
+def _packed(shape: tuple[int, ...], codec: Codec) -> PackedKV:
+    (*lead, dim) = shape
+    fill = torch.nan if codec.dtype.is_floating_point else NAN_CODE
+    codes = torch.full((*lead, codec.width(dim)), fill, dtype=codec.dtype)
+    numbers: Tensor | None = None
+    if codec.count:
+        numbers = torch.full((*lead, codec.count), torch.nan, dtype=codec.number_dtype)
+    return PackedKV(codec, dim, codes, numbers)

@@ -1,0 +1,35 @@
+"""The table of KV formats: what kv_cache_dtype may say besides auto."""
+
+import torch
+
+from lockstep.kernels.kv import KVFormat
+from lockstep.kernels.kv.bf16 import FORMAT as BFLOAT16
+from lockstep.kernels.kv.fp8 import E4M3, E5M2
+from lockstep.kernels.kv.int8 import FORMAT as INT8
+
+FORMATS: dict[str, KVFormat] = {
+    "bfloat16": BFLOAT16,
+    "fp8": E4M3,
+    "fp8_e4m3": E4M3,
+    "fp8_e5m2": E5M2,
+    "int8_per_token_head": INT8,
+}
+
+
+def known(name: str) -> str:
+    """A kv_cache_dtype. Raises ValueError where there is none of this name."""
+    if name not in names():
+        raise ValueError(name)
+    return name
+
+
+def names() -> tuple[str, ...]:
+    """What kv_cache_dtype may say."""
+    return ("auto", *FORMATS)
+
+
+def format_of(name: str, dtype: torch.dtype) -> KVFormat | None:
+    """The format of a kv_cache_dtype; None: the cache is of the model's dtype."""
+    if name == "auto" or name == str(dtype).removeprefix("torch."):
+        return None
+    return FORMATS[name]

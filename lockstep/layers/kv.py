@@ -1,0 +1,98 @@
+"""Which layers keep keys and values in which format, and the static scales of a checkpoint."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.errors import CheckpointError, ConfigError, choice_error
+from lockstep.kernels.kv import KVFormat
+from lockstep.quant import TensorInfo
+from lockstep.quant.slot import PLAIN, Slot
+
+ENDS = {"first": 0, "last": -1}
+"""Names of layers: the first and the last one that attends."""
+
+
+@dataclass(frozen=True)
+class KVLayers:
+    """format: of the layers that attend, None for the model's dtype. skip: those that keep it in
+    the model's dtype all the same, by number, or first and last until settled()."""
+
+    format: KVFormat | None = None
+    skip: tuple[str, ...] = ()
+
+    def settled(self, attending: Sequence[int]) -> "KVLayers":
+        """The same with numbers alone, of a model in which these layers attend. Raises
+        ConfigError."""
+        numbers = []
+        for name in self.skip:
+            number = attending[ENDS[name]] if name in ENDS else int(name)
+            if number not in attending:
+                allowed = f"first, last, {', '.join(map(str, attending))}"
+                remedy = "Name layers that attend."
+                raise choice_error(ConfigError, "kv_cache_dtype_skip_layers", name, allowed, remedy)
+            numbers.append(str(number))
+        return replace(self, skip=tuple(numbers))
+
+    def of(self, layer: str) -> KVFormat | None:
+        """The format of the layer of this name, "layers.3"; of a draft module's, any other."""
+        return None if layer.rpartition(".")[2] in self.skip else self.format
+
+
+class StaticScales:
+    """k_scale and v_scale of one attention layer, where its checkpoint has them and its format is
+    scaled by them. A code times the scale is the number.
+
+    They stand beside the projections, or with k_proj and v_proj (ModelOpt).
+    """
+
+    def __init__(
+        self, name: str, format: KVFormat | None, tensors: Mapping[str, Mapping[str, TensorInfo]]
+    ) -> None:
+        self.name = name
+        self.scales: dict[str, float] = {}
+        self.slots: dict[str, Slot] = {}
+        if format is None or not format.scaled:
+            return
+        for side in "kv":
+            for key, info in _found(f"{side}_scale", f"{side}_proj", tensors):
+                if prod(info.shape) != 1:
+                    raise self._error(key, f"shape {list(info.shape)}", "one number")
+                self.slots[key] = Slot(None, PLAIN, torch.device("cpu"), self._taking(side, key))
+
+    def _taking(self, side: str, key: str) -> Any:
+        def take(tensor: Tensor) -> None:
+            scale = tensor.float().item()
+            if not 0 < scale < inf:
+                raise self._error(key, str(scale), "a number above 0")
+            self.scales[side] = scale
+
+        return take
+
+    def _error(self, key: str, found: str, allowed: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self.name}.{key}={found} is not allowed; allowed: {allowed}. Mend the "
+            "checkpoint, or choose another kv_cache_dtype."
+        )
+
+    def applied(self, format: KVFormat | None) -> KVFormat | None:
+        """The format with the scales that were loaded."""
+        if format is None or not self.scales:
+            return format
+        sides = {s: replace(getattr(format, s), scale=x) for s, x in self.scales.items()}
+        return replace(format, **sides)
+
+
+def _found(
+    name: str, projection: str, tensors: Mapping[str, Mapping[str, TensorInfo]]
+) -> Iterator[tuple[str, TensorInfo]]:
+    """The tensor of that name, by its name within the layer; "" is the layer's own module."""
+    for module in ("", projection):
+        info = tensors.get(module, {}).get(name)
+        if info is not None:
+            yield f"{module}.{name}".lstrip("."), info
+            return

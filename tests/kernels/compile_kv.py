@@ -1,0 +1,67 @@
+"""Compiles attention over packed caches, which needs no GPU: keys and values must enter products
+in the order that they have unpacked, so that both give the same bits. wgmma does that by itself;
+mma.sync would widen kWidth to 4 where numbers come out of bytes.
+
+    python -m tests.kernels.compile_kv
+"""
+
+import re
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from lockstep.kernels.attention import paged as attention
+from lockstep.kernels.attention.cases import paged
+from lockstep.kernels.backends import load
+from lockstep.kernels.kv.cases import NAMED
+from lockstep.kernels.packed._form import Target
+from tests.kernels import compile_launches
+
+ROWS = (16, 64)
+DIMS = (128, 256)
+ARCHES = (86, 90)
+
+
+def widths(arch: int, name: str, dim: int, rows: int) -> tuple[set[str], bool]:
+    """kWidth of the products' operands, and whether they are wgmma."""
+    made: list[Any] = []
+    compile_launches.HOPPER = GPUTarget("cuda", arch, 32)
+    attention.target_of = lambda device: Target(arch, assembly=True)
+    launches = compile_launches.Launches()
+    compiled = triton.compile
+
+    def keep(*args: Any, **given: Any) -> Any:
+        made.append(compiled(*args, **given))
+        return made[-1]
+
+    JITFunction.run = lambda kernel, *args, **given: launches.compile(kernel, *args, **given)
+    triton.compile = keep
+    try:
+        given = paged(((300, rows // 4),), 4, 1, dim, 64, torch.bfloat16, format=NAMED[name])
+        divided = attention.Partition(rows, 64, 1, True, 8 if rows == 64 else 4, 2)
+        attention.paged_attention_triton(**given, divided=divided)
+    finally:
+        triton.compile = compiled
+    code = made[0].asm
+    return set(re.findall(r"kWidth = (\d)", code["ttgir"])), "wgmma" in code["ptx"]
+
+
+def main() -> None:
+    """Compiles each; prints what was compiled."""
+    load()
+    for arch in ARCHES:
+        for name in NAMED:
+            for dim, rows in ((dim, rows) for dim in DIMS for rows in ROWS):
+                if arch < 90 and dim > 128:
+                    continue
+                found, asynchronous = widths(arch, name, dim, rows)
+                assert found == {"2"}, (arch, name, dim, rows, found)
+                assert asynchronous == (arch == 90), (arch, name, dim, rows)
+                print(arch, name, dim, rows, flush=True)
+
+
+if __name__ == "__main__":
+    main()

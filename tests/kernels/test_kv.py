@@ -1,0 +1,183 @@
+"""KV formats: their codecs, and the ops that read and write packed caches.
+
+The law is that attention over a packed cache is attention over the unpacked one, bit for bit; and
+what is written depends on the token and head alone.
+"""
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep.kernels.attention import paged_attention
+from lockstep.kernels.attention.cases import paged
+from lockstep.kernels.kv import PackedKV, read_pages, unpacked
+from lockstep.kernels.kv.cases import NAMED
+from lockstep.kernels.kv.fp8 import TYPES, Fp8
+from lockstep.kernels.kv.int8 import Int8
+from lockstep.kernels.rotary import rope_and_cache
+from lockstep.kernels.rotary.cases import LAYERS, WITHOUT, rope
+from tests.kernels.backends import backends, same_bits
+
+BACKENDS = backends()
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+FORMATS = pytest.mark.parametrize("format", NAMED.values(), ids=list(NAMED))
+CACHES = ("k_cache", "v_cache")
+ROWS = ((5, 4), (0, 0), (254, 3))
+
+
+def hard_numbers(dim: int, heads: int = 64) -> torch.Tensor:
+    """Heads [heads, D] over all exponents, halves between codes, zeros, the least and the most."""
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(heads, dim, generator=generator)
+    x *= torch.exp2(torch.randint(-30, 12, (heads, 1), generator=generator).float())
+    x[0] = 0.0
+    x[1] = torch.arange(dim) - dim / 2.0
+    x[2] = torch.linspace(-600.0, 600.0, dim)
+    x[3] = torch.linspace(-1.0, 1.0, dim) * 2.0**-9
+    x[4] = 1.4e-45
+    x[5] = torch.finfo(torch.bfloat16).max
+    x[6, 1] = -0.0
+    return x
+
+
+def decoded(codec: Any, x: torch.Tensor) -> torch.Tensor:
+    """What comes back of x."""
+    codes, *numbers = codec.encode(x)
+    return codec.decode(codes, *(numbers or [None]))
+
+
+@FORMATS
+@pytest.mark.parametrize("side", ["k", "v"])
+def test_what_is_not_finite_comes_back_as_nan(format: Any, side: str) -> None:
+    codec = getattr(format, side)
+    for wrong in (torch.nan, torch.inf, -torch.inf):
+        x = torch.ones(2, 3, 16)
+        x[1, 2, 5] = wrong
+        found = decoded(codec, x)
+        assert found[1, 2].isnan().any() or format.name == "bfloat16" and found[1, 2, 5] == wrong
+        assert found[0].isfinite().all() and found[1, :2].isfinite().all()
+
+
+@FORMATS
+def test_twice_is_once(format: Any) -> None:
+    """What was packed and unpacked packs to itself, but for the last bit of a scale."""
+    x = hard_numbers(32)[:4]
+    once = decoded(format.k, x)
+    torch.testing.assert_close(decoded(format.k, once), once, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_fp8_is_the_nearest_number(kind: str) -> None:
+    every = torch.arange(256, dtype=torch.uint8).view(TYPES[kind]).float()
+    every = every[every.isfinite()].unique()
+    x = hard_numbers(64).flatten()
+    x = x[x.abs() <= every.max()]
+    found = decoded(Fp8(kind), x)
+    nearest = (x.double()[:, None] - every.double()).abs().min(-1).values
+    assert torch.equal((x.double() - found.double()).abs(), nearest)
+    assert decoded(Fp8(kind), torch.tensor(3e38)) == every.max()
+
+
+def test_int8_is_off_by_half_a_step() -> None:
+    x = hard_numbers(64)
+    x = x[(x.abs().amax(-1) > 1e-30)]
+    off = (decoded(Int8(), x) - x).abs().amax(-1)
+    assert (off <= x.abs().amax(-1) / 254 * 1.0001).all()
+    codes, scale = Int8().encode(torch.zeros(3, 16))
+    assert not codes.any() and not scale.any()
+
+
+def test_scales_are_divided_by_and_multiplied_with() -> None:
+    x = hard_numbers(64)[:4]
+    scaled = decoded(Fp8("e4m3", 0.25), x)
+    assert torch.equal(scaled, decoded(Fp8("e4m3"), x * 4) / 4)
+
+
+@FORMATS
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layer", [(4, 2, 64, 64), (6, 1, 80, 32), (4, 2, 32, 16)], ids=str)
+def test_attention_over_packed_is_attention_over_unpacked(
+    backend: Any, layer: tuple[int, ...], format: Any
+) -> None:
+    packed = paged(ROWS, *layer, backend.dtype, format=format)
+    plain = packed | {name: unpacked(packed[name], backend.dtype) for name in CACHES}
+    found = backend.run(paged_attention, packed)
+    assert found.isfinite().all()
+    assert same_bits(found, backend.run(paged_attention, plain))
+
+
+@FORMATS
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("layer", [*LAYERS[:3], LAYERS[7], LAYERS[4]], ids=str)
+@pytest.mark.parametrize("absent", [(), *(names for _, names in WITHOUT[:3:2])], ids=str)
+def test_what_is_written_is_the_codes_of_what_would_be(
+    backend: Any, layer: Any, format: Any, absent: tuple[str, ...]
+) -> None:
+    """The codec's reference, over the keys and values that the same backend writes unpacked."""
+    changes = dict.fromkeys(absent)
+    plain = backend.place(rope(*layer, backend.dtype) | changes)
+    packed = backend.place(rope(*layer, backend.dtype, format) | changes)
+    before = backend.fresh(packed)
+    assert same_bits(backend.run(rope_and_cache, packed), backend.run(rope_and_cache, plain))
+    slots = plain["slot_mapping"].unique()
+    for name in CACHES:
+        wanted = packed[name].codec.encode(plain[name].flatten(0, 1)[slots].cpu())
+        pairs = zip(packed[name].tensors(), before[name].tensors(), wanted, strict=True)
+        for tensor, old, want in pairs:
+            assert same_bits(tensor.flatten(0, 1)[slots], want), name
+            others = torch.ones(tensor.shape[0] * tensor.shape[1], dtype=torch.bool)
+            others[slots.cpu()] = False
+            assert same_bits(tensor.cpu().flatten(0, 1)[others], old.cpu().flatten(0, 1)[others])
+
+
+@FORMATS
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_hard_numbers_are_written_as_the_reference_does(backend: Any, format: Any) -> None:
+    """Copied as they are: no norm, no positions, so that k and v are the projection's."""
+    dim = 32
+    numbers = hard_numbers(dim).to(backend.dtype)
+    numbers[40, 3] = torch.nan
+    numbers[41, 4] = -torch.inf
+    tokens = len(numbers) // 2
+    given = rope(tokens, 0, 2, dim, 8, False, 0.0, backend.dtype, format)
+    given |= dict.fromkeys(("q_weight", "k_weight", "cos", "sin"))
+    given["qkv"] = torch.cat([numbers.view(tokens, -1), numbers.view(tokens, -1).flip(0)], 1)
+    wanted = backend.place(given)
+    backend.run(rope_and_cache, wanted)
+    slots = given["slot_mapping"]
+    for name, x in (("k_cache", numbers.view(tokens, 2, dim)), ("v_cache", given["qkv"][:, 64:])):
+        codec = wanted[name].codec
+        expected = codec.encode(x.reshape(tokens, 2, dim))
+        for tensor, want in zip(wanted[name].tensors(), expected, strict=True):
+            assert same_bits(tensor.flatten(0, 1)[slots], want), name
+
+
+@FORMATS
+def test_pages_are_read_as_the_whole_is(format: Any) -> None:
+    cache = paged(ROWS, 4, 2, 32, 16, torch.float32, format=format)["k_cache"]
+    pages = torch.tensor([3, 1, 1, 0])
+    assert same_bits(read_pages(cache, pages, torch.float32), unpacked(cache, torch.float32)[pages])
+    assert cache.shape == unpacked(cache, torch.float32).shape
+
+
+def test_kernels_refuse_a_codec_without_device_functions() -> None:
+    class Other(Int8):
+        device_at = None
+
+    traits = dict(device="cuda", dtype=torch.bfloat16, head_dim=128, arch=90)
+    for op, codec in product((paged_attention, rope_and_cache), (Other(),)):
+        reasons = op.explain(**traits, codecs=(codec, codec))
+        assert reasons["triton"] == "Other has no device functions"
+    served = paged_attention.explain(**traits, codecs=(Int8(), Int8()))
+    assert served["triton"] is None and "packed" in (served["hopper"] or "")
+    assert paged_attention.explain(**traits, codecs=None)["hopper"] is None
+
+
+def test_a_packed_cache_is_described_by_its_tensors() -> None:
+    codes = torch.zeros(3, 16, 2, 8, dtype=torch.int8)
+    cache = PackedKV(Int8(), 8, codes)
+    assert cache.tensors() == [codes]
+    assert len(replace(cache, numbers=torch.zeros(3, 16, 2, 1)).tensors()) == 2

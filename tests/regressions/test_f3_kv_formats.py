@@ -1,0 +1,116 @@
+"""F3 (vLLM #40880, #40914): a packed KV cache, drafts and chunks, on a hybrid.
+
+There a verification step attended only to its own chunk; other engines attend to the current chunk
+as it is and to the rest as it was packed. Here attention reads the cache alone, so that neither
+chunks nor drafts nor preemption change a bit; each fault, put in, must change the answer.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep import LLM
+from lockstep.kernels.attention import paged_attention
+from lockstep.kernels.attention.cases import paged
+from lockstep.kernels.kv import unpacked
+from lockstep.kernels.kv.cases import NAMED
+from lockstep.kernels.kv.formats import FORMATS
+from lockstep.layers.attention import Attention
+from lockstep.step import Step
+from tests.kernels.backends import same_bits
+from tests.regressions.conftest import PROMPTS, answers
+
+KINDS = sorted({format.name for format in FORMATS.values()})
+FORMAT = pytest.mark.parametrize("kind", KINDS)
+GROUPS = (1, 2, 4, 5, 6, 7, 8, 16)
+"""Query heads of a KV head."""
+
+
+@FORMAT
+def test_chunks_drafts_and_preemption_leave_the_answer_alone(
+    make: Callable[..., LLM], plain: list[Any], known: list[list[int]], kind: str
+) -> None:
+    wanted = answers(make(kv_cache_dtype=kind))
+    assert wanted != plain, "the format changes no bit"
+    texts = [p + tokens for p, (tokens, _) in zip(PROMPTS, wanted, strict=True)]
+    for settings in (
+        dict(max_num_batched_tokens=64),
+        dict(method="ngram", k=7, changing=True, known=texts),
+    ):
+        assert answers(make(kv_cache_dtype=kind, **settings)) == wanted, settings
+    llm = make("mtp", 3, preempt_every=4, kv_cache_dtype=kind, max_num_batched_tokens=128)
+    assert answers(llm) == wanted
+    assert answers(llm) == wanted, "with what is cached"
+    assert llm.engine.refresh_stats().preemptions_total > 0
+    assert llm.engine.scheduler.cache.hit_tokens > 0
+
+
+def raw_chunk(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Attention to a prompt's current chunk as it is, and to the rest as it was packed."""
+
+    def forward(self: Attention, x: torch.Tensor, step: Step) -> torch.Tensor:
+        packed = self.k_cache, self.v_cache
+        self._place(self.qkv(x), step)
+        self.k_cache, self.v_cache = (unpacked(side, x.dtype).clone() for side in packed)
+        try:
+            return attend(self, x, step)
+        finally:
+            self.k_cache, self.v_cache = packed
+
+    return lambda self, x, step: (forward if step.shape.prompt else attend)(self, x, step)
+
+
+def own_window(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Verification that sees nothing of what its row had before."""
+
+    def forward(self: Attention, x: torch.Tensor, step: Step) -> torch.Tensor:
+        def mistaken(q: Any, k: Any, v: Any, pages: Any, bounds: Any, starts: Any, *rest: Any):  # type: ignore[no-untyped-def]
+            alone = torch.zeros_like(starts) if step.shape.query_len > 1 else starts
+            return sound(q, k, v, pages, bounds, alone, *rest)
+
+        sound = self.attend
+        self.attend = mistaken
+        try:
+            return attend(self, x, step)
+        finally:
+            self.attend = sound
+
+    return lambda self, x, step: (attend if step.shape.prompt else forward)(self, x, step)
+
+
+@FORMAT
+@pytest.mark.parametrize(
+    ("fault", "settings"),
+    [(raw_chunk, dict(max_num_batched_tokens=64)), (own_window, dict(method="mtp", k=3))],
+)
+def test_attention_to_the_chunk_alone_is_caught(
+    make: Callable[..., LLM],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    fault: Callable[..., Any],
+    settings: dict[str, Any],
+) -> None:
+    monkeypatch.setattr(Attention, "forward", fault(Attention.forward))
+    assert answers(make(kv_cache_dtype=kind, **settings)) != answers(make(kv_cache_dtype=kind))
+
+
+@pytest.mark.parametrize("format", NAMED.values(), ids=list(NAMED))
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_a_verified_token_sees_what_it_would_see_alone(
+    group: int, format: Any, backend: str
+) -> None:
+    """Each of K + 1 tokens: all earlier tokens, its own, nothing later; across a segment's end."""
+    attend = paged_attention.backends[backend].run
+    batch = paged(((253, 4), (3, 4)), 2 * group, 2, 16, 16, torch.float32, format=format)
+    whole = attend(**batch)
+    for token in range(4):
+        one = batch | dict(
+            q=batch["q"].unflatten(0, (2, 4))[:, token].contiguous(),
+            cu_seqlens=torch.tensor([0, 1, 2], dtype=torch.int32),
+            starts=batch["starts"] + token,
+            query_len=1,
+        )
+        assert same_bits(attend(**one), whole.unflatten(0, (2, 4))[:, token])

@@ -1,0 +1,77 @@
+"""F3 (vLLM #40880, #40914), as users saw it: tool calls and needles, with a packed KV cache.
+
+The bundled model answers; within a format no drafter changes a character of it.
+"""
+
+from typing import Any
+
+import pytest
+
+from lockstep import LLM, SamplingParams
+from training import text
+from training.evaluate import SETS, calls_in, samples
+
+TOOLS = next(part for part in SETS if part.name == "tool calls")
+NEEDLE = next(part for part in SETS if part.name == "needle at 1 K")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=160, skip_special_tokens=False)
+DRAFTS: dict[str, dict[str, Any] | None] = {
+    "none": None,
+    "ngram": {"method": "ngram", "num_speculative_tokens": 3},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 3},
+}
+
+
+class Rates:
+    """Answers of the bundled model to tool calls and needles, by format and drafter."""
+
+    def __init__(self, calls: int, needles: int) -> None:
+        text.load_filler()
+        self.tools = samples(TOOLS, calls)
+        self.needles = samples(NEEDLE, needles)
+
+    def ask(self, kind: str, drafter: str) -> list[str]:
+        """The answers, tool calls first."""
+        llm = LLM(
+            kv_cache_dtype=kind,
+            speculative_config=DRAFTS[drafter],
+            max_model_len=2048,
+            max_num_seqs=8,
+        )
+        cases = [*self.tools, *self.needles]
+        outs = llm.generate([case.prompt for case in cases], GREEDY)
+        return [out.outputs[0].text.removesuffix("<|im_end|>") for out in outs]
+
+    def clean(self, found: list[str]) -> tuple[float, float]:
+        """Percent of the tool calls that are parsed as what was asked for, and of the needles."""
+        wanted = [c.answer.removesuffix("<|im_end|>") for c in (*self.tools, *self.needles)]
+        calls = [
+            calls_in(text, case.tools) == calls_in(answer, case.tools)
+            for text, answer, case in zip(found, wanted, self.tools, strict=False)
+        ]
+        count = len(self.tools)
+        pairs = zip(found[count:], wanted[count:], strict=True)
+        needles = [text == answer for text, answer in pairs]
+        return tuple(100 * sum(right) / len(right) for right in (calls, needles))  # type: ignore[return-value]
+
+
+def assert_within_a_point(rates: Rates, kinds: list[str]) -> None:
+    """No format loses more than a point; within one, no drafter changes a character."""
+    base = rates.clean(rates.ask("auto", "none"))
+    assert min(base) > 90
+    for kind in kinds:
+        plain = rates.ask(kind, "none")
+        found = rates.clean(plain)
+        print(kind, found, base)
+        for rate, wanted in zip(found, base, strict=True):
+            assert rate >= wanted - 1, (kind, found, base)
+        for drafter in ("ngram", "mtp"):
+            assert rates.ask(kind, drafter) == plain, (kind, drafter)
+
+
+def test_tool_calls_and_needles_survive_packing() -> None:
+    assert_within_a_point(Rates(calls=6, needles=2), ["fp8_e4m3", "int8_per_token_head"])
+
+
+@pytest.mark.slow
+def test_tool_calls_and_needles_survive_packing_at_length() -> None:
+    assert_within_a_point(Rates(calls=200, needles=40), ["fp8_e4m3", "int8_per_token_head"])

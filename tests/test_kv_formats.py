@@ -1,0 +1,192 @@
+"""kv_cache_dtype from the settings to the cache: by layer, for the draft module, from a file."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from lockstep import LLM, SamplingParams
+from lockstep.check.report import Report
+from lockstep.cli import app
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.kernels.kv import KVFormat, PackedKV, formats
+from lockstep.kernels.kv.fp8 import Fp8
+from tests.models.test_checkpoint import MTP, build, weights_of
+from tests.tiny_model import make_model
+
+PROMPT = {"prompt_token_ids": list(range(5, 90))}
+PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1, detokenize=False)
+OWN = """
+from dataclasses import dataclass
+
+import torch
+
+from lockstep.kernels.kv import Codec, KVFormat
+
+
+@dataclass(frozen=True)
+class Signs(Codec):
+    @property
+    def dtype(self):
+        return torch.int8
+
+    @property
+    def count(self):
+        return 1
+
+    def encode(self, x):
+        return x.sign().to(torch.int8), x.float().abs().mean(-1, keepdim=True)
+
+    def decode(self, codes, numbers):
+        return codes.float() * numbers
+
+
+FORMAT = KVFormat("signs", Signs(), Signs())
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny hybrid of eight layers: 3 and 7 attend."""
+    return make_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=8)
+
+
+def engine(folder: Path, **settings: Any) -> LLM:
+    """An engine of the tiny hybrid."""
+    settings = {"load_format": "dummy", "max_model_len": 256, "max_num_seqs": 2} | settings
+    return LLM(str(folder), skip_tokenizer_init=True, **settings)
+
+
+def answer(llm: LLM) -> Any:
+    """Tokens and log-probabilities."""
+    out = llm.generate(PROMPT, PARAMS)[0].outputs[0]
+    return out.token_ids, [[x.logprob for x in entry.values()] for entry in out.logprobs]
+
+
+def names(llm: LLM) -> dict[str, str]:
+    """The format of each attention layer's cache."""
+    layers = llm.engine.runner.layers
+    found = {n: m.k_cache for n, m in layers.items() if hasattr(m, "k_cache")}
+    return {
+        n: str(c.codec) if isinstance(c, PackedKV) else str(c.dtype).removeprefix("torch.")
+        for n, c in found.items()
+    }
+
+
+def test_layers_that_are_left_out_keep_the_models_dtype(folder: Path) -> None:
+    for skipped, kinds in (
+        ((), ["Int8()", "Int8()"]),
+        (("first",), ["float32", "Int8()"]),
+        ((7,), ["Int8()", "float32"]),
+        (["first", "last"], ["float32", "float32"]),
+    ):
+        llm = engine(
+            folder, kv_cache_dtype="int8_per_token_head", kv_cache_dtype_skip_layers=skipped
+        )
+        assert list(names(llm).values()) == kinds
+        told = "-skip-" + ".".join(map(str, skipped)) if skipped else ""
+        assert f"/kv-int8_per_token_head{told}/" in llm.engine.numerics
+    assert answer(llm) == answer(engine(folder))
+    with pytest.raises(ConfigError, match="'4' is not allowed; allowed: first, last, 3, 7"):
+        engine(folder, kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=[4])
+
+
+def test_the_draft_modules_cache_may_differ_and_changes_no_answer(folder: Path) -> None:
+    spec = {"method": "mtp", "num_speculative_tokens": 3}
+    same = engine(folder, kv_cache_dtype="fp8", speculative_config=spec)
+    other = engine(
+        folder,
+        kv_cache_dtype="fp8",
+        speculative_config=spec | {"kv_cache_dtype": "int8_per_token_head"},
+    )
+    own = engine(folder, kv_cache_dtype="fp8", speculative_config=spec | {"kv_cache_dtype": "auto"})
+    fp8 = str(Fp8())
+    assert [list(names(llm).values())[-1] for llm in (same, other, own)] == [
+        fp8, "Int8()", "float32",
+    ]  # fmt: skip
+    assert same.engine.numerics == other.engine.numerics == own.engine.numerics
+    assert "/kv-fp8_e4m3/" in same.engine.numerics
+    plain = engine(folder, kv_cache_dtype="fp8")
+    assert answer(same) == answer(other) == answer(own) == answer(plain)
+
+
+def test_pages_cost_what_their_parts_do(folder: Path) -> None:
+    sizes = {
+        kind: engine(folder, kv_cache_dtype=kind).engine.plan.page_bytes
+        for kind in ("auto", "bfloat16", "fp8", "int8_per_token_head")
+    }
+    numbers = 2 * 2 * 64 * 16  # layers, keys and values, tokens, head dim
+    assert sizes == {
+        "auto": 4 * numbers,
+        "bfloat16": 2 * numbers,
+        "fp8": numbers,
+        "int8_per_token_head": numbers + 2 * 2 * 64 * 4,
+    }
+
+
+def test_a_format_from_a_temporary_folder(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "signs_format.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    import signs_format  # type: ignore[import-not-found]
+
+    monkeypatch.setitem(formats.FORMATS, "signs", signs_format.FORMAT)
+    llm = engine(folder, kv_cache_dtype="signs")
+    assert "/kv-signs/" in llm.engine.numerics
+    assert answer(llm) != answer(engine(folder))
+    drafting = engine(
+        folder,
+        kv_cache_dtype="signs",
+        max_num_batched_tokens=64,
+        speculative_config={"method": "mtp", "num_speculative_tokens": 3},
+    )
+    assert answer(drafting) == answer(llm)
+
+
+@pytest.mark.parametrize("where", ["self_attn.{}_scale", "self_attn.{0}_proj.{0}_scale"])
+def test_static_scales_of_a_checkpoint(folder: Path, tmp_path: Path, where: str) -> None:
+    """Read where the format is scaled by them, under either name."""
+    llm = build(folder, load_format="dummy", speculative_config=MTP)
+    tensors = weights_of(llm)
+    prefix = next(n for n in tensors if n.endswith("layers.3.self_attn.k_proj.weight"))
+    prefix = prefix.removesuffix("self_attn.k_proj.weight")
+    for side, scale in (("k", 0.5), ("v", 0.03)):
+        tensors[prefix + where.format(side)] = torch.tensor(scale)
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    save_file(tensors, tmp_path / "model.safetensors")
+    scaled = engine(tmp_path, load_format="auto", kv_cache_dtype="fp8_e4m3")
+    layer = next(m for n, m in scaled.engine.runner.layers.items() if "3" in n)
+    wanted = KVFormat("fp8_e4m3", Fp8("e4m3", 0.5), Fp8("e4m3", torch.tensor(0.03).item()), True)
+    assert layer.kv_format == wanted
+    save_file(
+        {n: t for n, t in tensors.items() if "scale" not in n}, tmp_path / "model.safetensors"
+    )
+    assert answer(scaled) != answer(engine(tmp_path, load_format="auto", kv_cache_dtype="fp8_e4m3"))
+    tensors[prefix + where.format("k")] = torch.tensor(-1.0)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="k_scale=-1.0 is not allowed; allowed: a number"):
+        engine(tmp_path, load_format="auto", kv_cache_dtype="fp8_e4m3")
+
+
+def test_check_takes_every_format_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each once, the model's dtype first, with a page of its own."""
+    asked = []
+
+    def stand_in(size: str, settings: dict[str, Any], *rest: Any) -> Report:
+        asked.append(settings["kv_cache_dtype"])
+        return Report(size, f"kv-{asked[-1]}")
+
+    monkeypatch.setattr(sys.modules["lockstep.cli.check"], "_run", stand_in)
+    page = tmp_path / "page.html"
+    done = CliRunner().invoke(
+        app, ["check", "--kv-cache-dtype", "all", "--json", "--report", str(page)]
+    )
+    assert done.exit_code == 0, done.output
+    assert asked == ["auto", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(f"page-{k}.html" for k in asked)
