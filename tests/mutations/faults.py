@@ -632,8 +632,9 @@ FAULTS = (
     # Where weights go.
     Fault(
         "parts of a fused product filled in the wrong order", "slots", LINEAR,
-        "            part = self.part(index)\n",
-        "            part = self.part(-1 - index if len(set(self.outputs)) == 1 else index)\n",
+        "            part = self.part(index)\n            table |= ",
+        "            part = self.part(-1 - index if len(set(self.outputs)) == 1 else index)\n"
+        "            table |= ",
         "tests/quant/test_checkpoints.py::test_gptq_with_bits_by_layer_and_plain_parts",
     ),
     Fault(
