@@ -68,6 +68,7 @@ def assert_within_a_point(rates: Rates, kinds: list[str]) -> None:
             assert rates.ask(kind, drafter) == plain, (kind, drafter)
 
 
+@pytest.mark.slow
 def test_tool_calls_and_needles_survive_packing() -> None:
     assert_within_a_point(Rates(calls=6, needles=2), ["fp8_e4m3", "int8_per_token_head"])
 
