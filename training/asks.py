@@ -73,7 +73,9 @@ def intents() -> tuple[Intent, ...]:
         lines = [line for line in block.strip().split("\n") if line and not line.startswith("#")]
         if not lines:
             continue
-        params, frames, abouts = {}, [], []
+        params = {}
+        frames = []
+        abouts = []
         for line in lines[1:]:
             if line[:2] == "- ":
                 abouts.append(line[2:].strip())
@@ -256,7 +258,8 @@ def _shape_name(w: Words, verb: str, noun: str) -> Shape:
 
 
 def _shape_field(w: Words, verb: str, noun: str) -> Shape:
-    r, title = w.rng, w.noun()
+    r = w.rng
+    title = w.noun()
     said = f"({VERB_SAYINGS.get(verb, verb)})"
     kind = r.choice(("int 1-999", "word", "first_name", "colour", "num 1-100"))
     value = Param((title, f"new_{title}", f"{title}_value"), kind, r.random() < 0.5)
@@ -365,7 +368,8 @@ STATES = (
 
 def _stateful(w: Words, noun: str) -> Intent:
     """A tool that sets a thing's state: asked for by the state, or by the verb that leads to it."""
-    r, word = w.rng, noun.replace(" ", "_")
+    r = w.rng
+    word = noun.replace(" ", "_")
     pairs = [pair.split() for pair in r.sample(STATES, r.randint(2, 5))]
     members = dict.fromkeys(member for _, member in pairs)
     sayings = " ".join(f"{m}={m}" for m in members)
@@ -520,7 +524,8 @@ def _entry(w: Words, param: Param, listed: bool = False) -> tuple[dict[str, Any]
 
     listed: a {...} kind shows its members, as the request means one of them without naming it.
     """
-    r, kind = w.rng, param.kind
+    r = w.rng
+    kind = param.kind
     if kind.startswith("int") or kind in ("year", "idint"):
         sort = r.choices(("integer", "number", "string"), (88, 6, 6))[0]
         return {"type": "integer" if kind == "idint" else sort}, {}
@@ -589,7 +594,8 @@ def offer(
     r = w.rng
     name, camel = _styled(w, r.choice(intent.names))
     found = Offer(intent, {})
-    properties, required = {}, []
+    properties = {}
+    required = []
     order = list(intent.params)
     if r.random() < 0.25:
         r.shuffle(order)
@@ -603,7 +609,8 @@ def offer(
             key = f"{key}_{slot}" if not camel else _camel(f"{key}_{slot}")
         entry, drawn = _entry(w, param, slot in meant)
         _describe(w, param, key, entry)
-        properties[key], found.keys[slot] = entry, key
+        properties[key] = entry
+        found.keys[slot] = key
         found.values[slot] = {**drawn, "type": entry["type"]}
         if not param.missing or r.random() < 0.08:
             required.append(key)
@@ -660,7 +667,8 @@ def draw_value(
     w: Words, param: Param, how: dict[str, Any], kind: str = ""
 ) -> tuple[Any, str, bool]:
     """(value, as said, whether the value is what is said)."""
-    r, kind = w.rng, kind or param.kind
+    r = w.rng
+    kind = kind or param.kind
     if "enum" in how:
         member = r.choice(list(how["enum"]))
         value = {"true": True, "false": False}[member] if how["type"] == "boolean" else member
@@ -717,10 +725,13 @@ def _meant(tool: Offer, slot: str, member: str) -> str:
 
 def fill(w: Words, frame: str, tool: Offer) -> Said:
     """The resolved frame with values; quotes around some."""
-    r, at = w.rng, 0
+    r = w.rng
+    at = 0
     said = Said([], {}, set())
     for found in PLACE.finditer(frame):
-        on, slot, kind = found[1], found[2], found[3]
+        on = found[1]
+        slot = found[2]
+        kind = found[3]
         before = frame[at : found.start()]
         if found[4]:
             said.parts += [(before + found[5], None)]
@@ -902,7 +913,8 @@ def _remark(w: Words, parts: list[tuple[str, str | None]]) -> None:
 
 def _sentences(parts: list[tuple[str, str | None]]) -> list[tuple[str, str | None]]:
     """A capital at the beginning of sentences, but not in a value."""
-    done, fresh = [], True
+    done = []
+    fresh = True
     for text, slot in parts:
         if slot is None:
             text = re.sub(r"([.?!] )([a-z])", lambda m: m[1] + m[2].upper(), text)
@@ -914,7 +926,8 @@ def _sentences(parts: list[tuple[str, str | None]]) -> list[tuple[str, str | Non
 
 
 def _cased(w: Words, said: Said) -> Said:
-    r, chance = w.rng, w.rng.random()
+    r = w.rng
+    chance = w.rng.random()
     change: Callable[[str], str] = str
     if chance < 0.62:
         said.parts = _sentences(said.parts)
@@ -955,7 +968,8 @@ def pick(w: Words) -> Intent:
 def domain(w: Words, intent: Intent, most: int = 4) -> list[Offer]:
     """Tools of the intent's own field, as one application offers them; none if it has no field."""
     like = [i for i in intents() if i.names[0] in related(intent)]
-    found, taken = [], set(kept_apart(intent))
+    found = []
+    taken = set(kept_apart(intent))
     for other in w.rng.sample(like, len(like)):
         if other.names[0] in taken or len(found) == most:
             continue
@@ -990,10 +1004,12 @@ def echo(w: Words, frame: str, without: frozenset[str]) -> list[Offer]:
 
 def beside(w: Words, chosen: list[Intent], without: frozenset[str], most: int = 5) -> list[Offer]:
     """Tools that nobody asks for here: from anywhere, or much like the chosen one."""
-    r, found = w.rng, []
+    r = w.rng
+    found = []
     taken = set(without)
     for _ in range(r.choice((0, 0, 1, 1, 2, 2, 3, 4, most))):
-        chance, like = r.random(), chosen[0] if chosen else None
+        chance = r.random()
+        like = chosen[0] if chosen else None
         name = like.names[0] if like else ""
         if like and chance < 0.45 and name in _neighbours(RELATED):
             options = [i for i in intents() if i.names[0] in related(like)]
@@ -1059,7 +1075,8 @@ BY_VALUE = (
 
 def _and_more(w: Words, sort: str, frame: str, tool: Offer) -> tuple[str, str]:
     """Now and then one more value, of a parameter that may be missing, at the request's end."""
-    r, said = w.rng, slots_of(frame)
+    r = w.rng
+    said = slots_of(frame)
     more = [s for s in tool.keys if s not in said and tool.intent.params[s].missing]
     ended = not frame or frame[-1] in "?!.}" or "? " in frame
     if not more or sort == "~" or r.random() > 0.16 or (ended and sort == "."):
@@ -1140,7 +1157,8 @@ def _list_of(w: Words) -> Request:
     while True:
         intent = pick(w)
         form = r.choice(intent.frames)
-        sort, frame = form.sort, resolve(w, form.text)
+        sort = form.sort
+        frame = resolve(w, form.text)
         slots = [
             f[2] for f in PLACE.finditer(frame)
             if not (f[1] or f[3] or f[4])
@@ -1373,7 +1391,8 @@ def unfit(w: Words) -> Request:
 
 def _could(asked: Intent, tool: Intent) -> bool:
     """Whether a made-up tool shares its verb and noun with what is asked."""
-    mine, other = set(asked.names[0].split("_")), set(tool.names[0].split("_"))
+    mine = set(asked.names[0].split("_"))
+    other = set(tool.names[0].split("_"))
     return len(mine & other) > 1 or tool.names[0] in related(asked)
 
 

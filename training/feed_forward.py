@@ -52,7 +52,8 @@ def chosen(p: Tensor, top_k: int) -> Tensor:
     By counting who stands before each: elementwise, where a sort would be a kernel of its own.
     """
     index = torch.arange(p.shape[1], device=p.device)
-    mine, other = p[:, :, None], p[:, None, :]
+    mine = p[:, :, None]
+    other = p[:, None, :]
     tied = (other == mine) & (index[None, :] < index[:, None])
     return ((other > mine) | tied).sum(-1) < top_k
 
@@ -68,7 +69,9 @@ def mixture(
     loss is E / top_k * sum_e f_e P_e: f_e the share of tokens that chose e, P_e its mean
     probability; 1 where all are used alike (Switch Transformer, arXiv 2101.03961, (4) to (6)).
     """
-    experts, inner, shared = gate_up.shape[0], down.shape[2], shared_gate.shape[0]
+    experts = gate_up.shape[0]
+    inner = down.shape[2]
+    shared = shared_gate.shape[0]
     wide = experts * inner + shared
     gates, ups = gate_up.split(inner, 1)
     parts = [gates.flatten(0, 1), shared_gate, ups.flatten(0, 1), shared_up, router, shared_router]
@@ -96,7 +99,8 @@ class MLP(nn.Module):
 
     def __init__(self, h: int, inner: int) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj = matrix(h, inner), matrix(h, inner)
+        self.gate_proj = matrix(h, inner)
+        self.up_proj = matrix(h, inner)
         self.down_proj = matrix(inner, h)
 
     def weights(self) -> list[Any]:
@@ -120,7 +124,8 @@ class Mixture(nn.Module):
 
     def __init__(self, c: dict[str, Any]) -> None:
         super().__init__()
-        h, count = c["hidden_size"], c["num_experts"]
+        h = c["hidden_size"]
+        count = c["num_experts"]
         self.top_k = c["num_experts_per_tok"]
         self.gate = matrix(h, count)
         self.experts = Experts(h, c["moe_intermediate_size"], count)

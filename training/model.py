@@ -76,8 +76,10 @@ MOE: dict[str, Any] = {
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [N, H, D], cos and sin [N, R / 2]: NeoX rotary on the first R dims."""
     half = cos.shape[-1]
-    cos, sin = cos[:, None], sin[:, None]
-    a, b = x[..., :half].float(), x[..., half : 2 * half].float()
+    cos = cos[:, None]
+    sin = sin[:, None]
+    a = x[..., :half].float()
+    b = x[..., half : 2 * half].float()
     turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
     return torch.cat([turned, x[..., 2 * half :]], -1)
 
@@ -90,8 +92,10 @@ def attention_in(
     d = q_norm.shape[0]
     h = centred(x, norm)
     q, gate = linear(h, wq).unflatten(-1, (-1, 2 * d)).chunk(2, -1)
-    k, v = linear(h, wk).unflatten(-1, (-1, d)), linear(h, wv).unflatten(-1, (-1, d))
-    q, k = rotate(centred(q, q_norm), cos, sin), rotate(centred(k, k_norm), cos, sin)
+    k = linear(h, wk).unflatten(-1, (-1, d))
+    v = linear(h, wv).unflatten(-1, (-1, d))
+    q = rotate(centred(q, q_norm), cos, sin)
+    k = rotate(centred(k, k_norm), cos, sin)
     return q, gate, k, v
 
 
@@ -110,7 +114,8 @@ def delta_in(
     the attention inside of chunks, and z [N, HV, V]."""
     h = centred(x, norm)
     raw = linear(h, w_qkv)
-    count, taps = raw.shape[0], conv[:, 0].to(raw.dtype)
+    count = raw.shape[0]
+    taps = conv[:, 0].to(raw.dtype)
     mixed = raw * taps[:, 3]
     for j in (1, 2, 3):
         past = F.pad(raw, (0, 0, j, 0))[:count]
@@ -122,10 +127,14 @@ def delta_in(
     def cut(y: Tensor, width: int) -> Tensor:
         return y.view(count // CHUNK, CHUNK, -1, width).transpose(1, 2)
 
-    q, k, v = cut(q, d), cut(k, d), cut(v, d)
+    q = cut(q, d)
+    k = cut(k, d)
+    v = cut(v, d)
     q, k = (y * torch.rsqrt((y * y).sum(-1, keepdim=True) + 1e-6) for y in (q, k))
-    g, beta = cut(g, 1)[..., 0].cumsum(-1), cut(beta, 1)
-    q, group = q * d**-0.5, v.shape[1] // heads
+    g = cut(g, 1)[..., 0].cumsum(-1)
+    beta = cut(beta, 1)
+    q = q * d**-0.5
+    group = v.shape[1] // heads
     causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=x.device).tril()
     decay = torch.exp((g[..., :, None] - g[..., None, :]).masked_fill(~causal, -torch.inf))
     lower = ((k @ k.mT).repeat_interleave(group, 1) * beta * decay).tril(-1)
@@ -185,7 +194,8 @@ def walk(a: Tensor, b: Tensor) -> Tensor:
         from training.kernels import Walk
 
         return Walk.apply(a, b)
-    state, before = torch.zeros_like(b[:, 0]), []
+    state = torch.zeros_like(b[:, 0])
+    before = []
     for i in range(a.shape[1]):
         before.append(state)
         state = a[:, i] @ state + b[:, i]
@@ -215,10 +225,12 @@ class Places:
         rope = c["rope_parameters"]
         width = int(c["head_dim"] * rope["partial_rotary_factor"])
         steps = torch.arange(0, width, 2, device=device, dtype=torch.float32)
-        self.rows, self.length = rows, length
+        self.rows = rows
+        self.length = length
         self.flat = torch.arange(length, device=device).repeat(rows)
         angle = self.flat[:, None] * rope["rope_theta"] ** (-steps / width)
-        self.cos, self.sin = angle.cos(), angle.sin()
+        self.cos = angle.cos()
+        self.sin = angle.sin()
 
 
 class Norm(nn.Module):
@@ -234,12 +246,14 @@ class Attention(nn.Module):
 
     def __init__(self, c: dict[str, Any]) -> None:
         super().__init__()
-        h, d = c["hidden_size"], c["head_dim"]
+        h = c["hidden_size"]
+        d = c["head_dim"]
         self.q_proj = matrix(h, c["num_attention_heads"] * d * 2)
         self.k_proj = matrix(h, c["num_key_value_heads"] * d)
         self.v_proj = matrix(h, c["num_key_value_heads"] * d)
         self.o_proj = matrix(c["num_attention_heads"] * d, h)
-        self.q_norm, self.k_norm = Norm(d), Norm(d)
+        self.q_norm = Norm(d)
+        self.k_norm = Norm(d)
 
     def forward(
         self, x: Tensor, places: Places, fused: Fused, norm: Tensor, rest: list[Any]
@@ -259,12 +273,17 @@ class DeltaNet(nn.Module):
 
     def __init__(self, c: dict[str, Any]) -> None:
         super().__init__()
-        hk, hv = c["linear_num_key_heads"], c["linear_num_value_heads"]
-        d, h = c["linear_key_head_dim"], c["hidden_size"]
+        hk = c["linear_num_key_heads"]
+        hv = c["linear_num_value_heads"]
+        d = c["linear_key_head_dim"]
+        h = c["hidden_size"]
         channels = (2 * hk + hv) * d
-        self.heads, self.d = hk, d
-        self.in_proj_qkv, self.in_proj_z = matrix(h, channels), matrix(h, hv * d)
-        self.in_proj_b, self.in_proj_a = matrix(h, hv), matrix(h, hv)
+        self.heads = hk
+        self.d = d
+        self.in_proj_qkv = matrix(h, channels)
+        self.in_proj_z = matrix(h, hv * d)
+        self.in_proj_b = matrix(h, hv)
+        self.in_proj_a = matrix(h, hv)
         self.conv1d = nn.Conv1d(channels, channels, 4, groups=channels, bias=False)
         self.A_log = nn.Parameter(torch.log(torch.empty(hv).uniform_(1, 16)))
         step = torch.exp(torch.empty(hv).uniform_(-6.9, -2.3))
@@ -312,7 +331,8 @@ class Draft(nn.Module):
         super().__init__()
         h = c["hidden_size"]
         self.fc = matrix(2 * h, h)
-        self.pre_fc_norm_embedding, self.pre_fc_norm_hidden = Norm(h), Norm(h)
+        self.pre_fc_norm_embedding = Norm(h)
+        self.pre_fc_norm_hidden = Norm(h)
         self.layers = nn.ModuleList([Block(c, "full_attention")])
         self.norm = Norm(h)
 
@@ -340,9 +360,12 @@ class Model(nn.Module):
 
     def __init__(self, c: dict[str, Any] = CONFIG, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.c, self.dtype, self.fused = c, dtype, Fused()
+        self.c = c
+        self.dtype = dtype
+        self.fused = Fused()
         self.places: dict[tuple[int, int], Places] = {}
-        self.model, self.mtp = Trunk(c), Draft(c)
+        self.model = Trunk(c)
+        self.mtp = Draft(c)
         for name, p in self.named_parameters():
             if p.dim() == 2 or "experts" in name:
                 nn.init.normal_(p, std=0.02 if "embed" in name else p.shape[-1] ** -0.5)
@@ -352,7 +375,8 @@ class Model(nn.Module):
     def hidden(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """ids [B, T], T in chunks of 64 -> hidden [B * T, hidden] after the final norm, and how
         unevenly each layer uses its experts [layers]."""
-        places, uneven = self._places(ids), []
+        places = self._places(ids)
+        uneven = []
         x = self._embed(ids)
         for block in self.model.layers:
             x, one = block(x, places, self.fused)
@@ -365,7 +389,9 @@ class Model(nn.Module):
 
         The s-th is teacher-forced s steps behind the target: valid from t = s on.
         """
-        places, found, uneven = self._places(ids), [], []
+        places = self._places(ids)
+        found = []
+        uneven = []
         embedded = self._embed(F.pad(ids[:, 1:], (0, 1)))
         for _ in range(count):
             hidden, one = self.mtp(embedded, hidden, places, self.fused)

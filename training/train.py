@@ -37,7 +37,8 @@ DRAFT_WEIGHTS = (0.3, 0.2, 0.15)
 WORKERS = {512: 8, 1024: 6, 2048: 3, 8192: 2}
 RESUMED = 0.45
 """Where a second run over a finished one enters the phases."""
-DECAY, RESUMED_DECAY = 0.45, 0.9
+DECAY = 0.45
+RESUMED_DECAY = 0.9
 """The last share of the time, in which the learning rate falls: of a first and a second run."""
 PART = 16384
 SEEDS_APART = 100_000_007
@@ -92,7 +93,8 @@ def _save(model: Model, out: Path) -> None:
     }
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
     encoder = Encoder(out)
-    end, stop = encoder.end, encoder.tokenizer.token_to_id("<|im_end|>")
+    end = encoder.end
+    stop = encoder.tokenizer.token_to_id("<|im_end|>")
     config = {**model.c, "eos_token_id": stop, "bos_token_id": None, "pad_token_id": end}
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     generation = {
@@ -106,7 +108,9 @@ def _save(model: Model, out: Path) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """The whole of it: tokenizer, training for `minutes`, evaluation."""
-    out, started, peers = Path(args.out), time.time(), Peers()
+    out = Path(args.out)
+    started = time.time()
+    peers = Peers()
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     if peers.first:
@@ -163,7 +167,8 @@ def _finish(
     started: float,
 ) -> None:
     """Saves and evaluates what was trained, as it is saved: in bf16."""
-    out, device = Path(args.out), model.model.norm.weight.device
+    out = Path(args.out)
+    device = model.model.norm.weight.device
     _save(model, out)
     half = Model(model.c, model.dtype).to(device)
     half.load_state_dict({k: v.to(torch.bfloat16) for k, v in model.state_dict().items()})
@@ -198,7 +203,8 @@ def _train(
             o.param_groups[0]["lr"] = b * rate(progress, RESUMED_DECAY if args.resume else DECAY)
         weights = weights.to(device).float()
         losses = _step(model, opts, peers, ids.to(device).long(), weights, progress)
-        step, tokens = step + 1, tokens + ids.numel() * peers.count
+        step = step + 1
+        tokens = tokens + ids.numel() * peers.count
         if not peers.first:
             continue
         if step % args.log == 0:

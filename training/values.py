@@ -492,7 +492,8 @@ def day(w: Words) -> str:
         return r.choice(DAYS)
     if chance < 0.6:
         return r.choice(RELATIVE_DAYS[:3] if r.random() < 0.6 else RELATIVE_DAYS)
-    month, number = r.choice(MONTHS), r.randint(1, 28)
+    month = r.choice(MONTHS)
+    number = r.randint(1, 28)
     year = r.randint(2023, 2032)
     ending = {1: "st", 2: "nd", 3: "rd", 21: "st", 22: "nd", 23: "rd"}.get(number, "th")
     return r.choice(
@@ -513,10 +514,8 @@ def day(w: Words) -> str:
 def clock(w: Words) -> str:
     """A time of day."""
     r = w.rng
-    hour, minute = (
-        r.randint(1, 12),
-        r.choice((0, 5, 10, 15, 20, 25, 30, 40, 45, 50, r.randint(0, 59))),
-    )
+    hour = r.randint(1, 12)
+    minute = r.choice((0, 5, 10, 15, 20, 25, 30, 40, 45, 50, r.randint(0, 59)))
     return (
         r.choice(
             (

@@ -177,7 +177,8 @@ def assert_law(backend, name, tokens, n, k, count, out=False):
     weight = whole_numbers(name, n, k)
     x = graded(tokens, k, count, 3).to(backend.dtype)
     defined = linear(x, weight, count)
-    weight, x = backend.place(weight), backend.place(x)
+    weight = backend.place(weight)
+    x = backend.place(x)
     dense = torch.empty(n, k, dtype=x.dtype, device=x.device)
     unpack_weight.backends["triton"].run(weight, dense)
     assert same_bits(dense, weight.unpack(x.dtype)), name

@@ -133,7 +133,8 @@ def test_a_shared_expert_that_is_packed_is_a_product_of_its_own() -> None:
     """The router beside it is not."""
     layer = made(build=building(packing=Rounding(of=".shared_expert.")), shared_inner=16)
     assert layer.shared_up is not None
-    (router, shared) = (layer.router.products[0], layer.shared_up.products[0])
+    router = layer.router.products[0]
+    shared = layer.shared_up.products[0]
     assert router.shape == (12, HIDDEN) and router.packed is None
     assert shared.shape == (32, HIDDEN) and isinstance(shared.packed, PackedWeight)
 

@@ -220,7 +220,9 @@ def test_the_rows_of_qwen3_nexts_projections() -> None:
     from lockstep.layers.gated_delta_net import grouped_rows
 
     rows = grouped_rows(16, (128, 128, 256, 256)).tolist()
-    (q, k, v) = (0, 2048, 4096)
+    q = 0
+    k = 2048
+    v = 4096
     z = v + 4096
     for head, d in ((0, 0), (3, 5), (15, 127)):
         assert rows[q + 128 * head + d] == 768 * head + d

@@ -136,7 +136,8 @@ def weights(llm: LLM) -> Tensor:
 def test_each_expert_has_its_own_scales(tmp_path: Path, name: str) -> None:
     (packed, plain, done) = write(tmp_path, "qwen3_moe", FORMATS[name])
     assert sum(".experts." in module for module in done) == 18
-    found, wanted = build(packed), build(plain)
+    found = build(packed)
+    wanted = build(plain)
     assert torch.equal(weights(found), weights(wanted))
     assert answer(found) == answer(wanted)
 
@@ -147,7 +148,8 @@ def test_every_family_of_mixtures(tmp_path: Path, family: str, name: str) -> Non
     """Shared experts too, and projections that lie by key head (Qwen3-Next); the draft module is
     plain."""
     (packed, plain, done) = write(tmp_path, family, FORMATS[name])
-    found, wanted = build(packed), build(plain)
+    found = build(packed)
+    wanted = build(plain)
     assert torch.equal(weights(found), weights(wanted))
     right = answer(wanted)
     assert answer(found) == right

@@ -85,7 +85,8 @@ def same(weight: IntWeight, codes: Codes) -> None:
 @pytest.mark.parametrize("sym", [True, False], ids=["sym", "asym"])
 @pytest.mark.parametrize("version", [1, 2])
 def test_gptq(bits: int, group: int, sym: bool, version: int) -> None:
-    n, k = 21, 136
+    n = 21
+    k = 136
     codes = draw(n, k, bits, group, sym=sym, dtype=torch.bfloat16)
     form = {1: "gptq", 2: "gptq_v2"}[version]
     found = packing("gptq", bits=bits, group_size=group, sym=sym, checkpoint_format=form)
@@ -124,7 +125,8 @@ def test_an_order_that_is_none(order: str) -> None:
 @pytest.mark.parametrize("group", [32, 64, 128, -1])
 @pytest.mark.parametrize("zero_point", [True, False])
 def test_awq(group: int, zero_point: bool) -> None:
-    n, k = 21, 136
+    n = 21
+    k = 136
     codes = draw(n, k, 4, group, sym=not zero_point)
     found = packing("awq", w_bit=4, q_group_size=group, zero_point=zero_point, version="GEMM")
     same(loaded(found, n, k, awq(codes)), codes)

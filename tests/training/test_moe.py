@@ -140,7 +140,8 @@ def test_the_balance_is_that_of_the_switch_transformer(saved: tuple[Path, Model]
     _, uneven = mlp.function(x, norm, *mlp.weights())
     h = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
     logits = h @ mlp.gate.weight.T
-    count, top_k = MOE["num_experts"], MOE["num_experts_per_tok"]
+    count = MOE["num_experts"]
+    top_k = MOE["num_experts_per_tok"]
     functional = pytest.importorskip("transformers.models.qwen3_5_moe.modeling_qwen3_5_moe")
     wanted = functional.load_balancing_loss_func((logits,), count, top_k)
     torch.testing.assert_close(uneven, wanted / top_k)
