@@ -63,17 +63,34 @@ LOAD8 = tl.constexpr("""
     @live ld.global.v2.b32 {$0, $1}, [$2];
 }
 """)
-MMA_BF16 = tl.constexpr(
-    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-    " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
-)
-MMA_FP16 = tl.constexpr(
-    "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
-    " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
-)
-PAIR_BF16 = tl.constexpr("cvt.rn.bf16x2.f32 $0, $2, $1;")
-PAIR_FP16 = tl.constexpr("cvt.rn.f16x2.f32 $0, $2, $1;")
-E4M3_BF16 = tl.constexpr("""
+
+
+def _mma(kind: str) -> tl.constexpr:
+    """D = A B + C of 16 x 8 x 16; A and B are of this kind, C and D are fp32."""
+    return tl.constexpr(
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+        " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+
+
+def _pair(kind: str) -> tl.constexpr:
+    """Two numbers of fp32, rounded -> one word."""
+    return tl.constexpr(f"cvt.rn.{kind}x2.f32 $0, $2, $1;")
+
+
+def _scaled_e4m3(kind: str) -> tl.constexpr:
+    """A word of e4m3 and its scale in fp32 -> its two pairs of this kind."""
+    return tl.constexpr(
+        E4M3_TIMES_SCALE
+        + f"""
+    cvt.rn.{kind}x2.f32 $0, g, e;
+    cvt.rn.{kind}x2.f32 $1, i, f;
+}}
+"""
+    )
+
+
+E4M3_TIMES_SCALE = """
 {
     .reg .b16 l, h, a, b, c, d;
     .reg .b32 s, t;
@@ -90,34 +107,13 @@ E4M3_BF16 = tl.constexpr("""
     mul.rn.f32 e, e, $3;
     mul.rn.f32 f, f, $3;
     mul.rn.f32 g, g, $3;
-    mul.rn.f32 i, i, $3;
-    cvt.rn.bf16x2.f32 $0, g, e;
-    cvt.rn.bf16x2.f32 $1, i, f;
-}
-""")
-"""A word of e4m3 and its scale in fp32 -> its two pairs."""
-E4M3_FP16 = tl.constexpr("""
-{
-    .reg .b16 l, h, a, b, c, d;
-    .reg .b32 s, t;
-    .reg .f32 e, f, g, i;
-    mov.b32 {l, h}, $2;
-    cvt.rn.f16x2.e4m3x2 s, l;
-    cvt.rn.f16x2.e4m3x2 t, h;
-    mov.b32 {a, b}, s;
-    mov.b32 {c, d}, t;
-    cvt.f32.f16 e, a;
-    cvt.f32.f16 f, b;
-    cvt.f32.f16 g, c;
-    cvt.f32.f16 i, d;
-    mul.rn.f32 e, e, $3;
-    mul.rn.f32 f, f, $3;
-    mul.rn.f32 g, g, $3;
-    mul.rn.f32 i, i, $3;
-    cvt.rn.f16x2.f32 $0, g, e;
-    cvt.rn.f16x2.f32 $1, i, f;
-}
-""")
+    mul.rn.f32 i, i, $3;"""
+MMA_BF16 = _mma("bf16")
+MMA_FP16 = _mma("f16")
+PAIR_BF16 = _pair("bf16")
+PAIR_FP16 = _pair("f16")
+E4M3_BF16 = _scaled_e4m3("bf16")
+E4M3_FP16 = _scaled_e4m3("f16")
 
 
 @triton.jit
