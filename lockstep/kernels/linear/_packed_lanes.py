@@ -63,33 +63,6 @@ LOAD8 = tl.constexpr("""
     @live ld.global.v2.b32 {$0, $1}, [$2];
 }
 """)
-
-
-def _mma(kind: str) -> tl.constexpr:
-    """D = A B + C of 16 x 8 x 16; A and B are of this kind, C and D are fp32."""
-    return tl.constexpr(
-        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
-        " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
-    )
-
-
-def _pair(kind: str) -> tl.constexpr:
-    """Two numbers of fp32, rounded -> one word."""
-    return tl.constexpr(f"cvt.rn.{kind}x2.f32 $0, $2, $1;")
-
-
-def _scaled_e4m3(kind: str) -> tl.constexpr:
-    """A word of e4m3 and its scale in fp32 -> its two pairs of this kind."""
-    return tl.constexpr(
-        E4M3_TIMES_SCALE
-        + f"""
-    cvt.rn.{kind}x2.f32 $0, g, e;
-    cvt.rn.{kind}x2.f32 $1, i, f;
-}}
-"""
-    )
-
-
 E4M3_TIMES_SCALE = """
 {
     .reg .b16 l, h, a, b, c, d;
@@ -108,12 +81,40 @@ E4M3_TIMES_SCALE = """
     mul.rn.f32 f, f, $3;
     mul.rn.f32 g, g, $3;
     mul.rn.f32 i, i, $3;"""
-MMA_BF16 = _mma("bf16")
-MMA_FP16 = _mma("f16")
-PAIR_BF16 = _pair("bf16")
-PAIR_FP16 = _pair("f16")
-E4M3_BF16 = _scaled_e4m3("bf16")
-E4M3_FP16 = _scaled_e4m3("f16")
+"""Opens a block: the four numbers of a word of e4m3 times $3, in e, f, g, i."""
+
+
+def _mma_text(kind: str) -> tl.constexpr:
+    """D = A B + C of 16 x 8 x 16; A and B are of this kind, C and D are fp32."""
+    return tl.constexpr(
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+        " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+    )
+
+
+def _pair_text(kind: str) -> tl.constexpr:
+    """Two numbers of fp32, rounded -> one word."""
+    return tl.constexpr(f"cvt.rn.{kind}x2.f32 $0, $2, $1;")
+
+
+def _e4m3_text(kind: str) -> tl.constexpr:
+    """A word of e4m3 and its scale in fp32 -> its two pairs of this kind."""
+    return tl.constexpr(
+        E4M3_TIMES_SCALE
+        + f"""
+    cvt.rn.{kind}x2.f32 $0, g, e;
+    cvt.rn.{kind}x2.f32 $1, i, f;
+}}
+"""
+    )
+
+
+MMA_BF16 = _mma_text("bf16")
+MMA_FP16 = _mma_text("f16")
+PAIR_BF16 = _pair_text("bf16")
+PAIR_FP16 = _pair_text("f16")
+E4M3_BF16 = _e4m3_text("bf16")
+E4M3_FP16 = _e4m3_text("f16")
 
 
 @triton.jit
