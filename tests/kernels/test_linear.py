@@ -95,12 +95,14 @@ def test_sums_stay_in_registers():
     from lockstep.kernels.linear.triton import _fitting
 
     wide = Tile(128, 256, 64, 8, 4, tma=True)
-    assert _fitting(wide, 1) == wide
-    assert _fitting(wide, 2) == replace(wide, n=128)
-    assert _fitting(wide, 4) == replace(wide, n=96)
-    assert _fitting(replace(wide, tma=False), 4) == replace(wide, n=64, tma=False)
-    assert _fitting(Tile(256, 128, 64, 8, 3, tma=True), 2) == Tile(128, 128, 64, 8, 3, tma=True)
-    assert _fitting(Tile(128, 144, 64, 8, 6), 1) == Tile(128, 128, 64, 8, 6)
+    square = replace(wide, n=128)
+    assert _fitting(wide, 1, True) == wide
+    assert _fitting(wide, 2, True) == square
+    assert _fitting(wide, 4, True) == replace(square, split=2)
+    assert _fitting(replace(wide, m=256, n=128), 2, True) == square
+    assert _fitting(replace(wide, split=2), 2, True) == replace(wide, split=2)
+    assert _fitting(replace(wide, split=2), 4, False) == replace(square, n=64)
+    assert _fitting(Tile(128, 144, 64, 8, 6), 1, True) == Tile(128, 128, 64, 8, 6)
 
 
 def test_buckets_and_defaults():
