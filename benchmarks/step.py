@@ -75,6 +75,7 @@ def main() -> None:
         if given.prompt:
             line = {"prompt": given.prompt, "ms": prompt_ms(built, given.prompt, pages)}
             if given.kernels:
+                place_prompt(built, given.prompt, pages)
                 line["kernels"] = kernels(built, prompt_shape(given.prompt), 1)
             print(json.dumps(line), flush=True)
 
@@ -125,13 +126,18 @@ def prompt_shape(tokens: int) -> StepShape:
     return StepShape(1, tokens, tokens, prompt=True)
 
 
+def place_prompt(built: EngineParts, tokens: int, pages: int) -> None:
+    """The one row of a prompt that begins at its first token."""
+    place(built, 1, 0, pages)
+    built.runner.table.inputs.fill(row_ids=[1], query_lens=[tokens])
+
+
 def prompt_ms(built: EngineParts, tokens: int, pages: int) -> float:
     """The least ms of a few prompts of one row, whole, from nothing."""
     shape = prompt_shape(tokens)
     found = []
     for _ in range(1 + PROMPTS):
-        place(built, 1, 0, pages)
-        built.runner.table.inputs.fill(row_ids=[1], query_lens=[tokens])
+        place_prompt(built, tokens, pages)
         found.append(timed(built, shape, 0, 1))
     return min(found[1:])
 
