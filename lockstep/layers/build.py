@@ -137,6 +137,13 @@ class Build:
             return torch.nn.Parameter(stored, requires_grad=False)
         return self.empty(n, k)
 
+    def matrices(self, count: int, n: int, k: int) -> torch.nn.Parameter:
+        """Weights [count, n, k] to be filled, each stored as matrix() stores one."""
+        if self.device != "cpu":
+            return self.empty(count, n, k)
+        stored = self.empty(count, k, n).data.transpose(1, 2)
+        return torch.nn.Parameter(stored, requires_grad=False)
+
     def packed(self, n: int, k: int, layout: Layout) -> PackedWeight:
         """A packed weight [n, k] to be filled."""
         size = layout.empty(n, k, "meta").nbytes

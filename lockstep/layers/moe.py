@@ -87,7 +87,7 @@ class ExpertWeight(Weight):
         if layout is not None:
             self.packed = build.packed(n, k, layout)
         if layout is None or build.device == "cpu":
-            self.weight = _matrices(build, self.experts, self.rows, k)
+            self.weight = build.matrices(self.experts, self.rows, k)
 
     def stored_rows(self, begin: int, end: int) -> Tensor | PackedWeight:
         """Rows of one expert as they lie."""
@@ -228,14 +228,6 @@ def _stored_alike(build: Build, inputs: int, outputs: Mapping[str, int]) -> bool
     """Whether these linear maps of `inputs` columns can be one product."""
     layouts = {build.layout(build.module(name, n, inputs)) for name, n in outputs.items()}
     return len(layouts) == 1
-
-
-def _matrices(build: Build, count: int, n: int, k: int) -> nn.Parameter:
-    """Weights [count, n, k] to be filled, stored as Build.matrix stores one: [count, k, n] on a
-    CPU."""
-    if build.device != "cpu":
-        return build.empty(count, n, k)
-    return nn.Parameter(build.empty(count, k, n).data.transpose(1, 2), requires_grad=False)
 
 
 def _read(build: Build, name: str, n: int, k: int, fused: TensorInfo | None) -> Module:

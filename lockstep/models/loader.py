@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lockstep.errors import CheckpointError
 from lockstep.layers.build import Build
 from lockstep.layers.norm import GatedRMSNorm, Norm
-from lockstep.models import architecture
+from lockstep.models import architecture, draft_prefix
 from lockstep.models.checkpoint import Checkpoint, opened, some, stripped, weight_files
 from lockstep.models.reading import ConfigReader
 from lockstep.quant import Packing, Slot
@@ -60,7 +60,8 @@ def load_weights(
     """
     began = time.monotonic()
     module = checkpoint.architecture
-    wanted = dict(_slots(module, model, draft))
+    drafted = draft_prefix(module, checkpoint.raw)
+    wanted = dict(_slots(model, draft, drafted))
     files = weight_files(checkpoint.folder)
     filled: set[str] = set()
     twins: list[tuple[str, Tensor]] = []
@@ -82,7 +83,7 @@ def load_weights(
                     progress(done, total)
                 elif key == TIED_HEAD and model.config.tied:
                     twins.append((name, file.get_tensor(name)))
-                elif not _ignored(module, draft, packing, name):
+                elif not _ignored(module, packing, name, drafted if draft is None else None):
                     faults["spare"].append(name)
         behind += path.stat().st_size
         progress(behind, total)
@@ -131,20 +132,24 @@ def fill_dummy(model: nn.Module, draft: nn.Module | None, seed: int) -> None:
     finish(*modules)
 
 
-def _slots(module: Any, model: nn.Module, draft: nn.Module | None) -> Iterator[tuple[str, Slot]]:
+def _slots(
+    model: nn.Module, draft: nn.Module | None, prefix: str | None
+) -> Iterator[tuple[str, Slot]]:
+    """Name, less the architecture's prefix -> what it fills. prefix: of the draft's names."""
     for name, target in model.weights().items():
         yield name, Slot.of(target)
-    if draft is not None:
+    if draft is not None and prefix is not None:
         for name, target in draft.weights().items():
-            yield module.DRAFT_PREFIX + name, Slot.of(target)
+            yield prefix + name, Slot.of(target)
 
 
-def _ignored(module: Any, draft: nn.Module | None, packing: Packing | None, name: str) -> bool:
-    if name.startswith(module.IGNORED):
+def _ignored(module: Any, packing: Packing | None, name: str, drafted: str | None) -> bool:
+    """drafted: how names begin of a draft module that is not built; None: there is none."""
+    if name.startswith(module.IGNORED) or name.endswith(getattr(module, "IGNORED_ENDS", ())):
         return True
     if packing is not None and name.rpartition(".")[2] in packing.unused:
         return True
-    return hasattr(module, "Draft") and draft is None and name.startswith(module.DRAFT_PREFIX)
+    return drafted is not None and stripped(module, name).startswith(drafted)
 
 
 def _fill(name: str, slot: Slot, tensor: Tensor) -> list[str]:

@@ -11,12 +11,13 @@ from lockstep.models.reading import ConfigReader
 
 @dataclass(frozen=True)
 class Mixture:
-    """inner: width of an expert; shared_inner: of the shared one, which has a gate; 0 for none.
-    dense_layers: those that have a dense MLP instead."""
+    """inner: width of an expert; shared_inner: of the shared one, 0 for none; shared_gate: whether
+    that one has a gate. dense_layers: those that have a dense MLP instead."""
 
     routing: Routing
     inner: int
     shared_inner: int = 0
+    shared_gate: bool = True
     dense_layers: frozenset[int] = frozenset()
 
     def half(self, build: Build, c: DecoderConfig, name: str = "mlp", **options: Any) -> Half:
@@ -27,7 +28,7 @@ class Mixture:
             self.inner,
             self.routing,
             shared_inner=self.shared_inner,
-            shared_gate=self.shared_inner > 0,
+            shared_gate=self.shared_gate and self.shared_inner > 0,
             **options,
         )
         return Half(build, c, "post_attention_layernorm", name, moe)

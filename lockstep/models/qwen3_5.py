@@ -4,25 +4,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lockstep.layers.attention import Attention
 from lockstep.layers.build import Build
 from lockstep.layers.gated_delta_net import GatedDeltaNet
-from lockstep.layers.linear import Head, Linear, Target
-from lockstep.layers.norm import AddRMSNorm, RMSNorm
+from lockstep.layers.linear import Target
 from lockstep.layers.rotary import Rotary
 from lockstep.models.decoder import (
-    Block,
     Decoder,
     DecoderConfig,
     Half,
     mlp_half,
     read_common,
 )
+from lockstep.models.next_token import NextTokenModule
 from lockstep.models.reading import MOST_LAYERS, ConfigReader
-from lockstep.step import Step
 
 PREFIXES = ("model.language_model.", "model.")
 IGNORED = ("model.visual.",)
@@ -139,64 +136,17 @@ def recurrent_half(build: Build, c: Config) -> Half:
     return Half(build, c, "input_layernorm", "linear_attn", delta_net)
 
 
-class Draft(nn.Module):
-    """The MTP module: one full-attention block over fc([norm(embedding), norm(hidden)]).
-
-    Shares embedding and head with the target; `hidden` of position i and the token after it give
-    the draft of the token after that. ids [V']: the tokens that its head shall know, ascending;
-    None: all of the target's.
-    """
+class Draft(NextTokenModule):
+    """The MTP module: one full-attention block over fc([norm(embedding), norm(hidden)])."""
 
     def __init__(self, target: Model, build: Build, ids: Tensor | None = None) -> None:
-        super().__init__()
+        names = dict(module="mtp", layer="mtp.layers.0", projection="fc")
+        super().__init__(target, build, ids, **names)
+
+    def halves(self, target: Any, build: Build) -> tuple[Half, ...]:
+        """Gated attention and an MLP."""
         c = target.config
-        self.ids = ids
-        self.embed = target.embed
-        self.embed_norm = RMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
-        self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
-        self.fc = Linear(build.at(build.layer, "mtp"), 2 * c.hidden_size, {"fc": c.hidden_size})
-        layer = build.at(build.layer, "mtp.layers.0")
-        attention = attending_half(layer, c, c.rope.rotary(build))
-        self.block = Block(attention, target.mlp(layer, None))
-        self.norm = AddRMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
-        self.head = Head(build, c.vocab_size, c.hidden_size, target.head.loaded)
-        self.build = build
-
-    def finish(self) -> None:
-        """Where it knows only some tokens, its head becomes a copy of their rows of the target's.
-        To be called once, when the target's weights are loaded."""
-        if self.ids is None:
-            return
-        (_, hidden) = self.head.shape
-        rows = self.build.matrix(len(self.ids), hidden)
-        rows.data.copy_(self.head.gather(self.ids))
-        self.head = Head(self.build, len(self.ids), hidden, rows)
-
-    @property
-    def head_bytes(self) -> int:
-        """Bytes of its own copy of rows of the head; 0 where it shares the target's."""
-        return 0 if self.ids is None else self.head.stored.nbytes
-
-    def begin(self, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
-        """The target's hidden states [T, H], as they are."""
-        return hidden
-
-    def forward(self, ids: Tensor, state: Tensor, step: Step) -> Tensor:
-        """ids [T], state [T, H] -> state [T, H] of the draft, fed back for the next one."""
-        return self.norm(*self.block(self._mixed(ids, state), None, step))[1]
-
-    def logits(self, state: Tensor) -> Tensor:
-        """state [S, H] -> [S, V'] over `ids`."""
-        return self.head(state)
-
-    def keep(self, ids: Tensor, state: Tensor, step: Step) -> None:
-        """Writes the keys and values of these tokens alone, where no draft is wanted."""
-        _, normed = self.block.tokenwise(self._mixed(ids, state), None, 0)
-        self.block.halves[0].body.keep(normed, step)
-
-    def _mixed(self, ids: Tensor, hidden: Tensor) -> Tensor:
-        parts = [self.embed_norm(self.embed(ids)), self.hidden_norm(hidden)]
-        return self.fc(torch.cat(parts, dim=-1))
+        return attending_half(build, c, c.rope.rotary(build)), target.mlp(build, None)
 
     def weights(self) -> dict[str, Target]:
         """Checkpoint name, less DRAFT_PREFIX -> what it fills."""

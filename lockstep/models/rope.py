@@ -117,7 +117,9 @@ class YarnRope(Rope):
     """Much as llama3, but blended by the index of the pair: "yarn" (Peng et al., YaRN, 2023).
 
     Pairs that turn more than beta_fast times over the trained positions are left, those that turn
-    fewer than beta_slow times are divided by factor. attention_factor multiplies cos and sin.
+    fewer than beta_slow times are divided by factor. attention_factor multiplies cos and sin;
+    score_factor, the scores of multi-head latent attention (mscale_all_dim; 1 where it is not
+    told).
     """
 
     factor: float
@@ -126,6 +128,7 @@ class YarnRope(Rope):
     beta_fast: float
     beta_slow: float
     truncate: bool
+    score_factor: float = 1.0
 
     @classmethod
     def read(cls, rope: ConfigReader, theta: float, width: int, trained: int) -> "YarnRope":
@@ -146,6 +149,7 @@ class YarnRope(Rope):
             rope.positive("beta_fast", 32.0),
             rope.positive("beta_slow", 1.0),
             rope.get("truncate", bool, True),
+            _yarn_scale(factor, mscale_all_dim) ** 2,
         )
 
     def frequencies(self, length: int) -> tuple[Tensor, float]:

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field
 from lockstep.errors import CheckpointError
 from lockstep.kernels.kv import formats
 from lockstep.layers.build import Build
-from lockstep.models import architecture
+from lockstep.models import architecture, draft_prefix
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.settings import setting
 from lockstep.spec.chain import ChainDrafter
@@ -19,7 +19,8 @@ from lockstep.spec.vocabulary import HEAD_GRAIN, MOST_TOKENS, draft_vocab_size, 
 
 NEEDS_MODULE = True
 SETTING = "mtp_num_hidden_layers"
-"""What config.json says of the module: its number of layers. Qwen3-Next's says nothing."""
+"""What config.json says of the module: its number of layers. Qwen3-Next's says nothing, and an
+architecture may have another name for it, DRAFT_SETTING."""
 HeadSize = Annotated[int, Field(ge=HEAD_GRAIN, le=MOST_TOKENS, multiple_of=HEAD_GRAIN)]
 
 
@@ -48,14 +49,24 @@ def refusal(checkpoint: Checkpoint) -> str | None:
 
 
 def _has_module(checkpoint: Checkpoint) -> bool:
-    """As config.json says; where it says nothing, as the tensors do, if there are any."""
+    """As config.json says; where it says nothing, as the tensors do, if there are any.
+
+    Under a DRAFT_SETTING both must: transformers writes it without the module's tensors.
+    """
     built = checkpoint.architecture
-    if not hasattr(built, "Draft"):
+    prefix = draft_prefix(built, checkpoint.raw)
+    if prefix is None:
         return False
-    said = checkpoint.raw.get("text_config", checkpoint.raw).get(SETTING)
-    if said is not None or not any(checkpoint.folder.glob("*.safetensors")):
+    said = checkpoint.raw.get("text_config", checkpoint.raw).get(_setting(checkpoint))
+    sure = said is not None and not (said and hasattr(built, "DRAFT_SETTING"))
+    if sure or not any(checkpoint.folder.glob("*.safetensors")):
         return bool(said)
-    return any(name.startswith(built.DRAFT_PREFIX) for name in checkpoint.tensors())
+    return any(name.startswith(prefix) for name in checkpoint.tensors())
+
+
+def _setting(checkpoint: Checkpoint) -> str:
+    """What config.json calls the module's number of layers."""
+    return getattr(checkpoint.architecture, "DRAFT_SETTING", SETTING)
 
 
 def build(options: Options, checkpoint: Checkpoint, target: Any, build: Build) -> DraftModule:
@@ -64,7 +75,7 @@ def build(options: Options, checkpoint: Checkpoint, target: Any, build: Build) -
     if refusal(checkpoint) is not None:
         raise CheckpointError(
             "speculative_config method='mtp' needs a checkpoint with an MTP module, and this one "
-            f"has none ({SETTING}). Choose another method, e.g. ngram."
+            f"has none ({_setting(checkpoint)}). Choose another method, e.g. ngram."
         )
     vocab = target.config.vocab_size
     size = draft_vocab_size(options.draft_vocab_size, vocab)

@@ -71,14 +71,16 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
         rows = F.pad(rows, (0, 0, 0, short))
         last = F.pad(last, (0, short))
         done = [
-            _fold(rows[h], k[:seen, :, h], v[:seen, :, h], last)[:count] for h in range(len(rows))
+            fold_segments(rows[h], k[:seen, :, h], v[:seen, :, h], last)[:count]
+            for h in range(len(rows))
         ]
         parts.append(torch.stack(done).unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2))
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _fold(rows: Tensor, k: Tensor, v: Tensor, last: Tensor) -> Tensor:
-    """rows [R, D]; k, v [segments, SEGMENT, D]; row r sees keys 0 .. last[r] -> [R, D].
+def fold_segments(rows: Tensor, k: Tensor, v: Tensor, last: Tensor) -> Tensor:
+    """rows [R, D]; k [segments, SEGMENT, D], v [segments, SEGMENT, V]; row r sees keys 0 .. last[r]
+    -> [R, V].
 
     Segments past a row's last key add exact zeros. cumsum adds one after another, in fp64, and
     rounds.

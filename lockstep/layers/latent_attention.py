@@ -1,0 +1,182 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), absorbed, over paged latents."""
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.cache.specs import Law, Part, Spec
+from lockstep.errors import ConfigError
+from lockstep.kernels.head_linear import head_linear
+from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
+from lockstep.kernels.packed import PackedWeight
+from lockstep.layers.build import Build
+from lockstep.layers.linear import Linear, ResidualLinear, Target, filled
+from lockstep.layers.norm import Norm, RMSNorm
+from lockstep.layers.rotary import Rotary
+from lockstep.quant import Slot
+from lockstep.step import Step
+
+NORM_EPS = 1e-6
+"""Of both latent norms: DeepSeek's modeling code gives them no other, whatever rms_norm_eps is."""
+
+
+class AbsorbedHeads(nn.Module):
+    """kv_b_proj, which takes a latent to every head's key and value, cut into two maps per head.
+
+    keys [H, C, N]: a query's N unturned dims become the C that are compared with a latent. values
+    [H, V, C]: a weighed latent becomes the head's output. The checkpoint's weight [H (N + V), C]
+    has N rows of keys, then V of values, head by head. One that is packed is unpacked when it is
+    loaded, since the keys' map is read along its rows.
+    """
+
+    def __init__(self, build: Build, heads: int, plain: int, latent: int, value: int) -> None:
+        super().__init__()
+        self.widths = (plain, value)
+        self.dtype = build.dtype
+        self.keys = build.matrices(heads, latent, plain)
+        self.values = build.matrices(heads, value, latent)
+        sizes = (heads * (plain + value), latent)
+        self.packing = build.packing
+        self.read = build.module("kv_b_proj", *sizes)
+        layout = build.layout(self.read)
+        self.packed = None if layout is None else build.packed(*sizes, layout)
+        self.query = build.op(head_linear, inputs=plain, outputs=latent)
+        self.out = build.op(head_linear, inputs=latent, outputs=value)
+
+    def absorb(self, q: Tensor) -> Tensor:
+        """q [T, H, N] -> what is compared with latents [T, H, C]."""
+        return self.query(q, self.keys)
+
+    def expand(self, latents: Tensor) -> Tensor:
+        """Weighed latents [T, H, C] -> the heads' outputs [T, H, V]."""
+        return self.out(latents, self.values)
+
+    def weights(self) -> dict[str, Target]:
+        """Checkpoint name within the mixer -> what it fills."""
+        if self.packed is not None:
+            return filled("kv_b_proj", self.packed, self.packing, self.read)
+        weight = torch.empty(self.read.outputs, self.read.inputs, dtype=self.dtype, device="meta")
+        plain = Slot.plain(weight)
+        return {"kv_b_proj.weight": Slot(plain.shape, plain.dtypes, self.keys.device, self._take)}
+
+    def _take(self, weight: Tensor) -> None:
+        """Fills both maps from kv_b_proj [H (N + V), C]."""
+        heads = weight.unflatten(0, (-1, sum(self.widths)))
+        keys, values = heads.split(self.widths, dim=1)
+        self.keys.data.copy_(keys.transpose(1, 2))
+        self.values.data.copy_(values)
+
+    def finish(self) -> None:
+        """To be called once, when the weights are filled."""
+        if isinstance(self.packed, PackedWeight):
+            self._take(self.packed.unpack(self.dtype))
+            self.packed = None
+
+
+class LatentAttention(nn.Module):
+    """x [T, H] -> [T, H]: projections, norms, rotary, attention over latents, projection.
+
+    q_rank: of the queries' own latent, None where one projection makes them. latent: dims of the
+    cached latent; plain, turned: dims of a head's query that do not turn by its position, and that
+    do; value: of a head's output. scale: of the scores.
+    """
+
+    latents: Tensor
+    ropes: Tensor
+
+    def __init__(
+        self,
+        build: Build,
+        hidden: int,
+        heads: int,
+        *,
+        q_rank: int | None,
+        latent: int,
+        plain: int,
+        turned: int,
+        value: int,
+        rotary: Rotary,
+        scale: float,
+    ) -> None:
+        super().__init__()
+        if build.kv.of(build.layer) is not None:
+            raise ConfigError(
+                f"kv_cache_dtype of {build.layer} is not allowed; allowed: auto, since the latents "
+                "of multi-head latent attention are kept in the model's dtype. Leave it out."
+            )
+        self.heads = heads
+        self.latent = latent
+        self.plain = plain
+        self.turned = turned
+        self.scale = scale
+        self.dtype = build.dtype
+        self.rotary = rotary
+        queries = heads * (plain + turned)
+        first = {"q_proj": queries} if q_rank is None else {"q_a_proj": q_rank}
+        self.down = Linear(build, hidden, first | {"kv_a_proj_with_mqa": latent + turned})
+        self.q_norm = None if q_rank is None else RMSNorm(build, q_rank, NORM_EPS)
+        self.q_up = None if q_rank is None else Linear(build, q_rank, {"q_b_proj": queries})
+        self.kv_norm = Norm(build, latent, NORM_EPS)
+        self.absorbed = AbsorbedHeads(build, heads, plain, latent, value)
+        self.out = ResidualLinear(build, heads * value, {"o_proj": hidden})
+        self.rope = build.op(latent_rope_and_cache, latent=latent, rope=turned)
+        self.attend = build.op(latent_attention, heads=heads, latent=latent, rope=turned)
+
+    def keep(self, x: Tensor, step: Step) -> None:
+        """Writes the latents of x [T, H] and makes nothing else. For drafters."""
+        kv = self.down.from_part(1, x)
+        self._place(kv.new_empty(len(kv), 0, self.plain + self.turned), kv, step)
+
+    def _place(self, q: Tensor, kv: Tensor, step: Step) -> Tensor:
+        """Queries [T, H, N + R] -> their turned part [T, H, R]; the latents kv [T, C + R] are
+        written."""
+        return self.rope(
+            q,
+            kv,
+            self.kv_norm.weight,
+            self.rotary.cos,
+            self.rotary.sin,
+            step.positions,
+            step.slot_mapping,
+            self.latents,
+            self.ropes,
+            self.kv_norm.eps,
+        )
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        q, kv = self.down(x).split(self.down.outputs, dim=1)
+        if self.q_norm is not None and self.q_up is not None:
+            q = self.q_up(self.q_norm(q))
+        q = q.unflatten(1, (self.heads, self.plain + self.turned))
+        turned = self._place(q, kv, step)
+        mixed = self.attend(
+            self.absorbed.absorb(q[..., : self.plain]),
+            turned,
+            self.latents,
+            self.ropes,
+            step.page_table,
+            step.cu_seqlens,
+            step.starts,
+            step.shape.query_len,
+            self.scale,
+        )
+        return self.out(self.absorbed.expand(mixed).flatten(1))
+
+    def weights(self) -> dict[str, Target]:
+        """Checkpoint name within the mixer -> what it fills."""
+        table = self.down.weights() | self.absorbed.weights() | self.out.weights()
+        table["kv_a_layernorm.weight"] = self.kv_norm.weight
+        if self.q_norm is not None and self.q_up is not None:
+            table |= self.q_up.weights() | {"q_a_layernorm.weight": self.q_norm.weight}
+        return table
+
+    def cache_spec(self) -> Spec:
+        widths = {"latent": self.latent, "rope": self.turned}
+        parts = (Part(name, (width,), self.dtype) for name, width in widths.items())
+        return Spec(Law.PAGED, tuple(parts))
+
+    def bind(self, storage: dict[str, Tensor]) -> None:
+        self.latents = storage["latent"]
+        self.ropes = storage["rope"]
+
+    def cache_tensors(self) -> list[Tensor]:
+        return [self.latents, self.ropes]

@@ -1,0 +1,189 @@
+"""DeepSeek-V3 and R1, Kimi-K2, and the text part of Kimi-K2.5: latent attention and experts.
+
+The first layers have a dense MLP, the others a mixture: sigmoid scores with a correction bias,
+chosen by groups, and a shared expert without a gate. DeepSeek's MTP module stands behind the last
+layer, as one more. Math: DeepSeek-V3, arXiv 2412.19437, section 2. Nothing recurs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.layers.build import Build
+from lockstep.layers.latent_attention import LatentAttention
+from lockstep.layers.linear import Target
+from lockstep.layers.moe import Routing
+from lockstep.layers.rotary import Rotary
+from lockstep.models.decoder import Decoder, DecoderConfig, Half, mlp_half
+from lockstep.models.mixture import Mixture
+from lockstep.models.next_token import NextTokenModule
+from lockstep.models.reading import MOST_LAYERS, ConfigReader
+from lockstep.models.rope import read_rope
+from lockstep.quant import Slot
+from lockstep.quant.slot import PLAIN
+
+PREFIXES = ("language_model.model.", "language_model.", "model.")
+IGNORED = ("vision_tower.", "mm_projector.")
+IGNORED_ENDS = (".rotary_emb.inv_freq",)
+DRAFT_SETTING = "num_nextn_predict_layers"
+TWINS = ("embed_tokens", "shared_head.head")
+"""Copies of the target's embedding and head in the MTP module, which shares the target's own."""
+
+
+def draft_prefix(raw: dict[str, Any]) -> str:
+    """The MTP module is the layer behind the last one."""
+    layers = ConfigReader(raw).size("num_hidden_layers", most=MOST_LAYERS)
+    return f"layers.{layers}."
+
+
+@dataclass(frozen=True)
+class Config(DecoderConfig):
+    """The settings that decide the math.
+
+    q_rank: of the queries' latent, None where one projection makes them. latent: dims of the cached
+    latent; plain, turned: of a head's query, without and with a position; value: of its output.
+    """
+
+    layers: int
+    q_rank: int | None
+    latent: int
+    plain: int
+    turned: int
+    value: int
+    scale: float
+    mixture: Mixture
+
+    @classmethod
+    def read(cls, raw: dict[str, Any]) -> "Config":
+        """From config.json. Raises CheckpointError on what is missing or not built."""
+        c = ConfigReader(raw)
+        c.only("hidden_act", "silu", default="silu")
+        c.only("attention_bias", False, default=False)
+        c.only("rope_interleave", True, None, default=True)
+        c.only("pretraining_tp", 1, None, default=1)
+        c.only(DRAFT_SETTING, 0, 1, None, default=0)
+        heads = c.size("num_attention_heads")
+        plain = c.size("qk_nope_head_dim")
+        turned = c.size("qk_rope_head_dim")
+        layers = c.size("num_hidden_layers", most=MOST_LAYERS)
+        rope = read_rope(c, turned, 1.0)
+        factor = getattr(rope, "score_factor", 1.0)
+        return cls(
+            vocab_size=c.size("vocab_size"),
+            hidden_size=c.size("hidden_size"),
+            intermediate_size=c.size("intermediate_size"),
+            heads=heads,
+            kv_heads=heads,
+            head_dim=plain + turned,
+            eps=c.positive("rms_norm_eps"),
+            rope=rope,
+            tied=c.get("tie_word_embeddings", bool, False),
+            layers=layers,
+            q_rank=None if c.raw.get("q_lora_rank") is None else c.size("q_lora_rank"),
+            latent=c.size("kv_lora_rank"),
+            plain=plain,
+            turned=turned,
+            value=c.size("v_head_dim"),
+            scale=(plain + turned) ** -0.5 * factor,
+            mixture=_read_mixture(c, layers),
+        )
+
+
+def _read_mixture(c: ConfigReader, layers: int) -> Mixture:
+    """The mixture of all layers behind the first few."""
+    c.only("scoring_func", "sigmoid", default="sigmoid")
+    c.only("topk_method", "noaux_tc", default="noaux_tc")
+    c.only("moe_layer_freq", 1, default=1)
+    dense = c.get("first_k_dense_replace", int, 0)
+    c.need(0 <= dense <= layers, "first_k_dense_replace", f"0 to {layers}, the number of layers")
+    shared = c.get("n_shared_experts", int, 0)
+    c.need(shared >= 0, "n_shared_experts", "0 or more")
+    inner = c.size("moe_intermediate_size")
+    routing = Routing(
+        c.size("n_routed_experts"),
+        c.size("num_experts_per_tok"),
+        scoring="sigmoid",
+        renormalise=c.get("norm_topk_prob", bool, True),
+        scale=c.positive("routed_scaling_factor", 1.0),
+        bias=True,
+        groups=c.size("n_group", 1),
+        top_groups=c.size("topk_group", 1),
+    )
+    return Mixture(
+        routing,
+        inner=inner,
+        shared_inner=shared * inner,
+        shared_gate=False,
+        dense_layers=frozenset(range(dense)),
+    )
+
+
+def attending_half(build: Build, c: Config, rotary: Rotary) -> Half:
+    """Latent attention."""
+    mixer = LatentAttention(
+        build.within("self_attn"),
+        c.hidden_size,
+        c.heads,
+        q_rank=c.q_rank,
+        latent=c.latent,
+        plain=c.plain,
+        turned=c.turned,
+        value=c.value,
+        rotary=rotary,
+        scale=c.scale,
+    )
+    return Half(build, c, "input_layernorm", "self_attn", mixer)
+
+
+def mixture_half(build: Build, c: Config) -> Half:
+    """The mixture."""
+    return c.mixture.half(build, c, shared_name="shared_experts")
+
+
+class Model(Decoder):
+    """DeepseekV3ForCausalLM, and the text part of KimiK25ForConditionalGeneration."""
+
+    config: Config
+
+    def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
+        """Latent attention over all tokens, then a dense MLP in the first layers, or the
+        mixture."""
+        c = self.config
+        rotary = c.rope.rotary(build)
+        for i in range(c.layers):
+            at = build.at(f"layers.{i}")
+            dense = i in c.mixture.dense_layers
+            yield attending_half(at, c, rotary), mlp_half(at, c) if dense else mixture_half(at, c)
+
+
+class Draft(NextTokenModule):
+    """The MTP module: one layer over eh_proj([enorm(embedding), hnorm(hidden)])."""
+
+    def __init__(self, target: Model, build: Build, ids: Tensor | None = None) -> None:
+        path = f"layers.{target.config.layers}"
+        super().__init__(target, build, ids, module=path, layer=path, projection="eh_proj")
+        at = build.at(build.layer, path)
+        self.twins = [name for name in TWINS if at.found(name)]
+
+    def halves(self, target: Any, build: Build) -> tuple[Half, ...]:
+        """Latent attention and the mixture."""
+        c = target.config
+        return attending_half(build, c, c.rope.rotary(build)), mixture_half(build, c)
+
+    def weights(self) -> dict[str, Target]:
+        """Checkpoint name, less draft_prefix -> what it fills. Twins are read and not kept."""
+        matrix = self.embed.weight
+        twin = Slot(tuple(matrix.shape), PLAIN, torch.device("cpu"), lambda tensor: None)
+        return (
+            self.block.weights()
+            | self.fc.weights()
+            | {
+                "enorm.weight": self.embed_norm.weight,
+                "hnorm.weight": self.hidden_norm.weight,
+                "shared_head.norm.weight": self.norm.weight,
+            }
+            | {f"{name}.weight": twin for name in self.twins}
+        )
