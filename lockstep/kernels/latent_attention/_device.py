@@ -1,0 +1,73 @@
+# mypy: ignore-errors
+"""Device functions of latent attention: tiles of latents, online softmax, folds."""
+
+import triton
+import triton.language as tl
+
+NO_SCORE = tl.constexpr(-1e30)
+"""The maximum over no scores: finite, so that a difference of two is a number."""
+
+
+@triton.jit
+def row_of(cu_seqlens, starts, s):
+    """Row s: the place of its first token, its tokens, the tokens before them."""
+    first = tl.load(cu_seqlens + s).to(tl.int64)
+    count = (tl.load(cu_seqlens + s + 1) - first).to(tl.int32)
+    return first, count, tl.load(starts + s).to(tl.int32)
+
+
+@triton.jit
+def load_tile(
+    cache, pages, at, keys, d, P_STRIDE: tl.constexpr, T_STRIDE: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What a cache holds of tokens at .. at + TILE - 1, columns d: [TILE, columns], 0 from keys
+    on. pages: the row's line of the page table."""
+    token = at + tl.arange(0, TILE)
+    if PAGE % TILE == 0:
+        page = tl.load(pages + at // PAGE).to(tl.int64)
+        place = page * P_STRIDE + (token % PAGE) * T_STRIDE
+    else:
+        page = tl.load(pages + token // PAGE, mask=token < keys, other=0).to(tl.int64)
+        place = page * P_STRIDE + (token % PAGE) * T_STRIDE
+    mask = (token < keys)[:, None] & (d < D)[None, :]
+    return tl.load(cache + (place[:, None] + d[None, :]), mask=mask, other=0.0)
+
+
+@triton.jit
+def weigh(
+    q_latent, q_rope, latent, rope, at, last, scale, top, norm, total, TILE: tl.constexpr
+):  # fmt: skip
+    """A tile of keys: online softmax over queries [ROWS, C] and [ROWS, R], that see keys up to last
+    [ROWS].
+
+    top: largest score [ROWS]; norm: sum of weights [ROWS, ONES], the same ONES times; total: the
+    output [ROWS, C].
+    """
+    scores = tl.dot(q_latent, latent.T, input_precision="ieee")
+    scores = tl.dot(q_rope, rope.T, scores, input_precision="ieee") * scale
+    seen = (at + tl.arange(0, TILE))[None, :] <= last[:, None]
+    scores = tl.where(seen, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    fade = tl.exp2(top - new_top)[:, None]
+    weights = tl.exp2(scores - new_top[:, None]).to(latent.dtype)
+    ones = tl.full((TILE, norm.shape[1]), 1.0, latent.dtype)
+    norm = tl.dot(weights, ones, norm * fade, input_precision="ieee")
+    total = tl.dot(weights, latent, total * fade, input_precision="ieee")
+    return new_top, norm, total
+
+
+@triton.jit
+def empty_fold(ROWS: tl.constexpr, ONES: tl.constexpr, BLOCK_C: tl.constexpr):
+    """A fold over no keys: the largest score, the sums of weights, the output."""
+    top = tl.full((ROWS,), NO_SCORE, tl.float32)
+    return top, tl.zeros((ROWS, ONES), tl.float32), tl.zeros((ROWS, BLOCK_C), tl.float32)
+
+
+@triton.jit
+def fold(best, norms, sums, top, norm, total):
+    """One more part: each side scaled to the larger of the maxima."""
+    new_best = tl.maximum(best, top)
+    old = tl.exp2(best - new_best)[:, None]
+    new = tl.exp2(top - new_best)[:, None]
+    return new_best, norms * old + norm * new, sums * old + total * new

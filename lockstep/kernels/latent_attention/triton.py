@@ -1,0 +1,338 @@
+# mypy: ignore-errors
+"""latent_attention in Triton: one fold for prompts, decoding and verification.
+
+The keys are cut at absolute multiples of SEGMENT. Inside a segment, ascending tiles with online
+softmax. SPAN segments are folded in ascending order, from an empty fold, and spans likewise: two
+levels, whoever computes them, so that the partition (chosen from static sizes) changes no bit. A
+program folds all of a row by itself, or leaves an entry for each span, or for each segment, and a
+second kernel goes on with the same fold. Sums over keys go through tl.dot; (token, head) share its
+rows, in blocks of one size. Masked keys add exact zeros. See docs/kernels/latent_attention.md.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lockstep.kernels import architecture
+from lockstep.kernels.architecture import stages_within
+from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.latent_attention import SEGMENT, latent_attention
+from lockstep.kernels.latent_attention._device import (
+    NO_SCORE,
+    empty_fold,
+    fold,
+    load_tile,
+    row_of,
+    weigh,
+)
+
+LOG2E = 1.4426950408889634
+"""log2(e): weights are 2^(x log2(e)), which the GPU has an instruction for."""
+SPAN = 8
+"""Segments of a span: part of the definition, like SEGMENT."""
+WIDEST = 512
+"""Dims of a latent: the sums of 64 rows of it fill half of the registers of 8 warps."""
+PROGRAMS = 128
+"""Programs that keep a GPU busy: about one for each of an H200's 132 multiprocessors, since the
+shared memory of one has no room for two. An estimate: not measured yet."""
+ENTRY_BYTES = 1 << 29
+"""Bytes that entries for the second kernel may take."""
+TOGETHER = 4
+"""Entries that the second kernel loads at once."""
+COLUMNS = 128
+"""Columns of its programs."""
+ONES = 16
+"""Columns of the product that sums weights: the least that every matrix unit takes."""
+
+
+@triton.jit
+def _all_keys(
+    q_latent, q_rope, latents, ropes, pages, end, keys, last, scale,
+    L_PAGE: tl.constexpr, L_TOKEN: tl.constexpr, R_PAGE: tl.constexpr, R_TOKEN: tl.constexpr,
+    PAGE: tl.constexpr, C: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr, ONES: tl.constexpr,
+    SEGMENT: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    """The fold of all keys below `end`: the sums of weights and the output.
+
+    The sums of the segment take half of the registers; those of its span and of all, which are
+    touched at its end alone, lie in memory meanwhile.
+    """
+    ROWS: tl.constexpr = q_latent.shape[0]
+    BLOCK: tl.constexpr = q_latent.shape[1]
+    c = tl.arange(0, BLOCK)
+    r = tl.arange(0, q_rope.shape[1])
+    top, norm, total = empty_fold(ROWS, ONES, BLOCK)
+    best, norms, sums = empty_fold(ROWS, ONES, BLOCK)
+    all_best, all_norms, all_sums = empty_fold(ROWS, ONES, BLOCK)
+    for at in range(0, end, TILE):
+        latent = load_tile(latents, pages, at, keys, c, L_PAGE, L_TOKEN, C, PAGE, TILE)
+        rope = load_tile(ropes, pages, at, keys, r, R_PAGE, R_TOKEN, R, PAGE, TILE)
+        top, norm, total = weigh(
+            q_latent, q_rope, latent, rope, at, last, scale, top, norm, total, TILE
+        )
+        behind = at + TILE
+        if (behind % SEGMENT == 0) | (behind >= end):
+            best, norms, sums = fold(best, norms, sums, top, norm, total)
+            top, norm, total = empty_fold(ROWS, ONES, BLOCK)
+            if (behind % (SEGMENT * SPAN) == 0) | (behind >= end):
+                all_best, all_norms, all_sums = fold(
+                    all_best, all_norms, all_sums, best, norms, sums
+                )
+                best, norms, sums = empty_fold(ROWS, ONES, BLOCK)
+    return all_norms, all_sums
+
+
+@triton.jit
+def _one_unit(
+    q_latent, q_rope, latents, ropes, pages, begin, stop, keys, last, scale,
+    L_PAGE: tl.constexpr, L_TOKEN: tl.constexpr, R_PAGE: tl.constexpr, R_TOKEN: tl.constexpr,
+    PAGE: tl.constexpr, C: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr, ONES: tl.constexpr,
+    SEGMENT: tl.constexpr, FOLDS: tl.constexpr,
+):  # fmt: skip
+    """Keys begin .. stop - 1, a segment or, where it FOLDS, the segments of a span: the largest
+    score, the sums of weights and the output."""
+    ROWS: tl.constexpr = q_latent.shape[0]
+    BLOCK: tl.constexpr = q_latent.shape[1]
+    c = tl.arange(0, BLOCK)
+    r = tl.arange(0, q_rope.shape[1])
+    top, norm, total = empty_fold(ROWS, ONES, BLOCK)
+    if FOLDS:
+        best, norms, sums = empty_fold(ROWS, ONES, BLOCK)
+    for at in range(begin, stop, TILE):
+        latent = load_tile(latents, pages, at, keys, c, L_PAGE, L_TOKEN, C, PAGE, TILE)
+        rope = load_tile(ropes, pages, at, keys, r, R_PAGE, R_TOKEN, R, PAGE, TILE)
+        top, norm, total = weigh(
+            q_latent, q_rope, latent, rope, at, last, scale, top, norm, total, TILE
+        )
+        if FOLDS:
+            if ((at + TILE) % SEGMENT == 0) | (at + TILE >= stop):
+                best, norms, sums = fold(best, norms, sums, top, norm, total)
+                top, norm, total = empty_fold(ROWS, ONES, BLOCK)
+    if FOLDS:
+        top = best
+        norm = norms
+        total = sums
+    return top, norm, total
+
+
+@triton.jit(do_not_specialize=["entries", "table_stride", "Q"])
+def _attend_kernel(
+    q_latent, q_rope, latents, ropes, page_table, cu_seqlens, starts, out, tops, norms, parts,
+    scale, entries, table_stride, Q,
+    L_PAGE: tl.constexpr, L_TOKEN: tl.constexpr, R_PAGE: tl.constexpr, R_TOKEN: tl.constexpr,
+    PAGE: tl.constexpr, H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, TILE: tl.constexpr, ONES: tl.constexpr,
+    SEGMENT: tl.constexpr, SPAN: tl.constexpr, UNIT: tl.constexpr,
+):  # fmt: skip
+    """A block of one row's (token, head): every so many units of UNIT keys.
+
+    UNIT 0: all keys, and out is written. Else a segment or a span, each an entry: tops, norms
+    [S Q, entries, H] and parts [S Q, entries, H, C].
+    """
+    s = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1) * ROWS
+    first, count, start = row_of(cu_seqlens, starts, s)
+    end = start + tl.minimum(count, (row + ROWS - 1) // H + 1)
+    keys = start + count
+    begin = tl.program_id(2) * UNIT
+    if (row >= count * H) | (begin >= end):
+        return
+    pages = page_table + s * table_stride
+    c = tl.arange(0, BLOCK_C)[None, :]
+    r = tl.arange(0, BLOCK_R)[None, :]
+    m = row + tl.arange(0, ROWS)
+    mine = m < count * H
+    there = mine[:, None] & (c < C)
+    last = start + m // H
+    at = (first * H + m)[:, None]
+    ql = tl.load(q_latent + (at * C + c), mask=there, other=0.0)
+    qr = tl.load(q_rope + (at * R + r), mask=mine[:, None] & (r < R), other=0.0)
+    if UNIT == 0:
+        norm, total = _all_keys(
+            ql, qr, latents, ropes, pages, end, keys, last, scale, L_PAGE, L_TOKEN, R_PAGE,
+            R_TOKEN, PAGE, C, R, TILE, ONES, SEGMENT, SPAN,
+        )  # fmt: skip
+        inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.max(norm, 1))
+        result = (total * inverse[:, None]).to(out.dtype.element_ty)
+        tl.store(out + (at * C + c), result, mask=there)
+    else:
+        for unit in range(begin, end, tl.num_programs(2) * UNIT):
+            top, norm, total = _one_unit(
+                ql, qr, latents, ropes, pages, unit, tl.minimum(end, unit + UNIT), keys, last,
+                scale, L_PAGE, L_TOKEN, R_PAGE, R_TOKEN, PAGE, C, R, TILE, ONES, SEGMENT,
+                UNIT > SEGMENT,
+            )  # fmt: skip
+            used = mine & (unit <= last)
+            entry = (s * Q + m // H) * entries * H + unit // UNIT * H + m % H
+            tl.store(tops + entry, top, mask=used)
+            tl.store(norms + entry, tl.max(norm, 1), mask=used)
+            to = parts + (entry[:, None] * C + c)
+            tl.store(to, total, mask=used[:, None] & (c < C))
+
+
+@triton.jit(do_not_specialize=["entries", "Q"])
+def _fold_kernel(
+    tops, norms, parts, cu_seqlens, starts, out, entries, Q,
+    H: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, UNIT: tl.constexpr,
+    EACH: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """COLUMNS of a (row, token, head): its entries in ascending order, TOGETHER loaded at once, of
+    which EACH make a span."""
+    s = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) // H
+    head = tl.program_id(1) % H
+    first, count, start = row_of(cu_seqlens, starts, s)
+    used = (start + token) // UNIT + 1
+    if token >= count:
+        return
+    c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    best, norms_all, sums = empty_fold(1, 1, COLUMNS)
+    span_best, span_norms, span_sums = empty_fold(1, 1, COLUMNS)
+    lane = tl.zeros((1,), tl.int64)
+    for base in range(0, used, TOGETHER):
+        for i in tl.static_range(TOGETHER):
+            live = base + i < used
+            at = ((s * Q + token) * entries + base + i) * H + head + lane
+            top = tl.load(tops + at, mask=live & (lane == 0), other=0.0)
+            norm = tl.load(norms + at, mask=live & (lane == 0), other=0.0)[:, None]
+            mask = live & (c < C)[None, :]
+            total = tl.load(parts + (at[:, None] * C + c[None, :]), mask=mask, other=0.0)
+            if EACH > 1:
+                top, norm, total = fold(span_best, span_norms, span_sums, top, norm, total)
+                span_best = tl.where(live, top, span_best)
+                span_norms = tl.where(live, norm, span_norms)
+                span_sums = tl.where(live, total, span_sums)
+                ends = ((base + i + 1) % EACH == 0) | (base + i + 1 == used)
+                top, norm, total = fold(best, norms_all, sums, span_best, span_norms, span_sums)
+                begun = live & ends
+                span_best = tl.where(begun, NO_SCORE, span_best)
+                span_norms = tl.where(begun, 0.0, span_norms)
+                span_sums = tl.where(begun, 0.0, span_sums)
+            else:
+                top, norm, total = fold(best, norms_all, sums, top, norm, total)
+                begun = live
+            best = tl.where(begun, top, best)
+            norms_all = tl.where(begun, norm, norms_all)
+            sums = tl.where(begun, total, sums)
+    inverse = tl.div_rn(tl.full((1, 1), 1.0, tl.float32), norms_all)
+    place = ((first + token) * H + head) * C
+    tl.store(out + (place + c)[None, :], (sums * inverse).to(out.dtype.element_ty), (c < C)[None])
+
+
+def supports(**traits: Any) -> str | None:
+    """None where this kernel serves a layer of these traits, else the reason why not."""
+    latent = traits.get("latent", WIDEST)
+    rope = traits.get("rope", 64)
+    if latent > WIDEST:
+        return f"a latent of {latent} is above {WIDEST}"
+    if rope > latent:
+        return f"rope {rope} is above the latent's {latent}"
+    return gpu_trait(**traits)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What an architecture takes at once: part of the definition there, since every row of a
+    product must stand in one of the same shape. rows: (token, head) rows of a program; keys: that
+    it weighs at once."""
+
+    rows: int
+    keys: int
+    warps: int
+
+
+def tile_of(dtype: torch.dtype, arch: int) -> Tile:
+    """The tile: wgmma and tcgen05 take 64 rows; mma.sync holds queries in registers beside the
+    sums, so 32; fp32 goes through FMA units, whose operands lie in twice the bytes."""
+    if dtype == torch.float32:
+        return Tile(16, 16, 8)
+    if arch == 90:
+        return Tile(64, 64, 8)
+    return Tile(64, 32, 8) if arch == 100 else Tile(32, 32, 8)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """How the work is divided among programs. Nothing here changes a bit.
+
+    unit: keys of an entry: 0 (a program takes all of a row), SEGMENT, or SPAN of them. parallel:
+    programs that share a row's units; each takes every so-manieth.
+    """
+
+    unit: int
+    parallel: int
+
+
+def partition(
+    rows: int, query_len: int, heads: int, latent: int, keys: int, block: int
+) -> Partition:
+    """The partition for static sizes. keys: the most that a row may have; block: rows of a
+    program's tile."""
+    programs = rows * triton.cdiv(query_len * heads, block)
+    entry_bytes = rows * query_len * heads * (latent + 2) * 4
+    for unit in (SEGMENT, SEGMENT * SPAN):
+        units = triton.cdiv(keys, unit)
+        busy = unit > SEGMENT or programs * triton.cdiv(keys, SEGMENT * SPAN) < PROGRAMS
+        if programs < PROGRAMS and busy and entry_bytes * units <= ENTRY_BYTES:
+            return Partition(unit, min(units, max(triton.cdiv(2 * PROGRAMS, programs), SPAN)))
+    return Partition(0, 1)
+
+
+@latent_attention.backend("triton", supports=supports)
+def latent_attention_triton(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latents: Tensor,
+    ropes: Tensor,
+    page_table: Tensor,
+    cu_seqlens: Tensor,
+    starts: Tensor,
+    query_len: int,
+    scale: float,
+    divided: Partition | None = None,
+) -> Tensor:
+    """See lockstep.kernels.latent_attention.latent_attention. Queries are contiguous; last strides
+    of the caches are 1.
+
+    divided: how; as partition() says where it is left out.
+    """
+    rows = starts.shape[0]
+    _, heads, latent = q_latent.shape
+    rope = q_rope.shape[2]
+    page = latents.shape[1]
+    out = torch.empty_like(q_latent)
+    if not len(out):
+        return out
+    arch = architecture.number_of(q_latent.device)
+    tile = tile_of(q_latent.dtype, arch)
+    keys = page_table.shape[1] * page
+    p = divided or partition(rows, query_len, heads, latent, keys, tile.rows)
+    entries = triton.cdiv(keys, p.unit) if p.unit else 0
+    count = rows * query_len * heads * entries
+    f32 = dict(dtype=torch.float32, device=q_latent.device)
+    kept = [torch.empty(count * size, **f32) for size in (1, 1, latent)]
+    block_c = triton.next_power_of_2(max(latent, 16))
+    block_r = triton.next_power_of_2(max(rope, 16))
+    loaded = tile.keys * (block_c + block_r) * latents.element_size()
+    queries = tile.rows * (block_c + block_r) * latents.element_size()
+    grid = (rows, triton.cdiv(query_len * heads, tile.rows), p.parallel)
+    _attend_kernel[grid](
+        q_latent, q_rope, latents, ropes, page_table, cu_seqlens, starts, out, *kept,
+        scale * LOG2E, entries, page_table.stride(0), query_len,
+        *latents.stride()[:2], *ropes.stride()[:2], page, heads, latent, rope, tile.rows,
+        block_c, block_r, tile.keys, ONES, SEGMENT, SPAN, p.unit,
+        num_warps=tile.warps, num_stages=stages_within(2, loaded, queries, arch),
+        enable_fp_fusion=False,
+    )  # fmt: skip
+    if entries:
+        columns = min(block_c, COLUMNS)
+        _fold_kernel[(rows, query_len * heads, block_c // columns)](
+            *kept, cu_seqlens, starts, out, entries, query_len,
+            heads, latent, columns, p.unit, SPAN * SEGMENT // p.unit, TOGETHER,
+            num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+    return out
