@@ -142,6 +142,65 @@ NEXT = {
     "norm_topk_prob": True,
 }
 
+DEEPSEEK = {
+    "model_type": "deepseek_v3",
+    "attention_bias": False,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "kv_lora_rank": 40,
+    "max_position_embeddings": 4096,
+    "moe_intermediate_size": 22,
+    "n_group": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 5,
+    "num_experts_per_tok": 3,
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 5,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 24,
+    "qk_nope_head_dim": 28,
+    "qk_rope_head_dim": 12,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 2,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 20,
+}
+
+KIMI = {
+    **DEEPSEEK,
+    "model_type": "kimi_k2",
+    "first_k_dense_replace": 0,
+    "n_group": 1,
+    "n_shared_experts": 2,
+    "num_attention_heads": 7,
+    "num_key_value_heads": 7,
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": None,
+    "rope_scaling": None,
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "tie_word_embeddings": True,
+    "topk_group": 1,
+}
+
 
 def make_model(folder: Path, base: dict[str, object] = CONFIG, **changes: object) -> Path:
     """Fills the folder; `changes` replace settings of `base`. Load it with load_format="dummy"."""

@@ -11,8 +11,17 @@ from lockstep.errors import CheckpointError
 from lockstep.kernels.packed import PackedWeight
 from lockstep.quant.slot import Slot
 
-PLAIN_PARTS = ("in_proj_a", "in_proj_b", "in_proj_ba", "gate", "shared_expert_gate", "lm_head")
-"""Maps that checkpoints leave unpacked in practice: small ones, routers, the head."""
+PLAIN_PARTS = (
+    "in_proj_a",
+    "in_proj_b",
+    "in_proj_ba",
+    "gate",
+    "shared_expert_gate",
+    "lm_head",
+    "eh_proj",
+)
+"""Maps that checkpoints leave unpacked in practice: small ones, routers, the head, and what
+DeepSeek's MTP module mixes its inputs by."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,9 @@ from lockstep.kernels.activations import silu_mul
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.experts import experts
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
+from lockstep.kernels.head_linear import head_linear
 from lockstep.kernels.kv.cases import NAN_CODE
+from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
 from lockstep.kernels.linear import linear
 from lockstep.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
 from lockstep.kernels.rotary import rope_and_cache
@@ -49,6 +51,7 @@ class Rows:
 STEP = ("slots", "starts", "pending")
 CHUNK = ("starts", "state_src", "state_slots", "snapshot_slots")
 CACHES = ("k_cache", "v_cache")
+LATENTS = ("latents", "ropes")
 ROWS: dict[Op, Rows] = {
     linear: Rows(("x",), numbers=("weight",)),
     rms_norm: Rows(("x",), numbers=("weight",)),
@@ -64,6 +67,13 @@ ROWS: dict[Op, Rows] = {
     ),
     paged_attention: Rows(
         ("q",), ("page_table", "starts"), ("page_table",), CACHES, numbers=CACHES
+    ),
+    head_linear: Rows(("x",), numbers=("weight",)),
+    latent_rope_and_cache: Rows(
+        ("q", "kv", "positions", "slot_mapping"), places=("slot_mapping",), storage=LATENTS
+    ),
+    latent_attention: Rows(
+        ("q_latent", "q_rope"), ("page_table", "starts"), ("page_table",), LATENTS, numbers=LATENTS
     ),
     gated_delta_step: Rows(("mixed", "z", "b", "a", *STEP), (), ("slots",), ("state",), spread=8),
     gated_delta_chunk: Rows(("mixed", "b", "a"), CHUNK, CHUNK[1:], ("state",), spread=8),
@@ -162,7 +172,7 @@ def moved(op: Op, arguments: Arguments) -> Arguments:
         tensor[0] = float("nan") if tensor.is_floating_point() else NAN_CODE
     for name in own.places:
         first = storage(op, other)[0]
-        size = first.shape[1] if op is rope_and_cache else 1
+        size = first.shape[1] if op in (rope_and_cache, latent_rope_and_cache) else 1
         place = torch.argsort(order(len(first)))
         at = other[name].long()
         other[name] = (place[at // size] * size + at % size).to(other[name].dtype)

@@ -2,7 +2,8 @@
 launch must be accepted by ptxas and keep within the architecture's shared memory.
 
 Launches are recorded, not made, with tiles as each architecture chooses them: of the shared cases
-and, at the sizes of Qwen3-8B, Qwen3.6-27B and Qwen3.6-35B-A3B, in bf16 and in fp32.
+and, at the sizes of Qwen3-8B, Qwen3.6-27B, Qwen3.6-35B-A3B and
+DeepSeek-V3, in bf16 and in fp32.
 
     python -m tests.kernels.architectures [--quick] [sm_86 ...]
 
@@ -35,6 +36,8 @@ from lockstep.kernels.gated_delta_rule.cases import (
     gated_delta_chunk_cases,
     gated_delta_step_cases,
 )
+from lockstep.kernels.head_linear.triton import head_linear_triton
+from lockstep.kernels.latent_attention.triton import latent_attention_triton
 from lockstep.kernels.linear.packed import linear_packed
 from lockstep.kernels.linear.triton import linear_triton
 from lockstep.kernels.packed.bench import LAYOUTS
@@ -84,6 +87,34 @@ def attention(
     )  # fmt: skip
 
 
+def latent(heads: int, rows: int, query_len: int, dtype: torch.dtype) -> Call:
+    """A call of latent_attention over 32 K tokens a row, of DeepSeek-V3's latents."""
+    tokens = rows * query_len
+    ints = dict(dtype=torch.int32)
+    return lambda: latent_attention_triton(
+        meta(tokens, heads, 512, dtype=dtype), meta(tokens, heads, 64, dtype=dtype),
+        meta(9, 64, 512, dtype=dtype), meta(9, 64, 64, dtype=dtype), meta(rows, 512, **ints),
+        meta(rows + 1, **ints), meta(rows, **ints), query_len, 192**-0.5,
+    )  # fmt: skip
+
+
+def head_maps(tokens: int, dtype: torch.dtype) -> Iterator[Call]:
+    """Calls of head_linear at DeepSeek-V3's sizes: what queries are absorbed by, and values."""
+    for inputs, outputs in ((128, 512), (512, 128)):
+        x = meta(tokens, 128, inputs, dtype=dtype)
+        weight = meta(128, outputs, inputs, dtype=dtype)
+        yield lambda x=x, weight=weight: head_linear_triton(x, weight)
+
+
+def latents(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
+    """Latent attention at the sizes of DeepSeek-V3 and Kimi-K2."""
+    for heads in (128, 64):
+        for rows, query_len in ((1, 1), (1, 4), (8, 4), (64, 1), (64, 4), (1, 2048)):
+            yield "latent_attention", latent(heads, rows, query_len, dtype)
+    for tokens in (1, 17, 65, 257):
+        yield from (("head_linear", call) for call in head_maps(tokens, dtype))
+
+
 def expert_weights(dtype: torch.dtype) -> Iterator[tuple[Any, Any]]:
     """(up, down) of experts at Qwen3.6-35B-A3B's sizes: plain, then packed in each layout."""
     yield meta(256, 1024, 2048, dtype=dtype), meta(256, 2048, 512, dtype=dtype)
@@ -112,6 +143,7 @@ def real_calls() -> Iterator[tuple[str, Call]]:
         for heads, kv_heads, dim in ((32, 8, 128), (24, 4, 256), (16, 2, 256)):
             for rows, query_len in ((1, 1), (1, 4), (8, 4), (64, 1), (64, 4), (1, 2048), (4, 512)):
                 yield "paged_attention", attention(heads, kv_heads, dim, rows, query_len, dtype)
+        yield from latents(dtype)
         for tokens in (1, 4, 16, 64, 256, 640, 1536, 2048):
             for weights in expert_weights(dtype):
                 yield "experts", mixture(tokens, dtype, *weights)

@@ -14,12 +14,15 @@ from torch import Tensor
 import lockstep.kernels.activations.cases as activation_cases
 import lockstep.kernels.attention.cases as attention_cases
 import lockstep.kernels.gated_delta_rule.cases as delta_cases
+import lockstep.kernels.head_linear.cases as head_cases
+import lockstep.kernels.latent_attention.cases as latent_cases
 import lockstep.kernels.linear.cases as linear_cases
 import lockstep.kernels.norm.cases as norm_cases
 import lockstep.kernels.rotary.cases as rotary_cases
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.experts import experts
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
+from lockstep.kernels.latent_attention import latent_attention
 from lockstep.kernels.norm import rms_norm
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.kernels.route import route
@@ -44,6 +47,7 @@ INTERPRETED = {
     gated_delta_step: 1,
     sample: 1,
     paged_attention: 1,
+    latent_attention: 1,
     experts: 1,
     route: 2,
 }
@@ -63,6 +67,9 @@ REAL = (
     (activation_cases, "SHAPES", ((70, 17408),)),
     (rotary_cases, "LAYERS", ((70, 24, 4, 256, 64, True, 1.0),)),
     (attention_cases, "BATCHES", ((LONG, 24, 4, 256, 64), (LONG, 32, 8, 128, 64))),
+    (head_cases, "SIZES", ((70, 128, 128, 512), (70, 128, 512, 128))),
+    (latent_cases, "LAYERS", ((70, 128, 128, 512, 64),)),
+    (latent_cases, "BATCHES", ((LONG, 128, 512, 64, 64), (LONG, 16, 512, 64, 64))),
     (delta_cases, "LAYERS", (delta_cases.Dims(16, 48, 128, 128, w=8),)),
 )
 """Tables of the cases, and what to put in their places: the dimensions of real models."""

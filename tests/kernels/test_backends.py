@@ -7,6 +7,7 @@ from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.experts import experts
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.kv import PackedKV
+from lockstep.kernels.latent_attention import latent_attention
 from lockstep.kernels.sampling import sample
 from tests.kernels.backends import GPU_DTYPES, OPS, Backend, kept, left, of_every_op, same_bits
 
@@ -16,6 +17,7 @@ INTERPRETED = {
     gated_delta_step: 4,
     sample: 3,
     paged_attention: 2,
+    latent_attention: 2,
     experts: 4,
 }
 """The interpreter is slow: it sees the first cases; a GPU sees all."""

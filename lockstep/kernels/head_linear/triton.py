@@ -17,8 +17,8 @@ BLOCK_N = 64
 BLOCK_K = 64
 MOST_TOKENS = 128
 """Tokens of a tile: sums of 64 x 128 are 64 registers in each thread of 4 warps."""
-FP32_TOKENS = 32
-"""Tokens of a tile in fp32, whose products run on the FMA units."""
+FP32_TOKENS = 16
+"""Tokens of every tile in fp32, whose products run on the FMA units."""
 WARPS = 4
 STAGES = 2
 
@@ -54,8 +54,8 @@ def head_linear_triton(x: Tensor, weight: Tensor) -> Tensor:
     out = torch.empty(tokens, heads, outputs, dtype=x.dtype, device=x.device)
     if tokens:
         exact = x.dtype == torch.float32
-        most = FP32_TOKENS if exact else MOST_TOKENS
-        block = min(most, triton.next_power_of_2(max(tokens, 16)))
+        fitting = min(MOST_TOKENS, triton.next_power_of_2(max(tokens, 16)))
+        block = FP32_TOKENS if exact else fitting
         grid = (triton.cdiv(tokens, block), triton.cdiv(outputs, BLOCK_N), heads)
         _head_linear_kernel[grid](
             x, weight, out, tokens, *x.stride()[:2], heads, outputs, inputs,
