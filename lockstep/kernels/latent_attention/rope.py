@@ -54,8 +54,9 @@ def _latent_rope_kernel(
     sin += angles
     if group * HEADS < H:
         head = group * HEADS + tl.arange(0, HEADS)[:, None]
-        x = q + token * q_token + head * q_head + PLAIN
-        _turn(x, out + (token * H + head) * (2 * HALF), cos, sin, head < H, HEADS, HALF, PAIRS)
+        from_head = q + token * q_token + head * q_head + PLAIN
+        to_head = out + (token * H + head) * (2 * HALF)
+        _turn(from_head, to_head, cos, sin, head < H, HEADS, HALF, PAIRS)
     else:
         kv += token * kv_token
         slot = tl.load(slot_mapping + token).to(tl.int32)  # a division of 64 bits is a call
