@@ -18,6 +18,7 @@ from lockstep.layers.build import Build
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.deepseek_v3 import Config, Draft, Model
 from lockstep.spec import own_drafter
+from lockstep.step import Step, StepShape
 from tests.models.dense import (
     NGRAM,
     VOCAB,
@@ -157,6 +158,37 @@ def test_what_has_been_drafted_is_what_is_kept(pair) -> None:
     (prompt,) = prompts(1, 16)
     adaptive = make_llm(folder, speculative_config={**MTP, "adaptive": True})
     assert bits(ask(adaptive, prompt, 64)) == bits(ask(make_llm(folder), prompt, 64))
+
+
+def test_latents_are_kept_without_queries() -> None:
+    """As drafting would have kept them, and nobody reads the weights of queries."""
+    torch.manual_seed(0)
+    config = Config.read({**DEEPSEEK, "vocab_size": 50})
+    draft = Draft(Model(config, Build("cpu", torch.float32, 1, 64)), inexact())
+    for parameter in draft.parameters():
+        parameter.data.normal_()
+    mixer = draft.block.self_attn
+    mixer.attend = lambda q, *rest: torch.zeros_like(q)
+    ids = torch.arange(5)
+    unread = dict.fromkeys(Step.__dataclass_fields__)
+    places = dict(shape=StepShape.uniform(1, 5), positions=ids + 3, slot_mapping=ids + 64)
+    step = Step(**{**unread, **places})  # type: ignore[arg-type]
+    hidden = torch.randn(5, config.hidden_size)
+    found = []
+    for call in (draft, draft.keep):
+        mixer.bind(mixer.cache_spec().allocate(2, 64, "cpu"))
+        call(ids, hidden, step)
+        found.append(mixer.cache_tensors())
+        mixer.down.part(0).fill_(torch.nan)
+        mixer.q_up.part(0).fill_(torch.nan)
+    for wanted, kept in zip(*found, strict=True):
+        assert wanted[1, :5].all() and not wanted[1, 5:].any()
+        torch.testing.assert_close(kept, wanted)
+
+
+def inexact() -> Build:
+    """What a draft module is built with."""
+    return Build("cpu", torch.float32, 1, 64, exact=False)
 
 
 def test_a_folder_of_transformers_says_that_it_has_a_module_and_has_none(tmp_path: Path) -> None:

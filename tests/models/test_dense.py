@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.models.dense import NGRAM, answer, ask, bits, greedy, make_llm
-from tests.tiny_model import LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, make_model
+from tests.tiny_model import DEEPSEEK, KIMI, LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, make_model
 
 BIASES = {"attention_bias": True, "mlp_bias": True}
 FAMILIES = {
@@ -15,11 +15,14 @@ FAMILIES = {
     "llama, biases": {**LLAMA, **BIASES},
     "qwen3_moe": QWEN3_MOE,
     "mixtral": MIXTRAL,
+    "deepseek_v3": DEEPSEEK,
+    "kimi_k2": KIMI,
 }
 
 
-SLOW = ("llama", "mixtral")
-"""Another family has all that they have: biases beside, or the same experts with more of them."""
+SLOW = ("llama", "mixtral", "kimi_k2")
+"""Another family has all that they have: biases beside, the same experts with more of them, or
+latents of queries too."""
 
 
 @pytest.fixture(

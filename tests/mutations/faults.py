@@ -10,6 +10,9 @@ DRAFTING = "kernels/drafting/__init__.py"
 SAMPLING = "kernels/sampling/__init__.py"
 DELTA = "kernels/gated_delta_rule/cpu.py"
 ATTENTION = "kernels/attention/cpu.py"
+LATENTS = "kernels/latent_attention/cpu.py"
+LATENT_ROPE = "kernels/latent_attention/__init__.py"
+LATENT_LAYER = "layers/latent_attention.py"
 RINGS = "kernels/recurrent/_cpu.py"
 NORM = "kernels/norm/__init__.py"
 ROTARY = "kernels/rotary/__init__.py"
@@ -33,6 +36,8 @@ OF_EXPERTS = "tests/kernels/test_experts.py"
 OF_ROUTE = "tests/kernels/test_route.py"
 OF_PACKED = "tests/kernels/test_packed.py"
 OF_KV = "tests/kernels/test_kv.py"
+OF_LATENTS = "tests/kernels/test_latent_attention.py"
+OF_DEEPSEEK = "tests/models/test_deepseek_v3.py"
 OF_KV_FORMATS = "tests/regressions/test_f3_kv_formats.py"
 
 
@@ -768,6 +773,33 @@ FAULTS = (
         "large = (size - REBIAS + HALF + ((size >> SHIFT) & 1)) >> SHIFT",
         "large = (size - REBIAS) >> SHIFT",
         f"{OF_KV}::test_hard_numbers_are_written_as_the_reference_does",
+    ),
+    # Latents, which the bundled model has not.
+    Fault(
+        "a window of latents sees the token behind it", "mixer", LATENTS,
+        "last = start + (at + torch.arange(len(rows))) // heads",
+        "last = start + (at + torch.arange(len(rows))) // heads + (1 < len(q) < 9)",
+        f"{OF_LATENTS}::test_no_token_sees_a_key_behind_its_own",
+    ),
+    Fault(
+        "a latent left out at its page's end", "mixer", LATENTS,
+        "    used = -(-tokens // cache.shape[1])\n",
+        "    used = -(-tokens // cache.shape[1])\n"
+        "    tokens -= tokens % cache.shape[1] == 1 and tokens > cache.shape[1]\n",
+        "tests/kernels/test_cpu.py::test_gives_the_references_bits",
+    ),
+    Fault(
+        "latents turned by the row's first position", "mixer", LATENT_ROPE,
+        "angles = tuple(table.index_select(0, positions) for table in (cos, sin))",
+        "first = positions[:1].expand_as(positions)\n"
+        "    angles = tuple(table.index_select(0, first) for table in (cos, sin))",
+        f"{OF_LATENTS}::test_pairs_turn_as_complex_numbers_and_latents_are_normed",
+    ),
+    Fault(
+        "heads of kv_b_proj in turn, not one by one", "mixer", LATENT_LAYER,
+        "heads = weight.unflatten(0, (-1, sum(self.widths)))",
+        "heads = weight.unflatten(0, (sum(self.widths), -1)).transpose(0, 1)",
+        f"{OF_DEEPSEEK}::test_logits_and_greedy_tokens_whole_and_chunked_with_every_drafter",
     ),
 )  # fmt: skip
 

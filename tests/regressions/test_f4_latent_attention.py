@@ -1,0 +1,129 @@
+"""F4 (TokenSpeed #260) on latent attention: bounds per token, padded rows, pools of two pages."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep import LLM, EngineConfig
+from lockstep.engine.engine import Engine
+from lockstep.kernels.latent_attention import cpu
+from lockstep.layers.latent_attention import LatentAttention
+from lockstep.step import StepShape
+from tests.regressions.conftest import PARAMS, answers
+from tests.tiny_model import DEEPSEEK, make_model
+
+SHORT = [[3, 1, 4, 1, 5, i] for i in range(10)]
+"""Prompts that fit into a pool of one page beside the null page, one at a time."""
+FEW = replace(PARAMS, max_tokens=6)
+LONG = [[(7 * i + i * i) % 250 for i in range(n)] for n in (250, 5, 65, 130)]
+WINDOW = 4
+Make = Callable[..., LLM]
+
+
+@pytest.fixture(scope="module")
+def latent(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """An engine over a tiny DeepSeek-V3 with these settings."""
+    folder: Path = make_model(tmp_path_factory.mktemp("latent") / "model", DEEPSEEK)
+
+    def build(drafting: bool = False, **settings: Any) -> LLM:
+        if drafting:
+            spec = {"method": "mtp", "num_speculative_tokens": WINDOW - 1, "adaptive": False}
+            settings["speculative_config"] = spec
+        settings = {"max_model_len": 512, "max_num_seqs": 8, **settings}
+        config = EngineConfig.read(
+            model=str(folder), load_format="dummy", skip_tokenizer_init=True, **settings
+        )
+        return LLM.over(Engine(config))
+
+    return build
+
+
+@pytest.fixture(scope="module")
+def alone(latent: Make) -> list[Any]:
+    """The plain engine's answers to SHORT, one at a time."""
+    llm = latent()
+    return [answers(llm, [prompt], FEW) for prompt in SHORT]
+
+
+@pytest.fixture(scope="module")
+def plain(latent: Make) -> list[Any]:
+    """The plain engine's answers to LONG."""
+    return answers(latent(), LONG)
+
+
+@pytest.mark.parametrize("bucket", [1, 2, 3, 4, 5, 6, 7, 8])
+def test_every_bucket_runs_on_null_rows_with_a_pool_of_two_pages(
+    latent: Make, alone: list[Any], bucket: int
+) -> None:
+    """Ten requests of ten are served behind it."""
+    llm = latent(True, num_gpu_blocks=2, row_buckets=(bucket, 8))
+    runner = llm.engine.runner
+    with torch.inference_mode():
+        runner.table.inputs.fill()
+        step, *_, verdict = runner.run_step(StepShape.uniform(bucket, WINDOW))
+    assert (step.seq_lens >= WINDOW).all()
+    assert (step.slot_mapping < 64).all()
+    assert not runner.table.computed.any()
+    assert ((verdict.tokens >= 0) & (verdict.tokens < llm.engine.vocab_size)).all()
+    assert [answers(llm, [prompt], FEW) for prompt in SHORT] == alone
+
+
+@pytest.mark.parametrize("bucket", [1, 2, 3, 5, 8])
+def test_padded_rows_leave_real_rows_alone(latent: Make, plain: list[Any], bucket: int) -> None:
+    assert answers(latent(True, row_buckets=(bucket, 8)), LONG) == plain
+
+
+def test_chunks_prefixes_and_small_pools_change_nothing(latent: Make, plain: list[Any]) -> None:
+    """Chunks off the grid; a second run from the cache; rows that are preempted."""
+    chunked = latent(True, max_num_batched_tokens=70, enable_prefix_caching=False)
+    assert answers(chunked, LONG) == plain
+    warm = latent(True)
+    assert answers(warm, LONG) == answers(warm, LONG) == plain
+    assert answers(latent(True, num_gpu_blocks=8), LONG) == plain
+
+
+def test_what_stands_behind_a_tokens_own_key_is_never_seen(
+    latent: Make, plain: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before every step, each of its rows' slots from the first that it writes on is poisoned, in
+    every layer and the draft module's: drafts that were rejected leave nothing."""
+    place = LatentAttention._place
+    poisoned = 0
+
+    def poisoning(self: LatentAttention, q: Any, kv: Any, step: Any) -> Any:
+        nonlocal poisoned
+        size = self.latents.shape[1]
+        for s, start in enumerate(step.starts.tolist()):
+            for j, page in enumerate(step.page_table[s].tolist()):
+                if page and (j + 1) * size > start:
+                    first = max(start - j * size, 0)
+                    self.latents[page, first:] = torch.nan
+                    self.ropes[page, first:] = torch.nan
+                    poisoned += 1
+        return place(self, q, kv, step)
+
+    monkeypatch.setattr(LatentAttention, "_place", poisoning)
+    assert answers(latent(True, enable_prefix_caching=False), LONG) == plain
+    assert poisoned
+
+
+def test_a_window_that_sees_its_future_is_caught(
+    latent: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tests above can fail: one bound for all tokens of a window, as in the report."""
+    attend = cpu._attend
+
+    def together(q: Any, keys: Any, values: Any, start: int) -> Any:
+        if not 1 < len(q) <= WINDOW:
+            return attend(q, keys, values, start)
+        each = [attend(one[None], keys, values, start + len(q) - 1) for one in q]
+        return torch.cat(each)
+
+    monkeypatch.setattr(cpu, "_attend", together)
+    spec = {"method": "ngram", "num_speculative_tokens": WINDOW - 1, "adaptive": False}
+    repeating = [[5, 6, 7, 8] * 20, *LONG[1:]]
+    assert answers(latent(speculative_config=spec), repeating) != answers(latent(), repeating)
