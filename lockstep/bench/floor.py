@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lockstep.cache.specs import Law, Spec, unit_bytes
 from lockstep.layers.build import Build
 from lockstep.layers.kv import KVLayers
+from lockstep.layers.latent_attention import AbsorbedHeads
 from lockstep.layers.linear import Embedding, Head, Product
 from lockstep.layers.moe import ExpertWeight
 from lockstep.layers.rotary import Rotary
@@ -198,7 +199,7 @@ def _weights(root: nn.Module | None, tokens: int, logits: int) -> tuple[Part, ..
             if isinstance(module, GATHERED):
                 lines = min(tokens, tensor.shape[0])
                 part = Part(label, tensor[0].numel() * tensor.itemsize * lines)
-            elif tensor.dim() == 2:
+            elif tensor.dim() == 2 or isinstance(module, AbsorbedHeads):
                 part = Part(label, part.bytes, 2 * tensor.numel() * columns)
             found[label] = found[label] + part if label in found else part
     return tuple(found.values())
@@ -226,11 +227,15 @@ def _labelled(root: nn.Module | None, label: str = "") -> Iterator[tuple[str, nn
 
 def _kept(root: nn.Module | None, rows: int, tokens: int, context: int) -> tuple[Part, ...]:
     """What the mixers keep between steps: KV read and written, state read and written."""
-    specs: list[Spec] = [layer.cache_spec() for layer in mixers(root, None).values()]  # type: ignore[operator]
+    layers = mixers(root, None).values()
+    specs: list[Spec] = [layer.cache_spec() for layer in layers]  # type: ignore[operator]
+    each = tokens // rows
+    seen = context // 2 if each == context else context  # of a prompt, half on average
+    flops = sum(int(getattr(layer, "key_flops", 0)) for layer in layers) * tokens * seen
     token = unit_bytes(specs, Law.PAGED, 1)
-    moved = sum(spec.step_bytes(tokens // rows) for spec in specs if spec.law is Law.STATE)
+    moved = sum(spec.step_bytes(each) for spec in specs if spec.law is Law.STATE)
     parts = (
-        Part("KV read", token * context * rows),
+        Part("KV read", token * context * rows, flops),
         Part("KV written", token * tokens),
         Part("state", 2 * moved * rows),
     )

@@ -29,6 +29,7 @@ from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.packed import PackedWeight
 from lockstep.layers.attention import Attention
 from lockstep.layers.build import Build
+from lockstep.layers.latent_attention import LatentAttention
 from lockstep.layers.linear import Product, Weight
 from lockstep.layers.moe import ExpertWeight
 from lockstep.models.checkpoint import Checkpoint
@@ -238,10 +239,32 @@ def _tiled(
         segments = -(-limits.row_columns * PAGE_SIZE // SEGMENT)
 
         def attention_tile(tokens: int) -> Any:
-            rows = max(1, min(limits.max_num_seqs, tokens // limits.query_len))
-            prompt = tokens > limits.max_num_seqs * limits.query_len
-            query = tokens if prompt else limits.query_len
-            sizes = (1 if prompt else rows, query, heads, kv_heads, dim, segments)
+            sizes = (*_step_of(tokens, limits), heads, kv_heads, dim, segments)
             return partition(*sizes, dtype, number)
 
         yield "paged_attention", f"{heads}/{kv_heads} heads of {dim}", attention_tile
+    elif isinstance(module, LatentAttention):
+        yield from _latent_tiles(module, number, limits, dtype)
+
+
+def _latent_tiles(
+    layer: LatentAttention, number: int, limits: StepLimits, dtype: torch.dtype
+) -> Iterator[tuple[str, str, Any]]:
+    """_tiled of latent attention, whose tile the architecture decides alone."""
+    from lockstep.kernels.latent_attention.triton import partition, tile_of
+
+    keys = limits.row_columns * PAGE_SIZE
+    rows = tile_of(dtype, number).rows
+
+    def tile(tokens: int) -> Any:
+        return partition(*_step_of(tokens, limits), layer.heads, layer.latent, keys, rows)
+
+    size = f"{layer.heads} heads of {layer.latent} + {layer.turned}"
+    yield "latent_attention", size, tile
+
+
+def _step_of(tokens: int, limits: StepLimits) -> tuple[int, int]:
+    """(rows, tokens of each) of a step of so many tokens: of a prompt's, one row."""
+    if tokens > limits.max_num_seqs * limits.query_len:
+        return 1, tokens
+    return max(1, min(limits.max_num_seqs, tokens // limits.query_len)), limits.query_len

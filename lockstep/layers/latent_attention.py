@@ -169,6 +169,12 @@ class LatentAttention(nn.Module):
             table |= self.q_up.weights() | {"q_a_layernorm.weight": self.q_norm.weight}
         return table
 
+    @property
+    def key_flops(self) -> int:
+        """Operations that a token and a key cost: a score of C + R and C of the output, per
+        head."""
+        return 2 * self.heads * (2 * self.latent + self.turned)
+
     def cache_spec(self) -> Spec:
         widths = {"latent": self.latent, "rope": self.turned}
         parts = (Part(name, (width,), self.dtype) for name, width in widths.items())
