@@ -20,7 +20,7 @@ from lockstep.bench.floor import (
 )
 from lockstep.layers.linear import Product
 from lockstep.spec import read
-from tests.tiny_model import CONFIG, HYBRID_MOE, QWEN3, make_model
+from tests.tiny_model import CONFIG, DEEPSEEK, HYBRID_MOE, QWEN3, make_model
 
 # Qwen3.6-27B's config.json, text part.
 LARGE = {
@@ -212,3 +212,14 @@ def test_packed_weights_count_as_they_lie(
     assert numbers == pytest.approx(24.33e9, rel=1e-3)
     assert sum(one.stored.nbytes for one in packed) / numbers == pytest.approx(per_weight, abs=1e-4)
     assert step_floor(model, 1, 0).ms < 0.31 * 12.0
+
+
+def test_latents_and_what_every_head_does_with_them(tmp_path: Path) -> None:
+    """5 heads, latents of 40 and keys of 12 in each of 3 layers; of a prompt, half of its keys."""
+    folder = make_model(tmp_path / "model", DEEPSEEK)
+    found = sketch(folder, torch.bfloat16, None)
+    each = 3 * 2 * 5 * (2 * 40 + 12)
+    read = next(p for p in step_floor(found, 4, 1000).verify.parts if p.name == "KV read")
+    assert read == Part("KV read", 4 * 1000 * 3 * 52 * 2, 4 * 1000 * each)
+    read = next(p for p in prompt_floor(found, 600).parts if p.name == "KV read")
+    assert read.flops == 600 * 300 * each
