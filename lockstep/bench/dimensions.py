@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from lockstep.kernels.bench_types import BenchEnv, Model, Moe
+from lockstep.kernels.bench_types import BenchEnv, Latent, Model, Moe
 from lockstep.kernels.gated_delta_rule.cases import Dims
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Linear, probe
@@ -23,6 +23,11 @@ MODELS = {
             moe=Moe(256, 8, 512),
         ),
         Model(
+            "DeepSeek-V3",
+            *(7168, 18432, 128, 0, 192, 129280),
+            latent=Latent(1536, 512, 64, 128, 128),
+        ),
+        Model(
             "small",
             *(256, 512, 4, 2, 64, 4096),
             gate=True,
@@ -30,6 +35,7 @@ MODELS = {
             context=300,
             prompt=100,
             moe=Moe(12, 3, 64),
+            latent=Latent(48, 64, 16, 32, 24),
         ),
     )
 }

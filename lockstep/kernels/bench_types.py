@@ -32,9 +32,22 @@ class Moe:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention: dims of the queries' latent, of the cached one, of the key that
+    turns, of a head's query that does not, and of its output."""
+
+    queries: int
+    latent: int
+    rope: int
+    plain: int
+    value: int
+
+
+@dataclass(frozen=True)
 class Model:
     """The dimensions of a model that its ops see. delta: None without Gated DeltaNet layers; moe:
-    None without experts, else `inner` is the shared expert's;
+    None without experts, else `inner` is the shared expert's; latent: None without latent
+    attention; kv_heads 0: without any other;
     gate: attention has an output gate as wide as q; context: tokens of a row in the cache;
     prompt: tokens of a row's prompt chunk."""
 
@@ -50,15 +63,23 @@ class Model:
     context: int = 4096
     prompt: int = 512
     moe: Moe | None = None
+    latent: Latent | None = None
 
     @property
     def weights(self) -> list[tuple[str, int, int]]:
         """(name, outputs, inputs) of each matrix of a layer, and of the head."""
         inner = self.heads * self.head_dim
         qkv = inner * (1 + self.gate) + 2 * self.kv_heads * self.head_dim
+        attention = [("qkv", qkv, self.hidden), ("attention out", self.hidden, inner)]
+        if self.latent and not self.kv_heads:
+            own = self.latent
+            attention = [
+                ("queries", inner, own.queries),
+                ("latents", own.queries + own.latent + own.rope, self.hidden),
+                ("attention out", self.hidden, self.heads * own.value),
+            ]
         found = [
-            ("qkv", qkv, self.hidden),
-            ("attention out", self.hidden, inner),
+            *attention,
             ("gate_up", 2 * self.inner, self.hidden),
             ("down", self.hidden, self.inner),
             ("head", self.vocab, self.hidden),

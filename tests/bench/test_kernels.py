@@ -63,6 +63,11 @@ def test_bytes_by_hand() -> None:
     kv = 2 * 300 * 2 * 64
     q = 2 * 2 * 4 * 64
     assert by_op["paged_attention4/2x64,"].cost(5).bytes == 5 * 4 * (kv + q)
+    tokens = 2 * 4 * (64 + 16 + 64)
+    assert by_op["latent_attention4"].cost(5).bytes == 5 * 4 * (300 * (64 + 16) + tokens)
+    assert by_op["latent_attention4"].cost(5).flops == 10 * 300 * 4 * 2 * (64 + 16 + 64)
+    assert by_op["latent_rope_and_cache4"].cost(3).bytes == 2 * 4 * 6 * (64 + 16 + 4 * 16)
+    assert by_op["head_linear4x32"].cost(3).bytes == 4 * (4 * 32 * 64 + 6 * 4 * (32 + 64))
     channels = 2 * 2 * 32 + 4 * 32
     slot = 4 * (4 * 32 * 32 + 2 * (channels + 4 * 32 + 2 * 32 + 4))
     brought = 2 * 4 * (channels + 4 * 32 + 2 * 4)
@@ -116,7 +121,7 @@ def test_a_chain_walks_through_distinct_memory() -> None:
 
 def test_models_are_chosen_by_device_and_name() -> None:
     assert [m.name for m in pick_models([], "cpu")] == ["small"]
-    large = ["Qwen3-8B", "Qwen3.6-27B", "Qwen3.6-35B-A3B"]
+    large = ["Qwen3-8B", "Qwen3.6-27B", "Qwen3.6-35B-A3B", "DeepSeek-V3"]
     assert [m.name for m in pick_models([], "cuda")] == large
     with pytest.raises(ConfigError, match="allowed: Qwen3-8B"):
         pick_models(["GPT"], "cpu")

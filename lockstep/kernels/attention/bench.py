@@ -13,7 +13,8 @@ from lockstep.step import PAGE_SIZE
 
 def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
     """paged_attention with the model's heads."""
-    yield paged_attention, partial(_paged_attention, model, env, query_len)
+    if model.kv_heads:
+        yield paged_attention, partial(_paged_attention, model, env, query_len)
 
 
 def _paged_attention(model: Model, env: BenchEnv, query_len: int) -> OpBenchmark:

@@ -21,7 +21,8 @@ from lockstep.step import PAGE_SIZE
 
 def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
     """rope_and_cache of the model's attention."""
-    yield rope_and_cache, partial(_rope_and_cache, model, env, query_len)
+    if model.kv_heads:
+        yield rope_and_cache, partial(_rope_and_cache, model, env, query_len)
 
 
 def _rope_and_cache(model: Model, env: BenchEnv, query_len: int) -> OpBenchmark:

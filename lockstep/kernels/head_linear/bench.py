@@ -1,0 +1,51 @@
+"""head_linear: what absorbs queries, and what expands outputs."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+from torch import Tensor
+
+from lockstep.kernels.bench_types import BenchEnv, Cost, Made, Model, OpBenchmark
+from lockstep.kernels.head_linear import head_linear
+
+
+def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
+    """Both maps of a model with latent attention."""
+    if model.latent:
+        plain = model.latent.plain
+        latent = model.latent.latent
+        value = model.latent.value
+        for inputs, outputs in ((plain, latent), (latent, value)):
+            sizes = (model.heads, inputs, outputs)
+            yield head_linear, partial(_head_linear, sizes, env, query_len)
+
+
+def _head_linear(sizes: tuple[int, int, int], env: BenchEnv, query_len: int) -> OpBenchmark:
+    heads, inputs, outputs = sizes
+    backend, run = env.choose(head_linear, inputs=inputs, outputs=outputs)
+    count = heads * inputs * outputs
+    size = env.dtype.itemsize
+    variants = max(1, -(-env.walk_bytes // (count * size)))
+    weights = [env.random(heads, outputs, inputs + i)[..., i:] for i in range(variants)]
+    weights = [(weight * inputs**-0.5).contiguous() for weight in weights]
+    x = env.random(env.most * query_len, heads, inputs)
+
+    def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
+        tokens = x[begin * query_len : end * query_len]
+        return lambda: run(tokens, weights[turn % variants])
+
+    def cost(rows: int) -> Cost:
+        tokens = rows * query_len
+        moved = count + tokens * heads * (inputs + outputs)
+        return Cost(size * moved, 2 * count * tokens)
+
+    return OpBenchmark(
+        op=head_linear.name,
+        size=f"{heads}x{inputs} to {outputs}",
+        query_len=query_len,
+        backend=backend,
+        rows=env.most,
+        call=call,
+        cost=cost,
+        variants=variants,
+    )
