@@ -17,19 +17,25 @@ def row_of(cu_seqlens, starts, s):
 
 
 @triton.jit
+def page_at(pages, at, keys, PAGE: tl.constexpr, TILE: tl.constexpr):
+    """The page of tokens at .. at + TILE - 1 where they lie in one page, else of each [TILE]; the
+    null page from keys on. pages: the row's line of the page table."""
+    if PAGE % TILE == 0:
+        return tl.load(pages + at // PAGE, mask=at < keys, other=0)
+    else:
+        token = at + tl.arange(0, TILE)
+        return tl.load(pages + token // PAGE, mask=token < keys, other=0)
+
+
+@triton.jit
 def load_tile(
-    cache, pages, at, keys, d, P_STRIDE: tl.constexpr, T_STRIDE: tl.constexpr, D: tl.constexpr,
+    cache, page, at, keys, d, P_STRIDE: tl.constexpr, T_STRIDE: tl.constexpr, D: tl.constexpr,
     PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """What a cache holds of tokens at .. at + TILE - 1, columns d: [TILE, columns], 0 from keys
-    on. pages: the row's line of the page table."""
+    on. page: as page_at gives it."""
     token = at + tl.arange(0, TILE)
-    if PAGE % TILE == 0:
-        page = tl.load(pages + at // PAGE).to(tl.int64)
-        place = page * P_STRIDE + (token % PAGE) * T_STRIDE
-    else:
-        page = tl.load(pages + token // PAGE, mask=token < keys, other=0).to(tl.int64)
-        place = page * P_STRIDE + (token % PAGE) * T_STRIDE
+    place = page.to(tl.int64) * P_STRIDE + (token % PAGE) * T_STRIDE
     mask = (token < keys)[:, None] & (d < D)[None, :]
     return tl.load(cache + (place[:, None] + d[None, :]), mask=mask, other=0.0)
 

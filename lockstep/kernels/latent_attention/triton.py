@@ -26,6 +26,7 @@ from lockstep.kernels.latent_attention._device import (
     empty_fold,
     fold,
     load_tile,
+    page_at,
     row_of,
     weigh,
 )
@@ -68,9 +69,11 @@ def _all_keys(
     top, norm, total = empty_fold(ROWS, ONES, BLOCK)
     best, norms, sums = empty_fold(ROWS, ONES, BLOCK)
     all_best, all_norms, all_sums = empty_fold(ROWS, ONES, BLOCK)
+    page = page_at(pages, 0, keys, PAGE, TILE)
     for at in range(0, end, TILE):
-        latent = load_tile(latents, pages, at, keys, c, L_PAGE, L_TOKEN, C, PAGE, TILE)
-        rope = load_tile(ropes, pages, at, keys, r, R_PAGE, R_TOKEN, R, PAGE, TILE)
+        latent = load_tile(latents, page, at, keys, c, L_PAGE, L_TOKEN, C, PAGE, TILE)
+        rope = load_tile(ropes, page, at, keys, r, R_PAGE, R_TOKEN, R, PAGE, TILE)
+        page = page_at(pages, at + TILE, keys, PAGE, TILE)
         top, norm, total = weigh(
             q_latent, q_rope, latent, rope, at, last, scale, top, norm, total, TILE
         )
@@ -102,9 +105,11 @@ def _one_unit(
     top, norm, total = empty_fold(ROWS, ONES, BLOCK)
     if FOLDS:
         best, norms, sums = empty_fold(ROWS, ONES, BLOCK)
+    page = page_at(pages, begin, keys, PAGE, TILE)
     for at in range(begin, stop, TILE):
-        latent = load_tile(latents, pages, at, keys, c, L_PAGE, L_TOKEN, C, PAGE, TILE)
-        rope = load_tile(ropes, pages, at, keys, r, R_PAGE, R_TOKEN, R, PAGE, TILE)
+        latent = load_tile(latents, page, at, keys, c, L_PAGE, L_TOKEN, C, PAGE, TILE)
+        rope = load_tile(ropes, page, at, keys, r, R_PAGE, R_TOKEN, R, PAGE, TILE)
+        page = page_at(pages, at + TILE, keys, PAGE, TILE)
         top, norm, total = weigh(
             q_latent, q_rope, latent, rope, at, last, scale, top, norm, total, TILE
         )
