@@ -20,6 +20,7 @@ from lockstep.engine.build import (
     kv_layers,
     largest_prompts,
     pick_dtype,
+    state_dtype,
     step_limits,
 )
 from lockstep.engine.hooks import NO_HOOKS
@@ -81,6 +82,7 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
             packing=packing,
             arch=card.number,
             kv=kv_layers(config, dtype),
+            state_dtype=state_dtype(config),
         )
         build.room.bounded = False
         model = build_model(checkpoint.raw, build)
