@@ -137,30 +137,13 @@ def _kept(
 
 
 @triton.jit
-def _on_grid(
-    state, place, lane, in_v, tokens, written,
-    K: tl.constexpr, V: tl.constexpr, STATE_GRID: tl.constexpr,
-):  # fmt: skip
-    """The state behind so many tokens, rounded where it stands on its grid, and written there
-    where that is `written`."""
-    if tokens % STATE_GRID == 0:
-        state = _rounded(state, place.dtype.element_ty)
-        if tokens == written:
-            _store_slices(place, state, lane, in_v, K, V)
-    return state
-
-
-@triton.jit
 def _replay(
-    state, place, ring_k, ring_u, ring_decay, lane, j, in_v, ring_slot, folded, count, written,
-    ring_slots,
+    state, ring_k, ring_u, ring_decay, lane, j, in_v, ring_slot, count, ring_slots,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    STATE_GRID: tl.constexpr,
 ):  # fmt: skip
     """The state after `count` tokens out of the rings, from ring_slot on; the next two are loading.
 
-    Two tokens a turn (a and b), so that no register that was loaded is moved. A state with a grid is
-    rounded on the way, and written behind `written` tokens.
+    Two tokens a turn (a and b), so that no register that was loaded is moved.
     """
     SLICES: tl.constexpr = len(state)
     decay_a, k_a, u_a = _kept(
@@ -172,20 +155,12 @@ def _replay(
     )
     for n in range(0, count, 2):
         state = _updated(state, decay_a, k_a, u_a)
-        if STATE_GRID > 1:
-            state = _on_grid(
-                state, place, lane, in_v, folded + n + 1, written, K, V, STATE_GRID
-            )  # fmt: skip
         ring_slot = next_slot(ring_slot, ring_slots)
         decay_a, k_a, u_a = _kept(
             ring_k, ring_u, ring_decay, lane, j, in_v, ring_slot, SLICES, HK, HV, K, V
         )
         if n + 1 < count:
             state = _updated(state, decay_b, k_b, u_b)
-            if STATE_GRID > 1:
-                state = _on_grid(
-                    state, place, lane, in_v, folded + n + 2, written, K, V, STATE_GRID
-                )  # fmt: skip
         ring_slot = next_slot(ring_slot, ring_slots)
         decay_b, k_b, u_b = _kept(
             ring_k, ring_u, ring_decay, lane, j, in_v, ring_slot, SLICES, HK, HV, K, V
@@ -201,17 +176,31 @@ def _replay_and_write(
     STATE_GRID: tl.constexpr,
 ):  # fmt: skip
     """The state behind `start` tokens, those from `folded` on out of the rings; written as
-    folded_by says."""
-    count = start - folded
-    ring_slot = wrapped(ring_slot - count, ring_slots)
+    folded_by says. A state with a grid is replayed from one of its points to the next, and rounded
+    there."""
     written = folded_by(start, folded, flush, STATE_GRID)
-    state = _replay(
-        state, place, ring_k, ring_u, ring_decay, lane, j, in_v, ring_slot, folded, count, written,
-        ring_slots, HK, HV, K, V, STATE_GRID,
-    )  # fmt: skip
     if STATE_GRID == 1:
+        count = start - folded
+        ring_slot = wrapped(ring_slot - count, ring_slots)
+        state = _replay(
+            state, ring_k, ring_u, ring_decay, lane, j, in_v, ring_slot, count, ring_slots,
+            HK, HV, K, V,
+        )  # fmt: skip
         if written > folded:
             _store_slices(place, state, lane, in_v, K, V)
+    else:
+        for point in range(folded // STATE_GRID, tl.cdiv(start, STATE_GRID)):
+            first = tl.maximum(folded, point * STATE_GRID)
+            end = tl.minimum(start, (point + 1) * STATE_GRID)
+            begin = wrapped(ring_slot - (start - first), ring_slots)
+            state = _replay(
+                state, ring_k, ring_u, ring_decay, lane, j, in_v, begin, end - first, ring_slots,
+                HK, HV, K, V,
+            )  # fmt: skip
+            if end % STATE_GRID == 0:
+                state = _rounded(state, place.dtype.element_ty)
+            if (end == written) & (written > folded):
+                _store_slices(place, state, lane, in_v, K, V)
     return state
 
 
