@@ -149,6 +149,7 @@ def plan(
     found: dict[str, Any] = dict(
         dtype=limits.dtype,
         quantization=limits.quantization,
+        state_dtype=str(state_dtype(config)).removeprefix("torch."),
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
         weight_bytes=weights,

@@ -4,9 +4,9 @@ What a recurrent mixer needs of the tokens before a step (raw inputs of its conv
 replays tokens into the state) stays in such rings, one per row. Nothing is moved or cleaned up
 after rejected drafts: the next window overwrites them.
 
-A row's state in memory holds its first `folded` tokens, an absolute position; those behind it are
-pending. Where it may be written, and is rounded if it has 16 bits, is absolute as well: at multiples
-of its state grid, and at the ends of prompt chunks. So no bit depends on which step wrote it.
+A row's state in memory holds its first `folded` tokens, an absolute position; a step replays those
+behind it. Where a state may be written, and is rounded if it has 16 bits, is absolute as well: at
+multiples of its grid, and at the ends of prompt chunks. So no bit depends on which step wrote it.
 """
 
 import torch
@@ -27,8 +27,8 @@ def ring_slots(window: int, history: int, flush: int = 1, grid: int = 1) -> int:
     """The length of a ring: a window's tokens never overwrite what is read beside them.
 
     window: most tokens of a step. history: raw inputs that the convolution reads before a window.
-    flush, grid: as in folded_by. Of so many pending tokens as the larger of both, one ends on the
-    grid, so that a step leaves at most one less of them, and its window.
+    flush, grid: as in folded_by. Where a state lacks as many tokens as the larger of both, one of
+    them ends on the grid: it is written, and a step finds at most one less, and a window.
     """
     return window + max(max(flush, grid) - 1 + window, history)
 
@@ -36,8 +36,8 @@ def ring_slots(window: int, history: int, flush: int = 1, grid: int = 1) -> int:
 def folded_by(starts: Tensor, folded: Tensor, flush: int, grid: int) -> Tensor:
     """The `folded` that a generated step leaves behind: integers of any shape.
 
-    Where at least `flush` tokens of starts are pending, it writes the state as it is behind the last
-    of them that ends on the grid, if there is one.
+    Where the state lacks at least `flush` of the tokens before starts, the step writes it as it is
+    behind the last of them that ends on the grid, if there is one.
     """
     last = starts // grid * grid
     return torch.where((starts - folded >= flush) & (last > folded), last, folded)
