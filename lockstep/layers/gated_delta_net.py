@@ -10,7 +10,7 @@ from lockstep.kernels.gated_delta_rule import (
     gated_delta_chunk,
     gated_delta_step,
 )
-from lockstep.kernels.recurrent.rings import ring_slots, state_grid
+from lockstep.kernels.recurrent.rings import most_replayed, ring_slots, state_grid
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Linear, ResidualLinear, Target
 from lockstep.layers.norm import GatedRMSNorm
@@ -128,14 +128,15 @@ class GatedDeltaNet(nn.Module):
 
     def cache_spec(self) -> Spec:
         grid = state_grid(self.state_dtype)
-        slots = ring_slots(self.window, self.kernel - 1, self.flush, grid)
+        raw = ring_slots(self.window, self.kernel - 1)
+        slots = ring_slots(self.window, most_replayed(self.window, self.flush, grid))
         heads = (self.value_heads, self.key_dim, self.value_dim)
         f32 = torch.float32
         return Spec(
             Law.STATE,
             (
                 Part("recurrent", heads, self.state_dtype),
-                Part("conv", (slots, self.channels), self.dtype, ring=True),
+                Part("conv", (raw, self.channels), self.dtype, ring=True),
                 Part("u", (slots, self.value_heads, self.value_dim), f32, ring=True),
                 Part("k", (slots, self.key_heads, self.key_dim), f32, ring=True),
                 Part("decay", (slots, self.value_heads), f32, ring=True),

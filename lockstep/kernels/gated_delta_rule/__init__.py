@@ -40,10 +40,11 @@ class GatedDeltaState:
     """One layer's recurrent state, by slot (slot 0 is the null slot). fp32 but for conv and, where
     the user chose so, recurrent, which may be bf16.
 
-    recurrent [slots, HV, K, V]: the state behind the row's first `folded` tokens. The rest are rings
-    of L ring slots, a token's ring slot being its position modulo L: conv [slots, L, C] raw inputs,
-    and what replays a window into the state: u [slots, L, HV, V], k [slots, L, HK, K],
-    decay [slots, L, HV]. L = ring_slots(W, R, flush, grid) of lockstep.kernels.recurrent.rings.
+    recurrent [slots, HV, K, V]: the state behind the row's first `folded` tokens. The rest are
+    rings, a token's ring slot being its position modulo the ring's length (ring_slots of
+    lockstep.kernels.recurrent.rings): conv [slots, W + R, C] raw inputs, and of L = W +
+    most_replayed ring slots what replays tokens into the state: u [slots, L, HV, V],
+    k [slots, L, HK, K], decay [slots, L, HV].
     """
 
     recurrent: Tensor
@@ -138,8 +139,8 @@ def gated_delta_step(
             s, u, o = _delta_rule(s, q[t], k[t], v[t], torch.exp(g[t]), beta[t])
             s = _on_grid(state, s, start + t + 1)
             out[row, t] = gated_rms_norm(o, z[row, t], weights.norm, weights.eps)
-            ring_slot = (start + t) % ring_length
-            state.conv[slot, ring_slot] = mixed[row, t]
+            state.conv[slot, (start + t) % ring_length] = mixed[row, t]
+            ring_slot = (start + t) % state.k.shape[1]
             state.u[slot, ring_slot] = u
             state.k[slot, ring_slot] = k[t]
             state.decay[slot, ring_slot] = torch.exp(g[t])
