@@ -3,9 +3,9 @@
 
 _chunk_list_kernel lists the chunks of all rows. _chunk_inputs_kernel and _chunk_inner_kernel make,
 for each chunk and head, what does not need the state before it. _chunk_state_kernel carries the
-state from chunk to chunk, in fp32 with numbers of its dtype in memory, two products a chunk, with a program per (row, head, value block).
-_chunk_out_kernel makes the outputs, a program per chunk again, and _chunk_conv_kernel keeps raw
-inputs. No length is a compile-time constant.
+state from chunk to chunk, in fp32 with numbers of its dtype in memory, two products a chunk, with a
+program per (row, head, value block). _chunk_out_kernel makes the outputs, a program per chunk
+again, and _chunk_conv_kernel keeps raw inputs. No length is a compile-time constant.
 """
 
 from typing import Any

@@ -138,8 +138,8 @@ def _replay(
     """The state with the tokens folded .. starts - 1, at these ring places, folded in:
     [S, HV, K, V] fp32, a copy.
 
-    It is written as `folded_by` says. Where a row lacks fewer tokens than its batch mates, the first
-    are decay 1, k 0 and u 0: an exact no-op, and so is rounding a state that memory has.
+    It is written as `folded_by` says. Where a row lacks fewer tokens than its batch mates, the
+    first are decay 1, k 0 and u 0: an exact no-op, and so is rounding a state that memory has.
     """
     rows = len(slots)
     heads = state.recurrent.shape[1]

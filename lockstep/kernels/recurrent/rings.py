@@ -12,7 +12,6 @@ multiples of its grid, and at the ends of prompt chunks. So no bit depends on wh
 import torch
 from torch import Tensor
 
-
 ROUNDED_EVERY = 16
 """Tokens from one rounding of a 16-bit state to the next. More tokens would need longer rings and
 longer replays; fewer would round more often."""
@@ -35,8 +34,8 @@ def ring_slots(window: int, before: int) -> int:
 def most_replayed(window: int, flush: int = 1, grid: int = 1) -> int:
     """The most tokens that a state may lack. flush, grid: as in folded_by.
 
-    Where it lacks as many as the larger of both, one of them ends on the grid, and it is written; so
-    a step leaves at most one less of them, and its window.
+    Where it lacks as many as the larger of both, one of them ends on the grid, and it is written;
+    so a step leaves at most one less of them, and its window.
     """
     return max(flush, grid) - 1 + window
 
