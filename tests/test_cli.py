@@ -121,6 +121,14 @@ def test_explain_of_a_gpu_that_is_not_there(model: str) -> None:
     assert shown.exit_code == 0 and "needed_bytes" in shown.stdout and "fits" not in shown.stdout
 
 
+def test_explain_counts_a_state_of_16_bits(model: str) -> None:
+    asked = ("explain", "--arch", "sm_86", "--model", model, "--json")
+    plans = [json.loads(run(*asked, "--mamba-ssm-cache-dtype", kept).stdout)["plan"]
+             for kept in ("auto", "bfloat16")]  # fmt: skip
+    assert [plan["state_dtype"] for plan in plans] == ["float32", "bfloat16"]
+    assert plans[0]["slot_bytes"] != plans[1]["slot_bytes"]
+
+
 def test_explain_names_the_architectures_that_it_knows(model: str) -> None:
     with pytest.raises(ConfigError, match="sm_80.*sm_121"):
         run("explain", "--arch", "sm_75", "--model", model)

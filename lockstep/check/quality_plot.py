@@ -1,0 +1,84 @@
+"""A plot of how far log-probabilities are off by the length of what stands in front of them, SVG."""
+
+from collections.abc import Sequence
+from html import escape
+from math import log10
+
+from lockstep.check.quality import Kept, Quality
+
+SIZE = (800, 420)
+"""Pixels, as all lengths here."""
+LEFT = 80
+RIGHT = 20
+TOP = 40
+BOTTOM = 60
+BINS = 64
+"""Places along a window: the mean of each is a point."""
+SMALLEST = 1e-9
+"""Nats: what is below stands at the bottom."""
+COLORS = ("#3b6ea5", "#b3402a", "#4b8b3b", "#8250a0", "#b8860b", "#57606a")
+STYLE = 'font-family="DejaVu Sans, Verdana, Arial, sans-serif" font-size="12" fill="#1f2328"'
+
+
+def name_of(kept: Kept) -> str:
+    """What a plot and a table call a way to keep caches."""
+    return f"kv {kept.kv_cache_dtype}, state {kept.mamba_ssm_cache_dtype}"
+
+
+def points_of(quality: Quality, window: int) -> list[tuple[float, float]]:
+    """(position, mean difference) along a window of so many tokens."""
+    sums: dict[int, list[float]] = {}
+    positions = quality.measured.scores.positions
+    for position, difference in zip(positions, quality.differences, strict=True):
+        sums.setdefault(position * BINS // (window + 1), []).append(difference)
+    width = (window + 1) / BINS
+    return [((b + 0.5) * width, sum(v) / len(v)) for b, v in sorted(sums.items())]
+
+
+def plot(found: Sequence[Quality], window: int) -> str:
+    """A line for each but the first, which all are compared with; differences on a log scale."""
+    lines = [(name_of(q.measured.kept), points_of(q, window)) for q in found[1:]]
+    seen = [max(y, SMALLEST) for _, points in lines for _, y in points]
+    high = _power(max(seen), 1)
+    low = min(_power(min(seen), 0), high - 1)
+    width, height = SIZE
+    inner_width = width - LEFT - RIGHT
+    inner_height = height - TOP - BOTTOM
+
+    def place(x: float, y: float) -> str:
+        up = (log10(max(y, SMALLEST)) - low) / (high - low)
+        return f"{LEFT + x / window * inner_width:.1f},{TOP + (1 - up) * inner_height:.1f}"
+
+    body = [
+        f'<rect width="{width}" height="{height}" fill="#fcfcfa"/>',
+        f'<text x="{LEFT}" y="22">mean |difference of log-probability|, nats, against kv auto, '
+        "state auto</text>",
+    ]
+    for power in range(low, high + 1):
+        y = TOP + (high - power) / (high - low) * inner_height
+        body.append(f'<line x1="{LEFT}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" '
+                    'stroke="#d0d7de"/>')  # fmt: skip
+        body.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">1e{power}</text>')
+    for part in range(5):
+        x = LEFT + part / 4 * inner_width
+        y = height - BOTTOM + 18
+        body.append(f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{window * part // 4}</text>')
+    body.append(f'<text x="{LEFT + inner_width / 2:.1f}" y="{height - BOTTOM + 34}" '
+                'text-anchor="middle">tokens in front, in the window</text>')  # fmt: skip
+    step = inner_width / max(len(lines), 1)
+    for index, (name, points) in enumerate(lines):
+        color = COLORS[index % len(COLORS)]
+        places = " ".join(place(*point) for point in points)
+        body.append(f'<polyline fill="none" stroke="{color}" points="{places}"/>')
+        body.append(f'<text x="{LEFT + index * step:.1f}" y="{height - 10}" style="fill: {color}">'
+                    f"{escape(name)}</text>")  # fmt: skip
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" {STYLE}>'
+    )
+    return "\n".join([head, *body, "</svg>\n"])
+
+
+def _power(value: float, more: int) -> int:
+    """The power of ten below a value, or so many above that."""
+    return int(log10(value) // 1) + more
