@@ -65,7 +65,7 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
             "environment with it. Install it: pip install triton."
         )
     load_backends()
-    checkpoint = Checkpoint.read(find_model(config.model, weights=False))
+    checkpoint = Checkpoint.read(find_model(config.model, weights=False), config.hf_overrides)
     packing = packing_of(checkpoint.quantization(), config.quantization)
     dtype = pick_dtype(config, checkpoint.raw, "cuda")
     limits = step_limits(config, checkpoint, "cuda", packing, told=card.name)
@@ -163,7 +163,7 @@ def plan(
     )
     if total is None:
         return found
-    left = int(total * config.gpu_memory_utilization) - before
+    left = config.kv_cache_memory_bytes or int(total * config.gpu_memory_utilization) - before
     found |= dict(gpu_memory_bytes=total, cache_bytes=left)
     try:
         asked = config.num_gpu_blocks is not None
