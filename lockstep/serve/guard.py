@@ -76,7 +76,8 @@ class Guard:
             shown = b", ".join(_values(headers, b"host")).decode("latin-1")[:SHOWN]
             message = f"Host {shown!r} is not served here; name it with --allowed-hosts."
             return response(400, error_object(message), close=True)
-        if self._keys and scope["path"] not in OPEN_PATHS and not self._knows_key(headers):
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if self._keys and path not in OPEN_PATHS and not self._knows_key(headers):
             message = "the API key is missing or wrong; send Authorization: Bearer KEY."
             refusal = response(401, error_object(message, code="invalid_api_key"), close=True)
             refusal.headers["WWW-Authenticate"] = "Bearer"
