@@ -42,8 +42,8 @@ ALL = pytest.param([], id="all", marks=pytest.mark.slow)
 def test_stepping_kernels_compile_for_hopper(
     options: list[str], compiled: Callable[..., list[str]]
 ) -> None:
-    """Four kernels of a layer: of one, and of all three."""
-    assert len(compiled("compiles", *options)) == (4 if options else 12)
+    """Six kernels of a layer, the walk for both windows and both states: of one, and of all three."""
+    assert len(compiled("compiles", *options)) == (6 if options else 18)
 
 
 @pytest.mark.parametrize("options", [QUICK, ALL])
