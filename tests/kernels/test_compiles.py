@@ -42,7 +42,7 @@ ALL = pytest.param([], id="all", marks=pytest.mark.slow)
 def test_stepping_kernels_compile_for_hopper(
     options: list[str], compiled: Callable[..., list[str]]
 ) -> None:
-    """Six kernels of a layer, the walk for both windows and both states: of one, and of all three."""
+    """Six kernels of a layer, the walk by windows and states: of one layer, and of all three."""
     assert len(compiled("compiles", *options)) == (6 if options else 18)
 
 
