@@ -1,5 +1,5 @@
-"""What the processes that compile kernels have in common, imported once: Torch, Triton, the ops, and
-the hash over Triton's own files, which is part of the names under which it keeps what it compiles."""
+"""What the processes that compile kernels have in common, made once: Torch, Triton, the ops, and
+the hash over Triton's own files, of which it makes the names of what it keeps."""
 
 from triton.runtime.cache import triton_key
 
