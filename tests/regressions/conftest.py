@@ -14,8 +14,8 @@ from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec.drafter import DraftContext
 from tests.tiny_model import make_model
 
-PROMPTS = [[(7 * i + i * i) % 250 for i in range(n)] for n in (300, 5, 65, 130)]
-PARAMS = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=1, detokenize=False)
+PROMPTS = [[(7 * i + i * i) % 250 for i in range(n)] for n in (310, 5, 65, 130)]
+PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=1, detokenize=False)
 WRONG_EVERY = 5
 """Positions at which the scripted drafter is wrong: the multiples of this."""
 
