@@ -202,7 +202,9 @@ def _pass_operands_of_one_type() -> None:
         options = (left_pointer, right_pointer, arithmetic, divided)
         left = type(lhs) is core.tensor
         right = type(rhs) is core.tensor
-        if left and right:
+        if left == right:
+            if not left:
+                return check(self, lhs, rhs, *options)
             alike = lhs.dtype is rhs.dtype and not divided  # 16 bits by 16 bits are one of 32
             moved = left_pointer and lhs.dtype.is_ptr() and rhs.dtype.is_int()
             if moved or (alike and not lhs.dtype.is_ptr()):
