@@ -67,7 +67,7 @@ def jobs(
         found = []
         for layout, (n, k) in product(layouts, shapes):
             weight = LAYOUTS[layout](n, k, "meta")
-            parts = segments(n, k, "cuda")
+            parts = segments(n, k, "cuda", packed=True)
             tiles = packed_tuning.worth_timing(count, weight, parts, arch, processors)
             found.append(Job(layout, n, k, count, tuple(tiles)))
         yield found
@@ -81,7 +81,7 @@ def compile_tile(todo: Sequence[Job], tile: PackedTile, dtype: torch.dtype) -> N
     for job in todo:
         x = torch.zeros(job.tokens, job.k, dtype=dtype, device="cuda")
         weight = LAYOUTS[job.layout](ROWS, job.k, "cuda")
-        refusal(segments(job.n, job.k, "cuda"), x, weight, x.new_empty(0), tile)
+        refusal(segments(job.n, job.k, "cuda", packed=True), x, weight, x.new_empty(0), tile)
 
 
 def _compile(pool: Executor, todo: Sequence[Job], dtype: torch.dtype) -> None:
@@ -89,7 +89,7 @@ def _compile(pool: Executor, todo: Sequence[Job], dtype: torch.dtype) -> None:
     in nothing that a kernel is compiled for."""
     groups: dict[tuple[str, PackedTile], dict[tuple[int, int], Job]] = {}
     for job in todo:
-        parts = segments(job.n, job.k, "cuda")
+        parts = segments(job.n, job.k, "cuda", packed=True)
         for tile in job.tiles:
             groups.setdefault((job.layout, tile), {})[job.k, parts] = job
     found = [
@@ -135,7 +135,7 @@ def _tune(job: Job, dtype: torch.dtype, residual: bool) -> Tuned:
     from lockstep.kernels.linear.packed import refusal, right_bits, run_tile
 
     weights = packed_tuning.some_weights(partial(LAYOUTS[job.layout], job.n, job.k, "cuda"))
-    parts = segments(job.n, job.k, "cuda")
+    parts = segments(job.n, job.k, "cuda", packed=True)
     x = torch.randn(job.tokens, job.k, dtype=dtype, device="cuda")
     wrong = partial(refusal, parts, x, weights[0], right_bits(parts, x, weights[0]))
     run = partial(run_tile, parts, residual)

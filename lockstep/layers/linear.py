@@ -152,9 +152,16 @@ class Linear(nn.Module):
         runs = [(key, sum(n for _, n in run)) for key, run in groupby(parts, lambda part: part[0])]
         total = sum(self.outputs)
         partial = self.partial and not bias and len(runs) == 1
-        cut = segments(total, inputs, build.device)
         self.products = nn.ModuleList(
-            Product(build, n, inputs, layout=key, segments=cut, partial=partial) for key, n in runs
+            Product(
+                build,
+                n,
+                inputs,
+                layout=key,
+                segments=segments(total, inputs, build.device, packed=key is not None),
+                partial=partial,
+            )
+            for key, n in runs
         )
         self.firsts = tuple(accumulate((n for _, n in runs), initial=0))
         self.bias = build.empty(total) if bias else None
@@ -260,7 +267,8 @@ class Head(Product):
         self.packing = build.packing
         self.read = build.module("lm_head", vocab, hidden)
         layout = None if stands is not None else build.layout(self.read)
-        cut = segments(vocab, hidden, build.device)
+        packed = layout is not None or isinstance(stands, PackedWeight)
+        cut = segments(vocab, hidden, build.device, packed)
         super().__init__(build, vocab, hidden, layout=layout, stands=stands, segments=cut)
 
     @property

@@ -79,6 +79,30 @@ def test_segments_belong_to_the_weight():
         assert segments(n, k, "cpu") == 1
     for n, k in ((34816, 5120), (248320, 5120), (16480, 5120), (256, 512), (4096, 4100)):
         assert segments(n, k, "cuda") == 1
+    for n, k, cut in (
+        (5120, 17408, 4),
+        (2048, 2048, 4),
+        (64, 1280, 2),
+        (64, 640, 1),
+        (8192, 4096, 1),
+    ):
+        assert segments(n, k, "cuda", packed=True) == cut
+        assert segments(n, k, "cpu", packed=True) == 1
+
+
+def test_sums_stay_in_registers():
+    """A tile gives way where a program's sums would not fit."""
+    from lockstep.kernels.linear.triton import _fitting
+
+    wide = Tile(128, 256, 64, 8, 4, tma=True)
+    square = replace(wide, n=128)
+    assert _fitting(wide, 1, True) == wide
+    assert _fitting(wide, 2, True) == square
+    assert _fitting(wide, 4, True) == replace(square, split=2)
+    assert _fitting(replace(wide, m=256, n=128), 2, True) == square
+    assert _fitting(replace(wide, split=2), 2, True) == replace(wide, split=2)
+    assert _fitting(replace(wide, split=2), 4, False) == replace(square, n=64)
+    assert _fitting(Tile(128, 144, 64, 8, 6), 1, True) == Tile(128, 128, 64, 8, 6)
 
 
 def test_buckets_and_defaults():

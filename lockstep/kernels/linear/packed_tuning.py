@@ -267,7 +267,9 @@ def _measured(name: str, segments: int) -> list[dict[int, PackedTile]]:
     for own, row in load().items():
         other_kind, _, other = own.rpartition("/")
         n, k = map(int, other.split("x"))
-        if own == name or (other_kind == kind and segments_of(n, k, "cuda") == segments):
+        if own == name or (
+            other_kind == kind and segments_of(n, k, "cuda", packed=True) == segments
+        ):
             found.append((_distance(shape, other), own, row))
     return [row for _, _, row in sorted(found, key=lambda one: one[:2])]
 

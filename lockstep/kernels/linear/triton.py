@@ -25,7 +25,9 @@ from lockstep.kernels.linear.tuning import Tile, lookup
 GROUP = 8
 """Row tiles that share a column tile's weights in L2."""
 ACCUMULATORS = 128
-"""Registers per thread that the sums of a tree may take; larger trees use the stash."""
+"""Registers per thread that the sums of a tree may take: ptxas spills 144 bytes with 192."""
+SQUARE = 128
+"""Rows and columns of the tile that stands for a larger one whose sums do not fit."""
 FOLD = 1024
 """Numbers that a program of the second pass adds."""
 
@@ -84,38 +86,10 @@ def _subtree(
         return left + right
 
 
-@triton.jit
-def _subtree_stashed(
-    x, weight, stash, live, m, n, begin, length, LEVELS: tl.constexpr,
-    SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """The same sums of 2^LEVELS segments; left halves wait in stash [LEVELS, BLOCK_M, BLOCK_N].
-
-    For tiles that fill the registers: the compiler would spill the accumulator in use. Segment i
-    closes the subtrees that end with it, and leaves the left half of the next larger one.
-    """
-    place = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for i in range(1 << LEVELS):
-        total = _segment(
-            x, weight, live, m, n, begin + i * length, begin + (i + 1) * length,
-            SWAP, TMA, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-        tl.debug_barrier()
-        for level in tl.static_range(LEVELS):
-            if i % (2 << level) == (2 << level) - 1:
-                total = tl.load(stash + level * BLOCK_M * BLOCK_N + place) + total
-        for level in tl.static_range(LEVELS):
-            if i % (2 << level) == (1 << level) - 1:
-                tl.store(stash + level * BLOCK_M * BLOCK_N + place, total)
-    return total
-
-
 @triton.jit(do_not_specialize=["tokens"])
 def _linear_kernel(
-    x, weight, x_map, w_map, out, stash, tokens, N, length, x_stride, w_stride, out_stride,
-    COUNT: tl.constexpr, LEVELS: tl.constexpr, GROUP: tl.constexpr,
+    x, weight, x_map, w_map, out, tokens, N, length, x_stride, w_stride, out_stride,
+    COUNT: tl.constexpr, GROUP: tl.constexpr,
     SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -135,17 +109,10 @@ def _linear_kernel(
         to_m = x + m.to(tl.int64) * x_stride
         x_map = to_m[:, None] + k
         w_map = to_n[:, None] + k
-    if LEVELS:
-        stash += pid.to(tl.int64) * (LEVELS * BLOCK_M * BLOCK_N)
-        total = _subtree_stashed(
-            x_map, w_map, stash, live, row_m, row_n, begin, length, LEVELS,
-            SWAP, TMA, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
-    else:
-        total = _subtree(
-            x_map, w_map, live, row_m, row_n, begin, length, COUNT,
-            SWAP, TMA, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+    total = _subtree(
+        x_map, w_map, live, row_m, row_n, begin, length, COUNT,
+        SWAP, TMA, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
+    )  # fmt: skip
     out += part.to(tl.int64) * tokens * N + m.to(tl.int64)[:, None] * out_stride + n[None, :]
     mask = live & (n < N)[None, :]
     tl.store(out, total.to(out.dtype.element_ty), mask=mask)
@@ -191,20 +158,46 @@ def launch(
     n = weight.shape[0]
     if not tokens:
         return x.new_empty(0, n) if out is None else out
-    split = min(tile.split, segments) if out is None else 1
-    count = segments // split
     length = k // segments
+    whole = length % tile.k == 0 or segments == 1
+    tma = tile.tma and whole and _aligned(x) and _aligned(weight)
+    tile = _fitting(replace(tile, tma=tma), segments, out is None)
+    split = tile.split
+    count = segments // split
     if split > 1:
         out = torch.empty(split, tokens, n, dtype=torch.float32, device=x.device)
     elif out is None:
         out = x.new_empty(tokens, n)
-    whole = length % tile.k == 0 or segments == 1
-    tma = tile.tma and whole and _aligned(x) and _aligned(weight)
-    if tma and triton_uneven.fits(tile, count):
+    if len(widths(tile.n)) > 1:
         triton_uneven.launch(x, weight, out, count, length, tile, GROUP)
     else:
-        _launch_even(x, weight, out, count, length, replace(tile, n=widths(tile.n)[0], tma=tma))
+        _launch_even(x, weight, out, count, length, tile)
     return out if partial or split == 1 else fold(out, x.dtype)
+
+
+def _fits(tile: Tile, count: int) -> bool:
+    """Whether the sums of `count` segments, walked as a tree, stay in registers."""
+    if len(widths(tile.n)) > 1:
+        return tile.tma and triton_uneven.fits(tile, count)
+    return count.bit_length() * tile.m * tile.n <= ACCUMULATORS * 32 * tile.warps
+
+
+def _fitting(tile: Tile, segments: int, shared: bool) -> Tile:
+    """The tile, or one whose sums fit: smaller, or with more programs along K where they share it.
+
+    8,192 tokens, TFLOP/s: 5120 x 6144 in two segments runs at 677 with 128 x 128, at 604 with
+    128 x 256 whose left halves wait in memory; in four at 450 so. Narrow weights of 27B in four run
+    at 404 with 128 x 96.
+    """
+    least = min(tile.split, segments) if shared else 1
+    splits = [least << i for i in range((segments // least).bit_length())] if shared else [1]
+    high = min(tile.m, SQUARE)
+    wide = min(tile.n, SQUARE)
+    for split in splits:
+        for other in (tile, replace(tile, m=high, n=wide)):
+            if _fits(other, segments // split):
+                return replace(other, split=split)
+    return replace(tile, m=high, n=min(widths(tile.n)[0], SQUARE // 2), split=least)
 
 
 def _launch_even(
@@ -214,19 +207,13 @@ def _launch_even(
     (tokens, _) = x.shape
     n = weight.shape[0]
     programs = triton.cdiv(tokens, tile.m) * triton.cdiv(n, tile.n) * out.numel() // (tokens * n)
-    levels = count.bit_length() - 1
-    if (levels + 1) * tile.m * tile.n <= ACCUMULATORS * 32 * tile.warps:
-        levels = 0
-    stash = None
-    if levels:
-        stash = torch.empty(programs, levels, tile.m, tile.n, dtype=torch.float32, device=x.device)
     maps: list[TensorDescriptor | None] = [None, None]
     if tile.tma:
         blocks = ((x, tile.m), (weight, tile.n))
         maps = [TensorDescriptor.from_tensor(t, [rows, tile.k]) for t, rows in blocks]
     _linear_kernel[(programs,)](
-        x, weight, *maps, out, stash, tokens, n, length, x.stride(0), weight.stride(0),
-        out.stride(-2), count, levels, GROUP, tile.swap, tile.tma, length % tile.k == 0,
+        x, weight, *maps, out, tokens, n, length, x.stride(0), weight.stride(0),
+        out.stride(-2), count, GROUP, tile.swap, tile.tma, length % tile.k == 0,
         tile.m, tile.n, tile.k,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip

@@ -59,7 +59,7 @@ def _linear(layout: str, name: str, n: int, k: int, env: BenchEnv, query_len: in
     weights = _weights(layout, n, k, env)
     x = env.random(env.most * query_len, k)
     backend, run = env.choose(linear, n=n, k=k, packed=type(weights[0]).__name__)
-    parts = segments(n, k, env.device)
+    parts = segments(n, k, env.device, packed=True)
 
     def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
         weight = weights[turn % len(weights)]
