@@ -34,8 +34,7 @@ class Signs(Codec):
     def dtype(self):
         return torch.int8
 
-    @property
-    def count(self):
+    def count(self, dim):
         return 1
 
     def encode(self, x):

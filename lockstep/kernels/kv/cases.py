@@ -9,10 +9,16 @@ from lockstep.kernels.kv.fp8 import Fp8
 
 SCALED = KVFormat("fp8_e4m3 scaled", Fp8("e4m3", 0.03), Fp8("e4m3", 0.7))
 """With static scales, as a checkpoint may have them."""
-NAMED = {f.name: f for f in FORMATS.values() if f.k.device_at} | {SCALED.name: SCALED}
-"""The formats that kernels read, each once."""
+NAMED = {f.name: f.of_layer("layers.3") for f in FORMATS.values() if f.k.device_at}
+NAMED |= {SCALED.name: SCALED}
+"""The formats that kernels read, each once, as a layer has them."""
 NAN_CODE = 0x7F
 """What codes are filled with: NaN where they stand alone."""
+
+
+def fits(format: KVFormat | None, dim: int) -> bool:
+    """Whether heads of this dim can be stored so."""
+    return format is None or not (format.k.refusal(dim) or format.v.refusal(dim))
 
 
 def empty_cache(
@@ -29,6 +35,6 @@ def _packed(shape: tuple[int, ...], codec: Codec) -> PackedKV:
     fill = torch.nan if codec.dtype.is_floating_point else NAN_CODE
     codes = torch.full((*lead, codec.width(dim)), fill, dtype=codec.dtype)
     numbers: Tensor | None = None
-    if codec.count:
-        numbers = torch.full((*lead, codec.count), torch.nan, dtype=codec.number_dtype)
+    if codec.count(dim):
+        numbers = torch.full((*lead, codec.count(dim)), torch.nan, dtype=codec.number_dtype)
     return PackedKV(codec, dim, codes, numbers)
