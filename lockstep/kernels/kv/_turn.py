@@ -8,6 +8,10 @@ import torch
 from torch import Tensor
 
 MASK32 = 0xFFFFFFFF
+WHOLE_HEAD = 256
+"""Block of keys: the largest head that is rotated."""
+OF_VALUES = 64
+"""Block of values: kernels that end an output know 64 of its columns."""
 STEP = 0x9E3779B1
 """Between the hashed numbers of two places of a head; odd, 2^32 over the golden ratio."""
 

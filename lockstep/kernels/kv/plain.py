@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.kv import Codec, Turn
+from lockstep.kernels.kv._turn import OF_VALUES
 
 
 @dataclass(frozen=True)
 class Plain(Codec):
-    """model: the dtype. rotation: that the numbers lie in."""
+    """model: the dtype. rotation: that the numbers lie in, of OF_VALUES or WHOLE_HEAD."""
 
     model: torch.dtype
     rotation: Turn
@@ -35,4 +36,5 @@ class Plain(Codec):
 
     @property
     def device_at(self) -> str | None:
-        return "lockstep.kernels.kv._plain_device:DEVICE"
+        side = "VALUES" if self.rotation.block == OF_VALUES else "KEYS"
+        return f"lockstep.kernels.kv._plain_device:{side}"

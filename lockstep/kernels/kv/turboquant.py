@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.kv import Codec, KVFormat, Turn
+from lockstep.kernels.kv._turn import OF_VALUES, WHOLE_HEAD
 from lockstep.kernels.kv.bits import pack_bits, packed_words, unpack_bits
 from lockstep.kernels.kv.fp8 import Fp8
 
@@ -32,10 +33,6 @@ LEAST = ONE - 100
 """Blocks whose largest number is below 2^-100 are zeros: nothing is subnormal then."""
 MOST = ONE + 120
 """Blocks with a number of 2^121 and more, or one that is not finite, become NaN."""
-WHOLE_HEAD = 256
-"""Of keys: the largest head that is rotated."""
-OF_VALUES = 64
-"""Numbers of a head's values that are rotated together: kernels rotate back 64 columns alone."""
 
 
 def thresholds(bits: int) -> tuple[float, ...]:
@@ -93,7 +90,7 @@ class Rotated(Codec):
         usable = (exponents >= LEAST) & ~lost
         exponents = torch.where(usable, exponents, ONE)
         scaled = torch.where(usable, blocks, 0.0) * _power(2 * ONE + 1 - exponents)
-        norm = _squares(_to_12_bits(scaled)).sqrt()
+        norm = _squares(scaled).sqrt()
         turned = self.turn.mixed(scaled.flatten(-2))
         steps = torch.tensor(thresholds(self.bits), device=x.device) * norm[..., None]
         places = (turned.abs()[..., None] > steps).sum(-1)
@@ -119,11 +116,6 @@ class Rotated(Codec):
 def _power(exponents: Tensor) -> Tensor:
     """2^(e - 127) of exponents as fp32 has them."""
     return (exponents << 23).view(torch.float32)
-
-
-def _to_12_bits(x: Tensor) -> Tensor:
-    """x to 12 significant bits, so that its square is exact: bf16 and fp16 are so already."""
-    return (x.view(torch.int32) + 0x800 & ~0xFFF).view(torch.float32)
 
 
 def _squares(x: Tensor) -> Tensor:
