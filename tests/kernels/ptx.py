@@ -42,13 +42,15 @@ def lop3(a: Numbers, b: Numbers, c: Numbers, table: int) -> Numbers:
     return found
 
 
-def permuted(a: Numbers, b: Numbers, order: int) -> Numbers:
-    """prmt.b32 with a constant order of bytes."""
+def permuted(a: Numbers, b: Numbers, order: Numbers) -> Numbers:
+    """prmt.b32; order: the lower 16 bits count, and none asks for a byte's sign."""
     both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
-    found = np.zeros_like(both)
+    wide = order.astype(np.uint64)
+    found = np.zeros(np.broadcast_shapes(both.shape, wide.shape), np.uint64)
+    assert not (wide & np.uint64(0x8888)).any(), "a sign"
     for place in range(4):
-        chosen = both >> np.uint64(8 * (order >> 4 * place & 7)) & np.uint64(0xFF)
-        found |= chosen << np.uint64(8 * place)
+        chosen = both >> (wide >> np.uint64(4 * place) & np.uint64(7)) * np.uint64(8)
+        found |= (chosen & np.uint64(0xFF)) << np.uint64(8 * place)
     return found.astype(np.uint32)
 
 
@@ -156,7 +158,7 @@ class Thread:
             "and": lambda a, b: a & b,
             "setp": lambda a, b: a != b,
             "lop3": lambda a, b, c, table: lop3(a, b, c, int(table[0])),
-            "prmt": lambda a, b, order: permuted(a, b, int(order[0])),
+            "prmt": permuted,
         }
         return plain[base](*given)
 

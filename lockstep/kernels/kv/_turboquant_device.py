@@ -10,6 +10,7 @@ bytes of four points at once, and a second one pairs them. The product with the 
 codes is rounded once in both.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -18,7 +19,7 @@ from lockstep.kernels.kv._turn_device import flipped, flips, mixed
 from lockstep.kernels.kv.turboquant import LEAST as LEAST_EXPONENT
 from lockstep.kernels.kv.turboquant import MOST as MOST_EXPONENT
 from lockstep.kernels.kv.turboquant import POINTS
-from lockstep.kernels.packed._device import twice
+from lockstep.kernels.packed._device import halves
 
 LEAST = tl.constexpr(LEAST_EXPONENT)
 MOST = tl.constexpr(MOST_EXPONENT)
@@ -26,6 +27,61 @@ P3 = tl.constexpr(POINTS[3])
 P4 = tl.constexpr(POINTS[4])
 WHOLE_HEAD = tl.constexpr(256)
 OF_VALUES = tl.constexpr(64)
+
+
+def _bytes_of(points, upper):
+    """One byte of each of up to four points in bf16, the first lowest."""
+    bits = torch.tensor(points, dtype=torch.bfloat16).view(torch.int16).tolist()
+    return sum((x >> 8 * upper & 0xFF) << 8 * i for i, x in enumerate(bits))
+
+
+def _eight_text(word, out, number, signs=None):
+    """PTX: the eight codes of a word -> four pairs, $out and the next three. signs: where the word
+    holds them too."""
+    lines = [f"shr.u32 n, {word}, 16;"]
+    for half, selectors in enumerate((word, "n")):
+        lines += [f"prmt.b32 lo, l0, l1, {selectors};", f"prmt.b32 hi, h0, h1, {selectors};"]
+        for pair, order in enumerate(("0x5140", "0x7362")):
+            place = 2 * half + pair
+            lines.append(f"prmt.b32 t, lo, hi, {order};")
+            if signs:
+                lines.append(f"shl.b32 s, {signs}, {12 - 4 * place};")
+                lines.append("lop3.b32 t, s, 0x80008000, t, 0x6a;")
+            lines.append(f"fma.rn.bf16x2 ${out + place}, t, {number}, none;")
+    return lines
+
+
+def _text(points, lines):
+    """PTX with the points' bytes in registers: lower ones in l0 and l1, upper ones in h0 and h1."""
+    table = [
+        f"mov.b32 {name}, {_bytes_of(points[first : first + 4], upper):#010x};"
+        for name, first, upper in (("l0", 0, 0), ("l1", 4, 0), ("h0", 0, 1), ("h1", 4, 1))
+    ]
+    registers = ".reg .b32 l0, l1, h0, h1, none, n, lo, hi, s, t, u;"
+    body = [registers, *table, "mov.b32 none, 0x80008000;", *lines]
+    return tl.constexpr("\n".join(("{", *body, "}")))
+
+
+WORD_4 = _text(
+    POINTS[4], ["and.b32 u, $4, 0x77777777;", *_eight_text("u", 0, "$5", signs="$4")]
+)  # fmt: skip
+"""A word of 4-bit codes and the number, twice in a word -> its four pairs, in bf16."""
+WORDS_3 = _text(
+    (*POINTS[3], *(-point for point in POINTS[3])),
+    [
+        *("and.b32 u, $16, 0x77777777;", *_eight_text("u", 0, "$19")),
+        *("and.b32 u, $17, 0x77777777;", *_eight_text("u", 4, "$19")),
+        *("and.b32 u, $18, 0x77777777;", *_eight_text("u", 8, "$19")),
+        "shr.u32 u, $16, 3;",
+        "and.b32 u, u, 0x11111111;",
+        "shr.u32 s, $17, 2;",
+        "lop3.b32 u, s, 0x22222222, u, 0xea;",
+        "shr.u32 s, $18, 1;",
+        "lop3.b32 u, s, 0x44444444, u, 0xea;",
+        *_eight_text("u", 12, "$19"),
+    ],
+)
+"""Three words of 3-bit codes and the number, twice in a word -> their sixteen pairs, in bf16."""
 
 
 @triton.jit
@@ -176,6 +232,19 @@ def _numbers(numbers, first, live, D: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _twice_numbers(numbers, first, live, D: tl.constexpr, BLOCK: tl.constexpr):
+    """_numbers, twice in a word each. They are loaded by words of two: copies that run ahead take
+    4 bytes or more, and a page holds whole words."""
+    if D > BLOCK:
+        numbers += first // BLOCK
+    address = numbers.to(tl.int64)
+    words = (address & -4).to(tl.pointer_type(tl.int32))
+    half = (address & 2).to(tl.int32) * 8
+    word = (tl.load(words, mask=live, other=0) >> half) & 0xFFFF
+    return word | (word << 16)
+
+
+@triton.jit
 def _load(codes, numbers, live, D: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
     """See KVDevice."""
     TILE: tl.constexpr = live.shape[0]
@@ -199,6 +268,53 @@ def _load(codes, numbers, live, D: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.c
         else:
             values = tl.permute(values, (0, 1, 5, 2, 3, 4))
     return tl.reshape(values, (TILE, D))
+
+
+@triton.jit
+def _pairs(p0, p1, p2, p3):
+    """Pairs of a word's eight numbers -> [T, W, 2, 2, 2] in bf16."""
+    l0, h0 = halves(p0, tl.bfloat16)
+    l1, h1 = halves(p1, tl.bfloat16)
+    l2, h2 = halves(p2, tl.bfloat16)
+    l3, h3 = halves(p3, tl.bfloat16)
+    return _join8(l0, h0, l1, h1, l2, h2, l3, h3)
+
+
+@triton.jit
+def _load_bf16(codes, numbers, live, D: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """_load in bf16, two numbers by an instruction."""
+    TILE: tl.constexpr = live.shape[0]
+    if BITS == 4:
+        at = tl.arange(0, D // 8)[None]
+        number = _twice_numbers(numbers, at * 8, live, D, BLOCK)
+        word = tl.load(codes + at, mask=live, other=0)
+        p0, p1, p2, p3 = tl.inline_asm_elementwise(
+            WORD_4, "=&r,=&r,=&r,=&r,r,r", [word, number],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+        return tl.reshape(_pairs(p0, p1, p2, p3), (TILE, D))
+    elif D == 16:
+        return _load(codes, numbers, live, D, BITS, BLOCK).to(tl.bfloat16)
+    else:
+        group = tl.arange(0, D // 32)[None]
+        first = codes + group * 3
+        number = _twice_numbers(numbers, group * 32, live, D, BLOCK)
+        a = tl.load(first, mask=live, other=0)
+        b = tl.load(first + 1, mask=live, other=0)
+        c = tl.load(first + 2, mask=live, other=0)
+        p0, p1, p2, p3, q0, q1, q2, q3, r0, r1, r2, r3, s0, s1, s2, s3 = tl.inline_asm_elementwise(
+            WORDS_3, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
+            [a, b, c, number],
+            dtype=(
+                tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32,
+                tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32,
+            ),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        lower = tl.join(_pairs(p0, p1, p2, p3), _pairs(q0, q1, q2, q3))
+        upper = tl.join(_pairs(r0, r1, r2, r3), _pairs(s0, s1, s2, s3))
+        values = tl.permute(tl.join(lower, upper), (0, 1, 6, 5, 2, 3, 4))
+        return tl.reshape(values, (TILE, D))
 
 
 @triton.jit
@@ -249,7 +365,31 @@ def load_values_4(codes, numbers, constant, d, live, D: tl.constexpr):
     return _load(codes, numbers, live, D, 4, OF_VALUES)
 
 
-KEYS_3 = KVDevice(store_keys_3, load_keys_3)
-KEYS_4 = KVDevice(store_keys_4, load_keys_4)
-VALUES_3 = KVDevice(store_values_3, load_values_3)
-VALUES_4 = KVDevice(store_values_4, load_values_4)
+@triton.jit
+def load_keys_3_bf16(codes, numbers, constant, d, live, D: tl.constexpr):
+    """See KVDevice."""
+    return _load_bf16(codes, numbers, live, D, 3, WHOLE_HEAD)
+
+
+@triton.jit
+def load_keys_4_bf16(codes, numbers, constant, d, live, D: tl.constexpr):
+    """See KVDevice."""
+    return _load_bf16(codes, numbers, live, D, 4, WHOLE_HEAD)
+
+
+@triton.jit
+def load_values_3_bf16(codes, numbers, constant, d, live, D: tl.constexpr):
+    """See KVDevice."""
+    return _load_bf16(codes, numbers, live, D, 3, OF_VALUES)
+
+
+@triton.jit
+def load_values_4_bf16(codes, numbers, constant, d, live, D: tl.constexpr):
+    """See KVDevice."""
+    return _load_bf16(codes, numbers, live, D, 4, OF_VALUES)
+
+
+KEYS_3 = KVDevice(store_keys_3, load_keys_3, load_keys_3_bf16)
+KEYS_4 = KVDevice(store_keys_4, load_keys_4, load_keys_4_bf16)
+VALUES_3 = KVDevice(store_values_3, load_values_3, load_values_3_bf16)
+VALUES_4 = KVDevice(store_values_4, load_values_4, load_values_4_bf16)
