@@ -232,6 +232,7 @@ def _attend_kernel(
     """A block of one row's (token, head of a group): every so many spans of SPAN segments.
 
     K_LOAD, V_LOAD: how packed keys and values are read (lockstep.kernels.kv); None: they are not.
+    TURNED: numbers of a value that the packing rotates together, by the seed v_constant; 0: none.
 
     FOLDS: the first span is folded, and written where a token needs no other; else it is one entry
     for its FIRST segments. Any other segment is an entry: tops, norms [S Q, entries, H] and
@@ -464,7 +465,8 @@ def paged_attention_triton(
         columns = min(width, COLUMNS)
         _fold_kernel[(rows, query_len * heads, width // columns)](
             *kept, cu_seqlens, starts, gates, out, entries, gate_stride, first, query_len,
-            heads, dim, columns, SEGMENT, gates is not None, TOGETHER, p.folds, v.constant, v.block,
+            heads, dim, columns, SEGMENT, gates is not None, TOGETHER, p.folds,
+            v.constant if v.block else None, v.block,
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out

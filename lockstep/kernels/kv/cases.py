@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor
 
-from lockstep.kernels.kv import Codec, KVCache, KVFormat, PackedKV
+from lockstep.kernels.kv import Codec, KVCache, KVFormat, PackedKV, turn_of, unpacked
 from lockstep.kernels.kv.formats import FORMATS
 from lockstep.kernels.kv.fp8 import Fp8
+from lockstep.kernels.kv.plain import Plain
 
 SCALED = KVFormat("fp8_e4m3 scaled", Fp8("e4m3", 0.03), Fp8("e4m3", 0.7))
 """With static scales, as a checkpoint may have them."""
@@ -28,6 +29,13 @@ def empty_cache(
     if format is None:
         return torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
     return _packed(shape, format.k), _packed(shape, format.v)
+
+
+def plain(cache: KVCache, dtype: torch.dtype) -> KVCache:
+    """The same cache unpacked: a tensor, or, where its numbers are rotated, one that says so."""
+    turn = turn_of(cache)
+    numbers = unpacked(cache, dtype)
+    return numbers if turn is None else PackedKV(Plain(dtype, turn), numbers.shape[-1], numbers)
 
 
 def _packed(shape: tuple[int, ...], codec: Codec) -> PackedKV:
