@@ -179,8 +179,9 @@ def inline_asm_elementwise(
     several = isinstance(dtype, tuple | list | tl.tuple)
     kinds = list(dtype) if several else [dtype]
     arrays = np.broadcast_arrays(*(np.atleast_1d(arg.handle.data) for arg in args))
+    shape = arrays[0].shape
     given = [part.view(np.uint32) if part.dtype.kind in "iu" and part.itemsize == 4 else part
-             for part in map(np.ascontiguousarray, arrays)]  # fmt: skip
+             for part in (np.ascontiguousarray(part).reshape(-1) for part in arrays)]  # fmt: skip
     thread = Thread(given, len(kinds))
     for line in re.split(r";", text.strip().strip("{}") if ".reg" in text else text):
         if line.strip():
@@ -188,7 +189,7 @@ def inline_asm_elementwise(
     found = []
     for i, kind in enumerate(kinds):
         bits = thread.registers.get(f"${i}", np.zeros(1, np.uint32))
-        plain = np.broadcast_to(bits, arrays[0].shape)
+        plain = np.broadcast_to(bits, arrays[0].size).reshape(shape)
         wanted = NUMPY[str(getattr(kind, "name", kind)).replace("fp32", "float32")]
         data = plain.astype(wanted) if plain.dtype.kind == "f" else plain.view(wanted)
         found.append(tl.tensor(TensorHandle(data.copy(), kind), tl.block_type(kind, data.shape)))

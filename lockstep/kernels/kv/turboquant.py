@@ -23,7 +23,7 @@ from lockstep.kernels.kv.fp8 import Fp8
 
 POINTS = {
     3: (0.2451171875, 0.7578125, 1.34375, 2.15625),
-    4: (0.12841796875, 0.388671875, 0.65625, 0.94140625, 1.2578125, 1.6171875, 2.0625, 2.734375),
+    4: (0.1279296875, 0.388671875, 0.65625, 0.94140625, 1.2578125, 1.6171875, 2.0625, 2.734375),
 }
 """Lloyd-Max of N(0, 1), the positive half, by bits (Max, 1960), rounded to bf16: so that a point
 times a number of bf16 is exact in fp32, and rounded once in any other dtype."""
