@@ -187,5 +187,8 @@ def test_check_takes_every_format_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_p
         app, ["check", "--kv-cache-dtype", "all", "--json", "--report", str(page)]
     )
     assert done.exit_code == 0, done.output
-    assert asked == ["auto", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head"]
+    assert asked == [
+        "auto", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head", "turboquant_k8v4",
+        "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc",
+    ]  # fmt: skip
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(f"page-{k}.html" for k in asked)
