@@ -43,14 +43,16 @@ def lop3(a: Numbers, b: Numbers, c: Numbers, table: int) -> Numbers:
 
 
 def permuted(a: Numbers, b: Numbers, order: Numbers) -> Numbers:
-    """prmt.b32; order: the lower 16 bits count, and none asks for a byte's sign."""
+    """prmt.b32: by the lower 16 bits of order; 8 beside a byte's place asks for its sign."""
     both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
     wide = order.astype(np.uint64)
     found = np.zeros(np.broadcast_shapes(both.shape, wide.shape), np.uint64)
-    assert not (wide & np.uint64(0x8888)).any(), "a sign"
     for place in range(4):
-        chosen = both >> (wide >> np.uint64(4 * place) & np.uint64(7)) * np.uint64(8)
-        found |= (chosen & np.uint64(0xFF)) << np.uint64(8 * place)
+        which = wide >> np.uint64(4 * place)
+        chosen = both >> (which & np.uint64(7)) * np.uint64(8) & np.uint64(0xFF)
+        signs = (chosen >> np.uint64(7)) * np.uint64(0xFF)
+        chosen = np.where(which & np.uint64(8), signs, chosen)
+        found |= chosen << np.uint64(8 * place)
     return found.astype(np.uint32)
 
 
@@ -156,6 +158,8 @@ class Thread:
             "shr": lambda a, b: a >> b,
             "shl": lambda a, b: a << b,
             "and": lambda a, b: a & b,
+            "or": lambda a, b: a | b,
+            "add": lambda a, b: a + b,
             "setp": lambda a, b: a != b,
             "lop3": lambda a, b, c, table: lop3(a, b, c, int(table[0])),
             "prmt": permuted,

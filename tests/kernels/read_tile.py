@@ -21,8 +21,8 @@ def tiles(codec, dim, backend):
     decodes to bf16, both [TILE, D] fp32. Codes are random, numbers of all sizes, one is NaN."""
     generator = torch.Generator().manual_seed(dim)
     words = codec.width(dim)
-    codes = torch.randint(-(2**31), 2**31, (TILE, words), generator=generator).to(torch.int32)
-    numbers = torch.randn(TILE, codec.count(dim), generator=generator)
+    codes = torch.randint(-(2**31), 2**31, (TILE, words), generator=generator).to(codec.dtype)
+    numbers = torch.randn(TILE, max(codec.count(dim), 1), generator=generator)
     numbers *= torch.exp2(torch.randint(-90, 90, numbers.shape, generator=generator).float())
     numbers[0] = 0.0
     numbers[1, -1] = torch.nan

@@ -8,7 +8,7 @@ import torch
 from lockstep.cache.kv import kv_spec
 from lockstep.kernels.kv import PackedKV, Turn
 from lockstep.kernels.kv.bits import codes_in, pack_bits, packed_words, unpack_bits
-from lockstep.kernels.kv.turboquant import POINTS, PRESETS, Rotated, thresholds
+from lockstep.kernels.kv.turboquant import POINTS, PRESETS, Fp8Keys, Rotated, thresholds
 from tests.kernels.backends import Backend, same_bits
 
 PAPER = {3: 0.03, 4: 0.009}
@@ -216,8 +216,25 @@ def test_assembly_unpacks_to_the_references_bits(codec, dim, monkeypatch):
     assert same_bits(found, wanted)
 
 
+def test_assembly_unpacks_e4m3():
+    """Every code, four at a time."""
+    pytest.importorskip("triton")
+    from lockstep.kernels.kv._turboquant_device import FOUR_E4M3
+    from tests.kernels import ptx
+
+    codes = torch.arange(256, dtype=torch.uint8)
+    words = codes.view(torch.int32).numpy().view("uint32")
+    thread = ptx.Thread([words], 2)
+    for line in FOUR_E4M3.value.strip().strip("{}").split(";"):
+        if line.strip():
+            thread.run(" ".join(line.split()))
+    pairs = [ptx.halves(thread.registers[f"${i}"], torch.bfloat16) for i in range(2)]
+    found = torch.stack([torch.from_numpy(pair) for pair in pairs], 1).flatten().bfloat16()
+    assert same_bits(found, codes.view(torch.float8_e4m3fn).bfloat16())
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("codec", [*CODECS, Fp8Keys()], ids=str)
 @pytest.mark.parametrize("dim", [16, 32, 64, 128, 256])
 def test_load_bf16_on_a_gpu(codec, dim):
     read = importlib.import_module("tests.kernels.read_tile")
