@@ -24,7 +24,7 @@ from lockstep.kernels.architecture import stages_within
 from lockstep.kernels.attention import SEGMENT, paged_attention
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.kv import KVCache
-from lockstep.kernels.kv._launch import opened, unserved
+from lockstep.kernels.kv._launch import opened, token_bytes, unserved
 from lockstep.kernels.kv._turn_device import turned_back
 from lockstep.kernels.packed._form import target_of
 
@@ -386,9 +386,11 @@ def partition(
     segments: int,
     dtype: torch.dtype,
     arch: int,
+    packed: int = 0,
 ) -> Partition:
     """The partition for static sizes on an architecture: its table and times are in
-    docs/kernels/attention.md."""
+    docs/kernels/attention.md. packed: bytes of a packed token's key and value in one head, which
+    stages load, beside a tile that is unpacked; 0: they are not packed."""
     count = query_len * (heads // kv_heads)
     pairs = rows * kv_heads
     block = min(64, max(16, triton.next_power_of_2(count)))
@@ -406,8 +408,11 @@ def partition(
     warps = 8 if block == 64 else 4
     width = triton.next_power_of_2(max(dim, 16)) * dtype.itemsize
     loaded = 2 * keys_together(dtype) * width  # keys and values
-    queries = (16 if dtype == torch.float32 else block) * width
-    stages = stages_within(2 if block == 64 else 3, loaded, queries, arch)
+    fixed = (16 if dtype == torch.float32 else block) * width
+    if packed:
+        fixed += loaded
+        loaded = keys_together(dtype) * packed
+    stages = stages_within(2 if block == 64 else 3, loaded, fixed, arch)
     return Partition(block, span, parallel_spans, folds, warps, stages)
 
 
@@ -437,7 +442,9 @@ def paged_attention_triton(
         return out
     segments = triton.cdiv(page_table.shape[1] * page, SEGMENT)
     arch = architecture.number_of(q.device)
-    p = divided or partition(rows, query_len, heads, kv_heads, dim, segments, q.dtype, arch)
+    packed = token_bytes(k_cache, v_cache)
+    sizes = (rows, query_len, heads, kv_heads, dim, segments)
+    p = divided or partition(*sizes, q.dtype, arch, packed)
     width = triton.next_power_of_2(max(dim, 16))
     block = 16 if exact else p.rows
     tile = keys_together(q.dtype)

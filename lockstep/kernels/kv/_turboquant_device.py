@@ -264,12 +264,19 @@ def _twice_numbers(numbers, first, live, D: tl.constexpr, BLOCK: tl.constexpr):
     """_numbers, twice in a word each. They are loaded by words of two: copies that run ahead take
     4 bytes or more, and a page holds whole words."""
     if D > BLOCK:
-        numbers += first // BLOCK
-    address = numbers.to(tl.int64)
-    words = (address & -4).to(tl.pointer_type(tl.int32))
-    half = (address & 2).to(tl.int32) * 8
-    word = (tl.load(words, mask=live, other=0) >> half) & 0xFFFF
-    return word | (word << 16)
+        words = numbers.to(tl.pointer_type(tl.int32), bitcast=True)
+        block = first // BLOCK
+        word = tl.load(words, mask=live, other=0)
+        if D > 2 * BLOCK:
+            word = tl.where(block < 2, word, tl.load(words + 1, mask=live, other=0))
+        half = block % 2 * 16
+    else:
+        address = numbers.to(tl.int64)
+        word = (address & -4).to(tl.pointer_type(tl.int32))
+        word = tl.load(word, mask=live, other=0)
+        half = (address & 2).to(tl.int32) * 8
+    number = (word >> half) & 0xFFFF
+    return number | (number << 16)
 
 
 @triton.jit
