@@ -13,10 +13,11 @@ import torch
 
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
-from lockstep.kernels.kv import PackedKV, read_pages, turned, unpacked
+from lockstep.kernels.kv import KVFormat, PackedKV, Turn, read_pages, turned, unpacked
 from lockstep.kernels.kv.cases import NAMED, fits, plain
 from lockstep.kernels.kv.fp8 import TYPES, Fp8
 from lockstep.kernels.kv.int8 import Int8
+from lockstep.kernels.kv.plain import Plain
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.kernels.rotary.cases import LAYERS, WITHOUT, rope
 from tests.kernels.backends import backends, same_bits
@@ -161,6 +162,26 @@ def test_what_is_written_is_the_codes_of_what_would_be(
             others = torch.ones(tensor.shape[0] * tensor.shape[1], dtype=torch.bool)
             others[slots.cpu()] = False
             assert same_bits(tensor.cpu().flatten(0, 1)[others], old.cpu().flatten(0, 1)[others])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dim", [16, 128])
+def test_rotations_alone_leave_attention_as_it_is(backend: Any, dim: int) -> None:
+    """Keys, queries, values and what is found: rotated and not packed, against not rotated."""
+    layer = (5, 4, 1, dim, dim // 2, True, 0.0)
+    format = KVFormat("rotated", *(Plain(backend.dtype, Turn(99, block)) for block in (256, 64)))
+    found = []
+    for chosen in (None, format):
+        given = backend.place(rope(*layer, backend.dtype, chosen))
+        given["slot_mapping"] = given["slot_mapping"].new_tensor([16, 17, 18, 19, 20])
+        q = backend.run(rope_and_cache, given)
+        pages = dict(page_table=torch.tensor([[1]]), cu_seqlens=torch.tensor([0, 5]))
+        rest = dict(pages, starts=torch.tensor([0]), query_len=5, scale=dim**-0.5)
+        caches = {name: given[name] for name in CACHES}
+        gates = given["qkv"].contiguous()
+        found.append(backend.run(paged_attention, dict(q=q, gates=gates, **caches, **rest)).cpu())
+    tolerance = 2e-6 if backend.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=tolerance)
 
 
 @FORMATS
