@@ -42,7 +42,9 @@ def opened(cache: KVCache, dtype: torch.dtype, assembly: bool = False) -> Opened
 
 def token_bytes(*caches: KVCache) -> int:
     """Bytes of one token and head in packed caches, 0 in others."""
-    packed = [tensor for cache in caches if not isinstance(cache, Tensor) for tensor in cache.tensors()]
+    packed = [
+        tensor for cache in caches if not isinstance(cache, Tensor) for tensor in cache.tensors()
+    ]
     return sum(tensor.shape[-1] * tensor.dtype.itemsize for tensor in packed)
 
 

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-
 def packed_words(count: int, bits: int) -> int:
     """Words that `count` codes take: multiples of 32, or 16."""
     return 2 if count == 16 else count * bits // 32

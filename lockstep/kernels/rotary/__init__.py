@@ -47,7 +47,8 @@ def rope_and_cache(
     q, k = placed.split([q.shape[1], kv_heads], dim=1)
     write_slots(k_cache, slot_mapping, k)
     write_slots(v_cache, slot_mapping, v)
-    return turned(q, k_cache).contiguous()
+    q = turned(q, k_cache)
+    return q.contiguous()
 
 
 def _parts(qkv: Tensor, kv_heads: int, dim: int, gated: bool) -> tuple[Tensor, Tensor, Tensor]:
