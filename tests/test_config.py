@@ -16,7 +16,8 @@ from lockstep.spec import DRAFTERS, OLDER_NAMES, drafter_module, read
 from lockstep.spec.config import MAX_DRAFTS, SpeculativeConfig
 from tests.tiny_model import make_model
 
-KV_FORMATS = "auto, bfloat16, fp8, fp8_e4m3, fp8_e5m2, int8_per_token_head"
+KV_FORMATS = "auto, bfloat16, fp8, fp8_e4m3, fp8_e5m2, int8_per_token_head, "
+KV_FORMATS += "turboquant_k8v4, turboquant_4bit_nc, turboquant_k3v4_nc, turboquant_3bit_nc"
 BAD: list[tuple[str, Any, str]] = [
     ("model", 5, "a folder, a hub id"),
     ("model", "", "a folder, a hub id"),

@@ -100,7 +100,7 @@ def read_text(path: Path, tokens: int) -> str:
         if len(data) - error.start < 4 and len(data) == tokens * BYTES_PER_TOKEN:
             return data[: error.start].decode("utf-8")  # a character that was cut in two
         raise ConfigError(
-            f"--text {path} is no UTF-8 at byte {error.start}; allowed: a text in UTF-8. Convert it."
+            f"--text {path} is no UTF-8 at byte {error.start}; allowed: UTF-8. Convert it."
         ) from None
 
 

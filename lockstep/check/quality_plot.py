@@ -1,4 +1,4 @@
-"""A plot of how far log-probabilities are off by the length of what stands in front of them, SVG."""
+"""A plot of how far log-probabilities are off, by how many tokens stand in front of them; SVG."""
 
 from collections.abc import Sequence
 from html import escape
@@ -6,12 +6,17 @@ from math import log10
 
 from lockstep.check.quality import Kept, Quality
 
-SIZE = (800, 420)
+WIDTH = 800
 """Pixels, as all lengths here."""
+PANEL = 340
+"""Height of the panel; below it stands a line for each way to keep caches."""
+LINE = 18
+"""Height of such a line."""
 LEFT = 80
 RIGHT = 20
 TOP = 40
-BOTTOM = 60
+AXIS = 44
+"""Height of the axis' labels."""
 BINS = 64
 """Places along a window: the mean of each is a point."""
 SMALLEST = 1e-9
@@ -41,40 +46,41 @@ def plot(found: Sequence[Quality], window: int) -> str:
     seen = [max(y, SMALLEST) for _, points in lines for _, y in points]
     high = _power(max(seen), 1)
     low = min(_power(min(seen), 0), high - 1)
-    width, height = SIZE
-    inner_width = width - LEFT - RIGHT
-    inner_height = height - TOP - BOTTOM
+    inner_width = WIDTH - LEFT - RIGHT
+    below = TOP + PANEL + AXIS
+    height = below + len(lines) * LINE + LINE // 2
 
     def place(x: float, y: float) -> str:
         up = (log10(max(y, SMALLEST)) - low) / (high - low)
-        return f"{LEFT + x / window * inner_width:.1f},{TOP + (1 - up) * inner_height:.1f}"
+        return f"{LEFT + x / window * inner_width:.1f},{TOP + (1 - up) * PANEL:.1f}"
 
     body = [
-        f'<rect width="{width}" height="{height}" fill="#fcfcfa"/>',
+        f'<rect width="{WIDTH}" height="{height}" fill="#fcfcfa"/>',
         f'<text x="{LEFT}" y="22">mean |difference of log-probability|, nats, against kv auto, '
         "state auto</text>",
     ]
     for power in range(low, high + 1):
-        y = TOP + (high - power) / (high - low) * inner_height
-        body.append(f'<line x1="{LEFT}" x2="{width - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" '
+        y = TOP + (high - power) / (high - low) * PANEL
+        body.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" '
                     'stroke="#d0d7de"/>')  # fmt: skip
         body.append(f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">1e{power}</text>')
     for part in range(5):
         x = LEFT + part / 4 * inner_width
-        y = height - BOTTOM + 18
+        y = TOP + PANEL + 16
         body.append(f'<text x="{x:.1f}" y="{y}" text-anchor="middle">{window * part // 4}</text>')
-    body.append(f'<text x="{LEFT + inner_width / 2:.1f}" y="{height - BOTTOM + 34}" '
+    body.append(f'<text x="{LEFT + inner_width / 2:.1f}" y="{TOP + PANEL + 32}" '
                 'text-anchor="middle">tokens in front, in the window</text>')  # fmt: skip
-    step = inner_width / max(len(lines), 1)
     for index, (name, points) in enumerate(lines):
-        color = COLORS[index % len(COLORS)]
+        dashes = ("none", "6 3", "2 2")[index // len(COLORS) % 3]
+        look = f'fill="none" stroke="{COLORS[index % len(COLORS)]}" stroke-dasharray="{dashes}"'
         places = " ".join(place(*point) for point in points)
-        body.append(f'<polyline fill="none" stroke="{color}" points="{places}"/>')
-        body.append(f'<text x="{LEFT + index * step:.1f}" y="{height - 10}" style="fill: {color}">'
-                    f"{escape(name)}</text>")  # fmt: skip
+        body.append(f'<polyline {look} points="{places}"/>')
+        y = below + index * LINE + LINE // 2
+        body.append(f'<line {look} x1="{LEFT}" x2="{LEFT + 40}" y1="{y}" y2="{y}"/>')
+        body.append(f'<text x="{LEFT + 50}" y="{y + 4}">{escape(name)}</text>')
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" {STYLE}>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
+        f'viewBox="0 0 {WIDTH} {height}" {STYLE}>'
     )
     return "\n".join([head, *body, "</svg>\n"])
 

@@ -32,7 +32,7 @@ from tests.quant.stored import (
     fp8_weight,
     int_weight,
 )
-from tests.tiny_model import HYBRID_MOE, MIXTRAL, NEXT, QWEN3_MOE
+from tests.tiny_model import HYBRID_MOE, MIXTRAL, NEXT, QWEN3_MOE, THREE_LAYERS
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
@@ -40,8 +40,8 @@ ROUND = {**GPTQ, "quant_method": "auto-round", "packing_format": "auto_round:aut
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**QWEN3_MOE, "num_hidden_layers": 2, "moe_intermediate_size": 40},
     "mixtral": {**MIXTRAL, "num_hidden_layers": 2},
-    "qwen3_next": {**NEXT, "mtp_num_hidden_layers": 1},
-    "qwen3_5_moe": {**HYBRID_MOE, "moe_intermediate_size": 136},
+    "qwen3_next": {**NEXT, **THREE_LAYERS, "mtp_num_hidden_layers": 1},
+    "qwen3_5_moe": {**HYBRID_MOE, **THREE_LAYERS, "moe_intermediate_size": 136},
     "whole": {
         **QWEN3_MOE,
         "num_hidden_layers": 1,
