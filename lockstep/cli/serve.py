@@ -41,6 +41,7 @@ def serve(
             server.api_key,
             server.api_key_file,
             server.max_body_size,
+            server.root_path,
         ),
         limits=Limits(
             settings["max_num_seqs"],
@@ -54,7 +55,6 @@ def serve(
         connections=server.limit_concurrency,
         log_level=server.uvicorn_log_level,
         tls=_tls(server),
-        root_path=server.root_path,
         pages=_pages(server),
     )
     names = server.served_model_name or (settings["model"] or "lockstep",)
@@ -94,7 +94,11 @@ def _run(
 
 
 def _rules(
-    hosts: tuple[str, ...], keys: Sequence[str] | None, key_file: str | None, mebibytes: float
+    hosts: tuple[str, ...],
+    keys: Sequence[str] | None,
+    key_file: str | None,
+    mebibytes: float,
+    root: str = "",
 ) -> Any:
     from lockstep.serve.guard import MEBIBYTE, Rules
 
@@ -108,6 +112,7 @@ def _rules(
         hosts=hosts,
         keys=tuple(key.strip() for key in found),
         body_bytes=int(mebibytes * MEBIBYTE),
+        root_path=root,
     )
 
 
@@ -126,7 +131,7 @@ def _read_keys(path: str) -> list[str]:
 
 def _pages(server: ServerSettings) -> Any:
     """What web pages of other origins may do. Raises ConfigError where that would be anything."""
-    from lockstep.serve.run import Pages
+    from lockstep.serve.app import Pages
 
     if server.allow_credentials and "*" in server.allowed_origins:
         raise ConfigError(
@@ -134,7 +139,10 @@ def _pages(server: ServerSettings) -> Any:
             "ask in its reader's name. Name the origins, or leave one of them out."
         )
     found = Pages(server.allowed_origins, allow_credentials=server.allow_credentials)
-    given = {"allow_methods": server.allowed_methods, "allow_headers": server.allowed_headers}
+    given: dict[str, Any] = {
+        "allow_methods": server.allowed_methods,
+        "allow_headers": server.allowed_headers,
+    }
     return replace(found, **{name: value for name, value in given.items() if value})
 
 

@@ -45,20 +45,14 @@ def create_app(
     service: Service,
     rules: Rules | None = None,
     docs: bool = True,
-    root_path: str = "",
     pages: Pages | None = None,
 ) -> FastAPI:
     """The application that serves one model, behind a door with these rules.
 
-    root_path: under which a proxy shows it. pages: what web pages of other origins may do.
+    pages: what web pages of other origins may do.
     """
     shown = {} if docs else {"openapi_url": None, "docs_url": None, "redoc_url": None}
-    app = FastAPI(
-        title="Lockstep",
-        version=__version__,
-        root_path=root_path,
-        **shown,  # type: ignore[arg-type]
-    )
+    app = FastAPI(title="Lockstep", version=__version__, **shown)  # type: ignore[arg-type]
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     problems.add_handlers(app)
     _add_state(app, service)

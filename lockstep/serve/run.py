@@ -99,9 +99,9 @@ def _remove_if_dead(path: str) -> None:
 class Options:
     """How the server runs.
 
-    root_path: under which a proxy shows it. pages: what web pages of other origins may do. tls:
-    uvicorn's ssl_* settings. drain_seconds: how long running requests may go on after SIGTERM.
-    connections: most connections at once; descriptors bound it too.
+    tls: uvicorn's ssl_* settings. drain_seconds: how long running requests may go on after SIGTERM.
+    connections: most connections at once; descriptors bound it too. pages: what web pages of other
+    origins may do.
     """
 
     rules: Rules = field(default_factory=Rules)
@@ -111,7 +111,6 @@ class Options:
     connections: int = 4096
     log_level: str = "warning"
     tls: dict[str, Any] = field(default_factory=dict)
-    root_path: str = ""
     pages: Pages = field(default_factory=Pages)
 
 
@@ -162,7 +161,7 @@ def serve(
     """
     model_name, *aliases = model_names
     service = Service(client, processor, model_name, fingerprint, options.limits, aliases)
-    app = create_app(service, options.rules, options.docs, options.root_path, options.pages)
+    app = create_app(service, options.rules, options.docs, options.pages)
 
     class Protocol(BoundedProtocol):
         most = max(1, min(options.connections, raise_descriptors() - SPARE_DESCRIPTORS))

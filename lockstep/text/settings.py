@@ -88,10 +88,14 @@ class TextSettings(Settings):
                 field = "override_generation_config key"
                 allowed = ", ".join(OVERRIDABLE)
                 raise choice_error(ConfigError, field, name, allowed, "Remove or rename it.")
-        try:
-            sampling_defaults(self.override_generation_config or {})
-        except RequestError as error:
-            raise ConfigError(f"override_generation_config: {error}") from None
+        for field, check in (
+            ("override_generation_config", sampling_defaults),
+            ("default_chat_template_kwargs", _variables),
+        ):
+            try:
+                check(getattr(self, field) or {})
+            except RequestError as error:
+                raise ConfigError(f"{field}: {error}") from None
 
     def template(self) -> str | None:
         """The chosen chat template's text. Raises ConfigError where its file cannot be read."""
@@ -111,6 +115,13 @@ class TextSettings(Settings):
             return None
         own = self.generation_config == CHECKPOINTS
         return checkpoint if own else Path(self.generation_config)
+
+
+def _variables(chosen: dict[str, Any]) -> None:
+    """Raises RequestError where a template's variable has a name that is taken."""
+    from lockstep.text.template import check_kwargs  # jinja2 takes time, and help needs none
+
+    check_kwargs(chosen)
 
 
 def sampling_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -100,7 +100,7 @@ class Read:
                 given.append((name, [attached + equals + text if attached else text]))
                 continue
             most = self._most(name)
-            written = []
+            written: list[str] = []
             while len(written) < most and at < len(words) and self._is_value(words[at], most):
                 written.append(words[at])
                 at += 1
