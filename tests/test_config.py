@@ -247,6 +247,22 @@ def test_a_cache_too_small_for_one_request(folder: str, monkeypatch: pytest.Monk
     assert "Lower max_model_len" in message
 
 
+def test_the_cache_takes_the_bytes_that_it_is_given(folder: str) -> None:
+    usual = build(folder).engine.plan
+    given = usual.page_bytes * 5 + usual.page_bytes // 2
+    assert build(folder, kv_cache_memory_bytes=given).engine.plan.num_pages == 5
+    with pytest.raises(CapacityError, match="the KV cache has room for 0 pages"):
+        build(folder, kv_cache_memory_bytes=1)
+
+
+def test_overrides_reach_the_model_and_the_numerics(folder: str) -> None:
+    usual = build(folder).engine
+    found = build(folder, hf_overrides={"rms_norm_eps": 0.5}).engine
+    assert found.checkpoint.raw["rms_norm_eps"] == 0.5
+    assert "/hf-overrides-" in found.numerics and found.fingerprint != usual.fingerprint
+    assert build(folder, hf_overrides={}).engine.numerics == usual.numerics
+
+
 def test_a_pool_of_pages_too_small_for_one_prompt(folder: str) -> None:
     llm = build(folder, num_gpu_blocks=2, num_snapshots=0)
     params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)

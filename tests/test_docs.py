@@ -77,7 +77,7 @@ def test_serving_names_every_option() -> None:
     known = get_command(app).commands["serve"].params  # type: ignore[attr-defined]
     flags = {f for p in known for f in (*p.opts, *p.secondary_opts) if f.startswith("--")}
     assert not flags - told, "docs/serving.md does not tell these"
-    assert not told - flags - {"--help", "--config"}, "lockstep serve does not know these"
+    assert not told - flags - {"--help"}, "lockstep serve does not know these"
 
 
 def test_every_dependency_has_a_reason() -> None:

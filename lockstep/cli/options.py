@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 
 from lockstep.cli.vllm.command import panel_of
+from lockstep.cli.vllm.read import CONFIG
 from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError, choice_error
 from lockstep.sampling_params import SamplingParams
@@ -52,9 +53,12 @@ def engine_options(command: Command) -> Command:
     help = next(f.metadata["help"] for f in fields(EngineConfig) if f.name == "model")
     model = _flag("model", help)
     added.insert(0, _parameter("model_flag", _with(str | None, model), None))
+    file = _flag(CONFIG, "a YAML file of flags, by their names; the command line has the last word")
+    added.append(_parameter(CONFIG, _with(str | None, file), None))
 
     def read(values: dict[str, Any]) -> dict[str, Any]:
         flag = values.pop("model_flag")
+        values.pop(CONFIG)  # it was read before
         settings = {f.name: values.pop(f.name) for f in own}
         settings = {name: _read(EngineConfig, name, value) for name, value in settings.items()}
         settings["model"] = values.pop("model", None) or flag

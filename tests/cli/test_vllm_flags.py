@@ -35,6 +35,7 @@ TEXTS = (
     "tool-call-parser",
     "port",
     "device",
+    "config",
 )
 """Options of the command that these tests read for."""
 
@@ -279,7 +280,8 @@ def test_a_file_holds_flags_and_the_command_line_wins(tmp_path: Path) -> None:
         "speculative-config: {method: ngram, num_speculative_tokens: 5}\ndtype:\n",
     )
     line, told = read("--config", path)
-    assert line == [
+    assert line[-1] == f"--config={path}", "which the command leaves aside"
+    assert line[:-1] == [
         "--model=M",
         "--max-model-len=8000",
         "--cuda-graph-mode=none",
@@ -295,7 +297,8 @@ def test_a_file_holds_flags_and_the_command_line_wins(tmp_path: Path) -> None:
     line, _ = read(*over.split(), f"--config={path}", "--enable-prefix-caching")
     assert "--enable-prefix-caching" in line and "--api-key=filed" not in line
     assert [w for w in line if "name" in w] == ["--served-model-name=c"]
-    assert '"num_speculative_tokens": 2}' in line[-1] and not [w for w in line if "len" in w]
+    assert [w for w in line if '"num_speculative_tokens": 2}' in w]
+    assert not [w for w in line if "len" in w]
 
 
 @pytest.mark.parametrize(
@@ -304,6 +307,8 @@ def test_a_file_holds_flags_and_the_command_line_wins(tmp_path: Path) -> None:
         ("- a\n- b\n", "holds no mapping"),
         ("a: [", "cannot be read"),
         ("--port: 1", "flags without dashes"),
+        ("config: other.yaml", "'config' is not allowed"),
+        ("port: [1, 2]", "--port=['1', '2'] is not allowed; allowed: one value"),
         ("max-modl-len: 1", "Did you mean --max-model-len?"),
         ("max-model-len: many", "--max-model-len='many'"),
         ("a: !!python/object/apply:os.system [ls]", "cannot be read"),
@@ -315,6 +320,7 @@ def test_a_bad_file_is_refused(text: str, said: str, tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_there() -> None:
     assert "--config='/no/such.yaml' cannot be read" in refusal("--config", "/no/such.yaml")
+    assert "--config needs a value" in refusal("--config")
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,8 @@ def read_value(flag: Flag, shown: str, written: list[str]) -> Any:
 
     JSON that is none stays text: the setting says what is wrong with it.
     """
+    if len(written) > 1 and flag.form is not Form.MANY:
+        raise choice_error(ConfigError, shown, written, "one value", "Write one.")
     text = written[0] if written else ""
     if flag.form is Form.SWITCH:
         return _one_of(SWITCHED, shown, text.lower()) if written else True

@@ -15,7 +15,7 @@ from lockstep.cli.vllm.table import all_flags
 from lockstep.errors import ConfigError, brief, choice_error
 
 CONFIG = "config"
-"""The flag that names a file of flags."""
+"""The option that names a file of flags; the command itself has no use for it."""
 MOST_BYTES = 1 << 20
 """Of such a file."""
 LEFT_OUT = "Leave it out."
@@ -35,7 +35,8 @@ class Option:
 
     def flag(self) -> Flag:
         """The option as a flag that sets it."""
-        return acts(self.name, "", Form.SWITCH if self.switch else Form.TEXT)
+        form = Form.MANY if self.several else Form.TEXT
+        return acts(self.name, "", Form.SWITCH if self.switch else form)
 
     def words(self, value: Any) -> list[str]:
         """A value of it on the command line."""
@@ -68,12 +69,11 @@ class Read:
         """The command line in the command's own options. Raises ConfigError."""
         given, rest = self._split(words)
         for name, written in given:
-            if name == f"--{CONFIG}":
+            if self._find(name)[0].name == CONFIG and written:
                 self._read_file(written[0])
         self._fresh.clear()
         for name, written in given:
-            if name != f"--{CONFIG}":
-                self._take(name, written)
+            self._take(name, written)
         own = [self._options[name].words(value) for name, value in self._set.items()]
         return [word for part in own for word in part] + rest
 
@@ -125,8 +125,6 @@ class Read:
 
     def _most(self, name: str) -> float:
         """Values that may stand behind a flag."""
-        if name == f"--{CONFIG}":
-            return 1
         flag, _, path = self._find(name)
         if path:
             return 1
@@ -234,10 +232,11 @@ class Read:
     def _read_file(self, path: str) -> None:
         """Takes the flags of a YAML file: by name, one mapping. Raises ConfigError."""
         for name, value in _yaml(path).items():
-            if not isinstance(name, str) or name.startswith("-"):
+            if not isinstance(name, str) or name.startswith("-") or name == CONFIG:
+                allowed = f"a flag's name, other than {CONFIG}"
                 remedy = "Write flags without dashes."
-                raise choice_error(ConfigError, f"{path}: flag", name, "a flag's name", remedy)
-            if value is not None:
+                raise choice_error(ConfigError, f"{path}: flag", name, allowed, remedy)
+            if value not in (None, []):
                 self._take(f"--{name}", _written(value))
 
 

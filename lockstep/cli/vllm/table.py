@@ -117,6 +117,7 @@ DRAFTING = (
 
 GROUPS: dict[str, tuple[Flag, ...]] = {
     "Model": (
+        acts("config", "a YAML file of flags, by their names; the command line has the last word"),
         acts("model", "folder or hub id; may stand without the flag"),
         acts(
             "served-model-name",
