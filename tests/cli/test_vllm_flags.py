@@ -5,6 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from lockstep.cli import app
@@ -329,6 +331,26 @@ def test_a_file_that_is_not_there() -> None:
 )
 def test_sizes(text: str, size: int) -> None:
     assert read_size("--x", text) == size
+
+
+WORDS = st.one_of(
+    st.sampled_from([f"--{flag.name}" for flag in all_flags()]),
+    st.sampled_from([short for flag in all_flags() for short in flag.short]),
+    st.sampled_from(["-cc.cudagraph_mode", "-sc.method", "--hf-overrides.a.b", "--", "M", "-1"]),
+    st.sampled_from(["auto", "1", "8k", "{}", "[1]", '{"a": {"b": 1}}', "null", "true", "none"]),
+    st.text(alphabet='-=.{}[]":,a1', max_size=8),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.one_of(WORDS, st.builds("{}={}".format, WORDS, WORDS)), max_size=8))
+def test_any_command_line_is_read_or_refused_by_name(words: list[str]) -> None:
+    try:
+        line, told = read(*words)
+    except ConfigError as error:
+        assert str(error)
+        return
+    assert all(isinstance(word, str) for word in (*line, *told))
 
 
 def test_a_command_knows_the_flags_of_its_settings() -> None:
