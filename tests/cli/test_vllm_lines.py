@@ -1,4 +1,4 @@
-"""Command lines of vllm serve, as their users write them: up to the engine, and two of them whole.
+"""Command lines of vllm serve, as users write them: up to the engine, and three of them whole.
 
 The model is a tiny local folder. What an engine would be built from is looked at, not the engine.
 """
@@ -9,11 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from safetensors.torch import load_file
 from typer.testing import CliRunner, Result
 
 from lockstep.__main__ import main
@@ -22,6 +24,7 @@ from lockstep.config import EngineConfig, StepLimits
 from lockstep.engine.build import pick_device, step_limits
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.quant import packing_of
+from tests.quant.disk import Codes, draw, gptq, set_config, write
 from tests.tiny_model import make_model
 
 ROOT = Path(__file__).parent.parent.parent
@@ -235,13 +238,14 @@ def serve(line: str, model: str, *, more: tuple[str, ...], body: dict[str, Any])
             server.kill()
 
 
+BUNDLED = ROOT / "lockstep" / "assets" / "model"
 BODY = {"prompt": "def main(", "max_tokens": 8, "temperature": 0}
 SMALL = ("--max-num-seqs", "2", "--max-model-len", "512")
 
 
 def test_the_first_line_serves() -> None:
     """The bundled model's own folder, with its weights; its defaults of sampling are told."""
-    model = str(ROOT / "lockstep" / "assets" / "model")
+    model = str(BUNDLED)
     found = serve(FIRST, model, more=SMALL, body=BODY)
     assert found["answer"]["usage"]["completion_tokens"] == 8
     assert found["models"][0]["id"] == found["answer"]["model"] == model
@@ -249,10 +253,26 @@ def test_the_first_line_serves() -> None:
     assert "mtp K=2" in found["told"]
 
 
+def test_the_packed_line_serves(tmp_path: Path) -> None:
+    """The bundled model with random codes in a module, and positions for 125,000 tokens."""
+
+    def pick(name: str, n: int, k: int) -> Codes | None:
+        return draw(n, k) if name.endswith("layers.0.mlp.down_proj") else None
+
+    tensors = load_file(BUNDLED / "model.safetensors")
+    lay = partial(gptq, g_idx=False)
+    pair = write(tmp_path, tensors, BUNDLED, AUTO_ROUND, pick, lay)
+    set_config(pair.packed, max_position_embeddings=MAX_POSITIONS)
+    found = serve(PACKED, str(pair.packed), more=SMALL[:2], body=BODY)
+    assert found["answer"]["usage"]["completion_tokens"] == 8
+    assert found["models"][0]["max_model_len"] == 125_000
+    told = found["told"]
+    assert "weights-float16+auto-round" in told and "kv-turboquant_3bit_nc" in told
+
+
 def test_the_eager_line_serves() -> None:
-    model = str(ROOT / "lockstep" / "assets" / "model")
     more = (*SMALL, "--served-model-name", "a", "b")
-    found = serve(EAGER, model, more=more, body={**BODY, "model": "b"})
+    found = serve(EAGER, str(BUNDLED), more=more, body={**BODY, "model": "b"})
     assert [one["id"] for one in found["models"]] == ["a", "b"]
     assert found["answer"]["model"] == "a" and len(found["answer"]["choices"][0]["text"]) > 0
     assert "--attention-backend has no effect" in found["told"]
