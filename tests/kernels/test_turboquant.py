@@ -8,7 +8,8 @@ import torch
 from lockstep.cache.kv import kv_spec
 from lockstep.kernels.kv import PackedKV, Turn
 from lockstep.kernels.kv.bits import codes_in, pack_bits, packed_words, unpack_bits
-from lockstep.kernels.kv.turboquant import POINTS, PRESETS, Fp8Keys, Rotated, thresholds
+from lockstep.kernels.kv.fp8 import Fp8
+from lockstep.kernels.kv.turboquant import POINTS, PRESETS, Rotated, thresholds
 from tests.kernels.backends import Backend, same_bits
 
 PAPER = {3: 0.03, 4: 0.009}
@@ -219,7 +220,7 @@ def test_assembly_unpacks_to_the_references_bits(codec, dim, monkeypatch):
 def test_assembly_unpacks_e4m3():
     """Every code, four at a time."""
     pytest.importorskip("triton")
-    from lockstep.kernels.kv._turboquant_device import FOUR_E4M3
+    from lockstep.kernels.kv._fp8_device import FOUR_E4M3
     from tests.kernels import ptx
 
     codes = torch.arange(256, dtype=torch.uint8)
@@ -234,7 +235,7 @@ def test_assembly_unpacks_e4m3():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("codec", [*CODECS, Fp8Keys()], ids=str)
+@pytest.mark.parametrize("codec", [*CODECS, Fp8("e4m3")], ids=str)
 @pytest.mark.parametrize("dim", [16, 32, 64, 128, 256])
 def test_load_bf16_on_a_gpu(codec, dim):
     read = importlib.import_module("tests.kernels.read_tile")

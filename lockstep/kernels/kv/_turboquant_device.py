@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.kv import KVDevice
-from lockstep.kernels.kv._fp8_device import load_e4m3, store_e4m3
 from lockstep.kernels.kv._turn_device import flipped, flips, mixed
 from lockstep.kernels.kv.turboquant import LEAST as LEAST_EXPONENT
 from lockstep.kernels.kv.turboquant import MOST as MOST_EXPONENT
@@ -83,33 +82,6 @@ WORDS_3 = _text(
     ],
 )
 """Three words of 3-bit codes and the number, twice in a word -> their sixteen pairs, in bf16."""
-
-
-FOUR_E4M3 = tl.constexpr("""
-{
-    .reg .b32 m, n, a, b, none, large;
-    mov.b32 large, 0x7b807b80;
-    mov.b32 none, 0x80008000;
-    and.b32 m, $2, 0x7f7f7f7f;
-    add.u32 n, m, 0x01010101;
-    prmt.b32 a, m, 0, 0x4140;
-    shl.b32 a, a, 4;
-    prmt.b32 b, $2, 0, 0x1404;
-    lop3.b32 a, b, none, a, 0xea;
-    prmt.b32 b, n, 0, 0x9988;
-    or.b32 b, b, none;
-    fma.rn.bf16x2 $0, a, large, b;
-    prmt.b32 a, m, 0, 0x4342;
-    shl.b32 a, a, 4;
-    prmt.b32 b, $2, 0, 0x3424;
-    lop3.b32 a, b, none, a, 0xea;
-    prmt.b32 b, n, 0, 0xbbaa;
-    or.b32 b, b, none;
-    fma.rn.bf16x2 $1, a, large, b;
-}
-""")
-"""Four codes of e4m3 -> their two pairs in bf16: a code's bits are those of a bf16 that is 2^120
-times smaller, subnormal ones too; -0 is added, or NaN where the code is one."""
 
 
 @triton.jit
@@ -401,15 +373,6 @@ def load_values_4(codes, numbers, constant, d, live, D: tl.constexpr):
 
 
 @triton.jit
-def load_keys_8_bf16(codes, numbers, constant, d, live, D: tl.constexpr):
-    """See KVDevice."""
-    code = tl.load(codes + d, mask=live & (d < D), other=0)
-    return tl.inline_asm_elementwise(
-        FOUR_E4M3, "=&r,=&r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4
-    )
-
-
-@triton.jit
 def load_keys_3_bf16(codes, numbers, constant, d, live, D: tl.constexpr):
     """See KVDevice."""
     return _load_bf16(codes, numbers, live, D, 3, WHOLE_HEAD)
@@ -433,7 +396,6 @@ def load_values_4_bf16(codes, numbers, constant, d, live, D: tl.constexpr):
     return _load_bf16(codes, numbers, live, D, 4, OF_VALUES)
 
 
-KEYS_8 = KVDevice(store_e4m3, load_e4m3, load_keys_8_bf16)
 KEYS_3 = KVDevice(store_keys_3, load_keys_3, load_keys_3_bf16)
 KEYS_4 = KVDevice(store_keys_4, load_keys_4, load_keys_4_bf16)
 VALUES_3 = KVDevice(store_values_3, load_values_3, load_values_3_bf16)

@@ -113,15 +113,6 @@ class Rotated(Codec):
         return f"lockstep.kernels.kv._turboquant_device:{side}_{self.bits}"
 
 
-@dataclass(frozen=True)
-class Fp8Keys(Fp8):
-    """e4m3 without a scale, which kernels unpack to bf16 by assembly."""
-
-    @property
-    def device_at(self) -> str | None:
-        return "lockstep.kernels.kv._turboquant_device:KEYS_8"
-
-
 def _power(exponents: Tensor) -> Tensor:
     """2^(e - 127) of exponents as fp32 has them."""
     return (exponents << 23).view(torch.float32)
@@ -143,7 +134,7 @@ VALUES_4 = Rotated(4, OF_VALUES)
 PRESETS = {
     preset.name: preset
     for preset in (
-        KVFormat("turboquant_k8v4", Fp8Keys(), VALUES_4),
+        KVFormat("turboquant_k8v4", Fp8("e4m3"), VALUES_4),
         KVFormat("turboquant_4bit_nc", KEYS_4, VALUES_4),
         KVFormat("turboquant_k3v4_nc", KEYS_3, VALUES_4),
         KVFormat("turboquant_3bit_nc", KEYS_3, VALUES_3),
