@@ -12,7 +12,7 @@ from typer.testing import CliRunner, Result
 from lockstep.cli import app
 from lockstep.cli.vllm.flag import Kind, read_size
 from lockstep.cli.vllm.page import page
-from lockstep.cli.vllm.read import Option, Read
+from lockstep.cli.vllm.read import Option, Reader
 from lockstep.cli.vllm.table import GROUPS, all_flags
 from lockstep.errors import ConfigError
 
@@ -49,7 +49,7 @@ def read(*words: str) -> tuple[list[str], list[str]]:
     options.append(Option("enable-prefix-caching", switch=True, several=False, off=True))
     options.append(Option("no-docs", switch=True, several=False, off=False))
     told: list[str] = []
-    return Read(options, told.append).line(list(words)), told
+    return Reader(options, told.append).line(list(words)), told
 
 
 SEVERAL = ("api-key", "served-model-name")
@@ -301,6 +301,19 @@ def test_a_file_holds_flags_and_the_command_line_wins(tmp_path: Path) -> None:
     assert [w for w in line if "name" in w] == ["--served-model-name=c"]
     assert [w for w in line if '"num_speculative_tokens": 2}' in w]
     assert not [w for w in line if "len" in w]
+
+
+def test_a_switch_of_the_command_line_takes_back_that_of_a_file(tmp_path: Path) -> None:
+    path = config(tmp_path, "enforce-eager: true\nmamba-cache-mode: none\n")
+    line, _ = read("--config", path, "--no-enforce-eager", "--mamba-cache-mode", "all")
+    assert line == [f"--config={path}"]
+    other, _ = read("-cc.cudagraph_mode=PIECEWISE", "--no-enforce-eager")
+    assert other == ["--cuda-graph-mode=piecewise"], "what another flag chose stays"
+
+
+def test_null_in_an_object_stays() -> None:
+    assert one("--hf-overrides.rope_scaling", "null") == '--hf-overrides={"rope_scaling": null}'
+    assert one("-sc", '{"method": "mtp", "a": null}').endswith('{"method": "mtp", "a": null}')
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typer.core import TyperCommand
 
 from lockstep.cli.show import note
 from lockstep.cli.vllm.flag import Kind
-from lockstep.cli.vllm.read import Option, Read
+from lockstep.cli.vllm.read import Option, Reader
 from lockstep.cli.vllm.table import GROUPS, all_flags
 
 OWN_GROUP = "Lockstep's own"
@@ -30,8 +30,8 @@ class FlagCommand(TyperCommand):
             for name in param.opts
             if name.startswith("--")
         ]
-        read = Read(options, lambda line: note(line, "yellow"))
-        return super().parse_args(ctx, read.line(list(args)))
+        reader = Reader(options, lambda line: note(line, "yellow"))
+        return super().parse_args(ctx, reader.line(list(args)))
 
 
 @cache

@@ -1,4 +1,4 @@
-"""A command line in vLLM's words becomes one in Lockstep's: Read.line of given words.
+"""A command line in vLLM's words becomes one in Lockstep's: Reader.line of given words.
 
 The command's own options are flags as well, of their own names. A later value takes the place of an
 earlier one, but for options that may be given again; the command line's take those of --config.
@@ -52,7 +52,7 @@ class Option:
         return [f"--{self.name}={','.join(texts)}"]
 
 
-class Read:
+class Reader:
     """Reads a command line. note: takes the line that is told of a flag without effect."""
 
     def __init__(self, options: Iterable[Option], note: Callable[[str], Any]) -> None:
@@ -174,6 +174,7 @@ class Read:
         """Checks a value and does what it asks for."""
         value = _named(flag, value)
         if any(_alike(value, one) for one in flag.same):
+            self._undo(flag)
             return
         if not flag.takes(value):
             raise _refusal(flag, shown, value)
@@ -216,7 +217,7 @@ class Read:
     def _assign(self, setting: str, value: Any) -> None:
         """Sets one of the command's own options, or a key of it; None: it is as if left out."""
         name, _, key = setting.partition(".")
-        if value is None:
+        if value is None and not key:
             self._set.pop(name, None)
         elif key:
             found = self._set.get(name)
@@ -228,6 +229,11 @@ class Read:
             several = self._options[name].several and not isinstance(value, list)
             self._set[name] = [value] if several else value
             self._fresh.add(name)
+
+    def _undo(self, flag: Flag) -> None:
+        """Takes back what the flag itself has set before, such as in a file."""
+        if flag.setting in self._set and self._set[flag.setting] in flag.means.values():
+            del self._set[flag.setting]
 
     def _read_file(self, path: str) -> None:
         """Takes the flags of a YAML file: by name, one mapping. Raises ConfigError."""
