@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from itertools import groupby
 
 from lockstep.cli.vllm.flag import Flag, Form, Kind
 from lockstep.cli.vllm.table import GROUPS
@@ -45,14 +46,15 @@ def page() -> str:
 
 
 def _lines(flag: Flag) -> Iterator[str]:
-    """A flag, and its keys below it."""
-    yield _line(flag, "".join(f", `{short}`" for short in flag.short), f"`--{flag.name}`")
-    for key in flag.keys:
-        yield _line(key, "", f"`--{flag.name}.{key.name}`")
+    """A flag, and its keys below it: those of which the same is to be said in one line."""
+    yield _line(flag, [f"--{flag.name}", *flag.short])
+    for _, alike in groupby(flag.keys, lambda key: (key.kind, _about(key))):
+        keys = list(alike)
+        yield _line(keys[0], [f"--{flag.name}.{keys[0].name}", *(f".{k.name}" for k in keys[1:])])
 
 
-def _line(flag: Flag, short: str, shown: str) -> str:
-    cells = [shown + short, flag.kind.value, _about(flag)]
+def _line(flag: Flag, names: list[str]) -> str:
+    cells = [", ".join(f"`{name}`" for name in names), flag.kind.value, _about(flag)]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -62,7 +64,10 @@ def _about(flag: Flag) -> str:
     if flag.setting.replace("_", "-") not in ("", flag.name.replace("_", "-")):
         parts.append(f"sets `{flag.setting}`")
     if flag.kind is Kind.REFUSED and flag.same and flag.form is not Form.SWITCH:
-        parts.append("taken: " + ", ".join(f"`{value}`" for value in flag.values if value))
+        parts.append(
+            "these change nothing: "
+            + ", ".join(f"`{value}`" if value else "an empty text" for value in flag.values)
+        )
     elif flag.kind is not Kind.REFUSED and flag.allowed:
         parts.append("values: " + ", ".join(f"`{value}`" for value in flag.values))
     elif flag.means and flag.form is not Form.SWITCH:

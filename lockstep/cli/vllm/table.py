@@ -23,8 +23,10 @@ OWN_BACKEND = (
     "each op runs the fastest backend that gives its one result; `lockstep explain` names them"
 )
 NO_LOG = "requests and answers are never written to the log; /metrics counts them"
-OWN_LOADER = "safetensors are read straight into place, all files at once"
+OWN_LOADER = "safetensors are read straight into their places"
+ALL_PROMPTS = "prompts that wait share a step equally, in whole pages"
 NO_CONTEXT_PARALLEL = "a request's cache lies on each GPU as its heads do; leave it out."
+NO_INDUCTOR = "no step is compiled by Inductor: its heuristics would change bits"
 EAGER = "none"
 GRAPHS = {
     "NONE": EAGER,
@@ -47,6 +49,10 @@ ATTENTION_BACKENDS = (
     "ROCM_ATTN",
     "ROCM_AITER_FA",
     "ROCM_AITER_UNIFIED_ATTN",
+    "ROCM_AITER_MLA",
+    "ROCM_AITER_TRITON_MLA",
+    "ROCM_AITER_MLA_SPARSE",
+    "FLASHINFER_MLA_SPARSE",
     "FLASHINFER_MLA",
     "FLASH_ATTN_MLA",
     "FLASHMLA",
@@ -70,7 +76,7 @@ COMPILATION = (
         setting="row_buckets",
     ),
     *(
-        noted(key, "no step is compiled by Inductor: its heuristics would change bits")
+        noted(key, NO_INDUCTOR)
         for key in (
             "mode",
             "level",
@@ -90,12 +96,17 @@ COMPILATION = (
             "cache_dir",
             "compile_cache_save_format",
             "dynamic_shapes_config",
+            "evaluate_guards",
+        )
+    ),
+    *(
+        noted(key, "a graph is captured for each number of rows and drafts, up to --max-num-seqs")
+        for key in (
+            "max_cudagraph_capture_size",
             "cudagraph_num_of_warmups",
             "cudagraph_copy_inputs",
             "cudagraph_specialize_lora",
             "cudagraph_mm_encoder",
-            "max_cudagraph_capture_size",
-            "evaluate_guards",
         )
     ),
 )
@@ -314,15 +325,17 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             same=(0,),
         ),
         noted("prefix-caching-hash-algo", "prefixes are looked up by their own hash"),
-        noted("calculate-kv-scales", "scales are taken from each token as it is written", SWITCH),
+        noted(
+            "calculate-kv-scales",
+            "scales are the checkpoint's own, or each token's, as --kv-cache-dtype says",
+            SWITCH,
+        ),
         noted("kv-sharing-fast-prefill", "a prompt's rows all run through all layers", SWITCH),
         noted("kv-offloading-size", "the cache stays on the GPU", NUMBER),
         noted("kv-offloading-backend", "the cache stays on the GPU"),
-        noted("max-num-partial-prefills", "prompts share a step in the order of arrival", NUMBER),
-        noted("max-long-partial-prefills", "prompts share a step in the order of arrival", NUMBER),
-        noted(
-            "long-prefill-token-threshold", "prompts share a step in the order of arrival", NUMBER
-        ),
+        noted("max-num-partial-prefills", ALL_PROMPTS, NUMBER),
+        noted("max-long-partial-prefills", ALL_PROMPTS, NUMBER),
+        noted("long-prefill-token-threshold", ALL_PROMPTS, NUMBER),
         noted("scheduler-reserve-full-isl", "pages are reserved step by step", SWITCH),
         noted("disable-hybrid-kv-cache-manager", "each kind of state has its own pool", SWITCH),
         noted("disable-chunked-mm-input", NO_MEDIA, SWITCH),
@@ -389,7 +402,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         noted("disable-cascade-attn", "attention never depends on who shares a prefix", SWITCH),
         noted(
             "optimization-level",
-            "no step is compiled by Inductor: its heuristics would change bits",
+            NO_INDUCTOR,
             short=("-O",),
         ),
         noted("performance-mode", "steps are as fast at any load as they can be"),
@@ -671,11 +684,11 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         refused("task", NO_POOLING, same=("auto", "generate")),
         refused("rope-scaling", "write rope_parameters into --hf-overrides.", JSON),
         refused("rope-theta", "write rope_parameters into --hf-overrides.", NUMBER),
-        noted("swap-space", "rows that wait keep their state, not their pages", NUMBER),
+        noted("swap-space", "a preempted row moves to host memory, as much as it takes", NUMBER),
         noted("max-seq-len-to-capture", "graphs serve rows of any length", SIZE),
         noted("num-scheduler-steps", "--steps-in-flight says it", NUMBER),
         noted("use-v2-block-manager", "there is one", SWITCH),
-        noted("preemption-mode", "state is kept, and pages are computed again"),
+        noted("preemption-mode", "a preempted row moves to host memory; nothing is computed again"),
         noted("guided-decoding-backend", "a request's own fields say what holds its answer"),
         noted("disable-frontend-multiprocessing", "one process answers", SWITCH),
         noted("disable-async-output-proc", "text is made beside the steps", SWITCH),
