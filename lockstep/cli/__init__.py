@@ -4,11 +4,15 @@ import typer
 
 from lockstep.cli.bench import bench
 from lockstep.cli.chat import chat
-from lockstep.cli.check import check
+from lockstep.cli.check import check as run_check
 from lockstep.cli.configuration import configuration
 from lockstep.cli.explain import explain
 from lockstep.cli.generate import generate
+from lockstep.cli.groups import usual
+from lockstep.cli.quality import quality
 from lockstep.cli.serve import serve
+from lockstep.cli.vllm.command import FlagCommand, epilog
+from lockstep.cli.vllm.page import vllm_flags
 
 app = typer.Typer(
     name="lockstep",
@@ -17,7 +21,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (serve, generate, chat, check, explain):
-    app.command()(command)
+check = typer.Typer(
+    cls=usual("all"), help="Prove that the answer never changes (all), or measure caches (quality)."
+)
+check.command("all", cls=FlagCommand, epilog=epilog())(run_check)
+check.command(cls=FlagCommand, epilog=epilog())(quality)
+for command in (serve, generate, chat, explain):
+    app.command(cls=FlagCommand, epilog=epilog())(command)
+app.add_typer(check, name="check")
 app.command(hidden=True)(configuration)
+app.command("vllm-flags", hidden=True)(vllm_flags)
 app.add_typer(bench, name="bench")

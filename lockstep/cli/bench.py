@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from typer.core import TyperGroup
 
 from lockstep.cli.bench_tables import (
     figures_table,
@@ -17,8 +16,10 @@ from lockstep.cli.bench_tables import (
     serving_table,
     trace_table,
 )
+from lockstep.cli.groups import usual
 from lockstep.cli.options import engine_options, settle_drafts
 from lockstep.cli.show import load, note, print_json, progress_bar
+from lockstep.cli.vllm.command import FlagCommand, epilog
 from lockstep.errors import ConfigError
 from lockstep.sampling_params import SamplingParams
 
@@ -32,21 +33,10 @@ if TYPE_CHECKING:
     from lockstep.kernels.bench_types import Model
     from lockstep.llm import LLM
 
-USUAL = "offline"
+bench = typer.Typer(cls=usual("offline"), help="Measure answers (offline), kernels, or a server.")
 
 
-class _UsualGroup(TyperGroup):
-    """Without a subcommand's name in front, the arguments are those of USUAL."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        named = bool(args) and args[0] in self.commands
-        return super().parse_args(ctx, args if named else [USUAL, *args])
-
-
-bench = typer.Typer(cls=_UsualGroup, help="Measure answers (offline), kernels, or a server.")
-
-
-@bench.command()
+@bench.command(cls=FlagCommand, epilog=epilog())
 @engine_options
 def offline(
     model: Annotated[str | None, typer.Argument(help="model folder or hub id")] = None,
@@ -382,11 +372,11 @@ def _sketch(folder: Path, dtype: str, config: "EngineConfig") -> "Sketch":
     import torch
 
     from lockstep.bench.floor import sketch
-    from lockstep.engine.build import kv_layers
+    from lockstep.engine.build import kv_layers, state_dtype
 
     numbers = getattr(torch, dtype)
-    kv = kv_layers(config, numbers)
-    return sketch(folder, numbers, config.speculative_config, config.quantization, kv)
+    kept = (kv_layers(config, numbers), state_dtype(config), config.hf_overrides)
+    return sketch(folder, numbers, config.speculative_config, config.quantization, *kept)
 
 
 def _show_floor_alone(
@@ -398,10 +388,10 @@ def _show_floor_alone(
     from lockstep.models.checkpoint import Checkpoint
 
     folder = find_model(settings["model"])
-    names = ("dtype", "speculative_config", "quantization", "kv_cache_dtype")
-    skipped = "kv_cache_dtype_skip_layers"
-    config = EngineConfig(**{name: settings[name] for name in (*names, skipped)})
-    dtype = pick_dtype(config, Checkpoint.read(folder).raw, "cuda")
+    names = ("dtype", "speculative_config", "quantization", "kv_cache_dtype", "hf_overrides")
+    kept = ("kv_cache_dtype_skip_layers", "mamba_ssm_cache_dtype")
+    config = EngineConfig(**{name: settings[name] for name in (*names, *kept)})
+    dtype = pick_dtype(config, Checkpoint.read(folder, config.hf_overrides).raw, "cuda")
     name = str(dtype).removeprefix("torch.")
     model = _sketch(folder, name, config)
     least = step_floor(model, batch_size, input_len)

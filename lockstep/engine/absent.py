@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lockstep.cache.kv import kv_spec
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.engine.build import (
     build_draft,
@@ -20,6 +21,7 @@ from lockstep.engine.build import (
     kv_layers,
     largest_prompts,
     pick_dtype,
+    state_dtype,
     step_limits,
 )
 from lockstep.engine.hooks import NO_HOOKS
@@ -65,7 +67,7 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
             "environment with it. Install it: pip install triton."
         )
     load_backends()
-    checkpoint = Checkpoint.read(find_model(config.model, weights=False))
+    checkpoint = Checkpoint.read(find_model(config.model, weights=False), config.hf_overrides)
     packing = packing_of(checkpoint.quantization(), config.quantization)
     dtype = pick_dtype(config, checkpoint.raw, "cuda")
     limits = step_limits(config, checkpoint, "cuda", packing, told=card.name)
@@ -82,6 +84,7 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
             packing=packing,
             arch=card.number,
             kv=kv_layers(config, dtype),
+            state_dtype=state_dtype(config),
         )
         build.room.bounded = False
         model = build_model(checkpoint.raw, build)
@@ -148,6 +151,7 @@ def plan(
     found: dict[str, Any] = dict(
         dtype=limits.dtype,
         quantization=limits.quantization,
+        state_dtype=str(state_dtype(config)).removeprefix("torch."),
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
         weight_bytes=weights,
@@ -161,7 +165,7 @@ def plan(
     )
     if total is None:
         return found
-    left = int(total * config.gpu_memory_utilization) - before
+    left = config.kv_cache_memory_bytes or int(total * config.gpu_memory_utilization) - before
     found |= dict(gpu_memory_bytes=total, cache_bytes=left)
     try:
         asked = config.num_gpu_blocks is not None
@@ -237,10 +241,13 @@ def _tiled(
         kv_heads = module.kv_heads
         dim = module.head_dim
         segments = -(-limits.row_columns * PAGE_SIZE // SEGMENT)
+        format = module.kv_format
+        spec = kv_spec(1, dim, dtype, format)
+        of_token = 0 if format is None else sum(part.nbytes for part in spec.parts)
 
         def attention_tile(tokens: int) -> Any:
             sizes = (*_step_of(tokens, limits), heads, kv_heads, dim, segments)
-            return partition(*sizes, dtype, number)
+            return partition(*sizes, dtype, number, of_token)
 
         yield "paged_attention", f"{heads}/{kv_heads} heads of {dim}", attention_tile
     elif isinstance(module, LatentAttention):

@@ -1,9 +1,11 @@
 """From what the user chose to a runner that stands: checkpoint, model, costs, plan, warm-up."""
 
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
@@ -66,7 +68,7 @@ class EngineParts:
 def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) -> EngineParts:
     """Builds everything. Raises ConfigError, CheckpointError or CapacityError."""
     device = pick_device(config)
-    checkpoint = Checkpoint.read(find_model(config.model))
+    checkpoint = Checkpoint.read(find_model(config.model), config.hf_overrides)
     packing = packing_of(checkpoint.quantization(), config.quantization)
     limits = step_limits(config, checkpoint, device, packing)
     prepare_device(device)
@@ -80,6 +82,7 @@ def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) ->
         prefixes=checkpoint.architecture.PREFIXES,
         packing=packing,
         kv=kv_layers(config, getattr(torch, limits.dtype)),
+        state_dtype=state_dtype(config),
     )
     model, draft, loaded = build_models(config, checkpoint, build, progress)
     layers = memory.mixers(model, draft)
@@ -183,19 +186,24 @@ def step_limits(
         draft_lengths=drafting.draft_lengths if drafting else (0,),
         graph_mode=config.cuda_graph_mode if cuda else "none",
         steps_in_flight=config.steps_in_flight or (GPU_STEPS_IN_FLIGHT if cuda else 1),
-        numerics=(told or numerics(device, dtype, packing, _kv_name(config, dtype)))
-        + _synthetic(config),
+        numerics=(told or numerics(device, dtype, packing, *_kept_as(config, dtype)))
+        + _synthetic(config)
+        + _overridden(config),
         quantization=None if packing is None else packing.name,
     )
 
 
 def numerics(
-    device: str, dtype: torch.dtype, packing: Packing | None = None, kv: str | None = None
+    device: str,
+    dtype: torch.dtype,
+    packing: Packing | None = None,
+    kv: str | None = None,
+    state: torch.dtype = torch.float32,
 ) -> str:
     """All that bits may depend on besides weights and request: printed, and the fingerprint.
 
     On a GPU Triton's version too: the trees of its sums follow the layouts that it chooses. kv: the
-    format of the KV cache, None for the dtype.
+    format of the KV cache, None for the dtype; state: the recurrent state's dtype.
     """
     if device == "cuda":
         import triton
@@ -205,13 +213,13 @@ def numerics(
     else:
         arch = f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
         libraries = [f"torch-{torch.__version__}"]
-    name = str(dtype).removeprefix("torch.")
+    name, kept = (str(x).removeprefix("torch.") for x in (dtype, state))
     try:
         release = version("lockstep-llm")
     except PackageNotFoundError:
         from lockstep import __version__ as release
     packed = "" if packing is None else f"+{packing.name}"
-    parts = (arch, f"weights-{name}{packed}", f"kv-{kv or name}", "state-float32", "tp1")
+    parts = (arch, f"weights-{name}{packed}", f"kv-{kv or name}", f"state-{kept}", "tp1")
     return "/".join((*parts, *libraries, f"lockstep-{release}"))
 
 
@@ -230,11 +238,30 @@ def kv_layers(config: EngineConfig, dtype: torch.dtype) -> KVLayers:
     return KVLayers(format, config.kv_cache_dtype_skip_layers)
 
 
+def _kept_as(config: EngineConfig, dtype: torch.dtype) -> tuple[str | None, torch.dtype]:
+    """What numerics call the formats of KV and recurrent state."""
+    return _kv_name(config, dtype), state_dtype(config)
+
+
+def state_dtype(config: EngineConfig) -> torch.dtype:
+    """Of the state that recurrent layers keep between steps."""
+    chosen = config.mamba_ssm_cache_dtype
+    return torch.float32 if chosen == "auto" else getattr(torch, chosen)
+
+
 def _synthetic(config: EngineConfig) -> str:
     """What synthetic acceptance adds to the numerics: its answers are not the model's."""
     drafting = config.speculative_config
     chosen = drafting.synthetic_acceptance if drafting else None
     return "" if chosen is None else f"/synthetic-acceptance-{chosen:g}"
+
+
+def _overridden(config: EngineConfig) -> str:
+    """What hf_overrides add to the numerics: the weights are read by other settings."""
+    if not config.hf_overrides:
+        return ""
+    spelled = json.dumps(config.hf_overrides, sort_keys=True, default=str)
+    return f"/hf-overrides-{sha256(spelled.encode()).hexdigest()[:8]}"
 
 
 # The model, and the program of a step.
@@ -350,7 +377,7 @@ def cache_size(
     """Pages and slots: as asked for, or as many as are of use and fit. Raises CapacityError."""
     cost = memory.cache_bytes(layers)
     if limits.device == "cuda" and config.num_gpu_blocks is None:
-        budget = free_bytes(config, limits, layers, program)
+        budget = config.kv_cache_memory_bytes or free_bytes(config, limits, layers, program)
         return memory.measured_size(config, limits, cost, budget)
     size = memory.asked_size(config, limits, cost)
     if limits.device == "cpu":

@@ -38,7 +38,10 @@ OF_PACKED = "tests/kernels/test_packed.py"
 OF_KV = "tests/kernels/test_kv.py"
 OF_LATENTS = "tests/kernels/test_latent_attention.py"
 OF_DEEPSEEK = "tests/models/test_deepseek_v3.py"
+OF_TURBOQUANT = "tests/kernels/test_turboquant.py"
 OF_KV_FORMATS = "tests/regressions/test_f3_kv_formats.py"
+OF_HALF_STATE = "tests/regressions/test_f2_state_in_16_bits.py"
+OF_ROWS_ALONE = "tests/kernels/test_exactness.py"
 
 
 @dataclass(frozen=True)
@@ -66,14 +69,14 @@ FAULTS = (
     ),
     Fault(
         "replay of at most 4", "mixer", DELTA,
-        "    most = max(pending.tolist())\n",
-        "    most = min(4, max(pending.tolist()))\n",
+        "    most = max((starts - folded).tolist())\n",
+        "    most = min(4, max((starts - folded).tolist()))\n",
     ),
     Fault(
-        "pending one short when all were accepted", "table", METADATA,
-        "torch.where(held < flush, held, 0).int() + accepted + 1",
-        "torch.where(held < flush, held, 0).int() + accepted + 1"
-        " - ((accepted == width - 1) & (width > 1)).int()",
+        "folded one too far when all were accepted", "table", METADATA,
+        "folded_by(seq_lens - width, table.folded[row_ids], flush, state_grid)",
+        "folded_by(seq_lens - width, table.folded[row_ids], flush, state_grid)"
+        " + ((accepted == width - 1) & (width > 1)).int()",
     ),
     Fault(
         "pages rotated after preemption", "runner", ROWS,
@@ -220,8 +223,8 @@ FAULTS = (
         "bias[int(token)] = min(max(value, -MOST_BIAS), MOST_BIAS)",
     ),
     Fault(
-        "pending tokens left behind at preemption", "runner", "runner/table.py",
-        "own = [self.tokens, self.prompt_len, self.computed, self.pending, self.drafts]",
+        "folded left behind at preemption", "runner", "runner/table.py",
+        "own = [self.tokens, self.prompt_len, self.computed, self.folded, self.drafts]",
         "own = [self.tokens, self.prompt_len, self.computed, self.drafts]",
     ),
     Fault(
@@ -422,9 +425,9 @@ FAULTS = (
     ),
     # Mixers.
     Fault(
-        "replay misses a row's first pending token", "mixer", DELTA,
-        "live = (torch.arange(most, 0, -1)[:, None] <= pending)",
-        "live = (torch.arange(most, 0, -1)[:, None] < pending)",
+        "replay misses a row's first token", "mixer", DELTA,
+        "live = (torch.arange(most, 0, -1)[:, None] <= starts - folded)",
+        "live = (torch.arange(most, 0, -1)[:, None] < starts - folded)",
     ),
     Fault(
         "a resumed chunk convolves with the row's old inputs", "mixer", DELTA,
@@ -735,6 +738,31 @@ FAULTS = (
         "tests/kernels/test_backends.py::test_agrees_with_the_reference"
         "[unpack_weight-triton-cpu-float32]",
     ),
+    # Recurrent state of 16 bits: the bundled model is checked with one of 32 unless asked.
+    Fault(
+        "a state rounded where a step found it", "mixer", "kernels/recurrent/rings.py",
+        "    last = starts // grid * grid\n",
+        "    last = starts\n",
+        f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
+    ),
+    Fault(
+        "a window rounds by its own positions", "mixer", DELTA,
+        "_round(state, s, [start + t + 1 for start in starts])",
+        "_round(state, s, [t + 1 for start in starts])",
+        f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
+    ),
+    Fault(
+        "a prompt's state rounded at the end of its chunk alone", "mixer", DELTA,
+        "        s = rounded(s)\n",
+        "        s = rounded(s) if c + 1 == chunks else s\n",
+        f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
+    ),
+    Fault(
+        "a kernel rounds by positions in the window", "mixer", "kernels/gated_delta_rule/step.py",
+        "if (start + t + 1) % STATE_GRID == 0:",
+        "if (t + 1) % STATE_GRID == 0:",
+        f"{OF_ROWS_ALONE}::test_a_state_of_16_bits_is_rounded_at_absolute_positions",
+    ),
     # KV formats: the bundled model is checked in its own dtype unless a format is asked for.
     Fault(
         "a prompt's chunk sees its own keys before they are packed", "mixer", "layers/attention.py",
@@ -800,6 +828,31 @@ FAULTS = (
         "heads = weight.unflatten(0, (-1, sum(self.widths)))",
         "heads = weight.unflatten(0, (sum(self.widths), -1)).transpose(0, 1)",
         f"{OF_DEEPSEEK}::test_logits_and_greedy_tokens_whole_and_chunked_with_every_drafter",
+    ),
+    Fault(
+        "queries are not rotated as keys are", "format", "kernels/kv/_reading.py",
+        "return x if turn is None else turn.forward(x).to(x.dtype)",
+        "return x",
+        f"{OF_KV}::test_rotations_alone_leave_attention_as_it_is",
+    ),
+    Fault(
+        "what was found is not rotated back", "format", "kernels/attention/cpu.py",
+        "turned_back(found, v_cache).to(q.dtype)",
+        "found.to(q.dtype)",
+        f"{OF_KV}::test_rotations_alone_leave_attention_as_it_is",
+    ),
+    Fault(
+        "the points' own length is left out", "format", "kernels/kv/turboquant.py",
+        "norm / _squares(points).sqrt()",
+        "norm / blocks.shape[-1] ** 0.5",
+        f"{OF_TURBOQUANT}::test_distortion_is_the_papers",
+    ),
+    Fault(
+        "a kernel takes the first number for all blocks of values", "packed",
+        "kernels/kv/_turboquant_device.py",
+        "tl.load(numbers + first // BLOCK, mask=live, other=0.0)",
+        "tl.load(numbers + first * 0, mask=live, other=0.0)",
+        f"{OF_KV}::test_values_of_two_blocks_are_read",
     ),
 )  # fmt: skip
 
