@@ -87,7 +87,7 @@ def place(built: EngineParts, rows: int, computed: int, pages: int) -> None:
         table.tokens[row].random_(0, 1000)
         table.computed[row] = computed
         table.prompt_len[row] = 1
-        table.pending[row] = 0
+        table.folded[row] = computed
         first = 1 + (row - 1) * pages
         own = list(range(first, first + pages))
         write_place(table, row, own, row if built.runner.state else 0)

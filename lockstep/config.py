@@ -87,6 +87,11 @@ class EngineConfig(Settings):
         allowed="a list of first, last and numbers of layers that attend",
         remedy="Mend the list, or leave it out.",
     )
+    mamba_ssm_cache_dtype: Literal["auto", "float32", "bfloat16"] = setting(
+        "auto",
+        "dtype of the state of recurrent layers; auto is float32, bfloat16 halves it",
+        remedy=_ONE,
+    )
     cuda_graph_mode: GraphMode = setting(
         "full", "full, piecewise or none; a CPU has no graphs", remedy=_ONE
     )

@@ -14,9 +14,9 @@ PAGE_SIZE = GRID
 
 
 def flush_after(device: str) -> int:
-    """Pending tokens from which on a generated step writes a row's recurrent state.
+    """Tokens that a row's recurrent state lacks from which on a generated step writes it.
 
-    Replaying what is pending costs a GPU less than writing the state each time; a CPU, more.
+    Replaying them costs a GPU less than writing the state each time; a CPU, more.
     H200, 64 rows, us a layer, at 4, 5, 6 and 8: 89.0, 87.4, 87.8 and 89.9 for one token a row,
     146.0, 141.3, 141.2 and 142.3 for four.
     """
@@ -55,8 +55,8 @@ class Step:
     slot_mapping [T] (int64) page * page_size + offset.
     State: state_slots [S] (int64) where a row's state is kept; state_src [S] (int64) where a prompt
     chunk reads its first state (a snapshot, or the row's own); snapshot_slots [S] where a prompt
-    chunk leaves the state of its last grid point (0: nowhere); pending [S] (int64) committed tokens
-    that are not yet folded into the state.
+    chunk leaves the state of its last grid point (0: nowhere); folded [S] the first tokens of the
+    row, of those before starts, that its state holds.
     drafts [S, Q-1]: the draft tokens among token_ids, -1 where there is none (uniform steps).
     logit_rows: an index into T of the N tokens whose logits are wanted: a slice of all, or [S]
     (int64), the rows' last; sample_at [S, N / S] (int64): where the tokens that they give stand.
@@ -75,7 +75,7 @@ class Step:
     state_slots: Tensor
     state_src: Tensor
     snapshot_slots: Tensor
-    pending: Tensor
+    folded: Tensor
     drafts: Tensor
     logit_rows: Tensor | slice
     sample_at: Tensor

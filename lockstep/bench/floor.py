@@ -119,12 +119,13 @@ def sketch(
     options: SpeculativeConfig | None,
     quantization: str | None = None,
     kv: KVLayers | None = None,
+    state: torch.dtype = torch.float32,
 ) -> Sketch:
     """The model of a folder's config.json and what it drafts with, without memory or weights.
 
-    kv: the format of its KV cache, None for the dtype. quantization: as in EngineConfig. Which
-    weights are packed, the folder's files say, or its settings where it has none. Raises
-    CheckpointError or ConfigError.
+    kv: the format of its KV cache, None for the dtype; state: the dtype of recurrent state.
+    quantization: as in EngineConfig. Which weights are packed, the folder's files say, or its
+    settings where it has none. Raises CheckpointError or ConfigError.
     """
     drafts = options.num_speculative_tokens if options else 0
     drafting = drafter_module(options.method) if options else None
@@ -141,6 +142,7 @@ def sketch(
             prefixes=checkpoint.architecture.PREFIXES,
             packing=packing_of(checkpoint.quantization(), quantization),
             kv=kv or KVLayers(),
+            state_dtype=state,
         )
         build.room.bounded = False
         model = build_model(checkpoint.raw, build)

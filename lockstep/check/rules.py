@@ -107,7 +107,7 @@ def leaves_nothing(engine: Engine) -> None:
     """Raises WorldError where all requests are over and something of one is not."""
     scheduler = engine.scheduler
     table = engine.runner.table
-    null = (table.computed[0], table.pending[0], table.page_table[0].sum(), table.state_slots[0])
+    null = (table.computed[0], table.folded[0], table.page_table[0].sum(), table.state_slots[0])
     if any(int(value) for value in null):
         raise WorldError("the null row was written to")
     cache = scheduler.cache

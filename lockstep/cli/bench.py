@@ -382,11 +382,11 @@ def _sketch(folder: Path, dtype: str, config: "EngineConfig") -> "Sketch":
     import torch
 
     from lockstep.bench.floor import sketch
-    from lockstep.engine.build import kv_layers
+    from lockstep.engine.build import kv_layers, state_dtype
 
     numbers = getattr(torch, dtype)
-    kv = kv_layers(config, numbers)
-    return sketch(folder, numbers, config.speculative_config, config.quantization, kv)
+    kept = (kv_layers(config, numbers), state_dtype(config))
+    return sketch(folder, numbers, config.speculative_config, config.quantization, *kept)
 
 
 def _show_floor_alone(
@@ -399,8 +399,8 @@ def _show_floor_alone(
 
     folder = find_model(settings["model"])
     names = ("dtype", "speculative_config", "quantization", "kv_cache_dtype")
-    skipped = "kv_cache_dtype_skip_layers"
-    config = EngineConfig(**{name: settings[name] for name in (*names, skipped)})
+    kept = ("kv_cache_dtype_skip_layers", "mamba_ssm_cache_dtype")
+    config = EngineConfig(**{name: settings[name] for name in (*names, *kept)})
     dtype = pick_dtype(config, Checkpoint.read(folder).raw, "cuda")
     name = str(dtype).removeprefix("torch.")
     model = _sketch(folder, name, config)

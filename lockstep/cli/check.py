@@ -27,6 +27,7 @@ SHARED = (
     "quantization",
     "kv_cache_dtype",
     "kv_cache_dtype_skip_layers",
+    "mamba_ssm_cache_dtype",
     "skip_tokenizer_init",
 )
 """The settings that a check takes from the user; it varies the others itself."""

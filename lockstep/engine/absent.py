@@ -20,6 +20,7 @@ from lockstep.engine.build import (
     kv_layers,
     largest_prompts,
     pick_dtype,
+    state_dtype,
     step_limits,
 )
 from lockstep.engine.hooks import NO_HOOKS
@@ -81,6 +82,7 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
             packing=packing,
             arch=card.number,
             kv=kv_layers(config, dtype),
+            state_dtype=state_dtype(config),
         )
         build.room.bounded = False
         model = build_model(checkpoint.raw, build)
@@ -147,6 +149,7 @@ def plan(
     found: dict[str, Any] = dict(
         dtype=limits.dtype,
         quantization=limits.quantization,
+        state_dtype=str(state_dtype(config)).removeprefix("torch."),
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
         weight_bytes=weights,

@@ -80,6 +80,7 @@ def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) ->
         prefixes=checkpoint.architecture.PREFIXES,
         packing=packing,
         kv=kv_layers(config, getattr(torch, limits.dtype)),
+        state_dtype=state_dtype(config),
     )
     model, draft, loaded = build_models(config, checkpoint, build, progress)
     layers = memory.mixers(model, draft)
@@ -183,19 +184,23 @@ def step_limits(
         draft_lengths=drafting.draft_lengths if drafting else (0,),
         graph_mode=config.cuda_graph_mode if cuda else "none",
         steps_in_flight=config.steps_in_flight or (GPU_STEPS_IN_FLIGHT if cuda else 1),
-        numerics=(told or numerics(device, dtype, packing, _kv_name(config, dtype)))
+        numerics=(told or numerics(device, dtype, packing, *_kept_as(config, dtype)))
         + _synthetic(config),
         quantization=None if packing is None else packing.name,
     )
 
 
 def numerics(
-    device: str, dtype: torch.dtype, packing: Packing | None = None, kv: str | None = None
+    device: str,
+    dtype: torch.dtype,
+    packing: Packing | None = None,
+    kv: str | None = None,
+    state: torch.dtype = torch.float32,
 ) -> str:
     """All that bits may depend on besides weights and request: printed, and the fingerprint.
 
     On a GPU Triton's version too: the trees of its sums follow the layouts that it chooses. kv: the
-    format of the KV cache, None for the dtype.
+    format of the KV cache, None for the dtype; state: the recurrent state's dtype.
     """
     if device == "cuda":
         import triton
@@ -205,13 +210,13 @@ def numerics(
     else:
         arch = f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
         libraries = [f"torch-{torch.__version__}"]
-    name = str(dtype).removeprefix("torch.")
+    name, kept = (str(x).removeprefix("torch.") for x in (dtype, state))
     try:
         release = version("lockstep-llm")
     except PackageNotFoundError:
         from lockstep import __version__ as release
     packed = "" if packing is None else f"+{packing.name}"
-    parts = (arch, f"weights-{name}{packed}", f"kv-{kv or name}", "state-float32", "tp1")
+    parts = (arch, f"weights-{name}{packed}", f"kv-{kv or name}", f"state-{kept}", "tp1")
     return "/".join((*parts, *libraries, f"lockstep-{release}"))
 
 
@@ -228,6 +233,17 @@ def kv_layers(config: EngineConfig, dtype: torch.dtype) -> KVLayers:
     """How the model's layers keep keys and values."""
     format = formats.format_of(config.kv_cache_dtype, dtype)
     return KVLayers(format, config.kv_cache_dtype_skip_layers)
+
+
+def _kept_as(config: EngineConfig, dtype: torch.dtype) -> tuple[str | None, torch.dtype]:
+    """What numerics call the formats of KV and recurrent state."""
+    return _kv_name(config, dtype), state_dtype(config)
+
+
+def state_dtype(config: EngineConfig) -> torch.dtype:
+    """Of the state that recurrent layers keep between steps."""
+    chosen = config.mamba_ssm_cache_dtype
+    return torch.float32 if chosen == "auto" else getattr(torch, chosen)
 
 
 def _synthetic(config: EngineConfig) -> str:

@@ -45,7 +45,7 @@ class Build:
     in their names, None for dummy weights;
     prefixes: that a name may have in front of the path; packing: the weight format, None where no
     weight is packed. arch: of a GPU that is not there, e.g. 86; None: the device's own. kv: how
-    layers keep keys and values.
+    layers keep keys and values; state_dtype: of the state that recurrent layers keep between steps.
     """
 
     device: str
@@ -61,6 +61,7 @@ class Build:
     packing: Packing | None = None
     arch: int | None = None
     kv: KVLayers = KVLayers()
+    state_dtype: torch.dtype = torch.float32
     choices: list[Choice] = field(default_factory=list)
     probed: dict[tuple[int, int], Probed] = field(default_factory=dict)
     room: Room = field(init=False)

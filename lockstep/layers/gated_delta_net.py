@@ -10,7 +10,7 @@ from lockstep.kernels.gated_delta_rule import (
     gated_delta_chunk,
     gated_delta_step,
 )
-from lockstep.kernels.recurrent.rings import ring_slots
+from lockstep.kernels.recurrent.rings import ring_slots, state_grid
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Linear, ResidualLinear, Target
 from lockstep.layers.norm import GatedRMSNorm
@@ -48,6 +48,7 @@ class GatedDeltaNet(nn.Module):
         self.dtype = build.dtype
         self.window = build.window
         self.flush = flush_after(build.device)
+        self.state_dtype = build.state_dtype
         self.channels = 2 * key_heads * key_dim + value_heads * value_dim
         inner = value_heads * value_dim
         self.parts = (self.channels, inner, value_heads, value_heads)
@@ -109,7 +110,7 @@ class GatedDeltaNet(nn.Module):
         window = (step.shape.rows, step.shape.query_len)
         mixed, z, b, a = (t.unflatten(0, window) for t in (mixed, z, b, a))
         z = z.unflatten(-1, (self.value_heads, self.value_dim))
-        where = (step.state_slots, step.starts, step.pending)
+        where = (step.state_slots, step.starts, step.folded)
         return self.step_op(mixed, z, b, a, weights, self.state, *where, flush=self.flush)
 
     def weights(self) -> dict[str, Target]:
@@ -126,12 +127,14 @@ class GatedDeltaNet(nn.Module):
         )
 
     def cache_spec(self) -> Spec:
-        slots = ring_slots(self.window, self.kernel - 1, self.flush)
+        grid = state_grid(self.state_dtype)
+        slots = ring_slots(self.window, self.kernel - 1, self.flush, grid)
+        heads = (self.value_heads, self.key_dim, self.value_dim)
         f32 = torch.float32
         return Spec(
             Law.STATE,
             (
-                Part("recurrent", (self.value_heads, self.key_dim, self.value_dim), f32),
+                Part("recurrent", heads, self.state_dtype),
                 Part("conv", (slots, self.channels), self.dtype, ring=True),
                 Part("u", (slots, self.value_heads, self.value_dim), f32, ring=True),
                 Part("k", (slots, self.key_heads, self.key_dim), f32, ring=True),

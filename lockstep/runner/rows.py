@@ -33,7 +33,7 @@ def write_row(table: RowTable, row: int, request: Request, start: int) -> None:
     copy_to_device(prompt, table.tokens[row, : len(prompt)])
     copy_to_device(len(prompt), table.prompt_len[row])
     copy_to_device(start, table.computed[row])
-    copy_to_device(0, table.pending[row])
+    copy_to_device(start, table.folded[row])
     copy_to_device(-1, table.drafts[row])
     write_sampling(table.sampling, row, request, prompt)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config import StepLimits
+from lockstep.kernels.recurrent.rings import state_grid
 from lockstep.kernels.sampling import SamplingState
 from lockstep.kernels.step_metadata import RowTensors, advance_rows, prepare_step
 from lockstep.layers.build import Build
@@ -53,7 +54,7 @@ class RowTable(RowTensors):
             tokens=full(0, torch.int64, plan.history_len),
             prompt_len=full(0, torch.int32),
             computed=full(0, torch.int32),
-            pending=full(0, torch.int32),
+            folded=full(0, torch.int32),
             drafts=full(-1, torch.int64, max(plan.query_len - 1, 0)),
             page_table=full(0, torch.int32, plan.row_columns),
             state_slots=full(0, torch.int32),
@@ -63,13 +64,14 @@ class RowTable(RowTensors):
         self.inputs = StepInputs(rows, device)
         self.page_size = plan.page_size
         self.flush = flush_after(device)
+        self.state_grid = state_grid(build.state_dtype)
         build = build.at("table")
         self.prepare_op = build.op(prepare_step)
         self.advance_op = build.op(advance_rows)
 
     def row_tensors(self) -> list[Tensor]:
         """What makes a row besides pages and state: moved to the host when it is preempted."""
-        own = [self.tokens, self.prompt_len, self.computed, self.pending, self.drafts]
+        own = [self.tokens, self.prompt_len, self.computed, self.folded, self.drafts]
         return own + self.sampling.tensors()
 
     def prepare(self, shape: StepShape) -> Step:
@@ -99,8 +101,8 @@ class RowTable(RowTensors):
             tokens,
             step.drafts,
             step.seq_lens,
-            step.pending,
             self.flush,
+            self.state_grid,
             step.shape.prompt,
         )
         return Verdict(tokens, accepted, results)

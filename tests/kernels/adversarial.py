@@ -46,7 +46,7 @@ class Rows:
         return bool(self.rows)
 
 
-STEP = ("slots", "starts", "pending")
+STEP = ("slots", "starts", "folded")
 CHUNK = ("starts", "state_src", "state_slots", "snapshot_slots")
 CACHES = ("k_cache", "v_cache")
 ROWS: dict[Op, Rows] = {

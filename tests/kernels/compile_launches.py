@@ -2,7 +2,7 @@
 interpreter lets pass, such as a name of two shapes in the branches of an `if`, is an error here.
 
 Launches are recorded, not made: of each op's first case, of the first one in which other arguments
-are None, and of the first of each kind of packed weight and packed cache, in bf16.
+are None, and of the first of each kind of packed weight, packed cache and state, in bf16.
 
     python -m tests.kernels.compile_launches [--quick] [op ...]
 
@@ -11,6 +11,7 @@ are None, and of the first of each kind of packed weight and packed cache, in bf
 
 import sys
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -110,8 +111,8 @@ def main(names: list[str]) -> None:
 
 
 def absent_of(arguments: dict[str, Any]) -> Iterator[str]:
-    """The arguments that are None, the layouts of packed weights, by what they lack, and the codecs
-    of packed caches."""
+    """The arguments that are None, the layouts of packed weights, by what they lack, the codecs of
+    packed caches, and the dtypes of other arguments with parts."""
     for name, value in arguments.items():
         if value is None:
             yield name
@@ -120,6 +121,9 @@ def absent_of(arguments: dict[str, Any]) -> Iterator[str]:
             yield f"{name} of {type(value).__name__} without {lacks}"
         elif isinstance(value, PackedKV):
             yield f"{name} of {value.codec}"
+        elif is_dataclass(value):
+            tensors = [part for part in vars(value).values() if isinstance(part, Tensor)]
+            yield f"{name} in {[part.dtype for part in tensors]}"
 
 
 def empty(arguments: dict[str, Any]) -> bool:

@@ -10,6 +10,7 @@ binary for short windows and one for long ones: K's lanes must lie alike in both
 import re
 import sys
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import triton
@@ -19,16 +20,17 @@ from triton.compiler import ASTSource
 from lockstep.kernels.gated_delta_rule import step
 from lockstep.kernels.gated_delta_rule._shared import blocks_of
 from lockstep.kernels.gated_delta_rule._window_inputs import inputs_kernel
+from lockstep.kernels.recurrent.rings import ROUNDED_EVERY
 
 ODD = dict(HK=1, HV=3, K=24, V=40)
 LAYERS = (dict(HK=2, HV=4, K=64, V=16), ODD, dict(HK=16, HV=48, K=128, V=128))
 """K above V, below it, and Qwen3.6-27B's."""
-LONGS = {"slots", "pending"}
-INTS = {"starts"}
+LONGS = {"slots"}
+INTS = {"starts", "folded"}
 FLOATS = {"eps"}
 HALVES = {"mixed", "z", "b", "a", "taps", "norm", "conv", "out"}
 NUMBERS = {"length", "ring_slots", "flush", "stride", "z_stride", "b_stride", "a_stride"}
-ANYWHERE = {"b", "a", "slots", "starts", "pending"}
+ANYWHERE = {"b", "a", "slots", "starts", "folded"}
 """Pointers that are not specialised on alignment."""
 SUM = re.compile(
     r'"tt.reduce"\(%\S+\) <\{axis = 0 : i32\}> \(\{.*?\}\) : \(tensor<((?:\d+x)+)\w+, (#\w+)>',
@@ -37,13 +39,15 @@ SUM = re.compile(
 """A sum over axis 0: sizes and layout of what it adds."""
 
 
-def type_of(name: str, kernel: str) -> str:
-    """The type of an argument, as the launches pass it to a model in bf16."""
+def type_of(name: str, kernel: str, grid: int) -> str:
+    """The type of an argument, as the launches pass it to a model in bf16, with a state of 16 bits
+    where its grid is not 1."""
     if name in NUMBERS or (name == "heads" and kernel == "_norm_kernel"):
         return "i32"
     if name in FLOATS:
         return "fp32"
-    kinds = ((LONGS, "*i64"), (INTS, "*i32"), (HALVES, "*bf16"))
+    halves = HALVES | ({"recurrent"} if grid > 1 else set())
+    kinds = ((LONGS, "*i64"), (INTS, "*i32"), (halves, "*bf16"))
     return next((kind for names, kind in kinds if name in names), "*fp32")
 
 
@@ -54,9 +58,9 @@ def kernels(quick: bool) -> Iterator[tuple[Any, int, dict[str, Any]]]:
         blocks = blocks_of(sizes, 128)
         warps = layout["WARPS"] // step.PARTS or 1
         same = dict(**sizes, R=3, L2_EPS=1e-6, **blocks)
-        for near in (step.NEAR, 2 * step.NEAR):
+        for grid, near in product((1, ROUNDED_EVERY), (step.NEAR, 2 * step.NEAR)):
             walk = {**same, **layout, "WARPS": warps, "NEAR": near, "SECTOR": step.SECTOR}
-            yield step._walk_kernel, warps, walk
+            yield step._walk_kernel, warps, walk | {"STATE_GRID": grid}
         yield step._norm_kernel, step.NORM_WARPS, dict(**same, HEADS=step.HEADS)
         yield inputs_kernel, 1, dict(**same, TOKENS=step.MOST_TOKENS)
 
@@ -75,12 +79,13 @@ def lanes_of_sums(code: str) -> set[tuple[bool, int]]:
 
 def main(quick: bool) -> None:
     """Compiles them, down to machine code."""
-    walks: dict[tuple[int, int], list[set[tuple[bool, int]]]] = {}
+    walks: dict[tuple[int, int, int], list[set[tuple[bool, int]]]] = {}
     for kernel, warps, constants in kernels(quick):
         name = kernel.__name__
         own = {n: constants.get(n) for n in kernel.arg_names}
         fixed = {n: value for n, value in own.items() if value is not None}
-        types = {n: "constexpr" if n in fixed else type_of(n, name) for n in own}
+        grid = constants.get("STATE_GRID", 1)
+        types = {n: "constexpr" if n in fixed else type_of(n, name, grid) for n in own}
         aligned = [i for i, n in enumerate(own) if types[n].startswith("*") and n not in ANYWHERE]
         compiled = triton.compile(
             ASTSource(
@@ -94,7 +99,7 @@ def main(quick: bool) -> None:
         )
         if kernel is step._walk_kernel:
             lanes = lanes_of_sums(compiled.asm["ttgir"])
-            walks.setdefault((fixed["K"], fixed["V"]), []).append(lanes)
+            walks.setdefault((fixed["K"], fixed["V"], grid), []).append(lanes)
         print(name, fixed)
     for sizes, (short, long) in walks.items():
         assert short and short == long, (sizes, short, long)

@@ -1,4 +1,5 @@
-"""Triton's interpreter made fast enough for the tests; none of it changes what a kernel computes.
+"""Triton's interpreter made fast enough for the tests; what a kernel computes stays the same, but
+for casts from fp32 to bf16, which it cuts off where a GPU rounds to nearest.
 
 An interpreted kernel spends nearly all of its time on building the language's types, over and over
 the same few. Here equal ones are built once.
@@ -7,6 +8,8 @@ the same few. Here equal ones are built once.
 from collections.abc import Callable
 from typing import Any
 
+import numpy
+import torch
 from triton import language
 from triton.language import core
 from triton.runtime import interpreter
@@ -17,6 +20,7 @@ MODULES = (language, core)
 def speed_up() -> None:
     """Patches the interpreter and the language for the life of the process."""
     _index_by_one_element()
+    _round_to_bfloat16()
     _patch_the_language_once()
     _call_builtins_directly()
     _sanitize_nothing_that_is_not_asserted()
@@ -34,6 +38,28 @@ def _index_by_one_element() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch
+
+
+def _round_to_bfloat16() -> None:
+    """Casts between fp32 and bf16, which numpy lacks: by torch, ties to even."""
+    cast = interpreter.InterpreterBuilder.cast_impl
+    float32 = language.float32
+    bfloat16 = language.bfloat16
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        pair = (src.dtype.scalar, dst_type.scalar)
+        if pair not in ((float32, bfloat16), (bfloat16, float32)):
+            return cast(self, src, dst_type)
+        given = torch.from_numpy(numpy.ascontiguousarray(src.data))
+        if pair[0] == bfloat16:
+            data = given.view(torch.bfloat16).float()
+        else:
+            data = given.to(torch.bfloat16).view(torch.uint16)
+        return interpreter.TensorHandle(data.numpy(), dst_type.scalar)
+
+    interpreter.InterpreterBuilder.cast_impl = cast_impl
+    for name in ("create_fp_ext", "create_fp_trunc"):
+        setattr(interpreter.InterpreterBuilder, name, cast_impl)
 
 
 def _patch_the_language_once() -> None:

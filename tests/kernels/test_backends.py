@@ -8,11 +8,22 @@ from lockstep.kernels.experts import experts
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.kv import PackedKV
 from lockstep.kernels.sampling import sample
-from tests.kernels.backends import GPU_DTYPES, OPS, Backend, kept, left, of_every_op, same_bits
+from tests.kernels.backends import (
+    GPU_DTYPES,
+    OPS,
+    Backend,
+    kept,
+    left,
+    of_every_op,
+    same_bits,
+    written,
+)
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+ROUNDED = 4e-3
+"""Where a state is rounded to 16 bits: it is an ulp away where it was one of 32 bits away."""
 INTERPRETED = {
-    gated_delta_chunk: 1,
+    gated_delta_chunk: 2,
     gated_delta_step: 4,
     sample: 3,
     paged_attention: 2,
@@ -26,8 +37,10 @@ ORACLE = Backend("reference", "cpu", torch.float32)
 @pytest.mark.parametrize(("op", "backend"), of_every_op(reference=False))
 def test_agrees_with_the_reference(op, backend):
     """To a tolerance, a CPU's in every bit; and writes what it says and nothing else."""
-    tolerance = TOLERANCE[backend.dtype]
     for name, arguments in backend.cases(op, INTERPRETED.get(op) if backend.interpreted else None):
+        tolerance = TOLERANCE[backend.dtype]
+        if any(part.dtype == torch.bfloat16 for part in written(op, arguments)):
+            tolerance = max(tolerance, ROUNDED)
         expected = ORACLE.fresh(arguments)
         actual = backend.fresh(arguments)
         wanted = left(op, ORACLE.run(op, expected), expected)
@@ -43,11 +56,12 @@ def test_agrees_with_the_reference(op, backend):
             if backend.exact:
                 assert same_bits(have, want), (name, part)
                 continue
+            close = max(tolerance, TOLERANCE.get(want.dtype, 0.0))
             torch.testing.assert_close(
                 have,
                 want,
-                rtol=tolerance,
-                atol=tolerance,
+                rtol=close,
+                atol=close,
                 equal_nan=True,
                 msg=lambda text, what=f"{name}, {part}": f"{what}: {text}",
             )

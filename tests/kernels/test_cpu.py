@@ -14,7 +14,7 @@ from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_ste
 from lockstep.kernels.gated_delta_rule.cases import Dims, inputs, random_state, weights
 from lockstep.kernels.recurrent import _cpu
 from lockstep.kernels.recurrent.convolution import causal_convolution
-from lockstep.kernels.recurrent.rings import ring_slots, slots_before
+from lockstep.kernels.recurrent.rings import folded_by, ring_slots, slots_before, state_grid
 from tests.kernels.backends import OPS as EVERY_OP
 from tests.kernels.backends import Backend, left, same_bits
 
@@ -58,28 +58,33 @@ def test_attention_over_many_segments(gated: bool) -> None:
     assert_same(paged_attention, batch | {"gates": gates if gated else None}, str(rows))
 
 
-@pytest.mark.parametrize("flush", [1, 5])
+@pytest.mark.parametrize("flush", [1, 5, 20])
 @pytest.mark.parametrize("rows", [1, 3])
-def test_steps_with_every_number_of_pending_tokens(rows: int, flush: int) -> None:
-    dims = Dims(2, 6, 32, 48, w=4, flush=flush)
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_with_every_number_of_tokens_to_replay(
+    rows: int, flush: int, state: torch.dtype
+) -> None:
+    dims = Dims(2, 6, 32, 48, w=4, flush=flush, state=state)
     slots = [5, 2, 4][:rows]
     layer = weights(dims, torch.float32, 3)
-    for most in range(flush - 1 + dims.w + 1):
+    starts = torch.tensor([700, 64, 33][:rows], dtype=torch.int32)
+    for most in range(dims.most + 1):
         for length in (1, dims.w):
             arguments = dict(
                 **inputs(dims, (rows, length), torch.float32, 2),
                 weights=layer,
                 state=random_state(dims, 6, slots, torch.float32, 1),
                 slots=torch.tensor(slots),
-                starts=torch.tensor([700, 64, 13][:rows], dtype=torch.int32),
-                pending=torch.tensor([most, 0, most // 2][:rows]),
+                starts=starts,
+                folded=starts - torch.tensor([most, 0, most // 2][:rows]).int(),
                 flush=flush,
             )
-            assert_same(gated_delta_step, arguments, f"{most} pending, {length} new")
+            assert_same(gated_delta_step, arguments, f"{most} to replay, {length} new")
 
 
-def test_chunks_of_a_long_prompt() -> None:
-    dims = replace(Dims(2, 6, 32, 48), r=3)
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=str)
+def test_chunks_of_a_long_prompt(state: torch.dtype) -> None:
+    dims = replace(Dims(2, 6, 32, 48), r=3, state=state)
     raw = inputs(dims, (629,), torch.float32, 4)
 
     def ints(*values: int) -> torch.Tensor:
@@ -117,12 +122,36 @@ def test_ring_places_are_positions_modulo_the_ring() -> None:
 
 
 @pytest.mark.parametrize("window", [1, 4, 8])
-@pytest.mark.parametrize("flush", [1, 5])
-def test_a_window_overwrites_nothing_that_is_read_beside_it(window: int, flush: int) -> None:
+@pytest.mark.parametrize("flush", [1, 5, 20])
+@pytest.mark.parametrize("grid", [1, 16])
+def test_a_window_overwrites_nothing_that_is_read_beside_it(
+    window: int, flush: int, grid: int
+) -> None:
     history = 3
-    length = ring_slots(window, history, flush)
+    length = ring_slots(window, history, flush, grid)
     for start in range(2 * length):
         written = set(slots_before(start + window, window, length).tolist())
-        for count in (history, flush - 1 + window):
+        for count in (history, max(flush, grid) - 1 + window):
             read = slots_before(start, count, length).tolist()
             assert len(set(read)) == count and written.isdisjoint(read)
+
+
+@pytest.mark.parametrize("flush", [1, 5, 16, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_state_lacks_no_more_tokens_than_a_ring_holds(dtype: torch.dtype, flush: int) -> None:
+    """Random walks from every first position; what is written is on the grid, and never behind
+    what is computed."""
+    grid = state_grid(dtype)
+    draw = torch.Generator().manual_seed(flush)
+    for window in (1, 4, 8):
+        starts = torch.arange(64, dtype=torch.int32)
+        folded = starts.clone()
+        for _ in range(200):
+            new = folded_by(starts, folded, flush, grid)
+            moved = new > folded
+            assert (new[moved] % grid == 0).all() and (new >= folded).all()
+            assert (starts - new < max(flush, grid)).all()
+            assert moved[starts - folded >= max(flush, grid)].all()
+            starts += torch.randint(1, window + 1, (64,), generator=draw).int()
+            folded = new
+            assert (starts - folded).max() <= max(flush, grid) - 1 + window

@@ -15,7 +15,7 @@ from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_ste
 from lockstep.kernels.gated_delta_rule.cases import Dims, empty_state, inputs, random_state, weights
 from lockstep.kernels.linear import linear
 from lockstep.kernels.norm import gated_rms_norm, rms_norm
-from lockstep.kernels.recurrent.rings import slots_before
+from lockstep.kernels.recurrent.rings import folded_by, slots_before
 from lockstep.kernels.sampling import sample
 from lockstep.kernels.sampling.cases import among, batch
 from tests.kernels.backends import backends, same_bits
@@ -124,6 +124,7 @@ def test_attention_row_alone_and_elsewhere(backend, layer):
             assert same_bits(found, out[bounds[s] : bounds[s + 1]]), s
 
 
+STATES = (torch.float32, torch.bfloat16)
 SMALL = Dims(1, 2, 16, 16)
 REAL = Dims(4, 12, 128, 128, w=8)
 
@@ -133,7 +134,7 @@ def stepped(backend, dims, data, plan):
     state = backend.place(empty_state(dims, 3, backend.dtype))
     at = 0
     outs = []
-    pending = 0
+    folded = torch.zeros(1, dtype=torch.int32)
     data = backend.place(data)
     layer = backend.place(weights(dims, backend.dtype, 13))
     tokens = data["mixed"].shape[1]
@@ -143,50 +144,70 @@ def stepped(backend, dims, data, plan):
         window = {n: x[:, at : at + length] for n, x in data.items()}
         window["mixed"] = window["mixed"].clone()
         window["mixed"][:, accepted:] += 1.0  # what is not accepted is another token
-        one = dict(slots=torch.tensor([2]), pending=torch.tensor([pending]))
-        one.update(starts=torch.tensor([at], dtype=torch.int32), flush=dims.flush)
+        starts = torch.tensor([at], dtype=torch.int32)
+        one = dict(slots=torch.tensor([2]), starts=starts, folded=folded, flush=dims.flush)
         outs.append(
             backend.run(gated_delta_step, dict(**window, weights=layer, state=state, **one))
         )
         outs[-1] = outs[-1][:, :accepted]
         at += accepted
-        pending = accepted + (pending if pending < dims.flush else 0)
+        folded = folded_by(starts, folded, dims.flush, dims.grid)
         if at == tokens:
-            return torch.cat(outs, 1), state, pending
+            return torch.cat(outs, 1), state, int(folded)
     raise AssertionError("the plan is too short")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("flush", [1, 8])
-def test_replay_is_stepping(backend, flush):
+@pytest.mark.parametrize("kept", STATES, ids=str)
+def test_replay_is_stepping(backend, flush, kept):
     """Random windows and random acceptance, the state written at every step or rarely, against one
-    token at a time."""
+    token at a time. A state of 16 bits is rounded at the same places."""
     fast = not backend.interpreted
-    dims = replace(REAL if backend.on_gpu else SMALL, flush=flush)
-    tokens = 200 if fast else 24
+    dims = replace(REAL if backend.on_gpu else SMALL, flush=flush, state=kept)
+    tokens = 200 if fast else 8 + dims.grid + dims.w
     data = inputs(dims, (1, tokens), backend.dtype, 5)
     draw = torch.Generator().manual_seed(6)
     plan = []
     for _ in range(tokens):
         length = int(torch.randint(1, dims.w + 1, (1,), generator=draw))
         plan.append((length, int(torch.randint(1, length + 1, (1,), generator=draw))))
-    plain, state, _ = stepped(backend, replace(dims, flush=1), data, [(1, 1)] * tokens)
-    jumpy, other, pending = stepped(backend, dims, data, plan)
+    plain, state, here = stepped(backend, replace(dims, flush=1), data, [(1, 1)] * tokens)
+    jumpy, other, there = stepped(backend, dims, data, plan)
     assert same_bits(plain, jumpy)
-    if pending == 1 and flush == 1:
+    if here == there:
         assert same_bits(state.recurrent[2], other.recurrent[2])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_step_row_alone(backend):
-    dims = REAL if backend.on_gpu else SMALL
+def test_a_state_of_16_bits_is_rounded_at_absolute_positions(backend):
+    """A row that begins between two grid points, in windows that end before, on and behind the
+    next: what every window leaves is the state of stepping, rounded at multiples of the grid."""
+    dims = replace(SMALL, state=torch.bfloat16, w=4)
+    data = inputs(dims, (1, 24), backend.dtype, 5)
+    seen = {}
+    for plan in ([1] * 24, [4] * 6, [3] * 8, [2, 3, 4, 1, 4, 2] * 2):
+        out, state, folded = stepped(backend, dims, data, [(n, n) for n in plan])
+        assert folded == 16
+        seen[str(plan)] = out, state.recurrent[2]
+    exact, *_ = stepped(backend, replace(dims, state=torch.float32), data, [(1, 1)] * 24)
+    (first, kept), *others = seen.values()
+    for out, other in others:
+        assert same_bits(out, first) and same_bits(other, kept)
+    assert same_bits(first[:, :16], exact[:, :16]) and not same_bits(first[:, 16], exact[:, 16])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("kept", STATES, ids=str)
+def test_step_row_alone(backend, kept):
+    dims = replace(REAL if backend.on_gpu else SMALL, state=kept)
     rows = 5
     length = dims.w
     data = backend.place(inputs(dims, (rows, length), backend.dtype, 7))
     layer = backend.place(weights(dims, backend.dtype, 13))
     slots = torch.tensor([3, 1, 0, 5, 4])
-    pending = torch.tensor([0, 2, 0, dims.w, 1])
     starts = torch.tensor([5, 77, 0, 1000, 64], dtype=torch.int32)
+    folded = starts - torch.tensor([0, 2, 0, dims.most, 1], dtype=torch.int32)
     filled = [torch.randn(x.shape, generator=torch.Generator().manual_seed(8)) for x in
               empty_state(dims, 6, backend.dtype).tensors()]  # fmt: skip
 
@@ -195,7 +216,7 @@ def test_step_row_alone(backend):
         for part, values in zip(state.tensors(), filled, strict=True):
             part.copy_(values * 0.1)
         picked = {n: x[which] for n, x in data.items()}
-        where = dict(slots=slots[which], starts=starts[which], pending=pending[which])
+        where = dict(slots=slots[which], starts=starts[which], folded=folded[which])
         return backend.run(
             gated_delta_step, dict(**picked, weights=layer, state=state, **where)
         ), state
@@ -217,7 +238,7 @@ def test_how_a_step_is_divided_changes_no_bit(backend, length, part, monkeypatch
     dims = replace(dims, v=int(dims.v * part))
     data = backend.place(inputs(replace(dims, w=8), (2, length), backend.dtype, 7))
     where = dict(slots=torch.tensor([3, 1]), starts=torch.tensor([5, 77], dtype=torch.int32))
-    where["pending"] = torch.tensor([3, 2])
+    where["folded"] = torch.tensor([2, 75], dtype=torch.int32)
     found = []
     for division in (dict(PARTS=1), dict(PARTS=2, MOST_TOKENS=1), dict(PARTS=4, HEADS=2, NEAR=1)):
         for name, value in division.items():
@@ -260,8 +281,9 @@ def prompt(backend, dims, data, cuts, mate=0):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_chunked_law_cut_anywhere_on_the_grid(backend):
-    dims = REAL if backend.on_gpu else SMALL
+@pytest.mark.parametrize("kept", STATES, ids=str)
+def test_chunked_law_cut_anywhere_on_the_grid(backend, kept):
+    dims = replace(REAL if backend.on_gpu else SMALL, state=kept)
     data = inputs(dims, (300,), backend.dtype, 9)
     whole, state = prompt(backend, dims, data, [0, 300])
     for mate, cuts in ((0, [0, 64, 300]), (70, [0, 300]), (5, [0, 128, 192, 256, 300])):
@@ -269,8 +291,8 @@ def test_chunked_law_cut_anywhere_on_the_grid(backend):
         assert same_bits(part, whole), cuts
         for slot, position in ((2, 300), (3, 256)):
             assert same_bits(other.recurrent[slot], state.recurrent[slot])
-            kept = slots_before(position, dims.r, state.conv.shape[1])
-            assert same_bits(other.conv[slot][kept], state.conv[slot][kept])
+            last = slots_before(position, dims.r, state.conv.shape[1])
+            assert same_bits(other.conv[slot][last], state.conv[slot][last])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -298,9 +320,9 @@ def test_the_two_laws_are_close(backend):
     seen = [
         backend.run(
             gated_delta_step,
-            dict(**nxt, weights=layer, state=state, **where, pending=torch.tensor([pending])),
+            dict(**nxt, weights=layer, state=state, **where, folded=where["starts"] - lacking),
         )
-        for state, pending in ((left, 0), (right, 1))
+        for state, lacking in ((left, 0), (right, 1))
     ]
     error = (seen[0] - seen[1]).norm() / seen[1].norm()
     assert error < (1e-4 if backend.dtype == torch.float32 else 1e-2)

@@ -56,7 +56,7 @@ def test_gated_delta_step_is_the_recurrence():
     for t in range(tokens):
         window = {n: x[:, t : t + 1] for n, x in data.items()}
         one = dict(slots=torch.tensor([1]), starts=torch.tensor([t]))
-        one["pending"] = torch.tensor([min(t, 1)])
+        one["folded"] = torch.tensor([max(t - 1, 0)])
         outs.append(gated_delta_step(**window, weights=layer, state=state, **one)[0, 0])
     raw = F.pad(data["mixed"][0].double().t(), (dims.r, 0))[None]
     taps = layer.conv.double()[:, None]

@@ -26,18 +26,19 @@ def test_equals_the_reference(op, backend, monkeypatch):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("width", [1, 2, 5, 8])
-def test_rows_are_committed_as_in_plain_python(backend, width):
+@pytest.mark.parametrize("grid", [1, 16])
+def test_rows_are_committed_as_in_plain_python(backend, width, grid):
     """60 random rows, alone and together, drafts that repeat a token, flushes, ended prompts,
     positions where the target has no token."""
     seen = set()
     for seed in range(6):
-        batch = advance(10, width, 80, prompt=False, vocab=3, seed=seed)
+        batch = advance(10, width, 80, prompt=False, vocab=3, seed=seed, state_grid=grid)
         before = {name: x.clone() for name, x in vars(batch["table"]).items()}
         expected = [plain(batch, before, s) for s in range(10)]
         for picks in [list(range(10)), [3], [9, 0, 4, 4 + 5]]:
             some = backend.fresh(batch)
             rows = torch.tensor(picks, device=backend.device)
-            for name in ("row_ids", "tokens", "drafts", "seq_lens", "held"):
+            for name in ("row_ids", "tokens", "drafts", "seq_lens"):
                 some[name] = some[name][rows].contiguous()
             accepted, results = backend.run(advance_rows, some)
             table = some["table"]
@@ -47,14 +48,14 @@ def test_rows_are_committed_as_in_plain_python(backend, width):
                 assert int(accepted[i]) == want["accepted"]
                 assert results[i].tolist() == want["results"]
                 assert int(table.computed[row]) == want["computed"]
-                assert int(table.pending[row]) == want["pending"]
+                assert int(table.folded[row]) == want["folded"]
                 assert table.tokens[row].tolist() == want["tokens"]
                 assert (table.drafts[row] == -1).all()
                 assert some["counts"][row].tolist() == want["counts"]
                 seen.add(want["accepted"])
             others = sorted(set(range(13)) - {int(batch["row_ids"][s]) for s in picks} - {0})
             assert torch.equal(some["counts"][others].cpu(), batch["counts"][others])
-            for name in ("tokens", "computed", "pending", "drafts"):
+            for name in ("tokens", "computed", "folded", "drafts"):
                 assert torch.equal(getattr(table, name)[others].cpu(), before[name][others])
     assert seen == set(range(width))
 
@@ -64,7 +65,6 @@ def plain(batch: dict[str, Any], before: dict[str, torch.Tensor], s: int) -> dic
     row = int(batch["row_ids"][s])
     tokens = batch["tokens"][s].tolist()
     drafts = batch["drafts"][s].tolist()
-    held = int(batch["held"][s])
     accepted = 0
     while accepted < len(drafts) and drafts[accepted] == tokens[accepted] >= 0:
         accepted += 1
@@ -77,12 +77,15 @@ def plain(batch: dict[str, Any], before: dict[str, torch.Tensor], s: int) -> dic
         for token in tokens[: accepted + 1]:
             if token >= 0:
                 counts[token] += 1
-    pending = (held if held < batch["flush"] else 0) + accepted + 1
+    folded = int(before["folded"][row])
+    ends = [n for n in range(folded + 1, start + 1) if n % batch["state_grid"] == 0]
+    if ends and start - folded >= batch["flush"]:
+        folded = ends[-1]
     return dict(
         accepted=accepted,
         results=[*tokens, accepted, sum(draft >= 0 for draft in drafts)],
         computed=start + accepted + 1 if row else 0,
-        pending=pending if row else 0,
+        folded=folded if row else 0,
         tokens=history,
         counts=counts,
     )

@@ -34,6 +34,8 @@ OF_ROUTE = "tests/kernels/test_route.py"
 OF_PACKED = "tests/kernels/test_packed.py"
 OF_KV = "tests/kernels/test_kv.py"
 OF_KV_FORMATS = "tests/regressions/test_f3_kv_formats.py"
+OF_HALF_STATE = "tests/regressions/test_f2_state_in_16_bits.py"
+OF_ROWS_ALONE = "tests/kernels/test_exactness.py"
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,14 @@ FAULTS = (
     ),
     Fault(
         "replay of at most 4", "mixer", DELTA,
-        "    most = max(pending.tolist())\n",
-        "    most = min(4, max(pending.tolist()))\n",
+        "    most = max((starts - folded).tolist())\n",
+        "    most = min(4, max((starts - folded).tolist()))\n",
     ),
     Fault(
-        "pending one short when all were accepted", "table", METADATA,
-        "torch.where(held < flush, held, 0).int() + accepted + 1",
-        "torch.where(held < flush, held, 0).int() + accepted + 1"
-        " - ((accepted == width - 1) & (width > 1)).int()",
+        "folded one too far when all were accepted", "table", METADATA,
+        "folded_by(seq_lens - width, table.folded[row_ids], flush, state_grid)",
+        "folded_by(seq_lens - width, table.folded[row_ids], flush, state_grid)"
+        " + ((accepted == width - 1) & (width > 1)).int()",
     ),
     Fault(
         "pages rotated after preemption", "runner", ROWS,
@@ -215,8 +217,8 @@ FAULTS = (
         "bias[int(token)] = min(max(value, -MOST_BIAS), MOST_BIAS)",
     ),
     Fault(
-        "pending tokens left behind at preemption", "runner", "runner/table.py",
-        "own = [self.tokens, self.prompt_len, self.computed, self.pending, self.drafts]",
+        "folded left behind at preemption", "runner", "runner/table.py",
+        "own = [self.tokens, self.prompt_len, self.computed, self.folded, self.drafts]",
         "own = [self.tokens, self.prompt_len, self.computed, self.drafts]",
     ),
     Fault(
@@ -417,9 +419,9 @@ FAULTS = (
     ),
     # Mixers.
     Fault(
-        "replay misses a row's first pending token", "mixer", DELTA,
-        "live = (torch.arange(most, 0, -1)[:, None] <= pending)",
-        "live = (torch.arange(most, 0, -1)[:, None] < pending)",
+        "replay misses a row's first token", "mixer", DELTA,
+        "live = (torch.arange(most, 0, -1)[:, None] <= starts - folded)",
+        "live = (torch.arange(most, 0, -1)[:, None] < starts - folded)",
     ),
     Fault(
         "a resumed chunk convolves with the row's old inputs", "mixer", DELTA,
@@ -729,6 +731,31 @@ FAULTS = (
         "    if zeros is not None and BITS == 8:\n        z0, z1 = _spread(",
         "tests/kernels/test_backends.py::test_agrees_with_the_reference"
         "[unpack_weight-triton-cpu-float32]",
+    ),
+    # Recurrent state of 16 bits: the bundled model is checked with one of 32 unless asked.
+    Fault(
+        "a state rounded where a step found it", "mixer", "kernels/recurrent/rings.py",
+        "    last = starts // grid * grid\n",
+        "    last = starts\n",
+        f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
+    ),
+    Fault(
+        "a window rounds by its own positions", "mixer", DELTA,
+        "_round(state, s, [start + t + 1 for start in starts])",
+        "_round(state, s, [t + 1 for start in starts])",
+        f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
+    ),
+    Fault(
+        "a prompt's state rounded at the end of its chunk alone", "mixer", DELTA,
+        "        s = rounded(s)\n",
+        "        s = rounded(s) if c + 1 == chunks else s\n",
+        f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
+    ),
+    Fault(
+        "a kernel rounds by positions in the window", "mixer", "kernels/gated_delta_rule/step.py",
+        "if (start + t + 1) % STATE_GRID == 0:",
+        "if (t + 1) % STATE_GRID == 0:",
+        f"{OF_ROWS_ALONE}::test_a_state_of_16_bits_is_rounded_at_absolute_positions",
     ),
     # KV formats: the bundled model is checked in its own dtype unless a format is asked for.
     Fault(

@@ -48,7 +48,7 @@ def test_state_written_rarely_leaves_the_answer_alone(
     monkeypatch: pytest.MonkeyPatch,
     flush: int,
 ) -> None:
-    """As on a GPU: tokens stay pending until there are `flush` of them."""
+    """As on a GPU: a state may lack up to `flush` tokens before it is written."""
     for user in (gated_delta_net, table):
         monkeypatch.setattr(user, "flush_after", lambda device: flush)
     llm = make("ngram", 3, known=known)
@@ -66,7 +66,7 @@ def test_another_number_of_drafts_in_every_step_leaves_the_answer_alone(
     k: int,
     flush: int,
 ) -> None:
-    """Windows of one length hold what another left pending."""
+    """Windows of one length hold what another left to be replayed."""
     for user in (gated_delta_net, table):
         monkeypatch.setattr(user, "flush_after", lambda device: flush)
     llm = make("ngram", k, changing=True, known=known)
@@ -74,14 +74,19 @@ def test_another_number_of_drafts_in_every_step_leaves_the_answer_alone(
     assert llm.engine.stats.accepted_tokens_total > 20
 
 
-def no_replay(state: Any, slots: Any, places: Any, pending: Any, flush: int) -> Any:
+def no_replay(
+    state: Any, slots: Any, starts: Any, folded: Any, places: Any, flush: int
+) -> torch.Tensor:
     """The state as it was before the last window: accepted tokens are forgotten."""
-    return state.recurrent.index_select(0, slots).flatten(0, 1)
+    return state.recurrent.index_select(0, slots)
 
 
-def replay_all_but_one(state: Any, slots: Any, places: Any, pending: Any, flush: int) -> Any:
+def replay_all_but_one(
+    state: Any, slots: Any, starts: Any, folded: Any, places: Any, flush: int
+) -> torch.Tensor:
     """Reads the state one token too early."""
-    return replay(state, slots, places[: -len(slots)], (pending - 1).clamp_min(0), 0)
+    early = torch.maximum(starts - 1, folded)
+    return replay(state, slots, early, folded, places[: -len(slots)], flush)
 
 
 replay = cpu._replay
@@ -112,10 +117,10 @@ def test_conv_window_that_does_not_move_is_caught(
         mixed: Any, z: Any, b: Any, a: Any, w: Any, state: Any, *where: Any, flush: int
     ) -> Any:
         """The inputs before the window are those behind the first accepted token of the last."""
-        for slot, start, n in zip(*(x.tolist() for x in where), strict=True):
+        for slot, start, folded in zip(*(x.tolist() for x in where), strict=True):
             length = state.conv.shape[1]
             for i in range(start - w.conv.shape[1] + 1, start):
-                past = state.conv[slot, (i - max(n - 1, 0)) % length].clone()
+                past = state.conv[slot, (i - max(start - folded - 1, 0)) % length].clone()
                 state.conv[slot, i % length] = past
         return step(mixed, z, b, a, w, state, *where, flush=flush)
 
@@ -155,19 +160,19 @@ def test_replay_is_stepping_bit_for_bit() -> None:
             torch.zeros(2, length, hv),
         )
 
-    def run(state: rule.GatedDeltaState, at: int, n: int, pending: int) -> torch.Tensor:
+    def run(state: rule.GatedDeltaState, at: int, n: int, lacking: int) -> torch.Tensor:
         x = (t[None, at : at + n] for t in raw)
-        where = torch.tensor([1]), torch.tensor([at]), torch.tensor([pending])
+        where = torch.tensor([1]), torch.tensor([at]), torch.tensor([at - lacking])
         return cpu.gated_delta_step_cpu(*x, weights, state, *where)[0]
 
     one = fresh()
     many = fresh()
     stepped = torch.stack([run(one, t, 1, min(t, 1))[0] for t in range(total)])
     at = 0
-    pending = 0
+    accepted = 0
     while at < total:
-        out = run(many, at, window, pending)
-        pending = int(torch.randint(1, window + 1, (1,), generator=generator))
-        taken = min(pending, total - at)
+        out = run(many, at, window, accepted)
+        accepted = int(torch.randint(1, window + 1, (1,), generator=generator))
+        taken = min(accepted, total - at)
         assert torch.equal(out[:taken], stepped[at : at + taken])
-        at += pending
+        at += accepted

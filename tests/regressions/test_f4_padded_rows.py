@@ -37,7 +37,7 @@ def test_every_bucket_runs_on_null_rows_with_a_pool_of_two_pages(
     assert (step.seq_lens >= 4).all()
     assert (step.slot_mapping < 64).all()
     assert not runner.table.computed.any()
-    assert not runner.table.pending.any()
+    assert not runner.table.folded.any()
     assert ((verdict.tokens >= 0) & (verdict.tokens < llm.engine.vocab_size)).all()
     assert [answers(llm, [prompt], FEW) for prompt in SHORT] == alone
 

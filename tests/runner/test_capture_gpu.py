@@ -153,7 +153,7 @@ def test_a_replayed_step_of_null_rows_changes_no_row(drafter: str) -> None:
     torch.cuda.synchronize()
     for tensor, was in zip(runner.table.row_tensors(), before, strict=True):
         assert torch.equal(tensor[1:], was)
-    assert not runner.table.computed.any() and not runner.table.pending.any()
+    assert not runner.table.computed.any() and not runner.table.folded.any()
 
 
 def test_graphs_of_a_dropped_engine_are_not_destroyed_in_a_capture() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config import Plan
+from lockstep.kernels.recurrent.rings import state_grid
 from lockstep.layers.build import Build
 from lockstep.runner import rows
 from lockstep.runner.table import RowTable
@@ -45,9 +46,9 @@ def make_plan(query_len: int) -> Plan:
     )
 
 
-def make_table(query_len: int) -> RowTable:
-    """A table of that plan."""
-    build = Build("cpu", torch.float32, query_len, 2 * LENGTH)
+def make_table(query_len: int, kept: torch.dtype = torch.float32) -> RowTable:
+    """A table of that plan. kept: the dtype of recurrent state."""
+    build = Build("cpu", torch.float32, query_len, 2 * LENGTH, state_dtype=kept)
     return RowTable(make_plan(query_len), build, VOCAB)
 
 
@@ -61,7 +62,7 @@ class Line:
     slot: int
     row: int = 0
     computed: int = 0
-    pending: int = 0
+    folded: int = 0
     drafts: list[int] = field(default_factory=list)
     saved: rows.HostRow | None = None
 
@@ -88,7 +89,9 @@ class Walk:
     def __init__(self, seed: int, query_len: int) -> None:
         self.draw = random.Random(seed)
         self.query_len = query_len
-        self.table = make_table(query_len)
+        kept = self.draw.choice((torch.float32, torch.bfloat16))
+        self.grid = state_grid(kept)
+        self.table = make_table(query_len, kept)
         self.written = torch.full((PAGES, PAGE), -1, dtype=torch.int64)
         self.state = torch.zeros(2 * ROWS + 1, 2, dtype=torch.int64)
         self.free_pages = set(range(1, PAGES))
@@ -129,6 +132,7 @@ class Walk:
         line = Line(request, list(prompt), [], self.take(self.free_slots))
         line.row = self.take(self.free_rows)
         line.computed = draw.randrange(len(prompt)) // PAGE * PAGE if draw.random() < 0.3 else 0
+        line.folded = line.computed
         line.pages = [self.take(self.free_pages) for _ in range(-(-len(prompt) // PAGE))]
         rows.write_row(self.table, line.row, request, line.computed)
         rows.write_place(self.table, line.row, line.pages, line.slot)
@@ -165,7 +169,7 @@ class Walk:
         self.advance(step, [[token] for token in emitted], [0] * len(chosen))
         for line, length, token in zip(chosen, lengths, emitted, strict=True):
             self.fold(line, line.computed + length)
-            line.pending = 0
+            line.folded = line.computed
             if not line.in_prompt:
                 line.tokens.append(token)
                 self.done["prompts"] += 1
@@ -202,8 +206,8 @@ class Walk:
         self.advance(step, tokens + [null] * padding, accepted)
         for line, emitted, count in zip(chosen, tokens, accepted, strict=True):
             line.tokens += emitted[: count + 1]
+            line.folded = max(line.folded, line.computed // self.grid * self.grid)
             self.fold(line, line.computed + count + 1)
-            line.pending = count + 1
             self.done[f"accepted {count} of {query_len - 1}"] += 1
 
     def make_drafts(self) -> list[int]:
@@ -303,7 +307,7 @@ class Walk:
             ids += shown[line.computed : line.computed + n]
         assert step.token_ids[:total].tolist() == ids
         assert step.state_slots[:count].tolist() == [line.slot for line in lines]
-        assert step.pending[:count].tolist() == [line.pending for line in lines]
+        assert step.folded[:count].tolist() == [line.folded for line in lines]
         for i, line in enumerate(lines):
             padded = line.pages + [0] * (step.page_table.shape[1] - len(line.pages))
             assert step.page_table[i].tolist() == padded
@@ -312,7 +316,7 @@ class Walk:
 
     def check_padding(self, step: Step, count: int, query_len: int) -> None:
         """Padding rows are the null request: nothing committed, all that they touch is null."""
-        for name in ("row_ids", "starts", "state_slots", "state_src", "pending"):
+        for name in ("row_ids", "starts", "state_slots", "state_src", "folded"):
             assert not getattr(step, name)[count:].any(), name
         assert not step.page_table[count:].any()
         assert (step.seq_lens[count:] == query_len).all()
@@ -330,7 +334,7 @@ class Walk:
             assert t.tokens[row, :known].tolist() == line.tokens
             assert int(t.prompt_len[row]) == line.prompt_len
             assert int(t.computed[row]) == line.computed
-            assert int(t.pending[row]) == line.pending
+            assert int(t.folded[row]) == line.folded
             counts = Counter(line.tokens[line.prompt_len :])
             assert t.sampling.counts[row].tolist() == [counts[i] for i in range(VOCAB)]
             assert int(t.sampling.seed[row]) == line.request.seed
@@ -345,6 +349,6 @@ class Walk:
 
 def null_line(table: RowTable) -> dict[str, Tensor]:
     """Line 0, less the tokens and drafts that padding rows show and never commit."""
-    names = ("computed", "pending", "prompt_len", "state_slots", "page_table")
+    names = ("computed", "folded", "prompt_len", "state_slots", "page_table")
     line = {name: getattr(table, name)[0].clone() for name in names}
     return line | {name: x[0].clone() for name, x in table.sampling.parts().items()}

@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep.kernels.activations import sigmoid, softplus
 from lockstep.kernels.norm import gated_rms_norm
 from lockstep.kernels.recurrent.convolution import causal_convolution
-from lockstep.kernels.recurrent.rings import slots_before
+from lockstep.kernels.recurrent.rings import folded_by, slots_before, state_grid
 from lockstep.kernels.registry import op
 from lockstep.step import GRID
 
@@ -37,12 +37,13 @@ class GatedDeltaWeights:
 
 @dataclass
 class GatedDeltaState:
-    """One layer's recurrent state, by slot (slot 0 is the null slot). fp32 but for conv.
+    """One layer's recurrent state, by slot (slot 0 is the null slot). fp32 but for conv and, where
+    the user chose so, recurrent, which may be bf16.
 
-    recurrent [slots, HV, K, V]: the state before what is pending. The rest are rings of L ring
-    slots, a token's ring slot being its position modulo L: conv [slots, L, C] raw inputs, and what
-    replays a window into the state: u [slots, L, HV, V], k [slots, L, HK, K], decay [slots, L, HV].
-    L = lockstep.kernels.recurrent.rings.ring_slots(W, R, flush).
+    recurrent [slots, HV, K, V]: the state behind the row's first `folded` tokens. The rest are rings
+    of L ring slots, a token's ring slot being its position modulo L: conv [slots, L, C] raw inputs,
+    and what replays a window into the state: u [slots, L, HV, V], k [slots, L, HK, K],
+    decay [slots, L, HV]. L = ring_slots(W, R, flush, grid) of lockstep.kernels.recurrent.rings.
     """
 
     recurrent: Tensor
@@ -59,6 +60,15 @@ class GatedDeltaState:
         """HK, HV, K, V."""
         hv, k, v = self.recurrent.shape[1:]
         return self.k.shape[2], hv, k, v
+
+    @property
+    def grid(self) -> int:
+        """The multiples of tokens behind which the state is rounded and may be written."""
+        return state_grid(self.recurrent.dtype)
+
+    def rounded(self, s: Tensor) -> Tensor:
+        """fp32 numbers as a state in memory has them, in fp32. s itself where that is fp32."""
+        return s.to(self.recurrent.dtype).float()
 
 
 def gates(b: Tensor, a: Tensor, weights: GatedDeltaWeights) -> tuple[Tensor, Tensor]:
@@ -97,32 +107,36 @@ def gated_delta_step(
     state: GatedDeltaState,
     slots: Tensor,
     starts: Tensor,
-    pending: Tensor,
+    folded: Tensor,
     flush: int = 1,
 ) -> Tensor:
-    """Generated tokens: replay the pending ones, run the new window, and norm.
+    """Generated tokens: replay those that the state lacks, run the new window, and norm.
 
-    mixed [S, Q, C], z [S, Q, HV, V], b, a [S, Q, HV] raw; slots [S] int64; starts [S] the window's
-    first positions; pending [S] int64: tokens before it that the state lacks, up to flush - 1 + W
-    -> [S, Q, HV, V] of z's dtype, after the gated norm. The state is read once, and written once
-    where at least `flush` were pending: after the replay, before the new window, which is kept.
-    So what is pending next is what was accepted, and besides, where it was not written, what was
-    pending. No bit depends on flush. Q <= W. Slots may repeat only if null; a null row's results
-    are undefined.
+    mixed [S, Q, C], z [S, Q, HV, V], b, a [S, Q, HV] raw; slots [S] int64; starts [S] int32 the
+    window's first positions; folded [S] int32: how many tokens the state holds, up to
+    max(flush, grid) - 1 + W fewer than starts -> [S, Q, HV, V] of z's dtype, after the gated norm.
+
+    A state behind a multiple of its grid of tokens is rounded to its dtype, in replay and window
+    alike; outputs are of the state before that. The state is read once, and written once where
+    folded_by(starts, folded, flush, grid) is more than folded: as it is behind so many tokens. No
+    bit depends on flush. Q <= W. Slots may repeat only if null; a null row's results are undefined.
     """
     out = torch.empty_like(z)
     ring_length = state.conv.shape[1]
     history = weights.conv.shape[1] - 1
-    rows = zip(slots.tolist(), starts.tolist(), pending.tolist(), strict=True)
-    for row, (slot, start, count) in enumerate(rows):
-        s = _replay(state, slot, slots_before(start, count, ring_length))
-        if count >= flush:
+    written = folded_by(starts, folded, flush, state.grid)
+    rows = zip(slots.tolist(), starts.tolist(), folded.tolist(), written.tolist(), strict=True)
+    for row, (slot, start, held, due) in enumerate(rows):
+        s = _replay(state, slot, state.recurrent[slot].float(), held, due)
+        if due > held:
             state.recurrent[slot] = s
+        s = _replay(state, slot, s, due, start)
         past = state.conv[slot, slots_before(start, history, ring_length)]
         q, k, v = heads_of(causal_convolution(torch.cat([past, mixed[row]]), weights.conv), state)
         g, beta = gates(b[row], a[row], weights)
         for t in range(mixed.shape[1]):
             s, u, o = _delta_rule(s, q[t], k[t], v[t], torch.exp(g[t]), beta[t])
+            s = _on_grid(state, s, start + t + 1)
             out[row, t] = gated_rms_norm(o, z[row, t], weights.norm, weights.eps)
             ring_slot = (start + t) % ring_length
             state.conv[slot, ring_slot] = mixed[row, t]
@@ -150,14 +164,20 @@ def _write(s: Tensor, k: Tensor, u: Tensor) -> Tensor:
     return torch.baddbmm(s, k.transpose(1, 2), u)
 
 
-def _replay(state: GatedDeltaState, slot: int, ring_slots: Tensor) -> Tensor:
-    """A row's state [HV, K, V] with the tokens in these ring slots folded in."""
-    s = state.recurrent[slot].clone()
-    for ring_slot in ring_slots.tolist():
+def _replay(state: GatedDeltaState, slot: int, s: Tensor, first: int, end: int) -> Tensor:
+    """A row's state s [HV, K, V] with its tokens first .. end - 1 folded in."""
+    for position in range(first, end):
+        ring_slot = position % state.k.shape[1]
         k = expand(state.k[slot, ring_slot], len(s))[:, None]
         s = s * state.decay[slot, ring_slot][:, None, None]
         s = _write(s, k, state.u[slot, ring_slot][:, None])
+        s = _on_grid(state, s, position + 1)
     return s
+
+
+def _on_grid(state: GatedDeltaState, s: Tensor, tokens: int) -> Tensor:
+    """A row's state behind so many tokens, rounded where they are a multiple of its grid."""
+    return state.rounded(s) if tokens % state.grid == 0 else s
 
 
 @op(writes=("state",))
@@ -173,13 +193,15 @@ def gated_delta_chunk(
     state_slots: Tensor,
     snapshot_slots: Tensor,
 ) -> Tensor:
-    """Prompt tokens: the chunked form on the absolute grid, fp32 state between chunks.
+    """Prompt tokens: the chunked form on the absolute grid; between chunks the state is fp32, with
+    numbers of its dtype in memory.
 
     mixed [T, C], b, a [T, HV] raw; cu_seqlens [S+1], the rest [S], all int32
     -> o [T, HV, V] fp32, before the gated norm. Row s begins at position starts[s], a multiple of
     the grid, from the state in slot state_src[s] (zeros where starts[s] == 0), and leaves its state
     in state_slots[s]; the state at its last grid point goes to snapshot_slots[s] where that is not
-    0. A row without tokens, or whose state slot is 0, does nothing.
+    0. A row without tokens, or whose state slot is 0, does nothing. A state is rounded to its dtype
+    at every grid point and at the row's end.
     """
     out = torch.zeros(mixed.shape[0], *state.u.shape[2:])
     ring_length = state.conv.shape[1]
@@ -192,10 +214,10 @@ def gated_delta_chunk(
         if begin == end or dst == 0:
             continue
         past = mixed.new_zeros(history, mixed.shape[1])
-        s = torch.zeros_like(state.recurrent[dst])
+        s = torch.zeros(state.recurrent.shape[1:])
         if start:
             past = state.conv[src, slots_before(start, history, ring_length)]
-            s = state.recurrent[src].clone()
+            s = state.recurrent[src].to(torch.float32, copy=True)
         raw = torch.cat([past, mixed[begin:end]])
         q, k, v = heads_of(causal_convolution(raw, weights.conv), state)
         g, beta = gates(b[begin:end], a[begin:end], weights)
@@ -205,6 +227,7 @@ def gated_delta_chunk(
             chunk = slice(first, first + GRID)
             o, s = _chunk(q[chunk], k[chunk], v[chunk], g[chunk], beta[chunk], s)
             out[begin:end][chunk] = o
+            s = state.rounded(s)
             if first + GRID == grid_point:
                 at_grid = s
         state.recurrent[dst] = s

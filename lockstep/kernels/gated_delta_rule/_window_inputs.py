@@ -121,7 +121,7 @@ def bring_near(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MOST: tl.constexpr, SECTOR: tl.constexpr,
 ):  # fmt: skip
-    """Brings what the last MOST of `count` pending and the first MOST new tokens need into L1.
+    """Brings what the last MOST of `count` replayed and the first MOST new tokens need into L1.
 
     It loads one float of each SECTOR. A load whose value is not used is dropped by the compiler,
     and a volatile one leaves nothing in L1; so a NaN is stored back to where it was read, which

@@ -32,17 +32,17 @@ def _gated_delta_step(dims: Dims, env: BenchEnv, query_len: int) -> OpBenchmark:
     """Windows of `query_len` tokens, rows with every number of accepted tokens among them."""
     traits = dict(key_dim=dims.k, value_dim=dims.v, key_heads=dims.hk, value_heads=dims.hv)
     backend, step = env.choose(gated_delta_step, **traits, kernel=dims.r + 1)
-    rows = env.enough(4 * dims.hv * dims.k * dims.v)
+    rows = env.enough(dims.state.itemsize * dims.hv * dims.k * dims.v)
     state, kept = _state(dims, rows, env)
     given = _inputs(dims, rows, query_len, env)
     layer = _weights(dims, env)
     slots = env.ints(torch.randperm(rows) + 1, torch.int64)
     starts = env.ints(torch.arange(rows) + GRID)
-    pending = env.ints(torch.arange(rows) % (dims.w + 1), torch.int64)
+    folded = env.ints(torch.arange(rows) + GRID - torch.arange(rows) % (dims.w + 1))
 
     def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
         raw = [x[begin:end] for x in given]
-        places = (slots[begin:end], starts[begin:end], pending[begin:end])
+        places = (slots[begin:end], starts[begin:end], folded[begin:end])
         return lambda: step(*raw, layer, state, *places)
 
     def cost(rows: int) -> Cost:
@@ -86,7 +86,8 @@ def _gated_delta_chunk(dims: Dims, env: BenchEnv, length: int) -> OpBenchmark:
     def cost(rows: int) -> Cost:
         brought = sum(x[0].numel() * x.itemsize for x in given)
         out = 4 * length * dims.hv * dims.v
-        return Cost(rows * (2 * 4 * dims.hv * dims.k * dims.v + brought + out))
+        one = state.recurrent[0].numel() * state.recurrent.itemsize
+        return Cost(rows * (2 * one + brought + out))
 
     return OpBenchmark(
         op=gated_delta_chunk.name,

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.gated_delta_rule import GatedDeltaState, GatedDeltaWeights
-from lockstep.kernels.recurrent.rings import ring_slots
+from lockstep.kernels.recurrent.rings import ring_slots, state_grid
 
 
 @dataclass(frozen=True)
 class Dims:
-    """Heads and widths of a layer: HK, HV, K, V, R (conv kernel - 1), W (window), flush."""
+    """Heads and widths of a layer: HK, HV, K, V, R (conv kernel - 1), W (window), flush; and the
+    dtype of its recurrent state in memory."""
 
     hk: int
     hv: int
@@ -22,24 +23,42 @@ class Dims:
     r: int = 3
     w: int = 4
     flush: int = 1
+    state: torch.dtype = torch.float32
 
     @property
     def channels(self) -> int:
         return 2 * self.hk * self.k + self.hv * self.v
 
+    @property
+    def grid(self) -> int:
+        """The state's grid."""
+        return state_grid(self.state)
 
-LAYERS = (Dims(1, 1, 16, 16), Dims(2, 4, 32, 16), Dims(1, 3, 24, 40, r=2), Dims(2, 8, 64, 32))
+    @property
+    def most(self) -> int:
+        """The most tokens that a state lacks."""
+        return max(self.flush, self.grid) - 1 + self.w
+
+
+LAYERS = (
+    Dims(1, 1, 16, 16),
+    Dims(1, 3, 24, 40, r=2, state=torch.bfloat16),
+    Dims(2, 4, 32, 16),
+    Dims(1, 3, 24, 40, r=2),
+    Dims(2, 8, 64, 32),
+    Dims(2, 4, 32, 16, state=torch.bfloat16),
+)
 
 
 def empty_state(dims: Dims, slots: int, dtype: torch.dtype, fill: float = 0.0) -> GatedDeltaState:
-    """A state of `slots` slots; conv is of `dtype`, the rest fp32."""
+    """A state of `slots` slots; conv is of `dtype`, recurrent as dims say, the rest fp32."""
 
     def full(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((slots, *shape), fill, dtype=dtype)
 
-    length = ring_slots(dims.w, dims.r, dims.flush)
+    length = ring_slots(dims.w, dims.r, dims.flush, dims.grid)
     return GatedDeltaState(
-        recurrent=full(dims.hv, dims.k, dims.v),
+        recurrent=full(dims.hv, dims.k, dims.v, dtype=dims.state),
         conv=full(length, dims.channels, dtype=dtype),
         u=full(length, dims.hv, dims.v),
         k=full(length, dims.hk, dims.k),
@@ -60,10 +79,10 @@ def random_state(
     return state
 
 
-def poison(state: GatedDeltaState, slot: int, start: int, history: int, pending: int) -> None:
+def poison(state: GatedDeltaState, slot: int, start: int, history: int, lacking: int) -> None:
     """NaN in every ring slot that a window at `start` must not read."""
     for part in state.tensors()[1:]:
-        live = history if part is state.conv else pending
+        live = history if part is state.conv else lacking
         ring_slots = torch.arange(start, start + part.shape[1] - live) % part.shape[1]
         part[slot, ring_slots] = float("nan")
 
@@ -99,16 +118,21 @@ def inputs(dims: Dims, tokens: tuple[int, ...], dtype: torch.dtype, seed: int) -
 def gated_delta_step_cases(
     dtype: torch.dtype, layers: tuple[Dims, ...] = LAYERS
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of gated_delta_step on the CPU): every pending count, slots out of order,
-    rings that wrap around, NaN where nothing may be read."""
+    """(name, arguments of gated_delta_step on the CPU): states that lack no token to as many as may
+    be, windows and replays across their grid, slots out of order, rings that wrap around, NaN where
+    nothing may be read."""
     for i, dims in enumerate(layers):
         for length in (1, dims.w):
             slots = [4, 1, 6, 3, 2]
-            pending = [0, 1, 2, dims.w, dims.w - 1]
+            lacking = [0, 1, 2, dims.w, dims.w - 1]
             starts = [1, 2, 77, 1000, 64]
+            if dims.grid > 1:
+                lacking = [0, 1, dims.most, dims.w, dims.grid]
+                starts = [14, 20, 66, 1007, 64]
             state = random_state(dims, 8, slots, dtype, i)
-            for slot, start, count in zip(slots, starts, pending, strict=True):
+            for slot, start, count in zip(slots, starts, lacking, strict=True):
                 poison(state, slot, start, dims.r, count)
+            first = torch.tensor(starts, dtype=torch.int32)
             yield (
                 f"{dims}, Q={length}",
                 dict(
@@ -116,8 +140,8 @@ def gated_delta_step_cases(
                     weights=weights(dims, dtype, i),
                     state=state,
                     slots=torch.tensor(slots),
-                    starts=torch.tensor(starts, dtype=torch.int32),
-                    pending=torch.tensor(pending),
+                    starts=first,
+                    folded=first - torch.tensor(lacking, dtype=torch.int32),
                 ),
             )
 

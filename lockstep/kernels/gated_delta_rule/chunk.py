@@ -3,7 +3,7 @@
 
 _chunk_list_kernel lists the chunks of all rows. _chunk_inputs_kernel and _chunk_inner_kernel make,
 for each chunk and head, what does not need the state before it. _chunk_state_kernel carries the
-fp32 state from chunk to chunk, two products a chunk, with a program per (row, head, value block).
+state from chunk to chunk, in fp32 with numbers of its dtype in memory, two products a chunk, with a program per (row, head, value block).
 _chunk_out_kernel makes the outputs, a program per chunk again, and _chunk_conv_kernel keeps raw
 inputs. No length is a compile-time constant.
 """
@@ -230,16 +230,18 @@ def _chunk_state_kernel(
     place = i[:, None] * V + j[None, :]
     recurrent += h * K * V + place
     source = tl.load(state_src + s).to(tl.int64) * slot_stride
+    DTYPE: tl.constexpr = recurrent.dtype.element_ty
     state = tl.load(recurrent + source, mask=inside & (tl.load(starts + s) > 0), other=0.0)
+    state = state.to(tl.float32)
     if (snapshot > 0) & (length < GRID):
-        tl.store(recurrent + snapshot * slot_stride, state, mask=inside)
+        tl.store(recurrent + snapshot * slot_stride, state.to(DTYPE), mask=inside)
     for c in range(tl.cdiv(length, GRID)):
         live = c * GRID + t < length
         token = (begin + c * GRID + t)[:, None]
         mask_k = live[:, None] & (i < K)[None, :]
         mask_v = live[:, None] & (j < V)[None, :]
         block = (first + c) * HV + h
-        tl.store(states + block * K * V + place, state, mask=inside)
+        tl.store(states + block * K * V + place, state.to(DTYPE), mask=inside)
         old_w = tl.load(w + (token * HV + h) * K + i[None, :], mask=mask_k, other=0.0)
         written = u + (token * HV + h) * V + j[None, :]
         new = tl.load(written, mask=mask_v, other=0.0)
@@ -251,9 +253,10 @@ def _chunk_state_kernel(
         end = tl.load(growth + block * GRID + GRID - 1)
         left = tl.trans(k * tl.exp(end - grown)[:, None])
         state = state * tl.exp(end) + tl.dot(left, new, input_precision=PRECISION)
+        state = state.to(DTYPE).to(tl.float32)
         if (snapshot > 0) & (c + 1 == length // GRID):
-            tl.store(recurrent + snapshot * slot_stride, state, mask=inside)
-    tl.store(recurrent + slot * slot_stride, state, mask=inside)
+            tl.store(recurrent + snapshot * slot_stride, state.to(DTYPE), mask=inside)
+    tl.store(recurrent + slot * slot_stride, state.to(DTYPE), mask=inside)
 
 
 @triton.jit
@@ -285,6 +288,7 @@ def _chunk_out_kernel(
     grown = tl.load(growth + block * GRID + t)
     inside = (i < K)[:, None] & (j < V)[None, :]
     state = tl.load(states + block * K * V + i[:, None] * V + j[None, :], mask=inside, other=0.0)
+    state = state.to(tl.float32)
     o = tl.dot(q * tl.exp(grown)[:, None], state, input_precision=PRECISION)
     seen = tl.load(scores + (block * GRID + t[:, None]) * GRID + t[None, :])
     place = (token * HV + h) * V + j[None, :]
@@ -364,7 +368,7 @@ def gated_delta_chunk_triton(
     shapes = ((tokens, channels), (tokens, hv, v), (tokens, hv, k), (most, hv, GRID, GRID))
     heads, u, w, scores = (torch.empty(n, dtype=f32, device=mixed.device) for n in shapes)
     growth = torch.empty(most, hv, GRID, dtype=f32, device=mixed.device)
-    states = torch.empty(most, hv, k, v, dtype=f32, device=mixed.device)
+    states = torch.empty(most, hv, k, v, dtype=state.recurrent.dtype, device=mixed.device)
     exact: dict[str, Any] = dict(GRID=GRID, enable_fp_fusion=False)
     precision = _precision(mixed.dtype)
     _chunk_list_kernel[(rows,)](

@@ -5,6 +5,8 @@ chunked form makes all of a row's chunks at once and walks the state alone throu
 in docs/kernels/gated_delta_rule.md.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,6 +23,7 @@ from lockstep.kernels.gated_delta_rule import (
 )
 from lockstep.kernels.norm import gated_rms_norm
 from lockstep.kernels.recurrent._cpu import causal_convolution, ring_places
+from lockstep.kernels.recurrent.rings import folded_by
 from lockstep.step import GRID
 
 EPS = torch.tensor(L2_EPS)
@@ -49,7 +52,7 @@ def gated_delta_step_cpu(
     state: GatedDeltaState,
     slots: Tensor,
     starts: Tensor,
-    pending: Tensor,
+    folded: Tensor,
     flush: int = 1,
 ) -> Tensor:
     """See lockstep.kernels.gated_delta_rule.gated_delta_step."""
@@ -57,10 +60,11 @@ def gated_delta_step_cpu(
     length, rows, channels = mixed.shape
     hv = b.shape[2]
     history = weights.conv.shape[1] - 1
-    most = max(pending.tolist())
+    first = tuple(starts.tolist())
+    most = max((starts - folded).tolist())
     reach = max(history, most)
     places = ring_places(
-        state.conv.shape[1], tuple(slots.tolist()), tuple(starts.tolist()), range(-reach, length)
+        state.conv.shape[1], tuple(slots.tolist()), first, range(-reach, length)
     )
     past = places[: reach * rows]
     new = places[reach * rows :]
@@ -68,10 +72,10 @@ def gated_delta_step_cpu(
     raw = torch.cat([conv.view(history, rows, channels), mixed])
     q, k, v = _heads(causal_convolution(raw, weights.conv), state)
     g, beta = gates(b, a, weights)
-    s = _replay(state, slots, past[(reach - most) * rows :], pending, flush)
+    s = _replay(state, slots, starts, folded, past[(reach - most) * rows :], flush)
     decay = torch.exp(g)
     by_token = (_by_token(x, hv) for x in (q, k, v, decay.unsqueeze(-1), beta.unsqueeze(-1)))
-    o, u = _run(s, *by_token)
+    o, u = _run(state, s, first, *by_token)
     for ring, x in ((state.conv, mixed), (state.u, u), (state.k, k), (state.decay, decay)):
         ring.flatten(0, 1).index_copy_(0, new, x.reshape(-1, *ring.shape[2:]))
     return gated_rms_norm(o.view(z.shape), z, weights.norm, weights.eps).transpose(0, 1)
@@ -85,18 +89,37 @@ def _by_token(x: Tensor, heads: int) -> Tokens:
 
 
 def _run(
-    s: Tensor, q: Tokens, k: Tokens, v: Tokens, decay: Tokens, beta: Tokens
+    state: GatedDeltaState,
+    s: Tensor,
+    starts: Sequence[int],
+    q: Tokens,
+    k: Tokens,
+    v: Tokens,
+    decay: Tokens,
+    beta: Tokens,
 ) -> tuple[Tensor, Tensor]:
-    """The recurrence, token by token, in place on s [N, K, V]: q, k [N, 1, K], v [N, 1, V],
-    decay, beta [N, 1, 1] -> o, u [Q * N, 1, V]."""
+    """The recurrence, token by token, in place on s [S, HV, K, V], N = S * HV: q, k [N, 1, K],
+    v [N, 1, V], decay, beta [N, 1, 1] -> o, u [Q * N, 1, V]."""
     out: list[Tensor] = []
     u: list[Tensor] = []
-    for q_t, k_t, v_t, decay_t, beta_t in zip(q, k, v, decay, beta, strict=True):
-        s.mul_(decay_t)
-        u.append((v_t - torch.bmm(k_t, s)).mul_(beta_t))
-        _write(s, k_t, u[-1])
-        out.append(torch.bmm(q_t, s))
+    flat = s.flatten(0, 1)
+    for t, (q_t, k_t, v_t, decay_t, beta_t) in enumerate(zip(q, k, v, decay, beta, strict=True)):
+        flat.mul_(decay_t)
+        u.append((v_t - torch.bmm(k_t, flat)).mul_(beta_t))
+        _write(flat, k_t, u[-1])
+        out.append(torch.bmm(q_t, flat))
+        _round(state, s, [start + t + 1 for start in starts])
     return torch.cat(out), torch.cat(u)
+
+
+def _round(state: GatedDeltaState, s: Tensor, tokens: Sequence[int]) -> None:
+    """Rounds in place the rows of s [S, HV, K, V] that stand on the state's grid, each behind so
+    many tokens."""
+    if state.grid == 1:
+        return
+    for row, count in enumerate(tokens):
+        if count % state.grid == 0:
+            s[row] = state.rounded(s[row])
 
 
 def _write(s: Tensor, k: Tensor, u: Tensor) -> None:
@@ -105,18 +128,26 @@ def _write(s: Tensor, k: Tensor, u: Tensor) -> None:
 
 
 def _replay(
-    state: GatedDeltaState, slots: Tensor, places: Tensor, pending: Tensor, flush: int
+    state: GatedDeltaState,
+    slots: Tensor,
+    starts: Tensor,
+    folded: Tensor,
+    places: Tensor,
+    flush: int,
 ) -> Tensor:
-    """The state with the pending tokens, at these ring places, folded in: [S * HV, K, V], a copy.
+    """The state with the tokens folded .. starts - 1, at these ring places, folded in:
+    [S, HV, K, V] fp32, a copy.
 
-    It is written where at least `flush` were pending. Where a row has fewer than its batch mates,
-    the first are decay 1, k 0 and u 0: an exact no-op.
+    It is written as `folded_by` says. Where a row lacks fewer tokens than its batch mates, the first
+    are decay 1, k 0 and u 0: an exact no-op, and so is rounding a state that memory has.
     """
     rows = len(slots)
     heads = state.recurrent.shape[1]
-    due = pending >= flush
-    alone = rows == 1 and bool(due)
-    s = state.recurrent[int(slots)] if alone else state.recurrent.index_select(0, slots)
+    written = folded_by(starts, folded, flush, state.grid)
+    due = written > folded
+    alone = rows == 1 and state.grid == 1 and bool(due)
+    here = state.recurrent
+    s = here[int(slots)][None] if alone else here.index_select(0, slots).float()
     flat = s.view(-1, *s.shape[-2:])
     most = len(places) // rows
     if most:
@@ -125,16 +156,27 @@ def _replay(
             for ring in (state.decay.unsqueeze(-1), state.k, state.u)
         ]
         if rows > 1:
-            live = (torch.arange(most, 0, -1)[:, None] <= pending)[..., None, None]
+            live = (torch.arange(most, 0, -1)[:, None] <= starts - folded)[..., None, None]
             pairs = zip(tokens, (1.0, 0.0, 0.0), strict=True)
             tokens = [torch.where(live, x, nothing) for x, nothing in pairs]
-        for decay_t, k_t, u_t in zip(*(_by_token(x, heads) for x in tokens), strict=True):
+        by_token = zip(*(_by_token(x, heads) for x in tokens), strict=True)
+        for before, (decay_t, k_t, u_t) in zip(range(most - 1, -1, -1), by_token, strict=True):
             flat.mul_(decay_t)
             _write(flat, k_t, u_t)
+            if state.grid > 1:
+                behind = starts - before
+                _round(state, s, behind.tolist())
+                _keep(state, slots, s, due & (behind == written))
     if alone:
-        return flat.clone()
-    state.recurrent.index_copy_(0, slots[due], s[due])
-    return flat
+        return s.clone()
+    if state.grid == 1:
+        _keep(state, slots, s, due)
+    return s
+
+
+def _keep(state: GatedDeltaState, slots: Tensor, s: Tensor, due: Tensor) -> None:
+    """Writes the rows of s [S, HV, K, V] where that is due [S] to their slots."""
+    state.recurrent.index_copy_(0, slots[due], s[due].to(state.recurrent.dtype))
 
 
 @gated_delta_chunk.backend("cpu", supports=cpu_trait)
@@ -168,9 +210,11 @@ def gated_delta_chunk_cpu(
             continue
         past = conv[last(src, start)] if start else conv.new_zeros(history, conv.shape[1])
         s = state.recurrent[src].clone() if start else torch.zeros_like(state.recurrent[0])
+        s = s.float()
         raw = torch.cat([past, mixed[begin:end]])
         heads = _heads(causal_convolution(raw, weights.conv), state)
-        out[begin:end], at_grid, s = _chunks(*heads, g[begin:end], beta[begin:end], s)
+        gated = g[begin:end], beta[begin:end]
+        out[begin:end], at_grid, s = _chunks(*heads, *gated, s, state.rounded)
         state.recurrent[dst] = s
         conv[last(dst, start + end - begin)] = raw[end - begin :]
         if snapshot:
@@ -181,11 +225,18 @@ def gated_delta_chunk_cpu(
 
 
 def _chunks(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, s: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    s: Tensor,
+    rounded: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One row's chunks: q, k [T, HK, K], v [T, HV, V], g, beta [T, HV], s [HV, K, V]
     -> o [T, HV, V], the state at the last grid point, the state after the last token.
 
+    rounded: a state as memory has it, which it is behind every chunk.
     Tokens past the end have k = 0, beta = 0 and no decay: exact no-ops on the state.
     """
     length, hv = v.shape[:2]
@@ -220,6 +271,7 @@ def _chunks(
         new = u[c] - w[c] @ s
         out[c] = q[c] @ s + scores[c] @ new
         s = s * torch.exp(g[c, :, -1])[:, None, None] + left[c].transpose(-1, -2) @ new
+        s = rounded(s)
         if c + 1 == whole:
             at_grid = s
     return out.transpose(1, 2).reshape(chunks * GRID, hv, -1)[:length], at_grid, s

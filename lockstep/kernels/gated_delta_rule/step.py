@@ -3,7 +3,7 @@
 
 Three kernels a call. inputs_kernel (_window_inputs.py) makes q, k, v, decay and beta of the
 window's tokens and fills the rings. _walk_kernel holds some columns of a head's state in registers,
-replays the pending tokens, writes the state where that is due, and steps through the window.
+replays the tokens that it lacks, writes it where that is due, and steps through the window.
 _norm_kernel is the gated norm. Tokens, window, ring length and flush are run-time values.
 
 In _walk_kernel a state is a tuple of SLICES tensors [K_LANES, WARPS, COLUMNS]: a warp owns COLUMNS
@@ -26,7 +26,7 @@ from lockstep.kernels.gated_delta_rule import (
 )
 from lockstep.kernels.gated_delta_rule._shared import WIDEST, blocks_of, sizes_of, supports
 from lockstep.kernels.gated_delta_rule._window_inputs import bring_near, inputs_kernel
-from lockstep.kernels.recurrent._rings_triton import next_slot, wrapped
+from lockstep.kernels.recurrent._rings_triton import folded_by, next_slot, wrapped
 from lockstep.kernels.recurrent._sums_triton import pairwise_sum
 
 MOST_REGISTERS = 128
@@ -61,17 +61,38 @@ def _load_slices(
     place, live, step,
     SLICES: tl.constexpr, K_LANES: tl.constexpr, K: tl.constexpr, ONCE: tl.constexpr = False,
 ):  # fmt: skip
-    """A tuple of SLICES slices of K_LANES of the K rows at `place`, `step` numbers apart.
+    """A tuple of SLICES slices of K_LANES of the K rows at `place`, `step` numbers apart; fp32.
 
     ONCE: it is not read again, so it is the first to leave the caches.
     """
     POLICY: tl.constexpr = "evict_first" if ONCE else ""
     lane = tl.arange(0, K_LANES)[:, None, None]
-    x = (tl.load(place, mask=live & (lane < K), other=0.0, eviction_policy=POLICY),)
+    new = tl.load(place, mask=live & (lane < K), other=0.0, eviction_policy=POLICY)
+    x = (new.to(tl.float32),)
     for r in tl.static_range(1, SLICES):
         mask = live & (lane + r * K_LANES < K)
-        x = x + (tl.load(place + r * step, mask=mask, other=0.0, eviction_policy=POLICY),)
+        new = tl.load(place + r * step, mask=mask, other=0.0, eviction_policy=POLICY)
+        x = x + (new.to(tl.float32),)
     return x
+
+
+@triton.jit
+def _store_slices(place, state, lane, in_v, K: tl.constexpr, V: tl.constexpr):
+    """The state to memory, in its dtype there."""
+    K_LANES: tl.constexpr = lane.shape[0]
+    for r in tl.static_range(len(state)):
+        mask = (lane + r * K_LANES < K) & in_v
+        new = state[r].to(place.dtype.element_ty)
+        tl.store(place + r * (K_LANES * V), new, mask=mask)
+
+
+@triton.jit
+def _rounded(state, DTYPE: tl.constexpr):
+    """The state with numbers of its dtype in memory."""
+    new = (state[0].to(DTYPE).to(tl.float32),)
+    for r in tl.static_range(1, len(state)):
+        new = new + (state[r].to(DTYPE).to(tl.float32),)
+    return new
 
 
 @triton.jit
@@ -149,27 +170,45 @@ def _replay(
 
 @triton.jit
 def _replay_and_write(
-    state, place, ring_k, ring_u, ring_decay, lane, j, in_v, ring_slot, count, ring_slots, flush,
+    state, place, ring_k, ring_u, ring_decay, lane, j, in_v, ring_slot, folded, start, ring_slots,
+    flush,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    STATE_GRID: tl.constexpr,
 ):  # fmt: skip
-    """The state after the `count` tokens before ring_slot; written where count >= flush."""
-    K_LANES: tl.constexpr = lane.shape[0]
-    ring_slot = wrapped(ring_slot - count, ring_slots)
-    state = _replay(
-        state, ring_k, ring_u, ring_decay, lane, j, in_v, ring_slot, count, ring_slots,
-        HK, HV, K, V,
-    )  # fmt: skip
-    if count >= flush:
-        for r in tl.static_range(len(state)):
-            mask = (lane + r * K_LANES < K) & in_v
-            tl.store(place + r * (K_LANES * V), state[r], mask=mask)
+    """The state behind `start` tokens, those from `folded` on out of the rings; written as
+    folded_by says. A state with a grid is replayed from one of its points to the next, and rounded
+    there."""
+    written = folded_by(start, folded, flush, STATE_GRID)
+    if STATE_GRID == 1:
+        count = start - folded
+        ring_slot = wrapped(ring_slot - count, ring_slots)
+        state = _replay(
+            state, ring_k, ring_u, ring_decay, lane, j, in_v, ring_slot, count, ring_slots,
+            HK, HV, K, V,
+        )  # fmt: skip
+        if written > folded:
+            _store_slices(place, state, lane, in_v, K, V)
+    else:
+        for point in range(folded // STATE_GRID, tl.cdiv(start, STATE_GRID)):
+            first = tl.maximum(folded, point * STATE_GRID)
+            end = tl.minimum(start, (point + 1) * STATE_GRID)
+            begin = wrapped(ring_slot - (start - first), ring_slots)
+            state = _replay(
+                state, ring_k, ring_u, ring_decay, lane, j, in_v, begin, end - first, ring_slots,
+                HK, HV, K, V,
+            )  # fmt: skip
+            if end % STATE_GRID == 0:
+                state = _rounded(state, place.dtype.element_ty)
+            if (end == written) & (written > folded):
+                _store_slices(place, state, lane, in_v, K, V)
     return state
 
 
 @triton.jit
 def _step_through_window(
-    state, of_q, of_k, of_v, of_gates, width, o, ring_u, lane, j, in_v, ring_slot, length,
+    state, of_q, of_k, of_v, of_gates, width, o, ring_u, lane, j, in_v, ring_slot, start, length,
     ring_slots, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    STATE_GRID: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The new tokens, one after another. What a token needs first is loaded a turn ahead."""
     K_LANES: tl.constexpr = lane.shape[0]
@@ -189,19 +228,22 @@ def _step_through_window(
         beta = tl.load(of_gates + ahead + 1)
         _store_columns(o + t * (HV * V) + j, _sum_over_k(q, state), lane, in_v)
         _store_columns(ring_u + ring_slot * (HV * V) + j, u, lane, in_v)
+        if STATE_GRID > 1:
+            if (start + t + 1) % STATE_GRID == 0:
+                state = _rounded(state, DTYPE)
         ring_slot = next_slot(ring_slot, ring_slots)
 
 
 @triton.jit(
     do_not_specialize=["length", "ring_slots", "flush"],
-    do_not_specialize_on_alignment=["slots", "starts", "pending"],
+    do_not_specialize_on_alignment=["slots", "starts", "folded"],
 )
 def _walk_kernel(
-    recurrent, ring_u, ring_k, ring_decay, slots, starts, pending, heads, o, length, ring_slots,
+    recurrent, ring_u, ring_k, ring_decay, slots, starts, folded, heads, o, length, ring_slots,
     flush,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     SLICES: tl.constexpr, K_LANES: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr,
-    NEAR: tl.constexpr, SECTOR: tl.constexpr,
+    NEAR: tl.constexpr, SECTOR: tl.constexpr, STATE_GRID: tl.constexpr,
 ):  # fmt: skip
     """One (row, value head, WARPS * COLUMNS values): replay, write, step, on inputs made before."""
     C: tl.constexpr = 2 * HK * K + HV * V
@@ -218,7 +260,7 @@ def _walk_kernel(
     in_v = tl.full(j.shape, True, tl.int1) if V % (WARPS * COLUMNS) == 0 else j < V
     slot = tl.load(slots + s).to(tl.int64)
     start = tl.load(starts + s).to(tl.int32)
-    count = tl.load(pending + s).to(tl.int32)
+    held = tl.load(folded + s).to(tl.int32)
     place = recurrent + (slot * HV + h) * (K * V) + lane * V + j
     state = _load_slices(place, in_v, K_LANES * V, SLICES, K_LANES, K, True)
     ring_slot = start % ring_slots
@@ -230,16 +272,17 @@ def _walk_kernel(
     of_k = heads + (HK + kh) * K
     of_v = heads + 2 * HK * K + h * V
     bring_near(
-        ring_k, ring_u, of_q, of_k, of_v, width, first, ring_slot, count, ring_slots, length,
+        ring_k, ring_u, of_q, of_k, of_v, width, first, ring_slot, start - held, ring_slots, length,
         HK, HV, K, V, SLICES * K_LANES, WARPS * COLUMNS, NEAR, SECTOR,
     )  # fmt: skip
     state = _replay_and_write(
-        state, place, ring_k, ring_u, ring_decay, lane, j, in_v, ring_slot, count, ring_slots,
-        flush, HK, HV, K, V,
+        state, place, ring_k, ring_u, ring_decay, lane, j, in_v, ring_slot, held, start, ring_slots,
+        flush, HK, HV, K, V, STATE_GRID,
     )  # fmt: skip
     _step_through_window(
         state, of_q, of_k, of_v, heads + C + 2 * h, width, o + (token * HV + h) * V, ring_u,
-        lane, j, in_v, ring_slot, length, ring_slots, HV, K, V,
+        lane, j, in_v, ring_slot, start, length, ring_slots, HV, K, V, STATE_GRID,
+        recurrent.dtype.element_ty,
     )  # fmt: skip
 
 
@@ -295,7 +338,7 @@ def gated_delta_step_triton(
     state: GatedDeltaState,
     slots: Tensor,
     starts: Tensor,
-    pending: Tensor,
+    folded: Tensor,
     flush: int = 1,
 ) -> Tensor:
     """See lockstep.kernels.gated_delta_rule.gated_delta_step."""
@@ -326,9 +369,9 @@ def gated_delta_step_triton(
     warps = layout["WARPS"] // PARTS or 1
     layout["WARPS"] = warps
     _walk_kernel[(rows * hv, triton.cdiv(v, warps * layout["COLUMNS"]))](
-        state.recurrent, state.u, state.k, state.decay, slots, starts, pending, heads, o,
+        state.recurrent, state.u, state.k, state.decay, slots, starts, folded, heads, o,
         length, ring_slots, flush, **sizes, **layout,
-        NEAR=NEAR if length <= NEAR else 2 * NEAR, SECTOR=SECTOR,
+        NEAR=NEAR if length <= NEAR else 2 * NEAR, SECTOR=SECTOR, STATE_GRID=state.grid,
         num_warps=warps, maxnreg=MOST_REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip
     _norm_kernel[(triton.cdiv(rows * length * hv, HEADS),)](

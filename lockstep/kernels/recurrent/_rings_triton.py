@@ -13,6 +13,13 @@ def wrapped(slot, ring_slots):
 
 
 @triton.jit
+def folded_by(start, folded, flush, state_grid):
+    """The `folded` that a generated step leaves behind: see lockstep.kernels.recurrent.rings."""
+    last = start // state_grid * state_grid
+    return tl.where((start - folded >= flush) & (last > folded), last, folded)
+
+
+@triton.jit
 def next_slot(slot, ring_slots):
     """The ring slot of the next token."""
     return tl.where(slot + 1 == ring_slots, 0, slot + 1)

@@ -1,21 +1,46 @@
 """Rings of recent tokens: a token's ring slot is its position modulo the ring's length.
 
 What a recurrent mixer needs of the tokens before a step (raw inputs of its convolution, and what
-replays pending tokens into the state) stays in such rings, one per row. Nothing is moved or cleaned
-up after rejected drafts: the next window overwrites them.
+replays tokens into the state) stays in such rings, one per row. Nothing is moved or cleaned up
+after rejected drafts: the next window overwrites them.
+
+A row's state in memory holds its first `folded` tokens, an absolute position; a step replays those
+behind it. Where a state may be written, and is rounded if it has 16 bits, is absolute as well: at
+multiples of its grid, and at the ends of prompt chunks. So no bit depends on which step wrote it.
 """
 
 import torch
 from torch import Tensor
 
 
-def ring_slots(window: int, history: int, flush: int = 1) -> int:
+ROUNDED_EVERY = 16
+"""Tokens from one rounding of a 16-bit state to the next. More tokens would need longer rings and
+longer replays; fewer would round more often."""
+
+
+def state_grid(dtype: torch.dtype) -> int:
+    """A state of this dtype is written at multiples of so many tokens. fp32: anywhere."""
+    return 1 if dtype == torch.float32 else ROUNDED_EVERY
+
+
+def ring_slots(window: int, history: int, flush: int = 1, grid: int = 1) -> int:
     """The length of a ring: a window's tokens never overwrite what is read beside them.
 
     window: most tokens of a step. history: raw inputs that the convolution reads before a window.
-    flush: the state is written once so many tokens are pending, so up to flush - 1 + window may be.
+    flush, grid: as in folded_by. Where a state lacks as many tokens as the larger of both, one of
+    them ends on the grid: it is written, and a step finds at most one less, and a window.
     """
-    return window + max(flush - 1 + window, history)
+    return window + max(max(flush, grid) - 1 + window, history)
+
+
+def folded_by(starts: Tensor, folded: Tensor, flush: int, grid: int) -> Tensor:
+    """The `folded` that a generated step leaves behind: integers of any shape.
+
+    Where the state lacks at least `flush` of the tokens before starts, the step writes it as it is
+    behind the last of them that ends on the grid, if there is one.
+    """
+    last = starts // grid * grid
+    return torch.where((starts - folded >= flush) & (last > folded), last, folded)
 
 
 def slots_before(position: int, count: int, length: int) -> Tensor:

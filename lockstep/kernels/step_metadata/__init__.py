@@ -12,20 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.kernels.recurrent.rings import folded_by
 from lockstep.kernels.registry import op
 
 
 @dataclass(eq=False)
 class RowTensors:
     """The table, but for sampling. tokens [R, L] int64: prompt, then generated, then drafts;
-    drafts [R, K] int64 (-1: none); page_table [R, P]; prompt_len, computed, pending, state_slots
-    [R]; int32 unless noted. Contiguous.
+    drafts [R, K] int64 (-1: none); page_table [R, P]; prompt_len, computed, folded (tokens that the
+    row's state in memory holds), state_slots [R]; int32 unless noted. Contiguous.
     """
 
     tokens: Tensor
     prompt_len: Tensor
     computed: Tensor
-    pending: Tensor
+    folded: Tensor
     drafts: Tensor
     page_table: Tensor
     state_slots: Tensor
@@ -43,7 +44,7 @@ class StepTensors:
     cu_seqlens: Tensor
     state_slots: Tensor
     state_src: Tensor
-    pending: Tensor
+    folded: Tensor
     page_table: Tensor
     drafts: Tensor
     sample_at: Tensor
@@ -93,7 +94,7 @@ def prepare_step(
         cu_seqlens=cu,
         state_slots=slots,
         state_src=torch.where(state_src > 0, state_src, slots),
-        pending=table.pending[row_ids].long(),
+        folded=table.folded[row_ids],
         page_table=pages,
         drafts=drafts,
         sample_at=seq_lens[:, None] + decided,
@@ -120,22 +121,21 @@ def advance_rows(
     tokens: Tensor,
     drafts: Tensor,
     seq_lens: Tensor,
-    held: Tensor,
     flush: int,
+    state_grid: int,
     prompt: bool,
 ) -> tuple[Tensor, Tensor]:
     """Commits a row's tokens up to the first draft that is not the target's own token there.
 
     tokens [S, W] int64: the target's, -1 where it has none; drafts [S, W-1] int64; seq_lens [S]
-    int32; held [S] int64: the rows' pending tokens before the step; counts [R, V] int32 of
-    generated tokens
+    int32; counts [R, V] int32 of generated tokens; flush, state_grid: of the rows' recurrent state
     -> accepted [S] int32: leading drafts that equal their token; results [S, W+2] int64 for the
     host: the tokens, accepted, drafted.
 
-    A prompt chunk commits all its tokens and leaves none pending; it emits only where it ends the
-    prompt. A generated step wrote the state where `flush` or more were pending; else they stay so,
-    and what it commits comes to that. Of the W tokens, written behind what was committed, the first
-    1 + accepted count as generated. Rows that emit nothing, and the null row, keep their tokens.
+    A prompt chunk commits all its tokens, and its state holds them; it emits only where it ends the
+    prompt. A generated step wrote the state as folded_by says. Of the W tokens, written behind what
+    was committed, the first 1 + accepted count as generated. Rows that emit nothing, and the null
+    row, keep their tokens.
     A token of -1 equals no draft, stands in the row as 0, and is not counted; the results keep it.
     No row of the step keeps a draft: what its drafter does not write from here on is none.
     """
@@ -144,11 +144,11 @@ def advance_rows(
     width = tokens.shape[1]
     real = row_ids > 0
     known = seq_lens - (width - 1) + accepted
-    pending = torch.zeros_like(known)
+    folded = known
     if not prompt:
-        pending = torch.where(held < flush, held, 0).int() + accepted + 1
+        folded = folded_by(seq_lens - width, table.folded[row_ids], flush, state_grid)
     table.computed[row_ids] = torch.where(real, known, 0)
-    table.pending[row_ids] = torch.where(real, pending, 0)
+    table.folded[row_ids] = torch.where(real, folded, 0)
     table.drafts[row_ids] = -1
     emits = (real & (seq_lens >= table.prompt_len[row_ids]))[:, None]
     order = torch.arange(width, device=tokens.device)

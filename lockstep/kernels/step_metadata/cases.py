@@ -39,12 +39,12 @@ def random_table(draw: Draw, rows: int, drafts: int, length: int, vocab: int) ->
         tokens=tokens,
         prompt_len=draw.ints(1, room, rows + 1),
         computed=computed,
-        pending=draw.ints(0, 12, rows + 1),
+        folded=(computed - draw.ints(0, 30, rows + 1)).clamp_min(0),
         drafts=draw.ints(-1, vocab, rows + 1, drafts, dtype=torch.int64),
         page_table=draw.ints(1, 1000, rows + 1, -(-length // PAGE_SIZE)),
         state_slots=draw.ints(1, 99, rows + 1),
     )
-    for tensor in (found.prompt_len, found.computed, found.pending, found.state_slots):
+    for tensor in (found.prompt_len, found.computed, found.folded, found.state_slots):
         tensor[0] = 0
     found.page_table[0] = 0
     found.tokens[0, 0] = 0
@@ -80,7 +80,13 @@ def prepare_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]
 
 
 def advance(
-    rows: int, width: int, length: int, prompt: bool, vocab: int = 9, seed: int = 0
+    rows: int,
+    width: int,
+    length: int,
+    prompt: bool,
+    vocab: int = 9,
+    seed: int = 0,
+    state_grid: int = 1,
 ) -> dict[str, Any]:
     """Arguments of advance_rows: few token ids, so that tokens repeat and drafts agree."""
     draw = Draw(seed + rows)
@@ -101,8 +107,8 @@ def advance(
         tokens=tokens,
         drafts=drafts,
         seq_lens=starts + (draw.ints(1, 2 * width + 1, rows) if prompt else width),
-        held=table.pending[chosen].long(),
         flush=8,
+        state_grid=state_grid,
         prompt=prompt,
     )
 
@@ -110,5 +116,7 @@ def advance(
 def advance_rows_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, arguments of advance_rows on the CPU)."""
     for rows, width, length in SIZES:
-        yield f"{rows}x{width}", advance(rows, width, length, prompt=False)
+        for grid in (1, 16):
+            some = advance(rows, width, length, prompt=False, state_grid=grid)
+            yield f"{rows}x{width}, grid {grid}", some
         yield f"prompts, {rows}", advance(rows, 1, length, prompt=True)

@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.recurrent._rings_triton import folded_by
 from lockstep.kernels.step_metadata import RowTensors, StepTensors, advance_rows, prepare_step
 
 BLOCK = 256
@@ -43,8 +44,8 @@ def slot_at(pages, position, columns, page_size):
     ]
 )  # fmt: skip
 def _prepare_kernel(
-    row_ids, query_lens, sources, history, computed, left, kept, tables, row_slots,
-    starts, seq_lens, cu_seqlens, state_slots, state_src, pending, page_table, drafts, sample_at,
+    row_ids, query_lens, sources, history, computed, held, kept, tables, row_slots,
+    starts, seq_lens, cu_seqlens, state_slots, state_src, folded, page_table, drafts, sample_at,
     token_rows, positions, token_ids, slot_mapping, ends,
     rows, tokens, query_len, window, length, most_drafts, columns, page_size,
     BLOCK: tl.constexpr,
@@ -82,7 +83,7 @@ def _prepare_kernel(
         tl.store(cu_seqlens + s + 1, first + count)
         tl.store(state_slots + s, own.to(tl.int64))
         tl.store(state_src + s, tl.where(source > 0, source, own).to(tl.int64))
-        tl.store(pending + s, tl.load(left + row).to(tl.int64))
+        tl.store(folded + s, tl.load(held + row))
         tl.store(ends + s, tl.maximum(first + count - 1, 0).to(tl.int64))
         if s == 0:
             tl.store(cu_seqlens, 0)
@@ -115,7 +116,7 @@ def prepare_step_triton(
         cu_seqlens=ints(rows + 1),
         state_slots=longs(rows),
         state_src=longs(rows),
-        pending=longs(rows),
+        folded=ints(rows),
         page_table=ints(rows, columns),
         drafts=longs(rows, window - 1),
         sample_at=longs(rows, window),
@@ -132,7 +133,7 @@ def prepare_step_triton(
         sources=state_src,
         history=table.tokens,
         computed=table.computed,
-        left=table.pending,
+        held=table.folded,
         kept=table.drafts,
         tables=table.page_table,
         row_slots=table.state_slots,
@@ -141,7 +142,7 @@ def prepare_step_triton(
         cu_seqlens=out.cu_seqlens,
         state_slots=out.state_slots,
         state_src=out.state_src,
-        pending=out.pending,
+        folded=out.folded,
         page_table=out.page_table,
         drafts=out.drafts,
         sample_at=out.sample_at,
@@ -164,10 +165,10 @@ def prepare_step_triton(
     return out
 
 
-@triton.jit(do_not_specialize=["length", "most_drafts", "vocab", "flush"])
+@triton.jit(do_not_specialize=["length", "most_drafts", "vocab", "flush", "state_grid"])
 def _advance_kernel(
-    row_ids, tokens, drafts, seq_lens, held, history, prompt_len, computed, pending, next_drafts,
-    counts, accepted, results, length, most_drafts, vocab, flush,
+    row_ids, tokens, drafts, seq_lens, history, prompt_len, computed, folded, next_drafts, counts,
+    accepted, results, length, most_drafts, vocab, flush, state_grid,
     PROMPT: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """One row. A token that is emitted twice is counted by both of its lanes, with one number."""
@@ -181,10 +182,11 @@ def _advance_kernel(
     agreed = tl.min(tl.where(alike, W - 1, lane), 0)
     known = tl.load(seq_lens + s) - (W - 1)
     real = row > 0
-    old = tl.load(held + s).to(tl.int32)
-    left = agreed * 0 if PROMPT else tl.where(old < flush, old, 0) + agreed + 1
+    held = known + agreed
+    if not PROMPT:
+        held = folded_by(known - 1, tl.load(folded + row), flush, state_grid)
     tl.store(computed + row, tl.where(real, known + agreed, 0))
-    tl.store(pending + row, tl.where(real, left, 0))
+    tl.store(folded + row, tl.where(real, held, 0))
     for begin in range(0, most_drafts, LANES):
         column = begin + lane
         tl.store(next_drafts + row * most_drafts + column, -1, mask=column < most_drafts)
@@ -211,8 +213,8 @@ def advance_rows_triton(
     tokens: Tensor,
     drafts: Tensor,
     seq_lens: Tensor,
-    held: Tensor,
     flush: int,
+    state_grid: int,
     prompt: bool,
 ) -> tuple[Tensor, Tensor]:
     """See lockstep.kernels.step_metadata.advance_rows. tokens and drafts are contiguous."""
@@ -224,11 +226,10 @@ def advance_rows_triton(
         tokens=tokens,
         drafts=drafts,
         seq_lens=seq_lens,
-        held=held,
         history=table.tokens,
         prompt_len=table.prompt_len,
         computed=table.computed,
-        pending=table.pending,
+        folded=table.folded,
         next_drafts=table.drafts,
         counts=counts,
         accepted=accepted,
@@ -237,6 +238,7 @@ def advance_rows_triton(
         most_drafts=table.drafts.shape[1],
         vocab=counts.shape[1],
         flush=flush,
+        state_grid=state_grid,
         PROMPT=prompt,
         W=width,
         LANES=triton.next_power_of_2(width),

@@ -1,0 +1,122 @@
+"""F2 on a recurrent state of 16 bits: it is rounded at absolute positions, so that nothing that
+exists for speed changes an answer. An engine that rounds wherever a step wrote the state gives
+another answer with every window; each such fault, put in here, must show."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep import LLM
+from lockstep.kernels import step_metadata
+from lockstep.kernels.gated_delta_rule import GatedDeltaState, cpu
+from lockstep.kernels.recurrent import rings
+from lockstep.layers import gated_delta_net
+from lockstep.runner import table
+from tests.regressions.conftest import PROMPTS, answers
+
+HALF = "bfloat16"
+
+
+@pytest.fixture(scope="module")
+def wanted(make: Callable[..., LLM]) -> list[Any]:
+    """The plain answers of an engine with such a state."""
+    return answers(make(mamba_ssm_cache_dtype=HALF))
+
+
+@pytest.fixture(scope="module")
+def texts(wanted: list[Any]) -> list[list[int]]:
+    """The prompts with these answers, for a drafter that knows them."""
+    return [p + tokens for p, (tokens, _) in zip(PROMPTS, wanted, strict=True)]
+
+
+def test_float32_is_the_default(make: Callable[..., LLM], plain: list[Any]) -> None:
+    llm = make(mamba_ssm_cache_dtype="float32")
+    assert answers(llm) == plain
+    assert llm.engine.numerics == make().engine.numerics
+
+
+@pytest.mark.parametrize("flush", [1, 5, 20])
+def test_chunks_drafts_and_preemption_leave_the_answer_alone(
+    make: Callable[..., LLM],
+    plain: list[Any],
+    wanted: list[Any],
+    texts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    flush: int,
+) -> None:
+    """Also where the state may lack tokens for longer than to the next point of its grid."""
+    assert wanted != plain, "rounding changes no bit"
+    for user in (gated_delta_net, table):
+        monkeypatch.setattr(user, "flush_after", lambda device: flush)
+    for settings in (
+        dict(max_num_batched_tokens=64),
+        dict(method="ngram", k=7, changing=True, known=texts),
+        dict(method="ngram", k=3, known=texts),
+    ):
+        llm = make(mamba_ssm_cache_dtype=HALF, **settings)
+        assert answers(llm) == wanted, settings
+    assert llm.engine.stats.accepted_tokens_total > 20
+    llm = make("mtp", 3, preempt_every=4, mamba_ssm_cache_dtype=HALF, max_num_batched_tokens=128)
+    assert answers(llm) == wanted
+    assert answers(llm) == wanted, "with what is cached"
+    assert llm.engine.refresh_stats().preemptions_total > 0
+    assert llm.engine.scheduler.cache.hit_tokens > 0
+
+
+def test_numerics_slots_and_snapshots_say_so(make: Callable[..., LLM]) -> None:
+    """Half of the bytes of the states themselves; rings hold the tokens up to the next point."""
+    whole = make()
+    half = make(mamba_ssm_cache_dtype=HALF)
+    assert "/state-bfloat16/" in half.engine.numerics
+    assert "/state-float32/" in whole.engine.numerics
+    pairs = zip(*(_mixers(llm) for llm in (whole, half)), strict=True)
+    layers = [(wide.state, narrow.state) for wide, narrow in pairs]
+    for wide, narrow in layers:
+        assert 2 * narrow.recurrent.nbytes == wide.recurrent.nbytes
+        assert narrow.conv.shape[1] == rings.ring_slots(1, 3, 1, rings.ROUNDED_EVERY)
+        assert wide.conv.shape[1] == rings.ring_slots(1, 3)
+    states = 4 * sum(s.recurrent[0].numel() for s, _ in layers)
+    lines = sum(ring[0, 0].nbytes for state, _ in layers for ring in state.tensors()[1:])
+    more = layers[0][1].conv.shape[1] - layers[0][0].conv.shape[1]
+    saved = whole.engine.plan.slot_bytes - half.engine.plan.slot_bytes
+    assert saved == states // 2 - more * lines
+
+
+def _mixers(llm: LLM) -> list[Any]:
+    blocks = llm.engine.runner.model.blocks
+    return [block.linear_attn for block in blocks if hasattr(block, "linear_attn")]
+
+
+def as_each_step_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds what a step writes, where it writes it: behind the tokens that it found."""
+
+    def by_step(starts: Tensor, folded: Tensor, flush: int, grid: int) -> Tensor:
+        return torch.where(starts - folded >= flush, starts, folded)
+
+    for user in (cpu, step_metadata):
+        monkeypatch.setattr(user, "folded_by", by_step)
+
+
+def as_the_window_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds by the token's place in the window, not in the row."""
+    run = cpu._run
+
+    def by_window(state: GatedDeltaState, s: Tensor, starts: Any, *rest: Any) -> Any:
+        return run(state, s, [0 for _ in starts], *rest)
+
+    monkeypatch.setattr(cpu, "_run", by_window)
+
+
+@pytest.mark.parametrize("fault", [as_each_step_leaves_it, as_the_window_counts])
+def test_rounding_that_follows_the_step_is_caught(
+    make: Callable[..., LLM],
+    texts: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[pytest.MonkeyPatch], None],
+) -> None:
+    fault(monkeypatch)
+    drafted = make("ngram", 7, known=texts, mamba_ssm_cache_dtype=HALF)
+    assert answers(drafted) != answers(make(mamba_ssm_cache_dtype=HALF))
