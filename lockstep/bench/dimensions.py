@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.kernels.bench_types import BenchEnv, Model, Moe
-from lockstep.kernels.gated_delta_rule.cases import Dims
+from lockstep.kernels.recurrent.cases import Dims
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Linear, probe
 

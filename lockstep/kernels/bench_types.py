@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.gated_delta_rule.cases import Dims
+from lockstep.kernels.recurrent.cases import Dims
 from lockstep.kernels.registry import Op
 
 WALK_BYTES = {"cuda": 128 << 20, "cpu": 8 << 20}

@@ -11,6 +11,7 @@ from lockstep.errors import CheckpointError, choice_error
 ARCHITECTURES = {
     "llama": "lockstep.models.llama",
     "mixtral": "lockstep.models.mixtral",
+    "nemotron_h": "lockstep.models.nemotron_h",
     "qwen2": "lockstep.models.qwen2",
     "qwen3": "lockstep.models.qwen3",
     "qwen3_5": "lockstep.models.qwen3_5",

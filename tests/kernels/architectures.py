@@ -31,7 +31,6 @@ from lockstep.kernels.attention.paged import paged_attention_triton
 from lockstep.kernels.backends import cases_of, every_op, load, traits_of
 from lockstep.kernels.experts.triton import experts_triton
 from lockstep.kernels.gated_delta_rule.cases import (
-    Dims,
     gated_delta_chunk_cases,
     gated_delta_step_cases,
 )
@@ -39,6 +38,7 @@ from lockstep.kernels.linear.packed import linear_packed
 from lockstep.kernels.linear.triton import linear_triton
 from lockstep.kernels.packed.bench import LAYOUTS
 from lockstep.kernels.packed.cases import layouts
+from lockstep.kernels.recurrent.cases import Dims
 from tests.kernels.compile_launches import COMPILED, absent_of, empty
 from tests.kernels.compile_packed import source_of
 

@@ -21,6 +21,7 @@ from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.experts import experts
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.norm import rms_norm
+from lockstep.kernels.recurrent.cases import Dims
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.kernels.route import route
 from lockstep.kernels.sampling import sample
@@ -63,7 +64,7 @@ REAL = (
     (activation_cases, "SHAPES", ((70, 17408),)),
     (rotary_cases, "LAYERS", ((70, 24, 4, 256, 64, True, 1.0),)),
     (attention_cases, "BATCHES", ((LONG, 24, 4, 256, 64), (LONG, 32, 8, 128, 64))),
-    (delta_cases, "LAYERS", (delta_cases.Dims(16, 48, 128, 128, w=8),)),
+    (delta_cases, "LAYERS", (Dims(16, 48, 128, 128, w=8),)),
 )
 """Tables of the cases, and what to put in their places: the dimensions of real models."""
 

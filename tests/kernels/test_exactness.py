@@ -12,9 +12,10 @@ import torch
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
-from lockstep.kernels.gated_delta_rule.cases import Dims, empty_state, inputs, random_state, weights
+from lockstep.kernels.gated_delta_rule.cases import inputs, weights
 from lockstep.kernels.linear import linear
 from lockstep.kernels.norm import gated_rms_norm, rms_norm
+from lockstep.kernels.recurrent.cases import Dims, empty_state, random_state
 from lockstep.kernels.recurrent.rings import folded_by, slots_before
 from lockstep.kernels.sampling import sample
 from lockstep.kernels.sampling.cases import among, batch

@@ -6,12 +6,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from lockstep.kernels.activations._device import sigmoid_approx
+from lockstep.kernels.activations._device import sigmoid_approx, softplus
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.gated_delta_rule import GatedDeltaState
+from lockstep.kernels.recurrent.state import RecurrentState
 
-SOFTPLUS_LINEAR = tl.constexpr(20.0)
-"""Above it softplus(x) is x, as in torch and lockstep.kernels.activations."""
 WIDEST = 128
 """Key and value dims up to which a program's share of a state fits its registers."""
 
@@ -26,19 +24,12 @@ def head_channels(unit, lanes, HK: tl.constexpr, K: tl.constexpr, V: tl.constexp
 
 @triton.jit
 def gates(a, b, a_log, dt_bias):
-    """Raw a, b and a head's parameters -> g, the log decay, and beta, fp32.
-
-    log1p(e) is log(1 + e) e / ((1 + e) - 1), which makes up for what 1 + e rounds off (Kahan).
-    """
-    x = a.to(tl.float32) + dt_bias
-    e = tl.exp(tl.minimum(x, SOFTPLUS_LINEAR))
-    kept = tl.where(1.0 + e == 1.0, 1.0, (1.0 + e) - 1.0)
-    softplus = tl.where(1.0 + e == 1.0, e, tl.log(1.0 + e) * (e / kept))
-    softplus = tl.where(x > SOFTPLUS_LINEAR, x, softplus)
-    return -tl.exp(a_log) * softplus, sigmoid_approx(b.to(tl.float32))
+    """Raw a, b and a head's parameters -> g, the log decay, and beta, fp32."""
+    rise = softplus(a.to(tl.float32) + dt_bias)
+    return -tl.exp(a_log) * rise, sigmoid_approx(b.to(tl.float32))
 
 
-def sizes_of(state: GatedDeltaState) -> dict[str, int]:
+def sizes_of(state: RecurrentState) -> dict[str, int]:
     """HK, HV, K and V: constants of every kernel of a layer."""
     return dict(zip(("HK", "HV", "K", "V"), state.sizes(), strict=True))
 

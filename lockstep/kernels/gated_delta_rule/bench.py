@@ -10,12 +10,13 @@ from torch import Tensor
 
 from lockstep.kernels.bench_types import BenchEnv, Cost, Made, Model, OpBenchmark
 from lockstep.kernels.gated_delta_rule import (
-    GatedDeltaState,
     GatedDeltaWeights,
     gated_delta_chunk,
     gated_delta_step,
 )
-from lockstep.kernels.gated_delta_rule.cases import Dims, empty_state, inputs, weights
+from lockstep.kernels.gated_delta_rule.cases import inputs, weights
+from lockstep.kernels.recurrent.cases import Dims, empty_state
+from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.step import GRID
 
 
@@ -102,7 +103,7 @@ def _gated_delta_chunk(dims: Dims, env: BenchEnv, length: int) -> OpBenchmark:
     )
 
 
-def _state(dims: Dims, rows: int, env: BenchEnv) -> tuple[GatedDeltaState, list[Tensor]]:
+def _state(dims: Dims, rows: int, env: BenchEnv) -> tuple[RecurrentState, list[Tensor]]:
     """A state of `rows` slots and the null one, and its parts as they were."""
     state = empty_state(dims, rows + 1, env.dtype)
     for name, part in vars(state).items():
@@ -111,7 +112,7 @@ def _state(dims: Dims, rows: int, env: BenchEnv) -> tuple[GatedDeltaState, list[
     return state, [part.clone() for part in state.tensors()]
 
 
-def _row_bytes(state: GatedDeltaState, query_len: int) -> int:
+def _row_bytes(state: RecurrentState, query_len: int) -> int:
     """What a step reads of a row's state, and as much again it writes: as the floor counts it."""
     lines = [part[0, :query_len] for name, part in vars(state).items() if name != "recurrent"]
     return sum(part.numel() * part.itemsize for part in (state.recurrent[0], *lines))
@@ -133,6 +134,6 @@ def _weights(dims: Dims, env: BenchEnv) -> GatedDeltaWeights:
     return replace(found, **parts)
 
 
-def _restore(state: GatedDeltaState, kept: list[Tensor]) -> None:
+def _restore(state: RecurrentState, kept: list[Tensor]) -> None:
     for part, value in zip(state.tensors(), kept, strict=True):
         part.copy_(value)

@@ -3,7 +3,8 @@
 
 _chunk_list_kernel lists the chunks of all rows. _chunk_inputs_kernel and _chunk_inner_kernel make,
 for each chunk and head, what does not need the state before it. _chunk_state_kernel carries the
-state from chunk to chunk, in fp32 with numbers of its dtype in memory, two products a chunk, with a program per (row, head, value block).
+state from chunk to chunk, in fp32 with numbers of its dtype in memory, two products a chunk, with
+a program per (row, head, value block).
 _chunk_out_kernel makes the outputs, a program per chunk again, and _chunk_conv_kernel keeps raw
 inputs. No length is a compile-time constant.
 """
@@ -18,7 +19,6 @@ from torch import Tensor
 from lockstep.kernels.activations._device import silu_approx
 from lockstep.kernels.gated_delta_rule import (
     L2_EPS,
-    GatedDeltaState,
     GatedDeltaWeights,
     gated_delta_chunk,
 )
@@ -30,6 +30,7 @@ from lockstep.kernels.gated_delta_rule._shared import (
     sizes_of,
     supports,
 )
+from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.step import GRID
 
 # Times below: H200, 2,048 tokens of 48 heads of 128 x 128.
@@ -342,7 +343,7 @@ def gated_delta_chunk_triton(
     b: Tensor,
     a: Tensor,
     weights: GatedDeltaWeights,
-    state: GatedDeltaState,
+    state: RecurrentState,
     cu_seqlens: Tensor,
     starts: Tensor,
     state_src: Tensor,

@@ -20,7 +20,6 @@ from torch import Tensor
 from lockstep.kernels.activations._device import silu_approx
 from lockstep.kernels.gated_delta_rule import (
     L2_EPS,
-    GatedDeltaState,
     GatedDeltaWeights,
     gated_delta_step,
 )
@@ -28,6 +27,7 @@ from lockstep.kernels.gated_delta_rule._shared import WIDEST, blocks_of, sizes_o
 from lockstep.kernels.gated_delta_rule._window_inputs import bring_near, inputs_kernel
 from lockstep.kernels.recurrent._rings_triton import folded_by, next_slot, wrapped
 from lockstep.kernels.recurrent._sums_triton import pairwise_sum
+from lockstep.kernels.recurrent.state import RecurrentState
 
 MOST_REGISTERS = 128
 """32-bit registers of a thread: two programs of 8 warps share a multiprocessor, with 128 KB of
@@ -335,7 +335,7 @@ def gated_delta_step_triton(
     b: Tensor,
     a: Tensor,
     weights: GatedDeltaWeights,
-    state: GatedDeltaState,
+    state: RecurrentState,
     slots: Tensor,
     starts: Tensor,
     folded: Tensor,

@@ -14,8 +14,8 @@ from lockstep.kernels.bench_types import (
     OpBenchmark,
     cut_by_tokens,
 )
-from lockstep.kernels.gated_delta_rule.cases import Dims
 from lockstep.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
+from lockstep.kernels.recurrent.cases import Dims
 
 
 def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:

@@ -12,7 +12,6 @@ multiples of its grid, and at the ends of prompt chunks. So no bit depends on wh
 import torch
 from torch import Tensor
 
-
 ROUNDED_EVERY = 16
 """Tokens from one rounding of a 16-bit state to the next. More tokens would need longer rings and
 longer replays; fewer would round more often."""
