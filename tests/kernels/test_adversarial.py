@@ -15,11 +15,13 @@ import lockstep.kernels.activations.cases as activation_cases
 import lockstep.kernels.attention.cases as attention_cases
 import lockstep.kernels.gated_delta_rule.cases as delta_cases
 import lockstep.kernels.linear.cases as linear_cases
+import lockstep.kernels.mamba2.cases as mamba2_cases
 import lockstep.kernels.norm.cases as norm_cases
 import lockstep.kernels.rotary.cases as rotary_cases
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.experts import experts
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
+from lockstep.kernels.mamba2 import mamba2_chunk, mamba2_step
 from lockstep.kernels.norm import rms_norm
 from lockstep.kernels.recurrent.cases import Dims
 from lockstep.kernels.rotary import rope_and_cache
@@ -43,6 +45,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 INTERPRETED = {
     gated_delta_chunk: 1,
     gated_delta_step: 1,
+    mamba2_chunk: 1,
+    mamba2_step: 1,
     sample: 1,
     paged_attention: 1,
     experts: 1,
@@ -65,6 +69,7 @@ REAL = (
     (rotary_cases, "LAYERS", ((70, 24, 4, 256, 64, True, 1.0),)),
     (attention_cases, "BATCHES", ((LONG, 24, 4, 256, 64), (LONG, 32, 8, 128, 64))),
     (delta_cases, "LAYERS", (Dims(16, 48, 128, 128, w=8),)),
+    (mamba2_cases, "LAYERS", (Dims(8, 64, 128, 64, w=8),)),
 )
 """Tables of the cases, and what to put in their places: the dimensions of real models."""
 

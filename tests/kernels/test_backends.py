@@ -7,6 +7,7 @@ from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.experts import experts
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.kv import PackedKV
+from lockstep.kernels.mamba2 import mamba2_chunk, mamba2_step
 from lockstep.kernels.sampling import sample
 from tests.kernels.backends import (
     GPU_DTYPES,
@@ -25,6 +26,8 @@ ROUNDED = 4e-3
 INTERPRETED = {
     gated_delta_chunk: 2,
     gated_delta_step: 4,
+    mamba2_chunk: 2,
+    mamba2_step: 4,
     sample: 3,
     paged_attention: 2,
     experts: 7,

@@ -8,12 +8,20 @@ from torch import Tensor
 
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
+from lockstep.kernels.mamba2 import mamba2_chunk, mamba2_step
 from lockstep.kernels.sampling import sample
 from tests.kernels.backends import left, of_every_op, same_bits
 from tests.kernels.canaries import MARGIN, Canaries
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-INTERPRETED = {gated_delta_chunk: 1, gated_delta_step: 2, paged_attention: 2, sample: 1}
+INTERPRETED = {
+    gated_delta_chunk: 1,
+    gated_delta_step: 2,
+    mamba2_chunk: 1,
+    mamba2_step: 2,
+    paged_attention: 2,
+    sample: 1,
+}
 """The interpreter is slow: it sees the first cases."""
 
 

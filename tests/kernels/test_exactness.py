@@ -243,7 +243,9 @@ def test_how_a_step_is_divided_changes_no_bit(backend, length, part, monkeypatch
     found = []
     for division in (dict(PARTS=1), dict(PARTS=2, MOST_TOKENS=1), dict(PARTS=4, HEADS=2, NEAR=1)):
         for name, value in division.items():
-            monkeypatch.setattr(f"lockstep.kernels.gated_delta_rule.step.{name}", value)
+            shared = name in ("PARTS", "NEAR")
+            place = "recurrent._walk_triton" if shared else "gated_delta_rule.step"
+            monkeypatch.setattr(f"lockstep.kernels.{place}.{name}", value)
         state = backend.place(random_state(replace(dims, w=8), 4, [1, 3], backend.dtype, 8))
         layer = backend.place(weights(dims, backend.dtype, 13))
         out = backend.run(gated_delta_step, dict(**data, weights=layer, state=state, **where))
