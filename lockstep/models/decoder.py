@@ -165,8 +165,10 @@ class Decoder(nn.Module, ABC):
     """The target: embedding, the layers that its file declares, final norm, head.
 
     embed_name, norm_name: what the checkpoint calls the embedding and the final norm.
+    snapshot_every: pages of a prompt between two snapshots of its state, unless the user says.
     """
 
+    snapshot_every: ClassVar[int] = 1
     embed_name: ClassVar[str] = "embed_tokens"
     norm_name: ClassVar[str] = "norm"
 

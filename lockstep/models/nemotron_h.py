@@ -26,6 +26,9 @@ KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 LATER_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
 """What transformers 5 calls blocks -> the same."""
 
+SNAPSHOT_EVERY = 32
+"""Pages of a prompt between two snapshots: 2,048 tokens. A snapshot is as large as the keys and
+values of 7,989 tokens (Nano), 8,762 (Nano 9B) or 20,780 (Super)."""
 EPS_NAMES = ("layer_norm_epsilon", "norm_eps", "rms_norm_eps")
 
 
@@ -172,6 +175,7 @@ class Model(Decoder):
     config: Config
     embed_name: ClassVar[str] = "embeddings"
     norm_name: ClassVar[str] = "norm_f"
+    snapshot_every: ClassVar[int] = SNAPSHOT_EVERY
 
     def attending(self) -> list[int]:
         return [i for i, kind in enumerate(self.config.kinds) if kind == "attention"]
