@@ -12,6 +12,7 @@ import argparse
 import json
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep.config import EngineConfig
@@ -42,6 +43,7 @@ def main() -> None:
     ask.add_argument("--rows", default="1,8,64", help="numbers of rows, one captured step each")
     ask.add_argument("--k", type=int, default=0, help="MTP drafts verified and made in a step")
     ask.add_argument("--context", type=int, default=4096, help="tokens in front of every row")
+    ask.add_argument("--kv-cache-dtype", default="auto", help="format of keys and values")
     ask.add_argument("--prompt", type=int, default=0, help="time one prompt of so many tokens, too")
     ask.add_argument("--kernels", action="store_true", help="launches and us of each kernel")
     given = ask.parse_args()
@@ -58,17 +60,20 @@ def main() -> None:
         max_num_batched_tokens=max(2048, given.prompt),
         num_gpu_blocks=rows[-1] * pages + 2,
         num_snapshots=0,
+        kv_cache_dtype=given.kv_cache_dtype,
         speculative_config=spec if given.k else None,
     )
     built = build_engine(config, lambda *_: None, NO_HOOKS)
     with torch.inference_mode():
         for cache in built.runner.paged:
-            cache.normal_()
+            fill_cache(cache)
         for count in rows:
             place(built, count, given.context - AHEAD, pages)
             built.runner.table.inputs.fill(row_ids=list(range(1, count + 1)))
             ms = timed(built, StepShape.uniform(count, given.k + 1), WARM, REPLAYS)
             line = {"rows": count, "k": given.k, "context": given.context, "ms": ms}
+            if given.kv_cache_dtype != "auto":
+                line["kv"] = given.kv_cache_dtype
             if given.kernels:
                 line["kernels"] = kernels(built, StepShape.uniform(count, given.k + 1))
             print(json.dumps(line), flush=True)
@@ -78,6 +83,14 @@ def main() -> None:
                 place_prompt(built, given.prompt, pages)
                 line["kernels"] = kernels(built, prompt_shape(given.prompt), 1)
             print(json.dumps(line), flush=True)
+
+
+def fill_cache(cache: Tensor) -> None:
+    """Random keys and values, or random bytes where they are packed."""
+    if cache.dtype in (torch.bfloat16, torch.float16, torch.float32):
+        cache.normal_()
+    else:
+        cache.view(torch.uint8).random_(0, 256)
 
 
 def place(built: EngineParts, rows: int, computed: int, pages: int) -> None:

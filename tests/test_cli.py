@@ -23,14 +23,14 @@ from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
-from tests.tiny_model import make_model
+from tests.tiny_model import THREE_LAYERS, make_model
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder: Path = make_model(tmp_path_factory.mktemp("model"))
+    folder: Path = make_model(tmp_path_factory.mktemp("model"), **THREE_LAYERS)
     return str(folder)
 
 
@@ -121,6 +121,14 @@ def test_explain_of_a_gpu_that_is_not_there(model: str) -> None:
     assert shown.exit_code == 0 and "needed_bytes" in shown.stdout and "fits" not in shown.stdout
 
 
+def test_explain_counts_a_state_of_16_bits(model: str) -> None:
+    asked = ("explain", "--arch", "sm_86", "--model", model, "--json")
+    plans = [json.loads(run(*asked, "--mamba-ssm-cache-dtype", kept).stdout)["plan"]
+             for kept in ("auto", "bfloat16")]  # fmt: skip
+    assert [plan["state_dtype"] for plan in plans] == ["float32", "bfloat16"]
+    assert plans[0]["slot_bytes"] != plans[1]["slot_bytes"]
+
+
 def test_explain_names_the_architectures_that_it_knows(model: str) -> None:
     with pytest.raises(ConfigError, match="sm_80.*sm_121"):
         run("explain", "--arch", "sm_75", "--model", model)
@@ -139,15 +147,15 @@ def test_bench_ends_with_one_line_of_json(model: str) -> None:
 
 
 def test_check_status_table_and_json(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(matrix.SIZES, "quick", matrix.Size(max_tokens=4, alone=8, company=4))
+    monkeypatch.setitem(matrix.SIZES, "quick", matrix.Size(max_tokens=4, alone=2, company=1))
     monkeypatch.setattr(cases, "LONG_PROMPT", 300)
     engines = [Setup("ngram", 2, "cold", "none")]
     monkeypatch.setattr(tokens, "setups", lambda size, drafters, graphs: engines)
     asked = ("check", "--quick", "--load-format", "dummy", "--skip-tokenizer-init", model)
     shown = run(*asked)
-    assert shown.exit_code == 0 and "20/20" in shown.stdout and "bit for bit" in shown.stdout
+    assert shown.exit_code == 0 and "11/11" in shown.stdout and "bit for bit" in shown.stdout
     found = json.loads(run(*asked, "--quantization", "int8", "--json").stdout)
-    assert (found["cases"], found["failed"]) == (20, 0) and "int8" in found["numerics"]
+    assert (found["cases"], found["failed"]) == (11, 0) and "int8" in found["numerics"]
     engines[:] = [Setup("ngram", 2, "preempted", "none")]
     monkeypatch.setattr(tokens, "took_place", lambda answers: Counter())
     assert run(*asked).exit_code == 1

@@ -28,6 +28,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("load_format", "gguf", "auto, dummy"),
     ("kv_cache_dtype", "int2", KV_FORMATS),
     ("kv_cache_dtype", None, KV_FORMATS),
+    ("mamba_ssm_cache_dtype", "float16", "auto, float32, bfloat16"),
     ("kv_cache_dtype_skip_layers", ["middle"], "first, last and numbers of layers"),
     ("kv_cache_dtype_skip_layers", [-1], "first, last and numbers of layers"),
     ("kv_cache_dtype_skip_layers", "first", "first, last and numbers of layers"),

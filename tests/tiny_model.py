@@ -179,6 +179,9 @@ NEMOTRON_H = {
     "use_conv_bias": True,
 }
 
+THREE_LAYERS: dict[str, object] = {"num_hidden_layers": 3, "full_attention_interval": 3}
+"""Changes of a hybrid: two layers recur and one attends, for tests of many steps."""
+
 
 def make_model(folder: Path, base: dict[str, object] = CONFIG, **changes: object) -> Path:
     """Fills the folder; `changes` replace settings of `base`. Load it with load_format="dummy"."""

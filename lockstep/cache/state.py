@@ -3,7 +3,7 @@
 import torch
 
 from lockstep.cache.specs import Law, Part, Spec
-from lockstep.kernels.recurrent.rings import ring_slots, state_grid
+from lockstep.kernels.recurrent.rings import most_replayed, ring_slots, state_grid
 
 
 def state_spec(
@@ -21,13 +21,14 @@ def state_spec(
     step; dtype: of the model; state_dtype: of the state in memory.
     """
     key_heads, value_heads, key_dim, value_dim = sizes
-    slots = ring_slots(window, kernel - 1, flush, state_grid(state_dtype))
+    raw = ring_slots(window, kernel - 1)
+    slots = ring_slots(window, most_replayed(window, flush, state_grid(state_dtype)))
     f32 = torch.float32
     return Spec(
         Law.STATE,
         (
             Part("recurrent", (value_heads, key_dim, value_dim), state_dtype),
-            Part("conv", (slots, channels), dtype, ring=True),
+            Part("conv", (raw, channels), dtype, ring=True),
             Part("u", (slots, value_heads, value_dim), f32, ring=True),
             Part("k", (slots, key_heads, key_dim), f32, ring=True),
             Part("decay", (slots, value_heads), f32, ring=True),

@@ -4,10 +4,12 @@ import typer
 
 from lockstep.cli.bench import bench
 from lockstep.cli.chat import chat
-from lockstep.cli.check import check
+from lockstep.cli.check import check as run_check
 from lockstep.cli.configuration import configuration
 from lockstep.cli.explain import explain
 from lockstep.cli.generate import generate
+from lockstep.cli.groups import usual
+from lockstep.cli.quality import quality
 from lockstep.cli.serve import serve
 
 app = typer.Typer(
@@ -17,7 +19,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
-for command in (serve, generate, chat, check, explain):
+check = typer.Typer(
+    cls=usual("all"), help="Prove that the answer never changes (all), or measure caches (quality)."
+)
+check.command("all")(run_check)
+check.command()(quality)
+for command in (serve, generate, chat, explain):
     app.command()(command)
+app.add_typer(check, name="check")
 app.command(hidden=True)(configuration)
 app.add_typer(bench, name="bench")

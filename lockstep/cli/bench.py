@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from typer.core import TyperGroup
 
 from lockstep.cli.bench_tables import (
     figures_table,
@@ -17,6 +16,7 @@ from lockstep.cli.bench_tables import (
     serving_table,
     trace_table,
 )
+from lockstep.cli.groups import usual
 from lockstep.cli.options import engine_options, settle_drafts
 from lockstep.cli.show import load, note, print_json, progress_bar
 from lockstep.errors import ConfigError
@@ -32,18 +32,7 @@ if TYPE_CHECKING:
     from lockstep.kernels.bench_types import Model
     from lockstep.llm import LLM
 
-USUAL = "offline"
-
-
-class _UsualGroup(TyperGroup):
-    """Without a subcommand's name in front, the arguments are those of USUAL."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        named = bool(args) and args[0] in self.commands
-        return super().parse_args(ctx, args if named else [USUAL, *args])
-
-
-bench = typer.Typer(cls=_UsualGroup, help="Measure answers (offline), kernels, or a server.")
+bench = typer.Typer(cls=usual("offline"), help="Measure answers (offline), kernels, or a server.")
 
 
 @bench.command()

@@ -18,8 +18,10 @@ from lockstep.kernels.route import route as route_op
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Linear, Target, Weight, filled
 from lockstep.quant import Layout, Module, Slot, TensorInfo
-from lockstep.quant.slot import PLAIN
+from lockstep.quant.slot import PLAIN, Stack
 
+BLOCK = 128
+"""Outputs that a format keeps together at most: FP8's blocks."""
 GATED_MLP = ("gate_proj", "up_proj", "down_proj")
 """A gated MLP's weights, as most checkpoints call them; Mixtral's are w1, w3, w2."""
 RELU_MLP = ("up_proj", "down_proj")
@@ -113,7 +115,26 @@ class ExpertWeight(Weight):
         if self.fused is not None:
             parts = [Slot.of(table.pop(f"{name}.weight")) for name in self.names]
             table[self.fused] = self._shared_out(parts)
+        elif isinstance(self.stored, PackedWeight):
+            self._stack(self.stored, table)
         return table
+
+    def _stack(self, weight: PackedWeight, table: dict[str, Target]) -> None:
+        """Puts slots that hand over all experts' tensors of a kind at once in place of theirs.
+
+        Only where no word and no block of scales could reach from one expert into the next.
+        """
+        assert self.packing is not None, "a format packed it"
+        if any(read.outputs % BLOCK for read in self.reads):
+            return
+        first = self.reads[0]
+        every = Module(first.path, first.names, weight.shape[0], first.inputs, None)
+        whole = self.packing.slots(every, weight)
+        for suffix in {name.rpartition(".")[2] for name in table}:
+            names = [f"{name}.{suffix}" for name in self.names]
+            if all(name in table for name in names):
+                parts = [Slot.of(table[name]) for name in names]
+                table |= zip(names, Stack.slots(whole.get(suffix), parts), strict=True)
 
     def _shared_out(self, parts: list[Slot]) -> Slot:
         """One tensor [E, N, K] that is packed while it is loaded: its rows go to these slots."""

@@ -1,10 +1,13 @@
-"""A slot: what takes over one tensor of a checkpoint."""
+"""A slot: what takes over one tensor of a checkpoint. A stack: several, taken over as one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from lockstep.errors import CheckpointError
 
 PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of weights that are not packed."""
@@ -44,3 +47,76 @@ class Slot:
             known = " or ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
             return f"{tensor.dtype}, expected {known}"
         return None
+
+
+class Stack:
+    """The tensors of `parts` wait where they were read, and are handed to `whole` as one, joined
+    along `dim` in the order of parts: 256 experts then cost the launches of one."""
+
+    def __init__(self, whole: Slot, parts: Sequence[Slot], dim: int) -> None:
+        self.whole = whole
+        self.parts = list(parts)
+        self.dim = dim
+        self.waiting: dict[int, Tensor] = {}
+
+    @classmethod
+    def slots(cls, whole: Slot | None, parts: Sequence[Slot]) -> list[Slot]:
+        """A slot for each part that hands over as one where the shapes say how; else the parts."""
+        dim = None if whole is None else _joined_along(whole, parts)
+        if whole is None or dim is None:
+            return list(parts)
+        stack = cls(whole, parts, dim)
+        return [
+            Slot(part.shape, part.dtypes, torch.device("cpu"), partial(stack.take, index))
+            for index, part in enumerate(parts)
+        ]
+
+    def take(self, index: int, tensor: Tensor) -> None:
+        """The tensor of a part. Raises CheckpointError, naming a part, where one does not fit."""
+        self.waiting[index] = tensor
+        if len(self.waiting) < len(self.parts):
+            return
+        found = [self.waiting[i] for i in range(len(self.parts))]
+        self.waiting.clear()
+        joined = self._joined(found)
+        if joined is None:
+            self._apart(found)
+            return
+        try:
+            self.whole.fill(joined)
+        except CheckpointError:
+            self._apart(found)
+            raise
+
+    def _joined(self, found: Sequence[Tensor]) -> Tensor | None:
+        """All of them in one, on the device; None where their dtypes differ."""
+        dtype = found[0].dtype
+        if any(tensor.dtype != dtype for tensor in found):
+            return None
+        assert self.whole.shape is not None, "else there is no stack"
+        out = torch.empty(self.whole.shape, dtype=dtype, device=self.whole.device)
+        sizes = [tensor.shape[self.dim] for tensor in found]
+        for place, tensor in zip(out.split(sizes, self.dim), found, strict=True):
+            place.copy_(tensor)
+        return out
+
+    def _apart(self, found: Sequence[Tensor]) -> None:
+        for part, tensor in zip(self.parts, found, strict=True):
+            part.fill(tensor.to(part.device))
+
+
+def _joined_along(whole: Slot, parts: Sequence[Slot]) -> int | None:
+    """The dimension along which the parts' tensors make up that of `whole`, if there is one."""
+    shapes = [part.shape for part in parts]
+    if whole.shape is None or any(part.dtypes != whole.dtypes for part in parts):
+        return None
+    for dim, size in enumerate(whole.shape):
+        sums = 0
+        for shape in shapes:
+            if shape is None or len(shape) != len(whole.shape):
+                return None
+            rest = shape[:dim] + whole.shape[dim : dim + 1] + shape[dim + 1 :]
+            sums += shape[dim] if rest == whole.shape else size + 1
+        if sums == size:
+            return dim
+    return None

@@ -133,6 +133,17 @@ def test_known_floors_of_a_large_model(large: Path, rows: int, ms: float) -> Non
     assert floor.ms == pytest.approx(ms, abs=0.01)
 
 
+def test_a_state_of_16_bits_is_half_of_the_bytes(large: Path) -> None:
+    """48 layers of 48 heads of 128 x 128, read and written; the lines of the window stay."""
+    wide, narrow = (
+        step_floor(sketch(large, torch.bfloat16, None, state=kept), 64, 4096)
+        for kept in (torch.float32, torch.bfloat16)
+    )
+    saved = part(wide.verify, "state").bytes - part(narrow.verify, "state").bytes
+    assert saved == 2 * 64 * 48 * 48 * 128 * 128 * 2
+    assert narrow.ms == pytest.approx(18.24, abs=0.01)
+
+
 @pytest.mark.parametrize(("rows", "ms"), [(1, 3.66), (8, 4.64), (64, 12.51)])
 def test_known_floors_of_a_dense_model(tmp_path: Path, rows: int, ms: float) -> None:
     """Qwen3-8B: 15.1 GB of weights that are read, 147 KB of KV per token."""

@@ -68,6 +68,8 @@ def test_bytes_by_hand() -> None:
     brought = 2 * 4 * (channels + 4 * 32 + 2 * 4)
     out = 2 * 4 * 4 * 32
     assert by_op["gated_delta_step2/4x32x32"].cost(3).bytes == 3 * (2 * slot + brought + out)
+    narrow = slot - 2 * 4 * 32 * 32
+    assert by_op["gated_delta_step2/4x32x32,"].cost(3).bytes == 3 * (2 * narrow + brought + out)
     assert by_op["route12/3"].cost(5).bytes == 10 * (4 * 12 + (4 + 4) * 3)
     expert = 4 * 3 * 256 * 64
     brought = 2 * ((3 * 256 + 1) * 4 + 3 * (4 + 4))

@@ -11,7 +11,7 @@ from lockstep.engine.hooks import CheckHooks
 from lockstep.outputs import RequestOutput
 from lockstep.scheduling.request import Request
 from tests.asking import DRAFTS, GREEDY, PROMPTS, TEXT, answer, assert_idle, bits, make_engine, one
-from tests.tiny_model import make_model
+from tests.tiny_model import THREE_LAYERS, make_model
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,7 @@ def told(request: Request) -> list[Any]:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Settings of a tiny model with random weights."""
-    folder = str(make_model(tmp_path_factory.mktemp("tiny")))
+    folder = str(make_model(tmp_path_factory.mktemp("tiny"), **THREE_LAYERS))
     return {"model": folder, "load_format": "dummy", "skip_tokenizer_init": True}
 
 

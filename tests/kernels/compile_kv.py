@@ -1,6 +1,7 @@
 """Compiles attention over packed caches, which needs no GPU: keys and values must enter products
 in the order that they have unpacked, so that both give the same bits. wgmma does that by itself;
-mma.sync would widen kWidth to 4 where numbers come out of bytes.
+mma.sync would widen kWidth to 4 where numbers come out of bytes. Down to machine code where
+products are smallest, elsewhere down to their layouts.
 
     python -m tests.kernels.compile_kv
 """
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -23,6 +25,26 @@ from tests.kernels import compile_launches
 ROWS = (16, 64)
 DIMS = (128, 256)
 ARCHES = (86, 90)
+WHOLE = (128, 16)
+"""Head dim and rows of those that are compiled down to machine code."""
+LAYOUTS = "layouts alone"
+"""Names what is kept of the others in Triton's cache."""
+
+
+def stop_at_layouts(*given: Any) -> tuple[str, str] | None:
+    """Triton's hook into its stages: nothing behind ttgir, which holds the layouts."""
+    if not given:
+        return LAYOUTS, LAYOUTS
+    stages = given[1]
+
+    def no_code(module: Any, metadata: dict[str, Any]) -> str:
+        metadata.update(name=LAYOUTS, shared=0)
+        return ""
+
+    del stages["llir"]
+    stages["ptx"] = no_code
+    stages["cubin"] = lambda module, metadata: b""
+    return None
 
 
 def widths(arch: int, name: str, dim: int, rows: int) -> tuple[set[str], bool]:
@@ -32,6 +54,8 @@ def widths(arch: int, name: str, dim: int, rows: int) -> tuple[set[str], bool]:
     attention.target_of = lambda device: Target(arch, assembly=True)
     launches = compile_launches.Launches()
     compiled = triton.compile
+    whole = (dim, rows) == WHOLE
+    knobs.runtime.add_stages_inspection_hook = None if whole else stop_at_layouts
 
     def keep(*args: Any, **given: Any) -> Any:
         made.append(compiled(*args, **given))
@@ -46,7 +70,9 @@ def widths(arch: int, name: str, dim: int, rows: int) -> tuple[set[str], bool]:
     finally:
         triton.compile = compiled
     code = made[0].asm
-    return set(re.findall(r"kWidth = (\d)", code["ttgir"])), "wgmma" in code["ptx"]
+    asynchronous = "warp_group_dot" in code["ttgir"]
+    assert not whole or asynchronous == ("wgmma" in code["ptx"])
+    return set(re.findall(r"kWidth = (\d)", code["ttgir"])), asynchronous
 
 
 def main() -> None:

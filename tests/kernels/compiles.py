@@ -31,7 +31,16 @@ LONGS = {"slots"}
 INTS = {"starts", "folded"}
 FLOATS = {"eps"}
 HALVES = {"mixed", "z", "b", "a", "taps", "norm", "conv", "out"}
-NUMBERS = {"length", "ring_slots", "flush", "stride", "z_stride", "b_stride", "a_stride"}
+NUMBERS = {
+    "length",
+    "conv_slots",
+    "ring_slots",
+    "flush",
+    "stride",
+    "z_stride",
+    "b_stride",
+    "a_stride",
+}
 ANYWHERE = {"b", "a", "slots", "starts", "folded"}
 """Pointers that are not specialised on alignment."""
 SUM = re.compile(

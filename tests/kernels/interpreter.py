@@ -1,20 +1,22 @@
 """Triton's interpreter made fast enough for the tests; what a kernel computes stays the same, but
 for casts from fp32 to bf16, which it cuts off where a GPU rounds to nearest.
 
-An interpreted kernel spends nearly all of its time on building the language's types, over and over
-the same few. Here equal ones are built once.
+An interpreted kernel spends nearly all of its time on the language's types, over and over the same
+few. Here equal types are one object, and what follows from types alone is found once.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy
+import numpy as np
 import torch
 from triton import language
 from triton.language import core
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 MODULES = (language, core)
+MOST_CONSTANTS = 4096
+"""Constants that are kept as blocks; a kernel has tens."""
 
 
 def speed_up() -> None:
@@ -24,9 +26,14 @@ def speed_up() -> None:
     _patch_the_language_once()
     _call_builtins_directly()
     _sanitize_nothing_that_is_not_asserted()
-    _keep_block_types()
+    _one_object_for_equal_block_types()
+    _compare_types_by_identity()
+    _unwrap_the_common_first()
     _keep_shapes()
     _keep_dtypes()
+    _make_handles_unchecked()
+    _pass_operands_of_one_type()
+    _broadcast_by_kept_shapes()
 
 
 def _index_by_one_element() -> None:
@@ -50,7 +57,7 @@ def _round_to_bfloat16() -> None:
         pair = (src.dtype.scalar, dst_type.scalar)
         if pair not in ((float32, bfloat16), (bfloat16, float32)):
             return cast(self, src, dst_type)
-        given = torch.from_numpy(numpy.ascontiguousarray(src.data))
+        given = torch.from_numpy(np.ascontiguousarray(src.data))
         if pair[0] == bfloat16:
             data = given.view(torch.bfloat16).float()
         else:
@@ -104,29 +111,67 @@ def _sanitize_nothing_that_is_not_asserted() -> None:
     )
 
 
-def _keep_block_types() -> None:
-    """A block type of an element type and a shape of plain numbers is checked and named once."""
-    build: Callable[..., None] = core.block_type.__init__
-    kept: dict[Any, dict[str, Any]] = {}
+def _one_object_for_equal_block_types() -> None:
+    """A block type of an element type and a shape of plain numbers is checked and named once;
+    sizes: its shape as plain numbers."""
+    build = core.block_type.__init__
+    kept: dict[Any, Any] = {}
 
-    def init(self: Any, element_ty: Any, shape: Any) -> None:
+    def new(cls: Any, element_ty: Any, shape: Any) -> Any:
         sizes = tuple(getattr(size, "value", size) for size in shape)
         key = (type(element_ty), element_ty.name, sizes)
         if key not in kept:
-            build(self, element_ty, shape)
-            kept[key] = dict(self.__dict__)
-        self.__dict__.update(kept[key])
+            made = object.__new__(cls)
+            build(made, element_ty, shape)
+            made.sizes = sizes
+            kept[key] = made
+        return kept[key]
 
-    core.block_type.__init__ = init
+    core.block_type.__new__ = new
+    core.block_type.__init__ = lambda self, element_ty, shape: None
+
+
+def _compare_types_by_identity() -> None:
+    """First by identity, then as Triton does; shapes without wrapping them up once more."""
+    for kind in (core.dtype, core.pointer_type, core.block_type):
+        _compare_by_identity(kind)
+    compare = core.tuple.__eq__
+
+    def same(self: Any, other: Any) -> Any:
+        if type(other) is core.tuple:
+            return self.values == other.values
+        return compare(self, other)
+
+    core.tuple.__eq__ = same
+
+
+def _compare_by_identity(kind: Any) -> None:
+    compare = kind.__eq__
+    kind.__eq__ = lambda self, other: self is other or compare(self, other)
+
+
+def _unwrap_the_common_first() -> None:
+    """A constant is unwrapped, a tensor is none: what else there is comes after."""
+    unwrap = core._unwrap_if_constexpr
+
+    def first(value: Any) -> Any:
+        kind = type(value)
+        if kind is core.constexpr:
+            return value.value
+        if kind is core.tensor or kind is int or kind is float:
+            return value
+        return unwrap(value)
+
+    core._unwrap_if_constexpr = first
 
 
 def _keep_shapes() -> None:
     """A tensor's shape, of constants, follows from its type's."""
     kept: dict[tuple[int, ...], tuple[Any, Any]] = {}
-    build: Callable[..., None] = core.tensor.__init__
+    build = core.tensor.__init__
 
     def init(self: Any, handle: Any, type: Any) -> None:
-        sizes = tuple(type.shape) if type.is_block() else ()
+        sizes = type.sizes if type.is_block() else ()
         if sizes not in kept:
             build(self, handle, type)
             kept[sizes] = (self.shape, self.numel)
@@ -151,3 +196,100 @@ def _keep_dtypes() -> None:
         return kept[key]
 
     interpreter._get_np_dtype = get
+
+
+def _make_handles_unchecked() -> None:
+    """A handle holds an array and its type: that they fit was asserted of every one."""
+
+    def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        self.data = data
+        self.dtype = dtype
+        self.attr = {} if attr is None else attr
+
+    interpreter.TensorHandle.__init__ = init
+
+
+def _pass_operands_of_one_type() -> None:
+    """Operands of one type are what an operation takes; a number beside a tensor becomes the same
+    constant each time."""
+    check = TritonSemantic.binary_op_type_checking_impl
+    kept: dict[Any, tuple[Any, Any]] = {}
+
+    def operands(
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        left_pointer: bool = False,
+        right_pointer: bool = False,
+        arithmetic: bool = True,
+        divided: bool = False,
+    ) -> tuple[Any, Any]:
+        options = (left_pointer, right_pointer, arithmetic, divided)
+        left = type(lhs) is core.tensor
+        right = type(rhs) is core.tensor
+        if left == right:
+            if not left:
+                return check(self, lhs, rhs, *options)
+            alike = lhs.dtype is rhs.dtype and not divided  # 16 bits by 16 bits are one of 32
+            moved = left_pointer and lhs.dtype.is_ptr() and rhs.dtype.is_int()
+            if moved or (alike and not lhs.dtype.is_ptr()):
+                return self.broadcast_impl_value(lhs, rhs)
+            return check(self, lhs, rhs, *options)
+        given, number = (lhs, rhs) if left else (rhs, lhs)
+        key = (left, given.type.name, type(number), number, *options)
+        if key not in kept:
+            found = check(self, lhs, rhs, *options)
+            if len(kept) < MOST_CONSTANTS and number == number:
+                constant = found[left]
+                constant.handle.data.flags.writeable = False
+                kept[key] = (found[not left].dtype, constant)
+            return found
+        dtype, constant = kept[key]
+        given = given if dtype == given.dtype else self.cast(given, dtype)
+        return (given, constant) if left else (constant, given)
+
+    TritonSemantic.binary_op_type_checking_impl = operands
+
+
+def _broadcast_by_kept_shapes() -> None:
+    """Which shape two shapes have together is found once; blocks are filled without a detour."""
+    kept: dict[Any, tuple[int, ...]] = {}
+
+    def widen(self: Any, value: Any, sizes: tuple[int, ...], common: tuple[int, ...]) -> Any:
+        if sizes == common:
+            return value
+        kind = core.block_type(value.dtype, list(common))
+        make = self.builder.create_broadcast if sizes else self.builder.create_splat
+        return core.tensor(make(value.handle, common) if sizes else make(kind, value.handle), kind)
+
+    def broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
+        if lhs.type is rhs.type:
+            return lhs, rhs
+        left = lhs.type.sizes if lhs.type.is_block() else ()
+        right = rhs.type.sizes if rhs.type.is_block() else ()
+        key = (left, right)
+        if key not in kept:
+            kept[key] = np.broadcast_shapes(left, right)
+        return widen(self, lhs, left, kept[key]), widen(self, rhs, right, kept[key])
+
+    def splat(self: Any, kind: Any, value: Any) -> Any:
+        data = np.empty(kind.sizes, interpreter._get_np_dtype(value.dtype))
+        data[...] = value.data
+        return interpreter.TensorHandle(data, value.dtype.scalar)
+
+    def spread(self: Any, value: Any, shape: Any) -> Any:
+        sizes = tuple(getattr(size, "value", size) for size in shape)
+        data = np.empty(sizes, value.data.dtype)
+        data[...] = value.data
+        return interpreter.TensorHandle(data, value.dtype.scalar)
+
+    def expand_dims(self: Any, value: Any, axis: int) -> Any:
+        sizes = list(value.data.shape)
+        sizes.insert(axis, 1)
+        return interpreter.TensorHandle(value.data.reshape(sizes), value.dtype.scalar)
+
+    TritonSemantic.broadcast_impl_value = broadcast
+    builder = interpreter.InterpreterBuilder
+    builder.create_splat = splat
+    builder.create_broadcast = spread
+    builder.create_expand_dims = expand_dims

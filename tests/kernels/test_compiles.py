@@ -1,35 +1,55 @@
 """Kernels compile for a GPU: all that ops launch; the stepping law's with widths that differ."""
 
-import os
-import subprocess
-import sys
+import multiprocessing
 from collections.abc import Callable
 from importlib.util import find_spec
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
 
 import pytest
 
 from lockstep.kernels.architecture import ARCHITECTURES
 from tests.kernels.backends import OPS
+from tests.kernels.compiling import run
 
 pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
 
 
-@pytest.fixture
-def compiled(request: pytest.FixtureRequest) -> Callable[..., list[str]]:
-    """The lines that a module of this folder prints, run in a process of its own: in this one the
-    interpreter may have taken the kernels' place.
+COMMON = "tests.kernels.compiler_imports"
+
+
+@pytest.fixture(scope="session")
+def processes(request: pytest.FixtureRequest) -> ForkServerContext:
+    """Processes in which the interpreter has not taken the kernels' place, as it may have in this
+    one. They are forked off one that has imported COMMON: that takes seconds.
 
     What is compiled stays in pytest's cache, under a hash of Triton, source, target and options:
     the next run compiles what has changed.
     """
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(request.config.cache.mkdir("triton"))
+    assert request.config.cache is not None
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([COMMON])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        patch.setenv("TRITON_CACHE_DIR", str(request.config.cache.mkdir("triton")))
+        forkserver.ensure_running()
+    return context
+
+
+@pytest.fixture
+def compiled(processes: ForkServerContext, tmp_path: Path) -> Callable[..., list[str]]:
+    """The lines that a module of this folder prints, run in a process of its own."""
 
     def lines(module: str, *arguments: str) -> list[str]:
-        command = [sys.executable, "-m", f"tests.kernels.{module}", *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done.stdout.splitlines()
+        out = tmp_path / "out"
+        errors = tmp_path / "errors"
+        given = (module, list(arguments), str(out), str(errors))
+        process = processes.Process(target=run, args=given)
+        process.start()
+        process.join()
+        assert process.exitcode == 0, errors.read_text()[-3000:]
+        return out.read_text().splitlines()
 
     return lines
 
@@ -42,7 +62,8 @@ ALL = pytest.param([], id="all", marks=pytest.mark.slow)
 def test_stepping_kernels_compile_for_hopper(
     options: list[str], compiled: Callable[..., list[str]]
 ) -> None:
-    """Six kernels of a layer of the delta rule: of one, and of all three; four of Mamba-2's two."""
+    """Six kernels of a layer of the delta rule, the walk by windows and states: of one layer, and
+    of all three; of Mamba-2's two layers the walk alone."""
     assert len(compiled("compiles", *options)) == (6 if options else 26)
 
 

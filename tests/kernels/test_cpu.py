@@ -15,7 +15,13 @@ from lockstep.kernels.gated_delta_rule.cases import inputs, weights
 from lockstep.kernels.recurrent import _cpu
 from lockstep.kernels.recurrent.cases import Dims, random_state
 from lockstep.kernels.recurrent.convolution import causal_convolution
-from lockstep.kernels.recurrent.rings import folded_by, ring_slots, slots_before, state_grid
+from lockstep.kernels.recurrent.rings import (
+    folded_by,
+    most_replayed,
+    ring_slots,
+    slots_before,
+    state_grid,
+)
 from tests.kernels.backends import OPS as EVERY_OP
 from tests.kernels.backends import Backend, left, same_bits
 
@@ -128,13 +134,13 @@ def test_ring_places_are_positions_modulo_the_ring() -> None:
 def test_a_window_overwrites_nothing_that_is_read_beside_it(
     window: int, flush: int, grid: int
 ) -> None:
-    history = 3
-    length = ring_slots(window, history, flush, grid)
-    for start in range(2 * length):
-        written = set(slots_before(start + window, window, length).tolist())
-        for count in (history, max(flush, grid) - 1 + window):
-            read = slots_before(start, count, length).tolist()
-            assert len(set(read)) == count and written.isdisjoint(read)
+    most = most_replayed(window, flush, grid)
+    for before in (3, most):
+        length = ring_slots(window, before)
+        for start in range(2 * length):
+            written = set(slots_before(start + window, window, length).tolist())
+            read = slots_before(start, before, length).tolist()
+            assert len(set(read)) == before and written.isdisjoint(read)
 
 
 @pytest.mark.parametrize("flush", [1, 5, 16, 20])
@@ -155,4 +161,4 @@ def test_a_state_lacks_no_more_tokens_than_a_ring_holds(dtype: torch.dtype, flus
             assert moved[starts - folded >= max(flush, grid)].all()
             starts += torch.randint(1, window + 1, (64,), generator=draw).int()
             folded = new
-            assert (starts - folded).max() <= max(flush, grid) - 1 + window
+            assert (starts - folded).max() <= most_replayed(window, flush, grid)

@@ -46,8 +46,8 @@ def test_company_changes_no_bit(dummy: Path) -> None:
     prompts = [list(range(5, 100)), list(range(5, 80)), list(range(40, 43)), [7]]
     llm = make_llm(dummy, load_format="dummy", dtype="bfloat16", speculative_config=NGRAM)
     alone = make_llm(dummy, load_format="dummy", dtype="bfloat16", enable_prefix_caching=False)
-    wanted = [bits(ask(alone, prompt, 20)) for prompt in prompts]
-    found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy(20))
+    wanted = [bits(ask(alone, prompt, 12)) for prompt in prompts]
+    found = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], greedy(12))
     assert [bits(output) for output in found] == wanted
 
 
@@ -57,8 +57,8 @@ def test_a_second_turn_finds_what_was_generated(dummy: Path, drafting: object) -
     first = list(range(5, 75))
     said = ask(llm, first, 60).outputs[0].token_ids
     second = [*first, *said, *range(40, 60)]
-    warm = ask(llm, second, 30)
-    cold = answer(dummy, second, 30, speculative_config=drafting)
+    warm = ask(llm, second, 12)
+    cold = answer(dummy, second, 12, speculative_config=drafting)
     assert warm.metrics is not None and cold.metrics is not None
     assert warm.metrics.num_cached_tokens == (len(first) + len(said) - 1) // 64 * 64 > len(first)
     assert cold.metrics.num_cached_tokens == 0

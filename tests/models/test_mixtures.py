@@ -17,7 +17,7 @@ from lockstep.models import architecture
 from lockstep.models.loader import build_model
 from tests.models.dense import NGRAM, VOCAB, ask, bits, make_llm, prompts, random_oracle
 from tests.models.oracle import RELATIVE, compare_tokens, logits_error
-from tests.tiny_model import HYBRID_MOE, MIXTRAL, NEXT, QWEN3_MOE
+from tests.tiny_model import HYBRID_MOE, MIXTRAL, NEXT, QWEN3_MOE, THREE_LAYERS
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
 Base = dict[str, Any]
@@ -37,8 +37,8 @@ FAMILIES: dict[str, tuple[str, Base, float]] = {
         1.0,
     ),
     "mixtral": ("Mixtral", MIXTRAL, 1.0),
-    "qwen3_5_moe": ("Qwen3_5Moe", HYBRID_MOE, 0.0),
-    "qwen3_next": ("Qwen3Next", NEXT, 0.0),
+    "qwen3_5_moe": ("Qwen3_5Moe", {**HYBRID_MOE, **THREE_LAYERS}, 0.0),
+    "qwen3_next": ("Qwen3Next", {**NEXT, **THREE_LAYERS}, 0.0),
 }
 """Name -> (its classes in transformers, settings, what its norms lie around)."""
 RECURRENT = ("qwen3_5_moe", "qwen3_next")

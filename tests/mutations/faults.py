@@ -752,7 +752,8 @@ FAULTS = (
         f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
     ),
     Fault(
-        "a kernel rounds by positions in the window", "mixer", "kernels/gated_delta_rule/step.py",
+        "a kernel rounds by positions in the window", "mixer",
+        "kernels/recurrent/_walk_triton.py",
         "if (start + t + 1) % STATE_GRID == 0:",
         "if (t + 1) % STATE_GRID == 0:",
         f"{OF_ROWS_ALONE}::test_a_state_of_16_bits_is_rounded_at_absolute_positions",

@@ -2,14 +2,14 @@
 bit by bit, as from their plain weights."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lockstep import LLM
@@ -19,6 +19,7 @@ from lockstep.layers.linear import Weight
 from lockstep.models import architecture
 from lockstep.models.loader import build_model
 from lockstep.quant import Slot
+from lockstep.quant.slot import Stack
 from tests.models.dense import VOCAB
 from tests.models.test_checkpoint import MTP, answer, build
 from tests.quant.cases import BLOCKS, FP8, NVFP4, ints, modelopt
@@ -31,7 +32,7 @@ from tests.quant.stored import (
     fp8_weight,
     int_weight,
 )
-from tests.tiny_model import HYBRID_MOE, MIXTRAL, NEXT, QWEN3_MOE
+from tests.tiny_model import HYBRID_MOE, MIXTRAL, NEXT, QWEN3_MOE, THREE_LAYERS
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
@@ -39,10 +40,17 @@ ROUND = {**GPTQ, "quant_method": "auto-round", "packing_format": "auto_round:aut
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**QWEN3_MOE, "num_hidden_layers": 2, "moe_intermediate_size": 40},
     "mixtral": {**MIXTRAL, "num_hidden_layers": 2},
-    "qwen3_next": {**NEXT, "mtp_num_hidden_layers": 1},
-    "qwen3_5_moe": {**HYBRID_MOE, "moe_intermediate_size": 136},
+    "qwen3_next": {**NEXT, **THREE_LAYERS, "mtp_num_hidden_layers": 1},
+    "qwen3_5_moe": {**HYBRID_MOE, **THREE_LAYERS, "moe_intermediate_size": 136},
+    "whole": {
+        **QWEN3_MOE,
+        "num_hidden_layers": 1,
+        "mlp_only_layers": [],
+        "hidden_size": 128,
+        "moe_intermediate_size": 256,
+    },
 }
-"""Widths of experts within a block of 128 and past it."""
+"""Widths of experts within a block of 128, past it, and of whole blocks."""
 SMALL = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba", "lm_head", "fc")
 """Last parts of the names of maps that stay plain."""
 
@@ -140,6 +148,34 @@ def test_each_expert_has_its_own_scales(tmp_path: Path, name: str) -> None:
     wanted = build(plain)
     assert torch.equal(weights(found), weights(wanted))
     assert answer(found) == answer(wanted)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_experts_of_whole_blocks_are_taken_over_together(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they are one by one: codes are joined in every format."""
+    joined = []
+    real = Stack._joined
+
+    def counted(stack: Stack, found: Sequence[Tensor]) -> Tensor | None:
+        joined.append(len(found))
+        return real(stack, found)
+
+    monkeypatch.setattr(Stack, "_joined", counted)
+    (packed, plain, _) = write(tmp_path, "whole", FORMATS[name])
+    assert torch.equal(weights(build(packed)), weights(build(plain)))
+    experts = FAMILIES["whole"]["num_experts"]
+    assert {experts, 2 * experts} == set(joined)
+
+
+def test_a_damaged_expert_is_named(tmp_path: Path) -> None:
+    (packed, _, _) = write(tmp_path, "whole", FORMATS["gptq"])
+    tensors = load_file(packed / "x.safetensors")
+    tensors["model.layers.0.mlp.experts.2.up_proj.scales"][0, 3] = float("nan")
+    save_file(tensors, packed / "x.safetensors")
+    with pytest.raises(CheckpointError, match="experts.2.up_proj.scales holds infinities or NaN"):
+        build(packed)
 
 
 @pytest.mark.parametrize("name", ["gptq", "fp8 blocks", "modelopt nvfp4"])

@@ -12,10 +12,10 @@ from lockstep.engine.engine import Engine
 from lockstep.engine.hooks import CheckHooks
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec.drafter import DraftContext
-from tests.tiny_model import make_model
+from tests.tiny_model import THREE_LAYERS, make_model
 
-PROMPTS = [[(7 * i + i * i) % 250 for i in range(n)] for n in (300, 5, 65, 130)]
-PARAMS = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=1, detokenize=False)
+PROMPTS = [[(7 * i + i * i) % 250 for i in range(n)] for n in (310, 5, 65, 130)]
+PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=1, detokenize=False)
 WRONG_EVERY = 5
 """Positions at which the scripted drafter is wrong: the multiples of this."""
 
@@ -23,7 +23,7 @@ WRONG_EVERY = 5
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny model's folder."""
-    return make_model(tmp_path_factory.mktemp("tiny"))
+    return make_model(tmp_path_factory.mktemp("tiny"), **THREE_LAYERS)
 
 
 @pytest.fixture(scope="session")

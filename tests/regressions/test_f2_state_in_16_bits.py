@@ -77,13 +77,13 @@ def test_numerics_slots_and_snapshots_say_so(make: Callable[..., LLM]) -> None:
     layers = [(wide.state, narrow.state) for wide, narrow in pairs]
     for wide, narrow in layers:
         assert 2 * narrow.recurrent.nbytes == wide.recurrent.nbytes
-        assert narrow.conv.shape[1] == rings.ring_slots(1, 3, 1, rings.ROUNDED_EVERY)
-        assert wide.conv.shape[1] == rings.ring_slots(1, 3)
+        assert narrow.conv.shape == wide.conv.shape
+        assert narrow.k.shape[1] == rings.ROUNDED_EVERY + 1
+        assert wide.k.shape[1] == 2
     states = 4 * sum(s.recurrent[0].numel() for s, _ in layers)
-    lines = sum(ring[0, 0].nbytes for state, _ in layers for ring in state.tensors()[1:])
-    more = layers[0][1].conv.shape[1] - layers[0][0].conv.shape[1]
+    lines = sum(ring[0, 0].nbytes for state, _ in layers for ring in state.tensors()[2:])
     saved = whole.engine.plan.slot_bytes - half.engine.plan.slot_bytes
-    assert saved == states // 2 - more * lines
+    assert saved == states // 2 - (rings.ROUNDED_EVERY - 1) * lines
 
 
 def _mixers(llm: LLM) -> list[Any]:

@@ -15,7 +15,7 @@ from tests.regressions.conftest import PARAMS, answers
 
 SHORT = [[3, 1, 4, 1, 5, i] for i in range(10)]
 """Prompts that fit into a pool of one page beside the null page, one at a time."""
-FEW = replace(PARAMS, max_tokens=6)
+FEW = replace(PARAMS, max_tokens=4)
 
 
 @pytest.fixture(scope="module")

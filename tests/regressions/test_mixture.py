@@ -17,13 +17,13 @@ from lockstep.engine.hooks import CheckHooks
 from lockstep.kernels.experts import cpu as experts_cpu
 from tests.models.dense import make_llm
 from tests.regressions.conftest import PROMPTS, Scripted, answers
-from tests.tiny_model import HYBRID_MOE, NEXT, make_model
+from tests.tiny_model import HYBRID_MOE, NEXT, THREE_LAYERS, make_model
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
 NGRAM = {**MTP, "method": "ngram"}
 FAMILIES = {
-    "qwen3_5_moe": HYBRID_MOE,
-    "qwen3_next": {**NEXT, "mtp_num_hidden_layers": 1},
+    "qwen3_5_moe": {**HYBRID_MOE, **THREE_LAYERS},
+    "qwen3_next": {**NEXT, **THREE_LAYERS, "mtp_num_hidden_layers": 1},
 }
 WAYS: dict[str, dict[str, Any]] = {
     "in company": {},

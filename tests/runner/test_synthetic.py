@@ -11,7 +11,7 @@ from lockstep.errors import ConfigError
 from lockstep.outputs import RequestOutput
 from lockstep.sampling_params import SamplingParams
 from tests.asking import answer, make_engine
-from tests.tiny_model import make_model
+from tests.tiny_model import THREE_LAYERS, make_model
 
 PROMPTS = [[3 + i, 5, 7, 11 * i, 13] for i in range(8)]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
@@ -19,24 +19,25 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detoken
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder: Path = make_model(tmp_path_factory.mktemp("model"))
+    folder: Path = make_model(tmp_path_factory.mktemp("model"), **THREE_LAYERS)
     return {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True}
 
 
 def ask(
-    tiny: dict[str, Any], drafter: str | None, max_tokens: int = 64, **settings: Any
+    tiny: dict[str, Any], drafter: str | None, count: int = 8, max_tokens: int = 24, **settings: Any
 ) -> list[RequestOutput]:
-    """The answers to all prompts at once, a row each."""
-    llm = make_engine(drafter, max_num_seqs=len(PROMPTS), **tiny, **settings)
-    params = [replace(PARAMS, max_tokens=max_tokens, seed=i) for i in range(len(PROMPTS))]
-    return llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params)
+    """The answers to so many requests at once, a row each, of the prompts in turn."""
+    llm = make_engine(drafter, max_num_seqs=count, **tiny, **settings)
+    params = [replace(PARAMS, max_tokens=max_tokens, seed=i) for i in range(count)]
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(count)]
+    return llm.generate([{"prompt_token_ids": p} for p in prompts], params)
 
 
 @pytest.mark.parametrize(("chance", "drafts"), [(0.7, 3), (0.3, 1), (0.9, 7)])
 def test_accepts_as_often_as_asked(tiny: dict[str, Any], chance: float, drafts: int) -> None:
     """The acceptance length is 1 + p + ... + p^K, within 4 sigma of 1,600 tokens' steps."""
     given = {"synthetic_acceptance": chance, "num_speculative_tokens": drafts}
-    outs = ask(tiny, "mtp", max_tokens=200, **given)
+    outs = ask(tiny, "mtp", count=32, max_tokens=50, **given)
     steps, accepted = (
         sum(getattr(o.metrics, f"num_{name}") for o in outs)
         for name in ("steps", "accepted_tokens")

@@ -97,8 +97,8 @@ def gated_delta_step(
             s, u, o = _delta_rule(s, q[t], k[t], v[t], torch.exp(g[t]), beta[t])
             s = on_grid(state, s, start + t + 1)
             out[row, t] = gated_rms_norm(o, z[row, t], weights.norm, weights.eps)
-            ring_slot = (start + t) % ring_length
-            state.conv[slot, ring_slot] = mixed[row, t]
+            state.conv[slot, (start + t) % ring_length] = mixed[row, t]
+            ring_slot = (start + t) % state.k.shape[1]
             state.u[slot, ring_slot] = u
             state.k[slot, ring_slot] = k[t]
             state.decay[slot, ring_slot] = torch.exp(g[t])

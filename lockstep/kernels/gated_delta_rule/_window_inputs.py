@@ -21,7 +21,8 @@ def _l2_normalised(x, EPS: tl.constexpr):
 
 @triton.jit
 def _key_inputs(
-    mixed, taps, conv, ring_k, heads, unit, begin, ring_slot, length, ring_slots, stride,
+    mixed, taps, conv, ring_k, heads, unit, begin, conv_slot, ring_slot, length, conv_slots,
+    ring_slots, stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     BLOCK: tl.constexpr, TOKENS: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
@@ -30,12 +31,13 @@ def _key_inputs(
     first = unit * K
     lanes = tl.arange(0, BLOCK)[None, :]
     x, raw = convolve_window(
-        mixed, conv, taps, first, K, begin, ring_slot, length, ring_slots, stride, C, R, BLOCK,
+        mixed, conv, taps, first, K, begin, conv_slot, length, conv_slots, stride, C, R, BLOCK,
         TOKENS, None,
     )  # fmt: skip
     for n in tl.static_range(TOKENS):
         t = begin + n
         to = wrapped(ring_slot + t, ring_slots)
+        place = conv + wrapped(conv_slot + t, conv_slots) * C
         mask = (lanes < K) & (t < length)
         values = _l2_normalised(x[n], EPS)
         if unit < HK:
@@ -43,12 +45,12 @@ def _key_inputs(
         else:
             tl.store(ring_k + to * (HK * K) + (first - HK * K) + lanes, values, mask=mask)
         tl.store(heads + t * (C + 2 * HV) + first + lanes, values, mask=mask)
-        tl.store(conv + to * C + first + lanes, raw[R + n], mask=mask)
+        tl.store(place + first + lanes, raw[R + n], mask=mask)
 
 
 @triton.jit
 def _value_inputs(
-    mixed, taps, conv, heads, h, begin, ring_slot, length, ring_slots, stride,
+    mixed, taps, conv, heads, h, begin, conv_slot, length, conv_slots, stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     BLOCK: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -57,24 +59,24 @@ def _value_inputs(
     first = 2 * HK * K + h * V
     lanes = tl.arange(0, BLOCK)[None, :]
     x, raw = convolve_window(
-        mixed, conv, taps, first, V, begin, ring_slot, length, ring_slots, stride, C, R, BLOCK,
+        mixed, conv, taps, first, V, begin, conv_slot, length, conv_slots, stride, C, R, BLOCK,
         TOKENS, None,
     )  # fmt: skip
     for n in tl.static_range(TOKENS):
         t = begin + n
-        to = wrapped(ring_slot + t, ring_slots)
+        place = conv + wrapped(conv_slot + t, conv_slots) * C
         mask = (lanes < V) & (t < length)
         tl.store(heads + t * (C + 2 * HV) + first + lanes, x[n], mask=mask)
-        tl.store(conv + to * C + first + lanes, raw[R + n], mask=mask)
+        tl.store(place + first + lanes, raw[R + n], mask=mask)
 
 
 @triton.jit(
-    do_not_specialize=["length", "ring_slots", "b_stride", "a_stride"],
+    do_not_specialize=["length", "conv_slots", "ring_slots", "b_stride", "a_stride"],
     do_not_specialize_on_alignment=["b", "a", "slots", "starts"],
 )
 def inputs_kernel(
     mixed, b, a, taps, a_log, dt_bias, conv, ring_k, ring_decay, slots, starts, heads,
-    length, ring_slots, stride, b_stride, a_stride,
+    length, conv_slots, ring_slots, stride, b_stride, a_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr, L2_EPS: tl.constexpr,
 ):  # fmt: skip
@@ -84,17 +86,19 @@ def inputs_kernel(
     s = tl.program_id(0).to(tl.int64)
     unit = tl.program_id(1)
     slot = tl.load(slots + s).to(tl.int64)
-    ring_slot = tl.load(starts + s).to(tl.int32) % ring_slots
+    start = tl.load(starts + s).to(tl.int32)
+    conv_slot = start % conv_slots
+    ring_slot = start % ring_slots
     token = s * length
     mixed += token * stride
-    conv += slot * ring_slots * C
+    conv += slot * conv_slots * C
     ring_k += slot * ring_slots * (HK * K)
     heads += token * WIDTH
     for begin in range(0, length, TOKENS):
         if unit < 2 * HK:
             _key_inputs(
-                mixed, taps, conv, ring_k, heads, unit, begin, ring_slot, length, ring_slots,
-                stride, HK, HV, K, V, R, BLOCK_K, TOKENS, L2_EPS,
+                mixed, taps, conv, ring_k, heads, unit, begin, conv_slot, ring_slot, length,
+                conv_slots, ring_slots, stride, HK, HV, K, V, R, BLOCK_K, TOKENS, L2_EPS,
             )  # fmt: skip
         else:
             h = unit - 2 * HK
@@ -103,7 +107,7 @@ def inputs_kernel(
             raw_a = tl.load(a + (token + t) * a_stride + h, mask=live, other=0.0)
             raw_b = tl.load(b + (token + t) * b_stride + h, mask=live, other=0.0)
             _value_inputs(
-                mixed, taps, conv, heads, h, begin, ring_slot, length, ring_slots, stride,
+                mixed, taps, conv, heads, h, begin, conv_slot, length, conv_slots, stride,
                 HK, HV, K, V, R, BLOCK_V, TOKENS,
             )  # fmt: skip
             g, beta = gates(raw_a, raw_b, tl.load(a_log + h), tl.load(dt_bias + h))

@@ -21,16 +21,19 @@ from lockstep.step import GRID
 
 
 def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
-    """Windows of `query_len` tokens; and, once, prompt chunks of the model's own length."""
+    """Windows of `query_len` tokens, on states of 32 and 16 bits; and, once, prompt chunks of the
+    model's own length."""
     if model.delta:
         dims = replace(model.delta, w=query_len)
-        yield gated_delta_step, partial(_gated_delta_step, dims, env, query_len)
+        for state in (torch.float32, torch.bfloat16):
+            kept = replace(dims, state=state)
+            yield gated_delta_step, partial(_gated_delta_step, kept, env, query_len)
         if query_len == 1:
             yield gated_delta_chunk, partial(_gated_delta_chunk, dims, env, model.prompt)
 
 
 def _gated_delta_step(dims: Dims, env: BenchEnv, query_len: int) -> OpBenchmark:
-    """Windows of `query_len` tokens, rows with every number of accepted tokens among them."""
+    """Windows of `query_len` tokens, rows with every number of tokens to replay among them."""
     traits = dict(key_dim=dims.k, value_dim=dims.v, key_heads=dims.hk, value_heads=dims.hv)
     backend, step = env.choose(gated_delta_step, **traits, kernel=dims.r + 1)
     rows = env.enough(dims.state.itemsize * dims.hv * dims.k * dims.v)
@@ -39,7 +42,7 @@ def _gated_delta_step(dims: Dims, env: BenchEnv, query_len: int) -> OpBenchmark:
     layer = _weights(dims, env)
     slots = env.ints(torch.randperm(rows) + 1, torch.int64)
     starts = env.ints(torch.arange(rows) + GRID)
-    folded = env.ints(torch.arange(rows) + GRID - torch.arange(rows) % (dims.w + 1))
+    folded = env.ints(torch.arange(rows) + GRID - torch.arange(rows) % (dims.most + 1))
 
     def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
         raw = [x[begin:end] for x in given]
@@ -51,9 +54,10 @@ def _gated_delta_step(dims: Dims, env: BenchEnv, query_len: int) -> OpBenchmark:
         out = given[1][0].numel() * env.dtype.itemsize
         return Cost(rows * (2 * _row_bytes(state, query_len) + brought + out))
 
+    named = "" if dims.state == torch.float32 else ", bf16 state"
     return OpBenchmark(
         op=gated_delta_step.name,
-        size=f"{dims.hk}/{dims.hv}x{dims.k}x{dims.v}",
+        size=f"{dims.hk}/{dims.hv}x{dims.k}x{dims.v}{named}",
         query_len=query_len,
         backend=backend,
         rows=rows,

@@ -66,20 +66,22 @@ def gated_delta_step_cpu(
     history = weights.conv.shape[1] - 1
     first = tuple(starts.tolist())
     most = max((starts - folded).tolist())
-    reach = max(history, most)
-    places = ring_places(state.conv.shape[1], tuple(slots.tolist()), first, range(-reach, length))
-    past = places[: reach * rows]
-    new = places[reach * rows :]
-    conv = state.conv.flatten(0, 1).index_select(0, past[(reach - history) * rows :])
+    own = tuple(slots.tolist())
+    places = ring_places(state.k.shape[1], own, first, range(-most, length))
+    raw_places = ring_places(state.conv.shape[1], own, first, range(-history, length))
+    conv = state.conv.flatten(0, 1).index_select(0, raw_places[: history * rows])
     raw = torch.cat([conv.view(history, rows, channels), mixed])
     q, k, v = _heads(causal_convolution(raw, weights.conv), state)
     g, beta = gates(b, a, weights)
-    s = replay(state, slots, starts, folded, past[(reach - most) * rows :], flush)
+    s = replay(state, slots, starts, folded, places[: most * rows], flush)
     decay = torch.exp(g)
     each = (by_token(x, hv) for x in (q, k, v, decay.unsqueeze(-1), beta.unsqueeze(-1)))
     o, u = _run(state, s, first, *each)
-    for ring, x in ((state.conv, mixed), (state.u, u), (state.k, k), (state.decay, decay)):
-        ring.flatten(0, 1).index_copy_(0, new, x.reshape(-1, *ring.shape[2:]))
+    state.conv.flatten(0, 1).index_copy_(
+        0, raw_places[history * rows :], mixed.reshape(-1, channels)
+    )
+    for ring, x in ((state.u, u), (state.k, k), (state.decay, decay)):
+        ring.flatten(0, 1).index_copy_(0, places[most * rows :], x.reshape(-1, *ring.shape[2:]))
     return gated_rms_norm(o.view(z.shape), z, weights.norm, weights.eps).transpose(0, 1)
 
 

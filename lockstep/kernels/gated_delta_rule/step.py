@@ -75,14 +75,15 @@ def gated_delta_step_triton(
     b = b.flatten(0, 1)
     a = a.flatten(0, 1)
     taps = weights.conv.t().contiguous()
-    ring_slots = state.conv.shape[1]
+    ring_slots = state.k.shape[1]
     f32 = dict(dtype=torch.float32, device=mixed.device)
     heads = torch.empty(rows, length, channels + 2 * hv, **f32)
     o = torch.empty(out.shape, **f32)
     blocks = blocks_of(sizes, WIDEST)
     inputs_kernel[(rows, 2 * hk + hv)](
         mixed, b, a, taps, weights.a_log, weights.dt_bias, state.conv, state.k, state.decay,
-        slots, starts, heads, length, ring_slots, mixed.stride(0), b.stride(0), a.stride(0),
+        slots, starts, heads, length, state.conv.shape[1], ring_slots, mixed.stride(0),
+        b.stride(0), a.stride(0),
         **sizes, **blocks, R=len(taps) - 1, L2_EPS=L2_EPS,
         TOKENS=min(MOST_TOKENS, triton.next_power_of_2(length)),
         num_warps=1, enable_fp_fusion=False,

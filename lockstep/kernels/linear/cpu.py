@@ -23,8 +23,11 @@ def linear_cpu(
     weight = unpacked(weight, x.dtype)
     if not weight.t().is_contiguous():
         weight = weight.t().contiguous().t()
+    rows = x.float()
+    columns = weight.float().t()
+    if segments == 1:
+        return placed(tiled_mm(rows, columns).to(x.dtype), out)
     run = x.shape[1] // segments
-    rows = x.float().split(run, dim=1)
-    columns = weight.float().t().split(run)
-    total = tree_sum([tiled_mm(a, b) for a, b in zip(rows, columns, strict=True)])
+    pairs = zip(rows.split(run, dim=1), columns.split(run), strict=True)
+    total = tree_sum([tiled_mm(a, b) for a, b in pairs])
     return placed(total.to(x.dtype), out)

@@ -98,8 +98,8 @@ def mamba2_step(
             s, y = _ssm(s, b[t], c[t], u, decay[t])
             s = on_grid(state, s, start + t + 1)
             out[row, t] = y + weights.d[:, None] * x[t]
-            ring_slot = (start + t) % ring_length
-            state.conv[slot, ring_slot] = mixed[row, t]
+            state.conv[slot, (start + t) % ring_length] = mixed[row, t]
+            ring_slot = (start + t) % state.k.shape[1]
             state.u[slot, ring_slot] = u
             state.k[slot, ring_slot] = b[t]
             state.decay[slot, ring_slot] = decay[t]

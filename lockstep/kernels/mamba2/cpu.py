@@ -47,20 +47,22 @@ def mamba2_step_cpu(
     history = weights.conv.shape[1] - 1
     first = tuple(starts.tolist())
     most = max((starts - folded).tolist())
-    reach = max(history, most)
-    places = ring_places(state.conv.shape[1], tuple(slots.tolist()), first, range(-reach, length))
-    past = places[: reach * rows]
-    new = places[reach * rows :]
-    conv = state.conv.flatten(0, 1).index_select(0, past[(reach - history) * rows :])
+    own = tuple(slots.tolist())
+    places = ring_places(state.k.shape[1], own, first, range(-most, length))
+    raw_places = ring_places(state.conv.shape[1], own, first, range(-history, length))
+    conv = state.conv.flatten(0, 1).index_select(0, raw_places[: history * rows])
     raw = torch.cat([conv.view(history, rows, channels), mixed])
     x, b, c = heads_of(causal_convolution(raw, weights.conv, weights.conv_bias), state)
     step, g = time_steps(dt, weights)
-    s = replay(state, slots, starts, folded, past[(reach - most) * rows :], flush)
+    s = replay(state, slots, starts, folded, places[: most * rows], flush)
     u = x * step[..., None]
     decay = torch.exp(g)
     y = _run(state, s, first, *(by_token(t, heads) for t in (b, c, u, decay[..., None])))
-    for ring, line in ((state.conv, mixed), (state.u, u), (state.k, b), (state.decay, decay)):
-        ring.flatten(0, 1).index_copy_(0, new, line.reshape(-1, *ring.shape[2:]))
+    state.conv.flatten(0, 1).index_copy_(
+        0, raw_places[history * rows :], mixed.reshape(-1, channels)
+    )
+    for ring, line in ((state.u, u), (state.k, b), (state.decay, decay)):
+        ring.flatten(0, 1).index_copy_(0, places[most * rows :], line.reshape(-1, *ring.shape[2:]))
     return y.view(x.shape).add_(weights.d[:, None] * x).transpose(0, 1)
 
 

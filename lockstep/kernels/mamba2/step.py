@@ -23,8 +23,8 @@ MOST_TOKENS = 4
 
 @triton.jit
 def _unit_inputs(
-    mixed, taps, bias, conv, heads, kept, channel, unit_width, begin, ring_slot, length, ring_slots,
-    stride, kept_stride,
+    mixed, taps, bias, conv, heads, kept, channel, unit_width, begin, conv_slot, ring_slot, length,
+    conv_slots, ring_slots, stride, kept_stride,
     C: tl.constexpr, WIDTH: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
     TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -32,26 +32,27 @@ def _unit_inputs(
     inputs; to `kept`, a ring, where it is not None."""
     lanes = tl.arange(0, BLOCK)[None, :]
     x, raw = convolve_window(
-        mixed, conv, taps, channel, unit_width, begin, ring_slot, length, ring_slots, stride, C, R,
+        mixed, conv, taps, channel, unit_width, begin, conv_slot, length, conv_slots, stride, C, R,
         BLOCK, TOKENS, bias,
     )  # fmt: skip
     for n in tl.static_range(TOKENS):
         t = begin + n
         to = wrapped(ring_slot + t, ring_slots)
+        place = conv + wrapped(conv_slot + t, conv_slots) * C
         mask = (lanes < unit_width) & (t < length)
         if kept is not None:
             tl.store(kept + to * kept_stride + lanes, x[n], mask=mask)
         tl.store(heads + t * WIDTH + lanes, x[n], mask=mask)
-        tl.store(conv + to * C + channel + lanes, raw[R + n], mask=mask)
+        tl.store(place + channel + lanes, raw[R + n], mask=mask)
 
 
 @triton.jit(
-    do_not_specialize=["length", "ring_slots", "dt_stride", "shortest", "longest"],
+    do_not_specialize=["length", "conv_slots", "ring_slots", "dt_stride", "shortest", "longest"],
     do_not_specialize_on_alignment=["dt", "slots", "starts"],
 )
 def _inputs_kernel(
     mixed, dt, taps, bias, a_log, dt_bias, conv, ring_k, ring_decay, slots, starts, heads,
-    length, ring_slots, stride, dt_stride, shortest, longest,
+    length, conv_slots, ring_slots, stride, dt_stride, shortest, longest,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, R: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
@@ -65,23 +66,27 @@ def _inputs_kernel(
     s = tl.program_id(0).to(tl.int64)
     unit = tl.program_id(1)
     slot = tl.load(slots + s).to(tl.int64)
-    ring_slot = tl.load(starts + s).to(tl.int32) % ring_slots
+    start = tl.load(starts + s).to(tl.int32)
+    conv_slot = start % conv_slots
+    ring_slot = start % ring_slots
     token = s * length
     mixed += token * stride
-    conv += slot * ring_slots * C
+    conv += slot * conv_slots * C
     ring_k += slot * ring_slots * (HK * K)
     heads += token * WIDTH
     for begin in range(0, length, TOKENS):
         if unit < HK:
             _unit_inputs(
                 mixed, taps, bias, conv, heads + unit * K, None, HV * V + (HK + unit) * K, K, begin,
-                ring_slot, length, ring_slots, stride, 0, C, WIDTH, R, BLOCK_K, TOKENS,
+                conv_slot, ring_slot, length, conv_slots, ring_slots, stride, 0, C, WIDTH, R,
+                BLOCK_K, TOKENS,
             )  # fmt: skip
         elif unit < 2 * HK:
             g = unit - HK
             _unit_inputs(
                 mixed, taps, bias, conv, heads + unit * K, ring_k + g * K, HV * V + g * K, K, begin,
-                ring_slot, length, ring_slots, stride, HK * K, C, WIDTH, R, BLOCK_K, TOKENS,
+                conv_slot, ring_slot, length, conv_slots, ring_slots, stride, HK * K, C, WIDTH, R,
+                BLOCK_K, TOKENS,
             )  # fmt: skip
         else:
             h = unit - 2 * HK
@@ -90,7 +95,8 @@ def _inputs_kernel(
             raw = tl.load(dt + (token + t) * dt_stride + h, mask=live, other=0.0)
             _unit_inputs(
                 mixed, taps, bias, conv, heads + 2 * HK * K + h * V, None, h * V, V, begin,
-                ring_slot, length, ring_slots, stride, 0, C, WIDTH, R, BLOCK_V, TOKENS,
+                conv_slot, ring_slot, length, conv_slots, ring_slots, stride, 0, C, WIDTH, R,
+                BLOCK_V, TOKENS,
             )  # fmt: skip
             step, grown = time_steps(
                 raw, tl.load(a_log + h), tl.load(dt_bias + h), shortest, longest
@@ -127,8 +133,8 @@ def mamba2_step_triton(
     heads = out.new_empty(rows, length, channels + 2 * count)
     _inputs_kernel[(rows, 2 * groups + count)](
         mixed, dt, taps, weights.conv_bias, weights.a_log, weights.dt_bias, state.conv, state.k,
-        state.decay, slots, starts, heads, length, state.conv.shape[1], mixed.stride(0),
-        dt.stride(0), weights.shortest, weights.longest, **sizes, **blocks_of(sizes, WIDEST),
+        state.decay, slots, starts, heads, length, state.conv.shape[1], state.k.shape[1],
+        mixed.stride(0), dt.stride(0), weights.shortest, weights.longest, **sizes, **blocks_of(sizes, WIDEST),
         R=len(taps) - 1, TOKENS=min(MOST_TOKENS, triton.next_power_of_2(length)),
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip

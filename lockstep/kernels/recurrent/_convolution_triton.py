@@ -10,14 +10,14 @@ from lockstep.kernels.recurrent._rings_triton import wrapped
 
 @triton.jit
 def convolve_window(
-    mixed, conv, taps, first, width, begin, ring_slot, length, ring_slots, stride,
+    mixed, conv, taps, first, width, begin, conv_slot, length, conv_slots, stride,
     C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, bias,
 ):  # fmt: skip
     """Channels first .. first + width - 1 of TOKENS tokens from `begin` on: tuples of [1, BLOCK].
 
     -> SiLU of the convolution of each token, fp32; raw inputs, those of R earlier tokens in front.
-    mixed: the window's first token, `stride` between tokens; conv: the row's ring [ring_slots, C]
-    of raw inputs, in which the window begins at ring_slot. Every raw input is loaded once. bias
+    mixed: the window's first token, `stride` between tokens; conv: the row's ring [conv_slots, C]
+    of raw inputs, in which the window begins at conv_slot. Every raw input is loaded once. bias
     [C], or None.
     """
     lanes = tl.arange(0, BLOCK)[None, :]
@@ -28,7 +28,7 @@ def convolve_window(
         at = begin + n - R
         place = mixed + at * stride
         if n < R:
-            past = conv + wrapped(ring_slot + at, ring_slots) * C
+            past = conv + wrapped(conv_slot + at, conv_slots) * C
             place = tl.where(at < 0, past, place)
         raw = raw + (tl.load(place + channel, mask=live & (at < length), other=0.0),)
     tap = ()

@@ -371,7 +371,7 @@ def launch_walk(
     layout["WARPS"] = warps
     walk_kernel[(rows * hv, triton.cdiv(v, warps * layout["COLUMNS"]))](
         state.recurrent, state.u, state.k, state.decay, slots, starts, folded, heads, o, skip,
-        length, state.conv.shape[1], flush, **sizes, **layout,
+        length, state.k.shape[1], flush, **sizes, **layout,
         NEAR=NEAR if length <= NEAR else 2 * NEAR, SECTOR=SECTOR, STATE_GRID=state.grid,
         CORRECTS=corrects, num_warps=warps, maxnreg=MOST_REGISTERS, enable_fp_fusion=False,
     )  # fmt: skip

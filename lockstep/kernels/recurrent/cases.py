@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.recurrent.rings import ring_slots, state_grid
+from lockstep.kernels.recurrent.rings import most_replayed, ring_slots, state_grid
 from lockstep.kernels.recurrent.state import RecurrentState
 
 
@@ -36,7 +36,7 @@ class Dims:
     @property
     def most(self) -> int:
         """The most tokens that a state lacks."""
-        return max(self.flush, self.grid) - 1 + self.w
+        return most_replayed(self.w, self.flush, self.grid)
 
 
 def empty_state(dims: Dims, slots: int, dtype: torch.dtype, fill: float = 0.0) -> RecurrentState:
@@ -45,10 +45,10 @@ def empty_state(dims: Dims, slots: int, dtype: torch.dtype, fill: float = 0.0) -
     def full(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.full((slots, *shape), fill, dtype=dtype)
 
-    length = ring_slots(dims.w, dims.r, dims.flush, dims.grid)
+    length = ring_slots(dims.w, dims.most)
     return RecurrentState(
         recurrent=full(dims.hv, dims.k, dims.v, dtype=dims.state),
-        conv=full(length, dims.channels, dtype=dtype),
+        conv=full(ring_slots(dims.w, dims.r), dims.channels, dtype=dtype),
         u=full(length, dims.hv, dims.v),
         k=full(length, dims.hk, dims.k),
         decay=full(length, dims.hv),

@@ -22,14 +22,22 @@ def state_grid(dtype: torch.dtype) -> int:
     return 1 if dtype == torch.float32 else ROUNDED_EVERY
 
 
-def ring_slots(window: int, history: int, flush: int = 1, grid: int = 1) -> int:
+def ring_slots(window: int, before: int) -> int:
     """The length of a ring: a window's tokens never overwrite what is read beside them.
 
-    window: most tokens of a step. history: raw inputs that the convolution reads before a window.
-    flush, grid: as in folded_by. Where a state lacks as many tokens as the larger of both, one of
-    them ends on the grid: it is written, and a step finds at most one less, and a window.
+    window: most tokens of a step; before: tokens in front of a window that are read with it: inputs
+    of a convolution, or what is replayed.
     """
-    return window + max(max(flush, grid) - 1 + window, history)
+    return window + before
+
+
+def most_replayed(window: int, flush: int = 1, grid: int = 1) -> int:
+    """The most tokens that a state may lack. flush, grid: as in folded_by.
+
+    Where it lacks as many as the larger of both, one of them ends on the grid, and it is written;
+    so a step leaves at most one less of them, and its window.
+    """
+    return max(flush, grid) - 1 + window
 
 
 def folded_by(starts: Tensor, folded: Tensor, flush: int, grid: int) -> Tensor:

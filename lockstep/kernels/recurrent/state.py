@@ -19,9 +19,10 @@ class RecurrentState:
     the user chose so, recurrent, which may be bf16.
 
     recurrent [slots, HV, K, V]: the state behind the row's first `folded` tokens. The rest are
-    rings of L ring slots, a token's ring slot being its position modulo L: conv [slots, L, C] raw
-    inputs, and what replays a window into the state: u [slots, L, HV, V], k [slots, L, HK, K],
-    decay [slots, L, HV]. L = ring_slots(W, R, flush, grid) of lockstep.kernels.recurrent.rings.
+    rings, a token's ring slot being its position modulo the ring's length (ring_slots of
+    lockstep.kernels.recurrent.rings): conv [slots, W + R, C] raw inputs, and of L = W +
+    most_replayed ring slots what replays tokens into the state: u [slots, L, HV, V],
+    k [slots, L, HK, K], decay [slots, L, HV].
     """
 
     recurrent: Tensor

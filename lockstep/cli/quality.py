@@ -1,0 +1,141 @@
+"""lockstep check quality: what compressed caches cost in answers, on a text of the user's."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from lockstep.cli.options import engine_options
+from lockstep.cli.show import print_json, progress_bar
+from lockstep.config import EngineConfig
+from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lockstep.check.quality import Kept, Quality
+
+TOKENS = 8192
+WINDOW = 1024
+MOST_TOKENS = 1 << 20
+WIDTH = 120
+"""Columns of the table at least, so that its lines are not cut where nobody looks."""
+
+
+@engine_options
+def quality(
+    model: Annotated[str | None, typer.Argument(help="model folder or hub id")] = None,
+    text: Annotated[Path | None, typer.Option(help="a text in UTF-8, of what you ask for")] = None,
+    tokens: Annotated[
+        int, typer.Option(min=2, max=MOST_TOKENS, help="most tokens of it that count")
+    ] = TOKENS,
+    window: Annotated[
+        int, typer.Option(min=2, max=MOST_TOKENS, help="tokens that are one prompt")
+    ] = WINDOW,
+    plot: Annotated[
+        Path | None, typer.Option(help="write the difference by position here, .svg")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Perplexity and best tokens of a text with caches of other dtypes, against the model's own.
+
+    --kv-cache-dtype and --mamba-ssm-cache-dtype take several names, with commas between; every pair
+    of them is measured. Drafts, batches and chunks change no bit, so none is varied.
+    """
+    if text is None:
+        raise ConfigError("check quality needs a text. Name it: --text FILE.")
+    if plot is not None and plot.suffix.lower() != ".svg":
+        raise ConfigError(f"--plot {plot} is not allowed; allowed: a name that ends in .svg.")
+    ways = ways_of(settings)
+    found = _run(ways, settings, text, (tokens, window), json)
+    if plot is not None:
+        _draw(plot, found, window)
+    if json:
+        first = found[0].measured.scores
+        print_json(
+            {"check": "quality", "text": str(text), "tokens": len(first.logprobs), "window": window,
+             "lines": [one.to_json() for one in found]}
+        )  # fmt: skip
+        return
+    console = Console(highlight=False)
+    console.width = max(console.width, WIDTH)
+    console.print(table(found))
+    about = f"{len(found[0].differences):,} tokens predicted, in windows of {window:,}"
+    console.print(f"{about}; {found[0].measured.numerics}", soft_wrap=True)
+
+
+def ways_of(settings: dict[str, Any]) -> "list[Kept]":
+    """The pairs of both settings, which are taken out. Raises ConfigError on an unknown name."""
+    from lockstep.check.quality import Kept
+
+    lists = [
+        [part.strip() for part in settings.pop(name).split(",")]
+        for name in ("kv_cache_dtype", "mamba_ssm_cache_dtype")
+    ]
+    ways = [Kept(kv, state) for kv in lists[0] for state in lists[1]]
+    for way in ways:
+        EngineConfig(kv_cache_dtype=way.kv_cache_dtype,
+                     mamba_ssm_cache_dtype=way.mamba_ssm_cache_dtype)  # type: ignore[arg-type]  # fmt: skip
+    return [_usual(way) for way in ways]
+
+
+def _usual(way: "Kept") -> "Kept":
+    """float32 by its other name: it is the state's own dtype."""
+    usual = way.mamba_ssm_cache_dtype == "float32"
+    return replace(way, mamba_ssm_cache_dtype="auto") if usual else way
+
+
+def _run(
+    ways: "list[Kept]", settings: dict[str, Any], path: Path, sizes: tuple[int, int], quiet: bool
+) -> "list[Quality]":
+    from lockstep.check.quality import Kept, read_text, run_quality
+
+    if not any(way != Kept() for way in ways):
+        raise ConfigError(
+            "check quality compares caches, and all that were named are the model's own. Name "
+            "another: --kv-cache-dtype fp8, or --mamba-ssm-cache-dtype bfloat16."
+        )
+    text = read_text(path, sizes[0])
+    if quiet:
+        return run_quality(ways, settings, text, *sizes)
+    with progress_bar() as show:
+        return run_quality(ways, settings, text, *sizes, show)
+
+
+def _draw(path: Path, found: "list[Quality]", window: int) -> None:
+    from lockstep.check.quality_plot import plot
+
+    longest = max(found[0].measured.scores.positions)
+    try:
+        path.write_text(plot(found, min(window, longest + 1)), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--plot {path} cannot be written: {error}. Name a file.") from None
+
+
+def table(found: "list[Quality]") -> Table:
+    """A line for each way to keep caches, the model's own first. ratio: of perplexities; top-1:
+    places with the same best token; mean, max: |difference of log-probability| of the text's tokens
+    in nats."""
+    shown = Table(box=SIMPLE_HEAD)
+    for name in ("KV", "state"):
+        shown.add_column(name, no_wrap=True)
+    for name in ("perplexity", "ratio", "top-1 %", "mean", "max", "bytes a page", "bytes a state"):
+        shown.add_column(name, justify="right", no_wrap=True)
+    for one in found:
+        line = one.to_json()
+        shown.add_row(
+            line["kv_cache_dtype"],
+            line["mamba_ssm_cache_dtype"],
+            f"{line['perplexity']:.3f}",
+            f"{line['perplexity_ratio']:.5f}",
+            f"{100 * line['top1_agreement']:.2f}",
+            f"{line['mean_difference']:.5f}",
+            f"{line['max_difference']:.3f}",
+            f"{line['page_bytes']:,}",
+            f"{line['slot_bytes']:,}",
+        )
+    return shown
