@@ -23,6 +23,13 @@ MODELS = {
             moe=Moe(256, 8, 512),
         ),
         Model(
+            "Nemotron-3-Nano-30B-A3B",
+            *(2688, 3712, 32, 2, 128, 131072),
+            mamba=Dims(8, 64, 128, 64),
+            moe=Moe(128, 6, 1856),
+            gated=False,
+        ),
+        Model(
             "small",
             *(256, 512, 4, 2, 64, 4096),
             gate=True,
@@ -30,6 +37,7 @@ MODELS = {
             context=300,
             prompt=100,
             moe=Moe(12, 3, 64),
+            mamba=Dims(2, 4, 32, 16),
         ),
     )
 }

@@ -33,8 +33,9 @@ class Moe:
 
 @dataclass(frozen=True)
 class Model:
-    """The dimensions of a model that its ops see. delta: None without Gated DeltaNet layers; moe:
-    None without experts, else `inner` is the shared expert's;
+    """The dimensions of a model that its ops see. delta, mamba: None without Gated DeltaNet, or
+    Mamba-2, layers; moe: None without experts, else `inner` is the shared expert's; gated: whether
+    MLPs are (silu_mul), or not (relu2);
     gate: attention has an output gate as wide as q; context: tokens of a row in the cache;
     prompt: tokens of a row's prompt chunk."""
 
@@ -50,6 +51,8 @@ class Model:
     context: int = 4096
     prompt: int = 512
     moe: Moe | None = None
+    mamba: Dims | None = None
+    gated: bool = True
 
     @property
     def weights(self) -> list[tuple[str, int, int]]:
@@ -59,7 +62,7 @@ class Model:
         found = [
             ("qkv", qkv, self.hidden),
             ("attention out", self.hidden, inner),
-            ("gate_up", 2 * self.inner, self.hidden),
+            ("gate_up" if self.gated else "up", self.inner * (1 + self.gated), self.hidden),
             ("down", self.hidden, self.inner),
             ("head", self.vocab, self.hidden),
         ]
@@ -68,6 +71,10 @@ class Model:
             found.insert(0, ("delta out", self.hidden, values))
             into = self.delta.channels + values + 2 * self.delta.hv
             found.insert(0, ("delta in", into, self.hidden))
+        if self.mamba:
+            inner = self.mamba.hv * self.mamba.v
+            found.insert(0, ("mamba out", self.hidden, inner))
+            found.insert(0, ("mamba in", inner + self.mamba.channels + self.mamba.hv, self.hidden))
         return found
 
 

@@ -134,7 +134,8 @@ def mamba2_step_triton(
     _inputs_kernel[(rows, 2 * groups + count)](
         mixed, dt, taps, weights.conv_bias, weights.a_log, weights.dt_bias, state.conv, state.k,
         state.decay, slots, starts, heads, length, state.conv.shape[1], state.k.shape[1],
-        mixed.stride(0), dt.stride(0), weights.shortest, weights.longest, **sizes, **blocks_of(sizes, WIDEST),
+        mixed.stride(0), dt.stride(0), weights.shortest, weights.longest, **sizes,
+        **blocks_of(sizes, WIDEST),
         R=len(taps) - 1, TOKENS=min(MOST_TOKENS, triton.next_power_of_2(length)),
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
