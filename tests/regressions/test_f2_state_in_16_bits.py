@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep import LLM
 from lockstep.kernels import step_metadata
 from lockstep.kernels.gated_delta_rule import cpu
-from lockstep.kernels.recurrent import rings
+from lockstep.kernels.recurrent import _cpu, rings
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.layers import gated_delta_net
 from lockstep.runner import table
@@ -97,7 +97,7 @@ def as_each_step_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def by_step(starts: Tensor, folded: Tensor, flush: int, grid: int) -> Tensor:
         return torch.where(starts - folded >= flush, starts, folded)
 
-    for user in (cpu, step_metadata):
+    for user in (_cpu, step_metadata):
         monkeypatch.setattr(user, "folded_by", by_step)
 
 

@@ -8,10 +8,11 @@ from lockstep.kernels.bench_types import BenchEnv, Made, Model, OpBenchmark, cut
 
 
 def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
-    """The model's own at the width of its MLP."""
+    """At the width of the model's MLP: of gated ones silu_mul; relu2 of others, and of the small
+    set, which has every op."""
     if model.gated:
         yield silu_mul, partial(_silu_mul, model.inner, env, query_len)
-    else:
+    if not model.gated or (model.delta and model.mamba):
         yield relu2, partial(_relu2, model.inner, env, query_len)
 
 
