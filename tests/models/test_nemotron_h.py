@@ -1,5 +1,6 @@
 """Nemotron-H against transformers: blocks of every kind, odd sizes, biases, latent mixtures."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,14 @@ import torch
 from safetensors.torch import save_file
 
 from lockstep import LLM
+from lockstep.bench.floor import sketch
+from lockstep.cache.specs import Law, unit_bytes
 from lockstep.errors import CheckpointError
 from lockstep.layers.build import Build
 from lockstep.layers.mamba2 import Mamba2
 from lockstep.models import architecture
 from lockstep.models.loader import build_model
+from lockstep.runner.memory import mixers
 from tests.models.dense import NGRAM, VOCAB, ask, bits, make_llm, prompts, random_oracle
 from tests.models.oracle import RELATIVE, compare_tokens, logits_error
 from tests.tiny_model import NEMOTRON_H
@@ -158,3 +162,70 @@ def test_the_draft_module_is_not_read(tmp_path: Path) -> None:
     plain = bits(ask(engine(tmp_path), prompt, 8))
     save_file({"mtp.layers.0.enorm.weight": torch.ones(4)}, tmp_path / "mtp.safetensors")
     assert bits(ask(engine(tmp_path), prompt, 8)) == plain
+
+
+COMMON = {
+    "model_type": "nemotron_h",
+    "attention_bias": False,
+    "conv_kernel": 4,
+    "head_dim": 128,
+    "layer_norm_epsilon": 1e-5,
+    "mamba_hidden_act": "silu",
+    "mlp_hidden_act": "relu2",
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "time_step_limit": [0.0, float("inf")],
+    "vocab_size": 131072,
+}
+NANO_9B = {
+    **COMMON,
+    "hidden_size": 4480,
+    "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    "intermediate_size": 15680,
+    "mamba_head_dim": 80,
+    "mamba_num_heads": 128,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+}
+SUPER = {
+    **COMMON,
+    "hidden_size": 4096,
+    "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*"
+    "EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+    "mamba_head_dim": 64,
+    "mamba_num_heads": 128,
+    "moe_intermediate_size": 2688,
+    "moe_latent_size": 1024,
+    "moe_shared_expert_intermediate_size": 5376,
+    "n_routed_experts": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 22,
+    "num_key_value_heads": 2,
+    "routed_scaling_factor": 5.0,
+}
+BIASES = 40 * 512
+"""Correction biases of Super's routers, which its own count leaves out, as the MTP module here."""
+
+
+@pytest.mark.parametrize(
+    ("raw", "parameters", "slot", "token"),
+    [
+        (NANO_9B, 8_888_227_328, 27 * (5_242_880 + 73_728), 16_384),
+        (SUPER, 123_611_012_096 - 2_942_324_736 + BIASES, 40 * (4_194_304 + 61_440), 8_192),
+    ],
+    ids=["Nano 9B v2", "Super 120B"],
+)
+def test_parameters_and_bytes_of_real_models(
+    tmp_path: Path, raw: Base, parameters: int, slot: int, token: int
+) -> None:
+    """As released; of a slot the state and three raw inputs count, of a page a token."""
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    model = sketch(tmp_path, torch.bfloat16, None).model
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    specs = [layer.cache_spec() for layer in mixers(model, None).values()]  # type: ignore[operator]
+    kept = [part for spec in specs for part in spec.parts if spec.law is Law.STATE]
+    states = sum(p.nbytes for p in kept if p.name == "recurrent")
+    raws = sum(p.nbytes // p.shape[0] * 3 for p in kept if p.name == "conv")
+    assert states + raws == slot
+    assert unit_bytes(specs, Law.PAGED, 1) == token
