@@ -65,7 +65,7 @@ def gated_delta_step_cpu(
     hv = b.shape[2]
     history = weights.conv.shape[1] - 1
     first = tuple(starts.tolist())
-    most = max((starts - folded).tolist())
+    most = max(0, *(starts - folded).tolist())
     own = tuple(slots.tolist())
     places = ring_places(state.k.shape[1], own, first, range(-most, length))
     raw_places = ring_places(state.conv.shape[1], own, first, range(-history, length))
