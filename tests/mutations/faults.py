@@ -66,8 +66,8 @@ FAULTS = (
     ),
     Fault(
         "replay of at most 4", "mixer", DELTA,
-        "    most = max((starts - folded).tolist())\n",
-        "    most = min(4, max((starts - folded).tolist()))\n",
+        "    most = max(0, *(starts - folded).tolist())\n",
+        "    most = min(4, max(0, *(starts - folded).tolist()))\n",
     ),
     Fault(
         "folded one too far when all were accepted", "table", METADATA,
