@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lockstep.bench.floor import sketch
+from lockstep.kernels.backends import load
 from lockstep.layers.build import Build
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model, load_weights
@@ -42,6 +43,7 @@ def main() -> None:
     shutil.copytree(given.folder, given.scratch, dirs_exist_ok=True)
     shorten(given.scratch, given.gb)
     write(given.scratch, device)
+    load()
     checkpoint = Checkpoint.read(given.scratch)
     packing = packing_of(checkpoint.quantization(), None)
     build = Build(

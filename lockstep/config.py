@@ -9,7 +9,6 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from lockstep import spec
 from lockstep.errors import ConfigError
-from lockstep.kernels.kv import formats
 from lockstep.settings import Settings, check_names, setting
 from lockstep.spec.config import EXAMPLE, SpeculativeConfig
 
@@ -26,6 +25,19 @@ are in flight while the host does not know yet that the row has ended, one for t
 _ONE = "Choose one of them."
 
 
+def _known_format(name: str) -> str:
+    """A kv_cache_dtype; the formats need torch, which the command line's help does without."""
+    from lockstep.kernels.kv import formats
+
+    return name if name == "auto" else formats.known(name)
+
+
+def _format_names() -> str:
+    from lockstep.kernels.kv import formats
+
+    return ", ".join(formats.names())
+
+
 def _text_of_number(value: Any) -> Any:
     return str(value) if type(value) is int else value
 
@@ -33,7 +45,7 @@ def _text_of_number(value: Any) -> Any:
 _tuple_of_list = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
 _text_of_path = BeforeValidator(lambda path: str(path) if isinstance(path, PathLike) else path)
 ModelName = Annotated[str, Field(min_length=1), _text_of_path]
-KVCacheDtype = Annotated[str, AfterValidator(formats.known)]
+KVCacheDtype = Annotated[str, AfterValidator(_known_format)]
 SkippedLayer = Annotated[
     str, Field(pattern=r"^(first|last|0|[1-9]\d{0,3})$"), BeforeValidator(_text_of_number)
 ]
@@ -65,6 +77,12 @@ class EngineConfig(Settings):
     load_format: Literal["auto", "dummy"] = setting(
         "auto", "auto, or dummy for random weights", remedy=_ONE
     )
+    hf_overrides: dict[str, Any] | None = setting(
+        None,
+        "settings that replace those of config.json",
+        allowed="a dict of config.json's settings",
+        remedy="Write it as a dict, or leave it out.",
+    )
     max_model_len: Annotated[int, Field(ge=2, le=1 << 24)] | None = setting(
         None, "most tokens of prompt and answer together"
     )
@@ -78,7 +96,7 @@ class EngineConfig(Settings):
     kv_cache_dtype: KVCacheDtype = setting(
         "auto",
         "format of the KV cache; auto is the model's dtype, fp8 is fp8_e4m3",
-        allowed=", ".join(formats.names()),
+        allowed=_format_names,
         remedy=_ONE,
     )
     kv_cache_dtype_skip_layers: SkipLayers = setting(
@@ -97,6 +115,9 @@ class EngineConfig(Settings):
     )
     gpu_memory_utilization: Annotated[float, Field(ge=0.05, le=0.98)] = setting(
         0.9, "share of the GPU's memory to use"
+    )
+    kv_cache_memory_bytes: Annotated[int, Field(ge=1, le=1 << 50)] | None = setting(
+        None, "bytes of the cache, instead of measuring memory"
     )
     num_gpu_blocks: Annotated[int, Field(ge=2, le=1 << 30)] | None = setting(
         None, "pages of KV cache, instead of measuring memory"

@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from numbers import Number
 from typing import Any
 
@@ -13,6 +14,7 @@ from lockstep.outputs import RequestOutput
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.text.processor import CompletionText, Processor
+from lockstep.text.settings import TextSettings
 from lockstep.text.template import check_kwargs
 from lockstep.text.tokenizer import Tokenizer
 
@@ -25,8 +27,8 @@ class LLM:
         llm = LLM()
         print(llm.generate("def main(", SamplingParams(max_tokens=20))[0].outputs[0].text)
 
-    Settings are EngineConfig's. `progress(what, done, of)` is called while loading, in bytes, and
-    while warming up, in shapes.
+    Settings are EngineConfig's and TextSettings'. `progress(what, done, of)` is called while
+    loading, in bytes, and while warming up, in shapes.
     """
 
     def __init__(
@@ -36,23 +38,27 @@ class LLM:
         progress: Callable[[str, int, int], None] = lambda what, done, of: None,
         **settings: Any,
     ) -> None:
-        self._stand_over(Engine(EngineConfig.read(model=model, **settings), progress))
+        names = [one.name for one in fields(TextSettings) if one.name in settings]
+        text = TextSettings(**{name: settings.pop(name) for name in names})
+        self._stand_over(Engine(EngineConfig.read(model=model, **settings), progress), text)
 
     @classmethod
     def over(cls, engine: Engine) -> "LLM":
         """An LLM around an engine that stands."""
         llm = cls.__new__(cls)
-        llm._stand_over(engine)
+        llm._stand_over(engine, TextSettings())
         return llm
 
-    def _stand_over(self, engine: Engine) -> None:
+    def _stand_over(self, engine: Engine, text: TextSettings) -> None:
         """Takes the engine, and reads the tokenizer and chat template of its checkpoint."""
         plan = engine.plan
         self.engine = engine
         self.tokenizer = None
         if not engine.config.skip_tokenizer_init:
             self.tokenizer = Tokenizer(plan.model_path)
-        self.processor = Processor.for_model(self.tokenizer, plan.model_path, plan.max_model_len)
+        self.processor = Processor.for_model(
+            self.tokenizer, plan.model_path, plan.max_model_len, text
+        )
 
     def generate(
         self,

@@ -4,7 +4,7 @@ A declaration is a field's type, with its bounds, and its setting(): default, he
 command line, the errors and the page of settings in docs/ are all made from it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from typing import Any, get_type_hints
@@ -21,11 +21,12 @@ def setting(
     default: Any,
     help: str,
     *,
-    allowed: str | None = None,
+    allowed: str | Callable[[], str] | None = None,
     remedy: str = "Choose a value in that range.",
 ) -> Any:
     """A field of a Settings class. default: MISSING where there is none; allowed: what an error
-    says is allowed, where the type's bounds do not say it well; remedy: what the error advises."""
+    says is allowed, where the type's bounds do not say it well, or what finds it out when it is
+    needed; remedy: what the error advises."""
     return field(default=default, metadata={"help": help, "allowed": allowed, "remedy": remedy})
 
 
@@ -41,7 +42,7 @@ class Settings:
             try:
                 checked = adapter.validate_python(value)
             except (ValidationError, OverflowError):
-                allowed = one.metadata["allowed"] or describe(adapter.json_schema())
+                allowed = allowed_by(one) or describe(adapter.json_schema())
                 remedy = one.metadata["remedy"]
                 raise choice_error(ConfigError, one.name, value, allowed, remedy) from None
             object.__setattr__(self, one.name, checked)
@@ -88,6 +89,12 @@ def describe(schema: Mapping[str, Any]) -> str:
         return "text"
     kind = "whole numbers" if schema["type"] == "integer" else "numbers"
     return f"{kind} from {schema['minimum']} to {schema['maximum']}"
+
+
+def allowed_by(one: Field[Any]) -> str | None:
+    """What the field's declaration says is allowed; None: the bounds of its type say it."""
+    said = one.metadata["allowed"]
+    return said() if callable(said) else said
 
 
 def default_of(one: Field[Any]) -> Any:

@@ -16,7 +16,8 @@ from lockstep.spec import DRAFTERS, OLDER_NAMES, drafter_module, read
 from lockstep.spec.config import MAX_DRAFTS, SpeculativeConfig
 from tests.tiny_model import make_model
 
-KV_FORMATS = "auto, bfloat16, fp8, fp8_e4m3, fp8_e5m2, int8_per_token_head"
+KV_FORMATS = "auto, bfloat16, fp8, fp8_e4m3, fp8_e5m2, int8_per_token_head, "
+KV_FORMATS += "turboquant_k8v4, turboquant_4bit_nc, turboquant_k3v4_nc, turboquant_3bit_nc"
 BAD: list[tuple[str, Any, str]] = [
     ("model", 5, "a folder, a hub id"),
     ("model", "", "a folder, a hub id"),
@@ -26,6 +27,9 @@ BAD: list[tuple[str, Any, str]] = [
     ("quantization", ["int4"], "fp8, int8, int4"),
     ("device", "tpu", "auto, cpu, cuda"),
     ("load_format", "gguf", "auto, dummy"),
+    ("hf_overrides", "rope_theta", "a dict of config.json's settings"),
+    ("hf_overrides", {1: 2}, "a dict of config.json's settings"),
+    ("kv_cache_memory_bytes", 0, "from 1 to 1125899906842624"),
     ("kv_cache_dtype", "int2", KV_FORMATS),
     ("kv_cache_dtype", None, KV_FORMATS),
     ("mamba_ssm_cache_dtype", "float16", "auto, float32, bfloat16"),
@@ -242,6 +246,22 @@ def test_a_cache_too_small_for_one_request(folder: str, monkeypatch: pytest.Monk
     message = str(caught.value)
     assert "room for 2 pages of 64 tokens" in message and "at least 3 are needed" in message
     assert "Lower max_model_len" in message
+
+
+def test_the_cache_takes_the_bytes_that_it_is_given(folder: str) -> None:
+    usual = build(folder).engine.plan
+    given = usual.page_bytes * 5 + usual.page_bytes // 2
+    assert build(folder, kv_cache_memory_bytes=given).engine.plan.num_pages == 5
+    with pytest.raises(CapacityError, match="the KV cache has room for 0 pages"):
+        build(folder, kv_cache_memory_bytes=1)
+
+
+def test_overrides_reach_the_model_and_the_numerics(folder: str) -> None:
+    usual = build(folder).engine
+    found = build(folder, hf_overrides={"rms_norm_eps": 0.5}).engine
+    assert found.checkpoint.raw["rms_norm_eps"] == 0.5
+    assert "/hf-overrides-" in found.numerics and found.fingerprint != usual.fingerprint
+    assert build(folder, hf_overrides={}).engine.numerics == usual.numerics
 
 
 def test_a_pool_of_pages_too_small_for_one_prompt(folder: str) -> None:

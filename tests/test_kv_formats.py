@@ -34,8 +34,7 @@ class Signs(Codec):
     def dtype(self):
         return torch.int8
 
-    @property
-    def count(self):
+    def count(self, dim):
         return 1
 
     def encode(self, x):
@@ -114,10 +113,33 @@ def test_the_draft_modules_cache_may_differ_and_changes_no_answer(folder: Path) 
     assert answer(same) == answer(other) == answer(own) == answer(plain)
 
 
+def test_rotations_differ_by_layer_and_the_draft_module_has_its_own(folder: Path) -> None:
+    spec = {"method": "mtp", "num_speculative_tokens": 3}
+    llm = engine(folder, kv_cache_dtype="turboquant_4bit_nc", speculative_config=spec)
+    layers = [m for m in llm.engine.runner.layers.values() if hasattr(m, "k_cache")]
+    seeds = [(m.k_cache.codec.seed, m.v_cache.codec.seed) for m in layers]
+    assert len({*seeds}) == len(seeds) == 3 and all(k == v for k, v in seeds)
+    assert answer(llm) == answer(engine(folder, kv_cache_dtype="turboquant_4bit_nc"))
+
+
+@pytest.mark.parametrize("dim", [32, 64, 128])
+def test_heads_of_other_dims_and_a_dim_that_is_refused(tmp_path: Path, dim: int) -> None:
+    """Groups of 3 query heads; drafts and chunks change nothing."""
+    sizes = dict(num_hidden_layers=4, head_dim=dim, num_attention_heads=3)
+    folder = make_model(tmp_path / "dims", **sizes)
+    kind = "turboquant_3bit_nc"
+    spec = {"method": "mtp", "num_speculative_tokens": 3}
+    plain = answer(engine(folder, kv_cache_dtype=kind))
+    assert answer(engine(folder, kv_cache_dtype=kind, max_num_batched_tokens=64)) == plain
+    assert answer(engine(folder, kv_cache_dtype=kind, speculative_config=spec)) == plain
+    with pytest.raises(ConfigError, match="turboquant_3bit_nc.*rotates heads of 16, 32"):
+        engine(make_model(tmp_path / "odd", **sizes | {"head_dim": 24}), kv_cache_dtype=kind)
+
+
 def test_pages_cost_what_their_parts_do(folder: Path) -> None:
     sizes = {
         kind: engine(folder, kv_cache_dtype=kind).engine.plan.page_bytes
-        for kind in ("auto", "bfloat16", "fp8", "int8_per_token_head")
+        for kind in ("auto", "bfloat16", "fp8", "int8_per_token_head", "turboquant_4bit_nc")
     }
     numbers = 2 * 2 * 64 * 16  # layers, keys and values, tokens, head dim
     assert sizes == {
@@ -125,6 +147,7 @@ def test_pages_cost_what_their_parts_do(folder: Path) -> None:
         "bfloat16": 2 * numbers,
         "fp8": numbers,
         "int8_per_token_head": numbers + 2 * 2 * 64 * 4,
+        "turboquant_4bit_nc": numbers // 2 + 2 * 2 * 64 * 2,
     }
 
 
@@ -188,5 +211,8 @@ def test_check_takes_every_format_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_p
         app, ["check", "--kv-cache-dtype", "all", "--json", "--report", str(page)]
     )
     assert done.exit_code == 0, done.output
-    assert asked == ["auto", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head"]
+    assert asked == [
+        "auto", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head", "turboquant_k8v4",
+        "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc",
+    ]  # fmt: skip
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(f"page-{k}.html" for k in asked)

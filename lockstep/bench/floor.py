@@ -11,7 +11,7 @@ texts choose less evenly, and tokens of one row more alike. Activations are negl
 so are the flops that are not products with a weight (attention's: 3 % at a prompt of 8,192 tokens).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -120,16 +120,17 @@ def sketch(
     quantization: str | None = None,
     kv: KVLayers | None = None,
     state: torch.dtype = torch.float32,
+    overrides: Mapping[str, Any] | None = None,
 ) -> Sketch:
     """The model of a folder's config.json and what it drafts with, without memory or weights.
 
     kv: the format of its KV cache, None for the dtype; state: the dtype of recurrent state.
-    quantization: as in EngineConfig. Which weights are packed, the folder's files say, or its
-    settings where it has none. Raises CheckpointError or ConfigError.
+    quantization: as in EngineConfig; overrides: its hf_overrides. Which weights are packed, the
+    folder's files say, or its settings where it has none. Raises CheckpointError or ConfigError.
     """
     drafts = options.num_speculative_tokens if options else 0
     drafting = drafter_module(options.method) if options else None
-    checkpoint = Checkpoint.read(folder)
+    checkpoint = Checkpoint.read(folder, overrides)
     draft = None
     tensors = checkpoint.tensors() if any(folder.glob("*.safetensors")) else None
     with FakeTensorMode():

@@ -25,8 +25,9 @@ def _parts(
         return [Part(side, (kv_heads, dim), dtype)]
     codec: Codec = getattr(format, side)
     parts = [Part(side, (kv_heads, codec.width(dim)), codec.dtype)]
-    if codec.count:
-        parts.append(Part(f"{side}_numbers", (kv_heads, codec.count), codec.number_dtype))
+    count = codec.count(dim)
+    if count:
+        parts.append(Part(f"{side}_numbers", (kv_heads, count), codec.number_dtype))
     return parts
 
 

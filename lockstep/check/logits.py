@@ -40,7 +40,7 @@ def run_logits(
         raise choice_error(ConfigError, "size", size, ", ".join(SIZES), "Choose one of them.")
     started = time.monotonic()
     chosen = SIZES[size]
-    checkpoint = Checkpoint.read(find_model(model))
+    checkpoint = Checkpoint.read(find_model(model), settings.get("hf_overrides"))
     raw = checkpoint.raw
     room = raw.get("text_config", raw).get("max_position_embeddings", chosen.long)
     long = min(chosen.long, room - chosen.max_tokens)

@@ -11,6 +11,8 @@ from lockstep.cli.generate import generate
 from lockstep.cli.groups import usual
 from lockstep.cli.quality import quality
 from lockstep.cli.serve import serve
+from lockstep.cli.vllm.command import FlagCommand, epilog
+from lockstep.cli.vllm.page import vllm_flags
 
 app = typer.Typer(
     name="lockstep",
@@ -22,10 +24,11 @@ app = typer.Typer(
 check = typer.Typer(
     cls=usual("all"), help="Prove that the answer never changes (all), or measure caches (quality)."
 )
-check.command("all")(run_check)
-check.command()(quality)
+check.command("all", cls=FlagCommand, epilog=epilog())(run_check)
+check.command(cls=FlagCommand, epilog=epilog())(quality)
 for command in (serve, generate, chat, explain):
-    app.command()(command)
+    app.command(cls=FlagCommand, epilog=epilog())(command)
 app.add_typer(check, name="check")
 app.command(hidden=True)(configuration)
+app.command("vllm-flags", hidden=True)(vllm_flags)
 app.add_typer(bench, name="bench")

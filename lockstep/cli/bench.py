@@ -19,6 +19,7 @@ from lockstep.cli.bench_tables import (
 from lockstep.cli.groups import usual
 from lockstep.cli.options import engine_options, settle_drafts
 from lockstep.cli.show import load, note, print_json, progress_bar
+from lockstep.cli.vllm.command import FlagCommand, epilog
 from lockstep.errors import ConfigError
 from lockstep.sampling_params import SamplingParams
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 bench = typer.Typer(cls=usual("offline"), help="Measure answers (offline), kernels, or a server.")
 
 
-@bench.command()
+@bench.command(cls=FlagCommand, epilog=epilog())
 @engine_options
 def offline(
     model: Annotated[str | None, typer.Argument(help="model folder or hub id")] = None,
@@ -375,7 +376,7 @@ def _sketch(folder: Path, dtype: str, config: "EngineConfig") -> "Sketch":
     from lockstep.engine.build import kv_layers, state_dtype
 
     numbers = getattr(torch, dtype)
-    kept = (kv_layers(config, numbers), state_dtype(config))
+    kept = (kv_layers(config, numbers), state_dtype(config), config.hf_overrides)
     return sketch(folder, numbers, config.speculative_config, config.quantization, *kept)
 
 
@@ -388,10 +389,10 @@ def _show_floor_alone(
     from lockstep.models.checkpoint import Checkpoint
 
     folder = find_model(settings["model"])
-    names = ("dtype", "speculative_config", "quantization", "kv_cache_dtype")
+    names = ("dtype", "speculative_config", "quantization", "kv_cache_dtype", "hf_overrides")
     kept = ("kv_cache_dtype_skip_layers", "mamba_ssm_cache_dtype")
     config = EngineConfig(**{name: settings[name] for name in (*names, *kept)})
-    dtype = pick_dtype(config, Checkpoint.read(folder).raw, "cuda")
+    dtype = pick_dtype(config, Checkpoint.read(folder, config.hf_overrides).raw, "cuda")
     name = str(dtype).removeprefix("torch.")
     model = _sketch(folder, name, config)
     least = step_floor(model, batch_size, input_len)

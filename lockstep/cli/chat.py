@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli.options import engine_options, sampling_options
+from lockstep.cli.options import engine_options, sampling_options, text_options
 from lockstep.cli.show import load, note, print_text
 from lockstep.errors import ConfigError, RequestError
 from lockstep.outputs import RequestOutput
@@ -21,6 +21,7 @@ ENDINGS = ("/exit", "/quit")
 
 
 @engine_options
+@text_options
 @sampling_options
 def chat(
     model: Annotated[str | None, typer.Argument(help="model folder or hub id")] = None,
@@ -30,22 +31,23 @@ def chat(
     ] = None,
     *,
     settings: dict[str, Any],
+    text: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
     """Chat. /new starts over, /exit ends; a tool call asks you for the tool's result."""
     known = _read_tools(tools)
-    llm = load(settings)
+    llm = load(settings | text)
     params = llm.processor.default_params(**{"max_tokens": 1024, **sampling})
     start = [{"role": "system", "content": system}] if system else []
     messages: list[dict[str, Any]] = list(start)
-    while (text := _ask("> ")) is not None and text.strip() not in ENDINGS:
-        if text.strip() == "/new":
+    while (line := _ask("> ")) is not None and line.strip() not in ENDINGS:
+        if line.strip() == "/new":
             messages = list(start)
             continue
-        if not text.strip():
+        if not line.strip():
             continue
         before = len(messages)
-        messages.append({"role": "user", "content": text})
+        messages.append({"role": "user", "content": line})
         try:
             _take_turn(llm, messages, known, params)
         except RequestError as error:

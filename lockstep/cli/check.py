@@ -25,6 +25,7 @@ SHARED = (
     "device",
     "load_format",
     "quantization",
+    "hf_overrides",
     "kv_cache_dtype",
     "kv_cache_dtype_skip_layers",
     "mamba_ssm_cache_dtype",

@@ -6,8 +6,9 @@ from dataclasses import MISSING, Field, fields
 
 from lockstep.config import EngineConfig
 from lockstep.serve.settings import ServerSettings
-from lockstep.settings import Settings, adapters, describe
+from lockstep.settings import Settings, adapters, allowed_by, describe
 from lockstep.spec.config import EXAMPLE, SpeculativeConfig
+from lockstep.text.settings import TextSettings
 
 HEAD = """# Configuration
 
@@ -17,13 +18,19 @@ setting is an argument of `LLM(...)` and `EngineConfig.read(...)`, and an option
 `--no-enable-prefix-caching`. An unknown name is an error, and so is a value that is not allowed:
 the error says what is. There are no environment variables.
 
-On the command line `row_buckets` is `1,2,4,8`, and `speculative_config` is JSON, `none`, or `auto`,
-which is the default there: the checkpoint's own draft module if it has one.
+On the command line `row_buckets` is `1,2,4,8`, a dict is JSON, and `speculative_config` is JSON,
+`none`, or `auto`, which is the default there: the checkpoint's own draft module if it has one.
+[vllm_flags.md](vllm_flags.md) has the flags of `vllm serve` that are read besides.
 """
 SERVING = """
 ## lockstep serve
 
 Options of the server alone, e.g. `--max-body-size`; [serving.md](serving.md) says what for.
+"""
+TEXT = """
+## Text
+
+Arguments of `LLM(...)` as well, and options of `serve`, `chat` and `generate`.
 """
 DRAFTING = f"""
 ## speculative_config
@@ -47,6 +54,7 @@ def page() -> str:
         options = drafter_module(method).Options
         if len(fields(options)) > len(common):
             lines += [f"\nMethod `{method}` has these as well:\n", *_table(options, common)]
+    lines += [TEXT, *_table(TextSettings, ())]
     lines += [SERVING, *_table(ServerSettings, ())]
     return "\n".join(lines) + "\n"
 
@@ -67,5 +75,4 @@ def _default(one: Field[object]) -> str:
 
 def _allowed(settings: type[Settings], one: Field[object]) -> str:
     """In words, as an error has it."""
-    said = one.metadata["allowed"]
-    return str(said) if said else describe(adapters(settings)[one.name].json_schema())
+    return allowed_by(one) or describe(adapters(settings)[one.name].json_schema())

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.cli.options import engine_options, sampling_options, settle_drafts
+from lockstep.cli.options import engine_options, sampling_options, settle_drafts, text_options
 from lockstep.cli.show import load, note, print_json, print_text
 from lockstep.errors import ConfigError
 from lockstep.outputs import RequestOutput
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 @engine_options
+@text_options
 @sampling_options
 def generate(
     prompt: Annotated[
@@ -31,23 +32,24 @@ def generate(
     json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     *,
     settings: dict[str, Any],
+    text: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
     """Complete a prompt, printing the text as it comes."""
     if prompt is None and not sys.stdin.isatty():
         prompt = sys.stdin.read() or None
     if compare:
-        _compare(prompt, chat, json, settings, sampling)
+        _compare(prompt, chat, json, settings | text, sampling)
         return
-    llm = load(settings, quiet=json)
+    llm = load(settings | text, quiet=json)
     params = llm.processor.default_params(**{"max_tokens": 256, **sampling})
     shown = 0
 
     def stream(output: RequestOutput) -> None:
         nonlocal shown
-        text = output.outputs[0].text
-        print_text(text[shown:])
-        shown = len(text)
+        whole = output.outputs[0].text
+        print_text(whole[shown:])
+        shown = len(whole)
 
     output = llm.generate(_prompt(llm, prompt, chat), params, on_progress=None if json else stream)[
         0

@@ -1,18 +1,23 @@
-"""Options made from dataclasses: settings of engine and server, fields of SamplingParams."""
+"""Options made from dataclasses: settings of engine, text and server, fields of SamplingParams."""
 
 import inspect
 import json
 from collections.abc import Callable
 from dataclasses import Field, fields
-from typing import Annotated, Any, Literal, get_origin, get_type_hints
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
 
+from lockstep.cli.vllm.command import panel_of
+from lockstep.cli.vllm.read import CONFIG
 from lockstep.config import EngineConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, choice_error
 from lockstep.sampling_params import SamplingParams
 from lockstep.serve.settings import ServerSettings
+from lockstep.settings import Settings, allowed_by
 from lockstep.spec.config import EXAMPLE, SpeculativeConfig
+from lockstep.text.settings import TextSettings
 
 SAMPLING_HELP = {
     "temperature": "0 is greedy",
@@ -46,18 +51,34 @@ def engine_options(command: Command) -> Command:
     own = [f for f in fields(EngineConfig) if f.name not in taken]
     added = [_option(f, *_typed(f, hints[f.name])) for f in own]
     help = next(f.metadata["help"] for f in fields(EngineConfig) if f.name == "model")
-    model = typer.Option("--model", help=help)
+    model = _flag("model", help)
     added.insert(0, _parameter("model_flag", _with(str | None, model), None))
+    file = _flag(CONFIG, "a YAML file of flags, by their names; the command line has the last word")
+    added.append(_parameter(CONFIG, _with(str | None, file), None))
 
     def read(values: dict[str, Any]) -> dict[str, Any]:
         flag = values.pop("model_flag")
+        values.pop(CONFIG)  # it was read before
         settings = {f.name: values.pop(f.name) for f in own}
-        for name in READERS:
-            settings[name] = READERS[name](settings[name])
+        settings = {name: _read(EngineConfig, name, value) for name, value in settings.items()}
         settings["model"] = values.pop("model", None) or flag
         return {"settings": settings}
 
     return _extended(command, added, read, drop="settings")
+
+
+def text_options(command: Command) -> Command:
+    """Adds an option per field of TextSettings; the command gets them as `text`, a dict."""
+    hints = get_type_hints(TextSettings)
+    own = fields(TextSettings)
+    added = [_option(f, *_typed(f, hints[f.name])) for f in own]
+
+    def read(values: dict[str, Any]) -> dict[str, Any]:
+        found = {f.name: _read(TextSettings, f.name, values.pop(f.name)) for f in own}
+        TextSettings(**found)  # what is wrong is told before a model is loaded
+        return {"text": found}
+
+    return _extended(command, added, read, drop="text")
 
 
 def server_options(command: Command) -> Command:
@@ -90,7 +111,7 @@ def sampling_options(command: Command) -> Command:
 
 
 def _flag(name: str, help: str) -> Any:
-    return typer.Option("--" + name.replace("_", "-"), help=help)
+    return typer.Option("--" + name.replace("_", "-"), help=help, rich_help_panel=panel_of(name))
 
 
 def _typed(field: Field[Any], hint: Any) -> tuple[Any, Any]:
@@ -105,14 +126,46 @@ def _typed(field: Field[Any], hint: Any) -> tuple[Any, Any]:
         return str, field.default
     if get_origin(hint) is tuple:
         return list[str] | None, None
+    if _is_object(hint):
+        return str | None, None
     return hint, field.default
+
+
+def _is_object(hint: Any) -> bool:
+    """Whether a setting is a dict, or None: JSON on the command line."""
+    kinds = {get_origin(kind) or kind for kind in get_args(hint)}
+    return kinds == {dict, NoneType}
+
+
+def _read(settings: type[Settings], name: str, value: Any) -> Any:
+    """An option's value as its setting has it. Raises ConfigError."""
+    if name in READERS:
+        return READERS[name](value)
+    field = next(one for one in fields(settings) if one.name == name)
+    if value is None or not _is_object(get_type_hints(settings)[name]):
+        return value
+    found = _object(value)
+    if found is None:
+        allowed = f"{allowed_by(field)}, as JSON"
+        raise choice_error(ConfigError, name, value, allowed, "Write a JSON object.")
+    return found
+
+
+def _object(text: str) -> dict[str, Any] | None:
+    """A JSON object; None if the text is none."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _option(field: Field[Any], hint: Any, default: Any) -> inspect.Parameter:
     help = field.metadata["help"] + (SPEC_HELP if field.name == "speculative_config" else "")
     if hint is bool and not field.name.startswith("no_"):
         name = field.name.replace("_", "-")
-        flag = typer.Option(f"--{name}/--no-{name}", help=help)
+        panel = panel_of(field.name)
+        flag = typer.Option(f"--{name}/--no-{name}", help=help, rich_help_panel=panel)
     else:
         flag = _flag(field.name, help)
     return _parameter(field.name, _with(hint, flag), default)
@@ -166,11 +219,8 @@ def read_speculative_config(value: str) -> dict[str, Any] | str | None:
     """JSON, "none" -> None, or "auto" as it is. Raises ConfigError."""
     if value in (AUTO_DRAFTS, "none"):
         return value if value == AUTO_DRAFTS else None
-    try:
-        found = json.loads(value)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
+    found = _object(value)
+    if found is None:
         raise ConfigError(
             f"speculative_config={value!r} is not allowed; allowed: auto, none, or a JSON object, "
             f"e.g. '{EXAMPLE}'. Change it."
@@ -198,6 +248,7 @@ def settle_drafts(settings: dict[str, Any], weights: bool = True) -> dict[str, A
     from lockstep.models.checkpoint import Checkpoint
     from lockstep.spec import own_drafter
 
-    method = own_drafter(Checkpoint.read(find_model(settings["model"], weights)))
+    folder = find_model(settings["model"], weights)
+    method = own_drafter(Checkpoint.read(folder, settings["hf_overrides"]))
     spec = {"method": method, "num_speculative_tokens": DEFAULT_DRAFTS} if method else None
     return {**settings, "speculative_config": spec}

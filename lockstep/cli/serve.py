@@ -1,12 +1,13 @@
 """lockstep serve: the OpenAI-compatible server."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli.options import engine_options, server_options
+from lockstep.cli.options import engine_options, server_options, text_options
 from lockstep.cli.show import load, note
 from lockstep.errors import ConfigError
 from lockstep.serve.settings import ServerSettings
@@ -18,11 +19,13 @@ MOST_KEYS = 1000
 
 
 @engine_options
+@text_options
 @server_options
 def serve(
     model: Annotated[str | None, typer.Argument(help="model folder or hub id")] = None,
     *,
     server: ServerSettings,
+    text: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
     """Serve the OpenAI API until interrupted."""
@@ -38,24 +41,29 @@ def serve(
             server.api_key,
             server.api_key_file,
             server.max_body_size,
+            server.root_path,
         ),
         limits=Limits(
             settings["max_num_seqs"],
             server.max_queued_requests,
             server.request_timeout,
             server.step_timeout,
+            server.max_logprobs,
         ),
         docs=not server.no_docs,
         drain_seconds=server.shutdown_timeout,
         connections=server.limit_concurrency,
         log_level=server.uvicorn_log_level,
         tls=_tls(server),
+        pages=_pages(server),
     )
-    name = server.served_model_name or settings["model"] or "lockstep"
-    _run(settings, Address(server.host, server.port, server.uds), options, name)
+    names = server.served_model_name or (settings["model"] or "lockstep",)
+    _run(settings | text, Address(server.host, server.port, server.uds), options, names)
 
 
-def _run(settings: dict[str, Any], address: "Address", options: "Options", name: str) -> None:
+def _run(
+    settings: dict[str, Any], address: "Address", options: "Options", names: tuple[str, ...]
+) -> None:
     """Binds first, so that nobody loads a model in vain."""
     from lockstep.engine.async_engine import AsyncEngine
     from lockstep.serve.guard import is_loopback
@@ -76,7 +84,7 @@ def _run(settings: dict[str, Any], address: "Address", options: "Options", name:
             client,
             llm.processor,
             listener,
-            model_name=name,
+            model_names=names,
             fingerprint=llm.engine.fingerprint,
             address=address,
             options=options,
@@ -86,7 +94,11 @@ def _run(settings: dict[str, Any], address: "Address", options: "Options", name:
 
 
 def _rules(
-    hosts: tuple[str, ...], keys: Sequence[str] | None, key_file: str | None, mebibytes: float
+    hosts: tuple[str, ...],
+    keys: Sequence[str] | None,
+    key_file: str | None,
+    mebibytes: float,
+    root: str = "",
 ) -> Any:
     from lockstep.serve.guard import MEBIBYTE, Rules
 
@@ -100,6 +112,7 @@ def _rules(
         hosts=hosts,
         keys=tuple(key.strip() for key in found),
         body_bytes=int(mebibytes * MEBIBYTE),
+        root_path=root,
     )
 
 
@@ -116,6 +129,23 @@ def _read_keys(path: str) -> list[str]:
     return keys
 
 
+def _pages(server: ServerSettings) -> Any:
+    """What web pages of other origins may do. Raises ConfigError where that would be anything."""
+    from lockstep.serve.app import Pages
+
+    if server.allow_credentials and "*" in server.allowed_origins:
+        raise ConfigError(
+            "allow_credentials=True is not allowed with allowed_origins='*': any web page could "
+            "ask in its reader's name. Name the origins, or leave one of them out."
+        )
+    found = Pages(server.allowed_origins, allow_credentials=server.allow_credentials)
+    given: dict[str, Any] = {
+        "allow_methods": server.allowed_methods,
+        "allow_headers": server.allowed_headers,
+    }
+    return replace(found, **{name: value for name, value in given.items() if value})
+
+
 def _tls(server: ServerSettings) -> dict[str, Any]:
     """uvicorn's settings; {} without TLS."""
     if server.ssl_certfile is None:
@@ -128,4 +158,5 @@ def _tls(server: ServerSettings) -> dict[str, Any]:
         "ssl_keyfile_password": server.ssl_keyfile_password,
         "ssl_cert_reqs": server.ssl_cert_reqs,
     }
-    return found | ({"ssl_ca_certs": server.ssl_ca_certs} if server.ssl_ca_certs else {})
+    more = {"ssl_ca_certs": server.ssl_ca_certs, "ssl_ciphers": server.ssl_ciphers}
+    return found | {name: value for name, value in more.items() if value}

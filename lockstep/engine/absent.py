@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lockstep.cache.kv import kv_spec
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.engine.build import (
     build_draft,
@@ -65,7 +66,7 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
             "environment with it. Install it: pip install triton."
         )
     load_backends()
-    checkpoint = Checkpoint.read(find_model(config.model, weights=False))
+    checkpoint = Checkpoint.read(find_model(config.model, weights=False), config.hf_overrides)
     packing = packing_of(checkpoint.quantization(), config.quantization)
     dtype = pick_dtype(config, checkpoint.raw, "cuda")
     limits = step_limits(config, checkpoint, "cuda", packing, told=card.name)
@@ -163,7 +164,7 @@ def plan(
     )
     if total is None:
         return found
-    left = int(total * config.gpu_memory_utilization) - before
+    left = config.kv_cache_memory_bytes or int(total * config.gpu_memory_utilization) - before
     found |= dict(gpu_memory_bytes=total, cache_bytes=left)
     try:
         asked = config.num_gpu_blocks is not None
@@ -239,12 +240,15 @@ def _tiled(
         kv_heads = module.kv_heads
         dim = module.head_dim
         segments = -(-limits.row_columns * PAGE_SIZE // SEGMENT)
+        format = module.kv_format
+        spec = kv_spec(1, dim, dtype, format)
+        of_token = 0 if format is None else sum(part.nbytes for part in spec.parts)
 
         def attention_tile(tokens: int) -> Any:
             rows = max(1, min(limits.max_num_seqs, tokens // limits.query_len))
             prompt = tokens > limits.max_num_seqs * limits.query_len
             query = tokens if prompt else limits.query_len
             sizes = (1 if prompt else rows, query, heads, kv_heads, dim, segments)
-            return partition(*sizes, dtype, number)
+            return partition(*sizes, dtype, number, of_token)
 
         yield "paged_attention", f"{heads}/{kv_heads} heads of {dim}", attention_tile

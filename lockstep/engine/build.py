@@ -1,9 +1,11 @@
 """From what the user chose to a runner that stands: checkpoint, model, costs, plan, warm-up."""
 
+import json
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
@@ -66,7 +68,7 @@ class EngineParts:
 def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) -> EngineParts:
     """Builds everything. Raises ConfigError, CheckpointError or CapacityError."""
     device = pick_device(config)
-    checkpoint = Checkpoint.read(find_model(config.model))
+    checkpoint = Checkpoint.read(find_model(config.model), config.hf_overrides)
     packing = packing_of(checkpoint.quantization(), config.quantization)
     limits = step_limits(config, checkpoint, device, packing)
     prepare_device(device)
@@ -186,7 +188,8 @@ def step_limits(
         graph_mode=config.cuda_graph_mode if cuda else "none",
         steps_in_flight=config.steps_in_flight or (GPU_STEPS_IN_FLIGHT if cuda else 1),
         numerics=(told or numerics(device, dtype, packing, *_kept_as(config, dtype)))
-        + _synthetic(config),
+        + _synthetic(config)
+        + _overridden(config),
         quantization=None if packing is None else packing.name,
     )
 
@@ -252,6 +255,14 @@ def _synthetic(config: EngineConfig) -> str:
     drafting = config.speculative_config
     chosen = drafting.synthetic_acceptance if drafting else None
     return "" if chosen is None else f"/synthetic-acceptance-{chosen:g}"
+
+
+def _overridden(config: EngineConfig) -> str:
+    """What hf_overrides add to the numerics: the weights are read by other settings."""
+    if not config.hf_overrides:
+        return ""
+    spelled = json.dumps(config.hf_overrides, sort_keys=True, default=str)
+    return f"/hf-overrides-{sha256(spelled.encode()).hexdigest()[:8]}"
 
 
 # The model, and the program of a step.
@@ -367,7 +378,7 @@ def cache_size(
     """Pages and slots: as asked for, or as many as are of use and fit. Raises CapacityError."""
     cost = memory.cache_bytes(layers)
     if limits.device == "cuda" and config.num_gpu_blocks is None:
-        budget = free_bytes(config, limits, layers, program)
+        budget = config.kv_cache_memory_bytes or free_bytes(config, limits, layers, program)
         return memory.measured_size(config, limits, cost, budget)
     size = memory.asked_size(config, limits, cost)
     if limits.device == "cpu":

@@ -40,7 +40,9 @@ class KVLayers:
 
     def of(self, layer: str) -> KVFormat | None:
         """The format of the layer of this name, "layers.3"; of a draft module's, any other."""
-        return None if layer.rpartition(".")[2] in self.skip else self.format
+        if self.format is None or layer.rpartition(".")[2] in self.skip:
+            return None
+        return self.format.of_layer(layer)
 
 
 class StaticScales:

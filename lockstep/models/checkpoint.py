@@ -1,7 +1,7 @@
 """A checkpoint: a folder with a model, what its config.json says, and the tensors that it has."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,12 +33,14 @@ class Checkpoint:
     raw: dict[str, Any]
 
     @classmethod
-    def read(cls, folder: Path) -> "Checkpoint":
-        """The checkpoint of a folder. Raises CheckpointError where its config.json is not read."""
+    def read(cls, folder: Path, overrides: Mapping[str, Any] | None = None) -> "Checkpoint":
+        """The checkpoint of a folder. overrides: settings that replace those of its config.json,
+        objects key by key. Raises CheckpointError where its config.json is not read."""
         raw = read_object(
             folder / "config.json",
             "Name a folder that holds a checkpoint: config.json and *.safetensors.",
         )
+        raw = overridden(raw, overrides or {})
         architecture(raw.get("model_type"))
         return cls(folder, raw)
 
@@ -86,6 +88,16 @@ class Checkpoint:
                     raise choice_error(CheckpointError, field, inner, "an object", "Mend the file.")
                 return {"quant_method": method, **raw, **inner}
         return None
+
+
+def overridden(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with changes: an object changes the keys that it names."""
+    found = dict(settings)
+    for name, value in changes.items():
+        inner = found.get(name)
+        nested = isinstance(inner, dict) and isinstance(value, dict)
+        found[name] = overridden(inner, value) if nested else value
+    return found
 
 
 def read_object(path: Path, remedy: str) -> dict[str, Any]:

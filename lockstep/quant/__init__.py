@@ -28,6 +28,20 @@ FORMATS: dict[str, str] = {
     "modelopt_fp4": "lockstep.quant.modelopt",
     "modelopt_mixed": "lockstep.quant.modelopt",
 }
+OTHER_NAMES: dict[str, tuple[str, ...]] = {
+    "gptq_marlin": ("gptq",),
+    "gptq_bitblas": ("gptq",),
+    "awq_marlin": ("awq",),
+    "moe_wna16": ("gptq", "awq"),
+    "inc": ("auto-round",),
+}
+"""vLLM's names of kernels for a format -> what config.json calls the formats."""
+
+
+def same_format(chosen: str, method: str) -> bool:
+    """Whether a name that the user chose is one of the format that a checkpoint names."""
+    names = OTHER_NAMES.get(chosen, (chosen,))
+    return any(FORMATS.get(name) == FORMATS[method] for name in names)
 
 
 def packing_of(settings: Mapping[str, Any] | None, chosen: str | None = None) -> Packing | None:
@@ -49,7 +63,7 @@ def packing_of(settings: Mapping[str, Any] | None, chosen: str | None = None) ->
             ", ".join(FORMATS),
             "Serve a checkpoint in one of these formats, or one that is not packed.",
         )
-    if chosen is not None and FORMATS.get(chosen) != FORMATS[method]:
+    if chosen is not None and not same_format(chosen, method):
         remedy = f"The checkpoint is packed already, as {method}; leave the setting out."
         raise choice_error(ConfigError, "quantization", chosen, f"{method!r} or None", remedy)
     return import_module(FORMATS[method]).read(settings)

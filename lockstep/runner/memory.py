@@ -89,7 +89,8 @@ def asked_size(config: EngineConfig, limits: StepLimits, cost: CacheBytes) -> Ca
     if pages is None:
         useful = limits.max_num_seqs * limits.row_columns + 1
         least = min(limits.row_columns, LEAST_PAGES - 1) + 1
-        pages = count_pages(CPU_CACHE_BYTES, cost.page, useful, least)
+        budget = config.kv_cache_memory_bytes or CPU_CACHE_BYTES
+        pages = count_pages(budget, cost.page, useful, least)
     return CacheSize(pages, _slots(limits, cost, _snapshots(config)))
 
 

@@ -220,17 +220,22 @@ class CompletionChunk(Head):
 
 
 class Model(Said):
-    """The model that is served."""
+    """The model that is served, under one of its names; root: the name that answers bear.
+
+    default_sampling_params: what a request gets that does not say; max_tokens: the most it gets.
+    """
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
     max_model_len: int
+    default_sampling_params: dict[str, float]
 
 
 class ModelList(Said):
-    """All models that are served: one."""
+    """The names of the one model that is served."""
 
     object: Literal["list"]
     data: list[Model]

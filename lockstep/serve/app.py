@@ -3,9 +3,11 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator, Coroutine
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -29,8 +31,26 @@ from lockstep.serve.service import Service
 Answer = ChatAnswer | CompletionAnswer
 
 
-def create_app(service: Service, rules: Rules | None = None, docs: bool = True) -> FastAPI:
-    """The application that serves one model, behind a door with these rules."""
+@dataclass(frozen=True)
+class Pages:
+    """What web pages of other origins may do, in CORSMiddleware's words; nothing without one."""
+
+    allow_origins: tuple[str, ...] = ()
+    allow_methods: tuple[str, ...] = ("GET", "POST")
+    allow_headers: tuple[str, ...] = ("*",)
+    allow_credentials: bool = False
+
+
+def create_app(
+    service: Service,
+    rules: Rules | None = None,
+    docs: bool = True,
+    pages: Pages | None = None,
+) -> FastAPI:
+    """The application that serves one model, behind a door with these rules.
+
+    pages: what web pages of other origins may do.
+    """
     shown = {} if docs else {"openapi_url": None, "docs_url": None, "redoc_url": None}
     app = FastAPI(title="Lockstep", version=__version__, **shown)  # type: ignore[arg-type]
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
@@ -39,6 +59,8 @@ def create_app(service: Service, rules: Rules | None = None, docs: bool = True) 
     _add_tokens(app, service)
     _add_answers(app, service)
     app.add_middleware(Guard, rules=rules or Rules())
+    if pages and pages.allow_origins:
+        app.add_middleware(CORSMiddleware, **asdict(pages))
     return app
 
 
@@ -63,17 +85,13 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models", responses=answers.openapi_responses(answers.ModelList))
     async def models() -> JSONResponse:
-        return JSONResponse({"object": "list", "data": [_model(service)]})
+        data = [_model(service, name) for name in service.model_names]
+        return JSONResponse({"object": "list", "data": data})
 
     @app.get("/v1/models/{name:path}", responses=answers.openapi_responses(answers.Model))
     async def model(name: str) -> JSONResponse:
-        if name != service.model_name:
-            raise problems.UnknownModelError(
-                f"model={name[: problems.SHOWN]!r} does not exist; allowed: "
-                f"{service.model_name!r}. GET /v1/models lists it.",
-                "model",
-            )
-        return JSONResponse(_model(service))
+        service.check_name(name)
+        return JSONResponse(_model(service, name))
 
     @app.get("/health", responses=answers.plain("ok", 503))
     async def health() -> Response:
@@ -110,13 +128,17 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         return JSONResponse({"prompt": text})
 
 
-def _model(service: Service) -> dict[str, Any]:
+def _model(service: Service, name: str) -> dict[str, Any]:
+    processor = service.processor
+    most = processor.max_new_tokens
     return {
-        "id": service.model_name,
+        "id": name,
         "object": "model",
         "created": service.started,
         "owned_by": "lockstep",
-        "max_model_len": service.processor.max_model_len,
+        "root": service.model_name,
+        "max_model_len": processor.max_model_len,
+        "default_sampling_params": processor.defaults | ({"max_tokens": most} if most else {}),
     }
 
 

@@ -24,7 +24,8 @@ class Rules:
 
     hosts: names that the Host header may hold, ("*",) for any. keys: allowed API keys, none: no key
     is needed. body_bytes: the largest body. body_seconds: how long a body may take to arrive.
-    write_seconds: how long a client may take none of the answer.
+    write_seconds: how long a client may take none of the answer. root_path: the path under which a
+    proxy shows the server, which it may take off or not.
     """
 
     hosts: tuple[str, ...] = ("*",)
@@ -32,6 +33,7 @@ class Rules:
     body_bytes: int = 8 * MEBIBYTE
     body_seconds: float = 30.0
     write_seconds: float = 60.0
+    root_path: str = ""
 
 
 class _StalledError(Exception):
@@ -52,6 +54,8 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if self.rules.root_path:
+            scope["root_path"] = self.rules.root_path
         refusal = self._refusal(scope)
         if refusal is not None:
             await refusal(scope, receive, send)
@@ -76,12 +80,18 @@ class Guard:
             shown = b", ".join(_values(headers, b"host")).decode("latin-1")[:SHOWN]
             message = f"Host {shown!r} is not served here; name it with --allowed-hosts."
             return response(400, error_object(message), close=True)
-        if self._keys and scope["path"] not in OPEN_PATHS and not self._knows_key(headers):
+        if self._keys and self._path(scope) not in OPEN_PATHS and not self._knows_key(headers):
             message = "the API key is missing or wrong; send Authorization: Bearer KEY."
             refusal = response(401, error_object(message, code="invalid_api_key"), close=True)
             refusal.headers["WWW-Authenticate"] = "Bearer"
             return refusal
         return None
+
+    def _path(self, scope: Scope) -> str:
+        """The path as routes have it."""
+        path: str = scope["path"]
+        root = self.rules.root_path
+        return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
     def _known_host(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         if "*" in self._hosts:

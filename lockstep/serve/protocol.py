@@ -245,6 +245,9 @@ class SamplingFields(Body):
                 "one of them out.",
                 "prompt_logprobs",
             )
+        most = processor.max_new_tokens
+        if most is not None:
+            max_tokens = most if max_tokens is None else min(max_tokens, most)
         sent = {name: getattr(self, name) for name in self.SHARED}
         changes = {name: value for name, value in sent.items() if value is not None}
         return processor.default_params(
@@ -329,7 +332,7 @@ class ChatRequest(SamplingFields, Conversation):
         if tools and not processor.can_call_tools:
             raise RequestError(
                 "tools need a tool-call parser, and the model's template names none that is "
-                "known; start the server with one (tool_parser), or send no tools.",
+                "known; start the server with --tool-call-parser, or send no tools.",
                 "tools",
             )
         return tools

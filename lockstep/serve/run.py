@@ -9,14 +9,14 @@ import os
 import resource
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
 
 from lockstep.errors import ConfigError, EngineDeadError
-from lockstep.serve.app import create_app
+from lockstep.serve.app import Pages, create_app
 from lockstep.serve.connections import BoundedProtocol
 from lockstep.serve.guard import Rules
 from lockstep.serve.logs import quiet_logs
@@ -100,7 +100,8 @@ class Options:
     """How the server runs.
 
     tls: uvicorn's ssl_* settings. drain_seconds: how long running requests may go on after SIGTERM.
-    connections: most connections at once; descriptors bound it too.
+    connections: most connections at once; descriptors bound it too. pages: what web pages of other
+    origins may do.
     """
 
     rules: Rules = field(default_factory=Rules)
@@ -110,6 +111,7 @@ class Options:
     connections: int = 4096
     log_level: str = "warning"
     tls: dict[str, Any] = field(default_factory=dict)
+    pages: Pages = field(default_factory=Pages)
 
 
 class _Server(uvicorn.Server):
@@ -146,18 +148,20 @@ def serve(
     processor: Processor,
     listener: socket.socket,
     *,
-    model_name: str,
+    model_names: Sequence[str],
     fingerprint: str,
     address: Address,
     options: Options,
     show: Callable[[str], Any] = print,
 ) -> None:
     """Serves until interrupted. `client` is started; the caller shuts it down afterwards.
+    model_names: that clients may use; answers bear the first.
 
     Raises EngineDeadError if the engine ended by itself, and ConfigError where TLS cannot be had.
     """
-    service = Service(client, processor, model_name, fingerprint, options.limits)
-    app = create_app(service, options.rules, options.docs)
+    model_name, *aliases = model_names
+    service = Service(client, processor, model_name, fingerprint, options.limits, aliases)
+    app = create_app(service, options.rules, options.docs, options.pages)
 
     class Protocol(BoundedProtocol):
         most = max(1, min(options.connections, raise_descriptors() - SPARE_DESCRIPTORS))

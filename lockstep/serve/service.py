@@ -13,7 +13,7 @@ from lockstep.engine.engine import STEP_FAILED
 from lockstep.engine.stats import Stats
 from lockstep.errors import EngineDeadError, RequestError
 from lockstep.outputs import Logprob, RequestMetrics
-from lockstep.sampling_params import SamplingParams
+from lockstep.sampling_params import MAX_LOGPROBS, SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.serve.problems import (
     SHOWN,
@@ -67,13 +67,14 @@ class Limits:
 
     running: completions that the engine runs at once. queued: completions that may wait behind
     them. seconds: the longest that any request may take, None for no bound. step_seconds: how long
-    a step may run before the service counts as unhealthy.
+    a step may run before the service counts as unhealthy. logprobs: most of a token.
     """
 
     running: int = 16
     queued: int = 2048
     seconds: float | None = None
     step_seconds: float = 120.0
+    logprobs: int = MAX_LOGPROBS
 
 
 @dataclass(frozen=True)
@@ -260,10 +261,12 @@ class Service:
         model_name: str,
         fingerprint: str,
         limits: Limits | None = None,
+        aliases: Sequence[str] = (),
     ) -> None:
         self.client = client
         self.processor = processor
         self.model_name = model_name
+        self.model_names = tuple(dict.fromkeys((model_name, *aliases)))
         self.fingerprint = fingerprint
         self.limits = limits or Limits()
         self.started = int(time.time())
@@ -294,15 +297,21 @@ class Service:
 
     def check(self, body: SamplingFields) -> None:
         """Refuses another model's name, and all while the engine cannot serve."""
-        if body.model is not None and body.model != self.model_name:
-            raise UnknownModelError(
-                f"model={body.model[:SHOWN]!r} does not exist; allowed: {self.model_name!r}. "
-                "GET /v1/models lists it.",
-                "model",
-            )
+        if body.model is not None:
+            self.check_name(body.model)
         fault = self.fault
         if fault is not None:
             raise EngineDeadError(fault)
+
+    def check_name(self, name: str) -> None:
+        """Refuses another model's name."""
+        if name not in self.model_names:
+            allowed = ", ".join(map(repr, self.model_names))
+            raise UnknownModelError(
+                f"model={name[:SHOWN]!r} does not exist; allowed: {allowed}. "
+                "GET /v1/models lists them.",
+                "model",
+            )
 
     async def start(
         self,
@@ -318,6 +327,7 @@ class Service:
         Raises RequestError, or BusyError where the queue has no room. The caller closes the run.
         """
         began = asyncio.get_running_loop().time()
+        self._check_logprobs(params)
         self._check_room(len(prompts), params.n)
         name = f"{kind}-{uuid.uuid4().hex}"
         requests: list[Request] = []
@@ -347,6 +357,16 @@ class Service:
             names = ", ".join(sorted(body.model_extra))
             log.warning("fields were ignored: %s", names[:SHOWN])
         return run
+
+    def _check_logprobs(self, params: SamplingParams) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            asked = getattr(params, name)
+            if asked is not None and asked > self.limits.logprobs:
+                raise RequestError(
+                    f"{name}={asked} is not allowed; allowed: 0 to {self.limits.logprobs} "
+                    "(--max-logprobs). Ask for fewer.",
+                    name,
+                )
 
     def _check_room(self, prompts: int, n: int) -> None:
         wanted = prompts * n

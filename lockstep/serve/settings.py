@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
+from lockstep.sampling_params import MAX_LOGPROBS
 from lockstep.settings import Settings, setting
 
 MOST_SECONDS = 86_400.0
@@ -13,6 +14,7 @@ MOST_QUEUED = 1_000_000
 MOST_CONNECTIONS = 65_536
 
 Seconds = Annotated[float, Field(ge=0.001, le=MOST_SECONDS)]
+Names = Annotated[tuple[str, ...], BeforeValidator(lambda names: tuple(names or ()))]
 Keys = Annotated[tuple[str, ...], BeforeValidator(lambda keys: tuple(keys or ()))]
 
 
@@ -28,8 +30,22 @@ class ServerSettings(Settings):
         remedy="Choose another with --port.",
     )
     uds: str | None = setting(None, "Unix socket to listen on, not a port")
-    served_model_name: str | None = setting(
-        None, "the name that clients use; the folder's or id's if left out"
+    root_path: Annotated[str, Field(pattern=r"^(/[^?#\s]*[^?#\s/])?$")] = setting(
+        "",
+        "the path under which a proxy shows the server, e.g. /llm",
+        allowed="a path that begins with / and does not end with one",
+        remedy="Change --root-path.",
+    )
+    served_model_name: Names = setting(
+        (),
+        "a name that clients may use, the first in answers; may be given again. The folder's or "
+        "id's if left out",
+        allowed="names",
+    )
+    max_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = setting(
+        MAX_LOGPROBS,
+        "most log-probabilities of a token that a request may ask for",
+        remedy="Change --max-logprobs.",
     )
     api_key: Keys = setting(
         (), "a key that clients must send; may be given again", allowed="keys of printable text"
@@ -40,6 +56,16 @@ class ServerSettings(Settings):
     allowed_hosts: str | None = setting(
         None, "names in Host, with commas; * for any. On loopback: its names only"
     )
+    allowed_origins: Names = setting(
+        (), "an origin whose web pages may ask, * for any; may be given again", allowed="origins"
+    )
+    allowed_methods: Names = setting(
+        (), "a method that they may use; GET and POST if left out", allowed="HTTP methods"
+    )
+    allowed_headers: Names = setting(
+        (), "a header that they may send; any if left out", allowed="names of headers"
+    )
+    allow_credentials: bool = setting(False, "they may send cookies and other credentials")
     no_docs: bool = setting(False, "no /docs, /redoc and /openapi.json")
     max_queued_requests: Annotated[int, Field(ge=0, le=MOST_QUEUED)] = setting(
         2048,
@@ -73,6 +99,7 @@ class ServerSettings(Settings):
     ssl_ca_certs: str | None = setting(
         None, "certificates that clients' ones are checked against, PEM"
     )
+    ssl_ciphers: str | None = setting(None, "ciphers before TLS 1.3, in OpenSSL's words")
     ssl_cert_reqs: Annotated[int, Field(ge=0, le=2)] = setting(
         0,
         "clients' certificates: 0 not asked for, 1 optional, 2 required",

@@ -14,12 +14,14 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import import_module
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lockstep.errors import ConfigError, choice_error
-from lockstep.models.checkpoint import Checkpoint
 from lockstep.settings import check_names
 from lockstep.spec.config import EXAMPLE, SpeculativeConfig
+
+if TYPE_CHECKING:
+    from lockstep.models.checkpoint import Checkpoint
 
 DRAFTERS = {
     "ngram": "lockstep.spec.ngram",
@@ -70,7 +72,7 @@ def read(value: Mapping[str, Any] | SpeculativeConfig | None) -> SpeculativeConf
     return options(**value)
 
 
-def refusals(checkpoint: Checkpoint) -> dict[str, str | None]:
+def refusals(checkpoint: "Checkpoint") -> dict[str, str | None]:
     """Method -> why it cannot draft for this checkpoint; None: it can."""
     found: dict[str, str | None] = {}
     for name in DRAFTERS:
@@ -79,7 +81,7 @@ def refusals(checkpoint: Checkpoint) -> dict[str, str | None]:
     return found
 
 
-def own_drafter(checkpoint: Checkpoint) -> str | None:
+def own_drafter(checkpoint: "Checkpoint") -> str | None:
     """The method whose draft module comes with this checkpoint, if any."""
     allowed = (name for name, why in refusals(checkpoint).items() if why is None)
     return next((name for name in allowed if drafter_module(name).NEEDS_MODULE), None)

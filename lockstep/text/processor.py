@@ -13,12 +13,12 @@ from lockstep.scheduling.request import Request
 from lockstep.text.control import ControlTokens
 from lockstep.text.detokenizer import Detokenizer
 from lockstep.text.parsers import REASONING_PARSERS, TOOL_PARSERS, ReplyParser, choose
+from lockstep.text.settings import TextSettings, sampling_defaults
 from lockstep.text.template import ChatTemplate, Message
 from lockstep.text.tokenizer import Tokenizer, damaged, eos_ids, read_json
 
 Prompt = str | Sequence[int] | dict[str, Any]
 Logprobs = list[dict[int, Logprob]]
-_SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,19 @@ class CompletionText:
         )
 
 
+def _defaults(settings: TextSettings, folder: Path) -> dict[str, Any]:
+    """Defaults of sampling: those of a generation_config.json, and what replaces them."""
+    chosen = settings.generation_folder(folder)
+    found: dict[str, Any] = {}
+    if chosen is not None:
+        path = chosen / "generation_config.json"
+        try:
+            found = sampling_defaults(read_json(path))
+        except RequestError as error:
+            raise damaged(path, error) from None
+    return found | sampling_defaults(settings.override_generation_config or {})
+
+
 def name_tokens(tokenizer: Tokenizer | None, logprobs: Sequence[dict[int, Logprob] | None]) -> None:
     """Fills in `decoded_token` where it is missing."""
     for entry in logprobs:
@@ -151,8 +164,7 @@ class Processor:
         max_model_len: int,
         eos_ids: frozenset[int] = frozenset(),
         defaults: dict[str, Any] | None = None,
-        tool_parser: str | None = "auto",
-        reasoning_parser: str | None = "auto",
+        settings: TextSettings | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
@@ -169,29 +181,32 @@ class Processor:
                 self.max_characters,
                 tokenizer.chat_template_path,
             )
-        self.defaults = defaults or {}
-        self._tools = choose("tool_parser", TOOL_PARSERS, tool_parser, chat_template)
+        settings = settings or TextSettings()
+        self.defaults = dict(defaults or {})
+        # The most tokens of an answer; a default of requests that ask for more, too.
+        self.max_new_tokens: int | None = self.defaults.pop("max_tokens", None)
+        self.template_defaults = settings.default_chat_template_kwargs or {}
+        self._tools = choose(
+            "tool_call_parser", TOOL_PARSERS, settings.tool_call_parser, chat_template
+        )
         self._reasoning = choose(
-            "reasoning_parser", REASONING_PARSERS, reasoning_parser, chat_template
+            "reasoning_parser", REASONING_PARSERS, settings.reasoning_parser, chat_template
         )
 
     @classmethod
     def for_model(
-        cls, tokenizer: Tokenizer | None, folder: str | Path, max_model_len: int, **options: Any
+        cls,
+        tokenizer: Tokenizer | None,
+        folder: str | Path,
+        max_model_len: int,
+        settings: TextSettings | None = None,
     ) -> "Processor":
-        """The processor of a model folder; `options` are those of the constructor."""
-        path = Path(folder) / "generation_config.json"
-        settings = read_json(path)
-        defaults = {k: settings[k] for k in _SAMPLING_DEFAULTS if settings.get(k) is not None}
-        if settings.get("do_sample") is False:
-            defaults["temperature"] = 0.0
-        try:
-            SamplingParams(**defaults)
-        except RequestError as error:
-            raise damaged(path, error) from None
+        """The processor of a model folder."""
+        settings = settings or TextSettings()
+        defaults = _defaults(settings, Path(folder))
         eos = tokenizer.eos_ids if tokenizer else eos_ids(Path(folder))
-        template = tokenizer.chat_template if tokenizer else None
-        return cls(tokenizer, template, max_model_len, eos, defaults, **options)
+        template = settings.template() or (tokenizer.chat_template if tokenizer else None)
+        return cls(tokenizer, template, max_model_len, eos, defaults, settings)
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """Sampling parameters as the model's generation_config wants them, with changes."""
@@ -229,7 +244,8 @@ class Processor:
     def conversation(
         self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **kwargs: Any
     ) -> Rendered:
-        """A conversation, ready for the next answer; `kwargs` are the template's variables.
+        """A conversation, ready for the next answer; `kwargs` are the template's variables, over
+        the defaults of the settings.
 
         Control tokens come from the template alone: what messages, tools and kwargs spell of them
         is tokenised as the plain text that it is. Raises RequestError.
@@ -240,7 +256,8 @@ class Processor:
                 "or add chat_template.jinja to the model folder.",
                 "messages",
             )
-        marked = self.template.render_marked(messages, tools, **kwargs)
+        variables = {**self.template_defaults, **kwargs}
+        marked = self.template.render_marked(messages, tools, **variables)
         text = self._control.unmark(marked)
         self._check_text(text, "messages")
         return Rendered(text, _encoded(self._control.encode, marked, "messages"))

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from lockstep.cache.kv import kv_caches, kv_spec
 from lockstep.kernels import architecture
 from lockstep.kernels.attention.paged import paged_attention_triton
 from lockstep.kernels.backends import cases_of, every_op, load, traits_of
@@ -34,6 +36,8 @@ from lockstep.kernels.gated_delta_rule.cases import (
     gated_delta_chunk_cases,
     gated_delta_step_cases,
 )
+from lockstep.kernels.kv import KVFormat
+from lockstep.kernels.kv.formats import FORMATS
 from lockstep.kernels.linear.packed import linear_packed
 from lockstep.kernels.linear.triton import linear_triton
 from lockstep.kernels.mamba2.cases import mamba2_chunk_cases, mamba2_step_cases
@@ -72,15 +76,22 @@ def meta(*shape: int, dtype: torch.dtype = HALF) -> Tensor:
 
 
 def attention(
-    heads: int, kv_heads: int, dim: int, rows: int, query_len: int, dtype: torch.dtype
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    rows: int,
+    query_len: int,
+    dtype: torch.dtype,
+    format: KVFormat | None = None,
 ) -> Call:
     """A call of paged_attention over 32 K tokens a row, with output gates where dim is 256."""
     tokens = rows * query_len
     ints = dict(dtype=torch.int32)
-    cache = meta(9, 64, kv_heads, dim, dtype=dtype)
+    spec = kv_spec(kv_heads, dim, dtype, format)
+    k, v = kv_caches(spec.allocate(9, 64, "meta"), dim, format)
     gates = meta(tokens, 2 * heads * dim, dtype=dtype) if dim == 256 else None
     return lambda: paged_attention_triton(
-        meta(tokens, heads, dim, dtype=dtype), cache, cache, meta(rows, 512, **ints),
+        meta(tokens, heads, dim, dtype=dtype), k, v, meta(rows, 512, **ints),
         meta(rows + 1, **ints), meta(rows, **ints), query_len, dim**-0.5, gates,
     )  # fmt: skip
 
@@ -113,6 +124,10 @@ def real_calls() -> Iterator[tuple[str, Call]]:
         for heads, kv_heads, dim in ((32, 8, 128), (24, 4, 256), (16, 2, 256)):
             for rows, query_len in ((1, 1), (1, 4), (8, 4), (64, 1), (64, 4), (1, 2048), (4, 512)):
                 yield "paged_attention", attention(heads, kv_heads, dim, rows, query_len, dtype)
+        for name, dim in product(("turboquant_k8v4", "turboquant_3bit_nc"), (64, 128, 256)):
+            for rows, query_len in ((1, 1), (64, 4), (1, 2048)):
+                given = (24, 4, dim, rows, query_len, dtype)
+                yield "paged_attention", attention(*given, FORMATS[name])
         for tokens in (1, 4, 16, 64, 256, 640, 1536, 2048):
             for weights in expert_weights(dtype):
                 yield "experts", mixture(tokens, dtype, *weights)

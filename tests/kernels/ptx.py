@@ -42,12 +42,16 @@ def lop3(a: Numbers, b: Numbers, c: Numbers, table: int) -> Numbers:
     return found
 
 
-def permuted(a: Numbers, b: Numbers, order: int) -> Numbers:
-    """prmt.b32 with a constant order of bytes."""
+def permuted(a: Numbers, b: Numbers, order: Numbers) -> Numbers:
+    """prmt.b32: by the lower 16 bits of order; 8 beside a byte's place asks for its sign."""
     both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
-    found = np.zeros_like(both)
+    wide = order.astype(np.uint64)
+    found = np.zeros(np.broadcast_shapes(both.shape, wide.shape), np.uint64)
     for place in range(4):
-        chosen = both >> np.uint64(8 * (order >> 4 * place & 7)) & np.uint64(0xFF)
+        which = wide >> np.uint64(4 * place)
+        chosen = both >> (which & np.uint64(7)) * np.uint64(8) & np.uint64(0xFF)
+        signs = (chosen >> np.uint64(7)) * np.uint64(0xFF)
+        chosen = np.where(which & np.uint64(8), signs, chosen)
         found |= chosen << np.uint64(8 * place)
     return found.astype(np.uint32)
 
@@ -154,9 +158,11 @@ class Thread:
             "shr": lambda a, b: a >> b,
             "shl": lambda a, b: a << b,
             "and": lambda a, b: a & b,
+            "or": lambda a, b: a | b,
+            "add": lambda a, b: a + b,
             "setp": lambda a, b: a != b,
             "lop3": lambda a, b, c, table: lop3(a, b, c, int(table[0])),
-            "prmt": lambda a, b, order: permuted(a, b, int(order[0])),
+            "prmt": permuted,
         }
         return plain[base](*given)
 
@@ -177,8 +183,9 @@ def inline_asm_elementwise(
     several = isinstance(dtype, tuple | list | tl.tuple)
     kinds = list(dtype) if several else [dtype]
     arrays = np.broadcast_arrays(*(np.atleast_1d(arg.handle.data) for arg in args))
+    shape = arrays[0].shape
     given = [part.view(np.uint32) if part.dtype.kind in "iu" and part.itemsize == 4 else part
-             for part in map(np.ascontiguousarray, arrays)]  # fmt: skip
+             for part in (np.ascontiguousarray(part).reshape(-1) for part in arrays)]  # fmt: skip
     thread = Thread(given, len(kinds))
     for line in re.split(r";", text.strip().strip("{}") if ".reg" in text else text):
         if line.strip():
@@ -186,7 +193,7 @@ def inline_asm_elementwise(
     found = []
     for i, kind in enumerate(kinds):
         bits = thread.registers.get(f"${i}", np.zeros(1, np.uint32))
-        plain = np.broadcast_to(bits, arrays[0].shape)
+        plain = np.broadcast_to(bits, arrays[0].size).reshape(shape)
         wanted = NUMPY[str(getattr(kind, "name", kind)).replace("fp32", "float32")]
         data = plain.astype(wanted) if plain.dtype.kind == "f" else plain.view(wanted)
         found.append(tl.tensor(TensorHandle(data.copy(), kind), tl.block_type(kind, data.shape)))

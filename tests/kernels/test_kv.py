@@ -13,10 +13,11 @@ import torch
 
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
-from lockstep.kernels.kv import PackedKV, read_pages, unpacked
-from lockstep.kernels.kv.cases import NAMED
+from lockstep.kernels.kv import KVFormat, PackedKV, Turn, read_pages, turned, unpacked
+from lockstep.kernels.kv.cases import NAMED, fits, plain
 from lockstep.kernels.kv.fp8 import TYPES, Fp8
 from lockstep.kernels.kv.int8 import Int8
+from lockstep.kernels.kv.plain import Plain
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.kernels.rotary.cases import LAYERS, WITHOUT, rope
 from tests.kernels.backends import backends, same_bits
@@ -24,7 +25,20 @@ from tests.kernels.backends import backends, same_bits
 BACKENDS = backends()
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 FORMATS = pytest.mark.parametrize("format", NAMED.values(), ids=list(NAMED))
+ROTATE = {name: format for name, format in NAMED.items() if format.v.turn}
+
+
+def of_dims(sizes: Any, at: int) -> Any:
+    """Params (format, size) of every format and the sizes whose dim, element `at`, it takes."""
+    pairs = [(n, f, size) for n, f in NAMED.items() for size in sizes if fits(f, size[at])]
+    return [pytest.param(f, size, id=f"{name}-{size}") for name, f, size in pairs]
+
+
 CACHES = ("k_cache", "v_cache")
+SIZES = ((4, 2, 64, 64), (6, 1, 80, 32), (4, 2, 32, 16))
+"""(heads, KV heads, dim, page size)."""
+SMALL = (4, 3, 3, 128, 64, False, 1.0)
+"""A layer of rope_and_cache with two blocks of values."""
 ROWS = ((5, 4), (0, 0), (254, 3))
 
 
@@ -44,9 +58,10 @@ def hard_numbers(dim: int, heads: int = 64) -> torch.Tensor:
 
 
 def decoded(codec: Any, x: torch.Tensor) -> torch.Tensor:
-    """What comes back of x."""
+    """What comes back of x, out of any rotation."""
     codes, *numbers = codec.encode(x)
-    return codec.decode(codes, *(numbers or [None]))
+    found = codec.decode(codes, *(numbers or [None]))
+    return found if codec.turn is None else codec.turn.back(found)
 
 
 @FORMATS
@@ -66,7 +81,8 @@ def test_twice_is_once(format: Any) -> None:
     """What was packed and unpacked packs to itself, but for the last bit of a scale."""
     x = hard_numbers(32)[:4]
     once = decoded(format.k, x)
-    torch.testing.assert_close(decoded(format.k, once), once, rtol=1e-6, atol=0)
+    most = once.abs().max() if format.k.turn else 0  # turning there and back rounds
+    torch.testing.assert_close(decoded(format.k, once), once, rtol=1e-6, atol=1e-6 * most)
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -96,41 +112,76 @@ def test_scales_are_divided_by_and_multiplied_with() -> None:
     assert torch.equal(scaled, decoded(Fp8("e4m3"), x * 4) / 4)
 
 
-@FORMATS
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layer", [(4, 2, 64, 64), (6, 1, 80, 32), (4, 2, 32, 16)], ids=str)
+@pytest.mark.parametrize(("format", "layer"), of_dims(SIZES, 2))
 def test_attention_over_packed_is_attention_over_unpacked(
     backend: Any, layer: tuple[int, ...], format: Any
 ) -> None:
     packed = paged(ROWS, *layer, backend.dtype, format=format)
-    plain = packed | {name: unpacked(packed[name], backend.dtype) for name in CACHES}
+    open_ones = packed | {name: plain(packed[name], backend.dtype) for name in CACHES}
     found = backend.run(paged_attention, packed)
     assert found.isfinite().all()
-    assert same_bits(found, backend.run(paged_attention, plain))
+    assert same_bits(found, backend.run(paged_attention, open_ones))
 
 
-@FORMATS
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layer", [*LAYERS[:3], LAYERS[7], LAYERS[4]], ids=str)
+@pytest.mark.parametrize("format", ROTATE.values(), ids=list(ROTATE))
+@pytest.mark.parametrize("batch", [((254, 3),)], ids=str)
+def test_values_of_two_blocks_are_read(backend: Any, batch: Any, format: Any) -> None:
+    """A head of 128 and, where the interpreter does not run them, one of 256, gated."""
+    for dim in (128,) if backend.interpreted else (128, 256):
+        packed = paged(batch, 3, 1, dim, 64, backend.dtype, format=format)
+        packed["gates"] = torch.ones(3, 6 * dim).to(backend.dtype)
+        open_ones = packed | {name: plain(packed[name], backend.dtype) for name in CACHES}
+        found = backend.run(paged_attention, packed)
+        assert same_bits(found, backend.run(paged_attention, open_ones))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("format", "layer"), of_dims((*LAYERS[:3], LAYERS[7], LAYERS[4], SMALL), 3)
+)
 @pytest.mark.parametrize("absent", [(), *(names for _, names in WITHOUT[:3:2])], ids=str)
 def test_what_is_written_is_the_codes_of_what_would_be(
     backend: Any, layer: Any, format: Any, absent: tuple[str, ...]
 ) -> None:
     """The codec's reference, over the keys and values that the same backend writes unpacked."""
     changes = dict.fromkeys(absent)
-    plain = backend.place(rope(*layer, backend.dtype) | changes)
+    open_ones = backend.place(rope(*layer, backend.dtype) | changes)
     packed = backend.place(rope(*layer, backend.dtype, format) | changes)
     before = backend.fresh(packed)
-    assert same_bits(backend.run(rope_and_cache, packed), backend.run(rope_and_cache, plain))
-    slots = plain["slot_mapping"].unique()
+    queries = backend.run(rope_and_cache, packed)
+    unturned = backend.run(rope_and_cache, open_ones).cpu()
+    assert same_bits(queries, turned(unturned, packed["k_cache"]))
+    slots = open_ones["slot_mapping"].unique()
     for name in CACHES:
-        wanted = packed[name].codec.encode(plain[name].flatten(0, 1)[slots].cpu())
+        wanted = packed[name].codec.encode(open_ones[name].flatten(0, 1)[slots].cpu())
         pairs = zip(packed[name].tensors(), before[name].tensors(), wanted, strict=True)
         for tensor, old, want in pairs:
             assert same_bits(tensor.flatten(0, 1)[slots], want), name
             others = torch.ones(tensor.shape[0] * tensor.shape[1], dtype=torch.bool)
             others[slots.cpu()] = False
             assert same_bits(tensor.cpu().flatten(0, 1)[others], old.cpu().flatten(0, 1)[others])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dim", [16, 128])
+def test_rotations_alone_leave_attention_as_it_is(backend: Any, dim: int) -> None:
+    """Keys, queries, values and what is found: rotated and not packed, against not rotated."""
+    layer = (5, 4, 1, dim, dim // 2, True, 0.0)
+    format = KVFormat("rotated", *(Plain(backend.dtype, Turn(99, block)) for block in (256, 64)))
+    found = []
+    for chosen in (None, format):
+        given = backend.place(rope(*layer, backend.dtype, chosen))
+        given["slot_mapping"] = given["slot_mapping"].new_tensor([16, 17, 18, 19, 20])
+        q = backend.run(rope_and_cache, given)
+        pages = dict(page_table=torch.tensor([[1]]), cu_seqlens=torch.tensor([0, 5]))
+        rest = dict(pages, starts=torch.tensor([0]), query_len=5, scale=dim**-0.5)
+        caches = {name: given[name] for name in CACHES}
+        gates = given["qkv"].contiguous()
+        found.append(backend.run(paged_attention, dict(q=q, gates=gates, **caches, **rest)).cpu())
+    tolerance = 2e-6 if backend.dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found[1], found[0], rtol=tolerance, atol=tolerance)
 
 
 @FORMATS

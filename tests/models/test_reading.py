@@ -107,6 +107,17 @@ def test_a_file_without_a_json_object_is_refused(tmp_path: Path, text: str) -> N
     assert Checkpoint.read(tmp_path).raw == json.loads(json.dumps(HYBRID))
 
 
+def test_overrides_replace_settings_key_by_key(tmp_path: Path) -> None:
+    raw = {"model_type": "qwen3", "rope_parameters": {"rope_theta": 1.0, "rope_type": "yarn"}}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    changes = {"rope_parameters": {"rope_theta": 2.0}, "head_dim": 8}
+    found = Checkpoint.read(tmp_path, changes).raw
+    assert found["rope_parameters"] == {"rope_theta": 2.0, "rope_type": "yarn"}
+    assert found["head_dim"] == 8 and Checkpoint.read(tmp_path).raw == raw
+    with pytest.raises(CheckpointError, match="model_type='none'"):
+        Checkpoint.read(tmp_path, {"model_type": "none"})
+
+
 def test_dtype_and_length_come_from_the_file() -> None:
     config = EngineConfig()
     raw = {"text_config": {"torch_dtype": "float16", "max_position_embeddings": 99}}

@@ -33,6 +33,7 @@ OF_EXPERTS = "tests/kernels/test_experts.py"
 OF_ROUTE = "tests/kernels/test_route.py"
 OF_PACKED = "tests/kernels/test_packed.py"
 OF_KV = "tests/kernels/test_kv.py"
+OF_TURBOQUANT = "tests/kernels/test_turboquant.py"
 OF_KV_FORMATS = "tests/regressions/test_f3_kv_formats.py"
 OF_HALF_STATE = "tests/regressions/test_f2_state_in_16_bits.py"
 MAMBA = "kernels/mamba2/cpu.py"
@@ -847,6 +848,31 @@ FAULTS = (
         "large = (size - REBIAS + HALF + ((size >> SHIFT) & 1)) >> SHIFT",
         "large = (size - REBIAS) >> SHIFT",
         f"{OF_KV}::test_hard_numbers_are_written_as_the_reference_does",
+    ),
+    Fault(
+        "queries are not rotated as keys are", "format", "kernels/kv/_reading.py",
+        "return x if turn is None else turn.forward(x).to(x.dtype)",
+        "return x",
+        f"{OF_KV}::test_rotations_alone_leave_attention_as_it_is",
+    ),
+    Fault(
+        "what was found is not rotated back", "format", "kernels/attention/cpu.py",
+        "turned_back(found, v_cache).to(q.dtype)",
+        "found.to(q.dtype)",
+        f"{OF_KV}::test_rotations_alone_leave_attention_as_it_is",
+    ),
+    Fault(
+        "the points' own length is left out", "format", "kernels/kv/turboquant.py",
+        "norm / _squares(points).sqrt()",
+        "norm / blocks.shape[-1] ** 0.5",
+        f"{OF_TURBOQUANT}::test_distortion_is_the_papers",
+    ),
+    Fault(
+        "a kernel takes the first number for all blocks of values", "packed",
+        "kernels/kv/_turboquant_device.py",
+        "tl.load(numbers + first // BLOCK, mask=live, other=0.0)",
+        "tl.load(numbers + first * 0, mask=live, other=0.0)",
+        f"{OF_KV}::test_values_of_two_blocks_are_read",
     ),
 )  # fmt: skip
 

@@ -5,6 +5,7 @@ as it is and to the rest as it was packed. Here attention reads the cache alone,
 chunks nor drafts nor preemption change a bit; each fault, put in, must change the answer.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from lockstep import LLM
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
-from lockstep.kernels.kv import unpacked
+from lockstep.kernels.kv import cases
 from lockstep.kernels.kv.cases import NAMED
 from lockstep.kernels.kv.formats import FORMATS
 from lockstep.layers.attention import Attention
@@ -53,7 +54,7 @@ def raw_chunk(attend: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Attention, x: torch.Tensor, step: Step) -> torch.Tensor:
         packed = self.k_cache, self.v_cache
         self._place(self.qkv(x), step)
-        self.k_cache, self.v_cache = (unpacked(side, x.dtype).clone() for side in packed)
+        self.k_cache, self.v_cache = (cases.plain(side, x.dtype) for side in copy.deepcopy(packed))
         try:
             return attend(self, x, step)
         finally:

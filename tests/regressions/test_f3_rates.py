@@ -54,25 +54,36 @@ class Rates:
         return tuple(100 * sum(right) / len(right) for right in (calls, needles))  # type: ignore[return-value]
 
 
-def assert_within_a_point(rates: Rates, kinds: list[str]) -> None:
-    """No format loses more than a point; within one, no drafter changes a character."""
+POINTS: dict[str, float] = {
+    "fp8_e4m3": 1,
+    "int8_per_token_head": 1,
+    "turboquant_k8v4": 1,
+    "turboquant_4bit_nc": 3,
+    "turboquant_k3v4_nc": 100,
+    "turboquant_3bit_nc": 100,
+}
+"""Format -> percent that it may lose; 100: what it loses is printed, not promised."""
+
+
+def assert_within_points(rates: Rates) -> None:
+    """No format loses more than its points; within one, no drafter changes a character."""
     base = rates.clean(rates.ask("auto", "none"))
     assert min(base) > 90
-    for kind in kinds:
+    for kind, points in POINTS.items():
         plain = rates.ask(kind, "none")
         found = rates.clean(plain)
         print(kind, found, base)
         for rate, wanted in zip(found, base, strict=True):
-            assert rate >= wanted - 1, (kind, found, base)
+            assert rate >= wanted - points, (kind, found, base)
         for drafter in ("ngram", "mtp"):
             assert rates.ask(kind, drafter) == plain, (kind, drafter)
 
 
 @pytest.mark.slow
 def test_tool_calls_and_needles_survive_packing() -> None:
-    assert_within_a_point(Rates(calls=6, needles=2), ["fp8_e4m3", "int8_per_token_head"])
+    assert_within_points(Rates(calls=6, needles=2))
 
 
 @pytest.mark.slow
 def test_tool_calls_and_needles_survive_packing_at_length() -> None:
-    assert_within_a_point(Rates(calls=200, needles=40), ["fp8_e4m3", "int8_per_token_head"])
+    assert_within_points(Rates(calls=200, needles=40))

@@ -292,11 +292,11 @@ def test_an_odd_schema_counts_as_an_empty_one(schema, tools):
 
 
 def test_choice():
-    assert choose("tool_parser", TOOL_PARSERS, "auto", "<function=x") is Qwen3CoderParser
+    assert choose("tool_call_parser", TOOL_PARSERS, "auto", "<function=x") is Qwen3CoderParser
     qwen3 = '"{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}"'
-    assert choose("tool_parser", TOOL_PARSERS, "auto", qwen3) is HermesParser
-    assert choose("tool_parser", TOOL_PARSERS, "none", "<function=x") is None
-    assert choose("tool_parser", TOOL_PARSERS, "auto", None) is None
+    assert choose("tool_call_parser", TOOL_PARSERS, "auto", qwen3) is HermesParser
+    assert choose("tool_call_parser", TOOL_PARSERS, "none", "<function=x") is None
+    assert choose("tool_call_parser", TOOL_PARSERS, "auto", None) is None
     assert choose("reasoning_parser", REASONING_PARSERS, "auto", "a</think>") is ThinkParser
-    with pytest.raises(ConfigError, match="tool_parser='x'.*hermes"):
-        choose("tool_parser", TOOL_PARSERS, "x", None)
+    with pytest.raises(ConfigError, match="tool_call_parser='x'.*hermes"):
+        choose("tool_call_parser", TOOL_PARSERS, "x", None)

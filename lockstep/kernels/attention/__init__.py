@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.kernels.activations import sigmoid
-from lockstep.kernels.kv import KVCache, unpacked
+from lockstep.kernels.kv import KVCache, turned_back, unpacked
 from lockstep.kernels.registry import op
 from lockstep.kernels.row_tiles import tiled_mm
 
@@ -39,7 +39,8 @@ def paged_attention(
     among them (already written). query_len: the most tokens a row brings (a static bound).
     Query head h reads KV head h // (H / Hkv). gates [T, N]: the tokens' gated projection, head by
     head D of q, then D of the gate whose sigmoid multiplies that head's output; output, sigmoid and
-    product are rounded.
+    product are rounded. Where the cache's format rotates keys, q is rotated as they are; where it
+    rotates values, their sums are rotated back before they are rounded.
     """
     out = torch.empty_like(q)
     keys = unpacked(k_cache, q.dtype)
@@ -58,6 +59,7 @@ def paged_attention(
             k = _first_keys(keys[:, :, h], page_table[s], end)
             v = _first_keys(values[:, :, h], page_table[s], end)
             found = _attend(queries, k, v, positions.repeat_interleave(group))
+            found = turned_back(found, v_cache)
             out[tokens, heads] = found.unflatten(0, (-1, group)).to(q.dtype)
     return out if gates is None else gated(out, gates)
 

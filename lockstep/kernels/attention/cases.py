@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.kv import KVCache, KVFormat, codecs_of, write_slots
-from lockstep.kernels.kv.cases import NAMED, empty_cache
+from lockstep.kernels.kv.cases import NAMED, empty_cache, fits
 
 Row = tuple[int, int]
 """(tokens before this step, tokens of this step)."""
@@ -33,9 +33,11 @@ BATCHES: tuple[tuple[tuple[Row, ...], int, int, int, int], ...] = (
 """(rows, heads, KV heads, head dim, page size)."""
 PACKED = (
     (((5, 4), (0, 0), (254, 3)), 5, 1, 80, 64),
+    (((5, 4), (0, 0), (254, 3)), 5, 1, 128, 64),
     (((0, 9), (250, 9), (64, 1)), 4, 2, 32, 16),
 )
-"""As above, in every format: an odd dim and an empty row in pages of a tile, pages of less."""
+"""As above, in every format that takes the dim: an odd one and an empty row in pages of a tile, two
+blocks of values, pages of less."""
 
 
 def paged(
@@ -88,7 +90,8 @@ def paged_attention_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, A
         name = f"{len(rows)} rows, heads {heads}/{kv_heads}, dim {dim}, page {page_size}"
         yield name, paged(rows, heads, kv_heads, dim, page_size, dtype, seed=i)
     for i, (format, batch) in enumerate(product(NAMED, PACKED)):
-        yield f"{format}, {batch}", paged(*batch, dtype, seed=i, format=NAMED[format])
+        if fits(NAMED[format], batch[3]):
+            yield f"{format}, {batch}", paged(*batch, dtype, seed=i, format=NAMED[format])
 
 
 def paged_attention_traits(

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lockstep.kernels.attention import SEGMENT, gated, paged_attention
 from lockstep.kernels.backends import cpu_trait
-from lockstep.kernels.kv import KVCache, read_pages
+from lockstep.kernels.kv import KVCache, read_pages, turned_back
 from lockstep.kernels.row_tiles import exact_sizes, padded_rows, tiled_bmm
 from lockstep.kernels.threads import one_thread
 
@@ -37,7 +37,8 @@ def paged_attention_cpu(
         if begin < end:
             k = _segments(k_cache, page_table[s], start + end - begin, q.dtype)
             v = _segments(v_cache, page_table[s], start + end - begin, q.dtype)
-            out[begin:end] = _attend(q[begin:end].float() * scale, k, v, start).to(q.dtype)
+            found = _attend(q[begin:end].float() * scale, k, v, start)
+            out[begin:end] = turned_back(found, v_cache).to(q.dtype)
     return out if gates is None else gated(out, gates)
 
 

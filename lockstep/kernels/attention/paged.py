@@ -24,7 +24,8 @@ from lockstep.kernels.architecture import stages_within
 from lockstep.kernels.attention import SEGMENT, paged_attention
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.kv import KVCache
-from lockstep.kernels.kv._launch import opened, unserved
+from lockstep.kernels.kv._launch import opened, token_bytes, unserved
+from lockstep.kernels.kv._turn_device import turned_back
 from lockstep.kernels.packed._form import target_of
 
 LOG2E = 1.4426950408889634
@@ -154,9 +155,13 @@ def _store_entry(tops, norms, parts, entry, d, top, norm, total, mask, D: tl.con
 
 @triton.jit
 def _store(
-    out, gates, place, gate_at, d, result, mine, D: tl.constexpr, GATED: tl.constexpr
+    out, gates, place, gate_at, d, result, mine, seed, D: tl.constexpr, GATED: tl.constexpr,
+    TURNED: tl.constexpr,
 ):  # fmt: skip
-    """result [columns, ROWS] rounded, then times its rounded output gate where there is one."""
+    """result [columns, ROWS] rounded, then times its rounded output gate where there is one.
+    TURNED: numbers of a value that are rotated together, and are rotated back first; 0: none."""
+    if TURNED > 0:
+        result = turned_back(result, seed, d, TURNED)
     mask = mine[None, :] & (d < D)[:, None]
     values = result.to(out.dtype.element_ty)
     if GATED:
@@ -168,14 +173,15 @@ def _store(
 
 @triton.jit
 def _store_folded(
-    out, gates, gates_from, place, gate_at, d, norms, sums, mine, D: tl.constexpr,
-    GATED: tl.constexpr,
+    out, gates, gates_from, place, gate_at, d, norms, sums, mine, seed, D: tl.constexpr,
+    GATED: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """sums [columns, ROWS] over norms [ONES, ROWS] of a whole fold; gates_from: the row's first."""
     if GATED:
         gates += gates_from
     inverse = tl.div_rn(tl.full((norms.shape[1],), 1.0, tl.float32), tl.max(norms, 0))
-    _store(out, gates, place, gate_at, d, sums * inverse[None, :], mine, D, GATED)
+    result = sums * inverse[None, :]
+    _store(out, gates, place, gate_at, d, result, mine, seed, D, GATED, TURNED)
 
 
 @triton.jit
@@ -207,7 +213,11 @@ def _empty_fold(ONES: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     return top, norm, tl.zeros((BLOCK_D, ROWS), tl.float32)
 
 
-@triton.jit(do_not_specialize=["entries", "table_stride", "gate_stride", "SPAN", "FIRST", "Q"])
+@triton.jit(
+    do_not_specialize=[
+        "entries", "table_stride", "gate_stride", "SPAN", "FIRST", "Q", "k_constant", "v_constant",
+    ]
+)  # fmt: skip
 def _attend_kernel(
     q, k_cache, v_cache, page_table, cu_seqlens, starts, gates, out, tops, norms, parts,
     scale, entries, table_stride, gate_stride, SPAN, FIRST, Q,
@@ -217,11 +227,12 @@ def _attend_kernel(
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, TILE: tl.constexpr, ONES: tl.constexpr,
     SEGMENT: tl.constexpr, GATED: tl.constexpr, LEAVES: tl.constexpr, FOLDS: tl.constexpr,
     k_numbers, v_numbers, k_constant, v_constant, K_COUNT: tl.constexpr, V_COUNT: tl.constexpr,
-    K_LOAD: tl.constexpr, V_LOAD: tl.constexpr, OPAQUE: tl.constexpr,
+    K_LOAD: tl.constexpr, V_LOAD: tl.constexpr, OPAQUE: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """A block of one row's (token, head of a group): every so many spans of SPAN segments.
 
     K_LOAD, V_LOAD: how packed keys and values are read (lockstep.kernels.kv); None: they are not.
+    TURNED: numbers of a value that the packing rotates together, by the seed v_constant; 0: none.
 
     FOLDS: the first span is folded, and written where a token needs no other; else it is one entry
     for its FIRST segments. Any other segment is an entry: tops, norms [S Q, entries, H] and
@@ -286,15 +297,15 @@ def _attend_kernel(
         gate_at = token * gate_stride + (head * 2 + 1) * D
         _store_folded(
             out + first * (H * D), gates, first * gate_stride, place, gate_at, d, norms_all, sums,
-            mine, D, GATED,
+            mine, v_constant, D, GATED, TURNED,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["entries", "gate_stride", "FIRST", "Q"])
+@triton.jit(do_not_specialize=["entries", "gate_stride", "FIRST", "Q", "seed"])
 def _fold_kernel(
     tops, norms, parts, cu_seqlens, starts, gates, out, entries, gate_stride, FIRST, Q,
     H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, SEGMENT: tl.constexpr,
-    GATED: tl.constexpr, TOGETHER: tl.constexpr, FOLDS: tl.constexpr,
+    GATED: tl.constexpr, TOGETHER: tl.constexpr, FOLDS: tl.constexpr, seed, TURNED: tl.constexpr,
 ):  # fmt: skip
     """COLUMNS of a (row, token, head): its entries in ascending order, TOGETHER loaded at once.
 
@@ -327,7 +338,8 @@ def _fold_kernel(
     place = ((first + token) * H + head) * D
     gate_at = (first + token) * gate_stride
     ended = (used > FOLDS) & (token < count) & (first >= 0)
-    _store(out, gates, place, gate_at + (head * 2 + 1) * D, d, result, ended, D, GATED)
+    gate_at += (head * 2 + 1) * D
+    _store(out, gates, place, gate_at, d, result, ended, seed, D, GATED, TURNED)
 
 
 def supports(**traits: Any) -> str | None:
@@ -374,9 +386,11 @@ def partition(
     segments: int,
     dtype: torch.dtype,
     arch: int,
+    packed: int = 0,
 ) -> Partition:
     """The partition for static sizes on an architecture: its table and times are in
-    docs/kernels/attention.md."""
+    docs/kernels/attention.md. packed: bytes of a packed token's key and value in one head, which
+    stages load, beside a tile that is unpacked; 0: they are not packed."""
     count = query_len * (heads // kv_heads)
     pairs = rows * kv_heads
     block = min(64, max(16, triton.next_power_of_2(count)))
@@ -394,8 +408,11 @@ def partition(
     warps = 8 if block == 64 else 4
     width = triton.next_power_of_2(max(dim, 16)) * dtype.itemsize
     loaded = 2 * keys_together(dtype) * width  # keys and values
-    queries = (16 if dtype == torch.float32 else block) * width
-    stages = stages_within(2 if block == 64 else 3, loaded, queries, arch)
+    fixed = (16 if dtype == torch.float32 else block) * width
+    if packed:
+        fixed += loaded
+        loaded = keys_together(dtype) * packed
+    stages = stages_within(2 if block == 64 else 3, loaded, fixed, arch)
     return Partition(block, span, parallel_spans, folds, warps, stages)
 
 
@@ -425,7 +442,9 @@ def paged_attention_triton(
         return out
     segments = triton.cdiv(page_table.shape[1] * page, SEGMENT)
     arch = architecture.number_of(q.device)
-    p = divided or partition(rows, query_len, heads, kv_heads, dim, segments, q.dtype, arch)
+    packed = token_bytes(k_cache, v_cache)
+    sizes = (rows, query_len, heads, kv_heads, dim, segments)
+    p = divided or partition(*sizes, q.dtype, arch, packed)
     width = triton.next_power_of_2(max(dim, 16))
     block = 16 if exact else p.rows
     tile = keys_together(q.dtype)
@@ -436,16 +455,17 @@ def paged_attention_triton(
     kept = [torch.empty(count * size, **f32) for size in (1, 1, dim)]
     gate_stride = gates.stride(0) if gates is not None else 0
     blocks = triton.cdiv(query_len * (heads // kv_heads), block)
-    k = opened(k_cache)
-    v = opened(v_cache)
-    opaque = k.load is not None and not exact and target_of(q.device).opaque
+    target = target_of(q.device)
+    k = opened(k_cache, q.dtype, target.assembly)
+    v = opened(v_cache, q.dtype, target.assembly)
+    opaque = k.load is not None and not exact and target.opaque
     _attend_kernel[(rows * kv_heads, blocks, p.parallel_spans)](
         q, k.codes, v.codes, page_table, cu_seqlens, starts, gates, out, *kept,
         scale * LOG2E, entries, page_table.stride(0), gate_stride, p.span, first, query_len,
         *k.codes.stride()[:3], *v.codes.stride()[:3], page, heads, kv_heads, dim, block, width,
         tile, 16 if exact else 64, SEGMENT, gates is not None, entries > 0, p.folds,
         k.numbers, v.numbers, k.constant, v.constant, k.beside, v.beside, k.load, v.load,
-        opaque,
+        opaque, v.block,
         num_warps=p.warps, num_stages=p.stages, enable_fp_fusion=False,
     )  # fmt: skip
     if entries:
@@ -453,6 +473,7 @@ def paged_attention_triton(
         _fold_kernel[(rows, query_len * heads, width // columns)](
             *kept, cu_seqlens, starts, gates, out, entries, gate_stride, first, query_len,
             heads, dim, columns, SEGMENT, gates is not None, TOGETHER, p.folds,
+            v.constant if v.block else None, v.block,
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip
     return out

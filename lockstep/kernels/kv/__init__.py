@@ -7,10 +7,22 @@ as the model's dtype has them (keys are rotated by then), into codes and, in som
 beside them; nothing else enters, so that neither chunks nor batches nor rejected drafts leave a
 trace. Unpacking goes back to the model's dtype, elementwise. Attention always reads the cache, the
 tokens that a step brings included.
+
+A codec may leave numbers in a rotation (Codec.turn). Then rope_and_cache gives queries rotated as
+the layer's keys are, and paged_attention rotates its sums back as the layer's values were.
 """
 
 from lockstep.kernels.kv._packed import Codec, KVCache, KVDevice, KVFormat, PackedKV
-from lockstep.kernels.kv._reading import codecs_of, read_pages, unpacked, write_slots
+from lockstep.kernels.kv._reading import (
+    codecs_of,
+    read_pages,
+    turn_of,
+    turned,
+    turned_back,
+    unpacked,
+    write_slots,
+)
+from lockstep.kernels.kv._turn import Turn
 
 __all__ = [
     "Codec",
@@ -18,8 +30,12 @@ __all__ = [
     "KVDevice",
     "KVFormat",
     "PackedKV",
+    "Turn",
     "codecs_of",
     "read_pages",
+    "turn_of",
+    "turned",
+    "turned_back",
     "unpacked",
     "write_slots",
 ]

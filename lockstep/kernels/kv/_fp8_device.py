@@ -1,5 +1,8 @@
 # mypy: ignore-errors
-"""fp8.py in Triton, by integer operations alone: any architecture, and the same bits on each."""
+"""fp8.py in Triton, by integer operations: any architecture, and the same bits on each.
+
+Where there is no scale, codes are unpacked to bf16 by assembly, four at a time.
+"""
 
 import triton
 import triton.language as tl
@@ -11,6 +14,31 @@ INFINITE = tl.constexpr(0x7F800000)
 """The bits of +inf in fp32: those of a NaN are larger, of every other size smaller."""
 SIGN = tl.constexpr(0x80)
 NAN = tl.constexpr(0x7F)
+FOUR_E4M3 = tl.constexpr("""
+{
+    .reg .b32 m, n, a, b, none, large;
+    mov.b32 large, 0x7b807b80;
+    mov.b32 none, 0x80008000;
+    and.b32 m, $2, 0x7f7f7f7f;
+    add.u32 n, m, 0x01010101;
+    prmt.b32 a, m, 0, 0x4140;
+    shl.b32 a, a, 4;
+    prmt.b32 b, $2, 0, 0x1404;
+    lop3.b32 a, b, none, a, 0xea;
+    prmt.b32 b, n, 0, 0x9988;
+    or.b32 b, b, none;
+    fma.rn.bf16x2 $0, a, large, b;
+    prmt.b32 a, m, 0, 0x4342;
+    shl.b32 a, a, 4;
+    prmt.b32 b, $2, 0, 0x3424;
+    lop3.b32 a, b, none, a, 0xea;
+    prmt.b32 b, n, 0, 0xbbaa;
+    or.b32 b, b, none;
+    fma.rn.bf16x2 $1, a, large, b;
+}
+""")
+"""Four codes of e4m3 -> their two pairs in bf16: a code's bits are those of a bf16 that is 2^120
+times smaller, subnormal ones too; -0 is added, or NaN where the code is one."""
 
 
 @triton.jit
@@ -68,6 +96,18 @@ def load_e4m3(codes, numbers, constant, d, live, D: tl.constexpr):
 
 
 @triton.jit
+def load_e4m3_bf16(codes, numbers, constant, d, live, D: tl.constexpr):
+    """See KVDevice."""
+    if constant is None:
+        code = tl.load(codes + d, mask=live & (d < D), other=0)
+        return tl.inline_asm_elementwise(
+            FOUR_E4M3, "=&r,=&r,r", [code], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
+    else:
+        return load_e4m3(codes, numbers, constant, d, live, D).to(tl.bfloat16)
+
+
+@triton.jit
 def load_e5m2(codes, numbers, constant, d, live, D: tl.constexpr):
     """See KVDevice. An e5m2 is the upper byte of an fp16."""
     code = tl.load(codes + d, mask=live & (d < D), other=0)
@@ -75,5 +115,5 @@ def load_e5m2(codes, numbers, constant, d, live, D: tl.constexpr):
     return value if constant is None else value * constant
 
 
-E4M3 = KVDevice(store_e4m3, load_e4m3)
+E4M3 = KVDevice(store_e4m3, load_e4m3, load_e4m3_bf16)
 E5M2 = KVDevice(store_e5m2, load_e5m2)

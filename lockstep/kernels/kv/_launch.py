@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lockstep.kernels.kv import KVCache
@@ -9,22 +10,42 @@ from lockstep.kernels.kv import KVCache
 
 class Opened(NamedTuple):
     """Tensors and constants of a kernel's launch. load, store: device functions, None where the
-    cache is of the model's dtype; beside: numbers of a token and head; the rest as in PackedKV."""
+    cache is of the model's dtype; beside: numbers of a token and head; block: numbers that are
+    rotated together, 0 for none; the rest as in PackedKV."""
 
     codes: Tensor
     numbers: Tensor | None = None
-    constant: float | None = None
+    constant: float | int | None = None
     beside: int = 0
+    block: int = 0
     store: Any = None
     load: Any = None
 
 
-def opened(cache: KVCache) -> Opened:
-    """What a launch passes on."""
+def opened(cache: KVCache, dtype: torch.dtype, assembly: bool = False) -> Opened:
+    """What a launch passes on. dtype: the model's; assembly: whether the kernel may hold any."""
     if isinstance(cache, Tensor):
         return Opened(cache)
     codec = cache.codec
-    return Opened(cache.codes, cache.numbers, codec.constant, codec.count, *codec.device())
+    device = codec.device()
+    fast = device.load_bf16 is not None and assembly and dtype == torch.bfloat16
+    return Opened(
+        cache.codes,
+        cache.numbers,
+        codec.constant,
+        codec.count(cache.dim),
+        0 if codec.turn is None else codec.turn.size(cache.dim),
+        device.store,
+        device.load_bf16 if fast else device.load,
+    )
+
+
+def token_bytes(*caches: KVCache) -> int:
+    """Bytes of one token and head in packed caches, 0 in others."""
+    packed = [
+        tensor for cache in caches if not isinstance(cache, Tensor) for tensor in cache.tensors()
+    ]
+    return sum(tensor.shape[-1] * tensor.dtype.itemsize for tensor in packed)
 
 
 def unserved(**traits: Any) -> str | None:

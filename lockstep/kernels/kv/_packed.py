@@ -1,14 +1,15 @@
 """What a KV format is, and one side of a cache in it."""
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from lockstep.errors import ConfigError
+from lockstep.kernels.kv._turn import Turn
 
 
 class KVDevice(NamedTuple):
@@ -20,10 +21,12 @@ class KVDevice(NamedTuple):
     load(codes, numbers, constant, d, live, D) -> fp32 [TILE, columns], 0 where not live [TILE, 1];
     codes and numbers point to each token's first element [TILE, 1]; d [1, columns].
     numbers is None where the codec has none, constant where it is.
+    load_bf16: load by inline assembly, with results in bf16 and the same bits; None: there is none.
     """
 
     store: Any
     load: Any
+    load_bf16: Any = None
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,14 @@ class Codec(ABC):
         """Of the codes."""
 
     @property
-    def constant(self) -> float | None:
-        """What every code of the layer is multiplied by, None for nothing."""
+    def constant(self) -> float | int | None:
+        """A number of the layer that its device functions are given: what every code is multiplied
+        by, or a rotation's seed; None for nothing."""
+        return None
+
+    @property
+    def turn(self) -> Turn | None:
+        """The rotation that decoded numbers are left in, None where they are in none."""
         return None
 
     @property
@@ -45,8 +54,7 @@ class Codec(ABC):
         """Of the numbers beside the codes."""
         return torch.float32
 
-    @property
-    def count(self) -> int:
+    def count(self, dim: int) -> int:
         """Numbers beside the codes of one token and head."""
         return 0
 
@@ -58,6 +66,10 @@ class Codec(ABC):
         """Why heads of this dim cannot be stored, or None."""
         return None
 
+    def of_layer(self, layer: str) -> Self:
+        """The same for the layer of this name, "layers.3": rotations differ by layer."""
+        return self
+
     @abstractmethod
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
         """x [..., D] of the model's dtype -> codes [..., width] and, if any, numbers [..., count].
@@ -67,7 +79,8 @@ class Codec(ABC):
 
     @abstractmethod
     def decode(self, codes: Tensor, numbers: Tensor | None) -> Tensor:
-        """codes [..., width], numbers [..., count] -> [..., D] in fp32, to be rounded once."""
+        """codes [..., width], numbers [..., count] -> [..., D] in fp32, to be rounded once. Rotated
+        by `turn`, where there is one."""
 
     @property
     def device_at(self) -> str | None:
@@ -101,6 +114,10 @@ class KVFormat:
                     "Choose another one."
                 )
         return self.k, self.v
+
+    def of_layer(self, layer: str) -> "KVFormat":
+        """The same for the layer of this name."""
+        return replace(self, k=self.k.of_layer(layer), v=self.v.of_layer(layer))
 
 
 @dataclass(frozen=True)

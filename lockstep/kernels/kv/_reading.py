@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.kv._packed import Codec, KVCache, PackedKV
+from lockstep.kernels.kv._turn import Turn
 
 
 def codecs_of(k_cache: KVCache, v_cache: KVCache) -> tuple[Codec, Codec] | None:
@@ -13,8 +14,25 @@ def codecs_of(k_cache: KVCache, v_cache: KVCache) -> tuple[Codec, Codec] | None:
     return None
 
 
+def turn_of(cache: KVCache) -> Turn | None:
+    """The rotation that the numbers of such a cache lie in, None where they lie in none."""
+    return cache.codec.turn if isinstance(cache, PackedKV) else None
+
+
+def turned(x: Tensor, cache: KVCache) -> Tensor:
+    """Queries x [..., D] rotated as the keys of such a cache are, and rounded to their dtype."""
+    turn = turn_of(cache)
+    return x if turn is None else turn.forward(x).to(x.dtype)
+
+
+def turned_back(x: Tensor, cache: KVCache) -> Tensor:
+    """Sums x [..., D] fp32 of values of such a cache, out of the rotation that these lie in."""
+    turn = turn_of(cache)
+    return x if turn is None else turn.back(x)
+
+
 def unpacked(cache: KVCache, dtype: torch.dtype) -> Tensor:
-    """All of it [pages, page_size, Hkv, D] in the model's dtype."""
+    """All of it [pages, page_size, Hkv, D] in the model's dtype, in the rotation of its codec."""
     if isinstance(cache, Tensor):
         return cache
     return cache.codec.decode(cache.codes, cache.numbers).to(dtype)

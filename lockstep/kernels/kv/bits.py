@@ -1,24 +1,58 @@
-"""Codes of 3 and 4 bits in bytes: value j of a head from bit b j on, lowest first."""
+"""Codes of 3 and 4 bits in words of 32, in an order that a kernel unpacks by few instructions.
+
+4 bits, 8 codes in a word: bits 4 j .. 4 j + 2 hold the lower three of code j; the upper one, a
+sign, of code 2 p + h stands in bit 4 p + 3 + 16 h.
+3 bits, 32 codes in three words: bits 4 j .. 4 j + 2 of word w hold code 8 w + j; bit 4 j + 3 holds
+bit w of code 24 + j. 16 codes are the first two words.
+
+So a word and a mask gives eight selectors of three bits, four bits apart, as prmt takes them; and
+two signs of a pair stand 16 bits apart, as in a word of two 16-bit numbers.
+"""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
-def packed_bytes(count: int, bits: int) -> int:
-    """Bytes that `count` codes take."""
-    return -(-count * bits // 8)
+def packed_words(count: int, bits: int) -> int:
+    """Words that `count` codes take: multiples of 32, or 16."""
+    return 2 if count == 16 else count * bits // 32
+
+
+def codes_in(words: int, bits: int) -> int:
+    """How many codes so many words hold."""
+    return 16 if words == 2 else words * 32 // bits
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """codes [..., N], 0 .. 2^bits - 1 -> uint8 [..., packed_bytes(N, bits)]."""
-    shifts = torch.arange(bits, device=codes.device)
-    stream = (codes.int()[..., None] >> shifts & 1).flatten(-2)
-    stream = torch.nn.functional.pad(stream, (0, -stream.shape[-1] % 8)).unflatten(-1, (-1, 8))
-    return (stream << torch.arange(8, device=codes.device)).sum(-1).to(torch.uint8)
+    """codes [..., N], 0 .. 2^bits - 1 -> int32 [..., packed_words(N, bits)]."""
+    count = codes.shape[-1]
+    place = 4 * torch.arange(8, device=codes.device)
+    if bits == 4:
+        codes = codes.long().unflatten(-1, (-1, 8))
+        signs = (codes >> 3) << _sign_places(codes.device)
+        return ((codes & 7) << place).add_(signs).sum(-1).to(torch.int32)
+    codes = F.pad(codes.long(), (0, -count % 32)).unflatten(-1, (-1, 4, 8))
+    fourth = codes[..., 3:, :] >> torch.arange(3, device=codes.device)[:, None] & 1
+    words = (codes[..., :3, :] << place) + (fourth << place + 3)
+    return words.sum(-1).flatten(-2).to(torch.int32)[..., : packed_words(count, bits)]
 
 
-def unpack_bits(data: Tensor, bits: int, count: int) -> Tensor:
-    """The inverse of pack_bits -> int64 [..., count]."""
-    stream = (data.int()[..., None] >> torch.arange(8, device=data.device) & 1).flatten(-2)
-    codes = stream[..., : count * bits].unflatten(-1, (count, bits))
-    return (codes << torch.arange(bits, device=data.device)).sum(-1)
+def unpack_bits(words: Tensor, bits: int) -> Tensor:
+    """The inverse of pack_bits -> int64 [..., codes_in(words, bits)]."""
+    count = codes_in(words.shape[-1], bits)
+    place = 4 * torch.arange(8, device=words.device)
+    if bits == 4:
+        wide = words.long()[..., None]
+        signs = wide >> _sign_places(words.device) & 1
+        return ((wide >> place & 7) + (signs << 3)).flatten(-2)
+    wide = F.pad(words.long(), (0, -words.shape[-1] % 3)).unflatten(-1, (-1, 3))[..., None]
+    fourth = (wide >> place + 3 & 1) << torch.arange(3, device=words.device)[:, None]
+    codes = torch.cat([wide >> place & 7, fourth.sum(-2, keepdim=True)], -2)
+    return codes.flatten(-3)[..., :count]
+
+
+def _sign_places(device: torch.device) -> Tensor:
+    """The bit of a word in which the sign of each of its eight codes stands."""
+    code = torch.arange(8, device=device)
+    return 4 * (code // 2) + 3 + 16 * (code % 2)

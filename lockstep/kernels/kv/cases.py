@@ -3,16 +3,23 @@
 import torch
 from torch import Tensor
 
-from lockstep.kernels.kv import Codec, KVCache, KVFormat, PackedKV
+from lockstep.kernels.kv import Codec, KVCache, KVFormat, PackedKV, turn_of, unpacked
 from lockstep.kernels.kv.formats import FORMATS
 from lockstep.kernels.kv.fp8 import Fp8
+from lockstep.kernels.kv.plain import Plain
 
 SCALED = KVFormat("fp8_e4m3 scaled", Fp8("e4m3", 0.03), Fp8("e4m3", 0.7))
 """With static scales, as a checkpoint may have them."""
-NAMED = {f.name: f for f in FORMATS.values() if f.k.device_at} | {SCALED.name: SCALED}
-"""The formats that kernels read, each once."""
+NAMED = {f.name: f.of_layer("layers.3") for f in FORMATS.values() if f.k.device_at}
+NAMED |= {SCALED.name: SCALED}
+"""The formats that kernels read, each once, as a layer has them."""
 NAN_CODE = 0x7F
 """What codes are filled with: NaN where they stand alone."""
+
+
+def fits(format: KVFormat | None, dim: int) -> bool:
+    """Whether heads of this dim can be stored so."""
+    return format is None or not (format.k.refusal(dim) or format.v.refusal(dim))
 
 
 def empty_cache(
@@ -24,11 +31,18 @@ def empty_cache(
     return _packed(shape, format.k), _packed(shape, format.v)
 
 
+def plain(cache: KVCache, dtype: torch.dtype) -> KVCache:
+    """The same cache unpacked: a tensor, or, where its numbers are rotated, one that says so."""
+    turn = turn_of(cache)
+    numbers = unpacked(cache, dtype)
+    return numbers if turn is None else PackedKV(Plain(dtype, turn), numbers.shape[-1], numbers)
+
+
 def _packed(shape: tuple[int, ...], codec: Codec) -> PackedKV:
     (*lead, dim) = shape
     fill = torch.nan if codec.dtype.is_floating_point else NAN_CODE
     codes = torch.full((*lead, codec.width(dim)), fill, dtype=codec.dtype)
     numbers: Tensor | None = None
-    if codec.count:
-        numbers = torch.full((*lead, codec.count), torch.nan, dtype=codec.number_dtype)
+    if codec.count(dim):
+        numbers = torch.full((*lead, codec.count(dim)), torch.nan, dtype=codec.number_dtype)
     return PackedKV(codec, dim, codes, numbers)

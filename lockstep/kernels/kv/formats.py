@@ -6,6 +6,7 @@ from lockstep.kernels.kv import KVFormat
 from lockstep.kernels.kv.bf16 import FORMAT as BFLOAT16
 from lockstep.kernels.kv.fp8 import E4M3, E5M2
 from lockstep.kernels.kv.int8 import FORMAT as INT8
+from lockstep.kernels.kv.turboquant import PRESETS
 
 FORMATS: dict[str, KVFormat] = {
     "bfloat16": BFLOAT16,
@@ -13,6 +14,7 @@ FORMATS: dict[str, KVFormat] = {
     "fp8_e4m3": E4M3,
     "fp8_e5m2": E5M2,
     "int8_per_token_head": INT8,
+    **PRESETS,
 }
 
 

@@ -25,8 +25,7 @@ class Int8(Codec):
     def dtype(self) -> torch.dtype:
         return torch.int8
 
-    @property
-    def count(self) -> int:
+    def count(self, dim: int) -> int:
         return 1
 
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:

@@ -1,146 +1,144 @@
-"""TurboQuant (Zandieh et al., 2025, arXiv 2504.19874), as vLLM's presets have it: reference codecs.
+"""TurboQuant (Zandieh et al., 2025, arXiv 2504.19874): keys, values or both in 3 or 4 bits.
 
-No kernel reads them yet, and so they are not in the table of formats.
+A block of numbers (a head of keys, 64 of a head's values) is rotated by random signs and the
+Hadamard matrix, after which each is close to N(0, |x|^2 / block); each is taken to the nearest of
+2^b points (Lloyd-Max of N(0, 1)), and beside the codes stands one number in bf16: |x| over the
+length of the points' vector, so that what is unpacked has the block's length (norm correction).
 
-Keys: x / |x| is rotated by the Hadamard matrix over sqrt(D), after which each coordinate is close
-to N(0, 1 / D); each is taken to the nearest of 2^b centroids (Lloyd-Max of N(0, 1)). Beside the
-codes stands |x| in fp16. Norm correction: the centroids' vector is scaled to length 1 before |x|
-multiplies it. Values: b bits between the head's least and largest number, both steps in fp16.
+Numbers stay rotated. Queries are rotated as keys are, once a step, when they are made; what
+attention found among values is rotated back once, before it is rounded. docs/cache.md has the
+definition to the bit, layouts and distortions.
 """
 
-from dataclasses import dataclass
-from math import sqrt
+from dataclasses import dataclass, replace
+from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from lockstep.kernels.kv import Codec, KVFormat
-from lockstep.kernels.kv.bits import pack_bits, packed_bytes, unpack_bits
+from lockstep.kernels.kv import Codec, KVFormat, Turn
+from lockstep.kernels.kv._turn import OF_VALUES, WHOLE_HEAD
+from lockstep.kernels.kv.bits import pack_bits, packed_words, unpack_bits
 from lockstep.kernels.kv.fp8 import Fp8
 
-CENTROIDS = {
-    3: (0.245094, 0.756005, 1.343909, 2.151946),
-    4: (0.128395, 0.388048, 0.656759, 0.942340, 1.256231, 1.618046, 2.069017, 2.732590),
+POINTS = {
+    3: (0.2451171875, 0.7578125, 1.34375, 2.15625),
+    4: (0.1279296875, 0.388671875, 0.65625, 0.94140625, 1.2578125, 1.6171875, 2.0625, 2.734375),
 }
-"""Lloyd-Max of N(0, 1), the positive half, by bits (Max, 1960)."""
-LEAST_NORM = 1e-8
-"""Added to a norm before it divides, as in vLLM: a head of zeros stays one."""
-LEAST_STEP = 1e-8
-"""Of values; as in vLLM."""
-HALF_MOST = 65504.0
-"""The largest number of fp16."""
+"""Lloyd-Max of N(0, 1), the positive half, by bits (Max, 1960), rounded to bf16: so that a point
+times a number of bf16 is exact in fp32, and rounded once in any other dtype."""
+ONE = 127
+"""The exponent of 1 in the bits of fp32."""
+LEAST = ONE - 100
+"""Blocks whose largest number is below 2^-100 are zeros: nothing is subnormal then."""
+MOST = ONE + 120
+"""Blocks with a number of 2^121 and more, or one that is not finite, become NaN."""
 
 
-def hadamard(dim: int) -> Tensor:
-    """Sylvester's matrix over sqrt(dim) [dim, dim] fp32: symmetric, its own inverse."""
-    matrix = torch.ones(1, 1)
-    while len(matrix) < dim:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix / sqrt(dim)
-
-
-def centroids(bits: int) -> Tensor:
-    """All 2^bits, ascending."""
-    half = torch.tensor(CENTROIDS[bits])
-    return torch.cat([-half.flip(0), half])
+def thresholds(bits: int) -> tuple[float, ...]:
+    """Half-way between neighbouring points of POINTS; exact in fp32."""
+    points = POINTS[bits]
+    return tuple((a + b) / 2 for a, b in zip(points, points[1:], strict=False))
 
 
 @dataclass(frozen=True)
-class RotatedKeys(Codec):
-    """bits: 3 or 4. corrected: norm correction."""
+class Rotated(Codec):
+    """bits: 3 or 4. block: numbers that are rotated together. seed: of the signs, the layer's.
 
-    bits: int = 4
-    corrected: bool = True
+    A code is a point's place in POINTS, and a sign above it.
+    """
+
+    bits: int
+    block: int
+    seed: int = 0
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.uint8
+        return torch.int32
 
     @property
     def number_dtype(self) -> torch.dtype:
-        return torch.float16
+        return torch.bfloat16
+
+    def count(self, dim: int) -> int:
+        return dim // self.turn.size(dim)
 
     @property
-    def count(self) -> int:
-        return 1
+    def constant(self) -> int:
+        return self.seed
+
+    @property
+    def turn(self) -> Turn:
+        return Turn(self.seed, self.block)
 
     def width(self, dim: int) -> int:
-        return packed_bytes(dim, self.bits)
+        return self.count(dim) * packed_words(self.turn.size(dim), self.bits)
 
     def refusal(self, dim: int) -> str | None:
-        if dim & (dim - 1) or dim < 8:
-            return f"TurboQuant rotates heads of 8, 16, .. numbers, and this one has {dim}"
+        if dim & (dim - 1) or not 16 <= dim <= WHOLE_HEAD:
+            return f"TurboQuant rotates heads of 16, 32, 64, 128 or 256 numbers, and one has {dim}"
         return None
 
+    def of_layer(self, layer: str) -> "Rotated":
+        return replace(self, seed=crc32(layer.encode()) >> 1)
+
     def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        wide = x.float()
         dim = x.shape[-1]
-        norm = wide.norm(dim=-1, keepdim=True)
-        turned = wide / (norm + LEAST_NORM) @ hadamard(dim) * sqrt(dim)
-        points = centroids(self.bits)
-        codes = torch.bucketize(turned, (points[1:] + points[:-1]) / 2)
-        lost = ~wide.isfinite().all(-1, keepdim=True) | (norm > HALF_MOST)
-        return pack_bits(codes, self.bits), norm.masked_fill(lost, torch.nan).half()
+        blocks = x.float().unflatten(-1, (-1, self.turn.size(dim)))
+        exponents = blocks.abs().amax(-1, keepdim=True).view(torch.int32) >> 23
+        lost = (exponents > MOST) | ~blocks.isfinite().all(-1, keepdim=True)
+        usable = (exponents >= LEAST) & ~lost
+        exponents = torch.where(usable, exponents, ONE)
+        scaled = torch.where(usable, blocks, 0.0) * _power(2 * ONE + 1 - exponents)
+        norm = _squares(scaled).sqrt()
+        turned = self.turn.mixed(scaled.flatten(-2))
+        steps = torch.tensor(thresholds(self.bits), device=x.device) * norm[..., None]
+        places = (turned.abs()[..., None] > steps).sum(-1)
+        points = torch.tensor(POINTS[self.bits], device=x.device)[places]
+        numbers = norm / _squares(points).sqrt() * _power(exponents - 1)
+        numbers = torch.where(usable, numbers, 0.0).masked_fill(lost, torch.nan)
+        codes = places + ((turned < 0).long() << self.bits - 1)
+        return pack_bits(codes, self.bits).flatten(-2), numbers.squeeze(-1).to(torch.bfloat16)
 
     def decode(self, codes: Tensor, numbers: Tensor | None) -> Tensor:
         assert numbers is not None
-        dim = codes.shape[-1] * 8 // self.bits
-        found = centroids(self.bits)[unpack_bits(codes, self.bits, dim)] / sqrt(dim)
-        if self.corrected:
-            found = found / (found.square().sum(-1, keepdim=True) + 1e-16).sqrt()
-        return found @ hadamard(dim) * numbers.float()
-
-
-@dataclass(frozen=True)
-class UniformValues(Codec):
-    """bits: 3 or 4; a code times the step, plus the least number, both beside the codes."""
-
-    bits: int = 4
+        words = codes.unflatten(-1, (numbers.shape[-1], -1))
+        half = torch.tensor(POINTS[self.bits], device=codes.device)
+        points = torch.cat([half, -half])[unpack_bits(words, self.bits)]
+        return (points * numbers.float()[..., None]).flatten(-2)
 
     @property
-    def dtype(self) -> torch.dtype:
-        return torch.uint8
-
-    @property
-    def number_dtype(self) -> torch.dtype:
-        return torch.float16
-
-    @property
-    def count(self) -> int:
-        return 2
-
-    def width(self, dim: int) -> int:
-        return packed_bytes(dim, self.bits)
-
-    def refusal(self, dim: int) -> str | None:
-        return None if dim % 8 == 0 else f"its codes fill bytes by 8 numbers, and a head has {dim}"
-
-    def encode(self, x: Tensor) -> tuple[Tensor, ...]:
-        wide = x.float()
-        least, most = wide.aminmax(dim=-1, keepdim=True)
-        top = 2**self.bits - 1
-        step = ((most - least) / top).clamp_min(LEAST_STEP)
-        codes = ((wide - least) / step).round().nan_to_num(0.0).clamp(0, top)
-        lost = ~wide.isfinite().all(-1, keepdim=True) | (wide.abs() > HALF_MOST).any(-1, True)
-        lost |= step > HALF_MOST
-        numbers = torch.cat([step, least], -1).masked_fill(lost, torch.nan)
-        return pack_bits(codes, self.bits), numbers.half()
-
-    def decode(self, codes: Tensor, numbers: Tensor | None) -> Tensor:
-        assert numbers is not None
-        step, least = numbers.float().split(1, dim=-1)
-        found = unpack_bits(codes, self.bits, codes.shape[-1] * 8 // self.bits)
-        return found * step + least
+    def device_at(self) -> str | None:
+        side = "KEYS" if self.block == WHOLE_HEAD else "VALUES"
+        return f"lockstep.kernels.kv._turboquant_device:{side}_{self.bits}"
 
 
+def _power(exponents: Tensor) -> Tensor:
+    """2^(e - 127) of exponents as fp32 has them."""
+    return (exponents << 23).view(torch.float32)
+
+
+def _squares(x: Tensor) -> Tensor:
+    """The sum of squares [..., 1] of x [..., N], a power of two: neighbours are added, then sums of
+    neighbours."""
+    total = x * x
+    while total.shape[-1] > 1:
+        total = total[..., 0::2] + total[..., 1::2]
+    return total
+
+
+KEYS_3 = Rotated(3, WHOLE_HEAD)
+KEYS_4 = Rotated(4, WHOLE_HEAD)
+VALUES_3 = Rotated(3, OF_VALUES)
+VALUES_4 = Rotated(4, OF_VALUES)
 PRESETS = {
     preset.name: preset
     for preset in (
-        KVFormat("turboquant_k8v4", Fp8("e4m3"), UniformValues(4)),
-        KVFormat("turboquant_4bit_nc", RotatedKeys(4), UniformValues(4)),
-        KVFormat("turboquant_k3v4_nc", RotatedKeys(3), UniformValues(4)),
-        KVFormat("turboquant_3bit_nc", RotatedKeys(3), UniformValues(3)),
+        KVFormat("turboquant_k8v4", Fp8("e4m3"), VALUES_4),
+        KVFormat("turboquant_4bit_nc", KEYS_4, VALUES_4),
+        KVFormat("turboquant_k3v4_nc", KEYS_3, VALUES_4),
+        KVFormat("turboquant_3bit_nc", KEYS_3, VALUES_3),
     )
 }
-"""By vLLM's names. The first and last layers of dense models are to be left out, see
-kv_cache_dtype_skip_layers."""
+"""By the names that vLLM's users know. kv_cache_dtype_skip_layers leaves out the first and last
+layers of a dense model, which suffer most."""

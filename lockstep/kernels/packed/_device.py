@@ -291,7 +291,7 @@ def twice(x):
 
 
 @triton.jit
-def _halves(pair, DTYPE: tl.constexpr):
+def halves(pair, DTYPE: tl.constexpr):
     """Words of two numbers of 16 bits -> the lower ones, the upper ones."""
     low = pair.to(tl.int16).to(DTYPE, bitcast=True)
     return low, (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True)
@@ -344,7 +344,7 @@ def _read(base, rows, stride, first, live, COUNT: tl.constexpr,
         else:
             found = tl.load(place, mask=inside, other=0)
         if PAIRED:
-            low, high = _halves(found, SCALE)
+            low, high = halves(found, SCALE)
             found = tl.join(low, high).reshape(rows.shape[0], COUNT)
     return found
 
@@ -395,10 +395,10 @@ def _join8(l0, l1, l2, l3, h0, h1, h2, h3):
 @triton.jit
 def _pairs(p0, p1, p2, p3, DTYPE: tl.constexpr):
     """The four pairs of words, numbers of 16 bits -> [R, W, 2, 2, 2]."""
-    l0, h0 = _halves(p0, DTYPE)
-    l1, h1 = _halves(p1, DTYPE)
-    l2, h2 = _halves(p2, DTYPE)
-    l3, h3 = _halves(p3, DTYPE)
+    l0, h0 = halves(p0, DTYPE)
+    l1, h1 = halves(p1, DTYPE)
+    l2, h2 = halves(p2, DTYPE)
+    l3, h3 = halves(p3, DTYPE)
     return _join8(l0, l1, l2, l3, h0, h1, h2, h3)
 
 

@@ -7,7 +7,7 @@ then all k, then all v. H heads, 0 where keys and values alone are wanted; HKV k
 import torch
 from torch import Tensor
 
-from lockstep.kernels.kv import KVCache, write_slots
+from lockstep.kernels.kv import KVCache, turned, write_slots
 from lockstep.kernels.norm import rms_norm
 from lockstep.kernels.registry import op
 
@@ -30,7 +30,8 @@ def rope_and_cache(
     """qkv [T, (H (1 + gated) + 2 HKV) D]; q_weight, k_weight [D]; cos, sin [positions, width / 2]
     fp32, contiguous; positions, slot_mapping [T] int64; k_cache, v_cache [pages, page_size, HKV, D]
     -> q [T, H, D] of qkv's dtype, contiguous; k and v are written to the caches at slot_mapping,
-    in the caches' format where they are packed.
+    in the caches' format where they are packed. Where that rotates keys, q is rotated alike
+    (lockstep.kernels.kv.turned), rounded once more.
 
     q and k: rms_norm over D (offset + weight), rounded; then the first `width` dims are rotated in
     fp32 in NeoX pairs (j, j + width / 2) and rounded, the rest passes (Su et al., RoFormer, 2021).
@@ -42,10 +43,11 @@ def rope_and_cache(
     if q_weight is not None and k_weight is not None:
         q = rms_norm(q, q_weight, eps, offset)
         k = rms_norm(k, k_weight, eps, offset)
-    turned = _turned(torch.cat([q, k], dim=1), cos, sin, positions)
-    q, k = turned.split([q.shape[1], kv_heads], dim=1)
+    placed = _placed(torch.cat([q, k], dim=1), cos, sin, positions)
+    q, k = placed.split([q.shape[1], kv_heads], dim=1)
     write_slots(k_cache, slot_mapping, k)
     write_slots(v_cache, slot_mapping, v)
+    q = turned(q, k_cache)
     return q.contiguous()
 
 
@@ -58,7 +60,7 @@ def _parts(qkv: Tensor, kv_heads: int, dim: int, gated: bool) -> tuple[Tensor, T
     return q, k.unflatten(-1, (kv_heads, dim)), v.unflatten(-1, (kv_heads, dim))
 
 
-def _turned(x: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor) -> Tensor:
+def _placed(x: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor) -> Tensor:
     """x [T, H, D] rotated by the angles of its positions, or x where there are none."""
     if cos is None or sin is None:
         return x

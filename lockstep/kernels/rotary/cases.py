@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.kv import KVCache, KVFormat, codecs_of
-from lockstep.kernels.kv.cases import NAMED, empty_cache
+from lockstep.kernels.kv.cases import NAMED, empty_cache, fits
 
 LAYERS = (
     (5, 4, 2, 32, 8, True, 1.0),
@@ -87,10 +87,13 @@ def rope_and_cache_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, An
         yield f"{layer} without {', '.join(absent)}", rope(*layer, dtype) | dict.fromkeys(absent)
     for name, format in NAMED.items():
         for layer in LAYERS:
-            yield f"{name}, {layer}", rope(*layer, dtype, format)
+            if fits(format, layer[3]):
+                yield f"{name}, {layer}", rope(*layer, dtype, format)
         layer, absent = WITHOUT[0]
         yield f"{name} without norm", rope(*layer, dtype, format) | dict.fromkeys(absent)
         layer, absent = WITHOUT[2]
+        if not fits(format, layer[3]):
+            layer = (4, 3, 3, 64, 64, False, 1.0)
         yield f"{name} without positions", rope(*layer, dtype, format) | dict.fromkeys(absent)
 
 

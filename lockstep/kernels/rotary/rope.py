@@ -15,6 +15,7 @@ from torch import Tensor
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.kv import KVCache
 from lockstep.kernels.kv._launch import opened, unserved
+from lockstep.kernels.kv._turn_device import turned
 from lockstep.kernels.norm.rms import inverse_rms, row_layout, row_sums, spread
 from lockstep.kernels.rotary import rope_and_cache
 
@@ -122,7 +123,7 @@ def _store_packed(
 
 
 @triton.jit(
-    do_not_specialize=["page_size", "eps", "offset"],
+    do_not_specialize=["page_size", "eps", "offset", "k_constant", "v_constant"],
     do_not_specialize_on_alignment=["positions", "slot_mapping"],
 )
 def _rope_and_cache_kernel(
@@ -131,11 +132,12 @@ def _rope_and_cache_kernel(
     H: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, GATED: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr,
     k_numbers, v_numbers, k_constant, v_constant, K_COUNT: tl.constexpr, V_COUNT: tl.constexpr,
-    K_STORE: tl.constexpr, V_STORE: tl.constexpr,
+    K_STORE: tl.constexpr, V_STORE: tl.constexpr, TURNED: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token: of q in its first programs, of k and v in the rest.
 
     K_STORE, V_STORE: how keys and values are packed (lockstep.kernels.kv); None: they are not.
+    TURNED: numbers of a head that the packing of keys rotates together, and so q's too; 0: none.
     """
     Q: tl.constexpr = (H + HEADS - 1) // HEADS
     token = tl.program_id(0).to(tl.int64)
@@ -150,7 +152,12 @@ def _rope_and_cache_kernel(
         head += group * HEADS
         x = qkv + head * ((1 + GATED) * D)
         out = q + (token * H + head) * D
-        _turn(x, out, head < H, q_weight, cos, sin, eps, offset, D, HALF, HEADS, BLOCK, PAIRS)
+        if TURNED == 0:
+            _turn(x, out, head < H, q_weight, cos, sin, eps, offset, D, HALF, HEADS, BLOCK, PAIRS)
+        else:
+            heads = _turned(x, head < H, q_weight, cos, sin, eps, offset, D, HALF, HEADS, BLOCK)
+            heads = turned(heads, k_constant, TURNED).to(q.dtype.element_ty)
+            tl.store(out + spread(HEADS, BLOCK), heads, mask=head < H)
     else:
         head += (group - Q) * HEADS
         lanes = tl.arange(0, BLOCK)[None]
@@ -208,8 +215,8 @@ def rope_and_cache_triton(
     pairs = 0 if cos is None else cos.shape[1]
     together = max(1, NUMBERS_TOGETHER // triton.next_power_of_2(dim))
     groups = triton.cdiv(heads, together) + triton.cdiv(kv_heads, together)
-    k = opened(k_cache)
-    v = opened(v_cache)
+    k = opened(k_cache, qkv.dtype)
+    v = opened(v_cache, qkv.dtype)
     if tokens:
         _rope_and_cache_kernel[(tokens, groups)](
             qkv, q_weight, k_weight, cos, sin, positions, slot_mapping, k.codes, v.codes, q,
@@ -217,6 +224,6 @@ def rope_and_cache_triton(
             H=heads, HKV=kv_heads, HALF=pairs, GATED=int(gated), HEADS=together,
             PAIRS=triton.next_power_of_2(max(pairs, 1)), **row_layout(dim, together),
             k_numbers=k.numbers, v_numbers=v.numbers, k_constant=k.constant, v_constant=v.constant,
-            K_COUNT=k.beside, V_COUNT=v.beside, K_STORE=k.store, V_STORE=v.store,
+            K_COUNT=k.beside, V_COUNT=v.beside, K_STORE=k.store, V_STORE=v.store, TURNED=k.block,
         )  # fmt: skip
     return q

@@ -9,8 +9,18 @@ from lockstep.text.parsers.qwen3_coder import Qwen3CoderParser
 from lockstep.text.parsers.think import ThinkParser
 
 # A parser is one file and one line here; auto takes the first whose SIGN the template holds.
-TOOL_PARSERS = {"qwen3_coder": Qwen3CoderParser, "hermes": HermesParser}
-REASONING_PARSERS = {"think": ThinkParser}
+# The others are vLLM's names of the same forms.
+TOOL_PARSERS = {
+    "qwen3_coder": Qwen3CoderParser,
+    "qwen3_xml": Qwen3CoderParser,
+    "hermes": HermesParser,
+}
+REASONING_PARSERS = {
+    "think": ThinkParser,
+    "qwen3": ThinkParser,
+    "deepseek_r1": ThinkParser,
+    "nemotron_v3": ThinkParser,
+}
 
 
 def choose(field: str, table: dict[str, Any], choice: str | None, template: str | None) -> Any:

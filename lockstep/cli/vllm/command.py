@@ -1,0 +1,60 @@
+"""A command whose command line may be in vLLM's words."""
+
+from functools import cache
+from typing import Any
+
+from typer.core import TyperCommand
+
+from lockstep.cli.show import note
+from lockstep.cli.vllm.flag import Kind
+from lockstep.cli.vllm.read import Option, Reader
+from lockstep.cli.vllm.table import GROUPS, all_flags
+
+OWN_GROUP = "Lockstep's own"
+"""Of options whose settings no flag of vLLM sets."""
+
+
+class FlagCommand(TyperCommand):
+    """Reads vLLM's flags, and --config, before the command's own options are parsed."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As click's. Raises ConfigError where a flag is not known, refused, or wrongly used."""
+        options = [
+            Option(
+                name=name.removeprefix("--"),
+                switch=bool(getattr(param, "is_flag", False)),
+                several=bool(getattr(param, "multiple", False)),
+                off=bool(param.secondary_opts),
+            )
+            for param in self.get_params(ctx)
+            for name in param.opts
+            if name.startswith("--")
+        ]
+        reader = Reader(options, lambda line: note(line, "yellow"))
+        return super().parse_args(ctx, reader.line(list(args)))
+
+
+@cache
+def _panels() -> dict[str, str]:
+    return {
+        flag.setting.partition(".")[0]: group
+        for group, flags in reversed(GROUPS.items())
+        for flag in flags
+        if flag.setting
+    }
+
+
+def panel_of(setting: str) -> str:
+    """The group of `--help` in which a setting's option stands."""
+    return _panels().get(setting, OWN_GROUP)
+
+
+def epilog() -> str:
+    """What `--help` says of the flags that are no options here."""
+    counts = {kind: sum(flag.kind is kind for flag in all_flags()) for kind in Kind}
+    return (
+        f"The flags of vllm serve are read by their names, and from --config FILE.yaml: "
+        f"{counts[Kind.ACTS]} act, {counts[Kind.NOTED]} have no effect and are told so, "
+        f"{counts[Kind.REFUSED]} are refused with a remedy. "
+        "docs/vllm_flags.md, or lockstep vllm-flags, has them all."
+    )

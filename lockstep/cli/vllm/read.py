@@ -1,0 +1,320 @@
+"""A command line in vLLM's words becomes one in Lockstep's: Reader.line of given words.
+
+The command's own options are flags as well, of their own names. A later value takes the place of an
+earlier one, but for options that may be given again; the command line's take those of --config.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from lockstep.cli.vllm.flag import SWITCHED, Flag, Form, Kind, acts, read_value
+from lockstep.cli.vllm.table import all_flags
+from lockstep.errors import ConfigError, brief, choice_error
+
+CONFIG = "config"
+"""The option that names a file of flags; the command itself has no use for it."""
+MOST_BYTES = 1 << 20
+"""Of such a file."""
+LEFT_OUT = "Leave it out."
+
+
+class Option:
+    """An option of the command itself: its name without dashes, and how its values are written.
+
+    several: it may be given again; off: whether --no-... turns it off.
+    """
+
+    def __init__(self, name: str, switch: bool, several: bool, off: bool) -> None:
+        self.name = name
+        self.switch = switch
+        self.several = several
+        self.off = off
+
+    def flag(self) -> Flag:
+        """The option as a flag that sets it."""
+        form = Form.MANY if self.several else Form.TEXT
+        return acts(self.name, "", Form.SWITCH if self.switch else form)
+
+    def words(self, value: Any) -> list[str]:
+        """A value of it on the command line."""
+        if self.switch:
+            on = [f"--{self.name}"]
+            return on if value else [f"--no-{self.name}"] * self.off
+        if isinstance(value, dict):
+            return [f"--{self.name}={json.dumps(value)}"]
+        entries = value if isinstance(value, list) else [value]
+        texts = [entry if isinstance(entry, str) else json.dumps(entry) for entry in entries]
+        if self.several:
+            return [f"--{self.name}={text}" for text in texts]
+        return [f"--{self.name}={','.join(texts)}"]
+
+
+class Reader:
+    """Reads a command line. note: takes the line that is told of a flag without effect."""
+
+    def __init__(self, options: Iterable[Option], note: Callable[[str], Any]) -> None:
+        self._options = {option.name.replace("-", "_"): option for option in options}
+        self._note = note
+        own = [option.flag() for option in self._options.values()]
+        known = [flag for flag in all_flags() if self._knows(flag)]
+        self._flags = {flag.name: flag for flag in (*own, *known)}
+        self._short = {short: flag for flag in known for short in flag.short}
+        self._set: dict[str, Any] = {}
+        self._fresh: set[str] = set()
+
+    def line(self, words: list[str]) -> list[str]:
+        """The command line in the command's own options. Raises ConfigError."""
+        given, rest = self._split(words)
+        for name, written in given:
+            if self._find(name)[0].name == CONFIG and written:
+                self._read_file(written[0])
+        self._fresh.clear()
+        for name, written in given:
+            self._take(name, written)
+        own = [self._options[name].words(value) for name, value in self._set.items()]
+        return [word for part in own for word in part] + rest
+
+    def _knows(self, flag: Flag) -> bool:
+        """Whether the command has what the flag sets."""
+        return not flag.setting or flag.setting.partition(".")[0] in self._options
+
+    def _split(self, words: list[str]) -> tuple[list[tuple[str, list[str]]], list[str]]:
+        """([(flag as written, what stands behind it)], what is no flag)."""
+        given: list[tuple[str, list[str]]] = []
+        rest: list[str] = []
+        at = 0
+        while at < len(words):
+            word = words[at]
+            at += 1
+            if word == "--":
+                return given, [*rest, *words[at - 1 :]]
+            if not self._is_flag(word):
+                rest.append(word)
+                continue
+            name, equals, text = word.partition("=")
+            name, attached = self._attached(name)
+            if equals or attached:
+                given.append((name, [attached + equals + text if attached else text]))
+                continue
+            most = self._most(name)
+            written: list[str] = []
+            while len(written) < most and at < len(words) and self._is_value(words[at], most):
+                written.append(words[at])
+                at += 1
+            given.append((name, written))
+        return given, rest
+
+    def _is_flag(self, word: str) -> bool:
+        """Whether it begins with a dash and is no negative number."""
+        return len(word) > 1 and word[0] == "-" and not word[1:2].isdigit()
+
+    def _is_value(self, word: str, most: float) -> bool:
+        """Whether it may stand behind a flag; the one value of a flag may begin with one dash."""
+        named = word.startswith("--") or word.partition("=")[0].partition(".")[0] in self._short
+        return not named if most == 1 else not self._is_flag(word)
+
+    def _attached(self, name: str) -> tuple[str, str]:
+        """-O3 -> ("-O", "3"): a flag of one letter may have its value behind it."""
+        alone = name.startswith("--") or name.partition(".")[0] in self._short
+        if alone or name[:2] not in self._short or len(name) == 2:
+            return name, ""
+        return name[:2], name[2:]
+
+    def _most(self, name: str) -> float:
+        """Values that may stand behind a flag."""
+        flag, _, path = self._find(name)
+        if path:
+            return 1
+        return {Form.SWITCH: 0, Form.MANY: float("inf")}.get(flag.form, 1)
+
+    def _find(self, name: str) -> tuple[Flag, bool, list[str]]:
+        """(the flag, whether --no- stands before it, the keys behind its dots)."""
+        head, *path = name.split(".")
+        if head in self._short:
+            return self._short[head], False, path
+        plain = head.removeprefix("--").replace("_", "-")
+        if head.startswith("--"):
+            if plain in self._flags:
+                return self._flags[plain], False, path
+            positive = self._flags.get(plain.removeprefix("no-"))
+            if plain.startswith("no-") and positive and positive.form is Form.SWITCH:
+                return positive, True, path
+        near = get_close_matches(plain, self._flags, n=1)
+        meant = f" Did you mean --{near[0]}?" if near else ""
+        raise ConfigError(
+            f"{brief(head)[1:-1]} is no option of this command.{meant} --help names all; "
+            "docs/vllm_flags.md says what became of vLLM's."
+        )
+
+    def _take(self, name: str, written: list[str]) -> None:
+        """Does what a flag asks for. Raises ConfigError."""
+        flag, negated, path = self._find(name)
+        shown = "--" + ".".join([flag.name, *path])
+        if not written and flag.form is not Form.SWITCH:
+            raise ConfigError(f"{name} needs a value. Write one behind it, or leave it out.")
+        if path:
+            self._take_key(flag, path, read_value(_JSON, shown, written))
+            return
+        value = read_value(flag, shown, written)
+        self._do(flag, shown, not value if negated else value)
+
+    def _take_key(self, flag: Flag, path: list[str], value: Any) -> None:
+        """--flag.key.deeper value."""
+        shown = f"--{flag.name}.{path[0]}"
+        if flag.form is not Form.JSON:
+            raise ConfigError(f"{shown}: --{flag.name} has no keys. Leave the dot out.")
+        for key in reversed(path[1:]):
+            value = {key: value}
+        self._do_key(flag, path[0], value)
+
+    def _do(self, flag: Flag, shown: str, value: Any) -> None:
+        """Checks a value and does what it asks for."""
+        value = _named(flag, value)
+        if any(_alike(value, one) for one in flag.same):
+            self._undo(flag)
+            return
+        if not flag.takes(value):
+            raise _refusal(flag, shown, value)
+        if flag.kind is Kind.NOTED:
+            self._note(f"{shown} has no effect: {flag.says}.")
+        elif flag.form is Form.JSON and flag.keys:
+            self._do_object(flag, shown, value)
+        elif flag.setting:
+            self._assign(flag.setting, _meant(flag, value))
+
+    def _do_object(self, flag: Flag, shown: str, value: Any) -> None:
+        """A JSON object, key by key; what is none is left to the setting."""
+        if not isinstance(value, dict):
+            if not flag.setting:
+                allowed = f"a JSON object with the keys {', '.join(k.name for k in flag.keys)}"
+                raise choice_error(ConfigError, shown, value, allowed, "Write one.")
+            self._assign(flag.setting, value)
+            return
+        if flag.setting:
+            self._assign(flag.setting, {})
+        for key, inner in value.items():
+            self._do_key(flag, key, inner)
+
+    def _do_key(self, flag: Flag, key: str, value: Any) -> None:
+        """A key that the table knows, or one for the setting to judge."""
+        shown = f"--{flag.name}.{key}"
+        known = {one.name: one for one in flag.keys}
+        if key in known:
+            self._do(known[key], shown, value)
+        elif flag.kind is not Kind.ACTS:
+            self._do(flag, shown, {key: value})
+        elif flag.setting:
+            self._assign(f"{flag.setting}.{key}", value)
+        else:
+            near = get_close_matches(key, known, n=1)
+            meant = f" Did you mean {near[0]}?" if near else ""
+            allowed = ", ".join(known)
+            raise choice_error(ConfigError, f"--{flag.name} key", key, allowed, LEFT_OUT + meant)
+
+    def _assign(self, setting: str, value: Any) -> None:
+        """Sets one of the command's own options, or a key of it; None: it is as if left out."""
+        name, _, key = setting.partition(".")
+        if value is None and not key:
+            self._set.pop(name, None)
+        elif key:
+            found = self._set.get(name)
+            self._set[name] = found if isinstance(found, dict) else {}
+            _merge(self._set[name], {key: value})
+        elif self._options[name].several and name in self._fresh:
+            self._set[name] += value if isinstance(value, list) else [value]
+        else:
+            several = self._options[name].several and not isinstance(value, list)
+            self._set[name] = [value] if several else value
+            self._fresh.add(name)
+
+    def _undo(self, flag: Flag) -> None:
+        """Takes back what the flag itself has set before, such as in a file."""
+        if flag.setting in self._set and self._set[flag.setting] in flag.means.values():
+            del self._set[flag.setting]
+
+    def _read_file(self, path: str) -> None:
+        """Takes the flags of a YAML file: by name, one mapping. Raises ConfigError."""
+        for name, value in _yaml(path).items():
+            if not isinstance(name, str) or name.startswith("-") or name == CONFIG:
+                allowed = f"a flag's name, other than {CONFIG}"
+                remedy = "Write flags without dashes."
+                raise choice_error(ConfigError, f"{path}: flag", name, allowed, remedy)
+            if value not in (None, []):
+                self._take(f"--{name}", _written(value))
+
+
+_JSON = Flag("", Kind.ACTS, "", Form.JSON)
+"""How the value of a key is written: JSON, or text."""
+
+
+def _alike(value: Any, other: Any) -> bool:
+    """Equal, and both a switch's or neither."""
+    return isinstance(value, bool) is isinstance(other, bool) and bool(value == other)
+
+
+def _named(flag: Flag, value: Any) -> Any:
+    """A text in the spelling of the table where only capitals differ."""
+    if not isinstance(value, str):
+        return value
+    names = [n for n in (*flag.means, *flag.allowed, *flag.same) if isinstance(n, str)]
+    alike = [name for name in names if name.lower() == value.lower()]
+    return value if value in names or not alike else alike[0]
+
+
+def _meant(flag: Flag, value: Any) -> Any:
+    """What the setting gets for a value."""
+    known = isinstance(value, (str, int)) and value in flag.means
+    return flag.means[value] if known else value
+
+
+def _refusal(flag: Flag, shown: str, value: Any) -> Exception:
+    """The error of a value that is not taken."""
+    if flag.form is Form.SWITCH:
+        written = shown if value else shown.replace("--", "--no-", 1)
+        return ConfigError(f"{written} is not supported: {flag.says.removesuffix('.')}.")
+    allowed = ", ".join(name or '""' for name in flag.values) or "none, it is not supported"
+    remedy = "Choose one of them."
+    if flag.kind is Kind.REFUSED:
+        remedy = flag.says[0].upper() + flag.says[1:]
+    return choice_error(ConfigError, shown, value, allowed, remedy)
+
+
+def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Keys of `more` over those of `into`, objects within likewise."""
+    for key, value in more.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value
+
+
+def _written(value: Any) -> list[str]:
+    """A value of a file as it would stand on the command line."""
+    if isinstance(value, bool):
+        return [next(text for text, known in SWITCHED.items() if known is value)]
+    if isinstance(value, list):
+        return [entry if isinstance(entry, str) else json.dumps(entry) for entry in value]
+    return [value if isinstance(value, str) else json.dumps(value, default=str)]
+
+
+def _yaml(path: str) -> dict[Any, Any]:
+    import yaml
+
+    try:
+        with Path(path).open(encoding="utf-8") as file:
+            text = file.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise ValueError(f"it is longer than {MOST_BYTES} characters")
+        found = yaml.safe_load(text)
+        if not isinstance(found, dict):
+            raise ValueError("it holds no mapping")
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ConfigError(
+            f"--{CONFIG}={path!r} cannot be read: {reason}. Name a YAML file with a flag a line, "
+            "e.g. max-model-len: 8192."
+        ) from None
+    return found

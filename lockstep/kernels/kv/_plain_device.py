@@ -1,0 +1,32 @@
+# mypy: ignore-errors
+"""plain.py in Triton."""
+
+import triton
+import triton.language as tl
+
+from lockstep.kernels.kv import KVDevice
+from lockstep.kernels.kv._turn_device import turned
+
+
+@triton.jit
+def store_keys(values, codes, numbers, constant, live, lanes, D: tl.constexpr):
+    """See KVDevice."""
+    x = turned(values, constant, D)
+    tl.store(codes + lanes, x.to(codes.dtype.element_ty), mask=live & (lanes < D))
+
+
+@triton.jit
+def store_values(values, codes, numbers, constant, live, lanes, D: tl.constexpr):
+    """See KVDevice."""
+    x = turned(values, constant, min(D, 64))
+    tl.store(codes + lanes, x.to(codes.dtype.element_ty), mask=live & (lanes < D))
+
+
+@triton.jit
+def load_plain(codes, numbers, constant, d, live, D: tl.constexpr):
+    """See KVDevice."""
+    return tl.load(codes + d, mask=live & (d < D), other=0.0).to(tl.float32)
+
+
+KEYS = KVDevice(store_keys, load_plain)
+VALUES = KVDevice(store_values, load_plain)

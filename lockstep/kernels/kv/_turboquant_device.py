@@ -1,0 +1,402 @@
+# mypy: ignore-errors
+"""turboquant.py in Triton.
+
+What is added is added in the reference's order, by splits and joins; square root and division are
+the correctly rounded ones. The launch forbids to contract multiplications with additions.
+
+A code is unpacked by a tree of selections, whose leaves are the points. In bf16 by assembly: eight
+selectors of three bits, four bits apart, are what prmt takes; it looks up the lower and the upper
+bytes of four points at once, and a second one pairs them. The product with the number beside the
+codes is rounded once in both.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from lockstep.kernels.kv import KVDevice
+from lockstep.kernels.kv._turn_device import flipped, flips, mixed
+from lockstep.kernels.kv.turboquant import LEAST as LEAST_EXPONENT
+from lockstep.kernels.kv.turboquant import MOST as MOST_EXPONENT
+from lockstep.kernels.kv.turboquant import POINTS
+from lockstep.kernels.packed._device import halves
+
+LEAST = tl.constexpr(LEAST_EXPONENT)
+MOST = tl.constexpr(MOST_EXPONENT)
+P3 = tl.constexpr(POINTS[3])
+P4 = tl.constexpr(POINTS[4])
+WHOLE_HEAD = tl.constexpr(256)
+OF_VALUES = tl.constexpr(64)
+
+
+def _bytes_of(points, upper):
+    """One byte of each of up to four points in bf16, the first lowest."""
+    bits = torch.tensor(points, dtype=torch.bfloat16).view(torch.int16).tolist()
+    return sum((x >> 8 * upper & 0xFF) << 8 * i for i, x in enumerate(bits))
+
+
+def _eight_text(word, out, number, signs=None):
+    """PTX: the eight codes of a word -> four pairs, $out and the next three. signs: where the word
+    holds them too."""
+    lines = [f"shr.u32 n, {word}, 16;"]
+    for half, selectors in enumerate((word, "n")):
+        lines += [f"prmt.b32 lo, l0, l1, {selectors};", f"prmt.b32 hi, h0, h1, {selectors};"]
+        for pair, order in enumerate(("0x5140", "0x7362")):
+            place = 2 * half + pair
+            lines.append(f"prmt.b32 t, lo, hi, {order};")
+            if signs:
+                lines.append(f"shl.b32 s, {signs}, {12 - 4 * place};")
+                lines.append("lop3.b32 t, s, 0x80008000, t, 0x6a;")
+            lines.append(f"fma.rn.bf16x2 ${out + place}, t, {number}, none;")
+    return lines
+
+
+def _text(points, lines):
+    """PTX with the points' bytes in registers: lower ones in l0 and l1, upper ones in h0 and h1."""
+    table = [
+        f"mov.b32 {name}, {_bytes_of(points[first : first + 4], upper):#010x};"
+        for name, first, upper in (("l0", 0, 0), ("l1", 4, 0), ("h0", 0, 1), ("h1", 4, 1))
+    ]
+    registers = ".reg .b32 l0, l1, h0, h1, none, n, lo, hi, s, t, u;"
+    body = [registers, *table, "mov.b32 none, 0x80008000;", *lines]
+    return tl.constexpr("\n".join(("{", *body, "}")))
+
+
+WORD_4 = _text(
+    POINTS[4], ["and.b32 u, $4, 0x77777777;", *_eight_text("u", 0, "$5", signs="$4")]
+)  # fmt: skip
+"""A word of 4-bit codes and the number, twice in a word -> its four pairs, in bf16."""
+WORDS_3 = _text(
+    (*POINTS[3], *(-point for point in POINTS[3])),
+    [
+        *("and.b32 u, $16, 0x77777777;", *_eight_text("u", 0, "$19")),
+        *("and.b32 u, $17, 0x77777777;", *_eight_text("u", 4, "$19")),
+        *("and.b32 u, $18, 0x77777777;", *_eight_text("u", 8, "$19")),
+        "shr.u32 u, $16, 3;",
+        "and.b32 u, u, 0x11111111;",
+        "shr.u32 s, $17, 2;",
+        "lop3.b32 u, s, 0x22222222, u, 0xea;",
+        "shr.u32 s, $18, 1;",
+        "lop3.b32 u, s, 0x44444444, u, 0xea;",
+        *_eight_text("u", 12, "$19"),
+    ],
+)
+"""Three words of 3-bit codes and the number, twice in a word -> their sixteen pairs, in bf16."""
+
+
+@triton.jit
+def _point(place, BITS: tl.constexpr):
+    """The point at a place of POINTS: place in int32; bits above the place's are passed by."""
+    one = (place & 1) != 0
+    two = (place & 2) != 0
+    if BITS == 3:
+        return tl.where(two, tl.where(one, P3[3], P3[2]), tl.where(one, P3[1], P3[0]))
+    else:
+        low = tl.where(two, tl.where(one, P4[3], P4[2]), tl.where(one, P4[1], P4[0]))
+        high = tl.where(two, tl.where(one, P4[7], P4[6]), tl.where(one, P4[5], P4[4]))
+        return tl.where((place & 4) != 0, high, low)
+
+
+@triton.jit
+def _places(size, norm, BITS: tl.constexpr):
+    """How many of the thresholds times norm are below size: fp32 -> int32."""
+    if BITS == 3:
+        found = (size > norm * ((P3[0] + P3[1]) / 2)).to(tl.int32)
+        found += (size > norm * ((P3[1] + P3[2]) / 2)).to(tl.int32)
+        return found + (size > norm * ((P3[2] + P3[3]) / 2)).to(tl.int32)
+    else:
+        found = (size > norm * ((P4[0] + P4[1]) / 2)).to(tl.int32)
+        for i in tl.static_range(1, 7):
+            found += (size > norm * ((P4[i] + P4[i + 1]) / 2)).to(tl.int32)
+        return found
+
+
+@triton.jit
+def _pair_sums(x):
+    """x [rows, a power of two] fp32 -> [rows, 1]: neighbours are added, then their sums."""
+    ROWS: tl.constexpr = x.shape[0]
+    SIZE: tl.constexpr = x.shape[1]
+    if SIZE == 1:
+        return x
+    else:
+        even, odd = tl.split(tl.reshape(x, (ROWS, SIZE // 2, 2)))
+        return _pair_sums(even + odd)
+
+
+@triton.jit
+def _power(exponent):
+    """2^(e - 127)."""
+    return (exponent << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _store_words(place, sign, codes, live, HEADS: tl.constexpr, D: tl.constexpr,
+                 BITS: tl.constexpr):  # fmt: skip
+    """Points' places and signs [.., N] int32 of heads, packed as bits.py says."""
+    place = tl.reshape(place, (HEADS, D))
+    sign = tl.reshape(sign, (HEADS, D))
+    lane = tl.broadcast_to(tl.arange(0, D)[None], (HEADS, D))
+    at = lane % 8
+    if BITS == 4:
+        part = (place << 4 * at) | (sign << (4 * (at // 2) + 3 + 16 * (at % 2)))
+        words = tl.sum(tl.reshape(part, (HEADS, D // 8, 8)), 2)
+        tl.store(codes + tl.arange(0, D // 8)[None], words, mask=live)
+    else:
+        GROUP: tl.constexpr = min(D, 32)
+        code = place | (sign << 2)
+        row = lane // 8 % 4
+        first = codes + tl.arange(0, D // GROUP)[None] * 3
+        for word in tl.static_range(min(3, GROUP // 8)):
+            fourth = ((code >> word) & 1) << (4 * at + 3)
+            part = tl.where(row == word, code << 4 * at, tl.where(row == 3, fourth, 0))
+            words = tl.sum(tl.reshape(part, (HEADS, D // GROUP, GROUP)), 2)
+            tl.store(first + word, words, mask=live)
+
+
+@triton.jit
+def _store(values, codes, numbers, seed, live, D: tl.constexpr, BITS: tl.constexpr,
+           BLOCK: tl.constexpr):  # fmt: skip
+    """See KVDevice: heads [HEADS, D] in blocks of BLOCK numbers, of all where D is less."""
+    HEADS: tl.constexpr = values.shape[0]
+    N: tl.constexpr = min(D, BLOCK)
+    COUNT: tl.constexpr = D // N
+    x = tl.reshape(values, (HEADS * COUNT, N))
+    exponent = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)[:, None] >> 23
+    lost = exponent > MOST
+    usable = (exponent >= LEAST) & (exponent <= MOST)
+    exponent = tl.where(usable, exponent, 127)
+    scaled = tl.where(usable, x, 0.0) * _power(255 - exponent)
+    norm = tl.sqrt_rn(_pair_sums(scaled * scaled))
+    d = tl.broadcast_to(tl.arange(0, D)[None], (HEADS, D))
+    flip = tl.reshape(flips(seed, d), (HEADS * COUNT, N))
+    turned = mixed(flipped(scaled, flip), N)
+    place = _places(tl.abs(turned), norm, BITS)
+    point = _point(place, BITS)
+    number = tl.div_rn(norm, tl.sqrt_rn(_pair_sums(point * point))) * _power(exponent - 1)
+    number = tl.where(usable, number, 0.0).to(tl.int32, bitcast=True)
+    number = (number + 0x7FFF + ((number >> 16) & 1)) >> 16
+    number = tl.reshape(tl.where(lost, 0x7FC0, number), (HEADS, COUNT))
+    number = number.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    tl.store(numbers + tl.arange(0, COUNT)[None], number, mask=live)
+    _store_words(place, (turned < 0).to(tl.int32), codes, live, HEADS, D, BITS)
+
+
+@triton.jit
+def _signed(word, at: tl.constexpr, number, BITS: tl.constexpr):
+    """Code `at` of a word, unpacked: fp32."""
+    value = _point(word >> 4 * at, BITS) * number
+    if BITS == 4:
+        negative = (word >> (4 * (at // 2) + 3 + 16 * (at % 2))) & 1
+    else:
+        negative = (word >> (4 * at + 2)) & 1
+    return flipped(value, negative << 31)
+
+
+@triton.jit
+def _join8(v0, v1, v2, v3, v4, v5, v6, v7):
+    """Eight of a word in their order: [..., 2, 2, 2]."""
+    even = tl.join(tl.join(v0, v4), tl.join(v2, v6))
+    odd = tl.join(tl.join(v1, v5), tl.join(v3, v7))
+    return tl.join(even, odd)
+
+
+@triton.jit
+def _eight(word, number, BITS: tl.constexpr):
+    """The eight codes of words [T, W], unpacked: [T, W, 2, 2, 2] fp32."""
+    return _join8(
+        _signed(word, 0, number, BITS),
+        _signed(word, 1, number, BITS),
+        _signed(word, 2, number, BITS),
+        _signed(word, 3, number, BITS),
+        _signed(word, 4, number, BITS),
+        _signed(word, 5, number, BITS),
+        _signed(word, 6, number, BITS),
+        _signed(word, 7, number, BITS),
+    )
+
+
+@triton.jit
+def _fourth(a, b, c):
+    """The codes 24 .. 31 of three words, as a word has eight of its own."""
+    return ((a >> 3) & 0x11111111) | ((b >> 2) & 0x22222222) | ((c >> 1) & 0x44444444)
+
+
+@triton.jit
+def _numbers(numbers, first, live, D: tl.constexpr, BLOCK: tl.constexpr):
+    """The numbers beside the codes of columns first [1, W]: [T, W], or [T, 1] where all is one
+    block."""
+    if D > BLOCK:
+        return tl.load(numbers + first // BLOCK, mask=live, other=0.0)
+    else:
+        return tl.load(numbers, mask=live, other=0.0)
+
+
+@triton.jit
+def _twice_numbers(numbers, first, live, D: tl.constexpr, BLOCK: tl.constexpr):
+    """_numbers, twice in a word each. They are loaded by words of two: copies that run ahead take
+    4 bytes or more, and a page holds whole words."""
+    if D > BLOCK:
+        words = numbers.to(tl.pointer_type(tl.int32), bitcast=True)
+        block = first // BLOCK
+        word = tl.load(words, mask=live, other=0)
+        if D > 2 * BLOCK:
+            word = tl.where(block < 2, word, tl.load(words + 1, mask=live, other=0))
+        half = block % 2 * 16
+    else:
+        address = numbers.to(tl.int64)
+        word = (address & -4).to(tl.pointer_type(tl.int32))
+        word = tl.load(word, mask=live, other=0)
+        half = (address & 2).to(tl.int32) * 8
+    number = (word >> half) & 0xFFFF
+    return number | (number << 16)
+
+
+@triton.jit
+def _load(codes, numbers, live, D: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """See KVDevice."""
+    TILE: tl.constexpr = live.shape[0]
+    if BITS == 4:
+        word = tl.arange(0, D // 8)[None]
+        number = _numbers(numbers, word * 8, live, D, BLOCK).to(tl.float32)
+        values = _eight(tl.load(codes + word, mask=live, other=0), number, BITS)
+    else:
+        group = tl.arange(0, D // min(D, 32))[None]
+        first = codes + group * 3
+        number = _numbers(numbers, group * 32, live, D, BLOCK).to(tl.float32)
+        a = tl.load(first, mask=live, other=0)
+        b = tl.load(first + 1, mask=live, other=0)
+        values = tl.join(_eight(a, number, BITS), _eight(b, number, BITS))
+        if D > 16:
+            c = tl.load(first + 2, mask=live, other=0)
+            d = _fourth(a, b, c)
+            upper = tl.join(_eight(c, number, BITS), _eight(d, number, BITS))
+            values = tl.join(values, upper)
+            values = tl.permute(values, (0, 1, 6, 5, 2, 3, 4))
+        else:
+            values = tl.permute(values, (0, 1, 5, 2, 3, 4))
+    return tl.reshape(values, (TILE, D))
+
+
+@triton.jit
+def _pairs(p0, p1, p2, p3):
+    """Pairs of a word's eight numbers -> [T, W, 2, 2, 2] in bf16."""
+    l0, h0 = halves(p0, tl.bfloat16)
+    l1, h1 = halves(p1, tl.bfloat16)
+    l2, h2 = halves(p2, tl.bfloat16)
+    l3, h3 = halves(p3, tl.bfloat16)
+    return _join8(l0, h0, l1, h1, l2, h2, l3, h3)
+
+
+@triton.jit
+def _load_bf16(codes, numbers, live, D: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr):
+    """_load in bf16, two numbers by an instruction."""
+    TILE: tl.constexpr = live.shape[0]
+    if BITS == 4:
+        at = tl.arange(0, D // 8)[None]
+        number = _twice_numbers(numbers, at * 8, live, D, BLOCK)
+        word = tl.load(codes + at, mask=live, other=0)
+        p0, p1, p2, p3 = tl.inline_asm_elementwise(
+            WORD_4, "=&r,=&r,=&r,=&r,r,r", [word, number],
+            dtype=(tl.int32, tl.int32, tl.int32, tl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+        return tl.reshape(_pairs(p0, p1, p2, p3), (TILE, D))
+    elif D == 16:
+        return _load(codes, numbers, live, D, BITS, BLOCK).to(tl.bfloat16)
+    else:
+        group = tl.arange(0, D // 32)[None]
+        first = codes + group * 3
+        number = _twice_numbers(numbers, group * 32, live, D, BLOCK)
+        a = tl.load(first, mask=live, other=0)
+        b = tl.load(first + 1, mask=live, other=0)
+        c = tl.load(first + 2, mask=live, other=0)
+        p0, p1, p2, p3, q0, q1, q2, q3, r0, r1, r2, r3, s0, s1, s2, s3 = tl.inline_asm_elementwise(
+            WORDS_3, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r",
+            [a, b, c, number],
+            dtype=(
+                tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32,
+                tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32, tl.int32,
+            ),
+            is_pure=True, pack=1,
+        )  # fmt: skip
+        lower = tl.join(_pairs(p0, p1, p2, p3), _pairs(q0, q1, q2, q3))
+        upper = tl.join(_pairs(r0, r1, r2, r3), _pairs(s0, s1, s2, s3))
+        values = tl.permute(tl.join(lower, upper), (0, 1, 6, 5, 2, 3, 4))
+        return tl.reshape(values, (TILE, D))
+
+
+@triton.jit
+def store_keys_3(values, codes, numbers, constant, live, lanes, D: tl.constexpr):
+    """See KVDevice."""
+    _store(values, codes, numbers, constant, live, D, 3, WHOLE_HEAD)
+
+
+@triton.jit
+def store_keys_4(values, codes, numbers, constant, live, lanes, D: tl.constexpr):
+    """See KVDevice."""
+    _store(values, codes, numbers, constant, live, D, 4, WHOLE_HEAD)
+
+
+@triton.jit
+def store_values_3(values, codes, numbers, constant, live, lanes, D: tl.constexpr):
+    """See KVDevice."""
+    _store(values, codes, numbers, constant, live, D, 3, OF_VALUES)
+
+
+@triton.jit
+def store_values_4(values, codes, numbers, constant, live, lanes, D: tl.constexpr):
+    """See KVDevice."""
+    _store(values, codes, numbers, constant, live, D, 4, OF_VALUES)
+
+
+@triton.jit
+def load_keys_3(codes, numbers, constant, d, live, D: tl.constexpr):
+    """See KVDevice."""
+    return _load(codes, numbers, live, D, 3, WHOLE_HEAD)
+
+
+@triton.jit
+def load_keys_4(codes, numbers, constant, d, live, D: tl.constexpr):
+    """See KVDevice."""
+    return _load(codes, numbers, live, D, 4, WHOLE_HEAD)
+
+
+@triton.jit
+def load_values_3(codes, numbers, constant, d, live, D: tl.constexpr):
+    """See KVDevice."""
+    return _load(codes, numbers, live, D, 3, OF_VALUES)
+
+
+@triton.jit
+def load_values_4(codes, numbers, constant, d, live, D: tl.constexpr):
+    """See KVDevice."""
+    return _load(codes, numbers, live, D, 4, OF_VALUES)
+
+
+@triton.jit
+def load_keys_3_bf16(codes, numbers, constant, d, live, D: tl.constexpr):
+    """See KVDevice."""
+    return _load_bf16(codes, numbers, live, D, 3, WHOLE_HEAD)
+
+
+@triton.jit
+def load_keys_4_bf16(codes, numbers, constant, d, live, D: tl.constexpr):
+    """See KVDevice."""
+    return _load_bf16(codes, numbers, live, D, 4, WHOLE_HEAD)
+
+
+@triton.jit
+def load_values_3_bf16(codes, numbers, constant, d, live, D: tl.constexpr):
+    """See KVDevice."""
+    return _load_bf16(codes, numbers, live, D, 3, OF_VALUES)
+
+
+@triton.jit
+def load_values_4_bf16(codes, numbers, constant, d, live, D: tl.constexpr):
+    """See KVDevice."""
+    return _load_bf16(codes, numbers, live, D, 4, OF_VALUES)
+
+
+KEYS_3 = KVDevice(store_keys_3, load_keys_3, load_keys_3_bf16)
+KEYS_4 = KVDevice(store_keys_4, load_keys_4, load_keys_4_bf16)
+VALUES_3 = KVDevice(store_values_3, load_values_3, load_values_3_bf16)
+VALUES_4 = KVDevice(store_values_4, load_values_4, load_values_4_bf16)

@@ -1,0 +1,378 @@
+"""vLLM's flags: every one is in the table, and is read as the table says."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner, Result
+
+from lockstep.cli import app
+from lockstep.cli.vllm.flag import Kind, read_size
+from lockstep.cli.vllm.page import page
+from lockstep.cli.vllm.read import Option, Reader
+from lockstep.cli.vllm.table import GROUPS, all_flags
+from lockstep.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent.parent
+NAMES = (ROOT / "tests" / "data" / "vllm_flags.txt").read_text().split()
+"""--name, or --name/-short: those of vllm serve."""
+TEXTS = (
+    "model",
+    "dtype",
+    "quantization",
+    "kv-cache-dtype",
+    "kv-cache-dtype-skip-layers",
+    "max-model-len",
+    "max-num-seqs",
+    "tensor-parallel-size",
+    "speculative-config",
+    "cuda-graph-mode",
+    "row-buckets",
+    "steps-in-flight",
+    "num-snapshots",
+    "hf-overrides",
+    "tool-call-parser",
+    "port",
+    "device",
+    "config",
+)
+"""Options of the command that these tests read for."""
+
+
+def read(*words: str) -> tuple[list[str], list[str]]:
+    """(the command line in the command's own options, the lines that are told)."""
+    options = [Option(name, switch=False, several=False, off=False) for name in TEXTS]
+    options += [Option(name, switch=False, several=True, off=False) for name in SEVERAL]
+    options.append(Option("enable-prefix-caching", switch=True, several=False, off=True))
+    options.append(Option("no-docs", switch=True, several=False, off=False))
+    told: list[str] = []
+    return Reader(options, told.append).line(list(words)), told
+
+
+SEVERAL = ("api-key", "served-model-name")
+
+
+def one(*words: str) -> str:
+    """The only word that comes of it, without a line told."""
+    line, told = read(*words)
+    assert len(line) == 1 and not told, (line, told)
+    return line[0]
+
+
+def refusal(*words: str) -> str:
+    """The error of a command line."""
+    with pytest.raises(ConfigError) as caught:
+        read(*words)
+    return str(caught.value)
+
+
+def test_every_flag_of_vllm_is_in_the_table_once() -> None:
+    table = {flag.name: flag for flag in all_flags()}
+    assert len(table) == len(all_flags()) and len(NAMES) > 240
+    for entry in NAMES:
+        name, _, short = entry.removeprefix("--").partition("/")
+        assert name in table, f"{entry} is not in the table"
+        assert not short or short in table[name].short
+
+
+def test_the_page_is_made_from_the_table() -> None:
+    """Or else: lockstep vllm-flags > docs/vllm_flags.md."""
+    text = (ROOT / "docs" / "vllm_flags.md").read_text()
+    assert text == page() == CliRunner().invoke(app, ["vllm-flags"]).stdout
+    assert all(f"`--{flag.name}`" in text for flag in all_flags())
+
+
+@pytest.fixture(scope="module")
+def shown() -> str:
+    """serve --help, on a wide terminal."""
+    return CliRunner(env={"COLUMNS": "400"}).invoke(app, ["serve", "--help"]).output
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_entries_are_whole(group: str, shown: str) -> None:
+    """They say what comes of it; what acts sets an option of serve, or has values that are so."""
+    for entry in (one for flag in GROUPS[group] for one in (flag, *flag.keys)):
+        assert len(entry.says) > 4 and "\n" not in entry.says
+        setting = entry.setting.partition(".")[0].replace("_", "-")
+        assert not setting or f"--{setting} " in shown, f"{setting} is no option of serve"
+        if entry.kind is Kind.ACTS:
+            assert entry.setting or entry.same or entry.keys
+        else:
+            assert not entry.setting and not entry.means
+        if entry.kind is Kind.REFUSED:
+            assert entry.says.endswith("."), "a refusal is a remedy"
+
+
+def test_help_is_grouped_by_the_table_and_needs_no_torch() -> None:
+    code = (
+        "import sys\nfrom typer.testing import CliRunner\nfrom lockstep.cli import app\n"
+        "print(CliRunner(env={'COLUMNS': '200'}).invoke(app, ['serve', '--help']).output)\n"
+        "assert 'torch' not in sys.modules and 'fastapi' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    acting = [g for g, flags in GROUPS.items() if any(f.setting for f in flags)]
+    assert not [group for group in acting if f" {group} " not in done.stdout]
+    assert "docs/vllm_flags.md" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        (("--dtype", "half"), "--dtype=float16"),
+        (("--dtype=HALF",), "--dtype=float16"),
+        (("--dtype", "float"), "--dtype=float32"),
+        (("-tp", "2"), "--tensor-parallel-size=2"),
+        (("-tp=2",), "--tensor-parallel-size=2"),
+        (("--tensor_parallel_size=2",), "--tensor-parallel-size=2"),
+        (("-q", "gptq_marlin"), "--quantization=gptq_marlin"),
+        (("-qawq",), "--quantization=awq"),
+        (("--max-model-len", "8k"), "--max-model-len=8000"),
+        (("--max-model-len", "8K"), "--max-model-len=8192"),
+        (("--max-model-len", "1.5k"), "--max-model-len=1500"),
+        (("--max-num-seqs", "256"), "--max-num-seqs=256"),
+        (("--enforce-eager",), "--cuda-graph-mode=none"),
+        (("-cc.cudagraph_mode=NONE",), "--cuda-graph-mode=none"),
+        (("-cc.cudagraph_mode=piecewise",), "--cuda-graph-mode=piecewise"),
+        (("-cc", '{"cudagraph_mode": "FULL"}'), "--cuda-graph-mode=full"),
+        (("-cc", '{"cudagraph_mode": "FULL_DECODE_ONLY"}'), "--cuda-graph-mode=full"),
+        (("--compilation-config", '{"cudagraph_capture_sizes": [1, 8]}'), "--row-buckets=1,8"),
+        (("--cudagraph-capture-sizes", "1", "2", "8"), "--row-buckets=1,2,8"),
+        (("--cudagraph-capture-sizes", "[1, 2]"), "--row-buckets=1,2"),
+        (("--mamba-cache-mode", "none"), "--num-snapshots=0"),
+        (("--no-async-scheduling",), "--steps-in-flight=1"),
+        (("--no-enable-prefix-caching",), "--no-enable-prefix-caching"),
+        (("--enable_prefix_caching",), "--enable-prefix-caching"),
+        (("--disable-fastapi-docs",), "--no-docs"),
+        (("--no-enable-auto-tool-choice",), "--tool-call-parser=none"),
+        (("--kv-cache-dtype-skip-layers", "0", "3"), "--kv-cache-dtype-skip-layers=0,3"),
+        (("--hf-overrides.rope.factor", "2"), '--hf-overrides={"rope": {"factor": 2}}'),
+        (("--speculative-config", "none"), "--speculative-config=none"),
+        (("--port", "8000"), "--port=8000"),
+        (("--device", "cpu"), "--device=cpu"),
+        (("--max-model-len", "-1", "M"), "M"),
+    ],
+)
+def test_what_acts(words: tuple[str, ...], found: str) -> None:
+    assert one(*words) == found
+
+
+def test_drafting_by_keys_and_by_flags() -> None:
+    by_keys = one("-sc.method=ngram", "-sc.num_speculative_tokens", "5")
+    assert by_keys == one("--spec-method", "ngram", "--spec-tokens", "5")
+    assert by_keys == '--speculative-config={"method": "ngram", "num_speculative_tokens": 5}'
+    over = one("-sc", '{"method": "mtp", "adaptive": true}', "-sc.num_speculative_tokens=2")
+    assert over.endswith('{"method": "mtp", "adaptive": true, "num_speculative_tokens": 2}')
+    whole = one("-sc.num_speculative_tokens=2", "-sc", '{"method": "mtp"}')
+    assert whole.endswith('{"method": "mtp"}'), "a whole object takes the place of its keys"
+
+
+def test_drafting_in_vllms_keys() -> None:
+    """What changes no answer is told, and what is so anyway is not."""
+    given = '{"method": "mtp", "draft_tensor_parallel_size": 1, "max_model_len": 4096}'
+    line, told = read("--speculative-config", given)
+    assert line == ['--speculative-config={"method": "mtp"}']
+    assert len(told) == 1 and "--speculative-config.max_model_len has no effect" in told[0]
+    assert "allowed: 1." in refusal("-sc.draft_tensor_parallel_size=2")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--pipeline-parallel-size", "1"),
+        ("-pp", "1"),
+        ("-dp=1",),
+        ("--cpu-offload-gb", "0.0"),
+        ("--runner", "generate"),
+        ("--language-model-only",),
+        ("--disable-log-requests",),
+        ("--enable-auto-tool-choice",),
+        ("--no-enable-lora",),
+        ("--enable-chunked-prefill",),
+        ("--no-enforce-eager",),
+        ("--mamba-cache-mode", "align"),
+        ("--tool-parser-plugin", ""),
+        ("--model-loader-extra-config", "{}"),
+    ],
+)
+def test_what_is_so_anyway_is_silent(words: tuple[str, ...]) -> None:
+    assert read(*words) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--attention-backend", "TRITON_ATTN"), "--attention-backend has no effect: each op"),
+        (("--attention-backend", "flash_attn"), "--attention-backend has no effect"),
+        (("--no-enable-chunked-prefill",), "--enable-chunked-prefill has no effect"),
+        (("--block-size", "16"), "a page holds 64 tokens"),
+        (("-O3",), "--optimization-level has no effect"),
+        (("-O", "3"), "--optimization-level has no effect"),
+        (("-cc.pass_config.fuse_norm_quant=true",), "--compilation-config.pass_config has no"),
+        (("--limit-mm-per-prompt", '{"image": 0}'), "--limit-mm-per-prompt has no effect"),
+        (("--limit-mm-per-prompt.image", "0"), "--limit-mm-per-prompt.image has no effect"),
+        (("--trust-remote-code",), "no code of a checkpoint is run"),
+        (("--no-enable-flashinfer-autotune",), "--enable-flashinfer-autotune has no effect"),
+    ],
+)
+def test_what_is_noted_is_told_in_one_line(words: tuple[str, ...], said: str) -> None:
+    line, told = read(*words)
+    assert not line and len(told) == 1 and said in told[0] and "\n" not in told[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (("--pipeline-parallel-size", "2"), ("--pipeline-parallel-size=2 is", "1.", "Share the")),
+        (("--enable-lora",), ("--enable-lora is not supported", "merge the adapter")),
+        (("--no-language-model-only",), ("--no-language-model-only is not supported",)),
+        (("--runner", "pooling"), ("--runner='pooling'", "auto, generate", "leave it out")),
+        (("--kv-transfer-config", "{}"), ("--kv-transfer-config=", "leave it out")),
+        (("--tensr-parallel-size", "2"), ("Did you mean --tensor-parallel-size?",)),
+        (("-cc.cudagraph_mod=NONE",), ("'cudagraph_mod'", "Did you mean cudagraph_mode?")),
+        (("-cc.cudagraph_mode=HALF",), ("='HALF' is", "NONE, PIECEWISE, FULL", "Choose")),
+        (("-cc", "[]"), ("--compilation-config=[] is", "cudagraph_mode")),
+        (("--attention-backend", "FAST"), ("='FAST'", "FLASH_ATTN", "TRITON_ATTN")),
+        (("--mamba-cache-mode", "some"), ("='some'", "align, all, none")),
+        (("--distributed-executor-backend", "ray"), ("='ray'", "mp, uni")),
+        (("--max-model-len", "8z"), ("--max-model-len='8z'", "whole number")),
+        (("--max-model-len", "1.5K"), ("--max-model-len='1.5K'",)),
+        (("--max-model-len", "1.5"), ("--max-model-len='1.5'",)),
+        (("--max-model-len",), ("--max-model-len needs a value",)),
+        (("--max-model-len", "--port", "1"), ("--max-model-len needs a value",)),
+        (("-tp", "two"), ("--tensor-parallel-size='two'", "a number")),
+        (("--enforce-eager=maybe",), ("--enforce-eager='maybe'", "true or false")),
+        (("--port.x", "1"), ("--port has no keys",)),
+        (("-zz",), ("-zz is no option of this command",)),
+        (("--generation-config", "vllm"), ("--generation-config is no option of this",)),
+    ],
+)
+def test_errors_name_flag_value_and_remedy(words: tuple[str, ...], parts: tuple[str, ...]) -> None:
+    message = refusal(*words)
+    assert not [part for part in parts if part not in message], message
+    assert "\n" not in message and message[-1] in ".?"
+
+
+def test_several_values_and_what_stands_around_them() -> None:
+    line, _ = read(
+        "M", "--served-model-name", "a", "b", "--api-key", "k", "--api-key", "l", "-tp=1"
+    )
+    assert line[:2] == ["--served-model-name=a", "--served-model-name=b"]
+    assert line[2:4] == ["--api-key=k", "--api-key=l"] and line[-1] == "M"
+    assert read("--port", "1", "--", "--odd")[0] == ["--port=1", "--", "--odd"]
+    assert one("--model", "-odd-") == "--model=-odd-"
+
+
+def config(folder: Path, text: str) -> str:
+    path = folder / "file.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_file_holds_flags_and_the_command_line_wins(tmp_path: Path) -> None:
+    path = config(
+        tmp_path,
+        "model: M\nmax-model-len: 8k\nenforce_eager: true\nenable-prefix-caching: false\n"
+        "served-model-name: [a, b]\napi-key: filed\nblock-size: 16\ndevice: cpu\n"
+        "speculative-config: {method: ngram, num_speculative_tokens: 5}\ndtype:\n",
+    )
+    line, told = read("--config", path)
+    assert line[-1] == f"--config={path}", "which the command leaves aside"
+    assert line[:-1] == [
+        "--model=M",
+        "--max-model-len=8000",
+        "--cuda-graph-mode=none",
+        "--no-enable-prefix-caching",
+        "--served-model-name=a",
+        "--served-model-name=b",
+        "--api-key=filed",
+        "--device=cpu",
+        '--speculative-config={"method": "ngram", "num_speculative_tokens": 5}',
+    ]
+    assert len(told) == 1
+    over = "--max-model-len auto --api-key k --served-model-name c -sc.num_speculative_tokens=2"
+    line, _ = read(*over.split(), f"--config={path}", "--enable-prefix-caching")
+    assert "--enable-prefix-caching" in line and "--api-key=filed" not in line
+    assert [w for w in line if "name" in w] == ["--served-model-name=c"]
+    assert [w for w in line if '"num_speculative_tokens": 2}' in w]
+    assert not [w for w in line if "len" in w]
+
+
+def test_a_switch_of_the_command_line_takes_back_that_of_a_file(tmp_path: Path) -> None:
+    path = config(tmp_path, "enforce-eager: true\nmamba-cache-mode: none\n")
+    line, _ = read("--config", path, "--no-enforce-eager", "--mamba-cache-mode", "all")
+    assert line == [f"--config={path}"]
+    other, _ = read("-cc.cudagraph_mode=PIECEWISE", "--no-enforce-eager")
+    assert other == ["--cuda-graph-mode=piecewise"], "what another flag chose stays"
+
+
+def test_null_in_an_object_stays() -> None:
+    assert one("--hf-overrides.rope_scaling", "null") == '--hf-overrides={"rope_scaling": null}'
+    assert one("-sc", '{"method": "mtp", "a": null}').endswith('{"method": "mtp", "a": null}')
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("- a\n- b\n", "holds no mapping"),
+        ("a: [", "cannot be read"),
+        ("--port: 1", "flags without dashes"),
+        ("config: other.yaml", "'config' is not allowed"),
+        ("port: [1, 2]", "--port=['1', '2'] is not allowed; allowed: one value"),
+        ("max-modl-len: 1", "Did you mean --max-model-len?"),
+        ("max-model-len: many", "--max-model-len='many'"),
+        ("a: !!python/object/apply:os.system [ls]", "cannot be read"),
+    ],
+)
+def test_a_bad_file_is_refused(text: str, said: str, tmp_path: Path) -> None:
+    assert said in refusal("--config", config(tmp_path, text))
+
+
+def test_a_file_that_is_not_there() -> None:
+    assert "--config='/no/such.yaml' cannot be read" in refusal("--config", "/no/such.yaml")
+    assert "--config needs a value" in refusal("--config")
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("0", 0), ("2k", 2000), ("2K", 2048), ("1m", 10**6), ("1M", 2**20), ("1G", 2**30), ("-1", -1)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert read_size("--x", text) == size
+
+
+WORDS = st.one_of(
+    st.sampled_from([f"--{flag.name}" for flag in all_flags()]),
+    st.sampled_from([short for flag in all_flags() for short in flag.short]),
+    st.sampled_from(["-cc.cudagraph_mode", "-sc.method", "--hf-overrides.a.b", "--", "M", "-1"]),
+    st.sampled_from(["auto", "1", "8k", "{}", "[1]", '{"a": {"b": 1}}', "null", "true", "none"]),
+    st.text(alphabet='-=.{}[]":,a1', max_size=8),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.one_of(WORDS, st.builds("{}={}".format, WORDS, WORDS)), max_size=8))
+def test_any_command_line_is_read_or_refused_by_name(words: list[str]) -> None:
+    try:
+        line, told = read(*words)
+    except ConfigError as error:
+        assert str(error)
+        return
+    assert all(isinstance(word, str) for word in (*line, *told))
+
+
+def test_a_command_knows_the_flags_of_its_settings() -> None:
+    """Of the server's, explain has none."""
+    with pytest.raises(ConfigError, match="--tool-call-parser is no option of this command"):
+        invoke("explain", "--tool-call-parser", "hermes")
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 is not allowed"):
+        invoke("explain", "-tp", "2", "--enforce-eager")
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments, catch_exceptions=False)

@@ -1,0 +1,279 @@
+"""Command lines of vllm serve, as users write them: up to the engine, and three of them whole.
+
+The model is a tiny local folder. What an engine would be built from is looked at, not the engine.
+"""
+
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from safetensors.torch import load_file
+from typer.testing import CliRunner, Result
+
+from lockstep.__main__ import main
+from lockstep.cli import app
+from lockstep.config import EngineConfig, StepLimits
+from lockstep.engine.build import pick_device, step_limits
+from lockstep.models.checkpoint import Checkpoint
+from lockstep.quant import packing_of
+from tests.quant.disk import Codes, draw, gptq, set_config, write
+from tests.tiny_model import make_model
+
+ROOT = Path(__file__).parent.parent.parent
+MAX_POSITIONS = 262_144
+"""Of the models that the command lines are for."""
+AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "group_size": 32,
+    "sym": True,
+    "packing_format": "auto_round:auto_gptq",
+}
+
+FIRST = (
+    "serve M --gpu-memory-utilization 0.85 --language-model-only --speculative-config "
+    """'{"method":"qwen3_next_mtp","num_speculative_tokens":2}' --port 8000"""
+)
+PACKED = (
+    "serve M --quantization auto_round --dtype float16 --tensor-parallel-size 1 "
+    "--max-model-len 125000 --kv-cache-dtype turboquant_3bit_nc --speculative-config "
+    """'{"method":"mtp","num_speculative_tokens":3}'"""
+)
+EAGER = (
+    "serve M --enforce-eager --mamba-ssm-cache-dtype float32 --attention-backend TRITON_ATTN "
+    "--kv-cache-dtype fp8"
+)
+NGRAM = (
+    """serve M --speculative-config '{"method":"ngram","num_speculative_tokens":5,"""
+    """"prompt_lookup_max":4,"prompt_lookup_min":2}'"""
+)
+ALIGNED = "serve M --mamba-cache-mode align --max-num-batched-tokens 16384"
+
+
+class _BuiltError(Exception):
+    """Stands where the engine would be built."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__()
+        self.config = config
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    return str(make_model(path, max_position_embeddings=MAX_POSITIONS))
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> str:
+    changes = {"max_position_embeddings": MAX_POSITIONS, "quantization_config": AUTO_ROUND}
+    return str(make_model(tmp_path / "packed", **changes))
+
+
+def words(line: str, model: str) -> list[str]:
+    """The arguments, with the folder in the place of M."""
+    return [model if word == "M" else word for word in shlex.split(line)]
+
+
+def invoke(arguments: list[str]) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The EngineConfig, StepLimits and stderr of a command line."""
+
+    def stop(config: EngineConfig, *others: Any) -> None:
+        raise _BuiltError(config)
+
+    monkeypatch.setattr("lockstep.llm.Engine", stop)
+    monkeypatch.setattr("lockstep.serve.run.Address.bind", lambda address: socket.socket())
+
+    def run(line: str, model: str) -> tuple[EngineConfig, StepLimits, str]:
+        shown = invoke(words(line, model))
+        assert isinstance(shown.exception, _BuiltError), (shown.exception, shown.output)
+        config = shown.exception.config
+        checkpoint = Checkpoint.read(Path(str(config.model)), config.hf_overrides)
+        packing = packing_of(checkpoint.quantization(), config.quantization)
+        limits = step_limits(config, checkpoint, pick_device(config), packing)
+        return config, limits, shown.stderr
+
+    return run
+
+
+def test_language_model_only_with_an_older_name_of_mtp(built: Any, folder: str) -> None:
+    config, limits, told = built(FIRST, folder)
+    assert config.gpu_memory_utilization == 0.85
+    assert config.speculative_config.method == "mtp" and limits.query_len == 3
+    assert not told.strip(), "all of it acts"
+
+
+def test_auto_round_with_a_rotated_cache(built: Any, packed: str) -> None:
+    config, limits, told = built(PACKED, packed)
+    assert limits.quantization is not None and limits.quantization.startswith("auto-round")
+    assert (limits.dtype, limits.max_model_len) == ("float16", 125_000)
+    assert config.kv_cache_dtype == "turboquant_3bit_nc" and "turboquant" in limits.numerics
+    assert config.speculative_config.num_speculative_tokens == 3 and not told.strip()
+
+
+@pytest.mark.parametrize(
+    ("mode", "graphs"),
+    [
+        ("NONE", "none"),
+        ("PIECEWISE", "piecewise"),
+        ("FULL", "full"),
+        ("FULL_AND_PIECEWISE", "full"),
+        ("FULL_DECODE_ONLY", "full"),
+    ],
+)
+def test_compilation_config(mode: str, graphs: str, built: Any, packed: str) -> None:
+    line = f"""{PACKED} --compilation-config '{{"cudagraph_mode":"{mode}"}}'"""
+    config, _, told = built(line, packed)
+    assert config.cuda_graph_mode == graphs and not told.strip()
+
+
+def test_eager_with_a_named_backend(built: Any, folder: str) -> None:
+    config, limits, told = built(EAGER, folder)
+    assert (config.cuda_graph_mode, config.kv_cache_dtype) == ("none", "fp8")
+    assert "state-float32" in limits.numerics
+    assert "\n" not in told.strip() and "--attention-backend has no effect" in told
+
+
+def test_ngram_and_an_aligned_cache(built: Any, folder: str) -> None:
+    config, limits, _ = built(NGRAM, folder)
+    drafting = config.speculative_config
+    assert (drafting.prompt_lookup_min, drafting.prompt_lookup_max) == (2, 4)
+    assert limits.query_len == 6
+    config, limits, told = built(ALIGNED, folder)
+    assert limits.max_num_batched_tokens == 16_384 and config.num_snapshots is None
+    assert not told.strip()
+
+
+def test_sizes_names_and_a_file(built: Any, folder: str, tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text(
+        "max-model-len: 8K\nmax-num-seqs: 4\nenforce-eager: true\n"
+        "hf-overrides: {rope_parameters: {rope_theta: 20000.0}}\n"
+        "compilation-config: {cudagraph_capture_sizes: [1, 2]}\n"
+    )
+    line = f"serve M --config {path} --max-num-seqs 2 -tp 1 -q none --load-format safetensors"
+    config, limits, _ = built(line, folder)
+    assert (limits.max_model_len, limits.max_num_seqs) == (8192, 2)
+    assert limits.row_buckets == (1, 2) and config.load_format == "auto"
+    assert config.hf_overrides == {"rope_parameters": {"rope_theta": 20000.0}}
+    plain = built("serve M", folder)[1]
+    assert "/hf-overrides-" in limits.numerics and "/hf-overrides-" not in plain.numerics
+
+
+@pytest.mark.parametrize("name", ["gptq", "gptq_marlin", "moe_wna16"])
+def test_names_of_one_family(name: str, built: Any, tmp_path: Path) -> None:
+    settings = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
+    model = make_model(tmp_path / "gptq", quantization_config={**settings, "desc_act": False})
+    limits = built(f"serve M --quantization {name}", str(model))[1]
+    assert limits.quantization.startswith("gptq")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--pipeline-parallel-size 2", "--pipeline-parallel-size=2 is not allowed; allowed: 1."),
+        ("--tool-call-parser mistral", "tool_call_parser='mistral' is not allowed; allowed: auto"),
+        ("--reasoning-parser gptoss", "reasoning_parser='gptoss' is not allowed"),
+        ("--chat-template /no/file", "chat_template='/no/file' is not allowed; allowed: a file"),
+        ("--generation-config /no/dir", "generation_config='/no/dir' is not allowed; allowed: a"),
+        ("--override-generation-config '{\"temp\": 1}'", "key='temp' is not allowed; allowed: t"),
+        ("--override-generation-config '{\"top_p\": 7}'", "top_p=7 is not allowed"),
+        ("--override-generation-config hot", "override_generation_config='hot' is not allowed"),
+        ("--hf-overrides 5", "hf_overrides='5' is not allowed"),
+        ("--max-logprobs -1", "max_logprobs=-1 is not allowed; allowed: whole numbers from 0 to"),
+        ("--root-path llm", "root_path='llm' is not allowed; allowed: a path that begins with /"),
+        ("--allow-credentials --allowed-origins '*'", "not allowed with allowed_origins='*'"),
+        ("--gpu-memry-utilization 0.9", "Did you mean --gpu-memory-utilization?"),
+        ('--speculative-config \'{"method":"suffix"}\'', "method='suffix' is not allowed; allo"),
+        ("--port many", "--port='many' is not allowed; allowed: a number"),
+    ],
+)
+def test_errors_are_one_line_before_anything_is_loaded(
+    arguments: str,
+    said: str,
+    folder: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["lockstep", "serve", folder, *shlex.split(arguments)])
+    monkeypatch.setattr("lockstep.serve.run.Address.bind", lambda address: socket.socket())
+    with pytest.raises(SystemExit) as ended:
+        main()
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2 and said in shown and "Traceback" not in shown
+
+
+def serve(line: str, model: str, *, more: tuple[str, ...], body: dict[str, Any]) -> dict[str, Any]:
+    """Runs the server of a command line, on any free port; /v1/models and an answer."""
+    arguments = words(line, model)
+    if "--port" in arguments:
+        arguments[arguments.index("--port") + 1] = "0"
+    command = [sys.executable, "-m", "lockstep", *arguments, *more]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as server:
+        assert server.stdout is not None and server.stderr is not None
+        try:
+            url = re.search(r"http://127\.0\.0\.1:\d+", server.stdout.readline())
+            assert url is not None, server.stderr.read()
+            with httpx.Client(base_url=url[0], timeout=60) as client:
+                models = client.get("/v1/models").json()["data"]
+                answer = client.post("/v1/completions", json=body).json()
+            server.send_signal(signal.SIGINT)
+            assert server.wait(timeout=30) == 0
+            return {"models": models, "answer": answer, "told": server.stderr.read()}
+        finally:
+            server.kill()
+
+
+BUNDLED = ROOT / "lockstep" / "assets" / "model"
+BODY = {"prompt": "def main(", "max_tokens": 8, "temperature": 0}
+SMALL = ("--max-num-seqs", "2", "--max-model-len", "512")
+
+
+def test_the_first_line_serves() -> None:
+    """The bundled model's own folder, with its weights; its defaults of sampling are told."""
+    model = str(BUNDLED)
+    found = serve(FIRST, model, more=SMALL, body=BODY)
+    assert found["answer"]["usage"]["completion_tokens"] == 8
+    assert found["models"][0]["id"] == found["answer"]["model"] == model
+    assert found["models"][0]["default_sampling_params"] == {"temperature": 0.0}
+    assert "mtp K=2" in found["told"]
+
+
+def test_the_packed_line_serves(tmp_path: Path) -> None:
+    """The bundled model with random codes in a module, and positions for 125,000 tokens."""
+
+    def pick(name: str, n: int, k: int) -> Codes | None:
+        return draw(n, k) if name.endswith("layers.0.mlp.down_proj") else None
+
+    tensors = load_file(BUNDLED / "model.safetensors")
+    lay = partial(gptq, g_idx=False)
+    pair = write(tmp_path, tensors, BUNDLED, AUTO_ROUND, pick, lay)
+    set_config(pair.packed, max_position_embeddings=MAX_POSITIONS)
+    found = serve(PACKED, str(pair.packed), more=SMALL[:2], body=BODY)
+    assert found["answer"]["usage"]["completion_tokens"] == 8
+    assert found["models"][0]["max_model_len"] == 125_000
+    told = found["told"]
+    assert "weights-float16+auto-round" in told and "kv-turboquant_3bit_nc" in told
+
+
+def test_the_eager_line_serves() -> None:
+    more = (*SMALL, "--served-model-name", "a", "b")
+    found = serve(EAGER, str(BUNDLED), more=more, body={**BODY, "model": "b"})
+    assert [one["id"] for one in found["models"]] == ["a", "b"]
+    assert found["answer"]["model"] == "a" and len(found["answer"]["choices"][0]["text"]) > 0
+    assert "--attention-backend has no effect" in found["told"]
+    assert "kv-fp8_e4m3" in found["told"] and "state-float32" in found["told"]

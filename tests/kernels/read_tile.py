@@ -1,0 +1,36 @@
+"""A kernel that reads a tile of a packed cache by load_bf16 and writes it as it is."""
+
+import torch
+import triton
+import triton.language as tl
+
+TILE = 16
+
+
+@triton.jit
+def _read(codes, numbers, out, WORDS: tl.constexpr, COUNT: tl.constexpr, D: tl.constexpr,
+          TILE: tl.constexpr, LOAD: tl.constexpr):  # fmt: skip
+    token = tl.arange(0, TILE)[:, None]
+    d = tl.arange(0, D)[None]
+    tile = LOAD(codes + token * WORDS, numbers + token * COUNT, None, d, token < TILE - 1, D)
+    tl.store(out + token * D + d, tile.to(out.dtype.element_ty))
+
+
+def tiles(codec, dim, backend):
+    """What the kernel reads of TILE random tokens, whose last is masked, and what the reference
+    decodes to bf16, both [TILE, D] fp32. Codes are random, numbers of all sizes, one is NaN."""
+    generator = torch.Generator().manual_seed(dim)
+    words = codec.width(dim)
+    codes = torch.randint(-(2**31), 2**31, (TILE, words), generator=generator).to(codec.dtype)
+    numbers = torch.randn(TILE, max(codec.count(dim), 1), generator=generator)
+    numbers *= torch.exp2(torch.randint(-90, 90, numbers.shape, generator=generator).float())
+    numbers[0] = 0.0
+    numbers[1, -1] = torch.nan
+    numbers = numbers.bfloat16()
+    wanted = codec.decode(codes, numbers).bfloat16().float()
+    wanted[-1] = 0.0
+    out = torch.empty(TILE, dim, dtype=backend.dtype, device=backend.device)
+    given = [x.to(backend.device) for x in (codes, numbers)]
+    load = codec.device().load_bf16
+    _read[(1,)](*given, out, words, codec.count(dim), dim, TILE, load, num_warps=1)
+    return out.cpu().float(), wanted

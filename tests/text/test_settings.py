@@ -1,0 +1,107 @@
+"""Settings of the text side: template, its variables, parsers, defaults of sampling."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep import LLM
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.text.processor import Processor
+from lockstep.text.settings import TextSettings
+from lockstep.text.tokenizer import Tokenizer
+from tests.tiny_model import make_model
+
+TEMPLATE = "{% for m in messages %}{{ m.content }}|{% endfor %}{{ tone }}"
+HI = [{"role": "user", "content": "hi"}]
+
+
+def processor(folder: Path, tokenizer: Tokenizer, **chosen: Any) -> Processor:
+    return Processor.for_model(tokenizer, folder, 512, TextSettings(**chosen))
+
+
+def test_a_template_is_a_text_or_a_file(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    path = tmp_path / "own.jinja"
+    path.write_text(TEMPLATE)
+    for chosen in (TEMPLATE, str(path)):
+        found = processor(folder, tokenizer, chat_template=chosen)
+        assert found.render_text(HI) == "hi|"
+    assert not found.can_call_tools, "parsers are chosen by the template that is used"
+
+
+def test_variables_stand_under_a_requests(folder: Path, tokenizer: Tokenizer) -> None:
+    variables = {"tone": "calm"}
+    found = processor(
+        folder, tokenizer, chat_template=TEMPLATE, default_chat_template_kwargs=variables
+    )
+    assert found.render_text(HI) == "hi|calm"
+    assert found.render_text(HI, tone="loud") == "hi|loud"
+
+
+def test_parsers_by_name(folder: Path, tokenizer: Tokenizer) -> None:
+    plain = processor(folder, tokenizer, tool_call_parser="none", reasoning_parser="none")
+    assert not plain.can_call_tools
+    text = "<think>\nwhy\n</think>\n\nso"
+    assert plain.reply_parser("", None).parse(text).content == text
+    named = processor(folder, tokenizer, reasoning_parser="deepseek_r1", tool_call_parser="hermes")
+    found = named.reply_parser("", None).parse(text)
+    assert (found.reasoning, found.content) == ("why", "so") and named.can_call_tools
+
+
+def test_defaults_of_sampling(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """auto: the checkpoint's (0.5, as its generation_config.json says); over them, the user's."""
+    assert processor(folder, tokenizer).default_params().temperature == 0.5
+    none = processor(folder, tokenizer, generation_config="vllm")
+    assert none.defaults == {} and none.default_params().temperature == 1.0
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"top_k": 7, "do_sample": False, "max_new_tokens": 9, "eos_token_id": 1})
+    )
+    own = processor(folder, tokenizer, generation_config=str(tmp_path))
+    assert own.defaults == {"top_k": 7, "temperature": 0.0} and own.max_new_tokens == 9
+    assert own.eos_ids == tokenizer.eos_ids, "what ends an answer is the checkpoint's"
+    over = processor(
+        folder,
+        tokenizer,
+        generation_config=str(tmp_path),
+        override_generation_config={"temperature": 0.25, "max_new_tokens": 5},
+    )
+    assert over.defaults == {"top_k": 7, "temperature": 0.25} and over.max_new_tokens == 5
+
+
+def test_a_damaged_generation_config_is_named(
+    folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    (tmp_path / "generation_config.json").write_text('{"top_p": "high"}')
+    with pytest.raises(CheckpointError, match="generation_config.json is damaged: top_p='high'"):
+        processor(folder, tokenizer, generation_config=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "said"),
+    [
+        ({"tool_call_parser": "x"}, "tool_call_parser='x' is not allowed; allowed: auto, none, q"),
+        ({"reasoning_parser": 1}, "reasoning_parser=1 is not allowed; allowed: auto, none, think"),
+        ({"chat_template": "/no/file"}, "chat_template='/no/file' is not allowed"),
+        ({"generation_config": "none"}, "generation_config='none' is not allowed; allowed: auto"),
+        ({"override_generation_config": []}, "override_generation_config=.* a dict of temperature"),
+        ({"override_generation_config": {"top": 1}}, "override_generation_config key='top'"),
+        ({"override_generation_config": {"top_p": 2}}, "override_generation_config: top_p=2 is"),
+        (
+            {"default_chat_template_kwargs": {"messages": 1}},
+            "default_chat_template_kwargs: .*messa",
+        ),
+    ],
+)
+def test_what_is_wrong_is_told(chosen: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        TextSettings(**chosen)
+
+
+def test_llm_takes_them(tmp_path: Path) -> None:
+    model = str(make_model(tmp_path / "model"))
+    settings = {"load_format": "dummy", "max_model_len": 128, "max_num_seqs": 1}
+    llm = LLM(model, chat_template=TEMPLATE, generation_config="vllm", **settings)
+    assert llm.processor.render_text(HI) == "hi|" and llm.processor.defaults == {}
+    with pytest.raises(ConfigError, match="setting='chat_templte' is not allowed"):
+        LLM(model, chat_templte=TEMPLATE, **settings)
