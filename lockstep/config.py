@@ -125,6 +125,9 @@ class EngineConfig(Settings):
     num_snapshots: Annotated[int, Field(ge=0, le=1 << 20)] | None = setting(
         None, "snapshots of recurrent state kept for prefix hits"
     )
+    snapshot_every: Annotated[int, Field(ge=1, le=1 << 20)] | None = setting(
+        None, "pages of a prompt between two snapshots; the architecture's own if left out"
+    )
     enable_prefix_caching: bool = setting(
         True, "reuse the cache of common prompt prefixes", remedy=_ONE
     )
@@ -215,7 +218,8 @@ class Plan(StepLimits):
     """What a config implies on this machine, for this model: made once, and never changed.
 
     page_bytes and slot_bytes: of all layers, the draft module's included; num_slots: the null slot,
-    one for each row and the snapshots, 0 where no layer recurs; draft_vocab_size: tokens that a
+    one for each row and the snapshots, 0 where no layer recurs; snapshot_every: pages of a prompt
+    between two of them; draft_vocab_size: tokens that a
     draft module may propose, 0 without one; draft_head_bytes: its own copy of their rows of the
     head, 0 where it shares the whole one.
     """
@@ -224,5 +228,6 @@ class Plan(StepLimits):
     page_bytes: int
     num_slots: int
     slot_bytes: int
+    snapshot_every: int = 1
     draft_vocab_size: int = 0
     draft_head_bytes: int = 0

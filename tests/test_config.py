@@ -57,6 +57,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("num_gpu_blocks", 1, "from 2 to 1073741824"),
     ("num_gpu_blocks", 2.5, "whole numbers from 2"),
     ("num_snapshots", -1, "from 0 to 1048576"),
+    ("snapshot_every", 0, "from 1 to 1048576"),
     ("enable_prefix_caching", "no", "True, False"),
     ("skip_tokenizer_init", None, "True, False"),
     ("seed", 1.5, "whole numbers from 0"),

@@ -201,6 +201,43 @@ KIMI = {
     "topk_group": 1,
 }
 
+NEMOTRON_H = {
+    "model_type": "nemotron_h",
+    "attention_bias": False,
+    "conv_kernel": 4,
+    "head_dim": 20,
+    "hidden_size": 40,
+    "hybrid_override_pattern": "M-M*ME*EM",
+    "intermediate_size": 66,
+    "layer_norm_epsilon": 1e-5,
+    "mamba_head_dim": 10,
+    "mamba_hidden_act": "silu",
+    "mamba_num_heads": 6,
+    "max_position_embeddings": 4096,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "moe_intermediate_size": 22,
+    "moe_latent_size": None,
+    "moe_shared_expert_intermediate_size": 26,
+    "n_group": 1,
+    "n_groups": 2,
+    "n_routed_experts": 6,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 5,
+    "num_experts_per_tok": 2,
+    "num_key_value_heads": 1,
+    "residual_in_fp32": False,
+    "routed_scaling_factor": 2.5,
+    "ssm_state_size": 12,
+    "tie_word_embeddings": False,
+    "time_step_min": 1e-30,
+    "topk_group": 1,
+    "torch_dtype": "bfloat16",
+    "use_bias": False,
+    "use_conv_bias": True,
+}
+
 THREE_LAYERS: dict[str, object] = {"num_hidden_layers": 3, "full_attention_interval": 3}
 """Changes of a hybrid: two layers recur and one attends, for tests of many steps."""
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.kernels.bench_types import BenchEnv, Latent, Model, Moe
-from lockstep.kernels.gated_delta_rule.cases import Dims
+from lockstep.kernels.recurrent.cases import Dims
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Linear, probe
 
@@ -28,6 +28,13 @@ MODELS = {
             latent=Latent(1536, 512, 64, 128, 128),
         ),
         Model(
+            "Nemotron-3-Nano-30B-A3B",
+            *(2688, 3712, 32, 2, 128, 131072),
+            mamba=Dims(8, 64, 128, 64),
+            moe=Moe(128, 6, 1856),
+            gated=False,
+        ),
+        Model(
             "small",
             *(256, 512, 4, 2, 64, 4096),
             gate=True,
@@ -36,6 +43,7 @@ MODELS = {
             prompt=100,
             moe=Moe(12, 3, 64),
             latent=Latent(48, 64, 16, 32, 24),
+            mamba=Dims(2, 4, 32, 16),
         ),
     )
 }

@@ -12,13 +12,18 @@ from lockstep.errors import ConfigError
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """num_pages and num_state_slots count the null one; num_state_slots 0: no recurrent state."""
+    """num_pages and num_state_slots count the null one; num_state_slots 0: no recurrent state.
+
+    snapshot_every: pages of a prompt between two snapshots of its state; its last page that is
+    whole has one besides.
+    """
 
     num_pages: int
     page_size: int = 64
     num_state_slots: int = 0
     max_num_seqs: int = 16
     enable_prefix_caching: bool = True
+    snapshot_every: int = 1
 
     def __post_init__(self) -> None:
         least = self.max_num_seqs + 1
@@ -107,6 +112,15 @@ class Cache:
     def reserve(self, seq: CacheSeq, tokens: int) -> bool:
         """Pages to cover `tokens` tokens in all; False, and nothing changed, if there are none."""
         return self.paged.reserve(seq, tokens)
+
+    def wants_snapshot(self, start: int, tokens: int, prompt: int) -> bool:
+        """Whether the state after `tokens` (whole pages) of a prompt's tokens is to be kept, by a
+        chunk that begins at `start`: it passes a multiple of snapshot_every pages, or is the last
+        of whole pages."""
+        size = self.config.page_size
+        span = size * self.config.snapshot_every
+        passes = tokens // span > start // span
+        return tokens > start and (passes or tokens == prompt // size * size)
 
     def snapshot(self, seq: CacheSeq, tokens: int) -> int:
         """A slot for the state after `tokens` (whole pages) prompt tokens, or 0 for none."""

@@ -80,6 +80,7 @@ class Stage:
             num_pages=limits.pages + 1,
             page_size=engine.plan.page_size,
             num_state_slots=1 + limits.rows + limits.snapshots if has_state else 0,
+            snapshot_every=engine.plan.snapshot_every,
             max_num_seqs=limits.rows,
             enable_prefix_caching=limits.caching,
         )

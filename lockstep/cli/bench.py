@@ -164,7 +164,8 @@ def kernels(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="whose dimensions: Qwen3-8B, Qwen3.6-27B, Qwen3.6-35B-A3B or small; may be "
+            help="whose dimensions: Qwen3-8B, Qwen3.6-27B, Qwen3.6-35B-A3B, "
+            "Nemotron-3-Nano-30B-A3B or small; may be "
             "repeated"
         ),
     ] = None,

@@ -97,6 +97,7 @@ def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) ->
         page_bytes=cost.page,
         num_slots=size.slots,
         slot_bytes=cost.slot,
+        snapshot_every=config.snapshot_every or model.snapshot_every,
         **draft_costs(model, draft),
     )
     runner = Runner(plan, model, draft, program)

@@ -60,6 +60,7 @@ class Engine:
                 num_pages=plan.num_pages,
                 page_size=plan.page_size,
                 num_state_slots=plan.num_slots,
+                snapshot_every=plan.snapshot_every,
                 max_num_seqs=plan.max_num_seqs,
                 enable_prefix_caching=config.enable_prefix_caching,
             )

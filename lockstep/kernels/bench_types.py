@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.kernels.gated_delta_rule.cases import Dims
+from lockstep.kernels.recurrent.cases import Dims
 from lockstep.kernels.registry import Op
 
 WALK_BYTES = {"cuda": 128 << 20, "cpu": 8 << 20}
@@ -45,9 +45,10 @@ class Latent:
 
 @dataclass(frozen=True)
 class Model:
-    """The dimensions of a model that its ops see. delta: None without Gated DeltaNet layers; moe:
-    None without experts, else `inner` is the shared expert's; latent: None without latent
-    attention; kv_heads 0: without any other;
+    """The dimensions of a model that its ops see. delta, mamba: None without Gated DeltaNet, or
+    Mamba-2, layers; moe: None without experts, else `inner` is the shared expert's; gated: whether
+    MLPs are (silu_mul), or not (relu2); latent: None without latent attention; kv_heads 0: without
+    any other;
     gate: attention has an output gate as wide as q; context: tokens of a row in the cache;
     prompt: tokens of a row's prompt chunk."""
 
@@ -64,6 +65,8 @@ class Model:
     prompt: int = 512
     moe: Moe | None = None
     latent: Latent | None = None
+    mamba: Dims | None = None
+    gated: bool = True
 
     @property
     def weights(self) -> list[tuple[str, int, int]]:
@@ -80,7 +83,7 @@ class Model:
             ]
         found = [
             *attention,
-            ("gate_up", 2 * self.inner, self.hidden),
+            ("gate_up" if self.gated else "up", self.inner * (1 + self.gated), self.hidden),
             ("down", self.hidden, self.inner),
             ("head", self.vocab, self.hidden),
         ]
@@ -89,6 +92,10 @@ class Model:
             found.insert(0, ("delta out", self.hidden, values))
             into = self.delta.channels + values + 2 * self.delta.hv
             found.insert(0, ("delta in", into, self.hidden))
+        if self.mamba:
+            inner = self.mamba.hv * self.mamba.v
+            found.insert(0, ("mamba out", self.hidden, inner))
+            found.insert(0, ("mamba in", inner + self.mamba.channels + self.mamba.hv, self.hidden))
         return found
 
 

@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor, nn
 
-from lockstep.cache.specs import Law, Part, Spec
+from lockstep.cache.specs import Spec
+from lockstep.cache.state import state_spec
 from lockstep.kernels.gated_delta_rule import (
-    GatedDeltaState,
     GatedDeltaWeights,
     gated_delta_chunk,
     gated_delta_step,
 )
-from lockstep.kernels.recurrent.rings import most_replayed, ring_slots, state_grid
+from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Linear, ResidualLinear, Target
 from lockstep.layers.norm import GatedRMSNorm
@@ -24,7 +24,7 @@ class GatedDeltaNet(nn.Module):
     grouped: the checkpoint has projections by key head, as Qwen3-Next's (grouped_rows).
     """
 
-    state: GatedDeltaState
+    state: RecurrentState
 
     def __init__(
         self,
@@ -127,24 +127,12 @@ class GatedDeltaNet(nn.Module):
         )
 
     def cache_spec(self) -> Spec:
-        grid = state_grid(self.state_dtype)
-        raw = ring_slots(self.window, self.kernel - 1)
-        slots = ring_slots(self.window, most_replayed(self.window, self.flush, grid))
-        heads = (self.value_heads, self.key_dim, self.value_dim)
-        f32 = torch.float32
-        return Spec(
-            Law.STATE,
-            (
-                Part("recurrent", heads, self.state_dtype),
-                Part("conv", (raw, self.channels), self.dtype, ring=True),
-                Part("u", (slots, self.value_heads, self.value_dim), f32, ring=True),
-                Part("k", (slots, self.key_heads, self.key_dim), f32, ring=True),
-                Part("decay", (slots, self.value_heads), f32, ring=True),
-            ),
-        )
+        sizes = (self.key_heads, self.value_heads, self.key_dim, self.value_dim)
+        kept = (self.window, self.flush, self.dtype, self.state_dtype)
+        return state_spec(sizes, self.channels, self.kernel, *kept)
 
     def bind(self, storage: dict[str, Tensor]) -> None:
-        self.state = GatedDeltaState(**storage)
+        self.state = RecurrentState(**storage)
 
     def cache_tensors(self) -> list[Tensor]:
         return self.state.tensors()

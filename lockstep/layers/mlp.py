@@ -1,8 +1,8 @@
-"""The gated MLP: down(silu(gate x) * up x)."""
+"""The MLPs: gated, down(silu(gate x) * up x), and without a gate, down(max(up x, 0)^2)."""
 
 from torch import Tensor, nn
 
-from lockstep.kernels.activations import silu_mul
+from lockstep.kernels.activations import relu2, silu_mul
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Linear, ResidualLinear, Target
 
@@ -28,3 +28,20 @@ class GatedMLP(nn.Module):
     def weights(self) -> dict[str, Target]:
         """Checkpoint name within the MLP -> what it fills."""
         return self.gate_up.weights() | self.down.weights()
+
+
+class ReluMLP(nn.Module):
+    """Squared ReLU (So et al., Primer, 2021). x [T, H] -> a delta of [T, H], maybe partials."""
+
+    def __init__(self, build: Build, hidden: int, inner: int, *, bias: bool = False) -> None:
+        super().__init__()
+        self.up = Linear(build, hidden, {"up_proj": inner}, bias=bias)
+        self.down = ResidualLinear(build, inner, {"down_proj": hidden}, bias=bias)
+        self.act = build.op(relu2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.act(self.up(x)))
+
+    def weights(self) -> dict[str, Target]:
+        """Checkpoint name within the MLP -> what it fills."""
+        return self.up.weights() | self.down.weights()

@@ -1,4 +1,4 @@
-"""The mixture of experts: each token through the few gated MLPs that its router chose."""
+"""The mixture of experts: each token through the few MLPs that its router chose."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.kernels.activations import silu_mul
+from lockstep.kernels.activations import relu2, silu_mul
+from lockstep.kernels.experts import Act
 from lockstep.kernels.experts import experts as experts_op
 from lockstep.kernels.packed import PackedWeight
 from lockstep.kernels.route import Scoring
@@ -23,6 +24,8 @@ BLOCK = 128
 """Outputs that a format keeps together at most: FP8's blocks."""
 GATED_MLP = ("gate_proj", "up_proj", "down_proj")
 """A gated MLP's weights, as most checkpoints call them; Mixtral's are w1, w3, w2."""
+RELU_MLP = ("up_proj", "down_proj")
+"""Those of an MLP without a gate."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +152,11 @@ class MoE(nn.Module):
     """x [T, H] -> a delta of [T, H]: the weighted sum of the experts that a token chose, and of a
     shared one.
 
-    names: an expert's gate, up and down in the checkpoint. shared_inner: width of the shared
-    expert, 0 for none; shared_name: what it is called (DeepSeek: shared_experts); shared_gate: it
-    counts as sigmoid(x w^T).
+    act: silu_mul, of gated MLPs, or relu2. names: an expert's gate (if it has one), up and down in
+    the checkpoint. shared_inner: width of the shared expert, 0 for none; shared_name: what it is
+    called (DeepSeek: shared_experts); shared_gate: it counts as sigmoid(x w^T). latent: the width
+    in which the routed experts work, between fc1_latent_proj and fc2_latent_proj (Nemotron 3
+    Super); 0: that of x. bias: of the shared expert and of these two.
 
     The router of families that score by softmax (Qwen, Mixtral) gives logits and experts' weights
     of the model's dtype, the softmax in fp32 between them; that of families that score by sigmoid
@@ -169,12 +174,16 @@ class MoE(nn.Module):
         inner: int,
         routing: Routing,
         *,
-        names: tuple[str, str, str] = GATED_MLP,
+        act: Act = "silu_mul",
+        names: tuple[str, ...] = GATED_MLP,
         shared_inner: int = 0,
         shared_name: str = "shared_expert",
         shared_gate: bool = False,
+        latent: int = 0,
+        bias: bool = False,
     ) -> None:
         super().__init__()
+        *into, down_name = names
         scoring = routing.scoring
         if shared_gate and (scoring != "softmax" or not shared_inner):
             raise ConfigError(
@@ -188,25 +197,34 @@ class MoE(nn.Module):
         router = _in_fp32(build) if scoring == "sigmoid" else build
         self.router_dtype = router.dtype
         routed = {"gate": experts} | ({f"{shared_name}_gate": 1} if shared_gate else {})
-        pair = GATED_MLP[:2] if shared_inner else ()
-        shared_up = {f"{shared_name}.{name}": shared_inner for name in pair}
-        alike = router.dtype == build.dtype and _stored_alike(build, hidden, shared_up | routed)
+        *shared_into, shared_out = GATED_MLP if act == "silu_mul" else RELU_MLP
+        shared_up = {f"{shared_name}.{n}": shared_inner for n in shared_into if shared_inner}
+        alike = (
+            not bias
+            and router.dtype == build.dtype
+            and _stored_alike(build, hidden, shared_up | routed)
+        )
         beside = shared_up if alike else {}
         apart = shared_up and not alike
-        self.shared_up = Linear(build, hidden, shared_up) if apart else None
+        self.shared_up = Linear(build, hidden, shared_up, bias=bias) if apart else None
         self.router = Linear(router, hidden, beside | routed)
         self.widths = (sum(beside.values()), experts, len(routed) - 1)
         self.bias = build.empty(experts, dtype=torch.float32) if routing.bias else None
-        (gate_name, up_name, down_name) = names
         sizes = (build, experts, top_k)
-        gate_up = {gate_name: inner, up_name: inner}
-        self.up = ExpertWeight(*sizes, hidden, gate_up, "gate_up_proj")
-        self.down = ExpertWeight(*sizes, inner, {down_name: hidden}, "down_proj")
+        self.act: Act = act
+        fused = "gate_up_proj" if act == "silu_mul" else "up_proj"
+        width = latent or hidden
+        self.up = ExpertWeight(*sizes, width, dict.fromkeys(into, inner), fused)
+        self.down = ExpertWeight(*sizes, inner, {down_name: width}, "down_proj")
+        self.into_latent = self.out_of_latent = None
+        if latent:
+            self.into_latent = Linear(build, hidden, {"fc1_latent_proj": latent}, bias=bias)
+            self.out_of_latent = Linear(build, latent, {"fc2_latent_proj": hidden}, bias=bias)
         self.shared_down = None
         if shared_inner:
-            self.shared_act = build.op(silu_mul)
-            down = {f"{shared_name}.{GATED_MLP[2]}": hidden}
-            self.shared_down = Linear(build, shared_inner, down)
+            self.shared_act = build.op(silu_mul if act == "silu_mul" else relu2)
+            down = {f"{shared_name}.{shared_out}": hidden}
+            self.shared_down = Linear(build, shared_inner, down, bias=bias)
         self.choice = dict(
             scoring=scoring, renormalise=routing.renormalise, scale=routing.scale,
             groups=routing.groups, top_groups=routing.top_groups, dtype=router.dtype,
@@ -225,11 +243,16 @@ class MoE(nn.Module):
                 gate_up = self.shared_up(x)
             shared = self.shared_down(self.shared_act(gate_up))
         part = gate[:, 0] if gate.shape[1] else None
-        return self.mix(x, self.up.stored, self.down.stored, ids, weights, shared, part)
+        given = (self.up.stored, self.down.stored, ids, weights)
+        if self.into_latent is None or self.out_of_latent is None:
+            return self.mix(x, *given, shared, part, act=self.act)
+        routed = self.out_of_latent(self.mix(self.into_latent(x), *given, act=self.act))
+        return routed if shared is None else routed + shared
 
     def weights(self) -> dict[str, Target]:
         """Checkpoint name within the mixture -> what it fills."""
-        maps = (self.router, self.up, self.down, self.shared_up, self.shared_down)
+        maps = (self.router, self.up, self.down, self.shared_up, self.shared_down,
+                self.into_latent, self.out_of_latent)  # fmt: skip
         table: dict[str, Target] = {}
         for part in maps:
             table |= {} if part is None else part.weights()

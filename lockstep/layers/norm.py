@@ -1,8 +1,8 @@
-"""RMS norms: alone, after a residual add, applied by another op; Gated DeltaNet's gated norm."""
+"""RMS norms: alone, after a residual add, applied by another op; gated norms of mixers."""
 
 from torch import Tensor, nn
 
-from lockstep.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
+from lockstep.kernels.norm import add_rms_norm, gated_group_norm, gated_rms_norm, rms_norm
 from lockstep.layers.build import Build
 
 
@@ -60,3 +60,21 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         return self.norm(x, gate, self.weight, self.eps)
+
+
+class GatedGroupNorm(nn.Module):
+    """x [..., G * D] fp32, gate [..., G * D]: y = x * silu(gate) -> y / rms(y) * weight, each of
+    the G groups of D by itself."""
+
+    offset = 0.0
+
+    def __init__(self, build: Build, groups: int, width: int, eps: float) -> None:
+        super().__init__()
+        self.sizes = (groups, width)
+        self.weight = build.empty(groups * width)
+        self.eps = eps
+        self.norm = build.op(gated_group_norm, width=width)
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        x, gate = (y.unflatten(-1, self.sizes) for y in (x, gate))
+        return self.norm(x, gate, self.weight.view(self.sizes), self.eps).flatten(-2)

@@ -15,6 +15,7 @@ ARCHITECTURES = {
     "kimi_k25": "lockstep.models.deepseek_v3",
     "llama": "lockstep.models.llama",
     "mixtral": "lockstep.models.mixtral",
+    "nemotron_h": "lockstep.models.nemotron_h",
     "qwen2": "lockstep.models.qwen2",
     "qwen3": "lockstep.models.qwen3",
     "qwen3_5": "lockstep.models.qwen3_5",

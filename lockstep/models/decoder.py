@@ -21,7 +21,7 @@ from lockstep.step import Step
 
 
 @dataclass(frozen=True)
-class DecoderConfig:
+class StackConfig:
     """The settings that every decoder has. norm_offset: 1 where norms are stored around zero;
     intermediate_size: of dense MLPs, 0 where there are none."""
 
@@ -34,8 +34,14 @@ class DecoderConfig:
     kv_heads: int
     head_dim: int
     eps: float
-    rope: Rope
     tied: bool
+
+
+@dataclass(frozen=True)
+class DecoderConfig(StackConfig):
+    """Those of one whose attention knows positions."""
+
+    rope: Rope
 
 
 def read_common(
@@ -78,7 +84,7 @@ class Half:
     """
 
     def __init__(
-        self, build: Build, c: DecoderConfig, norm_name: str, name: str, body: nn.Module
+        self, build: Build, c: StackConfig, norm_name: str, name: str, body: nn.Module
     ) -> None:
         self.norm_name = norm_name
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
@@ -156,9 +162,17 @@ def attending_layers(
 
 
 class Decoder(nn.Module, ABC):
-    """The target: embedding, the layers that its file declares, final norm, head."""
+    """The target: embedding, the layers that its file declares, final norm, head.
 
-    def __init__(self, config: DecoderConfig, build: Build) -> None:
+    embed_name, norm_name: what the checkpoint calls the embedding and the final norm.
+    snapshot_every: pages of a prompt between two snapshots of its state, unless the user says.
+    """
+
+    snapshot_every: ClassVar[int] = 1
+    embed_name: ClassVar[str] = "embed_tokens"
+    norm_name: ClassVar[str] = "norm"
+
+    def __init__(self, config: StackConfig, build: Build) -> None:
         super().__init__()
         self.config = config
         c = config
@@ -192,8 +206,8 @@ class Decoder(nn.Module, ABC):
     def weights(self) -> dict[str, Target]:
         """Checkpoint name, less its prefix -> what it fills."""
         table: dict[str, Target] = {
-            "embed_tokens.weight": self.embed.weight,
-            "norm.weight": self.norm.weight,
+            f"{self.embed_name}.weight": self.embed.weight,
+            f"{self.norm_name}.weight": self.norm.weight,
         }
         if not self.config.tied:
             table |= self.head.weights()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError
 from lockstep.layers.build import Build
-from lockstep.layers.norm import GatedRMSNorm, Norm
+from lockstep.layers.norm import GatedGroupNorm, GatedRMSNorm, Norm
 from lockstep.models import architecture, draft_prefix
 from lockstep.models.checkpoint import Checkpoint, opened, some, stripped, weight_files
 from lockstep.models.reading import ConfigReader
@@ -115,7 +115,8 @@ def fill_dummy(model: nn.Module, draft: nn.Module | None, seed: int) -> None:
     """Random weights at the scale of trained ones, the same for the same seed on one device."""
     modules = [model] if draft is None else [model, draft]
     parameters = {id(p): p for m in modules for p in m.parameters()}
-    norms = [n for m in modules for n in m.modules() if isinstance(n, Norm | GatedRMSNorm)]
+    kinds = Norm | GatedRMSNorm | GatedGroupNorm
+    norms = [n for m in modules for n in m.modules() if isinstance(n, kinds)]
     centres = {id(norm.weight): 1.0 - norm.offset for norm in norms}
     for index, parameter in enumerate(parameters.values()):
         generator = torch.Generator(parameter.device).manual_seed(seed * 100003 + index)

@@ -383,7 +383,8 @@ class Scheduler:
             start = entry.max_committed
             end = start + length
             point = end // size * size
-            slot = self.cache.snapshot(entry.seq, point) if point > start else 0
+            wanted = self.cache.wants_snapshot(start, point, entry.length)
+            slot = self.cache.snapshot(entry.seq, point) if wanted else 0
             last = end == entry.length
             plan.prompt.append(PromptChunk(entry.row, start, length, last, entry.seq.source, slot))
             entry.seq.source = 0

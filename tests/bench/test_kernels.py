@@ -75,6 +75,12 @@ def test_bytes_by_hand() -> None:
     assert by_op["gated_delta_step2/4x32x32"].cost(3).bytes == 3 * (2 * slot + brought + out)
     narrow = slot - 2 * 4 * 32 * 32
     assert by_op["gated_delta_step2/4x32x32,"].cost(3).bytes == 3 * (2 * narrow + brought + out)
+    channels = 2 * 2 * 32 + 4 * 16
+    slot = 4 * (4 * 32 * 16 + 2 * (channels + 4 * 16 + 2 * 32 + 4))
+    moved = 2 * slot + 2 * 4 * (channels + 4 + 4 * 16)
+    assert by_op["mamba2_step2/4x32x16"].cost(3).bytes == 3 * moved
+    assert by_op["gated_group_norm2x32"].cost(3).bytes == 3 * 2 * (4 * 16) * (4 + 2 * 4)
+    assert by_op["relu2512"].cost(1).bytes == 2 * 4 * 2 * 512
     assert by_op["route12/3"].cost(5).bytes == 10 * (4 * 12 + (4 + 4) * 3)
     expert = 4 * 3 * 256 * 64
     brought = 2 * ((3 * 256 + 1) * 4 + 3 * (4 + 4))
@@ -123,7 +129,13 @@ def test_a_chain_walks_through_distinct_memory() -> None:
 
 def test_models_are_chosen_by_device_and_name() -> None:
     assert [m.name for m in pick_models([], "cpu")] == ["small"]
-    large = ["Qwen3-8B", "Qwen3.6-27B", "Qwen3.6-35B-A3B", "DeepSeek-V3"]
+    large = [
+        "Qwen3-8B",
+        "Qwen3.6-27B",
+        "Qwen3.6-35B-A3B",
+        "DeepSeek-V3",
+        "Nemotron-3-Nano-30B-A3B",
+    ]
     assert [m.name for m in pick_models([], "cuda")] == large
     with pytest.raises(ConfigError, match="allowed: Qwen3-8B"):
         pick_models(["GPT"], "cpu")

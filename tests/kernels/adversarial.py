@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels import Op
-from lockstep.kernels.activations import silu_mul
+from lockstep.kernels.activations import relu2, silu_mul
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.experts import experts
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
@@ -19,7 +19,8 @@ from lockstep.kernels.head_linear import head_linear
 from lockstep.kernels.kv.cases import NAN_CODE
 from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
 from lockstep.kernels.linear import linear
-from lockstep.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
+from lockstep.kernels.mamba2 import mamba2_chunk, mamba2_step
+from lockstep.kernels.norm import add_rms_norm, gated_group_norm, gated_rms_norm, rms_norm
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.kernels.route import route
 from lockstep.kernels.sampling import sample
@@ -57,7 +58,9 @@ ROWS: dict[Op, Rows] = {
     rms_norm: Rows(("x",), numbers=("weight",)),
     add_rms_norm: Rows(("x", "delta"), numbers=("weight",)),
     gated_rms_norm: Rows(("x", "gate"), numbers=("weight",)),
+    gated_group_norm: Rows(("x", "gate"), numbers=("weight",)),
     silu_mul: Rows(("gate_up",)),
+    relu2: Rows(("x",)),
     route: Rows(("logits",), spread=4),
     experts: Rows(
         ("x", "ids", "weights", "shared", "shared_gate"), numbers=("up", "down"), spread=2
@@ -77,6 +80,8 @@ ROWS: dict[Op, Rows] = {
     ),
     gated_delta_step: Rows(("mixed", "z", "b", "a", *STEP), (), ("slots",), ("state",), spread=8),
     gated_delta_chunk: Rows(("mixed", "b", "a"), CHUNK, CHUNK[1:], ("state",), spread=8),
+    mamba2_step: Rows(("mixed", "dt", *STEP), (), ("slots",), ("state",), spread=8),
+    mamba2_chunk: Rows(("mixed", "dt"), CHUNK, CHUNK[1:], ("state",), spread=8),
     sample: Rows(("logits", "positions", "drafts", "row_ids")),
 }
 

@@ -34,7 +34,6 @@ from lockstep.kernels.attention.paged import paged_attention_triton
 from lockstep.kernels.backends import cases_of, every_op, load, traits_of
 from lockstep.kernels.experts.triton import experts_triton
 from lockstep.kernels.gated_delta_rule.cases import (
-    Dims,
     gated_delta_chunk_cases,
     gated_delta_step_cases,
 )
@@ -44,8 +43,10 @@ from lockstep.kernels.kv.formats import FORMATS
 from lockstep.kernels.latent_attention.triton import latent_attention_triton
 from lockstep.kernels.linear.packed import linear_packed
 from lockstep.kernels.linear.triton import linear_triton
+from lockstep.kernels.mamba2.cases import mamba2_chunk_cases, mamba2_step_cases
 from lockstep.kernels.packed.bench import LAYOUTS
 from lockstep.kernels.packed.cases import layouts
+from lockstep.kernels.recurrent.cases import Dims
 from tests.kernels.compile_launches import COMPILED, absent_of, empty
 from tests.kernels.compile_packed import source_of
 
@@ -173,11 +174,15 @@ def real_calls() -> Iterator[tuple[str, Call]]:
 
 
 def recurrent(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
-    """Both Gated DeltaNet laws at the sizes of Qwen3.6-27B and Qwen3.6-35B-A3B."""
-    for op, cases in (("gated_delta_step", gated_delta_step_cases),
-                      ("gated_delta_chunk", gated_delta_chunk_cases)):  # fmt: skip
+    """Both laws of Gated DeltaNet at the sizes of Qwen3.6-27B and Qwen3.6-35B-A3B, of Mamba-2 at
+    those of Nemotron 3 Nano and Super and of Nemotron Nano 9B."""
+    delta = (Dims(16, 48, 128, 128), Dims(16, 32, 128, 128))
+    mamba = (Dims(8, 64, 128, 64), Dims(8, 128, 128, 64), Dims(8, 128, 128, 80))
+    for op, cases, layers in (("gated_delta_step", gated_delta_step_cases, delta),
+                              ("gated_delta_chunk", gated_delta_chunk_cases, delta),
+                              ("mamba2_step", mamba2_step_cases, mamba),
+                              ("mamba2_chunk", mamba2_chunk_cases, mamba)):  # fmt: skip
         run = every_op()[op].backends["triton"].run
-        layers = (Dims(16, 48, 128, 128), Dims(16, 32, 128, 128))
         for _, given in cases(dtype, layers):
             yield op, lambda run=run, given=given: run(**given)
 

@@ -21,7 +21,7 @@ CPU = ("reference", "cpu")
 """Backends that run on a CPU; of the others, INTERPRETED does so under Triton's interpreter."""
 INTERPRETED = "triton"
 GPU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-NULL_LINES = {"gated_delta_chunk": ("state",)}
+NULL_LINES = {"gated_delta_chunk": ("state",), "mamba2_chunk": ("state",)}
 """Op -> the arguments whose line 0 may hold anything afterwards: several rows at once, those of a
 padded step, keep their state in the null slot, and nobody reads it."""
 

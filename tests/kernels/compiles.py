@@ -1,4 +1,4 @@
-"""Compiles the stepping law's kernels for a Hopper GPU, which needs none: what the interpreter lets
+"""Compiles the stepping laws' kernels for a Hopper GPU, which needs none: what the interpreter lets
 pass, such as a name of two shapes in the branches of an `if`, is an error here. The walk has a
 binary for short windows and one for long ones: K's lanes must lie alike in both.
 
@@ -18,13 +18,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from lockstep.kernels.gated_delta_rule import step
-from lockstep.kernels.gated_delta_rule._shared import blocks_of
 from lockstep.kernels.gated_delta_rule._window_inputs import inputs_kernel
+from lockstep.kernels.recurrent import _walk_triton as walk
 from lockstep.kernels.recurrent.rings import ROUNDED_EVERY
 
 ODD = dict(HK=1, HV=3, K=24, V=40)
 LAYERS = (dict(HK=2, HV=4, K=64, V=16), ODD, dict(HK=16, HV=48, K=128, V=128))
 """K above V, below it, and Qwen3.6-27B's."""
+MAMBA = (dict(HK=8, HV=64, K=128, V=64), dict(HK=8, HV=128, K=128, V=80))
+"""Nemotron 3 Nano's, and Nemotron Nano 9B's."""
 LONGS = {"slots"}
 INTS = {"starts", "folded"}
 FLOATS = {"eps"}
@@ -63,15 +65,21 @@ def type_of(name: str, kernel: str, grid: int) -> str:
 def kernels(quick: bool) -> Iterator[tuple[Any, int, dict[str, Any]]]:
     """(kernel, warps, constants) of each layer."""
     for sizes in (ODD,) if quick else LAYERS:
-        layout = step.layout_of(sizes)
-        blocks = blocks_of(sizes, 128)
-        warps = layout["WARPS"] // step.PARTS or 1
-        same = dict(**sizes, R=3, L2_EPS=1e-6, **blocks)
-        for grid, near in product((1, ROUNDED_EVERY), (step.NEAR, 2 * step.NEAR)):
-            walk = {**same, **layout, "WARPS": warps, "NEAR": near, "SECTOR": step.SECTOR}
-            yield step._walk_kernel, warps, walk | {"STATE_GRID": grid}
+        same = dict(**sizes, R=3, L2_EPS=1e-6, **walk.blocks_of(sizes, 128))
+        yield from walks(sizes, dict(CORRECTS=True, skip=None))
         yield step._norm_kernel, step.NORM_WARPS, dict(**same, HEADS=step.HEADS)
         yield inputs_kernel, 1, dict(**same, TOKENS=step.MOST_TOKENS)
+    for sizes in () if quick else MAMBA:
+        yield from walks(sizes, dict(CORRECTS=False))
+
+
+def walks(sizes: dict[str, int], rule: dict[str, Any]) -> Iterator[tuple[Any, int, dict[str, Any]]]:
+    """The walk through a state: in fp32 and in 16 bits, of short windows and of long ones."""
+    layout = walk.layout_of(sizes)
+    warps = layout["WARPS"] // walk.PARTS or 1
+    same = {**sizes, **layout, **rule, "WARPS": warps, "SECTOR": walk.SECTOR}
+    for grid, near in product((1, ROUNDED_EVERY), (walk.NEAR, 2 * walk.NEAR)):
+        yield walk.walk_kernel, warps, same | {"NEAR": near, "STATE_GRID": grid}
 
 
 def lanes_of_sums(code: str) -> set[tuple[bool, int]]:
@@ -88,11 +96,11 @@ def lanes_of_sums(code: str) -> set[tuple[bool, int]]:
 
 def main(quick: bool) -> None:
     """Compiles them, down to machine code."""
-    walks: dict[tuple[int, int, int], list[set[tuple[bool, int]]]] = {}
+    found: dict[tuple[int, int, int], list[set[tuple[bool, int]]]] = {}
     for kernel, warps, constants in kernels(quick):
         name = kernel.__name__
-        own = {n: constants.get(n) for n in kernel.arg_names}
-        fixed = {n: value for n, value in own.items() if value is not None}
+        own = kernel.arg_names
+        fixed = {n: constants[n] for n in own if n in constants}
         grid = constants.get("STATE_GRID", 1)
         types = {n: "constexpr" if n in fixed else type_of(n, name, grid) for n in own}
         aligned = [i for i, n in enumerate(own) if types[n].startswith("*") and n not in ANYWHERE]
@@ -106,11 +114,11 @@ def main(quick: bool) -> None:
             target=GPUTarget("cuda", 90, 32),
             options=dict(num_warps=warps, enable_fp_fusion=False),
         )
-        if kernel is step._walk_kernel:
+        if kernel is walk.walk_kernel:
             lanes = lanes_of_sums(compiled.asm["ttgir"])
-            walks.setdefault((fixed["K"], fixed["V"], grid), []).append(lanes)
+            found.setdefault((fixed["K"], fixed["V"], grid), []).append(lanes)
         print(name, fixed)
-    for sizes, (short, long) in walks.items():
+    for sizes, (short, long) in found.items():
         assert short and short == long, (sizes, short, long)
 
 

@@ -17,13 +17,16 @@ import lockstep.kernels.gated_delta_rule.cases as delta_cases
 import lockstep.kernels.head_linear.cases as head_cases
 import lockstep.kernels.latent_attention.cases as latent_cases
 import lockstep.kernels.linear.cases as linear_cases
+import lockstep.kernels.mamba2.cases as mamba2_cases
 import lockstep.kernels.norm.cases as norm_cases
 import lockstep.kernels.rotary.cases as rotary_cases
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.experts import experts
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.latent_attention import latent_attention
+from lockstep.kernels.mamba2 import mamba2_chunk, mamba2_step
 from lockstep.kernels.norm import rms_norm
+from lockstep.kernels.recurrent.cases import Dims
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.kernels.route import route
 from lockstep.kernels.sampling import sample
@@ -45,6 +48,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 INTERPRETED = {
     gated_delta_chunk: 1,
     gated_delta_step: 1,
+    mamba2_chunk: 1,
+    mamba2_step: 1,
     sample: 1,
     paged_attention: 1,
     latent_attention: 1,
@@ -70,7 +75,8 @@ REAL = (
     (head_cases, "SIZES", ((70, 128, 128, 512), (70, 128, 512, 128))),
     (latent_cases, "LAYERS", ((70, 128, 128, 512, 64),)),
     (latent_cases, "BATCHES", ((LONG, 128, 512, 64, 64), (LONG, 16, 512, 64, 64))),
-    (delta_cases, "LAYERS", (delta_cases.Dims(16, 48, 128, 128, w=8),)),
+    (delta_cases, "LAYERS", (Dims(16, 48, 128, 128, w=8),)),
+    (mamba2_cases, "LAYERS", (Dims(8, 64, 128, 64, w=8),)),
 )
 """Tables of the cases, and what to put in their places: the dimensions of real models."""
 

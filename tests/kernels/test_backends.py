@@ -8,6 +8,7 @@ from lockstep.kernels.experts import experts
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.kv import PackedKV
 from lockstep.kernels.latent_attention import latent_attention
+from lockstep.kernels.mamba2 import mamba2_chunk, mamba2_step
 from lockstep.kernels.sampling import sample
 from tests.kernels.backends import (
     GPU_DTYPES,
@@ -26,10 +27,12 @@ ROUNDED = 4e-3
 INTERPRETED = {
     gated_delta_chunk: 2,
     gated_delta_step: 4,
+    mamba2_chunk: 2,
+    mamba2_step: 4,
     sample: 3,
     paged_attention: 2,
     latent_attention: 2,
-    experts: 4,
+    experts: 7,
 }
 """The interpreter is slow: it sees the first cases; a GPU sees all."""
 ORACLE = Backend("reference", "cpu", torch.float32)

@@ -9,6 +9,7 @@ from torch import Tensor
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
 from lockstep.kernels.latent_attention import latent_attention
+from lockstep.kernels.mamba2 import mamba2_chunk, mamba2_step
 from lockstep.kernels.sampling import sample
 from tests.kernels.backends import left, of_every_op, same_bits
 from tests.kernels.canaries import MARGIN, Canaries
@@ -17,6 +18,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 INTERPRETED = {
     gated_delta_chunk: 1,
     gated_delta_step: 2,
+    mamba2_chunk: 1,
+    mamba2_step: 2,
     paged_attention: 2,
     latent_attention: 2,
     sample: 1,

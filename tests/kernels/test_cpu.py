@@ -11,8 +11,9 @@ from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
 from lockstep.kernels.backends import cases_of
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
-from lockstep.kernels.gated_delta_rule.cases import Dims, inputs, random_state, weights
+from lockstep.kernels.gated_delta_rule.cases import inputs, weights
 from lockstep.kernels.recurrent import _cpu
+from lockstep.kernels.recurrent.cases import Dims, random_state
 from lockstep.kernels.recurrent.convolution import causal_convolution
 from lockstep.kernels.recurrent.rings import (
     folded_by,

@@ -12,9 +12,10 @@ import torch
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
-from lockstep.kernels.gated_delta_rule.cases import Dims, empty_state, inputs, random_state, weights
+from lockstep.kernels.gated_delta_rule.cases import inputs, weights
 from lockstep.kernels.linear import linear
 from lockstep.kernels.norm import gated_rms_norm, rms_norm
+from lockstep.kernels.recurrent.cases import Dims, empty_state, random_state
 from lockstep.kernels.recurrent.rings import folded_by, slots_before
 from lockstep.kernels.sampling import sample
 from lockstep.kernels.sampling.cases import among, batch
@@ -242,7 +243,9 @@ def test_how_a_step_is_divided_changes_no_bit(backend, length, part, monkeypatch
     found = []
     for division in (dict(PARTS=1), dict(PARTS=2, MOST_TOKENS=1), dict(PARTS=4, HEADS=2, NEAR=1)):
         for name, value in division.items():
-            monkeypatch.setattr(f"lockstep.kernels.gated_delta_rule.step.{name}", value)
+            shared = name in ("PARTS", "NEAR")
+            place = "recurrent._walk_triton" if shared else "gated_delta_rule.step"
+            monkeypatch.setattr(f"lockstep.kernels.{place}.{name}", value)
         state = backend.place(random_state(replace(dims, w=8), 4, [1, 3], backend.dtype, 8))
         layer = backend.place(weights(dims, backend.dtype, 13))
         out = backend.run(gated_delta_step, dict(**data, weights=layer, state=state, **where))

@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
 from lockstep.kernels.gated_delta_rule import gated_delta_step
-from lockstep.kernels.gated_delta_rule.cases import Dims, empty_state, inputs, weights
+from lockstep.kernels.gated_delta_rule.cases import inputs, weights
 from lockstep.kernels.linear import linear
 from lockstep.kernels.norm import gated_rms_norm, rms_norm
+from lockstep.kernels.recurrent.cases import Dims, empty_state
 from lockstep.kernels.sampling import FILTERS, NOISE, SamplingState, gumbel, sample
 
 

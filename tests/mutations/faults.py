@@ -41,6 +41,9 @@ OF_DEEPSEEK = "tests/models/test_deepseek_v3.py"
 OF_TURBOQUANT = "tests/kernels/test_turboquant.py"
 OF_KV_FORMATS = "tests/regressions/test_f3_kv_formats.py"
 OF_HALF_STATE = "tests/regressions/test_f2_state_in_16_bits.py"
+MAMBA = "kernels/mamba2/cpu.py"
+OF_MAMBA = "tests/regressions/test_f2_f4_mamba2.py"
+OF_NEMOTRON = "tests/models/test_nemotron_h.py"
 OF_ROWS_ALONE = "tests/kernels/test_exactness.py"
 
 
@@ -69,8 +72,8 @@ FAULTS = (
     ),
     Fault(
         "replay of at most 4", "mixer", DELTA,
-        "    most = max((starts - folded).tolist())\n",
-        "    most = min(4, max((starts - folded).tolist()))\n",
+        "    most = max(0, *(starts - folded).tolist())\n",
+        "    most = min(4, max(0, *(starts - folded).tolist()))\n",
     ),
     Fault(
         "folded one too far when all were accepted", "table", METADATA,
@@ -425,7 +428,7 @@ FAULTS = (
     ),
     # Mixers.
     Fault(
-        "replay misses a row's first token", "mixer", DELTA,
+        "replay misses a row's first token", "mixer", RINGS,
         "live = (torch.arange(most, 0, -1)[:, None] <= starts - folded)",
         "live = (torch.arange(most, 0, -1)[:, None] < starts - folded)",
     ),
@@ -747,8 +750,8 @@ FAULTS = (
     ),
     Fault(
         "a window rounds by its own positions", "mixer", DELTA,
-        "_round(state, s, [start + t + 1 for start in starts])",
-        "_round(state, s, [t + 1 for start in starts])",
+        "round_rows(state, s, [start + t + 1 for start in starts])",
+        "round_rows(state, s, [t + 1 for start in starts])",
         f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
     ),
     Fault(
@@ -758,10 +761,59 @@ FAULTS = (
         f"{OF_HALF_STATE}::test_chunks_drafts_and_preemption_leave_the_answer_alone",
     ),
     Fault(
-        "a kernel rounds by positions in the window", "mixer", "kernels/gated_delta_rule/step.py",
+        "a kernel rounds by positions in the window", "mixer",
+        "kernels/recurrent/_walk_triton.py",
         "if (start + t + 1) % STATE_GRID == 0:",
         "if (t + 1) % STATE_GRID == 0:",
         f"{OF_ROWS_ALONE}::test_a_state_of_16_bits_is_rounded_at_absolute_positions",
+    ),
+    # Mamba-2 and Nemotron-H: the bundled model has neither.
+    Fault(
+        "a window of Mamba-2 keeps x where it should keep dt x", "mixer", MAMBA,
+        "for ring, line in ((state.u, u),",
+        "for ring, line in ((state.u, x),",
+        f"{OF_MAMBA}::test_accepted_drafts_leave_the_answer_alone",
+    ),
+    Fault(
+        "a resumed prompt of Mamba-2 begins from the row's own state", "mixer", MAMBA,
+        "state.recurrent[src].clone() if start",
+        "state.recurrent[dst].clone() if start",
+        f"{OF_MAMBA}::test_preemption_and_prefix_hits_leave_the_answer_alone",
+    ),
+    Fault(
+        "a token's step of Mamba-2 decays with the cumulated time", "mixer",
+        "kernels/mamba2/__init__.py",
+        "    return step, step * -torch.exp(weights.a_log)\n",
+        "    return step, step.cumsum(0) * -torch.exp(weights.a_log)\n",
+        f"{OF_MAMBA}::test_accepted_drafts_leave_the_answer_alone",
+    ),
+    Fault(
+        "a chunk of Mamba-2 ends with the decay of its batch", "numerics", MAMBA,
+        "    g = chunked(g).cumsum(-1)\n",
+        "    g = chunked(g).cumsum(-1) * (1 + 1e-6 * (chunks > 1))\n",
+        "tests/kernels/test_mamba2.py::test_chunked_law_cut_anywhere_on_the_grid",
+    ),
+    Fault(
+        "a kernel of Mamba-2 lets a token see the one behind it", "mixer",
+        "kernels/mamba2/chunk.py",
+        "tl.where(row >= col, grown",
+        "tl.where(row + 1 >= col, grown",
+        "tests/kernels/test_backends.py::test_agrees_with_the_reference"
+        "[mamba2_chunk-triton-cpu-float32]",
+    ),
+    Fault(
+        "Mamba-2's norm before its gate", "mixer", NORM,
+        "    y = x * silu(gate.float())\n"
+        "    return (_normalise(y, eps) * weight.float()).to(gate.dtype)\n",
+        "    y = _normalise(x, eps) * weight.float()\n"
+        "    return (y * silu(gate.float())).to(gate.dtype)\n",
+        f"{OF_NEMOTRON}::test_logits_at_every_position_chunked_and_whole",
+    ),
+    Fault(
+        "a prompt's last snapshot left out where they are rare", "cache", "cache/cache.py",
+        "        return tokens > start and (passes or tokens == prompt // size * size)\n",
+        "        return tokens > start and passes\n",
+        "tests/scheduling/test_scheduler.py::test_snapshots_may_be_rare_but_for_a_prompts_last",
     ),
     # KV formats: the bundled model is checked in its own dtype unless a format is asked for.
     Fault(

@@ -32,7 +32,7 @@ from tests.quant.stored import (
     fp8_weight,
     int_weight,
 )
-from tests.tiny_model import HYBRID_MOE, MIXTRAL, NEXT, QWEN3_MOE, THREE_LAYERS
+from tests.tiny_model import HYBRID_MOE, MIXTRAL, NEMOTRON_H, NEXT, QWEN3_MOE, THREE_LAYERS
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
@@ -42,6 +42,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {**MIXTRAL, "num_hidden_layers": 2},
     "qwen3_next": {**NEXT, **THREE_LAYERS, "mtp_num_hidden_layers": 1},
     "qwen3_5_moe": {**HYBRID_MOE, **THREE_LAYERS, "moe_intermediate_size": 136},
+    "nemotron_h": {
+        **NEMOTRON_H,
+        "hybrid_override_pattern": "M*-EM",
+        "intermediate_size": 72,
+        "mamba_head_dim": 12,
+        "mamba_num_heads": 8,
+        "moe_intermediate_size": 24,
+        "moe_latent_size": 16,
+        "moe_shared_expert_intermediate_size": 32,
+        "num_attention_heads": 6,
+    },
     "whole": {
         **QWEN3_MOE,
         "num_hidden_layers": 1,
@@ -192,6 +203,52 @@ def test_every_family_of_mixtures(tmp_path: Path, family: str, name: str) -> Non
     if family != "mixtral":
         assert any("shared_expert.down_proj" in module for module in done)
         assert answer(build(packed, speculative_config=MTP)) == right
+
+
+@pytest.mark.parametrize("name", ["gptq", "fp8 blocks", "modelopt fp8", "modelopt nvfp4"])
+def test_nemotron_h(tmp_path: Path, name: str) -> None:
+    """Mamba-2's projections, MLPs and experts without a gate, their latent projections."""
+    (packed, plain, done) = write(tmp_path, "nemotron_h", FORMATS[name])
+    found = build(packed)
+    wanted = build(plain)
+    parts = {module.rpartition(".")[2] for module in done}
+    assert parts >= {"in_proj", "out_proj", "fc1_latent_proj", "fc2_latent_proj", "up_proj"}
+    assert torch.equal(weights(found), weights(wanted))
+    assert answer(found) == answer(wanted)
+
+
+def test_nemotron_3_packs_its_layers_in_two_ways(tmp_path: Path) -> None:
+    """Super's: experts in NVFP4, some projections in FP8, the rest plain."""
+    raw = {**FAMILIES["nemotron_h"], "vocab_size": VOCAB}
+    plain = {n.replace("model.", "backbone."): x for n, x in tensors_of(raw).items()}
+    packed: dict[str, Tensor] = {}
+    layers: dict[str, dict[str, Any]] = {}
+    for seed, (name, tensor) in enumerate(sorted(plain.items())):
+        module = name.removesuffix(".weight")
+        last = module.rpartition(".")[2]
+        if ".experts." in name:
+            layers[module] = {"quant_algo": "NVFP4", "group_size": 16}
+            stored = MODELOPT_FP4(*tensor.shape, seed)
+        elif last in ("in_proj", "fc1_latent_proj") or "shared_experts" in name:
+            layers[module] = {"quant_algo": "FP8"}
+            stored = fp8_weight("scalar")(*tensor.shape, seed)
+        else:
+            packed[name] = tensor
+            continue
+        plain[name] = stored.value
+        packed |= {f"{module}.{suffix}": part for suffix, part in stored.tensors.items()}
+    settings = {**modelopt("MIXED_PRECISION"), "quantized_layers": layers}
+    folders = []
+    for kind, tensors in (("packed", packed), ("plain", plain)):
+        target = tmp_path / kind
+        target.mkdir()
+        save_file({n: x.contiguous() for n, x in tensors.items()}, target / "x.safetensors")
+        own = {"quantization_config": settings} if kind == "packed" else {}
+        (target / "config.json").write_text(json.dumps({**raw, **own, "dtype": "float32"}))
+        folders.append(target)
+    (found, wanted) = (build(folder) for folder in folders)
+    assert torch.equal(weights(found), weights(wanted))
+    assert answer(found) == answer(wanted)
 
 
 def test_experts_in_an_order_of_their_own_are_refused(tmp_path: Path) -> None:

@@ -28,33 +28,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def make(folder: Path) -> Callable[..., LLM]:
-    """An engine over the tiny model with these settings. changing: every step brings another
-    number of drafts; known: texts that a scripted drafter knows, which stands in for the method;
+    """An engine over the tiny model: engine_over."""
+    return partial(engine_over, folder)
+
+
+def engine_over(
+    folder: Path,
+    method: str | None = None,
+    k: int = 3,
+    changing: bool = False,
+    known: list[list[int]] | None = None,
+    preempt_every: int = 0,
+    **settings: Any,
+) -> LLM:
+    """An engine over a folder with these settings. changing: every step brings another number of
+    drafts; known: texts that a scripted drafter knows, which stands in for the method;
     preempt_every: as in CheckHooks."""
-
-    def build(
-        method: str | None = None,
-        k: int = 3,
-        changing: bool = False,
-        known: list[list[int]] | None = None,
-        preempt_every: int = 0,
-        **settings: Any,
-    ) -> LLM:
-        if method:
-            spec = {"method": method, "num_speculative_tokens": k, "adaptive": changing}
-            settings["speculative_config"] = spec
-        settings = {"max_model_len": 512, "max_num_seqs": 8, **settings}
-        config = EngineConfig.read(
-            model=str(folder), load_format="dummy", skip_tokenizer_init=True, **settings
-        )
-        hooks = CheckHooks(
-            drafter=partial(Scripted, known) if known else None,
-            draft_policy=RandomDraftLength if changing else None,
-            preempt_every=preempt_every,
-        )
-        return LLM.over(Engine(config, hooks=hooks))
-
-    return build
+    if method:
+        spec = {"method": method, "num_speculative_tokens": k, "adaptive": changing}
+        settings["speculative_config"] = spec
+    settings = {"max_model_len": 512, "max_num_seqs": 8, **settings}
+    config = EngineConfig.read(
+        model=str(folder), load_format="dummy", skip_tokenizer_init=True, **settings
+    )
+    hooks = CheckHooks(
+        drafter=partial(Scripted, known) if known else None,
+        draft_policy=RandomDraftLength if changing else None,
+        preempt_every=preempt_every,
+    )
+    return LLM.over(Engine(config, hooks=hooks))
 
 
 def answers(

@@ -14,6 +14,7 @@ from lockstep import LLM
 from lockstep.kernels import gated_delta_rule as rule
 from lockstep.kernels.gated_delta_rule import cpu
 from lockstep.kernels.recurrent.rings import most_replayed, ring_slots
+from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.layers import gated_delta_net
 from lockstep.runner import table
 from tests.regressions.conftest import answers
@@ -89,7 +90,7 @@ def replay_all_but_one(
     return replay(state, slots, early, folded, places[: -len(slots)], flush)
 
 
-replay = cpu._replay
+replay = cpu.replay
 
 
 @pytest.mark.parametrize("fault", [no_replay, replay_all_but_one])
@@ -100,7 +101,7 @@ def test_state_read_at_the_wrong_place_is_caught(
     monkeypatch: pytest.MonkeyPatch,
     fault: Callable[..., Any],
 ) -> None:
-    monkeypatch.setattr(cpu, "_replay", fault)
+    monkeypatch.setattr(cpu, "replay", fault)
     llm = make("ngram", 3, known=known)
     assert answers(llm) != plain
 
@@ -151,8 +152,8 @@ def test_replay_is_stepping_bit_for_bit() -> None:
     )
     length = ring_slots(window, most_replayed(window))
 
-    def fresh() -> rule.GatedDeltaState:
-        return rule.GatedDeltaState(
+    def fresh() -> RecurrentState:
+        return RecurrentState(
             torch.zeros(2, hv, dk, dv),
             torch.zeros(2, ring_slots(window, 3), channels),
             torch.zeros(2, length, hv, dv),
@@ -160,7 +161,7 @@ def test_replay_is_stepping_bit_for_bit() -> None:
             torch.zeros(2, length, hv),
         )
 
-    def run(state: rule.GatedDeltaState, at: int, n: int, lacking: int) -> torch.Tensor:
+    def run(state: RecurrentState, at: int, n: int, lacking: int) -> torch.Tensor:
         x = (t[None, at : at + n] for t in raw)
         where = torch.tensor([1]), torch.tensor([at]), torch.tensor([at - lacking])
         return cpu.gated_delta_step_cpu(*x, weights, state, *where)[0]

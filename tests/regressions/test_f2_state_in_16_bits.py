@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lockstep import LLM
 from lockstep.kernels import step_metadata
-from lockstep.kernels.gated_delta_rule import GatedDeltaState, cpu
-from lockstep.kernels.recurrent import rings
+from lockstep.kernels.gated_delta_rule import cpu
+from lockstep.kernels.recurrent import _cpu, rings
+from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.layers import gated_delta_net
 from lockstep.runner import table
 from tests.regressions.conftest import PROMPTS, answers
@@ -96,7 +97,7 @@ def as_each_step_leaves_it(monkeypatch: pytest.MonkeyPatch) -> None:
     def by_step(starts: Tensor, folded: Tensor, flush: int, grid: int) -> Tensor:
         return torch.where(starts - folded >= flush, starts, folded)
 
-    for user in (cpu, step_metadata):
+    for user in (_cpu, step_metadata):
         monkeypatch.setattr(user, "folded_by", by_step)
 
 
@@ -104,7 +105,7 @@ def as_the_window_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds by the token's place in the window, not in the row."""
     run = cpu._run
 
-    def by_window(state: GatedDeltaState, s: Tensor, starts: Any, *rest: Any) -> Any:
+    def by_window(state: RecurrentState, s: Tensor, starts: Any, *rest: Any) -> Any:
         return run(state, s, [0 for _ in starts], *rest)
 
     monkeypatch.setattr(cpu, "_run", by_window)

@@ -12,9 +12,12 @@ from lockstep.scheduling.schedule import PromptChunk, Results, RowResult, Schedu
 from lockstep.scheduling.scheduler import Scheduler
 
 
-def make(pages: int = 100, rows: int = 4, slots: int = 0, **options: object) -> Scheduler:
+def make(
+    pages: int = 100, rows: int = 4, slots: int = 0, every: int = 1, **options: object
+) -> Scheduler:
     options = {"max_num_batched_tokens": 256, "max_model_len": 4096, "query_len": 1, **options}
-    return Scheduler(Cache(CacheConfig(pages, 64, slots, rows)), max_num_seqs=rows, **options)  # type: ignore
+    cache = Cache(CacheConfig(pages, 64, slots, rows, snapshot_every=every))
+    return Scheduler(cache, max_num_seqs=rows, **options)  # type: ignore
 
 
 def ask(sched: Scheduler, name: str, length: int, priority: int = 0, most: int = 8) -> Request:
@@ -62,6 +65,50 @@ def test_chunks_end_on_the_grid_and_leave_snapshots_there() -> None:
     plan = step(sched)
     assert plan.admissions[0].start == 256
     assert plan.prompt[0].state_src == chunks[1].snapshot_slot == plan.admissions[0].state_src
+
+
+@pytest.mark.parametrize(
+    ("length", "budget", "taken"),
+    [
+        (700, 64, [256, 512, 640]),
+        (700, 128, [256, 512, 640]),
+        (700, 192, [384, 576, 640]),
+        (700, 256, [256, 512, 640]),
+        (642, 128, [256, 512, 640]),
+        (640, 128, [256, 512, 640]),
+        (63, 64, []),
+    ],
+)
+def test_snapshots_may_be_rare_but_for_a_prompts_last(
+    length: int, budget: int, taken: list[int]
+) -> None:
+    """Every fourth page, at the first end of a chunk from there on, and the last whole page."""
+    sched = make(slots=20, every=4, max_num_batched_tokens=budget)
+    ask(sched, "a", length)
+    found = []
+    while sched.num_waiting or any(e.in_prompt for e in sched.running):
+        found += [c for c in step(sched).prompt if c.snapshot_slot]
+    assert [(c.start + c.length) // 64 * 64 for c in found] == taken
+    drain(sched)
+    ask(sched, "a", length + 200)
+    assert step(sched).admissions[0].start == (taken[-1] if taken else 0)
+
+
+def turns(every: int, slots: int) -> float:
+    """The share of prompt tokens that were cached, of eight conversations of six turns in turn."""
+    sched = make(pages=4000, slots=slots, every=every, max_num_batched_tokens=64)
+    for turn in range(6):
+        for name in "abcdefgh":
+            tokens = [ord(name)] * (500 + 300 * turn)
+            sched.add(Request(f"{name}{turn}", tokens, SamplingParams(max_tokens=8)))
+            drain(sched)
+    return sched.cache.hit_tokens / sched.cache.query_tokens
+
+
+def test_rare_snapshots_are_hit_where_many_push_each_other_out() -> None:
+    """Room for 16 snapshots: those of every page are gone before a conversation comes back."""
+    assert turns(every=1, slots=21) < 0.05
+    assert turns(every=32, slots=21) > 0.6
 
 
 def test_budget_below_the_grid_works_without_state_only() -> None:

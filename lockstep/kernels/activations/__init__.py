@@ -1,4 +1,4 @@
-"""silu_mul, and sigmoid, silu and softplus out of exp, log1p and IEEE arithmetic.
+"""silu_mul and relu2; and sigmoid, silu and softplus out of exp, log1p and IEEE arithmetic.
 
 torch.sigmoid, silu and softplus on a CPU give the last elements of a tensor (those past its last
 whole vector) other bits than the same numbers elsewhere, so a row's bits would depend on how many
@@ -40,3 +40,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate) * up
+
+
+@op
+def relu2(x: Tensor) -> Tensor:
+    """x [T, I] -> max(x, 0)^2 [T, I] of its dtype, rounded once (So et al., Primer, 2021)."""
+    positive = torch.relu(x.float())
+    return (positive * positive).to(x.dtype)

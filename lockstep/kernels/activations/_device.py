@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Sigmoid and SiLU as Triton device functions, of fp32 numbers, for the kernels of every op.
+"""Sigmoid, SiLU, softplus and relu2 as Triton device functions of fp32 numbers, for every op.
 
 The two divisions give different bits, so which of them a kernel uses is part of its op's numerics.
 Gluon kernels cannot call these (their constants need a layout): attention/hopper.py has its own.
@@ -7,6 +7,9 @@ Gluon kernels cannot call these (their constants need a layout): attention/hoppe
 
 import triton
 import triton.language as tl
+
+SOFTPLUS_LINEAR = tl.constexpr(20.0)
+"""Above it softplus(x) is x, as in torch and lockstep.kernels.activations."""
 
 
 @triton.jit
@@ -31,3 +34,22 @@ def sigmoid_approx(x):
 def silu_approx(x):
     """silu by div.full.f32: of convolutions and gated norms."""
     return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)), and x itself where it is large.
+
+    log1p(e) is log(1 + e) e / ((1 + e) - 1), which makes up for what 1 + e rounds off (Kahan).
+    """
+    e = tl.exp(tl.minimum(x, SOFTPLUS_LINEAR))
+    kept = tl.where(1.0 + e == 1.0, 1.0, (1.0 + e) - 1.0)
+    small = tl.where(1.0 + e == 1.0, e, tl.log(1.0 + e) * (e / kept))
+    return tl.where(x > SOFTPLUS_LINEAR, x, small)
+
+
+@triton.jit
+def relu2(x):
+    """max(x, 0)^2, NaN where x is."""
+    positive = tl.where(x > 0, x, tl.where(x == x, 0.0, x))
+    return positive * positive

@@ -1,15 +1,19 @@
-"""silu_mul between gate_up and down."""
+"""silu_mul or relu2, between an MLP's products."""
 
 from collections.abc import Iterator
 from functools import partial
 
-from lockstep.kernels.activations import silu_mul
+from lockstep.kernels.activations import relu2, silu_mul
 from lockstep.kernels.bench_types import BenchEnv, Made, Model, OpBenchmark, cut_by_tokens
 
 
 def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
-    """silu_mul at the width of the model's MLP."""
-    yield silu_mul, partial(_silu_mul, model.inner, env, query_len)
+    """At the width of the model's MLP: of gated ones silu_mul; relu2 of others, and of the small
+    set, which has every op."""
+    if model.gated:
+        yield silu_mul, partial(_silu_mul, model.inner, env, query_len)
+    if not model.gated or (model.delta and model.mamba):
+        yield relu2, partial(_relu2, model.inner, env, query_len)
 
 
 def _silu_mul(inner: int, env: BenchEnv, query_len: int) -> OpBenchmark:
@@ -17,3 +21,10 @@ def _silu_mul(inner: int, env: BenchEnv, query_len: int) -> OpBenchmark:
     token = 3 * inner * env.dtype.itemsize
     x = env.random(env.enough(token * query_len) * query_len, 2 * inner)
     return cut_by_tokens(silu_mul, f"{inner}", query_len, backend, run, [x], token)
+
+
+def _relu2(inner: int, env: BenchEnv, query_len: int) -> OpBenchmark:
+    backend, run = env.choose(relu2)
+    token = 2 * inner * env.dtype.itemsize
+    x = env.random(env.enough(token * query_len) * query_len, inner)
+    return cut_by_tokens(relu2, f"{inner}", query_len, backend, run, [x], token)

@@ -1,4 +1,4 @@
-"""Shapes of silu_mul that every backend must serve: odd widths, several blocks, no rows."""
+"""Shapes of silu_mul and relu2 that every backend must serve: odd widths, several blocks, none."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,3 +17,12 @@ def silu_mul_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
         beside = torch.full((tokens, 3), float("nan"))
         gate_up = torch.cat([gate_up, beside], 1).to(dtype)[:, : 2 * inner]
         yield f"{tokens}x{inner}", dict(gate_up=gate_up)
+
+
+def relu2_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, arguments of relu2 on the CPU): NaN beside every row."""
+    generator = torch.Generator().manual_seed(5)
+    for tokens, inner in SHAPES:
+        x = torch.randn(tokens, inner, generator=generator) * 4
+        beside = torch.full((tokens, 3), float("nan"))
+        yield f"{tokens}x{inner}", dict(x=torch.cat([x, beside], 1).to(dtype)[:, :inner])

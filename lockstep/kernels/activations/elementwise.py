@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""silu_mul in Triton: one program per row and BLOCK of its columns. Nothing is summed."""
+"""silu_mul and relu2 in Triton: one program per row and BLOCK of its columns. Nothing is summed."""
 
 from typing import Any
 
@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels.activations import silu_mul
+from lockstep.kernels.activations import relu2, silu_mul
+from lockstep.kernels.activations._device import relu2 as relu2_of
 from lockstep.kernels.activations._device import silu
 from lockstep.kernels.backends import gpu_trait
 
@@ -30,6 +31,15 @@ def _silu_mul_kernel(gate_up, out, stride, N: tl.constexpr, BLOCK: tl.constexpr)
     tl.store(out + row * N + lanes, (gate * up).to(out.dtype.element_ty), mask=lanes < N)
 
 
+@triton.jit
+def _relu2_kernel(x, out, stride, N: tl.constexpr, BLOCK: tl.constexpr):
+    """BLOCK of one row's N squares."""
+    row = tl.program_id(0).to(tl.int64)
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(x + row * stride + lanes, mask=lanes < N, other=0.0).to(tl.float32)
+    tl.store(out + row * N + lanes, relu2_of(values).to(out.dtype.element_ty), mask=lanes < N)
+
+
 @silu_mul.backend("triton", supports=gpu_trait)
 def silu_mul_triton(gate_up: Tensor) -> Tensor:
     """See lockstep.kernels.activations.silu_mul. The last stride is 1."""
@@ -40,4 +50,15 @@ def silu_mul_triton(gate_up: Tensor) -> Tensor:
         options: dict[str, Any] = dict(BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False)
         grid = (tokens, triton.cdiv(inner, BLOCK))
         _silu_mul_kernel[grid](gate_up, out, gate_up.stride(0), inner, **options)
+    return out
+
+
+@relu2.backend("triton", supports=gpu_trait)
+def relu2_triton(x: Tensor) -> Tensor:
+    """See lockstep.kernels.activations.relu2. The last stride is 1."""
+    tokens, inner = x.shape
+    out = torch.empty(tokens, inner, dtype=x.dtype, device=x.device)
+    if out.numel():
+        options: dict[str, Any] = dict(BLOCK=BLOCK, num_warps=WARPS, enable_fp_fusion=False)
+        _relu2_kernel[(tokens, triton.cdiv(inner, BLOCK))](x, out, x.stride(0), inner, **options)
     return out

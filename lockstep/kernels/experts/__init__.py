@@ -1,12 +1,18 @@
-"""experts: the gated MLPs of a mixture, each token through the few that it was sent to."""
+"""experts: the MLPs of a mixture, each token through the few that it was sent to."""
+
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lockstep.kernels.activations import sigmoid, silu_mul
+from lockstep.kernels.activations import relu2, sigmoid, silu_mul
 from lockstep.kernels.linear import linear
 from lockstep.kernels.packed import PackedWeight
 from lockstep.kernels.registry import op
+
+Act = Literal["silu_mul", "relu2"]
+ACTS = {"silu_mul": silu_mul, "relu2": relu2}
+"""What stands between an expert's two products: a gate and what it multiplies, or neither."""
 
 
 @op
@@ -18,6 +24,7 @@ def experts(
     weights: Tensor,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
+    act: Act = "silu_mul",
 ) -> Tensor:
     """x [T, H], up [E, 2I, H] (rows 0 .. I-1 gate, I .. 2I-1 up), down [E, H, I], ids [T, k] int32,
     weights [T, k] fp32 or x's dtype, shared [T, H], shared_gate [T] -> y [T, H] of x's dtype.
@@ -30,6 +37,11 @@ def experts(
         [g], [u]  = x up_e^T         linear with one segment: one ascending fp32 chain over K
         [a]       = [silu(g)] * u    silu_mul
         [y_e]     = a down_e^T       linear with one segment
+
+    With act relu2 there is no gate: up is [E, I, H], packed [E * I, H], and
+
+        [u]       = x up_e^T
+        [a]       = max(u, 0)^2      relu2
 
     y = 0 + w_0 y_0 + w_1 y_1 + ... in fp32, slots of `ids` in ascending order, products rounded to
     fp32 before they are added; the shared expert's output last; rounded once. With shared_gate it
@@ -44,8 +56,8 @@ def experts(
     for token in range(tokens):
         for slot in range(slots):
             expert = int(ids[token, slot].clamp(0, count - 1))
-            act = silu_mul(linear(x[token : token + 1], of_expert(up, expert, count)))
-            y = linear(act, of_expert(down, expert, count))[0]
+            inner = ACTS[act](linear(x[token : token + 1], of_expert(up, expert, count)))
+            y = linear(inner, of_expert(down, expert, count))[0]
             total[token] += weights[token, slot].float() * y.float()
     return with_shared(total, shared, shared_gate, x.dtype)
 

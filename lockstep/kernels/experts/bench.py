@@ -22,7 +22,8 @@ def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
     if not model.moe:
         return
     for layout in ("", *PACKED) if env.device == "cuda" else ("",):
-        yield experts, partial(_experts, model.hidden, model.moe, env, query_len, layout)
+        sizes = (model.hidden, model.moe, model.gated)
+        yield experts, partial(_experts, *sizes, env, query_len, layout)
 
 
 def _weight(moe: Moe, n: int, k: int, env: BenchEnv, layout: str) -> Tensor | PackedWeight:
@@ -34,14 +35,17 @@ def _weight(moe: Moe, n: int, k: int, env: BenchEnv, layout: str) -> Tensor | Pa
     return found
 
 
-def _experts(hidden: int, moe: Moe, env: BenchEnv, query_len: int, layout: str) -> OpBenchmark:
+def _experts(
+    hidden: int, moe: Moe, gated: bool, env: BenchEnv, query_len: int, layout: str
+) -> OpBenchmark:
     """layout: of packed weights, "" where they are not."""
+    act = "silu_mul" if gated else "relu2"
     backend, run = env.choose(experts, experts=moe.experts, top_k=moe.top_k, packed=bool(layout))
     size = env.dtype.itemsize
-    up = _weight(moe, 2 * moe.inner, hidden, env, layout)
+    up = _weight(moe, moe.inner * (1 + gated), hidden, env, layout)
     down = _weight(moe, hidden, moe.inner, env, layout)
     expert = (up.nbytes + down.nbytes) // moe.experts
-    flops = 2 * 3 * hidden * moe.inner
+    flops = 2 * (2 + gated) * hidden * moe.inner
     rows = env.enough(expert * moe.top_k * query_len)
     tokens = rows * query_len
     logits = env.random(tokens, moe.experts, dtype=torch.float32)
@@ -54,7 +58,7 @@ def _experts(hidden: int, moe: Moe, env: BenchEnv, query_len: int, layout: str) 
     def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
         cut = slice(begin * query_len, end * query_len)
         ids, weights = (part[cut] for part in given)
-        return lambda: run(x[cut], up, down, ids, weights, shared[cut], gate[cut])
+        return lambda: run(x[cut], up, down, ids, weights, shared[cut], gate[cut], act)
 
     def cost(rows: int) -> Cost:
         count = rows * query_len

@@ -14,27 +14,31 @@ from lockstep.kernels.route import route
 SHAPES = (
     (0, 8, 4, 16, 2, ""),
     (2, 48, 33, 12, 3, "shared"),
+    (3, 40, 70, 12, 3, "relu2"),
     (15, 24, 12, 6, 4, "gated"),
     (1, 40, 24, 5, 2, ""),
     (7, 33, 16, 44, 3, ""),
     (20, 40, 16, 7, 1, "one"),
+    (9, 33, 50, 5, 2, "relu2"),
 )
 """(tokens, H, I, experts, top_k, what is special)."""
 PACKED = (("int4", "int4"), ("fp8 by blocks", "fp8 by blocks"), ("nvfp4", "int8"))
 """Layouts of up and down."""
-PACKED_SHAPES = ((2, 136, 72, 3, 2, "gated"), (7, 40, 24, 4, 3, ""))
+PACKED_SHAPES = ((2, 136, 72, 3, 2, "gated"), (7, 40, 24, 4, 3, ""), (5, 136, 72, 3, 2, "relu2"))
 """As SHAPES: some columns past a block of 128; blocks of rows that several experts share."""
 
 
 def experts_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of experts on the CPU). "one": all tokens go to one expert, by an id that is
-    too large. The gates lie apart, as beside a router's logits."""
+    """(name, arguments of experts on the CPU). "relu2": the act, without a gate. "one": all
+    tokens go to one expert, by an id that is too large. The shared gates lie apart, as beside a
+    router's logits."""
     generator = torch.Generator().manual_seed(3)
     for shape in SHAPES:
         yield _case(dtype, generator, *shape)
     for shape in PACKED_SHAPES:
         hidden, inner, count = shape[1:4]
-        ups = dict(random_weights(count * 2 * inner, hidden))
+        rows = inner if shape[5] == "relu2" else 2 * inner
+        ups = dict(random_weights(count * rows, hidden))
         downs = dict(random_weights(count * hidden, inner))
         for up, down in PACKED:
             name, made = _case(dtype, generator, *shape)
@@ -54,17 +58,19 @@ def _case(
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=generator)
 
+    rows = inner if special == "relu2" else 2 * inner
     ids, weights = route(random(tokens, count), top_k)
     if special == "one":
         ids.fill_(count + 3)
     arguments = dict(
         x=random(tokens, hidden).to(dtype),
-        up=(random(count, 2 * inner, hidden) * hidden**-0.5).to(dtype),
+        up=(random(count, rows, hidden) * hidden**-0.5).to(dtype),
         down=(random(count, hidden, inner) * inner**-0.5).to(dtype),
         ids=ids,
         weights=weights,
         shared=random(tokens, hidden).to(dtype) if special in ("shared", "gated") else None,
         shared_gate=random(tokens, 5).to(dtype)[:, 2] if special == "gated" else None,
+        act="relu2" if special == "relu2" else "silu_mul",
     )
     return f"{tokens}x{hidden}/{inner}/{count}/{top_k} {special}".rstrip(), arguments
 

@@ -6,9 +6,8 @@ It is fast where up and down are transposed views of [E, K, N] storage.
 import torch
 from torch import Tensor
 
-from lockstep.kernels.activations import silu_mul
 from lockstep.kernels.backends import cpu_trait
-from lockstep.kernels.experts import experts, experts_in, of_expert, with_shared
+from lockstep.kernels.experts import ACTS, Act, experts, experts_in, of_expert, with_shared
 from lockstep.kernels.linear.cpu import linear_cpu
 from lockstep.kernels.packed import PackedWeight
 
@@ -22,6 +21,7 @@ def experts_cpu(
     weights: Tensor,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
+    act: Act = "silu_mul",
 ) -> Tensor:
     """See lockstep.kernels.experts.experts."""
     tokens, slots = ids.shape
@@ -35,8 +35,8 @@ def experts_cpu(
         pairs = order[begin : begin + count]
         begin += count
         if count:
-            act = silu_mul(linear_cpu(x[pairs // slots], of_expert(up, expert, number)))
-            y[pairs] = linear_cpu(act, of_expert(down, expert, number))
+            inner = ACTS[act](linear_cpu(x[pairs // slots], of_expert(up, expert, number)))
+            y[pairs] = linear_cpu(inner, of_expert(down, expert, number))
     total = torch.zeros_like(x, dtype=torch.float32)
     for slot, own in enumerate(y.view(tokens, slots, x.shape[1]).unbind(1)):
         total += weights[:, slot, None].float() * own.float()

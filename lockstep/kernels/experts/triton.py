@@ -21,9 +21,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels import architecture
-from lockstep.kernels.activations._device import sigmoid, silu
+from lockstep.kernels.activations._device import relu2, sigmoid, silu
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.experts import experts, experts_in
+from lockstep.kernels.experts import Act, experts, experts_in
 from lockstep.kernels.experts._sort import FIELDS, clamped, sort_pairs
 from lockstep.kernels.experts.tiles import UNPACK_FROM, Tile, are_few, packed_tile, tile_of
 from lockstep.kernels.packed import PackedWeight
@@ -78,43 +78,51 @@ def _tile_of(
 @triton.jit(do_not_specialize=["pairs"])
 def _up_kernel(
     x, weight, act, ids, order, table, pairs, x_stride, experts, K, inner,
+    GATED: tl.constexpr,
     SLOTS: tl.constexpr, SORTED: tl.constexpr, LANES: tl.constexpr, FIELDS: tl.constexpr,
     FORM: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """act [pairs, inner]: a tile's silu(gate) * up.
+    """act [pairs, inner]: a tile's silu(gate) * up, or max(up, 0)^2 where there is no gate.
 
-    Rows of the weight's block are 8 of gate and the 8 of up beside them in turn, so that wgmma
-    leaves both factors of a product in one thread: it holds rows r and r + 8. Those past the end
-    are copies of the last one, computed and not stored.
+    With one, rows of the weight's block are 8 of gate and the 8 of up beside them in turn, so that
+    wgmma leaves both factors of a product in one thread: it holds rows r and r + 8. Those past the
+    end are copies of the last one, computed and not stored.
     """
-    blocks = tl.cdiv(inner, BLOCK_N // 2)
+    WIDTH: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    blocks = tl.cdiv(inner, WIDTH)
     tile = tl.program_id(0) // blocks
-    first = tl.program_id(0) % blocks * (BLOCK_N // 2)
+    first = tl.program_id(0) % blocks * WIDTH
     expert, own, live = _tile_of(
         ids, order, table, tile, pairs, experts, SORTED, LANES, FIELDS, BLOCK_M
     )
     if expert < 0:
         return
     row = tl.arange(0, BLOCK_N)
-    column = first + row // 16 * 8 + row % 8
-    within = row % 16 // 8 * inner + tl.minimum(column, inner - 1)
-    rows = expert.to(tl.int64) * 2 * inner + within
+    if GATED:
+        column = first + row // 16 * 8 + row % 8
+        within = row % 16 // 8 * inner + tl.minimum(column, inner - 1)
+        rows = expert.to(tl.int64) * 2 * inner + within
+    else:
+        rows = expert.to(tl.int64) * inner + tl.minimum(first + row, inner - 1)
     first_row = (own // SLOTS).to(tl.int64) * x_stride
     inputs = x + first_row[:, None] + tl.arange(0, BLOCK_K)[None, :]
     total = chain(
         weight, rows, inputs, live[:, None], 0, K, FORM, EVEN, BLOCK_N, BLOCK_M, BLOCK_K,
         act.dtype.element_ty,
     )  # fmt: skip
-    halves = tl.reshape(total, (BLOCK_N // 16, 2, 8, BLOCK_M))
-    gate, up = tl.split(tl.permute(halves, (0, 2, 3, 1)))
     dtype = act.dtype.element_ty
-    product = silu(gate.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-    product = product * up.to(dtype).to(tl.float32)
-    column = first + tl.arange(0, BLOCK_N // 2)
+    if GATED:
+        halves = tl.reshape(total, (BLOCK_N // 16, 2, 8, BLOCK_M))
+        gate, up = tl.split(tl.permute(halves, (0, 2, 3, 1)))
+        product = silu(gate.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+        product = product * up.to(dtype).to(tl.float32)
+    else:
+        product = relu2(total.to(dtype).to(tl.float32))
+    column = first + tl.arange(0, WIDTH)
     to = act + own.to(tl.int64)[None, :] * inner + column[:, None]
     mask = live[None, :] & (column < inner)[:, None]
-    tl.store(to, tl.reshape(product, (BLOCK_N // 2, BLOCK_M)).to(dtype), mask=mask)
+    tl.store(to, tl.reshape(product, (WIDTH, BLOCK_M)).to(dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -257,30 +265,32 @@ def _reading(
 
 def _act(
     x: Tensor, up: _Reading, inner: int, experts: int, ids: Tensor, order: Tensor | None,
-    table: Tensor | None,
+    table: Tensor | None, gated: bool,
 ) -> Tensor:  # fmt: skip
-    """silu(gate) * up of every pair: [T * k, I]."""
+    """What every pair's down is given: [T * k, I]."""
     pairs = ids.numel()
     tiles = pairs if table is None else len(table)
     lanes = 1 if table is not None else triton.next_power_of_2(pairs)
     act = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
-    _up_kernel[(tiles * triton.cdiv(inner, up.tile.rows // 2),)](
+    width = up.tile.rows // 2 if gated else up.tile.rows
+    _up_kernel[(tiles * triton.cdiv(inner, width),)](
         x, up.operand, act, ids, order, table, pairs, x.stride(0), experts, up.k, inner,
-        SLOTS=ids.shape[1], SORTED=table is not None, LANES=lanes, FIELDS=FIELDS, **up.options(),
+        GATED=gated, SLOTS=ids.shape[1], SORTED=table is not None, LANES=lanes, FIELDS=FIELDS,
+        **up.options(),
     )  # fmt: skip
     return act
 
 
 def launch_few(
     x: Tensor, up: Tensor | PackedWeight, down: Tensor | PackedWeight, ids: Tensor,
-    weights: Tensor, shared: Tensor | None, gate: Tensor | None, tile: Tile,
+    weights: Tensor, shared: Tensor | None, gate: Tensor | None, tile: Tile, gated: bool = True,
 ) -> Tensor:  # fmt: skip
-    """experts for few tokens, without a sort. tile: of plain weights."""
+    """experts for few tokens, without a sort. tile: of plain weights; gated: act is silu_mul."""
     tokens, slots = ids.shape
     hidden = up.shape[-1]
     inner = down.shape[-1]
     count = experts_in(up, down)
-    act = _act(x, _reading(up, tile, x), inner, count, ids, None, None)
+    act = _act(x, _reading(up, tile, x), inner, count, ids, None, None, gated)
     places = triton.next_power_of_2(slots)
     read = _reading(down, tile, x)
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
@@ -293,9 +303,10 @@ def launch_few(
 
 def launch_sorted(
     x: Tensor, up: Tensor | PackedWeight, down: Tensor | PackedWeight, ids: Tensor,
-    weights: Tensor, shared: Tensor | None, gate: Tensor | None, tile: Tile,
+    weights: Tensor, shared: Tensor | None, gate: Tensor | None, tile: Tile, gated: bool = True,
 ) -> Tensor:  # fmt: skip
-    """experts for any number of tokens, sorted into tiles. tile: of plain weights."""
+    """experts for any number of tokens, sorted into tiles. tile: of plain weights; gated: act is
+    silu_mul."""
     tokens, slots = ids.shape
     hidden = up.shape[-1]
     inner = down.shape[-1]
@@ -303,7 +314,7 @@ def launch_sorted(
     pairs = ids.numel()
     unpack = pairs >= UNPACK_FROM * count
     order, table = sort_pairs(ids, count, tile.tokens)
-    act = _act(x, _reading(up, tile, x, unpack), inner, count, ids, order, table)
+    act = _act(x, _reading(up, tile, x, unpack), inner, count, ids, order, table, gated)
     y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     read = _reading(down, tile, x, unpack)
     _down_kernel[(len(table) * triton.cdiv(hidden, read.tile.rows),)](
@@ -339,6 +350,7 @@ def experts_triton(
     weights: Tensor,
     shared: Tensor | None = None,
     shared_gate: Tensor | None = None,
+    act: Act = "silu_mul",
 ) -> Tensor:
     """See lockstep.kernels.experts.experts.
 
@@ -350,4 +362,5 @@ def experts_triton(
     count = experts_in(up, down)
     tile = tile_of(ids.numel(), count, x.dtype, arch)
     launch = launch_few if are_few(*ids.shape, count) else launch_sorted
-    return launch(x, up, down, ids, weights, shared, shared_gate, tile)
+    gated = act == "silu_mul"
+    return launch(x, up, down, ids, weights, shared, shared_gate, tile, gated)

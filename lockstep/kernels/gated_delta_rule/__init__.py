@@ -7,7 +7,7 @@ HK key heads of K, HV value heads of V; value head h reads key head h // (HV / H
 C = 2 HK K + HV V channels, ordered [all q | all k | all v]. W window tokens, R conv kernel - 1.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,8 @@ from torch import Tensor
 from lockstep.kernels.activations import sigmoid, softplus
 from lockstep.kernels.norm import gated_rms_norm
 from lockstep.kernels.recurrent.convolution import causal_convolution
-from lockstep.kernels.recurrent.rings import folded_by, slots_before, state_grid
+from lockstep.kernels.recurrent.rings import folded_by, slots_before
+from lockstep.kernels.recurrent.state import RecurrentState, expand, on_grid, replay, write
 from lockstep.kernels.registry import op
 from lockstep.step import GRID
 
@@ -35,50 +36,13 @@ class GatedDeltaWeights:
     eps: float
 
 
-@dataclass
-class GatedDeltaState:
-    """One layer's recurrent state, by slot (slot 0 is the null slot). fp32 but for conv and, where
-    the user chose so, recurrent, which may be bf16.
-
-    recurrent [slots, HV, K, V]: the state behind the row's first `folded` tokens. The rest are
-    rings, a token's ring slot being its position modulo the ring's length (ring_slots of
-    lockstep.kernels.recurrent.rings): conv [slots, W + R, C] raw inputs, and of L = W +
-    most_replayed ring slots what replays tokens into the state: u [slots, L, HV, V],
-    k [slots, L, HK, K], decay [slots, L, HV].
-    """
-
-    recurrent: Tensor
-    conv: Tensor
-    u: Tensor
-    k: Tensor
-    decay: Tensor
-
-    def tensors(self) -> list[Tensor]:
-        """All parts, each indexed by slot first."""
-        return [getattr(self, f.name) for f in fields(self)]
-
-    def sizes(self) -> tuple[int, int, int, int]:
-        """HK, HV, K, V."""
-        hv, k, v = self.recurrent.shape[1:]
-        return self.k.shape[2], hv, k, v
-
-    @property
-    def grid(self) -> int:
-        """The multiples of tokens behind which the state is rounded and may be written."""
-        return state_grid(self.recurrent.dtype)
-
-    def rounded(self, s: Tensor) -> Tensor:
-        """fp32 numbers as a state in memory has them, in fp32. s itself where that is fp32."""
-        return s.to(self.recurrent.dtype).float()
-
-
 def gates(b: Tensor, a: Tensor, weights: GatedDeltaWeights) -> tuple[Tensor, Tensor]:
     """Raw b, a [..., HV] -> g, the log decay, and beta [..., HV], both fp32."""
     g = -torch.exp(weights.a_log) * softplus(a.float() + weights.dt_bias)
     return g, sigmoid(b.float())
 
 
-def heads_of(mixed: Tensor, state: GatedDeltaState) -> tuple[Tensor, Tensor, Tensor]:
+def heads_of(mixed: Tensor, state: RecurrentState) -> tuple[Tensor, Tensor, Tensor]:
     """Convolved mixed [..., C] fp32 -> q, k [..., HK, K] of length 1 (q times K^-1/2 then), and
     v [..., HV, V]."""
     hk, hv, dk, dv = state.sizes()
@@ -92,12 +56,6 @@ def _l2_normalised(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2_EPS)
 
 
-def expand(x: Tensor, heads: int) -> Tensor:
-    """[..., HK, K] -> [..., HV, K]: value head i reads key head i // (HV / HK)."""
-    group = heads // x.shape[-2]
-    return x.unsqueeze(-2).expand(*x.shape[:-1], group, x.shape[-1]).flatten(-3, -2)
-
-
 @op(writes=("state",))
 def gated_delta_step(
     mixed: Tensor,
@@ -105,7 +63,7 @@ def gated_delta_step(
     b: Tensor,
     a: Tensor,
     weights: GatedDeltaWeights,
-    state: GatedDeltaState,
+    state: RecurrentState,
     slots: Tensor,
     starts: Tensor,
     folded: Tensor,
@@ -128,16 +86,16 @@ def gated_delta_step(
     written = folded_by(starts, folded, flush, state.grid)
     rows = zip(slots.tolist(), starts.tolist(), folded.tolist(), written.tolist(), strict=True)
     for row, (slot, start, held, due) in enumerate(rows):
-        s = _replay(state, slot, state.recurrent[slot].float(), held, due)
+        s = replay(state, slot, state.recurrent[slot].float(), held, due)
         if due > held:
             state.recurrent[slot] = s
-        s = _replay(state, slot, s, due, start)
+        s = replay(state, slot, s, due, start)
         past = state.conv[slot, slots_before(start, history, ring_length)]
         q, k, v = heads_of(causal_convolution(torch.cat([past, mixed[row]]), weights.conv), state)
         g, beta = gates(b[row], a[row], weights)
         for t in range(mixed.shape[1]):
             s, u, o = _delta_rule(s, q[t], k[t], v[t], torch.exp(g[t]), beta[t])
-            s = _on_grid(state, s, start + t + 1)
+            s = on_grid(state, s, start + t + 1)
             out[row, t] = gated_rms_norm(o, z[row, t], weights.norm, weights.eps)
             state.conv[slot, (start + t) % ring_length] = mixed[row, t]
             ring_slot = (start + t) % state.k.shape[1]
@@ -156,29 +114,8 @@ def _delta_rule(
     k = expand(k, len(s))[:, None]
     s = s * decay[:, None, None]
     u = (v[:, None] - k @ s) * beta[:, None, None]
-    s = _write(s, k, u)
+    s = write(s, k, u)
     return s, u[:, 0], (q @ s)[:, 0]
-
-
-def _write(s: Tensor, k: Tensor, u: Tensor) -> Tensor:
-    """s [HV, K, V] + k [HV, 1, K] (x) u [HV, 1, V]: the one expression of stepping and replay."""
-    return torch.baddbmm(s, k.transpose(1, 2), u)
-
-
-def _replay(state: GatedDeltaState, slot: int, s: Tensor, first: int, end: int) -> Tensor:
-    """A row's state s [HV, K, V] with its tokens first .. end - 1 folded in."""
-    for position in range(first, end):
-        ring_slot = position % state.k.shape[1]
-        k = expand(state.k[slot, ring_slot], len(s))[:, None]
-        s = s * state.decay[slot, ring_slot][:, None, None]
-        s = _write(s, k, state.u[slot, ring_slot][:, None])
-        s = _on_grid(state, s, position + 1)
-    return s
-
-
-def _on_grid(state: GatedDeltaState, s: Tensor, tokens: int) -> Tensor:
-    """A row's state behind so many tokens, rounded where they are a multiple of its grid."""
-    return state.rounded(s) if tokens % state.grid == 0 else s
 
 
 @op(writes=("state",))
@@ -187,7 +124,7 @@ def gated_delta_chunk(
     b: Tensor,
     a: Tensor,
     weights: GatedDeltaWeights,
-    state: GatedDeltaState,
+    state: RecurrentState,
     cu_seqlens: Tensor,
     starts: Tensor,
     state_src: Tensor,

@@ -1,19 +1,14 @@
 # mypy: ignore-errors
-"""What the Triton kernels of both laws share: channels of heads, gates, sizes, what they serve."""
+"""What the Triton kernels of both laws share: channels of heads, gates, what they serve."""
 
 from typing import Any
 
 import triton
 import triton.language as tl
 
-from lockstep.kernels.activations._device import sigmoid_approx
+from lockstep.kernels.activations._device import sigmoid_approx, softplus
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.gated_delta_rule import GatedDeltaState
-
-SOFTPLUS_LINEAR = tl.constexpr(20.0)
-"""Above it softplus(x) is x, as in torch and lockstep.kernels.activations."""
-WIDEST = 128
-"""Key and value dims up to which a program's share of a state fits its registers."""
+from lockstep.kernels.recurrent._walk_triton import WIDEST
 
 
 @triton.jit
@@ -26,28 +21,9 @@ def head_channels(unit, lanes, HK: tl.constexpr, K: tl.constexpr, V: tl.constexp
 
 @triton.jit
 def gates(a, b, a_log, dt_bias):
-    """Raw a, b and a head's parameters -> g, the log decay, and beta, fp32.
-
-    log1p(e) is log(1 + e) e / ((1 + e) - 1), which makes up for what 1 + e rounds off (Kahan).
-    """
-    x = a.to(tl.float32) + dt_bias
-    e = tl.exp(tl.minimum(x, SOFTPLUS_LINEAR))
-    kept = tl.where(1.0 + e == 1.0, 1.0, (1.0 + e) - 1.0)
-    softplus = tl.where(1.0 + e == 1.0, e, tl.log(1.0 + e) * (e / kept))
-    softplus = tl.where(x > SOFTPLUS_LINEAR, x, softplus)
-    return -tl.exp(a_log) * softplus, sigmoid_approx(b.to(tl.float32))
-
-
-def sizes_of(state: GatedDeltaState) -> dict[str, int]:
-    """HK, HV, K and V: constants of every kernel of a layer."""
-    return dict(zip(("HK", "HV", "K", "V"), state.sizes(), strict=True))
-
-
-def blocks_of(sizes: dict[str, int], most_v: int) -> dict[str, int]:
-    """Powers of two from 16 on that hold K, and V or most_v values of it."""
-    block_k = max(16, triton.next_power_of_2(sizes["K"]))
-    block_v = max(16, triton.next_power_of_2(sizes["V"]))
-    return dict(BLOCK_K=block_k, BLOCK_V=min(block_v, most_v))
+    """Raw a, b and a head's parameters -> g, the log decay, and beta, fp32."""
+    rise = softplus(a.to(tl.float32) + dt_bias)
+    return -tl.exp(a_log) * rise, sigmoid_approx(b.to(tl.float32))
 
 
 def supports(**traits: Any) -> str | None:

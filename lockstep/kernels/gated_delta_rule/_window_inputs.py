@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""What a generated window's tokens bring, made once for all that read it; and asking for it early.
+"""What a generated window's tokens bring, made once for all that read it.
 
 `heads` [S * Q, C + 2 HV] fp32 holds a token's q, k and v as the recurrence reads them, then decay
 and beta of every value head.
@@ -32,7 +32,7 @@ def _key_inputs(
     lanes = tl.arange(0, BLOCK)[None, :]
     x, raw = convolve_window(
         mixed, conv, taps, first, K, begin, conv_slot, length, conv_slots, stride, C, R, BLOCK,
-        TOKENS,
+        TOKENS, None,
     )  # fmt: skip
     for n in tl.static_range(TOKENS):
         t = begin + n
@@ -60,7 +60,7 @@ def _value_inputs(
     lanes = tl.arange(0, BLOCK)[None, :]
     x, raw = convolve_window(
         mixed, conv, taps, first, V, begin, conv_slot, length, conv_slots, stride, C, R, BLOCK,
-        TOKENS,
+        TOKENS, None,
     )  # fmt: skip
     for n in tl.static_range(TOKENS):
         t = begin + n
@@ -117,32 +117,3 @@ def inputs_kernel(
             tl.store(of_gates, decay, mask=live)
             tl.store(of_gates + 1, beta, mask=live)
             tl.store(ring_decay + slot * ring_slots * HV + h + to * HV, decay, mask=live)
-
-
-@triton.jit
-def bring_near(
-    ring_k, ring_u, q, k, v, width, first, ring_slot, count, ring_slots, length,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, MOST: tl.constexpr, SECTOR: tl.constexpr,
-):  # fmt: skip
-    """Brings what the last MOST of `count` replayed and the first MOST new tokens need into L1.
-
-    It loads one float of each SECTOR. A load whose value is not used is dropped by the compiler,
-    and a volatile one leaves nothing in L1; so a NaN is stored back to where it was read, which
-    changes nothing.
-    """
-    n = tl.arange(0, MOST)[:, None]
-    i = (tl.arange(0, BLOCK_K // SECTOR) * SECTOR)[None, :]
-    j = first + (tl.arange(0, (BLOCK_V + SECTOR - 1) // SECTOR) * SECTOR)[None, :]
-    back = wrapped(ring_slot - 1 - tl.minimum(n, tl.maximum(count - 1, 0)), ring_slots)
-    t = tl.minimum(n, length - 1) * width
-    in_k = (n >= 0) & (i < K)
-    in_v = (n >= 0) & (j < V)
-    of_k = ring_k + back * (HK * K) + i
-    of_u = ring_u + back * (HV * V) + j
-    places = ((of_k, in_k), (of_u, in_v), (q + t + i, in_k), (k + t + i, in_k), (v + t + j, in_v))
-    words = ()
-    for p in tl.static_range(len(places)):
-        words = words + (tl.load(places[p][0], mask=places[p][1], other=0.0),)
-    for p in tl.static_range(len(places)):
-        tl.store(places[p][0], words[p], mask=places[p][1] & (words[p] != words[p]))

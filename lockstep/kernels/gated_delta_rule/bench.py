@@ -10,12 +10,13 @@ from torch import Tensor
 
 from lockstep.kernels.bench_types import BenchEnv, Cost, Made, Model, OpBenchmark
 from lockstep.kernels.gated_delta_rule import (
-    GatedDeltaState,
     GatedDeltaWeights,
     gated_delta_chunk,
     gated_delta_step,
 )
-from lockstep.kernels.gated_delta_rule.cases import Dims, empty_state, inputs, weights
+from lockstep.kernels.gated_delta_rule.cases import inputs, weights
+from lockstep.kernels.recurrent._bench import bench_state, restore, row_bytes
+from lockstep.kernels.recurrent.cases import Dims
 from lockstep.step import GRID
 
 
@@ -36,7 +37,7 @@ def _gated_delta_step(dims: Dims, env: BenchEnv, query_len: int) -> OpBenchmark:
     traits = dict(key_dim=dims.k, value_dim=dims.v, key_heads=dims.hk, value_heads=dims.hv)
     backend, step = env.choose(gated_delta_step, **traits, kernel=dims.r + 1)
     rows = env.enough(dims.state.itemsize * dims.hv * dims.k * dims.v)
-    state, kept = _state(dims, rows, env)
+    state, kept = bench_state(dims, rows, env)
     given = _inputs(dims, rows, query_len, env)
     layer = _weights(dims, env)
     slots = env.ints(torch.randperm(rows) + 1, torch.int64)
@@ -51,7 +52,7 @@ def _gated_delta_step(dims: Dims, env: BenchEnv, query_len: int) -> OpBenchmark:
     def cost(rows: int) -> Cost:
         brought = sum(x[0].numel() * x.itemsize for x in given)
         out = given[1][0].numel() * env.dtype.itemsize
-        return Cost(rows * (2 * _row_bytes(state, query_len) + brought + out))
+        return Cost(rows * (2 * row_bytes(state, query_len) + brought + out))
 
     named = "" if dims.state == torch.float32 else ", bf16 state"
     return OpBenchmark(
@@ -63,7 +64,7 @@ def _gated_delta_step(dims: Dims, env: BenchEnv, query_len: int) -> OpBenchmark:
         call=call,
         cost=cost,
         seen=lambda begin, end, out: [out, *(x[slots[begin:end]] for x in state.tensors())],
-        reset=lambda: _restore(state, kept),
+        reset=lambda: restore(state, kept),
     )
 
 
@@ -72,7 +73,7 @@ def _gated_delta_chunk(dims: Dims, env: BenchEnv, length: int) -> OpBenchmark:
     traits = dict(key_dim=dims.k, value_dim=dims.v, key_heads=dims.hk, value_heads=dims.hv)
     backend, chunk = env.choose(gated_delta_chunk, **traits, kernel=dims.r + 1)
     rows = env.most
-    state, kept = _state(dims, rows, env)
+    state, kept = bench_state(dims, rows, env)
     mixed, _, b, a = _inputs(dims, rows, length, env)
     given = (mixed, b, a)
     layer = _weights(dims, env)
@@ -102,23 +103,8 @@ def _gated_delta_chunk(dims: Dims, env: BenchEnv, length: int) -> OpBenchmark:
         call=call,
         cost=cost,
         seen=lambda begin, end, out: [out, state.recurrent[slots[begin:end].long()]],
-        reset=lambda: _restore(state, kept),
+        reset=lambda: restore(state, kept),
     )
-
-
-def _state(dims: Dims, rows: int, env: BenchEnv) -> tuple[GatedDeltaState, list[Tensor]]:
-    """A state of `rows` slots and the null one, and its parts as they were."""
-    state = empty_state(dims, rows + 1, env.dtype)
-    for name, part in vars(state).items():
-        values = env.random(*part.shape, dtype=part.dtype).mul_(0.3)
-        setattr(state, name, torch.exp(-values.abs()) if name == "decay" else values)
-    return state, [part.clone() for part in state.tensors()]
-
-
-def _row_bytes(state: GatedDeltaState, query_len: int) -> int:
-    """What a step reads of a row's state, and as much again it writes: as the floor counts it."""
-    lines = [part[0, :query_len] for name, part in vars(state).items() if name != "recurrent"]
-    return sum(part.numel() * part.itemsize for part in (state.recurrent[0], *lines))
 
 
 def _inputs(dims: Dims, rows: int, length: int, env: BenchEnv) -> list[Tensor]:
@@ -135,8 +121,3 @@ def _weights(dims: Dims, env: BenchEnv) -> GatedDeltaWeights:
     if env.device != "cpu":
         parts["conv"] = parts["conv"].contiguous()
     return replace(found, **parts)
-
-
-def _restore(state: GatedDeltaState, kept: list[Tensor]) -> None:
-    for part, value in zip(state.tensors(), kept, strict=True):
-        part.copy_(value)

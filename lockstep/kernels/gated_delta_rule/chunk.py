@@ -1,11 +1,11 @@
 # mypy: ignore-errors
 """gated_delta_chunk in Triton, on the absolute grid.
 
-_chunk_list_kernel lists the chunks of all rows. _chunk_inputs_kernel and _chunk_inner_kernel make,
-for each chunk and head, what does not need the state before it. _chunk_state_kernel carries the
-state from chunk to chunk, in fp32 with numbers of its dtype in memory, two products a chunk, with a
-program per (row, head, value block). _chunk_out_kernel makes the outputs, a program per chunk
-again, and _chunk_conv_kernel keeps raw inputs. No length is a compile-time constant.
+_chunk_inputs_kernel and _chunk_inner_kernel make, for each chunk and head, what does not need the
+state before it. _chunk_state_kernel carries the state from chunk to chunk, in fp32 with numbers of
+its dtype in memory, two products a chunk, with a program per (row, head, value block).
+_chunk_out_kernel makes the outputs, a program per chunk again. What lists the chunks and keeps raw
+inputs stands in recurrent/_chunks_triton.py. No length is a compile-time constant.
 """
 
 from typing import Any
@@ -15,21 +15,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels.activations._device import silu_approx
 from lockstep.kernels.gated_delta_rule import (
     L2_EPS,
-    GatedDeltaState,
     GatedDeltaWeights,
     gated_delta_chunk,
 )
-from lockstep.kernels.gated_delta_rule._shared import (
-    WIDEST,
-    blocks_of,
-    gates,
-    head_channels,
-    sizes_of,
-    supports,
-)
+from lockstep.kernels.gated_delta_rule._shared import gates, head_channels, supports
+from lockstep.kernels.recurrent._chunks_triton import keep_raw_inputs, list_chunks, precision_of
+from lockstep.kernels.recurrent._convolution_triton import convolve_chunk
+from lockstep.kernels.recurrent._walk_triton import WIDEST, blocks_of, sizes_of
+from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.step import GRID
 
 # Times below: H200, 2,048 tokens of 48 heads of 128 x 128.
@@ -48,39 +43,6 @@ OUT_WARPS = 4
 SIDE = 16
 """Side of the diagonal blocks of a chunk's triangle that are inverted by substitution: the whole
 triangle of 64 took 1.1 ms instead of 0.2."""
-CONV_CHANNELS = 512
-"""Channels of a program that keeps raw inputs."""
-
-
-def _precision(dtype: torch.dtype) -> str:
-    """Of all products: three tf32 products per fp32 product where the model is fp32, else one.
-
-    tf32 keeps 10 bits where bf16 keeps 7: 1.7e-3 relative error of a layer's output, at 27 % of the
-    time (H200, 48 heads of 128 x 128).
-    """
-    return "tf32x3" if dtype == torch.float32 else "tf32"
-
-
-@triton.jit(do_not_specialize=["rows"])
-def _chunk_list_kernel(
-    cu_seqlens, state_slots, chunks, firsts, rows, BLOCK: tl.constexpr, GRID: tl.constexpr
-):
-    """One row: the index of its first chunk into firsts [S]; for each of its chunks (row, first
-    token in the row, tokens) into chunks [chunks, 3]."""
-    s = tl.program_id(0)
-    lanes = tl.arange(0, BLOCK)
-    live = lanes < rows
-    begin = tl.load(cu_seqlens + lanes, mask=live, other=0).to(tl.int32)
-    length = tl.load(cu_seqlens + lanes + 1, mask=live, other=0).to(tl.int32) - begin
-    length = tl.where(tl.load(state_slots + lanes, mask=live, other=0) != 0, length, 0)
-    first = tl.sum(tl.where(lanes < s, tl.cdiv(length, GRID), 0), 0)
-    mine = tl.sum(tl.where(lanes == s, length, 0), 0)
-    tl.store(firsts + s, first)
-    for chunk in range(tl.cdiv(mine, GRID)):
-        entry = chunks + (first + chunk) * 3
-        tl.store(entry, s)
-        tl.store(entry + 1, chunk * GRID)
-        tl.store(entry + 2, tl.minimum(mine - chunk * GRID, GRID))
 
 
 @triton.jit
@@ -103,19 +65,10 @@ def _chunk_inputs_kernel(
     start = tl.load(starts + s)
     lanes = tl.arange(0, GRID)
     conv += tl.load(state_src + s).to(tl.int64) * ring_slots * channels
-    total = tl.zeros((GRID, BLOCK), tl.float32)
-    for j in tl.static_range(R + 1):
-        token = offset + lanes + j - R
-        here = ((token >= 0) & (lanes < count))[:, None] & live[None, :]
-        before = ((token < 0) & (start > 0))[:, None] & live[None, :]
-        ring_slot = (start + token + ring_slots) % ring_slots
-        at = (begin + token)[:, None] * token_stride + c[None, :]
-        new = tl.load(mixed + at, mask=here, other=0.0)
-        past = conv + ring_slot[:, None] * channels + c[None, :]
-        old = tl.load(past, mask=before, other=0.0)
-        tap = tl.load(taps + j * channels + c, mask=live, other=0.0).to(tl.float32)
-        total += tl.where((token < 0)[:, None], old, new).to(tl.float32) * tap[None, :]
-    y = silu_approx(total)
+    y = convolve_chunk(
+        mixed, conv, taps, None, c, live, begin, offset, count, start, ring_slots, token_stride,
+        channels, R, GRID,
+    )  # fmt: skip
     if unit < 2 * HK:
         y = y * (1.0 / tl.sqrt_rn(tl.sum(y * y, 1) + EPS))[:, None]
         y = tl.where(unit < HK, y * K**-0.5, y)
@@ -297,52 +250,13 @@ def _chunk_out_kernel(
     tl.store(out + place, o, mask=mask_v)
 
 
-@triton.jit(do_not_specialize=["token_stride", "ring_slots"])
-def _chunk_conv_kernel(
-    mixed, conv, cu_seqlens, starts, state_src, state_slots, snapshot_slots, token_stride,
-    ring_slots,
-    C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
-    GRID: tl.constexpr,
-):  # fmt: skip
-    """One (row, block of channels): the last R raw inputs, at the end and at the grid point."""
-    s = tl.program_id(0)
-    begin = tl.load(cu_seqlens + s).to(tl.int64)
-    length = (tl.load(cu_seqlens + s + 1) - begin).to(tl.int32)
-    slot = tl.load(state_slots + s).to(tl.int64)
-    if (length == 0) | (slot == 0):
-        return
-    snapshot = tl.load(snapshot_slots + s).to(tl.int64)
-    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    r = tl.arange(0, BLOCK_R)[:, None]
-    inside = (c < C) & (r < R)
-    start = tl.load(starts + s)
-    past = conv + tl.load(state_src + s).to(tl.int64) * ring_slots * C + c
-    grid = length // GRID * GRID
-    mixed += begin * token_stride + c
-    at_end = r + length - R
-    at_grid = r + grid - R
-    end_slot = (start + at_end + ring_slots) % ring_slots
-    grid_slot = (start + at_grid + ring_slots) % ring_slots
-    resumed = inside & (start > 0)
-    old = tl.load(past + end_slot * C, mask=resumed & (at_end < 0), other=0.0)
-    new = tl.load(mixed + at_end * token_stride, mask=inside & (at_end >= 0), other=0.0)
-    last = tl.where(at_end < 0, old, new)
-    old = tl.load(past + grid_slot * C, mask=resumed & (at_grid < 0), other=0.0)
-    new = tl.load(mixed + at_grid * token_stride, mask=inside & (at_grid >= 0), other=0.0)
-    tl.debug_barrier()
-    tl.store(conv + slot * ring_slots * C + end_slot * C + c, last, mask=inside)
-    kept = tl.where(at_grid < 0, old, new)
-    place = conv + snapshot * ring_slots * C + grid_slot * C + c
-    tl.store(place, kept, mask=inside & (snapshot > 0))
-
-
 @gated_delta_chunk.backend("triton", supports=supports)
 def gated_delta_chunk_triton(
     mixed: Tensor,
     b: Tensor,
     a: Tensor,
     weights: GatedDeltaWeights,
-    state: GatedDeltaState,
+    state: RecurrentState,
     cu_seqlens: Tensor,
     starts: Tensor,
     state_src: Tensor,
@@ -357,23 +271,18 @@ def gated_delta_chunk_triton(
     taps = weights.conv.t().contiguous()
     ring_slots = state.conv.shape[1]
     history = taps.shape[0] - 1
-    most = tokens // GRID + rows  # chunks that rows of so many tokens can have
     f32 = torch.float32
     out = torch.zeros(tokens, hv, v, dtype=f32, device=mixed.device)
     if not out.numel() or not rows:
         return out
-    chunks, firsts = (
-        torch.zeros(n, dtype=torch.int32, device=mixed.device) for n in (3 * most, rows)
-    )
+    chunks, firsts = list_chunks(tokens, cu_seqlens, state_slots)
+    most = len(chunks)
     shapes = ((tokens, channels), (tokens, hv, v), (tokens, hv, k), (most, hv, GRID, GRID))
     heads, u, w, scores = (torch.empty(n, dtype=f32, device=mixed.device) for n in shapes)
     growth = torch.empty(most, hv, GRID, dtype=f32, device=mixed.device)
     states = torch.empty(most, hv, k, v, dtype=state.recurrent.dtype, device=mixed.device)
     exact: dict[str, Any] = dict(GRID=GRID, enable_fp_fusion=False)
-    precision = _precision(mixed.dtype)
-    _chunk_list_kernel[(rows,)](
-        cu_seqlens, state_slots, chunks, firsts, rows, triton.next_power_of_2(rows), GRID
-    )
+    precision = precision_of(mixed.dtype)
     _chunk_inputs_kernel[(most, 2 * hk + hv)](
         mixed, taps, state.conv, cu_seqlens, starts, state_src, chunks, heads,
         mixed.stride(0), ring_slots, **sizes, R=history,
@@ -395,9 +304,6 @@ def gated_delta_chunk_triton(
         heads, u, scores, growth, states, cu_seqlens, chunks, out,
         **sizes, **blocks, PRECISION=precision, num_warps=OUT_WARPS, **exact,
     )  # fmt: skip
-    _chunk_conv_kernel[(rows, triton.cdiv(channels, CONV_CHANNELS))](
-        mixed, state.conv, cu_seqlens, starts, state_src, state_slots, snapshot_slots,
-        mixed.stride(0), ring_slots, channels, history, CONV_CHANNELS,
-        triton.next_power_of_2(history), GRID,
-    )  # fmt: skip
+    places = (cu_seqlens, starts, state_src, state_slots, snapshot_slots)
+    keep_raw_inputs(mixed, state, history, *places)
     return out

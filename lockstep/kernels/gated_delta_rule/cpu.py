@@ -14,25 +14,29 @@ from torch import Tensor
 from lockstep.kernels.backends import cpu_trait
 from lockstep.kernels.gated_delta_rule import (
     L2_EPS,
-    GatedDeltaState,
     GatedDeltaWeights,
-    expand,
     gated_delta_chunk,
     gated_delta_step,
     gates,
 )
 from lockstep.kernels.norm import gated_rms_norm
-from lockstep.kernels.recurrent._cpu import causal_convolution, ring_places
-from lockstep.kernels.recurrent.rings import folded_by
+from lockstep.kernels.recurrent._cpu import (
+    Tokens,
+    by_token,
+    causal_convolution,
+    replay,
+    ring_places,
+    round_rows,
+    write,
+)
+from lockstep.kernels.recurrent.state import RecurrentState, expand
 from lockstep.step import GRID
 
 EPS = torch.tensor(L2_EPS)
 """As a tensor, which is added sooner than a number (lockstep.kernels.activations.ONE)."""
 
-Tokens = tuple[Tensor, ...]
 
-
-def _heads(mixed: Tensor, state: GatedDeltaState) -> tuple[Tensor, Tensor, Tensor]:
+def _heads(mixed: Tensor, state: RecurrentState) -> tuple[Tensor, Tensor, Tensor]:
     """lockstep.kernels.gated_delta_rule.heads_of, as views of mixed, which is written over."""
     hk, hv, dk, dv = state.sizes()
     qk, v = mixed.split([2 * hk * dk, hv * dv], dim=-1)
@@ -49,7 +53,7 @@ def gated_delta_step_cpu(
     b: Tensor,
     a: Tensor,
     weights: GatedDeltaWeights,
-    state: GatedDeltaState,
+    state: RecurrentState,
     slots: Tensor,
     starts: Tensor,
     folded: Tensor,
@@ -61,7 +65,7 @@ def gated_delta_step_cpu(
     hv = b.shape[2]
     history = weights.conv.shape[1] - 1
     first = tuple(starts.tolist())
-    most = max((starts - folded).tolist())
+    most = max(0, *(starts - folded).tolist())
     own = tuple(slots.tolist())
     places = ring_places(state.k.shape[1], own, first, range(-most, length))
     raw_places = ring_places(state.conv.shape[1], own, first, range(-history, length))
@@ -69,10 +73,10 @@ def gated_delta_step_cpu(
     raw = torch.cat([conv.view(history, rows, channels), mixed])
     q, k, v = _heads(causal_convolution(raw, weights.conv), state)
     g, beta = gates(b, a, weights)
-    s = _replay(state, slots, starts, folded, places[: most * rows], flush)
+    s = replay(state, slots, starts, folded, places[: most * rows], flush)
     decay = torch.exp(g)
-    by_token = (_by_token(x, hv) for x in (q, k, v, decay.unsqueeze(-1), beta.unsqueeze(-1)))
-    o, u = _run(state, s, first, *by_token)
+    each = (by_token(x, hv) for x in (q, k, v, decay.unsqueeze(-1), beta.unsqueeze(-1)))
+    o, u = _run(state, s, first, *each)
     state.conv.flatten(0, 1).index_copy_(
         0, raw_places[history * rows :], mixed.reshape(-1, channels)
     )
@@ -81,15 +85,8 @@ def gated_delta_step_cpu(
     return gated_rms_norm(o.view(z.shape), z, weights.norm, weights.eps).transpose(0, 1)
 
 
-def _by_token(x: Tensor, heads: int) -> Tokens:
-    """[T, S, H, X] -> T tensors [S * HV, 1, X], a value head reading as `expand` says."""
-    if x.shape[2] != heads:
-        x = expand(x, heads)
-    return x.reshape(len(x), -1, 1, x.shape[3]).unbind(0)
-
-
 def _run(
-    state: GatedDeltaState,
+    state: RecurrentState,
     s: Tensor,
     starts: Sequence[int],
     q: Tokens,
@@ -106,77 +103,10 @@ def _run(
     for t, (q_t, k_t, v_t, decay_t, beta_t) in enumerate(zip(q, k, v, decay, beta, strict=True)):
         flat.mul_(decay_t)
         u.append((v_t - torch.bmm(k_t, flat)).mul_(beta_t))
-        _write(flat, k_t, u[-1])
+        write(flat, k_t, u[-1])
         out.append(torch.bmm(q_t, flat))
-        _round(state, s, [start + t + 1 for start in starts])
+        round_rows(state, s, [start + t + 1 for start in starts])
     return torch.cat(out), torch.cat(u)
-
-
-def _round(state: GatedDeltaState, s: Tensor, tokens: Sequence[int]) -> None:
-    """Rounds in place the rows of s [S, HV, K, V] that stand on the state's grid, each behind so
-    many tokens."""
-    if state.grid == 1:
-        return
-    for row, count in enumerate(tokens):
-        if count % state.grid == 0:
-            s[row] = state.rounded(s[row])
-
-
-def _write(s: Tensor, k: Tensor, u: Tensor) -> None:
-    """s [N, K, V] += k [N, 1, K] (x) u [N, 1, V]: the one expression of stepping and replay."""
-    s.baddbmm_(k.transpose(1, 2), u)
-
-
-def _replay(
-    state: GatedDeltaState,
-    slots: Tensor,
-    starts: Tensor,
-    folded: Tensor,
-    places: Tensor,
-    flush: int,
-) -> Tensor:
-    """The state with the tokens folded .. starts - 1, at these ring places, folded in:
-    [S, HV, K, V] fp32, a copy.
-
-    It is written as `folded_by` says. Where a row lacks fewer tokens than its batch mates, the
-    first are decay 1, k 0 and u 0: an exact no-op, and so is rounding a state that memory has.
-    """
-    rows = len(slots)
-    heads = state.recurrent.shape[1]
-    written = folded_by(starts, folded, flush, state.grid)
-    due = written > folded
-    alone = rows == 1 and state.grid == 1 and bool(due)
-    here = state.recurrent
-    s = here[int(slots)][None] if alone else here.index_select(0, slots).float()
-    flat = s.view(-1, *s.shape[-2:])
-    most = len(places) // rows
-    if most:
-        tokens = [
-            ring.flatten(0, 1).index_select(0, places).view(most, rows, -1, ring.shape[-1])
-            for ring in (state.decay.unsqueeze(-1), state.k, state.u)
-        ]
-        if rows > 1:
-            live = (torch.arange(most, 0, -1)[:, None] <= starts - folded)[..., None, None]
-            pairs = zip(tokens, (1.0, 0.0, 0.0), strict=True)
-            tokens = [torch.where(live, x, nothing) for x, nothing in pairs]
-        by_token = zip(*(_by_token(x, heads) for x in tokens), strict=True)
-        for before, (decay_t, k_t, u_t) in zip(range(most - 1, -1, -1), by_token, strict=True):
-            flat.mul_(decay_t)
-            _write(flat, k_t, u_t)
-            if state.grid > 1:
-                behind = starts - before
-                _round(state, s, behind.tolist())
-                _keep(state, slots, s, due & (behind == written))
-    if alone:
-        return s.clone()
-    if state.grid == 1:
-        _keep(state, slots, s, due)
-    return s
-
-
-def _keep(state: GatedDeltaState, slots: Tensor, s: Tensor, due: Tensor) -> None:
-    """Writes the rows of s [S, HV, K, V] where that is due [S] to their slots."""
-    state.recurrent.index_copy_(0, slots[due], s[due].to(state.recurrent.dtype))
 
 
 @gated_delta_chunk.backend("cpu", supports=cpu_trait)
@@ -185,7 +115,7 @@ def gated_delta_chunk_cpu(
     b: Tensor,
     a: Tensor,
     weights: GatedDeltaWeights,
-    state: GatedDeltaState,
+    state: RecurrentState,
     cu_seqlens: Tensor,
     starts: Tensor,
     state_src: Tensor,

@@ -1,4 +1,4 @@
-"""rms_norm, add_rms_norm, gated_rms_norm: one lane layout per row width, whatever the batch."""
+"""rms_norm, add_rms_norm, gated_rms_norm, gated_group_norm: one tree a width, any batch."""
 
 import torch
 from torch import Tensor
@@ -46,3 +46,14 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     x / rms(x) * weight * silu(gate), all in fp32, norm before gate (Gated DeltaNet).
     """
     return (_normalise(x, eps) * weight.float() * silu(gate.float())).to(gate.dtype)
+
+
+@op
+def gated_group_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., G, D] fp32, gate [..., G, D], weight [G, D] -> [..., G, D] of gate's dtype.
+
+    y / rms(y) * weight with y = x * silu(gate), all in fp32: gate before norm, and each of G groups
+    normed by itself (Mamba-2).
+    """
+    y = x * silu(gate.float())
+    return (_normalise(y, eps) * weight.float()).to(gate.dtype)

@@ -1,4 +1,4 @@
-"""Norms: of hidden states, with what is added to them, and of a Gated DeltaNet layer's heads."""
+"""Norms: of hidden states, with what is added to them, and of recurrent layers' outputs."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -14,8 +14,8 @@ from lockstep.kernels.bench_types import (
     OpBenchmark,
     cut_by_tokens,
 )
-from lockstep.kernels.gated_delta_rule.cases import Dims
-from lockstep.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
+from lockstep.kernels.norm import add_rms_norm, gated_group_norm, gated_rms_norm, rms_norm
+from lockstep.kernels.recurrent.cases import Dims
 
 
 def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
@@ -24,6 +24,8 @@ def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
     yield add_rms_norm, partial(_add_rms_norm, model.hidden, env, query_len)
     if model.delta:
         yield gated_rms_norm, partial(_gated_rms_norm, model.delta, env, query_len)
+    if model.mamba:
+        yield gated_group_norm, partial(_gated_group_norm, model.mamba, env, query_len)
 
 
 def _rms_norm(width: int, env: BenchEnv, query_len: int) -> OpBenchmark:
@@ -64,3 +66,19 @@ def _gated_rms_norm(dims: Dims, env: BenchEnv, query_len: int) -> OpBenchmark:
         return norm(x, gate, weight, EPS)
 
     return cut_by_tokens(gated_rms_norm, size, query_len, backend, run, given, token)
+
+
+def _gated_group_norm(dims: Dims, env: BenchEnv, query_len: int) -> OpBenchmark:
+    width = dims.hv * dims.v // dims.hk
+    backend, norm = env.choose(gated_group_norm, width=width)
+    weight = env.ones(dims.hk, width)
+    token = dims.hk * width * (4 + 2 * env.dtype.itemsize)
+    tokens = env.enough(token * query_len) * query_len
+    x = env.random(tokens, dims.hk, width, dtype=torch.float32)
+    given = [x, env.random(tokens, dims.hk, width)]
+    size = f"{dims.hk}x{width}"
+
+    def run(x: Tensor, gate: Tensor) -> Tensor:
+        return norm(x, gate, weight, EPS)
+
+    return cut_by_tokens(gated_group_norm, size, query_len, backend, run, given, token)

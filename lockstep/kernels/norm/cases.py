@@ -49,6 +49,17 @@ def gated_rms_norm_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, An
         yield f"{tokens}x{heads}x{width}", dict(x=x, gate=gate, weight=weight, eps=1e-6)
 
 
+def gated_group_norm_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, arguments of gated_group_norm on the CPU): x is fp32, the gate a slice."""
+    generator = torch.Generator().manual_seed(5)
+    for tokens, groups, width in ((0, 2, 16), (1, 3, 24), (5, 2, 80), (3, 1, 1200)):
+        x = torch.randn(tokens, groups, width, generator=generator)
+        fused = torch.randn(tokens, groups * width + 7, generator=generator).to(dtype)
+        gate = fused[:, : groups * width].unflatten(1, (groups, width))
+        weight = torch.randn(groups, width, generator=generator).to(dtype)
+        yield f"{tokens}x{groups}x{width}", dict(x=x, gate=gate, weight=weight, eps=1e-5)
+
+
 def rms_norm_traits(x: Tensor, **rest: Any) -> dict[str, Any]:
     """What a layer of such arguments says when it asks for a backend."""
     return dict(width=x.shape[-1])
@@ -56,3 +67,4 @@ def rms_norm_traits(x: Tensor, **rest: Any) -> dict[str, Any]:
 
 add_rms_norm_traits = rms_norm_traits
 gated_rms_norm_traits = rms_norm_traits
+gated_group_norm_traits = rms_norm_traits

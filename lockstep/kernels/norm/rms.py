@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""rms_norm, add_rms_norm and gated_rms_norm in Triton: one program per row, or some narrow rows.
+"""All norms in Triton: one program per row, or some narrow rows.
 
 The tree that sums a row is written out (row_sum), so that it is a function of the width alone:
 neither the compiler's layouts, nor alignment, nor what else a kernel reads can change a bit.
@@ -15,7 +15,7 @@ from torch import Tensor
 from lockstep.kernels.activations._device import silu_approx
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.linear.triton import tree_load
-from lockstep.kernels.norm import add_rms_norm, gated_rms_norm, rms_norm
+from lockstep.kernels.norm import add_rms_norm, gated_group_norm, gated_rms_norm, rms_norm
 
 WIDEST = 16384
 """Numbers of a row that one program takes."""
@@ -134,6 +134,28 @@ def _gated_rms_norm_kernel(
     tl.store(out + lanes, values.to(out.dtype.element_ty), mask=live)
 
 
+@triton.jit
+def _gated_group_norm_kernel(
+    x, gate, weight, out, rows, inner, outer_stride, inner_stride, gate_outer, gate_inner, eps,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """ROWS of `rows` rows; a row of D is one of `inner` groups of a token."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    lanes = spread(ROWS, BLOCK)
+    live = (row < rows) & (lanes < D)
+    outer = (row // inner).to(tl.int64)
+    place = row % inner
+    x += outer * outer_stride + place * inner_stride
+    gate += outer * gate_outer + place * gate_inner
+    values = tl.load(x + lanes, mask=live, other=0.0).to(tl.float32)
+    z = tl.load(gate + lanes, mask=live, other=0.0).to(tl.float32)
+    scale = tl.load(weight + place * D + lanes, mask=live, other=0.0).to(tl.float32)
+    values = values * silu_approx(z)
+    values = values * inverse_rms(row_sums(values * values), eps, D)[:, None] * scale
+    out += row.to(tl.int64) * D
+    tl.store(out + lanes, values.to(out.dtype.element_ty), mask=live)
+
+
 def _rows(x: Tensor) -> tuple[Tensor, int, int, int]:
     """x [..., D] as [outer, inner, D] without a copy where strides allow: (x, inner, strides)."""
     if x.dim() != 3:
@@ -151,7 +173,7 @@ def row_layout(width: int, rows: int = 1) -> dict[str, Any]:
 
 
 def rows_together(width: int) -> int:
-    """Rows in a program of gated_rms_norm."""
+    """Rows in a program of the gated norms."""
     return max(1, NUMBERS_TOGETHER // triton.next_power_of_2(width))
 
 
@@ -200,6 +222,22 @@ def gated_rms_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -
         count = rows.shape[0] * inner
         together = rows_together(x.shape[-1])
         _gated_rms_norm_kernel[(triton.cdiv(count, together),)](
+            rows, gates, weight, out, count, inner, *strides, *gate_strides, eps,
+            ROWS=together, **row_layout(x.shape[-1], together),
+        )  # fmt: skip
+    return out
+
+
+@gated_group_norm.backend("triton", supports=_supports)
+def gated_group_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See lockstep.kernels.norm.gated_group_norm. x, gate [T, G, D]; weight is contiguous."""
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    rows, inner, *strides = _rows(x)
+    gates, _, *gate_strides = _rows(gate)
+    if x.numel():
+        count = rows.shape[0] * inner
+        together = rows_together(x.shape[-1])
+        _gated_group_norm_kernel[(triton.cdiv(count, together),)](
             rows, gates, weight, out, count, inner, *strides, *gate_strides, eps,
             ROWS=together, **row_layout(x.shape[-1], together),
         )  # fmt: skip

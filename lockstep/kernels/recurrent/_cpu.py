@@ -1,11 +1,16 @@
 """Rings and convolution of whole batches in few torch calls, whose number costs on a CPU."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from lockstep.kernels.activations import silu
+from lockstep.kernels.recurrent.rings import folded_by
+from lockstep.kernels.recurrent.state import RecurrentState, expand
+
+Tokens = tuple[Tensor, ...]
 
 
 @lru_cache(maxsize=64)
@@ -21,7 +26,7 @@ def ring_places(
     return torch.tensor([s * length + (p + i) % length for i in offsets for s, p in rows])
 
 
-def causal_convolution(x: Tensor, weight: Tensor) -> Tensor:
+def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See lockstep.kernels.recurrent.convolution. All taps are multiplied in one call."""
     taps = weight.float().t()
     x = x.float()
@@ -30,4 +35,78 @@ def causal_convolution(x: Tensor, weight: Tensor) -> Tensor:
     total, *others = (windows * taps.view(-1, *[1] * (x.dim() - 1), x.shape[-1])).unbind(0)
     for product in others:
         total.add_(product)
-    return silu(total)
+    return silu(total if bias is None else total.add_(bias.float()))
+
+
+def by_token(x: Tensor, heads: int) -> Tokens:
+    """[T, S, H, X] -> T tensors [S * HV, 1, X], a value head reading as `expand` says."""
+    if x.shape[2] != heads:
+        x = expand(x, heads)
+    return x.reshape(len(x), -1, 1, x.shape[3]).unbind(0)
+
+
+def round_rows(state: RecurrentState, s: Tensor, tokens: Sequence[int]) -> None:
+    """Rounds in place the rows of s [S, HV, K, V] that stand on the state's grid, each behind so
+    many tokens."""
+    if state.grid == 1:
+        return
+    for row, count in enumerate(tokens):
+        if count % state.grid == 0:
+            s[row] = state.rounded(s[row])
+
+
+def write(s: Tensor, k: Tensor, u: Tensor) -> None:
+    """s [N, K, V] += k [N, 1, K] (x) u [N, 1, V]: the one expression of stepping and replay."""
+    s.baddbmm_(k.transpose(1, 2), u)
+
+
+def replay(
+    state: RecurrentState,
+    slots: Tensor,
+    starts: Tensor,
+    folded: Tensor,
+    places: Tensor,
+    flush: int,
+) -> Tensor:
+    """The state with the tokens folded .. starts - 1, at these ring places, folded in:
+    [S, HV, K, V] fp32, a copy.
+
+    It is written as `folded_by` says. Where a row lacks fewer tokens than its batch mates, the
+    first are decay 1, k 0 and u 0: an exact no-op, and so is rounding a state that memory has.
+    """
+    rows = len(slots)
+    heads = state.recurrent.shape[1]
+    written = folded_by(starts, folded, flush, state.grid)
+    due = written > folded
+    alone = rows == 1 and state.grid == 1 and bool(due)
+    here = state.recurrent
+    s = here[int(slots)][None] if alone else here.index_select(0, slots).float()
+    flat = s.view(-1, *s.shape[-2:])
+    most = len(places) // rows
+    if most:
+        tokens = [
+            ring.flatten(0, 1).index_select(0, places).view(most, rows, -1, ring.shape[-1])
+            for ring in (state.decay.unsqueeze(-1), state.k, state.u)
+        ]
+        if rows > 1:
+            live = (torch.arange(most, 0, -1)[:, None] <= starts - folded)[..., None, None]
+            pairs = zip(tokens, (1.0, 0.0, 0.0), strict=True)
+            tokens = [torch.where(live, x, nothing) for x, nothing in pairs]
+        each = zip(*(by_token(x, heads) for x in tokens), strict=True)
+        for before, (decay_t, k_t, u_t) in zip(range(most - 1, -1, -1), each, strict=True):
+            flat.mul_(decay_t)
+            write(flat, k_t, u_t)
+            if state.grid > 1:
+                behind = starts - before
+                round_rows(state, s, behind.tolist())
+                _keep(state, slots, s, due & (behind == written))
+    if alone:
+        return s.clone()
+    if state.grid == 1:
+        _keep(state, slots, s, due)
+    return s
+
+
+def _keep(state: RecurrentState, slots: Tensor, s: Tensor, due: Tensor) -> None:
+    """Writes the rows of s [S, HV, K, V] where that is due [S] to their slots."""
+    state.recurrent.index_copy_(0, slots[due], s[due].to(state.recurrent.dtype))

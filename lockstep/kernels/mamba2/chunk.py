@@ -1,0 +1,245 @@
+# mypy: ignore-errors
+"""mamba2_chunk in Triton, on the absolute grid (the SSD form of Dao and Gu, 2024).
+
+_inputs_kernel is the convolution. _scores_kernel makes, for each chunk and group, C B^T, and the
+time steps and cumulated log decays of its heads. _state_kernel carries the state from chunk to
+chunk, in fp32 with numbers of its dtype in memory, one product a chunk, with a program per (row,
+head, block of P). _out_kernel makes the outputs, a program per chunk again. No length is a
+compile-time constant.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lockstep.kernels.mamba2 import Mamba2Weights, mamba2_chunk
+from lockstep.kernels.mamba2._shared import supports, time_steps
+from lockstep.kernels.recurrent._chunks_triton import keep_raw_inputs, list_chunks, precision_of
+from lockstep.kernels.recurrent._convolution_triton import convolve_chunk
+from lockstep.kernels.recurrent._walk_triton import WIDEST, blocks_of, sizes_of
+from lockstep.kernels.recurrent.state import RecurrentState
+from lockstep.step import GRID
+
+# Not measured: as in the delta rule's kernels, whose shapes these are.
+CHANNELS = 128
+"""Channels of a program of the convolution."""
+STATE_VALUES = 32
+"""Channels of P of a program of the state's walk."""
+OUT_VALUES = 64
+"""Channels of P of a program of the outputs."""
+INPUT_WARPS = 8
+"""Warps of a program of the convolution."""
+WARPS = 4
+"""Of every other program."""
+
+
+@triton.jit(do_not_specialize=["token_stride", "ring_slots"])
+def _inputs_kernel(
+    mixed, taps, bias, conv, cu_seqlens, starts, state_src, chunks, heads, token_stride, ring_slots,
+    C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, GRID: tl.constexpr,
+):  # fmt: skip
+    """One (chunk, block of channels): convolution and SiLU of GRID tokens, into heads [T, C]."""
+    chunk = tl.program_id(0).to(tl.int64)
+    count = tl.load(chunks + chunk * 3 + 2)
+    if count == 0:
+        return
+    s = tl.load(chunks + chunk * 3)
+    offset = tl.load(chunks + chunk * 3 + 1)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = c < C
+    begin = tl.load(cu_seqlens + s).to(tl.int64)
+    conv += tl.load(state_src + s).to(tl.int64) * ring_slots * C
+    y = convolve_chunk(
+        mixed, conv, taps, bias, c, live, begin, offset, count, tl.load(starts + s), ring_slots,
+        token_stride, C, R, GRID,
+    )  # fmt: skip
+    lanes = tl.arange(0, GRID)
+    at = (begin + offset + lanes)[:, None] * C + c[None, :]
+    tl.store(heads + at, y, mask=(lanes < count)[:, None] & live[None, :])
+
+
+@triton.jit(do_not_specialize=["dt_stride", "shortest", "longest"])
+def _scores_kernel(
+    heads, dt, a_log, dt_bias, cu_seqlens, chunks, scores, steps, growth, dt_stride, shortest,
+    longest,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One (chunk, group): scores = C B^T; steps and growth, the cumulated log decay, of its heads.
+
+    Tokens past the end have a step of 0 and no decay.
+    """
+    chunk = tl.program_id(0).to(tl.int64)
+    g = tl.program_id(1)
+    count = tl.load(chunks + chunk * 3 + 2)
+    if count == 0:
+        return
+    s = tl.load(chunks + chunk * 3)
+    begin = tl.load(cu_seqlens + s).to(tl.int64) + tl.load(chunks + chunk * 3 + 1)
+    t = tl.arange(0, GRID)
+    i = tl.arange(0, BLOCK_K)
+    live = t < count
+    token = begin + t
+    of_b = heads + token[:, None] * (2 * HK * K + HV * V) + HV * V + g * K + i[None, :]
+    mask = live[:, None] & (i < K)[None, :]
+    b = tl.load(of_b, mask=mask, other=0.0)
+    c = tl.load(of_b + HK * K, mask=mask, other=0.0)
+    seen = tl.dot(c, tl.trans(b), input_precision=PRECISION)
+    tl.store(scores + ((chunk * HK + g) * GRID + t[:, None]) * GRID + t[None, :], seen)
+    for n in range(HV // HK):
+        h = g * (HV // HK) + n
+        raw = tl.load(dt + token * dt_stride + h, mask=live, other=0.0)
+        step, decay = time_steps(raw, tl.load(a_log + h), tl.load(dt_bias + h), shortest, longest)
+        at = (chunk * HV + h) * GRID + t
+        tl.store(steps + at, tl.where(live, step, 0.0))
+        tl.store(growth + at, tl.cumsum(tl.where(live, decay, 0.0), 0))
+
+
+@triton.jit
+def _state_kernel(
+    heads, steps, growth, recurrent, states, cu_seqlens, starts, state_src, state_slots,
+    snapshot_slots, firsts, slot_stride,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One (row, head, block of P): the state carried from chunk to chunk, that before each left in
+    `states`."""
+    s = tl.program_id(0) // HV
+    h = tl.program_id(0) % HV
+    begin = tl.load(cu_seqlens + s).to(tl.int64)
+    length = (tl.load(cu_seqlens + s + 1) - begin).to(tl.int32)
+    slot = tl.load(state_slots + s).to(tl.int64)
+    if (length == 0) | (slot == 0):
+        return
+    snapshot = tl.load(snapshot_slots + s).to(tl.int64)
+    first = tl.load(firsts + s).to(tl.int64)
+    t = tl.arange(0, GRID)
+    i = tl.arange(0, BLOCK_K)
+    j = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
+    inside = (i < K)[:, None] & (j < V)[None, :]
+    place = i[:, None] * V + j[None, :]
+    recurrent += h * K * V + place
+    source = tl.load(state_src + s).to(tl.int64) * slot_stride
+    DTYPE: tl.constexpr = recurrent.dtype.element_ty
+    state = tl.load(recurrent + source, mask=inside & (tl.load(starts + s) > 0), other=0.0)
+    state = state.to(tl.float32)
+    if (snapshot > 0) & (length < GRID):
+        tl.store(recurrent + snapshot * slot_stride, state.to(DTYPE), mask=inside)
+    for n in range(tl.cdiv(length, GRID)):
+        live = (n * GRID + t < length)[:, None]
+        of_token = heads + (begin + n * GRID + t)[:, None] * (2 * HK * K + HV * V)
+        block = (first + n) * HV + h
+        tl.store(states + block * K * V + place, state.to(DTYPE), mask=inside)
+        of_b = of_token + HV * V + h // (HV // HK) * K + i[None, :]
+        b = tl.load(of_b, mask=live & (i < K)[None, :], other=0.0)
+        x = tl.load(of_token + h * V + j[None, :], mask=live & (j < V)[None, :], other=0.0)
+        u = x * tl.load(steps + block * GRID + t)[:, None]
+        grown = tl.load(growth + block * GRID + t)
+        end = tl.load(growth + block * GRID + GRID - 1)
+        left = tl.trans(b * tl.exp(end - grown)[:, None])
+        state = state * tl.exp(end) + tl.dot(left, u, input_precision=PRECISION)
+        state = state.to(DTYPE).to(tl.float32)
+        if (snapshot > 0) & (n + 1 == length // GRID):
+            tl.store(recurrent + snapshot * slot_stride, state.to(DTYPE), mask=inside)
+    tl.store(recurrent + slot * slot_stride, state.to(DTYPE), mask=inside)
+
+
+@triton.jit
+def _out_kernel(
+    heads, steps, growth, scores, states, d, cu_seqlens, chunks, out,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One (chunk, head, block of P): outputs, from the state before it and its own tokens."""
+    chunk = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    count = tl.load(chunks + chunk * 3 + 2)
+    if count == 0:
+        return
+    s = tl.load(chunks + chunk * 3)
+    begin = tl.load(cu_seqlens + s).to(tl.int64) + tl.load(chunks + chunk * 3 + 1)
+    g = h // (HV // HK)
+    block = chunk * HV + h
+    t = tl.arange(0, GRID)
+    i = tl.arange(0, BLOCK_K)
+    j = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    live = (t < count)[:, None]
+    token = (begin + t)[:, None]
+    of_token = heads + token * (2 * HK * K + HV * V)
+    of_c = of_token + HV * V + (HK + g) * K + i[None, :]
+    c = tl.load(of_c, mask=live & (i < K)[None, :], other=0.0)
+    grown = tl.load(growth + block * GRID + t)
+    inside = (i < K)[:, None] & (j < V)[None, :]
+    state = tl.load(states + block * K * V + i[:, None] * V + j[None, :], mask=inside, other=0.0)
+    state = state.to(tl.float32)
+    y = tl.dot(c * tl.exp(grown)[:, None], state, input_precision=PRECISION)
+    row = t[:, None]
+    col = t[None, :]
+    decay = tl.exp(tl.where(row >= col, grown[:, None] - grown[None, :], float("-inf")))
+    seen = tl.load(scores + ((chunk * HK + g) * GRID + row) * GRID + col) * decay
+    mask = live & (j < V)[None, :]
+    x = tl.load(of_token + h * V + j[None, :], mask=mask, other=0.0)
+    u = x * tl.load(steps + block * GRID + t)[:, None]
+    y += tl.dot(seen, u, input_precision=PRECISION)
+    y += tl.load(d + h) * x
+    tl.store(out + (token * HV + h) * V + j[None, :], y, mask=mask)
+
+
+@mamba2_chunk.backend("triton", supports=supports)
+def mamba2_chunk_triton(
+    mixed: Tensor,
+    dt: Tensor,
+    weights: Mamba2Weights,
+    state: RecurrentState,
+    cu_seqlens: Tensor,
+    starts: Tensor,
+    state_src: Tensor,
+    state_slots: Tensor,
+    snapshot_slots: Tensor,
+) -> Tensor:
+    """See lockstep.kernels.mamba2.mamba2_chunk. No length is read on the host."""
+    tokens, channels = mixed.shape
+    rows = starts.shape[0]
+    sizes = sizes_of(state)
+    groups, count, n, p = state.sizes()
+    taps = weights.conv.t().contiguous()
+    history = len(taps) - 1
+    f32: dict[str, Any] = dict(dtype=torch.float32, device=mixed.device)
+    out = torch.zeros(tokens, count, p, **f32)
+    if not out.numel() or not rows:
+        return out
+    chunks, firsts = list_chunks(tokens, cu_seqlens, state_slots)
+    most = len(chunks)
+    heads = torch.empty(tokens, channels, **f32)
+    scores = torch.empty(most, groups, GRID, GRID, **f32)
+    steps, growth = (torch.empty(most, count, GRID, **f32) for _ in range(2))
+    states = torch.empty(most, count, n, p, dtype=state.recurrent.dtype, device=mixed.device)
+    exact: dict[str, Any] = dict(GRID=GRID, enable_fp_fusion=False)
+    products: dict[str, Any] = dict(PRECISION=precision_of(mixed.dtype), num_warps=WARPS, **exact)
+    _inputs_kernel[(most, triton.cdiv(channels, CHANNELS))](
+        mixed, taps, weights.conv_bias, state.conv, cu_seqlens, starts, state_src, chunks, heads,
+        mixed.stride(0), state.conv.shape[1], C=channels, R=history, BLOCK=CHANNELS,
+        num_warps=INPUT_WARPS, **exact,
+    )  # fmt: skip
+    _scores_kernel[(most, groups)](
+        heads, dt, weights.a_log, weights.dt_bias, cu_seqlens, chunks, scores, steps, growth,
+        dt.stride(0), weights.shortest, weights.longest, **sizes, **blocks_of(sizes, WIDEST),
+        **products,
+    )  # fmt: skip
+    blocks = blocks_of(sizes, STATE_VALUES)
+    _state_kernel[(rows * count, triton.cdiv(p, blocks["BLOCK_V"]))](
+        heads, steps, growth, state.recurrent, states, cu_seqlens, starts, state_src, state_slots,
+        snapshot_slots, firsts, state.recurrent.stride(0), **sizes, **blocks, num_stages=1,
+        **products,
+    )  # fmt: skip
+    blocks = blocks_of(sizes, OUT_VALUES)
+    _out_kernel[(most, count, triton.cdiv(p, blocks["BLOCK_V"]))](
+        heads, steps, growth, scores, states, weights.d, cu_seqlens, chunks, out,
+        **sizes, **blocks, **products,
+    )  # fmt: skip
+    places = (cu_seqlens, starts, state_src, state_slots, snapshot_slots)
+    keep_raw_inputs(mixed, state, history, *places)
+    return out

@@ -1,0 +1,116 @@
+# mypy: ignore-errors
+"""What prompt chunks of every recurrence need in Triton: to be listed, raw inputs to be kept."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lockstep.kernels.recurrent.state import RecurrentState
+from lockstep.step import GRID
+
+CONV_CHANNELS = 512
+"""Channels of a program that keeps raw inputs."""
+
+
+def precision_of(dtype: torch.dtype) -> str:
+    """Of all products: three tf32 products per fp32 product where the model is fp32, else one.
+
+    tf32 keeps 10 bits where bf16 keeps 7: 1.7e-3 relative error of a layer's output, at 27 % of the
+    time (H200, 48 heads of 128 x 128).
+    """
+    return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _list_kernel(
+    cu_seqlens, state_slots, chunks, firsts, rows, BLOCK: tl.constexpr, GRID: tl.constexpr
+):
+    """One row: the index of its first chunk into firsts [S]; for each of its chunks (row, first
+    token in the row, tokens) into chunks [chunks, 3]."""
+    s = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    live = lanes < rows
+    begin = tl.load(cu_seqlens + lanes, mask=live, other=0).to(tl.int32)
+    length = tl.load(cu_seqlens + lanes + 1, mask=live, other=0).to(tl.int32) - begin
+    length = tl.where(tl.load(state_slots + lanes, mask=live, other=0) != 0, length, 0)
+    first = tl.sum(tl.where(lanes < s, tl.cdiv(length, GRID), 0), 0)
+    mine = tl.sum(tl.where(lanes == s, length, 0), 0)
+    tl.store(firsts + s, first)
+    for chunk in range(tl.cdiv(mine, GRID)):
+        entry = chunks + (first + chunk) * 3
+        tl.store(entry, s)
+        tl.store(entry + 1, chunk * GRID)
+        tl.store(entry + 2, tl.minimum(mine - chunk * GRID, GRID))
+
+
+@triton.jit(do_not_specialize=["token_stride", "ring_slots"])
+def _keep_kernel(
+    mixed, conv, cu_seqlens, starts, state_src, state_slots, snapshot_slots, token_stride,
+    ring_slots,
+    C: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
+    GRID: tl.constexpr,
+):  # fmt: skip
+    """One (row, block of channels): the last R raw inputs, at the end and at the grid point."""
+    s = tl.program_id(0)
+    begin = tl.load(cu_seqlens + s).to(tl.int64)
+    length = (tl.load(cu_seqlens + s + 1) - begin).to(tl.int32)
+    slot = tl.load(state_slots + s).to(tl.int64)
+    if (length == 0) | (slot == 0):
+        return
+    snapshot = tl.load(snapshot_slots + s).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    r = tl.arange(0, BLOCK_R)[:, None]
+    inside = (c < C) & (r < R)
+    start = tl.load(starts + s)
+    past = conv + tl.load(state_src + s).to(tl.int64) * ring_slots * C + c
+    grid = length // GRID * GRID
+    mixed += begin * token_stride + c
+    at_end = r + length - R
+    at_grid = r + grid - R
+    end_slot = (start + at_end + ring_slots) % ring_slots
+    grid_slot = (start + at_grid + ring_slots) % ring_slots
+    resumed = inside & (start > 0)
+    old = tl.load(past + end_slot * C, mask=resumed & (at_end < 0), other=0.0)
+    new = tl.load(mixed + at_end * token_stride, mask=inside & (at_end >= 0), other=0.0)
+    last = tl.where(at_end < 0, old, new)
+    old = tl.load(past + grid_slot * C, mask=resumed & (at_grid < 0), other=0.0)
+    new = tl.load(mixed + at_grid * token_stride, mask=inside & (at_grid >= 0), other=0.0)
+    tl.debug_barrier()
+    tl.store(conv + slot * ring_slots * C + end_slot * C + c, last, mask=inside)
+    kept = tl.where(at_grid < 0, old, new)
+    place = conv + snapshot * ring_slots * C + grid_slot * C + c
+    tl.store(place, kept, mask=inside & (snapshot > 0))
+
+
+def list_chunks(tokens: int, cu_seqlens: Tensor, state_slots: Tensor) -> tuple[Tensor, Tensor]:
+    """chunks [as many as rows of so many tokens can have, 3], zero behind the last, and firsts [S]
+    of _list_kernel. No length is read on the host."""
+    rows = state_slots.shape[0]
+    most = tokens // GRID + rows
+    chunks = torch.zeros(most, 3, dtype=torch.int32, device=cu_seqlens.device)
+    firsts = torch.zeros(rows, dtype=torch.int32, device=cu_seqlens.device)
+    _list_kernel[(rows,)](
+        cu_seqlens, state_slots, chunks, firsts, rows, triton.next_power_of_2(rows), GRID
+    )
+    return chunks, firsts
+
+
+def keep_raw_inputs(
+    mixed: Tensor,
+    state: RecurrentState,
+    history: int,
+    cu_seqlens: Tensor,
+    starts: Tensor,
+    state_src: Tensor,
+    state_slots: Tensor,
+    snapshot_slots: Tensor,
+) -> None:
+    """Leaves the last `history` raw inputs of each row in its ring, and in its snapshot's."""
+    rows = starts.shape[0]
+    channels = mixed.shape[1]
+    _keep_kernel[(rows, triton.cdiv(channels, CONV_CHANNELS))](
+        mixed, state.conv, cu_seqlens, starts, state_src, state_slots, snapshot_slots,
+        mixed.stride(0), state.conv.shape[1], channels, history, CONV_CHANNELS,
+        triton.next_power_of_2(history), GRID,
+    )  # fmt: skip

@@ -1,0 +1,111 @@
+"""The Mamba-2 mixer (Dao and Gu, 2024), in the layout of Nemotron-H checkpoints."""
+
+from math import inf
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.cache.specs import Spec
+from lockstep.cache.state import state_spec
+from lockstep.kernels.mamba2 import Mamba2Weights, mamba2_chunk, mamba2_step
+from lockstep.kernels.recurrent.state import RecurrentState
+from lockstep.layers.build import Build
+from lockstep.layers.linear import Linear, ResidualLinear, Target
+from lockstep.layers.norm import GatedGroupNorm
+from lockstep.step import Step, flush_after
+
+
+class Mamba2(nn.Module):
+    """x [T, H] -> [T, H].
+
+    heads of head_dim channels; groups of state_dim numbers, which the heads share evenly; a causal
+    convolution of `kernel` taps. bias, conv_bias: of both projections, of the convolution. limits:
+    between which time steps are held.
+    """
+
+    state: RecurrentState
+
+    def __init__(
+        self,
+        build: Build,
+        hidden: int,
+        heads: int,
+        head_dim: int,
+        groups: int,
+        state_dim: int,
+        kernel: int,
+        eps: float,
+        *,
+        bias: bool = False,
+        conv_bias: bool = True,
+        limits: tuple[float, float] = (0.0, inf),
+    ) -> None:
+        super().__init__()
+        self.sizes = (groups, heads, state_dim, head_dim)
+        self.kernel = kernel
+        self.limits = limits
+        self.dtype = build.dtype
+        self.window = build.window
+        self.flush = flush_after(build.device)
+        self.state_dtype = build.state_dtype
+        inner = heads * head_dim
+        self.channels = inner + 2 * groups * state_dim
+        self.parts = (inner, self.channels, heads)
+        self.in_proj = Linear(build, hidden, {"in_proj": sum(self.parts)}, bias=bias)
+        taps = build.empty(kernel, 1, self.channels)  # the layout in which the op reads it
+        self.conv = nn.Parameter(taps.permute(2, 1, 0), requires_grad=False)
+        self.conv_bias = build.empty(self.channels) if conv_bias else None
+        self.a_log = build.empty(heads, dtype=torch.float32)
+        self.dt_bias = build.empty(heads, dtype=torch.float32)
+        self.d = build.empty(heads, dtype=torch.float32)
+        self.norm = GatedGroupNorm(build, groups, inner // groups, eps)
+        self.out = ResidualLinear(build, inner, {"out_proj": hidden}, bias=bias)
+        traits = dict(heads=heads, head_dim=head_dim, groups=groups, state_dim=state_dim)
+        self.step_op = build.op(mamba2_step, **traits, kernel=kernel)
+        self.chunk_op = build.op(mamba2_chunk, **traits, kernel=kernel)
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        z, mixed, dt = self.in_proj(x).split(self.parts, dim=-1)
+        weights = Mamba2Weights(
+            self.conv.flatten(1), self.conv_bias, self.a_log, self.dt_bias, self.d, *self.limits
+        )
+        law = self._prompt if step.shape.prompt else self._generated
+        return self.out(self.norm(law(mixed, dt, weights, step), z))
+
+    def _prompt(self, mixed: Tensor, dt: Tensor, weights: Mamba2Weights, step: Step) -> Tensor:
+        where = (step.cu_seqlens, step.starts, step.state_src, step.state_slots)
+        y = self.chunk_op(mixed, dt, weights, self.state, *where, step.snapshot_slots)
+        return y.flatten(-2)
+
+    def _generated(self, mixed: Tensor, dt: Tensor, weights: Mamba2Weights, step: Step) -> Tensor:
+        window = (step.shape.rows, step.shape.query_len)
+        mixed, dt = (t.unflatten(0, window) for t in (mixed, dt))
+        where = (step.state_slots, step.starts, step.folded)
+        y = self.step_op(mixed, dt, weights, self.state, *where, flush=self.flush)
+        return y.flatten(-2).flatten(0, 1)
+
+    def weights(self) -> dict[str, Target]:
+        """Checkpoint name within the mixer -> what it fills."""
+        table = self.in_proj.weights() | self.out.weights()
+        table.update(
+            {
+                "conv1d.weight": self.conv,
+                "A_log": self.a_log,
+                "dt_bias": self.dt_bias,
+                "D": self.d,
+                "norm.weight": self.norm.weight,
+            }
+        )
+        if self.conv_bias is not None:
+            table["conv1d.bias"] = self.conv_bias
+        return table
+
+    def cache_spec(self) -> Spec:
+        kept = (self.window, self.flush, self.dtype, self.state_dtype)
+        return state_spec(self.sizes, self.channels, self.kernel, *kept)
+
+    def bind(self, storage: dict[str, Tensor]) -> None:
+        self.state = RecurrentState(**storage)
+
+    def cache_tensors(self) -> list[Tensor]:
+        return self.state.tensors()

@@ -1,0 +1,225 @@
+"""Nemotron-H and Nemotron 3: blocks of one half each, Mamba-2, attention, an MLP or a mixture.
+
+Attention knows no positions: Mamba-2 tells the order. The MTP module of Nemotron 3 Super is not
+built; its tensors are not read.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
+from typing import Any, ClassVar
+
+from torch import nn
+
+from lockstep.layers.attention import Attention
+from lockstep.layers.build import Build
+from lockstep.layers.mamba2 import Mamba2
+from lockstep.layers.mlp import ReluMLP
+from lockstep.layers.moe import RELU_MLP, MoE, Routing
+from lockstep.models.decoder import Decoder, Half, StackConfig
+from lockstep.models.reading import MOST_LAYERS, ConfigReader
+
+PREFIXES = ("backbone.", "model.")
+IGNORED = ("mtp.",)
+KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+"""A letter of hybrid_override_pattern -> the name of such a block in layers_block_type."""
+LATER_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
+"""What transformers 5 calls blocks -> the same."""
+
+SNAPSHOT_EVERY = 32
+"""Pages of a prompt between two snapshots: 2,048 tokens. A snapshot is as large as the keys and
+values of 7,989 tokens (Nano), 8,762 (Nano 9B) or 20,780 (Super)."""
+EPS_NAMES = ("layer_norm_epsilon", "norm_eps", "rms_norm_eps")
+
+
+@dataclass(frozen=True)
+class Mamba:
+    """The settings of Mamba-2 blocks: see lockstep.layers.mamba2."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    kernel: int
+    bias: bool
+    conv_bias: bool
+    limits: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The settings of mixtures: see lockstep.layers.moe."""
+
+    routing: Routing
+    inner: int
+    shared_inner: int
+    latent: int
+
+
+@dataclass(frozen=True)
+class Config(StackConfig):
+    """The settings that decide the math. kinds: of the blocks, values of KINDS; mamba, experts:
+    None where no block is one."""
+
+    kinds: tuple[str, ...]
+    mlp_bias: bool
+    mamba: Mamba | None
+    experts: Experts | None
+
+    @classmethod
+    def read(cls, raw: dict[str, Any]) -> "Config":
+        """From config.json. Raises CheckpointError on what is missing or not built."""
+        c = ConfigReader(raw)
+        kinds = _read_kinds(c)
+        c.only("mlp_hidden_act", "relu2", default="relu2")
+        c.only("residual_in_fp32", False, default=False)
+        c.only("attention_bias", False, default=False)
+        c.only("sliding_window", None, default=None)
+        heads = c.size("num_attention_heads")
+        kv_heads = c.size("num_key_value_heads")
+        c.need(heads % kv_heads == 0, "num_attention_heads", "multiples of num_key_value_heads")
+        eps = next((name for name in EPS_NAMES if name in c.raw), EPS_NAMES[0])
+        return cls(
+            vocab_size=c.size("vocab_size"),
+            hidden_size=c.size("hidden_size"),
+            intermediate_size=c.size("intermediate_size") if "mlp" in kinds else 0,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=c.size("head_dim" if "head_dim" in c.raw else "attention_head_dim"),
+            eps=c.positive(eps),
+            tied=c.get("tie_word_embeddings", bool, False),
+            kinds=kinds,
+            mlp_bias=c.get("mlp_bias", bool, False),
+            mamba=_read_mamba(c) if "mamba" in kinds else None,
+            experts=_read_experts(c) if "moe" in kinds else None,
+        )
+
+
+def _read_kinds(c: ConfigReader) -> tuple[str, ...]:
+    """The kind of each block: of hybrid_override_pattern, layers_block_type or layer_types."""
+    named = [n for n in ("layers_block_type", "layer_types") if c.raw.get(n) is not None]
+    pattern = c.raw.get("hybrid_override_pattern")
+    field = "hybrid_override_pattern" if pattern is not None or not named else named[0]
+    found: list[Any] = list(c.get(field, str if field == "hybrid_override_pattern" else list))
+    if field == "hybrid_override_pattern":
+        known = set(KINDS)
+        kinds = [KINDS.get(letter, "") for letter in found]
+    else:
+        known = {*KINDS.values(), *LATER_NAMES}
+        kinds = [LATER_NAMES.get(name, name) if isinstance(name, str) else "" for name in found]
+    for name, kind in zip(found, kinds, strict=True):
+        if kind not in KINDS.values():
+            raise c.error(field, name, ", ".join(sorted(known)))
+    c.need(0 < len(kinds) <= MOST_LAYERS, field, f"1 to {MOST_LAYERS} blocks")
+    c.need("attention" in kinds, field, "patterns with a block of attention")
+    layers = c.get("num_hidden_layers", int, len(kinds))
+    c.need(layers == len(kinds), "num_hidden_layers", f"{len(kinds)}, the blocks of {field}")
+    return tuple(kinds)
+
+
+def _read_mamba(c: ConfigReader) -> Mamba:
+    c.only("mamba_hidden_act", "silu", default="silu")
+    c.only("mamba_proj_bias", False, default=False)
+    c.only("mamba_ssm_cache_dtype", "float32", default="float32")
+    heads = c.size("mamba_num_heads")
+    groups = c.size("n_groups")
+    c.need(heads % groups == 0, "mamba_num_heads", "multiples of n_groups")
+    return Mamba(
+        heads=heads,
+        head_dim=c.size("mamba_head_dim"),
+        groups=groups,
+        state_dim=c.size("ssm_state_size"),
+        kernel=c.size("conv_kernel"),
+        bias=c.get("use_bias", bool, False),
+        conv_bias=c.get("use_conv_bias", bool, True),
+        limits=_read_limits(c),
+    )
+
+
+def _read_limits(c: ConfigReader) -> tuple[float, float]:
+    """time_step_limit. transformers 5 writes infinity as {"__float__": "Infinity"}."""
+    found = [
+        inf if limit == {"__float__": "Infinity"} else limit
+        for limit in c.get("time_step_limit", list, [0.0, inf])
+    ]
+    kinds = (int, float)
+    sound = len(found) == 2 and all(type(limit) in kinds for limit in found)
+    c.need(sound and 0 <= found[0] <= found[1], "time_step_limit", "two numbers, ascending from 0")
+    return float(found[0]), float(found[1])
+
+
+def _read_experts(c: ConfigReader) -> Experts:
+    c.only("n_shared_experts", 1, default=1)
+    local = "n_routed_experts" if "n_routed_experts" in c.raw else "num_local_experts"
+    routing = Routing(
+        c.size(local),
+        c.size("num_experts_per_tok"),
+        scoring="sigmoid",
+        renormalise=c.get("norm_topk_prob", bool),
+        scale=c.positive("routed_scaling_factor"),
+        bias=True,
+        groups=c.size("n_group", 1),
+        top_groups=c.size("topk_group", 1),
+    )
+    return Experts(
+        routing=routing,
+        inner=c.size("moe_intermediate_size"),
+        shared_inner=c.size("moe_shared_expert_intermediate_size"),
+        latent=c.size("moe_latent_size") if c.raw.get("moe_latent_size") is not None else 0,
+    )
+
+
+class Model(Decoder):
+    """NemotronHForCausalLM."""
+
+    config: Config
+    embed_name: ClassVar[str] = "embeddings"
+    norm_name: ClassVar[str] = "norm_f"
+    snapshot_every: ClassVar[int] = SNAPSHOT_EVERY
+
+    def attending(self) -> list[int]:
+        return [i for i, kind in enumerate(self.config.kinds) if kind == "attention"]
+
+    def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
+        """One half a block, called mixer whatever it is."""
+        for i, kind in enumerate(self.config.kinds):
+            at = build.at(f"layers.{i}")
+            yield (Half(at, self.config, "norm", "mixer", self.body(at.within("mixer"), kind)),)
+
+    def body(self, build: Build, kind: str) -> nn.Module:
+        """What a block of this kind does."""
+        c = self.config
+        if kind == "attention":
+            sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim)
+            return Attention(build, *sizes, rotary=None)
+        if kind == "mlp":
+            return ReluMLP(build, c.hidden_size, c.intermediate_size, bias=c.mlp_bias)
+        if kind == "moe" and c.experts is not None:
+            e = c.experts
+            return MoE(
+                build,
+                c.hidden_size,
+                e.inner,
+                e.routing,
+                act="relu2",
+                names=RELU_MLP,
+                shared_inner=e.shared_inner,
+                shared_name="shared_experts",
+                latent=e.latent,
+                bias=c.mlp_bias,
+            )
+        m = c.mamba
+        assert m is not None, "there are blocks of Mamba-2"
+        return Mamba2(
+            build,
+            c.hidden_size,
+            m.heads,
+            m.head_dim,
+            m.groups,
+            m.state_dim,
+            m.kernel,
+            c.eps,
+            bias=m.bias,
+            conv_bias=m.conv_bias,
+            limits=m.limits,
+        )

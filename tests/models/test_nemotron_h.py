@@ -1,0 +1,231 @@
+"""Nemotron-H against transformers: blocks of every kind, odd sizes, biases, latent mixtures."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lockstep import LLM
+from lockstep.bench.floor import sketch
+from lockstep.cache.specs import Law, unit_bytes
+from lockstep.errors import CheckpointError
+from lockstep.layers.build import Build
+from lockstep.layers.mamba2 import Mamba2
+from lockstep.models import architecture
+from lockstep.models.loader import build_model
+from lockstep.runner.memory import mixers
+from tests.models.dense import NGRAM, VOCAB, ask, bits, make_llm, prompts, random_oracle
+from tests.models.oracle import RELATIVE, compare_tokens, logits_error
+from tests.tiny_model import NEMOTRON_H
+
+Base = dict[str, Any]
+VARIANTS: dict[str, Base] = {
+    "nano": {},
+    "super": {
+        "hybrid_override_pattern": "MEM*EME",
+        "moe_latent_size": 18,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "num_experts_per_tok": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 80,
+    },
+    "dense": {
+        "hybrid_override_pattern": "M-M*-",
+        "num_attention_heads": 7,
+        "head_dim": 64,
+        "mamba_num_heads": 3,
+        "mamba_head_dim": 40,
+        "n_groups": 3,
+        "ssm_state_size": 24,
+        "tie_word_embeddings": True,
+    },
+    "biases": {
+        "hybrid_override_pattern": "M*-EM",
+        "mlp_bias": True,
+        "use_bias": True,
+        "use_conv_bias": False,
+        "conv_kernel": 3,
+        "moe_latent_size": 10,
+        "norm_topk_prob": False,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 3,
+    },
+}
+
+
+def oracle_of(folder: Path, **changes: Any) -> Any:
+    """A model of transformers with random weights, routers' correction biases among them."""
+    base = {n: x for n, x in NEMOTRON_H.items() if n not in ("model_type", "torch_dtype")}
+    oracle = random_oracle(folder, "NemotronH", base, **changes)
+    draw = torch.Generator().manual_seed(3)
+    for name, buffer in oracle.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=draw) * 0.3)
+    if oracle.config.tie_word_embeddings:  # transformers 5.23 leaves them apart
+        oracle.lm_head.weight.data.copy_(oracle.model.embeddings.weight)
+    oracle.save_pretrained(folder)
+    return oracle
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """(folder, oracle)."""
+    folder = tmp_path_factory.mktemp("nemotron")
+    return folder, oracle_of(folder, **VARIANTS[request.param])
+
+
+def engine(folder: Path, drafter: object = None, **settings: Any) -> LLM:
+    return make_llm(folder, speculative_config=drafter, max_num_seqs=2, **settings)
+
+
+def test_logits_at_every_position_chunked_and_whole(pair: Any) -> None:
+    (folder, oracle) = pair
+    engines = [engine(folder), engine(folder, max_num_batched_tokens=64)]
+    for ids in prompts(3, 200):
+        for llm in engines:
+            assert logits_error(llm, oracle, ids) < RELATIVE
+
+
+def test_greedy_tokens_with_and_without_drafts(pair: Any) -> None:
+    (folder, oracle) = pair
+    for ids in prompts(2, 130):
+        outputs = [ask(engine(folder, drafter), ids, 64) for drafter in (None, NGRAM)]
+        compare_tokens(oracle, ids, outputs[0].outputs[0].token_ids)
+        assert bits(outputs[0]) == bits(outputs[1])
+
+
+def test_a_pattern_is_what_a_list_of_blocks_is() -> None:
+    """As older files have it, and as transformers writes it."""
+    raw: Base = {**NEMOTRON_H, "vocab_size": VOCAB}
+    pattern = raw.pop("hybrid_override_pattern")
+    read = architecture("nemotron_h").Config.read
+    plain = read({**raw, "hybrid_override_pattern": pattern})
+    names = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+    later = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    for kinds in (names, later):
+        blocks = [kinds[letter] for letter in pattern]
+        assert read(raw | {"layers_block_type": blocks}) == plain
+        assert read(raw | {"layer_types": blocks}) == plain
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hybrid_override_pattern": "M*X"}, "hybrid_override_pattern='X'"),
+        ({"hybrid_override_pattern": "MM-"}, "with a block of attention"),
+        ({"hybrid_override_pattern": None}, "hybrid_override_pattern"),
+        ({"num_hidden_layers": 4}, "num_hidden_layers=4.*9, the blocks"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'.*'relu2'"),
+        ({"mamba_hidden_act": "relu"}, "mamba_hidden_act='relu'"),
+        ({"mamba_num_heads": 5}, "mamba_num_heads=5.*multiples of n_groups"),
+        ({"residual_in_fp32": True}, "residual_in_fp32=True"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"sliding_window": 128}, "sliding_window=128"),
+        ({"n_shared_experts": 2}, "n_shared_experts=2"),
+        ({"time_step_limit": [0.0, "x"]}, "time_step_limit"),
+        ({"time_step_limit": [0.5, 0.1]}, "time_step_limit"),
+        ({"mamba_ssm_cache_dtype": "bfloat16"}, "mamba_ssm_cache_dtype='bfloat16'"),
+    ],
+)
+def test_what_is_not_built_is_refused(changes: Base, message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        architecture("nemotron_h").Config.read({**NEMOTRON_H, "vocab_size": VOCAB, **changes})
+
+
+def test_time_steps_may_have_limits() -> None:
+    raw = {**NEMOTRON_H, "vocab_size": VOCAB}
+    read = architecture("nemotron_h").Config.read
+    for limit in (float("inf"), {"__float__": "Infinity"}):
+        config = read({**raw, "time_step_limit": [0.001, limit]})
+        assert config.mamba.limits == (0.001, float("inf"))
+    model: Any = build_model({**raw, "time_step_limit": [0, 2]}, Build("cpu", torch.float32, 1, 64))
+    assert model.blocks[0].mixer.limits == (0.0, 2.0)
+
+
+def test_the_rows_of_a_real_projection() -> None:
+    """Nemotron 3 Nano: z 0 .. 4095, x, B and C 4096 .. 10239, dt 10240 .. 10303."""
+    mixer = Mamba2(Build("cpu", torch.bfloat16, 1, 64), 2688, 64, 64, 8, 128, 4, 1e-5)
+    assert mixer.parts == (4096, 6144, 64)
+    assert sum(mixer.parts) == 10304
+
+
+def test_the_draft_module_is_not_read(tmp_path: Path) -> None:
+    """Nemotron 3 Super has one; what is served does not use it."""
+    oracle_of(tmp_path)
+    (prompt,) = prompts(1, 70)
+    plain = bits(ask(engine(tmp_path), prompt, 8))
+    save_file({"mtp.layers.0.enorm.weight": torch.ones(4)}, tmp_path / "mtp.safetensors")
+    assert bits(ask(engine(tmp_path), prompt, 8)) == plain
+
+
+COMMON = {
+    "model_type": "nemotron_h",
+    "attention_bias": False,
+    "conv_kernel": 4,
+    "head_dim": 128,
+    "layer_norm_epsilon": 1e-5,
+    "mamba_hidden_act": "silu",
+    "mlp_hidden_act": "relu2",
+    "n_groups": 8,
+    "ssm_state_size": 128,
+    "time_step_limit": [0.0, float("inf")],
+    "vocab_size": 131072,
+}
+NANO_9B = {
+    **COMMON,
+    "hidden_size": 4480,
+    "hybrid_override_pattern": "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    "intermediate_size": 15680,
+    "mamba_head_dim": 80,
+    "mamba_num_heads": 128,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+}
+SUPER = {
+    **COMMON,
+    "hidden_size": 4096,
+    "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*"
+    "EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+    "mamba_head_dim": 64,
+    "mamba_num_heads": 128,
+    "moe_intermediate_size": 2688,
+    "moe_latent_size": 1024,
+    "moe_shared_expert_intermediate_size": 5376,
+    "n_routed_experts": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 22,
+    "num_key_value_heads": 2,
+    "routed_scaling_factor": 5.0,
+}
+BIASES = 40 * 512
+"""Correction biases of Super's routers, which its own count leaves out, as the MTP module here."""
+
+
+@pytest.mark.parametrize(
+    ("raw", "parameters", "slot", "token"),
+    [
+        (NANO_9B, 8_888_227_328, 27 * (5_242_880 + 73_728), 16_384),
+        (SUPER, 123_611_012_096 - 2_942_324_736 + BIASES, 40 * (4_194_304 + 61_440), 8_192),
+    ],
+    ids=["Nano 9B v2", "Super 120B"],
+)
+def test_parameters_and_bytes_of_real_models(
+    tmp_path: Path, raw: Base, parameters: int, slot: int, token: int
+) -> None:
+    """As released; of a slot the state and three raw inputs count, of a page a token."""
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    model = sketch(tmp_path, torch.bfloat16, None).model
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    specs = [layer.cache_spec() for layer in mixers(model, None).values()]  # type: ignore[operator]
+    kept = [part for spec in specs for part in spec.parts if spec.law is Law.STATE]
+    states = sum(p.nbytes for p in kept if p.name == "recurrent")
+    raws = sum(p.nbytes // p.shape[0] * 3 for p in kept if p.name == "conv")
+    assert states + raws == slot
+    assert unit_bytes(specs, Law.PAGED, 1) == token

@@ -1,0 +1,139 @@
+"""F2 and F4 on Mamba-2: its state after any number of accepted drafts, and padded rows.
+
+A scripted drafter has drafts accepted in every number and drafts nothing at times. Each fault of
+the old engines, put in here, must change the answer; without a fault the answer is the plain one.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lockstep import LLM
+from lockstep.kernels.mamba2 import cpu
+from lockstep.layers import mamba2
+from lockstep.runner import table
+from lockstep.step import StepShape
+from tests.regressions.conftest import PROMPTS, answers, engine_over
+from tests.tiny_model import NEMOTRON_H, make_model
+
+SELDOM = pytest.mark.slow
+STATES = ("float32", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., LLM]:
+    """An engine over a tiny Nemotron-H: three blocks recur, one attends, one is a mixture."""
+    folder: Path = tmp_path_factory.mktemp("nemotron")
+    make_model(folder, NEMOTRON_H, hybrid_override_pattern="MM*EM")
+    return partial(engine_over, folder)
+
+
+@pytest.fixture(scope="module", params=STATES)
+def state(request: pytest.FixtureRequest) -> str:
+    """The dtype of the recurrent state."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def plain(make: Callable[..., LLM], state: str) -> list[Any]:
+    """The answers without drafts."""
+    return answers(make(mamba_ssm_cache_dtype=state))
+
+
+@pytest.fixture(scope="module")
+def known(plain: list[Any]) -> list[list[int]]:
+    """The prompts with these answers, for a drafter that knows them."""
+    return [p + tokens for p, (tokens, _) in zip(PROMPTS, plain, strict=True)]
+
+
+@pytest.mark.parametrize("k", [1, pytest.param(2, marks=SELDOM), 3, 7])
+@pytest.mark.parametrize("flush", [1, 5])
+def test_accepted_drafts_leave_the_answer_alone(
+    make: Callable[..., LLM],
+    plain: list[Any],
+    known: list[list[int]],
+    state: str,
+    monkeypatch: pytest.MonkeyPatch,
+    k: int,
+    flush: int,
+) -> None:
+    """In windows of one length and of all, beside prompts in chunks; the state written rarely."""
+    for user in (mamba2, table):
+        monkeypatch.setattr(user, "flush_after", lambda device: flush)
+    for changing in (False, True):
+        settings: Any = dict(max_num_batched_tokens=64, mamba_ssm_cache_dtype=state)
+        llm = make("ngram", k, changing=changing, known=known, **settings)
+        assert answers(llm) == plain
+        assert llm.engine.stats.accepted_tokens_total > 10
+
+
+@pytest.mark.parametrize("every", [1, 2, None])
+def test_preemption_and_prefix_hits_leave_the_answer_alone(
+    make: Callable[..., LLM], plain: list[Any], state: str, every: int | None
+) -> None:
+    """Snapshots at every page, at every other one, and at a prompt's last alone."""
+    settings: Any = dict(max_num_batched_tokens=128, mamba_ssm_cache_dtype=state)
+    llm = make("ngram", 3, preempt_every=4, snapshot_every=every, **settings)
+    assert answers(llm) == plain
+    assert answers(llm) == plain, "with what is cached"
+    assert llm.engine.refresh_stats().preemptions_total > 0
+    assert llm.engine.scheduler.cache.hit_tokens > 0
+
+
+def test_a_16_bit_state_is_another_numerics(make: Callable[..., LLM]) -> None:
+    whole, half = (answers(make(mamba_ssm_cache_dtype=state)) for state in STATES)
+    assert whole != half
+
+
+def no_replay(state: Any, slots: Any, starts: Any, folded: Any, *rest: Any) -> torch.Tensor:
+    """The state as it was before the last window: accepted tokens are forgotten."""
+    return state.recurrent.index_select(0, slots).float()
+
+
+def replay_all_but_one(
+    state: Any, slots: Any, starts: Any, folded: Any, places: Any, flush: int
+) -> torch.Tensor:
+    """Reads the state one token too early."""
+    early = torch.maximum(starts - 1, folded)
+    return replay(state, slots, early, folded, places[: -len(slots)], flush)
+
+
+replay = cpu.replay
+
+
+@pytest.mark.parametrize("fault", [no_replay, replay_all_but_one])
+def test_state_read_at_the_wrong_place_is_caught(
+    make: Callable[..., LLM],
+    plain: list[Any],
+    known: list[list[int]],
+    state: str,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[..., Any],
+) -> None:
+    monkeypatch.setattr(cpu, "replay", fault)
+    llm = make("ngram", 3, known=known, mamba_ssm_cache_dtype=state)
+    assert answers(llm) != plain
+
+
+@pytest.mark.parametrize("bucket", range(1, 9))
+def test_every_bucket_runs_on_null_rows_with_a_pool_of_two_pages(
+    make: Callable[..., LLM], bucket: int
+) -> None:
+    llm = make("ngram", 3, num_gpu_blocks=2, row_buckets=(bucket, 8), num_snapshots=0)
+    runner = llm.engine.runner
+    with torch.inference_mode():
+        runner.table.inputs.fill()
+        step, *_, verdict = runner.run_step(StepShape.uniform(bucket, 4))
+    assert (step.seq_lens >= 4).all() and (step.slot_mapping < 64).all()
+    assert not runner.table.computed.any() and not runner.table.folded.any()
+    assert ((verdict.tokens >= 0) & (verdict.tokens < llm.engine.vocab_size)).all()
+
+
+def test_padded_rows_leave_real_rows_alone(
+    make: Callable[..., LLM], plain: list[Any], state: str
+) -> None:
+    assert answers(make("ngram", 3, row_buckets=(8,), mamba_ssm_cache_dtype=state)) == plain
