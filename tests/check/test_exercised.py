@@ -16,6 +16,7 @@ from lockstep.sampling_params import SamplingParams
 WITHOUT_A_MODEL = {
     *("route", "experts", "unpack_weight"),
     *("mamba2_step", "mamba2_chunk", "gated_group_norm", "relu2"),
+    *("latent_attention", "latent_rope_and_cache", "head_linear"),
 }
 """Ops that the bundled model does not use; tests/kernels and tests/layers run them."""
 
