@@ -7,6 +7,7 @@ command line, the errors and the page of settings in docs/ are all made from it.
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -15,6 +16,21 @@ from lockstep.errors import ConfigError, choice_error
 
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 """No value is taken for one of another type: "4", 4.0 and true are no whole numbers."""
+MOST_CHARACTERS = 1 << 20
+"""Of a file that a setting names."""
+
+
+def read_named(path: str | Path) -> str:
+    """The text of a file that a setting names.
+
+    Raises OSError where it cannot be read, ValueError where it is no UTF-8 or longer than
+    MOST_CHARACTERS.
+    """
+    with Path(path).open(encoding="utf-8") as file:
+        text = file.read(MOST_CHARACTERS + 1)
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"it is longer than {MOST_CHARACTERS} characters")
+    return text
 
 
 def setting(

@@ -12,6 +12,7 @@ from lockstep.cli.show import load, note, print_text
 from lockstep.errors import ConfigError, RequestError
 from lockstep.outputs import RequestOutput
 from lockstep.sampling_params import SamplingParams
+from lockstep.settings import read_named
 from lockstep.text.parsers.events import Reply
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def _read_tools(path: Path | None) -> list[dict[str, Any]] | None:
     if path is None:
         return None
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(read_named(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--tools {path} cannot be read ({error}); name a JSON file.") from None
     if not isinstance(found, list) or not all(

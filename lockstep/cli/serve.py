@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,6 +10,7 @@ from lockstep.cli.options import engine_options, server_options, text_options
 from lockstep.cli.show import load, note
 from lockstep.errors import ConfigError
 from lockstep.serve.settings import ServerSettings
+from lockstep.settings import read_named
 
 if TYPE_CHECKING:
     from lockstep.serve.run import Address, Options
@@ -118,8 +118,8 @@ def _rules(
 
 def _read_keys(path: str) -> list[str]:
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_named(path).splitlines()
+    except (OSError, ValueError) as error:
         raise ConfigError(
             f"api_key_file={path!r} cannot be read: {error}. Name a text file with a key a line."
         ) from None

@@ -9,7 +9,7 @@ from pydantic import AfterValidator
 
 from lockstep.errors import ConfigError, RequestError, choice_error
 from lockstep.sampling_params import SamplingParams
-from lockstep.settings import Settings, setting
+from lockstep.settings import Settings, read_named, setting
 from lockstep.text.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 CHECKPOINTS = "auto"
@@ -103,7 +103,7 @@ class TextSettings(Settings):
         if chosen is None or "{" in chosen or "\n" in chosen:
             return chosen
         try:
-            return Path(chosen).read_text(encoding="utf-8")
+            return read_named(chosen)
         except (OSError, ValueError) as error:
             allowed = f"a file that can be read ({error}), or the template itself"
             remedy = "Name another file."

@@ -8,6 +8,7 @@ import pytest
 
 from lockstep import LLM
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.settings import MOST_CHARACTERS
 from lockstep.text.processor import Processor
 from lockstep.text.settings import TextSettings
 from lockstep.text.tokenizer import Tokenizer
@@ -105,3 +106,10 @@ def test_llm_takes_them(tmp_path: Path) -> None:
     assert llm.processor.render_text(HI) == "hi|" and llm.processor.defaults == {}
     with pytest.raises(ConfigError, match="setting='chat_templte' is not allowed"):
         LLM(model, chat_templte=TEMPLATE, **settings)
+
+
+def test_a_template_file_has_a_bound(tmp_path: Path) -> None:
+    path = tmp_path / "long.jinja"
+    path.write_text("x" * (MOST_CHARACTERS + 1))
+    with pytest.raises(ConfigError, match="chat_template=.*longer than 1048576 characters"):
+        TextSettings(chat_template=str(path)).template()

@@ -7,17 +7,15 @@ earlier one, but for options that may be given again; the command line's take th
 import json
 from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
-from pathlib import Path
 from typing import Any
 
 from lockstep.cli.vllm.flag import SWITCHED, Flag, Form, Kind, acts, read_value
 from lockstep.cli.vllm.table import all_flags
 from lockstep.errors import ConfigError, brief, choice_error
+from lockstep.settings import read_named
 
 CONFIG = "config"
 """The option that names a file of flags; the command itself has no use for it."""
-MOST_BYTES = 1 << 20
-"""Of such a file."""
 LEFT_OUT = "Leave it out."
 
 
@@ -304,11 +302,7 @@ def _yaml(path: str) -> dict[Any, Any]:
     import yaml
 
     try:
-        with Path(path).open(encoding="utf-8") as file:
-            text = file.read(MOST_BYTES + 1)
-        if len(text) > MOST_BYTES:
-            raise ValueError(f"it is longer than {MOST_BYTES} characters")
-        found = yaml.safe_load(text)
+        found = yaml.safe_load(read_named(path))
         if not isinstance(found, dict):
             raise ValueError("it holds no mapping")
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
