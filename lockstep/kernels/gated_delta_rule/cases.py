@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.gated_delta_rule import GatedDeltaWeights
-from lockstep.kernels.recurrent.cases import Dims, chunk_places, random_state, step_places
+from lockstep.kernels.recurrent.cases import Dims, chunk_cases, step_cases
 from lockstep.kernels.recurrent.state import RecurrentState
 
 LAYERS = (
@@ -48,28 +48,27 @@ def inputs(dims: Dims, tokens: tuple[int, ...], dtype: torch.dtype, seed: int) -
     )
 
 
+def chunk_inputs(
+    dims: Dims, tokens: tuple[int, ...], dtype: torch.dtype, seed: int
+) -> dict[str, Tensor]:
+    """Those of a prompt, whose gate is no input of the op."""
+    found = inputs(dims, tokens, dtype, seed)
+    found.pop("z")
+    return found
+
+
 def gated_delta_step_cases(
-    dtype: torch.dtype, layers: tuple[Dims, ...] = LAYERS
+    dtype: torch.dtype, layers: tuple[Dims, ...] | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of gated_delta_step on the CPU): see step_places."""
-    for i, dims in enumerate(layers):
-        for length in (1, dims.w):
-            places = step_places(dims, dtype, i)
-            rows = len(places["slots"])
-            raw = inputs(dims, (rows, length), dtype, i)
-            yield f"{dims}, Q={length}", dict(**raw, weights=weights(dims, dtype, i), **places)
+    """See step_cases; of LAYERS where no others are given."""
+    return step_cases(inputs, weights, dtype, LAYERS if layers is None else layers)
 
 
 def gated_delta_chunk_cases(
-    dtype: torch.dtype, layers: tuple[Dims, ...] = LAYERS
+    dtype: torch.dtype, layers: tuple[Dims, ...] | None = None
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(name, arguments of gated_delta_chunk on the CPU): see chunk_places."""
-    for i, dims in enumerate(layers):
-        places = chunk_places()
-        raw = inputs(dims, (int(places["cu_seqlens"][-1]),), dtype, i)
-        raw.pop("z")
-        state = random_state(dims, 12, [2, 3, 4, 9], dtype, i)
-        yield str(dims), dict(**raw, weights=weights(dims, dtype, i), state=state, **places)
+    """See chunk_cases; of LAYERS where no others are given."""
+    return chunk_cases(chunk_inputs, weights, dtype, LAYERS if layers is None else layers)
 
 
 def gated_delta_step_traits(state: RecurrentState, **rest: Any) -> dict[str, Any]:

@@ -113,11 +113,12 @@ def _add_rms_norm_kernel(
 
 
 @triton.jit
-def _gated_rms_norm_kernel(
-    x, gate, weight, out, rows, inner, outer_stride, inner_stride, gate_outer, gate_inner, eps,
+def _values_and_gate(
+    x, gate, rows, inner, outer_stride, inner_stride, gate_outer, gate_inner,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """ROWS of `rows` rows."""
+    """A program's ROWS of `rows` rows: numbers [ROWS, 1], lanes, which are live, place within a
+    token, and x and gate in fp32."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
     lanes = spread(ROWS, BLOCK)
     live = (row < rows) & (lanes < D)
@@ -127,6 +128,18 @@ def _gated_rms_norm_kernel(
     gate += outer * gate_outer + place * gate_inner
     values = tl.load(x + lanes, mask=live, other=0.0).to(tl.float32)
     z = tl.load(gate + lanes, mask=live, other=0.0).to(tl.float32)
+    return row, lanes, live, place, values, z
+
+
+@triton.jit
+def _gated_rms_norm_kernel(
+    x, gate, weight, out, rows, inner, outer_stride, inner_stride, gate_outer, gate_inner, eps,
+    D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """ROWS of `rows` rows."""
+    row, lanes, live, place, values, z = _values_and_gate(
+        x, gate, rows, inner, outer_stride, inner_stride, gate_outer, gate_inner, D, BLOCK, ROWS
+    )
     scale = tl.load(weight + lanes, mask=lanes < D, other=0.0).to(tl.float32)
     values = values * inverse_rms(row_sums(values * values), eps, D)[:, None]
     values = values * scale * silu_approx(z)
@@ -140,15 +153,9 @@ def _gated_group_norm_kernel(
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """ROWS of `rows` rows; a row of D is one of `inner` groups of a token."""
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    lanes = spread(ROWS, BLOCK)
-    live = (row < rows) & (lanes < D)
-    outer = (row // inner).to(tl.int64)
-    place = row % inner
-    x += outer * outer_stride + place * inner_stride
-    gate += outer * gate_outer + place * gate_inner
-    values = tl.load(x + lanes, mask=live, other=0.0).to(tl.float32)
-    z = tl.load(gate + lanes, mask=live, other=0.0).to(tl.float32)
+    row, lanes, live, place, values, z = _values_and_gate(
+        x, gate, rows, inner, outer_stride, inner_stride, gate_outer, gate_inner, D, BLOCK, ROWS
+    )
     scale = tl.load(weight + place * D + lanes, mask=live, other=0.0).to(tl.float32)
     values = values * silu_approx(z)
     values = values * inverse_rms(row_sums(values * values), eps, D)[:, None] * scale

@@ -1,5 +1,6 @@
 """What the cases of every recurrence are made of: sizes, states, and what must not be read."""
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,3 +110,31 @@ def chunk_places() -> dict[str, Tensor]:
         cu_seqlens=bounds,
         **{name: torch.tensor(values, dtype=torch.int32) for name, values in rows.items()},
     )
+
+
+Raw = Callable[[Dims, tuple[int, ...], torch.dtype, int], dict[str, Tensor]]
+"""dims, tokens, dtype and seed -> a layer's inputs, of shape [*tokens, ...]."""
+Weights = Callable[[Dims, torch.dtype, int], Any]
+
+
+def step_cases(
+    inputs: Raw, weights: Weights, dtype: torch.dtype, layers: Sequence[Dims]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, arguments of a stepping law on the CPU): see step_places."""
+    for i, dims in enumerate(layers):
+        for length in (1, dims.w):
+            places = step_places(dims, dtype, i)
+            rows = len(places["slots"])
+            raw = inputs(dims, (rows, length), dtype, i)
+            yield f"{dims}, Q={length}", dict(**raw, weights=weights(dims, dtype, i), **places)
+
+
+def chunk_cases(
+    inputs: Raw, weights: Weights, dtype: torch.dtype, layers: Sequence[Dims]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, arguments of a chunked law on the CPU): see chunk_places."""
+    for i, dims in enumerate(layers):
+        places = chunk_places()
+        raw = inputs(dims, (int(places["cu_seqlens"][-1]),), dtype, i)
+        state = random_state(dims, 12, [2, 3, 4, 9], dtype, i)
+        yield str(dims), dict(**raw, weights=weights(dims, dtype, i), state=state, **places)
