@@ -152,6 +152,19 @@ def test_a_row_depends_on_itself_alone_at_real_dimensions(op, name, monkeypatch)
         assert_rows_alone(op, backend, how)
 
 
+def test_real_dimensions_reach_the_recurrences(monkeypatch):
+    """A table that stands in for LAYERS is what their cases are made of."""
+    made = {
+        delta_cases: (delta_cases.gated_delta_step_cases, delta_cases.gated_delta_chunk_cases),
+        mamba2_cases: (mamba2_cases.mamba2_step_cases, mamba2_cases.mamba2_chunk_cases),
+    }
+    only = Dims(1, 1, 16, 16, w=8)
+    for module, functions in made.items():
+        monkeypatch.setattr(module, "LAYERS", (only,))
+        for cases_of in functions:
+            assert {name.partition(", Q")[0] for name, _ in cases_of(torch.float32)} == {str(only)}
+
+
 def test_a_leak_between_rows_is_seen(monkeypatch):
     """The tests here can fail: an op that adds a trace of its batch, or writes it to storage."""
     backend = Backend("reference", "cpu", torch.float32)
