@@ -128,7 +128,7 @@ def _case(failure: dict) -> str:
 
 
 def require_sound(folder: Path, seed: int = 0) -> None:
-    """Raises RuntimeError where the copy without a fault does not pass the quick check: a check that
+    """Raises RuntimeError where the copy without a fault fails the quick check: a check that
     cannot run would seem to find every fault."""
     report = _run(folder, "quick", seed)
     if report.get("failures") != []:
