@@ -51,6 +51,9 @@ def check(
         float | None,
         typer.Option("--seconds", min=0, help="draw worlds for so long, not a fixed number"),
     ] = None,
+    shard: Annotated[
+        str, typer.Option("--shard", help="only share I of N equal ones, such as 2/4")
+    ] = "1/1",
     fail_fast: Annotated[
         bool, typer.Option("--fail-fast", help="end with the first difference")
     ] = False,
@@ -77,7 +80,13 @@ def check(
     """
     size = _size(quick, full, logits, replay)
     _refuse_varied(settings)
-    how = {"seed": seed, "seconds": seconds, "fail_fast": fail_fast, "oracle": oracle}
+    how = {
+        "seed": seed,
+        "seconds": seconds,
+        "fail_fast": fail_fast,
+        "oracle": oracle,
+        "shard": shard,
+    }
     failed = False
     for kind in _kv_formats(settings["kv_cache_dtype"]):
         chosen = settings | {"kv_cache_dtype": kind}
@@ -133,22 +142,24 @@ def _run(
     replay: Path | None,
     show: "Progress | None",
 ) -> "Report":
-    from lockstep.check import SIZES, Effort, read_world, run_check, run_logits, run_replay
+    from lockstep.check import SIZES, Effort, Shard, read_world, run_check, run_logits, run_replay
 
     model = settings["model"]
     chosen: dict[str, Any] = {name: settings[name] for name in SHARED}
     if chosen["speculative_config"] == AUTO_DRAFTS:
         chosen["speculative_config"] = None
     shown: dict[str, Any] = {} if show is None else {"progress": show}
+    share = Shard.read(how["shard"])
     if replay:
         return run_replay(read_world(replay), model, **chosen)
     if logits:
-        return run_logits(size, model, **shown, **chosen)
+        return run_logits(size, model, shard=share, **shown, **chosen)
     effort = Effort(
         SIZES[size].worlds,
         seconds=how["seconds"],
         folder=Path(),
         fail_fast=how["fail_fast"],
+        shard=share,
     )
     compared = {"seed": how["seed"], "oracle": how["oracle"]}
     return run_check(size, model, effort=effort, **compared, **shown, **chosen)
@@ -203,7 +214,8 @@ def _print(report: "Report", table: Table) -> None:
     console = Console(highlight=False)
     console.print(table)
     took = ", ".join(f"{count:,} {name}" for name, count in report.exercised.items())
-    about = f"seed {report.seed}; {report.seconds:.0f} s; {report.numerics}"
+    share = f"share {report.shard} of the check; " if report.shard.count > 1 else ""
+    about = f"{share}seed {report.seed}; {report.seconds:.0f} s; {report.numerics}"
     console.print(f"{took}; {about}", soft_wrap=True)
     for reason in report.skipped:
         console.print(f"left out: {reason}")
