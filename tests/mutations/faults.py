@@ -487,8 +487,8 @@ FAULTS = (
     ),
     Fault(
         "K split in two for many rows", "numerics", "kernels/linear/cpu.py",
-        "    run = x.shape[1] // segments\n",
-        "    segments = 2 if x.shape[0] > 8 else segments\n    run = x.shape[1] // segments\n",
+        "    if segments == 1:\n",
+        "    segments = 2 if x.shape[0] > 8 else segments\n    if segments == 1:\n",
     ),
     Fault(
         "a norm's sum from behind for several rows", "numerics", NORM,
