@@ -22,8 +22,8 @@ def _read(
 
 def tiles(codec, dim, backend):
     """What the kernel reads of TILE random tokens, whose last is masked, and what the reference
-    decodes to bf16, both [TILE, D] fp32. Codes are random, numbers those of tokens of all sizes, one
-    is NaN."""
+    decodes to bf16, both [TILE, D] fp32. Codes are random, numbers those of tokens of all sizes,
+    one is NaN."""
     generator = torch.Generator().manual_seed(dim)
     words = codec.width(dim)
     codes = torch.randint(-(2**31), 2**31, (TILE, words), generator=generator).to(codec.dtype)

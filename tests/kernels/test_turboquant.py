@@ -258,5 +258,7 @@ def test_load_bf16_on_a_gpu(codec, dim):
 
 def test_a_cache_of_two_parts():
     codes = torch.zeros(3, 16, 2, 12, dtype=torch.int32)
-    cache = PackedKV(Rotated(3, WHOLE_HEAD), 128, codes, torch.zeros(3, 16, 2, 1, dtype=torch.bfloat16))
+    cache = PackedKV(
+        Rotated(3, WHOLE_HEAD), 128, codes, torch.zeros(3, 16, 2, 1, dtype=torch.bfloat16)
+    )
     assert len(cache.tensors()) == 2 and cache.shape == (3, 16, 2, 128)

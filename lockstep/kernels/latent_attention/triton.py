@@ -371,7 +371,7 @@ def latent_attention_triton(
         *held.codes.stride()[:2], *ropes.stride()[:2], page, heads, latent, rope, tile.rows,
         block_c, block_r, tile.keys, ONES, SEGMENT, SPAN, p.unit,
         held.numbers, held.constant, held.beside, held.share, held.fetch, held.unpack,
-        packed > 0 and q_latent.dtype != torch.float32 and target.assembly,
+        packed > 0 and q_latent.dtype != torch.float32 and target.opaque,
         num_warps=tile.warps, num_stages=stages_within(2, loaded, fixed, arch),
         enable_fp_fusion=False,
     )  # fmt: skip
