@@ -69,7 +69,7 @@ class AbsorbedHeads(nn.Module):
     def _take(self, weight: Tensor) -> None:
         """Fills both maps from kv_b_proj [H (N + V), C]."""
         if self.turn is not None:
-            weight = self.turn.forward(weight).to(weight.dtype)
+            weight = self.turn.forward(weight)
         heads = weight.unflatten(0, (-1, sum(self.widths)))
         keys, values = heads.split(self.widths, dim=1)
         self.keys.data.copy_(keys.transpose(1, 2))
