@@ -266,11 +266,6 @@ def test_fp8_blocks_are_the_model_of_their_values(tmp_path: Path) -> None:
         assert bits(ask(make_llm(packed, speculative_config=drafter), prompt, 24)) == wanted
 
 
-def test_latents_are_kept_in_the_models_dtype_alone(pair) -> None:
-    with pytest.raises(ConfigError, match="kv_cache_dtype of layers.0 is not allowed.*auto"):
-        make_llm(pair[1], kv_cache_dtype="fp8")
-
-
 def test_what_a_token_takes_of_the_cache(pair) -> None:
     """Latent and turned key, in each of three layers, and in the draft module's."""
     (name, folder, _) = pair
