@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep.cli.options import AUTO_DRAFTS, engine_options
-from lockstep.cli.show import print_json, progress_bar
+from lockstep.cli.show import note, print_json, progress_bar
 from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError
 
@@ -36,6 +36,8 @@ SHARED = (
 speculative_config is checked beside those that the checkpoint allows by itself."""
 ALL = "all"
 """Of kv_cache_dtype: every format in turn."""
+OWN = "auto"
+"""The first of them, which every model takes."""
 
 
 @engine_options
@@ -76,7 +78,7 @@ def check(
     compared with the plain run's: tokens and logprobs, or with --logits every bit of the logits,
     for 20 prompts at every number of rows, K, chunk size and graph mode. A world that differs is
     made small and written to a file for --replay. Status 1 if any differs. --kv-cache-dtype all
-    checks every format of the KV cache in turn.
+    checks every format of the KV cache in turn, and names those that the model does not take.
     """
     size = _size(quick, full, logits, replay)
     _refuse_varied(settings)
@@ -88,17 +90,17 @@ def check(
         "shard": shard,
     }
     failed = False
+    every = settings["kv_cache_dtype"] == ALL
     for kind in _kv_formats(settings["kv_cache_dtype"]):
         chosen = settings | {"kv_cache_dtype": kind}
-        if json:
-            report = _run(size, chosen, how, logits, replay, None)
-            print_json(report.to_json())
-        else:
-            with progress_bar() as show:
-                report = _run(size, chosen, how, logits, replay, show)
-            _print(report, _logits_table(report) if logits else _table(report))
+        try:
+            report = _reported(size, chosen, how, logits, replay, json)
+        except ConfigError as refused:
+            if not every or kind == OWN:
+                raise
+            note(f"left out: {refused}")
+            continue
         if page is not None:
-            every = settings["kv_cache_dtype"] == ALL
             _write(page.with_stem(f"{page.stem}-{kind}") if every else page, report)
         failed |= bool(report.failed)
         if failed and fail_fast:
@@ -112,7 +114,7 @@ def _kv_formats(asked: str) -> tuple[str, ...]:
 
     if asked != ALL:
         return (asked,)
-    return tuple(dict.fromkeys(("auto", *(format.name for format in FORMATS.values()))))
+    return tuple(dict.fromkeys((OWN, *(format.name for format in FORMATS.values()))))
 
 
 def _write(path: Path, report: "Report") -> None:
@@ -132,6 +134,25 @@ def _size(quick: bool, full: bool, logits: bool, replay: Path | None) -> str:
     if replay and (quick or full or logits):
         raise ConfigError("--replay runs one world; leave --quick, --full and --logits out.")
     return "quick" if quick else "full" if full else "default"
+
+
+def _reported(
+    size: str,
+    settings: dict[str, Any],
+    how: dict[str, Any],
+    logits: bool,
+    replay: Path | None,
+    json: bool,
+) -> "Report":
+    """One check, printed."""
+    if json:
+        report = _run(size, settings, how, logits, replay, None)
+        print_json(report.to_json())
+        return report
+    with progress_bar() as show:
+        report = _run(size, settings, how, logits, replay, show)
+    _print(report, _logits_table(report) if logits else _table(report))
+    return report
 
 
 def _run(

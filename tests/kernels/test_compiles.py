@@ -117,8 +117,8 @@ def test_warps_that_work_alone_keep_all_in_registers(
     assert len(compiled("compile_packed", "--lanes")) >= 20
 
 
-@pytest.mark.parametrize(("arch", "count"), [("86", 18), ("90", 36)])
-def test_packed_keys_and_values_enter_products_as_unpacked_ones(
+@pytest.mark.parametrize(("arch", "count"), [("86", 23), ("90", 41)])
+def test_packed_caches_enter_products_as_unpacked_ones(
     arch: str, count: int, compiled: Callable[..., list[str]]
 ) -> None:
     """On Hopper and on an architecture of mma.sync, in every format."""

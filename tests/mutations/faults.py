@@ -856,7 +856,7 @@ FAULTS = (
         f"{OF_KV}::test_int8_is_off_by_half_a_step",
     ),
     Fault(
-        "a kernel reads the scale of the first head", "packed", "kernels/attention/paged.py",
+        "a kernel reads the scale of the first head", "packed", "kernels/kv/_tile_device.py",
         "numbers += (token * (HKV * COUNT) + kv * COUNT)[:, None]",
         "numbers += (token * (HKV * COUNT))[:, None]",
         f"{OF_KV}::test_attention_over_packed_is_attention_over_unpacked",
