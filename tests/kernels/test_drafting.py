@@ -22,7 +22,7 @@ def test_padding_draws_every_row_to_the_same_drafts(backend):
     """Null rows write row 0 only, and what they write there is no one's."""
     table = random_table(Draw(2), 4, 3, 60, 50)
     rows = torch.tensor([3, 1, 0, 0, 0])
-    some = dict(computed=table.computed, drafts=table.drafts, row_ids=rows)
+    some = dict(computed=table.computed, folded=table.folded, drafts=table.drafts, row_ids=rows)
     some |= dict(tokens=torch.tensor([5, 6, 7, 7, 7]), page_table=table.page_table[rows])
     some = backend.fresh(some)
     backend.run(next_draft_step, some | dict(index=1, behind=0, page_size=PAGE_SIZE))

@@ -43,6 +43,7 @@ class DraftTensors:
     positions: Tensor
     slot_mapping: Tensor
     starts: Tensor
+    folded: Tensor
     seq_lens: Tensor
     cu_seqlens: Tensor
     token_rows: Tensor
@@ -52,6 +53,7 @@ class DraftTensors:
 @op(writes=("drafts",))
 def next_draft_step(
     computed: Tensor,
+    folded: Tensor,
     drafts: Tensor,
     row_ids: Tensor,
     tokens: Tensor,
@@ -62,7 +64,8 @@ def next_draft_step(
 ) -> DraftTensors:
     """Keeps tokens [S] int64 (-1: none) as the rows' draft number `index` in drafts [R, K], and
     makes the step that reads them, 0 for none: its position lies index + behind places behind
-    computed [R]; page_table [S, P]. sample_at: where the draft after them will stand.
+    computed [R]; folded [R]: as in Step; page_table [S, P]. sample_at: where the draft after them
+    will stand.
     """
     drafts[row_ids, index] = tokens
     starts = computed[row_ids] + index + behind
@@ -75,6 +78,7 @@ def next_draft_step(
         positions=positions,
         slot_mapping=page * page_size + positions % page_size,
         starts=starts,
+        folded=folded[row_ids],
         seq_lens=starts + 1,
         cu_seqlens=rows.int(),
         token_rows=rows[:-1],

@@ -47,6 +47,7 @@ def next_draft_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, A
         chosen = row_ids(draw, rows, rows + 2)
         arguments = dict(
             computed=table.computed,
+            folded=table.folded,
             drafts=table.drafts,
             row_ids=chosen,
             tokens=torch.where(chosen > 0, draw.ints(-1, 50, rows).long(), 7),

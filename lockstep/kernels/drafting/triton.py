@@ -75,9 +75,9 @@ def mtp_inputs_triton(
 
 @triton.jit(do_not_specialize=["rows", "most_drafts", "index", "behind", "columns", "page_size"])
 def _next_draft_step_kernel(
-    computed, drafts, row_ids, tokens, page_table, token_ids, positions, slot_mapping, starts,
-    seq_lens, cu_seqlens, token_rows, sample_at, rows, most_drafts, index, behind, columns,
-    page_size, BLOCK: tl.constexpr,
+    computed, folded, drafts, row_ids, tokens, page_table, token_ids, positions, slot_mapping,
+    starts, held, seq_lens, cu_seqlens, token_rows, sample_at, rows, most_drafts, index, behind,
+    columns, page_size, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK rows: keep a draft each, and stand on it."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -92,6 +92,7 @@ def _next_draft_step_kernel(
     tl.store(positions + at, start.to(tl.int64), mask=live)
     tl.store(sample_at + at, start.to(tl.int64) + 2 - behind, mask=live)
     tl.store(starts + at, start, mask=live)
+    tl.store(held + at, tl.load(folded + row), mask=live)
     tl.store(seq_lens + at, start + 1, mask=live)
     tl.store(token_rows + at, at.to(tl.int64), mask=live)
     tl.store(cu_seqlens + at, at, mask=at <= rows)
@@ -100,6 +101,7 @@ def _next_draft_step_kernel(
 @next_draft_step.backend("triton", supports=gpu_trait)
 def next_draft_step_triton(
     computed: Tensor,
+    folded: Tensor,
     drafts: Tensor,
     row_ids: Tensor,
     tokens: Tensor,
@@ -115,6 +117,7 @@ def next_draft_step_triton(
         positions=torch.empty_like(row_ids),
         slot_mapping=torch.empty_like(row_ids),
         starts=computed.new_empty(rows),
+        folded=computed.new_empty(rows),
         seq_lens=computed.new_empty(rows),
         cu_seqlens=computed.new_empty(rows + 1),
         token_rows=torch.empty_like(row_ids),
@@ -122,6 +125,7 @@ def next_draft_step_triton(
     )
     _next_draft_step_kernel[(rows // ROW_BLOCK + 1,)](
         computed=computed,
+        folded=folded,
         drafts=drafts,
         row_ids=row_ids,
         tokens=tokens,
@@ -130,6 +134,7 @@ def next_draft_step_triton(
         positions=out.positions,
         slot_mapping=out.slot_mapping,
         starts=out.starts,
+        held=out.folded,
         seq_lens=out.seq_lens,
         cu_seqlens=out.cu_seqlens,
         token_rows=out.token_rows,
