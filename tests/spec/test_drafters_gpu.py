@@ -11,6 +11,7 @@ import torch
 from lockstep.runner.capture import Captured
 from lockstep.step import StepShape
 from tests.regressions.conftest import PROMPTS, answers, engine_over
+from tests.spec.blocks import make_block_model
 from tests.spec.heads import make_head
 from tests.tiny_model import CONFIG, LLAMA, THREE_LAYERS, make_model
 
@@ -25,6 +26,7 @@ METHODS = {
     "eagle3": "eagle3",
     "draft_model": "draft_model",
     "recurrent": "draft_model",
+    "dflash": "dflash",
     "suffix": "suffix",
     "ngram": "ngram",
 }
@@ -44,12 +46,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Pat
         vocab = json.loads((target / "config.json").read_text())["vocab_size"]
         taps = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
         make_head(root / "head", vocab, 64, eagle_config=taps, head_dim=32)
+        make_block_model(root / "blocks", vocab, 64, [0, 1], head_dim=32)
         draft = make_model(root / "draft", LLAMA, num_hidden_layers=1, **WIDE)
         found[kind] = {
             "target": target,
             "eagle3": root / "head",
             "draft_model": draft,
             "recurrent": make_model(root / "recurrent", RECURRENT),
+            "dflash": root / "blocks",
             "suffix": None,
             "ngram": None,
         }

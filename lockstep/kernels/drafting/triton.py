@@ -10,7 +10,14 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.drafting import DraftTensors, mtp_inputs, next_draft_step, ngram_lookup
+from lockstep.kernels.drafting import (
+    BlockTensors,
+    DraftTensors,
+    block_step,
+    mtp_inputs,
+    next_draft_step,
+    ngram_lookup,
+)
 from lockstep.kernels.step_metadata.triton import slot_at
 
 ROW_BLOCK = 64
@@ -143,6 +150,77 @@ def next_draft_step_triton(
         most_drafts=drafts.shape[1],
         index=index,
         behind=behind,
+        columns=page_table.shape[1],
+        page_size=page_size,
+        BLOCK=ROW_BLOCK,
+        num_warps=2,
+    )
+    return out
+
+
+@triton.jit(
+    do_not_specialize=["rows", "length", "width", "mask_token", "columns", "page_size"],
+)
+def _block_step_kernel(
+    computed, history, row_ids, page_table, token_ids, positions, slot_mapping, starts, seq_lens,
+    cu_seqlens, token_rows, sample_at, rows, length, width, mask_token, columns, page_size,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK tokens of the rows' blocks."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tokens = rows * width
+    live = at < tokens
+    s = tl.where(live, at // width, 0)
+    order = at % width
+    row = tl.load(row_ids + s, mask=live, other=0)
+    first = tl.load(computed + row)
+    position = first + order
+    known = tl.load(history + row * length + first)
+    tl.store(token_ids + at, tl.where(order == 0, known, mask_token), mask=live)
+    tl.store(positions + at, position.to(tl.int64), mask=live)
+    pages = page_table + s.to(tl.int64) * columns
+    tl.store(slot_mapping + at, slot_at(pages, position, columns, page_size), mask=live)
+    tl.store(starts + at, first + width - 1, mask=live)
+    tl.store(seq_lens + at, first + width, mask=live)
+    tl.store(token_rows + at, at.to(tl.int64), mask=live)
+    tl.store(cu_seqlens + at, at, mask=at <= tokens)
+    drafted = live & (order > 0)
+    tl.store(sample_at + s * (width - 1) + order - 1, position.to(tl.int64), mask=drafted)
+
+
+@block_step.backend("triton", supports=gpu_trait)
+def block_step_triton(
+    computed: Tensor,
+    history: Tensor,
+    row_ids: Tensor,
+    page_table: Tensor,
+    width: int,
+    mask: int,
+    page_size: int,
+) -> BlockTensors:
+    """See lockstep.kernels.drafting.block_step. page_table is contiguous."""
+    rows = row_ids.shape[0]
+    tokens = rows * width
+    out = BlockTensors(
+        token_ids=row_ids.new_empty(tokens),
+        positions=row_ids.new_empty(tokens),
+        slot_mapping=row_ids.new_empty(tokens),
+        starts=computed.new_empty(tokens),
+        seq_lens=computed.new_empty(tokens),
+        cu_seqlens=computed.new_empty(tokens + 1),
+        token_rows=row_ids.new_empty(tokens),
+        sample_at=row_ids.new_empty(rows, width - 1),
+    )
+    _block_step_kernel[(tokens // ROW_BLOCK + 1,)](
+        computed=computed,
+        history=history,
+        row_ids=row_ids,
+        page_table=page_table,
+        **vars(out),
+        rows=rows,
+        length=history.shape[1],
+        width=width,
+        mask_token=mask,
         columns=page_table.shape[1],
         page_size=page_size,
         BLOCK=ROW_BLOCK,
