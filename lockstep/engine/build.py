@@ -96,7 +96,7 @@ def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) ->
         page_bytes=cost.page,
         num_slots=size.slots,
         slot_bytes=cost.slot,
-        snapshot_every=config.snapshot_every or model.snapshot_every,
+        snapshot_every=config.snapshot_every or memory.snapshot_every(model, draft),
         **draft_costs(model, draft),
     )
     runner = Runner(plan, model, draft, program)
@@ -346,6 +346,7 @@ def build_program(
         drafts=table.drafts,
         tokens=table.tokens,
         computed=table.computed,
+        folded=table.folded,
         page_size=table.page_size,
         module=draft,
         sample=partial(sampler.sample, ids=draft.ids if draft else None),

@@ -29,6 +29,7 @@ DRAFTERS = {
     "mtp": "lockstep.spec.mtp",
     "eagle3": "lockstep.spec.eagle3",
     "draft_model": "lockstep.spec.draft_model",
+    "dflash": "lockstep.spec.dflash",
 }
 OLDER_NAMES = {
     "deepseek_mtp": "mtp",

@@ -2,7 +2,9 @@
 et al., arXiv 2211.17192).
 
 It reads every token at that token's own position, as it would alone; its keys and values stand on
-the target's pages, so that prefixes found there are its own as well.
+the target's pages, so that prefixes found there are its own as well. A model that recurs has its
+state in the rows' slots, where snapshots hold both. What is kept of a row, and how many tokens its
+state holds, is the same for both, since both see every step.
 """
 
 from dataclasses import replace
@@ -11,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.cache.specs import Law
 from lockstep.errors import ConfigError
 from lockstep.layers.build import Build
 from lockstep.models.checkpoint import Checkpoint
@@ -82,7 +83,7 @@ class DraftModel(nn.Module):
 
 def build(options: Any, checkpoint: Checkpoint, target: Any, build: Build) -> DraftModule:
     """The folder's model, not loaded yet. Raises CheckpointError where it cannot be built, and
-    ConfigError where it has another tokenizer, or layers that recur."""
+    ConfigError where it has another tokenizer."""
     own = Checkpoint.read(options.folder)
     if build.tensors is not None:
         check_tokenizers(own, checkpoint)
@@ -91,18 +92,6 @@ def build(options: Any, checkpoint: Checkpoint, target: Any, build: Build) -> Dr
     apart = build.reading(tensors, own.prefixes, packing)
     apart.named = "draft."
     model = build_model(own.raw, apart)
-    recurring = [
-        name
-        for name, layer in model.named_modules()
-        if hasattr(layer, "cache_spec") and layer.cache_spec().law is Law.STATE
-    ]
-    if recurring:
-        raise ConfigError(
-            f"speculative_config model={options.model!r} is not allowed: {recurring[0]} and "
-            f"{len(recurring) - 1} other layers of {own.raw['model_type']} recur, and a state "
-            "cannot go back behind drafts that are rejected; allowed: models that attend in every "
-            "layer. Choose another draft model."
-        )
     return DraftModel(own, model, packing, target.config.vocab_size, build.device)
 
 

@@ -170,7 +170,7 @@ def test_latents_are_kept_without_queries() -> None:
     draft = Draft(Model(config, Build("cpu", torch.float32, 1, 64)), inexact())
     for parameter in draft.parameters():
         parameter.data.normal_()
-    mixer = draft.block.self_attn
+    mixer = draft.blocks[0].self_attn
     mixer.attend = lambda q, *rest: torch.zeros_like(q)
     ids = torch.arange(5)
     unread = dict.fromkeys(Step.__dataclass_fields__)

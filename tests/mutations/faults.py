@@ -50,6 +50,8 @@ EAGLE3 = "models/eagle3.py"
 OF_EAGLE3 = "tests/spec/test_eagle3.py::test_drafts_are_those_of_the_paper"
 OF_SUFFIX = "tests/spec/test_suffix.py::test_the_longest_match_wins_then_the_own_then_the_latest"
 OF_RING = "tests/spec/test_suffix.py::test_drafts_end_where_an_answer_does"
+OF_RECURRENT_DRAFTS = "tests/spec/test_recurrent_draft_model.py::test_drafts_are_what_it_says_alone"
+OF_BLOCKS = "tests/spec/test_dflash.py::test_drafts_are_those_of_the_paper"
 OF_DRAFT_MODEL = "tests/spec/test_draft_model.py::test_drafts_are_the_models_own_answer"
 OF_NO_DRAFTS = "tests/engine/test_speculate.py::test_no_token_depends_on_it"
 OF_ROWS_ALONE = "tests/kernels/test_exactness.py"
@@ -961,6 +963,31 @@ FAULTS = (
         "self.context.module.keep(step.token_ids, state, step)",
         "self.context.module.keep(after, state, step)",
         OF_DRAFT_MODEL,
+    ),
+    Fault(
+        "a draft model that recurs writes its state while it drafts", "drafter", "spec/chain.py",
+        "logit_rows=slice(None), flush=NEVER,",
+        "logit_rows=slice(None),",
+        OF_RECURRENT_DRAFTS,
+    ),
+    Fault(
+        "a draft's step takes states as they were before the step", "drafter", "spec/chain.py",
+        "logit_rows=slice(None), flush=NEVER, **vars(made))",
+        "logit_rows=slice(None), flush=NEVER, **vars(made) | {'folded': step.folded})",
+        OF_RECURRENT_DRAFTS,
+    ),
+    Fault(
+        "a token of a block does not see those behind it", "drafter", DRAFTING,
+        "        starts=starts,\n        seq_lens=starts + 1,\n        cu_seqlens=index.int(),\n",
+        "        starts=positions.flatten().int(),\n        seq_lens=starts + 1,\n"
+        "        cu_seqlens=index.int(),\n",
+        OF_BLOCKS,
+    ),
+    Fault(
+        "a block's masks are drafted one place too late", "drafter", "spec/dflash.py",
+        ".unflatten(0, (-1, count + 1))[:, 1:]",
+        ".unflatten(0, (-1, count + 1))[:, :-1]",
+        OF_BLOCKS,
     ),
     Fault(
         "a draft model keeps nothing of a verified step", "drafter", "spec/draft_model.py",

@@ -17,7 +17,7 @@ from lockstep.spec.draft_model import create
 from tests.models.dense import VOCAB, random_oracle
 from tests.spec.watching import Seen
 from tests.text.tiny import make_folder
-from tests.tiny_model import CONFIG, DEEPSEEK, LLAMA, NEMOTRON_H, QWEN3, make_model
+from tests.tiny_model import DEEPSEEK, LLAMA, QWEN3
 
 K = 4
 PROMPTS = [[(7 * i + i * i) % 250 for i in range(n)] for n in (70, 5)]
@@ -103,14 +103,6 @@ def test_a_model_drafts_for_itself_without_a_miss(target: Path) -> None:
         assert out.metrics.num_accepted_tokens >= 20
         assert out.metrics.num_draft_tokens - out.metrics.num_accepted_tokens <= K
     assert out.metrics.num_cached_tokens == 64
-
-
-@pytest.mark.parametrize("base", [CONFIG, NEMOTRON_H], ids=["qwen3_5", "nemotron_h"])
-def test_models_that_recur_are_refused_by_name(tmp_path: Path, base: dict[str, Any]) -> None:
-    folder = make_model(tmp_path / "target", LLAMA)
-    draft = make_model(tmp_path / "draft", base)
-    with pytest.raises(ConfigError, match="recur, and a state cannot go back"):
-        make_engine(folder, draft, load_format="dummy")
 
 
 def test_another_tokenizer_is_refused(target: Path, tmp_path: Path) -> None:
