@@ -403,7 +403,9 @@ class ChatRequest(SamplingFields, Conversation):
         tools = self.callable_tools(processor)
         if self.tool_choice == "auto":
             strict = any(tool.function.strict for tool in self.tools or ())
-            return processor.text_and_calls(tools) if tools and strict else None
+            if not tools or not strict:
+                return None
+            return processor.text_and_calls(tools, self.parallel_tool_calls)
         name = _named(self.tool_choice)
         if not tools:
             raise RequestError(

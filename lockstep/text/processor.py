@@ -11,7 +11,6 @@ from lockstep.outputs import CompletionOutput, Logprob
 from lockstep.sampling_params import SamplingParams, StructuredOutputsParams, is_ids
 from lockstep.scheduling.grammar import Grammar
 from lockstep.scheduling.request import Request
-from lockstep.text import tool_grammar
 from lockstep.text.control import ControlTokens
 from lockstep.text.detokenizer import Detokenizer
 from lockstep.text.grammar import AfterReasoning, Compiler, GrammarRecipe, Matcher
@@ -20,7 +19,7 @@ from lockstep.text.settings import TextSettings, sampling_defaults
 from lockstep.text.structured import compile_wanted
 from lockstep.text.template import ChatTemplate, Message
 from lockstep.text.tokenizer import Tokenizer, damaged, eos_ids, read_json
-from lockstep.text.tool_grammar import CallParams
+from lockstep.text.tool_grammar import CallParams, ToolSyntax
 
 EFFORT = "reasoning_effort"
 SWITCHES = ("enable_thinking", "thinking")
@@ -496,13 +495,24 @@ class Processor:
         self, tools: list[dict[str, Any]], name: str | None, several: bool
     ) -> StructuredOutputsParams:
         """An answer of tool calls, those of one name or of any. Raises RequestError."""
-        found = tool_grammar.tools_of(tools, name)
-        return CallParams(grammar=tool_grammar.calls_only(self._tools, found, several))
+        syntax = self._syntax()
+        return CallParams(grammar=syntax.calls_only(syntax.tools(tools, name), several))
 
-    def text_and_calls(self, tools: list[dict[str, Any]]) -> StructuredOutputsParams:
+    def text_and_calls(
+        self, tools: list[dict[str, Any]], several: bool
+    ) -> StructuredOutputsParams:
         """An answer whose tool calls match the tools' schemas. Raises RequestError."""
-        found = tool_grammar.tools_of(tools)
-        return CallParams(grammar=tool_grammar.text_and_calls(self._tools, found))
+        syntax = self._syntax()
+        return CallParams(grammar=syntax.text_and_calls(syntax.tools(tools), several))
+
+    def _syntax(self) -> ToolSyntax:
+        """How the model writes calls."""
+        tokenizer = self._text_side("tools")
+        assert self._tools is not None, "tools are refused where no parser reads calls"
+        tags = self._tools.texts()
+        special = tokenizer.special_ids - self.eos_ids
+        tokens = {tokenizer.token(i): i for i in special if tokenizer.token(i) in tags}
+        return ToolSyntax(self._tools, tokens)
 
     def _bad_words(self, params: SamplingParams) -> Sequence[Sequence[int]] | None:
         """A word stands for two token sequences: at a text's start, and after a blank."""

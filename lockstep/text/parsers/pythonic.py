@@ -7,6 +7,7 @@ from typing import Any
 from lockstep.text.parsers.calls import CallParser
 from lockstep.text.parsers.json_reader import END, FAULT, MAX_DEPTH
 from lockstep.text.parsers.schema import to_json
+from lockstep.text.parsers.writing import Rules, Tool, either, literal, sequence
 from lockstep.text.scan import Markers, Taken
 
 _OPENERS = {"tag": "<|python_start|>"}
@@ -19,6 +20,9 @@ _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 MAX_NAME = 512
 """Characters of a name, and of a key, with the blanks around them."""
 _WORDS = {"true": True, "false": False, "null": None}
+_BOOLEAN = '("True" | "False")'
+_ESCAPES = '"\\bfnrtu'
+"""Escapes of JSON that mean the same in Python: all but one of a slash."""
 
 
 class PythonValue:
@@ -103,6 +107,34 @@ class PythonicParser(CallParser):
     FIRST = "start"
     AFTER = "after"
     OUTSIDE = ("start", "content", "broken")
+    AROUND = ("[", "]")
+    BETWEEN = ", "
+    BARE = "["
+
+    @classmethod
+    def head(cls, name: str) -> str:
+        """The name and the parenthesis."""
+        return f"{name}("
+
+    @classmethod
+    def call(cls, tool: Tool, rules: Rules) -> str:
+        """Required parameters come, the others may; all of them in the schema's order."""
+        # From the last parameter on: what may come if none stands in front, and if one does.
+        first = ""
+        later = ""
+        for key, schema, required in reversed(list(tool.properties())):
+            if not _KEY.fullmatch(key) or len(key) > MAX_NAME:
+                why = "no parameter of this name can be written in this model's tool calls"
+                tool.refuse(key, "properties", why, "Rename it.")
+            own = sequence(literal(f"{key}="), _written(schema, tool, rules))
+            alone = sequence(own, later)
+            behind = sequence(literal(", "), own, later)
+            first = rules.rule(alone if required else either([alone, first or '""']))
+            later = rules.rule(behind if required else either([behind, later or '""']))
+        if tool.is_open:
+            one = sequence("/[A-Za-z_][A-Za-z0-9_]{0,63}=/", _written({}, tool, rules))
+            first = f"({one} ({literal(', ')} {one})*)?"
+        return sequence(rules.text(cls.head(tool.name)), first, literal(")"))
 
     def __init__(self, tools: Any) -> None:
         super().__init__(tools)
@@ -191,6 +223,13 @@ class PythonicParser(CallParser):
             self._enter("content")
         elif marker is not None:
             self._begin(marker)
+
+
+def _written(schema: Any, tool: Tool, rules: Rules) -> str:
+    """A value as the grammar writes it: Python's words alone, JSON's inside of lists and dicts."""
+    if isinstance(schema, dict) and schema.get("type") == "boolean" and len(schema) == 1:
+        return rules.terminal(_BOOLEAN)
+    return rules.json(schema, tool, json_allowed_escapes=_ESCAPES)
 
 
 def _so_far(pattern: re.Pattern[str], text: str) -> bool:

@@ -38,7 +38,7 @@ def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
         if len(visited) > MAX_PARTS:
             return set()
         waiting += [o for key in ("anyOf", "oneOf", "allOf") for o in _list(part.get(key))]
-        waiting.append(_target(part.get("$ref"), root))
+        waiting.append(target(part.get("$ref"), root))
         named = part.get("type")
         types.update(t for t in [named, *_list(named)] if isinstance(t, str))
         values = [*_list(part.get("enum")), *([part["const"]] if "const" in part else [])]
@@ -93,7 +93,8 @@ def _list(value: Any) -> list[Any]:
     return list(islice(value, MAX_PARTS)) if isinstance(value, list) else []
 
 
-def _target(ref: Any, root: dict[str, Any]) -> Any:
+def target(ref: Any, root: dict[str, Any]) -> Any:
+    """The schema that a reference within this one stands for; None where there is none."""
     if not isinstance(ref, str) or not ref.startswith("#"):
         return None
     target: Any = root
