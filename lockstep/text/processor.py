@@ -498,9 +498,7 @@ class Processor:
         syntax = self._syntax()
         return CallParams(grammar=syntax.calls_only(syntax.tools(tools, name), several))
 
-    def text_and_calls(
-        self, tools: list[dict[str, Any]], several: bool
-    ) -> StructuredOutputsParams:
+    def text_and_calls(self, tools: list[dict[str, Any]], several: bool) -> StructuredOutputsParams:
         """An answer whose tool calls match the tools' schemas. Raises RequestError."""
         syntax = self._syntax()
         return CallParams(grammar=syntax.text_and_calls(syntax.tools(tools), several))

@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.errors import RequestError, brief
 from lockstep.sampling_params import MAX_GRAMMAR_CHARACTERS, StructuredOutputsParams
+from lockstep.text.json_schema import without_notes
 from lockstep.text.parsers.calls import CallParser
 from lockstep.text.parsers.writing import (
     BLANK,
@@ -118,7 +119,7 @@ class ToolSyntax:
         given = function.get("parameters")
         field = f"{field}.parameters"
         schema = {"type": "object"} if given is None else schema_of(given, field)
-        return Tool(name, schema, field)
+        return Tool(name, without_notes(schema), field)
 
 
 def _bounded(source: str) -> str:

@@ -1,7 +1,9 @@
 """What all grammars of tool calls share: content outside of calls, states inside, and faults.
 
 A parser says too how calls are written, of which lockstep.text.tool_grammar makes grammars: what
-they allow is what the parser reads as these calls. A state has a reader (a Scan over its markers, or one of JSON) and a method `_in_STATE` that takes
+they allow is what the parser reads as these calls.
+
+A state has a reader (a Scan over its markers, or one of JSON) and a method `_in_STATE` that takes
 what the reader settled. Text of a call that breaks its grammar comes back as content, with an
 event that says why.
 """

@@ -6,7 +6,7 @@ from typing import Any
 
 from lockstep.text.parsers.calls import CallParser
 from lockstep.text.parsers.json_reader import END, FAULT, MAX_DEPTH
-from lockstep.text.parsers.schema import to_json
+from lockstep.text.parsers.schema import finite, to_json
 from lockstep.text.parsers.writing import Rules, Tool, either, literal, sequence
 from lockstep.text.scan import Markers, Taken
 
@@ -21,6 +21,8 @@ MAX_NAME = 512
 """Characters of a name, and of a key, with the blanks around them."""
 _WORDS = {"true": True, "false": False, "null": None}
 _BOOLEAN = '("True" | "False")'
+_QUOTED = r"""/'([^'\\\x00-\x1f]|\\['"\\bfnrt])*'/"""
+"""A string as Python prints it."""
 _ESCAPES = '"\\bfnrtu'
 """Escapes of JSON that mean the same in Python: all but one of a slash."""
 
@@ -227,9 +229,10 @@ class PythonicParser(CallParser):
 
 def _written(schema: Any, tool: Tool, rules: Rules) -> str:
     """A value as the grammar writes it: Python's words alone, JSON's inside of lists and dicts."""
-    if isinstance(schema, dict) and schema.get("type") == "boolean" and len(schema) == 1:
+    if schema == {"type": "boolean"}:
         return rules.terminal(_BOOLEAN)
-    return rules.json(schema, tool, json_allowed_escapes=_ESCAPES)
+    written = rules.json(schema, tool, json_allowed_escapes=_ESCAPES)
+    return either([written, rules.terminal(_QUOTED)]) if schema == {"type": "string"} else written
 
 
 def _so_far(pattern: re.Pattern[str], text: str) -> bool:
@@ -239,12 +242,14 @@ def _so_far(pattern: re.Pattern[str], text: str) -> bool:
 def _value(node: ast.AST) -> Any:
     """A literal's value; JSON's words count too. Raises ValueError."""
     match node:
-        case ast.Constant(value=str() | int() | float() | None as value):
+        case ast.Constant(value=float() as value):
+            return finite(value)
+        case ast.Constant(value=str() | int() | None as value):
             return value
         case ast.Name(id=name) if name in _WORDS:
             return _WORDS[name]
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
+            return -finite(value) if isinstance(value, float) else -value
         case ast.List(elts=entries) | ast.Tuple(elts=entries):
             return [_value(entry) for entry in entries]
         case ast.Dict(keys=keys, values=values):
