@@ -68,7 +68,8 @@ SCHEMAS = {tool["function"]["name"]: tool["function"].get("parameters", {}) for 
 SNIPPETS = [
     '"', '"}', "}", "]", ")", "'", "\\", "\\u00e9", '\\"', ", ", ": ", "\n", "{", "[", "[1, 2]",
     "null", "12", "true", "```", "\n```", "</", "é", '["</parameter>", "', "wea", "weather",
-    "ping(",    "\n</parameter>\n", "</function>\n</tool_call>", "city", "days", "<parameter=city>\n", "; ",
+    "ping(", "; ", "\n</parameter>\n", "</function>\n</tool_call>", "city", "days",
+    "<parameter=city>\n",
     *sorted({text for name in NAMES for text in TOOL_PARSERS[name].texts()}),
 ]  # fmt: skip
 MOST_TOKENS = 220
