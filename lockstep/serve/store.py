@@ -38,14 +38,15 @@ def weight(value: Any) -> int:
         found += PART
         if isinstance(part, str):
             found += len(part) * (1 if part.isascii() else WIDE)
-        elif isinstance(part, BaseModel):
-            waiting.append(part.__dict__)
-            waiting.append(part.__pydantic_extra__)
+        elif isinstance(part, (list, tuple)):
+            waiting += part
         elif isinstance(part, dict):
             waiting += part
             waiting += part.values()
-        elif isinstance(part, list | tuple):
-            waiting += part
+        elif isinstance(part, BaseModel):
+            found += PART * len(part.__dict__)
+            waiting += [one for one in part.__dict__.values() if one is not None]
+            waiting += [part.__pydantic_extra__] if part.__pydantic_extra__ else []
     return found
 
 
