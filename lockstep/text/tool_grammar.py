@@ -96,10 +96,10 @@ class ToolSyntax:
         """The tools that may be called: the one of this name, or all."""
         found: dict[str, Tool] = {}
         for index, tool in enumerate(sent):
-            function = tool["function"]
-            if name is not None and function["name"] != name:
-                continue
-            found.setdefault(function["name"], self._tool(function, f"tools[{index}].function"))
+            field = f"tools[{index}]"
+            function = _function(tool, field)
+            if name in (None, function["name"]) and function["name"] not in found:
+                found[function["name"]] = self._tool(function, f"{field}.function")
         if not found:
             raise RequestError(
                 f"tool_choice names {brief(name)}; allowed: the name of one of the tools. Send "
@@ -120,6 +120,39 @@ class ToolSyntax:
         field = f"{field}.parameters"
         schema = {"type": "object"} if given is None else schema_of(given, field)
         return Tool(name, without_notes(schema), field)
+
+
+def is_strict(tools: Sequence[Json] | None) -> bool:
+    """Whether one of the tools asks for calls that its schema allows."""
+    functions = [tool.get("function") for tool in tools or () if isinstance(tool, dict)]
+    return any(isinstance(one, dict) and one.get("strict") is True for one in functions)
+
+
+def named_tool(choice: Any) -> str | None:
+    """The function that a tool_choice names; None for "required"."""
+    if choice == "required":
+        return None
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise RequestError(
+            f"tool_choice={brief(choice)} is not allowed; allowed: auto, none, required, or an "
+            'object {"type": "function", "function": {"name": ...}}. Send one of them.',
+            "tool_choice",
+        )
+    return name
+
+
+def _function(tool: Any, field: str) -> Json:
+    """The function of a tool that was sent."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(
+            f"{field}={brief(tool)} is not allowed; allowed: an object "
+            '{"type": "function", "function": {"name": ..., "parameters": ...}}. Mend it.',
+            "tools",
+        )
+    return function
 
 
 def _bounded(source: str) -> str:
