@@ -16,8 +16,11 @@ from lockstep.settings import read_named
 if TYPE_CHECKING:
     from lockstep.engine.async_engine import Transport
     from lockstep.engine.engine import Facts
+    from lockstep.runner.rates import Rates
     from lockstep.serve.run import Address, Options
     from lockstep.text.processor import Processor
+
+    Served = tuple[Transport, Processor, Facts, Rates]
 
 MOST_KEYS = 1000
 
@@ -78,6 +81,7 @@ def _run(
 ) -> None:
     """Binds first, so that nobody loads a model in vain."""
     from lockstep.engine.async_engine import AsyncEngine
+    from lockstep.runner.floor import StepFloors
     from lockstep.serve.guard import is_loopback
     from lockstep.serve.run import serve as run
 
@@ -86,12 +90,13 @@ def _run(
         note(f"host={address.host} is open to the network, without a key: set --api-key.", "yellow")
     try:
         if in_thread:
-            transport, processor, facts = _in_thread(settings)
+            served = _in_thread(settings)
         else:
-            transport, processor, facts = _in_process(settings, options.limits.step_seconds)
+            served = _in_process(settings, options.limits.step_seconds)
     except BaseException:
         listener.close()
         raise
+    transport, processor, facts, rates = served
     client = AsyncEngine(transport)
     client.start()
     try:
@@ -103,22 +108,23 @@ def _run(
             fingerprint=facts.fingerprint,
             address=address,
             options=options,
+            floors=StepFloors(facts.costs, rates),
         )
     finally:
         client.shutdown()
 
 
-def _in_thread(settings: dict[str, Any]) -> "tuple[Transport, Processor, Facts]":
+def _in_thread(settings: dict[str, Any]) -> "Served":
     """An engine in a thread of this process."""
     from lockstep.engine.in_thread import ThreadTransport
+    from lockstep.runner.rates import rates_of
 
     llm = load(settings)
-    return ThreadTransport(llm.engine), llm.processor, llm.engine.facts
+    rates = rates_of(llm.engine.plan.device)
+    return ThreadTransport(llm.engine), llm.processor, llm.engine.facts, rates
 
 
-def _in_process(
-    settings: dict[str, Any], step_seconds: float
-) -> "tuple[Transport, Processor, Facts]":
+def _in_process(settings: dict[str, Any], step_seconds: float) -> "Served":
     """An engine in a process of its own; here is only its text side."""
     from lockstep.config import EngineConfig
     from lockstep.engine.process import ProcessTransport
@@ -135,7 +141,7 @@ def _in_process(
     except BaseException:
         transport.stop()
         raise
-    return transport, processor, transport.facts
+    return transport, processor, transport.facts, transport.rates
 
 
 def _rules(

@@ -16,11 +16,12 @@ from typing import Any
 import uvicorn
 
 from lockstep.errors import ConfigError, EngineDeadError
+from lockstep.runner.floor import StepFloors
 from lockstep.serve.app import Pages, create_app
 from lockstep.serve.connections import BoundedProtocol
 from lockstep.serve.guard import Rules
 from lockstep.serve.logs import quiet_logs
-from lockstep.serve.metrics import Prefix
+from lockstep.serve.metrics import Metrics, Prefix
 from lockstep.serve.service import Client, Limits, Service
 from lockstep.text.processor import Processor
 
@@ -155,10 +156,12 @@ def serve(
     fingerprint: str,
     address: Address,
     options: Options,
+    floors: StepFloors | None = None,
     show: Callable[[str], Any] = print,
 ) -> None:
     """Serves until interrupted. `client` is started; the caller shuts it down afterwards.
-    model_names: that clients may use; answers bear the first.
+    model_names: that clients may use; answers bear the first. floors: of the engine's steps, shown
+    beside their times.
 
     Raises EngineDeadError if the engine ended by itself, and ConfigError where TLS cannot be had.
     """
@@ -169,7 +172,7 @@ def serve(
         options.rules,
         options.docs,
         options.pages,
-        options.metrics,
+        Metrics(model_name, options.metrics, floors),
         options.playground,
     )
 
