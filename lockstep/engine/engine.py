@@ -161,6 +161,8 @@ class Engine:
         with self._counting:
             schedule = self.scheduler.schedule()
             self.stats.steps_total += bool(schedule.decode)
+        for admission in schedule.admissions:
+            admission.request.metrics.scheduled_time = time.monotonic()
         if schedule.decode or schedule.prompt or schedule.swap_out:
             self._in_flight.append((schedule, self.runner.launch(schedule)))
         idle = not (schedule.decode or schedule.prompt)

@@ -24,6 +24,7 @@ from lockstep.serve.guard import Guard, Rules
 from lockstep.serve.messages import MessagesAnswer, count_tokens
 from lockstep.serve.messages_protocol import CountRequest, MessagesRequest
 from lockstep.serve.metrics import Metrics
+from lockstep.serve.named import Named
 from lockstep.serve.playground import add_playground
 from lockstep.serve.protocol import (
     ChatRequest,
@@ -81,6 +82,7 @@ def create_app(
     _add_messages(app, service)
     if playground:
         add_playground(app)
+    app.build_middleware_stack = lambda: Named(FastAPI.build_middleware_stack(app))  # type: ignore[method-assign]
     app.add_middleware(Guard, rules=rules or Rules())
     if pages and pages.allow_origins:
         app.add_middleware(CORSMiddleware, **asdict(pages))
