@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.bench import Figures
-    from lockstep.bench.floor import Floor, Sketch, StepFloor
+    from lockstep.bench.floor import Sketch
     from lockstep.bench.http_client import Ask
     from lockstep.config import EngineConfig
     from lockstep.kernels.bench_types import Model
     from lockstep.llm import LLM
+    from lockstep.runner.floor import Floor, StepFloor
 
 MOST_CONTEXT = 1 << 20
 """Tokens of a row in the cache that kernels are timed at."""
