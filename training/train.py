@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> None:
     model = make(dtype=torch.bfloat16 if device == "cuda" else torch.float32).to(device)
     if args.resume:
         model.load(out)
-    model.fused.on = args.compile or device == "cuda"
+    model.fused.on = device == "cuda" if args.compile is None else args.compile
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     steps, tokens = _train(model, feed, encoder, peers, args, started + 60 * args.minutes)
     if peers.first:
@@ -296,7 +296,9 @@ def main() -> None:
     p.add_argument("--every", type=float, default=150.0, help="seconds between evaluations")
     p.add_argument("--tokenizer", action="store_true", help="train the tokenizer anew")
     p.add_argument("--resume", action="store_true", help="start from the checkpoint in --out")
-    p.add_argument("--compile", action="store_true", help="compile the functions, also on a CPU")
+    p.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, help="the functions; default: on GPUs"
+    )
     p.add_argument("--smoke", action="store_true", help="short and small, for a CPU")
     run(p.parse_args())
 
