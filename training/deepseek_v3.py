@@ -43,7 +43,7 @@ CONFIG: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
     "moe_intermediate_size": 32,
     "n_shared_experts": 2,
-    "router_aux_loss_coef": 0.001,
+    "router_aux_loss_coef": 0.01,
     "num_nextn_predict_layers": 1,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,

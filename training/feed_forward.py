@@ -96,8 +96,10 @@ def sigmoid_mixture(
     shared expert counts 1 (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
 
     Unevenness is the mean of (E / top_k * f_e)^2, f_e the share of tokens that chose e: 1 where all
-    are used alike. Its gradient moves the bias alone, by how much more than its share e is used:
-    the same balance without a loss on anything else, by the optimizer's steps.
+    are used alike. Its gradient is another one: that of E / top_k * sum_e f_e P_e, P_e the mean of
+    scores / their sum, and on the bias how much more than its share e is used. So the router learns
+    as with the Switch Transformer's loss, and the optimizer's steps move the bias, which no loss
+    reaches.
     """
     (experts, inner) = up.shape[:2]
     (top_k, groups, top_groups, scale) = choice
@@ -116,7 +118,8 @@ def sigmoid_mixture(
     into = torch.cat([down.transpose(0, 1).flatten(1), shared_down], 1)
     out = x + linear((act * counts).to(x.dtype), into)
     used = picked.float().mean(0) * (experts / top_k)
-    pull = ((used - 1) * bias).sum()
+    parts = (scores / scores.sum(-1, keepdim=True)).mean(0)
+    pull = (used * parts).sum() + ((used - 1) * bias).sum()
     return out, used.square().mean() + pull - pull.detach()
 
 

@@ -48,7 +48,7 @@ CONFIG: dict[str, Any] = {
     "moe_intermediate_size": 48,
     "n_shared_experts": 1,
     "moe_shared_expert_intermediate_size": 96,
-    "router_aux_loss_coef": 0.001,
+    "router_aux_loss_coef": 0.01,
     "layer_norm_epsilon": 1e-6,
     "residual_in_fp32": False,
     "tie_word_embeddings": True,

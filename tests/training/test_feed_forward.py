@@ -40,25 +40,23 @@ def test_the_choice_is_the_engines(groups: int, top_groups: int) -> None:
     assert got.tolist() == ids.sort().values.tolist()
 
 
-def test_the_balance_moves_the_bias_alone_and_the_right_way() -> None:
+def test_the_balance_moves_the_bias_and_the_router_as_the_switch_transformers_loss() -> None:
     mixture = _mixture()
     x = torch.randn(TOKENS, SMALL["hidden_size"])
     norm = torch.ones(SMALL["hidden_size"])
     _, uneven = mixture.function(x, norm, *mixture.weights())
     uneven.backward()
+    router = mixture.gate.weight.detach().requires_grad_()
     bias = mixture.gate.e_score_correction_bias
-    others = [p for p in mixture.parameters() if p is not bias]
-    assert all(p.grad is None or not p.grad.any() for p in others)
-    scores = torch.sigmoid(
-        torch.nn.functional.linear(
-            x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6), mixture.gate.weight
-        )
-    )
-    picked = chosen(barred(scores + bias, 4, 2), 3)
-    used = picked.float().mean(0) * 8 / 3
-    assert bias.grad is not None
-    torch.testing.assert_close(bias.grad, used - 1)
+    normed = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
+    scores = torch.sigmoid(torch.nn.functional.linear(normed, router))
+    used = chosen(barred((scores + bias).detach(), 4, 2), 3).float().mean(0) * 8 / 3
     torch.testing.assert_close(uneven.detach(), used.square().mean())
+    (used * (scores / scores.sum(-1, keepdim=True)).mean(0)).sum().backward()
+    torch.testing.assert_close(mixture.gate.weight.grad, router.grad)
+    torch.testing.assert_close(bias.grad, used - 1)
+    others = [p for p in mixture.parameters() if p is not bias and p is not mixture.gate.weight]
+    assert all(p.grad is None or not p.grad.any() for p in others)
 
 
 def test_steps_along_the_balance_even_it_out() -> None:
