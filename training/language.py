@@ -32,9 +32,11 @@ class Language(nn.Module, ABC):
 
     Activations are of dtype `dtype`. turned, theta: dims of a head with rotary positions, and their
     base. taps: layers whose input its drafter reads; without any it reads the final hidden states.
+    made: tensors of its files that are made of its parameters.
     """
 
     taps: tuple[int, ...] = ()
+    made: frozenset[str] = frozenset()
 
     def __init__(self, c: dict[str, Any], dtype: torch.dtype, turned: int, theta: float) -> None:
         super().__init__()
@@ -129,7 +131,7 @@ class Language(nn.Module, ABC):
             prefix = f"{name}." if name else ""
             tensors = load_file(folder / name / "model.safetensors")
             state.update({f"{prefix}{key}": tensor for key, tensor in tensors.items()})
-        self.load_state_dict(state)
+        self.load_state_dict({n: tensor for n, tensor in state.items() if n not in self.made})
 
     def _embed(self, ids: Tensor) -> Tensor:
         return F.embedding(ids.flatten(), self.embedding).to(self.dtype)

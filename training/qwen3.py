@@ -53,7 +53,7 @@ EAGLE3: dict[str, Any] = {
     "architectures": ["LlamaForCausalLMEagle3"],
     "model_type": "llama",
     "vocab_size": 4096,
-    "draft_vocab_size": 4096,
+    "draft_vocab_size": 3072,
     "hidden_size": 192,
     "target_hidden_size": 192,
     "intermediate_size": 512,
@@ -74,6 +74,14 @@ EAGLE3: dict[str, Any] = {
     },
     "torch_dtype": "bfloat16",
 }
+
+LAST = 16
+"""Tokens at the end of the vocabulary that a head always knows: the special ones are among them."""
+
+
+def draft_tokens(vocab: int, count: int) -> Tensor:
+    """The tokens that a head knows [count]: BPE's first, which are the most frequent, and LAST."""
+    return torch.cat([torch.arange(count - LAST), torch.arange(vocab - LAST, vocab)])
 
 
 def head_in(
@@ -158,7 +166,10 @@ class Eagle3(nn.Module):
 
 
 class Qwen3(Language):
-    """`model.*`; its head in a folder of its own, `eagle3`."""
+    """`model.*`; its head in a folder of its own, `eagle3`, with the rows of the target's embedding
+    for the tokens that it knows."""
+
+    made = frozenset(("eagle3.lm_head.weight", "eagle3.d2t", "eagle3.t2d"))
 
     def __init__(
         self,
@@ -201,6 +212,19 @@ class Qwen3(Language):
     def configs(self) -> dict[str, dict[str, Any]]:
         """The model's, and its head's."""
         return {"": self.c} | ({} if self.head_config is None else {"eagle3": self.head_config})
+
+    def files(self) -> dict[str, dict[str, Tensor]]:
+        """See Language."""
+        found = super().files()
+        if self.head_config is not None:
+            count = self.head_config["draft_vocab_size"]
+            ids = draft_tokens(len(self.embedding), count)
+            known = torch.zeros(len(self.embedding), dtype=torch.bool)
+            known[ids] = True
+            rows = self.embedding.detach()[ids.to(self.embedding.device)]
+            head = {"lm_head.weight": rows, "d2t": ids - torch.arange(count), "t2d": known}
+            found["eagle3"] |= head
+        return found
 
     def last(self, x: Tensor) -> Tensor:
         """The final norm."""

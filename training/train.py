@@ -109,8 +109,11 @@ def _save(model: Language, out: Path) -> None:
     for name, tensors in model.files().items():
         folder = out / name
         folder.mkdir(exist_ok=True)
-        half = {k: v.to(torch.bfloat16).cpu().contiguous() for k, v in tensors.items()}
-        save_file(half, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file(
+            {k: _stored(v) for k, v in tensors.items()},
+            folder / "model.safetensors",
+            metadata={"format": "pt"},
+        )
         config = {**model.configs()[name], **ends}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     generation = {
@@ -120,6 +123,12 @@ def _save(model: Language, out: Path) -> None:
         "pad_token_id": end,
     }
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """Numbers in bf16, on the CPU."""
+    tensor = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+    return tensor.cpu().contiguous()
 
 
 def run(args: argparse.Namespace) -> None:
