@@ -249,8 +249,8 @@ def _train(
             last = now
         if time.time() - evaluated > args.every:
             names = [*WRITTEN, "tools", "sequence", "json", "needle_8k", "dialogue"]
-            print(json.dumps(evaluate(model, encoder, str(device), names)), flush=True)
             _save(model, Path(args.out))
+            print(json.dumps(evaluate(model, encoder, str(device), names)), flush=True)
             evaluated = last = time.time()
     return step, tokens
 
