@@ -474,6 +474,8 @@ def _supports(**traits: Any) -> str | None:
         return f"the latent is not {LATENT.value} wide"
     if traits.get("rope", ROPE.value) != ROPE.value:
         return f"rope is not {ROPE.value} wide"
+    if traits.get("codecs") is not None:
+        return "its copies read latents of the model's dtype, and these are packed"
     if traits.get("dtype", torch.float32) not in (torch.bfloat16, torch.float16):
         return "weights are multiplied in bf16 or fp16"
     why_not = supports(**traits)
