@@ -85,6 +85,14 @@ def test_experts_multiply_by_wgmma_at_any_number_of_tokens(
     assert len(compiled("compile_experts", *options)) == (4 if options else 16)
 
 
+@pytest.mark.parametrize("options", [QUICK, ALL])
+def test_latents_on_hopper_stay_in_registers(
+    options: list[str], compiled: Callable[..., list[str]]
+) -> None:
+    """All that a tile needs; a segment's end may spill."""
+    assert len(compiled("compile_latents", *options)) == (1 if options else 3)
+
+
 @pytest.mark.parametrize("name", ["sm_86", pytest.param("sm_120", marks=pytest.mark.slow)])
 def test_every_op_compiles_below_hopper_and_above(
     name: str, compiled: Callable[..., list[str]]

@@ -21,6 +21,7 @@ BATCHES: tuple[tuple[tuple[Row, ...], int, int, int, int], ...] = (
     (((0, 3), (0, 0), (2047, 2)), 4, 16, 16, 64),
     (((2300, 1), (30, 4)), 2, 48, 16, 16),
     (WIDE, 5, 40, 12, 64),
+    (VERIFY, 3, 512, 64, 64),
 )
 """(rows, heads, latent, rope, page size)."""
 PACKED: tuple[tuple[tuple[Row, ...], int, int, int, int], ...] = (

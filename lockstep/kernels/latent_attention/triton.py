@@ -35,6 +35,8 @@ from lockstep.kernels.packed._form import target_of
 
 LOG2E = 1.4426950408889634
 """log2(e): weights are 2^(x log2(e)), which the GPU has an instruction for."""
+LONG_SEGMENT = 1024
+"""Keys of a segment where the sums of two levels do not fit the registers together: Hopper."""
 SPAN = 8
 """Segments of a span: part of the definition, like SEGMENT."""
 WIDEST = 512
@@ -276,11 +278,12 @@ def supports(**traits: Any) -> str | None:
 class Tile:
     """What an architecture takes at once: part of the definition there, since every row of a
     product must stand in one of the same shape. rows: (token, head) rows of a program; keys: that
-    it weighs at once."""
+    it weighs at once; segment: keys between two folds."""
 
     rows: int
     keys: int
     warps: int
+    segment: int = SEGMENT
 
 
 def tile_of(dtype: torch.dtype, arch: int) -> Tile:
@@ -289,7 +292,7 @@ def tile_of(dtype: torch.dtype, arch: int) -> Tile:
     if dtype == torch.float32:
         return Tile(16, 16, 8)
     if arch == 90:
-        return Tile(64, 64, 8)
+        return Tile(64, 64, 8, LONG_SEGMENT)
     return Tile(64, 32, 8) if arch == 100 else Tile(32, 32, 8)
 
 
@@ -297,7 +300,7 @@ def tile_of(dtype: torch.dtype, arch: int) -> Tile:
 class Partition:
     """How the work is divided among programs. Nothing here changes a bit.
 
-    unit: keys of an entry: 0 (a program takes all of a row), SEGMENT, or SPAN of them. parallel:
+    unit: keys of an entry: 0 (a program takes all of a row), a segment, or SPAN of them. parallel:
     programs that share a row's units; each takes every so-manieth.
     """
 
@@ -306,15 +309,15 @@ class Partition:
 
 
 def partition(
-    rows: int, query_len: int, heads: int, latent: int, keys: int, block: int
+    rows: int, query_len: int, heads: int, latent: int, keys: int, tile: Tile
 ) -> Partition:
-    """The partition for static sizes. keys: the most that a row may have; block: rows of a
-    program's tile."""
-    programs = rows * triton.cdiv(query_len * heads, block)
+    """The partition for static sizes. keys: the most that a row may have."""
+    programs = rows * triton.cdiv(query_len * heads, tile.rows)
+    span = tile.segment * SPAN
     entry_bytes = rows * query_len * heads * (latent + 2) * 4
-    for unit in (SEGMENT, SEGMENT * SPAN):
+    for unit in (tile.segment, span):
         units = triton.cdiv(keys, unit)
-        busy = unit > SEGMENT or programs * triton.cdiv(keys, SEGMENT * SPAN) < PROGRAMS
+        busy = unit == span or programs * triton.cdiv(keys, span) < PROGRAMS
         if programs < PROGRAMS and busy and entry_bytes * units <= ENTRY_BYTES:
             return Partition(unit, min(units, max(triton.cdiv(2 * PROGRAMS, programs), SPAN)))
     return Partition(0, 1)
@@ -348,7 +351,7 @@ def latent_attention_triton(
     arch = architecture.number_of(q_latent.device)
     tile = tile_of(q_latent.dtype, arch)
     keys = page_table.shape[1] * page
-    p = divided or partition(rows, query_len, heads, latent, keys, tile.rows)
+    p = divided or partition(rows, query_len, heads, latent, keys, tile)
     entries = triton.cdiv(keys, p.unit) if p.unit else 0
     count = rows * query_len * heads * entries
     f32 = dict(dtype=torch.float32, device=q_latent.device)
@@ -369,17 +372,34 @@ def latent_attention_triton(
         q_latent, q_rope, held.codes, ropes, page_table, cu_seqlens, starts, out, *kept,
         scale * LOG2E, entries, page_table.stride(0), query_len,
         *held.codes.stride()[:2], *ropes.stride()[:2], page, heads, latent, rope, tile.rows,
-        block_c, block_r, tile.keys, ONES, SEGMENT, SPAN, p.unit,
+        block_c, block_r, tile.keys, ONES, tile.segment, SPAN, p.unit,
         held.numbers, held.constant, held.beside, held.share, held.fetch, held.unpack,
         packed > 0 and q_latent.dtype != torch.float32 and target.opaque,
         num_warps=tile.warps, num_stages=stages_within(2, loaded, fixed, arch),
         enable_fp_fusion=False,
     )  # fmt: skip
     if entries:
-        columns = min(block_c, COLUMNS)
-        _fold_kernel[(rows, query_len * heads, block_c // columns)](
-            *kept, cu_seqlens, starts, out, entries, query_len,
-            heads, latent, columns, p.unit, SPAN * SEGMENT // p.unit, TOGETHER,
-            num_warps=1, enable_fp_fusion=False,
-        )  # fmt: skip
+        fold_entries(kept, cu_seqlens, starts, out, entries, query_len, p.unit, tile)
     return out
+
+
+def fold_entries(
+    kept: list[Tensor],
+    cu_seqlens: Tensor,
+    starts: Tensor,
+    out: Tensor,
+    entries: int,
+    query_len: int,
+    unit: int,
+    tile: Tile,
+) -> None:
+    """The second kernel: the entries kept (tops, norms, parts) of `unit` keys each, folded into
+    out [T, H, C]."""
+    _, heads, latent = out.shape
+    block_c = triton.next_power_of_2(max(latent, 16))
+    columns = min(block_c, COLUMNS)
+    _fold_kernel[(len(starts), query_len * heads, block_c // columns)](
+        *kept, cu_seqlens, starts, out, entries, query_len,
+        heads, latent, columns, unit, SPAN * tile.segment // unit, TOGETHER,
+        num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip
