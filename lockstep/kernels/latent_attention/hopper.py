@@ -174,10 +174,10 @@ def _segment_weights(
     scores = _start_scores(queries, q_rope, ring, ropes, full, i)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     for t in range(tiles - 1):
-        ahead = _start_scores(queries, q_rope, ring, ropes, full, i + 1)
         top, norm = _weigh(
             scores, ropes, fades, ready, ones, i, scale, top, norm, last, lowest, at + t * 64
         )
+        ahead = _start_scores(queries, q_rope, ring, ropes, full, i + 1)
         norm, scores = warpgroup_mma_wait(0, deps=(norm, ahead))
         mbarrier.arrive(empty.index(SLOTS * 2 + i % SLOTS))
         i += 1
@@ -465,7 +465,7 @@ def _latent_kernel(
             )),
         ],
         [4, 4, 1],
-        [176, 176, 24],
+        [184, 184, 24],
     )  # fmt: skip
 
 
