@@ -1,5 +1,7 @@
 """Latents in KV formats: their codecs, what is written, and attention over what was packed."""
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -16,7 +18,8 @@ from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_
 from lockstep.kernels.latent_attention.cases import latent_rope, paged_latents
 from tests.kernels.backends import Backend, backends, same_bits
 
-BACKENDS = backends()
+BACKENDS = backends(op=latent_attention)
+WRITERS = backends(op=latent_rope_and_cache)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 CODECS = pytest.mark.parametrize("codec", LATENTS.values(), ids=list(LATENTS))
 BYTES = {
@@ -131,10 +134,12 @@ def test_a_token_of_fp8_has_the_least_power_of_two() -> None:
 
 
 def sizes_on(backend: Backend) -> tuple[tuple[int, ...], ...]:
-    """The interpreter takes seconds for a latent of 512; a GPU takes DeepSeek-V3's heads."""
+    """The interpreter takes seconds for a latent of 512; a GPU takes DeepSeek-V3's heads, and its
+    own kernel those of that latent alone."""
     if backend.interpreted:
         return SIZES[:2]
-    return (*SIZES, (HEADS, 512, 64, 64)) if backend.on_gpu else SIZES
+    sizes = (*SIZES, (HEADS, 512, 64, 64)) if backend.on_gpu else SIZES
+    return sizes[2:] if backend.name == "hopper" else sizes
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -150,15 +155,42 @@ def test_attention_over_packed_is_attention_over_unpacked(backend: Backend, code
 
 @pytest.mark.gpu
 @CODECS
-@pytest.mark.parametrize("rows", [((32765, 4),), ((2300, 1),) * 40, ((100, 300),)], ids=str)
+@pytest.mark.parametrize("rows", [((32765, 4),), ((8200, 32),), ((100, 300),)], ids=str)
 def test_packed_is_unpacked_in_every_partition(codec: Codec, rows: Any) -> None:
-    """Entries of segments and of spans, and whole rows, at DeepSeek-V3's sizes."""
-    backend = Backend("triton", "cuda", torch.bfloat16)
-    packed = backend.place(paged_latents(rows, 128, 512, 64, 64, backend.dtype, codec=codec))
-    given = unpacked(packed["latents"], backend.dtype)
-    found = backend.run(latent_attention, packed)
+    """Entries of segments and of spans, and whole rows, at DeepSeek-V3's sizes, by any backend."""
+    (triton, hopper) = (Backend(name, "cuda", torch.bfloat16) for name in ("triton", "hopper"))
+    packed = triton.place(paged_latents(rows, 128, 512, 64, 64, triton.dtype, codec=codec))
+    given = unpacked(packed["latents"], triton.dtype)
+    found = triton.run(latent_attention, packed)
     assert found.isfinite().all()
-    assert same_bits(found, backend.run(latent_attention, packed | {"latents": given}))
+    assert same_bits(found, triton.run(latent_attention, packed | {"latents": given}))
+    if hopper.serves(latent_attention, packed):
+        assert same_bits(found, hopper.run(latent_attention, packed))
+
+
+@pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
+@CODECS
+@pytest.mark.parametrize("size", [(1, 64, 16, 64), (1, 32, 12, 16)], ids=str)
+def test_rows_are_unpacked_ahead(codec: Codec, size: tuple[int, ...]) -> None:
+    """What they hold, in the model's dtype, on pages of their own; attention gives the same."""
+    unpack = import_module("lockstep.kernels.latent_attention._unpack")
+    gpu = torch.cuda.is_available()
+    backend = Backend("triton", *(("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)))
+    packed = backend.place(paged_latents(ROWS, *size, backend.dtype, codec=codec, widest=40))
+    names = ("latents", "ropes", "page_table")
+    rest = {name: packed[name] for name in ("cu_seqlens", "starts")}
+    open_ones = unpack.unpacked_rows(*(packed[name] for name in names), **rest)
+    latents, ropes, _ = open_ones
+    size_of = unpack.unpacked_bytes(packed["latents"], packed["ropes"], packed["page_table"])
+    assert latents.nbytes + ropes.nbytes == size_of
+    ahead = packed | dict(zip(names, open_ones, strict=True))
+    assert same_bits(backend.run(latent_attention, ahead), backend.run(latent_attention, packed))
+    for s, (start, count) in enumerate(ROWS):
+        for cache in ("latents", "ropes"):
+            have = read_pages(ahead[cache], ahead["page_table"][s], backend.dtype)
+            want = read_pages(packed[cache], packed["page_table"][s].long(), backend.dtype)
+            seen = slice(start + count if count else 0)
+            assert same_bits(have.flatten(0, 1)[seen], want.flatten(0, 1)[seen]), (s, cache)
 
 
 def hard(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -173,7 +205,7 @@ def hard(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return given | {"weight": weight, "kv": kv}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", WRITERS)
 @CODECS
 @pytest.mark.parametrize("size", [(7, 2, 12, 32, 8), (5, 0, 16, 512, 64)], ids=str)
 def test_what_is_written_is_the_codes_of_what_would_be(
