@@ -41,7 +41,7 @@ from lockstep.kernels.head_linear.triton import head_linear_triton
 from lockstep.kernels.kv import Codec, KVFormat
 from lockstep.kernels.kv.cases import LATENTS
 from lockstep.kernels.kv.formats import FORMATS
-from lockstep.kernels.latent_attention._unpack import unpacked_rows
+from lockstep.kernels.latent_attention._unpack import unpacked_groups
 from lockstep.kernels.latent_attention.triton import latent_attention_triton
 from lockstep.kernels.linear.packed import linear_packed
 from lockstep.kernels.linear.triton import linear_triton
@@ -122,9 +122,8 @@ def ahead(dtype: torch.dtype, codec: Codec) -> Call:
     kept, ropes = latent_caches(
         latent_spec(512, 64, dtype, codec).allocate(9, 64, "meta"), 512, codec
     )
-    return lambda: unpacked_rows(
-        kept, ropes, meta(8, 512, **ints), meta(9, **ints), meta(8, **ints)
-    )
+    rest = (meta(8, 512, **ints), meta(9, **ints), meta(8, **ints))
+    return lambda: list(unpacked_groups(kept, ropes, *rest))
 
 
 def head_maps(tokens: int, dtype: torch.dtype) -> Iterator[Call]:

@@ -43,6 +43,8 @@ LOST = {
 ROWS = ((5, 4), (0, 0), (254, 3))
 SIZES = ((3, 64, 16, 64), (2, 32, 8, 16), (1, 512, 64, 64))
 """(heads, latent, rope, page size)."""
+GROUPED = ("latents", "ropes", "page_table", "cu_seqlens", "starts")
+"""The arguments that are taken group by group."""
 HEADS = 16
 """Of DeepSeek-V3's sizes on a GPU."""
 
@@ -169,28 +171,27 @@ def test_packed_is_unpacked_in_every_partition(codec: Codec, rows: Any) -> None:
 
 
 @pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
-@CODECS
-@pytest.mark.parametrize("size", [(1, 64, 16, 64), (1, 32, 12, 16)], ids=str)
-def test_rows_are_unpacked_ahead(codec: Codec, size: tuple[int, ...]) -> None:
-    """What they hold, in the model's dtype, on pages of their own; attention gives the same."""
+@pytest.mark.parametrize("codec", [None, *LATENTS.values()], ids=["auto", *LATENTS])
+def test_rows_are_unpacked_ahead(codec: Codec | None) -> None:
+    """Two at once, then the third: attention over each group gives what it gives over all."""
+    size = (1, 32, 12, 16)
     unpack = import_module("lockstep.kernels.latent_attention._unpack")
     gpu = torch.cuda.is_available()
     backend = Backend("triton", *(("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)))
     packed = backend.place(paged_latents(ROWS, *size, backend.dtype, codec=codec, widest=40))
-    names = ("latents", "ropes", "page_table")
-    rest = {name: packed[name] for name in ("cu_seqlens", "starts")}
-    open_ones = unpack.unpacked_rows(*(packed[name] for name in names), **rest)
-    latents, ropes, _ = open_ones
-    size_of = unpack.unpacked_bytes(packed["latents"], packed["ropes"], packed["page_table"])
-    assert latents.nbytes + ropes.nbytes == size_of
-    ahead = packed | dict(zip(names, open_ones, strict=True))
-    assert same_bits(backend.run(latent_attention, ahead), backend.run(latent_attention, packed))
-    for s, (start, count) in enumerate(ROWS):
-        for cache in ("latents", "ropes"):
-            have = read_pages(ahead[cache], ahead["page_table"][s], backend.dtype)
-            want = read_pages(packed[cache], packed["page_table"][s].long(), backend.dtype)
-            seen = slice(start + count if count else 0)
-            assert same_bits(have.flatten(0, 1)[seen], want.flatten(0, 1)[seen]), (s, cache)
+    given = {name: packed[name] for name in GROUPED}
+    row_bytes = 40 * size[3] * (size[1] + size[2]) * backend.dtype.itemsize
+    wanted = backend.run(latent_attention, packed)
+    found = torch.zeros_like(wanted)
+    counts = []
+    for group in unpack.unpacked_groups(**given, most=3 * row_bytes - 1):
+        part = dict(zip(GROUPED, group, strict=True))
+        assert all(part[name].dtype == backend.dtype for name in ("latents", "ropes"))
+        own = slice(int(part["cu_seqlens"][0]), int(part["cu_seqlens"][-1]))
+        found[own] = backend.run(latent_attention, packed | part)[own]
+        counts.append(len(part["starts"]))
+    assert counts == ([2, 1] if codec else [3])
+    assert same_bits(found, wanted)
 
 
 def hard(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
