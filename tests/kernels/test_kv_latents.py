@@ -1,7 +1,6 @@
 """Latents in KV formats: their codecs, what is written, and attention over what was packed."""
 
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -170,14 +169,12 @@ def test_packed_is_unpacked_in_every_partition(codec: Codec, rows: Any) -> None:
         assert same_bits(found, hopper.run(latent_attention, packed))
 
 
-@pytest.mark.skipif(not find_spec("triton"), reason="Triton is not installed")
+@pytest.mark.parametrize("backend", BACKENDS[1:])
 @pytest.mark.parametrize("codec", [None, *LATENTS.values()], ids=["auto", *LATENTS])
-def test_rows_are_unpacked_ahead(codec: Codec | None) -> None:
+def test_rows_are_unpacked_ahead(backend: Backend, codec: Codec | None) -> None:
     """Two at once, then the third: attention over each group gives what it gives over all."""
-    size = (1, 32, 12, 16)
     unpack = import_module("lockstep.kernels.latent_attention._unpack")
-    gpu = torch.cuda.is_available()
-    backend = Backend("triton", *(("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)))
+    size = sizes_on(backend)[-1]
     packed = backend.place(paged_latents(ROWS, *size, backend.dtype, codec=codec, widest=40))
     given = {name: packed[name] for name in GROUPED}
     row_bytes = 40 * size[3] * (size[1] + size[2]) * backend.dtype.itemsize
