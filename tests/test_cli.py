@@ -23,7 +23,7 @@ from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
-from tests.tiny_model import THREE_LAYERS, make_model
+from tests.tiny_model import DEEPSEEK, THREE_LAYERS, make_model
 
 ROOT = Path(__file__).parent.parent
 
