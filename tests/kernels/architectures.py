@@ -41,6 +41,7 @@ from lockstep.kernels.head_linear.triton import head_linear_triton
 from lockstep.kernels.kv import Codec, KVFormat
 from lockstep.kernels.kv.cases import LATENTS
 from lockstep.kernels.kv.formats import FORMATS
+from lockstep.kernels.latent_attention._unpack import unpacked_groups
 from lockstep.kernels.latent_attention.triton import latent_attention_triton
 from lockstep.kernels.linear.packed import linear_packed
 from lockstep.kernels.linear.triton import linear_triton
@@ -115,6 +116,16 @@ def latent(
     )  # fmt: skip
 
 
+def ahead(dtype: torch.dtype, codec: Codec) -> Call:
+    """A call that unpacks DeepSeek-V3's latents of 8 rows."""
+    ints = dict(dtype=torch.int32)
+    kept, ropes = latent_caches(
+        latent_spec(512, 64, dtype, codec).allocate(9, 64, "meta"), 512, codec
+    )
+    rest = (meta(8, 512, **ints), meta(9, **ints), meta(8, **ints))
+    return lambda: list(unpacked_groups(kept, ropes, *rest))
+
+
 def head_maps(tokens: int, dtype: torch.dtype) -> Iterator[Call]:
     """Calls of head_linear at DeepSeek-V3's sizes: what queries are absorbed by, and values."""
     for inputs, outputs in ((128, 512), (512, 128)):
@@ -131,6 +142,7 @@ def latents(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     for codec in LATENTS.values():
         for rows, query_len in ((1, 1), (64, 4)):
             yield "latent_attention", latent(128, rows, query_len, dtype, codec)
+        yield "latent_attention", ahead(dtype, codec)
     for tokens in (1, 17, 65, 257):
         yield from (("head_linear", call) for call in head_maps(tokens, dtype))
 

@@ -1,5 +1,6 @@
 """Latents in KV formats: their codecs, what is written, and attention over what was packed."""
 
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -16,7 +17,8 @@ from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_
 from lockstep.kernels.latent_attention.cases import latent_rope, paged_latents
 from tests.kernels.backends import Backend, backends, same_bits
 
-BACKENDS = backends()
+BACKENDS = backends(op=latent_attention)
+WRITERS = backends(op=latent_rope_and_cache)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 CODECS = pytest.mark.parametrize("codec", LATENTS.values(), ids=list(LATENTS))
 BYTES = {
@@ -40,6 +42,8 @@ LOST = {
 ROWS = ((5, 4), (0, 0), (254, 3))
 SIZES = ((3, 64, 16, 64), (2, 32, 8, 16), (1, 512, 64, 64))
 """(heads, latent, rope, page size)."""
+GROUPED = ("latents", "ropes", "page_table", "cu_seqlens", "starts")
+"""The arguments that are taken group by group."""
 HEADS = 16
 """Of DeepSeek-V3's sizes on a GPU."""
 
@@ -131,10 +135,12 @@ def test_a_token_of_fp8_has_the_least_power_of_two() -> None:
 
 
 def sizes_on(backend: Backend) -> tuple[tuple[int, ...], ...]:
-    """The interpreter takes seconds for a latent of 512; a GPU takes DeepSeek-V3's heads."""
+    """The interpreter takes seconds for a latent of 512; a GPU takes DeepSeek-V3's heads, and its
+    own kernel those of that latent alone."""
     if backend.interpreted:
         return SIZES[:2]
-    return (*SIZES, (HEADS, 512, 64, 64)) if backend.on_gpu else SIZES
+    sizes = (*SIZES, (HEADS, 512, 64, 64)) if backend.on_gpu else SIZES
+    return sizes[2:] if backend.name == "hopper" else sizes
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -150,15 +156,39 @@ def test_attention_over_packed_is_attention_over_unpacked(backend: Backend, code
 
 @pytest.mark.gpu
 @CODECS
-@pytest.mark.parametrize("rows", [((32765, 4),), ((2300, 1),) * 40, ((100, 300),)], ids=str)
+@pytest.mark.parametrize("rows", [((32765, 4),), ((8200, 32),), ((100, 300),)], ids=str)
 def test_packed_is_unpacked_in_every_partition(codec: Codec, rows: Any) -> None:
-    """Entries of segments and of spans, and whole rows, at DeepSeek-V3's sizes."""
-    backend = Backend("triton", "cuda", torch.bfloat16)
-    packed = backend.place(paged_latents(rows, 128, 512, 64, 64, backend.dtype, codec=codec))
-    given = unpacked(packed["latents"], backend.dtype)
-    found = backend.run(latent_attention, packed)
+    """Entries of segments and of spans, and whole rows, at DeepSeek-V3's sizes, by any backend."""
+    (triton, hopper) = (Backend(name, "cuda", torch.bfloat16) for name in ("triton", "hopper"))
+    packed = triton.place(paged_latents(rows, 128, 512, 64, 64, triton.dtype, codec=codec))
+    given = unpacked(packed["latents"], triton.dtype)
+    found = triton.run(latent_attention, packed)
     assert found.isfinite().all()
-    assert same_bits(found, backend.run(latent_attention, packed | {"latents": given}))
+    assert same_bits(found, triton.run(latent_attention, packed | {"latents": given}))
+    if hopper.serves(latent_attention, packed):
+        assert same_bits(found, hopper.run(latent_attention, packed))
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("codec", [None, *LATENTS.values()], ids=["auto", *LATENTS])
+def test_rows_are_unpacked_ahead(backend: Backend, codec: Codec | None) -> None:
+    """Two at once, then the third: attention over each group gives what it gives over all."""
+    unpack = import_module("lockstep.kernels.latent_attention._unpack")
+    size = sizes_on(backend)[-1]
+    packed = backend.place(paged_latents(ROWS, *size, backend.dtype, codec=codec, widest=40))
+    given = {name: packed[name] for name in GROUPED}
+    row_bytes = 40 * size[3] * (size[1] + size[2]) * backend.dtype.itemsize
+    wanted = backend.run(latent_attention, packed)
+    found = torch.zeros_like(wanted)
+    counts = []
+    for group in unpack.unpacked_groups(**given, most=3 * row_bytes - 1):
+        part = dict(zip(GROUPED, group, strict=True))
+        assert all(part[name].dtype == backend.dtype for name in ("latents", "ropes"))
+        own = slice(int(part["cu_seqlens"][0]), int(part["cu_seqlens"][-1]))
+        found[own] = backend.run(latent_attention, packed | part)[own]
+        counts.append(len(part["starts"]))
+    assert counts == ([2, 1] if codec else [3])
+    assert same_bits(found, wanted)
 
 
 def hard(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
@@ -173,7 +203,7 @@ def hard(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     return given | {"weight": weight, "kv": kv}
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", WRITERS)
 @CODECS
 @pytest.mark.parametrize("size", [(7, 2, 12, 32, 8), (5, 0, 16, 512, 64)], ids=str)
 def test_what_is_written_is_the_codes_of_what_would_be(

@@ -38,6 +38,7 @@ OF_EXPERTS = "tests/kernels/test_experts.py"
 OF_ROUTE = "tests/kernels/test_route.py"
 OF_PACKED = "tests/kernels/test_packed.py"
 OF_KV = "tests/kernels/test_kv.py"
+OF_KV_LATENTS = "tests/kernels/test_kv_latents.py"
 OF_LATENTS = "tests/kernels/test_latent_attention.py"
 OF_DEEPSEEK = "tests/models/test_deepseek_v3.py"
 OF_TURBOQUANT = "tests/kernels/test_turboquant.py"
@@ -895,6 +896,18 @@ FAULTS = (
         "heads = weight.unflatten(0, (-1, sum(self.widths)))",
         "heads = weight.unflatten(0, (sum(self.widths), -1)).transpose(0, 1)",
         f"{OF_DEEPSEEK}::test_logits_and_greedy_tokens_whole_and_chunked_with_every_drafter",
+    ),
+    Fault(
+        "heads' maps are not rotated as latents are", "format", LATENT_LAYER,
+        "weight = self.turn.forward(weight)",
+        "weight = weight + 0",
+        f"{OF_DEEPSEEK}::test_latents_in_every_format_against_transformers",
+    ),
+    Fault(
+        "one scale for all latents that a step writes", "format", "kernels/kv/fp8.py",
+        "most = (wide.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True)",
+        "most = (wide.view(torch.int32) & 0x7FFFFFFF).amax().expand(*x.shape[:-1], 1)",
+        f"{OF_KV_LATENTS}::test_a_token_of_fp8_has_the_least_power_of_two",
     ),
     Fault(
         "queries are not rotated as keys are", "format", "kernels/kv/_reading.py",

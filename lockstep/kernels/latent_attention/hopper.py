@@ -26,7 +26,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.kernels.architecture import HOPPER
 from lockstep.kernels.backends import arch_of
+from lockstep.kernels.kv import KVCache, PackedKV
 from lockstep.kernels.latent_attention import latent_attention
+from lockstep.kernels.latent_attention._unpack import unpacked_groups
 from lockstep.kernels.latent_attention.triton import (
     LOG2E,
     SPAN,
@@ -502,8 +504,6 @@ def _supports(**traits: Any) -> str | None:
         return f"the latent is not {LATENT.value} wide"
     if traits.get("rope", ROPE.value) != ROPE.value:
         return f"rope is not {ROPE.value} wide"
-    if traits.get("codecs") is not None:
-        return "its copies read latents of the model's dtype, and these are packed"
     if traits.get("dtype", torch.float32) not in (torch.bfloat16, torch.float16):
         return "weights are multiplied in bf16 or fp16"
     why_not = supports(**traits)
@@ -522,7 +522,7 @@ def _described(rows: Tensor, columns: int) -> TensorDescriptor:
 def latent_attention_hopper(
     q_latent: Tensor,
     q_rope: Tensor,
-    latents: Tensor,
+    latents: KVCache,
     ropes: Tensor,
     page_table: Tensor,
     cu_seqlens: Tensor,
@@ -532,19 +532,38 @@ def latent_attention_hopper(
     divided: Partition | None = None,
 ) -> Tensor:
     """See lockstep.kernels.latent_attention.latent_attention. What does not fit goes through
-    triton.py.
+    triton.py. Packed latents are unpacked ahead.
 
     divided: how; as partition() says where it is left out.
     """
-    pages = latents.is_contiguous() and ropes.is_contiguous() and latents.shape[1] == 64
-    if not (len(q_latent) and pages):
+    copied = isinstance(latents, PackedKV) or latents.is_contiguous() and ropes.is_contiguous()
+    if not (len(q_latent) and copied and latents.shape[1] == 64):
         return latent_attention_triton(
             q_latent, q_rope, latents, ropes, page_table, cu_seqlens, starts, query_len, scale,
             divided,
         )  # fmt: skip
+    out = torch.empty_like(q_latent)
+    for rows in unpacked_groups(latents, ropes, page_table, cu_seqlens, starts):
+        _attend(out, q_latent, q_rope, *rows, query_len, scale, divided)
+    return out
+
+
+def _attend(
+    out: Tensor,
+    q_latent: Tensor,
+    q_rope: Tensor,
+    latents: Tensor,
+    ropes: Tensor,
+    page_table: Tensor,
+    cu_seqlens: Tensor,
+    starts: Tensor,
+    query_len: int,
+    scale: float,
+    divided: Partition | None,
+) -> None:
+    """Fills what `out` holds of these rows."""
     rows = starts.shape[0]
     heads = q_latent.shape[1]
-    out = torch.empty_like(q_latent)
     tile = tile_of(q_latent.dtype, HOPPER)
     keys = page_table.shape[1] * latents.shape[1]
     p = divided or partition(rows, query_len, heads, LATENT.value, keys, tile)
@@ -568,4 +587,3 @@ def latent_attention_hopper(
     )  # fmt: skip
     if entries:
         fold_entries(left, cu_seqlens, starts, out, entries, query_len, p.unit, tile)
-    return out
