@@ -11,7 +11,7 @@ texts choose less evenly, and tokens of one row more alike. Activations are negl
 so are the flops that are not products with a weight (attention's: 3 % at a prompt of 8,192 tokens).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -100,13 +100,20 @@ class StepFloor:
         return self.verify.ms + self.drafts.ms
 
 
+def no_passes(rows: int, tokens: int, count: int) -> tuple[int, ...]:
+    """Those of a step without a draft module."""
+    return ()
+
+
 @dataclass(frozen=True)
 class Sketch:
-    """A target and its draft module (or None) as they would be built."""
+    """A target and its draft module (or None) as they would be built. passes: of the module in a
+    step, as in lockstep.spec."""
 
     model: nn.Module
     draft: nn.Module | None
     drafts: int
+    passes: Callable[[int, int, int], tuple[int, ...]] = no_passes
 
     @property
     def query_len(self) -> int:
@@ -133,6 +140,7 @@ def sketch(
     drafting = drafter_module(options.method) if options else None
     checkpoint = Checkpoint.read(folder, overrides)
     draft = None
+    passes = no_passes
     tensors = checkpoint.tensors() if any(folder.glob("*.safetensors")) else None
     with FakeTensorMode():
         build = Build(
@@ -151,7 +159,8 @@ def sketch(
         if drafting is not None and drafting.NEEDS_MODULE:
             draft = drafting.build(options, checkpoint, model, build)
             draft.finish()
-    return Sketch(model, draft, drafts)
+            passes = drafting.passes
+    return Sketch(model, draft, drafts, passes)
 
 
 def step_floor(model: Sketch, rows: int, context: int) -> StepFloor:
@@ -160,12 +169,10 @@ def step_floor(model: Sketch, rows: int, context: int) -> StepFloor:
     verify = Floor(
         _weights(model.model, tokens, tokens) + _kept(model.model, rows, tokens, context)
     )
-    passes: list[tuple[Part, ...]] = []
-    for index in range(model.drafts if model.draft is not None else 0):
-        brought = rows if index else tokens
-        passes.append(
-            _weights(model.draft, brought, rows) + _kept(model.draft, rows, brought, context)
-        )
+    passes = [
+        _weights(model.draft, brought, rows) + _kept(model.draft, rows, brought, context)
+        for brought in model.passes(rows, tokens, model.drafts)
+    ]
     return StepFloor(rows, model.query_len, context, verify, Floor(_summed(passes)))
 
 

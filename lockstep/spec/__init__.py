@@ -3,11 +3,14 @@
 A drafter's file has
     Options                     SpeculativeConfig, with the method's own keys if it has any
     create(context) -> Drafter  the drafter itself
-    NEEDS_MODULE                whether it drafts with a module; then it has these two as well:
+    NEEDS_MODULE                whether it drafts with a module; then it has these as well:
     refusal(checkpoint) -> str | None
                                 why it cannot draft for this checkpoint, or None
     build(options, checkpoint, target, build) -> DraftModule
                                 the module, whose weights are not loaded yet
+    passes(rows, tokens, count) -> tuple[int, ...]
+                                the tokens of each of its passes over the module's weights, in a
+                                step of `rows` rows and `tokens` tokens that makes `count` drafts
 """
 
 from collections.abc import Mapping

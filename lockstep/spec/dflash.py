@@ -46,6 +46,11 @@ def build(options: Any, checkpoint: Checkpoint, target: Any, build: Build) -> Dr
     return BlockDraftModel(target, apart, config, own)
 
 
+def passes(rows: int, tokens: int, count: int) -> tuple[int, ...]:
+    """The blocks; what the step's tokens take besides is little."""
+    return (rows * (count + 1),)
+
+
 class BlockDrafter:
     """All drafts of a step from one pass of its module over a block of each row."""
 

@@ -117,6 +117,11 @@ def check_tokenizers(own: Checkpoint, target: Checkpoint) -> None:
         )
 
 
+def passes(rows: int, tokens: int, count: int) -> tuple[int, ...]:
+    """The step's tokens, the rows' last ones, and all drafts but the last."""
+    return (tokens, *[rows] * count)
+
+
 class DraftModelDrafter(ChainDrafter):
     """Its module reads each token at the token's own position."""
 
