@@ -104,6 +104,24 @@ def test_drafts_are_what_it_says_alone(
     assert_alone(folder, seen)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_draft_depends_on_when_a_state_is_written(
+    folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replayed or read: the same bits, and of 16 of them the same roundings."""
+    found = []
+    for flush in (1, 5):
+        for user in (table, gated_delta_net, mamba2):
+            monkeypatch.setattr(user, "flush_after", lambda device, flush=flush: flush)
+        seen = Seen(create)
+        llm = make_engine(folder, folder, 15, seen, mamba_ssm_cache_dtype=dtype)
+        resemble(seen.context.module.model, llm.engine.runner.model)
+        llm.generate(ASKED, GREEDY)
+        assert llm.engine.refresh_stats().accepted_tokens_total
+        found.append(seen.found)
+    assert found[0] == found[1]
+
+
 def test_behind_a_target_that_does_not_recur(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
