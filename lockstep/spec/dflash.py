@@ -1,7 +1,7 @@
 """DFlash: a draft model that makes all drafts of a step in one pass (lockstep.models.dflash).
 
-The row's last token and a masked one for every draft are read as a block. Its tokens see each
-other, so each is a row of its own to attention, one that stands at the block's end.
+The row's last token and a masked one for every draft are read as a block, whose tokens see each
+other.
 """
 
 from dataclasses import replace
@@ -77,15 +77,14 @@ class BlockDrafter:
         c.drafts[rows, :count] = c.sample(logits, block.sample_at, others, rows)
 
     def block_of(self, step: Step, width: int) -> Step:
-        """The step of the rows' blocks of `width` tokens, each a row of its own."""
+        """The step of the rows' blocks of `width` tokens."""
         c = self.context
         table = step.page_table
         mask = c.module.config.mask
         made = self.block_step(c.computed, c.tokens, step.row_ids, table, width, mask, c.page_size)
         return replace(
             step,
-            shape=StepShape.uniform(step.shape.rows * width, 1),
-            page_table=table.repeat_interleave(width, dim=0),
+            shape=StepShape.uniform(step.shape.rows, width),
             logit_rows=slice(None),
             flush=NEVER,
             **vars(made),
