@@ -21,7 +21,7 @@ from lockstep.runner.table import RowTable
 from lockstep.scheduling.grammar import Grammar
 from lockstep.scheduling.request import Request
 
-MOST_THREADS = 8
+MOST_THREADS = 16
 """Rows whose masks are made at the same time."""
 
 

@@ -5,6 +5,7 @@ alone, but for llguidance's own limits (LLParserLimits), at which an answer ends
 """
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,12 @@ WORD_BITS = 32
 UNFORCED = '\n%llguidance {"no_forcing": true}\n'
 """Where one text alone may come, llguidance lets only one spelling of it in tokens come, unless it
 is told not to. So every token may come that leads to a text of the grammar, and no other."""
+MOST_KNOWN = 256
+"""Grammars that are remembered as ones that can be compiled."""
+MOST_KNOWN_BYTES = 16 << 20
+"""Of their texts and their first masks."""
+SLICES = ("[a-z]+", "[A-Za-z]+")
+"""Beside llguidance's own: tokens that come together where a grammar allows all text of them."""
 TOO_COMPLEX = (
     "the grammar is too complex to go on with: {reason}. What came before stands. Simplify it."
 )
@@ -69,7 +76,8 @@ class Compiler:
         self.vocab = vocab
         self.ends = ends
         self._building = threading.Lock()
-        self._known: LLTokenizer | None = None
+        self._tree: LLTokenizer | None = None
+        self._known = FirstMasks(MOST_KNOWN, MOST_KNOWN_BYTES)
 
     @property
     def mask_bytes(self) -> int:
@@ -79,20 +87,27 @@ class Compiler:
     def matcher(self, source: str) -> "Matcher":
         """The matcher of a grammar in llguidance's Lark. Raises GrammarFault.
 
-        Compiled for each answer anew, about 1 ms: copies of one that is compiled share its lexer,
-        so that what one answer meets would be felt by others.
+        Each answer has a compiled grammar of its own, made when it is first needed, about 1 ms:
+        copies of one share its lexer and the lock around it, so that answers would wait for each
+        other, and one would feel the limits that another met. What a first mask shows, that it can
+        be compiled and that some text matches, is looked at once.
         """
-        made = self._compile(source)
-        first = made.compute_bitmask()
-        if made.is_error() or not any(first):
-            reason = first_line(made.get_error())
-            never = reason in ("", "NoExtensionBias")
-            raise GrammarFault("no text matches it" if never else reason)
-        return Matcher(source, made, lambda: self._compile(source), self.ends, self.mask_bytes)
+        made = None
+        first = self._known.get(source)
+        if first is None:
+            made = self._compile(source)
+            first = made.compute_bitmask()[: self.mask_bytes]
+            if made.is_error() or not any(first):
+                reason = first_line(made.get_error())
+                never = reason in ("", "NoExtensionBias")
+                raise GrammarFault("no text matches it" if never else reason)
+            self._known.put(source, first)
+        return Matcher(source, first, lambda: self._compile(source), self.ends, made)
 
     def grammar(self, recipe: GrammarRecipe) -> Grammar:
-        """A fresh grammar by its recipe. Raises GrammarFault."""
+        """A fresh grammar by its recipe, compiled. Raises GrammarFault."""
         matcher = self.matcher(recipe.source)
+        matcher.prepare()
         if recipe.reasoning_end is None:
             return matcher
         return AfterReasoning(
@@ -115,11 +130,47 @@ class Compiler:
     def _tokens(self) -> LLTokenizer:
         """The vocabulary's tree, built when it is first asked for."""
         with self._building:
-            if self._known is None:
+            if self._tree is None:
                 ends = sorted(self.ends)
                 wrapped = TokenizerWrapper(_Vocabulary(self.tokenizer, self.vocab, ends))
-                self._known = LLTokenizer(wrapped, n_vocab=self.vocab, eos_token=ends)
-            return self._known
+                blanks, *others = LLTokenizer.general_slices()
+                slices = [blanks, *SLICES, *others]
+                self._tree = LLTokenizer(wrapped, self.vocab, ends, slices)
+            return self._tree
+
+
+class FirstMasks:
+    """Grammars that could be compiled, by their text, and the mask of an answer's first token.
+
+    Bounded in number and in bytes; the one that was asked for longest ago goes first.
+    """
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self.size = 0
+        self._most = most
+        self._most_bytes = most_bytes
+        self._masks: OrderedDict[str, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def get(self, source: str) -> bytes | None:
+        """The mask; None where the grammar is not known."""
+        with self._lock:
+            if source in self._masks:
+                self._masks.move_to_end(source)
+            return self._masks.get(source)
+
+    def put(self, source: str, mask: bytes) -> None:
+        """Remembers a grammar; others make room."""
+        with self._lock:
+            if self._masks.setdefault(source, mask) is not mask:
+                return
+            self.size += len(source) + len(mask)
+            while len(self._masks) > self._most or self.size > self._most_bytes:
+                source, mask = self._masks.popitem(last=False)
+                self.size -= len(source) + len(mask)
 
 
 def first_line(reason: str) -> str:
@@ -131,7 +182,7 @@ def first_line(reason: str) -> str:
 
 class Matcher:
     """Follows one answer through a grammar: lockstep.scheduling.grammar.Grammar. source: in
-    llguidance's Lark; make: compiles it again.
+    llguidance's Lark; first: the mask of its first token; make: compiles it; made: compiled.
 
     An end token is allowed where the grammar may end. Whatever comes behind it is of no matter.
     """
@@ -139,19 +190,30 @@ class Matcher:
     def __init__(
         self,
         source: str,
-        made: LLMatcher,
+        first: bytes,
         make: Callable[[], LLMatcher],
         ends: frozenset[int],
-        mask_bytes: int,
+        made: LLMatcher | None = None,
     ) -> None:
         self.fault: str | None = None
         self.recipe = GrammarRecipe(source)
-        self._inner = made
+        self._first = first
         self._make = make
+        self._made = made
         self._ends = ends
-        self._bytes = mask_bytes
+        self._bytes = len(first)
         self._tokens: list[int] = []
         self._over = False
+
+    def prepare(self) -> None:
+        """Compiles the grammar now, if it is not."""
+        _ = self._inner
+
+    @property
+    def _inner(self) -> LLMatcher:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
 
     @property
     def accepted(self) -> int:
@@ -168,26 +230,28 @@ class Matcher:
         for token in tokens:
             self._tokens.append(token)
             self._over = self._over or token in self._ends
-            if not self._over and self.fault is None and not self._inner.consume_token(token):
-                self._fail(self._inner)
+            if self._over or self.fault is not None or self._inner.consume_token(token):
+                continue
+            self._renew()
+            if self._inner.is_error():
+                self._fail()
 
     def masks(self, drafts: Sequence[int]) -> list[bytes]:
         """See Grammar."""
         if self._over:
             return [every_token(self._bytes)]
+        if not self._tokens and not drafts:
+            return [self._first]
         found = list(self._walk(drafts))
         if self._inner.is_error() and self.fault is None:  # at a draft, which may never be accepted
-            self._inner = self._make()
-            self._inner.consume_tokens(self._tokens)
+            self._renew()
         else:
             self._inner.rollback(len(found) - 1)
         return found
 
     def _walk(self, drafts: Sequence[int]) -> Iterator[bytes]:
         """The masks, the matcher being led along the drafts. Where it fails no token is allowed."""
-        mask = self._mask()
-        if self._inner.is_error():
-            self._fail(self._inner)
+        mask = self._mask_here()
         yield mask
         for draft in drafts:
             if draft in self._ends or not mask[draft // 8] >> draft % 8 & 1:
@@ -198,14 +262,32 @@ class Matcher:
             if self._inner.is_error():
                 return
 
+    def _mask_here(self) -> bytes:
+        """The mask behind the answer so far."""
+        if not self._tokens:
+            return self._first
+        mask = self._mask()
+        if self._inner.is_error() and self.fault is None:
+            self._renew()
+            mask = self._mask()
+            if self._inner.is_error():
+                self._fail()
+        return mask
+
+    def _renew(self) -> None:
+        """Compiles the grammar again and leads it along the answer: what fails then fails by the
+        answer alone, and not by drafts that this one was led along."""
+        self._made = self._make()
+        self._made.consume_tokens(self._tokens)
+
     def _mask(self) -> bytes:
         if self._inner.is_error():
             return bytes(self._bytes)
         mask = self._inner.compute_bitmask()[: self._bytes]
         return bytes(self._bytes) if self._inner.is_error() else mask
 
-    def _fail(self, inner: LLMatcher) -> None:
-        self.fault = TOO_COMPLEX.format(reason=first_line(inner.get_error()))
+    def _fail(self) -> None:
+        self.fault = TOO_COMPLEX.format(reason=first_line(self._inner.get_error()))
 
 
 def every_token(mask_bytes: int) -> bytes:

@@ -1,26 +1,22 @@
 """The floor is what the model's own tensors say, whatever the machine has of memory."""
 
 import json
+import pickle
 import resource
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from lockstep.bench.floor import (
-    MATRIX_RATE,
-    MEMORY_RATE,
-    Floor,
-    Part,
-    distinct_experts,
-    prompt_floor,
-    sketch,
-    step_floor,
-)
+from lockstep.bench.floor import prompt_floor, sketch, step_floor
 from lockstep.layers.linear import Head, Product
+from lockstep.runner.floor import Floor, Part, StepCosts, StepFloors, distinct_experts
+from lockstep.runner.rates import H200, rates_of
 from lockstep.spec import read
+from tests.asking import make_engine
 from tests.spec.blocks import make_block_model
 from tests.tiny_model import CONFIG, DEEPSEEK, HYBRID_MOE, QWEN3, make_model
 
@@ -217,9 +213,31 @@ def test_drafts_and_prompt_of_a_large_model(large: Path) -> None:
 
 
 def test_the_slower_of_both_decides() -> None:
-    bound = Floor((Part("a", int(MEMORY_RATE)), Part("b", 0, int(3 * MATRIX_RATE))))
+    bound = Floor((Part("a", int(H200.memory)), Part("b", 0, int(3 * H200.matrix))))
     assert bound.ms == pytest.approx(3000.0)
-    assert Floor((Part("a", int(MEMORY_RATE), 5),)).ms == pytest.approx(1000.0)
+    assert Floor((Part("a", int(H200.memory), 5),)).ms == pytest.approx(1000.0)
+
+
+@pytest.mark.parametrize("config", [CONFIG, HYBRID_MOE, DEEPSEEK])
+def test_the_floors_of_a_server_are_those_of_the_bench(tmp_path: Path, config: Any) -> None:
+    """From plain data that went through a pipe, in seconds, at any rows, drafts and context."""
+    model = sketch(make_model(tmp_path, config), torch.bfloat16, read(MTP))
+    sent = pickle.loads(pickle.dumps(StepCosts.of(model.model, model.draft, model.passes)))
+    floors = StepFloors(sent, H200)
+    for rows, drafts, context in ((1, 0, 1), (3, 3, 500), (3, 3, 700), (7, 1, 0)):
+        least = step_floor(replace(model, drafts=drafts), rows, context)
+        seconds = floors.seconds(rows, drafts, rows * context)
+        assert 1e3 * seconds == pytest.approx(least.ms, rel=1e-9)
+
+
+def test_an_engine_says_what_its_steps_cost() -> None:
+    """As the sketch of its checkpoint does, at rates of this machine."""
+    llm = make_engine("mtp")
+    config = llm.engine.config
+    model = sketch(llm.engine.plan.model_path, torch.float32, config.speculative_config)
+    assert llm.engine.facts.costs.step(2, 3, 100) == step_floor(model, 2, 100)
+    rates = rates_of("cpu")
+    assert 1e8 < rates.memory < 1e13 and rates.seconds(1e9, 1e30) == 1e9 / rates.memory
 
 
 def test_dtype_counts(tiny: Path) -> None:

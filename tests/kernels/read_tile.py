@@ -22,15 +22,16 @@ def _read(
 
 def tiles(codec, dim, backend):
     """What the kernel reads of TILE random tokens, whose last is masked, and what the reference
-    decodes to bf16, both [TILE, D] fp32. Codes are random, numbers of all sizes, one is NaN."""
+    decodes to bf16, both [TILE, D] fp32. Codes are random, numbers those of tokens of all sizes,
+    one is NaN."""
     generator = torch.Generator().manual_seed(dim)
     words = codec.width(dim)
     codes = torch.randint(-(2**31), 2**31, (TILE, words), generator=generator).to(codec.dtype)
-    numbers = torch.randn(TILE, max(codec.count(dim), 1), generator=generator)
-    numbers *= torch.exp2(torch.randint(-90, 90, numbers.shape, generator=generator).float())
-    numbers[0] = 0.0
-    numbers[1, -1] = torch.nan
-    numbers = numbers.bfloat16()
+    x = torch.randn(TILE, dim, generator=generator)
+    x *= torch.exp2(torch.randint(-90, 90, (TILE, 1), generator=generator).float())
+    x[0] = 0.0
+    x[1, -1] = torch.nan
+    numbers = codec.encode(x)[-1]
     wanted = codec.decode(codes, numbers).bfloat16().float()
     wanted[-1] = 0.0
     out = torch.empty(TILE, dim, dtype=backend.dtype, device=backend.device)

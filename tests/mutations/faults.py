@@ -489,8 +489,8 @@ FAULTS = (
     ),
     Fault(
         "K split in two for many rows", "numerics", "kernels/linear/cpu.py",
-        "    run = x.shape[1] // segments\n",
-        "    segments = 2 if x.shape[0] > 8 else segments\n    run = x.shape[1] // segments\n",
+        "    if segments == 1:\n",
+        "    segments = 2 if x.shape[0] > 8 else segments\n    if segments == 1:\n",
     ),
     Fault(
         "a norm's sum from behind for several rows", "numerics", NORM,
@@ -858,7 +858,7 @@ FAULTS = (
         f"{OF_KV}::test_int8_is_off_by_half_a_step",
     ),
     Fault(
-        "a kernel reads the scale of the first head", "packed", "kernels/attention/paged.py",
+        "a kernel reads the scale of the first head", "packed", "kernels/kv/_tile_device.py",
         "numbers += (token * (HKV * COUNT) + kv * COUNT)[:, None]",
         "numbers += (token * (HKV * COUNT))[:, None]",
         f"{OF_KV}::test_attention_over_packed_is_attention_over_unpacked",

@@ -25,6 +25,7 @@ from lockstep.kernels.attention import SEGMENT, paged_attention
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.kv import KVCache
 from lockstep.kernels.kv._launch import Opened, opened, token_bytes, unserved
+from lockstep.kernels.kv._tile_device import cache_tile, pages_of
 from lockstep.kernels.kv._turn_device import turned_back
 from lockstep.kernels.packed._form import target_of
 
@@ -41,80 +42,6 @@ COLUMNS = 64
 """Columns of its programs: 1.0 us less than all of a head of 256 (H200)."""
 NO_SCORE = tl.constexpr(-1e30)
 """The maximum over no scores: finite, so that a difference of two is a number."""
-
-
-@triton.jit
-def _pages_of(pages, at, end, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """The page of keys at .. at + TILE - 1 where they lie in one page, else of each key [TILE]."""
-    if PAGE % TILE == 0:
-        return tl.load(pages + at // PAGE, mask=at < end, other=0)
-    else:
-        key = at + tl.arange(0, TILE)
-        return tl.load(pages + key // PAGE, mask=key < end, other=0)
-
-
-@triton.jit
-def _load(
-    cache, page, at, keys, d, P_STRIDE: tl.constexpr, T_STRIDE: tl.constexpr, D: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Keys or values at .. at + TILE - 1 of a head, columns d: [TILE, columns], 0 from keys on."""
-    lanes = tl.arange(0, TILE)
-    mask = (at + lanes < keys)[:, None] & (d < D)[None, :]
-    if PAGE % TILE == 0:
-        cache += page.to(tl.int64) * P_STRIDE + at % PAGE * T_STRIDE
-        place = lanes[:, None] * T_STRIDE
-    else:
-        place = (page.to(tl.int64) * P_STRIDE + (at + lanes) % PAGE * T_STRIDE)[:, None]
-    return tl.load(cache + (place + d[None, :]), mask=mask, other=0.0)
-
-
-@triton.jit
-def _load_packed(
-    codes, numbers, constant, kv, page, at, keys, P_STRIDE: tl.constexpr,
-    T_STRIDE: tl.constexpr, COUNT: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, SHARE: tl.constexpr,
-    FETCH: tl.constexpr, UNPACK: tl.constexpr, DTYPE: tl.constexpr, OPAQUE: tl.constexpr,
-):  # fmt: skip
-    """The same of a packed cache: fetched and unpacked by the codec's device functions, rounded to
-    DTYPE. COUNT: numbers of a token and head. OPAQUE: a tile goes to shared memory as it was
-    unpacked. Else it would be loaded as a product takes it: byte by byte, and by mma.sync in other
-    groups of columns than those of DTYPE (kWidth 4), which adds them in another order.
-    """
-    lanes = tl.arange(0, TILE)
-    live = (at + lanes < keys)[:, None]
-    page = page.to(tl.int64)
-    if PAGE % TILE == 0:
-        codes += page * P_STRIDE + at % PAGE * T_STRIDE + lanes[:, None] * T_STRIDE
-    else:
-        codes += (page * P_STRIDE + (at + lanes) % PAGE * T_STRIDE)[:, None]
-    if COUNT > 0:
-        token = page * PAGE + (at + lanes) % PAGE
-        numbers += (token * (HKV * COUNT) + kv * COUNT)[:, None]
-    columns = tl.arange(0, max(BLOCK_D // SHARE, 1))[None, :]
-    tile = UNPACK(FETCH(codes, numbers, columns, live, D), columns, constant, D).to(DTYPE)
-    if OPAQUE:
-        tile = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2
-        )
-    return tile
-
-
-@triton.jit
-def _tile(
-    cache, numbers, constant, kv, page, at, keys, d, P_STRIDE: tl.constexpr,
-    T_STRIDE: tl.constexpr, COUNT: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, SHARE: tl.constexpr, FETCH: tl.constexpr,
-    UNPACK: tl.constexpr, DTYPE: tl.constexpr, OPAQUE: tl.constexpr,
-):  # fmt: skip
-    """Keys or values of a head, of a cache that is packed or (FETCH is None) not."""
-    if FETCH is None:
-        return _load(cache, page, at, keys, d, P_STRIDE, T_STRIDE, D, PAGE, TILE)
-    else:
-        return _load_packed(
-            cache, numbers, constant, kv, page, at, keys, P_STRIDE, T_STRIDE,
-            COUNT, HKV, D, d.shape[0], PAGE, TILE, SHARE, FETCH, UNPACK, DTYPE, OPAQUE,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -252,7 +179,7 @@ def _attend_kernel(
     width = SPAN * SEGMENT
     own = tl.program_id(2) * width
     turn = tl.num_programs(2) * width
-    page = _pages_of(pages, own, own + 1, PAGE, TILE)
+    page = pages_of(pages, own, own + 1, PAGE, TILE)
     first, count, start = _row(cu_seqlens, starts, s)
     end = start + tl.minimum(count, (row + ROWS - 1) // group + 1)
     keys = start + count
@@ -272,20 +199,20 @@ def _attend_kernel(
         stop = tl.minimum(end, begin + width)
         for at in range(begin, stop, TILE):
             if PAGE % TILE != 0:
-                page = _pages_of(pages, at, keys, PAGE, TILE)
-            k = _tile(
+                page = pages_of(pages, at, keys, PAGE, TILE)
+            k = cache_tile(
                 k_cache + kv * K_HEAD, k_numbers, k_constant, kv, page, at, keys, d, K_PAGE,
                 K_TOKEN, K_COUNT, HKV, D, PAGE, TILE, K_SHARE, K_FETCH, K_UNPACK,
                 q.dtype.element_ty, OPAQUE,
             )  # fmt: skip
             scores = tl.dot(k, query, input_precision="ieee")
-            v = _tile(
+            v = cache_tile(
                 v_cache + kv * V_HEAD, v_numbers, v_constant, kv, page, at, keys, d, V_PAGE,
                 V_TOKEN, V_COUNT, HKV, D, PAGE, TILE, V_SHARE, V_FETCH, V_UNPACK,
                 q.dtype.element_ty, OPAQUE,
             )  # fmt: skip
             if PAGE % TILE == 0:
-                page = _pages_of(pages, at + TILE, stop, PAGE, TILE)
+                page = pages_of(pages, at + TILE, stop, PAGE, TILE)
             top, norm, total = _weigh(scores, v, at, last, scale, top, norm, total, TILE)
             if ((at + TILE) % SEGMENT == 0) | (at + TILE >= stop):
                 if ((begin == 0) & FOLDS) | (not LEAVES):
@@ -295,7 +222,7 @@ def _attend_kernel(
                     to = entry + at // SEGMENT * H
                     _store_entry(tops, norms, parts, to, d, top, norm, total, used, D)
                 top, norm, total = _empty_fold(ONES, ROWS, BLOCK_D)
-        page = _pages_of(pages, begin + turn, end, PAGE, TILE)
+        page = pages_of(pages, begin + turn, end, PAGE, TILE)
     if (own == 0) & FOLDS:
         if LEAVES:
             used = mine & (last >= width)
@@ -359,7 +286,7 @@ def supports(**traits: Any) -> str | None:
     kv_heads = traits.get("kv_heads", 1)
     if heads % kv_heads:
         return f"{heads} heads are no multiple of {kv_heads} KV heads"
-    return unserved(**traits) or gpu_trait(**traits)
+    return unserved(dim, **traits) or gpu_trait(**traits)
 
 
 @dataclass(frozen=True)

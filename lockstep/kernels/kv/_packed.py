@@ -105,12 +105,14 @@ class Codec(ABC):
 @dataclass(frozen=True)
 class KVFormat:
     """A format: what keys and values are stored as. name: what numerics call it. scaled: whether a
-    checkpoint's static k_scale and v_scale are its codecs' field `scale`."""
+    checkpoint's static k_scale and v_scale are its codecs' field `scale`. latent: of a latent, key
+    and value at once; None: it stores none."""
 
     name: str
     k: Codec
     v: Codec
     scaled: bool = False
+    latent: Codec | None = None
 
     def fitting(self, dim: int) -> tuple[Codec, Codec]:
         """Both codecs. Raises ConfigError where heads of this dim cannot be stored."""
@@ -124,13 +126,15 @@ class KVFormat:
 
     def of_layer(self, layer: str) -> "KVFormat":
         """The same for the layer of this name."""
-        return replace(self, k=self.k.of_layer(layer), v=self.v.of_layer(layer))
+        latent = None if self.latent is None else self.latent.of_layer(layer)
+        return replace(self, k=self.k.of_layer(layer), v=self.v.of_layer(layer), latent=latent)
 
 
 @dataclass(frozen=True)
 class PackedKV:
     """Keys, or values, of one layer: codes [pages, page_size, Hkv, width] and, where the codec has
-    any, numbers [pages, page_size, Hkv, count], contiguous. dim: D."""
+    any, numbers [pages, page_size, Hkv, count], contiguous. dim: D. Latents: the same without
+    Hkv."""
 
     codec: Codec
     dim: int
@@ -140,7 +144,7 @@ class PackedKV:
     @property
     def shape(self) -> torch.Size:
         """[pages, page_size, Hkv, D], as of an unpacked cache."""
-        return torch.Size((*self.codes.shape[:3], self.dim))
+        return torch.Size((*self.codes.shape[:-1], self.dim))
 
     def tensors(self) -> list[Tensor]:
         """What it holds, each indexed by page first."""
@@ -148,4 +152,5 @@ class PackedKV:
 
 
 KVCache = Tensor | PackedKV
-"""One side of a layer's cache: [pages, page_size, Hkv, D] of the model's dtype, or packed."""
+"""One side of a layer's cache, [pages, page_size, Hkv, D], or its latents, [pages, page_size, C],
+of the model's dtype, or packed."""
