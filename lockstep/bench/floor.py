@@ -18,17 +18,18 @@ from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model
 from lockstep.quant import packing_of
 from lockstep.runner.floor import Floor, StepCosts, StepFloor
-from lockstep.spec import drafter_module
+from lockstep.spec import Passes, drafter_module, passes_of
 from lockstep.spec.config import SpeculativeConfig
 
 
 @dataclass(frozen=True)
 class Sketch:
-    """A target and its draft module (or None) as they would be built."""
+    """A target and its draft module (or None) as they would be built, and how it is run."""
 
     model: nn.Module
     draft: nn.Module | None
     drafts: int
+    passes: Passes
 
     @property
     def query_len(self) -> int:
@@ -73,17 +74,18 @@ def sketch(
         if drafting is not None and drafting.NEEDS_MODULE:
             draft = drafting.build(options, checkpoint, model, build)
             draft.finish()
-    return Sketch(model, draft, drafts)
+    return Sketch(model, draft, drafts, passes_of(options))
 
 
 def step_floor(model: Sketch, rows: int, context: int) -> StepFloor:
     """The floor of a generated step: `rows` rows with `context` tokens in the cache each."""
-    return StepCosts.of(model.model, model.draft).step(rows, model.drafts, context)
+    costs = StepCosts.of(model.model, model.draft, model.passes)
+    return costs.step(rows, model.drafts, context)
 
 
 def prompt_floor(model: Sketch, tokens: int) -> Floor:
     """The floor of one prompt of `tokens` tokens that starts with an empty cache."""
-    return StepCosts.of(model.model, model.draft).prompt(tokens)
+    return StepCosts.of(model.model, model.draft, model.passes).prompt(tokens)
 
 
 def describe_floors(step: StepFloor, prompt: Floor) -> dict[str, Any]:

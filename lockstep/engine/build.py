@@ -38,7 +38,7 @@ from lockstep.scheduling.draft_length import (
     FixedDraftLength,
     draft_length_policy,
 )
-from lockstep.spec import drafter_module
+from lockstep.spec import drafter_module, passes_of
 from lockstep.spec.drafter import DraftContext, NoDrafter
 from lockstep.step import PAGE_SIZE, StepShape
 
@@ -106,7 +106,7 @@ def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) ->
     step_ms = runner.warm_up(lambda done, of: progress("warming up", done, of))
     policy = pick_policy(config, plan, hooks, step_ms)
     notes = () if build.packing is None else build.packing.notes
-    costs = StepCosts.of(model, draft)
+    costs = StepCosts.of(model, draft, passes_of(config.speculative_config))
     return EngineParts(plan, runner, policy, checkpoint, build.choices, notes, loaded, costs)
 
 

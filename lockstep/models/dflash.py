@@ -6,6 +6,7 @@ residuals. A block is the row's last token and masked ones behind it, each at it
 tokens see all of those keys, and each other. Tensors and settings are those of the authors' files.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.layers.attention import Attention
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Head, Linear, Target
 from lockstep.layers.norm import AddRMSNorm, RMSNorm
@@ -21,7 +23,7 @@ from lockstep.models.decoder import (
     Block,
     Decoder,
     DecoderConfig,
-    attending_layers,
+    Half,
     mlp_half,
     read_common,
 )
@@ -109,6 +111,31 @@ def _taps(c: ConfigReader, layers: int, depth: int) -> tuple[int, ...]:
     return tuple(i + 1 for i in found)
 
 
+class BlockAttention(Attention):
+    """x [S B, H] -> [S B, H]: every token of a block sees all of it, and all in front of it.
+
+    To the op a block is one token, its last one, with B times the heads: keys are read once.
+    """
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        q = self._place(self.qkv(x), step)
+        rows = step.starts.shape[0]
+        group = self.heads // self.kv_heads
+        blocks = q.view(rows, -1, self.kv_heads, group, self.head_dim)
+        mixed = self.attend(
+            blocks.transpose(1, 2).reshape(rows, -1, self.head_dim),
+            self.k_cache,
+            self.v_cache,
+            step.page_table,
+            step.cu_seqlens,
+            step.starts,
+            1,
+            self.scale,
+        )
+        found = mixed.view(rows, self.kv_heads, -1, group, self.head_dim).transpose(1, 2)
+        return self.out(found.reshape(x.shape[0], -1))
+
+
 class BlockDraftModel(nn.Module):
     """The draft module: hidden_norm(fc(taps)) makes the keys and values of computed tokens, and the
     layers read a block. Shares embedding and head with the target."""
@@ -125,11 +152,20 @@ class BlockDraftModel(nn.Module):
         top = build.at(build.layer, "")
         self.fc = Linear(top, len(c.taps) * c.hidden_size, {"fc": c.hidden_size})
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps)
-        norms = dict(qk_norm=True, eps=c.eps)
-        layers = attending_layers(build, c, c.layers, lambda at, _: mlp_half(at, c), **norms)
-        self.blocks = nn.ModuleList(Block(*halves) for halves in layers)
+        self.blocks = nn.ModuleList(Block(*halves) for halves in self.layers(build))
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps)
         self.head = Head(build, c.vocab_size, c.hidden_size, target.head.loaded)
+
+    def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
+        """Attention over blocks, then an MLP, in every layer."""
+        c = self.config
+        rotary = c.rope.rotary(build)
+        sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim)
+        for i in range(c.layers):
+            at = build.at(f"layers.{i}")
+            own = at.within("self_attn")
+            mixer = BlockAttention(own, *sizes, rotary=rotary, qk_norm=True, eps=c.eps)
+            yield Half(at, c, "input_layernorm", "self_attn", mixer), mlp_half(at, c)
 
     @property
     def head_bytes(self) -> int:

@@ -24,6 +24,7 @@ from lockstep.layers.moe import ExpertWeight
 from lockstep.layers.rotary import Rotary
 from lockstep.runner.memory import mixers
 from lockstep.runner.rates import H200, Rates
+from lockstep.spec import Passes, no_passes
 
 GATHERED = (Embedding, Rotary)
 """Layers that read one line of their table per token, not the table."""
@@ -168,15 +169,17 @@ class PassCosts:
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Those of a target and of its draft module, None where there is none."""
+    """Those of a target and of its draft module, None where there is none. passes: of the module in
+    a step, as lockstep.spec says."""
 
     target: PassCosts
     draft: PassCosts | None
+    passes: Passes = no_passes
 
     @classmethod
-    def of(cls, model: nn.Module, draft: nn.Module | None) -> "StepCosts":
+    def of(cls, model: nn.Module, draft: nn.Module | None, passes: Passes) -> "StepCosts":
         """Those of a model and of what it drafts with, as they were built."""
-        return cls(PassCosts.of(model), None if draft is None else PassCosts.of(draft))
+        return cls(PassCosts.of(model), None if draft is None else PassCosts.of(draft), passes)
 
     def step(self, rows: int, drafts: int, context: int) -> StepFloor:
         """A generated step: `rows` rows with `context` tokens in the cache each, that bring so many
@@ -184,9 +187,8 @@ class StepCosts:
         tokens = rows * (drafts + 1)
         verify = Floor(self.target.parts(rows, tokens, tokens, context))
         passes: list[Part] = []
-        if self.draft is not None:
-            for index in range(drafts):
-                brought = rows if index else tokens
+        if self.draft is not None and drafts:
+            for brought in self.passes(rows, tokens, drafts):
                 passes += self.draft.parts(rows, brought, rows, context)
         return StepFloor(rows, drafts + 1, context, verify, Floor(_summed(passes)))
 

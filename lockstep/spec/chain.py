@@ -16,6 +16,11 @@ from lockstep.spec.drafter import DraftContext, no_drafts
 from lockstep.step import NEVER, Step, StepShape, Verdict
 
 
+def passes(rows: int, tokens: int, count: int) -> tuple[int, ...]:
+    """Tokens of each pass of the module, as lockstep.spec says."""
+    return (tokens, *[rows] * (count - 1))
+
+
 class ChainDrafter:
     """K drafts from one DraftModule, which reads at a position the token after it.
 

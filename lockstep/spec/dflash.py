@@ -1,7 +1,7 @@
 """DFlash: a draft model that makes all drafts of a step in one pass (lockstep.models.dflash).
 
-The row's last token and a masked one for every draft are read as a block. Its tokens see each
-other, so each is a row of its own to attention, one that stands at the block's end.
+The row's last token and a masked one for every draft are read as a block, whose tokens see each
+other.
 """
 
 from dataclasses import replace
@@ -46,6 +46,11 @@ def build(options: Any, checkpoint: Checkpoint, target: Any, build: Build) -> Dr
     return BlockDraftModel(target, apart, config, own)
 
 
+def passes(rows: int, tokens: int, count: int) -> tuple[int, ...]:
+    """The blocks; what the step's tokens take besides is little."""
+    return (rows * (count + 1),)
+
+
 class BlockDrafter:
     """All drafts of a step from one pass of its module over a block of each row."""
 
@@ -72,15 +77,14 @@ class BlockDrafter:
         c.drafts[rows, :count] = c.sample(logits, block.sample_at, others, rows)
 
     def block_of(self, step: Step, width: int) -> Step:
-        """The step of the rows' blocks of `width` tokens, each a row of its own."""
+        """The step of the rows' blocks of `width` tokens."""
         c = self.context
         table = step.page_table
         mask = c.module.config.mask
         made = self.block_step(c.computed, c.tokens, step.row_ids, table, width, mask, c.page_size)
         return replace(
             step,
-            shape=StepShape.uniform(step.shape.rows * width, 1),
-            page_table=table.repeat_interleave(width, dim=0),
+            shape=StepShape.uniform(step.shape.rows, width),
             logit_rows=slice(None),
             flush=NEVER,
             **vars(made),

@@ -17,6 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.layers.build import Build
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import Source, build_model, target_source
+from lockstep.models.reading import ConfigReader
 from lockstep.quant import Packing, packing_of
 from lockstep.spec.chain import ChainDrafter
 from lockstep.spec.drafter import DraftContext, DraftModule
@@ -26,6 +27,13 @@ from lockstep.step import Step
 
 NEEDS_MODULE = True
 Options = FolderOptions
+NO_MODELS = {
+    "DFlashDraftModel": "dflash",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "Eagle3Speculator": "eagle3",
+    "LlamaForCausalLMEagle3": "eagle3",
+}
+"""What architectures may name that is no whole model -> the method that drafts with it."""
 
 
 def refusal(checkpoint: Checkpoint) -> str | None:
@@ -85,6 +93,7 @@ def build(options: Any, checkpoint: Checkpoint, target: Any, build: Build) -> Dr
     """The folder's model, not loaded yet. Raises CheckpointError where it cannot be built, and
     ConfigError where it has another tokenizer."""
     own = Checkpoint.read(options.folder)
+    check_whole(own)
     if build.tensors is not None:
         check_tokenizers(own, checkpoint)
     packing = packing_of(own.quantization(), None)
@@ -93,6 +102,18 @@ def build(options: Any, checkpoint: Checkpoint, target: Any, build: Build) -> Dr
     apart.named = "draft."
     model = build_model(own.raw, apart)
     return DraftModel(own, model, packing, target.config.vocab_size, build.device)
+
+
+def check_whole(own: Checkpoint) -> None:
+    """Raises ConfigError where the folder holds what another method drafts with."""
+    named = ConfigReader(own.raw).get("architectures", list, [])
+    for name in named:
+        method = NO_MODELS.get(name) if isinstance(name, str) else None
+        if method is not None:
+            raise ConfigError(
+                f"speculative_config model={str(own.folder)!r} is not allowed: it is a {name}; "
+                f'allowed: a whole model. Add "method": "{method}".'
+            )
 
 
 def check_tokenizers(own: Checkpoint, target: Checkpoint) -> None:
@@ -115,6 +136,11 @@ def check_tokenizers(own: Checkpoint, target: Checkpoint) -> None:
             f"{target.folder}: token {number} is {here!r} there and {there!r} here; allowed: the "
             "same tokenizer. Choose a draft model of the same family."
         )
+
+
+def passes(rows: int, tokens: int, count: int) -> tuple[int, ...]:
+    """The step's tokens, the rows' last ones, and all drafts but the last."""
+    return (tokens, *[rows] * count)
 
 
 class DraftModelDrafter(ChainDrafter):

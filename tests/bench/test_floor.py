@@ -1,5 +1,6 @@
 """The floor is what the model's own tensors say, whatever the machine has of memory."""
 
+import json
 import pickle
 import resource
 from dataclasses import replace
@@ -11,11 +12,12 @@ import pytest
 import torch
 
 from lockstep.bench.floor import prompt_floor, sketch, step_floor
-from lockstep.layers.linear import Product
+from lockstep.layers.linear import Head, Product
 from lockstep.runner.floor import Floor, Part, StepCosts, StepFloors, distinct_experts
 from lockstep.runner.rates import H200, rates_of
 from lockstep.spec import read
 from tests.asking import make_engine
+from tests.spec.blocks import make_block_model
 from tests.tiny_model import CONFIG, DEEPSEEK, HYBRID_MOE, QWEN3, make_model
 
 # Qwen3.6-27B's config.json, text part.
@@ -118,6 +120,24 @@ def test_draft_module_is_read_once_per_draft(tiny: Path) -> None:
     one, three = floors
     for name in ("GatedMLP", "Attention", "Head", "Linear", "KV read"):
         assert part(three, name).bytes == 3 * part(one, name).bytes > 0
+
+
+def test_a_whole_model_is_read_once_more_and_a_block_once(tiny: Path, tmp_path: Path) -> None:
+    """K + 1 passes of a draft model, one of DFlash's layers, whatever K is."""
+    raw = json.loads((tiny / "config.json").read_text())
+    make_block_model(tmp_path, raw["vocab_size"], raw["hidden_size"], [0, 1])
+    chosen = {"draft_model": str(tiny), "dflash": str(tmp_path)}
+    for method, passes in (("draft_model", (2, 4)), ("dflash", (1, 1))):
+        for k, count in zip((1, 3), passes, strict=True):
+            options = {"method": method, "model": chosen[method], "num_speculative_tokens": k}
+            model = sketch(tiny, torch.bfloat16, read(options))
+            found = part(step_floor(model, rows=2, context=100).drafts, "Head")
+            assert model.draft is not None
+            head = next(m for m in model.draft.modules() if isinstance(m, Head))
+            assert found.bytes == count * head.stored.nbytes, (method, k)
+
+
+def test_nothing_is_read_to_look_up(tiny: Path) -> None:
     none = step_floor(sketch(tiny, torch.bfloat16, read(NGRAM)), rows=2, context=100)
     assert none.drafts.ms == 0 and none.ms == none.verify.ms and none.query_len == 4
 
@@ -202,7 +222,7 @@ def test_the_slower_of_both_decides() -> None:
 def test_the_floors_of_a_server_are_those_of_the_bench(tmp_path: Path, config: Any) -> None:
     """From plain data that went through a pipe, in seconds, at any rows, drafts and context."""
     model = sketch(make_model(tmp_path, config), torch.bfloat16, read(MTP))
-    sent = pickle.loads(pickle.dumps(StepCosts.of(model.model, model.draft)))
+    sent = pickle.loads(pickle.dumps(StepCosts.of(model.model, model.draft, model.passes)))
     floors = StepFloors(sent, H200)
     for rows, drafts, context in ((1, 0, 1), (3, 3, 500), (3, 3, 700), (7, 1, 0)):
         least = step_floor(replace(model, drafts=drafts), rows, context)

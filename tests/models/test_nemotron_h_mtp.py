@@ -44,8 +44,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize
 Tensors = dict[str, Tensor]
 FORMS: dict[str, dict[str, Any]] = {
     "super": {"mtp_hybrid_override_pattern": "*E", "moe_latent_size": LATENT},
-    "a list of blocks": {"mtp_layers_block_type": ["attention", "moe"]},
-    "neither": {},
+    "neither, without latents": {},
     "dense": {"mtp_hybrid_override_pattern": "*-"},
 }
 
@@ -235,6 +234,17 @@ def test_a_damaged_module_is_refused_by_name(target: Target, tmp_path: Path) -> 
     save_file(less, tmp_path / "mtp.safetensors")
     with pytest.raises(CheckpointError, match=r"missing tensors \(1\): mtp.layers.0.hnorm.weight"):
         make_engine(tmp_path)
+
+
+def test_a_list_of_blocks_is_what_a_pattern_is() -> None:
+    """As transformers writes it; and what counts where neither is there."""
+    raw = {**NEMOTRON_H, "vocab_size": VOCAB, "num_nextn_predict_layers": 1}
+    read = architecture("nemotron_h").Config.read
+    plain = read({**raw, "mtp_hybrid_override_pattern": "*E"})
+    assert plain.draft_kinds == ("attention", "moe")
+    assert read({**raw, "mtp_layers_block_type": ["full_attention", "moe"]}) == plain
+    assert read(raw) == plain
+    assert read({**raw, "num_nextn_predict_layers": 0}).draft_kinds == ()
 
 
 @pytest.mark.parametrize(

@@ -990,10 +990,9 @@ FAULTS = (
         OF_RECURRENT_DRAFTS,
     ),
     Fault(
-        "a token of a block does not see those behind it", "drafter", DRAFTING,
-        "        starts=starts,\n        seq_lens=starts + 1,\n        cu_seqlens=index.int(),\n",
-        "        starts=positions.flatten().int(),\n        seq_lens=starts + 1,\n"
-        "        cu_seqlens=index.int(),\n",
+        "a block does not see its last token", "drafter", DRAFTING,
+        "    starts = first + (width - 1)\n",
+        "    starts = first + (width - 2)\n",
         OF_BLOCKS,
     ),
     Fault(

@@ -15,6 +15,8 @@ from lockstep.llm import LLM
 from lockstep.spec import read
 from lockstep.spec.draft_model import create
 from tests.models.dense import VOCAB, random_oracle
+from tests.spec.blocks import make_block_model
+from tests.spec.heads import make_head
 from tests.spec.watching import Seen
 from tests.text.tiny import make_folder
 from tests.tiny_model import DEEPSEEK, LLAMA, QWEN3
@@ -131,6 +133,14 @@ def test_a_damaged_model_is_refused(target: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 2}))
     with pytest.raises(CheckpointError, match="missing tensors"):
         make_engine(target, tmp_path)
+
+
+def test_what_another_method_drafts_with_is_refused(target: Path, tmp_path: Path) -> None:
+    make_block_model(tmp_path / "blocks", VOCAB, 48, [0, 1])
+    make_head(tmp_path / "head", VOCAB, 48)
+    for folder, method in (("blocks", "dflash"), ("head", "eagle3")):
+        with pytest.raises(ConfigError, match=f'it is a .*Add "method": "{method}"'):
+            make_engine(target, tmp_path / folder)
 
 
 def test_a_model_alone_names_the_method() -> None:

@@ -88,8 +88,8 @@ def next_draft_step(
 
 @dataclass
 class BlockTensors:
-    """A step of S blocks, T tokens that are a row each: fields of lockstep.step.Step; sample_at
-    alone is by block."""
+    """A step of S blocks of T tokens in all: fields of lockstep.step.Step. starts, seq_lens and
+    cu_seqlens are those of one token a block, its last."""
 
     token_ids: Tensor
     positions: Tensor
@@ -114,9 +114,8 @@ def block_step(
     """The step of one block of `width` tokens per row: its last known token, which history [R, L]
     has at computed [R], and token `mask` at each place behind it; page_table [S, P].
 
-    A token stands at its own position, and attends as the block's last one does: starts are the
-    position of that one, so that it sees the whole block. sample_at [S, width - 1] int64: where the
-    drafts of the masked places will stand.
+    A token stands at its own position, and attends from the block's last one, so that it sees the
+    whole block. sample_at [S, width - 1] int64: where the drafts of the masked places will stand.
     """
     rows = row_ids.shape[0]
     first = computed[row_ids]
@@ -126,8 +125,8 @@ def block_step(
     known = history[row_ids, first.long()]
     tokens = torch.full_like(positions, mask)
     tokens[:, 0] = known
-    starts = (first + (width - 1)).repeat_interleave(width)
-    index = torch.arange(rows * width + 1, device=first.device)
+    starts = first + (width - 1)
+    index = torch.arange(rows + 1, device=first.device)
     return BlockTensors(
         token_ids=tokens.flatten(),
         positions=positions.flatten(),
@@ -135,7 +134,7 @@ def block_step(
         starts=starts,
         seq_lens=starts + 1,
         cu_seqlens=index.int(),
-        token_rows=index[:-1],
+        token_rows=index[:-1].repeat_interleave(width),
         sample_at=positions[:, 1:].contiguous(),
     )
 

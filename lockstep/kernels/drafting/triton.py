@@ -182,10 +182,11 @@ def _block_step_kernel(
     tl.store(positions + at, position.to(tl.int64), mask=live)
     pages = page_table + s.to(tl.int64) * columns
     tl.store(slot_mapping + at, slot_at(pages, position, columns, page_size), mask=live)
-    tl.store(starts + at, first + width - 1, mask=live)
-    tl.store(seq_lens + at, first + width, mask=live)
-    tl.store(token_rows + at, at.to(tl.int64), mask=live)
-    tl.store(cu_seqlens + at, at, mask=at <= tokens)
+    tl.store(token_rows + at, s.to(tl.int64), mask=live)
+    ahead = live & (order == 0)
+    tl.store(starts + s, first + width - 1, mask=ahead)
+    tl.store(seq_lens + s, first + width, mask=ahead)
+    tl.store(cu_seqlens + at, at, mask=at <= rows)
     drafted = live & (order > 0)
     tl.store(sample_at + s * (width - 1) + order - 1, position.to(tl.int64), mask=drafted)
 
@@ -207,9 +208,9 @@ def block_step_triton(
         token_ids=row_ids.new_empty(tokens),
         positions=row_ids.new_empty(tokens),
         slot_mapping=row_ids.new_empty(tokens),
-        starts=computed.new_empty(tokens),
-        seq_lens=computed.new_empty(tokens),
-        cu_seqlens=computed.new_empty(tokens + 1),
+        starts=computed.new_empty(rows),
+        seq_lens=computed.new_empty(rows),
+        cu_seqlens=computed.new_empty(rows + 1),
         token_rows=row_ids.new_empty(tokens),
         sample_at=row_ids.new_empty(rows, width - 1),
     )
