@@ -23,7 +23,7 @@ from lockstep.text.json_schema import MOST_DEPTH
 from lockstep.text.parsers import TOOL_PARSERS, ReplyParser
 from lockstep.text.parsers.events import Reply
 from lockstep.text.parsers.writing import Json
-from lockstep.text.structured import compile_wanted
+from lockstep.text.structured import MOST_RULES, compile_wanted
 from lockstep.text.tokenizer import Tokenizer
 from lockstep.text.tool_grammar import CallParams, ToolSyntax
 from tests.text.test_structured import matches, nested
@@ -345,6 +345,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_coder", {"a": False}, "never comes"),
     ("qwen3_coder", {"a": {"type": "string", "anyOf": [{"minLength": 1}]}}, "'type'"),
     ("qwen3_coder", {"a": {"allOf": [{"type": "string"}, {"minLength": 1}]}}, "'allOf'"),
+    ("qwen3_coder", {"a": {"$ref": "#/properties/a"}}, "leads to no schema"),
     ("pythonic", {"a-b": {"type": "string"}}, "'a-b' at properties"),
 ]  # fmt: skip
 
@@ -427,11 +428,14 @@ def test_what_is_too_large_of_tools_names_them(name: str) -> None:
     syntax = ToolSyntax(TOOL_PARSERS[name], {})
     texts = [f"t{number:060}" for number in range(700)]
     schema = {"type": "object", "properties": {"a": {"enum": texts}}}
-    names = ("f", "g")
-    sent = [{"type": "function", "function": {"name": n, "parameters": schema}} for n in names]
-    with pytest.raises(RequestError, match="tools are a grammar of") as caught:
-        syntax.calls_only(syntax.tools(sent), True)
-    assert caught.value.field == "tools"
+    others = {"type": "object", "properties": {"a": {"enum": texts[::-1]}}}
+    many = [(f"f{number}", {}) for number in range(MOST_RULES)]
+    for tools in ([("f", schema), ("g", others)], many):
+        functions = [{"name": own, "parameters": parameters} for own, parameters in tools]
+        sent = [{"type": "function", "function": function} for function in functions]
+        with pytest.raises(RequestError, match="tools are a grammar of") as caught:
+            syntax.calls_only(syntax.tools(sent), True)
+        assert caught.value.field == "tools"
 
 
 def test_faults_of_tools_name_them() -> None:

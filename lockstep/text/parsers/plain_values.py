@@ -64,6 +64,8 @@ class PlainValues:
         for leaf in texts:
             self._refuse(key, leaf, BOUNDS, "texts stand in this model's tool calls as they are")
         found += [self._other(key, leaves, kind) for kind in others if _plain(leaves, kind)]
+        if not found:
+            self.tool.refuse("$ref", f"properties.{key}", "it leads to no schema", "Mend it.")
         return either(found)
 
     def text(self, without: Sequence[str] = ()) -> str:
@@ -95,7 +97,7 @@ class PlainValues:
                 waiting += part[choice]
 
     def _options(self, key: str, leaves: Sequence[Json], types: set[str]) -> list[str]:
-        """The values that enums and consts name, each with its end."""
+        """The values that enums and consts name, and their end."""
         found = []
         for option in [option for leaf in leaves for option in _options(leaf) or ()]:
             written = option if isinstance(option, str) else json.dumps(option)
@@ -104,8 +106,10 @@ class PlainValues:
             if not same or any(mark in written for mark in self.marks):
                 why = f"the value {written[:60]!r} would be read as another"
                 self.tool.refuse("enum", f"properties.{key}", why, "Leave that value out.")
-            found.append(self.rules.terminal(literal(written + self.end)))
-        return found
+            found.append(literal(written))
+        if not found:
+            return []
+        return [self.rules.terminal(f"{either(found)} {literal(self.end)}")]
 
     def _other(self, key: str, leaves: Sequence[Json], kind: str) -> str:
         """Values of a type beside text, and their end."""
