@@ -12,7 +12,7 @@ from itertools import takewhile
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from lockstep.scheduling.grammar import ONE_LANE, Grammar, Lanes
+from lockstep.scheduling.grammar import ONE_LANE, Lanes
 from lockstep.text.tokenizer import Tokenizer
 
 LEXER_FUEL = 200_000
@@ -105,10 +105,9 @@ class Compiler:
             self._known.put(source, first)
         return Matcher(source, first, lambda: self._compile(source), self.ends, made)
 
-    def grammar(self, recipe: GrammarRecipe) -> Grammar:
-        """A fresh grammar by its recipe, compiled. Raises GrammarFault."""
+    def grammar(self, recipe: GrammarRecipe) -> "Matcher | AfterReasoning":
+        """A fresh grammar by its recipe. Raises GrammarFault."""
         matcher = self.matcher(recipe.source)
-        matcher.prepare()
         if recipe.reasoning_end is None:
             return matcher
         return AfterReasoning(
@@ -364,6 +363,10 @@ class AfterReasoning:
         self._end = end
         self._begin = begin
         self._reasons = begin is None
+
+    def prepare(self) -> None:
+        """Compiles the grammar now, if it is not."""
+        self._inner.prepare()
 
     @property
     def fault(self) -> str | None:

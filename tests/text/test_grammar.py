@@ -266,7 +266,7 @@ def test_a_grammar_that_is_known_is_compiled_when_it_is_needed(
     tokens = compiler.tokenizer.encode("known", add_special_tokens=False)
     assert second.masks(tokens) == first.masks(tokens)
     assert made == [source]
-    compiler.grammar(GrammarRecipe(source))
+    compiler.grammar(GrammarRecipe(source)).prepare()
     assert made == [source] * 2
 
 
