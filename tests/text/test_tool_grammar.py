@@ -7,6 +7,7 @@ that is dear to a parser, byte by byte, as far as it is let in.
 import json
 import random
 import shutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -316,6 +317,10 @@ VALUES: list[tuple[Any, str, Any]] = [
     ({"anyOf": [{"type": "string"}, STRINGS]}, "[1]", None),
     ({"anyOf": [{"type": "string"}, STRINGS]}, "a [1]", "a [1]"),
     ({"allOf": [{"$ref": "#/$defs/d"}]}, "x", "x"),
+    ({"anyOf": [{}, {"type": "number"}]}, "x </parameter>", None),
+    ({"anyOf": [{}, {"type": "number"}]}, '"x"', '"x"'),
+    ({"anyOf": [{}, {"type": "number"}]}, "12", 12),
+    ({"anyOf": [{}, {"type": "number"}]}, "1e999", int(sys.float_info.max)),
 ]
 
 
@@ -345,7 +350,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_coder", {"a": False}, "never comes"),
     ("qwen3_coder", {"a": {"type": "string", "anyOf": [{"minLength": 1}]}}, "'type'"),
     ("qwen3_coder", {"a": {"allOf": [{"type": "string"}, {"minLength": 1}]}}, "'allOf'"),
-    ("qwen3_coder", {"a": {"$ref": "#/properties/a"}}, "leads to no schema"),
+    ("hermes", {"a": {"$ref": "#/properties/a"}}, r"'\$ref' at properties.a .*back to itself"),
+    ("qwen3_coder", {"a": {"$ref": "#/properties/b"}}, "leads to no schema"),
     ("pythonic", {"a-b": {"type": "string"}}, "'a-b' at properties"),
 ]  # fmt: skip
 

@@ -19,6 +19,7 @@ CHOICES = ("anyOf", "oneOf", "allOf", "$ref")
 """Keywords whose schemas say of which kind a value is."""
 BESIDE = ("type", "enum", "const", *BOUNDS, *NUMBER_BOUNDS, "properties", "items", *CHOICES)
 """Keywords that say more than such a one."""
+TYPED = {"type", "enum", "const"}
 INTEGER = "/-?(0|[1-9][0-9]*)/"
 NUMBER = r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?/"
 WRITTEN = {
@@ -53,7 +54,7 @@ class PlainValues:
     def value(self, key: str, schema: Any) -> str:
         """A parameter's value and its end, as one expression."""
         types = property_types(self.tool.schema, key)
-        if types and "string" not in types:
+        if types and "string" not in types and not self._is_open(schema):
             return f"{self.rules.json(schema, self.tool)} {literal(self.end)}"
         leaves = list(self._leaves(key, schema))
         texts = [leaf for leaf in leaves if _has(leaf, "string")]
@@ -72,6 +73,24 @@ class PlainValues:
         """Any text, and the end of it, but for texts that match these regexes."""
         plain = self.rules.plain(containing(self.marks), *without)
         return self.rules.terminal(f"{plain} {literal(self.end)}")
+
+    def _is_open(self, schema: Any) -> bool:
+        """Whether one of the schemas that a value may match says nothing of its type."""
+        waiting = [schema]
+        visited: set[int] = set()
+        while waiting:
+            part = waiting.pop()
+            if part is True:
+                return True
+            if not isinstance(part, dict) or id(part) in visited or TYPED & part.keys():
+                continue
+            visited.add(id(part))
+            inner = [one for name in CHOICES[:-1] for one in part.get(name, ())]
+            inner += [target(part["$ref"], self.tool.schema)] if "$ref" in part else []
+            if not inner:
+                return True
+            waiting += inner
+        return False
 
     def _leaves(self, key: str, schema: Any) -> Iterator[Json]:
         """The schemas of which a value matches one."""
