@@ -1,7 +1,7 @@
 """What grammars cost on this machine: ms of a step with and without them, and ms of masks.
 
     python benchmarks/grammar.py steps [FOLDER] [--rows 1,8,64] [--k 0,3] [--kinds free,regex]
-    python benchmarks/grammar.py masks [--rows 1,8,64] [--k 0,3] [--vocab 248320] [--threads 8]
+    python benchmarks/grammar.py masks [--rows 1,8,64] [--k 0,3] [--vocab 248320] [--threads 16]
 
 steps: decoding steps of the bundled model, or of FOLDER's config.json with random weights; all rows
 are held to a grammar of the kind, `free` to none. ms is the median of engine steps by the clock,
@@ -23,6 +23,7 @@ from lockstep import SamplingParams
 from lockstep.config import EngineConfig
 from lockstep.engine.build import find_model
 from lockstep.engine.engine import Engine
+from lockstep.scheduling.grammar import ONE_LANE, Lanes
 from lockstep.text.grammar import Compiler
 from lockstep.text.processor import Processor
 from lockstep.text.tokenizer import Tokenizer
@@ -170,6 +171,7 @@ def masks(asked: argparse.Namespace) -> None:
     print("| grammar | rows | K | compile, CPU ms | CPU ms: mean, largest | ms: mean, largest |")
     print("|---|---|---|---|---|---|", flush=True)
     threads = ThreadPoolExecutor(asked.threads)
+    within = ThreadPoolExecutor(asked.threads)
     for name, (source, text) in TEXTS.items():
         tokens = tokenizer.encode(text, add_special_tokens=False)
         for count in asked.rows:
@@ -179,13 +181,15 @@ def masks(asked: argparse.Namespace) -> None:
                 for row in rows:
                     row.prepare()
                 compiled = 1000 * (time.process_time() - began) / count
+                share = asked.threads // count
+                lanes = Lanes(share, within.map) if share > 1 else ONE_LANE
                 worked = []
                 taken = []
                 for place in range(max(1, len(tokens) - k)):
                     ahead = tokens[place : place + k]
                     began = time.perf_counter()
                     busy = time.process_time()
-                    list(threads.map(lambda row, ahead=ahead: row.masks(ahead), rows))
+                    list(threads.map(lambda row, due=(ahead, lanes): row.masks(*due), rows))
                     worked.append(1000 * (time.process_time() - busy))
                     taken.append(1000 * (time.perf_counter() - began))
                     for row in rows:
@@ -209,7 +213,7 @@ def main() -> None:
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--vocab", type=int, default=248_320)
-    parser.add_argument("--threads", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=16)
     asked = parser.parse_args()
     steps(asked) if asked.what == "steps" else masks(asked)
 

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 from lockstep.errors import RequestError, brief
+from lockstep.text.parsers.schema import target
 
 MOST_DEPTH = 64
 """Levels of objects and lists in a schema."""
@@ -87,6 +88,12 @@ def check_keywords(schema: Any, field: str) -> None:
             field,
         )
     for place, one in found:
+        if isinstance(one, dict) and _leads_nowhere(one, schema):
+            raise RequestError(
+                f"{field}: the keyword '$ref' at {place or 'the root'} of the schema leads back to "
+                "itself. Name a schema there.",
+                field,
+            )
         if not isinstance(one, (dict, bool)):
             raise RequestError(
                 f"{field}: the schema at {place or 'its root'} is {brief(one)}; allowed: an object "
@@ -103,6 +110,18 @@ def check_keywords(schema: Any, field: str) -> None:
                     "otherwise.",
                     field,
                 )
+
+
+def _leads_nowhere(schema: Json, root: Any) -> bool:
+    """Whether a reference leads to others alone, and so to no schema."""
+    visited: set[int] = set()
+    one: Any = schema
+    while isinstance(one, dict) and "$ref" in one:
+        if id(one) in visited:
+            return True
+        visited.add(id(one))
+        one = target(one["$ref"], root if isinstance(root, dict) else {})
+    return False
 
 
 def _check_shapes(schema: Json, place: str, field: str) -> None:

@@ -1,8 +1,9 @@
 """Between text and tokens: prompts become engine requests, tokens become completions."""
 
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -356,6 +357,7 @@ class Processor:
             max_tokens=min(params.max_tokens or room, room),
             bad_words_ids=self._bad_words(params),
         )
+        grammars = self._grammars(params, prompt)
         requests = []
         for i in range(params.n):
             mine = (seed + i + 2**63) % 2**64 - 2**63
@@ -367,7 +369,7 @@ class Processor:
                     priority=priority,
                     eos_token_ids=self.eos_ids,
                     seed=mine,
-                    grammar=self._grammar(params, prompt),
+                    grammar=next(grammars),
                 )
             )
         return requests
@@ -455,11 +457,19 @@ class Processor:
                 field,
             ) from None
 
-    def _grammar(self, params: SamplingParams, prompt: Prompt) -> Grammar | None:
-        """What an answer is held to, one object for each answer: its content, not its reasoning."""
+    def _grammars(self, params: SamplingParams, prompt: Prompt) -> Iterator[Grammar | None]:
+        """What each answer of a request is held to, one object each."""
         wanted = params.structured_outputs
         if wanted is None:
-            return None
+            yield from repeat(None)
+            return
+        first = self._grammar(wanted, prompt)
+        yield first
+        while True:
+            yield self._compiler().grammar(first.recipe)
+
+    def _grammar(self, wanted: StructuredOutputsParams, prompt: Prompt) -> Grammar:
+        """What an answer is held to: its content, not its reasoning."""
         grammars = self._compiler()
         matcher = compile_wanted(wanted, grammars)
         if self._reasoning is None or not isinstance(prompt, Rendered):
@@ -467,8 +477,10 @@ class Processor:
         return self._after_reasoning(matcher, prompt.text.rstrip(), grammars)
 
     def grammar_of(self, recipe: GrammarRecipe) -> Grammar:
-        """A grammar made anew by the recipe of one that this model's processor made."""
-        return self._compiler().grammar(recipe)
+        """A grammar made anew by the recipe of one that this model's processor made, compiled."""
+        made = self._compiler().grammar(recipe)
+        made.prepare()
+        return made
 
     def _compiler(self) -> Compiler:
         if self.grammars is None:

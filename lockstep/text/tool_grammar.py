@@ -21,7 +21,7 @@ from lockstep.text.parsers.writing import (
     either,
     sequence,
 )
-from lockstep.text.structured import schema_of
+from lockstep.text.structured import MOST_RULES, schema_of
 
 LEADING = r"/\n{0,2}/"
 """What may stand in front of an answer's calls: line ends behind the reasoning."""
@@ -52,7 +52,7 @@ class ToolSyntax:
         several: whether there may be more.
         """
         rules = Rules(self.tokens)
-        return _bounded(rules.source(sequence(LEADING, self._calls(tools, rules, several))))
+        return _bounded(rules, sequence(LEADING, self._calls(tools, rules, several)))
 
     def text_and_calls(self, tools: Sequence[Tool], several: bool) -> str:
         """Free text in which whatever the parser takes for a call is one of these.
@@ -65,7 +65,7 @@ class ToolSyntax:
         if parser.BARE:
             begins = rf"{BLANK}*({alternatives([parser.BARE])})(.|\n)*"
             plain = rules.plain(without, begins)
-            return _bounded(rules.source(f"{self._calls(tools, rules, several)} | {plain}"))
+            return _bounded(rules, f"{self._calls(tools, rules, several)} | {plain}")
         plain = rules.plain(without)
         opener, *behind = rules.parts(parser.AROUND[0] or parser.TAGS[0])
         # Text and opener are one terminal, since a longer text would hide where the opener begins.
@@ -76,7 +76,7 @@ class ToolSyntax:
         else:
             calls = sequence(call, rules.text(parser.TAGS[1]))
         group = rules.rule(sequence(opened, *behind, calls))
-        return _bounded(rules.source(f"{group}{'*' if several else '?'} {plain}"))
+        return _bounded(rules, f"{group}{'*' if several else '?'} {plain}")
 
     def _calls(
         self, tools: Sequence[Tool], rules: Rules, several: bool, begun: bool = False
@@ -155,11 +155,17 @@ def _function(tool: Any, field: str) -> Json:
     return function
 
 
-def _bounded(source: str) -> str:
-    if len(source) > MAX_GRAMMAR_CHARACTERS:
-        raise RequestError(
-            f"tools are a grammar of {len(source)} characters; allowed: at most "
-            f"{MAX_GRAMMAR_CHARACTERS}. Send fewer tools, or shorter schemas.",
-            "tools",
-        )
+def _bounded(rules: Rules, start: str) -> str:
+    """The grammar, if it is not too large."""
+    source = rules.source(start)
+    for count, most, what in (
+        (len(source), MAX_GRAMMAR_CHARACTERS, "characters"),
+        (len(rules), MOST_RULES - 1, "rules"),
+    ):
+        if count > most:
+            raise RequestError(
+                f"tools are a grammar of {count} {what}; allowed: at most {most}. Send fewer "
+                "tools, or shorter schemas.",
+                "tools",
+            )
     return source

@@ -1019,8 +1019,8 @@ FAULTS = (
     ),
     Fault(
         "a grammar keeps the drafts that it was led along", "runner", GRAMMAR,
-        "            self._inner.rollback(len(found) - 1)\n",
-        "            self._inner.rollback(0)\n",
+        "            self._made.rollback(self._ahead)\n",
+        "            self._made.rollback(0)\n",
     ),
 )  # fmt: skip
 

@@ -7,6 +7,8 @@ that is dear to a parser, byte by byte, as far as it is let in.
 import json
 import random
 import shutil
+import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +25,7 @@ from lockstep.text.json_schema import MOST_DEPTH
 from lockstep.text.parsers import TOOL_PARSERS, ReplyParser
 from lockstep.text.parsers.events import Reply
 from lockstep.text.parsers.writing import Json
-from lockstep.text.structured import compile_wanted
+from lockstep.text.structured import MOST_RULES, compile_wanted
 from lockstep.text.tokenizer import Tokenizer
 from lockstep.text.tool_grammar import CallParams, ToolSyntax
 from tests.text.test_structured import matches, nested
@@ -72,16 +74,20 @@ SNIPPETS = [
     "<parameter=city>\n",
     *sorted({text for name in NAMES for text in TOOL_PARSERS[name].texts()}),
 ]  # fmt: skip
-MOST_TOKENS = 220
+LATE = [*SNIPPETS[:6], "\n</parameter>\n", "</function>\n</tool_call>"]
+"""What brings a walk to its end."""
+MOST_TOKENS = 400
 
 
 @dataclass(frozen=True)
 class Model:
-    """A vocabulary. tokens: its tags that are special tokens -> their ids."""
+    """A vocabulary. tokens: its tags that are special tokens -> their ids; bytes: single bytes that
+    are tokens -> their ids."""
 
     tokenizer: Tokenizer
     compiler: Compiler
     tokens: dict[str, int]
+    bytes: dict[bytes, int]
 
     def syntax(self, name: str) -> ToolSyntax:
         """The calls that a parser of this name reads."""
@@ -99,7 +105,15 @@ def model_of(folder: Path, special: list[str]) -> Model:
     tokenizer = Tokenizer(folder)
     found = {tag: tokenizer.fast.token_to_id(tag) for tag in special}
     assert all(i in tokenizer.special_ids for i in found.values())
-    return Model(tokenizer, Compiler(tokenizer, len(tokenizer), tokenizer.eos_ids), found)
+    spelled = {tokenizer.token_bytes(i): i for i in range(len(tokenizer))}
+    single = {text: i for text, i in spelled.items() if len(text) == 1}
+    return Model(tokenizer, Compiler(tokenizer, len(tokenizer), tokenizer.eos_ids), found, single)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Model:
+    """The bundled model's vocabulary."""
+    return model_of(MODEL, [])
 
 
 @pytest.fixture(scope="module", params=["tags are text", "tags are special tokens"])
@@ -129,10 +143,6 @@ class Walk:
         self.matcher = model.compiler.matcher(source)
         self.draw = random.Random(seed)
         self.tokens: list[int] = []
-        spelled = [model.tokenizer.token_bytes(i) for i in range(len(model.tokenizer))]
-        self.spelled = spelled
-        special = model.tokenizer.special_ids
-        self.bytes = {b: i for i, b in enumerate(spelled) if len(b) == 1 and i not in special}
 
     def allowed(self) -> np.ndarray:
         """Whether each token may come."""
@@ -146,7 +156,7 @@ class Walk:
     def snippet(self, text: str) -> None:
         """Says a text as far as it may come: a tag as its token where it is one."""
         line = [self.model.tokens[text]] if text in self.model.tokens else None
-        for token in line or [self.bytes[bytes([byte])] for byte in text.encode()]:
+        for token in line or [self.model.bytes[bytes([byte])] for byte in text.encode()]:
             if not self.allowed()[token]:
                 return
             self.take(token)
@@ -165,7 +175,7 @@ class Walk:
             if not len(ids):
                 break
             if len(ids) > 1 and self.draw.random() < (0.9 if late else 0.6):
-                self.snippet(self.draw.choice(SNIPPETS[:6] if late else SNIPPETS))
+                self.snippet(self.draw.choice(LATE if late else SNIPPETS))
             else:
                 self.take(int(self.draw.choice(ids)))
         else:
@@ -184,7 +194,7 @@ def read(name: str, text: str) -> Reply:
     """What the parser makes of a text, whole, and cut anywhere."""
     parser = TOOL_PARSERS[name]
     whole = ReplyParser(None, parser(SENT)).parse(text)
-    for cut in range(0, len(text), max(1, len(text) // 50)):
+    for cut in range(0, len(text), max(1, len(text) // 20)):
         own = ReplyParser(None, parser(SENT))
         events = own.feed(text[:cut]) + own.feed(text[cut:]) + own.finish()
         assert Reply().add(events) == whole
@@ -207,7 +217,7 @@ def walks(model: Model, source: str, seeds: range) -> Iterator[str]:
 def test_what_comes_is_calls_and_nothing_else(model: Model, name: str, several: bool) -> None:
     syntax = model.syntax(name)
     source = syntax.calls_only(syntax.tools(SENT), several)
-    for text in walks(model, source, range(12)):
+    for text in walks(model, source, range(6)):
         reply = read(name, text)
         judge(text, reply, SCHEMAS)
         assert reply.content.strip() == "", text
@@ -223,7 +233,7 @@ def test_what_is_taken_for_a_call_in_free_text_is_one(model: Model, name: str) -
     source = syntax.text_and_calls(syntax.tools(SENT), True)
     opener = parser.AROUND[0] or parser.TAGS[0] or parser.BARE
     called = 0
-    for seed in range(12):
+    for seed in range(8):
         walk = Walk(model, source, seed)
         if not parser.BARE:
             walk.snippet("I say: ")
@@ -316,17 +326,20 @@ VALUES: list[tuple[Any, str, Any]] = [
     ({"anyOf": [{"type": "string"}, STRINGS]}, "[1]", None),
     ({"anyOf": [{"type": "string"}, STRINGS]}, "a [1]", "a [1]"),
     ({"allOf": [{"$ref": "#/$defs/d"}]}, "x", "x"),
+    ({"anyOf": [{}, {"type": "number"}]}, "x </parameter>", None),
+    ({"anyOf": [{}, {"type": "number"}]}, '"x"', '"x"'),
+    ({"anyOf": [{}, {"type": "number"}]}, "12", 12),
+    ({"anyOf": [{}, {"type": "number"}]}, "1e999", int(sys.float_info.max)),
 ]
 
 
 @pytest.mark.parametrize(("schema", "written", "value"), VALUES)
-def test_plain_values(schema: Any, written: str, value: Any) -> None:
+def test_plain_values(plain: Model, schema: Any, written: str, value: Any) -> None:
     """Values of the grammar whose texts stand without quotes; None: not let in, unless null is."""
-    model = model_of(MODEL, [])
     sent = one_tool({"a": schema}, required=["a"], **{"$defs": {"d": {"type": "string"}}})
-    syntax = model.syntax("qwen3_coder")
+    syntax = plain.syntax("qwen3_coder")
     text = CODER.format(written)
-    fits = matches(model.compiler, syntax.calls_only(syntax.tools(sent), False), text)
+    fits = matches(plain.compiler, syntax.calls_only(syntax.tools(sent), False), text)
     assert fits == (value is not None or written == "null")
     if fits:
         (call,) = ReplyParser(None, syntax.parser(sent)).parse(text).tool_calls
@@ -345,6 +358,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_coder", {"a": False}, "never comes"),
     ("qwen3_coder", {"a": {"type": "string", "anyOf": [{"minLength": 1}]}}, "'type'"),
     ("qwen3_coder", {"a": {"allOf": [{"type": "string"}, {"minLength": 1}]}}, "'allOf'"),
+    ("hermes", {"a": {"$ref": "#/properties/a"}}, r"'\$ref' at properties.a .*back to itself"),
+    ("qwen3_coder", {"a": {"$ref": "#/properties/b"}}, "leads to no schema"),
     ("pythonic", {"a-b": {"type": "string"}}, "'a-b' at properties"),
 ]  # fmt: skip
 
@@ -373,6 +388,103 @@ def test_keywords_of_all_parameters_are_refused(name: str, more: Json, says: str
     syntax = ToolSyntax(TOOL_PARSERS[name], {})
     with pytest.raises(RequestError, match=says):
         syntax.calls_only(syntax.tools(one_tool({}, **more)), True)
+
+
+def drawn(draw: random.Random, depth: int = 0) -> Json:
+    """A schema of a parameter."""
+    kind = draw.choice(("plain", "plain", "list", "object", "any of", "reference"))
+    if depth > 2 or kind == "plain":
+        return dict(draw.choice(PLAIN))
+    if kind == "list":
+        return {"type": "array", "items": drawn(draw, depth + 1), "maxItems": 2}
+    if kind == "object":
+        return drawn_object(draw, depth + 1)
+    if kind == "any of":
+        return {"anyOf": [drawn(draw, depth + 1) for _ in range(draw.randint(1, 3))]}
+    return {"$ref": "#/$defs/shared"}
+
+
+def drawn_object(draw: random.Random, depth: int = 0) -> Json:
+    """A schema of an object, such as a tool's parameters."""
+    names = draw.sample(("a", "b", "city", "x1", "note"), draw.randint(0, 4))
+    found: Json = {"type": "object", "properties": {key: drawn(draw, depth) for key in names}}
+    found["required"] = draw.sample(names, draw.randint(0, len(names)))
+    return found
+
+
+PLAIN: list[Json] = [
+    {"type": "string"},
+    {"type": "integer"},
+    {"type": "number"},
+    {"type": "boolean"},
+    {"type": "null"},
+    {"enum": ["x", "yes", "12a"]},
+    {"enum": [1, 2.5, "t"]},
+    {"const": "k"},
+    {"type": "integer", "minimum": 0, "maximum": 20},
+    {"type": ["string", "null"]},
+    {"type": ["integer", "boolean"]},
+    {"type": ["string", "number", "boolean"]},
+    {},
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_schemas_that_are_drawn(plain: Model, name: str) -> None:
+    syntax = plain.syntax(name)
+    draw = random.Random(name)
+    ended = 0
+    for seed in range(9):
+        schema = drawn_object(draw)
+        schema["$defs"] = {"shared": draw.choice(PLAIN)}
+        function = {"name": "f", "parameters": schema}
+        sent = [{"type": "function", "function": function}]
+        try:
+            source = syntax.calls_only(syntax.tools(sent), False)
+            text = Walk(plain, source, seed).run()
+        except RequestError:
+            assert name == "qwen3_coder", schema
+            continue
+        if text is not None:
+            reply = ReplyParser(None, syntax.parser(sent)).parse(text)
+            judge(text, reply, {"f": schema})
+            assert len(reply.tool_calls) == 1
+            ended += 1
+    assert ended > 3
+
+
+HOSTILE: dict[str, Json] = {
+    "a wide enum": {"enum": [f"value {number}" for number in range(2500)]},
+    "a pattern of many states": {"items": {"type": "string", "pattern": "^(a|b)*a(a|b){15}$"}},
+    "a pattern of much work": {"items": {"type": "string", "pattern": "(.*a){900}"}},
+    "a long text": {"items": {"type": "string", "maxLength": 1_000_000}},
+    "a long list": {"items": {"type": "string"}, "minItems": 100_000},
+    "many choices": {"anyOf": [{"properties": {f"k{n}": {}}} for n in range(400)]},
+    "a fine number": {"type": "number", "multipleOf": 1e-7, "minimum": -1e15, "maximum": 1e15},
+    "a tree": {"anyOf": [{"type": "string"}, {"items": {"$ref": "#/properties/a"}}]},
+}
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "pythonic"])
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_schemas_cost_little(plain: Model, name: str, what: str) -> None:
+    """Each is refused, with the field that is wrong, or compiled and obeyed for a while."""
+    plain.compiler.prepare()
+    syntax = plain.syntax(name)
+    schema = {"type": "array", **HOSTILE[what]} if "items" in HOSTILE[what] else HOSTILE[what]
+    began = time.process_time()
+    try:
+        held = CallParams(grammar=syntax.calls_only(syntax.tools(one_tool({"a": schema})), True))
+        matcher = compile_wanted(held, plain.compiler)
+    except RequestError as error:
+        assert error.field in ("tools", "tools[0].function.parameters")
+    else:
+        walk = Walk(plain, held.grammar or "", 0)
+        walk.matcher = matcher
+        while len(walk.tokens) < 30 and matcher.fault is None:
+            ids = np.flatnonzero(walk.allowed())
+            walk.take(int(walk.draw.choice(ids)))
+    assert time.process_time() - began < 3
 
 
 @pytest.mark.parametrize(
@@ -427,18 +539,20 @@ def test_what_is_too_large_of_tools_names_them(name: str) -> None:
     syntax = ToolSyntax(TOOL_PARSERS[name], {})
     texts = [f"t{number:060}" for number in range(700)]
     schema = {"type": "object", "properties": {"a": {"enum": texts}}}
-    names = ("f", "g")
-    sent = [{"type": "function", "function": {"name": n, "parameters": schema}} for n in names]
-    with pytest.raises(RequestError, match="tools are a grammar of") as caught:
-        syntax.calls_only(syntax.tools(sent), True)
-    assert caught.value.field == "tools"
+    others = {"type": "object", "properties": {"a": {"enum": texts[::-1]}}}
+    many = [(f"f{number}", {}) for number in range(MOST_RULES)]
+    for tools in ([("f", schema), ("g", others)], many):
+        functions = [{"name": own, "parameters": parameters} for own, parameters in tools]
+        sent = [{"type": "function", "function": function} for function in functions]
+        with pytest.raises(RequestError, match="tools are a grammar of") as caught:
+            syntax.calls_only(syntax.tools(sent), True)
+        assert caught.value.field == "tools"
 
 
-def test_faults_of_tools_name_them() -> None:
-    compiler = model_of(MODEL, []).compiler
+def test_faults_of_tools_name_them(plain: Model) -> None:
     syntax = ToolSyntax(TOOL_PARSERS["hermes"], {})
     tools = syntax.tools(one_tool({"a": {"type": "string", "pattern": "("}}))
     held = CallParams(grammar=syntax.calls_only(tools, True))
     with pytest.raises(RequestError, match="tools cannot be obeyed") as caught:
-        compile_wanted(held, compiler)
+        compile_wanted(held, plain.compiler)
     assert caught.value.field == "tools"

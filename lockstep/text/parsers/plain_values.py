@@ -19,6 +19,7 @@ CHOICES = ("anyOf", "oneOf", "allOf", "$ref")
 """Keywords whose schemas say of which kind a value is."""
 BESIDE = ("type", "enum", "const", *BOUNDS, *NUMBER_BOUNDS, "properties", "items", *CHOICES)
 """Keywords that say more than such a one."""
+TYPED = {"type", "enum", "const"}
 INTEGER = "/-?(0|[1-9][0-9]*)/"
 NUMBER = r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?/"
 WRITTEN = {
@@ -53,7 +54,7 @@ class PlainValues:
     def value(self, key: str, schema: Any) -> str:
         """A parameter's value and its end, as one expression."""
         types = property_types(self.tool.schema, key)
-        if types and "string" not in types:
+        if types and "string" not in types and not self._is_open(schema):
             return f"{self.rules.json(schema, self.tool)} {literal(self.end)}"
         leaves = list(self._leaves(key, schema))
         texts = [leaf for leaf in leaves if _has(leaf, "string")]
@@ -64,12 +65,32 @@ class PlainValues:
         for leaf in texts:
             self._refuse(key, leaf, BOUNDS, "texts stand in this model's tool calls as they are")
         found += [self._other(key, leaves, kind) for kind in others if _plain(leaves, kind)]
+        if not found:
+            self.tool.refuse("$ref", f"properties.{key}", "it leads to no schema", "Mend it.")
         return either(found)
 
     def text(self, without: Sequence[str] = ()) -> str:
         """Any text, and the end of it, but for texts that match these regexes."""
         plain = self.rules.plain(containing(self.marks), *without)
         return self.rules.terminal(f"{plain} {literal(self.end)}")
+
+    def _is_open(self, schema: Any) -> bool:
+        """Whether one of the schemas that a value may match says nothing of its type."""
+        waiting = [schema]
+        visited: set[int] = set()
+        while waiting:
+            part = waiting.pop()
+            if part is True:
+                return True
+            if not isinstance(part, dict) or id(part) in visited or TYPED & part.keys():
+                continue
+            visited.add(id(part))
+            inner = [one for name in CHOICES[:-1] for one in part.get(name, ())]
+            inner += [target(part["$ref"], self.tool.schema)] if "$ref" in part else []
+            if not inner:
+                return True
+            waiting += inner
+        return False
 
     def _leaves(self, key: str, schema: Any) -> Iterator[Json]:
         """The schemas of which a value matches one."""
@@ -95,7 +116,7 @@ class PlainValues:
                 waiting += part[choice]
 
     def _options(self, key: str, leaves: Sequence[Json], types: set[str]) -> list[str]:
-        """The values that enums and consts name, each with its end."""
+        """The values that enums and consts name, and their end."""
         found = []
         for option in [option for leaf in leaves for option in _options(leaf) or ()]:
             written = option if isinstance(option, str) else json.dumps(option)
@@ -104,8 +125,10 @@ class PlainValues:
             if not same or any(mark in written for mark in self.marks):
                 why = f"the value {written[:60]!r} would be read as another"
                 self.tool.refuse("enum", f"properties.{key}", why, "Leave that value out.")
-            found.append(self.rules.terminal(literal(written + self.end)))
-        return found
+            found.append(literal(written))
+        if not found:
+            return []
+        return [self.rules.terminal(f"{either(found)} {literal(self.end)}")]
 
     def _other(self, key: str, leaves: Sequence[Json], kind: str) -> str:
         """Values of a type beside text, and their end."""

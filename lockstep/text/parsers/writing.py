@@ -111,16 +111,20 @@ class Rules:
         return self.terminal(body)
 
     def json(self, schema: Any, tool: Tool, **options: Any) -> str:
-        """JSON of a part of the tool's schema."""
+        """A rule of JSON of a part of the tool's schema."""
         spelled = dict(schema) if isinstance(schema, dict) else {}
         own = {name: tool.schema[name] for name in NAMED if name in tool.schema}
-        return "%json " + json.dumps({**own, **spelled, "x-guidance": {**SPACING, **options}})
+        written = json.dumps({**own, **spelled, "x-guidance": {**SPACING, **options}})
+        return self.rule(f"%json {written}")
 
     def arguments(self, tool: Tool) -> str:
         """A JSON object of the tool's parameters, without others than the schema names, unless it
         says so itself."""
         closed: Json = {"additionalProperties": False} if tool.schema.get("properties") else {}
         return self.json({**closed, **tool.schema, "type": "object"}, tool)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
     def source(self, start: str) -> str:
         """The grammar."""
