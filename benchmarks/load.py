@@ -47,7 +47,8 @@ HEALTH_SECONDS = 0.05
 OVERHEAD_MS = 5.0
 OVERHEAD_STREAMS = 32
 OVERHEAD_ROUNDS = 4
-OVERHEAD_TOKENS = 64
+OVERHEAD_TOKENS = (32, 97)
+"""Of an answer, drawn between these, so that requests do not all begin and end at once."""
 GROWTH = 0.05
 """Of memory, the most between the time behind the first fifth of a run and its end."""
 COMPARED = 100
@@ -57,6 +58,8 @@ SETTLE_SECONDS = 30.0
 """How long the server may take until nothing is left of a load."""
 MODEL_LEN = 4096
 ROWS = 32
+PAGES = 400
+"""So few that all have been used soon: memory that no page has touched yet is not resident."""
 DRAFTS = {"method": "mtp", "num_speculative_tokens": 3}
 COMMAND = """
 import asyncio, signal, sys
@@ -469,6 +472,7 @@ class Served:
         self.log = folder / "log"
         command = [sys.executable, "-c", COMMAND, "serve", "--uds", self.path]
         command += ["--max-model-len", str(MODEL_LEN), "--max-num-seqs", str(ROWS)]
+        command += ["--num-gpu-blocks", str(PAGES)]
         command += ["--log-format", "json", "--enable-log-requests", *options]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log)
@@ -517,6 +521,12 @@ class Served:
                     found[told["request_id"]] = seconds
         return found
 
+    def cpu_seconds(self) -> float:
+        """That the server's process has used, without its engine's."""
+        text = Path(f"/proc/{self.process.pid}/stat").read_text()
+        ticks = text.rpartition(")")[2].split()[11:13]
+        return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
     def stop(self) -> int:
         """Ends it as a supervisor does; its status."""
         self.process.terminate()
@@ -560,11 +570,12 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 def overhead(served: Served) -> list[float]:
     """ms that requests took beyond the engine's own time, with OVERHEAD_STREAMS at once."""
-    common = {"max_tokens": OVERHEAD_TOKENS, "ignore_eos": True}
+    rng = random.Random(0)
     asks = []
     for number in range(OVERHEAD_STREAMS * (OVERHEAD_ROUNDS + 1)):
         content = f"{TEXTS[number % len(TEXTS)]} {number}"
-        fields = {"messages": [{"role": "user", "content": content}], **common}
+        fields = {"messages": [{"role": "user", "content": content}], "ignore_eos": True}
+        fields["max_tokens"] = rng.randrange(*OVERHEAD_TOKENS)
         asks.append(Ask("overhead", CHAT, _sent(fields)))
     outcomes = asyncio.run(send_all(served.path, asks, OVERHEAD_STREAMS, lambda done: None))
     time.sleep(1.0)  # the last lines of the log
@@ -651,12 +662,14 @@ def measure(asked: argparse.Namespace, show: Callable[[str, int, int], None]) ->
             show("beyond the engine", 0, 1)
             beyond = overhead(served)
             before = served.settled(served.left())
+            used = served.cpu_seconds()
             began = time.monotonic()
             with health_watched(served.path, health):
                 outcomes, memories = run_load(
                     served, asks, asked.streams, lambda done: show("load", done, len(asks))
                 )
                 seconds = time.monotonic() - began
+            used = served.cpu_seconds() - used
             after = served.settled(before)
         finally:
             status = served.stop()
@@ -668,6 +681,8 @@ def measure(asked: argparse.Namespace, show: Callable[[str, int, int], None]) ->
         "streams": asked.streams,
         "seconds": round(seconds, 1),
         "tokens": sum(len(one.tokens) for one in outcomes),
+        "server_cpu_ms_per_request": round(1e3 * used / len(outcomes), 2),
+        "load_average": os.getloadavg()[0],
         "kinds": dict(Counter(one.ask.kind for one in outcomes)),
         "faults": faults,
         "left_behind": left_behind(before, after),
@@ -709,6 +724,9 @@ def main() -> None:
         kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(found["kinds"].items()))
         print(f"{found['requests']} requests, {found['streams']} at once, {found['seconds']} s")
         print(f"  {found['tokens']} tokens; {kinds}")
+        cost = found["server_cpu_ms_per_request"]
+        busy = found["load_average"]
+        print(f"  {cost} ms of CPU in the server per request; load average {busy:.1f}")
         for line in lines:
             mark = "ok" if line.holds else "NO"
             print(f"{mark}  {line.name:30} {line.told:30} {line.bound}")
