@@ -21,7 +21,7 @@ from tests.served import run, wait_until_empty
 
 REQUESTS = 16
 ROWS = 4
-STEP_SECONDS = 10.0
+STEP_SECONDS = 5.0
 READY_SECONDS = 5.0
 """Within so many seconds of its readiness, an engine has answered what waited for it."""
 SHORT = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True)
