@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from training.attention import Block, Trunk, heads_out
 from training.feed_forward import MLP, SigmoidMixture
-from training.language import Language, NextToken
+from training.language import Language, NextToken, draft_in
 from training.parts import Fused, Norm, Places, attend, linear, matrix, rms, rotate_pairs
 
 CONFIG: dict[str, Any] = {
@@ -106,11 +106,6 @@ class LatentAttention(nn.Module):
 def mixture(c: dict[str, Any]) -> SigmoidMixture:
     """Experts, and the shared ones as one."""
     return SigmoidMixture(c, c["n_shared_experts"] * c["moe_intermediate_size"], gated=True)
-
-
-def draft_in(e: Tensor, h: Tensor, e_norm: Tensor, h_norm: Tensor, projection: Tensor) -> Tensor:
-    """The MTP layer's input: embedding first."""
-    return linear(torch.cat([rms(e, e_norm), rms(h, h_norm)], -1), projection)
 
 
 class SharedHead(nn.Module):

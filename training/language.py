@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from training.parts import Fused, Places, linear
+from training.parts import Fused, Places, linear, rms
 
 SHRUNK = ("o_proj", "out_proj", "down_proj")
 """Matrices whose output goes to the residual: they begin small."""
@@ -146,6 +146,11 @@ class Language(nn.Module, ABC):
 def one_behind(state: Tensor, places: Places) -> Tensor:
     """state [N, hidden] -> at each place that of the one before in its row, 0 at a row's first."""
     return F.pad(state[:-1], (0, 0, 1, 0)) * (places.flat > 0)[:, None]
+
+
+def draft_in(e: Tensor, h: Tensor, e_norm: Tensor, h_norm: Tensor, projection: Tensor) -> Tensor:
+    """What the first layer of an MTP module reads: the embedding first."""
+    return linear(torch.cat([rms(e, e_norm), rms(h, h_norm)], -1), projection)
 
 
 class NextToken(nn.Module, ABC):

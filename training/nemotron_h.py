@@ -1,4 +1,5 @@
-"""Nemotron-H in plain PyTorch: blocks of Mamba-2, attention without positions, or a mixture.
+"""Nemotron-H in plain PyTorch: blocks of Mamba-2, attention without positions, or a mixture; and an
+MTP module as Nemotron 3 Super has it.
 
 Mamba-2 is the chunked (SSD) form in fp32: Dao and Gu, arXiv 2405.21060, section 6.
 """
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from training.attention import Attention
 from training.feed_forward import SigmoidMixture
-from training.language import Language
+from training.language import Language, NextToken, draft_in
 from training.parts import Fused, Norm, Places, convolve, cut, fading, linear, matrix, rms
 
 CONFIG: dict[str, Any] = {
@@ -22,6 +23,8 @@ CONFIG: dict[str, Any] = {
     "hidden_size": 192,
     "hybrid_override_pattern": "MEMEM*EMEMEM*E",
     "num_hidden_layers": 14,
+    "num_nextn_predict_layers": 1,
+    "mtp_hybrid_override_pattern": "*E",
     "num_attention_heads": 4,
     "num_key_value_heads": 1,
     "head_dim": 64,
@@ -190,12 +193,36 @@ class Backbone(nn.Module):
         self.norm_f = Norm(c["hidden_size"], 1.0)
 
 
+class Draft(NextToken):
+    """The MTP module: blocks, the first with what stands before them, the last with the norm."""
+
+    def __init__(self, c: dict[str, Any]) -> None:
+        super().__init__()
+        h = c["hidden_size"]
+        self.layers = nn.ModuleList(block(c, k) for k in c["mtp_hybrid_override_pattern"])
+        first = self.layers[0]
+        first.enorm = Norm(h, 1.0)
+        first.hnorm = Norm(h, 1.0)
+        first.eh_proj = matrix(2 * h, h)
+        self.layers[-1].final_layernorm = Norm(h, 1.0)
+
+    def forward(self, e: Tensor, h: Tensor, places: Places, fused: Fused) -> tuple[Tensor, Tensor]:
+        first = self.layers[0]
+        x = fused(draft_in, e, h, first.enorm.weight, first.hnorm.weight, first.eh_proj.weight)
+        uneven = []
+        for one in self.layers:
+            x, of_one = one(x, places, fused)
+            uneven.append(of_one)
+        return fused(rms, x, self.layers[-1].final_layernorm.weight), torch.stack(uneven).sum()
+
+
 class NemotronH(Language):
-    """`backbone.*`."""
+    """`backbone.*` and `mtp.*`."""
 
     def __init__(self, c: dict[str, Any] = CONFIG, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(c, dtype, 0, 1.0)
         self.backbone = Backbone(c)
+        self.mtp = Draft(c)
         self.begin()
 
     @property
@@ -205,6 +232,10 @@ class NemotronH(Language):
     @property
     def blocks(self) -> Iterable[nn.Module]:
         return self.backbone.layers
+
+    @property
+    def drafter(self) -> Draft:
+        return self.mtp
 
     def last(self, x: Tensor) -> Tensor:
         """The final norm."""

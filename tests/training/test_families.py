@@ -18,7 +18,10 @@ from training.language import Language
 from training.parts import CHUNK
 
 FAMILIES = ("nemotron_h", "deepseek_v3", "qwen3", "qwen3_draft")
-DRAFTERS = {"deepseek_v3": "mtp", "qwen3": "eagle3"}
+DRAFTERS = {"nemotron_h": "mtp", "deepseek_v3": "mtp", "qwen3": "eagle3"}
+ALIKE = {"mtp": 1, "eagle3": 3}
+"""Drafts of a chain that are the engine's: MTP is trained on other keys and values from the second
+on (training/README.md)."""
 STEPS = 3
 VOCAB = 4096
 MOST_BYTES = 10 << 20
@@ -81,7 +84,7 @@ def test_the_engine_computes_what_is_trained(saved: tuple[str, Path, Language]) 
 
 @torch.no_grad()
 def test_the_engine_drafts_what_is_trained(saved: tuple[str, Path, Language]) -> None:
-    """The chain of one step, teacher-forced with its own drafts."""
+    """The chain behind a prompt, teacher-forced with its own drafts."""
     (name, folder, model) = saved
     if name not in DRAFTERS:
         assert model.drafter is None
@@ -112,8 +115,6 @@ def test_the_engine_drafts_what_is_trained(saved: tuple[str, Path, Language]) ->
         rows = _rows(ids + first + drafted)
         _, read, _ = model.hidden(rows)
         found, _ = model.drafts(rows, read, STEPS)
-        for step, hidden in enumerate(found):
+        for step, hidden in enumerate(found[: ALIKE[DRAFTERS[name]]]):
             wanted = F.linear(hidden[len(ids) - 1 + step], model.draft_head)[known]
             assert float((seen[step] - wanted).norm() / wanted.norm()) < RELATIVE
-            if name == "deepseek_v3":
-                break
