@@ -29,78 +29,12 @@ from lockstep.kernels.attention._warpgroup import NO_SCORE, TILE
 from lockstep.kernels.backends import arch_of
 from lockstep.kernels.kv import KVCache
 from lockstep.kernels.kv._launch import opened
-from lockstep.kernels.kv._fp8_device import NATIVE_E4M3
-from lockstep.kernels.packed._device import halves
+from lockstep.kernels.kv._mma_layouts import LEFT, MMA, RIGHT, column_of
 from lockstep.kernels.packed._form import target_of
 
 MULTIPROCESSORS = 132
 SEGMENT_TILES = gl.constexpr(SEGMENT // TILE)
-MMA = gl.constexpr(gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8]))
-LEFT = gl.constexpr(gl.DotOperandLayout(0, MMA.value, 2))
-RIGHT = gl.constexpr(gl.DotOperandLayout(1, MMA.value, 2))
 COLUMN = gl.constexpr(gl.SliceLayout(0, MMA.value))
-
-PAIRS = gl.constexpr("""
-{
-    .reg .b32 x, y;
-    .reg .b16 a, b, c, d;
-    .reg .b16 e, f, g, h;
-    .reg .b32 s, t, u, v;
-    .reg .f32 i, j, k, l, m, n, o, p;
-    prmt.b32 x, $4, $5, 0x5140;
-    prmt.b32 y, $4, $5, 0x7362;
-    mov.b32 {a, b}, x;
-    mov.b32 {c, d}, y;
-    cvt.rn.f16x2.e4m3x2 s, a;
-    cvt.rn.f16x2.e4m3x2 t, b;
-    cvt.rn.f16x2.e4m3x2 u, c;
-    cvt.rn.f16x2.e4m3x2 v, d;
-    mov.b32 {a, b}, s;
-    mov.b32 {c, d}, t;
-    mov.b32 {e, f}, u;
-    mov.b32 {g, h}, v;
-    cvt.f32.f16 i, a;
-    cvt.f32.f16 j, b;
-    cvt.f32.f16 k, c;
-    cvt.f32.f16 l, d;
-    cvt.f32.f16 m, e;
-    cvt.f32.f16 n, f;
-    cvt.f32.f16 o, g;
-    cvt.f32.f16 p, h;
-    cvt.rn.bf16x2.f32 $0, j, i;
-    cvt.rn.bf16x2.f32 $1, l, k;
-    cvt.rn.bf16x2.f32 $2, n, m;
-    cvt.rn.bf16x2.f32 $3, p, o;
-}
-""")
-
-
-@gluon.constexpr_function
-def bits(dim, first, last, rank):
-    """Bases of a layout: bits first .. last - 1 of dimension dim."""
-    return [[(1 << b) if i == dim else 0 for i in range(rank)] for b in range(first, last)]
-
-
-@gluon.constexpr_function
-def log2(n):
-    return n.bit_length() - 1
-
-
-@gluon.constexpr_function
-def words_left(words):
-    """Words of keys [16, words], four of a group of 16 columns side by side in four lanes."""
-    lanes = bits(1, 0, 2, 2) + bits(0, 0, 3, 2)
-    registers = bits(0, 3, 4, 2) + bits(1, 2, log2(words), 2)
-    return gl.DistributedLinearLayout(registers, lanes, [], [], [16, words])
-
-
-@gluon.constexpr_function
-def words_top(words):
-    """Words of values [words, 16]: pairs of tokens in a thread."""
-    lanes = bits(1, 1, 3, 2) + bits(0, 0, 3, 2)
-    registers = bits(1, 0, 1, 2) + bits(0, 3, 4, 2) + bits(1, 3, 4, 2) + bits(0, 4, log2(words), 2)
-    return gl.DistributedLinearLayout(registers, lanes, [], [], [words, 16])
-
 
 @gluon.constexpr_function
 def copied(words):
@@ -108,44 +42,42 @@ def copied(words):
     return gl.BlockedLayout([1, 4], [32 // across, across], [1, 1], [1, 0])
 
 
+@gluon.constexpr_function
+def across_banks(words, together):
+    """A tile [64, words]: 8 tokens, `together` words of each, meet in no bank, or in few."""
+    phases = min(words // together, 32 // together)
+    per_phase = max(1, 32 // words) if together == 4 else 2
+    return gl.SwizzledSharedLayout(together, per_phase, max(phases, 1), [1, 0])
+
+
 @gluon.jit
-def _copy(slot, codes, page, at, keys, P: gl.constexpr, T: gl.constexpr, WORDS: gl.constexpr):
+def _copy(
+    codes_in, numbers_in, codes, numbers, page, at, keys, kv, PAGE: gl.constexpr,
+    TOKEN: gl.constexpr, HKV: gl.constexpr, COUNT: gl.constexpr,
+):  # fmt: skip
+    """Starts to copy a tile: its codes, and the words of its numbers. 0 from `keys` on."""
+    PLANES: gl.constexpr = codes_in.shape[0]
+    WORDS: gl.constexpr = codes_in.shape[2]
+    BESIDE: gl.constexpr = numbers_in.shape[0]
     layout: gl.constexpr = copied(WORDS)
     token = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
     word = gl.arange(0, WORDS, gl.SliceLayout(0, layout))[None, :]
-    codes += page.to(gl.int64) * P
-    async_copy.async_copy_global_to_shared(
-        slot, codes + (token * T + word), mask=at + token + word * 0 < keys
-    )
+    codes += page.to(gl.int64) * PAGE
+    for plane in gl.static_range(PLANES):
+        async_copy.async_copy_global_to_shared(
+            codes_in.index(plane), codes + plane * WORDS + (token * TOKEN + word),
+            mask=at + token + word * 0 < keys,
+        )  # fmt: skip
+    if COUNT > 0:
+        flat: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+        token = gl.arange(0, 64, flat)
+        numbers += page.to(gl.int64) * (32 * HKV * COUNT)
+        first = (token * HKV + kv) * COUNT // 2
+        for word in gl.static_range(BESIDE):
+            async_copy.async_copy_global_to_shared(
+                numbers_in.index(word), numbers + first + word, mask=at + token < keys
+            )
     async_copy.commit_group()
-
-
-@gluon.jit
-def _keys(slot, i: gl.constexpr, D: gl.constexpr):
-    """16 keys [16, D] of a tile, from the i-th 16 on."""
-    WORDS: gl.constexpr = D // 4
-    word = slot.slice(16 * i, 16).load(words_left(WORDS))
-    p0, p1 = gl.inline_asm_elementwise(
-        NATIVE_E4M3, "=&r,=&r,r", [word], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-    )
-    l0, h0 = halves(p0, gl.bfloat16)
-    l1, h1 = halves(p1, gl.bfloat16)
-    four = gl.join(gl.join(l0, h0), gl.join(l1, h1))
-    four = gl.reshape(four, (16, D // 16, 4, 2, 2))
-    return gl.convert_layout(gl.reshape(gl.permute(four, (0, 1, 4, 2, 3)), (16, D)), LEFT)
-
-
-@gluon.jit
-def _values(slot, i: gl.constexpr, D: gl.constexpr):
-    """The columns [D, 16] of 16 values: number c of word w at c D / 4 + w."""
-    WORDS: gl.constexpr = D // 4
-    word = slot.slice(16 * i, 16).permute((1, 0)).load(words_top(WORDS))
-    a, b, c, d = gl.inline_asm_elementwise(
-        PAIRS, "=&r,=&r,=&r,=&r,r,r", [word],
-        dtype=(gl.bfloat16, gl.bfloat16, gl.bfloat16, gl.bfloat16), is_pure=True, pack=2,
-    )  # fmt: skip
-    four = gl.join(gl.join(a, c), gl.join(b, d))
-    return gl.convert_layout(gl.reshape(gl.permute(four, (2, 3, 0, 1)), (D, 16)), LEFT)
 
 
 @gluon.jit
@@ -154,7 +86,7 @@ def _queries(q, count, kv, ROWS: gl.constexpr, H: gl.constexpr, GROUP: gl.conste
     """[D, ROWS]: columns of 16 in the order in which keys are."""
     m = gl.arange(0, ROWS, gl.SliceLayout(0, RIGHT))
     s = gl.arange(0, D, gl.SliceLayout(1, RIGHT))
-    d = s // 16 * 16 + s % 8 // 2 * 4 + s % 16 // 8 * 2 + s % 2
+    d = column_of(s)
     place = (m // GROUP * H + kv * GROUP + m % GROUP) * D
     mask = (m < count * GROUP)[None, :] & (d >= 0)[:, None]
     return gl.load(q + place[None, :] + d[:, None], mask=mask, other=0.0)
@@ -163,7 +95,7 @@ def _queries(q, count, kv, ROWS: gl.constexpr, H: gl.constexpr, GROUP: gl.conste
 @gluon.jit
 def _leave(
     top, norm, total, tops, norms, parts, at, count, start, kv, entries, H: gl.constexpr,
-    GROUP: gl.constexpr,
+    GROUP: gl.constexpr, PLACE: gl.constexpr,
 ):  # fmt: skip
     """The entry of the segment that the tile at `at` ends."""
     ROWS: gl.constexpr = total.shape[1]
@@ -174,23 +106,38 @@ def _leave(
     to = (m // GROUP * entries + segment) * H + kv * GROUP + m % GROUP
     to = to.to(gl.int64)
     i = gl.arange(0, D, gl.SliceLayout(1, MMA))
-    d = i % (D // 4) * 4 + i // (D // 4)
+    d = PLACE(i, D)
     gl.store(tops + to, top, mask=used)
     gl.store(norms + to, gl.max(norm, 0), mask=used)
     gl.store(parts + (to * D)[None, :] + d[:, None], total, mask=used[None, :])
 
 
+@gluon.jit
+def _weigh(scores, scale, start, at, GROUP: gl.constexpr):
+    """scores [16, ROWS] scaled, those of keys from `at` on that a row does not see left out."""
+    scores = scores * scale
+    if at + 15 > start:
+        key = at + gl.arange(0, 16, gl.SliceLayout(1, MMA))
+        m = gl.arange(0, scores.shape[1], COLUMN)
+        scores = gl.where(key[:, None] <= (start + m // GROUP)[None, :], scores, float("-inf"))
+    return scores
+
+
 @gluon.jit(do_not_specialize=["entries", "table_stride", "Q"])
 def _warp_kernel(
-    q, k_codes, v_codes, page_table, cu_seqlens, starts, tops, norms, parts, scale, entries,
-    table_stride, Q,
+    q, k_codes, v_codes, k_numbers, v_numbers, page_table, cu_seqlens, starts, tops, norms, parts,
+    scale, entries, table_stride, Q,
     K_PAGE: gl.constexpr, K_TOKEN: gl.constexpr, K_HEAD: gl.constexpr,
     V_PAGE: gl.constexpr, V_TOKEN: gl.constexpr, V_HEAD: gl.constexpr,
-    H: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr,
+    H: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, K_COUNT: gl.constexpr,
+    V_COUNT: gl.constexpr, K_PLANES: gl.constexpr, V_PLANES: gl.constexpr, K_SHARE: gl.constexpr,
+    V_SHARE: gl.constexpr, KEYS: gl.constexpr, VALUES: gl.constexpr, PLACE: gl.constexpr,
+    ROWS: gl.constexpr,
 ):  # fmt: skip
-    """A KV head of a row, and the segments of one of num_programs(1) equal parts of its context."""
+    """A KV head of a row, and the segments of one of num_programs(1) equal parts of its context.
+
+    Strides are in words of four bytes."""
     GROUP: gl.constexpr = H // HKV
-    WORDS: gl.constexpr = D // 4
     dtype: gl.constexpr = q.dtype.element_ty
     s = (gl.program_id(0) // HKV).to(gl.int64)
     kv = gl.program_id(0) % HKV
@@ -204,25 +151,34 @@ def _warp_kernel(
     first = gl.program_id(1) * share
     if (count > 0) & (first < tiles):
         tiles = gl.minimum(tiles - first, share)
-        k_flat: gl.constexpr = gl.SwizzledSharedLayout(4, 1, 8, [1, 0])
-        v_flat: gl.constexpr = gl.SwizzledSharedLayout(8, 2, 4, [1, 0])
-        k_slot = gl.allocate_shared_memory(gl.int32, [64, WORDS], k_flat)
-        v_slot = gl.allocate_shared_memory(gl.int32, [64, WORDS], v_flat)
+        k_flat: gl.constexpr = across_banks(D // K_SHARE, 4)
+        v_flat: gl.constexpr = across_banks(D // V_SHARE, 8)
+        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        k_tile = gl.allocate_shared_memory(gl.int32, [K_PLANES, 64, D // K_SHARE], k_flat)
+        v_tile = gl.allocate_shared_memory(gl.int32, [V_PLANES, 64, D // V_SHARE], v_flat)
+        k_beside = gl.allocate_shared_memory(gl.int32, [max(K_COUNT // 2, 1), 64], flat)
+        v_beside = gl.allocate_shared_memory(gl.int32, [max(V_COUNT // 2, 1), 64], flat)
         skipped = s * Q * entries * H
         pages = page_table + s * table_stride + first
-        keys_at = k_codes.to(gl.pointer_type(gl.int32), bitcast=True) + kv * (K_HEAD // 4)
-        values_at = v_codes.to(gl.pointer_type(gl.int32), bitcast=True) + kv * (V_HEAD // 4)
+        words: gl.constexpr = gl.pointer_type(gl.int32)
+        k_from = k_codes.to(words, bitcast=True) + kv * K_HEAD
+        v_from = v_codes.to(words, bitcast=True) + kv * V_HEAD
+        k_and = k_from
+        v_and = v_from
+        if K_COUNT > 0:
+            k_and = k_numbers.to(words, bitcast=True)
+        if V_COUNT > 0:
+            v_and = v_numbers.to(words, bitcast=True)
         at = first * 64
         page = gl.load(pages)
-        _copy(k_slot, keys_at, page, at, keys, K_PAGE // 4, K_TOKEN // 4, WORDS)
-        _copy(v_slot, values_at, page, at, keys, V_PAGE // 4, V_TOKEN // 4, WORDS)
+        _copy(k_tile, k_beside, k_from, k_and, page, at, keys, kv, K_PAGE, K_TOKEN, HKV, K_COUNT)
+        _copy(v_tile, v_beside, v_from, v_and, page, at, keys, kv, V_PAGE, V_TOKEN, HKV, V_COUNT)
         page = gl.load(pages + 1, mask=at + 64 < keys, other=0)
         queries = _queries(q + begin * (H * D), count, kv, ROWS, H, GROUP, D)
         ones = gl.full((16, 16), 1.0, dtype, LEFT)
         top = gl.full((ROWS,), NO_SCORE, gl.float32, COLUMN)
         norm = gl.zeros((16, ROWS), gl.float32, MMA)
         total = gl.zeros((D, ROWS), gl.float32, MMA)
-        m = gl.arange(0, ROWS, COLUMN)
         for t in range(tiles):
             at = (first + t) * 64
             async_copy.wait_group(1)
@@ -230,14 +186,14 @@ def _warp_kernel(
             new_top = top
             for i in gl.static_range(4):
                 found = gl.zeros((16, ROWS), gl.float32, MMA)
-                found = mma_v2(_keys(k_slot, i, D), queries, found) * scale
-                if at + 63 > start:
-                    key = at + 16 * i + gl.arange(0, 16, gl.SliceLayout(1, MMA))
-                    seen = key[:, None] <= (start + m // GROUP)[None, :]
-                    found = gl.where(seen, found, float("-inf"))
+                found = mma_v2(KEYS(k_tile, k_beside, i, kv, HKV, D), queries, found)
+                found = _weigh(found, scale, start, at + 16 * i, GROUP)
                 new_top = gl.maximum(new_top, gl.max(found, 0))
                 scores = scores + (found,)
-            _copy(k_slot, keys_at, page, at + 64, keys, K_PAGE // 4, K_TOKEN // 4, WORDS)
+            _copy(
+                k_tile, k_beside, k_from, k_and, page, at + 64, keys, kv, K_PAGE, K_TOKEN, HKV,
+                K_COUNT,
+            )  # fmt: skip
             fade = gl.exp2(top - new_top)[None, :]
             top = new_top
             norm = norm * fade
@@ -247,13 +203,16 @@ def _warp_kernel(
                 weights = gl.exp2(scores[i] - new_top[None, :]).to(dtype)
                 weights = gl.convert_layout(weights, RIGHT)
                 norm = mma_v2(ones, weights, norm)
-                total = mma_v2(_values(v_slot, i, D), weights, total)
-            _copy(v_slot, values_at, page, at + 64, keys, V_PAGE // 4, V_TOKEN // 4, WORDS)
+                total = mma_v2(VALUES(v_tile, v_beside, i, kv, HKV, D), weights, total)
+            _copy(
+                v_tile, v_beside, v_from, v_and, page, at + 64, keys, kv, V_PAGE, V_TOKEN, HKV,
+                V_COUNT,
+            )  # fmt: skip
             page = gl.load(pages + t + 2, mask=at + 128 < keys, other=0)
             if ((first + t + 1) % SEGMENT_TILES == 0) | (t + 1 == tiles):
                 _leave(
-                    top, norm, total, tops + skipped, norms + skipped, parts + skipped * D, at, count,
-                    start, kv, entries, H, GROUP,
+                    top, norm, total, tops + skipped, norms + skipped, parts + skipped * D, at,
+                    count, start, kv, entries, H, GROUP, PLACE,
                 )  # fmt: skip
                 top = gl.full((ROWS,), NO_SCORE, gl.float32, COLUMN)
                 norm = gl.zeros((16, ROWS), gl.float32, MMA)
@@ -297,10 +256,18 @@ def paged_attention_hopper_few(
     v = opened(v_cache, q.dtype, target)
     f32 = dict(dtype=torch.float32, device=q.device)
     kept = [torch.empty(left * size, **f32) for size in (1, 1, dim)]
+    left_of = k_cache.codec.fragments()
+    right_of = v_cache.codec.fragments()
+    strides = [
+        stride * side.codes.dtype.itemsize // 4
+        for side in (k, v)
+        for stride in side.codes.stride()[:3]
+    ]
     _warp_kernel[(rows * kv_heads, how.parts)](
-        q, k.codes, v.codes, page_table, cu_seqlens,
-        starts, *kept, scale * LOG2E, segments, page_table.stride(0), query_len,
-        *k.codes.stride()[:3], *v.codes.stride()[:3], heads, kv_heads, dim, how.rows,
+        q, k.codes, v.codes, k.numbers, v.numbers, page_table, cu_seqlens, starts, *kept,
+        scale * LOG2E, segments, page_table.stride(0), query_len, *strides, heads, kv_heads, dim,
+        k.beside, v.beside, left_of.planes, right_of.planes, left_of.share, right_of.share,
+        left_of.keys, right_of.values, right_of.place, how.rows,
         num_warps=1, maxnreg=how.registers, enable_fp_fusion=False,
     )  # fmt: skip
     out = torch.empty_like(q)

@@ -49,6 +49,11 @@ class Fp8(Codec):
     def device_at(self) -> str | None:
         return f"lockstep.kernels.kv._fp8_device:{self.kind.upper()}"
 
+    @property
+    def fragments_at(self) -> str | None:
+        plain = self.kind == "e4m3" and self.constant is None
+        return "lockstep.kernels.kv._fp8_fragments:E4M3" if plain else None
+
 
 E4M3 = KVFormat("fp8_e4m3", Fp8("e4m3"), Fp8("e4m3"), scaled=True)
 E5M2 = KVFormat("fp8_e5m2", Fp8("e5m2"), Fp8("e5m2"), scaled=True)
