@@ -36,6 +36,7 @@ MULTIPROCESSORS = 132
 SEGMENT_TILES = gl.constexpr(SEGMENT // TILE)
 COLUMN = gl.constexpr(gl.SliceLayout(0, MMA.value))
 
+
 @gluon.constexpr_function
 def copied(words):
     across = min(32, words // 4)
