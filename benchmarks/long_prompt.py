@@ -1,10 +1,11 @@
 """One prompt as long as memory allows: the allocator's peak and the time of prompt and answer.
 
-    python benchmarks/long_prompt.py FOLDER --memory-gib 22 --prompt 120000 --max-model-len 125000 \\
-        --k 3 --kv-cache-dtype turboquant_3bit_nc
+    python benchmarks/long_prompt.py FOLDER --memory-gib 22 --prompt 120000 \\
+        --max-model-len 125000 --k 3 --kv-cache-dtype turboquant_3bit_nc
 
 FOLDER holds a config.json; weights are random. torch may take no more than --memory-gib of the GPU,
-and the engine plans with as much: what does not fit fails. One JSON line.
+and the engine plans with as much: what does not fit fails. A JSON line once the engine stands, and
+one behind the answer.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import time
 import torch
 
 from lockstep import LLM, SamplingParams
+from lockstep.outputs import RequestOutput
 
 GIB = 1 << 30
 
@@ -45,14 +47,22 @@ def main() -> None:
         speculative_config=spec if given.k else None,
     )
     line = {"build_s": _since(began), "built_gib": _gib(torch.cuda.max_memory_allocated())}
+    print(json.dumps(line), flush=True)
     torch.cuda.reset_peak_memory_stats()
-    for name, tokens in (("prompt_s", 1), ("all_s", given.output_len)):
-        prompt = {"prompt_token_ids": [tokens, *(7 * i % 1000 for i in range(1, given.prompt))]}
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        began = time.perf_counter()
-        found = llm.generate([prompt], params)[0].outputs[0].token_ids
-        line[name] = _since(began)
-        assert len(found) == tokens
+    tokens = [7 * i % 1000 for i in range(given.prompt)]
+    params = SamplingParams(
+        temperature=0, max_tokens=given.output_len, ignore_eos=True, detokenize=False
+    )
+    times: list[float] = []
+    began = time.perf_counter()
+
+    def see(output: RequestOutput) -> None:
+        if output.outputs[0].token_ids:
+            times.append(_since(began))
+
+    found = llm.generate([{"prompt_token_ids": tokens}], params, on_progress=see)
+    assert len(found[0].outputs[0].token_ids) == given.output_len
+    line |= {"first_token_s": times[0], "all_s": times[-1]}
     free, total = torch.cuda.mem_get_info()
     line |= {
         "peak_gib": _gib(torch.cuda.max_memory_allocated()),

@@ -30,8 +30,8 @@ TOKEN_BYTES = {
     "turboquant_k3v4_nc": 118,
     "turboquant_3bit_nc": 102,
 }
-"""Of a token's key and value in one head of DIM numbers, as docs/cache.md says; the tiny model's own
-dtype is fp32."""
+"""Of a token's key and value in one head of DIM numbers, as docs/cache.md says; the tiny model's
+own dtype is fp32."""
 PROMPT = [7 * i % 250 for i in range(200)]
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
 

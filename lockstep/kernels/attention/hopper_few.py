@@ -7,7 +7,7 @@ through shared memory, and no warp waits for another. Every segment is left as a
 second kernel of paged.py. See docs/kernels/attention.md.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,29 +16,33 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from lockstep.kernels import architecture
-from lockstep.kernels.attention import SEGMENT, paged_attention
-from lockstep.kernels.attention.paged import (
-    ENTRY_BYTES,
-    LOG2E,
-    fold_entries,
-    paged_attention_triton,
-    supports,
-)
+from lockstep.kernels.attention import SEGMENT
 from lockstep.kernels.attention._warpgroup import NO_SCORE, TILE
-from lockstep.kernels.backends import arch_of
-from lockstep.kernels.kv import KVCache
+from lockstep.kernels.attention.paged import LOG2E, fold_entries
+from lockstep.kernels.kv import PackedKV
 from lockstep.kernels.kv._launch import opened
 from lockstep.kernels.kv._mma_layouts import LEFT, MMA, RIGHT, column_of
-from lockstep.kernels.packed._form import target_of
 
 MULTIPROCESSORS = 132
+"""Of an H200."""
+WARPS = 8
+"""Of a multiprocessor: as many as its registers hold at 255 a thread. 8B, 8 x 1, 16,384, fp8: 87.3
+us, 88.1 with 10, 90.3 with 12, 125 with 16 (H200)."""
+WORD = 4
+"""Bytes."""
+DIM = 128
+"""Of heads. At 256 the output of 8 rows takes as many registers as that of 16 here, and a tile
+twice the shared memory: 249 us against 213 of hopper_packed.py (27B, 8 x 1, 32,768, fp8)."""
+MOST_ROWS = 16
+"""(token, head of a group) rows: 119 us against 129 of hopper_packed.py (8B, 8 x 4, 16,384)."""
 SEGMENT_TILES = gl.constexpr(SEGMENT // TILE)
 COLUMN = gl.constexpr(gl.SliceLayout(0, MMA.value))
+"""Of one number for each row of queries."""
 
 
 @gluon.constexpr_function
 def copied(words):
+    """How a warp copies a tile [64, words]: 16 bytes a lane."""
     across = min(32, words // 4)
     return gl.BlockedLayout([1, 4], [32 // across, across], [1, 1], [1, 0])
 
@@ -53,10 +57,14 @@ def across_banks(words, together):
 
 @gluon.jit
 def _copy(
-    codes_in, numbers_in, codes, numbers, page, at, keys, kv, PAGE: gl.constexpr,
-    TOKEN: gl.constexpr, HKV: gl.constexpr, COUNT: gl.constexpr,
+    side, page, at, keys, kv, PAGE: gl.constexpr, TOKEN: gl.constexpr, HKV: gl.constexpr,
+    COUNT: gl.constexpr,
 ):  # fmt: skip
     """Starts to copy a tile: its codes, and the words of its numbers. 0 from `keys` on."""
+    codes_in = side[0]
+    numbers_in = side[1]
+    codes = side[2]
+    numbers = side[3]
     PLANES: gl.constexpr = codes_in.shape[0]
     WORDS: gl.constexpr = codes_in.shape[2]
     BESIDE: gl.constexpr = numbers_in.shape[0]
@@ -124,6 +132,52 @@ def _weigh(scores, scale, start, at, GROUP: gl.constexpr):
     return scores
 
 
+@gluon.jit
+def _scores(side, queries, top, scale, start, at, kv, GROUP: gl.constexpr, HKV: gl.constexpr,
+            KEYS: gl.constexpr):  # fmt: skip
+    """A tile of keys: the larger maximum, and four times the scores of 16 keys [16, ROWS]."""
+    D: gl.constexpr = queries.shape[0]
+    ROWS: gl.constexpr = queries.shape[1]
+    scores = ()
+    for i in gl.static_range(4):
+        found = gl.zeros((16, ROWS), gl.float32, MMA)
+        found = mma_v2(KEYS(side[0], side[1], i, kv, HKV, D), queries, found)
+        found = _weigh(found, scale, start, at + 16 * i, GROUP)
+        top = gl.maximum(top, gl.max(found, 0))
+        scores = scores + (found,)
+    return top, scores
+
+
+@gluon.jit
+def _sums(side, scores, top, norm, total, kv, dtype: gl.constexpr, HKV: gl.constexpr,
+          VALUES: gl.constexpr):  # fmt: skip
+    """The tile's weights and values, added to the sums of weights and the output."""
+    D: gl.constexpr = total.shape[0]
+    ones = gl.full((16, 16), 1.0, dtype, LEFT)
+    for i in gl.static_range(4):
+        weights = gl.exp2(scores[i] - top[None, :]).to(dtype)
+        weights = gl.convert_layout(weights, RIGHT)
+        norm = mma_v2(ones, weights, norm)
+        total = mma_v2(VALUES(side[0], side[1], i, kv, HKV, D), weights, total)
+    return norm, total
+
+
+@gluon.jit
+def _side(codes, numbers, kv, HEAD: gl.constexpr, COUNT: gl.constexpr, PLANES: gl.constexpr,
+          WORDS: gl.constexpr, TOGETHER: gl.constexpr):  # fmt: skip
+    """Keys, or values: where a tile of codes and of numbers goes, and where they come from."""
+    flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    word: gl.constexpr = gl.pointer_type(gl.int32)
+    swizzled: gl.constexpr = across_banks(WORDS, TOGETHER)
+    tile = gl.allocate_shared_memory(gl.int32, [PLANES, 64, WORDS], swizzled)
+    beside = gl.allocate_shared_memory(gl.int32, [max(COUNT // 2, 1), 64], flat)
+    first = codes.to(word, bitcast=True) + kv * HEAD
+    if COUNT > 0:
+        return tile, beside, first, numbers.to(word, bitcast=True)
+    else:
+        return tile, beside, first, first
+
+
 @gluon.jit(do_not_specialize=["entries", "table_stride", "Q"])
 def _warp_kernel(
     q, k_codes, v_codes, k_numbers, v_numbers, page_table, cu_seqlens, starts, tops, norms, parts,
@@ -137,9 +191,9 @@ def _warp_kernel(
 ):  # fmt: skip
     """A KV head of a row, and the segments of one of num_programs(1) equal parts of its context.
 
-    Strides are in words of four bytes."""
+    Strides of pages, tokens and heads are in words of four bytes.
+    """
     GROUP: gl.constexpr = H // HKV
-    dtype: gl.constexpr = q.dtype.element_ty
     s = (gl.program_id(0) // HKV).to(gl.int64)
     kv = gl.program_id(0) % HKV
     begin = gl.load(cu_seqlens + s).to(gl.int64)
@@ -152,63 +206,30 @@ def _warp_kernel(
     first = gl.program_id(1) * share
     if (count > 0) & (first < tiles):
         tiles = gl.minimum(tiles - first, share)
-        k_flat: gl.constexpr = across_banks(D // K_SHARE, 4)
-        v_flat: gl.constexpr = across_banks(D // V_SHARE, 8)
-        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        k_tile = gl.allocate_shared_memory(gl.int32, [K_PLANES, 64, D // K_SHARE], k_flat)
-        v_tile = gl.allocate_shared_memory(gl.int32, [V_PLANES, 64, D // V_SHARE], v_flat)
-        k_beside = gl.allocate_shared_memory(gl.int32, [max(K_COUNT // 2, 1), 64], flat)
-        v_beside = gl.allocate_shared_memory(gl.int32, [max(V_COUNT // 2, 1), 64], flat)
+        k = _side(k_codes, k_numbers, kv, K_HEAD, K_COUNT, K_PLANES, D // K_SHARE, 4)
+        v = _side(v_codes, v_numbers, kv, V_HEAD, V_COUNT, V_PLANES, D // V_SHARE, 8)
         skipped = s * Q * entries * H
         pages = page_table + s * table_stride + first
-        words: gl.constexpr = gl.pointer_type(gl.int32)
-        k_from = k_codes.to(words, bitcast=True) + kv * K_HEAD
-        v_from = v_codes.to(words, bitcast=True) + kv * V_HEAD
-        k_and = k_from
-        v_and = v_from
-        if K_COUNT > 0:
-            k_and = k_numbers.to(words, bitcast=True)
-        if V_COUNT > 0:
-            v_and = v_numbers.to(words, bitcast=True)
         at = first * 64
         page = gl.load(pages)
-        _copy(k_tile, k_beside, k_from, k_and, page, at, keys, kv, K_PAGE, K_TOKEN, HKV, K_COUNT)
-        _copy(v_tile, v_beside, v_from, v_and, page, at, keys, kv, V_PAGE, V_TOKEN, HKV, V_COUNT)
+        _copy(k, page, at, keys, kv, K_PAGE, K_TOKEN, HKV, K_COUNT)
+        _copy(v, page, at, keys, kv, V_PAGE, V_TOKEN, HKV, V_COUNT)
         page = gl.load(pages + 1, mask=at + 64 < keys, other=0)
         queries = _queries(q + begin * (H * D), count, kv, ROWS, H, GROUP, D)
-        ones = gl.full((16, 16), 1.0, dtype, LEFT)
         top = gl.full((ROWS,), NO_SCORE, gl.float32, COLUMN)
         norm = gl.zeros((16, ROWS), gl.float32, MMA)
         total = gl.zeros((D, ROWS), gl.float32, MMA)
         for t in range(tiles):
-            at = (first + t) * 64
             async_copy.wait_group(1)
-            scores = ()
-            new_top = top
-            for i in gl.static_range(4):
-                found = gl.zeros((16, ROWS), gl.float32, MMA)
-                found = mma_v2(KEYS(k_tile, k_beside, i, kv, HKV, D), queries, found)
-                found = _weigh(found, scale, start, at + 16 * i, GROUP)
-                new_top = gl.maximum(new_top, gl.max(found, 0))
-                scores = scores + (found,)
-            _copy(
-                k_tile, k_beside, k_from, k_and, page, at + 64, keys, kv, K_PAGE, K_TOKEN, HKV,
-                K_COUNT,
-            )  # fmt: skip
+            new_top, scores = _scores(k, queries, top, scale, start, at, kv, GROUP, HKV, KEYS)
+            _copy(k, page, at + 64, keys, kv, K_PAGE, K_TOKEN, HKV, K_COUNT)
             fade = gl.exp2(top - new_top)[None, :]
             top = new_top
-            norm = norm * fade
-            total = total * fade
             async_copy.wait_group(1)
-            for i in gl.static_range(4):
-                weights = gl.exp2(scores[i] - new_top[None, :]).to(dtype)
-                weights = gl.convert_layout(weights, RIGHT)
-                norm = mma_v2(ones, weights, norm)
-                total = mma_v2(VALUES(v_tile, v_beside, i, kv, HKV, D), weights, total)
-            _copy(
-                v_tile, v_beside, v_from, v_and, page, at + 64, keys, kv, V_PAGE, V_TOKEN, HKV,
-                V_COUNT,
-            )  # fmt: skip
+            norm, total = _sums(
+                v, scores, top, norm * fade, total * fade, kv, q.dtype.element_ty, HKV, VALUES
+            )
+            _copy(v, page, at + 64, keys, kv, V_PAGE, V_TOKEN, HKV, V_COUNT)
             page = gl.load(pages + t + 2, mask=at + 128 < keys, other=0)
             if ((first + t + 1) % SEGMENT_TILES == 0) | (t + 1 == tiles):
                 _leave(
@@ -218,57 +239,74 @@ def _warp_kernel(
                 top = gl.full((ROWS,), NO_SCORE, gl.float32, COLUMN)
                 norm = gl.zeros((16, ROWS), gl.float32, MMA)
                 total = gl.zeros((D, ROWS), gl.float32, MMA)
+            at += 64
         async_copy.wait_group(0)
 
 
-class Shape(NamedTuple):
+class Division(NamedTuple):
+    """How a step is divided, and what a warp takes. Nothing here changes a bit.
+
+    rows: of a program. parts: programs that share a row. registers: of a thread, at most.
+    """
+
     rows: int
     parts: int
     registers: int
 
 
-def shape_of(rows: int, count: int, kv_heads: int, dim: int, segments: int) -> Shape:
+def division_of(rows: int, count: int, kv_heads: int, segments: int) -> Division:
+    """The division for static sizes, by the times in docs/kernels/attention.md. count: (token, head
+    of a group) rows of a KV head. As many programs as are resident at once: registers bind."""
     block = max(8, triton.next_power_of_2(count))
-    parts = max(1, min(segments, 12 * MULTIPROCESSORS // (rows * kv_heads)))
-    return Shape(block, parts, 168)
+    parts = max(1, min(segments, WARPS * MULTIPROCESSORS // (rows * kv_heads)))
+    return Division(block, parts, 255)
 
 
-def paged_attention_hopper_few(
+def serves(q: Tensor, k_cache: PackedKV, v_cache: PackedKV, count: int) -> bool:
+    """Whether this kernel takes such a step: count, as above, rows of bf16, and codecs of both."""
+    codecs = (k_cache.codec, v_cache.codec)
+    known = all(codec.fragments_at is not None for codec in codecs)
+    return known and q.dtype == torch.bfloat16 and q.shape[-1] == DIM and count <= MOST_ROWS
+
+
+def paged_attention_few(
     q: Tensor,
-    k_cache: KVCache,
-    v_cache: KVCache,
+    k_cache: PackedKV,
+    v_cache: PackedKV,
     page_table: Tensor,
     cu_seqlens: Tensor,
     starts: Tensor,
     query_len: int,
     scale: float,
     gates: Tensor | None = None,
-    shape: Shape | None = None,
+    division: Division | None = None,
 ) -> Tensor:
+    """See lockstep.kernels.attention.paged_attention, for steps that `serves` takes; entries of all
+    segments fit into ENTRY_BYTES. division: as division_of() says where it is left out."""
     rows = starts.shape[0]
     _, heads, dim = q.shape
     _, page, kv_heads, _ = k_cache.shape
     segments = triton.cdiv(page_table.shape[1] * page, SEGMENT)
-    count = query_len * (heads // kv_heads)
     left = rows * query_len * heads * segments
-    how = shape or shape_of(rows, count, kv_heads, dim, segments)
-    target = target_of(q.device)
-    k = opened(k_cache, q.dtype, target)
-    v = opened(v_cache, q.dtype, target)
-    f32 = dict(dtype=torch.float32, device=q.device)
-    kept = [torch.empty(left * size, **f32) for size in (1, 1, dim)]
-    left_of = k_cache.codec.fragments()
-    right_of = v_cache.codec.fragments()
+    count = query_len * (heads // kv_heads)
+    how = division or division_of(rows, count, kv_heads, segments)
+    k = opened(k_cache, q.dtype)
+    v = opened(v_cache, q.dtype)
+    of_keys = k_cache.codec.fragments()
+    of_values = v_cache.codec.fragments()
+    sizes = [side.codes.dtype.itemsize for side in (k, v)]
     strides = [
-        stride * side.codes.dtype.itemsize // 4
-        for side in (k, v)
+        stride * size // WORD
+        for side, size in zip((k, v), sizes, strict=True)
         for stride in side.codes.stride()[:3]
     ]
+    f32 = dict(dtype=torch.float32, device=q.device)
+    kept = [torch.empty(left * size, **f32) for size in (1, 1, dim)]
     _warp_kernel[(rows * kv_heads, how.parts)](
         q, k.codes, v.codes, k.numbers, v.numbers, page_table, cu_seqlens, starts, *kept,
         scale * LOG2E, segments, page_table.stride(0), query_len, *strides, heads, kv_heads, dim,
-        k.beside, v.beside, left_of.planes, right_of.planes, left_of.share, right_of.share,
-        left_of.keys, right_of.values, right_of.place, how.rows,
+        k.beside, v.beside, of_keys.planes, of_values.planes, of_keys.share, of_values.share,
+        of_keys.keys, of_values.values, of_values.place, how.rows,
         num_warps=1, maxnreg=how.registers, enable_fp_fusion=False,
     )  # fmt: skip
     out = torch.empty_like(q)
