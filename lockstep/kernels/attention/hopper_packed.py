@@ -29,6 +29,7 @@ from lockstep.kernels.attention._warpgroup import (
     TILE,
 )
 from lockstep.kernels.attention.hopper_few import paged_attention_few, serves
+from lockstep.kernels.attention.hopper_scratch import paged_attention_scratch, scratch_fits
 from lockstep.kernels.attention.paged import (
     ENTRY_BYTES,
     LOG2E,
@@ -353,11 +354,15 @@ def paged_attention_hopper_packed(
     gates: Tensor | None = None,
     shape: Shape | None = None,
 ) -> Tensor:
-    """See lockstep.kernels.attention.paged_attention. What does not fit goes through paged.py, few
-    rows through hopper_few.py.
+    """See lockstep.kernels.attention.paged_attention. Few rows go through hopper_few.py,
+    prompts through hopper_scratch.py, what does not fit through paged.py.
 
     shape: how this kernel serves it; as shape_of() says where it is left out.
     """
+    if scratch_fits(q, k_cache, query_len):
+        return paged_attention_scratch(
+            q, k_cache, v_cache, page_table, cu_seqlens, starts, query_len, scale, gates
+        )
     rows = starts.shape[0]
     _, heads, dim = q.shape
     _, page, kv_heads, _ = k_cache.shape
