@@ -236,13 +236,32 @@ def _attend_kernel(
         )  # fmt: skip
 
 
+@triton.jit
+def _entries(
+    tops, norms, parts, at, base, end, d, H: tl.constexpr, D: tl.constexpr, TOGETHER: tl.constexpr
+):
+    """TOGETHER entries of a (token, head) from the base-th on, those before `end`: the largest
+    score [1], the sum of weights [1, 1], the output [columns, 1] of each."""
+    found = ()
+    for i in tl.static_range(TOGETHER):
+        there = base + i < end
+        entry = at + (base + i) * H + tl.zeros((1,), tl.int64)
+        top = tl.load(tops + entry, mask=there, other=0.0)
+        norm = tl.load(norms + entry, mask=there, other=0.0)[None, :]
+        place = entry[None, :] * D + d[:, None]
+        total = tl.load(parts + place, mask=(d < D)[:, None] & there, other=0.0)
+        found = found + ((top, norm, total),)
+    return found
+
+
 @triton.jit(do_not_specialize=["entries", "gate_stride", "FIRST", "Q", "seed"])
 def _fold_kernel(
     tops, norms, parts, cu_seqlens, starts, gates, out, entries, gate_stride, FIRST, Q,
     H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, SEGMENT: tl.constexpr,
     GATED: tl.constexpr, TOGETHER: tl.constexpr, FOLDS: tl.constexpr, seed, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS of a (row, token, head): its entries in ascending order, TOGETHER loaded at once.
+    """COLUMNS of a (row, token, head): its entries in ascending order, TOGETHER loaded at once,
+    while those before them are folded.
 
     Where the first kernel FOLDS, it ended the tokens of one entry. Else all have many, and the
     first are loaded before the row's length is known; those beyond it are left out.
@@ -250,22 +269,19 @@ def _fold_kernel(
     s = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) // H
     head = tl.program_id(1) % H
+    d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    at = (s * Q + token) * entries * H + head
+    ahead = _entries(tops, norms, parts, at, 0, entries, d, H, D, TOGETHER)
     first, count, start = _row(cu_seqlens, starts, s)
     used = (start + token) // SEGMENT + 2 - FIRST
     first += tl.zeros((1,), tl.int64)
-    d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     best, norms_all, sums = _empty_fold(1, 1, COLUMNS)
     for base in range(0, tl.where(used > 1, used, not FOLDS), TOGETHER):
+        now = ahead
+        ahead = _entries(tops, norms, parts, at, base + TOGETHER, used, d, H, D, TOGETHER)
         for i in tl.static_range(TOGETHER):
-            there = base + i < entries
             live = base + i < used
-            at = ((s * Q + token) * entries + base + i) * H + head + tl.zeros((1,), tl.int64)
-            top = tl.load(tops + at, mask=there, other=0.0)
-            norm = tl.load(norms + at, mask=there, other=0.0)[None, :]
-            place = at[None, :] * D + d[:, None]
-            mask = (d < D)[:, None] & there
-            total = tl.load(parts + place, mask=mask, other=0.0)
-            top, norm, total = _fold(best, norms_all, sums, top, norm, total)
+            top, norm, total = _fold(best, norms_all, sums, now[i][0], now[i][1], now[i][2])
             best = tl.where(live, top, best)
             norms_all = tl.where(live, norm, norms_all)
             sums = tl.where(live, total, sums)

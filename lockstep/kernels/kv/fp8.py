@@ -62,6 +62,11 @@ class Fp8(Codec):
     def device_at(self) -> str | None:
         return f"lockstep.kernels.kv._fp8_device:{self.kind.upper()}"
 
+    @property
+    def fragments_at(self) -> str | None:
+        plain = self.kind == "e4m3" and self.constant is None
+        return "lockstep.kernels.kv._fp8_fragments:E4M3" if plain else None
+
 
 @dataclass(frozen=True)
 class TokenFp8(Codec):

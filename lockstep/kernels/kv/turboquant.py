@@ -115,6 +115,10 @@ class Rotated(Codec):
         side = "KEYS" if self.block == WHOLE_HEAD else "VALUES"
         return f"lockstep.kernels.kv._turboquant_device:{side}_{self.bits}"
 
+    @property
+    def fragments_at(self) -> str | None:
+        return f"lockstep.kernels.kv._turboquant_fragments:BITS_{self.bits}"
+
 
 def _power(exponents: Tensor) -> Tensor:
     """2^(e - 127) of exponents as fp32 has them."""
