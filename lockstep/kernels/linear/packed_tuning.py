@@ -64,7 +64,9 @@ class PackedTile:
     programs fit a multiprocessor, 0: as the compiler likes. On Hopper n below 64, or fewer than 4
     warps, are multiplied by mma.sync, which has the same tree. lanes: the kernel whose warps work
     alone (_packed_lanes.py): m a multiple of 8, n one of 16 x warps, k 128, stages the blocks that
-    a warp loads ahead, and each segment a program of its own.
+    a warp loads ahead, and each segment a program of its own. ring: the kernel whose blocks pass
+    through a ring (_packed_ring.py): m a multiple of 8, n 16 x warps, warps a multiple of 4, k 128,
+    stages the slots of the ring, registers of a thread on average, and segments as with lanes.
     """
 
     m: int
@@ -75,6 +77,7 @@ class PackedTile:
     split: int = 1
     registers: int = 0
     lanes: bool = False
+    ring: bool = False
 
     @property
     def warpgroup(self) -> bool:
