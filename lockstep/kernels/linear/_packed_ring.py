@@ -297,16 +297,35 @@ def _of_8_bits(words, ready, FORM: gl.constexpr, DTYPE: gl.constexpr, layout: gl
 @gluon.jit
 def _product(
     acc, words, found, factor, x, PART: gl.constexpr, FORM: gl.constexpr, ZEROS: gl.constexpr,
-    DTYPE: gl.constexpr, layout: gl.constexpr,
+    DTYPE: gl.constexpr, layout: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
-    """Unpacks half a block, starts its product, and waits for the one before."""
+    """Unpacks half a block, starts its product, and waits for all but LEFT of them."""
     ready = _ready(found, factor, PART, FORM, ZEROS, DTYPE)
     if FORM[1] == 4:
         tile = _of_4_bits(words, ready, FORM, DTYPE, layout)
     else:
         tile = _of_8_bits(words, ready, FORM, DTYPE, layout)
     acc = warpgroup_mma(tile, x.permute((1, 0)), acc, is_async=True)
-    return warpgroup_mma_wait(1, deps=(acc,))
+    return warpgroup_mma_wait(LEFT, deps=(acc,))
+
+
+@gluon.jit
+def _block(
+    acc, found, factor, x_ring, w_ring, full, empty, i, FORM: gl.constexpr, ZEROS: gl.constexpr,
+    DTYPE: gl.constexpr, whole: gl.constexpr, half: gl.constexpr, left: gl.constexpr,
+    LEFT: gl.constexpr,
+):  # fmt: skip
+    """The i-th block: both its halves."""
+    SLOTS: gl.constexpr = w_ring.shape[0]
+    slot = i % SLOTS
+    mbarrier.wait(full.index(slot), i // SLOTS & 1)
+    low, high = _halves(w_ring.index(slot).load(whole), half)
+    x = x_ring.index(2 * slot)
+    acc = _product(acc, low, found, factor, x, 0, FORM, ZEROS, DTYPE, left, 1)
+    gl.thread_barrier()  # all warps have left the slot before
+    mbarrier.arrive(empty.index((i + SLOTS - 1) % SLOTS), pred=i > 0)
+    x = x_ring.index(2 * slot + 1)
+    return _product(acc, high, found, factor, x, 1, FORM, ZEROS, DTYPE, left, LEFT)
 
 
 @gluon.jit
@@ -356,20 +375,18 @@ def _multiply(
     if ZEROS:
         zeros += lines * scale_stride
     acc = gl.zeros((ROWS, TOKENS), gl.float32, sums)
-    ahead = _fetch(scales, zeros, begin, True, FORM)
-    for i in range(blocks):
+    found = _fetch(scales, zeros, begin, True, FORM)
+    for i in range(blocks - 1):
+        ahead = _fetch(scales, zeros, begin + i + 1, True, FORM)
+        acc = _block(
+            acc, found, factor, x_ring, w_ring, full, empty, i, FORM, ZEROS, DTYPE, whole, half,
+            left, 1,
+        )  # fmt: skip
         found = ahead
-        ahead = _fetch(scales, zeros, begin + i + 1, i + 1 < blocks, FORM)
-        slot = i % SLOTS
-        mbarrier.wait(full.index(slot), i // SLOTS & 1)
-        low, high = _halves(w_ring.index(slot).load(whole), half)
-        x = x_ring.index(2 * slot)
-        acc = _product(acc, low, found, factor, x, 0, FORM, ZEROS, DTYPE, left)
-        gl.thread_barrier()  # all warps have left the slot before
-        mbarrier.arrive(empty.index((i + SLOTS - 1) % SLOTS), pred=i > 0)
-        x = x_ring.index(2 * slot + 1)
-        acc = _product(acc, high, found, factor, x, 1, FORM, ZEROS, DTYPE, left)
-    total = warpgroup_mma_wait(0, deps=(acc,))
+    total = _block(
+        acc, found, factor, x_ring, w_ring, full, empty, blocks - 1, FORM, ZEROS, DTYPE, whole,
+        half, left, 0,
+    )  # fmt: skip
     own = n + gl.arange(0, ROWS, gl.SliceLayout(1, sums))
     token = m + gl.arange(0, TOKENS, gl.SliceLayout(0, sums))
     out += gl.program_id(2).to(gl.int64) * tokens * N
