@@ -145,6 +145,8 @@ INT8_BF16, TAKES_INT8 = _int8("bf16")
 INT8_FP16, _ = _int8("f16")
 FP4_BF16, TAKES_FP4 = _fp4("bf16")
 FP4_FP16, _ = _fp4("f16")
+TWICE_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $1;")
+TWICE_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $1, $1;")
 PARTS = gl.constexpr("""
 {
     .reg .b32 h;
@@ -212,6 +214,15 @@ def _fetch(scales, zeros, block, live, FORM: gl.constexpr):
 
 
 @gluon.jit
+def _twice(number, DTYPE: gl.constexpr):
+    """Numbers of fp32, rounded -> words that hold them in both halves."""
+    TEXT: gl.constexpr = TWICE_BF16 if DTYPE == gl.bfloat16 else TWICE_FP16
+    return gl.inline_asm_elementwise(
+        TEXT, "=r,f", [number], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def _ready(found, factor, PART: gl.constexpr, FORM: gl.constexpr, ZEROS: gl.constexpr,
            DTYPE: gl.constexpr):  # fmt: skip
     """What assembly takes of _fetch's numbers for one half of a block: [ROWS, 1] each."""
@@ -232,7 +243,7 @@ def _ready(found, factor, PART: gl.constexpr, FORM: gl.constexpr, ZEROS: gl.cons
         BASE: gl.constexpr = 128.0 if DTYPE == gl.bfloat16 else 1024.0
         MIDDLE: gl.constexpr = MINUS_136 if DTYPE == gl.bfloat16 else MINUS_1032
         if ZEROS:
-            offset = twice((-BASE - found[1].to(gl.float32)).to(DTYPE))
+            offset = _twice(-BASE - found[1].to(gl.float32), DTYPE)
         else:
             offset = gl.full(found[0].shape, MIDDLE, gl.int32, found[0].type.layout)
         if FORM[6] == SPLIT:
@@ -311,21 +322,25 @@ def _product(
 
 @gluon.jit
 def _block(
-    acc, found, factor, x_ring, w_ring, full, empty, i, FORM: gl.constexpr, ZEROS: gl.constexpr,
-    DTYPE: gl.constexpr, whole: gl.constexpr, half: gl.constexpr, left: gl.constexpr,
-    LEFT: gl.constexpr,
+    acc, found, factor, x_ring, w_ring, full, slot, phase, FORM: gl.constexpr,
+    ZEROS: gl.constexpr, DTYPE: gl.constexpr, whole: gl.constexpr, half: gl.constexpr,
+    left: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
-    """The i-th block: both its halves."""
-    SLOTS: gl.constexpr = w_ring.shape[0]
-    slot = i % SLOTS
-    mbarrier.wait(full.index(slot), i // SLOTS & 1)
+    """Both halves of the block in a slot; all but LEFT of its products are done."""
+    mbarrier.wait(full.index(slot), phase)
     low, high = _halves(w_ring.index(slot).load(whole), half)
     x = x_ring.index(2 * slot)
     acc = _product(acc, low, found, factor, x, 0, FORM, ZEROS, DTYPE, left, 1)
-    gl.thread_barrier()  # all warps have left the slot before
-    mbarrier.arrive(empty.index((i + SLOTS - 1) % SLOTS), pred=i > 0)
     x = x_ring.index(2 * slot + 1)
     return _product(acc, high, found, factor, x, 1, FORM, ZEROS, DTYPE, left, LEFT)
+
+
+@gluon.jit
+def _next(slot, phase, SLOTS: gl.constexpr):
+    """The slot behind this one, and the phase of its barriers."""
+    slot += 1
+    last = slot == SLOTS
+    return gl.where(last, 0, slot), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -334,9 +349,10 @@ def _load(x_map, w_map, x_ring, w_ring, full, empty, n, m, begin, blocks):
     SLOTS: gl.constexpr = w_ring.shape[0]
     WORDS: gl.constexpr = w_ring.shape[2]
     SIZE: gl.constexpr = w_ring.shape[1] * WORDS * 4 + x_ring.shape[1] * BLOCK * 2
+    slot = 0
+    phase = 1
     for i in range(blocks):
-        slot = i % SLOTS
-        mbarrier.wait(empty.index(slot), (i // SLOTS & 1) ^ 1)
+        mbarrier.wait(empty.index(slot), phase)
         ready = full.index(slot)
         mbarrier.expect(ready, SIZE)
         at = begin + i
@@ -345,6 +361,7 @@ def _load(x_map, w_map, x_ring, w_ring, full, empty, n, m, begin, blocks):
         tma.async_copy_global_to_shared(x_map, [m, at * BLOCK], ready, first)
         second = x_ring.index(2 * slot + 1)
         tma.async_copy_global_to_shared(x_map, [m, at * BLOCK + HALF], ready, second)
+        slot, phase = _next(slot, phase, SLOTS)
 
 
 @gluon.jit
@@ -376,16 +393,24 @@ def _multiply(
         zeros += lines * scale_stride
     acc = gl.zeros((ROWS, TOKENS), gl.float32, sums)
     found = _fetch(scales, zeros, begin, True, FORM)
+    slot = 0
+    phase = 0
+    before = 0
     for i in range(blocks - 1):
         ahead = _fetch(scales, zeros, begin + i + 1, True, FORM)
         acc = _block(
-            acc, found, factor, x_ring, w_ring, full, empty, i, FORM, ZEROS, DTYPE, whole, half,
+            acc, found, factor, x_ring, w_ring, full, slot, phase, FORM, ZEROS, DTYPE, whole, half,
             left, 1,
         )  # fmt: skip
         found = ahead
+        gl.thread_barrier()  # all warps have left the slot before this one
+        mbarrier.arrive(empty.index(before), pred=i > 0)
+        before = slot
+        slot, phase = _next(slot, phase, SLOTS)
+    # Behind the loop's end, what waits there does not keep ptxas from reading sums too early.
     total = _block(
-        acc, found, factor, x_ring, w_ring, full, empty, blocks - 1, FORM, ZEROS, DTYPE, whole,
-        half, left, 0,
+        acc, found, factor, x_ring, w_ring, full, slot, phase, FORM, ZEROS, DTYPE, whole, half,
+        left, 0,
     )  # fmt: skip
     own = n + gl.arange(0, ROWS, gl.SliceLayout(1, sums))
     token = m + gl.arange(0, TOKENS, gl.SliceLayout(0, sums))
