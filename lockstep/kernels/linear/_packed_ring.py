@@ -72,13 +72,27 @@ def _int4(kind: str, split: bool) -> tuple[gl.constexpr, gl.constexpr]:
     return _text(8, "r" * (8 if split else 6), lines)
 
 
-def _scaled(kind: str, names: str, at: int) -> list[str]:
-    """Four numbers of fp32, times the scale in $6, -> pairs $at and $at + 1 of this kind."""
-    (a, b, c, d) = names.split()
-    lines = [f"mul.rn.f32 {name}, {name}, $6;" for name in (a, b, c, d)]
-    lines.append(f"cvt.rn.{kind}x2.f32 ${at}, {c}, {a};")
-    lines.append(f"cvt.rn.{kind}x2.f32 ${at + 1}, {d}, {b};")
-    return lines
+def _scaled(kind: str, low: str, high: str, scale: str, out: int) -> list[str]:
+    """Two numbers of fp32, times a scale -> pair $out of this kind."""
+    return [
+        f"mul.rn.f32 {low}, {low}, {scale};",
+        f"mul.rn.f32 {high}, {high}, {scale};",
+        f"cvt.rn.{kind}x2.f32 ${out}, {high}, {low};",
+    ]
+
+
+def _wide_int4(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
+    """Two words, their scale and 2^23 + zero in fp32 -> eight pairs of this kind."""
+    lines = [".reg .b32 w;", ".reg .f32 l, h;"]
+    for word in range(2):
+        for pair in range(4):
+            for number, bit in (("l", 4 * pair), ("h", 4 * pair + 16)):
+                lines.append(f"shr.u32 w, ${8 + word}, {bit};")
+                lines.append("lop3.b32 w, w, 0xf, 0x4b000000, 0xea;")
+                lines.append(f"mov.b32 {number}, w;")
+                lines.append(f"sub.rn.f32 {number}, {number}, $12;")
+            lines += _scaled(kind, "l", "h", "$10", 4 * word + pair)
+    return _text(8, "rrffff", lines)
 
 
 def _fp8(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
@@ -97,7 +111,8 @@ def _fp8(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
         lines += [
             f"cvt.f32.f16 {to}, {of};" for to, of in zip("efgi", "abcd", strict=True)
         ]
-        lines += _scaled(kind, "e f g i", 2 * word)
+        lines += _scaled(kind, "e", "g", "$6", 2 * word)
+        lines += _scaled(kind, "f", "i", "$6", 2 * word + 1)
     return _text(4, "rrff", lines)
 
 
@@ -109,7 +124,8 @@ def _int8(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
             lines.append(f"prmt.b32 t, ${4 + word}, 0x4b000000, 0x744{byte};")
             lines.append(f"mov.b32 {name}, t;")
             lines.append(f"sub.rn.f32 {name}, {name}, $8;")
-        lines += _scaled(kind, "e f g i", 2 * word)
+        lines += _scaled(kind, "e", "g", "$6", 2 * word)
+        lines += _scaled(kind, "f", "i", "$6", 2 * word + 1)
     return _text(4, "rrffff", lines)
 
 
@@ -117,25 +133,25 @@ def _fp4(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
     """Two words, 2^7 times the four scales of their columns, twice in a word each, and 2^7 times
     the factor -> eight pairs of this kind. See _device.py on e2m1 in fp16."""
     lines = [".reg .b16 a, b;", ".reg .b32 s, m, p;", ".reg .f32 l, h;"]
-    places = (("shl", 12, "shl", 9), ("shl", 8, "shl", 5), ("shl", 4, "shl", 1), ("shl", 0, "shr", 3))
     for word in range(2):
         source = f"${8 + word}"
-        for pair, (_, sign, way, size) in enumerate(places):
+        for pair in range(4):
             scale = f"${10 + 2 * (2 * word + pair // 2)}"
-            lines.append(f"shl.b32 s, {source}, {sign};")
-            lines.append(f"{way}.{'b32' if way == 'shl' else 'u32'} m, {source}, {size};")
+            size = 9 - 4 * pair
+            lines.append(f"shl.b32 s, {source}, {12 - 4 * pair};")
+            lines.append(f"shl.b32 m, {source}, {size};" if size > 0 else f"shr.u32 m, {source}, 3;")
             lines.append("and.b32 m, m, 0x0e000e00;")
             lines.append("lop3.b32 p, s, 0x80008000, m, 0xea;")
             lines.append(f"mul.rn.f16x2 p, p, {scale};")
             lines.append("mov.b32 {a, b}, p;")
             lines.append("cvt.f32.f16 l, a;")
             lines.append("cvt.f32.f16 h, b;")
-            lines.append("mul.rn.f32 l, l, $18;")
-            lines.append("mul.rn.f32 h, h, $18;")
-            lines.append(f"cvt.rn.{kind}x2.f32 ${4 * word + pair}, h, l;")
+            lines += _scaled(kind, "l", "h", "$18", 4 * word + pair)
     return _text(8, "r" * 10 + "ff", lines)
 
 
+WIDE_BF16, TAKES_WIDE = _wide_int4("bf16")
+WIDE_FP16, _ = _wide_int4("f16")
 INT4_BF16, TAKES_INT4 = _int4("bf16", split=False)
 INT4_FP16, _ = _int4("f16", split=False)
 SPLIT_BF16, TAKES_SPLIT = _int4("bf16", split=True)
@@ -234,8 +250,9 @@ def _ready(found, factor, PART: gl.constexpr, FORM: gl.constexpr, ZEROS: gl.cons
         return a[:, None], b[:, None], c[:, None], d[:, None], factor[:, None]
     elif FORM[0] == FP8:
         return (found[0][:, None],)
-    elif FORM[1] == 8:
-        zero = gl.full(found[0].shape, 128.0, gl.float32, found[0].type.layout)
+    elif FORM[6] == 0:
+        MIDDLE_CODE: gl.constexpr = (1 << FORM[1]) / 2.0
+        zero = gl.full(found[0].shape, MIDDLE_CODE, gl.float32, found[0].type.layout)
         if ZEROS:
             zero = found[1].to(gl.float32)
         return found[0].to(gl.float32)[:, None], (8388608.0 + zero)[:, None]
@@ -267,6 +284,12 @@ def _of_4_bits(words, ready, FORM: gl.constexpr, DTYPE: gl.constexpr, layout: gl
     elif FORM[6] == SPLIT:
         v = gl.inline_asm_elementwise(
             SPLIT_BF16, TAKES_SPLIT, [words, ready[0], ready[1], ready[2]],
+            dtype=copies(DTYPE, 8), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif FORM[6] == 0:
+        WIDE_TEXT: gl.constexpr = WIDE_BF16 if DTYPE == gl.bfloat16 else WIDE_FP16
+        v = gl.inline_asm_elementwise(
+            WIDE_TEXT, TAKES_WIDE, [words, ready[0], ready[1]],
             dtype=copies(DTYPE, 8), is_pure=True, pack=2,
         )  # fmt: skip
     else:

@@ -115,6 +115,31 @@ def _lanes(m: int, segments: int, bits: int) -> list[PackedTile]:
     return tiles
 
 
+def _ring(tokens: int, segments: int, bits: int) -> list[PackedTile]:
+    """Tiles through a ring. cuts: (tokens, warps, slots with 4 bits: as many bytes with 8;
+    registers)."""
+    cuts = {
+        8: ((8, 4, 6, 48), (8, 4, 8, 64), (8, 8, 6, 80)),
+        16: ((16, 4, 4, 48), (16, 4, 6, 64), (16, 8, 6, 80)),
+        32: ((32, 4, 4, 64), (32, 8, 4, 80)),
+        64: ((64, 4, 3, 64), (64, 8, 3, 80), (64, 8, 4, 80), (64, 16, 6, 96)),
+        128: ((64, 8, 4, 80), (64, 16, 6, 96), (128, 8, 4, 120)),
+    }
+    least = min(tokens, 128)
+    found = []
+    for m, warps, slots, registers in cuts[next(count for count in cuts if count >= least)]:
+        n = 16 * warps
+        whole = slots * _slot_bytes(m, n, 4)
+        fitting = max(2, whole // _slot_bytes(m, n, bits))
+        found.append(PackedTile(m, n, 128, warps, fitting, segments, registers, ring=True))
+    return found
+
+
+def _slot_bytes(m: int, n: int, bits: int) -> int:
+    """Of a ring's slot: words and x of 128 columns."""
+    return 16 * bits * n + 256 * m
+
+
 def _few(tokens: int, segments: int, bits: int) -> list[PackedTile]:
     """At most 32 tokens: the chain of one program is slow, so many run on each multiprocessor.
 
