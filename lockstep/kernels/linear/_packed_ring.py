@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    mma_v2,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -31,6 +32,7 @@ from lockstep.kernels.packed._device import (
     twice,
 )
 
+barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # the name before Triton 3.7, and after
 BLOCK = gl.constexpr(128)
 """Columns of a slot: as many as _order keeps together."""
 HALF = gl.constexpr(64)
@@ -193,6 +195,14 @@ def words_layout(columns, bits, warps):
 
 
 @gluon.constexpr_function
+def sums_layout(warps, tokens, sync):
+    """How warps hold sums [16 warps, tokens]: mma.sync's, else wgmma's."""
+    if sync:
+        return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, 8])
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, tokens, 16])
+
+
+@gluon.constexpr_function
 def copies(dtype, count):
     """The types of as many results."""
     return (dtype,) * count
@@ -333,14 +343,18 @@ def _product(
     acc, words, found, factor, x, PART: gl.constexpr, FORM: gl.constexpr, ZEROS: gl.constexpr,
     DTYPE: gl.constexpr, layout: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
-    """Unpacks half a block, starts its product, and waits for all but LEFT of them."""
+    """Unpacks half a block and multiplies. wgmma: starts it and waits for all but LEFT."""
     ready = _ready(found, factor, PART, FORM, ZEROS, DTYPE)
     if FORM[1] == 4:
         tile = _of_4_bits(words, ready, FORM, DTYPE, layout)
     else:
         tile = _of_8_bits(words, ready, FORM, DTYPE, layout)
-    acc = warpgroup_mma(tile, x.permute((1, 0)), acc, is_async=True)
-    return warpgroup_mma_wait(LEFT, deps=(acc,))
+    if layout.parent.version[0] == 2:
+        right: gl.constexpr = gl.DotOperandLayout(1, layout.parent, 2)
+        return mma_v2(tile, x.permute((1, 0)).load(right), acc)
+    else:
+        acc = warpgroup_mma(tile, x.permute((1, 0)), acc, is_async=True)
+        return warpgroup_mma_wait(LEFT, deps=(acc,))
 
 
 @gluon.jit
@@ -390,7 +404,8 @@ def _load(x_map, w_map, x_ring, w_ring, full, empty, n, m, begin, blocks):
 @gluon.jit
 def _multiply(
     scales, zeros, factors, out, x_ring, w_ring, full, empty, tokens, N, first, n, m, begin,
-    blocks, scale_stride, out_stride, FORM: gl.constexpr, DTYPE: gl.constexpr,
+    blocks, scale_stride, out_stride, FORM: gl.constexpr, SYNC: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):  # fmt: skip
     """The warps that unpack and multiply."""
     SLOTS: gl.constexpr = w_ring.shape[0]
@@ -398,7 +413,7 @@ def _multiply(
     TOKENS: gl.constexpr = x_ring.shape[1]
     WARPS: gl.constexpr = gl.num_warps()
     ZEROS: gl.constexpr = zeros is not None
-    sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TOKENS, 16])
+    sums: gl.constexpr = sums_layout(WARPS, TOKENS, SYNC)
     left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     whole: gl.constexpr = words_layout(BLOCK, FORM[1], WARPS)
     half: gl.constexpr = words_layout(HALF, FORM[1], WARPS)
@@ -426,8 +441,11 @@ def _multiply(
             left, 1,
         )  # fmt: skip
         found = ahead
-        gl.thread_barrier()  # all warps have left the slot before this one
-        mbarrier.arrive(empty.index(before), pred=i > 0)
+        barrier()  # all warps have left the slot before this one
+        if SYNC:
+            mbarrier.arrive(empty.index(slot))
+        else:
+            mbarrier.arrive(empty.index(before), pred=i > 0)
         before = slot
         slot, phase = _next(slot, phase, SLOTS)
     # Behind the loop's end, what waits there does not keep ptxas from reading sums too early.
@@ -446,7 +464,7 @@ def _multiply(
 @gluon.jit(do_not_specialize=["tokens", "blocks", "first"])
 def ring_kernel(
     x_map, w_map, scales, zeros, factors, out, tokens, N, blocks, first, scale_stride, out_stride,
-    FORM: gl.constexpr, SLOTS: gl.constexpr, DTYPE: gl.constexpr,
+    FORM: gl.constexpr, SLOTS: gl.constexpr, SYNC: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """One segment of a tile of outputs and tokens: of out [parts, tokens, N], rows out_stride
     apart. blocks: of a segment; zeros and scales have one stride; first: Fp8Weight's."""
@@ -469,7 +487,7 @@ def ring_kernel(
         [
             (_multiply, (
                 scales, zeros, factors, out, x_ring, w_ring, full, empty, tokens, N, first, n, m,
-                begin, blocks, scale_stride, out_stride, FORM, DTYPE,
+                begin, blocks, scale_stride, out_stride, FORM, SYNC, DTYPE,
             )),
             (_load, (x_map, w_map, x_ring, w_ring, full, empty, n, m, begin, blocks)),
         ],

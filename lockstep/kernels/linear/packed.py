@@ -62,7 +62,7 @@ def launch(
     """linear by a given tile. The tile decides the speed and nothing else."""
     (tokens, k) = x.shape
     n = weight.shape[0]
-    if tile.lanes and not target.assembly:
+    if not (tile.laid_out or target.assembly):
         tile = block_tile(tile, weight, segments, target.arch)
     split = min(tile.split, segments)
     length = k // segments
@@ -137,7 +137,7 @@ def _ring(
     ring_kernel[grid](
         x_map, w_map, scales, operand.zeros, operand.factors, out, tokens, n,
         length // tile.k, operand.first, stride, out.stride(-2), tuple(form), tile.stages,
-        TYPES[x.dtype], num_warps=tile.warps, maxnreg=tile.registers or None,
+        tile.sync, TYPES[x.dtype], num_warps=tile.warps, maxnreg=tile.registers or None,
         enable_fp_fusion=False,
     )  # fmt: skip
 
