@@ -72,6 +72,7 @@ INT4 = [
     ("INT4", torch.bfloat16, torch.bfloat16),
     ("INT4", torch.float16, torch.float16),
     ("SPLIT", torch.float16, torch.bfloat16),
+    ("MIXED", torch.float16, torch.bfloat16),
     ("WIDE", torch.float32, torch.bfloat16),
     ("WIDE", torch.bfloat16, torch.float16),
 ]
@@ -94,10 +95,11 @@ def test_every_code_zero_and_scale_of_int4(
     least = 8388608.0 if wide else 128.0 if dtype == torch.bfloat16 else 1024.0
     second = (least + zero).float().numpy() if wide else doubled((-least - zero).to(dtype))
     given = [first, first, second, second]
-    if name == "SPLIT":
+    if name in ("SPLIT", "MIXED"):
         found = run(str(ring.PARTS.value), 2, [scale.view(torch.int16).numpy().view(np.uint16)])
         given[:2] = [found[0].numpy().view(np.uint32)] * 2
         given += [found[1].numpy().view(np.uint32)] * 2
+        given += [scale.float().numpy()] * 2
     for word, pair, half in product(range(2), range(4), range(2)):
         words = [np.full(len(code), 0x5A3C9600, np.uint32)] * 2
         words[word] = placed(code, 4 * pair + 16 * half, 0x5A3C9600)

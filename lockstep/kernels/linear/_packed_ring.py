@@ -74,6 +74,29 @@ def _int4(kind: str, split: bool) -> tuple[gl.constexpr, gl.constexpr]:
     return _text(8, "r" * (8 if split else 6), lines)
 
 
+def _mixed_int4() -> tuple[gl.constexpr, gl.constexpr]:
+    """As _int4's split, and the scale in fp32: every second pair is multiplied there."""
+    lines = [".reg .b32 t, w, d, l, one, none;", ".reg .f32 e, f;"]
+    lines.append("mov.b32 one, 0x3f803f80;")
+    lines.append("mov.b32 none, 0x80008000;")
+    for word in range(2):
+        for pair in range(4):
+            out = 4 * word + pair
+            lines.append(f"shr.u32 w, ${8 + word}, {4 * pair};")
+            lines.append("lop3.b32 t, w, 0x000f000f, 0x43004300, 0xea;")
+            lines.append("fma.rn.bf16x2 d, t, one, $12;")
+            if pair % 2:
+                lines.append("shl.b32 w, d, 16;")
+                lines.append("mov.b32 e, w;")
+                lines.append("and.b32 w, d, 0xffff0000;")
+                lines.append("mov.b32 f, w;")
+                lines += _scaled("bf16", "e", "f", "$16", out)
+            else:
+                lines.append("fma.rn.bf16x2 l, d, $14, none;")
+                lines.append(f"fma.rn.bf16x2 ${out}, d, $10, l;")
+    return _text(8, "r" * 8 + "ff", lines)
+
+
 def _scaled(kind: str, low: str, high: str, scale: str, out: int) -> list[str]:
     """Two numbers of fp32, times a scale -> pair $out of this kind."""
     return [
@@ -157,6 +180,7 @@ WIDE_FP16, _ = _wide_int4("f16")
 INT4_BF16, TAKES_INT4 = _int4("bf16", split=False)
 INT4_FP16, _ = _int4("f16", split=False)
 SPLIT_BF16, TAKES_SPLIT = _int4("bf16", split=True)
+MIXED_BF16, TAKES_MIXED = _mixed_int4()
 FP8_BF16, TAKES_FP8 = _fp8("bf16")
 FP8_FP16, _ = _fp8("f16")
 INT8_BF16, TAKES_INT8 = _int8("bf16")
@@ -277,18 +301,27 @@ def _ready(found, factor, PART: gl.constexpr, FORM: gl.constexpr, ZEROS: gl.cons
             high, low = gl.inline_asm_elementwise(
                 PARTS, "=&r,=&r,h", [found[0]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
             )
-            return high[:, None], offset[:, None], low[:, None]
+            wide = found[0].to(gl.float32)
+            return high[:, None], offset[:, None], low[:, None], wide[:, None]
         else:
             return twice(found[0])[:, None], offset[:, None]
 
 
 @gluon.jit
-def _of_4_bits(words, ready, FORM: gl.constexpr, DTYPE: gl.constexpr, layout: gl.constexpr):
+def _of_4_bits(
+    words, ready, FORM: gl.constexpr, MIXED: gl.constexpr, DTYPE: gl.constexpr,
+    layout: gl.constexpr,
+):  # fmt: skip
     """Words of 64 columns, two for each lane and output, unpacked: [ROWS, 64]."""
     if FORM[0] == FP4:
         TEXT: gl.constexpr = FP4_BF16 if DTYPE == gl.bfloat16 else FP4_FP16
         v = gl.inline_asm_elementwise(
             TEXT, TAKES_FP4, [words, ready[0], ready[1], ready[2], ready[3], ready[4]],
+            dtype=copies(DTYPE, 8), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif FORM[6] == SPLIT and MIXED:
+        v = gl.inline_asm_elementwise(
+            MIXED_BF16, TAKES_MIXED, [words, ready[0], ready[1], ready[2], ready[3]],
             dtype=copies(DTYPE, 8), is_pure=True, pack=2,
         )  # fmt: skip
     elif FORM[6] == SPLIT:
@@ -341,12 +374,12 @@ def _of_8_bits(words, ready, FORM: gl.constexpr, DTYPE: gl.constexpr, layout: gl
 @gluon.jit
 def _product(
     acc, words, found, factor, x, PART: gl.constexpr, FORM: gl.constexpr, ZEROS: gl.constexpr,
-    DTYPE: gl.constexpr, layout: gl.constexpr, LEFT: gl.constexpr,
+    MIXED: gl.constexpr, DTYPE: gl.constexpr, layout: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     """Unpacks half a block and multiplies. wgmma: starts it and waits for all but LEFT."""
     ready = _ready(found, factor, PART, FORM, ZEROS, DTYPE)
     if FORM[1] == 4:
-        tile = _of_4_bits(words, ready, FORM, DTYPE, layout)
+        tile = _of_4_bits(words, ready, FORM, MIXED, DTYPE, layout)
     else:
         tile = _of_8_bits(words, ready, FORM, DTYPE, layout)
     if layout.parent.version[0] == 2:
@@ -360,16 +393,16 @@ def _product(
 @gluon.jit
 def _block(
     acc, found, factor, x_ring, w_ring, full, slot, phase, FORM: gl.constexpr,
-    ZEROS: gl.constexpr, DTYPE: gl.constexpr, whole: gl.constexpr, half: gl.constexpr,
-    left: gl.constexpr, LEFT: gl.constexpr,
+    ZEROS: gl.constexpr, MIXED: gl.constexpr, DTYPE: gl.constexpr, whole: gl.constexpr,
+    half: gl.constexpr, left: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     """Both halves of the block in a slot; all but LEFT of its products are done."""
     mbarrier.wait(full.index(slot), phase)
     low, high = _halves(w_ring.index(slot).load(whole), half)
     x = x_ring.index(2 * slot)
-    acc = _product(acc, low, found, factor, x, 0, FORM, ZEROS, DTYPE, left, 1)
+    acc = _product(acc, low, found, factor, x, 0, FORM, ZEROS, MIXED, DTYPE, left, 1)
     x = x_ring.index(2 * slot + 1)
-    return _product(acc, high, found, factor, x, 1, FORM, ZEROS, DTYPE, left, LEFT)
+    return _product(acc, high, found, factor, x, 1, FORM, ZEROS, MIXED, DTYPE, left, LEFT)
 
 
 @gluon.jit
@@ -405,7 +438,7 @@ def _load(x_map, w_map, x_ring, w_ring, full, empty, n, m, begin, blocks):
 def _multiply(
     scales, zeros, factors, out, x_ring, w_ring, full, empty, tokens, N, first, n, m, begin,
     blocks, scale_stride, out_stride, FORM: gl.constexpr, SYNC: gl.constexpr,
-    DTYPE: gl.constexpr,
+    MIXED: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """The warps that unpack and multiply."""
     SLOTS: gl.constexpr = w_ring.shape[0]
@@ -437,8 +470,8 @@ def _multiply(
     for i in range(blocks - 1):
         ahead = _fetch(scales, zeros, begin + i + 1, True, FORM)
         acc = _block(
-            acc, found, factor, x_ring, w_ring, full, slot, phase, FORM, ZEROS, DTYPE, whole, half,
-            left, 1,
+            acc, found, factor, x_ring, w_ring, full, slot, phase, FORM, ZEROS, MIXED, DTYPE, whole,
+            half, left, 1,
         )  # fmt: skip
         found = ahead
         barrier()  # all warps have left the slot before this one
@@ -450,8 +483,8 @@ def _multiply(
         slot, phase = _next(slot, phase, SLOTS)
     # Behind the loop's end, what waits there does not keep ptxas from reading sums too early.
     total = _block(
-        acc, found, factor, x_ring, w_ring, full, slot, phase, FORM, ZEROS, DTYPE, whole, half,
-        left, 0,
+        acc, found, factor, x_ring, w_ring, full, slot, phase, FORM, ZEROS, MIXED, DTYPE, whole,
+        half, left, 0,
     )  # fmt: skip
     own = n + gl.arange(0, ROWS, gl.SliceLayout(1, sums))
     token = m + gl.arange(0, TOKENS, gl.SliceLayout(0, sums))
@@ -464,7 +497,8 @@ def _multiply(
 @gluon.jit(do_not_specialize=["tokens", "blocks", "first"])
 def ring_kernel(
     x_map, w_map, scales, zeros, factors, out, tokens, N, blocks, first, scale_stride, out_stride,
-    FORM: gl.constexpr, SLOTS: gl.constexpr, SYNC: gl.constexpr, DTYPE: gl.constexpr,
+    FORM: gl.constexpr, SLOTS: gl.constexpr, SYNC: gl.constexpr, MIXED: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):  # fmt: skip
     """One segment of a tile of outputs and tokens: of out [parts, tokens, N], rows out_stride
     apart. blocks: of a segment; zeros and scales have one stride; first: Fp8Weight's."""
@@ -487,7 +521,8 @@ def ring_kernel(
         [
             (_multiply, (
                 scales, zeros, factors, out, x_ring, w_ring, full, empty, tokens, N, first, n, m,
-                begin, blocks, scale_stride, out_stride, FORM, SYNC, DTYPE,
+                begin, blocks, scale_stride, out_stride, FORM, SYNC, MIXED,
+                DTYPE,
             )),
             (_load, (x_map, w_map, x_ring, w_ring, full, empty, n, m, begin, blocks)),
         ],

@@ -137,8 +137,8 @@ def _ring(
     ring_kernel[grid](
         x_map, w_map, scales, operand.zeros, operand.factors, out, tokens, n,
         length // tile.k, operand.first, stride, out.stride(-2), tuple(form), tile.stages,
-        tile.sync, TYPES[x.dtype], num_warps=tile.warps, maxnreg=tile.registers or None,
-        enable_fp_fusion=False,
+        tile.sync, tile.mixed, TYPES[x.dtype], num_warps=tile.warps,
+        maxnreg=tile.registers or None, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -67,7 +67,8 @@ class PackedTile:
     a warp loads ahead, and each segment a program of its own. ring: the kernel whose blocks pass
     through a ring (_packed_ring.py): m a multiple of 8, n 16 x warps, warps a multiple of 4, k 128,
     stages the slots of the ring, registers of a thread on average, and segments as with lanes;
-    sync: it multiplies by mma.sync, else by wgmma.
+    sync: it multiplies by mma.sync, else by wgmma. mixed: of 4 bits whose fp16 scales have no bf16
+    of their own, it unpacks every second pair in fp32.
     """
 
     m: int
@@ -80,6 +81,7 @@ class PackedTile:
     lanes: bool = False
     ring: bool = False
     sync: bool = False
+    mixed: bool = False
 
     @property
     def laid_out(self) -> bool:
@@ -122,14 +124,35 @@ def _lanes(m: int, segments: int, bits: int) -> list[PackedTile]:
     return tiles
 
 
+WGMMA = (False, False)
+SYNC = (True, False)
+MIXED = (False, True)
+SYNC_MIXED = (True, True)
 RING_CUTS = {
-    8: ((8, 4, 6, 48, True), (8, 4, 8, 64, True), (8, 8, 6, 72, True), (8, 4, 6, 48, False)),
-    16: ((16, 4, 5, 48, True), (16, 4, 6, 64, True), (16, 8, 6, 72, True)),
-    32: ((32, 4, 4, 64, True), (32, 4, 4, 64, False), (32, 4, 3, 48, False)),
-    64: ((64, 4, 3, 64, False), (64, 4, 2, 56, False), (64, 8, 3, 80, False)),
-    256: ((64, 4, 3, 64, False), (64, 8, 4, 80, False), (128, 8, 4, 120, False)),
+    8: (
+        (8, 4, 6, 48, *SYNC),
+        (8, 4, 8, 64, *SYNC),
+        (8, 8, 6, 72, *SYNC),
+        (8, 4, 6, 48, *SYNC_MIXED),
+        (8, 4, 6, 48, *WGMMA),
+    ),
+    16: (
+        (16, 4, 5, 48, *SYNC),
+        (16, 4, 6, 64, *SYNC),
+        (16, 8, 6, 72, *SYNC),
+        (16, 4, 5, 48, *SYNC_MIXED),
+    ),
+    32: ((32, 4, 4, 64, *SYNC), (32, 4, 4, 64, *WGMMA), (32, 4, 4, 64, *SYNC_MIXED)),
+    64: (
+        (64, 4, 3, 64, *WGMMA),
+        (64, 4, 2, 64, *WGMMA),
+        (64, 4, 3, 80, *SYNC),
+        (64, 8, 3, 80, *WGMMA),
+        (64, 4, 3, 64, *MIXED),
+    ),
+    256: ((64, 4, 3, 64, *WGMMA), (64, 8, 4, 80, *WGMMA), (128, 8, 4, 120, *WGMMA)),
 }
-"""By the most tokens: (tokens of a tile, warps, slots with 4 bits, registers, mma.sync)."""
+"""By the most tokens: (tokens of a tile, warps, slots with 4 bits, registers, sync, mixed)."""
 
 
 def slot_bytes(m: int, n: int, bits: int) -> int:
@@ -141,11 +164,11 @@ def _ring(tokens: int, segments: int, bits: int) -> list[PackedTile]:
     """Tiles through a ring, with as many bytes of slots whatever the bits of a weight."""
     tiles = []
     most = next(count for count in RING_CUTS if count >= tokens)
-    for m, warps, slots, registers, sync in RING_CUTS[most]:
+    for m, warps, slots, registers, sync, mixed in RING_CUTS[most]:
         n = 16 * warps
         slots = max(2, slots * slot_bytes(m, n, 4) // slot_bytes(m, n, bits))
-        tile = PackedTile(m, n, 128, warps, slots, segments, registers, ring=True, sync=sync)
-        tiles.append(tile)
+        tile = PackedTile(m, n, 128, warps, slots, segments, registers)
+        tiles.append(replace(tile, ring=True, sync=sync, mixed=mixed))
     return tiles
 
 
@@ -270,7 +293,8 @@ def cut(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> Pac
     if tile.lanes:
         return _cut_lanes(tile, weight, segments, arch)
     if tile.ring and ring_serves(weight, segments, arch):
-        return tile if tile.split == segments else replace(tile, split=segments)
+        mixed = tile.mixed and isinstance(weight, IntWeight) and weight.scales.dtype == torch.half
+        return replace(tile, split=segments, mixed=mixed)
     if tile.ring:
         return block_tile(tile, weight, segments, arch)
     k = columns_of(weight, tile.k, weight.k // segments)
