@@ -494,7 +494,7 @@ def _multiply(
     gl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
 
 
-@gluon.jit(do_not_specialize=["tokens", "blocks", "first"])
+@gluon.jit(do_not_specialize=["tokens", "blocks", "first", "scale_stride"])
 def ring_kernel(
     x_map, w_map, scales, zeros, factors, out, tokens, N, blocks, first, scale_stride, out_stride,
     FORM: gl.constexpr, SLOTS: gl.constexpr, SYNC: gl.constexpr, MIXED: gl.constexpr,
