@@ -145,7 +145,7 @@ RING_CUTS = {
     32: ((32, 4, 4, 64, *SYNC), (32, 4, 4, 64, *WGMMA), (32, 4, 4, 64, *SYNC_MIXED)),
     64: (
         (64, 4, 3, 64, *WGMMA),
-        (64, 4, 2, 64, *WGMMA),
+        (64, 4, 4, 64, *WGMMA),
         (64, 4, 3, 80, *SYNC),
         (64, 8, 3, 80, *WGMMA),
         (64, 4, 3, 64, *MIXED),
@@ -161,12 +161,13 @@ def slot_bytes(m: int, n: int, bits: int) -> int:
 
 
 def _ring(tokens: int, segments: int, bits: int) -> list[PackedTile]:
-    """Tiles through a ring, with as many bytes of slots whatever the bits of a weight."""
+    """Tiles through a ring, with about as many bytes of slots whatever the bits of a weight; wgmma
+    leaves a slot a block late, so three at least."""
     tiles = []
     most = next(count for count in RING_CUTS if count >= tokens)
     for m, warps, slots, registers, sync, mixed in RING_CUTS[most]:
         n = 16 * warps
-        slots = max(2, slots * slot_bytes(m, n, 4) // slot_bytes(m, n, bits))
+        slots = max(3, -(-slots * slot_bytes(m, n, 4) // slot_bytes(m, n, bits)))
         tile = PackedTile(m, n, 128, warps, slots, segments, registers)
         tiles.append(replace(tile, ring=True, sync=sync, mixed=mixed))
     return tiles
