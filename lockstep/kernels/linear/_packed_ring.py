@@ -209,13 +209,15 @@ PARTS = gl.constexpr("""
 
 
 @gluon.constexpr_function
-def words_layout(columns, bits, warps):
-    """How lanes hold words [16 warps, W] of so many columns, as wgmma's left operand needs them."""
+def words_layout(columns, bits, warps, rows):
+    """How lanes hold words [rows, W] of so many columns, as a product's left operand needs them."""
     each = columns * bits // 128
     registers = [[0, 1 << i] for i in range(each.bit_length() - 1)] + [[8, 0]]
     lanes = [[0, each], [0, 2 * each], [1, 0], [2, 0], [4, 0]]
     groups = [[16 << i, 0] for i in range(warps.bit_length() - 1)]
-    return gl.DistributedLinearLayout(registers, lanes, groups, [], [16 * warps, 4 * each])
+    above = range(warps.bit_length() + 3, rows.bit_length() - 1)
+    registers += [[1 << i, 0] for i in above]
+    return gl.DistributedLinearLayout(registers, lanes, groups, [], [rows, 4 * each])
 
 
 @gluon.constexpr_function
@@ -448,8 +450,8 @@ def _multiply(
     ZEROS: gl.constexpr = zeros is not None
     sums: gl.constexpr = sums_layout(WARPS, TOKENS, SYNC)
     left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
-    whole: gl.constexpr = words_layout(BLOCK, FORM[1], WARPS)
-    half: gl.constexpr = words_layout(HALF, FORM[1], WARPS)
+    whole: gl.constexpr = words_layout(BLOCK, FORM[1], WARPS, ROWS)
+    half: gl.constexpr = words_layout(HALF, FORM[1], WARPS, ROWS)
     rows = gl.minimum(n + gl.arange(0, ROWS, gl.SliceLayout(1, half)), N - 1).to(gl.int64)
     lines = rows
     if FORM[3] == 0:
