@@ -93,11 +93,14 @@ class Thread:
 
     def __init__(self, given: list[Numbers], results: int) -> None:
         self.registers = {f"${results + i}": value for i, value in enumerate(given)}
+        self.floats: set[str] = set()
 
     def read(self, name: str) -> Numbers:
         """A register's bits, or a constant's; fp32 stays as it is."""
         if name in self.registers:
             return self.registers[name]
+        if name.startswith("0f"):
+            return np.full(1, int(name[2:], 16), np.uint32).view(np.float32)
         return np.full(1, int(name, 0), np.uint32)
 
     def run(self, line: str) -> None:
@@ -119,7 +122,10 @@ class Thread:
             self.registers.update(zip(operands[0], product(a, b, c, kind), strict=True))
         elif name == "mov.b32":
             self.move(operands)
-        elif name not in ("bar.warp.sync", ".reg"):
+        elif name == ".reg":
+            (kind, *names) = [part for group in operands for part in group]
+            self.floats |= set(names) if kind == ".f32" else set()
+        elif name != "bar.warp.sync":
             given = [self.read(group[0]) for group in operands[1:]]
             self.registers[operands[0][0]] = self.made(name, given)
 
@@ -131,7 +137,9 @@ class Thread:
             self.registers[to[0]] = word & np.uint32(0xFFFF)
             self.registers[to[1]] = word >> np.uint32(16)
         else:
-            self.registers[to[0]] = self.read(source[0])
+            found = self.read(source[0])
+            wanted = np.float32 if to[0] in self.floats else np.uint32
+            self.registers[to[0]] = found if found.dtype == wanted else found.view(wanted)
 
     def made(self, name: str, given: list[Numbers]) -> Numbers:
         """What an instruction without side effects makes."""
@@ -139,6 +147,12 @@ class Thread:
         kind = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}.get(kinds[1] if kinds[1:] else "")
         if name == "mul.rn.f32":
             return given[0].astype(np.float32) * given[1].astype(np.float32)
+        if name == "sub.rn.f32":
+            return given[0].astype(np.float32) - given[1].astype(np.float32)
+        if name == "setp.eq.f32":
+            return given[0] == given[1]
+        if name == "selp.f32":
+            return np.where(given[2], given[0], given[1])
         if name == "cvt.rn.f16x2.e4m3x2":
             return self.from_e4m3(given[0])
         if name == "cvt.f32.f16":

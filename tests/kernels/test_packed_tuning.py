@@ -30,7 +30,7 @@ from tests.kernels.test_packed import whole_numbers
 
 TRITON = [backend for backend in backends() if backend.values[0].name == "triton"]
 CUTS = {
-    (tile.lanes, tile.m, tile.n, tile.k): tile
+    (tile.lanes, tile.ring, tile.sync, tile.m, tile.n, tile.k): tile
     for tokens in TIMED
     for tile in candidates(tokens, 2)
     if tile != UNPACK
@@ -42,7 +42,9 @@ TUNED = ("int4", "int4 asymmetric", "fp8 by blocks", "nvfp4")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("cut", sorted(CUTS))
 @pytest.mark.parametrize("backend", TRITON)
-def test_no_tile_changes_a_bit(cut: tuple[bool, int, int, int], backend: Backend) -> None:
+def test_no_tile_changes_a_bit(
+    cut: tuple[bool, bool, bool, int, int, int], backend: Backend
+) -> None:
     """Rows that no tile divides, two segments; a GPU takes all layouts, an interpreter one. In fp32
     the op takes no tile: the weight is unpacked ahead."""
     from lockstep.kernels.linear.packed import launch, target_of, tile_of
@@ -86,7 +88,7 @@ def test_candidates_are_few_and_fit() -> None:
             tiles = candidates(tokens, segments)
             assert len(tiles) <= 16 and len(set(tiles)) == len(tiles)
             for tile in tiles:
-                if tile.lanes:
+                if not tile.laid_out:
                     assert tile.m % 8 == tile.n % (16 * tile.warps) == 0 and tile.k == 128
                 else:
                     assert tile == UNPACK or (tile.m >= 16 and tile.k % 128 == 0)
@@ -150,7 +152,7 @@ def test_tiles_are_cut_to_the_weight_and_the_architecture() -> None:
     for arch in ARCHITECTURES:
         for tokens in TIMED:
             tile = lookup(tokens, weight, 1, torch.bfloat16, arch)
-            if tile.lanes:
+            if not tile.laid_out:
                 continue
             stage, fixed = shared_by(tile.n, tile.m, tile.k, weight, multiplies_by_mma_sync(arch))
             assert (tile.stages - 1) * stage + fixed <= shared_of(arch)
@@ -164,6 +166,7 @@ def test_few_candidates_are_timed() -> None:
                 tiles = worth_timing(tokens, weight, parts, 90, 132)
                 assert 1 <= len(tiles) == len(set(tiles)) <= 16
                 assert tokens > 32 or {tile.lanes for tile in tiles} == {False, True}
+                assert {tile.ring for tile in tiles} == {False, True}
                 made = candidates(tokens, parts, weight.bits)
                 assert set(tiles) <= {cut(tile, weight, parts, 90) for tile in made}
                 assert tokens <= 64 or UNPACK in tiles

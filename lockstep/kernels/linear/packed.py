@@ -14,16 +14,19 @@ import torch
 import triton
 from torch import Tensor
 from triton.errors import TritonError
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.linear import linear
 from lockstep.kernels.linear._packed_kernel import packed_kernel
 from lockstep.kernels.linear._packed_lanes import lanes_kernel
+from lockstep.kernels.linear._packed_ring import HALF, ring_kernel
 from lockstep.kernels.linear.packed_tuning import UNPACK, PackedTile, block_tile, lookup
 from lockstep.kernels.linear.triton import fold, linear_triton
 from lockstep.kernels.linear.triton import launch as dense_launch
 from lockstep.kernels.linear.tuning import Tile
-from lockstep.kernels.packed import PackedWeight
+from lockstep.kernels.packed import Fp4Weight, PackedWeight
 from lockstep.kernels.packed._device import BLOCK
 from lockstep.kernels.packed._form import (
     TYPES,
@@ -40,6 +43,9 @@ UNPACK_FROM = 257
 """Tokens. Fewer read the packed weight, or do as the table says; estimated, to be measured."""
 GROUP = 8
 """Row tiles that share a column tile's weights in L2."""
+X_LAYOUT = NVMMASharedLayout(128, 16, 2)
+W_LAYOUTS = {4: NVMMASharedLayout(64, 32, 2), 8: NVMMASharedLayout(128, 32, 2)}
+"""How a ring holds x and, by bits, words: rows of a block, where no two lanes meet in a bank."""
 PLAIN = Tile(64, 64, 64, 4, 4)
 """Of 48 KB, for the bits that others must have."""
 
@@ -56,7 +62,7 @@ def launch(
     """linear by a given tile. The tile decides the speed and nothing else."""
     (tokens, k) = x.shape
     n = weight.shape[0]
-    if tile.lanes and not target.assembly:
+    if not (tile.laid_out or target.assembly):
         tile = block_tile(tile, weight, segments, target.arch)
     split = min(tile.split, segments)
     length = k // segments
@@ -65,6 +71,8 @@ def launch(
         found = torch.empty(split, tokens, n, dtype=torch.float32, device=x.device)
     if tokens and tile.lanes:
         _lanes(x, weight, found, length, tile, target)
+    elif tokens and tile.ring:
+        _ring(x, weight, found, length, tile, target)
     elif tokens:
         columns = columns_of(weight, tile.k, length)
         operand, form = operand_of(weight, x.dtype, columns, target)
@@ -105,6 +113,32 @@ def _lanes(
         blocks % tile.stages, tile.warps, TYPES[x.dtype],
         num_warps=tile.warps, num_stages=1, maxnreg=tile.registers or None,
         enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def _ring(
+    x: Tensor, weight: PackedWeight, out: Tensor, length: int, tile: PackedTile, target: Target
+) -> None:
+    """Fills out [T, N], or partials [P, T, N] fp32, a program for each part of `length` columns."""
+    tokens = x.shape[0]
+    n = weight.shape[0]
+    if x.stride(0) % 8 or x.data_ptr() % 16:
+        x = x.clone(memory_format=torch.contiguous_format)
+    operand, form = operand_of(weight, x.dtype, 0, target)
+    scales = operand.scales
+    stride = operand.scale_stride
+    if isinstance(weight, Fp4Weight):
+        scales = scales.view(torch.int32)
+        stride = scales.stride(0)
+    x_map = TensorDescriptor.from_tensor(x, [tile.m, HALF.value], X_LAYOUT)
+    words = [tile.n, tile.k * weight.bits // 32]
+    w_map = TensorDescriptor.from_tensor(weight.words, words, W_LAYOUTS[weight.bits])
+    grid = (triton.cdiv(n, tile.n), triton.cdiv(tokens, tile.m), weight.k // length)
+    ring_kernel[grid](
+        x_map, w_map, scales, operand.zeros, operand.factors, out, tokens, n,
+        length // tile.k, operand.first, stride, out.stride(-2), tuple(form), tile.stages,
+        tile.sync, tile.mixed, TYPES[x.dtype], num_warps=tile.warps,
+        maxnreg=tile.registers or None, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -64,7 +64,11 @@ class PackedTile:
     programs fit a multiprocessor, 0: as the compiler likes. On Hopper n below 64, or fewer than 4
     warps, are multiplied by mma.sync, which has the same tree. lanes: the kernel whose warps work
     alone (_packed_lanes.py): m a multiple of 8, n one of 16 x warps, k 128, stages the blocks that
-    a warp loads ahead, and each segment a program of its own.
+    a warp loads ahead, and each segment a program of its own. ring: the kernel whose blocks pass
+    through a ring (_packed_ring.py): m a multiple of 8, n one of 16 x warps, warps one of 4, k 128,
+    stages the slots of the ring, registers of a thread on average, and segments as with lanes;
+    sync: it multiplies by mma.sync, else by wgmma. mixed: of 4 bits whose fp16 scales have no bf16
+    of their own, it unpacks every second pair in fp32.
     """
 
     m: int
@@ -75,11 +79,19 @@ class PackedTile:
     split: int = 1
     registers: int = 0
     lanes: bool = False
+    ring: bool = False
+    sync: bool = False
+    mixed: bool = False
+
+    @property
+    def laid_out(self) -> bool:
+        """Whether the compiler lays it out, as on any GPU; the other kernels are assembly."""
+        return not (self.lanes or self.ring)
 
     @property
     def warpgroup(self) -> bool:
-        """Whether Hopper multiplies such a tile by wgmma."""
-        return self.n >= 64 and self.warps % 4 == 0 and not self.lanes
+        """Whether Hopper multiplies such a tile, laid out by the compiler, by wgmma."""
+        return self.n >= 64 and self.warps % 4 == 0 and self.laid_out
 
 
 UNPACK = PackedTile(0, 0, 0)
@@ -99,8 +111,8 @@ def _lanes(m: int, segments: int, bits: int) -> list[PackedTile]:
     cuts: (16 outputs of a warp, warps of a program, blocks ahead with 4 bits: half with 8).
     """
     cuts = {
-        8: ((1, 1, 4), (1, 1, 8), (1, 1, 6), (2, 1, 2), (2, 1, 4), (4, 1, 2), (1, 4, 4)),
-        16: ((2, 1, 2), (1, 1, 4), (1, 1, 8), (4, 1, 2)),
+        8: ((1, 1, 4), (1, 1, 8), (1, 1, 6), (1, 4, 4)),
+        16: ((2, 1, 2), (1, 1, 4), (1, 1, 8)),
         32: ((2, 1, 2), (1, 1, 4), (2, 1, 4)),
     }
     tiles = [
@@ -112,11 +124,67 @@ def _lanes(m: int, segments: int, bits: int) -> list[PackedTile]:
     return tiles
 
 
-def _few(tokens: int, segments: int, bits: int) -> list[PackedTile]:
-    """At most 32 tokens: the chain of one program is slow, so many run on each multiprocessor.
+WGMMA = (False, False)
+SYNC = (True, False)
+MIXED = (False, True)
+SYNC_MIXED = (True, True)
+RING_CUTS = {
+    8: (
+        (8, 64, 4, 6, 48, *SYNC),
+        (8, 64, 4, 8, 64, *SYNC),
+        (8, 128, 8, 6, 72, *SYNC),
+        (8, 64, 4, 6, 48, *SYNC_MIXED),
+        (8, 64, 4, 6, 48, *WGMMA),
+    ),
+    16: (
+        (16, 64, 4, 5, 48, *SYNC),
+        (16, 64, 4, 6, 64, *SYNC),
+        (16, 128, 8, 6, 72, *SYNC),
+        (16, 64, 4, 5, 48, *SYNC_MIXED),
+    ),
+    32: (
+        (32, 64, 4, 4, 64, *SYNC),
+        (32, 128, 4, 4, 80, *SYNC),
+        (32, 64, 4, 4, 64, *WGMMA),
+        (32, 64, 4, 4, 64, *SYNC_MIXED),
+    ),
+    64: (
+        (64, 64, 4, 3, 64, *WGMMA),
+        (64, 64, 4, 3, 80, *SYNC),
+        (64, 128, 4, 3, 80, *SYNC),
+        (64, 128, 4, 3, 96, *SYNC),
+        (64, 128, 8, 3, 80, *WGMMA),
+        (64, 64, 4, 3, 64, *MIXED),
+    ),
+    256: (
+        (64, 64, 4, 3, 64, *WGMMA),
+        (64, 128, 8, 4, 80, *WGMMA),
+        (128, 128, 8, 4, 120, *WGMMA),
+    ),
+}
+"""By the most tokens: (tokens and outputs of a tile, warps, slots with 4 bits, registers, sync,
+mixed)."""
 
-    Lanes serve only where the table has them: a tuner on a GPU has compared their bits.
-    """
+
+def slot_bytes(m: int, n: int, bits: int) -> int:
+    """Shared memory of a ring's slot: words and x of 128 columns."""
+    return 16 * bits * n + 256 * m
+
+
+def _ring(tokens: int, segments: int, bits: int) -> list[PackedTile]:
+    """Tiles through a ring, with about as many bytes of slots whatever the bits of a weight; wgmma
+    leaves a slot a block late, so three at least."""
+    tiles = []
+    most = next(count for count in RING_CUTS if count >= tokens)
+    for m, n, warps, slots, registers, sync, mixed in RING_CUTS[most]:
+        slots = max(3, -(-slots * slot_bytes(m, n, 4) // slot_bytes(m, n, bits)))
+        tile = PackedTile(m, n, 128, warps, slots, segments, registers)
+        tiles.append(replace(tile, ring=True, sync=sync, mixed=mixed))
+    return tiles
+
+
+def _few(tokens: int, segments: int, bits: int) -> list[PackedTile]:
+    """At most 32 tokens: the chain of one program is slow, so many run on each multiprocessor."""
     lanes = _lanes(8 if tokens <= 8 else 16 if tokens <= 16 else 32, segments, bits)
     return [*_blocks(tokens, segments), *lanes]
 
@@ -132,9 +200,6 @@ def _blocks(tokens: int, segments: int) -> list[PackedTile]:
         PackedTile(m, 64, 128, 4, 4, segments, 96),
         PackedTile(m, 32, 128, 2, 4, segments, 128),
     ]
-    if tokens <= 16:
-        tiles.append(PackedTile(m, 64, 256, 4, 5, segments))
-        tiles.append(PackedTile(m, 32, 256, 2, 3, segments))
     return tiles
 
 
@@ -166,13 +231,22 @@ def _hundreds(tokens: int, segments: int) -> list[PackedTile]:
     return tiles
 
 
+def _laid_out(tokens: int, segments: int) -> list[PackedTile]:
+    """Tiles that the compiler lays out."""
+    if tokens <= 32:
+        return _blocks(tokens, segments)
+    return _some(segments) if tokens <= 64 else _hundreds(tokens, segments)
+
+
 def candidates(tokens: int, segments: int, bits: int = 4) -> list[PackedTile]:
     """Tiles worth timing on Hopper, at most sixteen, for weights of so many bits; the first serves
     where nothing was timed."""
+    ring = _ring(tokens, segments, bits)
     if tokens <= 32:
-        return _few(tokens, segments, bits)
-    tiles = _some(segments) if tokens <= 64 else _hundreds(tokens, segments)
-    return [*tiles, UNPACK] if tokens > 64 else tiles
+        return [*ring, *_few(tokens, segments, bits)]
+    if tokens <= 64:
+        return [*ring, *_some(segments)]
+    return [*_hundreds(tokens, segments), *ring, UNPACK]
 
 
 def _modest(tokens: int) -> PackedTile:
@@ -194,9 +268,21 @@ def lanes_serve(weight: PackedWeight, segments: int, arch: int) -> bool:
     return True
 
 
+def ring_serves(weight: PackedWeight, segments: int, arch: int) -> bool:
+    """Whether a weight can pass through a ring: on Hopper, in whole blocks of columns per segment,
+    each with one scale, or the eight of NVFP4 in two words."""
+    if arch != HOPPER or weight.k % (segments * int(BLOCK)):
+        return False
+    if weight.words.data_ptr() % 16 or weight.words.stride(0) % 4:
+        return False
+    if isinstance(weight, Fp4Weight):
+        return weight.scales.stride(0) % 4 == 0 and weight.scales.data_ptr() % 4 == 0
+    return group_of(weight) % int(BLOCK) == 0
+
+
 def block_tile(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> PackedTile:
-    """What stands for a tile of lanes where these do not serve, or no assembly can run."""
-    other = _blocks(tile.m, segments)[0] if arch == HOPPER else _modest(tile.m)
+    """What stands for a tile of assembly where that does not serve, or none can run."""
+    other = _laid_out(tile.m, segments)[0] if arch == HOPPER else _modest(tile.m)
     return cut(other, weight, segments, arch)
 
 
@@ -217,6 +303,11 @@ def cut(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> Pac
         return tile
     if tile.lanes:
         return _cut_lanes(tile, weight, segments, arch)
+    if tile.ring and ring_serves(weight, segments, arch):
+        mixed = tile.mixed and isinstance(weight, IntWeight) and weight.scales.dtype == torch.half
+        return replace(tile, split=segments, mixed=mixed)
+    if tile.ring:
+        return block_tile(tile, weight, segments, arch)
     k = columns_of(weight, tile.k, weight.k // segments)
     sync = not tile.warpgroup
     stages = stages_of(tile.stages, tile.n, tile.m, k, weight, arch, sync)
@@ -319,6 +410,8 @@ def estimate(
     its programs, each of which is a chain that waits for its products."""
     n, k = weight.shape
     programs = -(-tokens // tile.m) * -(-n // tile.n) * tile.split
+    if tile.ring:
+        return weight.nbytes / BANDWIDTH
     if tile.lanes:
         held = _lanes_held(tile, weight.bits)
         waves = max(1.0, programs / (held * processors))
@@ -346,10 +439,15 @@ def worth_timing(
         tile: estimate(tokens, weight, tile, arch, processors) for tile in found if tile != UNPACK
     }
     most = {
-        lanes: SLACK * min((cost[tile] for tile in cost if tile.lanes == lanes), default=inf)
-        for lanes in (False, True)
+        kernel: SLACK * min((cost[tile] for tile in cost if _kernel(tile) == kernel), default=inf)
+        for kernel in {_kernel(tile) for tile in found}
     }
-    return [tile for tile in found if cost.get(tile, 0.0) <= most[tile.lanes]]
+    return [tile for tile in found if cost.get(tile, 0.0) <= most[_kernel(tile)]]
+
+
+def _kernel(tile: PackedTile) -> tuple[bool, bool]:
+    """Which kernel a tile is of."""
+    return tile.lanes, tile.ring
 
 
 def some_weights(empty: Callable[[], PackedWeight]) -> list[PackedWeight]:
