@@ -13,9 +13,10 @@ from torch import Tensor
 
 from lockstep.kernels.attention._warpgroup import TILE
 from lockstep.kernels.attention.hopper import LONG, attend_prompts
-from lockstep.kernels.attention.paged import _load_packed, _row, _store
+from lockstep.kernels.attention.paged import _row, _store
 from lockstep.kernels.kv import PackedKV
 from lockstep.kernels.kv._launch import Opened, opened
+from lockstep.kernels.kv._tile_device import cache_tile
 from lockstep.kernels.packed._form import target_of
 
 SCRATCH_BYTES = 160 << 20
@@ -43,12 +44,13 @@ def _unpack_kernel(
     at = column * TILE
     if (count > 0) & (at < keys):
         page = tl.load(page_table + s * table_stride + column)
-        tile = _load_packed(
-            codes + kv * H_STRIDE, numbers, constant, kv, page, at, keys, P_STRIDE, T_STRIDE,
-            COUNT, HKV, D, D, TILE, TILE, SHARE, FETCH, UNPACK, out.dtype.element_ty, OPAQUE,
+        d = tl.arange(0, D)
+        tile = cache_tile(
+            codes + kv * H_STRIDE, numbers, constant, kv, page, at, keys, d, P_STRIDE, T_STRIDE,
+            COUNT, HKV, D, TILE, TILE, SHARE, FETCH, UNPACK, out.dtype.element_ty, OPAQUE,
         )  # fmt: skip
         token = ((s * columns + column) * TILE + tl.arange(0, TILE)) * HEADS + tl.program_id(1)
-        tl.store(out + (token[:, None] * D + tl.arange(0, D)[None, :]), tile)
+        tl.store(out + (token[:, None] * D + d[None, :]), tile)
 
 
 @triton.jit(do_not_specialize=["tokens", "gate_stride", "seed"])
