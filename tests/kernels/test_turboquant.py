@@ -204,19 +204,20 @@ def test_heads_that_cannot_be_rotated_are_refused():
 
 
 def unpacked_by_assembly():
-    """Params (codec, dim) of what is unpacked by assembly."""
-    codecs = (*CODECS, Fp8("e4m3"), TokenFp8())
-    pairs = itertools.product(codecs, (16, 32, 64, 128, 256, 512))
-    return [pytest.param(*pair, id=f"{pair[0]}-{pair[1]}") for pair in pairs if fits(*pair)]
-
-
-def fits(codec, dim):
-    return codec.refusal(dim) is None
+    """Params (codec, dim, name in KVDevice) of what is unpacked by assembly."""
+    ways = [(codec, "unpack_bf16") for codec in (*CODECS, Fp8("e4m3"), TokenFp8())]
+    ways += [(codec, "unpack_native") for codec in (Fp8("e4m3"), TokenFp8())]
+    triples = itertools.product(ways, (16, 32, 64, 128, 256, 512))
+    return [
+        pytest.param(codec, dim, unpack, id=f"{codec}-{dim}-{unpack}")
+        for (codec, unpack), dim in triples
+        if codec.refusal(dim) is None
+    ]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize(("codec", "dim"), unpacked_by_assembly())
-def test_assembly_unpacks_to_the_references_bits(codec, dim, monkeypatch):
+@pytest.mark.parametrize(("codec", "dim", "unpack"), unpacked_by_assembly())
+def test_assembly_unpacks_to_the_references_bits(codec, dim, unpack, monkeypatch):
     """The instructions of load_bf16, run one by one on the CPU, over every code and sign."""
     pytest.importorskip("triton")
     import triton.language as tl
@@ -227,7 +228,7 @@ def test_assembly_unpacks_to_the_references_bits(codec, dim, monkeypatch):
         pytest.skip("a GPU runs them itself: test_load_bf16_on_a_gpu")
     monkeypatch.setattr(tl, "inline_asm_elementwise", ptx.inline_asm_elementwise)
     read = importlib.import_module("tests.kernels.read_tile")
-    found, wanted = read.tiles(codec, dim, Backend("triton", "cpu", torch.float32))
+    found, wanted = read.tiles(codec, dim, Backend("triton", "cpu", torch.float32), unpack)
     assert same_bits(found, wanted)
 
 
@@ -249,10 +250,10 @@ def test_assembly_unpacks_e4m3():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("codec", "dim"), unpacked_by_assembly())
-def test_load_bf16_on_a_gpu(codec, dim):
+@pytest.mark.parametrize(("codec", "dim", "unpack"), unpacked_by_assembly())
+def test_load_bf16_on_a_gpu(codec, dim, unpack):
     read = importlib.import_module("tests.kernels.read_tile")
-    found, wanted = read.tiles(codec, dim, Backend("triton", "cuda", torch.bfloat16))
+    found, wanted = read.tiles(codec, dim, Backend("triton", "cuda", torch.bfloat16), unpack)
     assert same_bits(found, wanted)
 
 
