@@ -21,8 +21,8 @@ def _read(
 
 
 def tiles(codec, dim, backend, unpack):
-    """What the kernel reads of TILE random tokens, whose last is masked, by the function `unpack` of
-    the codec's KVDevice, and what the reference decodes to bf16, both [TILE, D] fp32. Codes are
+    """What the kernel reads of TILE random tokens, whose last is masked, by the function `unpack`
+    of the codec's KVDevice, and what the reference decodes to bf16, both [TILE, D] fp32. Codes are
     random, numbers those of tokens of all sizes, one is NaN."""
     generator = torch.Generator().manual_seed(dim)
     words = codec.width(dim)
