@@ -23,6 +23,7 @@ from lockstep import SamplingParams
 from lockstep.config import EngineConfig
 from lockstep.engine.build import find_model
 from lockstep.engine.engine import Engine
+from lockstep.runner.grammar_masks import MOST_LANES
 from lockstep.scheduling.grammar import ONE_LANE, Lanes
 from lockstep.text.grammar import Compiler
 from lockstep.text.processor import Processor
@@ -181,7 +182,7 @@ def masks(asked: argparse.Namespace) -> None:
                 for row in rows:
                     row.prepare()
                 compiled = 1000 * (time.process_time() - began) / count
-                share = asked.threads // count
+                share = min(MOST_LANES, asked.threads // count)
                 lanes = Lanes(share, within.map) if share > 1 else ONE_LANE
                 worked = []
                 taken = []

@@ -23,6 +23,8 @@ from lockstep.scheduling.request import Request
 
 MOST_THREADS = 16
 """Masks that are made at the same time."""
+MOST_LANES = 4
+"""Threads that share the masks of one row: each has the grammar compiled for itself."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class GrammarMasks:
     def _send(self, held: list[HeldRow], seen: Tensor, width: int) -> None:
         """Makes the masks, each row's by itself, and copies them to the device. Few rows share
         their masks among threads."""
-        share = self.threads // len(held)
+        share = min(MOST_LANES, self.threads // len(held))
         lanes = Lanes(share, self.lanes.map) if share > 1 else ONE_LANE
 
         def masks_of(one: HeldRow, numbers: list[int]) -> bytes:

@@ -299,6 +299,11 @@ def test_kimis_ids_are_the_models_own() -> None:
     found = parser_of("kimi_k2", calls, False).parse(kimi_k2(calls)).tool_calls
     assert [c.id for c in found] == ["functions.get:0", "functions.files.read:x:1"]
     assert [c.name for c in found] == ["get", "files.read:x"]
+    twice = kimi_k2(calls[:1]).replace("<|tool_calls_section_end|>", "") + kimi_k2(calls[:1])
+    found = parser_of("kimi_k2", calls, False).parse(twice).tool_calls
+    assert [c.id for c in found] == ["functions.get:0", None], (
+        "an id that came is given to no other"
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lockstep import LLM
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.errors import CheckpointError, ConfigError, RequestError
 from lockstep.settings import MOST_CHARACTERS
 from lockstep.text.processor import Processor
 from lockstep.text.settings import TextSettings
@@ -16,6 +16,7 @@ from tests.tiny_model import make_model
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}|{% endfor %}{{ tone }}"
 HI = [{"role": "user", "content": "hi"}]
+TOOLS = [{"type": "function", "function": {"name": "ping"}}]
 
 
 def processor(folder: Path, tokenizer: Tokenizer, **chosen: Any) -> Processor:
@@ -28,7 +29,8 @@ def test_a_template_is_a_text_or_a_file(folder: Path, tokenizer: Tokenizer, tmp_
     for chosen in (TEMPLATE, str(path)):
         found = processor(folder, tokenizer, chat_template=chosen)
         assert found.render_text(HI) == "hi|"
-    assert not found.can_call_tools, "parsers are chosen by the template that is used"
+    with pytest.raises(RequestError, match="tool-call parser"):
+        found.check_tools(TOOLS)  # parsers are chosen by the template that is used
 
 
 def test_variables_stand_under_a_requests(folder: Path, tokenizer: Tokenizer) -> None:
@@ -42,12 +44,15 @@ def test_variables_stand_under_a_requests(folder: Path, tokenizer: Tokenizer) ->
 
 def test_parsers_by_name(folder: Path, tokenizer: Tokenizer) -> None:
     plain = processor(folder, tokenizer, tool_call_parser="none", reasoning_parser="none")
-    assert not plain.can_call_tools
+    plain.check_tools(None)
+    with pytest.raises(RequestError, match="tool-call parser"):
+        plain.check_tools(TOOLS)
     text = "<think>\nwhy\n</think>\n\nso"
     assert plain.reply_parser("", None).parse(text).content == text
     named = processor(folder, tokenizer, reasoning_parser="deepseek_r1", tool_call_parser="hermes")
     found = named.reply_parser("", None).parse(text)
-    assert (found.reasoning, found.content) == ("why", "so") and named.can_call_tools
+    assert (found.reasoning, found.content) == ("why", "so")
+    named.check_tools(TOOLS)
 
 
 def test_defaults_of_sampling(folder: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:

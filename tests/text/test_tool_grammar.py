@@ -19,15 +19,19 @@ import numpy as np
 import pytest
 
 from lockstep.errors import RequestError
+from lockstep.sampling_params import SamplingParams
 from lockstep.text.detokenizer import Detokenizer
 from lockstep.text.grammar import Compiler
 from lockstep.text.json_schema import MOST_DEPTH
 from lockstep.text.parsers import TOOL_PARSERS, ReplyParser
 from lockstep.text.parsers.events import Reply
 from lockstep.text.parsers.writing import Json
+from lockstep.text.processor import Processor
+from lockstep.text.settings import TextSettings
 from lockstep.text.structured import MOST_RULES, compile_wanted
 from lockstep.text.tokenizer import Tokenizer
 from lockstep.text.tool_grammar import CallParams, ToolSyntax
+from tests.text.test_conformance import WRITERS
 from tests.text.test_structured import matches, nested
 
 MODEL = Path(__file__).parents[2] / "lockstep" / "assets" / "model"
@@ -254,12 +258,20 @@ def syntax_parts(syntax: ToolSyntax, text: str) -> list[str]:
     return [part for part in text.split("\x00") if part]
 
 
+WRITTEN = {writer.__name__: writer for writer in WRITERS}
+
+
+def untagged(text: str) -> str:
+    """Calls without the tags that Llama may write around them, and grammars do not."""
+    for tag in ("<|python_tag|>", "<|python_start|>", "<|python_end|>"):
+        text = text.replace(tag, "")
+    return text
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_call_of_a_writer_fits(model: Model, name: str) -> None:
     """Calls as test_conformance's writers write them, which share nothing with grammars."""
-    from tests.text.test_conformance import WRITERS
-
-    writer = next(w for w in WRITERS if w.__name__ == name)
+    writer = WRITTEN[name]
     syntax = model.syntax(name)
     tools = syntax.tools(SENT)
     one: list[Any] = [("weather", {"city": "Rio", "days": 3})]
@@ -273,8 +285,7 @@ def test_every_call_of_a_writer_fits(model: Model, name: str) -> None:
     single = syntax.text_and_calls(tools, False)
 
     def says(source: str, text: str) -> bool:
-        text = text.replace("<|python_tag|>", "").replace("<|python_start|>", "")
-        return matches(model.compiler, source, text.replace("<|python_end|>", ""))
+        return matches(model.compiler, source, untagged(text))
 
     assert says(alone, writer(one))
     assert says(several, f"\n\n{writer(two)}")
@@ -290,6 +301,31 @@ def test_every_call_of_a_writer_fits(model: Model, name: str) -> None:
     named = syntax.calls_only(syntax.tools(SENT, "ping"), True)
     assert says(named, writer([("ping", {})]))
     assert not says(named, writer(one))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_calls_behind_reasoning(name: str) -> None:
+    """As the server does it: the form, the request's grammar, the parser of the answer."""
+    settings = TextSettings(tool_call_parser=name, reasoning_parser="think")
+    tokenizer = Tokenizer(MODEL)
+    processor = Processor.for_model(tokenizer, MODEL, 2048, settings)
+    asked = [{"role": "user", "content": "How is Rio?"}]
+    prompt = processor.conversation(asked, SENT, enable_thinking=True)
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        params = SamplingParams(structured_outputs=processor.form(None, SENT, choice))
+        (request,) = processor.requests("r", prompt, params)
+        grammar = request.grammar
+        assert grammar is not None
+        written = WRITTEN[name]([("weather", {"city": "Rio", "days": 3})])
+        text = f"I see <tool_call> [ {{\n</think>\n\n{untagged(written)}"
+        for token in processor.encode(text, add_special_tokens=False):
+            mask = grammar.masks([])[0]
+            assert mask[token // 8] >> token % 8 & 1, text
+            grammar.accept([token])
+        reply = processor.reply_parser(prompt.text, SENT, held=True).parse(text)
+        judge(text, reply, SCHEMAS)
+        assert reply.reasoning == "I see <tool_call> [ {"
+        assert [call.name for call in reply.tool_calls] == ["weather"]
 
 
 def one_tool(properties: dict[str, Any], **more: Any) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """Tool calls as Kimi K2 writes them: functions.NAME:INDEX, which is the call's id, and JSON."""
 
 import re
+from typing import Any
 
 from lockstep.text.parsers.named_calls import NamedCalls
 from lockstep.text.parsers.writing import Rules, Tool, sequence
@@ -38,7 +39,14 @@ class KimiK2Parser(NamedCalls):
         number = "/[0-9]{1,4}/"
         return sequence(name, number, rules.text(_SEPARATOR), rules.arguments(tool))
 
+    def __init__(self, tools: Any) -> None:
+        super().__init__(tools)
+        self._ids: set[str] = set()
+
     def _named(self, header: str) -> tuple[str, str | None]:
+        """An id that came before in the answer is none, since results are told apart by it."""
         call_id = header.strip()
         found = _ID.fullmatch(call_id)
-        return (found[1] if found else ""), call_id
+        new = call_id not in self._ids
+        self._ids.add(call_id)
+        return (found[1] if found else ""), call_id if new else None

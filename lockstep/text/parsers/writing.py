@@ -8,7 +8,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from lockstep.errors import RequestError
 
@@ -36,7 +36,7 @@ class Tool:
     schema: Json
     field: str
 
-    def refuse(self, keyword: str, place: str, why: str, remedy: str = "Leave it out.") -> None:
+    def refuse(self, keyword: str, place: str, why: str, remedy: str = "Leave it out.") -> NoReturn:
         """Raises RequestError for a keyword that would not be obeyed."""
         raise RequestError(
             f"{self.field}: the keyword {keyword!r} at {place} is not supported, since {why}. "
