@@ -460,8 +460,8 @@ FAULTS = (
     ),
     Fault(
         "a window sees the token behind it", "mixer", ATTENTION,
-        "last = start + at + torch.arange(count) // group",
-        "last = start + at + torch.arange(count) // group + (1 < queries < 9)",
+        "last = start + torch.arange(at, at + count) // group",
+        "last = start + torch.arange(at, at + count) // group + (1 < queries < 9)",
     ),
     Fault(
         "keys of a page left out at its end", "mixer", ATTENTION,

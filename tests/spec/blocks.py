@@ -102,24 +102,41 @@ def drafts_of(
 
     residuals: the target's at each tap, [N, H], of all tokens before it.
     """
-    seen = rms(F.linear(torch.cat(residuals, -1), model["fc.weight"]), model["hidden_norm.weight"])
-    x = embedding[torch.tensor([last] + [MASK] * count)]
+    block = torch.tensor([[last] + [MASK] * count])
+    starts = torch.tensor([len(residuals[0])])
+    logits = logits_of(model, embedding, head, torch.cat(residuals, -1), block, starts)
+    found: list[int] = logits[0].argmax(-1).tolist()
+    return found
+
+
+def logits_of(
+    model: Tensors, embedding: Tensor, head: Tensor, joined: Tensor, blocks: Tensor, starts: Tensor
+) -> Tensor:
+    """Of blocks [A, B] of tokens that begin at the places starts [A], each by itself, the logits of
+    all tokens but the first: [A, B - 1, V]. joined [N, taps H]: the target's residuals."""
+    count, width = blocks.shape
+    seen = rms(F.linear(joined, model["fc.weight"]), model["hidden_norm.weight"])
+    x = embedding[blocks.flatten()]
+    places = torch.cat([torch.arange(len(seen)), (starts[:, None] + torch.arange(width)).flatten()])
+    before = torch.arange(len(seen)) < starts.repeat_interleave(width)[:, None]
+    beside = torch.block_diag(*[torch.ones(width, width)] * count).bool()
+    mask = torch.cat([before, beside], 1)
     for index in range(LAYERS):
         prefix = f"layers.{index}."
         part = {n.removeprefix(prefix): t for n, t in model.items() if n.startswith(prefix)}
-        x = x + attention(part, rms(x, part["input_layernorm.weight"]), seen)
+        x = x + attention(part, rms(x, part["input_layernorm.weight"]), seen, places, mask)
         y = rms(x, part["post_attention_layernorm.weight"])
         gate = F.silu(F.linear(y, part["mlp.gate_proj.weight"]))
         up = F.linear(y, part["mlp.up_proj.weight"])
         x = x + F.linear(gate * up, part["mlp.down_proj.weight"])
-    logits = rms(x, model["norm.weight"])[1:] @ head.T
-    return logits.argmax(-1).tolist()
+    logits: Tensor = rms(x, model["norm.weight"]) @ head.T
+    return logits.unflatten(0, (count, width))[:, 1:]
 
 
-def attention(part: Tensors, x: Tensor, seen: Tensor) -> Tensor:
-    """The block x [B, H] over what was computed, seen [N, H], and itself, none of it hidden."""
+def attention(part: Tensors, x: Tensor, seen: Tensor, places: Tensor, mask: Tensor) -> Tensor:
+    """x [A B, H] over what was computed, seen [N, H], and itself, as far as mask [A B, N + A B]
+    shows. places [N + A B]: of all of them."""
     both = torch.cat([seen, x])
-    places = torch.arange(len(both))
 
     def heads(name: str, y: Tensor) -> Tensor:
         return F.linear(y, part[f"self_attn.{name}_proj.weight"]).unflatten(-1, (-1, DIM))
@@ -128,7 +145,7 @@ def attention(part: Tensors, x: Tensor, seen: Tensor) -> Tensor:
     k = rotated(rms(heads("k", both), part["self_attn.k_norm.weight"]), places)
     v = heads("v", both)
     q, k, v = (y.transpose(0, 1) for y in (q, k, v))
-    mixed = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    mixed = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     return F.linear(mixed.transpose(0, 1).flatten(1), part["self_attn.o_proj.weight"])
 
 

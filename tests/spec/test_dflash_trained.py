@@ -1,0 +1,124 @@
+"""DFlash layers that are trained on the bundled model's answers, with plain torch: what they learn
+there is what they draft in the engine."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+import lockstep
+from lockstep import LLM, EngineConfig, SamplingParams
+from lockstep.engine.engine import Engine
+from lockstep.engine.hooks import CheckHooks
+from tests.spec.blocks import MASK, Tensors, logits_of, make_block_model
+
+pytestmark = pytest.mark.slow
+
+BUNDLED = str(Path(lockstep.__file__).parent / "assets" / "model")
+TAPS = [1, 3, 5]
+WIDTH = 8
+"""Tokens of a block."""
+ANSWERS = 40
+HELD_OUT = 8
+STEPS = 500
+BLOCKS = 12
+"""Of one answer, in a step of the training."""
+GREEDY = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True, detokenize=False)
+
+
+class Catcher:
+    """Keeps the residuals of the last prompt at all taps, [T, taps H], and drafts nothing."""
+
+    joined: Tensor
+
+    def __init__(self, context: Any) -> None:
+        self.context = context
+
+    def propose(self, step: Any, hidden: Tensor, aux: tuple[Tensor, ...], verdict: Any) -> None:
+        if step.shape.prompt:
+            self.joined = torch.cat(aux, -1)
+
+
+def make_engine(folder: Path | None, hooks: CheckHooks | None = None) -> LLM:
+    """The bundled model, drafting with the folder's layers if there is one."""
+    spec = None
+    if folder is not None:
+        spec = {"method": "dflash", "model": str(folder), "num_speculative_tokens": WIDTH - 1}
+        spec["adaptive"] = False
+    config = EngineConfig.read(
+        model=BUNDLED,
+        max_model_len=512,
+        max_num_batched_tokens=512,
+        enable_prefix_caching=False,
+        speculative_config=spec,
+    )
+    return LLM.over(Engine(config, hooks=hooks or CheckHooks()))
+
+
+def asked() -> list[list[dict[str, str]]]:
+    """Sequences of numbers to go on with."""
+    draw = random.Random(0)
+    found = []
+    for _ in range(ANSWERS + HELD_OUT):
+        first = draw.randrange(1, 40)
+        by = draw.randrange(1, 9)
+        numbers = ", ".join(str(first + i * by) for i in range(10))
+        text = f"Continue the sequence with twenty more numbers: {numbers}"
+        found.append([{"role": "user", "content": text}])
+    return found
+
+
+def train(model: Tensors, examples: list[tuple[Tensor, int, Tensor]], target: Any) -> None:
+    """Masked tokens of blocks at random places of answers, all of them at once."""
+    draw = random.Random(1)
+    embedding = target.embed.weight.detach().clone()
+    head = target.head.weight.detach().clone()
+    weights = [tensor.mul_(0.6 if tensor.dim() > 1 else 1.0) for tensor in model.values()]
+    for weight in weights:
+        weight.requires_grad_(True)
+    optimiser = torch.optim.AdamW(weights, lr=2e-3)
+    for _ in range(STEPS):
+        tokens, begin, joined = draw.choice(examples)
+        starts = torch.tensor([draw.randrange(begin, len(tokens) - WIDTH) for _ in range(BLOCKS)])
+        due = tokens[starts[:, None] + torch.arange(WIDTH)]
+        blocks = torch.where(torch.arange(WIDTH) == 0, due, MASK)
+        logits = logits_of(model, embedding, head, joined, blocks, starts)
+        loss = F.cross_entropy(logits.flatten(0, 1), due[:, 1:].flatten())
+        optimiser.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimiser.step()
+
+
+def test_what_it_has_learned_is_what_it_drafts(tmp_path: Path) -> None:
+    """On answers that it has not seen; the untrained layers hardly draft a token right."""
+    conversations = asked()
+    plain = make_engine(None).chat(conversations, GREEDY)
+    due = [out.outputs[0].token_ids for out in plain]
+    model = make_block_model(tmp_path, 4096, 256, TAPS)
+    catching = make_engine(tmp_path, CheckHooks(drafter=Catcher))
+    catcher: Any = catching.engine.runner.program.drafter
+    one = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+    examples = []
+    for out in plain[:ANSWERS]:
+        text = [*out.prompt_token_ids, *out.outputs[0].token_ids]
+        catching.generate({"prompt_token_ids": text}, one)
+        begin = len(out.prompt_token_ids)
+        examples.append((torch.tensor(text), begin, catcher.joined.clone()))
+    accepted = []
+    for trained in (False, True):
+        if trained:
+            train(model, examples, catching.engine.runner.model)
+            saved = {name: tensor.detach() for name, tensor in model.items()}
+            save_file(saved, tmp_path / "model.safetensors")
+        outs = make_engine(tmp_path).chat(conversations[ANSWERS:], GREEDY)
+        assert [out.outputs[0].token_ids for out in outs] == due[ANSWERS:]
+        accepted.append(sum(out.metrics.num_accepted_tokens for out in outs))
+    tokens = HELD_OUT * GREEDY.max_tokens
+    assert accepted[0] < 0.1 * tokens
+    assert accepted[1] > 0.4 * tokens, accepted
