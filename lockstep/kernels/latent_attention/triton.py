@@ -36,7 +36,7 @@ from lockstep.kernels.packed._form import target_of
 LOG2E = 1.4426950408889634
 """log2(e): weights are 2^(x log2(e)), which the GPU has an instruction for."""
 LONG_SEGMENT = 1024
-"""Keys of a segment on Hopper, where every fold goes through memory: docs/decisions/0012."""
+"""Keys of a segment on Hopper, where every fold goes through memory: docs/decisions/0015."""
 SPAN = 8
 """Segments of a span: part of the definition, like SEGMENT."""
 WIDEST = 512
