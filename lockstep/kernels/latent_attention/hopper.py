@@ -46,12 +46,10 @@ LATENT = gl.constexpr(512)
 ROPE = gl.constexpr(64)
 HALF = gl.constexpr(256)
 PART = gl.constexpr(128)
-"""Columns of a latent, of its rotated key, of a warpgroup's output, and of an accumulator of it:
-the compiler refuses one that is wider than 128 registers, whatever a warpgroup has of them."""
+"""Columns of a latent, of its rotated key, of a warpgroup's output, and of one of its two
+accumulators: ptxas refuses 256 columns where a program has 16 warps."""
 SLOTS = gl.constexpr(2)
 """Tiles in shared memory, 72 KB each beside as much of queries."""
-AHEAD = 4
-"""Tiles from a copy to what is asked for in the L2 cache meanwhile."""
 NO_SCORE = gl.constexpr(-1e30)
 """The maximum over no scores, as in triton.py."""
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
@@ -88,30 +86,10 @@ def _copy(source, row, column, slot, full, empty, phase, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def _bring(start):
-    """Asks for a page of latents, at this address, in the L2 cache, once for the warp."""
-    gl.inline_asm_elementwise(
-        """
-        {
-            .reg .pred one;
-            elect.sync _|one, 0xffffffff;
-            @one cp.async.bulk.prefetch.L2.global [$1], 65536;
-            mov.b32 $0, 0;
-        }
-        """,
-        "=r,l",
-        [start],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def _fetch(
-    q_map, q_rope_map, latent_map, rope_map, latents, queries, q_rope, q_full, q_empty, ring, ropes,
-    full, empty, page_table, cu_seqlens, starts, table_stride, items, blocks, parallel,
-    H: gl.constexpr, UNIT: gl.constexpr, AHEAD: gl.constexpr,
+    q_map, q_rope_map, latent_map, rope_map, queries, q_rope, q_full, q_empty, ring, ropes, full,
+    empty, page_table, cu_seqlens, starts, table_stride, items, blocks, parallel, H: gl.constexpr,
+    UNIT: gl.constexpr,
 ):  # fmt: skip
     """The warp that copies: of every item its queries, then its tiles in the order of their use."""
     i = 0
@@ -130,13 +108,8 @@ def _fetch(
             k += 1
             pages = page_table + s.to(gl.int64) * table_stride
             for unit in range(lane * UNIT, end, parallel * UNIT):
-                stop = gl.minimum(end, unit + UNIT)
-                for at in range(unit, stop, 64):
+                for at in range(unit, gl.minimum(end, unit + UNIT), 64):
                     token = gl.load(pages + at // 64) * 64
-                    if AHEAD > 0:
-                        if at + AHEAD * 64 < stop:
-                            later = gl.load(pages + at // 64 + AHEAD).to(gl.int64)
-                            _bring((latents + later * (64 * LATENT)).to(gl.int64))
                     slot = i % SLOTS
                     phase = i // SLOTS & 1
                     for half in gl.static_range(2):
@@ -206,8 +179,8 @@ def _segment_weights(
         top, norm = _weigh(
             scores, ropes, fades, ready, ones, i, scale, top, norm, last, lowest, at + t * 64
         )
-        ahead = _start_scores(queries, q_rope, ring, ropes, full, i + 1)
-        norm, scores = warpgroup_mma_wait(0, deps=(norm, ahead))
+        scores = _start_scores(queries, q_rope, ring, ropes, full, i + 1)
+        norm, scores = warpgroup_mma_wait(0, deps=(norm, scores))
         mbarrier.arrive(empty.index(SLOTS * 2 + i % SLOTS))
         i += 1
     top, norm = _weigh(
@@ -434,13 +407,12 @@ def _values(
     do_not_specialize=["table_stride", "items", "blocks", "parallel", "entries", "Q"],
 )
 def _latent_kernel(
-    q_map, q_rope_map, latent_map, rope_map, latents, page_table, cu_seqlens, starts, out, tops,
-    norms, parts, kept, scale, table_stride, items, blocks, parallel, entries, Q,
+    q_map, q_rope_map, latent_map, rope_map, page_table, cu_seqlens, starts, out, tops, norms,
+    parts, kept, scale, table_stride, items, blocks, parallel, entries, Q,
     H: gl.constexpr, SEGMENT: gl.constexpr, UNIT: gl.constexpr, WHOLE: gl.constexpr,
-    AHEAD: gl.constexpr,
 ):  # fmt: skip
-    """Every so-manieth item: 64 (token, head) rows of a row of the batch, and of their units of
-    UNIT keys every `parallel`-th, each an entry, or all of them, where WHOLE."""
+    """Every num_programs(0)-th item: 64 (token, head) rows of a row of the batch, and every
+    `parallel`-th of their units of UNIT keys, each left as an entry, or, where WHOLE, folded."""
     dtype: gl.constexpr = out.dtype.element_ty
     square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -489,9 +461,9 @@ def _latent_kernel(
                 parts, out, kept, items, blocks, parallel, entries, Q, 1, H, SEGMENT, UNIT, WHOLE,
             )),
             (_fetch, (
-                q_map, q_rope_map, latent_map, rope_map, latents, queries, q_rope, q_full, q_empty,
-                ring, ropes, full, empty, page_table, cu_seqlens, starts, table_stride, items,
-                blocks, parallel, H, UNIT, AHEAD,
+                q_map, q_rope_map, latent_map, rope_map, queries, q_rope, q_full, q_empty, ring,
+                ropes, full, empty, page_table, cu_seqlens, starts, table_stride, items, blocks,
+                parallel, H, UNIT,
             )),
         ],
         [4, 4, 1],
@@ -580,9 +552,9 @@ def _attend(
         _described(q_rope.view(-1, ROPE.value), ROPE.value),
         _described(latents.view(-1, LATENT.value), HALF.value),
         _described(ropes.view(-1, ROPE.value), ROPE.value),
-        latents, page_table, cu_seqlens, starts, out, *left, kept, scale * LOG2E,
-        page_table.stride(0), items, blocks, p.parallel, entries, query_len,
-        heads, tile.segment, p.unit or tile.segment * SPAN, not p.unit, AHEAD,
+        page_table, cu_seqlens, starts, out, *left, kept, scale * LOG2E, page_table.stride(0),
+        items, blocks, p.parallel, entries, query_len,
+        heads, tile.segment, p.unit or tile.segment * SPAN, not p.unit,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     if entries:

@@ -1,7 +1,7 @@
 # mypy: ignore-errors
 """latent_attention in Triton: one fold for prompts, decoding and verification.
 
-The keys are cut at absolute multiples of SEGMENT. Inside a segment, ascending tiles with online
+The keys are cut at absolute multiples of a segment. Inside a segment, ascending tiles with online
 softmax. SPAN segments are folded in ascending order, from an empty fold, and spans likewise: two
 levels, whoever computes them, so that the partition (chosen from static sizes) changes no bit. A
 program folds all of a row by itself, or leaves an entry for each span, or for each segment, and a
@@ -36,14 +36,14 @@ from lockstep.kernels.packed._form import target_of
 LOG2E = 1.4426950408889634
 """log2(e): weights are 2^(x log2(e)), which the GPU has an instruction for."""
 LONG_SEGMENT = 1024
-"""Keys of a segment where the sums of two levels do not fit the registers together: Hopper."""
+"""Keys of a segment on Hopper, where every fold goes through memory: docs/decisions/0015."""
 SPAN = 8
 """Segments of a span: part of the definition, like SEGMENT."""
 WIDEST = 512
 """Dims of a latent: the sums of 64 rows of it fill half of the registers of 8 warps."""
 PROGRAMS = 128
 """Programs that keep a GPU busy: about one for each of an H200's 132 multiprocessors, since the
-shared memory of one has no room for two. An estimate: not measured yet."""
+shared memory of one has no room for two."""
 ENTRY_BYTES = 1 << 29
 """Bytes that entries for the second kernel may take."""
 TOGETHER = 4
