@@ -121,6 +121,16 @@ def test_explain_of_a_gpu_that_is_not_there(model: str) -> None:
     assert shown.exit_code == 0 and "needed_bytes" in shown.stdout and "fits" not in shown.stdout
 
 
+def test_explain_counts_a_draft_head_of_some_tokens(model: str) -> None:
+    """Of a GPU that is not there, its rows of the target's head are only counted."""
+    drafts = {"method": "mtp", "num_speculative_tokens": 2}
+    asked = ("explain", "--arch", "sm_86", "--model", model, "--json", "--speculative-config")
+    whole = json.loads(run(*asked, json.dumps(drafts)).stdout)["plan"]
+    drafts["draft_vocab_size"] = 128
+    some = json.loads(run(*asked, json.dumps(drafts)).stdout)["plan"]
+    assert some["weight_bytes"] > whole["weight_bytes"]
+
+
 def test_explain_counts_a_state_of_16_bits(model: str) -> None:
     asked = ("explain", "--arch", "sm_86", "--model", model, "--json")
     plans = [json.loads(run(*asked, "--mamba-ssm-cache-dtype", kept).stdout)["plan"]

@@ -64,10 +64,13 @@ class Weight(nn.Module):
         found = self.stored
         return found[begin:end] if isinstance(found, Tensor) else found.rows(begin, end)
 
-    def gather(self, ids: Tensor) -> Tensor:
-        """The rows [len(ids), K] of these ids, in the model's dtype."""
+    def gather(self, ids: Tensor, out: Tensor) -> None:
+        """The rows of these ids into out [len(ids), K] of the model's dtype."""
         found = self.stored
-        return found[ids] if isinstance(found, Tensor) else found.gather(ids).unpack(self.dtype)
+        if isinstance(found, Tensor):
+            torch.index_select(found, 0, ids.to(found.device), out=out)
+        else:
+            out.copy_(found.gather(ids).unpack(self.dtype))
 
     def finish(self) -> None:
         """To be called once, when the weight is filled."""

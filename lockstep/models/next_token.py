@@ -58,7 +58,7 @@ class NextTokenModule(nn.Module, ABC):
             return
         (_, hidden) = self.head.shape
         rows = self.build.matrix(len(self.ids), hidden)
-        rows.data.copy_(self.head.gather(self.ids))
+        self.head.gather(self.ids, rows.data)
         self.head = Head(self.build, len(self.ids), hidden, rows)
 
     @property

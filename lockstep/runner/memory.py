@@ -106,11 +106,13 @@ def asked_size(config: EngineConfig, limits: StepLimits, cost: CacheBytes) -> Ca
 def measured_size(
     config: EngineConfig, limits: StepLimits, cost: CacheBytes, budget: int
 ) -> CacheSize:
-    """The cache that `budget` bytes of a GPU hold: slots first, pages with the rest. Raises
-    CapacityError."""
+    """The cache that `budget` bytes of a GPU hold: slots first, pages with the rest; but snapshots
+    that nobody asked for leave pages for one request of the whole length. Raises CapacityError."""
     snapshots = _snapshots(config)
     if config.num_snapshots is None and cost.slot:
-        snapshots = min(snapshots, int(budget * GPU_SNAPSHOT_SHARE) // cost.slot)
+        request = (limits.row_columns + 1) * cost.page + _slots(limits, cost, 0) * cost.slot
+        most = min(int(budget * GPU_SNAPSHOT_SHARE), max(budget - request, 0))
+        snapshots = min(snapshots, most // cost.slot)
     slots = _slots(limits, cost, snapshots)
     useful = limits.max_num_seqs * limits.row_columns * GPU_PAGES_PER_ROW + 1
     return CacheSize(count_pages(budget - slots * cost.slot, cost.page, useful, LEAST_PAGES), slots)

@@ -33,8 +33,6 @@ WORD = 4
 DIM = 128
 """Of heads. At 256 the output of 8 rows takes as many registers as that of 16 here, and a tile
 twice the shared memory: 249 us against 213 of hopper_packed.py (27B, 8 x 1, 32,768, fp8)."""
-MOST_ROWS = 16
-"""(token, head of a group) rows: 119 us against 129 of hopper_packed.py (8B, 8 x 4, 16,384)."""
 SEGMENT_TILES = gl.constexpr(SEGMENT // TILE)
 COLUMN = gl.constexpr(gl.SliceLayout(0, MMA.value))
 """Of one number for each row of queries."""
@@ -265,8 +263,9 @@ def division_of(rows: int, count: int, kv_heads: int, segments: int) -> Division
 def serves(q: Tensor, k_cache: PackedKV, v_cache: PackedKV, count: int) -> bool:
     """Whether this kernel takes such a step: count, as above, rows of bf16, and codecs of both."""
     codecs = (k_cache.codec, v_cache.codec)
-    known = all(codec.fragments_at is not None for codec in codecs)
-    return known and q.dtype == torch.bfloat16 and q.shape[-1] == DIM and count <= MOST_ROWS
+    if q.dtype != torch.bfloat16 or q.shape[-1] != DIM:
+        return False
+    return all(codec.fragments_at and count <= codec.fragments().rows for codec in codecs)
 
 
 def paged_attention_few(

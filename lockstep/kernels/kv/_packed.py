@@ -46,6 +46,7 @@ class KVFragments(NamedTuple):
     order of _mma_layouts.column_of.
     values(codes, numbers, i, kv, HKV, D) -> the columns [D, 16] of these tokens in any order.
     place(i, D): the column that stands at i.
+    rows: (token, head of a group) rows up to which this is the fastest way.
     """
 
     planes: int
@@ -53,6 +54,7 @@ class KVFragments(NamedTuple):
     keys: Any
     values: Any
     place: Any
+    rows: int
 
 
 @dataclass(frozen=True)
