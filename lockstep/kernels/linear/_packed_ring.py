@@ -133,9 +133,7 @@ def _fp8(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
         lines.append("cvt.rn.f16x2.e4m3x2 t, h;")
         lines.append("mov.b32 {a, b}, s;")
         lines.append("mov.b32 {c, d}, t;")
-        lines += [
-            f"cvt.f32.f16 {to}, {of};" for to, of in zip("efgi", "abcd", strict=True)
-        ]
+        lines += [f"cvt.f32.f16 {to}, {of};" for to, of in zip("efgi", "abcd", strict=True)]
         lines += _scaled(kind, "e", "g", "$6", 2 * word)
         lines += _scaled(kind, "f", "i", "$6", 2 * word + 1)
     return _text(4, "rrff", lines)
@@ -164,7 +162,9 @@ def _fp4(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
             scale = f"${10 + 2 * (2 * word + pair // 2)}"
             size = 9 - 4 * pair
             lines.append(f"shl.b32 s, {source}, {12 - 4 * pair};")
-            lines.append(f"shl.b32 m, {source}, {size};" if size > 0 else f"shr.u32 m, {source}, 3;")
+            lines.append(
+                f"shl.b32 m, {source}, {size};" if size > 0 else f"shr.u32 m, {source}, 3;"
+            )
             lines.append("and.b32 m, m, 0x0e000e00;")
             lines.append("lop3.b32 p, s, 0x80008000, m, 0xea;")
             lines.append(f"mul.rn.f16x2 p, p, {scale};")
@@ -247,7 +247,7 @@ def _halves(words, layout: gl.constexpr):
 
 @gluon.jit
 def _fetch(scales, zeros, block, live, FORM: gl.constexpr):
-    """The numbers of a block beside its words, per output, as they lie: two tensors, or one twice."""
+    """Numbers of a block beside its words, per output, as they lie: two tensors, or one twice."""
     if FORM[0] == FP4:
         return (
             gl.load(scales + 2 * block, mask=live, other=0),
@@ -269,9 +269,7 @@ def _fetch(scales, zeros, block, live, FORM: gl.constexpr):
 def _twice(number, DTYPE: gl.constexpr):
     """Numbers of fp32, rounded -> words that hold them in both halves."""
     TEXT: gl.constexpr = TWICE_BF16 if DTYPE == gl.bfloat16 else TWICE_FP16
-    return gl.inline_asm_elementwise(
-        TEXT, "=r,f", [number], dtype=gl.int32, is_pure=True, pack=1
-    )
+    return gl.inline_asm_elementwise(TEXT, "=r,f", [number], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
