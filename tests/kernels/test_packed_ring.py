@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.architecture import HOPPER
-from lockstep.kernels.linear import _packed_ring as ring
+from lockstep.kernels.linear import _packed_text as texts
 from lockstep.kernels.linear.packed_tuning import (
     PackedTile,
     block_tile,
@@ -27,7 +27,7 @@ KINDS = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 
 def text(name: str, dtype: torch.dtype) -> str:
     """The assembly of a layout for weights of this dtype."""
-    return str(getattr(ring, f"{name}_{KINDS[dtype]}").value)
+    return str(getattr(texts, f"{name}_{KINDS[dtype]}").value)
 
 
 def run(assembly: str, results: int, given: list[Any]) -> list[Tensor]:
@@ -109,7 +109,7 @@ def test_every_code_zero_and_scale_of_int4(
     second = (least + zero).float().numpy() if wide else doubled((-least - zero).to(dtype))
     given = [first, first, second, second]
     if name in ("SPLIT", "MIXED"):
-        found = run(str(ring.PARTS.value), 2, [scale.view(torch.int16).numpy().view(np.uint16)])
+        found = run(str(texts.PARTS.value), 2, [scale.view(torch.int16).numpy().view(np.uint16)])
         given[:2] = [found[0].numpy().view(np.uint32)] * 2
         given += [found[1].numpy().view(np.uint32)] * 2
         given += [scale.float().numpy()] * 2
