@@ -58,7 +58,7 @@ from lockstep.kernels.packed._device import (
 
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # the name before Triton 3.7, and after
 BLOCK = gl.constexpr(128)
-"""Columns of a slot: as many as _order keeps together."""
+"""Columns that _order keeps together; a slot has one such block or two."""
 HALF = gl.constexpr(64)
 """Columns of a product: a row of x that the swizzle of 128 bytes covers."""
 LOADING = gl.constexpr(24)
@@ -248,18 +248,28 @@ def _product(
 
 
 @gluon.jit
-def _block(
-    acc, found, factor, x_ring, w_ring, full, slot, phase, FORM: gl.constexpr,
-    ZEROS: gl.constexpr, MIXED: gl.constexpr, DTYPE: gl.constexpr, whole: gl.constexpr,
-    half: gl.constexpr, left: gl.constexpr, LEFT: gl.constexpr,
+def _slot(
+    acc, found, scales, zeros, factor, x_ring, w_ring, full, slot, phase, block,
+    FORM: gl.constexpr, COUNT: gl.constexpr, MIXED: gl.constexpr, DTYPE: gl.constexpr,
+    whole: gl.constexpr, half: gl.constexpr, left: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
-    """Both halves of the block in a slot; all but LEFT of its products are done."""
+    """The COUNT blocks of a slot, of which `block` is the first, and the numbers of the one behind
+    them. LAST: none is, and all products are done; else one of wgmma's may run on."""
+    ZEROS: gl.constexpr = zeros is not None
     mbarrier.wait(full.index(slot), phase)
-    low, high = _halves(w_ring.index(slot).load(whole), half)
-    x = x_ring.index(2 * slot)
-    acc = _product(acc, low, found, factor, x, 0, FORM, ZEROS, MIXED, DTYPE, left, 1)
-    x = x_ring.index(2 * slot + 1)
-    return _product(acc, high, found, factor, x, 1, FORM, ZEROS, MIXED, DTYPE, left, LEFT)
+    for c in gl.static_range(COUNT):
+        own = found
+        if not LAST or c + 1 < COUNT:
+            found = _fetch(scales, zeros, block + c + 1, True, FORM)
+        low, high = _halves(w_ring.index(slot * COUNT + c).load(whole), half)
+        x = x_ring.index(2 * (slot * COUNT + c))
+        acc = _product(acc, low, own, factor, x, 0, FORM, ZEROS, MIXED, DTYPE, left, 1)
+        x = x_ring.index(2 * (slot * COUNT + c) + 1)
+        acc = _product(
+            acc, high, own, factor, x, 1, FORM, ZEROS, MIXED, DTYPE, left,
+            0 if LAST and c + 1 == COUNT else 1,
+        )  # fmt: skip
+    return acc, found
 
 
 @gluon.jit
@@ -271,34 +281,38 @@ def _next(slot, phase, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _load(x_map, w_map, x_ring, w_ring, full, empty, n, m, begin, blocks):
-    """The warp that has blocks brought, each into its slot once that is free."""
-    SLOTS: gl.constexpr = w_ring.shape[0]
+def _load(
+    x_map, w_map, x_ring, w_ring, full, empty, n, m, begin, blocks, COUNT: gl.constexpr
+):  # fmt: skip
+    """The warp that has blocks brought, COUNT into each slot once that is free."""
+    SLOTS: gl.constexpr = full.shape[0]
     WORDS: gl.constexpr = w_ring.shape[2]
-    SIZE: gl.constexpr = w_ring.shape[1] * WORDS * 4 + x_ring.shape[1] * BLOCK * 2
+    SIZE: gl.constexpr = COUNT * (w_ring.shape[1] * WORDS * 4 + x_ring.shape[1] * BLOCK * 2)
     slot = 0
     phase = 1
-    for i in range(blocks):
+    for i in range(0, blocks, COUNT):
         mbarrier.wait(empty.index(slot), phase)
         ready = full.index(slot)
         mbarrier.expect(ready, SIZE)
-        at = begin + i
-        tma.async_copy_global_to_shared(w_map, [n, at * WORDS], ready, w_ring.index(slot))
-        first = x_ring.index(2 * slot)
-        tma.async_copy_global_to_shared(x_map, [m, at * BLOCK], ready, first)
-        second = x_ring.index(2 * slot + 1)
-        tma.async_copy_global_to_shared(x_map, [m, at * BLOCK + HALF], ready, second)
+        for c in gl.static_range(COUNT):
+            at = begin + i + c
+            place = slot * COUNT + c
+            tma.async_copy_global_to_shared(w_map, [n, at * WORDS], ready, w_ring.index(place))
+            low = x_ring.index(2 * place)
+            tma.async_copy_global_to_shared(x_map, [m, at * BLOCK], ready, low)
+            high = x_ring.index(2 * place + 1)
+            tma.async_copy_global_to_shared(x_map, [m, at * BLOCK + HALF], ready, high)
         slot, phase = _next(slot, phase, SLOTS)
 
 
 @gluon.jit
 def _multiply(
     scales, zeros, factors, out, x_ring, w_ring, full, empty, tokens, N, first, n, m, begin,
-    blocks, scale_stride, out_stride, FORM: gl.constexpr, SYNC: gl.constexpr,
+    blocks, scale_stride, out_stride, FORM: gl.constexpr, COUNT: gl.constexpr, SYNC: gl.constexpr,
     MIXED: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """The warps that unpack and multiply."""
-    SLOTS: gl.constexpr = w_ring.shape[0]
+    SLOTS: gl.constexpr = full.shape[0]
     ROWS: gl.constexpr = w_ring.shape[1]
     TOKENS: gl.constexpr = x_ring.shape[1]
     WARPS: gl.constexpr = gl.num_warps()
@@ -324,13 +338,11 @@ def _multiply(
     slot = 0
     phase = 0
     before = 0
-    for i in range(blocks - 1):
-        ahead = _fetch(scales, zeros, begin + i + 1, True, FORM)
-        acc = _block(
-            acc, found, factor, x_ring, w_ring, full, slot, phase, FORM, ZEROS, MIXED, DTYPE, whole,
-            half, left, 1,
+    for i in range(0, blocks - COUNT, COUNT):
+        acc, found = _slot(
+            acc, found, scales, zeros, factor, x_ring, w_ring, full, slot, phase, begin + i, FORM,
+            COUNT, MIXED, DTYPE, whole, half, left, False,
         )  # fmt: skip
-        found = ahead
         barrier()
         if SYNC:
             mbarrier.arrive(empty.index(slot))  # all warps have left it
@@ -339,9 +351,9 @@ def _multiply(
         before = slot
         slot, phase = _next(slot, phase, SLOTS)
     # Behind the loop's end, what waits there does not keep ptxas from reading sums too early.
-    total = _block(
-        acc, found, factor, x_ring, w_ring, full, slot, phase, FORM, ZEROS, MIXED, DTYPE, whole,
-        half, left, 0,
+    total, found = _slot(
+        acc, found, scales, zeros, factor, x_ring, w_ring, full, slot, phase,
+        begin + blocks - COUNT, FORM, COUNT, MIXED, DTYPE, whole, half, left, True,
     )  # fmt: skip
     own = n + gl.arange(0, ROWS, gl.SliceLayout(1, sums))
     token = m + gl.arange(0, TOKENS, gl.SliceLayout(0, sums))
@@ -354,16 +366,17 @@ def _multiply(
 @gluon.jit(do_not_specialize=["tokens", "blocks", "first", "scale_stride"])
 def ring_kernel(
     x_map, w_map, scales, zeros, factors, out, tokens, N, blocks, first, scale_stride, out_stride,
-    FORM: gl.constexpr, SLOTS: gl.constexpr, SYNC: gl.constexpr, MIXED: gl.constexpr,
-    DTYPE: gl.constexpr,
+    FORM: gl.constexpr, SLOTS: gl.constexpr, COUNT: gl.constexpr, SYNC: gl.constexpr,
+    MIXED: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """One segment of a tile of outputs and tokens: of out [parts, tokens, N], rows out_stride
-    apart. blocks: of a segment; zeros and scales have one stride; first: Fp8Weight's."""
+    apart. blocks: of a segment, a multiple of COUNT, those of a slot; zeros and scales have one
+    stride; first: Fp8Weight's."""
     ROWS: gl.constexpr = w_map.block_type.shape[0]
     TOKENS: gl.constexpr = x_map.block_type.shape[0]
     WORDS: gl.constexpr = w_map.block_type.shape[1]
-    w_ring = gl.allocate_shared_memory(gl.int32, [SLOTS, ROWS, WORDS], w_map.layout)
-    x_ring = gl.allocate_shared_memory(DTYPE, [2 * SLOTS, TOKENS, HALF], x_map.layout)
+    w_ring = gl.allocate_shared_memory(gl.int32, [SLOTS * COUNT, ROWS, WORDS], w_map.layout)
+    x_ring = gl.allocate_shared_memory(DTYPE, [2 * SLOTS * COUNT, TOKENS, HALF], x_map.layout)
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barriers)
@@ -378,10 +391,9 @@ def ring_kernel(
         [
             (_multiply, (
                 scales, zeros, factors, out, x_ring, w_ring, full, empty, tokens, N, first, n, m,
-                begin, blocks, scale_stride, out_stride, FORM, SYNC, MIXED,
-                DTYPE,
+                begin, blocks, scale_stride, out_stride, FORM, COUNT, SYNC, MIXED, DTYPE,
             )),
-            (_load, (x_map, w_map, x_ring, w_ring, full, empty, n, m, begin, blocks)),
+            (_load, (x_map, w_map, x_ring, w_ring, full, empty, n, m, begin, blocks, COUNT)),
         ],
         [1],
         [LOADING],

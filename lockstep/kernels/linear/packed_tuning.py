@@ -65,8 +65,8 @@ class PackedTile:
     warps, are multiplied by mma.sync, which has the same tree. lanes: the kernel whose warps work
     alone (_packed_lanes.py): m a multiple of 8, n one of 16 x warps, k 128, stages the blocks that
     a warp loads ahead, and each segment a program of its own. ring: the kernel whose blocks pass
-    through a ring (_packed_ring.py): m a multiple of 8, n one of 16 x warps, warps one of 4, k 128,
-    stages the slots of the ring, registers of a thread on average, and segments as with lanes;
+    through a ring (_packed_ring.py): m a multiple of 8, n one of 16 x warps, warps one of 4, k 128
+    or 256, stages the slots of the ring, registers of a thread on average, and segments as with lanes;
     sync: it multiplies by mma.sync, else by wgmma. mixed: of 4 bits whose fp16 scales have no bf16
     of their own, it unpacks every second pair in fp32.
     """
@@ -130,55 +130,56 @@ MIXED = (False, True)
 SYNC_MIXED = (True, True)
 RING_CUTS = {
     8: (
-        (8, 64, 4, 6, 48, *SYNC),
-        (8, 64, 4, 8, 64, *SYNC),
-        (8, 128, 8, 6, 72, *SYNC),
-        (8, 64, 4, 6, 48, *SYNC_MIXED),
-        (8, 64, 4, 6, 48, *WGMMA),
+        (8, 64, 256, 4, 3, 48, *SYNC),
+        (8, 64, 256, 4, 4, 64, *SYNC),
+        (8, 64, 128, 4, 6, 48, *SYNC),
+        (8, 64, 256, 4, 3, 48, *SYNC_MIXED),
+        (8, 64, 128, 4, 6, 48, *WGMMA),
     ),
     16: (
-        (16, 64, 4, 5, 48, *SYNC),
-        (16, 64, 4, 6, 64, *SYNC),
-        (16, 128, 8, 6, 72, *SYNC),
-        (16, 64, 4, 5, 48, *SYNC_MIXED),
+        (16, 64, 256, 4, 3, 48, *SYNC),
+        (16, 64, 256, 4, 3, 64, *SYNC),
+        (16, 64, 128, 4, 5, 48, *SYNC),
+        (16, 64, 256, 4, 3, 48, *SYNC_MIXED),
     ),
     32: (
-        (32, 64, 4, 4, 64, *SYNC),
-        (32, 128, 4, 4, 80, *SYNC),
-        (32, 64, 4, 4, 64, *WGMMA),
-        (32, 64, 4, 4, 64, *SYNC_MIXED),
+        (32, 64, 128, 4, 4, 64, *SYNC),
+        (32, 128, 128, 4, 4, 80, *SYNC),
+        (32, 64, 128, 4, 4, 64, *WGMMA),
+        (32, 64, 128, 4, 4, 64, *SYNC_MIXED),
     ),
     64: (
-        (64, 64, 4, 3, 64, *WGMMA),
-        (64, 64, 4, 3, 80, *SYNC),
-        (64, 128, 4, 3, 80, *SYNC),
-        (64, 128, 4, 3, 96, *SYNC),
-        (64, 128, 8, 3, 80, *WGMMA),
-        (64, 64, 4, 3, 64, *MIXED),
+        (64, 64, 128, 4, 3, 64, *WGMMA),
+        (64, 64, 128, 4, 3, 80, *SYNC),
+        (64, 128, 128, 4, 3, 80, *SYNC),
+        (64, 128, 128, 4, 3, 96, *SYNC),
+        (64, 128, 128, 8, 3, 80, *WGMMA),
+        (64, 64, 128, 4, 3, 64, *MIXED),
     ),
     256: (
-        (64, 64, 4, 3, 64, *WGMMA),
-        (64, 128, 8, 4, 80, *WGMMA),
-        (128, 128, 8, 4, 120, *WGMMA),
+        (64, 64, 128, 4, 3, 64, *WGMMA),
+        (64, 128, 128, 8, 4, 80, *WGMMA),
+        (128, 128, 128, 8, 4, 120, *WGMMA),
     ),
 }
-"""By the most tokens: (tokens and outputs of a tile, warps, slots with 4 bits, registers, sync,
-mixed)."""
+"""By the most tokens: (tokens, outputs and columns of a block, warps, slots with 4 bits, registers,
+sync, mixed)."""
 
 
-def slot_bytes(m: int, n: int, bits: int) -> int:
-    """Shared memory of a ring's slot: words and x of 128 columns."""
+def _slot_bytes(m: int, n: int, bits: int) -> int:
+    """Shared memory of 128 columns in a ring: words and x."""
     return 16 * bits * n + 256 * m
 
 
 def _ring(tokens: int, segments: int, bits: int) -> list[PackedTile]:
     """Tiles through a ring, with about as many bytes of slots whatever the bits of a weight; wgmma
-    leaves a slot a block late, so three at least."""
+    leaves a slot one later, so three at least."""
     tiles = []
     most = next(count for count in RING_CUTS if count >= tokens)
-    for m, n, warps, slots, registers, sync, mixed in RING_CUTS[most]:
-        slots = max(3, -(-slots * slot_bytes(m, n, 4) // slot_bytes(m, n, bits)))
-        tile = PackedTile(m, n, 128, warps, slots, segments, registers)
+    for m, n, k, warps, slots, registers, sync, mixed in RING_CUTS[most]:
+        share = -(-slots * _slot_bytes(m, n, 4) // _slot_bytes(m, n, bits))
+        slots = max(2 if sync else 3, share)
+        tile = PackedTile(m, n, k, warps, slots, segments, registers)
         tiles.append(replace(tile, ring=True, sync=sync, mixed=mixed))
     return tiles
 
@@ -305,7 +306,10 @@ def cut(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> Pac
         return _cut_lanes(tile, weight, segments, arch)
     if tile.ring and ring_serves(weight, segments, arch):
         mixed = tile.mixed and isinstance(weight, IntWeight) and weight.scales.dtype == torch.half
-        return replace(tile, split=segments, mixed=mixed)
+        whole = replace(tile, split=segments, mixed=mixed)
+        if weight.k // segments % tile.k == 0:
+            return whole
+        return replace(whole, k=int(BLOCK), stages=tile.stages * tile.k // int(BLOCK))
     if tile.ring:
         return block_tile(tile, weight, segments, arch)
     k = columns_of(weight, tile.k, weight.k // segments)
