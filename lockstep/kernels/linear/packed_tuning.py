@@ -66,9 +66,9 @@ class PackedTile:
     alone (_packed_lanes.py): m a multiple of 8, n one of 16 x warps, k 128, stages the blocks that
     a warp loads ahead, and each segment a program of its own. ring: the kernel whose blocks pass
     through a ring (_packed_ring.py): m a multiple of 8, n one of 16 x warps, warps one of 4, k 128
-    or 256, stages the slots of the ring, registers of a thread on average, and segments as with lanes;
-    sync: it multiplies by mma.sync, else by wgmma. mixed: of 4 bits whose fp16 scales have no bf16
-    of their own, it unpacks every second pair in fp32.
+    or 256, stages its slots, registers of a thread on average, and segments as with lanes. sync: it
+    multiplies by mma.sync, else by wgmma. mixed: where fp16 scales are two numbers of bf16, every
+    second pair is multiplied in fp32.
     """
 
     m: int
