@@ -17,7 +17,7 @@ from lockstep.kernels.linear.packed_tuning import (
     cut,
     ring_serves,
 )
-from lockstep.kernels.packed import Fp4Weight, Fp8Weight, IntWeight
+from lockstep.kernels.packed import Fp4Weight, IntWeight
 from lockstep.kernels.packed.cases import random_weights
 from tests.kernels import ptx
 from tests.kernels.backends import Backend, same_bits
@@ -85,7 +85,6 @@ INT4 = [
     ("INT4", torch.bfloat16, torch.bfloat16),
     ("INT4", torch.float16, torch.float16),
     ("SPLIT", torch.float16, torch.bfloat16),
-    ("MIXED", torch.float16, torch.bfloat16),
     ("WIDE", torch.float32, torch.bfloat16),
     ("WIDE", torch.bfloat16, torch.float16),
 ]
@@ -108,11 +107,10 @@ def test_every_code_zero_and_scale_of_int4(
     least = 8388608.0 if wide else 128.0 if dtype == torch.bfloat16 else 1024.0
     second = (least + zero).float().numpy() if wide else doubled((-least - zero).to(dtype))
     given = [first, first, second, second]
-    if name in ("SPLIT", "MIXED"):
+    if name == "SPLIT":
         found = run(str(texts.PARTS.value), 2, [scale.view(torch.int16).numpy().view(np.uint16)])
         given[:2] = [found[0].numpy().view(np.uint32)] * 2
         given += [found[1].numpy().view(np.uint32)] * 2
-        given += [scale.float().numpy()] * 2
     for word, pair, half in product(range(2), range(4), range(2)):
         words = [np.full(len(code), 0x5A3C9600, np.uint32)] * 2
         words[word] = placed(code, 4 * pair + 16 * half, 0x5A3C9600)
@@ -188,15 +186,12 @@ def test_other_tiles_stand_in() -> None:
         assert other.laid_out
 
 
-def test_only_scales_of_fp16_are_mixed() -> None:
-    mixed = PackedTile(8, 64, 128, 4, 6, 1, 48, ring=True, sync=True, mixed=True)
-    half = IntWeight.empty(64, 1024, scale_dtype=torch.float16, device="meta")
-    assert cut(mixed, half, 1, HOPPER) == mixed
-    for weight in (
-        IntWeight.empty(64, 1024, device="meta"),
-        Fp8Weight.empty(64, 1024, 128, 128, device="meta"),
-    ):
-        assert cut(mixed, weight, 1, HOPPER) == TILE
+def test_slots_are_cut_to_the_segments() -> None:
+    """Two blocks of a slot where they divide a segment, else twice as many slots of one."""
+    wide = PackedTile(8, 64, 256, 4, 3, 2, 48, ring=True, sync=True)
+    assert cut(wide, IntWeight.empty(64, 1024, device="meta"), 2, HOPPER) == wide
+    narrow = cut(wide, IntWeight.empty(64, 768, device="meta"), 2, HOPPER)
+    assert (narrow.k, narrow.stages) == (128, 6)
 
 
 SERVED = ("int4", "int4 asymmetric", "int8", "fp8 by blocks", "fp8 by outputs", "fp8", "nvfp4")

@@ -31,14 +31,12 @@ from lockstep.kernels.linear._packed_text import (
     INT4_FP16,
     INT8_BF16,
     INT8_FP16,
-    MIXED_BF16,
     PARTS,
     SPLIT_BF16,
     TAKES_FP4,
     TAKES_FP8,
     TAKES_INT4,
     TAKES_INT8,
-    TAKES_MIXED,
     TAKES_SPLIT,
     TAKES_WIDE,
     TWICE_BF16,
@@ -158,27 +156,18 @@ def _ready(found, factor, PART: gl.constexpr, FORM: gl.constexpr, ZEROS: gl.cons
             high, low = gl.inline_asm_elementwise(
                 PARTS, "=&r,=&r,h", [found[0]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
             )
-            wide = found[0].to(gl.float32)
-            return high[:, None], offset[:, None], low[:, None], wide[:, None]
+            return high[:, None], offset[:, None], low[:, None]
         else:
             return twice(found[0])[:, None], offset[:, None]
 
 
 @gluon.jit
-def _of_4_bits(
-    words, ready, FORM: gl.constexpr, MIXED: gl.constexpr, DTYPE: gl.constexpr,
-    layout: gl.constexpr,
-):  # fmt: skip
+def _of_4_bits(words, ready, FORM: gl.constexpr, DTYPE: gl.constexpr, layout: gl.constexpr):
     """Words of 64 columns, two for each lane and output, unpacked: [ROWS, 64]."""
     if FORM[0] == FP4:
         TEXT: gl.constexpr = FP4_BF16 if DTYPE == gl.bfloat16 else FP4_FP16
         v = gl.inline_asm_elementwise(
             TEXT, TAKES_FP4, [words, ready[0], ready[1], ready[2], ready[3], ready[4]],
-            dtype=copies(DTYPE, 8), is_pure=True, pack=2,
-        )  # fmt: skip
-    elif FORM[6] == SPLIT and MIXED:
-        v = gl.inline_asm_elementwise(
-            MIXED_BF16, TAKES_MIXED, [words, ready[0], ready[1], ready[2], ready[3]],
             dtype=copies(DTYPE, 8), is_pure=True, pack=2,
         )  # fmt: skip
     elif FORM[6] == SPLIT:
@@ -231,12 +220,12 @@ def _of_8_bits(words, ready, FORM: gl.constexpr, DTYPE: gl.constexpr, layout: gl
 @gluon.jit
 def _product(
     acc, words, found, factor, x, PART: gl.constexpr, FORM: gl.constexpr, ZEROS: gl.constexpr,
-    MIXED: gl.constexpr, DTYPE: gl.constexpr, layout: gl.constexpr, LEFT: gl.constexpr,
+    DTYPE: gl.constexpr, layout: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     """Unpacks half a block and multiplies. wgmma: starts it and waits for all but LEFT."""
     ready = _ready(found, factor, PART, FORM, ZEROS, DTYPE)
     if FORM[1] == 4:
-        tile = _of_4_bits(words, ready, FORM, MIXED, DTYPE, layout)
+        tile = _of_4_bits(words, ready, FORM, DTYPE, layout)
     else:
         tile = _of_8_bits(words, ready, FORM, DTYPE, layout)
     if layout.parent.version[0] == 2:
@@ -250,7 +239,7 @@ def _product(
 @gluon.jit
 def _slot(
     acc, found, scales, zeros, factor, x_ring, w_ring, full, slot, phase, block,
-    FORM: gl.constexpr, COUNT: gl.constexpr, MIXED: gl.constexpr, DTYPE: gl.constexpr,
+    FORM: gl.constexpr, COUNT: gl.constexpr, DTYPE: gl.constexpr,
     whole: gl.constexpr, half: gl.constexpr, left: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
     """The COUNT blocks of a slot, of which `block` is the first, and the numbers of the one behind
@@ -263,10 +252,10 @@ def _slot(
             found = _fetch(scales, zeros, block + c + 1, True, FORM)
         low, high = _halves(w_ring.index(slot * COUNT + c).load(whole), half)
         x = x_ring.index(2 * (slot * COUNT + c))
-        acc = _product(acc, low, own, factor, x, 0, FORM, ZEROS, MIXED, DTYPE, left, 1)
+        acc = _product(acc, low, own, factor, x, 0, FORM, ZEROS, DTYPE, left, 1)
         x = x_ring.index(2 * (slot * COUNT + c) + 1)
         acc = _product(
-            acc, high, own, factor, x, 1, FORM, ZEROS, MIXED, DTYPE, left,
+            acc, high, own, factor, x, 1, FORM, ZEROS, DTYPE, left,
             0 if LAST and c + 1 == COUNT else 1,
         )  # fmt: skip
     return acc, found
@@ -309,7 +298,7 @@ def _load(
 def _multiply(
     scales, zeros, factors, out, x_ring, w_ring, full, empty, tokens, N, first, n, m, begin,
     blocks, scale_stride, out_stride, FORM: gl.constexpr, COUNT: gl.constexpr, SYNC: gl.constexpr,
-    MIXED: gl.constexpr, DTYPE: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):  # fmt: skip
     """The warps that unpack and multiply."""
     SLOTS: gl.constexpr = full.shape[0]
@@ -341,7 +330,7 @@ def _multiply(
     for i in range(0, blocks - COUNT, COUNT):
         acc, found = _slot(
             acc, found, scales, zeros, factor, x_ring, w_ring, full, slot, phase, begin + i, FORM,
-            COUNT, MIXED, DTYPE, whole, half, left, False,
+            COUNT, DTYPE, whole, half, left, False,
         )  # fmt: skip
         barrier()
         if SYNC:
@@ -353,7 +342,7 @@ def _multiply(
     # Behind the loop's end, what waits there does not keep ptxas from reading sums too early.
     total, found = _slot(
         acc, found, scales, zeros, factor, x_ring, w_ring, full, slot, phase,
-        begin + blocks - COUNT, FORM, COUNT, MIXED, DTYPE, whole, half, left, True,
+        begin + blocks - COUNT, FORM, COUNT, DTYPE, whole, half, left, True,
     )  # fmt: skip
     own = n + gl.arange(0, ROWS, gl.SliceLayout(1, sums))
     token = m + gl.arange(0, TOKENS, gl.SliceLayout(0, sums))
@@ -367,7 +356,7 @@ def _multiply(
 def ring_kernel(
     x_map, w_map, scales, zeros, factors, out, tokens, N, blocks, first, scale_stride, out_stride,
     FORM: gl.constexpr, SLOTS: gl.constexpr, COUNT: gl.constexpr, SYNC: gl.constexpr,
-    MIXED: gl.constexpr, DTYPE: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):  # fmt: skip
     """One segment of a tile of outputs and tokens: of out [parts, tokens, N], rows out_stride
     apart. blocks: of a segment, a multiple of COUNT, those of a slot; zeros and scales have one
@@ -391,7 +380,7 @@ def ring_kernel(
         [
             (_multiply, (
                 scales, zeros, factors, out, x_ring, w_ring, full, empty, tokens, N, first, n, m,
-                begin, blocks, scale_stride, out_stride, FORM, COUNT, SYNC, MIXED, DTYPE,
+                begin, blocks, scale_stride, out_stride, FORM, COUNT, SYNC, DTYPE,
             )),
             (_load, (x_map, w_map, x_ring, w_ring, full, empty, n, m, begin, blocks, COUNT)),
         ],

@@ -42,29 +42,6 @@ def _int4(kind: str, split: bool) -> tuple[gl.constexpr, gl.constexpr]:
     return _text(8, "r" * (8 if split else 6), lines)
 
 
-def _mixed_int4() -> tuple[gl.constexpr, gl.constexpr]:
-    """As _int4's split, and the scale in fp32: every second pair is multiplied there."""
-    lines = [".reg .b32 t, w, d, l, one, none;", ".reg .f32 e, f;"]
-    lines.append("mov.b32 one, 0x3f803f80;")
-    lines.append("mov.b32 none, 0x80008000;")
-    for word in range(2):
-        for pair in range(4):
-            out = 4 * word + pair
-            lines.append(f"shr.u32 w, ${8 + word}, {4 * pair};")
-            lines.append("lop3.b32 t, w, 0x000f000f, 0x43004300, 0xea;")
-            lines.append("fma.rn.bf16x2 d, t, one, $12;")
-            if pair % 2:
-                lines.append("shl.b32 w, d, 16;")
-                lines.append("mov.b32 e, w;")
-                lines.append("and.b32 w, d, 0xffff0000;")
-                lines.append("mov.b32 f, w;")
-                lines += _scaled("bf16", "e", "f", "$16", out)
-            else:
-                lines.append("fma.rn.bf16x2 l, d, $14, none;")
-                lines.append(f"fma.rn.bf16x2 ${out}, d, $10, l;")
-    return _text(8, "r" * 8 + "ff", lines)
-
-
 def _scaled(kind: str, low: str, high: str, scale: str, out: int) -> list[str]:
     """Two numbers of fp32, times a scale -> pair $out of this kind."""
     return [
@@ -148,7 +125,6 @@ WIDE_FP16, _ = _wide_int4("f16")
 INT4_BF16, TAKES_INT4 = _int4("bf16", split=False)
 INT4_FP16, _ = _int4("f16", split=False)
 SPLIT_BF16, TAKES_SPLIT = _int4("bf16", split=True)
-MIXED_BF16, TAKES_MIXED = _mixed_int4()
 FP8_BF16, TAKES_FP8 = _fp8("bf16")
 FP8_FP16, _ = _fp8("f16")
 INT8_BF16, TAKES_INT8 = _int8("bf16")

@@ -138,7 +138,7 @@ def _ring(
     ring_kernel[grid](
         x_map, w_map, scales, operand.zeros, operand.factors, out, tokens, n,
         length // block, operand.first, stride, out.stride(-2), tuple(form), tile.stages,
-        tile.k // block, tile.sync, tile.mixed, TYPES[x.dtype], num_warps=tile.warps,
+        tile.k // block, tile.sync, TYPES[x.dtype], num_warps=tile.warps,
         maxnreg=tile.registers or None, enable_fp_fusion=False,
     )  # fmt: skip
 
