@@ -1,13 +1,14 @@
 """What grammars cost on this machine: ms of a step with and without them, and ms of masks.
 
-    python benchmarks/grammar.py steps [--rows 8] [--k 0,3] [--held 0,1,8] [--steps 60]
-    python benchmarks/grammar.py masks [--rows 8] [--k 3] [--vocab 248320]
+    python benchmarks/grammar.py steps [FOLDER] [--rows 1,8,64] [--k 0,3] [--kinds free,regex]
+    python benchmarks/grammar.py masks [--rows 1,8,64] [--k 0,3] [--vocab 248320] [--threads 16]
 
-steps: the bundled model; so many of the rows are held to a JSON schema, the others are free. ms is
-the median of engine steps by the clock, scheduling and reading included, and the least CPU time of
-one, which other work on the machine disturbs less; the least of three runs in turn.
-masks: llguidance alone over a vocabulary that is made up, the bundled one's tokens and pairs of
-them: CPU ms of a mask at each place of a text, and of all masks of a step, which threads share.
+steps: decoding steps of the bundled model, or of FOLDER's config.json with random weights; all rows
+are held to a grammar of the kind, `free` to none. ms is the median of engine steps by the clock,
+scheduling and reading included, and the least CPU time of one, which other work on the machine
+disturbs less; the least of RUNS runs in turn.
+masks: the masks of a step alone, as the runner makes them, at each place of a text: ms by the
+clock, and ms of CPU. The vocabulary is made up: the bundled one's tokens and pairs of them.
 """
 
 import argparse
@@ -18,13 +19,18 @@ from concurrent.futures import ThreadPoolExecutor
 from statistics import mean, median
 from typing import Any
 
-from lockstep import LLM, SamplingParams
+from lockstep import SamplingParams
+from lockstep.config import EngineConfig
 from lockstep.engine.build import find_model
+from lockstep.engine.engine import Engine
+from lockstep.scheduling.grammar import ONE_LANE, Lanes
+from lockstep.text.grammar import Compiler
+from lockstep.text.processor import Processor
 from lockstep.text.tokenizer import Tokenizer
 
 PROMPT = "def read(path):"
 WARM = 8
-RUNS = 3
+RUNS = 2
 LONGEST = 24
 """Bytes of a token that is made up, at most."""
 SCHEMA: dict[str, Any] = {
@@ -44,7 +50,10 @@ SCHEMA: dict[str, Any] = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-LONG = {"type": "array", "items": {"type": "string"}, "minItems": 1000}
+LARK = (
+    'start: (NAME "=" sum ";")+\nsum: NAME | NUM | sum "+" sum | "(" sum ")"\n'
+    "NAME: /[a-z]+/\nNUM: /[0-9]+/\n%ignore / +/"
+)
 TEXTS = {
     "JSON schema": (
         "start: %json " + json.dumps(SCHEMA),
@@ -53,64 +62,17 @@ TEXTS = {
     ),
     "any JSON object": ('start: %json {"type": "object"}', '{"a": [1, 2, {"b": null}], "c d": ""}'),
     "regex": ("start: /[a-z ]+(foo|bar)[0-9]{3,}/", "the foo of bar and foo12345"),
-    "Lark": (
-        'start: (NAME "=" sum ";")+\nsum: NAME | NUM | sum "+" sum | "(" sum ")"\n'
-        "NAME: /[a-z]+/\nNUM: /[0-9]+/\n%ignore / +/",
-        "abc = def + (12 + x) ; y = 3 + 4;",
-    ),
+    "Lark": (LARK, "abc = def + (12 + x) ; y = 3 + 4;"),
+    "choice": ('start: "left" | "right" | "somewhere else"', "somewhere else"),
 }
-
-
-def step_ms(llm: LLM, rows: int, held: int, steps: int) -> tuple[float, float]:
-    """ms of a decoding step of `rows` rows, `held` of them held to a grammar: the median by the
-    clock, the least of CPU time."""
-    engine = llm.engine
-    requests = []
-    for row in range(rows):
-        asked: dict[str, Any] = {"temperature": 0.0, "max_tokens": 400, "seed": row}
-        asked |= {"structured_outputs": {"json": LONG}} if row < held else {"ignore_eos": True}
-        params = SamplingParams(**asked)
-        requests += llm.processor.requests(f"row-{row}", f"{PROMPT} # {row}", params)
-    for request in requests:
-        engine.add(request)
-    while not all(request.output_token_ids for request in requests):
-        engine.step()
-    for _ in range(WARM):
-        engine.step()
-    taken = []
-    worked = []
-    for _ in range(steps):
-        began = time.perf_counter()
-        busy = time.process_time()
-        engine.step()
-        worked.append(1000 * (time.process_time() - busy))
-        taken.append(1000 * (time.perf_counter() - began))
-    alive = engine.scheduler.num_running
-    for request in requests:
-        engine.abort(request.id)
-    while engine.has_work():
-        engine.step()
-    assert alive == rows, "a row ended while steps were timed"
-    return median(taken), min(worked)
-
-
-def steps(asked: argparse.Namespace) -> None:
-    """Prints a line for each number of drafts and of held rows."""
-    print("| K | rows held | ms per step | CPU ms |\n|---|---|---|---|")
-    for k in asked.k:
-        drafting = {"method": "mtp", "num_speculative_tokens": k, "adaptive": False}
-        llm = LLM(
-            max_model_len=1024,
-            max_num_seqs=asked.rows,
-            speculative_config=drafting if k else None,
-        )
-        found: dict[int, list[tuple[float, float]]] = {held: [] for held in asked.held}
-        for _ in range(RUNS):
-            for held in asked.held:
-                found[held].append(step_ms(llm, asked.rows, held, asked.steps))
-        for held, taken in found.items():
-            clock, worked = (min(column) for column in zip(*taken, strict=True))
-            print(f"| {k} | {held} of {asked.rows} | {clock:.2f} | {worked:.2f} |", flush=True)
+LONG = {"type": "array", "items": {"type": "string"}, "minItems": 1000}
+KINDS: dict[str, dict[str, Any]] = {
+    "free": {},
+    "json": {"json": LONG},
+    "regex": {"regex": "([a-z ]+(foo|bar)[0-9]{3,};){1000}"},
+    "lark": {"grammar": LARK.replace("+\nsum", "{1000}\nsum")},
+}
+"""Forms that no answer comes to the end of while it is timed."""
 
 
 class MadeUp(Tokenizer):
@@ -137,45 +99,107 @@ class MadeUp(Tokenizer):
         return self.spelled[token_id]
 
 
-def masks(asked: argparse.Namespace) -> None:
-    """Prints a line for each kind of grammar."""
-    from lockstep.text.grammar import Compiler
+def step_ms(
+    engine: Engine, processor: Processor, rows: int, wanted: dict[str, Any], steps: int
+) -> tuple[float, float]:
+    """ms of a decoding step of `rows` rows: the median by the clock, the least of CPU time."""
+    requests = []
+    for row in range(rows):
+        asked: dict[str, Any] = {"temperature": 1.0, "max_tokens": 800, "seed": row}
+        asked |= {"structured_outputs": wanted} if wanted else {"ignore_eos": True}
+        params = SamplingParams(**asked, detokenize=False)
+        requests += processor.requests(f"row-{row}", f"{PROMPT} # {row}", params)
+    for request in requests:
+        engine.add(request)
+    while not all(request.output_token_ids for request in requests):
+        engine.step()
+    for _ in range(WARM):
+        engine.step()
+    taken = []
+    worked = []
+    for _ in range(steps):
+        began = time.perf_counter()
+        busy = time.process_time()
+        engine.step()
+        worked.append(1000 * (time.process_time() - busy))
+        taken.append(1000 * (time.perf_counter() - began))
+    alive = engine.scheduler.num_running
+    for request in requests:
+        engine.abort(request.id)
+    while engine.has_work():
+        engine.step()
+    assert alive == rows, "a row ended while steps were timed"
+    return median(taken), min(worked)
 
+
+def steps(asked: argparse.Namespace) -> None:
+    """Prints a line for each number of drafts and of rows, and each kind of grammar."""
+    print("| K | rows | held to | ms per step | CPU ms |\n|---|---|---|---|---|", flush=True)
+    for k in asked.k:
+        drafting = {"method": "mtp", "num_speculative_tokens": k, "adaptive": False}
+        config = EngineConfig.read(
+            model=asked.folder,
+            load_format="dummy" if asked.folder else "auto",
+            max_model_len=1024,
+            max_num_seqs=max(asked.rows),
+            row_buckets=tuple(asked.rows),
+            speculative_config=drafting if k else None,
+        )
+        engine = Engine(config)
+        vocab = engine.facts.vocab_size
+        tokenizer = MadeUp(vocab)
+        processor = Processor(tokenizer, None, 1024, tokenizer.eos_ids, vocab=vocab)
+        for rows in asked.rows:
+            found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in asked.kinds}
+            for _ in range(RUNS):
+                for kind in asked.kinds:
+                    taken = step_ms(engine, processor, rows, KINDS[kind], asked.steps)
+                    found[kind].append(taken)
+            for kind, times in found.items():
+                clock, worked = (min(column) for column in zip(*times, strict=True))
+                print(f"| {k} | {rows} | {kind} | {clock:.2f} | {worked:.2f} |", flush=True)
+        del engine
+
+
+def masks(asked: argparse.Namespace) -> None:
+    """Prints a line for each kind of grammar, number of rows and of drafts."""
     tokenizer = MadeUp(asked.vocab)
     began = time.perf_counter()
     compiler = Compiler(tokenizer, asked.vocab, tokenizer.eos_ids)
-    compiler.matcher("start: /a/")
+    compiler.prepare()
     print(f"the vocabulary's tree: {time.perf_counter() - began:.2f} s, once\n")
-    print("| grammar, CPU ms | compile | a mask: mean, largest | a step: mean, largest |")
-    print("|---|---|---|---|")
+    print("| grammar | rows | K | compile, CPU ms | CPU ms: mean, largest | ms: mean, largest |")
+    print("|---|---|---|---|---|---|", flush=True)
     threads = ThreadPoolExecutor(asked.threads)
-    drafts = asked.k[0]
+    within = ThreadPoolExecutor(asked.threads)
     for name, (source, text) in TEXTS.items():
         tokens = tokenizer.encode(text, add_special_tokens=False)
-        began = time.process_time()
-        one = compiler.matcher(source)
-        compiled = 1000 * (time.process_time() - began)
-        single = []
-        for token in tokens:
-            began = time.process_time()
-            one.masks([])
-            single.append(1000 * (time.process_time() - began))
-            one.accept([token])
-        assert one.fault is None, one.fault
-        rows = [compiler.matcher(source) for _ in range(asked.rows)]
-        whole = []
-        for place in range(len(tokens) - drafts):
-            ahead = tokens[place : place + drafts]
-            began = time.process_time()
-            list(threads.map(lambda row, ahead=ahead: row.masks(ahead), rows))
-            whole.append(1000 * (time.process_time() - began))
-            for row in rows:
-                row.accept(tokens[place : place + 1])
-        print(
-            f"| {name} | {compiled:.1f} | {mean(single):.3f}, {max(single):.2f} "
-            f"| {mean(whole):.2f}, {max(whole):.1f} |",
-            flush=True,
-        )
+        for count in asked.rows:
+            for k in asked.k:
+                began = time.process_time()
+                rows = [compiler.matcher(source) for _ in range(count)]
+                for row in rows:
+                    row.prepare()
+                compiled = 1000 * (time.process_time() - began) / count
+                share = asked.threads // count
+                lanes = Lanes(share, within.map) if share > 1 else ONE_LANE
+                worked = []
+                taken = []
+                for place in range(max(1, len(tokens) - k)):
+                    ahead = tokens[place : place + k]
+                    began = time.perf_counter()
+                    busy = time.process_time()
+                    list(threads.map(lambda row, due=(ahead, lanes): row.masks(*due), rows))
+                    worked.append(1000 * (time.process_time() - busy))
+                    taken.append(1000 * (time.perf_counter() - began))
+                    for row in rows:
+                        row.accept(tokens[place : place + 1])
+                assert rows[0].fault is None, rows[0].fault
+                print(
+                    f"| {name} | {count} | {k} | {compiled:.2f} | {mean(worked):.2f}, "
+                    f"{max(worked):.1f} | {mean(taken):.2f}, {max(taken):.1f} |",
+                    flush=True,
+                )
 
 
 def main() -> None:
@@ -183,14 +207,14 @@ def main() -> None:
     numbers = lambda text: [int(part) for part in text.split(",")]  # noqa: E731
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=("steps", "masks"))
-    parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--k", type=numbers, default=None)
-    parser.add_argument("--held", type=numbers, default=[0, 1, 8])
+    parser.add_argument("folder", nargs="?", help="of a config.json; random weights")
+    parser.add_argument("--rows", type=numbers, default=[1, 8, 64])
+    parser.add_argument("--k", type=numbers, default=[0, 3])
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--vocab", type=int, default=248_320)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=16)
     asked = parser.parse_args()
-    asked.k = asked.k or ([0, 3] if asked.what == "steps" else [3])
     steps(asked) if asked.what == "steps" else masks(asked)
 
 

@@ -1,11 +1,13 @@
 """ms of one captured step, by rows: what benchmarks/RESULTS.md quotes.
 
     python benchmarks/step.py FOLDER --rows 1,8,64 --k 3 --context 4096 [--prompt 8192] [--kernels]
+    python benchmarks/step.py FOLDER --k 3 --drafter eagle3 --draft-model HEAD --halves
 
 FOLDER holds a config.json; weights are random, and so are the keys and values of the context. Every
 row stands at the context and brings 1 + K tokens; K drafts are made behind them. Nothing is
 scheduled: the step is replayed REPLAYS times in a row; the mean is printed, one JSON line each.
---kernels adds where the time of a step goes: launches and us of each kernel.
+--kernels adds where the time of a step goes: launches and us of each kernel. --halves adds the ms
+of a step's second half, which samples, accepts and drafts, replayed by itself.
 """
 
 import argparse
@@ -41,7 +43,10 @@ def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     ask.add_argument("model")
     ask.add_argument("--rows", default="1,8,64", help="numbers of rows, one captured step each")
-    ask.add_argument("--k", type=int, default=0, help="MTP drafts verified and made in a step")
+    ask.add_argument("--k", type=int, default=0, help="drafts verified and made in a step")
+    ask.add_argument("--drafter", default="mtp", help="the method that drafts")
+    ask.add_argument("--draft-model", default=None, help="folder of the drafter's own config.json")
+    ask.add_argument("--halves", action="store_true", help="ms of the half that drafts, too")
     ask.add_argument("--context", type=int, default=4096, help="tokens in front of every row")
     ask.add_argument("--kv-cache-dtype", default="auto", help="format of keys and values")
     ask.add_argument("--prompt", type=int, default=0, help="time one prompt of so many tokens, too")
@@ -50,7 +55,9 @@ def main() -> None:
     rows = tuple(sorted(int(count) for count in given.rows.split(",")))
     length = max(given.context + 8 * PAGE_SIZE, given.prompt + PAGE_SIZE)
     pages = -(-length // PAGE_SIZE)
-    spec = {"method": "mtp", "num_speculative_tokens": given.k, "adaptive": False}
+    spec = {"method": given.drafter, "num_speculative_tokens": given.k, "adaptive": False}
+    if given.draft_model:
+        spec["model"] = given.draft_model
     config = EngineConfig.read(
         model=given.model,
         load_format="dummy",
@@ -74,6 +81,8 @@ def main() -> None:
             line = {"rows": count, "k": given.k, "context": given.context, "ms": ms}
             if given.kv_cache_dtype != "auto":
                 line["kv"] = given.kv_cache_dtype
+            if given.halves:
+                line["decide_ms"] = decide_ms(built, StepShape.uniform(count, given.k + 1))
             if given.kernels:
                 line["kernels"] = kernels(built, StepShape.uniform(count, given.k + 1))
             print(json.dumps(line), flush=True)
@@ -116,6 +125,20 @@ def timed(built: EngineParts, shape: StepShape, warm: int, times: int) -> float:
     timer.end()
     timer.wait()
     return round(timer.ms / times, 3)
+
+
+def decide_ms(built: EngineParts, shape: StepShape) -> float:
+    """Mean ms of the second half of a step, on what one first half has left."""
+    forward, decide = built.runner.run_step
+    forwarded = forward(shape)
+    for _ in range(WARM):
+        decide(forwarded)
+    timer = StepTimer(built.plan.device)
+    for _ in range(REPLAYS):
+        decide(forwarded)
+    timer.end()
+    timer.wait()
+    return round(timer.ms / REPLAYS, 4)
 
 
 def kernels(

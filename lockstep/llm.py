@@ -2,8 +2,8 @@
 
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import fields, replace
 from numbers import Number
 from typing import Any
 
@@ -82,12 +82,22 @@ class LLM:
         Raises RequestError naming the parameter where a request is wrong; then none is run.
         """
         many = _as_list(prompts)
-        chosen = SamplingParams() if sampling_params is None else sampling_params
-        params = _per_prompt("sampling_params", chosen, len(many), SamplingParams, "SamplingParams")
-        ranks = _per_prompt("priority", priority, len(many), int, "a whole number")
+        params = _params(sampling_params, len(many))
+        return self._answer(many, params, priority, on_progress)
+
+    def _answer(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        priority: int | Sequence[int] = 0,
+        on_progress: Callable[[RequestOutput], None] | None = None,
+        shown: Collection[int] = (),
+    ) -> list[RequestOutput]:
+        """Answers prompts, each with its parameters. shown: special tokens that give text."""
+        ranks = _per_prompt("priority", priority, len(prompts), int, "a whole number")
         jobs = [
-            _Job(self.processor, prompt, p, rank)
-            for prompt, p, rank in zip(many, params, ranks, strict=True)
+            _Job(self.processor, prompt, p, rank, shown)
+            for prompt, p, rank in zip(prompts, params, ranks, strict=True)
         ]
         owner = {request.id: job for job in jobs for request in job.requests}
 
@@ -107,29 +117,51 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: list[dict[str, Any]] | None = None,
+        tool_choice: Any = "auto",
+        parallel_tool_calls: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
         **options: Any,
     ) -> list[RequestOutput]:
-        """Answers one conversation or several, rendered with the checkpoint's chat template."""
+        """Answers one conversation or several, rendered with the checkpoint's chat template.
+
+        tools, tool_choice and parallel_tool_calls mean what they do over HTTP; the text holds the
+        calls as the model writes them, tags that are special tokens too. Raises RequestError.
+        """
         many = isinstance(messages, list) and messages and isinstance(messages[0], list)
         several: list[Any] = list(messages) if many else [messages]
         extra = check_kwargs(chat_template_kwargs or {})
-        rendered = [self.processor.conversation(m, tools=tools, **extra) for m in several]
-        return self.generate(rendered, sampling_params, **options)
+        processor = self.processor
+        tools = None if tool_choice == "none" else tools
+        params = [
+            replace(
+                own,
+                structured_outputs=processor.form(
+                    own.structured_outputs, tools, tool_choice, parallel_tool_calls
+                ),
+            )
+            for own in _params(sampling_params, len(several))
+        ]
+        rendered = [processor.conversation(m, tools=tools, **extra) for m in several]
+        return self._answer(rendered, params, shown=processor.marker_ids(tools), **options)
 
 
 class _Job:
     """One prompt: its requests (n of them) and what has come of them."""
 
     def __init__(
-        self, processor: Processor, prompt: Prompt, params: SamplingParams, priority: int
+        self,
+        processor: Processor,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int,
+        shown: Collection[int],
     ) -> None:
         self.requests = processor.requests(uuid.uuid4().hex, prompt, params, priority=priority)
         now = time.monotonic()
         for request in self.requests:
             request.metrics.arrival_time = now
         self.texts: dict[str, CompletionText] = {
-            r.id: processor.completion(r, index=i) for i, r in enumerate(self.requests)
+            r.id: processor.completion(r, i, shown) for i, r in enumerate(self.requests)
         }
         self.seen = dict.fromkeys(self.texts, 0)
         first = self.requests[0]
@@ -165,6 +197,14 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if prompts and isinstance(prompts[0], Number):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
+
+
+def _params(
+    given: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    """The sampling parameters of each of so many prompts."""
+    chosen = SamplingParams() if given is None else given
+    return _per_prompt("sampling_params", chosen, count, SamplingParams, "SamplingParams")
 
 
 def _per_prompt(name: str, value: Any, count: int, kind: type, allowed: str) -> list[Any]:

@@ -19,7 +19,10 @@ class Logprob:
 
 @dataclass
 class RequestMetrics:
-    """What one request cost. Times in seconds since `arrival_time` (time.monotonic)."""
+    """What one request cost. Times in seconds of time.monotonic.
+
+    scheduled_time: when it first got a row.
+    """
 
     arrival_time: float = 0.0
     first_token_time: float | None = None
@@ -29,6 +32,7 @@ class RequestMetrics:
     num_accepted_tokens: int = 0
     num_steps: int = 0
     num_preemptions: int = 0
+    scheduled_time: float | None = None
 
     @property
     def acceptance_length(self) -> float:

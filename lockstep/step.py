@@ -23,6 +23,10 @@ def flush_after(device: str) -> int:
     return 5 if device.startswith("cuda") else 1
 
 
+NEVER = 2**31 - 1
+"""The `flush` of a step that writes no state: what it reads may be taken back."""
+
+
 @dataclass(frozen=True)
 class StepShape:
     """The static sizes of a step: what a captured program is keyed by.
@@ -56,7 +60,8 @@ class Step:
     State: state_slots [S] (int64) where a row's state is kept; state_src [S] (int64) where a prompt
     chunk reads its first state (a snapshot, or the row's own); snapshot_slots [S] where a prompt
     chunk leaves the state of its last grid point (0: nowhere); folded [S] the first tokens of the
-    row, of those before starts, that its state holds.
+    row, of those before starts, that its state holds; flush: a generated step writes a state that
+    lacks so many tokens or more.
     drafts [S, Q-1]: the draft tokens among token_ids, -1 where there is none (uniform steps).
     logit_rows: an index into T of the N tokens whose logits are wanted: a slice of all, or [S]
     (int64), the rows' last; sample_at [S, N / S] (int64): where the tokens that they give stand.
@@ -76,6 +81,7 @@ class Step:
     state_src: Tensor
     snapshot_slots: Tensor
     folded: Tensor
+    flush: int
     drafts: Tensor
     logit_rows: Tensor | slice
     sample_at: Tensor

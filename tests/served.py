@@ -23,7 +23,7 @@ Made = tuple[Engine, Callable[[Any], Any]]
 
 def plain(settings: dict[str, Any], progress: Progress) -> Made:
     """An engine as users have it."""
-    return served_engine(EngineConfig.read(**settings), TextSettings(), progress)
+    return served_engine(EngineConfig.read(**settings), TextSettings(), "text", progress)
 
 
 def faulty(settings: dict[str, Any], progress: Progress) -> Made:

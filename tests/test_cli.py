@@ -23,7 +23,7 @@ from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
-from tests.tiny_model import THREE_LAYERS, make_model
+from tests.tiny_model import DEEPSEEK, THREE_LAYERS, make_model
 
 ROOT = Path(__file__).parent.parent
 
@@ -127,6 +127,20 @@ def test_explain_counts_a_state_of_16_bits(model: str) -> None:
              for kept in ("auto", "bfloat16")]  # fmt: skip
     assert [plan["state_dtype"] for plan in plans] == ["float32", "bfloat16"]
     assert plans[0]["slot_bytes"] != plans[1]["slot_bytes"]
+
+
+def test_explain_counts_latents_in_a_kv_format(tmp_path: Path) -> None:
+    """Of DeepSeek-V3's sizes, which Hopper's own kernel takes, packed or not."""
+    sizes = dict(kv_lora_rank=512, qk_rope_head_dim=64, num_attention_heads=16)
+    folder = str(make_model(tmp_path / "latent", DEEPSEEK, **sizes, torch_dtype="bfloat16"))
+    spec = json.dumps({"method": "ngram"})
+    asked = ("explain", "--arch", "sm_90", "--model", folder, "--speculative-config", spec)
+    for kind, size in (("auto", 1152), ("fp8", 644), ("turboquant_4bit_nc", 386)):
+        found = json.loads(run(*asked, "--kv-cache-dtype", kind, "--json").stdout)
+        assert found["plan"]["page_bytes"] == 3 * 64 * size
+        chosen = {one["op"]: one["backend"] for one in found["layers"]}
+        assert chosen["latent_attention"] == "hopper"
+        assert "latent_attention" in {one["op"] for one in found["tiles"]}
 
 
 def test_explain_names_the_architectures_that_it_knows(model: str) -> None:

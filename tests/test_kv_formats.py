@@ -1,6 +1,7 @@
 """kv_cache_dtype from the settings to the cache: by layer, for the draft module, from a file."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from lockstep import LLM, SamplingParams
 from lockstep.check.report import Report
 from lockstep.cli import app
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.kernels.kv import KVFormat, PackedKV, formats
-from lockstep.kernels.kv.fp8 import Fp8
+from lockstep.kernels.kv import PackedKV, formats
+from lockstep.kernels.kv.fp8 import E4M3, Fp8
 from tests.models.test_checkpoint import MTP, build, weights_of
 from tests.tiny_model import make_model
 
@@ -185,8 +186,8 @@ def test_static_scales_of_a_checkpoint(folder: Path, tmp_path: Path, where: str)
     save_file(tensors, tmp_path / "model.safetensors")
     scaled = engine(tmp_path, load_format="auto", kv_cache_dtype="fp8_e4m3")
     layer = next(m for n, m in scaled.engine.runner.layers.items() if "3" in n)
-    wanted = KVFormat("fp8_e4m3", Fp8("e4m3", 0.5), Fp8("e4m3", torch.tensor(0.03).item()), True)
-    assert layer.kv_format == wanted
+    sides = dict(k=Fp8("e4m3", 0.5), v=Fp8("e4m3", torch.tensor(0.03).item()))
+    assert layer.kv_format == replace(E4M3, **sides)
     save_file(
         {n: t for n, t in tensors.items() if "scale" not in n}, tmp_path / "model.safetensors"
     )
@@ -216,3 +217,24 @@ def test_check_takes_every_format_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_p
         "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc",
     ]  # fmt: skip
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(f"page-{k}.html" for k in asked)
+
+
+@pytest.mark.parametrize("asked", ["all", "turboquant_k8v4"])
+def test_check_names_the_formats_that_a_model_does_not_take(
+    monkeypatch: pytest.MonkeyPatch, asked: str
+) -> None:
+    """Of every format; one that was asked for by its name is an error."""
+    checked = []
+
+    def stand_in(size: str, settings: dict[str, Any], *rest: Any) -> Report:
+        if settings["kv_cache_dtype"] == "turboquant_k8v4":
+            raise ConfigError("kv_cache_dtype='turboquant_k8v4' is not allowed")
+        checked.append(settings["kv_cache_dtype"])
+        return Report(size, "none")
+
+    monkeypatch.setattr(sys.modules["lockstep.cli.check"], "_run", stand_in)
+    done = CliRunner().invoke(app, ["check", "--kv-cache-dtype", asked, "--json"])
+    told = done.stderr + str(done.exception)
+    assert "kv_cache_dtype='turboquant_k8v4' is not allowed" in told
+    assert (done.exit_code == 0) == (asked == "all") == ("left out:" in told)
+    assert len(checked) == (8 if asked == "all" else 0)

@@ -1,14 +1,19 @@
 """LLM on the bundled model: what is asked for is what comes, and a bad request harms nobody."""
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lockstep import LLM
+from lockstep.engine.build import find_model
 from lockstep.errors import RequestError
 from lockstep.outputs import CompletionOutput, RequestOutput
+from lockstep.sampling_params import SamplingParams, StructuredOutputsParams
 from tests.asking import (
     GREEDY,
     PROMPTS,
@@ -92,6 +97,65 @@ def test_a_conversation_and_several(llm: LLM) -> None:
     assert "get_time" in llm.tokenizer.decode(tooled.prompt_token_ids)  # type: ignore
     thinking = llm.chat(QUESTION, GREEDY, chat_template_kwargs={"enable_thinking": True})[0]
     assert thinking.prompt_token_ids != single[0].prompt_token_ids
+
+
+PLACES = {"type": "object", "properties": {"city": {"enum": ["Rio", "Rome"]}}, "required": ["city"]}
+ENDS = SamplingParams(temperature=0, max_tokens=150)
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": PLACES}},
+    {"type": "function", "function": {"name": "ping"}},
+]
+
+
+def calls_of(llm: LLM, out: RequestOutput) -> list[tuple[str, Any]]:
+    """The calls that the model's own parser reads in an answer."""
+    reply = llm.processor.reply_parser("</think>", TOOLS).parse(out.outputs[0].text)
+    assert reply.errors == []
+    return [(call.name, json.loads(call.arguments)) for call in reply.tool_calls]
+
+
+def test_calls_that_must_come(llm: LLM) -> None:
+    params = replace(ENDS, temperature=1, seed=3)
+    (must,) = llm.chat(QUESTION, params, tools=TOOLS, tool_choice="required")
+    assert calls_of(llm, must)
+    named = {"type": "function", "function": {"name": "ping"}}
+    several = llm.chat(
+        [QUESTION, QUESTION[:1]], params, tools=TOOLS, tool_choice=named, parallel_tool_calls=False
+    )
+    assert [calls_of(llm, out) for out in several] == [[("ping", {})]] * 2
+    plain = replace(ENDS, seed=0)
+    (none,) = llm.chat(QUESTION, plain, tools=TOOLS, tool_choice="none")
+    assert answer(none) == answer(llm.chat(QUESTION, plain)[0])
+
+
+def test_calls_whose_tags_are_special_tokens(tmp_path: Path) -> None:
+    """They are part of the text, where tools were sent, and one token each."""
+    copy = tmp_path / "model"
+    shutil.copytree(find_model(None), copy)
+    path = copy / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    tags = [token for token in tokenizer["added_tokens"] if "tool_call" in token["content"]]
+    for tag in tags:
+        tag["special"] = True
+    path.write_text(json.dumps(tokenizer))
+    llm = LLM(str(copy), max_model_len=512, max_num_seqs=2)
+    (out,) = llm.chat(QUESTION, ENDS, tools=TOOLS, tool_choice="required")
+    assert calls_of(llm, out)
+    assert {tag["id"] for tag in tags} <= set(out.outputs[0].token_ids)
+
+
+def test_what_is_wrong_with_tools_is_named(llm: LLM) -> None:
+    wanted = replace(ENDS, structured_outputs=StructuredOutputsParams(choice=["a"]))
+    for params, options, field in (
+        (ENDS, {"tool_choice": "required"}, "tool_choice"),
+        (ENDS, {"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
+        (ENDS, {"tools": [{"name": "f"}], "tool_choice": "required"}, "tools"),
+        (wanted, {"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            llm.chat(QUESTION, params, **options)
+        assert caught.value.field == field
+    assert_idle(llm)
 
 
 def test_the_answer_ends_where_the_model_does(llm: LLM) -> None:

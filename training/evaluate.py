@@ -1,10 +1,10 @@
 """What the bundled model can do: python -m training.evaluate [--quick] [--json].
 
-Answers come from the engine, greedy, with the MTP drafter at K = 3; one is exact if its text equals
-the reference. Cases come from the evaluation side of the word split, which training never draws
-from; free requests are those of heldout.py and unseen.py, written by hand. Free continuations of
-held-out source text are sampled: as the Qwen3.5 family recommends, and there a loop counts as a
-fault; and without a penalty, to tell how so small a model ends.
+Answers come from the engine, greedy, with K = 3 drafts of the drafter that is named; one is exact
+if its text equals the reference. Cases come from the evaluation side of the word split, which
+training never draws from; free requests are those of heldout.py and unseen.py, written by hand.
+Free continuations of held-out source text are sampled: as the Qwen3.5 family recommends, and there
+a loop counts as a fault; and without a penalty, to tell how so small a model ends.
 """
 
 import argparse
@@ -176,23 +176,30 @@ def show(line: dict[str, Any]) -> None:
     print(" ".join(cells), flush=True)
 
 
+def drafting(drafter: str) -> dict[str, Any] | None:
+    """The speculative_config of METHOD or METHOD=FOLDER: DRAFTS in every step."""
+    if drafter == "none":
+        return None
+    method, _, folder = drafter.partition("=")
+    every = {"method": method, "num_speculative_tokens": DRAFTS, "adaptive": False}
+    return every | ({"model": folder} if folder else {})
+
+
 def main() -> None:
     """The command line."""
     p = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     p.add_argument("--model", default=None, help="a model folder; the bundled model if not given")
+    p.add_argument(
+        "--drafter",
+        default="mtp",
+        metavar="METHOD[=FOLDER]",
+        help="e.g. mtp, ngram, eagle3=FOLDER, draft_model=FOLDER; none drafts nothing",
+    )
     p.add_argument("--quick", action="store_true", help="a tenth of the cases")
     p.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     args = p.parse_args()
     text.load_filler()
-    llm = LLM(
-        model=args.model,
-        speculative_config={
-            "method": "mtp",
-            "num_speculative_tokens": DRAFTS,
-            "adaptive": False,
-        },
-        max_num_seqs=16,
-    )
+    llm = LLM(model=args.model, speculative_config=drafting(args.drafter), max_num_seqs=16)
     if not args.json:
         print(f"{'set':<22} {'cases':>6} {'prompt':>9} {'exact':>8} {'acceptance':>11}")
     lines = []

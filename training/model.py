@@ -1,21 +1,34 @@
-"""The trained models in plain PyTorch: Qwen3.5 text, dense or with experts, with its MTP module.
+"""Qwen3.5 text in plain PyTorch, dense or with experts, with its MTP module.
 
-Parameter names are the checkpoint's. Everything per token runs on [N, ...] tensors, N = B * T, so
-that each compiled function sees one shape whatever the length of the rows. The gated delta rule is
-the chunked (WY) form in fp32. (flash-linear-attention refuses its backward pass on Hopper with
-Triton 3.4 to 3.7.0, where it is wrong: its issue 640.)
+Parameter names are the checkpoint's. The gated delta rule is the chunked (WY) form in fp32.
+(flash-linear-attention refuses its backward pass on Hopper with Triton 3.4 to 3.7.0, where it is
+wrong: its issue 640.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.feed_forward import centred, feed_forward, linear, matrix, rms
+from training.feed_forward import feed_forward
+from training.language import Language, NextToken
+from training.parts import (
+    Fused,
+    Norm,
+    Places,
+    attend,
+    centred,
+    convolve,
+    cut,
+    fading,
+    linear,
+    matrix,
+    rms,
+    rotate,
+)
 
-CHUNK = 64
 Feed = Callable[..., tuple[Tensor, Tensor]]
 
 CONFIG: dict[str, Any] = {
@@ -73,17 +86,6 @@ MOE: dict[str, Any] = {
 }
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [N, H, D], cos and sin [N, R / 2]: NeoX rotary on the first R dims."""
-    half = cos.shape[-1]
-    cos = cos[:, None]
-    sin = sin[:, None]
-    a = x[..., :half].float()
-    b = x[..., half : 2 * half].float()
-    turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
-    return torch.cat([turned, x[..., 2 * half :]], -1)
-
-
 def attention_in(
     x: Tensor, cos: Tensor, sin: Tensor, norm: Tensor, wq: Tensor, wk: Tensor, wv: Tensor,
     q_norm: Tensor, k_norm: Tensor,
@@ -114,18 +116,10 @@ def delta_in(
     the attention inside of chunks, and z [N, HV, V]."""
     h = centred(x, norm)
     raw = linear(h, w_qkv)
-    count = raw.shape[0]
-    taps = conv[:, 0].to(raw.dtype)
-    mixed = raw * taps[:, 3]
-    for j in (1, 2, 3):
-        past = F.pad(raw, (0, 0, j, 0))[:count]
-        mixed = mixed + torch.where(positions[:, None] >= j, past, 0.0) * taps[:, 3 - j]
+    mixed = convolve(raw, conv, positions)
     q, k, v = F.silu(mixed).float().split([heads * d, heads * d, raw.shape[1] - 2 * heads * d], -1)
     g = -torch.exp(a_log) * F.softplus(linear(h, w_a).float() + dt_bias)
     beta = torch.sigmoid(linear(h, w_b).float())
-
-    def cut(y: Tensor, width: int) -> Tensor:
-        return y.view(count // CHUNK, CHUNK, -1, width).transpose(1, 2)
 
     q = cut(q, d)
     k = cut(k, d)
@@ -135,8 +129,7 @@ def delta_in(
     beta = cut(beta, 1)
     q = q * d**-0.5
     group = v.shape[1] // heads
-    causal = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=x.device).tril()
-    decay = torch.exp((g[..., :, None] - g[..., None, :]).masked_fill(~causal, -torch.inf))
+    decay = fading(g)
     lower = ((k @ k.mT).repeat_interleave(group, 1) * beta * decay).tril(-1)
     inside = (q @ k.mT).repeat_interleave(group, 1) * decay
     z = linear(h, w_z).unflatten(-1, (-1, d))
@@ -172,12 +165,6 @@ def draft_in(e: Tensor, h: Tensor, norm_e: Tensor, norm_h: Tensor, fc: Tensor) -
     return linear(torch.cat([centred(e, norm_e), centred(h, norm_h)], -1), fc)
 
 
-def cross_entropy(hidden: Tensor, head: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """hidden [N, hidden], ids [N], weights [N] -> the weighted mean."""
-    losses = F.cross_entropy(linear(hidden, head).float(), ids, reduction="none")
-    return (losses * weights).sum() / weights.sum()
-
-
 def invert(lower: Tensor) -> Tensor:
     """(I + lower)^-1."""
     if lower.is_cuda:
@@ -202,45 +189,6 @@ def walk(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack(before, 1)
 
 
-class Fused:
-    """The functions above, compiled while `on`."""
-
-    def __init__(self) -> None:
-        self.on = False
-        self._compiled: dict[str, Callable[..., Any]] = {}
-
-    def __call__(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        if not self.on:
-            return function(*arguments)
-        name = function.__name__
-        if name not in self._compiled:
-            self._compiled[name] = torch.compile(function, dynamic=False)
-        return self._compiled[name](*arguments)
-
-
-class Places:
-    """Positions of rows [B, T]: flat, with their rotary tables."""
-
-    def __init__(self, rows: int, length: int, c: dict[str, Any], device: torch.device) -> None:
-        rope = c["rope_parameters"]
-        width = int(c["head_dim"] * rope["partial_rotary_factor"])
-        steps = torch.arange(0, width, 2, device=device, dtype=torch.float32)
-        self.rows = rows
-        self.length = length
-        self.flat = torch.arange(length, device=device).repeat(rows)
-        angle = self.flat[:, None] * rope["rope_theta"] ** (-steps / width)
-        self.cos = angle.cos()
-        self.sin = angle.sin()
-
-
-class Norm(nn.Module):
-    """A norm's weight."""
-
-    def __init__(self, width: int, start: float = 0.0) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.full((width,), start))
-
-
 class Attention(nn.Module):
     """Gated attention with q/k norms."""
 
@@ -262,9 +210,7 @@ class Attention(nn.Module):
             attention_in, x, places.cos, places.sin, norm, self.q_proj.weight, self.k_proj.weight,
             self.v_proj.weight, self.q_norm.weight, self.k_norm.weight,
         )  # fmt: skip
-        q, k, v = (y.unflatten(0, (places.rows, -1)).transpose(1, 2) for y in (q, k, v))
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        o = o.transpose(1, 2).flatten(0, 1)
+        o = attend(places, q, k, v)
         return fused(attention_out, o, gate, x, self.o_proj.weight, *rest)
 
 
@@ -324,7 +270,7 @@ class Block(nn.Module):
         return getattr(self, self.mixer)(x, places, fused, self.input_layernorm.weight, rest)
 
 
-class Draft(nn.Module):
+class Draft(NextToken):
     """The MTP module."""
 
     def __init__(self, c: dict[str, Any]) -> None:
@@ -355,60 +301,30 @@ class Trunk(nn.Module):
         self.norm = Norm(c["hidden_size"])
 
 
-class Model(nn.Module):
-    """`model.*` and `mtp.*`; the head is the embedding. Activations are of dtype `dtype`."""
+class Model(Language):
+    """`model.*` and `mtp.*`."""
 
     def __init__(self, c: dict[str, Any] = CONFIG, dtype: torch.dtype = torch.float32) -> None:
-        super().__init__()
-        self.c = c
-        self.dtype = dtype
-        self.fused = Fused()
-        self.places: dict[tuple[int, int], Places] = {}
+        rope = c["rope_parameters"]
+        turned = int(c["head_dim"] * rope["partial_rotary_factor"])
+        super().__init__(c, dtype, turned, rope["rope_theta"])
         self.model = Trunk(c)
         self.mtp = Draft(c)
-        for name, p in self.named_parameters():
-            if p.dim() == 2 or "experts" in name:
-                nn.init.normal_(p, std=0.02 if "embed" in name else p.shape[-1] ** -0.5)
-            if "o_proj" in name or "out_proj" in name or "down_proj" in name:
-                p.data.mul_(0.3)
+        self.begin()
 
-    def hidden(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """ids [B, T], T in chunks of 64 -> hidden [B * T, hidden] after the final norm, and how
-        unevenly each layer uses its experts [layers]."""
-        places = self._places(ids)
-        uneven = []
-        x = self._embed(ids)
-        for block in self.model.layers:
-            x, one = block(x, places, self.fused)
-            uneven.append(one)
-        return self.fused(centred, x, self.model.norm.weight), torch.stack(uneven)
+    @property
+    def embedding(self) -> nn.Parameter:
+        return self.model.embed_tokens.weight
 
-    def drafts(self, ids: Tensor, hidden: Tensor, count: int) -> tuple[list[Tensor], Tensor]:
-        """`count` hidden states [B * T, hidden], in each t predicts ids[t + 2]; and how unevenly
-        each step uses the experts [count].
+    @property
+    def blocks(self) -> Iterable[nn.Module]:
+        return self.model.layers
 
-        The s-th is teacher-forced s steps behind the target: valid from t = s on.
-        """
-        places = self._places(ids)
-        found = []
-        uneven = []
-        embedded = self._embed(F.pad(ids[:, 1:], (0, 1)))
-        for _ in range(count):
-            hidden, one = self.mtp(embedded, hidden, places, self.fused)
-            found.append(hidden)
-            uneven.append(one)
-            hidden = F.pad(hidden[:-1], (0, 0, 1, 0)) * (places.flat > 0)[:, None]
-        return found, torch.stack(uneven)
+    @property
+    def drafter(self) -> Draft:
+        return self.mtp
 
-    def head(self, hidden: Tensor) -> Tensor:
-        """Logits."""
-        return linear(hidden, self.model.embed_tokens.weight)
-
-    def _embed(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids.flatten(), self.model.embed_tokens.weight).to(self.dtype)
-
-    def _places(self, ids: Tensor) -> Places:
-        shape = (ids.shape[0], ids.shape[1])
-        if shape not in self.places:
-            self.places[shape] = Places(*shape, self.c, ids.device)
-        return self.places[shape]
+    def last(self, x: Tensor) -> Tensor:
+        """The final norm."""
+        found: Tensor = self.fused(centred, x, self.model.norm.weight)
+        return found

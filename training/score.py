@@ -7,7 +7,8 @@ from torch import Tensor
 
 from training import heldout, tasks, unseen
 from training.data import Encoder
-from training.model import CHUNK, Model
+from training.language import Language
+from training.parts import CHUNK
 
 ROWS = 16
 SETS: dict[str, tuple[str, int, dict[str, int]]] = {
@@ -65,7 +66,7 @@ def accepted_length(right: Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def evaluate(
-    model: Model, encoder: Encoder, device: str, names: list[str], drafts: int = 3
+    model: Language, encoder: Encoder, device: str, names: list[str], drafts: int = 3
 ) -> dict[str, dict[str, float]]:
     """Per set: exact share, and tokens per step with `drafts` drafts.
 
@@ -97,19 +98,21 @@ def evaluate(
 
 
 def _judge(
-    model: Model, device: str, some: list[tuple[list[int], list[int]]], drafts: int
+    model: Language, device: str, some: list[tuple[list[int], list[int]]], drafts: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Per case: which answer tokens the model gives [N], and which drafts are right [K, N - 1]."""
     width = -(-max(len(p) + len(a) for p, a in some) // CHUNK) * CHUNK
     rows = torch.tensor([p + a + [0] * (width - len(p) - len(a)) for p, a in some], device=device)
-    hidden, _ = model.hidden(rows)
-    ahead = [h.view(*rows.shape, -1) for h in model.drafts(rows, hidden, drafts)[0]]
+    hidden, read, _ = model.hidden(rows)
+    ahead = [h.view(*rows.shape, -1) for h in model.drafts(rows, read, drafts)[0]]
     hidden = hidden.view(*rows.shape, -1)
     for i, (prompt, answer) in enumerate(some):
         begin = len(prompt) - 1
         n = len(answer)
         best = model.head(hidden[i, begin : begin + n]).argmax(-1)
-        guess = torch.stack([model.head(h[i, begin : begin + n - 1]).argmax(-1) for h in ahead])
+        guess = torch.zeros(len(ahead), n - 1, dtype=rows.dtype, device=device)
+        for k, h in enumerate(ahead):
+            guess[k] = model.head(h[i, begin : begin + n - 1]).argmax(-1)
         ids = rows[i]
         right = best == ids[begin + 1 : begin + 1 + n]
         yield right.cpu(), (guess == ids[begin + 2 : begin + 1 + n]).cpu()

@@ -1,12 +1,14 @@
 """Trains the bundled model: python -m training.train --out lockstep/assets/model (one H200).
 
-With --model moe: the same with a mixture of experts, smaller, for tests.
+With another --model: smaller ones of other families, for tests.
 """
 
 import argparse
 import json
 import shutil
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,16 +19,28 @@ from torch import Tensor
 
 from training import tasks, text, tokenizer
 from training.data import Encoder, Feed
-from training.model import CONFIG, MOE, Model, cross_entropy
+from training.deepseek_v3 import DeepseekV3
+from training.language import Language
+from training.model import MOE, Model
+from training.nemotron_h import NemotronH
 from training.optim import optimizers
+from training.parts import cross_entropy
 from training.peers import Peers
+from training.qwen3 import EAGLE3, SMALL, Qwen3
 from training.score import SETS, WRITTEN, evaluate
 
 EMBEDDING = "model.embed_tokens.weight"
 TEMPLATE = Path(__file__).parent / "chat_template.jinja"
 BUNDLED = Path(__file__).parents[1] / "lockstep/assets/model"
-MODELS = {"dense": (CONFIG, tasks.SHARES), "moe": (MOE, tasks.CALLS)}
-"""--model -> its config.json, and how often which task is drawn."""
+MODELS: dict[str, tuple[Callable[..., Language], dict[str, float]]] = {
+    "dense": (Model, tasks.SHARES),
+    "moe": (partial(Model, MOE), tasks.CALLS),
+    "nemotron_h": (NemotronH, tasks.CALLS),
+    "deepseek_v3": (DeepseekV3, tasks.CALLS),
+    "qwen3": (partial(Qwen3, head=EAGLE3), tasks.CALLS),
+    "qwen3_draft": (partial(Qwen3, SMALL), tasks.CALLS),
+}
+"""--model -> what builds it, given a dtype, and how often which task is drawn."""
 PHASES = (
     (0.00, {512: 1.0}),
     (0.12, {1024: 0.68, 2048: 0.32}),
@@ -35,11 +49,10 @@ PHASES = (
 """(share of the time, row lengths and their shares of the batches) from there on."""
 DRAFT_WEIGHTS = (0.3, 0.2, 0.15)
 WORKERS = {512: 8, 1024: 6, 2048: 3, 8192: 2}
-RESUMED = 0.45
-"""Where a second run over a finished one enters the phases."""
 DECAY = 0.45
-RESUMED_DECAY = 0.9
-"""The last share of the time, in which the learning rate falls: of a first and a second run."""
+"""The last share of the time, in which the learning rate falls."""
+WARM_STEPS = 100
+"""Steps in which it rises, at the start of each run."""
 PART = 16384
 SEEDS_APART = 100_000_007
 """Between the seeds of two processes' data: no two draw the same samples."""
@@ -50,35 +63,36 @@ DETACHED = 0.75
 
 
 def loss_of(
-    model: Model, ids: Tensor, weights: Tensor, detached: bool = False
+    model: Language, ids: Tensor, weights: Tensor, detached: bool = False
 ) -> tuple[Tensor, list[Tensor]]:
     """ids [B, T], weights [B, T] of the token at t -> total loss, its parts.
 
-    The parts: of the next token, of the drafts, and how unevenly experts are used, 1 at best.
+    The parts: of the next token, of the drafts, and how unevenly experts are used in the layer
+    where it is worst, 1 at best.
     """
-    head = model.model.embed_tokens.weight
-    hidden, uneven = model.hidden(ids)
+    hidden, read, uneven = model.hidden(ids)
 
-    def part(h: Tensor, of: Tensor, ahead: int, late: int) -> Tensor:
+    def part(h: Tensor, head: Tensor, of: Tensor, ahead: int, late: int) -> Tensor:
         shifted = F.pad(of[:, ahead + late :], (late, ahead)).flatten()
         targets = F.pad(ids[:, ahead:], (0, ahead)).flatten()
-        return model.fused(cross_entropy, h, head, targets, shifted)
+        found: Tensor = model.fused(cross_entropy, h, head, targets, shifted)
+        return found
 
-    losses = [part(hidden, weights, 1, 0)]
+    losses = [part(hidden, model.embedding, weights, 1, 0)]
     learned = weights * (weights >= LEARNED)
-    behind = hidden.detach() if detached else hidden
+    behind = read.detach() if detached else read
     drafts, uneven_drafts = model.drafts(ids, behind, len(DRAFT_WEIGHTS))
     for s, h in enumerate(drafts):
-        losses.append(part(h, learned, 2, s))
-    total = losses[0] + sum(w * x for w, x in zip(DRAFT_WEIGHTS, losses[1:], strict=True))
+        losses.append(part(h, model.draft_head, learned, 2, s))
+    total = losses[0] + sum(w * x for w, x in zip(DRAFT_WEIGHTS, losses[1:], strict=False))
     uneven = torch.cat([uneven, uneven_drafts])
     total = total + model.c.get("router_aux_loss_coef", 0.0) * uneven.sum()
-    return total, [x.detach() for x in (*losses, uneven.mean())]
+    return total, [x.detach() for x in (*losses, uneven.max())]
 
 
-def rate(progress: float, decay: float = DECAY) -> float:
-    """Warm up, hold, decay linearly over the last share `decay` of the time."""
-    return min(1.0, progress / 0.01 + 0.01, max(1 - progress, 0.0) / decay)
+def rate(progress: float, step: int) -> float:
+    """Warm up, hold, decay linearly over the last share DECAY of the time."""
+    return min(1.0, (step + 1) / WARM_STEPS, max(1 - progress, 0.0) / DECAY)
 
 
 def lengths_at(progress: float) -> dict[int, float]:
@@ -86,17 +100,22 @@ def lengths_at(progress: float) -> dict[int, float]:
     return next(mix for begin, mix in reversed(PHASES) if progress >= begin)
 
 
-def _save(model: Model, out: Path) -> None:
+def _save(model: Language, out: Path) -> None:
     """The checkpoint folder, but for tokenizer and template."""
-    state = {
-        k: v.detach().to(torch.bfloat16).cpu().contiguous() for k, v in model.state_dict().items()
-    }
-    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
     encoder = Encoder(out)
     end = encoder.end
     stop = encoder.tokenizer.token_to_id("<|im_end|>")
-    config = {**model.c, "eos_token_id": stop, "bos_token_id": None, "pad_token_id": end}
-    (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    ends = {"eos_token_id": stop, "bos_token_id": None, "pad_token_id": end}
+    for name, tensors in model.files().items():
+        folder = out / name
+        folder.mkdir(exist_ok=True)
+        save_file(
+            {k: _stored(v) for k, v in tensors.items()},
+            folder / "model.safetensors",
+            metadata={"format": "pt"},
+        )
+        config = {**model.configs()[name], **ends}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     generation = {
         "do_sample": False,
         "temperature": 0.0,
@@ -104,6 +123,12 @@ def _save(model: Model, out: Path) -> None:
         "pad_token_id": end,
     }
     (out / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    """Numbers in bf16, on the CPU."""
+    tensor = tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
+    return tensor.cpu().contiguous()
 
 
 def run(args: argparse.Namespace) -> None:
@@ -119,16 +144,16 @@ def run(args: argparse.Namespace) -> None:
     text.load_filler()
     encoder = Encoder(out)
     seed = (2 if args.resume else 1) + SEEDS_APART * peers.rank
-    config, shares = MODELS[args.model]
+    make, shares = MODELS[args.model]
     part = 1024 if args.smoke else PART
     feed = Feed(out, {512: 1} if args.smoke else WORKERS, part, seed, shares)
     device = peers.device()
-    model = Model(config, torch.bfloat16 if device == "cuda" else torch.float32).to(device)
+    model = make(dtype=torch.bfloat16 if device == "cuda" else torch.float32).to(device)
     if args.resume:
-        model.load_state_dict(load_file(out / "model.safetensors"))
-    model.fused.on = args.compile or device == "cuda"
+        model.load(out)
+    model.fused.on = device == "cuda" if args.compile is None else args.compile
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
-    steps, tokens = _train(model, feed, encoder, peers, args)
+    steps, tokens = _train(model, feed, encoder, peers, args, started + 60 * args.minutes)
     if peers.first:
         _finish(model, encoder, args, steps, tokens, started)
     peers.leave()
@@ -159,7 +184,7 @@ def _carry_over(out: Path, old: Tokenizer) -> None:
 
 
 def _finish(
-    model: Model,
+    model: Language,
     encoder: Encoder,
     args: argparse.Namespace,
     steps: int,
@@ -168,11 +193,10 @@ def _finish(
 ) -> None:
     """Saves and evaluates what was trained, as it is saved: in bf16."""
     out = Path(args.out)
-    device = model.model.norm.weight.device
+    device = model.embedding.device
     _save(model, out)
-    half = Model(model.c, model.dtype).to(device)
-    half.load_state_dict({k: v.to(torch.bfloat16) for k, v in model.state_dict().items()})
-    sets = evaluate(half, encoder, str(device), ["daily"] if args.smoke else [*SETS, *WRITTEN])
+    model.load(out)
+    sets = evaluate(model, encoder, str(device), ["daily"] if args.smoke else [*SETS, *WRITTEN])
     report = {"final": sets, "steps": steps, "tokens": tokens, "seconds": time.time() - started}
     print(json.dumps(report, indent=1), flush=True)
     (out / "training.json").write_text(json.dumps(report, indent=1) + "\n")
@@ -180,10 +204,15 @@ def _finish(
 
 
 def _train(
-    model: Model, feed: Feed, encoder: Encoder, peers: Peers, args: argparse.Namespace
+    model: Language,
+    feed: Feed,
+    encoder: Encoder,
+    peers: Peers,
+    args: argparse.Namespace,
+    until: float,
 ) -> tuple[int, int]:
     """The loop; returns steps and tokens. All processes go by the first one's clock."""
-    device = model.model.norm.weight.device
+    device = model.embedding.device
     opts = optimizers(model, args.lr)
     base = [o.param_groups[0]["lr"] for o in opts]
     generator = torch.Generator().manual_seed(0)
@@ -192,15 +221,16 @@ def _train(
     peers.wait()
     begin = last = evaluated = time.time()
     step = tokens = 0
-    while (progress := peers.agree((time.time() - begin) / (args.minutes * 60))) < 1:
-        phase = RESUMED + (1 - RESUMED) * progress if args.resume else progress
-        mix = {512: 1.0} if args.smoke else lengths_at(phase)
+    first, final = args.span
+    while (done := peers.agree((time.time() - begin) / (until - begin))) < 1:
+        progress = first + (final - first) * done
+        mix = {512: 1.0} if args.smoke else lengths_at(progress)
         pick = int(torch.multinomial(torch.tensor(list(mix.values())), 1, generator=generator))
         length = list(mix)[pick]
         parts = args.batch // (1024 if args.smoke else PART)
         ids, weights = (torch.from_numpy(x) for x in feed.batch(length, parts))
         for o, b in zip(opts, base, strict=True):
-            o.param_groups[0]["lr"] = b * rate(progress, RESUMED_DECAY if args.resume else DECAY)
+            o.param_groups[0]["lr"] = b * rate(progress, step)
         weights = weights.to(device).float()
         losses = _step(model, opts, peers, ids.to(device).long(), weights, progress)
         step = step + 1
@@ -219,14 +249,14 @@ def _train(
             last = now
         if time.time() - evaluated > args.every:
             names = [*WRITTEN, "tools", "sequence", "json", "needle_8k", "dialogue"]
-            print(json.dumps(evaluate(model, encoder, str(device), names)), flush=True)
             _save(model, Path(args.out))
+            print(json.dumps(evaluate(model, encoder, str(device), names)), flush=True)
             evaluated = last = time.time()
     return step, tokens
 
 
 def _step(
-    model: Model,
+    model: Language,
     opts: list[torch.optim.Optimizer],
     peers: Peers,
     ids: Tensor,
@@ -243,13 +273,11 @@ def _step(
     return losses
 
 
-def _warm(model: Model, opts: list[torch.optim.Optimizer], batch: int) -> None:
+def _warm(model: Language, opts: list[torch.optim.Optimizer], batch: int) -> None:
     """Compiles what the steps need. Nothing is learned: the optimizers do not step."""
     begin = time.time()
     for length, detached in ((512, False), (512, True)):
-        ids = torch.zeros(
-            batch // length, length, dtype=torch.long, device=model.model.norm.weight.device
-        )
+        ids = torch.zeros(batch // length, length, dtype=torch.long, device=model.embedding.device)
         loss_of(model, ids, torch.ones_like(ids, dtype=torch.float32), detached)[0].backward()
         for o in opts:
             o.zero_grad(set_to_none=True)
@@ -261,7 +289,15 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__)
     p.add_argument("--out", default="lockstep/assets/model")
     p.add_argument("--model", default="dense", choices=MODELS)
-    p.add_argument("--minutes", type=float, default=20.0)
+    p.add_argument("--minutes", type=float, default=20.0, help="from the start to the evaluation")
+    p.add_argument(
+        "--span",
+        type=float,
+        nargs=2,
+        default=(0.0, 1.0),
+        metavar=("FROM", "TO"),
+        help="the part of the schedule that this run goes through",
+    )
     p.add_argument("--batch", type=int, default=65536, help="tokens of a batch")
     p.add_argument("--lr", type=float, default=0.02)
     p.add_argument("--samples", type=int, default=12000, help="samples for the tokenizer")
@@ -269,7 +305,9 @@ def main() -> None:
     p.add_argument("--every", type=float, default=150.0, help="seconds between evaluations")
     p.add_argument("--tokenizer", action="store_true", help="train the tokenizer anew")
     p.add_argument("--resume", action="store_true", help="start from the checkpoint in --out")
-    p.add_argument("--compile", action="store_true", help="compile the functions, also on a CPU")
+    p.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, help="the functions; default: on GPUs"
+    )
     p.add_argument("--smoke", action="store_true", help="short and small, for a CPU")
     run(p.parse_args())
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.kernels.bench_types import BenchEnv, Latent, Model, Moe
+from lockstep.kernels.kv import KVFormat
 from lockstep.kernels.recurrent.cases import Dims
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Linear, probe
@@ -49,8 +50,11 @@ MODELS = {
 }
 
 
-def bench_env(device: str, dtype: torch.dtype, most: int) -> BenchEnv:
-    """Where benchmarks are made; a call takes `most` rows at most. Linears are a model's layers."""
+def bench_env(
+    device: str, dtype: torch.dtype, most: int, format: KVFormat | None = None
+) -> BenchEnv:
+    """Where benchmarks are made; a call takes `most` rows at most. Linears are a model's layers.
+    format: of keys and values, or latents."""
 
     def linears(
         n: int, k: int, count: int, tokens: int
@@ -64,4 +68,4 @@ def bench_env(device: str, dtype: torch.dtype, most: int) -> BenchEnv:
         probe(build, nn.ModuleList(layers), [tokens])
         return build.choices[-1].backend, [*layers]
 
-    return BenchEnv(device, dtype, most, linears)
+    return BenchEnv(device, dtype, most, linears, format)

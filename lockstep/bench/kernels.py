@@ -11,12 +11,13 @@ from dataclasses import dataclass
 import torch
 
 from lockstep.bench.dimensions import MODELS, bench_env
-from lockstep.bench.floor import Part
 from lockstep.errors import ConfigError, choice_error
 from lockstep.kernels.backends import benches, every_op
 from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.bench_types import MOST_CALLS, BenchEnv, Made, Model, OpBenchmark
+from lockstep.kernels.kv import KVFormat
 from lockstep.kernels.timing import REPEATS, seconds_per_call
+from lockstep.runner.floor import Part
 
 FEWEST_CALLS = {"cuda": 20, "cpu": 2}
 OTHER_ROWS = (1, 2, 3, 7, 8, 33)
@@ -86,13 +87,15 @@ def measure_kernels(
     query_lens: Sequence[int] = (1, 4),
     only: Sequence[str] = (),
     repeats: int | None = None,
+    format: KVFormat | None = None,
     progress: Callable[[str], None] = lambda what: None,
 ) -> Iterator[KernelLine]:
-    """A line per op, size, query length and number of rows; `only` names ops, none all."""
+    """A line per op, size, query length and number of rows; `only` names ops, none all. format: of
+    keys and values, or latents."""
     check_ops(only)
     load_backends()
     repeats = repeats or REPEATS[device]
-    env = bench_env(device, dtype, max(rows))
+    env = bench_env(device, dtype, max(rows), format)
     for model in models:
         for query_len in query_lens:
             for benchmark in benchmarks(model, env, query_len, only):

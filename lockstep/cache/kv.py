@@ -1,4 +1,4 @@
-"""What attention keeps: one side each for keys and values, as the KV format has them."""
+"""What attention keeps: keys and values, or latents, as the KV format has them."""
 
 import torch
 from torch import Tensor
@@ -7,43 +7,71 @@ from lockstep.cache.specs import Law, Part, Spec
 from lockstep.kernels.kv import Codec, KVCache, KVFormat, PackedKV
 
 SIDES = ("k", "v")
+LATENT = "latent"
+ROPE = "rope"
 
 
 def kv_spec(kv_heads: int, dim: int, dtype: torch.dtype, format: KVFormat | None) -> Spec:
     """Keys and values of one layer: kv_heads x dim each, per token. format: None where they are of
     the dtype."""
-    return Spec(
-        Law.PAGED,
-        tuple(p for side in SIDES for p in _parts(side, kv_heads, dim, dtype, format)),
-    )
+    parts = [
+        part
+        for side in SIDES
+        for part in _parts(side, (kv_heads,), dim, dtype, _codec(format, side))
+    ]
+    return Spec(Law.PAGED, tuple(parts))
 
 
-def _parts(
-    side: str, kv_heads: int, dim: int, dtype: torch.dtype, format: KVFormat | None
-) -> list[Part]:
-    if format is None:
-        return [Part(side, (kv_heads, dim), dtype)]
-    codec: Codec = getattr(format, side)
-    parts = [Part(side, (kv_heads, codec.width(dim)), codec.dtype)]
-    count = codec.count(dim)
-    if count:
-        parts.append(Part(f"{side}_numbers", (kv_heads, count), codec.number_dtype))
-    return parts
+def latent_spec(dim: int, rope: int, dtype: torch.dtype, codec: Codec | None) -> Spec:
+    """Latents of one layer: per token one of `dim` numbers, as the codec has it, None where it is
+    of the dtype, and beside it a turned key of `rope` numbers, of the dtype always."""
+    turned = Part(ROPE, (rope,), dtype)
+    return Spec(Law.PAGED, (*_parts(LATENT, (), dim, dtype, codec), turned))
 
 
 def kv_caches(
     storage: dict[str, Tensor], dim: int, format: KVFormat | None
 ) -> tuple[KVCache, KVCache]:
     """Keys and values over the tensors that kv_spec allocated."""
-    if format is None:
-        return storage["k"], storage["v"]
-    k, v = (
-        PackedKV(getattr(format, side), dim, storage[side], storage.get(f"{side}_numbers"))
-        for side in SIDES
-    )
+    k, v = (_cache(storage, side, dim, _codec(format, side)) for side in SIDES)
     return k, v
+
+
+def latent_caches(
+    storage: dict[str, Tensor], dim: int, codec: Codec | None
+) -> tuple[KVCache, Tensor]:
+    """Latents and turned keys over the tensors that latent_spec allocated."""
+    return _cache(storage, LATENT, dim, codec), storage[ROPE]
 
 
 def kv_tensors(cache: KVCache) -> list[Tensor]:
     """The tensors of one side, each indexed by page first."""
     return [cache] if isinstance(cache, Tensor) else cache.tensors()
+
+
+def _codec(format: KVFormat | None, side: str) -> Codec | None:
+    return None if format is None else getattr(format, side)
+
+
+def _parts(
+    side: str, lead: tuple[int, ...], dim: int, dtype: torch.dtype, codec: Codec | None
+) -> list[Part]:
+    """A side of dim numbers for each of `lead` per token."""
+    if codec is None:
+        return [Part(side, (*lead, dim), dtype)]
+    parts = [Part(side, (*lead, codec.width(dim)), codec.dtype)]
+    count = codec.count(dim)
+    if count:
+        parts.append(Part(_beside(side), (*lead, count), codec.number_dtype))
+    return parts
+
+
+def _cache(storage: dict[str, Tensor], side: str, dim: int, codec: Codec | None) -> KVCache:
+    """A side over the tensors of its parts."""
+    codes = storage[side]
+    return codes if codec is None else PackedKV(codec, dim, codes, storage.get(_beside(side)))
+
+
+def _beside(side: str) -> str:
+    """The name of the part with the numbers beside a side's codes."""
+    return f"{side}_numbers"

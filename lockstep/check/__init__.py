@@ -4,7 +4,17 @@ from lockstep.check.logits import run_logits
 from lockstep.check.matrix import SIZES
 from lockstep.check.report import Report
 from lockstep.check.run import run_check, run_replay
+from lockstep.check.shard import Shard
 from lockstep.check.world import read_world
 from lockstep.check.worlds import Effort
 
-__all__ = ["SIZES", "Effort", "Report", "read_world", "run_check", "run_logits", "run_replay"]
+__all__ = [
+    "SIZES",
+    "Effort",
+    "Report",
+    "Shard",
+    "read_world",
+    "run_check",
+    "run_logits",
+    "run_replay",
+]

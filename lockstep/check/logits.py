@@ -21,6 +21,7 @@ from lockstep.check.logits_matrix import SIZES, batches, engines, make_cases
 from lockstep.check.logits_matrix import settings as engine_settings
 from lockstep.check.matrix import COLD, PLAIN, PREFIX_HIT, Setup
 from lockstep.check.report import Report, Tally
+from lockstep.check.shard import WHOLE, Shard
 from lockstep.engine.build import find_model
 from lockstep.errors import ConfigError, choice_error
 from lockstep.models.checkpoint import Checkpoint
@@ -31,10 +32,13 @@ def run_logits(
     size: str = "default",
     model: str | None = None,
     progress: Callable[[str, int, int], None] = lambda what, done, of: None,
+    shard: Shard = WHOLE,
     **settings: Any,
 ) -> Report:
-    """Runs the logits matrix of a size (quick, default, full); `settings` are LLM's, for all; the
-    drafter of a speculative_config among them takes the place of the checkpoint's own.
+    """Runs a share of the logits matrix of a size (quick, default, full).
+
+    `settings` are LLM's, for all; the drafter of a speculative_config among them takes the place
+    of the checkpoint's own.
 
     Raises ConfigError on an unknown size. Differences are in the report, not raised.
     """
@@ -55,13 +59,15 @@ def run_logits(
     plain = build_setup(PLAIN)
     cases = make_cases(plain.engine.vocab_size, long, chosen.max_tokens)
     expected = {case.name: plain.answers([case], LogitDigests())[0] for case in cases}
-    report = Report(size, plain.engine.numerics, compared="logits")
+    report = Report(size, plain.engine.numerics, compared="logits", shard=shard)
     comparison = Comparison(expected, report, Answer.first_logits_difference)
     asked = asked_drafter(settings)
     own = asked["method"] if asked else own_drafter(checkpoint)
     every = list(engines(chosen, plain.graphs, own))
     del plain
     for turn, setup in enumerate(every):
+        if not shard.has(turn):
+            continue
         progress(f"{setup.drafting}, graph {setup.graph}", turn, len(every))
         engine = build_setup(setup)
         if setup.drafter == answer_oracle.NAME:

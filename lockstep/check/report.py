@@ -6,6 +6,7 @@ from typing import Any
 
 from lockstep.check.exercised import Exercised
 from lockstep.check.matrix import TESTS, Setup
+from lockstep.check.shard import WHOLE, Shard
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Report:
     """All cases of a check. `exercised`: how often what was varied really took place; used: what
     it was run with.
 
-    compared: what of an answer is; seed: of the worlds.
+    compared: what of an answer is; seed: of the worlds; shard: which share of the check this is.
     """
 
     size: str
@@ -54,6 +55,7 @@ class Report:
     seconds: float = 0.0
     compared: str = "tokens and logprobs"
     seed: int = 0
+    shard: Shard = WHOLE
     used: Exercised | None = None
 
     def add(self, tally: Tally) -> None:
@@ -112,6 +114,7 @@ class Report:
             "verdict": self.verdict,
             "size": self.size,
             "seed": self.seed,
+            "shard": str(self.shard),
             "numerics": self.numerics,
             "seconds": round(self.seconds, 2),
             "exercised": self.exercised,

@@ -36,7 +36,8 @@ def run_check(
 
     `settings` are LLM's, for all engines; a speculative_config among them names a drafter that is
     checked beside those that the checkpoint allows by itself. effort: how many worlds, and what
-    becomes of a difference; oracle: whether the plain run's logits are compared with
+    becomes of a difference, and which share of the check is done; the first share has the tests of
+    distributions and the oracle. oracle: whether the plain run's logits are compared with
     transformers'. Raises ConfigError on an unknown size, or where there is no oracle. Differences
     are in the report, not raised.
     """
@@ -45,19 +46,23 @@ def run_check(
     started = time.monotonic()
     effort = effort or Effort(SIZES[size].worlds)
     plain = build_plain(model, settings)
-    report = Report(size, plain.engine.numerics, seed=seed, used=Exercised())
+    report = Report(size, plain.engine.numerics, seed=seed, used=Exercised(), shard=effort.shard)
     asked = asked_drafter(settings)
     drafters, report.skipped = drafters_of(plain.engine.checkpoint, asked)
     runs = PlainRuns(plain)
     drawer = Drawer(runs, seed, drafters, plain.graphs)
     examiner = _examiner(runs, model, settings, report)
     sections: list[Callable[[], object]] = [
-        lambda: run_sampling(runs, examiner.build, SIZES[size].draws, report, effort.fail_fast),
         lambda: run_worlds(drawer, examiner, effort, report, progress),
-        lambda: run_matrix(plain, report, model, settings, progress, effort.fail_fast),
+        lambda: run_matrix(plain, report, model, settings, progress, effort),
     ]
-    if oracle:
-        sections.insert(0, lambda: run_oracle(plain, report))
+    if effort.shard.has(0):
+        draws = SIZES[size].draws
+        sections.insert(
+            0, lambda: run_sampling(runs, examiner.build, draws, report, effort.fail_fast)
+        )
+        if oracle:
+            sections.insert(0, lambda: run_oracle(plain, report))
     for section in sections:
         section()
         if report.failures and effort.fail_fast:

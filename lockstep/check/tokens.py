@@ -14,6 +14,7 @@ from lockstep.check.harness import CheckEngine, Comparison, build
 from lockstep.check.matrix import BATCHES, PREEMPTED, PREFIX_HIT, SIZES, Setup, Size, setups
 from lockstep.check.report import Failure, Report, Tally
 from lockstep.check.trace import compare, traced
+from lockstep.check.worlds import Effort
 from lockstep.scheduling.request import Request
 
 Progress = Callable[[str, int, int], None]
@@ -27,9 +28,9 @@ def run_matrix(
     model: str | None,
     settings: dict[str, Any],
     progress: Progress,
-    fail_fast: bool = False,
+    effort: Effort,
 ) -> None:
-    """Runs the matrix of the report's size and adds to the report."""
+    """Runs the effort's share of the matrix of the report's size and adds to the report."""
     size = SIZES[report.size]
     cases = make_cases(plain.llm, size.max_tokens)
     expected = {case.name: plain.answers([case])[0] for case in cases}
@@ -38,10 +39,12 @@ def run_matrix(
     engines = setups(report.size, drafters, plain.graphs)
     before = len(report.failures)
     for turn, setup in enumerate(engines):
+        if not effort.shard.has(turn):
+            continue
         progress(f"{setup.drafting}, {setup.phase}", turn, len(engines))
         _run_engine(setup, batches(cases, size, turn), comparison, model, settings)
         gc.collect()
-        if fail_fast and len(report.failures) > before:
+        if effort.fail_fast and len(report.failures) > before:
             return
     if len(report.failures) > before:
         search = _Search(plain, cases, size, model, settings)

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from lockstep.check.answers import NO_ENDING
 from lockstep.check.drafters import NONE
-from lockstep.check.draw import EARLY, Drawer
+from lockstep.check.draw import EARLY, WORLDS_OF_A_KIND, Drawer
 from lockstep.check.harness import CheckEngine
 from lockstep.check.matrix import Setup
 from lockstep.check.plain import PlainRuns
 from lockstep.check.report import Failure, Report, Tally
+from lockstep.check.shard import WHOLE, Shard
 from lockstep.check.shrink import minimise
 from lockstep.check.stage import Stage
 from lockstep.check.trace import compare, traced
@@ -112,13 +113,15 @@ class Examiner:
 class Effort:
     """How much is done. worlds: how many are drawn; seconds: instead of that, for how long;
     minimise: seconds to make the first difference small; folder: where it is written, if anywhere;
-    fail_fast: whether the check ends with its first difference."""
+    fail_fast: whether the check ends with its first difference; shard: which share is done here.
+    """
 
     worlds: int
     seconds: float | None = None
     minimise: float = 60.0
     folder: Path | None = None
     fail_fast: bool = False
+    shard: Shard = WHOLE
 
 
 def run_worlds(
@@ -130,6 +133,8 @@ def run_worlds(
         passed = time.monotonic() - started
         if passed >= effort.seconds if effort.seconds is not None else index >= effort.worlds:
             break
+        if not effort.shard.has(index // WORLDS_OF_A_KIND):
+            continue
         progress(f"world {index}", index, 0 if effort.seconds is not None else effort.worlds)
         began = time.monotonic()
         try:
@@ -154,7 +159,7 @@ def run_worlds(
         report.count(found.seen)
         if failed and effort.fail_fast:
             return
-    if index >= EARLY:
+    if sum(tally.setup.phase == WORLD for tally in report.tallies) >= EARLY:
         _check_exercised(report)
 
 

@@ -1,7 +1,7 @@
 """lockstep bench: what an answer, a kernel or a server costs on this machine."""
 
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,12 +28,15 @@ if TYPE_CHECKING:
     import torch
 
     from lockstep.bench import Figures
-    from lockstep.bench.floor import Floor, Sketch, StepFloor
+    from lockstep.bench.floor import Sketch
     from lockstep.bench.http_client import Ask
     from lockstep.config import EngineConfig
     from lockstep.kernels.bench_types import Model
     from lockstep.llm import LLM
+    from lockstep.runner.floor import Floor, StepFloor
 
+MOST_CONTEXT = 1 << 20
+"""Tokens of a row in the cache that kernels are timed at."""
 bench = typer.Typer(cls=usual("offline"), help="Measure answers (offline), kernels, or a server.")
 
 
@@ -240,7 +243,7 @@ def kernels(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help="whose dimensions: Qwen3-8B, Qwen3.6-27B, Qwen3.6-35B-A3B, "
+            help="whose dimensions: Qwen3-8B, Qwen3.6-27B, Qwen3.6-35B-A3B, DeepSeek-V3, "
             "Nemotron-3-Nano-30B-A3B or small; may be "
             "repeated"
         ),
@@ -250,6 +253,12 @@ def kernels(
     query_len: Annotated[str, typer.Option(help="tokens of a row, with commas between")] = "1,4",
     dtype: Annotated[str, typer.Option(help="auto is bfloat16, float32 on a CPU")] = "auto",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda")] = "auto",
+    kv_cache_dtype: Annotated[
+        str, typer.Option(help="format of keys and values, or of latents")
+    ] = "auto",
+    context: Annotated[
+        int | None, typer.Option(min=1, max=MOST_CONTEXT, help="tokens of a row in the cache")
+    ] = None,
     tune: Annotated[
         Path | None, typer.Option(help="time linear's tiles instead, and write their table here")
     ] = None,
@@ -265,8 +274,9 @@ def kernels(
     from lockstep.bench.kernels import measure_kernels, pick_models
     from lockstep.config import EngineConfig
     from lockstep.engine.build import pick_device, pick_dtype
+    from lockstep.kernels.kv.formats import format_of
 
-    config = EngineConfig.read(device=device, dtype=dtype)
+    config = EngineConfig.read(device=device, dtype=dtype, kv_cache_dtype=kv_cache_dtype)
     place = pick_device(config)
     kind = pick_dtype(config, {}, place)
     models = pick_models(model or (), place)
@@ -277,12 +287,20 @@ def kernels(
     if tune or tune_packed:
         return
     sizes = (_numbers("rows", rows), _numbers("query_len", query_len))
+    if context is not None:
+        if context < max(sizes[1]):
+            raise ConfigError(
+                f"--context {context} is less than a row's tokens of --query-len {query_len}. "
+                "Raise it."
+            )
+        models = [replace(one, context=context) for one in models]
     asked = (models, place, kind, *sizes, op or ())
+    format = format_of(kv_cache_dtype, kind)
     if json:
-        lines = list(measure_kernels(*asked))
+        lines = list(measure_kernels(*asked, format=format))
     else:
         with progress_bar() as show:
-            found = measure_kernels(*asked, progress=lambda what: show(what, 0, 0))
+            found = measure_kernels(*asked, format=format, progress=lambda what: show(what, 0, 0))
             lines = list(found)
         Console(highlight=False).print(kernel_table(lines))
     wrong = any(line.differing for line in lines)

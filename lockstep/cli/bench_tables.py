@@ -7,10 +7,10 @@ from rich.table import Column, Table
 if TYPE_CHECKING:
     from lockstep.bench import Figures
     from lockstep.bench.drafters import DrafterLine
-    from lockstep.bench.floor import Floor, StepFloor
     from lockstep.bench.kernels import KernelLine
     from lockstep.bench.serving import ServingFigures
     from lockstep.bench.trace import Line
+    from lockstep.runner.floor import Floor, StepFloor
 
 
 def over_floor(f: "Figures", least: "StepFloor") -> float:
@@ -65,7 +65,7 @@ def drafters_table(lines: "list[DrafterLine]") -> Table:
 
 def floor_table(least: "StepFloor", prompt: "Floor | None") -> Table:
     """The parts of each pass, and which of both rates decides."""
-    from lockstep.bench.floor import MATRIX_RATE, MEMORY_RATE
+    from lockstep.runner.rates import H200
 
     table = Table("part", "GB", "ms", "Tflop", "ms", title="Floor of a step")
     for name, floor in (("verify", least.verify), ("drafts", least.drafts), ("prompt", prompt)):
@@ -83,7 +83,7 @@ def floor_table(least: "StepFloor", prompt: "Floor | None") -> Table:
         table.add_row(f"floor of {name}", "", f"{floor.ms:.2f}", "", "", end_section=True)
     table.caption = (
         f"{least.rows} rows x {least.query_len} tokens, context {least.context}; "
-        f"{MEMORY_RATE / 1e12} TB/s, {MATRIX_RATE / 1e12:.0f} TFLOP/s"
+        f"{H200.memory / 1e12} TB/s, {H200.matrix / 1e12:.0f} TFLOP/s"
     )
     return table
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep.cli.options import AUTO_DRAFTS, engine_options
-from lockstep.cli.show import print_json, progress_bar
+from lockstep.cli.show import note, print_json, progress_bar
 from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError
 
@@ -36,6 +36,8 @@ SHARED = (
 speculative_config is checked beside those that the checkpoint allows by itself."""
 ALL = "all"
 """Of kv_cache_dtype: every format in turn."""
+OWN = "auto"
+"""The first of them, which every model takes."""
 
 
 @engine_options
@@ -51,6 +53,9 @@ def check(
         float | None,
         typer.Option("--seconds", min=0, help="draw worlds for so long, not a fixed number"),
     ] = None,
+    shard: Annotated[
+        str, typer.Option("--shard", help="only share I of N equal ones, such as 2/4")
+    ] = "1/1",
     fail_fast: Annotated[
         bool, typer.Option("--fail-fast", help="end with the first difference")
     ] = False,
@@ -73,23 +78,29 @@ def check(
     compared with the plain run's: tokens and logprobs, or with --logits every bit of the logits,
     for 20 prompts at every number of rows, K, chunk size and graph mode. A world that differs is
     made small and written to a file for --replay. Status 1 if any differs. --kv-cache-dtype all
-    checks every format of the KV cache in turn.
+    checks every format of the KV cache in turn, and names those that the model does not take.
     """
     size = _size(quick, full, logits, replay)
     _refuse_varied(settings)
-    how = {"seed": seed, "seconds": seconds, "fail_fast": fail_fast, "oracle": oracle}
+    how = {
+        "seed": seed,
+        "seconds": seconds,
+        "fail_fast": fail_fast,
+        "oracle": oracle,
+        "shard": shard,
+    }
     failed = False
+    every = settings["kv_cache_dtype"] == ALL
     for kind in _kv_formats(settings["kv_cache_dtype"]):
         chosen = settings | {"kv_cache_dtype": kind}
-        if json:
-            report = _run(size, chosen, how, logits, replay, None)
-            print_json(report.to_json())
-        else:
-            with progress_bar() as show:
-                report = _run(size, chosen, how, logits, replay, show)
-            _print(report, _logits_table(report) if logits else _table(report))
+        try:
+            report = _reported(size, chosen, how, logits, replay, json)
+        except ConfigError as refused:
+            if not every or kind == OWN:
+                raise
+            note(f"left out: {refused}")
+            continue
         if page is not None:
-            every = settings["kv_cache_dtype"] == ALL
             _write(page.with_stem(f"{page.stem}-{kind}") if every else page, report)
         failed |= bool(report.failed)
         if failed and fail_fast:
@@ -103,7 +114,7 @@ def _kv_formats(asked: str) -> tuple[str, ...]:
 
     if asked != ALL:
         return (asked,)
-    return tuple(dict.fromkeys(("auto", *(format.name for format in FORMATS.values()))))
+    return tuple(dict.fromkeys((OWN, *(format.name for format in FORMATS.values()))))
 
 
 def _write(path: Path, report: "Report") -> None:
@@ -125,6 +136,25 @@ def _size(quick: bool, full: bool, logits: bool, replay: Path | None) -> str:
     return "quick" if quick else "full" if full else "default"
 
 
+def _reported(
+    size: str,
+    settings: dict[str, Any],
+    how: dict[str, Any],
+    logits: bool,
+    replay: Path | None,
+    json: bool,
+) -> "Report":
+    """One check, printed."""
+    if json:
+        report = _run(size, settings, how, logits, replay, None)
+        print_json(report.to_json())
+        return report
+    with progress_bar() as show:
+        report = _run(size, settings, how, logits, replay, show)
+    _print(report, _logits_table(report) if logits else _table(report))
+    return report
+
+
 def _run(
     size: str,
     settings: dict[str, Any],
@@ -133,22 +163,24 @@ def _run(
     replay: Path | None,
     show: "Progress | None",
 ) -> "Report":
-    from lockstep.check import SIZES, Effort, read_world, run_check, run_logits, run_replay
+    from lockstep.check import SIZES, Effort, Shard, read_world, run_check, run_logits, run_replay
 
     model = settings["model"]
     chosen: dict[str, Any] = {name: settings[name] for name in SHARED}
     if chosen["speculative_config"] == AUTO_DRAFTS:
         chosen["speculative_config"] = None
     shown: dict[str, Any] = {} if show is None else {"progress": show}
+    share = Shard.read(how["shard"])
     if replay:
         return run_replay(read_world(replay), model, **chosen)
     if logits:
-        return run_logits(size, model, **shown, **chosen)
+        return run_logits(size, model, shard=share, **shown, **chosen)
     effort = Effort(
         SIZES[size].worlds,
         seconds=how["seconds"],
         folder=Path(),
         fail_fast=how["fail_fast"],
+        shard=share,
     )
     compared = {"seed": how["seed"], "oracle": how["oracle"]}
     return run_check(size, model, effort=effort, **compared, **shown, **chosen)
@@ -203,7 +235,8 @@ def _print(report: "Report", table: Table) -> None:
     console = Console(highlight=False)
     console.print(table)
     took = ", ".join(f"{count:,} {name}" for name, count in report.exercised.items())
-    about = f"seed {report.seed}; {report.seconds:.0f} s; {report.numerics}"
+    share = f"share {report.shard} of the check; " if report.shard.count > 1 else ""
+    about = f"{share}seed {report.seed}; {report.seconds:.0f} s; {report.numerics}"
     console.print(f"{took}; {about}", soft_wrap=True)
     for reason in report.skipped:
         console.print(f"left out: {reason}")

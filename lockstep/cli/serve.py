@@ -1,6 +1,7 @@
 """lockstep serve: the OpenAI-compatible server."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,8 +17,12 @@ from lockstep.settings import read_named
 if TYPE_CHECKING:
     from lockstep.engine.async_engine import Transport
     from lockstep.engine.engine import Facts
+    from lockstep.runner.rates import Rates
     from lockstep.serve.run import Address, Options
+    from lockstep.serve.traces import Traces
     from lockstep.text.processor import Processor
+
+    Served = tuple[Transport, Processor, Facts, Rates]
 
 MOST_KEYS = 1000
 
@@ -62,11 +67,26 @@ def serve(
         tls=_tls(server),
         pages=_pages(server),
         metrics=server.metrics_names,
+        logs=server.log_format,
+        log_requests=server.enable_log_requests,
     )
     names = server.served_model_name or (settings["model"] or "lockstep",)
     address = Address(server.host, server.port, server.uds)
     in_thread = server.disable_frontend_multiprocessing
-    _run(settings | text, address, options, names, in_thread)
+    with _traces(server.otlp_traces_endpoint) as traces:
+        _run(settings | text, address, options, names, in_thread, traces)
+
+
+@contextlib.contextmanager
+def _traces(endpoint: str | None) -> "Iterator[Traces | None]":
+    """What sends spans there, None where nobody wants them. Raises ConfigError."""
+    if endpoint is None:
+        yield None
+        return
+    from lockstep.serve.traces import Traces, otlp_exporter
+
+    with contextlib.closing(Traces(otlp_exporter(endpoint))) as traces:
+        yield traces
 
 
 def _run(
@@ -75,9 +95,11 @@ def _run(
     options: "Options",
     names: tuple[str, ...],
     in_thread: bool,
+    traces: "Traces | None",
 ) -> None:
     """Binds first, so that nobody loads a model in vain."""
     from lockstep.engine.async_engine import AsyncEngine
+    from lockstep.runner.floor import StepFloors
     from lockstep.serve.guard import is_loopback
     from lockstep.serve.run import serve as run
 
@@ -86,12 +108,13 @@ def _run(
         note(f"host={address.host} is open to the network, without a key: set --api-key.", "yellow")
     try:
         if in_thread:
-            transport, processor, facts = _in_thread(settings)
+            served = _in_thread(settings)
         else:
-            transport, processor, facts = _in_process(settings, options.limits.step_seconds)
+            served = _in_process(settings, options)
     except BaseException:
         listener.close()
         raise
+    transport, processor, facts, rates = served
     client = AsyncEngine(transport)
     client.start()
     try:
@@ -103,22 +126,24 @@ def _run(
             fingerprint=facts.fingerprint,
             address=address,
             options=options,
+            floors=StepFloors(facts.costs, rates),
+            traces=traces,
         )
     finally:
         client.shutdown()
 
 
-def _in_thread(settings: dict[str, Any]) -> "tuple[Transport, Processor, Facts]":
+def _in_thread(settings: dict[str, Any]) -> "Served":
     """An engine in a thread of this process."""
     from lockstep.engine.in_thread import ThreadTransport
+    from lockstep.runner.rates import rates_of
 
     llm = load(settings)
-    return ThreadTransport(llm.engine), llm.processor, llm.engine.facts
+    rates = rates_of(llm.engine.plan.device)
+    return ThreadTransport(llm.engine), llm.processor, llm.engine.facts, rates
 
 
-def _in_process(
-    settings: dict[str, Any], step_seconds: float
-) -> "tuple[Transport, Processor, Facts]":
+def _in_process(settings: dict[str, Any], options: "Options") -> "Served":
     """An engine in a process of its own; here is only its text side."""
     from lockstep.config import EngineConfig
     from lockstep.engine.process import ProcessTransport
@@ -126,16 +151,16 @@ def _in_process(
     from lockstep.serve.hosted import served_engine
 
     text, own = split_settings(settle_drafts(settings))
-    make = partial(served_engine, EngineConfig.read(**own), text)
+    make = partial(served_engine, EngineConfig.read(**own), text, options.logs)
     with progress_bar() as show:
-        transport = ProcessTransport(make, step_seconds, show)
+        transport = ProcessTransport(make, options.limits.step_seconds, show)
     note(summary(transport.facts))
     try:
         processor = processor_of(transport.facts, text)
     except BaseException:
         transport.stop()
         raise
-    return transport, processor, transport.facts
+    return transport, processor, transport.facts, transport.rates
 
 
 def _rules(

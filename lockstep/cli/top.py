@@ -154,6 +154,8 @@ ROWS: tuple[tuple[str, Callable[["Period"], str]], ...] = (
     ("drafts accepted", lambda p: _percent(p.acceptance_rate)),
     ("accepted by place", lambda p: _places(p.accepted_at)),
     ("decode step, ms", lambda p: _number(2, p.step_ms)),
+    ("its floor, ms", lambda p: _number(2, p.floor_ms)),
+    ("step / floor", lambda p: _number(2, p.over_floor)),
     ("first token, ms", lambda p: _number(1, p.first_token_ms)),
     ("between updates, ms", lambda p: _number(2, p.next_token_ms)),
     ("prefix hits", lambda p: _percent(p.prefix_hits)),

@@ -261,10 +261,10 @@ def _latent_tiles(
     from lockstep.kernels.latent_attention.triton import partition, tile_of
 
     keys = limits.row_columns * PAGE_SIZE
-    rows = tile_of(dtype, number).rows
+    own = tile_of(dtype, number)
 
     def tile(tokens: int) -> Any:
-        return partition(*_step_of(tokens, limits), layer.heads, layer.latent, keys, rows)
+        return partition(*_step_of(tokens, limits), layer.heads, layer.latent, keys, own)
 
     size = f"{layer.heads} heads of {layer.latent} + {layer.turned}"
     yield "latent_attention", size, tile

@@ -27,6 +27,7 @@ from lockstep.models.loader import Loaded, build_model, fill_dummy, load_weights
 from lockstep.models.reading import ConfigReader
 from lockstep.quant import Packing, packing_of
 from lockstep.runner import memory
+from lockstep.runner.floor import StepCosts
 from lockstep.runner.program import Drafter, Program
 from lockstep.runner.runner import Runner
 from lockstep.runner.sampler import Sampler
@@ -37,7 +38,7 @@ from lockstep.scheduling.draft_length import (
     FixedDraftLength,
     draft_length_policy,
 )
-from lockstep.spec import drafter_module
+from lockstep.spec import drafter_module, passes_of
 from lockstep.spec.drafter import DraftContext, NoDrafter
 from lockstep.step import PAGE_SIZE, StepShape
 
@@ -51,7 +52,8 @@ GPU_STEPS_IN_FLIGHT = 2
 @dataclass
 class EngineParts:
     """All that an engine stands on. draft_policy: how many drafts each step brings; notes: what
-    the checkpoint's weight format asks for and is not done; loaded: None where weights are random.
+    the checkpoint's weight format asks for and is not done; loaded: None where weights are random;
+    costs: of its steps.
     """
 
     plan: Plan
@@ -61,6 +63,7 @@ class EngineParts:
     choices: list[Choice]
     notes: tuple[str, ...]
     loaded: Loaded | None
+    costs: StepCosts
 
 
 @torch.inference_mode()
@@ -96,14 +99,15 @@ def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) ->
         page_bytes=cost.page,
         num_slots=size.slots,
         slot_bytes=cost.slot,
-        snapshot_every=config.snapshot_every or model.snapshot_every,
+        snapshot_every=config.snapshot_every or memory.snapshot_every(model, draft),
         **draft_costs(model, draft),
     )
     runner = Runner(plan, model, draft, program)
     step_ms = runner.warm_up(lambda done, of: progress("warming up", done, of))
     policy = pick_policy(config, plan, hooks, step_ms)
     notes = () if build.packing is None else build.packing.notes
-    return EngineParts(plan, runner, policy, checkpoint, build.choices, notes, loaded)
+    costs = StepCosts.of(model, draft, passes_of(config.speculative_config))
+    return EngineParts(plan, runner, policy, checkpoint, build.choices, notes, loaded, costs)
 
 
 # What is chosen before anything is built.
@@ -346,6 +350,7 @@ def build_program(
         drafts=table.drafts,
         tokens=table.tokens,
         computed=table.computed,
+        folded=table.folded,
         page_size=table.page_size,
         module=draft,
         sample=partial(sampler.sample, ids=draft.ids if draft else None),

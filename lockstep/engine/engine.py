@@ -15,9 +15,10 @@ from lockstep.cache.cache import Cache, CacheConfig
 from lockstep.config import EngineConfig, Plan
 from lockstep.engine.build import Progress, build_engine
 from lockstep.engine.hooks import NO_HOOKS, CheckHooks
-from lockstep.engine.stats import Stats
+from lockstep.engine.stats import DecodeStep, Stats
 from lockstep.errors import EngineDeadError, RequestError
 from lockstep.models.loader import Loaded
+from lockstep.runner.floor import StepCosts
 from lockstep.runner.rows import check_ids
 from lockstep.runner.runner import InFlightStep
 from lockstep.scheduling.request import Request
@@ -34,13 +35,15 @@ STEP_FAILED = (
 
 @dataclass(frozen=True)
 class Facts:
-    """What came of the settings when an engine was built. loaded: None for random weights."""
+    """What came of the settings when an engine was built. loaded: None for random weights. costs:
+    of its steps."""
 
     config: EngineConfig
     plan: Plan
     loaded: Loaded | None
     vocab_size: int
     fingerprint: str
+    costs: StepCosts
 
 
 @dataclass(frozen=True)
@@ -113,7 +116,14 @@ class Engine:
     @property
     def facts(self) -> Facts:
         """What others need to know of it."""
-        return Facts(self.config, self.plan, self.loaded, self.vocab_size, self.fingerprint)
+        return Facts(
+            self.config,
+            self.plan,
+            self.loaded,
+            self.vocab_size,
+            self.fingerprint,
+            self._parts.costs,
+        )
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises RequestError or CapacityError if it can never be served."""
@@ -151,6 +161,8 @@ class Engine:
         with self._counting:
             schedule = self.scheduler.schedule()
             self.stats.steps_total += bool(schedule.decode)
+        for admission in schedule.admissions:
+            admission.request.metrics.scheduled_time = time.monotonic()
         if schedule.decode or schedule.prompt or schedule.swap_out:
             self._in_flight.append((schedule, self.runner.launch(schedule)))
         idle = not (schedule.decode or schedule.prompt)
@@ -165,9 +177,10 @@ class Engine:
         now = time.monotonic()
         self._failures = 0
         with self._counting:
-            touched = self.scheduler.update(schedule, results)
             if results.decode_ms is not None:
-                self.stats.observe("step_seconds", results.decode_ms / 1e3)
+                kind = (len(schedule.decode), schedule.num_drafts, self.scheduler.context(schedule))
+                self.stats.observe("decode_steps", DecodeStep(results.decode_ms / 1e3, *kind))
+            touched = self.scheduler.update(schedule, results)
             for request in touched:
                 self._count(request, now)
         return touched

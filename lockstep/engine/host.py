@@ -26,6 +26,7 @@ from lockstep.engine.messages import (
     Updates,
 )
 from lockstep.errors import LockstepError
+from lockstep.runner.rates import rates_of
 from lockstep.scheduling.grammar import Grammar
 from lockstep.scheduling.request import Request
 
@@ -97,7 +98,7 @@ class _Host:
             self._outbox.close()
             return
         self._loop = EngineLoop(self._engine, self._deliver)
-        self._report(Ready(self._engine.facts))
+        self._report(Ready(self._engine.facts, rates_of(self._engine.plan.device)))
         pulses = threading.Thread(target=self._pulse, name="lockstep-pulse", daemon=True)
         pulses.start()
         why = self._loop.run()

@@ -122,7 +122,9 @@ class EngineLoop:
             return self.engine.step()
         except Exception:
             log.exception("a step failed; the requests that it worked on end with an error")
-            return self.engine.recover()
+            ended = self.engine.recover()
+            log.error("ended by it: %s", ", ".join(request.id for request in ended) or "none")
+            return ended
         finally:
             self._began = None
 

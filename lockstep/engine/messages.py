@@ -7,6 +7,7 @@ from typing import Any
 from lockstep.engine.engine import Facts
 from lockstep.engine.loop import Delivery
 from lockstep.engine.stats import Stats
+from lockstep.runner.rates import Rates
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 
@@ -90,9 +91,10 @@ class Failed:
 
 @dataclass(frozen=True)
 class Ready:
-    """The engine stands."""
+    """The engine stands. rates: of its device."""
 
     facts: Facts
+    rates: Rates
 
 
 @dataclass(frozen=True)

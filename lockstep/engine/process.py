@@ -12,7 +12,6 @@ from dataclasses import replace
 from multiprocessing import get_context, resource_tracker
 
 from lockstep.engine.async_engine import SHUT_DOWN, Receiver
-from lockstep.engine.engine import Facts
 from lockstep.engine.host import (
     IGNORED_SIGNALS,
     PULSE_SECONDS,
@@ -110,7 +109,7 @@ class ProcessTransport:
     Making it starts the process and returns when the engine stands; it raises what the engine
     raised. `make` is pickled. show: is told how far the start is. step_seconds: a step that runs
     longer, or a process that gives no sign of life for so long, is ended and started again; the
-    start itself is not bounded. `facts`: those of the engine.
+    start itself is not bounded. `facts`: those of the engine; `rates`: of its device.
     """
 
     def __init__(
@@ -134,11 +133,13 @@ class ProcessTransport:
         self.restarting = False
         self._child = _Child(make)
         try:
-            self.facts = self._until_ready(show)
+            ready = self._until_ready(show)
         except BaseException:
             self._child.kill()
             self._child.bury()
             raise
+        self.facts = ready.facts
+        self.rates = ready.rates
 
     @property
     def pid(self) -> int | None:
@@ -188,7 +189,7 @@ class ProcessTransport:
             self._gone.drain()
             return found
 
-    def _until_ready(self, show: ShowProgress) -> Facts:
+    def _until_ready(self, show: ShowProgress) -> Ready:
         """Raises what the start raised, or EngineDeadError where the process ended by itself."""
         for report in self._child.reports(None):
             if isinstance(report, Progress):
@@ -197,7 +198,7 @@ class ProcessTransport:
                 raise report.error
             elif isinstance(report, Ready):
                 self._heard = time.monotonic()
-                return report.facts
+                return report
         raise EngineDeadError(f"the engine did not start: {self._child.bury()}.")
 
     def _supervise(self) -> None:

@@ -3,9 +3,20 @@
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
+from typing import Any, NamedTuple
 
-HISTOGRAMS = ("ttft_seconds", "itl_seconds", "e2e_seconds", "step_seconds")
+HISTOGRAMS = ("ttft_seconds", "itl_seconds", "e2e_seconds", "decode_steps")
 """Fields of Stats that list observations."""
+
+
+class DecodeStep(NamedTuple):
+    """A decode step: seconds as the device measured them; its rows, the drafts that each brought,
+    and the tokens that all of them together had in the cache."""
+
+    seconds: float
+    rows: int
+    drafts: int
+    context: int
 
 
 @dataclass
@@ -13,8 +24,7 @@ class Stats:
     """Totals since the start and gauges of now. Histogram lists are drained by whoever reads.
 
     drafts_total: rows of steps that brought drafts; accepted_at: how often those at each place were
-    accepted. step_seconds: decode steps, as the device measured them. restarts_total: engines that
-    were lost and started again.
+    accepted. restarts_total: engines that were lost and started again.
     """
 
     num_running: int = 0
@@ -37,14 +47,14 @@ class Stats:
     ttft_seconds: list[float] = field(default_factory=list)
     itl_seconds: list[float] = field(default_factory=list)
     e2e_seconds: list[float] = field(default_factory=list)
-    step_seconds: list[float] = field(default_factory=list)
+    decode_steps: list[DecodeStep] = field(default_factory=list)
 
     KEEP = 10_000
 
-    def observe(self, name: str, seconds: float) -> None:
+    def observe(self, name: str, value: Any) -> None:
         """Adds to a histogram; the oldest go when nobody reads."""
         values = getattr(self, name)
-        values.append(seconds)
+        values.append(value)
         if len(values) > self.KEEP:
             del values[: self.KEEP // 2]
 

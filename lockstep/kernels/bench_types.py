@@ -12,12 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.kernels.kv import Codec, KVCache, KVFormat, PackedKV
 from lockstep.kernels.recurrent.cases import Dims
 from lockstep.kernels.registry import Op
 
 WALK_BYTES = {"cuda": 128 << 20, "cpu": 8 << 20}
 """Bytes that a chain of calls walks through: on a GPU twice an H200's L2 cache."""
 MOST_CALLS = {"cuda": 256, "cpu": 8}
+REPEATED = 64
+"""Pages of a packed cache that differ."""
 EPS = 1e-6
 """Of the norms: no time depends on it."""
 
@@ -138,12 +141,14 @@ Linears = Callable[[int, int, int, int], tuple[str, list[Callable[[Tensor], Tens
 @dataclass(frozen=True)
 class BenchEnv:
     """Where benchmarks are made, and the most rows that a call takes. linears: makes layers of
-    random weights, as a model has them, since a probe picks their backend."""
+    random weights, as a model has them, since a probe picks their backend. format: of keys and
+    values, or latents; None: of the dtype."""
 
     device: str
     dtype: torch.dtype
     most: int
     linears: Linears
+    format: KVFormat | None = None
 
     @property
     def walk_bytes(self) -> int:
@@ -161,6 +166,15 @@ class BenchEnv:
         chosen = dtype or self.dtype
         return torch.randn(shape, dtype=chosen, device=self.device, generator=generator)
 
+    def cache(self, codec: Codec | None, *shape: int) -> KVCache:
+        """One side of a cache [pages, page_size, .., D] of random numbers. Where it is packed,
+        REPEATED pages over and over: encoding takes long, and reading does not see it."""
+        if codec is None:
+            return self.random(*shape)
+        made = codec.encode(self.random(min(REPEATED, shape[0]), *shape[1:]))
+        pages = self.ints(torch.arange(shape[0]) % len(made[0]), torch.int64)
+        return PackedKV(codec, shape[-1], *(part[pages] for part in made))
+
     def ones(self, *shape: int) -> Tensor:
         """Ones in the dtype of the model."""
         return torch.ones(shape, dtype=self.dtype, device=self.device)
@@ -177,6 +191,12 @@ class BenchEnv:
 
 Benchmarks = Callable[[Model, BenchEnv, int], Iterator[Made]]
 """`benchmarks` of a bench.py: (model, environment, query length) -> what it makes."""
+
+
+def kept_bytes(*caches: KVCache) -> int:
+    """Bytes of one token in sides of a cache, over all heads."""
+    tensors = [x for c in caches for x in ([c] if isinstance(c, Tensor) else c.tensors())]
+    return sum(x[0, 0].nbytes for x in tensors)
 
 
 def all_results(begin: int, end: int, out: Any) -> list[Tensor]:

@@ -111,7 +111,7 @@ class GatedDeltaNet(nn.Module):
         mixed, z, b, a = (t.unflatten(0, window) for t in (mixed, z, b, a))
         z = z.unflatten(-1, (self.value_heads, self.value_dim))
         where = (step.state_slots, step.starts, step.folded)
-        return self.step_op(mixed, z, b, a, weights, self.state, *where, flush=self.flush)
+        return self.step_op(mixed, z, b, a, weights, self.state, *where, flush=step.flush)
 
     def weights(self) -> dict[str, Target]:
         """Checkpoint name within the mixer -> what it fills."""

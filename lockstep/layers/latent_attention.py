@@ -3,9 +3,11 @@
 import torch
 from torch import Tensor, nn
 
-from lockstep.cache.specs import Law, Part, Spec
-from lockstep.errors import ConfigError
+from lockstep.cache.kv import kv_tensors, latent_caches, latent_spec
+from lockstep.cache.specs import Spec
 from lockstep.kernels.head_linear import head_linear
+from lockstep.kernels.kv import KVCache, Turn
+from lockstep.kernels.kv.formats import latent_codec
 from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
 from lockstep.kernels.packed import PackedWeight
 from lockstep.layers.build import Build
@@ -26,10 +28,16 @@ class AbsorbedHeads(nn.Module):
     [H, V, C]: a weighed latent becomes the head's output. The checkpoint's weight [H (N + V), C]
     has N rows of keys, then V of values, head by head. One that is packed is unpacked when it is
     loaded, since the keys' map is read along its rows.
+
+    turn: the rotation that the cache keeps latents in, None for none. Every row is rotated likewise
+    when it is loaded, so queries come out rotated, and what is found need not be rotated back.
     """
 
-    def __init__(self, build: Build, heads: int, plain: int, latent: int, value: int) -> None:
+    def __init__(
+        self, build: Build, heads: int, plain: int, latent: int, value: int, turn: Turn | None
+    ) -> None:
         super().__init__()
+        self.turn = turn
         self.widths = (plain, value)
         self.dtype = build.dtype
         self.keys = build.matrices(heads, latent, plain)
@@ -60,6 +68,8 @@ class AbsorbedHeads(nn.Module):
 
     def _take(self, weight: Tensor) -> None:
         """Fills both maps from kv_b_proj [H (N + V), C]."""
+        if self.turn is not None:
+            weight = self.turn.forward(weight)
         heads = weight.unflatten(0, (-1, sum(self.widths)))
         keys, values = heads.split(self.widths, dim=1)
         self.keys.data.copy_(keys.transpose(1, 2))
@@ -80,7 +90,7 @@ class LatentAttention(nn.Module):
     do; value: of a head's output. scale: of the scores.
     """
 
-    latents: Tensor
+    latents: KVCache
     ropes: Tensor
 
     def __init__(
@@ -98,11 +108,6 @@ class LatentAttention(nn.Module):
         scale: float,
     ) -> None:
         super().__init__()
-        if build.kv.of(build.layer) is not None:
-            raise ConfigError(
-                f"kv_cache_dtype of {build.layer} is not allowed; allowed: auto, since the latents "
-                "of multi-head latent attention are kept in the model's dtype. Leave it out."
-            )
         self.heads = heads
         self.latent = latent
         self.plain = plain
@@ -116,10 +121,14 @@ class LatentAttention(nn.Module):
         self.q_norm = None if q_rank is None else RMSNorm(build, q_rank, NORM_EPS)
         self.q_up = None if q_rank is None else Linear(build, q_rank, {"q_b_proj": queries})
         self.kv_norm = Norm(build, latent, NORM_EPS)
-        self.absorbed = AbsorbedHeads(build, heads, plain, latent, value)
+        self.codec = latent_codec(build.kv.of(build.layer), latent)
+        turn = None if self.codec is None else self.codec.turn
+        self.absorbed = AbsorbedHeads(build, heads, plain, latent, value, turn)
         self.out = ResidualLinear(build, heads * value, {"o_proj": hidden})
-        self.rope = build.op(latent_rope_and_cache, latent=latent, rope=turned)
-        self.attend = build.op(latent_attention, heads=heads, latent=latent, rope=turned)
+        sizes = dict(latent=latent, rope=turned)
+        codecs = None if self.codec is None else (self.codec,)
+        self.rope = build.op(latent_rope_and_cache, **sizes, codecs=codecs)
+        self.attend = build.op(latent_attention, heads=heads, **sizes, codecs=codecs)
 
     def keep(self, x: Tensor, step: Step) -> None:
         """Writes the latents of x [T, H] and makes nothing else. For drafters."""
@@ -176,13 +185,10 @@ class LatentAttention(nn.Module):
         return 2 * self.heads * (2 * self.latent + self.turned)
 
     def cache_spec(self) -> Spec:
-        widths = {"latent": self.latent, "rope": self.turned}
-        parts = (Part(name, (width,), self.dtype) for name, width in widths.items())
-        return Spec(Law.PAGED, tuple(parts))
+        return latent_spec(self.latent, self.turned, self.dtype, self.codec)
 
     def bind(self, storage: dict[str, Tensor]) -> None:
-        self.latents = storage["latent"]
-        self.ropes = storage["rope"]
+        self.latents, self.ropes = latent_caches(storage, self.latent, self.codec)
 
     def cache_tensors(self) -> list[Tensor]:
-        return [self.latents, self.ropes]
+        return [*kv_tensors(self.latents), self.ropes]

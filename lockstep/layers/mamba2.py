@@ -81,7 +81,7 @@ class Mamba2(nn.Module):
         window = (step.shape.rows, step.shape.query_len)
         mixed, dt = (t.unflatten(0, window) for t in (mixed, dt))
         where = (step.state_slots, step.starts, step.folded)
-        y = self.step_op(mixed, dt, weights, self.state, *where, flush=self.flush)
+        y = self.step_op(mixed, dt, weights, self.state, *where, flush=step.flush)
         return y.flatten(-2).flatten(0, 1)
 
     def weights(self) -> dict[str, Target]:

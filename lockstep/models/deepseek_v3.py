@@ -164,21 +164,22 @@ class Draft(NextTokenModule):
 
     def __init__(self, target: Model, build: Build, ids: Tensor | None = None) -> None:
         path = f"layers.{target.config.layers}"
-        super().__init__(target, build, ids, module=path, layer=path, projection="eh_proj")
+        super().__init__(target, build, ids, module=path, projection="eh_proj")
         at = build.at(build.layer, path)
         self.twins = [name for name in TWINS if at.found(name)]
 
-    def halves(self, target: Any, build: Build) -> tuple[Half, ...]:
+    def layers(self, target: Any, build: Build) -> Iterator[tuple[Half, ...]]:
         """Latent attention and the mixture."""
         c = target.config
-        return attending_half(build, c, c.rope.rotary(build)), mixture_half(build, c)
+        at = build.at(build.layer, f"layers.{c.layers}")
+        yield attending_half(at, c, c.rope.rotary(at)), mixture_half(at, c)
 
     def weights(self) -> dict[str, Target]:
         """Checkpoint name, less draft_prefix -> what it fills. Twins are read and not kept."""
         matrix = self.embed.weight
         twin = Slot(tuple(matrix.shape), PLAIN, torch.device("cpu"), lambda tensor: None)
         return (
-            self.block.weights()
+            self.blocks[0].weights()
             | self.fc.weights()
             | {
                 "enorm.weight": self.embed_norm.weight,

@@ -1,7 +1,7 @@
 """Nemotron-H and Nemotron 3: blocks of one half each, Mamba-2, attention, an MLP or a mixture.
 
-Attention knows no positions: Mamba-2 tells the order. The MTP module of Nemotron 3 Super is not
-built; its tensors are not read.
+Attention knows no positions: Mamba-2 tells the order. The MTP module of Nemotron 3 Super is a block
+of attention and one or more without a state behind it.
 """
 
 from collections.abc import Iterator
@@ -9,22 +9,29 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from lockstep.layers.attention import Attention
 from lockstep.layers.build import Build
+from lockstep.layers.linear import Target
 from lockstep.layers.mamba2 import Mamba2
 from lockstep.layers.mlp import ReluMLP
 from lockstep.layers.moe import RELU_MLP, MoE, Routing
 from lockstep.models.decoder import Decoder, Half, StackConfig
+from lockstep.models.next_token import NextTokenModule
 from lockstep.models.reading import MOST_LAYERS, ConfigReader
 
 PREFIXES = ("backbone.", "model.")
-IGNORED = ("mtp.",)
+IGNORED = ()
+DRAFT_PREFIX = "mtp."
+DRAFT_SETTING = "num_nextn_predict_layers"
 KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 """A letter of hybrid_override_pattern -> the name of such a block in layers_block_type."""
 LATER_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
 """What transformers 5 calls blocks -> the same."""
+
+DRAFT_KINDS = ("attention", "moe")
+"""Blocks of an MTP module whose pattern config.json does not say, as in transformers."""
 
 SNAPSHOT_EVERY = 32
 """Pages of a prompt between two snapshots: 2,048 tokens. A snapshot is as large as the keys and
@@ -58,10 +65,11 @@ class Experts:
 
 @dataclass(frozen=True)
 class Config(StackConfig):
-    """The settings that decide the math. kinds: of the blocks, values of KINDS; mamba, experts:
-    None where no block is one."""
+    """The settings that decide the math. kinds: of the blocks, values of KINDS; draft_kinds: of the
+    MTP module's, none where there is no module; mamba, experts: None where no block is one."""
 
     kinds: tuple[str, ...]
+    draft_kinds: tuple[str, ...]
     mlp_bias: bool
     mamba: Mamba | None
     experts: Experts | None
@@ -71,6 +79,8 @@ class Config(StackConfig):
         """From config.json. Raises CheckpointError on what is missing or not built."""
         c = ConfigReader(raw)
         kinds = _read_kinds(c)
+        draft_kinds = _read_draft_kinds(c)
+        every = (*kinds, *draft_kinds)
         c.only("mlp_hidden_act", "relu2", default="relu2")
         c.only("residual_in_fp32", False, default=False)
         c.only("attention_bias", False, default=False)
@@ -82,26 +92,48 @@ class Config(StackConfig):
         return cls(
             vocab_size=c.size("vocab_size"),
             hidden_size=c.size("hidden_size"),
-            intermediate_size=c.size("intermediate_size") if "mlp" in kinds else 0,
+            intermediate_size=c.size("intermediate_size") if "mlp" in every else 0,
             heads=heads,
             kv_heads=kv_heads,
             head_dim=c.size("head_dim" if "head_dim" in c.raw else "attention_head_dim"),
             eps=c.positive(eps),
             tied=c.get("tie_word_embeddings", bool, False),
             kinds=kinds,
+            draft_kinds=draft_kinds,
             mlp_bias=c.get("mlp_bias", bool, False),
             mamba=_read_mamba(c) if "mamba" in kinds else None,
-            experts=_read_experts(c) if "moe" in kinds else None,
+            experts=_read_experts(c) if "moe" in every else None,
         )
 
 
 def _read_kinds(c: ConfigReader) -> tuple[str, ...]:
     """The kind of each block: of hybrid_override_pattern, layers_block_type or layer_types."""
-    named = [n for n in ("layers_block_type", "layer_types") if c.raw.get(n) is not None]
-    pattern = c.raw.get("hybrid_override_pattern")
-    field = "hybrid_override_pattern" if pattern is not None or not named else named[0]
-    found: list[Any] = list(c.get(field, str if field == "hybrid_override_pattern" else list))
-    if field == "hybrid_override_pattern":
+    names = ("hybrid_override_pattern", "layers_block_type", "layer_types")
+    field = next((name for name in names if c.raw.get(name) is not None), names[0])
+    kinds = _kinds_of(c, field)
+    c.need("attention" in kinds, field, "patterns with a block of attention")
+    layers = c.get("num_hidden_layers", int, len(kinds))
+    c.need(layers == len(kinds), "num_hidden_layers", f"{len(kinds)}, the blocks of {field}")
+    return kinds
+
+
+def _read_draft_kinds(c: ConfigReader) -> tuple[str, ...]:
+    """Those of the MTP module, of mtp_hybrid_override_pattern or mtp_layers_block_type."""
+    if not c.only(DRAFT_SETTING, 0, 1, None, default=0):
+        return ()
+    names = ("mtp_hybrid_override_pattern", "mtp_layers_block_type")
+    field = next((name for name in names if c.raw.get(name) is not None), None)
+    kinds = DRAFT_KINDS if field is None else _kinds_of(c, field)
+    sound = kinds[0] == "attention" and not {"attention", "mamba"} & set(kinds[1:])
+    c.need(sound, field or names[0], "attention first, then blocks of mlp or moe alone")
+    return kinds
+
+
+def _kinds_of(c: ConfigReader, field: str) -> tuple[str, ...]:
+    """The kinds of blocks that a setting names: by letters, or in a list."""
+    by_letters = field.endswith("pattern")
+    found: list[Any] = list(c.get(field, str if by_letters else list))
+    if by_letters:
         known = set(KINDS)
         kinds = [KINDS.get(letter, "") for letter in found]
     else:
@@ -111,9 +143,6 @@ def _read_kinds(c: ConfigReader) -> tuple[str, ...]:
         if kind not in KINDS.values():
             raise c.error(field, name, ", ".join(sorted(known)))
     c.need(0 < len(kinds) <= MOST_LAYERS, field, f"1 to {MOST_LAYERS} blocks")
-    c.need("attention" in kinds, field, "patterns with a block of attention")
-    layers = c.get("num_hidden_layers", int, len(kinds))
-    c.need(layers == len(kinds), "num_hidden_layers", f"{len(kinds)}, the blocks of {field}")
     return tuple(kinds)
 
 
@@ -183,8 +212,11 @@ class Model(Decoder):
     def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
         """One half a block, called mixer whatever it is."""
         for i, kind in enumerate(self.config.kinds):
-            at = build.at(f"layers.{i}")
-            yield (Half(at, self.config, "norm", "mixer", self.body(at.within("mixer"), kind)),)
+            yield (self.only_half(build.at(f"layers.{i}"), kind),)
+
+    def only_half(self, build: Build, kind: str) -> Half:
+        """All of a block."""
+        return Half(build, self.config, "norm", "mixer", self.body(build.within("mixer"), kind))
 
     def body(self, build: Build, kind: str) -> nn.Module:
         """What a block of this kind does."""
@@ -223,3 +255,28 @@ class Model(Decoder):
             conv_bias=m.conv_bias,
             limits=m.limits,
         )
+
+
+class Draft(NextTokenModule):
+    """The MTP module: eh_proj([enorm(embedding), hnorm(hidden)]), its blocks, final_layernorm."""
+
+    def __init__(self, target: Model, build: Build, ids: Tensor | None = None) -> None:
+        super().__init__(target, build, ids, module="mtp.layers.0", projection="eh_proj")
+
+    def layers(self, target: Any, build: Build) -> Iterator[tuple[Half, ...]]:
+        """One half a block, as in the target."""
+        for i, kind in enumerate(target.config.draft_kinds):
+            yield (target.only_half(build.at(build.layer, f"mtp.layers.{i}"), kind),)
+
+    def weights(self) -> dict[str, Target]:
+        """Checkpoint name, less DRAFT_PREFIX -> what it fills. What stands in front of the blocks
+        is in the first one's module, and the last norm in the last one's."""
+        first = self.fc.weights() | {
+            "enorm.weight": self.embed_norm.weight,
+            "hnorm.weight": self.hidden_norm.weight,
+        }
+        table = {f"layers.0.{name}": target for name, target in first.items()}
+        for i, block in enumerate(self.blocks):
+            table.update({f"layers.{i}.{name}": t for name, t in block.weights().items()})
+        table[f"layers.{len(self.blocks) - 1}.final_layernorm.weight"] = self.norm.weight
+        return table

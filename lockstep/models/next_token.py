@@ -1,7 +1,9 @@
-"""The module that MTP drafts with, in every family: a layer over the last hidden state and the
-token behind it (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
+"""The module that MTP drafts with, in every family: layers over the last hidden state and the token
+behind it (DeepSeek-V3, arXiv 2412.19437, section 2.2)."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +16,11 @@ from lockstep.step import Step
 
 
 class NextTokenModule(nn.Module, ABC):
-    """One block over a projection of [norm(embedding), norm(hidden)], and a norm.
+    """Its layers over a projection of [norm(embedding), norm(hidden)], and a norm.
 
     Shares embedding and head with the target; `hidden` of position i and the token after it give
     the draft of the token after that. ids [V']: the tokens that its head shall know, ascending;
-    None: all of the target's. module, layer: what the checkpoint calls the module that `projection`
-    stands in, and the one of the block.
+    None: all of the target's. module: the checkpoint's name of the one that `projection` is in.
     """
 
     def __init__(
@@ -29,7 +30,6 @@ class NextTokenModule(nn.Module, ABC):
         ids: Tensor | None,
         *,
         module: str,
-        layer: str,
         projection: str,
     ) -> None:
         super().__init__()
@@ -41,14 +41,15 @@ class NextTokenModule(nn.Module, ABC):
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         at = build.at(build.layer, module)
         self.fc = Linear(at, 2 * c.hidden_size, {projection: c.hidden_size})
-        self.block = Block(*self.halves(target, build.at(build.layer, layer)))
+        self.blocks = nn.ModuleList(Block(*halves) for halves in self.layers(target, build))
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         self.head = Head(build, c.vocab_size, c.hidden_size, target.head.loaded)
         self.build = build
 
     @abstractmethod
-    def halves(self, target: Decoder, build: Build) -> tuple[Half, ...]:
-        """The block's halves, a mixer with keep() first."""
+    def layers(self, target: Decoder, build: Build) -> Iterator[tuple[Half, ...]]:
+        """The halves of each layer. The first half of the first one is a mixer with keep(), and the
+        only mixer."""
 
     def finish(self) -> None:
         """Where it knows only some tokens, its head becomes a copy of their rows of the target's.
@@ -74,7 +75,10 @@ class NextTokenModule(nn.Module, ABC):
 
     def forward(self, ids: Tensor, state: Tensor, step: Step) -> Tensor:
         """ids [T], state [T, H] -> state [T, H] of the draft, fed back for the next one."""
-        x, delta, _ = self.block(self._mixed(ids, state), None, step)
+        x = self._mixed(ids, state)
+        delta = None
+        for block in self.blocks:
+            x, delta, _ = block(x, delta, step)
         return self.norm(x, delta)[1]
 
     def logits(self, state: Tensor) -> Tensor:
@@ -83,8 +87,9 @@ class NextTokenModule(nn.Module, ABC):
 
     def keep(self, ids: Tensor, state: Tensor, step: Step) -> None:
         """Writes what the mixer keeps of these tokens alone, where no draft is wanted."""
-        _, normed = self.block.tokenwise(self._mixed(ids, state), None, 0)
-        self.block.halves[0].body.keep(normed, step)
+        first: Any = self.blocks[0]
+        _, normed = first.tokenwise(self._mixed(ids, state), None, 0)
+        first.halves[0].body.keep(normed, step)
 
     def _mixed(self, ids: Tensor, hidden: Tensor) -> Tensor:
         parts = [self.embed_norm(self.embed(ids)), self.hidden_norm(hidden)]

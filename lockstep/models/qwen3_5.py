@@ -140,17 +140,17 @@ class Draft(NextTokenModule):
     """The MTP module: one full-attention block over fc([norm(embedding), norm(hidden)])."""
 
     def __init__(self, target: Model, build: Build, ids: Tensor | None = None) -> None:
-        names = dict(module="mtp", layer="mtp.layers.0", projection="fc")
-        super().__init__(target, build, ids, **names)
+        super().__init__(target, build, ids, module="mtp", projection="fc")
 
-    def halves(self, target: Any, build: Build) -> tuple[Half, ...]:
+    def layers(self, target: Any, build: Build) -> Iterator[tuple[Half, ...]]:
         """Gated attention and an MLP."""
         c = target.config
-        return attending_half(build, c, c.rope.rotary(build)), target.mlp(build, None)
+        at = build.at(build.layer, "mtp.layers.0")
+        yield attending_half(at, c, c.rope.rotary(at)), target.mlp(at, None)
 
     def weights(self) -> dict[str, Target]:
         """Checkpoint name, less DRAFT_PREFIX -> what it fills."""
-        own = self.block.weights()
+        own = self.blocks[0].weights()
         return (
             {f"layers.0.{name}": tensor for name, tensor in own.items()}
             | self.fc.weights()

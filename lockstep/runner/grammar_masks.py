@@ -18,11 +18,11 @@ from torch import Tensor
 from lockstep.kernels.copy_to_device import copy_to_device, copy_to_host
 from lockstep.runner.program import nothing
 from lockstep.runner.table import RowTable
-from lockstep.scheduling.grammar import Grammar
+from lockstep.scheduling.grammar import ONE_LANE, Grammar, Lanes
 from lockstep.scheduling.request import Request
 
-MOST_THREADS = 8
-"""Rows whose masks are made at the same time."""
+MOST_THREADS = 16
+"""Masks that are made at the same time."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,10 @@ class GrammarMasks:
         self.host = torch.zeros_like(table.allowed, device="cpu")
         if table.allowed.is_cuda:
             self.host = self.host.pin_memory()
-        threads = min(MOST_THREADS, os.cpu_count() or 1)
-        self.threads = ThreadPoolExecutor(threads, thread_name_prefix="lockstep-grammar")
+        self.threads = min(MOST_THREADS, os.cpu_count() or 1)
+        self.rows = ThreadPoolExecutor(self.threads, thread_name_prefix="lockstep-grammar")
+        # Of these no one waits for another, as rows wait for them.
+        self.lanes = ThreadPoolExecutor(self.threads, thread_name_prefix="lockstep-mask")
 
     def begin(
         self, rows: Sequence[int], requests: Sequence[Request | None], width: int
@@ -93,16 +95,20 @@ class GrammarMasks:
         return torch.cat([computed, table.tokens[ids, at], table.drafts[ids[:, 0]]], dim=1)
 
     def _send(self, held: list[HeldRow], seen: Tensor, width: int) -> None:
-        """Makes the masks, each row's by itself, and copies them to the device."""
+        """Makes the masks, each row's by itself, and copies them to the device. Few rows share
+        their masks among threads."""
+        share = self.threads // len(held)
+        lanes = Lanes(share, self.lanes.map) if share > 1 else ONE_LANE
 
         def masks_of(one: HeldRow, numbers: list[int]) -> bytes:
             computed, *tokens = numbers
             drafts = tokens[self.window :][: width - 1]
             one.grammar.accept(tokens[: max(computed + 1 - one.known, 0)])
-            return b"".join(one.grammar.masks(list(takewhile(lambda token: token >= 0, drafts))))
+            real = list(takewhile(lambda token: token >= 0, drafts))
+            return b"".join(one.grammar.masks(real, lanes))
 
         words = self.host.shape[1]
-        for one, found in zip(held, self.threads.map(masks_of, held, seen.tolist()), strict=True):
+        for one, found in zip(held, self.rows.map(masks_of, held, seen.tolist()), strict=True):
             masks = torch.frombuffer(bytearray(found), dtype=torch.int32).view(-1, words)
             first = one.place * width
             self.host[first : first + len(masks)] = masks

@@ -72,6 +72,12 @@ def mixers(*modules: nn.Module | None) -> dict[str, nn.Module]:
     return found
 
 
+def snapshot_every(*modules: nn.Module | None) -> int:
+    """Pages of a prompt between two snapshots: the most that a model among these asks for."""
+    found = [getattr(m, "snapshot_every", 1) for root in modules if root for m in root.modules()]
+    return max(found)
+
+
 def cache_bytes(layers: dict[str, nn.Module]) -> CacheBytes:
     """What one page and one slot cost."""
     specs = [layer.cache_spec() for layer in layers.values()]

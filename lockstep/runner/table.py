@@ -99,6 +99,7 @@ class RowTable(RowTensors):
             shape=shape,
             row_ids=row_ids,
             snapshot_slots=given.snapshot_slots[:rows],
+            flush=self.flush,
             logit_rows=ends if shape.prompt else slice(None),
             **found,
         )

@@ -1,7 +1,20 @@
 """What an answer must match, as the engine sees it: tokens in, bits of allowed tokens out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Lanes:
+    """Threads that may share the masks of one answer. count: how many; map: as the built-in one,
+    but that they run side by side."""
+
+    count: int = 1
+    map: Callable[..., Iterable[Any]] = map
+
+
+ONE_LANE = Lanes()
 
 
 class Grammar(Protocol):
@@ -25,7 +38,7 @@ class Grammar(Protocol):
         """Takes the next tokens of the answer."""
         ...
 
-    def masks(self, drafts: Sequence[int]) -> list[bytes]:
+    def masks(self, drafts: Sequence[int], lanes: Lanes = ONE_LANE) -> list[bytes]:
         """The tokens that may come behind the answer so far, then behind each of the drafts, up to
         the first draft that may not come itself.
 

@@ -219,6 +219,11 @@ class Scheduler:
         self.cache.settle()
         return plan
 
+    def context(self, schedule: Schedule) -> int:
+        """Tokens that the rows of its decode step had in the cache; asked before update()."""
+        rows = self.launched.get(schedule.tick, {})
+        return sum(rows[row].request.num_tokens - 1 for row in schedule.decode)
+
     def update(self, schedule: Schedule, results: Results) -> list[Request]:
         """Gives a schedule's results to its requests; returns those that got tokens."""
         rows = self.launched.pop(schedule.tick, {})

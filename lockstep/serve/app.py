@@ -23,7 +23,8 @@ from lockstep.serve.completions import CompletionAnswer
 from lockstep.serve.guard import Guard, Rules
 from lockstep.serve.messages import MessagesAnswer, count_tokens
 from lockstep.serve.messages_protocol import CountRequest, MessagesRequest
-from lockstep.serve.metrics import Metrics, Prefix
+from lockstep.serve.metrics import Metrics
+from lockstep.serve.named import Named
 from lockstep.serve.playground import add_playground
 from lockstep.serve.protocol import (
     ChatRequest,
@@ -62,25 +63,26 @@ def create_app(
     rules: Rules | None = None,
     docs: bool = True,
     pages: Pages | None = None,
-    metrics: Prefix = "lockstep",
+    metrics: Metrics | None = None,
     playground: bool = True,
 ) -> FastAPI:
     """The application that serves one model, behind a door with these rules.
 
-    pages: what web pages of other origins may do. metrics: what stands in front of their names.
-    playground: whether there is a page at /.
+    pages: what web pages of other origins may do. metrics: what /metrics shows; by default, without
+    floors. playground: whether there is a page at /.
     """
     shown = {} if docs else {"openapi_url": None, "docs_url": None, "redoc_url": None}
     app = FastAPI(title="Lockstep", version=__version__, **shown)  # type: ignore[arg-type]
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     problems.add_handlers(app)
-    _add_state(app, service, Metrics(service.model_name, metrics))
+    _add_state(app, service, metrics or Metrics(service.model_name))
     _add_tokens(app, service)
     _add_answers(app, service)
     _add_responses(app, service)
     _add_messages(app, service)
     if playground:
         add_playground(app)
+    app.build_middleware_stack = lambda: Named(FastAPI.build_middleware_stack(app))  # type: ignore[method-assign]
     app.add_middleware(Guard, rules=rules or Rules())
     if pages and pages.allow_origins:
         app.add_middleware(CORSMiddleware, **asdict(pages))

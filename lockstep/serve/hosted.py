@@ -6,19 +6,22 @@ from lockstep.config import EngineConfig
 from lockstep.engine.engine import Engine
 from lockstep.engine.host import MakeGrammar
 from lockstep.llm import processor_of
-from lockstep.serve.logs import quiet_logs
+from lockstep.serve.logs import LogFormat, write_logs
 from lockstep.text.settings import TextSettings
 
 
 def served_engine(
-    config: EngineConfig, text: TextSettings, progress: Callable[[str, int, int], None]
+    config: EngineConfig,
+    text: TextSettings,
+    logs: LogFormat,
+    progress: Callable[[str, int, int], None],
 ) -> tuple[Engine, MakeGrammar]:
     """The engine of these settings, and what makes grammars of recipes.
 
     What the first grammar would have to wait for is made here, so that no step shares the
     interpreter with that.
     """
-    quiet_logs()
+    write_logs(logs)
     engine = Engine(config, progress)
     processor = processor_of(engine.facts, text)
     if processor.grammars is not None:

@@ -1,12 +1,31 @@
-"""Log lines: what a client sent stays within its line, and no client can fill the disk."""
+"""The log on stderr, as text or JSON, with the id of the request that a line is about.
 
+What a client sent stays within its line, and no client can fill the disk.
+"""
+
+import json
 import logging
 import time
+from typing import Any, Literal
 
-LOGGERS = ("lockstep", "uvicorn", "uvicorn.error", "uvicorn.access")
+from lockstep.serve.caller import CALLER
+from lockstep.serve.record import Record
+
+LogFormat = Literal["text", "json"]
+
+LOGGERS = ("lockstep", "uvicorn", "opentelemetry")
+"""Those whose lines, and those of all below them, are written."""
+REQUESTS = "lockstep.requests"
+"""The logger of requests that have ended, a line each."""
+EVERY_LINE = (REQUESTS, "uvicorn.access")
+"""Loggers of which the same line may come again and again."""
 SAME_SECONDS = 10.0
-"""How long the same line is not written again."""
+"""How long the same line of another logger is not written again."""
 LONGEST = 2000
+"""Characters of a message."""
+LONGEST_TRACEBACK = 20_000
+DIGITS = 6
+"""Of seconds, behind the point."""
 
 
 def escaped(text: str) -> str:
@@ -16,7 +35,8 @@ def escaped(text: str) -> str:
 
 
 class OneLine(logging.Filter):
-    """Escapes messages, and drops one that was written a moment ago."""
+    """Escapes messages, notes whose request they are about, and drops one that was written a moment
+    ago."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,23 +44,100 @@ class OneLine(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the record is written."""
-        if record.name == "uvicorn.access":
-            record.args = tuple(escaped(a) if isinstance(a, str) else a for a in record.args or ())
-            return True
         record.msg = escaped(record.getMessage())
         record.args = ()
+        caller = CALLER.get()
+        record.request_id = None if caller is None else caller.request_id
+        return record.name in EVERY_LINE or self._is_new(record.msg)
+
+    def _is_new(self, message: str) -> bool:
         now = time.monotonic()
-        if now - self._last.get(record.msg, -SAME_SECONDS) < SAME_SECONDS:
+        if now - self._last.get(message, -SAME_SECONDS) < SAME_SECONDS:
             return False
         if len(self._last) >= 100:
             self._last.clear()
-        self._last[record.msg] = now
+        self._last[message] = now
         return True
 
 
-def quiet_logs() -> None:
-    """Puts the filter in front of the server's loggers."""
+def _told(record: logging.LogRecord) -> dict[str, Any]:
+    """What a line says beside its message: the request's id, and fields of its own."""
+    request_id = getattr(record, "request_id", None)
+    named = {} if request_id is None else {"request_id": request_id}
+    return named | getattr(record, "fields", {})
+
+
+class _Lines(logging.Formatter):
+    """Times in UTC, to a millisecond."""
+
+    converter = staticmethod(time.gmtime)
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
+
+
+class TextLines(_Lines):
+    """A line of text; a traceback behind it is indented, so that it cannot be taken for lines."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """The line without a traceback."""
+        head = f"{self.formatTime(record)} {record.levelname} {record.name}: {record.message}"
+        return " ".join([head, *(f"{name}={value}" for name, value in _told(record).items())])
+
+    def formatException(self, ei: Any) -> str:
+        """The traceback."""
+        text = super().formatException(ei)[-LONGEST_TRACEBACK:]
+        return "\n".join(f"    {line}" for line in text.splitlines())
+
+
+class JsonLines(_Lines):
+    """A JSON object a line: time, level, logger, message, request_id, and what belongs to it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        said: dict[str, Any] = {
+            "time": self.formatTime(record),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        said |= _told(record)
+        if record.exc_info:
+            said["exception"] = self.formatException(record.exc_info)[-LONGEST_TRACEBACK:]
+        return json.dumps(said, default=str)
+
+
+FORMATTERS: dict[LogFormat, type[logging.Formatter]] = {"text": TextLines, "json": JsonLines}
+
+
+def write_logs(form: LogFormat = "text", requests: bool = False) -> None:
+    """Sends the lines of LOGGERS to stderr. requests: those of requests that have ended, too."""
+    handler = logging.StreamHandler()
+    handler.addFilter(OneLine())
+    handler.setFormatter(FORMATTERS[form]())
     for name in LOGGERS:
-        logger = logging.getLogger(name)
-        if not any(isinstance(f, OneLine) for f in logger.filters):
-            logger.addFilter(OneLine())
+        logging.getLogger(name).handlers = [handler]
+    logging.getLogger(REQUESTS).setLevel(logging.INFO if requests else logging.WARNING)
+
+
+def log_request(record: Record) -> None:
+    """Writes the line of a request that has ended. Of what was said it tells lengths alone."""
+    log = logging.getLogger(REQUESTS)
+    if not log.isEnabledFor(logging.INFO):
+        return
+    fields: dict[str, Any] = {
+        "id": record.id,
+        "prompt_tokens": record.prompt_tokens,
+        "cached_tokens": record.cached_tokens,
+        "completion_tokens": record.completion_tokens,
+        "draft_tokens": record.draft_tokens,
+        "accepted_tokens": record.accepted_tokens,
+        "finish_reasons": ",".join(record.finish_reasons),
+    }
+    fields |= {
+        f"{name}_seconds": round(seconds, DIGITS) for name, seconds in record.latencies.items()
+    }
+    log.info(
+        "ended" if record.error is None else "ended early: %s",
+        *(() if record.error is None else (record.error,)),
+        extra={"fields": fields},
+    )

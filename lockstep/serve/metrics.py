@@ -4,7 +4,8 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from lockstep.engine.stats import Stats
+from lockstep.engine.stats import DecodeStep, Stats
+from lockstep.runner.floor import StepFloors
 
 _GAUGES = {
     "num_running": ("num_requests_running", "Requests that are running."),
@@ -28,8 +29,12 @@ _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5,
 _HISTOGRAMS = {
     "ttft_seconds": ("time_to_first_token_seconds", "Arrival to first token.", _LONG),
     "itl_seconds": ("inter_token_latency_seconds", "Between two updates of a request.", _SHORT),
-    "step_seconds": ("decode_step_seconds", "A decode step, as the device measured it.", _SHORT),
     "e2e_seconds": ("e2e_request_latency_seconds", "Arrival to last token.", _LONG),
+}
+_RATIOS = (1.0, 1.1, 1.2, 1.35, 1.5, 1.75, 2.0, 2.5, 3.0, 5.0, 10.0, 30.0)
+_STEPS = {
+    "seconds": ("decode_step_seconds", "A decode step, as the device measured it.", _SHORT),
+    "over_floor": ("decode_step_over_floor", "A decode step over its floor.", _RATIOS),
 }
 
 
@@ -38,9 +43,13 @@ Prefix = Literal["lockstep", "vllm"]
 
 
 class Metrics:
-    """Turns Stats into Prometheus' text; every label set carries the model's name."""
+    """Turns Stats into Prometheus' text; every label set carries the model's name. floors: those of
+    the engine's steps, None where they are not known."""
 
-    def __init__(self, model_name: str, prefix: Prefix = "lockstep") -> None:
+    def __init__(
+        self, model_name: str, prefix: Prefix = "lockstep", floors: StepFloors | None = None
+    ) -> None:
+        self.floors = floors
         self.registry = CollectorRegistry()
         self._model = model_name
         self._seen: dict[str, float] = {}
@@ -49,6 +58,13 @@ class Metrics:
             k: Gauge(f"{prefix}:{n}", h, label, registry=self.registry)
             for k, (n, h) in _GAUGES.items()
         }
+        rate = Gauge(
+            f"{prefix}:memory_bytes_per_second",
+            "The memory's rate that floors are computed with; 0 where there are none.",
+            label,
+            registry=self.registry,
+        )
+        rate.labels(model_name).set(floors.rates.memory if floors else 0)
         self._usage = Gauge(
             f"{prefix}:kv_cache_usage_perc", "Used share of pages.", label, registry=self.registry
         )
@@ -56,6 +72,12 @@ class Metrics:
             k: Counter(f"{prefix}:{n}", h, label, registry=self.registry)
             for k, (n, h) in _COUNTERS.items()
         }
+        self._floor = Counter(
+            f"{prefix}:decode_step_floor_seconds",
+            "The least time that the decode steps could take.",
+            label,
+            registry=self.registry,
+        )
         self._success = Counter(
             f"{prefix}:request_success",
             "Requests that ended, by reason.",
@@ -70,7 +92,7 @@ class Metrics:
         )
         self._histograms = {
             k: Histogram(f"{prefix}:{n}", h, label, buckets=b, registry=self.registry)
-            for k, (n, h, b) in _HISTOGRAMS.items()
+            for k, (n, h, b) in (_HISTOGRAMS | _STEPS).items()
         }
 
     def render(self, stats: Stats) -> bytes:
@@ -86,10 +108,22 @@ class Metrics:
         for place, total in enumerate(stats.accepted_at):
             grown = self._grown(f"accepted at {place}", total)
             self._accepted_at.labels(self._model, str(place)).inc(grown)
-        for key, histogram in self._histograms.items():
+        for key in _HISTOGRAMS:
             for seconds in getattr(stats, key):
-                histogram.labels(self._model).observe(seconds)
+                self._observe(key, seconds)
+        for step in stats.decode_steps:
+            self._observe_step(step)
         return generate_latest(self.registry)
+
+    def _observe_step(self, step: DecodeStep) -> None:
+        self._observe("seconds", step.seconds)
+        if self.floors is not None:
+            floor = self.floors.seconds(step.rows, step.drafts, step.context)
+            self._floor.labels(self._model).inc(floor)
+            self._observe("over_floor", step.seconds / floor)
+
+    def _observe(self, key: str, value: float) -> None:
+        self._histograms[key].labels(self._model).observe(value)
 
     def _grown(self, key: str, total: float) -> float:
         before = self._seen.get(key, 0)

@@ -15,13 +15,14 @@ from pydantic import (
     ConfigDict,
     Field,
     PrivateAttr,
+    StrictBool,
     ValidationError,
     ValidatorFunctionWrapHandler,
     WithJsonSchema,
     model_validator,
 )
 
-from lockstep.errors import RequestError, brief
+from lockstep.errors import RequestError
 from lockstep.sampling_params import (
     MAX_BAD_WORDS,
     MAX_CHOICES,
@@ -149,7 +150,7 @@ class Function(Sent):
     name: str = Field(min_length=1, max_length=MAX_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None
+    strict: StrictBool | None = None
 
 
 class Tool(Sent):
@@ -386,56 +387,15 @@ class ChatRequest(SamplingFields, Conversation):
 
     def structured(self, processor: Processor) -> StructuredOutputsParams | None:
         """The form of the answer: of tool calls, where they are asked for or strict."""
-        asked = super().structured(processor)
-        calls = self._calls(processor)
-        if asked is not None and calls is not None:
-            raise RequestError(
-                "tool_choice, or strict tools, and a form of the answer exclude each other; "
-                "allowed: one of them. Leave out the other.",
-                "tool_choice" if self.tool_choice != "auto" else "tools",
-            )
-        return asked or calls
-
-    def _calls(self, processor: Processor) -> StructuredOutputsParams | None:
-        """What holds tool calls to the schemas of the tools; None where nothing does."""
-        if self.tool_choice == "none":
-            return None
         tools = self.callable_tools(processor)
-        if self.tool_choice == "auto":
-            strict = any(tool.function.strict for tool in self.tools or ())
-            return processor.text_and_calls(tools) if tools and strict else None
-        name = _named(self.tool_choice)
-        if not tools:
-            raise RequestError(
-                f"tool_choice={brief(self.tool_choice)} needs tools; send some.", "tool_choice"
-            )
-        return processor.calls_only(tools, name, self.parallel_tool_calls)
+        asked = super().structured(processor)
+        return processor.form(asked, tools, self.tool_choice, self.parallel_tool_calls)
 
     def callable_tools(self, processor: Processor) -> list[dict[str, Any]] | None:
         """The tools that the model may call. Raises RequestError for what is not supported."""
         tools = self.shown_tools()
-        if tools and not processor.can_call_tools:
-            raise RequestError(
-                "tools need a tool-call parser, and the model's template names none that is "
-                "known; start the server with --tool-call-parser, or send no tools.",
-                "tools",
-            )
+        processor.check_tools(tools)
         return tools
-
-
-def _named(choice: Any) -> str | None:
-    """The function that a tool_choice names; None for "required". Raises RequestError."""
-    if choice == "required":
-        return None
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        raise RequestError(
-            f"tool_choice={brief(choice)} is not allowed; allowed: auto, none, required, or an "
-            'object {"type": "function", "function": {"name": ...}}. Send one of them.',
-            "tool_choice",
-        )
-    return name
 
 
 def chat_request(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatRequest:

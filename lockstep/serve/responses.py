@@ -1,6 +1,5 @@
 """/v1/responses: items in, items out; answers are kept for a while, for a next one to go on."""
 
-import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -18,7 +17,7 @@ from lockstep.serve.responses_protocol import (
     ResponsesRequest,
 )
 from lockstep.serve.service import Service, Usage
-from lockstep.serve.store import ResponseStore, Stored
+from lockstep.serve.store import ResponseStore, Stored, weight
 from lockstep.serve.turn import Turn
 
 _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
@@ -82,7 +81,7 @@ class ResponsesAnswer(Answer):
         self.service = responses.service
         self.body = body
         self.turn: Turn
-        self._items: list[Any] = []
+        self._before = Stored({}, (), (0, 0))
         self._blocks = Blocks()
         self._output: list[Json] = []
         self._status = "in_progress"
@@ -94,11 +93,11 @@ class ResponsesAnswer(Answer):
     async def start(self) -> None:
         """Begins; raises what is wrong before anything is sent."""
         body = self.body
-        before: tuple[Any, ...] = ()
         if body.previous_response_id is not None:
-            before = self.responses.stored(body.previous_response_id, "previous_response_id").items
-        self._items = [*before, *body.input]
-        self.turn = Turn(self.service, body.chat(self._items), "resp_")
+            place = "previous_response_id"
+            self._before = self.responses.stored(body.previous_response_id, place)
+        items = [*self._before.items, *body.input]
+        self.turn = Turn(self.service, body.chat(items), "resp_")
         with named_as(NAMES):
             await self.turn.start()
         self.responses.running[self.turn.job.id] = self
@@ -140,9 +139,10 @@ class ResponsesAnswer(Answer):
             for event in self._changed(change, status):
                 yield event
         self._status = status
-        self._keep()
+        response = self.response()
+        self._keep(response)
         name = _ENDS.get(status, "failed")
-        yield self._event(f"response.{name}", response=self.response())
+        yield self._event(f"response.{name}", response=response)
 
     def failure(self, error: Exception) -> Json:
         """The event that tells of an error."""
@@ -257,14 +257,18 @@ class ResponsesAnswer(Answer):
             type="function_call", call_id=call_id, name=block.name, arguments=block.text
         )
 
-    def _keep(self) -> None:
-        """Keeps the response and its conversation, if the client wants it."""
+    def _keep(self, response: Json) -> None:
+        """Keeps the response and its conversation, if the client wants it.
+
+        What came before is not weighed again, and nothing is written, so that a long conversation
+        holds up nobody else's answer.
+        """
         if not self.body.store:
             return
-        response = self.response()
-        items = (*self._items, *map(self._said_again, self._blocks.blocks))
-        size = len(json.dumps(response)) + sum(len(item.model_dump_json()) for item in items)
-        self.responses.store.put(response["id"], Stored(response, items, size))
+        before = self._before
+        new = (*self.body.input, *map(self._said_again, self._blocks.blocks))
+        weighed = (weight(response), before.weighed[1] + weight(new))
+        self.responses.store.put(response["id"], Stored(response, (*before.items, *new), weighed))
 
 
 def _part(block: Block) -> Json:

@@ -16,12 +16,14 @@ from typing import Any
 import uvicorn
 
 from lockstep.errors import ConfigError, EngineDeadError
+from lockstep.runner.floor import StepFloors
 from lockstep.serve.app import Pages, create_app
 from lockstep.serve.connections import BoundedProtocol
 from lockstep.serve.guard import Rules
-from lockstep.serve.logs import quiet_logs
-from lockstep.serve.metrics import Prefix
+from lockstep.serve.logs import LogFormat, log_request, write_logs
+from lockstep.serve.metrics import Metrics, Prefix
 from lockstep.serve.service import Client, Limits, Service
+from lockstep.serve.traces import Traces
 from lockstep.text.processor import Processor
 
 log = logging.getLogger("lockstep.serve")
@@ -102,7 +104,8 @@ class Options:
 
     tls: uvicorn's ssl_* settings. drain_seconds: how long running requests may go on after SIGTERM.
     connections: most connections at once; descriptors bound it too. pages: what web pages of other
-    origins may do. metrics: what stands in front of their names.
+    origins may do. metrics: what stands in front of their names. logs: the form of the log's lines;
+    log_requests: it has one for every request.
     """
 
     rules: Rules = field(default_factory=Rules)
@@ -115,6 +118,8 @@ class Options:
     tls: dict[str, Any] = field(default_factory=dict)
     pages: Pages = field(default_factory=Pages)
     metrics: Prefix = "lockstep"
+    logs: LogFormat = "text"
+    log_requests: bool = False
 
 
 class _Server(uvicorn.Server):
@@ -155,21 +160,28 @@ def serve(
     fingerprint: str,
     address: Address,
     options: Options,
+    floors: StepFloors | None = None,
+    traces: Traces | None = None,
     show: Callable[[str], Any] = print,
 ) -> None:
     """Serves until interrupted. `client` is started; the caller shuts it down afterwards.
-    model_names: that clients may use; answers bear the first.
+    model_names: that clients may use; answers bear the first. floors: of the engine's steps, shown
+    beside their times. traces: where a span of every request goes.
 
     Raises EngineDeadError if the engine ended by itself, and ConfigError where TLS cannot be had.
     """
     model_name, *aliases = model_names
-    service = Service(client, processor, model_name, fingerprint, options.limits, aliases)
+    write_logs(options.logs, options.log_requests)
+    observers = [log_request, *([traces.record] if traces else ())]
+    service = Service(
+        client, processor, model_name, fingerprint, options.limits, aliases, observers
+    )
     app = create_app(
         service,
         options.rules,
         options.docs,
         options.pages,
-        options.metrics,
+        Metrics(model_name, options.metrics, floors),
         options.playground,
     )
 
@@ -182,13 +194,13 @@ def serve(
         ws="none",
         lifespan="off",
         log_level=options.log_level,
+        log_config=None,
         backlog=min(BACKLOG, Protocol.most // 2 + 1),  # all of them are taken in one go
         server_header=False,
         timeout_graceful_shutdown=int(options.drain_seconds + END_SECONDS) + 1,
         **options.tls,
     )
     _load_tls(config)
-    quiet_logs()
     server = _Server(config, service, options.drain_seconds)
     url = address.url(listener, bool(options.tls))
 

@@ -16,6 +16,7 @@ from lockstep.errors import EngineDeadError, RequestError
 from lockstep.outputs import Logprob, RequestMetrics, TokenSource
 from lockstep.sampling_params import MAX_LOGPROBS, SamplingParams
 from lockstep.scheduling.request import Request
+from lockstep.serve.caller import CALLER, Caller
 from lockstep.serve.problems import (
     SHOWN,
     BusyError,
@@ -24,6 +25,7 @@ from lockstep.serve.problems import (
     UnknownModelError,
 )
 from lockstep.serve.protocol import MAX_COMPLETIONS, SamplingFields
+from lockstep.serve.record import Record
 from lockstep.text.processor import CompletionText, Processor, Prompt, TextUpdate, name_tokens
 
 log = logging.getLogger("lockstep.serve")
@@ -141,7 +143,7 @@ class Job:
     """One call of an endpoint: one or several prompts with `params.n` completions each.
 
     deadline: loop time at which it ends unfinished, or None. only_prompt: what is generated is not
-    part of the answer. shown: special tokens that are part of its text.
+    part of the answer. shown: special tokens that are part of its text. caller: who asked.
     """
 
     id: str
@@ -151,6 +153,7 @@ class Job:
     deadline: float | None = None
     only_prompt: bool = False
     shown: frozenset[int] = frozenset()
+    caller: Caller | None = None
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -182,6 +185,9 @@ class Run:
         self.job = job
         self._pieces: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
         self._usage = job.usage
+        self._metrics = [request.metrics for request in job.requests]
+        self._finish_reasons = ["abort"] * len(job.requests)
+        self._error: Exception | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._alarm: asyncio.TimerHandle | None = None
 
@@ -207,9 +213,29 @@ class Run:
 
     def end(self, error: Exception) -> None:
         """Ends it early: what has come stays to be read, then the error."""
+        self._error = error
         self._pieces.put_nowait(error)
         for task in self._tasks:
             task.cancel()
+
+    def record(self) -> Record:
+        """What became of it so far."""
+        usage = self._usage
+        return Record(
+            id=self.job.id,
+            caller=self.job.caller,
+            model=self.service.model_name,
+            params=self.job.params,
+            prompt_tokens=usage.prompt,
+            completion_tokens=usage.written,
+            cached_tokens=usage.cached,
+            draft_tokens=usage.drafted,
+            accepted_tokens=usage.accepted,
+            metrics=tuple(self._metrics),
+            finish_reasons=tuple(self._finish_reasons),
+            error=None if self._error is None else str(self._error),
+            ended=time.monotonic(),
+        )
 
     async def close(self) -> None:
         """Aborts what still runs. May be called again."""
@@ -235,15 +261,20 @@ class Run:
         try:
             async for update in self.service.client.submit(request):
                 ended = update.finish_reason is not None
+                self._metrics[text.output.index] = update.metrics
                 if update.error in (STEP_FAILED, ENGINE_RESTARTED):
+                    log.error("request %s failed: %s", request.id, update.error)
                     raise ComputeError(update.error)
                 piece = self._piece(text, update, before)
                 before = update.metrics
                 self._pieces.put_nowait(piece)
                 if piece.text.finish_reason is not None:
+                    self._finish_reasons[text.output.index] = piece.text.finish_reason
                     break
             self._pieces.put_nowait(None)
         except Exception as error:
+            self._error = error
+            self._finish_reasons[text.output.index] = "error"
             self._pieces.put_nowait(error)
         finally:
             if not ended:
@@ -277,7 +308,10 @@ class Run:
 
 
 class Service:
-    """A model that answers over the network. `fingerprint` is returned with every answer."""
+    """A model that answers over the network. `fingerprint` is returned with every answer.
+
+    observers: are told of every request that has ended, in the event loop.
+    """
 
     def __init__(
         self,
@@ -287,7 +321,9 @@ class Service:
         fingerprint: str,
         limits: Limits | None = None,
         aliases: Sequence[str] = (),
+        observers: Sequence[Callable[[Record], None]] = (),
     ) -> None:
+        self.observers = tuple(observers)
         self.client = client
         self.processor = processor
         self.model_name = model_name
@@ -378,6 +414,7 @@ class Service:
             deadline=None if seconds is None else began + seconds,
             only_prompt=only_prompt,
             shown=shown,
+            caller=CALLER.get(),
         )
         run = Run(self, job)
         self._runs.add(run)
@@ -413,8 +450,12 @@ class Service:
             )
 
     def forget(self, run: Run) -> None:
-        """The run has ended."""
-        self._runs.discard(run)
+        """The run has ended; observers are told once."""
+        if run not in self._runs:
+            return
+        self._runs.remove(run)
+        for observe in self.observers:
+            observe(run.record())
 
     def close_doors(self) -> None:
         """No new requests from here on; those that run go on."""

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 
 from lockstep.sampling_params import MAX_LOGPROBS
+from lockstep.serve.logs import LogFormat
 from lockstep.settings import Settings, setting
 
 MOST_SECONDS = 86_400.0
@@ -15,6 +16,7 @@ MOST_CONNECTIONS = 65_536
 
 Seconds = Annotated[float, Field(ge=0.001, le=MOST_SECONDS)]
 Names = Annotated[tuple[str, ...], BeforeValidator(lambda names: tuple(names or ()))]
+Collector = Annotated[str, Field(max_length=2000, pattern=r"^https?://[^\s/]+(/\S*)?$")]
 Keys = Annotated[tuple[str, ...], BeforeValidator(lambda keys: tuple(keys or ()))]
 
 
@@ -99,6 +101,17 @@ class ServerSettings(Settings):
     )
     metrics_names: Literal["lockstep", "vllm"] = setting(
         "lockstep", "what stands in front of the names of /metrics: lockstep or vllm"
+    )
+    log_format: LogFormat = setting("text", "form of the log's lines on stderr: text or json")
+    enable_log_requests: bool = setting(
+        False, "a line in the log for every request that has ended; no text of it"
+    )
+    otlp_traces_endpoint: Collector | None = setting(
+        None,
+        "a collector of OpenTelemetry that gets a span of every request, by OTLP over HTTP, e.g. "
+        "http://localhost:4318/v1/traces",
+        allowed="http://HOST:PORT or https, with a path or without (for HTTP the port is 4318)",
+        remedy="Change --otlp-traces-endpoint.",
     )
     ssl_keyfile: str | None = setting(None, "private key, PEM")
     ssl_certfile: str | None = setting(None, "certificate, PEM")

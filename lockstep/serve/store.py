@@ -4,14 +4,50 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel
+
+PART = 8
+"""Bytes that count for a value beside its text: quotes, commas and the like."""
+WIDE = 4
+"""Bytes of a character of a text that is not all ASCII, at most."""
+
 
 @dataclass(frozen=True)
 class Stored:
-    """A response as sent, and the conversation up to its end. size: bytes of both as JSON."""
+    """A response as sent, and the conversation up to its end; weighed: the weights of both."""
 
     response: dict[str, Any]
     items: tuple[Any, ...]
-    size: int
+    weighed: tuple[int, int]
+
+    @property
+    def size(self) -> int:
+        """What it counts for in the store, in bytes."""
+        return sum(self.weighed)
+
+
+def weight(value: Any) -> int:
+    """About the bytes of a value as JSON, models among it; seldom less.
+
+    A text counts by its length alone, so that it costs no more to weigh long ones.
+    """
+    found = 0
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        found += PART
+        if isinstance(part, str):
+            found += len(part) * (1 if part.isascii() else WIDE)
+        elif isinstance(part, (list, tuple)):
+            waiting += part
+        elif isinstance(part, dict):
+            waiting += part
+            waiting += part.values()
+        elif isinstance(part, BaseModel):
+            found += PART * len(part.__dict__)
+            waiting += [one for one in part.__dict__.values() if one is not None]
+            waiting += [part.__pydantic_extra__] if part.__pydantic_extra__ else []
+    return found
 
 
 class ResponseStore:

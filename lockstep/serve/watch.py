@@ -41,6 +41,7 @@ class Period:
 
     Speeds are tokens a second, times milliseconds, shares 0 to 1. acceptance_length: tokens of a
     row's step that brought drafts; accepted_at: by place, the share of such steps that accepted it.
+    floor_ms: the least time that the steps could take; over_floor: the time that they took over it.
     """
 
     seconds: float | None
@@ -50,6 +51,8 @@ class Period:
     acceptance_rate: float | None
     accepted_at: tuple[float, ...]
     step_ms: float | None
+    floor_ms: float | None
+    over_floor: float | None
     first_token_ms: float | None
     next_token_ms: float | None
     prefix_hits: float | None
@@ -178,6 +181,8 @@ def _period(before: Reading, after: Reading, seconds: float | None) -> Period:
     drafts = grown("spec_decode_num_drafts_total")
     accepted = grown("spec_decode_num_accepted_tokens_total")
     per_step = _share(accepted, drafts)
+    steps = grown("decode_step_seconds_count")
+    floor = grown("decode_step_floor_seconds_total")
     earlier = before.accepted_at or (0.0,) * len(after.accepted_at)
     places = [_growth(*pair) for pair in zip(earlier, after.accepted_at, strict=False)]
     return Period(
@@ -188,6 +193,8 @@ def _period(before: Reading, after: Reading, seconds: float | None) -> Period:
         acceptance_rate=_share(accepted, grown("spec_decode_num_draft_tokens_total")),
         accepted_at=tuple(count / drafts for count in places) if drafts else (),
         step_ms=mean_ms("decode_step_seconds"),
+        floor_ms=1e3 * floor / steps if floor and steps else None,
+        over_floor=_share(grown("decode_step_seconds_sum"), floor),
         first_token_ms=mean_ms("time_to_first_token_seconds"),
         next_token_ms=mean_ms("inter_token_latency_seconds"),
         prefix_hits=_share(grown("prefix_cache_hits_total"), grown("prefix_cache_queries_total")),

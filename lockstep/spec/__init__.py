@@ -3,14 +3,17 @@
 A drafter's file has
     Options                     SpeculativeConfig, with the method's own keys if it has any
     create(context) -> Drafter  the drafter itself
-    NEEDS_MODULE                whether it drafts with a module; then it has these two as well:
+    NEEDS_MODULE                whether it drafts with a module; then it has these as well:
     refusal(checkpoint) -> str | None
                                 why it cannot draft for this checkpoint, or None
     build(options, checkpoint, target, build) -> DraftModule
                                 the module, whose weights are not loaded yet
+    passes(rows, tokens, count) -> tuple[int, ...]
+                                the tokens of each of its passes over the module's weights, in a
+                                step of `rows` rows and `tokens` tokens that makes `count` drafts
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from importlib import import_module
 from types import ModuleType
@@ -29,6 +32,7 @@ DRAFTERS = {
     "mtp": "lockstep.spec.mtp",
     "eagle3": "lockstep.spec.eagle3",
     "draft_model": "lockstep.spec.draft_model",
+    "dflash": "lockstep.spec.dflash",
 }
 OLDER_NAMES = {
     "deepseek_mtp": "mtp",
@@ -90,6 +94,21 @@ def refusals(checkpoint: "Checkpoint") -> dict[str, str | None]:
         module = drafter_module(name)
         found[name] = module.refusal(checkpoint) if module.NEEDS_MODULE else None
     return found
+
+
+Passes = Callable[[int, int, int], tuple[int, ...]]
+"""The `passes` of a drafter's file."""
+
+
+def no_passes(rows: int, tokens: int, count: int) -> tuple[int, ...]:
+    """Those of a step that drafts without a module."""
+    return ()
+
+
+def passes_of(options: SpeculativeConfig | None) -> Passes:
+    """Those of a method's module."""
+    module = None if options is None else drafter_module(options.method)
+    return module.passes if module is not None and module.NEEDS_MODULE else no_passes
 
 
 def own_drafter(checkpoint: "Checkpoint") -> str | None:

@@ -2,8 +2,9 @@
 
 Over the step that was just verified the module fills its own KV from true inputs; then it runs on
 from the rows' last committed positions, feeding itself. Positions past a mismatch are overwritten
-by the next step. Where nothing is drafted it only keeps the keys and values, so that later drafts
-see no gap.
+by the next step. Of a module that recurs the first pass alone writes states, as the target does in
+that step; those behind it replay what a state lacks. Where nothing is drafted it only keeps the
+keys and values, so that later drafts see no gap.
 """
 
 from dataclasses import replace
@@ -12,7 +13,12 @@ from torch import Tensor
 
 from lockstep.kernels.drafting import mtp_inputs, next_draft_step
 from lockstep.spec.drafter import DraftContext, no_drafts
-from lockstep.step import Step, StepShape, Verdict
+from lockstep.step import NEVER, Step, StepShape, Verdict
+
+
+def passes(rows: int, tokens: int, count: int) -> tuple[int, ...]:
+    """Tokens of each pass of the module, as lockstep.spec says."""
+    return (tokens, *[rows] * (count - 1))
 
 
 class ChainDrafter:
@@ -68,7 +74,7 @@ class ChainDrafter:
         c = self.context
         table = step.page_table
         made = self.next_draft_step(
-            c.computed, c.drafts, step.row_ids, tokens, table, k, behind, c.page_size
+            c.computed, c.folded, c.drafts, step.row_ids, tokens, table, k, behind, c.page_size
         )
         shape = StepShape.uniform(step.shape.rows, 1)
-        return replace(step, shape=shape, logit_rows=slice(None), **vars(made))
+        return replace(step, shape=shape, logit_rows=slice(None), flush=NEVER, **vars(made))

@@ -2,7 +2,9 @@
 et al., arXiv 2211.17192).
 
 It reads every token at that token's own position, as it would alone; its keys and values stand on
-the target's pages, so that prefixes found there are its own as well.
+the target's pages, so that prefixes found there are its own as well. A model that recurs has its
+state in the rows' slots, where snapshots hold both. What is kept of a row, and how many tokens its
+state holds, is the same for both, since both see every step.
 """
 
 from dataclasses import replace
@@ -11,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.cache.specs import Law
 from lockstep.errors import ConfigError
 from lockstep.layers.build import Build
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import Source, build_model, target_source
+from lockstep.models.reading import ConfigReader
 from lockstep.quant import Packing, packing_of
 from lockstep.spec.chain import ChainDrafter
 from lockstep.spec.drafter import DraftContext, DraftModule
@@ -25,6 +27,13 @@ from lockstep.step import Step
 
 NEEDS_MODULE = True
 Options = FolderOptions
+NO_MODELS = {
+    "DFlashDraftModel": "dflash",
+    "Eagle3LlamaForCausalLM": "eagle3",
+    "Eagle3Speculator": "eagle3",
+    "LlamaForCausalLMEagle3": "eagle3",
+}
+"""What architectures may name that is no whole model -> the method that drafts with it."""
 
 
 def refusal(checkpoint: Checkpoint) -> str | None:
@@ -82,8 +91,9 @@ class DraftModel(nn.Module):
 
 def build(options: Any, checkpoint: Checkpoint, target: Any, build: Build) -> DraftModule:
     """The folder's model, not loaded yet. Raises CheckpointError where it cannot be built, and
-    ConfigError where it has another tokenizer, or layers that recur."""
+    ConfigError where it has another tokenizer."""
     own = Checkpoint.read(options.folder)
+    check_whole(own)
     if build.tensors is not None:
         check_tokenizers(own, checkpoint)
     packing = packing_of(own.quantization(), None)
@@ -91,19 +101,19 @@ def build(options: Any, checkpoint: Checkpoint, target: Any, build: Build) -> Dr
     apart = build.reading(tensors, own.prefixes, packing)
     apart.named = "draft."
     model = build_model(own.raw, apart)
-    recurring = [
-        name
-        for name, layer in model.named_modules()
-        if hasattr(layer, "cache_spec") and layer.cache_spec().law is Law.STATE
-    ]
-    if recurring:
-        raise ConfigError(
-            f"speculative_config model={options.model!r} is not allowed: {recurring[0]} and "
-            f"{len(recurring) - 1} other layers of {own.raw['model_type']} recur, and a state "
-            "cannot go back behind drafts that are rejected; allowed: models that attend in every "
-            "layer. Choose another draft model."
-        )
     return DraftModel(own, model, packing, target.config.vocab_size, build.device)
+
+
+def check_whole(own: Checkpoint) -> None:
+    """Raises ConfigError where the folder holds what another method drafts with."""
+    named = ConfigReader(own.raw).get("architectures", list, [])
+    for name in named:
+        method = NO_MODELS.get(name) if isinstance(name, str) else None
+        if method is not None:
+            raise ConfigError(
+                f"speculative_config model={str(own.folder)!r} is not allowed: it is a {name}; "
+                f'allowed: a whole model. Add "method": "{method}".'
+            )
 
 
 def check_tokenizers(own: Checkpoint, target: Checkpoint) -> None:
@@ -126,6 +136,11 @@ def check_tokenizers(own: Checkpoint, target: Checkpoint) -> None:
             f"{target.folder}: token {number} is {here!r} there and {there!r} here; allowed: the "
             "same tokenizer. Choose a draft model of the same family."
         )
+
+
+def passes(rows: int, tokens: int, count: int) -> tuple[int, ...]:
+    """The step's tokens, the rows' last ones, and all drafts but the last."""
+    return (tokens, *[rows] * count)
 
 
 class DraftModelDrafter(ChainDrafter):

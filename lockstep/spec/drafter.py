@@ -56,7 +56,7 @@ class DraftModule(Protocol):
 
 @dataclass
 class DraftContext:
-    """What a drafter may use. drafts [R, K] and tokens [R, L] are the table's, by row.
+    """What a drafter may use. drafts [R, K], tokens [R, L], computed, folded [R]: of the table.
 
     config: the Options of its method. module: the draft module, where the drafter has built one.
     sample(logits [S, 1, V'], positions [S, 1], no drafts [S, 0], row_ids [S]) -> [S, 1], where V'
@@ -70,6 +70,7 @@ class DraftContext:
     drafts: Tensor
     tokens: Tensor
     computed: Tensor
+    folded: Tensor
     page_size: int
     module: Any
     sample: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -8,9 +8,11 @@ from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.eagle3 import Config, Eagle3Head, HeadCheckpoint
 from lockstep.quant import packing_of
 from lockstep.settings import setting
-from lockstep.spec.chain import ChainDrafter
+from lockstep.spec.chain import ChainDrafter, passes
 from lockstep.spec.drafter import DraftContext, DraftModule
 from lockstep.spec.options import FolderOptions
+
+__all__ = ["NEEDS_MODULE", "Options", "build", "create", "passes", "refusal"]
 
 NEEDS_MODULE = True
 

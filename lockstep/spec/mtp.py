@@ -11,10 +11,12 @@ from lockstep.layers.build import Build
 from lockstep.models import architecture, draft_prefix
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.settings import setting
-from lockstep.spec.chain import ChainDrafter
+from lockstep.spec.chain import ChainDrafter, passes
 from lockstep.spec.drafter import DraftContext, DraftModule
 from lockstep.spec.options import ModuleOptions
 from lockstep.spec.vocabulary import HEAD_GRAIN, MOST_TOKENS, draft_vocab_size, frequent_tokens
+
+__all__ = ["NEEDS_MODULE", "Options", "build", "create", "passes", "refusal"]
 
 NEEDS_MODULE = True
 SETTING = "mtp_num_hidden_layers"

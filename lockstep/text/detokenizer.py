@@ -69,7 +69,7 @@ class Detokenizer:
             return ""
         if self._scan is None:
             return piece
-        text, self.stopped, _ = self._scan.take(piece)
+        text, self.stopped, *_ = self._scan.take(piece)
         if self.stopped is not None:
             return text + self.stopped if self._include_stop else text
         return text + self._scan.flush() if final else text

@@ -5,12 +5,14 @@ alone, but for llguidance's own limits (LLParserLimits), at which an answer ends
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from lockstep.scheduling.grammar import Grammar
+from lockstep.scheduling.grammar import ONE_LANE, Lanes
 from lockstep.text.tokenizer import Tokenizer
 
 LEXER_FUEL = 200_000
@@ -20,6 +22,12 @@ WORD_BITS = 32
 UNFORCED = '\n%llguidance {"no_forcing": true}\n'
 """Where one text alone may come, llguidance lets only one spelling of it in tokens come, unless it
 is told not to. So every token may come that leads to a text of the grammar, and no other."""
+MOST_KNOWN = 256
+"""Grammars that are remembered as ones that can be compiled."""
+MOST_KNOWN_BYTES = 16 << 20
+"""Of their texts and their first masks."""
+SLICES = ("[a-z]+", "[A-Za-z]+")
+"""Beside llguidance's own: tokens that come together where a grammar allows all text of them."""
 TOO_COMPLEX = (
     "the grammar is too complex to go on with: {reason}. What came before stands. Simplify it."
 )
@@ -69,7 +77,8 @@ class Compiler:
         self.vocab = vocab
         self.ends = ends
         self._building = threading.Lock()
-        self._known: LLTokenizer | None = None
+        self._tree: LLTokenizer | None = None
+        self._known = FirstMasks(MOST_KNOWN, MOST_KNOWN_BYTES)
 
     @property
     def mask_bytes(self) -> int:
@@ -79,18 +88,24 @@ class Compiler:
     def matcher(self, source: str) -> "Matcher":
         """The matcher of a grammar in llguidance's Lark. Raises GrammarFault.
 
-        Compiled for each answer anew, about 1 ms: copies of one that is compiled share its lexer,
-        so that what one answer meets would be felt by others.
+        Each answer has a compiled grammar of its own, made when it is first needed, about 1 ms:
+        copies of one share its lexer and the lock around it, so that answers would wait for each
+        other, and one would feel the limits that another met. What a first mask shows, that it can
+        be compiled and that some text matches, is looked at once.
         """
-        made = self._compile(source)
-        first = made.compute_bitmask()
-        if made.is_error() or not any(first):
-            reason = first_line(made.get_error())
-            never = reason in ("", "NoExtensionBias")
-            raise GrammarFault("no text matches it" if never else reason)
-        return Matcher(source, made, lambda: self._compile(source), self.ends, self.mask_bytes)
+        made = None
+        first = self._known.get(source)
+        if first is None:
+            made = self._compile(source)
+            first = made.compute_bitmask()[: self.mask_bytes]
+            if made.is_error() or not any(first):
+                reason = first_line(made.get_error())
+                never = reason in ("", "NoExtensionBias")
+                raise GrammarFault("no text matches it" if never else reason)
+            self._known.put(source, first)
+        return Matcher(source, first, lambda: self._compile(source), self.ends, made)
 
-    def grammar(self, recipe: GrammarRecipe) -> Grammar:
+    def grammar(self, recipe: GrammarRecipe) -> "Matcher | AfterReasoning":
         """A fresh grammar by its recipe. Raises GrammarFault."""
         matcher = self.matcher(recipe.source)
         if recipe.reasoning_end is None:
@@ -115,11 +130,47 @@ class Compiler:
     def _tokens(self) -> LLTokenizer:
         """The vocabulary's tree, built when it is first asked for."""
         with self._building:
-            if self._known is None:
+            if self._tree is None:
                 ends = sorted(self.ends)
                 wrapped = TokenizerWrapper(_Vocabulary(self.tokenizer, self.vocab, ends))
-                self._known = LLTokenizer(wrapped, n_vocab=self.vocab, eos_token=ends)
-            return self._known
+                blanks, *others = LLTokenizer.general_slices()
+                slices = [blanks, *SLICES, *others]
+                self._tree = LLTokenizer(wrapped, self.vocab, ends, slices)
+            return self._tree
+
+
+class FirstMasks:
+    """Grammars that could be compiled, by their text, and the mask of an answer's first token.
+
+    Bounded in number and in bytes; the one that was asked for longest ago goes first.
+    """
+
+    def __init__(self, most: int, most_bytes: int) -> None:
+        self.size = 0
+        self._most = most
+        self._most_bytes = most_bytes
+        self._masks: OrderedDict[str, bytes] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def get(self, source: str) -> bytes | None:
+        """The mask; None where the grammar is not known."""
+        with self._lock:
+            if source in self._masks:
+                self._masks.move_to_end(source)
+            return self._masks.get(source)
+
+    def put(self, source: str, mask: bytes) -> None:
+        """Remembers a grammar; others make room."""
+        with self._lock:
+            if self._masks.setdefault(source, mask) is not mask:
+                return
+            self.size += len(source) + len(mask)
+            while len(self._masks) > self._most or self.size > self._most_bytes:
+                source, mask = self._masks.popitem(last=False)
+                self.size -= len(source) + len(mask)
 
 
 def first_line(reason: str) -> str:
@@ -129,9 +180,83 @@ def first_line(reason: str) -> str:
     return " ".join(line for line in lines if line)[:300]
 
 
+class Follower:
+    """A compiled grammar, led along an answer and, for as long as a call takes, along drafts.
+
+    make: compiles the grammar; made: compiled. It is compiled when it is first needed.
+    """
+
+    def __init__(self, make: Callable[[], LLMatcher], made: LLMatcher | None = None) -> None:
+        self.fault = ""
+        self._make = make
+        self._made = made
+        self._taken = 0  # tokens of the answer that it has taken, and drafts behind them
+        self._ahead = 0
+
+    def prepare(self) -> None:
+        """Compiles the grammar now, if it is not."""
+        self._made = self._made or self._make()
+
+    def takes(self, answer: Sequence[int]) -> bool:
+        """Whether the grammar lets the answer come so far."""
+        return self._lead(answer, ()) is not None
+
+    def legal(self, answer: Sequence[int], drafts: Sequence[int]) -> int:
+        """How many of the drafts may come behind the answer, at most."""
+        inner = self._lead(answer, ())
+        return inner.validate_tokens(list(drafts)) if inner is not None and drafts else 0
+
+    def masks(
+        self, answer: Sequence[int], drafts: Sequence[int], places: Sequence[int]
+    ) -> list[bytes]:
+        """The masks behind the answer and so many drafts, for each of these ascending numbers.
+
+        b"" where the grammar fails.
+        """
+        found = [self._mask(answer, drafts[:place]) for place in places]
+        if self._ahead and self._made is not None:
+            self._made.rollback(self._ahead)
+        self._ahead = 0
+        return found
+
+    def _mask(self, answer: Sequence[int], drafts: Sequence[int]) -> bytes:
+        """The mask behind the drafts. One that was led along drafts may have met a limit that the
+        answer alone does not: so a fresh one is asked once more."""
+        for _ in range(2):
+            inner = self._lead(answer, drafts)
+            if inner is None:
+                return b""
+            mask = inner.compute_bitmask()
+            if not inner.is_error():
+                return mask
+            self._drop(inner)
+        return b""
+
+    def _lead(self, answer: Sequence[int], drafts: Sequence[int]) -> LLMatcher | None:
+        """The grammar behind the answer and these drafts; None where it does not go that far, and
+        a fresh one does not either."""
+        for _ in range(2):
+            self.prepare()
+            inner = self._made
+            assert inner is not None
+            new = [*answer[self._taken :], *drafts[self._ahead :]]
+            if not inner.is_error() and (not new or inner.consume_tokens(new)):
+                self._taken = len(answer)
+                self._ahead = len(drafts)
+                return inner
+            self._drop(inner)
+        return None
+
+    def _drop(self, failed: LLMatcher) -> None:
+        self.fault = first_line(failed.get_error())
+        self._made = None
+        self._taken = 0
+        self._ahead = 0
+
+
 class Matcher:
     """Follows one answer through a grammar: lockstep.scheduling.grammar.Grammar. source: in
-    llguidance's Lark; make: compiles it again.
+    llguidance's Lark; first: the mask of its first token; make: compiles it; made: compiled.
 
     An end token is allowed where the grammar may end. Whatever comes behind it is of no matter.
     """
@@ -139,73 +264,83 @@ class Matcher:
     def __init__(
         self,
         source: str,
-        made: LLMatcher,
+        first: bytes,
         make: Callable[[], LLMatcher],
         ends: frozenset[int],
-        mask_bytes: int,
+        made: LLMatcher | None = None,
     ) -> None:
         self.fault: str | None = None
         self.recipe = GrammarRecipe(source)
-        self._inner = made
+        self._first = first
         self._make = make
+        self._followers = [Follower(make, made)]
         self._ends = ends
-        self._bytes = mask_bytes
         self._tokens: list[int] = []
         self._over = False
+
+    def prepare(self) -> None:
+        """Compiles the grammar now, if it is not."""
+        self._followers[0].prepare()
 
     @property
     def accepted(self) -> int:
         """Tokens of the answer that it has taken."""
         return len(self._tokens)
 
-    @property
-    def is_finished(self) -> bool:
-        """Whether nothing but an end token may come, or one has come."""
-        return self._over or self._inner.is_stopped()
-
     def accept(self, tokens: Sequence[int]) -> None:
         """Takes the next tokens of the answer."""
         for token in tokens:
             self._tokens.append(token)
             self._over = self._over or token in self._ends
-            if not self._over and self.fault is None and not self._inner.consume_token(token):
-                self._fail(self._inner)
+            if not self._over and self.fault is None and not self._followers[0].takes(self._tokens):
+                self._fail()
 
-    def masks(self, drafts: Sequence[int]) -> list[bytes]:
-        """See Grammar."""
+    def masks(self, drafts: Sequence[int], lanes: Lanes = ONE_LANE) -> list[bytes]:
+        """See Grammar. Where it fails no token is allowed."""
         if self._over:
-            return [every_token(self._bytes)]
-        found = list(self._walk(drafts))
-        if self._inner.is_error() and self.fault is None:  # at a draft, which may never be accepted
-            self._inner = self._make()
-            self._inner.consume_tokens(self._tokens)
-        else:
-            self._inner.rollback(len(found) - 1)
+            return [every_token(len(self._first))]
+        if self.fault is not None:
+            return [bytes(len(self._first))]
+        drafts = list(takewhile(lambda token: token not in self._ends, drafts))
+        drafts = drafts[: self._followers[0].legal(self._tokens, drafts)] if drafts else drafts
+        found = self._made_in(lanes, drafts)
+        if not found[0]:
+            self._fail()
+        masks = [mask[: len(self._first)] or bytes(len(self._first)) for mask in found]
+        return masks[: 1 + legal(masks, drafts)]
+
+    def _made_in(self, lanes: Lanes, drafts: Sequence[int]) -> list[bytes]:
+        """The masks behind the answer and behind each draft, each lane by a follower of its own,
+        since those of one grammar wait for each other where they share a lexer."""
+        places = range(0 if self._tokens else 1, 1 + len(drafts))
+        count = max(1, min(lanes.count, len(places)))
+        while len(self._followers) < count:
+            self._followers.append(Follower(self._make))
+        shares = [places[lane::count] for lane in range(count)]
+        made = lanes.map(
+            lambda follower, share: follower.masks(self._tokens, drafts, share),
+            self._followers[:count],
+            shares,
+        )
+        found = [self._first] * (1 + len(drafts))
+        for share, masks in zip(shares, made, strict=True):
+            for place, mask in zip(share, masks, strict=True):
+                found[place] = mask
         return found
 
-    def _walk(self, drafts: Sequence[int]) -> Iterator[bytes]:
-        """The masks, the matcher being led along the drafts. Where it fails no token is allowed."""
-        mask = self._mask()
-        if self._inner.is_error():
-            self._fail(self._inner)
-        yield mask
-        for draft in drafts:
-            if draft in self._ends or not mask[draft // 8] >> draft % 8 & 1:
-                return
-            self._inner.consume_token(draft)
-            mask = self._mask()
-            yield mask
-            if self._inner.is_error():
-                return
+    def _fail(self) -> None:
+        self.fault = TOO_COMPLEX.format(reason=self._followers[0].fault)
 
-    def _mask(self) -> bytes:
-        if self._inner.is_error():
-            return bytes(self._bytes)
-        mask = self._inner.compute_bitmask()[: self._bytes]
-        return bytes(self._bytes) if self._inner.is_error() else mask
 
-    def _fail(self, inner: LLMatcher) -> None:
-        self.fault = TOO_COMPLEX.format(reason=first_line(inner.get_error()))
+def legal(masks: Sequence[bytes], drafts: Sequence[int]) -> int:
+    """How many of the drafts may come, each by the mask in front of it."""
+    pairs = zip(masks, drafts, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: allows(*pair), pairs))
+
+
+def allows(mask: bytes, token: int) -> bool:
+    """Whether a mask lets a token come."""
+    return bool(mask[token // 8] >> token % 8 & 1)
 
 
 def every_token(mask_bytes: int) -> bytes:
@@ -229,6 +364,10 @@ class AfterReasoning:
         self._begin = begin
         self._reasons = begin is None
 
+    def prepare(self) -> None:
+        """Compiles the grammar now, if it is not."""
+        self._inner.prepare()
+
     @property
     def fault(self) -> str | None:
         """Why no token is allowed any more."""
@@ -246,21 +385,21 @@ class AfterReasoning:
             else:
                 self._inner.accept([token])
 
-    def masks(self, drafts: Sequence[int]) -> list[bytes]:
+    def masks(self, drafts: Sequence[int], lanes: Lanes = ONE_LANE) -> list[bytes]:
         """See Grammar."""
         drafts = list(drafts)
         if self._reasons:
-            return self._reasoning(drafts)
+            return self._reasoning(drafts, lanes)
         if self.accepted or self._begin is None:
-            return self._inner.masks(drafts)
+            return self._inner.masks(drafts, lanes)
         begins = drafts[:1] == [self._begin]
-        first, *others = self._inner.masks([] if begins else drafts)
+        first, *others = self._inner.masks([] if begins else drafts, lanes)
         opened = bytearray(first)
         opened[self._begin // 8] |= 1 << self._begin % 8
-        return [bytes(opened), *(self._reasoning(drafts[1:]) if begins else others)]
+        return [bytes(opened), *(self._reasoning(drafts[1:], lanes) if begins else others)]
 
-    def _reasoning(self, drafts: list[int]) -> list[bytes]:
+    def _reasoning(self, drafts: list[int], lanes: Lanes) -> list[bytes]:
         """The masks from a place inside of reasoning on."""
         free = drafts.index(self._end) + 1 if self._end in drafts else len(drafts) + 1
-        bound = self._inner.masks(drafts[free:]) if free <= len(drafts) else []
+        bound = self._inner.masks(drafts[free:], lanes) if free <= len(drafts) else []
         return [every_token(self._bytes)] * free + bound

@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 from lockstep.errors import RequestError, brief
+from lockstep.text.parsers.schema import target
 
 MOST_DEPTH = 64
 """Levels of objects and lists in a schema."""
@@ -26,6 +27,11 @@ REFUSED = (
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
 SINGLE = ("additionalProperties", "additionalItems", "items")
+NOTES = (
+    "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
+    "$comment",
+)  # fmt: skip
+"""Keywords that tell a reader something, and bind no value."""
 Json = dict[str, Any]
 Place = tuple[str, Any]
 """Where a schema stands, and the schema."""
@@ -82,6 +88,12 @@ def check_keywords(schema: Any, field: str) -> None:
             field,
         )
     for place, one in found:
+        if isinstance(one, dict) and _leads_nowhere(one, schema):
+            raise RequestError(
+                f"{field}: the keyword '$ref' at {place or 'the root'} of the schema leads back to "
+                "itself. Name a schema there.",
+                field,
+            )
         if not isinstance(one, (dict, bool)):
             raise RequestError(
                 f"{field}: the schema at {place or 'its root'} is {brief(one)}; allowed: an object "
@@ -98,6 +110,18 @@ def check_keywords(schema: Any, field: str) -> None:
                     "otherwise.",
                     field,
                 )
+
+
+def _leads_nowhere(schema: Json, root: Any) -> bool:
+    """Whether a reference leads to others alone, and so to no schema."""
+    visited: set[int] = set()
+    one: Any = schema
+    while isinstance(one, dict) and "$ref" in one:
+        if id(one) in visited:
+            return True
+        visited.add(id(one))
+        one = target(one["$ref"], root if isinstance(root, dict) else {})
+    return False
 
 
 def _check_shapes(schema: Json, place: str, field: str) -> None:
@@ -138,14 +162,31 @@ def _stands_alone(key: str, value: Any) -> bool:
     return not (key in (*MAPS, *LISTS, *SINGLE) and isinstance(value, (dict, list)))
 
 
-def closed(schema: Any) -> Any:
-    """The schema, its objects without properties that they do not name."""
-    if isinstance(schema, list):
-        return [closed(part) for part in schema]
+def rewritten(schema: Any, change: Callable[[Json], Json]) -> Any:
+    """The schema, each object of it changed, inner ones first."""
     if not isinstance(schema, dict):
         return schema
-    found = {key: closed(part) for key, part in schema.items()}
-    names = "properties" in schema or "patternProperties" in schema
-    if names and "additionalProperties" not in schema:
-        found["additionalProperties"] = False
-    return found
+    found: Json = {}
+    for key, value in schema.items():
+        if key in MAPS and isinstance(value, dict):
+            found[key] = {name: rewritten(part, change) for name, part in value.items()}
+        elif key in (*LISTS, *SINGLE) and isinstance(value, list):
+            found[key] = [rewritten(part, change) for part in value]
+        else:
+            found[key] = rewritten(value, change) if key in SINGLE else value
+    return change(found)
+
+
+def closed(schema: Any) -> Any:
+    """The schema, its objects without properties that they do not name."""
+
+    def change(one: Json) -> Json:
+        names = "properties" in one or "patternProperties" in one
+        return {"additionalProperties": False, **one} if names else one
+
+    return rewritten(schema, change)
+
+
+def without_notes(schema: Any) -> Any:
+    """The schema without what says nothing of which values are valid."""
+    return rewritten(schema, lambda one: {k: v for k, v in one.items() if k not in NOTES})

@@ -1,8 +1,9 @@
 """Between text and tokens: prompts become engine requests, tokens become completions."""
 
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,6 @@ from lockstep.outputs import CompletionOutput, Logprob
 from lockstep.sampling_params import SamplingParams, StructuredOutputsParams, is_ids
 from lockstep.scheduling.grammar import Grammar
 from lockstep.scheduling.request import Request
-from lockstep.text import tool_grammar
 from lockstep.text.control import ControlTokens
 from lockstep.text.detokenizer import Detokenizer
 from lockstep.text.grammar import AfterReasoning, Compiler, GrammarRecipe, Matcher
@@ -20,7 +20,7 @@ from lockstep.text.settings import TextSettings, sampling_defaults
 from lockstep.text.structured import compile_wanted
 from lockstep.text.template import ChatTemplate, Message
 from lockstep.text.tokenizer import Tokenizer, damaged, eos_ids, read_json
-from lockstep.text.tool_grammar import CallParams
+from lockstep.text.tool_grammar import CallParams, ToolSyntax, is_strict, named_tool
 
 EFFORT = "reasoning_effort"
 SWITCHES = ("enable_thinking", "thinking")
@@ -357,6 +357,7 @@ class Processor:
             max_tokens=min(params.max_tokens or room, room),
             bad_words_ids=self._bad_words(params),
         )
+        grammars = self._grammars(params, prompt)
         requests = []
         for i in range(params.n):
             mine = (seed + i + 2**63) % 2**64 - 2**63
@@ -368,7 +369,7 @@ class Processor:
                     priority=priority,
                     eos_token_ids=self.eos_ids,
                     seed=mine,
-                    grammar=self._grammar(params, prompt),
+                    grammar=next(grammars),
                 )
             )
         return requests
@@ -421,10 +422,14 @@ class Processor:
             )
         return found
 
-    @property
-    def can_call_tools(self) -> bool:
-        """Whether the model's tool calls are understood."""
-        return self._tools is not None
+    def check_tools(self, tools: list[dict[str, Any]] | None) -> None:
+        """Raises RequestError for tools whose calls would not be understood."""
+        if tools and self._tools is None:
+            raise RequestError(
+                "tools need a tool-call parser, and the model's template names none that is "
+                "known; set tool_call_parser (--tool-call-parser), or send no tools.",
+                "tools",
+            )
 
     def _text_side(self, field: str) -> Tokenizer:
         if self.tokenizer is None:
@@ -452,11 +457,19 @@ class Processor:
                 field,
             ) from None
 
-    def _grammar(self, params: SamplingParams, prompt: Prompt) -> Grammar | None:
-        """What an answer is held to, one object for each answer: its content, not its reasoning."""
+    def _grammars(self, params: SamplingParams, prompt: Prompt) -> Iterator[Grammar | None]:
+        """What each answer of a request is held to, one object each."""
         wanted = params.structured_outputs
         if wanted is None:
-            return None
+            yield from repeat(None)
+            return
+        first = self._grammar(wanted, prompt)
+        yield first
+        while True:
+            yield self._compiler().grammar(first.recipe)
+
+    def _grammar(self, wanted: StructuredOutputsParams, prompt: Prompt) -> Grammar:
+        """What an answer is held to: its content, not its reasoning."""
         grammars = self._compiler()
         matcher = compile_wanted(wanted, grammars)
         if self._reasoning is None or not isinstance(prompt, Rendered):
@@ -464,8 +477,10 @@ class Processor:
         return self._after_reasoning(matcher, prompt.text.rstrip(), grammars)
 
     def grammar_of(self, recipe: GrammarRecipe) -> Grammar:
-        """A grammar made anew by the recipe of one that this model's processor made."""
-        return self._compiler().grammar(recipe)
+        """A grammar made anew by the recipe of one that this model's processor made, compiled."""
+        made = self._compiler().grammar(recipe)
+        made.prepare()
+        return made
 
     def _compiler(self) -> Compiler:
         if self.grammars is None:
@@ -492,17 +507,48 @@ class Processor:
             "structured_outputs",
         )
 
-    def calls_only(
-        self, tools: list[dict[str, Any]], name: str | None, several: bool
-    ) -> StructuredOutputsParams:
-        """An answer of tool calls, those of one name or of any. Raises RequestError."""
-        found = tool_grammar.tools_of(tools, name)
-        return CallParams(grammar=tool_grammar.calls_only(self._tools, found, several))
+    def form(
+        self,
+        asked: StructuredOutputsParams | None,
+        tools: list[dict[str, Any]] | None,
+        choice: Any = "auto",
+        several: bool = True,
+    ) -> StructuredOutputsParams | None:
+        """What an answer is held to: what was asked for, or tool calls, where the choice asks for
+        them or a tool is strict. choice: in OpenAI's words; several: whether more calls than one
+        may come. Raises RequestError."""
+        calls = self._calls(tools, choice, several)
+        if asked is not None and calls is not None:
+            raise RequestError(
+                "tool_choice, or strict tools, and a form of the answer exclude each other; "
+                "allowed: one of them. Leave out the other.",
+                "tool_choice" if choice != "auto" else "tools",
+            )
+        return asked or calls
 
-    def text_and_calls(self, tools: list[dict[str, Any]]) -> StructuredOutputsParams:
-        """An answer whose tool calls match the tools' schemas. Raises RequestError."""
-        found = tool_grammar.tools_of(tools)
-        return CallParams(grammar=tool_grammar.text_and_calls(self._tools, found))
+    def _calls(
+        self, tools: list[dict[str, Any]] | None, choice: Any, several: bool
+    ) -> StructuredOutputsParams | None:
+        """What holds tool calls to the schemas of the tools; None where nothing does."""
+        if choice == "none" or (choice == "auto" and not is_strict(tools)):
+            return None
+        name = None if choice == "auto" else named_tool(choice)
+        if not tools:
+            raise RequestError(
+                f"tool_choice={brief(choice)} needs tools; send some.", "tool_choice"
+            )
+        self.check_tools(tools)
+        syntax = self._syntax()
+        write = syntax.text_and_calls if choice == "auto" else syntax.calls_only
+        return CallParams(grammar=write(syntax.tools(tools, name), several))
+
+    def _syntax(self) -> ToolSyntax:
+        """How the model writes calls, which are understood."""
+        tokenizer = self._text_side("tools")
+        tags = self._tools.texts()
+        special = tokenizer.special_ids - self.eos_ids
+        tokens = {tokenizer.token(i): i for i in special if tokenizer.token(i) in tags}
+        return ToolSyntax(self._tools, tokens)
 
     def _bad_words(self, params: SamplingParams) -> Sequence[Sequence[int]] | None:
         """A word stands for two token sequences: at a text's start, and after a blank."""

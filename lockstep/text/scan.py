@@ -32,11 +32,15 @@ class Markers:
 
 
 class Taken(NamedTuple):
-    """What a scan settled: text before the marker (or safe so far), its name, where to go on."""
+    """What a scan settled: text before the marker (or safe so far), its name, where to go on.
+
+    written: the marker as it stands in the text.
+    """
 
     text: str
     marker: str | None
     end: int
+    written: str = ""
 
 
 class Scan:
@@ -90,12 +94,13 @@ class Scan:
     def _found(self, text: str, end: int) -> Taken:
         spelling = max(filter(self._ending.endswith, self._markers.spellings), key=len)
         before = self._settle(text, self._places[-len(spelling)])
+        written = "".join(self._held)
         self._held.clear()
         self._settled = 0
         self._seen = 0
         self._ending = ""
         self._places.clear()
-        return Taken(before, self._markers.names[spelling], end)
+        return Taken(before, self._markers.names[spelling], end, written)
 
     def _settle(self, text: str, until: int) -> str:
         """Held text and this one, up to the place `until`; what comes after is held."""

@@ -1,37 +1,31 @@
 """Grammars of tool calls: the model's own syntax around arguments that match the tools' schemas.
 
-A call is what stands behind OPENER; `one` of a syntax gives it for one tool, as rules of Lark.
+The syntax is the parser's (lockstep.text.parsers.calls), so that what is written is what is read.
 Raises RequestError, which names the tool, for what would not be obeyed.
 """
 
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.errors import RequestError
+from lockstep.errors import RequestError, brief
 from lockstep.sampling_params import MAX_GRAMMAR_CHARACTERS, StructuredOutputsParams
-from lockstep.text.parsers.hermes import HermesParser
-from lockstep.text.parsers.qwen3_coder import Qwen3CoderParser
-from lockstep.text.parsers.schema import property_types
-from lockstep.text.structured import schema_of
+from lockstep.text.json_schema import without_notes
+from lockstep.text.parsers.calls import CallParser
+from lockstep.text.parsers.writing import (
+    BLANK,
+    Rules,
+    Tool,
+    alternatives,
+    containing,
+    either,
+    sequence,
+)
+from lockstep.text.structured import MOST_RULES, schema_of
 
-OPENER = "<tool_call>"
-CLOSER = "</tool_call>"
-LAZY = 'TEXT: /(.|\\n)*/\nVALUE_END: "\\n</parameter>\\n"\n'
-FREE_TYPES = {"string"}
-BOUNDS = ("minLength", "maxLength", "pattern", "format")
-"""What a schema asks of strings that stand in a call as they are, without quotes."""
+LEADING = r"/\n{0,2}/"
+"""What may stand in front of an answer's calls: line ends behind the reasoning."""
 Json = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Tool:
-    """A tool that may be called: its schema's parts, and where in the request it stands."""
-
-    name: str
-    schema: Json
-    field: str
 
 
 @dataclass(frozen=True)
@@ -44,144 +38,134 @@ class CallParams(StructuredOutputsParams):
         return "tools"
 
 
-def tools_of(sent: Sequence[Json], name: str | None = None) -> list[Tool]:
-    """The tools that may be called: the one of this name, or all. Raises RequestError."""
-    found = []
-    for index, tool in enumerate(sent):
-        function = tool["function"]
-        if name is not None and function["name"] != name:
-            continue
-        field = f"tools[{index}].function.parameters"
+@dataclass(frozen=True)
+class ToolSyntax:
+    """How a model writes calls. parser: what reads them; tokens: its tags that are special tokens
+    of the model -> their ids."""
+
+    parser: type[CallParser]
+    tokens: Mapping[str, int]
+
+    def calls_only(self, tools: Sequence[Tool], several: bool) -> str:
+        """An answer that is nothing but calls, of which there is one at least.
+
+        several: whether there may be more.
+        """
+        rules = Rules(self.tokens)
+        return _bounded(rules, sequence(LEADING, self._calls(tools, rules, several)))
+
+    def text_and_calls(self, tools: Sequence[Tool], several: bool) -> str:
+        """Free text in which whatever the parser takes for a call is one of these.
+
+        Where calls begin without an opener, an answer is text or calls.
+        """
+        rules = Rules(self.tokens)
+        parser = self.parser
+        without = containing(parser.OPENERS.values())
+        if parser.BARE:
+            begins = rf"{BLANK}*({alternatives([parser.BARE])})(.|\n)*"
+            plain = rules.plain(without, begins)
+            return _bounded(rules, f"{self._calls(tools, rules, several)} | {plain}")
+        plain = rules.plain(without)
+        opener, *behind = rules.parts(parser.AROUND[0] or parser.TAGS[0])
+        # Text and opener are one terminal, since a longer text would hide where the opener begins.
+        opened = rules.terminal(f"{plain} {opener}") if opener[0] == '"' else f"{plain} {opener}"
+        call = either(self._choices(tools, rules))
+        if parser.AROUND[0]:
+            calls = self._calls(tools, rules, several, begun=True)
+        else:
+            calls = sequence(call, rules.text(parser.TAGS[1]))
+        group = rules.rule(sequence(opened, *behind, calls))
+        return _bounded(rules, f"{group}{'*' if several else '?'} {plain}")
+
+    def _calls(
+        self, tools: Sequence[Tool], rules: Rules, several: bool, begun: bool = False
+    ) -> str:
+        """Calls and what stands around all of them; begun: what stands in front has come."""
+        parser = self.parser
+        begin, end = map(rules.text, parser.AROUND)
+        choices = either(self._choices(tools, rules))
+        one = rules.rule(sequence(rules.text(parser.TAGS[0]), choices, rules.text(parser.TAGS[1])))
+        more = f"({sequence(rules.text(parser.BETWEEN), one)})*" if several else ""
+        return sequence("" if begun else begin, one, more, end)
+
+    def _choices(self, tools: Sequence[Tool], rules: Rules) -> list[str]:
+        return [rules.rule(self.parser.call(tool, rules)) for tool in tools]
+
+    def tools(self, sent: Sequence[Json], name: str | None = None) -> list[Tool]:
+        """The tools that may be called: the one of this name, or all."""
+        found: dict[str, Tool] = {}
+        for index, tool in enumerate(sent):
+            field = f"tools[{index}]"
+            function = _function(tool, field)
+            if name in (None, function["name"]) and function["name"] not in found:
+                found[function["name"]] = self._tool(function, f"{field}.function")
+        if not found:
+            raise RequestError(
+                f"tool_choice names {brief(name)}; allowed: the name of one of the tools. Send "
+                "it among tools, or choose another.",
+                "tool_choice",
+            )
+        return list(found.values())
+
+    def _tool(self, function: Json, field: str) -> Tool:
+        name = function["name"]
+        if not self.parser.reads(name):
+            raise RequestError(
+                f"{field}.name={brief(name)} cannot be written in this model's tool calls; "
+                "allowed: names of letters, digits and underscores. Change it.",
+                f"{field}.name",
+            )
         given = function.get("parameters")
+        field = f"{field}.parameters"
         schema = {"type": "object"} if given is None else schema_of(given, field)
-        found.append(Tool(function["name"], schema, field))
-    if not found:
+        return Tool(name, without_notes(schema), field)
+
+
+def is_strict(tools: Sequence[Json] | None) -> bool:
+    """Whether one of the tools asks for calls that its schema allows."""
+    functions = [tool.get("function") for tool in tools or () if isinstance(tool, dict)]
+    return any(isinstance(one, dict) and one.get("strict") is True for one in functions)
+
+
+def named_tool(choice: Any) -> str | None:
+    """The function that a tool_choice names; None for "required"."""
+    if choice == "required":
+        return None
+    function = choice.get("function") if isinstance(choice, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
         raise RequestError(
-            f"tool_choice names {str(name)[:60]!r}; allowed: the name of one of the tools. Send "
-            "it among tools, or choose another.",
+            f"tool_choice={brief(choice)} is not allowed; allowed: auto, none, required, or an "
+            'object {"type": "function", "function": {"name": ...}}. Send one of them.',
             "tool_choice",
         )
-    return found
+    return name
 
 
-def calls_only(parser: Any, tools: Sequence[Tool], several: bool) -> str:
-    """An answer that is nothing but calls, of which there is one at least."""
-    more = f' ("\\n" {_text(OPENER)} call)*' if several else ""
-    return _bounded(f"start: /\\n{{0,2}}/ {_text(OPENER)} call{more}\n{_calls(parser, tools)}")
-
-
-def text_and_calls(parser: Any, tools: Sequence[Tool]) -> str:
-    """Free text in which the opener begins a call."""
-    opened = f"opened[lazy]: TEXT {_text(OPENER)}\n"
-    return _bounded(f"start: (opened call)* TEXT\n{opened}{_calls(parser, tools)}")
-
-
-def _bounded(source: str) -> str:
-    if len(source) > MAX_GRAMMAR_CHARACTERS:
+def _function(tool: Any, field: str) -> Json:
+    """The function of a tool that was sent."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise RequestError(
-            f"tools are a grammar of {len(source)} characters; allowed: at most "
-            f"{MAX_GRAMMAR_CHARACTERS}. Send fewer tools, or shorter schemas.",
+            f"{field}={brief(tool)} is not allowed; allowed: an object "
+            '{"type": "function", "function": {"name": ..., "parameters": ...}}. Mend it.',
             "tools",
         )
+    return function
+
+
+def _bounded(rules: Rules, start: str) -> str:
+    """The grammar, if it is not too large."""
+    source = rules.source(start)
+    for count, most, what in (
+        (len(source), MAX_GRAMMAR_CHARACTERS, "characters"),
+        (len(rules), MOST_RULES - 1, "rules"),
+    ):
+        if count > most:
+            raise RequestError(
+                f"tools are a grammar of {count} {what}; allowed: at most {most}. Send fewer "
+                "tools, or shorter schemas.",
+                "tools",
+            )
     return source
-
-
-def _calls(parser: Any, tools: Sequence[Tool]) -> str:
-    """The rule `call`, and all that it needs."""
-    one = SYNTAXES.get(parser)
-    if one is None:
-        raise RequestError(
-            "tool_choice and strict tools need a grammar of the model's tool calls, and this "
-            "tool-call parser has none; allowed: tool_choice auto without strict. Change it.",
-            "tool_choice",
-        )
-    rules = "".join(one(f"call_{index}", tool) for index, tool in enumerate(tools))
-    choices = " | ".join(f"call_{index}" for index in range(len(tools)))
-    return f"call: {choices}\n{rules}{LAZY}"
-
-
-def _hermes(rule: str, tool: Tool) -> str:
-    """Arguments have no properties that the schema does not name, unless it says so itself."""
-    head = '\n{"name": ' + json.dumps(tool.name) + ', "arguments": '
-    closed: Json = {"additionalProperties": False} if tool.schema.get("properties") else {}
-    schema = _spelled({**closed, **tool.schema, "type": "object"})
-    return f"{rule}: {_text(head)} {schema} {_text('}' + chr(10) + CLOSER)}\n"
-
-
-def _qwen3_coder(rule: str, tool: Tool) -> str:
-    """Required parameters come, the others may; all of them in the schema's order."""
-    properties = tool.schema.get("properties") or {}
-    required = tool.schema.get("required") or ()
-    parts = []
-    rules = []
-    for index, key in enumerate(properties):
-        own = f"{rule}_{index}"
-        parts.append(own if key in required else f"{own}?")
-        rules.append(f"{own}: {_text(f'<parameter={key}>{chr(10)}')} {_value(own, tool, key)}\n")
-        if _is_free(tool, key):
-            rules.append(f"{own}_text[lazy]: TEXT VALUE_END\n")
-    if not properties:
-        parts.append(f"{rule}_any*")
-        rules.append(f"{rule}_any: /<parameter=[^<>\\n]+>\\n/ {rule}_text\n")
-        rules.append(f"{rule}_text[lazy]: TEXT VALUE_END\n")
-    head = _text(f"\n<function={tool.name}>\n")
-    tail = _text(f"</function>\n{CLOSER}")
-    return f"{rule}: {head} {' '.join(parts)} {tail}\n" + "".join(rules)
-
-
-def _value(rule: str, tool: Tool, key: str) -> str:
-    """A parameter's value and its end: text as it is, or JSON."""
-    schema = tool.schema["properties"][key]
-    options = _options(schema)
-    if options:
-        texts = [o if isinstance(o, str) else json.dumps(o) for o in options]
-        return f"({' | '.join(map(_text, texts))}) VALUE_END"
-    if not _is_free(tool, key):
-        own = dict(schema) if isinstance(schema, dict) else {}
-        for name in ("$defs", "definitions"):
-            if name in tool.schema:
-                own[name] = tool.schema[name]
-        return f"{_spelled(own)} VALUE_END"
-    bound = next((name for name in BOUNDS if name in schema), None)
-    if bound is not None:
-        raise RequestError(
-            f"{tool.field}: the keyword {bound!r} at properties.{key} is not supported, since "
-            "texts stand in this model's tool calls as they are. Leave it out.",
-            tool.field,
-        )
-    return f"{rule}_text"
-
-
-def _options(schema: Any) -> list[Any]:
-    """The values of an enum or a const."""
-    if not isinstance(schema, dict):
-        return []
-    if "const" in schema:
-        return [schema["const"]]
-    found = schema.get("enum")
-    return found if isinstance(found, list) else []
-
-
-def _is_free(tool: Tool, key: str) -> bool:
-    """Whether any text may stand there, without quotes."""
-    if _options(tool.schema["properties"][key]):
-        return False
-    types = property_types(tool.schema, key)
-    return not types or bool(types & FREE_TYPES)
-
-
-def _spelled(schema: Json) -> str:
-    """A schema in Lark, its JSON as json.dumps writes it, but for blanks that are not there."""
-    options = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-    return "%json " + json.dumps({**schema, "x-guidance": options})
-
-
-def _text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
-
-
-SYNTAXES: dict[Any, Callable[[str, Tool], str]] = {
-    HermesParser: _hermes,
-    Qwen3CoderParser: _qwen3_coder,
-}
-"""The parser that reads calls -> how one is written."""

@@ -95,6 +95,19 @@ def test_kernels_refuses_rows(rows: str) -> None:
         run("kernels", "--rows", rows, "--device", "cpu")
 
 
+def test_kernels_at_a_context_and_in_a_kv_format() -> None:
+    sizes = ("--rows", "1", "--query-len", "4", "--context", "100", "--device", "cpu")
+    asked = ("kernels", "--op", "latent_attention", *sizes, "--json")
+    (plain,) = last_line(run(*asked))["lines"]
+    (packed,) = last_line(run(*asked, "--kv-cache-dtype", "fp8"))["lines"]
+    assert plain["bytes"] - packed["bytes"] == 100 * (4 * 64 - (64 + 4))
+    assert "context 100" in plain["size"] and "context 100" in packed["size"]
+    with pytest.raises(ConfigError, match="--context 100 is less than a row's tokens"):
+        run(*asked, "--query-len", "101")
+    with pytest.raises(ConfigError, match="allowed: auto, bfloat16, fp8"):
+        run(*asked, "--kv-cache-dtype", "turboquant_k8v4")
+
+
 def test_synthetic_acceptance(model: str) -> None:
     asked = (model, *SMALL, *ONCE, "--synthetic-acceptance", "1", "--num-speculative-tokens", "2")
     found = last_line(run(*asked, "--load-format", "dummy", "--json"))

@@ -1,25 +1,23 @@
 """The floor is what the model's own tensors say, whatever the machine has of memory."""
 
+import json
+import pickle
 import resource
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from lockstep.bench.floor import (
-    MATRIX_RATE,
-    MEMORY_RATE,
-    Floor,
-    Part,
-    distinct_experts,
-    prompt_floor,
-    sketch,
-    step_floor,
-)
-from lockstep.layers.linear import Product
+from lockstep.bench.floor import prompt_floor, sketch, step_floor
+from lockstep.layers.linear import Head, Product
+from lockstep.runner.floor import Floor, Part, StepCosts, StepFloors, distinct_experts
+from lockstep.runner.rates import H200, rates_of
 from lockstep.spec import read
+from tests.asking import make_engine
+from tests.spec.blocks import make_block_model
 from tests.tiny_model import CONFIG, DEEPSEEK, HYBRID_MOE, QWEN3, make_model
 
 # Qwen3.6-27B's config.json, text part.
@@ -122,6 +120,24 @@ def test_draft_module_is_read_once_per_draft(tiny: Path) -> None:
     one, three = floors
     for name in ("GatedMLP", "Attention", "Head", "Linear", "KV read"):
         assert part(three, name).bytes == 3 * part(one, name).bytes > 0
+
+
+def test_a_whole_model_is_read_once_more_and_a_block_once(tiny: Path, tmp_path: Path) -> None:
+    """K + 1 passes of a draft model, one of DFlash's layers, whatever K is."""
+    raw = json.loads((tiny / "config.json").read_text())
+    make_block_model(tmp_path, raw["vocab_size"], raw["hidden_size"], [0, 1])
+    chosen = {"draft_model": str(tiny), "dflash": str(tmp_path)}
+    for method, passes in (("draft_model", (2, 4)), ("dflash", (1, 1))):
+        for k, count in zip((1, 3), passes, strict=True):
+            options = {"method": method, "model": chosen[method], "num_speculative_tokens": k}
+            model = sketch(tiny, torch.bfloat16, read(options))
+            found = part(step_floor(model, rows=2, context=100).drafts, "Head")
+            assert model.draft is not None
+            head = next(m for m in model.draft.modules() if isinstance(m, Head))
+            assert found.bytes == count * head.stored.nbytes, (method, k)
+
+
+def test_nothing_is_read_to_look_up(tiny: Path) -> None:
     none = step_floor(sketch(tiny, torch.bfloat16, read(NGRAM)), rows=2, context=100)
     assert none.drafts.ms == 0 and none.ms == none.verify.ms and none.query_len == 4
 
@@ -197,9 +213,31 @@ def test_drafts_and_prompt_of_a_large_model(large: Path) -> None:
 
 
 def test_the_slower_of_both_decides() -> None:
-    bound = Floor((Part("a", int(MEMORY_RATE)), Part("b", 0, int(3 * MATRIX_RATE))))
+    bound = Floor((Part("a", int(H200.memory)), Part("b", 0, int(3 * H200.matrix))))
     assert bound.ms == pytest.approx(3000.0)
-    assert Floor((Part("a", int(MEMORY_RATE), 5),)).ms == pytest.approx(1000.0)
+    assert Floor((Part("a", int(H200.memory), 5),)).ms == pytest.approx(1000.0)
+
+
+@pytest.mark.parametrize("config", [CONFIG, HYBRID_MOE, DEEPSEEK])
+def test_the_floors_of_a_server_are_those_of_the_bench(tmp_path: Path, config: Any) -> None:
+    """From plain data that went through a pipe, in seconds, at any rows, drafts and context."""
+    model = sketch(make_model(tmp_path, config), torch.bfloat16, read(MTP))
+    sent = pickle.loads(pickle.dumps(StepCosts.of(model.model, model.draft, model.passes)))
+    floors = StepFloors(sent, H200)
+    for rows, drafts, context in ((1, 0, 1), (3, 3, 500), (3, 3, 700), (7, 1, 0)):
+        least = step_floor(replace(model, drafts=drafts), rows, context)
+        seconds = floors.seconds(rows, drafts, rows * context)
+        assert 1e3 * seconds == pytest.approx(least.ms, rel=1e-9)
+
+
+def test_an_engine_says_what_its_steps_cost() -> None:
+    """As the sketch of its checkpoint does, at rates of this machine."""
+    llm = make_engine("mtp")
+    config = llm.engine.config
+    model = sketch(llm.engine.plan.model_path, torch.float32, config.speculative_config)
+    assert llm.engine.facts.costs.step(2, 3, 100) == step_floor(model, 2, 100)
+    rates = rates_of("cpu")
+    assert 1e8 < rates.memory < 1e13 and rates.seconds(1e9, 1e30) == 1e9 / rates.memory
 
 
 def test_dtype_counts(tiny: Path) -> None:

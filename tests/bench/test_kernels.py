@@ -19,6 +19,7 @@ from lockstep.bench.kernels import (
 )
 from lockstep.errors import ConfigError
 from lockstep.kernels.bench_types import Cost, OpBenchmark
+from lockstep.kernels.kv.formats import FORMATS
 from lockstep.layers.linear import Product
 from tests.bench.test_floor import LARGE
 from tests.tiny_model import make_model
@@ -88,6 +89,28 @@ def test_bytes_by_hand() -> None:
     assert read in (3, 4, 5, 6), "two tokens choose three experts each"
     assert by_op["experts256/64,"].cost(5).flops == 10 * 3 * 6 * 256 * 64
     assert by_op["samplegreedy,"].cost(3).bytes == 3 * 2 * 4 * 4096
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "latent"),
+    [("fp8", 64, 64 + 4), ("int8_per_token_head", 64 + 4, 64 + 4), ("turboquant_4bit_nc", 34, 34)],
+)
+def test_packed_caches_are_measured(name: str, key: int, latent: int) -> None:
+    """By the bytes of a packed token: a key and a value of 64 numbers each, a latent of 64 and a
+    turned key of 16, which stays as it is."""
+    here = bench_env("cpu", torch.float32, 8, FORMATS[name])
+    ops = ("paged_attention", "latent_attention", "latent_rope_and_cache")
+    by_op = {s.op: s for s in benchmarks(SMALL, here, 2, ops)}
+    kv = 300 * 2 * 2 * key
+    assert by_op["paged_attention"].cost(5).bytes == 5 * (kv + 4 * 2 * 2 * 4 * 64)
+    line = latent + 4 * 16
+    tokens = 2 * 4 * (64 + 16 + 64)
+    assert by_op["latent_attention"].cost(5).bytes == 5 * (300 * line + 4 * tokens)
+    assert by_op["latent_rope_and_cache"].cost(3).bytes == 6 * (
+        line + 4 * (64 + 16) + 2 * 4 * 4 * 16
+    )
+    for benchmark in by_op.values():
+        assert compare_rows(benchmark, (1, 5), 8)[1] == ()
 
 
 def test_dimensions_are_those_of_the_model(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ def test_drafts_what_comes_next() -> None:
     drafts = torch.full((3, 3), 7)
     computed = torch.zeros(3, dtype=torch.int32)
     config = SpeculativeConfig(STAND_IN, 3)
-    table = (drafts, tokens, computed, 64)
+    table = (drafts, tokens, computed, computed, 64)
     drafter = AnswerOracle(DraftContext(config, *table, None, torch.cat, lambda op: op))
 
     class Step:

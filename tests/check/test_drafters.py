@@ -14,8 +14,9 @@ from lockstep.check.plain import PlainRuns
 from lockstep.check.world import Kind
 from lockstep.check.worlds import Examiner
 from lockstep.models.checkpoint import Checkpoint
+from tests.spec.blocks import make_block_model
 from tests.spec.heads import make_head
-from tests.tiny_model import LLAMA, make_model
+from tests.tiny_model import CONFIG, LLAMA, THREE_LAYERS, make_model
 
 WORLDS = range(2)
 """One of few rows and pages, one that is crowded: chunks, prefix hits, preemption, aborts."""
@@ -36,24 +37,29 @@ def plain(target: Path) -> PlainRuns:
 
 @pytest.fixture(scope="module")
 def drafting(target: Path) -> dict[str, dict[str, Any]]:
-    """Method -> the keys that it needs."""
+    """What drafts -> its speculative_config."""
     vocab = json.loads((target / "config.json").read_text())["vocab_size"]
     make_head(target.parent / "head", vocab, 48, width=40)
     own = make_model(target.parent / "draft", LLAMA, num_hidden_layers=1, hidden_size=36)
+    recurrent = make_model(target.parent / "recurrent", CONFIG, **THREE_LAYERS)
+    make_block_model(target.parent / "blocks", vocab, 48, [0, 2, 5])
     return {
-        "eagle3": {"model": str(target.parent / "head")},
-        "draft_model": {"model": str(own)},
-        "suffix": {},
+        "eagle3": {"method": "eagle3", "model": str(target.parent / "head")},
+        "draft_model": {"method": "draft_model", "model": str(own)},
+        "recurrent": {"method": "draft_model", "model": str(recurrent)},
+        "dflash": {"method": "dflash", "model": str(target.parent / "blocks")},
+        "suffix": {"method": "suffix"},
     }
 
 
 @pytest.mark.parametrize("drafts", [3, 15])
-@pytest.mark.parametrize("method", ["eagle3", "draft_model", "suffix"])
+@pytest.mark.parametrize("name", ["eagle3", "draft_model", "recurrent", "dflash", "suffix"])
 def test_worlds_have_the_plain_answers(
-    target: Path, plain: PlainRuns, drafting: dict[str, Any], method: str, drafts: int
+    target: Path, plain: PlainRuns, drafting: dict[str, Any], name: str, drafts: int
 ) -> None:
     """With a fixed number of drafts and with one that changes at every step."""
-    shared = {**DUMMY, "speculative_config": {"method": method, **drafting[method]}}
+    shared = {**DUMMY, "speculative_config": drafting[name]}
+    method = drafting[name]["method"]
 
     def build_kind(kind: Kind) -> CheckEngine:
         return build(str(target), settings_with(kind.settings(), shared), kind.hooks())

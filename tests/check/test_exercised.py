@@ -13,15 +13,16 @@ from lockstep.check.worlds import Effort
 from lockstep.kernels.backends import every_op, load
 from lockstep.sampling_params import SamplingParams
 
-WITH_FOLDER = {"eagle3", "draft_model"}
+WITH_FOLDER = {"eagle3", "draft_model", "dflash"}
 """Drafters that only run where a folder is named."""
 
 WITHOUT_A_MODEL = {
     *("route", "experts", "unpack_weight"),
     *("mamba2_step", "mamba2_chunk", "gated_group_norm", "relu2"),
     *("latent_attention", "latent_rope_and_cache", "head_linear"),
+    "block_step",
 }
-"""Ops that the bundled model does not use; tests/kernels and tests/layers run them."""
+"""Ops that the bundled model does not use; tests/kernels, tests/layers and tests/spec run them."""
 
 
 @pytest.fixture(scope="module")

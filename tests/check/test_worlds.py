@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 
 from lockstep import spec
 from lockstep.cache.cache import Cache
-from lockstep.check import SIZES, Effort, read_world, run_check, run_replay
+from lockstep.check import SIZES, Effort, Shard, read_world, run_check, run_replay
 from lockstep.check.draw import LONGER, PUSHED, SELDOM, Drawer, kind_of, kinds_of
 from lockstep.check.harness import CheckEngine, build, build_plain
 from lockstep.check.plain import PlainRuns
@@ -241,6 +242,23 @@ def test_seconds_take_the_place_of_a_number_of_worlds(
     report = run_check("quick", model, seed=7, effort=effort, load_format="dummy")
     assert report.failed == 0 and report.tallies and report.seed == 7
     assert {t.setup.phase for t in report.tallies} == {"world", "sampling"}
+
+
+def test_shares_are_the_whole_and_no_part_is_done_twice(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.check.run.Drawer.world", lambda self, index: WORLD)
+    monkeypatch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
+    monkeypatch.setattr("lockstep.check.tokens._run_engine", ran := Mock())
+    batches = []
+    for index in (1, 2, 3):
+        effort = Effort(worlds=10, shard=Shard(index, 3))
+        report = run_check("quick", model, effort=effort, load_format="dummy")
+        batches += [tally.batch for tally in report.tallies]
+        assert report.to_json()["shard"] == f"{index}/3"
+    assert sorted(batches) == sorted(f"world {index}" for index in range(10))
+    engines = [call.args[0] for call in ran.call_args_list]
+    assert len(engines) == len(set(engines)) > 3
 
 
 def test_a_file_too_large_for_a_world_is_not_read(

@@ -218,7 +218,8 @@ def test_names_of_one_family(name: str, built: Any, tmp_path: Path) -> None:
         ("--root-path llm", "root_path='llm' is not allowed; allowed: a path that begins with /"),
         ("--allow-credentials --allowed-origins '*'", "not allowed with allowed_origins='*'"),
         ("--gpu-memry-utilization 0.9", "Did you mean --gpu-memory-utilization?"),
-        ('--speculative-config \'{"method":"dflash"}\'', "method='dflash' is not allowed; allo"),
+        ('--speculative-config \'{"method":"medusa"}\'', "method='medusa' is not allowed; allo"),
+        ('--speculative-config \'{"method":"dflash"}\'', "model='' is not allowed; allowed: a fol"),
         ("--port many", "--port='many' is not allowed; allowed: a number"),
     ],
 )

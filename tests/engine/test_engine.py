@@ -101,8 +101,22 @@ def test_the_engine_counts_what_its_requests_do(engines: dict[str, LLM]) -> None
     places = zip(now.accepted_at, before["accepted_at"], strict=True)
     assert sum(after - earlier for after, earlier in places) == grown["accepted_tokens_total"]
     assert 0 < grown["drafts_total"] <= grown["draft_tokens_total"]
-    assert now.step_seconds and min(now.step_seconds) > 0
     assert now.num_running == now.num_waiting == now.num_swapped == 0
+
+
+def test_the_engine_tells_of_its_decode_steps(engines: dict[str, LLM]) -> None:
+    """Of two rows with drafts, and what both have in the cache."""
+    llm = engines["ngram"]
+    llm.engine.drain_stats()
+    outs = llm.generate([PROMPTS[0], PROMPTS[0]], GREEDY)
+    steps = llm.engine.drain_stats().decode_steps
+    together = [step for step in steps if step.rows == 2]
+    assert together and min(step.seconds for step in steps) > 0
+    assert {step.drafts for step in steps} == {DRAFTS}
+    prompts = sum(len(out.prompt_token_ids) for out in outs)
+    contexts = [step.context for step in together]
+    assert contexts[0] == prompts and contexts == sorted(set(contexts))
+    assert contexts[-1] < prompts + 2 * 16
 
 
 def test_abort_ends_one_and_leaves_the_others(engines: dict[str, LLM]) -> None:

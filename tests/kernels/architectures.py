@@ -28,7 +28,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from lockstep.cache.kv import kv_caches, kv_spec
+from lockstep.cache.kv import kv_caches, kv_spec, latent_caches, latent_spec
 from lockstep.kernels import architecture
 from lockstep.kernels.attention.paged import paged_attention_triton
 from lockstep.kernels.backends import cases_of, every_op, load, traits_of
@@ -38,8 +38,10 @@ from lockstep.kernels.gated_delta_rule.cases import (
     gated_delta_step_cases,
 )
 from lockstep.kernels.head_linear.triton import head_linear_triton
-from lockstep.kernels.kv import KVFormat
+from lockstep.kernels.kv import Codec, KVFormat
+from lockstep.kernels.kv.cases import LATENTS
 from lockstep.kernels.kv.formats import FORMATS
+from lockstep.kernels.latent_attention._unpack import unpacked_groups
 from lockstep.kernels.latent_attention.triton import latent_attention_triton
 from lockstep.kernels.linear.packed import linear_packed
 from lockstep.kernels.linear.triton import linear_triton
@@ -99,15 +101,29 @@ def attention(
     )  # fmt: skip
 
 
-def latent(heads: int, rows: int, query_len: int, dtype: torch.dtype) -> Call:
+def latent(
+    heads: int, rows: int, query_len: int, dtype: torch.dtype, codec: Codec | None = None
+) -> Call:
     """A call of latent_attention over 32 K tokens a row, of DeepSeek-V3's latents."""
     tokens = rows * query_len
     ints = dict(dtype=torch.int32)
+    spec = latent_spec(512, 64, dtype, codec)
+    kept, ropes = latent_caches(spec.allocate(9, 64, "meta"), 512, codec)
     return lambda: latent_attention_triton(
         meta(tokens, heads, 512, dtype=dtype), meta(tokens, heads, 64, dtype=dtype),
-        meta(9, 64, 512, dtype=dtype), meta(9, 64, 64, dtype=dtype), meta(rows, 512, **ints),
-        meta(rows + 1, **ints), meta(rows, **ints), query_len, 192**-0.5,
+        kept, ropes, meta(rows, 512, **ints), meta(rows + 1, **ints), meta(rows, **ints),
+        query_len, 192**-0.5,
     )  # fmt: skip
+
+
+def ahead(dtype: torch.dtype, codec: Codec) -> Call:
+    """A call that unpacks DeepSeek-V3's latents of 8 rows."""
+    ints = dict(dtype=torch.int32)
+    kept, ropes = latent_caches(
+        latent_spec(512, 64, dtype, codec).allocate(9, 64, "meta"), 512, codec
+    )
+    rest = (meta(8, 512, **ints), meta(9, **ints), meta(8, **ints))
+    return lambda: list(unpacked_groups(kept, ropes, *rest))
 
 
 def head_maps(tokens: int, dtype: torch.dtype) -> Iterator[Call]:
@@ -123,6 +139,10 @@ def latents(dtype: torch.dtype) -> Iterator[tuple[str, Call]]:
     for heads in (128, 64):
         for rows, query_len in ((1, 1), (1, 4), (8, 4), (64, 1), (64, 4), (1, 2048)):
             yield "latent_attention", latent(heads, rows, query_len, dtype)
+    for codec in LATENTS.values():
+        for rows, query_len in ((1, 1), (64, 4)):
+            yield "latent_attention", latent(128, rows, query_len, dtype, codec)
+        yield "latent_attention", ahead(dtype, codec)
     for tokens in (1, 17, 65, 257):
         yield from (("head_linear", call) for call in head_maps(tokens, dtype))
 

@@ -1,13 +1,14 @@
-"""Compiles attention over packed caches, which needs no GPU: keys and values must enter products
-in the order that they have unpacked, so that both give the same bits. wgmma does that by itself;
-mma.sync would widen kWidth to 4 where numbers come out of bytes. Down to machine code where
-products are smallest, elsewhere down to their layouts.
+"""Compiles attention over packed caches and over packed latents, which needs no GPU: numbers must
+enter products in the order that they have unpacked, so that both give the same bits. wgmma does
+that by itself; mma.sync would widen kWidth to 4 where numbers come out of bytes. Down to machine
+code where products are smallest, elsewhere down to their layouts.
 
     python -m tests.kernels.compile_kv [86|90 ...]
 """
 
 import re
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,10 +17,13 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from lockstep.kernels import architecture
 from lockstep.kernels.attention import paged as attention
 from lockstep.kernels.attention.cases import paged
 from lockstep.kernels.backends import load
-from lockstep.kernels.kv.cases import NAMED
+from lockstep.kernels.kv.cases import LATENTS, NAMED
+from lockstep.kernels.latent_attention import triton as latent_attention
+from lockstep.kernels.latent_attention.cases import paged_latents
 from lockstep.kernels.packed._form import Target
 from tests.kernels import compile_launches
 
@@ -48,14 +52,16 @@ def stop_at_layouts(*given: Any) -> tuple[str, str] | None:
     return None
 
 
-def widths(arch: int, name: str, dim: int, rows: int) -> tuple[set[str], bool]:
-    """kWidth of the products' operands, and whether they are wgmma."""
+def widths(arch: int, call: Callable[[], object], whole: bool) -> tuple[set[str], bool]:
+    """kWidth of the products' operands in the first kernel that a call launches, and whether they
+    are wgmma. whole: down to machine code."""
     made: list[Any] = []
     compile_launches.HOPPER = GPUTarget("cuda", arch, 32)
-    attention.target_of = lambda device: Target(arch, assembly=True)
+    architecture.number_of = lambda device: arch
+    for kernels in (attention, latent_attention):
+        kernels.target_of = lambda device: Target(arch, assembly=True)
     launches = compile_launches.Launches()
     compiled = triton.compile
-    whole = (dim, rows) == WHOLE
     knobs.runtime.add_stages_inspection_hook = None if whole else stop_at_layouts
 
     def keep(*args: Any, **given: Any) -> Any:
@@ -65,9 +71,7 @@ def widths(arch: int, name: str, dim: int, rows: int) -> tuple[set[str], bool]:
     JITFunction.run = lambda kernel, *args, **given: launches.compile(kernel, *args, **given)
     triton.compile = keep
     try:
-        given = paged(((300, rows // 4),), 4, 1, dim, 64, torch.bfloat16, format=NAMED[name])
-        divided = attention.Partition(rows, 64, 1, True, 8 if rows == 64 else 4, 2)
-        attention.paged_attention_triton(**given, divided=divided)
+        call()
     finally:
         triton.compile = compiled
     code = made[0].asm
@@ -76,18 +80,38 @@ def widths(arch: int, name: str, dim: int, rows: int) -> tuple[set[str], bool]:
     return set(re.findall(r"kWidth = (\d)", code["ttgir"])), asynchronous
 
 
+def heads(name: str, dim: int, rows: int) -> Callable[[], object]:
+    """A call over keys and values in a format, by its name."""
+    given = paged(((300, rows // 4),), 4, 1, dim, 64, torch.bfloat16, format=NAMED[name])
+    divided = attention.Partition(rows, 64, 1, True, 8 if rows == 64 else 4, 2)
+    return lambda: attention.paged_attention_triton(**given, divided=divided)
+
+
+def latents(name: str) -> Callable[[], object]:
+    """A call over DeepSeek-V3's latents in a format, by its name."""
+    given = paged_latents(((300, 4),), 16, 512, 64, 64, torch.bfloat16, codec=LATENTS[name])
+    return lambda: latent_attention.latent_attention_triton(**given)
+
+
+def calls(arch: int) -> Iterator[tuple[str, Callable[[], object], bool]]:
+    """What is compiled for an architecture: (name, call, down to machine code)."""
+    for name in NAMED:
+        for dim, rows in ((dim, rows) for dim in DIMS for rows in ROWS):
+            if arch >= 90 or dim <= 128:
+                yield f"{name} {dim} {rows}", heads(name, dim, rows), (dim, rows) == WHOLE
+    for name in LATENTS:
+        yield f"{name} latents", latents(name), False
+
+
 def main(arches: list[int]) -> None:
     """Compiles each for these architectures; prints what was compiled."""
     load()
     for arch in arches:
-        for name in NAMED:
-            for dim, rows in ((dim, rows) for dim in DIMS for rows in ROWS):
-                if arch < 90 and dim > 128:
-                    continue
-                found, asynchronous = widths(arch, name, dim, rows)
-                assert found == {"2"}, (arch, name, dim, rows, found)
-                assert asynchronous == (arch == 90), (arch, name, dim, rows)
-                print(arch, name, dim, rows, flush=True)
+        for name, call, whole in calls(arch):
+            found, asynchronous = widths(arch, call, whole)
+            assert found == {"2"}, (arch, name, found)
+            assert asynchronous == (arch == 90), (arch, name)
+            print(arch, name, flush=True)
 
 
 if __name__ == "__main__":

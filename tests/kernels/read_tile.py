@@ -1,4 +1,4 @@
-"""A kernel that reads a tile of a packed cache by unpack_bf16 and writes it as it is."""
+"""A kernel that reads a tile of a packed cache by assembly and writes it as it is."""
 
 import torch
 import triton
@@ -20,22 +20,23 @@ def _read(
     tl.store(out + token * D + d, tile.to(out.dtype.element_ty))
 
 
-def tiles(codec, dim, backend):
-    """What the kernel reads of TILE random tokens, whose last is masked, and what the reference
-    decodes to bf16, both [TILE, D] fp32. Codes are random, numbers of all sizes, one is NaN."""
+def tiles(codec, dim, backend, unpack):
+    """What the kernel reads of TILE random tokens, whose last is masked, by the function `unpack`
+    of the codec's KVDevice, and what the reference decodes to bf16, both [TILE, D] fp32. Codes are
+    random, numbers those of tokens of all sizes, one is NaN."""
     generator = torch.Generator().manual_seed(dim)
     words = codec.width(dim)
     codes = torch.randint(-(2**31), 2**31, (TILE, words), generator=generator).to(codec.dtype)
-    numbers = torch.randn(TILE, max(codec.count(dim), 1), generator=generator)
-    numbers *= torch.exp2(torch.randint(-90, 90, numbers.shape, generator=generator).float())
-    numbers[0] = 0.0
-    numbers[1, -1] = torch.nan
-    numbers = numbers.bfloat16()
+    x = torch.randn(TILE, dim, generator=generator)
+    x *= torch.exp2(torch.randint(-90, 90, (TILE, 1), generator=generator).float())
+    x[0] = 0.0
+    x[1, -1] = torch.nan
+    numbers = codec.encode(x)[-1]
     wanted = codec.decode(codes, numbers).bfloat16().float()
     wanted[-1] = 0.0
     out = torch.empty(TILE, dim, dtype=backend.dtype, device=backend.device)
     given = [x.to(backend.device) for x in (codes, numbers)]
     own = codec.device()
-    how = (own.share, own.fetch, own.unpack_bf16)
+    how = (own.share, own.fetch, getattr(own, unpack))
     _read[(1,)](*given, out, words, codec.count(dim), dim, TILE, *how, num_warps=1)
     return out.cpu().float(), wanted

@@ -108,3 +108,32 @@ def test_unpacking_warps_and_triton_agree(
     for parts in (1, 2, 3, own.parts):
         assert same_bits(run(**arguments, shape=own._replace(parts=parts)), wanted), parts
     assert same_bits(run(**arguments), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+@pytest.mark.parametrize("layer", [(32, 8, 128, 64), (5, 1, 128, 64)], ids=str)
+@pytest.mark.parametrize("format", NAMED.values(), ids=list(NAMED))
+def test_one_warp_and_triton_agree(
+    format: KVFormat, layer: tuple[int, ...], tokens: int, gated: bool
+) -> None:
+    """Few rows over packed caches, unpacked in registers: whole rows and parts of them."""
+    if torch.cuda.get_device_capability()[0] != 9:  # the order within a group is free on Hopper
+        return
+    kernel = importlib.import_module("lockstep.kernels.attention.hopper_few")
+    rows = tuple((start, min(count, tokens)) for start, count in DECODING)
+    batch = paged(rows, *layer, torch.bfloat16, format=format)
+    backend = Backend("triton", "cuda", torch.bfloat16)
+    arguments = backend.place(batch | {"gates": gates_like(batch["q"]) if gated else None})
+    wanted = backend.run(paged_attention, arguments)
+    count = tokens * layer[0] // layer[1]
+    caches = (arguments["k_cache"], arguments["v_cache"])
+    if not kernel.serves(arguments["q"], *caches, count):
+        assert format.name not in ("fp8_e4m3", "turboquant_4bit_nc", "turboquant_3bit_nc")
+        return
+    own = kernel.division_of(len(rows), count, layer[1], 7)
+    for parts in (1, 2, 3, own.parts):
+        division = own._replace(parts=parts)
+        found = kernel.paged_attention_few(**arguments, division=division)
+        assert same_bits(found, wanted), parts

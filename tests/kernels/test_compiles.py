@@ -85,6 +85,14 @@ def test_experts_multiply_by_wgmma_at_any_number_of_tokens(
     assert len(compiled("compile_experts", *options)) == (4 if options else 16)
 
 
+@pytest.mark.parametrize("options", [QUICK, ALL])
+def test_latents_on_hopper_stay_in_registers(
+    options: list[str], compiled: Callable[..., list[str]]
+) -> None:
+    """All that a tile needs; a segment's end may spill."""
+    assert len(compiled("compile_latents", *options)) == (1 if options else 3)
+
+
 @pytest.mark.parametrize("name", ["sm_86", pytest.param("sm_120", marks=pytest.mark.slow)])
 def test_every_op_compiles_below_hopper_and_above(
     name: str, compiled: Callable[..., list[str]]
@@ -124,8 +132,8 @@ def test_warps_that_work_alone_keep_all_in_registers(
     assert len(compiled("compile_packed", "--lanes")) >= 20
 
 
-@pytest.mark.parametrize(("arch", "count"), [("86", 18), ("90", 36)])
-def test_packed_keys_and_values_enter_products_as_unpacked_ones(
+@pytest.mark.parametrize(("arch", "count"), [("86", 23), ("90", 41)])
+def test_packed_caches_enter_products_as_unpacked_ones(
     arch: str, count: int, compiled: Callable[..., list[str]]
 ) -> None:
     """On Hopper and on an architecture of mma.sync, in every format."""

@@ -65,6 +65,12 @@ def test_attention_over_many_segments(gated: bool) -> None:
     assert_same(paged_attention, batch | {"gates": gates if gated else None}, str(rows))
 
 
+def test_attention_of_more_heads_than_a_tile_has_rows() -> None:
+    """As a block of tokens is, which stand beside each other as heads of one."""
+    for rows, heads in ((((0, 1), (300, 1), (255, 1)), 512), (((250, 3),), 400)):
+        assert_same(paged_attention, paged(rows, heads, 1, 32, 16, torch.float32), str(rows))
+
+
 @pytest.mark.parametrize("flush", [1, 5, 20])
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16], ids=str)

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from lockstep.kernels.drafting import mtp_inputs, next_draft_step, ngram_lookup
+from lockstep.kernels.drafting import block_step, mtp_inputs, next_draft_step, ngram_lookup
 from lockstep.kernels.step_metadata.cases import PAGE_SIZE, Draw, random_table
 from tests.kernels.backends import backends, of_every_op
 from tests.kernels.integers import assert_equals_the_reference
 
 BACKENDS = backends()
-OPS = (mtp_inputs, next_draft_step, ngram_lookup)
+OPS = (mtp_inputs, next_draft_step, block_step, ngram_lookup)
 
 
 @pytest.mark.parametrize(("op", "backend"), of_every_op(OPS, reference=False))
@@ -22,7 +22,7 @@ def test_padding_draws_every_row_to_the_same_drafts(backend):
     """Null rows write row 0 only, and what they write there is no one's."""
     table = random_table(Draw(2), 4, 3, 60, 50)
     rows = torch.tensor([3, 1, 0, 0, 0])
-    some = dict(computed=table.computed, drafts=table.drafts, row_ids=rows)
+    some = dict(computed=table.computed, folded=table.folded, drafts=table.drafts, row_ids=rows)
     some |= dict(tokens=torch.tensor([5, 6, 7, 7, 7]), page_table=table.page_table[rows])
     some = backend.fresh(some)
     backend.run(next_draft_step, some | dict(index=1, behind=0, page_size=PAGE_SIZE))

@@ -8,15 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lockstep.kernels import architecture
 from lockstep.kernels.head_linear import head_linear
 from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
 from lockstep.kernels.latent_attention.cases import latent_rope, paged_latents
 from tests.kernels.backends import Backend, backends, same_bits
 
-BACKENDS = backends(pytest.mark.slow)
-TRITON = backends()[1:]
+BACKENDS = backends(pytest.mark.slow, op=latent_attention)
+TRITON = backends(op=latent_attention)[1:]
+HEADS = backends(pytest.mark.slow)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-CONTEXT = 600
 LAYER = (5, 40, 12, 16)
 REAL = (128, 512, 64, 64)
 """(heads, latent, rope, page size) of DeepSeek-V3: what a GPU is tried on."""
@@ -83,8 +84,8 @@ def layer_of(backend: Backend) -> tuple[int, ...]:
 
 
 def pieces(backend: Backend, cuts: list[int]) -> Tensor:
-    """One row of CONTEXT tokens in the cache; its queries in pieces between the cuts."""
-    one = paged_latents(((0, CONTEXT),), *layer_of(backend), backend.dtype, seed=3)
+    """One row in the cache, up to the last cut; its queries in pieces between the cuts."""
+    one = paged_latents(((0, cuts[-1]),), *layer_of(backend), backend.dtype, seed=3)
     out = []
     for begin, end in zip(cuts, cuts[1:], strict=False):
         part = {**one, "query_len": end - begin}
@@ -97,12 +98,13 @@ def pieces(backend: Backend, cuts: list[int]) -> Tensor:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_prompts_verification_and_decoding_agree(backend: Backend) -> None:
-    """Tokens 500 .. 599 in one chunk, and in windows of every length across a segment's end."""
-    begin = 500
-    whole = pieces(backend, [begin, CONTEXT])
+    """100 tokens in one chunk, and in windows of every length across a segment's end."""
+    begin = 1010 if backend.on_gpu else 500
+    end = begin + 100
+    whole = pieces(backend, [begin, end])
     for width in (1, 4) if backend.interpreted else (1, 2, 3, 4, 5, 6, 7, 8, 64):
-        cuts = range(begin + 9, min(begin + 9 + 4 * width, CONTEXT), width)
-        assert same_bits(pieces(backend, [begin, *cuts, CONTEXT]), whole), width
+        cuts = range(begin + 9, min(begin + 9 + 4 * width, end), width)
+        assert same_bits(pieces(backend, [begin, *cuts, end]), whole), width
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -128,7 +130,7 @@ def test_a_row_alone_elsewhere_and_beside_others(backend: Backend) -> None:
             assert same_bits(backend.run(latent_attention, arguments), out[mine]), (s, count)
 
 
-@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("backend", backends(op=latent_attention))
 def test_no_token_sees_a_key_behind_its_own(backend: Backend) -> None:
     """Every key behind a token's own is poisoned: with numbers where its window holds them, since
     zero times NaN is NaN; with NaN where it does not."""
@@ -151,39 +153,43 @@ def test_no_token_sees_a_key_behind_its_own(backend: Backend) -> None:
 
 
 ROWS = ((0, 1), (2046, 3), (0, 0), (255, 2))
+LONG = ((4094, 3), (1023, 2), (8190, 3), (8960, 70))
 
 
 @pytest.mark.parametrize("backend", TRITON)
 def test_partitions_agree(backend: Backend) -> None:
-    """All keys in one program, entries of spans, and of segments, by any number of programs."""
-    kernel = import_module("lockstep.kernels.latent_attention.triton")
+    """All keys in one program, entries of spans, and of segments, by any number of programs: the
+    bits of triton.py, whichever kernel it is."""
+    triton = import_module("lockstep.kernels.latent_attention.triton")
     layer = (2, 16, 16, 64) if backend.interpreted else REAL
-    rows = ROWS if backend.interpreted else (*ROWS, (4094, 3))
-    batch = paged_latents(rows, *layer, backend.dtype, widest=5120 // layer[-1])
+    rows = ROWS if backend.interpreted else (*ROWS, *LONG)
+    batch = paged_latents(rows, *layer, backend.dtype, widest=9216 // layer[-1])
     arguments = backend.place(batch)
-    run = kernel.latent_attention_triton
-    whole = run(**arguments, divided=kernel.Partition(0, 1))
+    whole = triton.latent_attention_triton(**arguments, divided=triton.Partition(0, 1))
     assert not whole.isnan().any()
     assert same_bits(backend.run(latent_attention, arguments), whole)
-    segment = kernel.SEGMENT
-    span = segment * kernel.SPAN
-    for sizes in ((segment, 3), (span, 1), (span, 3)):
-        assert same_bits(run(**arguments, divided=kernel.Partition(*sizes)), whole), sizes
+    arch = architecture.number_of(backend.device)
+    segment = triton.tile_of(backend.dtype, arch).segment
+    span = segment * triton.SPAN
+    run = latent_attention.backends[backend.name].run
+    for sizes in ((0, 1), (segment, 3), (span, 1), (span, 3)):
+        assert same_bits(run(**arguments, divided=triton.Partition(*sizes)), whole), sizes
 
 
 def test_how_the_work_is_divided() -> None:
     """Few rows leave every segment, more of them every span, many nothing."""
     kernel = import_module("lockstep.kernels.latent_attention.triton")
+    tile = kernel.tile_of(torch.bfloat16, 90)
 
     def unit(rows: int, query_len: int, keys: int) -> int:
-        return kernel.partition(rows, query_len, 128, 512, keys, 64).unit
+        return kernel.partition(rows, query_len, 128, 512, keys, tile).unit
 
-    assert unit(1, 1, 4096) == kernel.SEGMENT
-    assert unit(8, 1, 32768) == kernel.SEGMENT * kernel.SPAN
+    assert unit(1, 1, 4096) == tile.segment
+    assert unit(8, 4, 32768) == tile.segment * kernel.SPAN
     assert unit(64, 1, 4096) == unit(1, 2048, 4096) == unit(64, 4, 163840) == 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", HEADS)
 def test_head_linear_row_alone(backend: Backend) -> None:
     draw = torch.Generator().manual_seed(2)
     x = torch.randn(200, 3, 96, generator=draw).to(backend.dtype)

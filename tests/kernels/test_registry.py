@@ -102,7 +102,8 @@ def test_the_best_backend_is_chosen() -> None:
         twice.choose(device="tpu")
 
 
-def test_hopper_is_preferred_for_attention() -> None:
+@pytest.mark.parametrize("op", ["paged_attention", "latent_attention"])
+def test_hopper_is_preferred_for_attention(op: str) -> None:
     """Both serve a Hopper GPU; the order of their files must not decide."""
-    names = list(backends.every_op()["paged_attention"].backends)
+    names = list(backends.every_op()[op].backends)
     assert names.index("hopper") > names.index("triton")

@@ -1,14 +1,16 @@
 """TurboQuant's codec: bytes, distortion, what must not be lost silently, and its assembly."""
 
 import importlib
+import itertools
 
 import pytest
 import torch
 
 from lockstep.cache.kv import kv_spec
 from lockstep.kernels.kv import PackedKV, Turn
+from lockstep.kernels.kv._turn import OF_VALUES, WHOLE_HEAD
 from lockstep.kernels.kv.bits import codes_in, pack_bits, packed_words, unpack_bits
-from lockstep.kernels.kv.fp8 import Fp8
+from lockstep.kernels.kv.fp8 import Fp8, TokenFp8
 from lockstep.kernels.kv.turboquant import POINTS, PRESETS, Rotated, thresholds
 from tests.kernels.backends import Backend, same_bits
 
@@ -30,7 +32,7 @@ CAPACITY = {
     "turboquant_3bit_nc": 4.6,
 }
 """Tokens in the memory of one in bf16, at least."""
-CODECS = [Rotated(bits, block, 77) for bits in (3, 4) for block in (64, 256)]
+CODECS = [Rotated(bits, block, 77) for bits in (3, 4) for block in (OF_VALUES, WHOLE_HEAD)]
 
 
 def back(codec, x):
@@ -88,8 +90,8 @@ def test_bytes_and_capacity(preset):
             assert sum(n.shape[-1] for n in numbers) == codec.count(dim)
 
 
-@pytest.mark.parametrize("dim", [16, 32, 64, 128, 256])
-@pytest.mark.parametrize("block", [64, 256])
+@pytest.mark.parametrize("dim", [16, 32, 64, 128, 256, 512])
+@pytest.mark.parametrize("block", [OF_VALUES, WHOLE_HEAD])
 def test_the_rotation_goes_back(dim, block):
     turn = Turn(1234, block)
     x = heads(dim, 64)
@@ -187,7 +189,7 @@ def test_what_cannot_be_stored_comes_back_as_nan(codec, wrong):
 
 def test_a_head_has_one_number_and_a_block_of_values_each_has():
     x = torch.cat([heads(64, 5), 1000 * heads(64, 5)], -1)
-    keys, values = (Rotated(4, block, 3).encode(x)[1] for block in (256, 64))
+    keys, values = (Rotated(4, block, 3).encode(x)[1] for block in (WHOLE_HEAD, OF_VALUES))
     assert keys.shape == (5, 1) and values.shape == (5, 2)
     assert (values[:, 1] > 100 * values[:, 0]).all()
 
@@ -196,13 +198,26 @@ def test_heads_that_cannot_be_rotated_are_refused():
     for dim in (16, 64, 256):
         assert Rotated(4, 64).refusal(dim) is None
     for dim in (8, 80, 512):
-        assert str(dim) in Rotated(4, 64).refusal(dim)
+        assert str(dim) in Rotated(4, OF_VALUES).refusal(dim)
+    assert Rotated(4, WHOLE_HEAD).refusal(512) is None
+    assert "or 512 numbers, and one has 1024" in Rotated(4, WHOLE_HEAD).refusal(1024)
+
+
+def unpacked_by_assembly():
+    """Params (codec, dim, name in KVDevice) of what is unpacked by assembly."""
+    ways = [(codec, "unpack_bf16") for codec in (*CODECS, Fp8("e4m3"), TokenFp8())]
+    ways += [(codec, "unpack_native") for codec in (Fp8("e4m3"), TokenFp8())]
+    triples = itertools.product(ways, (16, 32, 64, 128, 256, 512))
+    return [
+        pytest.param(codec, dim, unpack, id=f"{codec}-{dim}-{unpack}")
+        for (codec, unpack), dim in triples
+        if codec.refusal(dim) is None
+    ]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-@pytest.mark.parametrize("dim", [16, 32, 64, 128, 256])
-def test_assembly_unpacks_to_the_references_bits(codec, dim, monkeypatch):
+@pytest.mark.parametrize(("codec", "dim", "unpack"), unpacked_by_assembly())
+def test_assembly_unpacks_to_the_references_bits(codec, dim, unpack, monkeypatch):
     """The instructions of load_bf16, run one by one on the CPU, over every code and sign."""
     pytest.importorskip("triton")
     import triton.language as tl
@@ -213,7 +228,7 @@ def test_assembly_unpacks_to_the_references_bits(codec, dim, monkeypatch):
         pytest.skip("a GPU runs them itself: test_load_bf16_on_a_gpu")
     monkeypatch.setattr(tl, "inline_asm_elementwise", ptx.inline_asm_elementwise)
     read = importlib.import_module("tests.kernels.read_tile")
-    found, wanted = read.tiles(codec, dim, Backend("triton", "cpu", torch.float32))
+    found, wanted = read.tiles(codec, dim, Backend("triton", "cpu", torch.float32), unpack)
     assert same_bits(found, wanted)
 
 
@@ -235,15 +250,16 @@ def test_assembly_unpacks_e4m3():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("codec", [*CODECS, Fp8("e4m3")], ids=str)
-@pytest.mark.parametrize("dim", [16, 32, 64, 128, 256])
-def test_load_bf16_on_a_gpu(codec, dim):
+@pytest.mark.parametrize(("codec", "dim", "unpack"), unpacked_by_assembly())
+def test_load_bf16_on_a_gpu(codec, dim, unpack):
     read = importlib.import_module("tests.kernels.read_tile")
-    found, wanted = read.tiles(codec, dim, Backend("triton", "cuda", torch.bfloat16))
+    found, wanted = read.tiles(codec, dim, Backend("triton", "cuda", torch.bfloat16), unpack)
     assert same_bits(found, wanted)
 
 
 def test_a_cache_of_two_parts():
     codes = torch.zeros(3, 16, 2, 12, dtype=torch.int32)
-    cache = PackedKV(Rotated(3, 256), 128, codes, torch.zeros(3, 16, 2, 1, dtype=torch.bfloat16))
+    cache = PackedKV(
+        Rotated(3, WHOLE_HEAD), 128, codes, torch.zeros(3, 16, 2, 1, dtype=torch.bfloat16)
+    )
     assert len(cache.tensors()) == 2 and cache.shape == (3, 16, 2, 128)

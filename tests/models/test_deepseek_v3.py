@@ -14,6 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep import LLM
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.kernels.kv import KVFormat, Turn, formats
+from lockstep.kernels.kv._turn import WHOLE_HEAD
+from lockstep.kernels.kv.plain import Plain
 from lockstep.layers.build import Build
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.deepseek_v3 import Config, Draft, Model
@@ -167,7 +170,7 @@ def test_latents_are_kept_without_queries() -> None:
     draft = Draft(Model(config, Build("cpu", torch.float32, 1, 64)), inexact())
     for parameter in draft.parameters():
         parameter.data.normal_()
-    mixer = draft.block.self_attn
+    mixer = draft.blocks[0].self_attn
     mixer.attend = lambda q, *rest: torch.zeros_like(q)
     ids = torch.arange(5)
     unread = dict.fromkeys(Step.__dataclass_fields__)
@@ -263,11 +266,6 @@ def test_fp8_blocks_are_the_model_of_their_values(tmp_path: Path) -> None:
         assert bits(ask(make_llm(packed, speculative_config=drafter), prompt, 24)) == wanted
 
 
-def test_latents_are_kept_in_the_models_dtype_alone(pair) -> None:
-    with pytest.raises(ConfigError, match="kv_cache_dtype of layers.0 is not allowed.*auto"):
-        make_llm(pair[1], kv_cache_dtype="fp8")
-
-
 def test_what_a_token_takes_of_the_cache(pair) -> None:
     """Latent and turned key, in each of three layers, and in the draft module's."""
     (name, folder, _) = pair
@@ -343,3 +341,24 @@ def test_page_starved_runs_give_the_same_answers(pair) -> None:
     few: LLM = make_llm(folder, num_gpu_blocks=6, speculative_config=NGRAM, max_model_len=256)
     given = [{"prompt_token_ids": ids} for ids in prompts(4, 150)]
     assert [bits(output) for output in few.generate(given, greedy(40))] == wanted
+
+
+FORMATS = {
+    "rotated": RELATIVE,
+    "int8_per_token_head": 0.06,
+    "fp8": 0.12,
+    "turboquant_4bit_nc": 0.2,
+}
+"""The relative error of logits that a format of latents may bring; a rotation alone brings none."""
+
+
+def test_latents_in_every_format_against_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = Plain(torch.float32, Turn(99, WHOLE_HEAD))
+    monkeypatch.setitem(formats.FORMATS, "rotated", KVFormat("rotated", codec, codec, latent=codec))
+    oracle = oracle_of(tmp_path, {**DEEPSEEK, "kv_lora_rank": 32})
+    for name, most in FORMATS.items():
+        llm = make_llm(tmp_path, kv_cache_dtype=name)
+        for ids in prompts(2, 300):
+            assert logits_error(llm, oracle, ids) < most, name

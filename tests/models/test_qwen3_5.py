@@ -20,7 +20,7 @@ def test_keys_and_values_are_kept_without_queries(monkeypatch: pytest.MonkeyPatc
     draft = Draft(target, Build("cpu", torch.float32, 1, 64, exact=False))
     for parameter in draft.parameters():
         parameter.data.normal_()
-    mixer = draft.block.self_attn
+    mixer = draft.blocks[0].self_attn
     found = []
     monkeypatch.setattr(mixer, "attend", lambda q, *rest: torch.zeros_like(q))
     ids = torch.arange(TOKENS)

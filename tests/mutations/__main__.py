@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 from tests.mutations.faults import FAULTS, Fault
-from tests.mutations.suite import copied, try_fault
+from tests.mutations.suite import copied, require_sound, try_fault
 
 
 def meant(fault: Fault, word: str) -> bool:
@@ -26,6 +26,7 @@ def main() -> int:
     missed = 0
     print("| fault | area | found by | s |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as name, copied(Path(name)) as folder:
+        require_sound(folder, asked.seed)
         for fault in chosen[first::step]:
             found = try_fault(fault, folder, asked.size, asked.seed)
             missed += not found.case

@@ -127,6 +127,14 @@ def _case(failure: dict) -> str:
     return f"matrix: {drafting}, {setup['phase']}, {failure['batch']}, {failure['request']}"
 
 
+def require_sound(folder: Path, seed: int = 0) -> None:
+    """Raises RuntimeError where the copy without a fault fails the quick check: a check that
+    cannot run would seem to find every fault."""
+    report = _run(folder, "quick", seed)
+    if report.get("failures") != []:
+        raise RuntimeError(f"the check of the copy without a fault is not clean: {report}")
+
+
 def _run(folder: Path, size: str, seed: int) -> dict:
     """The report of a check in a process of its own, or how the process ended without one."""
     try:
@@ -140,7 +148,8 @@ def _run(folder: Path, size: str, seed: int) -> dict:
 
 def _python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Python in the copy, to its end. Raises RuntimeError where a signal ended it."""
-    settings = {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+    settings = {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,

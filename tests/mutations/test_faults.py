@@ -8,7 +8,7 @@ import pytest
 
 from tests.mutations import suite
 from tests.mutations.faults import FAST, FAULTS, Fault
-from tests.mutations.suite import ROOT, SOURCE, copied, mutated, try_fault
+from tests.mutations.suite import ROOT, SOURCE, copied, mutated, require_sound, try_fault
 
 AREAS = {
     "table", "sampler", "cache", "scheduler", "runner", "drafter", "mixer", "numerics", "request",
@@ -87,10 +87,33 @@ def test_quick_finds(name: str, folder: Path) -> None:
     found(next(f for f in FAULTS if f.name == name), folder, "quick")
 
 
+@pytest.fixture(scope="module")
+def sound_folder(folder: Path) -> Path:
+    require_sound(folder)
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.name)
-def test_the_default_check_or_its_test_finds(fault: Fault, folder: Path) -> None:
-    found(fault, folder, "default")
+def test_the_default_check_or_its_test_finds(fault: Fault, sound_folder: Path) -> None:
+    found(fault, sound_folder, "default")
+
+
+@pytest.mark.parametrize(
+    ("code", "out", "err"),
+    [
+        (0, '{"failures": [{"case": "a"}]}', ""),
+        (1, "", "ModuleNotFoundError: No module named 'pydantic'"),
+    ],
+    ids=["it differs", "it does not run"],
+)
+def test_a_check_that_fails_without_a_fault_judges_none(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, out: str, err: str
+) -> None:
+    done = subprocess.CompletedProcess([], code, out, err)
+    monkeypatch.setattr(suite, "_python", lambda folder, *arguments: done)
+    with pytest.raises(RuntimeError, match="without a fault is not clean"):
+        require_sound(tmp_path)
 
 
 def test_a_sound_copy_is_not_mended_away(folder: Path) -> None:

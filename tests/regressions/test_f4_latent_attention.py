@@ -96,13 +96,13 @@ def test_what_stands_behind_a_tokens_own_key_is_never_seen(
 
     def poisoning(self: LatentAttention, q: Any, kv: Any, step: Any) -> Any:
         nonlocal poisoned
-        size = self.latents.shape[1]
+        size = self.ropes.shape[1]
         for s, start in enumerate(step.starts.tolist()):
             for j, page in enumerate(step.page_table[s].tolist()):
                 if page and (j + 1) * size > start:
                     first = max(start - j * size, 0)
-                    self.latents[page, first:] = torch.nan
-                    self.ropes[page, first:] = torch.nan
+                    for part in self.cache_tensors():
+                        part[page, first:] = torch.nan
                     poisoned += 1
         return place(self, q, kv, step)
 

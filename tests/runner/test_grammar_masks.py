@@ -11,6 +11,7 @@ from lockstep import LLM
 from lockstep.engine.hooks import CheckHooks
 from lockstep.runner.program import nothing
 from lockstep.scheduling.draft_length import RandomDraftLength
+from lockstep.scheduling.grammar import ONE_LANE, Lanes
 from lockstep.scheduling.request import NO_TOKEN, Request
 from tests.asking import GREEDY, PROMPTS, SEEDED, make_engine
 
@@ -41,7 +42,7 @@ class ByHistory:
     def accept(self, tokens: Sequence[int]) -> None:
         self.taken += tokens
 
-    def masks(self, drafts: Sequence[int]) -> list[bytes]:
+    def masks(self, drafts: Sequence[int], lanes: Lanes = ONE_LANE) -> list[bytes]:
         self.asked.append(list(drafts))
         found = [self._mask(self.taken)]
         for count, draft in enumerate(drafts, 1):

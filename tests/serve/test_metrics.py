@@ -6,8 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from lockstep.engine.stats import Stats
+from lockstep.cache.specs import Law, Part, Spec
+from lockstep.engine.stats import DecodeStep, Stats
+from lockstep.runner.floor import PassCosts, StepCosts, StepFloors, WeightCost
+from lockstep.runner.rates import Rates
 from lockstep.serve.app import create_app
 from lockstep.serve.metrics import Metrics, Prefix
 from lockstep.serve.service import Service
@@ -16,13 +20,17 @@ from tests.serve.test_protocol import fetch
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "deploy/grafana/lockstep.json"
 SAMPLE = re.compile(r"^([a-z_]+:[a-z_0-9]+)[{ ]", re.MULTILINE)
+COSTS = PassCosts((WeightCost("all", 3),), (Spec(Law.PAGED, (Part("k", (1,), torch.uint8),)),), 0)
+FLOORS = StepFloors(StepCosts(COSTS, None), Rates(1000.0))
+"""Of a model whose steps move 3 bytes, and one for each token in the cache, at 1,000 bytes/s."""
 
 
 def stats() -> Stats:
     found = Stats(num_swapped=2, drafts_total=10, accepted_at=(7, 3))
     found.requests_success_total["stop"] = 1
-    for name in ("ttft_seconds", "itl_seconds", "e2e_seconds", "step_seconds"):
+    for name in ("ttft_seconds", "itl_seconds", "e2e_seconds"):
         found.observe(name, 0.03)
+    found.decode_steps = [DecodeStep(0.004, 1, 3, 100), DecodeStep(0.02, 2, 3, 300)]
     return found
 
 
@@ -32,9 +40,7 @@ def samples(text: str) -> set[str]:
 
 def test_drafts_by_position_and_steps() -> None:
     metrics = Metrics("m")
-    found = stats()
-    found.step_seconds = [0.004, 0.02]
-    text = metrics.render(found).decode()
+    text = metrics.render(stats()).decode()
     name = "lockstep:spec_decode_num_accepted_tokens_per_pos_total"
     assert f'{name}{{model_name="m",position="0"}} 7.0' in text
     assert f'{name}{{model_name="m",position="1"}} 3.0' in text
@@ -44,11 +50,27 @@ def test_drafts_by_position_and_steps() -> None:
     assert 'lockstep:decode_step_seconds_count{model_name="m"} 2.0' in text
 
 
+def test_steps_beside_their_floors() -> None:
+    """Those of stats(), of a model as FLOORS says."""
+    text = Metrics("m", floors=FLOORS).render(stats()).decode()
+    label = '{model_name="m"}'
+    found = {}
+    for line in text.splitlines():
+        name, _, value = line.rpartition(" ")
+        if name.endswith(label):
+            found[name.removesuffix(label).removeprefix("lockstep:")] = float(value)
+    first = (3 + 100 + 4) / 1000
+    second = (3 + 300 + 8) / 1000
+    assert found["decode_step_floor_seconds_total"] == pytest.approx(first + second)
+    assert found["decode_step_over_floor_sum"] == pytest.approx(0.004 / first + 0.02 / second)
+    assert found["memory_bytes_per_second"] == 1000.0
+
+
 @pytest.mark.parametrize("prefix", ["lockstep", "vllm"])
 def test_names_differ_by_what_stands_in_front(server: Any, processor: Any, prefix: Prefix) -> None:
     server.client.counts = stats()
     service = Service(server.client, processor, "tiny", "ls-test")
-    server.app = create_app(service, metrics=prefix)
+    server.app = create_app(service, metrics=Metrics("tiny", prefix))
     text = fetch(server, "GET", "/metrics").text
     assert f'{prefix}:num_requests_running{{model_name="tiny"}} 0.0' in text
     own = Metrics("m").render(stats()).decode()
@@ -64,12 +86,12 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
         for name in re.findall(r"lockstep:[a-z_0-9]+", target["expr"])
     }
     assert len(asked) > 15 and all(panel["targets"] for panel in panels)
-    assert asked <= samples(Metrics("m").render(stats()).decode())
+    assert asked <= samples(Metrics("m", floors=FLOORS).render(stats()).decode())
 
 
 def test_the_dashboard_shows_every_metric() -> None:
     """Of a histogram its buckets are enough; what Prometheus adds of itself is not ours."""
     text = DASHBOARD.read_text()
-    told = samples(Metrics("m").render(stats()).decode())
+    told = samples(Metrics("m", floors=FLOORS).render(stats()).decode())
     bare = {name for name in told if not name.endswith(("_created", "_sum", "_count"))}
     assert not [name for name in bare if name not in text]

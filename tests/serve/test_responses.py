@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from typing import Any
 
 import openai
@@ -9,9 +10,9 @@ import pytest
 from pydantic import TypeAdapter
 
 from lockstep.serve.app import create_app
-from lockstep.serve.responses_protocol import Items, messages_of
+from lockstep.serve.responses_protocol import InputMessage, Items, messages_of
 from lockstep.serve.service import Limits, Service
-from lockstep.serve.store import ResponseStore, Stored
+from lockstep.serve.store import ResponseStore, Stored, weight
 from tests.serve.test_chat import CALL, SCHEMA
 from tests.serve.test_protocol import fetch, post
 
@@ -335,7 +336,7 @@ def test_items_become_messages() -> None:
 
 
 def stored(size: int) -> Stored:
-    return Stored({}, (), size)
+    return Stored({}, (), (0, size))
 
 
 def test_the_store_is_bounded_in_number_and_in_bytes() -> None:
@@ -354,6 +355,19 @@ def test_the_store_is_bounded_in_number_and_in_bytes() -> None:
     none = ResponseStore(0, 100)
     none.put("a", stored(1))
     assert len(none) == 0
+
+
+def test_texts_are_weighed_by_their_length_and_not_read() -> None:
+    small = [{"role": "user", "content": "x"}, None, 3, ("a", True)]
+    long = InputMessage(role="user", content="y" * (8 << 20))
+    several = [InputMessage(role="user", content=["a", {"text": "b"}]) for _ in range(1000)]
+    assert len(json.dumps(small)) <= weight(small) < 300
+    assert 8 << 20 < weight(long) < (8 << 20) + 2000
+    assert 1000 * 40 < weight(several) < 1000 * 400
+    assert weight("é" * 100) > weight("e" * 100) + 100
+    began = time.process_time()
+    weight(long)
+    assert time.process_time() - began < 0.005
 
 
 def test_what_is_kept_is_counted(server: Any, processor: Any) -> None:

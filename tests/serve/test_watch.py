@@ -1,11 +1,18 @@
 """Figures of a server from two readings of its /metrics, and what is no such server."""
 
 import pytest
+import torch
 
-from lockstep.engine.stats import Stats
+from lockstep.cache.specs import Law, Part, Spec
+from lockstep.engine.stats import DecodeStep, Stats
 from lockstep.errors import ConfigError
+from lockstep.runner.floor import PassCosts, StepCosts, StepFloors, WeightCost
+from lockstep.runner.rates import Rates
 from lockstep.serve.metrics import Metrics, Prefix
 from lockstep.serve.watch import Frame, Reading, Source, frame, parse
+
+KV = Part("k", (1,), torch.uint8)
+"""A byte of cache for each token."""
 
 
 def counted(**counts: object) -> Stats:
@@ -26,7 +33,8 @@ def reading(metrics: Metrics, stats: Stats, at: float) -> Reading:
 def watched(request: pytest.FixtureRequest) -> Frame:
     """Of two seconds in which 40 tokens came, of 10 steps of one row, under both names."""
     prefix: Prefix = request.param
-    metrics = Metrics("my-model", prefix)
+    costs = PassCosts((WeightCost("all", 6),), (Spec(Law.PAGED, (KV,)),), 0)
+    metrics = Metrics("my-model", prefix, StepFloors(StepCosts(costs, None), Rates(1e6)))
     early = counted(
         generation_tokens_total=100,
         prompt_tokens_total=50,
@@ -35,7 +43,7 @@ def watched(request: pytest.FixtureRequest) -> Frame:
         drafts_total=20,
         accepted_at=(15, 4, 1),
         preemptions_total=3,
-        step_seconds=[0.010],
+        decode_steps=[DecodeStep(0.010, 1, 1, 1000)],
     )
     early.requests_success_total.update(stop=2)
     late = counted(
@@ -52,7 +60,7 @@ def watched(request: pytest.FixtureRequest) -> Frame:
         preemptions_total=4,
         prefix_queries_total=30,
         prefix_hits_total=15,
-        step_seconds=[0.020, 0.040],
+        decode_steps=[DecodeStep(0.020, 1, 1, 1000), DecodeStep(0.040, 1, 1, 3000)],
         ttft_seconds=[0.5],
         itl_seconds=[0.02, 0.04],
     )
@@ -77,6 +85,8 @@ def test_figures_of_now(watched: Frame) -> None:
     assert now.acceptance_rate == 1.0
     assert now.accepted_at == (1.0, 1.0, 1.0)
     assert now.step_ms == pytest.approx(30.0)
+    assert now.floor_ms == pytest.approx(2.008)
+    assert now.over_floor == pytest.approx(30.0 / 2.008)
     assert now.first_token_ms == pytest.approx(500.0)
     assert now.next_token_ms == pytest.approx(30.0)
     assert now.prefix_hits == 0.5
@@ -98,7 +108,8 @@ def test_nothing_happened() -> None:
     still = reading(metrics, counted(), 1.0)
     now = frame(still, reading(metrics, counted(), 2.0)).now
     assert now.generation_speed == 0.0
-    for name in ("acceptance_length", "acceptance_rate", "step_ms", "first_token_ms"):
+    figures = ("acceptance_length", "acceptance_rate", "step_ms", "floor_ms", "over_floor")
+    for name in (*figures, "first_token_ms"):
         assert getattr(now, name) is None
     assert now.accepted_at == ()
 

@@ -15,9 +15,11 @@ from lockstep.llm import LLM
 from lockstep.spec import read
 from lockstep.spec.draft_model import create
 from tests.models.dense import VOCAB, random_oracle
+from tests.spec.blocks import make_block_model
+from tests.spec.heads import make_head
 from tests.spec.watching import Seen
 from tests.text.tiny import make_folder
-from tests.tiny_model import CONFIG, DEEPSEEK, LLAMA, NEMOTRON_H, QWEN3, make_model
+from tests.tiny_model import DEEPSEEK, LLAMA, QWEN3
 
 K = 4
 PROMPTS = [[(7 * i + i * i) % 250 for i in range(n)] for n in (70, 5)]
@@ -105,14 +107,6 @@ def test_a_model_drafts_for_itself_without_a_miss(target: Path) -> None:
     assert out.metrics.num_cached_tokens == 64
 
 
-@pytest.mark.parametrize("base", [CONFIG, NEMOTRON_H], ids=["qwen3_5", "nemotron_h"])
-def test_models_that_recur_are_refused_by_name(tmp_path: Path, base: dict[str, Any]) -> None:
-    folder = make_model(tmp_path / "target", LLAMA)
-    draft = make_model(tmp_path / "draft", base)
-    with pytest.raises(ConfigError, match="recur, and a state cannot go back"):
-        make_engine(folder, draft, load_format="dummy")
-
-
 def test_another_tokenizer_is_refused(target: Path, tmp_path: Path) -> None:
     make_pair(tmp_path, "Llama", LLAMA, num_hidden_layers=1)
     path = tmp_path / "tokenizer.json"
@@ -139,6 +133,14 @@ def test_a_damaged_model_is_refused(target: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(raw | {"num_hidden_layers": 2}))
     with pytest.raises(CheckpointError, match="missing tensors"):
         make_engine(target, tmp_path)
+
+
+def test_what_another_method_drafts_with_is_refused(target: Path, tmp_path: Path) -> None:
+    make_block_model(tmp_path / "blocks", VOCAB, 48, [0, 1])
+    make_head(tmp_path / "head", VOCAB, 48)
+    for folder, method in (("blocks", "dflash"), ("head", "eagle3")):
+        with pytest.raises(ConfigError, match=f'it is a .*Add "method": "{method}"'):
+            make_engine(target, tmp_path / folder)
 
 
 def test_a_model_alone_names_the_method() -> None:

@@ -11,6 +11,7 @@ import torch
 from lockstep.runner.capture import Captured
 from lockstep.step import StepShape
 from tests.regressions.conftest import PROMPTS, answers, engine_over
+from tests.spec.blocks import make_block_model
 from tests.spec.heads import make_head
 from tests.tiny_model import CONFIG, LLAMA, THREE_LAYERS, make_model
 
@@ -21,7 +22,16 @@ TARGETS: dict[str, dict[str, Any]] = {
     "dense": {**LLAMA, **WIDE},
     "hybrid": {**CONFIG, **THREE_LAYERS, **WIDE, "num_key_value_heads": 2},
 }
-METHODS = ("eagle3", "draft_model", "suffix", "ngram")
+METHODS = {
+    "eagle3": "eagle3",
+    "draft_model": "draft_model",
+    "recurrent": "draft_model",
+    "dflash": "dflash",
+    "suffix": "suffix",
+    "ngram": "ngram",
+}
+"""What drafts -> its method."""
+RECURRENT: dict[str, Any] = {**CONFIG, **THREE_LAYERS, **WIDE, "mtp_num_hidden_layers": 0}
 BUCKETS = (1, 2, 4, 8)
 GPU: dict[str, Any] = {"device": "cuda", "dtype": "bfloat16", "num_gpu_blocks": 64}
 
@@ -36,11 +46,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Pat
         vocab = json.loads((target / "config.json").read_text())["vocab_size"]
         taps = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
         make_head(root / "head", vocab, 64, eagle_config=taps, head_dim=32)
+        make_block_model(root / "blocks", vocab, 64, [0, 1], head_dim=32)
         draft = make_model(root / "draft", LLAMA, num_hidden_layers=1, **WIDE)
         found[kind] = {
             "target": target,
             "eagle3": root / "head",
             "draft_model": draft,
+            "recurrent": make_model(root / "recurrent", RECURRENT),
+            "dflash": root / "blocks",
             "suffix": None,
             "ngram": None,
         }
@@ -68,7 +81,7 @@ def test_the_answers_are_the_plain_ones(
     own = folders[kind]
     llm = engine_over(
         own["target"],
-        method,
+        METHODS[method],
         k,
         drafts_with=own[method],
         cuda_graph_mode=graph,
@@ -92,7 +105,7 @@ def test_another_number_of_drafts_in_every_step(
     own = folders["hybrid"]
     llm = engine_over(
         own["target"],
-        method,
+        METHODS[method],
         15,
         changing=True,
         drafts_with=own[method],
@@ -110,7 +123,7 @@ def test_another_number_of_drafts_in_every_step(
 def test_a_replayed_step_of_null_rows_changes_no_row(folders: dict[str, Any], method: str) -> None:
     own = folders["dense"]
     where = {"drafts_with": own[method], "row_buckets": BUCKETS}
-    llm = engine_over(own["target"], method, 15, **where, **GPU)
+    llm = engine_over(own["target"], METHODS[method], 15, **where, **GPU)
     runner = llm.engine.runner
     before = [tensor[1:].clone() for tensor in runner.table.row_tensors()]
     with torch.inference_mode():

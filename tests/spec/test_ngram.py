@@ -42,6 +42,7 @@ def test_equals_a_plain_lookup() -> None:
             drafts,
             tokens,
             torch.tensor(computed),
+            folded=torch.tensor(computed),
             page_size=64,
             module=None,
             sample=torch.cat,

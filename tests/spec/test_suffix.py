@@ -31,6 +31,7 @@ def drafter_of(history: list[int], count: int = 5, **options: int) -> SuffixDraf
         torch.full((2, count), 7),
         tokens,
         torch.tensor([0, len(history) - 1]),
+        folded=torch.tensor([0, len(history) - 1]),
         page_size=64,
         module=None,
         sample=torch.cat,

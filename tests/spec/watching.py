@@ -9,14 +9,17 @@ from lockstep.runner.program import Drafter
 
 @dataclass
 class Seen:
-    """found: for each row of each step its known tokens, and its drafts. make: the drafter's."""
+    """found: for each row of each step its known tokens, and its drafts. make: the drafter's;
+    context: what it was made with."""
 
     make: Callable[[Any], Drafter]
     found: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    context: Any = None
 
     def create(self, context: Any) -> Any:
         """The drafter, watched."""
         inner = self.make(context)
+        self.context = context
         seen = self
 
         class Watched:

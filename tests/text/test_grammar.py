@@ -3,14 +3,24 @@
 import pickle
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLParserLimits
 
 from lockstep.sampling_params import StructuredOutputsParams
-from lockstep.scheduling.grammar import Grammar
-from lockstep.text.grammar import AfterReasoning, Compiler, GrammarFault, Matcher, every_token
+from lockstep.scheduling.grammar import ONE_LANE, Grammar, Lanes
+from lockstep.text.grammar import (
+    AfterReasoning,
+    Compiler,
+    FirstMasks,
+    GrammarFault,
+    GrammarRecipe,
+    Matcher,
+    every_token,
+)
 from lockstep.text.structured import compile_wanted
 from lockstep.text.tokenizer import Tokenizer
 
@@ -58,7 +68,6 @@ def test_a_choice_allows_what_leads_to_one_of_them(compiler: Compiler, text: str
         before += compiler.tokenizer.token_bytes(token)
     assert before.decode() == text
     assert allowed(following.masks([])[0]) == due(compiler, CHOICES, before)
-    assert following.is_finished == (text != "yes")
 
 
 PATTERN = r"(ab|[0-9]{1,3}x?)+;"
@@ -125,9 +134,17 @@ SOURCES = {
 }
 
 
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
-def test_random_answers_along_random_drafts(compiler: Compiler, source: str) -> None:
-    """What may come does not depend on which drafts were tried before, legal ones or not."""
+def test_random_answers_along_random_drafts(compiler: Compiler, source: str, count: int) -> None:
+    """What may come does not depend on which drafts were tried before, legal ones or not, nor on
+    how many threads share the masks."""
+    with ThreadPoolExecutor(count) as threads:
+        along_drafts(compiler, source, Lanes(count, threads.map) if count > 1 else ONE_LANE)
+
+
+def along_drafts(compiler: Compiler, source: str, lanes: Lanes) -> None:
+    """Masks of random answers, along drafts and alone."""
     for seed in range(8):
         draw = random.Random(seed)
         stepped = compiler.matcher(source)
@@ -144,7 +161,7 @@ def test_random_answers_along_random_drafts(compiler: Compiler, source: str) -> 
         for place in range(len(line)):
             count = draw.randrange(5)
             drafts = line[place : place + count] + draw.choices(range(4000), k=draw.randrange(2))
-            found = ahead.masks(drafts)
+            found = ahead.masks(drafts, lanes)
             due = masks[place : place + count + 1]
             assert found[: len(due)] == due[: len(found)]
             assert len(found) >= len(due)
@@ -232,6 +249,74 @@ def test_a_matcher_that_breaks_leaves_others_alone(
     assert "panic" in breaks.fault
     assert "backtrace" not in breaks.fault
     assert other.masks([]) == due
+
+
+def test_a_grammar_that_is_known_is_compiled_when_it_is_needed(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = 'start: "known"'
+    first = compiler.matcher(source)
+    due = first.masks([])
+    made = []
+    compiled = compiler._compile
+    monkeypatch.setattr(compiler, "_compile", lambda given: made.append(given) or compiled(given))
+    second = compiler.matcher(source)
+    assert second.masks([]) == due
+    assert made == []
+    tokens = compiler.tokenizer.encode("known", add_special_tokens=False)
+    assert second.masks(tokens) == first.masks(tokens)
+    assert made == [source]
+    compiler.grammar(GrammarRecipe(source)).prepare()
+    assert made == [source] * 2
+
+
+def test_what_is_known_is_bounded() -> None:
+    known = FirstMasks(3, 1000)
+    for number in range(5):
+        known.put(f"grammar {number}", bytes(10))
+        assert known.get("grammar 0") is not None or number > 3
+        known.get("grammar 1")
+    assert len(known) == 3
+    assert known.get("grammar 1") is not None
+    known.put("x" * 920, bytes(50))
+    assert known.get("grammar 1") is not None
+    assert len(known) == 2
+    assert known.size == 970 + 19
+    known.put("y" * 2000, bytes(50))
+    assert (len(known), known.size) == (0, 0)
+
+
+def test_drafts_bring_an_answer_to_no_limit(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lexer that was led along drafts has more states; where that is too many, a fresh one goes
+    on, so that the answer alone comes to the limit or does not."""
+    states = 60
+    made = []
+
+    def limited(source: str) -> LLMatcher:
+        made.append(source)
+        limits = LLParserLimits(max_lexer_states=states, verbose_errors=False)
+        grammar = LLMatcher.grammar_from_lark(source)
+        return LLMatcher(compiler._tokens(), grammar, log_level=0, limits=limits)
+
+    monkeypatch.setattr(compiler, "_compile", limited)
+    source = "start: /(a|b)*a(a|b){9}x/"
+    one = {text: compiler.tokenizer.encode(text, add_special_tokens=False)[0] for text in "ab"}
+    line = [one[text] for text in "abba"]
+    alone = compiler.matcher(source)
+    led = compiler.matcher(source)
+    compiled = len(made)
+    draw = random.Random(0)
+    for token in line:
+        for _ in range(12):
+            led.masks([one[draw.choice("ab")] for _ in range(7)])
+        assert led.masks([]) == alone.masks([])
+        led.accept([token])
+        alone.accept([token])
+    assert led.fault is None
+    assert alone.fault is None
+    assert len(made) > compiled + 2, "the lexer that was led along drafts was given up"
 
 
 @pytest.mark.parametrize("regex", ["(a{1000}){1000}", "((a{100}){100}){100}", "(.*a){900}.*"])

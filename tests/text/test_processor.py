@@ -43,6 +43,26 @@ def test_requests_fan_out(processor):
     assert drawn.seed != other.seed and drawn.prompt_token_ids == [1, 2]
 
 
+def test_completions_of_one_request_share_what_is_known_of_their_grammar(processor, monkeypatch):
+    made = []
+    compiled = processor.grammars._compile
+    monkeypatch.setattr(
+        processor.grammars, "_compile", lambda source: made.append(source) or compiled(source)
+    )
+    params = SamplingParams(n=5, structured_outputs={"choice": ["the fox", "the dog"]})
+    requests = processor.requests("r", "fox", params)
+    assert len(made) == 1
+    grammars = [request.grammar for request in requests]
+    assert len(set(map(id, grammars))) == 5
+    first = grammars[0].masks([])
+    grammars[0].accept(processor.encode("the", add_special_tokens=False))
+    assert all(grammar.masks([]) == first for grammar in grammars[1:])
+    assert processor.requests("r", "fox", params)[0].grammar.masks([]) == first
+    assert len(made) == 1
+    assert processor.grammar_of(grammars[1].recipe).masks([]) == first
+    assert len(made) == 2, "what the engine's process is given is compiled"
+
+
 def test_bad_words_come_with_and_without_a_blank(processor):
     tokenizer = processor.tokenizer
     (request,) = processor.requests("r", "a", SamplingParams(bad_words=["the", "z"]))

@@ -1,4 +1,4 @@
-"""Schemas, tags and tool calls: what is refused, where it says so, and what comes of the rest."""
+"""Schemas and tags: what is refused, where it says so, and what comes of the rest."""
 
 import json
 import re
@@ -16,13 +16,11 @@ from lockstep.text.json_schema import (
     MOST_REFERENCES,
     MOST_SEARCHED,
     REFUSED,
+    closed,
     locate,
 )
-from lockstep.text.parsers.hermes import HermesParser
-from lockstep.text.parsers.qwen3_coder import Qwen3CoderParser
 from lockstep.text.structured import MOST_RULES, compile_wanted
 from lockstep.text.tokenizer import Tokenizer
-from lockstep.text.tool_grammar import CallParams, calls_only, text_and_calls, tools_of
 
 MODEL = Path(__file__).parents[2] / "lockstep" / "assets" / "model"
 
@@ -154,6 +152,13 @@ def test_objects_may_be_closed(compiler: Compiler) -> None:
         assert (matcher.fault is None) == (not closes)
 
 
+def test_only_schemas_are_closed() -> None:
+    named = {"properties": {"properties": {"const": {"properties": {}}}}}
+    inner = {"properties": {"a": {}}, "additionalProperties": False}
+    assert closed(named) == {**named, "additionalProperties": False}
+    assert closed({"anyOf": [{"properties": {"a": {}}}, True]}) == {"anyOf": [inner, True]}
+
+
 def chain(rules: int) -> str:
     links = "".join(f"a{i}: a{i + 1}\n" for i in range(rules - 2))
     return f'start: a0\n{links}a{rules - 2}: "x"'
@@ -244,105 +249,6 @@ def test_tags_that_are_refused(compiler: Compiler, tag: Any) -> None:
     with pytest.raises(RequestError) as caught:
         wanted(compiler, structural_tag=tag)
     assert caught.value.field == "structured_outputs.structural_tag"
-
-
-PARAMETERS: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string"},
-        "days": {"type": "integer", "minimum": 1, "maximum": 9},
-        "unit": {"enum": ["C", "F"]},
-        "where": {"$ref": "#/$defs/place"},
-    },
-    "required": ["city", "days"],
-    "$defs": {"place": {"type": "object", "properties": {"x": {"type": "number"}}}},
-}
-SENT: list[dict[str, Any]] = [
-    {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}},
-    {"type": "function", "function": {"name": "ping"}},
-]
-CODER = "<tool_call>\n<function=weather>\n<parameter=city>\n{}\n</parameter>\n"
-CODER += "<parameter=days>\n{}\n</parameter>\n{}</function>\n</tool_call>"
-HERMES = '<tool_call>\n{{"name": "weather", "arguments": {}}}\n</tool_call>'
-CALLS = [
-    (Qwen3CoderParser, CODER.format("Paris", 3, ""), True),
-    (Qwen3CoderParser, CODER.format("two\nlines </parameter> of", 3, ""), True),
-    (Qwen3CoderParser, CODER.format("Paris", 10, ""), False),
-    (Qwen3CoderParser, CODER.format("Paris", "three", ""), False),
-    (Qwen3CoderParser, CODER.format("P", 3, "<parameter=unit>\nF\n</parameter>\n"), True),
-    (Qwen3CoderParser, CODER.format("P", 3, "<parameter=unit>\nK\n</parameter>\n"), False),
-    (Qwen3CoderParser, CODER.format("P", 3, '<parameter=where>\n{"x": 1}\n</parameter>\n'), True),
-    (Qwen3CoderParser, CODER.format("P", 3, "<parameter=where>\n{'x'}\n</parameter>\n"), False),
-    (Qwen3CoderParser, CODER.format("P", 3, "<parameter=more>\n1\n</parameter>\n"), False),
-    (Qwen3CoderParser, "<tool_call>\n<function=ping>\n</function>\n</tool_call>", True),
-    (Qwen3CoderParser, "<tool_call>\n<function=pong>\n</function>\n</tool_call>", False),
-    (HermesParser, HERMES.format('{"city": "Paris", "days": 3}'), True),
-    (HermesParser, HERMES.format('{"city": "Paris", "days": 3, "unit": "F"}'), True),
-    (HermesParser, HERMES.format('{"city": "Paris", "days": 30}'), False),
-    (HermesParser, HERMES.format('{"city": "Paris"}'), False),
-    (HermesParser, HERMES.format('{"city": "Paris", "days": 3, "more": 1}'), False),
-]
-
-
-@pytest.mark.parametrize(("parser", "text", "fits"), CALLS)
-def test_calls_match_their_tools(compiler: Compiler, parser: Any, text: str, fits: bool) -> None:
-    tools = tools_of(SENT)
-    several = calls_only(parser, tools, several=True)
-    one = calls_only(parser, tools, several=False)
-    free = text_and_calls(parser, tools)
-    assert matches(compiler, one, text) == fits
-    assert matches(compiler, several, f"\n\n{text}\n{text}") == fits
-    assert not matches(compiler, one, f"{text}\n{text}")
-    assert not matches(compiler, several, f"I say: {text}")
-    assert matches(compiler, free, f"I say: {text}") == fits
-    assert matches(compiler, free, "no call at all")
-    if fits:
-        (call,) = parser([*SENT]).feed(text)[:1]
-        assert call.name in text
-
-
-@pytest.mark.parametrize("parser", [HermesParser, Qwen3CoderParser])
-def test_a_named_tool_is_the_only_one(compiler: Compiler, parser: Any) -> None:
-    source = calls_only(parser, tools_of(SENT, "ping"), several=True)
-    for own, text, fits in CALLS:
-        if own is parser and fits:
-            assert matches(compiler, source, text) == ("ping" in text)
-    with pytest.raises(RequestError, match="tool_choice names 'pong'"):
-        tools_of(SENT, "pong")
-
-
-def test_parsers_without_a_grammar_are_refused() -> None:
-    with pytest.raises(RequestError, match="tool-call parser has none"):
-        calls_only(object, tools_of(SENT), several=True)
-
-
-def test_tools_are_held_to_the_same_bounds() -> None:
-    for schema, says in (
-        ({"not": {}}, r"tools\[0\].function.parameters.*'not' at the root"),
-        (nested(MOST_DEPTH), "levels"),
-    ):
-        sent = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
-        with pytest.raises(RequestError, match=says):
-            tools_of(sent)
-
-
-def test_what_is_too_large_of_tools_names_them() -> None:
-    texts = [f"{number:060}" for number in range(700)]
-    schema = {"type": "object", "properties": {"a": {"enum": texts}}}
-    names = ("f", "g")
-    sent = [{"type": "function", "function": {"name": n, "parameters": schema}} for n in names]
-    with pytest.raises(RequestError, match="tools are a grammar of") as caught:
-        calls_only(HermesParser, tools_of(sent), several=True)
-    assert caught.value.field == "tools"
-
-
-def test_faults_of_tools_name_them(compiler: Compiler) -> None:
-    parameters = {"properties": {"a": {"type": "string", "pattern": "("}}}
-    sent = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
-    held = CallParams(grammar=calls_only(HermesParser, tools_of(sent), several=True))
-    with pytest.raises(RequestError, match="tools cannot be obeyed") as caught:
-        compile_wanted(held, compiler)
-    assert caught.value.field == "tools"
 
 
 def test_few_places_are_searched_for_a_fault() -> None:

@@ -150,15 +150,19 @@ def test_stop_strings_wait_for_min_tokens(tokenizer):
 
 
 def scan(markers, pieces):
-    """The characters and marker names that a scan finds, in order."""
+    """The characters and marker names that a scan finds, in order; written: a marker's own text."""
     found = []
+    read = []
     one = Scan(markers)
     for piece in pieces:
         place = 0
         while place < len(piece):
-            plain, marker, place = one.take(piece, place)
+            plain, marker, place, written = one.take(piece, place)
             found += [*plain, *([marker] if marker else [])]
-    return found + [*one.flush()]
+            read += [plain, written]
+    held = one.flush()
+    assert "".join([*read, held]) == "".join(pieces)
+    return found + [*held]
 
 
 @given(st.text("ab<>/ \n", max_size=30), st.lists(st.integers(1, 4), min_size=30, max_size=30))
@@ -184,7 +188,7 @@ def test_a_scan_finds_the_first_complete_marker_and_holds_no_more_than_it_must(t
     one = Scan(Markers({stop: stop for stop in stops}))
     shown = ""
     for i, char in enumerate(text, 1):
-        plain, marker, _ = one.take(char)
+        plain, marker, *_ = one.take(char)
         shown += plain
         ends = [stop for stop in stops if text[:i].endswith(stop)]
         if ends:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from training.model import CHUNK, invert, walk
+from training.model import invert, walk
+from training.parts import CHUNK
 
 pytestmark = pytest.mark.gpu
 

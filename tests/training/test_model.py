@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from training import model as trained
-from training.model import CHUNK, CONFIG, Model
+from training.model import CONFIG, Model
+from training.parts import CHUNK
 from training.train import loss_of
 
 TINY: dict[str, Any] = {
@@ -88,7 +89,7 @@ def test_losses_line_up_with_the_tokens_they_predict(tiny: Model) -> None:
     ids = torch.randint(0, 64, (2, CHUNK))
     weights = torch.rand(2, CHUNK)
     _, parts = loss_of(tiny, ids, weights)
-    hidden, _ = tiny.hidden(ids)
+    hidden, *_ = tiny.hidden(ids)
     learned = weights * (weights >= 0.5)
     cases = [(hidden, weights, 1, 0)]
     cases += [(h, learned, 2, s) for s, h in enumerate(tiny.drafts(ids, hidden, 3)[0])]

@@ -16,8 +16,9 @@ from tests.models.dense import make_llm
 from tests.models.oracle import RELATIVE, compare_greedy, logits_error
 from training import train
 from training.feed_forward import chosen
-from training.model import CHUNK, MOE, Model
+from training.model import MOE, Model
 from training.optim import Muon, optimizers, orthogonalise
+from training.parts import CHUNK
 
 MOST_BYTES = 10 << 20
 MTP = {"method": "mtp", "num_speculative_tokens": 1, "adaptive": False}
@@ -76,7 +77,7 @@ def test_the_engine_computes_what_is_trained(saved: tuple[Path, Model]) -> None:
     (folder, model) = saved
 
     def oracle(ids: Tensor) -> SimpleNamespace:
-        hidden, _ = model.hidden(_rows(ids[0].tolist()))
+        hidden, *_ = model.hidden(_rows(ids[0].tolist()))
         return SimpleNamespace(logits=model.head(hidden)[None, : ids.shape[1]])
 
     llm = make_llm(folder)

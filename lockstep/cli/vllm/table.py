@@ -22,7 +22,7 @@ NO_PLUGINS = "code is not loaded by name; leave it out."
 OWN_BACKEND = (
     "each op runs the fastest backend that gives its one result; `lockstep explain` names them"
 )
-NO_LOG = "requests and answers are never written to the log; /metrics counts them"
+NO_LOG = "texts of requests and answers are never written to the log; /metrics counts them"
 OWN_LOADER = "safetensors are read straight into their places"
 ALL_PROMPTS = "prompts that wait share a step equally, in whole pages"
 NO_CONTEXT_PARALLEL = "a request's cache lies on each GPU as its heads do; leave it out."
@@ -559,11 +559,12 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         acts("uvicorn-log-level", "what the HTTP server logs"),
         refused("enable-ssl-refresh", "restart the server; leave it out.", SWITCH, same=(False,)),
         refused("middleware", "put a proxy in front; leave it out.", MANY, same=([],)),
-        refused(
+        acts(
             "enable-request-id-headers",
-            "an answer's id is in its body; leave it out.",
+            "X-Request-Id is in every answer, always",
             SWITCH,
-            same=(False,),
+            setting="",
+            same=(True,),
         ),
         refused(
             "enable-offline-docs", "/docs needs the network; leave it out.", SWITCH, same=(False,)
@@ -603,7 +604,13 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         refused("grpc", "HTTP is spoken; leave it out.", SWITCH, same=(False,)),
     ),
     "Logs and metrics": (
-        acts("disable-log-requests", "requests are never logged", SWITCH, setting="", same=(True,)),
+        acts(
+            "disable-log-requests",
+            "they are not logged unless --enable-log-requests is given",
+            SWITCH,
+            setting="",
+            same=(True,),
+        ),
         acts(
             "disable-log-stats",
             "no lines of figures are logged; /metrics has them",
@@ -613,25 +620,31 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         acts(
             "disable-uvicorn-access-log",
-            "requests are never logged",
+            "there is none unless --uvicorn-log-level is info or below",
             SWITCH,
             setting="",
             same=(True,),
         ),
         noted("disable-access-log-for-endpoints", NO_LOG),
-        noted("enable-log-requests", NO_LOG, SWITCH, same=(False,)),
+        acts(
+            "enable-log-requests",
+            "a line for every request that has ended; of its text nothing",
+            SWITCH,
+        ),
         noted("enable-log-outputs", NO_LOG, SWITCH, same=(False,)),
         noted("enable-log-deltas", NO_LOG, SWITCH, same=(False,)),
         noted("max-log-len", NO_LOG, NUMBER),
         noted("log-error-stack", "a fault of the server is logged with its stack", SWITCH),
-        noted("log-config-file", "the log goes to stderr; --uvicorn-log-level chooses how much"),
+        noted("log-config-file", "the log goes to stderr, in the form of --log-format"),
         noted("aggregate-engine-logging", "there is one engine", SWITCH),
         noted("enable-server-load-tracking", "/metrics tells running and waiting ones", SWITCH),
         noted("show-hidden-metrics-for-version", "no metric is hidden"),
         noted("kv-cache-metrics", "/metrics tells pages and hits", SWITCH, same=(False,)),
         noted("kv-cache-metrics-sample", "/metrics tells pages and hits", NUMBER),
         noted("cudagraph-metrics", "`lockstep explain` tells the plan", SWITCH, same=(False,)),
-        noted("enable-mfu-metrics", "`lockstep bench --floor` tells it", SWITCH, same=(False,)),
+        noted(
+            "enable-mfu-metrics", "/metrics shows steps over their floors", SWITCH, same=(False,)
+        ),
         noted("enable-logging-iteration-details", "/metrics counts steps", SWITCH, same=(False,)),
         noted(
             "enable-layerwise-nvtx-tracing",
@@ -640,8 +653,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             same=(False,),
         ),
         noted("profiler-config", "`lockstep bench --trace` writes a timeline", JSON),
-        refused("otlp-traces-endpoint", "read /metrics; leave it out."),
-        refused("collect-detailed-traces", "read /metrics; leave it out.", MANY),
+        acts("otlp-traces-endpoint", "a span for every request, by OTLP over HTTP"),
+        refused("collect-detailed-traces", "a span tells of a request; leave it out.", MANY),
         noted("fail-on-environ-validation", "no environment variable is read", SWITCH),
     ),
     "Adapters": (

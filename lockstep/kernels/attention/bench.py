@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.attention import paged_attention
-from lockstep.kernels.bench_types import BenchEnv, Cost, Made, Model, OpBenchmark
+from lockstep.kernels.bench_types import BenchEnv, Cost, Made, Model, OpBenchmark, kept_bytes
+from lockstep.kernels.kv import codecs_of
 from lockstep.step import PAGE_SIZE
 
 
@@ -22,12 +23,16 @@ def _paged_attention(model: Model, env: BenchEnv, query_len: int) -> OpBenchmark
     kv_heads = model.kv_heads
     dim = model.head_dim
     context = model.context
-    traits = dict(heads=heads, kv_heads=kv_heads, head_dim=dim)
-    backend, attend = env.choose(paged_attention, **traits)
     columns = -(-context // PAGE_SIZE)
     size = env.dtype.itemsize
-    rows = env.enough(2 * context * kv_heads * dim * size)
-    k, v = (env.random(rows * columns + 1 + i, PAGE_SIZE, kv_heads, dim)[i:] for i in range(2))
+    sides = (None, None) if env.format is None else env.format.fitting(dim)
+    shape = (PAGE_SIZE, kv_heads, dim)
+    line = kept_bytes(*(env.cache(codec, 1, *shape) for codec in sides))
+    rows = env.enough(context * line)
+    pages = rows * columns + 1
+    k, v = (env.cache(codec, pages + i, *shape) for i, codec in enumerate(sides))
+    traits = dict(heads=heads, kv_heads=kv_heads, head_dim=dim, codecs=codecs_of(k, v))
+    backend, attend = env.choose(paged_attention, **traits)
     order = torch.randperm(rows * columns, generator=torch.Generator().manual_seed(0)) + 1
     table = env.ints(order.view(rows, columns))
     q = env.random(rows * query_len, heads, dim)
@@ -41,8 +46,8 @@ def _paged_attention(model: Model, env: BenchEnv, query_len: int) -> OpBenchmark
 
     def cost(rows: int) -> Cost:
         tokens = rows * query_len
-        moved = 2 * context * kv_heads * dim * rows + 2 * tokens * heads * dim
-        return Cost(size * moved, 4 * context * heads * dim * tokens)
+        moved = context * line * rows + 2 * tokens * heads * dim * size
+        return Cost(moved, 4 * context * heads * dim * tokens)
 
     return OpBenchmark(
         op=paged_attention.name,

@@ -60,23 +60,23 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
     if not shared:
         with one_thread():
             return _attend(q, k, v, start)
-    block = max(shared[-1] // group, 1)
+    every = q.unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2)
     parts = []
-    for at in range(0, queries, block):
-        tokens = q[at : at + block]
-        count = tokens.shape[0] * group
-        last = start + at + torch.arange(count) // group
-        seen = -(-(start + at + tokens.shape[0]) // SEGMENT)
+    for at in range(0, queries * group, shared[-1]):
+        rows = every[:, at : at + shared[-1]]
+        count = rows.shape[1]
+        last = start + torch.arange(at, at + count) // group
+        seen = int(last[-1]) // SEGMENT + 1
         short = padded_rows(count, shared) - count
-        rows = tokens.unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2)
         rows = F.pad(rows, (0, 0, 0, short))
         last = F.pad(last, (0, short))
         done = [
             fold_segments(rows[h], k[:seen, :, h], v[:seen, :, h], last)[:count]
             for h in range(len(rows))
         ]
-        parts.append(torch.stack(done).unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2))
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts.append(torch.stack(done))
+    found = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    return found.unflatten(1, (-1, group)).transpose(0, 1).flatten(1, 2)
 
 
 def fold_segments(rows: Tensor, k: Tensor, v: Tensor, last: Tensor) -> Tensor:

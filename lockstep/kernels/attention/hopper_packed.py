@@ -1,5 +1,6 @@
 # mypy: ignore-errors
-"""paged_attention over packed caches on Hopper, in Gluon: the fold of paged.py, bit for bit.
+"""paged_attention over packed caches on Hopper, in Gluon: the fold of paged.py, bit for bit. Few
+rows go through hopper_few.py.
 
 A program owns the (token, head of a group) rows of one KV head and a run of segments. One group of
 warps unpacks keys and one unpacks values, tile by tile, into shared memory, while there is room; a
@@ -27,6 +28,8 @@ from lockstep.kernels.attention._warpgroup import (
     NO_SCORE,
     TILE,
 )
+from lockstep.kernels.attention.hopper_few import paged_attention_few, serves
+from lockstep.kernels.attention.hopper_scratch import paged_attention_scratch, scratch_fits
 from lockstep.kernels.attention.paged import (
     ENTRY_BYTES,
     LOG2E,
@@ -351,10 +354,15 @@ def paged_attention_hopper_packed(
     gates: Tensor | None = None,
     shape: Shape | None = None,
 ) -> Tensor:
-    """See lockstep.kernels.attention.paged_attention. What does not fit goes through paged.py.
+    """See lockstep.kernels.attention.paged_attention. Few rows go through hopper_few.py,
+    prompts through hopper_scratch.py, what does not fit through paged.py.
 
-    shape: how; as shape_of() says where it is left out.
+    shape: how this kernel serves it; as shape_of() says where it is left out.
     """
+    if scratch_fits(q, k_cache, query_len):
+        return paged_attention_scratch(
+            q, k_cache, v_cache, page_table, cu_seqlens, starts, query_len, scale, gates
+        )
     rows = starts.shape[0]
     _, heads, dim = q.shape
     _, page, kv_heads, _ = k_cache.shape
@@ -364,6 +372,10 @@ def paged_attention_hopper_packed(
     few = count <= MOST_ROWS[dim] and left * (dim + 2) * 4 <= ENTRY_BYTES
     if not (len(q) and few and page == TILE):
         return paged_attention_triton(
+            q, k_cache, v_cache, page_table, cu_seqlens, starts, query_len, scale, gates
+        )
+    if shape is None and serves(q, k_cache, v_cache, count):
+        return paged_attention_few(
             q, k_cache, v_cache, page_table, cu_seqlens, starts, query_len, scale, gates
         )
     how = shape or shape_of(rows, count, kv_heads, dim, segments)

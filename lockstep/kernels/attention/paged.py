@@ -25,6 +25,7 @@ from lockstep.kernels.attention import SEGMENT, paged_attention
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.kv import KVCache
 from lockstep.kernels.kv._launch import Opened, opened, token_bytes, unserved
+from lockstep.kernels.kv._tile_device import cache_tile, pages_of
 from lockstep.kernels.kv._turn_device import turned_back
 from lockstep.kernels.packed._form import target_of
 
@@ -41,80 +42,6 @@ COLUMNS = 64
 """Columns of its programs: 1.0 us less than all of a head of 256 (H200)."""
 NO_SCORE = tl.constexpr(-1e30)
 """The maximum over no scores: finite, so that a difference of two is a number."""
-
-
-@triton.jit
-def _pages_of(pages, at, end, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """The page of keys at .. at + TILE - 1 where they lie in one page, else of each key [TILE]."""
-    if PAGE % TILE == 0:
-        return tl.load(pages + at // PAGE, mask=at < end, other=0)
-    else:
-        key = at + tl.arange(0, TILE)
-        return tl.load(pages + key // PAGE, mask=key < end, other=0)
-
-
-@triton.jit
-def _load(
-    cache, page, at, keys, d, P_STRIDE: tl.constexpr, T_STRIDE: tl.constexpr, D: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Keys or values at .. at + TILE - 1 of a head, columns d: [TILE, columns], 0 from keys on."""
-    lanes = tl.arange(0, TILE)
-    mask = (at + lanes < keys)[:, None] & (d < D)[None, :]
-    if PAGE % TILE == 0:
-        cache += page.to(tl.int64) * P_STRIDE + at % PAGE * T_STRIDE
-        place = lanes[:, None] * T_STRIDE
-    else:
-        place = (page.to(tl.int64) * P_STRIDE + (at + lanes) % PAGE * T_STRIDE)[:, None]
-    return tl.load(cache + (place + d[None, :]), mask=mask, other=0.0)
-
-
-@triton.jit
-def _load_packed(
-    codes, numbers, constant, kv, page, at, keys, P_STRIDE: tl.constexpr,
-    T_STRIDE: tl.constexpr, COUNT: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, PAGE: tl.constexpr, TILE: tl.constexpr, SHARE: tl.constexpr,
-    FETCH: tl.constexpr, UNPACK: tl.constexpr, DTYPE: tl.constexpr, OPAQUE: tl.constexpr,
-):  # fmt: skip
-    """The same of a packed cache: fetched and unpacked by the codec's device functions, rounded to
-    DTYPE. COUNT: numbers of a token and head. OPAQUE: a tile goes to shared memory as it was
-    unpacked. Else it would be loaded as a product takes it: byte by byte, and by mma.sync in other
-    groups of columns than those of DTYPE (kWidth 4), which adds them in another order.
-    """
-    lanes = tl.arange(0, TILE)
-    live = (at + lanes < keys)[:, None]
-    page = page.to(tl.int64)
-    if PAGE % TILE == 0:
-        codes += page * P_STRIDE + at % PAGE * T_STRIDE + lanes[:, None] * T_STRIDE
-    else:
-        codes += (page * P_STRIDE + (at + lanes) % PAGE * T_STRIDE)[:, None]
-    if COUNT > 0:
-        token = page * PAGE + (at + lanes) % PAGE
-        numbers += (token * (HKV * COUNT) + kv * COUNT)[:, None]
-    columns = tl.arange(0, max(BLOCK_D // SHARE, 1))[None, :]
-    tile = UNPACK(FETCH(codes, numbers, columns, live, D), columns, constant, D).to(DTYPE)
-    if OPAQUE:
-        tile = tl.inline_asm_elementwise(
-            "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2
-        )
-    return tile
-
-
-@triton.jit
-def _tile(
-    cache, numbers, constant, kv, page, at, keys, d, P_STRIDE: tl.constexpr,
-    T_STRIDE: tl.constexpr, COUNT: tl.constexpr, HKV: tl.constexpr, D: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr, SHARE: tl.constexpr, FETCH: tl.constexpr,
-    UNPACK: tl.constexpr, DTYPE: tl.constexpr, OPAQUE: tl.constexpr,
-):  # fmt: skip
-    """Keys or values of a head, of a cache that is packed or (FETCH is None) not."""
-    if FETCH is None:
-        return _load(cache, page, at, keys, d, P_STRIDE, T_STRIDE, D, PAGE, TILE)
-    else:
-        return _load_packed(
-            cache, numbers, constant, kv, page, at, keys, P_STRIDE, T_STRIDE,
-            COUNT, HKV, D, d.shape[0], PAGE, TILE, SHARE, FETCH, UNPACK, DTYPE, OPAQUE,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -252,7 +179,7 @@ def _attend_kernel(
     width = SPAN * SEGMENT
     own = tl.program_id(2) * width
     turn = tl.num_programs(2) * width
-    page = _pages_of(pages, own, own + 1, PAGE, TILE)
+    page = pages_of(pages, own, own + 1, PAGE, TILE)
     first, count, start = _row(cu_seqlens, starts, s)
     end = start + tl.minimum(count, (row + ROWS - 1) // group + 1)
     keys = start + count
@@ -272,20 +199,20 @@ def _attend_kernel(
         stop = tl.minimum(end, begin + width)
         for at in range(begin, stop, TILE):
             if PAGE % TILE != 0:
-                page = _pages_of(pages, at, keys, PAGE, TILE)
-            k = _tile(
+                page = pages_of(pages, at, keys, PAGE, TILE)
+            k = cache_tile(
                 k_cache + kv * K_HEAD, k_numbers, k_constant, kv, page, at, keys, d, K_PAGE,
                 K_TOKEN, K_COUNT, HKV, D, PAGE, TILE, K_SHARE, K_FETCH, K_UNPACK,
                 q.dtype.element_ty, OPAQUE,
             )  # fmt: skip
             scores = tl.dot(k, query, input_precision="ieee")
-            v = _tile(
+            v = cache_tile(
                 v_cache + kv * V_HEAD, v_numbers, v_constant, kv, page, at, keys, d, V_PAGE,
                 V_TOKEN, V_COUNT, HKV, D, PAGE, TILE, V_SHARE, V_FETCH, V_UNPACK,
                 q.dtype.element_ty, OPAQUE,
             )  # fmt: skip
             if PAGE % TILE == 0:
-                page = _pages_of(pages, at + TILE, stop, PAGE, TILE)
+                page = pages_of(pages, at + TILE, stop, PAGE, TILE)
             top, norm, total = _weigh(scores, v, at, last, scale, top, norm, total, TILE)
             if ((at + TILE) % SEGMENT == 0) | (at + TILE >= stop):
                 if ((begin == 0) & FOLDS) | (not LEAVES):
@@ -295,7 +222,7 @@ def _attend_kernel(
                     to = entry + at // SEGMENT * H
                     _store_entry(tops, norms, parts, to, d, top, norm, total, used, D)
                 top, norm, total = _empty_fold(ONES, ROWS, BLOCK_D)
-        page = _pages_of(pages, begin + turn, end, PAGE, TILE)
+        page = pages_of(pages, begin + turn, end, PAGE, TILE)
     if (own == 0) & FOLDS:
         if LEAVES:
             used = mine & (last >= width)
@@ -309,13 +236,32 @@ def _attend_kernel(
         )  # fmt: skip
 
 
+@triton.jit
+def _entries(
+    tops, norms, parts, at, base, end, d, H: tl.constexpr, D: tl.constexpr, TOGETHER: tl.constexpr
+):
+    """TOGETHER entries of a (token, head) from the base-th on, those before `end`: the largest
+    score [1], the sum of weights [1, 1], the output [columns, 1] of each."""
+    found = ()
+    for i in tl.static_range(TOGETHER):
+        there = base + i < end
+        entry = at + (base + i) * H + tl.zeros((1,), tl.int64)
+        top = tl.load(tops + entry, mask=there, other=0.0)
+        norm = tl.load(norms + entry, mask=there, other=0.0)[None, :]
+        place = entry[None, :] * D + d[:, None]
+        total = tl.load(parts + place, mask=(d < D)[:, None] & there, other=0.0)
+        found = found + ((top, norm, total),)
+    return found
+
+
 @triton.jit(do_not_specialize=["entries", "gate_stride", "FIRST", "Q", "seed"])
 def _fold_kernel(
     tops, norms, parts, cu_seqlens, starts, gates, out, entries, gate_stride, FIRST, Q,
     H: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, SEGMENT: tl.constexpr,
     GATED: tl.constexpr, TOGETHER: tl.constexpr, FOLDS: tl.constexpr, seed, TURNED: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS of a (row, token, head): its entries in ascending order, TOGETHER loaded at once.
+    """COLUMNS of a (row, token, head): its entries in ascending order, TOGETHER loaded at once,
+    while those before them are folded.
 
     Where the first kernel FOLDS, it ended the tokens of one entry. Else all have many, and the
     first are loaded before the row's length is known; those beyond it are left out.
@@ -323,22 +269,19 @@ def _fold_kernel(
     s = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) // H
     head = tl.program_id(1) % H
+    d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    at = (s * Q + token) * entries * H + head
+    ahead = _entries(tops, norms, parts, at, 0, entries, d, H, D, TOGETHER)
     first, count, start = _row(cu_seqlens, starts, s)
     used = (start + token) // SEGMENT + 2 - FIRST
     first += tl.zeros((1,), tl.int64)
-    d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     best, norms_all, sums = _empty_fold(1, 1, COLUMNS)
     for base in range(0, tl.where(used > 1, used, not FOLDS), TOGETHER):
+        now = ahead
+        ahead = _entries(tops, norms, parts, at, base + TOGETHER, used, d, H, D, TOGETHER)
         for i in tl.static_range(TOGETHER):
-            there = base + i < entries
             live = base + i < used
-            at = ((s * Q + token) * entries + base + i) * H + head + tl.zeros((1,), tl.int64)
-            top = tl.load(tops + at, mask=there, other=0.0)
-            norm = tl.load(norms + at, mask=there, other=0.0)[None, :]
-            place = at[None, :] * D + d[:, None]
-            mask = (d < D)[:, None] & there
-            total = tl.load(parts + place, mask=mask, other=0.0)
-            top, norm, total = _fold(best, norms_all, sums, top, norm, total)
+            top, norm, total = _fold(best, norms_all, sums, now[i][0], now[i][1], now[i][2])
             best = tl.where(live, top, best)
             norms_all = tl.where(live, norm, norms_all)
             sums = tl.where(live, total, sums)
@@ -359,7 +302,7 @@ def supports(**traits: Any) -> str | None:
     kv_heads = traits.get("kv_heads", 1)
     if heads % kv_heads:
         return f"{heads} heads are no multiple of {kv_heads} KV heads"
-    return unserved(**traits) or gpu_trait(**traits)
+    return unserved(dim, **traits) or gpu_trait(**traits)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """What leads drafters through a step and its rows: integers only, one pass over the rows each.
 
 mtp_inputs and next_draft_step lead a draft module from the step that was verified to its own steps
-of one token a row; ngram_lookup drafts from a row's own history and other texts. R rows of the
-table (row 0 is the null row), L tokens of a row, S rows and T tokens of the step, K drafts of a
-row, P pages.
+of one token a row, and block_step one that fills a block of each row at once; ngram_lookup drafts
+from a row's own history and other texts. R rows of the table (row 0 is the null row), L tokens of a
+row, S rows and T tokens of the step, K drafts of a row, P pages.
 """
 
 from dataclasses import dataclass
@@ -43,6 +43,7 @@ class DraftTensors:
     positions: Tensor
     slot_mapping: Tensor
     starts: Tensor
+    folded: Tensor
     seq_lens: Tensor
     cu_seqlens: Tensor
     token_rows: Tensor
@@ -52,6 +53,7 @@ class DraftTensors:
 @op(writes=("drafts",))
 def next_draft_step(
     computed: Tensor,
+    folded: Tensor,
     drafts: Tensor,
     row_ids: Tensor,
     tokens: Tensor,
@@ -62,7 +64,8 @@ def next_draft_step(
 ) -> DraftTensors:
     """Keeps tokens [S] int64 (-1: none) as the rows' draft number `index` in drafts [R, K], and
     makes the step that reads them, 0 for none: its position lies index + behind places behind
-    computed [R]; page_table [S, P]. sample_at: where the draft after them will stand.
+    computed [R]; folded [R]: as in Step; page_table [S, P]. sample_at: where the draft after them
+    will stand.
     """
     drafts[row_ids, index] = tokens
     starts = computed[row_ids] + index + behind
@@ -75,10 +78,64 @@ def next_draft_step(
         positions=positions,
         slot_mapping=page * page_size + positions % page_size,
         starts=starts,
+        folded=folded[row_ids],
         seq_lens=starts + 1,
         cu_seqlens=rows.int(),
         token_rows=rows[:-1],
         sample_at=positions[:, None] + 2 - behind,
+    )
+
+
+@dataclass
+class BlockTensors:
+    """A step of S blocks of T tokens in all: fields of lockstep.step.Step. starts, seq_lens and
+    cu_seqlens are those of one token a block, its last."""
+
+    token_ids: Tensor
+    positions: Tensor
+    slot_mapping: Tensor
+    starts: Tensor
+    seq_lens: Tensor
+    cu_seqlens: Tensor
+    token_rows: Tensor
+    sample_at: Tensor
+
+
+@op
+def block_step(
+    computed: Tensor,
+    history: Tensor,
+    row_ids: Tensor,
+    page_table: Tensor,
+    width: int,
+    mask: int,
+    page_size: int,
+) -> BlockTensors:
+    """The step of one block of `width` tokens per row: its last known token, which history [R, L]
+    has at computed [R], and token `mask` at each place behind it; page_table [S, P].
+
+    A token stands at its own position, and attends from the block's last one, so that it sees the
+    whole block. sample_at [S, width - 1] int64: where the drafts of the masked places will stand.
+    """
+    rows = row_ids.shape[0]
+    first = computed[row_ids]
+    order = torch.arange(width, dtype=torch.int32, device=first.device)
+    positions = (first[:, None] + order).long()
+    column = (positions // page_size).clamp_max_(page_table.shape[1] - 1)
+    known = history[row_ids, first.long()]
+    tokens = torch.full_like(positions, mask)
+    tokens[:, 0] = known
+    starts = first + (width - 1)
+    index = torch.arange(rows + 1, device=first.device)
+    return BlockTensors(
+        token_ids=tokens.flatten(),
+        positions=positions.flatten(),
+        slot_mapping=(page_table.gather(1, column) * page_size + positions % page_size).flatten(),
+        starts=starts,
+        seq_lens=starts + 1,
+        cu_seqlens=index.int(),
+        token_rows=index[:-1].repeat_interleave(width),
+        sample_at=positions[:, 1:].contiguous(),
     )
 
 

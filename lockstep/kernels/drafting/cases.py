@@ -47,6 +47,7 @@ def next_draft_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, A
         chosen = row_ids(draw, rows, rows + 2)
         arguments = dict(
             computed=table.computed,
+            folded=table.folded,
             drafts=table.drafts,
             row_ids=chosen,
             tokens=torch.where(chosen > 0, draw.ints(-1, 50, rows).long(), 7),
@@ -56,6 +57,27 @@ def next_draft_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, A
         )
         for behind in (0, 1):
             yield f"draft {index} of {rows}, {behind} behind", arguments | dict(behind=behind)
+
+
+def block_step_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(name, arguments of block_step on the CPU): blocks of a draft up to 15, whole blocks of
+    tokens."""
+    for rows, width in ((1, 2), (1, 16), (5, 4), (11, 8), (16, 4), (65, 16)):
+        draw = Draw(rows + width)
+        table = random_table(draw, rows + 2, width - 1, 60, 50)
+        chosen = row_ids(draw, rows, rows + 2)
+        yield (
+            f"{rows} blocks of {width}",
+            dict(
+                computed=table.computed,
+                history=table.tokens,
+                row_ids=chosen,
+                page_table=table.page_table[chosen],
+                width=width,
+                mask=49,
+                page_size=PAGE_SIZE,
+            ),
+        )
 
 
 def ngram_lookup_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:

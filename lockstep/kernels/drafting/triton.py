@@ -1,7 +1,9 @@
-"""The drafters' ops in Triton: one launch each, a program per row or per block of rows.
+"""The drafters' ops in Triton: a program per row or per block of rows, one launch each.
+ngram_lookup has two, the first with a program per block of a text.
 
-A row of the table belongs to one program, but for row 0, where all that programs write is the same.
-Nothing is added atomically and no argument but the drafts that ngram_lookup makes is specialised.
+A row of the table is written by one program, but for row 0, where all that programs write is the
+same. Nothing is added atomically, and no argument but the drafts and the blocks of text of
+ngram_lookup is specialised.
 """
 
 import torch
@@ -10,13 +12,20 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.drafting import DraftTensors, mtp_inputs, next_draft_step, ngram_lookup
+from lockstep.kernels.drafting import (
+    BlockTensors,
+    DraftTensors,
+    block_step,
+    mtp_inputs,
+    next_draft_step,
+    ngram_lookup,
+)
 from lockstep.kernels.step_metadata.triton import slot_at
 
 ROW_BLOCK = 64
 """Rows, or tokens, of a program."""
 HISTORY_BLOCK = 2048
-"""Tokens of a row's history that are read at once."""
+"""Places of a row's history, or of the ring, that one program looks at."""
 
 
 @triton.jit(do_not_specialize=["rows", "tokens", "length", "window"])
@@ -75,9 +84,9 @@ def mtp_inputs_triton(
 
 @triton.jit(do_not_specialize=["rows", "most_drafts", "index", "behind", "columns", "page_size"])
 def _next_draft_step_kernel(
-    computed, drafts, row_ids, tokens, page_table, token_ids, positions, slot_mapping, starts,
-    seq_lens, cu_seqlens, token_rows, sample_at, rows, most_drafts, index, behind, columns,
-    page_size, BLOCK: tl.constexpr,
+    computed, folded, drafts, row_ids, tokens, page_table, token_ids, positions, slot_mapping,
+    starts, held, seq_lens, cu_seqlens, token_rows, sample_at, rows, most_drafts, index, behind,
+    columns, page_size, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK rows: keep a draft each, and stand on it."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -92,6 +101,7 @@ def _next_draft_step_kernel(
     tl.store(positions + at, start.to(tl.int64), mask=live)
     tl.store(sample_at + at, start.to(tl.int64) + 2 - behind, mask=live)
     tl.store(starts + at, start, mask=live)
+    tl.store(held + at, tl.load(folded + row), mask=live)
     tl.store(seq_lens + at, start + 1, mask=live)
     tl.store(token_rows + at, at.to(tl.int64), mask=live)
     tl.store(cu_seqlens + at, at, mask=at <= rows)
@@ -100,6 +110,7 @@ def _next_draft_step_kernel(
 @next_draft_step.backend("triton", supports=gpu_trait)
 def next_draft_step_triton(
     computed: Tensor,
+    folded: Tensor,
     drafts: Tensor,
     row_ids: Tensor,
     tokens: Tensor,
@@ -115,6 +126,7 @@ def next_draft_step_triton(
         positions=torch.empty_like(row_ids),
         slot_mapping=torch.empty_like(row_ids),
         starts=computed.new_empty(rows),
+        folded=computed.new_empty(rows),
         seq_lens=computed.new_empty(rows),
         cu_seqlens=computed.new_empty(rows + 1),
         token_rows=torch.empty_like(row_ids),
@@ -122,6 +134,7 @@ def next_draft_step_triton(
     )
     _next_draft_step_kernel[(rows // ROW_BLOCK + 1,)](
         computed=computed,
+        folded=folded,
         drafts=drafts,
         row_ids=row_ids,
         tokens=tokens,
@@ -130,6 +143,7 @@ def next_draft_step_triton(
         positions=out.positions,
         slot_mapping=out.slot_mapping,
         starts=out.starts,
+        held=out.folded,
         seq_lens=out.seq_lens,
         cu_seqlens=out.cu_seqlens,
         token_rows=out.token_rows,
@@ -146,51 +160,146 @@ def next_draft_step_triton(
     return out
 
 
+@triton.jit(
+    do_not_specialize=["rows", "length", "width", "mask_token", "columns", "page_size"],
+)
+def _block_step_kernel(
+    computed, history, row_ids, page_table, token_ids, positions, slot_mapping, starts, seq_lens,
+    cu_seqlens, token_rows, sample_at, rows, length, width, mask_token, columns, page_size,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK tokens of the rows' blocks."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tokens = rows * width
+    live = at < tokens
+    s = tl.where(live, at // width, 0)
+    order = at % width
+    row = tl.load(row_ids + s, mask=live, other=0)
+    first = tl.load(computed + row)
+    position = first + order
+    known = tl.load(history + row * length + first)
+    tl.store(token_ids + at, tl.where(order == 0, known, mask_token), mask=live)
+    tl.store(positions + at, position.to(tl.int64), mask=live)
+    pages = page_table + s.to(tl.int64) * columns
+    tl.store(slot_mapping + at, slot_at(pages, position, columns, page_size), mask=live)
+    tl.store(token_rows + at, s.to(tl.int64), mask=live)
+    ahead = live & (order == 0)
+    tl.store(starts + s, first + width - 1, mask=ahead)
+    tl.store(seq_lens + s, first + width, mask=ahead)
+    tl.store(cu_seqlens + at, at, mask=at <= rows)
+    drafted = live & (order > 0)
+    tl.store(sample_at + s * (width - 1) + order - 1, position.to(tl.int64), mask=drafted)
+
+
+@block_step.backend("triton", supports=gpu_trait)
+def block_step_triton(
+    computed: Tensor,
+    history: Tensor,
+    row_ids: Tensor,
+    page_table: Tensor,
+    width: int,
+    mask: int,
+    page_size: int,
+) -> BlockTensors:
+    """See lockstep.kernels.drafting.block_step. page_table is contiguous."""
+    rows = row_ids.shape[0]
+    tokens = rows * width
+    out = BlockTensors(
+        token_ids=row_ids.new_empty(tokens),
+        positions=row_ids.new_empty(tokens),
+        slot_mapping=row_ids.new_empty(tokens),
+        starts=computed.new_empty(rows),
+        seq_lens=computed.new_empty(rows),
+        cu_seqlens=computed.new_empty(rows + 1),
+        token_rows=row_ids.new_empty(tokens),
+        sample_at=row_ids.new_empty(rows, width - 1),
+    )
+    _block_step_kernel[(tokens // ROW_BLOCK + 1,)](
+        computed=computed,
+        history=history,
+        row_ids=row_ids,
+        page_table=page_table,
+        **vars(out),
+        rows=rows,
+        length=history.shape[1],
+        width=width,
+        mask_token=mask,
+        columns=page_table.shape[1],
+        page_size=page_size,
+        BLOCK=ROW_BLOCK,
+        num_warps=2,
+    )
+    return out
+
+
 @triton.jit
 def _longest_match(
-    text, origin, size, ends, history, known, shift, least, most, BLOCK: tl.constexpr
+    text, origin, size, first, ends, history, known, shift, least, most, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Over the places of a ring `text` of `size` tokens from `origin` on, the best of those below
-    `ends` at which what ends history[:known] has stood: (n << 32 | shift + place), 0 for none."""
-    best = tl.zeros((BLOCK,), tl.int64)
-    for begin in range(0, ends, BLOCK):
-        behind = begin + tl.arange(0, BLOCK)
-        alike = (behind > 0) & (behind < ends)
-        n = tl.zeros((BLOCK,), tl.int32)
-        at = (origin + behind) % size
-        back = 1
-        going = most
-        while going > 0:
-            inside = alike & (behind >= back)
-            place = at - back + tl.where(at < back, size, 0)
-            token = tl.load(text + place, mask=inside, other=-1)
-            alike = inside & (token == tl.load(history + known - back))
-            n += alike.to(tl.int32)
-            back += 1
-            more = (back <= most) & (back <= known)
-            going = tl.max(alike.to(tl.int32), 0) * more.to(tl.int32)
-        found = (n.to(tl.int64) << 32) | (behind + shift).to(tl.int64)
-        best = tl.maximum(best, tl.where(n >= least, found, 0))
-    return tl.max(best, 0)
+    """Over BLOCK places from `first` on of a ring `text` of `size` tokens that begins at origin,
+    the best of those below `ends` at which what ends history[:known] has stood:
+    (n << 32 | shift + place), 0 for none."""
+    behind = first + tl.arange(0, BLOCK)
+    alike = (behind > 0) & (behind < ends)
+    n = tl.zeros((BLOCK,), tl.int32)
+    at = (origin + behind) % size
+    back = 1
+    going = tl.where(first < ends, most, 0)
+    while going > 0:
+        inside = alike & (behind >= back)
+        place = at - back + tl.where(at < back, size, 0)
+        token = tl.load(text + place, mask=inside, other=-1)
+        alike = inside & (token == tl.load(history + known - back))
+        n += alike.to(tl.int32)
+        back += 1
+        more = (back <= most) & (back <= known)
+        going = tl.max(alike.to(tl.int32), 0) * more.to(tl.int32)
+    found = (n.to(tl.int64) << 32) | (behind + shift).to(tl.int64)
+    return tl.max(tl.where(n >= least, found, 0), 0)
 
 
-@triton.jit(do_not_specialize=["length", "room", "stride", "count", "least", "most"])
-def _ngram_lookup_kernel(
-    history, computed, texts, oldest, drafts, row_ids, length, room, stride, count, least, most,
-    BLOCK: tl.constexpr, LANES: tl.constexpr,
+@triton.jit(do_not_specialize=["length", "room", "least", "most"])
+def _match_kernel(
+    history, computed, texts, oldest, row_ids, matches, length, room, least, most,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row: the longest n-gram wins, then the row's own history, then the latest; all in one
-    number, n above the place in [ring, history]."""
+    """BLOCK places of one row's history, or, behind the blocks of it, of the ring: the best match
+    there. The longest n-gram wins, then the row's own history, then the latest; all in one number,
+    n above the place in [ring, history]."""
+    row = tl.load(row_ids + tl.program_id(0))
+    block = tl.program_id(1)
+    known = tl.load(computed + row) + 1
+    history += row * length
+    least = tl.maximum(least, 1)
+    own = tl.cdiv(length, BLOCK)
+    if block < own:
+        found = _longest_match(
+            history, 0, length, block * BLOCK, known, history, known, room, least, most, BLOCK
+        )
+    else:
+        origin = tl.load(oldest).to(tl.int32)
+        ends = tl.where(row > 0, room, 0)
+        first = (block - own) * BLOCK
+        found = _longest_match(
+            texts, origin, room, first, ends, history, known, 0, least, most, BLOCK
+        )
+    tl.store(matches + tl.program_id(0) * tl.num_programs(1) + block, found)
+
+
+@triton.jit(do_not_specialize=["length", "room", "stride", "count", "blocks"])
+def _follow_kernel(
+    history, computed, texts, oldest, drafts, row_ids, matches, length, room, stride, count, blocks,
+    BLOCKS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """One row: the tokens behind the best of its matches."""
     row = tl.load(row_ids + tl.program_id(0))
     known = tl.load(computed + row) + 1
     history += row * length
     origin = tl.load(oldest).to(tl.int32)
-    least = tl.maximum(least, 1)
-    own = _longest_match(history, 0, length, known, history, known, room, least, most, BLOCK)
     size = tl.maximum(room, 1)
-    ends = tl.where(row > 0, room, 0)
-    other = _longest_match(texts, origin, size, ends, history, known, 0, least, most, BLOCK)
-    place = (tl.maximum(own, other) & 0x7FFFFFFF).to(tl.int32)
+    lane = tl.arange(0, BLOCKS)
+    found = tl.load(matches + tl.program_id(0) * blocks + lane, mask=lane < blocks, other=0)
+    place = (tl.max(found, 0) & 0x7FFFFFFF).to(tl.int32)
     lane = tl.arange(0, LANES)
     mine = place > room
     real = mine & (place - room + lane < known)
@@ -215,21 +324,41 @@ def ngram_lookup_triton(
 ) -> None:
     """See lockstep.kernels.drafting.ngram_lookup."""
     count = drafts.shape[1]
-    if count:
-        _ngram_lookup_kernel[(row_ids.shape[0],)](
-            history=history,
-            computed=computed,
-            texts=texts,
-            oldest=oldest,
-            drafts=drafts,
-            row_ids=row_ids,
-            length=history.shape[1],
-            room=texts.shape[0],
-            stride=drafts.stride(0),
-            count=count,
-            least=least,
-            most=most,
-            BLOCK=HISTORY_BLOCK,
-            LANES=triton.next_power_of_2(count),
-            num_warps=8,
-        )
+    if not count:
+        return
+    rows = row_ids.shape[0]
+    length = history.shape[1]
+    room = texts.shape[0]
+    blocks = triton.cdiv(length, HISTORY_BLOCK) + triton.cdiv(room, HISTORY_BLOCK)
+    matches = row_ids.new_empty(rows, blocks)
+    _match_kernel[(rows, blocks)](
+        history=history,
+        computed=computed,
+        texts=texts,
+        oldest=oldest,
+        row_ids=row_ids,
+        matches=matches,
+        length=length,
+        room=room,
+        least=least,
+        most=most,
+        BLOCK=HISTORY_BLOCK,
+        num_warps=8,
+    )
+    _follow_kernel[(rows,)](
+        history=history,
+        computed=computed,
+        texts=texts,
+        oldest=oldest,
+        drafts=drafts,
+        row_ids=row_ids,
+        matches=matches,
+        length=length,
+        room=room,
+        stride=drafts.stride(0),
+        count=count,
+        blocks=blocks,
+        BLOCKS=triton.next_power_of_2(blocks),
+        LANES=triton.next_power_of_2(count),
+        num_warps=1,
+    )

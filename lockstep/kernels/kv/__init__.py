@@ -12,7 +12,7 @@ A codec may leave numbers in a rotation (Codec.turn). Then rope_and_cache gives 
 the layer's keys are, and paged_attention rotates its sums back as the layer's values were.
 """
 
-from lockstep.kernels.kv._packed import Codec, KVCache, KVDevice, KVFormat, PackedKV
+from lockstep.kernels.kv._packed import Codec, KVCache, KVDevice, KVFormat, KVFragments, PackedKV
 from lockstep.kernels.kv._reading import (
     codecs_of,
     read_pages,
@@ -29,6 +29,7 @@ __all__ = [
     "KVCache",
     "KVDevice",
     "KVFormat",
+    "KVFragments",
     "PackedKV",
     "Turn",
     "codecs_of",

@@ -14,6 +14,12 @@ def fetch_words(codes, numbers, columns, live, D: tl.constexpr):
 
 
 @triton.jit
+def fetch_scaled(codes, numbers, columns, live, D: tl.constexpr):
+    """fetch_words, and the scale of each token."""
+    return fetch_words(codes, numbers, columns, live, D) + (tl.load(numbers, mask=live, other=0.0),)
+
+
+@triton.jit
 def in_order(v0, v1, v2, v3):
     """The four of each word [T, W] -> [T, 4 W]."""
     four = tl.join(tl.join(v0, v2), tl.join(v1, v3))

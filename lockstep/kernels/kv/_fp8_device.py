@@ -1,21 +1,27 @@
 # mypy: ignore-errors
 """fp8.py in Triton, by integer operations: any architecture, and the same bits on each.
 
-Where there is no scale, codes are unpacked to bf16 by assembly, four at a time.
+Where there is no scale, or a power of two, codes are unpacked to bf16 by assembly, four at a time.
 """
 
 import triton
 import triton.language as tl
 
 from lockstep.kernels.kv import KVDevice
-from lockstep.kernels.kv._bytes_device import fetch_words, in_order
+from lockstep.kernels.kv._bytes_device import fetch_scaled, fetch_words, in_order
+from lockstep.kernels.kv.fp8 import LARGE as LARGE_SIZE
+from lockstep.kernels.kv.fp8 import LEAST as LEAST_EXPONENT
+from lockstep.kernels.kv.fp8 import WHOLE as TO_WHOLE
 from lockstep.kernels.packed._device import decode_e4m3, halves
 
 INFINITE = tl.constexpr(0x7F800000)
 """The bits of +inf in fp32: those of a NaN are larger, of every other size smaller."""
 SIGN = tl.constexpr(0x80)
 NAN = tl.constexpr(0x7F)
-FOUR_E4M3 = tl.constexpr("""
+LARGE = tl.constexpr(LARGE_SIZE)
+LEAST = tl.constexpr(LEAST_EXPONENT)
+WHOLE = tl.constexpr(TO_WHOLE)
+BITWISE = """
 {
     .reg .b32 m, n, a, b, none, large;
     mov.b32 large, 0x7b807b80;
@@ -35,12 +41,10 @@ FOUR_E4M3 = tl.constexpr("""
     lop3.b32 a, b, none, a, 0xea;
     prmt.b32 b, n, 0, 0xbbaa;
     or.b32 b, b, none;
-    fma.rn.bf16x2 $1, a, large, b;
-}
-""")
-"""Four codes of e4m3 -> their two pairs in bf16: a code's bits are those of a bf16 that is 2^120
-times smaller, subnormal ones too; -0 is added, or NaN where the code is one."""
-
+    fma.rn.bf16x2 $1, a, large, b;"""
+"""Opens a block: four codes of e4m3 -> their two pairs in bf16. A code's bits are those of a bf16
+that is 2^120 times smaller, subnormal ones too; -0 is added, or NaN where the code is one."""
+FOUR_E4M3 = tl.constexpr(BITWISE + "}")
 
 TO_FP32 = """
 {
@@ -57,15 +61,24 @@ TO_FP32 = """
     cvt.f32.f16 g, c;
     cvt.f32.f16 i, d;"""
 """Opens a block: four codes of e4m3 -> fp32 in e, f, g, i, by conversions of sm_89 and later."""
-NATIVE_E4M3 = tl.constexpr(
+NATIVE = (
     TO_FP32 % "$2"
     + """
     cvt.rn.bf16x2.f32 $0, f, e;
-    cvt.rn.bf16x2.f32 $1, i, g;
+    cvt.rn.bf16x2.f32 $1, i, g;"""
+)
+"""Opens a block: four codes of e4m3 -> their two pairs in bf16, exact on the way."""
+NATIVE_E4M3 = tl.constexpr(NATIVE + "}")
+SCALED = """
+    .reg .b32 zero;
+    mov.b32 zero, 0x80008000;
+    fma.rn.bf16x2 $0, $0, $3, zero;
+    fma.rn.bf16x2 $1, $1, $3, zero;
 }
 """
-)
-"""Four codes of e4m3 -> their two pairs in bf16, exact on the way."""
+"""Ends such a block: both pairs times a number that stands twice in a word; -0 is added."""
+SCALED_E4M3 = tl.constexpr(BITWISE + SCALED)
+SCALED_NATIVE_E4M3 = tl.constexpr(NATIVE + SCALED)
 WIDE_E4M3 = tl.constexpr(
     TO_FP32 % "$4"
     + """
@@ -127,13 +140,41 @@ def store_e5m2(values, codes, numbers, constant, live, lanes, D: tl.constexpr):
 
 
 @triton.jit
-def _unpack(word, constant, DECODE: tl.constexpr):
-    """Words of four codes -> [T, 4 W] fp32, times the layer's scale where it has one."""
-    value = in_order(
+def store_token_e4m3(values, codes, numbers, constant, live, lanes, D: tl.constexpr):
+    """See KVDevice."""
+    own = live & (lanes < D)
+    most = tl.max(tl.where(own, values.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0), 1)[:, None]
+    lost = most >= LARGE
+    exponent = tl.where(lost, 127, tl.maximum(((most + WHOLE) >> 23) - 8, LEAST))
+    scaled = tl.where(lost, 0.0, values * ((254 - exponent) << 23).to(tl.float32, bitcast=True))
+    code = _encode(scaled, scaled, 3, 7, 0x43E00000)
+    tl.store(codes + lanes, code.to(tl.uint8), mask=own)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    tl.store(numbers, tl.where(lost, float("nan"), scale), mask=live)
+
+
+@triton.jit
+def _four(word, DECODE: tl.constexpr):
+    """Words of four codes -> [T, 4 W] fp32."""
+    return in_order(
         DECODE(word & 0xFF), DECODE((word >> 8) & 0xFF), DECODE((word >> 16) & 0xFF),
         DECODE((word >> 24) & 0xFF),
     )  # fmt: skip
+
+
+@triton.jit
+def _unpack(word, constant, DECODE: tl.constexpr):
+    """Words of four codes -> [T, 4 W] fp32, times the layer's scale where it has one."""
+    value = _four(word, DECODE)
     return value if constant is None else value * constant
+
+
+@triton.jit
+def _pairs(p0, p1):
+    """Both pairs of each word -> [T, 4 W] in bf16."""
+    l0, h0 = halves(p0, tl.bfloat16)
+    l1, h1 = halves(p1, tl.bfloat16)
+    return in_order(l0, h0, l1, h1)
 
 
 @triton.jit
@@ -142,9 +183,7 @@ def _unpack_pairs(word, TEXT: tl.constexpr):
     p0, p1 = tl.inline_asm_elementwise(
         TEXT, "=&r,=&r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
     )
-    l0, h0 = halves(p0, tl.bfloat16)
-    l1, h1 = halves(p1, tl.bfloat16)
-    return in_order(l0, h0, l1, h1)
+    return _pairs(p0, p1)
 
 
 @triton.jit
@@ -176,6 +215,36 @@ def unpack_e4m3_native(found, columns, constant, D: tl.constexpr):
 
 
 @triton.jit
+def unpack_token(found, columns, constant, D: tl.constexpr):
+    """See KVDevice."""
+    return _four(found[0], decode_e4m3) * found[1]
+
+
+@triton.jit
+def _unpack_scaled(found, TEXT: tl.constexpr):
+    """What fetch_scaled gave -> [T, 4 W] in bf16, by assembly that takes the scale, too. A power of
+    two, or NaN, is its upper half in bf16."""
+    bits = found[1].to(tl.int32, bitcast=True)
+    number = ((bits >> 16) & 0xFFFF) | (bits & -65536)
+    p0, p1 = tl.inline_asm_elementwise(
+        TEXT, "=&r,=&r,r,r", [found[0], number], dtype=(tl.int32, tl.int32), is_pure=True, pack=1
+    )
+    return _pairs(p0, p1)
+
+
+@triton.jit
+def unpack_token_bf16(found, columns, constant, D: tl.constexpr):
+    """See KVDevice."""
+    return _unpack_scaled(found, SCALED_E4M3)
+
+
+@triton.jit
+def unpack_token_native(found, columns, constant, D: tl.constexpr):
+    """See KVDevice."""
+    return _unpack_scaled(found, SCALED_NATIVE_E4M3)
+
+
+@triton.jit
 def _decode_e5m2(code):
     """An e5m2 is the upper byte of an fp16: int32 -> fp32."""
     return (code << 8).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
@@ -189,3 +258,6 @@ def unpack_e5m2(found, columns, constant, D: tl.constexpr):
 
 E4M3 = KVDevice(store_e4m3, 4, fetch_words, unpack_e4m3, unpack_e4m3_bf16, unpack_e4m3_native)
 E5M2 = KVDevice(store_e5m2, 4, fetch_words, unpack_e5m2)
+TOKEN_E4M3 = KVDevice(
+    store_token_e4m3, 4, fetch_scaled, unpack_token, unpack_token_bf16, unpack_token_native
+)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.kv import KVDevice
-from lockstep.kernels.kv._bytes_device import fetch_words, in_order
+from lockstep.kernels.kv._bytes_device import fetch_scaled, in_order
 
 INFINITE = tl.constexpr(0x7F800000)
 """The bits of +inf in fp32: those of a NaN are larger, of every other size smaller."""
@@ -30,12 +30,6 @@ def store_int8(values, codes, numbers, constant, live, lanes, D: tl.constexpr):
 
 
 @triton.jit
-def fetch(codes, numbers, columns, live, D: tl.constexpr):
-    """See KVDevice."""
-    return fetch_words(codes, numbers, columns, live, D) + (tl.load(numbers, mask=live, other=0.0),)
-
-
-@triton.jit
 def unpack(found, columns, constant, D: tl.constexpr):
     """See KVDevice."""
     word = found[0]
@@ -46,4 +40,4 @@ def unpack(found, columns, constant, D: tl.constexpr):
     )  # fmt: skip
 
 
-DEVICE = KVDevice(store_int8, 4, fetch, unpack)
+DEVICE = KVDevice(store_int8, 4, fetch_scaled, unpack)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.kernels.kv import KVCache, KVDevice
+from lockstep.kernels.kv import Codec, KVCache, KVDevice
 from lockstep.kernels.packed._form import NATIVE_FP8, Target
 
 
@@ -60,13 +60,13 @@ def token_bytes(*caches: KVCache) -> int:
     return sum(tensor.shape[-1] * tensor.dtype.itemsize for tensor in packed)
 
 
-def unserved(**traits: Any) -> str | None:
+def unserved(dim: int, codecs: tuple[Codec, ...] | None = None, **traits: Any) -> str | None:
     """Why kernels cannot read a layer's cache, or None: a codec without device functions, or one
     that does not take heads of this dim."""
-    for codec in traits.get("codecs") or ():
+    for codec in codecs or ():
         if codec.device_at is None:
             return f"{type(codec).__name__} has no device functions"
-        why_not: str | None = codec.refusal(traits.get("head_dim", 64))
+        why_not = codec.refusal(dim)
         if why_not is not None:
             return why_not
     return None

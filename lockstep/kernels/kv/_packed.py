@@ -36,6 +36,25 @@ class KVDevice(NamedTuple):
     unpack_native: Any = None
 
 
+class KVFragments(NamedTuple):
+    """A codec's device functions that unpack in the registers of one warp's mma.sync, in Gluon, in
+    bf16. A tile of 64 tokens lies in shared memory as it does in a page: codes [planes, 64, W] in
+    int32, W = D / share; where there are numbers of 16 bits, numbers [N, 64] in int32, the words
+    that hold those of KV head kv.
+
+    keys(codes, numbers, i, kv, HKV, D) -> tokens 16 i .. 16 i + 15 [16, D], columns of 16 in the
+    order of _mma_layouts.column_of.
+    values(codes, numbers, i, kv, HKV, D) -> the columns [D, 16] of these tokens in any order.
+    place(i, D): the column that stands at i.
+    """
+
+    planes: int
+    share: int
+    keys: Any
+    values: Any
+    place: Any
+
+
 @dataclass(frozen=True)
 class Codec(ABC):
     """How the D numbers of one token and head lie in a page. Its fields are all it depends on."""
@@ -94,23 +113,40 @@ class Codec(ABC):
         """Module and name of its KVDevice, "a.b:C"; None where no kernel reads it."""
         return None
 
+    @property
+    def fragments_at(self) -> str | None:
+        """Module and name of its KVFragments; None where it has none."""
+        return None
+
     def device(self) -> KVDevice:
         """Its device functions, where device_at says that there are any. Needs Triton."""
-        assert self.device_at is not None, self
-        (module, name) = self.device_at.split(":")
-        found: KVDevice = getattr(import_module(module), name)
+        found: KVDevice = _named(self.device_at)
         return found
+
+    def fragments(self) -> KVFragments:
+        """Those of fragments_at, where it says that there are any. Needs Triton."""
+        found: KVFragments = _named(self.fragments_at)
+        return found
+
+
+def _named(at: str | None) -> Any:
+    """What stands at "module:name"."""
+    assert at is not None, "the codec has device functions"
+    (module, name) = at.split(":")
+    return getattr(import_module(module), name)
 
 
 @dataclass(frozen=True)
 class KVFormat:
     """A format: what keys and values are stored as. name: what numerics call it. scaled: whether a
-    checkpoint's static k_scale and v_scale are its codecs' field `scale`."""
+    checkpoint's static k_scale and v_scale are its codecs' field `scale`. latent: of a latent, key
+    and value at once; None: it stores none."""
 
     name: str
     k: Codec
     v: Codec
     scaled: bool = False
+    latent: Codec | None = None
 
     def fitting(self, dim: int) -> tuple[Codec, Codec]:
         """Both codecs. Raises ConfigError where heads of this dim cannot be stored."""
@@ -124,13 +160,15 @@ class KVFormat:
 
     def of_layer(self, layer: str) -> "KVFormat":
         """The same for the layer of this name."""
-        return replace(self, k=self.k.of_layer(layer), v=self.v.of_layer(layer))
+        latent = None if self.latent is None else self.latent.of_layer(layer)
+        return replace(self, k=self.k.of_layer(layer), v=self.v.of_layer(layer), latent=latent)
 
 
 @dataclass(frozen=True)
 class PackedKV:
     """Keys, or values, of one layer: codes [pages, page_size, Hkv, width] and, where the codec has
-    any, numbers [pages, page_size, Hkv, count], contiguous. dim: D."""
+    any, numbers [pages, page_size, Hkv, count], contiguous. dim: D. Latents: the same without
+    Hkv."""
 
     codec: Codec
     dim: int
@@ -140,7 +178,7 @@ class PackedKV:
     @property
     def shape(self) -> torch.Size:
         """[pages, page_size, Hkv, D], as of an unpacked cache."""
-        return torch.Size((*self.codes.shape[:3], self.dim))
+        return torch.Size((*self.codes.shape[:-1], self.dim))
 
     def tensors(self) -> list[Tensor]:
         """What it holds, each indexed by page first."""
@@ -148,4 +186,5 @@ class PackedKV:
 
 
 KVCache = Tensor | PackedKV
-"""One side of a layer's cache: [pages, page_size, Hkv, D] of the model's dtype, or packed."""
+"""One side of a layer's cache, [pages, page_size, Hkv, D], or its latents, [pages, page_size, C],
+of the model's dtype, or packed."""

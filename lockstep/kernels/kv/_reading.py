@@ -7,11 +7,9 @@ from lockstep.kernels.kv._packed import Codec, KVCache, PackedKV
 from lockstep.kernels.kv._turn import Turn
 
 
-def codecs_of(k_cache: KVCache, v_cache: KVCache) -> tuple[Codec, Codec] | None:
+def codecs_of(*caches: KVCache) -> tuple[Codec, ...] | None:
     """The trait `codecs` of a layer with such caches: None where they are not packed."""
-    if isinstance(k_cache, PackedKV) and isinstance(v_cache, PackedKV):
-        return k_cache.codec, v_cache.codec
-    return None
+    return tuple(cache.codec for cache in caches if isinstance(cache, PackedKV)) or None
 
 
 def turn_of(cache: KVCache) -> Turn | None:
@@ -32,14 +30,14 @@ def turned_back(x: Tensor, cache: KVCache) -> Tensor:
 
 
 def unpacked(cache: KVCache, dtype: torch.dtype) -> Tensor:
-    """All of it [pages, page_size, Hkv, D] in the model's dtype, in the rotation of its codec."""
+    """All of it in the model's dtype, of its shape, in the rotation of its codec."""
     if isinstance(cache, Tensor):
         return cache
     return cache.codec.decode(cache.codes, cache.numbers).to(dtype)
 
 
 def read_pages(cache: KVCache, pages: Tensor, dtype: torch.dtype) -> Tensor:
-    """The pages [N] of it, unpacked: [N, page_size, Hkv, D] of the model's dtype."""
+    """The pages [N] of it, unpacked: [N, page_size, ..] of the model's dtype."""
     if isinstance(cache, Tensor):
         return cache.index_select(0, pages)
     found = [tensor.index_select(0, pages) for tensor in cache.tensors()]
@@ -47,7 +45,7 @@ def read_pages(cache: KVCache, pages: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def write_slots(cache: KVCache, slots: Tensor, x: Tensor) -> None:
-    """Writes x [T, Hkv, D] to slots [T], which may repeat only if null."""
+    """Writes x [T, Hkv, D], or latents [T, C], to slots [T], which may repeat only if null."""
     if isinstance(cache, Tensor):
         cache.view(-1, *x.shape[1:]).index_put_((slots,), x)
         return

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 
 from lockstep.kernels.kv import KVDevice
+from lockstep.kernels.kv._turn import OF_VALUES as IN_VALUES
+from lockstep.kernels.kv._turn import WHOLE_HEAD as LARGEST
 from lockstep.kernels.kv._turn_device import flipped, flips, mixed
 from lockstep.kernels.kv.turboquant import LEAST as LEAST_EXPONENT
 from lockstep.kernels.kv.turboquant import MOST as MOST_EXPONENT
@@ -25,8 +27,8 @@ LEAST = tl.constexpr(LEAST_EXPONENT)
 MOST = tl.constexpr(MOST_EXPONENT)
 P3 = tl.constexpr(POINTS[3])
 P4 = tl.constexpr(POINTS[4])
-WHOLE_HEAD = tl.constexpr(256)
-OF_VALUES = tl.constexpr(64)
+WHOLE_HEAD = tl.constexpr(LARGEST)
+OF_VALUES = tl.constexpr(IN_VALUES)
 
 
 def _bytes_of(points, upper):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 MASK32 = 0xFFFFFFFF
-WHOLE_HEAD = 256
-"""Block of keys: the largest head that is rotated."""
+WHOLE_HEAD = 512
+"""Block of keys and of latents: the largest of them that is rotated."""
 OF_VALUES = 64
 """Block of values: kernels that end an output know 64 of its columns."""
 STEP = 0x9E3779B1

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 ROOT_8 = tl.constexpr(0.35355339059327373)
-"""1 / sqrt(8); those of sqrt(2), sqrt(32) and sqrt(128) are this times a power of two."""
+"""1 / sqrt(8); those of sqrt(32), sqrt(128) and sqrt(512) are this times a power of two."""
 STEP = tl.constexpr(0x9E3779B1)
 
 
@@ -57,7 +57,7 @@ def mixed(x, N: tl.constexpr):
 
 @triton.jit
 def divided(x, N: tl.constexpr):
-    """x over sqrt(N), N in 16 .. 256, by one multiplication with the root's inverse in fp32."""
+    """x over sqrt(N), N in 16 .. 512, by one multiplication with the root's inverse in fp32."""
     if N == 16:
         return x * 0.25
     elif N == 32:
@@ -66,8 +66,10 @@ def divided(x, N: tl.constexpr):
         return x * 0.125
     elif N == 128:
         return x * (ROOT_8 / 4)
-    else:
+    elif N == 256:
         return x * 0.0625
+    else:
+        return x * (ROOT_8 / 8)
 
 
 @triton.jit

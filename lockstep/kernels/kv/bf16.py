@@ -27,4 +27,4 @@ class Bf16(Codec):
         return "lockstep.kernels.kv._bf16_device:DEVICE"
 
 
-FORMAT = KVFormat("bfloat16", Bf16(), Bf16())
+FORMAT = KVFormat("bfloat16", Bf16(), Bf16(), latent=Bf16())

@@ -13,6 +13,8 @@ SCALED = KVFormat("fp8_e4m3 scaled", Fp8("e4m3", 0.03), Fp8("e4m3", 0.7))
 NAMED = {f.name: f.of_layer("layers.3") for f in FORMATS.values() if f.k.device_at}
 NAMED |= {SCALED.name: SCALED}
 """The formats that kernels read, each once, as a layer has them."""
+LATENTS = {name: f.latent for name, f in NAMED.items() if f.latent and f.latent.device_at}
+"""The codecs of latents that kernels read, as a layer has them."""
 NAN_CODE = 0x7F
 """What codes are filled with: NaN where they stand alone."""
 
@@ -27,8 +29,13 @@ def empty_cache(
 ) -> tuple[KVCache, KVCache]:
     """Keys and values [pages, page_size, Hkv, D] that nobody has written: all NaN."""
     if format is None:
-        return torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
-    return _packed(shape, format.k), _packed(shape, format.v)
+        return empty_side(shape, dtype, None), empty_side(shape, dtype, None)
+    return empty_side(shape, dtype, format.k), empty_side(shape, dtype, format.v)
+
+
+def empty_side(shape: tuple[int, ...], dtype: torch.dtype, codec: Codec | None) -> KVCache:
+    """One side of a cache [pages, page_size, .., D] that nobody has written: all NaN."""
+    return torch.full(shape, torch.nan, dtype=dtype) if codec is None else _packed(shape, codec)
 
 
 def plain(cache: KVCache, dtype: torch.dtype) -> KVCache:

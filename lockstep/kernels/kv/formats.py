@@ -2,7 +2,8 @@
 
 import torch
 
-from lockstep.kernels.kv import KVFormat
+from lockstep.errors import ConfigError, choice_error
+from lockstep.kernels.kv import Codec, KVFormat
 from lockstep.kernels.kv.bf16 import FORMAT as BFLOAT16
 from lockstep.kernels.kv.fp8 import E4M3, E5M2
 from lockstep.kernels.kv.int8 import FORMAT as INT8
@@ -35,3 +36,19 @@ def format_of(name: str, dtype: torch.dtype) -> KVFormat | None:
     if name == "auto" or name == str(dtype).removeprefix("torch."):
         return None
     return FORMATS[name]
+
+
+def latent_codec(format: KVFormat | None, dim: int) -> Codec | None:
+    """How latents of this dim are stored in a format. Raises ConfigError where they are not."""
+    if format is None:
+        return None
+    why_not = "a latent is key and value at once, and this format has no codec for it"
+    if format.latent is not None:
+        refusal = format.latent.refusal(dim)
+        if refusal is None:
+            return format.latent
+        why_not = refusal
+    usable = [name for name, one in FORMATS.items() if one.latent and not one.latent.refusal(dim)]
+    allowed = f"{', '.join(('auto', *usable))}, since {why_not}"
+    remedy = "Choose one of them for multi-head latent attention."
+    raise choice_error(ConfigError, "kv_cache_dtype", format.name, allowed, remedy)

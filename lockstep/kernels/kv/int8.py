@@ -48,4 +48,4 @@ class Int8(Codec):
         return "lockstep.kernels.kv._int8_device:DEVICE"
 
 
-FORMAT = KVFormat("int8_per_token_head", Int8(), Int8())
+FORMAT = KVFormat("int8_per_token_head", Int8(), Int8(), latent=Int8())

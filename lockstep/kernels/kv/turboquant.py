@@ -1,8 +1,8 @@
 """TurboQuant (Zandieh et al., 2025, arXiv 2504.19874): keys, values or both in 3 or 4 bits.
 
-A block of numbers (a head of keys, 64 of a head's values) is rotated by random signs and the
-Hadamard matrix, after which each is close to N(0, |x|^2 / block); each is taken to the nearest of
-2^b points (Lloyd-Max of N(0, 1)), and beside the codes stands one number in bf16: |x| over the
+A block of numbers (a head of keys, a latent, 64 of a head's values) is rotated by random signs and
+the Hadamard matrix, after which each is close to N(0, |x|^2 / block); each is taken to the nearest
+of 2^b points (Lloyd-Max of N(0, 1)), and beside the codes stands one number in bf16: |x| over the
 length of the points' vector, so that what is unpacked has the block's length (norm correction).
 
 Numbers stay rotated. Queries are rotated as keys are, once a step, when they are made; what
@@ -33,6 +33,8 @@ LEAST = ONE - 100
 """Blocks whose largest number is below 2^-100 are zeros: nothing is subnormal then."""
 MOST = ONE + 120
 """Blocks with a number of 2^121 and more, or one that is not finite, become NaN."""
+MOST_BLOCKS = 4
+"""Blocks of a head: kernels read the numbers beside its codes by two words."""
 
 
 def thresholds(bits: int) -> tuple[float, ...]:
@@ -75,8 +77,9 @@ class Rotated(Codec):
         return packed_words(dim, self.bits)
 
     def refusal(self, dim: int) -> str | None:
-        if dim & (dim - 1) or not 16 <= dim <= WHOLE_HEAD:
-            return f"TurboQuant rotates heads of 16, 32, 64, 128 or 256 numbers, and one has {dim}"
+        most = min(MOST_BLOCKS * self.block, WHOLE_HEAD)
+        if dim & (dim - 1) or not 16 <= dim <= most:
+            return f"TurboQuant rotates heads of 16, 32, .. or {most} numbers, and one has {dim}"
         return None
 
     def of_layer(self, layer: str) -> "Rotated":
@@ -112,6 +115,10 @@ class Rotated(Codec):
         side = "KEYS" if self.block == WHOLE_HEAD else "VALUES"
         return f"lockstep.kernels.kv._turboquant_device:{side}_{self.bits}"
 
+    @property
+    def fragments_at(self) -> str | None:
+        return f"lockstep.kernels.kv._turboquant_fragments:BITS_{self.bits}"
+
 
 def _power(exponents: Tensor) -> Tensor:
     """2^(e - 127) of exponents as fp32 has them."""
@@ -135,9 +142,9 @@ PRESETS = {
     preset.name: preset
     for preset in (
         KVFormat("turboquant_k8v4", Fp8("e4m3"), VALUES_4),
-        KVFormat("turboquant_4bit_nc", KEYS_4, VALUES_4),
+        KVFormat("turboquant_4bit_nc", KEYS_4, VALUES_4, latent=KEYS_4),
         KVFormat("turboquant_k3v4_nc", KEYS_3, VALUES_4),
-        KVFormat("turboquant_3bit_nc", KEYS_3, VALUES_3),
+        KVFormat("turboquant_3bit_nc", KEYS_3, VALUES_3, latent=KEYS_3),
     )
 }
 """By the names that vLLM's users know. kv_cache_dtype_skip_layers leaves out the first and last

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lockstep.kernels.attention import SEGMENT
+from lockstep.kernels.kv import KVCache, unpacked, write_slots
 from lockstep.kernels.norm import rms_norm
 from lockstep.kernels.registry import op
 from lockstep.kernels.row_tiles import tiled_mm
@@ -25,7 +26,7 @@ def latent_rope_and_cache(
     sin: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
-    latents: Tensor,
+    latents: KVCache,
     ropes: Tensor,
     eps: float,
 ) -> Tensor:
@@ -33,7 +34,8 @@ def latent_rope_and_cache(
     that all heads share; weight [C]; cos, sin [positions, R / 2] fp32, contiguous; positions,
     slot_mapping [T] int64; latents [pages, page_size, C], ropes [pages, page_size, R]
     -> the turned part of q [T, H, R] of its dtype, contiguous. The latent's rms_norm and the turned
-    key are written to latents and ropes at slot_mapping, rounded to q's dtype.
+    key are written to latents and ropes at slot_mapping, rounded to q's dtype; the latent then in
+    the format of latents where they are packed.
 
     Neighbours (2j, 2j + 1) are a pair, turned in fp32 by the j-th angle of the token's position and
     rounded, each to its own place (Su et al., RoFormer, 2021). H may be 0, where the cache alone is
@@ -43,8 +45,8 @@ def latent_rope_and_cache(
     angles = tuple(table.index_select(0, positions) for table in (cos, sin))
     latent = rms_norm(kv[:, : latents.shape[2]], weight, eps)
     key = _turn_pairs(kv[:, None, -width:], *angles)[:, 0]
-    for cache, own in ((latents, latent), (ropes, key)):
-        cache.view(-1, own.shape[1]).index_put_((slot_mapping,), own)
+    write_slots(latents, slot_mapping, latent)
+    write_slots(ropes, slot_mapping, key)
     return _turn_pairs(q[..., -width:], *angles)
 
 
@@ -60,7 +62,7 @@ def _turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def latent_attention(
     q_latent: Tensor,
     q_rope: Tensor,
-    latents: Tensor,
+    latents: KVCache,
     ropes: Tensor,
     page_table: Tensor,
     cu_seqlens: Tensor,
@@ -69,10 +71,10 @@ def latent_attention(
     scale: float,
 ) -> Tensor:
     """q_latent [T, H, C] (queries times the absorbed key projection), q_rope [T, H, R]; latents
-    [pages, page_size, C], ropes [pages, page_size, R], all of one dtype; page_table [S, P] int32;
-    cu_seqlens [S+1] int32; starts [S] int32
+    [pages, page_size, C], ropes [pages, page_size, R], all of one dtype, or latents packed, which
+    is the same as unpacked to it; page_table [S, P] int32; cu_seqlens [S+1] int32; starts [S] int32
     -> [T, H, C] of q's dtype: latents weighed by softmax, the input of the absorbed value
-    projection.
+    projection. Where latents lie in a rotation, q_latent must, and so does what is found.
 
     Token i of row s sits at position starts[s] + i and sees keys 0 .. starts[s] + i, its own
     among them (already written), and no key behind it: decoding, verification and prompts alike.
@@ -83,6 +85,7 @@ def latent_attention(
     out = torch.empty_like(q_latent)
     bounds = cu_seqlens.tolist()
     queries = torch.cat([q_latent, q_rope], -1).float() * scale
+    latents = unpacked(latents, q_latent.dtype)
     for s, start in enumerate(starts.tolist()):
         tokens = slice(bounds[s], bounds[s + 1])
         if tokens.start == tokens.stop:

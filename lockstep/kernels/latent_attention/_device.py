@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Device functions of latent attention: tiles of latents, online softmax, folds."""
+"""Device functions of latent attention: online softmax, folds."""
 
 import triton
 import triton.language as tl
@@ -14,30 +14,6 @@ def row_of(cu_seqlens, starts, s):
     first = tl.load(cu_seqlens + s).to(tl.int64)
     count = (tl.load(cu_seqlens + s + 1) - first).to(tl.int32)
     return first, count, tl.load(starts + s).to(tl.int32)
-
-
-@triton.jit
-def page_at(pages, at, keys, PAGE: tl.constexpr, TILE: tl.constexpr):
-    """The page of tokens at .. at + TILE - 1 where they lie in one page, else of each [TILE]; the
-    null page from keys on. pages: the row's line of the page table."""
-    if PAGE % TILE == 0:
-        return tl.load(pages + at // PAGE, mask=at < keys, other=0)
-    else:
-        token = at + tl.arange(0, TILE)
-        return tl.load(pages + token // PAGE, mask=token < keys, other=0)
-
-
-@triton.jit
-def load_tile(
-    cache, page, at, keys, d, P_STRIDE: tl.constexpr, T_STRIDE: tl.constexpr, D: tl.constexpr,
-    PAGE: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """What a cache holds of tokens at .. at + TILE - 1, columns d: [TILE, columns], 0 from keys
-    on. page: as page_at gives it."""
-    token = at + tl.arange(0, TILE)
-    place = page.to(tl.int64) * P_STRIDE + (token % PAGE) * T_STRIDE
-    mask = (token < keys)[:, None] & (d < D)[None, :]
-    return tl.load(cache + (place[:, None] + d[None, :]), mask=mask, other=0.0)
 
 
 @triton.jit

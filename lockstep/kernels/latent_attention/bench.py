@@ -16,7 +16,10 @@ from lockstep.kernels.bench_types import (
     Model,
     OpBenchmark,
     cut_by_tokens,
+    kept_bytes,
 )
+from lockstep.kernels.kv import codecs_of
+from lockstep.kernels.kv.formats import latent_codec
 from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
 from lockstep.step import PAGE_SIZE
 
@@ -29,28 +32,30 @@ def benchmarks(model: Model, env: BenchEnv, query_len: int) -> Iterator[Made]:
 
 
 def _rope(model: Model, own: Latent, env: BenchEnv, query_len: int) -> OpBenchmark:
-    backend, place = env.choose(latent_rope_and_cache, latent=own.latent, rope=own.rope)
+    codec = latent_codec(env.format, own.latent)
     kept = own.latent + own.rope
-    token = 2 * (kept + model.heads * own.rope) * env.dtype.itemsize
+    line = kept_bytes(env.cache(codec, 1, 1, own.latent), env.random(1, 1, own.rope))
+    token = (kept + 2 * model.heads * own.rope) * env.dtype.itemsize + line
     tokens = env.enough(token * query_len) * query_len
     q = env.random(tokens, model.heads, own.plain + own.rope)
     kv = env.random(tokens, kept)
     slots = env.ints(torch.randperm(tokens) + PAGE_SIZE, torch.int64)
     positions = env.ints(torch.arange(tokens) % model.context, torch.int64)
     pages = -(-tokens // PAGE_SIZE) + 1
-    caches = [
-        torch.zeros((pages, PAGE_SIZE, width), dtype=env.dtype, device=env.device)
-        for width in (own.latent, own.rope)
-    ]
+    latents = env.cache(codec, pages, PAGE_SIZE, own.latent)
+    ropes = env.random(pages, PAGE_SIZE, own.rope)
+    traits = dict(latent=own.latent, rope=own.rope, codecs=codecs_of(latents))
+    backend, place = env.choose(latent_rope_and_cache, **traits)
+    written = [ropes, *([latents] if isinstance(latents, Tensor) else latents.tensors())]
     angles = env.random(model.context, own.rope // 2, dtype=torch.float32)
     fixed = (env.ones(own.latent), angles.cos(), angles.sin())
 
     def run(q: Tensor, kv: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
-        return place(q, kv, *fixed, positions, slots, *caches, EPS)
+        return place(q, kv, *fixed, positions, slots, latents, ropes, EPS)
 
     def seen(begin: int, end: int, out: Any) -> list[Tensor]:
-        written = slots[begin * query_len : end * query_len]
-        return [out, *(cache.flatten(0, 1)[written] for cache in caches)]
+        own_slots = slots[begin * query_len : end * query_len]
+        return [out, *(part.flatten(0, 1)[own_slots] for part in written)]
 
     size = f"{model.heads} heads, {own.latent} + {own.rope}"
     given = [q, kv, positions, slots]
@@ -60,13 +65,16 @@ def _rope(model: Model, own: Latent, env: BenchEnv, query_len: int) -> OpBenchma
 def _attention(model: Model, own: Latent, env: BenchEnv, query_len: int) -> OpBenchmark:
     heads = model.heads
     context = model.context
-    traits = dict(heads=heads, latent=own.latent, rope=own.rope)
-    backend, attend = env.choose(latent_attention, **traits)
+    codec = latent_codec(env.format, own.latent)
     kept = own.latent + own.rope
     size = env.dtype.itemsize
     columns = -(-context // PAGE_SIZE)
-    rows = env.enough(context * kept * size)
-    caches = [env.random(rows * columns + 1, PAGE_SIZE, n) for n in (own.latent, own.rope)]
+    line = kept_bytes(env.cache(codec, 1, 1, own.latent), env.random(1, 1, own.rope))
+    rows = env.enough(context * line)
+    latents = env.cache(codec, rows * columns + 1, PAGE_SIZE, own.latent)
+    ropes = env.random(rows * columns + 1, PAGE_SIZE, own.rope)
+    traits = dict(heads=heads, latent=own.latent, rope=own.rope, codecs=codecs_of(latents))
+    backend, attend = env.choose(latent_attention, **traits)
     order = torch.randperm(rows * columns, generator=torch.Generator().manual_seed(0)) + 1
     table = env.ints(order.view(rows, columns))
     q = [env.random(rows * query_len, heads, width) for width in (own.latent, own.rope)]
@@ -76,12 +84,12 @@ def _attention(model: Model, own: Latent, env: BenchEnv, query_len: int) -> OpBe
     def call(begin: int, end: int, turn: int) -> Callable[[], Tensor]:
         queries = [part[begin * query_len : end * query_len] for part in q]
         places = (table[begin:end], bounds[: end - begin + 1], starts[begin:end])
-        return lambda: attend(*queries, *caches, *places, query_len, kept**-0.5)
+        return lambda: attend(*queries, latents, ropes, *places, query_len, kept**-0.5)
 
     def cost(rows: int) -> Cost:
         tokens = rows * query_len
-        moved = context * kept * rows + tokens * heads * (kept + own.latent)
-        return Cost(size * moved, 2 * heads * (kept + own.latent) * context * tokens)
+        moved = context * line * rows + tokens * heads * (kept + own.latent) * size
+        return Cost(moved, 2 * heads * (kept + own.latent) * context * tokens)
 
     return OpBenchmark(
         op=latent_attention.name,

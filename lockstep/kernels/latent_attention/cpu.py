@@ -12,6 +12,7 @@ from torch import Tensor
 from lockstep.kernels.attention import SEGMENT
 from lockstep.kernels.attention.cpu import fold_segments
 from lockstep.kernels.backends import cpu_trait
+from lockstep.kernels.kv import KVCache, read_pages
 from lockstep.kernels.latent_attention import latent_attention
 from lockstep.kernels.row_tiles import exact_sizes, padded_rows
 from lockstep.kernels.threads import one_thread
@@ -21,7 +22,7 @@ from lockstep.kernels.threads import one_thread
 def latent_attention_cpu(
     q_latent: Tensor,
     q_rope: Tensor,
-    latents: Tensor,
+    latents: KVCache,
     ropes: Tensor,
     page_table: Tensor,
     cu_seqlens: Tensor,
@@ -37,17 +38,18 @@ def latent_attention_cpu(
         end = bounds[s + 1]
         if begin < end:
             tokens = start + end - begin
-            values = _segments(latents, page_table[s], tokens)
-            keys = torch.cat([values, _segments(ropes, page_table[s], tokens)], -1)
+            values = _segments(latents, page_table[s], tokens, out.dtype)
+            keys = torch.cat([values, _segments(ropes, page_table[s], tokens, out.dtype)], -1)
             queries = torch.cat([q_latent[begin:end], q_rope[begin:end]], -1).float() * scale
             out[begin:end] = _attend(queries, keys, values, start).to(out.dtype)
     return out
 
 
-def _segments(cache: Tensor, pages: Tensor, tokens: int) -> Tensor:
-    """What a cache holds of a row's first tokens, zero-padded: [segments, SEGMENT, D] fp32."""
+def _segments(cache: KVCache, pages: Tensor, tokens: int, dtype: torch.dtype) -> Tensor:
+    """What a cache holds of a row's first tokens, unpacked to dtype, zero-padded:
+    [segments, SEGMENT, D] fp32."""
     used = -(-tokens // cache.shape[1])
-    found = cache.index_select(0, pages[:used]).flatten(0, 1)[:tokens].float()
+    found = read_pages(cache, pages[:used], dtype).flatten(0, 1)[:tokens].float()
     return F.pad(found, (0, 0, 0, -tokens % SEGMENT)).unflatten(0, (-1, SEGMENT))
 
 

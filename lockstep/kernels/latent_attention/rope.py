@@ -13,6 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.kv import KVCache
+from lockstep.kernels.kv._launch import opened, unserved
+from lockstep.kernels.kv._tile_device import store_packed
 from lockstep.kernels.latent_attention import latent_rope_and_cache
 from lockstep.kernels.norm.rms import inverse_rms, row_sum, spread
 
@@ -37,7 +40,7 @@ def _turn(x, to, cos, sin, live, HEADS: tl.constexpr, HALF: tl.constexpr, PAIRS:
 
 
 @triton.jit(
-    do_not_specialize=["page_size", "eps"],
+    do_not_specialize=["page_size", "eps", "constant"],
     do_not_specialize_on_alignment=["positions", "slot_mapping"],
 )
 def _latent_rope_kernel(
@@ -45,8 +48,13 @@ def _latent_rope_kernel(
     q_token, q_head, kv_token, page_size, l_page, l_token, r_page, r_token, eps,
     H: tl.constexpr, PLAIN: tl.constexpr, C: tl.constexpr, HALF: tl.constexpr,
     HEADS: tl.constexpr, PAIRS: tl.constexpr, BLOCK: tl.constexpr,
+    numbers, constant, COUNT: tl.constexpr, STORE: tl.constexpr,
 ):  # fmt: skip
-    """HEADS heads of one token's q; in its last program, the latent and the shared key."""
+    """HEADS heads of one token's q; in its last program, the latent and the shared key.
+
+    numbers, constant, COUNT, STORE: how latents are packed (lockstep.kernels.kv); STORE None: they
+    are not.
+    """
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     angles = tl.load(positions + token) * HALF
@@ -69,16 +77,23 @@ def _latent_rope_kernel(
         live = lanes < C
         x = tl.load(kv + lanes, mask=live, other=0.0).to(tl.float32)
         scale = tl.load(weight + lanes, mask=live, other=0.0).to(tl.float32)
-        normed = x * inverse_rms(row_sum(x * x), eps, C) * scale
+        normed = (x * inverse_rms(row_sum(x * x), eps, C) * scale).to(kv.dtype.element_ty)
         to = latents + (page * l_page + place * l_token)
-        tl.store(to + lanes, normed.to(latents.dtype.element_ty), mask=live)
+        if STORE is None:
+            tl.store(to + lanes, normed, mask=live)
+        else:
+            values = normed.to(tl.float32)[None]
+            store_packed(
+                values, to + one, numbers, constant, slot, one, one == 0, COUNT, 1, C, 1, BLOCK,
+                STORE,
+            )  # fmt: skip
 
 
 def _supports(**traits: Any) -> str | None:
-    latent = traits.get("latent", WIDEST)
+    latent = traits.get("latent", 64)
     if latent > WIDEST:
         return f"a latent of {latent} is above {WIDEST}"
-    return gpu_trait(**traits)
+    return unserved(latent, **traits) or gpu_trait(**traits)
 
 
 @latent_rope_and_cache.backend("triton", supports=_supports)
@@ -90,7 +105,7 @@ def latent_rope_and_cache_triton(
     sin: Tensor,
     positions: Tensor,
     slot_mapping: Tensor,
-    latents: Tensor,
+    latents: KVCache,
     ropes: Tensor,
     eps: float,
 ) -> Tensor:
@@ -100,13 +115,16 @@ def latent_rope_and_cache_triton(
     rope = ropes.shape[2]
     out = torch.empty(tokens, heads, rope, dtype=q.dtype, device=q.device)
     pairs = triton.next_power_of_2(rope // 2)
+    held = opened(latents, q.dtype)
     together = max(1, PAIRS_TOGETHER // pairs)
     if tokens:
         _latent_rope_kernel[(tokens, triton.cdiv(heads, together) + 1)](
-            q, kv, weight, cos, sin, positions, slot_mapping, latents, ropes, out,
-            *q.stride()[:2], kv.stride(0), page_size, *latents.stride()[:2], *ropes.stride()[:2],
+            q, kv, weight, cos, sin, positions, slot_mapping, held.codes, ropes, out,
+            *q.stride()[:2], kv.stride(0), page_size, *held.codes.stride()[:2],
+            *ropes.stride()[:2],
             eps, H=heads, PLAIN=width - rope, C=latent, HALF=rope // 2, HEADS=together,
-            PAIRS=pairs, BLOCK=triton.next_power_of_2(latent), num_warps=WARPS,
+            PAIRS=pairs, BLOCK=triton.next_power_of_2(latent), numbers=held.numbers,
+            constant=held.constant, COUNT=held.beside, STORE=held.store, num_warps=WARPS,
             enable_fp_fusion=False,
         )  # fmt: skip
     return out

@@ -20,19 +20,23 @@ from torch import Tensor
 from lockstep.kernels import architecture
 from lockstep.kernels.architecture import stages_within
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.kv import KVCache
+from lockstep.kernels.kv._launch import opened, token_bytes, unserved
+from lockstep.kernels.kv._tile_device import cache_tile, pages_of
 from lockstep.kernels.latent_attention import SEGMENT, latent_attention
 from lockstep.kernels.latent_attention._device import (
     NO_SCORE,
     empty_fold,
     fold,
-    load_tile,
-    page_at,
     row_of,
     weigh,
 )
+from lockstep.kernels.packed._form import target_of
 
 LOG2E = 1.4426950408889634
 """log2(e): weights are 2^(x log2(e)), which the GPU has an instruction for."""
+LONG_SEGMENT = 1024
+"""Keys of a segment where the sums of two levels do not fit the registers together: Hopper."""
 SPAN = 8
 """Segments of a span: part of the definition, like SEGMENT."""
 WIDEST = 512
@@ -51,11 +55,41 @@ ONES = 16
 
 
 @triton.jit
-def _all_keys(
-    q_latent, q_rope, latents, ropes, pages, end, keys, last, scale,
+def _weigh_tile(
+    q_latent, q_rope, latents, numbers, constant, ropes, pages, page, at, keys, last, scale, top,
+    norm, total,
     L_PAGE: tl.constexpr, L_TOKEN: tl.constexpr, R_PAGE: tl.constexpr, R_TOKEN: tl.constexpr,
-    PAGE: tl.constexpr, C: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr, ONES: tl.constexpr,
-    SEGMENT: tl.constexpr, SPAN: tl.constexpr,
+    PAGE: tl.constexpr, C: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr,
+    COUNT: tl.constexpr, SHARE: tl.constexpr, FETCH: tl.constexpr, UNPACK: tl.constexpr,
+    OPAQUE: tl.constexpr,
+):  # fmt: skip
+    """One more tile of a fold, on the page that was found for it: (top, norm, total) and the page
+    of the next one."""
+    DTYPE: tl.constexpr = q_latent.dtype
+    c = tl.arange(0, q_latent.shape[1])
+    r = tl.arange(0, q_rope.shape[1])
+    latent = cache_tile(
+        latents, numbers, constant, 0, page, at, keys, c, L_PAGE, L_TOKEN, COUNT, 1, C, PAGE, TILE,
+        SHARE, FETCH, UNPACK, DTYPE, OPAQUE,
+    )  # fmt: skip
+    rope = cache_tile(
+        ropes, None, None, 0, page, at, keys, r, R_PAGE, R_TOKEN, 0, 1, R, PAGE, TILE, 1, None,
+        None, DTYPE, False,
+    )  # fmt: skip
+    page = pages_of(pages, at + TILE, keys, PAGE, TILE)
+    top, norm, total = weigh(
+        q_latent, q_rope, latent, rope, at, last, scale, top, norm, total, TILE
+    )
+    return top, norm, total, page
+
+
+@triton.jit
+def _all_keys(
+    q_latent, q_rope, latents, numbers, constant, ropes, pages, end, keys, last, scale,
+    L_PAGE: tl.constexpr, L_TOKEN: tl.constexpr, R_PAGE: tl.constexpr, R_TOKEN: tl.constexpr,
+    PAGE: tl.constexpr, C: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr, COUNT: tl.constexpr,
+    SHARE: tl.constexpr, FETCH: tl.constexpr, UNPACK: tl.constexpr, OPAQUE: tl.constexpr,
+    ONES: tl.constexpr, SEGMENT: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """The fold of all keys below `end`: the sums of weights and the output.
 
@@ -64,19 +98,16 @@ def _all_keys(
     """
     ROWS: tl.constexpr = q_latent.shape[0]
     BLOCK: tl.constexpr = q_latent.shape[1]
-    c = tl.arange(0, BLOCK)
-    r = tl.arange(0, q_rope.shape[1])
     top, norm, total = empty_fold(ROWS, ONES, BLOCK)
     best, norms, sums = empty_fold(ROWS, ONES, BLOCK)
     all_best, all_norms, all_sums = empty_fold(ROWS, ONES, BLOCK)
-    page = page_at(pages, 0, keys, PAGE, TILE)
+    page = pages_of(pages, 0, keys, PAGE, TILE)
     for at in range(0, end, TILE):
-        latent = load_tile(latents, page, at, keys, c, L_PAGE, L_TOKEN, C, PAGE, TILE)
-        rope = load_tile(ropes, page, at, keys, r, R_PAGE, R_TOKEN, R, PAGE, TILE)
-        page = page_at(pages, at + TILE, keys, PAGE, TILE)
-        top, norm, total = weigh(
-            q_latent, q_rope, latent, rope, at, last, scale, top, norm, total, TILE
-        )
+        top, norm, total, page = _weigh_tile(
+            q_latent, q_rope, latents, numbers, constant, ropes, pages, page, at, keys, last,
+            scale, top, norm, total, L_PAGE, L_TOKEN, R_PAGE, R_TOKEN, PAGE, C, R, TILE, COUNT,
+            SHARE, FETCH, UNPACK, OPAQUE,
+        )  # fmt: skip
         behind = at + TILE
         if (behind % SEGMENT == 0) | (behind >= end):
             best, norms, sums = fold(best, norms, sums, top, norm, total)
@@ -91,28 +122,26 @@ def _all_keys(
 
 @triton.jit
 def _one_unit(
-    q_latent, q_rope, latents, ropes, pages, begin, stop, keys, last, scale,
+    q_latent, q_rope, latents, numbers, constant, ropes, pages, begin, stop, keys, last, scale,
     L_PAGE: tl.constexpr, L_TOKEN: tl.constexpr, R_PAGE: tl.constexpr, R_TOKEN: tl.constexpr,
-    PAGE: tl.constexpr, C: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr, ONES: tl.constexpr,
-    SEGMENT: tl.constexpr, FOLDS: tl.constexpr,
+    PAGE: tl.constexpr, C: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr, COUNT: tl.constexpr,
+    SHARE: tl.constexpr, FETCH: tl.constexpr, UNPACK: tl.constexpr, OPAQUE: tl.constexpr,
+    ONES: tl.constexpr, SEGMENT: tl.constexpr, FOLDS: tl.constexpr,
 ):  # fmt: skip
     """Keys begin .. stop - 1, a segment or, where it FOLDS, the segments of a span: the largest
     score, the sums of weights and the output."""
     ROWS: tl.constexpr = q_latent.shape[0]
     BLOCK: tl.constexpr = q_latent.shape[1]
-    c = tl.arange(0, BLOCK)
-    r = tl.arange(0, q_rope.shape[1])
     top, norm, total = empty_fold(ROWS, ONES, BLOCK)
     if FOLDS:
         best, norms, sums = empty_fold(ROWS, ONES, BLOCK)
-    page = page_at(pages, begin, keys, PAGE, TILE)
+    page = pages_of(pages, begin, keys, PAGE, TILE)
     for at in range(begin, stop, TILE):
-        latent = load_tile(latents, page, at, keys, c, L_PAGE, L_TOKEN, C, PAGE, TILE)
-        rope = load_tile(ropes, page, at, keys, r, R_PAGE, R_TOKEN, R, PAGE, TILE)
-        page = page_at(pages, at + TILE, keys, PAGE, TILE)
-        top, norm, total = weigh(
-            q_latent, q_rope, latent, rope, at, last, scale, top, norm, total, TILE
-        )
+        top, norm, total, page = _weigh_tile(
+            q_latent, q_rope, latents, numbers, constant, ropes, pages, page, at, keys, last,
+            scale, top, norm, total, L_PAGE, L_TOKEN, R_PAGE, R_TOKEN, PAGE, C, R, TILE, COUNT,
+            SHARE, FETCH, UNPACK, OPAQUE,
+        )  # fmt: skip
         if FOLDS:
             if ((at + TILE) % SEGMENT == 0) | (at + TILE >= stop):
                 best, norms, sums = fold(best, norms, sums, top, norm, total)
@@ -124,7 +153,7 @@ def _one_unit(
     return top, norm, total
 
 
-@triton.jit(do_not_specialize=["entries", "table_stride", "Q"])
+@triton.jit(do_not_specialize=["entries", "table_stride", "Q", "constant"])
 def _attend_kernel(
     q_latent, q_rope, latents, ropes, page_table, cu_seqlens, starts, out, tops, norms, parts,
     scale, entries, table_stride, Q,
@@ -132,9 +161,13 @@ def _attend_kernel(
     PAGE: tl.constexpr, H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, TILE: tl.constexpr, ONES: tl.constexpr,
     SEGMENT: tl.constexpr, SPAN: tl.constexpr, UNIT: tl.constexpr,
+    numbers, constant, COUNT: tl.constexpr, SHARE: tl.constexpr, FETCH: tl.constexpr,
+    UNPACK: tl.constexpr, OPAQUE: tl.constexpr,
 ):  # fmt: skip
     """A block of one row's (token, head): every so many units of UNIT keys.
 
+    numbers, constant, COUNT, FETCH, ..: how packed latents are read (lockstep.kernels.kv); FETCH
+    None: they are not packed.
     UNIT 0: all keys, and out is written. Else a segment or a span, each an entry: tops, norms
     [S Q, entries, H] and parts [S Q, entries, H, C].
     """
@@ -158,8 +191,9 @@ def _attend_kernel(
     qr = tl.load(q_rope + (at * R + r), mask=mine[:, None] & (r < R), other=0.0)
     if UNIT == 0:
         norm, total = _all_keys(
-            ql, qr, latents, ropes, pages, end, keys, last, scale, L_PAGE, L_TOKEN, R_PAGE,
-            R_TOKEN, PAGE, C, R, TILE, ONES, SEGMENT, SPAN,
+            ql, qr, latents, numbers, constant, ropes, pages, end, keys, last, scale, L_PAGE,
+            L_TOKEN, R_PAGE, R_TOKEN, PAGE, C, R, TILE, COUNT, SHARE, FETCH, UNPACK, OPAQUE, ONES,
+            SEGMENT, SPAN,
         )  # fmt: skip
         inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.max(norm, 1))
         result = (total * inverse[:, None]).to(out.dtype.element_ty)
@@ -167,8 +201,9 @@ def _attend_kernel(
     else:
         for unit in range(begin, end, tl.num_programs(2) * UNIT):
             top, norm, total = _one_unit(
-                ql, qr, latents, ropes, pages, unit, tl.minimum(end, unit + UNIT), keys, last,
-                scale, L_PAGE, L_TOKEN, R_PAGE, R_TOKEN, PAGE, C, R, TILE, ONES, SEGMENT,
+                ql, qr, latents, numbers, constant, ropes, pages, unit,
+                tl.minimum(end, unit + UNIT), keys, last, scale, L_PAGE, L_TOKEN, R_PAGE, R_TOKEN,
+                PAGE, C, R, TILE, COUNT, SHARE, FETCH, UNPACK, OPAQUE, ONES, SEGMENT,
                 UNIT > SEGMENT,
             )  # fmt: skip
             used = mine & (unit <= last)
@@ -236,18 +271,19 @@ def supports(**traits: Any) -> str | None:
         return f"a latent of {latent} is above {WIDEST}"
     if rope > latent:
         return f"rope {rope} is above the latent's {latent}"
-    return gpu_trait(**traits)
+    return unserved(latent, **traits) or gpu_trait(**traits)
 
 
 @dataclass(frozen=True)
 class Tile:
     """What an architecture takes at once: part of the definition there, since every row of a
     product must stand in one of the same shape. rows: (token, head) rows of a program; keys: that
-    it weighs at once."""
+    it weighs at once; segment: keys between two folds."""
 
     rows: int
     keys: int
     warps: int
+    segment: int = SEGMENT
 
 
 def tile_of(dtype: torch.dtype, arch: int) -> Tile:
@@ -256,7 +292,7 @@ def tile_of(dtype: torch.dtype, arch: int) -> Tile:
     if dtype == torch.float32:
         return Tile(16, 16, 8)
     if arch == 90:
-        return Tile(64, 64, 8)
+        return Tile(64, 64, 8, LONG_SEGMENT)
     return Tile(64, 32, 8) if arch == 100 else Tile(32, 32, 8)
 
 
@@ -264,7 +300,7 @@ def tile_of(dtype: torch.dtype, arch: int) -> Tile:
 class Partition:
     """How the work is divided among programs. Nothing here changes a bit.
 
-    unit: keys of an entry: 0 (a program takes all of a row), SEGMENT, or SPAN of them. parallel:
+    unit: keys of an entry: 0 (a program takes all of a row), a segment, or SPAN of them. parallel:
     programs that share a row's units; each takes every so-manieth.
     """
 
@@ -273,15 +309,15 @@ class Partition:
 
 
 def partition(
-    rows: int, query_len: int, heads: int, latent: int, keys: int, block: int
+    rows: int, query_len: int, heads: int, latent: int, keys: int, tile: Tile
 ) -> Partition:
-    """The partition for static sizes. keys: the most that a row may have; block: rows of a
-    program's tile."""
-    programs = rows * triton.cdiv(query_len * heads, block)
+    """The partition for static sizes. keys: the most that a row may have."""
+    programs = rows * triton.cdiv(query_len * heads, tile.rows)
+    span = tile.segment * SPAN
     entry_bytes = rows * query_len * heads * (latent + 2) * 4
-    for unit in (SEGMENT, SEGMENT * SPAN):
+    for unit in (tile.segment, span):
         units = triton.cdiv(keys, unit)
-        busy = unit > SEGMENT or programs * triton.cdiv(keys, SEGMENT * SPAN) < PROGRAMS
+        busy = unit == span or programs * triton.cdiv(keys, span) < PROGRAMS
         if programs < PROGRAMS and busy and entry_bytes * units <= ENTRY_BYTES:
             return Partition(unit, min(units, max(triton.cdiv(2 * PROGRAMS, programs), SPAN)))
     return Partition(0, 1)
@@ -291,7 +327,7 @@ def partition(
 def latent_attention_triton(
     q_latent: Tensor,
     q_rope: Tensor,
-    latents: Tensor,
+    latents: KVCache,
     ropes: Tensor,
     page_table: Tensor,
     cu_seqlens: Tensor,
@@ -315,29 +351,55 @@ def latent_attention_triton(
     arch = architecture.number_of(q_latent.device)
     tile = tile_of(q_latent.dtype, arch)
     keys = page_table.shape[1] * page
-    p = divided or partition(rows, query_len, heads, latent, keys, tile.rows)
+    p = divided or partition(rows, query_len, heads, latent, keys, tile)
     entries = triton.cdiv(keys, p.unit) if p.unit else 0
     count = rows * query_len * heads * entries
     f32 = dict(dtype=torch.float32, device=q_latent.device)
     kept = [torch.empty(count * size, **f32) for size in (1, 1, latent)]
     block_c = triton.next_power_of_2(max(latent, 16))
     block_r = triton.next_power_of_2(max(rope, 16))
-    loaded = tile.keys * (block_c + block_r) * latents.element_size()
-    queries = tile.rows * (block_c + block_r) * latents.element_size()
+    target = target_of(q_latent.device)
+    held = opened(latents, q_latent.dtype, target)
+    packed = token_bytes(latents)
+    size = q_latent.element_size()
+    unpacked = block_c * size
+    loaded = tile.keys * ((packed or unpacked) + block_r * size)
+    fixed = tile.rows * (block_c + block_r) * size  # queries
+    if packed:
+        fixed += tile.keys * unpacked
     grid = (rows, triton.cdiv(query_len * heads, tile.rows), p.parallel)
     _attend_kernel[grid](
-        q_latent, q_rope, latents, ropes, page_table, cu_seqlens, starts, out, *kept,
+        q_latent, q_rope, held.codes, ropes, page_table, cu_seqlens, starts, out, *kept,
         scale * LOG2E, entries, page_table.stride(0), query_len,
-        *latents.stride()[:2], *ropes.stride()[:2], page, heads, latent, rope, tile.rows,
-        block_c, block_r, tile.keys, ONES, SEGMENT, SPAN, p.unit,
-        num_warps=tile.warps, num_stages=stages_within(2, loaded, queries, arch),
+        *held.codes.stride()[:2], *ropes.stride()[:2], page, heads, latent, rope, tile.rows,
+        block_c, block_r, tile.keys, ONES, tile.segment, SPAN, p.unit,
+        held.numbers, held.constant, held.beside, held.share, held.fetch, held.unpack,
+        packed > 0 and q_latent.dtype != torch.float32 and target.opaque,
+        num_warps=tile.warps, num_stages=stages_within(2, loaded, fixed, arch),
         enable_fp_fusion=False,
     )  # fmt: skip
     if entries:
-        columns = min(block_c, COLUMNS)
-        _fold_kernel[(rows, query_len * heads, block_c // columns)](
-            *kept, cu_seqlens, starts, out, entries, query_len,
-            heads, latent, columns, p.unit, SPAN * SEGMENT // p.unit, TOGETHER,
-            num_warps=1, enable_fp_fusion=False,
-        )  # fmt: skip
+        fold_entries(kept, cu_seqlens, starts, out, entries, query_len, p.unit, tile)
     return out
+
+
+def fold_entries(
+    kept: list[Tensor],
+    cu_seqlens: Tensor,
+    starts: Tensor,
+    out: Tensor,
+    entries: int,
+    query_len: int,
+    unit: int,
+    tile: Tile,
+) -> None:
+    """The second kernel: the entries kept (tops, norms, parts) of `unit` keys each, folded into
+    out [T, H, C]."""
+    _, heads, latent = out.shape
+    block_c = triton.next_power_of_2(max(latent, 16))
+    columns = min(block_c, COLUMNS)
+    _fold_kernel[(len(starts), query_len * heads, block_c // columns)](
+        *kept, cu_seqlens, starts, out, entries, query_len,
+        heads, latent, columns, unit, SPAN * tile.segment // unit, TOGETHER,
+        num_warps=1, enable_fp_fusion=False,
+    )  # fmt: skip

@@ -154,7 +154,7 @@ RING_CUTS = {
     ),
 }
 """By the most tokens: (tokens, outputs and columns of a block, warps, slots with 4 bits, registers,
-sync). Those of wgmma were timed with int4 of zero points (docs/decisions/0014-packed-ring.md)."""
+sync). Those of wgmma were timed with int4 of zero points (docs/decisions/0015-packed-ring.md)."""
 
 
 def _slot_bytes(m: int, n: int, bits: int) -> int:

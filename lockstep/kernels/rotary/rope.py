@@ -15,6 +15,7 @@ from torch import Tensor
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.kv import KVCache
 from lockstep.kernels.kv._launch import opened, unserved
+from lockstep.kernels.kv._tile_device import store_packed
 from lockstep.kernels.kv._turn_device import turned
 from lockstep.kernels.norm.rms import inverse_rms, row_layout, row_sums, spread
 from lockstep.kernels.rotary import rope_and_cache
@@ -111,17 +112,6 @@ def _turned(
     return tl.where(own, values.to(mine.dtype).to(tl.float32), 0.0)
 
 
-@triton.jit
-def _store_packed(
-    values, codes, numbers, constant, slot, head, live, COUNT: tl.constexpr, HKV: tl.constexpr,
-    D: tl.constexpr, HEADS: tl.constexpr, BLOCK: tl.constexpr, STORE: tl.constexpr,
-):  # fmt: skip
-    """Heads [HEADS, BLOCK] of a slot by the codec's STORE; codes point to the heads' first."""
-    if COUNT > 0:
-        numbers += (slot.to(tl.int64) * HKV + head) * COUNT
-    STORE(values, codes, numbers, constant, live, spread(HEADS, BLOCK), D)
-
-
 @triton.jit(
     do_not_specialize=["page_size", "eps", "offset", "k_constant", "v_constant"],
     do_not_specialize_on_alignment=["positions", "slot_mapping"],
@@ -174,12 +164,12 @@ def _rope_and_cache_kernel(
             tl.store(v_at + lanes, v, mask=live & (lanes < D))
         else:
             k = _turned(keys, live, k_weight, cos, sin, eps, offset, D, HALF, HEADS, BLOCK)
-            _store_packed(
+            store_packed(
                 k, k_at, k_numbers, k_constant, slot, head, live, K_COUNT, HKV, D, HEADS, BLOCK,
                 K_STORE,
             )  # fmt: skip
             v_at = v_cache + (page * v_page + place * v_token) + head * v_head
-            _store_packed(
+            store_packed(
                 v.to(tl.float32), v_at, v_numbers, v_constant, slot, head, live, V_COUNT, HKV, D,
                 HEADS, BLOCK, V_STORE,
             )  # fmt: skip
@@ -189,7 +179,7 @@ def _supports(**traits: Any) -> str | None:
     dim = traits.get("head_dim", 64)
     if dim > WIDEST:
         return f"head_dim {dim} is above {WIDEST}"
-    return unserved(**traits) or gpu_trait(**traits)
+    return unserved(dim, **traits) or gpu_trait(**traits)
 
 
 @rope_and_cache.backend("triton", supports=_supports)

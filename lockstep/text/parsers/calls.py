@@ -1,5 +1,8 @@
 """What all grammars of tool calls share: content outside of calls, states inside, and faults.
 
+A parser says too how calls are written, of which lockstep.text.tool_grammar makes grammars: what
+they allow is what the parser reads as these calls.
+
 A state has a reader (a Scan over its markers, or one of JSON) and a method `_in_STATE` that takes
 what the reader settled. Text of a call that breaks its grammar comes back as content, with an
 event that says why.
@@ -10,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
 from lockstep.text.parsers.events import CallArguments, CallError, CallStart, Content, Event
+from lockstep.text.parsers.writing import Rules, Tool
 from lockstep.text.scan import Markers, Scan, Tail, Taken
 
 ENDED = "the text ended inside of a call"
@@ -34,6 +38,10 @@ class CallParser(ABC):
     of one, by the marker's name. OVER: what ends a call that broke its grammar. ENDS_REASONING:
     openers that end reasoning too. MARKERS: of states that look for some. FIRST: the first state.
     AFTER: the one behind a complete call, where only characters of FILLER may stand.
+
+    How calls are written: AROUND: what stands in front of all calls of an answer, and behind them.
+    TAGS: around each of them. BETWEEN: between two. BARE: what begins a call at an answer's
+    beginning without an opener.
     """
 
     SIGNS: ClassVar[tuple[str, ...]] = ()
@@ -44,6 +52,10 @@ class CallParser(ABC):
     FIRST: ClassVar[str] = "content"
     AFTER: ClassVar[str] = ""
     FILLER: ClassVar[str] = " \t\r\n"
+    AROUND: ClassVar[tuple[str, str]] = ("", "")
+    TAGS: ClassVar[tuple[str, str]] = ("", "")
+    BETWEEN: ClassVar[str] = "\n"
+    BARE: ClassVar[str] = ""
     OUTSIDE: ClassVar[tuple[str, ...]] = ("content", "broken")
     """States whose text is content; that of others is kept, in case that it comes to nothing."""
 
@@ -53,6 +65,7 @@ class CallParser(ABC):
         self._raw: list[str] = []  # all text since the call began
         self._index = -1
         self._open = False  # a call was told, and its arguments go on
+        self._written = ""  # the last marker as it came
         self._state = ""
         self._reader: Reader
         self._enter(self.FIRST)
@@ -62,6 +75,30 @@ class CallParser(ABC):
         """The markers as they are written: tokens that must be seen, though they may be special."""
         found: set[str] = {*cls.OPENERS.values(), *cls.OVER.values()}
         return found.union(*(markers.names for markers in cls.MARKERS.values()))
+
+    @classmethod
+    @abstractmethod
+    def head(cls, name: str) -> str:
+        """What is written of a call in front of its arguments."""
+
+    @classmethod
+    @abstractmethod
+    def call(cls, tool: Tool, rules: Rules) -> str:
+        """A call of a tool, without what stands around it, as one expression of a grammar.
+
+        Raises RequestError for what would not be obeyed.
+        """
+
+    @classmethod
+    def reads(cls, name: str) -> bool:
+        """Whether a call of a tool of this name, as it is written, is read as one."""
+        try:
+            name.encode()
+        except UnicodeEncodeError:
+            return False
+        written = f"{cls.AROUND[0]}{cls.TAGS[0]}{cls.head(name)}{{}}"
+        events = cls([]).feed(written)
+        return [event.name for event in events if isinstance(event, CallStart)] == [name]
 
     def feed(self, text: str) -> list[Event]:
         """The events that more text settles."""
@@ -92,10 +129,12 @@ class CallParser(ABC):
         place = 0
         while place < len(text):
             state = self._state
-            taken, marker, end = self._reader.take(text, place)
+            found = self._reader.take(text, place)
+            end = found.end
+            self._written = found.written
             if state not in self.OUTSIDE:
                 self._raw.append(text[place:end])
-            getattr(self, f"_in_{state}")(taken, marker)
+            getattr(self, f"_in_{state}")(found.text, found.marker)
             place = end
 
     def _told(self) -> list[Event]:

@@ -9,6 +9,8 @@ CALL_END = "<｜tool▁call▁end｜>"
 SEPARATOR = "<｜tool▁sep｜>"
 OPENERS = {"calls": CALLS, "call": CALL, "calls_end": CALLS_END}
 OVER = {"end": CALL_END}
+AROUND = (CALLS, CALLS_END)
+TAGS = (CALL, CALL_END)
 
 
 class DeepSeekV31Parser(NamedCalls):
@@ -19,3 +21,7 @@ class DeepSeekV31Parser(NamedCalls):
     OVER = OVER
     ENDS_REASONING = (CALLS,)
     SEPARATOR = SEPARATOR
+    AROUND = AROUND
+    TAGS = TAGS
+    BETWEEN = ""
+    TRAIL = SEPARATOR

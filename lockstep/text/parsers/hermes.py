@@ -3,6 +3,7 @@
 from lockstep.text.parsers.object_calls import ObjectCalls
 
 _CALL = "<tool_call>"
+_CALL_END = "</tool_call>"
 
 
 class HermesParser(ObjectCalls):
@@ -10,5 +11,7 @@ class HermesParser(ObjectCalls):
 
     SIGNS = ("<function-name>",)
     OPENERS = {"call": _CALL}
-    OVER = {"end": "</tool_call>"}
+    OVER = {"end": _CALL_END}
     ENDS_REASONING = (_CALL,)
+    TAGS = (f"{_CALL}\n", f"\n{_CALL_END}")
+    BETWEEN = "\n"

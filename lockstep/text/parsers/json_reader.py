@@ -24,6 +24,7 @@ _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
 _LETTERS = re.compile(r"[-+.\w]*")
 _WORD = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?|true|false|null")
 _CLOSERS = {"{": "}", "[": "]"}
+_TURNS = {"outside": re.compile('"'), "inside": re.compile(r'["\\\n]')}
 
 
 class JsonValue:
@@ -188,6 +189,42 @@ class JsonValue:
         return end
 
 
+class Quotes:
+    """Follows a text that may be JSON, to tell whether it stops inside of a string.
+
+    What does not begin as an object or a list is none, and a line end in a string ends being one.
+    """
+
+    def __init__(self) -> None:
+        self._state = "begin"
+
+    @property
+    def inside(self) -> bool:
+        """Whether the text so far ends inside of a string."""
+        return self._state in ("inside", "escape")
+
+    def take(self, text: str) -> None:
+        """Takes more of the text."""
+        at = 0
+        if self._state == "begin":
+            at = len(text) - len(text.lstrip())
+            if at < len(text):
+                self._state = "outside" if text[at] in _CLOSERS else "none"
+        while at < len(text) and self._state != "none":
+            at = self._step(text, at)
+
+    def _step(self, text: str, at: int) -> int:
+        if self._state == "escape":
+            self._state = "inside"
+            return at + 1
+        found = _TURNS[self._state].search(text, at)
+        if found is None:
+            return len(text)
+        turns = {'"': "outside" if self.inside else "inside", "\\": "escape", "\n": "none"}
+        self._state = turns[found[0]]
+        return found.end()
+
+
 class JsonCall:
     """Reads {"name": ..., "arguments": {...}} behind its first brace.
 
@@ -266,14 +303,14 @@ class JsonCall:
     def _read(self, text: str, at: int) -> int:
         """A piece of a key or of a value."""
         assert self._reader is not None
-        taken, marker, end = self._reader.take(text, at)
-        (self._arguments if self._state == "object" else self._kept).append(taken)
-        if marker == FAULT:
+        found = self._reader.take(text, at)
+        (self._arguments if self._state == "object" else self._kept).append(found.text)
+        if found.marker == FAULT:
             self.fault = self._reader.fault
-        elif marker == END:
+        elif found.marker == END:
             self._reader = None
             self._ended()
-        return end
+        return found.end
 
     def _ended(self) -> None:
         """A key or a value is whole."""

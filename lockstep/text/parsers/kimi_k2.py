@@ -3,8 +3,12 @@
 import re
 
 from lockstep.text.parsers.named_calls import NamedCalls
+from lockstep.text.parsers.writing import Rules, Tool, sequence
 
 _CALLS = "<|tool_calls_section_begin|>"
+_CALLS_END = "<|tool_calls_section_end|>"
+_CALL = "<|tool_call_begin|>"
+_CALL_END = "<|tool_call_end|>"
 _SEPARATOR = "<|tool_call_argument_begin|>"
 _ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?", re.DOTALL)
 
@@ -15,12 +19,24 @@ class KimiK2Parser(NamedCalls):
     SIGNS = (_SEPARATOR,)
     OPENERS = {
         "calls": _CALLS,
-        "call": "<|tool_call_begin|>",
-        "calls_end": "<|tool_calls_section_end|>",
+        "call": _CALL,
+        "calls_end": _CALLS_END,
     }
     SEPARATOR = _SEPARATOR
-    OVER = {"end": "<|tool_call_end|>"}
+    OVER = {"end": _CALL_END}
     ENDS_REASONING = (_CALLS,)
+    AROUND = (_CALLS, _CALLS_END)
+    TAGS = (_CALL, _CALL_END)
+    BETWEEN = ""
+    LEAD = "functions."
+    TRAIL = f":0{_SEPARATOR}"
+
+    @classmethod
+    def call(cls, tool: Tool, rules: Rules) -> str:
+        """The number counts the conversation's calls, so that any may stand there."""
+        name = rules.text(f"{cls.LEAD}{tool.name}:")
+        number = "/[0-9]{1,4}/"
+        return sequence(name, number, rules.text(_SEPARATOR), rules.arguments(tool))
 
     def _named(self, header: str) -> tuple[str, str | None]:
         call_id = header.strip()

@@ -16,6 +16,9 @@ class Llama3Parser(ObjectCalls):
     OPENERS = _OPENERS
     MARKERS = {"start": Markers({"object": "{", **_OPENERS})}
     FIRST = "start"
+    ARGUMENTS = "parameters"
+    BETWEEN = "; "
+    BARE = "{"
     OUTSIDE = ("start", "content", "broken")
 
     def _bare(self) -> None:

@@ -4,6 +4,7 @@ from typing import ClassVar
 
 from lockstep.text.parsers.calls import CallParser
 from lockstep.text.parsers.json_reader import END, FAULT, JsonValue
+from lockstep.text.parsers.writing import Rules, Tool, sequence
 from lockstep.text.scan import Markers
 
 
@@ -11,10 +12,14 @@ class NamedCalls(CallParser):
     """The grammar without its tags: subclasses name them, and say where the name stands.
 
     OPENERS: "call" begins a call; others stand around calls and say nothing. SEPARATOR: what stands
-    between a name and its arguments.
+    between a name and its arguments. LEAD, TRAIL: what is written in front of the name, and behind
+    it; LAST: behind the arguments.
     """
 
     SEPARATOR: ClassVar[str]
+    LEAD: ClassVar[str] = ""
+    TRAIL: ClassVar[str]
+    LAST: ClassVar[str] = ""
     AFTER = "tail"
 
     def __init_subclass__(cls) -> None:
@@ -25,6 +30,17 @@ class NamedCalls(CallParser):
             "header": Markers({"separator": cls.SEPARATOR, **around}),
             "tail": Markers(around),
         }
+
+    @classmethod
+    def head(cls, name: str) -> str:
+        """The name and what stands around it."""
+        return f"{cls.LEAD}{name}{cls.TRAIL}"
+
+    @classmethod
+    def call(cls, tool: Tool, rules: Rules) -> str:
+        """The name, and the arguments behind it."""
+        head = rules.text(cls.head(tool.name))
+        return sequence(head, rules.arguments(tool), rules.text(cls.LAST))
 
     def _named(self, header: str) -> tuple[str, str | None]:
         """A call's name, "" where there is none, and its id, out of the text in front of them."""

@@ -3,6 +3,7 @@
 from lockstep.text.parsers.object_calls import ObjectCalls
 
 _CALL = "<TOOLCALL>"
+_CALL_END = "</TOOLCALL>"
 
 
 class NemotronParser(ObjectCalls):
@@ -10,5 +11,6 @@ class NemotronParser(ObjectCalls):
 
     SIGNS = (_CALL,)
     OPENERS = {"call": _CALL}
-    OVER = {"end": "</TOOLCALL>"}
+    OVER = {"end": _CALL_END}
     ENDS_REASONING = (_CALL,)
+    AROUND = (f"{_CALL}[", f"]{_CALL_END}")

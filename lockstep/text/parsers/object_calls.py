@@ -1,7 +1,11 @@
 """Calls that are JSON objects with a name and arguments, alone or in a list, in any tags."""
 
+from typing import ClassVar
+
 from lockstep.text.parsers.calls import CallParser
 from lockstep.text.parsers.json_reader import END, FAULT, JsonCall
+from lockstep.text.parsers.schema import to_json
+from lockstep.text.parsers.writing import Rules, Tool, sequence
 from lockstep.text.scan import Markers
 
 _OBJECT = "{"
@@ -10,9 +14,11 @@ _OBJECT = "{"
 class ObjectCalls(CallParser):
     """The grammar without its tags: subclasses name them. Arguments stream once a name is known.
 
-    A subclass's MARKERS are those of its further states.
+    A subclass's MARKERS are those of its further states. ARGUMENTS: the key that is written.
     """
 
+    ARGUMENTS: ClassVar[str] = "arguments"
+    BETWEEN = ", "
     AFTER = "between"
     FILLER = "[],; \t\r\n"
 
@@ -23,6 +29,16 @@ class ObjectCalls(CallParser):
             "between": Markers({"object": _OBJECT, **cls.OPENERS, **cls.OVER}),
             **cls.MARKERS,
         }
+
+    @classmethod
+    def head(cls, name: str) -> str:
+        """The object's beginning."""
+        return f'{{"name": {to_json(name)}, "{cls.ARGUMENTS}": '
+
+    @classmethod
+    def call(cls, tool: Tool, rules: Rules) -> str:
+        """The object."""
+        return sequence(rules.text(cls.head(tool.name)), rules.arguments(tool), rules.text("}"))
 
     def _opened(self, marker: str) -> None:
         self._enter("between")

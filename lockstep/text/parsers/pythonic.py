@@ -6,7 +6,8 @@ from typing import Any
 
 from lockstep.text.parsers.calls import CallParser
 from lockstep.text.parsers.json_reader import END, FAULT, MAX_DEPTH
-from lockstep.text.parsers.schema import to_json
+from lockstep.text.parsers.schema import finite, to_json
+from lockstep.text.parsers.writing import Rules, Tool, either, literal, sequence
 from lockstep.text.scan import Markers, Taken
 
 _OPENERS = {"tag": "<|python_start|>"}
@@ -19,6 +20,11 @@ _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 MAX_NAME = 512
 """Characters of a name, and of a key, with the blanks around them."""
 _WORDS = {"true": True, "false": False, "null": None}
+_BOOLEAN = '("True" | "False")'
+_QUOTED = r"""/'([^'\\\x00-\x1f]|\\['"\\bfnrt])*'/"""
+"""A string as Python prints it."""
+_ESCAPES = '"\\bfnrtu'
+"""Escapes of JSON that mean the same in Python: all but one of a slash."""
 
 
 class PythonValue:
@@ -103,6 +109,34 @@ class PythonicParser(CallParser):
     FIRST = "start"
     AFTER = "after"
     OUTSIDE = ("start", "content", "broken")
+    AROUND = ("[", "]")
+    BETWEEN = ", "
+    BARE = "["
+
+    @classmethod
+    def head(cls, name: str) -> str:
+        """The name and the parenthesis."""
+        return f"{name}("
+
+    @classmethod
+    def call(cls, tool: Tool, rules: Rules) -> str:
+        """Required parameters come, the others may; all of them in the schema's order."""
+        # From the last parameter on: what may come if none stands in front, and if one does.
+        first = ""
+        later = ""
+        for key, schema, required in reversed(list(tool.properties())):
+            if not _KEY.fullmatch(key) or len(key) > MAX_NAME:
+                why = "no parameter of this name can be written in this model's tool calls"
+                tool.refuse(key, "properties", why, "Rename it.")
+            own = sequence(literal(f"{key}="), _written(schema, tool, rules))
+            alone = sequence(own, later)
+            behind = sequence(literal(", "), own, later)
+            first = rules.rule(alone if required else either([alone, first or '""']))
+            later = rules.rule(behind if required else either([behind, later or '""']))
+        if tool.is_open:
+            one = sequence("/[A-Za-z_][A-Za-z0-9_]{0,63}=/", _written({}, tool, rules))
+            first = f"({one} ({literal(', ')} {one})*)?"
+        return sequence(rules.text(cls.head(tool.name)), first, literal(")"))
 
     def __init__(self, tools: Any) -> None:
         super().__init__(tools)
@@ -193,6 +227,14 @@ class PythonicParser(CallParser):
             self._begin(marker)
 
 
+def _written(schema: Any, tool: Tool, rules: Rules) -> str:
+    """A value as the grammar writes it: Python's words alone, JSON's inside of lists and dicts."""
+    if schema == {"type": "boolean"}:
+        return rules.terminal(_BOOLEAN)
+    written = rules.json(schema, tool, json_allowed_escapes=_ESCAPES)
+    return either([written, rules.terminal(_QUOTED)]) if schema == {"type": "string"} else written
+
+
 def _so_far(pattern: re.Pattern[str], text: str) -> bool:
     return len(text) <= MAX_NAME and pattern.fullmatch(text) is not None
 
@@ -200,12 +242,14 @@ def _so_far(pattern: re.Pattern[str], text: str) -> bool:
 def _value(node: ast.AST) -> Any:
     """A literal's value; JSON's words count too. Raises ValueError."""
     match node:
-        case ast.Constant(value=str() | int() | float() | None as value):
+        case ast.Constant(value=float() as value):
+            return finite(value)
+        case ast.Constant(value=str() | int() | None as value):
             return value
         case ast.Name(id=name) if name in _WORDS:
             return _WORDS[name]
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -value
+            return -finite(value) if isinstance(value, float) else -value
         case ast.List(elts=entries) | ast.Tuple(elts=entries):
             return [_value(entry) for entry in entries]
         case ast.Dict(keys=keys, values=values):

@@ -2,20 +2,25 @@
 
 <tool_call><function=NAME><parameter=KEY>VALUE</parameter>...</function></tool_call>, each tag on
 its own line. Values are raw text, typed by the tool's schema. Missing closers are forgiven; text
-where none should stand is content.
+where none should stand is content. In a string of JSON tags are text.
 """
 
 from typing import Any
 
 from lockstep.text.parsers.calls import ENDED, CallParser
 from lockstep.text.parsers.events import CallError
+from lockstep.text.parsers.json_reader import Quotes
+from lockstep.text.parsers.plain_values import PlainValues
 from lockstep.text.parsers.schema import coerce, parameters_by_name, property_types, to_json
+from lockstep.text.parsers.writing import Rules, Tool, literal, sequence
 from lockstep.text.scan import Markers
 
 _CALL = "<tool_call>"
 _CALL_END = "</tool_call>"
 _FUNCTION = "<function="
 _FUNCTION_END = "</function>"
+_PARAMETER = "<parameter="
+_PARAMETER_END = "</parameter>"
 _CLOSERS = {"function_end": _FUNCTION_END, "call_end": _CALL_END}
 _OPENERS = {"call": _CALL, "function": _FUNCTION}
 _NAME_ENDS = {"end": ">", **_OPENERS, **_CLOSERS}
@@ -29,8 +34,8 @@ _MARKERS = {
     # A value may be code: `a < parameter == b` is text, so is </function> with no </tool_call>.
     "value": Markers(
         {
-            "end": "</parameter>",
-            "parameter": "<parameter=",
+            "end": _PARAMETER_END,
+            "parameter": _PARAMETER,
             "call_end": f"{_FUNCTION_END} {_CALL_END}",
             "bare_end": _CALL_END,
         },
@@ -47,6 +52,29 @@ class Qwen3CoderParser(CallParser):
     OVER = {"call_end": _CALL_END}
     ENDS_REASONING = (_CALL,)
     MARKERS = _MARKERS
+    TAGS = (f"{_CALL}\n", f"\n{_CALL_END}")
+
+    @classmethod
+    def head(cls, name: str) -> str:
+        """The function's tag."""
+        return f"{_FUNCTION}{name}>\n"
+
+    @classmethod
+    def call(cls, tool: Tool, rules: Rules) -> str:
+        """Required parameters come, the others may; all of them in the schema's order."""
+        marks = (_PARAMETER_END, _PARAMETER, _CALL_END)
+        values = PlainValues(tool, rules, f"\n{_PARAMETER_END}\n", marks)
+        parts = []
+        for key, schema, required in tool.properties():
+            head = f"{_PARAMETER}{key}>\n"
+            if key != key.strip() or not key or any(m in key for m in _NAME_ENDS.values()):
+                why = "no parameter of this name can be written in this model's tool calls"
+                tool.refuse(key, "properties", why, "Rename it.")
+            one = sequence(literal(head), values.value(key, schema))
+            parts.append(one if required else f"({one})?")
+        if tool.is_open:
+            parts.append(f"(/<parameter=[^\\s<>]+>\\n/ {values.text()})*")
+        return sequence(rules.text(cls.head(tool.name)), *parts, rules.text(_FUNCTION_END))
 
     def __init__(self, tools: Any) -> None:
         super().__init__(tools)
@@ -58,6 +86,7 @@ class Qwen3CoderParser(CallParser):
         self._text: list[str] = []  # of a name, a key, or a value that does not stream
         self._types: set[str] = set()
         self._streams = False
+        self._quotes = Quotes()
         self._started = False
         self._strayed = False  # text came where no text of a function stands
         self._newline = False  # a value's last newline waits, since the end of it belongs to a tag
@@ -73,7 +102,8 @@ class Qwen3CoderParser(CallParser):
         held = self._reader.flush()
         if self._state == "value":
             self._events.append(CallError(ENDED))
-            self._in_value("" if held.rstrip() == _FUNCTION_END else held, "end")
+            self._add("" if held.rstrip() == _FUNCTION_END else held)
+            self._end_value()
         elif self._state == "key":
             self._stray("".join([*self._text, held]))
         else:
@@ -128,6 +158,7 @@ class Qwen3CoderParser(CallParser):
             return
         self._types = self._allowed(key)
         self._streams = self._types <= {"string"}
+        self._quotes = Quotes()
         self._started = False
         self._newline = False
         head = "{" if self._keys == 0 else ", "
@@ -137,6 +168,23 @@ class Qwen3CoderParser(CallParser):
         self._enter("value")
 
     def _in_value(self, text: str, marker: str | None) -> None:
+        if not self._streams:
+            self._quotes.take(text)
+        if marker is not None and self._quotes.inside:
+            self._quotes.take(self._written)
+            text += self._written
+            marker = None
+        self._add(text)
+        if marker is None:
+            return
+        self._end_value()
+        if marker == "parameter":
+            self._enter("key")
+        elif marker != "end":
+            self._end_function("call_end")
+
+    def _add(self, text: str) -> None:
+        """More text of a value."""
         if text and not self._started:
             text = text.removeprefix("\n")
             self._started = True
@@ -148,13 +196,6 @@ class Qwen3CoderParser(CallParser):
             self._arguments(to_json(text)[1:-1])
         else:
             self._text.append(text)
-        if marker is None:
-            return
-        self._end_value()
-        if marker == "parameter":
-            self._enter("key")
-        elif marker != "end":
-            self._end_function("call_end")
 
     def _end_value(self) -> None:
         self._enter("function")

@@ -5,6 +5,7 @@ Schemas come from clients and may hold anything: what has the wrong type counts 
 
 import json
 import math
+import sys
 from itertools import islice
 from typing import Any
 
@@ -38,7 +39,7 @@ def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
         if len(visited) > MAX_PARTS:
             return set()
         waiting += [o for key in ("anyOf", "oneOf", "allOf") for o in _list(part.get(key))]
-        waiting.append(_target(part.get("$ref"), root))
+        waiting.append(target(part.get("$ref"), root))
         named = part.get("type")
         types.update(t for t in [named, *_list(named)] if isinstance(t, str))
         values = [*_list(part.get("enum")), *([part["const"]] if "const" in part else [])]
@@ -78,11 +79,16 @@ def to_json(value: Any) -> str:
 def from_json(text: str) -> Any:
     """The value of JSON text. Raises ValueError for what `to_json` could not say again."""
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_float=lambda number: finite(float(number)))
     except RecursionError:
         raise ValueError("nested too deeply") from None
     to_json(value)
     return value
+
+
+def finite(value: float) -> float:
+    """A number as written; one beyond what a double holds is the largest."""
+    return math.copysign(sys.float_info.max, value) if math.isinf(value) else value
 
 
 def _object(value: Any) -> dict[str, Any]:
@@ -93,7 +99,8 @@ def _list(value: Any) -> list[Any]:
     return list(islice(value, MAX_PARTS)) if isinstance(value, list) else []
 
 
-def _target(ref: Any, root: dict[str, Any]) -> Any:
+def target(ref: Any, root: dict[str, Any]) -> Any:
+    """The schema that a reference within this one stands for; None where there is none."""
     if not isinstance(ref, str) or not ref.startswith("#"):
         return None
     target: Any = root
@@ -117,6 +124,8 @@ def _number(text: str) -> int | float:
         return int(text)
     except ValueError:
         value = float(text)
+    if math.isinf(value) and any(char.isdigit() for char in text):
+        value = finite(value)
     if not math.isfinite(value):
         raise ValueError(text)
     return int(value) if value.is_integer() else value

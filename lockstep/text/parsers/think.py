@@ -86,12 +86,12 @@ class ThinkParser:
 
     def _reason(self, events: list[Event], text: str) -> str:
         """Takes reasoning; returns the text behind it once it has ended."""
-        taken, marker, place = self._scan.take(text)
-        self._think(events, taken)
-        if marker is None:
+        found = self._scan.take(text)
+        self._think(events, found.text)
+        if found.marker is None:
             return ""
         self._state = "after"
-        return ("" if marker == "end" else marker) + text[place:]
+        return ("" if found.marker == "end" else found.marker) + text[found.end :]
 
     def _think(self, events: list[Event], text: str) -> None:
         if shown := self._newlines.take(text):

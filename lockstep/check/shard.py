@@ -1,0 +1,43 @@
+"""One of several equal shares of a check, each run by a process of its own."""
+
+from dataclasses import dataclass
+
+from lockstep.errors import ConfigError
+
+MOST_SHARDS = 1024
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Share number `index`, from 1, of `count`. Raises ConfigError where there is no such one."""
+
+    index: int = 1
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.index <= self.count <= MOST_SHARDS:
+            raise ConfigError(
+                f"shard={self} is not allowed; allowed: I/N with I from 1 to N, and N at most "
+                f"{MOST_SHARDS:,}. Give each process its own I, such as 1/4 to 4/4."
+            )
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    @classmethod
+    def read(cls, text: str) -> "Shard":
+        """The share that a text such as 2/4 names. Raises ConfigError."""
+        (index, _, count) = text.partition("/")
+        if not (index.isdecimal() and count.isdecimal() and len(text) < 16):
+            raise ConfigError(
+                f"shard={text!r} is not allowed; allowed: I/N, two whole numbers, such as 2/4."
+            )
+        return cls(int(index), int(count))
+
+    def has(self, number: int) -> bool:
+        """Whether it is this share that does the part of the check with that number, from 0."""
+        return number % self.count == self.index - 1
+
+
+WHOLE = Shard()
+"""All of the check in one process."""

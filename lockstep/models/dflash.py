@@ -1,0 +1,213 @@
+"""DFlash's draft model: a few layers that fill a block of masked tokens at once, over what the
+target has left at some of its layers (Chen et al., DFlash, arXiv 2602.06036).
+
+A token that the target has computed is one key and one value in each layer, made of the target's
+residuals. A block is the row's last token and masked ones behind it, each at its own place; its
+tokens see all of those keys, and each other. Tensors and settings are those of the authors' files.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.layers.attention import Attention
+from lockstep.layers.build import Build
+from lockstep.layers.linear import Head, Linear, Target
+from lockstep.layers.norm import AddRMSNorm, RMSNorm
+from lockstep.models.checkpoint import Checkpoint, read_object
+from lockstep.models.decoder import (
+    Block,
+    Decoder,
+    DecoderConfig,
+    Half,
+    mlp_half,
+    read_common,
+)
+from lockstep.models.loader import Source
+from lockstep.models.reading import MOST_LAYERS, ConfigReader
+from lockstep.quant import Slot
+from lockstep.step import Step
+
+ARCHITECTURE = "DFlashDraftModel"
+MOST_BLOCK = 1024
+"""Tokens of a block that no checkpoint comes near."""
+INNER = "dflash_config"
+
+
+class BlockCheckpoint(Checkpoint):
+    """The folder of a draft model. raw: its settings."""
+
+    prefixes = ("model.",)
+
+    @classmethod
+    def at(cls, folder: Path) -> "BlockCheckpoint":
+        """Raises CheckpointError where its config.json is not read."""
+        remedy = "Name the folder of a DFlash draft model: config.json and *.safetensors."
+        return cls(folder, read_object(folder / "config.json", remedy))
+
+
+@dataclass(frozen=True)
+class Config(DecoderConfig):
+    """The settings that decide the math. block: tokens of a block, the row's last one among them;
+    mask: the token that stands where one is to be drafted; taps: as in Decoder."""
+
+    layers: int
+    block: int
+    mask: int
+    taps: tuple[int, ...]
+
+    @classmethod
+    def read(cls, raw: dict[str, Any], target: Decoder) -> "Config":
+        """From config.json. Raises CheckpointError on what is missing, not built, or not of this
+        target."""
+        c = ConfigReader(raw)
+        inner = ConfigReader(c.get(INNER, dict, {}), f"{INNER}.")
+        named = c.get("architectures", list, [ARCHITECTURE])
+        c.need(named == [ARCHITECTURE], "architectures", f"[{ARCHITECTURE!r}]")
+        c.only("attention_bias", False, default=False)
+        c.only("use_sliding_window", False, default=False)
+        c.only("is_causal", False, None, default=None)
+        inner.only("causal_head", False, None, default=None)
+        inner.only("final_logit_softcapping", None, default=None)
+        for name in ("output_multiplier", "input_embedding_scale"):
+            inner.only(name, 1, 1.0, None, default=None)
+        width = target.config.hidden_size
+        vocab = target.config.vocab_size
+        c.need(c.size("hidden_size") == width, "hidden_size", f"the target's, {width}")
+        c.need(c.size("vocab_size") == vocab, "vocab_size", f"the target's, {vocab}")
+        depth = len(target.blocks)
+        told = c.size("num_target_layers", depth)
+        c.need(told == depth, "num_target_layers", f"the target's, {depth}")
+        layers = c.size("num_hidden_layers", most=MOST_LAYERS)
+        c.layer_types(layers, {"full_attention"}, ["full_attention"] * layers)
+        mask = inner.get("mask_token_id", int)
+        inner.need(0 <= mask < vocab, "mask_token_id", f"0 to {vocab - 1}, the target's tokens")
+        sized = inner if "block_size" in inner.raw else c
+        block = sized.size("block_size", most=MOST_BLOCK)
+        sized.need(block > 1, "block_size", "2 or more")
+        return cls(
+            layers=layers,
+            block=block,
+            mask=mask,
+            taps=_taps(inner, layers, depth),
+            **read_common(c, head_dim=128),
+        )
+
+
+def _taps(c: ConfigReader, layers: int, depth: int) -> tuple[int, ...]:
+    """The places behind the layers that target_layer_ids names, or behind as many as the draft
+    model has itself, spread from the second to the last but two. depth: layers of the target."""
+    last = max(depth - 3, 1)
+    spread = [round(1 + i * (last - 1) / max(layers - 1, 1)) for i in range(layers)]
+    found = c.get("target_layer_ids", list, spread if layers > 1 else [depth // 2])
+    whole = 0 < len(found) <= MOST_LAYERS and all(type(i) is int for i in found)
+    ascending = whole and all(a < b for a, b in zip(found, found[1:], strict=False))
+    sound = ascending and 0 <= found[0] and found[-1] < depth
+    c.need(sound, "target_layer_ids", f"ascending numbers of layers, 0 to {depth - 1}")
+    return tuple(i + 1 for i in found)
+
+
+class BlockAttention(Attention):
+    """x [S B, H] -> [S B, H]: every token of a block sees all of it, and all in front of it.
+
+    To the op a block is one token, its last one, with B times the heads: keys are read once.
+    """
+
+    def forward(self, x: Tensor, step: Step) -> Tensor:
+        q = self._place(self.qkv(x), step)
+        rows = step.starts.shape[0]
+        group = self.heads // self.kv_heads
+        blocks = q.view(rows, -1, self.kv_heads, group, self.head_dim)
+        mixed = self.attend(
+            blocks.transpose(1, 2).reshape(rows, -1, self.head_dim),
+            self.k_cache,
+            self.v_cache,
+            step.page_table,
+            step.cu_seqlens,
+            step.starts,
+            1,
+            self.scale,
+        )
+        found = mixed.view(rows, self.kv_heads, -1, group, self.head_dim).transpose(1, 2)
+        return self.out(found.reshape(x.shape[0], -1))
+
+
+class BlockDraftModel(nn.Module):
+    """The draft module: hidden_norm(fc(taps)) makes the keys and values of computed tokens, and the
+    layers read a block. Shares embedding and head with the target."""
+
+    def __init__(
+        self, target: Decoder, build: Build, c: Config, checkpoint: BlockCheckpoint
+    ) -> None:
+        super().__init__()
+        self.config = c
+        self.checkpoint = checkpoint
+        self.taps = c.taps
+        self.ids: Tensor | None = None
+        self.embed = target.embed
+        top = build.at(build.layer, "")
+        self.fc = Linear(top, len(c.taps) * c.hidden_size, {"fc": c.hidden_size})
+        self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps)
+        self.blocks = nn.ModuleList(Block(*halves) for halves in self.layers(build))
+        self.norm = AddRMSNorm(build, c.hidden_size, c.eps)
+        self.head = Head(build, c.vocab_size, c.hidden_size, target.head.loaded)
+
+    def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
+        """Attention over blocks, then an MLP, in every layer."""
+        c = self.config
+        rotary = c.rope.rotary(build)
+        sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim)
+        for i in range(c.layers):
+            at = build.at(f"layers.{i}")
+            own = at.within("self_attn")
+            mixer = BlockAttention(own, *sizes, rotary=rotary, qk_norm=True, eps=c.eps)
+            yield Half(at, c, "input_layernorm", "self_attn", mixer), mlp_half(at, c)
+
+    @property
+    def head_bytes(self) -> int:
+        """It shares the target's."""
+        return 0
+
+    def begin(self, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...]) -> Tensor:
+        """The residual at each tap [T, H] -> what keys and values are made of [T, H]."""
+        return self.hidden_norm(self.fc(torch.cat(aux_hidden_states, dim=-1)))
+
+    def forward(self, ids: Tensor, state: Tensor, step: Step) -> Tensor:
+        """The tokens of blocks [T] -> hidden states [T, H]; state is not read."""
+        x = self.embed(ids)
+        delta = None
+        for block in self.blocks:
+            x, delta, _ = block(x, delta, step)
+        return self.norm(x, delta)[1]
+
+    def logits(self, state: Tensor) -> Tensor:
+        """state [S, H] -> [S, V]."""
+        return self.head(state)
+
+    def keep(self, ids: Tensor, state: Tensor, step: Step) -> None:
+        """Writes the keys and values of computed tokens; ids are not read."""
+        for block in self.blocks:
+            halves: Any = block.halves
+            halves[0].body.keep(state, step)
+
+    def finish(self) -> None:
+        """Nothing is left to do: what it shares with the target is the target's own."""
+
+    def weights(self) -> dict[str, Target]:
+        """The checkpoint's names -> what they fill."""
+        table: dict[str, Target] = {
+            "hidden_norm.weight": self.hidden_norm.weight,
+            "norm.weight": self.norm.weight,
+        }
+        table |= self.fc.weights()
+        for i, block in enumerate(self.blocks):
+            table.update({f"layers.{i}.{name}": t for name, t in block.weights().items()})
+        return table
+
+    def source(self) -> Source:
+        """Its own checkpoint."""
+        return Source(self.checkpoint, {n: Slot.of(target) for n, target in self.weights().items()})

@@ -1,0 +1,78 @@
+"""Compiles latent attention's own kernel for Hopper, which needs no GPU, in the forms in which a
+program leaves an entry for each segment, one for each span, and the whole output.
+
+    python -m tests.kernels.compile_latents [--quick]
+
+--quick: the first form alone. Prints the form, registers and bytes of the stack of a thread.
+"""
+
+import sys
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.jit import JITFunction
+
+from lockstep.kernels.architecture import HOPPER, shared_of
+from lockstep.kernels.latent_attention.cases import paged_latents
+from lockstep.kernels.latent_attention.hopper import latent_attention_hopper
+from lockstep.kernels.latent_attention.triton import SPAN, Partition, tile_of
+from tests.kernels.compile_launches import HOPPER as TARGET
+from tests.kernels.compile_launches import OPTIONS, TYPES, type_of
+from tests.kernels.compile_packed import spills_of
+
+SPILLED = {"segments": 64, "spans": 512, "whole": 1024}
+"""Form -> bytes of a thread's stack that it may take: of a segment's end, none of a tile."""
+
+
+def compiled(kernel: Any, *args: Any, **given: Any) -> Any:
+    """What the compiler makes of a launch with these arguments."""
+    options = {name: given[name] for name in OPTIONS if name in given}
+    fixed: dict[tuple[int, ...], Any] = {}
+    aligned: dict[tuple[int, ...], Any] = {}
+    types = {}
+    for i, (p, value) in enumerate(zip(kernel.params, args, strict=True)):
+        if p.is_constexpr:
+            types[p.name] = "constexpr"
+            fixed[(i,)] = value
+        elif isinstance(value, TensorDescriptor):
+            types[p.name] = described(value)
+        else:
+            types[p.name] = type_of(value, (i,), fixed, aligned)
+    source = GluonASTSource(fn=kernel, signature=types, constexprs=fixed, attrs=aligned)
+    return triton.compile(source, target=TARGET, options=options)
+
+
+def described(value: TensorDescriptor) -> str:
+    """The type of a tensor descriptor."""
+    base: Tensor = value.base
+    return f"tensordesc<{TYPES[base.dtype]}{value.block_shape!r},{value.layout!r}>"
+
+
+def main(quick: bool) -> None:
+    """Compiles the forms, and holds them to registers, to shared memory, and to wgmma's shapes."""
+    made: list[Any] = []
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
+        if kernel.__name__ == "_latent_kernel":
+            made.append(compiled(kernel, *args, **given))
+
+    JITFunction.run = run
+    batch = paged_latents(((63, 4),), 128, 512, 64, 64, torch.bfloat16)
+    segment = tile_of(torch.bfloat16, HOPPER).segment
+    for form, unit in (("segments", segment), ("spans", segment * SPAN), ("whole", 0)):
+        latent_attention_hopper(**batch, divided=Partition(unit, 1))
+        code = made[-1].asm["ptx"]
+        assert "wgmma.mma_async.sync.aligned.m64n64k16" in code, form
+        assert "wgmma.mma_async.sync.aligned.m64n128k16" in code, form
+        assert made[-1].metadata.shared <= shared_of(HOPPER), form
+        print(form, *spills_of(made[-1].asm["cubin"], SPILLED[form]), flush=True)
+        if quick:
+            break
+
+
+if __name__ == "__main__":
+    main("--quick" in sys.argv)

@@ -1,0 +1,250 @@
+"""Latents in KV formats: their codecs, what is written, and attention over what was packed."""
+
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lockstep.cache.kv import latent_caches, latent_spec
+from lockstep.errors import ConfigError
+from lockstep.kernels.kv import Codec, read_pages, unpacked
+from lockstep.kernels.kv.cases import LATENTS, plain
+from lockstep.kernels.kv.formats import FORMATS, latent_codec
+from lockstep.kernels.kv.fp8 import TokenFp8
+from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
+from lockstep.kernels.latent_attention.cases import latent_rope, paged_latents
+from tests.kernels.backends import Backend, backends, same_bits
+
+BACKENDS = backends(op=latent_attention)
+WRITERS = backends(op=latent_rope_and_cache)
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+CODECS = pytest.mark.parametrize("codec", LATENTS.values(), ids=list(LATENTS))
+BYTES = {
+    "auto": 1152,
+    "bfloat16": 1152,
+    "fp8": 644,
+    "fp8_e4m3": 644,
+    "int8_per_token_head": 644,
+    "turboquant_4bit_nc": 386,
+    "turboquant_3bit_nc": 322,
+}
+"""Of one token in one layer of DeepSeek-V3: 512 numbers, those beside them, and 64 in bf16."""
+LOST = {
+    "bfloat16": 3e-6,
+    "fp8_e4m3": 7.1e-4,
+    "int8_per_token_head": 2.5e-4,
+    "turboquant_4bit_nc": 0.0097,
+    "turboquant_3bit_nc": 0.0352,
+}
+"""The mean squared error of a normed latent of length 1, at most."""
+ROWS = ((5, 4), (0, 0), (254, 3))
+SIZES = ((3, 64, 16, 64), (2, 32, 8, 16), (1, 512, 64, 64))
+"""(heads, latent, rope, page size)."""
+GROUPED = ("latents", "ropes", "page_table", "cu_seqlens", "starts")
+"""The arguments that are taken group by group."""
+HEADS = 16
+"""Of DeepSeek-V3's sizes on a GPU."""
+
+
+def back(codec: Codec, x: Tensor) -> Tensor:
+    """What comes back of x, out of any rotation."""
+    codes, *numbers = codec.encode(x)
+    found = codec.decode(codes, *(numbers or [None]))
+    return found if codec.turn is None else codec.turn.back(found)
+
+
+def latents(dim: int = 512, count: int = 256) -> Tensor:
+    """Latents [count, D] of which the 7th number is eight times larger, of all sizes."""
+    draw = torch.Generator().manual_seed(4)
+    x = torch.randn(count, dim, generator=draw)
+    x[:, 7] *= 8
+    return x * torch.exp2(torch.randint(-20, 20, (count, 1), generator=draw).float())
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_bytes_of_a_token(name: str) -> None:
+    codec = latent_codec(FORMATS.get(name), 512)
+    spec = latent_spec(512, 64, torch.bfloat16, codec)
+    assert sum(part.nbytes for part in spec.parts) == BYTES[name]
+    cache, ropes = latent_caches(spec.allocate(3, 64, "cpu"), 512, codec)
+    assert cache.shape == (3, 64, 512) and ropes.shape == (3, 64, 64)
+    assert ropes.dtype == torch.bfloat16
+
+
+def test_formats_that_keep_keys_otherwise_than_values_are_refused() -> None:
+    for name in ("turboquant_k8v4", "turboquant_k3v4_nc", "fp8_e5m2"):
+        with pytest.raises(ConfigError) as error:
+            latent_codec(FORMATS[name], 512)
+        allowed = ", ".join(BYTES)
+        assert f"kv_cache_dtype='{name}' is not allowed; allowed: {allowed}, since" in str(
+            error.value
+        )
+    with pytest.raises(ConfigError, match="int8_per_token_head, since TurboQuant .* has 40"):
+        latent_codec(FORMATS["turboquant_4bit_nc"], 40)
+    assert latent_codec(None, 40) is None
+
+
+@CODECS
+def test_what_is_lost(codec: Codec, request: pytest.FixtureRequest) -> None:
+    name = request.node.callspec.id
+    x = latents()
+    off = (back(codec, x) - x).square().sum(-1) / x.square().sum(-1)
+    assert LOST[name] / 3 < off.mean() < LOST[name]
+
+
+@CODECS
+def test_twice_is_once_and_zeros_stay(codec: Codec) -> None:
+    x = latents()
+    once = back(codec, x)
+    close = 1e-6 * once.abs().amax(-1, keepdim=True)
+    equal = ((back(codec, once) - once).abs() <= close).all(-1)
+    assert equal.float().mean() > 0.95
+    assert codec.turn is not None or equal.all()
+    assert not back(codec, torch.zeros(3, 64)).any()
+
+
+@CODECS
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_is_found(codec: Codec, wrong: float) -> None:
+    x = torch.ones(3, 64)
+    x[1, 5] = wrong
+    found = back(codec, x)
+    assert not found[1].isfinite().all()
+    assert found[[0, 2]].isfinite().all()
+
+
+def test_a_token_of_fp8_has_the_least_power_of_two() -> None:
+    """No number passes 448 times it, and with half of it one would; each is the nearest one."""
+    codec = TokenFp8()
+    x = latents()
+    codes, scales = codec.encode(x)
+    (mantissas, _) = torch.frexp(scales)
+    assert (mantissas == 0.5).all()
+    most = x.abs().amax(-1, keepdim=True)
+    assert (most <= 448 * scales).all() and (most > 224 * scales).all()
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    every = every[every.isfinite()].unique()
+    wide = (x[:16] / scales[:16]).double()
+    nearest = (wide[..., None] - every.double()).abs().min(-1).values
+    assert torch.equal((wide - codes[:16].view(torch.float8_e4m3fn).double()).abs(), nearest)
+    for exact in (448.0, 449.0, 2.0**-100, 2.0**-130, 2.0**120 * 1.9):
+        assert back(codec, torch.tensor([[exact]])) == pytest.approx(exact, rel=0.07, abs=2.0**-110)
+    assert back(codec, torch.tensor([[2.0**121, 1.0]])).isnan().all()
+
+
+def sizes_on(backend: Backend) -> tuple[tuple[int, ...], ...]:
+    """The interpreter takes seconds for a latent of 512; a GPU takes DeepSeek-V3's heads, and its
+    own kernel those of that latent alone."""
+    if backend.interpreted:
+        return SIZES[:2]
+    sizes = (*SIZES, (HEADS, 512, 64, 64)) if backend.on_gpu else SIZES
+    return sizes[2:] if backend.name == "hopper" else sizes
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@CODECS
+def test_attention_over_packed_is_attention_over_unpacked(backend: Backend, codec: Codec) -> None:
+    for size in sizes_on(backend):
+        packed = paged_latents(ROWS, *size, backend.dtype, codec=codec)
+        given = unpacked(packed["latents"], backend.dtype)
+        found = backend.run(latent_attention, packed)
+        assert found.isfinite().all()
+        assert same_bits(found, backend.run(latent_attention, packed | {"latents": given})), size
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8_e4m3", "turboquant_4bit_nc"])
+@pytest.mark.parametrize("rows", [((32765, 4),), ((8200, 32),), ((100, 300),)], ids=str)
+def test_packed_is_unpacked_in_every_partition(name: str, rows: Any) -> None:
+    """Entries of segments and of spans, and whole rows, at DeepSeek-V3's sizes, by any backend."""
+    codec = LATENTS[name]
+    (triton, hopper) = (Backend(name, "cuda", torch.bfloat16) for name in ("triton", "hopper"))
+    packed = triton.place(paged_latents(rows, 128, 512, 64, 64, triton.dtype, codec=codec))
+    given = unpacked(packed["latents"], triton.dtype)
+    found = triton.run(latent_attention, packed)
+    assert found.isfinite().all()
+    assert same_bits(found, triton.run(latent_attention, packed | {"latents": given}))
+    if hopper.serves(latent_attention, packed):
+        assert same_bits(found, hopper.run(latent_attention, packed))
+
+
+@pytest.mark.parametrize("backend", BACKENDS[1:])
+@pytest.mark.parametrize("codec", [None, *LATENTS.values()], ids=["auto", *LATENTS])
+def test_rows_are_unpacked_ahead(backend: Backend, codec: Codec | None) -> None:
+    """Two at once, then the third: attention over each group gives what it gives over all."""
+    unpack = import_module("lockstep.kernels.latent_attention._unpack")
+    size = sizes_on(backend)[-1]
+    packed = backend.place(paged_latents(ROWS, *size, backend.dtype, codec=codec, widest=40))
+    given = {name: packed[name] for name in GROUPED}
+    row_bytes = 40 * size[3] * (size[1] + size[2]) * backend.dtype.itemsize
+    wanted = backend.run(latent_attention, packed)
+    found = torch.zeros_like(wanted)
+    counts = []
+    for group in unpack.unpacked_groups(**given, most=3 * row_bytes - 1):
+        part = dict(zip(GROUPED, group, strict=True))
+        assert all(part[name].dtype == backend.dtype for name in ("latents", "ropes"))
+        own = slice(int(part["cu_seqlens"][0]), int(part["cu_seqlens"][-1]))
+        found[own] = backend.run(latent_attention, packed | part)[own]
+        counts.append(len(part["starts"]))
+    assert counts == ([2, 1] if codec else [3])
+    assert same_bits(found, wanted)
+
+
+def hard(given: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """The same call with a weight of all sizes, a token of zeros and one that is not finite."""
+    width = len(given["weight"])
+    exponents = torch.arange(width).float() % 24 - 12
+    weight = (given["weight"].float() * torch.exp2(exponents)).to(dtype)
+    kv = given["kv"].clone()
+    kv[0, :width] = 0.0
+    kv[1, 3] = torch.nan
+    kv[2, :width] *= 1e-3
+    return given | {"weight": weight, "kv": kv}
+
+
+@pytest.mark.parametrize("backend", WRITERS)
+@CODECS
+@pytest.mark.parametrize("size", [(7, 2, 12, 32, 8), (5, 0, 16, 512, 64)], ids=str)
+def test_what_is_written_is_the_codes_of_what_would_be(
+    backend: Backend, codec: Codec, size: tuple[int, ...]
+) -> None:
+    """The codec's reference over the latents that the same backend writes unpacked; the turned key
+    and queries are the same; and nothing else is written."""
+    (whole, packed) = (
+        backend.place(hard(latent_rope(*size, backend.dtype, kind), backend.dtype))
+        for kind in (None, codec)
+    )
+    before = backend.fresh(packed)
+    queries = backend.run(latent_rope_and_cache, packed)
+    assert same_bits(queries, backend.run(latent_rope_and_cache, whole))
+    assert same_bits(packed["ropes"], whole["ropes"])
+    slots = whole["slot_mapping"].unique()
+    wanted = codec.encode(whole["latents"].flatten(0, 1)[slots].cpu())
+    others = torch.ones(packed["latents"].shape[:2].numel(), dtype=torch.bool)
+    others[slots.cpu()] = False
+    tensors = packed["latents"].tensors()
+    for tensor, old, want in zip(tensors, before["latents"].tensors(), wanted, strict=True):
+        assert same_bits(tensor.flatten(0, 1)[slots], want)
+        assert same_bits(tensor.cpu().flatten(0, 1)[others], old.cpu().flatten(0, 1)[others])
+
+
+@CODECS
+def test_pages_are_read_as_the_whole_is(codec: Codec) -> None:
+    cache = paged_latents(ROWS, 2, 32, 8, 16, torch.float32, codec=codec)["latents"]
+    pages = torch.tensor([3, 1, 1, 0])
+    assert same_bits(read_pages(cache, pages, torch.float32), unpacked(cache, torch.float32)[pages])
+    assert plain(cache, torch.float32).shape == cache.shape == unpacked(cache, torch.float32).shape
+
+
+def test_backends_say_which_latents_they_read() -> None:
+    traits = dict(device="cuda", dtype=torch.bfloat16, arch=90, heads=128, latent=512, rope=64)
+    for op in (latent_attention, latent_rope_and_cache):
+        for codec in (None, *LATENTS.values()):
+            assert op.explain(**traits, codecs=codec and (codec,))["triton"] is None
+
+        class Other(TokenFp8):
+            device_at = None  # type: ignore[assignment]
+
+        assert op.explain(**traits, codecs=(Other(),))["triton"] == "Other has no device functions"

@@ -1,0 +1,79 @@
+"""benchmarks/load.py: what it holds, and that it sees what does not hold."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.load import KINDS, Left, Memory, draw, judge, left_behind
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks/load.py"
+GOOD: dict[str, Any] = {
+    "faults": [],
+    "left_behind": [],
+    "server_mib": 100.0,
+    "server_growth": 0.01,
+    "engine_mib": 200.0,
+    "engine_growth": -0.02,
+    "health_ms_p50": 1.0,
+    "health_ms_p99": 20.0,
+    "health_ms_max": 90.0,
+    "overhead_ms_p50": 1.0,
+    "overhead_ms_p99": 4.0,
+    "compared": 100,
+    "different": [],
+}
+BAD: dict[str, Any] = {
+    "faults": ["load-1 (tools): status 500"],
+    "left_behind": ["1 sockets"],
+    "server_growth": 0.06,
+    "engine_growth": 0.06,
+    "health_ms_max": 101.0,
+    "overhead_ms_p99": 5.1,
+    "different": ["load-2 (tools)"],
+}
+
+
+def test_everything_holds() -> None:
+    assert all(line.holds for line in judge(GOOD))
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_does_not_hold_is_one_line(name: str) -> None:
+    lines = judge(GOOD | {name: BAD[name]})
+    assert [line.holds for line in lines].count(False) == 1
+
+
+def test_what_is_left_is_named() -> None:
+    before = Left((0, 0, 0, 0.0), sockets=7, threads=9, tasks=3)
+    assert left_behind(before, before) == []
+    assert left_behind(before, replace(before, sockets=5)) == []
+    after = Left((1, 0, 0, 0.0), sockets=8, threads=9, tasks=5)
+    assert left_behind(before, after) == ["1 in the engine", "1 sockets", "2 tasks"]
+
+
+def test_memory_that_grows_all_the_time_is_seen() -> None:
+    """What comes in the first fifth is warming up."""
+    assert Memory(0, [50, *[100] * 99]).growth == 0
+    assert Memory(0, [100 + number for number in range(100)]).growth > 0.5
+
+
+def test_every_kind_is_drawn_and_the_same_again() -> None:
+    drawn = [draw(number) for number in range(400)]
+    assert len({one.kind for one in drawn}) == len(KINDS)
+    assert [one.body for one in drawn] == [draw(number).body for number in range(400)]
+    assert {one.status for one in drawn} == {200, 400, 413}
+
+
+@pytest.mark.slow
+def test_a_short_load() -> None:
+    """Times are for a machine that has nothing else to do; all else holds on any."""
+    command = [sys.executable, str(SCRIPT), "--requests", "60", "--streams", "20", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    found = json.loads(done.stdout)
+    assert (found["faults"], found["left_behind"], found["different"]) == ([], [], [])
+    assert found["requests"] == 60 and found["compared"] > 20

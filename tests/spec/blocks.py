@@ -1,0 +1,143 @@
+"""DFlash draft models with random weights, and what one drafts, written from the paper."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.spec.heads import rms
+
+EPS = 1e-5
+THETA = 20000.0
+HEADS = 6
+KV_HEADS = 2
+DIM = 12
+INNER = 40
+MASK = 7
+BLOCK = 16
+LAYERS = 2
+Tensors = dict[str, Tensor]
+
+
+def make_block_model(
+    folder: Path, vocab: int, hidden: int, taps: list[int], inner: bool = True, **changes: Any
+) -> Tensors:
+    """Writes a draft model for a target of `hidden`, and returns its tensors by name. taps:
+    target_layer_ids; inner: whether block_size stands in dflash_config; changes: of its config."""
+    folder.mkdir(exist_ok=True)
+    own = {"mask_token_id": MASK, "target_layer_ids": taps}
+    sizes = {"block_size": BLOCK}
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "dflash_config": own | sizes if inner else own,
+        "head_dim": DIM,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": INNER,
+        "max_position_embeddings": 2048,
+        "num_attention_heads": HEADS,
+        "num_hidden_layers": LAYERS,
+        "num_key_value_heads": KV_HEADS,
+        "rms_norm_eps": EPS,
+        "rope_theta": THETA,
+        "tie_word_embeddings": True,
+        "torch_dtype": "float32",
+        "vocab_size": vocab,
+        **({} if inner else sizes),
+        **changes,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    tensors = random_model(hidden, len(taps), config["head_dim"])
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+def random_model(hidden: int, taps: int, dim: int) -> Tensors:
+    """The tensors of the authors' files."""
+    generator = torch.Generator().manual_seed(5)
+
+    def matrix(n: int, k: int) -> Tensor:
+        return torch.randn(n, k, generator=generator) * 1.5 * k**-0.5
+
+    def norm(size: int) -> Tensor:
+        return torch.rand(size, generator=generator) + 0.5
+
+    tensors = {
+        "fc.weight": matrix(hidden, taps * hidden),
+        "hidden_norm.weight": norm(hidden),
+        "norm.weight": norm(hidden),
+    }
+    for layer in range(LAYERS):
+        tensors |= {
+            f"layers.{layer}.input_layernorm.weight": norm(hidden),
+            f"layers.{layer}.post_attention_layernorm.weight": norm(hidden),
+            f"layers.{layer}.self_attn.q_proj.weight": matrix(HEADS * dim, hidden),
+            f"layers.{layer}.self_attn.k_proj.weight": matrix(KV_HEADS * dim, hidden),
+            f"layers.{layer}.self_attn.v_proj.weight": matrix(KV_HEADS * dim, hidden),
+            f"layers.{layer}.self_attn.o_proj.weight": matrix(hidden, HEADS * dim),
+            f"layers.{layer}.self_attn.q_norm.weight": norm(dim),
+            f"layers.{layer}.self_attn.k_norm.weight": norm(dim),
+            f"layers.{layer}.mlp.gate_proj.weight": matrix(INNER, hidden),
+            f"layers.{layer}.mlp.up_proj.weight": matrix(INNER, hidden),
+            f"layers.{layer}.mlp.down_proj.weight": matrix(hidden, INNER),
+        }
+    return tensors
+
+
+def drafts_of(
+    model: Tensors,
+    embedding: Tensor,
+    head: Tensor,
+    residuals: list[Tensor],
+    last: int,
+    count: int,
+) -> list[int]:
+    """`count` greedy drafts behind the token `last`.
+
+    residuals: the target's at each tap, [N, H], of all tokens before it.
+    """
+    seen = rms(F.linear(torch.cat(residuals, -1), model["fc.weight"]), model["hidden_norm.weight"])
+    x = embedding[torch.tensor([last] + [MASK] * count)]
+    for index in range(LAYERS):
+        prefix = f"layers.{index}."
+        part = {n.removeprefix(prefix): t for n, t in model.items() if n.startswith(prefix)}
+        x = x + attention(part, rms(x, part["input_layernorm.weight"]), seen)
+        y = rms(x, part["post_attention_layernorm.weight"])
+        gate = F.silu(F.linear(y, part["mlp.gate_proj.weight"]))
+        up = F.linear(y, part["mlp.up_proj.weight"])
+        x = x + F.linear(gate * up, part["mlp.down_proj.weight"])
+    logits = rms(x, model["norm.weight"])[1:] @ head.T
+    return logits.argmax(-1).tolist()
+
+
+def attention(part: Tensors, x: Tensor, seen: Tensor) -> Tensor:
+    """The block x [B, H] over what was computed, seen [N, H], and itself, none of it hidden."""
+    both = torch.cat([seen, x])
+    places = torch.arange(len(both))
+
+    def heads(name: str, y: Tensor) -> Tensor:
+        return F.linear(y, part[f"self_attn.{name}_proj.weight"]).unflatten(-1, (-1, DIM))
+
+    q = rotated(rms(heads("q", x), part["self_attn.q_norm.weight"]), places[len(seen) :])
+    k = rotated(rms(heads("k", both), part["self_attn.k_norm.weight"]), places)
+    v = heads("v", both)
+    q, k, v = (y.transpose(0, 1) for y in (q, k, v))
+    mixed = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    return F.linear(mixed.transpose(0, 1).flatten(1), part["self_attn.o_proj.weight"])
+
+
+def rotated(x: Tensor, places: Tensor) -> Tensor:
+    """x [N, heads, D] turned by its positions, halves against each other."""
+    half = DIM // 2
+    angles = torch.outer(places.float(), THETA ** (-torch.arange(half).float() / half))
+    cos = angles.cos()[:, None]
+    sin = angles.sin()[:, None]
+    a = x[..., :half]
+    b = x[..., half:]
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)

@@ -1,0 +1,150 @@
+"""DFlash: drafts against an independent forward, files as they are published, and the contract."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from lockstep import EngineConfig, SamplingParams
+from lockstep.engine.engine import Engine
+from lockstep.engine.hooks import CheckHooks
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.llm import LLM
+from lockstep.scheduling.draft_length import RandomDraftLength
+from lockstep.spec.dflash import create
+from tests.models.dense import VOCAB, random_oracle
+from tests.spec.blocks import BLOCK, drafts_of, make_block_model
+from tests.spec.watching import Seen
+from tests.tiny_model import LLAMA, QWEN3
+
+HIDDEN = 48
+LAYERS = 5
+TAPS = [0, 1, 3]
+PROMPTS = [[(7 * i + i * i) % 250 for i in range(n)] for n in (130, 5, 52)]
+ASKED = [{"prompt_token_ids": tokens} for tokens in PROMPTS]
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+
+
+def make_engine(
+    folder: Path, draft: Path, k: int, hooks: CheckHooks | None = None, **settings: Any
+) -> LLM:
+    """An engine of the target in `folder` that drafts blocks."""
+    spec = {"method": "dflash", "model": str(draft), "num_speculative_tokens": k}
+    config = EngineConfig.read(
+        model=str(folder),
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        max_num_seqs=4,
+        speculative_config=spec,
+        **settings,
+    )
+    return LLM.over(Engine(config, hooks=hooks or CheckHooks()))
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, Any]]]:
+    """Family -> the folder of a random target, and transformers' model of it."""
+    found = {}
+    for family, base in (("Llama", LLAMA), ("Qwen3", QWEN3)):
+        folder = tmp_path_factory.mktemp(family)
+        oracle = random_oracle(folder, family, base, num_hidden_layers=LAYERS)
+        found[family] = folder, oracle
+    yield found
+
+
+@pytest.mark.parametrize(("family", "k"), [("Llama", 1), ("Llama", 15), ("Qwen3", 4)])
+def test_drafts_are_those_of_the_paper(
+    targets: dict[str, Any], tmp_path: Path, family: str, k: int
+) -> None:
+    """At every step and in both rows: prompts in chunks, another number of drafts in every step,
+    rows that are moved to the host, prefixes that are found again."""
+    folder, oracle = targets[family]
+    model = make_block_model(tmp_path / "draft", VOCAB, HIDDEN, TAPS, inner=k > 1)
+    seen = Seen(create)
+    hooks = CheckHooks(drafter=seen.create, draft_policy=RandomDraftLength, preempt_every=3)
+    llm = make_engine(folder, tmp_path / "draft", k, hooks, max_num_batched_tokens=64)
+    outs = llm.generate(ASKED, GREEDY)
+    again = llm.generate(ASKED, GREEDY)
+    assert again[0].metrics.num_cached_tokens == 128
+    embedding = oracle.model.embed_tokens.weight.detach()
+    head = oracle.lm_head.weight.detach()
+    assert len(seen.found) > 9
+    assert max(len(drafts) for _, drafts in seen.found) == k
+    for known, drafts in seen.found:
+        with torch.no_grad():
+            ids = torch.tensor([known[:-1]])
+            states = oracle.model(ids, output_hidden_states=True).hidden_states
+        residuals = [states[tap + 1][0] for tap in TAPS]
+        due = drafts_of(model, embedding, head, residuals, known[-1], len(drafts))
+        assert drafts == due, len(known)
+    plain = LLM(str(folder), skip_tokenizer_init=True, max_model_len=256)
+    due = [o.outputs[0].token_ids for o in plain.generate(ASKED, GREEDY)]
+    assert [o.outputs[0].token_ids for o in outs] == due
+    assert [o.outputs[0].token_ids for o in again] == due
+
+
+def test_taps_are_spread_where_none_are_named(targets: dict[str, Any], tmp_path: Path) -> None:
+    folder, _ = targets["Llama"]
+    make_block_model(tmp_path / "draft", VOCAB, HIDDEN, [1, 2])
+    path = tmp_path / "draft" / "config.json"
+    raw = json.loads(path.read_text())
+    del raw["dflash_config"]["target_layer_ids"]
+    path.write_text(json.dumps(raw))
+    seen = Seen(create)
+    make_engine(folder, tmp_path / "draft", 3, CheckHooks(drafter=seen.create))
+    assert seen.context.module.taps == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["DFlash2DraftModel"]}, "architectures=.*DFlash2DraftModel"),
+        ({"attention_bias": True}, "attention_bias=True"),
+        ({"use_sliding_window": True}, "use_sliding_window=True"),
+        ({"is_causal": True}, "is_causal=True"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ({"hidden_size": 40}, "hidden_size=40.*the target's, 48"),
+        ({"vocab_size": VOCAB + 1}, "vocab_size=.*the target's"),
+        ({"num_target_layers": 7}, "num_target_layers=7.*the target's, 5"),
+        ({"dflash_config": {"block_size": 16}}, "dflash_config.mask_token_id"),
+        ({"dflash_config": {"block_size": 16, "mask_token_id": VOCAB}}, "mask_token_id=.* 0 to"),
+        ({"dflash_config": {"block_size": 1, "mask_token_id": 1}}, "block_size=1.*2 or more"),
+        ({"dflash_config": {"mask_token_id": 1}}, "block_size"),
+        (
+            {"dflash_config": {"block_size": 4, "mask_token_id": 1, "target_layer_ids": [3, 1]}},
+            "target_layer_ids=.*ascending numbers of layers, 0 to 4",
+        ),
+        (
+            {"dflash_config": {"block_size": 4, "mask_token_id": 1, "output_multiplier": 0.2}},
+            "output_multiplier=0.2",
+        ),
+    ],
+)
+def test_what_is_not_built_is_refused(
+    targets: dict[str, Any], tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    make_block_model(tmp_path / "draft", VOCAB, HIDDEN, TAPS, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        make_engine(targets["Llama"][0], tmp_path / "draft", 3)
+
+
+def test_blocks_must_hold_the_drafts(targets: dict[str, Any], tmp_path: Path) -> None:
+    folder, _ = targets["Llama"]
+    make_block_model(tmp_path / "draft", VOCAB, HIDDEN, TAPS, inner=False, block_size=8)
+    with pytest.raises(
+        ConfigError, match="num_speculative_tokens=8 is not allowed; allowed: 1 to 7"
+    ):
+        make_engine(folder, tmp_path / "draft", 8)
+
+
+def test_every_tensor_is_used_and_none_may_lack(targets: dict[str, Any], tmp_path: Path) -> None:
+    folder, _ = targets["Llama"]
+    tensors = make_block_model(tmp_path / "draft", VOCAB, HIDDEN, TAPS)
+    kept = {f"model.{n}": t for n, t in tensors.items() if n != "fc.weight"}
+    save_file(kept | {"more": torch.ones(2)}, tmp_path / "draft" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"missing tensors \(1\): fc.weight; spare .*more"):
+        make_engine(folder, tmp_path / "draft", BLOCK - 1)
