@@ -11,9 +11,7 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from triton.experimental.gluon._runtime import GluonASTSource
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from lockstep.kernels.architecture import HOPPER, shared_of
@@ -21,7 +19,7 @@ from lockstep.kernels.latent_attention.cases import paged_latents
 from lockstep.kernels.latent_attention.hopper import latent_attention_hopper
 from lockstep.kernels.latent_attention.triton import SPAN, Partition, tile_of
 from tests.kernels.compile_launches import HOPPER as TARGET
-from tests.kernels.compile_launches import OPTIONS, TYPES, type_of
+from tests.kernels.compile_launches import OPTIONS, type_of
 from tests.kernels.compile_packed import spills_of
 
 SPILLED = {"segments": 64, "spans": 512, "whole": 1024}
@@ -38,18 +36,10 @@ def compiled(kernel: Any, *args: Any, **given: Any) -> Any:
         if p.is_constexpr:
             types[p.name] = "constexpr"
             fixed[(i,)] = value
-        elif isinstance(value, TensorDescriptor):
-            types[p.name] = described(value)
         else:
             types[p.name] = type_of(value, (i,), fixed, aligned)
     source = GluonASTSource(fn=kernel, signature=types, constexprs=fixed, attrs=aligned)
     return triton.compile(source, target=TARGET, options=options)
-
-
-def described(value: TensorDescriptor) -> str:
-    """The type of a tensor descriptor."""
-    base: Tensor = value.base
-    return f"tensordesc<{TYPES[base.dtype]}{value.block_shape!r},{value.layout!r}>"
 
 
 def main(quick: bool) -> None:

@@ -19,6 +19,8 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource, GluonJITFunction
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from lockstep.kernels.backends import cases_of, every_op, load, traits_of
@@ -64,9 +66,15 @@ class Launches:
         key = (kernel.__name__, str(types), str(fixed), str(options))
         if key not in self.seen:
             self.seen.add(key)
-            source = ASTSource(fn=kernel, signature=types, constexprs=fixed, attrs=aligned)
+            kind = source_kind(kernel)
+            source = kind(fn=kernel, signature=types, constexprs=fixed, attrs=aligned)
             made = triton.compile(source, target=HOPPER, options=options)
             self.code.append((kernel.__name__, made.asm["ptx"]))
+
+
+def source_kind(kernel: Any) -> type[ASTSource]:
+    """What compiles a kernel: of Triton, or of Gluon."""
+    return GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
 
 
 def type_of(
@@ -79,6 +87,9 @@ def type_of(
     if isinstance(value, Tensor):
         aligned[place] = [["tt.divisibility", 16]]
         return f"*{TYPES[value.dtype]}"
+    if isinstance(value, TensorDescriptor):
+        block = ", ".join(map(str, value.block_shape))
+        return f"tensordesc<{TYPES[value.base.dtype]}[{block}],{value.layout!r}>"
     if isinstance(value, tuple):
         parts = [type_of(x, (*place, i), fixed, aligned) for i, x in enumerate(value)]
         return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)

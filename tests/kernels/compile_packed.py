@@ -3,9 +3,10 @@ what the compiler made: the order of columns in the matrix units, and how a tile
 
 Other kWidths than 2 share other columns among the groups of 16 of a product: another tree.
 
-    python -m tests.kernels.compile_packed [--lanes]
+    python -m tests.kernels.compile_packed [--lanes | --ring]
 
---lanes: the kernel whose warps work alone, instead of the one that the compiler lays out.
+--lanes: the kernel whose warps work alone, --ring: the one whose blocks pass through a ring,
+instead of the one that the compiler lays out.
 """
 
 import re
@@ -21,12 +22,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from lockstep.kernels.architecture import shared_of
+from lockstep.kernels.architecture import HOPPER, shared_of
 from lockstep.kernels.linear.packed import launch
 from lockstep.kernels.linear.packed_tuning import block_tile, candidates, cut, lookup
 from lockstep.kernels.packed._form import Target, multiplies_by_mma_sync, shared_by
 from lockstep.kernels.packed.cases import layouts
-from tests.kernels.compile_launches import OPTIONS, type_of
+from tests.kernels.compile_launches import OPTIONS, source_kind, type_of
 
 N = 256
 K = 1024
@@ -81,7 +82,8 @@ def source_of(
         types[p.name] = type_of(values[p.name], (i,), fixed, aligned)
         if not p.do_not_specialize:
             _align(values[p.name], (i,), aligned)
-    return ASTSource(fn=kernel, signature=types, constexprs=fixed, attrs=aligned), options
+    kind = source_kind(kernel)
+    return kind(fn=kernel, signature=types, constexprs=fixed, attrs=aligned), options
 
 
 def _align(value: Any, place: tuple[int, ...], aligned: dict[Any, Any]) -> None:
@@ -102,7 +104,7 @@ def main() -> None:
         for name, weight in layouts(N, K):
             if name in names:
                 tile = lookup(16, weight, 1, x.dtype, arch)
-                if tile.lanes:
+                if not tile.laid_out:
                     tile = block_tile(tile, weight, 1, arch)
                 launch(x, weight, 1, tile, Target(arch, assembly=True))
                 made = compiled.made[-1]
@@ -143,6 +145,26 @@ def compile_alone(arch: int, names: tuple[str, ...]) -> None:
                 print(arch, name, tile, *spills_of(made.asm["cubin"]), flush=True)
 
 
+def compile_ring() -> None:
+    """The kernel whose blocks pass through a ring, the first candidate for 8 tokens and for 64 of
+    some layouts: words 16 bytes at a time, and no register of the loop in memory."""
+    compiled = Compiled(HOPPER)
+    JITFunction.run = lambda kernel, *a, **given: compiled.compile(kernel, *a, **given)
+    for name, weight in layouts(N, K):
+        if name not in COMPILED[HOPPER]:
+            continue
+        for tokens in (8, 64):
+            x = torch.empty(tokens, K, dtype=torch.bfloat16)
+            tile = cut(candidates(tokens, 1, weight.bits)[0], weight, 1, HOPPER)
+            assert tile.ring, (name, tile)
+            launch(x, weight, 1, tile, Target(HOPPER, assembly=True))
+            made = compiled.made[-1]
+            code = made.asm["ptx"]
+            product = "mma.sync" if tile.sync else "wgmma.mma_async"
+            assert product in code and "ld.shared.v4" in code, (name, tile)
+            print(HOPPER, name, tile, *spills_of(made.asm["cubin"]), flush=True)
+
+
 def spills_of(cubin: bytes, most: int = SPILLED) -> tuple[int, int]:
     """Registers of a thread, and bytes of its stack, which are no more than `most`."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -164,4 +186,9 @@ def compile_lanes() -> None:
 
 
 if __name__ == "__main__":
-    compile_lanes() if "--lanes" in sys.argv else main()
+    if "--lanes" in sys.argv:
+        compile_lanes()
+    elif "--ring" in sys.argv:
+        compile_ring()
+    else:
+        main()

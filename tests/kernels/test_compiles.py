@@ -117,6 +117,13 @@ def test_packed_weights_reach_the_matrix_units_in_their_own_order(
     assert len(compiled("compile_packed")) == 7
 
 
+def test_what_passes_through_a_ring_stays_in_registers(
+    compiled: Callable[..., list[str]],
+) -> None:
+    """On Hopper, for 8 tokens and for 64, five layouts."""
+    assert len(compiled("compile_packed", "--ring")) == 10
+
+
 @pytest.mark.slow
 def test_warps_that_work_alone_keep_all_in_registers(
     compiled: Callable[..., list[str]],

@@ -8,15 +8,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from lockstep.kernels.linear import _packed_ring as ring
+from lockstep.kernels.architecture import HOPPER
+from lockstep.kernels.linear import _packed_text as texts
+from lockstep.kernels.linear.packed_tuning import (
+    PackedTile,
+    block_tile,
+    candidates,
+    cut,
+    ring_serves,
+)
+from lockstep.kernels.packed import Fp4Weight, IntWeight
+from lockstep.kernels.packed.cases import random_weights
 from tests.kernels import ptx
+from tests.kernels.backends import Backend, same_bits
 
 KINDS = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 
 
 def text(name: str, dtype: torch.dtype) -> str:
     """The assembly of a layout for weights of this dtype."""
-    return str(getattr(ring, f"{name}_{KINDS[dtype]}").value)
+    return str(getattr(texts, f"{name}_{KINDS[dtype]}").value)
 
 
 def run(assembly: str, results: int, given: list[Any]) -> list[Tensor]:
@@ -25,7 +36,8 @@ def run(assembly: str, results: int, given: list[Any]) -> list[Tensor]:
     for line in assembly.strip().strip("{}").split(";"):
         if line.strip():
             thread.run(" ".join(line.split()))
-    return [torch.from_numpy(thread.registers[f"${i}"].view(np.int32).copy()) for i in range(results)]
+    found = [thread.registers[f"${i}"].view(np.int32) for i in range(results)]
+    return [torch.from_numpy(words.copy()) for words in found]
 
 
 def pairs(words: Tensor, dtype: torch.dtype) -> Tensor:
@@ -35,7 +47,8 @@ def pairs(words: Tensor, dtype: torch.dtype) -> Tensor:
 
 def doubled(numbers: Tensor) -> Any:
     """Numbers of 16 bits -> words that hold them twice."""
-    return numbers[:, None].repeat(1, 2).contiguous().view(torch.int32)[:, 0].numpy().view(np.uint32)
+    words = numbers[:, None].repeat(1, 2).contiguous().view(torch.int32)
+    return words[:, 0].numpy().view(np.uint32)
 
 
 def scales(dtype: torch.dtype, count: int) -> Tensor:
@@ -72,7 +85,6 @@ INT4 = [
     ("INT4", torch.bfloat16, torch.bfloat16),
     ("INT4", torch.float16, torch.float16),
     ("SPLIT", torch.float16, torch.bfloat16),
-    ("MIXED", torch.float16, torch.bfloat16),
     ("WIDE", torch.float32, torch.bfloat16),
     ("WIDE", torch.bfloat16, torch.float16),
 ]
@@ -95,11 +107,10 @@ def test_every_code_zero_and_scale_of_int4(
     least = 8388608.0 if wide else 128.0 if dtype == torch.bfloat16 else 1024.0
     second = (least + zero).float().numpy() if wide else doubled((-least - zero).to(dtype))
     given = [first, first, second, second]
-    if name in ("SPLIT", "MIXED"):
-        found = run(str(ring.PARTS.value), 2, [scale.view(torch.int16).numpy().view(np.uint16)])
+    if name == "SPLIT":
+        found = run(str(texts.PARTS.value), 2, [scale.view(torch.int16).numpy().view(np.uint16)])
         given[:2] = [found[0].numpy().view(np.uint32)] * 2
         given += [found[1].numpy().view(np.uint32)] * 2
-        given += [scale.float().numpy()] * 2
     for word, pair, half in product(range(2), range(4), range(2)):
         words = [np.full(len(code), 0x5A3C9600, np.uint32)] * 2
         words[word] = placed(code, 4 * pair + 16 * half, 0x5A3C9600)
@@ -150,3 +161,92 @@ def test_every_code_and_scale_of_nvfp4(dtype: torch.dtype) -> None:
         words[word] = placed(code, 4 * pair + 16 * half, 0)
         got = run(text("FP4", dtype), 8, [*words, *given])[4 * word + pair]
         assert same(pairs(got, dtype)[:, half], want), (word, pair, half)
+
+
+TILE = PackedTile(8, 64, 128, 4, 6, 1, 48, ring=True, sync=True)
+
+
+def test_other_tiles_stand_in() -> None:
+    """On other GPUs, where K is not of whole blocks in every segment, and where a block has more
+    scales than one."""
+    whole = IntWeight.empty(64, 1024, device="meta")
+    assert ring_serves(whole, 2, HOPPER)
+    assert cut(TILE, whole, 2, HOPPER).split == 2
+    for weight, segments, arch in (
+        (whole, 1, 80),
+        (whole, 1, 100),
+        (IntWeight.empty(64, 1000, device="meta"), 1, HOPPER),
+        (IntWeight.empty(64, 1152, device="meta"), 2, HOPPER),
+        (IntWeight.empty(64, 1024, group=32, device="meta"), 1, HOPPER),
+        (Fp4Weight.empty(64, 1000, device="meta"), 1, HOPPER),
+    ):
+        assert not ring_serves(weight, segments, arch)
+        other = cut(TILE, weight, segments, arch)
+        assert other == block_tile(TILE, weight, segments, arch)
+        assert other.laid_out
+
+
+def test_slots_are_cut_to_the_segments() -> None:
+    """Two blocks of a slot where they divide a segment, else twice as many slots of one."""
+    wide = PackedTile(8, 64, 256, 4, 3, 2, 48, ring=True, sync=True)
+    assert cut(wide, IntWeight.empty(64, 1024, device="meta"), 2, HOPPER) == wide
+    narrow = cut(wide, IntWeight.empty(64, 768, device="meta"), 2, HOPPER)
+    assert (narrow.k, narrow.stages) == (128, 6)
+
+
+SERVED = ("int4", "int4 asymmetric", "int8", "fp8 by blocks", "fp8 by outputs", "fp8", "nvfp4")
+SIZES = ((5120, 6144, 4), (1000, 2048, 1), (33, 128, 1), (40, 1280, 2))
+"""Outputs, inputs, segments: real ones; ends within a tile; one block; five."""
+TOKENS = (1, 7, 8, 16, 31, 64, 200)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", list(KINDS))
+@pytest.mark.parametrize("name", SERVED)
+def test_bits_of_every_tile(name: str, dtype: torch.dtype) -> None:
+    """Random numbers, every candidate, against the weight unpacked ahead."""
+    from lockstep.kernels.linear.packed import right_bits, run_tile
+
+    backend: Any = Backend("packed", "cuda", dtype)
+    for n, k, segments in SIZES:
+        weight = backend.place(dict(random_weights(n, k))[name])
+        for tokens in TOKENS:
+            x = torch.randn(tokens, k, dtype=dtype, device="cuda")
+            want = right_bits(segments, x, weight)
+            tiles = {
+                cut(tile, weight, segments, HOPPER)
+                for tile in candidates(tokens, segments, weight.bits)
+                if tile.ring
+            }
+            for tile in tiles:
+                assert tile.ring
+                got = run_tile(segments, False, x, weight, tile)
+                assert same_bits(got, want), (n, k, tokens, tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sync", [True, False])
+@pytest.mark.parametrize("name", SERVED)
+def test_parts_of_weights_and_of_rows(name: str, sync: bool) -> None:
+    """Rows of a weight cut within a block of scales; x and out are columns of wider tensors; a row
+    of x with NaN leaves the others alone."""
+    from lockstep.kernels.linear.packed import launch, right_bits, target_of
+
+    backend: Any = Backend("packed", "cuda", torch.bfloat16)
+    part = backend.place(dict(random_weights(300, 512))[name]).rows(101, 264)
+    tile = PackedTile(8, 64, 128, 4, 3, 2, 64, ring=True, sync=sync)
+    wide = torch.randn(8, 520, dtype=torch.bfloat16, device="cuda")
+    for first in (0, 1, 8):
+        x = wide[:, first : first + 512]
+        want = right_bits(2, x.contiguous(), part)
+        out = torch.zeros(8, 200, dtype=x.dtype, device="cuda")
+        launch(x, part, 2, tile, target_of(x.device), out=out[:, 8:171])
+        assert same_bits(out[:, 8:171].contiguous(), want)
+        assert not out[:, :8].any() and not out[:, 171:].any()
+    spoilt = wide[:, :512].clone()
+    spoilt[3] = float("nan")
+    want = right_bits(1, wide[:, :512].contiguous(), part)
+    got = launch(spoilt, part, 1, tile, target_of(wide.device))
+    kept = [0, 1, 2, 4, 5, 6, 7]
+    assert same_bits(got[kept], want[kept])
+    assert got[3].isnan().all()

@@ -89,7 +89,8 @@ def test_candidates_are_few_and_fit() -> None:
             assert len(tiles) <= 16 and len(set(tiles)) == len(tiles)
             for tile in tiles:
                 if not tile.laid_out:
-                    assert tile.m % 8 == tile.n % (16 * tile.warps) == 0 and tile.k == 128
+                    assert tile.m % 8 == tile.n % (16 * tile.warps) == 0
+                    assert tile.k == 128 or (tile.ring and tile.k == 256)
                 else:
                     assert tile == UNPACK or (tile.m >= 16 and tile.k % 128 == 0)
             assert tiles[0] != UNPACK
@@ -172,6 +173,7 @@ def test_few_candidates_are_timed() -> None:
                 assert tokens <= 64 or UNPACK in tiles
     narrow = worth_timing(1, int4(2048, 640), 1, 90, 132)
     assert {tile.k for tile in narrow} <= {128}
+    assert max(tile.stages for tile in narrow if tile.ring) > 4
     tight = worth_timing(64, Fp8Weight.empty(4096, 4096, 128, 128, device="meta"), 2, 86, 82)
     assert len(tight) < len(candidates(64, 2))
 

@@ -1,11 +1,11 @@
 # mypy: ignore-errors
-"""The kernel of linear with a packed weight on Hopper, in Gluon: wgmma from registers.
+"""The kernel of linear with a packed weight on Hopper, in Gluon: blocks pass through a ring.
 
-A program is 16 outputs for each of its warps, some tokens, and one segment of K. One warp has the
-copy engine bring blocks of 128 columns, of words and of x, into the slots of a ring in shared
+A program is 16 or 32 outputs for each of its warps, some tokens, and one segment of K. One warp has
+the copy engine bring blocks of 128 columns, of words and of x, into the slots of a ring in shared
 memory: the barrier `full` says that a block is there, `empty` that its readers have left. The
-others unpack 64 columns into registers, where they lie as wgmma's left operand does, while the
-product of the 64 before runs. So two operands are in registers at any time, never more.
+others unpack 64 columns into registers, where they lie as a product's left operand does, and
+multiply: by mma.sync, or by wgmma, whose product of the 64 columns before runs meanwhile.
 
 Words of a lane are those of lockstep.kernels.packed._order: what a word holds of two columns side
 by side becomes one register, and no number passes from lane to lane.
@@ -22,6 +22,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from lockstep.kernels.linear._packed_text import (
+    FP4_BF16,
+    FP4_FP16,
+    FP8_BF16,
+    FP8_FP16,
+    INT4_BF16,
+    INT4_FP16,
+    INT8_BF16,
+    INT8_FP16,
+    PARTS,
+    SPLIT_BF16,
+    TAKES_FP4,
+    TAKES_FP8,
+    TAKES_INT4,
+    TAKES_INT8,
+    TAKES_SPLIT,
+    TAKES_WIDE,
+    TWICE_BF16,
+    TWICE_FP16,
+    WIDE_BF16,
+    WIDE_FP16,
+)
 from lockstep.kernels.packed._device import (
     E4M3_PAIRS,
     FP4,
@@ -34,178 +56,11 @@ from lockstep.kernels.packed._device import (
 
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # the name before Triton 3.7, and after
 BLOCK = gl.constexpr(128)
-"""Columns of a slot: as many as _order keeps together."""
+"""Columns that _order keeps together; a slot has one such block or two."""
 HALF = gl.constexpr(64)
 """Columns of a product: a row of x that the swizzle of 128 bytes covers."""
 LOADING = gl.constexpr(24)
 """Registers of a thread that only starts copies: the least that there are."""
-
-
-def _text(outputs: int, inputs: str, lines: list[str]) -> tuple[gl.constexpr, gl.constexpr]:
-    """Assembly and its constraints: `outputs` words from operands of these kinds."""
-    kinds = ["=&r"] * outputs + list(inputs)
-    return gl.constexpr("\n".join(["{", *lines, "}"])), gl.constexpr(",".join(kinds))
-
-
-def _int4(kind: str, split: bool) -> tuple[gl.constexpr, gl.constexpr]:
-    """Two words, scales, -(2^m + zero), and what scales lack in bf16 -> eight pairs of this kind.
-
-    A code in the lowest bits of 2^m, 128 in bf16 and 1024 in fp16, is 2^m + code.
-    """
-    wide = kind == "bf16"
-    magic = "0x43004300" if wide else "0x64006400"
-    lines = [".reg .b32 t, w, d, l, one, none;"]
-    lines.append("mov.b32 one, 0x3f803f80;")
-    lines.append("mov.b32 none, 0x80008000;")
-    for word in range(2):
-        for pair in range(4):
-            out = f"${4 * word + pair}"
-            lines.append(f"shr.u32 w, ${8 + word}, {4 * pair};")
-            lines.append(f"lop3.b32 t, w, 0x000f000f, {magic}, 0xea;")
-            if not wide:
-                lines.append(f"add.rn.f16x2 d, t, $12; mul.rn.f16x2 {out}, d, $10;")
-                continue
-            lines.append("fma.rn.bf16x2 d, t, one, $12;")
-            rest = "none"
-            if split:
-                rest = "l"
-                lines.append("fma.rn.bf16x2 l, d, $14, none;")
-            lines.append(f"fma.rn.bf16x2 {out}, d, $10, {rest};")
-    return _text(8, "r" * (8 if split else 6), lines)
-
-
-def _mixed_int4() -> tuple[gl.constexpr, gl.constexpr]:
-    """As _int4's split, and the scale in fp32: every second pair is multiplied there."""
-    lines = [".reg .b32 t, w, d, l, one, none;", ".reg .f32 e, f;"]
-    lines.append("mov.b32 one, 0x3f803f80;")
-    lines.append("mov.b32 none, 0x80008000;")
-    for word in range(2):
-        for pair in range(4):
-            out = 4 * word + pair
-            lines.append(f"shr.u32 w, ${8 + word}, {4 * pair};")
-            lines.append("lop3.b32 t, w, 0x000f000f, 0x43004300, 0xea;")
-            lines.append("fma.rn.bf16x2 d, t, one, $12;")
-            if pair % 2:
-                lines.append("shl.b32 w, d, 16;")
-                lines.append("mov.b32 e, w;")
-                lines.append("and.b32 w, d, 0xffff0000;")
-                lines.append("mov.b32 f, w;")
-                lines += _scaled("bf16", "e", "f", "$16", out)
-            else:
-                lines.append("fma.rn.bf16x2 l, d, $14, none;")
-                lines.append(f"fma.rn.bf16x2 ${out}, d, $10, l;")
-    return _text(8, "r" * 8 + "ff", lines)
-
-
-def _scaled(kind: str, low: str, high: str, scale: str, out: int) -> list[str]:
-    """Two numbers of fp32, times a scale -> pair $out of this kind."""
-    return [
-        f"mul.rn.f32 {low}, {low}, {scale};",
-        f"mul.rn.f32 {high}, {high}, {scale};",
-        f"cvt.rn.{kind}x2.f32 ${out}, {high}, {low};",
-    ]
-
-
-def _wide_int4(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
-    """Two words, their scale and 2^23 + zero in fp32 -> eight pairs of this kind."""
-    lines = [".reg .b32 w;", ".reg .f32 l, h;"]
-    for word in range(2):
-        for pair in range(4):
-            for number, bit in (("l", 4 * pair), ("h", 4 * pair + 16)):
-                lines.append(f"shr.u32 w, ${8 + word}, {bit};")
-                lines.append("lop3.b32 w, w, 0xf, 0x4b000000, 0xea;")
-                lines.append(f"mov.b32 {number}, w;")
-                lines.append(f"sub.rn.f32 {number}, {number}, $12;")
-            lines += _scaled(kind, "l", "h", "$10", 4 * word + pair)
-    return _text(8, "rrffff", lines)
-
-
-def _fp8(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
-    """Two words of e4m3 and their scale in fp32 -> four pairs of this kind."""
-    lines = [
-        ".reg .b16 l, h, a, b, c, d;",
-        ".reg .b32 s, t;",
-        ".reg .f32 e, f, g, i;",
-    ]
-    for word in range(2):
-        lines.append(f"mov.b32 {{l, h}}, ${4 + word};")
-        lines.append("cvt.rn.f16x2.e4m3x2 s, l;")
-        lines.append("cvt.rn.f16x2.e4m3x2 t, h;")
-        lines.append("mov.b32 {a, b}, s;")
-        lines.append("mov.b32 {c, d}, t;")
-        lines += [
-            f"cvt.f32.f16 {to}, {of};" for to, of in zip("efgi", "abcd", strict=True)
-        ]
-        lines += _scaled(kind, "e", "g", "$6", 2 * word)
-        lines += _scaled(kind, "f", "i", "$6", 2 * word + 1)
-    return _text(4, "rrff", lines)
-
-
-def _int8(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
-    """Two words, their scale and 2^23 + zero in fp32 -> four pairs of this kind."""
-    lines = [".reg .b32 t;", ".reg .f32 e, f, g, i;"]
-    for word in range(2):
-        for byte, name in enumerate("efgi"):
-            lines.append(f"prmt.b32 t, ${4 + word}, 0x4b000000, 0x744{byte};")
-            lines.append(f"mov.b32 {name}, t;")
-            lines.append(f"sub.rn.f32 {name}, {name}, $8;")
-        lines += _scaled(kind, "e", "g", "$6", 2 * word)
-        lines += _scaled(kind, "f", "i", "$6", 2 * word + 1)
-    return _text(4, "rrffff", lines)
-
-
-def _fp4(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
-    """Two words, 2^7 times the four scales of their columns, twice in a word each, and 2^7 times
-    the factor -> eight pairs of this kind. See _device.py on e2m1 in fp16."""
-    lines = [".reg .b16 a, b;", ".reg .b32 s, m, p;", ".reg .f32 l, h;"]
-    for word in range(2):
-        source = f"${8 + word}"
-        for pair in range(4):
-            scale = f"${10 + 2 * (2 * word + pair // 2)}"
-            size = 9 - 4 * pair
-            lines.append(f"shl.b32 s, {source}, {12 - 4 * pair};")
-            lines.append(f"shl.b32 m, {source}, {size};" if size > 0 else f"shr.u32 m, {source}, 3;")
-            lines.append("and.b32 m, m, 0x0e000e00;")
-            lines.append("lop3.b32 p, s, 0x80008000, m, 0xea;")
-            lines.append(f"mul.rn.f16x2 p, p, {scale};")
-            lines.append("mov.b32 {a, b}, p;")
-            lines.append("cvt.f32.f16 l, a;")
-            lines.append("cvt.f32.f16 h, b;")
-            lines += _scaled(kind, "l", "h", "$18", 4 * word + pair)
-    return _text(8, "r" * 10 + "ff", lines)
-
-
-WIDE_BF16, TAKES_WIDE = _wide_int4("bf16")
-WIDE_FP16, _ = _wide_int4("f16")
-INT4_BF16, TAKES_INT4 = _int4("bf16", split=False)
-INT4_FP16, _ = _int4("f16", split=False)
-SPLIT_BF16, TAKES_SPLIT = _int4("bf16", split=True)
-MIXED_BF16, TAKES_MIXED = _mixed_int4()
-FP8_BF16, TAKES_FP8 = _fp8("bf16")
-FP8_FP16, _ = _fp8("f16")
-INT8_BF16, TAKES_INT8 = _int8("bf16")
-INT8_FP16, _ = _int8("f16")
-FP4_BF16, TAKES_FP4 = _fp4("bf16")
-FP4_FP16, _ = _fp4("f16")
-TWICE_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $1;")
-TWICE_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $1, $1;")
-PARTS = gl.constexpr("""
-{
-    .reg .b32 h;
-    .reg .f32 f, g;
-    .reg .pred whole;
-    cvt.f32.f16 f, $2;
-    cvt.rn.bf16x2.f32 h, f, f;
-    mov.b32 $0, h;
-    and.b32 h, h, 0xffff0000;
-    mov.b32 g, h;
-    sub.rn.f32 g, f, g;
-    setp.eq.f32 whole, g, g;
-    selp.f32 g, g, 0f00000000, whole;
-    cvt.rn.bf16x2.f32 $1, g, g;
-}
-""")
-"""A number of fp16 -> its nearest in bf16 and what that lacks, 0 where infinite, both twice."""
 
 
 @gluon.constexpr_function
@@ -247,7 +102,7 @@ def _halves(words, layout: gl.constexpr):
 
 @gluon.jit
 def _fetch(scales, zeros, block, live, FORM: gl.constexpr):
-    """The numbers of a block beside its words, per output, as they lie: two tensors, or one twice."""
+    """Numbers of a block beside its words, per output, as they lie: two tensors, or one twice."""
     if FORM[0] == FP4:
         return (
             gl.load(scales + 2 * block, mask=live, other=0),
@@ -269,9 +124,7 @@ def _fetch(scales, zeros, block, live, FORM: gl.constexpr):
 def _twice(number, DTYPE: gl.constexpr):
     """Numbers of fp32, rounded -> words that hold them in both halves."""
     TEXT: gl.constexpr = TWICE_BF16 if DTYPE == gl.bfloat16 else TWICE_FP16
-    return gl.inline_asm_elementwise(
-        TEXT, "=r,f", [number], dtype=gl.int32, is_pure=True, pack=1
-    )
+    return gl.inline_asm_elementwise(TEXT, "=r,f", [number], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -303,27 +156,18 @@ def _ready(found, factor, PART: gl.constexpr, FORM: gl.constexpr, ZEROS: gl.cons
             high, low = gl.inline_asm_elementwise(
                 PARTS, "=&r,=&r,h", [found[0]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
             )
-            wide = found[0].to(gl.float32)
-            return high[:, None], offset[:, None], low[:, None], wide[:, None]
+            return high[:, None], offset[:, None], low[:, None]
         else:
             return twice(found[0])[:, None], offset[:, None]
 
 
 @gluon.jit
-def _of_4_bits(
-    words, ready, FORM: gl.constexpr, MIXED: gl.constexpr, DTYPE: gl.constexpr,
-    layout: gl.constexpr,
-):  # fmt: skip
+def _of_4_bits(words, ready, FORM: gl.constexpr, DTYPE: gl.constexpr, layout: gl.constexpr):
     """Words of 64 columns, two for each lane and output, unpacked: [ROWS, 64]."""
     if FORM[0] == FP4:
         TEXT: gl.constexpr = FP4_BF16 if DTYPE == gl.bfloat16 else FP4_FP16
         v = gl.inline_asm_elementwise(
             TEXT, TAKES_FP4, [words, ready[0], ready[1], ready[2], ready[3], ready[4]],
-            dtype=copies(DTYPE, 8), is_pure=True, pack=2,
-        )  # fmt: skip
-    elif FORM[6] == SPLIT and MIXED:
-        v = gl.inline_asm_elementwise(
-            MIXED_BF16, TAKES_MIXED, [words, ready[0], ready[1], ready[2], ready[3]],
             dtype=copies(DTYPE, 8), is_pure=True, pack=2,
         )  # fmt: skip
     elif FORM[6] == SPLIT:
@@ -376,12 +220,12 @@ def _of_8_bits(words, ready, FORM: gl.constexpr, DTYPE: gl.constexpr, layout: gl
 @gluon.jit
 def _product(
     acc, words, found, factor, x, PART: gl.constexpr, FORM: gl.constexpr, ZEROS: gl.constexpr,
-    MIXED: gl.constexpr, DTYPE: gl.constexpr, layout: gl.constexpr, LEFT: gl.constexpr,
+    DTYPE: gl.constexpr, layout: gl.constexpr, LEFT: gl.constexpr,
 ):  # fmt: skip
     """Unpacks half a block and multiplies. wgmma: starts it and waits for all but LEFT."""
     ready = _ready(found, factor, PART, FORM, ZEROS, DTYPE)
     if FORM[1] == 4:
-        tile = _of_4_bits(words, ready, FORM, MIXED, DTYPE, layout)
+        tile = _of_4_bits(words, ready, FORM, DTYPE, layout)
     else:
         tile = _of_8_bits(words, ready, FORM, DTYPE, layout)
     if layout.parent.version[0] == 2:
@@ -393,18 +237,28 @@ def _product(
 
 
 @gluon.jit
-def _block(
-    acc, found, factor, x_ring, w_ring, full, slot, phase, FORM: gl.constexpr,
-    ZEROS: gl.constexpr, MIXED: gl.constexpr, DTYPE: gl.constexpr, whole: gl.constexpr,
-    half: gl.constexpr, left: gl.constexpr, LEFT: gl.constexpr,
+def _slot(
+    acc, found, scales, zeros, factor, x_ring, w_ring, full, slot, phase, block,
+    FORM: gl.constexpr, COUNT: gl.constexpr, DTYPE: gl.constexpr,
+    whole: gl.constexpr, half: gl.constexpr, left: gl.constexpr, LAST: gl.constexpr,
 ):  # fmt: skip
-    """Both halves of the block in a slot; all but LEFT of its products are done."""
+    """The COUNT blocks of a slot, of which `block` is the first, and the numbers of the one behind
+    them. LAST: none is, and all products are done; else one of wgmma's may run on."""
+    ZEROS: gl.constexpr = zeros is not None
     mbarrier.wait(full.index(slot), phase)
-    low, high = _halves(w_ring.index(slot).load(whole), half)
-    x = x_ring.index(2 * slot)
-    acc = _product(acc, low, found, factor, x, 0, FORM, ZEROS, MIXED, DTYPE, left, 1)
-    x = x_ring.index(2 * slot + 1)
-    return _product(acc, high, found, factor, x, 1, FORM, ZEROS, MIXED, DTYPE, left, LEFT)
+    for c in gl.static_range(COUNT):
+        own = found
+        if not LAST or c + 1 < COUNT:
+            found = _fetch(scales, zeros, block + c + 1, True, FORM)
+        low, high = _halves(w_ring.index(slot * COUNT + c).load(whole), half)
+        x = x_ring.index(2 * (slot * COUNT + c))
+        acc = _product(acc, low, own, factor, x, 0, FORM, ZEROS, DTYPE, left, 1)
+        x = x_ring.index(2 * (slot * COUNT + c) + 1)
+        acc = _product(
+            acc, high, own, factor, x, 1, FORM, ZEROS, DTYPE, left,
+            0 if LAST and c + 1 == COUNT else 1,
+        )  # fmt: skip
+    return acc, found
 
 
 @gluon.jit
@@ -416,34 +270,38 @@ def _next(slot, phase, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _load(x_map, w_map, x_ring, w_ring, full, empty, n, m, begin, blocks):
-    """The warp that has blocks brought, each into its slot once that is free."""
-    SLOTS: gl.constexpr = w_ring.shape[0]
+def _load(
+    x_map, w_map, x_ring, w_ring, full, empty, n, m, begin, blocks, COUNT: gl.constexpr
+):  # fmt: skip
+    """The warp that has blocks brought, COUNT into each slot once that is free."""
+    SLOTS: gl.constexpr = full.shape[0]
     WORDS: gl.constexpr = w_ring.shape[2]
-    SIZE: gl.constexpr = w_ring.shape[1] * WORDS * 4 + x_ring.shape[1] * BLOCK * 2
+    SIZE: gl.constexpr = COUNT * (w_ring.shape[1] * WORDS * 4 + x_ring.shape[1] * BLOCK * 2)
     slot = 0
     phase = 1
-    for i in range(blocks):
+    for i in range(0, blocks, COUNT):
         mbarrier.wait(empty.index(slot), phase)
         ready = full.index(slot)
         mbarrier.expect(ready, SIZE)
-        at = begin + i
-        tma.async_copy_global_to_shared(w_map, [n, at * WORDS], ready, w_ring.index(slot))
-        first = x_ring.index(2 * slot)
-        tma.async_copy_global_to_shared(x_map, [m, at * BLOCK], ready, first)
-        second = x_ring.index(2 * slot + 1)
-        tma.async_copy_global_to_shared(x_map, [m, at * BLOCK + HALF], ready, second)
+        for c in gl.static_range(COUNT):
+            at = begin + i + c
+            place = slot * COUNT + c
+            tma.async_copy_global_to_shared(w_map, [n, at * WORDS], ready, w_ring.index(place))
+            low = x_ring.index(2 * place)
+            tma.async_copy_global_to_shared(x_map, [m, at * BLOCK], ready, low)
+            high = x_ring.index(2 * place + 1)
+            tma.async_copy_global_to_shared(x_map, [m, at * BLOCK + HALF], ready, high)
         slot, phase = _next(slot, phase, SLOTS)
 
 
 @gluon.jit
 def _multiply(
     scales, zeros, factors, out, x_ring, w_ring, full, empty, tokens, N, first, n, m, begin,
-    blocks, scale_stride, out_stride, FORM: gl.constexpr, SYNC: gl.constexpr,
-    MIXED: gl.constexpr, DTYPE: gl.constexpr,
+    blocks, scale_stride, out_stride, FORM: gl.constexpr, COUNT: gl.constexpr, SYNC: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):  # fmt: skip
     """The warps that unpack and multiply."""
-    SLOTS: gl.constexpr = w_ring.shape[0]
+    SLOTS: gl.constexpr = full.shape[0]
     ROWS: gl.constexpr = w_ring.shape[1]
     TOKENS: gl.constexpr = x_ring.shape[1]
     WARPS: gl.constexpr = gl.num_warps()
@@ -469,24 +327,22 @@ def _multiply(
     slot = 0
     phase = 0
     before = 0
-    for i in range(blocks - 1):
-        ahead = _fetch(scales, zeros, begin + i + 1, True, FORM)
-        acc = _block(
-            acc, found, factor, x_ring, w_ring, full, slot, phase, FORM, ZEROS, MIXED, DTYPE, whole,
-            half, left, 1,
+    for i in range(0, blocks - COUNT, COUNT):
+        acc, found = _slot(
+            acc, found, scales, zeros, factor, x_ring, w_ring, full, slot, phase, begin + i, FORM,
+            COUNT, DTYPE, whole, half, left, False,
         )  # fmt: skip
-        found = ahead
-        barrier()  # all warps have left the slot before this one
+        barrier()
         if SYNC:
-            mbarrier.arrive(empty.index(slot))
+            mbarrier.arrive(empty.index(slot))  # all warps have left it
         else:
-            mbarrier.arrive(empty.index(before), pred=i > 0)
+            mbarrier.arrive(empty.index(before), pred=i > 0)  # what multiplies is left: this slot
         before = slot
         slot, phase = _next(slot, phase, SLOTS)
     # Behind the loop's end, what waits there does not keep ptxas from reading sums too early.
-    total = _block(
-        acc, found, factor, x_ring, w_ring, full, slot, phase, FORM, ZEROS, MIXED, DTYPE, whole,
-        half, left, 0,
+    total, found = _slot(
+        acc, found, scales, zeros, factor, x_ring, w_ring, full, slot, phase,
+        begin + blocks - COUNT, FORM, COUNT, DTYPE, whole, half, left, True,
     )  # fmt: skip
     own = n + gl.arange(0, ROWS, gl.SliceLayout(1, sums))
     token = m + gl.arange(0, TOKENS, gl.SliceLayout(0, sums))
@@ -499,16 +355,17 @@ def _multiply(
 @gluon.jit(do_not_specialize=["tokens", "blocks", "first", "scale_stride"])
 def ring_kernel(
     x_map, w_map, scales, zeros, factors, out, tokens, N, blocks, first, scale_stride, out_stride,
-    FORM: gl.constexpr, SLOTS: gl.constexpr, SYNC: gl.constexpr, MIXED: gl.constexpr,
+    FORM: gl.constexpr, SLOTS: gl.constexpr, COUNT: gl.constexpr, SYNC: gl.constexpr,
     DTYPE: gl.constexpr,
 ):  # fmt: skip
     """One segment of a tile of outputs and tokens: of out [parts, tokens, N], rows out_stride
-    apart. blocks: of a segment; zeros and scales have one stride; first: Fp8Weight's."""
+    apart. blocks: of a segment, a multiple of COUNT, those of a slot; zeros and scales have one
+    stride; first: Fp8Weight's."""
     ROWS: gl.constexpr = w_map.block_type.shape[0]
     TOKENS: gl.constexpr = x_map.block_type.shape[0]
     WORDS: gl.constexpr = w_map.block_type.shape[1]
-    w_ring = gl.allocate_shared_memory(gl.int32, [SLOTS, ROWS, WORDS], w_map.layout)
-    x_ring = gl.allocate_shared_memory(DTYPE, [2 * SLOTS, TOKENS, HALF], x_map.layout)
+    w_ring = gl.allocate_shared_memory(gl.int32, [SLOTS * COUNT, ROWS, WORDS], w_map.layout)
+    x_ring = gl.allocate_shared_memory(DTYPE, [2 * SLOTS * COUNT, TOKENS, HALF], x_map.layout)
     barriers: gl.constexpr = mbarrier.MBarrierLayout()
     full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barriers)
     empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barriers)
@@ -523,10 +380,9 @@ def ring_kernel(
         [
             (_multiply, (
                 scales, zeros, factors, out, x_ring, w_ring, full, empty, tokens, N, first, n, m,
-                begin, blocks, scale_stride, out_stride, FORM, SYNC, MIXED,
-                DTYPE,
+                begin, blocks, scale_stride, out_stride, FORM, COUNT, SYNC, DTYPE,
             )),
-            (_load, (x_map, w_map, x_ring, w_ring, full, empty, n, m, begin, blocks)),
+            (_load, (x_map, w_map, x_ring, w_ring, full, empty, n, m, begin, blocks, COUNT)),
         ],
         [1],
         [LOADING],

@@ -131,13 +131,14 @@ def _ring(
         scales = scales.view(torch.int32)
         stride = scales.stride(0)
     x_map = TensorDescriptor.from_tensor(x, [tile.m, HALF.value], X_LAYOUT)
-    words = [tile.n, tile.k * weight.bits // 32]
+    block = int(BLOCK)
+    words = [tile.n, block * weight.bits // 32]
     w_map = TensorDescriptor.from_tensor(weight.words, words, W_LAYOUTS[weight.bits])
     grid = (triton.cdiv(n, tile.n), triton.cdiv(tokens, tile.m), weight.k // length)
     ring_kernel[grid](
         x_map, w_map, scales, operand.zeros, operand.factors, out, tokens, n,
-        length // tile.k, operand.first, stride, out.stride(-2), tuple(form), tile.stages,
-        tile.sync, tile.mixed, TYPES[x.dtype], num_warps=tile.warps,
+        length // block, operand.first, stride, out.stride(-2), tuple(form), tile.stages,
+        tile.k // block, tile.sync, TYPES[x.dtype], num_warps=tile.warps,
         maxnreg=tile.registers or None, enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -65,10 +65,9 @@ class PackedTile:
     warps, are multiplied by mma.sync, which has the same tree. lanes: the kernel whose warps work
     alone (_packed_lanes.py): m a multiple of 8, n one of 16 x warps, k 128, stages the blocks that
     a warp loads ahead, and each segment a program of its own. ring: the kernel whose blocks pass
-    through a ring (_packed_ring.py): m a multiple of 8, n one of 16 x warps, warps one of 4, k 128,
-    stages the slots of the ring, registers of a thread on average, and segments as with lanes;
-    sync: it multiplies by mma.sync, else by wgmma. mixed: of 4 bits whose fp16 scales have no bf16
-    of their own, it unpacks every second pair in fp32.
+    through a ring (_packed_ring.py): m a multiple of 8, n one of 16 x warps, warps one of 4, k 128
+    or 256, stages its slots, registers of a thread on average, and segments as with lanes. sync: it
+    multiplies by mma.sync, else by wgmma.
     """
 
     m: int
@@ -81,7 +80,6 @@ class PackedTile:
     lanes: bool = False
     ring: bool = False
     sync: bool = False
-    mixed: bool = False
 
     @property
     def laid_out(self) -> bool:
@@ -124,62 +122,56 @@ def _lanes(m: int, segments: int, bits: int) -> list[PackedTile]:
     return tiles
 
 
-WGMMA = (False, False)
-SYNC = (True, False)
-MIXED = (False, True)
-SYNC_MIXED = (True, True)
 RING_CUTS = {
     8: (
-        (8, 64, 4, 6, 48, *SYNC),
-        (8, 64, 4, 8, 64, *SYNC),
-        (8, 128, 8, 6, 72, *SYNC),
-        (8, 64, 4, 6, 48, *SYNC_MIXED),
-        (8, 64, 4, 6, 48, *WGMMA),
+        (8, 64, 128, 4, 6, 64, False),
+        (8, 64, 128, 4, 6, 48, False),
+        (8, 64, 128, 4, 8, 64, False),
+        (8, 64, 128, 4, 6, 48, True),
+        (8, 64, 256, 4, 3, 48, True),
     ),
     16: (
-        (16, 64, 4, 5, 48, *SYNC),
-        (16, 64, 4, 6, 64, *SYNC),
-        (16, 128, 8, 6, 72, *SYNC),
-        (16, 64, 4, 5, 48, *SYNC_MIXED),
+        (16, 64, 128, 4, 4, 48, False),
+        (16, 64, 128, 4, 5, 48, True),
+        (16, 64, 256, 4, 3, 48, True),
     ),
     32: (
-        (32, 64, 4, 4, 64, *SYNC),
-        (32, 128, 4, 4, 80, *SYNC),
-        (32, 64, 4, 4, 64, *WGMMA),
-        (32, 64, 4, 4, 64, *SYNC_MIXED),
+        (32, 64, 128, 4, 4, 64, False),
+        (32, 64, 128, 4, 4, 64, True),
+        (32, 128, 128, 4, 4, 80, True),
     ),
     64: (
-        (64, 64, 4, 3, 64, *WGMMA),
-        (64, 64, 4, 3, 80, *SYNC),
-        (64, 128, 4, 3, 80, *SYNC),
-        (64, 128, 4, 3, 96, *SYNC),
-        (64, 128, 8, 3, 80, *WGMMA),
-        (64, 64, 4, 3, 64, *MIXED),
+        (64, 64, 128, 4, 3, 64, False),
+        (64, 128, 128, 8, 4, 80, False),
+        (64, 64, 128, 4, 3, 80, True),
+        (64, 128, 128, 4, 3, 80, True),
+        (64, 128, 128, 4, 3, 96, True),
     ),
     256: (
-        (64, 64, 4, 3, 64, *WGMMA),
-        (64, 128, 8, 4, 80, *WGMMA),
-        (128, 128, 8, 4, 120, *WGMMA),
+        (64, 64, 128, 4, 3, 64, False),
+        (64, 128, 128, 8, 4, 80, False),
+        (128, 128, 128, 8, 4, 120, False),
     ),
 }
-"""By the most tokens: (tokens and outputs of a tile, warps, slots with 4 bits, registers, sync,
-mixed)."""
+"""By the most tokens: (tokens, outputs and columns of a block, warps, slots with 4 bits, registers,
+sync). Those of wgmma were timed with int4 of zero points (docs/decisions/0016-packed-ring.md)."""
 
 
-def slot_bytes(m: int, n: int, bits: int) -> int:
-    """Shared memory of a ring's slot: words and x of 128 columns."""
+def _slot_bytes(m: int, n: int, bits: int) -> int:
+    """Shared memory of 128 columns in a ring: words and x."""
     return 16 * bits * n + 256 * m
 
 
 def _ring(tokens: int, segments: int, bits: int) -> list[PackedTile]:
     """Tiles through a ring, with about as many bytes of slots whatever the bits of a weight; wgmma
-    leaves a slot a block late, so three at least."""
+    leaves a slot one later, so three at least."""
     tiles = []
     most = next(count for count in RING_CUTS if count >= tokens)
-    for m, n, warps, slots, registers, sync, mixed in RING_CUTS[most]:
-        slots = max(3, -(-slots * slot_bytes(m, n, 4) // slot_bytes(m, n, bits)))
-        tile = PackedTile(m, n, 128, warps, slots, segments, registers)
-        tiles.append(replace(tile, ring=True, sync=sync, mixed=mixed))
+    for m, n, k, warps, slots, registers, sync in RING_CUTS[most]:
+        share = -(-slots * _slot_bytes(m, n, 4) // _slot_bytes(m, n, bits))
+        slots = max(2 if sync else 3, share)
+        tile = PackedTile(m, n, k, warps, slots, segments, registers)
+        tiles.append(replace(tile, ring=True, sync=sync))
     return tiles
 
 
@@ -240,12 +232,12 @@ def _laid_out(tokens: int, segments: int) -> list[PackedTile]:
 
 def candidates(tokens: int, segments: int, bits: int = 4) -> list[PackedTile]:
     """Tiles worth timing on Hopper, at most sixteen, for weights of so many bits; the first serves
-    where nothing was timed."""
+    where nothing was timed. Those of the ring stand behind: their present form was not yet run."""
     ring = _ring(tokens, segments, bits)
     if tokens <= 32:
-        return [*ring, *_few(tokens, segments, bits)]
+        return [*_few(tokens, segments, bits), *ring]
     if tokens <= 64:
-        return [*ring, *_some(segments)]
+        return [*_some(segments), *ring]
     return [*_hundreds(tokens, segments), *ring, UNPACK]
 
 
@@ -304,8 +296,9 @@ def cut(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> Pac
     if tile.lanes:
         return _cut_lanes(tile, weight, segments, arch)
     if tile.ring and ring_serves(weight, segments, arch):
-        mixed = tile.mixed and isinstance(weight, IntWeight) and weight.scales.dtype == torch.half
-        return replace(tile, split=segments, mixed=mixed)
+        if weight.k // segments % tile.k:
+            tile = replace(tile, k=int(BLOCK), stages=tile.stages * tile.k // int(BLOCK))
+        return tile if tile.split == segments else replace(tile, split=segments)
     if tile.ring:
         return block_tile(tile, weight, segments, arch)
     k = columns_of(weight, tile.k, weight.k // segments)

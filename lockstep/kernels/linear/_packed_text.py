@@ -1,0 +1,152 @@
+# mypy: ignore-errors
+"""How packed weights are unpacked in _packed_ring.py: assembly, for two words of a row at a time.
+
+A result is two columns side by side of the model's dtype, in one register. Numbers of a group, or
+of an output, come as the kernel has prepared them, each once for both words.
+"""
+
+from triton.experimental.gluon import language as gl
+
+
+def _text(outputs: int, inputs: str, lines: list[str]) -> tuple[gl.constexpr, gl.constexpr]:
+    """Assembly and its constraints: `outputs` words from operands of these kinds."""
+    kinds = ["=&r"] * outputs + list(inputs)
+    return gl.constexpr("\n".join(["{", *lines, "}"])), gl.constexpr(",".join(kinds))
+
+
+def _int4(kind: str, split: bool) -> tuple[gl.constexpr, gl.constexpr]:
+    """Two words, scales, -(2^m + zero), and what scales lack in bf16 -> eight pairs of this kind.
+
+    A code in the lowest bits of 2^m, 128 in bf16 and 1024 in fp16, is 2^m + code.
+    """
+    wide = kind == "bf16"
+    magic = "0x43004300" if wide else "0x64006400"
+    lines = [".reg .b32 t, w, d, l, one, none;"]
+    lines.append("mov.b32 one, 0x3f803f80;")
+    lines.append("mov.b32 none, 0x80008000;")
+    for word in range(2):
+        for pair in range(4):
+            out = f"${4 * word + pair}"
+            lines.append(f"shr.u32 w, ${8 + word}, {4 * pair};")
+            lines.append(f"lop3.b32 t, w, 0x000f000f, {magic}, 0xea;")
+            if not wide:
+                lines.append("add.rn.f16x2 d, t, $12;")
+                lines.append(f"mul.rn.f16x2 {out}, d, $10;")
+                continue
+            lines.append("fma.rn.bf16x2 d, t, one, $12;")
+            rest = "none"
+            if split:
+                rest = "l"
+                lines.append("fma.rn.bf16x2 l, d, $14, none;")
+            lines.append(f"fma.rn.bf16x2 {out}, d, $10, {rest};")
+    return _text(8, "r" * (8 if split else 6), lines)
+
+
+def _scaled(kind: str, low: str, high: str, scale: str, out: int) -> list[str]:
+    """Two numbers of fp32, times a scale -> pair $out of this kind."""
+    return [
+        f"mul.rn.f32 {low}, {low}, {scale};",
+        f"mul.rn.f32 {high}, {high}, {scale};",
+        f"cvt.rn.{kind}x2.f32 ${out}, {high}, {low};",
+    ]
+
+
+def _wide_int4(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
+    """Two words, their scale and 2^23 + zero in fp32 -> eight pairs of this kind."""
+    lines = [".reg .b32 w;", ".reg .f32 l, h;"]
+    for word in range(2):
+        for pair in range(4):
+            for number, bit in (("l", 4 * pair), ("h", 4 * pair + 16)):
+                lines.append(f"shr.u32 w, ${8 + word}, {bit};")
+                lines.append("lop3.b32 w, w, 0xf, 0x4b000000, 0xea;")
+                lines.append(f"mov.b32 {number}, w;")
+                lines.append(f"sub.rn.f32 {number}, {number}, $12;")
+            lines += _scaled(kind, "l", "h", "$10", 4 * word + pair)
+    return _text(8, "rrffff", lines)
+
+
+def _fp8(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
+    """Two words of e4m3 and their scale in fp32 -> four pairs of this kind."""
+    lines = [
+        ".reg .b16 l, h, a, b, c, d;",
+        ".reg .b32 s, t;",
+        ".reg .f32 e, f, g, i;",
+    ]
+    for word in range(2):
+        lines.append(f"mov.b32 {{l, h}}, ${4 + word};")
+        lines.append("cvt.rn.f16x2.e4m3x2 s, l;")
+        lines.append("cvt.rn.f16x2.e4m3x2 t, h;")
+        lines.append("mov.b32 {a, b}, s;")
+        lines.append("mov.b32 {c, d}, t;")
+        lines += [f"cvt.f32.f16 {to}, {of};" for to, of in zip("efgi", "abcd", strict=True)]
+        lines += _scaled(kind, "e", "g", "$6", 2 * word)
+        lines += _scaled(kind, "f", "i", "$6", 2 * word + 1)
+    return _text(4, "rrff", lines)
+
+
+def _int8(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
+    """Two words, their scale and 2^23 + zero in fp32 -> four pairs of this kind."""
+    lines = [".reg .b32 t;", ".reg .f32 e, f, g, i;"]
+    for word in range(2):
+        for byte, name in enumerate("efgi"):
+            lines.append(f"prmt.b32 t, ${4 + word}, 0x4b000000, 0x744{byte};")
+            lines.append(f"mov.b32 {name}, t;")
+            lines.append(f"sub.rn.f32 {name}, {name}, $8;")
+        lines += _scaled(kind, "e", "g", "$6", 2 * word)
+        lines += _scaled(kind, "f", "i", "$6", 2 * word + 1)
+    return _text(4, "rrffff", lines)
+
+
+def _fp4(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
+    """Two words, 2^7 times the four scales of their columns, twice in a word each, and 2^7 times
+    the factor -> eight pairs of this kind. See _device.py on e2m1 in fp16."""
+    lines = [".reg .b16 a, b;", ".reg .b32 s, m, p;", ".reg .f32 l, h;"]
+    for word in range(2):
+        source = f"${8 + word}"
+        for pair in range(4):
+            scale = f"${10 + 2 * (2 * word + pair // 2)}"
+            size = 9 - 4 * pair
+            lines.append(f"shl.b32 s, {source}, {12 - 4 * pair};")
+            lines.append(
+                f"shl.b32 m, {source}, {size};" if size > 0 else f"shr.u32 m, {source}, 3;"
+            )
+            lines.append("and.b32 m, m, 0x0e000e00;")
+            lines.append("lop3.b32 p, s, 0x80008000, m, 0xea;")
+            lines.append(f"mul.rn.f16x2 p, p, {scale};")
+            lines.append("mov.b32 {a, b}, p;")
+            lines.append("cvt.f32.f16 l, a;")
+            lines.append("cvt.f32.f16 h, b;")
+            lines += _scaled(kind, "l", "h", "$18", 4 * word + pair)
+    return _text(8, "r" * 10 + "ff", lines)
+
+
+WIDE_BF16, TAKES_WIDE = _wide_int4("bf16")
+WIDE_FP16, _ = _wide_int4("f16")
+INT4_BF16, TAKES_INT4 = _int4("bf16", split=False)
+INT4_FP16, _ = _int4("f16", split=False)
+SPLIT_BF16, TAKES_SPLIT = _int4("bf16", split=True)
+FP8_BF16, TAKES_FP8 = _fp8("bf16")
+FP8_FP16, _ = _fp8("f16")
+INT8_BF16, TAKES_INT8 = _int8("bf16")
+INT8_FP16, _ = _int8("f16")
+FP4_BF16, TAKES_FP4 = _fp4("bf16")
+FP4_FP16, _ = _fp4("f16")
+TWICE_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $1;")
+TWICE_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $1, $1;")
+PARTS = gl.constexpr("""
+{
+    .reg .b32 h;
+    .reg .f32 f, g;
+    .reg .pred whole;
+    cvt.f32.f16 f, $2;
+    cvt.rn.bf16x2.f32 h, f, f;
+    mov.b32 $0, h;
+    and.b32 h, h, 0xffff0000;
+    mov.b32 g, h;
+    sub.rn.f32 g, f, g;
+    setp.eq.f32 whole, g, g;
+    selp.f32 g, g, 0f00000000, whole;
+    cvt.rn.bf16x2.f32 $1, g, g;
+}
+""")
+"""A number of fp16 -> its nearest in bf16 and what that lacks, 0 where infinite, both twice."""
