@@ -716,6 +716,7 @@ def main() -> None:
         if done % 100 == 0 or done == of:
             print(f"{what}: {done} of {of}", file=sys.stderr)
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server ends with this script
     found = measure(asked, show)
     lines = judge(found)
     if asked.json:
