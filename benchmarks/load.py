@@ -52,6 +52,8 @@ OVERHEAD_TOKENS = (32, 97)
 GROWTH = 0.05
 """Of memory, the most between the time behind the first fifth of a run and its end."""
 COMPARED = 100
+RAMP_SECONDS = 5.0
+"""In which the streams of a load begin, one after the other."""
 PATIENCE = 600.0
 """Seconds that any answer may take."""
 SETTLE_SECONDS = 30.0
@@ -378,12 +380,13 @@ async def send_all(
     found: list[Outcome] = []
     numbers = iter(range(len(asks)))
 
-    async def work() -> None:
+    async def work(place: int) -> None:
+        await asyncio.sleep(RAMP_SECONDS * place / streams)
         for number in numbers:
             found.append(await send(path, asks[number], name_of(number)))
             show(len(found))
 
-    await asyncio.gather(*(work() for _ in range(streams)))
+    await asyncio.gather(*(work(place) for place in range(streams)))
     return found
 
 
@@ -593,8 +596,8 @@ def overhead(served: Served) -> list[float]:
     outcomes = asyncio.run(send_all(served.path, asks, OVERHEAD_STREAMS, lambda done: None))
     time.sleep(1.0)  # the last lines of the log
     engine = served.engine_seconds()
-    at_once = {name_of(number) for number in range(OVERHEAD_STREAMS)}  # they begin together
-    late = [one for one in outcomes if one.request_id not in at_once]
+    first = {name_of(number) for number in range(OVERHEAD_STREAMS)}  # while streams still begin
+    late = [one for one in outcomes if one.request_id not in first]
     return [1e3 * (one.seconds - engine[one.request_id]) for one in late]
 
 
