@@ -33,7 +33,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -46,12 +46,14 @@ HEALTH_SECONDS = 0.05
 """Between two questions for /health."""
 OVERHEAD_MS = 5.0
 OVERHEAD_STREAMS = 32
-OVERHEAD_ROUNDS = 4
+OVERHEAD_ROUNDS = 5
 OVERHEAD_TOKENS = (32, 97)
 """Of an answer, drawn between these, so that requests do not all begin and end at once."""
 GROWTH = 0.05
 """Of memory, the most between the time behind the first fifth of a run and its end."""
 COMPARED = 100
+RAMP_SECONDS = 5.0
+"""In which the streams of a load begin, one after the other."""
 PATIENCE = 600.0
 """Seconds that any answer may take."""
 SETTLE_SECONDS = 30.0
@@ -321,17 +323,25 @@ async def _read_events(reader: asyncio.StreamReader, outcome: Outcome) -> None:
     seen = 0
     reasons: dict[int, str] = {}
     last = b""
-    while line := await reader.readline():
-        if not line.startswith(b"data: "):
-            continue
+    async for event in _events(reader):
         if wanted is not None and seen >= wanted:
             return
         seen += 1
-        last = line[6:].strip()
+        last = event
         if last != b"[DONE]":
             _read_event(json.loads(last), outcome, reasons)
     if wanted is None:
         _judge_end(outcome, reasons, last == b"[DONE]")
+
+
+async def _events(reader: asyncio.StreamReader) -> AsyncIterator[bytes]:
+    """The data of events; the lines between them are those of chunks and heads."""
+    begun = b""
+    while block := await reader.read(1 << 16):
+        *lines, begun = (begun + block).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: "):
+                yield line[6:].strip()
 
 
 def _read_event(event: dict[str, Any], outcome: Outcome, reasons: dict[int, str]) -> None:
@@ -358,6 +368,11 @@ def _judge_end(outcome: Outcome, reasons: dict[int, str], done: bool) -> None:
         outcome.fault = outcome.fault or f"it ended with {reasons}"
 
 
+def name_of(number: int) -> str:
+    """The id of a request by its number."""
+    return f"load-{number}"
+
+
 async def send_all(
     path: str, asks: Sequence[Ask], streams: int, show: Callable[[int], None]
 ) -> list[Outcome]:
@@ -365,12 +380,13 @@ async def send_all(
     found: list[Outcome] = []
     numbers = iter(range(len(asks)))
 
-    async def work() -> None:
+    async def work(place: int) -> None:
+        await asyncio.sleep(RAMP_SECONDS * place / streams)
         for number in numbers:
-            found.append(await send(path, asks[number], f"load-{number}"))
+            found.append(await send(path, asks[number], name_of(number)))
             show(len(found))
 
-    await asyncio.gather(*(work() for _ in range(streams)))
+    await asyncio.gather(*(work(place) for place in range(streams)))
     return found
 
 
@@ -572,7 +588,7 @@ def overhead(served: Served) -> list[float]:
     """ms that requests took beyond the engine's own time, with OVERHEAD_STREAMS at once."""
     rng = random.Random(0)
     asks = []
-    for number in range(OVERHEAD_STREAMS * (OVERHEAD_ROUNDS + 1)):
+    for number in range(OVERHEAD_STREAMS * OVERHEAD_ROUNDS):
         content = f"{TEXTS[number % len(TEXTS)]} {number}"
         fields = {"messages": [{"role": "user", "content": content}], "ignore_eos": True}
         fields["max_tokens"] = rng.randrange(*OVERHEAD_TOKENS)
@@ -580,7 +596,8 @@ def overhead(served: Served) -> list[float]:
     outcomes = asyncio.run(send_all(served.path, asks, OVERHEAD_STREAMS, lambda done: None))
     time.sleep(1.0)  # the last lines of the log
     engine = served.engine_seconds()
-    late = outcomes[OVERHEAD_STREAMS:]  # those behind the first, which warm up
+    first = {name_of(number) for number in range(OVERHEAD_STREAMS)}  # while streams still begin
+    late = [one for one in outcomes if one.request_id not in first]
     return [1e3 * (one.seconds - engine[one.request_id]) for one in late]
 
 
@@ -716,6 +733,7 @@ def main() -> None:
         if done % 100 == 0 or done == of:
             print(f"{what}: {done} of {of}", file=sys.stderr)
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server ends with this script
     found = measure(asked, show)
     lines = judge(found)
     if asked.json:

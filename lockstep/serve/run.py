@@ -172,9 +172,9 @@ def serve(
     """
     model_name, *aliases = model_names
     write_logs(options.logs, options.log_requests)
-    observers = [log_request, *([traces.record] if traces else ())]
+    on_record = [log_request, *([traces.record] if traces else ())]
     service = Service(
-        client, processor, model_name, fingerprint, options.limits, aliases, observers
+        client, processor, model_name, fingerprint, options.limits, aliases, on_record
     )
     app = create_app(
         service,

@@ -310,7 +310,7 @@ class Run:
 class Service:
     """A model that answers over the network. `fingerprint` is returned with every answer.
 
-    observers: are told of every request that has ended, in the event loop.
+    on_record: called in the event loop with the record of every request that has ended.
     """
 
     def __init__(
@@ -321,9 +321,9 @@ class Service:
         fingerprint: str,
         limits: Limits | None = None,
         aliases: Sequence[str] = (),
-        observers: Sequence[Callable[[Record], None]] = (),
+        on_record: Sequence[Callable[[Record], None]] = (),
     ) -> None:
-        self.observers = tuple(observers)
+        self.on_record = tuple(on_record)
         self.client = client
         self.processor = processor
         self.model_name = model_name
@@ -450,12 +450,12 @@ class Service:
             )
 
     def forget(self, run: Run) -> None:
-        """The run has ended; observers are told once."""
+        """The run has ended; its record is told once."""
         if run not in self._runs:
             return
         self._runs.remove(run)
-        for observe in self.observers:
-            observe(run.record())
+        for told in self.on_record:
+            told(run.record())
 
     def close_doors(self) -> None:
         """No new requests from here on; those that run go on."""

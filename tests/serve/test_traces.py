@@ -37,7 +37,7 @@ def spans(server: Any, processor: Any) -> Iterator[Any]:
     """`spans()` are those of the requests that have ended."""
     exporter = InMemorySpanExporter()
     with closing(Traces(exporter)) as traces:
-        service = Service(server.client, processor, "tiny", "ls-test", observers=[traces.record])
+        service = Service(server.client, processor, "tiny", "ls-test", on_record=[traces.record])
         server.app = create_app(service)
 
         def found() -> Any:
@@ -187,8 +187,7 @@ def test_nobody_waits_for_a_collector_that_is_gone(server: Any, processor: Any) 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         traces = Traces(otlp_exporter(url))
-        observers = [traces.record]
-        service = Service(server.client, processor, "tiny", "ls-test", observers=observers)
+        service = Service(server.client, processor, "tiny", "ls-test", on_record=[traces.record])
         server.app = create_app(service)
         began = time.monotonic()
         for _ in range(20):
