@@ -1,0 +1,36 @@
+"""Trained models of other families: each calls tools and finds a needle, and none of its drafters
+changes a bit of that, while what they draft is taken."""
+
+from typing import Any
+
+import pytest
+
+from lockstep import LLM
+from tests.models.trained import ASSETS, MOST_BYTES, answers_right_and_alike, cases, size_of
+
+FAMILIES = ("nemotron_h", "deepseek_v3", "qwen3", "qwen3_draft")
+DRAFTERS: list[tuple[str, str, str | None, float]] = [
+    ("nemotron_h", "mtp", None, 2.5),
+    ("deepseek_v3", "mtp", None, 2.5),
+    ("qwen3", "eagle3", "qwen3/eagle3", 2.5),
+    ("qwen3", "draft_model", "qwen3_draft", 2.5),
+]
+"""Model, method, the drafter's folder, and the least acceptance length with 3 drafts a step."""
+
+
+@pytest.mark.parametrize(("name", "method", "drafter", "least"), DRAFTERS)
+def test_it_answers_right_and_alike(
+    name: str, method: str, drafter: str | None, least: float
+) -> None:
+    config: dict[str, Any] = {"method": method, "num_speculative_tokens": 3, "adaptive": False}
+    if drafter is not None:
+        config["model"] = str(ASSETS / drafter)
+    folder = str(ASSETS / name)
+    llm = LLM(folder, speculative_config=config, max_num_seqs=8)
+    alone = LLM(folder, speculative_config=None, max_num_seqs=1)
+    assert answers_right_and_alike(llm, alone, cases(3)) >= least
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_it_is_small_enough_to_be_kept(name: str) -> None:
+    assert size_of(ASSETS / name) <= MOST_BYTES
