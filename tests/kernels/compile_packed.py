@@ -146,7 +146,7 @@ def compile_alone(arch: int, names: tuple[str, ...]) -> None:
 
 
 def compile_ring() -> None:
-    """The kernel whose blocks pass through a ring, the first candidate for 8 tokens and for 64 of
+    """The kernel whose blocks pass through a ring, its first candidate for 8 tokens and for 64 of
     some layouts: words 16 bytes at a time, and no register of the loop in memory."""
     compiled = Compiled(HOPPER)
     JITFunction.run = lambda kernel, *a, **given: compiled.compile(kernel, *a, **given)
@@ -155,7 +155,8 @@ def compile_ring() -> None:
             continue
         for tokens in (8, 64):
             x = torch.empty(tokens, K, dtype=torch.bfloat16)
-            tile = cut(candidates(tokens, 1, weight.bits)[0], weight, 1, HOPPER)
+            ring = next(tile for tile in candidates(tokens, 1, weight.bits) if tile.ring)
+            tile = cut(ring, weight, 1, HOPPER)
             assert tile.ring, (name, tile)
             launch(x, weight, 1, tile, Target(HOPPER, assembly=True))
             made = compiled.made[-1]

@@ -30,7 +30,11 @@ Lines = Callable[[], list[str]]
 def lines(capsys: pytest.CaptureFixture[str]) -> Iterator[Lines]:
     """What was written since it was asked last. Loggers are afterwards as they were."""
     before = {name: logging.getLogger(name).handlers for name in LOGGERS}
+    uvicorn = logging.getLogger("uvicorn.error")
+    level = uvicorn.level
+    uvicorn.setLevel(logging.NOTSET)  # a server that another test ran in this process set its own
     yield lambda: capsys.readouterr().err.splitlines()
+    uvicorn.setLevel(level)
     for name, handlers in before.items():
         logging.getLogger(name).handlers = handlers
     logging.getLogger(REQUESTS).setLevel(logging.NOTSET)
