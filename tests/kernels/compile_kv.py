@@ -3,7 +3,9 @@ enter products in the order that they have unpacked, so that both give the same 
 that by itself; mma.sync would widen kWidth to 4 where numbers come out of bytes. Down to machine
 code where products are smallest, elsewhere down to their layouts.
 
-    python -m tests.kernels.compile_kv [86|90 ...]
+    python -m tests.kernels.compile_kv [--quick] [86|90 ...]
+
+--quick: those that go down to machine code, and a format of latents.
 """
 
 import re
@@ -103,11 +105,17 @@ def calls(arch: int) -> Iterator[tuple[str, Callable[[], object], bool]]:
         yield f"{name} latents", latents(name), False
 
 
-def main(arches: list[int]) -> None:
+def few(arch: int) -> list[tuple[str, Callable[[], object], bool]]:
+    """Those of calls() that --quick names."""
+    every = list(calls(arch))
+    return [call for call in every if call[2]] + every[-1:]
+
+
+def main(arches: list[int], quick: bool) -> None:
     """Compiles each for these architectures; prints what was compiled."""
     load()
     for arch in arches:
-        for name, call, whole in calls(arch):
+        for name, call, whole in few(arch) if quick else calls(arch):
             found, asynchronous = widths(arch, call, whole)
             assert found == {"2"}, (arch, name, found)
             assert asynchronous == (arch == 90), (arch, name)
@@ -115,4 +123,5 @@ def main(arches: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main([int(name) for name in sys.argv[1:]] or list(ARCHES))
+    named = [int(name) for name in sys.argv[1:] if name.isdigit()]
+    main(named or list(ARCHES), "--quick" in sys.argv)

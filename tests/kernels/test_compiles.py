@@ -132,10 +132,18 @@ def test_warps_that_work_alone_keep_all_in_registers(
     assert len(compiled("compile_packed", "--lanes")) >= 20
 
 
-@pytest.mark.parametrize(("arch", "count"), [("86", 23), ("90", 41)])
+@pytest.mark.parametrize(
+    ("arch", "count", "options"),
+    [
+        pytest.param("86", 10, ["--quick"], id="sm_86-quick"),
+        pytest.param("90", 10, ["--quick"], id="sm_90-quick"),
+        pytest.param("86", 23, [], id="sm_86", marks=pytest.mark.slow),
+        pytest.param("90", 41, [], id="sm_90", marks=pytest.mark.slow),
+    ],
+)
 def test_packed_caches_enter_products_as_unpacked_ones(
-    arch: str, count: int, compiled: Callable[..., list[str]]
+    arch: str, count: int, options: list[str], compiled: Callable[..., list[str]]
 ) -> None:
     """On Hopper and on an architecture of mma.sync, in every format."""
-    lines = compiled("compile_kv", arch)
+    lines = compiled("compile_kv", *options, arch)
     assert len(lines) == count and {line.split()[0] for line in lines} == {arch}
