@@ -64,14 +64,16 @@ PAGES = 400
 """So few that all have been used soon: memory that no page has touched yet is not resident."""
 DRAFTS = {"method": "mtp", "num_speculative_tokens": 3}
 COMMAND = """
-import asyncio, signal, sys
+import asyncio, signal, sys, threading
 def told(*_):
-    print(f"tasks {len(asyncio.all_tasks())}", file=sys.stderr, flush=True)
+    pooled = sum(thread.name.startswith("asyncio_") for thread in threading.enumerate())
+    print(f"tasks {len(asyncio.all_tasks())} pooled {pooled}", file=sys.stderr, flush=True)
 signal.signal(signal.SIGUSR1, told)
 from lockstep.__main__ import main
 main()
 """
-"""The command, which tells how many tasks its event loop has when it is asked by a signal."""
+"""The command, which tells how many tasks its event loop has when it is asked by a signal, and how
+many threads that loop's pool: it makes them as it needs them, up to a bound, and keeps them."""
 
 
 # What is asked.
@@ -472,7 +474,8 @@ async def watch_memory(memories: Sequence[Memory], path: str) -> None:
 
 @dataclass(frozen=True)
 class Left:
-    """What a server holds: requests and pages in its engine, open sockets, threads, and tasks."""
+    """What a server holds: requests and pages in its engine, open sockets, threads that are not of
+    the event loop's pool, and tasks."""
 
     held: tuple[float, ...]
     sockets: int
@@ -504,16 +507,20 @@ class Served:
         folder = Path(f"/proc/{self.process.pid}")
         links = [os.readlink(link) for link in (folder / "fd").iterdir() if link.is_symlink()]
         sockets = sum(link.startswith("socket:") for link in links)
-        return Left(tuple(held), sockets, len(list((folder / "task").iterdir())), self._tasks())
+        (tasks, pooled) = self._tasks()
+        threads = len(list((folder / "task").iterdir())) - pooled
+        return Left(tuple(held), sockets, threads, tasks)
 
-    def _tasks(self) -> int:
+    def _tasks(self) -> tuple[int, int]:
+        """Tasks of the event loop, and threads of its pool."""
         before = self.log.read_text().count("tasks ")
         self.process.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + PATIENCE
         while True:
-            counts = re.findall(r"^tasks (\d+)$", self.log.read_text(), re.MULTILINE)
-            if len(counts) > before:
-                return int(counts[-1])
+            found = re.findall(r"^tasks (\d+) pooled (\d+)$", self.log.read_text(), re.MULTILINE)
+            if len(found) > before:
+                (tasks, pooled) = found[-1]
+                return int(tasks), int(pooled)
             assert time.monotonic() < deadline, "the server does not tell of its tasks"
             time.sleep(0.02)
 

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from lockstep.engine.engine import Engine
-from lockstep.engine.loop import Delivery, EngineLoop
+from lockstep.engine.loop import Delivery, EngineLoop, keep_from_collection
 from lockstep.engine.messages import (
     Abort,
     Command,
@@ -101,6 +101,7 @@ class _Host:
         self._report(Ready(self._engine.facts, rates_of(self._engine.plan.device)))
         pulses = threading.Thread(target=self._pulse, name="lockstep-pulse", daemon=True)
         pulses.start()
+        keep_from_collection()
         why = self._loop.run()
         self._ended.set()
         pulses.join()

@@ -15,6 +15,7 @@ from typing import Any
 
 import uvicorn
 
+from lockstep.engine.loop import keep_from_collection
 from lockstep.errors import ConfigError, EngineDeadError
 from lockstep.runner.floor import StepFloors
 from lockstep.serve.app import Pages, create_app
@@ -225,6 +226,7 @@ def serve(
                 show(f"  {url}/ is a playground, for a browser")
         await serving
 
+    keep_from_collection()
     with contextlib.closing(listener), contextlib.suppress(KeyboardInterrupt):
         asyncio.run(run())
     if server.failure is not None:
