@@ -188,6 +188,7 @@ class Run:
         self._metrics = [request.metrics for request in job.requests]
         self._finish_reasons = ["abort"] * len(job.requests)
         self._error: Exception | None = None
+        self._faults: list[str] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._alarm: asyncio.TimerHandle | None = None
 
@@ -233,7 +234,7 @@ class Run:
             accepted_tokens=usage.accepted,
             metrics=tuple(self._metrics),
             finish_reasons=tuple(self._finish_reasons),
-            error=None if self._error is None else str(self._error),
+            error=str(self._error) if self._error else next(iter(self._faults), None),
             ended=time.monotonic(),
         )
 
@@ -265,6 +266,7 @@ class Run:
                 if update.error in (STEP_FAILED, ENGINE_RESTARTED):
                     log.error("request %s failed: %s", request.id, update.error)
                     raise ComputeError(update.error)
+                self._faults += [update.error] if update.error else []
                 piece = self._piece(text, update, before)
                 before = update.metrics
                 self._pieces.put_nowait(piece)

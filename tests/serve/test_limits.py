@@ -62,8 +62,11 @@ def test_deadlines_that_are_none(server, timeout):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
-def test_a_row_that_failed(server, path, stream):
-    """It ends with finish_reason error, and says why, in JSON that parses."""
+def test_a_row_that_failed(server, processor, path, stream):
+    """It ends with finish_reason error, and says why, in JSON that parses; so does its record."""
+    records = []
+    service = Service(server.client, processor, "tiny", "ls-test", on_record=[records.append])
+    server.app = create_app(service)
     server.client.nan_after = 3
     found = post(server, path, stream=stream, max_tokens=40)
     assert found.status_code == 200
@@ -71,6 +74,7 @@ def test_a_row_that_failed(server, path, stream):
     chunks = [json.loads(line) for line in lines] if stream else [found.json()]
     ends = [c for chunk in chunks for c in chunk["choices"] if c["finish_reason"]]
     assert [(c["finish_reason"], c["error"]) for c in ends] == [("error", "the model gave NaN")]
+    assert [record.error for record in records] == ["the model gave NaN"]
 
 
 def test_a_step_that_hangs(server, processor):
