@@ -181,30 +181,32 @@ def first_line(reason: str) -> str:
 
 
 class Follower:
-    """A compiled grammar, led along an answer and, for as long as a call takes, along drafts.
+    """A compiled grammar, led along an answer; copies of it are led along drafts.
 
-    make: compiles the grammar; made: compiled. It is compiled when it is first needed.
+    make: compiles the grammar; made: compiled. It is compiled when it is first needed. Nothing is
+    taken back from it: llguidance 1.9.1 keeps what it found behind tokens that were taken back, and
+    may give it for others.
     """
 
     def __init__(self, make: Callable[[], LLMatcher], made: LLMatcher | None = None) -> None:
         self.fault = ""
         self._make = make
         self._made = made
-        self._taken = 0  # tokens of the answer that it has taken, and drafts behind them
-        self._ahead = 0
+        self._taken = 0  # tokens of the answer
 
-    def prepare(self) -> None:
+    def prepare(self) -> LLMatcher:
         """Compiles the grammar now, if it is not."""
         self._made = self._made or self._make()
+        return self._made
 
     def takes(self, answer: Sequence[int]) -> bool:
         """Whether the grammar lets the answer come so far."""
-        return self._lead(answer, ()) is not None
+        return self._lead(answer) is not None
 
     def legal(self, answer: Sequence[int], drafts: Sequence[int]) -> int:
         """How many of the drafts may come behind the answer, at most."""
-        inner = self._lead(answer, ())
-        return inner.validate_tokens(list(drafts)) if inner is not None and drafts else 0
+        inner = self._lead(answer)
+        return inner.deep_copy().validate_tokens(list(drafts)) if inner and drafts else 0
 
     def masks(
         self, answer: Sequence[int], drafts: Sequence[int], places: Sequence[int]
@@ -213,36 +215,35 @@ class Follower:
 
         b"" where the grammar fails.
         """
-        found = [self._mask(answer, drafts[:place]) for place in places]
-        if self._ahead and self._made is not None:
-            self._made.rollback(self._ahead)
-        self._ahead = 0
+        if not places:
+            return []
+        inner = self._lead(answer)
+        ahead = inner.deep_copy() if inner is not None and any(places) else inner
+        found = []
+        before = 0
+        for place in places:
+            mask = _mask(ahead, drafts[before:place])
+            found.append(mask or self._mask_afresh(answer, drafts[:place]))
+            before = place
         return found
 
-    def _mask(self, answer: Sequence[int], drafts: Sequence[int]) -> bytes:
-        """The mask behind the drafts. One that was led along drafts may have met a limit that the
-        answer alone does not: so a fresh one is asked once more."""
-        for _ in range(2):
-            inner = self._lead(answer, drafts)
-            if inner is None:
-                return b""
-            mask = inner.compute_bitmask()
-            if not inner.is_error():
-                return mask
-            self._drop(inner)
-        return b""
+    def _mask_afresh(self, answer: Sequence[int], drafts: Sequence[int]) -> bytes:
+        """The mask of a grammar that has met nothing else: a limit that others met by their drafts
+        is not this answer's."""
+        fresh = self._make()
+        mask = _mask(fresh, [*answer, *drafts])
+        if not mask:
+            self._drop(fresh)
+        return mask
 
-    def _lead(self, answer: Sequence[int], drafts: Sequence[int]) -> LLMatcher | None:
-        """The grammar behind the answer and these drafts; None where it does not go that far, and
-        a fresh one does not either."""
+    def _lead(self, answer: Sequence[int]) -> LLMatcher | None:
+        """The grammar behind the answer; None where it does not go that far, and a fresh one does
+        not either."""
         for _ in range(2):
-            self.prepare()
-            inner = self._made
-            assert inner is not None
-            new = [*answer[self._taken :], *drafts[self._ahead :]]
+            inner = self.prepare()
+            new = list(answer[self._taken :])
             if not inner.is_error() and (not new or inner.consume_tokens(new)):
                 self._taken = len(answer)
-                self._ahead = len(drafts)
                 return inner
             self._drop(inner)
         return None
@@ -251,7 +252,14 @@ class Follower:
         self.fault = first_line(failed.get_error())
         self._made = None
         self._taken = 0
-        self._ahead = 0
+
+
+def _mask(inner: LLMatcher | None, new: Sequence[int]) -> bytes:
+    """The mask behind these tokens; b"" where the grammar has failed, or fails there."""
+    if inner is None or inner.is_error() or (new and not inner.consume_tokens(list(new))):
+        return b""
+    mask = inner.compute_bitmask()
+    return b"" if inner.is_error() else mask
 
 
 class Matcher:

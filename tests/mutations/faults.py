@@ -1019,8 +1019,8 @@ FAULTS = (
     ),
     Fault(
         "a grammar keeps the drafts that it was led along", "runner", GRAMMAR,
-        "            self._made.rollback(self._ahead)\n",
-        "            self._made.rollback(0)\n",
+        "        ahead = inner.deep_copy() if inner is not None and any(places) else inner\n",
+        "        ahead = inner\n",
     ),
 )  # fmt: skip
 

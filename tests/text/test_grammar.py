@@ -220,6 +220,11 @@ class Breaking:
     def consume_tokens(self, tokens: list[int]) -> bool:
         return all(self.consume_token(token) for token in tokens)
 
+    def deep_copy(self) -> "Breaking":
+        copied = Breaking(self._inner.deep_copy())
+        copied._taken = self._taken
+        return copied
+
     def is_error(self) -> bool:
         return self._taken >= 3
 
@@ -379,3 +384,24 @@ def test_a_recipe_makes_the_grammar_anew(compiler: Compiler, reasons: bool) -> N
     again = other.grammar(pickle.loads(pickle.dumps(first.recipe)))
     assert again.accepted == 0 and again.masks([]) == masks
     assert again.recipe == first.recipe and type(again) is type(first)
+
+
+def test_a_draft_that_did_not_come_leaves_no_trace(compiler: Compiler) -> None:
+    """llguidance 1.9.1 keeps what it found behind tokens that are taken back, and gives it again
+    for others: here an object's next key for what may stand behind an array."""
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    encode = compiler.tokenizer.encode
+    answer = encode('{"n": 12, "-18-19"                             : [0')
+    (behind,) = encode("]\n")
+    (comma,) = encode(",\n")
+    (blanks,) = encode("       ")
+    given = matcher(compiler, json=schema)
+    given.accept(answer)
+    given.masks([comma])
+    given.accept([behind])
+    found = given.masks([blanks])
+    fresh = matcher(compiler, json=schema)
+    fresh.accept([*answer, behind])
+    assert found[0] == fresh.masks([])[0]
+    fresh.accept([blanks])
+    assert found[1] == fresh.masks([])[0]
