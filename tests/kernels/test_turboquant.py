@@ -12,7 +12,7 @@ from lockstep.kernels.kv._turn import OF_VALUES, WHOLE_HEAD
 from lockstep.kernels.kv.bits import codes_in, pack_bits, packed_words, unpack_bits
 from lockstep.kernels.kv.fp8 import Fp8, TokenFp8
 from lockstep.kernels.kv.turboquant import POINTS, PRESETS, Rotated, thresholds
-from tests.kernels.backends import Backend, same_bits
+from tests.kernels.backends import backends, same_bits
 
 PAPER = {3: 0.03, 4: 0.009}
 """E |x - x'|^2 of a unit vector, by bits (the paper's figures, to the digits that it gives)."""
@@ -215,20 +215,28 @@ def unpacked_by_assembly():
     ]
 
 
+def running_assembly():
+    """Backends that unpack to bf16: instructions run one by one under the interpreter, or a GPU."""
+    return [
+        param
+        for param in backends()
+        if param.values[0].interpreted or param.values[0].dtype == torch.bfloat16
+    ]
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("backend", running_assembly())
 @pytest.mark.parametrize(("codec", "dim", "unpack"), unpacked_by_assembly())
-def test_assembly_unpacks_to_the_references_bits(codec, dim, unpack, monkeypatch):
-    """The instructions of load_bf16, run one by one on the CPU, over every code and sign."""
-    pytest.importorskip("triton")
-    import triton.language as tl
+def test_assembly_unpacks_to_the_references_bits(codec, dim, unpack, backend, monkeypatch):
+    """Over random codes and numbers of all sizes."""
+    if backend.interpreted:
+        import triton.language as tl
 
-    from tests.kernels import ptx
+        from tests.kernels import ptx
 
-    if torch.cuda.is_available():
-        pytest.skip("a GPU runs them itself: test_load_bf16_on_a_gpu")
-    monkeypatch.setattr(tl, "inline_asm_elementwise", ptx.inline_asm_elementwise)
+        monkeypatch.setattr(tl, "inline_asm_elementwise", ptx.inline_asm_elementwise)
     read = importlib.import_module("tests.kernels.read_tile")
-    found, wanted = read.tiles(codec, dim, Backend("triton", "cpu", torch.float32), unpack)
+    found, wanted = read.tiles(codec, dim, backend, unpack)
     assert same_bits(found, wanted)
 
 
@@ -247,14 +255,6 @@ def test_assembly_unpacks_e4m3():
     pairs = [ptx.halves(thread.registers[f"${i}"], torch.bfloat16) for i in range(2)]
     found = torch.stack([torch.from_numpy(pair) for pair in pairs], 1).flatten().bfloat16()
     assert same_bits(found, codes.view(torch.float8_e4m3fn).bfloat16())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("codec", "dim", "unpack"), unpacked_by_assembly())
-def test_load_bf16_on_a_gpu(codec, dim, unpack):
-    read = importlib.import_module("tests.kernels.read_tile")
-    found, wanted = read.tiles(codec, dim, Backend("triton", "cuda", torch.bfloat16), unpack)
-    assert same_bits(found, wanted)
 
 
 def test_a_cache_of_two_parts():
