@@ -35,7 +35,7 @@ def run_logits(
     shard: Shard = WHOLE,
     **settings: Any,
 ) -> Report:
-    """Runs a share of the logits matrix of a size (quick, default, full).
+    """Runs a shard of the logits matrix of a size (quick, default, full).
 
     `settings` are LLM's, for all; the drafter of a speculative_config among them takes the place
     of the checkpoint's own.

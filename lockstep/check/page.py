@@ -210,7 +210,7 @@ def _lacks(report: Report) -> str:
 def _about(report: Report, command: Sequence[str]) -> str:
     about = {
         "command": " ".join(command),
-        "size, share, seed": f"{report.size}, {report.shard}, {report.seed}",
+        "size, shard, seed": f"{report.size}, {report.shard}, {report.seed}",
         "compared": f"{report.compared}, bit for bit",
         "numerics": report.numerics,
         "lockstep": lockstep.__version__,

@@ -43,7 +43,7 @@ class Report:
     """All cases of a check. `exercised`: how often what was varied really took place; used: what
     it was run with.
 
-    compared: what of an answer is; seed: of the worlds; shard: which share of the check this is.
+    compared: what of an answer is; seed: of the worlds; shard: which part of the check this is.
     """
 
     size: str

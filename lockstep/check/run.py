@@ -36,7 +36,7 @@ def run_check(
 
     `settings` are LLM's, for all engines; a speculative_config among them names a drafter that is
     checked beside those that the checkpoint allows by itself. effort: how many worlds, and what
-    becomes of a difference, and which share of the check is done; the first share has the tests of
+    becomes of a difference, and which shard of the check is done; the first has the tests of
     distributions and the oracle. oracle: whether the plain run's logits are compared with
     transformers'. Raises ConfigError on an unknown size, or where there is no oracle. Differences
     are in the report, not raised.

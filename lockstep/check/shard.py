@@ -1,4 +1,4 @@
-"""One of several equal shares of a check, each run by a process of its own."""
+"""One of several equal parts of a check, each run by a process of its own."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ MOST_SHARDS = 1024
 
 @dataclass(frozen=True)
 class Shard:
-    """Share number `index`, from 1, of `count`. Raises ConfigError where there is no such one."""
+    """Part number `index`, from 1, of `count`. Raises ConfigError where there is no such one."""
 
     index: int = 1
     count: int = 1
@@ -26,7 +26,7 @@ class Shard:
 
     @classmethod
     def read(cls, text: str) -> "Shard":
-        """The share that a text such as 2/4 names. Raises ConfigError."""
+        """The shard that a text such as 2/4 names. Raises ConfigError."""
         (index, _, count) = text.partition("/")
         if not (index.isdecimal() and count.isdecimal() and len(text) < 16):
             raise ConfigError(
@@ -35,7 +35,7 @@ class Shard:
         return cls(int(index), int(count))
 
     def has(self, number: int) -> bool:
-        """Whether it is this share that does the part of the check with that number, from 0."""
+        """Whether this shard does the case of that number, from 0."""
         return number % self.count == self.index - 1
 
 

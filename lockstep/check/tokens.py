@@ -30,7 +30,7 @@ def run_matrix(
     progress: Progress,
     effort: Effort,
 ) -> None:
-    """Runs the effort's share of the matrix of the report's size and adds to the report."""
+    """Runs the effort's shard of the matrix of the report's size and adds to the report."""
     size = SIZES[report.size]
     cases = make_cases(plain.llm, size.max_tokens)
     expected = {case.name: plain.answers([case])[0] for case in cases}

@@ -113,7 +113,7 @@ class Examiner:
 class Effort:
     """How much is done. worlds: how many are drawn; seconds: instead of that, for how long;
     minimise: seconds to make the first difference small; folder: where it is written, if anywhere;
-    fail_fast: whether the check ends with its first difference; shard: which share is done here.
+    fail_fast: whether the check ends with its first difference; shard: which one is done here.
     """
 
     worlds: int

@@ -54,8 +54,8 @@ def check(
         typer.Option("--seconds", min=0, help="draw worlds for so long, not a fixed number"),
     ] = None,
     shard: Annotated[
-        str, typer.Option("--shard", help="only share I of N equal ones, such as 2/4")
-    ] = "1/1",
+        str | None, typer.Option("--shard", help="only part I of N equal ones, such as 2/4")
+    ] = None,
     fail_fast: Annotated[
         bool, typer.Option("--fail-fast", help="end with the first difference")
     ] = False,
@@ -80,7 +80,7 @@ def check(
     made small and written to a file for --replay. Status 1 if any differs. --kv-cache-dtype all
     checks every format of the KV cache in turn, and names those that the model does not take.
     """
-    size = _size(quick, full, logits, replay)
+    size = _size(quick, full, logits, replay, shard)
     _refuse_varied(settings)
     how = {
         "seed": seed,
@@ -127,12 +127,14 @@ def _write(path: Path, report: "Report") -> None:
         raise ConfigError(f"--report {path} cannot be written: {error}. Name a file.") from None
 
 
-def _size(quick: bool, full: bool, logits: bool, replay: Path | None) -> str:
+def _size(quick: bool, full: bool, logits: bool, replay: Path | None, shard: str | None) -> str:
     """The size's name. Raises ConfigError where options exclude each other."""
     if quick and full:
         raise ConfigError("--quick and --full exclude each other; choose one of them.")
-    if replay and (quick or full or logits):
-        raise ConfigError("--replay runs one world; leave --quick, --full and --logits out.")
+    if replay and (quick or full or logits or shard is not None):
+        raise ConfigError(
+            "--replay runs one world; leave --quick, --full, --logits and --shard out."
+        )
     return "quick" if quick else "full" if full else "default"
 
 
@@ -170,17 +172,17 @@ def _run(
     if chosen["speculative_config"] == AUTO_DRAFTS:
         chosen["speculative_config"] = None
     shown: dict[str, Any] = {} if show is None else {"progress": show}
-    share = Shard.read(how["shard"])
+    part = Shard() if how["shard"] is None else Shard.read(how["shard"])
     if replay:
         return run_replay(read_world(replay), model, **chosen)
     if logits:
-        return run_logits(size, model, shard=share, **shown, **chosen)
+        return run_logits(size, model, shard=part, **shown, **chosen)
     effort = Effort(
         SIZES[size].worlds,
         seconds=how["seconds"],
         folder=Path(),
         fail_fast=how["fail_fast"],
-        shard=share,
+        shard=part,
     )
     compared = {"seed": how["seed"], "oracle": how["oracle"]}
     return run_check(size, model, effort=effort, **compared, **shown, **chosen)
@@ -235,8 +237,8 @@ def _print(report: "Report", table: Table) -> None:
     console = Console(highlight=False)
     console.print(table)
     took = ", ".join(f"{count:,} {name}" for name, count in report.exercised.items())
-    share = f"share {report.shard} of the check; " if report.shard.count > 1 else ""
-    about = f"{share}seed {report.seed}; {report.seconds:.0f} s; {report.numerics}"
+    part = f"shard {report.shard}; " if report.shard.count > 1 else ""
+    about = f"{part}seed {report.seed}; {report.seconds:.0f} s; {report.numerics}"
     console.print(f"{took}; {about}", soft_wrap=True)
     for reason in report.skipped:
         console.print(f"left out: {reason}")

@@ -229,8 +229,9 @@ def test_the_command_draws_worlds_for_so_long_and_replays_one(model: str, tmp_pa
     assert shown.exit_code == 0 and "2 cases, all equal" in shown.stdout
     found = CliRunner().invoke(app, [*asked, "--replay", str(path), "--json"])
     assert json.loads(found.stdout)["cases"] == 2
-    with pytest.raises(ConfigError, match="--replay runs one world; leave --quick"):
-        CliRunner().invoke(app, [*asked, "--quick", "--replay", "x"], catch_exceptions=False)
+    for other in (["--quick"], ["--shard", "1/2"]):
+        with pytest.raises(ConfigError, match="--replay runs one world; leave --quick"):
+            CliRunner().invoke(app, [*asked, *other, "--replay", "x"], catch_exceptions=False)
 
 
 def test_seconds_take_the_place_of_a_number_of_worlds(
@@ -244,7 +245,7 @@ def test_seconds_take_the_place_of_a_number_of_worlds(
     assert {t.setup.phase for t in report.tallies} == {"world", "sampling"}
 
 
-def test_shares_are_the_whole_and_no_part_is_done_twice(
+def test_shards_are_the_whole_and_no_part_is_done_twice(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("lockstep.check.run.Drawer.world", lambda self, index: WORLD)
