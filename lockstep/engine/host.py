@@ -98,10 +98,10 @@ class _Host:
             self._outbox.close()
             return
         self._loop = EngineLoop(self._engine, self._deliver)
+        keep_from_collection()
         self._report(Ready(self._engine.facts, rates_of(self._engine.plan.device)))
         pulses = threading.Thread(target=self._pulse, name="lockstep-pulse", daemon=True)
         pulses.start()
-        keep_from_collection()
         why = self._loop.run()
         self._ended.set()
         pulses.join()
