@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lockstep.serve.traces import Traces
     from lockstep.text.processor import Processor
 
-    Served = tuple[Transport, Processor, Facts, Rates]
+    Served = tuple[Transport, Processor, Facts, Rates | None]
 
 MOST_KEYS = 1000
 
@@ -126,7 +126,7 @@ def _run(
             fingerprint=facts.fingerprint,
             address=address,
             options=options,
-            floors=StepFloors(facts.costs, rates),
+            floors=StepFloors(facts.costs, rates) if rates else None,
             traces=traces,
         )
     finally:

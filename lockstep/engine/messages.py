@@ -91,10 +91,10 @@ class Failed:
 
 @dataclass(frozen=True)
 class Ready:
-    """The engine stands. rates: of its device."""
+    """The engine stands. rates: of its device, where they are known."""
 
     facts: Facts
-    rates: Rates
+    rates: Rates | None
 
 
 @dataclass(frozen=True)

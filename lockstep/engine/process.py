@@ -109,7 +109,7 @@ class ProcessTransport:
     Making it starts the process and returns when the engine stands; it raises what the engine
     raised. `make` is pickled. show: is told how far the start is. step_seconds: a step that runs
     longer, or a process that gives no sign of life for so long, is ended and started again; the
-    start itself is not bounded. `facts`: those of the engine; `rates`: of its device.
+    start itself is not bounded. `facts`: those of the engine; `rates`: of its device, if known.
     """
 
     def __init__(

@@ -7,8 +7,8 @@ import torch
 
 from lockstep.runner.step_timer import StepTimer
 
-COPIED_BYTES = 64 << 20
-"""More than caches hold, of which a GPU has tens of MiB."""
+COPIED_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
+"""Of a copy: more than caches hold. A GPU's hold up to 126 MiB (B200)."""
 COPIES = 5
 
 
@@ -29,14 +29,26 @@ H200 = Rates(memory=4.3e12, matrix=790e12)
 """Of a copy, and of bf16 products on random data, as measured."""
 
 
-def rates_of(device: str) -> Rates:
+def rates_of(device: str) -> Rates | None:
     """Those of this machine's device, "cpu" or "cuda": an H200's as above.
 
-    Of any other the memory's alone, by the best of a few copies made now, which take some ten ms.
+    Of any other the memory's alone, by the best of a few copies made now, which take some ten ms;
+    None where an engine has left no room for them.
     """
     if device == "cuda" and "H200" in torch.cuda.get_device_name():
         return H200
-    source = torch.ones(COPIED_BYTES, dtype=torch.uint8, device=device)
+    try:
+        return _measured(device)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        if device == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measured(device: str) -> Rates:
+    size = COPIED_BYTES[device]
+    source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
     best = inf
     for _ in range(COPIES):
@@ -45,4 +57,4 @@ def rates_of(device: str) -> Rates:
         timer.end()
         timer.wait()
         best = min(best, timer.ms)
-    return Rates(2 * COPIED_BYTES / (best / 1e3))
+    return Rates(2 * size / (best / 1e3))

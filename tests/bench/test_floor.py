@@ -237,7 +237,16 @@ def test_an_engine_says_what_its_steps_cost() -> None:
     model = sketch(llm.engine.plan.model_path, torch.float32, config.speculative_config)
     assert llm.engine.facts.costs.step(2, 3, 100) == step_floor(model, 2, 100)
     rates = rates_of("cpu")
+    assert rates is not None
     assert 1e8 < rates.memory < 1e13 and rates.seconds(1e9, 1e30) == 1e9 / rates.memory
+
+
+def test_a_device_without_room_has_no_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*given: object, **how: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "ones", full)
+    assert rates_of("cpu") is None
 
 
 def test_dtype_counts(tiny: Path) -> None:
