@@ -87,13 +87,3 @@ class Block(nn.Module):
         norm = self.post_attention_layernorm.weight
         found: tuple[Tensor, Tensor] = fused(self.mlp.function, x, norm, *self.mlp.weights())
         return found
-
-
-class Trunk(nn.Module):
-    """`embed_tokens`, `layers` and `norm`, as most checkpoints call them."""
-
-    def __init__(self, c: dict[str, Any], layers: list[nn.Module]) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(c["vocab_size"], c["hidden_size"])
-        self.layers = nn.ModuleList(layers)
-        self.norm = Norm(c["hidden_size"], 1.0)

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from training.attention import Block, Trunk, heads_out
+from training.attention import Block, heads_out
 from training.feed_forward import MLP, SigmoidMixture
-from training.language import Language, NextToken, draft_in
+from training.language import Language, NextToken, Trunk, draft_in
 from training.parts import Fused, Norm, Places, attend, linear, matrix, rms, rotate_pairs
 
 CONFIG: dict[str, Any] = {
@@ -147,19 +147,10 @@ class DeepseekV3(Language):
         self.begin()
 
     @property
-    def embedding(self) -> nn.Parameter:
-        return self.model.embed_tokens.weight
-
-    @property
     def blocks(self) -> Iterable[nn.Module]:
         return self.model.layers[:-1]
 
     @property
     def drafter(self) -> Draft:
         found: Draft = self.model.layers[-1]
-        return found
-
-    def last(self, x: Tensor) -> Tensor:
-        """The final norm."""
-        found: Tensor = self.fused(rms, x, self.model.norm.weight)
         return found

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from training.parts import Fused, Places, linear, rms
+from training.parts import Fused, Norm, Places, linear, rms
 
 SHRUNK = ("o_proj", "out_proj", "down_proj")
 """Matrices whose output goes to the residual: they begin small."""
@@ -27,14 +27,26 @@ class Drafter(Protocol):
         uses its experts [count]."""
 
 
-class Language(nn.Module, ABC):
+class Trunk(nn.Module):
+    """`embed_tokens`, `layers` and `norm`, as most checkpoints call them. start: of the norm."""
+
+    def __init__(self, c: dict[str, Any], layers: Iterable[nn.Module], start: float = 1.0) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(c["vocab_size"], c["hidden_size"])
+        self.layers = nn.ModuleList(layers)
+        self.norm = Norm(c["hidden_size"], start)
+
+
+class Language(nn.Module):
     """A model whose parameter names are the checkpoint's; its head is its embedding.
 
-    Activations are of dtype `dtype`. turned, theta: dims of a head with rotary positions, and their
-    base. taps: layers whose input its drafter reads; without any it reads the final hidden states.
-    made: tensors of its files that are made of its parameters.
+    Embedding, blocks and final norm are those of `model`; a family that has them elsewhere
+    overrides these. Activations are of dtype `dtype`. turned, theta: dims of a head with rotary
+    positions, and their base. taps: layers whose input its drafter reads; without any it reads the
+    final hidden states. made: tensors of its files that are made of its parameters.
     """
 
+    model: Trunk
     taps: tuple[int, ...] = ()
     made: frozenset[str] = frozenset()
 
@@ -48,15 +60,15 @@ class Language(nn.Module, ABC):
         self.places: dict[tuple[int, int], Places] = {}
 
     @property
-    @abstractmethod
     def embedding(self) -> nn.Parameter:
         """[vocab, hidden]."""
+        return self.model.embed_tokens.weight
 
     @property
-    @abstractmethod
     def blocks(self) -> Iterable[nn.Module]:
         """Each takes x [N, hidden], Places and Fused, and gives x and how unevenly its experts are
         used."""
+        return self.model.layers
 
     @property
     def drafter(self) -> Drafter | None:
@@ -68,9 +80,10 @@ class Language(nn.Module, ABC):
         """The head of its drafts."""
         return self.embedding
 
-    @abstractmethod
     def last(self, x: Tensor) -> Tensor:
         """The final norm."""
+        found: Tensor = self.fused(rms, x, self.model.norm.weight)
+        return found
 
     def configs(self) -> dict[str, dict[str, Any]]:
         """Folder within the checkpoint's -> its config.json. Tensors of such a folder begin with

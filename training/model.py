@@ -5,7 +5,7 @@ Parameter names are the checkpoint's. The gated delta rule is the chunked (WY) f
 wrong: its issue 640.)
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from training.feed_forward import feed_forward
-from training.language import Language, NextToken
+from training.language import Language, NextToken, Trunk
 from training.parts import (
     Fused,
     Norm,
@@ -291,16 +291,6 @@ class Draft(NextToken):
         return fused(centred, x, self.norm.weight), uneven
 
 
-class Trunk(nn.Module):
-    """Embedding, blocks, norm."""
-
-    def __init__(self, c: dict[str, Any]) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(c["vocab_size"], c["hidden_size"])
-        self.layers = nn.ModuleList(Block(c, kind) for kind in c["layer_types"])
-        self.norm = Norm(c["hidden_size"])
-
-
 class Model(Language):
     """`model.*` and `mtp.*`."""
 
@@ -308,17 +298,9 @@ class Model(Language):
         rope = c["rope_parameters"]
         turned = int(c["head_dim"] * rope["partial_rotary_factor"])
         super().__init__(c, dtype, turned, rope["rope_theta"])
-        self.model = Trunk(c)
+        self.model = Trunk(c, [Block(c, kind) for kind in c["layer_types"]], start=0.0)
         self.mtp = Draft(c)
         self.begin()
-
-    @property
-    def embedding(self) -> nn.Parameter:
-        return self.model.embed_tokens.weight
-
-    @property
-    def blocks(self) -> Iterable[nn.Module]:
-        return self.model.layers
 
     @property
     def drafter(self) -> Draft:

@@ -3,16 +3,15 @@
 The head is trained along on what the model has become so far, which hears nothing of it.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.attention import Attention, Block, Trunk, heads_of, heads_out
+from training.attention import Attention, Block, heads_of, heads_out
 from training.feed_forward import MLP, swiglu
-from training.language import Language, one_behind
+from training.language import Language, Trunk, one_behind
 from training.parts import Fused, Norm, Places, linear, matrix, rms
 
 CONFIG: dict[str, Any] = {
@@ -194,14 +193,6 @@ class Qwen3(Language):
         self.begin()
 
     @property
-    def embedding(self) -> nn.Parameter:
-        return self.model.embed_tokens.weight
-
-    @property
-    def blocks(self) -> Iterable[nn.Module]:
-        return self.model.layers
-
-    @property
     def drafter(self) -> Eagle3 | None:
         return self.eagle3
 
@@ -224,9 +215,4 @@ class Qwen3(Language):
             rows = self.embedding.detach()[ids.to(self.embedding.device)]
             head = {"lm_head.weight": rows, "d2t": ids - torch.arange(count), "t2d": known}
             found["eagle3"] |= head
-        return found
-
-    def last(self, x: Tensor) -> Tensor:
-        """The final norm."""
-        found: Tensor = self.fused(rms, x, self.model.norm.weight)
         return found

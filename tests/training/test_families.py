@@ -1,6 +1,5 @@
 """Every family's trainer against the engine: one computation, of the target and of its drafter."""
 
-import argparse
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,46 +12,15 @@ from torch import Tensor
 from lockstep import SamplingParams
 from tests.models.dense import make_llm
 from tests.models.oracle import RELATIVE, compare_greedy, logits_error
-from training import train
+from tests.training.saved import MOST_BYTES, VOCAB, random_prompts, row_of, save_model
 from training.language import Language
-from training.parts import CHUNK
 
-FAMILIES = ("nemotron_h", "deepseek_v3", "qwen3", "qwen3_draft")
-DRAFTERS = {"nemotron_h": "mtp", "deepseek_v3": "mtp", "qwen3": "eagle3"}
+FAMILIES = ("moe", "nemotron_h", "deepseek_v3", "qwen3", "qwen3_draft")
+DRAFTERS = {"moe": "mtp", "nemotron_h": "mtp", "deepseek_v3": "mtp", "qwen3": "eagle3"}
 ALIKE = {"mtp": 1, "eagle3": 3}
 """Drafts of a chain that are the engine's: MTP is trained on other keys and values from the second
 on (training/README.md)."""
 STEPS = 3
-VOCAB = 4096
-MOST_BYTES = 10 << 20
-
-
-def _prompts() -> list[list[int]]:
-    draw = torch.Generator().manual_seed(1)
-    return [torch.randint(VOCAB, (n,), generator=draw).tolist() for n in (20, 150)]
-
-
-def _rows(ids: list[int]) -> Tensor:
-    """[1, T], filled up to whole chunks."""
-    row = torch.tensor([ids])
-    return F.pad(row, (0, -len(ids) % CHUNK))
-
-
-def _saved(name: str, parent: Path) -> tuple[Path, Language]:
-    """A folder as training leaves it, of a model that begins, and that model as it was saved."""
-    torch.manual_seed(0)
-    folder = parent / name
-    train._prepare(folder, argparse.Namespace(tokenizer=False, resume=False))
-    model = train.MODELS[name][0]()
-    with torch.no_grad():
-        for key, p in model.named_parameters():
-            if "norm" in key or "bias" in key:
-                p.add_(torch.randn_like(p) * 0.2)
-            elif "gate.weight" in key:
-                p.mul_(2.0)
-    train._save(model, folder)
-    model.load(folder)
-    return folder, model.eval()
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -60,7 +28,7 @@ def saved(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[str, Path, Language]:
     """A family's name, folder and model."""
-    return request.param, *_saved(request.param, tmp_path_factory.mktemp("family"))
+    return request.param, *save_model(request.param, tmp_path_factory.mktemp("family"))
 
 
 def test_the_folder_is_small(saved: tuple[str, Path, Language]) -> None:
@@ -73,11 +41,11 @@ def test_the_engine_computes_what_is_trained(saved: tuple[str, Path, Language]) 
     (_, folder, model) = saved
 
     def oracle(ids: Tensor) -> SimpleNamespace:
-        hidden, *_ = model.hidden(_rows(ids[0].tolist()))
+        hidden, *_ = model.hidden(row_of(ids[0].tolist()))
         return SimpleNamespace(logits=model.head(hidden)[None, : ids.shape[1]])
 
     llm = make_llm(folder)
-    for ids in _prompts():
+    for ids in random_prompts():
         assert logits_error(llm, oracle, ids) < RELATIVE
         compare_greedy(llm, oracle, ids, 16)
 
@@ -107,12 +75,12 @@ def test_the_engine_drafts_what_is_trained(saved: tuple[str, Path, Language]) ->
         return compute(state)
 
     module.logits = watch
-    for ids in _prompts():
+    for ids in random_prompts():
         seen.clear()
         params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
         first = llm.generate({"prompt_token_ids": ids}, params)[0].outputs[0].token_ids[:1]
         drafted = [int(known[logits.argmax()]) for logits in seen[:STEPS]]
-        rows = _rows(ids + first + drafted)
+        rows = row_of(ids + first + drafted)
         _, read, _ = model.hidden(rows)
         found, _ = model.drafts(rows, read, STEPS)
         for step, hidden in enumerate(found[: ALIKE[DRAFTERS[name]]]):

@@ -1,28 +1,19 @@
-"""The trained mixture of experts: one computation in the trainer, the engine and transformers."""
+"""The mixture of experts: one computation in the trainer and in transformers; how it is trained."""
 
-import argparse
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from safetensors.torch import load_file
-from torch import Tensor
 
-from lockstep import SamplingParams
-from tests.models.dense import make_llm
-from tests.models.oracle import RELATIVE, compare_greedy, logits_error
+from tests.training.saved import MOST_BYTES, VOCAB, save_model
 from training import train
 from training.feed_forward import chosen
+from training.language import Language
 from training.model import MOE, Model
 from training.optim import Muon, optimizers, orthogonalise
 from training.parts import CHUNK
 
-MOST_BYTES = 10 << 20
-MTP = {"method": "mtp", "num_speculative_tokens": 1, "adaptive": False}
-VOCAB = MOE["vocab_size"]
 TINY: dict[str, Any] = {
     **MOE,
     "vocab_size": 64,
@@ -39,78 +30,19 @@ TINY: dict[str, Any] = {
 }
 
 
-def _prompts() -> list[list[int]]:
-    draw = torch.Generator().manual_seed(1)
-    return [torch.randint(VOCAB, (n,), generator=draw).tolist() for n in (20, 150)]
-
-
-def _rows(ids: list[int]) -> Tensor:
-    """[1, T], filled up to whole chunks."""
-    row = torch.tensor([ids])
-    return F.pad(row, (0, -len(ids) % CHUNK))
-
-
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Model]:
-    """A folder as training leaves it, of a model that begins, and that model as it was saved."""
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("moe") / "model"
-    train._prepare(folder, argparse.Namespace(tokenizer=False, resume=False))
-    model = Model(MOE)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "norm" in name:
-                p.add_(torch.randn_like(p) * 0.2)
-            elif "gate" in name:
-                p.mul_(2.0)
-    train._save(model, folder)
-    model.load_state_dict(load_file(folder / "model.safetensors"))
-    return folder, model.eval()
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Language]:
+    """A folder as training leaves it, and the model in it."""
+    return save_model("moe", tmp_path_factory.mktemp("moe"))
 
 
-def test_the_folder_is_small(saved: tuple[Path, Model]) -> None:
+def test_the_folder_is_small(saved: tuple[Path, Language]) -> None:
     size = sum(path.stat().st_size for path in saved[0].iterdir())
     assert 9_000_000 < size < MOST_BYTES - 100_000
 
 
-def test_the_engine_computes_what_is_trained(saved: tuple[Path, Model]) -> None:
-    (folder, model) = saved
-
-    def oracle(ids: Tensor) -> SimpleNamespace:
-        hidden, *_ = model.hidden(_rows(ids[0].tolist()))
-        return SimpleNamespace(logits=model.head(hidden)[None, : ids.shape[1]])
-
-    llm = make_llm(folder)
-    for ids in _prompts():
-        assert logits_error(llm, oracle, ids) < RELATIVE
-        compare_greedy(llm, oracle, ids, 16)
-
-
 @torch.no_grad()
-def test_the_engine_drafts_what_is_trained(saved: tuple[Path, Model]) -> None:
-    (folder, model) = saved
-    llm = make_llm(folder, speculative_config=MTP, max_num_seqs=1)
-    module = llm.engine.runner.program.drafter.context.module
-    compute = module.logits
-    seen: list[Tensor] = []
-
-    def watch(state: Tensor) -> Tensor:
-        seen.append(compute(state))
-        return seen[-1]
-
-    module.logits = watch
-    for ids in _prompts():
-        seen.clear()
-        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
-        tokens = llm.generate({"prompt_token_ids": ids}, params)[0].outputs[0].token_ids
-        rows = _rows(ids + tokens)
-        (draft,), _ = model.drafts(rows, model.hidden(rows)[0], 1)
-        wanted = model.head(draft[len(ids) - 1])
-        assert float((seen[0][0] - wanted).norm() / wanted.norm()) < RELATIVE
-
-
-@torch.no_grad()
-def test_transformers_computes_what_is_trained(saved: tuple[Path, Model]) -> None:
+def test_transformers_computes_what_is_trained(saved: tuple[Path, Language]) -> None:
     (folder, model) = saved
     transformers = pytest.importorskip("transformers")
     oracle, found = transformers.AutoModelForCausalLM.from_pretrained(
@@ -133,7 +65,7 @@ def test_of_equal_experts_the_lower_are_chosen() -> None:
 
 
 @torch.no_grad()
-def test_the_balance_is_that_of_the_switch_transformer(saved: tuple[Path, Model]) -> None:
+def test_the_balance_is_that_of_the_switch_transformer(saved: tuple[Path, Language]) -> None:
     (_, model) = saved
     mlp = model.model.layers[0].mlp
     x = torch.randn(128, MOE["hidden_size"])
