@@ -57,7 +57,7 @@ class Settings:
             adapter = self.adapter(one.name)
             try:
                 checked = adapter.validate_python(value)
-            except (ValidationError, OverflowError):
+            except (ValidationError, OverflowError, UnicodeError):
                 allowed = allowed_by(one) or describe(adapter.json_schema())
                 remedy = one.metadata["remedy"]
                 raise choice_error(ConfigError, one.name, value, allowed, remedy) from None

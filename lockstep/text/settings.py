@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from os.path import isdir  # Path.is_dir raises where a name is too long
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -79,7 +80,7 @@ class TextSettings(Settings):
         super().__post_init__()
         self.template()
         named = self.generation_config
-        if named not in (CHECKPOINTS, NEUTRAL) and not Path(named).is_dir():
+        if named not in (CHECKPOINTS, NEUTRAL) and not isdir(named):
             allowed = f"{CHECKPOINTS}, {NEUTRAL}, or a folder with generation_config.json"
             remedy = "Name one of them."
             raise choice_error(ConfigError, "generation_config", named, allowed, remedy)
