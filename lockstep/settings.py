@@ -5,7 +5,7 @@ command line, the errors and the page of settings in docs/ are all made from it.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -111,8 +111,3 @@ def allowed_by(one: Field[Any]) -> str | None:
     """What the field's declaration says is allowed; None: the bounds of its type say it."""
     said = one.metadata["allowed"]
     return said() if callable(said) else said
-
-
-def default_of(one: Field[Any]) -> Any:
-    """The field's default, or None where it must be given."""
-    return None if one.default is MISSING else one.default
