@@ -7,15 +7,18 @@ command line, the errors and the page of settings in docs/ are all made from it.
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import cache
+from os import PathLike
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from lockstep.errors import ConfigError, choice_error
 
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 """No value is taken for one of another type: "4", 4.0 and true are no whole numbers."""
+TUPLE_OF_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+TEXT_OF_PATH = BeforeValidator(lambda path: str(path) if isinstance(path, PathLike) else path)
 MOST_CHARACTERS = 1 << 20
 """Of a file that a setting names."""
 
