@@ -135,7 +135,9 @@ def _size(quick: bool, full: bool, logits: bool, replay: Path | None, shard: str
         raise ConfigError(
             "--replay runs one world; leave --quick, --full, --logits and --shard out."
         )
-    return "quick" if quick else "full" if full else "default"
+    if quick:
+        return "quick"
+    return "full" if full else "default"
 
 
 def _reported(
