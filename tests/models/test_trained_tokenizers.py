@@ -1,4 +1,4 @@
-"""Trained models each have a copy of the bundled tokenizer, so that commands can name their folders."""
+"""Trained models have copies of the bundled tokenizer, so that commands can name their folders."""
 
 import pytest
 
