@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import cache
 from os import PathLike
+from os.path import exists  # Path.exists raises where a name is too long
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -34,6 +35,19 @@ def read_named(path: str | Path) -> str:
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"it is longer than {MOST_CHARACTERS} characters")
     return text
+
+
+def check_writable(name: str, path: Path) -> None:
+    """Raises ConfigError where no file can be written that a setting names. Leaves none behind."""
+    known = exists(path)
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        allowed = f"a file that can be written ({error.strerror})"
+        wrong = choice_error(ConfigError, name, str(path), allowed, "Name another file.")
+        raise wrong from None
+    if not known:
+        path.unlink()
 
 
 def setting(

@@ -20,10 +20,11 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lockstep.errors import ConfigError, choice_error
+from lockstep.errors import ConfigError
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
+from lockstep.settings import check_writable
 from lockstep.step import GRID
 
 WARM_STEPS = 3
@@ -45,16 +46,6 @@ class Line:
     kernels: float
 
 
-def check_trace_path(path: Path) -> None:
-    """Raises ConfigError where no file can be written."""
-    try:
-        path.open("ab").close()
-    except OSError as error:
-        allowed = f"a file that can be written ({error.strerror})"
-        named = choice_error(ConfigError, "trace", str(path), allowed, "Name another file.")
-        raise named from None
-
-
 def trace_steps(
     llm: LLM, prompts: list[dict[str, Any]], temperature: float, path: Path, steps: int = 5
 ) -> list[Line]:
@@ -69,7 +60,7 @@ def trace_steps(
             "cuda_graph_mode='piecewise' is not allowed with a trace; allowed: full, none, since "
             "the layers inside of a piece have no names. Choose one of them."
         )
-    check_trace_path(path)
+    check_writable("trace", path)
     requests = _start(llm, prompts, temperature, 2 * steps)
     on_gpu = engine.plan.device == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu

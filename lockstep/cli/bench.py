@@ -23,6 +23,7 @@ from lockstep.cli.show import load, note, print_json, progress_bar
 from lockstep.cli.vllm.command import FlagCommand, epilog
 from lockstep.errors import ConfigError, choice_error
 from lockstep.sampling_params import SamplingParams
+from lockstep.settings import check_writable
 
 if TYPE_CHECKING:
     import torch
@@ -98,7 +99,6 @@ def offline(
     kernels --help, lockstep bench serving --help.
     """
     from lockstep.bench import measure
-    from lockstep.bench.trace import check_trace_path
 
     settings["enable_prefix_caching"] = False
     settings["max_num_seqs"] = batch_size
@@ -107,7 +107,7 @@ def offline(
         _show_floor_alone(settings, batch_size, input_len, json)
         return
     if trace:
-        check_trace_path(trace)
+        check_writable("trace", trace)
     llm = load(settings, quiet=json)
     prompts = [{"prompt_token_ids": ids} for ids in _prompts(llm, batch_size, input_len)]
     if trace:
@@ -219,6 +219,7 @@ def drafters(
 
     if plot:
         need_plots()
+        _check_plot(plot)
     chosen = _drafters_of(settings, drafter or [], num_speculative_tokens)
     params = SamplingParams(
         temperature=temperature, seed=0, max_tokens=output_len, ignore_eos=True, detokenize=False
@@ -379,6 +380,7 @@ def serving(
 
     if plot:
         bench_serving.need_plots()
+        _check_plot(plot)
     loads = [bench_serving.Load(rate=value) for value in _rates(rate)]
     counts = concurrency or ("" if loads else "1,8,64")
     if counts:
@@ -403,6 +405,14 @@ def serving(
     about = {"bench": "serving", "url": url, "model": name, "dataset": dataset}
     rounded = [{k: _short(v) for k, v in asdict(run).items()} for run in runs]
     print_json(about | {"output_len": output_len, "runs": rounded})
+
+
+def _check_plot(path: Path) -> None:
+    """Raises ConfigError where no PNG can be written."""
+    if path.suffix.lower() != ".png":
+        allowed = "a name that ends in .png"
+        raise choice_error(ConfigError, "plot", str(path), allowed, "Name another file.")
+    check_writable("plot", path)
 
 
 def _rates(value: str) -> list[float]:

@@ -131,6 +131,8 @@ def test_synthetic_acceptance(model: str) -> None:
         (("serving", "--api-key", "\udcff"), "api_key .*printable ASCII"),
         (("offline", "--trace", "x" * 9_999), "trace='x.*File name too long"),
         (("offline", "--trace", "/"), "trace='/' is not allowed"),
+        (("drafters", "--plot", "/none/a.png"), "plot='/none/a.png' is not .*No such file"),
+        (("serving", "--plot", "a.pdf"), "plot='a.pdf' is not allowed; allowed: .*png"),
     ],
 )
 def test_bad_values_are_refused_before_work(words: tuple[str, ...], said: str) -> None:
