@@ -37,6 +37,11 @@ def read_named(path: str | Path) -> str:
     return text
 
 
+def why_unread(error: Exception) -> str:
+    """What read_named raised, without the file's name, which may be of any length."""
+    return getattr(error, "strerror", None) or str(error)[:200]
+
+
 def check_writable(name: str, path: Path) -> None:
     """Raises ConfigError where no file can be written that a setting names. Leaves none behind."""
     known = exists(path)

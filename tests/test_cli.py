@@ -268,6 +268,7 @@ def test_serve_answers_and_ends_when_interrupted(model: str) -> None:
         (("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 16}'), "1 to 15"),
         (("--row-buckets", "1;2"), "row_buckets='1;2' is not allowed"),
         (("--max-model-len", "1000000"), "max_model_len=1000000 is not allowed"),
+        (("--config", "x" * 9_999), "cannot be read: File name too long"),
         (("--row-buckets", "x" * 9_999), "xxx'... is not allowed"),
         (("--kv-cache-dtype", "\udcff"), "kv_cache_dtype='\\udcff' is not allowed"),
     ],
@@ -284,6 +285,7 @@ def test_errors_are_one_line_and_status_2(
         main()
     shown = capsys.readouterr().err
     assert ended.value.code == 2 and said in shown and "Traceback" not in shown
+    assert len(shown) < 1000
 
 
 def test_files_are_tried_before_anything_is_checked(tmp_path: Path) -> None:

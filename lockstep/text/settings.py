@@ -10,7 +10,7 @@ from pydantic import AfterValidator
 
 from lockstep.errors import ConfigError, RequestError, choice_error
 from lockstep.sampling_params import SamplingParams
-from lockstep.settings import Settings, read_named, setting
+from lockstep.settings import Settings, read_named, setting, why_unread
 from lockstep.text.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 CHECKPOINTS = "auto"
@@ -106,7 +106,7 @@ class TextSettings(Settings):
         try:
             return read_named(chosen)
         except (OSError, ValueError) as error:
-            allowed = f"a file that can be read ({error}), or the template itself"
+            allowed = f"a file that can be read ({why_unread(error)}), or the template itself"
             remedy = "Name another file."
             raise choice_error(ConfigError, "chat_template", chosen, allowed, remedy) from None
 
