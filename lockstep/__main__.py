@@ -1,5 +1,6 @@
 """The command line: `python -m lockstep` and `lockstep`."""
 
+import io
 import sys
 
 
@@ -8,6 +9,9 @@ def main() -> None:
     from lockstep.cli import app
     from lockstep.errors import LockstepError
 
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot encode ends no command
+            stream.reconfigure(errors=errors)
     try:
         app()
     except LockstepError as error:

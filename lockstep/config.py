@@ -1,7 +1,6 @@
 """What the user chose (EngineConfig) and what it implies (StepLimits, Plan). All are frozen."""
 
 from dataclasses import dataclass
-from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -9,7 +8,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from lockstep import spec
 from lockstep.errors import ConfigError
-from lockstep.settings import Settings, check_names, setting
+from lockstep.settings import TEXT_OF_PATH, TUPLE_OF_LIST, Settings, check_names, setting
 from lockstep.spec.config import EXAMPLE, SpeculativeConfig
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -42,16 +41,14 @@ def _text_of_number(value: Any) -> Any:
     return str(value) if type(value) is int else value
 
 
-_tuple_of_list = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
-_text_of_path = BeforeValidator(lambda path: str(path) if isinstance(path, PathLike) else path)
-ModelName = Annotated[str, Field(min_length=1), _text_of_path]
+ModelName = Annotated[str, Field(min_length=1), TEXT_OF_PATH]
 KVCacheDtype = Annotated[str, AfterValidator(_known_format)]
 SkippedLayer = Annotated[
     str, Field(pattern=r"^(first|last|0|[1-9]\d{0,3})$"), BeforeValidator(_text_of_number)
 ]
-SkipLayers = Annotated[tuple[SkippedLayer, ...], Field(max_length=1024), _tuple_of_list]
+SkipLayers = Annotated[tuple[SkippedLayer, ...], Field(max_length=1024), TUPLE_OF_LIST]
 Rows = Annotated[int, Field(ge=1, le=MAX_ROWS)]
-RowBuckets = Annotated[tuple[Rows, ...], Field(min_length=1, max_length=MAX_ROWS), _tuple_of_list]
+RowBuckets = Annotated[tuple[Rows, ...], Field(min_length=1, max_length=MAX_ROWS), TUPLE_OF_LIST]
 
 
 @dataclass(frozen=True)

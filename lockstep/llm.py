@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.config import EngineConfig
 from lockstep.engine.engine import Engine, Facts
-from lockstep.errors import RequestError
+from lockstep.errors import RequestError, brief
 from lockstep.outputs import RequestOutput
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
@@ -129,9 +129,17 @@ class LLM:
         """
         many = isinstance(messages, list) and messages and isinstance(messages[0], list)
         several: list[Any] = list(messages) if many else [messages]
-        extra = check_kwargs(chat_template_kwargs or {})
+        extra = check_kwargs({} if chat_template_kwargs is None else chat_template_kwargs)
+        if not isinstance(parallel_tool_calls, bool):
+            raise RequestError(
+                f"parallel_tool_calls={brief(parallel_tool_calls)} is not allowed; allowed: True "
+                "or False. Send one of them.",
+                "parallel_tool_calls",
+            )
         processor = self.processor
         tools = None if tool_choice == "none" else tools
+        given = _params(sampling_params, len(several))
+        rendered = [processor.conversation(m, tools=tools, **extra) for m in several]
         params = [
             replace(
                 own,
@@ -139,9 +147,8 @@ class LLM:
                     own.structured_outputs, tools, tool_choice, parallel_tool_calls
                 ),
             )
-            for own in _params(sampling_params, len(several))
+            for own in given
         ]
-        rendered = [processor.conversation(m, tools=tools, **extra) for m in several]
         return self._answer(rendered, params, shown=processor.marker_ids(tools), **options)
 
 
@@ -216,8 +223,8 @@ def _per_prompt(name: str, value: Any, count: int, kind: type, allowed: str) -> 
         )
     for wrong in (v for v in values if not isinstance(v, kind)):
         raise RequestError(
-            f"{name}={wrong!r} is not allowed; allowed: {allowed}, or a list of one per prompt. "
-            "Send one of them.",
+            f"{name}={brief(wrong)} is not allowed; allowed: {allowed}, or a list of one per "
+            "prompt. Send one of them.",
             name,
         )
     return values

@@ -1,9 +1,9 @@
 """What a request asks of the sampler, in vLLM's names."""
 
-from collections.abc import Collection, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeGuard
 
 from lockstep.errors import RequestError, brief
 
@@ -54,7 +54,7 @@ class StructuredOutputsParams:
         """Raises RequestError."""
         if hasattr(self.json, "model_json_schema"):
             object.__setattr__(self, "json", self.json.model_json_schema())
-        given = [name for name in STRUCTURES if getattr(self, name) not in (None, False)]
+        given = [name for name in STRUCTURES if _is_set(getattr(self, name))]
         if len(given) != 1:
             raise RequestError(
                 f"structured_outputs has {', '.join(given) or 'nothing'}; allowed: exactly one of "
@@ -85,15 +85,15 @@ class StructuredOutputsParams:
             ("disable_any_whitespace", ("json", "json_object")),
             ("disable_additional_properties", ("json",)),
         ):
-            if getattr(self, name) not in (None, False) and self.kind not in kinds:
+            if _is_set(getattr(self, name)) and self.kind not in kinds:
                 raise self._refusal(name, f"with {' or '.join(kinds)} alone")
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
             raise self._refusal("whitespace_pattern", "without disable_any_whitespace")
 
     def _check_sizes(self) -> None:
         if self.choice is not None:
-            sized = isinstance(self.choice, Sized) and 1 <= len(self.choice) <= MAX_CHOICES
-            if not sized or not _is_list(self.choice, str):
+            sized = is_list(self.choice) and 1 <= len(self.choice) <= MAX_CHOICES
+            if not sized or not _is_list_of(self.choice, str):
                 raise self._refusal("choice", f"a list of 1 to {MAX_CHOICES} texts")
         for name, text, most in (
             ("json", self.json, MAX_GRAMMAR_CHARACTERS),
@@ -131,7 +131,7 @@ class StructuredOutputsParams:
     @property
     def kind(self) -> str:
         """The name of what is set."""
-        return next(name for name in STRUCTURES if getattr(self, name) not in (None, False))
+        return next(name for name in STRUCTURES if _is_set(getattr(self, name)))
 
     @property
     def field(self) -> str:
@@ -219,7 +219,7 @@ class SamplingParams:
             ("logit_bias", MAX_TOKEN_IDS),
         ):
             value = getattr(self, name)
-            if isinstance(value, Sized) and not isinstance(value, str) and len(value) > most:
+            if (is_list(value) or isinstance(value, Mapping)) and len(value) > most:
                 raise RequestError(
                     f"{name} has {len(value)} entries; allowed: at most {most}. Send fewer.", name
                 )
@@ -229,7 +229,7 @@ class SamplingParams:
             ("logit_bias", "a dict of token ids to finite numbers up to 1e30", _is_bias),
             ("allowed_token_ids", "a list of token ids", is_ids),
             ("stop_token_ids", "a list of token ids", is_ids),
-            ("bad_words", "a list of strings", lambda v: _is_list(v, str)),
+            ("bad_words", "a list of strings", lambda v: _is_list_of(v, str)),
             ("bad_words_ids", "a list of lists of token ids", _is_list_of_ids),
             ("stop", "a string or a list of strings", _is_stop),
         ):
@@ -310,6 +310,11 @@ class SamplingParams:
         return tuple(f.name for f in fields(cls))
 
 
+def _is_set(value: object) -> bool:
+    """Whether a field asks for something."""
+    return value is not None and value is not False
+
+
 def _is_unicode(text: str) -> bool:
     try:
         text.encode()
@@ -320,27 +325,32 @@ def _is_unicode(text: str) -> bool:
 
 def is_ids(value: object) -> bool:
     """Whether it is a list (or the like) of whole numbers."""
-    return _is_list(value, Integral)
+    return _is_list_of(value, Integral)
 
 
-def _is_list(value: object, kind: type) -> bool:
-    if not isinstance(value, Collection) or isinstance(value, (str, bytes, Mapping)):
+def is_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """Whether it is a list, a tuple or the like; text, sets and arrays are none."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
+def _is_list_of(value: object, kind: type) -> bool:
+    if not is_list(value):
         return False
     return all(issubclass(found, kind) and found is not bool for found in set(map(type, value)))
 
 
 def _is_list_of_ids(value: Any) -> bool:
     """Lists that are too long are left for the check of their length."""
-    if not _is_list(value, Collection):
+    if not _is_list_of(value, Sequence):
         return False
     return all(len(ids) > MAX_BAD_WORD_TOKENS or is_ids(ids) for ids in value)
 
 
 def _is_bias(value: object) -> bool:
-    if not isinstance(value, Mapping) or not is_ids(value.keys()):
+    if not isinstance(value, Mapping) or not is_ids(list(value)):
         return False
     return all(isinstance(v, (int, float)) and -1e30 <= v <= 1e30 for v in value.values())
 
 
 def _is_stop(value: object) -> bool:
-    return isinstance(value, str) or _is_list(value, str)
+    return isinstance(value, str) or _is_list_of(value, str)

@@ -5,17 +5,21 @@ command line, the errors and the page of settings in docs/ are all made from it.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from functools import cache
+from os import PathLike
+from os.path import exists  # Path.exists raises where a name is too long
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from lockstep.errors import ConfigError, choice_error
 
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 """No value is taken for one of another type: "4", 4.0 and true are no whole numbers."""
+TUPLE_OF_LIST = BeforeValidator(lambda value: tuple(value) if isinstance(value, list) else value)
+TEXT_OF_PATH = BeforeValidator(lambda path: str(path) if isinstance(path, PathLike) else path)
 MOST_CHARACTERS = 1 << 20
 """Of a file that a setting names."""
 
@@ -31,6 +35,24 @@ def read_named(path: str | Path) -> str:
     if len(text) > MOST_CHARACTERS:
         raise ValueError(f"it is longer than {MOST_CHARACTERS} characters")
     return text
+
+
+def why_unread(error: Exception) -> str:
+    """What read_named raised, without the file's name, which may be of any length."""
+    return getattr(error, "strerror", None) or str(error)[:200]
+
+
+def check_writable(name: str, path: Path) -> None:
+    """Raises ConfigError where no file can be written that a setting names. Leaves none behind."""
+    known = exists(path)
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        allowed = f"a file that can be written ({error.strerror})"
+        wrong = choice_error(ConfigError, name, str(path), allowed, "Name another file.")
+        raise wrong from None
+    if not known:
+        path.unlink()
 
 
 def setting(
@@ -57,7 +79,7 @@ class Settings:
             adapter = self.adapter(one.name)
             try:
                 checked = adapter.validate_python(value)
-            except (ValidationError, OverflowError):
+            except (ValidationError, OverflowError, UnicodeError):
                 allowed = allowed_by(one) or describe(adapter.json_schema())
                 remedy = one.metadata["remedy"]
                 raise choice_error(ConfigError, one.name, value, allowed, remedy) from None
@@ -111,8 +133,3 @@ def allowed_by(one: Field[Any]) -> str | None:
     """What the field's declaration says is allowed; None: the bounds of its type say it."""
     said = one.metadata["allowed"]
     return said() if callable(said) else said
-
-
-def default_of(one: Field[Any]) -> Any:
-    """The field's default, or None where it must be given."""
-    return None if one.default is MISSING else one.default

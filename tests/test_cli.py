@@ -1,6 +1,7 @@
 """The command line, run as its users run it, on a tiny model."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from lockstep.check.matrix import Setup
 from lockstep.cli import app
 from lockstep.cli.chat import _take_turn
 from lockstep.config import EngineConfig
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, RequestError
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
 from tests.tiny_model import DEEPSEEK, THREE_LAYERS, make_model
@@ -185,6 +186,31 @@ def test_check_status_table_and_json(model: str, monkeypatch: pytest.MonkeyPatch
     assert run(*asked).exit_code == 1
 
 
+@pytest.mark.parametrize("coding", ["utf-8:strict", "ascii"])
+def test_bytes_that_are_no_text_end_in_one_line(model: str, coding: str) -> None:
+    told = subprocess.run(
+        [sys.executable, "-m", "lockstep", "generate", "--max-tokens", "1", *dummy(model)],
+        input=b"a\xffb",
+        capture_output=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONIOENCODING": coding},
+    )
+    assert told.returncode == 2
+    assert told.stderr.splitlines()[-1].startswith(b"RequestError: prompt: the text is no Unicode")
+
+
+def test_a_piped_prompt_is_bounded(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules["lockstep.cli.generate"], "MOST_PIPED", 7)
+    assert run("generate", "--max-tokens", "1", *dummy(model), input="x" * 7).exit_code == 0
+    with pytest.raises(ConfigError, match="more than 7 characters"):
+        run("generate", *dummy(model), input="x" * 8)
+
+
+def test_a_parameter_is_refused_before_a_model_is_looked_for() -> None:
+    with pytest.raises(RequestError, match="temperature=-1.0 is not allowed"):
+        run("generate", "a", "--temperature", "-1", "--model", "/nowhere")
+
+
 def test_chat_keeps_the_conversation(model: str) -> None:
     shown = run(
         "chat", "--max-tokens", "4", *dummy(model), input="hello\n\nagain\n/new\nhi\n/exit\n"
@@ -241,6 +267,9 @@ def test_serve_answers_and_ends_when_interrupted(model: str) -> None:
         (("--speculative-config", '{"method": "mtp", "num_speculative_tokens": 16}'), "1 to 15"),
         (("--row-buckets", "1;2"), "row_buckets='1;2' is not allowed"),
         (("--max-model-len", "1000000"), "max_model_len=1000000 is not allowed"),
+        (("--config", "x" * 9_999), "cannot be read: File name too long"),
+        (("--row-buckets", "x" * 9_999), "xxx'... is not allowed"),
+        (("--kv-cache-dtype", "\udcff"), "kv_cache_dtype='\\udcff' is not allowed"),
     ],
 )
 def test_errors_are_one_line_and_status_2(
@@ -255,6 +284,14 @@ def test_errors_are_one_line_and_status_2(
         main()
     shown = capsys.readouterr().err
     assert ended.value.code == 2 and said in shown and "Traceback" not in shown
+    assert len(shown) < 1000
+
+
+def test_files_are_tried_before_anything_is_checked() -> None:
+    with pytest.raises(ConfigError, match="report='/none/a.html' is not .*No such file"):
+        run("check", "--quick", "--report", "/none/a.html")
+    with pytest.raises(ConfigError, match="plot='/none/a.svg' is not .*No such file"):
+        run("check", "quality", "--text", __file__, "--plot", "/none/a.svg")
 
 
 def test_check_refuses_what_it_varies(model: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep import LLM
 from lockstep.engine.build import find_model
@@ -150,11 +151,23 @@ def test_what_is_wrong_with_tools_is_named(llm: LLM) -> None:
         (ENDS, {"tool_choice": "required"}, "tool_choice"),
         (ENDS, {"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
         (ENDS, {"tools": [{"name": "f"}], "tool_choice": "required"}, "tools"),
+        (ENDS, {"tools": range(10**12)}, "tools"),
+        (ENDS, {"tools": 5, "tool_choice": "required"}, "tools"),
+        (ENDS, {"tools": TOOLS, "parallel_tool_calls": "false"}, "parallel_tool_calls"),
+        (ENDS, {"chat_template_kwargs": ""}, "chat_template_kwargs"),
         (wanted, {"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
     ):
         with pytest.raises(RequestError) as caught:
             llm.chat(QUESTION, params, **options)
         assert caught.value.field == field
+    assert_idle(llm)
+
+
+def test_a_value_of_any_size_is_named_shortly(llm: LLM) -> None:
+    for params, options in (("x" * 100_000, {}), (GREEDY, {"priority": "x" * 100_000})):
+        with pytest.raises(RequestError) as caught:
+            llm.generate(TEXT, params, **options)  # type: ignore[arg-type]
+        assert len(str(caught.value)) < 300
     assert_idle(llm)
 
 
@@ -222,6 +235,9 @@ def test_without_a_tokenizer_ids_go_in_and_out(plain: LLM) -> None:
         (["x\ud800y"], "the text is no Unicode text at character 1"),
         (None, "a text, or a list of token ids"),
         (5, "a text, or a list of token ids"),
+        ({"prompt_token_ids": {1, 2}}, "a text, or a list of token ids"),
+        ({"prompt_token_ids": bytearray(b"ab")}, "a text, or a list of token ids"),
+        (torch.tensor(3), "a text, or a list of token ids"),
     ],
     ids=lambda v: str(v)[:24],
 )

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep import LLM, SamplingParams
 from lockstep.errors import RequestError
@@ -176,6 +177,7 @@ def test_logit_bias_moves_tokens(llm: LLM, greedy: CompletionOutput) -> None:
     assert one(llm, logit_bias={77: 100.0}).token_ids == [77] * 16
     assert tokens[0] not in one(llm, logit_bias={tokens[0]: -100.0}).token_ids
     assert one(llm, logit_bias={tokens[0]: 0.0}).token_ids == tokens
+    assert one(llm, logit_bias={77: 2**70}).token_ids == [77] * 16, "wider than an int64"
     told = one(llm, logprobs=0, logit_bias={77: 100.0}).logprobs
     assert told[0][77].logprob < -1, "log-probabilities are of the raw logits"
 
@@ -215,11 +217,14 @@ BAD_PARAMS: list[tuple[dict[str, Any], str, str]] = [
     ({"allowed_token_ids": ["a"]}, "allowed_token_ids", "a list of token ids"),
     ({"allowed_token_ids": [1.5]}, "allowed_token_ids", "a list of token ids"),
     ({"allowed_token_ids": [-1]}, "allowed_token_ids", "0 to 4095"),
+    ({"allowed_token_ids": torch.tensor([1, 2])}, "allowed_token_ids", "a list of token ids"),
+    ({"allowed_token_ids": torch.tensor(3)}, "allowed_token_ids", "a list of token ids"),
     ({"stop_token_ids": 5}, "stop_token_ids", "a list of token ids"),
     ({"stop_token_ids": [4096]}, "stop_token_ids", "0 to 4095"),
     ({"stop_token_ids": list(range(17))}, "stop_token_ids", "at most 16"),
     ({"stop": 5}, "stop", "a string or a list of strings"),
     ({"stop": [5]}, "stop", "a string or a list of strings"),
+    ({"stop": {"a", "b"}}, "stop", "a string or a list of strings"),
     ({"stop": [""]}, "stop", "would end every answer"),
     ({"stop": ""}, "stop", "would end every answer"),
     ({"stop": ["x"] * 17}, "stop", "at most 16"),
@@ -236,6 +241,7 @@ BAD_PARAMS: list[tuple[dict[str, Any], str, str]] = [
     ({"bad_words_ids": [[]]}, "bad_words", "1 to 8 tokens"),
     ({"bad_words_ids": [5]}, "bad_words_ids", "a list of lists of token ids"),
     ({"bad_words_ids": [["a"]]}, "bad_words_ids", "a list of lists of token ids"),
+    ({"bad_words_ids": [frozenset({1})]}, "bad_words_ids", "a list of lists of token ids"),
     ({"bad_words_ids": [[4096]]}, "bad_words", "0 to 4095"),
     ({"ignore_eos": "no"}, "ignore_eos", "True or False"),
     ({"detokenize": None}, "detokenize", "True or False"),

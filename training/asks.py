@@ -327,7 +327,7 @@ def _shape_text(w: Words, verb: str, noun: str) -> Shape:
     said = f"({VERB_SAYINGS.get(verb, verb)})"
     kind = w.rng.choice(("text", "topic", "task", "event", "phrase_text", "title", "bug", "howto"))
     names = ("text", "message", "description", "content", "note", "title", "summary", "subject")
-    lead = "about" if kind == "topic" else "how to" if kind == "howto" else ""
+    lead = {"topic": "about", "howto": "how to"}.get(kind, "")
     frames = [
         ("!", f"{said} (a|the|another) {noun} {lead or '(called|saying|with the text)'} {{text}}"),
         (".", f"(I need|there has to be) a {noun} {lead or 'saying'} {{text}}"),

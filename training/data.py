@@ -45,11 +45,11 @@ class Encoder:
         taught = sum(len(new) for new, learned in parts if learned)
         low = min(GIVEN, GIVEN_SHARE * taught / given)
         first = FIRST_WEIGHT if sample.tools else 1.0
-        weights = [
-            (first if at < FIRST else 1.0) if learned else low
-            for new, learned in parts
-            for at in range(len(new))
-        ]
+        weights: list[float] = []
+        for new, learned in parts:
+            begun = len(new[:FIRST])
+            rest = len(new) - begun
+            weights += [first] * begun + [1.0] * rest if learned else [low] * len(new)
         return [i for new, _ in parts for i in new], weights
 
 

@@ -219,8 +219,11 @@ def _train(
     if model.fused.on:
         _warm(model, opts, args.batch)
     peers.wait()
-    begin = last = evaluated = time.time()
-    step = tokens = 0
+    begin = time.time()
+    last = begin
+    evaluated = begin
+    step = 0
+    tokens = 0
     first, final = args.span
     while (done := peers.agree((time.time() - begin) / (until - begin))) < 1:
         progress = first + (final - first) * done
@@ -251,7 +254,8 @@ def _train(
             names = [*WRITTEN, "tools", "sequence", "json", "needle_8k", "dialogue"]
             _save(model, Path(args.out))
             print(json.dumps(evaluate(model, encoder, str(device), names)), flush=True)
-            evaluated = last = time.time()
+            evaluated = time.time()
+            last = evaluated
     return step, tokens
 
 

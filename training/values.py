@@ -435,7 +435,9 @@ def city(w: Words) -> str:
 def first_name(w: Words) -> str:
     """A first name."""
     chance = w.rng.random()
-    return w.rng.choice(FIRST) if chance < 0.6 else foreign(w) if chance < 0.66 else w.name()
+    if chance < 0.6:
+        return w.rng.choice(FIRST)
+    return foreign(w) if chance < 0.66 else w.name()
 
 
 def person(w: Words) -> str:

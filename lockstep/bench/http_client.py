@@ -42,7 +42,7 @@ class Server:
     def at(cls, url: str, key: str | None = None, timeout: float = 600.0) -> "Server":
         """From a URL, with or without /v1 at its end. timeout: seconds without a byte.
 
-        Raises ConfigError on another URL, and where httpx is not installed.
+        Raises ConfigError on another URL or such a key, and where httpx is not installed.
         """
         need_httpx()
         import httpx
@@ -54,6 +54,10 @@ class Server:
             raise wrong
         path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
         base = f"{parts.scheme}://{parts.netloc}{path}"
+        if key and not (key.isascii() and key.isprintable()):
+            raise ConfigError(
+                "api_key holds characters that no header can; allowed: printable ASCII. Mend it."
+            )
         headers = {"Accept-Encoding": "identity"}  # a compressed stream arrives in other pieces
         if key:
             headers["Authorization"] = f"Bearer {key}"

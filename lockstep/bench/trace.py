@@ -24,6 +24,7 @@ from lockstep.errors import ConfigError
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
+from lockstep.settings import check_writable
 from lockstep.step import GRID
 
 WARM_STEPS = 3
@@ -59,8 +60,7 @@ def trace_steps(
             "cuda_graph_mode='piecewise' is not allowed with a trace; allowed: full, none, since "
             "the layers inside of a piece have no names. Choose one of them."
         )
-    if path.is_dir() or not path.parent.is_dir():
-        raise ConfigError(f"trace={str(path)!r} is not allowed; allowed: a file in a folder.")
+    check_writable("trace", path)
     requests = _start(llm, prompts, temperature, 2 * steps)
     on_gpu = engine.plan.device == "cuda"
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * on_gpu

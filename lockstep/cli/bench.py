@@ -21,8 +21,9 @@ from lockstep.cli.groups import usual
 from lockstep.cli.options import engine_options, settle_drafts
 from lockstep.cli.show import load, note, print_json, progress_bar
 from lockstep.cli.vllm.command import FlagCommand, epilog
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, choice_error
 from lockstep.sampling_params import SamplingParams
+from lockstep.settings import check_writable
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +37,17 @@ if TYPE_CHECKING:
     from lockstep.runner.floor import Floor, StepFloor
 
 MOST_CONTEXT = 1 << 20
-"""Tokens of a row in the cache that kernels are timed at."""
+"""Tokens of a row: of its prompt, of its answer, or in the cache that kernels are timed at."""
+MOST_ROWS = 1 << 16
+"""Rows of a kernel's call, and tokens of each of them."""
+MOST_AT_ONCE = 4096
+"""Requests at once: each has a thread."""
+MOST_RUNS = 10_000
+MOST_REQUESTS = 1_000_000
+MOST_VOCAB = 1 << 19
+"""Token ids that random prompts are drawn from: more than any vocabulary has."""
+MOST_SECONDS = 86_400.0
+Temperature = Annotated[float, typer.Option(min=0.0, max=100.0, help="0 is greedy")]
 bench = typer.Typer(cls=usual("offline"), help="Measure answers (offline), kernels, or a server.")
 
 
@@ -46,9 +57,16 @@ def offline(
     model: Annotated[str | None, typer.Argument(help="model folder or hub id")] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="requests at once")] = 1,
     input_len: Annotated[
-        int, typer.Option(help="random prompt tokens; 0: real prompts, so that drafts count")
+        int,
+        typer.Option(
+            min=0,
+            max=MOST_CONTEXT,
+            help="random prompt tokens; 0: real prompts, so that drafts count",
+        ),
     ] = 0,
-    output_len: Annotated[int, typer.Option(help="tokens per answer")] = 128,
+    output_len: Annotated[
+        int, typer.Option(min=1, max=MOST_CONTEXT, help="tokens per answer")
+    ] = 128,
     num_speculative_tokens: Annotated[
         int | None, typer.Option(help="K of the chosen drafter, in every step; 0: no drafts")
     ] = None,
@@ -59,9 +77,11 @@ def offline(
             "probability; with p and K drafts the acceptance length is 1 + p + ... + p^K"
         ),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
-    num_iters_warmup: Annotated[int, typer.Option(min=0, help="runs that do not count")] = 3,
-    num_iters: Annotated[int, typer.Option(min=1, help="runs that count")] = 5,
+    temperature: Temperature = 0.0,
+    num_iters_warmup: Annotated[
+        int, typer.Option(min=0, max=MOST_RUNS, help="runs that do not count")
+    ] = 3,
+    num_iters: Annotated[int, typer.Option(min=1, max=MOST_RUNS, help="runs that count")] = 5,
     floor: Annotated[
         bool,
         typer.Option("--floor", help="the least time of a step; no weights, no run: that alone"),
@@ -86,6 +106,8 @@ def offline(
     if floor and not _has_weights(settings):
         _show_floor_alone(settings, batch_size, input_len, json)
         return
+    if trace:
+        check_writable("trace", trace)
     llm = load(settings, quiet=json)
     prompts = [{"prompt_token_ids": ids} for ids in _prompts(llm, batch_size, input_len)]
     if trace:
@@ -178,9 +200,11 @@ def drafters(
         int, typer.Option(help="K, in every step, where --drafter does not say")
     ] = 7,
     batch_size: Annotated[int, typer.Option(min=1, help="requests at once")] = 1,
-    output_len: Annotated[int, typer.Option(min=2, help="tokens per answer")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
-    num_iters: Annotated[int, typer.Option(min=1, help="runs that count")] = 3,
+    output_len: Annotated[
+        int, typer.Option(min=2, max=MOST_CONTEXT, help="tokens per answer")
+    ] = 128,
+    temperature: Temperature = 0.0,
+    num_iters: Annotated[int, typer.Option(min=1, max=MOST_RUNS, help="runs that count")] = 3,
     plot: Annotated[Path | None, typer.Option(help="a PNG of acceptance and speed")] = None,
     json: Annotated[bool, typer.Option("--json", help="the last line only")] = False,
     *,
@@ -195,6 +219,7 @@ def drafters(
 
     if plot:
         need_plots()
+        _check_plot(plot)
     chosen = _drafters_of(settings, drafter or [], num_speculative_tokens)
     params = SamplingParams(
         temperature=temperature, seed=0, max_tokens=output_len, ignore_eos=True, detokenize=False
@@ -283,10 +308,10 @@ def kernels(
     if tune:
         _tune(models, kind, tune)
     if tune_packed:
-        _tune_packed(models, kind, tune_packed, _numbers("rows", rows))
+        _tune_packed(models, kind, tune_packed, _numbers("rows", rows, MOST_ROWS))
     if tune or tune_packed:
         return
-    sizes = (_numbers("rows", rows), _numbers("query_len", query_len))
+    sizes = (_numbers("rows", rows, MOST_ROWS), _numbers("query_len", query_len, MOST_ROWS))
     if context is not None:
         if context < max(sizes[1]):
             raise ConfigError(
@@ -319,19 +344,29 @@ def serving(
     dataset: Annotated[
         str, typer.Option(help="random (token ids), or samples (the bundled conversations)")
     ] = "random",
-    input_len: Annotated[int, typer.Option(help="tokens of a random prompt")] = 1024,
-    output_len: Annotated[int, typer.Option(min=1, help="most tokens of an answer")] = 128,
-    vocab_size: Annotated[int, typer.Option(help="random token ids are below this")] = 4096,
-    num_requests: Annotated[int, typer.Option(min=1, help="requests per load")] = 100,
+    input_len: Annotated[
+        int, typer.Option(min=1, max=MOST_CONTEXT, help="tokens of a random prompt")
+    ] = 1024,
+    output_len: Annotated[
+        int, typer.Option(min=1, max=MOST_CONTEXT, help="most tokens of an answer")
+    ] = 128,
+    vocab_size: Annotated[
+        int, typer.Option(min=1, max=MOST_VOCAB, help="random token ids are below this")
+    ] = 4096,
+    num_requests: Annotated[
+        int, typer.Option(min=1, max=MOST_REQUESTS, help="requests per load")
+    ] = 100,
     rate: Annotated[str, typer.Option(help="requests/s (Poisson), with commas between")] = "",
     concurrency: Annotated[str, typer.Option(help="requests at once, with commas between")] = "",
-    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    temperature: Temperature = 0.0,
     ignore_eos: Annotated[
         bool, typer.Option(help="answers of output_len tokens; not all servers know it")
     ] = False,
     seed: Annotated[int, typer.Option(help="of prompts and arrivals")] = 0,
     api_key: Annotated[str | None, typer.Option(help="sent as a bearer token")] = None,
-    timeout: Annotated[float, typer.Option(help="seconds without a byte")] = 600.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, max=MOST_SECONDS, help="seconds without a byte")
+    ] = 600.0,
     plot: Annotated[Path | None, typer.Option(help="a PNG of latencies over loads")] = None,
     json: Annotated[bool, typer.Option("--json", help="the last line only")] = False,
 ) -> None:
@@ -345,10 +380,11 @@ def serving(
 
     if plot:
         bench_serving.need_plots()
+        _check_plot(plot)
     loads = [bench_serving.Load(rate=value) for value in _rates(rate)]
     counts = concurrency or ("" if loads else "1,8,64")
     if counts:
-        many = _numbers("concurrency", counts)
+        many = _numbers("concurrency", counts, MOST_AT_ONCE)
         loads += [bench_serving.Load(concurrency=value) for value in many]
     server = Server.at(url, api_key, timeout)
     name = model or server.first_model()
@@ -371,6 +407,14 @@ def serving(
     print_json(about | {"output_len": output_len, "runs": rounded})
 
 
+def _check_plot(path: Path) -> None:
+    """Raises ConfigError where no PNG can be written."""
+    if path.suffix.lower() != ".png":
+        allowed = "a name that ends in .png"
+        raise choice_error(ConfigError, "plot", str(path), allowed, "Name another file.")
+    check_writable("plot", path)
+
+
 def _rates(value: str) -> list[float]:
     """0.5,2 -> [0.5, 2.0]. Raises ConfigError."""
     try:
@@ -378,10 +422,8 @@ def _rates(value: str) -> list[float]:
     except ValueError:
         found = [0.0]
     if any(not 0 < part < 1e6 for part in found):
-        raise ConfigError(
-            f"rate={value!r} is not allowed; allowed: requests/s above 0 with commas between, "
-            "e.g. 0.5,2,8. Change it."
-        )
+        allowed = "requests/s above 0 with commas between, e.g. 0.5,2,8"
+        raise choice_error(ConfigError, "rate", value, allowed, "Change it.")
     return found
 
 
@@ -419,17 +461,15 @@ def _tune_packed(
     print_json({"bench": "kernels", "tuned": str(path), "us": times})
 
 
-def _numbers(name: str, value: str) -> tuple[int, ...]:
+def _numbers(name: str, value: str, most: int) -> tuple[int, ...]:
     """1,8,64 -> (1, 8, 64). Raises ConfigError."""
     try:
         found = tuple(int(part) for part in value.split(","))
     except ValueError:
         found = ()
-    if not found or min(found) < 1:
-        raise ConfigError(
-            f"{name}={value!r} is not allowed; allowed: whole numbers from 1 with commas between, "
-            "e.g. 1,8,64. Change it."
-        )
+    if not found or min(found) < 1 or max(found) > most:
+        allowed = f"whole numbers from 1 to {most} with commas between, e.g. 1,8,64"
+        raise choice_error(ConfigError, name, value, allowed, "Change it.")
     return found
 
 

@@ -9,10 +9,10 @@ import typer
 
 from lockstep.cli.options import engine_options, sampling_options, text_options
 from lockstep.cli.show import load, note, print_text
-from lockstep.errors import ConfigError, RequestError
+from lockstep.errors import ConfigError, RequestError, brief
 from lockstep.outputs import RequestOutput
 from lockstep.sampling_params import SamplingParams
-from lockstep.settings import read_named
+from lockstep.settings import read_named, why_unread
 from lockstep.text.parsers.events import Reply
 
 if TYPE_CHECKING:
@@ -130,7 +130,9 @@ def _read_tools(path: Path | None) -> list[dict[str, Any]] | None:
     try:
         found = json.loads(read_named(path))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--tools {path} cannot be read ({error}); name a JSON file.") from None
+        raise ConfigError(
+            f"--tools {brief(str(path))} cannot be read ({why_unread(error)}); name a JSON file."
+        ) from None
     if not isinstance(found, list) or not all(
         isinstance(t, dict) and "function" in t for t in found
     ):

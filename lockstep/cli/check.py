@@ -14,6 +14,7 @@ from lockstep.cli.options import AUTO_DRAFTS, engine_options
 from lockstep.cli.show import note, print_json, progress_bar
 from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError
+from lockstep.settings import check_writable
 
 if TYPE_CHECKING:
     from lockstep.check.report import Report, Tally
@@ -82,6 +83,8 @@ def check(
     """
     size = _size(quick, full, logits, replay, shard)
     _refuse_varied(settings)
+    if page is not None:
+        check_writable("report", page)
     how = {
         "seed": seed,
         "seconds": seconds,
@@ -135,7 +138,9 @@ def _size(quick: bool, full: bool, logits: bool, replay: Path | None, shard: str
         raise ConfigError(
             "--replay runs one world; leave --quick, --full, --logits and --shard out."
         )
-    return "quick" if quick else "full" if full else "default"
+    if quick:
+        return "quick"
+    return "full" if full else "default"
 
 
 def _reported(

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from lockstep.bench import Comparison
     from lockstep.llm import LLM
 
+MOST_PIPED = 1 << 26
+"""Characters of a prompt on stdin: more than any model's context holds."""
+
 
 @engine_options
 @text_options
@@ -37,7 +40,7 @@ def generate(
 ) -> None:
     """Complete a prompt, printing the text as it comes."""
     if prompt is None and not sys.stdin.isatty():
-        prompt = sys.stdin.read() or None
+        prompt = _piped()
     if compare:
         _compare(prompt, chat, json, settings | text, sampling)
         return
@@ -62,6 +65,17 @@ def generate(
     if output.outputs[0].error:
         note(output.outputs[0].error, "red")
         raise typer.Exit(1)
+
+
+def _piped() -> str | None:
+    """What is piped into the command; None if it is nothing. Raises ConfigError."""
+    found = sys.stdin.read(MOST_PIPED + 1)
+    if len(found) > MOST_PIPED:
+        raise ConfigError(
+            f"the prompt on stdin has more than {MOST_PIPED} characters; allowed: at most so many. "
+            "Shorten it."
+        )
+    return found or None
 
 
 def _prompt(llm: "LLM", prompt: str | None, chat: bool) -> dict[str, Any]:

@@ -105,7 +105,9 @@ def sampling_options(command: Command) -> Command:
 
     def read(values: dict[str, Any]) -> dict[str, Any]:
         given = {f.name: values.pop(f.name) for f in own}
-        return {"sampling": {name: value for name, value in given.items() if value is not None}}
+        sampling = {name: value for name, value in given.items() if value is not None}
+        SamplingParams(**sampling)  # what is wrong is told before a model is loaded
+        return {"sampling": sampling}
 
     return _extended(command, added, read, drop="sampling")
 
@@ -209,10 +211,8 @@ def read_row_buckets(value: str | None) -> tuple[int, ...] | None:
     try:
         return tuple(int(part) for part in value.split(","))
     except ValueError:
-        raise ConfigError(
-            f"row_buckets={value!r} is not allowed; allowed: whole numbers with commas between, "
-            "e.g. 1,2,4,8. Change it."
-        ) from None
+        allowed = "whole numbers with commas between, e.g. 1,2,4,8"
+        raise choice_error(ConfigError, "row_buckets", value, allowed, "Change it.") from None
 
 
 def read_speculative_config(value: str) -> dict[str, Any] | str | None:
@@ -221,10 +221,8 @@ def read_speculative_config(value: str) -> dict[str, Any] | str | None:
         return value if value == AUTO_DRAFTS else None
     found = _object(value)
     if found is None:
-        raise ConfigError(
-            f"speculative_config={value!r} is not allowed; allowed: auto, none, or a JSON object, "
-            f"e.g. '{EXAMPLE}'. Change it."
-        )
+        allowed = f"auto, none, or a JSON object, e.g. '{EXAMPLE}'"
+        raise choice_error(ConfigError, "speculative_config", value, allowed, "Change it.")
     return found
 
 

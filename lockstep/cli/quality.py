@@ -13,6 +13,7 @@ from lockstep.cli.options import engine_options
 from lockstep.cli.show import print_json, progress_bar
 from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError
+from lockstep.settings import check_writable
 
 if TYPE_CHECKING:
     from lockstep.check.quality import Kept, Quality
@@ -50,6 +51,8 @@ def quality(
         raise ConfigError("check quality needs a text. Name it: --text FILE.")
     if plot is not None and plot.suffix.lower() != ".svg":
         raise ConfigError(f"--plot {plot} is not allowed; allowed: a name that ends in .svg.")
+    if plot is not None:
+        check_writable("plot", plot)
     ways = ways_of(settings)
     found = _run(ways, settings, text, (tokens, window), json)
     if plot is not None:

@@ -10,9 +10,9 @@ import typer
 
 from lockstep.cli.options import engine_options, server_options, settle_drafts, text_options
 from lockstep.cli.show import load, note, progress_bar, summary
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, brief
 from lockstep.serve.settings import ServerSettings
-from lockstep.settings import read_named
+from lockstep.settings import read_named, why_unread
 
 if TYPE_CHECKING:
     from lockstep.engine.async_engine import Transport
@@ -192,11 +192,12 @@ def read_keys(path: str) -> list[str]:
         lines = read_named(path).splitlines()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"api_key_file={path!r} cannot be read: {error}. Name a text file with a key a line."
+            f"api_key_file={brief(path)} cannot be read: {why_unread(error)}. Name a text file "
+            "with a key a line."
         ) from None
     keys = [line for line in lines if line.strip()]
     if not keys:
-        raise ConfigError(f"api_key_file={path!r} holds no key; write one a line.")
+        raise ConfigError(f"api_key_file={brief(path)} holds no key; write one a line.")
     return keys
 
 

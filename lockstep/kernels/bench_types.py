@@ -5,7 +5,7 @@ benchmark holds more rows than a call takes, so that calls can walk through dist
 its rows bring the same number of tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,10 +187,6 @@ class BenchEnv:
     def ints(self, values: Tensor, dtype: torch.dtype = torch.int32) -> Tensor:
         """An index tensor on the device."""
         return values.to(self.device, dtype)
-
-
-Benchmarks = Callable[[Model, BenchEnv, int], Iterator[Made]]
-"""`benchmarks` of a bench.py: (model, environment, query length) -> what it makes."""
 
 
 def kept_bytes(*caches: KVCache) -> int:

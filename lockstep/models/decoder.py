@@ -15,7 +15,7 @@ from lockstep.layers.build import Build
 from lockstep.layers.linear import Embedding, Head, Target
 from lockstep.layers.mlp import GatedMLP
 from lockstep.layers.norm import AddRMSNorm
-from lockstep.models.reading import ConfigReader
+from lockstep.models.reading import MOST_LAYERS, ConfigReader
 from lockstep.models.rope import Rope, read_rope
 from lockstep.step import Step
 
@@ -73,6 +73,14 @@ def read_common(
         rope=read_rope(c, head_dim, partial),
         tied=c.get("tie_word_embeddings", bool, False),
     )
+
+
+def read_attending_layers(c: ConfigReader) -> int:
+    """How many layers there are; each attends to all tokens, since windows are not built."""
+    c.only("use_sliding_window", False, default=False)
+    layers = c.size("num_hidden_layers", most=MOST_LAYERS)
+    c.layer_types(layers, {"full_attention"}, ["full_attention"] * layers)
+    return layers
 
 
 class Half:

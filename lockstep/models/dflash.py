@@ -25,6 +25,7 @@ from lockstep.models.decoder import (
     DecoderConfig,
     Half,
     mlp_half,
+    read_attending_layers,
     read_common,
 )
 from lockstep.models.loader import Source
@@ -69,7 +70,6 @@ class Config(DecoderConfig):
         named = c.get("architectures", list, [ARCHITECTURE])
         c.need(named == [ARCHITECTURE], "architectures", f"[{ARCHITECTURE!r}]")
         c.only("attention_bias", False, default=False)
-        c.only("use_sliding_window", False, default=False)
         c.only("is_causal", False, None, default=None)
         inner.only("causal_head", False, None, default=None)
         inner.only("final_logit_softcapping", None, default=None)
@@ -82,8 +82,7 @@ class Config(DecoderConfig):
         depth = len(target.blocks)
         told = c.size("num_target_layers", depth)
         c.need(told == depth, "num_target_layers", f"the target's, {depth}")
-        layers = c.size("num_hidden_layers", most=MOST_LAYERS)
-        c.layer_types(layers, {"full_attention"}, ["full_attention"] * layers)
+        layers = read_attending_layers(c)
         mask = inner.get("mask_token_id", int)
         inner.need(0 <= mask < vocab, "mask_token_id", f"0 to {vocab - 1}, the target's tokens")
         sized = inner if "block_size" in inner.raw else c

@@ -15,9 +15,10 @@ from lockstep.models.decoder import (
     Half,
     attending_layers,
     mlp_half,
+    read_attending_layers,
     read_common,
 )
-from lockstep.models.reading import MOST_LAYERS, ConfigReader
+from lockstep.models.reading import ConfigReader
 
 PREFIXES = ("model.",)
 IGNORED = ()
@@ -34,9 +35,7 @@ class Config(DecoderConfig):
         """From config.json. Raises CheckpointError on what is missing or not built."""
         c = ConfigReader(raw)
         c.only("attention_bias", False, default=False)
-        c.only("use_sliding_window", False, default=False)
-        layers = c.size("num_hidden_layers", most=MOST_LAYERS)
-        c.layer_types(layers, {"full_attention"}, ["full_attention"] * layers)
+        layers = read_attending_layers(c)
         return cls(layers=layers, **read_common(c, head_dim=128))
 
 

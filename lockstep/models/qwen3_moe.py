@@ -14,10 +14,11 @@ from lockstep.models.decoder import (
     Half,
     attending_layers,
     mlp_half,
+    read_attending_layers,
     read_common,
 )
 from lockstep.models.mixture import Mixture, read_dense_layers, read_routing
-from lockstep.models.reading import MOST_LAYERS, ConfigReader
+from lockstep.models.reading import ConfigReader
 
 PREFIXES = ("model.",)
 IGNORED = ()
@@ -35,9 +36,7 @@ class Config(DecoderConfig):
         """From config.json. Raises CheckpointError on what is missing or not built."""
         c = ConfigReader(raw)
         c.only("attention_bias", False, default=False)
-        c.only("use_sliding_window", False, default=False)
-        layers = c.size("num_hidden_layers", most=MOST_LAYERS)
-        c.layer_types(layers, {"full_attention"}, ["full_attention"] * layers)
+        layers = read_attending_layers(c)
         mixture = Mixture(
             read_routing(c, c.get("norm_topk_prob", bool)),
             inner=c.size("moe_intermediate_size"),

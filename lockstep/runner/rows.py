@@ -129,7 +129,7 @@ def _bias(request: Request, vocab: int) -> Tensor:
         bias.fill_(-torch.inf)
         bias[torch.tensor(list(p.allowed_token_ids), dtype=torch.int64)] = 0.0
     for token, value in (p.logit_bias or {}).items():
-        bias[int(token)] += min(max(value, -MOST_BIAS), MOST_BIAS)
+        bias[int(token)] += min(max(float(value), -MOST_BIAS), MOST_BIAS)
     return bias
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,11 +155,6 @@ class Guard:
                 raise _StalledError from None
 
         return timed
-
-
-def guarded(rules: Rules) -> Callable[[ASGIApp], Guard]:
-    """What puts a door with these rules in front of an application."""
-    return lambda app: Guard(app, rules)
 
 
 def default_hosts(host: str) -> tuple[str, ...]:

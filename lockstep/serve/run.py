@@ -59,7 +59,7 @@ class Address:
         try:
             listener.bind((self.host, self.port))
             listener.listen(BACKLOG)
-        except (OSError, UnicodeError) as error:
+        except (OSError, UnicodeError, TypeError) as error:  # TypeError: halves of surrogate pairs
             listener.close()
             raise ConfigError(
                 f"host={self.host!r} port={self.port} cannot be opened: "

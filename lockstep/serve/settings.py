@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field
 
 from lockstep.sampling_params import MAX_LOGPROBS
 from lockstep.serve.logs import LogFormat
-from lockstep.settings import Settings, setting
+from lockstep.settings import TUPLE_OF_LIST, Settings, setting
 
 MOST_SECONDS = 86_400.0
 MOST_MEBIBYTES = 1024.0
@@ -15,9 +15,9 @@ MOST_QUEUED = 1_000_000
 MOST_CONNECTIONS = 65_536
 
 Seconds = Annotated[float, Field(ge=0.001, le=MOST_SECONDS)]
-Names = Annotated[tuple[str, ...], BeforeValidator(lambda names: tuple(names or ()))]
+_none_is_empty = BeforeValidator(lambda names: () if names is None else names)
+Names = Annotated[tuple[str, ...], TUPLE_OF_LIST, _none_is_empty]
 Collector = Annotated[str, Field(max_length=2000, pattern=r"^https?://[^\s/]+(/\S*)?$")]
-Keys = Annotated[tuple[str, ...], BeforeValidator(lambda keys: tuple(keys or ()))]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class ServerSettings(Settings):
         "most log-probabilities of a token that a request may ask for",
         remedy="Change --max-logprobs.",
     )
-    api_key: Keys = setting(
+    api_key: Names = setting(
         (), "a key that clients must send; may be given again", allowed="keys of printable text"
     )
     api_key_file: str | None = setting(

@@ -1,18 +1,15 @@
 """Options of the drafters that draft with a module, and of those whose module has a folder."""
 
 from dataclasses import dataclass
-from os import PathLike
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic import AfterValidator, Field
 
 from lockstep.kernels.kv import formats
 from lockstep.models.hub import folder_of
-from lockstep.settings import setting
+from lockstep.settings import TEXT_OF_PATH, setting
 from lockstep.spec.config import SpeculativeConfig
-
-_text_of_path = BeforeValidator(lambda path: str(path) if isinstance(path, PathLike) else path)
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class ModuleOptions(SpeculativeConfig):
 class FolderOptions(ModuleOptions):
     """The keys of a drafter whose module is a checkpoint of its own."""
 
-    model: Annotated[str, Field(min_length=1), _text_of_path] = setting(
+    model: Annotated[str, Field(min_length=1), TEXT_OF_PATH] = setting(
         "",
         "folder or hub id of the checkpoint that drafts; must be given",
         allowed="a folder or a hub id",

@@ -79,7 +79,8 @@ def _added(folder: Path, tokenizer: dict[str, Any]) -> list[int]:
     ends: list[int] = []
     for part in (generation, config, config.get("text_config") or {}):
         value = part.get("eos_token_id")
-        ends += value if isinstance(value, list) else [] if value is None else [value]
+        if value is not None:
+            ends += value if isinstance(value, list) else [value]
     decoder = _json(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
     return [
         *ends,

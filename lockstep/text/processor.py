@@ -9,7 +9,7 @@ from typing import Any
 
 from lockstep.errors import RequestError, brief
 from lockstep.outputs import CompletionOutput, Logprob
-from lockstep.sampling_params import SamplingParams, StructuredOutputsParams, is_ids
+from lockstep.sampling_params import SamplingParams, StructuredOutputsParams, is_ids, is_list
 from lockstep.scheduling.grammar import Grammar
 from lockstep.scheduling.request import Request
 from lockstep.text.control import ControlTokens
@@ -255,7 +255,7 @@ class Processor:
     ) -> str:
         """The text of token ids. Raises RequestError for what are none, or too many."""
         tokenizer = self._text_side(field)
-        sized = isinstance(token_ids, Collection) and not isinstance(token_ids, (str, bytes))
+        sized = is_list(token_ids)
         if sized and len(token_ids) > self.max_model_len:
             raise RequestError(
                 f"{field} has {len(token_ids)} entries; allowed: at most {self.max_model_len} "
@@ -326,7 +326,7 @@ class Processor:
         if isinstance(prompt, Rendered):
             prompt = prompt.ids
         ids: Any = self.encode(prompt) if isinstance(prompt, str) else prompt
-        sized = isinstance(ids, Collection)
+        sized = is_list(ids)
         if not sized or (len(ids) < self.max_model_len and not is_ids(ids)):
             raise RequestError(
                 f"prompt={brief(prompt)} is not allowed; allowed: a text, or a list of token ids. "

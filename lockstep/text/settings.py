@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from os.path import isdir  # Path.is_dir raises where a name is too long
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ from pydantic import AfterValidator
 
 from lockstep.errors import ConfigError, RequestError, choice_error
 from lockstep.sampling_params import SamplingParams
-from lockstep.settings import Settings, read_named, setting
+from lockstep.settings import Settings, read_named, setting, why_unread
 from lockstep.text.parsers import REASONING_PARSERS, TOOL_PARSERS
 
 CHECKPOINTS = "auto"
@@ -79,7 +80,7 @@ class TextSettings(Settings):
         super().__post_init__()
         self.template()
         named = self.generation_config
-        if named not in (CHECKPOINTS, NEUTRAL) and not Path(named).is_dir():
+        if named not in (CHECKPOINTS, NEUTRAL) and not isdir(named):
             allowed = f"{CHECKPOINTS}, {NEUTRAL}, or a folder with generation_config.json"
             remedy = "Name one of them."
             raise choice_error(ConfigError, "generation_config", named, allowed, remedy)
@@ -105,7 +106,7 @@ class TextSettings(Settings):
         try:
             return read_named(chosen)
         except (OSError, ValueError) as error:
-            allowed = f"a file that can be read ({error}), or the template itself"
+            allowed = f"a file that can be read ({why_unread(error)}), or the template itself"
             remedy = "Name another file."
             raise choice_error(ConfigError, "chat_template", chosen, allowed, remedy) from None
 

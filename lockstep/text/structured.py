@@ -16,6 +16,7 @@ from lockstep.errors import RequestError, brief
 from lockstep.sampling_params import MAX_GRAMMAR_CHARACTERS, StructuredOutputsParams
 from lockstep.text.grammar import Compiler, GrammarFault, Matcher, first_line
 from lockstep.text.json_schema import check_depth, check_keywords, closed, locate
+from lockstep.text.multiples import check_multiples
 
 MOST_RULES = 1000
 """Rules and terminals of a grammar. llguidance follows one into the next on the stack of its
@@ -33,6 +34,7 @@ def compile_wanted(wanted: StructuredOutputsParams, compiler: Compiler) -> Match
     """The grammar that a request asks for. Raises RequestError, which names what is wrong."""
     field = wanted.field
     source = _SOURCES[wanted.kind](wanted, field)
+    check_multiples(source, field)
     try:
         return compiler.matcher(source)
     except GrammarFault as fault:

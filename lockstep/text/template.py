@@ -170,11 +170,11 @@ class _Copy:
 
     def tools(self, tools: Any) -> list[dict[str, Any]] | None:
         """The tools; None where there are none."""
-        if not tools and (tools is None or isinstance(tools, list)):
+        if tools is None:
             return None
         if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
             raise _refusal("tools", tools, "a list of objects")
-        return self.of(tools, "tools")
+        return self.of(tools, "tools") or None
 
     def of(self, value: Any, place: str, special_only: bool = True) -> Any:
         """A copy of plain JSON. Raises RequestError naming the place in it that is at fault."""
@@ -286,7 +286,7 @@ def _normal(message: Any, place: str) -> Message:
     normal["role"] = "system" if role == "developer" else role
     normal["content"] = _text(message.get("content"), f"{place}.content")
     for name in ("reasoning", "reasoning_content"):
-        if not isinstance(message.get(name) or "", str):
+        if not isinstance(normal.get(name, ""), str):
             raise _refusal(f"{place}.{name}", message[name], "a text")
     if reasoning := message.get("reasoning_content") or message.get("reasoning"):
         normal["reasoning_content"] = reasoning

@@ -63,7 +63,9 @@ def eos_ids(folder: Path, own: int | None = None) -> frozenset[int]:
         ("config.json", inner),
     ):
         value = settings.get("eos_token_id")
-        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if value is None:
+            continue
+        ids = value if isinstance(value, list) else [value]
         if len(ids) > MAX_EOS_IDS or not all(type(i) is int and 0 <= i < size for i in ids):
             raise damaged(
                 folder / name,

@@ -118,7 +118,13 @@ class ToolSyntax:
             )
         given = function.get("parameters")
         field = f"{field}.parameters"
-        schema = {"type": "object"} if given is None else schema_of(given, field)
+        schema = schema_of({"type": "object"} if given is None else given, field)
+        if not isinstance(schema, dict):
+            raise RequestError(
+                f"{field}={brief(schema)} is not allowed; allowed: a JSON schema that is an "
+                "object. Send one, or leave it out.",
+                field,
+            )
         return Tool(name, without_notes(schema), field)
 
 

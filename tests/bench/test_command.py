@@ -119,3 +119,42 @@ def test_synthetic_acceptance(model: str) -> None:
         run(model, "--synthetic-acceptance", "0.5", "--num-speculative-tokens", "0")
     with pytest.raises(ConfigError, match="load_format"):
         run("--synthetic-acceptance", "0.5", "--json")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("kernels", "--rows", "9223372036854775808"), "rows='.*1 to 65536"),
+        (("kernels", "--query-len", "0"), "query_len='0' is not allowed"),
+        (("serving", "--concurrency", "9" * 99), "concurrency='9.*1 to 4096"),
+        (("serving", "--rate", "inf"), "rate='inf' is not allowed"),
+        (("serving", "--api-key", "\udcff"), "api_key .*printable ASCII"),
+        (("offline", "--trace", "x" * 9_999), "trace='x.*File name too long"),
+        (("offline", "--trace", "/"), "trace='/' is not allowed"),
+        (("drafters", "--plot", "/none/a.png"), "plot='/none/a.png' is not .*No such file"),
+        (("serving", "--plot", "a.pdf"), "plot='a.pdf' is not allowed; allowed: .*png"),
+    ],
+)
+def test_bad_values_are_refused_before_work(words: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        run(*words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("offline", "--input-len", "-1"),
+        ("offline", "--output-len", "0"),
+        ("offline", "--temperature", "-1"),
+        ("offline", "--num-iters", "9" * 20),
+        ("drafters", "--output-len", "9" * 20),
+        ("serving", "--timeout", "-1"),
+        ("serving", "--timeout", "1e400"),
+        ("serving", "--vocab-size", "0"),
+        ("serving", "--num-requests", "9" * 20),
+    ],
+)
+def test_numbers_have_bounds(words: tuple[str, ...]) -> None:
+    shown = run(*words)
+    assert shown.exit_code == 2
+    assert words[1] in shown.output

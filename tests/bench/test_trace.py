@@ -93,5 +93,5 @@ def test_nothing_is_left_behind(llm: LLM, tmp_path: Path) -> None:
 
 def test_a_path_that_cannot_be_is_refused(llm: LLM, tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none" / "trace.json"):
-        with pytest.raises(ConfigError, match="a file in a folder"):
+        with pytest.raises(ConfigError, match="a file that can be written"):
             trace_steps(llm, PROMPTS, 0.0, path)

@@ -6,17 +6,19 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep import LLM, SamplingParams
+from lockstep import LLM, EngineConfig, SamplingParams
+from lockstep.engine.engine import Engine
+from lockstep.engine.hooks import NO_HOOKS, CheckHooks
 from lockstep.outputs import RequestOutput
 
 VOCAB = 320
 NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 
 
-def make_llm(folder: Path, **settings: object) -> LLM:
+def make_llm(folder: Path, hooks: CheckHooks = NO_HOOKS, **settings: object) -> LLM:
     """An engine over a tiny folder, token ids in and out."""
     chosen = {"skip_tokenizer_init": True, "max_model_len": 1024, "max_num_seqs": 4, **settings}
-    return LLM(str(folder), **chosen)
+    return LLM.over(Engine(EngineConfig.read(model=str(folder), **chosen), hooks=hooks))
 
 
 def random_pair(folder: Path, family: str, base: dict[str, Any], **changes: Any) -> Any:
@@ -52,6 +54,17 @@ def random_oracle(
             parameter.data.uniform_(middle - 0.5, middle + 0.5)
     oracle.save_pretrained(folder)
     return oracle
+
+
+def random_targets(
+    factory: pytest.TempPathFactory, families: dict[str, dict[str, Any]], layers: int
+) -> dict[str, tuple[Path, Any]]:
+    """Family -> the folder of a random model of so many layers, and transformers' model of it."""
+    found = {}
+    for family, base in families.items():
+        folder = factory.mktemp(family)
+        found[family] = folder, random_oracle(folder, family, base, num_hidden_layers=layers)
+    return found
 
 
 def prompts(count: int, longest: int) -> list[list[int]]:

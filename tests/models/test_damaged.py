@@ -36,7 +36,10 @@ def config_with(name: str, value: Any) -> Callable[[Path], Any]:
         inner = config
         for key in outer:
             inner = inner[key]
-        inner.pop(last) if value is KeyError else inner.update({last: value})
+        if value is KeyError:
+            del inner[last]
+        else:
+            inner[last] = value
         path.write_text(json.dumps(config))
 
     return apply

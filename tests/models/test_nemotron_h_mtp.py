@@ -12,9 +12,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from lockstep import LLM, EngineConfig, SamplingParams
-from lockstep.engine.engine import Engine
-from lockstep.engine.hooks import CheckHooks
+from lockstep import LLM, SamplingParams
+from lockstep.engine.hooks import NO_HOOKS, CheckHooks
 from lockstep.errors import CheckpointError
 from lockstep.layers.build import Build
 from lockstep.models import architecture
@@ -22,7 +21,7 @@ from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.nemotron_h import Config, Draft, Model
 from lockstep.spec import own_drafter
 from lockstep.spec.mtp import create
-from tests.models.dense import VOCAB
+from tests.models.dense import VOCAB, make_llm
 from tests.models.test_nemotron_h import BIASES, MTP_OF_SUPER, SUPER, oracle_of
 from tests.spec.watching import Seen
 from tests.tiny_model import NEMOTRON_H
@@ -116,20 +115,11 @@ def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return Target(folder, oracle, module, settings)
 
 
-def make_engine(folder: Path, hooks: CheckHooks | None = None, **settings: Any) -> LLM:
+def make_engine(folder: Path, hooks: CheckHooks = NO_HOOKS, **settings: Any) -> LLM:
     """An engine that drafts with the module."""
     spec = {"method": "mtp", "num_speculative_tokens": K, "adaptive": False}
-    config = EngineConfig.read(
-        **{
-            "model": str(folder),
-            "skip_tokenizer_init": True,
-            "max_model_len": 256,
-            "max_num_seqs": 4,
-            "speculative_config": spec,
-            **settings,
-        }
-    )
-    return LLM.over(Engine(config, hooks=hooks or CheckHooks()))
+    chosen = {"max_model_len": 256, "speculative_config": spec, **settings}
+    return make_llm(folder, hooks, **chosen)
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:

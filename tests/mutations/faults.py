@@ -233,7 +233,7 @@ FAULTS = (
     ),
     Fault(
         "a bias allows a token that is not", "runner", ROWS,
-        "bias[int(token)] += min(max(value, -MOST_BIAS), MOST_BIAS)",
+        "bias[int(token)] += min(max(float(value), -MOST_BIAS), MOST_BIAS)",
         "bias[int(token)] = min(max(value, -MOST_BIAS), MOST_BIAS)",
     ),
     Fault(

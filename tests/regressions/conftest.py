@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep import LLM, EngineConfig, SamplingParams
 from lockstep.engine.engine import Engine
@@ -67,6 +68,23 @@ def answers(
     """Tokens and log-probability bits of every prompt."""
     outs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
     return [(o.outputs[0].token_ids, bits(o.outputs[0].logprobs)) for o in outs]
+
+
+def replay_faults(replay: Callable[..., torch.Tensor]) -> list[Callable[..., torch.Tensor]]:
+    """What may stand in the place of a CPU face's replay of accepted tokens, and is wrong."""
+
+    def no_replay(state: Any, slots: Any, *rest: Any) -> torch.Tensor:
+        """The state as it was before the last window: accepted tokens are forgotten."""
+        return state.recurrent.index_select(0, slots).float()
+
+    def replay_all_but_one(
+        state: Any, slots: Any, starts: Any, folded: Any, places: Any, flush: int
+    ) -> torch.Tensor:
+        """The state one token too early."""
+        early = torch.maximum(starts - 1, folded)
+        return replay(state, slots, early, folded, places[: -len(slots)], flush)
+
+    return [no_replay, replay_all_but_one]
 
 
 def bits(logprobs: Any) -> list[dict[int, str]]:

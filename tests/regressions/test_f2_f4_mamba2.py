@@ -17,7 +17,7 @@ from lockstep.kernels.mamba2 import cpu
 from lockstep.layers import mamba2
 from lockstep.runner import table
 from lockstep.step import StepShape
-from tests.regressions.conftest import PROMPTS, answers, engine_over
+from tests.regressions.conftest import PROMPTS, answers, engine_over, replay_faults
 from tests.tiny_model import NEMOTRON_H, make_model
 
 SELDOM = pytest.mark.slow
@@ -89,23 +89,7 @@ def test_a_16_bit_state_is_another_numerics(make: Callable[..., LLM]) -> None:
     assert whole != half
 
 
-def no_replay(state: Any, slots: Any, starts: Any, folded: Any, *rest: Any) -> torch.Tensor:
-    """The state as it was before the last window: accepted tokens are forgotten."""
-    return state.recurrent.index_select(0, slots).float()
-
-
-def replay_all_but_one(
-    state: Any, slots: Any, starts: Any, folded: Any, places: Any, flush: int
-) -> torch.Tensor:
-    """Reads the state one token too early."""
-    early = torch.maximum(starts - 1, folded)
-    return replay(state, slots, early, folded, places[: -len(slots)], flush)
-
-
-replay = cpu.replay
-
-
-@pytest.mark.parametrize("fault", [no_replay, replay_all_but_one])
+@pytest.mark.parametrize("fault", replay_faults(cpu.replay))
 def test_state_read_at_the_wrong_place_is_caught(
     make: Callable[..., LLM],
     plain: list[Any],

@@ -17,7 +17,7 @@ from lockstep.kernels.recurrent.rings import most_replayed, ring_slots
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.layers import gated_delta_net
 from lockstep.runner import table
-from tests.regressions.conftest import answers
+from tests.regressions.conftest import answers, replay_faults
 
 SELDOM = pytest.mark.slow
 K = (1, pytest.param(2, marks=SELDOM), 3, pytest.param(5, marks=SELDOM), 7)
@@ -75,25 +75,7 @@ def test_another_number_of_drafts_in_every_step_leaves_the_answer_alone(
     assert llm.engine.stats.accepted_tokens_total > 20
 
 
-def no_replay(
-    state: Any, slots: Any, starts: Any, folded: Any, places: Any, flush: int
-) -> torch.Tensor:
-    """The state as it was before the last window: accepted tokens are forgotten."""
-    return state.recurrent.index_select(0, slots)
-
-
-def replay_all_but_one(
-    state: Any, slots: Any, starts: Any, folded: Any, places: Any, flush: int
-) -> torch.Tensor:
-    """Reads the state one token too early."""
-    early = torch.maximum(starts - 1, folded)
-    return replay(state, slots, early, folded, places[: -len(slots)], flush)
-
-
-replay = cpu.replay
-
-
-@pytest.mark.parametrize("fault", [no_replay, replay_all_but_one])
+@pytest.mark.parametrize("fault", replay_faults(cpu.replay))
 def test_state_read_at_the_wrong_place_is_caught(
     make: Callable[..., LLM],
     plain: list[Any],

@@ -36,8 +36,9 @@ def test_ports():
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"port={port} cannot be opened.*in use"):
             Address("127.0.0.1", port).bind()
-    with pytest.raises(ConfigError, match="cannot be opened"):
-        Address("no such host.invalid", 0).bind()
+    for host in ("no such host.invalid", "\udcff"):
+        with pytest.raises(ConfigError, match="cannot be opened"):
+            Address(host, 0).bind()
     assert Address("::1", 0).url(taken_v6 := Address("::1", 0).bind(), False).startswith("http://[")
     taken_v6.close()
 

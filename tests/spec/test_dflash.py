@@ -1,7 +1,6 @@
 """DFlash: drafts against an independent forward, files as they are published, and the contract."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lockstep import EngineConfig, SamplingParams
-from lockstep.engine.engine import Engine
-from lockstep.engine.hooks import CheckHooks
+from lockstep import SamplingParams
+from lockstep.engine.hooks import NO_HOOKS, CheckHooks
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.llm import LLM
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec.dflash import create
-from tests.models.dense import VOCAB, random_oracle
+from tests.models.dense import VOCAB, make_llm, random_targets
 from tests.spec.blocks import BLOCK, drafts_of, make_block_model
 from tests.spec.watching import Seen
 from tests.tiny_model import LLAMA, QWEN3
@@ -30,30 +28,16 @@ GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize
 
 
 def make_engine(
-    folder: Path, draft: Path, k: int, hooks: CheckHooks | None = None, **settings: Any
+    folder: Path, draft: Path, k: int, hooks: CheckHooks = NO_HOOKS, **settings: Any
 ) -> LLM:
     """An engine of the target in `folder` that drafts blocks."""
     spec = {"method": "dflash", "model": str(draft), "num_speculative_tokens": k}
-    config = EngineConfig.read(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        max_model_len=256,
-        max_num_seqs=4,
-        speculative_config=spec,
-        **settings,
-    )
-    return LLM.over(Engine(config, hooks=hooks or CheckHooks()))
+    return make_llm(folder, hooks, max_model_len=256, speculative_config=spec, **settings)
 
 
 @pytest.fixture(scope="module")
-def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, Any]]]:
-    """Family -> the folder of a random target, and transformers' model of it."""
-    found = {}
-    for family, base in (("Llama", LLAMA), ("Qwen3", QWEN3)):
-        folder = tmp_path_factory.mktemp(family)
-        oracle = random_oracle(folder, family, base, num_hidden_layers=LAYERS)
-        found[family] = folder, oracle
-    yield found
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    return random_targets(tmp_path_factory, {"Llama": LLAMA, "Qwen3": QWEN3}, LAYERS)
 
 
 @pytest.mark.parametrize(("family", "k"), [("Llama", 1), ("Llama", 15), ("Qwen3", 4)])

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep import EngineConfig, SamplingParams
-from lockstep.engine.engine import Engine
-from lockstep.engine.hooks import CheckHooks
+from lockstep import SamplingParams
+from lockstep.engine.hooks import NO_HOOKS, CheckHooks
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.llm import LLM
 from lockstep.spec import read
 from lockstep.spec.draft_model import create
-from tests.models.dense import VOCAB, random_oracle
+from tests.models.dense import VOCAB, make_llm, random_oracle
 from tests.spec.blocks import make_block_model
 from tests.spec.heads import make_head
 from tests.spec.watching import Seen
@@ -26,18 +25,10 @@ PROMPTS = [[(7 * i + i * i) % 250 for i in range(n)] for n in (70, 5)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
 
 
-def make_engine(folder: Path, draft: Path, hooks: CheckHooks | None = None, **settings: Any) -> LLM:
+def make_engine(folder: Path, draft: Path, hooks: CheckHooks = NO_HOOKS, **settings: Any) -> LLM:
     """An engine of the target in `folder` that drafts with the model in `draft`."""
     spec = {"model": str(draft), "num_speculative_tokens": K, "adaptive": False}
-    config = EngineConfig.read(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        max_model_len=256,
-        max_num_seqs=4,
-        speculative_config=spec,
-        **settings,
-    )
-    return LLM.over(Engine(config, hooks=hooks or CheckHooks()))
+    return make_llm(folder, hooks, max_model_len=256, speculative_config=spec, **settings)
 
 
 def make_pair(folder: Path, family: str, base: dict[str, Any], **changes: Any) -> Any:

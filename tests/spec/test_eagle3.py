@@ -1,7 +1,6 @@
 """EAGLE-3: drafts against an independent forward, files as they are published, and the contract."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +8,11 @@ import pytest
 import torch
 
 from lockstep import EngineConfig, SamplingParams
-from lockstep.engine.engine import Engine
-from lockstep.engine.hooks import CheckHooks
+from lockstep.engine.hooks import NO_HOOKS, CheckHooks
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.llm import LLM
 from lockstep.spec.chain import ChainDrafter
-from tests.models.dense import VOCAB, random_oracle
+from tests.models.dense import VOCAB, make_llm, random_targets
 from tests.spec.heads import drafts_of, make_head, save_head
 from tests.spec.watching import Seen
 from tests.tiny_model import LLAMA, QWEN3, QWEN3_MOE
@@ -26,7 +24,7 @@ PROMPTS = [[(7 * i + i * i) % 250 for i in range(n)] for n in (70, 5)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
 
 
-def make_engine(folder: Path, head: Path, hooks: CheckHooks | None = None, **settings: Any) -> LLM:
+def make_engine(folder: Path, head: Path, hooks: CheckHooks = NO_HOOKS, **settings: Any) -> LLM:
     """An engine of the target in `folder` that drafts with a head."""
     spec = {
         "method": "eagle3",
@@ -35,26 +33,13 @@ def make_engine(folder: Path, head: Path, hooks: CheckHooks | None = None, **set
         "adaptive": False,
         **settings.pop("options", {}),
     }
-    config = EngineConfig.read(
-        model=str(folder),
-        skip_tokenizer_init=True,
-        max_model_len=256,
-        max_num_seqs=4,
-        speculative_config=spec,
-        **settings,
-    )
-    return LLM.over(Engine(config, hooks=hooks or CheckHooks()))
+    return make_llm(folder, hooks, max_model_len=256, speculative_config=spec, **settings)
 
 
 @pytest.fixture(scope="module")
-def targets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, Any]]]:
-    """Family -> the folder of a random target, and transformers' model of it."""
-    found = {}
-    for family, base in (("Llama", LLAMA), ("Qwen3", QWEN3), ("Qwen3Moe", QWEN3_MOE)):
-        folder = tmp_path_factory.mktemp(family)
-        oracle = random_oracle(folder, family, base, num_hidden_layers=LAYERS)
-        found[family] = folder, oracle
-    yield found
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
+    families = {"Llama": LLAMA, "Qwen3": QWEN3, "Qwen3Moe": QWEN3_MOE}
+    return random_targets(tmp_path_factory, families, LAYERS)
 
 
 def residuals_of(oracle: Any, tokens: list[int], taps: tuple[int, ...]) -> list[torch.Tensor]:

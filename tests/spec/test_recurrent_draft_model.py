@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep import LLM, EngineConfig, SamplingParams
-from lockstep.engine.engine import Engine
+from lockstep import LLM, SamplingParams
 from lockstep.engine.hooks import CheckHooks
 from lockstep.layers import gated_delta_net, mamba2
 from lockstep.models import nemotron_h
 from lockstep.runner import table
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec.draft_model import create
+from tests.models.dense import make_llm
 from tests.regressions.conftest import engine_over
 from tests.spec.watching import Seen
 from tests.tiny_model import CONFIG, LLAMA, NEMOTRON_H, THREE_LAYERS, make_model
@@ -38,18 +38,11 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def make_engine(target: Path, draft: Path, k: int, seen: Seen, **settings: Any) -> LLM:
     """Another number of drafts in every step; rows that are moved to the host; short chunks."""
     spec = {"model": str(draft), "num_speculative_tokens": k}
-    config = EngineConfig.read(
-        model=str(target),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        max_model_len=256,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        speculative_config=spec,
-        **settings,
-    )
+    short = {"max_model_len": 256, "max_num_batched_tokens": 64}
     hooks = CheckHooks(drafter=seen.create, draft_policy=RandomDraftLength, preempt_every=3)
-    return LLM.over(Engine(config, hooks=hooks))
+    return make_llm(
+        target, hooks, load_format="dummy", speculative_config=spec, **short, **settings
+    )
 
 
 def resemble(draft: Any, target: Any) -> None:

@@ -90,6 +90,8 @@ def test_a_damaged_generation_config_is_named(
         ({"reasoning_parser": 1}, "reasoning_parser=1 is not allowed; allowed: auto, none, think"),
         ({"chat_template": "/no/file"}, "chat_template='/no/file' is not allowed"),
         ({"generation_config": "none"}, "generation_config='none' is not allowed; allowed: auto"),
+        ({"generation_config": "x" * 9_999}, "generation_config='xx.* is not allowed"),
+        ({"tool_call_parser": "\ud800"}, "tool_call_parser=.* is not allowed"),
         ({"override_generation_config": []}, "override_generation_config=.* a dict of temperature"),
         ({"override_generation_config": {"top": 1}}, "override_generation_config key='top'"),
         ({"override_generation_config": {"top_p": 2}}, "override_generation_config: top_p=2 is"),

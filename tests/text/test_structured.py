@@ -219,6 +219,34 @@ TAG = {
 }
 
 
+LARGE = {"type": "integer", "multipleOf": 2**31}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"json": LARGE},
+        {"grammar": f"start: %json {json.dumps(LARGE)}"},
+        {
+            "structural_tag": {
+                "structures": [{"begin": "<a", "schema": LARGE, "end": ""}],
+                "triggers": ["<"],
+            }
+        },
+    ],
+    ids=["json", "grammar", "structural_tag"],
+)
+def test_large_multiples_are_refused(compiler: Compiler, fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="multipleOf") as caught:
+        wanted(compiler, **fields)
+    assert caught.value.field == f"structured_outputs.{next(iter(fields))}"
+
+
+def test_usual_multiples_are_obeyed(compiler: Compiler) -> None:
+    wanted(compiler, json={"type": "number", "multipleOf": 0.01})
+    wanted(compiler, json={"type": "integer", "multipleOf": 3600})
+
+
 @pytest.mark.parametrize("spelled", [TAG, json.dumps(TAG)])
 def test_tags_bind_behind_their_triggers(compiler: Compiler, spelled: Any) -> None:
     for text, fits in (

@@ -564,6 +564,7 @@ def test_tools_are_held_to_the_same_bounds() -> None:
     for schema, says in (
         ({"not": {}}, r"tools\[0\].function.parameters.*'not' at the root"),
         (nested(MOST_DEPTH), "levels"),
+        (True, r"tools\[0\].function.parameters=True is not allowed"),
     ):
         sent = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
         with pytest.raises(RequestError, match=says):

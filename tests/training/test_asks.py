@@ -190,7 +190,8 @@ def _sure(text: str, kind: str) -> asks.Intent:
 
 def test_politeness_and_remarks_behind_a_value_are_no_part_of_it() -> None:
     intent = _sure("write {text}", "word")
-    polite = remarked = 0
+    polite = 0
+    remarked = 0
     for seed in range(400):
         w = _words(seed)
         request = asks.single(w, [asks.offer(w, intent)])

@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.cli.vllm.flag import SWITCHED, Flag, Form, Kind, acts, read_value
 from lockstep.cli.vllm.table import all_flags
 from lockstep.errors import ConfigError, brief, choice_error
-from lockstep.settings import read_named
+from lockstep.settings import read_named, why_unread
 
 CONFIG = "config"
 """The option that names a file of flags; the command itself has no use for it."""
@@ -306,9 +306,9 @@ def _yaml(path: str) -> dict[Any, Any]:
         if not isinstance(found, dict):
             raise ValueError("it holds no mapping")
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())[:300]
+        reason = " ".join(why_unread(error).split())
         raise ConfigError(
-            f"--{CONFIG}={path!r} cannot be read: {reason}. Name a YAML file with a flag a line, "
-            "e.g. max-model-len: 8192."
+            f"--{CONFIG}={brief(path)} cannot be read: {reason}. Name a YAML file with a flag a "
+            "line, e.g. max-model-len: 8192."
         ) from None
     return found

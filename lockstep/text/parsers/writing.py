@@ -18,12 +18,11 @@ BLANK = r"[\s\x1c-\x1f]"
 ANY = r"/(.|\n)*/"
 NAMED = ("$defs", "definitions")
 """Where a schema keeps those that it refers to."""
-KEYED = ("type", "properties", "required", "additionalProperties", *NAMED)
-"""Of a tool's parameters, what is obeyed where a call writes them one by one."""
 UNKEYED = (
     "patternProperties", "minProperties", "maxProperties", "anyOf", "oneOf", "allOf", "$ref",
     "enum", "const",
 )  # fmt: skip
+"""Of a tool's parameters, what is not obeyed where a call writes them one by one."""
 SPACING: Json = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as json.dumps writes it."""
 
