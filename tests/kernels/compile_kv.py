@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from lockstep.kernels import architecture
+from lockstep.kernels.attention import hopper_packed
 from lockstep.kernels.attention import paged as attention
 from lockstep.kernels.attention.cases import paged
 from lockstep.kernels.backends import load
@@ -111,6 +112,19 @@ def few(arch: int) -> list[tuple[str, Callable[[], object], bool]]:
     return [call for call in every if call[2]] + every[-1:]
 
 
+def compile_unpacking_warps() -> None:
+    """Hopper's kernel with warps that unpack alone, which Gluon compiles: down to machine code."""
+    hopper_packed.target_of = lambda device: Target(architecture.HOPPER, assembly=True)
+    launches = compile_launches.Launches()
+    JITFunction.run = lambda kernel, *args, **given: launches.compile(kernel, *args, **given)
+    knobs.runtime.add_stages_inspection_hook = None
+    given = paged(((300, 4),), 24, 4, 256, 64, torch.bfloat16, format=NAMED["fp8_e4m3"])
+    how = hopper_packed.shape_of(1, 24, 4, 256, 2)
+    hopper_packed.paged_attention_hopper_packed(**given, shape=how)
+    code = dict(launches.code)
+    assert "wgmma.mma_async" in code["_segments_kernel"]
+
+
 def main(arches: list[int], quick: bool) -> None:
     """Compiles each for these architectures; prints what was compiled."""
     load()
@@ -120,6 +134,9 @@ def main(arches: list[int], quick: bool) -> None:
             assert found == {"2"}, (arch, name, found)
             assert asynchronous == (arch == 90), (arch, name)
             print(arch, name, flush=True)
+        if arch == architecture.HOPPER:
+            compile_unpacking_warps()
+            print(arch, "unpacking warps", flush=True)
 
 
 if __name__ == "__main__":

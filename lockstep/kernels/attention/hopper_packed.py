@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from lockstep.kernels import architecture
+from lockstep.kernels._gluon import barrier
 from lockstep.kernels.attention import SEGMENT, paged_attention
 from lockstep.kernels.attention._warpgroup import (
     NO_SCORE,
@@ -106,7 +107,7 @@ def _unpack(
         mbarrier.wait(empty.index(t % SLOTS), (t // SLOTS & 1) ^ 1)
         ring.index(t % SLOTS).store(UNPACK(found, column, constant, D).to(ring.dtype))
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(full.index(t % SLOTS))
 
 
@@ -174,7 +175,7 @@ def _attend(
     norm = gl.zeros((64, ROWS), gl.float32, layout)
     total = gl.zeros((D, ROWS), gl.float32, layout)
     scores = warpgroup_mma_wait(0, deps=(_scores(queries, k_ring, k_full, 0, layout),))
-    gl.thread_barrier()
+    barrier()
     mbarrier.arrive(k_empty.index(0))
     for t in range(tiles):
         at = (first + t) * 64
@@ -189,7 +190,7 @@ def _attend(
         total = warpgroup_mma(values, weighing, total * fade, is_async=True)
         ahead = _scores(queries, k_ring, k_full, t + 1, layout)
         norm, total, scores = warpgroup_mma_wait(0, deps=(norm, total, ahead))
-        gl.thread_barrier()  # all warps have left both slots
+        barrier()  # all warps have left both slots
         mbarrier.arrive(v_empty.index(t % SLOTS))
         mbarrier.arrive(k_empty.index((t + 1) % SLOTS))
         if ((first + t + 1) % SEGMENT_TILES == 0) | (t + 1 == tiles):

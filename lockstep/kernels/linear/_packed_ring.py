@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from lockstep.kernels._gluon import barrier
 from lockstep.kernels.linear._packed_text import (
     FP4_BF16,
     FP4_FP16,
@@ -54,7 +55,6 @@ from lockstep.kernels.packed._device import (
     twice,
 )
 
-barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # the name before Triton 3.7, and after
 BLOCK = gl.constexpr(128)
 """Columns that _order keeps together; a slot has one such block or two."""
 HALF = gl.constexpr(64)
