@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import triton
@@ -114,13 +115,14 @@ def few(arch: int) -> list[tuple[str, Callable[[], object], bool]]:
 
 def compile_unpacking_warps() -> None:
     """Hopper's kernel with warps that unpack alone, which Gluon compiles: down to machine code."""
-    hopper_packed.target_of = lambda device: Target(architecture.HOPPER, assembly=True)
+    target = Target(architecture.HOPPER, assembly=True)
     launches = compile_launches.Launches()
     JITFunction.run = lambda kernel, *args, **given: launches.compile(kernel, *args, **given)
     knobs.runtime.add_stages_inspection_hook = None
     given = paged(((300, 4),), 24, 4, 256, 64, torch.bfloat16, format=NAMED["fp8_e4m3"])
     how = hopper_packed.shape_of(1, 24, 4, 256, 2)
-    hopper_packed.paged_attention_hopper_packed(**given, shape=how)
+    with mock.patch.object(hopper_packed, "target_of", lambda device: target):
+        hopper_packed.paged_attention_hopper_packed(**given, shape=how)
     code = dict(launches.code)
     assert "wgmma.mma_async" in code["_segments_kernel"]
 
