@@ -31,6 +31,7 @@ def main() -> None:
     ask.add_argument("--k", type=int, default=3, help="MTP drafts verified and made in a step")
     ask.add_argument("--kv-cache-dtype", default="auto", help="format of keys and values")
     ask.add_argument("--max-num-seqs", type=int, default=1)
+    ask.add_argument("--max-num-batched-tokens", type=int, default=512, help="of a prompt's chunk")
     given = ask.parse_args()
     share = given.memory_gib * GIB / torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(share)
@@ -42,6 +43,7 @@ def main() -> None:
         skip_tokenizer_init=True,
         max_model_len=given.max_model_len,
         max_num_seqs=given.max_num_seqs,
+        max_num_batched_tokens=given.max_num_batched_tokens,
         gpu_memory_utilization=share,
         kv_cache_dtype=given.kv_cache_dtype,
         speculative_config=spec if given.k else None,

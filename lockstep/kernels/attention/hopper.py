@@ -29,6 +29,7 @@ from lockstep.kernels.attention._warpgroup import (
     N_LAYOUT,
     NO_SCORE,
     O_LAYOUT,
+    O_ROW,
     S_ROW,
     TILE,
     TILES,
@@ -174,6 +175,17 @@ def _store(
 
 
 @gluon.jit
+def _store_exact(
+    found, out, row, count, kv, column, H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr
+):
+    """128 columns of the output, not rounded, into memory."""
+    m = row + gl.arange(0, 64, O_ROW)
+    d = column + gl.arange(0, WIDTH, gl.SliceLayout(0, O_LAYOUT))
+    place = (m // GROUP * H + kv * GROUP + m % GROUP) * D
+    gl.store(out + (place[:, None] + d[None, :]), found, mask=(m < count * GROUP)[:, None])
+
+
+@gluon.jit
 def _attend(
     queries, weights, fades, ones, ring, full, empty, gates, out, count, start, row, tiles, kv,
     scale, gate_stride, H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
@@ -192,14 +204,22 @@ def _attend(
             queries, weights, fades, ones, ring, full, empty, tiles, keys, last, lowest, scale
         )
     inverse = gl.div_rn(gl.full((64,), 1.0, gl.float32, S_ROW), norms)
-    queries.index(0).store(times(left, inverse, O_LAYOUT).to(queries.dtype))
+    left = times(left, inverse, O_LAYOUT)
     if D > WIDTH:
-        queries.index(1).store(times(right, inverse, O_LAYOUT).to(queries.dtype))
-    for part in range(D // WIDTH):
-        _store(
-            queries.index(part), gates, out, row, count, kv, part * WIDTH, gate_stride,
-            H, GROUP, D, GATED,
-        )  # fmt: skip
+        right = times(right, inverse, O_LAYOUT)
+    if out.dtype.element_ty == gl.float32:
+        _store_exact(left, out, row, count, kv, 0, H, GROUP, D)
+        if D > WIDTH:
+            _store_exact(right, out, row, count, kv, WIDTH, H, GROUP, D)
+    else:
+        queries.index(0).store(left.to(queries.dtype))
+        if D > WIDTH:
+            queries.index(1).store(right.to(queries.dtype))
+        for part in range(D // WIDTH):
+            _store(
+                queries.index(part), gates, out, row, count, kv, part * WIDTH, gate_stride,
+                H, GROUP, D, GATED,
+            )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["table_stride", "gate_stride"])
@@ -210,10 +230,11 @@ def _prompt_kernel(
 ):  # fmt: skip
     """128 rows of (token, head of a group); those that see most keys begin first.
 
-    H: query heads in memory; HKV: the caches' KV heads, each read by GROUP of those.
+    H: query heads in memory; HKV: the caches' KV heads, each read by GROUP of those. out of fp32
+    is left without rounding and gate.
     """
     PARTS: gl.constexpr = D // WIDTH
-    dtype: gl.constexpr = out.dtype.element_ty
+    dtype: gl.constexpr = q.dtype.element_ty
     s = (gl.program_id(0) // HKV).to(gl.int64)
     kv = gl.program_id(0) % HKV
     row = (gl.num_programs(1) - 1 - gl.program_id(1)) * 128
@@ -328,12 +349,12 @@ def attend_prompts(
     kv_heads: int | None = None,
 ) -> None:
     """Launches the kernel over caches of some KV heads of the layer, its first-th and those behind
-    it, of kv_heads in all (None: those of the caches)."""
+    it, of kv_heads in all (None: those of the caches). out of fp32: see _prompt_kernel."""
     _, heads, dim = q.shape
     here = k_cache.shape[2]
     group = heads // (kv_heads or here)
     rows = starts.shape[0]
-    gated = gates is not None
+    gated = gates is not None and out.dtype == q.dtype
     _prompt_kernel[(rows * here, triton.cdiv(query_len * group, ROWS))](
         q[:, first * group :], *descriptors(k_cache, v_cache), page_table, cu_seqlens, starts,
         gates[:, 2 * first * group * dim :] if gated else None, out[:, first * group :],

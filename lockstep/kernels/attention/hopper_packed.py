@@ -360,7 +360,7 @@ def paged_attention_hopper_packed(
 
     shape: how this kernel serves it; as shape_of() says where it is left out.
     """
-    if scratch_fits(q, k_cache, v_cache, query_len):
+    if scratch_fits(q, k_cache, query_len):
         return paged_attention_scratch(
             q, k_cache, v_cache, page_table, cu_seqlens, starts, query_len, scale, gates
         )

@@ -2,7 +2,8 @@
 """paged_attention for long queries over packed caches on Hopper: pages are unpacked into a scratch,
 which hopper.py reads. By the law of packed caches no bit changes.
 
-Formats that leave values rotated go through paged.py, which rotates sums back before it rounds.
+Where the format leaves values rotated, hopper.py leaves its output in fp32, and a second kernel
+rotates it back, rounds it and applies the gate, as paged.py does at once.
 """
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from lockstep.kernels.attention._warpgroup import TILE
 from lockstep.kernels.attention.hopper import LONG, attend_prompts
-from lockstep.kernels.attention.paged import _row
+from lockstep.kernels.attention.paged import _row, _store
 from lockstep.kernels.kv import PackedKV
 from lockstep.kernels.kv._launch import Opened, opened
 from lockstep.kernels.kv._tile_device import cache_tile
@@ -21,6 +22,10 @@ from lockstep.kernels.packed._form import target_of
 SCRATCH_BYTES = 160 << 20
 """Of keys and values unpacked at once, or of one row and KV head where that is more; rows, then KV
 heads, take turns. All heads of a row of 32,768 tokens of the 27B or the 8B, one of 125,000."""
+TOKENS = 16
+"""Of a program that rotates back."""
+COLUMNS = 64
+"""Of such a program: a block of values."""
 
 
 @triton.jit(do_not_specialize=["table_stride", "columns", "first", "constant"])
@@ -48,10 +53,26 @@ def _unpack_kernel(
         tl.store(out + (token[:, None] * D + d[None, :]), tile)
 
 
-def scratch_fits(q: Tensor, k_cache: PackedKV, v_cache: PackedKV, query_len: int) -> bool:
-    """Whether this path takes such a step: long queries, pages of TILE, values not rotated."""
-    long = len(q) > 0 and query_len >= LONG
-    return long and k_cache.shape[1] == TILE and v_cache.codec.turn is None
+@triton.jit(do_not_specialize=["tokens", "gate_stride", "seed"])
+def _finish_kernel(
+    found, gates, out, tokens, gate_stride, seed, H: tl.constexpr, D: tl.constexpr,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr, TURNED: tl.constexpr,
+):  # fmt: skip
+    """COLUMNS of TOKENS tokens and a head: rotated back, rounded, times their gate."""
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1)
+    d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    mine = token < tokens
+    place = (token * H + head) * D
+    mask = mine[None, :] & (d < D)[:, None]
+    result = tl.load(found + (place[None, :] + d[:, None]), mask=mask, other=0.0)
+    gate_at = token * gate_stride + (head * 2 + 1) * D
+    _store(out, gates, place, gate_at, d, result, mine, seed, D, GATED, TURNED)
+
+
+def scratch_fits(q: Tensor, k_cache: PackedKV, query_len: int) -> bool:
+    """Whether this path takes such a step: long queries, pages of TILE."""
+    return len(q) > 0 and query_len >= LONG and k_cache.shape[1] == TILE
 
 
 def _turns(q: Tensor, page_table: Tensor, kv_heads: int) -> tuple[int, int]:
@@ -82,6 +103,7 @@ def paged_attention_scratch(
     k = opened(k_cache, q.dtype, target)
     v = opened(v_cache, q.dtype, target)
     out = torch.empty_like(q)
+    found = torch.empty_like(q, dtype=torch.float32) if v.block else out
     for row in range(0, starts.shape[0], some_rows):
         rows = slice(row, row + some_rows)
         own = (page_table[rows], cu_seqlens[row : row + some_rows + 1], starts[rows])
@@ -91,8 +113,19 @@ def paged_attention_scratch(
             pages = torch.arange(sides[0].shape[0], dtype=torch.int32, device=q.device)
             table = pages.view(own[0].shape)
             attend_prompts(
-                q, *sides, table, *own[1:], query_len, scale, gates, out, first, kv_heads
+                q, *sides, table, *own[1:], query_len, scale, gates, found, first, kv_heads
             )
+    return finished(found, gates, v, out) if v.block else out
+
+
+def finished(found: Tensor, gates: Tensor | None, v: Opened, out: Tensor) -> Tensor:
+    """found [T, H, D] fp32, rotated as values of v are -> out: rotated back, rounded, gated."""
+    tokens, heads, dim = found.shape
+    _finish_kernel[(triton.cdiv(tokens, TOKENS), heads, dim // COLUMNS)](
+        found, gates, out, tokens, 0 if gates is None else gates.stride(0), v.constant, heads,
+        dim, TOKENS, COLUMNS, gates is not None, v.block,
+        num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     return out
 
 
