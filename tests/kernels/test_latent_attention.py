@@ -169,10 +169,9 @@ def test_partitions_agree(backend: Backend) -> None:
     assert not whole.isnan().any()
     assert same_bits(backend.run(latent_attention, arguments), whole)
     arch = architecture.number_of(backend.device)
-    segment = triton.tile_of(backend.dtype, arch).segment
-    span = segment * triton.SPAN
+    tile = triton.tile_of(backend.dtype, arch)
     run = latent_attention.backends[backend.name].run
-    for sizes in ((0, 1), (segment, 3), (span, 1), (span, 3)):
+    for sizes in ((0, 1), (tile.near, 3), (tile.span, 1), (tile.span, 3)):
         assert same_bits(run(**arguments, divided=triton.Partition(*sizes)), whole), sizes
 
 
@@ -184,8 +183,8 @@ def test_how_the_work_is_divided() -> None:
     def unit(rows: int, query_len: int, keys: int) -> int:
         return kernel.partition(rows, query_len, 128, 512, keys, tile).unit
 
-    assert unit(1, 1, 4096) == tile.segment
-    assert unit(8, 4, 32768) == tile.segment * kernel.SPAN
+    assert unit(1, 1, 4096) == tile.near
+    assert unit(8, 4, 32768) == tile.span
     assert unit(64, 1, 4096) == unit(1, 2048, 4096) == unit(64, 4, 163840) == 0
 
 
