@@ -210,8 +210,29 @@ def test_a_token_folds_by_its_own_position(
         assert same_bits(found(both, unit), wanted), unit
 
 
+@pytest.mark.parametrize("backend", TRITON)
+def test_scores_made_ahead_change_no_bit(backend: Backend) -> None:
+    """Tiles' scores by programs of their own, and columns of the values by others."""
+    ahead = import_module("lockstep.kernels.latent_attention._ahead")
+    triton = import_module("lockstep.kernels.latent_attention.triton")
+    layers = ((5, 40, 12, 16), (3, 150, 16, 64)) if backend.interpreted else (REAL, (24, *REAL[1:]))
+    tile = triton.tile_of(backend.dtype, architecture.number_of(backend.device))
+    tile = replace(tile, near=4 * tile.keys, segment=8 * tile.keys, far=300)
+    for layer in layers:
+        batch = paged_latents(((298, 5), (0, 0), (3, 2), (700, 1)), *layer, backend.dtype)
+        arguments = backend.place(batch)
+        out = torch.empty_like(arguments["q_latent"])
+        scale = arguments["scale"] * triton.LOG2E
+        ahead.attend_ahead(out, **arguments | {"scale": scale}, tile=tile)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(triton, "tile_of", lambda *_: tile)
+            wanted = triton.latent_attention_triton(**arguments)
+        assert same_bits(out, wanted), layer
+
+
 def test_how_the_work_is_divided() -> None:
-    """Few rows leave every segment, more of them every span, many nothing."""
+    """Few rows leave every segment, and more of them while that is little beside their keys; others
+    every span, many rows nothing."""
     kernel = import_module("lockstep.kernels.latent_attention.triton")
     tile = kernel.tile_of(torch.bfloat16, 90)
 
@@ -219,7 +240,8 @@ def test_how_the_work_is_divided() -> None:
         return kernel.partition(rows, query_len, 128, 512, keys, tile).unit
 
     assert unit(1, 1, 4096) == tile.near
-    assert unit(8, 4, 32768) == tile.span
+    assert unit(8, 4, 32768) == tile.near
+    assert unit(4, 8, 131072) == unit(8, 4, 163840) == tile.span
     assert unit(64, 1, 4096) == unit(1, 2048, 4096) == unit(64, 4, 163840) == 0
 
 

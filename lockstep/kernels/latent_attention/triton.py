@@ -30,7 +30,8 @@ from lockstep.kernels.latent_attention._device import (
     empty_fold,
     fold,
     row_of,
-    weigh,
+    score,
+    take_in,
 )
 from lockstep.kernels.packed._form import target_of
 
@@ -82,9 +83,8 @@ def _weigh_tile(
         None, DTYPE, False,
     )  # fmt: skip
     page = pages_of(pages, at + TILE, keys, PAGE, TILE)
-    top, norm, total = weigh(
-        q_latent, q_rope, latent, rope, at, last, scale, top, norm, total, TILE
-    )
+    scores = score(q_latent, q_rope, latent, rope, at, last, scale, TILE)
+    top, norm, total = take_in(scores, latent, top, norm, total)
     return top, norm, total, page
 
 
@@ -344,10 +344,11 @@ def partition(
     """The partition for static sizes. keys: the most that a row may have."""
     programs = rows * triton.cdiv(query_len * heads, tile.rows)
     entry_bytes = rows * query_len * heads * (latent + 2) * 4
-    for unit in (tile.near, tile.span):
+    idle = programs * triton.cdiv(keys, tile.span) < PROGRAMS
+    small = query_len * heads * 4 <= tile.segment  # half of the bytes of a segment's keys
+    for unit in (tile.near, tile.span) if idle or small else (tile.span,):
         units = triton.cdiv(keys, unit)
-        busy = unit == tile.span or programs * triton.cdiv(keys, tile.span) < PROGRAMS
-        if programs < PROGRAMS and busy and entry_bytes * units <= ENTRY_BYTES:
+        if programs < PROGRAMS and entry_bytes * units <= ENTRY_BYTES:
             return Partition(unit, min(units, max(triton.cdiv(2 * PROGRAMS, programs), SPAN)))
     return Partition(0, 1)
 
