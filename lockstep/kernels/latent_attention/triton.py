@@ -4,8 +4,8 @@
 The keys are cut at absolute multiples of a segment. Inside a segment, ascending tiles with online
 softmax. The segments of a span are folded in ascending order, from an empty fold, and spans
 likewise: two levels, whoever computes them, so that the partition (chosen from static sizes)
-changes no bit. How long segments are is the architecture's and, on Hopper, the token's position's. A
-program folds all of a row by itself, or leaves an entry for each span, or for each segment, and a
+changes no bit. How long segments are is the architecture's and, on Hopper, the token's position's.
+A program folds all of a row by itself, or leaves an entry for each span, or for each segment, and a
 second kernel goes on with the same fold. Sums over keys go through tl.dot; (token, head) share its
 rows, in blocks of one size. Masked keys add exact zeros. See docs/kernels/latent_attention.md.
 """
