@@ -35,28 +35,25 @@ def block_of(
 
 
 @triton.jit
-def score(q_latent, q_rope, latent, rope, at, last, scale, TILE: tl.constexpr):
-    """Scores of queries [ROWS, C] and [ROWS, R], that see keys up to last [ROWS], and of a tile of
-    keys from `at` on: [ROWS, TILE], -inf where a key is not seen."""
+def weigh(
+    q_latent, q_rope, latent, rope, at, last, scale, top, norm, total, TILE: tl.constexpr
+):  # fmt: skip
+    """A tile of keys: online softmax over queries [ROWS, C] and [ROWS, R], that see keys up to last
+    [ROWS].
+
+    top: largest score [ROWS]; norm: sum of weights [ROWS, ONES], the same ONES times; total: the
+    output [ROWS, C].
+    """
     scores = tl.dot(q_latent, latent.T, input_precision="ieee")
     scores = tl.dot(q_rope, rope.T, scores, input_precision="ieee") * scale
     seen = (at + tl.arange(0, TILE))[None, :] <= last[:, None]
-    return tl.where(seen, scores, float("-inf"))
-
-
-@triton.jit
-def take_in(scores, values, top, norm, total):
-    """A tile's scores [ROWS, TILE] and values [TILE, columns] into a fold: online softmax.
-
-    top: largest score [ROWS]; norm: sum of weights [ROWS, ONES], the same ONES times; total: the
-    output [ROWS, columns].
-    """
+    scores = tl.where(seen, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
     fade = tl.exp2(top - new_top)[:, None]
-    weights = tl.exp2(scores - new_top[:, None]).to(values.dtype)
-    ones = tl.full((scores.shape[1], norm.shape[1]), 1.0, values.dtype)
+    weights = tl.exp2(scores - new_top[:, None]).to(latent.dtype)
+    ones = tl.full((TILE, norm.shape[1]), 1.0, latent.dtype)
     norm = tl.dot(weights, ones, norm * fade, input_precision="ieee")
-    total = tl.dot(weights, values, total * fade, input_precision="ieee")
+    total = tl.dot(weights, latent, total * fade, input_precision="ieee")
     return new_top, norm, total
 
 

@@ -31,8 +31,7 @@ from lockstep.kernels.latent_attention._device import (
     empty_fold,
     fold,
     row_of,
-    score,
-    take_in,
+    weigh,
 )
 from lockstep.kernels.packed._form import target_of
 
@@ -84,8 +83,9 @@ def _weigh_tile(
         None, DTYPE, False,
     )  # fmt: skip
     page = pages_of(pages, at + TILE, keys, PAGE, TILE)
-    scores = score(q_latent, q_rope, latent, rope, at, last, scale, TILE)
-    top, norm, total = take_in(scores, latent, top, norm, total)
+    top, norm, total = weigh(
+        q_latent, q_rope, latent, rope, at, last, scale, top, norm, total, TILE
+    )
     return top, norm, total, page
 
 
