@@ -152,7 +152,7 @@ class LatentAttention(nn.Module):
         )
 
     def forward(self, x: Tensor, step: Step) -> Tensor:
-        q, kv = self.down(x).split(self.down.outputs, dim=1)
+        q, kv = self.down.parts(x)
         if self.q_norm is not None and self.q_up is not None:
             q = self.q_up(self.q_norm(q))
         q = q.unflatten(1, (self.heads, self.plain + self.turned))

@@ -175,6 +175,13 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self._from(x, 0)
 
+    def parts(self, x: Tensor) -> tuple[Tensor, ...]:
+        """The outputs of each of the fused weights: views of one tensor, or where each is a product
+        of its own, tensors of their own, which need not be copied side by side."""
+        if len(self.products) == len(self.outputs) and self.bias is None:
+            return tuple(product(x) for product in self.products)
+        return self(x).split(self.outputs, dim=1)
+
     def from_part(self, index: int, x: Tensor) -> Tensor:
         """The outputs of the index-th of the fused weights and those behind it, which alone are
         read. For drafters: what serves a weight exactly need not serve a part of it so."""

@@ -1,9 +1,11 @@
 """Compiles latent attention's own kernel for Hopper, which needs no GPU, in the forms in which a
-program leaves an entry for each segment, one for each span, and the whole output.
+program leaves an entry for each segment, one for each span, and the whole output, of all columns
+and of half of them.
 
     python -m tests.kernels.compile_latents [--quick]
 
---quick: the first form alone. Prints the form, registers and bytes of the stack of a thread.
+--quick: the first form alone. Prints the form, columns of an accumulator, registers and
+bytes of the stack of a thread.
 """
 
 import sys
@@ -17,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from lockstep.kernels.architecture import HOPPER, shared_of
 from lockstep.kernels.latent_attention.cases import paged_latents
 from lockstep.kernels.latent_attention.hopper import latent_attention_hopper
-from lockstep.kernels.latent_attention.triton import SPAN, Partition, tile_of
+from lockstep.kernels.latent_attention.triton import Partition, tile_of
 from tests.kernels.compile_launches import HOPPER as TARGET
 from tests.kernels.compile_launches import OPTIONS, type_of
 from tests.kernels.compile_packed import spills_of
@@ -51,17 +53,18 @@ def main(quick: bool) -> None:
             made.append(compiled(kernel, *args, **given))
 
     JITFunction.run = run
-    batch = paged_latents(((63, 4),), 128, 512, 64, 64, torch.bfloat16)
-    segment = tile_of(torch.bfloat16, HOPPER).segment
-    for form, unit in (("segments", segment), ("spans", segment * SPAN), ("whole", 0)):
-        latent_attention_hopper(**batch, divided=Partition(unit, 1))
-        code = made[-1].asm["ptx"]
-        assert "wgmma.mma_async.sync.aligned.m64n64k16" in code, form
-        assert "wgmma.mma_async.sync.aligned.m64n128k16" in code, form
-        assert made[-1].metadata.shared <= shared_of(HOPPER), form
-        print(form, *spills_of(made[-1].asm["cubin"], SPILLED[form]), flush=True)
-        if quick:
-            break
+    tile = tile_of(torch.bfloat16, HOPPER)
+    for tokens, width in ((70, 128), (1, 64)):
+        batch = paged_latents(((63, tokens),), 128, 512, 64, 64, torch.bfloat16)
+        for form, unit in (("segments", tile.near), ("spans", tile.span), ("whole", 0)):
+            latent_attention_hopper(**batch, divided=Partition(unit, 1))
+            code = made[-1].asm["ptx"]
+            assert "wgmma.mma_async.sync.aligned.m64n64k16" in code, form
+            assert f"wgmma.mma_async.sync.aligned.m64n{width}k16" in code, form
+            assert made[-1].metadata.shared <= shared_of(HOPPER), form
+            print(form, width, *spills_of(made[-1].asm["cubin"], SPILLED[form]), flush=True)
+            if quick:
+                return
 
 
 if __name__ == "__main__":

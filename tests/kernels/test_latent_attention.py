@@ -1,5 +1,6 @@
 """Latent attention: the textbook's formula, per-token bounds, and bits that no division changes."""
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -152,6 +153,7 @@ def test_no_token_sees_a_key_behind_its_own(backend: Backend) -> None:
             assert same_bits(found[: t + 1], whole[: t + 1]), (t, width)
 
 
+MODULES = ("triton", "hopper")
 ROWS = ((0, 1), (2046, 3), (0, 0), (255, 2))
 LONG = ((4094, 3), (1023, 2), (8190, 3), (8960, 70))
 
@@ -169,23 +171,57 @@ def test_partitions_agree(backend: Backend) -> None:
     assert not whole.isnan().any()
     assert same_bits(backend.run(latent_attention, arguments), whole)
     arch = architecture.number_of(backend.device)
-    segment = triton.tile_of(backend.dtype, arch).segment
-    span = segment * triton.SPAN
+    tile = triton.tile_of(backend.dtype, arch)
     run = latent_attention.backends[backend.name].run
-    for sizes in ((0, 1), (segment, 3), (span, 1), (span, 3)):
+    for sizes in ((0, 1), (tile.near, 3), (tile.span, 1), (tile.span, 3)):
         assert same_bits(run(**arguments, divided=triton.Partition(*sizes)), whole), sizes
 
 
+@pytest.mark.parametrize("backend", TRITON)
+def test_a_token_folds_by_its_own_position(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Windows with tokens on both sides of the position from which segments are longer: each has
+    the bits that it has where all tokens fold as it does, in every division."""
+    kernels = [import_module(f"lockstep.kernels.latent_attention.{name}") for name in MODULES]
+    own = kernels[0].tile_of(backend.dtype, architecture.number_of(backend.device))
+    far = 3 * own.keys + own.keys // 2
+    long = 2 * own.keys
+    near_only = replace(own, segment=own.keys, near=own.keys, far=0)
+    far_only = replace(near_only, segment=long)
+    layer = (5, 16, 16, 64) if backend.interpreted else (24, 512, 64, 64)
+    rows = ((far - 3, 7), (far - 4, 4), (far, 2), (0, 0), (8 * own.keys - 1, 3))
+    batch = paged_latents(rows, *layer, backend.dtype)
+    run = latent_attention.backends[backend.name].run
+    divided = kernels[0].Partition
+
+    def found(tile: Any, unit: int) -> Tensor:
+        for kernel in kernels:
+            monkeypatch.setattr(kernel, "tile_of", lambda *_: tile)
+        return run(**backend.place(batch), divided=divided(unit, 2 if unit else 1)).cpu()
+
+    positions = torch.cat([torch.arange(start, start + count) for start, count in rows])
+    in_front = found(near_only, 0)
+    behind = found(far_only, 0)
+    assert not same_bits(in_front, behind)
+    wanted = torch.where((positions < far)[:, None, None], in_front, behind)
+    both = replace(far_only, far=far)
+    for unit in (0, both.near, both.span):
+        assert same_bits(found(both, unit), wanted), unit
+
+
 def test_how_the_work_is_divided() -> None:
-    """Few rows leave every segment, more of them every span, many nothing."""
+    """Few rows leave every segment, and more of them while that is little beside their keys; others
+    every span, many rows nothing."""
     kernel = import_module("lockstep.kernels.latent_attention.triton")
     tile = kernel.tile_of(torch.bfloat16, 90)
 
     def unit(rows: int, query_len: int, keys: int) -> int:
         return kernel.partition(rows, query_len, 128, 512, keys, tile).unit
 
-    assert unit(1, 1, 4096) == tile.segment
-    assert unit(8, 4, 32768) == tile.segment * kernel.SPAN
+    assert unit(1, 1, 4096) == tile.near
+    assert unit(8, 4, 32768) == tile.near
+    assert unit(4, 8, 131072) == unit(8, 4, 163840) == tile.span
     assert unit(64, 1, 4096) == unit(1, 2048, 4096) == unit(64, 4, 163840) == 0
 
 

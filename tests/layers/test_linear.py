@@ -115,3 +115,23 @@ def test_the_names_of_fused_weights() -> None:
     plain = Linear(Build("cpu", torch.float32, 1, 1), 8, {"a": 16, "b": 4})
     assert list(plain.weights()) == ["a.weight", "b.weight"]
     assert ResidualLinear(Build("cpu", torch.float32, 1, 1), 8, {"w": 16}).products[0].partial
+
+
+def test_parts_are_the_outputs_of_each_fused_weight() -> None:
+    """Of one product, and of one for each, which need no place beside each other."""
+    build = Build("cpu", torch.float32, 1, 1)
+    layer = Linear(build, 8, {"a": 16, "b": 24})
+    weight = torch.randn(40, 8)
+    x = torch.randn(5, 8)
+    layer.products[0].weight.data.copy_(weight)
+    wanted = layer(x).split([16, 24], dim=1)
+    assert all(map(torch.equal, layer.parts(x), wanted))
+    rows = [nn.Parameter(part, requires_grad=False) for part in weight.split([16, 24])]
+    layer.products = nn.ModuleList(
+        Product(build, len(part), 8, stands=part, segments=1) for part in rows
+    )
+    layer.firsts = (0, 16, 40)
+    found = layer.parts(x)
+    assert all(map(torch.equal, found, layer(x).split([16, 24], dim=1)))
+    assert all(part.is_contiguous() for part in found)
+    torch.testing.assert_close(torch.cat(found, 1), torch.cat(wanted, 1))

@@ -17,6 +17,24 @@ def row_of(cu_seqlens, starts, s):
 
 
 @triton.jit
+def block_of(
+    block, start, count,
+    H: tl.constexpr, ROWS: tl.constexpr, SEGMENT: tl.constexpr, NEAR: tl.constexpr,
+    FAR: tl.constexpr,
+):  # fmt: skip
+    """ROWS places (token, head) of a row with tokens start .. start + count - 1, all in front of
+    FAR or all from there on: the first place, the end of the places of their kind, and the keys of
+    their segments: NEAR in front, else SEGMENT."""
+    near = tl.minimum(tl.maximum(FAR - start, 0), count) * H
+    blocks = (near + ROWS - 1) // ROWS
+    far = block >= blocks
+    row = tl.where(far, near + (block - blocks) * ROWS, block * ROWS)
+    stop = tl.where(far, count * H, near)
+    segment = tl.where(far, SEGMENT, NEAR)
+    return row, stop, segment
+
+
+@triton.jit
 def weigh(
     q_latent, q_rope, latent, rope, at, last, scale, top, norm, total, TILE: tl.constexpr
 ):  # fmt: skip

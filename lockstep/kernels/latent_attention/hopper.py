@@ -31,7 +31,6 @@ from lockstep.kernels.latent_attention import latent_attention
 from lockstep.kernels.latent_attention._unpack import unpacked_groups
 from lockstep.kernels.latent_attention.triton import (
     LOG2E,
-    SPAN,
     Partition,
     fold_entries,
     latent_attention_triton,
@@ -45,36 +44,55 @@ MULTIPROCESSORS = 132
 LATENT = gl.constexpr(512)
 ROPE = gl.constexpr(64)
 HALF = gl.constexpr(256)
-PART = gl.constexpr(128)
-"""Columns of a latent, of its rotated key, of a warpgroup's output, and of one of its two
-accumulators: ptxas refuses 256 columns where a program has 16 warps."""
+"""Columns of a latent, of its rotated key, of half a latent: what a warpgroup weighs, or both where
+two programs share the columns. In two accumulators: ptxas refuses 256 columns where a program has
+16 warps."""
 SLOTS = gl.constexpr(2)
 """Tiles in shared memory, 72 KB each beside as much of queries."""
 NO_SCORE = gl.constexpr(-1e30)
 """The maximum over no scores, as in triton.py."""
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 N_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 8, 16]))
-O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
-WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
 S_ROW = gl.constexpr(gl.SliceLayout(1, S_LAYOUT.value))
-O_ROW = gl.constexpr(gl.SliceLayout(1, O_LAYOUT.value))
-"""Registers of a warpgroup: scores, sums of weights, output, whole vectors in memory."""
+"""Registers of a warpgroup: scores, sums of weights."""
+
+
+@gluon.constexpr_function
+def _output_layout(pieces):
+    """Registers of one of a warpgroup's two accumulators."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128 // pieces, 16])
 
 
 @gluon.jit
-def _item(item, cu_seqlens, starts, blocks, parallel, H: gl.constexpr):
-    """Of an item: its row of the batch, block of rows and lane; the row's first token, tokens and
-    start; the end of the keys that the block sees, 0 where it has no tokens. Blocks that see most
-    keys come first, and those of the same keys side by side."""
-    row = (blocks - 1 - item % blocks) * 64
-    lane = item // blocks % parallel
-    s = item // (blocks * parallel)
+def _item(
+    item, cu_seqlens, starts, blocks, parallel, H: gl.constexpr, PIECES: gl.constexpr,
+    SEGMENT: gl.constexpr, NEAR: gl.constexpr, FAR: gl.constexpr, SPAN: gl.constexpr,
+    FOLDS: gl.constexpr,
+):  # fmt: skip
+    """Of an item: its row of the batch, the first of its (token, head) rows and the end of those of
+    their kind (block_of in _device.py), its lane, its piece of the columns; the row's first token,
+    tokens and start; the end of the keys that the block sees, 0 where it has no tokens; the keys of
+    a segment and of a unit. Blocks that see most keys come first, and those of the same keys side
+    by side."""
+    piece = item % PIECES
+    block = blocks - 1 - item // PIECES % blocks
+    lane = item // (PIECES * blocks) % parallel
+    s = item // (PIECES * blocks * parallel)
     first = gl.load(cu_seqlens + s)
     count = gl.load(cu_seqlens + s + 1) - first
     start = gl.load(starts + s)
-    end = start + gl.minimum(count, (row + 63) // H + 1)
-    end = gl.where(row < count * H, end, 0)
-    return s, row, lane, first, count, start, end
+    near = gl.minimum(gl.maximum(FAR - start, 0), count) * H
+    in_front = (near + 63) // 64
+    far = block >= in_front
+    row = gl.where(far, near + (block - in_front) * 64, block * 64)
+    behind = gl.where(far, count * H, near)
+    end = start + (gl.minimum(row + 64, behind) - 1) // H + 1
+    end = gl.where(row < behind, end, 0)
+    segment = gl.where(far, SEGMENT, NEAR)
+    unit = segment
+    if FOLDS:
+        unit = segment * 0 + SPAN
+    return s, row, behind, lane, piece, first, count, start, end, segment, unit
 
 
 @gluon.jit
@@ -88,17 +106,18 @@ def _copy(source, row, column, slot, full, empty, phase, COLUMNS: gl.constexpr):
 @gluon.jit
 def _fetch(
     q_map, q_rope_map, latent_map, rope_map, queries, q_rope, q_full, q_empty, ring, ropes, full,
-    empty, page_table, cu_seqlens, starts, table_stride, items, blocks, parallel, H: gl.constexpr,
-    UNIT: gl.constexpr,
+    empty, page_table, cu_seqlens, starts, table_stride, items, blocks, parallel,
+    H: gl.constexpr, PIECES: gl.constexpr, SEGMENT: gl.constexpr, NEAR: gl.constexpr,
+    FAR: gl.constexpr, SPAN: gl.constexpr, FOLDS: gl.constexpr,
 ):  # fmt: skip
     """The warp that copies: of every item its queries, then its tiles in the order of their use."""
     i = 0
     k = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        s, row, lane, first, count, start, end = _item(
-            item, cu_seqlens, starts, blocks, parallel, H
-        )
-        if lane * UNIT < end:
+        s, row, behind, lane, piece, first, count, start, end, segment, size = _item(
+            item, cu_seqlens, starts, blocks, parallel, H, PIECES, SEGMENT, NEAR, FAR, SPAN, FOLDS
+        )  # fmt: skip
+        if lane * size < end:
             at_row = first * H + row
             mbarrier.wait(q_empty, (k & 1) ^ 1)
             mbarrier.expect(q_full, 64 * (LATENT + ROPE) * 2)
@@ -107,8 +126,8 @@ def _fetch(
             tma.async_copy_global_to_shared(q_rope_map, [at_row, 0], q_full, q_rope.index(0))
             k += 1
             pages = page_table + s.to(gl.int64) * table_stride
-            for unit in range(lane * UNIT, end, parallel * UNIT):
-                for at in range(unit, gl.minimum(end, unit + UNIT), 64):
+            for unit in range(lane * size, end, parallel * size):
+                for at in range(unit, gl.minimum(end, unit + size), 64):
                     token = gl.load(pages + at // 64) * 64
                     slot = i % SLOTS
                     phase = i // SLOTS & 1
@@ -204,40 +223,41 @@ def _factors(best, norms, top, norm):
 def _weights(
     queries, q_rope, q_full, q_empty, ring, ropes, full, empty, fades, ready, ones, factors, told,
     heard, cu_seqlens, starts, tops, norms, scale, items, blocks, parallel, entries, Q,
-    H: gl.constexpr, SEGMENT: gl.constexpr, UNIT: gl.constexpr, WHOLE: gl.constexpr,
+    H: gl.constexpr, PIECES: gl.constexpr, SEGMENT: gl.constexpr, NEAR: gl.constexpr,
+    FAR: gl.constexpr, SPAN: gl.constexpr, FOLDS: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup that makes weights, and all that a row has one number of."""
     i = 0
     k = 0
     g = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        s, row, lane, first, count, start, end = _item(
-            item, cu_seqlens, starts, blocks, parallel, H
-        )
-        if lane * UNIT < end:
+        s, row, behind, lane, piece, first, count, start, end, segment, size = _item(
+            item, cu_seqlens, starts, blocks, parallel, H, PIECES, SEGMENT, NEAR, FAR, SPAN, FOLDS
+        )  # fmt: skip
+        if lane * size < end:
             m = row + gl.arange(0, 64, S_ROW)
             last = start + m // H
             lowest = start + row // H
             mbarrier.wait(q_full, k & 1)
             all_best = gl.full((64,), NO_SCORE, gl.float32, S_ROW)
             all_norms = gl.zeros((64,), gl.float32, S_ROW)
-            for unit in range(lane * UNIT, end, parallel * UNIT):
-                stop = gl.minimum(end, unit + UNIT)
+            for unit in range(lane * size, end, parallel * size):
+                stop = gl.minimum(end, unit + size)
                 best = gl.full((64,), NO_SCORE, gl.float32, S_ROW)
                 sums = gl.zeros((64,), gl.float32, S_ROW)
-                for at in range(unit, stop, SEGMENT):
-                    tiles = (gl.minimum(stop - at, SEGMENT) + 63) // 64
+                for at in range(unit, stop, segment):
+                    tiles = (gl.minimum(stop - at, segment) + 63) // 64
                     i, top, norm = _segment_weights(
                         queries, q_rope, ring, ropes, full, empty, fades, ready, ones, i, tiles,
                         last, lowest, at, scale,
                     )  # fmt: skip
-                    if UNIT > SEGMENT:
+                    if FOLDS:
                         best, sums, old, new = _factors(best, sums, top, norm)
                         mbarrier.wait(heard, (g & 1) ^ 1)
                         factors.index(0).store(old)
                         factors.index(1).store(new)
                         if WHOLE:
-                            if at + SEGMENT >= stop:
+                            if at + segment >= stop:
                                 new_best, new_norms, old, new = _factors(
                                     all_best, all_norms, best, sums
                                 )
@@ -253,8 +273,8 @@ def _weights(
                         best = top
                         sums = norm
                 if not WHOLE:
-                    used = (m < count * H) & (unit <= last)
-                    entry = (s.to(gl.int64) * Q + m // H) * entries * H + unit // UNIT * H + m % H
+                    used = (m < behind) & (unit <= last) & (piece == 0)
+                    entry = (s.to(gl.int64) * Q + m // H) * entries * H + unit // size * H + m % H
                     gl.store(tops + entry, best, mask=used)
                     gl.store(norms + entry, sums, mask=used)
             mbarrier.arrive(q_empty)
@@ -262,53 +282,58 @@ def _weights(
 
 
 @gluon.jit
-def _zero_behind(slot, live):
-    """Zeros in a warpgroup's half of a tile from key `live` on."""
-    for part in gl.static_range(8):
-        rows = slot.slice(part * 8, 8)
-        row = part * 8 + gl.arange(0, 8, gl.SliceLayout(1, WIDE))[:, None]
-        values = rows.load(WIDE)
+def _zero_behind(tile, live):
+    """Zeros in a warpgroup's columns of a tile from key `live` on."""
+    wide: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [256 // tile.shape[1], tile.shape[1] // 8], [4, 1], [1, 0]
+    )
+    for part in gl.static_range(4):
+        rows = tile.slice(part * 16, 16)
+        row = part * 16 + gl.arange(0, 16, gl.SliceLayout(1, wide))[:, None]
+        values = rows.load(wide)
         rows.store(gl.where(row < live, values, gl.zeros_like(values)))
     fence_async_shared()
 
 
 @gluon.jit
 def _segment_values(
-    ring, weights, full, empty, fades, ready, i, tiles, at, keys, OWN: gl.constexpr
-):
-    """Half OWN of the segment's output, [64, 128] left and right: a chain over its tiles."""
-    left = gl.zeros((64, PART), gl.float32, O_LAYOUT)
-    right = gl.zeros((64, PART), gl.float32, O_LAYOUT)
+    ring, weights, full, empty, fades, ready, i, tiles, at, keys, piece, OWN: gl.constexpr,
+    PIECES: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup's columns of the segment's output, [64, PART] left and right: a chain over its
+    tiles. Where the program has half of the columns, both warpgroups read the same half of a tile,
+    and both free all of it."""
+    PART: gl.constexpr = 128 // PIECES
+    layout: gl.constexpr = _output_layout(PIECES)
+    lines: gl.constexpr = gl.SliceLayout(1, layout)
+    left = gl.zeros((64, PART), gl.float32, layout)
+    right = gl.zeros((64, PART), gl.float32, layout)
     for t in range(tiles):
         slot = i % SLOTS
         phase = i // SLOTS & 1
-        place = slot * 2 + OWN
-        values = ring.index(place)
-        mbarrier.wait(full.index(place), phase)
+        if PIECES == 1:
+            half = slot * 2 + OWN
+            values = ring.index(half)
+        else:
+            half = slot * 2 + piece
+            values = ring.index(half).slice(OWN * 128, 128, 1)
+        mbarrier.wait(full.index(half), phase)
         mbarrier.wait(ready.index(slot), phase)
         if at + t * 64 + 64 > keys:
             _zero_behind(values, keys - at - t * 64)
-        fade = fades.index(slot).load(O_ROW)[:, None]
+        fade = fades.index(slot).load(lines)[:, None]
         left *= fade
         right *= fade
         mine = weights.index(slot)
         left = warpgroup_mma(mine, values.slice(0, PART, 1), left, is_async=True)
         right = warpgroup_mma(mine, values.slice(PART, PART, 1), right, is_async=True)
         left, right = warpgroup_mma_wait(0, deps=(left, right))
-        mbarrier.arrive(empty.index(place))
+        mbarrier.arrive(empty.index(slot * 2 + OWN))
+        if PIECES > 1:
+            mbarrier.arrive(empty.index(slot * 2 + 1 - OWN))
         mbarrier.arrive(empty.index(SLOTS * 2 + slot))
         i += 1
     return left, right
-
-
-@gluon.jit
-def _fold(before, here, total, factors, FIRST: gl.constexpr):
-    """What was before, at memory `before` where that is `here`, and total [64, 128], each times
-    its factor."""
-    found = gl.load(before, mask=here, other=0.0)
-    old = factors.index(FIRST).load(O_ROW)
-    new = factors.index(FIRST + 1).load(O_ROW)
-    return found * old[:, None] + total * new[:, None]
 
 
 @gluon.jit
@@ -317,37 +342,40 @@ def _fold(total, kept, here, factors, FIRST: gl.constexpr):
     before = gl.zeros_like(total)
     if here:
         before = gl.load(kept)
-    old = factors.index(FIRST).load(O_ROW)
-    new = factors.index(FIRST + 1).load(O_ROW)
+    lines: gl.constexpr = gl.SliceLayout(1, total.type.layout)
+    old = factors.index(FIRST).load(lines)
+    new = factors.index(FIRST + 1).load(lines)
     return before * old[:, None] + total * new[:, None]
 
 
 @gluon.jit
 def _end_segment(
-    total, kept, factors, at, unit, stop, end, to, used, SEGMENT: gl.constexpr, UNIT: gl.constexpr,
-    WHOLE: gl.constexpr,
+    total, kept, factors, at, unit, segment, stop, end, to, used, SPAN: gl.constexpr,
+    FOLDS: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """128 columns of a segment's output: into its span, of a span's: an entry, or into all.
+    """Columns of a segment's output: into its span, of a span's: an entry, or into all.
 
     kept: of this program, the sums of a span and of all, in the order of registers. to: rows of
     the entries, or of out.
     """
-    n = gl.arange(0, 64, O_ROW)
-    c = gl.arange(0, PART, gl.SliceLayout(0, O_LAYOUT))
+    layout: gl.constexpr = total.type.layout
+    lines: gl.constexpr = gl.SliceLayout(1, layout)
+    n = gl.arange(0, 64, lines)
+    c = gl.arange(0, total.shape[1], gl.SliceLayout(0, layout))
     lying = (n // 8 * (LATENT * 8) + n % 8 * 8)[:, None] + (c // 8 * 64 + c % 8)[None, :]
-    if UNIT > SEGMENT:
+    if FOLDS:
         span = kept + lying
         total = _fold(total, span, at > unit, factors, 0)
-        if at + SEGMENT < stop:
+        if at + segment < stop:
             gl.store(span, total)
-    if at + SEGMENT >= stop:
+    if at + segment >= stop:
         if WHOLE:
             whole = kept + 64 * LATENT + lying
             total = _fold(total, whole, unit > 0, factors, 2)
-            if unit + UNIT < end:
+            if unit + SPAN < end:
                 gl.store(whole, total)
             else:
-                total = total * factors.index(4).load(O_ROW)[:, None]
+                total = total * factors.index(4).load(lines)[:, None]
                 rounded = total.to(to.dtype.element_ty)
                 gl.store(to[:, None] + c[None, :], rounded, mask=used[:, None])
         else:
@@ -358,47 +386,54 @@ def _end_segment(
 def _values(
     ring, weights, full, empty, fades, ready, factors, told, heard, cu_seqlens, starts, parts, out,
     kept, items, blocks, parallel, entries, Q, OWN: gl.constexpr, H: gl.constexpr,
-    SEGMENT: gl.constexpr, UNIT: gl.constexpr, WHOLE: gl.constexpr,
+    PIECES: gl.constexpr, SEGMENT: gl.constexpr, NEAR: gl.constexpr, FAR: gl.constexpr,
+    SPAN: gl.constexpr, FOLDS: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup that weighs half OWN of the tiles as values. kept [2, 64, 512]: of this program.
+    """A warpgroup that weighs half OWN of the program's columns as values. kept [2, 64, 512]: of
+    this program.
 
     g >> 30 is 0: what depends on g is not held in registers around the loop.
     """
     i = 0
     g = 0
-    kept += OWN * (HALF * 8)
+    WIDTH: gl.constexpr = HALF // PIECES
+    PART: gl.constexpr = WIDTH // 2
+    lines: gl.constexpr = gl.SliceLayout(1, _output_layout(PIECES))
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        s, row, lane, first, count, start, end = _item(
-            item, cu_seqlens, starts, blocks, parallel, H
-        )
-        if lane * UNIT < end:
-            for unit in range(lane * UNIT, end, parallel * UNIT):
-                stop = gl.minimum(end, unit + UNIT)
-                for at in range(unit, stop, SEGMENT):
-                    tiles = (gl.minimum(stop - at, SEGMENT) + 63) // 64
+        s, row, behind, lane, piece, first, count, start, end, segment, size = _item(
+            item, cu_seqlens, starts, blocks, parallel, H, PIECES, SEGMENT, NEAR, FAR, SPAN, FOLDS
+        )  # fmt: skip
+        if lane * size < end:
+            column = piece * HALF + OWN * WIDTH
+            for unit in range(lane * size, end, parallel * size):
+                stop = gl.minimum(end, unit + size)
+                for at in range(unit, stop, segment):
+                    tiles = (gl.minimum(stop - at, segment) + 63) // 64
                     left, right = _segment_values(
-                        ring, weights, full, empty, fades, ready, i, tiles, at, start + count, OWN
-                    )
+                        ring, weights, full, empty, fades, ready, i, tiles, at, start + count,
+                        piece, OWN, PIECES,
+                    )  # fmt: skip
                     i += tiles
-                    m = row + (g >> 30) + gl.arange(0, 64, O_ROW)
-                    used = m < count * H
+                    m = row + (g >> 30) + gl.arange(0, 64, lines)
+                    used = m < behind
                     if WHOLE:
-                        to = out + OWN * HALF + (first.to(gl.int64) * H + m) * LATENT
+                        to = out + column + (first.to(gl.int64) * H + m) * LATENT
                     else:
                         used = used & (unit <= start + m // H)
                         entry = (s.to(gl.int64) * Q + m // H) * entries * H
-                        to = parts + OWN * HALF + (entry + unit // UNIT * H + m % H) * LATENT
-                    if UNIT > SEGMENT:
+                        to = parts + column + (entry + unit // size * H + m % H) * LATENT
+                    if FOLDS:
                         mbarrier.wait(told, g & 1)
-                    own = kept + (g >> 30)
+                    own = kept + column * 8 + (g >> 30)
                     _end_segment(
-                        left, own, factors, at, unit, stop, end, to, used, SEGMENT, UNIT, WHOLE
-                    )
-                    _end_segment(
-                        right, own + PART * 8, factors, at, unit, stop, end, to + PART, used,
-                        SEGMENT, UNIT, WHOLE,
+                        left, own, factors, at, unit, segment, stop, end, to, used, SPAN, FOLDS,
+                        WHOLE,
                     )  # fmt: skip
-                    if UNIT > SEGMENT:
+                    _end_segment(
+                        right, own + PART * 8, factors, at, unit, segment, stop, end, to + PART,
+                        used, SPAN, FOLDS, WHOLE,
+                    )  # fmt: skip
+                    if FOLDS:
                         mbarrier.arrive(heard)
                     g += 1
 
@@ -409,10 +444,12 @@ def _values(
 def _latent_kernel(
     q_map, q_rope_map, latent_map, rope_map, page_table, cu_seqlens, starts, out, tops, norms,
     parts, kept, scale, table_stride, items, blocks, parallel, entries, Q,
-    H: gl.constexpr, SEGMENT: gl.constexpr, UNIT: gl.constexpr, WHOLE: gl.constexpr,
+    H: gl.constexpr, PIECES: gl.constexpr, SEGMENT: gl.constexpr, NEAR: gl.constexpr,
+    FAR: gl.constexpr, SPAN: gl.constexpr, FOLDS: gl.constexpr, WHOLE: gl.constexpr,
 ):  # fmt: skip
-    """Every num_programs(0)-th item: 64 (token, head) rows of a row of the batch, and every
-    `parallel`-th of their units of UNIT keys, each left as an entry, or, where WHOLE, folded."""
+    """Every num_programs(0)-th item: 64 (token, head) rows of a row of the batch, one of PIECES
+    pieces of their columns, and every `parallel`-th of their units: segments or, where it FOLDS,
+    spans of keys. Each is left as an entry, or, where WHOLE, folded."""
     dtype: gl.constexpr = out.dtype.element_ty
     square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -433,7 +470,7 @@ def _latent_kernel(
     heard = gl.allocate_shared_memory(gl.int64, [1], barriers)
     for slot in gl.static_range(SLOTS * 2):
         mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=PIECES)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(SLOTS * 2 + slot), count=1)
         mbarrier.init(empty.index(SLOTS * 2 + slot), count=3)
@@ -450,20 +487,22 @@ def _latent_kernel(
             (_weights, (
                 queries, q_rope, q_full, q_empty, ring, ropes, full, empty, fades, ready, ones,
                 factors, told, heard, cu_seqlens, starts, tops, norms, scale, items, blocks,
-                parallel, entries, Q, H, SEGMENT, UNIT, WHOLE,
+                parallel, entries, Q, H, PIECES, SEGMENT, NEAR, FAR, SPAN, FOLDS, WHOLE,
             )),
             (_values, (
                 ring, ropes, full, empty, fades, ready, factors, told, heard, cu_seqlens, starts,
-                parts, out, kept, items, blocks, parallel, entries, Q, 0, H, SEGMENT, UNIT, WHOLE,
+                parts, out, kept, items, blocks, parallel, entries, Q, 0, H, PIECES, SEGMENT, NEAR,
+                FAR, SPAN, FOLDS, WHOLE,
             )),
             (_values, (
                 ring, ropes, full, empty, fades, ready, factors, told, heard, cu_seqlens, starts,
-                parts, out, kept, items, blocks, parallel, entries, Q, 1, H, SEGMENT, UNIT, WHOLE,
+                parts, out, kept, items, blocks, parallel, entries, Q, 1, H, PIECES, SEGMENT, NEAR,
+                FAR, SPAN, FOLDS, WHOLE,
             )),
             (_fetch, (
                 q_map, q_rope_map, latent_map, rope_map, queries, q_rope, q_full, q_empty, ring,
                 ropes, full, empty, page_table, cu_seqlens, starts, table_stride, items, blocks,
-                parallel, H, UNIT,
+                parallel, H, PIECES, SEGMENT, NEAR, FAR, SPAN, FOLDS,
             )),
         ],
         [4, 4, 1],
@@ -482,6 +521,11 @@ def _supports(**traits: Any) -> str | None:
     if why_not is None and arch_of(**traits) != HOPPER:
         return "wgmma is Hopper's"
     return why_not
+
+
+def pieces_of(items: int) -> int:
+    """Programs that share the columns of an item: two where half of a GPU would have none."""
+    return 2 if items * 2 <= MULTIPROCESSORS else 1
 
 
 def _described(rows: Tensor, columns: int) -> TensorDescriptor:
@@ -541,8 +585,10 @@ def _attend(
     p = divided or partition(rows, query_len, heads, LATENT.value, keys, tile)
     entries = triton.cdiv(keys, p.unit) if p.unit else 0
     count = rows * query_len * heads * entries
-    blocks = triton.cdiv(query_len * heads, 64)
+    blocks = tile.blocks(query_len, heads)
     items = rows * blocks * p.parallel
+    pieces = pieces_of(items)
+    items *= pieces
     programs = min(items, MULTIPROCESSORS)
     f32 = dict(dtype=torch.float32, device=q_latent.device)
     left = [torch.empty(count * size, **f32) for size in (1, 1, LATENT.value)]
@@ -554,7 +600,7 @@ def _attend(
         _described(ropes.view(-1, ROPE.value), ROPE.value),
         page_table, cu_seqlens, starts, out, *left, kept, scale * LOG2E, page_table.stride(0),
         items, blocks, p.parallel, entries, query_len,
-        heads, tile.segment, p.unit or tile.segment * SPAN, not p.unit,
+        heads, pieces, *tile.law, p.unit != tile.near, not p.unit,
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     if entries:

@@ -2,9 +2,10 @@
 """latent_attention in Triton: one fold for prompts, decoding and verification.
 
 The keys are cut at absolute multiples of a segment. Inside a segment, ascending tiles with online
-softmax. SPAN segments are folded in ascending order, from an empty fold, and spans likewise: two
-levels, whoever computes them, so that the partition (chosen from static sizes) changes no bit. A
-program folds all of a row by itself, or leaves an entry for each span, or for each segment, and a
+softmax. The segments of a span are folded in ascending order, from an empty fold, and spans
+likewise: two levels, whoever computes them, so that the partition (chosen from static sizes)
+changes no bit. How long segments are is the architecture's and, on Hopper, the token's position's.
+A program folds all of a row by itself, or leaves an entry for each span, or for each segment, and a
 second kernel goes on with the same fold. Sums over keys go through tl.dot; (token, head) share its
 rows, in blocks of one size. Masked keys add exact zeros. See docs/kernels/latent_attention.md.
 """
@@ -18,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels import architecture
-from lockstep.kernels.architecture import stages_within
+from lockstep.kernels.architecture import HOPPER, stages_within
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.kv import KVCache
 from lockstep.kernels.kv._launch import opened, token_bytes, unserved
@@ -26,6 +27,7 @@ from lockstep.kernels.kv._tile_device import cache_tile, pages_of
 from lockstep.kernels.latent_attention import SEGMENT, latent_attention
 from lockstep.kernels.latent_attention._device import (
     NO_SCORE,
+    block_of,
     empty_fold,
     fold,
     row_of,
@@ -35,10 +37,14 @@ from lockstep.kernels.packed._form import target_of
 
 LOG2E = 1.4426950408889634
 """log2(e): weights are 2^(x log2(e)), which the GPU has an instruction for."""
-LONG_SEGMENT = 1024
-"""Keys of a segment on Hopper, where every fold goes through memory: docs/decisions/0015."""
+FAR = 16384
+"""The position from which a token's segments are long on Hopper, where every fold goes through
+memory: docs/decisions/0015."""
+NEAR_SEGMENT = 1024
+FAR_SEGMENT = 2048
+"""Keys of a segment on Hopper: of a token in front of FAR, and from there on."""
 SPAN = 8
-"""Segments of a span: part of the definition, like SEGMENT."""
+"""Segments of a span, near ones: part of the definition, like SEGMENT."""
 WIDEST = 512
 """Dims of a latent: the sums of 64 rows of it fill half of the registers of 8 warps."""
 PROGRAMS = 128
@@ -85,11 +91,11 @@ def _weigh_tile(
 
 @triton.jit
 def _all_keys(
-    q_latent, q_rope, latents, numbers, constant, ropes, pages, end, keys, last, scale,
+    q_latent, q_rope, latents, numbers, constant, ropes, pages, end, keys, last, segment, scale,
     L_PAGE: tl.constexpr, L_TOKEN: tl.constexpr, R_PAGE: tl.constexpr, R_TOKEN: tl.constexpr,
     PAGE: tl.constexpr, C: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr, COUNT: tl.constexpr,
     SHARE: tl.constexpr, FETCH: tl.constexpr, UNPACK: tl.constexpr, OPAQUE: tl.constexpr,
-    ONES: tl.constexpr, SEGMENT: tl.constexpr, SPAN: tl.constexpr,
+    ONES: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """The fold of all keys below `end`: the sums of weights and the output.
 
@@ -109,10 +115,10 @@ def _all_keys(
             SHARE, FETCH, UNPACK, OPAQUE,
         )  # fmt: skip
         behind = at + TILE
-        if (behind % SEGMENT == 0) | (behind >= end):
+        if (behind % segment == 0) | (behind >= end):
             best, norms, sums = fold(best, norms, sums, top, norm, total)
             top, norm, total = empty_fold(ROWS, ONES, BLOCK)
-            if (behind % (SEGMENT * SPAN) == 0) | (behind >= end):
+            if (behind % SPAN == 0) | (behind >= end):
                 all_best, all_norms, all_sums = fold(
                     all_best, all_norms, all_sums, best, norms, sums
                 )
@@ -122,11 +128,12 @@ def _all_keys(
 
 @triton.jit
 def _one_unit(
-    q_latent, q_rope, latents, numbers, constant, ropes, pages, begin, stop, keys, last, scale,
+    q_latent, q_rope, latents, numbers, constant, ropes, pages, begin, stop, keys, last, segment,
+    scale,
     L_PAGE: tl.constexpr, L_TOKEN: tl.constexpr, R_PAGE: tl.constexpr, R_TOKEN: tl.constexpr,
     PAGE: tl.constexpr, C: tl.constexpr, R: tl.constexpr, TILE: tl.constexpr, COUNT: tl.constexpr,
     SHARE: tl.constexpr, FETCH: tl.constexpr, UNPACK: tl.constexpr, OPAQUE: tl.constexpr,
-    ONES: tl.constexpr, SEGMENT: tl.constexpr, FOLDS: tl.constexpr,
+    ONES: tl.constexpr, FOLDS: tl.constexpr,
 ):  # fmt: skip
     """Keys begin .. stop - 1, a segment or, where it FOLDS, the segments of a span: the largest
     score, the sums of weights and the output."""
@@ -143,7 +150,7 @@ def _one_unit(
             SHARE, FETCH, UNPACK, OPAQUE,
         )  # fmt: skip
         if FOLDS:
-            if ((at + TILE) % SEGMENT == 0) | (at + TILE >= stop):
+            if ((at + TILE) % segment == 0) | (at + TILE >= stop):
                 best, norms, sums = fold(best, norms, sums, top, norm, total)
                 top, norm, total = empty_fold(ROWS, ONES, BLOCK)
     if FOLDS:
@@ -160,30 +167,32 @@ def _attend_kernel(
     L_PAGE: tl.constexpr, L_TOKEN: tl.constexpr, R_PAGE: tl.constexpr, R_TOKEN: tl.constexpr,
     PAGE: tl.constexpr, H: tl.constexpr, C: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr, BLOCK_R: tl.constexpr, TILE: tl.constexpr, ONES: tl.constexpr,
-    SEGMENT: tl.constexpr, SPAN: tl.constexpr, UNIT: tl.constexpr,
+    SEGMENT: tl.constexpr, NEAR: tl.constexpr, FAR: tl.constexpr, SPAN: tl.constexpr,
+    UNIT: tl.constexpr,
     numbers, constant, COUNT: tl.constexpr, SHARE: tl.constexpr, FETCH: tl.constexpr,
     UNPACK: tl.constexpr, OPAQUE: tl.constexpr,
 ):  # fmt: skip
-    """A block of one row's (token, head): every so many units of UNIT keys.
+    """A block of one row's (token, head): every so many units.
 
     numbers, constant, COUNT, FETCH, ..: how packed latents are read (lockstep.kernels.kv); FETCH
     None: they are not packed.
-    UNIT 0: all keys, and out is written. Else a segment or a span, each an entry: tops, norms
-    [S Q, entries, H] and parts [S Q, entries, H, C].
+    UNIT 0: all keys, and out is written. Else a span, or, where it is NEAR, a segment of the block,
+    each an entry: tops, norms [S Q, entries, H] and parts [S Q, entries, H, C].
     """
     s = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1) * ROWS
     first, count, start = row_of(cu_seqlens, starts, s)
-    end = start + tl.minimum(count, (row + ROWS - 1) // H + 1)
+    row, behind, segment = block_of(tl.program_id(1), start, count, H, ROWS, SEGMENT, NEAR, FAR)
+    end = start + (tl.minimum(row + ROWS, behind) - 1) // H + 1
     keys = start + count
-    begin = tl.program_id(2) * UNIT
-    if (row >= count * H) | (begin >= end):
+    unit = segment if UNIT == NEAR else UNIT
+    begin = tl.program_id(2) * unit
+    if (row >= behind) | (begin >= end):
         return
     pages = page_table + s * table_stride
     c = tl.arange(0, BLOCK_C)[None, :]
     r = tl.arange(0, BLOCK_R)[None, :]
     m = row + tl.arange(0, ROWS)
-    mine = m < count * H
+    mine = m < behind
     there = mine[:, None] & (c < C)
     last = start + m // H
     at = (first * H + m)[:, None]
@@ -191,23 +200,23 @@ def _attend_kernel(
     qr = tl.load(q_rope + (at * R + r), mask=mine[:, None] & (r < R), other=0.0)
     if UNIT == 0:
         norm, total = _all_keys(
-            ql, qr, latents, numbers, constant, ropes, pages, end, keys, last, scale, L_PAGE,
-            L_TOKEN, R_PAGE, R_TOKEN, PAGE, C, R, TILE, COUNT, SHARE, FETCH, UNPACK, OPAQUE, ONES,
-            SEGMENT, SPAN,
+            ql, qr, latents, numbers, constant, ropes, pages, end, keys, last, segment, scale,
+            L_PAGE, L_TOKEN, R_PAGE, R_TOKEN, PAGE, C, R, TILE, COUNT, SHARE, FETCH, UNPACK,
+            OPAQUE, ONES, SPAN,
         )  # fmt: skip
         inverse = tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), tl.max(norm, 1))
         result = (total * inverse[:, None]).to(out.dtype.element_ty)
         tl.store(out + (at * C + c), result, mask=there)
     else:
-        for unit in range(begin, end, tl.num_programs(2) * UNIT):
+        for key in range(begin, end, tl.num_programs(2) * unit):
             top, norm, total = _one_unit(
-                ql, qr, latents, numbers, constant, ropes, pages, unit,
-                tl.minimum(end, unit + UNIT), keys, last, scale, L_PAGE, L_TOKEN, R_PAGE, R_TOKEN,
-                PAGE, C, R, TILE, COUNT, SHARE, FETCH, UNPACK, OPAQUE, ONES, SEGMENT,
-                UNIT > SEGMENT,
+                ql, qr, latents, numbers, constant, ropes, pages, key,
+                tl.minimum(end, key + unit), keys, last, segment, scale, L_PAGE, L_TOKEN,
+                R_PAGE, R_TOKEN, PAGE, C, R, TILE, COUNT, SHARE, FETCH, UNPACK, OPAQUE, ONES,
+                UNIT == SPAN,
             )  # fmt: skip
-            used = mine & (unit <= last)
-            entry = (s * Q + m // H) * entries * H + unit // UNIT * H + m % H
+            used = mine & (key <= last)
+            entry = (s * Q + m // H) * entries * H + key // unit * H + m % H
             tl.store(tops + entry, top, mask=used)
             tl.store(norms + entry, tl.max(norm, 1), mask=used)
             to = parts + (entry[:, None] * C + c)
@@ -217,18 +226,21 @@ def _attend_kernel(
 @triton.jit(do_not_specialize=["entries", "Q"])
 def _fold_kernel(
     tops, norms, parts, cu_seqlens, starts, out, entries, Q,
-    H: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, UNIT: tl.constexpr,
-    EACH: tl.constexpr, TOGETHER: tl.constexpr,
+    H: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, SEGMENT: tl.constexpr,
+    NEAR: tl.constexpr, FAR: tl.constexpr, SPAN: tl.constexpr, UNIT: tl.constexpr,
+    TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """COLUMNS of a (row, token, head): its entries in ascending order, TOGETHER loaded at once, of
-    which EACH make a span."""
+    """COLUMNS of a (row, token, head): its entries in ascending order, TOGETHER loaded at once."""
     s = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) // H
     head = tl.program_id(1) % H
     first, count, start = row_of(cu_seqlens, starts, s)
-    used = (start + token) // UNIT + 1
     if token >= count:
         return
+    unit = UNIT
+    if UNIT == NEAR:
+        unit = tl.where(start + token < FAR, NEAR, SEGMENT)
+    used = (start + token) // unit + 1
     c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     best, norms_all, sums = empty_fold(1, 1, COLUMNS)
     span_best, span_norms, span_sums = empty_fold(1, 1, COLUMNS)
@@ -241,12 +253,12 @@ def _fold_kernel(
             norm = tl.load(norms + at, mask=live & (lane == 0), other=0.0)[:, None]
             mask = live & (c < C)[None, :]
             total = tl.load(parts + (at[:, None] * C + c[None, :]), mask=mask, other=0.0)
-            if EACH > 1:
+            if UNIT < SPAN:
                 top, norm, total = fold(span_best, span_norms, span_sums, top, norm, total)
                 span_best = tl.where(live, top, span_best)
                 span_norms = tl.where(live, norm, span_norms)
                 span_sums = tl.where(live, total, span_sums)
-                ends = ((base + i + 1) % EACH == 0) | (base + i + 1 == used)
+                ends = ((base + i + 1) * unit % SPAN == 0) | (base + i + 1 == used)
                 top, norm, total = fold(best, norms_all, sums, span_best, span_norms, span_sums)
                 begun = live & ends
                 span_best = tl.where(begun, NO_SCORE, span_best)
@@ -278,12 +290,31 @@ def supports(**traits: Any) -> str | None:
 class Tile:
     """What an architecture takes at once: part of the definition there, since every row of a
     product must stand in one of the same shape. rows: (token, head) rows of a program; keys: that
-    it weighs at once; segment: keys between two folds."""
+    it weighs at once; segment: keys between two folds, of a token from position `far` on; near: of
+    one in front of it."""
 
     rows: int
     keys: int
     warps: int
     segment: int = SEGMENT
+    near: int = SEGMENT
+    far: int = 0
+
+    @property
+    def span(self) -> int:
+        """Keys of a span."""
+        return self.near * SPAN
+
+    @property
+    def law(self) -> tuple[int, int, int, int]:
+        """What the kernels ask: keys of a segment, of a near one, far, keys of a span."""
+        return self.segment, self.near, self.far, self.span
+
+    def blocks(self, query_len: int, heads: int) -> int:
+        """Blocks of a row's (token, head): one more where a block could have tokens of both
+        kinds."""
+        both = self.far > 0 and heads % self.rows > 0
+        return triton.cdiv(query_len * heads, self.rows) + both
 
 
 def tile_of(dtype: torch.dtype, arch: int) -> Tile:
@@ -291,8 +322,8 @@ def tile_of(dtype: torch.dtype, arch: int) -> Tile:
     sums, so 32; fp32 goes through FMA units, whose operands lie in twice the bytes."""
     if dtype == torch.float32:
         return Tile(16, 16, 8)
-    if arch == 90:
-        return Tile(64, 64, 8, LONG_SEGMENT)
+    if arch == HOPPER:
+        return Tile(64, 64, 8, FAR_SEGMENT, NEAR_SEGMENT, FAR)
     return Tile(64, 32, 8) if arch == 100 else Tile(32, 32, 8)
 
 
@@ -300,8 +331,8 @@ def tile_of(dtype: torch.dtype, arch: int) -> Tile:
 class Partition:
     """How the work is divided among programs. Nothing here changes a bit.
 
-    unit: keys of an entry: 0 (a program takes all of a row), a segment, or SPAN of them. parallel:
-    programs that share a row's units; each takes every so-manieth.
+    unit: keys of an entry: 0 (a program takes all of a row), a span, or, where it is a near
+    segment, a segment. parallel: programs that share a row's units; each takes every so-manieth.
     """
 
     unit: int
@@ -313,12 +344,12 @@ def partition(
 ) -> Partition:
     """The partition for static sizes. keys: the most that a row may have."""
     programs = rows * triton.cdiv(query_len * heads, tile.rows)
-    span = tile.segment * SPAN
     entry_bytes = rows * query_len * heads * (latent + 2) * 4
-    for unit in (tile.segment, span):
+    idle = programs * triton.cdiv(keys, tile.span) < PROGRAMS
+    small = query_len * heads * 4 <= tile.segment  # half of the bytes of a segment's keys
+    for unit in (tile.near, tile.span) if idle or small else (tile.span,):
         units = triton.cdiv(keys, unit)
-        busy = unit == span or programs * triton.cdiv(keys, span) < PROGRAMS
-        if programs < PROGRAMS and busy and entry_bytes * units <= ENTRY_BYTES:
+        if programs < PROGRAMS and entry_bytes * units <= ENTRY_BYTES:
             return Partition(unit, min(units, max(triton.cdiv(2 * PROGRAMS, programs), SPAN)))
     return Partition(0, 1)
 
@@ -367,12 +398,12 @@ def latent_attention_triton(
     fixed = tile.rows * (block_c + block_r) * size  # queries
     if packed:
         fixed += tile.keys * unpacked
-    grid = (rows, triton.cdiv(query_len * heads, tile.rows), p.parallel)
+    grid = (rows, tile.blocks(query_len, heads), p.parallel)
     _attend_kernel[grid](
         q_latent, q_rope, held.codes, ropes, page_table, cu_seqlens, starts, out, *kept,
         scale * LOG2E, entries, page_table.stride(0), query_len,
         *held.codes.stride()[:2], *ropes.stride()[:2], page, heads, latent, rope, tile.rows,
-        block_c, block_r, tile.keys, ONES, tile.segment, SPAN, p.unit,
+        block_c, block_r, tile.keys, ONES, *tile.law, p.unit,
         held.numbers, held.constant, held.beside, held.share, held.fetch, held.unpack,
         packed > 0 and q_latent.dtype != torch.float32 and target.opaque,
         num_warps=tile.warps, num_stages=stages_within(2, loaded, fixed, arch),
@@ -400,6 +431,6 @@ def fold_entries(
     columns = min(block_c, COLUMNS)
     _fold_kernel[(len(starts), query_len * heads, block_c // columns)](
         *kept, cu_seqlens, starts, out, entries, query_len,
-        heads, latent, columns, unit, SPAN * tile.segment // unit, TOGETHER,
+        heads, latent, columns, *tile.law, unit, TOGETHER,
         num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
