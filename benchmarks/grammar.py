@@ -4,9 +4,11 @@
     python benchmarks/grammar.py masks [--rows 1,8,64] [--k 0,3] [--vocab 248320] [--threads 16]
 
 steps: decoding steps of the bundled model, or of FOLDER's config.json with random weights; all rows
-are held to a grammar of the kind, `free` to none. ms is the median of engine steps by the clock,
-scheduling and reading included, and the least CPU time of one, which other work on the machine
-disturbs less; the least of RUNS runs in turn.
+are held to a grammar of the kind, `free` to none. With drafts, MTP makes them, and then those of a
+first run's answer take their place, wrong at every fifth position: as random weights draft, nothing
+that a grammar allows would ever be drafted. ms is the median of engine steps by the clock,
+scheduling and reading included, and the median CPU time of one, which other work on the machine
+disturbs less; the least of RUNS runs in turn. Tokens: those of a row and step, on the mean.
 masks: the masks of a step alone, as the runner makes them, at each place of a text: ms by the
 clock, and ms of CPU. The vocabulary is made up: the bundled one's tokens and pairs of them.
 """
@@ -16,20 +18,30 @@ import json
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
+from torch import Tensor
+
 from lockstep import SamplingParams
+from lockstep.check.answer_oracle import AnswerOracle
 from lockstep.config import EngineConfig
 from lockstep.engine.build import find_model
 from lockstep.engine.engine import Engine
+from lockstep.engine.hooks import NO_HOOKS, CheckHooks
 from lockstep.runner.grammar_masks import MOST_LANES
 from lockstep.scheduling.grammar import ONE_LANE, Lanes
+from lockstep.scheduling.request import Request
+from lockstep.spec import mtp
+from lockstep.spec.drafter import DraftContext
+from lockstep.step import Step, Verdict
 from lockstep.text.grammar import Compiler
 from lockstep.text.processor import Processor
 from lockstep.text.tokenizer import Tokenizer
 
 PROMPT = "def read(path):"
+MOST_TOKENS = 900
 WARM = 8
 RUNS = 2
 LONGEST = 24
@@ -100,16 +112,43 @@ class MadeUp(Tokenizer):
         return self.spelled[token_id]
 
 
-def step_ms(
-    engine: Engine, processor: Processor, rows: int, wanted: dict[str, Any], steps: int
-) -> tuple[float, float]:
-    """ms of a decoding step of `rows` rows: the median by the clock, the least of CPU time."""
+class Told:
+    """MTP with its cost, and in the place of its drafts those of answers that are known."""
+
+    def __init__(self, context: DraftContext) -> None:
+        self.inner = mtp.create(context)
+        self.oracle = AnswerOracle(context)
+
+    def propose(
+        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
+    ) -> None:
+        """See Drafter."""
+        self.inner.propose(step, hidden, aux_hidden_states, verdict)
+        self.oracle.propose(step, hidden, aux_hidden_states, verdict)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Engine steps: ms by the clock and of CPU, the medians; tokens of a row and step, the mean."""
+
+    clock: float
+    worked: float
+    tokens: float
+
+
+def asked_for(processor: Processor, rows: int, wanted: dict[str, Any]) -> list[Request]:
+    """The requests of a run, each with a prompt and a seed of its own."""
     requests = []
     for row in range(rows):
-        asked: dict[str, Any] = {"temperature": 1.0, "max_tokens": 800, "seed": row}
+        asked: dict[str, Any] = {"temperature": 1.0, "max_tokens": MOST_TOKENS, "seed": row}
         asked |= {"structured_outputs": wanted} if wanted else {"ignore_eos": True}
         params = SamplingParams(**asked, detokenize=False)
         requests += processor.requests(f"row-{row}", f"{PROMPT} # {row}", params)
+    return requests
+
+
+def timed(engine: Engine, requests: list[Request], steps: int) -> Timed:
+    """Runs requests for so many decoding steps behind WARM others, and drops them."""
     for request in requests:
         engine.add(request)
     while not all(request.output_token_ids for request in requests):
@@ -118,24 +157,27 @@ def step_ms(
         engine.step()
     taken = []
     worked = []
+    before = sum(len(request.output_token_ids) for request in requests)
     for _ in range(steps):
         began = time.perf_counter()
         busy = time.process_time()
         engine.step()
         worked.append(1000 * (time.process_time() - busy))
         taken.append(1000 * (time.perf_counter() - began))
+    after = sum(len(request.output_token_ids) for request in requests)
     alive = engine.scheduler.num_running
     for request in requests:
         engine.abort(request.id)
     while engine.has_work():
         engine.step()
-    assert alive == rows, "a row ended while steps were timed"
-    return median(taken), min(worked)
+    assert alive == len(requests), "a row ended while steps were timed"
+    return Timed(median(taken), median(worked), (after - before) / steps / alive)
 
 
 def steps(asked: argparse.Namespace) -> None:
     """Prints a line for each number of drafts and of rows, and each kind of grammar."""
-    print("| K | rows | held to | ms per step | CPU ms |\n|---|---|---|---|---|", flush=True)
+    print("| K | rows | held to | ms per step | CPU ms | tokens |", flush=True)
+    print("|---|---|---|---|---|---|", flush=True)
     for k in asked.k:
         drafting = {"method": "mtp", "num_speculative_tokens": k, "adaptive": False}
         config = EngineConfig.read(
@@ -146,20 +188,39 @@ def steps(asked: argparse.Namespace) -> None:
             row_buckets=tuple(asked.rows),
             speculative_config=drafting if k else None,
         )
-        engine = Engine(config)
+        engine = Engine(config, hooks=CheckHooks(drafter=Told) if k else NO_HOOKS)
         vocab = engine.facts.vocab_size
         tokenizer = MadeUp(vocab)
         processor = Processor(tokenizer, None, 1024, tokenizer.eos_ids, vocab=vocab)
         for rows in asked.rows:
-            found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in asked.kinds}
-            for _ in range(RUNS):
-                for kind in asked.kinds:
-                    taken = step_ms(engine, processor, rows, KINDS[kind], asked.steps)
-                    found[kind].append(taken)
-            for kind, times in found.items():
-                clock, worked = (min(column) for column in zip(*times, strict=True))
-                print(f"| {k} | {rows} | {kind} | {clock:.2f} | {worked:.2f} |", flush=True)
+            for kind, found in runs(engine, processor, rows, asked).items():
+                clock = min(one.clock for one in found)
+                worked = min(one.worked for one in found)
+                line = f"| {k} | {rows} | {kind} | {clock:.2f} | {worked:.2f} |"
+                print(f"{line} {found[0].tokens:.2f} |", flush=True)
         del engine
+
+
+def runs(
+    engine: Engine, processor: Processor, rows: int, asked: argparse.Namespace
+) -> dict[str, list[Timed]]:
+    """The times of each kind of grammar, of RUNS runs in turn. With drafts a run goes before, whose
+    answers are told: K + 1 times its steps, so that they are long enough."""
+    drafter = engine.runner.program.drafter
+    answers = {}
+    found: dict[str, list[Timed]] = {kind: [] for kind in asked.kinds}
+    for _ in range(RUNS):
+        for kind in asked.kinds:
+            if isinstance(drafter, Told):
+                if kind not in answers:
+                    drafter.oracle.tell([])
+                    requests = asked_for(processor, rows, KINDS[kind])
+                    timed(engine, requests, engine.plan.query_len * (WARM + asked.steps))
+                    answers[kind] = [[*r.prompt_token_ids, *r.output_token_ids] for r in requests]
+                drafter.oracle.tell(answers[kind])
+            requests = asked_for(processor, rows, KINDS[kind])
+            found[kind].append(timed(engine, requests, asked.steps))
+    return found
 
 
 def masks(asked: argparse.Namespace) -> None:

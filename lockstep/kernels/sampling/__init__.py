@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from lockstep.kernels.registry import op
 
@@ -157,7 +158,7 @@ def sample(
         use = int(flags[s])
         x = logits[s].clone()
         if use & ALLOWED and allowed is not None:
-            x[~_bits(allowed[s], ids, x.shape[-1])] = -torch.inf
+            x = torch.minimum(x, _bounds(allowed[s], ids, x.shape[-1]))
         x = _process(x, positions[s], drafts[s], row, history, state, use, ids)
         best[s], top[s] = _best(x)
     tokens = best if ids is None else ids[best]
@@ -170,10 +171,14 @@ def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
     return best[..., 0], scores.gather(-1, best)[..., 0]
 
 
-def _bits(words: Tensor, ids: Tensor | None, vocab: int) -> Tensor:
-    """words [Q, N] int32 -> whether the bit of each of `ids`, or of each token, is set [Q, V]."""
-    tokens = torch.arange(vocab, device=words.device) if ids is None else ids
-    return (words[:, tokens // 32] >> (tokens % 32).int() & 1).bool()
+def _bounds(words: Tensor, ids: Tensor | None, vocab: int) -> Tensor:
+    """words [Q, N] int32 -> inf where the bit of each of `ids`, or of each token, is set, else -inf
+    [Q, V] fp32. Eight bits at a time: a vocabulary has many."""
+    octets = torch.arange(256, device=words.device)[:, None]
+    bits = octets >> torch.arange(8, device=words.device) & 1
+    of_octet = torch.where(bits.bool(), torch.inf, -torch.inf)
+    bounds = embedding(words.contiguous().view(torch.uint8).int(), of_octet).flatten(1)
+    return bounds[:, :vocab] if ids is None else bounds[:, ids]
 
 
 def _process(
