@@ -268,7 +268,7 @@ def _filter(x: Tensor, min_p: float, top_k: int, top_p: float) -> Tensor:
 
 def gumbel(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """seed [1] int64, positions [Q] int64, ids [V] int64 -> standard Gumbel noise [Q, V] fp32."""
-    return -torch.log(-torch.log(uniform(seed, positions, ids)))
+    return uniform(seed, positions, ids).log_().neg_().log_().neg_()
 
 
 def uniform(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
@@ -282,13 +282,17 @@ def uniform(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     key = _mix(key ^ ((seed >> 32) & MASK32))
     key = _mix(key ^ (positions & MASK32))
     bits = _mix(_mix(key[:, None] ^ ids) ^ key[:, None]) >> 9
-    return (bits.float() + 0.5) * 2.0**-23
+    return bits.float().add_(0.5).mul_(2.0**-23)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """murmur3's fmix32 on int64 tensors that hold 32 bits."""
-    x = x ^ (x >> 16)
-    x = (x * 0x85EBCA6B) & MASK32
-    x = x ^ (x >> 13)
-    x = (x * 0xC2B2AE35) & MASK32
-    return x ^ (x >> 16)
+    """murmur3's fmix32 on int64 tensors that hold 32 bits, in their place: to take new memory for a
+    vocabulary of numbers costs more than the arithmetic."""
+    x ^= x >> 16
+    x *= 0x85EBCA6B
+    x &= MASK32
+    x ^= x >> 13
+    x *= 0xC2B2AE35
+    x &= MASK32
+    x ^= x >> 16
+    return x
