@@ -185,7 +185,7 @@ def steps(asked: argparse.Namespace) -> None:
             load_format="dummy" if asked.folder else "auto",
             max_model_len=1024,
             max_num_seqs=max(asked.rows),
-            row_buckets=tuple(asked.rows),
+            row_buckets=tuple(sorted(asked.rows)),
             speculative_config=drafting if k else None,
         )
         engine = Engine(config, hooks=CheckHooks(drafter=Told) if k else NO_HOOKS)
