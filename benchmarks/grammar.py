@@ -33,12 +33,14 @@ from lockstep.scheduling.grammar import Wanted
 from lockstep.scheduling.request import Request
 from lockstep.spec import mtp
 from lockstep.spec.drafter import DraftContext
-from lockstep.step import Step, Verdict
+from lockstep.step import PAGE_SIZE, Step, Verdict
 from lockstep.text.grammar import Compiler
 from lockstep.text.processor import Processor
 from lockstep.text.tokenizer import Tokenizer
 
 PROMPT = "def read(path):"
+LENGTH = 1024
+"""Tokens of a row, at most."""
 MOST_TOKENS = 900
 WARM = 8
 RUNS = 2
@@ -182,15 +184,17 @@ def steps(asked: argparse.Namespace) -> None:
         config = EngineConfig.read(
             model=asked.folder,
             load_format="dummy" if asked.folder else "auto",
-            max_model_len=1024,
+            max_model_len=LENGTH,
             max_num_seqs=max(asked.rows),
+            num_gpu_blocks=max(asked.rows) * (LENGTH // PAGE_SIZE + 1) + 2,
+            num_snapshots=0,
             row_buckets=tuple(sorted(asked.rows)),
             speculative_config=drafting if k else None,
         )
         engine = Engine(config, hooks=CheckHooks(drafter=Told) if k else NO_HOOKS)
         vocab = engine.facts.vocab_size
         tokenizer = MadeUp(vocab)
-        processor = Processor(tokenizer, None, 1024, tokenizer.eos_ids, vocab=vocab)
+        processor = Processor(tokenizer, None, LENGTH, tokenizer.eos_ids, vocab=vocab)
         for rows in asked.rows:
             for kind, found in runs(engine, processor, rows, asked).items():
                 clock = min(one.clock for one in found)
