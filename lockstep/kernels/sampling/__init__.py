@@ -26,6 +26,9 @@ FILTERS = 16
 NOISE = 32
 ALLOWED = 64
 """Bits of `flags`: what a row uses. A row that uses nothing is a plain argmax."""
+BITS = torch.arange(256)[:, None] >> torch.arange(8) & 1
+BOUNDS = torch.where(BITS.bool(), torch.inf, -torch.inf)
+"""[256, 8] fp32: inf for each bit of an octet that is set, lowest first, else -inf."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,7 @@ def sample(
         use = int(flags[s])
         x = logits[s].clone()
         if use & ALLOWED and allowed is not None:
-            x = torch.minimum(x, _bounds(allowed[s], ids, x.shape[-1]))
+            torch.minimum(x, _bounds(allowed[s], ids, x.shape[-1]), out=x)
         x = _process(x, positions[s], drafts[s], row, history, state, use, ids)
         best[s], top[s] = _best(x)
     tokens = best if ids is None else ids[best]
@@ -173,11 +176,9 @@ def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 def _bounds(words: Tensor, ids: Tensor | None, vocab: int) -> Tensor:
     """words [Q, N] int32 -> inf where the bit of each of `ids`, or of each token, is set, else -inf
-    [Q, V] fp32. Eight bits at a time: a vocabulary has many."""
-    octets = torch.arange(256, device=words.device)[:, None]
-    bits = octets >> torch.arange(8, device=words.device) & 1
-    of_octet = torch.where(bits.bool(), torch.inf, -torch.inf)
-    bounds = embedding(words.contiguous().view(torch.uint8).int(), of_octet).flatten(1)
+    [Q, V] fp32."""
+    octets = words.contiguous().view(torch.uint8).int()
+    bounds = embedding(octets, BOUNDS.to(words.device)).flatten(1)
     return bounds[:, :vocab] if ids is None else bounds[:, ids]
 
 
