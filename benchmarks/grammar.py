@@ -244,7 +244,8 @@ def masks(asked: argparse.Namespace) -> None:
                 for row in rows:
                     row.prepare()
                 compiled = 1000 * (time.process_time() - began) / count
-                memory = memoryview(bytearray(count * (1 + k) * compiler.mask_bytes))
+                shape = [count * (1 + k), compiler.mask_bytes]
+                memory = memoryview(bytearray(shape[0] * shape[1])).cast("B", shape=shape)
                 worked = []
                 taken = []
                 for place in range(max(1, len(tokens) - k)):

@@ -30,11 +30,12 @@ def together(grammars: Sequence[Any], drafts: Sequence[Sequence[int]]) -> list[l
     memory = bytearray(b"\xaa" * (len(grammars) * width * size))
     pairs = list(zip(grammars, drafts, strict=True))
     wanted = [Wanted(grammar, line, i * width) for i, (grammar, line) in enumerate(pairs)]
-    grammars[0].fill(wanted, memoryview(memory))
+    places = len(memory) // size
+    grammars[0].fill(wanted, memoryview(memory).cast("B", shape=[places, size]))
     found = []
     for one in wanted:
-        places = range(one.first, one.first + 1 + len(one.drafts))
-        masks = [bytes(memory[place * size : (place + 1) * size]) for place in places]
+        own = range(one.first, one.first + 1 + len(one.drafts))
+        masks = [bytes(memory[place * size : (place + 1) * size]) for place in own]
         legal = takewhile(lambda pair: allows(*pair), zip(masks, one.drafts, strict=False))
         found.append(masks[: 1 + len(list(legal))])
     return found

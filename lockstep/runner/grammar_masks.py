@@ -41,7 +41,7 @@ class GrammarMasks:
         self.host = torch.zeros_like(table.allowed, device="cpu")
         if table.allowed.is_cuda:
             self.host = self.host.pin_memory()
-        self.memory = self.host.numpy().data.cast("B")
+        self.memory = self.host.numpy().data
 
     def begin(
         self, rows: Sequence[int], requests: Sequence[Request | None], width: int

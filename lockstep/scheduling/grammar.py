@@ -18,7 +18,7 @@ class Wanted:
 
 
 Fill = Callable[[Sequence[Wanted], memoryview], None]
-"""Writes the masks of many answers to memory of bytes that holds the masks of a step.
+"""Writes the masks of many answers to memory [masks of a step, words].
 
 A mask holds a bit for every token of the model, lowest first, in whole words of 32 bits. What is
 written behind a draft that may not come itself is of no matter. Nothing of the drafts is kept.

@@ -123,7 +123,8 @@ class Compiler:
         self._tokens()
 
     def fill(self, wanted: Sequence[Wanted], memory: memoryview) -> None:
-        """Writes the masks of answers held to grammars of this compiler: see Fill."""
+        """Writes the masks of answers held to grammars of this compiler: see Fill. Raises
+        ValueError where the memory is not for masks of this vocabulary, or has not as many."""
         masks = Masks(memory, self.mask_bytes)
         jobs = [job for one in wanted for job in one.grammar.begin(one.drafts, one.first, masks)]
         self._compute(jobs, masks)
@@ -134,6 +135,7 @@ class Compiler:
         """Leads each along its drafts, and writes a mask in front of each and behind them."""
         alone = [(job.ahead, job.first) for job in jobs if not job.drafts]
         along = [(job.ahead, job.first, job.drafts) for job in jobs if job.drafts]
+        masks.require(max((job.first + len(job.drafts) for job in jobs), default=0))
         if alone:
             self._threads.unsafe_compute_mask_ptr(alone, *masks.place)
         if along:
@@ -206,11 +208,21 @@ def first_line(reason: str) -> str:
 
 
 class Masks:
-    """The masks of a step. memory: bytes that can be written; size: bytes of a mask."""
+    """The masks of a step. memory [N, size / itemsize], which can be written; size: bytes of a
+    mask. Raises ValueError."""
 
     def __init__(self, memory: memoryview, size: int) -> None:
+        strides = memory.strides or ()
+        if strides[:1] != (size,):
+            raise ValueError(f"masks of {strides} bytes; allowed: of {size}, as the vocabulary has")
         self.size = size
-        self._memory = memory
+        self._memory = memory.cast("B")
+
+    def require(self, place: int) -> None:
+        """Raises ValueError where there is no such place: what writes there checks no bounds."""
+        count = len(self._memory) // self.size
+        if place >= count:
+            raise ValueError(f"mask {place} of a step; allowed: 0 to {count - 1}")
 
     @property
     def place(self) -> tuple[int, int, int]:

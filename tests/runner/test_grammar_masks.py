@@ -46,7 +46,7 @@ class ByHistory:
     @staticmethod
     def fill(wanted: Sequence[Wanted], memory: memoryview) -> None:
         for one in wanted:
-            one.grammar.write(one.drafts, one.first, memory)
+            one.grammar.write(one.drafts, one.first, memory.cast("B"))
 
     def write(self, drafts: Sequence[int], first: int, memory: memoryview) -> None:
         """Masks up to the first draft that may not come itself."""

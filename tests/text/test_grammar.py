@@ -11,7 +11,7 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits
 
 from lockstep.sampling_params import StructuredOutputsParams
-from lockstep.scheduling.grammar import Grammar
+from lockstep.scheduling.grammar import Grammar, Wanted
 from lockstep.text.grammar import (
     AfterReasoning,
     Compiler,
@@ -364,6 +364,19 @@ def test_what_is_too_large_is_refused_or_ends(compiler: Compiler, regex: str) ->
         return
     masks_of(following)
     assert following.fault is None
+
+
+def test_masks_are_written_nowhere_else(compiler: Compiler) -> None:
+    """llguidance writes to an address, and looks at no bounds."""
+    size = compiler.mask_bytes
+    following = matcher(compiler, regex="[a-z]+")
+    following.accept(compiler.tokenizer.encode("a", add_special_tokens=False))
+    memory = bytearray(3 * size)
+    for shape, first in (([3, size], 1), ([3, size], 3), ([6, size // 2], 0)):
+        view = memoryview(memory)[: shape[0] * shape[1]].cast("B", shape=shape)
+        with pytest.raises(ValueError, match="allowed: "):
+            compiler.fill([Wanted(following, [5, 6], first)], view)
+    assert not any(memory)
 
 
 END = 3000
