@@ -216,19 +216,19 @@ class Masks:
         if strides[:1] != (size,):
             raise ValueError(f"masks of {strides} bytes; allowed: of {size}, as the vocabulary has")
         self.size = size
+        self.count = len(memory)
         self._memory = memory.cast("B")
 
     def require(self, place: int) -> None:
         """Raises ValueError where there is no such place: what writes there checks no bounds."""
-        count = len(self._memory) // self.size
-        if place >= count:
-            raise ValueError(f"mask {place} of a step; allowed: 0 to {count - 1}")
+        if place >= self.count:
+            raise ValueError(f"mask {place} of a step; allowed: 0 to {self.count - 1}")
 
     @property
     def place(self) -> tuple[int, int, int]:
         """The address of the first, bytes of one, and how many there are."""
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        return address, self.size, len(self._memory) // self.size
+        return address, self.size, self.count
 
     def put(self, place: int, mask: bytes) -> None:
         """Writes a mask."""
@@ -316,9 +316,9 @@ class Matcher:
     def begin(self, drafts: Sequence[int], first: int, masks: Masks) -> list[Job]:
         """Writes the masks that are known, from the place `first` on, and says which are to be
         computed. Where the grammar fails no token is allowed."""
-        count = len(drafts)
         real = list(takewhile(lambda token: token not in self._ends, drafts))
-        masks.all(range(first + (0 if self._over else 1 + len(real)), first + 1 + count))
+        bound = 0 if self._over else 1 + len(real)
+        masks.all(range(first + bound, first + 1 + len(drafts)))
         if self._over:
             return []
         if self.fault is not None:
