@@ -1,12 +1,14 @@
 """What grammars cost on this machine: ms of a step with and without them, and ms of masks.
 
     python benchmarks/grammar.py steps [FOLDER] [--rows 1,8,64] [--k 0,3] [--kinds free,regex]
-    python benchmarks/grammar.py masks [--rows 1,8,64] [--k 0,3] [--vocab 248320] [--threads 16]
+    python benchmarks/grammar.py masks [--rows 1,8,64] [--k 0,3] [--vocab 248320]
 
 steps: decoding steps of the bundled model, or of FOLDER's config.json with random weights; all rows
-are held to a grammar of the kind, `free` to none. ms is the median of engine steps by the clock,
-scheduling and reading included, and the least CPU time of one, which other work on the machine
-disturbs less; the least of RUNS runs in turn.
+are held to a grammar of the kind, `free` to none. With drafts, MTP makes them, and then those of a
+first run's answer take their place, wrong at every fifth position: as random weights draft, nothing
+that a grammar allows would ever be drafted. ms is the median of engine steps by the clock,
+scheduling and reading included, and the median CPU time of one, which other work on the machine
+disturbs less; the least of RUNS runs in turn. Tokens: those of a row and step, on the mean.
 masks: the masks of a step alone, as the runner makes them, at each place of a text: ms by the
 clock, and ms of CPU. The vocabulary is made up: the bundled one's tokens and pairs of them.
 """
@@ -15,21 +17,31 @@ import argparse
 import json
 import random
 import time
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
 
+from torch import Tensor
+
 from lockstep import SamplingParams
+from lockstep.check.answer_oracle import AnswerOracle
 from lockstep.config import EngineConfig
 from lockstep.engine.build import find_model
 from lockstep.engine.engine import Engine
-from lockstep.runner.grammar_masks import MOST_LANES
-from lockstep.scheduling.grammar import ONE_LANE, Lanes
+from lockstep.engine.hooks import NO_HOOKS, CheckHooks
+from lockstep.scheduling.grammar import Wanted
+from lockstep.scheduling.request import Request
+from lockstep.spec import mtp
+from lockstep.spec.drafter import DraftContext
+from lockstep.step import PAGE_SIZE, Step, Verdict
 from lockstep.text.grammar import Compiler
 from lockstep.text.processor import Processor
 from lockstep.text.tokenizer import Tokenizer
 
 PROMPT = "def read(path):"
+LENGTH = 1024
+"""Tokens of a row, at most."""
+MOST_TOKENS = 900
 WARM = 8
 RUNS = 2
 LONGEST = 24
@@ -77,7 +89,8 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class MadeUp(Tokenizer):
-    """The bundled tokenizer, whose vocabulary goes on with pairs of its own tokens."""
+    """The bundled tokenizer, whose vocabulary goes on with pairs of its own tokens: half of them
+    have a blank in front, as words of most vocabularies do."""
 
     def __init__(self, vocab: int) -> None:
         super().__init__(find_model(None))
@@ -87,7 +100,7 @@ class MadeUp(Tokenizer):
         known = set(self.spelled)
         draw = random.Random(0)
         while len(self.spelled) < vocab:
-            made = draw.choice(parts) + draw.choice(parts)
+            made = draw.choice((b"", b" ")) + draw.choice(parts) + draw.choice(parts)
             if made not in known and len(made) <= LONGEST:
                 known.add(made)
                 self.spelled.append(made)
@@ -100,16 +113,43 @@ class MadeUp(Tokenizer):
         return self.spelled[token_id]
 
 
-def step_ms(
-    engine: Engine, processor: Processor, rows: int, wanted: dict[str, Any], steps: int
-) -> tuple[float, float]:
-    """ms of a decoding step of `rows` rows: the median by the clock, the least of CPU time."""
+class Told:
+    """MTP with its cost, and in the place of its drafts those of answers that are known."""
+
+    def __init__(self, context: DraftContext) -> None:
+        self.inner = mtp.create(context)
+        self.oracle = AnswerOracle(context)
+
+    def propose(
+        self, step: Step, hidden: Tensor, aux_hidden_states: tuple[Tensor, ...], verdict: Verdict
+    ) -> None:
+        """See Drafter."""
+        self.inner.propose(step, hidden, aux_hidden_states, verdict)
+        self.oracle.propose(step, hidden, aux_hidden_states, verdict)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Engine steps: ms by the clock and of CPU, the medians; tokens of a row and step, the mean."""
+
+    clock: float
+    worked: float
+    tokens: float
+
+
+def asked_for(processor: Processor, rows: int, wanted: dict[str, Any]) -> list[Request]:
+    """The requests of a run, each with a prompt and a seed of its own."""
     requests = []
     for row in range(rows):
-        asked: dict[str, Any] = {"temperature": 1.0, "max_tokens": 800, "seed": row}
+        asked: dict[str, Any] = {"temperature": 1.0, "max_tokens": MOST_TOKENS, "seed": row}
         asked |= {"structured_outputs": wanted} if wanted else {"ignore_eos": True}
         params = SamplingParams(**asked, detokenize=False)
         requests += processor.requests(f"row-{row}", f"{PROMPT} # {row}", params)
+    return requests
+
+
+def timed(engine: Engine, requests: list[Request], steps: int) -> Timed:
+    """Runs requests for so many decoding steps behind WARM others, and drops them."""
     for request in requests:
         engine.add(request)
     while not all(request.output_token_ids for request in requests):
@@ -118,48 +158,72 @@ def step_ms(
         engine.step()
     taken = []
     worked = []
+    before = sum(len(request.output_token_ids) for request in requests)
     for _ in range(steps):
         began = time.perf_counter()
         busy = time.process_time()
         engine.step()
         worked.append(1000 * (time.process_time() - busy))
         taken.append(1000 * (time.perf_counter() - began))
+    after = sum(len(request.output_token_ids) for request in requests)
     alive = engine.scheduler.num_running
     for request in requests:
         engine.abort(request.id)
     while engine.has_work():
         engine.step()
-    assert alive == rows, "a row ended while steps were timed"
-    return median(taken), min(worked)
+    assert alive == len(requests), "a row ended while steps were timed"
+    return Timed(median(taken), median(worked), (after - before) / steps / alive)
 
 
 def steps(asked: argparse.Namespace) -> None:
     """Prints a line for each number of drafts and of rows, and each kind of grammar."""
-    print("| K | rows | held to | ms per step | CPU ms |\n|---|---|---|---|---|", flush=True)
+    print("| K | rows | held to | ms per step | CPU ms | tokens |", flush=True)
+    print("|---|---|---|---|---|---|", flush=True)
     for k in asked.k:
         drafting = {"method": "mtp", "num_speculative_tokens": k, "adaptive": False}
         config = EngineConfig.read(
             model=asked.folder,
             load_format="dummy" if asked.folder else "auto",
-            max_model_len=1024,
+            max_model_len=LENGTH,
             max_num_seqs=max(asked.rows),
-            row_buckets=tuple(asked.rows),
+            num_gpu_blocks=max(asked.rows) * (LENGTH // PAGE_SIZE + 1) + 2,
+            num_snapshots=0,
+            row_buckets=tuple(sorted(asked.rows)),
             speculative_config=drafting if k else None,
         )
-        engine = Engine(config)
+        engine = Engine(config, hooks=CheckHooks(drafter=Told) if k else NO_HOOKS)
         vocab = engine.facts.vocab_size
         tokenizer = MadeUp(vocab)
-        processor = Processor(tokenizer, None, 1024, tokenizer.eos_ids, vocab=vocab)
+        processor = Processor(tokenizer, None, LENGTH, tokenizer.eos_ids, vocab=vocab)
         for rows in asked.rows:
-            found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in asked.kinds}
-            for _ in range(RUNS):
-                for kind in asked.kinds:
-                    taken = step_ms(engine, processor, rows, KINDS[kind], asked.steps)
-                    found[kind].append(taken)
-            for kind, times in found.items():
-                clock, worked = (min(column) for column in zip(*times, strict=True))
-                print(f"| {k} | {rows} | {kind} | {clock:.2f} | {worked:.2f} |", flush=True)
+            for kind, found in runs(engine, processor, rows, asked).items():
+                clock = min(one.clock for one in found)
+                worked = min(one.worked for one in found)
+                line = f"| {k} | {rows} | {kind} | {clock:.2f} | {worked:.2f} |"
+                print(f"{line} {found[0].tokens:.2f} |", flush=True)
         del engine
+
+
+def runs(
+    engine: Engine, processor: Processor, rows: int, asked: argparse.Namespace
+) -> dict[str, list[Timed]]:
+    """The times of each kind of grammar, of RUNS runs in turn. With drafts a run goes before, whose
+    answers are told: K + 1 times its steps, so that they are long enough."""
+    drafter = engine.runner.program.drafter
+    answers = {}
+    found: dict[str, list[Timed]] = {kind: [] for kind in asked.kinds}
+    for _ in range(RUNS):
+        for kind in asked.kinds:
+            if isinstance(drafter, Told):
+                if kind not in answers:
+                    drafter.oracle.tell([])
+                    requests = asked_for(processor, rows, KINDS[kind])
+                    timed(engine, requests, engine.plan.query_len * (WARM + asked.steps))
+                    answers[kind] = [[*r.prompt_token_ids, *r.output_token_ids] for r in requests]
+                drafter.oracle.tell(answers[kind])
+            requests = asked_for(processor, rows, KINDS[kind])
+            found[kind].append(timed(engine, requests, asked.steps))
+    return found
 
 
 def masks(asked: argparse.Namespace) -> None:
@@ -171,8 +235,6 @@ def masks(asked: argparse.Namespace) -> None:
     print(f"the vocabulary's tree: {time.perf_counter() - began:.2f} s, once\n")
     print("| grammar | rows | K | compile, CPU ms | CPU ms: mean, largest | ms: mean, largest |")
     print("|---|---|---|---|---|---|", flush=True)
-    threads = ThreadPoolExecutor(asked.threads)
-    within = ThreadPoolExecutor(asked.threads)
     for name, (source, text) in TEXTS.items():
         tokens = tokenizer.encode(text, add_special_tokens=False)
         for count in asked.rows:
@@ -182,15 +244,16 @@ def masks(asked: argparse.Namespace) -> None:
                 for row in rows:
                     row.prepare()
                 compiled = 1000 * (time.process_time() - began) / count
-                share = min(MOST_LANES, asked.threads // count)
-                lanes = Lanes(share, within.map) if share > 1 else ONE_LANE
+                shape = [count * (1 + k), compiler.mask_bytes]
+                memory = memoryview(bytearray(shape[0] * shape[1])).cast("B", shape=shape)
                 worked = []
                 taken = []
                 for place in range(max(1, len(tokens) - k)):
                     ahead = tokens[place : place + k]
                     began = time.perf_counter()
                     busy = time.process_time()
-                    list(threads.map(lambda row, due=(ahead, lanes): row.masks(*due), rows))
+                    wanted = [Wanted(row, ahead, i * (1 + k)) for i, row in enumerate(rows)]
+                    compiler.fill(wanted, memory)
                     worked.append(1000 * (time.process_time() - busy))
                     taken.append(1000 * (time.perf_counter() - began))
                     for row in rows:
@@ -214,7 +277,6 @@ def main() -> None:
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--vocab", type=int, default=248_320)
-    parser.add_argument("--threads", type=int, default=16)
     asked = parser.parse_args()
     steps(asked) if asked.what == "steps" else masks(asked)
 

@@ -6,9 +6,7 @@ the model of this step is launched, and while it runs the host waits for them an
 A step whose rows have no grammar copies nothing and waits for nothing.
 """
 
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import takewhile
 
@@ -18,13 +16,8 @@ from torch import Tensor
 from lockstep.kernels.copy_to_device import copy_to_device, copy_to_host
 from lockstep.runner.program import nothing
 from lockstep.runner.table import RowTable
-from lockstep.scheduling.grammar import ONE_LANE, Grammar, Lanes
+from lockstep.scheduling.grammar import Fill, Grammar, Wanted
 from lockstep.scheduling.request import Request
-
-MOST_THREADS = 16
-"""Masks that are made at the same time."""
-MOST_LANES = 4
-"""Threads that share the masks of one row: each has the grammar compiled for itself."""
 
 
 @dataclass(frozen=True)
@@ -48,10 +41,7 @@ class GrammarMasks:
         self.host = torch.zeros_like(table.allowed, device="cpu")
         if table.allowed.is_cuda:
             self.host = self.host.pin_memory()
-        self.threads = min(MOST_THREADS, os.cpu_count() or 1)
-        self.rows = ThreadPoolExecutor(self.threads, thread_name_prefix="lockstep-grammar")
-        # Of these no one waits for another, as rows wait for them.
-        self.lanes = ThreadPoolExecutor(self.threads, thread_name_prefix="lockstep-mask")
+        self.memory = self.host.numpy().data
 
     def begin(
         self, rows: Sequence[int], requests: Sequence[Request | None], width: int
@@ -97,22 +87,17 @@ class GrammarMasks:
         return torch.cat([computed, table.tokens[ids, at], table.drafts[ids[:, 0]]], dim=1)
 
     def _send(self, held: list[HeldRow], seen: Tensor, width: int) -> None:
-        """Makes the masks, each row's by itself, and copies them to the device. Few rows share
-        their masks among threads."""
-        share = min(MOST_LANES, self.threads // len(held))
-        lanes = Lanes(share, self.lanes.map) if share > 1 else ONE_LANE
-
-        def masks_of(one: HeldRow, numbers: list[int]) -> bytes:
+        """Makes the masks, those of grammars of one kind side by side, and copies them to the
+        device."""
+        wanted: dict[Fill, list[Wanted]] = {}
+        for one, numbers in zip(held, seen.tolist(), strict=True):
             computed, *tokens = numbers
             drafts = tokens[self.window :][: width - 1]
             one.grammar.accept(tokens[: max(computed + 1 - one.known, 0)])
             real = list(takewhile(lambda token: token >= 0, drafts))
-            return b"".join(one.grammar.masks(real, lanes))
-
-        words = self.host.shape[1]
-        for one, found in zip(held, self.rows.map(masks_of, held, seen.tolist()), strict=True):
-            masks = torch.frombuffer(bytearray(found), dtype=torch.int32).view(-1, words)
             first = one.place * width
-            self.host[first : first + len(masks)] = masks
+            wanted.setdefault(one.grammar.fill, []).append(Wanted(one.grammar, real, first))
+        for fill, alike in wanted.items():
+            fill(alike, self.memory)
         span = slice(held[0].place * width, (held[-1].place + 1) * width)
         self.table.allowed[span].copy_(self.host[span], non_blocking=True)

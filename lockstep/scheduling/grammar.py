@@ -1,20 +1,28 @@
 """What an answer must match, as the engine sees it: tokens in, bits of allowed tokens out."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
-class Lanes:
-    """Threads that may share the masks of one answer. count: how many; map: as the built-in one,
-    but that they run side by side."""
+class Wanted:
+    """Masks of one answer: behind its tokens so far, then behind each of the drafts.
 
-    count: int = 1
-    map: Callable[..., Iterable[Any]] = map
+    first: the place of the first among the masks of a step; the others follow it.
+    """
+
+    grammar: Any
+    drafts: Sequence[int]
+    first: int
 
 
-ONE_LANE = Lanes()
+Fill = Callable[[Sequence[Wanted], memoryview], None]
+"""Writes the masks of many answers to memory [masks of a step, words].
+
+A mask holds a bit for every token of the model, lowest first, in whole words of 32 bits. What is
+written behind a draft that may not come itself is of no matter. Nothing of the drafts is kept.
+"""
 
 
 class Grammar(Protocol):
@@ -22,7 +30,8 @@ class Grammar(Protocol):
 
     accepted: tokens of the answer that it has taken. fault: why it allows no token any more, to be
     told to whoever asked; None where all is well. recipe: plain data of which whoever made the
-    grammar makes it anew, in another process too.
+    grammar makes it anew, in another process too. fill: writes masks of all grammars that have the
+    same one, side by side.
     """
 
     @property
@@ -34,15 +43,9 @@ class Grammar(Protocol):
     @property
     def recipe(self) -> Any: ...
 
+    @property
+    def fill(self) -> Fill: ...
+
     def accept(self, tokens: Sequence[int]) -> None:
         """Takes the next tokens of the answer."""
-        ...
-
-    def masks(self, drafts: Sequence[int], lanes: Lanes = ONE_LANE) -> list[bytes]:
-        """The tokens that may come behind the answer so far, then behind each of the drafts, up to
-        the first draft that may not come itself.
-
-        Each mask holds a bit for every token of the model, lowest first, in whole words of 32 bits.
-        Nothing of the drafts is kept.
-        """
         ...

@@ -4,15 +4,18 @@ Everything that is known of llguidance stands here. Masks are a function of the 
 alone, but for llguidance's own limits (LLParserLimits), at which an answer ends with an error.
 """
 
+import ctypes
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from lockstep.scheduling.grammar import ONE_LANE, Lanes
+from lockstep.scheduling.grammar import Fill, Wanted
 from lockstep.text.tokenizer import Tokenizer
 
 LEXER_FUEL = 200_000
@@ -22,12 +25,15 @@ WORD_BITS = 32
 UNFORCED = '\n%llguidance {"no_forcing": true}\n'
 """Where one text alone may come, llguidance lets only one spelling of it in tokens come, unless it
 is told not to. So every token may come that leads to a text of the grammar, and no other."""
+MOST_THREADS = 16
+"""Answers whose masks are made at the same time."""
 MOST_KNOWN = 256
 """Grammars that are remembered as ones that can be compiled."""
 MOST_KNOWN_BYTES = 16 << 20
 """Of their texts and their first masks."""
-SLICES = ("[a-z]+", "[A-Za-z]+")
-"""Beside llguidance's own: tokens that come together where a grammar allows all text of them."""
+SLICES = ("[a-z]+", "[A-Za-z]+", "[a-z ]+", "[A-Za-z ]+")
+"""Beside llguidance's own: tokens that come together where a grammar allows all text of them. Words
+of most vocabularies begin with a blank."""
 TOO_COMPLEX = (
     "the grammar is too complex to go on with: {reason}. What came before stands. Simplify it."
 )
@@ -103,20 +109,41 @@ class Compiler:
                 never = reason in ("", "NoExtensionBias")
                 raise GrammarFault("no text matches it" if never else reason)
             self._known.put(source, first)
-        return Matcher(source, first, lambda: self._compile(source), self.ends, made)
+        return Matcher(source, first, lambda: self._compile(source), self, made)
 
     def grammar(self, recipe: GrammarRecipe) -> "Matcher | AfterReasoning":
         """A fresh grammar by its recipe. Raises GrammarFault."""
         matcher = self.matcher(recipe.source)
         if recipe.reasoning_end is None:
             return matcher
-        return AfterReasoning(
-            matcher, self.mask_bytes, recipe.reasoning_end, recipe.reasoning_begin
-        )
+        return AfterReasoning(matcher, recipe.reasoning_end, recipe.reasoning_begin)
 
     def prepare(self) -> None:
         """Builds now what the first grammar would have to wait for: a second for 250,000 tokens."""
         self._tokens()
+
+    def fill(self, wanted: Sequence[Wanted], memory: memoryview) -> None:
+        """Writes the masks of answers held to grammars of this compiler: see Fill. Raises
+        ValueError where the memory is not for masks of this vocabulary, or has not as many."""
+        masks = Masks(memory, self.mask_bytes)
+        jobs = [job for one in wanted for job in one.grammar.begin(one.drafts, one.first, masks)]
+        self._compute(jobs, masks)
+        for job in jobs:
+            job.matcher.finish(job, masks)
+
+    def _compute(self, jobs: Sequence["Job"], masks: "Masks") -> None:
+        """Leads each along its drafts, and writes a mask in front of each and behind them."""
+        alone = [(job.ahead, job.first) for job in jobs if not job.drafts]
+        along = [(job.ahead, job.first, job.drafts) for job in jobs if job.drafts]
+        masks.require(max((job.first + len(job.drafts) for job in jobs), default=0))
+        if alone:
+            self._threads.unsafe_compute_mask_ptr(alone, *masks.place)
+        if along:
+            self._threads.unsafe_compute_mask_ptr_with_draft_token(along, *masks.place)
+
+    @cached_property
+    def _threads(self) -> LLExecutor:
+        return LLExecutor(min(MOST_THREADS, os.cpu_count() or 1))
 
     def fault_of(self, source: str) -> str | None:
         """Why a grammar in llguidance's Lark cannot be compiled; None if it can."""
@@ -180,93 +207,73 @@ def first_line(reason: str) -> str:
     return " ".join(line for line in lines if line)[:300]
 
 
-class Follower:
-    """A compiled grammar, led along an answer; copies of it are led along drafts.
+class Masks:
+    """The masks of a step. memory [N, size / itemsize], which can be written; size: bytes of a
+    mask. Raises ValueError."""
 
-    make: compiles the grammar; made: compiled. It is compiled when it is first needed. Nothing is
-    taken back from it: llguidance 1.9.1 keeps what it found behind tokens that were taken back, and
-    may give it for others.
-    """
+    def __init__(self, memory: memoryview, size: int) -> None:
+        strides = memory.strides or ()
+        if strides[:1] != (size,):
+            raise ValueError(f"masks of {strides} bytes; allowed: of {size}, as the vocabulary has")
+        self.size = size
+        self.count = len(memory)
+        self._memory = memory.cast("B")
 
-    def __init__(self, make: Callable[[], LLMatcher], made: LLMatcher | None = None) -> None:
-        self.fault = ""
-        self._make = make
-        self._made = made
-        self._taken = 0  # tokens of the answer
+    def require(self, place: int) -> None:
+        """Raises ValueError where there is no such place: what writes there checks no bounds."""
+        if place >= self.count:
+            raise ValueError(f"mask {place} of a step; allowed: 0 to {self.count - 1}")
 
-    def prepare(self) -> LLMatcher:
-        """Compiles the grammar now, if it is not."""
-        self._made = self._made or self._make()
-        return self._made
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """The address of the first, bytes of one, and how many there are."""
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        return address, self.size, self.count
 
-    def takes(self, answer: Sequence[int]) -> bool:
-        """Whether the grammar lets the answer come so far."""
-        return self._lead(answer) is not None
+    def put(self, place: int, mask: bytes) -> None:
+        """Writes a mask."""
+        self._memory[place * self.size : (place + 1) * self.size] = mask[: self.size]
 
-    def legal(self, answer: Sequence[int], drafts: Sequence[int]) -> int:
-        """How many of the drafts may come behind the answer, at most."""
-        inner = self._lead(answer)
-        return inner.deep_copy().validate_tokens(list(drafts)) if inner and drafts else 0
+    def allow(self, place: int, token: int) -> None:
+        """Lets a token come in a mask that is written."""
+        self._memory[place * self.size + token // 8] |= 1 << token % 8
 
-    def masks(
-        self, answer: Sequence[int], drafts: Sequence[int], places: Sequence[int]
-    ) -> list[bytes]:
-        """The masks behind the answer and so many drafts, for each of these ascending numbers.
-
-        b"" where the grammar fails.
-        """
-        if not places:
-            return []
-        inner = self._lead(answer)
-        ahead = inner.deep_copy() if inner is not None and any(places) else inner
-        found = []
-        before = 0
+    def all(self, places: Sequence[int]) -> None:
+        """Lets every token come in each of these masks."""
         for place in places:
-            mask = _mask(ahead, drafts[before:place])
-            found.append(mask or self._mask_afresh(answer, drafts[:place]))
-            before = place
-        return found
+            self.put(place, b"\xff" * self.size)
 
-    def _mask_afresh(self, answer: Sequence[int], drafts: Sequence[int]) -> bytes:
-        """The mask of a grammar that has met nothing else: a limit that others met by their drafts
-        is not this answer's."""
-        fresh = self._make()
-        mask = _mask(fresh, [*answer, *drafts])
-        if not mask:
-            self._drop(fresh)
-        return mask
 
-    def _lead(self, answer: Sequence[int]) -> LLMatcher | None:
-        """The grammar behind the answer; None where it does not go that far, and a fresh one does
-        not either."""
-        for _ in range(2):
-            inner = self.prepare()
-            new = list(answer[self._taken :])
-            if not inner.is_error() and (not new or inner.consume_tokens(new)):
-                self._taken = len(answer)
-                return inner
-            self._drop(inner)
+@dataclass(frozen=True)
+class Job:
+    """Masks that are to be computed: behind what `ahead` was led along, then behind each of the
+    drafts. ahead: a copy that nobody else has; before: drafts that it was led along behind the
+    answer; first: the first mask's place."""
+
+    matcher: "Matcher"
+    ahead: LLMatcher
+    before: list[int]
+    drafts: list[int]
+    first: int
+
+
+def _mask(inner: LLMatcher, tokens: list[int]) -> bytes | None:
+    """The mask behind these tokens; None where one of them may not come; b"" where the grammar
+    fails."""
+    if inner.try_consume_tokens(tokens) < len(tokens) and not inner.is_error():
         return None
-
-    def _drop(self, failed: LLMatcher) -> None:
-        self.fault = first_line(failed.get_error())
-        self._made = None
-        self._taken = 0
-
-
-def _mask(inner: LLMatcher | None, new: Sequence[int]) -> bytes:
-    """The mask behind these tokens; b"" where the grammar has failed, or fails there."""
-    if inner is None or inner.is_error() or (new and not inner.consume_tokens(list(new))):
-        return b""
     mask = inner.compute_bitmask()
     return b"" if inner.is_error() else mask
 
 
 class Matcher:
     """Follows one answer through a grammar: lockstep.scheduling.grammar.Grammar. source: in
-    llguidance's Lark; first: the mask of its first token; make: compiles it; made: compiled.
+    llguidance's Lark; first: the mask of its first token; make: compiles it, which is done when it
+    is first needed; made: compiled.
 
     An end token is allowed where the grammar may end. Whatever comes behind it is of no matter.
+    Drafts are tried on copies, and nothing is taken back: llguidance 1.9.1 keeps what it found
+    behind tokens that were taken back, and may give it for others.
     """
 
     def __init__(
@@ -274,21 +281,24 @@ class Matcher:
         source: str,
         first: bytes,
         make: Callable[[], LLMatcher],
-        ends: frozenset[int],
+        compiler: Compiler,
         made: LLMatcher | None = None,
     ) -> None:
         self.fault: str | None = None
         self.recipe = GrammarRecipe(source)
+        self.fill: Fill = compiler.fill
         self._first = first
         self._make = make
-        self._followers = [Follower(make, made)]
-        self._ends = ends
+        self._ends = compiler.ends
+        self._made = made
+        self._taken = 0  # tokens of the answer that the compiled grammar was led along
         self._tokens: list[int] = []
         self._over = False
 
-    def prepare(self) -> None:
+    def prepare(self) -> LLMatcher:
         """Compiles the grammar now, if it is not."""
-        self._followers[0].prepare()
+        self._made = self._made or self._make()
+        return self._made
 
     @property
     def accepted(self) -> int:
@@ -300,60 +310,60 @@ class Matcher:
         for token in tokens:
             self._tokens.append(token)
             self._over = self._over or token in self._ends
-            if not self._over and self.fault is None and not self._followers[0].takes(self._tokens):
-                self._fail()
+            if not self._over and self.fault is None:
+                self._lead()
 
-    def masks(self, drafts: Sequence[int], lanes: Lanes = ONE_LANE) -> list[bytes]:
-        """See Grammar. Where it fails no token is allowed."""
+    def begin(self, drafts: Sequence[int], first: int, masks: Masks) -> list[Job]:
+        """Writes the masks that are known, from the place `first` on, and says which are to be
+        computed. Where the grammar fails no token is allowed."""
+        real = list(takewhile(lambda token: token not in self._ends, drafts))
+        bound = 0 if self._over else 1 + len(real)
+        masks.all(range(first + bound, first + 1 + len(drafts)))
         if self._over:
-            return [every_token(len(self._first))]
+            return []
         if self.fault is not None:
-            return [bytes(len(self._first))]
-        drafts = list(takewhile(lambda token: token not in self._ends, drafts))
-        drafts = drafts[: self._followers[0].legal(self._tokens, drafts)] if drafts else drafts
-        found = self._made_in(lanes, drafts)
-        if not found[0]:
-            self._fail()
-        masks = [mask[: len(self._first)] or bytes(len(self._first)) for mask in found]
-        return masks[: 1 + legal(masks, drafts)]
+            masks.put(first, bytes(masks.size))
+            return []
+        known = 0 if self._tokens else 1
+        if known:
+            masks.put(first, self._first)
+        if known > len(real):
+            return []
+        ahead = self.prepare().deep_copy()
+        if ahead.try_consume_tokens(real[:known]) < known and not ahead.is_error():
+            return []
+        return [Job(self, ahead, real[:known], real[known:], first + known)]
 
-    def _made_in(self, lanes: Lanes, drafts: Sequence[int]) -> list[bytes]:
-        """The masks behind the answer and behind each draft, each lane by a follower of its own,
-        since those of one grammar wait for each other where they share a lexer."""
-        places = range(0 if self._tokens else 1, 1 + len(drafts))
-        count = max(1, min(lanes.count, len(places)))
-        while len(self._followers) < count:
-            self._followers.append(Follower(self._make))
-        shares = [places[lane::count] for lane in range(count)]
-        made = lanes.map(
-            lambda follower, share: follower.masks(self._tokens, drafts, share),
-            self._followers[:count],
-            shares,
-        )
-        found = [self._first] * (1 + len(drafts))
-        for share, masks in zip(shares, made, strict=True):
-            for place, mask in zip(share, masks, strict=True):
-                found[place] = mask
-        return found
+    def finish(self, job: Job, masks: Masks) -> None:
+        """Where the grammar has failed, computes the masks by ones that have met nothing else: a
+        limit that others met by their drafts is not this answer's."""
+        if not job.ahead.is_error():
+            return
+        for count in range(1 + len(job.drafts)):
+            fresh = self._make()
+            drafts = [*job.before, *job.drafts[:count]]
+            mask = _mask(fresh, [*self._tokens, *drafts])
+            if mask is None:
+                break
+            masks.put(job.first + count, mask or bytes(masks.size))
+            if mask == b"" and not drafts:
+                self._fail(fresh)
+            if mask == b"":
+                break
 
-    def _fail(self) -> None:
-        self.fault = TOO_COMPLEX.format(reason=self._followers[0].fault)
+    def _lead(self) -> None:
+        """Leads the compiled grammar along the answer; where it fails, a fresh one, once."""
+        for _ in range(2):
+            inner = self.prepare()
+            if not inner.is_error() and inner.consume_tokens(self._tokens[self._taken :]):
+                self._taken = len(self._tokens)
+                return
+            self._made = None
+            self._taken = 0
+        self._fail(inner)
 
-
-def legal(masks: Sequence[bytes], drafts: Sequence[int]) -> int:
-    """How many of the drafts may come, each by the mask in front of it."""
-    pairs = zip(masks, drafts, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: allows(*pair), pairs))
-
-
-def allows(mask: bytes, token: int) -> bool:
-    """Whether a mask lets a token come."""
-    return bool(mask[token // 8] >> token % 8 & 1)
-
-
-def every_token(mask_bytes: int) -> bytes:
-    """The mask that allows all."""
-    return b"\xff" * mask_bytes
+    def _fail(self, failed: LLMatcher) -> None:
+        self.fault = TOO_COMPLEX.format(reason=first_line(failed.get_error()))
 
 
 class AfterReasoning:
@@ -363,11 +373,11 @@ class AfterReasoning:
     say so with its first token; None where the prompt has begun it.
     """
 
-    def __init__(self, inner: Matcher, mask_bytes: int, end: int, begin: int | None) -> None:
+    def __init__(self, inner: Matcher, end: int, begin: int | None) -> None:
         self.accepted = 0
         self.recipe = GrammarRecipe(inner.recipe.source, end, begin)
+        self.fill = inner.fill
         self._inner = inner
-        self._bytes = mask_bytes
         self._end = end
         self._begin = begin
         self._reasons = begin is None
@@ -393,21 +403,23 @@ class AfterReasoning:
             else:
                 self._inner.accept([token])
 
-    def masks(self, drafts: Sequence[int], lanes: Lanes = ONE_LANE) -> list[bytes]:
-        """See Grammar."""
-        drafts = list(drafts)
+    def begin(self, drafts: Sequence[int], first: int, masks: Masks) -> list[Job]:
+        """See Matcher."""
         if self._reasons:
-            return self._reasoning(drafts, lanes)
+            return self._reasoning(drafts, first, masks)
         if self.accepted or self._begin is None:
-            return self._inner.masks(drafts, lanes)
-        begins = drafts[:1] == [self._begin]
-        first, *others = self._inner.masks([] if begins else drafts, lanes)
-        opened = bytearray(first)
-        opened[self._begin // 8] |= 1 << self._begin % 8
-        return [bytes(opened), *(self._reasoning(drafts[1:], lanes) if begins else others)]
+            return self._inner.begin(drafts, first, masks)
+        begins = list(drafts[:1]) == [self._begin]
+        jobs = self._inner.begin([] if begins else drafts, first, masks)
+        masks.allow(first, self._begin)
+        if begins:
+            jobs += self._reasoning(drafts[1:], first + 1, masks)
+        return jobs
 
-    def _reasoning(self, drafts: list[int], lanes: Lanes) -> list[bytes]:
+    def _reasoning(self, drafts: Sequence[int], first: int, masks: Masks) -> list[Job]:
         """The masks from a place inside of reasoning on."""
-        free = drafts.index(self._end) + 1 if self._end in drafts else len(drafts) + 1
-        bound = self._inner.masks(drafts[free:], lanes) if free <= len(drafts) else []
-        return [every_token(self._bytes)] * free + bound
+        free = 1 + sum(1 for _ in takewhile(lambda token: token != self._end, drafts))
+        masks.all(range(first, first + free))
+        if free > len(drafts):
+            return []
+        return self._inner.begin(drafts[free:], first + free, masks)

@@ -500,7 +500,7 @@ class Processor:
         find = grammars.tokenizer.fast.token_to_id
         begin, end = (None if tag is None else find(tag) for tag in (begins, ends))
         if begin is not None and end is not None:
-            return AfterReasoning(matcher, grammars.mask_bytes, end, None if begun else begin)
+            return AfterReasoning(matcher, end, None if begun else begin)
         raise RequestError(
             "structured_outputs are not supported behind this model's reasoning, whose tags are no "
             "single tokens. Turn reasoning off, or set reasoning_parser to none.",

@@ -1019,8 +1019,8 @@ FAULTS = (
     ),
     Fault(
         "a grammar keeps the drafts that it was led along", "runner", GRAMMAR,
-        "        ahead = inner.deep_copy() if inner is not None and any(places) else inner\n",
-        "        ahead = inner\n",
+        "        ahead = self.prepare().deep_copy()\n",
+        "        ahead = self.prepare()\n        ahead.try_consume_tokens(real[1:])\n",
     ),
 )  # fmt: skip
 

@@ -11,9 +11,10 @@ from lockstep import LLM
 from lockstep.engine.hooks import CheckHooks
 from lockstep.runner.program import nothing
 from lockstep.scheduling.draft_length import RandomDraftLength
-from lockstep.scheduling.grammar import ONE_LANE, Lanes
+from lockstep.scheduling.grammar import Wanted
 from lockstep.scheduling.request import NO_TOKEN, Request
 from tests.asking import GREEDY, PROMPTS, SEEDED, make_engine
+from tests.masks import allows
 
 MOST = 24
 
@@ -42,14 +43,20 @@ class ByHistory:
     def accept(self, tokens: Sequence[int]) -> None:
         self.taken += tokens
 
-    def masks(self, drafts: Sequence[int], lanes: Lanes = ONE_LANE) -> list[bytes]:
+    @staticmethod
+    def fill(wanted: Sequence[Wanted], memory: memoryview) -> None:
+        for one in wanted:
+            one.grammar.write(one.drafts, one.first, memory.cast("B"))
+
+    def write(self, drafts: Sequence[int], first: int, memory: memoryview) -> None:
+        """Masks up to the first draft that may not come itself."""
         self.asked.append(list(drafts))
-        found = [self._mask(self.taken)]
-        for count, draft in enumerate(drafts, 1):
-            if not allows(found[-1], draft):
+        for count in range(1 + len(drafts)):
+            mask = self._mask([*self.taken, *drafts[:count]])
+            place = (first + count) * len(mask)
+            memory[place : place + len(mask)] = mask
+            if not all(allows(mask, draft) for draft in drafts[count : count + 1]):
                 break
-            found.append(self._mask([*self.taken, *drafts[:count]]))
-        return found
 
     def _mask(self, tokens: list[int]) -> bytes:
         size = self.words * 4
@@ -60,10 +67,6 @@ class ByHistory:
             draw.getrandbits(8 * size) | draw.getrandbits(8 * size)
         )
         return bits.to_bytes(size, "little")
-
-
-def allows(mask: bytes, token: int) -> bool:
-    return bool(mask[token // 8] >> token % 8 & 1)
 
 
 def run(llm: LLM, ways: Sequence[int | None], fails_at: int | None = None) -> list[Request]:
@@ -123,7 +126,7 @@ def test_masks_follow_their_own_row(
         if request.grammar is not None:
             judge = ByHistory(request.grammar.seed, 4096)  # type: ignore[attr-defined]
             for token in request.output_token_ids:
-                assert allows(judge.masks([])[0], token)
+                assert allows(judge._mask(judge.taken), token)
                 judge.accept([token])
 
 

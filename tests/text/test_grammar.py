@@ -1,9 +1,9 @@
 """Matchers against Python's re: every token that may come, at every place, and nothing else."""
 
+import ctypes
 import pickle
 import random
 import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 from llguidance import LLMatcher, LLParserLimits
 
 from lockstep.sampling_params import StructuredOutputsParams
-from lockstep.scheduling.grammar import ONE_LANE, Grammar, Lanes
+from lockstep.scheduling.grammar import Grammar, Wanted
 from lockstep.text.grammar import (
     AfterReasoning,
     Compiler,
@@ -19,10 +19,10 @@ from lockstep.text.grammar import (
     GrammarFault,
     GrammarRecipe,
     Matcher,
-    every_token,
 )
 from lockstep.text.structured import compile_wanted
 from lockstep.text.tokenizer import Tokenizer
+from tests.masks import every_token, masks_of, together
 
 MODEL = Path(__file__).parents[2] / "lockstep" / "assets" / "model"
 EXTRA = 40
@@ -63,11 +63,11 @@ def test_a_choice_allows_what_leads_to_one_of_them(compiler: Compiler, text: str
     following = matcher(compiler, choice=CHOICES)
     before = b""
     for token in compiler.tokenizer.encode(text, add_special_tokens=False):
-        assert allowed(following.masks([])[0]) == due(compiler, CHOICES, before)
+        assert allowed(masks_of(following)[0]) == due(compiler, CHOICES, before)
         following.accept([token])
         before += compiler.tokenizer.token_bytes(token)
     assert before.decode() == text
-    assert allowed(following.masks([])[0]) == due(compiler, CHOICES, before)
+    assert allowed(masks_of(following)[0]) == due(compiler, CHOICES, before)
 
 
 PATTERN = r"(ab|[0-9]{1,3}x?)+;"
@@ -86,7 +86,7 @@ def test_a_regex_allows_what_leads_to_a_full_match(compiler: Compiler) -> None:
     for text in ("", "a", "ab", "ab01", "ab018", "9x", "9xab;", "001x0"):
         following = matcher(compiler, regex=PATTERN)
         following.accept([token for c in text for token in one[c]])
-        found = allowed(following.masks([])[0])
+        found = allowed(masks_of(following)[0])
         assert following.fault is None
         for token in range(len(tokenizer)):
             said = tokenizer.token_bytes(token)
@@ -105,22 +105,23 @@ def test_masks_behind_drafts_are_those_of_the_tokens(compiler: Compiler) -> None
     stepped = matcher(compiler, json=schema)
     masks = []
     for token in tokens:
-        masks += stepped.masks([])
+        masks += masks_of(stepped)
         stepped.accept([token])
     end = min(compiler.ends)
     line = [*tokens, end, 5]
-    masks += stepped.masks([])
+    masks += masks_of(stepped)
+    masks += [every_token(compiler)] * 2
     for at in range(len(tokens)):
         ahead = matcher(compiler, json=schema)
         ahead.accept(tokens[:at])
         wrong = next(t for t in range(4000) if t not in allowed(masks[at + 1]))
         lost = next(t for t in range(4000) if t not in allowed(masks[at]))
         for drafts in (line[at : at + 4], [tokens[at], wrong, *tokens[at + 2 :]], [lost], []):
-            found = ahead.masks(drafts)
+            found = masks_of(ahead, drafts)
             legal = 1 + sum(1 for _ in found[1:])
             assert found == masks[at : at + legal]
             assert legal - 1 <= len(drafts)
-        assert len(ahead.masks(line[at : at + 3])) == min(3, len(tokens) - at) + 1
+        assert len(masks_of(ahead, line[at : at + 3])) == 4
         assert ahead.accepted == at
 
 
@@ -134,47 +135,52 @@ SOURCES = {
 }
 
 
-@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
-def test_random_answers_along_random_drafts(compiler: Compiler, source: str, count: int) -> None:
+def test_random_answers_along_random_drafts(compiler: Compiler, source: str) -> None:
     """What may come does not depend on which drafts were tried before, legal ones or not, nor on
-    how many threads share the masks."""
-    with ThreadPoolExecutor(count) as threads:
-        along_drafts(compiler, source, Lanes(count, threads.map) if count > 1 else ONE_LANE)
+    the answers beside it, some with drafts and some without."""
+    draw = random.Random(0)
+    lines = []
+    dues = []
+    for _ in range(8):
+        line, masks = random_answer(compiler, source, draw)
+        lines.append(line)
+        dues.append(masks)
+    ahead = [compiler.matcher(source) for _ in lines]
+    for place in range(8):
+        right = [line[place : place + draw.randrange(5)] for line in lines]
+        drafts = [line + draw.choices(range(4000), k=draw.choice([0, 1])) for line in right]
+        found = together(ahead, drafts)
+        for i, (following, line) in enumerate(zip(ahead, lines, strict=True)):
+            due = dues[i][place : place + 1 + len(right[i])]
+            assert found[i][: len(due)] == due
+            following.accept(line[place : place + 1])
+    assert all(following.fault is None for following in ahead)
 
 
-def along_drafts(compiler: Compiler, source: str, lanes: Lanes) -> None:
-    """Masks of random answers, along drafts and alone."""
-    for seed in range(8):
-        draw = random.Random(seed)
-        stepped = compiler.matcher(source)
-        line: list[int] = []
-        masks = []
-        for _ in range(8):
-            masks += stepped.masks([])
-            fit = sorted(allowed(masks[-1]) - compiler.ends)
-            if not fit:
-                break
-            line.append(draw.choice(fit))
-            stepped.accept(line[-1:])
-        ahead = compiler.matcher(source)
-        for place in range(len(line)):
-            count = draw.randrange(5)
-            drafts = line[place : place + count] + draw.choices(range(4000), k=draw.randrange(2))
-            found = ahead.masks(drafts, lanes)
-            due = masks[place : place + count + 1]
-            assert found[: len(due)] == due[: len(found)]
-            assert len(found) >= len(due)
-            ahead.accept(line[place : place + 1])
-        assert ahead.fault is None
+def random_answer(
+    compiler: Compiler, source: str, draw: random.Random
+) -> tuple[list[int], list[bytes]]:
+    """Tokens that may come, up to 8, and the masks in front of each and behind them."""
+    stepped = compiler.matcher(source)
+    line: list[int] = []
+    masks = masks_of(stepped)
+    while len(line) < 8:
+        fit = sorted(allowed(masks[-1]) - compiler.ends)
+        if not fit:
+            break
+        line.append(draw.choice(fit))
+        stepped.accept(line[-1:])
+        masks += masks_of(stepped)
+    return line, masks
 
 
 def test_nothing_matters_behind_the_end(compiler: Compiler) -> None:
     following = matcher(compiler, choice=["-"])
     following.accept(compiler.tokenizer.encode("-", add_special_tokens=False))
-    assert allowed(following.masks([7, 8])[0]) == compiler.ends
+    assert allowed(masks_of(following, [7, 8])[0]) == compiler.ends
     following.accept([min(compiler.ends), 5, 6])
-    assert following.masks([1]) == [every_token(compiler.mask_bytes)]
+    assert masks_of(following, [1]) == [every_token(compiler)] * 2
     assert following.fault is None
     assert following.accepted == 4
 
@@ -184,11 +190,11 @@ def test_a_token_that_is_not_allowed_is_a_fault(compiler: Compiler) -> None:
     following.accept([5])
     assert following.fault is not None
     assert "too complex" in following.fault
-    assert not any(following.masks([])[0])
+    assert not any(masks_of(following)[0])
 
 
 def test_ids_beyond_the_tokenizer_never_come(compiler: Compiler) -> None:
-    found = allowed(matcher(compiler, regex="(.|\n)*").masks([])[0])
+    found = allowed(masks_of(matcher(compiler, regex="(.|\n)*"))[0])
     assert max(found) < len(compiler.tokenizer)
     assert len(found) > 4000
     assert not found & (compiler.tokenizer.special_ids - compiler.ends)
@@ -197,10 +203,10 @@ def test_ids_beyond_the_tokenizer_never_come(compiler: Compiler) -> None:
 def test_two_answers_of_one_grammar_are_apart(compiler: Compiler) -> None:
     first = matcher(compiler, choice=["ab", "cd"])
     second = matcher(compiler, choice=["ab", "cd"])
-    before = second.masks([])
+    before = masks_of(second)
     first.accept(compiler.tokenizer.encode("a", add_special_tokens=False))
-    assert second.masks([]) == before
-    assert first.masks([]) != before
+    assert masks_of(second) == before
+    assert masks_of(first) != before
 
 
 class Breaking:
@@ -220,6 +226,9 @@ class Breaking:
     def consume_tokens(self, tokens: list[int]) -> bool:
         return all(self.consume_token(token) for token in tokens)
 
+    def try_consume_tokens(self, tokens: list[int]) -> int:
+        return len(tokens) if self.consume_tokens(tokens) else 0
+
     def deep_copy(self) -> "Breaking":
         copied = Breaking(self._inner.deep_copy())
         copied._taken = self._taken
@@ -232,6 +241,28 @@ class Breaking:
         return "a panic\n<backtrace>\nat line 7"
 
 
+class OneByOne:
+    """LLExecutor's part for matchers that are not llguidance's own."""
+
+    def unsafe_compute_mask_ptr(
+        self, jobs: list[tuple[Any, int]], address: int, size: int, count: int
+    ) -> None:
+        along = [(matcher, place, []) for matcher, place in jobs]
+        self.unsafe_compute_mask_ptr_with_draft_token(along, address, size, count)
+
+    def unsafe_compute_mask_ptr_with_draft_token(
+        self, jobs: list[tuple[Any, int, list[int]]], address: int, size: int, count: int
+    ) -> None:
+        memory = (ctypes.c_char * (size * count)).from_address(address)
+        for matcher, place, drafts in jobs:
+            for at in range(place, place + 1 + len(drafts)):
+                memory[at * size : (at + 1) * size] = matcher.compute_bitmask()[:size]
+                if at < place + len(drafts) and not matcher.try_consume_tokens(
+                    [drafts[at - place]]
+                ):
+                    break
+
+
 def test_a_matcher_that_breaks_leaves_others_alone(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,21 +270,22 @@ def test_a_matcher_that_breaks_leaves_others_alone(
     spelled = [compiler.tokenizer.token_bytes(token) for token in range(4000)]
     line = [spelled.index(text) for text in (b"label", b"turtle", b"    ")]
     other = compiler.matcher(source)
-    due = other.masks([])
+    due = masks_of(other)
     compiled = compiler._compile
     monkeypatch.setattr(compiler, "_compile", lambda given: Breaking(compiled(given)))
+    monkeypatch.setitem(vars(compiler), "_threads", OneByOne())
     breaks = compiler.matcher(source)
-    along = breaks.masks(line)
+    along = masks_of(breaks, line)
     assert len(along) == 4
     assert any(along[-2]) and not any(along[-1])
     assert breaks.fault is None, "a draft may never be accepted"
-    assert breaks.masks([]) == other.masks([]) == due
+    assert masks_of(breaks) == masks_of(other) == due
     breaks.accept(line)
-    assert not any(breaks.masks([])[0])
+    assert not any(masks_of(breaks)[0])
     assert breaks.fault is not None
     assert "panic" in breaks.fault
     assert "backtrace" not in breaks.fault
-    assert other.masks([]) == due
+    assert masks_of(other) == due
 
 
 def test_a_grammar_that_is_known_is_compiled_when_it_is_needed(
@@ -261,15 +293,15 @@ def test_a_grammar_that_is_known_is_compiled_when_it_is_needed(
 ) -> None:
     source = 'start: "known"'
     first = compiler.matcher(source)
-    due = first.masks([])
+    due = masks_of(first)
     made = []
     compiled = compiler._compile
     monkeypatch.setattr(compiler, "_compile", lambda given: made.append(given) or compiled(given))
     second = compiler.matcher(source)
-    assert second.masks([]) == due
+    assert masks_of(second) == due
     assert made == []
     tokens = compiler.tokenizer.encode("known", add_special_tokens=False)
-    assert second.masks(tokens) == first.masks(tokens)
+    assert masks_of(second, tokens) == masks_of(first, tokens)
     assert made == [source]
     compiler.grammar(GrammarRecipe(source)).prepare()
     assert made == [source] * 2
@@ -315,8 +347,8 @@ def test_drafts_bring_an_answer_to_no_limit(
     draw = random.Random(0)
     for token in line:
         for _ in range(12):
-            led.masks([one[draw.choice("ab")] for _ in range(7)])
-        assert led.masks([]) == alone.masks([])
+            masks_of(led, [one[draw.choice("ab")] for _ in range(7)])
+        assert masks_of(led) == masks_of(alone)
         led.accept([token])
         alone.accept([token])
     assert led.fault is None
@@ -330,8 +362,21 @@ def test_what_is_too_large_is_refused_or_ends(compiler: Compiler, regex: str) ->
         following = compiler.matcher(f"start: /{regex}/")
     except GrammarFault:
         return
-    following.masks([])
+    masks_of(following)
     assert following.fault is None
+
+
+def test_masks_are_written_nowhere_else(compiler: Compiler) -> None:
+    """llguidance writes to an address, and looks at no bounds."""
+    size = compiler.mask_bytes
+    following = matcher(compiler, regex="[a-z]+")
+    following.accept(compiler.tokenizer.encode("a", add_special_tokens=False))
+    memory = bytearray(3 * size)
+    for shape, first in (([3, size], 1), ([3, size], 3), ([6, size // 2], 0)):
+        view = memoryview(memory)[: shape[0] * shape[1]].cast("B", shape=shape)
+        with pytest.raises(ValueError, match="allowed: "):
+            compiler.fill([Wanted(following, [5, 6], first)], view)
+    assert not any(memory)
 
 
 END = 3000
@@ -342,33 +387,33 @@ BEGIN = 3001
 def test_the_grammar_begins_behind_the_reasoning(compiler: Compiler, opened: bool) -> None:
     bound = matcher(compiler, choice=["yes"])
     content = compiler.tokenizer.encode("yes", add_special_tokens=False)
-    masks = bound.masks(content)
-    everything = every_token(compiler.mask_bytes)
+    masks = masks_of(bound, content)
+    everything = every_token(compiler)
     begin = None if opened else BEGIN
-    held = AfterReasoning(matcher(compiler, choice=["yes"]), compiler.mask_bytes, END, begin)
+    held = AfterReasoning(matcher(compiler, choice=["yes"]), END, begin)
     if not opened:
-        assert allowed(held.masks([])[0]) == allowed(masks[0]) | {BEGIN}
-        along = held.masks([BEGIN, 5, END, *content])
+        assert allowed(masks_of(held)[0]) == allowed(masks[0]) | {BEGIN}
+        along = masks_of(held, [BEGIN, 5, END, *content])
         assert allowed(along[0]) == allowed(masks[0]) | {BEGIN}
         assert along[1:] == [everything, everything, *masks]
         held.accept([BEGIN])
-    assert held.masks([5, 6]) == [everything] * 3
-    assert held.masks([5, END]) == [everything, everything, masks[0]]
-    assert held.masks([5, END, *content]) == [everything, everything, *masks]
+    assert masks_of(held, [5, 6]) == [everything] * 3
+    assert masks_of(held, [5, END]) == [everything, everything, masks[0]]
+    assert masks_of(held, [5, END, *content]) == [everything, everything, *masks]
     held.accept([5, END])
-    assert held.masks(content) == masks
+    assert masks_of(held, content) == masks
     held.accept(content)
-    assert held.masks([]) == masks[-1:]
+    assert masks_of(held) == masks[-1:]
     assert held.accepted == len(content) + 2 + (not opened)
 
 
 def test_an_answer_may_leave_reasoning_out(compiler: Compiler) -> None:
-    held = AfterReasoning(matcher(compiler, choice=["yes"]), compiler.mask_bytes, END, BEGIN)
+    held = AfterReasoning(matcher(compiler, choice=["yes"]), END, BEGIN)
     content = compiler.tokenizer.encode("yes", add_special_tokens=False)
-    masks = matcher(compiler, choice=["yes"]).masks(content)
-    assert held.masks(content)[1:] == masks[1:]
+    masks = masks_of(matcher(compiler, choice=["yes"]), content)
+    assert masks_of(held, content)[1:] == masks[1:]
     held.accept(content[:1])
-    assert held.masks(content[1:]) == masks[1:]
+    assert masks_of(held, content[1:]) == masks[1:]
 
 
 @pytest.mark.parametrize("reasons", [False, True])
@@ -376,13 +421,13 @@ def test_a_recipe_makes_the_grammar_anew(compiler: Compiler, reasons: bool) -> N
     """In another process too: the recipe is pickled, and what was accepted is not part of it."""
     first: Grammar = matcher(compiler, regex="[a-c]{2,5}x")
     if reasons:
-        first = AfterReasoning(matcher(compiler, choice=["yes"]), compiler.mask_bytes, END, BEGIN)
-    masks = first.masks([])
+        first = AfterReasoning(matcher(compiler, choice=["yes"]), END, BEGIN)
+    masks = masks_of(first)
     first.accept(compiler.tokenizer.encode("a", add_special_tokens=False))
     other = Compiler(compiler.tokenizer, compiler.vocab, compiler.ends)
     other.prepare()
     again = other.grammar(pickle.loads(pickle.dumps(first.recipe)))
-    assert again.accepted == 0 and again.masks([]) == masks
+    assert again.accepted == 0 and masks_of(again) == masks
     assert again.recipe == first.recipe and type(again) is type(first)
 
 
@@ -397,11 +442,11 @@ def test_a_draft_that_did_not_come_leaves_no_trace(compiler: Compiler) -> None:
     (blanks,) = encode("       ")
     given = matcher(compiler, json=schema)
     given.accept(answer)
-    given.masks([comma])
+    masks_of(given, [comma])
     given.accept([behind])
-    found = given.masks([blanks])
+    found = masks_of(given, [blanks])
     fresh = matcher(compiler, json=schema)
     fresh.accept([*answer, behind])
-    assert found[0] == fresh.masks([])[0]
+    assert found[0] == masks_of(fresh)[0]
     fresh.accept([blanks])
-    assert found[1] == fresh.masks([])[0]
+    assert found[1] == masks_of(fresh)[0]

@@ -11,6 +11,7 @@ from lockstep.outputs import Logprob
 from lockstep.sampling_params import SamplingParams
 from lockstep.text.processor import Processor, TextUpdate
 from lockstep.text.template import ChatTemplate, check_kwargs
+from tests.masks import masks_of
 
 
 def finish(processor, params, ids, step=2, reason=None):
@@ -54,12 +55,12 @@ def test_completions_of_one_request_share_what_is_known_of_their_grammar(process
     assert len(made) == 1
     grammars = [request.grammar for request in requests]
     assert len(set(map(id, grammars))) == 5
-    first = grammars[0].masks([])
+    first = masks_of(grammars[0])
     grammars[0].accept(processor.encode("the", add_special_tokens=False))
-    assert all(grammar.masks([]) == first for grammar in grammars[1:])
-    assert processor.requests("r", "fox", params)[0].grammar.masks([]) == first
+    assert all(masks_of(grammar) == first for grammar in grammars[1:])
+    assert masks_of(processor.requests("r", "fox", params)[0].grammar) == first
     assert len(made) == 1
-    assert processor.grammar_of(grammars[1].recipe).masks([]) == first
+    assert masks_of(processor.grammar_of(grammars[1].recipe)) == first
     assert len(made) == 2, "what the engine's process is given is compiled"
 
 

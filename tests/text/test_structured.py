@@ -21,6 +21,7 @@ from lockstep.text.json_schema import (
 )
 from lockstep.text.structured import MOST_RULES, compile_wanted
 from lockstep.text.tokenizer import Tokenizer
+from tests.masks import masks_of
 
 MODEL = Path(__file__).parents[2] / "lockstep" / "assets" / "model"
 
@@ -35,12 +36,12 @@ def matches(compiler: Compiler, source: str, text: str) -> bool:
     """Whether a text is a whole answer under a grammar."""
     matcher = compiler.matcher(source)
     for token in compiler.tokenizer.encode(text, add_special_tokens=False):
-        mask = matcher.masks([])[0]
+        mask = masks_of(matcher)[0]
         if not mask[token // 8] >> token % 8 & 1:
             return False
         matcher.accept([token])
     end = min(compiler.ends)
-    return bool(matcher.masks([])[0][end // 8] >> end % 8 & 1)
+    return bool(masks_of(matcher)[0][end // 8] >> end % 8 & 1)
 
 
 def wanted(compiler: Compiler, **fields: Any) -> None:

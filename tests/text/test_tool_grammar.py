@@ -31,6 +31,7 @@ from lockstep.text.settings import TextSettings
 from lockstep.text.structured import MOST_RULES, compile_wanted
 from lockstep.text.tokenizer import Tokenizer
 from lockstep.text.tool_grammar import CallParams, ToolSyntax
+from tests.masks import masks_of
 from tests.text.test_conformance import WRITERS
 from tests.text.test_structured import matches, nested
 
@@ -150,7 +151,7 @@ class Walk:
 
     def allowed(self) -> np.ndarray:
         """Whether each token may come."""
-        mask = np.frombuffer(self.matcher.masks([])[0], dtype=np.uint8)
+        mask = np.frombuffer(masks_of(self.matcher)[0], dtype=np.uint8)
         return np.unpackbits(mask, bitorder="little").astype(bool)
 
     def take(self, token: int) -> None:
@@ -319,7 +320,7 @@ def test_calls_behind_reasoning(name: str) -> None:
         written = WRITTEN[name]([("weather", {"city": "Rio", "days": 3})])
         text = f"I see <tool_call> [ {{\n</think>\n\n{untagged(written)}"
         for token in processor.encode(text, add_special_tokens=False):
-            mask = grammar.masks([])[0]
+            mask = masks_of(grammar)[0]
             assert mask[token // 8] >> token % 8 & 1, text
             grammar.accept([token])
         reply = processor.reply_parser(prompt.text, SENT, held=True).parse(text)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from lockstep.kernels.registry import op
 
@@ -25,6 +26,9 @@ FILTERS = 16
 NOISE = 32
 ALLOWED = 64
 """Bits of `flags`: what a row uses. A row that uses nothing is a plain argmax."""
+BITS = torch.arange(256)[:, None] >> torch.arange(8) & 1
+BOUNDS = torch.where(BITS.bool(), torch.inf, -torch.inf)
+"""[256, 8] fp32: inf for each bit of an octet that is set, lowest first, else -inf."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +161,7 @@ def sample(
         use = int(flags[s])
         x = logits[s].clone()
         if use & ALLOWED and allowed is not None:
-            x[~_bits(allowed[s], ids, x.shape[-1])] = -torch.inf
+            torch.minimum(x, _bounds(allowed[s], ids, x.shape[-1]), out=x)
         x = _process(x, positions[s], drafts[s], row, history, state, use, ids)
         best[s], top[s] = _best(x)
     tokens = best if ids is None else ids[best]
@@ -170,10 +174,12 @@ def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
     return best[..., 0], scores.gather(-1, best)[..., 0]
 
 
-def _bits(words: Tensor, ids: Tensor | None, vocab: int) -> Tensor:
-    """words [Q, N] int32 -> whether the bit of each of `ids`, or of each token, is set [Q, V]."""
-    tokens = torch.arange(vocab, device=words.device) if ids is None else ids
-    return (words[:, tokens // 32] >> (tokens % 32).int() & 1).bool()
+def _bounds(words: Tensor, ids: Tensor | None, vocab: int) -> Tensor:
+    """words [Q, N] int32 -> inf where the bit of each of `ids`, or of each token, is set, else -inf
+    [Q, V] fp32."""
+    octets = words.contiguous().view(torch.uint8).int()
+    bounds = embedding(octets, BOUNDS.to(words.device)).flatten(1)
+    return bounds[:, :vocab] if ids is None else bounds[:, ids]
 
 
 def _process(
@@ -263,7 +269,7 @@ def _filter(x: Tensor, min_p: float, top_k: int, top_p: float) -> Tensor:
 
 def gumbel(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """seed [1] int64, positions [Q] int64, ids [V] int64 -> standard Gumbel noise [Q, V] fp32."""
-    return -torch.log(-torch.log(uniform(seed, positions, ids)))
+    return uniform(seed, positions, ids).log_().neg_().log_().neg_()
 
 
 def uniform(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
@@ -277,13 +283,17 @@ def uniform(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     key = _mix(key ^ ((seed >> 32) & MASK32))
     key = _mix(key ^ (positions & MASK32))
     bits = _mix(_mix(key[:, None] ^ ids) ^ key[:, None]) >> 9
-    return (bits.float() + 0.5) * 2.0**-23
+    return bits.float().add_(0.5).mul_(2.0**-23)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """murmur3's fmix32 on int64 tensors that hold 32 bits."""
-    x = x ^ (x >> 16)
-    x = (x * 0x85EBCA6B) & MASK32
-    x = x ^ (x >> 13)
-    x = (x * 0xC2B2AE35) & MASK32
-    return x ^ (x >> 16)
+    """murmur3's fmix32 on int64 tensors that hold 32 bits, in their place: to take new memory for a
+    vocabulary of numbers costs more than the arithmetic."""
+    x ^= x >> 16
+    x *= 0x85EBCA6B
+    x &= MASK32
+    x ^= x >> 13
+    x *= 0xC2B2AE35
+    x &= MASK32
+    x ^= x >> 16
+    return x
