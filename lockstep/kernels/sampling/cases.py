@@ -41,7 +41,7 @@ def random_rows(vocab: int, seed: int = 0) -> SamplingState:
     """A row of the table for each of WANTS, with numbers for every parameter."""
     generator = torch.Generator().manual_seed(seed)
     rows = len(WANTS) + 1
-    state = SamplingState.empty(rows, vocab, 16, (32, 8), "cpu")
+    state = SamplingState.empty(rows, vocab, 16, (3, 8), "cpu")
     state.flags[1:] = torch.tensor(WANTS, dtype=torch.int32)
     state.temperature[1:] = torch.linspace(0.3, 1.5, rows - 1)
     state.min_p[1:] = 0.01
