@@ -219,7 +219,7 @@ def test_chat_asks_for_the_result_of_a_tool_call(
 
 def test_serve_answers_and_ends_when_interrupted(model: str) -> None:
     command = [sys.executable, "-m", "lockstep", "serve", "--port", "0", *dummy(model)]
-    command += ["--served-model-name", "tiny"]
+    command += ["--served-model-name", "tiny", "--disable-frontend-multiprocessing"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
         assert server.stdout is not None
         try:
