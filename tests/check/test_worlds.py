@@ -239,7 +239,7 @@ def test_seconds_take_the_place_of_a_number_of_worlds(
 ) -> None:
     monkeypatch.setattr("lockstep.check.run.run_matrix", lambda *rest: None)
     monkeypatch.setitem(SIZES, "quick", replace(SIZES["quick"], draws=16))
-    effort = Effort(worlds=0, seconds=1.5)
+    effort = Effort(worlds=0, seconds=0.5)
     report = run_check("quick", model, seed=7, effort=effort, load_format="dummy")
     assert report.failed == 0 and report.tallies and report.seed == 7
     assert {t.setup.phase for t in report.tallies} == {"world", "sampling"}
