@@ -23,14 +23,14 @@ from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
-from tests.tiny_model import DEEPSEEK, THREE_LAYERS, make_model
+from tests.tiny_model import DEEPSEEK, TWO_LAYERS, make_model
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder: Path = make_model(tmp_path_factory.mktemp("model"), **THREE_LAYERS)
+    folder: Path = make_model(tmp_path_factory.mktemp("model"), **TWO_LAYERS)
     return str(folder)
 
 
