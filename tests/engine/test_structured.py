@@ -131,20 +131,21 @@ def llm() -> LLM:
 @pytest.mark.parametrize("name", ["json", "regex", "choice", "gbnf"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_whole_answers_are_what_was_asked_for(llm: LLM, name: str, temperature: float) -> None:
+    seeds = range(4) if temperature else range(1)
     asked = [
         SamplingParams(
             temperature=temperature, seed=seed, max_tokens=120, structured_outputs=WANTED[name]
         )
-        for seed in range(4)
+        for seed in seeds
     ]
     ended = 0
-    for out in llm.generate([PROMPTS[0]] * 4, asked):
+    for out in llm.generate([PROMPTS[0]] * len(asked), asked):
         one = out.outputs[0]
         if one.finish_reason == "stop":
             judge(name, one.text)
             ended += 1
             assert one.token_ids[-1] in llm.processor.eos_ids
-    assert ended >= 3
+    assert ended >= 3 * len(seeds) / 4
 
 
 def test_max_tokens_cuts(llm: LLM) -> None:
