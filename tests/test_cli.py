@@ -24,14 +24,14 @@ from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError, RequestError
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
-from tests.tiny_model import DEEPSEEK, THREE_LAYERS, make_model
+from tests.tiny_model import DEEPSEEK, TWO_LAYERS, make_model
 
 ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder: Path = make_model(tmp_path_factory.mktemp("model"), **THREE_LAYERS)
+    folder: Path = make_model(tmp_path_factory.mktemp("model"), **TWO_LAYERS)
     return str(folder)
 
 
@@ -245,7 +245,7 @@ def test_chat_asks_for_the_result_of_a_tool_call(
 
 def test_serve_answers_and_ends_when_interrupted(model: str) -> None:
     command = [sys.executable, "-m", "lockstep", "serve", "--port", "0", *dummy(model)]
-    command += ["--served-model-name", "tiny"]
+    command += ["--served-model-name", "tiny", "--disable-frontend-multiprocessing"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
         assert server.stdout is not None
         try:

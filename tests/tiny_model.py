@@ -240,6 +240,8 @@ NEMOTRON_H = {
 
 THREE_LAYERS: dict[str, object] = {"num_hidden_layers": 3, "full_attention_interval": 3}
 """Changes of a hybrid: two layers recur and one attends, for tests of many steps."""
+TWO_LAYERS: dict[str, object] = {"num_hidden_layers": 2, "full_attention_interval": 2}
+"""One recurs and one attends, where what is tested is not the model."""
 
 
 def make_model(folder: Path, base: dict[str, object] = CONFIG, **changes: object) -> Path:

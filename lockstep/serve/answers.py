@@ -297,10 +297,10 @@ ERRORS = {
 }
 
 
-def streamed_schemas(streamed: Sequence[type[Said]]) -> dict[str, Any]:
-    """The JSON schemas of what stands in events only, and of its parts, by name."""
+def schemas(kinds: Sequence[type[Said]]) -> dict[str, Any]:
+    """The JSON schemas of what is said, and of its parts, by name."""
     _, found = models_json_schema(
-        [(model, "serialization") for model in streamed],
+        [(model, "serialization") for model in kinds],
         ref_template="#/components/schemas/{model}",
     )
     return found["$defs"]
@@ -335,8 +335,9 @@ def openapi_responses(
     good: dict[str, Any] = {"model": whole, "description": str(whole.__doc__)}
     if events:
         good["content"] = {"text/event-stream": {"itemSchema": _event(events, named)}}
+    told = {"application/json": {"schema": {"$ref": _place(error)}}}
     errors: dict[int | str, dict[str, Any]] = {
-        code: {"model": error, "description": text} for code, text in ERRORS.items()
+        code: {"description": text, "content": told} for code, text in ERRORS.items()
     }
     return {200: good, **errors}
 

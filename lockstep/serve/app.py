@@ -36,13 +36,15 @@ from lockstep.serve.responses import Responses, ResponsesAnswer
 from lockstep.serve.responses_protocol import ResponsesRequest
 from lockstep.serve.service import Service
 
-STREAMED: tuple[type[answers.Said], ...] = (
+NAMED: tuple[type[answers.Said], ...] = (
+    answers.Error,
+    answers_messages.MessagesError,
     answers.ChatChunk,
     answers.CompletionChunk,
     *answers_responses.EVENTS,
     *answers_messages.EVENTS,
 )
-"""What stands in events only, so that no route's answer brings it into the schema."""
+"""Errors and events: routes refer to their schemas, and FastAPI looks at answers only."""
 IGNORED = "X-Lockstep-Ignored-Fields"
 """The header of an answer that names the request's fields without effect."""
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
@@ -317,7 +319,7 @@ def _schema(app: FastAPI) -> dict[str, Any]:
         kept = schema["components"]["schemas"]
         for name in ("HTTPValidationError", "ValidationError"):
             kept.pop(name, None)
-        for name, part in answers.streamed_schemas(STREAMED).items():
+        for name, part in answers.schemas(NAMED).items():
             kept.setdefault(name, part)
         app.openapi_schema = schema
     return app.openapi_schema

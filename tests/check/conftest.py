@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 
 from lockstep.check import cases, matrix
-from tests.tiny_model import THREE_LAYERS, make_model
+from tests.tiny_model import TWO_LAYERS, make_model
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder: Path = make_model(tmp_path_factory.mktemp("model"), **THREE_LAYERS)
+    folder: Path = make_model(tmp_path_factory.mktemp("model"), **TWO_LAYERS)
     return str(folder)
 
 

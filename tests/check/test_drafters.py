@@ -26,7 +26,7 @@ DUMMY = {"load_format": "dummy"}
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama with a tokenizer, its weights random."""
-    return make_model(tmp_path_factory.mktemp("target") / "model", LLAMA, num_hidden_layers=7)
+    return make_model(tmp_path_factory.mktemp("target") / "model", LLAMA)
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +39,11 @@ def plain(target: Path) -> PlainRuns:
 def drafting(target: Path) -> dict[str, dict[str, Any]]:
     """What drafts -> its speculative_config."""
     vocab = json.loads((target / "config.json").read_text())["vocab_size"]
-    make_head(target.parent / "head", vocab, 48, width=40)
+    taps = {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    make_head(target.parent / "head", vocab, 48, width=40, eagle_config=taps)
     own = make_model(target.parent / "draft", LLAMA, num_hidden_layers=1, hidden_size=36)
     recurrent = make_model(target.parent / "recurrent", CONFIG, **THREE_LAYERS)
-    make_block_model(target.parent / "blocks", vocab, 48, [0, 2, 5])
+    make_block_model(target.parent / "blocks", vocab, 48, [0, 1, 2])
     return {
         "eagle3": {"method": "eagle3", "model": str(target.parent / "head")},
         "draft_model": {"method": "draft_model", "model": str(own)},

@@ -42,7 +42,7 @@ def test_clean_engine_passes_and_exercises_what_it_varies(check: Check) -> None:
 def test_a_fault_that_depends_on_drafting_is_named(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layer 2's MLP is off by a hair when a generated step brings more than one token per row."""
+    """Layer 1's MLP is off by a hair when a generated step brings more than one token per row."""
     forward = Block.forward
     seen = []
 
@@ -61,7 +61,7 @@ def test_a_fault_that_depends_on_drafting_is_named(
 
     def marked_build(self: GatedMLP, b: Any, *rest: Any, **options: Any) -> None:
         build(self, b, *rest, **options)
-        self.marked = b.layer == "layers.2"
+        self.marked = b.layer == "layers.1"
 
     monkeypatch.setitem(matrix.SIZES, "quick", FEW)
     monkeypatch.setattr(GatedMLP, "__init__", marked_build)
@@ -71,7 +71,7 @@ def test_a_fault_that_depends_on_drafting_is_named(
     assert report.failed > 0
     assert {f.setup.drafter for f in report.failures} == {"mtp"}
     first = report.failures[0]
-    assert first.where is not None and "blocks.2.mlp" in first.where, report.verdict
+    assert first.where is not None and "blocks.1.mlp" in first.where, report.verdict
     assert first.where in report.verdict
 
 

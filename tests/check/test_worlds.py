@@ -239,7 +239,7 @@ def test_seconds_take_the_place_of_a_number_of_worlds(
 ) -> None:
     monkeypatch.setattr("lockstep.check.run.run_matrix", lambda *rest: None)
     monkeypatch.setitem(SIZES, "quick", replace(SIZES["quick"], draws=16))
-    effort = Effort(worlds=0, seconds=1.5)
+    effort = Effort(worlds=0, seconds=0.5)
     report = run_check("quick", model, seed=7, effort=effort, load_format="dummy")
     assert report.failed == 0 and report.tallies and report.seed == 7
     assert {t.setup.phase for t in report.tallies} == {"world", "sampling"}
@@ -253,11 +253,11 @@ def test_shards_are_the_whole_and_no_part_is_done_twice(
     monkeypatch.setattr("lockstep.check.tokens._run_engine", ran := Mock())
     batches = []
     for index in (1, 2, 3):
-        effort = Effort(worlds=10, shard=Shard(index, 3))
+        effort = Effort(worlds=6, shard=Shard(index, 3))
         report = run_check("quick", model, effort=effort, load_format="dummy")
         batches += [tally.batch for tally in report.tallies]
         assert report.to_json()["shard"] == f"{index}/3"
-    assert sorted(batches) == sorted(f"world {index}" for index in range(10))
+    assert sorted(batches) == sorted(f"world {index}" for index in range(6))
     engines = [call.args[0] for call in ran.call_args_list]
     assert len(engines) == len(set(engines)) > 3
 

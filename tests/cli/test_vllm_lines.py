@@ -263,6 +263,7 @@ def serve(line: str, model: str, *, more: tuple[str, ...], body: dict[str, Any])
 BUNDLED = ROOT / "lockstep" / "assets" / "model"
 BODY = {"prompt": "def main(", "max_tokens": 8, "temperature": 0}
 SMALL = ("--max-num-seqs", "2", "--max-model-len", "512")
+ONE_PROCESS = "--disable-frontend-multiprocessing"
 
 
 def test_the_first_line_serves() -> None:
@@ -285,7 +286,7 @@ def test_the_packed_line_serves(tmp_path: Path) -> None:
     lay = partial(gptq, g_idx=False)
     pair = write(tmp_path, tensors, BUNDLED, AUTO_ROUND, pick, lay)
     set_config(pair.packed, max_position_embeddings=MAX_POSITIONS)
-    found = serve(PACKED, str(pair.packed), more=SMALL[:2], body=BODY)
+    found = serve(PACKED, str(pair.packed), more=(*SMALL[:2], ONE_PROCESS), body=BODY)
     assert found["answer"]["usage"]["completion_tokens"] == 8
     assert found["models"][0]["max_model_len"] == 125_000
     told = found["told"]
@@ -293,7 +294,7 @@ def test_the_packed_line_serves(tmp_path: Path) -> None:
 
 
 def test_the_eager_line_serves() -> None:
-    more = (*SMALL, "--served-model-name", "a", "b")
+    more = (*SMALL, ONE_PROCESS, "--served-model-name", "a", "b")
     found = serve(EAGER, str(BUNDLED), more=more, body={**BODY, "model": "b"})
     assert [one["id"] for one in found["models"]] == ["a", "b"]
     assert found["answer"]["model"] == "a" and len(found["answer"]["choices"][0]["text"]) > 0

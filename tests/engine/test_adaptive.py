@@ -20,10 +20,10 @@ from tests.asking import GREEDY, PROMPTS, SEEDED, answer, make_engine
 from tests.tiny_model import make_model
 
 PARAMS = [
-    replace(GREEDY, max_tokens=24, logprobs=2),
-    replace(SEEDED, max_tokens=24, logprobs=1),
-    replace(GREEDY, max_tokens=24, repetition_penalty=1.2, presence_penalty=0.3, logprobs=0),
-    replace(SEEDED, max_tokens=24, bad_words=["path", "return"], min_tokens=12, logprobs=0),
+    replace(GREEDY, max_tokens=18, logprobs=2),
+    replace(SEEDED, max_tokens=18, logprobs=1),
+    replace(GREEDY, max_tokens=18, repetition_penalty=1.2, presence_penalty=0.3, logprobs=0),
+    replace(SEEDED, max_tokens=18, bad_words=["path", "return"], min_tokens=12, logprobs=0),
 ]
 CHANGING = CheckHooks(draft_policy=RandomDraftLength)
 HARD: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from tests.tiny_model import THREE_LAYERS, make_model
 @pytest.fixture(scope="module")
 def engines() -> dict[str, LLM]:
     """The bundled model with each drafter."""
-    return {name: make_engine(name) for name in ("mtp", "ngram")} | {"none": make_engine(None)}
+    return {name or "none": make_engine(name, max_num_seqs=8) for name in ("mtp", "ngram", None)}
 
 
 EVERYTHING: dict[str, dict[str, Any]] = {

@@ -171,13 +171,15 @@ def _compare_by_identity(kind: Any) -> None:
 def _unwrap_the_common_first() -> None:
     """A constant is unwrapped, a tensor is none: what else there is comes after."""
     unwrap = core._unwrap_if_constexpr
+    plain = {core.tensor, core.dtype, core.pointer_type, core.block_type}
+    plain |= {int, float, bool, str, type(None)}
 
     def first(value: Any) -> Any:
         kind = type(value)
+        if kind in plain:
+            return value
         if kind is core.constexpr:
             return value.value
-        if kind is core.tensor or kind is int or kind is float:
-            return value
         return unwrap(value)
 
     core._unwrap_if_constexpr = first

@@ -20,19 +20,17 @@ COMMON = "tests.kernels.compiler_imports"
 
 
 @pytest.fixture(scope="session")
-def processes(request: pytest.FixtureRequest) -> ForkServerContext:
+def processes() -> ForkServerContext:
     """Processes in which the interpreter has not taken the kernels' place, as it may have in this
     one. They are forked off one that has imported COMMON: that takes seconds.
 
-    What is compiled stays in pytest's cache, under a hash of Triton, source, target and options:
-    the next run compiles what has changed.
+    What is compiled stays in Triton's cache, under a hash of Triton, source, target and options:
+    the next run, of another clone too, compiles what has changed.
     """
-    assert request.config.cache is not None
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([COMMON])
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("TRITON_INTERPRET", raising=False)
-        patch.setenv("TRITON_CACHE_DIR", str(request.config.cache.mkdir("triton")))
         forkserver.ensure_running()
     return context
 

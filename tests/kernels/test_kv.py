@@ -35,11 +35,20 @@ def of_dims(sizes: Any, at: int) -> Any:
 
 
 CACHES = ("k_cache", "v_cache")
-SIZES = ((4, 2, 64, 64), (6, 1, 80, 32), (4, 2, 32, 16), (2, 1, 16, 16))
+SIZES = ((4, 2, 64, 64), (3, 1, 80, 32), (2, 2, 32, 16), (2, 1, 16, 16))
 """(heads, KV heads, dim, page size)."""
 SMALL = (4, 3, 3, 128, 64, False, 1.0)
 """A layer of rope_and_cache with two blocks of values."""
-ROWS = ((5, 4), (0, 0), (254, 3))
+WRITTEN = [
+    pytest.param(absent, *of.values, id=f"{absent}-{of.id}")
+    for absent, layers in (
+        ((), (*LAYERS[:3], LAYERS[7], LAYERS[4], SMALL)),
+        *((names, (LAYERS[0], SMALL)) for _, names in WITHOUT[:3:2]),
+    )
+    for of in of_dims(layers, 3)
+]
+"""Of rope_and_cache: every layer; without norms and without positions, the first that fit."""
+ROWS = ((5, 1), (0, 0), (254, 3))
 
 
 def hard_numbers(dim: int, heads: int = 64) -> torch.Tensor:
@@ -138,10 +147,7 @@ def test_values_of_two_blocks_are_read(backend: Any, batch: Any, format: Any) ->
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    ("format", "layer"), of_dims((*LAYERS[:3], LAYERS[7], LAYERS[4], SMALL), 3)
-)
-@pytest.mark.parametrize("absent", [(), *(names for _, names in WITHOUT[:3:2])], ids=str)
+@pytest.mark.parametrize(("absent", "format", "layer"), WRITTEN)
 def test_what_is_written_is_the_codes_of_what_would_be(
     backend: Any, layer: Any, format: Any, absent: tuple[str, ...]
 ) -> None:

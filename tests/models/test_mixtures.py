@@ -82,7 +82,7 @@ def test_logits_and_greedy_tokens_with_and_without_drafts(pair) -> None:
     (family, folder, oracle) = pair
     drafters = [None, NGRAM, MTP] if family in RECURRENT else [None, NGRAM]
     engines = [engine(folder, drafter) for drafter in drafters]
-    for ids, count in zip(prompts(2, 150), (16, 32), strict=True):
+    for ids, count in zip(prompts(2, 150), (8, 16), strict=True):
         assert logits_error(engines[0], oracle, ids) < RELATIVE
         outputs = [ask(llm, ids, count) for llm in engines]
         compare_tokens(oracle, ids, outputs[0].outputs[0].token_ids)

@@ -94,8 +94,9 @@ def test_logits_at_every_position_chunked_and_whole(pair: Any) -> None:
 
 def test_greedy_tokens_with_and_without_drafts(pair: Any) -> None:
     (folder, oracle) = pair
-    for ids in prompts(2, 130):
-        outputs = [ask(engine(folder, drafter), ids, 64) for drafter in (None, NGRAM)]
+    engines = [engine(folder, drafter) for drafter in (None, NGRAM)]
+    for ids in prompts(2, 180):
+        outputs = [ask(llm, ids, 24) for llm in engines]
         compare_tokens(oracle, ids, outputs[0].outputs[0].token_ids)
         assert bits(outputs[0]) == bits(outputs[1])
 

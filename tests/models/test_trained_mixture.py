@@ -4,7 +4,14 @@ made while loading, and no draft, no neighbour changes a bit of that."""
 import pytest
 
 from lockstep import LLM
-from tests.models.trained import ASSETS, MOST_BYTES, answers_right_and_alike, cases, size_of
+from tests.models.trained import (
+    ASSETS,
+    LENGTH,
+    MOST_BYTES,
+    answers_right_and_alike,
+    cases,
+    size_of,
+)
 
 FOLDER = ASSETS / "moe"
 MTP = {"method": "mtp", "num_speculative_tokens": 3, "adaptive": False}
@@ -19,11 +26,13 @@ FORMATS = [
 @pytest.fixture(scope="module", params=FORMATS)
 def llm(request: pytest.FixtureRequest) -> LLM:
     """The mixture with drafts, in one weight format."""
-    return LLM(str(FOLDER), quantization=request.param, speculative_config=MTP, max_num_seqs=8)
+    return LLM(
+        str(FOLDER), quantization=request.param, speculative_config=MTP, max_num_seqs=8, **LENGTH
+    )
 
 
 def test_it_answers_right_and_alike(llm: LLM) -> None:
-    alone = LLM(str(FOLDER), quantization=llm.engine.config.quantization, max_num_seqs=1)
+    alone = LLM(str(FOLDER), quantization=llm.engine.config.quantization, max_num_seqs=1, **LENGTH)
     assert answers_right_and_alike(llm, alone, cases(2)) > 1
 
 

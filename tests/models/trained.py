@@ -8,6 +8,8 @@ from training import tasks
 
 ASSETS = Path(__file__).parents[1] / "assets"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=96, skip_special_tokens=False, logprobs=1)
+LENGTH = {"max_model_len": 2048}
+"""What the longest document and its answer fit into."""
 NEEDLE = {"characters": 2300}
 """A document of 1 K tokens."""
 END = "<|im_end|>"

@@ -1,4 +1,4 @@
-"""A writer of packed checkpoints of its own, from the published bit layouts, in plain loops."""
+"""A writer of packed checkpoints of its own, from the published bit layouts, in numpy."""
 
 import json
 import shutil
@@ -19,18 +19,13 @@ def words_along(values: np.ndarray, bits: int, axis: int, order: list[int] | Non
     """values [R, C] below 2^bits -> int32 words, 32 / bits neighbours along axis in each."""
     rows = values if axis == 1 else values.T
     count = 32 // bits
-    order = order or list(range(count))
-    out = np.zeros((rows.shape[0], -(-rows.shape[1] // count)), dtype=np.int64)
-    for r in range(out.shape[0]):
-        for c in range(out.shape[1]):
-            word = 0
-            for nibble in range(count):
-                column = count * c + order[nibble]
-                if column < rows.shape[1]:
-                    word += int(rows[r, column]) << (bits * nibble)
-            out[r, c] = word if word < 2**31 else word - 2**32
-    words = torch.from_numpy(out.astype(np.int32))
-    return (words if axis == 1 else words.t()).contiguous()
+    padded = np.zeros((rows.shape[0], -(-rows.shape[1] // count) * count), dtype=np.uint32)
+    padded[:, : rows.shape[1]] = rows
+    words = np.zeros((rows.shape[0], padded.shape[1] // count), dtype=np.uint32)
+    for place, column in enumerate(order or range(count)):
+        words |= padded[:, column::count] << (bits * place)
+    stored = torch.from_numpy(words.view(np.int32))
+    return (stored if axis == 1 else stored.t()).contiguous()
 
 
 @dataclass
@@ -44,16 +39,10 @@ class Codes:
     groups: np.ndarray
 
     def values(self) -> Tensor:
-        """[N, K] fp32, one element at a time."""
-        n, k = self.codes.shape
-        scales = self.scales.float().numpy()
-        out = np.zeros((n, k), dtype=np.float32)
-        for row in range(n):
-            for column in range(k):
-                group = self.groups[column]
-                steps = int(self.codes[row, column]) - int(self.zeros[row, group])
-                out[row, column] = np.float32(steps) * scales[row, group]
-        return torch.from_numpy(out)
+        """[N, K] fp32: a code's steps from its group's zero times the group's scale."""
+        scales = self.scales.float().numpy()[:, self.groups]
+        steps = self.codes - self.zeros[:, self.groups]
+        return torch.from_numpy(steps.astype(np.float32) * scales)
 
 
 def draw(

@@ -16,7 +16,7 @@ from lockstep.spec.drafter import DraftContext
 from tests.tiny_model import THREE_LAYERS, make_model
 
 PROMPTS = [[(7 * i + i * i) % 250 for i in range(n)] for n in (310, 5, 65, 130)]
-PARAMS = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=1, detokenize=False)
+PARAMS = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=1, detokenize=False)
 WRONG_EVERY = 5
 """Positions at which the scripted drafter is wrong: the multiples of this."""
 

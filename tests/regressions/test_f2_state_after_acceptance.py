@@ -72,7 +72,7 @@ def test_another_number_of_drafts_in_every_step_leaves_the_answer_alone(
         monkeypatch.setattr(user, "flush_after", lambda device: flush)
     llm = make("ngram", k, changing=True, known=known)
     assert answers(llm) == plain
-    assert llm.engine.stats.accepted_tokens_total > 20
+    assert llm.engine.stats.accepted_tokens_total > 12
 
 
 @pytest.mark.parametrize("fault", replay_faults(cpu.replay))

@@ -7,6 +7,7 @@ chunks nor drafts nor preemption change a bit; each fault, put in, must change t
 
 import copy
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -29,11 +30,17 @@ GROUPS = (1, 2, 4, 5, 6, 7, 8, 16)
 """Query heads of a KV head."""
 
 
+@pytest.fixture(scope="module")
+def plain_of(make: Callable[..., LLM]) -> Callable[[str], list[Any]]:
+    """The answers over a format of an engine without drafts, asked once."""
+    return cache(lambda kind: answers(make(kv_cache_dtype=kind)))
+
+
 @FORMAT
 def test_chunks_drafts_and_preemption_leave_the_answer_alone(
-    make: Callable[..., LLM], plain: list[Any], known: list[list[int]], kind: str
+    make: Callable[..., LLM], plain: list[Any], plain_of: Callable[[str], list[Any]], kind: str
 ) -> None:
-    wanted = answers(make(kv_cache_dtype=kind))
+    wanted = plain_of(kind)
     assert wanted != plain, "the format changes no bit"
     texts = [p + tokens for p, (tokens, _) in zip(PROMPTS, wanted, strict=True)]
     for settings in (
@@ -88,13 +95,15 @@ def own_window(attend: Callable[..., Any]) -> Callable[..., Any]:
 )
 def test_attention_to_the_chunk_alone_is_caught(
     make: Callable[..., LLM],
+    plain_of: Callable[[str], list[Any]],
     monkeypatch: pytest.MonkeyPatch,
     kind: str,
     fault: Callable[..., Any],
     settings: dict[str, Any],
 ) -> None:
+    wanted = plain_of(kind)
     monkeypatch.setattr(Attention, "forward", fault(Attention.forward))
-    assert answers(make(kv_cache_dtype=kind, **settings)) != answers(make(kv_cache_dtype=kind))
+    assert answers(make(kv_cache_dtype=kind, **settings)) != wanted
 
 
 @pytest.mark.parametrize("format", NAMED.values(), ids=list(NAMED))

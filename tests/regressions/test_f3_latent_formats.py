@@ -4,6 +4,8 @@ What test_f3_kv_formats.py holds for keys and values; a latent is both.
 """
 
 import copy
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,11 +49,17 @@ def plain(folder: Path) -> list[Any]:
     return answers(engine_over(folder))
 
 
+@pytest.fixture(scope="module")
+def plain_of(folder: Path) -> Callable[[str], list[Any]]:
+    """The answers over a format of an engine without drafts, asked once."""
+    return cache(lambda kind: answers(engine_over(folder, kv_cache_dtype=kind)))
+
+
 @KINDS
 def test_chunks_drafts_and_preemption_leave_the_answer_alone(
-    folder: Path, plain: list[Any], kind: str
+    folder: Path, plain: list[Any], plain_of: Callable[[str], list[Any]], kind: str
 ) -> None:
-    wanted = answers(engine_over(folder, kv_cache_dtype=kind))
+    wanted = plain_of(kind)
     assert wanted != plain, "the format changes no bit"
     texts = [p + tokens for p, (tokens, _) in zip(PROMPTS, wanted, strict=True)]
     for settings in (
@@ -69,10 +77,13 @@ def test_chunks_drafts_and_preemption_leave_the_answer_alone(
 
 @KINDS
 def test_attention_to_the_chunk_as_it_was_is_caught(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    folder: Path,
+    plain_of: Callable[[str], list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
 ) -> None:
     """The test above can fail: a prompt's current chunk as it is, the rest as it was packed."""
-    wanted = answers(engine_over(folder, kv_cache_dtype=kind))
+    wanted = plain_of(kind)
     attend = LatentAttention.forward
 
     def forward(self: LatentAttention, x: torch.Tensor, step: Step) -> torch.Tensor:
@@ -92,10 +103,13 @@ def test_attention_to_the_chunk_as_it_was_is_caught(
 
 @KINDS
 def test_rejected_drafts_leave_nothing(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    folder: Path,
+    plain_of: Callable[[str], list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
 ) -> None:
     """Before every step, each of its rows' slots from the first that it writes on is poisoned."""
-    wanted = answers(engine_over(folder, kv_cache_dtype=kind))
+    wanted = plain_of(kind)
     place = LatentAttention._place
     poisoned = 0
 

@@ -16,7 +16,7 @@ from lockstep.step import StepShape
 from tests.regressions.conftest import PARAMS, answers
 from tests.tiny_model import DEEPSEEK, make_model
 
-SHORT = [[3, 1, 4, 1, 5, i] for i in range(10)]
+SHORT = [[3, 1, 4, 1, 5, i] for i in range(4)]
 """Prompts that fit into a pool of one page beside the null page, one at a time."""
 FEW = replace(PARAMS, max_tokens=6)
 LONG = [[(7 * i + i * i) % 250 for i in range(n)] for n in (250, 5, 65, 130)]
@@ -59,7 +59,7 @@ def plain(latent: Make) -> list[Any]:
 def test_every_bucket_runs_on_null_rows_with_a_pool_of_two_pages(
     latent: Make, alone: list[Any], bucket: int
 ) -> None:
-    """Ten requests of ten are served behind it."""
+    """Every request is served behind it, one at a time."""
     llm = latent(True, num_gpu_blocks=2, row_buckets=(bucket, 8))
     runner = llm.engine.runner
     with torch.inference_mode():

@@ -16,7 +16,7 @@ from lockstep.scheduling.request import NO_TOKEN, Request
 from tests.asking import GREEDY, PROMPTS, SEEDED, make_engine
 from tests.masks import allows
 
-MOST = 24
+MOST = 16
 
 
 class ByHistory:
@@ -110,8 +110,8 @@ def changing(counts: tuple[int, ...]) -> RandomDraftLength:
 @pytest.mark.parametrize(
     ("hooks", "settings"),
     [
-        (CheckHooks(), {}),
-        (CheckHooks(preempt_every=3), {"steps_in_flight": 2}),
+        (CheckHooks(), {"max_num_seqs": 6}),
+        (CheckHooks(preempt_every=3), {"max_num_seqs": 6, "steps_in_flight": 2}),
         (CheckHooks(draft_policy=changing), {"row_buckets": (3, 4)}),
     ],
     ids=["batch", "preempted, one step ahead", "any number of drafts"],

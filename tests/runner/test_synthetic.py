@@ -11,7 +11,7 @@ from lockstep.errors import ConfigError
 from lockstep.outputs import RequestOutput
 from lockstep.sampling_params import SamplingParams
 from tests.asking import answer, make_engine
-from tests.tiny_model import THREE_LAYERS, make_model
+from tests.tiny_model import TWO_LAYERS, make_model
 
 PROMPTS = [[3 + i, 5, 7, 11 * i, 13] for i in range(8)]
 PARAMS = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detokenize=False)
@@ -19,7 +19,7 @@ PARAMS = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True, detoken
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    folder: Path = make_model(tmp_path_factory.mktemp("model"), **THREE_LAYERS)
+    folder: Path = make_model(tmp_path_factory.mktemp("model"), **TWO_LAYERS)
     return {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True}
 
 

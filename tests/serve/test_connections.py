@@ -24,7 +24,7 @@ def serving(server, processor, *, most=100, head=0.4, keep_alive=1) -> Iterator[
         head_seconds = head
 
     Protocol.most = most
-    app = create_app(Service(server.client, processor, "tiny", "ls-test"), Rules(body_seconds=0.5))
+    app = create_app(Service(server.client, processor, "tiny", "ls-test"), Rules(body_seconds=0.3))
     config = uvicorn.Config(
         app, http=Protocol, log_level="critical", lifespan="off", timeout_keep_alive=keep_alive
     )
@@ -83,15 +83,15 @@ def test_a_head_byte_by_byte(server, processor):
         with contextlib.suppress(OSError):
             for byte in HEALTH * 3:
                 client.sendall(bytes([byte]))
-                time.sleep(0.05)
+                time.sleep(0.02)
         assert closed_with(client).startswith(b"HTTP/1.1 408") or not closed_with(client)
 
 
 def test_a_connection_may_be_used_again(server, processor):
-    with serving(server, processor, head=0.8, keep_alive=2) as address, connect(address) as client:
+    with serving(server, processor, head=0.3, keep_alive=2) as address, connect(address) as client:
         for _ in range(3):
             assert healthy(client)
-            time.sleep(0.5)
+            time.sleep(0.2)
 
 
 def test_an_answer_is_not_cut_by_the_head_s_time(server, processor):
@@ -99,7 +99,7 @@ def test_an_answer_is_not_cut_by_the_head_s_time(server, processor):
     server.client.hang = True
     server.client.answer = lambda request: [5]
     with serving(server, processor, head=0.2) as address, connect(address) as client:
-        body = b'{"prompt": "x", "max_tokens": 9, "timeout": 1.0}'
+        body = b'{"prompt": "x", "max_tokens": 9, "timeout": 0.5}'
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
         client.sendall(head.encode() + b"Content-Type: application/json\r\n\r\n" + body)
         assert b"504" in client.recv(65536)
@@ -135,7 +135,7 @@ def test_no_room_among_busy_ones(server, processor):
     server.client.hang = True
     server.client.answer = lambda request: [5]
     with serving(server, processor, most=3) as address:
-        body = b'{"prompt": "x", "max_tokens": 9, "timeout": 1.5}'
+        body = b'{"prompt": "x", "max_tokens": 9, "timeout": 0.8}'
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
         busy = [connect(address) for _ in range(3)]
         for client in busy:

@@ -143,7 +143,9 @@ def test_sigterm_drains_and_then_ends_streams_with_an_error(process: Any):
 
 
 def test_sigterm_lets_a_short_answer_end(process: Any):
-    running, client = process("--shutdown-timeout", "60", "--no-playground")
+    running, client = process(
+        "--shutdown-timeout", "60", "--no-playground", "--disable-frontend-multiprocessing"
+    )
     assert client.get("/").status_code == 404
     body = {"prompt": "1, 2,", "max_tokens": 60, "ignore_eos": True, "stream": True}
     with client.stream("POST", "/v1/completions", json=body) as answer:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import socket
 import sys
 import threading
 import time
@@ -23,7 +24,7 @@ from lockstep.serve.app import create_app
 from lockstep.serve.service import Service
 from lockstep.serve.settings import ServerSettings
 from lockstep.serve.traces import CLOSE_SECONDS, SPAN, Traces, otlp_exporter
-from tests.serve.process import served
+from tests.serve.process import PATIENCE, served
 from tests.serve.test_protocol import fetch
 
 TRACE = 0x4BF92F3577B34DA6A3CE929D0E0E4736
@@ -180,13 +181,15 @@ def test_a_server_sends_spans_and_writes_json(collector: Any, tmp_path: Path) ->
     assert (line["request_id"], line["id"]) == ("mine", answer.json()["id"])
 
 
-def test_nobody_waits_for_a_collector_that_is_gone(server: Any, processor: Any) -> None:
+def test_nobody_waits_for_a_collector_that_is_gone(
+    server: Any, processor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nor for one that takes connections and never answers."""
-    import socket
-
+    monkeypatch.setattr("lockstep.serve.traces.CLOSE_SECONDS", CLOSE_SECONDS / 6)
+    before = set(threading.enumerate())
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        traces = Traces(otlp_exporter(url))
+        exporter = otlp_exporter(f"http://127.0.0.1:{silent.getsockname()[1]}")
+        traces = Traces(exporter)
         service = Service(server.client, processor, "tiny", "ls-test", on_record=[traces.record])
         server.app = create_app(service)
         began = time.monotonic()
@@ -195,8 +198,13 @@ def test_nobody_waits_for_a_collector_that_is_gone(server: Any, processor: Any) 
         asked = time.monotonic() - began
         began = time.monotonic()
         traces.close()
-        assert time.monotonic() - began < CLOSE_SECONDS + 1
+        closed = time.monotonic() - began
+    exporter.shutdown()  # else it would try again, and say so after the tests
+    for thread in set(threading.enumerate()) - before:
+        thread.join(PATIENCE)
+        assert not thread.is_alive()
     assert asked < 10
+    assert closed < CLOSE_SECONDS / 6 + 1
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 PROMPTS = [[(7 * i + i * i) % 250 for i in range(n)] for n in (130, 5, 58)]
 ASKED = [{"prompt_token_ids": tokens} for tokens in PROMPTS]
-GREEDY = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True, detokenize=False)
+GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, detokenize=False)
 NOISE = 0.02
 """Of the draft model's weights, relative to the target's: some of its drafts are wrong."""
 

@@ -152,24 +152,24 @@ OPENINGS = [
 
 @pytest.mark.parametrize(("tools", "opening"), OPENINGS)
 def test_the_work_is_linear_in_every_state(tools, opening):
-    """10,000 pieces; what looks at all of the text for each of them needs minutes."""
+    """5,000 pieces; what looks at all of the text for each of them needs many seconds."""
     for piece in ["name and ", " \n ", "<<", "</function> ", "a"]:
         parser = parser_of("assistant\n", tools)
         began = time.process_time()
         events = parser.feed(opening)
-        for _ in range(10_000):
+        for _ in range(5_000):
             events += parser.feed(piece)
         events += parser.finish()
         took = time.process_time() - began
-        assert took < 2, f"{took:.1f} s for pieces of {piece!r}"
+        assert took < 1, f"{took:.1f} s for pieces of {piece!r}"
 
 
 @pytest.mark.parametrize("tools", list(TOOL_PARSERS.values()))
 def test_a_long_text_at_once_is_linear_too(tools):
     for piece in ["<<", "a<tool_call></tool_call>", xml(city="x"), "<tool_call><function=>"]:
         began = time.process_time()
-        reply(piece * 5_000, "assistant\n", tools)
-        assert time.process_time() - began < 3, piece
+        reply(piece * 2_500, "assistant\n", tools)
+        assert time.process_time() - began < 1, piece
 
 
 @given(st.text(max_size=40) | st.text("<>/=\n parmet", max_size=40))

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
+from jsonschema.validators import validator_for
 
 from lockstep.errors import RequestError
 from lockstep.sampling_params import SamplingParams
@@ -71,7 +71,16 @@ SENT: list[dict[str, Any]] = [
         },
     },
 ]
-SCHEMAS = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in SENT}
+
+
+def validators(tools: list[dict[str, Any]]) -> dict[str, Any]:
+    """What judges the arguments of each tool."""
+    functions = [tool["function"] for tool in tools]
+    schemas = {function["name"]: function.get("parameters", {}) for function in functions}
+    return {name: validator_for(schema)(schema) for name, schema in schemas.items()}
+
+
+OF_SENT = validators(SENT)
 SNIPPETS = [
     '"', '"}', "}", "]", ")", "'", "\\", "\\u00e9", '\\"', ", ", ": ", "\n", "{", "[", "[1, 2]",
     "null", "12", "true", "```", "\n```", "</", "é", '["</parameter>", "', "wea", "weather",
@@ -188,11 +197,11 @@ class Walk:
         return self.model.text(self.tokens)
 
 
-def judge(text: str, reply: Reply, schemas: dict[str, Any]) -> None:
+def judge(text: str, reply: Reply, judges: dict[str, Any]) -> None:
     """What was read are calls that the tools allow, and nothing of them broke."""
     assert reply.errors == [], text
     for call in reply.tool_calls:
-        jsonschema.validate(json.loads(call.arguments), schemas[call.name])
+        judges[call.name].validate(json.loads(call.arguments))
 
 
 def read(name: str, text: str) -> Reply:
@@ -224,7 +233,7 @@ def test_what_comes_is_calls_and_nothing_else(model: Model, name: str, several: 
     source = syntax.calls_only(syntax.tools(SENT), several)
     for text in walks(model, source, range(6)):
         reply = read(name, text)
-        judge(text, reply, SCHEMAS)
+        judge(text, reply, OF_SENT)
         assert reply.content.strip() == "", text
         assert len(reply.tool_calls) >= 1
         assert several or len(reply.tool_calls) == 1
@@ -247,7 +256,7 @@ def test_what_is_taken_for_a_call_in_free_text_is_one(model: Model, name: str) -
         text = walk.run()
         if text is not None:
             reply = read(name, text)
-            judge(text, reply, SCHEMAS)
+            judge(text, reply, OF_SENT)
             called += len(reply.tool_calls)
     assert called
 
@@ -324,7 +333,7 @@ def test_calls_behind_reasoning(name: str) -> None:
             assert mask[token // 8] >> token % 8 & 1, text
             grammar.accept([token])
         reply = processor.reply_parser(prompt.text, SENT, held=True).parse(text)
-        judge(text, reply, SCHEMAS)
+        judge(text, reply, OF_SENT)
         assert reply.reasoning == "I see <tool_call> [ {"
         assert [call.name for call in reply.tool_calls] == ["weather"]
 
@@ -484,7 +493,7 @@ def test_schemas_that_are_drawn(plain: Model, name: str) -> None:
             continue
         if text is not None:
             reply = ReplyParser(None, syntax.parser(sent)).parse(text)
-            judge(text, reply, {"f": schema})
+            judge(text, reply, validators(sent))
             assert len(reply.tool_calls) == 1
             ended += 1
     assert ended > 3

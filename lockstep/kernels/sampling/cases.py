@@ -41,7 +41,7 @@ def random_rows(vocab: int, seed: int = 0) -> SamplingState:
     """A row of the table for each of WANTS, with numbers for every parameter."""
     generator = torch.Generator().manual_seed(seed)
     rows = len(WANTS) + 1
-    state = SamplingState.empty(rows, vocab, 16, (32, 8), "cpu")
+    state = SamplingState.empty(rows, vocab, 16, (3, 8), "cpu")
     state.flags[1:] = torch.tensor(WANTS, dtype=torch.int32)
     state.temperature[1:] = torch.linspace(0.3, 1.5, rows - 1)
     state.min_p[1:] = 0.01
@@ -95,9 +95,10 @@ def batch(vocab: int, queries: int, seed: int = 0) -> dict[str, Any]:
 
 def sample_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
     """(name, arguments of sample on the CPU); logits are fp32 whatever the dtype."""
-    for vocab, queries in ((100, 1), (100, 4), (100, 16)):
-        yield f"vocab {vocab}, Q={queries}", batch(vocab, queries, seed=queries)
+    for queries in (1, 4):
+        yield f"vocab 100, Q={queries}", batch(100, queries, seed=queries)
     yield "100 tokens of 200", among(batch(200, 1), 100)
+    yield "vocab 100, Q=16", batch(100, 16, seed=16)
     yield "nothing said of what is allowed", {**batch(100, 2), "allowed": None}
     yield "vocab 5000, Q=3", batch(5000, 3, seed=3)
     yield "4200 tokens of 9000", among(batch(9000, 1, seed=1), 4200)
