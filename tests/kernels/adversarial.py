@@ -61,7 +61,7 @@ ROWS: dict[Op, Rows] = {
     gated_group_norm: Rows(("x", "gate"), numbers=("weight",)),
     silu_mul: Rows(("gate_up",)),
     relu2: Rows(("x",)),
-    route: Rows(("logits",), spread=4),
+    route: Rows(("logits", "shared", "shared_gate"), spread=4),
     experts: Rows(
         ("x", "ids", "weights", "shared", "shared_gate"), numbers=("up", "down"), spread=2
     ),

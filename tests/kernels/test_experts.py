@@ -49,7 +49,7 @@ def mixture(
             return torch.randint(-2, 3, shape, generator=generator) / 4
         return torch.randn(shape, generator=generator) * scale
 
-    ids, weights = route(torch.randn(tokens, count, generator=generator), slots)
+    ids, weights, *_ = route(torch.randn(tokens, count, generator=generator), slots)
     arguments = dict(
         x=numbers(tokens, hidden),
         up=numbers(count, 2 * inner, hidden, scale=hidden**-0.5),

@@ -124,7 +124,7 @@ def test_maps_of_one_dtype_are_one_product_with_the_bits_of_several(
     gate_up = times(x, "shared_expert.gate_proj", "shared_expert.up_proj")
     shared = times(silu_mul(gate_up), "shared_expert.down_proj")
     gate = gate[:, 0] if gated else None
-    ids, weights = route(logits, 3, scoring=scoring, dtype=layer.router.dtype)
+    ids, weights, *_ = route(logits, 3, scoring=scoring, dtype=layer.router.dtype)
     stored = (layer.up.stored, layer.down.stored)
     assert torch.equal(layer(x), run[experts_op](x, *stored, ids, weights, shared, gate))
 

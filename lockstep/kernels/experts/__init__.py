@@ -1,18 +1,12 @@
 """experts: the MLPs of a mixture, each token through the few that it was sent to."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from lockstep.kernels.activations import relu2, sigmoid, silu_mul
+from lockstep.kernels.activations import ACTS, Act, sigmoid
 from lockstep.kernels.linear import linear
 from lockstep.kernels.packed import PackedWeight
 from lockstep.kernels.registry import op
-
-Act = Literal["silu_mul", "relu2"]
-ACTS = {"silu_mul": silu_mul, "relu2": relu2}
-"""What stands between an expert's two products: a gate and what it multiplies, or neither."""
 
 
 @op

@@ -21,9 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels import architecture
-from lockstep.kernels.activations._device import relu2, sigmoid, silu
+from lockstep.kernels.activations import Act
+from lockstep.kernels.activations._device import relu2, sigmoid, silu_product
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.experts import Act, experts, experts_in
+from lockstep.kernels.experts import experts, experts_in
 from lockstep.kernels.experts._sort import FIELDS, clamped, sort_pairs
 from lockstep.kernels.experts.tiles import UNPACK_FROM, Tile, are_few, packed_tile, tile_of
 from lockstep.kernels.packed import PackedWeight
@@ -115,14 +116,13 @@ def _up_kernel(
     if GATED:
         halves = tl.reshape(total, (BLOCK_N // 16, 2, 8, BLOCK_M))
         gate, up = tl.split(tl.permute(halves, (0, 2, 3, 1)))
-        product = silu(gate.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        product = product * up.to(dtype).to(tl.float32)
+        product = silu_product(gate.to(dtype), up.to(dtype), dtype)
     else:
-        product = relu2(total.to(dtype).to(tl.float32))
+        product = relu2(total.to(dtype).to(tl.float32)).to(dtype)
     column = first + tl.arange(0, WIDTH)
     to = act + own.to(tl.int64)[None, :] * inner + column[:, None]
     mask = live[None, :] & (column < inner)[:, None]
-    tl.store(to, tl.reshape(product, (WIDTH, BLOCK_M)).to(dtype), mask=mask)
+    tl.store(to, tl.reshape(product, (WIDTH, BLOCK_M)), mask=mask)
 
 
 @triton.jit(do_not_specialize=["pairs"])

@@ -1,5 +1,5 @@
-"""Routings that every backend must serve: each family's, odd numbers of experts, no rows; and a
-linear's partials."""
+"""Routings that every backend must serve: each family's, odd numbers of experts, no rows; a shared
+expert of either kind, beside the logits and apart; a linear's partials."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +14,8 @@ SHAPES: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
     (7, 256, 8, {}),
 )
 """(tokens, experts, top_k, what else is asked)."""
+INNER = 530
+"""Width of the shared expert: more than a program's columns."""
 SIGMOID = dict(scoring="sigmoid", scale=2.5)
 BIASED = (
     (4, 64, 6, SIGMOID),
@@ -35,11 +37,24 @@ def route_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
         beside = torch.full((tokens, 1), float("nan"))
         logits = torch.cat([logits, beside], 1).to(dtype)[:, :experts]
         bias = torch.randn(experts, generator=generator) * 0.1 if "scoring" in more else None
-        yield f"{tokens}x{experts}/{top_k}", dict(logits=logits, top_k=top_k, bias=bias, **more)
+        alone = dict(bias=bias, shared=None, shared_gate=None)
+        yield f"{tokens}x{experts}/{top_k}", dict(logits=logits, top_k=top_k, **alone, **more)
+    plain: dict[str, Any] = dict(bias=None, shared=None, shared_gate=None)
     logits = torch.randn(3, 16, generator=generator).to(dtype)
-    yield "rounded", dict(logits=logits, top_k=4, dtype=dtype)
+    yield "rounded", plain | dict(logits=logits, top_k=4, dtype=dtype)
     partials = torch.randn(4, 3, 24, generator=generator)
-    yield "partials", dict(logits=partials, top_k=5, **SIGMOID)
+    yield "partials", plain | dict(logits=partials, top_k=5, **SIGMOID)
+    for parts in ((), (2,)):
+        product = torch.randn(*parts, 5, 2 * INNER + 24 + 1, generator=generator) * 2
+        product = product if parts else product.to(dtype)
+        shared, logits, gate = product.split((2 * INNER, 24, 1), dim=-1)
+        beside: dict[str, Any] = plain | dict(logits=logits, shared=shared, shared_gate=gate)
+        yield f"gated, beside {parts}", beside | dict(top_k=3, dtype=dtype, shared_dtype=dtype)
+        wide = torch.randn(*parts, 5, INNER + 3, generator=generator) * 2
+        wide = (wide if parts else wide.to(dtype))[..., :INNER]
+        logits = torch.randn(4, 5, 24, generator=generator)
+        apart: dict[str, Any] = plain | dict(logits=logits, shared=wide, act="relu2")
+        yield f"relu2, apart {parts}", apart | dict(top_k=6, shared_dtype=dtype) | SIGMOID
 
 
 def route_traits(logits: Tensor, **rest: Any) -> dict[str, Any]:
