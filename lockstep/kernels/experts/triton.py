@@ -59,10 +59,9 @@ def _tile_of(
     lane = tl.arange(0, BLOCK_M)
     if SORTED:
         expert = tl.load(table + tile * FIELDS)
-        place = tl.load(table + tile * FIELDS + 1) + lane
-        live = place < tl.load(table + tile * FIELDS + 2)
-        own = tl.load(order + place, mask=live & (expert >= 0), other=0)
-        return expert, own, live
+        live = lane < tl.load(table + tile * FIELDS + 1)
+        own = tl.load(order + tile * BLOCK_M + lane)
+        return expert, tl.where(live, own, 0), live
     else:
         pair = tl.arange(0, LANES)
         every = clamped(ids, pair, pair < pairs, experts)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Given = dict[str, Any]
+"""Arguments, by name."""
 SHAPES: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
     (0, 8, 2, {}),
     (3, 4, 1, {}),
@@ -16,7 +18,7 @@ SHAPES: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
 """(tokens, experts, top_k, what else is asked)."""
 INNER = 530
 """Width of the shared expert: more than a program's columns."""
-SIGMOID = dict(scoring="sigmoid", scale=2.5)
+SIGMOID: Given = dict(scoring="sigmoid", scale=2.5)
 BIASED = (
     (4, 64, 6, SIGMOID),
     (3, 48, 5, SIGMOID | {"groups": 6, "top_groups": 3}),
@@ -39,7 +41,7 @@ def route_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
         bias = torch.randn(experts, generator=generator) * 0.1 if "scoring" in more else None
         alone = dict(bias=bias, shared=None, shared_gate=None)
         yield f"{tokens}x{experts}/{top_k}", dict(logits=logits, top_k=top_k, **alone, **more)
-    plain: dict[str, Any] = dict(bias=None, shared=None, shared_gate=None)
+    plain: Given = dict(bias=None, shared=None, shared_gate=None)
     logits = torch.randn(3, 16, generator=generator).to(dtype)
     yield "rounded", plain | dict(logits=logits, top_k=4, dtype=dtype)
     partials = torch.randn(4, 3, 24, generator=generator)
@@ -48,13 +50,13 @@ def route_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
         product = torch.randn(*parts, 5, 2 * INNER + 24 + 1, generator=generator) * 2
         product = product if parts else product.to(dtype)
         shared, logits, gate = product.split((2 * INNER, 24, 1), dim=-1)
-        beside: dict[str, Any] = plain | dict(logits=logits, shared=shared, shared_gate=gate)
-        yield f"gated, beside {parts}", beside | dict(top_k=3, dtype=dtype, shared_dtype=dtype)
+        joined: Given = dict(logits=logits, shared=shared, shared_gate=gate, top_k=3)
+        yield f"gated, beside {parts}", plain | joined | dict(dtype=dtype, shared_dtype=dtype)
         wide = torch.randn(*parts, 5, INNER + 3, generator=generator) * 2
         wide = (wide if parts else wide.to(dtype))[..., :INNER]
         logits = torch.randn(4, 5, 24, generator=generator)
-        apart: dict[str, Any] = plain | dict(logits=logits, shared=wide, act="relu2")
-        yield f"relu2, apart {parts}", apart | dict(top_k=6, shared_dtype=dtype) | SIGMOID
+        apart: Given = dict(logits=logits, shared=wide, act="relu2", top_k=6, shared_dtype=dtype)
+        yield f"relu2, apart {parts}", plain | apart | SIGMOID
 
 
 def route_traits(logits: Tensor, **rest: Any) -> dict[str, Any]:
