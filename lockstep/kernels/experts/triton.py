@@ -149,18 +149,15 @@ def _down_kernel(
 
 
 @triton.jit
-def _finish(total, out, shared, gate, token, column, hidden, shared_stride, gate_stride):
-    """Adds the shared expert's output to columns of a token's sum, and stores them rounded."""
-    live = column < hidden
-    if shared is not None:
-        dtype = shared.dtype.element_ty
-        last = tl.load(shared + token * shared_stride + column, mask=live, other=0.0)
-        last = last.to(tl.float32)
-        if gate is not None:
-            part = tl.load(gate + token * gate_stride + tl.zeros_like(column)).to(tl.float32)
-            last = (sigmoid(part).to(dtype).to(tl.float32) * last).to(dtype).to(tl.float32)
-        total += last
-    tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=live)
+def _shared_part(shared, gate, token, column, live, shared_stride, gate_stride):
+    """What the shared expert adds to columns of a token's sum: fp32."""
+    dtype = shared.dtype.element_ty
+    last = tl.load(shared + token * shared_stride + column, mask=live, other=0.0)
+    last = last.to(tl.float32)
+    if gate is not None:
+        part = tl.load(gate + token * gate_stride + tl.zeros_like(column)).to(tl.float32)
+        last = (sigmoid(part).to(dtype).to(tl.float32) * last).to(dtype).to(tl.float32)
+    return last
 
 
 @triton.jit
@@ -171,12 +168,15 @@ def _sum_kernel(
     """out [T, hidden]: BLOCK columns of a token, its slots added in ascending order."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < hidden
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(SLOTS):
         own = token * SLOTS + slot
-        part = tl.load(y + own * hidden + column, mask=column < hidden, other=0.0)
+        part = tl.load(y + own * hidden + column, mask=live, other=0.0)
         total += tl.load(weights + own).to(tl.float32) * part.to(tl.float32)
-    _finish(total, out, shared, gate, token, column, hidden, shared_stride, gate_stride)
+    if shared is not None:
+        total += _shared_part(shared, gate, token, column, live, shared_stride, gate_stride)
+    tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=live)
 
 
 @triton.jit
@@ -201,16 +201,22 @@ def _down_sum_kernel(
 
     The weight's block holds these columns of every slot's expert, that of act the token's slots, so
     one wgmma serves all; of what it makes, an expert's rows count for its own slot. Places past
-    the slots hold the last one's expert and count for none.
+    the slots hold the last one's expert and count for none. What the sum needs is loaded before the
+    weights, so that nothing is waited for behind them.
     """
     token = tl.program_id(0).to(tl.int64)
     WIDTH: tl.constexpr = BLOCK_N // PLACES
     first = tl.program_id(1) * WIDTH
+    place = tl.arange(0, PLACES)
+    share = tl.load(weights + token * SLOTS + place, mask=place < SLOTS, other=0.0)
+    column = first + tl.arange(0, WIDTH)
+    inside = column < hidden
+    if shared is not None:
+        last = _shared_part(shared, gate, token, column, inside, shared_stride, gate_stride)
     row = tl.arange(0, BLOCK_N)
-    column = first + row % WIDTH
-    place = tl.minimum(row // WIDTH, SLOTS - 1)
-    expert = clamped(ids + token * SLOTS, place, place < SLOTS, experts)
-    rows = expert.to(tl.int64) * hidden + tl.minimum(column, hidden - 1)
+    of_row = tl.minimum(row // WIDTH, SLOTS - 1)
+    expert = clamped(ids + token * SLOTS, of_row, of_row < SLOTS, experts)
+    rows = expert.to(tl.int64) * hidden + tl.minimum(first + row % WIDTH, hidden - 1)
     slot = tl.arange(0, BLOCK_M)
     live = slot < SLOTS
     inputs = act + (token * SLOTS + slot)[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
@@ -220,12 +226,11 @@ def _down_sum_kernel(
     )  # fmt: skip
     own = ((row // WIDTH)[:, None] == slot[None, :]) & live[None, :]
     y = tl.sum(tl.where(own, total, 0.0), 1).to(act.dtype.element_ty).to(tl.float32)
-    place = tl.arange(0, PLACES)
-    share = tl.load(weights + token * SLOTS + place, mask=place < SLOTS, other=0.0)
     parts = tl.reshape(y, (PLACES, WIDTH)) * share.to(tl.float32)[:, None]
     summed = _in_order(tl.zeros((WIDTH,), tl.float32), parts)
-    column = first + tl.arange(0, WIDTH)
-    _finish(summed, out, shared, gate, token, column, hidden, shared_stride, gate_stride)
+    if shared is not None:
+        summed += last
+    tl.store(out + token * hidden + column, summed.to(out.dtype.element_ty), mask=inside)
 
 
 @dataclass(frozen=True)
