@@ -221,7 +221,8 @@ class MoE(nn.Module):
         self.shared_down = None
         if shared_inner:
             down = {f"{shared_name}.{shared_out}": hidden}
-            self.shared_down = Linear(build, shared_inner, down, bias=bias)
+            last = Linear if latent else PartialLinear
+            self.shared_down = last(build, shared_inner, down, bias=bias)
         self.choice = dict(
             scoring=scoring, renormalise=routing.renormalise, scale=routing.scale,
             groups=routing.groups, top_groups=routing.top_groups, dtype=router.dtype,

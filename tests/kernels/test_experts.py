@@ -20,7 +20,7 @@ from lockstep.kernels.experts.tiles import (
     packed_tile,
     tile_of,
 )
-from lockstep.kernels.linear import linear
+from lockstep.kernels.linear import linear, tree_sum
 from lockstep.kernels.packed import Fp8Weight, IntWeight
 from lockstep.kernels.packed._form import multiplies_by_mma_sync, shared_by
 from lockstep.kernels.packed.cases import layouts, random_weights
@@ -107,6 +107,17 @@ def test_nan_stays_in_its_row(backend):
     found = backend.run(experts, broken)
     kept = [0, 1, 2, 4, 5, 6]
     assert same_bits(found[kept], whole[kept]) and found[3].isnan().all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_the_shared_expert_gave_may_be_partials(backend):
+    """In both forms: their sum, rounded before it is gated."""
+    for tokens in (1, 9):
+        a = mixture(backend, **SMALL | dict(tokens=tokens))
+        parts = torch.randn(4, tokens, SMALL["hidden"], generator=torch.Generator().manual_seed(5))
+        whole = a | dict(shared=tree_sum(parts).to(backend.dtype))
+        found = backend.run(experts, a | dict(shared=parts))
+        assert same_bits(found, backend.run(experts, whole))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

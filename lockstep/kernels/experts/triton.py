@@ -27,6 +27,7 @@ from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.experts import experts, experts_in
 from lockstep.kernels.experts._sort import FIELDS, clamped, sort_pairs
 from lockstep.kernels.experts.tiles import UNPACK_FROM, Tile, are_few, packed_tile, tile_of
+from lockstep.kernels.linear.triton import tree_load
 from lockstep.kernels.packed import PackedWeight
 from lockstep.kernels.packed._device import Form, Operand, chain
 from lockstep.kernels.packed._form import (
@@ -149,21 +150,24 @@ def _down_kernel(
 
 
 @triton.jit
-def _shared_part(shared, gate, token, column, live, shared_stride, gate_stride):
-    """What the shared expert adds to columns of a token's sum: fp32."""
-    dtype = shared.dtype.element_ty
-    last = tl.load(shared + token * shared_stride + column, mask=live, other=0.0)
-    last = last.to(tl.float32)
+def _shared_part(
+    shared, gate, token, column, live, shared_stride, part, gate_stride,
+    PARTS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """What the shared expert adds to columns of a token's sum: fp32. It gave the sum of PARTS
+    partials, `part` numbers apart, rounded to DTYPE."""
+    at = token * shared_stride + column
+    last = tree_load(shared, at, part.to(tl.int64), live, PARTS).to(DTYPE).to(tl.float32)
     if gate is not None:
-        part = tl.load(gate + token * gate_stride + tl.zeros_like(column)).to(tl.float32)
-        last = (sigmoid(part).to(dtype).to(tl.float32) * last).to(dtype).to(tl.float32)
+        share = tl.load(gate + token * gate_stride + tl.zeros_like(column)).to(tl.float32)
+        last = (sigmoid(share).to(DTYPE).to(tl.float32) * last).to(DTYPE).to(tl.float32)
     return last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part"])
 def _sum_kernel(
-    y, weights, out, shared, gate, hidden, shared_stride, gate_stride,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    y, weights, out, shared, gate, hidden, shared_stride, part, gate_stride,
+    SLOTS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out [T, hidden]: BLOCK columns of a token, its slots added in ascending order."""
     token = tl.program_id(0).to(tl.int64)
@@ -172,11 +176,14 @@ def _sum_kernel(
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(SLOTS):
         own = token * SLOTS + slot
-        part = tl.load(y + own * hidden + column, mask=live, other=0.0)
-        total += tl.load(weights + own).to(tl.float32) * part.to(tl.float32)
+        found = tl.load(y + own * hidden + column, mask=live, other=0.0)
+        total += tl.load(weights + own).to(tl.float32) * found.to(tl.float32)
+    dtype: tl.constexpr = out.dtype.element_ty
     if shared is not None:
-        total += _shared_part(shared, gate, token, column, live, shared_stride, gate_stride)
-    tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=live)
+        total += _shared_part(
+            shared, gate, token, column, live, shared_stride, part, gate_stride, PARTS, dtype
+        )
+    tl.store(out + token * hidden + column, total.to(dtype), mask=live)
 
 
 @triton.jit
@@ -191,10 +198,12 @@ def _in_order(total, parts):
         return _in_order(_in_order(total, low), high)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part"])
 def _down_sum_kernel(
-    act, weight, ids, weights, out, shared, gate, experts, K, hidden, shared_stride, gate_stride,
-    SLOTS: tl.constexpr, PLACES: tl.constexpr, FORM: tl.constexpr, EVEN: tl.constexpr,
+    act, weight, ids, weights, out, shared, gate, experts, K, hidden, shared_stride, part,
+    gate_stride,
+    SLOTS: tl.constexpr, PLACES: tl.constexpr, PARTS: tl.constexpr,
+    FORM: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N // PLACES columns of one token: PLACES is SLOTS, filled up to a power of two.
@@ -211,8 +220,11 @@ def _down_sum_kernel(
     share = tl.load(weights + token * SLOTS + place, mask=place < SLOTS, other=0.0)
     column = first + tl.arange(0, WIDTH)
     inside = column < hidden
+    dtype: tl.constexpr = out.dtype.element_ty
     if shared is not None:
-        last = _shared_part(shared, gate, token, column, inside, shared_stride, gate_stride)
+        last = _shared_part(
+            shared, gate, token, column, inside, shared_stride, part, gate_stride, PARTS, dtype
+        )
     row = tl.arange(0, BLOCK_N)
     of_row = tl.minimum(row // WIDTH, SLOTS - 1)
     expert = clamped(ids + token * SLOTS, of_row, of_row < SLOTS, experts)
@@ -230,7 +242,7 @@ def _down_sum_kernel(
     summed = _in_order(tl.zeros((WIDTH,), tl.float32), parts)
     if shared is not None:
         summed += last
-    tl.store(out + token * hidden + column, summed.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + token * hidden + column, summed.to(dtype), mask=inside)
 
 
 @dataclass(frozen=True)
@@ -300,7 +312,8 @@ def launch_few(
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     _down_sum_kernel[(tokens, triton.cdiv(hidden, read.tile.rows // places))](
         act, read.operand, ids, weights, out, shared, gate, count, inner, hidden,
-        *_strides(shared, gate), SLOTS=slots, PLACES=places, **read.options(tokens=places),
+        *_strides(shared, gate), SLOTS=slots, PLACES=places, PARTS=_parts(shared),
+        **read.options(tokens=places),
     )  # fmt: skip
     return out
 
@@ -327,14 +340,20 @@ def launch_sorted(
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     _sum_kernel[(tokens, triton.cdiv(hidden, COLUMNS))](
         y, weights, out, shared, gate, hidden, *_strides(shared, gate),
-        SLOTS=slots, BLOCK=COLUMNS, num_warps=WARPS, enable_fp_fusion=False,
+        SLOTS=slots, PARTS=_parts(shared), BLOCK=COLUMNS, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
-def _strides(shared: Tensor | None, gate: Tensor | None) -> tuple[int, int]:
-    """From one token's to the next's."""
-    return (0 if shared is None else shared.stride(0), 0 if gate is None else gate.stride(0))
+def _strides(shared: Tensor | None, gate: Tensor | None) -> tuple[int, int, int]:
+    """From one token's to the next's, and from a partial of shared to the next; gate's."""
+    of_shared = (0, 0) if shared is None else (shared.stride(-2), shared.stride(0))
+    return (*of_shared, 0 if gate is None else gate.stride(0))
+
+
+def _parts(shared: Tensor | None) -> int:
+    """How many partials shared is."""
+    return 1 if shared is None or shared.dim() < 3 else shared.shape[0]
 
 
 def _supports(**traits: Any) -> str | None:
