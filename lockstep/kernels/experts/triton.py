@@ -20,13 +20,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels import architecture
 from lockstep.kernels.activations import Act
 from lockstep.kernels.activations._device import relu2, sigmoid, silu_product
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.experts import experts, experts_in
 from lockstep.kernels.experts._sort import FIELDS, clamped, sort_pairs
-from lockstep.kernels.experts.tiles import UNPACK_FROM, Tile, are_few, packed_tile, tile_of
+from lockstep.kernels.experts.tiles import (
+    UNPACK_FROM,
+    Tile,
+    Tiles,
+    are_few,
+    fitting,
+    packed_fitting,
+    tiles_of,
+)
 from lockstep.kernels.linear.triton import tree_load
 from lockstep.kernels.packed import PackedWeight
 from lockstep.kernels.packed._device import Form, Operand, chain
@@ -265,18 +272,19 @@ class _Reading:
 
 
 def _reading(
-    weight: Tensor | PackedWeight, tile: Tile, x: Tensor, unpack: bool = False
+    weight: Tensor | PackedWeight, tile: Tile, packed: Tile, x: Tensor, unpack: bool = False
 ) -> _Reading:
-    """How x of the model's dtype meets a weight. tile: a plain one's; unpack: into memory."""
+    """How x of the model's dtype meets a weight. tile: a plain one's; packed: a packed one's;
+    unpack: into memory."""
     k = weight.shape[-1]
+    target = target_of(x.device)
     if isinstance(weight, PackedWeight):
         if not unpack and x.dtype != torch.float32 and not irregular(weight):
-            target = target_of(x.device)
-            tile = packed_tile(tile, weight, target.arch)
-            operand, form = operand_of(weight, x.dtype, tile.k, target)
-            return _Reading(operand, form, tile, k)
+            fitted = packed_fitting(packed, weight, target.arch)
+            operand, form = operand_of(weight, x.dtype, fitted.k, target)
+            return _Reading(operand, form, fitted, k)
         weight = in_memory(weight, x.dtype)
-    return _Reading(*plain_operand(weight), tile, k)
+    return _Reading(*plain_operand(weight), fitting(tile, x.dtype, target.arch), k)
 
 
 def _act(
@@ -299,16 +307,17 @@ def _act(
 
 def launch_few(
     x: Tensor, up: Tensor | PackedWeight, down: Tensor | PackedWeight, ids: Tensor,
-    weights: Tensor, shared: Tensor | None, gate: Tensor | None, tile: Tile, gated: bool = True,
+    weights: Tensor, shared: Tensor | None, gate: Tensor | None, tiles: Tiles, gated: bool = True,
 ) -> Tensor:  # fmt: skip
-    """experts for few tokens, without a sort. tile: of plain weights; gated: act is silu_mul."""
+    """experts for few tokens, without a sort. gated: act is silu_mul."""
     tokens, slots = ids.shape
     hidden = up.shape[-1]
     inner = down.shape[-1]
     count = experts_in(up, down)
-    act = _act(x, _reading(up, tile, x), inner, count, ids, None, None, gated)
+    read = _reading(up, tiles.up, tiles.packed_up, x)
+    act = _act(x, read, inner, count, ids, None, None, gated)
     places = triton.next_power_of_2(slots)
-    read = _reading(down, tile, x)
+    read = _reading(down, tiles.down, tiles.packed_down, x)
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     _down_sum_kernel[(tokens, triton.cdiv(hidden, read.tile.rows // places))](
         act, read.operand, ids, weights, out, shared, gate, count, inner, hidden,
@@ -320,20 +329,20 @@ def launch_few(
 
 def launch_sorted(
     x: Tensor, up: Tensor | PackedWeight, down: Tensor | PackedWeight, ids: Tensor,
-    weights: Tensor, shared: Tensor | None, gate: Tensor | None, tile: Tile, gated: bool = True,
+    weights: Tensor, shared: Tensor | None, gate: Tensor | None, tiles: Tiles, gated: bool = True,
 ) -> Tensor:  # fmt: skip
-    """experts for any number of tokens, sorted into tiles. tile: of plain weights; gated: act is
-    silu_mul."""
+    """experts for any number of tokens, sorted into tiles. gated: act is silu_mul."""
     tokens, slots = ids.shape
     hidden = up.shape[-1]
     inner = down.shape[-1]
     count = experts_in(up, down)
     pairs = ids.numel()
     unpack = pairs >= UNPACK_FROM * count
-    order, table = sort_pairs(ids, count, tile.tokens)
-    act = _act(x, _reading(up, tile, x, unpack), inner, count, ids, order, table, gated)
+    order, table = sort_pairs(ids, count, tiles.up.tokens)
+    read = _reading(up, tiles.up, tiles.packed_up, x, unpack)
+    act = _act(x, read, inner, count, ids, order, table, gated)
     y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
-    read = _reading(down, tile, x, unpack)
+    read = _reading(down, tiles.down, tiles.packed_down, x, unpack)
     _down_kernel[(len(table) * triton.cdiv(hidden, read.tile.rows),)](
         act, read.operand, y, order, table, pairs, count, inner, hidden, FIELDS, **read.options()
     )
@@ -381,9 +390,9 @@ def experts_triton(
     """
     if not ids.numel():
         return torch.empty_like(x)
-    arch = architecture.number_of(x.device)
     count = experts_in(up, down)
-    tile = tile_of(ids.numel(), count, x.dtype, arch)
-    launch = launch_few if are_few(*ids.shape, count) else launch_sorted
+    few = are_few(*ids.shape, count)
+    tiles = tiles_of(ids.numel(), count, x.dtype, few)
+    launch = launch_few if few else launch_sorted
     gated = act == "silu_mul"
-    return launch(x, up, down, ids, weights, shared, shared_gate, tile, gated)
+    return launch(x, up, down, ids, weights, shared, shared_gate, tiles, gated)
