@@ -5,6 +5,7 @@ The model is built as an engine builds it, on tensors that have no memory (FakeT
 
 from collections.abc import Iterator
 from dataclasses import asdict, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -33,7 +34,7 @@ from lockstep.layers.attention import Attention
 from lockstep.layers.build import Build
 from lockstep.layers.latent_attention import LatentAttention
 from lockstep.layers.linear import Product, Weight
-from lockstep.layers.moe import ExpertWeight
+from lockstep.layers.moe import MoE
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model
 from lockstep.quant import packing_of
@@ -210,7 +211,7 @@ def _tiled(
     """(op, size, tokens -> tile) of what a module launches."""
     from lockstep.kernels.attention import SEGMENT
     from lockstep.kernels.attention.paged import partition
-    from lockstep.kernels.experts.tiles import tile_of as experts_tile
+    from lockstep.kernels.experts.tiles import are_few, fitting, packed_fitting, tiles_of
     from lockstep.kernels.linear.packed import tile_of as packed_tile
     from lockstep.kernels.linear.packed_tuning import UNPACK
     from lockstep.kernels.linear.tuning import lookup
@@ -228,14 +229,21 @@ def _tiled(
             return lookup(tokens, n, k, dtype, f"sm{number}") if tile == UNPACK else tile
 
         yield "linear", f"{n}x{k}" + " packed" * packed, linear_tile
-    elif isinstance(module, ExpertWeight):
+    elif isinstance(module, MoE):
         count = module.experts
         top_k = module.top_k
-        yield (
-            "experts",
-            f"{top_k} of {count}",
-            lambda tokens: experts_tile(tokens * top_k, count, dtype, number),
-        )
+
+        def expert_tile(name: str, weight: Tensor | PackedWeight, tokens: int) -> Any:
+            few = are_few(tokens, top_k, count)
+            found = tiles_of(tokens * top_k, count, dtype, few)
+            if isinstance(weight, PackedWeight) and dtype != torch.float32:
+                return packed_fitting(getattr(found, f"packed_{name}"), weight, number)
+            return fitting(getattr(found, name), dtype, number)
+
+        for name, own in (("up", module.up), ("down", module.down)):
+            packed = " packed" * isinstance(own.stored, PackedWeight)
+            make = partial(expert_tile, name, own.stored)
+            yield "experts", f"{name} of {top_k} of {count}{packed}", make
     elif isinstance(module, Attention):
         heads = module.heads
         kv_heads = module.kv_heads

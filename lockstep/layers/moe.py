@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.kernels.activations import relu2, silu_mul
-from lockstep.kernels.experts import Act
+from lockstep.kernels.activations import Act
 from lockstep.kernels.experts import experts as experts_op
 from lockstep.kernels.packed import PackedWeight
 from lockstep.kernels.route import Scoring
@@ -205,9 +204,8 @@ class MoE(nn.Module):
         )
         beside = shared_up if alike else {}
         apart = shared_up and not alike
-        self.shared_up = Linear(build, hidden, shared_up, bias=bias) if apart else None
-        kind = PartialLinear if len(beside | routed) == 1 else Linear
-        self.router = kind(router, hidden, beside | routed)
+        self.shared_up = PartialLinear(build, hidden, shared_up, bias=bias) if apart else None
+        self.router = PartialLinear(router, hidden, beside | routed)
         self.widths = (sum(beside.values()), experts, len(routed) - 1)
         self.bias = build.empty(experts, dtype=torch.float32) if routing.bias else None
         sizes = (build, experts, top_k)
@@ -222,26 +220,30 @@ class MoE(nn.Module):
             self.out_of_latent = Linear(build, latent, {"fc2_latent_proj": hidden}, bias=bias)
         self.shared_down = None
         if shared_inner:
-            self.shared_act = build.op(silu_mul if act == "silu_mul" else relu2)
             down = {f"{shared_name}.{shared_out}": hidden}
-            self.shared_down = Linear(build, shared_inner, down, bias=bias)
+            last = Linear if latent else PartialLinear
+            self.shared_down = last(build, shared_inner, down, bias=bias)
         self.choice = dict(
             scoring=scoring, renormalise=routing.renormalise, scale=routing.scale,
             groups=routing.groups, top_groups=routing.top_groups, dtype=router.dtype,
+            act=act, shared_dtype=build.dtype,
         )  # fmt: skip
         self.route = build.op(route_op, experts=experts)
         packed = self.up.weight is None or self.down.weight is None
         self.mix = build.op(experts_op, experts=experts, top_k=top_k, packed=packed)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up, logits, gate = self.router(x).split(self.widths, dim=-1)
-        ids, weights = self.route(logits, self.top_k, bias=self.bias, **self.choice)
-        shared = None
-        if self.shared_down is not None:
-            if self.shared_up is not None:
-                gate_up = self.shared_up(x)
-            shared = self.shared_down(self.shared_act(gate_up))
-        part = gate[:, 0] if gate.shape[-1] else None
+        beside, logits, gate = self.router(x).split(self.widths, dim=-1)
+        first = beside if self.shared_up is None else self.shared_up(x)
+        ids, weights, inner, part = self.route(
+            logits,
+            self.top_k,
+            bias=self.bias,
+            shared=None if self.shared_down is None else first,
+            shared_gate=gate if gate.shape[-1] else None,
+            **self.choice,
+        )
+        shared = None if self.shared_down is None else self.shared_down(inner)
         given = (self.up.stored, self.down.stored, ids, weights)
         if self.into_latent is None or self.out_of_latent is None:
             return self.mix(x, *given, shared, part, act=self.act)

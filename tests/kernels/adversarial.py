@@ -61,7 +61,7 @@ ROWS: dict[Op, Rows] = {
     gated_group_norm: Rows(("x", "gate"), numbers=("weight",)),
     silu_mul: Rows(("gate_up",)),
     relu2: Rows(("x",)),
-    route: Rows(("logits",), spread=4),
+    route: Rows(("logits", "shared", "shared_gate"), spread=4),
     experts: Rows(
         ("x", "ids", "weights", "shared", "shared_gate"), numbers=("up", "down"), spread=2
     ),
@@ -124,7 +124,7 @@ def given(names: tuple[str, ...], arguments: Arguments) -> list[str]:
 
 def lines_at(op: Op, arguments: Arguments, name: str) -> int:
     """The dim of an argument's lines: partials [P, T, ...] have it behind their first."""
-    if op is route:
+    if op is route or (op is experts and name == "shared"):
         return arguments[name].dim() - 2
     return int(name == "delta" and arguments[name].dim() > arguments["x"].dim())
 

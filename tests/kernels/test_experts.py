@@ -14,13 +14,16 @@ from lockstep.kernels.experts.tiles import (
     FEW,
     FLOAT,
     MANY,
-    PACKED,
     SORTED,
+    Tile,
+    Tiles,
+    alike,
     are_few,
-    packed_tile,
-    tile_of,
+    fitting,
+    packed_fitting,
+    tiles_of,
 )
-from lockstep.kernels.linear import linear
+from lockstep.kernels.linear import linear, tree_sum
 from lockstep.kernels.packed import Fp8Weight, IntWeight
 from lockstep.kernels.packed._form import multiplies_by_mma_sync, shared_by
 from lockstep.kernels.packed.cases import layouts, random_weights
@@ -31,6 +34,7 @@ BACKENDS = backends(op=experts)
 TRITON = [param for param in BACKENDS if param.values[0].name == "triton"]
 SMALL = dict(tokens=9, hidden=40, inner=24, count=16, slots=4)
 REAL = dict(tokens=300, hidden=2048, inner=512, count=60, slots=8)
+EVERY = [FEW, MANY, *(tiles for _, tiles in SORTED)]
 EVERY_M = (1, 2, 7, 16, 64, 200)
 MANY_TOKENS = 2048
 """Of a long prompt, for a GPU."""
@@ -49,7 +53,7 @@ def mixture(
             return torch.randint(-2, 3, shape, generator=generator) / 4
         return torch.randn(shape, generator=generator) * scale
 
-    ids, weights = route(torch.randn(tokens, count, generator=generator), slots)
+    ids, weights, *_ = route(torch.randn(tokens, count, generator=generator), slots)
     arguments = dict(
         x=numbers(tokens, hidden),
         up=numbers(count, 2 * inner, hidden, scale=hidden**-0.5),
@@ -110,6 +114,17 @@ def test_nan_stays_in_its_row(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_what_the_shared_expert_gave_may_be_partials(backend):
+    """In both forms: their sum, rounded before it is gated."""
+    for tokens in (1, 9):
+        a = mixture(backend, **SMALL | dict(tokens=tokens))
+        parts = torch.randn(4, tokens, SMALL["hidden"], generator=torch.Generator().manual_seed(5))
+        whole = a | dict(shared=tree_sum(parts).to(backend.dtype))
+        found = backend.run(experts, a | dict(shared=parts))
+        assert same_bits(found, backend.run(experts, whole))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_all_tokens_at_one_expert(backend):
     """More than a tile holds; ids repeat within a row, too."""
     tokens = 20 if backend.interpreted else 140
@@ -142,14 +157,14 @@ def test_no_form_and_no_tile_changes_a_bit(backend, one):
     if one:
         a["ids"].fill_(3)
     given = [a[name] for name in order]
-    tiles = [FEW, MANY, *(tile for _, tile in SORTED)]
+    every = EVERY
     if backend.dtype == torch.float32:
-        tiles = [FLOAT]
+        every = [FLOAT]
     elif backend.interpreted:
-        tiles = [replace(FEW, k=32), replace(MANY, k=32)]
-    whole = launch_few(*given, tiles[0])
-    for tile in tiles:
-        assert same_bits(launch_sorted(*given, tile), whole), tile
+        every = [alike(Tile(64, 16, 32, 4, 5)), alike(Tile(128, 128, 32, 8, 3))]
+    whole = launch_few(*given, every[0])
+    for tiles in every:
+        assert same_bits(launch_sorted(*given, tiles), whole), tiles
 
 
 SORTS = (
@@ -178,8 +193,7 @@ def test_the_sort_is_stable_and_its_tiles_hold_every_pair_once(backend, count, s
         ids[5::41] = -(2**31)
         order, table = sort_pairs(ids.to(backend.device), count, tokens)
         own = ids.flatten().clamp(0, count - 1).long()
-        assert torch.equal(order.cpu().long(), own.argsort(stable=True)), pairs
-        assert tiles_in(table) == tiles_of(own, count, tokens), pairs
+        assert tiles_in(order, table) == wanted(own, count, tokens), pairs
 
 
 @pytest.mark.parametrize("backend", TRITON)
@@ -193,26 +207,24 @@ def test_the_sort_serves_any_spread(backend):
     whole_tiles = torch.tensor([0] * (16 * 5 + 1) + list(range(1, count)), dtype=torch.int32)
     for ids in (whole, whole_tiles):
         order, table = sort_pairs(ids[:, None].to(backend.device), count, tokens)
-        assert torch.equal(order.cpu().long(), ids.argsort(stable=True))
-        assert tiles_in(table) == tiles_of(ids.long(), count, tokens)
-    assert len(table) == len(tiles_in(table)) == count + 5
+        assert tiles_in(order, table) == wanted(ids.long(), count, tokens)
+    assert len(table) == len(tiles_in(order, table)) == count + 5
 
 
-def tiles_in(table: torch.Tensor) -> list[list[int]]:
-    """The entries that describe a tile; they come first."""
+def tiles_in(order: torch.Tensor, table: torch.Tensor) -> list[tuple[int, list[int]]]:
+    """Expert and pairs of the tiles that hold any; they come first."""
     used = [entry for entry in table.tolist() if entry[0] >= 0]
     assert all(entry[0] == -1 for entry in table[len(used) :].tolist())
-    return used
+    held = zip(used, order.tolist(), strict=False)
+    return [(expert, pairs[:count]) for (expert, count), pairs in held]
 
 
-def tiles_of(own: torch.Tensor, count: int, tokens: int) -> list[list[int]]:
-    """Expert, first place and the expert's end, of each tile that pairs of these experts fill."""
+def wanted(own: torch.Tensor, count: int, tokens: int) -> list[tuple[int, list[int]]]:
+    """Expert and pairs of each tile that pairs of these experts fill, in the order of pairs."""
     tiles = []
-    begin = 0
-    for expert, held in enumerate(own.bincount(minlength=count).tolist()):
-        end = begin + held
-        tiles += [[expert, first, end] for first in range(begin, end, tokens)]
-        begin = end
+    for expert in range(count):
+        pairs = (own == expert).nonzero()[:, 0].tolist()
+        tiles += [(expert, pairs[at : at + tokens]) for at in range(0, len(pairs), tokens)]
     return tiles
 
 
@@ -234,8 +246,9 @@ def test_one_expert_is_a_gated_mlp_of_linear(backend):
 
 def test_tiles_grow_with_the_tokens():
     for tokens, block in ((1, 16), (64, 16), (256, 16), (512, 32), (1024, 64), (8192, 128)):
-        assert tile_of(8 * tokens, 256, torch.bfloat16, 90).tokens == block
-    assert {tile_of(8 * t, 256, torch.float32, 90) for t in (1, 64, 8192)} == {FLOAT}
+        found = tiles_of(8 * tokens, 256, torch.bfloat16, are_few(tokens, 8, 256))
+        assert {tile.tokens for tile in found} == {block}
+    assert {tiles_of(8 * t, 256, torch.float32, t == 1) for t in (1, 64, 8192)} == {FLOAT}
 
 
 def packed_mixture(
@@ -308,39 +321,40 @@ def test_packed_experts_in_both_forms(backend, name):
         sizes = REAL | dict(tokens=16)
     packed, plain = packed_mixture(backend, sizes, name, name)
     order = ("x", "up", "down", "ids", "weights", "shared", "shared_gate")
-    tiles = [FEW, MANY] if backend.interpreted else [FEW, MANY, *(t for _, t in SORTED)]
-    for tile in [FLOAT] if backend.dtype == torch.float32 else tiles:
+    every = [FEW, MANY] if backend.interpreted else EVERY
+    for tiles in [FLOAT] if backend.dtype == torch.float32 else every:
         for launch in (launch_few, launch_sorted):
-            if launch is launch_few and tile.tokens > FEW.tokens:
+            if launch is launch_few and tiles.up.tokens > FEW.up.tokens:
                 continue
-            same = packed_tile(tile, packed["up"], HOPPER) if backend.interpreted else tile
-            same = tile if "desc_act" in name or backend.dtype == torch.float32 else same
+            same = tiles
+            if backend.interpreted and backend.dtype != torch.float32 and "desc_act" not in name:
+                wide = zip((tiles.packed_up, tiles.packed_down), ("up", "down"), strict=True)
+                fitted = [packed_fitting(tile, packed[part], HOPPER) for tile, part in wide]
+                same = Tiles(*fitted, *fitted)
             want = launch(*(plain[part] for part in order), same)
-            have = launch(*(packed[part] for part in order), tile)
-            assert same_bits(have, want), (tile, launch.__name__)
+            have = launch(*(packed[part] for part in order), tiles)
+            assert same_bits(have, want), (tiles, launch.__name__)
 
 
-def test_tiles_for_packed_weights_hold_as_many_tokens():
-    """The sort's tiles serve both; a block is a multiple of the order's 128 columns."""
-    for tile in (FEW, MANY, *(tile for _, tile in SORTED)):
-        for k, group, columns in (
-            (2048, 128, PACKED[tile.tokens].k),
-            (200, 128, 128),
-            (1536, 384, 128),
-        ):
+def test_tiles_for_packed_weights_hold_whole_blocks_of_their_order():
+    """Of 128 columns; a block holds groups whole or a part of one."""
+    for tile in {tile for tiles in EVERY for tile in tiles[2:]}:
+        for k, group, columns in ((2048, 128, tile.k), (200, 128, 128), (1536, 384, 128)):
             weight = IntWeight.empty(8, k, group=group, device="meta")
-            found = packed_tile(tile, weight, HOPPER)
-            assert found == replace(PACKED[tile.tokens], k=columns)
-    assert set(PACKED) == {tile.tokens for tile in (FEW, MANY, *(tile for _, tile in SORTED))}
+            assert packed_fitting(tile, weight, HOPPER) == replace(tile, k=columns)
 
 
-def test_tiles_for_packed_weights_fit_every_architecture():
-    """With fewer stages: five of fp8 by 64 x 256 take 104 KB."""
+def test_tiles_fit_every_architecture():
+    """With fewer stages where they do not fit."""
     weight = Fp8Weight.empty(256, 2048, 128, 128, device="meta")
-    for arch in ARCHITECTURES:
-        for tile in (FEW, MANY, *(tile for _, tile in SORTED)):
-            found = packed_tile(tile, weight, arch)
+    for arch, tiles in product(ARCHITECTURES, EVERY):
+        for tile in tiles[:2]:
+            found = fitting(tile, torch.bfloat16, arch)
+            loaded = 2 * (found.rows + found.tokens) * found.k
+            assert (found.stages - 1) * loaded <= shared_of(arch)
+        for tile in tiles[2:]:
+            found = packed_fitting(tile, weight, arch)
             sync = multiplies_by_mma_sync(arch)
             stage, fixed = shared_by(found.rows, found.tokens, found.k, weight, sync)
             assert (found.stages - 1) * stage + fixed <= shared_of(arch)
-    assert packed_tile(FEW, weight, 86).stages < packed_tile(FEW, weight, HOPPER).stages
+    assert packed_fitting(MANY.packed_up, weight, 86).stages < MANY.packed_up.stages

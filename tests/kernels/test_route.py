@@ -4,6 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lockstep.kernels.activations import silu_mul
+from lockstep.kernels.linear import tree_sum
 from lockstep.kernels.route import best, order_of, route
 from tests.kernels.backends import backends, same_bits
 
@@ -27,7 +29,7 @@ def test_the_order_is_that_of_the_numbers_and_nan_is_last():
 def test_softmax_families(renormalise):
     """Qwen3-MoE, Qwen3-Next, Mixtral: softmax over all experts, then the best."""
     logits = random(9, 60)
-    ids, weights = route(logits, 4, renormalise=renormalise)
+    ids, weights, *_ = route(logits, 4, renormalise=renormalise)
     values, chosen = logits.double().softmax(-1).topk(4)
     assert torch.equal(ids.long(), chosen)
     values = values / values.sum(-1, keepdim=True) if renormalise else values
@@ -39,7 +41,7 @@ def test_deepseek():
     """As DeepseekV3TopkRouter has it: groups by their two best biased scores, weights unbiased."""
     logits = random(9, 64)
     bias = random(64, seed=1) * 0.2
-    ids, weights = route(logits, 6, "sigmoid", True, 2.5, bias, groups=8, top_groups=3)
+    ids, weights, *_ = route(logits, 6, "sigmoid", True, 2.5, bias, groups=8, top_groups=3)
     scores = logits.sigmoid()
     choice = scores + bias
     groups = choice.view(9, 8, 8).topk(2)[0].sum(-1).topk(3)[1]
@@ -55,7 +57,7 @@ def test_ties_go_to_the_lower_index(backend):
     logits = torch.ones(2, 12)
     logits[1, 5] = 2.0
     for groups in (dict(), dict(groups=3, top_groups=2)):
-        ids, weights = backend.run(route, dict(logits=logits, top_k=3, **groups))
+        ids, weights, *_ = backend.run(route, dict(logits=logits, top_k=3, **groups))
         assert ids.tolist() == [[0, 1, 2], [5, 0, 1]]
         assert weights[0].tolist() == [weights[0, 0].item()] * 3
 
@@ -66,12 +68,12 @@ def test_ties_go_to_the_lower_index(backend):
 def test_nan_gives_valid_ids_and_stays_in_its_row(backend, scoring, groups):
     logits = random(6, 24)
     arguments = dict(top_k=5, scoring=scoring, groups=groups, top_groups=min(groups, 2))
-    _, plain = backend.run(route, dict(logits=logits, **arguments))
+    _, plain, *_ = backend.run(route, dict(logits=logits, **arguments))
     broken = logits.clone()
     broken[0] = torch.nan
     broken[2, 3:9] = torch.nan
     broken[4, 1] = torch.inf
-    ids, weights = backend.run(route, dict(logits=broken, **arguments))
+    ids, weights, *_ = backend.run(route, dict(logits=broken, **arguments))
     for row in ids.tolist():
         assert len(set(row)) == 5 and set(row) <= set(range(24))
     assert same_bits(weights[1::2], plain[1::2])
@@ -80,7 +82,27 @@ def test_nan_gives_valid_ids_and_stays_in_its_row(backend, scoring, groups):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_row_has_its_bits_in_any_batch(backend):
     logits = (random(33 if backend.on_gpu else 12, 130) * 3).to(backend.dtype)
-    ids, weights = backend.run(route, dict(logits=logits, top_k=7))
+    ids, weights, *_ = backend.run(route, dict(logits=logits, top_k=7))
     for begin, end in ((0, 1), (4, 7), (10, 12), (5, 5)):
         found = backend.run(route, dict(logits=logits[begin:end], top_k=7))
         assert same_bits(found[0], ids[begin:end]) and same_bits(found[1], weights[begin:end])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("parts", [2, 4])
+def test_partials_are_a_product_that_is_rounded(backend, parts):
+    """Whether a product leaves partials is its tile's choice, and must change no bit."""
+    partials = random(parts, 9, 2 * 40 + 24 + 1) * 3
+    whole = tree_sum(partials).to(torch.bfloat16)
+    rounded = dict(dtype=torch.bfloat16, shared_dtype=torch.bfloat16)
+
+    def routed(product):
+        shared, logits, gate = product.split((2 * 40, 24, 1), dim=-1)
+        given = dict(logits=logits, shared=shared, shared_gate=gate, top_k=4) | rounded
+        return backend.run(route, given)
+
+    for one, other in zip(routed(partials), routed(whole), strict=True):
+        assert one.dtype == other.dtype and same_bits(one, other)
+    inner = backend.run(silu_mul, dict(gate_up=whole[:, :80]))
+    assert same_bits(routed(whole).inner, inner)
+    assert same_bits(routed(whole).gate, whole[:, -1])

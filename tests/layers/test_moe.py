@@ -26,12 +26,16 @@ ROUTING = set(Routing.__dataclass_fields__)
 
 
 def made(
-    dtype: torch.dtype = torch.float32, experts: int = 12, build: Build | None = None, **more: Any
+    dtype: torch.dtype = torch.float32,
+    experts: int = 12,
+    build: Build | None = None,
+    hidden: int = HIDDEN,
+    **more: Any,
 ) -> MoE:
     """A layer of random weights; top 3."""
     torch.manual_seed(0)
     routing = Routing(experts, 3, **{name: more.pop(name) for name in ROUTING & set(more)})
-    layer = MoE(build or Build("cpu", dtype, 1, 1), HIDDEN, INNER, routing, **more)
+    layer = MoE(build or Build("cpu", dtype, 1, 1), hidden, INNER, routing, **more)
     for parameter in layer.parameters():
         parameter.data.normal_(0.0, 0.2)
     return layer
@@ -124,7 +128,7 @@ def test_maps_of_one_dtype_are_one_product_with_the_bits_of_several(
     gate_up = times(x, "shared_expert.gate_proj", "shared_expert.up_proj")
     shared = times(silu_mul(gate_up), "shared_expert.down_proj")
     gate = gate[:, 0] if gated else None
-    ids, weights = route(logits, 3, scoring=scoring, dtype=layer.router.dtype)
+    ids, weights, *_ = route(logits, 3, scoring=scoring, dtype=layer.router.dtype)
     stored = (layer.up.stored, layer.down.stored)
     assert torch.equal(layer(x), run[experts_op](x, *stored, ids, weights, shared, gate))
 
@@ -266,3 +270,19 @@ def test_packed_experts_are_served_on_a_gpu() -> None:
 def test_a_choice_that_cannot_be_made_is_an_error(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="is not allowed; allowed:"):
         made(**wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("shared", [0, 1024])
+def test_a_row_has_its_bits_in_any_batch_on_a_gpu(scoring: str, shared: int) -> None:
+    """Routers of two segments, whose products leave partials at some numbers of rows."""
+    load()
+    build = Build("cuda", torch.bfloat16, 1, 1)
+    gated = scoring == "softmax" and shared > 0
+    sizes = dict(experts=128, hidden=2048, shared_inner=shared, shared_gate=gated)
+    layer = made(build=build, scoring=scoring, **sizes)
+    x = torch.randn(300, 2048, device="cuda").bfloat16()
+    whole = layer(x)
+    for begin, end in ((0, 1), (5, 13), (40, 104), (30, 158), (0, 256)):
+        assert torch.equal(layer(x[begin:end]), whole[begin:end]), (begin, end)

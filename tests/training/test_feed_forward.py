@@ -36,7 +36,7 @@ def test_the_choice_is_the_engines(groups: int, top_groups: int) -> None:
     bias = torch.randn(8)
     worth = barred(torch.sigmoid(logits) + bias, groups, top_groups)
     got = chosen(worth, 3).nonzero()[:, 1].view(TOKENS, 3)
-    ids, _ = route(logits, 3, scoring="sigmoid", bias=bias, groups=groups, top_groups=top_groups)
+    ids, *_ = route(logits, 3, scoring="sigmoid", bias=bias, groups=groups, top_groups=top_groups)
     assert got.tolist() == ids.sort().values.tolist()
 
 

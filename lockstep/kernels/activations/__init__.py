@@ -5,6 +5,8 @@ whole vector) other bits than the same numbers elsewhere, so a row's bits would 
 rows there are. exp and log1p do not (docs/decisions/0002-cpu-elementwise.md).
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -47,3 +49,8 @@ def relu2(x: Tensor) -> Tensor:
     """x [T, I] -> max(x, 0)^2 [T, I] of its dtype, rounded once (So et al., Primer, 2021)."""
     positive = torch.relu(x.float())
     return (positive * positive).to(x.dtype)
+
+
+Act = Literal["silu_mul", "relu2"]
+ACTS = {"silu_mul": silu_mul, "relu2": relu2}
+"""What stands between an MLP's products: a gate and what it multiplies, or neither."""

@@ -49,6 +49,13 @@ def softplus(x):
 
 
 @triton.jit
+def silu_product(gate, up, DTYPE: tl.constexpr):
+    """[silu(gate)] * up of numbers of DTYPE, rounded twice: see lockstep.kernels.activations."""
+    factor = silu(gate.to(tl.float32)).to(DTYPE)
+    return (factor.to(tl.float32) * up.to(tl.float32)).to(DTYPE)
+
+
+@triton.jit
 def relu2(x):
     """max(x, 0)^2, NaN where x is."""
     positive = tl.where(x > 0, x, tl.where(x == x, 0.0, x))

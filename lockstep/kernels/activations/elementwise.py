@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.kernels.activations import relu2, silu_mul
 from lockstep.kernels.activations._device import relu2 as relu2_of
-from lockstep.kernels.activations._device import silu
+from lockstep.kernels.activations._device import silu_product
 from lockstep.kernels.backends import gpu_trait
 
 BLOCK = 1024
@@ -25,10 +25,10 @@ def _silu_mul_kernel(gate_up, out, stride, N: tl.constexpr, BLOCK: tl.constexpr)
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate_up += row * stride + lanes
-    gate = tl.load(gate_up, mask=lanes < N, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + N, mask=lanes < N, other=0.0).to(tl.float32)
-    gate = silu(gate).to(out.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * N + lanes, (gate * up).to(out.dtype.element_ty), mask=lanes < N)
+    gate = tl.load(gate_up, mask=lanes < N, other=0.0)
+    up = tl.load(gate_up + N, mask=lanes < N, other=0.0)
+    product = silu_product(gate, up, out.dtype.element_ty)
+    tl.store(out + row * N + lanes, product, mask=lanes < N)
 
 
 @triton.jit

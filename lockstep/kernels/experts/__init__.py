@@ -1,18 +1,13 @@
 """experts: the MLPs of a mixture, each token through the few that it was sent to."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from lockstep.kernels.activations import relu2, sigmoid, silu_mul
+from lockstep.kernels.activations import ACTS, Act, sigmoid
 from lockstep.kernels.linear import linear
 from lockstep.kernels.packed import PackedWeight
 from lockstep.kernels.registry import op
-
-Act = Literal["silu_mul", "relu2"]
-ACTS = {"silu_mul": silu_mul, "relu2": relu2}
-"""What stands between an expert's two products: a gate and what it multiplies, or neither."""
+from lockstep.kernels.route import summed
 
 
 @op
@@ -45,7 +40,8 @@ def experts(
 
     y = 0 + w_0 y_0 + w_1 y_1 + ... in fp32, slots of `ids` in ascending order, products rounded to
     fp32 before they are added; the shared expert's output last; rounded once. With shared_gate it
-    counts as [sigmoid(shared_gate)] * shared, rounded.
+    counts as [sigmoid(shared_gate)] * shared, rounded. shared may be partials [P, T, H] fp32 of a
+    linear instead, P 2 or more: their tree_sum is meant, rounded.
 
     ids out of range count as the nearest expert: rows that nobody reads may hold anything, and what
     is NaN in a row stays in it. A row's bits depend on that row alone.
@@ -79,6 +75,8 @@ def with_shared(
     total: Tensor, shared: Tensor | None, gate: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
     """total [T, H] fp32 + what the shared expert gives, rounded."""
+    if shared is not None:
+        shared = summed(shared, dtype)
     if shared is not None and gate is not None:
         shared = sigmoid(gate)[:, None] * shared
     return (total if shared is None else total + shared.float()).to(dtype)

@@ -31,9 +31,8 @@ COLUMNS = 8
 """Experts of a program that adds up counts: 32 bytes, what memory gives at once."""
 TOGETHER = 512
 """Chunks that it takes at once, 16 in each thread: 2 turns at 65,536 pairs."""
-FIELDS = 3
-"""Numbers of a tile's description: its expert (-1: none), its first place in the order, the end of
-its expert's places."""
+FIELDS = 2
+"""Numbers of a tile's description: its expert (-1: none), how many pairs it holds."""
 
 
 @triton.jit
@@ -70,17 +69,14 @@ def _add_kernel(
 
 
 @triton.jit
-def _describe(table, total, start, tokens, tiles, LANES: tl.constexpr, FIELDS: tl.constexpr):
-    """Fills the table. total, start [LANES]: of an expert's pairs."""
+def _describe(table, total, own, first, tokens, tiles, LANES: tl.constexpr, FIELDS: tl.constexpr):
+    """Fills the table. total, own, first [LANES]: an expert's pairs, tiles, and first tile."""
     expert = tl.arange(0, LANES)
-    own = (total + (tokens - 1)) // tokens
-    end = tl.cumsum(own, 0)
     for turn in range(0, tl.max(own, 0)):
-        to = table + (end - own + turn) * FIELDS
+        to = table + (first + turn) * FIELDS
         live = turn < own
         tl.store(to, expert, mask=live)
-        tl.store(to + 1, start + turn * tokens, mask=live)
-        tl.store(to + 2, start + total, mask=live)
+        tl.store(to + 1, tl.minimum(total - turn * tokens, tokens), mask=live)
     unused = tl.sum(own, 0) + expert
     tl.store(table + unused * FIELDS, -1, mask=unused < tiles)
 
@@ -90,8 +86,9 @@ def _place_kernel(
     ids, counts, order, table, pairs, chunks, tokens, tiles, experts,
     LANES: tl.constexpr, CHUNK: tl.constexpr, EVERY: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """order [pairs]: a chunk's pairs at their places; by the first program, before the chunks', the
-    table. counts: added up, or None where each program counts all pairs, EVERY at most."""
+    """order [tiles * tokens]: a chunk's pairs at their places; by the first program, before the
+    chunks', the table. counts: added up, or None where each program counts all pairs, EVERY at
+    most."""
     chunk = tl.program_id(0) - 1
     lane = tl.arange(0, LANES)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -105,19 +102,22 @@ def _place_kernel(
     else:
         total = tl.load(counts + chunks * LANES + lane)
         before = tl.load(counts + tl.maximum(chunk, 0) * LANES + lane)
-    start = tl.cumsum(total, 0) - total
+    filled = (total + (tokens - 1)) // tokens
+    first = tl.cumsum(filled, 0) - filled
     if chunk < 0:
-        _describe(table, total, start, tokens, tiles, LANES, FIELDS)
+        _describe(table, total, filled, first, tokens, tiles, LANES, FIELDS)
     else:
         same = (own[None, :] == own[:, None]) & (at[None, :] < at[:, None])
-        place = tl.gather(start + before, tl.maximum(own, 0), 0) + tl.sum(same.to(tl.int32), 1)
+        begin = tl.gather(first * tokens + before, tl.maximum(own, 0), 0)
+        place = begin + tl.sum(same.to(tl.int32), 1)
         tl.store(order + place, at, mask=live)
 
 
 def sort_pairs(ids: Tensor, experts: int, tokens: int) -> tuple[Tensor, Tensor]:
-    """ids [T, k], contiguous -> order [T * k] int32: pairs t * k + slot by expert, then by number;
-    table [tiles, FIELDS] int32: which of them a tile of `tokens` holds. Of an entry whose expert is
-    -1 the other numbers may be anything."""
+    """ids [T, k], contiguous -> order [tiles, tokens] int32: pairs t * k + slot by expert, then by
+    number, an expert's from the beginning of a tile on; table [tiles, FIELDS] int32: the expert of
+    a tile of `tokens`, and how many pairs it holds. Of an entry whose expert is -1, and of places
+    that hold no pair, the numbers may be anything."""
     pairs = ids.numel()
     lanes = max(WARP, triton.next_power_of_2(experts))
     tiles = most_tiles(pairs, experts, tokens)
@@ -138,7 +138,7 @@ def sort_pairs(ids: Tensor, experts: int, tokens: int) -> tuple[Tensor, Tensor]:
             ids, counts, pairs, experts, lanes, CHUNK, num_warps=CHUNK // WARP
         )  # fmt: skip
         _add_kernel[(lanes // COLUMNS,)](counts, chunks, lanes, COLUMNS, TOGETHER, num_warps=WARPS)
-    order = ints(pairs)
+    order = ints(tiles, tokens)
     table = ints(tiles, FIELDS)
     _place_kernel[(1 + chunks,)](
         ids, counts, order, table, pairs, chunks, tokens, tiles, experts,

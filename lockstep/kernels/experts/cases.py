@@ -20,8 +20,12 @@ SHAPES = (
     (7, 33, 16, 44, 3, ""),
     (20, 40, 16, 7, 1, "one"),
     (9, 33, 50, 5, 2, "relu2"),
+    (1, 40, 24, 5, 2, "partials"),
+    (6, 33, 16, 7, 3, "partials"),
 )
 """(tokens, H, I, experts, top_k, what is special)."""
+GATED = ("gated", "partials")
+"""Those with a gate of the shared expert; "partials": what that gave is a linear's."""
 PACKED = (("int4", "int4"), ("fp8 by blocks", "fp8 by blocks"), ("nvfp4", "int8"))
 """Layouts of up and down."""
 PACKED_SHAPES = ((2, 136, 72, 3, 2, "gated"), (7, 40, 24, 4, 3, ""), (5, 136, 72, 3, 2, "relu2"))
@@ -59,7 +63,7 @@ def _case(
         return torch.randn(shape, generator=generator)
 
     rows = inner if special == "relu2" else 2 * inner
-    ids, weights = route(random(tokens, count), top_k)
+    ids, weights, *_ = route(random(tokens, count), top_k)
     if special == "one":
         ids.fill_(count + 3)
     arguments = dict(
@@ -69,9 +73,11 @@ def _case(
         ids=ids,
         weights=weights,
         shared=random(tokens, hidden).to(dtype) if special in ("shared", "gated") else None,
-        shared_gate=random(tokens, 5).to(dtype)[:, 2] if special == "gated" else None,
+        shared_gate=random(tokens, 5).to(dtype)[:, 2] if special in GATED else None,
         act="relu2" if special == "relu2" else "silu_mul",
     )
+    if special == "partials":
+        arguments["shared"] = random(4, tokens, hidden)
     return f"{tokens}x{hidden}/{inner}/{count}/{top_k} {special}".rstrip(), arguments
 
 

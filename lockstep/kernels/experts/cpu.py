@@ -6,8 +6,9 @@ It is fast where up and down are transposed views of [E, K, N] storage.
 import torch
 from torch import Tensor
 
+from lockstep.kernels.activations import ACTS, Act
 from lockstep.kernels.backends import cpu_trait
-from lockstep.kernels.experts import ACTS, Act, experts, experts_in, of_expert, with_shared
+from lockstep.kernels.experts import experts, experts_in, of_expert, with_shared
 from lockstep.kernels.linear.cpu import linear_cpu
 from lockstep.kernels.packed import PackedWeight
 

@@ -1,6 +1,7 @@
 """How experts are cut into tiles. No tile changes a bit; each was chosen by what it says here."""
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
@@ -33,37 +34,48 @@ class Tile:
     stages: int
 
 
-FLOAT = Tile(64, 16, 32, 4, 2)
+class Tiles(NamedTuple):
+    """Of both products, of as many tokens each: of plain weights, and of packed ones."""
+
+    up: Tile
+    down: Tile
+    packed_up: Tile
+    packed_down: Tile
+
+
+def alike(tile: Tile) -> Tiles:
+    """The same for all."""
+    return Tiles(tile, tile, tile, tile)
+
+
+FLOAT = alike(Tile(64, 16, 32, 4, 2))
 """fp32, whose products run on the FMA units in the order of this tile: it serves both forms."""
-FEW = Tile(64, 16, 128, 4, 5)
+FEW = Tiles(
+    up=Tile(64, 16, 128, 4, 5),
+    down=Tile(64, 16, 64, 4, 5),
+    packed_up=Tile(64, 16, 256, 4, 3),
+    packed_down=Tile(64, 16, 256, 4, 3),
+)
 """The weights' bytes are all that counts: four loads of 16 KB wait while one is multiplied, and two
 programs of 100 KB fit a multiprocessor of 227 KB. An expert of 512 makes 16 programs, so 8 slots of
-one token are 128 for 132 multiprocessors."""
+one token are 128 for 132 multiprocessors. down's programs are short: more of them side by side are
+worth more than loads that wait. So it is with packed weights, which a program unpacks while others
+wait for theirs: with 3 stages instead of 5, 8 rows of 35B-A3B take 58 us for 65 in int4, 70 for 82
+in FP8 (by counting)."""
 SORTED = (
-    (8, FEW),
-    (20, Tile(64, 32, 128, 4, 4)),
-    (48, Tile(128, 64, 64, 4, 4)),
+    (8, FEW._replace(packed_down=Tile(128, 16, 128, 4, 4))),
+    (20, Tiles(*[Tile(64, 32, 128, 4, 4)] * 2, *[Tile(64, 32, 256, 4, 4)] * 2)),
+    (48, Tiles(*[Tile(128, 64, 64, 4, 4)] * 2, *[Tile(128, 64, 128, 4, 3)] * 2)),
 )
-"""(most pairs per expert in the mean, tile): the least block of tokens that holds nearly all that
+"""(most pairs per expert in the mean, tiles): the least block of tokens that holds nearly all that
 an expert gets, so that its weights are read once. Of Poisson's counts, 99.6 % are within 16 at a
 mean of 8, 99.5 % within 32 at 20, 98.9 % within 64 at 48. Each leaves room for two programs on a
-multiprocessor, 96 to 100 KB each."""
-MANY = Tile(128, 128, 64, 8, 3)
+multiprocessor. Packed ones hold whole blocks of their order, of 128 columns. The first were timed
+on an H200, the others not: docs/kernels/experts.md."""
+MANY = Tiles(*[Tile(128, 128, 64, 8, 3)] * 2, *[Tile(128, 128, 128, 8, 3)] * 2)
 """The tensor cores count: 64 accumulators a thread and 96 KB, so that one of two programs on a
-multiprocessor multiplies while the other begins or ends. K is short here (512 is 8 turns)."""
-
-
-PACKED = {
-    16: Tile(64, 16, 256, 4, 5),
-    32: Tile(64, 32, 256, 4, 4),
-    64: Tile(128, 64, 128, 4, 3),
-    128: Tile(128, 128, 128, 8, 3),
-}
-"""For packed weights, by tokens: a block holds whole blocks of their order, of 128 columns. With 4
-bits a load of 64 x 256 is 8 KB, and four of them wait in each program: one token makes a program
-for each multiprocessor, which should have about 26 KB on their way (4.3 TB/s x 0.8 us / 132). Up to
-64 tokens two programs fit a multiprocessor; of the last, which has some 160 registers a thread, one
-does."""
+multiprocessor multiplies while the other begins or ends. K is short here (512 is 8 turns). Packed,
+with some 160 registers a thread, one program fits."""
 UNPACK_FROM = 1024
 """Pairs per expert in the mean. From here on packed weights are unpacked into memory first.
 
@@ -78,22 +90,30 @@ def are_few(tokens: int, slots: int, experts: int) -> bool:
     return tokens == 1 or tokens * slots <= min(FEW_PAIRS, experts // FEW_OF_EXPERTS)
 
 
-def tile_of(pairs: int, experts: int, dtype: torch.dtype, arch: int) -> Tile:
-    """The tile for so many pairs of a token and a slot, in either form, on an architecture."""
+def tiles_of(pairs: int, experts: int, dtype: torch.dtype, few: bool) -> Tiles:
+    """The tiles for so many pairs of a token and a slot, in the form for few tokens or the other,
+    on Hopper: see fitting."""
     if dtype == torch.float32:
         return FLOAT
-    fitting = (tile for mean, tile in SORTED if pairs <= mean * experts)
-    tile = next(fitting, MANY)
+    if few:
+        return FEW
+    return next((tiles for mean, tiles in SORTED if pairs <= mean * experts), MANY)
+
+
+def fitting(tile: Tile, dtype: torch.dtype, arch: int) -> Tile:
+    """The tile on an architecture, for a plain weight: with as many stages as fit."""
+    if dtype == torch.float32:
+        return tile
     loaded = (tile.rows + tile.tokens) * tile.k * dtype.itemsize
     return replace(tile, stages=stages_within(tile.stages, loaded, 0, arch))
 
 
-def packed_tile(tile: Tile, weight: PackedWeight, arch: int) -> Tile:
-    """The tile of as many tokens for a packed weight, on an architecture."""
-    found = PACKED[tile.tokens]
-    k = columns_of(weight, found.k, weight.k)
-    stages = stages_of(found.stages, found.rows, found.tokens, k, weight, arch)
-    return replace(found, k=k, stages=stages)
+def packed_fitting(tile: Tile, weight: PackedWeight, arch: int) -> Tile:
+    """The tile on an architecture, for a packed weight: columns that hold its groups whole or in
+    part, as many stages as fit."""
+    k = columns_of(weight, tile.k, weight.k)
+    stages = stages_of(tile.stages, tile.rows, tile.tokens, k, weight, arch)
+    return replace(tile, k=k, stages=stages)
 
 
 def most_tiles(pairs: int, experts: int, tokens: int) -> int:

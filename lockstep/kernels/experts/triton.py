@@ -20,12 +20,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels import architecture
-from lockstep.kernels.activations._device import relu2, sigmoid, silu
+from lockstep.kernels.activations import Act
+from lockstep.kernels.activations._device import relu2, sigmoid, silu_product
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.experts import Act, experts, experts_in
+from lockstep.kernels.experts import experts, experts_in
 from lockstep.kernels.experts._sort import FIELDS, clamped, sort_pairs
-from lockstep.kernels.experts.tiles import UNPACK_FROM, Tile, are_few, packed_tile, tile_of
+from lockstep.kernels.experts.tiles import (
+    UNPACK_FROM,
+    Tile,
+    Tiles,
+    are_few,
+    fitting,
+    packed_fitting,
+    tiles_of,
+)
+from lockstep.kernels.linear.triton import tree_load
 from lockstep.kernels.packed import PackedWeight
 from lockstep.kernels.packed._device import Form, Operand, chain
 from lockstep.kernels.packed._form import (
@@ -58,10 +67,9 @@ def _tile_of(
     lane = tl.arange(0, BLOCK_M)
     if SORTED:
         expert = tl.load(table + tile * FIELDS)
-        place = tl.load(table + tile * FIELDS + 1) + lane
-        live = place < tl.load(table + tile * FIELDS + 2)
-        own = tl.load(order + place, mask=live & (expert >= 0), other=0)
-        return expert, own, live
+        live = lane < tl.load(table + tile * FIELDS + 1)
+        own = tl.load(order + tile * BLOCK_M + lane)
+        return expert, tl.where(live, own, 0), live
     else:
         pair = tl.arange(0, LANES)
         every = clamped(ids, pair, pair < pairs, experts)
@@ -115,14 +123,13 @@ def _up_kernel(
     if GATED:
         halves = tl.reshape(total, (BLOCK_N // 16, 2, 8, BLOCK_M))
         gate, up = tl.split(tl.permute(halves, (0, 2, 3, 1)))
-        product = silu(gate.to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
-        product = product * up.to(dtype).to(tl.float32)
+        product = silu_product(gate.to(dtype), up.to(dtype), dtype)
     else:
-        product = relu2(total.to(dtype).to(tl.float32))
+        product = relu2(total.to(dtype).to(tl.float32)).to(dtype)
     column = first + tl.arange(0, WIDTH)
     to = act + own.to(tl.int64)[None, :] * inner + column[:, None]
     mask = live[None, :] & (column < inner)[:, None]
-    tl.store(to, tl.reshape(product, (WIDTH, BLOCK_M)).to(dtype), mask=mask)
+    tl.store(to, tl.reshape(product, (WIDTH, BLOCK_M)), mask=mask)
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -150,34 +157,40 @@ def _down_kernel(
 
 
 @triton.jit
-def _finish(total, out, shared, gate, token, column, hidden, shared_stride, gate_stride):
-    """Adds the shared expert's output to columns of a token's sum, and stores them rounded."""
-    live = column < hidden
-    if shared is not None:
-        dtype = shared.dtype.element_ty
-        last = tl.load(shared + token * shared_stride + column, mask=live, other=0.0)
-        last = last.to(tl.float32)
-        if gate is not None:
-            part = tl.load(gate + token * gate_stride + tl.zeros_like(column)).to(tl.float32)
-            last = (sigmoid(part).to(dtype).to(tl.float32) * last).to(dtype).to(tl.float32)
-        total += last
-    tl.store(out + token * hidden + column, total.to(out.dtype.element_ty), mask=live)
+def _shared_part(
+    shared, gate, token, column, live, shared_stride, part, gate_stride,
+    PARTS: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """What the shared expert adds to columns of a token's sum: fp32. It gave the sum of PARTS
+    partials, `part` numbers apart, rounded to DTYPE."""
+    at = token * shared_stride + column
+    last = tree_load(shared, at, part.to(tl.int64), live, PARTS).to(DTYPE).to(tl.float32)
+    if gate is not None:
+        share = tl.load(gate + token * gate_stride + tl.zeros_like(column)).to(tl.float32)
+        last = (sigmoid(share).to(DTYPE).to(tl.float32) * last).to(DTYPE).to(tl.float32)
+    return last
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part"])
 def _sum_kernel(
-    y, weights, out, shared, gate, hidden, shared_stride, gate_stride,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    y, weights, out, shared, gate, hidden, shared_stride, part, gate_stride,
+    SLOTS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """out [T, hidden]: BLOCK columns of a token, its slots added in ascending order."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    live = column < hidden
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(SLOTS):
         own = token * SLOTS + slot
-        part = tl.load(y + own * hidden + column, mask=column < hidden, other=0.0)
-        total += tl.load(weights + own).to(tl.float32) * part.to(tl.float32)
-    _finish(total, out, shared, gate, token, column, hidden, shared_stride, gate_stride)
+        found = tl.load(y + own * hidden + column, mask=live, other=0.0)
+        total += tl.load(weights + own).to(tl.float32) * found.to(tl.float32)
+    dtype: tl.constexpr = out.dtype.element_ty
+    if shared is not None:
+        total += _shared_part(
+            shared, gate, token, column, live, shared_stride, part, gate_stride, PARTS, dtype
+        )
+    tl.store(out + token * hidden + column, total.to(dtype), mask=live)
 
 
 @triton.jit
@@ -192,26 +205,37 @@ def _in_order(total, parts):
         return _in_order(_in_order(total, low), high)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part"])
 def _down_sum_kernel(
-    act, weight, ids, weights, out, shared, gate, experts, K, hidden, shared_stride, gate_stride,
-    SLOTS: tl.constexpr, PLACES: tl.constexpr, FORM: tl.constexpr, EVEN: tl.constexpr,
+    act, weight, ids, weights, out, shared, gate, experts, K, hidden, shared_stride, part,
+    gate_stride,
+    SLOTS: tl.constexpr, PLACES: tl.constexpr, PARTS: tl.constexpr,
+    FORM: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_N // PLACES columns of one token: PLACES is SLOTS, filled up to a power of two.
 
     The weight's block holds these columns of every slot's expert, that of act the token's slots, so
     one wgmma serves all; of what it makes, an expert's rows count for its own slot. Places past
-    the slots hold the last one's expert and count for none.
+    the slots hold the last one's expert and count for none. What the sum needs is loaded before the
+    weights, so that nothing is waited for behind them.
     """
     token = tl.program_id(0).to(tl.int64)
     WIDTH: tl.constexpr = BLOCK_N // PLACES
     first = tl.program_id(1) * WIDTH
+    place = tl.arange(0, PLACES)
+    share = tl.load(weights + token * SLOTS + place, mask=place < SLOTS, other=0.0)
+    column = first + tl.arange(0, WIDTH)
+    inside = column < hidden
+    dtype: tl.constexpr = out.dtype.element_ty
+    if shared is not None:
+        last = _shared_part(
+            shared, gate, token, column, inside, shared_stride, part, gate_stride, PARTS, dtype
+        )
     row = tl.arange(0, BLOCK_N)
-    column = first + row % WIDTH
-    place = tl.minimum(row // WIDTH, SLOTS - 1)
-    expert = clamped(ids + token * SLOTS, place, place < SLOTS, experts)
-    rows = expert.to(tl.int64) * hidden + tl.minimum(column, hidden - 1)
+    of_row = tl.minimum(row // WIDTH, SLOTS - 1)
+    expert = clamped(ids + token * SLOTS, of_row, of_row < SLOTS, experts)
+    rows = expert.to(tl.int64) * hidden + tl.minimum(first + row % WIDTH, hidden - 1)
     slot = tl.arange(0, BLOCK_M)
     live = slot < SLOTS
     inputs = act + (token * SLOTS + slot)[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
@@ -221,12 +245,11 @@ def _down_sum_kernel(
     )  # fmt: skip
     own = ((row // WIDTH)[:, None] == slot[None, :]) & live[None, :]
     y = tl.sum(tl.where(own, total, 0.0), 1).to(act.dtype.element_ty).to(tl.float32)
-    place = tl.arange(0, PLACES)
-    share = tl.load(weights + token * SLOTS + place, mask=place < SLOTS, other=0.0)
     parts = tl.reshape(y, (PLACES, WIDTH)) * share.to(tl.float32)[:, None]
     summed = _in_order(tl.zeros((WIDTH,), tl.float32), parts)
-    column = first + tl.arange(0, WIDTH)
-    _finish(summed, out, shared, gate, token, column, hidden, shared_stride, gate_stride)
+    if shared is not None:
+        summed += last
+    tl.store(out + token * hidden + column, summed.to(dtype), mask=inside)
 
 
 @dataclass(frozen=True)
@@ -249,18 +272,19 @@ class _Reading:
 
 
 def _reading(
-    weight: Tensor | PackedWeight, tile: Tile, x: Tensor, unpack: bool = False
+    weight: Tensor | PackedWeight, tile: Tile, packed: Tile, x: Tensor, unpack: bool = False
 ) -> _Reading:
-    """How x of the model's dtype meets a weight. tile: a plain one's; unpack: into memory."""
+    """How x of the model's dtype meets a weight. tile: a plain one's; packed: a packed one's;
+    unpack: into memory."""
     k = weight.shape[-1]
+    target = target_of(x.device)
     if isinstance(weight, PackedWeight):
         if not unpack and x.dtype != torch.float32 and not irregular(weight):
-            target = target_of(x.device)
-            tile = packed_tile(tile, weight, target.arch)
-            operand, form = operand_of(weight, x.dtype, tile.k, target)
-            return _Reading(operand, form, tile, k)
+            fitted = packed_fitting(packed, weight, target.arch)
+            operand, form = operand_of(weight, x.dtype, fitted.k, target)
+            return _Reading(operand, form, fitted, k)
         weight = in_memory(weight, x.dtype)
-    return _Reading(*plain_operand(weight), tile, k)
+    return _Reading(*plain_operand(weight), fitting(tile, x.dtype, target.arch), k)
 
 
 def _act(
@@ -283,54 +307,62 @@ def _act(
 
 def launch_few(
     x: Tensor, up: Tensor | PackedWeight, down: Tensor | PackedWeight, ids: Tensor,
-    weights: Tensor, shared: Tensor | None, gate: Tensor | None, tile: Tile, gated: bool = True,
+    weights: Tensor, shared: Tensor | None, gate: Tensor | None, tiles: Tiles, gated: bool = True,
 ) -> Tensor:  # fmt: skip
-    """experts for few tokens, without a sort. tile: of plain weights; gated: act is silu_mul."""
+    """experts for few tokens, without a sort. gated: act is silu_mul."""
     tokens, slots = ids.shape
     hidden = up.shape[-1]
     inner = down.shape[-1]
     count = experts_in(up, down)
-    act = _act(x, _reading(up, tile, x), inner, count, ids, None, None, gated)
+    read = _reading(up, tiles.up, tiles.packed_up, x)
+    act = _act(x, read, inner, count, ids, None, None, gated)
     places = triton.next_power_of_2(slots)
-    read = _reading(down, tile, x)
+    read = _reading(down, tiles.down, tiles.packed_down, x)
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     _down_sum_kernel[(tokens, triton.cdiv(hidden, read.tile.rows // places))](
         act, read.operand, ids, weights, out, shared, gate, count, inner, hidden,
-        *_strides(shared, gate), SLOTS=slots, PLACES=places, **read.options(tokens=places),
+        *_strides(shared, gate), SLOTS=slots, PLACES=places, PARTS=_parts(shared),
+        **read.options(tokens=places),
     )  # fmt: skip
     return out
 
 
 def launch_sorted(
     x: Tensor, up: Tensor | PackedWeight, down: Tensor | PackedWeight, ids: Tensor,
-    weights: Tensor, shared: Tensor | None, gate: Tensor | None, tile: Tile, gated: bool = True,
+    weights: Tensor, shared: Tensor | None, gate: Tensor | None, tiles: Tiles, gated: bool = True,
 ) -> Tensor:  # fmt: skip
-    """experts for any number of tokens, sorted into tiles. tile: of plain weights; gated: act is
-    silu_mul."""
+    """experts for any number of tokens, sorted into tiles. gated: act is silu_mul."""
     tokens, slots = ids.shape
     hidden = up.shape[-1]
     inner = down.shape[-1]
     count = experts_in(up, down)
     pairs = ids.numel()
     unpack = pairs >= UNPACK_FROM * count
-    order, table = sort_pairs(ids, count, tile.tokens)
-    act = _act(x, _reading(up, tile, x, unpack), inner, count, ids, order, table, gated)
+    order, table = sort_pairs(ids, count, tiles.up.tokens)
+    read = _reading(up, tiles.up, tiles.packed_up, x, unpack)
+    act = _act(x, read, inner, count, ids, order, table, gated)
     y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
-    read = _reading(down, tile, x, unpack)
+    read = _reading(down, tiles.down, tiles.packed_down, x, unpack)
     _down_kernel[(len(table) * triton.cdiv(hidden, read.tile.rows),)](
         act, read.operand, y, order, table, pairs, count, inner, hidden, FIELDS, **read.options()
     )
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     _sum_kernel[(tokens, triton.cdiv(hidden, COLUMNS))](
         y, weights, out, shared, gate, hidden, *_strides(shared, gate),
-        SLOTS=slots, BLOCK=COLUMNS, num_warps=WARPS, enable_fp_fusion=False,
+        SLOTS=slots, PARTS=_parts(shared), BLOCK=COLUMNS, num_warps=WARPS, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
-def _strides(shared: Tensor | None, gate: Tensor | None) -> tuple[int, int]:
-    """From one token's to the next's."""
-    return (0 if shared is None else shared.stride(0), 0 if gate is None else gate.stride(0))
+def _strides(shared: Tensor | None, gate: Tensor | None) -> tuple[int, int, int]:
+    """From one token's to the next's, and from a partial of shared to the next; gate's."""
+    of_shared = (0, 0) if shared is None else (shared.stride(-2), shared.stride(0))
+    return (*of_shared, 0 if gate is None else gate.stride(0))
+
+
+def _parts(shared: Tensor | None) -> int:
+    """How many partials shared is."""
+    return 1 if shared is None or shared.dim() < 3 else shared.shape[0]
 
 
 def _supports(**traits: Any) -> str | None:
@@ -358,9 +390,9 @@ def experts_triton(
     """
     if not ids.numel():
         return torch.empty_like(x)
-    arch = architecture.number_of(x.device)
     count = experts_in(up, down)
-    tile = tile_of(ids.numel(), count, x.dtype, arch)
-    launch = launch_few if are_few(*ids.shape, count) else launch_sorted
+    few = are_few(*ids.shape, count)
+    tiles = tiles_of(ids.numel(), count, x.dtype, few)
+    launch = launch_few if few else launch_sorted
     gated = act == "silu_mul"
-    return launch(x, up, down, ids, weights, shared, shared_gate, tile, gated)
+    return launch(x, up, down, ids, weights, shared, shared_gate, tiles, gated)

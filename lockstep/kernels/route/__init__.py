@@ -1,11 +1,11 @@
-"""route: which experts a token goes to, and how much each of them counts."""
+"""route: all that stands between the first products of a mixture of experts and its second ones."""
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lockstep.kernels.activations import sigmoid
+from lockstep.kernels.activations import ACTS, Act, sigmoid
 from lockstep.kernels.linear import tree_sum
 from lockstep.kernels.registry import op
 
@@ -33,6 +33,19 @@ def best(keys: Tensor, count: int) -> Tensor:
     return keys.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
+class Routed(NamedTuple):
+    """Where tokens go, and what the shared expert's second product and the sum are given of it.
+
+    ids [T, top_k] int32, weights [T, top_k], inner [T, I], gate [T]: None where nothing of them was
+    given.
+    """
+
+    ids: Tensor
+    weights: Tensor
+    inner: Tensor | None
+    gate: Tensor | None
+
+
 @op
 def route(
     logits: Tensor,
@@ -44,10 +57,19 @@ def route(
     groups: int = 1,
     top_groups: int = 1,
     dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor]:
+    shared: Tensor | None = None,
+    shared_gate: Tensor | None = None,
+    act: Act = "silu_mul",
+    shared_dtype: torch.dtype = torch.float32,
+) -> Routed:
     """logits [T, E], taken as fp32 -> ids [T, top_k] int32, weights [T, top_k] of `dtype`.
 
-    Or partials [P, T, E] fp32 of a linear, whose tree_sum they are.
+    Each of logits, shared and shared_gate may be partials [P, T, ...] fp32 of a linear instead, P 2
+    or more: their tree_sum is meant, rounded to what the linear rounds to, `dtype`, or
+    `shared_dtype`.
+
+    shared [T, U]: what the shared expert's first product gave; inner [T, I] is its `act`, of
+    `shared_dtype`. shared_gate [T, 1]: that expert's gate; gate [T] is it, of `dtype`.
 
     scores: softmax over all E, or the sigmoid of each, in fp32. The choice goes by scores + bias
     (bias [E] fp32, DeepSeek-V3's e_score_correction_bias); the weights are scores without it. With
@@ -62,7 +84,7 @@ def route(
     E is a multiple of groups; top_k is at most top_groups * E / groups. With groups above 1, a
     group holds two experts at least.
     """
-    x = (tree_sum(logits) if logits.dim() > 2 else logits).float()
+    x = summed(logits, dtype).float()
     scores = softmax(x) if scoring == "softmax" else sigmoid(x)
     choice = scores if bias is None else scores + bias
     keys = order_of(choice)
@@ -79,7 +101,14 @@ def route(
         for slot in range(top_k):
             total = total + weights[:, slot]
         weights = weights / (total + TINY)[:, None]
-    return ids.int(), (weights * scale).to(dtype)
+    inner = None if shared is None else ACTS[act](summed(shared, shared_dtype))
+    gate = None if shared_gate is None else summed(shared_gate, dtype)[:, 0]
+    return Routed(ids.int(), (weights * scale).to(dtype), inner, gate)
+
+
+def summed(product: Tensor, dtype: torch.dtype) -> Tensor:
+    """A linear's result [T, N], of its partials [P, T, N] where it left those."""
+    return tree_sum(product).to(dtype) if product.dim() > 2 else product
 
 
 def softmax(x: Tensor) -> Tensor:

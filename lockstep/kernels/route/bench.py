@@ -25,7 +25,7 @@ def _route(moe: Moe, env: BenchEnv, query_len: int) -> OpBenchmark:
     logits = env.random(env.enough(token * query_len) * query_len, moe.experts)
 
     def run(logits: Tensor) -> tuple[Tensor, Tensor]:
-        ids, weights = choose(logits, moe.top_k, dtype=env.dtype)
+        ids, weights, *_ = choose(logits, moe.top_k, dtype=env.dtype)
         return ids, weights
 
     what = f"{moe.experts}/{moe.top_k}"

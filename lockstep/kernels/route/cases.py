@@ -1,5 +1,5 @@
-"""Routings that every backend must serve: each family's, odd numbers of experts, no rows; and a
-linear's partials."""
+"""Routings that every backend must serve: each family's, odd numbers of experts, no rows; a shared
+expert of either kind, beside the logits and apart; a linear's partials."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+Given = dict[str, Any]
+"""Arguments, by name."""
 SHAPES: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
     (0, 8, 2, {}),
     (3, 4, 1, {}),
@@ -14,7 +16,9 @@ SHAPES: tuple[tuple[int, int, int, dict[str, Any]], ...] = (
     (7, 256, 8, {}),
 )
 """(tokens, experts, top_k, what else is asked)."""
-SIGMOID = dict(scoring="sigmoid", scale=2.5)
+INNER = 530
+"""Width of the shared expert: more than a program's columns."""
+SIGMOID: Given = dict(scoring="sigmoid", scale=2.5)
 BIASED = (
     (4, 64, 6, SIGMOID),
     (3, 48, 5, SIGMOID | {"groups": 6, "top_groups": 3}),
@@ -35,11 +39,24 @@ def route_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:
         beside = torch.full((tokens, 1), float("nan"))
         logits = torch.cat([logits, beside], 1).to(dtype)[:, :experts]
         bias = torch.randn(experts, generator=generator) * 0.1 if "scoring" in more else None
-        yield f"{tokens}x{experts}/{top_k}", dict(logits=logits, top_k=top_k, bias=bias, **more)
+        alone = dict(bias=bias, shared=None, shared_gate=None)
+        yield f"{tokens}x{experts}/{top_k}", dict(logits=logits, top_k=top_k, **alone, **more)
+    plain: Given = dict(bias=None, shared=None, shared_gate=None)
     logits = torch.randn(3, 16, generator=generator).to(dtype)
-    yield "rounded", dict(logits=logits, top_k=4, dtype=dtype)
+    yield "rounded", plain | dict(logits=logits, top_k=4, dtype=dtype)
     partials = torch.randn(4, 3, 24, generator=generator)
-    yield "partials", dict(logits=partials, top_k=5, **SIGMOID)
+    yield "partials", plain | dict(logits=partials, top_k=5, **SIGMOID)
+    for parts in ((), (2,)):
+        product = torch.randn(*parts, 5, 2 * INNER + 24 + 1, generator=generator) * 2
+        product = product if parts else product.to(dtype)
+        shared, logits, gate = product.split((2 * INNER, 24, 1), dim=-1)
+        joined: Given = dict(logits=logits, shared=shared, shared_gate=gate, top_k=3)
+        yield f"gated, beside {parts}", plain | joined | dict(dtype=dtype, shared_dtype=dtype)
+        wide = torch.randn(*parts, 5, INNER + 3, generator=generator) * 2
+        wide = (wide if parts else wide.to(dtype))[..., :INNER]
+        logits = torch.randn(4, 5, 24, generator=generator)
+        apart: Given = dict(logits=logits, shared=wide, act="relu2", top_k=6, shared_dtype=dtype)
+        yield f"relu2, apart {parts}", plain | apart | SIGMOID
 
 
 def route_traits(logits: Tensor, **rest: Any) -> dict[str, Any]:
