@@ -124,16 +124,13 @@ def _lanes(m: int, segments: int, bits: int) -> list[PackedTile]:
 
 RING_CUTS = {
     8: (
-        (8, 64, 128, 4, 6, 64, False),
-        (8, 64, 128, 4, 6, 48, False),
-        (8, 64, 128, 4, 8, 64, False),
-        (8, 64, 128, 4, 6, 48, True),
         (8, 64, 256, 4, 3, 48, True),
+        (8, 64, 128, 4, 6, 48, True),
     ),
     16: (
-        (16, 64, 128, 4, 4, 48, False),
-        (16, 64, 128, 4, 5, 48, True),
         (16, 64, 256, 4, 3, 48, True),
+        (16, 64, 128, 4, 5, 48, True),
+        (16, 64, 128, 4, 4, 48, False),
     ),
     32: (
         (32, 64, 128, 4, 4, 64, False),
@@ -143,9 +140,6 @@ RING_CUTS = {
     64: (
         (64, 64, 128, 4, 3, 64, False),
         (64, 128, 128, 8, 4, 80, False),
-        (64, 64, 128, 4, 3, 80, True),
-        (64, 128, 128, 4, 3, 80, True),
-        (64, 128, 128, 4, 3, 96, True),
     ),
     256: (
         (64, 64, 128, 4, 3, 64, False),
@@ -154,7 +148,7 @@ RING_CUTS = {
     ),
 }
 """By the most tokens: (tokens, outputs and columns of a block, warps, slots with 4 bits, registers,
-sync). Those of wgmma were timed with int4 of zero points (docs/decisions/0016-packed-ring.md)."""
+sync). Those that were never the fastest are gone (docs/decisions/0016-packed-ring.md)."""
 
 
 def _slot_bytes(m: int, n: int, bits: int) -> int:
@@ -232,12 +226,13 @@ def _laid_out(tokens: int, segments: int) -> list[PackedTile]:
 
 def candidates(tokens: int, segments: int, bits: int = 4) -> list[PackedTile]:
     """Tiles worth timing on Hopper, at most sixteen, for weights of so many bits; the first serves
-    where nothing was timed. Those of the ring stand behind: their present form was not yet run."""
+    where nothing was timed: up to 64 tokens one through a ring, which was the fastest of nearly
+    every layout and shape (docs/decisions/0016-packed-ring.md)."""
     ring = _ring(tokens, segments, bits)
     if tokens <= 32:
-        return [*_few(tokens, segments, bits), *ring]
+        return [*ring, *_few(tokens, segments, bits)]
     if tokens <= 64:
-        return [*_some(segments), *ring]
+        return [*ring, *_some(segments)]
     return [*_hundreds(tokens, segments), *ring, UNPACK]
 
 
