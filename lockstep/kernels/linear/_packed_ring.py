@@ -332,6 +332,7 @@ def _multiply(
             acc, found, scales, zeros, factor, x_ring, w_ring, full, slot, phase, begin + i, FORM,
             COUNT, DTYPE, whole, half, left, False,
         )  # fmt: skip
+        fence_async_shared()  # the copy engine may overtake loads that are under way
         barrier()
         if SYNC:
             mbarrier.arrive(empty.index(slot))  # all warps have left it
