@@ -90,8 +90,8 @@ def lines(model: Model, layout: str, tokens: int) -> Iterator[dict[str, object]]
         same = bool((run(*sent[0]) == wanted).all())
         calls = [lambda pair=pair, run=run: run(*pair) for pair in sent]
         us = 1e6 * seconds_per_call(calls, "cuda", REPEATS, pick=min)
-        tile = asdict(getattr(tiles, name)) if name else {}
-        yield dict(tokens=tokens, of=name, us=round(us, 2), same=same) | tile
+        tile = asdict(getattr(tiles, name)) if name else None
+        yield dict(tokens=tokens, of=name, us=round(us, 2), same=same, tile=tile)
 
 
 def weight(layout: str, count: int, n: int, k: int) -> Tensor | PackedWeight:
