@@ -3,7 +3,8 @@
 
 A program is 16 or 32 outputs for each of its warps, some tokens, and one segment of K. One warp has
 the copy engine bring blocks of 128 columns, of words and of x, into the slots of a ring in shared
-memory: the barrier `full` says that a block is there, `empty` that its readers have left. The
+memory: the barrier `full` says that a block is there, `empty` that its readers have left. Loads
+that are under way count as read only behind a fence: without it the copy engine overtakes them. The
 others unpack 64 columns into registers, where they lie as a product's left operand does, and
 multiply: by mma.sync, or by wgmma, whose product of the 64 columns before runs meanwhile.
 
@@ -332,7 +333,7 @@ def _multiply(
             acc, found, scales, zeros, factor, x_ring, w_ring, full, slot, phase, begin + i, FORM,
             COUNT, DTYPE, whole, half, left, False,
         )  # fmt: skip
-        fence_async_shared()  # the copy engine may overtake loads that are under way
+        fence_async_shared()  # loads of this slot are over
         barrier()
         if SYNC:
             mbarrier.arrive(empty.index(slot))  # all warps have left it
