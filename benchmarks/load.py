@@ -2,9 +2,10 @@
 
     python benchmarks/load.py [--requests 2000] [--seconds 0] [--streams 200] [--json] [-- OPTIONS]
 
-OPTIONS are those of serve. Starts `lockstep serve` with the bundled model and asks it, so many streams at once, for texts,
-chats, tools and grammars; among them are clients that leave at any moment, bodies that are broken
-or too large, and prompts that are too long. Then it looks at what is left:
+OPTIONS are those of serve. Starts `lockstep serve` with the bundled model and asks it, so many
+streams at once, for texts, chats, tools and grammars; among them are clients that leave at any
+moment, bodies that are broken or too large, and prompts that are too long. Then it looks at what is
+left:
 
 - every request got what it had to: a whole answer, or the refusal that it deserved
 - rows, pages, tasks and sockets are back to what they were
