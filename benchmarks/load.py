@@ -1,17 +1,18 @@
 """Proof that the server holds under load: nothing lost, nothing left behind, no answer changed.
 
-    python benchmarks/load.py [--requests 2000] [--streams 200] [--json] [-- options of serve]
+    python benchmarks/load.py [--requests 2000] [--seconds 0] [--streams 200] [--json] [-- OPTIONS]
 
-Starts `lockstep serve` with the bundled model and asks it, so many streams at once, for texts,
-chats, tools and grammars; among them are clients that leave at any moment, bodies that are broken
-or too large, and prompts that are too long. Then it looks at what is left:
+OPTIONS are those of serve. Starts `lockstep serve` with the bundled model and asks it, so many
+streams at once, for texts, chats, tools and grammars; among them are clients that leave at any
+moment, bodies that are broken or too large, and prompts that are too long. Then it looks at what is
+left:
 
 - every request got what it had to: a whole answer, or the refusal that it deserved
 - rows, pages, tasks and sockets are back to what they were
 - memory of the server and of its engine's process is flat behind the first fifth of the run
 - /health answered within HEALTH_MS all the while, asked by a process of its own
 - with OVERHEAD_STREAMS at once, a request took at most OVERHEAD_MS longer than the engine worked
-  on it (p99)
+  on it (p99), up to the last byte of its answer; a client that parses nothing takes the time
 - the tokens of COMPARED answers are those of LLM.generate, one request at a time, with drafts
 
 Ends with status 1 where one of them does not hold.
@@ -33,8 +34,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -117,6 +119,8 @@ BROKEN = (
 )
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+LAST_BYTES = b"data: [DONE]\n\n\r\n0\r\n\r\n"
+"""Of a stream that came to its end: its last event, and the chunk that closes the answer."""
 
 
 @dataclass(frozen=True)
@@ -258,6 +262,15 @@ def draw(number: int) -> Ask:
     return rng.choices(makers, [share for _, share in KINDS])[0](rng)
 
 
+def drawn(requests: int, seconds: float) -> Iterator[Ask]:
+    """At least so many requests, and more until so many seconds have passed since the first."""
+    until = time.monotonic() + seconds
+    for number in count():
+        if number >= requests and time.monotonic() >= until:
+            return
+        yield draw(number)
+
+
 # How it is asked.
 
 
@@ -271,6 +284,16 @@ class Outcome:
     tokens: list[int] = field(default_factory=list)
     seconds: float = 0.0
     fault: str | None = None
+
+
+def _head(ask: Ask, request_id: str) -> bytes:
+    length = len(ask.body) if ask.claimed is None else ask.claimed
+    head = (
+        f"POST {ask.path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {length}\r\n"
+        f"X-Request-Id: {request_id}\r\n\r\n"
+    )
+    return head.encode()
 
 
 async def send(path: str, ask: Ask, request_id: str) -> Outcome:
@@ -294,14 +317,9 @@ async def _talk(
     reader: asyncio.StreamReader, writer: asyncio.StreamWriter, outcome: Outcome
 ) -> None:
     ask = outcome.ask
-    length = len(ask.body) if ask.claimed is None else ask.claimed
-    head = (
-        f"POST {ask.path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {length}\r\n"
-        f"X-Request-Id: {outcome.request_id}\r\n\r\n"
-    )
+    head = _head(ask, outcome.request_id)
     body = ask.body[: len(ask.body) // 2] if ask.leaves == -1 else ask.body
-    writer.write(head.encode() + body)
+    writer.write(head + body)
     await writer.drain()
     if ask.leaves == -1:
         return
@@ -375,17 +393,42 @@ def name_of(number: int) -> str:
     return f"load-{number}"
 
 
+async def time_answer(path: str, ask: Ask, request_id: str) -> Outcome:
+    """Asks for a stream, and takes the time until its last byte is there. What comes is not looked
+    at, so that the client's own work is next to none of that time."""
+    outcome = Outcome(ask, request_id)
+    began = time.monotonic()
+    reader, writer = await asyncio.open_unix_connection(path)
+    writer.write(_head(ask, request_id) + ask.body)
+    seen = b""
+    while not seen.endswith(LAST_BYTES):
+        block = await reader.read(1 << 16)
+        if not block:
+            raise RuntimeError(f"{request_id} broke off behind {seen!r}")
+        seen = (seen + block)[-len(LAST_BYTES) :]
+    outcome.seconds = time.monotonic() - began
+    writer.transport.abort()
+    return outcome
+
+
+Send = Callable[[str, Ask, str], Coroutine[Any, Any, Outcome]]
+
+
 async def send_all(
-    path: str, asks: Sequence[Ask], streams: int, show: Callable[[int], None]
+    path: str,
+    asks: Iterable[Ask],
+    streams: int,
+    show: Callable[[int], None],
+    send: Send = send,
 ) -> list[Outcome]:
     """All of them, so many at once."""
     found: list[Outcome] = []
-    numbers = iter(range(len(asks)))
+    numbered = enumerate(asks)
 
     async def work(place: int) -> None:
         await asyncio.sleep(RAMP_SECONDS * place / streams)
-        for number in numbers:
-            found.append(await send(path, asks[number], name_of(number)))
+        for number, ask in numbered:
+            found.append(await send(path, ask, name_of(number)))
             show(len(found))
 
     await asyncio.gather(*(work(place) for place in range(streams)))
@@ -600,7 +643,8 @@ def overhead(served: Served) -> list[float]:
         fields = {"messages": [{"role": "user", "content": content}], "ignore_eos": True}
         fields["max_tokens"] = rng.randrange(*OVERHEAD_TOKENS)
         asks.append(Ask("overhead", CHAT, _sent(fields)))
-    outcomes = asyncio.run(send_all(served.path, asks, OVERHEAD_STREAMS, lambda done: None))
+    timed = send_all(served.path, asks, OVERHEAD_STREAMS, lambda done: None, time_answer)
+    outcomes = asyncio.run(timed)
     time.sleep(1.0)  # the last lines of the log
     engine = served.engine_seconds()
     first = {name_of(number) for number in range(OVERHEAD_STREAMS)}  # while streams still begin
@@ -609,7 +653,7 @@ def overhead(served: Served) -> list[float]:
 
 
 def run_load(
-    served: Served, asks: Sequence[Ask], streams: int, show: Callable[[int], None]
+    served: Served, asks: Iterable[Ask], streams: int, show: Callable[[int], None]
 ) -> tuple[list[Outcome], list[Memory]]:
     """The load itself: what came of each request, and the memory of both processes."""
     memories = [Memory(served.process.pid), Memory(served.engine)]
@@ -660,7 +704,8 @@ def judge(found: dict[str, Any]) -> list[Line]:
     ]
     for name in ("server", "engine"):
         growth = found[f"{name}_growth"]
-        told = f"{found[f'{name}_mib']:.0f} MiB, {growth:+.1%}"
+        ends = [found[f"{name}_{what}"] for what in ("mib_begin", "mib")]
+        told = f"{ends[0]:.0f} to {ends[1]:.0f} MiB, {growth:+.1%}"
         lines.append(Line(f"memory, {name}", told, f"{GROWTH:+.0%}", growth <= GROWTH))
     most = found["health_ms_max"]
     told = f"{found['health_ms_p50']:.1f} / {found['health_ms_p99']:.1f} / {most:.1f} ms"
@@ -678,7 +723,6 @@ def judge(found: dict[str, Any]) -> list[Line]:
 
 def measure(asked: argparse.Namespace, show: Callable[[str, int, int], None]) -> dict[str, Any]:
     """All figures."""
-    asks = [draw(number) for number in range(asked.requests)]
     health: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         served = Served(Path(folder), asked.options)
@@ -690,7 +734,10 @@ def measure(asked: argparse.Namespace, show: Callable[[str, int, int], None]) ->
             began = time.monotonic()
             with health_watched(served.path, health):
                 outcomes, memories = run_load(
-                    served, asks, asked.streams, lambda done: show("load", done, len(asks))
+                    served,
+                    drawn(asked.requests, asked.seconds),
+                    asked.streams,
+                    lambda done: show("load", done, max(done, asked.requests)),
                 )
                 seconds = time.monotonic() - began
             used = served.cpu_seconds() - used
@@ -714,6 +761,7 @@ def measure(asked: argparse.Namespace, show: Callable[[str, int, int], None]) ->
             f"{name}_{what}": value
             for name, memory in zip(("server", "engine"), memories, strict=True)
             for what, value in (
+                ("mib_begin", round(memory.samples[0] / 2**20, 1)),
                 ("mib", round(memory.samples[-1] / 2**20, 1)),
                 ("growth", round(memory.growth, 4)),
             )
@@ -731,6 +779,7 @@ def main() -> None:
     """Prints the table, or a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--requests", type=int, default=2000)
+    parser.add_argument("--seconds", type=float, default=0, help="go on for at least so long")
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--json", action="store_true", help="a line of JSON, not the table")
     parser.add_argument("options", nargs="*", help="of lockstep serve, behind --")

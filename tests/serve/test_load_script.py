@@ -3,20 +3,23 @@
 import json
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.load import KINDS, Left, Memory, draw, judge, left_behind
+from benchmarks.load import KINDS, Left, Memory, draw, drawn, judge, left_behind
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks/load.py"
 GOOD: dict[str, Any] = {
     "faults": [],
     "left_behind": [],
+    "server_mib_begin": 90.0,
     "server_mib": 100.0,
     "server_growth": 0.01,
+    "engine_mib_begin": 190.0,
     "engine_mib": 200.0,
     "engine_growth": -0.02,
     "health_ms_p50": 1.0,
@@ -67,6 +70,14 @@ def test_every_kind_is_drawn_and_the_same_again() -> None:
     assert len({one.kind for one in drawn}) == len(KINDS)
     assert [one.body for one in drawn] == [draw(number).body for number in range(400)]
     assert {one.status for one in drawn} == {200, 400, 413}
+
+
+def test_a_load_goes_on_for_its_requests_and_its_seconds() -> None:
+    assert len(list(drawn(7, 0.0))) == 7
+    began = time.monotonic()
+    longer = list(drawn(1, 0.2))
+    assert time.monotonic() - began >= 0.2
+    assert len(longer) > 1
 
 
 @pytest.mark.slow
