@@ -31,7 +31,7 @@ def main() -> None:
     ask.add_argument("--k", type=int, default=3, help="MTP drafts verified and made in a step")
     ask.add_argument("--kv-cache-dtype", default="auto", help="format of keys and values")
     ask.add_argument("--max-num-seqs", type=int, default=1)
-    ask.add_argument("--max-num-batched-tokens", type=int, default=512, help="of a prompt's chunk")
+    ask.add_argument("--max-num-batched-tokens", type=int, default=256, help="of a prompt's chunk")
     given = ask.parse_args()
     share = given.memory_gib * GIB / torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(share)
