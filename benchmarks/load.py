@@ -786,7 +786,7 @@ def main() -> None:
     asked = parser.parse_args()
 
     def show(what: str, done: int, of: int) -> None:
-        if done % 100 == 0 or done == of:
+        if done % 100 == 0:
             print(f"{what}: {done} of {of}", file=sys.stderr)
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the server ends with this script
