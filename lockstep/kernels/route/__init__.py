@@ -10,7 +10,6 @@ from lockstep.kernels.linear import tree_sum
 from lockstep.kernels.registry import op
 
 Scoring = Literal["softmax", "sigmoid"]
-SCORINGS: tuple[Scoring, ...] = ("softmax", "sigmoid")
 TINY = 1e-20
 """Added to the sum that renormalising divides by (DeepSeek-V3, Nemotron-H). It changes no softmax:
 the largest of E probabilities is 1 / E at least, so fp32 rounds it away."""
