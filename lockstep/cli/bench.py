@@ -43,10 +43,13 @@ MOST_ROWS = 1 << 16
 MOST_AT_ONCE = 4096
 """Requests at once: each has a thread."""
 MOST_RUNS = 10_000
+"""Runs of a measurement, those that do not count among them."""
 MOST_REQUESTS = 1_000_000
+"""Requests of one load."""
 MOST_VOCAB = 1 << 19
 """Token ids that random prompts are drawn from: more than any vocabulary has."""
 MOST_SECONDS = 86_400.0
+"""A day: the longest wait that an option may ask for."""
 Temperature = Annotated[float, typer.Option(min=0.0, max=100.0, help="0 is greedy")]
 bench = typer.Typer(cls=usual("offline"), help="Measure answers (offline), kernels, or a server.")
 
