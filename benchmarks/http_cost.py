@@ -48,7 +48,7 @@ async def without_http(engine: AsyncEngine, asked: argparse.Namespace, seed: int
     async def one(number: int, prompt: list[int]) -> int:
         params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=asked.output_len)
         request = Request(f"round {seed} request {number}", prompt, params)
-        return sum([len(update.token_ids) async for update in engine.submit(request)])
+        return sum([len(update.token_ids) async for update in engine.stream(request)])
 
     prompts = [ask.body["prompt"] for ask in bodies(asked, seed)]
     began = time.perf_counter()

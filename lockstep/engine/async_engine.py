@@ -5,7 +5,8 @@ import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from lockstep.engine.loop import Deliver, Delivery, TokenUpdate
@@ -71,27 +72,37 @@ class Transport(Protocol):
         ...
 
 
-class Stream:
-    """The updates of one request, in order; raises what the engine raised.
+Update = TokenUpdate | Exception
+"""What comes of a request: an update, or what the engine raised, which is the last."""
+Listener = Callable[[Update], None]
+
+
+@dataclass
+class _Open:
+    """A request that has not ended, and who hears of it, in which loop and context.
 
     is_final: it cannot be asked anew, should the engine be lost.
     """
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.is_final = False
-        self.metrics = RequestMetrics(arrival_time=request.metrics.arrival_time)
-        self.loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[TokenUpdate | Exception] = asyncio.Queue()
+    request: Request
+    listener: Listener
+    is_final: bool = False
+    metrics: RequestMetrics = field(init=False)
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
+    context: Context = field(default_factory=copy_context)
 
-    def put(self, item: TokenUpdate | Exception) -> None:
-        """Called in the loop."""
-        self._queue.put_nowait(item)
+    def __post_init__(self) -> None:
+        self.metrics = RequestMetrics(arrival_time=self.request.metrics.arrival_time)
 
-    def __aiter__(self) -> AsyncIterator[TokenUpdate]:
-        return self._updates()
 
-    async def _updates(self) -> AsyncIterator[TokenUpdate]:
+class Stream:
+    """The updates of one request, in order; raises what the engine raised."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Update] = asyncio.Queue()
+        self.put = self._queue.put_nowait
+
+    async def __aiter__(self) -> AsyncIterator[TokenUpdate]:
         while True:
             item = await self._queue.get()
             if isinstance(item, Exception):
@@ -102,8 +113,8 @@ class Stream:
 
 
 class AsyncEngine:
-    """Serves from start() to shutdown(). abort and stats may come from any thread, submit from
-    within an event loop.
+    """Serves from start() to shutdown(). abort and stats may come from any thread, submit and
+    stream from within an event loop.
 
     A step that raises ends the requests that it worked on, and the engine goes on. Where an engine
     is lost and another follows, requests that had given no token yet are queued again, once, in
@@ -115,7 +126,7 @@ class AsyncEngine:
     def __init__(self, transport: Transport, on_end: Callable[[str], None] | None = None) -> None:
         self.transport = transport
         self.on_end = on_end
-        self._streams: dict[str, Stream] = {}
+        self._open: dict[str, _Open] = {}
         self._door = threading.Lock()
         self._ended: str | None = NOT_STARTED
 
@@ -125,7 +136,7 @@ class AsyncEngine:
         self.transport.start(Receiver(self._deliver, self._lost, self._close))
 
     def shutdown(self) -> None:
-        """Ends the engine after its current step; open streams end with EngineDeadError."""
+        """Ends the engine after its current step; open requests end with EngineDeadError."""
         self.transport.stop()
 
     @property
@@ -145,37 +156,43 @@ class AsyncEngine:
 
     @property
     def num_open(self) -> int:
-        """Requests whose streams have not ended."""
-        return len(self._streams)
+        """Requests that have not ended."""
+        return len(self._open)
 
-    def submit(self, request: Request) -> Stream:
-        """Queues a request from within a running event loop; errors arrive through the stream.
+    def submit(self, request: Request, listener: Listener) -> None:
+        """Queues a request. The listener is called with what comes of it, in the event loop and the
+        context of this call.
 
         Raises EngineDeadError, and RequestError where a request of the same id is open.
         """
-        stream = Stream(request)
+        opened = _Open(request, listener)
         with self._door:
             if self._ended is not None:
                 raise self._dead()
-            if request.id in self._streams:
+            if request.id in self._open:
                 raise RequestError(
                     f"request_id={request.id!r} is not allowed; allowed: ids of no running "
                     "request. Choose another.",
                     "request_id",
                 )
-            self._streams[request.id] = stream
+            self._open[request.id] = opened
             self.transport.submit(request)
+
+    def stream(self, request: Request) -> Stream:
+        """submit, for those who wait for what comes."""
+        stream = Stream()
+        self.submit(request, stream.put)
         return stream
 
     def abort(self, request_id: str) -> None:
-        """Ends a request; its stream gets a last update with finish_reason abort."""
+        """Ends a request; the last that is heard of it is an update with finish_reason abort."""
         with self._door:
-            stream = self._streams.pop(request_id, None)
-            if stream is None:
+            ended = self._open.pop(request_id, None)
+            if ended is None:
                 return
             self.transport.abort(request_id)
-        last = TokenUpdate([], None, "abort", None, replace(stream.metrics))
-        _hand_out([(stream, last)])
+        last = TokenUpdate([], None, "abort", None, replace(ended.metrics))
+        _hand_out([(ended, last)])
 
     def stats(self) -> Stats:
         """A copy of the counters; histogram lists are handed over and start anew."""
@@ -185,19 +202,19 @@ class AsyncEngine:
         return EngineDeadError(f"the engine has stopped: {self._ended}. Restart the server.")
 
     def _deliver(self, news: Sequence[Delivery]) -> None:
-        """What a step brought, to the streams that are still open."""
-        found: list[tuple[Stream, TokenUpdate | Exception]] = []
+        """What a step brought, to the requests that are still open."""
+        found: list[tuple[_Open, Update]] = []
         with self._door:
             for request_id, item in news:
-                stream = self._streams.get(request_id)
-                if stream is None:
+                opened = self._open.get(request_id)
+                if opened is None:
                     continue
-                found.append((stream, item))
+                found.append((opened, item))
                 if isinstance(item, Exception) or item.finish_reason is not None:
-                    del self._streams[request_id]
+                    del self._open[request_id]
                 else:
-                    stream.is_final = True
-                    stream.metrics = item.metrics
+                    opened.is_final = True
+                    opened.metrics = item.metrics
         _hand_out(found)
 
     def _lost(self, forget: Callable[[], None]) -> int:
@@ -207,41 +224,40 @@ class AsyncEngine:
         """
         with self._door:
             forget()
-            ended = [stream for stream in self._streams.values() if stream.is_final]
-            for stream in ended:
-                del self._streams[stream.request.id]
-            for stream in self._streams.values():
-                stream.is_final = True
-                self.transport.submit(stream.request)
-        _hand_out([(stream, _restarted(stream)) for stream in ended])
+            ended = [opened for opened in self._open.values() if opened.is_final]
+            for opened in ended:
+                del self._open[opened.request.id]
+            for opened in self._open.values():
+                opened.is_final = True
+                self.transport.submit(opened.request)
+        _hand_out([(opened, _restarted(opened)) for opened in ended])
         return len(ended)
 
     def _close(self, why: str, by_itself: bool) -> None:
-        """Ends every stream, those of requests that were not even taken among them."""
+        """Ends every request, those that were not even taken among them."""
         with self._door:
             self._ended = why
-            left = list(self._streams.values())
-            self._streams.clear()
-        _hand_out([(stream, self._dead()) for stream in left])
+            left = list(self._open.values())
+            self._open.clear()
+        _hand_out([(opened, self._dead()) for opened in left])
         if by_itself and self.on_end is not None:
             self.on_end(why)
 
 
-def _restarted(stream: Stream) -> TokenUpdate:
-    return TokenUpdate([], None, "error", None, replace(stream.metrics), error=ENGINE_RESTARTED)
+def _restarted(opened: _Open) -> TokenUpdate:
+    return TokenUpdate([], None, "error", None, replace(opened.metrics), error=ENGINE_RESTARTED)
 
 
-def _hand_out(news: Sequence[tuple[Stream, TokenUpdate | Exception]]) -> None:
-    """Wakes each event loop once. One that is closed has no readers any more."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[Stream, TokenUpdate | Exception]]]
-    by_loop = defaultdict(list)
-    for stream, item in news:
-        by_loop[stream.loop].append((stream, item))
+def _hand_out(news: Sequence[tuple[_Open, Update]]) -> None:
+    """Wakes each event loop once. One that is closed has no listeners any more."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Open, Update]]] = defaultdict(list)
+    for opened, item in news:
+        by_loop[opened.loop].append((opened, item))
     for loop, items in by_loop.items():
         with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(_put_all, items)
+            loop.call_soon_threadsafe(_tell_all, items)
 
 
-def _put_all(items: Sequence[tuple[Stream, TokenUpdate | Exception]]) -> None:
-    for stream, item in items:
-        stream.put(item)
+def _tell_all(news: Sequence[tuple[_Open, Update]]) -> None:
+    for opened, item in news:
+        opened.context.run(opened.listener, item)

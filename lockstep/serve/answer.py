@@ -32,7 +32,7 @@ class Answer(ABC):
         """The answer as events; each depends on what came before it, not on when it is read."""
 
     @abstractmethod
-    async def close(self) -> None:
+    def close(self) -> None:
         """Aborts what still runs."""
 
     def failure(self, error: Exception) -> Json:

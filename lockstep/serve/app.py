@@ -5,7 +5,7 @@ import json
 import re
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.middleware.cors import CORSMiddleware
@@ -48,6 +48,7 @@ NAMED: tuple[type[answers.Said], ...] = (
 IGNORED = "X-Lockstep-Ignored-Fields"
 """The header of an answer that names the request's fields without effect."""
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -242,9 +243,9 @@ async def _answer(answer: Answer, stream: bool, request: Request) -> Response:
     if stream:
         return EventStream(answer)
     try:
-        whole = await _unless_gone(answer.whole(), request)
+        whole = await _unless_gone(answer.whole(), request.receive)
     finally:
-        await answer.close()
+        answer.close()
     if whole is None:
         return Response(status_code=499)
     return JSONResponse(whole, headers=_ignored(answer.body))
@@ -268,9 +269,9 @@ class EventStream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events."""
         try:
-            await super().__call__(scope, receive, send)
+            await _unless_gone(self.stream_response(send), receive)
         finally:
-            await self.answer.close()
+            self.answer.close()
 
 
 async def _events(answer: Answer) -> AsyncIterator[str]:
@@ -289,12 +290,10 @@ def _event(answer: Answer, chunk: dict[str, Any]) -> str:
     return f"{name}data: {json.dumps(chunk, ensure_ascii=False, allow_nan=False)}\n\n"
 
 
-async def _unless_gone(
-    work: Coroutine[Any, Any, dict[str, Any]], request: Request
-) -> dict[str, Any] | None:
+async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
     """The work's result; None if the client hangs up first, which cancels the work."""
     task = asyncio.create_task(work)
-    gone = asyncio.create_task(_disconnect(request))
+    gone = asyncio.create_task(_disconnect(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         return task.result() if task.done() else None
@@ -304,8 +303,8 @@ async def _unless_gone(
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         continue
 
 

@@ -29,9 +29,9 @@ class ChatAnswer(Answer):
         """Begins; raises what is wrong before anything is sent."""
         await self.turn.start()
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Aborts what still runs."""
-        await self.turn.close()
+        self.turn.close()
 
     async def whole(self) -> Json:
         """The answer as one object."""

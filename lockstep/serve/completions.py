@@ -6,7 +6,16 @@ from lockstep.outputs import Logprob
 from lockstep.serve.answer import Answer, Json
 from lockstep.serve.logprobs import completion_logprobs, prompt_logprobs
 from lockstep.serve.protocol import CompletionRequest
-from lockstep.serve.service import Answers, Piece, PromptLogprobs, Run, Service, Tokens, gather
+from lockstep.serve.service import (
+    Answers,
+    Asked,
+    Piece,
+    PromptLogprobs,
+    Run,
+    Service,
+    Tokens,
+    gather,
+)
 
 
 class CompletionAnswer(Answer):
@@ -20,15 +29,16 @@ class CompletionAnswer(Answer):
 
     async def start(self) -> None:
         """Tokenises and begins; raises what is wrong before anything is sent."""
-        body = self.body
-        self.service.check(body)
-        params = body.params(self.service.processor)
-        self._prompts = body.prompts()
-        self.run = await self.service.start("cmpl-", self._prompts, params, body, body.only_prompt)
+        self._prompts = self.body.prompts()
+        self.run = await self.service.start("cmpl-", self.body, len(self._prompts), self._ask)
 
-    async def close(self) -> None:
+    def _ask(self) -> Asked:
+        params = self.body.params(self.service.processor)
+        return Asked(self._prompts, params, self.body.only_prompt)
+
+    def close(self) -> None:
         """Aborts what still runs."""
-        await self.run.close()
+        self.run.close()
 
     async def whole(self) -> Json:
         """The answer as one object."""

@@ -1,4 +1,5 @@
-"""Connections: no head may come slowly, and when there are too many the idlest one makes room."""
+"""Connections: no head may come slowly, no answer be read slowly, and when there are too many
+connections the idlest one makes room."""
 
 import asyncio
 from typing import Any
@@ -8,10 +9,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_SECONDS = 10.0
 """How long a request's head may take to come, and a new connection may say nothing."""
+WRITE_SECONDS = 60.0
+"""How long a client may take too little of an answer for more of it to be sent."""
 
 
 class BoundedProtocol(H11Protocol):
-    """HTTP/1.1 with a bound on connections and on the time that a head takes.
+    """HTTP/1.1 with bounds on connections, on the time that a head takes, and on the time in which
+    nothing of an answer can be sent.
 
     A subclass sets `most`. A connection that has no request in progress is idle: it is closed when
     its head is late, and, the longest idle first, where a new one finds no room.
@@ -19,10 +23,12 @@ class BoundedProtocol(H11Protocol):
 
     most = 1000
     head_seconds = HEAD_SECONDS
+    write_seconds = WRITE_SECONDS
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._head_alarm: asyncio.TimerHandle | None = None
+        self._write_alarm: asyncio.TimerHandle | None = None
         self.idle_since: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -36,6 +42,7 @@ class BoundedProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone."""
         self._stop_waiting()
+        self._stop_write_alarm()
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
@@ -44,16 +51,30 @@ class BoundedProtocol(H11Protocol):
         if self._busy:
             self._stop_waiting()
 
+    def pause_writing(self) -> None:
+        """The client is behind: what was sent waits to be read."""
+        super().pause_writing()
+        self._wait_for_reader()
+
+    def resume_writing(self) -> None:
+        """Most of what was sent was read."""
+        super().resume_writing()
+        if not self.transport.is_closing():
+            self._stop_write_alarm()
+
     def on_response_complete(self) -> None:
-        """An answer was sent: the connection is idle until the next head."""
+        """An answer was sent: the connection is idle until the next head, or closes."""
         super().on_response_complete()
-        if not self._busy and not self.transport.is_closing():
+        if self.transport.is_closing():
+            self._wait_for_reader()
+        elif not self._busy:
             self._wait_for_head()
 
     def timeout_keep_alive_handler(self) -> None:
         """Nothing came after an answer."""
         self._stop_waiting()
         super().timeout_keep_alive_handler()
+        self._wait_for_reader()
 
     @property
     def _busy(self) -> bool:
@@ -71,12 +92,23 @@ class BoundedProtocol(H11Protocol):
             self._head_alarm.cancel()
             self._head_alarm = None
 
+    def _wait_for_reader(self) -> None:
+        """What was written may still be read, for a while."""
+        self._stop_write_alarm()
+        self._write_alarm = self.loop.call_later(self.write_seconds, self.transport.abort)
+
+    def _stop_write_alarm(self) -> None:
+        if self._write_alarm is not None:
+            self._write_alarm.cancel()
+            self._write_alarm = None
+
     def _head_is_late(self) -> None:
         if self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE:
             self.transport.write(
                 b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
             )
         self.transport.close()
+        self._wait_for_reader()
 
     def _make_room(self) -> bool:
         """Closes the connection that has been idle for longest; False if all of them are busy."""

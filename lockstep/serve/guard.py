@@ -24,20 +24,14 @@ class Rules:
 
     hosts: names that the Host header may hold, ("*",) for any. keys: allowed API keys, none: no key
     is needed. body_bytes: the largest body. body_seconds: how long a body may take to arrive.
-    write_seconds: how long a client may take none of the answer. root_path: the path under which a
-    proxy shows the server, which it may take off or not.
+    root_path: the path under which a proxy shows the server, which it may take off or not.
     """
 
     hosts: tuple[str, ...] = ("*",)
     keys: tuple[str, ...] = ()
     body_bytes: int = 8 * MEBIBYTE
     body_seconds: float = 30.0
-    write_seconds: float = 60.0
     root_path: str = ""
-
-
-class _StalledError(Exception):
-    """The client takes none of the answer."""
 
 
 class Guard:
@@ -60,10 +54,7 @@ class Guard:
         if refusal is not None:
             await refusal(scope, receive, send)
             return
-        try:
-            await self.app(scope, self._bounded(receive), self._timed(send))
-        except _StalledError:
-            return
+        await self.app(scope, self._bounded(receive), send)
 
     def _refusal(self, scope: Scope) -> Any:
         """The response that ends the request at the door; None if it may come in."""
@@ -143,18 +134,6 @@ class Guard:
             return message
 
         return bounded
-
-    def _timed(self, send: Send) -> Send:
-        """`send` that gives up on a client that reads nothing."""
-
-        async def timed(message: Message) -> None:
-            try:
-                async with asyncio.timeout(self.rules.write_seconds):
-                    await send(message)
-            except TimeoutError:
-                raise _StalledError from None
-
-        return timed
 
 
 def default_hosts(host: str) -> tuple[str, ...]:

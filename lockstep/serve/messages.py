@@ -1,5 +1,6 @@
 """/v1/messages: Anthropic's API. Content blocks in, content blocks out."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator
 from math import isfinite
@@ -25,7 +26,8 @@ async def count_tokens(service: Service, body: CountRequest) -> Json:
     """The tokens of a prompt. Raises RequestError."""
     turn = Turn(service, body.chat(), "msg_")
     with named_as(NAMES):
-        prompt = await turn.render()
+        service.check_name(turn.body.model)
+        prompt = await asyncio.to_thread(turn.render)
     return {"input_tokens": len(prompt.ids)}
 
 
@@ -49,9 +51,9 @@ class MessagesAnswer(Answer):
             await self.turn.start()
         self._usage = self.turn.job.usage
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Aborts what still runs."""
-        await self.turn.close()
+        self.turn.close()
 
     async def whole(self) -> Json:
         """The answer as one object."""

@@ -102,10 +102,10 @@ class ResponsesAnswer(Answer):
             await self.turn.start()
         self.responses.running[self.turn.job.id] = self
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Aborts what still runs."""
         self.responses.running.pop(self.turn.job.id, None)
-        await self.turn.close()
+        self.turn.close()
 
     def cancel(self) -> None:
         """Ends it early, with what has come."""

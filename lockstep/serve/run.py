@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
+import uvloop
 
 from lockstep.engine.loop import keep_from_collection
 from lockstep.errors import ConfigError, EngineDeadError
@@ -228,7 +229,7 @@ def serve(
 
     keep_from_collection()
     with contextlib.closing(listener), contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(run())
+        uvloop.run(run())
     if server.failure is not None:
         raise EngineDeadError(f"the engine has stopped: {server.failure}. Restart the server.")
 

@@ -6,9 +6,10 @@ import time
 import uuid
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
-from lockstep.engine.async_engine import ENGINE_RESTARTED
+from lockstep.engine.async_engine import ENGINE_RESTARTED, Listener, Update
 from lockstep.engine.engine import STEP_FAILED
 from lockstep.engine.loop import TokenUpdate
 from lockstep.engine.stats import Stats
@@ -56,8 +57,8 @@ class Client(Protocol):
         """Seconds since the step that runs now began; 0 between steps."""
         ...
 
-    def submit(self, request: Request) -> AsyncIterable[TokenUpdate]:
-        """Queues a request; its updates come through the stream."""
+    def submit(self, request: Request, listener: Listener) -> None:
+        """Queues a request; the listener is called in the event loop with what comes of it."""
         ...
 
     def abort(self, request_id: str) -> None:
@@ -139,11 +140,22 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What a body asks for. only_prompt: what is generated is not part of the answer. shown:
+    special tokens that are part of its text."""
+
+    prompts: Sequence[Prompt]
+    params: SamplingParams
+    only_prompt: bool = False
+    shown: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
 class Job:
     """One call of an endpoint: one or several prompts with `params.n` completions each.
 
-    deadline: loop time at which it ends unfinished, or None. only_prompt: what is generated is not
-    part of the answer. shown: special tokens that are part of its text. caller: who asked.
+    deadline: loop time at which it ends unfinished, or None. only_prompt, shown: as an Asked's.
+    caller: who asked.
     """
 
     id: str
@@ -185,24 +197,27 @@ class Run:
         self.job = job
         self._pieces: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
         self._usage = job.usage
-        self._metrics = [request.metrics for request in job.requests]
+        self._metrics = [replace(request.metrics) for request in job.requests]
         self._finish_reasons = ["abort"] * len(job.requests)
         self._error: Exception | None = None
         self._faults: list[str] = []
-        self._tasks: list[asyncio.Task[None]] = []
+        self._open: dict[int, CompletionText] = {}
         self._alarm: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
         """Hands the requests to the engine."""
-        loop = asyncio.get_running_loop()
         if self.job.deadline is not None:
+            loop = asyncio.get_running_loop()
             self._alarm = loop.call_at(self.job.deadline, self._expire)
         for index, request in enumerate(self.job.requests):
-            text = self.service.processor.completion(request, index, self.job.shown)
-            self._tasks.append(loop.create_task(self._follow(text)))
+            self._open[index] = self.service.processor.completion(request, index, self.job.shown)
+            try:
+                self.service.client.submit(request, partial(self._hear, index))
+            except Exception as error:
+                self._fail(index, error)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        running = len(self._tasks)
+        running = len(self.job.requests)
         while running:
             piece = await self._pieces.get()
             if isinstance(piece, Exception):
@@ -216,8 +231,7 @@ class Run:
         """Ends it early: what has come stays to be read, then the error."""
         self._error = error
         self._pieces.put_nowait(error)
-        for task in self._tasks:
-            task.cancel()
+        self._abort()
 
     def record(self) -> Record:
         """What became of it so far."""
@@ -238,14 +252,21 @@ class Run:
             ended=time.monotonic(),
         )
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Aborts what still runs. May be called again."""
+        self._abort()
         self.service.forget(self)
         if self._alarm is not None:
             self._alarm.cancel()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _abort(self) -> None:
+        for index in list(self._open):
+            self._leave(index)
+
+    def _leave(self, index: int) -> None:
+        """Nothing more is wanted of a completion."""
+        del self._open[index]
+        self.service.client.abort(self.job.requests[index].id)
 
     def _expire(self) -> None:
         self.end(
@@ -255,32 +276,41 @@ class Run:
             )
         )
 
-    async def _follow(self, text: CompletionText) -> None:
-        ended = False
-        request = text.request
-        before = RequestMetrics()
+    def _hear(self, index: int, update: Update) -> None:
+        """What the engine tells of a completion, which may be more than is wanted of it."""
+        if index not in self._open:
+            return
         try:
-            async for update in self.service.client.submit(request):
-                ended = update.finish_reason is not None
-                self._metrics[text.output.index] = update.metrics
-                if update.error in (STEP_FAILED, ENGINE_RESTARTED):
-                    log.error("request %s failed: %s", request.id, update.error)
-                    raise ComputeError(update.error)
-                self._faults += [update.error] if update.error else []
-                piece = self._piece(text, update, before)
-                before = update.metrics
-                self._pieces.put_nowait(piece)
-                if piece.text.finish_reason is not None:
-                    self._finish_reasons[text.output.index] = piece.text.finish_reason
-                    break
-            self._pieces.put_nowait(None)
+            self._take(index, update)
         except Exception as error:
-            self._error = error
-            self._finish_reasons[text.output.index] = "error"
-            self._pieces.put_nowait(error)
-        finally:
-            if not ended:
-                self.service.client.abort(request.id)
+            self._fail(index, error)
+
+    def _fail(self, index: int, error: Exception) -> None:
+        self._error = error
+        self._finish_reasons[index] = "error"
+        self._pieces.put_nowait(error)
+        self._leave(index)
+
+    def _take(self, index: int, update: Update) -> None:
+        """Makes an update a piece. Raises what ended the completion."""
+        if isinstance(update, Exception):
+            raise update
+        request = self.job.requests[index]
+        before = self._metrics[index]
+        self._metrics[index] = update.metrics
+        if update.error in (STEP_FAILED, ENGINE_RESTARTED):
+            log.error("request %s failed: %s", request.id, update.error)
+            raise ComputeError(update.error)
+        self._faults += [update.error] if update.error else []
+        piece = self._piece(self._open[index], update, before)
+        self._pieces.put_nowait(piece)
+        if update.finish_reason is not None:
+            del self._open[index]
+        elif piece.text.finish_reason is not None:
+            self._leave(index)
+        if piece.text.finish_reason is not None:
+            self._finish_reasons[index] = piece.text.finish_reason
+            self._pieces.put_nowait(None)
 
     def _piece(self, text: CompletionText, update: TokenUpdate, before: RequestMetrics) -> Piece:
         """The update as text; `before`: the request's metrics at the update before it."""
@@ -292,8 +322,8 @@ class Run:
         first = text.output.index % self.job.params.n == 0
         now = update.metrics
         usage = self._usage
-        self._usage = replace(
-            usage,
+        self._usage = Usage(
+            prompt=usage.prompt,
             written=usage.written + len(new.token_ids),
             cached=usage.cached + first * (now.num_cached_tokens - before.num_cached_tokens),
             accepted=usage.accepted + now.num_accepted_tokens - before.num_accepted_tokens,
@@ -378,44 +408,31 @@ class Service:
             )
 
     async def start(
-        self,
-        kind: str,
-        prompts: Sequence[Prompt],
-        params: SamplingParams,
-        body: SamplingFields,
-        only_prompt: bool = False,
-        shown: frozenset[int] = frozenset(),
+        self, kind: str, body: SamplingFields, count: int, ask: Callable[[], Asked]
     ) -> Run:
-        """Tokenises beside the event loop, and hands the engine its requests. Fields without effect
-        are logged. kind: what the id begins with. only_prompt, shown: as a Job's.
+        """Reads the body by `ask` and tokenises, beside the event loop, then hands the engine its
+        requests. Fields without effect are logged. kind: what the id begins with; count: how many
+        prompts there are.
 
         Raises RequestError, or BusyError where the queue has no room. The caller closes the run.
         """
         began = asyncio.get_running_loop().time()
-        self._check_logprobs(params)
-        self._check_room(len(prompts), params.n)
+        self.check(body)
+        self._check_room(count, body.n or 1)
         name = f"{kind}{uuid.uuid4().hex}"
-        requests: list[Request] = []
-        for i, prompt in enumerate(prompts):
-            own = name if len(prompts) == 1 else f"{name}-p{i}"
-            requests += await asyncio.to_thread(
-                self.processor.requests, own, prompt, params, body.priority
-            )
-        for request in requests:
-            request.metrics.arrival_time = time.monotonic()
-            request.cache_salt = body.cache_salt or ""
-            request.speculate = body.speculate
-        self._check_room(len(prompts), params.n)
+        # One hop to a thread and back: with many streams, each costs milliseconds.
+        asked, requests = await asyncio.to_thread(self._requests, name, body, ask)
+        self._check_room(count, asked.params.n)
         given = [body.timeout, self.limits.seconds]
         seconds = min((s for s in given if s is not None), default=None)
         job = Job(
             id=name,
-            params=params,
-            prompts=tuple(r.prompt_token_ids for r in requests[:: params.n]),
+            params=asked.params,
+            prompts=tuple(r.prompt_token_ids for r in requests[:: asked.params.n]),
             requests=tuple(requests),
             deadline=None if seconds is None else began + seconds,
-            only_prompt=only_prompt,
-            shown=shown,
+            only_prompt=asked.only_prompt,
+            shown=asked.shown,
             caller=CALLER.get(),
         )
         run = Run(self, job)
@@ -424,6 +441,22 @@ class Service:
         if ignored := body.ignored_fields():
             log.warning("fields were ignored: %s", ", ".join(ignored)[:SHOWN])
         return run
+
+    def _requests(
+        self, name: str, body: SamplingFields, ask: Callable[[], Asked]
+    ) -> tuple[Asked, list[Request]]:
+        """What a body asks for, and the engine's requests for it."""
+        asked = ask()
+        self._check_logprobs(asked.params)
+        requests: list[Request] = []
+        for i, prompt in enumerate(asked.prompts):
+            own = name if len(asked.prompts) == 1 else f"{name}-p{i}"
+            requests += self.processor.requests(own, prompt, asked.params, body.priority)
+        for request in requests:
+            request.metrics.arrival_time = time.monotonic()
+            request.cache_salt = body.cache_salt or ""
+            request.speculate = body.speculate
+        return asked, requests
 
     def _check_logprobs(self, params: SamplingParams) -> None:
         for name in ("logprobs", "prompt_logprobs"):

@@ -3,13 +3,12 @@
 Every API of conversations turns its body into a ChatRequest and reads what is heard here.
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 from lockstep.serve.protocol import ChatRequest
-from lockstep.serve.service import Answers, Job, Piece, Run, Service, gather
+from lockstep.serve.service import Answers, Asked, Job, Piece, Run, Service, gather
 from lockstep.text.parsers import ReplyParser
 from lockstep.text.parsers.events import (
     CallArguments,
@@ -71,32 +70,30 @@ class Turn:
 
     async def start(self) -> None:
         """Renders, tokenises and begins; raises what is wrong before anything is sent."""
+        self.run = await self.service.start(self.kind, self.body, 1, self._ask)
+
+    def _ask(self) -> Asked:
+        """What the body asks for; makes what reads the answer, too. Raises RequestError."""
         body = self.body
         processor = self.service.processor
-        self.service.check(body)
-        params = await asyncio.to_thread(body.params, processor)
+        params = body.params(processor)
         tools = body.callable_tools(processor)
-        prompt = await self.render()
-        shown = processor.marker_ids(tools)
-        self.run = await self.service.start(self.kind, [prompt], params, body, shown=shown)
+        prompt = self.render()
         held = params.structured_outputs is not None
         self._parsers = [processor.reply_parser(prompt.text, tools, held) for _ in range(params.n)]
+        return Asked([prompt], params, shown=processor.marker_ids(tools))
 
-    async def render(self) -> Rendered:
-        """The prompt. Raises RequestError."""
+    def render(self) -> Rendered:
+        """The prompt; for a thread beside the event loop. Raises RequestError."""
         body = self.body
-        self.service.check_name(body.model)
         processor = self.service.processor
-        return await asyncio.to_thread(
-            processor.conversation,
-            body.shown_messages(),
-            body.shown_tools(),
-            **body.template_kwargs(processor),
+        return processor.conversation(
+            body.shown_messages(), body.shown_tools(), **body.template_kwargs(processor)
         )
 
-    async def close(self) -> None:
+    def close(self) -> None:
         """Aborts what still runs."""
-        await self.run.close()
+        self.run.close()
 
     async def heard(self) -> AsyncIterator[Heard]:
         """The events as they come. They depend on the pieces before, not on when they are read."""
@@ -116,8 +113,9 @@ class Turn:
             told = [event for event in found if not isinstance(event, CallError)]
             events = tuple(event for event in merged(told) if self._asked_for(event))
             calls[index] += sum(isinstance(event, CallStart) for event in events)
-            counted = replace(piece, usage=replace(piece.usage, reasoning=reasoning))
-            yield Heard(counted, events, calls[index], errors[index])
+            if reasoning:
+                piece = replace(piece, usage=replace(piece.usage, reasoning=reasoning))
+            yield Heard(piece, events, calls[index], errors[index])
 
     async def replies(self) -> Replies:
         """The turn as a whole."""

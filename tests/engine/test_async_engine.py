@@ -95,7 +95,7 @@ def alone(client: AsyncEngine, request: Request) -> list[int]:
     """What a request is answered when nobody else is there."""
 
     async def work() -> list[int]:
-        return tokens_of(await read(client.submit(request)))
+        return tokens_of(await read(client.stream(request)))
 
     return run(work())
 
@@ -118,7 +118,7 @@ def test_many_callers_get_each_their_own_tokens_as_they_come(client: AsyncEngine
     assert len({tuple(x) for x in expected.values()}) == len(names)
 
     async def work() -> list[list[TokenUpdate]]:
-        return await asyncio.gather(*(read(client.submit(ask(name + "2"))) for name in names))
+        return await asyncio.gather(*(read(client.stream(ask(name + "2"))) for name in names))
 
     for name, updates in zip(names, run(work()), strict=True):
         assert tokens_of(updates) == expected[name] and len(expected[name]) == 12
@@ -132,7 +132,7 @@ def test_logprobs_come_with_their_tokens_and_the_prompts_once(client: AsyncEngin
     request = ask("a", logprobs=1, prompt_logprobs=0)
 
     async def work() -> list[TokenUpdate]:
-        return await read(client.submit(request))
+        return await read(client.stream(request))
 
     updates = run(work())
     for update in updates:
@@ -148,7 +148,7 @@ def test_a_stop_token_is_reported(client: AsyncEngine) -> None:
     stop = alone(client, ask("a"))[3]
 
     async def work() -> TokenUpdate:
-        return (await read(client.submit(ask("a3", stop_token_ids=[stop]))))[-1]
+        return (await read(client.stream(ask("a3", stop_token_ids=[stop]))))[-1]
 
     last = run(work())
     assert (last.finish_reason, last.stop_reason) == ("stop", stop)
@@ -159,11 +159,11 @@ def test_an_update_stays_as_it_was_however_late_it_is_read(threaded: AsyncEngine
     params = {"logprobs": 1, "prompt_logprobs": 0}
 
     async def at_once() -> list[str]:
-        return [repr(update) async for update in threaded.submit(ask("a", **params))]
+        return [repr(update) async for update in threaded.stream(ask("a", **params))]
 
     async def late() -> list[str]:
         request = ask("a", **params)
-        stream = threaded.submit(request)
+        stream = threaded.stream(request)
         while request.finish_reason is None or threaded.num_open:
             await asyncio.sleep(0.001)
         updates = await read(stream)
@@ -190,9 +190,9 @@ def test_abort_mid_stream_ends_one_stream_only(client: AsyncEngine) -> None:
     expected = alone(client, ask("a"))
 
     async def work() -> tuple[list[TokenUpdate], ...]:
-        long = client.submit(ask("long", LONG))
-        other = client.submit(ask("other", LONG))
-        waiting = client.submit(ask("a1"))
+        long = client.stream(ask("long", LONG))
+        other = client.stream(ask("other", LONG))
+        waiting = client.stream(ask("a1"))
         start = [await first(long)]
         client.abort("long")
         rest = await read(long)
@@ -212,7 +212,7 @@ def test_abort_mid_stream_ends_one_stream_only(client: AsyncEngine) -> None:
 
 def test_abort_of_a_request_that_just_came(client: AsyncEngine) -> None:
     async def work() -> list[TokenUpdate]:
-        stream = client.submit(ask("long", LONG))
+        stream = client.stream(ask("long", LONG))
         client.abort("long")
         return await read(stream)
 
@@ -229,7 +229,7 @@ def test_a_caller_that_walks_away_disturbs_nobody(client: AsyncEngine) -> None:
 
 async def first_of(client: AsyncEngine, request: Request) -> TokenUpdate:
     """The first update of a request; its event loop closes while it runs on."""
-    return await first(client.submit(request))
+    return await first(client.stream(request))
 
 
 BAD: list[tuple[Callable[[], Request], type[Exception], str]] = [
@@ -249,11 +249,11 @@ def test_a_bad_request_is_told_so_and_nobody_else_notices(client: AsyncEngine) -
     beginning = alone(client, ask("b"))
 
     async def work() -> tuple[list[TokenUpdate], list[TokenUpdate]]:
-        busy = client.submit(ask("busy", LONG))
+        busy = client.stream(ask("busy", LONG))
         for bad, kind, told in BAD:
             with pytest.raises(kind, match=told):
-                await read(client.submit(bad()))
-        good = await read(client.submit(ask("a1")))
+                await read(client.stream(bad()))
+        good = await read(client.stream(ask("a1")))
         client.abort("busy")
         return good, await read(busy)
 
@@ -282,9 +282,9 @@ def test_an_engine_failure_reaches_every_stream(
     monkeypatch.setattr(threaded.transport.engine.runner, "probe", fail)
 
     async def work() -> None:
-        streams = [threaded.submit(ask(name, LONG)) for name in ("a", "b", "c")]
+        streams = [threaded.stream(ask(name, LONG)) for name in ("a", "b", "c")]
         await asyncio.to_thread(entered.wait, PATIENCE)
-        streams.append(threaded.submit(ask("late", LONG)))
+        streams.append(threaded.stream(ask("late", LONG)))
         go.set()
         for stream in streams:
             with pytest.raises(EngineDeadError, match="so did an empty one.*Restart"):
@@ -292,7 +292,7 @@ def test_an_engine_failure_reaches_every_stream(
         threaded.transport._thread.join(PATIENCE)
         assert not threaded.is_alive
         with pytest.raises(EngineDeadError, match="so did an empty one.*Restart"):
-            threaded.submit(ask("after"))
+            threaded.stream(ask("after"))
         threaded.abort("a")
 
     run(work())
@@ -300,14 +300,14 @@ def test_an_engine_failure_reaches_every_stream(
 
 def test_shutdown_ends_open_streams(threaded: AsyncEngine) -> None:
     async def work() -> None:
-        streams = [threaded.submit(ask(name, LONG)) for name in ("a", "b", "c")]
+        streams = [threaded.stream(ask(name, LONG)) for name in ("a", "b", "c")]
         await first(streams[0])
         await asyncio.to_thread(threaded.shutdown)
         for stream in streams:
             with pytest.raises(EngineDeadError, match="shut down"):
                 await read(stream)
         with pytest.raises(EngineDeadError, match="shut down"):
-            threaded.submit(ask("after"))
+            threaded.stream(ask("after"))
 
     run(work())
     assert not threaded.transport._thread.is_alive()
@@ -329,12 +329,12 @@ def test_what_comes_behind_a_shutdown_is_refused_not_forgotten(
     monkeypatch.setattr(threaded.transport.engine, "step", slow)
 
     async def work() -> None:
-        running = threaded.submit(ask("a", LONG))
+        running = threaded.stream(ask("a", LONG))
         await asyncio.to_thread(entered.wait, PATIENCE)
         ending = asyncio.create_task(asyncio.to_thread(threaded.shutdown))
         while threaded.transport.loop._commands.empty():
             await asyncio.sleep(0.001)
-        late = threaded.submit(ask("late", LONG))
+        late = threaded.stream(ask("late", LONG))
         go.set()
         for stream in (running, late):
             with pytest.raises(EngineDeadError, match="shut down"):
@@ -349,7 +349,7 @@ def test_a_client_that_was_not_started_says_so(settings: dict[str, Any]) -> None
     assert not idle.is_alive
 
     async def work() -> None:
-        idle.submit(ask("a"))
+        idle.stream(ask("a"))
 
     with pytest.raises(EngineDeadError, match="start"):
         run(work())
@@ -361,7 +361,7 @@ def test_stats_are_a_copy_that_can_be_taken_at_any_time(threaded: AsyncEngine) -
     taken = []
 
     async def work() -> None:
-        streams = [threaded.submit(ask(name)) for name in "abcde"]
+        streams = [threaded.stream(ask(name)) for name in "abcde"]
         reading = asyncio.gather(*map(read, streams))
         while not reading.done():
             taken.append(await asyncio.to_thread(threaded.stats))
@@ -402,7 +402,7 @@ def test_stats_never_show_half_a_step(
     taken = []
 
     async def work() -> None:
-        reading = asyncio.gather(*(read(threaded.submit(ask(name))) for name in "abcde"))
+        reading = asyncio.gather(*(read(threaded.stream(ask(name))) for name in "abcde"))
         while not reading.done():
             taken.append(await asyncio.to_thread(threaded.stats))
         await reading

@@ -64,7 +64,7 @@ def ask(name: str, max_tokens: int = 12) -> Request:
 
 async def read(client: AsyncEngine, request: Request) -> list[TokenUpdate]:
     """All updates of a request."""
-    return [update async for update in client.submit(request)]
+    return [update async for update in client.stream(request)]
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -163,7 +163,7 @@ def dead(client: AsyncEngine, told: list[str]) -> str:
         )
         heard.extend(r for r in results if isinstance(r, BaseException))
         with pytest.raises(EngineDeadError, match="Restart the server"):
-            client.submit(ask("late"))
+            client.stream(ask("late"))
 
     run(work())
     client.transport._thread.join(PATIENCE)

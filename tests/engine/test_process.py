@@ -77,8 +77,8 @@ def tokens_of(updates: list[TokenUpdate]) -> list[int]:
 
 async def lose(client: AsyncEngine, end: Callable[[int], None]) -> dict[str, list[TokenUpdate]]:
     """Loses the engine while as many requests run as there are rows and more wait; what came."""
-    rows = [client.submit(ask(f"{name} runs", LONG)) for name in "ab"]
-    waiting = [client.submit(ask(f"{name} waits")) for name in "cdef"]
+    rows = [client.stream(ask(f"{name} runs", LONG)) for name in "ab"]
+    waiting = [client.stream(ask(f"{name} waits")) for name in "cdef"]
     for stream in rows:
         await anext(aiter(stream))
     client.abort("f waits")
@@ -104,7 +104,7 @@ def answers(client: AsyncEngine, names: str) -> dict[str, list[int]]:
     """What requests are answered when nothing goes wrong."""
 
     async def work() -> list[list[TokenUpdate]]:
-        return await asyncio.gather(*(read(client.submit(ask(f"{n} alone"))) for n in names))
+        return await asyncio.gather(*(read(client.stream(ask(f"{n} alone"))) for n in names))
 
     return dict(zip(names, map(tokens_of, run(work())), strict=True))
 
@@ -139,7 +139,7 @@ def test_a_step_that_hangs_is_noticed(client: AsyncEngine) -> None:
     """Its process gives signs of life. What hung it is not tried forever."""
 
     async def work() -> list[TokenUpdate]:
-        return await read(client.submit(ask("hang")))
+        return await read(client.stream(ask("hang")))
 
     pid = client.transport.pid
     (only,) = run(work())
@@ -157,7 +157,7 @@ def test_an_engine_that_is_lost_too_often_ends(settings: dict[str, Any]) -> None
 
     async def work() -> None:
         with pytest.raises(EngineDeadError, match="the device is gone.*Restart the server"):
-            await read(client.submit(ask("die")))
+            await read(client.stream(ask("die")))
 
     run(work())
     wait_until(lambda: bool(told))
@@ -217,7 +217,7 @@ def test_a_request_is_queued_again_once() -> None:
     client.start()
 
     async def work() -> None:
-        streams = {name: client.submit(ask(name)) for name in ("begun", "waits", "gone", "late")}
+        streams = {name: client.stream(ask(name)) for name in ("begun", "waits", "gone", "late")}
         one = TokenUpdate([1], None, None, None, RequestMetrics(num_steps=3))
         transport.receiver.deliver([("begun", one), ("nobody", one)])
         client.abort("gone")
@@ -227,7 +227,7 @@ def test_a_request_is_queued_again_once() -> None:
         begun = await read(streams["begun"])
         assert [u.finish_reason for u in begun] == [None, "error"]
         assert begun[-1].metrics.num_steps == 3
-        client.submit(ask("new"))
+        client.stream(ask("new"))
         assert transport.lose() == 2
         assert transport.asked == ["new"]
         assert (await read(streams["waits"]))[-1].error == ENGINE_RESTARTED
@@ -241,9 +241,9 @@ def test_an_open_id_is_refused() -> None:
     client.start()
 
     async def work() -> None:
-        client.submit(ask("a"))
+        client.stream(ask("a"))
         with pytest.raises(RequestError, match="request_id='a'"):
-            client.submit(ask("a"))
+            client.stream(ask("a"))
 
     run(work())
 

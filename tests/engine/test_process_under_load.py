@@ -97,7 +97,7 @@ async def ready_again(client: AsyncEngine) -> float:
 
 async def lose(client: AsyncEngine, end: Callable[[int], None]) -> tuple[Any, float]:
     """Loses the engine with all rows taken; what came of each request, and when it was ready."""
-    streams = [client.submit(ask(number)) for number in range(REQUESTS)]
+    streams = [client.stream(ask(number)) for number in range(REQUESTS)]
     for stream in streams[:ROWS]:
         await anext(aiter(stream))
     watched = asyncio.create_task(ready_again(client))

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
+from lockstep.engine.async_engine import Listener
 from lockstep.engine.loop import TokenUpdate
 from lockstep.engine.stats import Stats
 from lockstep.errors import EngineDeadError
@@ -27,6 +28,7 @@ class FakeClient:
         self.hang = False
         self.alive = True
         self.requests: list[Request] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
         self.aborted: list[str] = []
         self.counts = Stats(pages_total=10)
         self.error: Exception | None = None
@@ -39,19 +41,28 @@ class FakeClient:
     def is_alive(self) -> bool:
         return self.alive
 
-    def submit(self, request: Request) -> AsyncIterator[TokenUpdate]:
+    def submit(self, request: Request, listener: Listener) -> None:
         if not self.alive:
             raise EngineDeadError("the engine has stopped")
         self.requests.append(request)
-        return self._updates(request)
+        self._tasks[request.id] = asyncio.create_task(self._tell(request, listener))
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
+        if request_id in self._tasks:
+            self._tasks.pop(request_id).cancel()
 
     def stats(self) -> Stats:
         return self.counts
 
-    async def _updates(self, request: Request) -> AsyncIterator[TokenUpdate]:
+    async def _tell(self, request: Request, listener: Listener) -> None:
+        try:
+            async for update in self.updates(request):
+                listener(update)
+        except Exception as error:
+            listener(error)
+
+    async def updates(self, request: Request) -> AsyncIterator[TokenUpdate]:
         check_ids(request, VOCABULARY)
         script = self.answer(request)
         request.metrics.num_cached_tokens = 2

@@ -19,9 +19,19 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @contextlib.contextmanager
-def serving(server, processor, *, most=100, head=0.4, keep_alive=1) -> Iterator[tuple[str, int]]:
+def serving(
+    server, processor, *, most=100, head=0.4, keep_alive=1, write=PATIENCE, gone=None
+) -> Iterator[tuple[str, int]]:
+    """gone: an event that tells that a connection has ended."""
+
     class Protocol(BoundedProtocol):
         head_seconds = head
+        write_seconds = write
+
+        def connection_lost(self, exc):
+            super().connection_lost(exc)
+            if gone is not None:
+                gone.set()
 
     Protocol.most = most
     app = create_app(Service(server.client, processor, "tiny", "ls-test"), Rules(body_seconds=0.3))
@@ -30,6 +40,8 @@ def serving(server, processor, *, most=100, head=0.4, keep_alive=1) -> Iterator[
     )
     running = uvicorn.Server(config)
     with socket.create_server(("127.0.0.1", 0)) as listener:
+        # Accepted sockets inherit it: what a client does not read soon waits in the server.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
@@ -149,3 +161,20 @@ def test_no_room_among_busy_ones(server, processor):
         for client in busy:
             assert b"504" in client.recv(65536)
             client.close()
+
+
+@pytest.mark.parametrize("ends", [True, False], ids=["last answer sent", "answers to come"])
+def test_a_client_that_reads_nothing(server, processor, ends):
+    """What is written for it is bounded in size and in time, also once nothing more is to come."""
+    ask = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n"
+    gone = threading.Event()
+    with serving(server, processor, write=0.3, gone=gone) as address, socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect(address)
+        if ends:
+            client.sendall(ask + b"Connection: close\r\n\r\n")
+        else:
+            client.sendall((ask + b"\r\n") * 200)
+        assert gone.wait(PATIENCE)
+        with connect(address) as other:
+            assert healthy(other)

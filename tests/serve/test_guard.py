@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from lockstep.serve.app import create_app
-from lockstep.serve.guard import Guard, Rules, default_hosts
+from lockstep.serve.guard import Rules, default_hosts
 from lockstep.serve.service import Service
 from tests.serve.test_protocol import TEXT_PATH
 
@@ -148,20 +148,3 @@ def test_a_body_that_does_not_come(server, processor):
 
     asyncio.run(asyncio.wait_for(app(scope_of(), receive, send), 5))
     assert found[0]["status"] == 408 and b"did not come" in found[1]["body"]
-
-
-def test_a_client_that_reads_nothing():
-    """The answer is given up, and the application ends."""
-
-    async def app(scope, receive, send):
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        raise AssertionError("send should not have come back")
-
-    async def send(message):
-        await asyncio.sleep(3600)
-
-    async def receive():
-        return {"type": "http.disconnect"}
-
-    guard = Guard(app, Rules(write_seconds=0.05))
-    asyncio.run(asyncio.wait_for(guard(scope_of(), receive, send), 5))

@@ -13,7 +13,7 @@ from lockstep.serve.app import EventStream
 from lockstep.serve.chat import ChatAnswer
 from lockstep.serve.completions import CompletionAnswer
 from lockstep.serve.protocol import ChatRequest, CompletionRequest
-from lockstep.serve.service import Service
+from lockstep.serve.service import Asked, Service
 from tests.serve.fake import FakeClient
 from tests.serve.test_chat import CALL, TOOLS, USER
 
@@ -41,7 +41,7 @@ async def events(answer: Any, delays: list[int]) -> list[Any]:
         except StopAsyncIteration:
             break
         found.append({**chunk, "id": "", "created": 0})
-    await answer.close()
+    answer.close()
     return json.loads(json.dumps(found), object_hook=_without_ids)
 
 
@@ -127,7 +127,7 @@ def test_streamed_and_whole_ids_do_not_change_while_read(processor):
             for call in chunk["choices"][0]["delta"].get("tool_calls", ())
             if "id" in call
         ]
-        await answer.close()
+        answer.close()
         return found
 
     first, second = asyncio.run(run())
@@ -165,11 +165,12 @@ def test_pieces_do_not_change(processor):
 
     async def run() -> None:
         body = CompletionRequest(prompt="the", max_tokens=50)
-        run = await service.start("cmpl", ["the"], body.params(processor), body)
+        asked = Asked(["the"], body.params(processor))
+        run = await service.start("cmpl", body, 1, lambda: asked)
         seen = []
         async for piece in run:
             seen.append((piece, repr(piece)))
-        await run.close()
+        run.close()
         assert len(seen) > 3
         assert all(repr(piece) == before for piece, before in seen)
         assert [piece.usage.written for piece, _ in seen] == list(range(1, len(seen) + 1))
@@ -185,7 +186,7 @@ def test_an_update_after_the_end_is_not_sent(processor):
         for _ in range(3):
             yield TokenUpdate([5], None, "length", None, request.metrics)
 
-    service.client.submit = twice
+    service.client.updates = twice
     body = ChatRequest(messages=USER, stream=True)
     chunks = asyncio.run(events(ChatAnswer(service, body), [0]))
     assert [c["choices"][0]["finish_reason"] for c in chunks].count("length") == 1
