@@ -79,8 +79,10 @@ class Turn:
         prompt = await self.render()
         shown = processor.marker_ids(tools)
         self.run = await self.service.start(self.kind, [prompt], params, body, shown=shown)
-        held = params.structured_outputs is not None
-        self._parsers = [processor.reply_parser(prompt.text, tools, held) for _ in range(params.n)]
+        wanted = params.structured_outputs
+        self._parsers = [
+            processor.reply_parser(prompt.text, tools, wanted) for _ in range(params.n)
+        ]
 
     async def render(self) -> Rendered:
         """The prompt. Raises RequestError."""

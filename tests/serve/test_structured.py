@@ -210,8 +210,36 @@ def test_tools_that_are_refused(server: SimpleNamespace) -> None:
         chat(server, CALL, tools=wrong)
     with pytest.raises(openai.BadRequestError, match="needs tools"):
         chat(server, CALL, tool_choice="required")
-    with pytest.raises(openai.BadRequestError, match="exclude each other"):
-        chat(server, CALL, tools=TOOLS, tool_choice="required", response_format=FORMAT)
+    with pytest.raises(openai.BadRequestError, match="strict tools are not supported beside"):
+        chat(server, CALL, tools=STRICT, extra_body={"guided_choice": ["left", "right"]})
+
+
+@pytest.mark.parametrize("tools", [TOOLS, STRICT])
+def test_tools_beside_a_form_are_called_or_the_answer_has_the_form(
+    server: SimpleNamespace, tools: list[Any]
+) -> None:
+    called = chat(server, CALL, tools=tools, response_format=FORMAT)
+    (call,) = called.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"owner": "Zorin", "limit": 12}
+    assert called.choices[0].message.content is None
+    tokenizer = server.llm.tokenizer
+    openers = [i for i in range(len(tokenizer)) if tokenizer.token_bytes(i).startswith(b"<")]
+    bias = {str(opener): -100 for opener in openers}
+    fields = {"tools": tools, "response_format": FORMAT, "logit_bias": bias}
+    answered = chat(server, CALL, **fields)
+    jsonschema.validate(json.loads(answered.choices[0].message.content), SCHEMA)
+    assert answered.choices[0].message.tool_calls is None
+
+
+def test_a_call_that_must_come_leaves_nothing_for_a_form_to_bind(server: SimpleNamespace) -> None:
+    fields = {"tools": TOOLS, "tool_choice": "required", "seed": 3}
+    assert said(server, **fields) == said(server, **fields, response_format=FORMAT)
+
+
+def said(server: SimpleNamespace, **fields: Any) -> tuple[Any, str]:
+    """The answer's content and its first call's arguments."""
+    message = chat(server, CALL, **fields).choices[0].message
+    return message.content, message.tool_calls[0].function.arguments
 
 
 def test_reasoning_is_free_and_content_is_bound(server: SimpleNamespace) -> None:
