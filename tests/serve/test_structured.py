@@ -223,7 +223,8 @@ def test_tools_beside_a_form_are_called_or_the_answer_has_the_form(
     assert json.loads(call.function.arguments) == {"owner": "Zorin", "limit": 12}
     assert called.choices[0].message.content is None
     tokenizer = server.llm.tokenizer
-    openers = [i for i in range(len(tokenizer)) if tokenizer.token_bytes(i).startswith(b"<")]
+    begins = (b"<", b"\n")
+    openers = [i for i in range(len(tokenizer)) if tokenizer.token_bytes(i).startswith(begins)]
     bias = {str(opener): -100 for opener in openers}
     fields = {"tools": tools, "response_format": FORMAT, "logit_bias": bias}
     answered = chat(server, CALL, **fields)
