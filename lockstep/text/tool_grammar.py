@@ -37,8 +37,7 @@ class CallParams(StructuredOutputsParams):
 
     beside_form: bool = False
 
-    @property
-    def field(self) -> str:
+    def field_of(self, name: str) -> str:
         """See StructuredOutputsParams."""
         return "tools"
 

@@ -172,8 +172,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json", "'not' at the root"),
     (
         {"response_format": {**FORMAT, "json_schema": {"schema": {"items": {"type": "text"}}}}},
-        "structured_outputs.json",
-        "items of the schema",
+        "response_format",
+        "response_format, at items of the schema, cannot be obeyed: Invalid type: text. Change it.",
     ),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
     ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar", "x"),
@@ -183,11 +183,14 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "guided_json"),
     ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "structured_outputs"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "structured_outputs"),
-    ({"guided_regex": "[a&&b]"}, "structured_outputs.regex", "no text matches"),
-    ({"guided_regex": ".*" * 2000 + "x"}, "structured_outputs.regex", "cannot be obeyed"),
-    ({"guided_regex": "a" * 5000}, "structured_outputs.regex", "at most 4096"),
+    ({"guided_regex": "[a&&b]"}, "guided_regex", "no text matches"),
+    ({"guided_regex": ".*" * 2000 + "x"}, "guided_regex", "cannot be obeyed"),
+    ({"guided_regex": "a" * 5000}, "guided_regex", "at most 4096"),
     ({"response_format": {"type": "structural_tag", "format": {}}},
-     "structured_outputs.structural_tag", "structures"),
+     "response_format", "structures"),
+    ({"guided_json": {}, "guided_whitespace_pattern": "x" * 5000}, "guided_whitespace_pattern",
+     "at most 4096"),
+    ({"structured_outputs": {"grammar": "start: a\na: &"}}, "structured_outputs.grammar", "2("),
 ]  # fmt: skip
 
 
