@@ -109,7 +109,7 @@ class StructuredOutputsParams:
                 raise self._refusal(name, "Unicode text, without halves of surrogate pairs")
 
     def _refusal(self, name: str, allowed: str) -> RequestError:
-        field = f"structured_outputs.{name}"
+        field = self.field_of(name)
         return RequestError(
             f"{field}={brief(getattr(self, name))} is not allowed; allowed: {allowed}. Change it.",
             field,
@@ -136,7 +136,11 @@ class StructuredOutputsParams:
     @property
     def field(self) -> str:
         """The field that asked for it, as errors name it."""
-        return f"structured_outputs.{self.kind}"
+        return self.field_of(self.kind)
+
+    def field_of(self, name: str) -> str:
+        """The field that set one of these, as errors name it."""
+        return f"structured_outputs.{name}"
 
 
 @dataclass(frozen=True)

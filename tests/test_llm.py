@@ -147,6 +147,7 @@ def test_calls_whose_tags_are_special_tokens(tmp_path: Path) -> None:
 
 def test_what_is_wrong_with_tools_is_named(llm: LLM) -> None:
     wanted = replace(ENDS, structured_outputs=StructuredOutputsParams(choice=["a"]))
+    strict = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": True}}]
     for params, options, field in (
         (ENDS, {"tool_choice": "required"}, "tool_choice"),
         (ENDS, {"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
@@ -155,7 +156,7 @@ def test_what_is_wrong_with_tools_is_named(llm: LLM) -> None:
         (ENDS, {"tools": 5, "tool_choice": "required"}, "tools"),
         (ENDS, {"tools": TOOLS, "parallel_tool_calls": "false"}, "parallel_tool_calls"),
         (ENDS, {"chat_template_kwargs": ""}, "chat_template_kwargs"),
-        (wanted, {"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        (wanted, {"tools": strict}, "tools"),
     ):
         with pytest.raises(RequestError) as caught:
             llm.chat(QUESTION, params, **options)

@@ -107,13 +107,14 @@ class WholeCall(Said):
 
 
 class AssistantMessage(Said):
-    """The model's message."""
+    """The model's message. reasoning is reasoning_content, by vLLM's name."""
 
     role: Literal["assistant"]
     content: str | None
     refusal: None
     tool_calls: list[WholeCall] | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
 
 
 class TokenOrigin(Said):
@@ -183,11 +184,12 @@ class CallDelta(Said):
 
 
 class Delta(Said):
-    """What a chunk adds to the message."""
+    """What a chunk adds to the message. reasoning is reasoning_content, by vLLM's name."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[CallDelta] | None = None
 
 

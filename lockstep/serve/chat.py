@@ -80,7 +80,7 @@ class ChatAnswer(Answer):
                 self._call(index, number, call) for number, call in enumerate(calls)
             ]
         if reply.reasoning:
-            message["reasoning_content"] = reply.reasoning
+            message |= _thought(reply.reasoning)
         return {
             "index": index,
             "message": message,
@@ -121,7 +121,7 @@ class ChatAnswer(Answer):
             case Content(text):
                 return {"content": text}
             case Reasoning(text):
-                return {"reasoning_content": text}
+                return _thought(text)
             case CallStart(number, name, own):
                 call = self._call(index, number, ToolCall(name, id=own))
                 return {"tool_calls": [{"index": number, **call}]}
@@ -144,6 +144,11 @@ class ChatAnswer(Answer):
             tokenizer = self.service.processor.tokenizer
             logprobs = chat_logprobs(tokenizer, tokens.token_ids, tokens.logprobs, most)
         return {"logprobs": logprobs, **tokens.told(self.body)}
+
+
+def _thought(text: str) -> Json:
+    """Reasoning, under the name that DeepSeek gave it, and vLLM's."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _errors(errors: Sequence[str]) -> Json:

@@ -15,6 +15,7 @@ from lockstep.serve.protocol import (
     Effort,
     TurnFields,
     chat_request,
+    own_kind,
 )
 from lockstep.serve.refused import MESSAGES, refuse, without_effect
 
@@ -26,7 +27,7 @@ NAMES = {
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
     "reasoning_effort": "thinking",
-    "response_format": "output_config",
+    "response_format": "output_config.format",
     "continue_final_message": "messages",
 }
 """A ChatRequest's field -> the one that it was made of."""
@@ -80,16 +81,16 @@ BlockList = Annotated[list[Block], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
 class SentMessage(Body):
-    """A message of the user or of the assistant."""
+    """A message of the user, of the assistant, or of the system in between."""
 
-    role: Literal["user", "assistant"]
+    role: Literal["user", "assistant", "system"]
     content: Annotated[BlockList, BeforeValidator(_blocks, json_schema_input_type=str | BlockList)]
 
 
 class SentTool(Body):
     """A tool of the client; `input_schema` is a JSON schema."""
 
-    type: Literal["custom"] = "custom"
+    type: Annotated[Literal["custom"], own_kind("custom")] = "custom"
     name: str = Field(min_length=1, max_length=MAX_NAME)
     description: str | None = None
     input_schema: dict[str, Any]
@@ -183,7 +184,7 @@ class CountRequest(Body):
             if message.role == "assistant":
                 yield _assistants(message.content)
             else:
-                yield from _users(message.content)
+                yield from _others(message.role, message.content)
 
 
 class MessagesRequest(TurnFields, CountRequest):
@@ -222,20 +223,20 @@ def _assistants(blocks: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _users(blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
-    """A user's blocks as messages: results of tools are messages of their own."""
+def _others(role: str, blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
+    """Blocks of a user or the system as messages: results of tools are messages of their own."""
     texts: list[TextBlock] = []
     for block in blocks:
         if isinstance(block, TextBlock):
             texts.append(block)
         elif isinstance(block, ToolResultBlock):
             if texts:
-                yield {"role": "user", "content": _parts(texts)}
+                yield {"role": role, "content": _parts(texts)}
                 texts = []
             content = _parts(block.content)
             yield {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
     if texts:
-        yield {"role": "user", "content": _parts(texts)}
+        yield {"role": role, "content": _parts(texts)}
 
 
 def _chat_tool(tool: SentTool) -> dict[str, Any]:

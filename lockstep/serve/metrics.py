@@ -1,11 +1,13 @@
 """The engine's counters in Prometheus' text form; names as vLLM's but for what stands in front."""
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from lockstep.engine.stats import DecodeStep, Stats
 from lockstep.runner.floor import StepFloors
+from lockstep.serve.record import Record
 
 _GAUGES = {
     "num_running": ("num_requests_running", "Requests that are running."),
@@ -36,7 +38,79 @@ _STEPS = {
     "seconds": ("decode_step_seconds", "A decode step, as the device measured it.", _SHORT),
     "over_floor": ("decode_step_over_floor", "A decode step over its floor.", _RATIOS),
 }
+_TOKENS = tuple(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5))
+_COUNTS = (1.0, 2.0, 5.0, 10.0, 20.0)
 
+
+class _OfRequest(NamedTuple):
+    """A histogram over requests that have ended. value: None where it is not known."""
+
+    name: str
+    help: str
+    buckets: tuple[float, ...]
+    value: Callable[[Record], float | None]
+
+
+def _per_token(record: Record) -> float | None:
+    """Seconds between two tokens of the longest completion, on the mean."""
+    seconds = record.latencies.get("decode")
+    return None if seconds is None or record.longest < 2 else seconds / (record.longest - 1)
+
+
+_REQUESTS = (
+    _OfRequest(
+        "request_prompt_tokens", "Prompt tokens of a request.", _TOKENS, lambda r: r.prompt_tokens
+    ),
+    _OfRequest(
+        "request_generation_tokens",
+        "Tokens written for a request.",
+        _TOKENS,
+        lambda r: r.completion_tokens,
+    ),
+    _OfRequest(
+        "request_max_num_generation_tokens",
+        "Tokens of a request's longest completion.",
+        _TOKENS,
+        lambda r: r.longest,
+    ),
+    _OfRequest(
+        "request_params_max_tokens",
+        "max_tokens of a request.",
+        _TOKENS,
+        lambda r: r.params.max_tokens,
+    ),
+    _OfRequest("request_params_n", "n of a request.", _COUNTS, lambda r: r.params.n),
+    _OfRequest(
+        "request_queue_time_seconds",
+        "Arrival to a row in the batch.",
+        _LONG,
+        lambda r: r.latencies.get("queue"),
+    ),
+    _OfRequest(
+        "request_prefill_time_seconds",
+        "A row in the batch to the first token.",
+        _LONG,
+        lambda r: r.latencies.get("prefill"),
+    ),
+    _OfRequest(
+        "request_decode_time_seconds",
+        "First token to last token.",
+        _LONG,
+        lambda r: r.latencies.get("decode"),
+    ),
+    _OfRequest(
+        "request_inference_time_seconds",
+        "A row in the batch to the last token.",
+        _LONG,
+        lambda r: r.latencies.get("inference"),
+    ),
+    _OfRequest(
+        "request_time_per_output_token_seconds",
+        "Between two tokens of a request, mean.",
+        _SHORT,
+        _per_token,
+    ),
+)
 
 Prefix = Literal["lockstep", "vllm"]
 """What stands in front of the names."""
@@ -94,6 +168,26 @@ class Metrics:
             k: Histogram(f"{prefix}:{n}", h, label, buckets=b, registry=self.registry)
             for k, (n, h, b) in (_HISTOGRAMS | _STEPS).items()
         }
+        self._requests = [
+            (
+                one.value,
+                Histogram(
+                    f"{prefix}:{one.name}",
+                    one.help,
+                    label,
+                    buckets=one.buckets,
+                    registry=self.registry,
+                ),
+            )
+            for one in _REQUESTS
+        ]
+
+    def observe(self, record: Record) -> None:
+        """Counts a request that has ended."""
+        for value_of, histogram in self._requests:
+            value = value_of(record)
+            if value is not None:
+                histogram.labels(self._model).observe(value)
 
     def render(self, stats: Stats) -> bytes:
         """The text for one scrape; the histogram lists of `stats` are used up by it."""

@@ -2,7 +2,7 @@
 
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from lockstep.errors import CapacityError, EngineDeadError, LockstepError, RequestError
+from lockstep.errors import CapacityError, EngineDeadError, LockstepError, RequestError, brief
 
 log = logging.getLogger("lockstep.serve")
 
@@ -119,7 +119,9 @@ def add_handlers(app: FastAPI) -> None:
         status = error.status_code if isinstance(error, HTTPException) else 500
         where = f"{request.method} {request.url.path}"[:SHOWN]
         message = f"{where}: {getattr(error, 'detail', '')}"
-        return response(status, error_object(message), path=request.url.path)
+        found = response(status, error_object(message), path=request.url.path)
+        found.headers.update(getattr(error, "headers", None) or {})
+        return found
 
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(HTTPException, http)
@@ -143,8 +145,15 @@ def _validation(found: Sequence[Any]) -> dict[str, Any]:
         return error_object(
             f"the body is not a JSON object; send one, with the header Content-Type: {kind}."
         )
-    reason = str(first["msg"]).removeprefix("Value error, ")
-    return error_object(f"{path_of(place)}: {reason[:SHOWN]}", param=str(place[0]))
+    return error_object(told(first, place), param=str(place[0]))
+
+
+def told(fault: Mapping[str, Any], place: Sequence[Any]) -> str:
+    """What pydantic says is wrong with a field: where, its value where that is short, and why."""
+    sent = fault.get("input")
+    shown = f"={brief(sent)}" if isinstance(sent, (str, int, float)) else ""
+    reason = str(fault["msg"]).removeprefix("Value error, ")
+    return f"{path_of(place)}{shown}: {reason[:SHOWN]}"
 
 
 def path_of(place: Sequence[Any]) -> str:

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     PrivateAttr,
@@ -30,7 +31,7 @@ from lockstep.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from lockstep.serve.problems import SHOWN, path_of
+from lockstep.serve.problems import told
 from lockstep.serve.refused import CHAT, COMPLETIONS, Table, refuse, without_effect
 from lockstep.serve.structured import FORM_FIELDS, wanted
 from lockstep.text.processor import Processor
@@ -106,6 +107,17 @@ def _content(value: Any) -> Any:
     return value
 
 
+def own_kind(kind: str) -> BeforeValidator:
+    """Of a tool's type: clients run all tools here."""
+
+    def check(value: Any) -> Any:
+        if value != kind:
+            raise ValueError(f"this server runs no tools; allowed: {kind}. Leave this tool out")
+        return value
+
+    return BeforeValidator(check)
+
+
 _PART = {
     "type": "object",
     "properties": {"type": {"const": "text"}, "text": _TEXT},
@@ -156,7 +168,7 @@ class Function(Sent):
 class Tool(Sent):
     """A tool that the model may call."""
 
-    type: Literal["function"] = "function"
+    type: Annotated[Literal["function"], own_kind("function")] = "function"
     function: Function
 
 
@@ -408,8 +420,7 @@ def chat_request(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatReq
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         field = str(first["loc"][0])
-        reason = str(first["msg"])[:SHOWN]
-        raise RequestError(f"{path_of(first['loc'])}: {reason}", names.get(field, field)) from None
+        raise RequestError(told(first, first["loc"]), names.get(field, field)) from None
 
 
 @contextmanager
@@ -421,7 +432,7 @@ def named_as(names: Mapping[str, str]) -> Iterator[None]:
         became = error.field or ""
         sent = names.get(became, became)
         message = str(error)
-        if message.startswith((f"{became}=", f"{became} ")):
+        if message.startswith(tuple(f"{became}{sign}" for sign in "= ,:.")):
             error.args = (sent + message.removeprefix(became),)
         error.field = sent or None
         raise

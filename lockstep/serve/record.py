@@ -13,8 +13,9 @@ class Record:
     """A call of an endpoint that has ended, with all of its completions.
 
     id: the answer's. caller: None where no HTTP request was behind it. cached_tokens: of the
-    prompt. metrics: of each completion, as of its last update. finish_reasons: of each; "abort"
-    where nobody waited for the end. error: why it ended early. ended: seconds of time.monotonic.
+    prompt. longest: tokens of its longest completion. metrics: of each completion, as of its last
+    update. finish_reasons: of each; "abort" where nobody waited for the end. error: why it ended
+    early. ended: seconds of time.monotonic.
     """
 
     id: str
@@ -26,6 +27,7 @@ class Record:
     cached_tokens: int
     draft_tokens: int
     accepted_tokens: int
+    longest: int
     metrics: tuple[RequestMetrics, ...]
     finish_reasons: tuple[str, ...]
     error: str | None

@@ -115,11 +115,14 @@ RESPONSES: Table = {
     "messages": ((), "they work with /v1/chat/completions; send input."),
     **{name: CHAT[name] for name in ("chat_template", "documents", "functions", "function_call")},
 }
+_ALL_THOUGHTS = {"type": "clear_thinking_20251015", "keep": "all"}
+_ALL_KEPT: tuple[Any, ...] = ({}, {"edits": []}, {"edits": [_ALL_THOUGHTS]})
+"""Context management that keeps all of a conversation, as Claude Code asks for."""
 _SERVER_TOOLS = "this server runs no tools; send tools of your own."
 MESSAGES: Table = {
     "container": ((), _SERVER_TOOLS),
     "mcp_servers": (([],), _SERVER_TOOLS),
-    "context_management": ((), "send the messages that count."),
+    "context_management": (_ALL_KEPT, "send the messages that count."),
     "output_format": ((), "send output_config.format."),
     "n": ((1,), "a message is one; send several requests."),
     "stop": ((), "send stop_sequences."),

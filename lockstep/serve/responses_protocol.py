@@ -17,6 +17,7 @@ from lockstep.serve.protocol import (
     Effort,
     TurnFields,
     chat_request,
+    own_kind,
 )
 from lockstep.serve.refused import RESPONSES, refuse, without_effect
 
@@ -30,7 +31,7 @@ NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning",
-    "response_format": "text",
+    "response_format": "text.format",
 }
 """A ChatRequest's field -> the one that it was made of."""
 
@@ -96,7 +97,7 @@ def _listed(value: Any) -> Any:
 class FunctionTool(Body):
     """A function that the model may call; `parameters` is a JSON schema."""
 
-    type: Literal["function"]
+    type: Annotated[Literal["function"], own_kind("function")]
     name: str = Field(min_length=1, max_length=MAX_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None

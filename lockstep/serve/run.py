@@ -174,7 +174,8 @@ def serve(
     """
     model_name, *aliases = model_names
     write_logs(options.logs, options.log_requests)
-    on_record = [log_request, *([traces.record] if traces else ())]
+    metrics = Metrics(model_name, options.metrics, floors)
+    on_record = [metrics.observe, log_request, *([traces.record] if traces else ())]
     service = Service(
         client, processor, model_name, fingerprint, options.limits, aliases, on_record
     )
@@ -183,7 +184,7 @@ def serve(
         options.rules,
         options.docs,
         options.pages,
-        Metrics(model_name, options.metrics, floors),
+        metrics,
         options.playground,
     )
 

@@ -198,6 +198,7 @@ class Run:
         self._pieces: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
         self._usage = job.usage
         self._metrics = [replace(request.metrics) for request in job.requests]
+        self._written = [0] * len(job.requests)
         self._finish_reasons = ["abort"] * len(job.requests)
         self._error: Exception | None = None
         self._faults: list[str] = []
@@ -246,6 +247,7 @@ class Run:
             cached_tokens=usage.cached,
             draft_tokens=usage.drafted,
             accepted_tokens=usage.accepted,
+            longest=max(self._written),
             metrics=tuple(self._metrics),
             finish_reasons=tuple(self._finish_reasons),
             error=str(self._error) if self._error else next(iter(self._faults), None),
@@ -319,6 +321,7 @@ class Run:
             new = TextUpdate(finish_reason="length")
         if update.prompt_logprobs is not None:
             name_tokens(self.service.processor.tokenizer, update.prompt_logprobs)
+        self._written[text.output.index] += len(new.token_ids)
         first = text.output.index % self.job.params.n == 0
         now = update.metrics
         usage = self._usage

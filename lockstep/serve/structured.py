@@ -1,6 +1,7 @@
 """The form of the answer that a request's fields ask for: OpenAI's, vLLM's, and vLLM's older."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.errors import RequestError, brief
@@ -13,9 +14,22 @@ OLD = {
     "guided_grammar": "grammar",
 }
 """vLLM's older fields -> those of StructuredOutputsParams."""
-FORM_FIELDS = ("response_format", "structured_outputs", *OLD, "guided_whitespace_pattern")
+OWN = "structured_outputs"
+BLANKS = "guided_whitespace_pattern"
+FORM_FIELDS = ("response_format", OWN, *OLD, BLANKS)
 """Fields of a request that this module reads."""
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+
+
+@dataclass(frozen=True)
+class AskedParams(StructuredOutputsParams):
+    """What a field of another name asks for. asked_by: that field."""
+
+    asked_by: str = ""
+
+    def field_of(self, name: str) -> str:
+        """See StructuredOutputsParams."""
+        return BLANKS if name == "whitespace_pattern" else self.asked_by
 
 
 def wanted(sent: Mapping[str, Any]) -> StructuredOutputsParams | None:
@@ -25,12 +39,12 @@ def wanted(sent: Mapping[str, Any]) -> StructuredOutputsParams | None:
         found = _format(sent["response_format"])
         if found is not None:
             asked["response_format"] = found
-    if sent.get("structured_outputs") is not None:
-        asked["structured_outputs"] = sent["structured_outputs"]
+    if sent.get(OWN) is not None:
+        asked[OWN] = sent[OWN]
     for name, kind in OLD.items():
         if sent.get(name) is not None:
             asked[name] = {kind: sent[name]}
-    blanks = sent.get("guided_whitespace_pattern")
+    blanks = sent.get(BLANKS)
     if len(asked) > 1:
         raise RequestError(
             f"{' and '.join(asked)} all ask for a form of the answer; allowed: one of them. Leave "
@@ -40,14 +54,18 @@ def wanted(sent: Mapping[str, Any]) -> StructuredOutputsParams | None:
     if not asked:
         if blanks is not None:
             raise RequestError(
-                "guided_whitespace_pattern needs guided_json; send it, or leave this out.",
-                "guided_whitespace_pattern",
+                f"{BLANKS} needs guided_json; send it, or leave this out.",
+                BLANKS,
             )
         return None
-    (fields,) = asked.values()
+    ((field, fields),) = asked.items()
     if blanks is not None:
         fields = {**fields, "whitespace_pattern": blanks}
-    return StructuredOutputsParams.read(fields)
+    return (
+        StructuredOutputsParams.read(fields)
+        if field == OWN
+        else AskedParams(**fields, asked_by=field)
+    )
 
 
 def _format(sent: Mapping[str, Any]) -> dict[str, Any] | None:

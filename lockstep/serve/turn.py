@@ -79,8 +79,10 @@ class Turn:
         params = body.params(processor)
         tools = body.callable_tools(processor)
         prompt = self.render()
-        held = params.structured_outputs is not None
-        self._parsers = [processor.reply_parser(prompt.text, tools, held) for _ in range(params.n)]
+        wanted = params.structured_outputs
+        self._parsers = [
+            processor.reply_parser(prompt.text, tools, wanted) for _ in range(params.n)
+        ]
         return Asked([prompt], params, shown=processor.marker_ids(tools))
 
     def render(self) -> Rendered:

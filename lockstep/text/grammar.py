@@ -6,6 +6,7 @@ alone, but for llguidance's own limits (LLParserLimits), at which an answer ends
 
 import ctypes
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -34,6 +35,10 @@ MOST_KNOWN_BYTES = 16 << 20
 SLICES = ("[a-z]+", "[A-Za-z]+", "[a-z ]+", "[A-Za-z ]+")
 """Beside llguidance's own: tokens that come together where a grammar allows all text of them. Words
 of most vocabularies begin with a blank."""
+EXCERPT = re.compile(r"\s*(\d+ \||\^)")
+"""Lines of a grammar that llguidance shows, and the mark under one."""
+OF_SCHEMA = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
+"""Where a schema stands in a grammar, which its sender has not written."""
 TOO_COMPLEX = (
     "the grammar is too complex to go on with: {reason}. What came before stands. Simplify it."
 )
@@ -203,8 +208,9 @@ class FirstMasks:
 def first_line(reason: str) -> str:
     """What a message of llguidance says, in one line that is not long."""
     said = reason.partition("<backtrace>")[0].replace("<non-verbose/>", "")
-    lines = [line.strip() for line in said.splitlines()]
-    return " ".join(line for line in lines if line)[:300]
+    lines = [line.strip() for line in said.splitlines() if not EXCERPT.match(line)]
+    told = " ".join(line for line in lines if line)
+    return OF_SCHEMA.sub("", told)[:300]
 
 
 class Masks:

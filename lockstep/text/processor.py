@@ -16,8 +16,9 @@ from lockstep.text.control import ControlTokens
 from lockstep.text.detokenizer import Detokenizer
 from lockstep.text.grammar import AfterReasoning, Compiler, GrammarRecipe, Matcher
 from lockstep.text.parsers import REASONING_PARSERS, TOOL_PARSERS, ReplyParser, choose
+from lockstep.text.parsers.calls import CallsOrForm
 from lockstep.text.settings import TextSettings, sampling_defaults
-from lockstep.text.structured import compile_wanted
+from lockstep.text.structured import compile_wanted, json_form
 from lockstep.text.template import ChatTemplate, Message
 from lockstep.text.tokenizer import Tokenizer, damaged, eos_ids, read_json
 from lockstep.text.tool_grammar import CallParams, ToolSyntax, is_strict, named_tool
@@ -391,19 +392,22 @@ class Processor:
         return frozenset(i for i in self.tokenizer.special_ids if token(i) in texts)
 
     def reply_parser(
-        self, prompt: str, tools: list[dict[str, Any]] | None, held: bool = False
+        self,
+        prompt: str,
+        tools: list[dict[str, Any]] | None,
+        wanted: StructuredOutputsParams | None = None,
     ) -> ReplyParser:
         """What splits an answer to this rendered prompt into reasoning, content and calls.
 
-        held: the answer is held to a form, which begins where its reasoning's own end stands and
+        wanted: what the answer is held to. That begins where its reasoning's own end stands and
         nowhere else; so no call in the midst of reasoning ends it.
         """
         calls = self._tools if tools else None
-        openers = calls.ENDS_REASONING if calls and not held else ()
-        return ReplyParser(
-            self._reasoning(prompt, openers) if self._reasoning else None,
-            calls(tools) if calls else None,
-        )
+        openers = calls.ENDS_REASONING if calls and wanted is None else ()
+        parser = calls(tools) if calls else None
+        if parser is not None and isinstance(wanted, CallParams) and wanted.beside_form:
+            parser = CallsOrForm(parser)
+        return ReplyParser(self._reasoning(prompt, openers) if self._reasoning else None, parser)
 
     def effort_kwargs(self, effort: str) -> dict[str, Any]:
         """The template's variables that say how much to reason. Raises RequestError where it has
@@ -515,16 +519,27 @@ class Processor:
         several: bool = True,
     ) -> StructuredOutputsParams | None:
         """What an answer is held to: what was asked for, or tool calls, where the choice asks for
-        them or a tool is strict. choice: in OpenAI's words; several: whether more calls than one
-        may come. Raises RequestError."""
-        calls = self._calls(tools, choice, several)
-        if asked is not None and calls is not None:
+        them or a tool is strict. Where calls may come beside a form of JSON, the answer is one or
+        the other; where they must, no content is left that a form could bind. choice: in OpenAI's
+        words; several: whether more calls than one may come. Raises RequestError."""
+        if asked is None or not tools or choice != "auto":
+            return self._calls(tools, choice, several) or asked
+        self.check_tools(tools)
+        syntax = self._syntax()
+        strict = is_strict(tools)
+        form = None if syntax.parser.BARE else json_form(asked)
+        if form is not None:
+            compile_wanted(asked, self._compiler())
+            grammar = syntax.calls_or_form(syntax.tools(tools, held=strict), several, form)
+            return CallParams(grammar=grammar, beside_form=True)
+        if strict:
             raise RequestError(
-                "tool_choice, or strict tools, and a form of the answer exclude each other; "
-                "allowed: one of them. Leave out the other.",
-                "tool_choice" if choice != "auto" else "tools",
+                "strict tools are not supported beside this form of the answer with this model; "
+                "allowed: a form of JSON, with a model whose tool calls begin with a tag. Leave "
+                "out strict, the form, or the tools.",
+                "tools",
             )
-        return asked or calls
+        return asked
 
     def _calls(
         self, tools: list[dict[str, Any]] | None, choice: Any, several: bool

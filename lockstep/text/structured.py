@@ -49,7 +49,7 @@ def _place_of(
     """Where in the schema the fault is, and what it is, as far as that can be found."""
 
     def fault_of(part: Any) -> str | None:
-        return compiler.fault_of(_json_source(part, wanted))
+        return compiler.fault_of(f"start: {_spelled(part, wanted)}")
 
     found = locate(schema_of(wanted.json, field), fault_of)
     return None if found is None else (f", at {found[0]} of the schema,", found[1])
@@ -95,23 +95,27 @@ def _to_json(value: Any, field: str) -> str:
         raise RequestError(f"{field} is no JSON: {brief(str(error))}. Change it.", field) from None
 
 
-def _json(wanted: StructuredOutputsParams, field: str) -> str:
-    schema = schema_of(wanted.json, field)
-    if wanted.disable_additional_properties:
-        schema = closed(schema)
-    return _json_source(schema, wanted)
+def json_form(wanted: StructuredOutputsParams) -> str | None:
+    """The JSON that an answer must be, as an expression of a grammar; None where it is no JSON.
+    Raises RequestError."""
+    if wanted.kind == "json_object":
+        return _spelled(ANY_OBJECT, wanted)
+    if wanted.kind != "json":
+        return None
+    schema = schema_of(wanted.json, wanted.field)
+    return _spelled(closed(schema) if wanted.disable_additional_properties else schema, wanted)
 
 
-def _json_source(schema: Any, wanted: StructuredOutputsParams) -> str:
+def _spelled(schema: Any, wanted: StructuredOutputsParams) -> str:
     options: Json = {"whitespace_flexible": not wanted.disable_any_whitespace}
     if wanted.whitespace_pattern is not None:
         options["whitespace_pattern"] = wanted.whitespace_pattern
     spelled = schema if isinstance(schema, dict) else {"allOf": [schema]}
-    return "start: %json " + json.dumps({**spelled, "x-guidance": options})
+    return "%json " + json.dumps({**spelled, "x-guidance": options})
 
 
-def _json_object(wanted: StructuredOutputsParams, field: str) -> str:
-    return _json_source(ANY_OBJECT, wanted)
+def _json_source(wanted: StructuredOutputsParams, field: str) -> str:
+    return f"start: {json_form(wanted)}"
 
 
 def _regex(wanted: StructuredOutputsParams, field: str) -> str:
@@ -199,10 +203,10 @@ def tags(structures: list[StructTag]) -> str:
 
 
 _SOURCES: dict[str, Callable[[StructuredOutputsParams, str], str]] = {
-    "json": _json,
+    "json": _json_source,
     "regex": _regex,
     "choice": _choice,
     "grammar": _grammar,
-    "json_object": _json_object,
+    "json_object": _json_source,
     "structural_tag": _structural_tag,
 }

@@ -137,9 +137,9 @@ class ChatTemplate:
         try:
             text = self._template.render(**variables)
         except Exception as error:  # a template may do anything to what it is given
+            why = self._unmark(_message_of(error)).rstrip(".")
             raise RequestError(
-                f"the chat template refuses these messages: {self._unmark(_message_of(error))}. "
-                f"{_REMEDY}",
+                f"the chat template refuses these messages: {why}. {_REMEDY}",
                 "messages",
             ) from error
         return _before(text, end) if end else text

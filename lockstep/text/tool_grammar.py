@@ -21,7 +21,7 @@ from lockstep.text.parsers.writing import (
     either,
     sequence,
 )
-from lockstep.text.structured import MOST_RULES, schema_of
+from lockstep.text.structured import ANY_OBJECT, MOST_RULES, schema_of
 
 LEADING = r"/\n{0,2}/"
 """What may stand in front of an answer's calls: line ends behind the reasoning."""
@@ -30,10 +30,14 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True)
 class CallParams(StructuredOutputsParams):
-    """An answer whose calls match tools: what is wrong with its grammar, is wrong with them."""
+    """An answer whose calls match tools: what is wrong with its grammar, is wrong with them.
 
-    @property
-    def field(self) -> str:
+    beside_form: it is calls, or else a form of the answer, which its first character tells.
+    """
+
+    beside_form: bool = False
+
+    def field_of(self, name: str) -> str:
         """See StructuredOutputsParams."""
         return "tools"
 
@@ -53,6 +57,15 @@ class ToolSyntax:
         """
         rules = Rules(self.tokens)
         return _bounded(rules, sequence(LEADING, self._calls(tools, rules, several)))
+
+    def calls_or_form(self, tools: Sequence[Tool], several: bool, form: str) -> str:
+        """An answer that is calls, or JSON of this form, an expression of a grammar.
+
+        For parsers whose calls begin with an opener, as no JSON does.
+        """
+        rules = Rules(self.tokens)
+        calls = sequence(LEADING, self._calls(tools, rules, several))
+        return _bounded(rules, f"{calls} | {rules.rule(form)}")
 
     def text_and_calls(self, tools: Sequence[Tool], several: bool) -> str:
         """Free text in which whatever the parser takes for a call is one of these.
@@ -92,14 +105,17 @@ class ToolSyntax:
     def _choices(self, tools: Sequence[Tool], rules: Rules) -> list[str]:
         return [rules.rule(self.parser.call(tool, rules)) for tool in tools]
 
-    def tools(self, sent: Sequence[Json], name: str | None = None) -> list[Tool]:
-        """The tools that may be called: the one of this name, or all."""
+    def tools(self, sent: Sequence[Json], name: str | None = None, held: bool = True) -> list[Tool]:
+        """The tools that may be called: the one of this name, or all.
+
+        held: to their schemas; else any arguments may come.
+        """
         found: dict[str, Tool] = {}
         for index, tool in enumerate(sent):
             field = f"tools[{index}]"
             function = _function(tool, field)
             if name in (None, function["name"]) and function["name"] not in found:
-                found[function["name"]] = self._tool(function, f"{field}.function")
+                found[function["name"]] = self._tool(function, f"{field}.function", held)
         if not found:
             raise RequestError(
                 f"tool_choice names {brief(name)}; allowed: the name of one of the tools. Send "
@@ -108,7 +124,7 @@ class ToolSyntax:
             )
         return list(found.values())
 
-    def _tool(self, function: Json, field: str) -> Tool:
+    def _tool(self, function: Json, field: str, held: bool) -> Tool:
         name = function["name"]
         if not self.parser.reads(name):
             raise RequestError(
@@ -116,9 +132,9 @@ class ToolSyntax:
                 "allowed: names of letters, digits and underscores. Change it.",
                 f"{field}.name",
             )
-        given = function.get("parameters")
+        given = function.get("parameters") if held else None
         field = f"{field}.parameters"
-        schema = schema_of({"type": "object"} if given is None else given, field)
+        schema = schema_of(ANY_OBJECT if given is None else given, field)
         if not isinstance(schema, dict):
             raise RequestError(
                 f"{field}={brief(schema)} is not allowed; allowed: a JSON schema that is an "

@@ -105,9 +105,12 @@ def test_reasoning(server):
     extra = {"chat_template_kwargs": {"enable_thinking": True}}
     message = ask(server, extra_body=extra).choices[0].message
     assert (message.reasoning_content, message.content) == ("so it is", "yes")
+    assert message.reasoning == message.reasoning_content
     chunks = [c.choices[0].delta for c in ask(server, extra_body=extra, stream=True)]
-    told = "".join(getattr(d, "reasoning_content", None) or "" for d in chunks)
-    assert told == "so it is" and "".join(d.content or "" for d in chunks) == "yes"
+    for name in ("reasoning_content", "reasoning"):
+        told = "".join(getattr(d, name, None) or "" for d in chunks)
+        assert told == "so it is"
+    assert "".join(d.content or "" for d in chunks) == "yes"
 
 
 def test_logprobs(server):
@@ -172,6 +175,7 @@ def test_vllm_fields_reach_the_engine(server, processor):
         ({"max_tokens": 0}, "max_tokens"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "custom", "custom": {"name": "f"}}]}, "tools"),
     ],
 )
 def test_bad_input(server, options, param):

@@ -69,6 +69,7 @@ def ended(**changes: Any) -> Record:
         cached_tokens=2,
         draft_tokens=6,
         accepted_tokens=3,
+        longest=4,
         metrics=metrics,
         finish_reasons=("length", "abort"),
         error=None,

@@ -188,16 +188,27 @@ def test_tokens_are_counted(server: Any) -> None:
     [
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tool_choice": {"type": "tool", "name": "other"}, "tools": TOOLS}, "tool_choice"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "response_format"),
+        (
+            {"output_config": {"format": {"type": "json_schema"}}},
+            "output_config.format.json_schema",
+        ),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
+            "output_config.format, at the root of the schema, cannot be obeyed: Invalid type: x.",
+        ),
+        ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": None}, "max_tokens"),
         ({"messages": []}, "messages"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role='robot': Input"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+        (
+            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+            "tools[0].type='web_search_20250305': this server runs no tools; allowed: custom.",
+        ),
         ({"stop_sequences": ["x"] * 17}, "stop"),
         ({"temperature": "hot"}, "temperature"),
     ],
@@ -208,6 +219,24 @@ def test_what_is_refused(server: Any, body: dict[str, Any], field: str) -> None:
     assert found.status_code == 400, found.text
     assert (told["type"], told["error"]["type"]) == ("error", "invalid_request_error")
     assert field in told["error"]["message"]
+
+
+@pytest.mark.parametrize("edits", [[], [{"type": "clear_thinking_20251015", "keep": "all"}]])
+def test_context_management_that_keeps_all(server: Any, edits: Any) -> None:
+    """As Claude Code sends it."""
+    asked = {"messages": USER, "max_tokens": 9, "context_management": {"edits": edits}}
+    for path in (PATH, COUNT):
+        assert post(server, path, **asked).status_code == 200
+
+
+def test_the_system_speaks_in_between(server: Any, processor: Any) -> None:
+    said = [*USER, {"role": "system", "content": "be brief"}, *USER]
+    create(server, messages=said)
+    chat = [{"role": "user", "content": "the fox"}, {"role": "system", "content": "be brief"}]
+    asked = {"messages": [*chat, chat[0]]}
+    assert post(server, "/v1/chat/completions", **asked).status_code == 200
+    one, two = server.client.requests[-2:]
+    assert one.prompt_token_ids == two.prompt_token_ids
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,13 @@ import torch
 
 from lockstep.cache.specs import Law, Part, Spec
 from lockstep.engine.stats import DecodeStep, Stats
+from lockstep.outputs import RequestMetrics
 from lockstep.runner.floor import PassCosts, StepCosts, StepFloors, WeightCost
 from lockstep.runner.rates import Rates
 from lockstep.serve.app import create_app
 from lockstep.serve.metrics import Metrics, Prefix
 from lockstep.serve.service import Service
+from tests.serve.test_logs import ended
 from tests.serve.test_protocol import fetch
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +25,38 @@ SAMPLE = re.compile(r"^([a-z_]+:[a-z_0-9]+)[{ ]", re.MULTILINE)
 COSTS = PassCosts((WeightCost("all", 3),), (Spec(Law.PAGED, (Part("k", (1,), torch.uint8),)),), 0)
 FLOORS = StepFloors(StepCosts(COSTS, None), Rates(1000.0))
 """Of a model whose steps move 3 bytes, and one for each token in the cache, at 1,000 bytes/s."""
+
+
+OF_VLLM = (
+    "e2e_request_latency_seconds_bucket",
+    "e2e_request_latency_seconds_count",
+    "e2e_request_latency_seconds_sum",
+    "generation_tokens_total",
+    "inter_token_latency_seconds_bucket",
+    "kv_cache_usage_perc",
+    "num_requests_running",
+    "num_requests_waiting",
+    "prompt_tokens_total",
+    "request_decode_time_seconds_sum",
+    "request_generation_tokens_bucket",
+    "request_max_num_generation_tokens_sum",
+    "request_params_max_tokens_sum",
+    "request_params_n_sum",
+    "request_prefill_time_seconds_sum",
+    "request_prompt_tokens_bucket",
+    "request_queue_time_seconds_sum",
+    "request_success_total",
+    "request_time_per_output_token_seconds_bucket",
+    "time_to_first_token_seconds_bucket",
+    "time_to_first_token_seconds_sum",
+)
+
+
+def told_in_all() -> set[str]:
+    """The names of all samples, of a model whose floors are known."""
+    metrics = Metrics("m", floors=FLOORS)
+    metrics.observe(ended())
+    return samples(metrics.render(stats()).decode())
 
 
 def stats() -> Stats:
@@ -77,6 +111,30 @@ def test_names_differ_by_what_stands_in_front(server: Any, processor: Any, prefi
     assert samples(text) == {name.replace("lockstep:", f"{prefix}:") for name in samples(own)}
 
 
+def test_requests_that_have_ended() -> None:
+    metrics = Metrics("m")
+    metrics.observe(ended())
+    metrics.observe(ended(metrics=(RequestMetrics(),), longest=0))
+    found = metrics.render(stats()).decode()
+    label = '{model_name="m"}'
+    assert f"lockstep:request_prompt_tokens_count{label} 2.0" in found
+    assert f"lockstep:request_max_num_generation_tokens_sum{label} 4.0" in found
+    assert f"lockstep:request_params_n_sum{label} 4.0" in found
+    for name, seconds in (("queue", 0.5), ("prefill", 0.5), ("decode", 1.25), ("inference", 1.75)):
+        assert f"lockstep:request_{name}_time_seconds_count{label} 1.0" in found
+        assert f"lockstep:request_{name}_time_seconds_sum{label} {seconds}" in found
+    (line,) = [x for x in found.splitlines() if "per_output_token_seconds_sum" in x]
+    assert float(line.rpartition(" ")[2]) == pytest.approx(1.25 / 3)
+
+
+def test_what_dashboards_of_vllm_ask_for_is_there() -> None:
+    """The samples that the dashboards in its repository name, without those of older releases."""
+    metrics = Metrics("m", "vllm")
+    metrics.observe(ended())
+    told = samples(metrics.render(stats()).decode())
+    assert {f"vllm:{name}" for name in OF_VLLM} <= told
+
+
 def test_the_dashboard_asks_for_metrics_that_exist() -> None:
     panels = json.loads(DASHBOARD.read_text())["panels"]
     asked = {
@@ -86,12 +144,11 @@ def test_the_dashboard_asks_for_metrics_that_exist() -> None:
         for name in re.findall(r"lockstep:[a-z_0-9]+", target["expr"])
     }
     assert len(asked) > 15 and all(panel["targets"] for panel in panels)
-    assert asked <= samples(Metrics("m", floors=FLOORS).render(stats()).decode())
+    assert asked <= told_in_all()
 
 
 def test_the_dashboard_shows_every_metric() -> None:
     """Of a histogram its buckets are enough; what Prometheus adds of itself is not ours."""
     text = DASHBOARD.read_text()
-    told = samples(Metrics("m", floors=FLOORS).render(stats()).decode())
-    bare = {name for name in told if not name.endswith(("_created", "_sum", "_count"))}
+    bare = {name for name in told_in_all() if not name.endswith(("_created", "_sum", "_count"))}
     assert not [name for name in bare if name not in text]

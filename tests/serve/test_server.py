@@ -82,6 +82,9 @@ def test_no_json_and_no_route(server):
     assert fetch(server, "POST", "/v1/completions", content=b"{").status_code == 400
     missing = fetch(server, "GET", "/v2")
     assert missing.status_code == 404 and missing.json()["error"]["message"]
+    wrong = fetch(server, "GET", "/v1/completions")
+    assert wrong.status_code == 405 and wrong.json()["error"]["message"]
+    assert wrong.headers["allow"] == "POST"
 
 
 @pytest.mark.parametrize(("error", "status"), [(RequestError("no", "x"), 400), (KeyError(1), 500)])

@@ -172,8 +172,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json", "'not' at the root"),
     (
         {"response_format": {**FORMAT, "json_schema": {"schema": {"items": {"type": "text"}}}}},
-        "structured_outputs.json",
-        "items of the schema",
+        "response_format",
+        "response_format, at items of the schema, cannot be obeyed: Invalid type: text. Change it.",
     ),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
     ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar", "x"),
@@ -183,11 +183,14 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "guided_json"),
     ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "structured_outputs"),
     ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "structured_outputs"),
-    ({"guided_regex": "[a&&b]"}, "structured_outputs.regex", "no text matches"),
-    ({"guided_regex": ".*" * 2000 + "x"}, "structured_outputs.regex", "cannot be obeyed"),
-    ({"guided_regex": "a" * 5000}, "structured_outputs.regex", "at most 4096"),
+    ({"guided_regex": "[a&&b]"}, "guided_regex", "no text matches"),
+    ({"guided_regex": ".*" * 2000 + "x"}, "guided_regex", "cannot be obeyed"),
+    ({"guided_regex": "a" * 5000}, "guided_regex", "at most 4096"),
     ({"response_format": {"type": "structural_tag", "format": {}}},
-     "structured_outputs.structural_tag", "structures"),
+     "response_format", "structures"),
+    ({"guided_json": {}, "guided_whitespace_pattern": "x" * 5000}, "guided_whitespace_pattern",
+     "at most 4096"),
+    ({"structured_outputs": {"grammar": "start: a\na: &"}}, "structured_outputs.grammar", "2("),
 ]  # fmt: skip
 
 
@@ -210,8 +213,37 @@ def test_tools_that_are_refused(server: SimpleNamespace) -> None:
         chat(server, CALL, tools=wrong)
     with pytest.raises(openai.BadRequestError, match="needs tools"):
         chat(server, CALL, tool_choice="required")
-    with pytest.raises(openai.BadRequestError, match="exclude each other"):
-        chat(server, CALL, tools=TOOLS, tool_choice="required", response_format=FORMAT)
+    with pytest.raises(openai.BadRequestError, match="strict tools are not supported beside"):
+        chat(server, CALL, tools=STRICT, extra_body={"guided_choice": ["left", "right"]})
+
+
+@pytest.mark.parametrize("tools", [TOOLS, STRICT])
+def test_tools_beside_a_form_are_called_or_the_answer_has_the_form(
+    server: SimpleNamespace, tools: list[Any]
+) -> None:
+    called = chat(server, CALL, tools=tools, response_format=FORMAT)
+    (call,) = called.choices[0].message.tool_calls
+    assert json.loads(call.function.arguments) == {"owner": "Zorin", "limit": 12}
+    assert called.choices[0].message.content is None
+    tokenizer = server.llm.tokenizer
+    begins = (b"<", b"\n")
+    openers = [i for i in range(len(tokenizer)) if tokenizer.token_bytes(i).startswith(begins)]
+    bias = {str(opener): -100 for opener in openers}
+    fields = {"tools": tools, "response_format": FORMAT, "logit_bias": bias}
+    answered = chat(server, CALL, **fields)
+    jsonschema.validate(json.loads(answered.choices[0].message.content), SCHEMA)
+    assert answered.choices[0].message.tool_calls is None
+
+
+def test_a_call_that_must_come_leaves_nothing_for_a_form_to_bind(server: SimpleNamespace) -> None:
+    fields = {"tools": TOOLS, "tool_choice": "required", "seed": 3}
+    assert said(server, **fields) == said(server, **fields, response_format=FORMAT)
+
+
+def said(server: SimpleNamespace, **fields: Any) -> tuple[Any, str]:
+    """The answer's content and its first call's arguments."""
+    message = chat(server, CALL, **fields).choices[0].message
+    return message.content, message.tool_calls[0].function.arguments
 
 
 def test_reasoning_is_free_and_content_is_bound(server: SimpleNamespace) -> None:

@@ -19,16 +19,17 @@ import pytest
 from jsonschema.validators import validator_for
 
 from lockstep.errors import RequestError
-from lockstep.sampling_params import SamplingParams
+from lockstep.sampling_params import SamplingParams, StructuredOutputsParams
 from lockstep.text.detokenizer import Detokenizer
 from lockstep.text.grammar import Compiler
 from lockstep.text.json_schema import MOST_DEPTH
 from lockstep.text.parsers import TOOL_PARSERS, ReplyParser
+from lockstep.text.parsers.calls import CallsOrForm
 from lockstep.text.parsers.events import Reply
 from lockstep.text.parsers.writing import Json
 from lockstep.text.processor import Processor
 from lockstep.text.settings import TextSettings
-from lockstep.text.structured import MOST_RULES, compile_wanted
+from lockstep.text.structured import MOST_RULES, compile_wanted, json_form
 from lockstep.text.tokenizer import Tokenizer
 from lockstep.text.tool_grammar import CallParams, ToolSyntax
 from tests.masks import masks_of
@@ -313,6 +314,59 @@ def test_every_call_of_a_writer_fits(model: Model, name: str) -> None:
     assert not says(named, writer(one))
 
 
+TAGGED = [name for name in NAMES if not TOOL_PARSERS[name].BARE]
+WANTED = StructuredOutputsParams(
+    json={"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", TAGGED)
+def test_calls_or_a_form(model: Model, name: str, strict: bool) -> None:
+    """Strict tools are held to their schemas, others write any arguments."""
+    writer = WRITTEN[name]
+    syntax = model.syntax(name)
+    form = json_form(WANTED)
+    assert form is not None
+    source = syntax.calls_or_form(syntax.tools(SENT, held=strict), True, form)
+    one: list[Any] = [("weather", {"city": "Rio", "days": 3})]
+    wrong: list[Any] = [("weather", {"city": "Rio", "days": 10})]
+    unknown: list[Any] = [("pong", {})]
+
+    def says(text: str) -> bool:
+        return matches(model.compiler, source, untagged(text))
+
+    assert says(writer(one))
+    assert says(f"\n\n{writer([*one, ('ping', {})])}")
+    assert says('{"a": "b"}')
+    assert says('{ "a" : "b" }')
+    assert says(writer(wrong)) is not strict
+    assert not says(writer(unknown))
+    assert not says('{"b": "b"}')
+    assert not says("no call at all")
+    assert not says(f'{{"a": "b"}}{writer(one)}')
+
+
+@pytest.mark.parametrize("name", TAGGED)
+def test_a_form_that_spells_a_call_is_a_form(name: str) -> None:
+    """However it is cut; and calls are calls."""
+    parser = TOOL_PARSERS[name]
+    call = untagged(WRITTEN[name]([("weather", {"city": "Rio", "days": 3})]))
+    for text in (f'\n\n{{"a": "{call}"}}', '{"a": "<"}', " "):
+        for cut in range(len(text)):
+            own = ReplyParser(None, CallsOrForm(parser(SENT)))
+            events = own.feed(text[:cut]) + own.feed(text[cut:]) + own.finish()
+            found = Reply().add(events)
+            assert found.content == text
+            assert found.tool_calls == []
+    for cut in range(len(call)):
+        own = ReplyParser(None, CallsOrForm(parser(SENT)))
+        events = own.feed(f"\n\n{call[:cut]}") + own.feed(call[cut:]) + own.finish()
+        found = Reply().add(events)
+        assert [one.name for one in found.tool_calls] == ["weather"]
+        assert found.content == ""
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_behind_reasoning(name: str) -> None:
     """As the server does it: the form, the request's grammar, the parser of the answer."""
@@ -332,7 +386,7 @@ def test_calls_behind_reasoning(name: str) -> None:
             mask = masks_of(grammar)[0]
             assert mask[token // 8] >> token % 8 & 1, text
             grammar.accept([token])
-        reply = processor.reply_parser(prompt.text, SENT, held=True).parse(text)
+        reply = processor.reply_parser(prompt.text, SENT, params.structured_outputs).parse(text)
         judge(text, reply, OF_SENT)
         assert reply.reasoning == "I see <tool_call> [ {"
         assert [call.name for call in reply.tool_calls] == ["weather"]

@@ -62,6 +62,7 @@ class Reader:
         self._short = {short: flag for flag in known for short in flag.short}
         self._set: dict[str, Any] = {}
         self._fresh: set[str] = set()
+        self._lists: dict[tuple[str, ...], list[Any]] = {}
 
     def line(self, words: list[str]) -> list[str]:
         """The command line in the command's own options. Raises ConfigError."""
@@ -164,9 +165,22 @@ class Reader:
         shown = f"--{flag.name}.{path[0]}"
         if flag.form is not Form.JSON:
             raise ConfigError(f"{shown}: --{flag.name} has no keys. Leave the dot out.")
+        if path[-1].endswith("+"):
+            path = [*path[:-1], path[-1].removesuffix("+")]
+            value = self._longer(flag, path, value)
         for key in reversed(path[1:]):
             value = {key: value}
         self._do_key(flag, path[0], value)
+
+    def _longer(self, flag: Flag, path: list[str], value: Any) -> list[Any]:
+        """--flag.key+ value: what was written of the list before, and this."""
+        place = (flag.name, *path)
+        entries = value if isinstance(value, list) else str(value).split(",")
+        read = [
+            read_value(_JSON, flag.name, [one]) if isinstance(one, str) else one for one in entries
+        ]
+        self._lists[place] = [*self._lists.get(place, []), *read]
+        return self._lists[place]
 
     def _do(self, flag: Flag, shown: str, value: Any) -> None:
         """Checks a value and does what it asks for."""

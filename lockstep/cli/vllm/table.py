@@ -60,6 +60,9 @@ ATTENTION_BACKENDS = (
     "CUTLASS_MLA",
     "TRITON_MLA",
 )
+ONE_BACKEND = "llguidance holds all answers to their forms"
+IN_REQUESTS = "send it in a request's structured_outputs."
+HEADS = "what is read of a request's head is bounded anyway"
 HELD_BY_OTHERS = "a draft never changes an answer, so nothing comes of it"
 
 COMPILATION = (
@@ -127,6 +130,18 @@ DRAFTING = (
     noted("quantization", "the draft module is packed as the checkpoint says"),
     refused("revision", "fetch it, and name the folder.", same=("main",)),
     refused("parallel_drafting", "drafts come one after the other; leave it out.", same=(False,)),
+)
+STRUCTURED = (
+    noted("backend", ONE_BACKEND),
+    noted("disable_fallback", ONE_BACKEND),
+    refused("disable_any_whitespace", IN_REQUESTS, same=(False,)),
+    refused("disable_additional_properties", IN_REQUESTS, same=(False,)),
+    refused(
+        "enable_in_reasoning",
+        "a form binds the content, reasoning is free; leave it out.",
+        same=(False,),
+    ),
+    refused("reasoning_parser", "choose it by --reasoning-parser; leave it out.", same=("",)),
 )
 
 GROUPS: dict[str, tuple[Flag, ...]] = {
@@ -521,11 +536,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             same=(False,),
         ),
         refused("response-role", "answers are the assistant's; leave it out.", same=("assistant",)),
-        noted(
-            "structured-outputs-config",
-            "a request's own fields say what holds its answer to a form",
-            JSON,
-        ),
+        acts("structured-outputs-config", "its keys are below", JSON, setting="", keys=STRUCTURED),
     ),
     "Server": (
         acts("host", "the address to listen on; 127.0.0.1 if left out"),
@@ -557,6 +568,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             same=(True,),
         ),
         acts("uvicorn-log-level", "what the HTTP server logs"),
+        noted("h11-max-incomplete-event-size", HEADS, SIZE),
+        noted("h11-max-header-count", HEADS, NUMBER),
         refused("enable-ssl-refresh", "restart the server; leave it out.", SWITCH, same=(False,)),
         refused("middleware", "put a proxy in front; leave it out.", MANY, same=([],)),
         acts(
@@ -625,7 +638,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             setting="",
             same=(True,),
         ),
-        noted("disable-access-log-for-endpoints", NO_LOG),
+        noted(
+            "disable-access-log-for-endpoints",
+            "no request is logged unless --uvicorn-log-level is info or below",
+        ),
         acts(
             "enable-log-requests",
             "a line for every request that has ended; of its text nothing",
@@ -705,7 +721,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         noted("num-scheduler-steps", "--steps-in-flight says it", NUMBER),
         noted("use-v2-block-manager", "there is one", SWITCH),
         noted("preemption-mode", "a preempted row moves to host memory; nothing is computed again"),
-        noted("guided-decoding-backend", "a request's own fields say what holds its answer"),
+        noted("guided-decoding-backend", ONE_BACKEND),
         acts(
             "disable-frontend-multiprocessing",
             "the engine runs in the server's own process, in a thread",

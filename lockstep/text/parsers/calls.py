@@ -227,3 +227,28 @@ class CallParser(ABC):
         self._enter(state)
         self._content(kept)
         self._run(text)
+
+
+class CallsOrForm:
+    """Reads an answer that is calls, or text that begins as no opener does and holds none."""
+
+    def __init__(self, calls: CallParser) -> None:
+        self._calls = calls
+        self._openings = {opener[0] for opener in calls.OPENERS.values()}
+        self._begun = False
+        self._is_text = False
+
+    def feed(self, text: str) -> list[Event]:
+        """The events that more text settles."""
+        if self._is_text:
+            return [Content(text)]
+        shown = text.lstrip()
+        if self._begun or not shown:
+            return self._calls.feed(text)
+        self._begun = True
+        self._is_text = shown[0] not in self._openings
+        return [*self._calls.finish(), Content(text)] if self._is_text else self._calls.feed(text)
+
+    def finish(self) -> list[Event]:
+        """What was held back, once no more text comes."""
+        return [] if self._is_text else self._calls.finish()
