@@ -148,18 +148,19 @@ def compile_alone(arch: int, names: tuple[str, ...]) -> None:
 
 
 def compile_ring() -> None:
-    """The kernel whose blocks pass through a ring, its highest candidate for 8, 64 and 256 tokens
-    of some layouts: words 16 bytes at a time, no register of the loop in memory, and of wgmma only
-    the last product waited for at once: ptxas has all wait where registers are short."""
+    """The kernel whose blocks pass through a ring, its largest candidate for 8, 64, 128 and 256
+    tokens of some layouts: words 16 bytes at a time, no register of the loop in memory, and of
+    wgmma only the last product waited for at once: ptxas has all wait where registers are short."""
     compiled = Compiled(HOPPER)
     JITFunction.run = lambda kernel, *a, **given: compiled.compile(kernel, *a, **given)
     for name, weight in layouts(N, K):
         if name not in COMPILED[HOPPER]:
             continue
-        for tokens in (8, 64, 256):
+        for tokens in (8, 64, 128, 256):
             x = torch.empty(tokens, K, dtype=torch.bfloat16)
             rings = [tile for tile in candidates(tokens, 1, weight.bits) if tile.ring]
-            tile = cut(max(rings, key=lambda tile: tile.m), weight, 1, HOPPER)
+            largest = max(rings, key=lambda tile: (tile.m * tile.n, tile.m))
+            tile = cut(largest, weight, 1, HOPPER)
             assert tile.ring, (name, tile)
             launch(x, weight, 1, tile, Target(HOPPER, assembly=True))
             made = compiled.made[-1]
