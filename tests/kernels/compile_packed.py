@@ -46,6 +46,8 @@ ALONE = {
 """The same for the kernel whose warps work alone."""
 SPILLED = 64
 """Bytes of a thread's stack that warps which work alone may take: a few addresses."""
+WAITS = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
+"""What waits until no product of a warpgroup runs."""
 MARGIN = 4096
 """Bytes of shared memory that a kernel may take beside its tiles."""
 
@@ -146,33 +148,42 @@ def compile_alone(arch: int, names: tuple[str, ...]) -> None:
 
 
 def compile_ring() -> None:
-    """The kernel whose blocks pass through a ring, its first candidate for 8 tokens and for 64 of
-    some layouts: words 16 bytes at a time, and no register of the loop in memory."""
+    """The kernel whose blocks pass through a ring, its largest candidate for 8, 64, 128 and 256
+    tokens of some layouts: words 16 bytes at a time, no register of the loop in memory, and of
+    wgmma only the last product waited for at once: ptxas has all wait where registers are short."""
     compiled = Compiled(HOPPER)
     JITFunction.run = lambda kernel, *a, **given: compiled.compile(kernel, *a, **given)
     for name, weight in layouts(N, K):
         if name not in COMPILED[HOPPER]:
             continue
-        for tokens in (8, 64):
+        for tokens in (8, 64, 128, 256):
             x = torch.empty(tokens, K, dtype=torch.bfloat16)
-            ring = next(tile for tile in candidates(tokens, 1, weight.bits) if tile.ring)
-            tile = cut(ring, weight, 1, HOPPER)
+            rings = [tile for tile in candidates(tokens, 1, weight.bits) if tile.ring]
+            largest = max(rings, key=lambda tile: (tile.m * tile.n, tile.m))
+            tile = cut(largest, weight, 1, HOPPER)
             assert tile.ring, (name, tile)
             launch(x, weight, 1, tile, Target(HOPPER, assembly=True))
             made = compiled.made[-1]
             code = made.asm["ptx"]
             product = "mma.sync" if tile.sync else "wgmma.mma_async"
             assert product in code and "ld.shared.v4" in code, (name, tile)
+            machine = said_of(made.asm["cubin"], knobs.nvidia.nvdisasm.path)
+            assert tile.sync or machine.count(WAITS) == 1, (name, tile)
             print(HOPPER, name, tile, *spills_of(made.asm["cubin"]), flush=True)
+
+
+def said_of(cubin: bytes, *command: str) -> str:
+    """What a program of CUDA's says of compiled code."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        given = [*command, file.name]
+        return subprocess.run(given, capture_output=True, text=True, check=True).stdout
 
 
 def spills_of(cubin: bytes, most: int = SPILLED) -> tuple[int, int]:
     """Registers of a thread, and bytes of its stack, which are no more than `most`."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    said = said_of(cubin, knobs.nvidia.cuobjdump.path, "--dump-resource-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+)", said)
     assert found is not None, said
     (registers, stack) = map(int, found.groups())

@@ -197,7 +197,7 @@ def test_slots_are_cut_to_the_segments() -> None:
 SERVED = ("int4", "int4 asymmetric", "int8", "fp8 by blocks", "fp8 by outputs", "fp8", "nvfp4")
 SIZES = ((5120, 6144, 4), (1000, 2048, 1), (33, 128, 1), (40, 1280, 2))
 """Outputs, inputs, segments: real ones; ends within a tile; one block; five."""
-TOKENS = (1, 7, 8, 16, 31, 64, 200)
+TOKENS = (1, 7, 8, 16, 31, 64, 65, 128, 200, 300)
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ from lockstep.kernels.architecture import ARCHITECTURES, HOPPER, shared_of
 from lockstep.kernels.linear import linear, packed_tuning, tuning
 from lockstep.kernels.linear.packed_tuning import (
     BUCKETS,
+    MOST_BY_RULE,
     TIMED,
     UNPACK,
     PackedTile,
@@ -93,7 +94,21 @@ def test_candidates_are_few_and_fit() -> None:
                     assert tile.k == 128 or (tile.ring and tile.k == 256)
                 else:
                     assert tile == UNPACK or (tile.m >= 16 and tile.k % 128 == 0)
-            assert tiles[0] != UNPACK
+            assert (tiles[0] == UNPACK) == (tokens > MOST_BY_RULE)
+
+
+def test_a_ring_fits_the_architecture() -> None:
+    """Words and x of all slots, for weights of 4 and of 8 bits; 256 tokens for 4 bits alone."""
+    for tokens in TIMED:
+        for bits in (4, 8):
+            rings = [tile for tile in candidates(tokens, 1, bits) if tile.ring]
+            assert rings
+            for tile in rings:
+                blocks = tile.stages * tile.k // 128
+                assert blocks * (16 * bits * tile.n + 256 * tile.m) < shared_of(HOPPER)
+                assert tile.sync or tile.stages >= 3
+    assert max(tile.m for tile in candidates(256, 1, 4) if tile.ring) == 256
+    assert max(tile.m for tile in candidates(256, 1, 8) if tile.ring) == 128
 
 
 @pytest.fixture
@@ -126,6 +141,24 @@ def test_a_bucket_serves_what_its_tile_holds(table: dict[str, dict[int, PackedTi
     assert found(9, arch=80) == PackedTile(16, 64, 128)
     assert found(8, arch=100) == PackedTile(16, 64, 128)
     assert [bucket(tokens) for tokens in TIMED] == list(BUCKETS)
+
+
+def test_hundreds_of_tokens_are_unpacked_ahead_unless_they_were_timed(
+    table: dict[str, dict[int, PackedTile]],
+) -> None:
+    """A tile of fewer tokens does not stand for them."""
+    weight = int4(8192, 4096)
+    found = partial(lookup, weight=weight, segments=1, dtype=torch.bfloat16)
+    row = table.setdefault(key(weight, torch.bfloat16, 90), {129: PackedTile(256, 64, 128)})
+    for arch in (80, 90, 120):
+        for tokens in (257, 400, 512):
+            assert found(tokens, arch=arch) == UNPACK
+    for cached in (packed_tuning._tile, packed_tuning._measured):
+        cached.cache_clear()
+    wide = PackedTile(256, 128, 128, 8, 3, 1, 168, ring=True)
+    row[257] = wide
+    assert found(300, arch=90) == wide
+    assert found(300, arch=80) == UNPACK
 
 
 def test_a_shape_that_was_not_timed_is_as_its_nearest(

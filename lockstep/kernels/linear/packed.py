@@ -3,7 +3,7 @@
 
 Weights are the left operand, so that there is one tree whatever the number of tokens: with tokens
 on the left, 16 of them would be mma.sync's with another order of columns, 64 wgmma's. The tree is
-the op's, as in triton.py. From UNPACK_FROM tokens on, and where a layout does not suit the kernel,
+the op's, as in triton.py. Above MOST tokens, and where a layout does not suit the kernel,
 the weight is unpacked first, into memory, and the dense backend multiplies. The bits are the same:
 linear(x, packed) == linear(x, packed.unpack(x.dtype)).
 """
@@ -22,7 +22,7 @@ from lockstep.kernels.linear import linear
 from lockstep.kernels.linear._packed_kernel import packed_kernel
 from lockstep.kernels.linear._packed_lanes import lanes_kernel
 from lockstep.kernels.linear._packed_ring import HALF, ring_kernel
-from lockstep.kernels.linear.packed_tuning import UNPACK, PackedTile, block_tile, lookup
+from lockstep.kernels.linear.packed_tuning import MOST, UNPACK, PackedTile, block_tile, lookup
 from lockstep.kernels.linear.triton import fold, linear_triton
 from lockstep.kernels.linear.triton import launch as dense_launch
 from lockstep.kernels.linear.tuning import Tile
@@ -39,8 +39,6 @@ from lockstep.kernels.packed._form import (
 )
 from lockstep.kernels.packed.triton import in_memory
 
-UNPACK_FROM = 257
-"""Tokens. Fewer read the packed weight, or do as the table says; estimated, to be measured."""
 GROUP = 8
 """Row tiles that share a column tile's weights in L2."""
 X_LAYOUT = NVMMASharedLayout(128, 16, 2)
@@ -148,7 +146,7 @@ def tile_of(
 ) -> PackedTile:
     """How x of this dtype meets a weight; UNPACK also where the kernel does not serve."""
     whole = segments == 1 or weight.k // segments % int(BLOCK) == 0
-    served = tokens < UNPACK_FROM and dtype != torch.float32
+    served = tokens <= MOST and dtype != torch.float32
     if not (served and whole) or irregular(weight):
         return UNPACK
     return lookup(tokens, weight, segments, dtype, arch)

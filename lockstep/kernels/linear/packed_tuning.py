@@ -28,10 +28,14 @@ from lockstep.kernels.packed._form import (
 )
 
 TABLE = Path(__file__).with_name("packed_tuning.json")
-BUCKETS = (1, 2, 5, 9, 17, 33, 65, 129)
+BUCKETS = (1, 2, 5, 9, 17, 33, 65, 129, 257)
 """The first token count of each bucket."""
-TIMED = (1, 4, 8, 16, 32, 64, 128, 256)
+TIMED = (1, 4, 8, 16, 32, 64, 128, 256, 512)
 """The last token count of each bucket, which it is tuned at."""
+MOST = TIMED[-1]
+"""Tokens. More have the weight unpacked ahead; estimated, to be measured."""
+MOST_BY_RULE = 256
+"""The same where the table is silent."""
 MOST_WEIGHTS = 64
 """Of one layout and shape, for a measurement."""
 REGISTERS = 1 << 16
@@ -140,14 +144,24 @@ RING_CUTS = {
         (64, 64, 128, 4, 3, 64, False),
         (64, 128, 128, 8, 4, 80, False),
     ),
-    256: (
-        (64, 64, 128, 4, 3, 64, False),
-        (64, 128, 128, 8, 4, 80, False),
+    128: (
+        (128, 64, 128, 4, 3, 96, False),
         (128, 128, 128, 8, 4, 120, False),
+        (128, 256, 128, 8, 4, 168, False),
+    ),
+    MOST: (
+        (128, 128, 128, 8, 4, 120, False),
+        (128, 256, 128, 8, 4, 168, False),
+        (256, 128, 128, 8, 3, 168, False),
     ),
 }
 """By the most tokens: (tokens, outputs and columns of a block, warps, slots with 4 bits, registers,
-sync). Those that were never the fastest are gone (docs/decisions/0016-packed-ring.md)."""
+sync). Up to 64 tokens those that were never the fastest are gone
+(docs/decisions/0016-packed-ring.md); of more tokens none was timed yet (0018-wide-rings.md)."""
+
+
+BARRIERS = 1024
+"""Bytes of shared memory beside a ring's slots, at most."""
 
 
 def _slot_bytes(m: int, n: int, bits: int) -> int:
@@ -157,12 +171,14 @@ def _slot_bytes(m: int, n: int, bits: int) -> int:
 
 def _ring(tokens: int, segments: int, bits: int) -> list[PackedTile]:
     """Tiles through a ring, with about as many bytes of slots whatever the bits of a weight; wgmma
-    leaves a slot one later, so three at least."""
+    leaves a slot one later, so three at least: where they do not fit, there is no such tile."""
     tiles = []
     most = next(count for count in RING_CUTS if count >= tokens)
     for m, n, k, warps, slots, registers, sync in RING_CUTS[most]:
         share = -(-slots * _slot_bytes(m, n, 4) // _slot_bytes(m, n, bits))
         slots = max(2 if sync else 3, share)
+        if slots * k // int(BLOCK) * _slot_bytes(m, n, bits) + BARRIERS > shared_of(HOPPER):
+            continue
         tile = PackedTile(m, n, k, warps, slots, segments, registers)
         tiles.append(replace(tile, ring=True, sync=sync))
     return tiles
@@ -226,17 +242,21 @@ def _laid_out(tokens: int, segments: int) -> list[PackedTile]:
 def candidates(tokens: int, segments: int, bits: int = 4) -> list[PackedTile]:
     """Tiles worth timing on Hopper, at most sixteen, for weights of so many bits; the first serves
     where nothing was timed: up to 64 tokens one through a ring, which was the fastest of nearly
-    every layout and shape (docs/decisions/0016-packed-ring.md)."""
+    every layout and shape (docs/decisions/0016-packed-ring.md), above MOST_BY_RULE UNPACK."""
     ring = _ring(tokens, segments, bits)
     if tokens <= 32:
         return [*ring, *_few(tokens, segments, bits)]
     if tokens <= 64:
         return [*ring, *_some(segments)]
+    if tokens > MOST_BY_RULE:
+        return [UNPACK, *ring]
     return [*_hundreds(tokens, segments), *ring, UNPACK]
 
 
 def _modest(tokens: int) -> PackedTile:
-    """A tile for any GPU since Ampere, laid out by the compiler."""
+    """A tile for any GPU since Ampere, laid out by the compiler; above MOST_BY_RULE UNPACK."""
+    if tokens > MOST_BY_RULE:
+        return UNPACK
     m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64 if tokens <= 64 else 128
     return PackedTile(m, 64, 128, stages=3 if m <= 64 else 2)
 
