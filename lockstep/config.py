@@ -134,7 +134,10 @@ class EngineConfig(Settings):
     skip_tokenizer_init: bool = setting(False, "token ids in, token ids out", remedy=_ONE)
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = setting(0, "seed of dummy weights")
     tensor_parallel_size: Annotated[int, Field(ge=1, le=1)] = setting(
-        1, "GPUs that share the model; 1 for now", allowed="1", remedy=_ONE
+        1,
+        "GPUs that share the model; 1 for now",
+        allowed="1",
+        remedy="Leave it out; a server for each GPU shares the load.",
     )
     row_buckets: RowBuckets | None = setting(
         None,

@@ -73,13 +73,15 @@ def check(
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Prove that drafts, batching, chunks, caching, preemption and graphs change no bit.
+    """Prove that drafts, batching, chunks, caches, preemption and graphs change no bit.
 
     Random worlds of requests, drawn from --seed, and a fixed matrix are run; every answer is
     compared with the plain run's: tokens and logprobs, or with --logits every bit of the logits,
     for 20 prompts at every number of rows, K, chunk size and graph mode. A world that differs is
     made small and written to a file for --replay. Status 1 if any differs. --kv-cache-dtype all
     checks every format of the KV cache in turn, and names those that the model does not take.
+
+    Also: lockstep check quality, what a format of the cache costs in answers; it has its --help.
     """
     size = _size(quick, full, logits, replay, shard)
     _refuse_varied(settings)

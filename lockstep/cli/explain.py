@@ -4,6 +4,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.filesize import decimal
 from rich.table import Column, Table
 
 from lockstep.cli.options import engine_options, settle_drafts
@@ -27,7 +28,7 @@ def explain(
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Print, per layer, op and backend and why the others were refused; and the plan.
+    """Show the plan, and the backend of every op and layer.
 
     With --arch, of a GPU that is not there: from config.json alone, no weights are read.
     """
@@ -41,7 +42,11 @@ def explain(
         return
     console = Console(highlight=False)
     console.print(_layers(found["layers"]))
-    console.print(_plan({**found["plan"], "fingerprint": found["fingerprint"]}))
+    plan = found["plan"]
+    cache = plan["num_pages"] * plan["page_bytes"]
+    states = plan["num_slots"] * plan["slot_bytes"]
+    sizes = {"cache_bytes": cache, "state_bytes": states}
+    console.print(_plan({**plan, "fingerprint": found["fingerprint"], **sizes}))
     for note in found["notes"]:
         console.print(f"note: {note}", markup=False)
 
@@ -76,15 +81,21 @@ def _show_absent(settings: dict[str, Any], arch: str, total: int | None, json: b
     console = Console(highlight=False)
     console.print(_layers(found["layers"]))
     console.print(_tiles(found["tiles"]))
-    table = Table("plan", Column("", overflow="fold"), title="Plan", title_justify="left")
-    table.add_row("architecture", f"{arch} ({found['cards']})")
-    table.add_row("shared_bytes", f"{found['shared_bytes']:,} a program")
-    for name, value in found["plan"].items():
-        exact = isinstance(value, int) and not isinstance(value, bool)
-        table.add_row(name, f"{value:,}" if exact else str(value))
-    console.print(table)
+    card = {"architecture": f"{arch} ({found['cards']})", "shared_bytes": found["shared_bytes"]}
+    verdict = {name: found["plan"].pop(name, None) for name in ("fits", "why")}
+    console.print(_plan(card | found["plan"]))
     for note in found["notes"]:
         console.print(f"note: {note}", markup=False)
+    if verdict["fits"]:
+        console.print(
+            f"It fits: a cache of {found['plan']['cache_tokens']:,} tokens.", style="green"
+        )
+    elif total is not None:
+        needed = decimal(found["plan"]["needed_bytes"])
+        said = f"It does not fit: {needed} are needed, of {decimal(total)}; {verdict['why']}"
+        console.print(said, style="red", soft_wrap=True)
+    else:
+        console.print("--gpu-memory-bytes, e.g. 24e9, tells whether it fits, and how many tokens.")
 
 
 def _tiles(tiles: list[dict[str, Any]]) -> Table:
@@ -115,9 +126,13 @@ def _layers(layers: list[dict[str, Any]]) -> Table:
 
 
 def _plan(plan: dict[str, Any]) -> Table:
-    table = Table("plan", Column("", overflow="fold"), title="Plan", title_justify="left")
+    """A line per setting of a plan; bytes in the unit that suits them."""
+    table = Table("setting", Column("value", overflow="fold"), title="Plan", title_justify="left")
     for name, value in plan.items():
-        table.add_row(name, str(value))
-    table.add_row("cache bytes", f"{plan['num_pages'] * plan['page_bytes']:,} in pages")
-    table.add_row("state bytes", f"{plan['num_slots'] * plan['slot_bytes']:,} in slots")
+        if name.endswith("_bytes"):
+            table.add_row(name, decimal(value))
+        elif isinstance(value, int):
+            table.add_row(name, f"{value:,}")
+        else:
+            table.add_row(name, str(value))
     return table

@@ -37,7 +37,7 @@ def serve(
     text: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
-    """Serve the OpenAI API until interrupted."""
+    """Serve the APIs of OpenAI and Anthropic until interrupted."""
     from lockstep.serve.guard import default_hosts
     from lockstep.serve.run import Address, Options
     from lockstep.serve.service import Limits

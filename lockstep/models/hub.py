@@ -5,23 +5,33 @@ HF_HUB_DOWNLOAD_TIMEOUT (10 seconds) without a byte. What has come is kept.
 """
 
 import queue
+import re
 import threading
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, choice_error
 
 PATIENCE = 3.0
 """Seconds that the hub has to answer, all tries together: its own client would take minutes."""
 SETTINGS = ["config.json", "*quant*config.json"]
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+"""NAME, or OWNER/NAME: any other text can only be a path."""
+REMEDY = (
+    "Name a folder with config.json and *.safetensors, a hub id that can be reached from here, or "
+    "leave model out for the bundled one."
+)
 FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
 def folder_of(model: str, weights: bool = True) -> Path:
-    """The checkpoint folder of a path or a hub id. weights: as in fetch()."""
+    """The checkpoint folder of a path or a hub id. weights: as in fetch(). Raises ConfigError."""
     with suppress(OSError, ValueError):  # a name that no folder can have
         if Path(model).is_dir():
             return Path(model)
+    if not HUB_ID.fullmatch(model):
+        allowed = "a folder that is there, or a hub id, such as Qwen/Qwen3-8B"
+        raise choice_error(ConfigError, "model", model, allowed, REMEDY)
     return fetch(model) if weights else fetch(model, weights=False)
 
 
@@ -41,8 +51,7 @@ def fetch(model: str, weights: bool = True) -> Path:
         reason = _reason(fault or error)
     raise ConfigError(
         f"model={model[:200]!r} is neither a folder, nor a hub id that can be fetched ({reason}), "
-        "nor one that was fetched before. Name a folder with config.json and *.safetensors, a hub "
-        "id that can be reached from here, or leave model out for the bundled one."
+        f"nor one that was fetched before. {REMEDY}"
     )
 
 
