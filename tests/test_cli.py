@@ -78,7 +78,7 @@ def test_a_path_that_is_not_there_is_no_hub_id(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     for path in (str(tmp_path / "none"), str(file), "./none", "~/none"):
-        with pytest.raises(ConfigError, match="allowed: a folder that is there, or a hub id"):
+        with pytest.raises(ConfigError, match="is no folder that is there, and no hub id"):
             run("explain", path)
 
 

@@ -1,17 +1,26 @@
 """What the pages promise: links that lead somewhere, every option, code that runs, true figures."""
 
+import json
+import os
 import re
+import shlex
+import socket
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import httpx
 import pytest
 from typer.main import get_command
 
 from lockstep import LLM, SamplingParams, spec
 from lockstep.cli import app
+from lockstep.errors import ConfigError
 from lockstep.example_prompts import short_prompts
 
 ROOT = Path(__file__).parent.parent
@@ -33,9 +42,57 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+def blocks(page: Path, language: str = "python") -> list[str]:
+    """The blocks of this language in a page."""
+    return [m[2] for m in FENCE.finditer(page.read_text()) if m[1] == language]
+
+
 def code(page: Path, language: str = "python") -> str:
     """The first block of this language in a page."""
-    return next(m[2] for m in FENCE.finditer(page.read_text()) if m[1] == language)
+    return blocks(page, language)[0]
+
+
+def command_lines(page: Path) -> list[list[str]]:
+    """Every `lockstep ...` of a page, as words: those of its blocks, and those within sentences.
+
+    N, K and P stand for numbers.
+    """
+    shell = "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
+    text = FENCE.sub("", page.read_text())
+    inline = [found.replace("\n", " ") for found in re.findall(r"`(lockstep [^`]+)`", text)]
+    lines = [line for line in (*shell, *inline) if line.startswith("lockstep ")]
+    found = [shlex.split(line, comments=True)[1:] for line in lines]
+    return [["1" if word in ("N", "K", "P") else word for word in words] for words in found]
+
+
+NAMING = ("CHANGELOG.md", "vllm_flags.md")
+"""Pages that name options without their values."""
+COMMANDS = [
+    (relative(page), words)
+    for page in PAGES
+    if page.name not in NAMING
+    for words in command_lines(page)
+]
+
+
+def code_with(page: Path, word: str) -> str:
+    """The first block of a shell that holds a word."""
+    return next(block for block in blocks(page, "sh") if word in block)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def idle(command: Any) -> Any:
+    """The command, and all below it, so that they read their words and do nothing."""
+    for below in getattr(command, "commands", {}).values():
+        idle(below)
+    command.callback = lambda **values: None
+    return command
 
 
 def anchors(page: Path) -> set[str]:
@@ -95,6 +152,68 @@ def test_four_lines_run(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out.strip()
     assert printed == "2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37"
     assert printed in (DOCS / "quickstart.md").read_text()
+
+
+def test_commands_are_found() -> None:
+    assert len(COMMANDS) > 60
+    assert ("docs/quickstart.md", ["generate", "--compare"]) in COMMANDS
+
+
+@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda found: str(found)[:60])
+def test_commands_are_understood(page: str, words: list[str]) -> None:
+    """Every option of a command line is one of its command, and JSON on it is JSON."""
+    idle(get_command(app)).main(args=words, prog_name="lockstep", standalone_mode=False)
+    for word in words:
+        assert not word.startswith("{") or json.loads(word)
+
+
+def test_an_option_that_is_none_is_seen() -> None:
+    with pytest.raises(ConfigError, match="--prot is no option"):
+        idle(get_command(app)).main(args=["serve", "--prot", "1"], standalone_mode=False)
+
+
+def test_structured_output_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The blocks of the page in their order: the later ones use names of the first."""
+    names: dict[str, object] = {}
+    for block in blocks(DOCS / "structured_output.md"):
+        exec(compile(block, "structured_output.md", "exec"), names)
+    first, *calls = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"[a-z]{3,9}-[0-9]{2}", first)
+    assert re.search(r"get_weather.*(Rio|Rome)", " ".join(calls))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", command_lines(DOCS / "quickstart.md")[:4], ids=" ".join)
+def test_commands_of_the_quickstart_run(words: list[str], tmp_path: Path) -> None:
+    """Those of the bundled model, as written."""
+    assert words[0] in ("generate", "check", "explain")
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.slow
+def test_the_quickstart_asks_the_server() -> None:
+    """The body of its curl gets the call that the page shows."""
+    port = free_port()
+    (sent,) = re.findall(r"-d '(.*?)'", code_with(DOCS / "quickstart.md", "curl"), re.DOTALL)
+    serve = [sys.executable, "-m", "lockstep", "serve", "--port", str(port)]
+    with subprocess.Popen(serve, env=os.environ | {"PYTHONPATH": str(ROOT)}) as server:
+        try:
+            url = f"http://127.0.0.1:{port}/v1/chat/completions"
+            answer = httpx.post(url, json=json.loads(sent), timeout=120).json()
+        finally:
+            server.terminate()
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Lisbon"}
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
 
 
 def test_the_drafter_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

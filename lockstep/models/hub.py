@@ -10,7 +10,7 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.errors import ConfigError, choice_error
+from lockstep.errors import ConfigError
 
 PATIENCE = 3.0
 """Seconds that the hub has to answer, all tries together: its own client would take minutes."""
@@ -30,8 +30,10 @@ def folder_of(model: str, weights: bool = True) -> Path:
         if Path(model).is_dir():
             return Path(model)
     if not HUB_ID.fullmatch(model):
-        allowed = "a folder that is there, or a hub id, such as Qwen/Qwen3-8B"
-        raise choice_error(ConfigError, "model", model, allowed, REMEDY)
+        raise ConfigError(
+            f"model={model[:200]!r} is no folder that is there, and no hub id, such as "
+            f"Qwen/Qwen3-8B. {REMEDY}"
+        )
     return fetch(model) if weights else fetch(model, weights=False)
 
 
