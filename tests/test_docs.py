@@ -208,7 +208,8 @@ def test_the_quickstart_asks_the_server() -> None:
     with subprocess.Popen(serve, env=os.environ | {"PYTHONPATH": str(ROOT)}) as server:
         try:
             url = f"http://127.0.0.1:{port}/v1/chat/completions"
-            answer = httpx.post(url, json=json.loads(sent), timeout=120).json()
+            with httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=120) as client:
+                answer = client.post(url, json=json.loads(sent)).json()
         finally:
             server.terminate()
     (call,) = answer["choices"][0]["message"]["tool_calls"]
@@ -251,6 +252,21 @@ def test_the_plot_shows_the_results(plots: ModuleType, monkeypatch: pytest.Monke
     wanted = sorted(speed.label for pair in pairs for speed in (pair.ours, pair.theirs))
     texts = re.findall(r"<text[^>]*fill: #1f2328[^>]*>([^<]+)<", plots.PLOT.read_text())
     assert sorted(texts) == wanted
+
+
+def figures(text: str) -> set[str]:
+    """Whole and decimal numbers, without those within names and dates."""
+    return set(re.findall(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?![\w-]|\.\d)", text))
+
+
+@pytest.mark.parametrize("head", ["## Speed", "## Proof"])
+def test_figures_of_the_readme_are_results(head: str) -> None:
+    """Every figure of these sections that is no number of rows, drafts or cores."""
+    section = (ROOT / "README.md").read_text().partition(head)[2].partition("\n## ")[0]
+    known = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    told = figures(FENCE.sub("", section)) - {"1", "2", "3", "8", "64"}
+    assert len(told) > 5
+    assert not told - figures(known)
 
 
 @pytest.mark.parametrize("image", sorted((DOCS / "images").glob("*.svg")), ids=relative)

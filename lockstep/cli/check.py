@@ -35,6 +35,11 @@ SHARED = (
 )
 """The settings that a check takes from the user; it varies the others itself. The drafter of a
 speculative_config is checked beside those that the checkpoint allows by itself."""
+LEGEND = (
+    "Equal of all, by what drafted. sampling: tests of distributions; world: random requests that "
+    "come and go; all else: fixed cases. told: drafts that are the answer itself, at some places "
+    "wrong."
+)
 ALL = "all"
 """Of kv_cache_dtype: every format in turn."""
 OWN = "auto"
@@ -212,6 +217,7 @@ def _table(report: "Report") -> Table:
     phases = list(dict.fromkeys(t.setup.phase for t in report.tallies))
     columns = [(p, g) for p in phases for g in graphs]
     table = Table("drafts", *(p if len(graphs) == 1 else f"{p}, {g}" for p, g in columns))
+    table.caption = LEGEND
     for drafting in dict.fromkeys(t.setup.drafting for t in report.tallies):
         own = [t for t in report.tallies if t.setup.drafting == drafting]
         cells = ([t for t in own if (t.setup.phase, t.setup.graph) == c] for c in columns)
