@@ -275,16 +275,14 @@ class _Overflows:
 def how_to_ask(
     url: str, model_name: str, chats: bool = True, uds: str | None = None, keys: bool = False
 ) -> str:
-    """The URL, a curl line and a Python line, which work as pasted; `keys`: with KEY replaced."""
+    """The model, the URL, and a curl line that works as pasted; `keys`: with KEY replaced."""
     question = "What is the capital of France?"
     body: dict[str, Any] = {"model": model_name}
     if chats:
         address = f"{url}/v1/chat/completions"
-        answer = "['message']['content']"
         body["messages"] = [{"role": "user", "content": question}]
     else:
         address = f"{url}/v1/completions"
-        answer = "['text']"
         body["prompt"] = question
     headers = {"Content-Type": "application/json"}
     if keys:
@@ -292,15 +290,7 @@ def how_to_ask(
     where = f"the Unix socket {uds}" if uds else f"{url}/v1 (base_url of OpenAI clients)"
     via = f"--unix-socket {uds} " if uds else ""
     shown = " ".join(f"-H '{name}: {value}'" for name, value in headers.items())
-    lines = [
-        f"Lockstep serves {model_name} at {where}",
-        f"  curl -s {via}{address} {shown} -d '{json.dumps(body)}'",
-    ]
-    if uds is None:
-        script = (
-            "import json, urllib.request as web; "
-            f"ask = web.Request('{address}', json.dumps({body!r}).encode(), {headers!r}); "
-            f"print(json.load(web.urlopen(ask))['choices'][0]{answer})"
-        )
-        lines.append(f'  python3 -c "{script}"')
-    return "\n".join(lines)
+    return (
+        f"Ready: the model {model_name!r} at {where}\n"
+        f"  curl -s {via}{address} {shown} -d '{json.dumps(body)}'"
+    )
