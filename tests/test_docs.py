@@ -199,19 +199,33 @@ def test_commands_of_the_quickstart_run(words: list[str], tmp_path: Path) -> Non
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-@pytest.mark.slow
-def test_the_quickstart_asks_the_server() -> None:
-    """The body of its curl gets the call that the page shows."""
+@pytest.fixture(scope="module")
+def served() -> Iterator[str]:
+    """The address of `lockstep serve`, once it answers."""
     port = free_port()
-    (sent,) = re.findall(r"-d '(.*?)'", code_with(DOCS / "quickstart.md", "curl"), re.DOTALL)
     serve = [sys.executable, "-m", "lockstep", "serve", "--port", str(port)]
     with subprocess.Popen(serve, env=os.environ | {"PYTHONPATH": str(ROOT)}) as server:
         try:
-            url = f"http://127.0.0.1:{port}/v1/chat/completions"
+            url = f"http://127.0.0.1:{port}"
             with httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=120) as client:
-                answer = client.post(url, json=json.loads(sent)).json()
+                assert client.get(f"{url}/health").status_code == 200
+            yield url
         finally:
             server.terminate()
+
+
+@pytest.mark.slow
+def test_openais_client_asks_the_server(served: str, capsys: pytest.CaptureFixture[str]) -> None:
+    block = code(DOCS / "serving.md").replace("http://127.0.0.1:8000", served)
+    exec(compile(block, "serving.md", "exec"), {})
+    assert capsys.readouterr().out == "2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37\n"
+
+
+@pytest.mark.slow
+def test_the_quickstart_asks_the_server(served: str) -> None:
+    """The body of its curl gets the call that the page shows."""
+    (sent,) = re.findall(r"-d '(.*?)'", code_with(DOCS / "quickstart.md", "curl"), re.DOTALL)
+    answer = httpx.post(f"{served}/v1/chat/completions", json=json.loads(sent), timeout=120).json()
     (call,) = answer["choices"][0]["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == {"city": "Lisbon"}
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
