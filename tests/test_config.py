@@ -238,7 +238,7 @@ def test_a_model_that_is_nowhere(tmp_path: Path) -> None:
     nowhere = str(tmp_path / "no" / "such" / "folder")
     with pytest.raises(ConfigError) as caught:
         LLM(nowhere)
-    assert f"model={nowhere!r}" in str(caught.value) and "bundled" in str(caught.value)
+    assert f"model={nowhere!r}" in str(caught.value) and "Name a folder" in str(caught.value)
 
 
 def test_a_cache_too_small_for_one_request(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

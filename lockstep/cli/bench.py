@@ -265,18 +265,21 @@ def drafters(
 
 def _drafters_of(settings: dict[str, Any], named: list[str], count: int) -> list[dict[str, Any]]:
     """The speculative_config of each drafter: those that the checkpoint allows by itself, and those
-    named. Raises ConfigError."""
+    named. Raises ConfigError where one is wrong, before a model is loaded."""
     from lockstep.cli.options import read_speculative_config
     from lockstep.engine.build import find_model
     from lockstep.models.checkpoint import Checkpoint
     from lockstep.spec import read, refusals, with_method
+    from lockstep.spec.options import FolderOptions
 
     found: list[dict[str, Any]] = []
     for value in (*named, settings["speculative_config"]):
         config = read_speculative_config(value) if isinstance(value, str) else value
         if isinstance(config, dict):
             given = with_method({"num_speculative_tokens": count, **config})
-            read(given)  # what is wrong is told before a model is loaded
+            options = read(given)
+            if isinstance(options, FolderOptions):
+                Checkpoint.read(options.folder)
             found.append(given)
     checkpoint = Checkpoint.read(find_model(settings["model"]), settings["hf_overrides"])
     allowed = [method for method, why in refusals(checkpoint).items() if why is None]

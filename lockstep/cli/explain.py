@@ -48,7 +48,7 @@ def explain(
     sizes = {"cache_bytes": cache, "state_bytes": states}
     console.print(_plan({**plan, "fingerprint": found["fingerprint"], **sizes}))
     for note in found["notes"]:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
 
 
 def _total(arch: str | None, given: float | None) -> int | None:
@@ -85,7 +85,7 @@ def _show_absent(settings: dict[str, Any], arch: str, total: int | None, json: b
     verdict = {name: found["plan"].pop(name, None) for name in ("fits", "why")}
     console.print(_plan(card | found["plan"]))
     for note in found["notes"]:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
     if verdict["fits"]:
         console.print(
             f"It fits: a cache of {found['plan']['cache_tokens']:,} tokens.", style="green"
