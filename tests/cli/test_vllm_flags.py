@@ -14,6 +14,7 @@ from lockstep.cli.vllm.flag import Kind, read_size
 from lockstep.cli.vllm.page import page
 from lockstep.cli.vllm.read import Option, Reader
 from lockstep.cli.vllm.table import GROUPS, all_flags
+from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -83,6 +84,8 @@ def test_the_page_is_made_from_the_table() -> None:
     text = (ROOT / "docs" / "vllm_flags.md").read_text()
     assert text == page() == CliRunner().invoke(app, ["vllm-flags"]).stdout
     assert all(f"`--{flag.name}`" in text for flag in all_flags())
+    assert f"`--max-num-seqs` is {EngineConfig.max_num_seqs}," in text
+    assert f"`--max-num-batched-tokens` is {EngineConfig.max_num_batched_tokens:,};" in text
 
 
 @pytest.fixture(scope="module")
