@@ -1,5 +1,6 @@
 """What the pages promise: links that lead somewhere, every option, code that runs, true figures."""
 
+import ast
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -229,6 +231,17 @@ def test_the_quickstart_asks_the_server(served: str) -> None:
     (call,) = answer["choices"][0]["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == {"city": "Lisbon"}
     assert answer["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_names_of_python_blocks_are_there(page: Path) -> None:
+    """Also of blocks that need a GPU: they parse, and what they import from lockstep exists."""
+    for block in blocks(page):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lockstep"):
+                module = import_module(str(node.module))
+                missing = [one.name for one in node.names if not hasattr(module, one.name)]
+                assert not missing, f"{node.module} has none of {missing}"
 
 
 def test_the_drafter_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
