@@ -21,6 +21,7 @@ from lockstep.check import cases, matrix, tokens
 from lockstep.check.matrix import Setup
 from lockstep.cli import app
 from lockstep.cli.chat import _take_turn
+from lockstep.cli.explain import spans
 from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError, RequestError
 from lockstep.llm import LLM
@@ -140,6 +141,13 @@ def test_explain_names_ops_backends_and_the_plan(model: str) -> None:
     shown = run("explain", *dummy(model))
     assert shown.exit_code == 0 and "paged_attention" in shown.stdout
     assert re.search(r"cache_bytes +│ [\d.]+ [kMG]B", shown.stdout)
+    why = {reason for choice in found["layers"] for reason in choice["refused"].items()}
+    assert shown.stdout.count("\nrefused ") == len(why)
+
+
+def test_layers_in_a_row_are_a_span() -> None:
+    places = ["layers.0", "layers.1", "layers.2", "layers.4", "mtp.layers.5", "norm", "layers.9"]
+    assert spans(places) == "layers.0-2, layers.4, mtp.layers.5, norm, layers.9"
 
 
 def test_explain_of_a_gpu_that_is_not_there(model: str) -> None:

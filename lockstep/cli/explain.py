@@ -3,9 +3,10 @@
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.filesize import decimal
 from rich.table import Column, Table
+from rich.text import Text
 
 from lockstep.cli.options import engine_options, settle_drafts
 from lockstep.cli.show import load, print_json
@@ -107,22 +108,40 @@ def _tiles(tiles: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _layers(layers: list[dict[str, Any]]) -> Table:
-    """Layers whose choices are the same stand in one line."""
-    table = Table(
-        "op", "backend", "layers", "refused", title="Ops", title_justify="left", show_lines=True
-    )
+def _layers(layers: list[dict[str, Any]]) -> Group:
+    """Layers whose choices are the same stand in one line; why others were refused, below."""
+    table = Table("op", "backend", "layers", "refused", title="Ops", title_justify="left")
+    reasons: dict[str, int] = {}
     groups: dict[tuple[str, str, str], list[str]] = {}
     for choice in layers:
-        refused = "; ".join(f"{name}: {why}" for name, why in choice["refused"].items())
+        refused = [f"{name}: {why}" for name, why in choice["refused"].items()]
+        numbers = ", ".join(str(reasons.setdefault(one, len(reasons) + 1)) for one in refused)
         op = " ".join(filter(None, (choice["op"], choice["size"], choice["packing"])))
-        key = (op, choice["backend"], refused or "-")
-        places = groups.setdefault(key, [])
+        places = groups.setdefault((op, choice["backend"], numbers), [])
         if choice["layer"] not in places:
             places.append(choice["layer"])
-    for (op, backend, refused), places in groups.items():
-        table.add_row(op, backend, ", ".join(p or "shared" for p in places), refused)
-    return table
+    for (op, backend, numbers), places in groups.items():
+        table.add_row(op, backend, spans([p or "shared" for p in places]), numbers)
+    lines = [Text(f"refused {number}: {why}") for why, number in reasons.items()]
+    return Group(table, *lines)
+
+
+def spans(places: list[str]) -> str:
+    """layers.0, layers.1, layers.2, layers.4, head -> layers.0-2, layers.4, head."""
+    found: list[tuple[str, int, int]] = []  # a name in front of a number, the first and the last
+    for place in places:
+        name, dot, number = place.rpartition(".")
+        if not number.isdigit():
+            found.append((place, -1, -1))
+        elif found and found[-1][0] == name + dot and found[-1][2] == int(number) - 1:
+            found[-1] = (name + dot, found[-1][1], int(number))
+        else:
+            found.append((name + dot, int(number), int(number)))
+    shown = []
+    for name, first, last in found:
+        numbers = f"{first}-{last}" if last > first else str(first)
+        shown.append(name if first < 0 else name + numbers)
+    return ", ".join(shown)
 
 
 def _plan(plan: dict[str, Any]) -> Table:
