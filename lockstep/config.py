@@ -153,6 +153,11 @@ class EngineConfig(Settings):
         """Raises ConfigError where a setting is wrong, alone or together with another."""
         object.__setattr__(self, "speculative_config", spec.read(self.speculative_config))
         super().__post_init__()
+        if self.num_gpu_blocks is not None and self.kv_cache_memory_bytes is not None:
+            raise ConfigError(
+                f"num_gpu_blocks={self.num_gpu_blocks} is not allowed with kv_cache_memory_bytes="
+                f"{self.kv_cache_memory_bytes}: both say how large the cache is. Leave one out."
+            )
         drafting = self.speculative_config
         if drafting is None or drafting.synthetic_acceptance is None:
             return
