@@ -14,7 +14,8 @@ install: $(STAMP)
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Lockstep needs Python 3.11 or newer; name one with PYTHON=python3.12"; exit 1; }
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing into .venv: a minute or more, and without a bar; torch is large."
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[test]'
 	@touch $@
 

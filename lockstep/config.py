@@ -134,7 +134,10 @@ class EngineConfig(Settings):
     skip_tokenizer_init: bool = setting(False, "token ids in, token ids out", remedy=_ONE)
     seed: Annotated[int, Field(ge=0, le=2**32 - 1)] = setting(0, "seed of dummy weights")
     tensor_parallel_size: Annotated[int, Field(ge=1, le=1)] = setting(
-        1, "GPUs that share the model; 1 for now", allowed="1", remedy=_ONE
+        1,
+        "GPUs that share the model; 1 for now",
+        allowed="1",
+        remedy="Leave it out; a server for each GPU shares the load.",
     )
     row_buckets: RowBuckets | None = setting(
         None,
@@ -150,6 +153,11 @@ class EngineConfig(Settings):
         """Raises ConfigError where a setting is wrong, alone or together with another."""
         object.__setattr__(self, "speculative_config", spec.read(self.speculative_config))
         super().__post_init__()
+        if self.num_gpu_blocks is not None and self.kv_cache_memory_bytes is not None:
+            raise ConfigError(
+                f"num_gpu_blocks={self.num_gpu_blocks} is not allowed with kv_cache_memory_bytes="
+                f"{self.kv_cache_memory_bytes}: both say how large the cache is. Leave one out."
+            )
         drafting = self.speculative_config
         if drafting is None or drafting.synthetic_acceptance is None:
             return

@@ -6,6 +6,7 @@ command line, the errors and the page of settings in docs/ are all made from it.
 
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
+from difflib import get_close_matches
 from functools import cache
 from os import PathLike
 from os.path import exists  # Path.exists raises where a name is too long
@@ -111,7 +112,9 @@ def check_names(cls: type[Settings], given: Mapping[str, Any], what: str, remedy
     known = [one.name for one in fields(cls)]
     for name in given:
         if name not in known:
-            raise choice_error(ConfigError, what, name, ", ".join(known), remedy)
+            near = get_close_matches(name, known, n=1)
+            meant = f"Did you mean {near[0]}? " if near else ""
+            raise choice_error(ConfigError, what, name, ", ".join(known), meant + remedy)
 
 
 def describe(schema: Mapping[str, Any]) -> str:

@@ -14,12 +14,14 @@ import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
+import lockstep
 from lockstep.__main__ import main
 from lockstep.bench import offline
 from lockstep.check import cases, matrix, tokens
 from lockstep.check.matrix import Setup
 from lockstep.cli import app
 from lockstep.cli.chat import _take_turn
+from lockstep.cli.explain import spans
 from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError, RequestError
 from lockstep.llm import LLM
@@ -49,6 +51,41 @@ def test_every_engine_setting_is_an_option(command: str) -> None:
     help = CliRunner(env={"COLUMNS": "300"}).invoke(app, [command, "--help"]).output
     missing = [f.name for f in fields(EngineConfig) if f"--{f.name.replace('_', '-')}" not in help]
     assert not missing
+
+
+@pytest.mark.parametrize("command", ["serve", "bench", "top", "check"])
+def test_help_is_whole_on_a_narrow_terminal(command: str) -> None:
+    """Every line fits, no option is cut, and -h is --help."""
+    narrow = CliRunner(env={"COLUMNS": "60"})
+    help = narrow.invoke(app, [command, "--help"]).output
+    wide = CliRunner(env={"COLUMNS": "300"}).invoke(app, [command, "--help"]).output
+    flags = re.compile(r"--[a-z][\w-]+")
+    assert set(flags.findall(wide)) <= set(flags.findall(help.replace("-\n", "-")))
+    assert "…" not in help and "╭" not in help
+    assert help == narrow.invoke(app, [command, "-h"]).output
+
+
+def test_the_release_is_shown() -> None:
+    assert run("--version").stdout == f"lockstep {lockstep.__version__}\n"
+
+
+def test_two_models_are_one_too_many(model: str) -> None:
+    with pytest.raises(ConfigError, match="model='other' and --model=.* are two models"):
+        run("explain", "other", "--model", model)
+
+
+def test_a_path_that_is_not_there_is_no_hub_id(tmp_path: Path) -> None:
+    """The hub is not asked, and its words about ids are not shown."""
+    file = tmp_path / "file"
+    file.touch()
+    for path in (str(tmp_path / "none"), str(file), "./none", "~/none"):
+        with pytest.raises(ConfigError, match="is no folder that is there, and no hub id"):
+            run("explain", path)
+
+
+def test_no_bar_where_stderr_is_no_terminal(model: str) -> None:
+    shown = run("generate", "hello", "--max-tokens", "2", *dummy(model))
+    assert shown.stderr.startswith(f"{model} on cpu, mtp K=3, cache of ")
 
 
 def test_the_page_of_settings_is_what_they_declare() -> None:
@@ -103,6 +140,14 @@ def test_explain_names_ops_backends_and_the_plan(model: str) -> None:
     assert found["plan"]["max_num_seqs"] == 4 and found["plan"]["query_len"] == 4
     shown = run("explain", *dummy(model))
     assert shown.exit_code == 0 and "paged_attention" in shown.stdout
+    assert re.search(r"cache_bytes +│ [\d.]+ [kMG]B", shown.stdout)
+    why = {reason for choice in found["layers"] for reason in choice["refused"].items()}
+    assert shown.stdout.count("\nrefused ") == len(why)
+
+
+def test_layers_in_a_row_are_a_span() -> None:
+    places = ["layers.0", "layers.1", "layers.2", "layers.4", "mtp.layers.5", "norm", "layers.9"]
+    assert spans(places) == "layers.0-2, layers.4, mtp.layers.5, norm, layers.9"
 
 
 def test_explain_of_a_gpu_that_is_not_there(model: str) -> None:
@@ -118,8 +163,13 @@ def test_explain_of_a_gpu_that_is_not_there(model: str) -> None:
     assert plan["fits"] and plan["weight_bytes"] > 0 and plan["num_pages"] > 64
     small = json.loads(run(*asked, "--json", "--gpu-memory-bytes", "1e9").stdout)["plan"]
     assert not small["fits"] and small["why"] and small["weight_bytes"] == plan["weight_bytes"]
+    roomy = run(*asked, "--gpu-memory-bytes", "24e9").stdout.splitlines()[-1]
+    assert roomy == f"It fits: a cache of {plan['cache_tokens']:,} tokens."
+    tight = run(*asked, "--gpu-memory-bytes", "1e9").stdout.splitlines()[-1]
+    assert tight.startswith("It does not fit: ") and small["why"] in tight
     shown = run(*asked)
-    assert shown.exit_code == 0 and "needed_bytes" in shown.stdout and "fits" not in shown.stdout
+    assert shown.exit_code == 0 and "needed_bytes" in shown.stdout
+    assert shown.stdout.splitlines()[-1].startswith("--gpu-memory-bytes")
 
 
 def test_explain_counts_a_draft_head_of_some_tokens(model: str) -> None:

@@ -234,11 +234,16 @@ def test_a_gpu_that_is_not_there(folder: str) -> None:
         build(folder, device="cuda")
 
 
+def test_the_cache_has_one_size() -> None:
+    with pytest.raises(ConfigError, match="num_gpu_blocks=9 is not allowed with kv_cache_memory"):
+        EngineConfig(num_gpu_blocks=9, kv_cache_memory_bytes=1 << 30)
+
+
 def test_a_model_that_is_nowhere(tmp_path: Path) -> None:
     nowhere = str(tmp_path / "no" / "such" / "folder")
     with pytest.raises(ConfigError) as caught:
         LLM(nowhere)
-    assert f"model={nowhere!r}" in str(caught.value) and "bundled" in str(caught.value)
+    assert f"model={nowhere!r}" in str(caught.value) and "Name a folder" in str(caught.value)
 
 
 def test_a_cache_too_small_for_one_request(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,28 @@
 """What the pages promise: links that lead somewhere, every option, code that runs, true figures."""
 
+import ast
+import json
+import os
 import re
+import shlex
+import socket
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import httpx
 import pytest
 from typer.main import get_command
 
 from lockstep import LLM, SamplingParams, spec
 from lockstep.cli import app
+from lockstep.errors import ConfigError
 from lockstep.example_prompts import short_prompts
 
 ROOT = Path(__file__).parent.parent
@@ -33,9 +44,57 @@ def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
+def blocks(page: Path, language: str = "python") -> list[str]:
+    """The blocks of this language in a page."""
+    return [m[2] for m in FENCE.finditer(page.read_text()) if m[1] == language]
+
+
 def code(page: Path, language: str = "python") -> str:
     """The first block of this language in a page."""
-    return next(m[2] for m in FENCE.finditer(page.read_text()) if m[1] == language)
+    return blocks(page, language)[0]
+
+
+def command_lines(page: Path) -> list[list[str]]:
+    """Every `lockstep ...` of a page, as words: those of its blocks, and those within sentences.
+
+    N, K and P stand for numbers.
+    """
+    shell = "\n".join(blocks(page, "sh")).replace("\\\n", " ").splitlines()
+    text = FENCE.sub("", page.read_text())
+    inline = [found.replace("\n", " ") for found in re.findall(r"`(lockstep [^`]+)`", text)]
+    lines = [line for line in (*shell, *inline) if line.startswith("lockstep ")]
+    found = [shlex.split(line, comments=True)[1:] for line in lines]
+    return [["1" if word in ("N", "K", "P") else word for word in words] for words in found]
+
+
+NAMING = ("CHANGELOG.md", "vllm_flags.md")
+"""Pages that name options without their values."""
+COMMANDS = [
+    (relative(page), words)
+    for page in PAGES
+    if page.name not in NAMING
+    for words in command_lines(page)
+]
+
+
+def code_with(page: Path, word: str) -> str:
+    """The first block of a shell that holds a word."""
+    return next(block for block in blocks(page, "sh") if word in block)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def idle(command: Any) -> Any:
+    """The command, and all below it, so that they read their words and do nothing."""
+    for below in getattr(command, "commands", {}).values():
+        idle(below)
+    command.callback = lambda **values: None
+    return command
 
 
 def anchors(page: Path) -> set[str]:
@@ -97,6 +156,94 @@ def test_four_lines_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed in (DOCS / "quickstart.md").read_text()
 
 
+def test_commands_are_found() -> None:
+    assert len(COMMANDS) > 60
+    assert ("docs/quickstart.md", ["generate", "--compare"]) in COMMANDS
+
+
+@pytest.mark.parametrize(("page", "words"), COMMANDS, ids=lambda found: str(found)[:60])
+def test_commands_are_understood(page: str, words: list[str]) -> None:
+    """Every option of a command line is one of its command, and JSON on it is JSON."""
+    idle(get_command(app)).main(args=words, prog_name="lockstep", standalone_mode=False)
+    for word in words:
+        assert not word.startswith("{") or json.loads(word)
+
+
+def test_an_option_that_is_none_is_seen() -> None:
+    with pytest.raises(ConfigError, match="--prot is no option"):
+        idle(get_command(app)).main(args=["serve", "--prot", "1"], standalone_mode=False)
+
+
+def test_structured_output_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """The blocks of the page in their order: the later ones use names of the first."""
+    names: dict[str, object] = {}
+    for block in blocks(DOCS / "structured_output.md"):
+        exec(compile(block, "structured_output.md", "exec"), names)
+    first, *calls = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"[a-z]{3,9}-[0-9]{2}", first)
+    assert re.search(r"get_weather.*(Rio|Rome)", " ".join(calls))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", command_lines(DOCS / "quickstart.md")[:4], ids=" ".join)
+def test_commands_of_the_quickstart_run(words: list[str], tmp_path: Path) -> None:
+    """Those of the bundled model, as written."""
+    assert words[0] in ("generate", "check", "explain")
+    done = subprocess.run(
+        [sys.executable, "-m", "lockstep", *words],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[str]:
+    """The address of `lockstep serve`, once it answers."""
+    port = free_port()
+    serve = [sys.executable, "-m", "lockstep", "serve", "--port", str(port)]
+    with subprocess.Popen(serve, env=os.environ | {"PYTHONPATH": str(ROOT)}) as server:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            with httpx.Client(transport=httpx.HTTPTransport(retries=8), timeout=120) as client:
+                assert client.get(f"{url}/health").status_code == 200
+            yield url
+        finally:
+            server.terminate()
+
+
+@pytest.mark.slow
+def test_openais_client_asks_the_server(served: str, capsys: pytest.CaptureFixture[str]) -> None:
+    block = code(DOCS / "serving.md").replace("http://127.0.0.1:8000", served)
+    exec(compile(block, "serving.md", "exec"), {})
+    assert capsys.readouterr().out == "2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37\n"
+
+
+@pytest.mark.slow
+def test_the_quickstart_asks_the_server(served: str) -> None:
+    """The body of its curl gets the call that the page shows."""
+    (sent,) = re.findall(r"-d '(.*?)'", code_with(DOCS / "quickstart.md", "curl"), re.DOTALL)
+    answer = httpx.post(f"{served}/v1/chat/completions", json=json.loads(sent), timeout=120).json()
+    (call,) = answer["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Lisbon"}
+    assert answer["choices"][0]["finish_reason"] == "tool_calls"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_names_of_python_blocks_are_there(page: Path) -> None:
+    """Also of blocks that need a GPU: they parse, and what they import from lockstep exists."""
+    for block in blocks(page):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lockstep"):
+                module = import_module(str(node.module))
+                missing = [one.name for one in node.names if not hasattr(module, one.name)]
+                assert not missing, f"{node.module} has none of {missing}"
+
+
 def test_the_drafter_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "bigram_drafter.py").write_text(code(DOCS / "add_a_drafter.md"))
     monkeypatch.syspath_prepend(tmp_path)
@@ -132,6 +279,21 @@ def test_the_plot_shows_the_results(plots: ModuleType, monkeypatch: pytest.Monke
     wanted = sorted(speed.label for pair in pairs for speed in (pair.ours, pair.theirs))
     texts = re.findall(r"<text[^>]*fill: #1f2328[^>]*>([^<]+)<", plots.PLOT.read_text())
     assert sorted(texts) == wanted
+
+
+def figures(text: str) -> set[str]:
+    """Whole and decimal numbers, without those within names and dates."""
+    return set(re.findall(r"(?<![\w.-])\d[\d,]*(?:\.\d+)?(?![\w-]|\.\d)", text))
+
+
+@pytest.mark.parametrize("head", ["## Speed", "## Proof"])
+def test_figures_of_the_readme_are_results(head: str) -> None:
+    """Every figure of these sections that is no number of rows, drafts or cores."""
+    section = (ROOT / "README.md").read_text().partition(head)[2].partition("\n## ")[0]
+    known = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    told = figures(FENCE.sub("", section)) - {"1", "2", "3", "8", "64"}
+    assert len(told) > 5
+    assert not told - figures(known)
 
 
 @pytest.mark.parametrize("image", sorted((DOCS / "images").glob("*.svg")), ids=relative)

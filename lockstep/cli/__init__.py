@@ -1,10 +1,14 @@
 """The commands. Each is one file; engine settings become options in `options`."""
 
+from typing import Annotated
+
 import typer
 
+from lockstep import __version__
 from lockstep.cli.bench import bench
 from lockstep.cli.chat import chat
 from lockstep.cli.check import check as run_check
+from lockstep.cli.command import PlainCommand
 from lockstep.cli.configuration import configuration
 from lockstep.cli.explain import explain
 from lockstep.cli.generate import generate
@@ -17,19 +21,40 @@ from lockstep.cli.vllm.page import vllm_flags
 
 app = typer.Typer(
     name="lockstep",
-    help="An LLM inference engine whose answer never changes.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"lockstep {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def lockstep(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="print the release and exit"
+        ),
+    ] = False,
+) -> None:
+    """An LLM inference engine whose answer never changes."""
+
+
 check = typer.Typer(
-    cls=usual("all"), help="Prove that the answer never changes (all), or measure caches (quality)."
+    cls=usual("all"), rich_markup_mode=None, help="Prove on this machine that no answer changes."
 )
 check.command("all", cls=FlagCommand, epilog=epilog())(run_check)
 check.command(cls=FlagCommand, epilog=epilog())(quality)
 for command in (serve, generate, chat, explain):
     app.command(cls=FlagCommand, epilog=epilog())(command)
-app.command()(top)
+app.command(cls=PlainCommand)(top)
 app.add_typer(check, name="check")
 app.command(hidden=True)(configuration)
 app.command("vllm-flags", hidden=True)(vllm_flags)

@@ -17,9 +17,18 @@ from lockstep.cli.bench_tables import (
     serving_table,
     trace_table,
 )
+from lockstep.cli.command import PlainCommand
 from lockstep.cli.groups import usual
 from lockstep.cli.options import engine_options, settle_drafts
-from lockstep.cli.show import load, note, print_json, progress_bar
+from lockstep.cli.show import (
+    BUNDLED,
+    load,
+    model_name,
+    note,
+    print_json,
+    print_result,
+    progress_bar,
+)
 from lockstep.cli.vllm.command import FlagCommand, epilog
 from lockstep.errors import ConfigError, choice_error
 from lockstep.sampling_params import SamplingParams
@@ -50,8 +59,18 @@ MOST_VOCAB = 1 << 19
 """Token ids that random prompts are drawn from: more than any vocabulary has."""
 MOST_SECONDS = 86_400.0
 """A day: the longest wait that an option may ask for."""
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="print one JSON object alone; elsewhere than on a terminal it comes last"
+    ),
+]
 Temperature = Annotated[float, typer.Option(min=0.0, max=100.0, help="0 is greedy")]
-bench = typer.Typer(cls=usual("offline"), help="Measure answers (offline), kernels, or a server.")
+bench = typer.Typer(
+    cls=usual("offline"),
+    rich_markup_mode=None,
+    help="Measure answers, drafters, kernels or servers.",
+)
 
 
 @bench.command(cls=FlagCommand, epilog=epilog())
@@ -92,14 +111,15 @@ def offline(
     trace: Annotated[
         Path | None, typer.Option(help="write the timeline of a few steps here, for Perfetto")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="the last line only")] = False,
+    json: Json = False,
     *,
     settings: dict[str, Any],
 ) -> None:
     """Measure tokens/s, ms per step, time to first token and acceptance length.
 
-    Prompts are computed anew in every run. The last line is JSON. See also: lockstep bench
-    kernels --help, lockstep bench serving --help.
+    Prompts are computed anew in every run.
+
+    Other benchmarks: lockstep bench drafters, kernels or serving; each has its --help.
     """
     from lockstep.bench import measure
 
@@ -139,7 +159,7 @@ def _report(llm: "LLM", figures: "Figures", floor: bool, json: bool) -> None:
         if least:
             console.print(floor_table(least, prompt))
         console.print(figures_table(figures, least, prompt))
-    print_json(found)
+    print_result(found, json)
 
 
 def _choose_drafts(
@@ -171,7 +191,7 @@ def _about(llm: "LLM") -> dict[str, Any]:
     spec = llm.engine.config.speculative_config
     return {
         "bench": "offline",
-        "model": llm.engine.plan.model_path.name,
+        "model": model_name(llm.engine.config),
         "numerics": llm.engine.numerics,
         "speculative_config": asdict(spec) if spec else None,
     }
@@ -188,7 +208,7 @@ def _prompts(llm: "LLM", batch_size: int, input_len: int) -> list[list[int]]:
     return [real[i % len(real)] for i in range(batch_size)]
 
 
-@bench.command()
+@bench.command(cls=FlagCommand, epilog=epilog())
 @engine_options
 def drafters(
     model: Annotated[str | None, typer.Argument(help="model folder or hub id")] = None,
@@ -209,13 +229,13 @@ def drafters(
     temperature: Temperature = 0.0,
     num_iters: Annotated[int, typer.Option(min=1, max=MOST_RUNS, help="runs that count")] = 3,
     plot: Annotated[Path | None, typer.Option(help="a PNG of acceptance and speed")] = None,
-    json: Annotated[bool, typer.Option("--json", help="the last line only")] = False,
+    json: Json = False,
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Compare every drafter that fits a model: acceptance by position, cost, tokens/s.
+    """Compare the drafters of a model: acceptance by position, cost, tokens/s.
 
-    Status 1 if a drafter changes a token. The last line is JSON.
+    Status 1 if a drafter changes a token.
     """
     from lockstep.bench import drafters as bench_drafters
     from lockstep.bench.serving import need_plots
@@ -234,28 +254,32 @@ def drafters(
         with progress_bar() as show:
             lines = bench_drafters.compare_drafters(*asked, show)
         Console(highlight=False).print(drafters_table(lines))
-    name = settings["model"] or "the bundled model"
+    name = settings["model"] or BUNDLED
     if plot:
         bench_drafters.plot(lines, plot, f"{name}, {batch_size} at once")
     about = {"bench": "drafters", "model": name, "batch_size": batch_size}
-    print_json(about | {"lines": [{k: _short(v) for k, v in asdict(x).items()} for x in lines]})
+    rounded = [{k: _short(v) for k, v in asdict(line).items()} for line in lines]
+    print_result(about | {"lines": rounded}, json)
     raise typer.Exit(0 if all(line.agrees for line in lines) else 1)
 
 
 def _drafters_of(settings: dict[str, Any], named: list[str], count: int) -> list[dict[str, Any]]:
     """The speculative_config of each drafter: those that the checkpoint allows by itself, and those
-    named. Raises ConfigError."""
+    named. Raises ConfigError where one is wrong, before a model is loaded."""
     from lockstep.cli.options import read_speculative_config
     from lockstep.engine.build import find_model
     from lockstep.models.checkpoint import Checkpoint
     from lockstep.spec import read, refusals, with_method
+    from lockstep.spec.options import FolderOptions
 
     found: list[dict[str, Any]] = []
     for value in (*named, settings["speculative_config"]):
         config = read_speculative_config(value) if isinstance(value, str) else value
         if isinstance(config, dict):
             given = with_method({"num_speculative_tokens": count, **config})
-            read(given)  # what is wrong is told before a model is loaded
+            options = read(given)
+            if isinstance(options, FolderOptions):
+                Checkpoint.read(options.folder)
             found.append(given)
     checkpoint = Checkpoint.read(find_model(settings["model"]), settings["hf_overrides"])
     allowed = [method for method, why in refusals(checkpoint).items() if why is None]
@@ -266,7 +290,7 @@ def _drafters_of(settings: dict[str, Any], named: list[str], count: int) -> list
     return own + found
 
 
-@bench.command()
+@bench.command(cls=PlainCommand)
 def kernels(
     model: Annotated[
         list[str] | None,
@@ -293,11 +317,11 @@ def kernels(
     tune_packed: Annotated[
         Path | None, typer.Option(help="the same for linear's tiles with packed weights, at --rows")
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="the last line only")] = False,
+    json: Json = False,
 ) -> None:
     """Time every op against the floor of its bytes, and compare its bits at other row counts.
 
-    Status 1 if the bits of a row depend on the rows beside it. The last line is JSON.
+    Status 1 if the bits of a row depend on the rows beside it.
     """
     from lockstep.bench.kernels import measure_kernels, pick_models
     from lockstep.config import EngineConfig
@@ -334,11 +358,11 @@ def kernels(
     wrong = any(line.differing for line in lines)
     about = {"bench": "kernels", "device": place, "dtype": str(kind).removeprefix("torch.")}
     rounded = [{k: _short(v) for k, v in asdict(line).items()} for line in lines]
-    print_json(about | {"differing": wrong, "lines": rounded})
+    print_result(about | {"differing": wrong, "lines": rounded}, json)
     raise typer.Exit(1 if wrong else 0)
 
 
-@bench.command()
+@bench.command(cls=PlainCommand)
 def serving(
     url: Annotated[str, typer.Option(help="the server, with /v1 or without")] = (
         "http://127.0.0.1:8000"
@@ -371,12 +395,12 @@ def serving(
         float, typer.Option(min=0.1, max=MOST_SECONDS, help="seconds without a byte")
     ] = 600.0,
     plot: Annotated[Path | None, typer.Option(help="a PNG of latencies over loads")] = None,
-    json: Annotated[bool, typer.Option("--json", help="the last line only")] = False,
+    json: Json = False,
 ) -> None:
     """Load a running OpenAI-compatible server, this one or another, and measure its latencies.
 
     Every rate is an open loop, every concurrency a closed one; 1, 8 and 64 at once if neither is
-    given. The last line is JSON.
+    given.
     """
     from lockstep.bench import serving as bench_serving
     from lockstep.bench.http_client import Server
@@ -407,7 +431,7 @@ def serving(
         Console(highlight=False).print(serving_table(runs))
     about = {"bench": "serving", "url": url, "model": name, "dataset": dataset}
     rounded = [{k: _short(v) for k, v in asdict(run).items()} for run in runs]
-    print_json(about | {"output_len": output_len, "runs": rounded})
+    print_result(about | {"output_len": output_len, "runs": rounded}, json)
 
 
 def _check_plot(path: Path) -> None:
@@ -488,10 +512,8 @@ def _trace(
     if not json:
         Console(highlight=False).print(trace_table(lines, llm.engine.plan.device == "cuda"))
         note(f"{path}: open it at https://ui.perfetto.dev")
-    print_json(
-        _about(llm)
-        | {"bench": "trace", "file": str(path), "lines": [asdict(line) for line in lines]}
-    )
+    rounded = [{k: _short(v) for k, v in asdict(line).items()} for line in lines]
+    print_result(_about(llm) | {"bench": "trace", "file": str(path), "lines": rounded}, json)
 
 
 # The floor.
@@ -534,12 +556,12 @@ def _show_floor_alone(
     model = _sketch(folder, name, config)
     least = step_floor(model, batch_size, input_len)
     prompt = prompt_floor(model, input_len)
-    found = {"bench": "floor", "model": folder.name, "dtype": name}
+    found = {"bench": "floor", "model": settings["model"] or BUNDLED, "dtype": name}
     found |= describe_floors(least, prompt)
     if not json:
         Console(highlight=False).print(floor_table(least, prompt))
         note(f"{folder} holds no weights, so nothing was run; --load-format dummy runs it")
-    print_json(found)
+    print_result(found, json)
 
 
 def _floors_of_run(llm: "LLM", f: "Figures") -> "tuple[StepFloor, Floor]":

@@ -18,25 +18,35 @@ def over_floor(f: "Figures", least: "StepFloor") -> float:
     return round(f.ms_per_step / least.ms, 4)
 
 
+def digits(value: float) -> str:
+    """Three digits, or all those in front of the point: 1,053, 12.6, 0.0126; 0 for nothing."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{float(f'{value:.3g}'):.10f}".rstrip("0").rstrip(".")
+
+
 def figures_table(f: "Figures", least: "StepFloor | None", prompt: "Floor | None") -> Table:
     """The figures of offline runs, with their floors where those were asked for."""
-    table = Table("", "mean", "deviation", "CV")
+    spread = ("deviation", "CV") if f.runs > 1 else ()
+    right: dict[str, Any] = {"justify": "right"}
+    table = Table("", *(Column(name, **right) for name in ("mean", *spread)))
     wall = (f.wall_tokens_per_s, f.wall_deviation, f.wall_cv)
     decode = (f.decode_tokens_per_s, f.decode_deviation, f.decode_cv)
     for name, (mean, deviation, cv) in (("decode tokens/s", decode), ("wall tokens/s", wall)):
-        table.add_row(name, f"{mean:.1f}", f"{deviation:.1f}", f"{100 * cv:.1f} %")
-    table.add_row("ms per step", f"{f.ms_per_step:.2f}", "", "")
+        shown = (f"{deviation:.1f}", f"{100 * cv:.1f} %") if spread else ()
+        table.add_row(name, f"{mean:.1f}", *shown)
+    table.add_row("ms per step", f"{f.ms_per_step:.2f}")
     if least:
-        table.add_row("  floor, ms", f"{least.ms:.3f}", "", "")
-        table.add_row("  measured / floor", f"{over_floor(f, least):.3f}", "", "")
-    table.add_row("time to first token, ms", f"{f.ttft_ms:.1f}", "", "")
+        table.add_row("  floor on an H200, ms", digits(least.ms))
+        table.add_row("  measured / floor", digits(over_floor(f, least)))
+    table.add_row("time to first token, ms", f"{f.ttft_ms:.1f}")
     if prompt and f.requests == 1:
-        table.add_row("  floor of the prompt, ms", f"{prompt.ms:.3f}", "", "")
-        table.add_row("  measured / floor", f"{f.ttft_ms / prompt.ms:.3f}", "", "")
-    table.add_row("acceptance length", f"{f.acceptance_length:.2f}", "", "")
-    table.add_row("acceptance rate", f"{100 * f.acceptance_rate:.1f} %", "", "")
+        table.add_row("  floor on an H200, ms", digits(prompt.ms))
+        table.add_row("  measured / floor", digits(f.ttft_ms / prompt.ms))
+    table.add_row("acceptance length", f"{f.acceptance_length:.2f}")
+    table.add_row("acceptance rate", f"{100 * f.acceptance_rate:.1f} %")
     table.caption = (
-        f"{f.requests} requests, {f.prompt_tokens} prompt tokens, {f.tokens} tokens, {f.runs} runs"
+        f"{f.requests} requests, {f.prompt_tokens} prompt tokens,\n{f.tokens} tokens, {f.runs} runs"
     )
     return table
 
@@ -67,7 +77,9 @@ def floor_table(least: "StepFloor", prompt: "Floor | None") -> Table:
     """The parts of each pass, and which of both rates decides."""
     from lockstep.runner.rates import H200
 
-    table = Table("part", "GB", "ms", "Tflop", "ms", title="Floor of a step")
+    right: dict[str, Any] = {"justify": "right"}
+    names = ("GB", "ms to move", "Tflop", "ms to compute")
+    table = Table("part", *(Column(name, **right) for name in names), title="Floor of a step")
     for name, floor in (("verify", least.verify), ("drafts", least.drafts), ("prompt", prompt)):
         if floor is None or not floor.total.bytes:
             continue
@@ -80,10 +92,10 @@ def floor_table(least: "StepFloor", prompt: "Floor | None") -> Table:
                 f"{part.matrix_ms:.3f}" if part.flops else "",
                 end_section=part.name == "total",
             )
-        table.add_row(f"floor of {name}", "", f"{floor.ms:.2f}", "", "", end_section=True)
+        table.add_row(f"floor of {name}", "", f"{floor.ms:.3f}", "", "", end_section=True)
     table.caption = (
         f"{least.rows} rows x {least.query_len} tokens, context {least.context}; "
-        f"{H200.memory / 1e12} TB/s, {H200.matrix / 1e12:.0f} TFLOP/s"
+        f"an H200's {H200.memory / 1e12} TB/s and {H200.matrix / 1e12:.0f} TFLOP/s"
     )
     return table
 
@@ -147,7 +159,7 @@ def serving_table(runs: "list[ServingFigures]") -> Table:
         latencies = (run.ttft_ms, run.tpot_ms, run.itl_ms)
         table.add_row(
             f"{run.rate:g}/s" if run.rate else f"{run.concurrency} at once",
-            *(" / ".join(f"{value:.3g}" for value in values) for values in latencies),
+            *(" / ".join(digits(value) for value in values) for values in latencies),
             f"{run.tokens_per_s:.1f}",
             str(run.failed),
         )

@@ -35,7 +35,10 @@ def chat(
     text: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
-    """Chat. /new starts over, /exit ends; a tool call asks you for the tool's result."""
+    """Chat in the terminal.
+
+    /new starts over, /exit ends; a tool call asks you for the tool's result.
+    """
     known = _read_tools(tools)
     llm = load(settings | text)
     params = llm.processor.default_params(**{"max_tokens": 1024, **sampling})

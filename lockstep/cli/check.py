@@ -35,6 +35,11 @@ SHARED = (
 )
 """The settings that a check takes from the user; it varies the others itself. The drafter of a
 speculative_config is checked beside those that the checkpoint allows by itself."""
+LEGEND = (
+    "Equal of all, by what drafted. sampling: tests of distributions; world: random requests that "
+    "come and go; all else: fixed cases. told: drafts that are the answer itself, at some places "
+    "wrong."
+)
 ALL = "all"
 """Of kv_cache_dtype: every format in turn."""
 OWN = "auto"
@@ -73,13 +78,15 @@ def check(
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Prove that drafts, batching, chunks, caching, preemption and graphs change no bit.
+    """Prove that drafts, batching, chunks, caches, preemption and graphs change no bit.
 
     Random worlds of requests, drawn from --seed, and a fixed matrix are run; every answer is
     compared with the plain run's: tokens and logprobs, or with --logits every bit of the logits,
     for 20 prompts at every number of rows, K, chunk size and graph mode. A world that differs is
     made small and written to a file for --replay. Status 1 if any differs. --kv-cache-dtype all
     checks every format of the KV cache in turn, and names those that the model does not take.
+
+    Also: lockstep check quality, what a format of the cache costs in answers; it has its --help.
     """
     size = _size(quick, full, logits, replay, shard)
     _refuse_varied(settings)
@@ -210,6 +217,7 @@ def _table(report: "Report") -> Table:
     phases = list(dict.fromkeys(t.setup.phase for t in report.tallies))
     columns = [(p, g) for p in phases for g in graphs]
     table = Table("drafts", *(p if len(graphs) == 1 else f"{p}, {g}" for p, g in columns))
+    table.caption = LEGEND
     for drafting in dict.fromkeys(t.setup.drafting for t in report.tallies):
         own = [t for t in report.tallies if t.setup.drafting == drafting]
         cells = ([t for t in own if (t.setup.phase, t.setup.graph) == c] for c in columns)

@@ -3,8 +3,10 @@
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, Group
+from rich.filesize import decimal
 from rich.table import Column, Table
+from rich.text import Text
 
 from lockstep.cli.options import engine_options, settle_drafts
 from lockstep.cli.show import load, print_json
@@ -27,7 +29,7 @@ def explain(
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Print, per layer, op and backend and why the others were refused; and the plan.
+    """Show the plan, and the backend of every op and layer.
 
     With --arch, of a GPU that is not there: from config.json alone, no weights are read.
     """
@@ -41,9 +43,13 @@ def explain(
         return
     console = Console(highlight=False)
     console.print(_layers(found["layers"]))
-    console.print(_plan({**found["plan"], "fingerprint": found["fingerprint"]}))
+    plan = found["plan"]
+    cache = plan["num_pages"] * plan["page_bytes"]
+    states = plan["num_slots"] * plan["slot_bytes"]
+    sizes = {"cache_bytes": cache, "state_bytes": states}
+    console.print(_plan({**plan, "fingerprint": found["fingerprint"], **sizes}))
     for note in found["notes"]:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
 
 
 def _total(arch: str | None, given: float | None) -> int | None:
@@ -76,15 +82,21 @@ def _show_absent(settings: dict[str, Any], arch: str, total: int | None, json: b
     console = Console(highlight=False)
     console.print(_layers(found["layers"]))
     console.print(_tiles(found["tiles"]))
-    table = Table("plan", Column("", overflow="fold"), title="Plan", title_justify="left")
-    table.add_row("architecture", f"{arch} ({found['cards']})")
-    table.add_row("shared_bytes", f"{found['shared_bytes']:,} a program")
-    for name, value in found["plan"].items():
-        exact = isinstance(value, int) and not isinstance(value, bool)
-        table.add_row(name, f"{value:,}" if exact else str(value))
-    console.print(table)
+    card = {"architecture": f"{arch} ({found['cards']})", "shared_bytes": found["shared_bytes"]}
+    verdict = {name: found["plan"].pop(name, None) for name in ("fits", "why")}
+    console.print(_plan(card | found["plan"]))
     for note in found["notes"]:
-        console.print(f"note: {note}", markup=False)
+        console.print(f"note: {note}", markup=False, soft_wrap=True)
+    if verdict["fits"]:
+        console.print(
+            f"It fits: a cache of {found['plan']['cache_tokens']:,} tokens.", style="green"
+        )
+    elif total is not None:
+        needed = decimal(found["plan"]["needed_bytes"])
+        said = f"It does not fit: {needed} are needed, of {decimal(total)}; {verdict['why']}"
+        console.print(said, style="red", soft_wrap=True)
+    else:
+        console.print("--gpu-memory-bytes, e.g. 24e9, tells whether it fits, and how many tokens.")
 
 
 def _tiles(tiles: list[dict[str, Any]]) -> Table:
@@ -96,28 +108,50 @@ def _tiles(tiles: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _layers(layers: list[dict[str, Any]]) -> Table:
-    """Layers whose choices are the same stand in one line."""
-    table = Table(
-        "op", "backend", "layers", "refused", title="Ops", title_justify="left", show_lines=True
-    )
+def _layers(layers: list[dict[str, Any]]) -> Group:
+    """Layers whose choices are the same stand in one line; why others were refused, below."""
+    table = Table("op", "backend", "layers", "refused", title="Ops", title_justify="left")
+    reasons: dict[str, int] = {}
     groups: dict[tuple[str, str, str], list[str]] = {}
     for choice in layers:
-        refused = "; ".join(f"{name}: {why}" for name, why in choice["refused"].items())
+        refused = [f"{name}: {why}" for name, why in choice["refused"].items()]
+        numbers = ", ".join(str(reasons.setdefault(one, len(reasons) + 1)) for one in refused)
         op = " ".join(filter(None, (choice["op"], choice["size"], choice["packing"])))
-        key = (op, choice["backend"], refused or "-")
-        places = groups.setdefault(key, [])
+        places = groups.setdefault((op, choice["backend"], numbers), [])
         if choice["layer"] not in places:
             places.append(choice["layer"])
-    for (op, backend, refused), places in groups.items():
-        table.add_row(op, backend, ", ".join(p or "shared" for p in places), refused)
-    return table
+    for (op, backend, numbers), places in groups.items():
+        table.add_row(op, backend, spans([p or "shared" for p in places]), numbers)
+    lines = [Text(f"refused {number}: {why}") for why, number in reasons.items()]
+    return Group(table, *lines)
+
+
+def spans(places: list[str]) -> str:
+    """layers.0, layers.1, layers.2, layers.4, head -> layers.0-2, layers.4, head."""
+    found: list[tuple[str, int, int]] = []  # a name in front of a number, the first and the last
+    for place in places:
+        name, dot, number = place.rpartition(".")
+        if not number.isdigit():
+            found.append((place, -1, -1))
+        elif found and found[-1][0] == name + dot and found[-1][2] == int(number) - 1:
+            found[-1] = (name + dot, found[-1][1], int(number))
+        else:
+            found.append((name + dot, int(number), int(number)))
+    shown = []
+    for name, first, last in found:
+        numbers = f"{first}-{last}" if last > first else str(first)
+        shown.append(name if first < 0 else name + numbers)
+    return ", ".join(shown)
 
 
 def _plan(plan: dict[str, Any]) -> Table:
-    table = Table("plan", Column("", overflow="fold"), title="Plan", title_justify="left")
+    """A line per setting of a plan; bytes in the unit that suits them."""
+    table = Table("setting", Column("value", overflow="fold"), title="Plan", title_justify="left")
     for name, value in plan.items():
-        table.add_row(name, str(value))
-    table.add_row("cache bytes", f"{plan['num_pages'] * plan['page_bytes']:,} in pages")
-    table.add_row("state bytes", f"{plan['num_slots'] * plan['slot_bytes']:,} in slots")
+        if name.endswith("_bytes"):
+            table.add_row(name, decimal(value))
+        elif isinstance(value, int):
+            table.add_row(name, f"{value:,}")
+        else:
+            table.add_row(name, str(value))
     return table

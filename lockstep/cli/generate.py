@@ -124,7 +124,8 @@ def _compare(
     settled = settle_drafts({**settings, "enable_prefix_caching": False})
     if settled["speculative_config"] is None:
         raise ConfigError(
-            "--compare needs drafts, and this checkpoint has no draft module; name a drafter, e.g. "
+            "--compare needs drafts, and there are none: the checkpoint has no draft module, or "
+            "--speculative-config says none. Name a drafter, e.g. "
             """--speculative-config '{"method": "ngram", "num_speculative_tokens": 3}'."""
         )
     plain = load({**settled, "speculative_config": None}, quiet=json)

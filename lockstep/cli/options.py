@@ -12,7 +12,7 @@ import typer
 from lockstep.cli.vllm.command import panel_of
 from lockstep.cli.vllm.read import CONFIG
 from lockstep.config import EngineConfig
-from lockstep.errors import ConfigError, choice_error
+from lockstep.errors import ConfigError, brief, choice_error
 from lockstep.sampling_params import SamplingParams
 from lockstep.serve.settings import ServerSettings
 from lockstep.settings import Settings, allowed_by
@@ -61,10 +61,20 @@ def engine_options(command: Command) -> Command:
         values.pop(CONFIG)  # it was read before
         settings = {f.name: values.pop(f.name) for f in own}
         settings = {name: _read(EngineConfig, name, value) for name, value in settings.items()}
-        settings["model"] = values.pop("model", None) or flag
+        settings["model"] = _one_model(values.pop("model", None), flag)
         return {"settings": settings}
 
     return _extended(command, added, read, drop="settings")
+
+
+def _one_model(named: str | None, flag: str | None) -> str | None:
+    """The model, from the argument or the flag. Raises ConfigError where both name one."""
+    if named is not None and flag is not None and named != flag:
+        raise ConfigError(
+            f"model={brief(named)} and --model={brief(flag)} are two models; allowed: one. Leave "
+            "one of them out."
+        )
+    return named if named is not None else flag
 
 
 def text_options(command: Command) -> Command:
@@ -164,7 +174,7 @@ def _object(text: str) -> dict[str, Any] | None:
 
 def _option(field: Field[Any], hint: Any, default: Any) -> inspect.Parameter:
     help = field.metadata["help"] + (SPEC_HELP if field.name == "speculative_config" else "")
-    if hint is bool and not field.name.startswith("no_"):
+    if hint is bool and default:
         name = field.name.replace("_", "-")
         panel = panel_of(field.name)
         flag = typer.Option(f"--{name}/--no-{name}", help=help, rich_help_panel=panel)

@@ -37,7 +37,7 @@ def serve(
     text: dict[str, Any],
     settings: dict[str, Any],
 ) -> None:
-    """Serve the OpenAI API until interrupted."""
+    """Serve the APIs of OpenAI and Anthropic until interrupted."""
     from lockstep.serve.guard import default_hosts
     from lockstep.serve.run import Address, Options
     from lockstep.serve.service import Limits
@@ -219,7 +219,9 @@ def _pages(server: ServerSettings) -> Any:
 
 
 def _tls(server: ServerSettings) -> dict[str, Any]:
-    """uvicorn's settings; {} without TLS."""
+    """uvicorn's settings; {} without TLS. Raises ConfigError, before a model is loaded."""
+    from lockstep.serve.run import check_tls
+
     if server.ssl_certfile is None:
         if server.ssl_keyfile or server.ssl_ca_certs or server.ssl_cert_reqs:
             raise ConfigError("ssl_certfile is missing; TLS needs --ssl-certfile.")
@@ -231,4 +233,6 @@ def _tls(server: ServerSettings) -> dict[str, Any]:
         "ssl_cert_reqs": server.ssl_cert_reqs,
     }
     more = {"ssl_ca_certs": server.ssl_ca_certs, "ssl_ciphers": server.ssl_ciphers}
-    return found | {name: value for name, value in more.items() if value}
+    settings = found | {name: value for name, value in more.items() if value}
+    check_tls(settings)
+    return settings

@@ -20,6 +20,7 @@ from rich.progress import (
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from lockstep.config import EngineConfig
     from lockstep.engine.engine import Facts
     from lockstep.llm import LLM
 
@@ -34,6 +35,8 @@ def note(text: str, style: str = "dim") -> None:
     notes().print(text, style=style, markup=False, soft_wrap=True)
 
 
+BUNDLED = "the bundled model"
+"""What a model is called where the user names none."""
 BYTES = "loading"
 """The work whose progress is told in bytes; that of all other is told in numbers of things."""
 
@@ -53,14 +56,16 @@ class _Amount(ProgressColumn):
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr, driven by (what, done, of); it goes when it is done."""
+    """A bar on stderr where that is a terminal, driven by (what, done, of); it goes when done."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         _Amount(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=notes(), transient=True) as bar:
+    console = notes()
+    off = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=off) as bar:
         task = bar.add_task("starting", total=None)
 
         def show(what: str, done: int, of: int) -> None:
@@ -94,15 +99,27 @@ def summary(facts: "Facts") -> str:
             f"(acceptance length {spec.synthetic_length:.2f})"
         )
     memory = plan.num_pages * plan.page_bytes + plan.num_slots * plan.slot_bytes
+    room = (plan.num_pages - 1) * plan.page_size
     loaded = facts.loaded
     read = "random weights"
     if loaded:
         read = f"{loaded.bytes / 1e9:.2f} GB of weights at {loaded.speed / 1e9:.1f} GB/s"
     return (
-        f"{plan.model_path.name} on {plan.device}, {drafting}, {plan.num_pages} pages "
-        f"({memory / 2**20:.0f} MiB of cache), {read}, graph {plan.graph_mode}, "
+        f"{model_name(facts.config)} on {plan.device}, {drafting}, cache of {room:,} tokens "
+        f"({memory / 2**20:,.0f} MiB), {read}, graph {plan.graph_mode}, "
         f"numerics {plan.numerics}"
     )
+
+
+def model_name(config: "EngineConfig") -> str:
+    """What the user called the model."""
+    return config.model or BUNDLED
+
+
+def print_result(value: Any, asked: bool) -> None:
+    """print_json for programs: where it is asked for, and where stdout is no terminal."""
+    if asked or not sys.stdout.isatty():
+        print_json(value)
 
 
 def print_json(value: Any) -> None:

@@ -37,7 +37,7 @@ def top(
         str | None, typer.Option(help="file whose first line is the key; a process list shows none")
     ] = None,
 ) -> None:
-    """Watch a running server: requests, tokens/s, acceptance, cache, preemptions, step time.
+    """Watch a running server's figures.
 
     Reads its /metrics. Ctrl+C ends it.
     """

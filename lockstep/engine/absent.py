@@ -167,7 +167,7 @@ def plan(
     if total is None:
         return found
     left = config.kv_cache_memory_bytes or int(total * config.gpu_memory_utilization) - before
-    found |= dict(gpu_memory_bytes=total, cache_bytes=left)
+    found |= dict(gpu_memory_bytes=total, cache_bytes=max(left, 0))
     try:
         asked = config.num_gpu_blocks is not None
         size = (

@@ -226,7 +226,7 @@ class Engine:
         stats.pages_used = cache.paged.pool.used
         stats.prefix_hits_total = cache.hit_tokens
         stats.prefix_queries_total = cache.query_tokens
-        stats.drafts_total = scheduler.drafts
+        stats.drafts_total = scheduler.drafted_rows
         stats.accepted_at = tuple(scheduler.accepted_at)
         return stats
 

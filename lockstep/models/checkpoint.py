@@ -135,7 +135,10 @@ def weight_files(folder: Path) -> list[Path]:
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"{folder} holds no *.safetensors file; name another model folder.")
+        raise CheckpointError(
+            f"{folder} holds no *.safetensors file. Name another model folder, or take random "
+            "weights with load_format='dummy'."
+        )
     for path in sorted(folder.glob("*.safetensors.index.json")):
         remedy = "Fetch the file again, or delete it: it is not needed."
         places = read_object(path, remedy).get("weight_map")

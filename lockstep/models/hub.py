@@ -5,6 +5,7 @@ HF_HUB_DOWNLOAD_TIMEOUT (10 seconds) without a byte. What has come is kept.
 """
 
 import queue
+import re
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -14,21 +15,35 @@ from lockstep.errors import ConfigError
 PATIENCE = 3.0
 """Seconds that the hub has to answer, all tries together: its own client would take minutes."""
 SETTINGS = ["config.json", "*quant*config.json"]
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+"""NAME, or OWNER/NAME: any other text can only be a path."""
+REMEDY = (
+    "Name a folder with config.json and *.safetensors, or a hub id that can be reached from here."
+)
 FILES = ["*.json", "*.safetensors", "*.jinja"]
 
 
-def folder_of(model: str, weights: bool = True) -> Path:
-    """The checkpoint folder of a path or a hub id. weights: as in fetch()."""
+def folder_of(model: str, weights: bool = True, field: str = "model") -> Path:
+    """The checkpoint folder of a path or a hub id. weights, field: as in fetch().
+
+    Raises ConfigError.
+    """
     with suppress(OSError, ValueError):  # a name that no folder can have
         if Path(model).is_dir():
             return Path(model)
-    return fetch(model) if weights else fetch(model, weights=False)
+    if not HUB_ID.fullmatch(model):
+        raise ConfigError(
+            f"{field}={model[:200]!r} is no folder that is there, and no hub id, such as "
+            f"Qwen/Qwen3-8B. {REMEDY}"
+        )
+    return fetch(model, weights, field)
 
 
-def fetch(model: str, weights: bool = True) -> Path:
+def fetch(model: str, weights: bool = True, field: str = "model") -> Path:
     """The folder of a hub id: fetched, or cached where the hub does not answer.
 
-    weights: also its weights, not its settings alone. Raises ConfigError where it is neither.
+    weights: also its weights, not its settings alone. field: the setting that names it, for the
+    error. Raises ConfigError where it is neither.
     """
     from huggingface_hub import snapshot_download
 
@@ -40,9 +55,8 @@ def fetch(model: str, weights: bool = True) -> Path:
     except Exception as error:  # the hub's client passes on whatever its transport raises
         reason = _reason(fault or error)
     raise ConfigError(
-        f"model={model[:200]!r} is neither a folder, nor a hub id that can be fetched ({reason}), "
-        "nor one that was fetched before. Name a folder with config.json and *.safetensors, a hub "
-        "id that can be reached from here, or leave model out for the bundled one."
+        f"{field}={model[:200]!r} is neither a folder, nor a hub id that can be fetched "
+        f"({reason}), nor one that was fetched before. {REMEDY}"
     )
 
 

@@ -264,8 +264,8 @@ class Runner:
         self.forget(request.id)
         if request.cache_salt:
             return
-        for told in self.program.on_answer:
-            told(request.output_token_ids)
+        for learn in self.program.on_answer:
+            learn(request.output_token_ids)
 
     def forget(self, request_id: str) -> None:
         """Drops what is kept of a preempted request that was aborted."""

@@ -1,8 +1,8 @@
 """The table: one device row per request, and the truth for lengths, tokens and drafts.
 
-`prepare` makes a step out of it, `advance` commits the target's tokens to it. Both are one op
-without a host sync, so they belong to the captured step. Row 0 is the null row: it always has
-nothing committed, page 0 and slot 0.
+`prepare` makes a step out of it, `accept_and_commit` commits the target's tokens to it. Each is one
+op without a host sync, so they belong to the captured step. Row 0 is the null row: it always has
+nothing committed, page 0 and state slot 0.
 """
 
 import torch

@@ -108,7 +108,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.budget = max_num_batched_tokens
         self.max_model_len = max_model_len
-        self.drafts = 0  # rows of steps that brought drafts
+        self.drafted_rows = 0  # rows of steps that brought drafts
         self.accepted_at = [0] * (query_len - 1)  # accepted drafts, by their place
         self.query_len = query_len
         self.row_buckets = row_buckets
@@ -253,7 +253,7 @@ class Scheduler:
         return touched
 
     def _count_drafts(self, result: RowResult) -> None:
-        self.drafts += result.num_drafted > 0
+        self.drafted_rows += result.num_drafted > 0
         for place in range(result.num_accepted):
             self.accepted_at[place] += 1
 

@@ -8,8 +8,9 @@ import logging
 import os
 import resource
 import socket
+import ssl
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,6 +34,7 @@ log = logging.getLogger("lockstep.serve")
 BACKLOG = 128
 SPARE_DESCRIPTORS = 64
 """Descriptors that are not for connections: files, the engine, logs."""
+TLS_FILES = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
 END_SECONDS = 5.0
 """How long clients have to read the last event of a stream that was ended."""
 
@@ -203,7 +205,7 @@ def serve(
         timeout_graceful_shutdown=int(options.drain_seconds + END_SECONDS) + 1,
         **options.tls,
     )
-    _load_tls(config)
+    config.load()
     server = _Server(config, service, options.drain_seconds)
     url = address.url(listener, bool(options.tls))
 
@@ -235,15 +237,23 @@ def serve(
         raise EngineDeadError(f"the engine has stopped: {server.failure}. Restart the server.")
 
 
-def _load_tls(config: uvicorn.Config) -> None:
+def check_tls(tls: Mapping[str, Any]) -> None:
+    """Raises ConfigError where uvicorn could not use these settings of its own: {} is no TLS."""
+    if not tls:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        config.load()
+        context.load_cert_chain(
+            tls["ssl_certfile"], tls["ssl_keyfile"], tls["ssl_keyfile_password"] or ""
+        )
+        if "ssl_ca_certs" in tls:
+            context.load_verify_locations(tls["ssl_ca_certs"])
+        if "ssl_ciphers" in tls:
+            context.set_ciphers(tls["ssl_ciphers"])
     except (OSError, ValueError) as error:
-        if not config.is_ssl:
-            raise
+        named = ", ".join(f"{name}={tls[name]!r}" for name in TLS_FILES if tls.get(name))
         raise ConfigError(
-            f"ssl_certfile={config.ssl_certfile!r} ssl_keyfile={config.ssl_keyfile!r} cannot be "
-            f"used: {error}. Name a certificate and its key in PEM form."
+            f"{named} cannot be used: {error}. Name files in PEM form that belong together."
         ) from None
 
 
@@ -275,16 +285,14 @@ class _Overflows:
 def how_to_ask(
     url: str, model_name: str, chats: bool = True, uds: str | None = None, keys: bool = False
 ) -> str:
-    """The URL, a curl line and a Python line, which work as pasted; `keys`: with KEY replaced."""
+    """The model, the URL, and a curl line that works as pasted; `keys`: with KEY replaced."""
     question = "What is the capital of France?"
     body: dict[str, Any] = {"model": model_name}
     if chats:
         address = f"{url}/v1/chat/completions"
-        answer = "['message']['content']"
         body["messages"] = [{"role": "user", "content": question}]
     else:
         address = f"{url}/v1/completions"
-        answer = "['text']"
         body["prompt"] = question
     headers = {"Content-Type": "application/json"}
     if keys:
@@ -292,15 +300,7 @@ def how_to_ask(
     where = f"the Unix socket {uds}" if uds else f"{url}/v1 (base_url of OpenAI clients)"
     via = f"--unix-socket {uds} " if uds else ""
     shown = " ".join(f"-H '{name}: {value}'" for name, value in headers.items())
-    lines = [
-        f"Lockstep serves {model_name} at {where}",
-        f"  curl -s {via}{address} {shown} -d '{json.dumps(body)}'",
-    ]
-    if uds is None:
-        script = (
-            "import json, urllib.request as web; "
-            f"ask = web.Request('{address}', json.dumps({body!r}).encode(), {headers!r}); "
-            f"print(json.load(web.urlopen(ask))['choices'][0]{answer})"
-        )
-        lines.append(f'  python3 -c "{script}"')
-    return "\n".join(lines)
+    return (
+        f"Ready: the model {model_name!r} at {where}\n"
+        f"  curl -s {via}{address} {shown} -d '{json.dumps(body)}'"
+    )

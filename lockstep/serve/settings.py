@@ -102,7 +102,9 @@ class ServerSettings(Settings):
     metrics_names: Literal["lockstep", "vllm"] = setting(
         "lockstep", "what stands in front of the names of /metrics: lockstep or vllm"
     )
-    log_format: LogFormat = setting("text", "form of the log's lines on stderr: text or json")
+    log_format: LogFormat = setting(
+        "text", "form of the log's lines on stderr: text or json", remedy="Choose one of them."
+    )
     enable_log_requests: bool = setting(
         False, "a line in the log for every request that has ended; no text of it"
     )

@@ -38,4 +38,4 @@ class FolderOptions(ModuleOptions):
     @property
     def folder(self) -> Path:
         """The checkpoint's folder, fetched if need be. Raises ConfigError."""
-        return folder_of(self.model)
+        return folder_of(self.model, field="speculative_config model")

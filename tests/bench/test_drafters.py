@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from lockstep.bench import drafters
 from lockstep.bench.drafters import CountedDraftLength, DrafterLine, compare_drafters, plot
 from lockstep.cli import app
+from lockstep.errors import ConfigError
 from lockstep.sampling_params import SamplingParams
 from tests.tiny_model import LLAMA, QWEN3, make_model
 
@@ -70,11 +72,18 @@ def test_every_drafter_that_fits_and_those_named(target: str, draft: str, tmp_pa
     assert image.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_drafter_that_is_wrong_is_told_first(target: str) -> None:
+def test_a_drafter_that_is_wrong_is_told_first(
+    target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(Exception, match="num_speculative_tokens=16 is not allowed"):
         run(target, "--num-speculative-tokens", "16", *ONCE)
     with pytest.raises(Exception, match="speculative_config='ngram' is not allowed"):
         run(target, "--drafter", "ngram", *ONCE)
+    nowhere = json.dumps({"method": "eagle3", "model": "/nowhere"})
+    with monkeypatch.context() as patched:
+        patched.setattr(drafters, "compare_drafters", None)  # nothing is loaded before that
+        with pytest.raises(ConfigError, match="speculative_config model='/nowhere' is no folder"):
+            run(target, "--drafter", nowhere, *ONCE)
 
 
 def test_a_plot_without_drafts_is_drawn(tmp_path: Path) -> None:

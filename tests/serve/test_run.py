@@ -26,6 +26,8 @@ from lockstep.serve.service import Service
 from tests.serve.process import PATIENCE, served
 
 TLS = Path(__file__).parent / "tls"
+CERT = str(TLS / "cert.pem")
+KEY = str(TLS / "key.pem")
 
 
 def test_ports():
@@ -81,6 +83,10 @@ def test_descriptors_are_raised():
         (["--api-key", ""], "api_key"),
         (["--api-key-file", "/no/such/file"], "api_key_file"),
         (["--ssl-keyfile", "x"], "ssl_certfile"),
+        (["--ssl-certfile", "/none"], "ssl_certfile='/none' cannot be used"),
+        (["--ssl-certfile", CERT], f"ssl_certfile={CERT!r} cannot be used"),  # without its key
+        (["--ssl-certfile", CERT, "--ssl-keyfile", KEY, "--ssl-ca-certs", KEY], "ssl_ca_certs="),
+        (["--ssl-certfile", CERT, "--ssl-keyfile", KEY, "--ssl-ciphers", "x"], "ssl_certfile="),
     ],
 )
 def test_options_are_checked_before_a_model_is_loaded(options, told):

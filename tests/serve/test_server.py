@@ -1,6 +1,5 @@
 """Completions, errors, disconnects, metrics and the rest of the server."""
 
-import ast
 import asyncio
 import json
 import shlex
@@ -187,11 +186,10 @@ def test_counters_only_grow():
 
 def test_shown_lines_work(processor):
     url = "http://127.0.0.1:1"
-    _, curl, python = how_to_ask(url, "tiny").splitlines()
+    ready, curl = how_to_ask(url, "tiny").splitlines()
+    assert ready == f"Ready: the model 'tiny' at {url}/v1 (base_url of OpenAI clients)"
     words = shlex.split(curl)
     assert words[2] == f"{url}/v1/chat/completions" and json.loads(words[-1])["model"] == "tiny"
-    assert ast.parse(shlex.split(python)[2]).body
     assert f"{url}/v1/completions" in how_to_ask(url, "tiny", chats=False)
-    _, curl, python = how_to_ask(url, "tiny", keys=True).splitlines()
-    assert "Authorization: Bearer KEY" in shlex.split(curl) and "Bearer KEY" in python
-    assert ast.parse(shlex.split(python)[2]).body
+    _, curl = how_to_ask(url, "tiny", keys=True).splitlines()
+    assert "Authorization: Bearer KEY" in shlex.split(curl)

@@ -3,8 +3,7 @@
 from functools import cache
 from typing import Any
 
-from typer.core import TyperCommand
-
+from lockstep.cli.command import PlainCommand
 from lockstep.cli.show import note
 from lockstep.cli.vllm.flag import Kind
 from lockstep.cli.vllm.read import Option, Reader
@@ -14,7 +13,7 @@ OWN_GROUP = "Lockstep's own"
 """Of options whose settings no flag of vLLM sets."""
 
 
-class FlagCommand(TyperCommand):
+class FlagCommand(PlainCommand):
     """Reads vLLM's flags, and --config, before the command's own options are parsed."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -25,6 +24,7 @@ class FlagCommand(TyperCommand):
                 switch=bool(getattr(param, "is_flag", False)),
                 several=bool(getattr(param, "multiple", False)),
                 off=bool(param.secondary_opts),
+                short=tuple(other for other in param.opts if not other.startswith("--")),
             )
             for param in self.get_params(ctx)
             for name in param.opts

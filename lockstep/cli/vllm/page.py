@@ -24,8 +24,9 @@ read like dashes, `--flag=value` like `--flag value`; `--no-flag` turns a switch
 `max-model-len: 8192`; the command line has the last word. A misspelt flag is an error that names
 the nearest. All commands that load a model know the flags whose settings they have.
 
-Two defaults differ: `--host` is 127.0.0.1, and a checkpoint's own draft module drafts unless
-`--speculative-config none` is given.
+Defaults that differ: `--host` is 127.0.0.1; `--max-num-seqs` is 16, where vLLM's server takes 256
+or more at once, so raise it for many clients; `--max-num-batched-tokens` is 2,048; and a
+checkpoint's own draft module drafts unless `--speculative-config none` is given.
 """
 
 

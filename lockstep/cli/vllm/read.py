@@ -22,19 +22,22 @@ LEFT_OUT = "Leave it out."
 class Option:
     """An option of the command itself: its name without dashes, and how its values are written.
 
-    several: it may be given again; off: whether --no-... turns it off.
+    several: it may be given again; off: whether --no-... turns it off; short: other spellings.
     """
 
-    def __init__(self, name: str, switch: bool, several: bool, off: bool) -> None:
+    def __init__(
+        self, name: str, switch: bool, several: bool, off: bool, short: tuple[str, ...] = ()
+    ) -> None:
         self.name = name
         self.switch = switch
         self.several = several
         self.off = off
+        self.short = short
 
     def flag(self) -> Flag:
         """The option as a flag that sets it."""
         form = Form.MANY if self.several else Form.TEXT
-        return acts(self.name, "", Form.SWITCH if self.switch else form)
+        return acts(self.name, "", Form.SWITCH if self.switch else form, short=self.short)
 
     def words(self, value: Any) -> list[str]:
         """A value of it on the command line."""
@@ -59,7 +62,7 @@ class Reader:
         own = [option.flag() for option in self._options.values()]
         known = [flag for flag in all_flags() if self._knows(flag)]
         self._flags = {flag.name: flag for flag in (*own, *known)}
-        self._short = {short: flag for flag in known for short in flag.short}
+        self._short = {short: flag for flag in (*known, *own) for short in flag.short}
         self._set: dict[str, Any] = {}
         self._fresh: set[str] = set()
         self._lists: dict[tuple[str, ...], list[Any]] = {}

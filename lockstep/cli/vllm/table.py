@@ -567,6 +567,11 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             setting="",
             same=(True,),
         ),
+        acts(
+            "disable-frontend-multiprocessing",
+            "the engine runs in the server's own process, in a thread",
+            SWITCH,
+        ),
         acts("uvicorn-log-level", "what the HTTP server logs"),
         noted("h11-max-incomplete-event-size", HEADS, SIZE),
         noted("h11-max-header-count", HEADS, NUMBER),
@@ -722,11 +727,6 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         noted("use-v2-block-manager", "there is one", SWITCH),
         noted("preemption-mode", "a preempted row moves to host memory; nothing is computed again"),
         noted("guided-decoding-backend", ONE_BACKEND),
-        acts(
-            "disable-frontend-multiprocessing",
-            "the engine runs in the server's own process, in a thread",
-            SWITCH,
-        ),
         noted("disable-async-output-proc", "text is made beside the steps", SWITCH),
         noted("disable-mm-preprocessor-cache", NO_MEDIA, SWITCH),
     ),
