@@ -220,6 +220,21 @@ TAG = {
 }
 
 
+def triggered(**more: Any) -> dict[str, Any]:
+    """TAG, as xgrammar writes it now."""
+    tags = [
+        {
+            "type": "tag",
+            "begin": one["begin"],
+            "content": {"type": "json_schema", "json_schema": one["schema"]},
+            "end": one["end"],
+        }
+        for one in TAG["structures"]
+    ]
+    form = {"type": "triggered_tags", "triggers": TAG["triggers"], "tags": tags, **more}
+    return {"type": "structural_tag", "format": form}
+
+
 LARGE = {"type": "integer", "multipleOf": 2**31}
 
 
@@ -248,7 +263,9 @@ def test_usual_multiples_are_obeyed(compiler: Compiler) -> None:
     wanted(compiler, json={"type": "integer", "multipleOf": 3600})
 
 
-@pytest.mark.parametrize("spelled", [TAG, json.dumps(TAG)])
+@pytest.mark.parametrize(
+    "spelled", [TAG, json.dumps(TAG), triggered(), triggered(at_least_one=False)]
+)
 def test_tags_bind_behind_their_triggers(compiler: Compiler, spelled: Any) -> None:
     for text, fits in (
         ("free <text", True),
@@ -265,6 +282,12 @@ def test_tags_bind_behind_their_triggers(compiler: Compiler, spelled: Any) -> No
     "tag",
     [
         {"type": "structural_tag", "format": {"type": "json_schema"}},
+        triggered(at_least_one=True),
+        triggered(tags=[]),
+        triggered(tags=[{"begin": "<f=a>", "content": {"type": "any_text"}, "end": ""}]),
+        triggered(tags=5),
+        triggered(triggers="<f="),
+        {"type": "structural_tag", "format": []},
         {"structures": [], "triggers": ["<"]},
         {"structures": [{"begin": "<a", "end": 3}], "triggers": ["<"]},
         {"structures": [{"begin": "<a", "end": ""}], "triggers": ["["]},
