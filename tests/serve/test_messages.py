@@ -167,6 +167,11 @@ def test_thinking_is_switched(server: Any, processor: Any) -> None:
     found = post(server, PATH, messages=USER, max_tokens=9, thinking=THINK)
     assert last_prompt(server, processor).endswith("<think>\n")
     assert found.headers["x-lockstep-ignored-fields"] == "thinking.budget_tokens"
+    default = post(server, PATH, messages=USER, max_tokens=9)
+    assert default.status_code == 200
+    prompt = server.client.requests[-1].prompt_token_ids
+    create(server, thinking={"type": "adaptive"})
+    assert server.client.requests[-1].prompt_token_ids == prompt, "as the template does by itself"
     counted = post(server, COUNT, messages=USER, thinking=THINK)
     assert counted.headers["x-lockstep-ignored-fields"] == "thinking.budget_tokens"
 
