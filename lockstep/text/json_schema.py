@@ -32,6 +32,14 @@ NOTES = (
     "$comment",
 )  # fmt: skip
 """Keywords that tell a reader something, and bind no value."""
+FORMATS = frozenset(
+    (
+        "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname",
+        "ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template",
+        "json-pointer", "relative-json-pointer", "regex",
+    )
+)  # fmt: skip
+"""Those that JSON Schema (2020-12, Validation, 7.3) defines; others bind no value."""
 Json = dict[str, Any]
 Place = tuple[str, Any]
 """Where a schema stands, and the schema."""
@@ -183,6 +191,17 @@ def closed(schema: Any) -> Any:
     def change(one: Json) -> Json:
         names = "properties" in one or "patternProperties" in one
         return {"additionalProperties": False, **one} if names else one
+
+    return rewritten(schema, change)
+
+
+def without_own_formats(schema: Any) -> Any:
+    """The schema without formats that JSON Schema does not define, such as OpenAPI's int64."""
+
+    def change(one: Json) -> Json:
+        name = one.get("format")
+        own = isinstance(name, str) and name not in FORMATS
+        return {key: value for key, value in one.items() if key != "format"} if own else one
 
     return rewritten(schema, change)
 

@@ -15,7 +15,13 @@ from llguidance.gbnf_to_lark import any_to_lark
 from lockstep.errors import RequestError, brief
 from lockstep.sampling_params import MAX_GRAMMAR_CHARACTERS, StructuredOutputsParams
 from lockstep.text.grammar import Compiler, GrammarFault, Matcher, first_line
-from lockstep.text.json_schema import check_depth, check_keywords, closed, locate
+from lockstep.text.json_schema import (
+    check_depth,
+    check_keywords,
+    closed,
+    locate,
+    without_own_formats,
+)
 from lockstep.text.multiples import check_multiples
 
 MOST_RULES = 1000
@@ -64,7 +70,7 @@ def schema_of(value: Any, field: str) -> Any:
         schema = _from_json(value, field)
     _check_size(schema, field)
     check_keywords(schema, field)
-    return schema
+    return without_own_formats(schema)
 
 
 def _check_size(value: Any, field: str) -> None:

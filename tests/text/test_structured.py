@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from lockstep.errors import RequestError
 from lockstep.sampling_params import StructuredOutputsParams
-from lockstep.text.grammar import Compiler, GrammarFault
+from lockstep.text.grammar import Compiler, GrammarFault, Matcher
 from lockstep.text.json_schema import (
     MOST_DEPTH,
     MOST_REFERENCES,
@@ -44,8 +44,8 @@ def matches(compiler: Compiler, source: str, text: str) -> bool:
     return bool(masks_of(matcher)[0][end // 8] >> end % 8 & 1)
 
 
-def wanted(compiler: Compiler, **fields: Any) -> None:
-    compile_wanted(StructuredOutputsParams(**fields), compiler)
+def wanted(compiler: Compiler, **fields: Any) -> Matcher:
+    return compile_wanted(StructuredOutputsParams(**fields), compiler)
 
 
 @pytest.mark.parametrize("keyword", REFUSED)
@@ -68,7 +68,7 @@ def test_a_property_of_such_a_name_is_no_keyword(compiler: Compiler, keyword: st
     [
         ({"type": "object", "properties": {"a": {"type": "text"}}}, r"properties\.a .*text"),
         ({"anyOf": [{"type": "string"}, {"pattern": "(?=a)"}]}, r"anyOf\[1\] .*look-around"),
-        ({"$defs": {"x": {"format": "clock", "type": "string"}}, "$ref": "#/$defs/x"}, "clock"),
+        ({"$defs": {"x": {"format": "iri", "type": "string"}}, "$ref": "#/$defs/x"}, "iri"),
         ({"properties": 3}, "'properties' at the root"),
         ({"required": "a"}, "'required' at the root"),
         ({"items": 3}, "items is 3"),
@@ -256,6 +256,27 @@ def test_large_multiples_are_refused(compiler: Compiler, fields: dict[str, Any])
     with pytest.raises(RequestError, match="multipleOf") as caught:
         wanted(compiler, **fields)
     assert caught.value.field == f"structured_outputs.{next(iter(fields))}"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "format": "binary"},
+        {"type": ["integer", "null"], "format": "int64"},
+        {"properties": {"format": {"format": "path", "type": "string", "maxLength": 3}}},
+        {"$defs": {"x": {"format": "password"}}, "items": {"$ref": "#/$defs/x"}},
+    ],
+)
+def test_formats_that_json_schema_does_not_define_bind_nothing(
+    compiler: Compiler, schema: dict[str, Any]
+) -> None:
+    plain = json.loads(json.dumps(schema), object_pairs_hook=without_formats)
+    assert wanted(compiler, json=schema).recipe == wanted(compiler, json=plain).recipe
+
+
+def without_formats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A schema's object without its format; a property of that name stays."""
+    return {key: value for key, value in pairs if key != "format" or isinstance(value, dict)}
 
 
 def test_usual_multiples_are_obeyed(compiler: Compiler) -> None:

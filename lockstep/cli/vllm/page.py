@@ -24,8 +24,9 @@ read like dashes, `--flag=value` like `--flag value`; `--no-flag` turns a switch
 `max-model-len: 8192`; the command line has the last word. A misspelt flag is an error that names
 the nearest. All commands that load a model know the flags whose settings they have.
 
-Two defaults differ: `--host` is 127.0.0.1, and a checkpoint's own draft module drafts unless
-`--speculative-config none` is given.
+Three things differ: `--host` is 127.0.0.1; a checkpoint's own draft module drafts unless
+`--speculative-config none` is given; with a key (`--api-key`), all but `/health`, `/ping` and the
+playground's page ask for it, `/metrics` too.
 """
 
 
