@@ -375,6 +375,7 @@ class ChatRequest(SamplingFields, Conversation):
     tools: list[Tool] | None = Field(None, fail_fast=True, max_length=MAX_TOOLS)
     tool_choice: Annotated[Any, WithJsonSchema(_TOOL_CHOICE)] = "auto"
     parallel_tool_calls: bool = True
+    include_reasoning: bool = True
 
     def params(self, processor: Processor) -> SamplingParams:
         """Sampling parameters. Raises RequestError."""

@@ -141,7 +141,7 @@ class ToolSyntax:
                 "object. Send one, or leave it out.",
                 field,
             )
-        return Tool(name, without_notes(schema), field)
+        return Tool(name, without_notes(schema), field, function.get("strict") is True)
 
 
 def is_strict(tools: Sequence[Json] | None) -> bool:

@@ -211,6 +211,9 @@ def test_tools_that_are_refused(server: SimpleNamespace) -> None:
     wrong = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": bad}}]
     with pytest.raises(openai.BadRequestError, match="'pattern' at properties.a"):
         chat(server, CALL, tools=wrong)
+    loose = {"type": "function", "function": {"name": "f", "parameters": bad}}
+    found = chat(server, CALL, tools=[loose], tool_choice="required", max_tokens=200)
+    assert found.choices[0].message.tool_calls[0].function.name == "f"
     with pytest.raises(openai.BadRequestError, match="needs tools"):
         chat(server, CALL, tool_choice="required")
     with pytest.raises(openai.BadRequestError, match="strict tools are not supported beside"):
