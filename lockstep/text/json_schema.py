@@ -40,6 +40,8 @@ FORMATS = frozenset(
     )
 )  # fmt: skip
 """Those that JSON Schema (2020-12, Validation, 7.3) defines; others bind no value."""
+ANY_NAME: tuple[Any, ...] = ({}, {"type": "string"})
+"""What propertyNames may say and means nothing."""
 Json = dict[str, Any]
 Place = tuple[str, Any]
 """Where a schema stands, and the schema."""
@@ -195,15 +197,21 @@ def closed(schema: Any) -> Any:
     return rewritten(schema, change)
 
 
-def without_own_formats(schema: Any) -> Any:
-    """The schema without formats that JSON Schema does not define, such as OpenAPI's int64."""
+def without_void(schema: Any) -> Any:
+    """The schema without keywords that bind no value: formats that JSON Schema does not define, as
+    OpenAPI's int64, and names of properties that may be any text, as zod writes them."""
 
-    def change(one: Json) -> Json:
-        name = one.get("format")
-        own = isinstance(name, str) and name not in FORMATS
-        return {key: value for key, value in one.items() if key != "format"} if own else one
+    def binds(key: str, value: Any) -> bool:
+        if key == "format":
+            return not isinstance(value, str) or value in FORMATS
+        return key != "propertyNames" or not (value is True or value in ANY_NAME)
 
-    return rewritten(schema, change)
+    return rewritten(schema, lambda one: {k: v for k, v in one.items() if binds(k, v)})
+
+
+def without_refused(schema: Any) -> Any:
+    """The schema without keywords that are not supported."""
+    return rewritten(schema, lambda one: {k: v for k, v in one.items() if k not in REFUSED})
 
 
 def without_notes(schema: Any) -> Any:

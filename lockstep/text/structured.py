@@ -20,7 +20,8 @@ from lockstep.text.json_schema import (
     check_keywords,
     closed,
     locate,
-    without_own_formats,
+    without_refused,
+    without_void,
 )
 from lockstep.text.multiples import check_multiples
 
@@ -63,14 +64,16 @@ def _place_of(
     return None if found is None else (f", at {found[0]} of the schema,", found[1])
 
 
-def schema_of(value: Any, field: str) -> Any:
-    """A JSON schema that was sent as an object or as text, bounded and checked."""
+def schema_of(value: Any, field: str, strict: bool = True) -> Any:
+    """A JSON schema that was sent as an object or as text, bounded and checked. strict: keywords
+    that are not supported are refused, not left out."""
     schema = value
     if isinstance(value, str):
         schema = _from_json(value, field)
     _check_size(schema, field)
+    schema = without_void(schema) if strict else without_refused(without_void(schema))
     check_keywords(schema, field)
-    return without_own_formats(schema)
+    return schema
 
 
 def _check_size(value: Any, field: str) -> None:

@@ -483,6 +483,8 @@ def test_what_a_syntax_cannot_hold_is_refused(
         ({"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]}, "today", "today"),
         ({"type": ["string", "integer"], "minimum": 3}, "2", 2),
         ({"enum": ["a", "b"], "minLength": 9}, "a", "a"),
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "[1, 1]", [1, 1]),
+        ({"not": {"type": "string"}, "type": "integer"}, "2", 2),
     ],
 )
 def test_bounds_that_calls_cannot_be_held_to_bind_strict_tools_alone(
@@ -654,9 +656,9 @@ def test_tools_are_held_to_the_same_bounds() -> None:
         (nested(MOST_DEPTH), "levels"),
         (True, r"tools\[0\].function.parameters=True is not allowed"),
     ):
-        sent = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        function = {"name": "f", "parameters": schema, "strict": True}
         with pytest.raises(RequestError, match=says):
-            syntax.tools(sent)
+            syntax.tools([{"type": "function", "function": function}])
 
 
 @pytest.mark.parametrize("name", NAMES)
