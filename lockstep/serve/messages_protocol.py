@@ -106,7 +106,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether to reason. The budget bounds nothing here."""
+    """Whether to reason; adaptive: as the model does by itself. The budget bounds nothing here."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
@@ -172,10 +172,12 @@ class CountRequest(Body):
         return {"model": self.model, "chat_template_kwargs": self.chat_template_kwargs}
 
     def _effort(self) -> str | None:
-        if self.thinking is not None and self.thinking.type == "disabled":
+        """How much to reason; None, as where thinking is adaptive, leaves it to the model."""
+        kind = self.thinking.type if self.thinking else "adaptive"
+        if kind == "disabled":
             return "none"
         asked = self.output_config.effort if self.output_config else None
-        return asked or ("high" if self.thinking else None)
+        return asked or ("high" if kind == "enabled" else None)
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         if self.system:

@@ -108,11 +108,14 @@ def _content(value: Any) -> Any:
 
 
 def own_kind(kind: str) -> BeforeValidator:
-    """Of a tool's type: clients run all tools here."""
+    """Of a tool's type: clients run all tools here, and call them by a JSON schema."""
 
     def check(value: Any) -> Any:
         if value != kind:
-            raise ValueError(f"this server runs no tools; allowed: {kind}. Leave this tool out")
+            raise ValueError(
+                "tools are run by clients, and called with JSON of a schema; allowed: "
+                f"{kind}. Leave this tool out"
+            )
         return value
 
     return BeforeValidator(check)
@@ -375,6 +378,7 @@ class ChatRequest(SamplingFields, Conversation):
     tools: list[Tool] | None = Field(None, fail_fast=True, max_length=MAX_TOOLS)
     tool_choice: Annotated[Any, WithJsonSchema(_TOOL_CHOICE)] = "auto"
     parallel_tool_calls: bool = True
+    include_reasoning: bool = True
 
     def params(self, processor: Processor) -> SamplingParams:
         """Sampling parameters. Raises RequestError."""

@@ -78,6 +78,7 @@ ELSEWHERE: Table = {
     "top_logprobs": ((0,), _ELSEWHERE),
     "return_token_ids": ((False,), _ELSEWHERE),
     "return_token_sources": ((False,), _ELSEWHERE),
+    "include_reasoning": ((True,), _ELSEWHERE),
     "add_generation_prompt": ((True,), _ELSEWHERE),
     "continue_final_message": ((False,), _ELSEWHERE),
 }
@@ -85,7 +86,6 @@ ELSEWHERE: Table = {
 
 CHAT: Table = {
     "thinking_token_budget": ((), _TOKENS),
-    "include_reasoning": ((True,), "reasoning comes as reasoning_content; leave it out."),
     "echo": ((False,), "it works with /v1/completions only; leave it out."),
     "add_special_tokens": ((False,), "the chat template writes them; leave it out."),
     "chat_template": ((), _TEMPLATE),

@@ -15,6 +15,7 @@ from lockstep.text.parsers.events import (
     CallError,
     CallStart,
     Event,
+    Reasoning,
     Reply,
     Told,
     merged,
@@ -135,6 +136,10 @@ class Turn:
         return Replies(answers, replies)
 
     def _asked_for(self, event: Told) -> bool:
-        """All but the calls behind the first, where only one is wanted."""
-        later = isinstance(event, CallStart | CallArguments) and event.index > 0
-        return self.body.parallel_tool_calls or not later
+        """All but reasoning that nobody wants, and calls behind the first, where one is wanted."""
+        match event:
+            case Reasoning():
+                return self.body.include_reasoning
+            case CallStart() | CallArguments():
+                return self.body.parallel_tool_calls or event.index == 0
+        return True

@@ -32,6 +32,16 @@ NOTES = (
     "$comment",
 )  # fmt: skip
 """Keywords that tell a reader something, and bind no value."""
+FORMATS = frozenset(
+    (
+        "date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname",
+        "ipv4", "ipv6", "uri", "uri-reference", "iri", "iri-reference", "uuid", "uri-template",
+        "json-pointer", "relative-json-pointer", "regex",
+    )
+)  # fmt: skip
+"""Those that JSON Schema (2020-12, Validation, 7.3) defines; others bind no value."""
+ANY_NAME: tuple[Any, ...] = ({}, {"type": "string"})
+"""What propertyNames may say and means nothing."""
 Json = dict[str, Any]
 Place = tuple[str, Any]
 """Where a schema stands, and the schema."""
@@ -185,6 +195,23 @@ def closed(schema: Any) -> Any:
         return {"additionalProperties": False, **one} if names else one
 
     return rewritten(schema, change)
+
+
+def without_void(schema: Any) -> Any:
+    """The schema without keywords that bind no value: formats that JSON Schema does not define, as
+    OpenAPI's int64, and names of properties that may be any text, as zod writes them."""
+
+    def binds(key: str, value: Any) -> bool:
+        if key == "format":
+            return not isinstance(value, str) or value in FORMATS
+        return key != "propertyNames" or not (value is True or value in ANY_NAME)
+
+    return rewritten(schema, lambda one: {k: v for k, v in one.items() if binds(k, v)})
+
+
+def without_refused(schema: Any) -> Any:
+    """The schema without keywords that are not supported."""
+    return rewritten(schema, lambda one: {k: v for k, v in one.items() if k not in REFUSED})
 
 
 def without_notes(schema: Any) -> Any:

@@ -15,7 +15,14 @@ from llguidance.gbnf_to_lark import any_to_lark
 from lockstep.errors import RequestError, brief
 from lockstep.sampling_params import MAX_GRAMMAR_CHARACTERS, StructuredOutputsParams
 from lockstep.text.grammar import Compiler, GrammarFault, Matcher, first_line
-from lockstep.text.json_schema import check_depth, check_keywords, closed, locate
+from lockstep.text.json_schema import (
+    check_depth,
+    check_keywords,
+    closed,
+    locate,
+    without_refused,
+    without_void,
+)
 from lockstep.text.multiples import check_multiples
 
 MOST_RULES = 1000
@@ -26,6 +33,8 @@ LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/')
 ATTRIBUTE = re.compile(r"\b(max_tokens|stop|stop_capture|temperature)\s*=")
 """Attributes of Lark rules that llguidance does not take back with the tokens that set them."""
 MOST_STRUCTURES = 256
+UNHELD = ("at_least_one", "stop_after_first", "excludes")
+"""Of triggered_tags, what is not supported."""
 ANY_OBJECT = {"type": "object"}
 Json = dict[str, Any]
 
@@ -55,12 +64,14 @@ def _place_of(
     return None if found is None else (f", at {found[0]} of the schema,", found[1])
 
 
-def schema_of(value: Any, field: str) -> Any:
-    """A JSON schema that was sent as an object or as text, bounded and checked."""
+def schema_of(value: Any, field: str, strict: bool = True) -> Any:
+    """A JSON schema that was sent as an object or as text, bounded and checked. strict: keywords
+    that are not supported are refused, not left out."""
     schema = value
     if isinstance(value, str):
         schema = _from_json(value, field)
     _check_size(schema, field)
+    schema = without_void(schema) if strict else without_refused(without_void(schema))
     check_keywords(schema, field)
     return schema
 
@@ -155,6 +166,8 @@ def _structural_tag(wanted: StructuredOutputsParams, field: str) -> str:
     tag = wanted.structural_tag
     sent = _from_json(tag, field) if isinstance(tag, str) else tag
     _check_size(sent, field)
+    if isinstance(sent, dict) and "format" in sent:
+        sent = _of_triggered(sent["format"], field)
     structures = sent.get("structures") if isinstance(sent, dict) else None
     triggers = sent.get("triggers") if isinstance(sent, dict) else None
     if not _are_structures(structures) or not _are_texts(triggers):
@@ -165,6 +178,36 @@ def _structural_tag(wanted: StructuredOutputsParams, field: str) -> str:
         )
     assert structures is not None and triggers is not None
     return tags([_tag(one, triggers, field) for one in structures])
+
+
+def _of_triggered(form: Any, field: str) -> Json:
+    """Structures and triggers of a `format`, as xgrammar writes structural tags now."""
+    kind = form.get("type") if isinstance(form, dict) else None
+    tags = form.get("tags") if isinstance(form, dict) else None
+    bound = [name for name in UNHELD if isinstance(form, dict) and form.get(name)]
+    if kind != "triggered_tags" or bound or not _are_tags(tags):
+        raise RequestError(
+            f"{field}: format={brief(form)} is not supported; allowed: triggered_tags whose tags "
+            f"have a json_schema as content, without {', '.join(UNHELD)}. Change it.",
+            field,
+        )
+    assert tags is not None
+    structures = [
+        {"begin": tag.get("begin"), "schema": tag["content"]["json_schema"], "end": tag.get("end")}
+        for tag in tags
+    ]
+    return {"structures": structures, "triggers": form.get("triggers")}
+
+
+def _are_tags(value: Any) -> bool:
+    """Whether these are tags around JSON."""
+    if not isinstance(value, list) or not 1 <= len(value) <= MOST_STRUCTURES:
+        return False
+    contents = [one.get("content") if isinstance(one, dict) else None for one in value]
+    return all(
+        isinstance(one, dict) and one.get("type") == "json_schema" and "json_schema" in one
+        for one in contents
+    )
 
 
 def _are_structures(value: Any) -> bool:

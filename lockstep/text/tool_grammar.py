@@ -133,15 +133,16 @@ class ToolSyntax:
                 f"{field}.name",
             )
         given = function.get("parameters") if held else None
+        strict = function.get("strict") is True
         field = f"{field}.parameters"
-        schema = schema_of(ANY_OBJECT if given is None else given, field)
+        schema = schema_of(ANY_OBJECT if given is None else given, field, strict)
         if not isinstance(schema, dict):
             raise RequestError(
                 f"{field}={brief(schema)} is not allowed; allowed: a JSON schema that is an "
                 "object. Send one, or leave it out.",
                 field,
             )
-        return Tool(name, without_notes(schema), field)
+        return Tool(name, without_notes(schema), field, strict)
 
 
 def is_strict(tools: Sequence[Json] | None) -> bool:

@@ -113,6 +113,19 @@ def test_reasoning(server):
     assert "".join(d.content or "" for d in chunks) == "yes"
 
 
+def test_reasoning_that_nobody_wants(server):
+    server.text = "so it is\n</think>\n\nyes"
+    extra = {"chat_template_kwargs": {"enable_thinking": True}, "include_reasoning": False}
+    answer = ask(server, extra_body=extra)
+    message = answer.choices[0].message
+    assert message.content == "yes"
+    assert not hasattr(message, "reasoning_content")
+    assert answer.usage.completion_tokens_details.reasoning_tokens > 0
+    chunks = [c.choices[0].delta for c in ask(server, extra_body=extra, stream=True)]
+    assert "".join(d.content or "" for d in chunks) == "yes"
+    assert not [d for d in chunks if hasattr(d, "reasoning_content")]
+
+
 def test_logprobs(server):
     whole = ask(server, logprobs=True, top_logprobs=2).choices[0].logprobs.content
     (request,) = server.client.requests

@@ -167,6 +167,11 @@ def test_thinking_is_switched(server: Any, processor: Any) -> None:
     found = post(server, PATH, messages=USER, max_tokens=9, thinking=THINK)
     assert last_prompt(server, processor).endswith("<think>\n")
     assert found.headers["x-lockstep-ignored-fields"] == "thinking.budget_tokens"
+    default = post(server, PATH, messages=USER, max_tokens=9)
+    assert default.status_code == 200
+    prompt = server.client.requests[-1].prompt_token_ids
+    create(server, thinking={"type": "adaptive"})
+    assert server.client.requests[-1].prompt_token_ids == prompt, "as the template does by itself"
     counted = post(server, COUNT, messages=USER, thinking=THINK)
     assert counted.headers["x-lockstep-ignored-fields"] == "thinking.budget_tokens"
 
@@ -207,7 +212,7 @@ def test_tokens_are_counted(server: Any) -> None:
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         (
             {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-            "tools[0].type='web_search_20250305': this server runs no tools; allowed: custom.",
+            "tools[0].type='web_search_20250305': tools are run by clients",
         ),
         ({"stop_sequences": ["x"] * 17}, "stop"),
         ({"temperature": "hot"}, "temperature"),

@@ -187,7 +187,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_regex": ".*" * 2000 + "x"}, "guided_regex", "cannot be obeyed"),
     ({"guided_regex": "a" * 5000}, "guided_regex", "at most 4096"),
     ({"response_format": {"type": "structural_tag", "format": {}}},
-     "response_format", "structures"),
+     "response_format", "allowed: triggered_tags"),
     ({"guided_json": {}, "guided_whitespace_pattern": "x" * 5000}, "guided_whitespace_pattern",
      "at most 4096"),
     ({"structured_outputs": {"grammar": "start: a\na: &"}}, "structured_outputs.grammar", "2("),
@@ -211,6 +211,9 @@ def test_tools_that_are_refused(server: SimpleNamespace) -> None:
     wrong = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": bad}}]
     with pytest.raises(openai.BadRequestError, match="'pattern' at properties.a"):
         chat(server, CALL, tools=wrong)
+    loose = {"type": "function", "function": {"name": "f", "parameters": bad}}
+    found = chat(server, CALL, tools=[loose], tool_choice="required", max_tokens=200)
+    assert found.choices[0].message.tool_calls[0].function.name == "f"
     with pytest.raises(openai.BadRequestError, match="needs tools"):
         chat(server, CALL, tool_choice="required")
     with pytest.raises(openai.BadRequestError, match="strict tools are not supported beside"):

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from lockstep.errors import RequestError
 from lockstep.sampling_params import StructuredOutputsParams
-from lockstep.text.grammar import Compiler, GrammarFault
+from lockstep.text.grammar import Compiler, GrammarFault, Matcher
 from lockstep.text.json_schema import (
     MOST_DEPTH,
     MOST_REFERENCES,
@@ -44,13 +44,13 @@ def matches(compiler: Compiler, source: str, text: str) -> bool:
     return bool(masks_of(matcher)[0][end // 8] >> end % 8 & 1)
 
 
-def wanted(compiler: Compiler, **fields: Any) -> None:
-    compile_wanted(StructuredOutputsParams(**fields), compiler)
+def wanted(compiler: Compiler, **fields: Any) -> Matcher:
+    return compile_wanted(StructuredOutputsParams(**fields), compiler)
 
 
 @pytest.mark.parametrize("keyword", REFUSED)
 def test_keywords_that_would_not_be_obeyed_are_named(compiler: Compiler, keyword: str) -> None:
-    schema = {"type": "object", "properties": {"a": {"items": [{}, {keyword: {}}]}}}
+    schema = {"type": "object", "properties": {"a": {"items": [{}, {keyword: {"maxLength": 1}}]}}}
     with pytest.raises(RequestError, match="properties.a.items.1.") as caught:
         wanted(compiler, json=schema)
     assert repr(keyword) in str(caught.value)
@@ -68,7 +68,7 @@ def test_a_property_of_such_a_name_is_no_keyword(compiler: Compiler, keyword: st
     [
         ({"type": "object", "properties": {"a": {"type": "text"}}}, r"properties\.a .*text"),
         ({"anyOf": [{"type": "string"}, {"pattern": "(?=a)"}]}, r"anyOf\[1\] .*look-around"),
-        ({"$defs": {"x": {"format": "clock", "type": "string"}}, "$ref": "#/$defs/x"}, "clock"),
+        ({"$defs": {"x": {"format": "iri", "type": "string"}}, "$ref": "#/$defs/x"}, "iri"),
         ({"properties": 3}, "'properties' at the root"),
         ({"required": "a"}, "'required' at the root"),
         ({"items": 3}, "items is 3"),
@@ -220,6 +220,21 @@ TAG = {
 }
 
 
+def triggered(**more: Any) -> dict[str, Any]:
+    """TAG, as xgrammar writes it now."""
+    tags = [
+        {
+            "type": "tag",
+            "begin": one["begin"],
+            "content": {"type": "json_schema", "json_schema": one["schema"]},
+            "end": one["end"],
+        }
+        for one in TAG["structures"]
+    ]
+    form = {"type": "triggered_tags", "triggers": TAG["triggers"], "tags": tags, **more}
+    return {"type": "structural_tag", "format": form}
+
+
 LARGE = {"type": "integer", "multipleOf": 2**31}
 
 
@@ -243,12 +258,35 @@ def test_large_multiples_are_refused(compiler: Compiler, fields: dict[str, Any])
     assert caught.value.field == f"structured_outputs.{next(iter(fields))}"
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "format": "binary"},
+        {"type": ["integer", "null"], "format": "int64"},
+        {"properties": {"format": {"format": "path", "type": "string", "maxLength": 3}}},
+        {"$defs": {"x": {"format": "password"}}, "items": {"$ref": "#/$defs/x"}},
+        {"type": "object", "propertyNames": {"type": "string"}},
+    ],
+)
+def test_what_binds_nothing_changes_nothing(compiler: Compiler, schema: dict[str, Any]) -> None:
+    plain = json.loads(json.dumps(schema), object_pairs_hook=without_void)
+    assert wanted(compiler, json=schema).recipe == wanted(compiler, json=plain).recipe
+
+
+def without_void(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A schema's object without its format and what it says of names; a property format stays."""
+    kept = {key: value for key, value in pairs if key != "propertyNames"}
+    return {key: value for key, value in kept.items() if key != "format" or isinstance(value, dict)}
+
+
 def test_usual_multiples_are_obeyed(compiler: Compiler) -> None:
     wanted(compiler, json={"type": "number", "multipleOf": 0.01})
     wanted(compiler, json={"type": "integer", "multipleOf": 3600})
 
 
-@pytest.mark.parametrize("spelled", [TAG, json.dumps(TAG)])
+@pytest.mark.parametrize(
+    "spelled", [TAG, json.dumps(TAG), triggered(), triggered(at_least_one=False)]
+)
 def test_tags_bind_behind_their_triggers(compiler: Compiler, spelled: Any) -> None:
     for text, fits in (
         ("free <text", True),
@@ -265,6 +303,12 @@ def test_tags_bind_behind_their_triggers(compiler: Compiler, spelled: Any) -> No
     "tag",
     [
         {"type": "structural_tag", "format": {"type": "json_schema"}},
+        triggered(at_least_one=True),
+        triggered(tags=[]),
+        triggered(tags=[{"begin": "<f=a>", "content": {"type": "any_text"}, "end": ""}]),
+        triggered(tags=5),
+        triggered(triggers="<f="),
+        {"type": "structural_tag", "format": []},
         {"structures": [], "triggers": ["<"]},
         {"structures": [{"begin": "<a", "end": 3}], "triggers": ["<"]},
         {"structures": [{"begin": "<a", "end": ""}], "triggers": ["["]},

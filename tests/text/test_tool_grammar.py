@@ -469,9 +469,35 @@ def test_what_a_syntax_cannot_hold_is_refused(
     name: str, properties: dict[str, Any], says: str
 ) -> None:
     syntax = ToolSyntax(TOOL_PARSERS[name], {})
+    sent = one_tool(properties)
+    sent[0]["function"]["strict"] = True
     with pytest.raises(RequestError, match=says) as caught:
-        syntax.calls_only(syntax.tools(one_tool(properties)), True)
+        syntax.calls_only(syntax.tools(sent), True)
     assert caught.value.field == "tools[0].function.parameters"
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        ({"type": "string", "pattern": "x", "minLength": 3}, "no", "no"),
+        ({"anyOf": [{"type": "string", "format": "date"}, {"type": "null"}]}, "today", "today"),
+        ({"type": ["string", "integer"], "minimum": 3}, "2", 2),
+        ({"enum": ["a", "b"], "minLength": 9}, "a", "a"),
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "[1, 1]", [1, 1]),
+        ({"not": {"type": "string"}, "type": "integer"}, "2", 2),
+    ],
+)
+def test_bounds_that_calls_cannot_be_held_to_bind_strict_tools_alone(
+    plain: Model, schema: Any, written: str, value: Any
+) -> None:
+    sent = one_tool({"a": schema}, required=["a"])
+    syntax = plain.syntax("qwen3_coder")
+    source = syntax.calls_only(syntax.tools(sent), False)
+    text = CODER.format(written)
+    assert matches(plain.compiler, source, text)
+    (call,) = ReplyParser(None, syntax.parser(sent)).parse(text).tool_calls
+    assert json.loads(call.arguments) == {"a": value}
+    assert not matches(plain.compiler, source, CODER.format("").replace("parameter=a", "b"))
 
 
 @pytest.mark.parametrize("name", ["qwen3_coder", "pythonic"])
@@ -630,9 +656,9 @@ def test_tools_are_held_to_the_same_bounds() -> None:
         (nested(MOST_DEPTH), "levels"),
         (True, r"tools\[0\].function.parameters=True is not allowed"),
     ):
-        sent = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+        function = {"name": "f", "parameters": schema, "strict": True}
         with pytest.raises(RequestError, match=says):
-            syntax.tools(sent)
+            syntax.tools([{"type": "function", "function": function}])
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -25,8 +25,9 @@ read like dashes, `--flag=value` like `--flag value`; `--no-flag` turns a switch
 the nearest. All commands that load a model know the flags whose settings they have.
 
 Defaults that differ: `--host` is 127.0.0.1; `--max-num-seqs` is 16, where vLLM's server takes 256
-or more at once, so raise it for many clients; `--max-num-batched-tokens` is 2,048; and a
-checkpoint's own draft module drafts unless `--speculative-config none` is given.
+or more at once, so raise it for many clients; `--max-num-batched-tokens` is 2,048; a checkpoint's
+own draft module drafts unless `--speculative-config none` is given; with a key (`--api-key`), all
+but `/health`, `/ping` and the playground's page ask for it, `/metrics` too.
 """
 
 

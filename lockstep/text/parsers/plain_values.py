@@ -63,7 +63,7 @@ class PlainValues:
         if any(_options(leaf) is None for leaf in texts):
             found = [self.text([LOOKS[kind] for kind in others if kind in LOOKS])]
         for leaf in texts:
-            self._refuse(key, leaf, BOUNDS, "texts stand in this model's tool calls as they are")
+            self._bound(key, leaf, BOUNDS, "texts stand in this model's tool calls as they are")
         found += [self._other(key, leaves, kind) for kind in others if _plain(leaves, kind)]
         if not found:
             self.tool.refuse("$ref", f"properties.{key}", "it leads to no schema", "Mend it.")
@@ -135,10 +135,15 @@ class PlainValues:
         own = [leaf for leaf in leaves if _has(leaf, kind) and _options(leaf) is None]
         if kind in WRITTEN:
             for leaf in own:
-                self._refuse(key, leaf, NUMBER_BOUNDS, "texts are allowed beside numbers")
+                self._bound(key, leaf, NUMBER_BOUNDS, "texts are allowed beside numbers")
             return self.rules.terminal(f"{WRITTEN[kind]} {literal(self.end)}")
         schema = {"anyOf": [{**leaf, "type": kind} for leaf in own]}
         return f"{self.rules.json(schema, self.tool)} {literal(self.end)}"
+
+    def _bound(self, key: str, schema: Json, keywords: Sequence[str], why: str) -> None:
+        """Raises RequestError where a strict tool has one of these bounds."""
+        if self.tool.strict:
+            self._refuse(key, schema, keywords, why)
 
     def _refuse(self, key: str, schema: Json, keywords: Sequence[str], why: str) -> None:
         """Raises RequestError where a schema has one of these keywords."""

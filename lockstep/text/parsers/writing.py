@@ -29,11 +29,13 @@ SPACING: Json = {"whitespace_flexible": False, "item_separator": ", ", "key_sepa
 
 @dataclass(frozen=True)
 class Tool:
-    """A tool that may be called: its schema, and where in the request that stands."""
+    """A tool that may be called: its schema, and where in the request that stands. strict: bounds
+    of values that its calls cannot be held to are refused, not left out."""
 
     name: str
     schema: Json
     field: str
+    strict: bool
 
     def refuse(self, keyword: str, place: str, why: str, remedy: str = "Leave it out.") -> NoReturn:
         """Raises RequestError for a keyword that would not be obeyed."""
