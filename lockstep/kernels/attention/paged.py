@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels import architecture
+from lockstep.kernels._rows import row_of
 from lockstep.kernels.activations._device import sigmoid
 from lockstep.kernels.architecture import shared_of, stages_within
 from lockstep.kernels.attention import SEGMENT, paged_attention
@@ -129,14 +130,6 @@ def _entries_of(tops, norms, parts, skipped, D: tl.constexpr):
 
 
 @triton.jit
-def _row(cu_seqlens, starts, s):
-    """Row s: the place of its first token, its tokens, the tokens before them."""
-    first = tl.load(cu_seqlens + s).to(tl.int64)
-    count = (tl.load(cu_seqlens + s + 1) - first).to(tl.int32)
-    return first, count, tl.load(starts + s).to(tl.int32)
-
-
-@triton.jit
 def _empty_fold(ONES: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     """A fold over no keys: the largest score, the sums of weights, the output."""
     top = tl.full((ROWS,), NO_SCORE, tl.float32)
@@ -180,7 +173,7 @@ def _attend_kernel(
     own = tl.program_id(2) * width
     turn = tl.num_programs(2) * width
     page = pages_of(pages, own, own + 1, PAGE, TILE)
-    first, count, start = _row(cu_seqlens, starts, s)
+    first, count, start = row_of(cu_seqlens, starts, s)
     end = start + tl.minimum(count, (row + ROWS - 1) // group + 1)
     keys = start + count
     if (row >= count * group) | (own >= end):
@@ -272,7 +265,7 @@ def _fold_kernel(
     d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     at = (s * Q + token) * entries * H + head
     ahead = _entries(tops, norms, parts, at, 0, entries, d, H, D, TOGETHER)
-    first, count, start = _row(cu_seqlens, starts, s)
+    first, count, start = row_of(cu_seqlens, starts, s)
     used = (start + token) // SEGMENT + 2 - FIRST
     first += tl.zeros((1,), tl.int64)
     best, norms_all, sums = _empty_fold(1, 1, COLUMNS)
@@ -405,9 +398,7 @@ def paged_attention_triton(
     tile = keys_together(q.dtype)
     first = p.span if p.folds else 1
     entries = 0 if p.folds and p.span >= segments else segments - first + 1
-    count = rows * query_len * heads * entries
-    f32 = dict(dtype=torch.float32, device=q.device)
-    kept = [torch.empty(count * size, **f32) for size in (1, 1, dim)]
+    kept = empty_entries(rows * query_len * heads * entries, dim, q.device)
     gate_stride = gates.stride(0) if gates is not None else 0
     blocks = triton.cdiv(query_len * (heads // kv_heads), block)
     target = target_of(q.device)
@@ -426,6 +417,11 @@ def paged_attention_triton(
     if entries:
         fold_entries(kept, q, cu_seqlens, starts, query_len, entries, first, p.folds, gates, v, out)
     return out
+
+
+def empty_entries(count: int, dim: int, device: torch.device) -> list[Tensor]:
+    """Memory of so many entries: largest scores, sums of weights, outputs; not written yet."""
+    return [torch.empty(count * size, dtype=torch.float32, device=device) for size in (1, 1, dim)]
 
 
 def fold_entries(

@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels._rows import row_of
 from lockstep.kernels.kv import KVCache
 from lockstep.kernels.kv._launch import opened
 from lockstep.kernels.kv._tile_device import cache_tile
-from lockstep.kernels.latent_attention._device import row_of
 from lockstep.kernels.packed._form import target_of
 
 TOGETHER = 16
