@@ -86,6 +86,13 @@ def _store_entry(tops, norms, parts, entry, d, top, norm, total, mask, D: tl.con
 
 
 @triton.jit
+def _queries(q, first, place, d, mine, H: tl.constexpr, D: tl.constexpr):
+    """Query rows [columns, ROWS] of a row whose first token is the first-th of q."""
+    there = mine[:, None] & (d < D)[None, :]
+    return tl.load(q + first * (H * D) + (place[:, None] + d[None, :]), mask=there, other=0.0).T
+
+
+@triton.jit
 def _store(
     out, gates, place, gate_at, d, result, mine, seed, D: tl.constexpr, GATED: tl.constexpr,
     TURNED: tl.constexpr,
@@ -117,10 +124,18 @@ def _store_folded(
 
 
 @triton.jit
-def _query_rows(row, count, kv, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Query rows from `row` on: which of them `count` tokens have, their token and head [ROWS]."""
+def _query_rows(
+    row, count, start, kv, H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Query rows from `row` on: which of them `count` tokens have, their token, head, last key and
+    place in [count, H, D], each [ROWS]."""
     m = row + tl.arange(0, ROWS)
-    return m < count * GROUP, m // GROUP, kv * GROUP + m % GROUP
+    mine = m < count * GROUP
+    token = m // GROUP
+    head = kv * GROUP + m % GROUP
+    last = start + token
+    return mine, token, head, last, (token * H + head) * D
 
 
 @triton.jit
@@ -179,13 +194,10 @@ def _attend_kernel(
     if (row >= count * group) | (own >= end):
         return
     d = tl.arange(0, BLOCK_D)
-    mine, token, head = _query_rows(row, count, kv, group, ROWS)
-    last = start + token
-    place = (token * H + head) * D
+    mine, token, head, last, place = _query_rows(row, count, start, kv, H, group, D, ROWS)
     entry = token * entries * H + head
     tops, norms, parts = _entries_of(tops, norms, parts, (s * Q * entries - FIRST + 1) * H, D)
-    there = mine[:, None] & (d < D)[None, :]
-    query = tl.load(q + first * (H * D) + (place[:, None] + d[None, :]), mask=there, other=0.0).T
+    query = _queries(q, first, place, d, mine, H, D)
     best, norms_all, sums = _empty_fold(ONES, ROWS, BLOCK_D)
     top, norm, total = _empty_fold(ONES, ROWS, BLOCK_D)
     for begin in range(own, end, turn):
