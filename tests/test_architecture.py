@@ -11,6 +11,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "lockstep"
 FILES = sorted(SOURCE.rglob("*.py"))
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+SCREEN = 60
+"""Lines."""
 FORBIDDEN = re.compile(
     r"is_prefill|is_capturing|is_dummy|is_current_stream_capturing|os\.environ|os\.getenv"
     r"|NotImplementedError|\bTODO\b|\bFIXME\b"
@@ -34,6 +37,27 @@ def test_file_keeps_the_rules(path: Path) -> None:
     if not ast.get_docstring(ast.parse(text)) and text.strip():
         faults.append("no module docstring")
     assert not faults, f"{relative(path)}: {faults}"
+
+
+@pytest.mark.parametrize("path", [*FILES, *TESTS], ids=relative)
+def test_functions_fit_a_screen(path: Path) -> None:
+    """What a function does, behind its arguments and its docstring. An op takes its tensors one by
+    one, and a command its options: these are no lines to follow."""
+    faults = [
+        f"line {found.lineno}: {found.name} takes {lines}"
+        for found in ast.walk(ast.parse(path.read_text()))
+        if isinstance(found, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and (lines := lines_of(found)) > SCREEN
+    ]
+    assert not faults, f"{relative(path)}: {faults}"
+
+
+def lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """From the first line behind the docstring to the last."""
+    documented = ast.get_docstring(function) is not None and len(function.body) > 1
+    first = function.body[1 if documented else 0]
+    assert function.end_lineno is not None
+    return function.end_lineno - first.lineno + 1
 
 
 def run(code: str) -> subprocess.CompletedProcess[str]:

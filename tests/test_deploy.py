@@ -20,7 +20,6 @@ from lockstep.serve.settings import ServerSettings
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
 ROOT = DEPLOY.parent
-YAML = sorted([*DEPLOY.rglob("*.yaml"), *DEPLOY.rglob("*.yml")])
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text()
 SERVE = get_command(app).commands["serve"].params  # type: ignore[attr-defined]
 FLAGS = {flag for option in SERVE for flag in (*option.opts, *option.secondary_opts)}

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -75,6 +75,7 @@ def unit_bytes(specs: Sequence[Spec], law: Law, page_size: int) -> int:
     return sum(spec.unit_bytes(page_size) for spec in specs if spec.law is law)
 
 
+@runtime_checkable
 class Cached(Protocol):
     """A mixer that keeps something between steps."""
 

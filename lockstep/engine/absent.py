@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.cache.kv import kv_spec
+from lockstep.cache.specs import Cached
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.engine.build import (
     build_draft,
@@ -138,7 +139,7 @@ def step_bytes(limits: StepLimits, model: nn.Module) -> int:
 def plan(
     config: EngineConfig,
     limits: StepLimits,
-    layers: dict[str, nn.Module],
+    layers: dict[str, Cached],
     weights: int,
     table: int,
     model: nn.Module,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lockstep.cache.specs import Cached
 from lockstep.config import DTYPES, EngineConfig, Plan, StepLimits
 from lockstep.engine.hooks import CheckHooks
 from lockstep.errors import ConfigError
@@ -375,7 +376,7 @@ def cache_size(
     config: EngineConfig,
     limits: StepLimits,
     build: Build,
-    layers: dict[str, nn.Module],
+    layers: dict[str, Cached],
     program: Program,
 ) -> memory.CacheSize:
     """Pages and slots: as asked for, or as many as are of use and fit. Raises CapacityError."""
@@ -390,7 +391,7 @@ def cache_size(
 
 
 def free_bytes(
-    config: EngineConfig, limits: StepLimits, layers: dict[str, nn.Module], program: Program
+    config: EngineConfig, limits: StepLimits, layers: dict[str, Cached], program: Program
 ) -> int:
     """Bytes of the GPU that are left beside weights, table and the largest steps, which run here on
     null rows. Negative where those take more than gpu_memory_utilization allows."""

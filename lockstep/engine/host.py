@@ -154,7 +154,7 @@ class _Host:
         self._compiling[request.id] = made
         made.add_done_callback(lambda _: self._compiling.pop(request.id, None))
 
-    def _compile(self, request: Request, recipe: Any) -> None:
+    def _compile(self, request: Request, recipe: object) -> None:
         try:
             request.grammar = self._make_grammar(recipe)
         except Exception as error:

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from lockstep.engine.engine import Facts
 from lockstep.engine.loop import Delivery
@@ -25,7 +24,7 @@ class Submit:
     seed: int
     cache_salt: str
     speculate: bool
-    grammar: Any
+    grammar: object
 
     @classmethod
     def of(cls, request: Request) -> "Submit":

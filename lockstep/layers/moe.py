@@ -182,38 +182,19 @@ class MoE(nn.Module):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        *into, down_name = names
-        scoring = routing.scoring
-        if shared_gate and (scoring != "softmax" or not shared_inner):
+        if shared_gate and (routing.scoring != "softmax" or not shared_inner):
             raise ConfigError(
-                f"shared_gate=True is not allowed; allowed: False with scoring={scoring!r} and "
-                f"shared_inner={shared_inner}. Mend config.json."
+                f"shared_gate=True is not allowed; allowed: False with scoring={routing.scoring!r} "
+                f"and shared_inner={shared_inner}. Mend config.json."
             )
-        experts = routing.experts
-        top_k = routing.top_k
-        self.experts = experts
-        self.top_k = top_k
-        router = _in_fp32(build) if scoring == "sigmoid" else build
-        routed = {"gate": experts} | ({f"{shared_name}_gate": 1} if shared_gate else {})
+        self.experts = routing.experts
+        self.top_k = routing.top_k
+        self.act: Act = act
         *shared_into, shared_out = GATED_MLP if act == "silu_mul" else RELU_MLP
         shared_up = {f"{shared_name}.{n}": shared_inner for n in shared_into if shared_inner}
-        alike = (
-            not bias
-            and router.dtype == build.dtype
-            and _stored_alike(build, hidden, shared_up | routed)
-        )
-        beside = shared_up if alike else {}
-        apart = shared_up and not alike
-        self.shared_up = PartialLinear(build, hidden, shared_up, bias=bias) if apart else None
-        self.router = PartialLinear(router, hidden, beside | routed)
-        self.widths = (sum(beside.values()), experts, len(routed) - 1)
-        self.bias = build.empty(experts, dtype=torch.float32) if routing.bias else None
-        sizes = (build, experts, top_k)
-        self.act: Act = act
-        fused = "gate_up_proj" if act == "silu_mul" else "up_proj"
-        width = latent or hidden
-        self.up = ExpertWeight(*sizes, width, dict.fromkeys(into, inner), fused)
-        self.down = ExpertWeight(*sizes, inner, {down_name: width}, "down_proj")
+        routed = {"gate": self.experts} | ({f"{shared_name}_gate": 1} if shared_gate else {})
+        self._build_router(build, hidden, routed, shared_up, routing, bias)
+        self._build_experts(build, inner, latent or hidden, names)
         self.into_latent = self.out_of_latent = None
         if latent:
             self.into_latent = Linear(build, hidden, {"fc1_latent_proj": latent}, bias=bias)
@@ -223,14 +204,46 @@ class MoE(nn.Module):
             down = {f"{shared_name}.{shared_out}": hidden}
             last = Linear if latent else PartialLinear
             self.shared_down = last(build, shared_inner, down, bias=bias)
+
+    def _build_router(
+        self,
+        build: Build,
+        hidden: int,
+        routed: dict[str, int],
+        shared_up: dict[str, int],
+        routing: Routing,
+        bias: bool,
+    ) -> None:
+        """The router's product of the outputs `routed`, `shared_up` before them or on its own, and
+        the choice that follows."""
+        router = _in_fp32(build) if routing.scoring == "sigmoid" else build
+        alike = (
+            not bias
+            and router.dtype == build.dtype
+            and _stored_alike(build, hidden, shared_up | routed)
+        )
+        beside = shared_up if alike else {}
+        apart = shared_up and not alike
+        self.shared_up = PartialLinear(build, hidden, shared_up, bias=bias) if apart else None
+        self.router = PartialLinear(router, hidden, beside | routed)
+        self.widths = (sum(beside.values()), self.experts, len(routed) - 1)
+        self.bias = build.empty(self.experts, dtype=torch.float32) if routing.bias else None
         self.choice = dict(
-            scoring=scoring, renormalise=routing.renormalise, scale=routing.scale,
+            scoring=routing.scoring, renormalise=routing.renormalise, scale=routing.scale,
             groups=routing.groups, top_groups=routing.top_groups, dtype=router.dtype,
-            act=act, shared_dtype=build.dtype,
+            act=self.act, shared_dtype=build.dtype,
         )  # fmt: skip
-        self.route = build.op(route_op, experts=experts)
+        self.route = build.op(route_op, experts=self.experts)
+
+    def _build_experts(self, build: Build, inner: int, width: int, names: tuple[str, ...]) -> None:
+        """The experts' weights, between `width` and `inner`, and their op."""
+        *into, down_name = names
+        sizes = (build, self.experts, self.top_k)
+        fused = "gate_up_proj" if self.act == "silu_mul" else "up_proj"
+        self.up = ExpertWeight(*sizes, width, dict.fromkeys(into, inner), fused)
+        self.down = ExpertWeight(*sizes, inner, {down_name: width}, "down_proj")
         packed = self.up.weight is None or self.down.weight is None
-        self.mix = build.op(experts_op, experts=experts, top_k=top_k, packed=packed)
+        self.mix = build.op(experts_op, experts=self.experts, top_k=self.top_k, packed=packed)
 
     def forward(self, x: Tensor) -> Tensor:
         beside, logits, gate = self.router(x).split(self.widths, dim=-1)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from lockstep.cache.specs import Cached
 from lockstep.layers.attention import Attention
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Embedding, Head, Target
@@ -98,7 +99,7 @@ class Half:
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         self.name = name
         self.body: Any = body
-        self.mixes = hasattr(body, "cache_spec")
+        self.mixes = isinstance(body, Cached)
 
     def weights(self) -> dict[str, Target]:
         """Checkpoint name within the layer -> what it fills."""

@@ -89,7 +89,7 @@ class GrammarMasks:
     def _send(self, held: list[HeldRow], seen: Tensor, width: int) -> None:
         """Makes the masks, those of grammars of one kind side by side, and copies them to the
         device."""
-        wanted: dict[Fill, list[Wanted]] = {}
+        wanted: dict[Fill, list[Wanted[Grammar]]] = {}
         for one, numbers in zip(held, seen.tolist(), strict=True):
             computed, *tokens = numbers
             drafts = tokens[self.window :][: width - 1]

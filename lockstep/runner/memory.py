@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from lockstep.cache.specs import Law, unit_bytes
+from lockstep.cache.specs import Cached, Law, unit_bytes
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.errors import CapacityError
 from lockstep.layers.room import Room
@@ -61,14 +61,13 @@ class CacheBytes:
     slot: int
 
 
-def mixers(*modules: nn.Module | None) -> dict[str, nn.Module]:
+def mixers(*modules: nn.Module | None) -> dict[str, Cached]:
     """Name -> each layer that keeps something between steps."""
     found = {}
     for prefix, root in zip(("", "draft."), modules, strict=True):
         if root is not None:
-            found.update(
-                {prefix + n: m for n, m in root.named_modules() if hasattr(m, "cache_spec")}
-            )
+            own = {prefix + n: m for n, m in root.named_modules() if isinstance(m, Cached)}
+            found.update(own)
     return found
 
 
@@ -78,7 +77,7 @@ def snapshot_every(*modules: nn.Module | None) -> int:
     return max(found)
 
 
-def cache_bytes(layers: dict[str, nn.Module]) -> CacheBytes:
+def cache_bytes(layers: dict[str, Cached]) -> CacheBytes:
     """What one page and one slot cost."""
     specs = [layer.cache_spec() for layer in layers.values()]
     return CacheBytes(*(unit_bytes(specs, law, PAGE_SIZE) for law in (Law.PAGED, Law.STATE)))
@@ -148,7 +147,7 @@ def check_cache(room: Room, cost: CacheBytes, size: CacheSize) -> None:
     room.take(size.pages * cost.page + size.slots * cost.slot, "the cache", remedy)
 
 
-def allocate(layers: dict[str, nn.Module], num_pages: int, num_slots: int, device: str) -> None:
+def allocate(layers: dict[str, Cached], num_pages: int, num_slots: int, device: str) -> None:
     """Binds every layer to fresh storage of this many pages and slots."""
     units = {Law.PAGED: num_pages, Law.STATE: num_slots}
     for layer in layers.values():
@@ -156,7 +155,7 @@ def allocate(layers: dict[str, nn.Module], num_pages: int, num_slots: int, devic
         layer.bind(spec.allocate(units[spec.law], PAGE_SIZE, device))
 
 
-def tensors(layers: dict[str, nn.Module], law: Law) -> list[Tensor]:
+def tensors(layers: dict[str, Cached], law: Law) -> list[Tensor]:
     """The bound tensors of all layers under this law."""
     return [t for m in layers.values() if m.cache_spec().law is law for t in m.cache_tensors()]
 

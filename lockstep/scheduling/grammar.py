@@ -2,23 +2,27 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
+
+Kind = TypeVar("Kind", covariant=True)
+"""Grammars that write their masks side by side."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Wanted(Generic[Kind]):
     """Masks of one answer: behind its tokens so far, then behind each of the drafts.
 
     first: the place of the first among the masks of a step; the others follow it.
     """
 
-    grammar: Any
+    grammar: Kind
     drafts: Sequence[int]
     first: int
 
 
-Fill = Callable[[Sequence[Wanted], memoryview], None]
-"""Writes the masks of many answers to memory [masks of a step, words].
+Fill = Callable[[Sequence[Wanted[Any]], memoryview], None]
+"""Writes the masks of many answers, held to grammars that have this same Fill, to memory [masks of
+a step, words].
 
 A mask holds a bit for every token of the model, lowest first, in whole words of 32 bits. What is
 written behind a draft that may not come itself is of no matter. Nothing of the drafts is kept.
@@ -41,7 +45,7 @@ class Grammar(Protocol):
     def fault(self) -> str | None: ...
 
     @property
-    def recipe(self) -> Any: ...
+    def recipe(self) -> object: ...
 
     @property
     def fill(self) -> Fill: ...

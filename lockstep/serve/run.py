@@ -16,6 +16,7 @@ from typing import Any
 
 import uvicorn
 import uvloop
+from fastapi import FastAPI
 
 from lockstep.engine.loop import keep_from_collection
 from lockstep.errors import ConfigError, EngineDeadError
@@ -140,6 +141,27 @@ class _Server(uvicorn.Server):
         self.failure = why
         self.should_exit = True
 
+    async def run_on(
+        self, listener: socket.socket, client: Client, on_start: Callable[[], None]
+    ) -> None:
+        """Serves until the end, which may be the engine's. on_start: called once requests are
+        taken."""
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(_Overflows())
+
+        def failed(why: str) -> None:
+            loop.call_soon_threadsafe(self.fail, why)
+
+        client.on_end = failed
+        if not client.is_alive:
+            self.fail("it ended while the server started")
+        serving = asyncio.create_task(self.serve(sockets=[listener]))
+        while not (self.started or serving.done()):
+            await asyncio.sleep(0.01)
+        if self.started:
+            on_start()
+        await serving
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals ask for the end; the process then ends by itself, not by the signal."""
@@ -190,6 +212,25 @@ def serve(
         options.playground,
     )
 
+    server = _Server(_config(app, options), service, options.drain_seconds)
+
+    def announce() -> None:
+        url = address.url(listener, bool(options.tls))
+        chats = processor.template is not None
+        show(how_to_ask(url, model_name, chats, address.uds, bool(options.rules.keys)))
+        if options.playground and address.uds is None:
+            show(f"  {url}/ is a playground, for a browser")
+
+    keep_from_collection()
+    with contextlib.closing(listener), contextlib.suppress(KeyboardInterrupt):
+        uvloop.run(server.run_on(listener, client, announce))
+    if server.failure is not None:
+        raise EngineDeadError(f"the engine has stopped: {server.failure}. Restart the server.")
+
+
+def _config(app: FastAPI, options: Options) -> uvicorn.Config:
+    """uvicorn's settings, loaded."""
+
     class Protocol(BoundedProtocol):
         most = max(1, min(options.connections, raise_descriptors() - SPARE_DESCRIPTORS))
 
@@ -206,35 +247,7 @@ def serve(
         **options.tls,
     )
     config.load()
-    server = _Server(config, service, options.drain_seconds)
-    url = address.url(listener, bool(options.tls))
-
-    async def run() -> None:
-        loop = asyncio.get_running_loop()
-        loop.set_exception_handler(_Overflows())
-
-        def failed(why: str) -> None:
-            loop.call_soon_threadsafe(server.fail, why)
-
-        client.on_end = failed
-        if not client.is_alive:
-            server.fail("it ended while the server started")
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        while not (server.started or serving.done()):
-            await asyncio.sleep(0.01)
-        if server.started:
-            chats = processor.template is not None
-            keys = bool(options.rules.keys)
-            show(how_to_ask(url, model_name, chats, address.uds, keys))
-            if options.playground and address.uds is None:
-                show(f"  {url}/ is a playground, for a browser")
-        await serving
-
-    keep_from_collection()
-    with contextlib.closing(listener), contextlib.suppress(KeyboardInterrupt):
-        uvloop.run(run())
-    if server.failure is not None:
-        raise EngineDeadError(f"the engine has stopped: {server.failure}. Restart the server.")
+    return config
 
 
 def check_tls(tls: Mapping[str, Any]) -> None:

@@ -116,7 +116,7 @@ class Compiler:
             self._known.put(source, first)
         return Matcher(source, first, lambda: self._compile(source), self, made)
 
-    def grammar(self, recipe: GrammarRecipe) -> "Matcher | AfterReasoning":
+    def grammar(self, recipe: GrammarRecipe) -> "Compiled":
         """A fresh grammar by its recipe. Raises GrammarFault."""
         matcher = self.matcher(recipe.source)
         if recipe.reasoning_end is None:
@@ -127,7 +127,7 @@ class Compiler:
         """Builds now what the first grammar would have to wait for: a second for 250,000 tokens."""
         self._tokens()
 
-    def fill(self, wanted: Sequence[Wanted], memory: memoryview) -> None:
+    def fill(self, wanted: Sequence[Wanted["Compiled"]], memory: memoryview) -> None:
         """Writes the masks of answers held to grammars of this compiler: see Fill. Raises
         ValueError where the memory is not for masks of this vocabulary, or has not as many."""
         masks = Masks(memory, self.mask_bytes)
@@ -429,3 +429,7 @@ class AfterReasoning:
         if free > len(drafts):
             return []
         return self._inner.begin(drafts[free:], first + free, masks)
+
+
+Compiled = Matcher | AfterReasoning
+"""What a Compiler makes."""

@@ -14,7 +14,7 @@ from lockstep.scheduling.grammar import Grammar
 from lockstep.scheduling.request import Request
 from lockstep.text.control import ControlTokens
 from lockstep.text.detokenizer import Detokenizer
-from lockstep.text.grammar import AfterReasoning, Compiler, GrammarRecipe, Matcher
+from lockstep.text.grammar import AfterReasoning, Compiled, Compiler, GrammarRecipe, Matcher
 from lockstep.text.parsers import REASONING_PARSERS, TOOL_PARSERS, ReplyParser, choose
 from lockstep.text.parsers.calls import CallsOrForm
 from lockstep.text.settings import TextSettings, sampling_defaults
@@ -472,7 +472,7 @@ class Processor:
         while True:
             yield self._compiler().grammar(first.recipe)
 
-    def _grammar(self, wanted: StructuredOutputsParams, prompt: Prompt) -> Grammar:
+    def _grammar(self, wanted: StructuredOutputsParams, prompt: Prompt) -> Compiled:
         """What an answer is held to: its content, not its reasoning."""
         grammars = self._compiler()
         matcher = compile_wanted(wanted, grammars)
@@ -495,7 +495,7 @@ class Processor:
             )
         return self.grammars
 
-    def _after_reasoning(self, matcher: Matcher, prompt: str, grammars: Compiler) -> Grammar:
+    def _after_reasoning(self, matcher: Matcher, prompt: str, grammars: Compiler) -> Compiled:
         """The matcher, bound where the reasoning has ended, if the answer begins with any."""
         begins, ends = getattr(self._reasoning, "TAGS", (None, None))
         if ends is not None and prompt.endswith(ends):

@@ -10,7 +10,6 @@ from lockstep.check.matrix import PHASES, Setup
 from lockstep.check.page import MOST_FAILURES, page, write_page
 from lockstep.check.report import Failure, Report, Tally
 
-WHAT = "token <b> instead of 2"
 VOID = {"meta", "br"}
 
 

@@ -12,14 +12,15 @@ import torch
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention.cases import paged
 from lockstep.kernels.gated_delta_rule import gated_delta_chunk, gated_delta_step
-from lockstep.kernels.gated_delta_rule.cases import inputs, weights
+from lockstep.kernels.gated_delta_rule.cases import chunk_inputs, inputs, weights
 from lockstep.kernels.linear import linear
 from lockstep.kernels.norm import gated_rms_norm, rms_norm
 from lockstep.kernels.recurrent.cases import Dims, empty_state, random_state
-from lockstep.kernels.recurrent.rings import folded_by, slots_before
+from lockstep.kernels.recurrent.rings import folded_by
 from lockstep.kernels.sampling import sample
 from lockstep.kernels.sampling.cases import among, batch
 from tests.kernels.backends import backends, same_bits
+from tests.kernels.prompts import ChunkedLaw
 
 BACKENDS = backends(pytest.mark.slow)
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -128,6 +129,7 @@ def test_attention_row_alone_and_elsewhere(backend, layer):
 STATES = (torch.float32, torch.bfloat16)
 SMALL = Dims(1, 2, 16, 16)
 REAL = Dims(4, 12, 128, 128, w=8)
+CHUNKED = ChunkedLaw(gated_delta_chunk, chunk_inputs, weights, seed=13)
 
 
 def stepped(backend, dims, data, plan):
@@ -254,48 +256,11 @@ def test_how_a_step_is_divided_changes_no_bit(backend, length, part, monkeypatch
         assert all(same_bits(*pair) for pair in zip(found[0], other, strict=True))
 
 
-def prompt(backend, dims, data, cuts, mate=0):
-    """One row's prompt in chunks between the cuts, a batch mate of `mate` tokens beside it."""
-    state = backend.place(empty_state(dims, 6, backend.dtype, fill=float("nan")))
-    outs = []
-    layer = weights(dims, backend.dtype, 13)
-    other = inputs(dims, (mate,), backend.dtype, 11)
-
-    def ints(*values):
-        return torch.tensor(values, dtype=torch.int32)
-
-    for begin, end in zip(cuts, cuts[1:], strict=False):
-        joint = {n: torch.cat([other[n], data[n][begin:end]]) for n in ("mixed", "b", "a")}
-        out = backend.run(
-            gated_delta_chunk,
-            dict(
-                **backend.place(joint),
-                weights=backend.place(layer),
-                state=state,
-                cu_seqlens=ints(0, mate, mate + end - begin),
-                starts=ints(0, begin),
-                state_src=ints(1, 2),
-                state_slots=ints(1, 2),
-                snapshot_slots=ints(0, 3),
-            ),
-        )
-        outs.append(out[mate:])
-    return torch.cat(outs), state
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kept", STATES, ids=str)
 def test_chunked_law_cut_anywhere_on_the_grid(backend, kept):
     dims = replace(REAL if backend.on_gpu else SMALL, state=kept)
-    data = inputs(dims, (300,), backend.dtype, 9)
-    whole, state = prompt(backend, dims, data, [0, 300])
-    for mate, cuts in ((0, [0, 64, 300]), (70, [0, 300]), (5, [0, 128, 192, 256, 300])):
-        part, other = prompt(backend, dims, data, cuts, mate)
-        assert same_bits(part, whole), cuts
-        for slot, position in ((2, 300), (3, 256)):
-            assert same_bits(other.recurrent[slot], state.recurrent[slot])
-            last = slots_before(position, dims.r, state.conv.shape[1])
-            assert same_bits(other.conv[slot][last], state.conv[slot][last])
+    CHUNKED.assert_cut_anywhere(backend, dims)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -309,7 +274,7 @@ def test_the_two_laws_are_close(backend):
     data = inputs(dims, (1, tokens), backend.dtype, 10)
     flat = {n: x[0] for n, x in data.items()}
     layer = backend.place(weights(dims, backend.dtype, 13))
-    chunked, left = prompt(backend, dims, flat, [0, tokens])
+    chunked, left = CHUNKED.prompt(backend, dims, flat, [0, tokens])
     gate = backend.place(flat["z"])
     chunked = backend.run(
         gated_rms_norm, dict(x=chunked, gate=gate, weight=layer.norm, eps=layer.eps)

@@ -11,8 +11,9 @@ from lockstep.kernels.mamba2 import mamba2_chunk, mamba2_step
 from lockstep.kernels.mamba2.cases import inputs, weights
 from lockstep.kernels.norm import gated_group_norm
 from lockstep.kernels.recurrent.cases import Dims, empty_state, random_state
-from lockstep.kernels.recurrent.rings import folded_by, slots_before
+from lockstep.kernels.recurrent.rings import folded_by
 from tests.kernels.backends import backends, same_bits
+from tests.kernels.prompts import ChunkedLaw
 from tests.kernels.test_cpu import assert_same
 
 BACKENDS = backends(pytest.mark.slow)
@@ -20,6 +21,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 STATES = (torch.float32, torch.bfloat16)
 SMALL = Dims(1, 2, 16, 16)
 REAL = Dims(2, 16, 128, 64, w=8)
+CHUNKED = ChunkedLaw(mamba2_chunk, inputs, weights, seed=12)
 
 
 def test_stepping_is_the_recurrence() -> None:
@@ -180,43 +182,11 @@ def test_how_a_step_is_divided_changes_no_bit(backend, length, part, monkeypatch
         assert all(same_bits(*pair) for pair in zip(found[0], other, strict=True))
 
 
-def prompt(backend, dims, data, cuts, mate=0):
-    """One row's prompt in chunks between the cuts, a batch mate of `mate` tokens beside it."""
-    state = backend.place(empty_state(dims, 6, backend.dtype, fill=float("nan")))
-    outs = []
-    layer = backend.place(weights(dims, backend.dtype, 12))
-    other = inputs(dims, (mate,), backend.dtype, 11)
-
-    def ints(*values):
-        return torch.tensor(values, dtype=torch.int32)
-
-    for begin, end in zip(cuts, cuts[1:], strict=False):
-        joint = {n: torch.cat([other[n], data[n][begin:end]]) for n in data}
-        places = dict(
-            cu_seqlens=ints(0, mate, mate + end - begin),
-            starts=ints(0, begin),
-            state_src=ints(1, 2),
-            state_slots=ints(1, 2),
-            snapshot_slots=ints(0, 3),
-        )
-        given = dict(**backend.place(joint), weights=layer, state=state, **places)
-        outs.append(backend.run(mamba2_chunk, given)[mate:])
-    return torch.cat(outs), state
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kept", STATES, ids=str)
 def test_chunked_law_cut_anywhere_on_the_grid(backend, kept):
     dims = replace(REAL if backend.on_gpu else SMALL, state=kept)
-    data = inputs(dims, (300,), backend.dtype, 9)
-    whole, state = prompt(backend, dims, data, [0, 300])
-    for mate, cuts in ((0, [0, 64, 300]), (70, [0, 300]), (5, [0, 128, 192, 256, 300])):
-        part, other = prompt(backend, dims, data, cuts, mate)
-        assert same_bits(part, whole), cuts
-        for slot, position in ((2, 300), (3, 256)):
-            assert same_bits(other.recurrent[slot], state.recurrent[slot])
-            last = slots_before(position, dims.r, state.conv.shape[1])
-            assert same_bits(other.conv[slot][last], state.conv[slot][last])
+    CHUNKED.assert_cut_anywhere(backend, dims)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -224,10 +194,10 @@ def test_a_token_does_not_see_those_behind_it(backend):
     """Other tokens from the 70th on, or none: those before keep every bit."""
     dims = REAL if backend.on_gpu else SMALL
     data = inputs(dims, (100,), backend.dtype, 9)
-    whole, _ = prompt(backend, dims, data, [0, 100])
+    whole, _ = CHUNKED.prompt(backend, dims, data, [0, 100])
     changed = {n: torch.cat([x[:70], x[70:] * 3 + 1]) for n, x in data.items()}
-    other, _ = prompt(backend, dims, changed, [0, 100])
-    short, _ = prompt(backend, dims, {n: x[:70] for n, x in data.items()}, [0, 70])
+    other, _ = CHUNKED.prompt(backend, dims, changed, [0, 100])
+    short, _ = CHUNKED.prompt(backend, dims, {n: x[:70] for n, x in data.items()}, [0, 70])
     assert same_bits(other[:70], whole[:70]) and same_bits(short, whole[:70])
     assert not same_bits(other[70:], whole[70:])
 
@@ -238,7 +208,7 @@ def test_the_two_laws_are_close(backend):
     dims = REAL if backend.on_gpu else SMALL
     tokens = 130 if not backend.interpreted else 66
     data = inputs(dims, (1, tokens), backend.dtype, 10)
-    chunked, _ = prompt(backend, dims, {n: x[0] for n, x in data.items()}, [0, tokens])
+    chunked, _ = CHUNKED.prompt(backend, dims, {n: x[0] for n, x in data.items()}, [0, tokens])
     plain, _, _ = stepped(backend, dims, data, [(1, 1)] * tokens)
     error = (chunked - plain[0]).norm() / plain.norm()
     assert error < (1e-4 if backend.dtype == torch.float32 else 1e-2)

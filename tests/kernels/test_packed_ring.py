@@ -145,7 +145,7 @@ def test_every_code_and_scale_of_8_bits(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", list(KINDS))
 def test_every_code_and_scale_of_nvfp4(dtype: torch.dtype) -> None:
     """16 codes x 256 scales x factors, at each of the eight places of both words."""
-    from lockstep.kernels.packed._device import E4M3_PAIRS
+    from lockstep.kernels.packed._codes import E4M3_PAIRS
     from lockstep.kernels.packed._weights import FP4_VALUES
 
     factors = torch.tensor([1.0, 0.0123, -3.7e-5, 5.1e4, 1e-30])

@@ -226,7 +226,7 @@ def test_parameters_and_bytes_of_real_models(
     (tmp_path / "config.json").write_text(json.dumps(raw))
     model = sketch(tmp_path, torch.bfloat16, None).model
     assert sum(p.numel() for p in model.parameters()) == parameters
-    specs = [layer.cache_spec() for layer in mixers(model, None).values()]  # type: ignore[operator]
+    specs = [layer.cache_spec() for layer in mixers(model, None).values()]
     kept = [part for spec in specs for part in spec.parts if spec.law is Law.STATE]
     states = sum(p.nbytes for p in kept if p.name == "recurrent")
     raws = sum(p.nbytes // p.shape[0] * 3 for p in kept if p.name == "conv")

@@ -235,10 +235,17 @@ def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead:
     for request in made.values():
         full = expected(request, device.truth[request])
         assert request.output_token_ids == full[: len(request.output_token_ids)]
-    assert cache.paged.pool.used == 0 and (cache.state is None or cache.state.pool.used == 0)
-    assert not cache.seqs and not sched.running and not sched.queue and not device.saved
-    assert len(sched.free_rows) == rows and not sched.launched
+    check_nothing_is_held(sched, rows)
+    assert not device.saved
     return sched
+
+
+def check_nothing_is_held(sched: Scheduler, rows: int) -> None:
+    """All rows, pages and slots are free again."""
+    cache = sched.cache
+    assert cache.paged.pool.used == 0 and (cache.state is None or cache.state.pool.used == 0)
+    assert not cache.seqs and not sched.running and not sched.queue
+    assert len(sched.free_rows) == rows and not sched.launched
 
 
 @pytest.mark.parametrize("state", [False, True])

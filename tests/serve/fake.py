@@ -1,8 +1,11 @@
 """An engine client that answers from a script, with the real client's interface."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 from lockstep.engine.async_engine import Listener
 from lockstep.engine.loop import TokenUpdate
@@ -107,3 +110,40 @@ def _sources(count: int, speculate: bool) -> tuple[TokenSource, ...]:
 def _scores(token: int) -> dict[int, Logprob]:
     other = (token + 1) % 256
     return {token: Logprob(-0.5, 1), other: Logprob(float("-inf"), 2)}
+
+
+async def ask_and_leave(server: SimpleNamespace, path: str, body: Any, requests: int) -> None:
+    """Posts to the application, and goes away once its client has so many requests."""
+    gone = asyncio.Event()
+    sent = json.dumps(body).encode()
+    messages = [{"type": "http.request", "body": sent, "more_body": False}]
+
+    async def receive() -> Any:
+        if messages:
+            return messages.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def drop(message: Any) -> None:
+        return None
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "scheme": "http",
+        "headers": [(b"content-type", b"application/json")],
+        "server": ("test", 80),
+        "client": ("test", 1),
+    }
+    task = asyncio.create_task(server.app(scope, receive, drop))
+    while len(server.client.requests) < requests:
+        await asyncio.sleep(0.001)
+    assert server.client.aborted == []
+    gone.set()
+    await asyncio.wait_for(task, 5)

@@ -1,7 +1,6 @@
 """What holds on every route that generates: keys, sizes, room, time, and clients that go away."""
 
 import asyncio
-import json
 from typing import Any
 
 import pytest
@@ -9,6 +8,7 @@ import pytest
 from lockstep.serve.app import create_app
 from lockstep.serve.guard import Rules
 from lockstep.serve.service import Limits, Service
+from tests.serve.fake import ask_and_leave
 from tests.serve.test_protocol import fetch
 
 USER = [{"role": "user", "content": "the fox"}]
@@ -140,41 +140,8 @@ def test_a_client_that_goes_away(server: Any, path: str, stream: bool) -> None:
     server.client.hang = True
     server.client.answer = lambda request: request.prompt_token_ids[:1]
 
-    async def run() -> None:
-        body = json.dumps({**ROUTES[path], "stream": stream}).encode()
-        gone = asyncio.Event()
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive() -> Any:
-            if messages:
-                return messages.pop()
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def drop(message: Any) -> None:
-            return None
-
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": "POST",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "root_path": "",
-            "scheme": "http",
-            "headers": [(b"content-type", b"application/json")],
-            "server": ("test", 80),
-            "client": ("test", 1),
-        }
-        task = asyncio.create_task(server.app(scope, receive, drop))
-        while not server.client.requests:
-            await asyncio.sleep(0.001)
-        gone.set()
-        await asyncio.wait_for(task, 5)
-
-    asyncio.run(run())
+    body = {**ROUTES[path], "stream": stream}
+    asyncio.run(ask_and_leave(server, path, body, requests=1))
     (request,) = server.client.requests
     assert server.client.aborted == [request.id]
     assert fetch(server, "GET", f"/v1/responses/{request.id}").status_code == 404

@@ -11,6 +11,7 @@ from lockstep.engine.stats import Stats
 from lockstep.errors import RequestError
 from lockstep.serve.metrics import Metrics
 from lockstep.serve.run import how_to_ask
+from tests.serve.fake import ask_and_leave
 
 
 def complete(server, **options):
@@ -109,42 +110,8 @@ def test_disconnect_aborts(server, stream):
     server.eos = None
     server.client.answer = lambda request: request.prompt_token_ids[:1]
 
-    async def run():
-        body = json.dumps({"prompt": "x", "max_tokens": 50, "stream": stream, "n": 2}).encode()
-        gone = asyncio.Event()
-        messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def receive():
-            if messages:
-                return messages.pop()
-            await gone.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message):
-            return None
-
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": "1.1",
-            "method": "POST",
-            "path": "/v1/completions",
-            "raw_path": b"/v1/completions",
-            "query_string": b"",
-            "root_path": "",
-            "scheme": "http",
-            "headers": [(b"content-type", b"application/json")],
-            "server": ("test", 80),
-            "client": ("test", 1),
-        }
-        task = asyncio.create_task(server.app(scope, receive, send))
-        while len(server.client.requests) < 2:
-            await asyncio.sleep(0.001)
-        assert server.client.aborted == []
-        gone.set()
-        await asyncio.wait_for(task, 5)
-
-    asyncio.run(run())
+    body = {"prompt": "x", "max_tokens": 50, "stream": stream, "n": 2}
+    asyncio.run(ask_and_leave(server, "/v1/completions", body, requests=2))
     assert sorted(server.client.aborted) == sorted(r.id for r in server.client.requests)
 
 

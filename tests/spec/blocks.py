@@ -9,6 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.spec.drawn import Drawn
 from tests.spec.heads import rms
 
 EPS = 1e-5
@@ -60,14 +61,9 @@ def make_block_model(
 
 def random_model(hidden: int, taps: int, dim: int) -> Tensors:
     """The tensors of the authors' files."""
-    generator = torch.Generator().manual_seed(5)
-
-    def matrix(n: int, k: int) -> Tensor:
-        return torch.randn(n, k, generator=generator) * 1.5 * k**-0.5
-
-    def norm(size: int) -> Tensor:
-        return torch.rand(size, generator=generator) + 0.5
-
+    drawn = Drawn()
+    matrix = drawn.matrix
+    norm = drawn.norm
     tensors = {
         "fc.weight": matrix(hidden, taps * hidden),
         "hidden_norm.weight": norm(hidden),

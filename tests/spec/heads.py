@@ -9,6 +9,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.spec.drawn import Drawn
+
 EPS = 1e-5
 THETA = 10000.0
 HEADS = 4
@@ -61,14 +63,9 @@ def make_head(
 
 def random_head(vocab: int, hidden: int, width: int, known: int, taps: int) -> Tensors:
     """The tensors of the authors' files."""
-    generator = torch.Generator().manual_seed(5)
-
-    def matrix(n: int, k: int) -> Tensor:
-        return torch.randn(n, k, generator=generator) * 1.5 * k**-0.5
-
-    def norm(size: int) -> Tensor:
-        return torch.rand(size, generator=generator) + 0.5
-
+    drawn = Drawn()
+    matrix = drawn.matrix
+    norm = drawn.norm
     tensors = {
         "fc.weight": matrix(width, taps * hidden),
         "norm.weight": norm(width),
@@ -87,7 +84,7 @@ def random_head(vocab: int, hidden: int, width: int, known: int, taps: int) -> T
     if width != hidden:
         tensors["embed_tokens.weight"] = matrix(vocab, width)
     if known < vocab:
-        ids = torch.randperm(vocab, generator=generator)[:known].sort().values
+        ids = torch.randperm(vocab, generator=drawn.generator)[:known].sort().values
         tensors["d2t"] = ids - torch.arange(known)
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
     return tensors

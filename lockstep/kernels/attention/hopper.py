@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from lockstep.kernels._rows import row_of
 from lockstep.kernels.architecture import HOPPER
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.attention._warpgroup import (
@@ -238,9 +239,7 @@ def _prompt_kernel(
     s = (gl.program_id(0) // HKV).to(gl.int64)
     kv = gl.program_id(0) % HKV
     row = (gl.num_programs(1) - 1 - gl.program_id(1)) * 128
-    first = gl.load(cu_seqlens + s).to(gl.int64)
-    count = (gl.load(cu_seqlens + s + 1) - first).to(gl.int32)
-    start = gl.load(starts + s).to(gl.int32)
+    first, count, start = row_of(cu_seqlens, starts, s)
     if row < count * GROUP:
         tiles = (start + gl.minimum(count, (row + 127) // GROUP + 1) + 63) // 64
         square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

@@ -16,15 +16,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
 
-from lockstep.kernels.attention import SEGMENT
-from lockstep.kernels.attention._warpgroup import NO_SCORE, TILE
+from lockstep.kernels.attention._entries import MULTIPROCESSORS, Sizes, leave, part_of
+from lockstep.kernels.attention._warpgroup import NO_SCORE, TILES
 from lockstep.kernels.attention.paged import LOG2E, fold_entries
 from lockstep.kernels.kv import PackedKV
 from lockstep.kernels.kv._launch import opened
 from lockstep.kernels.kv._mma_layouts import LEFT, MMA, RIGHT, column_of
 
-MULTIPROCESSORS = 132
-"""Of an H200."""
 WARPS = 8
 """Of a multiprocessor: as many as its registers hold at 255 a thread. 8B, 8 x 1, 16,384, fp8: 87.3
 us, 88.1 with 10, 90.3 with 12, 125 with 16 (H200)."""
@@ -33,7 +31,6 @@ WORD = 4
 DIM = 128
 """Of heads. At 256 the output of 8 rows takes as many registers as that of 16 here, and a tile
 twice the shared memory: 249 us against 213 of hopper_packed.py (27B, 8 x 1, 32,768, fp8)."""
-SEGMENT_TILES = gl.constexpr(SEGMENT // TILE)
 COLUMN = gl.constexpr(gl.SliceLayout(0, MMA.value))
 """Of one number for each row of queries."""
 
@@ -97,26 +94,6 @@ def _queries(q, count, kv, ROWS: gl.constexpr, H: gl.constexpr, GROUP: gl.conste
     place = (m // GROUP * H + kv * GROUP + m % GROUP) * D
     mask = (m < count * GROUP)[None, :] & (d >= 0)[:, None]
     return gl.load(q + place[None, :] + d[:, None], mask=mask, other=0.0)
-
-
-@gluon.jit
-def _leave(
-    top, norm, total, tops, norms, parts, at, count, start, kv, entries, H: gl.constexpr,
-    GROUP: gl.constexpr, PLACE: gl.constexpr,
-):  # fmt: skip
-    """The entry of the segment that the tile at `at` ends."""
-    ROWS: gl.constexpr = total.shape[1]
-    D: gl.constexpr = total.shape[0]
-    segment = at // (SEGMENT_TILES * 64)
-    m = gl.arange(0, ROWS, COLUMN)
-    used = (m < count * GROUP) & (segment * (SEGMENT_TILES * 64) <= start + m // GROUP)
-    to = (m // GROUP * entries + segment) * H + kv * GROUP + m % GROUP
-    to = to.to(gl.int64)
-    i = gl.arange(0, D, gl.SliceLayout(1, MMA))
-    d = PLACE(i, D)
-    gl.store(tops + to, top, mask=used)
-    gl.store(norms + to, gl.max(norm, 0), mask=used)
-    gl.store(parts + (to * D)[None, :] + d[:, None], total, mask=used[None, :])
 
 
 @gluon.jit
@@ -192,16 +169,8 @@ def _warp_kernel(
     Strides of pages, tokens and heads are in words of four bytes.
     """
     GROUP: gl.constexpr = H // HKV
-    s = (gl.program_id(0) // HKV).to(gl.int64)
-    kv = gl.program_id(0) % HKV
-    begin = gl.load(cu_seqlens + s).to(gl.int64)
-    count = (gl.load(cu_seqlens + s + 1) - begin).to(gl.int32)
-    start = gl.load(starts + s).to(gl.int32)
+    s, kv, begin, count, start, first, share, tiles = part_of(cu_seqlens, starts, HKV)
     keys = start + count
-    tiles = (keys + 63) // 64
-    segments = (tiles + SEGMENT_TILES - 1) // SEGMENT_TILES
-    share = (segments + gl.num_programs(1) - 1) // gl.num_programs(1) * SEGMENT_TILES
-    first = gl.program_id(1) * share
     if (count > 0) & (first < tiles):
         tiles = gl.minimum(tiles - first, share)
         k = _side(k_codes, k_numbers, kv, K_HEAD, K_COUNT, K_PLANES, D // K_SHARE, 4)
@@ -229,10 +198,10 @@ def _warp_kernel(
             )
             _copy(v, page, at + 64, keys, kv, V_PAGE, V_TOKEN, HKV, V_COUNT)
             page = gl.load(pages + t + 2, mask=at + 128 < keys, other=0)
-            if ((first + t + 1) % SEGMENT_TILES == 0) | (t + 1 == tiles):
-                _leave(
+            if ((first + t + 1) % TILES == 0) | (t + 1 == tiles):
+                leave(
                     top, norm, total, tops + skipped, norms + skipped, parts + skipped * D, at,
-                    count, start, kv, entries, H, GROUP, PLACE,
+                    count, start, kv, entries, 0, H, GROUP, PLACE, MMA,
                 )  # fmt: skip
                 top = gl.full((ROWS,), NO_SCORE, gl.float32, COLUMN)
                 norm = gl.zeros((16, ROWS), gl.float32, MMA)
@@ -282,13 +251,8 @@ def paged_attention_few(
 ) -> Tensor:
     """See lockstep.kernels.attention.paged_attention, for steps that `serves` takes; entries of all
     segments fit into ENTRY_BYTES. division: as division_of() says where it is left out."""
-    rows = starts.shape[0]
-    _, heads, dim = q.shape
-    _, page, kv_heads, _ = k_cache.shape
-    segments = triton.cdiv(page_table.shape[1] * page, SEGMENT)
-    left = rows * query_len * heads * segments
-    count = query_len * (heads // kv_heads)
-    how = division or division_of(rows, count, kv_heads, segments)
+    step = Sizes.of(q, k_cache, page_table, starts, query_len)
+    how = division or division_of(step.rows, step.count, step.kv_heads, step.segments)
     k = opened(k_cache, q.dtype)
     v = opened(v_cache, q.dtype)
     of_keys = k_cache.codec.fragments()
@@ -299,15 +263,14 @@ def paged_attention_few(
         for side, size in zip((k, v), sizes, strict=True)
         for stride in side.codes.stride()[:3]
     ]
-    f32 = dict(dtype=torch.float32, device=q.device)
-    kept = [torch.empty(left * size, **f32) for size in (1, 1, dim)]
-    _warp_kernel[(rows * kv_heads, how.parts)](
+    kept = step.empty_entries(q.device)
+    _warp_kernel[(step.rows * step.kv_heads, how.parts)](
         q, k.codes, v.codes, k.numbers, v.numbers, page_table, cu_seqlens, starts, *kept,
-        scale * LOG2E, segments, page_table.stride(0), query_len, *strides, heads, kv_heads, dim,
+        scale * LOG2E, step.segments, page_table.stride(0), query_len, *strides, *step.layer(),
         k.beside, v.beside, of_keys.planes, of_values.planes, of_keys.share, of_values.share,
         of_keys.keys, of_values.values, of_values.place, how.rows,
         num_warps=1, maxnreg=how.registers, enable_fp_fusion=False,
     )  # fmt: skip
     out = torch.empty_like(q)
-    fold_entries(kept, q, cu_seqlens, starts, query_len, segments, 1, False, gates, v, out)
+    fold_entries(kept, q, cu_seqlens, starts, query_len, step.segments, 1, False, gates, v, out)
     return out

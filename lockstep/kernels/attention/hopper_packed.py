@@ -24,11 +24,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lockstep.kernels import architecture
 from lockstep.kernels._gluon import barrier
-from lockstep.kernels.attention import SEGMENT, paged_attention
-from lockstep.kernels.attention._warpgroup import (
-    NO_SCORE,
-    TILE,
+from lockstep.kernels.attention import paged_attention
+from lockstep.kernels.attention._entries import (
+    MULTIPROCESSORS,
+    Sizes,
+    leave,
+    part_of,
+    place_as_is,
 )
+from lockstep.kernels.attention._warpgroup import NO_SCORE, TILE, TILES
 from lockstep.kernels.attention.hopper_few import paged_attention_few, serves
 from lockstep.kernels.attention.hopper_scratch import paged_attention_scratch, scratch_fits
 from lockstep.kernels.attention.paged import (
@@ -43,11 +47,8 @@ from lockstep.kernels.kv import KVCache
 from lockstep.kernels.kv._launch import opened
 from lockstep.kernels.packed._form import target_of
 
-MULTIPROCESSORS = 132
-"""Of an H200."""
 MOST_ROWS = {128: 64, 256: 32}
 """(token, head of a group) rows by head dim: as many as the registers of one warpgroup hold."""
-SEGMENT_TILES = gl.constexpr(SEGMENT // TILE)
 
 
 @gluon.constexpr_function
@@ -143,25 +144,6 @@ def _weigh(
 
 
 @gluon.jit
-def _leave(
-    top, norm, total, tops, norms, parts, at, count, start, kv, entries, H: gl.constexpr,
-    GROUP: gl.constexpr, layout: gl.constexpr,
-):  # fmt: skip
-    """The entry of the segment that the tile at `at` ends. at >> 30 is 0, as in _weigh."""
-    ROWS: gl.constexpr = total.shape[1]
-    D: gl.constexpr = total.shape[0]
-    segment = at // (SEGMENT_TILES * 64)
-    m = (at >> 30) + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
-    used = (m < count * GROUP) & (segment * (SEGMENT_TILES * 64) <= start + m // GROUP)
-    to = (m // GROUP * entries + segment) * H + kv * GROUP + m % GROUP
-    to = to.to(gl.int64)
-    d = (at >> 30) + gl.arange(0, D, gl.SliceLayout(1, layout))
-    gl.store(tops + to, top, mask=used)
-    gl.store(norms + to, gl.max(norm, 0), mask=used)
-    gl.store(parts + (to * D)[None, :] + d[:, None], total, mask=used[None, :])
-
-
-@gluon.jit
 def _attend(
     queries, ones, weights, k_ring, k_full, k_empty, v_ring, v_full, v_empty, tops, norms, parts,
     count, start, kv, first, tiles, entries, scale, H: gl.constexpr, GROUP: gl.constexpr,
@@ -193,23 +175,11 @@ def _attend(
         barrier()  # all warps have left both slots
         mbarrier.arrive(v_empty.index(t % SLOTS))
         mbarrier.arrive(k_empty.index((t + 1) % SLOTS))
-        if ((first + t + 1) % SEGMENT_TILES == 0) | (t + 1 == tiles):
-            _leave(
-                top,
-                norm,
-                total,
-                tops,
-                norms,
-                parts,
-                at,
-                count,
-                start,
-                kv,
-                entries,
-                H,
-                GROUP,
-                layout,
-            )
+        if ((first + t + 1) % TILES == 0) | (t + 1 == tiles):
+            leave(
+                top, norm, total, tops, norms, parts, at, count, start, kv, entries, at >> 30, H,
+                GROUP, place_as_is, layout,
+            )  # fmt: skip
             top = gl.full((ROWS,), NO_SCORE, gl.float32, gl.SliceLayout(0, layout))
             norm = gl.zeros((64, ROWS), gl.float32, layout)
             total = gl.zeros((D, ROWS), gl.float32, layout)
@@ -243,16 +213,8 @@ def _segments_kernel(
     """A KV head of a row, and the segments of one of num_programs(1) equal parts of its context."""
     GROUP: gl.constexpr = H // HKV
     dtype: gl.constexpr = q.dtype.element_ty
-    s = (gl.program_id(0) // HKV).to(gl.int64)
-    kv = gl.program_id(0) % HKV
-    begin = gl.load(cu_seqlens + s).to(gl.int64)
-    count = (gl.load(cu_seqlens + s + 1) - begin).to(gl.int32)
-    start = gl.load(starts + s).to(gl.int32)
+    s, kv, begin, count, start, first, share, tiles = part_of(cu_seqlens, starts, HKV)
     keys = start + count
-    tiles = (keys + 63) // 64
-    segments = (tiles + SEGMENT_TILES - 1) // SEGMENT_TILES
-    share = (segments + gl.num_programs(1) - 1) // gl.num_programs(1) * SEGMENT_TILES
-    first = gl.program_id(1) * share
     if (count > 0) & (first < tiles):
         tiles = gl.minimum(tiles - first, share)
         square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -364,35 +326,29 @@ def paged_attention_hopper_packed(
         return paged_attention_scratch(
             q, k_cache, v_cache, page_table, cu_seqlens, starts, query_len, scale, gates
         )
-    rows = starts.shape[0]
-    _, heads, dim = q.shape
-    _, page, kv_heads, _ = k_cache.shape
-    segments = triton.cdiv(page_table.shape[1] * page, SEGMENT)
-    count = query_len * (heads // kv_heads)
-    left = rows * query_len * heads * segments
-    few = count <= MOST_ROWS[dim] and left * (dim + 2) * 4 <= ENTRY_BYTES
-    if not (len(q) and few and page == TILE):
+    step = Sizes.of(q, k_cache, page_table, starts, query_len)
+    few = step.count <= MOST_ROWS[step.dim] and step.entry_bytes() <= ENTRY_BYTES
+    if not (len(q) and few and k_cache.shape[1] == TILE):
         return paged_attention_triton(
             q, k_cache, v_cache, page_table, cu_seqlens, starts, query_len, scale, gates
         )
-    if shape is None and serves(q, k_cache, v_cache, count):
+    if shape is None and serves(q, k_cache, v_cache, step.count):
         return paged_attention_few(
             q, k_cache, v_cache, page_table, cu_seqlens, starts, query_len, scale, gates
         )
-    how = shape or shape_of(rows, count, kv_heads, dim, segments)
+    how = shape or shape_of(step.rows, step.count, step.kv_heads, step.dim, step.segments)
     target = target_of(q.device)
     k = opened(k_cache, q.dtype, target)
     v = opened(v_cache, q.dtype, target)
-    f32 = dict(dtype=torch.float32, device=q.device)
-    kept = [torch.empty(left * size, **f32) for size in (1, 1, dim)]
-    _segments_kernel[(rows * kv_heads, how.parts)](
+    kept = step.empty_entries(q.device)
+    _segments_kernel[(step.rows * step.kv_heads, how.parts)](
         q, k.codes, v.codes, k.numbers, v.numbers, k.constant, v.constant, page_table, cu_seqlens,
-        starts, *kept, scale * LOG2E, segments, page_table.stride(0), query_len,
-        *k.codes.stride()[:3], *v.codes.stride()[:3], heads, kv_heads, dim, k.beside, v.beside,
+        starts, *kept, scale * LOG2E, step.segments, page_table.stride(0), query_len,
+        *k.codes.stride()[:3], *v.codes.stride()[:3], *step.layer(), k.beside, v.beside,
         k.share, v.share, k.fetch, k.unpack, v.fetch, v.unpack,
         how.rows, how.slots, how.warps, how.unpacking,
         num_warps=4, maxnreg=how.registers, enable_fp_fusion=False,
     )  # fmt: skip
     out = torch.empty_like(q)
-    fold_entries(kept, q, cu_seqlens, starts, query_len, segments, 1, False, gates, v, out)
+    fold_entries(kept, q, cu_seqlens, starts, query_len, step.segments, 1, False, gates, v, out)
     return out

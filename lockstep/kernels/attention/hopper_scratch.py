@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels._rows import row_of
 from lockstep.kernels.attention._warpgroup import TILE
 from lockstep.kernels.attention.hopper import LONG, attend_prompts
-from lockstep.kernels.attention.paged import _row, _store
+from lockstep.kernels.attention.paged import _store
 from lockstep.kernels.kv import PackedKV
 from lockstep.kernels.kv._launch import Opened, opened
 from lockstep.kernels.kv._tile_device import cache_tile
@@ -39,7 +40,7 @@ def _unpack_kernel(
     s = tl.program_id(2).to(tl.int64)
     column = tl.program_id(0)
     kv = first + tl.program_id(1)
-    _, count, start = _row(cu_seqlens, starts, s)
+    _, count, start = row_of(cu_seqlens, starts, s)
     keys = start + count
     at = column * TILE
     if (count > 0) & (at < keys):

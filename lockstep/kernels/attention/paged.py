@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels import architecture
+from lockstep.kernels._rows import row_of
 from lockstep.kernels.activations._device import sigmoid
 from lockstep.kernels.architecture import shared_of, stages_within
 from lockstep.kernels.attention import SEGMENT, paged_attention
@@ -85,6 +86,13 @@ def _store_entry(tops, norms, parts, entry, d, top, norm, total, mask, D: tl.con
 
 
 @triton.jit
+def _queries(q, first, place, d, mine, H: tl.constexpr, D: tl.constexpr):
+    """Query rows [columns, ROWS] of a row whose first token is the first-th of q."""
+    there = mine[:, None] & (d < D)[None, :]
+    return tl.load(q + first * (H * D) + (place[:, None] + d[None, :]), mask=there, other=0.0).T
+
+
+@triton.jit
 def _store(
     out, gates, place, gate_at, d, result, mine, seed, D: tl.constexpr, GATED: tl.constexpr,
     TURNED: tl.constexpr,
@@ -116,24 +124,24 @@ def _store_folded(
 
 
 @triton.jit
-def _query_rows(row, count, kv, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """Query rows from `row` on: which of them `count` tokens have, their token and head [ROWS]."""
+def _query_rows(
+    row, count, start, kv, H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    """Query rows from `row` on: which of them `count` tokens have, their token, head, last key and
+    place in [count, H, D], each [ROWS]."""
     m = row + tl.arange(0, ROWS)
-    return m < count * GROUP, m // GROUP, kv * GROUP + m % GROUP
+    mine = m < count * GROUP
+    token = m // GROUP
+    head = kv * GROUP + m % GROUP
+    last = start + token
+    return mine, token, head, last, (token * H + head) * D
 
 
 @triton.jit
 def _entries_of(tops, norms, parts, skipped, D: tl.constexpr):
     """Where a row's entries begin, `skipped` (token, segment, head) from the first."""
     return tops + skipped, norms + skipped, parts + skipped * D
-
-
-@triton.jit
-def _row(cu_seqlens, starts, s):
-    """Row s: the place of its first token, its tokens, the tokens before them."""
-    first = tl.load(cu_seqlens + s).to(tl.int64)
-    count = (tl.load(cu_seqlens + s + 1) - first).to(tl.int32)
-    return first, count, tl.load(starts + s).to(tl.int32)
 
 
 @triton.jit
@@ -180,19 +188,16 @@ def _attend_kernel(
     own = tl.program_id(2) * width
     turn = tl.num_programs(2) * width
     page = pages_of(pages, own, own + 1, PAGE, TILE)
-    first, count, start = _row(cu_seqlens, starts, s)
+    first, count, start = row_of(cu_seqlens, starts, s)
     end = start + tl.minimum(count, (row + ROWS - 1) // group + 1)
     keys = start + count
     if (row >= count * group) | (own >= end):
         return
     d = tl.arange(0, BLOCK_D)
-    mine, token, head = _query_rows(row, count, kv, group, ROWS)
-    last = start + token
-    place = (token * H + head) * D
+    mine, token, head, last, place = _query_rows(row, count, start, kv, H, group, D, ROWS)
     entry = token * entries * H + head
     tops, norms, parts = _entries_of(tops, norms, parts, (s * Q * entries - FIRST + 1) * H, D)
-    there = mine[:, None] & (d < D)[None, :]
-    query = tl.load(q + first * (H * D) + (place[:, None] + d[None, :]), mask=there, other=0.0).T
+    query = _queries(q, first, place, d, mine, H, D)
     best, norms_all, sums = _empty_fold(ONES, ROWS, BLOCK_D)
     top, norm, total = _empty_fold(ONES, ROWS, BLOCK_D)
     for begin in range(own, end, turn):
@@ -272,7 +277,7 @@ def _fold_kernel(
     d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     at = (s * Q + token) * entries * H + head
     ahead = _entries(tops, norms, parts, at, 0, entries, d, H, D, TOGETHER)
-    first, count, start = _row(cu_seqlens, starts, s)
+    first, count, start = row_of(cu_seqlens, starts, s)
     used = (start + token) // SEGMENT + 2 - FIRST
     first += tl.zeros((1,), tl.int64)
     best, norms_all, sums = _empty_fold(1, 1, COLUMNS)
@@ -405,9 +410,7 @@ def paged_attention_triton(
     tile = keys_together(q.dtype)
     first = p.span if p.folds else 1
     entries = 0 if p.folds and p.span >= segments else segments - first + 1
-    count = rows * query_len * heads * entries
-    f32 = dict(dtype=torch.float32, device=q.device)
-    kept = [torch.empty(count * size, **f32) for size in (1, 1, dim)]
+    kept = empty_entries(rows * query_len * heads * entries, dim, q.device)
     gate_stride = gates.stride(0) if gates is not None else 0
     blocks = triton.cdiv(query_len * (heads // kv_heads), block)
     target = target_of(q.device)
@@ -426,6 +429,11 @@ def paged_attention_triton(
     if entries:
         fold_entries(kept, q, cu_seqlens, starts, query_len, entries, first, p.folds, gates, v, out)
     return out
+
+
+def empty_entries(count: int, dim: int, device: torch.device) -> list[Tensor]:
+    """Memory of so many entries: largest scores, sums of weights, outputs; not written yet."""
+    return [torch.empty(count * size, dtype=torch.float32, device=device) for size in (1, 1, dim)]
 
 
 def fold_entries(

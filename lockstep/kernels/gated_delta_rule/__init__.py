@@ -16,6 +16,7 @@ from torch import Tensor
 from lockstep.kernels.activations import sigmoid, softplus
 from lockstep.kernels.norm import gated_rms_norm
 from lockstep.kernels.recurrent.convolution import causal_convolution
+from lockstep.kernels.recurrent.prompt import prompt_rows
 from lockstep.kernels.recurrent.rings import folded_by, slots_before
 from lockstep.kernels.recurrent.state import RecurrentState, expand, on_grid, replay, write
 from lockstep.kernels.registry import op
@@ -142,40 +143,21 @@ def gated_delta_chunk(
     at every grid point and at the row's end.
     """
     out = torch.zeros(mixed.shape[0], *state.u.shape[2:])
-    ring_length = state.conv.shape[1]
     history = weights.conv.shape[1] - 1
-    bounds = cu_seqlens.tolist()
-    rows = (x.tolist() for x in (starts, state_src, state_slots, snapshot_slots))
-    for i, (start, src, dst, snapshot) in enumerate(zip(*rows, strict=True)):
-        begin = bounds[i]
-        end = bounds[i + 1]
-        if begin == end or dst == 0:
-            continue
-        past = mixed.new_zeros(history, mixed.shape[1])
-        s = torch.zeros(state.recurrent.shape[1:])
-        if start:
-            past = state.conv[src, slots_before(start, history, ring_length)]
-            s = state.recurrent[src].to(torch.float32, copy=True)
-        raw = torch.cat([past, mixed[begin:end]])
-        q, k, v = heads_of(causal_convolution(raw, weights.conv), state)
-        g, beta = gates(b[begin:end], a[begin:end], weights)
-        grid_point = (end - begin) // GRID * GRID
-        at_grid = s
-        for first in range(0, end - begin, GRID):
+    places = (cu_seqlens, starts, state_src, state_slots, snapshot_slots)
+    for row in prompt_rows(mixed, state, history, *places):
+        own = row.tokens
+        q, k, v = heads_of(causal_convolution(row.raw, weights.conv), state)
+        g, beta = gates(b[own], a[own], weights)
+        s = at_grid = row.before
+        for first in range(0, len(v), GRID):
             chunk = slice(first, first + GRID)
             o, s = _chunk(q[chunk], k[chunk], v[chunk], g[chunk], beta[chunk], s)
-            out[begin:end][chunk] = o
+            out[own][chunk] = o
             s = state.rounded(s)
-            if first + GRID == grid_point:
+            if first + GRID == len(v) // GRID * GRID:
                 at_grid = s
-        state.recurrent[dst] = s
-        state.conv[dst, slots_before(start + end - begin, history, ring_length)] = raw[
-            end - begin :
-        ]
-        if snapshot:
-            place = slots_before(start + grid_point, history, ring_length)
-            state.recurrent[snapshot] = at_grid
-            state.conv[snapshot, place] = raw[grid_point : grid_point + history]
+        row.keep(at_grid, s)
     return out
 
 

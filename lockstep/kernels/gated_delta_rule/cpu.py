@@ -22,13 +22,14 @@ from lockstep.kernels.gated_delta_rule import (
 from lockstep.kernels.norm import gated_rms_norm
 from lockstep.kernels.recurrent._cpu import (
     Tokens,
+    Window,
     by_token,
     causal_convolution,
     replay,
-    ring_places,
     round_rows,
     write,
 )
+from lockstep.kernels.recurrent.prompt import prompt_rows
 from lockstep.kernels.recurrent.state import RecurrentState, expand
 from lockstep.step import GRID
 
@@ -61,27 +62,14 @@ def gated_delta_step_cpu(
 ) -> Tensor:
     """See lockstep.kernels.gated_delta_rule.gated_delta_step."""
     mixed, z, b, a = (x.transpose(0, 1) for x in (mixed, z, b, a))
-    length, rows, channels = mixed.shape
-    hv = b.shape[2]
-    history = weights.conv.shape[1] - 1
-    first = tuple(starts.tolist())
-    most = max(0, *(starts - folded).tolist())
-    own = tuple(slots.tolist())
-    places = ring_places(state.k.shape[1], own, first, range(-most, length))
-    raw_places = ring_places(state.conv.shape[1], own, first, range(-history, length))
-    conv = state.conv.flatten(0, 1).index_select(0, raw_places[: history * rows])
-    raw = torch.cat([conv.view(history, rows, channels), mixed])
-    q, k, v = _heads(causal_convolution(raw, weights.conv), state)
+    window = Window(mixed, state, slots, starts, folded, weights.conv.shape[1] - 1)
+    q, k, v = _heads(causal_convolution(window.raw, weights.conv), state)
     g, beta = gates(b, a, weights)
-    s = replay(state, slots, starts, folded, places[: most * rows], flush)
+    s = replay(state, slots, starts, folded, window.replayed, flush)
     decay = torch.exp(g)
-    each = (by_token(x, hv) for x in (q, k, v, decay.unsqueeze(-1), beta.unsqueeze(-1)))
-    o, u = _run(state, s, first, *each)
-    state.conv.flatten(0, 1).index_copy_(
-        0, raw_places[history * rows :], mixed.reshape(-1, channels)
-    )
-    for ring, x in ((state.u, u), (state.k, k), (state.decay, decay)):
-        ring.flatten(0, 1).index_copy_(0, places[most * rows :], x.reshape(-1, *ring.shape[2:]))
+    each = (by_token(x, b.shape[2]) for x in (q, k, v, decay.unsqueeze(-1), beta.unsqueeze(-1)))
+    o, u = _run(state, s, window.first, *each)
+    window.keep(u, k, decay)
     return gated_rms_norm(o.view(z.shape), z, weights.norm, weights.eps).transpose(0, 1)
 
 
@@ -125,32 +113,13 @@ def gated_delta_chunk_cpu(
     """See lockstep.kernels.gated_delta_rule.gated_delta_chunk."""
     out = torch.zeros(mixed.shape[0], *state.u.shape[2:])
     history = weights.conv.shape[1] - 1
-    conv = state.conv.flatten(0, 1)
     g, beta = gates(b, a, weights)
-    bounds = cu_seqlens.tolist()
-
-    def last(slot: int, position: int) -> Tensor:
-        return ring_places(state.conv.shape[1], (slot,), (position,), range(-history, 0))
-
-    rows = (x.tolist() for x in (starts, state_src, state_slots, snapshot_slots))
-    for i, (start, src, dst, snapshot) in enumerate(zip(*rows, strict=True)):
-        begin = bounds[i]
-        end = bounds[i + 1]
-        if begin == end or dst == 0:
-            continue
-        past = conv[last(src, start)] if start else conv.new_zeros(history, conv.shape[1])
-        s = state.recurrent[src].clone() if start else torch.zeros_like(state.recurrent[0])
-        s = s.float()
-        raw = torch.cat([past, mixed[begin:end]])
-        heads = _heads(causal_convolution(raw, weights.conv), state)
-        gated = g[begin:end], beta[begin:end]
-        out[begin:end], at_grid, s = _chunks(*heads, *gated, s, state.rounded)
-        state.recurrent[dst] = s
-        conv[last(dst, start + end - begin)] = raw[end - begin :]
-        if snapshot:
-            whole = (end - begin) // GRID * GRID
-            state.recurrent[snapshot] = at_grid
-            conv[last(snapshot, start + whole)] = raw[whole : whole + history]
+    places = (cu_seqlens, starts, state_src, state_slots, snapshot_slots)
+    for row in prompt_rows(mixed, state, history, *places):
+        own = row.tokens
+        heads = _heads(causal_convolution(row.raw, weights.conv), state)
+        out[own], at_grid, s = _chunks(*heads, g[own], beta[own], row.before, state.rounded)
+        row.keep(at_grid, s)
     return out
 
 

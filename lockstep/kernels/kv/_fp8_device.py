@@ -12,7 +12,7 @@ from lockstep.kernels.kv._bytes_device import fetch_scaled, fetch_words, in_orde
 from lockstep.kernels.kv.fp8 import LARGE as LARGE_SIZE
 from lockstep.kernels.kv.fp8 import LEAST as LEAST_EXPONENT
 from lockstep.kernels.kv.fp8 import WHOLE as TO_WHOLE
-from lockstep.kernels.packed._device import decode_e4m3, halves
+from lockstep.kernels.packed._codes import decode_e4m3, halves
 
 INFINITE = tl.constexpr(0x7F800000)
 """The bits of +inf in fp32: those of a NaN are larger, of every other size smaller."""

@@ -21,7 +21,7 @@ from lockstep.kernels.kv._turn_device import flipped, flips, mixed
 from lockstep.kernels.kv.turboquant import LEAST as LEAST_EXPONENT
 from lockstep.kernels.kv.turboquant import MOST as MOST_EXPONENT
 from lockstep.kernels.kv.turboquant import POINTS
-from lockstep.kernels.packed._device import halves
+from lockstep.kernels.packed._codes import halves
 
 LEAST = tl.constexpr(LEAST_EXPONENT)
 MOST = tl.constexpr(MOST_EXPONENT)

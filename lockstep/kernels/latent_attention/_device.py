@@ -9,14 +9,6 @@ NO_SCORE = tl.constexpr(-1e30)
 
 
 @triton.jit
-def row_of(cu_seqlens, starts, s):
-    """Row s: the place of its first token, its tokens, the tokens before them."""
-    first = tl.load(cu_seqlens + s).to(tl.int64)
-    count = (tl.load(cu_seqlens + s + 1) - first).to(tl.int32)
-    return first, count, tl.load(starts + s).to(tl.int32)
-
-
-@triton.jit
 def block_of(
     block, start, count,
     H: tl.constexpr, ROWS: tl.constexpr, SEGMENT: tl.constexpr, NEAR: tl.constexpr,

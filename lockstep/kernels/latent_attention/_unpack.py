@@ -1,5 +1,10 @@
 # mypy: ignore-errors
-"""Packed latents, unpacked ahead for a kernel that reads tiles of the model's dtype."""
+"""Packed latents, unpacked ahead for a kernel that reads tiles of the model's dtype.
+
+attention/hopper_scratch.py does so with keys and values, by pages of one KV head each, a program a
+page. Here a captured step's page table may be far longer than its rows, and latents and rotary keys
+go side by side: programs stride over a row instead. What both read a tile with is shared.
+"""
 
 from collections.abc import Iterator
 
@@ -8,10 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels._rows import row_of
 from lockstep.kernels.kv import KVCache
 from lockstep.kernels.kv._launch import opened
 from lockstep.kernels.kv._tile_device import cache_tile
-from lockstep.kernels.latent_attention._device import row_of
 from lockstep.kernels.packed._form import target_of
 
 TOGETHER = 16

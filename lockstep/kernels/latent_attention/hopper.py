@@ -438,6 +438,24 @@ def _values(
                     g += 1
 
 
+@gluon.jit
+def _init_barriers(
+    full, empty, ready, q_full, q_empty, told, heard, PIECES: gl.constexpr
+):  # fmt: skip
+    """Each barrier with the number of those that arrive at it."""
+    for slot in gl.static_range(SLOTS * 2):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=PIECES)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(SLOTS * 2 + slot), count=1)
+        mbarrier.init(empty.index(SLOTS * 2 + slot), count=3)
+        mbarrier.init(ready.index(slot), count=1)
+    mbarrier.init(q_full, count=1)
+    mbarrier.init(q_empty, count=1)
+    mbarrier.init(told, count=1)
+    mbarrier.init(heard, count=2)
+
+
 @gluon.jit(
     do_not_specialize=["table_stride", "items", "blocks", "parallel", "entries", "Q"],
 )
@@ -468,17 +486,7 @@ def _latent_kernel(
     q_empty = gl.allocate_shared_memory(gl.int64, [1], barriers)
     told = gl.allocate_shared_memory(gl.int64, [1], barriers)
     heard = gl.allocate_shared_memory(gl.int64, [1], barriers)
-    for slot in gl.static_range(SLOTS * 2):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=PIECES)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(SLOTS * 2 + slot), count=1)
-        mbarrier.init(empty.index(SLOTS * 2 + slot), count=3)
-        mbarrier.init(ready.index(slot), count=1)
-    mbarrier.init(q_full, count=1)
-    mbarrier.init(q_empty, count=1)
-    mbarrier.init(told, count=1)
-    mbarrier.init(heard, count=2)
+    _init_barriers(full, empty, ready, q_full, q_empty, told, heard, PIECES)
     ones.store(gl.full((8, 64), 1.0, dtype, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])))
     fence_async_shared()
     kept += gl.program_id(0).to(gl.int64) * (2 * 64 * LATENT)

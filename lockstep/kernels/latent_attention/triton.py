@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels import architecture
+from lockstep.kernels._rows import row_of
 from lockstep.kernels.architecture import HOPPER, stages_within
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.kv import KVCache
@@ -30,7 +31,6 @@ from lockstep.kernels.latent_attention._device import (
     block_of,
     empty_fold,
     fold,
-    row_of,
     weigh,
 )
 from lockstep.kernels.packed._form import target_of

@@ -20,8 +20,7 @@ are computed and not stored, and columns of a product do not meet.
 import triton
 import triton.language as tl
 
-from lockstep.kernels.packed._device import (
-    BLOCK,
+from lockstep.kernels.packed._codes import (
     E2M1,
     E2M1_BF16,
     E2M1_FP16,
@@ -39,6 +38,7 @@ from lockstep.kernels.packed._device import (
     decode_e4m3,
     twice,
 )
+from lockstep.kernels.packed._device import BLOCK
 
 LOAD16 = tl.constexpr("""
 {

@@ -46,7 +46,7 @@ from lockstep.kernels.linear._packed_text import (
     WIDE_BF16,
     WIDE_FP16,
 )
-from lockstep.kernels.packed._device import (
+from lockstep.kernels.packed._codes import (
     E4M3_PAIRS,
     FP4,
     FP8,

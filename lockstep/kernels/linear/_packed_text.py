@@ -99,7 +99,7 @@ def _int8(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
 
 def _fp4(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
     """Two words, 2^7 times the four scales of their columns, twice in a word each, and 2^7 times
-    the factor -> eight pairs of this kind. See _device.py on e2m1 in fp16."""
+    the factor -> eight pairs of this kind. See packed/_codes.py on e2m1 in fp16."""
     lines = [".reg .b16 a, b;", ".reg .b32 s, m, p;", ".reg .f32 l, h;"]
     for word in range(2):
         source = f"${8 + word}"

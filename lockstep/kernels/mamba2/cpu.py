@@ -17,13 +17,14 @@ from lockstep.kernels.mamba2 import (
 )
 from lockstep.kernels.recurrent._cpu import (
     Tokens,
+    Window,
     by_token,
     causal_convolution,
     replay,
-    ring_places,
     round_rows,
     write,
 )
+from lockstep.kernels.recurrent.prompt import prompt_rows
 from lockstep.kernels.recurrent.state import RecurrentState, expand
 from lockstep.step import GRID
 
@@ -42,27 +43,15 @@ def mamba2_step_cpu(
     """See lockstep.kernels.mamba2.mamba2_step."""
     mixed = mixed.transpose(0, 1)
     dt = dt.transpose(0, 1)
-    length, rows, channels = mixed.shape
-    heads = dt.shape[2]
-    history = weights.conv.shape[1] - 1
-    first = tuple(starts.tolist())
-    most = max(0, *(starts - folded).tolist())
-    own = tuple(slots.tolist())
-    places = ring_places(state.k.shape[1], own, first, range(-most, length))
-    raw_places = ring_places(state.conv.shape[1], own, first, range(-history, length))
-    conv = state.conv.flatten(0, 1).index_select(0, raw_places[: history * rows])
-    raw = torch.cat([conv.view(history, rows, channels), mixed])
-    x, b, c = heads_of(causal_convolution(raw, weights.conv, weights.conv_bias), state)
+    window = Window(mixed, state, slots, starts, folded, weights.conv.shape[1] - 1)
+    x, b, c = heads_of(causal_convolution(window.raw, weights.conv, weights.conv_bias), state)
     step, g = time_steps(dt, weights)
-    s = replay(state, slots, starts, folded, places[: most * rows], flush)
+    s = replay(state, slots, starts, folded, window.replayed, flush)
     u = x * step[..., None]
     decay = torch.exp(g)
-    y = _run(state, s, first, *(by_token(t, heads) for t in (b, c, u, decay[..., None])))
-    state.conv.flatten(0, 1).index_copy_(
-        0, raw_places[history * rows :], mixed.reshape(-1, channels)
-    )
-    for ring, line in ((state.u, u), (state.k, b), (state.decay, decay)):
-        ring.flatten(0, 1).index_copy_(0, places[most * rows :], line.reshape(-1, *ring.shape[2:]))
+    each = (by_token(t, dt.shape[2]) for t in (b, c, u, decay[..., None]))
+    y = _run(state, s, window.first, *each)
+    window.keep(u, b, decay)
     return y.view(x.shape).add_(weights.d[:, None] * x).transpose(0, 1)
 
 
@@ -102,33 +91,15 @@ def mamba2_chunk_cpu(
     """See lockstep.kernels.mamba2.mamba2_chunk."""
     out = torch.zeros(mixed.shape[0], *state.u.shape[2:])
     history = weights.conv.shape[1] - 1
-    conv = state.conv.flatten(0, 1)
     step, g = time_steps(dt, weights)
-    bounds = cu_seqlens.tolist()
-
-    def last(slot: int, position: int) -> Tensor:
-        return ring_places(state.conv.shape[1], (slot,), (position,), range(-history, 0))
-
-    rows = (x.tolist() for x in (starts, state_src, state_slots, snapshot_slots))
-    for i, (start, src, dst, snapshot) in enumerate(zip(*rows, strict=True)):
-        begin = bounds[i]
-        end = bounds[i + 1]
-        if begin == end or dst == 0:
-            continue
-        past = conv[last(src, start)] if start else conv.new_zeros(history, conv.shape[1])
-        s = state.recurrent[src].clone() if start else torch.zeros_like(state.recurrent[0])
-        s = s.float()
-        raw = torch.cat([past, mixed[begin:end]])
-        x, b, c = heads_of(causal_convolution(raw, weights.conv, weights.conv_bias), state)
-        u = x * step[begin:end, :, None]
-        y, at_grid, s = _chunks(b, c, u, g[begin:end], s, state.rounded)
-        out[begin:end] = y + weights.d[:, None] * x
-        state.recurrent[dst] = s
-        conv[last(dst, start + end - begin)] = raw[end - begin :]
-        if snapshot:
-            whole = (end - begin) // GRID * GRID
-            state.recurrent[snapshot] = at_grid
-            conv[last(snapshot, start + whole)] = raw[whole : whole + history]
+    places = (cu_seqlens, starts, state_src, state_slots, snapshot_slots)
+    for row in prompt_rows(mixed, state, history, *places):
+        own = row.tokens
+        x, b, c = heads_of(causal_convolution(row.raw, weights.conv, weights.conv_bias), state)
+        u = x * step[own, :, None]
+        y, at_grid, s = _chunks(b, c, u, g[own], row.before, state.rounded)
+        out[own] = y + weights.d[:, None] * x
+        row.keep(at_grid, s)
     return out
 
 

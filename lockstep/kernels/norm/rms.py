@@ -222,29 +222,24 @@ def add_rms_norm_triton(
 @gated_rms_norm.backend("triton", supports=_supports)
 def gated_rms_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See lockstep.kernels.norm.gated_rms_norm."""
-    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    rows, inner, *strides = _rows(x)
-    gates, _, *gate_strides = _rows(gate)
-    if x.numel():
-        count = rows.shape[0] * inner
-        together = rows_together(x.shape[-1])
-        _gated_rms_norm_kernel[(triton.cdiv(count, together),)](
-            rows, gates, weight, out, count, inner, *strides, *gate_strides, eps,
-            ROWS=together, **row_layout(x.shape[-1], together),
-        )  # fmt: skip
-    return out
+    return _gated(_gated_rms_norm_kernel, x, gate, weight, eps)
 
 
 @gated_group_norm.backend("triton", supports=_supports)
 def gated_group_norm_triton(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See lockstep.kernels.norm.gated_group_norm. x, gate [T, G, D]; weight is contiguous."""
+    return _gated(_gated_group_norm_kernel, x, gate, weight, eps)
+
+
+def _gated(kernel: Any, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """What a kernel of gated norms makes, a few rows a program."""
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     rows, inner, *strides = _rows(x)
     gates, _, *gate_strides = _rows(gate)
     if x.numel():
         count = rows.shape[0] * inner
         together = rows_together(x.shape[-1])
-        _gated_group_norm_kernel[(triton.cdiv(count, together),)](
+        kernel[(triton.cdiv(count, together),)](
             rows, gates, weight, out, count, inner, *strides, *gate_strides, eps,
             ROWS=together, **row_layout(x.shape[-1], together),
         )  # fmt: skip

@@ -8,17 +8,7 @@ It does so where the leaves are loads and constants: an index made by `tl.arange
 would end it. For mma.sync a join would widen kWidth to 4, and so change which columns share a
 group of 16; `OPAQUE` ends that search (tests/kernels/compile_packed.py looks at both).
 
-The arithmetic of each layout is its definition, in one rounding, by fewer instructions:
-
-- 4-bit integers with scales of the model's dtype: code - zero is exact in it, and a product of two
-  numbers of bf16 or fp16, rounded once, is what fp32 rounds to. Two at a time.
-- with fp16 scales in bf16: a scale is hi + lo, both bf16; (code - zero) * lo has at most 6 bits, so
-  it is exact, and fma((code - zero), hi, that) rounds once.
-- all else: 2^23 + code is a number of fp32, made by `or`; one subtraction gives code - zero.
-- e4m3: its bits are those of an fp32 2^120 times smaller; subnormal ones too.
-- e2m1: those of one 2^126 times smaller. The scale is taken 2^118 times larger, the factor 2^8
-  times; all three are exact. By assembly in fp16: 2^14 times smaller, the scale 2^7 times larger,
-  so that their product, whose last bit is 2^-17 or more, is exact in fp16; the factor 2^7 times.
+What the words mean stands in _codes.py.
 """
 
 from typing import Any, NamedTuple
@@ -26,20 +16,30 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-PLAIN = tl.constexpr(0)
-INT = tl.constexpr(1)
-FP8 = tl.constexpr(2)
-FP4 = tl.constexpr(3)
-SAME = tl.constexpr(1)
-SPLIT = tl.constexpr(2)
-E4M3 = tl.constexpr(3)
-E2M1 = tl.constexpr(4)
+from lockstep.kernels.packed._codes import (
+    E2M1,
+    E2M1_BF16,
+    E2M1_FP16,
+    E4M3,
+    E4M3_PAIRS,
+    E4M3_WORD,
+    FP4,
+    MINUS_136,
+    MINUS_1032,
+    PLAIN,
+    SAME,
+    SAME_BF16,
+    SAME_FP16,
+    SPLIT,
+    SPLIT_BF16,
+    decode,
+    decode_e4m3,
+    halves,
+    twice,
+)
+
 BLOCK = tl.constexpr(128)
 """Columns that _order orders among themselves."""
-MINUS_136 = tl.constexpr(0xC308C308 - (1 << 32))
-"""Two of -(128 + 8) in bf16."""
-MINUS_1032 = tl.constexpr(0xE408E408 - (1 << 32))
-"""Two of -(1024 + 8) in fp16."""
 
 
 class Operand(NamedTuple):
@@ -74,252 +74,6 @@ class Form(NamedTuple):
     scale: Any = None
     fast: int = 0
     opaque: bool = False
-
-
-SAME_BF16 = tl.constexpr("""
-{
-    .reg .b32 t<4>, one, none;
-    mov.b32 one, 0x3f803f80;
-    mov.b32 none, 0x80008000;
-    shr.u32 t1, $4, 4;
-    shr.u32 t2, $4, 8;
-    shr.u32 t3, $4, 12;
-    lop3.b32 t0, $4, 0x000f000f, 0x43004300, 0xea;
-    lop3.b32 t1, t1, 0x000f000f, 0x43004300, 0xea;
-    lop3.b32 t2, t2, 0x000f000f, 0x43004300, 0xea;
-    lop3.b32 t3, t3, 0x000f000f, 0x43004300, 0xea;
-    fma.rn.bf16x2 t0, t0, one, $7;
-    fma.rn.bf16x2 t1, t1, one, $7;
-    fma.rn.bf16x2 t2, t2, one, $8;
-    fma.rn.bf16x2 t3, t3, one, $8;
-    fma.rn.bf16x2 $0, t0, $5, none;
-    fma.rn.bf16x2 $1, t1, $5, none;
-    fma.rn.bf16x2 $2, t2, $6, none;
-    fma.rn.bf16x2 $3, t3, $6, none;
-}
-""")
-"""A word, scales and -(128 + zero) of its halves, each twice in a word -> its four pairs."""
-SAME_FP16 = tl.constexpr("""
-{
-    .reg .b32 t<4>;
-    shr.u32 t1, $4, 4;
-    shr.u32 t2, $4, 8;
-    shr.u32 t3, $4, 12;
-    lop3.b32 t0, $4, 0x000f000f, 0x64006400, 0xea;
-    lop3.b32 t1, t1, 0x000f000f, 0x64006400, 0xea;
-    lop3.b32 t2, t2, 0x000f000f, 0x64006400, 0xea;
-    lop3.b32 t3, t3, 0x000f000f, 0x64006400, 0xea;
-    add.rn.f16x2 t0, t0, $7;
-    add.rn.f16x2 t1, t1, $7;
-    add.rn.f16x2 t2, t2, $8;
-    add.rn.f16x2 t3, t3, $8;
-    mul.rn.f16x2 $0, t0, $5;
-    mul.rn.f16x2 $1, t1, $5;
-    mul.rn.f16x2 $2, t2, $6;
-    mul.rn.f16x2 $3, t3, $6;
-}
-""")
-"""The same in fp16, with -(1024 + zero)."""
-SPLIT_BF16 = tl.constexpr("""
-{
-    .reg .b32 t<4>, l<4>, one, none;
-    mov.b32 one, 0x3f803f80;
-    mov.b32 none, 0x80008000;
-    shr.u32 t1, $4, 4;
-    shr.u32 t2, $4, 8;
-    shr.u32 t3, $4, 12;
-    lop3.b32 t0, $4, 0x000f000f, 0x43004300, 0xea;
-    lop3.b32 t1, t1, 0x000f000f, 0x43004300, 0xea;
-    lop3.b32 t2, t2, 0x000f000f, 0x43004300, 0xea;
-    lop3.b32 t3, t3, 0x000f000f, 0x43004300, 0xea;
-    fma.rn.bf16x2 t0, t0, one, $9;
-    fma.rn.bf16x2 t1, t1, one, $9;
-    fma.rn.bf16x2 t2, t2, one, $10;
-    fma.rn.bf16x2 t3, t3, one, $10;
-    fma.rn.bf16x2 l0, t0, $7, none;
-    fma.rn.bf16x2 l1, t1, $7, none;
-    fma.rn.bf16x2 l2, t2, $8, none;
-    fma.rn.bf16x2 l3, t3, $8, none;
-    fma.rn.bf16x2 $0, t0, $5, l0;
-    fma.rn.bf16x2 $1, t1, $5, l1;
-    fma.rn.bf16x2 $2, t2, $6, l2;
-    fma.rn.bf16x2 $3, t3, $6, l3;
-}
-""")
-"""As SAME_BF16, a scale being hi ($5, $6) + lo ($7, $8)."""
-E2M1_BF16 = tl.constexpr("""
-{
-    .reg .b16 a, b;
-    .reg .b32 s, m, p;
-    .reg .f32 l, h;
-    shl.b32 s, $4, 12;
-    shl.b32 m, $4, 9;
-    and.b32 m, m, 0x0e000e00;
-    lop3.b32 p, s, 0x80008000, m, 0xea;
-    mul.rn.f16x2 p, p, $5;
-    mov.b32 {a, b}, p;
-    cvt.f32.f16 l, a;
-    cvt.f32.f16 h, b;
-    mul.rn.f32 l, l, $7;
-    mul.rn.f32 h, h, $7;
-    cvt.rn.bf16x2.f32 $0, h, l;
-    shl.b32 s, $4, 8;
-    shl.b32 m, $4, 5;
-    and.b32 m, m, 0x0e000e00;
-    lop3.b32 p, s, 0x80008000, m, 0xea;
-    mul.rn.f16x2 p, p, $5;
-    mov.b32 {a, b}, p;
-    cvt.f32.f16 l, a;
-    cvt.f32.f16 h, b;
-    mul.rn.f32 l, l, $7;
-    mul.rn.f32 h, h, $7;
-    cvt.rn.bf16x2.f32 $1, h, l;
-    shl.b32 s, $4, 4;
-    shl.b32 m, $4, 1;
-    and.b32 m, m, 0x0e000e00;
-    lop3.b32 p, s, 0x80008000, m, 0xea;
-    mul.rn.f16x2 p, p, $6;
-    mov.b32 {a, b}, p;
-    cvt.f32.f16 l, a;
-    cvt.f32.f16 h, b;
-    mul.rn.f32 l, l, $7;
-    mul.rn.f32 h, h, $7;
-    cvt.rn.bf16x2.f32 $2, h, l;
-    shr.u32 m, $4, 3;
-    and.b32 m, m, 0x0e000e00;
-    lop3.b32 p, $4, 0x80008000, m, 0xea;
-    mul.rn.f16x2 p, p, $6;
-    mov.b32 {a, b}, p;
-    cvt.f32.f16 l, a;
-    cvt.f32.f16 h, b;
-    mul.rn.f32 l, l, $7;
-    mul.rn.f32 h, h, $7;
-    cvt.rn.bf16x2.f32 $3, h, l;
-}
-""")
-"""A word, scales of its halves as in SAME_BF16 but in fp16, the factor -> its four pairs."""
-E2M1_FP16 = tl.constexpr("""
-{
-    .reg .b16 a, b;
-    .reg .b32 s, m, p;
-    .reg .f32 l, h;
-    shl.b32 s, $4, 12;
-    shl.b32 m, $4, 9;
-    and.b32 m, m, 0x0e000e00;
-    lop3.b32 p, s, 0x80008000, m, 0xea;
-    mul.rn.f16x2 p, p, $5;
-    mov.b32 {a, b}, p;
-    cvt.f32.f16 l, a;
-    cvt.f32.f16 h, b;
-    mul.rn.f32 l, l, $7;
-    mul.rn.f32 h, h, $7;
-    cvt.rn.f16x2.f32 $0, h, l;
-    shl.b32 s, $4, 8;
-    shl.b32 m, $4, 5;
-    and.b32 m, m, 0x0e000e00;
-    lop3.b32 p, s, 0x80008000, m, 0xea;
-    mul.rn.f16x2 p, p, $5;
-    mov.b32 {a, b}, p;
-    cvt.f32.f16 l, a;
-    cvt.f32.f16 h, b;
-    mul.rn.f32 l, l, $7;
-    mul.rn.f32 h, h, $7;
-    cvt.rn.f16x2.f32 $1, h, l;
-    shl.b32 s, $4, 4;
-    shl.b32 m, $4, 1;
-    and.b32 m, m, 0x0e000e00;
-    lop3.b32 p, s, 0x80008000, m, 0xea;
-    mul.rn.f16x2 p, p, $6;
-    mov.b32 {a, b}, p;
-    cvt.f32.f16 l, a;
-    cvt.f32.f16 h, b;
-    mul.rn.f32 l, l, $7;
-    mul.rn.f32 h, h, $7;
-    cvt.rn.f16x2.f32 $2, h, l;
-    shr.u32 m, $4, 3;
-    and.b32 m, m, 0x0e000e00;
-    lop3.b32 p, $4, 0x80008000, m, 0xea;
-    mul.rn.f16x2 p, p, $6;
-    mov.b32 {a, b}, p;
-    cvt.f32.f16 l, a;
-    cvt.f32.f16 h, b;
-    mul.rn.f32 l, l, $7;
-    mul.rn.f32 h, h, $7;
-    cvt.rn.f16x2.f32 $3, h, l;
-}
-""")
-"""The same in fp16."""
-E4M3_PAIRS = tl.constexpr("""
-{
-    .reg .b16 l, h;
-    .reg .b32 s, t, big;
-    mov.b32 big, 0x58005800;
-    mov.b32 {l, h}, $4;
-    cvt.rn.f16x2.e4m3x2 s, l;
-    cvt.rn.f16x2.e4m3x2 t, h;
-    mul.rn.f16x2 s, s, big;
-    mul.rn.f16x2 t, t, big;
-    prmt.b32 $0, s, s, 0x1010;
-    prmt.b32 $1, s, s, 0x3232;
-    prmt.b32 $2, t, t, 0x1010;
-    prmt.b32 $3, t, t, 0x3232;
-}
-""")
-"""Four codes of e4m3 in a word -> 2^7 times their values in fp16, each twice in a word."""
-E4M3_WORD = tl.constexpr("""
-{
-    .reg .b16 l, h, a, b, c, d;
-    .reg .b32 s, t;
-    mov.b32 {l, h}, $4;
-    cvt.rn.f16x2.e4m3x2 s, l;
-    cvt.rn.f16x2.e4m3x2 t, h;
-    mov.b32 {a, b}, s;
-    mov.b32 {c, d}, t;
-    cvt.f32.f16 $0, a;
-    cvt.f32.f16 $1, b;
-    cvt.f32.f16 $2, c;
-    cvt.f32.f16 $3, d;
-}
-""")
-"""A word -> its four codes' values in fp32, by the instruction of sm_89 and later."""
-
-
-@triton.jit
-def twice(x):
-    """x of 16 bits -> words that hold it in both halves."""
-    return (x.to(tl.uint16, bitcast=True).to(tl.uint32) * 0x10001).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def halves(pair, DTYPE: tl.constexpr):
-    """Words of two numbers of 16 bits -> the lower ones, the upper ones."""
-    low = pair.to(tl.int16).to(DTYPE, bitcast=True)
-    return low, (pair >> 16).to(tl.int16).to(DTYPE, bitcast=True)
-
-
-@triton.jit
-def decode_e4m3(code):
-    """code, 0 .. 255 in int32 -> its value in fp32, NaN where it is one."""
-    size = code & 0x7F
-    bits = ((code & 0x80) << 24) | (size << 20)
-    value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
-    return tl.where(size == 0x7F, float("nan"), value)
-
-
-@triton.jit
-def decode(word, BIT: tl.constexpr, scale, zero, factor, FORM: tl.constexpr, DTYPE: tl.constexpr):
-    """The weight whose code begins at bit BIT of a word: as its layout defines it."""
-    KIND: tl.constexpr = FORM[0]
-    if KIND == INT:
-        code = (word >> BIT) & ((1 << FORM[1]) - 1)
-        number = (code | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + zero)
-        return (number * scale).to(DTYPE)
-    elif KIND == FP8:
-        return (decode_e4m3((word >> BIT) & 0xFF) * scale).to(DTYPE)
-    else:
-        bits = ((word << (28 - BIT)) & (-(1 << 31))) | (((word >> BIT) & 7) << 22)
-        small = bits.to(tl.float32, bitcast=True)
-        return (small * scale * factor).to(DTYPE)
 
 
 @triton.jit

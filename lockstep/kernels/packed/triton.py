@@ -7,7 +7,8 @@ from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.packed import PackedWeight, unpack_weight
-from lockstep.kernels.packed._device import BLOCK, FP8, decode_e4m3, load_tile
+from lockstep.kernels.packed._codes import FP8, decode_e4m3
+from lockstep.kernels.packed._device import BLOCK, load_tile
 from lockstep.kernels.packed._form import TYPES, Target, group_of, irregular, operand_of
 from lockstep.kernels.packed._weights import IntWeight
 

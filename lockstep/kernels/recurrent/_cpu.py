@@ -26,6 +26,45 @@ def ring_places(
     return torch.tensor([s * length + (p + i) % length for i in offsets for s, p in rows])
 
 
+class Window:
+    """The tokens of a generated step's rows, mixed [Q, S, C], among what their rings hold.
+
+    raw [R + Q, S, C]: the R raw inputs before them, then theirs. first: position of each row's
+    first. replayed: places in the rings of u, k and decay of the tokens that the longest lacking
+    state lacks.
+    """
+
+    def __init__(
+        self,
+        mixed: Tensor,
+        state: RecurrentState,
+        slots: Tensor,
+        starts: Tensor,
+        folded: Tensor,
+        history: int,
+    ) -> None:
+        length, rows, channels = mixed.shape
+        own = tuple(slots.tolist())
+        most = max(0, *(starts - folded).tolist())
+        self.mixed = mixed
+        self.state = state
+        self.first: tuple[int, ...] = tuple(starts.tolist())
+        places = ring_places(state.k.shape[1], own, self.first, range(-most, length))
+        self.replayed, self.places = places.tensor_split((most * rows,))
+        raw_places = ring_places(state.conv.shape[1], own, self.first, range(-history, length))
+        before, self.raw_places = raw_places.tensor_split((history * rows,))
+        conv = state.conv.flatten(0, 1).index_select(0, before)
+        self.raw = torch.cat([conv.view(history, rows, channels), mixed])
+
+    def keep(self, u: Tensor, k: Tensor, decay: Tensor) -> None:
+        """Writes what replaying these tokens takes, [Q, S, ...] each, to the rings."""
+        state = self.state
+        raw = self.mixed.reshape(-1, self.mixed.shape[2])
+        state.conv.flatten(0, 1).index_copy_(0, self.raw_places, raw)
+        for ring, x in ((state.u, u), (state.k, k), (state.decay, decay)):
+            ring.flatten(0, 1).index_copy_(0, self.places, x.reshape(-1, *ring.shape[2:]))
+
+
 def causal_convolution(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """See lockstep.kernels.recurrent.convolution. All taps are multiplied in one call."""
     taps = weight.float().t()

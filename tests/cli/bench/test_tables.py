@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from lockstep.bench import Figures
-from lockstep.cli.bench_tables import digits, figures_table
+from lockstep.cli.bench.tables import digits, figures_table
 from lockstep.cli.show import print_result
 
 FIGURES = Figures(

@@ -1,0 +1,21 @@
+"""lockstep bench: what an answer, a kernel or a server costs on this machine."""
+
+import typer
+
+from lockstep.cli.bench.drafters import drafters
+from lockstep.cli.bench.kernels import kernels
+from lockstep.cli.bench.offline import offline
+from lockstep.cli.bench.serving import serving
+from lockstep.cli.command import PlainCommand
+from lockstep.cli.groups import usual
+from lockstep.cli.vllm.command import FlagCommand, epilog
+
+bench = typer.Typer(
+    cls=usual("offline"),
+    rich_markup_mode=None,
+    help="Measure answers, drafters, kernels or servers.",
+)
+for command in (offline, drafters):
+    bench.command(cls=FlagCommand, epilog=epilog())(command)
+for command in (kernels, serving):
+    bench.command(cls=PlainCommand)(command)

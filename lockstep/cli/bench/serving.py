@@ -1,0 +1,115 @@
+"""lockstep bench serving: the latencies of a running server."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from lockstep.cli.bench.shared import (
+    MOST_CONTEXT,
+    Json,
+    Temperature,
+    check_plot,
+    numbers,
+    short,
+)
+from lockstep.cli.bench.tables import serving_table
+from lockstep.cli.show import print_result, progress_bar
+from lockstep.errors import ConfigError, choice_error
+
+if TYPE_CHECKING:
+    from lockstep.bench.http_client import Ask
+
+MOST_AT_ONCE = 4096
+"""Requests at once: each has a thread."""
+MOST_REQUESTS = 1_000_000
+"""Requests of one load."""
+MOST_VOCAB = 1 << 19
+"""Token ids that random prompts are drawn from: more than any vocabulary has."""
+MOST_SECONDS = 86_400.0
+"""A day: the longest wait that an option may ask for."""
+
+
+def serving(
+    url: Annotated[str, typer.Option(help="the server, with /v1 or without")] = (
+        "http://127.0.0.1:8000"
+    ),
+    model: Annotated[str | None, typer.Option(help="its model; the first that it names")] = None,
+    dataset: Annotated[
+        str, typer.Option(help="random (token ids), or samples (the bundled conversations)")
+    ] = "random",
+    input_len: Annotated[
+        int, typer.Option(min=1, max=MOST_CONTEXT, help="tokens of a random prompt")
+    ] = 1024,
+    output_len: Annotated[
+        int, typer.Option(min=1, max=MOST_CONTEXT, help="most tokens of an answer")
+    ] = 128,
+    vocab_size: Annotated[
+        int, typer.Option(min=1, max=MOST_VOCAB, help="random token ids are below this")
+    ] = 4096,
+    num_requests: Annotated[
+        int, typer.Option(min=1, max=MOST_REQUESTS, help="requests per load")
+    ] = 100,
+    rate: Annotated[str, typer.Option(help="requests/s (Poisson), with commas between")] = "",
+    concurrency: Annotated[str, typer.Option(help="requests at once, with commas between")] = "",
+    temperature: Temperature = 0.0,
+    ignore_eos: Annotated[
+        bool, typer.Option(help="answers of output_len tokens; not all servers know it")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="of prompts and arrivals")] = 0,
+    api_key: Annotated[str | None, typer.Option(help="sent as a bearer token")] = None,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, max=MOST_SECONDS, help="seconds without a byte")
+    ] = 600.0,
+    plot: Annotated[Path | None, typer.Option(help="a PNG of latencies over loads")] = None,
+    json: Json = False,
+) -> None:
+    """Load a running OpenAI-compatible server, this one or another, and measure its latencies.
+
+    Every rate is an open loop, every concurrency a closed one; 1, 8 and 64 at once if neither is
+    given.
+    """
+    from lockstep.bench import serving as bench_serving
+    from lockstep.bench.http_client import Server
+
+    if plot:
+        bench_serving.need_plots()
+        check_plot(plot)
+    loads = [bench_serving.Load(rate=value) for value in _rates(rate)]
+    counts = concurrency or ("" if loads else "1,8,64")
+    if counts:
+        many = numbers("concurrency", counts, MOST_AT_ONCE)
+        loads += [bench_serving.Load(concurrency=value) for value in many]
+    server = Server.at(url, api_key, timeout)
+    name = model or server.first_model()
+    extra: dict[str, Any] = {"temperature": temperature}
+    if ignore_eos:
+        extra["ignore_eos"] = True
+    sizes = (name, num_requests, input_len, output_len, vocab_size)
+
+    def make(seed: int) -> "list[Ask]":
+        return bench_serving.make_asks(dataset, *sizes, seed, **extra)
+
+    with progress_bar() as show:
+        runs = bench_serving.run_loads(server, make, loads, seed, show)
+    if plot:
+        bench_serving.plot(runs, plot, f"{name} at {url}")
+    if not json:
+        Console(highlight=False).print(serving_table(runs))
+    about = {"bench": "serving", "url": url, "model": name, "dataset": dataset}
+    rounded = [{k: short(v) for k, v in asdict(run).items()} for run in runs]
+    print_result(about | {"output_len": output_len, "runs": rounded}, json)
+
+
+def _rates(value: str) -> list[float]:
+    """0.5,2 -> [0.5, 2.0]. Raises ConfigError."""
+    try:
+        found = [float(part) for part in value.split(",")] if value else []
+    except ValueError:
+        found = [0.0]
+    if any(not 0 < part < 1e6 for part in found):
+        allowed = "requests/s above 0 with commas between, e.g. 0.5,2,8"
+        raise choice_error(ConfigError, "rate", value, allowed, "Change it.")
+    return found

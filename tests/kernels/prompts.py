@@ -1,0 +1,66 @@
+"""Prompts of a recurrence's chunked law: one row's, cut anywhere on the grid."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.kernels.recurrent.cases import Dims, Raw, empty_state
+from lockstep.kernels.recurrent.rings import slots_before
+from lockstep.kernels.recurrent.state import RecurrentState
+from lockstep.kernels.registry import Op
+from tests.kernels.backends import Backend, same_bits
+
+
+@dataclass(frozen=True)
+class ChunkedLaw:
+    """An op over prompts. inputs, weights: as its cases make them; seed: of the weights."""
+
+    op: Op
+    inputs: Raw
+    weights: Callable[[Dims, torch.dtype, int], Any]
+    seed: int
+
+    def prompt(
+        self,
+        backend: Backend,
+        dims: Dims,
+        data: dict[str, Tensor],
+        cuts: list[int],
+        mate: int = 0,
+    ) -> tuple[Tensor, RecurrentState]:
+        """One row's prompt in chunks between the cuts, a batch mate of `mate` tokens beside it."""
+        state = backend.place(empty_state(dims, 6, backend.dtype, fill=float("nan")))
+        layer = backend.place(self.weights(dims, backend.dtype, self.seed))
+        other = self.inputs(dims, (mate,), backend.dtype, 11)
+        outs = []
+
+        def ints(*values: int) -> Tensor:
+            return torch.tensor(values, dtype=torch.int32)
+
+        for begin, end in zip(cuts, cuts[1:], strict=False):
+            joint = {n: torch.cat([other[n], data[n][begin:end]]) for n in other}
+            places = dict(
+                cu_seqlens=ints(0, mate, mate + end - begin),
+                starts=ints(0, begin),
+                state_src=ints(1, 2),
+                state_slots=ints(1, 2),
+                snapshot_slots=ints(0, 3),
+            )
+            given = dict(**backend.place(joint), weights=layer, state=state, **places)
+            outs.append(backend.run(self.op, given)[mate:])
+        return torch.cat(outs), state
+
+    def assert_cut_anywhere(self, backend: Backend, dims: Dims) -> None:
+        """Outputs, states and raw inputs are the same bits however 300 tokens are cut."""
+        data = self.inputs(dims, (300,), backend.dtype, 9)
+        whole, state = self.prompt(backend, dims, data, [0, 300])
+        for mate, cuts in ((0, [0, 64, 300]), (70, [0, 300]), (5, [0, 128, 192, 256, 300])):
+            part, other = self.prompt(backend, dims, data, cuts, mate)
+            assert same_bits(part, whole), cuts
+            for slot, position in ((2, 300), (3, 256)):
+                assert same_bits(other.recurrent[slot], state.recurrent[slot])
+                last = slots_before(position, dims.r, state.conv.shape[1])
+                assert same_bits(other.conv[slot][last], state.conv[slot][last])
