@@ -37,6 +37,11 @@ class CallParams(StructuredOutputsParams):
 
     beside_form: bool = False
 
+    @property
+    def written(self) -> bool:
+        """See StructuredOutputsParams."""
+        return False
+
     def field_of(self, name: str) -> str:
         """See StructuredOutputsParams."""
         return "tools"
