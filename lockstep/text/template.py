@@ -309,7 +309,7 @@ def _text(content: Any, place: str) -> str:
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         text = part.get("text") if isinstance(part, dict) else part
-        if kind != "text" or not isinstance(text, str):
+        if not isinstance(kind, str) or kind != "text" or not isinstance(text, str):
             raise RequestError(
                 f"{place} has a part of type {brief(kind)}: {brief(part)}; allowed: text. "
                 "Send text parts only.",
