@@ -48,6 +48,8 @@ MAX_COMPLETIONS = 1024
 TAKEN = ("messages", "tools", "self", "continue_final_message")
 """Names that no chat_template_kwargs may have."""
 MAX_SECONDS = 86_400.0
+MAX_FIELDS = 1024
+"""Of an object whose fields have names here, those that nobody knows among them."""
 MAX_IDS = 1 << 20
 """Token ids in a list, where the model's vocabulary is not known."""
 
@@ -66,9 +68,11 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: entry for key, entry in value.items() if entry is not None}
-        return value
+        if not isinstance(value, dict):
+            return value
+        if len(value) > MAX_FIELDS:
+            raise ValueError(f"has {len(value)} fields; allowed: at most {MAX_FIELDS}")
+        return {key: entry for key, entry in value.items() if entry is not None}
 
 
 class Sent(Body):

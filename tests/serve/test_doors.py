@@ -8,6 +8,7 @@ import pytest
 
 from lockstep.serve.app import create_app
 from lockstep.serve.guard import Rules
+from lockstep.serve.protocol import MAX_FIELDS
 from lockstep.serve.service import Limits, Service
 from tests.serve.test_protocol import fetch
 
@@ -70,6 +71,15 @@ def test_bodies_too_large(server: Any, processor: Any, path: str) -> None:
 
     unannounced = fetch(server, "POST", path, content=pieces())
     assert unannounced.status_code == (413 if COUNTED[path] else 404)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_fields_are_counted(server: Any, path: str) -> None:
+    """Each costs time, known or not."""
+    many = {f"field_{number}": number for number in range(MAX_FIELDS)}
+    found = send(server, path, **many)
+    assert found.status_code == 400
+    assert f"fields; allowed: at most {MAX_FIELDS}" in message_of(found)
 
 
 OTHERS: dict[str, tuple[str, ...]] = {

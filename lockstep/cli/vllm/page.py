@@ -22,7 +22,8 @@ read like dashes, `--flag=value` like `--flag value`; `--no-flag` turns a switch
 `8k` (8,000) or `8K` (8,192). A flag that takes JSON takes a key as well:
 `-cc.cudagraph_mode=NONE`. `--config file.yaml` holds flags by their names without dashes, such as
 `max-model-len: 8192`, in at most 65,536 characters of plain values, without aliases and tags; the
-command line has the last word. A misspelt flag is an error that names the nearest. All commands that load a model know the flags whose settings they have.
+command line has the last word. A misspelt flag is an error that names the nearest. All commands
+that load a model know the flags whose settings they have.
 
 Two defaults differ: `--host` is 127.0.0.1, and a checkpoint's own draft module drafts unless
 `--speculative-config none` is given.
