@@ -124,6 +124,9 @@ def add_handlers(app: FastAPI) -> None:
         status = error.status_code if isinstance(error, HTTPException) else 500
         where = f"{request.method} {request.url.path}"[:SHOWN]
         message = f"{where}: {getattr(error, 'detail', '')}"
+        if isinstance(error.__cause__, (ValueError, RecursionError)):
+            why = str(error.__cause__)[:SHOWN]
+            message = f"the body is not JSON: {why}. Send one JSON object, in UTF-8."
         found = response(status, error_object(message), path=request.url.path)
         found.headers.update(getattr(error, "headers", None) or {})
         return found

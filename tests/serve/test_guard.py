@@ -125,6 +125,23 @@ def test_compressed_bodies(server, processor, encoding, status):
     assert status == 200 or "as it is" in found.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"prompt": "\xff"}', "codec can't decode"),
+        (b'{"prompt": ' + b"[" * 10_000, "recursion depth"),
+        (b'{"prompt": ' + b"9" * 5000 + b"}", "limit (4300 digits)"),
+    ],
+)
+def test_bodies_that_json_has_no_place_for(server, processor, body, said):
+    headers = {"Content-Type": "application/json"}
+    found = ask(server, processor, Rules(), "POST", TEXT_PATH, content=body, headers=headers)
+    assert found.status_code == 400
+    message = found.json()["error"]["message"]
+    assert message.startswith("the body is not JSON: ")
+    assert said in message
+
+
 def scope_of(path=TEXT_PATH):
     headers = [(b"host", b"test"), (b"content-type", b"application/json")]
     return {
