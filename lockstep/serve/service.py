@@ -5,6 +5,8 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -33,6 +35,8 @@ from lockstep.text.processor import CompletionText, Processor, Prompt, TextUpdat
 
 log = logging.getLogger("lockstep.serve")
 
+COMPILERS = 2
+"""Threads in which requests with grammars are read."""
 PromptLogprobs = list[dict[int, Logprob] | None]
 
 
@@ -408,6 +412,8 @@ class Service:
         self.started = int(time.time())
         self.held: Held[Run] = Held(self.limits.held_bytes, self.limits.all_held_bytes)
         self._runs: set[Run] = set()
+        # Grammars that take long are waited for by grammars, and by no other request.
+        self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="lockstep-compile")
         self._closing = False
 
     def head(self, job: Job, kind: str) -> dict[str, Any]:
@@ -465,7 +471,9 @@ class Service:
         self._check_room(count, body.n or 1)
         name = f"{kind}{uuid.uuid4().hex}"
         # One hop to a thread and back: with many streams, each costs milliseconds.
-        asked, requests = await asyncio.to_thread(self._requests, name, body, ask)
+        work = partial(copy_context().run, self._requests, name, body, ask)
+        threads = self._compilers if body.held else None
+        asked, requests = await asyncio.get_running_loop().run_in_executor(threads, work)
         self._check_room(count, asked.params.n)
         given = [body.timeout, self.limits.seconds]
         seconds = min((s for s in given if s is not None), default=None)

@@ -111,7 +111,6 @@ class Compiler:
         other, and one would feel the limits that another met. What a first mask shows, that it can
         be compiled and that some text matches, is looked at once.
         """
-        made = None
         recipe = GrammarRecipe(source, row_items)
         first = self._known.get(recipe)
         if first is None:
@@ -122,7 +121,7 @@ class Compiler:
                 never = reason in ("", "NoExtensionBias")
                 raise GrammarFault("no text matches it" if never else reason)
             self._known.put(recipe, first)
-        return Matcher(recipe, first, lambda: self._compile(recipe), self, made)
+        return Matcher(recipe, first, lambda: self._compile(recipe), self)
 
     def grammar(self, recipe: GrammarRecipe) -> "Matcher | AfterReasoning":
         """A fresh grammar by its recipe. Raises GrammarFault."""
@@ -286,7 +285,8 @@ def _mask(inner: LLMatcher, tokens: list[int]) -> bytes | None:
 
 class Matcher:
     """Follows one answer through a grammar: lockstep.scheduling.grammar.Grammar. first: the mask of
-    its first token; make: compiles it, which is done when it is first needed; made: compiled.
+    its first token; make: compiles it, which is done when it is first needed: what only waits, such
+    as a server's side of a request, holds no compiled grammar, which may take 10 MB.
 
     An end token is allowed where the grammar may end. Whatever comes behind it is of no matter.
     Drafts are tried on copies, and nothing is taken back: llguidance 1.9.1 keeps what it found
@@ -299,7 +299,6 @@ class Matcher:
         first: bytes,
         make: Callable[[], LLMatcher],
         compiler: Compiler,
-        made: LLMatcher | None = None,
     ) -> None:
         self.fault: str | None = None
         self.recipe = recipe
@@ -307,7 +306,7 @@ class Matcher:
         self._first = first
         self._make = make
         self._ends = compiler.ends
-        self._made = made
+        self._made: LLMatcher | None = None
         self._taken = 0  # tokens of the answer that the compiled grammar was led along
         self._tokens: list[int] = []
         self._over = False

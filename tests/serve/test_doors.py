@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from lockstep.serve.app import create_app
 from lockstep.serve.guard import Rules
 from lockstep.serve.protocol import MAX_FIELDS
 from lockstep.serve.service import Limits, Service
+from lockstep.text.structured import compile_wanted
 from tests.serve.test_protocol import fetch
 
 USER = [{"role": "user", "content": "the fox"}]
@@ -188,3 +190,31 @@ def test_a_client_that_goes_away(server: Any, path: str, stream: bool) -> None:
     (request,) = server.client.requests
     assert server.client.aborted == [request.id]
     assert fetch(server, "GET", f"/v1/responses/{request.id}").status_code == 404
+
+
+def test_requests_without_a_grammar_wait_for_none(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many grammars are being compiled, and however long that takes."""
+    free = threading.Event()
+
+    def slow(wanted: Any, compiler: Any) -> Any:
+        assert free.wait(30)
+        return compile_wanted(wanted, compiler)
+
+    monkeypatch.setattr("lockstep.text.processor.compile_wanted", slow)
+
+    async def run() -> None:
+        async with server.http() as client:
+            body = {"prompt": "x", "guided_choice": ["hello fox"]}
+            held = [
+                asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(50)
+            ]
+            for path in ("/v1/completions", "/tokenize"):
+                found = await asyncio.wait_for(client.post(path, json={"prompt": "x"}), 20)
+                assert found.status_code == 200
+            assert not any(task.done() for task in held)
+            free.set()
+            assert {(await task).status_code for task in held} == {200}
+
+    asyncio.run(run())
