@@ -89,6 +89,5 @@ def test_grammars_that_are_ambiguous(server: tuple[Path, httpx.Client]) -> None:
         one.join()
     reasons = {choice["finish_reason"] for one in found for choice in one.json()["choices"]}
     assert reasons == {"error"}
-    assert "too complex" in found[0].text
     assert figure(client, "engine_restarts_total") == 0
     until_idle(client)
