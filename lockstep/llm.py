@@ -17,6 +17,7 @@ from lockstep.text.processor import CompletionText, Processor, Prompt
 from lockstep.text.settings import TextSettings
 from lockstep.text.template import check_kwargs
 from lockstep.text.tokenizer import Tokenizer
+from lockstep.text.tool_grammar import check_choice
 
 
 def split_settings(settings: dict[str, Any]) -> tuple[TextSettings, dict[str, Any]]:
@@ -136,6 +137,7 @@ class LLM:
                 "or False. Send one of them.",
                 "parallel_tool_calls",
             )
+        check_choice(tool_choice)
         processor = self.processor
         tools = None if tool_choice == "none" else tools
         given = _params(sampling_params, len(several))

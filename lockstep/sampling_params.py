@@ -134,6 +134,11 @@ class StructuredOutputsParams:
         return next(name for name in STRUCTURES if _is_set(getattr(self, name)))
 
     @property
+    def written(self) -> bool:
+        """Whether its rules are as a client wrote them."""
+        return self.kind == "grammar"
+
+    @property
     def field(self) -> str:
         """The field that asked for it, as errors name it."""
         return self.field_of(self.kind)

@@ -25,16 +25,16 @@ MOST_CHARACTERS = 1 << 20
 """Of a file that a setting names."""
 
 
-def read_named(path: str | Path) -> str:
+def read_named(path: str | Path, most: int = MOST_CHARACTERS) -> str:
     """The text of a file that a setting names.
 
-    Raises OSError where it cannot be read, ValueError where it is no UTF-8 or longer than
-    MOST_CHARACTERS.
+    Raises OSError where it cannot be read, ValueError where it is no UTF-8 or has more than `most`
+    characters.
     """
     with Path(path).open(encoding="utf-8") as file:
-        text = file.read(MOST_CHARACTERS + 1)
-    if len(text) > MOST_CHARACTERS:
-        raise ValueError(f"it is longer than {MOST_CHARACTERS} characters")
+        text = file.read(most + 1)
+    if len(text) > most:
+        raise ValueError(f"it is longer than {most} characters")
     return text
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -152,6 +153,8 @@ def test_what_is_wrong_with_tools_is_named(llm: LLM) -> None:
         (ENDS, {"tool_choice": "required"}, "tool_choice"),
         (ENDS, {"tools": TOOLS, "tool_choice": "any"}, "tool_choice"),
         (ENDS, {"tools": [{"name": "f"}], "tool_choice": "required"}, "tools"),
+        (ENDS, {"tools": TOOLS, "tool_choice": np.array([1, 2])}, "tool_choice"),
+        (ENDS, {"tools": TOOLS, "tool_choice": None}, "tool_choice"),
         (ENDS, {"tools": range(10**12)}, "tools"),
         (ENDS, {"tools": 5, "tool_choice": "required"}, "tools"),
         (ENDS, {"tools": TOOLS, "parallel_tool_calls": "false"}, "parallel_tool_calls"),
@@ -161,6 +164,14 @@ def test_what_is_wrong_with_tools_is_named(llm: LLM) -> None:
         with pytest.raises(RequestError) as caught:
             llm.chat(QUESTION, params, **options)
         assert caught.value.field == field
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("kind", [np.array([1, 2]), np.array([]), torch.tensor([1, 2])])
+def test_an_array_is_no_type_of_a_part(llm: LLM, kind: Any) -> None:
+    """Whatever a comparison with it gives is no truth value."""
+    with pytest.raises(RequestError, match="has a part of type"):
+        llm.chat([{"role": "user", "content": [{"type": kind, "text": "x"}]}])
     assert_idle(llm)
 
 

@@ -292,6 +292,7 @@ ERRORS = {
     404: "There is no such model, response or path.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
+    415: "The body is compressed.",
     429: "The queue is full; Retry-After says when to come back.",
     500: "The server failed; its log says more.",
     503: "The engine has stopped, hangs, or the server is shutting down.",

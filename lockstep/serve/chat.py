@@ -1,5 +1,6 @@
 """/v1/chat/completions: messages in; content, reasoning and tool calls out."""
 
+import asyncio
 from collections.abc import AsyncIterator, Iterable, Sequence
 
 from lockstep.serve.answer import Answer, Json
@@ -34,8 +35,13 @@ class ChatAnswer(Answer):
         self.turn.close()
 
     async def whole(self) -> Json:
-        """The answer as one object."""
+        """The answer as one object, made beside the event loop where it spells many tokens."""
         found = await self.turn.replies()
+        if self.turn.job.spells:
+            return await asyncio.to_thread(self._whole, found)
+        return self._whole(found)
+
+    def _whole(self, found: Replies) -> Json:
         answers = found.answers
         return {
             **self._head("chat.completion"),

@@ -1,5 +1,6 @@
 """/v1/completions: prompts in, their continuations out."""
 
+import asyncio
 from collections.abc import AsyncIterator
 
 from lockstep.outputs import Logprob
@@ -41,8 +42,13 @@ class CompletionAnswer(Answer):
         self.run.close()
 
     async def whole(self) -> Json:
-        """The answer as one object."""
+        """The answer as one object, made beside the event loop where it spells many tokens."""
         answers = await gather(self.run.job, self.run)
+        if self.run.job.spells:
+            return await asyncio.to_thread(self._whole, answers)
+        return self._whole(answers)
+
+    def _whole(self, answers: Answers) -> Json:
         choices = [self._choice(answers, index) for index in range(len(answers.completions))]
         return {**self._head(), "choices": choices, "usage": answers.usage.to_json()}
 

@@ -12,6 +12,30 @@ HEAD_SECONDS = 10.0
 WRITE_SECONDS = 60.0
 """How long a client may take too little of an answer for more of it to be sent."""
 
+MOST_HEAD = 16_384
+"""Bytes of a head that is not complete, as h11 has it."""
+MOST_CHUNKS = 16_384
+"""Chunks of a body: each takes some 5 us, however short it is."""
+
+
+class _BoundedConnection(h11.Connection):
+    """h11's reader of requests, with a bound on the chunks of a body."""
+
+    def __init__(self) -> None:
+        super().__init__(h11.SERVER, MOST_HEAD)
+        self._chunks = 0
+
+    def next_event(self) -> Any:
+        """The next event. Raises RemoteProtocolError."""
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._chunks = 0
+        elif isinstance(event, h11.Data):
+            self._chunks += event.chunk_start
+            if self._chunks > MOST_CHUNKS:
+                raise h11.RemoteProtocolError(f"more than {MOST_CHUNKS} chunks")
+        return event
+
 
 class BoundedProtocol(H11Protocol):
     """HTTP/1.1 with bounds on connections, on the time that a head takes, and on the time in which
@@ -27,6 +51,7 @@ class BoundedProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.conn = _BoundedConnection()
         self._head_alarm: asyncio.TimerHandle | None = None
         self._write_alarm: asyncio.TimerHandle | None = None
         self.idle_since: float | None = None

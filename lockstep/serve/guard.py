@@ -71,6 +71,8 @@ class Guard:
             )
         if any(not length.isdigit() for length in lengths):
             return refuse(400, "Content-Length is no number.")
+        if any(one.strip().lower() != b"identity" for one in _values(headers, b"content-encoding")):
+            return refuse(415, "Content-Encoding is not supported; send the body as it is.")
         if any(int(length[:20]) > self.rules.body_bytes for length in lengths):
             return refuse(413, self._too_large())
         if not self._known_host(headers):

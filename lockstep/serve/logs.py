@@ -21,6 +21,8 @@ EVERY_LINE = (REQUESTS, "uvicorn.access")
 """Loggers of which the same line may come again and again."""
 SAME_SECONDS = 10.0
 """How long the same line of another logger is not written again."""
+MOST_LINES = 100
+"""Different lines of a level in so many seconds."""
 LONGEST = 2000
 """Characters of a message."""
 LONGEST_TRACEBACK = 20_000
@@ -36,11 +38,12 @@ def escaped(text: str) -> str:
 
 class OneLine(logging.Filter):
     """Escapes messages, notes whose request they are about, and drops one that was written a moment
-    ago."""
+    ago, or that comes after too many others of its level."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._last: dict[str, float] = {}
+        self._since = -SAME_SECONDS
+        self._written: dict[int, set[str]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the record is written."""
@@ -48,15 +51,19 @@ class OneLine(logging.Filter):
         record.args = ()
         caller = CALLER.get()
         record.request_id = None if caller is None else caller.request_id
-        return record.name in EVERY_LINE or self._is_new(record.msg)
+        return record.name in EVERY_LINE or self._is_new(record)
 
-    def _is_new(self, message: str) -> bool:
+    def _is_new(self, record: logging.LogRecord) -> bool:
         now = time.monotonic()
-        if now - self._last.get(message, -SAME_SECONDS) < SAME_SECONDS:
+        if now - self._since >= SAME_SECONDS:
+            self._since = now
+            self._written.clear()
+        written = self._written.setdefault(record.levelno, set())
+        if record.msg in written or len(written) >= MOST_LINES:
             return False
-        if len(self._last) >= 100:
-            self._last.clear()
-        self._last[message] = now
+        written.add(record.msg)
+        if len(written) == MOST_LINES:
+            record.msg += f" (no more lines of this level for {SAME_SECONDS:g} s)"
         return True
 
 

@@ -38,6 +38,10 @@ class DeadlineError(LockstepError, TimeoutError):
     """The request's time was up before its answer was complete."""
 
 
+class UnreadError(LockstepError, RuntimeError):
+    """More of the answer waited for its reader than may."""
+
+
 class ComputeError(LockstepError, RuntimeError):
     """A step of the request failed; it ends, others go on."""
 
@@ -48,6 +52,7 @@ _STATUSES: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (RequestError, 400, "invalid_request_error", None),
     (CapacityError, 400, "invalid_request_error", "context_length_exceeded"),
     (BusyError, 429, "rate_limit_error", "queue_full"),
+    (UnreadError, 400, "invalid_request_error", "answer_not_read"),
     (DeadlineError, 504, "server_error", "timeout"),
     (ComputeError, 500, "server_error", "compute_error"),
     (EngineDeadError, 503, "server_error", "engine_unavailable"),
@@ -119,6 +124,9 @@ def add_handlers(app: FastAPI) -> None:
         status = error.status_code if isinstance(error, HTTPException) else 500
         where = f"{request.method} {request.url.path}"[:SHOWN]
         message = f"{where}: {getattr(error, 'detail', '')}"
+        if isinstance(error.__cause__, (ValueError, RecursionError)):
+            why = str(error.__cause__)[:SHOWN]
+            message = f"the body is not JSON: {why}. Send one JSON object, in UTF-8."
         found = response(status, error_object(message), path=request.url.path)
         found.headers.update(getattr(error, "headers", None) or {})
         return found
@@ -140,6 +148,8 @@ def _validation(found: Sequence[Any]) -> dict[str, Any]:
         return error_object(
             f"the body is not JSON: {reason} at character {place[0]}. Send one JSON object."
         )
+    if not place and first["type"] == "value_error":
+        return error_object(f"the body {_reason(first)}.")
     if not place:
         kind = "application/json"
         return error_object(
@@ -152,8 +162,11 @@ def told(fault: Mapping[str, Any], place: Sequence[Any]) -> str:
     """What pydantic says is wrong with a field: where, its value where that is short, and why."""
     sent = fault.get("input")
     shown = f"={brief(sent)}" if isinstance(sent, (str, int, float)) else ""
-    reason = str(fault["msg"]).removeprefix("Value error, ")
-    return f"{path_of(place)}{shown}: {reason[:SHOWN]}"
+    return f"{path_of(place)}{shown}: {_reason(fault)}"
+
+
+def _reason(fault: Mapping[str, Any]) -> str:
+    return str(fault["msg"]).removeprefix("Value error, ")[:SHOWN]
 
 
 def path_of(place: Sequence[Any]) -> str:

@@ -35,6 +35,7 @@ from lockstep.serve.problems import told
 from lockstep.serve.refused import CHAT, COMPLETIONS, Table, refuse, without_effect
 from lockstep.serve.structured import FORM_FIELDS, wanted
 from lockstep.text.processor import Processor
+from lockstep.text.tool_grammar import is_strict
 
 MAX_MESSAGES = 8192
 MAX_PARTS = 1024
@@ -48,6 +49,8 @@ MAX_COMPLETIONS = 1024
 TAKEN = ("messages", "tools", "self", "continue_final_message")
 """Names that no chat_template_kwargs may have."""
 MAX_SECONDS = 86_400.0
+MAX_FIELDS = 1024
+"""Of an object whose fields have names here, those that nobody knows among them."""
 MAX_IDS = 1 << 20
 """Token ids in a list, where the model's vocabulary is not known."""
 
@@ -66,9 +69,11 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: entry for key, entry in value.items() if entry is not None}
-        return value
+        if not isinstance(value, dict):
+            return value
+        if len(value) > MAX_FIELDS:
+            raise ValueError(f"has {len(value)} fields; allowed: at most {MAX_FIELDS}")
+        return {key: entry for key, entry in value.items() if entry is not None}
 
 
 class Sent(Body):
@@ -293,6 +298,11 @@ class SamplingFields(TurnFields):
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
 
+    @property
+    def held(self) -> bool:
+        """Whether the answer is held to a grammar, which is to be compiled."""
+        return any(getattr(self, name) is not None for name in FORM_FIELDS)
+
     def ignored_fields(self) -> list[str]:
         """The names, in order, of sent fields that have no effect."""
         return without_effect(self.model_extra or (), self.REFUSED)
@@ -390,6 +400,12 @@ class ChatRequest(SamplingFields, Conversation):
         most = self.max_completion_tokens
         most = self.max_tokens if most is None else most
         return self.sampling(processor, most, (self.top_logprobs or 0) if self.logprobs else None)
+
+    @property
+    def held(self) -> bool:
+        """See SamplingFields; calls may be held to a grammar, too."""
+        tools = self.shown_tools()
+        return super().held or self.tool_choice not in ("auto", "none") or is_strict(tools)
 
     def shown_messages(self) -> list[dict[str, Any]]:
         """The messages for the template."""

@@ -5,6 +5,8 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -18,12 +20,14 @@ from lockstep.outputs import Logprob, RequestMetrics, TokenSource
 from lockstep.sampling_params import MAX_LOGPROBS, SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.serve.caller import CALLER, Caller
+from lockstep.serve.held import Held, weight
 from lockstep.serve.problems import (
     SHOWN,
     BusyError,
     ComputeError,
     DeadlineError,
     UnknownModelError,
+    UnreadError,
 )
 from lockstep.serve.protocol import MAX_COMPLETIONS, SamplingFields
 from lockstep.serve.record import Record
@@ -31,6 +35,8 @@ from lockstep.text.processor import CompletionText, Processor, Prompt, TextUpdat
 
 log = logging.getLogger("lockstep.serve")
 
+COMPILERS = 2
+"""Threads in which requests with grammars are read."""
 PromptLogprobs = list[dict[int, Logprob] | None]
 
 
@@ -77,7 +83,9 @@ class Limits:
     running: completions that the engine runs at once. queued: completions that may wait behind
     them. seconds: the longest that any request may take, None for no bound. step_seconds: how long
     a step may run before the service counts as unhealthy. logprobs: most of a token.
-    stored_responses, stored_bytes: most of what /v1/responses keeps.
+    stored_responses, stored_bytes: most of what /v1/responses keeps. held_bytes: about what an
+    answer may hold for its reader, who reads slowly or wants it as a whole; all_held_bytes: all
+    answers together.
     """
 
     running: int = 16
@@ -87,6 +95,8 @@ class Limits:
     logprobs: int = MAX_LOGPROBS
     stored_responses: int = 1000
     stored_bytes: int = 64 << 20
+    held_bytes: int = 128 << 20
+    all_held_bytes: int = 1 << 30
 
 
 Origin = tuple[str, TokenSource]
@@ -138,6 +148,12 @@ class Piece:
         """How each of its tokens came."""
         return list(zip(self.text.texts, self.sources, strict=False))
 
+    @property
+    def weight(self) -> int:
+        """About its bytes."""
+        entries = [*(self.text.logprobs or ()), *(self.prompt_logprobs or ())]
+        return weight(len(self.text.token_ids), sum(len(one) for one in entries if one))
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -155,7 +171,7 @@ class Job:
     """One call of an endpoint: one or several prompts with `params.n` completions each.
 
     deadline: loop time at which it ends unfinished, or None. only_prompt, shown: as an Asked's.
-    caller: who asked.
+    caller: who asked. streamed: the reader hands on each piece before it takes the next.
     """
 
     id: str
@@ -166,7 +182,14 @@ class Job:
     only_prompt: bool = False
     shown: frozenset[int] = frozenset()
     caller: Caller | None = None
+    streamed: bool = False
     created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def spells(self) -> bool:
+        """Whether the answer has log-probabilities: 20 of each of 20,000 tokens take 2 s to
+        spell."""
+        return (self.params.logprobs, self.params.prompt_logprobs) != (None, None)
 
     @property
     def usage(self) -> Usage:
@@ -220,19 +243,37 @@ class Run:
     async def __aiter__(self) -> AsyncIterator[Piece]:
         running = len(self.job.requests)
         while running:
+            if not self._pieces.empty():
+                await asyncio.sleep(0)  # others have their turn, however much waits here
             piece = await self._pieces.get()
             if isinstance(piece, Exception):
                 raise piece
             if piece is None:
                 running -= 1
-            else:
-                yield piece
+                continue
+            yield piece
+            if self.job.streamed:
+                self.service.held.take(self, piece.weight)
 
     def end(self, error: Exception) -> None:
         """Ends it early: what has come stays to be read, then the error."""
         self._error = error
         self._pieces.put_nowait(error)
         self._abort()
+
+    def end_unread(self) -> None:
+        """Ends it early, since it holds too much, and drops what nobody has read."""
+        while not self._pieces.empty():
+            self._pieces.get_nowait()
+        self.service.held.forget(self)
+        self.end(
+            UnreadError(
+                f"more than {self.service.limits.held_bytes >> 20} MiB of the answer, or "
+                f"{self.service.limits.all_held_bytes >> 20} MiB of all, wait to be read. Stream "
+                "it and read it as it comes, or ask for fewer tokens, completions or "
+                "log-probabilities."
+            )
+        )
 
     def record(self) -> Record:
         """What became of it so far."""
@@ -313,6 +354,9 @@ class Run:
         if piece.text.finish_reason is not None:
             self._finish_reasons[index] = piece.text.finish_reason
             self._pieces.put_nowait(None)
+        over = self.service.held.add(self, piece.weight)
+        if over is not None:
+            over.end_unread()
 
     def _piece(self, text: CompletionText, update: TokenUpdate, before: RequestMetrics) -> Piece:
         """The update as text; `before`: the request's metrics at the update before it."""
@@ -366,7 +410,10 @@ class Service:
         self.fingerprint = fingerprint
         self.limits = limits or Limits()
         self.started = int(time.time())
+        self.held: Held[Run] = Held(self.limits.held_bytes, self.limits.all_held_bytes)
         self._runs: set[Run] = set()
+        # Grammars that take long are waited for by grammars, and by no other request.
+        self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="lockstep-compile")
         self._closing = False
 
     def head(self, job: Job, kind: str) -> dict[str, Any]:
@@ -424,7 +471,9 @@ class Service:
         self._check_room(count, body.n or 1)
         name = f"{kind}{uuid.uuid4().hex}"
         # One hop to a thread and back: with many streams, each costs milliseconds.
-        asked, requests = await asyncio.to_thread(self._requests, name, body, ask)
+        work = partial(copy_context().run, self._requests, name, body, ask)
+        threads = self._compilers if body.held else None
+        asked, requests = await asyncio.get_running_loop().run_in_executor(threads, work)
         self._check_room(count, asked.params.n)
         given = [body.timeout, self.limits.seconds]
         seconds = min((s for s in given if s is not None), default=None)
@@ -437,6 +486,7 @@ class Service:
             only_prompt=asked.only_prompt,
             shown=asked.shown,
             caller=CALLER.get(),
+            streamed=body.stream,
         )
         run = Run(self, job)
         self._runs.add(run)
@@ -492,6 +542,7 @@ class Service:
         if run not in self._runs:
             return
         self._runs.remove(run)
+        self.held.forget(run)
         for told in self.on_record:
             told(run.record())
 

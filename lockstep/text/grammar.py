@@ -10,7 +10,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 
@@ -21,6 +21,11 @@ from lockstep.text.tokenizer import Tokenizer
 
 LEXER_FUEL = 200_000
 """llguidance's steps to build a lexer: about 0.1 s."""
+ROW_ITEMS = 2000
+"""llguidance's default of the items that its parser may have at a place of the answer."""
+WRITTEN_ROW_ITEMS = 500
+"""Of grammars that a client has written, which may be ambiguous: the work for an answer grows with
+the cube of this, 0.4 s where it is 500 and 27 s where it is 2,000."""
 WORD_BITS = 32
 """Tokens of a word of a mask."""
 UNFORCED = '\n%llguidance {"no_forcing": true}\n'
@@ -50,11 +55,12 @@ class GrammarFault(ValueError):
 
 @dataclass(frozen=True)
 class GrammarRecipe:
-    """What Compiler.grammar makes a grammar of. source: in llguidance's Lark; reasoning_end and
-    reasoning_begin: AfterReasoning's tokens, None where the grammar binds the answer from its first
-    token on."""
+    """What Compiler.grammar makes a grammar of. source: in llguidance's Lark; row_items: the most
+    that its parser may have at a place; reasoning_end and reasoning_begin: AfterReasoning's tokens,
+    None where the grammar binds the answer from its first token on."""
 
     source: str
+    row_items: int = ROW_ITEMS
     reasoning_end: int | None = None
     reasoning_begin: int | None = None
 
@@ -96,29 +102,30 @@ class Compiler:
         """Bytes of a mask: a bit per token, in whole words."""
         return -(-self.vocab // WORD_BITS) * WORD_BITS // 8
 
-    def matcher(self, source: str) -> "Matcher":
-        """The matcher of a grammar in llguidance's Lark. Raises GrammarFault.
+    def matcher(self, source: str, row_items: int = ROW_ITEMS) -> "Matcher":
+        """The matcher of a grammar in llguidance's Lark; row_items: as a GrammarRecipe's. Raises
+        GrammarFault.
 
         Each answer has a compiled grammar of its own, made when it is first needed, about 1 ms:
         copies of one share its lexer and the lock around it, so that answers would wait for each
         other, and one would feel the limits that another met. What a first mask shows, that it can
         be compiled and that some text matches, is looked at once.
         """
-        made = None
-        first = self._known.get(source)
+        recipe = GrammarRecipe(source, row_items)
+        first = self._known.get(recipe)
         if first is None:
-            made = self._compile(source)
+            made = self._compile(recipe)
             first = made.compute_bitmask()[: self.mask_bytes]
             if made.is_error() or not any(first):
                 reason = first_line(made.get_error())
                 never = reason in ("", "NoExtensionBias")
                 raise GrammarFault("no text matches it" if never else reason)
-            self._known.put(source, first)
-        return Matcher(source, first, lambda: self._compile(source), self, made)
+            self._known.put(recipe, first)
+        return Matcher(recipe, first, lambda: self._compile(recipe), self)
 
     def grammar(self, recipe: GrammarRecipe) -> "Compiled":
         """A fresh grammar by its recipe. Raises GrammarFault."""
-        matcher = self.matcher(recipe.source)
+        matcher = self.matcher(recipe.source, recipe.row_items)
         if recipe.reasoning_end is None:
             return matcher
         return AfterReasoning(matcher, recipe.reasoning_end, recipe.reasoning_begin)
@@ -152,11 +159,15 @@ class Compiler:
 
     def fault_of(self, source: str) -> str | None:
         """Why a grammar in llguidance's Lark cannot be compiled; None if it can."""
-        return first_line(self._compile(source).get_error()) or None
+        return first_line(self._compile(GrammarRecipe(source)).get_error()) or None
 
-    def _compile(self, source: str) -> LLMatcher:
-        limits = LLParserLimits(initial_lexer_fuel=LEXER_FUEL, verbose_errors=False)
-        grammar = LLMatcher.grammar_from_lark(source + UNFORCED)
+    def _compile(self, recipe: GrammarRecipe) -> LLMatcher:
+        limits = LLParserLimits(
+            initial_lexer_fuel=LEXER_FUEL,
+            max_items_in_row=recipe.row_items,
+            verbose_errors=False,
+        )
+        grammar = LLMatcher.grammar_from_lark(recipe.source + UNFORCED)
         return LLMatcher(self._tokens(), grammar, log_level=0, limits=limits)
 
     def _tokens(self) -> LLTokenizer:
@@ -172,7 +183,7 @@ class Compiler:
 
 
 class FirstMasks:
-    """Grammars that could be compiled, by their text, and the mask of an answer's first token.
+    """Grammars that could be compiled, by their recipe, and the mask of an answer's first token.
 
     Bounded in number and in bytes; the one that was asked for longest ago goes first.
     """
@@ -181,28 +192,28 @@ class FirstMasks:
         self.size = 0
         self._most = most
         self._most_bytes = most_bytes
-        self._masks: OrderedDict[str, bytes] = OrderedDict()
+        self._masks: OrderedDict[GrammarRecipe, bytes] = OrderedDict()
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
         return len(self._masks)
 
-    def get(self, source: str) -> bytes | None:
+    def get(self, recipe: GrammarRecipe) -> bytes | None:
         """The mask; None where the grammar is not known."""
         with self._lock:
-            if source in self._masks:
-                self._masks.move_to_end(source)
-            return self._masks.get(source)
+            if recipe in self._masks:
+                self._masks.move_to_end(recipe)
+            return self._masks.get(recipe)
 
-    def put(self, source: str, mask: bytes) -> None:
+    def put(self, recipe: GrammarRecipe, mask: bytes) -> None:
         """Remembers a grammar; others make room."""
         with self._lock:
-            if self._masks.setdefault(source, mask) is not mask:
+            if self._masks.setdefault(recipe, mask) is not mask:
                 return
-            self.size += len(source) + len(mask)
+            self.size += len(recipe.source) + len(mask)
             while len(self._masks) > self._most or self.size > self._most_bytes:
-                source, mask = self._masks.popitem(last=False)
-                self.size -= len(source) + len(mask)
+                recipe, mask = self._masks.popitem(last=False)
+                self.size -= len(recipe.source) + len(mask)
 
 
 def first_line(reason: str) -> str:
@@ -273,9 +284,9 @@ def _mask(inner: LLMatcher, tokens: list[int]) -> bytes | None:
 
 
 class Matcher:
-    """Follows one answer through a grammar: lockstep.scheduling.grammar.Grammar. source: in
-    llguidance's Lark; first: the mask of its first token; make: compiles it, which is done when it
-    is first needed; made: compiled.
+    """Follows one answer through a grammar: lockstep.scheduling.grammar.Grammar. first: the mask of
+    its first token; make: compiles it, which is done when it is first needed: what only waits, such
+    as a server's side of a request, holds no compiled grammar, which may take 10 MB.
 
     An end token is allowed where the grammar may end. Whatever comes behind it is of no matter.
     Drafts are tried on copies, and nothing is taken back: llguidance 1.9.1 keeps what it found
@@ -284,19 +295,18 @@ class Matcher:
 
     def __init__(
         self,
-        source: str,
+        recipe: GrammarRecipe,
         first: bytes,
         make: Callable[[], LLMatcher],
         compiler: Compiler,
-        made: LLMatcher | None = None,
     ) -> None:
         self.fault: str | None = None
-        self.recipe = GrammarRecipe(source)
+        self.recipe = recipe
         self.fill: Fill = compiler.fill
         self._first = first
         self._make = make
         self._ends = compiler.ends
-        self._made = made
+        self._made: LLMatcher | None = None
         self._taken = 0  # tokens of the answer that the compiled grammar was led along
         self._tokens: list[int] = []
         self._over = False
@@ -381,7 +391,7 @@ class AfterReasoning:
 
     def __init__(self, inner: Matcher, end: int, begin: int | None) -> None:
         self.accepted = 0
-        self.recipe = GrammarRecipe(inner.recipe.source, end, begin)
+        self.recipe = replace(inner.recipe, reasoning_end=end, reasoning_begin=begin)
         self.fill = inner.fill
         self._inner = inner
         self._end = end

@@ -20,16 +20,16 @@ MOST_REMAINDERS = 50_000
 SCHEMA = re.compile(r"%json\s*(?=\{)")
 COMBINING = ("$ref", "allOf", "anyOf", "oneOf")
 ALONE = (*NOTES, "$defs", "definitions", "$schema", "$id", "type")
-"""Keywords that bring no second multipleOf to a schema that COMBINING stands in."""
+"""Keywords that bind nothing more in a schema that COMBINING stands in."""
 Json = dict[str, Any]
 
 
 def check_multiples(source: str, field: str) -> None:
     """Raises RequestError where a grammar in llguidance's Lark needs too many remainders."""
-    objects = [one for schema in _schemas(source) for one in _objects(schema)]
+    objects = [one for schema in objects_of_schemas(source) for one in schema]
     divisors = [one["multipleOf"] for one in objects if _is_number(one.get("multipleOf"))]
     most = sum(map(_significant, divisors))
-    if most <= MOST_REMAINDERS and any(map(_combines, objects)):
+    if most <= MOST_REMAINDERS and any(map(combines, objects)):
         most = _common(divisors)
     if most > MOST_REMAINDERS:
         raise RequestError(
@@ -38,6 +38,11 @@ def check_multiples(source: str, field: str) -> None:
             "their least common multiple. Choose smaller ones, or leave them out.",
             field,
         )
+
+
+def objects_of_schemas(source: str) -> list[list[Json]]:
+    """All objects of each JSON schema in a grammar in llguidance's Lark."""
+    return [list(_objects(schema)) for schema in _schemas(source)]
 
 
 def _schemas(source: str) -> Iterator[Json]:
@@ -77,8 +82,8 @@ def _significant(value: float) -> int:
     return int(digits.rstrip("0") or "0")
 
 
-def _combines(schema: Json) -> bool:
-    """Whether a number may have to be a multiple for this schema and for another one."""
+def combines(schema: Json) -> bool:
+    """Whether a value may be bound by this schema and by another one at once."""
     several = schema.get("allOf")
     if isinstance(several, list) and len(several) > 1:
         return True

@@ -14,7 +14,15 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from lockstep.errors import RequestError, brief
 from lockstep.sampling_params import MAX_GRAMMAR_CHARACTERS, StructuredOutputsParams
-from lockstep.text.grammar import Compiler, GrammarFault, Matcher, first_line
+from lockstep.text.conjunctions import LITERAL, check_conjunctions, check_operators
+from lockstep.text.grammar import (
+    ROW_ITEMS,
+    WRITTEN_ROW_ITEMS,
+    Compiler,
+    GrammarFault,
+    Matcher,
+    first_line,
+)
 from lockstep.text.json_schema import (
     check_depth,
     check_keywords,
@@ -29,7 +37,6 @@ MOST_RULES = 1000
 """Rules and terminals of a grammar. llguidance follows one into the next on the stack of its
 thread, and of 8 MiB it takes more than half at 4,000."""
 RULE = re.compile(r"^[ \t]*[?!]*[A-Za-z_][\w.-]*[ \t]*(\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
-LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/')
 ATTRIBUTE = re.compile(r"\b(max_tokens|stop|stop_capture|temperature)\s*=")
 """Attributes of Lark rules that llguidance does not take back with the tokens that set them."""
 MOST_STRUCTURES = 256
@@ -44,8 +51,9 @@ def compile_wanted(wanted: StructuredOutputsParams, compiler: Compiler) -> Match
     field = wanted.field
     source = _SOURCES[wanted.kind](wanted, field)
     check_multiples(source, field)
+    check_conjunctions(source, field)
     try:
-        return compiler.matcher(source)
+        return compiler.matcher(source, WRITTEN_ROW_ITEMS if wanted.written else ROW_ITEMS)
     except GrammarFault as fault:
         found = _place_of(wanted, compiler, field) if wanted.kind == "json" else None
         where, why = found or ("", str(fault))
@@ -153,6 +161,8 @@ def _grammar(wanted: StructuredOutputsParams, field: str) -> str:
             "would depend on drafts. Leave it out.",
             field,
         )
+    if wanted.written:
+        check_operators(source, field)
     rules = sum(1 for _ in RULE.finditer(source))
     if rules > MOST_RULES:
         raise RequestError(

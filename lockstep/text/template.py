@@ -4,6 +4,7 @@ import json
 import math
 import re
 import secrets
+from collections.abc import Iterable
 from datetime import datetime
 from functools import partial
 from typing import Any, NoReturn
@@ -19,6 +20,8 @@ from lockstep.text.control import ControlTokens
 Message = dict[str, Any]
 
 MAX_DEPTH = 64  # of what stands in a message, a tool or a template's variable
+MAX_TEMPLATE = 1 << 17  # characters, which take up to 2 s to compile
+MARKED = 4  # times the characters of a text are at most those that a template writes, with marks
 _ROLE = re.compile(r"[\w. -]{1,64}")
 _TRUSTED = ("system", "assistant")  # may write added tokens that are not special
 _RESERVED = ("self", "messages", "tools", "continue_final_message")
@@ -87,6 +90,11 @@ class ChatTemplate:
         limit: float = math.inf,
         origin: object = "chat_template",
     ) -> None:
+        if len(source) > MAX_TEMPLATE:
+            raise CheckpointError(
+                f"{origin}: the chat template has {len(source)} characters; allowed: at most "
+                f"{MAX_TEMPLATE}. Name another with chat_template."
+            )
         self.source = source
         self._special_tokens = special_tokens or {}
         self._control = control
@@ -135,7 +143,7 @@ class ChatTemplate:
             "tools": copy.tools(tools),
         }
         try:
-            text = self._template.render(**variables)
+            text = self._written(self._template.generate(**variables))
         except Exception as error:  # a template may do anything to what it is given
             why = self._unmark(_message_of(error)).rstrip(".")
             raise RequestError(
@@ -143,6 +151,17 @@ class ChatTemplate:
                 "messages",
             ) from error
         return _before(text, end) if end else text
+
+    def _written(self, parts: Iterable[str]) -> str:
+        """All that a template writes; one that does not come to its end is stopped."""
+        written: list[str] = []
+        left = MARKED * self._limit
+        for part in parts:
+            written.append(part)
+            left -= len(part)
+            if left < 0:
+                raise jinja2.TemplateError(f"it writes more than {MARKED * self._limit} characters")
+        return "".join(written)
 
     def _unmark(self, text: str) -> str:
         return self._control.unmark(text) if self._control else text
@@ -309,7 +328,7 @@ def _text(content: Any, place: str) -> str:
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
         text = part.get("text") if isinstance(part, dict) else part
-        if kind != "text" or not isinstance(text, str):
+        if not isinstance(kind, str) or kind != "text" or not isinstance(text, str):
             raise RequestError(
                 f"{place} has a part of type {brief(kind)}: {brief(part)}; allowed: text. "
                 "Send text parts only.",

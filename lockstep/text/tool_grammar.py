@@ -37,6 +37,11 @@ class CallParams(StructuredOutputsParams):
 
     beside_form: bool = False
 
+    @property
+    def written(self) -> bool:
+        """See StructuredOutputsParams."""
+        return False
+
     def field_of(self, name: str) -> str:
         """See StructuredOutputsParams."""
         return "tools"
@@ -151,19 +156,29 @@ def is_strict(tools: Sequence[Json] | None) -> bool:
     return any(isinstance(one, dict) and one.get("strict") is True for one in functions)
 
 
-def named_tool(choice: Any) -> str | None:
+def check_choice(choice: Any) -> None:
+    """Raises RequestError for a tool_choice of a type that none has."""
+    if not isinstance(choice, (str, dict)):
+        raise _no_choice(choice)
+
+
+def named_tool(choice: str | Json) -> str | None:
     """The function that a tool_choice names; None for "required"."""
     if choice == "required":
         return None
     function = choice.get("function") if isinstance(choice, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
-        raise RequestError(
-            f"tool_choice={brief(choice)} is not allowed; allowed: auto, none, required, or an "
-            'object {"type": "function", "function": {"name": ...}}. Send one of them.',
-            "tool_choice",
-        )
+        raise _no_choice(choice)
     return name
+
+
+def _no_choice(choice: Any) -> RequestError:
+    return RequestError(
+        f"tool_choice={brief(choice)} is not allowed; allowed: auto, none, required, or an "
+        'object {"type": "function", "function": {"name": ...}}. Send one of them.',
+        "tool_choice",
+    )
 
 
 def _function(tool: Any, field: str) -> Json:

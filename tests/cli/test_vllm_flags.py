@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -346,10 +347,44 @@ def test_null_in_an_object_stays() -> None:
         ("max-modl-len: 1", "Did you mean --max-model-len?"),
         ("max-model-len: many", "--max-model-len='many'"),
         ("a: !!python/object/apply:os.system [ls]", "cannot be read"),
+        ("model: !!set {a, b}", "cannot be read"),
+        ("model: !!binary aGVsbG8=", "cannot be read"),
+        ("hf-overrides: " + "[" * 9000, "cannot be read"),
+        ("served-model-name: [" + "a," * 40_000 + "]", "longer than 65536 characters"),
     ],
 )
 def test_a_bad_file_is_refused(text: str, said: str, tmp_path: Path) -> None:
     assert said in refusal("--config", config(tmp_path, text))
+
+
+LAUGHS = "  a0: &a0 [l, l]\n" + "".join(
+    f"  a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 10)}]\n" for i in range(9)
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"hf-overrides:\n{LAUGHS}",
+        "hf-overrides: &a [*a]",
+        "hf-overrides: &a {b: *a}",
+        "&a\nmodel: *a",
+        "hf-overrides:\n  a: &a {b: 1}\n  c:\n    <<: *a",
+    ],
+)
+def test_aliases_of_a_file_are_refused(text: str, tmp_path: Path) -> None:
+    """Ten lines of them stand for more than memory holds, and one for what it stands in."""
+    began = time.process_time()
+    assert "has an alias; write out what it stands for" in refusal(
+        "--config", config(tmp_path, text)
+    )
+    assert time.process_time() - began < 1.0
+
+
+def test_dates_of_a_file_are_text(tmp_path: Path) -> None:
+    path = config(tmp_path, "model: 2026-11-23\nhf-overrides: {2026-11-23: 2026-11-23}")
+    line, _ = read("--config", path)
+    assert line[:2] == ["--model=2026-11-23", '--hf-overrides={"2026-11-23": "2026-11-23"}']
 
 
 def test_a_file_that_is_not_there() -> None:

@@ -10,7 +10,7 @@ import pytest
 import uvicorn
 
 from lockstep.serve.app import create_app
-from lockstep.serve.connections import BoundedProtocol
+from lockstep.serve.connections import MOST_CHUNKS, BoundedProtocol
 from lockstep.serve.guard import Rules
 from lockstep.serve.service import Service
 
@@ -129,6 +129,18 @@ def test_two_lengths(server, processor):
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n"
         client.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n")
         assert b" 400 " in closed_with(client)
+
+
+@pytest.mark.parametrize(("chunks", "status"), [(1000, b" 200 "), (MOST_CHUNKS + 10, b" 400 ")])
+def test_a_body_in_many_chunks(server, processor, chunks, status):
+    """Each costs time, however short it is."""
+    with serving(server, processor) as address, connect(address) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        client.sendall(head + b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n")
+        body = b'{"prompt": "x"' + b" " * (chunks - 15) + b"}"
+        with contextlib.suppress(OSError):
+            client.sendall(b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
+        assert status in closed_with(client)
 
 
 def test_idle_connections_make_room(server, processor):

@@ -1,13 +1,16 @@
 """What holds on every route that generates: keys, sizes, room, time, and clients that go away."""
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
 
 from lockstep.serve.app import create_app
 from lockstep.serve.guard import Rules
+from lockstep.serve.protocol import MAX_FIELDS
 from lockstep.serve.service import Limits, Service
+from lockstep.text.structured import compile_wanted
 from tests.serve.fake import ask_and_leave
 from tests.serve.test_protocol import fetch
 
@@ -70,6 +73,15 @@ def test_bodies_too_large(server: Any, processor: Any, path: str) -> None:
 
     unannounced = fetch(server, "POST", path, content=pieces())
     assert unannounced.status_code == (413 if COUNTED[path] else 404)
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_fields_are_counted(server: Any, path: str) -> None:
+    """Each costs time, known or not."""
+    many = {f"field_{number}": number for number in range(MAX_FIELDS)}
+    found = send(server, path, **many)
+    assert found.status_code == 400
+    assert f"fields; allowed: at most {MAX_FIELDS}" in message_of(found)
 
 
 OTHERS: dict[str, tuple[str, ...]] = {
@@ -145,3 +157,31 @@ def test_a_client_that_goes_away(server: Any, path: str, stream: bool) -> None:
     (request,) = server.client.requests
     assert server.client.aborted == [request.id]
     assert fetch(server, "GET", f"/v1/responses/{request.id}").status_code == 404
+
+
+def test_requests_without_a_grammar_wait_for_none(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many grammars are being compiled, and however long that takes."""
+    free = threading.Event()
+
+    def slow(wanted: Any, compiler: Any) -> Any:
+        assert free.wait(30)
+        return compile_wanted(wanted, compiler)
+
+    monkeypatch.setattr("lockstep.text.processor.compile_wanted", slow)
+
+    async def run() -> None:
+        async with server.http() as client:
+            body = {"prompt": "x", "guided_choice": ["hello fox"]}
+            held = [
+                asyncio.create_task(client.post("/v1/completions", json=body)) for _ in range(50)
+            ]
+            for path in ("/v1/completions", "/tokenize"):
+                found = await asyncio.wait_for(client.post(path, json={"prompt": "x"}), 20)
+                assert found.status_code == 200
+            assert not any(task.done() for task in held)
+            free.set()
+            assert {(await task).status_code for task in held} == {200}
+
+    asyncio.run(run())

@@ -112,6 +112,36 @@ def test_lengths_that_are_none(server, processor, length):
     assert found.status_code in (400, 413) and found.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("encoding", "status"), [("gzip", 415), ("identity", 200), ("br, gzip", 415)]
+)
+def test_compressed_bodies(server, processor, encoding, status):
+    """What unpacks to a thousand times its size is not unpacked."""
+    headers = {"Content-Encoding": encoding}
+    found = ask(
+        server, processor, Rules(), "POST", TEXT_PATH, json={"prompt": "x"}, headers=headers
+    )
+    assert found.status_code == status
+    assert status == 200 or "as it is" in found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b'{"prompt": "\xff"}', "codec can't decode"),
+        (b'{"prompt": ' + b"[" * 10_000, "recursion depth"),
+        (b'{"prompt": ' + b"9" * 5000 + b"}", "limit (4300 digits)"),
+    ],
+)
+def test_bodies_that_json_has_no_place_for(server, processor, body, said):
+    headers = {"Content-Type": "application/json"}
+    found = ask(server, processor, Rules(), "POST", TEXT_PATH, content=body, headers=headers)
+    assert found.status_code == 400
+    message = found.json()["error"]["message"]
+    assert message.startswith("the body is not JSON: ")
+    assert said in message
+
+
 def scope_of(path=TEXT_PATH):
     headers = [(b"host", b"test"), (b"content-type", b"application/json")]
     return {

@@ -13,7 +13,9 @@ from lockstep.serve.caller import CALLER, Caller
 from lockstep.serve.logs import (
     LOGGERS,
     LONGEST,
+    MOST_LINES,
     REQUESTS,
+    SAME_SECONDS,
     OneLine,
     escaped,
     log_request,
@@ -102,6 +104,29 @@ def test_the_same_line_once(lines: Lines) -> None:
         logging.getLogger("lockstep.serve").warning("invalid")
     logging.getLogger("lockstep.serve").warning("something else")
     assert [line.split(": ")[1] for line in lines()] == ["invalid", "something else"]
+
+
+def test_many_different_lines_are_not_all_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that names new things in every request fills no disk, and hides no error."""
+    now = 1000.0
+    monkeypatch.setattr("lockstep.serve.logs.time.monotonic", lambda: now)
+    one = OneLine()
+
+    def lines(level: int) -> list[logging.LogRecord]:
+        made = [
+            logging.LogRecord("lockstep.serve", level, "", 0, f"line {n}", (), None)
+            for n in range(3 * MOST_LINES)
+        ]
+        return [line for line in made if one.filter(line)]
+
+    written = lines(logging.WARNING)
+    assert len(written) == MOST_LINES
+    assert "no more lines" in written[-1].msg
+    assert "no more lines" not in written[-2].msg
+    assert len(lines(logging.ERROR)) == MOST_LINES
+    assert lines(logging.WARNING) == []
+    now += SAME_SECONDS
+    assert len(lines(logging.WARNING)) == MOST_LINES
 
 
 def test_access_lines_are_all_written() -> None:

@@ -13,6 +13,7 @@ from llguidance import LLMatcher, LLParserLimits
 from lockstep.sampling_params import StructuredOutputsParams
 from lockstep.scheduling.grammar import Grammar, Wanted
 from lockstep.text.grammar import (
+    ROW_ITEMS,
     AfterReasoning,
     Compiler,
     FirstMasks,
@@ -302,24 +303,27 @@ def test_a_grammar_that_is_known_is_compiled_when_it_is_needed(
     assert made == []
     tokens = compiler.tokenizer.encode("known", add_special_tokens=False)
     assert masks_of(second, tokens) == masks_of(first, tokens)
-    assert made == [source]
-    compiler.grammar(GrammarRecipe(source)).prepare()
-    assert made == [source] * 2
+    recipe = GrammarRecipe(source)
+    assert made == [recipe] * 2, "each for itself, and none of them before"
+    compiler.grammar(recipe).prepare()
+    assert made == [recipe] * 3
+    compiler.matcher(source, ROW_ITEMS - 1)
+    assert made[3:] == [GrammarRecipe(source, ROW_ITEMS - 1)]
 
 
 def test_what_is_known_is_bounded() -> None:
     known = FirstMasks(3, 1000)
     for number in range(5):
-        known.put(f"grammar {number}", bytes(10))
-        assert known.get("grammar 0") is not None or number > 3
-        known.get("grammar 1")
+        known.put(GrammarRecipe(f"grammar {number}"), bytes(10))
+        assert known.get(GrammarRecipe("grammar 0")) is not None or number > 3
+        known.get(GrammarRecipe("grammar 1"))
     assert len(known) == 3
-    assert known.get("grammar 1") is not None
-    known.put("x" * 920, bytes(50))
-    assert known.get("grammar 1") is not None
+    assert known.get(GrammarRecipe("grammar 1")) is not None
+    known.put(GrammarRecipe("x" * 920), bytes(50))
+    assert known.get(GrammarRecipe("grammar 1")) is not None
     assert len(known) == 2
     assert known.size == 970 + 19
-    known.put("y" * 2000, bytes(50))
+    known.put(GrammarRecipe("y" * 2000), bytes(50))
     assert (len(known), known.size) == (0, 0)
 
 
@@ -331,10 +335,10 @@ def test_drafts_bring_an_answer_to_no_limit(
     states = 60
     made = []
 
-    def limited(source: str) -> LLMatcher:
-        made.append(source)
+    def limited(recipe: GrammarRecipe) -> LLMatcher:
+        made.append(recipe)
         limits = LLParserLimits(max_lexer_states=states, verbose_errors=False)
-        grammar = LLMatcher.grammar_from_lark(source)
+        grammar = LLMatcher.grammar_from_lark(recipe.source)
         return LLMatcher(compiler._tokens(), grammar, log_level=0, limits=limits)
 
     monkeypatch.setattr(compiler, "_compile", limited)

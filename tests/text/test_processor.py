@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.errors import RequestError, brief
+from lockstep.errors import CheckpointError, RequestError, brief
 from lockstep.outputs import Logprob
 from lockstep.sampling_params import SamplingParams
 from lockstep.text.processor import Processor, TextUpdate
-from lockstep.text.template import ChatTemplate, check_kwargs
+from lockstep.text.template import MAX_TEMPLATE, ChatTemplate, check_kwargs
 from tests.masks import masks_of
 
 
@@ -195,6 +195,19 @@ def test_template_environment():
     assert template.render(messages) == '4</s>{\n "role": "user",\n "content": "<é>"\n}'
     with pytest.raises(RequestError):
         ChatTemplate("{{ messages.__class__.__mro__[1].__subclasses__() }}").render([])
+
+
+def test_a_template_is_bounded():
+    ChatTemplate("x" * MAX_TEMPLATE)
+    with pytest.raises(CheckpointError, match=f"allowed: at most {MAX_TEMPLATE}"):
+        ChatTemplate("x" * (MAX_TEMPLATE + 1))
+
+
+def test_a_template_that_does_not_come_to_its_end_is_stopped():
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}x{% endfor %}{% endfor %}"
+    with pytest.raises(RequestError, match="writes more than 4000 characters"):
+        ChatTemplate(endless, limit=1000).render([])
+    assert len(ChatTemplate("{{ 'x' * 4000 }}", limit=1000).render([])) == 4000
 
 
 RAISES = {

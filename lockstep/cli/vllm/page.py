@@ -21,8 +21,9 @@ Values that ask for what is done anyway are taken in silence, whatever the flag 
 read like dashes, `--flag=value` like `--flag value`; `--no-flag` turns a switch off. Sizes may be
 `8k` (8,000) or `8K` (8,192). A flag that takes JSON takes a key as well:
 `-cc.cudagraph_mode=NONE`. `--config file.yaml` holds flags by their names without dashes, such as
-`max-model-len: 8192`; the command line has the last word. A misspelt flag is an error that names
-the nearest. All commands that load a model know the flags whose settings they have.
+`max-model-len: 8192`, in at most 65,536 characters of plain values, without aliases and tags; the
+command line has the last word. A misspelt flag is an error that names the nearest. All commands
+that load a model know the flags whose settings they have.
 
 Defaults that differ: `--host` is 127.0.0.1; `--max-num-seqs` is 16, where vLLM's server takes 256
 or more at once, so raise it for many clients; `--max-num-batched-tokens` is 2,048; a checkpoint's

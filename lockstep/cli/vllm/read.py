@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from lockstep.cli.vllm.config_file import read_config
 from lockstep.cli.vllm.flag import SWITCHED, Flag, Form, Kind, acts, read_value
 from lockstep.cli.vllm.table import all_flags
 from lockstep.errors import ConfigError, brief, choice_error
-from lockstep.settings import read_named, why_unread
 
 CONFIG = "config"
 """The option that names a file of flags; the command itself has no use for it."""
@@ -252,7 +252,7 @@ class Reader:
 
     def _read_file(self, path: str) -> None:
         """Takes the flags of a YAML file: by name, one mapping. Raises ConfigError."""
-        for name, value in _yaml(path).items():
+        for name, value in read_config(path).items():
             if not isinstance(name, str) or name.startswith("-") or name == CONFIG:
                 allowed = f"a flag's name, other than {CONFIG}"
                 remedy = "Write flags without dashes."
@@ -313,19 +313,3 @@ def _written(value: Any) -> list[str]:
     if isinstance(value, list):
         return [entry if isinstance(entry, str) else json.dumps(entry) for entry in value]
     return [value if isinstance(value, str) else json.dumps(value, default=str)]
-
-
-def _yaml(path: str) -> dict[Any, Any]:
-    import yaml
-
-    try:
-        found = yaml.safe_load(read_named(path))
-        if not isinstance(found, dict):
-            raise ValueError("it holds no mapping")
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        reason = " ".join(why_unread(error).split())
-        raise ConfigError(
-            f"--{CONFIG}={brief(path)} cannot be read: {reason}. Name a YAML file with a flag a "
-            "line, e.g. max-model-len: 8192."
-        ) from None
-    return found
