@@ -99,6 +99,8 @@ class Limits:
     all_held_bytes: int = 1 << 30
 
 
+PIECES_OF_A_TURN = 16
+"""Of an answer whose reader is behind: as many as it gets before others have their turn."""
 Origin = tuple[str, TokenSource]
 """The text that a token settled, and how the token came."""
 
@@ -242,9 +244,12 @@ class Run:
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
         running = len(self.job.requests)
+        waited = 0
         while running:
-            if not self._pieces.empty():
+            waited = 0 if self._pieces.empty() else waited + 1
+            if waited == PIECES_OF_A_TURN:
                 await asyncio.sleep(0)  # others have their turn, however much waits here
+                waited = 0
             piece = await self._pieces.get()
             if isinstance(piece, Exception):
                 raise piece
