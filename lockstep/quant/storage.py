@@ -90,7 +90,8 @@ def settle(module: Module, said: Storage | None, setting: str) -> Storage | None
     """How the module is stored: what its settings say, where its tensors agree.
 
     setting: the one that says so, for messages. Some maps may be plain without being listed, see
-    usually_plain, and without files NO_LINEAR are. Raises CheckpointError where tensors say otherwise.
+    usually_plain; where there are no files NO_LINEAR are. Raises CheckpointError where tensors say
+    otherwise.
     """
     if module.tensors is None:
         return None if module.path.rpartition(".")[2] in NO_LINEAR else said
