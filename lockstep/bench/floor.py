@@ -73,7 +73,6 @@ def sketch(
         model = build_model(checkpoint.raw, build)
         if drafting is not None and drafting.NEEDS_MODULE:
             draft = drafting.build(options, checkpoint, model, build)
-            draft.finish()
     return Sketch(model, draft, drafts, passes_of(options))
 
 

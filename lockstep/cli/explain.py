@@ -100,10 +100,10 @@ def _show_absent(settings: dict[str, Any], arch: str, total: int | None, json: b
 
 
 def _tiles(tiles: list[dict[str, Any]]) -> Table:
-    """A line per op, size and number of tokens."""
+    """A line per op, size and number of tokens. What a tile does without is left out."""
     table = Table("op", "size", "tokens", "tile", title="Tiles", title_justify="left")
     for one in tiles:
-        tile = ", ".join(f"{name} {value}" for name, value in one["tile"].items())
+        tile = ", ".join(f"{name} {value}" for name, value in one["tile"].items() if value)
         table.add_row(one["op"], one["size"], str(one["tokens"]), tile)
     return table
 

@@ -91,8 +91,6 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
         build.room.bounded = False
         model = build_model(checkpoint.raw, build)
         draft = build_draft(config, checkpoint, model, build)
-        if draft is not None:
-            draft.finish()
         placed = replace(limits, device=PLACE)
         program = build_program(config, placed, build, model, draft, NO_HOOKS)
         held = [t for t in _tensors(program.table) if isinstance(t, Tensor)]

@@ -12,17 +12,23 @@ from safetensors import SafetensorError, safe_open
 
 from lockstep.errors import CheckpointError, choice_error
 from lockstep.models import architecture
-from lockstep.quant import TensorInfo
+from lockstep.quant import TensorInfo, one_format
 
 MOST_BYTES = 64 << 20
 """Of a JSON file; the indices of the largest models are a tenth of it."""
 
+SETTINGS = ("quantization_config", "compression_config")
+"""What config.json calls the settings of its weight format; compressed-tensors had the second."""
 OWN_FILES = {
     "hf_quant_config.json": "modelopt",
     "quantize_config.json": "gptq",
     "quant_config.json": "awq",
 }
-"""Files in which older checkpoints name their weight format, and the format of each."""
+"""Files in which checkpoints name their weight format beside config.json, or instead of it, and the
+format of each."""
+
+
+OBJECT = "an object"
 
 
 @dataclass(frozen=True)
@@ -81,24 +87,33 @@ class Checkpoint:
     def quantization(self) -> dict[str, Any] | None:
         """What the folder says of its weight format, as quantization_config; None: of none.
 
-        It stands in config.json, around or within text_config, or in a file of its own. Raises
-        CheckpointError where that cannot be read.
+        It stands in config.json, around or within text_config, or in a file of its own. Where both
+        are of one format the file adds what config.json does not say. Raises CheckpointError where
+        that cannot be read.
         """
+        own = self._own_file()
         for settings in (self.raw, self.raw.get("text_config", {})):
-            found = settings.get("quantization_config")
-            if found is not None:
+            for name in SETTINGS:
+                found = settings.get(name)
+                if found is None:
+                    continue
                 if not isinstance(found, dict):
-                    allowed = "an object"
-                    field = "config.json quantization_config"
-                    raise choice_error(CheckpointError, field, found, allowed, "Mend config.json.")
-                return found
+                    field = f"config.json {name}"
+                    raise choice_error(CheckpointError, field, found, OBJECT, "Mend config.json.")
+                if own is None or not one_format(own["quant_method"], found.get("quant_method")):
+                    return found
+                return own | {key: value for key, value in found.items() if value is not None}
+        return own
+
+    def _own_file(self) -> dict[str, Any] | None:
+        """The settings in the first of OWN_FILES that is there; None: there is none."""
         for name, method in OWN_FILES.items():
             if (self.folder / name).exists():
                 raw = read_object(self.folder / name, "Fetch the file again.")
                 inner = raw.get("quantization", {})
                 if not isinstance(inner, dict):
                     field = f"{name} quantization"
-                    raise choice_error(CheckpointError, field, inner, "an object", "Mend the file.")
+                    raise choice_error(CheckpointError, field, inner, OBJECT, "Mend the file.")
                 return {"quant_method": method, **raw, **inner}
         return None
 

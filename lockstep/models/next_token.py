@@ -43,8 +43,11 @@ class NextTokenModule(nn.Module, ABC):
         self.fc = Linear(at, 2 * c.hidden_size, {projection: c.hidden_size})
         self.blocks = nn.ModuleList(Block(*halves) for halves in self.layers(target, build))
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
-        self.head = Head(build, c.vocab_size, c.hidden_size, target.head.loaded)
-        self.build = build
+        known = c.vocab_size if ids is None else len(ids)
+        stands = target.head.loaded if ids is None else build.matrix(known, c.hidden_size)
+        self.head = Head(build, known, c.hidden_size, stands)
+        self.whole = (target.head,)
+        """The target's head, no part of this module."""
 
     @abstractmethod
     def layers(self, target: Decoder, build: Build) -> Iterator[tuple[Half, ...]]:
@@ -52,14 +55,11 @@ class NextTokenModule(nn.Module, ABC):
         only mixer."""
 
     def finish(self) -> None:
-        """Where it knows only some tokens, its head becomes a copy of their rows of the target's.
-        To be called once, when the target's weights are loaded."""
-        if self.ids is None:
-            return
-        (_, hidden) = self.head.shape
-        rows = self.build.matrix(len(self.ids), hidden)
-        self.head.gather(self.ids, rows.data)
-        self.head = Head(self.build, len(self.ids), hidden, rows)
+        """Where it knows only some tokens, their rows of the target's head become its own. To be
+        called once, when the target's weights are loaded."""
+        if self.ids is not None:
+            assert self.head.weight is not None, "rows of its own are not packed"
+            self.whole[0].gather(self.ids, self.head.weight.data)
 
     @property
     def head_bytes(self) -> int:

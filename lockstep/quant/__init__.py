@@ -14,7 +14,16 @@ from lockstep.quant.packing import Layout, Module, Packing, TensorInfo
 from lockstep.quant.round_to_nearest import METHODS, RoundToNearest
 from lockstep.quant.slot import Slot
 
-__all__ = ["FORMATS", "Layout", "Module", "Packing", "Slot", "TensorInfo", "packing_of"]
+__all__ = [
+    "FORMATS",
+    "Layout",
+    "Module",
+    "Packing",
+    "Slot",
+    "TensorInfo",
+    "one_format",
+    "packing_of",
+]
 
 FORMATS: dict[str, str] = {
     "gptq": "lockstep.quant.gptq",
@@ -38,10 +47,16 @@ OTHER_NAMES: dict[str, tuple[str, ...]] = {
 """vLLM's names of kernels for a format -> what config.json calls the formats."""
 
 
+def one_format(method: object, other: object) -> bool:
+    """Whether two quant_methods name one format."""
+    known = [FORMATS.get(name) if isinstance(name, str) else None for name in (method, other)]
+    return known[0] is not None and known[0] == known[1]
+
+
 def same_format(chosen: str, method: str) -> bool:
     """Whether a name that the user chose is one of the format that a checkpoint names."""
     names = OTHER_NAMES.get(chosen, (chosen,))
-    return any(FORMATS.get(name) == FORMATS[method] for name in names)
+    return any(one_format(name, method) for name in names)
 
 
 def packing_of(settings: Mapping[str, Any] | None, chosen: str | None = None) -> Packing | None:

@@ -6,6 +6,9 @@
     auto_round                GPTQ's shapes, the zero itself
     auto_round:auto_awq       AWQ
 
+Versions before 0.5 call the setting `backend`, and name a kernel behind the packing:
+auto_round:gptq:exllamav2. The same weight lies in the same tensors whatever the kernel.
+
 What extra_config says of a module by name, or by a pattern of its name, goes before the rest; 16
 bits or more: it is not packed. Tensors that the exporter could not attach to its model stand in a
 file of their own, model_extra_tensors.safetensors, which is read like any other.
@@ -29,12 +32,19 @@ PLAIN_BITS = 16
 STORED_LESS = {
     "auto_round:auto_gptq": 1,
     "auto_round:gptq": 1,
+    "auto_gptq": 1,
+    "gptq": 1,
+    "auto": 1,
     "auto_round:gptqmodel": 0,
     "auto_round": 0,
 }
 """packing_format with GPTQ's tensors -> what is taken off a zero point before it is stored."""
-AS_AWQ = ("auto_round:auto_awq", "auto_round:awq")
+AS_AWQ = ("auto_round:auto_awq", "auto_round:awq", "auto_awq", "awq")
 """packing_formats with AWQ's tensors."""
+KERNELS = frozenset({"exllamav2", "triton", "tritonv2"})
+"""What may stand behind a packing_format."""
+ROTATIONS = ("rotation_config", "rotation_configs")
+"""Settings of maps in front of a weight, of which nothing is built."""
 SPECIAL = frozenset("*+?^$()[]{}|\\")
 """A name of extra_config that holds one of these is a pattern."""
 
@@ -52,9 +62,14 @@ class AutoRound(IntPacking):
         super().__init__("auto-round", scheme)
         c.only("data_type", "int", default="int")
         c.only("super_bits", None)
-        known = (*STORED_LESS, *AS_AWQ)
-        self.packing = c.only("packing_format", *known, default="auto_round:auto_gptq")
+        for name in ROTATIONS:
+            c.only(name, None, [], {})
+        self.packing = _packing_format(c)
         self._check_bits(c, scheme)
+        act_bits = c.get("act_bits", int, PLAIN_BITS)
+        if act_bits < PLAIN_BITS:
+            told = f"{WITHIN}act_bits={act_bits} is not followed: activations are not rounded"
+            self.notes = (told,)
         self.blocks = c.names("block_name_to_quantize") or c.names("to_quant_block_names")
         self.extra: dict[str, Scheme | None] = {}
         self.patterns: list[tuple[str, re.Pattern[str], Scheme | None]] = []
@@ -110,3 +125,14 @@ class AutoRound(IntPacking):
 def read(settings: Mapping[str, Any]) -> Packing:
     """The format of a checkpoint's settings. Raises CheckpointError on what is not built."""
     return AutoRound(SettingsReader(settings))
+
+
+def _packing_format(c: SettingsReader) -> str:
+    """The packing_format, less a kernel behind it."""
+    name = c.called("packing_format", "backend")
+    written = c.get(name, str, "auto_round:auto_gptq")
+    found = ":".join(part for part in written.split(":") if part not in KERNELS)
+    known = (*STORED_LESS, *AS_AWQ)
+    if found not in known:
+        raise c.error(name, written, ", ".join(map(repr, known)), BUILT)
+    return found

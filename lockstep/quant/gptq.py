@@ -1,12 +1,13 @@
 """GPTQ (Frantar et al., 2022), as AutoGPTQ and GPTQModel write it: 4 and 8 bits.
 
     qweight [K / c, N] int32    c = 32 / bits codes of one output along K, the lowest bits first
-    qzeros  [G, N / c] int32    c zero points of neighbouring outputs, less 1 in version 1
+    qzeros  [G, N / c] int32    c zero points of neighbouring outputs
     scales  [G, N]              fp16, bf16 or fp32
     g_idx   [K] int32           the group of each column; absent or zeros: k // group
     W[n, k] = (code - zero) * scale
 
-Version 1 keeps zero - 1 modulo 2^bits, version 2 the zero.
+Version 2 keeps the zero points. Version 1 takes 1 off each of a word's, as one number modulo 2^32:
+0x11111111 off words of 4 bits. So a zero point of 0 borrows from the next.
 """
 
 import re
@@ -144,9 +145,10 @@ def _fill_codes(weight: IntWeight, words: Tensor) -> None:
 
 def _fill_zeros(module: Module, weight: IntWeight, stored_less: int, words: Tensor) -> None:
     """words [G, N / c]."""
-    stored = unpacked_words(words, ascending(weight.bits), weight.bits, dim=1)
-    zeros = (stored[:, : module.outputs] + stored_less) & (2**weight.bits - 1)
-    fill_zeros(module, weight, zeros)
+    shifts = ascending(weight.bits)
+    each = sum(1 << shift for shift in shifts)
+    zeros = unpacked_words(words + stored_less * each, shifts, weight.bits, dim=1)
+    fill_zeros(module, weight, zeros[:, : module.outputs])
 
 
 def _fill_order(module: Module, weight: IntWeight, order: Tensor) -> None:

@@ -23,6 +23,10 @@ PLAIN_PARTS = (
 """Maps that checkpoints leave unpacked in practice: small ones, routers, the head, and what
 DeepSeek's MTP module mixes its inputs by."""
 
+NO_LINEAR = ("gate", "eh_proj")
+"""Maps that are no linear layers in the code that checkpoints are packed with: a rule for all
+linear layers does not mean them, and published checkpoints do not list them."""
+
 
 @dataclass(frozen=True)
 class TensorInfo:

@@ -20,6 +20,7 @@ from lockstep.kernels.packed import (
     pack,
 )
 from lockstep.quant.packing import (
+    NO_LINEAR,
     Layout,
     Module,
     Packing,
@@ -89,10 +90,11 @@ def settle(module: Module, said: Storage | None, setting: str) -> Storage | None
     """How the module is stored: what its settings say, where its tensors agree.
 
     setting: the one that says so, for messages. Some maps may be plain without being listed, see
-    usually_plain. Raises CheckpointError where tensors say otherwise.
+    usually_plain; where there are no files NO_LINEAR are. Raises CheckpointError where tensors say
+    otherwise.
     """
     if module.tensors is None:
-        return said
+        return None if module.path.rpartition(".")[2] in NO_LINEAR else said
     weight = module.tensors.get("weight")
     strange = weight is not None and weight.dtype not in PLAIN_NAMES
     packed = strange or any(suffix in module.tensors for suffix in SIDECARS)

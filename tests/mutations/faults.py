@@ -553,10 +553,17 @@ FAULTS = (
         f"{VECTORS}::test_gptq",
     ),
     Fault(
-        "a zero point of 0 does not wrap", "format", GPTQ,
-        "    zeros = (stored[:, : module.outputs] + stored_less) & (2**weight.bits - 1)\n",
-        "    zeros = stored[:, : module.outputs] + stored_less\n",
-        f"{VECTORS}::test_zero_points_of_zero_wrap",
+        "a zero point of 0 does not borrow", "format", GPTQ,
+        "    zeros = unpacked_words(words + stored_less * each, shifts, weight.bits, dim=1)\n",
+        "    zeros = unpacked_words(words, shifts, weight.bits, dim=1) + stored_less\n"
+        "    zeros &= 2**weight.bits - 1\n",
+        f"{VECTORS}::test_zero_points_of_zero_borrow",
+    ),
+    Fault(
+        "AutoRound's older name of its tensors not read", "format", "quant/auto_round.py",
+        '    name = c.called("packing_format", "backend")\n',
+        '    name = "packing_format"\n',
+        f"{VECTORS}::test_how_older_versions_of_auto_round_name_their_tensors",
     ),
     Fault(
         "the order of desc_act ignored", "format", GPTQ,

@@ -52,11 +52,13 @@ NVFP4 = tensors_of(
     "nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16
 )
 STATIC = ("input_scale",)
+OLDER = (*STATIC, "kv_scale")
+"""AutoFP8 has one scale for keys and values."""
 WHOLE = {"num_bits": 8, "strategy": "channel", "group_size": None}
 CASES = {
     "fp8 blocks": Case(BLOCKS, fp8_weight("block", "weight_scale_inv")),
     "fp8 blocks bf16": Case(BLOCKS, fp8_weight("block", "weight_scale_inv", torch.bfloat16)),
-    "fp8 tensor": Case({**FP8, "activation_scheme": "static"}, fp8_weight("scalar"), STATIC),
+    "fp8 tensor": Case({**FP8, "activation_scheme": "static"}, fp8_weight("scalar"), OLDER),
     "fp8 channel": Case(FP8, fp8_weight("channel", dtype=torch.bfloat16)),
     "int4": Case(ints(), int_weight()),
     "int4 asymmetric": Case(ints(symmetric=False), int_weight(zeros="words")),

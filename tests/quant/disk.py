@@ -71,11 +71,13 @@ def draw(
 
 
 def gptq(c: Codes, less: int = 1, g_idx: bool = True) -> dict[str, Tensor]:
-    """A module's tensors as GPTQ writes them. less: 1 in version 1, 0 in version 2."""
-    stored = (c.zeros.T - less) % 2**c.bits
+    """A module's tensors as GPTQ writes them. less: what is taken off each zero point of a word, 1
+    in version 1, 0 in version 2."""
+    each = np.uint32(less * sum(1 << bit for bit in range(0, 32, c.bits)))
+    stored = words_along(c.zeros.T, c.bits, axis=1).numpy().view(np.uint32) - each
     found = {
         "qweight": words_along(c.codes.T, c.bits, axis=0),
-        "qzeros": words_along(stored, c.bits, axis=1),
+        "qzeros": torch.from_numpy(stored.view(np.int32)),
         "scales": c.scales.t().contiguous(),
     }
     if g_idx:

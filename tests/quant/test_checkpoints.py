@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from lockstep.errors import CheckpointError
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.quant import packing_of
 from tests.quant.disk import Codes, awq, draw, gptq, names_in, write
@@ -163,3 +164,48 @@ def test_settings_in_a_file_of_their_own(
     for raw in (inner, {"text_config": inner}):
         found = packing_of(Checkpoint(tmp_path, raw).quantization())
         assert found is not None and found.name == "fp8"
+
+
+LAYERS = {"model.layers.0.mlp.up_proj": {"quant_algo": "FP8"}}
+MIXED = {"quantization": {"quant_algo": "MIXED_PRECISION", "quantized_layers": LAYERS}}
+
+
+def settings_of(folder: Path, raw: dict[str, Any]) -> dict[str, Any]:
+    """Those of a folder with this config.json."""
+    found = Checkpoint(folder, {"model_type": "llama", **raw}).quantization()
+    assert found is not None
+    return found
+
+
+def test_a_file_adds_what_config_json_does_not_say(tmp_path: Path) -> None:
+    """ModelOpt's older mixed checkpoints have the map of layers in the file alone."""
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(MIXED))
+    inner = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": None}
+    found = settings_of(tmp_path, {"quantization_config": inner})
+    assert found["quantized_layers"] == LAYERS
+    assert packing_of(found) is not None
+    other = {**inner, "quantized_layers": {"lm_head": {"quant_algo": "FP8"}}}
+    assert settings_of(tmp_path, {"quantization_config": other})["quantized_layers"] != LAYERS
+
+
+def test_a_file_says_which_version_of_zero_points_config_json_means(tmp_path: Path) -> None:
+    newer = {**PLAIN_GPTQ, "sym": False, "checkpoint_format": "gptq_v2"}
+    (tmp_path / "quantize_config.json").write_text(json.dumps(newer))
+    inner = {"quant_method": "gptq", **PLAIN_GPTQ, "sym": False}
+    found = settings_of(tmp_path, {"quantization_config": inner})
+    assert found["checkpoint_format"] == "gptq_v2"
+    awq_of = {"quant_method": "awq", "bits": 4}
+    assert settings_of(tmp_path, {"quantization_config": awq_of}) == awq_of
+
+
+def test_the_older_name_of_compressed_tensors_settings(tmp_path: Path) -> None:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float"}}
+    inner = {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "config_groups": {"group_0": {**group, "input_activations": None}},
+    }
+    found = packing_of(settings_of(tmp_path, {"compression_config": inner}))
+    assert found is not None and found.name == "compressed-tensors-float-quantized"
+    with pytest.raises(CheckpointError, match="config.json compression_config=5 is not allowed"):
+        settings_of(tmp_path, {"compression_config": 5})

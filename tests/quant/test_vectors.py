@@ -150,6 +150,38 @@ def test_auto_round(method: str, sym: bool, form: str, less: int | None) -> None
     same(loaded(found, 40, 72, tensors), codes)
 
 
+@pytest.mark.parametrize(
+    ("setting", "form", "less"),
+    [
+        ("backend", "auto_round:gptq:exllamav2", 1),
+        ("backend", "auto_gptq:exllamav2", 1),
+        ("backend", "auto_round:exllamav2", 0),
+        ("backend", "auto_round:triton", 0),
+        ("backend", "auto_round:awq", None),
+        ("packing_format", "auto_round:auto_gptq:exllamav2", 1),
+        ("packing_format", "auto_round:exllamav2", 0),
+    ],
+)
+@pytest.mark.parametrize("sym", [True, False], ids=["sym", "asym"])
+def test_how_older_versions_of_auto_round_name_their_tensors(
+    sym: bool, setting: str, form: str, less: int | None
+) -> None:
+    """auto-round 0.3 to 0.5. A wrong guess would move every weight by a step."""
+    codes = draw(40, 72, 4, 32, sym=sym)
+    tensors = awq(codes) if less is None else gptq(codes, less, g_idx=False)
+    settings = {"bits": 4, "group_size": 32, "sym": sym, setting: form}
+    found = packing("intel/auto-round", **settings, autoround_version="0.4.3")
+    same(loaded(found, 40, 72, tensors), codes)
+
+
+def test_rounded_activations_of_auto_round_are_a_note() -> None:
+    found = packing("auto-round", bits=4, group_size=32, sym=True, act_bits=8)
+    assert found.notes == (
+        "quantization_config.act_bits=8 is not followed: activations are not rounded",
+    )
+    assert packing("auto-round", bits=4, sym=True, act_bits=16).notes == ()
+
+
 def test_large_weights_are_taken_over_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lockstep.quant.integers.CHUNK", 1000)
     codes = draw(53, 72, 4, 32, sym=False)
@@ -157,12 +189,12 @@ def test_large_weights_are_taken_over_in_pieces(monkeypatch: pytest.MonkeyPatch)
     same(loaded(packing("awq", bits=4, group_size=32), 53, 72, awq(codes)), codes)
 
 
-def test_zero_points_of_zero_wrap() -> None:
-    """Version 1 keeps 0 - 1 as 15."""
+def test_zero_points_of_zero_borrow() -> None:
+    """Version 1 takes 1 off all zero points of a word at once."""
     codes = draw(8, 32, 4, 32, sym=False)
     codes.zeros[:] = 0
     tensors = gptq(codes)
-    assert tensors["qzeros"].unique().tolist() == [-1]
+    assert tensors["qzeros"].equal(word("0xeeeeeeef"))
     same(loaded(packing("gptq", bits=4, group_size=32), 8, 32, tensors), codes)
 
 

@@ -1,6 +1,7 @@
 """lockstep explain and the floor know every drafter, here and for a GPU that is not there."""
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from typer.testing import CliRunner
 
 from lockstep.cli import app
 from tests.spec.heads import make_head
-from tests.tiny_model import LLAMA, make_model
+from tests.tiny_model import CONFIG, LLAMA, make_model
 
 LAYERS = {
     "eagle3": {"draft", "drafter"},
@@ -60,3 +61,25 @@ def test_the_floor_counts_a_pass_for_each_draft(target: Path, method: str) -> No
     none = explained(target, "ngram", "bench", "offline", "--floor")
     assert none["drafts_floor_ms"] == 0
     assert found["verify_floor_ms"] == none["verify_floor_ms"]
+
+
+@pytest.mark.parametrize("where", ["sm_80", "sm_90"])
+def test_a_packed_head_that_a_draft_knows_in_part(tmp_path: Path, where: str) -> None:
+    """As nvidia/Qwen3.6-35B-A3B-NVFP4: the head is packed, and the draft has some rows of it."""
+    four = {"quant_algo": "W4A16_NVFP4", "group_size": 16}
+    settings = {
+        "quant_method": "modelopt",
+        "quant_algo": "MIXED_PRECISION",
+        "quantized_layers": {"lm_head": four, "model.layers.0.mlp": four},
+    }
+    sizes = {"vocab_size": 8192, "tie_word_embeddings": False, "hidden_size": 256}
+    folder = make_model(tmp_path / "m", CONFIG, **sizes, quantization_config=settings)
+    mtp = json.dumps({"method": "mtp", "draft_vocab_size": 4096})
+    asked = ("explain", "--arch", where, "--model", str(folder), "--speculative-config", mtp)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        done = CliRunner().invoke(app, (*asked, "--json"), catch_exceptions=False)
+    found = json.loads(done.stdout)
+    heads = {(one["layer"], one["size"], one["packing"]) for one in found["layers"] if one["size"]}
+    assert ("head", "8192x256", "Fp4Weight()") in heads
+    assert ("draft", "4096x256", "") in heads

@@ -270,7 +270,7 @@ def lanes_serve(weight: PackedWeight, segments: int, arch: int) -> bool:
     if not (same and whole):
         return False
     if isinstance(weight, Fp4Weight):
-        return weight.scales.stride(0) % 8 == 0 and weight.scales.data_ptr() % 8 == 0
+        return weight.scales.stride(0) % 8 == 0 and _begins_at(weight.scales, 8)
     return True
 
 
@@ -279,11 +279,17 @@ def ring_serves(weight: PackedWeight, segments: int, arch: int) -> bool:
     each with one scale, or the eight of NVFP4 in two words."""
     if arch != HOPPER or weight.k % (segments * int(BLOCK)):
         return False
-    if weight.words.data_ptr() % 16 or weight.words.stride(0) % 4:
+    if not _begins_at(weight.words, 16) or weight.words.stride(0) % 4:
         return False
     if isinstance(weight, Fp4Weight):
-        return weight.scales.stride(0) % 4 == 0 and weight.scales.data_ptr() % 4 == 0
+        return weight.scales.stride(0) % 4 == 0 and _begins_at(weight.scales, 4)
     return group_of(weight) % int(BLOCK) == 0
+
+
+def _begins_at(tensor: Tensor, size: int) -> bool:
+    """Whether a tensor begins at a multiple of `size` bytes, as its allocation does. Its address
+    would say so too, but one of a GPU that is not there has none."""
+    return tensor.storage_offset() * tensor.element_size() % size == 0
 
 
 def block_tile(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> PackedTile:
