@@ -46,7 +46,7 @@ def trained(name: str, folder: Path, salt: str) -> dict[str, bytes]:
     """The weights that a run of three steps leaves. salt: of Python's own hashes."""
     known = {**os.environ, "PYTHONHASHSEED": salt, "PYTHONPATH": str(ROOT)}
     asked = [sys.executable, *COMMAND, name, "--out", str(folder)]
-    subprocess.run(asked, check=True, capture_output=True, timeout=300, env=known, cwd=ROOT)
+    subprocess.run(asked, check=True, capture_output=True, timeout=900, env=known, cwd=ROOT)
     paths = folder.rglob("*.safetensors")
     return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
 
