@@ -135,7 +135,11 @@ def weight_files(folder: Path) -> list[Path]:
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise CheckpointError(f"{folder} holds no *.safetensors file; name another model folder.")
+        raise CheckpointError(
+            f"{folder} holds no *.safetensors file; name another model folder. Files of pickles "
+            "(*.bin, *.pt) are not read, since they may run code; one is converted by "
+            "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')."
+        )
     for path in sorted(folder.glob("*.safetensors.index.json")):
         remedy = "Fetch the file again, or delete it: it is not needed."
         places = read_object(path, remedy).get("weight_map")

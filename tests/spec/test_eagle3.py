@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from lockstep import EngineConfig, SamplingParams
 from lockstep.engine.hooks import NO_HOOKS, CheckHooks
@@ -316,6 +317,25 @@ def test_a_head_must_be_named_and_be_there(targets: dict[str, Any], tmp_path: Pa
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="EAGLE-3 head"):
         make_engine(folder, tmp_path / "empty")
+
+
+def test_a_head_of_pickles_is_refused_and_can_be_converted(
+    targets: dict[str, Any], tmp_path: Path
+) -> None:
+    """By what the message says: the authors' files are such."""
+    folder, _ = targets["Llama"]
+    tensors = make_head(tmp_path / "head", VOCAB, HIDDEN)
+    due = drafts_with(folder, tmp_path / "head")
+    ours = tmp_path / "head" / "model.safetensors"
+    ours.unlink()
+    pickled = tmp_path / "head" / "pytorch_model.bin"
+    torch.save(tensors, pickled)
+    with pytest.raises(
+        CheckpointError, match=r"\(\*.bin, \*.pt\) are not read, .* one is converted by"
+    ):
+        make_engine(folder, tmp_path / "head")
+    save_file(torch.load(pickled, weights_only=True), ours)
+    assert drafts_with(folder, tmp_path / "head") == due
 
 
 def test_random_weights_need_settings_alone(targets: dict[str, Any], tmp_path: Path) -> None:
