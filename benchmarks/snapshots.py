@@ -1,12 +1,13 @@
 """Prompt tokens that are found in the cache, by how far snapshots of recurrent state are apart.
 
-    python benchmarks/snapshots.py FOLDER --gib 40 --every 1,4,32,128
+    python benchmarks/snapshots.py FOLDER --gib 40 --every 32,256,1048576
 
 The scheduler and the cache of an engine, without a model: pages and slots cost what config.json's
-layers cost, and are as many as a GPU with so much memory left for the cache would get. Two traces,
-of requests one after another: conversations, which take turns in random order and grow by the
-answer and by what is asked next, now and then a long text; and documents, each of which is asked
-other questions, in random order.
+layers cost, and are as many as a GPU with so much memory left for the cache would get. Whatever the
+distance, a prompt leaves a snapshot at its last whole page and where it parts from an earlier one.
+Three traces, of requests one after another: conversations, which take turns in random order and
+grow by the answer and by what is asked next, now and then a long text; documents, each of which is
+asked other questions, in random order; and questions behind a few long instructions.
 """
 
 import argparse
@@ -40,6 +41,10 @@ ANSWER = 300
 """Tokens of an answer."""
 READ = (8000, 40000)
 """Tokens of a document that is asked about, at least and at most."""
+TOLD = (3000, 9000)
+"""Tokens of instructions, at least and at most."""
+SORTS = 4
+"""Instructions that there are."""
 VOCAB = 100_000
 MIB = 2**20
 
@@ -49,7 +54,7 @@ def main() -> None:
     ask = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     ask.add_argument("folder", type=Path, help="a folder with config.json")
     ask.add_argument("--gib", type=float, default=40.0, help="memory that is left for the cache")
-    ask.add_argument("--every", default="1,4,32,128", help="pages between snapshots")
+    ask.add_argument("--every", default="1,32,256,1048576", help="pages between snapshots")
     ask.add_argument("--texts", type=int, default=24, help="conversations, or documents")
     ask.add_argument("--turns", type=int, default=8, help="questions to each")
     ask.add_argument("--rows", type=int, default=16, help="max_num_seqs")
@@ -69,7 +74,7 @@ def main() -> None:
     limits = step_limits(config, Checkpoint.read(given.folder), "cpu", None)
     size = memory.measured_size(config, limits, cost, int(given.gib * 2**30))
     print(json.dumps({"page_mib": cost.page / MIB, "slot_mib": cost.slot / MIB, **vars(size)}))
-    for trace in (conversations, documents):
+    for trace in (conversations, documents, instructions):
         for every in map(int, given.every.split(",")):
             scheduler = scheduler_of(limits, size, every)
             prompts = trace(random.Random(0), given.texts, given.turns)
@@ -135,6 +140,13 @@ def documents(draw: random.Random, texts: int, turns: int) -> Iterator[list[int]
     read = [common + tokens(draw, READ) for _ in range(texts)]
     for number in order(draw, texts, turns):
         yield read[number] + tokens(draw, ASKED)
+
+
+def instructions(draw: random.Random, texts: int, turns: int) -> Iterator[list[int]]:
+    """Prompts of one of a few instructions and a question each."""
+    told = [tokens(draw, TOLD) for _ in range(SORTS)]
+    for _ in range(texts * turns):
+        yield draw.choice(told) + tokens(draw, DOCUMENT if draw.random() < LONG else ASKED)
 
 
 def snapshots(scheduler: Scheduler, prompt: list[int]) -> int:
