@@ -4,6 +4,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Iterator
+from itertools import cycle
 from multiprocessing import get_context
 from pathlib import Path
 from threading import Thread
@@ -110,7 +111,11 @@ def _work(
 
 
 class Feed:
-    """Worker processes per row length; what they make waits in memory, `keep` parts a length."""
+    """Worker processes per row length; what they make waits in memory, `keep` parts a length.
+
+    Parts are taken from the workers in turn. patient: a batch waits for parts that are new, so that
+    what it holds depends on the seed alone.
+    """
 
     def __init__(
         self,
@@ -120,6 +125,7 @@ class Feed:
         seed: int,
         shares: dict[str, float] = tasks.SHARES,
         keep: int = 1500,
+        patient: bool = False,
     ) -> None:
         context = get_context("fork")
         self.pools: dict[int, list[Any]] = {n: [] for n in workers}
@@ -127,29 +133,31 @@ class Feed:
         self.made = dict.fromkeys(workers, 0)
         self.rng = random.Random(seed)
         self.keep = keep
+        self.patient = patient
         for length, count in workers.items():
-            queue = context.Queue(maxsize=2 * count)
-            for i in range(count):
+            queues = [context.Queue(maxsize=2) for _ in range(count)]
+            for i, queue in enumerate(queues):
                 own = seed + 7919 * length + i
                 arguments = (folder, own, length, shares, part_tokens // length, queue)
                 context.Process(target=_work, args=arguments, daemon=True).start()
-            Thread(target=self._collect, args=(length, queue), daemon=True).start()
+            Thread(target=self._collect, args=(length, queues), daemon=True).start()
 
-    def _collect(self, length: int, queue: Any) -> None:
+    def _collect(self, length: int, queues: list[Any]) -> None:
         waiting = self.fresh[length]
-        while True:
+        for queue in cycle(queues):
             waiting.append(queue.get())
             self.made[length] += 1
             while len(waiting) >= self.keep:
                 time.sleep(0.05)
 
     def batch(self, length: int, parts: int) -> tuple[np.ndarray, np.ndarray]:
-        """`parts` parts of this length: fresh ones where they wait, else ones seen before."""
+        """`parts` parts of this length: fresh ones where they wait, else ones seen before; fresh
+        ones alone where it is patient."""
         waiting = self.fresh[length]
         pool = self.pools[length]
         chosen = []
         for _ in range(parts):
-            while not waiting and len(pool) < 2 * parts:
+            while not waiting and (self.patient or len(pool) < 2 * parts):
                 time.sleep(0.01)
             if waiting:
                 chosen.append(waiting.popleft())

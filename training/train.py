@@ -100,6 +100,22 @@ def lengths_at(progress: float) -> dict[int, float]:
     return next(mix for begin, mix in reversed(PHASES) if progress >= begin)
 
 
+class Course:
+    """How far a run has come: by its steps where `steps` says how many, else by the clock, which
+    ends at `until`."""
+
+    def __init__(self, steps: int | None, until: float) -> None:
+        self.steps = steps
+        self.begin = time.time()
+        self.until = until
+
+    def done(self, step: int) -> float:
+        """The share that `step` steps have done, 1 at the end."""
+        if self.steps is not None:
+            return step / self.steps
+        return (time.time() - self.begin) / (self.until - self.begin)
+
+
 def _save(model: Language, out: Path) -> None:
     """The checkpoint folder, but for tokenizer and template."""
     encoder = Encoder(out)
@@ -146,7 +162,8 @@ def run(args: argparse.Namespace) -> None:
     seed = (2 if args.resume else 1) + SEEDS_APART * peers.rank
     make, shares = MODELS[args.model]
     part = 1024 if args.smoke else PART
-    feed = Feed(out, {512: 1} if args.smoke else WORKERS, part, seed, shares)
+    workers = {512: 1} if args.smoke else WORKERS
+    feed = Feed(out, workers, part, seed, shares, patient=args.steps is not None)
     device = peers.device()
     model = make(dtype=torch.bfloat16 if device == "cuda" else torch.float32).to(device)
     if args.resume:
@@ -219,13 +236,14 @@ def _train(
     if model.fused.on:
         _warm(model, opts, args.batch)
     peers.wait()
+    course = Course(args.steps, until)
     begin = time.time()
     last = begin
     evaluated = begin
     step = 0
     tokens = 0
     first, final = args.span
-    while (done := peers.agree((time.time() - begin) / (until - begin))) < 1:
+    while (done := peers.agree(course.done(step))) < 1:
         progress = first + (final - first) * done
         mix = {512: 1.0} if args.smoke else lengths_at(progress)
         pick = int(torch.multinomial(torch.tensor(list(mix.values())), 1, generator=generator))
@@ -294,6 +312,12 @@ def main() -> None:
     p.add_argument("--out", default="lockstep/assets/model")
     p.add_argument("--model", default="dense", choices=MODELS)
     p.add_argument("--minutes", type=float, default=20.0, help="from the start to the evaluation")
+    p.add_argument(
+        "--steps",
+        type=int,
+        help="so many, whatever the clock says, each on new samples alone: the same command gives "
+        "the same weights",
+    )
     p.add_argument(
         "--span",
         type=float,

@@ -15,7 +15,7 @@ class CacheConfig:
     """num_pages and num_state_slots count the null one; num_state_slots 0: no recurrent state.
 
     snapshot_every: pages of a prompt between two snapshots of its state; its last page that is
-    whole has one besides.
+    whole has one besides, and the last one that was cached without a snapshot.
     """
 
     num_pages: int
@@ -95,7 +95,11 @@ class Cache:
         if not (self.config.enable_prefix_caching and seq.reuse):
             return 0
         hit = self.paged.hit(seq, (len(seq.prompt) - 1) // self.config.page_size)
-        return self.state.hit(seq, hit) if self.state else hit
+        if self.state is None:
+            return hit
+        resumed = self.state.hit(seq, hit)
+        seq.branch = hit * self.config.page_size if resumed < hit else 0
+        return resumed
 
     def readmit(self, seq: CacheSeq, tokens: int, spare: int = 0) -> bool:
         """Fresh pages and a fresh slot for a sequence that comes back from the host."""
@@ -113,14 +117,20 @@ class Cache:
         """Pages to cover `tokens` tokens in all; False, and nothing changed, if there are none."""
         return self.paged.reserve(seq, tokens)
 
-    def wants_snapshot(self, start: int, tokens: int, prompt: int) -> bool:
+    def prompt_end(self, seq: CacheSeq, start: int) -> int:
+        """Where a chunk that begins at `start` ends at the latest: the prompt's end, or where
+        cached pages end whose state is to be kept."""
+        return seq.branch if start < seq.branch else len(seq.prompt)
+
+    def wants_snapshot(self, seq: CacheSeq, start: int, tokens: int) -> bool:
         """Whether the state after `tokens` (whole pages) of a prompt's tokens is to be kept, by a
         chunk that begins at `start`: it passes a multiple of snapshot_every pages, or is the last
-        of whole pages."""
+        of whole pages, or of those that were cached without it."""
         size = self.config.page_size
         span = size * self.config.snapshot_every
         passes = tokens // span > start // span
-        return tokens > start and (passes or tokens == prompt // size * size)
+        ends = (len(seq.prompt) // size * size, seq.branch)
+        return tokens > start and (passes or tokens in ends)
 
     def snapshot(self, seq: CacheSeq, tokens: int) -> int:
         """A slot for the state after `tokens` (whole pages) prompt tokens, or 0 for none."""

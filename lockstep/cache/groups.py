@@ -25,6 +25,8 @@ class CacheSeq:
     salt: pages are shared among requests of the same salt only.
     pages: where tokens [j * page_size, (j + 1) * page_size) are; the first `published` are cached.
     slot: its state, 0 if it has none. source: the snapshot it resumed from, 0 if none.
+    branch: its first tokens whose pages are cached, where no snapshot of the state behind them is;
+    else 0. There it parts from other prompts.
     """
 
     prompt: Sequence[int]
@@ -34,6 +36,7 @@ class CacheSeq:
     pages: list[int] = field(default_factory=list)
     slot: int = 0
     source: int = 0
+    branch: int = 0
     published: int = 0
     keys: list[Key] = field(default_factory=list)
 

@@ -96,7 +96,7 @@ class LatentAttention(nn.Module):
     def __init__(
         self,
         build: Build,
-        hidden: int,
+        hidden: int | tuple[int, int],
         heads: int,
         *,
         q_rank: int | None,
@@ -117,14 +117,15 @@ class LatentAttention(nn.Module):
         self.rotary = rotary
         queries = heads * (plain + turned)
         first = {"q_proj": queries} if q_rank is None else {"q_a_proj": q_rank}
-        self.down = Linear(build, hidden, first | {"kv_a_proj_with_mqa": latent + turned})
+        inputs, outputs = (hidden, hidden) if isinstance(hidden, int) else hidden
+        self.down = Linear(build, inputs, first | {"kv_a_proj_with_mqa": latent + turned})
         self.q_norm = None if q_rank is None else RMSNorm(build, q_rank, NORM_EPS)
         self.q_up = None if q_rank is None else Linear(build, q_rank, {"q_b_proj": queries})
         self.kv_norm = Norm(build, latent, NORM_EPS)
         self.codec = latent_codec(build.kv.of(build.layer), latent)
         turn = None if self.codec is None else self.codec.turn
         self.absorbed = AbsorbedHeads(build, heads, plain, latent, value, turn)
-        self.out = ResidualLinear(build, heads * value, {"o_proj": hidden})
+        self.out = ResidualLinear(build, heads * value, {"o_proj": outputs})
         sizes = dict(latent=latent, rope=turned)
         codecs = None if self.codec is None else (self.codec,)
         self.rope = build.op(latent_rope_and_cache, **sizes, codecs=codecs)

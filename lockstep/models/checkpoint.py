@@ -152,7 +152,9 @@ def weight_files(folder: Path) -> list[Path]:
     if not files:
         raise CheckpointError(
             f"{folder} holds no *.safetensors file. Name another model folder, or take random "
-            "weights with load_format='dummy'."
+            "weights with load_format='dummy'. Files of pickles (*.bin, *.pt) are not read, since "
+            "they may run code; one is converted by "
+            "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')."
         )
     for path in sorted(folder.glob("*.safetensors.index.json")):
         remedy = "Fetch the file again, or delete it: it is not needed."

@@ -46,12 +46,17 @@ class DecoderConfig(StackConfig):
 
 
 def read_common(
-    c: ConfigReader, head_dim: int | None = None, partial: float = 1.0, dense: bool = True
+    c: ConfigReader,
+    head_dim: int | None = None,
+    partial: float = 1.0,
+    dense: bool = True,
+    theta: float | None = None,
 ) -> dict[str, Any]:
     """The fields of DecoderConfig from config.json.
 
-    head_dim, or hidden_size / heads where it is None, and partial, the share of a head that turns,
-    count where the file does not say. dense: whether there are dense MLPs.
+    head_dim, or hidden_size / heads where it is None, partial, the share of a head that turns, and
+    theta of rotary positions, unless it is None, count where the file does not say. dense: whether
+    there are dense MLPs.
     """
     c.only("hidden_act", "silu", default="silu")
     hidden_size = c.size("hidden_size")
@@ -71,7 +76,7 @@ def read_common(
         kv_heads=kv_heads,
         head_dim=head_dim,
         eps=c.positive("rms_norm_eps"),
-        rope=read_rope(c, head_dim, partial),
+        rope=read_rope(c, head_dim, partial, theta),
         tied=c.get("tie_word_embeddings", bool, False),
     )
 

@@ -13,15 +13,14 @@ import torch
 from torch import Tensor
 
 from lockstep.layers.build import Build
-from lockstep.layers.latent_attention import LatentAttention
 from lockstep.layers.linear import Target
 from lockstep.layers.moe import Routing
 from lockstep.layers.rotary import Rotary
 from lockstep.models.decoder import Decoder, DecoderConfig, Half, mlp_half
+from lockstep.models.latents import Latents, read_latent_common
 from lockstep.models.mixture import Mixture
 from lockstep.models.next_token import NextTokenModule
 from lockstep.models.reading import MOST_LAYERS, ConfigReader
-from lockstep.models.rope import read_rope
 from lockstep.quant import Slot
 from lockstep.quant.slot import PLAIN
 
@@ -41,55 +40,20 @@ def draft_prefix(raw: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """The settings that decide the math.
-
-    q_rank: of the queries' latent, None where one projection makes them. latent: dims of the cached
-    latent; plain, turned: of a head's query, without and with a position; value: of its output.
-    """
+    """The settings that decide the math."""
 
     layers: int
-    q_rank: int | None
-    latent: int
-    plain: int
-    turned: int
-    value: int
-    scale: float
+    latents: Latents
     mixture: Mixture
 
     @classmethod
     def read(cls, raw: dict[str, Any]) -> "Config":
         """From config.json. Raises CheckpointError on what is missing or not built."""
         c = ConfigReader(raw)
-        c.only("hidden_act", "silu", default="silu")
-        c.only("attention_bias", False, default=False)
-        c.only("rope_interleave", True, None, default=True)
         c.only("pretraining_tp", 1, None, default=1)
         c.only(DRAFT_SETTING, 0, 1, None, default=0)
-        heads = c.size("num_attention_heads")
-        plain = c.size("qk_nope_head_dim")
-        turned = c.size("qk_rope_head_dim")
         layers = c.size("num_hidden_layers", most=MOST_LAYERS)
-        rope = read_rope(c, turned, 1.0)
-        factor = getattr(rope, "score_factor", 1.0)
-        return cls(
-            vocab_size=c.size("vocab_size"),
-            hidden_size=c.size("hidden_size"),
-            intermediate_size=c.size("intermediate_size"),
-            heads=heads,
-            kv_heads=heads,
-            head_dim=plain + turned,
-            eps=c.positive("rms_norm_eps"),
-            rope=rope,
-            tied=c.get("tie_word_embeddings", bool, False),
-            layers=layers,
-            q_rank=None if c.raw.get("q_lora_rank") is None else c.size("q_lora_rank"),
-            latent=c.size("kv_lora_rank"),
-            plain=plain,
-            turned=turned,
-            value=c.size("v_head_dim"),
-            scale=(plain + turned) ** -0.5 * factor,
-            mixture=_read_mixture(c, layers),
-        )
+        return cls(layers=layers, mixture=_read_mixture(c, layers), **read_latent_common(c))
 
 
 def _read_mixture(c: ConfigReader, layers: int) -> Mixture:
@@ -123,18 +87,7 @@ def _read_mixture(c: ConfigReader, layers: int) -> Mixture:
 
 def attending_half(build: Build, c: Config, rotary: Rotary) -> Half:
     """Latent attention."""
-    mixer = LatentAttention(
-        build.within("self_attn"),
-        c.hidden_size,
-        c.heads,
-        q_rank=c.q_rank,
-        latent=c.latent,
-        plain=c.plain,
-        turned=c.turned,
-        value=c.value,
-        rotary=rotary,
-        scale=c.scale,
-    )
+    mixer = c.latents.mixer(build.within("self_attn"), c.hidden_size, rotary)
     return Half(build, c, "input_layernorm", "self_attn", mixer)
 
 

@@ -66,12 +66,16 @@ class Config(DecoderConfig):
         """From config.json. Raises CheckpointError on what is missing, not built, or not of this
         target."""
         c = ConfigReader(raw)
+        c.only("speculators_model_type", None, default=None)
         inner = ConfigReader(c.get(INNER, dict, {}), f"{INNER}.")
         named = c.get("architectures", list, [ARCHITECTURE])
         c.need(named == [ARCHITECTURE], "architectures", f"[{ARCHITECTURE!r}]")
         c.only("attention_bias", False, default=False)
         c.only("is_causal", False, None, default=None)
-        inner.only("causal_head", False, None, default=None)
+        for name in ("causal", "causal_head"):
+            inner.only(name, False, None, default=None)
+        inner.only("attention_mode", "gqa", "mha", None, default=None)
+        inner.only("projector_type", None, default=None)
         inner.only("final_logit_softcapping", None, default=None)
         for name in ("output_multiplier", "input_embedding_scale"):
             inner.only(name, 1, 1.0, None, default=None)

@@ -18,17 +18,25 @@ from torch import Tensor, nn
 from lockstep.errors import CheckpointError
 from lockstep.layers.attention import Attention
 from lockstep.layers.build import Build
+from lockstep.layers.latent_attention import LatentAttention
 from lockstep.layers.linear import Embedding, Head, Linear, Target
 from lockstep.layers.mlp import GatedMLP
 from lockstep.layers.norm import AddRMSNorm, RMSNorm
 from lockstep.models.checkpoint import Checkpoint, opened, read_object, weight_files
-from lockstep.models.decoder import Decoder, DecoderConfig, read_common
+from lockstep.models.decoder import (
+    Decoder,
+    DecoderConfig,
+    read_attending_layers,
+    read_common,
+)
+from lockstep.models.latents import Latents, read_latent_common
 from lockstep.models.loader import Source
 from lockstep.models.reading import MOST_LAYERS, ConfigReader
 from lockstep.quant import Slot
 from lockstep.step import Step
 
 LAYER = "layers.0"
+EXPERTS = f"{LAYER}.mlp.experts"
 OTHER_NAMES = {
     "midlayer.": f"{LAYER}.",
     "aux_norm_low.": "fc_norm.0.",
@@ -36,6 +44,17 @@ OTHER_NAMES = {
     "aux_norm_high.": "fc_norm.2.",
 }
 """How the names of tensors may begin -> how they are called here."""
+THETA = 10000.0
+"""Of rotary positions, where a head's file does not say: that of transformers' LlamaConfig, with
+which the authors' heads were trained."""
+SWITCHES = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+    "parallel_draft_step": 1,
+}
+"""Settings of eagle_config that another kind of head has otherwise, and what is built."""
 OFFSETS = "d2t"
 """The tensor [draft_vocab] int64 of what is added to a draft id to get the target's."""
 KNOWN = "t2d"
@@ -76,11 +95,13 @@ class HeadCheckpoint(Checkpoint):
 
 @dataclass(frozen=True)
 class Config(DecoderConfig):
-    """The settings that decide the math. vocab_size: the target's; taps: as in Decoder."""
+    """The settings that decide the math. vocab_size: the target's; taps: as in Decoder; latents: of
+    a head with latent attention, else None."""
 
     draft_vocab_size: int
     target_hidden_size: int
     taps: tuple[int, ...]
+    latents: Latents | None
     attention_bias: bool
     mlp_bias: bool
     norm_before_residual: bool
@@ -93,7 +114,8 @@ class Config(DecoderConfig):
         """From config.json. behind: layers are named to tap what they leave, not what they read.
         Raises CheckpointError on what is missing, not built, or not of this target."""
         c = ConfigReader(raw)
-        c.only("num_hidden_layers", 1, default=1)
+        c.only("speculators_model_type", "eagle3", None, default=None)
+        c.need(read_attending_layers(c) == 1, "num_hidden_layers", "1")
         c.only("tie_word_embeddings", False, None, default=False)
         c.only("logit_scale", 1, 1.0, None, default=None)
         c.only("parallel_drafting", False, None, default=False)
@@ -119,24 +141,33 @@ class Config(DecoderConfig):
             norm_before_fc=c.get("norm_before_fc", bool, False),
             norm_each_tap=c.get("fc_norm", bool, c.get("use_aux_norm", bool, False)),
             norm_output=c.get("norm_output", bool, False),
-            **read_common(c),
+            **_attending(c),
         )
+
+
+def _attending(c: ConfigReader) -> dict[str, Any]:
+    """The fields of DecoderConfig, and `latents`."""
+    if c.raw.get("kv_lora_rank") is not None:
+        return read_latent_common(c)
+    return dict(latents=None, **read_common(c, theta=THETA))
 
 
 def _taps(c: ConfigReader, layers: int, behind: bool) -> tuple[int, ...]:
     """The places that are tapped: as eagle_config names them, or the authors' three."""
     inner = ConfigReader(c.get("eagle_config", dict, {}), "eagle_config.")
-    inner.only("use_aux_hidden_state", True, default=True)
+    for name, value in SWITCHES.items():
+        inner.only(name, value, None, default=None)
     name = "eagle_aux_hidden_state_layer_ids"
-    where = inner if inner.raw.get(name) is not None else c
-    named = where.raw.get(name) is not None
-    found = where.get(name, list, [2, layers // 2, layers - 3])
-    allowed = f"ascending numbers of layers, 0 to {layers - 1}"
-    whole = 0 < len(found) <= MOST_LAYERS and all(type(i) is int for i in found)
+    where = inner if inner.raw.get(name) else c
+    given = where.get(name, list, [])
+    found = given or [2, layers // 2, layers - 3]
+    last = layers - 1 if behind and given else layers
+    allowed = f"ascending numbers of layers, 0 to {last}"
+    whole = len(found) <= MOST_LAYERS and all(type(i) is int for i in found)
     where.need(whole, name, allowed)
     ascending = all(a < b for a, b in zip(found, found[1:], strict=False))
-    where.need(ascending and found[0] >= 0 and found[-1] < layers, name, allowed)
-    return tuple(i + (named and behind) for i in found)
+    where.need(ascending and found[0] >= 0 and found[-1] <= last, name, allowed)
+    return tuple(i + bool(given and behind) for i in found)
 
 
 def draft_ids(checkpoint: HeadCheckpoint, config: Config) -> Tensor | None:
@@ -189,6 +220,11 @@ class Eagle3Head(nn.Module):
         self.checkpoint = checkpoint
         self.taps = c.taps
         self.order: Tensor | None = None
+        if any(name.startswith(EXPERTS) for name in build.tensors or {}):
+            raise CheckpointError(
+                f"{checkpoint.folder} has a mixture of experts ({EXPERTS}), which is not built for "
+                "a head; allowed: one MLP. Take a head with a dense MLP."
+            )
         self.ids = self._known(build, c)
         self.embed = target.embed
         fits = c.hidden_size == c.target_hidden_size
@@ -211,19 +247,7 @@ class Eagle3Head(nn.Module):
         at = build.at(build.layer, LAYER)
         self.embed_norm = RMSNorm(build, c.hidden_size, c.eps)
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps)
-        normed = build.tensors is not None and f"{LAYER}.self_attn.q_norm" in build.tensors
-        self.attention = Attention(
-            at.within("self_attn"),
-            (2 * c.hidden_size, c.hidden_size),
-            c.heads,
-            c.kv_heads,
-            c.head_dim,
-            rotary=c.rope.rotary(build),
-            qk_norm=normed,
-            eps=c.eps,
-            bias=c.attention_bias,
-            out_bias=c.attention_bias,
-        )
+        self.attention = self._attending(at.within("self_attn"), c)
         self.mlp_norm = AddRMSNorm(build, c.hidden_size, c.eps)
         sizes = (c.hidden_size, c.intermediate_size)
         self.mlp = GatedMLP(at.within("mlp"), *sizes, bias=c.mlp_bias)
@@ -232,6 +256,25 @@ class Eagle3Head(nn.Module):
         self.own_head = not whole or build.tensors is None or "lm_head" in build.tensors
         stands = None if self.own_head else target.head.loaded
         self.head = Head(top, c.draft_vocab_size, c.hidden_size, stands)
+
+    def _attending(self, build: Build, c: Config) -> Attention | LatentAttention:
+        """The mixer."""
+        widths = (2 * c.hidden_size, c.hidden_size)
+        rotary = c.rope.rotary(build)
+        if c.latents is not None:
+            return c.latents.mixer(build, widths, rotary)
+        return Attention(
+            build,
+            widths,
+            c.heads,
+            c.kv_heads,
+            c.head_dim,
+            rotary=rotary,
+            qk_norm=bool(build.found("q_norm")),
+            eps=c.eps,
+            bias=c.attention_bias,
+            out_bias=c.attention_bias,
+        )
 
     def _known(self, build: Build, c: Config) -> Tensor | None:
         """The target's tokens that it knows, ascending; `order` is where its file has each."""

@@ -33,9 +33,10 @@ LATER_NAMES = {"linear_attention": "mamba", "full_attention": "attention"}
 DRAFT_KINDS = ("attention", "moe")
 """Blocks of an MTP module whose pattern config.json does not say, as in transformers."""
 
-SNAPSHOT_EVERY = 32
-"""Pages of a prompt between two snapshots: 2,048 tokens. A snapshot is as large as the keys and
-values of 7,989 tokens (Nano), 8,762 (Nano 9B) or 20,780 (Super)."""
+SNAPSHOT_EVERY = 256
+"""Pages of a prompt between two snapshots: 16,384 tokens. One is as large as the keys and values of
+7,989 tokens (Nano), 8,762 (Nano 9B) or 20,780 (Super). Measured by benchmarks/snapshots.py:
+docs/cache.md."""
 EPS_NAMES = ("layer_norm_epsilon", "norm_eps", "rms_norm_eps")
 
 

@@ -224,27 +224,29 @@ KINDS: Mapping[str, type[Rope]] = {
 """By the rope_type that config.json names."""
 
 
-def read_rope(c: ConfigReader, head_dim: int, partial: float) -> Rope:
+def read_rope(c: ConfigReader, head_dim: int, partial: float, theta: float | None = None) -> Rope:
     """The rotary settings of config.json.
 
-    partial: the share of a head that turns, where the file does not say. Raises CheckpointError on
-    a kind that is not built, and on what its class does not take.
+    partial: the share of a head that turns, where the file does not say; theta: rope_theta there,
+    None: the file must say. Raises CheckpointError on a kind that is not built, and on what its
+    class does not take.
     """
-    rope = _settings(c)
+    rope = _settings(c, {"rope_theta": theta})
     share = rope.get("partial_rotary_factor", float, partial)
     rope.need(0 < share <= 1, "partial_rotary_factor", "shares above 0, up to 1")
     width = int(head_dim * share)
     even = 0 < width <= head_dim and width % 2 == 0
     rope.need(even, "partial_rotary_factor", f"shares of {head_dim} that are even and not 0")
-    theta = rope.positive("rope_theta")
+    base = rope.positive("rope_theta")
     kind = KINDS[rope.get("rope_type", str, "default")]
-    return kind.read(rope, theta, width, c.size("max_position_embeddings"))
+    return kind.read(rope, base, width, c.size("max_position_embeddings"))
 
 
-def _settings(c: ConfigReader) -> ConfigReader:
+def _settings(c: ConfigReader, defaults: Mapping[str, Any]) -> ConfigReader:
     """rope_parameters, or what files before it have in rope_scaling and at the top level.
 
-    Raises CheckpointError where the kind of scaling is not built, or two places disagree.
+    defaults: what counts where no place says it. Raises CheckpointError where the kind of scaling
+    is not built, or two places disagree.
     """
     outer = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
     found: dict[str, Any] = {name: c.raw.get(name) for name in outer}
@@ -257,7 +259,9 @@ def _settings(c: ConfigReader) -> ConfigReader:
             if found.get(key) not in (None, value):
                 raise inner.error(name, value, f"{found[key]!r} as elsewhere in the file")
             found[key] = value
-    return ConfigReader({n: v for n, v in found.items() if v is not None}, "rope_parameters.")
+    told = {name: value for name, value in found.items() if value is not None}
+    assumed = {name: value for name, value in defaults.items() if value is not None}
+    return ConfigReader({**assumed, **told}, "rope_parameters.")
 
 
 def _trained(rope: ConfigReader, longest: int) -> int:

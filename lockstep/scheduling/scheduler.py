@@ -388,20 +388,21 @@ class Scheduler:
     def _plan_prompt(self, plan: Schedule) -> dict[int, Entry]:
         """Chunks of the prompts that waited longest, all in one ragged step; their rows.
 
-        A prompt gets a grain at least. Chunks end on the grid where state recurs, else anywhere.
+        A prompt gets a grain at least. Chunks end on the grid where state recurs, else anywhere,
+        and where the cache wants a snapshot for prompts that begin alike.
         """
         size = self.cache.config.page_size
         prompts = [entry for entry in self.running if entry.in_prompt]
         ranked = sorted(prompts, key=lambda e: (e.last_chunk_tick >= 0, e.last_chunk_tick, e.key))
         chosen = ranked[: self.budget // self.grain]
-        lengths = split_budget(
-            [e.length - e.max_committed for e in chosen], self.budget, self.align
-        )
+        stops = [self.cache.prompt_end(e.seq, e.max_committed) for e in chosen]
+        left = [stop - e.max_committed for stop, e in zip(stops, chosen, strict=True)]
+        lengths = split_budget(left, self.budget, self.align)
         for entry, length in zip(chosen, lengths, strict=True):
             start = entry.max_committed
             end = start + length
             point = end // size * size
-            wanted = self.cache.wants_snapshot(start, point, entry.length)
+            wanted = self.cache.wants_snapshot(entry.seq, start, point)
             slot = self.cache.snapshot(entry.seq, point) if wanted else 0
             last = end == entry.length
             plan.prompt.append(PromptChunk(entry.row, start, length, last, entry.seq.source, slot))

@@ -8,6 +8,7 @@ state holds, is the same for both, since both see every step.
 """
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.layers.build import Build
-from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.checkpoint import Checkpoint, read_object
 from lockstep.models.loader import Source, build_model, target_source
 from lockstep.models.reading import ConfigReader
 from lockstep.quant import Packing, packing_of
@@ -29,11 +30,15 @@ NEEDS_MODULE = True
 Options = FolderOptions
 NO_MODELS = {
     "DFlashDraftModel": "dflash",
+    "Eagle3DeepseekV2ForCausalLM": "eagle3",
+    "Eagle3DraftModel": "eagle3",
     "Eagle3LlamaForCausalLM": "eagle3",
     "Eagle3Speculator": "eagle3",
     "LlamaForCausalLMEagle3": "eagle3",
 }
 """What architectures may name that is no whole model -> the method that drafts with it."""
+HEAD_SETTING = "draft_vocab_size"
+"""A setting of heads alone: the authors' name a whole model's architecture."""
 
 
 def refusal(checkpoint: Checkpoint) -> str | None:
@@ -92,8 +97,9 @@ class DraftModel(nn.Module):
 def build(options: Any, checkpoint: Checkpoint, target: Any, build: Build) -> DraftModule:
     """The folder's model, not loaded yet. Raises CheckpointError where it cannot be built, and
     ConfigError where it has another tokenizer."""
-    own = Checkpoint.read(options.folder)
-    check_whole(own)
+    folder = options.folder
+    check_whole(folder)
+    own = Checkpoint.read(folder)
     if build.tensors is not None:
         check_tokenizers(own, checkpoint)
     packing = packing_of(own.quantization(), None)
@@ -104,16 +110,19 @@ def build(options: Any, checkpoint: Checkpoint, target: Any, build: Build) -> Dr
     return DraftModel(own, model, packing, target.config.vocab_size, build.device)
 
 
-def check_whole(own: Checkpoint) -> None:
+def check_whole(folder: Path) -> None:
     """Raises ConfigError where the folder holds what another method drafts with."""
-    named = ConfigReader(own.raw).get("architectures", list, [])
-    for name in named:
-        method = NO_MODELS.get(name) if isinstance(name, str) else None
-        if method is not None:
-            raise ConfigError(
-                f"speculative_config model={str(own.folder)!r} is not allowed: it is a {name}; "
-                f'allowed: a whole model. Add "method": "{method}".'
-            )
+    remedy = "Name the folder of a whole model: config.json and *.safetensors."
+    c = ConfigReader(read_object(folder / "config.json", remedy))
+    named = c.get("architectures", list, [])
+    methods = {name: NO_MODELS[name] for name in map(str, named) if name in NO_MODELS}
+    if not methods and HEAD_SETTING in c.raw:
+        methods[f"head, with a {HEAD_SETTING}"] = "eagle3"
+    for name, method in methods.items():
+        raise ConfigError(
+            f"speculative_config model={str(folder)!r} is not allowed: it is a {name}; "
+            f'allowed: a whole model. Add "method": "{method}".'
+        )
 
 
 def check_tokenizers(own: Checkpoint, target: Checkpoint) -> None:

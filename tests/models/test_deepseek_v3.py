@@ -302,7 +302,7 @@ def test_real_models_have_their_parameters() -> None:
 )
 def test_the_scale_of_scores_follows_the_context(base: Base, factor: float, theta: float) -> None:
     config = Config.read(base)
-    assert math.isclose(config.scale, 192**-0.5 * factor, rel_tol=1e-6)
+    assert math.isclose(config.latents.scale, 192**-0.5 * factor, rel_tol=1e-6)
     assert config.rope.theta == theta and config.rope.width == 64
     assert config.rope.frequencies(4096)[1] == 1.0
 

@@ -103,6 +103,11 @@ FAULTS = (
         "agreed = ((drafts == tokens[:, 1:]) & (drafts >= 0)).int()",
     ),
     Fault(
+        "drafts behind a rejected one are accepted", "table", METADATA,
+        "accepted = agreed.cumprod(1).sum(1, dtype=torch.int32)",
+        "accepted = agreed.sum(1, dtype=torch.int32)",
+    ),
+    Fault(
         "the bonus token of the next row", "table", METADATA,
         "    drafted = (drafts >= 0).sum(1, keepdim=True)\n",
         "    drafted = (drafts >= 0).sum(1, keepdim=True)\n"
@@ -377,8 +382,8 @@ FAULTS = (
     ),
     Fault(
         "a hit without its snapshot", "cache", "cache/cache.py",
-        "return self.state.hit(seq, hit) if self.state else hit",
-        "return hit",
+        "        return resumed\n",
+        "        return hit\n",
     ),
     # The scheduler.
     Fault(
@@ -834,9 +839,15 @@ FAULTS = (
     ),
     Fault(
         "a prompt's last snapshot left out where they are rare", "cache", "cache/cache.py",
-        "        return tokens > start and (passes or tokens == prompt // size * size)\n",
-        "        return tokens > start and passes\n",
+        "        ends = (len(seq.prompt) // size * size, seq.branch)\n",
+        "        ends = (seq.branch,)\n",
         "tests/scheduling/test_scheduler.py::test_snapshots_may_be_rare_but_for_a_prompts_last",
+    ),
+    Fault(
+        "a chunk that passes where prompts part", "cache", "cache/cache.py",
+        "        return seq.branch if start < seq.branch else len(seq.prompt)\n",
+        "        return len(seq.prompt)\n",
+        "tests/scheduling/test_scheduler.py::test_a_snapshot_is_left_where_cached_pages_end",
     ),
     # KV formats: the bundled model is checked in its own dtype unless a format is asked for.
     Fault(

@@ -94,6 +94,41 @@ def test_snapshots_may_be_rare_but_for_a_prompts_last(
     assert step(sched).admissions[0].start == (taken[-1] if taken else 0)
 
 
+def test_a_snapshot_is_left_where_cached_pages_end() -> None:
+    """What two prompts begin with is computed by both, and found by the third: the second one's
+    chunk ends there."""
+    sched = make(slots=20, every=1 << 20, max_num_batched_tokens=512)
+    common = [7] * 320
+    found = []
+    for number in range(3):
+        tokens = [*common, *[100 + number] * 250]
+        sched.add(Request(f"{number}", tokens, SamplingParams(max_tokens=4)))
+        plan = step(sched)
+        begins = plan.admissions[0].start
+        chunks = list(plan.prompt)
+        while any(e.in_prompt for e in sched.running):
+            chunks += step(sched).prompt
+        drain(sched)
+        ends = [c.start + c.length for c in chunks]
+        kept = [(c.start + c.length) // 64 * 64 for c in chunks if c.snapshot_slot]
+        found.append((begins, ends, kept))
+    assert found == [
+        (0, [512, 570], [512]),
+        (0, [320, 570], [320, 512]),
+        (320, [570], [512]),
+    ]
+
+
+def test_no_chunk_ends_for_pages_without_a_state() -> None:
+    sched = make(max_num_batched_tokens=512)
+    for number in range(2):
+        tokens = [*[7] * 320, *[100 + number] * 250]
+        sched.add(Request(f"{number}", tokens, SamplingParams(max_tokens=4)))
+        plan = step(sched)
+        drain(sched)
+    assert [(c.start, c.length) for c in plan.prompt] == [(320, 250)]
+
+
 def turns(every: int, slots: int) -> float:
     """The share of prompt tokens that were cached, of eight conversations of six turns in turn."""
     sched = make(pages=4000, slots=slots, every=every, max_num_batched_tokens=64)

@@ -19,6 +19,18 @@ DIM = 12
 INNER = 40
 KNOWN = 192
 """Tokens of a reduced head."""
+LATENT: dict[str, Any] = {
+    "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+    "kv_lora_rank": 14,
+    "model_type": "kimi_k2",
+    "q_lora_rank": 18,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 8,
+}
+"""What a head with latent attention has beside the others' settings, or in their place."""
+LATENT_EPS = 1e-6
+"""Of the norms of latents."""
 Tensors = dict[str, Tensor]
 
 
@@ -51,8 +63,13 @@ def make_head(
         **changes,
     }
     (folder / "config.json").write_text(json.dumps(config))
-    taps = len(config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids", (1, 2, 3)))
+    named = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
+    taps = len(named or (1, 2, 3))
     tensors = random_head(vocab, hidden, width, known, taps)
+    if "kv_lora_rank" in config:
+        tensors = with_latents(tensors, width)
+    if config.get("attention_bias"):
+        tensors |= biases(tensors)
     if config.get("fc_norm"):
         tensors |= {f"fc_norm.{i}.weight": torch.rand(hidden) + 0.5 for i in range(taps)}
     if config.get("norm_before_fc"):
@@ -88,6 +105,38 @@ def random_head(vocab: int, hidden: int, width: int, known: int, taps: int) -> T
         tensors["d2t"] = ids - torch.arange(known)
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
     return tensors
+
+
+def biases(tensors: Tensors) -> Tensors:
+    """Those of a head's attention."""
+    found = {}
+    for name, weight in tensors.items():
+        if ".self_attn." in name:
+            found[name.replace("weight", "bias")] = torch.randn(len(weight))
+    return found
+
+
+def with_latents(tensors: Tensors, width: int) -> Tensors:
+    """The same head with latent attention, under the names of Kimi-K2's heads."""
+    generator = torch.Generator().manual_seed(6)
+    plain = LATENT["qk_nope_head_dim"]
+    turned = LATENT["qk_rope_head_dim"]
+    value = LATENT["v_head_dim"]
+    sizes = {
+        "q_a_proj": (LATENT["q_lora_rank"], 2 * width),
+        "q_b_proj": (HEADS * (plain + turned), LATENT["q_lora_rank"]),
+        "kv_a_proj_with_mqa": (LATENT["kv_lora_rank"] + turned, 2 * width),
+        "kv_b_proj": (HEADS * (plain + value), LATENT["kv_lora_rank"]),
+        "o_proj": (width, HEADS * value),
+    }
+    kept = {name: t for name, t in tensors.items() if ".self_attn." not in name}
+    for name, (n, k) in sizes.items():
+        matrix = torch.randn(n, k, generator=generator) * 1.5 * k**-0.5
+        kept[f"midlayer.self_attn.{name}.weight"] = matrix
+    for name, size in (("q_a", LATENT["q_lora_rank"]), ("kv_a", LATENT["kv_lora_rank"])):
+        norm = torch.rand(size, generator=generator) + 0.5
+        kept[f"midlayer.self_attn.{name}_layernorm.weight"] = norm
+    return kept
 
 
 def save_head(folder: Path, tensors: Tensors) -> None:
@@ -136,15 +185,9 @@ def layer(
     residual = hidden if flags.get("norm_before_residual") else states
     x = torch.cat([rms(embedded, part["input_layernorm.weight"]), hidden], -1)
 
-    def heads(name: str) -> Tensor:
-        y = F.linear(x, part[f"self_attn.{name}_proj.weight"]).unflatten(-1, (-1, DIM))
-        return (rotated(y) if name != "v" else y).transpose(0, 1)
-
-    seen = F.scaled_dot_product_attention(
-        heads("q"), heads("k"), heads("v"), is_causal=True, enable_gqa=True
-    )
-    mixed = seen.transpose(0, 1).flatten(1)
-    residual = residual + F.linear(mixed, part["self_attn.o_proj.weight"])
+    mixed = attended(part, x) if "self_attn.q_proj.weight" in part else latent_attended(part, x)
+    out = "self_attn.o_proj"
+    residual = residual + F.linear(mixed, part[f"{out}.weight"], part.get(f"{out}.bias"))
     y = rms(residual, part["post_attention_layernorm.weight"])
     gate = F.silu(F.linear(y, part["mlp.gate_proj.weight"]))
     up = F.linear(y, part["mlp.up_proj.weight"])
@@ -152,14 +195,55 @@ def layer(
     return left, rms(left, head["norm.weight"])
 
 
-def rms(x: Tensor, weight: Tensor) -> Tensor:
+def attended(part: Tensors, x: Tensor) -> Tensor:
+    """What Llama's attention finds for x [N, 2 W], before o_proj."""
+
+    def heads(name: str) -> Tensor:
+        at = f"self_attn.{name}_proj"
+        y = F.linear(x, part[f"{at}.weight"], part.get(f"{at}.bias")).unflatten(-1, (-1, DIM))
+        return (rotated(y) if name != "v" else y).transpose(0, 1)
+
+    seen = F.scaled_dot_product_attention(
+        heads("q"), heads("k"), heads("v"), is_causal=True, enable_gqa=True
+    )
+    return seen.transpose(0, 1).flatten(1)
+
+
+def latent_attended(part: Tensors, x: Tensor) -> Tensor:
+    """What latent attention finds (DeepSeek-V2, arXiv 2405.04434, section 2.1), with the keys and
+    values of every head written out; neighbours of the turned dims turn against each other."""
+    plain = LATENT["qk_nope_head_dim"]
+    own = {n.removeprefix("self_attn."): t for n, t in part.items() if n.startswith("self_attn.")}
+    q = rms(F.linear(x, own["q_a_proj.weight"]), own["q_a_layernorm.weight"], LATENT_EPS)
+    q = F.linear(q, own["q_b_proj.weight"]).unflatten(-1, (HEADS, -1))
+    both = F.linear(x, own["kv_a_proj_with_mqa.weight"])
+    latent = rms(both[:, : LATENT["kv_lora_rank"]], own["kv_a_layernorm.weight"], LATENT_EPS)
+    shared = rotated(halves(both[:, None, LATENT["kv_lora_rank"] :]))
+    kv = F.linear(latent, own["kv_b_proj.weight"]).unflatten(-1, (HEADS, -1))
+    keys = torch.cat([kv[..., :plain], shared.expand(-1, HEADS, -1)], -1)
+    queries = torch.cat([q[..., :plain], rotated(halves(q[..., plain:]))], -1)
+    seen = F.scaled_dot_product_attention(
+        queries.transpose(0, 1),
+        keys.transpose(0, 1),
+        kv[..., plain:].transpose(0, 1),
+        is_causal=True,
+    )
+    return seen.transpose(0, 1).flatten(1)
+
+
+def halves(x: Tensor) -> Tensor:
+    """Neighbours side by side -> the first ones, then the second ones."""
+    return torch.cat([x[..., ::2], x[..., 1::2]], -1)
+
+
+def rms(x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
     """x / rms(x) * weight."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) * weight
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
 def rotated(x: Tensor) -> Tensor:
     """x [N, heads, D] turned by the positions 0 to N - 1, halves against each other."""
-    half = DIM // 2
+    half = x.shape[-1] // 2
     angles = torch.outer(
         torch.arange(len(x)).float(), THETA ** (-torch.arange(half).float() / half)
     )

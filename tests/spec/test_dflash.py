@@ -83,6 +83,11 @@ def test_taps_are_spread_where_none_are_named(targets: dict[str, Any], tmp_path:
     assert seen.context.module.taps == (2, 3)
 
 
+def within(**changes: Any) -> dict[str, Any]:
+    """Changes of dflash_config."""
+    return {"dflash_config": {"block_size": 4, "mask_token_id": 1, **changes}}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -90,6 +95,10 @@ def test_taps_are_spread_where_none_are_named(targets: dict[str, Any], tmp_path:
         ({"attention_bias": True}, "attention_bias=True"),
         ({"use_sliding_window": True}, "use_sliding_window=True"),
         ({"is_causal": True}, "is_causal=True"),
+        ({"speculators_model_type": "dflash"}, "speculators_model_type='dflash'"),
+        (within(causal=True), "dflash_config.causal=True"),
+        (within(attention_mode="mla"), "dflash_config.attention_mode='mla'.*'gqa', 'mha'"),
+        (within(projector_type="domino"), "dflash_config.projector_type='domino'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ({"hidden_size": 40}, "hidden_size=40.*the target's, 48"),
         ({"vocab_size": VOCAB + 1}, "vocab_size=.*the target's"),
@@ -99,13 +108,10 @@ def test_taps_are_spread_where_none_are_named(targets: dict[str, Any], tmp_path:
         ({"dflash_config": {"block_size": 1, "mask_token_id": 1}}, "block_size=1.*2 or more"),
         ({"dflash_config": {"mask_token_id": 1}}, "block_size"),
         (
-            {"dflash_config": {"block_size": 4, "mask_token_id": 1, "target_layer_ids": [3, 1]}},
+            within(target_layer_ids=[3, 1]),
             "target_layer_ids=.*ascending numbers of layers, 0 to 4",
         ),
-        (
-            {"dflash_config": {"block_size": 4, "mask_token_id": 1, "output_multiplier": 0.2}},
-            "output_multiplier=0.2",
-        ),
+        (within(output_multiplier=0.2), "output_multiplier=0.2"),
     ],
 )
 def test_what_is_not_built_is_refused(

@@ -129,7 +129,10 @@ def test_a_damaged_model_is_refused(target: Path, tmp_path: Path) -> None:
 def test_what_another_method_drafts_with_is_refused(target: Path, tmp_path: Path) -> None:
     make_block_model(tmp_path / "blocks", VOCAB, 48, [0, 1])
     make_head(tmp_path / "head", VOCAB, 48)
-    for folder, method in (("blocks", "dflash"), ("head", "eagle3")):
+    make_head(tmp_path / "authors", VOCAB, 48, architectures=["LlamaForCausalLM"])
+    make_head(tmp_path / "typeless", VOCAB, 48, model_type=None)
+    folders = {"blocks": "dflash", "head": "eagle3", "authors": "eagle3", "typeless": "eagle3"}
+    for folder, method in folders.items():
         with pytest.raises(ConfigError, match=f'it is a .*Add "method": "{method}"'):
             make_engine(target, tmp_path / folder)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from lockstep import EngineConfig, SamplingParams
 from lockstep.engine.hooks import NO_HOOKS, CheckHooks
@@ -13,14 +14,19 @@ from lockstep.errors import CheckpointError, ConfigError
 from lockstep.llm import LLM
 from lockstep.spec.chain import ChainDrafter
 from tests.models.dense import VOCAB, make_llm, random_targets
-from tests.spec.heads import drafts_of, make_head, save_head
+from tests.spec.heads import LATENT, drafts_of, make_head, save_head
 from tests.spec.watching import Seen
-from tests.tiny_model import LLAMA, QWEN3, QWEN3_MOE
+from tests.tiny_model import DEEPSEEK, LLAMA, NEMOTRON_H, QWEN3, QWEN3_MOE
 
 HIDDEN = 48
 LAYERS = 7
 K = 4
 PROMPTS = [[(7 * i + i * i) % 250 for i in range(n)] for n in (70, 5)]
+HYBRID = {
+    **{n: value for n, value in NEMOTRON_H.items() if n != "model_type"},
+    "hidden_size": HIDDEN,
+    "hybrid_override_pattern": "M-M*ME*",
+}
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
 
 
@@ -38,14 +44,38 @@ def make_engine(folder: Path, head: Path, hooks: CheckHooks = NO_HOOKS, **settin
 
 @pytest.fixture(scope="module")
 def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
-    families = {"Llama": LLAMA, "Qwen3": QWEN3, "Qwen3Moe": QWEN3_MOE}
+    families = {
+        "Llama": LLAMA,
+        "Qwen3": QWEN3,
+        "Qwen3Moe": QWEN3_MOE,
+        "DeepseekV3": DEEPSEEK,
+        "NemotronH": HYBRID,
+    }
     return random_targets(tmp_path_factory, families, LAYERS)
 
 
 def residuals_of(oracle: Any, tokens: list[int], taps: tuple[int, ...]) -> list[torch.Tensor]:
-    """transformers' residual in front of these layers."""
+    """transformers' residual in front of these layers; behind the last one, in front of the
+    norm."""
+    inner = oracle.model
+    norm = inner.norm_f if hasattr(inner, "norm_f") else inner.norm
+    found: dict[int, torch.Tensor] = {}
+
+    def keeping(place: int) -> Any:
+        def keep(module: Any, given: Any, named: Any) -> None:
+            found[place] = given[0] if given else named["hidden_states"]
+
+        return keep
+
+    places = [*inner.layers, norm]
+    hooks = [
+        module.register_forward_pre_hook(keeping(place), with_kwargs=True)
+        for place, module in enumerate(places)
+    ]
     with torch.no_grad():
-        found = oracle.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        inner(torch.tensor([tokens]))
+    for hook in hooks:
+        hook.remove()
     return [found[tap][0] for tap in taps]
 
 
@@ -58,6 +88,29 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
     "a normed state": ("Qwen3", {"norm_output": True}),
     "another width": ("Llama", {"width": 40}),
     "the whole vocabulary": ("Qwen3", {"known": VOCAB}),
+    "latent attention": ("Llama", LATENT),
+    "latent attention for a latent target": ("DeepseekV3", LATENT),
+    "a latent target": ("DeepseekV3", {}),
+    "a hybrid": ("NemotronH", {}),
+    "biases and a theta that is not told": ("Llama", {"attention_bias": True, "rope_theta": None}),
+    "the place behind all layers": (
+        "Qwen3",
+        {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 7]}},
+    ),
+    "ModelOpt": (
+        "Qwen3",
+        {
+            "eagle_config": {
+                "eagle_aux_hidden_state_layer_ids": [],
+                "use_aux_hidden_state": True,
+                "use_input_layernorm_in_first_layer": True,
+                "use_last_layernorm": True,
+                "use_mtp_layernorm": False,
+                "next_layer_regular": True,
+                "parallel_draft_step": 1,
+            }
+        },
+    ),
     "named taps": (
         "Llama",
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 4, 6]}},
@@ -79,7 +132,7 @@ def test_drafts_are_those_of_the_paper(targets: dict[str, Any], tmp_path: Path, 
     named = changes.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
     taps = tuple(named or (2, LAYERS // 2, LAYERS - 3))
     flags = {name: value for name, value in changes.items() if value is True}
-    embedding = oracle.model.embed_tokens.weight.detach()
+    embedding = oracle.get_input_embeddings().weight.detach()
     for known, drafts in seen.found:
         residuals = residuals_of(oracle, known[:-1], taps)
         assert drafts == drafts_of(head, embedding, residuals, known, K, **flags), len(known)
@@ -125,6 +178,28 @@ def test_names_and_the_order_of_the_vocabulary_make_no_difference(
     }
     save_head(other, renamed)
     assert drafts_with(folder, other) == due
+
+
+@pytest.mark.parametrize("own", [(), ("lm_head.weight",), ("embed_tokens.weight",)])
+def test_head_and_embedding_are_its_own_or_the_targets(
+    targets: dict[str, Any], tmp_path: Path, own: tuple[str, ...]
+) -> None:
+    folder, oracle = targets["Qwen3"]
+    head = make_head(tmp_path / "head", VOCAB, HIDDEN, known=VOCAB)
+    head["embed_tokens.weight"] = torch.randn(VOCAB, HIDDEN)
+    shared = {
+        "lm_head.weight": oracle.lm_head.weight.detach(),
+        "embed_tokens.weight": oracle.model.embed_tokens.weight.detach(),
+    }
+    save_head(tmp_path / "head", {n: t for n, t in head.items() if n in own or n not in shared})
+    for name, tensor in shared.items():
+        if name not in own:
+            head[name] = tensor
+    taps = (2, LAYERS // 2, LAYERS - 3)
+    for known, drafts in drafts_with(folder, tmp_path / "head"):
+        residuals = residuals_of(oracle, known[:-1], taps)
+        embedding = head["embed_tokens.weight"]
+        assert drafts == drafts_of(head, embedding, residuals, known, K)
 
 
 def test_layers_may_be_named_by_what_they_leave(targets: dict[str, Any], tmp_path: Path) -> None:
@@ -177,6 +252,11 @@ def twice(offsets: torch.Tensor) -> torch.Tensor:
             r"spare tensors \(1\): midlayer.extra",
         ),
         (changed("fc.weight", lambda t: t[:, 1:].contiguous()), "unfit tensors"),
+        (changed("fc.bias", lambda t: torch.ones(HIDDEN)), r"spare tensors \(1\): fc.bias"),
+        (
+            changed("midlayer.mlp.experts.0.up_proj.weight", lambda t: torch.ones(2, 2)),
+            "a mixture of experts .*Take a head with a dense MLP",
+        ),
     ],
 )
 def test_a_damaged_head_is_refused(
@@ -200,9 +280,17 @@ def test_a_damaged_head_is_refused(
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
         ({"num_aux_hidden_states": 2}, "one for each tap"),
         *(
-            ({"eagle_aux_hidden_state_layer_ids": ids}, "ascending numbers of layers, 0 to 6")
-            for ids in ([], [2, 2, 3], [3, 7], [-1, 2], ["2"], [True])
+            ({"eagle_aux_hidden_state_layer_ids": ids}, "ascending numbers of layers, 0 to 7")
+            for ids in ([2, 2, 3], [3, 8], [-1, 2], ["2"], [True])
         ),
+        ({"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window=True"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types='sliding_attention'"),
+        ({"speculators_model_type": "peagle"}, "speculators_model_type='peagle'.*'eagle3'"),
+        ({"eagle_config": {"parallel_draft_step": 4}}, "eagle_config.parallel_draft_step=4"),
+        ({"eagle_config": {"use_mtp_layernorm": True}}, "eagle_config.use_mtp_layernorm=True"),
+        ({"eagle_config": {"use_last_layernorm": False}}, "use_last_layernorm=False"),
+        ({**LATENT, "rope_interleave": False}, "rope_interleave=False"),
+        ({**LATENT, "attention_bias": True}, "attention_bias=True"),
     ],
 )
 def test_settings_that_are_not_of_this_target_are_refused(
@@ -213,6 +301,15 @@ def test_settings_that_are_not_of_this_target_are_refused(
         make_engine(targets["Llama"][0], tmp_path / "head")
 
 
+def test_outputs_of_the_last_layer_are_the_last_that_may_be_named(
+    targets: dict[str, Any], tmp_path: Path
+) -> None:
+    ids = {"eagle_aux_hidden_state_layer_ids": [1, LAYERS]}
+    make_head(tmp_path / "head", VOCAB, HIDDEN, eagle_config=ids)
+    with pytest.raises(CheckpointError, match="0 to 6"):
+        make_engine(targets["Llama"][0], tmp_path / "head", options={"taps_behind_layers": True})
+
+
 def test_a_head_must_be_named_and_be_there(targets: dict[str, Any], tmp_path: Path) -> None:
     folder, _ = targets["Llama"]
     with pytest.raises(ConfigError, match="model='' is not allowed"):
@@ -220,6 +317,25 @@ def test_a_head_must_be_named_and_be_there(targets: dict[str, Any], tmp_path: Pa
     (tmp_path / "empty").mkdir()
     with pytest.raises(CheckpointError, match="EAGLE-3 head"):
         make_engine(folder, tmp_path / "empty")
+
+
+def test_a_head_of_pickles_is_refused_and_can_be_converted(
+    targets: dict[str, Any], tmp_path: Path
+) -> None:
+    """By what the message says: the authors' files are such."""
+    folder, _ = targets["Llama"]
+    tensors = make_head(tmp_path / "head", VOCAB, HIDDEN)
+    due = drafts_with(folder, tmp_path / "head")
+    ours = tmp_path / "head" / "model.safetensors"
+    ours.unlink()
+    pickled = tmp_path / "head" / "pytorch_model.bin"
+    torch.save(tensors, pickled)
+    with pytest.raises(
+        CheckpointError, match=r"\(\*.bin, \*.pt\) are not read, .* one is converted by"
+    ):
+        make_engine(folder, tmp_path / "head")
+    save_file(torch.load(pickled, weights_only=True), ours)
+    assert drafts_with(folder, tmp_path / "head") == due
 
 
 def test_random_weights_need_settings_alone(targets: dict[str, Any], tmp_path: Path) -> None:
