@@ -1,12 +1,15 @@
 """The cache in four verbs, in tokens: admit, reserve, commit, release.
 
 All device work is ordered, so what a launched schedule writes may be shared by the next one. Inside
-one schedule nothing that it reads or writes may change hands: snapshots stay pinned until settle().
+one schedule nothing that it reads or writes may change hands: snapshots and places in host memory
+stay pinned until settle(), which says what moves to the host before the schedule's steps write, and
+what comes back before its prompt step reads.
 """
 
 from dataclasses import dataclass
 
 from lockstep.cache.groups import CacheSeq, PagedGroup, StateGroup
+from lockstep.cache.host import HostPool, Moves
 from lockstep.errors import ConfigError
 
 
@@ -15,7 +18,8 @@ class CacheConfig:
     """num_pages and num_state_slots count the null one; num_state_slots 0: no recurrent state.
 
     snapshot_every: pages of a prompt between two snapshots of its state; its last page that is
-    whole has one besides.
+    whole has one besides. host_pages: of host memory, for what is evicted; 0: it is dropped.
+    slot_host_pages: host pages that a snapshot takes.
     """
 
     num_pages: int
@@ -24,6 +28,8 @@ class CacheConfig:
     max_num_seqs: int = 16
     enable_prefix_caching: bool = True
     snapshot_every: int = 1
+    host_pages: int = 0
+    slot_host_pages: int = 1
 
     def __post_init__(self) -> None:
         least = self.max_num_seqs + 1
@@ -44,12 +50,25 @@ class Cache:
 
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
-        self.paged = PagedGroup(config.num_pages, config.page_size)
-        slots = config.num_state_slots
-        self.state = StateGroup(slots, config.page_size) if slots else None
+        self.host = HostPool(config.host_pages)
+        self.paged = PagedGroup(config.num_pages, config.page_size, self.host)
+        self.state: StateGroup | None = None
+        if config.num_state_slots:
+            sizes = config.num_state_slots, config.page_size
+            self.state = StateGroup(*sizes, self.host, config.slot_host_pages)
         self.seqs: set[CacheSeq] = set()
         self.hit_tokens = 0
         self.query_tokens = 0
+
+    @property
+    def groups(self) -> list[PagedGroup | StateGroup]:
+        """All groups."""
+        return [self.paged, self.state] if self.state else [self.paged]
+
+    @property
+    def host_hit_tokens(self) -> int:
+        """Those of hit_tokens whose pages came back from host memory."""
+        return self.paged.pool.host.num_back * self.config.page_size
 
     @property
     def capacity(self) -> int:
@@ -67,21 +86,14 @@ class Cache:
         nothing changed, if memory does not suffice with `spare` pages left over.
         """
         hit = self._hit(seq)
-        if self.state:
-            self.state.pin(seq, hit)
-            seq.slot = self.state.pool.take()
-            if not seq.slot and seq.source:
-                self.state.unpin(seq)
-                hit = 0
-                seq.slot = self.state.pool.take()
-        self.paged.resume(seq, hit)
-        missing = self.pages_for(tokens) - hit
-        lacks_slot = self.state is not None and not seq.slot
+        missing = self.pages_for(tokens) - hit + self.paged.pool.cost(self.paged.keys(seq, hit))
+        lacks_slot = self.state is not None and not self.state.pool.available
         if lacks_slot or missing + spare > self.paged.pool.available:
-            if self.state:
-                self.state.unpin(seq)
-            self.release(seq)
             return None
+        for group in self.groups:
+            group.pool.pin(group.keys(seq, hit))
+        for group in self.groups:
+            group.resume(seq, hit)
         self.paged.reserve(seq, tokens)
         self.seqs.add(seq)
         cached = hit * self.config.page_size
@@ -91,11 +103,15 @@ class Cache:
         return cached
 
     def _hit(self, seq: CacheSeq) -> int:
-        """The joint prefix hit, in pages."""
+        """The joint prefix hit, in pages. A row comes before the snapshot that it could resume."""
         if not (self.config.enable_prefix_caching and seq.reuse):
             return 0
         hit = self.paged.hit(seq, (len(seq.prompt) - 1) // self.config.page_size)
-        return self.state.hit(seq, hit) if self.state else hit
+        if self.state is None:
+            return hit
+        hit = self.state.hit(seq, hit)
+        taken = self.state.pool.cost(self.state.keys(seq, hit))
+        return hit if taken < self.state.pool.available else 0
 
     def readmit(self, seq: CacheSeq, tokens: int, spare: int = 0) -> bool:
         """Fresh pages and a fresh slot for a sequence that comes back from the host."""
@@ -136,10 +152,16 @@ class Cache:
         if self.config.enable_prefix_caching:
             self.paged.commit(seq, min(tokens, len(seq.prompt)) if self.state else tokens)
 
-    def settle(self) -> None:
-        """Ends a schedule: its snapshots are no longer pinned."""
+    def settle(self) -> tuple[Moves, Moves]:
+        """Ends a schedule: nothing is pinned for it any more. What it moves to the host, and
+        back."""
+        self.host.settle()
         if self.state:
             self.state.settle()
+        moves = {group.pool.host.name: group.pool.host.settle() for group in self.groups}
+        out = {name: pair[0] for name, pair in moves.items()}
+        back = {name: pair[1] for name, pair in moves.items()}
+        return out, back
 
     def release(self, seq: CacheSeq) -> None:
         """Gives back all that a sequence has; what is cached of it stays until evicted."""
@@ -151,12 +173,13 @@ class Cache:
     def forget(self) -> None:
         """Drops everything that is cached for reuse; what sequences own stays theirs."""
         self.settle()
-        self.paged.pool.forget()
-        if self.state:
-            self.state.pool.forget()
+        self.host.forget()
+        for group in self.groups:
+            group.pool.forget()
 
     def check(self) -> None:
         """Asserts the invariants: one place per id, references equal owners, pins balanced."""
+        self.host.check()
         self.paged.pool.check(self.paged.owners(self.seqs))
         for seq in self.seqs:
             for index, page in enumerate(seq.pages):

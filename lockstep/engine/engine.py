@@ -89,6 +89,8 @@ class Engine:
                 snapshot_every=plan.snapshot_every,
                 max_num_seqs=plan.max_num_seqs,
                 enable_prefix_caching=config.enable_prefix_caching,
+                host_pages=plan.host_pages,
+                slot_host_pages=plan.slot_host_pages,
             )
         )
         self.scheduler = Scheduler(

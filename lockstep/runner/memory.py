@@ -4,6 +4,7 @@ import ctypes
 from contextlib import suppress
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.cache.specs import Law, unit_bytes
@@ -29,6 +30,7 @@ TOKENS_OF_A_BYTE = 8
 a step."""
 COLUMN_BYTES = 4
 """Of the table, per page of a row: its number."""
+GIB = 1 << 30
 LEAST_PAGES = 3
 """The null page, and two for one request."""
 M_TRIM_THRESHOLD = -1
@@ -128,6 +130,37 @@ def _snapshots(config: EngineConfig) -> int:
 def _slots(limits: StepLimits, cost: CacheBytes, snapshots: int) -> int:
     """The null slot, one for each row, and the snapshots; none where no layer recurs."""
     return 1 + limits.max_num_seqs + snapshots if cost.slot else 0
+
+
+def host_pages(config: EngineConfig, cost: CacheBytes, room: Room) -> int:
+    """Pages that the host keeps of what is evicted; none where nothing is found again. room: the
+    host's. Raises CapacityError where not even one of all that a hit needs has room, or where the
+    host has no such memory."""
+    if not (config.kv_offloading_size and config.enable_prefix_caching):
+        return 0
+    asked = f"kv_offloading_size={config.kv_offloading_size:g}"
+    size = int(config.kv_offloading_size * GIB)
+    least = cost.page + -(-cost.slot // cost.page) * cost.page
+    if size < least:
+        raise CapacityError(
+            f"{asked} GiB is not allowed; allowed: 0, or {least / GIB:.2g} or more: what one page "
+            f"takes ({cost.page} bytes), and a snapshot where layers recur ({cost.slot}). Raise it."
+        )
+    count = size // cost.page
+    room.take(count * cost.page, f"the host's part of the cache ({asked})", "Lower it.")
+    return count
+
+
+def host_memory(pages: int, page_bytes: int, device: str) -> Tensor:
+    """Host memory [pages, page_bytes] uint8, such as the device copies from and to beside its
+    steps. Raises CapacityError."""
+    try:
+        return torch.empty(pages, page_bytes, dtype=torch.uint8, pin_memory=device == "cuda")
+    except RuntimeError as error:
+        raise CapacityError(
+            f"the host has no {pages * page_bytes / GIB:.3g} GiB to pin for the cache: {error}. "
+            "Lower kv_offloading_size."
+        ) from None
 
 
 def check_table(room: Room, limits: StepLimits, vocab: int) -> None:
