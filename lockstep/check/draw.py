@@ -35,14 +35,14 @@ LENGTHS = (1, 3, 17, 40, 61, 62, 63, 64, 65, 66, 90, 125, 126, 127, 128, 129, 13
 LONG = (513, 514, 577, 600)
 """Prompts that attention folds in three parts: of two, no order shows."""
 SELDOM = 10
-"""One world of so many has a long prompt, one has rows that others push out, and one has prefixes
+"""One world of so many has a long prompt, one has rows that others push out, and two have prefixes
 that come back from host memory."""
 LONGER = 1
 """Which of them has the long prompt."""
 PUSHED = 2
 """Which of them has rows that are pushed out."""
-HOSTED = 3
-"""Which of them has prefixes that the pages do not hold, but host memory does."""
+HOSTED = (3, 8)
+"""Which of them have prefixes that the pages do not hold, but host memory does."""
 HOSTS = 24
 """Steps in which these come one after the other."""
 PUSHES = 12
@@ -124,7 +124,7 @@ class Drawer:
         requests += self._next_turns(rng, requests)
         primed = self._primed(rng, requests)
         pushed = index % SELDOM == PUSHED
-        hosted = index % SELDOM == HOSTED
+        hosted = self.wants_host(index)
         if index % SELDOM == LONGER:
             requests += (self._long(index),)
         if pushed:
@@ -145,6 +145,10 @@ class Drawer:
         draws = rng.randrange(2**31)
         requests = tuple(replace(r, speculate=rng.random() >= NO_DRAFTS) for r in requests)
         return World(kind, limits, requests, primed, dirt, draws)
+
+    def wants_host(self, index: int) -> bool:
+        """Whether a world is made for prefixes to come back from host memory."""
+        return index % SELDOM in HOSTED
 
     def _scheduled(self, rng: random.Random, request: WorldRequest) -> WorldRequest:
         """When a request comes, goes, and is moved to the host."""

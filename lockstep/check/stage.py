@@ -63,7 +63,8 @@ class Stage:
         seen.update(took_place(answer for own in answers for answer in own))
         seen["aborted"] += sum(completion.aborted for own in completions for completion in own)
         for group in self.engine.engine.scheduler.cache.groups:
-            seen[f"{group.pool.host.name} from host memory"] = group.pool.host.num_back
+            shelf = group.pool.host
+            seen[f"{shelf.name} from host memory"] = shelf.num_back
         leaves_nothing(self.engine.engine)
         return Played(answers, seen)
 

@@ -138,6 +138,7 @@ class Runner:
     @torch.inference_mode()
     def launch(self, schedule: Schedule) -> list[InFlightStep]:
         """Puts a schedule on the device. Does not wait for it."""
+        self.transfers.evict(schedule.evicted)
         self._place(schedule)
         launched = []
         if schedule.decode:
@@ -150,7 +151,6 @@ class Runner:
     def _place(self, schedule: Schedule) -> None:
         """Moves, admits and grants, in the order of the schedule."""
         table = self.table
-        self.transfers.evict(schedule.evicted)
         for swap in schedule.swap_out:
             place = (swap.pages, swap.state_slot)
             host = rows.save_row(table, swap.row, *place, self.transfers)

@@ -22,7 +22,7 @@ from lockstep.kernels.copy_to_device import copy_to_device
 STAGING_BYTES = 32 << 20
 """Of a staging buffer. There are two, so that copies go on while the other one is filled."""
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-"""Bytes move as the widest of these that every layer's part is a multiple of."""
+"""Bytes move as the widest of these that every part of a page and a slot is a multiple of."""
 Mark = Any
 """A point in the order of a stream's work; None on a CPU."""
 Copy = tuple[Tensor, Tensor]
@@ -53,12 +53,11 @@ class Units:
     words: of one unit, of the type `word`. spans: its parts, as many together as `most` bytes hold.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], most: int) -> None:
-        lines = [t.view(t.shape[0], -1).view(torch.uint8) for t in tensors]
-        self.word = next(w for w in WORDS if not any(t.shape[1] % w.itemsize for t in lines))
+    def __init__(self, tensors: Sequence[Tensor], word: torch.dtype, most: int) -> None:
+        self.word = word
         self.words = 0
         self.spans: list[Span] = []
-        for part in (line.view(self.word) for line in lines):
+        for part in (t.view(t.shape[0], -1).view(torch.uint8).view(word) for t in tensors):
             begin = self.words
             self.words += part.shape[1]
             last = self.spans[-1] if self.spans else None
@@ -132,8 +131,10 @@ class Transfers:
         stream: CopyStream,
         most: int = STAGING_BYTES,
     ) -> None:
-        self.pages = Units(paged, most)
-        self.slots = Units(state, most)
+        sizes = [t[0].nbytes for t in (*paged, *state)]
+        word = next(w for w in WORDS if not any(size % w.itemsize for size in sizes))
+        self.pages = Units(paged, word, most)
+        self.slots = Units(state, word, most)
         self.units = {PAGES: self.pages, SLOTS: self.slots}
         self.host = host
         self.stream = stream

@@ -77,14 +77,13 @@ def test_a_snapshot_that_a_row_begins_from_is_not_given_away(
     world = World(Kind(), limits, requests, primed=(known,))
     play(world)
 
-    def find(self: StateGroup, seq: CacheSeq, pages: int) -> None:
-        seq.source = self.pool.find(seq.key(pages - 1, self.page_size)) if pages else 0
+    resume = StateGroup.resume
 
-    def lose(self: StateGroup, seq: CacheSeq) -> None:
-        seq.source = 0
+    def let_go(self: StateGroup, seq: CacheSeq, pages: int) -> None:
+        resume(self, seq, pages)
+        self.settle()
 
-    monkeypatch.setattr(StateGroup, "pin", find)
-    monkeypatch.setattr(StateGroup, "unpin", lose)
+    monkeypatch.setattr(StateGroup, "resume", let_go)
     with pytest.raises(WorldError, match="a snapshot of a step is a row's own slot"):
         play(world)
 

@@ -22,6 +22,8 @@ GRAMMAR = "text/grammar.py"
 RUNNER = "runner/runner.py"
 SCHEDULER = "scheduling/scheduler.py"
 GROUPS = "cache/groups.py"
+HOST = "cache/host.py"
+TRANSFERS = "runner/transfers.py"
 GPTQ = "quant/gptq.py"
 STORAGE = "quant/storage.py"
 PACKED = "kernels/packed/_weights.py"
@@ -56,6 +58,8 @@ OF_BLOCKS = "tests/spec/test_dflash.py::test_drafts_are_those_of_the_paper"
 OF_DRAFT_MODEL = "tests/spec/test_draft_model.py::test_drafts_are_the_models_own_answer"
 OF_NO_DRAFTS = "tests/engine/test_speculate.py::test_no_token_depends_on_it"
 OF_ROWS_ALONE = "tests/kernels/test_exactness.py"
+OF_HOST = "tests/cache/test_host.py"
+OF_TRANSFERS = "tests/runner/test_transfers.py::test_nothing_is_read_that_is_on_its_way"
 
 
 @dataclass(frozen=True)
@@ -94,8 +98,8 @@ FAULTS = (
     ),
     Fault(
         "pages rotated after preemption", "runner", ROWS,
-        "    write_place(table, row, pages, slot)\n    for tensor, kept in",
-        "    write_place(table, row, [*pages[1:], pages[0]], slot)\n    for tensor, kept in",
+        "    write_place(table, row, pages, slot)\n    transfers.back(",
+        "    write_place(table, row, [*pages[1:], pages[0]], slot)\n    transfers.back(",
     ),
     Fault(
         "a draft compared with a shifted position", "table", METADATA,
@@ -156,18 +160,8 @@ FAULTS = (
     ),
     Fault(
         "snapshots not pinned", "cache", GROUPS,
-        "            self.pool.share(seq.source)\n"
-        "            self.pins.append(seq.source)\n"
-        "\n"
-        "    def unpin(self, seq: CacheSeq) -> None:\n"
-        '        """Gives back what pin() took."""\n'
-        "        if seq.source:\n"
-        "            self.pins.remove(seq.source)\n"
-        "            self.pool.drop(seq.source)\n",
-        "            pass\n"
-        "\n"
-        "    def unpin(self, seq: CacheSeq) -> None:\n"
-        "        if seq.source:\n",
+        "        self.pins.extend(sources)\n",
+        "        for source in sources:\n            self.pool.drop(source)\n",
     ),
     Fault(
         "one page too few saved at preemption", "scheduler", SCHEDULER,
@@ -254,9 +248,10 @@ FAULTS = (
         "[t for t in self.sampling.tensors() if t is not self.sampling.counts]",
     ),
     Fault(
-        "conv inputs left behind at preemption", "runner", ROWS,
-        "        tensor[slot] = kept.to(tensor.device)",
-        "        tensor[slot] = kept.to(tensor.device) if kept.dim() != 2 else tensor[0]",
+        "conv inputs left behind at preemption", "runner", TRANSFERS,
+        "                part.index_copy_(0, index, column)\n",
+        "                if part is not units.spans[0].parts[1]:\n"
+        "                    part.index_copy_(0, index, column)\n",
     ),
     Fault(
         "log-probabilities of the window's end", "runner", RUNNER,
@@ -347,8 +342,8 @@ FAULTS = (
     ),
     Fault(
         "a key outlives its page", "cache", "cache/pool.py",
-        "del self.by_key[self.key_of.pop(taken)]",
-        "self.key_of.pop(taken)",
+        "            del self.by_key[key]\n",
+        "",
     ),
     Fault(
         "a page shared under another's key", "cache", GROUPS,
@@ -377,8 +372,78 @@ FAULTS = (
     ),
     Fault(
         "a hit without its snapshot", "cache", "cache/cache.py",
-        "return self.state.hit(seq, hit) if self.state else hit",
-        "return hit",
+        "        hit = self.state.hit(seq, hit)\n",
+        "",
+    ),
+    # Host memory.
+    Fault(
+        "a page comes back to the wrong place", "runner", TRANSFERS,
+        "part.index_copy_(0, index, column)",
+        "part.index_copy_(0, index.roll(1), column)",
+    ),
+    Fault(
+        "a page comes back too late", "runner", RUNNER,
+        "        self.transfers.fetch(schedule.fetched)\n"
+        "        if schedule.prompt:\n"
+        "            launched.append(self._launch_prompt(schedule.prompt))\n",
+        "        if schedule.prompt:\n"
+        "            launched.append(self._launch_prompt(schedule.prompt))\n"
+        "        self.transfers.fetch(schedule.fetched)\n",
+    ),
+    Fault(
+        "what is evicted is read behind rows that move in", "runner", RUNNER,
+        "        self.transfers.evict(schedule.evicted)\n        self._place(schedule)\n",
+        "        self._place(schedule)\n        self.transfers.evict(schedule.evicted)\n",
+    ),
+    Fault(
+        "a snapshot's host pages begin one too late", "runner", TRANSFERS,
+        "        for host in place:\n",
+        "        for host in place[len(place) > 1 :]:\n",
+    ),
+    Fault(
+        "moves of a schedule are made again", "cache", HOST,
+        "        self.out = []\n",
+        "",
+    ),
+    Fault(
+        "a host page keeps the name of what it held", "cache", HOST,
+        "self.free.extend(self.places.pop(oldest))",
+        "self.free.extend(self.places[oldest])",
+    ),
+    Fault(
+        "a place of one pool is found by the other", "cache", HOST,
+        "return (self.name, key) in self.pool.places",
+        "return any(known == key for _, known in self.pool.places)",
+    ),
+    Fault(
+        "what is to come back makes room in host memory", "cache", HOST,
+        "        self.touch(name)\n        if name not in self.pinned:\n",
+        "        self.touch(name)\n        if False:\n",
+        f"{OF_HOST}::test_what_a_hit_needs_makes_no_room_for_what_it_evicts",
+    ),
+    Fault(
+        "host memory outlives what is forgotten", "cache", "cache/cache.py",
+        "        self.host.forget()\n",
+        "",
+        f"{OF_HOST}::test_forgetting_empties_host_memory",
+    ),
+    Fault(
+        "a page of another salt comes back from the host", "cache", GROUPS,
+        "parent = self.keys[-1] if self.keys else self.salt",
+        'parent = self.keys[-1] if self.keys else b""',
+        f"{OF_HOST}::test_no_salt_finds_what_another_left_in_host_memory",
+    ),
+    Fault(
+        "the steps read what is on its way to the device", "runner", TRANSFERS,
+        "            self.stream.wait(self.stream.copy(copies, staging.idle))\n",
+        "            self.stream.copy(copies, staging.idle)\n",
+        OF_TRANSFERS,
+    ),
+    Fault(
+        "a staging buffer is filled again before it is copied", "runner", TRANSFERS,
+        "            self.stream.wait(staging.idle)\n",
+        "",
+        OF_TRANSFERS,
     ),
     # The scheduler.
     Fault(
@@ -529,9 +594,12 @@ FAULTS = (
         "    return (q * (1 + 2**-23) if 1 < len(q) < 5 else q).contiguous()\n",
     ),
     Fault(
-        "the state rounded to bf16 when it moves", "numerics", ROWS,
-        "        [t[slot].cpu().clone() for t in state],\n",
-        "        [t[slot].bfloat16().to(t.dtype).cpu() for t in state],\n",
+        "the state rounded to bf16 when it moves", "numerics", TRANSFERS,
+        "                torch.index_select(part, 0, index, out=column)\n",
+        "                torch.index_select(part, 0, index, out=column)\n"
+        "                if units is self.slots:\n"
+        "                    column.copy_(column.clone().view(torch.float32).bfloat16().float()"
+        ".view(column.dtype))\n",
     ),
     Fault(
         "chunks of a prompt solved together", "numerics", DELTA,

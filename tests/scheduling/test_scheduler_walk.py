@@ -203,6 +203,15 @@ def drawn(rng: random.Random, name: str, stems: list[list[int]], most: int) -> R
     return Request(name, prompt, params, rng.randrange(3), eos_token_ids=ends, cache_salt=salt)
 
 
+def check_plan(plan: Schedule, sched: Scheduler) -> None:
+    """What moves in is computed with; what moves is moved, since an empty plan is not launched."""
+    busy = bool(plan.decode or plan.prompt)
+    moved = [*plan.evicted.values(), *plan.fetched.values()]
+    assert busy or not plan.swap_in, "a move in that computes nothing"
+    assert busy or plan.swap_out or not any(moved), "moves that nobody makes"
+    assert sum(c.length for c in plan.prompt) <= sched.budget
+
+
 def leaves_nothing(sched: Scheduler) -> None:
     """All that requests had is given back, and all that is cached can be forgotten."""
     cache = sched.cache
@@ -256,10 +265,7 @@ def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead:
         plan = sched.schedule()
         cache.check()
         busy = bool(plan.decode or plan.prompt)
-        assert busy or not plan.swap_in, "a move in that computes nothing"
-        assert sum(c.length for c in plan.prompt) <= sched.budget
-        moved = [*plan.evicted.values(), *plan.fetched.values()]
-        assert busy or plan.swap_out or not any(moved), "moves that nobody makes"
+        check_plan(plan, sched)
         if busy or plan.swap_out:
             flights.append((plan, device.launch(plan)))
         while flights and (len(flights) > ahead or not busy):
