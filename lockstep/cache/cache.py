@@ -71,6 +71,12 @@ class Cache:
         return self.paged.pool.host.num_back * self.config.page_size
 
     @property
+    def host_query_tokens(self) -> int:
+        """Those of query_tokens that were looked up in host memory: no page here had them."""
+        looked_up = self.query_tokens - self.hit_tokens + self.host_hit_tokens
+        return looked_up if self.host.size else 0
+
+    @property
     def capacity(self) -> int:
         """Tokens that one sequence can have if it is alone."""
         return self.paged.pool.total * self.config.page_size

@@ -119,5 +119,6 @@ def _plan(plan: dict[str, Any]) -> Table:
     for name, value in plan.items():
         table.add_row(name, str(value))
     table.add_row("cache bytes", f"{plan['num_pages'] * plan['page_bytes']:,} in pages")
+    table.add_row("host bytes", f"{plan['host_pages'] * plan['page_bytes']:,} in host pages")
     table.add_row("state bytes", f"{plan['num_slots'] * plan['slot_bytes']:,} in slots")
     return table

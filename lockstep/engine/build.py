@@ -34,7 +34,6 @@ from lockstep.runner.runner import Runner
 from lockstep.runner.sampler import Sampler
 from lockstep.runner.synthetic import SyntheticSampler
 from lockstep.runner.table import RowTable
-from lockstep.runner.transfers import STAGING_BYTES
 from lockstep.scheduling.draft_length import (
     DraftLengthPolicy,
     FixedDraftLength,
@@ -409,8 +408,8 @@ def free_bytes(
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     free, total = torch.cuda.mem_get_info()
-    staging = 2 * STAGING_BYTES if config.kv_offloading_size else 0
-    return int(total * config.gpu_memory_utilization) - (total - free) - peak - staging
+    taken = total - free + peak + memory.staging_bytes(config)
+    return int(total * config.gpu_memory_utilization) - taken
 
 
 def host_room(build: Build) -> Room:

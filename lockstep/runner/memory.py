@@ -11,6 +11,7 @@ from lockstep.cache.specs import Law, unit_bytes
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.errors import CapacityError
 from lockstep.layers.room import Room
+from lockstep.runner.transfers import BUFFERS, STAGING_BYTES
 from lockstep.step import PAGE_SIZE
 
 CPU_CACHE_BYTES = 1 << 30
@@ -149,6 +150,11 @@ def host_pages(config: EngineConfig, cost: CacheBytes, room: Room) -> int:
     count = size // cost.page
     room.take(count * cost.page, f"the host's part of the cache ({asked})", "Lower it.")
     return count
+
+
+def staging_bytes(config: EngineConfig) -> int:
+    """Of the device, for what is on its way to host memory and back where it is to move often."""
+    return BUFFERS * STAGING_BYTES if config.kv_offloading_size else 0
 
 
 def host_memory(pages: int, page_bytes: int, device: str) -> Tensor:

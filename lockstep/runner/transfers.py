@@ -20,7 +20,9 @@ from lockstep.cache.host import PAGES, SLOTS, Move, Moves
 from lockstep.kernels.copy_to_device import copy_to_device
 
 STAGING_BYTES = 32 << 20
-"""Of a staging buffer. There are two, so that copies go on while the other one is filled."""
+"""Of a staging buffer."""
+BUFFERS = 2
+"""Copies from one go on while the other is filled."""
 WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 """Bytes move as the widest of these that every part of a page and a slot is a multiple of."""
 Mark = Any
@@ -119,8 +121,8 @@ class Transfers:
     other, are a unit's; the last may be longer than what is left.
 
     paged, state: the tensors of pages and slots. host [host pages, bytes of a page] uint8: where
-    what is evicted goes. most: bytes of a staging buffer; there are two, made when something moves
-    for the first time.
+    what is evicted goes. most: bytes of a staging buffer; they are made when something moves for
+    the first time.
     """
 
     def __init__(
@@ -206,7 +208,7 @@ class Transfers:
         if self._turn is None:
             spans = [*self.pages.spans, *self.slots.spans]
             size = max(self.most, *(span.parts[0].shape[1] * 8 for span in spans)) // 8
-            buffers = [torch.empty(size, dtype=torch.int64, device=device) for _ in range(2)]
+            buffers = [torch.empty(size, dtype=torch.int64, device=device) for _ in range(BUFFERS)]
             self._turn = cycle([Staging(buffer, self.stream.mark()) for buffer in buffers])
         return next(self._turn)
 

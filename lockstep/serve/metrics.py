@@ -25,7 +25,14 @@ _COUNTERS = {
     "restarts_total": ("engine_restarts", "Engine processes that were lost and started again."),
     "prefix_hits_total": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     "prefix_queries_total": ("prefix_cache_queries", "Prompt tokens looked up there."),
+    "host_hits_total": ("external_prefix_cache_hits", "Of these, found in host memory."),
+    "host_queries_total": ("external_prefix_cache_queries", "Prompt tokens looked up in it."),
 }
+_TRANSFERS = {
+    "GPU_to_CPU": ("offloaded_total", "offloaded_bytes_total"),
+    "CPU_to_GPU": ("fetched_total", "fetched_bytes_total"),
+}
+"""transfer_type -> how many moved, and their bytes."""
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
 _HISTOGRAMS = {
@@ -152,6 +159,20 @@ class Metrics:
             label,
             registry=self.registry,
         )
+        moved = ["model_name", "transfer_type"]
+        self._transfers = [
+            Counter(f"{prefix}:{name}", what, moved, registry=self.registry)
+            for name, what in (
+                ("kv_offload_total_units", "Pages and snapshots copied to host memory and back."),
+                ("kv_offload_total_bytes", "Bytes of pages and snapshots copied so."),
+            )
+        ]
+        self._host_usage = Gauge(
+            f"{prefix}:kv_offload_cpu_cache_usage_perc",
+            "Used share of the host memory behind the cache.",
+            label,
+            registry=self.registry,
+        )
         self._success = Counter(
             f"{prefix}:request_success",
             "Requests that ended, by reason.",
@@ -196,6 +217,10 @@ class Metrics:
         self._usage.labels(self._model).set(stats.pages_used / max(stats.pages_total, 1))
         for key, counter in self._counters.items():
             counter.labels(self._model).inc(self._grown(key, getattr(stats, key)))
+        self._host_usage.labels(self._model).set(stats.host_pages_used / max(stats.host_pages, 1))
+        for way, keys in _TRANSFERS.items():
+            for counter, key in zip(self._transfers, keys, strict=True):
+                counter.labels(self._model, way).inc(self._grown(key, getattr(stats, key)))
         for reason, total in stats.requests_success_total.items():
             grown = self._grown(f"success {reason}", total)
             self._success.labels(self._model, reason).inc(grown)
