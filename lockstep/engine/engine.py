@@ -225,7 +225,7 @@ class Engine:
         stats.num_waiting = scheduler.num_waiting
         stats.num_swapped = scheduler.num_swapped
         stats.preemptions_total = scheduler.preemptions
-        stats.pages_total = cache.paged.pool.total
+        stats.pages = cache.paged.pool.total
         stats.pages_used = cache.paged.pool.used
         stats.prefix_hits_total = cache.hit_tokens
         stats.prefix_queries_total = cache.query_tokens

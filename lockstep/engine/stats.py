@@ -33,7 +33,7 @@ class Stats:
     num_waiting: int = 0
     num_swapped: int = 0
     pages_used: int = 0
-    pages_total: int = 0
+    pages: int = 0
     host_pages_used: int = 0
     host_pages: int = 0
     prompt_tokens_total: int = 0

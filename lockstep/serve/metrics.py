@@ -214,7 +214,7 @@ class Metrics:
         """The text for one scrape; the histogram lists of `stats` are used up by it."""
         for key, gauge in self._gauges.items():
             gauge.labels(self._model).set(getattr(stats, key))
-        self._usage.labels(self._model).set(stats.pages_used / max(stats.pages_total, 1))
+        self._usage.labels(self._model).set(stats.pages_used / max(stats.pages, 1))
         for key, counter in self._counters.items():
             counter.labels(self._model).inc(self._grown(key, getattr(stats, key)))
         self._host_usage.labels(self._model).set(stats.host_pages_used / max(stats.host_pages, 1))
