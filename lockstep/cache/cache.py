@@ -159,14 +159,16 @@ class Cache:
             self.paged.commit(seq, min(tokens, len(seq.prompt)) if self.state else tokens)
 
     def settle(self) -> tuple[Moves, Moves]:
-        """Ends a schedule: nothing is pinned for it any more. What it moves to the host, and
-        back."""
+        """Ends a schedule: nothing is pinned for it any more. -> what it moves to the host, and
+        back, by the names of pools that move anything."""
         self.host.settle()
         if self.state:
             self.state.settle()
-        moves = {group.pool.host.name: group.pool.host.settle() for group in self.groups}
-        out = {name: pair[0] for name, pair in moves.items()}
-        back = {name: pair[1] for name, pair in moves.items()}
+        shelves = [group.pool.host for group in self.groups]
+        out = {shelf.name: shelf.out for shelf in shelves if shelf.out}
+        back = {shelf.name: shelf.back for shelf in shelves if shelf.back}
+        for shelf in shelves:
+            shelf.settle()
         return out, back
 
     def release(self, seq: CacheSeq) -> None:

@@ -127,9 +127,7 @@ class HostShelf:
         self.back.append(Move(unit, self.pool.places[self.name, key]))
         self.num_back += 1
 
-    def settle(self) -> tuple[list[Move], list[Move]]:
-        """Ends a schedule: its moves out, and back."""
-        moves = self.out, self.back
+    def settle(self) -> None:
+        """Ends a schedule: the next one has moves of its own."""
         self.out = []
         self.back = []
-        return moves

@@ -39,7 +39,7 @@ def test_what_is_evicted_comes_back_to_where_it_is_wanted() -> None:
     first = [1] * 9
     assert run_prompt(cache, first)[0] == 0
     cached, out, back = run_prompt(cache, [2] * 9)
-    assert cached == 0 and len(out[PAGES]) == 2 and not back[PAGES]
+    assert cached == 0 and len(out[PAGES]) == 2 and not back
     kept = {move.place for move in out[PAGES]}
     cached, out, back = run_prompt(cache, first)
     assert cached == 8 and cache.host_hit_tokens == 8 and cache.hit_tokens == 8
@@ -51,14 +51,14 @@ def test_what_the_host_has_is_not_copied_again() -> None:
     cache = make(pages=3, host=9)
     for tokens in ([1] * 9, [2] * 9, [1] * 9):
         run_prompt(cache, tokens)
-    assert run_prompt(cache, [2] * 9)[1] == {PAGES: []}
+    assert run_prompt(cache, [2] * 9)[1] == {}
     assert cache.host.used == 4
 
 
 def test_without_host_memory_what_is_evicted_is_gone() -> None:
     cache = make(pages=3, host=0, slots=4)
     for tokens in ([1] * 9, [2] * 9, [1] * 9):
-        assert run_prompt(cache, tokens) == (0, {PAGES: [], SLOTS: []}, {PAGES: [], SLOTS: []})
+        assert run_prompt(cache, tokens) == (0, {}, {})
 
 
 def test_one_host_page_keeps_what_was_evicted_last() -> None:
@@ -92,7 +92,7 @@ def test_a_snapshot_in_host_memory_needs_a_slot_beside_the_rows() -> None:
     holder = CacheSeq([], reuse=False)
     assert cache.readmit(holder, 0)
     cached, _, back = run_prompt(cache, [1] * 9)
-    assert cached == 0 and not back[SLOTS] and not back[PAGES]
+    assert cached == 0 and not back
 
 
 def test_what_a_hit_needs_makes_no_room_for_what_it_evicts() -> None:
@@ -101,7 +101,7 @@ def test_what_a_hit_needs_makes_no_room_for_what_it_evicts() -> None:
     run_prompt(cache, [1] * 9)
     run_prompt(cache, [2] * 12)
     cached, out, back = run_prompt(cache, [1] * 9)
-    assert cached == 8 and len(back[PAGES]) == 2 and not out[PAGES]
+    assert cached == 8 and len(back[PAGES]) == 2 and not out
     assert not cache.host.pinned
 
 
@@ -111,7 +111,7 @@ def test_what_can_not_be_admitted_moves_nothing() -> None:
     run_prompt(cache, [2] * 16)
     before = list(cache.host.places)
     assert cache.admit(CacheSeq([1] * 9), 9, spare=2) is None
-    assert cache.settle() == ({PAGES: [], SLOTS: []}, {PAGES: [], SLOTS: []})
+    assert cache.settle() == ({}, {})
     assert list(cache.host.places) == before
     cache.check()
 

@@ -115,8 +115,9 @@ def test_some_worlds_have_a_long_prompt_and_some_have_rows_that_are_pushed_out(
 
 
 def test_some_worlds_have_prompts_that_come_back_from_host_memory(
-    drawer: Drawer, plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine]
+    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine]
 ) -> None:
+    drawer = Drawer(plain, 1, ("ngram", "mtp"), ("none",))
     for index in HOSTED:
         world = drawer.world(index)
         assert drawer.wants_host(index) and world.limits.host
