@@ -1,11 +1,11 @@
 """Conversations in turn, whose prefixes the device has no room for: time to the first token.
 
     python benchmarks/conversations.py [FOLDER] --talks 8 --turns 6 --first 1500 --more 400 \\
-        --device-tokens 4096 --sizes 0,1
+        --device-tokens 4096 --sizes 0,1,all
 
 Each turn of each conversation asks for what was said before and --more tokens, one request at a
-time. An engine with each of --sizes GiB of host memory, its device memory as --device-tokens and
---num-snapshots say; at last one, called "all", whose device holds everything. Answers have to be
+time. An engine for each of --sizes: so many GiB of host memory, and device memory as
+--device-tokens and --num-snapshots say; or "all", a device that holds everything. Answers have to be
 the same in all of them. A line of JSON for each engine: shares of prompt tokens that were found,
 medians of the time to the first token of later turns (by the clock, and on a CPU CPU seconds of the
 process), and what moved. FOLDER holds a config.json, weights are random; the bundled model if left
@@ -55,7 +55,7 @@ def main() -> None:
     ask.add_argument("--output-len", type=int, default=8, help="tokens of each answer")
     ask.add_argument("--device-tokens", type=int, default=4096, help="that the device's pages hold")
     ask.add_argument("--num-snapshots", type=int, default=4, help="that the device holds")
-    ask.add_argument("--sizes", default="0,1", help="GiB of host memory, with commas between")
+    ask.add_argument("--sizes", default="0,1,all", help="GiB of host memory, or all")
     ask.add_argument("--kv-cache-dtype", default="auto")
     given = ask.parse_args()
     longest = given.first + given.more * given.turns + given.output_len
@@ -63,7 +63,7 @@ def main() -> None:
     everything = given.talks * (-(-longest // PAGE_SIZE) + 1) + 1
     snapshots = given.talks * given.turns * (longest // PAGE_SIZE)
     answers = []
-    for size in (*given.sizes.split(","), ALL):
+    for size in given.sizes.split(","):
         whole = size == ALL
         config = EngineConfig.read(
             model=given.model,
