@@ -5,9 +5,9 @@
 
 Each turn of each conversation asks for what was said before and --more tokens, one request at a
 time. An engine for each of --sizes: so many GiB of host memory, and device memory as
---device-tokens and --num-snapshots say; or "all", a device that holds everything. Answers have to be
-the same in all of them. A line of JSON for each engine: shares of prompt tokens that were found,
-medians of the time to the first token of later turns (by the clock, and on a CPU CPU seconds of the
+--device-tokens and --num-snapshots say; or "all", a device that holds everything. Answers have to
+be the same in all of them. A line of JSON for each engine: shares of prompt tokens that were found,
+medians of the time to the first token of later turns (by the clock, and in CPU seconds of the
 process), and what moved. FOLDER holds a config.json, weights are random; the bundled model if left
 out.
 """
