@@ -56,14 +56,10 @@ class Cache:
         if config.num_state_slots:
             sizes = config.num_state_slots, config.page_size
             self.state = StateGroup(*sizes, self.host, config.slot_host_pages)
+        self.groups = [group for group in (self.paged, self.state) if group]
         self.seqs: set[CacheSeq] = set()
         self.hit_tokens = 0
         self.query_tokens = 0
-
-    @property
-    def groups(self) -> list[PagedGroup | StateGroup]:
-        """All groups."""
-        return [self.paged, self.state] if self.state else [self.paged]
 
     @property
     def host_hit_tokens(self) -> int:
@@ -164,11 +160,10 @@ class Cache:
         self.host.settle()
         if self.state:
             self.state.settle()
-        shelves = [group.pool.host for group in self.groups]
-        out = {shelf.name: shelf.out for shelf in shelves if shelf.out}
-        back = {shelf.name: shelf.back for shelf in shelves if shelf.back}
-        for shelf in shelves:
-            shelf.settle()
+        out: Moves = {}
+        back: Moves = {}
+        for group in self.groups:
+            group.pool.host.settle(out, back)
         return out, back
 
     def release(self, seq: CacheSeq) -> None:

@@ -127,7 +127,11 @@ class HostShelf:
         self.back.append(Move(unit, self.pool.places[self.name, key]))
         self.num_back += 1
 
-    def settle(self) -> None:
-        """Ends a schedule: the next one has moves of its own."""
-        self.out = []
-        self.back = []
+    def settle(self, out: Moves, back: Moves) -> None:
+        """Ends a schedule: its moves, if there are any, stand in `out` and `back` from now on."""
+        if self.out:
+            out[self.name] = self.out
+            self.out = []
+        if self.back:
+            back[self.name] = self.back
+            self.back = []

@@ -184,5 +184,5 @@ def make_dirty(engine: Engine, seed: int) -> None:
         if tensor.numel():
             tensor[1:] = drawn(tensor[1:]).to(tensor.device, tensor.dtype)
     table.page_table[1:] = 0
-    for tensor in (*runner.paged, *runner.state, runner.transfers.host):
+    for tensor in (*runner.paged, *runner.state, *runner.transfers.host):
         tensor.copy_(drawn(tensor).to(tensor.device, tensor.dtype))

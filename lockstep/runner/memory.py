@@ -3,6 +3,7 @@
 import ctypes
 from contextlib import suppress
 from dataclasses import dataclass
+from math import ceil
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,8 @@ a step."""
 COLUMN_BYTES = 4
 """Of the table, per page of a row: its number."""
 GIB = 1 << 30
+SLAB_BYTES = GIB
+"""Of host memory that is taken at once, at most."""
 LEAST_PAGES = 3
 """The null page, and two for one request."""
 M_TRIM_THRESHOLD = -1
@@ -144,8 +147,9 @@ def host_pages(config: EngineConfig, cost: CacheBytes, room: Room) -> int:
     least = cost.page + -(-cost.slot // cost.page) * cost.page
     if size < least:
         raise CapacityError(
-            f"{asked} GiB is not allowed; allowed: 0, or {least / GIB:.2g} or more: what one page "
-            f"takes ({cost.page} bytes), and a snapshot where layers recur ({cost.slot}). Raise it."
+            f"{asked} GiB is not allowed; allowed: 0, or {ceil(least / GIB * 1e6) / 1e6:g} or "
+            f"more: what one page takes ({cost.page} bytes), and a snapshot where layers recur "
+            f"({cost.slot}). Raise it."
         )
     count = size // cost.page
     room.take(count * cost.page, f"the host's part of the cache ({asked})", "Lower it.")
@@ -157,11 +161,15 @@ def staging_bytes(config: EngineConfig) -> int:
     return BUFFERS * STAGING_BYTES if config.kv_offloading_size else 0
 
 
-def host_memory(pages: int, page_bytes: int, device: str) -> Tensor:
+def host_memory(pages: int, page_bytes: int, device: str) -> list[Tensor]:
     """Host memory [pages, page_bytes] uint8, such as the device copies from and to beside its
-    steps. Raises CapacityError."""
+    steps; in tensors one after the other, all but the last as long as the first, since torch pins
+    powers of two. Raises CapacityError."""
+    count = max(SLAB_BYTES // page_bytes, 1)
+    sizes = [min(count, pages - first) for first in range(0, pages, count)]
+    pinned = device == "cuda"
     try:
-        return torch.empty(pages, page_bytes, dtype=torch.uint8, pin_memory=device == "cuda")
+        return [torch.empty(n, page_bytes, dtype=torch.uint8, pin_memory=pinned) for n in sizes]
     except RuntimeError as error:
         raise CapacityError(
             f"the host has no {pages * page_bytes / GIB:.3g} GiB to pin for the cache: {error}. "

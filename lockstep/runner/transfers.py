@@ -120,16 +120,16 @@ class Transfers:
     """Moves pages and slots. A place in host memory is a row of tensors whose bytes, one after the
     other, are a unit's; the last may be longer than what is left.
 
-    paged, state: the tensors of pages and slots. host [host pages, bytes of a page] uint8: where
-    what is evicted goes. most: bytes of a staging buffer; they are made when something moves for
-    the first time.
+    paged, state: the tensors of pages and slots. host: where what is evicted goes, tensors [host
+    pages, bytes of a page] uint8, one after the other and equally long but for the last. most:
+    bytes of a staging buffer; they are made when something moves for the first time.
     """
 
     def __init__(
         self,
         paged: Sequence[Tensor],
         state: Sequence[Tensor],
-        host: Tensor,
+        host: Sequence[Tensor],
         stream: CopyStream,
         most: int = STAGING_BYTES,
     ) -> None:
@@ -167,8 +167,10 @@ class Transfers:
 
     def _placed(self, units: Units, moves: Sequence[Move]) -> tuple[list[int], list[list[Tensor]]]:
         """The units of moves, and their places."""
-        host = self.host.view(units.word)
-        return [move.unit for move in moves], [[host[p] for p in m.place] for m in moves]
+        host = [tensor.view(units.word) for tensor in self.host]
+        count = len(host[0]) if host else 1
+        places = [[host[p // count][p % count] for p in move.place] for move in moves]
+        return [move.unit for move in moves], places
 
     def out(self, units: Units, ids: Sequence[int], places: Sequence[Sequence[Tensor]]) -> None:
         """Copies units to their places, as they are now in the order of the steps."""
@@ -207,8 +209,9 @@ class Transfers:
         """The buffer that was used longest ago."""
         if self._turn is None:
             spans = [*self.pages.spans, *self.slots.spans]
-            size = max(self.most, *(span.parts[0].shape[1] * 8 for span in spans)) // 8
-            buffers = [torch.empty(size, dtype=torch.int64, device=device) for _ in range(BUFFERS)]
+            longest = max(span.words for span in spans) * self.pages.word.itemsize
+            words = -(-max(self.most, longest) // torch.int64.itemsize)
+            buffers = [torch.empty(words, dtype=torch.int64, device=device) for _ in range(BUFFERS)]
             self._turn = cycle([Staging(buffer, self.stream.mark()) for buffer in buffers])
         return next(self._turn)
 

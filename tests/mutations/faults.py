@@ -402,7 +402,7 @@ FAULTS = (
     ),
     Fault(
         "moves of a schedule are made again", "cache", HOST,
-        "        self.out = []\n",
+        "            self.out = []\n",
         "",
     ),
     Fault(

@@ -57,7 +57,9 @@ class Walk:
             SLOTS: tensors(SLOT_SHAPES, NUM_SLOTS, device),
         }
         rows = 6 + 3 * SLOT_PLACE
-        host = torch.empty(rows, PAGE_BYTES, dtype=torch.uint8, pin_memory=stream.pins)
+        sizes = [7] * (rows // 7) + [rows % 7]
+        pins = stream.pins
+        host = [torch.empty(n, PAGE_BYTES, dtype=torch.uint8, pin_memory=pins) for n in sizes]
         self.transfers = Transfers(self.device[PAGES], self.device[SLOTS], host, stream, most)
         self.places: dict[str, list[tuple[int, ...]]] = {PAGES: [(p,) for p in range(6)], SLOTS: []}
         for first in range(6, rows, SLOT_PLACE):

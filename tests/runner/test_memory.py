@@ -7,6 +7,7 @@ import pytest
 
 from lockstep.errors import CapacityError
 from lockstep.layers.room import Room
+from lockstep.runner import memory
 from lockstep.runner.memory import GIB, CacheBytes, host_memory, host_pages, measured_size
 
 COST = CacheBytes(page=1000, slot=20000)
@@ -55,6 +56,18 @@ def test_host_memory_that_holds_no_hit_or_is_not_there(size: float, said: str) -
         host_pages(config(kv_offloading_size=size), COST, Room("cpu"))
 
 
-def test_host_memory_that_can_not_be_taken() -> None:
-    with pytest.raises(CapacityError, match=r"no 1e\+09 GiB to pin.* Lower kv_offloading_size"):
-        host_memory(10**9, 2**20 * 1024, "cpu")
+def test_host_memory_is_taken_in_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "SLAB_BYTES", 1024)
+    assert [tuple(t.shape) for t in host_memory(8, 300, "cpu")] == [(3, 300), (3, 300), (2, 300)]
+    assert [tuple(t.shape) for t in host_memory(2, 2000, "cpu")] == [(1, 2000), (1, 2000)]
+    assert host_memory(0, 300, "cpu") == []
+
+
+def test_host_memory_that_can_not_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*shape: int, **options: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr("lockstep.runner.memory.torch.empty", refuse)
+    said = "no 2.79e-07 GiB to pin for the cache: out of memory. Lower kv_offloading_size"
+    with pytest.raises(CapacityError, match=said):
+        host_memory(1, 300, "cpu")

@@ -56,8 +56,7 @@ def test_nothing_is_read_that_is_on_its_way(seed: int, late: bool, most: int) ->
 def test_units_are_saved_and_come_back_elsewhere(most: int) -> None:
     torch.manual_seed(0)
     paged = tensors(PAGE_SHAPES, 9)
-    host = torch.empty(0, PAGE_BYTES, dtype=torch.uint8)
-    moves = Transfers(paged, [], host, LateStream(random.Random(0)), most)
+    moves = Transfers(paged, [], [], LateStream(random.Random(0)), most)
     kept = [content(paged, page) for page in (3, 1, 8)]
     saved = moves.save(moves.pages, [3, 1, 8])
     assert sum(line.nbytes for place in saved for line in place) == 3 * PAGE_BYTES
@@ -70,8 +69,7 @@ def test_units_are_saved_and_come_back_elsewhere(most: int) -> None:
 
 
 def test_what_keeps_nothing_moves_nothing() -> None:
-    host = torch.empty(0, PAGE_BYTES, dtype=torch.uint8)
-    moves = Transfers(tensors(PAGE_SHAPES, 2), [], host, CopyStream("cpu"))
+    moves = Transfers(tensors(PAGE_SHAPES, 2), [], [], CopyStream("cpu"))
     assert moves.slots.nbytes == 0 and moves.save(moves.slots, []) == []
     moves.evict({PAGES: [], SLOTS: []})
     moves.fetch({})
@@ -79,8 +77,7 @@ def test_what_keeps_nothing_moves_nothing() -> None:
 
 
 def test_bytes_move_as_the_widest_words_that_all_parts_are_made_of() -> None:
-    host = torch.empty(0, 64, dtype=torch.uint8)
-    wide = Transfers([torch.zeros(3, 64)], [torch.zeros(2, 3)], host, CopyStream("cpu"))
+    wide = Transfers([torch.zeros(3, 64)], [torch.zeros(2, 3)], [], CopyStream("cpu"))
     assert wide.pages.word is wide.slots.word is torch.int32
     assert wide.pages.nbytes == 256 and wide.slots.nbytes == 12
-    assert Transfers([torch.zeros(3, 64)], [], host, CopyStream("cpu")).pages.word is torch.int64
+    assert Transfers([torch.zeros(3, 64)], [], [], CopyStream("cpu")).pages.word is torch.int64
