@@ -124,7 +124,7 @@ class StateGroup:
         """A slot for the row, and the pinned snapshot after `pages` pages, held until settle()."""
         sources = self.pool.bring(self.keys(seq, pages))
         self.pins.extend(sources)
-        seq.source = sum(sources)
+        seq.source = sources[0] if sources else 0
         seq.slot = self.pool.take()
 
     def snapshot(self, seq: CacheSeq, tokens: int) -> int:

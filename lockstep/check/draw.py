@@ -136,6 +136,7 @@ class Drawer:
             limits = replace(limits, rows=kind.buckets[-1], pages=MOST_PAGES)
         if pushed:
             limits = replace(limits, rows=2, policy="priority")
+        # From numbers of its own, so that nothing else of a world depends on it.
         host = random.Random(f"host {self.seed} {index}")
         limits = replace(limits, host=host.choice((0, 0, 1, 2, 5, MOST_HOST)))
         if hosted:
@@ -206,8 +207,7 @@ class Drawer:
         rng = random.Random(f"hosted {self.seed} {index}")
         texts = self._family((EARLY + index) // 10)
         params = {"temperature": 0.0, "max_tokens": 3, "ignore_eos": True, "logprobs": 1}
-        longest = _least_pages(requests, ())
-        length = max(longest - 1, 2) * PAGE + rng.choice((1, 17, 40))
+        length = max(_least_pages(requests, ()) - 1, 2) * PAGE + rng.choice((1, 17, 40))
         pair = (texts.trunk * 2)[:length], (texts.other * 2)[:length]
         turns = []
         for turn in range(HOSTS // 4):
