@@ -128,6 +128,9 @@ class EngineConfig(Settings):
     enable_prefix_caching: bool = setting(
         True, "reuse the cache of common prompt prefixes", remedy=_ONE
     )
+    kv_offloading_size: Annotated[float, Field(ge=0, le=1 << 20)] = setting(
+        0.0, "GiB of host memory for prefixes that the cache has no room for; 0: they are dropped"
+    )
     scheduling_policy: Literal["fcfs", "priority"] = setting(
         "fcfs", "fcfs, or priority (lower runs sooner)", remedy=_ONE
     )
@@ -226,13 +229,19 @@ class Plan(StepLimits):
     one for each row and the snapshots, 0 where no layer recurs; snapshot_every: pages of a prompt
     between two of them; draft_vocab_size: tokens that a
     draft module may propose, 0 without one; draft_head_bytes: its own copy of their rows of the
-    head, 0 where it shares the whole one.
+    head, 0 where it shares the whole one. host_pages: pages that host memory has room for.
     """
 
     num_pages: int
     page_bytes: int
     num_slots: int
     slot_bytes: int
+    host_pages: int = 0
     snapshot_every: int = 1
     draft_vocab_size: int = 0
     draft_head_bytes: int = 0
+
+    @property
+    def slot_host_pages(self) -> int:
+        """Host pages that a snapshot takes."""
+        return -(-self.slot_bytes // self.page_bytes) if self.num_slots else 0

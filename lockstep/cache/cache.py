@@ -1,12 +1,15 @@
 """The cache in four verbs, in tokens: admit, reserve, commit, release.
 
 All device work is ordered, so what a launched schedule writes may be shared by the next one. Inside
-one schedule nothing that it reads or writes may change hands: snapshots stay pinned until settle().
+one schedule nothing that it reads or writes may change hands: snapshots and places in host memory
+stay pinned until settle(), which says what moves to the host before the schedule's steps write, and
+what comes back before its prompt step reads.
 """
 
 from dataclasses import dataclass
 
 from lockstep.cache.groups import CacheSeq, PagedGroup, StateGroup
+from lockstep.cache.host import HostPool, Moves
 from lockstep.errors import ConfigError
 
 
@@ -15,7 +18,9 @@ class CacheConfig:
     """num_pages and num_state_slots count the null one; num_state_slots 0: no recurrent state.
 
     snapshot_every: pages of a prompt between two snapshots of its state; its last page that is
-    whole has one besides, and the last one that was cached without a snapshot.
+    whole has one besides, and the last one that was cached without a snapshot. host_pages: of host
+    memory, for what is evicted; 0: it is dropped. slot_host_pages: host pages that a snapshot
+    takes.
     """
 
     num_pages: int
@@ -24,6 +29,8 @@ class CacheConfig:
     max_num_seqs: int = 16
     enable_prefix_caching: bool = True
     snapshot_every: int = 1
+    host_pages: int = 0
+    slot_host_pages: int = 1
 
     def __post_init__(self) -> None:
         least = self.max_num_seqs + 1
@@ -44,12 +51,27 @@ class Cache:
 
     def __init__(self, config: CacheConfig) -> None:
         self.config = config
-        self.paged = PagedGroup(config.num_pages, config.page_size)
-        slots = config.num_state_slots
-        self.state = StateGroup(slots, config.page_size) if slots else None
+        self.host = HostPool(config.host_pages)
+        self.paged = PagedGroup(config.num_pages, config.page_size, self.host)
+        self.state: StateGroup | None = None
+        if config.num_state_slots:
+            sizes = config.num_state_slots, config.page_size
+            self.state = StateGroup(*sizes, self.host, config.slot_host_pages)
+        self.groups = [group for group in (self.paged, self.state) if group]
         self.seqs: set[CacheSeq] = set()
         self.hit_tokens = 0
         self.query_tokens = 0
+
+    @property
+    def host_hit_tokens(self) -> int:
+        """Those of hit_tokens whose pages came back from host memory."""
+        return self.paged.pool.host.num_back * self.config.page_size
+
+    @property
+    def host_query_tokens(self) -> int:
+        """Those of query_tokens that were looked up in host memory: no page here had them."""
+        looked_up = self.query_tokens - self.hit_tokens + self.host_hit_tokens
+        return looked_up if self.host.size else 0
 
     @property
     def capacity(self) -> int:
@@ -67,21 +89,14 @@ class Cache:
         nothing changed, if memory does not suffice with `spare` pages left over.
         """
         hit = self._hit(seq)
-        if self.state:
-            self.state.pin(seq, hit)
-            seq.slot = self.state.pool.take()
-            if not seq.slot and seq.source:
-                self.state.unpin(seq)
-                hit = 0
-                seq.slot = self.state.pool.take()
-        self.paged.resume(seq, hit)
-        missing = self.pages_for(tokens) - hit
-        lacks_slot = self.state is not None and not seq.slot
+        missing = self.pages_for(tokens) - hit + self.paged.pool.cost(self.paged.keys(seq, hit))
+        lacks_slot = self.state is not None and not self.state.pool.available
         if lacks_slot or missing + spare > self.paged.pool.available:
-            if self.state:
-                self.state.unpin(seq)
-            self.release(seq)
             return None
+        for group in self.groups:
+            group.pool.pin(group.keys(seq, hit))
+        for group in self.groups:
+            group.resume(seq, hit)
         self.paged.reserve(seq, tokens)
         self.seqs.add(seq)
         cached = hit * self.config.page_size
@@ -91,7 +106,7 @@ class Cache:
         return cached
 
     def _hit(self, seq: CacheSeq) -> int:
-        """The joint prefix hit, in pages."""
+        """The joint prefix hit, in pages. A row comes before the snapshot that it could resume."""
         if not (self.config.enable_prefix_caching and seq.reuse):
             return 0
         hit = self.paged.hit(seq, (len(seq.prompt) - 1) // self.config.page_size)
@@ -99,7 +114,8 @@ class Cache:
             return hit
         resumed = self.state.hit(seq, hit)
         seq.branch = hit * self.config.page_size if resumed < hit else 0
-        return resumed
+        taken = self.state.pool.cost(self.state.keys(seq, resumed))
+        return resumed if taken < self.state.pool.available else 0
 
     def readmit(self, seq: CacheSeq, tokens: int, spare: int = 0) -> bool:
         """Fresh pages and a fresh slot for a sequence that comes back from the host."""
@@ -146,10 +162,17 @@ class Cache:
         if self.config.enable_prefix_caching:
             self.paged.commit(seq, min(tokens, len(seq.prompt)) if self.state else tokens)
 
-    def settle(self) -> None:
-        """Ends a schedule: its snapshots are no longer pinned."""
+    def settle(self) -> tuple[Moves, Moves]:
+        """Ends a schedule: nothing is pinned for it any more. -> what it moves to the host, and
+        back, by the names of pools that move anything."""
+        self.host.settle()
         if self.state:
             self.state.settle()
+        out: Moves = {}
+        back: Moves = {}
+        for group in self.groups:
+            group.pool.host.settle(out, back)
+        return out, back
 
     def release(self, seq: CacheSeq) -> None:
         """Gives back all that a sequence has; what is cached of it stays until evicted."""
@@ -161,12 +184,13 @@ class Cache:
     def forget(self) -> None:
         """Drops everything that is cached for reuse; what sequences own stays theirs."""
         self.settle()
-        self.paged.pool.forget()
-        if self.state:
-            self.state.pool.forget()
+        self.host.forget()
+        for group in self.groups:
+            group.pool.forget()
 
     def check(self) -> None:
         """Asserts the invariants: one place per id, references equal owners, pins balanced."""
+        self.host.check()
         self.paged.pool.check(self.paged.owners(self.seqs))
         for seq in self.seqs:
             for index, page in enumerate(seq.pages):

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from lockstep.cache.pool import Key, Pool
+from lockstep.cache.host import PAGES, SLOTS, HostPool, HostShelf, Key
+from lockstep.cache.pool import Pool
 
 
 def salt_of(text: str) -> bytes:
@@ -58,23 +59,25 @@ class CacheSeq:
 class PagedGroup:
     """Keys and values. A row writes only pages that it alone owns: cached ones are full."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
-        self.pool = Pool(num_pages)
+    def __init__(self, num_pages: int, page_size: int, host: HostPool) -> None:
+        self.pool = Pool(num_pages, HostShelf(host, PAGES))
         self.page_size = page_size
+
+    def keys(self, seq: CacheSeq, pages: int) -> list[Key]:
+        """What the first `pages` pages are cached under."""
+        return [seq.key(page, self.page_size) for page in range(pages)]
 
     def hit(self, seq: CacheSeq, most: int) -> int:
         """Leading pages, at most `most`, that are cached."""
         count = 0
-        while count < most and self.pool.find(seq.key(count, self.page_size)):
+        while count < most and self.pool.holds(seq.key(count, self.page_size)):
             count += 1
         return count
 
     def resume(self, seq: CacheSeq, pages: int) -> None:
-        """Shares the first `pages` cached pages."""
-        seq.pages = [self.pool.find(seq.key(i, self.page_size)) for i in range(pages)]
+        """Shares the first `pages` cached pages, which are pinned."""
+        seq.pages = self.pool.bring(self.keys(seq, pages))
         seq.published = pages
-        for page in seq.pages:
-            self.pool.share(page)
 
     def reserve(self, seq: CacheSeq, tokens: int) -> bool:
         """Grows to cover `tokens`, or changes nothing."""
@@ -105,30 +108,27 @@ class PagedGroup:
 class StateGroup:
     """Recurrent state: one slot per row; all slots that no row needs may hold snapshots."""
 
-    def __init__(self, num_slots: int, page_size: int) -> None:
-        self.pool = Pool(num_slots)
+    def __init__(self, num_slots: int, page_size: int, host: HostPool, host_pages: int) -> None:
+        self.pool = Pool(num_slots, HostShelf(host, SLOTS, host_pages))
         self.page_size = page_size
         self.pins: list[int] = []
+
+    def keys(self, seq: CacheSeq, pages: int) -> list[Key]:
+        """What the snapshot after `pages` pages is cached under; none after none."""
+        return [seq.key(pages - 1, self.page_size)] if pages else []
 
     def hit(self, seq: CacheSeq, most: int) -> int:
         """The most pages, at most `most`, after which there is a snapshot."""
         return next(
-            (n for n in range(most, 0, -1) if self.pool.find(seq.key(n - 1, self.page_size))), 0
+            (n for n in range(most, 0, -1) if self.pool.holds(seq.key(n - 1, self.page_size))), 0
         )
 
-    def pin(self, seq: CacheSeq, pages: int) -> None:
-        """Holds the snapshot after `pages` pages until settle()."""
-        seq.source = self.pool.find(seq.key(pages - 1, self.page_size)) if pages else 0
-        if seq.source:
-            self.pool.share(seq.source)
-            self.pins.append(seq.source)
-
-    def unpin(self, seq: CacheSeq) -> None:
-        """Gives back what pin() took."""
-        if seq.source:
-            self.pins.remove(seq.source)
-            self.pool.drop(seq.source)
-            seq.source = 0
+    def resume(self, seq: CacheSeq, pages: int) -> None:
+        """A slot for the row, and the pinned snapshot after `pages` pages, held until settle()."""
+        sources = self.pool.bring(self.keys(seq, pages))
+        self.pins.extend(sources)
+        seq.source = sources[0] if sources else 0
+        seq.slot = self.pool.take()
 
     def snapshot(self, seq: CacheSeq, tokens: int) -> int:
         """A slot for the state after `tokens` tokens; 0 if it is cached or none is left."""

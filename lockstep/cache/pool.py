@@ -4,15 +4,18 @@ Ids run from 1; 0 is the null page or slot and is never given out.
 """
 
 from collections import Counter, OrderedDict, deque
+from collections.abc import Sequence
 
-Key = bytes
+from lockstep.cache.host import HostPool, HostShelf, Key
 
 
 class Pool:
-    """`size` ids including the null one. Idle ids are evicted least recently used first."""
+    """`size` ids including the null one. Idle ids are evicted least recently used first, to host
+    memory where there is some."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, host: HostShelf | None = None) -> None:
         self.size = size
+        self.host = host or HostShelf(HostPool(0), "")
         self.free = deque(range(1, size))
         self.idle: OrderedDict[int, None] = OrderedDict()
         self.refs: dict[int, int] = {}
@@ -40,7 +43,9 @@ class Pool:
             taken = self.free.popleft()
         elif self.idle:
             taken, _ = self.idle.popitem(last=False)
-            del self.by_key[self.key_of.pop(taken)]
+            key = self.key_of.pop(taken)
+            del self.by_key[key]
+            self.host.keep(taken, key)
         else:
             return 0
         self.refs[taken] = 1
@@ -71,6 +76,33 @@ class Pool:
     def find(self, key: Key) -> int:
         """The id published under a key, or 0."""
         return self.by_key.get(key, 0)
+
+    def holds(self, key: Key) -> bool:
+        """Whether something is cached under a key, here or in host memory."""
+        return key in self.by_key or self.host.has(key)
+
+    def cost(self, keys: Sequence[Key]) -> int:
+        """How many ids fewer are available once what is cached under these keys has an owner."""
+        return sum(self.find(key) not in self.refs for key in keys)
+
+    def pin(self, keys: Sequence[Key]) -> None:
+        """Holds what is cached under these keys: here by one more owner, in host memory until the
+        schedule ends. To be done for all before anything is taken. The first was used last."""
+        for key in reversed(keys):
+            if key in self.by_key:
+                self.share(self.by_key[key])
+            else:
+                self.host.pin(key)
+
+    def bring(self, keys: Sequence[Key]) -> list[int]:
+        """The ids of what was pinned; what only the host has comes back into fresh ones."""
+        return [self.find(key) or self._fetch(key) for key in keys]
+
+    def _fetch(self, key: Key) -> int:
+        taken = self.take()
+        self.host.bring(taken, key)
+        self.publish(taken, key)
+        return taken
 
     def forget(self) -> None:
         """Nothing is cached any more: idle ids are free, referenced ones keep their owners."""

@@ -15,7 +15,7 @@ from lockstep.check import answer_oracle
 from lockstep.check.answers import Answer
 from lockstep.check.drafters import NONE
 from lockstep.check.plain import PlainRuns
-from lockstep.check.world import MOST_PAGES, Kind, Limits, World, WorldRequest
+from lockstep.check.world import MOST_HOST, MOST_PAGES, Kind, Limits, World, WorldRequest
 from lockstep.errors import RequestError
 from lockstep.example_prompts import short_prompts
 from lockstep.runner.rows import check_ids
@@ -35,11 +35,16 @@ LENGTHS = (1, 3, 17, 40, 61, 62, 63, 64, 65, 66, 90, 125, 126, 127, 128, 129, 13
 LONG = (513, 514, 577, 600)
 """Prompts that attention folds in three parts: of two, no order shows."""
 SELDOM = 10
-"""One world of so many has a long prompt, and one has rows that others push out."""
+"""One world of so many has a long prompt, one has rows that others push out, and two have prefixes
+that come back from host memory."""
 LONGER = 1
 """Which of them has the long prompt."""
 PUSHED = 2
 """Which of them has rows that are pushed out."""
+HOSTED = (3, 8)
+"""Which of them have prefixes that the pages do not hold, but host memory does."""
+HOSTS = 24
+"""Steps in which these come one after the other."""
 PUSHES = 12
 """Steps in which urgent requests push rows out."""
 NO_DRAFTS = 0.1
@@ -119,19 +124,32 @@ class Drawer:
         requests += self._next_turns(rng, requests)
         primed = self._primed(rng, requests)
         pushed = index % SELDOM == PUSHED
+        hosted = self.wants_host(index)
         if index % SELDOM == LONGER:
             requests += (self._long(index),)
         if pushed:
             requests = self._pushed(index, kind, requests)
+        if hosted:
+            requests = self._hosted(index, requests)
         limits = self._limits(rng, kind, requests, primed)
         if crowded:
             limits = replace(limits, rows=kind.buckets[-1], pages=MOST_PAGES)
         if pushed:
             limits = replace(limits, rows=2, policy="priority")
+        # From numbers of its own, so that nothing else of a world depends on it.
+        host = random.Random(f"host {self.seed} {index}")
+        limits = replace(limits, host=host.choice((0, 0, 1, 2, 5, MOST_HOST)))
+        if hosted:
+            pages = _least_pages(requests, primed)
+            limits = replace(limits, rows=2, pages=pages, snapshots=1, host=MOST_HOST, caching=True)
         dirt = rng.randrange(2**31)
         draws = rng.randrange(2**31)
         requests = tuple(replace(r, speculate=rng.random() >= NO_DRAFTS) for r in requests)
         return World(kind, limits, requests, primed, dirt, draws)
+
+    def wants_host(self, index: int) -> bool:
+        """Whether a world is made for prefixes to come back from host memory."""
+        return index % SELDOM in HOSTED
 
     def _scheduled(self, rng: random.Random, request: WorldRequest) -> WorldRequest:
         """When a request comes, goes, and is moved to the host."""
@@ -183,6 +201,24 @@ class Drawer:
         own = (replace(a, **_later(a, PUSHES)) for a in requests)
         return (*rows, *(replace(urgent, arrival=step) for step in steps), *own)
 
+    def _hosted(self, index: int, requests: Requests) -> Requests:
+        """Two prompts of which the pages hold one, in turn: what was computed of each is evicted by
+        the other, and wanted again, also with what follows it and under another salt."""
+        rng = random.Random(f"hosted {self.seed} {index}")
+        texts = self._family((EARLY + index) // 10)
+        params = {"temperature": 0.0, "max_tokens": 3, "ignore_eos": True, "logprobs": 1}
+        length = max(_least_pages(requests, ()) - 1, 2) * PAGE + rng.choice((1, 17, 40))
+        pair = (texts.trunk * 2)[:length], (texts.other * 2)[:length]
+        turns = []
+        for turn in range(HOSTS // 4):
+            prompt = pair[turn % 2]
+            cut = rng.choice((0, 0, 20)) if turn > 1 else 0
+            salt = "of another" if turn == 4 else ""
+            asked = WorldRequest(prompt[: length - cut], params, arrival=4 * turn, salt=salt)
+            turns.append(asked)
+        own = (replace(a, **_later(a, HOSTS)) for a in requests)
+        return (*turns, *own)
+
     def _limits(
         self,
         rng: random.Random,
@@ -191,9 +227,7 @@ class Drawer:
         primed: tuple[tuple[int, ...], ...],
     ) -> Limits:
         """Pages from just enough for the longest request to plenty, and so on."""
-        longest = max(len(a.prompt) + a.params["max_tokens"] for a in requests)
-        longest = max(longest, max((len(p) + 1 for p in primed), default=0))
-        least = -(-longest // PAGE)
+        least = _least_pages(requests, primed)
         pages = rng.choice((least, least, least + 1, least + 2, 2 * least, MOST_PAGES))
         return Limits(
             rows=rng.choice((kind.buckets[-1], kind.buckets[-1], 2, 3)),
@@ -292,6 +326,13 @@ class Drawer:
         """Tokens that the model would say behind the prompt."""
         greedy = {"temperature": 0.0, "max_tokens": 8}
         return list(dict.fromkeys(self.answer(prompt, greedy).tokens))
+
+
+def _least_pages(requests: Requests, primed: tuple[tuple[int, ...], ...]) -> int:
+    """Pages that just hold the longest request."""
+    longest = max(len(a.prompt) + a.params["max_tokens"] for a in requests)
+    longest = max(longest, max((len(p) + 1 for p in primed), default=0))
+    return -(-longest // PAGE)
 
 
 def _later(request: WorldRequest, steps: int) -> dict[str, Any]:

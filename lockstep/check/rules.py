@@ -7,8 +7,9 @@ from typing import Any
 
 from lockstep.cache.cache import Cache
 from lockstep.cache.groups import CacheSeq, salt_of
+from lockstep.cache.host import Key
 from lockstep.engine.engine import Engine
-from lockstep.scheduling.schedule import PromptChunk, Schedule
+from lockstep.scheduling.schedule import Admission, PromptChunk, Schedule
 from lockstep.scheduling.scheduler import Scheduler
 
 
@@ -22,10 +23,15 @@ class Rules:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler = scheduler
         self._pages: dict[int, list[int]] = {}
+        self._cached: dict[str, dict[int, Key]] = {}
+        self._host: dict[int, tuple[str, Key, int]] = {}
 
     def hold(self, made: Schedule) -> None:
         """Raises WorldError where this schedule, the next one, breaks a rule."""
         self._place(made)
+        for admission in made.admissions:
+            self._admission(admission)
+        self._evicted_and_fetched(made)
         for entry in self.scheduler.running:
             if self._pages.get(entry.row) != entry.seq.pages:
                 raise WorldError(
@@ -55,6 +61,35 @@ class Rules:
             if grant.row not in rows:
                 raise WorldError(f"row {grant.row} is granted pages and does not run")
             self._pages[grant.row][grant.column :] = grant.pages
+
+    def _admission(self, admission: Admission) -> None:
+        """The pages that a request begins with are those of its own prompt and salt."""
+        size = self.scheduler.cache.config.page_size
+        known = self.scheduler.cache.paged.pool.key_of
+        request = admission.request
+        fresh = CacheSeq(request.prompt_token_ids, salt=salt_of(request.cache_salt))
+        for index, page in enumerate(admission.pages[: admission.start // size]):
+            if known.get(page) != fresh.key(index, size):
+                raise WorldError(
+                    f"page {page} is not page {index} of what row {admission.row} asks"
+                )
+
+    def _evicted_and_fetched(self, made: Schedule) -> None:
+        """What comes back under a key is what has left under it, every part of it."""
+        for group in self.scheduler.cache.groups:
+            name = group.pool.host.name
+            left = self._cached.get(name, {})
+            for move in made.evicted.get(name, ()):
+                if move.unit not in left:
+                    raise WorldError(f"{name}: {move.unit} was not cached when it was evicted")
+                for index, page in enumerate(move.place):
+                    self._host[page] = (name, left[move.unit], index)
+            known = group.pool.key_of
+            for move in made.fetched.get(name, ()):
+                found = [self._host.get(page) for page in move.place]
+                if found != [(name, known[move.unit], index) for index in range(len(found))]:
+                    raise WorldError(f"{name}: {move.unit} is fetched from where another thing is")
+            self._cached[name] = dict(known)
 
     def _snapshots(self, chunk: PromptChunk) -> None:
         """A chunk reads the state at its start, and writes that at the last grid point within."""
@@ -121,6 +156,7 @@ def leaves_nothing(engine: Engine) -> None:
         ("slots in use", state.pool.used if state else 0),
         ("pinned snapshots", len(state.pins) if state else 0),
         ("rows in host memory", len(engine.runner.saved)),
+        ("pinned places in host memory", len(cache.host.pinned)),
         ("counts of requests", len(engine._counted)),
     ):
         if left:

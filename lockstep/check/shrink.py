@@ -40,7 +40,16 @@ def _simpler_engine(world: World) -> Iterator[World]:
     limits = world.limits
     plain_kind = Kind()
     plain_limits = Limits()
-    for name in ("preempt_every", "snapshots", "pages", "chunk", "policy", "caching", "rows"):
+    for name in (
+        "preempt_every",
+        "host",
+        "snapshots",
+        "pages",
+        "chunk",
+        "policy",
+        "caching",
+        "rows",
+    ):
         usual = getattr(plain_limits, name)
         if getattr(limits, name) != usual and not (name == "rows" and kind.buckets[-1] < usual):
             yield replace(world, limits=replace(limits, **{name: usual}))
@@ -61,7 +70,7 @@ def _simpler_engine(world: World) -> Iterator[World]:
 
 def _simpler_request(given: WorldRequest) -> Iterator[WorldRequest]:
     plain = WorldRequest(())
-    for name in ("abort", "preempt", "arrival", "priority", "speculate"):
+    for name in ("abort", "preempt", "arrival", "priority", "speculate", "salt"):
         usual: Any = getattr(plain, name)
         if getattr(given, name) != usual:
             yield replace(given, **{name: usual})

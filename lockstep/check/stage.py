@@ -19,6 +19,7 @@ from lockstep.check.plain import PlainRuns
 from lockstep.check.rules import RuledScheduler, WorldError, leaves_nothing
 from lockstep.check.world import Kind, World, WorldRequest
 from lockstep.engine.engine import Engine
+from lockstep.runner import memory
 from lockstep.scheduling.draft_length import RandomDraftLength
 
 MOST_STEPS = 3000
@@ -61,6 +62,9 @@ class Stage:
                 raise WorldError("drafts were verified of a request that wants none")
         seen.update(took_place(answer for own in answers for answer in own))
         seen["aborted"] += sum(completion.aborted for own in completions for completion in own)
+        for group in self.engine.engine.scheduler.cache.groups:
+            shelf = group.pool.host
+            seen[f"{shelf.name} from host memory"] = shelf.num_back
         leaves_nothing(self.engine.engine)
         return Played(answers, seen)
 
@@ -79,15 +83,21 @@ class Stage:
         if world.kind.changing:
             rng = random.Random(world.draws)
             options["draft_policy"] = RandomDraftLength(engine.plan.draft_lengths, rng)
+        plan = engine.plan
+        host_pages = limits.host * (1 + plan.slot_host_pages)
         cache = CacheConfig(
             num_pages=limits.pages + 1,
-            page_size=engine.plan.page_size,
+            page_size=plan.page_size,
             num_state_slots=1 + limits.rows + limits.snapshots if has_state else 0,
-            snapshot_every=engine.plan.snapshot_every,
+            snapshot_every=plan.snapshot_every,
+            host_pages=host_pages,
+            slot_host_pages=plan.slot_host_pages,
             max_num_seqs=limits.rows,
             enable_prefix_caching=limits.caching,
         )
         self.engine.renew(cache, RuledScheduler, **options)
+        transfers = engine.runner.transfers
+        transfers.host = memory.host_memory(host_pages, plan.page_bytes, plan.device)
         make_dirty(engine, world.dirt)
 
     def _drive(self, world: World, seen: Counter[str]) -> list[list[Completion]]:
@@ -100,6 +110,7 @@ class Stage:
         for own, given in zip(completions, world.requests, strict=True):
             for completion in own:
                 completion.request.speculate = given.speculate
+                completion.request.cache_salt = given.salt
         by_id = {completion.request.id: completion for own in completions for completion in own}
         last = max((given.arrival for given in world.requests), default=0)
         for turn in range(MOST_STEPS):
@@ -173,5 +184,5 @@ def make_dirty(engine: Engine, seed: int) -> None:
         if tensor.numel():
             tensor[1:] = drawn(tensor[1:]).to(tensor.device, tensor.dtype)
     table.page_table[1:] = 0
-    for tensor in (*runner.paged, *runner.state):
+    for tensor in (*runner.paged, *runner.state, *runner.transfers.host):
         tensor.copy_(drawn(tensor).to(tensor.device, tensor.dtype))

@@ -19,6 +19,7 @@ ROOM = 640
 """Tokens of prompt and answer that an engine of worlds has room for."""
 MOST_PAGES = 64
 MOST_SNAPSHOTS = 16
+MOST_HOST = 16
 MOST_REQUESTS = 64
 MOST_BYTES = 1 << 24
 """Of a file of a world."""
@@ -62,13 +63,14 @@ class Kind:
 @dataclass(frozen=True)
 class Limits:
     """What is scheduled and cached. rows: requests that run at once; chunk: prompt tokens of a
-    step; pages, snapshots: how many there are; preempt_every: as in CheckHooks; length: most
-    tokens of prompt and answer."""
+    step; pages, snapshots: how many there are; host: pages, and snapshots as well, that host memory
+    has room for; preempt_every: as in CheckHooks; length: most tokens of prompt and answer."""
 
     rows: int = 6
     chunk: int = 2048
     pages: int = MOST_PAGES
     snapshots: int = MOST_SNAPSHOTS
+    host: int = 0
     caching: bool = False
     preempt_every: int = 0
     policy: str = "fcfs"
@@ -79,7 +81,7 @@ class Limits:
 class WorldRequest:
     """One request. params: fields of SamplingParams that are not the default; arrival, abort,
     preempt: the steps at which it comes, is ended from outside, and is moved to the host;
-    speculate: whether it wants drafts."""
+    speculate: whether it wants drafts; salt: its cache_salt."""
 
     prompt: tuple[int, ...]
     params: dict[str, Any] = field(default_factory=dict)
@@ -88,6 +90,7 @@ class WorldRequest:
     preempt: tuple[int, ...] = ()
     priority: int = 0
     speculate: bool = True
+    salt: str = ""
 
     def sampling(self) -> SamplingParams:
         """Its parameters as an object."""
@@ -153,6 +156,7 @@ class World:
             ("chunk", limits.chunk, 64, 1 << 20),
             ("pages", limits.pages, 1, MOST_PAGES),
             ("snapshots", limits.snapshots, 0, MOST_SNAPSHOTS),
+            ("host", limits.host, 0, MOST_HOST),
             ("preempt_every", limits.preempt_every, 0, 1 << 30),
             ("length", limits.length, 2, ROOM),
         ):

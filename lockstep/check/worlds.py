@@ -26,6 +26,9 @@ Progress = Callable[[str, int, int], None]
 Build = Callable[[Kind], CheckEngine]
 WORLD = "world"
 """The phase of a world's setup: cold, hit and preempted as it comes."""
+AXES = ("cached tokens", "preemptions", "drafted", "accepted")
+FROM_HOST = "pages from host memory"
+"""What has to take place in worlds; the last, where some are made for it."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,7 @@ def run_worlds(
 ) -> None:
     """Draws and plays worlds, and adds to the report."""
     started = time.monotonic()
+    axes: tuple[str, ...] = AXES
     for index in count():
         passed = time.monotonic() - started
         if passed >= effort.seconds if effort.seconds is not None else index >= effort.worlds:
@@ -145,6 +149,7 @@ def run_worlds(
             report.fail(setup, f"world {index} of seed {drawer.seed}", what, "a plain run")
             return
         found = examiner.examine(world)
+        axes = (*AXES, FROM_HOST) if drawer.wants_host(index) else axes
         if report.used is not None:
             for given in world.requests:
                 report.used.params(given.sampling())
@@ -160,12 +165,12 @@ def run_worlds(
         if failed and effort.fail_fast:
             return
     if sum(tally.setup.phase == WORLD for tally in report.tallies) >= EARLY:
-        _check_exercised(report)
+        _check_exercised(report, axes)
 
 
-def _check_exercised(report: Report) -> None:
+def _check_exercised(report: Report, axes: tuple[str, ...]) -> None:
     """An axis that never took place proves nothing: that is a failure too."""
-    for name in ("cached tokens", "preemptions", "drafted", "accepted"):
+    for name in axes:
         if not report.exercised.get(name):
             report.fail(Setup(NONE, 0, WORLD, "none"), "all", f"no {name} at all")
 

@@ -154,4 +154,5 @@ def _plan(plan: dict[str, Any]) -> Table:
             table.add_row(name, f"{value:,}")
         else:
             table.add_row(name, str(value))
+    table.add_row("host_bytes", decimal(plan["host_pages"] * plan["page_bytes"]))
     return table

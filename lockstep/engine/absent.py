@@ -146,7 +146,7 @@ def plan(
     """The memory plan: bytes of each part and, of a GPU with `total` bytes, what fits."""
     cost = memory.cache_bytes(layers)
     step = step_bytes(limits, model)
-    before = weights + table + step + OVERHEAD_BYTES
+    before = weights + table + step + OVERHEAD_BYTES + memory.staging_bytes(config)
     least = (limits.row_columns + 1) * cost.page + 2 * cost.slot
     found: dict[str, Any] = dict(
         dtype=limits.dtype,
@@ -161,6 +161,7 @@ def plan(
         page_bytes=cost.page,
         slot_bytes=cost.slot,
         one_request_bytes=least,
+        host_pages=int(config.kv_offloading_size * memory.GIB) // cost.page,
         needed_bytes=int((before + least) / config.gpu_memory_utilization),
     )
     if total is None:

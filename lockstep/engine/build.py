@@ -22,6 +22,7 @@ from lockstep.kernels.kv import formats
 from lockstep.layers.build import Build, Choice
 from lockstep.layers.kv import KVLayers
 from lockstep.layers.linear import probe
+from lockstep.layers.room import Room
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.hub import folder_of
 from lockstep.models.loader import Loaded, build_model, fill_dummy, load_weights
@@ -100,6 +101,7 @@ def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) ->
         page_bytes=cost.page,
         num_slots=size.slots,
         slot_bytes=cost.slot,
+        host_pages=memory.host_pages(config, cost, host_room(build)),
         snapshot_every=config.snapshot_every or memory.snapshot_every(model, draft),
         **draft_costs(model, draft),
     )
@@ -407,7 +409,13 @@ def free_bytes(
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     free, total = torch.cuda.mem_get_info()
-    return int(total * config.gpu_memory_utilization) - (total - free) - peak
+    taken = total - free + peak + memory.staging_bytes(config)
+    return int(total * config.gpu_memory_utilization) - taken
+
+
+def host_room(build: Build) -> Room:
+    """The host's memory: on a CPU, the device's own."""
+    return build.room if build.device == "cpu" else Room("cpu")
 
 
 def pick_policy(

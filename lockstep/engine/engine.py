@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.cache.cache import Cache, CacheConfig
+from lockstep.cache.host import PAGES, SLOTS
 from lockstep.config import EngineConfig, Plan
 from lockstep.engine.build import Progress, build_engine
 from lockstep.engine.hooks import NO_HOOKS, CheckHooks
@@ -89,6 +90,8 @@ class Engine:
                 snapshot_every=plan.snapshot_every,
                 max_num_seqs=plan.max_num_seqs,
                 enable_prefix_caching=config.enable_prefix_caching,
+                host_pages=plan.host_pages,
+                slot_host_pages=plan.slot_host_pages,
             )
         )
         self.scheduler = Scheduler(
@@ -222,13 +225,28 @@ class Engine:
         stats.num_waiting = scheduler.num_waiting
         stats.num_swapped = scheduler.num_swapped
         stats.preemptions_total = scheduler.preemptions
-        stats.pages_total = cache.paged.pool.total
+        stats.pages = cache.paged.pool.total
         stats.pages_used = cache.paged.pool.used
         stats.prefix_hits_total = cache.hit_tokens
         stats.prefix_queries_total = cache.query_tokens
+        self._count_moves(cache)
         stats.drafts_total = scheduler.drafted_rows
         stats.accepted_at = tuple(scheduler.accepted_at)
         return stats
+
+    def _count_moves(self, cache: Cache) -> None:
+        """What was evicted to host memory and came back, as the cache has counted it."""
+        stats = self.stats
+        sizes = {PAGES: self.plan.page_bytes, SLOTS: self.plan.slot_bytes}
+        shelves = [(g.pool.host, sizes[g.pool.host.name]) for g in cache.groups]
+        stats.host_pages = cache.host.size
+        stats.host_pages_used = cache.host.used
+        stats.host_hits_total = cache.host_hit_tokens
+        stats.host_queries_total = cache.host_query_tokens
+        stats.offloaded_total = sum(shelf.num_out for shelf, _ in shelves)
+        stats.offloaded_bytes_total = sum(shelf.num_out * size for shelf, size in shelves)
+        stats.fetched_total = sum(shelf.num_back for shelf, _ in shelves)
+        stats.fetched_bytes_total = sum(shelf.num_back * size for shelf, size in shelves)
 
     def explain(self) -> dict[str, Any]:
         """The plan; per layer: op, backend, and why the others were refused; and notes: what the

@@ -24,14 +24,18 @@ class Stats:
     """Totals since the start and gauges of now. Histogram lists are drained by whoever reads.
 
     drafts_total: rows of steps that brought drafts; accepted_at: how often those at each place were
-    accepted. restarts_total: engines that were lost and started again.
+    accepted. restarts_total: engines that were lost and started again. host_pages: of host memory
+    behind the cache. offloaded, fetched: pages and snapshots that were copied there, and back.
+    host_hits_total: those of the prefix_hits_total tokens whose pages came back.
     """
 
     num_running: int = 0
     num_waiting: int = 0
     num_swapped: int = 0
     pages_used: int = 0
-    pages_total: int = 0
+    pages: int = 0
+    host_pages_used: int = 0
+    host_pages: int = 0
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
     draft_tokens_total: int = 0
@@ -40,6 +44,12 @@ class Stats:
     preemptions_total: int = 0
     prefix_hits_total: int = 0
     prefix_queries_total: int = 0
+    host_hits_total: int = 0
+    host_queries_total: int = 0
+    offloaded_total: int = 0
+    offloaded_bytes_total: int = 0
+    fetched_total: int = 0
+    fetched_bytes_total: int = 0
     drafts_total: int = 0
     restarts_total: int = 0
     accepted_at: tuple[int, ...] = ()

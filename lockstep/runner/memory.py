@@ -3,13 +3,16 @@
 import ctypes
 from contextlib import suppress
 from dataclasses import dataclass
+from math import ceil
 
+import torch
 from torch import Tensor, nn
 
 from lockstep.cache.specs import Cached, Law, unit_bytes
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.errors import CapacityError
 from lockstep.layers.room import Room
+from lockstep.runner.transfers import BUFFERS, STAGING_BYTES
 from lockstep.step import PAGE_SIZE
 
 CPU_CACHE_BYTES = 1 << 30
@@ -29,6 +32,9 @@ TOKENS_OF_A_BYTE = 8
 a step."""
 COLUMN_BYTES = 4
 """Of the table, per page of a row: its number."""
+GIB = 1 << 30
+SLAB_BYTES = GIB
+"""Of host memory that is taken at once, at most."""
 LEAST_PAGES = 3
 """The null page, and two for one request."""
 M_TRIM_THRESHOLD = -1
@@ -127,6 +133,47 @@ def _snapshots(config: EngineConfig) -> int:
 def _slots(limits: StepLimits, cost: CacheBytes, snapshots: int) -> int:
     """The null slot, one for each row, and the snapshots; none where no layer recurs."""
     return 1 + limits.max_num_seqs + snapshots if cost.slot else 0
+
+
+def host_pages(config: EngineConfig, cost: CacheBytes, room: Room) -> int:
+    """Pages that the host keeps of what is evicted; none where nothing is found again. room: the
+    host's. Raises CapacityError where not even one of all that a hit needs has room, or where the
+    host has no such memory."""
+    if not (config.kv_offloading_size and config.enable_prefix_caching):
+        return 0
+    asked = f"kv_offloading_size={config.kv_offloading_size:g}"
+    size = int(config.kv_offloading_size * GIB)
+    least = cost.page + -(-cost.slot // cost.page) * cost.page
+    if size < least:
+        raise CapacityError(
+            f"{asked} GiB is not allowed; allowed: 0, or {ceil(least / GIB * 1e6) / 1e6:g} or "
+            f"more: what one page takes ({cost.page} bytes), and a snapshot where layers recur "
+            f"({cost.slot}). Raise it."
+        )
+    count = size // cost.page
+    room.take(count * cost.page, f"the host's part of the cache ({asked})", "Lower it.")
+    return count
+
+
+def staging_bytes(config: EngineConfig) -> int:
+    """Of the device, for what is on its way to host memory and back where it is to move often."""
+    return BUFFERS * STAGING_BYTES if config.kv_offloading_size else 0
+
+
+def host_memory(pages: int, page_bytes: int, device: str) -> list[Tensor]:
+    """Host memory [pages, page_bytes] uint8, such as the device copies from and to beside its
+    steps; in tensors one after the other, all but the last as long as the first, since torch pins
+    powers of two. Raises CapacityError."""
+    count = max(SLAB_BYTES // page_bytes, 1)
+    sizes = [min(count, pages - first) for first in range(0, pages, count)]
+    pinned = device == "cuda"
+    try:
+        return [torch.empty(n, page_bytes, dtype=torch.uint8, pin_memory=pinned) for n in sizes]
+    except RuntimeError as error:
+        raise CapacityError(
+            f"the host has no {pages * page_bytes / GIB:.3g} GiB to pin for the cache: {error}. "
+            "Lower kv_offloading_size."
+        ) from None
 
 
 def check_table(room: Room, limits: StepLimits, vocab: int) -> None:

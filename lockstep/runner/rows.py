@@ -8,8 +8,9 @@ from torch import Tensor
 
 from lockstep.errors import RequestError
 from lockstep.kernels import sampling as s
-from lockstep.kernels.copy_to_device import copy_to_device
+from lockstep.kernels.copy_to_device import copy_to_device, copy_to_host
 from lockstep.runner.table import RowTable
+from lockstep.runner.transfers import Transfers
 from lockstep.scheduling.request import Request
 
 MOST_BIAS = 1e30
@@ -20,11 +21,12 @@ FURTHEST = 2**31 - 1
 
 @dataclass
 class HostRow:
-    """A preempted row in host memory: its tensors of the table, its pages, its state."""
+    """A preempted row in host memory: its tensors of the table, and the places of its pages and of
+    its state."""
 
     table: list[Tensor]
-    pages: list[Tensor]
-    state: list[Tensor]
+    pages: list[list[Tensor]]
+    state: list[list[Tensor]]
 
 
 def write_row(table: RowTable, row: int, request: Request, start: int) -> None:
@@ -145,14 +147,13 @@ def _words(words: Sequence[Sequence[int]], shape: torch.Size) -> Tensor:
 
 
 def save_row(
-    table: RowTable, row: int, pages: list[int], slot: int, paged: list[Tensor], state: list[Tensor]
+    table: RowTable, row: int, pages: list[int], slot: int, transfers: Transfers
 ) -> HostRow:
-    """Everything of a row, copied to host memory in the order of device work."""
-    index = torch.tensor(pages, dtype=torch.int64)
+    """Everything of a row, copied to host memory in the order of device work. slot: 0 for none."""
     return HostRow(
-        [t[row].cpu().clone() for t in table.row_tensors()],
-        [t[index.to(t.device)].cpu() for t in paged],
-        [t[slot].cpu().clone() for t in state],
+        [copy_to_host(tensor[row]) for tensor in table.row_tensors()],
+        transfers.save(transfers.pages, pages),
+        transfers.save(transfers.slots, [slot] if slot else []),
     )
 
 
@@ -162,15 +163,11 @@ def restore_row(
     saved: HostRow,
     pages: list[int],
     slot: int,
-    paged: list[Tensor],
-    state: list[Tensor],
+    transfers: Transfers,
 ) -> None:
     """The row as it was saved, in its new place. Pages past the saved ones are fresh."""
     for tensor, kept in zip(table.row_tensors(), saved.table, strict=True):
-        tensor[row] = kept.to(tensor.device)
+        copy_to_device(kept, tensor[row])
     write_place(table, row, pages, slot)
-    for tensor, kept in zip(paged, saved.pages, strict=True):
-        index = torch.tensor(pages[: kept.shape[0]], dtype=torch.int64, device=tensor.device)
-        tensor[index] = kept.to(tensor.device)
-    for tensor, kept in zip(state, saved.state, strict=True):
-        tensor[slot] = kept.to(tensor.device)
+    transfers.back(transfers.pages, pages[: len(saved.pages)], saved.pages)
+    transfers.back(transfers.slots, [slot] if slot else [], saved.state)

@@ -19,6 +19,7 @@ from lockstep.runner.program import Outcome, Program, RunStep
 from lockstep.runner.sampler import logprobs
 from lockstep.runner.step_timer import StepTimer
 from lockstep.runner.threads import by_work
+from lockstep.runner.transfers import CopyStream, Transfers
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import PromptChunk, Results, RowResult, Schedule
 from lockstep.step import PAGE_SIZE, StepShape
@@ -89,6 +90,8 @@ class Runner:
         memory.allocate(self.layers, plan.num_pages, plan.num_slots, plan.device)
         self.paged = memory.tensors(self.layers, Law.PAGED)
         self.state = memory.tensors(self.layers, Law.STATE)
+        host = memory.host_memory(plan.host_pages, plan.page_bytes, plan.device)
+        self.transfers = Transfers(self.paged, self.state, host, CopyStream(plan.device))
 
     def warm_up(self, progress: Callable[[int, int], None]) -> dict[tuple[int, int], float]:
         """Runs every uniform shape on null rows, capturing it if the plan asks for graphs.
@@ -135,10 +138,12 @@ class Runner:
     @torch.inference_mode()
     def launch(self, schedule: Schedule) -> list[InFlightStep]:
         """Puts a schedule on the device. Does not wait for it."""
+        self.transfers.evict(schedule.evicted)
         self._place(schedule)
         launched = []
         if schedule.decode:
             launched.append(self._launch_decode(schedule))
+        self.transfers.fetch(schedule.fetched)
         if schedule.prompt:
             launched.append(self._launch_prompt(schedule.prompt))
         return launched
@@ -147,14 +152,13 @@ class Runner:
         """Moves, admits and grants, in the order of the schedule."""
         table = self.table
         for swap in schedule.swap_out:
-            host = rows.save_row(
-                table, swap.row, swap.pages, swap.state_slot, self.paged, self.state
-            )
+            place = (swap.pages, swap.state_slot)
+            host = rows.save_row(table, swap.row, *place, self.transfers)
             self.saved[swap.request_id] = SavedRow(self.requests[swap.row], host)
         for swap in schedule.swap_in:
             saved = self.saved.pop(swap.request_id)
-            place = (swap.pages, swap.state_slot, self.paged, self.state)
-            rows.restore_row(table, swap.row, saved.host, *place)
+            place = (swap.pages, swap.state_slot)
+            rows.restore_row(table, swap.row, saved.host, *place, self.transfers)
             self.requests[swap.row] = saved.request
         for admission in schedule.admissions:
             rows.write_row(table, admission.row, admission.request, admission.start)

@@ -2,11 +2,13 @@
 
 Rows are named by their number in the table. A whole request is handed over once, when it gets a
 row; whoever executes schedules remembers what it needs of it. The fields of a schedule are executed
-in their order: moves out, moves in, admissions, grants, then the decode step, then the prompt step.
+in their order: what is evicted is read, rows move out and in, admissions, grants, then the decode
+step, what is fetched is written, then the prompt step.
 """
 
 from dataclasses import dataclass, field
 
+from lockstep.cache.host import Moves
 from lockstep.outputs import Logprob, TokenSource
 from lockstep.scheduling.request import Request
 
@@ -66,9 +68,12 @@ class Schedule:
     decode: the rows of the decode step; padded_rows: how many it has with its null rows.
     num_drafts: drafts that each of them brings to be verified, and that are made behind the step.
     drafts_ready: how many of these the step before has made for rows that decoded in it.
+    evicted: pages and slots that go to host memory as they are before this schedule; fetched: those
+    that come back, which its prompt step is the first to read.
     """
 
     tick: int
+    evicted: Moves = field(default_factory=dict)
     swap_out: list[Swap] = field(default_factory=list)
     swap_in: list[Swap] = field(default_factory=list)
     admissions: list[Admission] = field(default_factory=list)
@@ -77,6 +82,7 @@ class Schedule:
     padded_rows: int = 0
     num_drafts: int = 0
     drafts_ready: int = 0
+    fetched: Moves = field(default_factory=dict)
     prompt: list[PromptChunk] = field(default_factory=list)
 
 

@@ -216,7 +216,7 @@ class Scheduler:
         rows.update(self._plan_prompt(plan))
         if rows:
             self.launched[plan.tick] = rows
-        self.cache.settle()
+        plan.evicted, plan.fetched = self.cache.settle()
         return plan
 
     def context(self, schedule: Schedule) -> int:

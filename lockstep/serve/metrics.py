@@ -1,7 +1,7 @@
 """The engine's counters in Prometheus' text form; names as vLLM's but for what stands in front."""
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -25,7 +25,14 @@ _COUNTERS = {
     "restarts_total": ("engine_restarts", "Engine processes that were lost and started again."),
     "prefix_hits_total": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     "prefix_queries_total": ("prefix_cache_queries", "Prompt tokens looked up there."),
+    "host_hits_total": ("external_prefix_cache_hits", "Of these, found in host memory."),
+    "host_queries_total": ("external_prefix_cache_queries", "Prompt tokens looked up in it."),
 }
+_TRANSFERS = {
+    "GPU_to_CPU": ("offloaded_total", "offloaded_bytes_total"),
+    "CPU_to_GPU": ("fetched_total", "fetched_bytes_total"),
+}
+"""transfer_type -> how many moved, and their bytes."""
 _LONG = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
 _HISTOGRAMS = {
@@ -112,6 +119,7 @@ _REQUESTS = (
     ),
 )
 
+Kind = TypeVar("Kind", Gauge, Counter, Histogram)
 Prefix = Literal["lockstep", "vllm"]
 """What stands in front of the names."""
 
@@ -126,61 +134,57 @@ class Metrics:
         self.floors = floors
         self.registry = CollectorRegistry()
         self._model = model_name
+        self._prefix = prefix
         self._seen: dict[str, float] = {}
-        label = ["model_name"]
-        self._gauges = {
-            k: Gauge(f"{prefix}:{n}", h, label, registry=self.registry)
-            for k, (n, h) in _GAUGES.items()
-        }
-        rate = Gauge(
-            f"{prefix}:memory_bytes_per_second",
+        self._gauges = {k: self._new(Gauge, n, h) for k, (n, h) in _GAUGES.items()}
+        rate = self._new(
+            Gauge,
+            "memory_bytes_per_second",
             "The memory's rate that floors are computed with; 0 where there are none.",
-            label,
-            registry=self.registry,
         )
         rate.labels(model_name).set(floors.rates.memory if floors else 0)
-        self._usage = Gauge(
-            f"{prefix}:kv_cache_usage_perc", "Used share of pages.", label, registry=self.registry
+        self._usage = self._new(Gauge, "kv_cache_usage_perc", "Used share of pages.")
+        self._counters = {k: self._new(Counter, n, h) for k, (n, h) in _COUNTERS.items()}
+        self._floor = self._new(
+            Counter, "decode_step_floor_seconds", "The least time that the decode steps could take."
         )
-        self._counters = {
-            k: Counter(f"{prefix}:{n}", h, label, registry=self.registry)
-            for k, (n, h) in _COUNTERS.items()
-        }
-        self._floor = Counter(
-            f"{prefix}:decode_step_floor_seconds",
-            "The least time that the decode steps could take.",
-            label,
-            registry=self.registry,
+        moved = "copied to host memory and back."
+        self._transfers = [
+            self._new(Counter, f"kv_offload_total_{name}", f"{what} {moved}", "transfer_type")
+            for name, what in (
+                ("units", "Pages and snapshots"),
+                ("bytes", "Bytes of pages and snapshots"),
+            )
+        ]
+        self._host_usage = self._new(
+            Gauge,
+            "kv_offload_cpu_cache_usage_perc",
+            "Used share of the host memory behind the cache.",
         )
-        self._success = Counter(
-            f"{prefix}:request_success",
-            "Requests that ended, by reason.",
-            ["model_name", "finished_reason"],
-            registry=self.registry,
+        self._success = self._new(
+            Counter, "request_success", "Requests that ended, by reason.", "finished_reason"
         )
-        self._accepted_at = Counter(
-            f"{prefix}:spec_decode_num_accepted_tokens_per_pos",
+        self._accepted_at = self._new(
+            Counter,
+            "spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens accepted, by their place from 0.",
-            ["model_name", "position"],
-            registry=self.registry,
+            "position",
         )
         self._histograms = {
-            k: Histogram(f"{prefix}:{n}", h, label, buckets=b, registry=self.registry)
+            k: self._new(Histogram, n, h, buckets=b)
             for k, (n, h, b) in (_HISTOGRAMS | _STEPS).items()
         }
         self._requests = [
-            (
-                one.value,
-                Histogram(
-                    f"{prefix}:{one.name}",
-                    one.help,
-                    label,
-                    buckets=one.buckets,
-                    registry=self.registry,
-                ),
-            )
+            (one.value, self._new(Histogram, one.name, one.help, buckets=one.buckets))
             for one in _REQUESTS
         ]
+
+    def _new(
+        self, kind: type[Kind], name: str, about: str, *labels: str, **options: Sequence[float]
+    ) -> Kind:
+        """A metric with labels beside the model's name."""
+        shown = ["model_name", *labels]
+        return kind(f"{self._prefix}:{name}", about, shown, registry=self.registry, **options)  # type: ignore[arg-type]
 
     def observe(self, record: Record) -> None:
         """Counts a request that has ended."""
@@ -193,9 +197,13 @@ class Metrics:
         """The text for one scrape; the histogram lists of `stats` are used up by it."""
         for key, gauge in self._gauges.items():
             gauge.labels(self._model).set(getattr(stats, key))
-        self._usage.labels(self._model).set(stats.pages_used / max(stats.pages_total, 1))
+        self._usage.labels(self._model).set(stats.pages_used / max(stats.pages, 1))
         for key, counter in self._counters.items():
             counter.labels(self._model).inc(self._grown(key, getattr(stats, key)))
+        self._host_usage.labels(self._model).set(stats.host_pages_used / max(stats.host_pages, 1))
+        for way, keys in _TRANSFERS.items():
+            for counter, key in zip(self._transfers, keys, strict=True):
+                counter.labels(self._model, way).inc(self._grown(key, getattr(stats, key)))
         for reason, total in stats.requests_success_total.items():
             grown = self._grown(f"success {reason}", total)
             self._success.labels(self._model, reason).inc(grown)

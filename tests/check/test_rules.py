@@ -7,6 +7,7 @@ import pytest
 
 from lockstep.cache.cache import Cache, CacheConfig
 from lockstep.cache.groups import CacheSeq, StateGroup
+from lockstep.cache.host import PAGES, Move
 from lockstep.check.harness import build, build_plain
 from lockstep.check.plain import PlainRuns
 from lockstep.check.rules import Rules, WorldError, shares_no_snapshot
@@ -77,14 +78,13 @@ def test_a_snapshot_that_a_row_begins_from_is_not_given_away(
     world = World(Kind(), limits, requests, primed=(known,))
     play(world)
 
-    def find(self: StateGroup, seq: CacheSeq, pages: int) -> None:
-        seq.source = self.pool.find(seq.key(pages - 1, self.page_size)) if pages else 0
+    resume = StateGroup.resume
 
-    def lose(self: StateGroup, seq: CacheSeq) -> None:
-        seq.source = 0
+    def let_go(self: StateGroup, seq: CacheSeq, pages: int) -> None:
+        resume(self, seq, pages)
+        self.settle()
 
-    monkeypatch.setattr(StateGroup, "pin", find)
-    monkeypatch.setattr(StateGroup, "unpin", lose)
+    monkeypatch.setattr(StateGroup, "resume", let_go)
     with pytest.raises(WorldError, match="a snapshot of a step is a row's own slot"):
         play(world)
 
@@ -113,6 +113,34 @@ def test_a_snapshot_is_what_its_key_says() -> None:
     rules.scheduler.running[0].request = Request("r", list(range(1, 100)))
     with pytest.raises(WorldError, match="is not the snapshot behind"):
         rules.hold(made)
+
+
+def test_what_comes_back_is_what_has_left() -> None:
+    rules, made = scheduled(list(range(100)))
+    cache = rules.scheduler.cache
+    rules.hold(made)
+    page = cache.seqs.copy().pop().pages[0]
+    out = replace(made, evicted={PAGES: [Move(page, (3,))]})
+    rules.hold(out)
+    rules.hold(replace(made, fetched={PAGES: [Move(page, (3,))]}))
+    with pytest.raises(WorldError, match="fetched from where another thing is"):
+        rules.hold(replace(made, fetched={PAGES: [Move(page, (2,))]}))
+    with pytest.raises(WorldError, match="9 was not cached when it was evicted"):
+        rules.hold(replace(made, evicted={PAGES: [Move(9, (2,))]}))
+
+
+def test_a_request_begins_with_pages_of_its_own_prompt_and_salt() -> None:
+    rules, made = scheduled(list(range(100)))
+    rules.hold(made)
+    (admission,) = made.admissions
+    rules.hold(replace(made, admissions=[replace(admission, start=64)]))
+    for other in (
+        Request("r", list(range(1, 101))),
+        Request("r", list(range(100)), cache_salt="another"),
+    ):
+        wrong = replace(admission, start=64, request=other)
+        with pytest.raises(WorldError, match="is not page 0 of what row 1 asks"):
+            rules.hold(replace(made, admissions=[wrong]))
 
 
 def test_a_snapshot_lies_within_its_chunk() -> None:

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from lockstep import spec
 from lockstep.cache.cache import Cache
 from lockstep.check import SIZES, Effort, Shard, read_world, run_check, run_replay
-from lockstep.check.draw import LONGER, PUSHED, SELDOM, Drawer, kind_of, kinds_of
+from lockstep.check.draw import HOSTED, LONGER, PUSHED, SELDOM, Drawer, kind_of, kinds_of
 from lockstep.check.harness import CheckEngine, build, build_plain
 from lockstep.check.plain import PlainRuns
 from lockstep.check.rules import WorldError
@@ -112,6 +112,18 @@ def test_some_worlds_have_a_long_prompt_and_some_have_rows_that_are_pushed_out(
             a for a in pushed.requests if a.priority == max(b.priority for b in pushed.requests)
         ]
         assert len(late) == 2 and [a.abort is None for a in late] == [True, False]
+
+
+def test_some_worlds_have_prompts_that_come_back_from_host_memory(
+    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine]
+) -> None:
+    drawer = Drawer(plain, 1, ("ngram", "mtp"), ("none",))
+    for index in HOSTED:
+        world = drawer.world(index)
+        assert drawer.wants_host(index) and world.limits.host
+        assert {a.salt for a in world.requests} == {"", "of another"}
+        played = Stage(build_kind(world.kind), world.kind).play(world, plain)
+        assert played.seen["pages from host memory"] > 0
 
 
 def test_kinds_hold_every_drafter_and_a_checkpoint_without_mtp_has_others() -> None:
@@ -281,7 +293,8 @@ def test_an_axis_that_never_takes_place_is_a_failure(
     monkeypatch.setattr(Cache, "_hit", lambda self, seq: 0)
     monkeypatch.setattr("lockstep.check.worlds.EARLY", 4)
     report = run_check("quick", model, effort=Effort(4), load_format="dummy")
-    assert [f.what for f in report.failures] == ["no cached tokens at all"]
+    missed = ["no cached tokens at all", "no pages from host memory at all"]
+    assert [f.what for f in report.failures] == missed
 
 
 def test_plain_runs_are_kept_and_judged(plain: PlainRuns, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ def server() -> Iterator[SimpleNamespace]:
     """`stats` is what /metrics tells; `tokens` more are counted at every reading; `key` is asked
     for; `status` and `text` replace the answer."""
     found = SimpleNamespace(
-        stats=Stats(pages_total=10), tokens=50, key=None, status=200, text=None, asked=0
+        stats=Stats(pages=10), tokens=50, key=None, status=200, text=None, asked=0
     )
     metrics = Metrics("watched")
 

@@ -161,6 +161,15 @@ def test_ngram_and_an_aligned_cache(built: Any, folder: str) -> None:
     assert not told.strip()
 
 
+def test_host_memory_behind_the_cache(built: Any, folder: str) -> None:
+    line = "serve M --kv-offloading-size 4.5 --kv-offloading-backend native"
+    config, _, told = built(line, folder)
+    assert config.kv_offloading_size == 4.5 and not told.strip()
+    config, _, told = built("serve M --swap-space 4 --kv-offloading-backend lmcache", folder)
+    assert config.kv_offloading_size == 0
+    assert "--swap-space has no effect" in told and "moved by Lockstep itself" in told
+
+
 def test_drafters_with_a_folder_and_suffix_lookup(built: Any, folder: str) -> None:
     """A model alone is a draft model, as in vLLM; keys of another engine's search are noted."""
     config, limits, told = built("serve M --spec-model here --spec-tokens 15", folder)

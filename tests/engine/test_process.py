@@ -6,6 +6,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -262,11 +263,14 @@ def test_what_goes_through_the_pipe_is_the_request() -> None:
 
 def test_counters_go_on_where_those_of_a_lost_engine_ended() -> None:
     lost = Stats(num_running=2, steps_total=5, accepted_at=(3, 1), ttft_seconds=[0.5])
+    lost = replace(lost, pages=60, host_pages=7, fetched_total=1)
     lost.requests_success_total["stop"] = 2
     now = Stats(num_running=1, steps_total=1, accepted_at=(1, 1, 1), ttft_seconds=[0.25])
+    now = replace(now, pages=60, host_pages=7, fetched_total=2)
     now.requests_success_total["length"] = 1
     found = now.after(lost)
     assert (found.num_running, found.steps_total, found.accepted_at) == (1, 6, (4, 2, 1))
+    assert (found.pages, found.host_pages, found.fetched_total) == (60, 7, 3)
     assert found.requests_success_total == {"stop": 2, "length": 1}
     assert found.ttft_seconds == [0.5, 0.25]
     assert lost.ttft_seconds == [0.5] and now.steps_total == 1

@@ -20,8 +20,12 @@ ROWS = "runner/rows.py"
 GRAMMAR_MASKS = "runner/grammar_masks.py"
 GRAMMAR = "text/grammar.py"
 RUNNER = "runner/runner.py"
+RECURRENT_CPU = "kernels/recurrent/_cpu.py"
+PROMPT_ROWS = "kernels/recurrent/prompt.py"
 SCHEDULER = "scheduling/scheduler.py"
 GROUPS = "cache/groups.py"
+HOST = "cache/host.py"
+TRANSFERS = "runner/transfers.py"
 GPTQ = "quant/gptq.py"
 STORAGE = "quant/storage.py"
 PACKED = "kernels/packed/_weights.py"
@@ -56,6 +60,8 @@ OF_BLOCKS = "tests/spec/test_dflash.py::test_drafts_are_those_of_the_paper"
 OF_DRAFT_MODEL = "tests/spec/test_draft_model.py::test_drafts_are_the_models_own_answer"
 OF_NO_DRAFTS = "tests/engine/test_speculate.py::test_no_token_depends_on_it"
 OF_ROWS_ALONE = "tests/kernels/test_exactness.py"
+OF_HOST = "tests/cache/test_host.py"
+OF_TRANSFERS = "tests/runner/test_transfers.py::test_nothing_is_read_that_is_on_its_way"
 
 
 @dataclass(frozen=True)
@@ -82,9 +88,9 @@ FAULTS = (
         "slots = row_ids.clone()",
     ),
     Fault(
-        "replay of at most 4", "mixer", DELTA,
-        "    most = max(0, *(starts - folded).tolist())\n",
-        "    most = min(4, max(0, *(starts - folded).tolist()))\n",
+        "replay of at most 4", "mixer", RECURRENT_CPU,
+        "        most = max(0, *(starts - folded).tolist())\n",
+        "        most = min(4, max(0, *(starts - folded).tolist()))\n",
     ),
     Fault(
         "folded one too far when all were accepted", "table", METADATA,
@@ -94,8 +100,8 @@ FAULTS = (
     ),
     Fault(
         "pages rotated after preemption", "runner", ROWS,
-        "    write_place(table, row, pages, slot)\n    for tensor, kept in",
-        "    write_place(table, row, [*pages[1:], pages[0]], slot)\n    for tensor, kept in",
+        "    write_place(table, row, pages, slot)\n    transfers.back(",
+        "    write_place(table, row, [*pages[1:], pages[0]], slot)\n    transfers.back(",
     ),
     Fault(
         "a draft compared with a shifted position", "table", METADATA,
@@ -124,9 +130,9 @@ FAULTS = (
         "s * length + min((p + i) % length, length - 2) for i in offsets",
     ),
     Fault(
-        "snapshot slot off the grid", "mixer", DELTA,
-        "state.recurrent[snapshot] = at_grid",
-        "state.recurrent[snapshot] = s",
+        "snapshot slot off the grid", "mixer", PROMPT_ROWS,
+        "self._write(self.snapshot, at_grid, length // GRID * GRID)",
+        "self._write(self.snapshot, after, length // GRID * GRID)",
     ),
     Fault(
         "penalties count no drafts", "sampler", SAMPLING,
@@ -161,18 +167,8 @@ FAULTS = (
     ),
     Fault(
         "snapshots not pinned", "cache", GROUPS,
-        "            self.pool.share(seq.source)\n"
-        "            self.pins.append(seq.source)\n"
-        "\n"
-        "    def unpin(self, seq: CacheSeq) -> None:\n"
-        '        """Gives back what pin() took."""\n'
-        "        if seq.source:\n"
-        "            self.pins.remove(seq.source)\n"
-        "            self.pool.drop(seq.source)\n",
-        "            pass\n"
-        "\n"
-        "    def unpin(self, seq: CacheSeq) -> None:\n"
-        "        if seq.source:\n",
+        "        self.pins.extend(sources)\n",
+        "        for source in sources:\n            self.pool.drop(source)\n",
     ),
     Fault(
         "one page too few saved at preemption", "scheduler", SCHEDULER,
@@ -259,9 +255,10 @@ FAULTS = (
         "[t for t in self.sampling.tensors() if t is not self.sampling.counts]",
     ),
     Fault(
-        "conv inputs left behind at preemption", "runner", ROWS,
-        "        tensor[slot] = kept.to(tensor.device)",
-        "        tensor[slot] = kept.to(tensor.device) if kept.dim() != 2 else tensor[0]",
+        "conv inputs left behind at preemption", "runner", TRANSFERS,
+        "                part.index_copy_(0, index, column)\n",
+        "                if part is not units.spans[0].parts[1]:\n"
+        "                    part.index_copy_(0, index, column)\n",
     ),
     Fault(
         "log-probabilities of the window's end", "runner", RUNNER,
@@ -352,8 +349,8 @@ FAULTS = (
     ),
     Fault(
         "a key outlives its page", "cache", "cache/pool.py",
-        "del self.by_key[self.key_of.pop(taken)]",
-        "self.key_of.pop(taken)",
+        "            del self.by_key[key]\n",
+        "",
     ),
     Fault(
         "a page shared under another's key", "cache", GROUPS,
@@ -382,8 +379,84 @@ FAULTS = (
     ),
     Fault(
         "a hit without its snapshot", "cache", "cache/cache.py",
-        "        return resumed\n",
-        "        return hit\n",
+        "        resumed = self.state.hit(seq, hit)\n",
+        "        resumed = hit\n",
+    ),
+    # Host memory.
+    Fault(
+        "a page comes back to the wrong place", "runner", TRANSFERS,
+        "part.index_copy_(0, index, column)",
+        "part.index_copy_(0, index.roll(1), column)",
+    ),
+    Fault(
+        "a page comes back too late", "runner", RUNNER,
+        "        self.transfers.fetch(schedule.fetched)\n"
+        "        if schedule.prompt:\n"
+        "            launched.append(self._launch_prompt(schedule.prompt))\n",
+        "        if schedule.prompt:\n"
+        "            launched.append(self._launch_prompt(schedule.prompt))\n"
+        "        self.transfers.fetch(schedule.fetched)\n",
+    ),
+    Fault(
+        "what is evicted is read behind rows that move in", "runner", RUNNER,
+        "        self.transfers.evict(schedule.evicted)\n        self._place(schedule)\n",
+        "        self._place(schedule)\n        self.transfers.evict(schedule.evicted)\n",
+    ),
+    Fault(
+        "a snapshot's host pages begin one too late", "runner", TRANSFERS,
+        "        for host in place:\n",
+        "        for host in place[len(place) > 1 :]:\n",
+    ),
+    Fault(
+        "moves of a schedule are made again", "cache", HOST,
+        "self.pool.leaving.pop(name) for name",
+        "self.pool.leaving[name] for name",
+    ),
+    Fault(
+        "two moves of a schedule go to one place", "cache", HOST,
+        "            self.leaving.pop(oldest, None)\n",
+        "",
+        f"{OF_HOST}::test_a_place_is_filled_once_in_a_schedule",
+    ),
+    Fault(
+        "a host page keeps the name of what it held", "cache", HOST,
+        "self.free.extend(self.places.pop(oldest))",
+        "self.free.extend(self.places[oldest])",
+    ),
+    Fault(
+        "a place of one pool is found by the other", "cache", HOST,
+        "return (self.name, key) in self.pool.places",
+        "return any(known == key for _, known in self.pool.places)",
+    ),
+    Fault(
+        "what is to come back makes room in host memory", "cache", HOST,
+        "        self.touch(name)\n        if name not in self.pinned:\n",
+        "        self.touch(name)\n        if False:\n",
+        f"{OF_HOST}::test_what_a_hit_needs_makes_no_room_for_what_it_evicts",
+    ),
+    Fault(
+        "host memory outlives what is forgotten", "cache", "cache/cache.py",
+        "        self.host.forget()\n",
+        "",
+        f"{OF_HOST}::test_forgetting_empties_host_memory",
+    ),
+    Fault(
+        "a page of another salt comes back from the host", "cache", GROUPS,
+        "parent = self.keys[-1] if self.keys else self.salt",
+        'parent = self.keys[-1] if self.keys else b""',
+        f"{OF_HOST}::test_no_salt_finds_what_another_left_in_host_memory",
+    ),
+    Fault(
+        "the steps read what is on its way to the device", "runner", TRANSFERS,
+        "            self.stream.wait(self.stream.copy(copies, staging.idle))\n",
+        "            self.stream.copy(copies, staging.idle)\n",
+        OF_TRANSFERS,
+    ),
+    Fault(
+        "a staging buffer is filled again before it is copied", "runner", TRANSFERS,
+        "            self.stream.wait(staging.idle)\n",
+        "",
+        OF_TRANSFERS,
     ),
     # The scheduler.
     Fault(
@@ -454,14 +527,14 @@ FAULTS = (
         "live = (torch.arange(most, 0, -1)[:, None] < starts - folded)",
     ),
     Fault(
-        "a resumed chunk convolves with the row's old inputs", "mixer", DELTA,
-        "past = conv[last(src, start)] if start",
-        "past = conv[last(dst, start)] if start",
+        "a resumed chunk convolves with the row's old inputs", "mixer", PROMPT_ROWS,
+        "past = state.conv[src, slots_before(",
+        "past = state.conv[slot, slots_before(",
     ),
     Fault(
-        "a first chunk begins from the slot's old state", "mixer", DELTA,
-        "state.recurrent[src].clone() if start else torch.zeros_like(state.recurrent[0])",
-        "state.recurrent[src].clone()",
+        "a first chunk begins from the slot's old state", "mixer", PROMPT_ROWS,
+        "        before = torch.zeros(state.recurrent.shape[1:])\n",
+        "        before = state.recurrent[src].to(torch.float32, copy=True)\n",
     ),
     Fault(
         "a window sees the token behind it", "mixer", ATTENTION,
@@ -534,9 +607,12 @@ FAULTS = (
         "    return (q * (1 + 2**-23) if 1 < len(q) < 5 else q).contiguous()\n",
     ),
     Fault(
-        "the state rounded to bf16 when it moves", "numerics", ROWS,
-        "        [t[slot].cpu().clone() for t in state],\n",
-        "        [t[slot].bfloat16().to(t.dtype).cpu() for t in state],\n",
+        "the state rounded to bf16 when it moves", "numerics", TRANSFERS,
+        "                torch.index_select(part, 0, index, out=column)\n",
+        "                torch.index_select(part, 0, index, out=column)\n"
+        "                if units is self.slots:\n"
+        "                    column.copy_(column.clone().view(torch.float32).bfloat16().float()"
+        ".view(column.dtype))\n",
     ),
     Fault(
         "chunks of a prompt solved together", "numerics", DELTA,
@@ -798,14 +874,14 @@ FAULTS = (
     # Mamba-2 and Nemotron-H: the bundled model has neither.
     Fault(
         "a window of Mamba-2 keeps x where it should keep dt x", "mixer", MAMBA,
-        "for ring, line in ((state.u, u),",
-        "for ring, line in ((state.u, x),",
+        "window.keep(u, b, decay)",
+        "window.keep(x, b, decay)",
         f"{OF_MAMBA}::test_accepted_drafts_leave_the_answer_alone",
     ),
     Fault(
-        "a resumed prompt of Mamba-2 begins from the row's own state", "mixer", MAMBA,
-        "state.recurrent[src].clone() if start",
-        "state.recurrent[dst].clone() if start",
+        "a resumed prompt of Mamba-2 begins from the row's own state", "mixer", PROMPT_ROWS,
+        "before = state.recurrent[src].to(",
+        "before = state.recurrent[slot].to(",
         f"{OF_MAMBA}::test_preemption_and_prefix_hits_leave_the_answer_alone",
     ),
     Fault(

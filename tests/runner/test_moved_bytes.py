@@ -80,9 +80,10 @@ class Moves:
         return restored
 
 
-def _bytes(tensors: list[Tensor]) -> int:
+def _bytes(places: list[list[Tensor]]) -> int:
     """What they hold, in memory of their own."""
-    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+    storages = [tensor.untyped_storage() for place in places for tensor in place]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def answers(llm: LLM, *prompts: list[int]) -> list[list[int]]:

@@ -13,6 +13,7 @@ from lockstep.kernels.recurrent.rings import state_grid
 from lockstep.layers.build import Build
 from lockstep.runner import rows
 from lockstep.runner.table import RowTable
+from lockstep.runner.transfers import CopyStream, Transfers
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.step import Step, StepShape
@@ -94,6 +95,7 @@ class Walk:
         self.table = make_table(query_len, kept)
         self.written = torch.full((PAGES, PAGE), -1, dtype=torch.int64)
         self.state = torch.zeros(2 * ROWS + 1, 2, dtype=torch.int64)
+        self.transfers = Transfers([self.written], [self.state], [], CopyStream("cpu"))
         self.free_pages = set(range(1, PAGES))
         self.free_slots = set(range(1, 2 * ROWS + 1))
         self.free_rows = set(range(1, ROWS + 1))
@@ -245,7 +247,7 @@ class Walk:
         """Moves a row to host memory; its old place is torn up."""
         for line in self.running()[:1]:
             used = -(-line.computed // PAGE)
-            place = (line.pages[:used], line.slot, [self.written], [self.state])
+            place = (line.pages[:used], line.slot, self.transfers)
             line.saved = rows.save_row(self.table, line.row, *place)
             self.written[line.pages] = -7
             self.state[line.slot] = -7
@@ -262,7 +264,7 @@ class Walk:
         most = max(min(line.computed + 1, LENGTH), line.prompt_len)
         line.pages = [self.take(self.free_pages) for _ in range(-(-most // PAGE))]
         assert line.saved is not None
-        place = (line.pages, line.slot, [self.written], [self.state])
+        place = (line.pages, line.slot, self.transfers)
         rows.restore_row(self.table, line.row, line.saved, *place)
         line.saved = None
         self.done["restored"] += 1

@@ -2,10 +2,12 @@
 
 import random
 from collections import deque
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from lockstep.cache.cache import Cache, CacheConfig
+from lockstep.cache.host import PAGES, SLOTS, Move
 from lockstep.outputs import Logprob
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
@@ -51,9 +53,26 @@ class Device:
         self.rng = rng
         self.rows: dict[int, Row] = {}
         self.saved: dict[str, tuple[Request, int, list[list[int]], int]] = {}
+        self.host: dict[int, tuple[int, object]] = {}
         self.truth: dict[Request, Truth] = {}
 
+    def evict(self, moves: Sequence[Move], content: Callable[[int], object]) -> None:
+        """Every host page of a place holds its part of what goes there."""
+        for move in moves:
+            kept = content(move.unit)
+            assert move.unit > 0
+            for part, page in enumerate(move.place):
+                self.host[page] = (part, kept)
+
+    def fetch(self, place: tuple[int, ...]) -> object:
+        """What is in a place: all of one thing."""
+        found = [self.host[page] for page in place]
+        assert found == [(part, found[0][1]) for part in range(len(place))]
+        return found[0][1]
+
     def launch(self, plan: Schedule) -> Results:
+        self.evict(plan.evicted.get(PAGES, ()), lambda page: self.kv[page][:])
+        self.evict(plan.evicted.get(SLOTS, ()), lambda slot: self.state[slot])
         for s in plan.swap_out:
             row = self.rows.pop(s.row)
             assert row.request.id == s.request_id and row.pages[: len(s.pages)] == s.pages
@@ -75,7 +94,12 @@ class Device:
         for g in plan.grants:
             assert g.column == len(self.rows[g.row].pages), "a grant that does not follow"
             self.rows[g.row].pages += g.pages
-        return Results({**self._decode(plan), **self._prompt(plan)})
+        decoded = self._decode(plan)
+        for move in plan.fetched.get(PAGES, ()):
+            self.kv[move.unit] = list(self.fetch(move.place))
+        for move in plan.fetched.get(SLOTS, ()):
+            self.state[move.unit] = self.fetch(move.place)
+        return Results({**decoded, **self._prompt(plan)})
 
     def _decode(self, plan: Schedule) -> dict[int, RowResult]:
         results = {}
@@ -174,7 +198,30 @@ def drawn(rng: random.Random, name: str, stems: list[list[int]], most: int) -> R
         ignore_eos=rng.random() < 0.5,
         prompt_logprobs=rng.choice([None, None, None, 1]),
     )
-    return Request(name, prompt, params, rng.randrange(3), eos_token_ids=frozenset({EOS}))
+    salt = rng.choice(["", "", "", "of another"])
+    ends = frozenset({EOS})
+    return Request(name, prompt, params, rng.randrange(3), eos_token_ids=ends, cache_salt=salt)
+
+
+def check_plan(plan: Schedule, sched: Scheduler) -> None:
+    """What moves in is computed with; what moves is moved, since an empty plan is not launched."""
+    busy = bool(plan.decode or plan.prompt)
+    moved = [*plan.evicted.values(), *plan.fetched.values()]
+    assert busy or not plan.swap_in, "a move in that computes nothing"
+    assert busy or plan.swap_out or not any(moved), "moves that nobody makes"
+    assert sum(c.length for c in plan.prompt) <= sched.budget
+
+
+def leaves_nothing(sched: Scheduler, rows: int) -> None:
+    """All that requests had is given back, and all that is cached can be forgotten."""
+    cache = sched.cache
+    assert cache.paged.pool.used == 0 and (cache.state is None or cache.state.pool.used == 0)
+    assert not cache.seqs and not sched.running and not sched.queue and not sched.launched
+    assert len(sched.free_rows) == rows
+    assert not cache.host.pinned
+    cache.forget()
+    cache.check()
+    assert cache.host.used == 0 and cache.paged.pool.available == cache.paged.pool.total
 
 
 def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead: int) -> Scheduler:
@@ -182,7 +229,8 @@ def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead:
     rows = rng.choice([1, 3, 5])
     pages = rng.choice([9, 17, 30])
     slots = 1 + rows + rng.choice([0, 1, 6]) if state else 0
-    cache = Cache(CacheConfig(pages, PAGE, slots, rows))
+    host = rng.choice([0, 4, 40, 80])
+    cache = Cache(CacheConfig(pages, PAGE, slots, rows, host_pages=host, slot_host_pages=3))
     sched = Scheduler(
         cache,
         max_num_seqs=rows,
@@ -218,8 +266,7 @@ def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead:
         plan = sched.schedule()
         cache.check()
         busy = bool(plan.decode or plan.prompt)
-        assert busy or not plan.swap_in, "a move in that computes nothing"
-        assert sum(c.length for c in plan.prompt) <= sched.budget
+        check_plan(plan, sched)
         if busy or plan.swap_out:
             flights.append((plan, device.launch(plan)))
         while flights and (len(flights) > ahead or not busy):
@@ -235,17 +282,9 @@ def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead:
     for request in made.values():
         full = expected(request, device.truth[request])
         assert request.output_token_ids == full[: len(request.output_token_ids)]
-    check_nothing_is_held(sched, rows)
+    leaves_nothing(sched, rows)
     assert not device.saved
     return sched
-
-
-def check_nothing_is_held(sched: Scheduler, rows: int) -> None:
-    """All rows, pages and slots are free again."""
-    cache = sched.cache
-    assert cache.paged.pool.used == 0 and (cache.state is None or cache.state.pool.used == 0)
-    assert not cache.seqs and not sched.running and not sched.queue
-    assert len(sched.free_rows) == rows and not sched.launched
 
 
 @pytest.mark.parametrize("state", [False, True])
@@ -257,3 +296,4 @@ def test_random_walk(state: bool, query_len: int, policy: str, ahead: int) -> No
     scheds = [walk(base + i, 210, state, query_len, policy, ahead) for i in range(4)]
     assert sum(s.cache.hit_tokens for s in scheds) > 0
     assert sum(s.preemptions for s in scheds) > 0
+    assert sum(s.cache.host_hit_tokens for s in scheds) > 0

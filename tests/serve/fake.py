@@ -33,7 +33,7 @@ class FakeClient:
         self.requests: list[Request] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.aborted: list[str] = []
-        self.counts = Stats(pages_total=10)
+        self.counts = Stats(pages=10)
         self.error: Exception | None = None
         self.stalled_for = 0.0
         self.restarting = False

@@ -84,6 +84,33 @@ def test_drafts_by_position_and_steps() -> None:
     assert 'lockstep:decode_step_seconds_count{model_name="m"} 2.0' in text
 
 
+@pytest.mark.parametrize("prefix", ["lockstep", "vllm"])
+def test_what_moves_to_host_memory_and_back(prefix: Prefix) -> None:
+    metrics = Metrics("m", prefix)
+    found = Stats(
+        host_pages=8,
+        host_pages_used=2,
+        host_hits_total=128,
+        host_queries_total=200,
+        offloaded_total=5,
+        offloaded_bytes_total=5000,
+        fetched_total=3,
+        fetched_bytes_total=3000,
+    )
+    metrics.render(Stats(offloaded_total=1, offloaded_bytes_total=1000))
+    lines = metrics.render(found).decode().splitlines()
+    for name, label, value in (
+        ("kv_offload_cpu_cache_usage_perc", "", 0.25),
+        ("external_prefix_cache_hits_total", "", 128.0),
+        ("external_prefix_cache_queries_total", "", 200.0),
+        ("kv_offload_total_units_total", ',transfer_type="GPU_to_CPU"', 5.0),
+        ("kv_offload_total_units_total", ',transfer_type="CPU_to_GPU"', 3.0),
+        ("kv_offload_total_bytes_total", ',transfer_type="GPU_to_CPU"', 5000.0),
+        ("kv_offload_total_bytes_total", ',transfer_type="CPU_to_GPU"', 3000.0),
+    ):
+        assert f'{prefix}:{name}{{model_name="m"{label}}} {value}' in lines
+
+
 def test_steps_beside_their_floors() -> None:
     """Those of stats(), of a model as FLOORS says."""
     text = Metrics("m", floors=FLOORS).render(stats()).decode()

@@ -131,7 +131,7 @@ def test_models_tokens_docs(server):
 
 
 def test_metrics(server):
-    stats = Stats(num_running=2, pages_used=5, pages_total=10)
+    stats = Stats(num_running=2, pages_used=5, pages=10)
     server.client.counts = stats
     stats.generation_tokens_total = 7
     stats.ttft_seconds = [0.2]

@@ -17,7 +17,7 @@ KV = Part("k", (1,), torch.uint8)
 
 def counted(**counts: object) -> Stats:
     """Of a server that has answered two requests, and drafts 3."""
-    found = Stats(pages_total=10, accepted_at=(0, 0, 0))
+    found = Stats(pages=10, accepted_at=(0, 0, 0))
     for name, value in counts.items():
         setattr(found, name, value)
     return found

@@ -157,7 +157,7 @@ RING_CUTS = {
 }
 """By the most tokens: (tokens, outputs and columns of a block, warps, slots with 4 bits, registers,
 sync). Up to 64 tokens those that were never the fastest are gone
-(docs/decisions/0016-packed-ring.md); of more tokens none was timed yet (0018-wide-rings.md)."""
+(docs/decisions/0016-packed-ring.md); of 65 to 256 tokens, 0018-wide-rings.md."""
 
 
 BARRIERS = 1024
