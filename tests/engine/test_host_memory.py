@@ -41,7 +41,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "latents, fp8": ("latents", {"kv_cache_dtype": "fp8"}),
     "mamba": ("mamba", {"snapshot_every": 1}),
 }
-FAST = ("hybrid, bf16 state, mtp", "dense, k8v4, a draft model", "latents, fp8")
+FAST = ("hybrid, bf16 state, mtp", "latents, fp8")
 SMALL = {"num_gpu_blocks": 8, "num_snapshots": 1, "max_num_seqs": 2}
 """A device that holds one conversation and a half."""
 

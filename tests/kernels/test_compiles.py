@@ -115,11 +115,18 @@ def test_packed_weights_reach_the_matrix_units_in_their_own_order(
     assert len(compiled("compile_packed")) == 7
 
 
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [
+        pytest.param(["--quick"], 14, id="quick"),
+        pytest.param([], 20, id="all", marks=pytest.mark.slow),
+    ],
+)
 def test_what_passes_through_a_ring_stays_in_registers(
-    compiled: Callable[..., list[str]],
+    options: list[str], count: int, compiled: Callable[..., list[str]]
 ) -> None:
     """On Hopper, for 8 tokens, 64, 128 and 256, five layouts."""
-    assert len(compiled("compile_packed", "--ring")) == 20
+    assert len(compiled("compile_packed", "--ring", *options)) == count
 
 
 @pytest.mark.slow
