@@ -67,15 +67,17 @@ PAGES = 400
 DRAFTS = {"method": "mtp", "num_speculative_tokens": 3}
 COMMAND = """
 import asyncio, signal, sys, threading
+POOLS = ("asyncio_", "ThreadPoolExecutor", "lockstep-compile")
 def told(*_):
-    pooled = sum(thread.name.startswith("asyncio_") for thread in threading.enumerate())
+    pooled = sum(thread.name.startswith(POOLS) for thread in threading.enumerate())
     print(f"tasks {len(asyncio.all_tasks())} pooled {pooled}", file=sys.stderr, flush=True)
 signal.signal(signal.SIGUSR1, told)
 from lockstep.__main__ import main
 main()
 """
 """The command, which tells how many tasks its event loop has when it is asked by a signal, and how
-many threads that loop's pool: it makes them as it needs them, up to a bound, and keeps them."""
+many threads the pools of the loop, by asyncio's name or uvloop's, and of grammars: those are made
+as they are needed, up to a bound, and kept."""
 
 
 # What is asked.
@@ -518,7 +520,7 @@ async def watch_memory(memories: Sequence[Memory], path: str) -> None:
 @dataclass(frozen=True)
 class Left:
     """What a server holds: requests and pages in its engine, open sockets, threads that are not of
-    the event loop's pool, and tasks."""
+    the server's pools, and tasks."""
 
     held: tuple[float, ...]
     sockets: int

@@ -109,26 +109,35 @@ class Compiler:
         Each answer has a compiled grammar of its own, made when it is first needed, about 1 ms:
         copies of one share its lexer and the lock around it, so that answers would wait for each
         other, and one would feel the limits that another met. What a first mask shows, that it can
-        be compiled and that some text matches, is looked at once.
+        be compiled and that some text matches, is looked at once, and what was compiled for that is
+        not kept: what only waits, such as a server's side of a request, would hold up to 10 MB.
         """
         recipe = GrammarRecipe(source, row_items)
-        first = self._known.get(recipe)
-        if first is None:
-            made = self._compile(recipe)
-            first = made.compute_bitmask()[: self.mask_bytes]
-            if made.is_error() or not any(first):
-                reason = first_line(made.get_error())
-                never = reason in ("", "NoExtensionBias")
-                raise GrammarFault("no text matches it" if never else reason)
-            self._known.put(recipe, first)
+        first, _ = self._first_mask(recipe)
         return Matcher(recipe, first, lambda: self._compile(recipe), self)
 
     def grammar(self, recipe: GrammarRecipe) -> "Compiled":
-        """A fresh grammar by its recipe. Raises GrammarFault."""
-        matcher = self.matcher(recipe.source, recipe.row_items)
+        """A fresh grammar by its recipe, for an answer that is to be made. Raises GrammarFault."""
+        plain = replace(recipe, reasoning_end=None, reasoning_begin=None)
+        first, made = self._first_mask(plain)
+        matcher = Matcher(plain, first, lambda: self._compile(plain), self, made)
         if recipe.reasoning_end is None:
             return matcher
         return AfterReasoning(matcher, recipe.reasoning_end, recipe.reasoning_begin)
+
+    def _first_mask(self, recipe: GrammarRecipe) -> tuple[bytes, LLMatcher | None]:
+        """The mask of an answer's first token; the compiled grammar, where that took one."""
+        first = self._known.get(recipe)
+        if first is not None:
+            return first, None
+        made = self._compile(recipe)
+        first = made.compute_bitmask()[: self.mask_bytes]
+        if made.is_error() or not any(first):
+            reason = first_line(made.get_error())
+            never = reason in ("", "NoExtensionBias")
+            raise GrammarFault("no text matches it" if never else reason)
+        self._known.put(recipe, first)
+        return first, made
 
     def prepare(self) -> None:
         """Builds now what the first grammar would have to wait for: a second for 250,000 tokens."""
@@ -285,8 +294,7 @@ def _mask(inner: LLMatcher, tokens: list[int]) -> bytes | None:
 
 class Matcher:
     """Follows one answer through a grammar: lockstep.scheduling.grammar.Grammar. first: the mask of
-    its first token; make: compiles it, which is done when it is first needed: what only waits, such
-    as a server's side of a request, holds no compiled grammar, which may take 10 MB.
+    its first token; make: compiles it, which is done when it is first needed; made: compiled.
 
     An end token is allowed where the grammar may end. Whatever comes behind it is of no matter.
     Drafts are tried on copies, and nothing is taken back: llguidance 1.9.1 keeps what it found
@@ -299,6 +307,7 @@ class Matcher:
         first: bytes,
         make: Callable[[], LLMatcher],
         compiler: Compiler,
+        made: LLMatcher | None = None,
     ) -> None:
         self.fault: str | None = None
         self.recipe = recipe
@@ -306,7 +315,7 @@ class Matcher:
         self._first = first
         self._make = make
         self._ends = compiler.ends
-        self._made: LLMatcher | None = None
+        self._made = made
         self._taken = 0  # tokens of the answer that the compiled grammar was led along
         self._tokens: list[int] = []
         self._over = False

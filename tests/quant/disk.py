@@ -15,6 +15,17 @@ from torch import Tensor
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 
 
+ROUTED_ALONE: dict[str, dict[str, str]] = {
+    "lm_head": {},
+    "model.language_model.embed_tokens": {},
+    "-:.*attn.*": {},
+    "-:.*shared_expert.*": {},
+    "-:.*mtp.*": {},
+    "-:.*visual.*": {},
+}
+"""`dynamic` of released GPTQ mixtures: routed experts are packed, all else is not."""
+
+
 def words_along(values: np.ndarray, bits: int, axis: int, order: list[int] | None = None) -> Tensor:
     """values [R, C] below 2^bits -> int32 words, 32 / bits neighbours along axis in each."""
     rows = values if axis == 1 else values.T

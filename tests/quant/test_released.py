@@ -8,6 +8,7 @@ import pytest
 
 from lockstep.models import architecture
 from lockstep.quant import Layout, Module, Packing, TensorInfo, packing_of
+from tests.quant.disk import ROUTED_ALONE
 
 GPTQ = {"qweight": "I32", "qzeros": "I32", "scales": "BF16", "g_idx": "I32"}
 ROUND = {"qweight": "I32", "qzeros": "I32", "scales": "F16"}
@@ -81,14 +82,7 @@ OFFICIAL_GPTQ = {
     "checkpoint_format": "gptq",
     "pack_dtype": "int32",
     "meta": {"quantizer": ["gptqmodel:4.2.5"], "static_groups": False, "true_sequential": True},
-    "dynamic": {
-        "lm_head": {},
-        "model.language_model.embed_tokens": {},
-        "-:.*attn.*": {},
-        "-:.*shared_expert.*": {},
-        "-:.*mtp.*": {},
-        "-:.*visual.*": {},
-    },
+    "dynamic": ROUTED_ALONE,
 }
 FLOAT = {"bits": 16, "data_type": "float"}
 MODEL_FREE = {

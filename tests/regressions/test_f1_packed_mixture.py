@@ -16,7 +16,7 @@ from safetensors import safe_open
 
 from lockstep import LLM, SamplingParams
 from tests.models.test_checkpoint import build, weights_of
-from tests.quant.disk import Codes, draw, gptq, names_in, write
+from tests.quant.disk import ROUTED_ALONE, Codes, draw, gptq, names_in, write
 from tests.regressions.conftest import PROMPTS, answers
 from tests.serve.process import served
 from tests.tiny_model import HYBRID_MOE, THREE_LAYERS, make_model
@@ -28,14 +28,7 @@ SETTINGS = {
     "group_size": 32,
     "sym": True,
     "desc_act": False,
-    "dynamic": {
-        "lm_head": {},
-        "model.language_model.embed_tokens": {},
-        "-:.*attn.*": {},
-        "-:.*shared_expert.*": {},
-        "-:.*mtp.*": {},
-        "-:.*visual.*": {},
-    },
+    "dynamic": ROUTED_ALONE,
 }
 """As the released checkpoints have it: routed experts are packed, all else is not."""
 PLAIN = ("embed", "attn", "shared_expert", "mlp.gate", "mtp.", "lm_head")

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from lockstep.errors import CheckpointError, RequestError, brief
 from lockstep.outputs import Logprob
 from lockstep.sampling_params import SamplingParams
+from lockstep.text.grammar import Compiler
 from lockstep.text.processor import Processor, TextUpdate
 from lockstep.text.template import MAX_TEMPLATE, ChatTemplate, check_kwargs
 from tests.masks import masks_of
@@ -62,6 +63,14 @@ def test_completions_of_one_request_share_what_is_known_of_their_grammar(process
     assert len(made) == 2, "the answer that goes on has one of its own"
     assert masks_of(processor.grammar_of(grammars[1].recipe)) == first
     assert len(made) == 3, "what the engine's process is given is compiled"
+    known = processor.grammars
+    fresh = Compiler(known.tokenizer, known.vocab, known.ends)
+    once = []
+    monkeypatch.setattr(
+        fresh, "_compile", lambda recipe: once.append(recipe) or Compiler._compile(fresh, recipe)
+    )
+    fresh.grammar(grammars[1].recipe).prepare()
+    assert len(once) == 1, "an engine that does not know it compiles it once"
 
 
 def test_bad_words_come_with_and_without_a_blank(processor):

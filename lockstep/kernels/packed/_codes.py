@@ -17,6 +17,29 @@ The arithmetic of each layout is its definition, in one rounding, by fewer instr
 import triton
 import triton.language as tl
 
+
+def _e2m1(dtype: str) -> str:
+    """Assembly: the eight codes of a word as pairs of numbers of a dtype, by PTX's name of it."""
+    lines = []
+    for pair in range(4):
+        places = (f"shl.b32 s, $4, {12 - 4 * pair};", f"shl.b32 m, $4, {9 - 4 * pair};")
+        last = ("shr.u32 m, $4, 3;",)
+        lines += [
+            *(last if pair == 3 else places),
+            "and.b32 m, m, 0x0e000e00;",
+            f"lop3.b32 p, {'$4' if pair == 3 else 's'}, 0x80008000, m, 0xea;",
+            f"mul.rn.f16x2 p, p, ${5 + pair // 2};",
+            "mov.b32 {a, b}, p;",
+            "cvt.f32.f16 l, a;",
+            "cvt.f32.f16 h, b;",
+            "mul.rn.f32 l, l, $7;",
+            "mul.rn.f32 h, h, $7;",
+            f"cvt.rn.{dtype}x2.f32 ${pair}, h, l;",
+        ]
+    body = "".join(f"    {line}\n" for line in lines)
+    return f"\n{{\n    .reg .b16 a, b;\n    .reg .b32 s, m, p;\n    .reg .f32 l, h;\n{body}}}\n"
+
+
 PLAIN = tl.constexpr(0)
 INT = tl.constexpr(1)
 FP8 = tl.constexpr(2)
@@ -100,107 +123,9 @@ SPLIT_BF16 = tl.constexpr("""
 }
 """)
 """As SAME_BF16, a scale being hi ($5, $6) + lo ($7, $8)."""
-E2M1_BF16 = tl.constexpr("""
-{
-    .reg .b16 a, b;
-    .reg .b32 s, m, p;
-    .reg .f32 l, h;
-    shl.b32 s, $4, 12;
-    shl.b32 m, $4, 9;
-    and.b32 m, m, 0x0e000e00;
-    lop3.b32 p, s, 0x80008000, m, 0xea;
-    mul.rn.f16x2 p, p, $5;
-    mov.b32 {a, b}, p;
-    cvt.f32.f16 l, a;
-    cvt.f32.f16 h, b;
-    mul.rn.f32 l, l, $7;
-    mul.rn.f32 h, h, $7;
-    cvt.rn.bf16x2.f32 $0, h, l;
-    shl.b32 s, $4, 8;
-    shl.b32 m, $4, 5;
-    and.b32 m, m, 0x0e000e00;
-    lop3.b32 p, s, 0x80008000, m, 0xea;
-    mul.rn.f16x2 p, p, $5;
-    mov.b32 {a, b}, p;
-    cvt.f32.f16 l, a;
-    cvt.f32.f16 h, b;
-    mul.rn.f32 l, l, $7;
-    mul.rn.f32 h, h, $7;
-    cvt.rn.bf16x2.f32 $1, h, l;
-    shl.b32 s, $4, 4;
-    shl.b32 m, $4, 1;
-    and.b32 m, m, 0x0e000e00;
-    lop3.b32 p, s, 0x80008000, m, 0xea;
-    mul.rn.f16x2 p, p, $6;
-    mov.b32 {a, b}, p;
-    cvt.f32.f16 l, a;
-    cvt.f32.f16 h, b;
-    mul.rn.f32 l, l, $7;
-    mul.rn.f32 h, h, $7;
-    cvt.rn.bf16x2.f32 $2, h, l;
-    shr.u32 m, $4, 3;
-    and.b32 m, m, 0x0e000e00;
-    lop3.b32 p, $4, 0x80008000, m, 0xea;
-    mul.rn.f16x2 p, p, $6;
-    mov.b32 {a, b}, p;
-    cvt.f32.f16 l, a;
-    cvt.f32.f16 h, b;
-    mul.rn.f32 l, l, $7;
-    mul.rn.f32 h, h, $7;
-    cvt.rn.bf16x2.f32 $3, h, l;
-}
-""")
+E2M1_BF16 = tl.constexpr(_e2m1("bf16"))
 """A word, scales of its halves as in SAME_BF16 but in fp16, the factor -> its four pairs."""
-E2M1_FP16 = tl.constexpr("""
-{
-    .reg .b16 a, b;
-    .reg .b32 s, m, p;
-    .reg .f32 l, h;
-    shl.b32 s, $4, 12;
-    shl.b32 m, $4, 9;
-    and.b32 m, m, 0x0e000e00;
-    lop3.b32 p, s, 0x80008000, m, 0xea;
-    mul.rn.f16x2 p, p, $5;
-    mov.b32 {a, b}, p;
-    cvt.f32.f16 l, a;
-    cvt.f32.f16 h, b;
-    mul.rn.f32 l, l, $7;
-    mul.rn.f32 h, h, $7;
-    cvt.rn.f16x2.f32 $0, h, l;
-    shl.b32 s, $4, 8;
-    shl.b32 m, $4, 5;
-    and.b32 m, m, 0x0e000e00;
-    lop3.b32 p, s, 0x80008000, m, 0xea;
-    mul.rn.f16x2 p, p, $5;
-    mov.b32 {a, b}, p;
-    cvt.f32.f16 l, a;
-    cvt.f32.f16 h, b;
-    mul.rn.f32 l, l, $7;
-    mul.rn.f32 h, h, $7;
-    cvt.rn.f16x2.f32 $1, h, l;
-    shl.b32 s, $4, 4;
-    shl.b32 m, $4, 1;
-    and.b32 m, m, 0x0e000e00;
-    lop3.b32 p, s, 0x80008000, m, 0xea;
-    mul.rn.f16x2 p, p, $6;
-    mov.b32 {a, b}, p;
-    cvt.f32.f16 l, a;
-    cvt.f32.f16 h, b;
-    mul.rn.f32 l, l, $7;
-    mul.rn.f32 h, h, $7;
-    cvt.rn.f16x2.f32 $2, h, l;
-    shr.u32 m, $4, 3;
-    and.b32 m, m, 0x0e000e00;
-    lop3.b32 p, $4, 0x80008000, m, 0xea;
-    mul.rn.f16x2 p, p, $6;
-    mov.b32 {a, b}, p;
-    cvt.f32.f16 l, a;
-    cvt.f32.f16 h, b;
-    mul.rn.f32 l, l, $7;
-    mul.rn.f32 h, h, $7;
-    cvt.rn.f16x2.f32 $3, h, l;
-}
-""")
+E2M1_FP16 = tl.constexpr(_e2m1("f16"))
 """The same in fp16."""
 E4M3_PAIRS = tl.constexpr("""
 {
