@@ -149,6 +149,8 @@ class Thread:
             return given[0].astype(np.float32) * given[1].astype(np.float32)
         if name == "sub.rn.f32":
             return given[0].astype(np.float32) - given[1].astype(np.float32)
+        if name == "min.f32":
+            return np.fmin(given[0], given[1])
         if name == "setp.eq.f32":
             return given[0] == given[1]
         if name == "selp.f32":

@@ -109,7 +109,8 @@ def test_every_code_zero_and_scale_of_int4(
     given = [first, first, second, second]
     if name == "SPLIT":
         found = run(str(texts.PARTS.value), 2, [scale.view(torch.int16).numpy().view(np.uint16)])
-        given[:2] = [found[0].numpy().view(np.uint32)] * 2
+        offset = doubled((zero / -64).to(dtype))
+        given = [part for part in (found[0].numpy().view(np.uint32), offset) for _ in range(2)]
         given += [found[1].numpy().view(np.uint32)] * 2
     for word, pair, half in product(range(2), range(4), range(2)):
         words = [np.full(len(code), 0x5A3C9600, np.uint32)] * 2

@@ -50,8 +50,6 @@ from lockstep.kernels.packed._codes import (
     E4M3_PAIRS,
     FP4,
     FP8,
-    MINUS_136,
-    MINUS_1032,
     SPLIT,
     twice,
 )
@@ -147,19 +145,18 @@ def _ready(found, factor, PART: gl.constexpr, FORM: gl.constexpr, ZEROS: gl.cons
             zero = found[1].to(gl.float32)
         return found[0].to(gl.float32)[:, None], (8388608.0 + zero)[:, None]
     else:
-        BASE: gl.constexpr = 128.0 if DTYPE == gl.bfloat16 else 1024.0
-        MIDDLE: gl.constexpr = MINUS_136 if DTYPE == gl.bfloat16 else MINUS_1032
+        zero = gl.full(found[0].shape, 8.0, gl.float32, found[0].type.layout)
         if ZEROS:
-            offset = _twice(-BASE - found[1].to(gl.float32), DTYPE)
-        else:
-            offset = gl.full(found[0].shape, MIDDLE, gl.int32, found[0].type.layout)
+            zero = found[1].to(gl.float32)
         if FORM[6] == SPLIT:
+            offset = _twice(zero * (-1 / 64), DTYPE)
             high, low = gl.inline_asm_elementwise(
                 PARTS, "=&r,=&r,h", [found[0]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
             )
             return high[:, None], offset[:, None], low[:, None]
         else:
-            return twice(found[0])[:, None], offset[:, None]
+            BASE: gl.constexpr = 128.0 if DTYPE == gl.bfloat16 else 1024.0
+            return twice(found[0])[:, None], _twice(-BASE - zero, DTYPE)[:, None]
 
 
 @gluon.jit
