@@ -149,8 +149,6 @@ class Thread:
             return given[0].astype(np.float32) * given[1].astype(np.float32)
         if name == "sub.rn.f32":
             return given[0].astype(np.float32) - given[1].astype(np.float32)
-        if name == "min.f32":
-            return np.fmin(given[0], given[1])
         if name == "setp.eq.f32":
             return given[0] == given[1]
         if name == "selp.f32":
@@ -177,6 +175,7 @@ class Thread:
             "or": lambda a, b: a | b,
             "add": lambda a, b: a + b,
             "setp": lambda a, b: a != b,
+            "min": np.fmin,
             "lop3": lambda a, b, c, table: lop3(a, b, c, int(table[0])),
             "prmt": permuted,
         }
