@@ -123,26 +123,35 @@ def _int8(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
 
 
 def _fp4(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
-    """Two words, 2^7 times the four scales of their columns, twice in a word each, and 2^7 times
-    the factor -> eight pairs of this kind. See packed/_codes.py on e2m1 in fp16."""
-    lines = [".reg .b16 a, b;", ".reg .b32 s, m, p;", ".reg .f32 l, h;"]
+    """Two words, the scales of each one's two groups of 16 columns in fp16, and 2^6 times the factor
+    -> eight pairs of this kind.
+
+    A code of e2m1 whose sign is at bit 7 of a byte and whose size begins at bit 2 is one of e4m3,
+    2^6 times smaller. With a scale the product, whose last bit is 2^-16 or more, is exact in fp16.
+    """
+    lines = [".reg .b16 l, h, a, b;", ".reg .b32 s, m, c, t, u;", ".reg .f32 e, f;"]
     for word in range(2):
         source = f"${8 + word}"
-        for pair in range(4):
-            scale = f"${10 + 2 * (2 * word + pair // 2)}"
-            size = 9 - 4 * pair
-            lines.append(f"shl.b32 s, {source}, {12 - 4 * pair};")
-            lines.append(
-                f"shl.b32 m, {source}, {size};" if size > 0 else f"shr.u32 m, {source}, 3;"
-            )
-            lines.append("and.b32 m, m, 0x0e000e00;")
-            lines.append("lop3.b32 p, s, 0x80008000, m, 0xea;")
-            lines.append(f"mul.rn.f16x2 p, p, {scale};")
-            lines.append("mov.b32 {a, b}, p;")
-            lines.append("cvt.f32.f16 l, a;")
-            lines.append("cvt.f32.f16 h, b;")
-            lines += _scaled(kind, "l", "h", "$18", 4 * word + pair)
-    return _text(8, "r" * 10 + "ff", lines)
+        scales = f"${10 + 2 * word}"
+        for place in range(2):
+            signs = source if place else "s"
+            lines.append(f"shr.u32 m, {source}, 2;" if place else f"shl.b32 m, {source}, 2;")
+            if not place:
+                lines.append(f"shl.b32 s, {source}, 4;")
+            lines.append("and.b32 m, m, 0x1c1c1c1c;")
+            lines.append(f"lop3.b32 c, {signs}, 0x80808080, m, 0xea;")
+            lines.append("mov.b32 {l, h}, c;")
+            lines.append("cvt.rn.f16x2.e4m3x2 t, l;")
+            lines.append("cvt.rn.f16x2.e4m3x2 u, h;")
+            lines.append(f"mul.rn.f16x2 t, t, {scales};")
+            lines.append(f"mul.rn.f16x2 u, u, {scales};")
+            for group in range(2):
+                lines.append("mov.b32 {l, h}, t;")
+                lines.append("mov.b32 {a, b}, u;")
+                lines.append(f"cvt.f32.f16 e, {'lh'[group]};")
+                lines.append(f"cvt.f32.f16 f, {'ab'[group]};")
+                lines += _scaled(kind, "e", "f", "$14", 4 * word + 2 * group + place)
+    return _text(8, "rrrrrrff", lines)
 
 
 WIDE_BF16, TAKES_WIDE = _wide_int4("bf16")
@@ -158,6 +167,15 @@ FP4_BF16, TAKES_FP4 = _fp4("bf16")
 FP4_FP16, _ = _fp4("f16")
 TWICE_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $1;")
 TWICE_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $1, $1;")
+PAIRS_OF_FP8 = gl.constexpr("""
+{
+    .reg .b16 l, h;
+    mov.b32 {l, h}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, l;
+    cvt.rn.f16x2.e4m3x2 $1, h;
+}
+""")
+"""Four codes of e4m3 in a word -> their values in fp16, two in a word."""
 PARTS = gl.constexpr("""
 {
     .reg .b32 h;
