@@ -123,7 +123,7 @@ def _int8(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
 
 
 def _fp4(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
-    """Two words, the scales of each one's two groups of 16 columns in fp16, and 2^6 times the factor
+    """Two words, the scales in fp16 of the two groups of columns of each, and 2^6 times the factor
     -> eight pairs of this kind.
 
     A code of e2m1 whose sign is at bit 7 of a byte and whose size begins at bit 2 is one of e4m3,
