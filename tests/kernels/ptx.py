@@ -175,6 +175,7 @@ class Thread:
             "or": lambda a, b: a | b,
             "add": lambda a, b: a + b,
             "setp": lambda a, b: a != b,
+            "min": np.fmin,
             "lop3": lambda a, b, c, table: lop3(a, b, c, int(table[0])),
             "prmt": permuted,
         }

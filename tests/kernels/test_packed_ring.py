@@ -109,7 +109,8 @@ def test_every_code_zero_and_scale_of_int4(
     given = [first, first, second, second]
     if name == "SPLIT":
         found = run(str(texts.PARTS.value), 2, [scale.view(torch.int16).numpy().view(np.uint16)])
-        given[:2] = [found[0].numpy().view(np.uint32)] * 2
+        offset = doubled((zero / -64).to(dtype))
+        given = [part for part in (found[0].numpy().view(np.uint32), offset) for _ in range(2)]
         given += [found[1].numpy().view(np.uint32)] * 2
     for word, pair, half in product(range(2), range(4), range(2)):
         words = [np.full(len(code), 0x5A3C9600, np.uint32)] * 2
@@ -145,7 +146,6 @@ def test_every_code_and_scale_of_8_bits(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", list(KINDS))
 def test_every_code_and_scale_of_nvfp4(dtype: torch.dtype) -> None:
     """16 codes x 256 scales x factors, at each of the eight places of both words."""
-    from lockstep.kernels.packed._codes import E4M3_PAIRS
     from lockstep.kernels.packed._weights import FP4_VALUES
 
     factors = torch.tensor([1.0, 0.0123, -3.7e-5, 5.1e4, 1e-30])
@@ -153,9 +153,9 @@ def test_every_code_and_scale_of_nvfp4(dtype: torch.dtype) -> None:
     wide = scale.to(torch.uint8).view(torch.float8_e4m3fn).float()
     values = torch.cat([torch.tensor(FP4_VALUES), -torch.tensor(FP4_VALUES)])
     want = ((values[code] * wide) * factor).to(dtype)
-    others = run(str(E4M3_PAIRS.value), 4, [(scale * 0x01010101).numpy().astype(np.uint32)])
+    others = run(str(texts.PAIRS_OF_FP8.value), 2, [(scale * 0x01010101).numpy().astype(np.uint32)])
     prepared = [part.numpy().view(np.uint32) for part in others for _ in range(2)]
-    given = [*prepared, (factor * 128).numpy(), (factor * 128).numpy()]
+    given = [*prepared, (factor * 64).numpy(), (factor * 64).numpy()]
     for word, pair, half in product(range(2), range(4), range(2)):
         words = [np.zeros(len(code), np.uint32)] * 2
         words[word] = placed(code, 4 * pair + 16 * half, 0)

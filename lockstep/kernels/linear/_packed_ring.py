@@ -33,6 +33,7 @@ from lockstep.kernels.linear._packed_text import (
     INT4_FP16,
     INT8_BF16,
     INT8_FP16,
+    PAIRS_OF_FP8,
     PARTS,
     SPLIT_BF16,
     TAKES_FP4,
@@ -47,11 +48,8 @@ from lockstep.kernels.linear._packed_text import (
     WIDE_FP16,
 )
 from lockstep.kernels.packed._codes import (
-    E4M3_PAIRS,
     FP4,
     FP8,
-    MINUS_136,
-    MINUS_1032,
     SPLIT,
     twice,
 )
@@ -133,11 +131,11 @@ def _ready(found, factor, PART: gl.constexpr, FORM: gl.constexpr, ZEROS: gl.cons
            DTYPE: gl.constexpr):  # fmt: skip
     """What assembly takes of _fetch's numbers for one half of a block: [ROWS, 1] each."""
     if FORM[0] == FP4:
-        a, b, c, d = gl.inline_asm_elementwise(
-            E4M3_PAIRS, "=r,=r,=r,=r,r", [found[PART]],
-            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
+        first, second = gl.inline_asm_elementwise(
+            PAIRS_OF_FP8, "=&r,=r,r", [found[PART]], dtype=(gl.int32, gl.int32), is_pure=True,
+            pack=1,
         )  # fmt: skip
-        return a[:, None], b[:, None], c[:, None], d[:, None], factor[:, None]
+        return first[:, None], second[:, None], factor[:, None]
     elif FORM[0] == FP8:
         return (found[0][:, None],)
     elif FORM[6] == 0:
@@ -147,19 +145,18 @@ def _ready(found, factor, PART: gl.constexpr, FORM: gl.constexpr, ZEROS: gl.cons
             zero = found[1].to(gl.float32)
         return found[0].to(gl.float32)[:, None], (8388608.0 + zero)[:, None]
     else:
-        BASE: gl.constexpr = 128.0 if DTYPE == gl.bfloat16 else 1024.0
-        MIDDLE: gl.constexpr = MINUS_136 if DTYPE == gl.bfloat16 else MINUS_1032
+        zero = gl.full(found[0].shape, 8.0, gl.float32, found[0].type.layout)
         if ZEROS:
-            offset = _twice(-BASE - found[1].to(gl.float32), DTYPE)
-        else:
-            offset = gl.full(found[0].shape, MIDDLE, gl.int32, found[0].type.layout)
+            zero = found[1].to(gl.float32)
         if FORM[6] == SPLIT:
+            offset = _twice(zero * (-1 / 64), DTYPE)
             high, low = gl.inline_asm_elementwise(
                 PARTS, "=&r,=&r,h", [found[0]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
             )
             return high[:, None], offset[:, None], low[:, None]
         else:
-            return twice(found[0])[:, None], offset[:, None]
+            BASE: gl.constexpr = 128.0 if DTYPE == gl.bfloat16 else 1024.0
+            return twice(found[0])[:, None], _twice(-BASE - zero, DTYPE)[:, None]
 
 
 @gluon.jit
@@ -168,7 +165,7 @@ def _of_4_bits(words, ready, FORM: gl.constexpr, DTYPE: gl.constexpr, layout: gl
     if FORM[0] == FP4:
         TEXT: gl.constexpr = FP4_BF16 if DTYPE == gl.bfloat16 else FP4_FP16
         v = gl.inline_asm_elementwise(
-            TEXT, TAKES_FP4, [words, ready[0], ready[1], ready[2], ready[3], ready[4]],
+            TEXT, TAKES_FP4, [words, ready[0], ready[1], ready[2]],
             dtype=copies(DTYPE, 8), is_pure=True, pack=2,
         )  # fmt: skip
     elif FORM[6] == SPLIT:
@@ -320,7 +317,7 @@ def _multiply(
     scales += lines * scale_stride
     factor = None
     if FORM[0] == FP4:
-        factor = gl.load(factors + rows) * 128.0
+        factor = gl.load(factors + rows) * 64.0
     if ZEROS:
         zeros += lines * scale_stride
     acc = gl.zeros((ROWS, TOKENS), gl.float32, sums)

@@ -14,14 +14,14 @@ def _text(outputs: int, inputs: str, lines: list[str]) -> tuple[gl.constexpr, gl
     return gl.constexpr("\n".join(["{", *lines, "}"])), gl.constexpr(",".join(kinds))
 
 
-def _int4(kind: str, split: bool) -> tuple[gl.constexpr, gl.constexpr]:
-    """Two words, scales, -(2^m + zero), and what scales lack in bf16 -> eight pairs of this kind.
+def _int4(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
+    """Two words, scales and -(2^m + zero) -> eight pairs of this kind.
 
     A code in the lowest bits of 2^m, 128 in bf16 and 1024 in fp16, is 2^m + code.
     """
     wide = kind == "bf16"
     magic = "0x43004300" if wide else "0x64006400"
-    lines = [".reg .b32 t, w, d, l, one, none;"]
+    lines = [".reg .b32 t, w, d, one, none;"]
     lines.append("mov.b32 one, 0x3f803f80;")
     lines.append("mov.b32 none, 0x80008000;")
     for word in range(2):
@@ -29,17 +29,42 @@ def _int4(kind: str, split: bool) -> tuple[gl.constexpr, gl.constexpr]:
             out = f"${4 * word + pair}"
             lines.append(f"shr.u32 w, ${8 + word}, {4 * pair};")
             lines.append(f"lop3.b32 t, w, 0x000f000f, {magic}, 0xea;")
-            if not wide:
+            if wide:
+                lines.append("fma.rn.bf16x2 d, t, one, $12;")
+                lines.append(f"fma.rn.bf16x2 {out}, d, $10, none;")
+            else:
                 lines.append("add.rn.f16x2 d, t, $12;")
                 lines.append(f"mul.rn.f16x2 {out}, d, $10;")
-                continue
-            lines.append("fma.rn.bf16x2 d, t, one, $12;")
-            rest = "none"
-            if split:
-                rest = "l"
-                lines.append("fma.rn.bf16x2 l, d, $14, none;")
-            lines.append(f"fma.rn.bf16x2 {out}, d, $10, {rest};")
-    return _text(8, "r" * (8 if split else 6), lines)
+    return _text(8, "r" * 6, lines)
+
+
+def _split() -> tuple[gl.constexpr, gl.constexpr]:
+    """Two words, 2^6 times the scales, -zero / 2^6, and 2^6 times what scales lack in bf16 -> eight
+    pairs of bf16.
+
+    A code in the lowest bits of a subnormal number of bf16 is code / 2^133. One that begins at bit
+    4, where the exponent does at bit 7, is code / 2^129: the first numbers that are not subnormal
+    are as far apart. So two pairs need no shift; 2^127 and 2^123 make both code / 2^6.
+    """
+    lines = [
+        ".reg .b32 w, t, d, l, low, high, none;",
+        "mov.b32 low, 0x7f007f00;",
+        "mov.b32 high, 0x7d007d00;",
+        "mov.b32 none, 0x80008000;",
+    ]
+    for word in range(2):
+        source = f"${8 + word}"
+        for pair in range(4):
+            if pair == 2:
+                lines.append(f"shr.u32 w, {source}, 8;")
+                source = "w"
+            mask = "0x00f000f0" if pair % 2 else "0x000f000f"
+            up = "high" if pair % 2 else "low"
+            lines.append(f"and.b32 t, {source}, {mask};")
+            lines.append(f"fma.rn.bf16x2 d, t, {up}, $12;")
+            lines.append("fma.rn.bf16x2 l, d, $14, none;")
+            lines.append(f"fma.rn.bf16x2 ${4 * word + pair}, d, $10, l;")
+    return _text(8, "r" * 8, lines)
 
 
 def _scaled(kind: str, low: str, high: str, scale: str, out: int) -> list[str]:
@@ -98,33 +123,42 @@ def _int8(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
 
 
 def _fp4(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
-    """Two words, 2^7 times the four scales of their columns, twice in a word each, and 2^7 times
-    the factor -> eight pairs of this kind. See packed/_codes.py on e2m1 in fp16."""
-    lines = [".reg .b16 a, b;", ".reg .b32 s, m, p;", ".reg .f32 l, h;"]
+    """Two words, the scales in fp16 of the two groups of columns of each, and 2^6 times the factor
+    -> eight pairs of this kind.
+
+    A code of e2m1 whose sign is at bit 7 of a byte and whose size begins at bit 2 is one of e4m3,
+    2^6 times smaller. With a scale the product, whose last bit is 2^-16 or more, is exact in fp16.
+    """
+    lines = [".reg .b16 l, h, a, b;", ".reg .b32 s, m, c, t, u;", ".reg .f32 e, f;"]
     for word in range(2):
         source = f"${8 + word}"
-        for pair in range(4):
-            scale = f"${10 + 2 * (2 * word + pair // 2)}"
-            size = 9 - 4 * pair
-            lines.append(f"shl.b32 s, {source}, {12 - 4 * pair};")
-            lines.append(
-                f"shl.b32 m, {source}, {size};" if size > 0 else f"shr.u32 m, {source}, 3;"
-            )
-            lines.append("and.b32 m, m, 0x0e000e00;")
-            lines.append("lop3.b32 p, s, 0x80008000, m, 0xea;")
-            lines.append(f"mul.rn.f16x2 p, p, {scale};")
-            lines.append("mov.b32 {a, b}, p;")
-            lines.append("cvt.f32.f16 l, a;")
-            lines.append("cvt.f32.f16 h, b;")
-            lines += _scaled(kind, "l", "h", "$18", 4 * word + pair)
-    return _text(8, "r" * 10 + "ff", lines)
+        scales = f"${10 + 2 * word}"
+        for place in range(2):
+            signs = source if place else "s"
+            lines.append(f"shr.u32 m, {source}, 2;" if place else f"shl.b32 m, {source}, 2;")
+            if not place:
+                lines.append(f"shl.b32 s, {source}, 4;")
+            lines.append("and.b32 m, m, 0x1c1c1c1c;")
+            lines.append(f"lop3.b32 c, {signs}, 0x80808080, m, 0xea;")
+            lines.append("mov.b32 {l, h}, c;")
+            lines.append("cvt.rn.f16x2.e4m3x2 t, l;")
+            lines.append("cvt.rn.f16x2.e4m3x2 u, h;")
+            lines.append(f"mul.rn.f16x2 t, t, {scales};")
+            lines.append(f"mul.rn.f16x2 u, u, {scales};")
+            for group in range(2):
+                lines.append("mov.b32 {l, h}, t;")
+                lines.append("mov.b32 {a, b}, u;")
+                lines.append(f"cvt.f32.f16 e, {'lh'[group]};")
+                lines.append(f"cvt.f32.f16 f, {'ab'[group]};")
+                lines += _scaled(kind, "e", "f", "$14", 4 * word + 2 * group + place)
+    return _text(8, "rrrrrrff", lines)
 
 
 WIDE_BF16, TAKES_WIDE = _wide_int4("bf16")
 WIDE_FP16, _ = _wide_int4("f16")
-INT4_BF16, TAKES_INT4 = _int4("bf16", split=False)
-INT4_FP16, _ = _int4("f16", split=False)
-SPLIT_BF16, TAKES_SPLIT = _int4("bf16", split=True)
+INT4_BF16, TAKES_INT4 = _int4("bf16")
+INT4_FP16, _ = _int4("f16")
+SPLIT_BF16, TAKES_SPLIT = _split()
 FP8_BF16, TAKES_FP8 = _fp8("bf16")
 FP8_FP16, _ = _fp8("f16")
 INT8_BF16, TAKES_INT8 = _int8("bf16")
@@ -133,20 +167,29 @@ FP4_BF16, TAKES_FP4 = _fp4("bf16")
 FP4_FP16, _ = _fp4("f16")
 TWICE_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $1;")
 TWICE_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $1, $1;")
+PAIRS_OF_FP8 = gl.constexpr("""
+{
+    .reg .b16 l, h;
+    mov.b32 {l, h}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, l;
+    cvt.rn.f16x2.e4m3x2 $1, h;
+}
+""")
+"""Four codes of e4m3 in a word -> their values in fp16, two in a word."""
 PARTS = gl.constexpr("""
 {
     .reg .b32 h;
     .reg .f32 f, g;
-    .reg .pred whole;
     cvt.f32.f16 f, $2;
+    mul.rn.f32 f, f, 0f42800000;
     cvt.rn.bf16x2.f32 h, f, f;
     mov.b32 $0, h;
     and.b32 h, h, 0xffff0000;
     mov.b32 g, h;
     sub.rn.f32 g, f, g;
-    setp.eq.f32 whole, g, g;
-    selp.f32 g, g, 0f00000000, whole;
+    min.f32 g, g, 0f4e800000;
     cvt.rn.bf16x2.f32 $1, g, g;
 }
 """)
-"""A number of fp16 -> its nearest in bf16 and what that lacks, 0 where infinite, both twice."""
+"""2^6 times a number of fp16: its nearest in bf16 and what that lacks, no NaN where it is infinite,
+both twice."""
