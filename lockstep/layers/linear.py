@@ -67,11 +67,19 @@ class Weight(nn.Module):
         return build.matrix(*self.shape)
 
     @property
-    def stored(self) -> nn.Parameter | PackedWeight:
+    def loaded(self) -> nn.Parameter | PackedWeight:
         """The weight [N, K] as it lies once it is loaded."""
         found = self.weight if self.packed is None else self.packed
         assert found is not None, "a product has a weight, packed or not"
         return found
+
+    @property
+    def stored(self) -> Tensor | PackedWeight:
+        """The weight [N, K] as it lies; one packed run, until it is unpacked, as it is packed."""
+        part = self.unpacked.get(0)
+        if part is not None and part.shape[0] == self.shape[0]:
+            return part
+        return self.loaded
 
     @property
     def packed_parts(self) -> list[PackedWeight]:
@@ -86,8 +94,8 @@ class Weight(nn.Module):
         return self._lying(begin, end)
 
     def _lying(self, begin: int, end: int) -> Tensor | PackedWeight:
-        """Rows of the weight as they lie."""
-        found = self.stored
+        """Rows of the weight as they lie once it is loaded."""
+        found = self.loaded
         return found[begin:end] if isinstance(found, Tensor) else found.rows(begin, end)
 
     def gather(self, ids: Tensor, out: Tensor) -> None:

@@ -98,8 +98,8 @@ class ExpertWeight(Weight):
         return build.matrices(self.experts, self.rows, self.shape[1])
 
     def _lying(self, begin: int, end: int) -> Tensor | PackedWeight:
-        """Rows of one expert as they lie."""
-        found = self.stored
+        """Rows of one expert as they lie once they are loaded."""
+        found = self.loaded
         if isinstance(found, PackedWeight):
             return found.rows(begin, end)
         (expert, first) = divmod(begin, self.rows)
@@ -107,7 +107,7 @@ class ExpertWeight(Weight):
 
     def weights(self) -> dict[str, Target]:
         """Checkpoint name within the mixture -> what it fills: expert by expert, or all at once."""
-        if self.fused is not None and not self.packed_parts and isinstance(self.stored, Tensor):
+        if self.fused is not None and isinstance(self.stored, Tensor):
             return {self.fused: self.stored}
         table: dict[str, Target] = {}
         begin = 0
@@ -118,8 +118,8 @@ class ExpertWeight(Weight):
         if self.fused is not None:
             parts = [Slot.of(table.pop(f"{name}.weight")) for name in self.names]
             table[self.fused] = self._shared_out(parts)
-        elif self.packed_parts:
-            self._stack(self.packed_parts[0], table)
+        elif isinstance(self.stored, PackedWeight):
+            self._stack(self.stored, table)
         return table
 
     def _stack(self, weight: PackedWeight, table: dict[str, Target]) -> None:

@@ -157,7 +157,7 @@ class BlockDraftModel(nn.Module):
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps)
         self.blocks = nn.ModuleList(Block(*halves) for halves in self.layers(build))
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps)
-        self.head = Head(build, c.vocab_size, c.hidden_size, target.head.stored)
+        self.head = Head(build, c.vocab_size, c.hidden_size, target.head.loaded)
 
     def layers(self, build: Build) -> Iterator[tuple[Half, ...]]:
         """Attention over blocks, then an MLP, in every layer."""

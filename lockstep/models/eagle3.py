@@ -254,7 +254,7 @@ class Eagle3Head(nn.Module):
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps)
         whole = fits and c.draft_vocab_size == c.vocab_size
         self.own_head = not whole or build.tensors is None or "lm_head" in build.tensors
-        stands = None if self.own_head else target.head.stored
+        stands = None if self.own_head else target.head.loaded
         self.head = Head(top, c.draft_vocab_size, c.hidden_size, stands)
 
     def _attending(self, build: Build, c: Config) -> Attention | LatentAttention:

@@ -44,7 +44,7 @@ class NextTokenModule(nn.Module, ABC):
         self.blocks = nn.ModuleList(Block(*halves) for halves in self.layers(target, build))
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         known = c.vocab_size if ids is None else len(ids)
-        stands = target.head.stored if ids is None else build.matrix(known, c.hidden_size)
+        stands = target.head.loaded if ids is None else build.matrix(known, c.hidden_size)
         self.head = Head(build, known, c.hidden_size, stands)
         self.whole = (target.head,)
         """The target's head, no part of this module."""
