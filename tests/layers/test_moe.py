@@ -17,6 +17,7 @@ from lockstep.kernels.packed import PackedWeight, quantise_int
 from lockstep.kernels.route import route
 from lockstep.layers.build import Build
 from lockstep.layers.moe import MoE, Routing
+from lockstep.models.loader import finish
 from lockstep.quant import Packing, Slot, TensorInfo
 from tests.layers.rounding import Rounding
 
@@ -150,6 +151,27 @@ def test_a_packed_shared_expert_joins_the_router_where_it_is_small(
     if layer.shared_up is not None:
         shared = layer.shared_up.products[0]
         assert shared.shape == (32, HIDDEN) and isinstance(shared.packed, PackedWeight)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_packed_shared_expert_has_the_bits_of_its_values(device: str, gated: bool) -> None:
+    """As one product with the router, unpacked when it is loaded; down stays packed on a GPU."""
+    load()
+    build = Build(device, torch.bfloat16, 1, 1, packing=Rounding(of="shared_expert."))
+    sizes: dict[str, Any] = dict(hidden=256, shared_inner=16, shared_gate=gated)
+    layer = made(build=build, **sizes)
+    plain = made(build=Build(device, torch.bfloat16, 1, 1), **sizes)
+    assert layer.shared_up is None and layer.shared_down is not None
+    wanted = plain.weights()
+    for name, target in layer.weights().items():
+        Slot.of(target).fill(wanted[name].clone())
+        if name.startswith("shared_expert."):
+            wanted[name].copy_(quantise_int(wanted[name], 4, 4).unpack(torch.bfloat16))
+    finish(layer)
+    x = torch.randn(70, 256, dtype=torch.bfloat16, device=device)
+    for tokens in (1, 3, 70):
+        assert torch.equal(layer(x[:tokens]), plain(x[:tokens]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
