@@ -9,7 +9,6 @@ from lockstep.kernels.head_linear import head_linear
 from lockstep.kernels.kv import KVCache, Turn
 from lockstep.kernels.kv.formats import latent_codec
 from lockstep.kernels.latent_attention import latent_attention, latent_rope_and_cache
-from lockstep.kernels.packed import PackedWeight
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Linear, ResidualLinear, Target, filled
 from lockstep.layers.norm import Norm, RMSNorm
@@ -46,7 +45,7 @@ class AbsorbedHeads(nn.Module):
         self.packing = build.packing
         self.read = build.module("kv_b_proj", *sizes)
         layout = build.layout(self.read)
-        self.packed = None if layout is None else build.packed(*sizes, layout)
+        self.packed_parts = [] if layout is None else [build.packed(*sizes, layout)]
         self.query = build.op(head_linear, inputs=plain, outputs=latent)
         self.out = build.op(head_linear, inputs=latent, outputs=value)
 
@@ -60,8 +59,8 @@ class AbsorbedHeads(nn.Module):
 
     def weights(self) -> dict[str, Target]:
         """Checkpoint name within the mixer -> what it fills."""
-        if self.packed is not None:
-            return filled("kv_b_proj", self.packed, self.packing, self.read)
+        if self.packed_parts:
+            return filled("kv_b_proj", self.packed_parts[0], self.packing, self.read)
         weight = torch.empty(self.read.outputs, self.read.inputs, dtype=self.dtype, device="meta")
         plain = Slot.plain(weight)
         return {"kv_b_proj.weight": Slot(plain.shape, plain.dtypes, self.keys.device, self._take)}
@@ -77,9 +76,9 @@ class AbsorbedHeads(nn.Module):
 
     def finish(self) -> None:
         """To be called once, when the weights are filled."""
-        if isinstance(self.packed, PackedWeight):
-            self._take(self.packed.unpack(self.dtype))
-            self.packed = None
+        for packed in self.packed_parts:
+            self._take(packed.unpack(self.dtype))
+        self.packed_parts = []
 
 
 class LatentAttention(nn.Module):

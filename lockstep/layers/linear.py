@@ -16,52 +16,86 @@ from lockstep.quant import Layout, Module, Packing, Slot
 
 WALKED = 4
 """Layers of one shape whose weights a probe walks through: more than a GPU's cache holds."""
+JOINED = 1 << 22
+"""Numbers that are unpacked when they are loaded, at most, so that what is packed is one product
+with the plain weights beside it: as many take 1.0 (8 bits) to 1.5 us (4 bits) longer to read from
+an H200's memory, and a launch of its own takes 2.8."""
 Target = Tensor | Slot
 """What a tensor of the checkpoint fills: a tensor as it is, or whatever takes it over."""
+
+
+Run = tuple[Layout | None, int]
+"""How some rows of a weight lie in a checkpoint (None: plain), and how many."""
 
 
 class Weight(nn.Module):
     """A weight [N, K] of one storage, packed or not.
 
-    layout: how it is packed, None if it is not. A CPU unpacks it once, when it is loaded: by the
-    law of packed weights the bits are the same, and a step is faster. stands: a weight that is
-    there already, None for one of its own.
+    runs: how its rows lie in the checkpoint, in order. One packed run stays packed on a GPU. What
+    else is packed is unpacked once, when it is loaded: by the law of packed weights the bits are
+    the same, and a step is faster. stands: a weight that is there already, instead of runs.
+    packed, weight: one of them is None. unpacked: until then, by its first row, what is packed.
     """
 
     def __init__(
         self,
         build: Build,
-        n: int,
         k: int,
-        *,
-        layout: Layout | None = None,
+        runs: Sequence[Run],
         stands: nn.Parameter | PackedWeight | None = None,
     ) -> None:
         super().__init__()
+        n = sum(rows for _, rows in runs)
         self.shape = (n, k)
         self.dtype = build.dtype
         self.weight = stands if isinstance(stands, nn.Parameter) else None
         self.packed = stands if isinstance(stands, PackedWeight) else None
-        if stands is None:
-            self._allocate(build, layout)
+        self.unpacked: dict[int, PackedWeight] = {}
+        if stands is not None:
+            return
+        begins = accumulate((rows for _, rows in runs), initial=0)
+        for begin, (layout, rows) in zip(begins, runs, strict=False):
+            if layout is not None:
+                self.unpacked[begin] = build.packed(rows, k, layout)
+        if len(runs) == 1 and build.device != "cpu":
+            self.packed = self.unpacked.pop(0, None)
+        if self.packed is None:
+            self.weight = self._matrix(build)
 
-    def _allocate(self, build: Build, layout: Layout | None) -> None:
-        n, k = self.shape
-        if layout is not None:
-            self.packed = build.packed(n, k, layout)
-        if layout is None or build.device == "cpu":
-            self.weight = build.matrix(n, k)
+    def _matrix(self, build: Build) -> nn.Parameter:
+        """Room for the weight, plain."""
+        return build.matrix(*self.shape)
 
     @property
-    def stored(self) -> Tensor | PackedWeight:
-        """The weight [N, K] as it lies."""
+    def loaded(self) -> nn.Parameter | PackedWeight:
+        """The weight [N, K] as it lies once it is loaded."""
         found = self.weight if self.packed is None else self.packed
         assert found is not None, "a product has a weight, packed or not"
         return found
 
+    @property
+    def stored(self) -> Tensor | PackedWeight:
+        """The weight [N, K] as it lies; one packed run, until it is unpacked, as it is packed."""
+        part = self.unpacked.get(0)
+        if part is not None and part.shape[0] == self.shape[0]:
+            return part
+        return self.loaded
+
+    @property
+    def packed_parts(self) -> list[PackedWeight]:
+        """All that is packed, also what is unpacked when it is loaded."""
+        return [*self.unpacked.values(), *([] if self.packed is None else [self.packed])]
+
     def stored_rows(self, begin: int, end: int) -> Tensor | PackedWeight:
-        """Rows of the weight as they lie."""
-        found = self.stored
+        """Rows of the weight as the checkpoint fills them, and once it has, as they lie."""
+        for first, part in self.unpacked.items():
+            if first <= begin and end <= first + part.shape[0]:
+                return part.rows(begin - first, end - first)
+        return self._lying(begin, end)
+
+    def _lying(self, begin: int, end: int) -> Tensor | PackedWeight:
+        """Rows of the weight as they lie once it is loaded."""
+        found = self.loaded
         return found[begin:end] if isinstance(found, Tensor) else found.rows(begin, end)
 
     def gather(self, ids: Tensor, out: Tensor) -> None:
@@ -74,34 +108,41 @@ class Weight(nn.Module):
 
     def finish(self) -> None:
         """To be called once, when the weight is filled."""
-        if self.packed is not None and self.weight is not None:
-            self.weight.data.copy_(self.packed.unpack(self.dtype).view(self.weight.shape))
-            self.packed = None
+        for begin, part in self.unpacked.items():
+            assert self.weight is not None, "what is unpacked has a place"
+            each = self.shape[0] // len(self.weight)
+            end = begin + part.shape[0]
+            place = self.weight.data[begin // each : end // each]
+            place.copy_(part.unpack(self.dtype).view(place.shape))
+        self.unpacked = {}
 
 
 class Product(Weight):
     """x [T, K] -> x W^T [T, N] over a weight of one storage.
 
-    segments, partial: see lockstep.kernels.linear.linear. The others: see Weight.
+    total: the outputs of its layer, this product's among them, by which K is cut into segments
+    (lockstep.kernels.linear.segments); None: its own. partial: see lockstep.kernels.linear.linear.
+    The others: see Weight.
     """
 
     def __init__(
         self,
         build: Build,
-        n: int,
         k: int,
+        runs: Sequence[Run],
         *,
-        layout: Layout | None = None,
         stands: nn.Parameter | PackedWeight | None = None,
-        segments: int,
+        total: int | None = None,
         partial: bool = False,
     ) -> None:
-        super().__init__(build, n, k, layout=layout, stands=stands)
-        self.segments = segments
+        super().__init__(build, k, runs, stands)
+        n = self.shape[0]
+        packed = self.packed is not None
+        self.segments = segments(total or n, k, build.device, packed, build.dtype)
         self.partial = partial
-        kind = type(self.packed).__name__ if self.weight is None else ""
+        kind = type(self.packed).__name__ if packed else ""
         self.linear = build.linear_op(linear, n=n, k=k, packed=kind)
-        build.choices[-1].packing = "" if layout is None else str(layout)
+        build.choices[-1].packing = _named(runs, unpacked=not packed)
 
     def forward(self, x: Tensor, begin: int = 0, out: Tensor | None = None) -> Tensor:
         """The outputs from `begin` on, which alone are read; into `out` where that is given."""
@@ -109,6 +150,29 @@ class Product(Weight):
         if out is None:
             return self.linear(x, weight, self.segments, self.partial)
         return self.linear(x, weight, self.segments, out=out)
+
+
+def _named(runs: Sequence[Run], unpacked: bool) -> str:
+    """How runs are packed, for people; "" if none is."""
+    found = [f"{layout}, {rows} rows" for layout, rows in runs if layout is not None]
+    if len(runs) == 1:
+        found = [str(layout) for layout, _ in runs if layout is not None]
+    return "; ".join(found) + ", unpacked when loaded" * (unpacked and bool(found))
+
+
+def runs_of(build: Build, modules: Sequence[Module]) -> list[Run]:
+    """How linear maps lie in the checkpoint, neighbours that lie alike together."""
+    parts = [(build.layout(module), module.outputs) for module in modules]
+    found = groupby(parts, lambda part: part[0])
+    return [(layout, sum(rows for _, rows in run)) for layout, run in found]
+
+
+def products_of(runs: Sequence[Run], k: int) -> list[list[Run]]:
+    """The runs of each product: one of all, or, where large packed ones stand beside others, or
+    none of them is plain, one of each."""
+    packed = sum(rows * k for layout, rows in runs if layout is not None)
+    plain = any(layout is None for layout, _ in runs)
+    return [list(runs)] if plain and packed <= JOINED else [[run] for run in runs]
 
 
 def filled(
@@ -126,7 +190,7 @@ class Linear(nn.Module):
     """x [T, K] -> [T, N]; N may be the sum of several checkpoint weights' rows.
 
     outputs: name of each weight in the checkpoint, within the module that is built -> its rows.
-    Some of them may be packed and others not: neighbours that are stored alike are one Product.
+    Some of them may be packed and others not: products_of says which are one Product.
     orders: name -> for each row of the layer, the row of the checkpoint's weight that it is, where
     they are not the same.
     bias: y = round(round(x W^T) + b), both roundings to x's dtype: the op's result, then a sum in
@@ -152,24 +216,12 @@ class Linear(nn.Module):
         self.orders = dict(orders or {})
         self.packing = build.packing
         self.reads = [build.module(name, n, inputs) for name, n in outputs.items()]
-        parts = [(build.layout(module), module.outputs) for module in self.reads]
-        runs = [(key, sum(n for _, n in run)) for key, run in groupby(parts, lambda part: part[0])]
+        found = products_of(runs_of(build, self.reads), inputs)
         total = sum(self.outputs)
-        partial = self.partial and not bias and len(runs) == 1
-        self.products = nn.ModuleList(
-            Product(
-                build,
-                n,
-                inputs,
-                layout=key,
-                segments=segments(
-                    total, inputs, build.device, packed=key is not None, dtype=build.dtype
-                ),
-                partial=partial,
-            )
-            for key, n in runs
-        )
-        self.firsts = tuple(accumulate((n for _, n in runs), initial=0))
+        partial = self.partial and not bias and len(found) == 1
+        products = [Product(build, inputs, runs, total=total, partial=partial) for runs in found]
+        self.products = nn.ModuleList(products)
+        self.firsts = tuple(accumulate((product.shape[0] for product in products), initial=0))
         self.bias = build.empty(total) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -284,20 +336,11 @@ class Head(Product):
         self.packing = build.packing
         self.read = build.module("lm_head", vocab, hidden)
         layout = None if stands is not None else build.layout(self.read)
-        packed = layout is not None or isinstance(stands, PackedWeight)
-        cut = segments(vocab, hidden, build.device, packed, build.dtype)
-        super().__init__(build, vocab, hidden, layout=layout, stands=stands, segments=cut)
-
-    @property
-    def loaded(self) -> nn.Parameter | PackedWeight:
-        """The weight as it lies once it is loaded: what another head may stand on."""
-        found = self.packed if self.weight is None else self.weight
-        assert found is not None, "a product has a weight, packed or not"
-        return found
+        super().__init__(build, hidden, [(layout, vocab)], stands=stands)
 
     def weights(self) -> dict[str, Target]:
         """Checkpoint name -> what fills a weight of its own."""
-        return filled("lm_head", self.stored, self.packing, self.read)
+        return filled("lm_head", self.stored_rows(0, self.shape[0]), self.packing, self.read)
 
 
 def probe(build: Build, model: nn.Module, rows: Sequence[int]) -> None:

@@ -15,7 +15,15 @@ from lockstep.kernels.packed import PackedWeight
 from lockstep.kernels.route import Scoring
 from lockstep.kernels.route import route as route_op
 from lockstep.layers.build import Build
-from lockstep.layers.linear import Linear, PartialLinear, Target, Weight, filled
+from lockstep.layers.linear import (
+    Linear,
+    PartialLinear,
+    Target,
+    Weight,
+    filled,
+    products_of,
+    runs_of,
+)
 from lockstep.quant import Layout, Module, Slot, TensorInfo
 from lockstep.quant.slot import PLAIN, Stack
 
@@ -84,18 +92,14 @@ class ExpertWeight(Weight):
         reads = zip(self.names, sizes, strict=True)
         self.reads = [_read(build, name, n, inputs, info) for name, n in reads]
         layout = _one_layout(build, self.reads)
-        super().__init__(build, experts * self.rows, inputs, layout=layout)
+        super().__init__(build, inputs, [(layout, experts * self.rows)])
 
-    def _allocate(self, build: Build, layout: Layout | None) -> None:
-        (n, k) = self.shape
-        if layout is not None:
-            self.packed = build.packed(n, k, layout)
-        if layout is None or build.device == "cpu":
-            self.weight = build.matrices(self.experts, self.rows, k)
+    def _matrix(self, build: Build) -> nn.Parameter:
+        return build.matrices(self.experts, self.rows, self.shape[1])
 
-    def stored_rows(self, begin: int, end: int) -> Tensor | PackedWeight:
-        """Rows of one expert as they lie."""
-        found = self.stored
+    def _lying(self, begin: int, end: int) -> Tensor | PackedWeight:
+        """Rows of one expert as they lie once they are loaded."""
+        found = self.loaded
         if isinstance(found, PackedWeight):
             return found.rows(begin, end)
         (expert, first) = divmod(begin, self.rows)
@@ -160,8 +164,8 @@ class MoE(nn.Module):
     The router of families that score by softmax (Qwen, Mixtral) gives logits and experts' weights
     of the model's dtype, the softmax in fp32 between them; that of families that score by sigmoid
     (DeepSeek-V3, Nemotron-H) is fp32 all through, its weight too. The shared expert's gate and up
-    are outputs of the router's product, before its own, where all are of one dtype and stored
-    alike.
+    are outputs of the router's product, before its own, where all are of one dtype and can be one
+    product (lockstep.layers.linear.products_of).
 
     Raises CheckpointError where experts are packed in different ways.
     """
@@ -220,7 +224,7 @@ class MoE(nn.Module):
         alike = (
             not bias
             and router.dtype == build.dtype
-            and _stored_alike(build, hidden, shared_up | routed)
+            and _one_product(build, hidden, shared_up | routed)
         )
         beside = shared_up if alike else {}
         apart = shared_up and not alike
@@ -282,10 +286,10 @@ def _in_fp32(build: Build) -> Build:
     return found
 
 
-def _stored_alike(build: Build, inputs: int, outputs: Mapping[str, int]) -> bool:
-    """Whether these linear maps of `inputs` columns can be one product."""
-    layouts = {build.layout(build.module(name, n, inputs)) for name, n in outputs.items()}
-    return len(layouts) == 1
+def _one_product(build: Build, inputs: int, outputs: Mapping[str, int]) -> bool:
+    """Whether these linear maps of `inputs` columns are one product."""
+    reads = [build.module(name, n, inputs) for name, n in outputs.items()]
+    return len(products_of(runs_of(build, reads), inputs)) == 1
 
 
 def _read(build: Build, name: str, n: int, k: int, fused: TensorInfo | None) -> Module:

@@ -174,10 +174,11 @@ def fill_dummy(model: nn.Module, draft: nn.Module | None, seed: int) -> None:
         else:
             scale = 0.7 * parameter.shape[-1] ** -0.5
             parameter.data.normal_(0.0, scale, generator=generator)
-    packed = [p for m in modules for p in m.modules() if getattr(p, "packed", None) is not None]
-    for index, product in enumerate(packed):
-        generator = torch.Generator(product.packed.device).manual_seed(seed * 100003 - 1 - index)
-        product.packed.dummy(generator)
+    layers = [layer for m in modules for layer in m.modules()]
+    packed = [part for layer in layers for part in getattr(layer, "packed_parts", ())]
+    for index, weight in enumerate(packed):
+        generator = torch.Generator(weight.device).manual_seed(seed * 100003 - 1 - index)
+        weight.dummy(generator)
     finish(*modules)
 
 

@@ -265,7 +265,7 @@ def test_packed_weights_count_as_they_lie(
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 128, **settings}
     model = sketch(make_model(tmp_path, quantization_config=gptq, **LARGE), torch.bfloat16, None)
     products = [one for one in model.model.modules() if isinstance(one, Product)]
-    packed = [one for one in products if one.packed is not None]
+    packed = [one for one in products if one.packed_parts]
     numbers = sum(prod(one.shape) for one in packed)
     assert numbers == pytest.approx(24.33e9, rel=1e-3)
     assert sum(one.stored.nbytes for one in packed) / numbers == pytest.approx(per_weight, abs=1e-4)

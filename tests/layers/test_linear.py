@@ -5,11 +5,16 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lockstep.kernels.backends import load
 from lockstep.kernels.linear import linear
 from lockstep.kernels.linear.probe import Probed
+from lockstep.kernels.packed import quantise_int
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Head, Linear, Product, ResidualLinear, probe
+from lockstep.quant import Slot
+from tests.layers.rounding import Rounding
 
 
 @pytest.fixture
@@ -128,10 +133,56 @@ def test_parts_are_the_outputs_of_each_fused_weight() -> None:
     assert all(map(torch.equal, layer.parts(x), wanted))
     rows = [nn.Parameter(part, requires_grad=False) for part in weight.split([16, 24])]
     layer.products = nn.ModuleList(
-        Product(build, len(part), 8, stands=part, segments=1) for part in rows
+        Product(build, 8, [(None, len(part))], stands=part) for part in rows
     )
     layer.firsts = (0, 16, 40)
     found = layer.parts(x)
     assert all(map(torch.equal, found, layer(x).split([16, 24], dim=1)))
     assert all(part.is_contiguous() for part in found)
     torch.testing.assert_close(torch.cat(found, 1), torch.cat(wanted, 1))
+
+
+JOINED = "lockstep.layers.linear.JOINED"
+
+
+@pytest.mark.parametrize("most", [10**6, 0])
+@pytest.mark.parametrize("packed", ["a", "b", "c"])
+def test_packed_rows_have_the_bits_of_their_values_in_one_product_or_several(
+    packed: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever of the fused weights is packed. Where none is small, each run is a product."""
+    monkeypatch.setattr(JOINED, most)
+    sizes = {"a": 16, "b": 8, "c": 24}
+    layer = Linear(Build("cpu", torch.float32, 1, 1, packing=Rounding(of=packed)), 12, sizes)
+    assert len(layer.products) == (1 if most else 3 if packed == "b" else 2)
+    plain = Linear(Build("cpu", torch.float32, 1, 1), 12, sizes)
+    filled = layer.weights()
+    for name, target in plain.weights().items():
+        target.copy_(torch.randn(target.shape))
+        Slot.of(filled[name]).fill(target.clone())
+        if name == f"{packed}.weight":
+            target.copy_(quantise_int(target, 4, 4).unpack(torch.float32))
+    for product in layer.products:
+        product.finish()
+        assert not product.packed_parts
+    x = torch.randn(5, 12)
+    assert torch.equal(layer(x), plain(x))
+    assert torch.equal(layer.from_part(1, x), plain.from_part(1, x))
+
+
+def test_what_is_packed_stays_so_on_a_gpu_unless_small_and_beside_what_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(JOINED, 16 * 12)
+    load()
+    build = Build("cuda:0", torch.bfloat16, 1, 1, packing=Rounding(of="a"), arch=90)
+    with FakeTensorMode():
+        alone = Linear(build, 12, {"a": 8}).products
+        beside = Linear(build, 12, {"a": 16, "b": 8}).products
+        larger = Linear(build, 12, {"a": 17, "b": 8}).products
+    assert alone[0].packed is not None
+    assert len(beside) == 1 and beside[0].packed is None and beside[0].shape == (24, 12)
+    said = [choice.packing for choice in build.choices]
+    assert said[0] == "IntWeight(bits=4, group=4, scale_dtype=float32)"
+    assert said[1] == f"{said[0]}, 16 rows, unpacked when loaded"
+    assert [product.packed is not None for product in larger] == [True, False]

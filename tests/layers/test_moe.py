@@ -1,24 +1,25 @@
 """MoE against the formulas of the models that have it, in plain torch."""
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.kernels.activations import silu_mul
 from lockstep.kernels.backends import load
 from lockstep.kernels.experts import experts as experts_op
 from lockstep.kernels.linear import linear
-from lockstep.kernels.packed import IntWeight, PackedWeight, quantise_int
+from lockstep.kernels.packed import PackedWeight, quantise_int
 from lockstep.kernels.route import route
 from lockstep.layers.build import Build
 from lockstep.layers.moe import MoE, Routing
-from lockstep.quant import Layout, Module, Packing, Slot, TensorInfo
-from lockstep.quant.slot import PLAIN
+from lockstep.models.loader import finish
+from lockstep.quant import Packing, Slot, TensorInfo
+from tests.layers.rounding import Rounding
 
 HIDDEN = 24
 INNER = 10
@@ -133,14 +134,44 @@ def test_maps_of_one_dtype_are_one_product_with_the_bits_of_several(
     assert torch.equal(layer(x), run[experts_op](x, *stored, ids, weights, shared, gate))
 
 
-def test_a_shared_expert_that_is_packed_is_a_product_of_its_own() -> None:
-    """The router beside it is not."""
-    layer = made(build=building(packing=Rounding(of=".shared_expert.")), shared_inner=16)
-    assert layer.shared_up is not None
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_packed_shared_expert_joins_the_router_where_it_is_small(
+    joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lockstep.layers.linear.JOINED", (32 - (not joined)) * HIDDEN)
+    packing = Rounding(of="shared_expert.")
+    load()
+    build = Build("cuda:0", torch.bfloat16, 1, 1, packing=packing, arch=90)
+    with FakeTensorMode():
+        layer = made(build=build, shared_inner=16)
     router = layer.router.products[0]
-    shared = layer.shared_up.products[0]
-    assert router.shape == (12, HIDDEN) and router.packed is None
-    assert shared.shape == (32, HIDDEN) and isinstance(shared.packed, PackedWeight)
+    assert len(layer.router.products) == 1 and router.packed is None
+    assert (layer.shared_up is None) == joined
+    assert router.shape == (44 if joined else 12, HIDDEN)
+    if layer.shared_up is not None:
+        shared = layer.shared_up.products[0]
+        assert shared.shape == (32, HIDDEN) and isinstance(shared.packed, PackedWeight)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_packed_shared_expert_has_the_bits_of_its_values(device: str, gated: bool) -> None:
+    """As one product with the router, unpacked when it is loaded; down stays packed on a GPU."""
+    load()
+    build = Build(device, torch.bfloat16, 1, 1, packing=Rounding(of="shared_expert."))
+    sizes: dict[str, Any] = dict(hidden=256, shared_inner=16, shared_gate=gated)
+    layer = made(build=build, **sizes)
+    plain = made(build=Build(device, torch.bfloat16, 1, 1), **sizes)
+    assert layer.shared_up is None and layer.shared_down is not None
+    wanted = plain.weights()
+    for name, target in layer.weights().items():
+        Slot.of(target).fill(wanted[name].clone())
+        if name.startswith("shared_expert."):
+            wanted[name].copy_(quantise_int(wanted[name], 4, 4).unpack(torch.bfloat16))
+    finish(layer)
+    x = torch.randn(70, 256, dtype=torch.bfloat16, device=device)
+    for tokens in (1, 3, 70):
+        assert torch.equal(layer(x[:tokens]), plain(x[:tokens]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -189,28 +220,6 @@ def test_experts_one_by_one_or_as_one_tensor_fill_the_same_memory() -> None:
     size = sum(parameter.numel() for parameter in one.parameters())
     assert sum(t.numel() for t in single.values()) == size
     assert sum(t.numel() for t in fused.values()) == size
-
-
-@dataclass
-class Rounding(Packing):
-    """Packs experts as integers while they are loaded. of: in the path of what is packed; odd: a
-    module that is left as it is."""
-
-    of: str = ".experts."
-    odd: str = ""
-    asked: list[Module] = field(default_factory=list)
-
-    def layout(self, module: Module) -> Layout | None:
-        if self.of not in module.path or module.path == self.odd:
-            return None
-        self.asked.append(module)
-        return Layout.of(IntWeight, bits=4, group=4, scale_dtype=torch.float32)
-
-    def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
-        def fill(tensor: Tensor) -> None:
-            weight.copy_(quantise_int(tensor, 4, 4))
-
-        return {"weight": Slot((module.outputs, module.inputs), PLAIN, weight.device, fill)}
 
 
 @pytest.mark.parametrize("tensors", [None, FUSED], ids=["single", "fused"])

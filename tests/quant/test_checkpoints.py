@@ -64,8 +64,8 @@ def test_gptq_with_bits_by_layer_and_plain_parts(tmp_path: Path) -> None:
     layers = llm.engine.explain()["layers"]
     packings = [one["packing"] for one in layers if one["packing"]]
     assert any("bits=8" in one for one in packings) and any("bits=4" in one for one in packings)
-    mixed = [one for one in layers if one["layer"] == "layers.0" and one["op"] == "linear"]
-    assert [bool(one["packing"]) for one in mixed[:3]] == [True, False, True]
+    mixed = next(one for one in layers if one["layer"] == "layers.0" and one["op"] == "linear")
+    assert mixed["packing"].count("rows") == 2 and mixed["packing"].endswith("when loaded")
 
 
 @pytest.mark.parametrize("group", [32, -1])

@@ -283,12 +283,19 @@ def rows(llm: LLM) -> list[Tensor]:
     return [row for weight in parameters(llm) for row in weight.unbind(0)]
 
 
-def test_mixed_maps_are_fused_where_they_are_stored_alike(tmp_path: Path) -> None:
+def test_mixed_maps_are_fused_where_they_are_stored_alike_or_small(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (folder, _, done) = write(tmp_path, MODELS["fp8 of a hybrid"])
-    llm = build(folder, speculative_config=MTP)
-    runner: Any = llm.engine.runner
-    mixer = runner.model.blocks[0].halves[0].body
-    assert [product.shape[0] for product in mixer.in_proj.products] == [128, 64, 8]
+    answers = []
+    for most, fused in ((1 << 22, [200]), (0, [128, 64, 8])):
+        monkeypatch.setattr("lockstep.layers.linear.JOINED", most)
+        llm = build(folder, speculative_config=MTP)
+        runner: Any = llm.engine.runner
+        mixer = runner.model.blocks[0].halves[0].body
+        assert [product.shape[0] for product in mixer.in_proj.products] == fused
+        answers.append(answer(llm, 16))
+    assert answers[0] == answers[1]
     assert "mtp.layers.0.mlp.down_proj" in done and "mtp.fc" not in done
 
 

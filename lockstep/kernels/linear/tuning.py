@@ -91,6 +91,9 @@ def _few(m: int, wide: bool) -> list[Tile]:
         Tile(m, 128, 64, 4, 5, swap=True, tma=True),
         Tile(m, 64, 128, 4, 4, split=2, swap=True, tma=True),
         Tile(m, 64, 128, 4, 5, split=2, swap=True, tma=True),
+        Tile(m, 64, 128, 4, 7, split=2, swap=True, tma=True),
+        Tile(m, 64, 256, 4, 3, swap=True, tma=True),
+        Tile(m, 64, 256, 4, 3, split=2, swap=True, tma=True),
         *(Tile(m, 64, 128, 4, stages, swap=True, tma=True) for stages in (3, 4) if m > 16),
     ]
 
@@ -108,6 +111,8 @@ def _some() -> list[Tile]:
         Tile(64, 64, 128, 4, 3, split=2, tma=True),
         Tile(64, 64, 64, 4, 6, split=2, tma=True),
         Tile(64, 64, 128, 4, 4, split=2, swap=True, tma=True),
+        Tile(64, 64, 128, 4, 6, split=2, swap=True, tma=True),
+        Tile(64, 64, 256, 4, 3, swap=True, tma=True),
     ]
 
 
