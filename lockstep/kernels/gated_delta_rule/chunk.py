@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lockstep.kernels.architecture import number_of, stages_within
+from lockstep.kernels import architecture
 from lockstep.kernels.gated_delta_rule import (
     L2_EPS,
     GatedDeltaWeights,
@@ -320,7 +320,8 @@ def gated_delta_chunk_triton(
     )  # fmt: skip
     blocks = blocks_of(sizes, STATE_VALUES)
     chunk = GRID * (2 * blocks["BLOCK_K"] + blocks["BLOCK_V"] + 1) * f32.itemsize
-    stages = stages_within(STATE_STAGES, chunk, chunk, number_of(mixed.device))
+    arch = architecture.number_of(mixed.device)
+    stages = architecture.stages_within(STATE_STAGES, chunk, chunk, arch)
     _chunk_state_kernel[(rows * hv, triton.cdiv(v, blocks["BLOCK_V"]))](
         heads, u, w, growth, state.recurrent, states, cu_seqlens, starts, state_src, state_slots,
         snapshot_slots, firsts, state.recurrent.stride(0),
