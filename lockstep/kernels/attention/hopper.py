@@ -223,7 +223,7 @@ def _attend(
             )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["table_stride", "gate_stride"])
+@gluon.jit(do_not_specialize=["table_stride"])
 def _prompt_kernel(
     q, k_map, v_map, page_table, cu_seqlens, starts, gates, out, scale, table_stride, gate_stride,
     H: gl.constexpr, HKV: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr,

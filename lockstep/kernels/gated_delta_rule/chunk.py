@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels import architecture
 from lockstep.kernels.gated_delta_rule import (
     L2_EPS,
     GatedDeltaWeights,
@@ -23,23 +24,26 @@ from lockstep.kernels.gated_delta_rule import (
 from lockstep.kernels.gated_delta_rule._shared import gates, head_channels, supports
 from lockstep.kernels.recurrent._chunks_triton import keep_raw_inputs, list_chunks, precision_of
 from lockstep.kernels.recurrent._convolution_triton import convolve_chunk
-from lockstep.kernels.recurrent._walk_triton import WIDEST, blocks_of, sizes_of
+from lockstep.kernels.recurrent._walk_triton import SECTOR, WIDEST, blocks_of, sizes_of
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.step import GRID
 
-# Times below: H200, 2,048 tokens of 48 heads of 128 x 128.
+# Times below: H200, 8,192 tokens of 32 heads of 128 x 128.
 STATE_VALUES = 32
-"""Values of V of a program of the state's walk: 174 us, 221 with 64, 326 with 128."""
+"""Values of V of a program of the state's walk: 367 us; with two stages 443, 650 with 16."""
 OUT_VALUES = 64
-"""Values of V of a program of the outputs: 97 us, 106 with 32, 148 with 128."""
+"""Values of V of a program of the outputs: 226 us, 290 with 32, 274 with 128."""
 INPUT_WARPS = 8
-"""Warps of a program: 69 us, 91 with 4."""
+"""Warps of a program: 178 us, 230 with 4."""
 INNER_WARPS = 4
-"""223 us, 299 with 2, 381 with 8."""
+"""442 us, 908 with 8, which gives other bits: sums of the substitution follow its layout."""
 STATE_WARPS = 4
-"""As INNER_WARPS."""
+"""367 us, 387 with 8."""
+STATE_STAGES = 3
+"""Chunks of w, k and u in shared memory, of which two are under way while one is multiplied, where
+so many fit: 367 us, 443 with 2, 611 with 1."""
 OUT_WARPS = 4
-"""As INNER_WARPS."""
+"""226 us; 391 with 8 and 128 values."""
 SIDE = 16
 """Side of the diagonal blocks of a chunk's triangle that are inverted by substitution: the whole
 triangle of 64 took 1.1 ms instead of 0.2."""
@@ -74,6 +78,22 @@ def _chunk_inputs_kernel(
         y = tl.where(unit < HK, y * K**-0.5, y)
     at = (begin + offset + lanes)[:, None] * channels + c[None, :]
     tl.store(heads + at, y, mask=(lanes < count)[:, None] & live[None, :])
+
+
+@triton.jit
+def _load_across(
+    base, stride, live, width, ROWS: tl.constexpr, BLOCK: tl.constexpr, SECTOR: tl.constexpr
+):
+    """[ROWS, BLOCK], the first `width` columns of rows `stride` apart; 0 where not live [ROWS].
+
+    A warp reads a sector of each of 16 rows. So where the numbers are a product's right operand,
+    which stands transposed in shared memory, no two of its lanes write to one bank.
+    """
+    row = tl.arange(0, ROWS)[:, None, None]
+    sector = tl.arange(0, BLOCK // SECTOR)[None, :, None]
+    column = sector * SECTOR + tl.arange(0, SECTOR)[None, None, :]
+    mask = live[:, None, None] & (column < width)
+    return tl.reshape(tl.load(base + row * stride + column, mask=mask, other=0.0), (ROWS, BLOCK))
 
 
 @triton.jit
@@ -113,7 +133,7 @@ def _chunk_inner_kernel(
     heads, b, a, a_log, dt_bias, cu_seqlens, chunks, u, w, scores, growth, b_stride, a_stride,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
-    SIDE: tl.constexpr,
+    SIDE: tl.constexpr, SECTOR: tl.constexpr,
 ):  # fmt: skip
     """One (chunk, value head): u and w of the WY form, causal scores, cumulated log decay."""
     chunk = tl.program_id(0).to(tl.int64)
@@ -136,7 +156,8 @@ def _chunk_inner_kernel(
     grown = tl.cumsum(tl.where(live, g, 0.0), 0)
     beta = tl.where(live, beta, 0.0)
     tl.store(growth + (chunk * HV + h) * GRID + t, grown)
-    of_token = heads + token[:, None] * (2 * HK * K + HV * V)
+    channels: tl.constexpr = 2 * HK * K + HV * V
+    of_token = heads + token[:, None] * channels
     mask_k = live[:, None] & (i < K)[None, :]
     mask_v = live[:, None] & (j < V)[None, :]
     row = t[:, None]
@@ -148,9 +169,11 @@ def _chunk_inner_kernel(
     tl.store(scores + ((chunk * HV + h) * GRID + row) * GRID + col, seen)
     inner = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay * beta[:, None]
     inverse = _unit_inverse(tl.where(row > col, inner, 0.0), SIDE, GRID, PRECISION)
+    first = heads + begin * channels
+    k = _load_across(first + (HK + kh) * K, channels, live, K, GRID, BLOCK_K, SECTOR)
     new_w = tl.dot(inverse, k * (beta * tl.exp(grown))[:, None], input_precision=PRECISION)
     tl.store(w + (token[:, None] * HV + h) * K + i[None, :], new_w, mask=mask_k)
-    v = tl.load(of_token + 2 * HK * K + h * V + j[None, :], mask=mask_v, other=0.0)
+    v = _load_across(first + 2 * HK * K + h * V, channels, live, V, GRID, BLOCK_V, SECTOR)
     new_u = tl.dot(inverse, v * beta[:, None], input_precision=PRECISION)
     tl.store(u + (token[:, None] * HV + h) * V + j[None, :], new_u, mask=mask_v)
 
@@ -217,6 +240,7 @@ def _chunk_out_kernel(
     heads, u, scores, growth, states, cu_seqlens, chunks, out,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
+    SECTOR: tl.constexpr,
 ):  # fmt: skip
     """One (chunk, value head, block of V): outputs, from the state before it and its own tokens."""
     chunk = tl.program_id(0).to(tl.int64)
@@ -239,14 +263,15 @@ def _chunk_out_kernel(
     of_q = heads + token * (2 * HK * K + HV * V) + kh * K + i[None, :]
     q = tl.load(of_q, mask=mask_k, other=0.0)
     grown = tl.load(growth + block * GRID + t)
-    inside = (i < K)[:, None] & (j < V)[None, :]
-    state = tl.load(states + block * K * V + i[:, None] * V + j[None, :], mask=inside, other=0.0)
-    state = state.to(tl.float32)
+    first = tl.program_id(2) * BLOCK_V
+    before = states + block * K * V + first
+    state = _load_across(before, V, i < K, V - first, BLOCK_K, BLOCK_V, SECTOR).to(tl.float32)
     o = tl.dot(q * tl.exp(grown)[:, None], state, input_precision=PRECISION)
     seen = tl.load(scores + (block * GRID + t[:, None]) * GRID + t[None, :])
-    place = (token * HV + h) * V + j[None, :]
-    new = tl.load(u + place, mask=mask_v, other=0.0)
+    written = u + (begin * HV + h) * V + first
+    new = _load_across(written, HV * V, live, V - first, GRID, BLOCK_V, SECTOR)
     o += tl.dot(seen, new, input_precision=PRECISION)
+    place = (token * HV + h) * V + j[None, :]
     tl.store(out + place, o, mask=mask_v)
 
 
@@ -291,18 +316,21 @@ def gated_delta_chunk_triton(
     _chunk_inner_kernel[(most, hv)](
         heads, b, a, weights.a_log, weights.dt_bias, cu_seqlens, chunks, u, w, scores, growth,
         b.stride(0), a.stride(0), **sizes, **blocks_of(sizes, WIDEST), PRECISION=precision,
-        SIDE=SIDE, num_warps=INNER_WARPS, **exact,
+        SIDE=SIDE, SECTOR=SECTOR, num_warps=INNER_WARPS, **exact,
     )  # fmt: skip
     blocks = blocks_of(sizes, STATE_VALUES)
+    chunk = GRID * (2 * blocks["BLOCK_K"] + blocks["BLOCK_V"] + 1) * f32.itemsize
+    arch = architecture.number_of(mixed.device)
+    stages = architecture.stages_within(STATE_STAGES, chunk, chunk, arch)
     _chunk_state_kernel[(rows * hv, triton.cdiv(v, blocks["BLOCK_V"]))](
         heads, u, w, growth, state.recurrent, states, cu_seqlens, starts, state_src, state_slots,
         snapshot_slots, firsts, state.recurrent.stride(0),
-        **sizes, **blocks, PRECISION=precision, num_warps=STATE_WARPS, num_stages=1, **exact,
+        **sizes, **blocks, PRECISION=precision, num_warps=STATE_WARPS, num_stages=stages, **exact,
     )  # fmt: skip
     blocks = blocks_of(sizes, OUT_VALUES)
     _chunk_out_kernel[(most, hv, triton.cdiv(v, blocks["BLOCK_V"]))](
         heads, u, scores, growth, states, cu_seqlens, chunks, out,
-        **sizes, **blocks, PRECISION=precision, num_warps=OUT_WARPS, **exact,
+        **sizes, **blocks, PRECISION=precision, SECTOR=SECTOR, num_warps=OUT_WARPS, **exact,
     )  # fmt: skip
     places = (cu_seqlens, starts, state_src, state_slots, snapshot_slots)
     keep_raw_inputs(mixed, state, history, *places)

@@ -18,9 +18,9 @@ from torch import Tensor
 from lockstep.kernels.timing import seconds_per_call
 
 TABLE = Path(__file__).with_name("tuning.json")
-BUCKETS = (1, 2, 5, 9, 17, 33, 65, 129, 193, 257, 769)
+BUCKETS = (1, 2, 5, 9, 17, 33, 65, 129, 193, 257, 769, 4097)
 """The first token count of each bucket."""
-TIMED = (1, 4, 8, 16, 32, 64, 128, 192, 256, 512, 2048)
+TIMED = (1, 4, 8, 16, 32, 64, 128, 192, 256, 512, 2048, 8192)
 """The token count that each bucket is tuned at."""
 SPREAD = 1 << 30
 """Bytes of distinct weights that a measurement walks through: even of the largest, a few."""

@@ -61,14 +61,16 @@ def convolve_chunk(
     for j in tl.static_range(R + 1):
         token = offset + lanes + j - R
         here = ((token >= 0) & (lanes < count))[:, None] & live[None, :]
-        before = ((token < 0) & (start > 0))[:, None] & live[None, :]
-        ring_slot = (start + token + ring_slots) % ring_slots
         at = (begin + token)[:, None] * token_stride + c[None, :]
-        new = tl.load(mixed + at, mask=here, other=0.0)
-        past = conv + ring_slot[:, None] * channels + c[None, :]
-        old = tl.load(past, mask=before, other=0.0)
+        raw = tl.load(mixed + at, mask=here, other=0.0)
+        if offset == 0:  # the tokens before a later chunk are of this step
+            before = ((token < 0) & (start > 0))[:, None] & live[None, :]
+            ring_slot = (start + token + ring_slots) % ring_slots
+            past = conv + ring_slot[:, None] * channels + c[None, :]
+            old = tl.load(past, mask=before, other=0.0)
+            raw = tl.where((token < 0)[:, None], old, raw)
         tap = tl.load(taps + j * channels + c, mask=live, other=0.0).to(tl.float32)
-        total += tl.where((token < 0)[:, None], old, new).to(tl.float32) * tap[None, :]
+        total += raw.to(tl.float32) * tap[None, :]
     if bias is not None:
         total += tl.load(bias + c, mask=live, other=0.0).to(tl.float32)[None, :]
     return silu_approx(total)
