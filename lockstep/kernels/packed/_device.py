@@ -349,6 +349,21 @@ def load_tile(weight, rows, at, end, FORM: tl.constexpr, COLUMNS: tl.constexpr,
 
 
 @triton.jit
+def _link(
+    total, weight, rows, x, live, at, end, FORM: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """`total` and the products of columns at .. at + BLOCK_K, those before `end`. See chain."""
+    if EVEN:
+        a = tl.load(x + at, mask=live, other=0.0)
+    else:
+        inside = (at + tl.arange(0, BLOCK_K) < end)[None, :]
+        a = tl.load(x + at, mask=live & inside, other=0.0)
+    w = load_tile(weight, rows, at, end, FORM, BLOCK_K, EVEN, DTYPE)
+    return tl.dot(w, a.T, total, input_precision="ieee")
+
+
+@triton.jit
 def chain(
     weight, rows, x, live, begin, end, FORM: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
@@ -358,14 +373,14 @@ def chain(
 
     weight, rows, FORM, DTYPE: see load_tile. x [BLOCK_M, BLOCK_K]: pointers to the first columns of
     its rows; those that are not live [BLOCK_M, 1] count as zeros. EVEN: BLOCK_K divides the length.
+    Where it does not, the last columns stand behind the loop, so that it masks no value.
     """
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for at in range(begin, end, BLOCK_K):
-        if EVEN:
-            a = tl.load(x + at, mask=live, other=0.0)
-        else:
-            inside = (at + tl.arange(0, BLOCK_K) < end)[None, :]
-            a = tl.load(x + at, mask=live & inside, other=0.0)
-        w = load_tile(weight, rows, at, end, FORM, BLOCK_K, EVEN, DTYPE)
-        total = tl.dot(w, a.T, total, input_precision="ieee")
+    whole = end
+    if not EVEN:
+        whole = begin + (end - begin) // BLOCK_K * BLOCK_K
+    for at in range(begin, whole, BLOCK_K):
+        total = _link(total, weight, rows, x, live, at, end, FORM, True, BLOCK_K, DTYPE)
+    if not EVEN:
+        total = _link(total, weight, rows, x, live, whole, end, FORM, False, BLOCK_K, DTYPE)
     return total
