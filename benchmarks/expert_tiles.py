@@ -78,7 +78,7 @@ def lines(model: Model, layout: str, tokens: int) -> Iterator[dict[str, object]]
     x = torch.randn(tokens, model.hidden, dtype=torch.bfloat16, device="cuda")
     shares = [torch.rand(tokens, count, device="cuda").topk(top_k) for _ in range(CALLS)]
     sent = [(chosen.int(), share.bfloat16()) for share, chosen in shares]
-    few = are_few(tokens, top_k, count)
+    few = are_few(tokens, top_k, count, bool(layout))
     launch = launch_few if few else launch_sorted
     usual = tiles_of(tokens * top_k, count, torch.bfloat16, few)
     wanted = launch(x, up, down, *sent[0], None, None, usual, model.gated)

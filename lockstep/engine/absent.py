@@ -234,7 +234,7 @@ def _tiled(
         top_k = module.top_k
 
         def expert_tile(name: str, weight: Tensor | PackedWeight, tokens: int) -> Any:
-            few = are_few(tokens, top_k, count)
+            few = are_few(tokens, top_k, count, isinstance(module.down.stored, PackedWeight))
             found = tiles_of(tokens * top_k, count, dtype, few)
             if isinstance(weight, PackedWeight) and dtype != torch.float32:
                 return packed_fitting(getattr(found, f"packed_{name}"), weight, number)

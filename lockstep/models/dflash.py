@@ -62,12 +62,12 @@ class Config(DecoderConfig):
     taps: tuple[int, ...]
 
     @classmethod
-    def read(cls, raw: dict[str, Any], target: Decoder) -> "Config":
+    def read(cls, own: BlockCheckpoint, target: Decoder) -> "Config":
         """From config.json. Raises CheckpointError on what is missing, not built, or not of this
         target."""
-        c = ConfigReader(raw)
+        c = ConfigReader(own.raw, file=str(own.folder / "config.json"))
         c.only("speculators_model_type", None, default=None)
-        inner = ConfigReader(c.get(INNER, dict, {}), f"{INNER}.")
+        inner = c.part(INNER)
         named = c.get("architectures", list, [ARCHITECTURE])
         c.need(named == [ARCHITECTURE], "architectures", f"[{ARCHITECTURE!r}]")
         c.only("attention_bias", False, default=False)

@@ -110,10 +110,10 @@ class Config(DecoderConfig):
     norm_output: bool
 
     @classmethod
-    def read(cls, raw: dict[str, Any], target: Decoder, behind: bool = False) -> "Config":
+    def read(cls, head: HeadCheckpoint, target: Decoder, behind: bool = False) -> "Config":
         """From config.json. behind: layers are named to tap what they leave, not what they read.
         Raises CheckpointError on what is missing, not built, or not of this target."""
-        c = ConfigReader(raw)
+        c = ConfigReader(head.raw, file=str(head.folder / "config.json"))
         c.only("speculators_model_type", "eagle3", None, default=None)
         c.need(read_attending_layers(c) == 1, "num_hidden_layers", "1")
         c.only("tie_word_embeddings", False, None, default=False)
@@ -136,7 +136,7 @@ class Config(DecoderConfig):
             attention_bias=c.get("attention_bias", bool, False),
             mlp_bias=c.get("mlp_bias", bool, False),
             norm_before_residual=c.get(
-                "norm_before_residual", bool, "speculators_model_type" in raw
+                "norm_before_residual", bool, "speculators_model_type" in head.raw
             ),
             norm_before_fc=c.get("norm_before_fc", bool, False),
             norm_each_tap=c.get("fc_norm", bool, c.get("use_aux_norm", bool, False)),
@@ -154,7 +154,7 @@ def _attending(c: ConfigReader) -> dict[str, Any]:
 
 def _taps(c: ConfigReader, layers: int, behind: bool) -> tuple[int, ...]:
     """The places that are tapped: as eagle_config names them, or the authors' three."""
-    inner = ConfigReader(c.get("eagle_config", dict, {}), "eagle_config.")
+    inner = c.part("eagle_config")
     for name, value in SWITCHES.items():
         inner.only(name, value, None, default=None)
     name = "eagle_aux_hidden_state_layer_ids"

@@ -12,17 +12,24 @@ MOST_LAYERS = 1024
 MOST_NUMBER = 10**30
 """Bounds that no real model comes near; whether what is asked fits into memory is seen later."""
 
+BUILT_FOR = "This architecture is built for these only."
+
 
 class ConfigReader:
     """Reads settings by name from config.json's dict (text_config unwrapped over the top level).
 
-    `within` names the part of the file that this dict is, for messages.
+    `within` names the part of the file that this dict is, and `file` the file, for messages.
     """
 
-    def __init__(self, raw: dict[str, Any], within: str = "") -> None:
+    def __init__(self, raw: dict[str, Any], within: str = "", file: str = "config.json") -> None:
         self.within = within
+        self.file = file
         self.raw = raw
         self.raw = {**raw, **self.get("text_config", dict, {})}
+
+    def part(self, name: str) -> "ConfigReader":
+        """The dict of a setting; empty where there is none."""
+        return ConfigReader(self.get(name, dict, {}), f"{name}.", self.file)
 
     def get(self, name: str, kind: type[T], default: Any = _MISSING) -> T:
         """The setting as `kind`; null counts as absent where there is a default.
@@ -34,8 +41,8 @@ class ConfigReader:
             value = default
         if value is _MISSING:
             raise CheckpointError(
-                f"config.json has no {self.within}{name}; expected: {kind.__name__}. "
-                "Add it to config.json."
+                f"{self.file} has no {self.within}{name}; expected: {kind.__name__}. "
+                f"Add it to {self.file}."
             )
         if kind is float and type(value) is int:
             self.need(abs(value) <= MOST_NUMBER, name, f"numbers up to {MOST_NUMBER:.0e}")
@@ -68,13 +75,8 @@ class ConfigReader:
         """The setting, which must be one of `allowed` (absent counts as `default`)."""
         value = self.raw.get(name, default)
         if not any(type(value) is type(a) and value == a for a in allowed):
-            raise choice_error(
-                CheckpointError,
-                f"config.json {self.within}{name}",
-                None if value is _MISSING else value,
-                ", ".join(map(repr, allowed)),
-                "This architecture is built for these only.",
-            )
+            found = None if value is _MISSING else value
+            raise self.error(name, found, ", ".join(map(repr, allowed)), BUILT_FOR)
         return value
 
     def need(self, holds: bool, name: str, allowed: str) -> None:
@@ -87,11 +89,11 @@ class ConfigReader:
         kinds = self.get("layer_types", list, default)
         for kind in kinds:
             if not isinstance(kind, str) or kind not in known:
-                raise self.error("layer_types", kind, ", ".join(sorted(known)))
+                raise self.error("layer_types", kind, ", ".join(sorted(known)), BUILT_FOR)
         self.need(len(kinds) == layers, "layer_types", f"one for each of {layers} layers")
         return tuple(kinds)
 
-    def error(self, name: str, value: object, allowed: str) -> LockstepError:
+    def error(self, name: str, value: object, allowed: str, remedy: str = "") -> LockstepError:
         """The CheckpointError that says what a setting is and what it may be."""
-        field = f"config.json {self.within}{name}"
-        return choice_error(CheckpointError, field, value, allowed, "Mend config.json.")
+        field = f"{self.file} {self.within}{name}"
+        return choice_error(CheckpointError, field, value, allowed, remedy or f"Mend {self.file}.")

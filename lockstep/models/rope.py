@@ -251,7 +251,7 @@ def _settings(c: ConfigReader, defaults: Mapping[str, Any]) -> ConfigReader:
     outer = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
     found: dict[str, Any] = {name: c.raw.get(name) for name in outer}
     for part in ("rope_scaling", "rope_parameters"):
-        inner = ConfigReader(c.get(part, dict, {}), f"{part}.")
+        inner = c.part(part)
         for name in ("rope_type", "type"):
             inner.only(name, *KINDS, default="default")
         for name, value in inner.raw.items():
@@ -261,7 +261,7 @@ def _settings(c: ConfigReader, defaults: Mapping[str, Any]) -> ConfigReader:
             found[key] = value
     told = {name: value for name, value in found.items() if value is not None}
     assumed = {name: value for name, value in defaults.items() if value is not None}
-    return ConfigReader({**assumed, **told}, "rope_parameters.")
+    return ConfigReader({**assumed, **told}, "rope_parameters.", c.file)
 
 
 def _trained(rope: ConfigReader, longest: int) -> int:

@@ -32,7 +32,7 @@ def build(options: Any, checkpoint: Checkpoint, target: Any, build: Build) -> Dr
     """The folder's model, not loaded yet. Raises CheckpointError where it is not built, or not of
     this target, and ConfigError where its blocks are too short for K drafts."""
     own = BlockCheckpoint.at(options.folder)
-    config = Config.read(own.raw, target)
+    config = Config.read(own, target)
     if options.num_speculative_tokens >= config.block:
         raise ConfigError(
             f"speculative_config num_speculative_tokens={options.num_speculative_tokens} is not "

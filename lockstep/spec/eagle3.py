@@ -38,7 +38,7 @@ def build(options: Options, checkpoint: Checkpoint, target: Any, build: Build) -
     """The head of the folder, not loaded yet. Raises CheckpointError where it is not built, or not
     of this target, and ConfigError where there is no such folder."""
     head = HeadCheckpoint.at(options.folder)
-    config = Config.read(head.raw, target, options.taps_behind_layers)
+    config = Config.read(head, target, options.taps_behind_layers)
     tensors = None if build.tensors is None else head.tensors()
     own = build.reading(tensors, head.prefixes, packing_of(head.quantization(), None))
     return Eagle3Head(target, own, config, head)

@@ -251,6 +251,14 @@ def test_tiles_grow_with_the_tokens():
     assert {tiles_of(8 * t, 256, torch.float32, t == 1) for t in (1, 64, 8192)} == {FLOAT}
 
 
+def test_packed_experts_are_sorted_sooner():
+    """Nano's 6 slots fill 8 places, of 128 experts; 35B-A3B's are 8 of 256."""
+    assert [are_few(tokens, 6, 128, packed=True) for tokens in (1, 2, 3)] == [True, True, False]
+    assert [are_few(tokens, 8, 256, packed=True) for tokens in (1, 4, 5)] == [True, True, False]
+    assert are_few(10, 6, 128) and are_few(16, 8, 256)
+    assert are_few(1, 8, 16, packed=True)
+
+
 def packed_mixture(
     backend: Backend, sizes: dict[str, int], up: str, down: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

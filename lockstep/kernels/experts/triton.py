@@ -391,7 +391,7 @@ def experts_triton(
     if not ids.numel():
         return torch.empty_like(x)
     count = experts_in(up, down)
-    few = are_few(*ids.shape, count)
+    few = are_few(*ids.shape, count, isinstance(down, PackedWeight))
     tiles = tiles_of(ids.numel(), count, x.dtype, few)
     launch = launch_few if few else launch_sorted
     gated = act == "silu_mul"

@@ -18,7 +18,7 @@ def _subtree(
     if COUNT == 1:
         return chain(
             weight, rows, x, live, begin, begin + length, FORM, EVEN,
-            BLOCK_N, BLOCK_M, BLOCK_K, DTYPE,
+            BLOCK_N, BLOCK_M, BLOCK_K, DTYPE, APART=False,
         )  # fmt: skip
     else:
         left = _subtree(

@@ -24,6 +24,7 @@ from lockstep.kernels.packed._codes import (
     E4M3_PAIRS,
     E4M3_WORD,
     FP4,
+    FP8,
     MINUS_136,
     MINUS_1032,
     PLAIN,
@@ -349,23 +350,42 @@ def load_tile(weight, rows, at, end, FORM: tl.constexpr, COLUMNS: tl.constexpr,
 
 
 @triton.jit
+def _link(
+    total, weight, rows, x, live, at, end, FORM: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
+    """`total` and the products of columns at .. at + BLOCK_K, those before `end`. See chain."""
+    if EVEN:
+        a = tl.load(x + at, mask=live, other=0.0)
+    else:
+        inside = (at + tl.arange(0, BLOCK_K) < end)[None, :]
+        a = tl.load(x + at, mask=live & inside, other=0.0)
+    w = load_tile(weight, rows, at, end, FORM, BLOCK_K, EVEN, DTYPE)
+    return tl.dot(w, a.T, total, input_precision="ieee")
+
+
+@triton.jit
 def chain(
     weight, rows, x, live, begin, end, FORM: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
+    APART: tl.constexpr = True,
 ):  # fmt: skip
     """Outputs `rows` of a weight times rows of x, one ascending chain over columns begin .. end:
     [BLOCK_N, BLOCK_M] fp32. The weight is the left operand.
 
     weight, rows, FORM, DTYPE: see load_tile. x [BLOCK_M, BLOCK_K]: pointers to the first columns of
     its rows; those that are not live [BLOCK_M, 1] count as zeros. EVEN: BLOCK_K divides the length.
+    APART: where it does not, the last columns stand behind the loop, so that no other value is
+    masked: of fp8 by rows with 16 tokens, which was compared on a GPU.
     """
+    BY_ROWS: tl.constexpr = FORM[0] == FP8 and FORM[2] == 0
+    TAIL: tl.constexpr = APART and not EVEN and BY_ROWS and BLOCK_M == 16
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for at in range(begin, end, BLOCK_K):
-        if EVEN:
-            a = tl.load(x + at, mask=live, other=0.0)
-        else:
-            inside = (at + tl.arange(0, BLOCK_K) < end)[None, :]
-            a = tl.load(x + at, mask=live & inside, other=0.0)
-        w = load_tile(weight, rows, at, end, FORM, BLOCK_K, EVEN, DTYPE)
-        total = tl.dot(w, a.T, total, input_precision="ieee")
+    whole = end
+    if TAIL:
+        whole = begin + (end - begin) // BLOCK_K * BLOCK_K
+    for at in range(begin, whole, BLOCK_K):
+        total = _link(total, weight, rows, x, live, at, end, FORM, EVEN or TAIL, BLOCK_K, DTYPE)
+    if TAIL:
+        total = _link(total, weight, rows, x, live, whole, end, FORM, False, BLOCK_K, DTYPE)
     return total
