@@ -171,6 +171,13 @@ def test_host_memory_behind_the_cache(built: Any, folder: str) -> None:
     assert "--swap-space has no effect" in told and "moved by Lockstep itself" in told
 
 
+def test_a_socket_has_no_port(built: Any, folder: str) -> None:
+    *_, told = built("serve M --uds /tmp/socket --port 9000", folder)
+    assert told.strip() == "--port has no effect with --uds."
+    *_, told = built("serve M --uds /tmp/socket", folder)
+    assert not told.strip()
+
+
 def test_drafters_with_a_folder_and_suffix_lookup(built: Any, folder: str) -> None:
     """A model alone is a draft model, as in vLLM; keys of another engine's search are noted."""
     config, limits, told = built("serve M --spec-model here --spec-tokens 15", folder)
