@@ -81,7 +81,9 @@ def slots(folder: Path) -> list[tuple[str, Slot]]:
     if settings.get("quant_method") == "gptq":
         for name in [name for name in found if name.endswith("qweight")]:
             (words, _) = found[name].shape or (0, 0)
-            groups = Slot((words * 32 // settings["bits"],), (torch.int32,), CPU, print)
+            groups = Slot(
+                (words * 32 // settings["bits"],), (torch.int32,), CPU, lambda found: None
+            )
             found.setdefault(name.replace("qweight", "g_idx"), groups)
     return list(found.items())
 
