@@ -28,6 +28,9 @@ SHARD = 4 << 30
 """Bytes of a file of the checkpoint, as hubs have them."""
 WEIGHT = 0.02
 """Standard deviation of the random weights."""
+GROUP = 128
+"""Columns that share a scale."""
+CPU = torch.device("cpu")
 ZEROS = 0x77777777
 """Zero points of a symmetric checkpoint of GPTQ, eight in a word: others are refused."""
 
@@ -69,10 +72,20 @@ def main() -> None:
 
 
 def slots(folder: Path) -> list[tuple[str, Slot]]:
-    """The tensors that a checkpoint of the folder's config.json has."""
-    model = sketch(folder, torch.bfloat16, None).model
-    weights: dict[str, Tensor | Slot] = model.weights()  # type: ignore[operator]
-    return [(name, Slot.of(target)) for name, target in weights.items()]
+    """The tensors that a checkpoint of the folder's config.json has. A published one of GPTQ has
+    groups of columns where they are in order too."""
+    sketched = sketch(folder, torch.bfloat16, None)
+    weights: dict[str, Tensor | Slot] = sketched.model.weights()  # type: ignore[operator]
+    found = {name: Slot.of(target) for name, target in weights.items()}
+    settings = Checkpoint.read(folder).quantization() or {}
+    if settings.get("quant_method") == "gptq":
+        for name in [name for name in found if name.endswith("qweight")]:
+            (words, _) = found[name].shape or (0, 0)
+            groups = Slot(
+                (words * 32 // settings["bits"],), (torch.int32,), CPU, lambda found: None
+            )
+            found.setdefault(name.replace("qweight", "g_idx"), groups)
+    return list(found.items())
 
 
 def size(found: list[tuple[str, Slot]]) -> int:
@@ -123,6 +136,8 @@ def drawn(name: str, slot: Slot, device: str, generator: torch.Generator) -> Ten
     if kind.is_floating_point:
         values = torch.randn(shape, device=device, generator=generator) * WEIGHT
         return values.to(kind)
+    if name.endswith("g_idx"):
+        return torch.arange(shape[0], dtype=kind) // GROUP
     if name.endswith("qzeros"):
         return torch.full(shape, ZEROS, device=device, dtype=kind)
     limits = torch.iinfo(kind)

@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from numbers import Number
 from typing import Any
@@ -11,6 +12,7 @@ from lockstep.config import EngineConfig
 from lockstep.engine.engine import Engine, Facts
 from lockstep.errors import RequestError, brief
 from lockstep.outputs import RequestOutput
+from lockstep.progress import Progress, progress_bar
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.text.processor import CompletionText, Processor, Prompt
@@ -36,6 +38,10 @@ def processor_of(facts: Facts, text: TextSettings) -> Processor:
     )
 
 
+def _unseen(what: str, done: int, of: int) -> None:
+    """Progress that nobody watches."""
+
+
 class LLM:
     """A model and its tokenizer.
 
@@ -50,7 +56,7 @@ class LLM:
         self,
         model: str | None = None,
         *,
-        progress: Callable[[str, int, int], None] = lambda what, done, of: None,
+        progress: Progress = _unseen,
         **settings: Any,
     ) -> None:
         text, own = split_settings(settings)
@@ -76,15 +82,17 @@ class LLM:
         *,
         priority: int | Sequence[int] = 0,
         on_progress: Callable[[RequestOutput], None] | None = None,
+        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answers prompts (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}).
 
         Outputs come in the order of the prompts. `on_progress` sees each output as it grows.
+        use_tqdm: where stderr is a terminal, a bar there counts the prompts that are answered.
         Raises RequestError naming the parameter where a request is wrong; then none is run.
         """
         many = _as_list(prompts)
         params = _params(sampling_params, len(many))
-        return self._answer(many, params, priority, on_progress)
+        return self._answer(many, params, priority, on_progress, use_tqdm)
 
     def _answer(
         self,
@@ -92,24 +100,37 @@ class LLM:
         params: Sequence[SamplingParams],
         priority: int | Sequence[int] = 0,
         on_progress: Callable[[RequestOutput], None] | None = None,
+        use_tqdm: bool = True,
         shown: Collection[int] = (),
     ) -> list[RequestOutput]:
         """Answers prompts, each with its parameters. shown: special tokens that give text."""
+        if not isinstance(use_tqdm, bool):
+            raise RequestError(
+                f"use_tqdm={brief(use_tqdm)} is not allowed; allowed: True or False. Send one of "
+                "them.",
+                "use_tqdm",
+            )
         ranks = _per_prompt("priority", priority, len(prompts), int, "a whole number")
         jobs = [
             _Job(self.processor, prompt, p, rank, shown)
             for prompt, p, rank in zip(prompts, params, ranks, strict=True)
         ]
         owner = {request.id: job for job in jobs for request in job.requests}
+        with progress_bar() if use_tqdm else nullcontext(_unseen) as show:
+            done = set[str]()
+            show("answers", 0, len(jobs))
 
-        def update(request: Request) -> None:
-            job = owner[request.id]
-            if job.push(request):
-                self.engine.abort(request.id)
-            if on_progress:
-                on_progress(job.output)
+            def update(request: Request) -> None:
+                job = owner[request.id]
+                if job.push(request):
+                    self.engine.abort(request.id)
+                if on_progress:
+                    on_progress(job.output)
+                if job.output.finished:
+                    done.add(job.output.request_id)
+                    show("answers", len(done), len(jobs))
 
-        self.engine.run([r for job in jobs for r in job.requests], update)
+            self.engine.run([r for job in jobs for r in job.requests], update)
         return [job.output for job in jobs]
 
     def chat(

@@ -1,16 +1,13 @@
 """The command line, run as its users run it, on a tiny model."""
 
+import io
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
-import httpx
 import pytest
 from typer.testing import CliRunner, Result
 
@@ -236,17 +233,18 @@ def test_check_status_table_and_json(model: str, monkeypatch: pytest.MonkeyPatch
     assert run(*asked).exit_code == 1
 
 
-@pytest.mark.parametrize("coding", ["utf-8:strict", "ascii"])
-def test_bytes_that_are_no_text_end_in_one_line(model: str, coding: str) -> None:
-    told = subprocess.run(
-        [sys.executable, "-m", "lockstep", "generate", "--max-tokens", "1", *dummy(model)],
-        input=b"a\xffb",
-        capture_output=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONIOENCODING": coding},
-    )
-    assert told.returncode == 2
-    assert told.stderr.splitlines()[-1].startswith(b"RequestError: prompt: the text is no Unicode")
+@pytest.mark.parametrize("coding", ["utf-8", "ascii"])
+def test_bytes_that_are_no_text_end_in_one_line(
+    model: str, coding: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where a terminal's text is read strictly."""
+    pipe = io.TextIOWrapper(io.BytesIO(b"a\xffb"), encoding=coding, errors="strict")
+    monkeypatch.setattr("sys.stdin", pipe)
+    monkeypatch.setattr("sys.argv", ["lockstep", "generate", "--max-tokens", "1", *dummy(model)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert ended.value.code == 2 and last.startswith("RequestError: prompt: the text is no Unicode")
 
 
 def test_a_piped_prompt_is_bounded(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,22 +289,6 @@ def test_chat_asks_for_the_result_of_a_tool_call(
     _take_turn(llm, messages, [tool], SamplingParams(max_tokens=4, temperature=0.0))
     assert [m["role"] for m in messages] == ["user", "assistant", "tool", "assistant"]
     assert messages[2]["content"] == "blue (result of look> )"
-
-
-def test_serve_answers_and_ends_when_interrupted(model: str) -> None:
-    command = [sys.executable, "-m", "lockstep", "serve", "--port", "0", *dummy(model)]
-    command += ["--served-model-name", "tiny", "--disable-frontend-multiprocessing"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
-        assert server.stdout is not None
-        try:
-            url = re.search(r"http://127\.0\.0\.1:\d+", server.stdout.readline())
-            assert url is not None
-            found = httpx.get(f"{url[0]}/v1/models", timeout=20).json()
-            server.send_signal(signal.SIGINT)
-            assert server.wait(timeout=20) == 0
-        finally:
-            server.kill()
-    assert [m["id"] for m in found["data"]] == ["tiny"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from lockstep.cli import app
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.kernels.kv import PackedKV, formats
 from lockstep.kernels.kv.fp8 import E4M3, Fp8
-from tests.models.test_checkpoint import MTP, build, weights_of
+from tests.models.filled import MTP, build, weights_of
 from tests.tiny_model import make_model
 
 PROMPT = {"prompt_token_ids": list(range(5, 90))}

@@ -2,7 +2,8 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep import LLM
+from lockstep import LLM, progress
 from lockstep.engine.build import find_model
 from lockstep.errors import RequestError
 from lockstep.outputs import CompletionOutput, RequestOutput
@@ -214,6 +215,33 @@ def test_progress_shows_growing_answers(llm: LLM) -> None:
             assert later.token_ids[: len(earlier.token_ids)] == earlier.token_ids
             assert later.text.startswith(earlier.text)
         assert steps[-1].token_ids == out.outputs[0].token_ids
+
+
+def test_a_bar_counts_the_answers_where_stderr_is_a_terminal(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short = replace(GREEDY, max_tokens=2, n=2)
+    quiet = llm.generate(PROMPTS[:3], short)
+    assert not capsys.readouterr().err
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes stderr for a terminal then
+    told: list[tuple[str, int, int]] = []
+    sound = progress.progress_bar
+
+    @contextmanager
+    def watched() -> Iterator[progress.Progress]:
+        with sound() as show:
+            yield lambda *one: (told.append(one), show(*one))  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr("lockstep.llm.progress_bar", watched)
+    shown = llm.generate(PROMPTS[:3], short)
+    assert "answers" in capsys.readouterr().err
+    assert told[0] == ("answers", 0, 3) and told[-1] == ("answers", 3, 3)
+    assert [answer(out) for out in shown] == [answer(out) for out in quiet]
+    told.clear()
+    llm.generate(PROMPTS[:3], short, use_tqdm=False)
+    assert not told and not capsys.readouterr().err
+    with pytest.raises(RequestError, match="use_tqdm=3 is not allowed; allowed: True or False"):
+        llm.generate(TEXT, short, use_tqdm=3)  # type: ignore[arg-type]
 
 
 def test_without_a_tokenizer_ids_go_in_and_out(plain: LLM) -> None:

@@ -135,7 +135,7 @@ def _measured(
     half = (len(asked) + 1) // 2
     measured = [{"prompt_token_ids": asked[i % half]} for i in range(rows)]
     others = [{"prompt_token_ids": ids} for ids in asked[half:]] or measured
-    llm.generate(others, params)
+    llm.generate(others, params, use_tqdm=False)
     engine.runner.program.on_answer = ()
     policies[0].clear()
     figures, outputs = measure(llm, measured, params, 0, runs)

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lockstep.cache.specs import Cached
+from lockstep.cache.specs import is_cached
 from lockstep.errors import ConfigError
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
@@ -164,7 +164,7 @@ def _wrapped(owner: Any, name: str, shown: str) -> Iterator[None]:
 def _hooked(module: nn.Module, name: str) -> Iterator[None]:
     """The module's calls shown under its name, and those of its ops: under their own where there
     are layers below, else under the module's, which may be called past its forward."""
-    shown = f"{name}:{type(module).__name__}" if isinstance(module, Cached) else name
+    shown = f"{name}:{type(module).__name__}" if is_cached(module) else name
     open_ranges: list[Any] = []
 
     def enter(module: nn.Module, arguments: Any) -> None:

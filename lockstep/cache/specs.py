@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -75,7 +75,6 @@ def unit_bytes(specs: Sequence[Spec], law: Law, page_size: int) -> int:
     return sum(spec.unit_bytes(page_size) for spec in specs if spec.law is law)
 
 
-@runtime_checkable
 class Cached(Protocol):
     """A mixer that keeps something between steps."""
 
@@ -90,3 +89,8 @@ class Cached(Protocol):
     def cache_tensors(self) -> list[Tensor]:
         """The bound tensors, each indexed by page or slot first."""
         ...
+
+
+def is_cached(module: object) -> TypeGuard[Cached]:
+    """Whether a layer is such a mixer."""
+    return hasattr(module, "cache_spec")

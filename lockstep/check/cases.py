@@ -65,7 +65,7 @@ def make_cases(plain: LLM, max_tokens: int) -> list[Case]:
     """Seven short prompts, each sampled its own way, and a long one."""
     prompts = [tuple(p) for p in short_prompts(plain)]
     probe = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, detokenize=False)
-    likes = plain.generate([{"prompt_token_ids": list(p)} for p in prompts], probe)
+    likes = plain.generate([{"prompt_token_ids": list(p)} for p in prompts], probe, use_tqdm=False)
     counted = Counter(token for output in likes for token in output.outputs[0].token_ids)
     usual = [token for token, _ in counted.most_common(6)] + list(prompts[0][:4])
     ways = samplings(max_tokens, usual)

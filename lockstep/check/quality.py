@@ -125,7 +125,8 @@ def windows_of(llm: LLM, text: str, tokens: int, window: int) -> list[list[int]]
 def score(llm: LLM, windows: Sequence[Sequence[int]]) -> Scores:
     """Every token but the first of each window, predicted from those in front of it. Raises
     ConfigError where logits are no numbers."""
-    outs = llm.generate([{"prompt_token_ids": list(part)} for part in windows], ONE)
+    prompts = [{"prompt_token_ids": list(part)} for part in windows]
+    outs = llm.generate(prompts, ONE, use_tqdm=False)
     logprobs = []
     best = []
     positions = []

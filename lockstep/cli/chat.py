@@ -92,7 +92,7 @@ def _answer(
         print_text(text[shown:])
         shown = len(text)
 
-    output = llm.chat(messages, params, tools=tools, on_progress=stream)[0]
+    output = llm.chat(messages, params, tools=tools, on_progress=stream, use_tqdm=False)[0]
     print_text("\n")
     m = output.metrics
     error = output.outputs[0].error

@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep.cli.options import AUTO_DRAFTS, engine_options
-from lockstep.cli.show import note, print_json, progress_bar
+from lockstep.cli.show import note, print_json
 from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError
+from lockstep.progress import progress_bar
 from lockstep.settings import check_writable
 
 if TYPE_CHECKING:

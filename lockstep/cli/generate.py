@@ -54,9 +54,8 @@ def generate(
         print_text(whole[shown:])
         shown = len(whole)
 
-    output = llm.generate(_prompt(llm, prompt, chat), params, on_progress=None if json else stream)[
-        0
-    ]
+    see = None if json else stream
+    (output,) = llm.generate(_prompt(llm, prompt, chat), params, on_progress=see, use_tqdm=False)
     if json:
         print_json(_answer(output) | {"system_fingerprint": llm.engine.fingerprint})
     else:

@@ -10,9 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep.cli.options import engine_options
-from lockstep.cli.show import print_json, progress_bar
+from lockstep.cli.show import print_json
 from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError
+from lockstep.progress import progress_bar
 from lockstep.settings import check_writable
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli.options import engine_options, server_options, settle_drafts, text_options
-from lockstep.cli.show import load, note, progress_bar, summary
+from lockstep.cli.show import load, note, summary
 from lockstep.errors import ConfigError, brief
+from lockstep.progress import progress_bar
 from lockstep.serve.settings import ServerSettings
 from lockstep.settings import read_named, why_unread
 
@@ -104,6 +105,8 @@ def _run(
     from lockstep.serve.run import serve as run
 
     listener = address.bind()
+    for name in address.unused():
+        note(f"--{name} has no effect with --uds.", "yellow")
     if not (options.rules.keys or address.uds or is_loopback(address.host)):
         note(f"host={address.host} is open to the network, without a key: set --api-key.", "yellow")
     try:

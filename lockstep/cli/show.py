@@ -2,22 +2,11 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeElapsedColumn,
-)
-from rich.text import Text
+
+from lockstep.progress import progress_bar
 
 if TYPE_CHECKING:
     from lockstep.config import EngineConfig
@@ -37,41 +26,6 @@ def note(text: str, style: str = "dim") -> None:
 
 BUNDLED = "the bundled model"
 """What a model is called where the user names none."""
-BYTES = "loading"
-"""The work whose progress is told in bytes; that of all other is told in numbers of things."""
-
-
-class _Amount(ProgressColumn):
-    """How much is done, of how much."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._bytes = DownloadColumn()
-        self._things = MofNCompleteColumn()
-
-    def render(self, task: Task) -> Text:
-        column = self._bytes if task.description == BYTES else self._things
-        return column.render(task)
-
-
-@contextmanager
-def progress_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr where that is a terminal, driven by (what, done, of); it goes when done."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        _Amount(),
-        TimeElapsedColumn(),
-    )
-    console = notes()
-    off = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=off) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def show(what: str, done: int, of: int) -> None:
-            bar.update(task, description=what, completed=done, total=of)
-
-        yield show
 
 
 def load(settings: dict[str, Any], quiet: bool = False) -> "LLM":

@@ -5,6 +5,7 @@ An op's folder holds the contract and the reference in `__init__.py`, the backen
 """
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pkgutil import iter_modules
@@ -70,10 +71,19 @@ def load() -> None:
 
     A backend that falls back on another imports it, hence is added after it and preferred to it.
     """
-    for folder in folders():
-        for module in iter_modules(folder.__path__):
-            if module.name not in NO_BACKENDS and not module.name.startswith("_"):
-                _load(f"{folder.__name__}.{module.name}")
+    for name in _modules_of(tuple(lockstep.kernels.__path__)):
+        _load(name)
+
+
+@cache
+def _modules_of(path: tuple[str, ...]) -> list[str]:
+    """The modules of backends in the folders of ops, which lie on this path: looked for once."""
+    return [
+        f"{folder.__name__}.{module.name}"
+        for folder in folders()
+        for module in iter_modules(folder.__path__)
+        if module.name not in NO_BACKENDS and not module.name.startswith("_")
+    ]
 
 
 def _load(name: str) -> None:

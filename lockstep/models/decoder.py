@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from lockstep.cache.specs import Cached
+from lockstep.cache.specs import is_cached
 from lockstep.layers.attention import Attention
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Embedding, Head, Target
@@ -104,7 +104,7 @@ class Half:
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps, c.norm_offset)
         self.name = name
         self.body: Any = body
-        self.mixes = isinstance(body, Cached)
+        self.mixes = is_cached(body)
 
     def weights(self) -> dict[str, Target]:
         """Checkpoint name within the layer -> what it fills."""

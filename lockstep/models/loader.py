@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import CheckpointError
+from lockstep.kernels.to_device import to_device
 from lockstep.layers.build import Build
 from lockstep.layers.norm import GatedGroupNorm, GatedRMSNorm, Norm
 from lockstep.models import architecture, draft_prefix
@@ -199,7 +200,7 @@ def _fill(name: str, slot: Slot, tensor: Tensor) -> list[str]:
     fault = slot.fault(tensor)
     if fault is not None:
         return [f"{name} ({fault})"]
-    slot.fill(tensor.to(slot.device))
+    slot.fill(to_device(tensor, slot.device))
     return []
 
 

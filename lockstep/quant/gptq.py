@@ -128,7 +128,8 @@ def gptq_slots(
     }
     if weight.g_idx is not None or "g_idx" in (module.tensors or ()):
         order = partial(_fill_order, module, weight)
-        found["g_idx"] = Slot((k,), (torch.int32, torch.int64), where, order)
+        kept_at = torch.device("cpu") if weight.g_idx is None else where
+        found["g_idx"] = Slot((k,), (torch.int32, torch.int64), kept_at, order)
     return found
 
 

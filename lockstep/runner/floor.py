@@ -17,7 +17,7 @@ from math import prod
 
 from torch import Tensor, nn
 
-from lockstep.cache.specs import Cached, Law, Spec, unit_bytes
+from lockstep.cache.specs import Law, Spec, is_cached, unit_bytes
 from lockstep.layers.latent_attention import AbsorbedHeads
 from lockstep.layers.linear import Embedding, Head, Product
 from lockstep.layers.moe import ExpertWeight
@@ -298,7 +298,7 @@ def _own(module: nn.Module) -> list[Tensor]:
 def _labelled(root: nn.Module, label: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Every module below, under the class name of the outermost layer that it is part of."""
     for child in root.children():
-        layer = isinstance(child, Cached) or type(child).__module__.startswith("lockstep.layers")
+        layer = is_cached(child) or type(child).__module__.startswith("lockstep.layers")
         below = label or (type(child).__name__ if layer or _own(child) else "")
         yield below, child
         yield from _labelled(child, below)

@@ -8,7 +8,7 @@ from math import ceil
 import torch
 from torch import Tensor, nn
 
-from lockstep.cache.specs import Cached, Law, unit_bytes
+from lockstep.cache.specs import Cached, Law, is_cached, unit_bytes
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.errors import CapacityError
 from lockstep.layers.room import Room
@@ -72,7 +72,7 @@ def mixers(*modules: nn.Module | None) -> dict[str, Cached]:
     found = {}
     for prefix, root in zip(("", "draft."), modules, strict=True):
         if root is not None:
-            own = {prefix + n: m for n, m in root.named_modules() if isinstance(m, Cached)}
+            own = {prefix + n: m for n, m in root.named_modules() if is_cached(m)}
             found.update(own)
     return found
 

@@ -72,6 +72,12 @@ class Address:
             ) from error
         return listener
 
+    def unused(self) -> list[str]:
+        """What was chosen and a Unix socket has no use for."""
+        usual = Address()
+        chosen = (("host", self.host != usual.host), ("port", self.port != usual.port))
+        return [name for name, other in chosen if other and self.uds is not None]
+
     def url(self, listener: socket.socket, tls: bool) -> str:
         """The address as a client on this machine writes it."""
         if self.uds is not None:

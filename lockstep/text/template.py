@@ -106,8 +106,9 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
         try:
-            self._template = environment.from_string(source)
-            read = jinja2.meta.find_undeclared_variables(environment.parse(source))
+            parsed = environment.parse(source)
+            read = jinja2.meta.find_undeclared_variables(parsed)
+            self._template = environment.from_string(parsed)
         except Exception as error:  # whatever Jinja or Python's compiler make of it
             raise CheckpointError(
                 f"{origin}: the chat template does not compile: {_message_of(error)}. Mend it, or "

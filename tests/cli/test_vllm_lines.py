@@ -3,6 +3,7 @@
 The model is a tiny local folder. What an engine would be built from is looked at, not the engine.
 """
 
+import json
 import re
 import shlex
 import signal
@@ -170,6 +171,13 @@ def test_host_memory_behind_the_cache(built: Any, folder: str) -> None:
     assert "--swap-space has no effect" in told and "moved by Lockstep itself" in told
 
 
+def test_a_socket_has_no_port(built: Any, folder: str) -> None:
+    *_, told = built("serve M --uds /tmp/socket --port 9000", folder)
+    assert told.strip() == "--port has no effect with --uds."
+    *_, told = built("serve M --uds /tmp/socket", folder)
+    assert not told.strip()
+
+
 def test_drafters_with_a_folder_and_suffix_lookup(built: Any, folder: str) -> None:
     """A model alone is a draft model, as in vLLM; keys of another engine's search are noted."""
     config, limits, told = built("serve M --spec-model here --spec-tokens 15", folder)
@@ -247,45 +255,38 @@ def test_errors_are_one_line_before_anything_is_loaded(
     assert ended.value.code == 2 and said in shown and "Traceback" not in shown
 
 
-def serve(line: str, model: str, *, more: tuple[str, ...], body: dict[str, Any]) -> dict[str, Any]:
-    """Runs the server of a command line, on any free port; /v1/models and an answer."""
-    arguments = words(line, model)
-    if "--port" in arguments:
-        arguments[arguments.index("--port") + 1] = "0"
-    command = [sys.executable, "-m", "lockstep", *arguments, *more]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as server:
-        assert server.stdout is not None and server.stderr is not None
-        try:
-            url = re.search(r"http://127\.0\.0\.1:\d+", server.stdout.readline())
-            assert url is not None, server.stderr.read()
-            with httpx.Client(base_url=url[0], timeout=60) as client:
-                models = client.get("/v1/models").json()["data"]
-                answer = client.post("/v1/completions", json=body).json()
-            server.send_signal(signal.SIGINT)
-            assert server.wait(timeout=30) == 0
-            return {"models": models, "answer": answer, "told": server.stderr.read()}
-        finally:
-            server.kill()
-
-
 BUNDLED = ROOT / "lockstep" / "assets" / "model"
 BODY = {"prompt": "def main(", "max_tokens": 8, "temperature": 0}
-SMALL = ("--max-num-seqs", "2", "--max-model-len", "512")
 ONE_PROCESS = "--disable-frontend-multiprocessing"
+IN_TURN = """
+import json, sys
+from lockstep.__main__ import main
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["lockstep", *arguments]
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code, ended
+"""
+"""Runs command lines one after another: importing torch takes most of a start."""
 
 
-def test_the_first_line_serves() -> None:
-    """The bundled model's own folder, with its weights; its defaults of sampling are told."""
-    model = str(BUNDLED)
-    found = serve(FIRST, model, more=SMALL, body=BODY)
-    assert found["answer"]["usage"]["completion_tokens"] == 8
-    assert found["models"][0]["id"] == found["answer"]["model"] == model
-    assert found["models"][0]["default_sampling_params"] == {"temperature": 0.0}
-    assert "mtp K=2" in found["told"]
+def asked(server: subprocess.Popen[str], body: dict[str, Any]) -> dict[str, Any]:
+    """/v1/models and an answer of the next server that is ready, which is then interrupted."""
+    assert server.stdout is not None and server.stderr is not None
+    ready = None
+    while ready is None:
+        line = server.stdout.readline()
+        assert line, server.stderr.read()
+        ready = re.match(r"Ready: .* at (http://127\.0\.0\.1:\d+)", line)
+    with httpx.Client(base_url=ready[1], timeout=60) as client:
+        models = client.get("/v1/models").json()["data"]
+        answer = client.post("/v1/completions", json=body).json()
+    server.send_signal(signal.SIGINT)
+    return {"models": models, "answer": answer}
 
 
-def test_the_packed_line_serves(tmp_path: Path) -> None:
+def packed_folder(folder: Path) -> Path:
     """The bundled model with random codes in a module, and positions for 125,000 tokens."""
 
     def pick(name: str, n: int, k: int) -> Codes | None:
@@ -293,19 +294,41 @@ def test_the_packed_line_serves(tmp_path: Path) -> None:
 
     tensors = load_file(BUNDLED / "model.safetensors")
     lay = partial(gptq, g_idx=False)
-    pair = write(tmp_path, tensors, BUNDLED, AUTO_ROUND, pick, lay)
+    pair = write(folder, tensors, BUNDLED, AUTO_ROUND, pick, lay)
     set_config(pair.packed, max_position_embeddings=MAX_POSITIONS)
-    found = serve(PACKED, str(pair.packed), more=(*SMALL[:2], ONE_PROCESS), body=BODY)
-    assert found["answer"]["usage"]["completion_tokens"] == 8
-    assert found["models"][0]["max_model_len"] == 125_000
-    told = found["told"]
+    return pair.packed
+
+
+def test_three_lines_serve(tmp_path: Path) -> None:
+    """The bundled model's own folder, with its engine in a process; codes; the eager line."""
+    model = str(BUNDLED)
+    rows = ("--max-num-seqs", "2")
+    short = (*rows, "--max-model-len", "512")
+    names = ("--served-model-name", "a", "b")
+    first = [*words(FIRST.replace("8000", "0"), model), *short]
+    packed = [*words(PACKED, str(packed_folder(tmp_path))), *rows, ONE_PROCESS, "--port", "0"]
+    eager = [*words(EAGER, model), *short, ONE_PROCESS, *names, "--port", "0"]
+    command = [sys.executable, "-c", IN_TURN, json.dumps([first, packed, eager])]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as server:
+        assert server.stderr is not None
+        try:
+            of_first = asked(server, BODY)
+            of_packed = asked(server, BODY)
+            of_eager = asked(server, {**BODY, "model": "b"})
+            assert server.wait(timeout=30) == 0
+            told = server.stderr.read()
+        finally:
+            server.kill()
+    assert of_first["answer"]["usage"]["completion_tokens"] == 8
+    assert of_first["models"][0]["id"] == of_first["answer"]["model"] == model
+    assert of_first["models"][0]["default_sampling_params"] == {"temperature": 0.0}
+    assert "mtp K=2" in told
+    assert of_packed["answer"]["usage"]["completion_tokens"] == 8
+    assert of_packed["models"][0]["max_model_len"] == 125_000
     assert "weights-float16+auto-round" in told and "kv-turboquant_3bit_nc" in told
-
-
-def test_the_eager_line_serves() -> None:
-    more = (*SMALL, ONE_PROCESS, "--served-model-name", "a", "b")
-    found = serve(EAGER, str(BUNDLED), more=more, body={**BODY, "model": "b"})
-    assert [one["id"] for one in found["models"]] == ["a", "b"]
-    assert found["answer"]["model"] == "a" and len(found["answer"]["choices"][0]["text"]) > 0
-    assert "--attention-backend has no effect" in found["told"]
-    assert "kv-fp8_e4m3" in found["told"] and "state-float32" in found["told"]
+    assert [one["id"] for one in of_eager["models"]] == ["a", "b"]
+    assert of_eager["answer"]["model"] == "a"
+    assert len(of_eager["answer"]["choices"][0]["text"]) > 0
+    assert "--attention-backend has no effect" in told
+    assert "kv-fp8_e4m3" in told and "state-float32" in told

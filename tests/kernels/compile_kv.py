@@ -5,7 +5,7 @@ code where products are smallest, elsewhere down to their layouts.
 
     python -m tests.kernels.compile_kv [--quick] [86|90 ...]
 
---quick: those that go down to machine code, and a format of latents.
+--quick: those that go down to machine code, each for one of the two, and a format of latents.
 """
 
 import re
@@ -110,7 +110,8 @@ def calls(arch: int) -> Iterator[tuple[str, Callable[[], object], bool]]:
 def few(arch: int) -> list[tuple[str, Callable[[], object], bool]]:
     """Those of calls() that --quick names."""
     every = list(calls(arch))
-    return [call for call in every if call[2]] + every[-1:]
+    whole = [call for call in every if call[2]]
+    return whole[ARCHES.index(arch) :: len(ARCHES)] + every[-1:]
 
 
 def compile_unpacking_warps() -> None:

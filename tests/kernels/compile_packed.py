@@ -6,13 +6,14 @@ Other kWidths than 2 share other columns among the groups of 16 of a product: an
     python -m tests.kernels.compile_packed [--lanes | --ring [--quick]]
 
 --lanes: the kernel whose warps work alone, --ring: the one whose blocks pass through a ring,
-instead of the one that the compiler lays out. --quick: the ring's wide tiles of two layouts alone.
+instead of the one that the compiler lays out. --quick: the ring of each number of tokens once.
 """
 
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -44,8 +45,10 @@ ALONE = {
     120: ("int4", "fp8 by blocks", "nvfp4"),
 }
 """The same for the kernel whose warps work alone."""
-WIDE = ("int4 asymmetric", "fp8 by blocks")
-"""Layouts whose rings of many tokens are compiled where time is short: of 4 bits and of 8."""
+RINGS = (8, 64, 128, 256)
+"""Tokens that the ring is compiled for."""
+QUICK_RINGS = {"int4 asymmetric": (8, 256), "fp8 by blocks": (64, 128)}
+"""Layout -> tokens where time is short: of 4 bits and of 8."""
 SPILLED = 64
 """Bytes of a thread's stack that warps which work alone may take: a few addresses."""
 WAITS = "WARPGROUP.DEPBAR.LE gsb0, 0x0"
@@ -149,17 +152,14 @@ def compile_alone(arch: int, names: tuple[str, ...]) -> None:
                 print(arch, name, tile, *spills_of(made.asm["cubin"]), flush=True)
 
 
-def compile_ring(wide: tuple[str, ...]) -> None:
-    """The kernel whose blocks pass through a ring, its largest candidate for 8, 64, 128 and 256
-    tokens of some layouts: words 16 bytes at a time, no register of the loop in memory, and of
-    wgmma only the last product waited for at once: ptxas has all wait where registers are short.
-    wide: the layouts that are compiled for 128 and 256 tokens too."""
+def compile_ring(found: Mapping[str, tuple[int, ...]]) -> None:
+    """The kernel whose blocks pass through a ring, its largest candidate for each layout and number
+    of tokens: words 16 bytes at a time, no register of the loop in memory, and of wgmma only the
+    last product waited for at once: ptxas has all wait where registers are short."""
     compiled = Compiled(HOPPER)
     JITFunction.run = lambda kernel, *a, **given: compiled.compile(kernel, *a, **given)
     for name, weight in layouts(N, K):
-        if name not in COMPILED[HOPPER]:
-            continue
-        for tokens in (8, 64, 128, 256) if name in wide else (8, 64):
+        for tokens in found.get(name, ()):
             x = torch.empty(tokens, K, dtype=torch.bfloat16)
             rings = [tile for tile in candidates(tokens, 1, weight.bits) if tile.ring]
             largest = max(rings, key=lambda tile: (tile.m * tile.n, tile.m))
@@ -204,6 +204,6 @@ if __name__ == "__main__":
     if "--lanes" in sys.argv:
         compile_lanes()
     elif "--ring" in sys.argv:
-        compile_ring(WIDE if "--quick" in sys.argv else COMPILED[HOPPER])
+        compile_ring(QUICK_RINGS if "--quick" in sys.argv else dict.fromkeys(COMPILED[90], RINGS))
     else:
         main()

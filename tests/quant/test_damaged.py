@@ -14,7 +14,7 @@ from torch import Tensor
 from lockstep import EngineConfig
 from lockstep.engine.engine import Engine
 from lockstep.errors import CapacityError, CheckpointError, ConfigError
-from tests.models.test_checkpoint import MTP, build, weights_of
+from tests.models.filled import MTP, build, weights_of
 from tests.models.test_damaged import VALUES
 from tests.quant.disk import Codes, Pair, copy_files, draw, gptq, names_in, write
 from tests.tiny_model import make_model

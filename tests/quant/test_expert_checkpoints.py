@@ -21,7 +21,7 @@ from lockstep.models.loader import build_model
 from lockstep.quant import Slot
 from lockstep.quant.slot import Stack
 from tests.models.dense import VOCAB
-from tests.models.test_checkpoint import MTP, answer, build
+from tests.models.filled import MTP, answer, build
 from tests.quant.cases import BLOCKS, FP8, NVFP4, ints, modelopt
 from tests.quant.disk import Codes, awq, draw, gptq
 from tests.quant.stored import (

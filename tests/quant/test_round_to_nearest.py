@@ -12,7 +12,7 @@ from torch import Tensor
 from lockstep import LLM
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.quant import packing_of
-from tests.models.test_checkpoint import MTP, answer, build, weights_of
+from tests.models.filled import MTP, answer, build, weights_of
 from tests.quant.disk import copy_files, set_config
 from tests.tiny_model import CONFIG, make_model
 

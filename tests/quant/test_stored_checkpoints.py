@@ -16,8 +16,8 @@ from lockstep import LLM, SamplingParams
 from lockstep.cli import app
 from lockstep.errors import CheckpointError
 from lockstep.layers.linear import Product
+from tests.models.filled import build, weights_of
 from tests.models.oracle import RELATIVE, TIE, logits_error
-from tests.models.test_checkpoint import build, weights_of
 from tests.quant.cases import BLOCKS, floats, ints, modelopt, tensors_of
 from tests.quant.stored import MODELOPT_FP4, TENSORS_FP4, Writer, fp8_weight, int_weight
 from tests.tiny_model import CONFIG, LLAMA, QWEN3, make_model

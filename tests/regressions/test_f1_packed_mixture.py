@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 
 from lockstep import LLM, SamplingParams
-from tests.models.test_checkpoint import build, weights_of
+from tests.models.filled import build, weights_of
 from tests.quant.disk import ROUTED_ALONE, Codes, draw, gptq, names_in, write
 from tests.regressions.conftest import PROMPTS, answers
 from tests.serve.process import served

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.models.test_checkpoint import MTP, build, weights_of
+from tests.models.filled import MTP, build, weights_of
 from tests.quant.disk import Codes, draw, gptq, names_in, write
 from tests.regressions.conftest import answers
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.serve.test_chat import CALL, TOOLS, USER
+from tests.serve.asking import CALL, TOOLS, USER
 
 ODD: list[Any] = [
     None, True, False, 0, -1, 1, 2**31, 2**63, 2**64, 10**30, -(10**30), 0.5, 1e308, 1e-320, "",

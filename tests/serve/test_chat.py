@@ -1,28 +1,11 @@
 """/v1/chat/completions through the official client."""
 
-import asyncio
 import json
 
 import openai
 import pytest
 
-USER = [{"role": "user", "content": "the fox"}]
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}}
-TOOLS = [{"type": "function", "function": {"name": "get", "parameters": SCHEMA}}]
-CALL = (
-    '<tool_call>\n<function=get>\n<parameter=city>\nRio "x"\n</parameter>\n'
-    "<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>"
-)
-
-
-def ask(server, **options):
-    async def run():
-        async with server.openai() as client:
-            options.setdefault("messages", USER)
-            answer = await client.chat.completions.create(model="tiny", **options)
-            return [chunk async for chunk in answer] if options.get("stream") else answer
-
-    return asyncio.run(run())
+from tests.serve.asking import CALL, TOOLS, USER, ask
 
 
 def test_whole(server):

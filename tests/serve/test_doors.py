@@ -11,8 +11,8 @@ from lockstep.serve.guard import Rules
 from lockstep.serve.protocol import MAX_FIELDS
 from lockstep.serve.service import Limits, Service
 from lockstep.text.structured import compile_wanted
+from tests.serve.asking import fetch
 from tests.serve.fake import ask_and_leave
-from tests.serve.test_protocol import fetch
 
 USER = [{"role": "user", "content": "the fox"}]
 ROUTES: dict[str, dict[str, Any]] = {

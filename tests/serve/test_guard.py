@@ -9,7 +9,7 @@ import pytest
 from lockstep.serve.app import create_app
 from lockstep.serve.guard import Rules, default_hosts
 from lockstep.serve.service import Service
-from tests.serve.test_protocol import TEXT_PATH
+from tests.serve.asking import TEXT_PATH
 
 
 def ask(server, processor, rules, method="GET", path="/health", docs=True, **options):

@@ -9,7 +9,7 @@ from lockstep.serve.app import create_app
 from lockstep.serve.held import Held, weight
 from lockstep.serve.protocol import CompletionRequest
 from lockstep.serve.service import PIECES_OF_A_TURN, Asked, Limits, Run, Service
-from tests.serve.test_protocol import TEXT_PATH, fetch
+from tests.serve.asking import TEXT_PATH, fetch
 
 TOKENS = 200
 

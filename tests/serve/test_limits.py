@@ -7,7 +7,7 @@ import pytest
 
 from lockstep.serve.app import create_app
 from lockstep.serve.service import Limits, Service
-from tests.serve.test_protocol import CHAT_PATH, TEXT_PATH, fetch, post
+from tests.serve.asking import CHAT_PATH, TEXT_PATH, fetch, post
 
 
 def limited(server, processor, **limits):

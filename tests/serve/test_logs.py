@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from lockstep.outputs import RequestMetrics
-from lockstep.sampling_params import SamplingParams
 from lockstep.serve.caller import CALLER, Caller
 from lockstep.serve.logs import (
     LOGGERS,
@@ -21,7 +20,7 @@ from lockstep.serve.logs import (
     log_request,
     write_logs,
 )
-from lockstep.serve.record import Record
+from tests.serve.records import ended
 
 FORGED = "a\nERROR forged\r\x1b[31m\u2028end é"
 ESCAPED = "a\\nERROR forged\\r\\x1b[31m\\u2028end é"
@@ -53,31 +52,6 @@ def caller() -> Iterator[Caller]:
 
 def record(message: str, *args: object, name: str = "lockstep.serve") -> logging.LogRecord:
     return logging.LogRecord(name, logging.WARNING, "file", 1, message, args, None)
-
-
-def ended(**changes: Any) -> Record:
-    """A request of two completions, the second of which gave no token."""
-    metrics = (
-        RequestMetrics(arrival_time=10.0, scheduled_time=10.5, first_token_time=11.0),
-        RequestMetrics(arrival_time=10.0),
-    )
-    told: dict[str, Any] = dict(
-        id="cmpl-1",
-        caller=None,
-        model="m",
-        params=SamplingParams(n=2, max_tokens=9),
-        prompt_tokens=7,
-        completion_tokens=4,
-        cached_tokens=2,
-        draft_tokens=6,
-        accepted_tokens=3,
-        longest=4,
-        metrics=metrics,
-        finish_reasons=("length", "abort"),
-        error=None,
-        ended=12.25,
-    )
-    return Record(**told | changes)
 
 
 def test_one_line_whatever_is_in_it() -> None:

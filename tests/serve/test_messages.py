@@ -14,8 +14,7 @@ from lockstep.serve.service import Service
 from lockstep.text.processor import Processor
 from lockstep.text.settings import TextSettings
 from lockstep.text.tokenizer import Tokenizer
-from tests.serve.test_chat import CALL, SCHEMA
-from tests.serve.test_protocol import post
+from tests.serve.asking import CALL, SCHEMA, post
 from tests.text.tiny import make_folder
 
 PATH = "/v1/messages"

@@ -16,8 +16,8 @@ from lockstep.runner.rates import Rates
 from lockstep.serve.app import create_app
 from lockstep.serve.metrics import Metrics, Prefix
 from lockstep.serve.service import Service
-from tests.serve.test_logs import ended
-from tests.serve.test_protocol import fetch
+from tests.serve.asking import fetch
+from tests.serve.records import ended
 
 ROOT = Path(__file__).parents[2]
 DASHBOARD = ROOT / "deploy/grafana/lockstep.json"

@@ -18,7 +18,7 @@ from lockstep import LLM
 from lockstep.serve.app import create_app
 from lockstep.serve.guard import Rules
 from lockstep.serve.service import Service
-from tests.serve.test_end_to_end import MTP, SETTINGS, serving, wait_until
+from tests.serve.live import MTP, SETTINGS, serving, wait_until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [

@@ -1,6 +1,5 @@
 """What clients may send: nulls, bounds, types, and fields that do not work yet."""
 
-import asyncio
 import json
 import time
 from typing import Any
@@ -9,23 +8,9 @@ import pytest
 
 from lockstep.serve import answers
 from lockstep.serve.refused import CHAT, COMPLETIONS, EVERYWHERE
+from tests.serve.asking import BODIES, CHAT_PATH, TEXT_PATH, fetch, post
 
 USER = [{"role": "user", "content": "the fox"}]
-CHAT_PATH = "/v1/chat/completions"
-TEXT_PATH = "/v1/completions"
-BODIES: dict[str, dict[str, Any]] = {CHAT_PATH: {"messages": USER}, TEXT_PATH: {"prompt": "the"}}
-
-
-def fetch(server, method, path, **options):
-    async def run():
-        async with server.http() as client:
-            return await client.request(method, path, **options)
-
-    return asyncio.run(run())
-
-
-def post(server, path, **body):
-    return fetch(server, "POST", path, json={**BODIES.get(path, {}), **body})
 
 
 def refused_by(path: str) -> dict[str, Any]:
@@ -281,7 +266,7 @@ def test_detokenize_refuses(server, tokens):
 
 def test_answers_are_as_the_schema_says(server):
     """Whole and streamed, with everything switched on."""
-    from tests.serve.test_chat import CALL, TOOLS
+    from tests.serve.asking import CALL, TOOLS
 
     server.text = "Look:\n\n" + CALL
     options = {"n": 2, "prompt_logprobs": 1}

@@ -13,8 +13,7 @@ from lockstep.serve.app import create_app
 from lockstep.serve.responses_protocol import InputMessage, Items, messages_of
 from lockstep.serve.service import Limits, Service
 from lockstep.serve.store import ResponseStore, Stored, weight
-from tests.serve.test_chat import CALL, SCHEMA
-from tests.serve.test_protocol import fetch, post
+from tests.serve.asking import CALL, SCHEMA, fetch, post
 
 PATH = "/v1/responses"
 TOOLS: list[Any] = [{"type": "function", "name": "get", "parameters": SCHEMA, "strict": False}]

@@ -11,16 +11,8 @@ from lockstep.engine.stats import Stats
 from lockstep.errors import RequestError
 from lockstep.serve.metrics import Metrics
 from lockstep.serve.run import how_to_ask
+from tests.serve.asking import complete
 from tests.serve.fake import ask_and_leave
-
-
-def complete(server, **options):
-    async def run():
-        async with server.openai() as client:
-            answer = await client.completions.create(model="tiny", **options)
-            return [chunk async for chunk in answer] if options.get("stream") else answer
-
-    return asyncio.run(run())
 
 
 def fetch(server, method, path, **options):

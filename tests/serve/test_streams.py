@@ -14,8 +14,8 @@ from lockstep.serve.chat import ChatAnswer
 from lockstep.serve.completions import CompletionAnswer
 from lockstep.serve.protocol import ChatRequest, CompletionRequest
 from lockstep.serve.service import Asked, Service
+from tests.serve.asking import CALL, TOOLS, USER
 from tests.serve.fake import FakeClient
-from tests.serve.test_chat import CALL, TOOLS, USER
 
 TEXTS = ["hello fox", CALL, "Look:\n\n" + CALL + "\n" + CALL, "naïve 日本語 🦊 done", "a <tool_ca"]
 

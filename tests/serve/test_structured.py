@@ -12,17 +12,7 @@ import pydantic
 import pytest
 
 from lockstep import LLM, SamplingParams
-from tests.serve.test_end_to_end import (
-    CALL,
-    CODE,
-    MTP,
-    SETTINGS,
-    TOOLS,
-    chat,
-    complete,
-    serving,
-    wait_until,
-)
+from tests.serve.live import CALL, CODE, MTP, SETTINGS, TOOLS, chat, complete, serving, wait_until
 
 SCHEMA: dict[str, Any] = {
     "type": "object",

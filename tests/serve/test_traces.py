@@ -24,8 +24,8 @@ from lockstep.serve.app import create_app
 from lockstep.serve.service import Service
 from lockstep.serve.settings import ServerSettings
 from lockstep.serve.traces import CLOSE_SECONDS, SPAN, Traces, otlp_exporter
+from tests.serve.asking import fetch
 from tests.serve.process import PATIENCE, served
-from tests.serve.test_protocol import fetch
 
 TRACE = 0x4BF92F3577B34DA6A3CE929D0E0E4736
 PARENT = 0x00F067AA0BA902B7

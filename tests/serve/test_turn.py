@@ -13,9 +13,7 @@ from lockstep.serve.service import Service
 from lockstep.text.parsers.kimi_k2 import KimiK2Parser
 from lockstep.text.processor import Processor
 from lockstep.text.settings import TextSettings
-from tests.serve.test_chat import CALL, TOOLS, USER, ask
-from tests.serve.test_protocol import CHAT_PATH, TEXT_PATH, fetch, post
-from tests.serve.test_server import complete
+from tests.serve.asking import CALL, CHAT_PATH, TEXT_PATH, TOOLS, USER, ask, complete, fetch, post
 
 THINK = {"chat_template_kwargs": {"enable_thinking": True}}
 

@@ -17,7 +17,8 @@ from lockstep.cli.bench.shared import (
 )
 from lockstep.cli.bench.tables import drafters_table
 from lockstep.cli.options import engine_options
-from lockstep.cli.show import BUNDLED, print_result, progress_bar
+from lockstep.cli.show import BUNDLED, print_result
+from lockstep.progress import progress_bar
 from lockstep.sampling_params import SamplingParams
 
 

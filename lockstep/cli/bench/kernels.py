@@ -9,8 +9,9 @@ from rich.console import Console
 
 from lockstep.cli.bench.shared import MOST_CONTEXT, MOST_ROWS, Json, numbers, short
 from lockstep.cli.bench.tables import kernel_table
-from lockstep.cli.show import note, print_json, print_result, progress_bar
+from lockstep.cli.show import note, print_json, print_result
 from lockstep.errors import ConfigError
+from lockstep.progress import progress_bar
 
 if TYPE_CHECKING:
     import torch

@@ -12,8 +12,9 @@ from lockstep.cli.bench.floor import floors_of_run, has_weights, show_floor_alon
 from lockstep.cli.bench.shared import MOST_CONTEXT, MOST_RUNS, Json, Temperature, short
 from lockstep.cli.bench.tables import figures_table, floor_table, over_floor, trace_table
 from lockstep.cli.options import engine_options, settle_drafts
-from lockstep.cli.show import load, model_name, note, print_result, progress_bar
+from lockstep.cli.show import load, model_name, note, print_result
 from lockstep.errors import ConfigError
+from lockstep.progress import progress_bar
 from lockstep.sampling_params import SamplingParams
 from lockstep.settings import check_writable
 

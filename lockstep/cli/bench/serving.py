@@ -16,8 +16,9 @@ from lockstep.cli.bench.shared import (
     short,
 )
 from lockstep.cli.bench.tables import serving_table
-from lockstep.cli.show import print_result, progress_bar
+from lockstep.cli.show import print_result
 from lockstep.errors import ConfigError, choice_error
+from lockstep.progress import progress_bar
 
 if TYPE_CHECKING:
     from lockstep.bench.http_client import Ask

@@ -1,0 +1,36 @@
+"""Engines over a checkpoint of a tiny model: what they were filled with, and what they answer."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lockstep import LLM, SamplingParams
+
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False, logprobs=0)
+PROMPT = {"prompt_token_ids": list(range(3, 90))}
+
+
+def build(folder: Path, **settings: Any) -> LLM:
+    """An engine over a folder's weights."""
+    settings = {"max_model_len": 128, "max_num_seqs": 1, **settings}
+    return LLM(str(folder), skip_tokenizer_init=True, **settings)
+
+
+def weights_of(llm: LLM) -> dict[str, Tensor]:
+    """The checkpoint that this engine was filled from, by its published names."""
+    runner = llm.engine.runner
+    found = {
+        name if name == "lm_head.weight" else f"model.{name}": x
+        for name, x in runner.model.weights().items()  # type: ignore[operator]
+    }
+    draft = runner.program.drafter.context.module
+    found.update({f"mtp.{name}": x for name, x in draft.weights().items()})
+    return {name: x.detach().clone().contiguous() for name, x in found.items()}
+
+
+def answer(llm: LLM) -> list[Any]:
+    """Tokens and the bits of their log-probabilities."""
+    out = llm.generate(PROMPT, PARAMS)[0].outputs[0]
+    return [(t, e[t].logprob.hex()) for t, e in zip(out.token_ids, out.logprobs or (), strict=True)]

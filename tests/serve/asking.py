@@ -1,0 +1,54 @@
+"""How the tests ask the server: through a client of OpenAI, or with a body for a path."""
+
+import asyncio
+from typing import Any
+
+CHAT_PATH = "/v1/chat/completions"
+TEXT_PATH = "/v1/completions"
+USER = [{"role": "user", "content": "the fox"}]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}, "n": {"type": "integer"}}}
+TOOLS = [{"type": "function", "function": {"name": "get", "parameters": SCHEMA}}]
+CALL = (
+    '<tool_call>\n<function=get>\n<parameter=city>\nRio "x"\n</parameter>\n'
+    "<parameter=n>\n3\n</parameter>\n</function>\n</tool_call>"
+)
+BODIES: dict[str, dict[str, Any]] = {CHAT_PATH: {"messages": USER}, TEXT_PATH: {"prompt": "the"}}
+"""The least that a path takes."""
+
+
+def ask(server, **options):
+    """A chat completion, or its chunks."""
+
+    async def run():
+        async with server.openai() as client:
+            options.setdefault("messages", USER)
+            answer = await client.chat.completions.create(model="tiny", **options)
+            return [chunk async for chunk in answer] if options.get("stream") else answer
+
+    return asyncio.run(run())
+
+
+def complete(server, **options):
+    """A completion, or its chunks."""
+
+    async def run():
+        async with server.openai() as client:
+            answer = await client.completions.create(model="tiny", **options)
+            return [chunk async for chunk in answer] if options.get("stream") else answer
+
+    return asyncio.run(run())
+
+
+def fetch(server, method, path, **options):
+    """The answer to a request, as it comes."""
+
+    async def run():
+        async with server.http() as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(run())
+
+
+def post(server, path, **body):
+    """The answer to what a path needs in a body, with these fields."""
+    return fetch(server, "POST", path, json={**BODIES.get(path, {}), **body})
