@@ -13,6 +13,7 @@ from lockstep.engine.engine import Engine
 from lockstep.engine.hooks import CheckHooks
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec.drafter import DraftContext
+from lockstep.step import StepShape
 from tests.tiny_model import THREE_LAYERS, make_model
 
 PROMPTS = [[(7 * i + i * i) % 250 for i in range(n)] for n in (310, 5, 65, 130)]
@@ -68,6 +69,22 @@ def answers(
     """Tokens and log-probability bits of every prompt."""
     outs = llm.generate([{"prompt_token_ids": p} for p in prompts], params)
     return [(o.outputs[0].token_ids, bits(o.outputs[0].logprobs)) for o in outs]
+
+
+def run_null_rows(llm: LLM, rows: int, window: int) -> None:
+    """A step of so many null rows with windows of so many tokens: it is legal, reads and writes the
+    null page alone, and changes no row."""
+    runner = llm.engine.runner
+    table = runner.table
+    with torch.inference_mode():
+        table.inputs.fill()
+        step, *_, verdict = runner.run_step(StepShape.uniform(rows, window))
+    assert (step.seq_lens >= window).all()
+    assert (step.slot_mapping < 64).all()
+    assert not table.computed.any()
+    assert not table.folded.any()
+    assert (table.drafts[1:] == -1).all()
+    assert ((verdict.tokens >= 0) & (verdict.tokens < llm.engine.vocab_size)).all()
 
 
 def replay_faults(replay: Callable[..., torch.Tensor]) -> list[Callable[..., torch.Tensor]]:

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from lockstep.step import StepShape
-from tests.regressions.conftest import PARAMS, PROMPTS, answers, engine_over
+from tests.regressions.conftest import PARAMS, PROMPTS, answers, engine_over, run_null_rows
 from tests.spec.heads import make_head
 from tests.tiny_model import CONFIG, KIMI, QWEN3, THREE_LAYERS, make_model
 
@@ -83,14 +81,6 @@ def test_null_rows_need_a_pool_of_two_pages(
     """Every uniform step of null rows is legal and leaves no drafts outside of the null row; rows
     are served behind it."""
     llm = cases[kind].engine(method, row_buckets=(bucket, 8), num_gpu_blocks=2, num_snapshots=0)
-    runner = llm.engine.runner
-    with torch.inference_mode():
-        runner.table.inputs.fill()
-        step, *_, verdict = runner.run_step(StepShape.uniform(bucket, WINDOW))
-    assert (step.seq_lens >= WINDOW).all()
-    assert (step.slot_mapping < 64).all()
-    assert not runner.table.computed.any()
-    assert (runner.table.drafts[1:] == -1).all()
-    assert ((verdict.tokens >= 0) & (verdict.tokens < llm.engine.vocab_size)).all()
+    run_null_rows(llm, bucket, WINDOW)
     short = PROMPTS[1]
     assert answers(llm, [short], PARAMS) == [cases[kind].plain[1]]

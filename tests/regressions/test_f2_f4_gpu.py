@@ -13,8 +13,7 @@ import torch
 
 from lockstep.layers.latent_attention import LatentAttention
 from lockstep.runner.capture import Captured
-from lockstep.step import StepShape
-from tests.regressions.conftest import PARAMS, PROMPTS, answers, engine_over
+from tests.regressions.conftest import PARAMS, PROMPTS, answers, engine_over, run_null_rows
 from tests.tiny_model import DEEPSEEK, NEMOTRON_H, make_model
 
 pytestmark = pytest.mark.gpu
@@ -65,17 +64,10 @@ def test_every_bucket_is_captured_with_a_pool_of_two_pages(
     want = [answers(alone, [prompt], FEW) for prompt in SHORT]
     small: dict[str, Any] = {"num_gpu_blocks": 2, "num_snapshots": 0, "row_buckets": BUCKETS}
     llm = engine_over(folders[kind], METHODS[kind], WINDOW - 1, **small, **GPU)
-    runner = llm.engine.runner
-    for half in runner.run_step:
+    for half in llm.engine.runner.run_step:
         assert isinstance(half, Captured)
     for bucket in BUCKETS:
-        with torch.inference_mode():
-            runner.table.inputs.fill()
-            step, *_, verdict = runner.run_step(StepShape.uniform(bucket, WINDOW))
-        assert (step.seq_lens >= WINDOW).all()
-        assert (step.slot_mapping < 64).all()
-        assert not runner.table.computed.any()
-        assert ((verdict.tokens >= 0) & (verdict.tokens < llm.engine.vocab_size)).all()
+        run_null_rows(llm, bucket, WINDOW)
     assert [answers(llm, [prompt], FEW) for prompt in SHORT] == want
 
 

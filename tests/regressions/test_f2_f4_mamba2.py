@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from lockstep import LLM
 from lockstep.kernels.mamba2 import cpu
 from lockstep.layers import mamba2
 from lockstep.runner import table
-from lockstep.step import StepShape
-from tests.regressions.conftest import PROMPTS, answers, engine_over, replay_faults
+from tests.regressions.conftest import PROMPTS, answers, engine_over, replay_faults, run_null_rows
 from tests.tiny_model import NEMOTRON_H, make_model
 
 SELDOM = pytest.mark.slow
@@ -108,13 +106,7 @@ def test_every_bucket_runs_on_null_rows_with_a_pool_of_two_pages(
     make: Callable[..., LLM], bucket: int
 ) -> None:
     llm = make("ngram", 3, num_gpu_blocks=2, row_buckets=(bucket, 8), num_snapshots=0)
-    runner = llm.engine.runner
-    with torch.inference_mode():
-        runner.table.inputs.fill()
-        step, *_, verdict = runner.run_step(StepShape.uniform(bucket, 4))
-    assert (step.seq_lens >= 4).all() and (step.slot_mapping < 64).all()
-    assert not runner.table.computed.any() and not runner.table.folded.any()
-    assert ((verdict.tokens >= 0) & (verdict.tokens < llm.engine.vocab_size)).all()
+    run_null_rows(llm, bucket, 4)
 
 
 def test_padded_rows_leave_real_rows_alone(

@@ -12,8 +12,7 @@ from lockstep import LLM, EngineConfig
 from lockstep.engine.engine import Engine
 from lockstep.kernels.latent_attention import cpu
 from lockstep.layers.latent_attention import LatentAttention
-from lockstep.step import StepShape
-from tests.regressions.conftest import PARAMS, answers
+from tests.regressions.conftest import PARAMS, answers, run_null_rows
 from tests.tiny_model import DEEPSEEK, make_model
 
 SHORT = [[3, 1, 4, 1, 5, i] for i in range(4)]
@@ -61,14 +60,7 @@ def test_every_bucket_runs_on_null_rows_with_a_pool_of_two_pages(
 ) -> None:
     """Every request is served behind it, one at a time."""
     llm = latent(True, num_gpu_blocks=2, row_buckets=(bucket, 8))
-    runner = llm.engine.runner
-    with torch.inference_mode():
-        runner.table.inputs.fill()
-        step, *_, verdict = runner.run_step(StepShape.uniform(bucket, WINDOW))
-    assert (step.seq_lens >= WINDOW).all()
-    assert (step.slot_mapping < 64).all()
-    assert not runner.table.computed.any()
-    assert ((verdict.tokens >= 0) & (verdict.tokens < llm.engine.vocab_size)).all()
+    run_null_rows(llm, bucket, WINDOW)
     assert [answers(llm, [prompt], FEW) for prompt in SHORT] == alone
 
 

@@ -11,7 +11,7 @@ from lockstep import LLM
 from lockstep.kernels.attention import paged_attention
 from lockstep.runner.table import RowTable
 from lockstep.step import StepShape
-from tests.regressions.conftest import PARAMS, answers
+from tests.regressions.conftest import PARAMS, answers, run_null_rows
 
 SHORT = [[3, 1, 4, 1, 5, i] for i in range(4)]
 """Prompts that fit into a pool of one page beside the null page, one at a time."""
@@ -30,15 +30,7 @@ def test_every_bucket_runs_on_null_rows_with_a_pool_of_two_pages(
     make: Callable[..., LLM], alone: list[Any], bucket: int
 ) -> None:
     llm = make("mtp", 3, num_gpu_blocks=2, row_buckets=(bucket, 8), num_snapshots=0)
-    runner = llm.engine.runner
-    with torch.inference_mode():
-        runner.table.inputs.fill()
-        step, *_, verdict = runner.run_step(StepShape.uniform(bucket, 4))
-    assert (step.seq_lens >= 4).all()
-    assert (step.slot_mapping < 64).all()
-    assert not runner.table.computed.any()
-    assert not runner.table.folded.any()
-    assert ((verdict.tokens >= 0) & (verdict.tokens < llm.engine.vocab_size)).all()
+    run_null_rows(llm, bucket, 4)
     assert [answers(llm, [prompt], FEW) for prompt in SHORT] == alone
 
 
