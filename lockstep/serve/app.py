@@ -1,7 +1,6 @@
 """The FastAPI application: routes, streams of server-sent events, and what the schema says."""
 
 import asyncio
-import json
 import re
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import asdict, dataclass
@@ -12,6 +11,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic_core import to_json
 from starlette.types import Receive, Scope, Send
 
 from lockstep import __version__
@@ -263,7 +263,7 @@ class EventStream(StreamingResponse):
     def __init__(self, answer: Answer) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         headers |= _ignored(answer.body)
-        super().__init__(_events(answer), media_type="text/event-stream", headers=headers)
+        super().__init__(_written(answer), media_type="text/event-stream", headers=headers)
         self.answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -274,20 +274,18 @@ class EventStream(StreamingResponse):
             self.answer.close()
 
 
-async def _events(answer: Answer) -> AsyncIterator[str]:
-    """What is streamed as events; an error becomes the last one but [DONE]."""
-    try:
-        async for chunk in answer.stream():
-            yield _event(answer, chunk)
-    except Exception as error:
-        yield _event(answer, answer.failure(error))
+async def _written(answer: Answer) -> AsyncIterator[bytes]:
+    """What is streamed, together what comes at once."""
+    async for events in answer.stream():
+        if events:
+            yield b"".join(_event(answer, event) for event in events)
     if not answer.NAMED:
-        yield "data: [DONE]\n\n"
+        yield b"data: [DONE]\n\n"
 
 
-def _event(answer: Answer, chunk: dict[str, Any]) -> str:
-    name = f"event: {chunk['type']}\n" if answer.NAMED else ""
-    return f"{name}data: {json.dumps(chunk, ensure_ascii=False, allow_nan=False)}\n\n"
+def _event(answer: Answer, event: dict[str, Any]) -> bytes:
+    data = b"data: %b\n\n" % to_json(event, inf_nan_mode="null")
+    return b"event: %b\n%b" % (event["type"].encode(), data) if answer.NAMED else data
 
 
 async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
