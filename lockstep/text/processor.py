@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.errors import RequestError, brief
 from lockstep.outputs import CompletionOutput, Logprob
@@ -41,8 +41,7 @@ Prompt = str | Sequence[int] | dict[str, Any] | Rendered
 Logprobs = list[dict[int, Logprob]]
 
 
-@dataclass(frozen=True)
-class TextUpdate:
+class TextUpdate(NamedTuple):
     """What one push settled; it never changes afterwards, however late it is read.
 
     `texts`, `token_ids` and `logprobs` are only what is new; `num_tokens` counts all tokens so far.

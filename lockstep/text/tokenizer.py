@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from tokenizers import Tokenizer as Fast
 from lockstep.errors import CheckpointError, brief
 from lockstep.sampling_params import MAX_EOS_IDS
 
+MOST_KNOWN = 1 << 16
+"""Tokens whose bytes are kept."""
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -119,6 +121,7 @@ class Tokenizer:
         self.byte_level = any(part.get("type") == "ByteLevel" for part in parts)
         self._byte_fallback = any(part.get("type") == "ByteFallback" for part in parts)
         self._byte_of_char = _byte_of_char()
+        self._known_bytes = lru_cache(MOST_KNOWN)(self._bytes_of)
 
     def _load(self, path: Path) -> Fast:
         if not path.is_file():
@@ -208,6 +211,9 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; b"" for an id outside the vocabulary."""
+        return self._known_bytes(token_id)
+
+    def _bytes_of(self, token_id: int) -> bytes:
         token = self.token(token_id)
         if (byte := self.byte(token_id)) is not None:
             return bytes([byte])
