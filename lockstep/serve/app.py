@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from lockstep.serve.guard import Guard, Rules
 from lockstep.serve.messages import MessagesAnswer, count_tokens
 from lockstep.serve.messages_protocol import CountRequest, MessagesRequest
 from lockstep.serve.metrics import Metrics
-from lockstep.serve.named import Named
+from lockstep.serve.named import BODY, Named
 from lockstep.serve.playground import add_playground
 from lockstep.serve.protocol import (
     ChatRequest,
@@ -263,24 +263,27 @@ class EventStream(StreamingResponse):
     def __init__(self, answer: Answer) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         headers |= _ignored(answer.body)
-        super().__init__(_written(answer), media_type="text/event-stream", headers=headers)
+        super().__init__((), media_type="text/event-stream", headers=headers)
         self.answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events."""
         try:
-            await _unless_gone(self.stream_response(send), receive)
+            await _unless_gone(self._send(send, scope.get(BODY, send)), receive)
         finally:
             self.answer.close()
 
-
-async def _written(answer: Answer) -> AsyncIterator[bytes]:
-    """What is streamed, together what comes at once."""
-    async for events in answer.stream():
-        if events:
-            yield b"".join(_event(answer, event) for event in events)
-    if not answer.NAMED:
-        yield b"data: [DONE]\n\n"
+    async def _send(self, send: Send, send_body: Send) -> None:
+        """The head, then the events, together what comes at once."""
+        head = {"status": self.status_code, "headers": self.raw_headers}
+        await send({"type": "http.response.start", **head})
+        message = {"type": "http.response.body", "more_body": True}
+        async for events in self.answer.stream():
+            if events:
+                body = b"".join([_event(self.answer, event) for event in events])
+                await send_body({**message, "body": body})
+        done = b"" if self.answer.NAMED else b"data: [DONE]\n\n"
+        await send_body({**message, "body": done, "more_body": False})
 
 
 def _event(answer: Answer, event: dict[str, Any]) -> bytes:

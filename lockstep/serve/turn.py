@@ -117,16 +117,19 @@ class Turn:
 
     def hear(self, piece: Piece) -> Heard:
         """A piece's text as events. They depend on the pieces before."""
+        self._meter.add(piece)
         reading = self._readings[piece.index]
         parser = reading.parser
-        count = len(piece.text.token_ids)
+        new = piece.text
         found: list[Event] = []
-        for number, text in enumerate(piece.text.texts):
-            found += parser.feed(text)
-            self._reasoning += parser.reasons and number < count
-        if piece.text.finish_reason is not None:
+        if parser.may_reason:  # its tokens are counted
+            for number, text in enumerate(new.texts):
+                found += parser.feed(text)
+                self._reasoning += parser.reasons and number < len(new.token_ids)
+        else:
+            found += parser.feed(new.delta)
+        if new.finish_reason is not None:
             found += parser.finish()
-        self._meter.add(piece)
         told: list[Told] = []
         for event in found:
             if isinstance(event, CallError):

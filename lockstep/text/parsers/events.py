@@ -86,6 +86,11 @@ class ReasoningParser(Parser, Protocol):
         """Whether the text so far ends inside of reasoning."""
         ...
 
+    @property
+    def over(self) -> bool:
+        """Whether no reasoning comes any more."""
+        ...
+
 
 @dataclass
 class ToolCall:
