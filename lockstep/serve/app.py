@@ -78,9 +78,9 @@ def create_app(
     app = FastAPI(title="Lockstep", version=__version__, **shown)  # type: ignore[arg-type]
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     problems.add_handlers(app)
+    _add_answers(app, service)  # first: routes are tried in their order
     _add_state(app, service, metrics or Metrics(service.model_name))
     _add_tokens(app, service)
-    _add_answers(app, service)
     _add_responses(app, service)
     _add_messages(app, service)
     if playground:

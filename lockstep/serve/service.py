@@ -576,8 +576,9 @@ class Service:
             return
         self._runs.remove(run)
         self.held.forget(run)
+        record = run.record()
         for told in self.on_record:
-            told(run.record())
+            told(record)
 
     def close_doors(self) -> None:
         """No new requests from here on; those that run go on."""
