@@ -27,8 +27,9 @@ class Answer(ABC):
         """The request in the engine, once it was started."""
 
     @abstractmethod
-    async def start(self) -> None:
-        """Begins; raises what is wrong before anything is sent."""
+    async def start(self, brief: bool = False) -> None:
+        """Begins; raises what is wrong before anything is sent. brief: so little was sent that it
+        is read at once, not beside the event loop."""
 
     @abstractmethod
     async def whole(self) -> Json:

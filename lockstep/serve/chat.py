@@ -34,9 +34,9 @@ class ChatAnswer(Answer):
         """The request in the engine."""
         return self.turn.run
 
-    async def start(self) -> None:
+    async def start(self, brief: bool = False) -> None:
         """Begins; raises what is wrong before anything is sent."""
-        await self.turn.start()
+        await self.turn.start(brief)
         job = self.turn.job
         self._waiting = [Tokens() for _ in job.requests]
         self._chunk_head = self._head("chat.completion.chunk")

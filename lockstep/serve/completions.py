@@ -36,10 +36,11 @@ class CompletionAnswer(Answer):
         """The request in the engine."""
         return self._run
 
-    async def start(self) -> None:
+    async def start(self, brief: bool = False) -> None:
         """Tokenises and begins; raises what is wrong before anything is sent."""
         self._prompts = self.body.prompts()
-        self._run = await self.service.start("cmpl-", self.body, len(self._prompts), self._ask)
+        count = len(self._prompts)
+        self._run = await self.service.start("cmpl-", self.body, count, self._ask, brief)
         self._shown = [_Shown() for _ in self.run.job.requests]
         self._tells_tokens = self.run.job.tells_tokens(self.body)
         self._meter = Meter(self.run.job)

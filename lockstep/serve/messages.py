@@ -49,10 +49,10 @@ class MessagesAnswer(Answer):
         """The request in the engine."""
         return self.turn.run
 
-    async def start(self) -> None:
+    async def start(self, brief: bool = False) -> None:
         """Begins; raises what is wrong before anything is sent."""
         with named_as(NAMES):
-            await self.turn.start()
+            await self.turn.start(brief)
 
     def close(self) -> None:
         """Aborts what still runs."""

@@ -96,7 +96,7 @@ class ResponsesAnswer(Answer):
         """The request in the engine."""
         return self.turn.run
 
-    async def start(self) -> None:
+    async def start(self, brief: bool = False) -> None:
         """Begins; raises what is wrong before anything is sent."""
         body = self.body
         if body.previous_response_id is not None:
@@ -105,7 +105,7 @@ class ResponsesAnswer(Answer):
         items = [*self._before.items, *body.input]
         self.turn = Turn(self.service, body.chat(items), "resp_")
         with named_as(NAMES):
-            await self.turn.start()
+            await self.turn.start(brief and not self._before.items)
         self.responses.running[self.turn.job.id] = self
 
     def close(self) -> None:

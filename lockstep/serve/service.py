@@ -491,11 +491,11 @@ class Service:
             )
 
     async def start(
-        self, kind: str, body: SamplingFields, count: int, ask: Callable[[], Asked]
+        self, kind: str, body: SamplingFields, count: int, ask: Callable[[], Asked], brief: bool
     ) -> Run:
-        """Reads the body by `ask` and tokenises, beside the event loop, then hands the engine its
-        requests. Fields without effect are logged. kind: what the id begins with; count: how many
-        prompts there are.
+        """Reads the body by `ask` and tokenises, then hands the engine its requests. Fields without
+        effect are logged. kind: what the id begins with; count: how many prompts there are. brief:
+        the body is short; all but one completion of a short one is read beside the event loop.
 
         Raises RequestError, or BusyError where the queue has no room. The caller closes the run.
         """
@@ -503,10 +503,13 @@ class Service:
         self.check(body)
         self._check_room(count, body.n or 1)
         name = f"{kind}{uuid.uuid4().hex}"
-        # One hop to a thread and back: with many streams, each costs milliseconds.
-        work = partial(copy_context().run, self._requests, name, body, ask)
-        threads = self._compilers if body.held else None
-        asked, requests = await asyncio.get_running_loop().run_in_executor(threads, work)
+        if brief and count * (body.n or 1) == 1 and not body.held:
+            asked, requests = self._requests(name, body, ask)
+        else:
+            # One hop to a thread and back: with many streams, each costs milliseconds.
+            work = partial(copy_context().run, self._requests, name, body, ask)
+            threads = self._compilers if body.held else None
+            asked, requests = await asyncio.get_running_loop().run_in_executor(threads, work)
         self._check_room(count, asked.params.n)
         given = [body.timeout, self.limits.seconds]
         seconds = min((s for s in given if s is not None), default=None)

@@ -80,9 +80,9 @@ class Turn:
         place = f"{self.job.id}/{index}/{number}".encode()
         return f"call_{blake2b(place, digest_size=12).hexdigest()}"
 
-    async def start(self) -> None:
+    async def start(self, brief: bool) -> None:
         """Renders, tokenises and begins; raises what is wrong before anything is sent."""
-        self.run = await self.service.start(self.kind, self.body, 1, self._ask)
+        self.run = await self.service.start(self.kind, self.body, 1, self._ask, brief)
         self._meter = Meter(self.job)
 
     def _ask(self) -> Asked:

@@ -44,7 +44,7 @@ def service_of(server: Any, processor: Any, **limits: int) -> Service:
 async def started(service: Service, **fields: Any) -> Run:
     body = CompletionRequest(prompt="x", max_tokens=TOKENS, **fields)
     asked = Asked([[5]], body.params(service.processor))
-    return await service.start("cmpl-", body, 1, lambda: asked)
+    return await service.start("cmpl-", body, 1, lambda: asked, True)
 
 
 async def until_told(service: Service) -> None:

@@ -168,7 +168,7 @@ def test_pieces_do_not_change(processor):
     async def run() -> None:
         body = CompletionRequest(prompt="the", max_tokens=50)
         asked = Asked(["the"], body.params(processor))
-        run = await service.start("cmpl", body, 1, lambda: asked)
+        run = await service.start("cmpl", body, 1, lambda: asked, True)
         seen = []
         async for pieces in run:
             seen += [(piece, repr(piece)) for piece in pieces]
