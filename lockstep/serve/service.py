@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -248,7 +248,7 @@ class Run:
         self.job = job
         self._pieces: deque[Piece] = deque()
         self._meter = Meter(job)
-        self._metrics = [replace(request.metrics) for request in job.requests]
+        self._metrics = [request.metrics.copy() for request in job.requests]
         self._finish_reasons = ["abort"] * len(job.requests)
         self._error: Exception | None = None
         self._faults: list[str] = []
@@ -274,10 +274,10 @@ class Run:
         """The pieces: at once those that wait, but no more than PIECES_OF_A_TURN."""
         while True:
             if not self._pieces:
-                if not self._running:
-                    return
                 if self._error is not None:
                     raise self._error
+                if not self._running:
+                    return
                 self._reader = asyncio.get_running_loop().create_future()
                 await self._reader
                 continue
@@ -290,16 +290,15 @@ class Run:
                 await asyncio.sleep(0)  # others have their turn, however much waits here
 
     def end(self, error: Exception) -> None:
-        """Ends it early: what has come stays to be read, then the error."""
-        self._error = self._error or error
-        self._abort()
-        self._wake()
+        """Ends it early, if it has not ended: what has come stays to be read, then the error."""
+        if self._running:
+            self._break_off(error)
 
     def end_unread(self) -> None:
         """Ends it early, since it holds too much, and drops what nobody has read."""
         self._pieces.clear()
         self.service.held.forget(self)
-        self.end(
+        self._break_off(
             UnreadError(
                 f"more than {self.service.limits.held_bytes >> 20} MiB of the answer, or "
                 f"{self.service.limits.all_held_bytes >> 20} MiB of all, wait to be read. Stream "
@@ -334,6 +333,11 @@ class Run:
         self.service.forget(self)
         if self._alarm is not None:
             self._alarm.cancel()
+
+    def _break_off(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._abort()
+        self._wake()
 
     def _abort(self) -> None:
         for index in list(self._open):
