@@ -419,7 +419,7 @@ class Run:
             prompt,
             update.error,
             update.token_sources[:count],
-            weight(count, sum(len(one) for one in entries if one)),
+            weight(count, sum(map(len, filter(None, entries)))),
         )
 
 
