@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import threading
-from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextvars import Context, copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from lockstep.engine.loop import Deliver, Delivery, TokenUpdate
@@ -75,20 +75,44 @@ class Transport(Protocol):
 Update = TokenUpdate | Exception
 """What comes of a request: an update, or what the engine raised, which is the last."""
 Listener = Callable[[Update], None]
+NEWS_OF_A_TURN = 8
+"""Updates that listeners hear in one turn of their event loop: what they write for them goes out at
+its end, and what others ask is heard in between."""
+
+
+class _Post:
+    """What is to be heard in one event loop, in order."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self._news: deque[tuple[_Open, Update]] = deque()
+
+    def put(self, news: Iterable[tuple["_Open", Update]]) -> None:
+        """From any thread. A loop that is closed has no listeners any more."""
+        self._news.extend(news)
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(self._tell)
+
+    def _tell(self) -> None:
+        if len(self._news) > NEWS_OF_A_TURN:
+            self.loop.call_soon(self._tell)
+        for _ in range(min(len(self._news), NEWS_OF_A_TURN)):
+            opened, item = self._news.popleft()
+            opened.context.run(opened.listener, item)
 
 
 @dataclass
 class _Open:
-    """A request that has not ended, and who hears of it, in which loop and context.
+    """A request that has not ended, and who hears of it, by which post and in which context.
 
     is_final: it cannot be asked anew, should the engine be lost.
     """
 
     request: Request
     listener: Listener
+    post: _Post
     is_final: bool = False
     metrics: RequestMetrics = field(init=False)
-    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     context: Context = field(default_factory=copy_context)
 
     def __post_init__(self) -> None:
@@ -127,6 +151,7 @@ class AsyncEngine:
         self.transport = transport
         self.on_end = on_end
         self._open: dict[str, _Open] = {}
+        self._post: _Post | None = None
         self._door = threading.Lock()
         self._ended: str | None = NOT_STARTED
 
@@ -165,8 +190,10 @@ class AsyncEngine:
 
         Raises EngineDeadError, and RequestError where a request of the same id is open.
         """
-        opened = _Open(request, listener)
+        loop = asyncio.get_running_loop()
         with self._door:
+            if self._post is None or self._post.loop is not loop:
+                self._post = _Post(loop)
             if self._ended is not None:
                 raise self._dead()
             if request.id in self._open:
@@ -175,7 +202,7 @@ class AsyncEngine:
                     "request. Choose another.",
                     "request_id",
                 )
-            self._open[request.id] = opened
+            self._open[request.id] = _Open(request, listener, self._post)
             self.transport.submit(request)
 
     def stream(self, request: Request) -> Stream:
@@ -191,7 +218,7 @@ class AsyncEngine:
             if ended is None:
                 return
             self.transport.abort(request_id)
-        last = TokenUpdate([], None, "abort", None, replace(ended.metrics))
+        last = TokenUpdate([], None, "abort", None, ended.metrics.copy())
         _hand_out([(ended, last)])
 
     def stats(self) -> Stats:
@@ -202,20 +229,23 @@ class AsyncEngine:
         return EngineDeadError(f"the engine has stopped: {self._ended}. Restart the server.")
 
     def _deliver(self, news: Sequence[Delivery]) -> None:
-        """What a step brought, to the requests that are still open."""
-        found: list[tuple[_Open, Update]] = []
+        """What a step brought, to the requests that are still open: first to those that it ended,
+        whose clients wait for nothing else."""
+        ended: list[tuple[_Open, Update]] = []
+        going: list[tuple[_Open, Update]] = []
         with self._door:
             for request_id, item in news:
                 opened = self._open.get(request_id)
                 if opened is None:
                     continue
-                found.append((opened, item))
                 if isinstance(item, Exception) or item.finish_reason is not None:
                     del self._open[request_id]
+                    ended.append((opened, item))
                 else:
                     opened.is_final = True
                     opened.metrics = item.metrics
-        _hand_out(found)
+                    going.append((opened, item))
+        _hand_out(ended + going)
 
     def _lost(self, forget: Callable[[], None]) -> int:
         """The engine is gone: what had begun to answer ends with an error, all else waits again.
@@ -245,19 +275,13 @@ class AsyncEngine:
 
 
 def _restarted(opened: _Open) -> TokenUpdate:
-    return TokenUpdate([], None, "error", None, replace(opened.metrics), error=ENGINE_RESTARTED)
+    return TokenUpdate([], None, "error", None, opened.metrics.copy(), error=ENGINE_RESTARTED)
 
 
 def _hand_out(news: Sequence[tuple[_Open, Update]]) -> None:
-    """Wakes each event loop once. One that is closed has no listeners any more."""
-    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[_Open, Update]]] = defaultdict(list)
+    """Wakes each event loop once."""
+    by_post: dict[_Post, list[tuple[_Open, Update]]] = defaultdict(list)
     for opened, item in news:
-        by_loop[opened.loop].append((opened, item))
-    for loop, items in by_loop.items():
-        with contextlib.suppress(RuntimeError):
-            loop.call_soon_threadsafe(_tell_all, items)
-
-
-def _tell_all(news: Sequence[tuple[_Open, Update]]) -> None:
-    for opened, item in news:
-        opened.context.run(opened.listener, item)
+        by_post[opened.post].append((opened, item))
+    for post, items in by_post.items():
+        post.put(items)

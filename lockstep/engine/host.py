@@ -1,8 +1,8 @@
 """An engine's process: what runs in it, from its first line to its last."""
 
+import contextlib
 import os
 import pickle
-import queue
 import signal
 import threading
 import traceback
@@ -32,8 +32,6 @@ from lockstep.scheduling.request import Request
 
 PULSE_SECONDS = 0.25
 """Between two signs of life."""
-MOST_UNSENT = 256
-"""Messages that wait for the pipe. A step waits where its reader is further behind."""
 IGNORED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 """Those that a terminal or a supervisor sends to all of a group: the server decides what ends."""
 
@@ -42,43 +40,12 @@ MakeEngine = Callable[[Callable[[str, int, int], None]], tuple[Engine, MakeGramm
 """Given a function that is told of progress: the engine, and what makes grammars of recipes."""
 
 
-class Outbox:
-    """Sends messages from a thread of its own, in their order. Where nobody reads any more they are
-    dropped."""
-
-    def __init__(
-        self, connection: Connection, messages: "queue.Queue[Any] | queue.SimpleQueue[Any]"
-    ) -> None:
-        self._connection = connection
-        self._messages = messages
-        self._thread = threading.Thread(target=self._send, name="lockstep-outbox", daemon=True)
-        self._thread.start()
-
-    def put(self, message: Any) -> None:
-        """Queues a message."""
-        self._messages.put(message)
-
-    def close(self, seconds: float | None = None) -> None:
-        """Returns when all was sent, or so many seconds have passed."""
-        self._messages.put(None)
-        self._thread.join(seconds)
-
-    def _send(self) -> None:
-        reads = True
-        while (message := self._messages.get()) is not None:
-            try:
-                if reads:
-                    self._connection.send(message)
-            except OSError:
-                reads = False
-
-
 class _Host:
     """The engine's side of the pipe."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-        self._outbox = Outbox(connection, queue.Queue(MOST_UNSENT))
+        self._sending = threading.Lock()
         self._ended = threading.Event()
         self._compiling: dict[str, Future[None]] = {}
         self._compilers = ThreadPoolExecutor(1, thread_name_prefix="lockstep-compile")
@@ -95,7 +62,6 @@ class _Host:
             if not isinstance(error, LockstepError):
                 error.add_note(f"in the engine's process:\n{traceback.format_exc()}")
             self._report(Failed(_portable(error)))
-            self._outbox.close()
             return
         self._loop = EngineLoop(self._engine, self._deliver)
         keep_from_collection()
@@ -107,10 +73,13 @@ class _Host:
         pulses.join()
         if why is not None:
             self._report(Ended(why))
-        self._outbox.close()
 
     def _report(self, message: Report) -> None:
-        self._outbox.put(message)
+        """Sends a message, from the thread that has it: another one would have to wait for a core
+        and for the interpreter while the next step runs. Where the pipe is full, it waits for the
+        reader; where nobody reads any more, it is dropped."""
+        with self._sending, contextlib.suppress(OSError):
+            self._connection.send(message)
 
     def _tell_progress(self, what: str, done: int, of: int) -> None:
         self._report(Progress(what, done, of))

@@ -5,7 +5,7 @@ import logging
 import queue
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from lockstep.engine.engine import Engine
 from lockstep.errors import EngineDeadError
@@ -15,8 +15,7 @@ from lockstep.scheduling.request import Request
 log = logging.getLogger("lockstep.engine")
 
 
-@dataclass(frozen=True)
-class TokenUpdate:
+class TokenUpdate(NamedTuple):
     """New tokens of a request, as it was when they came: nothing here changes afterwards.
 
     finish_reason is set on the last update. error: what to tell the client where it is "error".
@@ -154,7 +153,7 @@ class EngineLoop:
             scores,
             request.finish_reason,
             request.stop_reason,
-            replace(request.metrics),
+            request.metrics.copy(),
             [None, *request.prompt_logprobs] if first else None,
             request.error,
             tuple(request.token_sources[sent:]),

@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import get_context, resource_tracker
+from multiprocessing.connection import Connection
 
 from lockstep.engine.async_engine import SHUT_DOWN, Receiver
 from lockstep.engine.host import (
     IGNORED_SIGNALS,
     PULSE_SECONDS,
     MakeEngine,
-    Outbox,
     run_engine,
 )
 from lockstep.engine.messages import (
@@ -101,6 +101,37 @@ def _blocked_signals() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+class _Outbox:
+    """Sends messages from a thread of its own, in their order. Where nobody reads any more they are
+    dropped."""
+
+    def __init__(
+        self, connection: Connection, messages: "queue.SimpleQueue[Command | None]"
+    ) -> None:
+        self._connection = connection
+        self._messages = messages
+        self._thread = threading.Thread(target=self._send, name="lockstep-outbox", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Command) -> None:
+        """Queues a message."""
+        self._messages.put(message)
+
+    def close(self, seconds: float | None = None) -> None:
+        """Returns when all was sent, or so many seconds have passed."""
+        self._messages.put(None)
+        self._thread.join(seconds)
+
+    def _send(self) -> None:
+        reads = True
+        while (message := self._messages.get()) is not None:
+            try:
+                if reads:
+                    self._connection.send(message)
+            except OSError:
+                reads = False
 
 
 class ProcessTransport:
@@ -212,7 +243,7 @@ class ProcessTransport:
     def _serve(self) -> str:
         """Hands on what the engine tells until it is lost, or has stopped; says how that came."""
         child = self._child
-        outbox = Outbox(child.connection, self._commands)
+        outbox = _Outbox(child.connection, self._commands)
         if self._stopping:  # the queue that held the word may be gone
             outbox.put(Stop())
         fault = None

@@ -1,13 +1,13 @@
 """/v1/chat/completions: messages in; content, reasoning and tool calls out."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 
 from lockstep.serve.answer import Answer, Json
 from lockstep.serve.logprobs import chat_logprobs, prompt_logprobs
 from lockstep.serve.protocol import ChatRequest
-from lockstep.serve.service import Service, Tokens, Usage
-from lockstep.serve.turn import Heard, Replies, Turn
+from lockstep.serve.service import Piece, Run, Service, Tokens
+from lockstep.serve.turn import Replies, Turn
 from lockstep.text.parsers.events import (
     CallArguments,
     CallStart,
@@ -25,10 +25,22 @@ class ChatAnswer(Answer):
         self.service = service
         self.body = body
         self.turn = Turn(service, body, "chatcmpl-")
+        self._waiting: list[Tokens] = []
+        self._chunk_head: Json = {}
+        self._tells_tokens = False
 
-    async def start(self) -> None:
+    @property
+    def run(self) -> Run:
+        """The request in the engine."""
+        return self.turn.run
+
+    async def start(self, brief: bool = False) -> None:
         """Begins; raises what is wrong before anything is sent."""
-        await self.turn.start()
+        await self.turn.start(brief)
+        job = self.turn.job
+        self._waiting = [Tokens() for _ in job.requests]
+        self._chunk_head = self._head("chat.completion.chunk")
+        self._tells_tokens = job.tells_tokens(self.body)
 
     def close(self) -> None:
         """Aborts what still runs."""
@@ -46,27 +58,39 @@ class ChatAnswer(Answer):
         return {
             **self._head("chat.completion"),
             "choices": [self._choice(found, i) for i in range(len(found.replies))],
-            "usage": answers.usage.to_json(),
+            "usage": self.turn.usage.to_json(),
             "prompt_logprobs": prompt_logprobs(answers.prompt_logprobs.get(0)),
             **self._prompt_ids(),
         }
 
-    async def stream(self) -> AsyncIterator[Json]:
-        """The answer as chunks; each depends on the pieces before it, not on when it is read."""
-        job = self.turn.job
-        usage = job.usage
-        for index in range(len(job.requests)):
-            first = self._chunk(index, usage, {"role": "assistant", "content": ""})
+    def begin(self) -> Iterator[Json]:
+        """The chunks before anything has come: the role."""
+        for index in range(len(self.turn.job.requests)):
+            first = self._chunk(index, {"role": "assistant", "content": ""}, Tokens())
             yield first | self._prompt_ids()
-        waiting = [Tokens() for _ in job.requests]
-        async for heard in self.turn.heard():
-            usage = heard.piece.usage
-            for chunk in self._chunks(heard, waiting[heard.piece.index]):
-                yield chunk
+
+    def hear(self, piece: Piece) -> Iterator[Json]:
+        """The chunks of one piece: tokens go with the first, the finish reason with the last."""
+        heard = self.turn.hear(piece)
+        text = piece.text
+        index = piece.index
+        waiting = self._waiting[index]
+        if self._tells_tokens:
+            waiting.add(piece)
+        for event in heard.events:
+            yield self._chunk(index, self._delta(index, event), waiting)
+        if text.finish_reason is not None:
+            chunk = self._chunk(index, {}, waiting)
+            reason = _reason(text.finish_reason, heard.calls)
+            ending = self.turn.job.ending(index, reason, text.stop_reason, piece.error)
+            chunk["choices"][0] |= {**ending, **_errors(heard.errors)}
+            yield chunk
+
+    def end(self) -> Iterator[Json]:
+        """The chunks behind all pieces: what was used, where that is asked for."""
         options = self.body.stream_options
         if options and options.include_usage:
-            head = self._head("chat.completion.chunk")
-            yield {**head, "choices": [], "usage": usage.to_json()}
+            yield {**self._chunk_head, "choices": [], "usage": self.turn.usage.to_json()}
 
     def _head(self, kind: str) -> Json:
         return self.service.head(self.turn.job, kind)
@@ -97,28 +121,15 @@ class ChatAnswer(Answer):
             **_errors(reply.errors),
         }
 
-    def _chunks(self, heard: Heard, waiting: Tokens) -> Iterable[Json]:
-        """The chunks of one piece: tokens go with the first, the finish reason with the last."""
-        piece = heard.piece
-        text = piece.text
-        index = piece.index
-        waiting.add(piece)
-        for event in heard.events:
-            yield self._chunk(index, piece.usage, self._delta(index, event), waiting)
-        if text.finish_reason is not None:
-            chunk = self._chunk(index, piece.usage, {}, waiting)
-            reason = _reason(text.finish_reason, heard.calls)
-            ending = self.turn.job.ending(index, reason, text.stop_reason, piece.error)
-            chunk["choices"][0] |= {**ending, **_errors(heard.errors)}
-            yield chunk
-
-    def _chunk(self, index: int, usage: Usage, delta: Json, tokens: Tokens | None = None) -> Json:
-        choice = {"index": index, "delta": delta, "finish_reason": None}
-        choice |= self._tokens((tokens or Tokens()).take())
-        chunk = {**self._head("chat.completion.chunk"), "choices": [choice]}
+    def _chunk(self, index: int, delta: Json, tokens: Tokens) -> Json:
+        """A chunk with what waits of tokens; nothing does from here on."""
+        choice = {"index": index, "delta": delta, "finish_reason": None, **self._tokens(tokens)}
+        tokens.clear()
+        chunk = {**self._chunk_head, "choices": [choice]}
         options = self.body.stream_options
         if options and options.include_usage:
-            chunk["usage"] = usage.to_json() if options.continuous_usage_stats else None
+            each = options.continuous_usage_stats
+            chunk["usage"] = self.turn.usage.to_json() if each else None
         return chunk
 
     def _delta(self, index: int, event: Told) -> Json:

@@ -1,7 +1,7 @@
 """/v1/completions: prompts in, their continuations out."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import Iterable, Iterator
 
 from lockstep.outputs import Logprob
 from lockstep.serve.answer import Answer, Json
@@ -10,12 +10,12 @@ from lockstep.serve.protocol import CompletionRequest
 from lockstep.serve.service import (
     Answers,
     Asked,
+    Meter,
     Piece,
     PromptLogprobs,
     Run,
     Service,
     Tokens,
-    gather,
 )
 
 
@@ -25,13 +25,25 @@ class CompletionAnswer(Answer):
     def __init__(self, service: Service, body: CompletionRequest) -> None:
         self.service = service
         self.body = body
-        self.run: Run
+        self._run: Run
         self._prompts: list[str | list[int]] = []
+        self._shown: list[_Shown] = []
+        self._meter: Meter
+        self._tells_tokens = False
 
-    async def start(self) -> None:
+    @property
+    def run(self) -> Run:
+        """The request in the engine."""
+        return self._run
+
+    async def start(self, brief: bool = False) -> None:
         """Tokenises and begins; raises what is wrong before anything is sent."""
         self._prompts = self.body.prompts()
-        self.run = await self.service.start("cmpl-", self.body, len(self._prompts), self._ask)
+        count = len(self._prompts)
+        self._run = await self.service.start("cmpl-", self.body, count, self._ask, brief)
+        self._shown = [_Shown() for _ in self.run.job.requests]
+        self._tells_tokens = self.run.job.tells_tokens(self.body)
+        self._meter = Meter(self.run.job)
 
     def _ask(self) -> Asked:
         params = self.body.params(self.service.processor)
@@ -43,33 +55,40 @@ class CompletionAnswer(Answer):
 
     async def whole(self) -> Json:
         """The answer as one object, made beside the event loop where it spells many tokens."""
-        answers = await gather(self.run.job, self.run)
+        answers = Answers(self.run.job)
+        async for pieces in self.run:
+            for piece in pieces:
+                answers.add(piece)
         if self.run.job.spells:
             return await asyncio.to_thread(self._whole, answers)
         return self._whole(answers)
 
     def _whole(self, answers: Answers) -> Json:
         choices = [self._choice(answers, index) for index in range(len(answers.completions))]
-        return {**self._head(), "choices": choices, "usage": answers.usage.to_json()}
+        return {**self._head(), "choices": choices, "usage": answers.meter.usage().to_json()}
 
-    async def stream(self) -> AsyncIterator[Json]:
-        """The answer as chunks; each depends on the pieces before it, not on when it is read."""
+    def begin(self) -> Iterable[Json]:
+        """There are no chunks before the first text."""
+        return ()
+
+    def hear(self, piece: Piece) -> Iterator[Json]:
+        """The chunk of a piece; none while its text is held back."""
+        self._meter.add(piece)
+        choice = self._piece(piece, self._shown[piece.index])
+        if choice is None:
+            return
+        chunk = {**self._head(), "choices": [choice]}
         options = self.body.stream_options
-        with_usage = bool(options and options.include_usage)
-        each = bool(options and options.continuous_usage_stats)
-        usage = self.run.job.usage
-        shown = [_Shown() for _ in self.run.job.requests]
-        async for piece in self.run:
-            usage = piece.usage
-            choice = self._piece(piece, shown[piece.index])
-            if choice is None:
-                continue
-            chunk = {**self._head(), "choices": [choice]}
-            if with_usage:
-                chunk["usage"] = usage.to_json() if each else None
-            yield chunk
-        if with_usage:
-            yield {**self._head(), "choices": [], "usage": usage.to_json()}
+        if options and options.include_usage:
+            each = options.continuous_usage_stats
+            chunk["usage"] = self._meter.usage().to_json() if each else None
+        yield chunk
+
+    def end(self) -> Iterator[Json]:
+        """The chunks behind all pieces: what was used, where that is asked for."""
+        options = self.body.stream_options
+        if options and options.include_usage:
+            yield {**self._head(), "choices": [], "usage": self._meter.usage().to_json()}
 
     def _head(self) -> Json:
         return self.service.head(self.run.job, "text_completion")
@@ -100,15 +119,16 @@ class CompletionAnswer(Answer):
         index = piece.index
         new = piece.text
         first = shown.characters == 0
-        shown.tokens.add(piece)
+        if self._tells_tokens:
+            shown.tokens.add(piece)
         shown.asked = piece.prompt_logprobs or shown.asked
         text = (self._echo(index) if first else "") + new.delta
         if not text and new.finish_reason is None:
             return None
-        tokens = shown.tokens.take()
+        tokens = shown.tokens
         offset = shown.characters
         shown.characters += max(len(text), 1)
-        return {
+        choice = {
             "index": index,
             "text": text,
             "logprobs": self._logprobs(index, tokens, offset, first, shown.asked),
@@ -116,6 +136,8 @@ class CompletionAnswer(Answer):
             **tokens.told(self.body),
             **self._prompt_ids(index, first),
         }
+        tokens.clear()
+        return choice
 
     def _prompt_ids(self, index: int, first: bool) -> Json:
         """The prompt's token ids, where they are asked for, with what comes first."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import Iterable, Iterator
 from math import isfinite
 from typing import Any
 
@@ -11,7 +11,7 @@ from lockstep.serve.blocks import Block, Blocks, Change
 from lockstep.serve.messages_protocol import NAMES, CountRequest, MessagesRequest
 from lockstep.serve.problems import ComputeError, messages_error, status_and_body
 from lockstep.serve.protocol import named_as
-from lockstep.serve.service import Piece, Service, Usage
+from lockstep.serve.service import Piece, Run, Service, Usage
 from lockstep.serve.turn import Turn
 
 _DELTAS = {
@@ -41,15 +41,18 @@ class MessagesAnswer(Answer):
         self.body = body
         self.turn = Turn(service, body.chat(), "msg_")
         self._blocks = Blocks()
-        self._usage: Usage
         self._notes: tuple[str, ...] = ()
         self._end: Json = {"stop_reason": None, "stop_sequence": None}
 
-    async def start(self) -> None:
+    @property
+    def run(self) -> Run:
+        """The request in the engine."""
+        return self.turn.run
+
+    async def start(self, brief: bool = False) -> None:
         """Begins; raises what is wrong before anything is sent."""
         with named_as(NAMES):
-            await self.turn.start()
-        self._usage = self.turn.job.usage
+            await self.turn.start(brief)
 
     def close(self) -> None:
         """Aborts what still runs."""
@@ -57,32 +60,36 @@ class MessagesAnswer(Answer):
 
     async def whole(self) -> Json:
         """The answer as one object."""
-        async for _ in self.stream():
-            continue
+        await self.read()
         return self._message()
 
-    async def stream(self) -> AsyncIterator[Json]:
-        """The answer as events, in Anthropic's order."""
+    def begin(self) -> Iterator[Json]:
+        """The events before anything has come."""
         yield {"type": "message_start", "message": self._message()}
-        async for heard in self.turn.heard():
-            self._usage = heard.piece.usage
-            self._notes = heard.errors
-            for change in self._blocks.push(heard.events):
-                yield self._changed(change)
-            self._end = _ending(heard.piece, heard.calls)
+
+    def hear(self, piece: Piece) -> Iterator[Json]:
+        """The events of a piece, in Anthropic's order. Raises ComputeError where it failed."""
+        heard = self.turn.hear(piece)
+        self._notes = heard.errors
+        for change in self._blocks.push(heard.events):
+            yield self._changed(change)
+        self._end = _ending(piece, heard.calls)
+
+    def end(self) -> Iterator[Json]:
+        """The events behind all pieces."""
         for change in self._blocks.close():
             yield self._changed(change)
         yield {
             "type": "message_delta",
             "delta": self._end,
-            "usage": _usage(self._usage),
+            "usage": _usage(self.turn.usage),
             "tool_call_parse_error": self._note(),
         }
         yield {"type": "message_stop"}
 
-    def failure(self, error: Exception) -> Json:
+    def failure(self, error: Exception) -> Iterable[Json]:
         """The event that tells of an error."""
-        return messages_error(*status_and_body(error))
+        return [messages_error(*status_and_body(error))]
 
     def _message(self) -> Json:
         """The message as it stands."""
@@ -94,7 +101,7 @@ class MessagesAnswer(Answer):
             "model": self.service.model_name,
             "content": [block for block in blocks if block is not None],
             **self._end,
-            "usage": _usage(self._usage),
+            "usage": _usage(self.turn.usage),
             "system_fingerprint": self.service.fingerprint,
             "tool_call_parse_error": self._note(),
         }

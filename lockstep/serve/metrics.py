@@ -175,7 +175,10 @@ class Metrics:
             for k, (n, h, b) in (_HISTOGRAMS | _STEPS).items()
         }
         self._requests = [
-            (one.value, self._new(Histogram, one.name, one.help, buckets=one.buckets))
+            (
+                one.value,
+                self._new(Histogram, one.name, one.help, buckets=one.buckets).labels(model_name),
+            )
             for one in _REQUESTS
         ]
 
@@ -191,7 +194,7 @@ class Metrics:
         for value_of, histogram in self._requests:
             value = value_of(record)
             if value is not None:
-                histogram.labels(self._model).observe(value)
+                histogram.observe(value)
 
     def render(self, stats: Stats) -> bytes:
         """The text for one scrape; the histogram lists of `stats` are used up by it."""

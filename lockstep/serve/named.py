@@ -5,6 +5,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lockstep.serve.caller import CALLER, Caller, Header
 from lockstep.serve.problems import MESSAGES_PATH
 
+BODY = "lockstep.body"
+"""What sends an answer's body on from here, in the scope: no layer further in changes bodies, and
+each would cost time with every piece of a stream."""
+
 
 class Named:
     """ASGI: every request has a caller, and every answer bears the request's id."""
@@ -19,6 +23,7 @@ class Named:
             return
         caller = Caller.of(scope["headers"])
         CALLER.set(caller)
+        scope[BODY] = send
         own = _headers(caller, scope["path"])
 
         async def named(message: Message) -> None:

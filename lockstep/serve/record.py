@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 from lockstep.outputs import RequestMetrics
 from lockstep.sampling_params import SamplingParams
@@ -38,7 +39,7 @@ class Record:
         """Seconds of time.monotonic."""
         return min(one.arrival_time for one in self.metrics)
 
-    @property
+    @cached_property
     def latencies(self) -> dict[str, float]:
         """Seconds, those that are known.
 

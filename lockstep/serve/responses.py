@@ -1,6 +1,6 @@
 """/v1/responses: items in, items out; answers are kept for a while, for a next one to go on."""
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from lockstep.errors import RequestError
@@ -16,7 +16,7 @@ from lockstep.serve.responses_protocol import (
     ReasoningPart,
     ResponsesRequest,
 )
-from lockstep.serve.service import Service, Usage
+from lockstep.serve.service import Piece, Run, Service, Usage
 from lockstep.serve.store import ResponseStore, Stored, weight
 from lockstep.serve.turn import Turn
 
@@ -85,12 +85,18 @@ class ResponsesAnswer(Answer):
         self._blocks = Blocks()
         self._output: list[Json] = []
         self._status = "in_progress"
-        self._usage: Usage | None = None
+        self._reached = "completed"
+        self._heard = False
         self._error: Json | None = None
         self._notes: tuple[str, ...] = ()
         self._number = 0
 
-    async def start(self) -> None:
+    @property
+    def run(self) -> Run:
+        """The request in the engine."""
+        return self.turn.run
+
+    async def start(self, brief: bool = False) -> None:
         """Begins; raises what is wrong before anything is sent."""
         body = self.body
         if body.previous_response_id is not None:
@@ -99,7 +105,7 @@ class ResponsesAnswer(Answer):
         items = [*self._before.items, *body.input]
         self.turn = Turn(self.service, body.chat(items), "resp_")
         with named_as(NAMES):
-            await self.turn.start()
+            await self.turn.start(brief and not self._before.items)
         self.responses.running[self.turn.job.id] = self
 
     def close(self) -> None:
@@ -114,40 +120,48 @@ class ResponsesAnswer(Answer):
 
     async def whole(self) -> Json:
         """The answer as one object."""
-        async for _ in self.stream():
-            continue
+        try:
+            await self.read()
+        except CancelledRequestError as error:
+            for _ in self.failure(error):
+                continue
         return self.response()
 
-    async def stream(self) -> AsyncIterator[Json]:
-        """The answer as events, in OpenAI's order."""
+    def begin(self) -> Iterator[Json]:
+        """The events before anything has come."""
         yield self._event("response.created", response=self.response())
         yield self._event("response.in_progress", response=self.response())
-        status = "completed"
-        try:
-            async for heard in self.turn.heard():
-                self._usage = heard.piece.usage
-                self._notes = heard.errors
-                for change in self._blocks.push(heard.events):
-                    for event in self._changed(change):
-                        yield event
-                status = _STATUSES[heard.piece.text.finish_reason or "stop"]
-                if heard.piece.error:
-                    self._error = {"code": "server_error", "message": heard.piece.error}
-        except CancelledRequestError:
-            status = "cancelled"
+
+    def hear(self, piece: Piece) -> Iterator[Json]:
+        """The events of a piece, in OpenAI's order."""
+        heard = self.turn.hear(piece)
+        self._heard = True
+        self._notes = heard.errors
+        for change in self._blocks.push(heard.events):
+            yield from self._changed(change)
+        self._reached = _STATUSES[piece.text.finish_reason or "stop"]
+        if piece.error:
+            self._error = {"code": "server_error", "message": piece.error}
+
+    def end(self) -> Iterator[Json]:
+        """The events behind all pieces; the response is kept."""
+        status = self._reached
         for change in self._blocks.close():
-            for event in self._changed(change, status):
-                yield event
+            yield from self._changed(change, status)
         self._status = status
         response = self.response()
         self._keep(response)
         name = _ENDS.get(status, "failed")
         yield self._event(f"response.{name}", response=response)
 
-    def failure(self, error: Exception) -> Json:
-        """The event that tells of an error."""
+    def failure(self, error: Exception) -> Iterator[Json]:
+        """The events that tell of an error; a response that was cancelled ends like others."""
+        if isinstance(error, CancelledRequestError):
+            self._reached = "cancelled"
+            yield from self.end()
+            return
         told = status_and_body(error)[1]["error"]
-        return self._event("error", **{name: told[name] for name in ("code", "message", "param")})
+        yield self._event("error", **{name: told[name] for name in ("code", "message", "param")})
 
     def response(self) -> Json:
         """The response as it stands."""
@@ -179,7 +193,7 @@ class ResponsesAnswer(Answer):
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "top_p": job.params.top_p,
             "truncation": "disabled",
-            "usage": _usage(self._usage) if self._usage else None,
+            "usage": _usage(self.turn.usage) if self._heard else None,
             "user": body.user,
             "metadata": body.metadata or {},
             "seed": job.requests[0].seed,

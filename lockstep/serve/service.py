@@ -4,10 +4,11 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -131,30 +132,26 @@ class Usage:
         }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """What one update of one completion brought, and how things stood then: it never changes.
 
-    index: the completion's. usage: of the whole job, this piece counted. prompt_logprobs come with
-    the first piece of a completion. error: why finish_reason is "error". sources: of its tokens.
+    index: the completion's. metrics: its own, as of this piece. prompt_logprobs come with the first
+    piece of a completion. error: why finish_reason is "error". sources: of its tokens. weight:
+    about its bytes.
     """
 
     index: int
     text: TextUpdate
-    usage: Usage
+    metrics: RequestMetrics
     prompt_logprobs: PromptLogprobs | None = None
     error: str | None = None
     sources: tuple[TokenSource, ...] = ()
+    weight: int = 0
 
     def origins(self) -> list[Origin]:
         """How each of its tokens came."""
         return list(zip(self.text.texts, self.sources, strict=False))
-
-    @property
-    def weight(self) -> int:
-        """About its bytes."""
-        entries = [*(self.text.logprobs or ()), *(self.prompt_logprobs or ())]
-        return weight(len(self.text.token_ids), sum(len(one) for one in entries if one))
 
 
 @dataclass(frozen=True)
@@ -193,10 +190,9 @@ class Job:
         spell."""
         return (self.params.logprobs, self.params.prompt_logprobs) != (None, None)
 
-    @property
-    def usage(self) -> Usage:
-        """What is used before anything is generated."""
-        return Usage(prompt=sum(map(len, self.prompts)))
+    def tells_tokens(self, body: SamplingFields) -> bool:
+        """Whether the answer says more of its tokens than their text."""
+        return self.spells or body.return_token_ids or body.return_token_sources
 
     def ending(
         self,
@@ -214,20 +210,51 @@ class Job:
         return {**end, "error": error} if error else end
 
 
+class Meter:
+    """What a job has used, as of the last piece of each completion that was counted."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._last: dict[int, Piece] = {}
+
+    def add(self, piece: Piece) -> None:
+        """Counts a piece."""
+        self._last[piece.index] = piece
+
+    def written(self, index: int) -> int:
+        """Tokens of one completion."""
+        return self._last[index].text.num_tokens if index in self._last else 0
+
+    def usage(self, reasoning: int = 0) -> Usage:
+        """All of it; reasoning: tokens that the reader found to be such."""
+        job = self._job
+        metrics = {index: piece.metrics for index, piece in self._last.items()}
+        firsts = range(0, len(job.requests), job.params.n)
+        return Usage(
+            prompt=sum(map(len, job.prompts)),
+            written=sum(map(self.written, metrics)),
+            cached=sum(metrics[index].num_cached_tokens for index in firsts if index in metrics),
+            accepted=sum(one.num_accepted_tokens for one in metrics.values()),
+            drafted=sum(one.num_draft_tokens for one in metrics.values()),
+            reasoning=reasoning,
+        )
+
+
 class Run:
     """A job in the engine, from start() to close(). Its pieces wait for whoever reads them."""
 
     def __init__(self, service: "Service", job: Job) -> None:
         self.service = service
         self.job = job
-        self._pieces: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
-        self._usage = job.usage
-        self._metrics = [replace(request.metrics) for request in job.requests]
-        self._written = [0] * len(job.requests)
+        self._pieces: deque[Piece] = deque()
+        self._meter = Meter(job)
+        self._metrics = [request.metrics.copy() for request in job.requests]
         self._finish_reasons = ["abort"] * len(job.requests)
         self._error: Exception | None = None
         self._faults: list[str] = []
         self._open: dict[int, CompletionText] = {}
+        self._running = len(job.requests)
+        self._reader: asyncio.Future[None] | None = None
         self._alarm: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
@@ -241,37 +268,37 @@ class Run:
                 self.service.client.submit(request, partial(self._hear, index))
             except Exception as error:
                 self._fail(index, error)
+                return
 
-    async def __aiter__(self) -> AsyncIterator[Piece]:
-        running = len(self.job.requests)
-        waited = 0
-        while running:
-            waited = 0 if self._pieces.empty() else waited + 1
-            if waited == PIECES_OF_A_TURN:
-                await asyncio.sleep(0)  # others have their turn, however much waits here
-                waited = 0
-            piece = await self._pieces.get()
-            if isinstance(piece, Exception):
-                raise piece
-            if piece is None:
-                running -= 1
+    async def __aiter__(self) -> AsyncIterator[list[Piece]]:
+        """The pieces: at once those that wait, but no more than PIECES_OF_A_TURN."""
+        while True:
+            if not self._pieces:
+                if self._error is not None:
+                    raise self._error
+                if not self._running:
+                    return
+                self._reader = asyncio.get_running_loop().create_future()
+                await self._reader
                 continue
-            yield piece
+            some = min(len(self._pieces), PIECES_OF_A_TURN)
+            pieces = [self._pieces.popleft() for _ in range(some)]
+            yield pieces
             if self.job.streamed:
-                self.service.held.take(self, piece.weight)
+                self.service.held.take(self, sum(piece.weight for piece in pieces))
+            if self._pieces:
+                await asyncio.sleep(0)  # others have their turn, however much waits here
 
     def end(self, error: Exception) -> None:
-        """Ends it early: what has come stays to be read, then the error."""
-        self._error = error
-        self._pieces.put_nowait(error)
-        self._abort()
+        """Ends it early, if it has not ended: what has come stays to be read, then the error."""
+        if self._running:
+            self._break_off(error)
 
     def end_unread(self) -> None:
         """Ends it early, since it holds too much, and drops what nobody has read."""
-        while not self._pieces.empty():
-            self._pieces.get_nowait()
+        self._pieces.clear()
         self.service.held.forget(self)
-        self.end(
+        self._break_off(
             UnreadError(
                 f"more than {self.service.limits.held_bytes >> 20} MiB of the answer, or "
                 f"{self.service.limits.all_held_bytes >> 20} MiB of all, wait to be read. Stream "
@@ -282,7 +309,7 @@ class Run:
 
     def record(self) -> Record:
         """What became of it so far."""
-        usage = self._usage
+        usage = self._meter.usage()
         return Record(
             id=self.job.id,
             caller=self.job.caller,
@@ -293,7 +320,7 @@ class Run:
             cached_tokens=usage.cached,
             draft_tokens=usage.drafted,
             accepted_tokens=usage.accepted,
-            longest=max(self._written),
+            longest=max(map(self._meter.written, range(len(self._metrics)))),
             metrics=tuple(self._metrics),
             finish_reasons=tuple(self._finish_reasons),
             error=str(self._error) if self._error else next(iter(self._faults), None),
@@ -307,6 +334,11 @@ class Run:
         if self._alarm is not None:
             self._alarm.cancel()
 
+    def _break_off(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._abort()
+        self._wake()
+
     def _abort(self) -> None:
         for index in list(self._open):
             self._leave(index)
@@ -319,8 +351,8 @@ class Run:
     def _expire(self) -> None:
         self.end(
             DeadlineError(
-                f"the request's time was up after {self._usage.written} tokens. Raise timeout, or "
-                "ask for fewer tokens."
+                f"the request's time was up after {self._meter.usage().written} tokens. Raise "
+                "timeout, or ask for fewer tokens."
             )
         )
 
@@ -334,60 +366,60 @@ class Run:
             self._fail(index, error)
 
     def _fail(self, index: int, error: Exception) -> None:
-        self._error = error
         self._finish_reasons[index] = "error"
-        self._pieces.put_nowait(error)
-        self._leave(index)
+        self.end(error)
+
+    def _wake(self) -> None:
+        """There is something for the reader, who may be gone."""
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def _take(self, index: int, update: Update) -> None:
         """Makes an update a piece. Raises what ended the completion."""
         if isinstance(update, Exception):
             raise update
-        request = self.job.requests[index]
-        before = self._metrics[index]
         self._metrics[index] = update.metrics
-        if update.error in (STEP_FAILED, ENGINE_RESTARTED):
-            log.error("request %s failed: %s", request.id, update.error)
-            raise ComputeError(update.error)
-        self._faults += [update.error] if update.error else []
-        piece = self._piece(self._open[index], update, before)
-        self._pieces.put_nowait(piece)
-        if update.finish_reason is not None:
-            del self._open[index]
-        elif piece.text.finish_reason is not None:
-            self._leave(index)
-        if piece.text.finish_reason is not None:
-            self._finish_reasons[index] = piece.text.finish_reason
-            self._pieces.put_nowait(None)
+        if update.error is not None:
+            if update.error in (STEP_FAILED, ENGINE_RESTARTED):
+                log.error("request %s failed: %s", self.job.requests[index].id, update.error)
+                raise ComputeError(update.error)
+            self._faults.append(update.error)
+        piece = self._piece(index, update)
+        self._meter.add(piece)
+        self._pieces.append(piece)
+        reason = piece.text.finish_reason
+        if reason is not None:
+            self._running -= 1
+            self._finish_reasons[index] = reason
+            if update.finish_reason is None:
+                self._leave(index)
+            else:
+                del self._open[index]
         over = self.service.held.add(self, piece.weight)
         if over is not None:
             over.end_unread()
+        self._wake()
 
-    def _piece(self, text: CompletionText, update: TokenUpdate, before: RequestMetrics) -> Piece:
-        """The update as text; `before`: the request's metrics at the update before it."""
-        new = text.push(update.token_ids, update.logprobs, update.finish_reason, update.stop_reason)
+    def _piece(self, index: int, update: TokenUpdate) -> Piece:
+        """The update as text."""
+        prompt = update.prompt_logprobs
+        new = self._open[index].push(
+            update.token_ids, update.logprobs, update.finish_reason, update.stop_reason
+        )
         if self.job.only_prompt:
             new = TextUpdate(finish_reason="length")
-        if update.prompt_logprobs is not None:
-            name_tokens(self.service.processor.tokenizer, update.prompt_logprobs)
-        self._written[text.output.index] += len(new.token_ids)
-        first = text.output.index % self.job.params.n == 0
-        now = update.metrics
-        usage = self._usage
-        self._usage = Usage(
-            prompt=usage.prompt,
-            written=usage.written + len(new.token_ids),
-            cached=usage.cached + first * (now.num_cached_tokens - before.num_cached_tokens),
-            accepted=usage.accepted + now.num_accepted_tokens - before.num_accepted_tokens,
-            drafted=usage.drafted + now.num_draft_tokens - before.num_draft_tokens,
-        )
+        if prompt is not None:
+            name_tokens(self.service.processor.tokenizer, prompt)
+        count = len(new.token_ids)
+        entries = [*(new.logprobs or ()), *(prompt or ())]
         return Piece(
-            text.output.index,
+            index,
             new,
-            self._usage,
-            update.prompt_logprobs,
+            update.metrics,
+            prompt,
             update.error,
-            update.token_sources[: len(new.token_ids)],
+            update.token_sources[:count],
+            weight(count, sum(map(len, filter(None, entries)))),
         )
 
 
@@ -463,11 +495,11 @@ class Service:
             )
 
     async def start(
-        self, kind: str, body: SamplingFields, count: int, ask: Callable[[], Asked]
+        self, kind: str, body: SamplingFields, count: int, ask: Callable[[], Asked], brief: bool
     ) -> Run:
-        """Reads the body by `ask` and tokenises, beside the event loop, then hands the engine its
-        requests. Fields without effect are logged. kind: what the id begins with; count: how many
-        prompts there are.
+        """Reads the body by `ask` and tokenises, then hands the engine its requests. Fields without
+        effect are logged. kind: what the id begins with; count: how many prompts there are. brief:
+        the body is short; all but one completion of a short one is read beside the event loop.
 
         Raises RequestError, or BusyError where the queue has no room. The caller closes the run.
         """
@@ -475,10 +507,13 @@ class Service:
         self.check(body)
         self._check_room(count, body.n or 1)
         name = f"{kind}{uuid.uuid4().hex}"
-        # One hop to a thread and back: with many streams, each costs milliseconds.
-        work = partial(copy_context().run, self._requests, name, body, ask)
-        threads = self._compilers if body.held else None
-        asked, requests = await asyncio.get_running_loop().run_in_executor(threads, work)
+        if brief and count * (body.n or 1) == 1 and not body.held:
+            asked, requests = self._requests(name, body, ask)
+        else:
+            # One hop to a thread and back: with many streams, each costs milliseconds.
+            work = partial(copy_context().run, self._requests, name, body, ask)
+            threads = self._compilers if body.held else None
+            asked, requests = await asyncio.get_running_loop().run_in_executor(threads, work)
         self._check_room(count, asked.params.n)
         given = [body.timeout, self.limits.seconds]
         seconds = min((s for s in given if s is not None), default=None)
@@ -548,8 +583,9 @@ class Service:
             return
         self._runs.remove(run)
         self.held.forget(run)
+        record = run.record()
         for told in self.on_record:
-            told(run.record())
+            told(record)
 
     def close_doors(self) -> None:
         """No new requests from here on; those that run go on."""
@@ -577,13 +613,11 @@ class Tokens:
         if new.logprobs is not None:
             self.logprobs = (self.logprobs or []) + list(new.logprobs)
 
-    def take(self) -> "Tokens":
-        """What has waited here for the text that belongs to it; nothing does from here on."""
-        taken = Tokens(self.token_ids, self.origins, self.logprobs)
+    def clear(self) -> None:
+        """They were told."""
         self.token_ids = []
         self.origins = []
         self.logprobs = None
-        return taken
 
     def told(self, body: SamplingFields) -> dict[str, Any]:
         """What a choice says of them where the request asks: their ids, and how each came."""
@@ -607,27 +641,24 @@ class Whole(Tokens):
     error: str | None = None
 
 
-@dataclass
 class Answers:
-    """A job's completions, and what they cost. prompt_logprobs: by the prompt's index."""
+    """A job's completions as wholes, of the pieces that were added."""
 
-    completions: list[Whole]
-    usage: Usage
-    prompt_logprobs: dict[int, PromptLogprobs] = field(default_factory=dict)
+    def __init__(self, job: Job) -> None:
+        self.completions = [Whole() for _ in job.requests]
+        self.meter = Meter(job)
+        self.prompt_logprobs: dict[int, PromptLogprobs] = {}  # by the prompt's index
+        self._n = job.params.n
 
-
-async def gather(job: Job, pieces: AsyncIterable[Piece]) -> Answers:
-    """Reads a job's pieces to their end."""
-    found = Answers([Whole() for _ in job.requests], job.usage)
-    async for piece in pieces:
-        whole = found.completions[piece.index]
+    def add(self, piece: Piece) -> None:
+        """Appends what the piece says."""
         new = piece.text
+        whole = self.completions[piece.index]
         whole.add(piece)
         whole.text += new.delta
         whole.finish_reason = new.finish_reason
         whole.stop_reason = new.stop_reason
         whole.error = piece.error
-        found.usage = piece.usage
+        self.meter.add(piece)
         if piece.prompt_logprobs is not None:
-            found.prompt_logprobs.setdefault(piece.index // job.params.n, piece.prompt_logprobs)
-    return found
+            self.prompt_logprobs.setdefault(piece.index // self._n, piece.prompt_logprobs)

@@ -3,12 +3,13 @@
 Every API of conversations turns its body into a ChatRequest and reads what is heard here.
 """
 
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 from lockstep.serve.protocol import ChatRequest
-from lockstep.serve.service import Answers, Asked, Job, Piece, Run, Service, gather
+from lockstep.serve.service import Answers, Asked, Job, Meter, Piece, Run, Service, Usage
 from lockstep.text.parsers import ReplyParser
 from lockstep.text.parsers.events import (
     CallArguments,
@@ -23,15 +24,14 @@ from lockstep.text.parsers.events import (
 from lockstep.text.processor import Rendered
 
 
-@dataclass(frozen=True)
-class Heard:
+class Heard(NamedTuple):
     """What one update of one completion said: the piece, and its text as events.
 
-    The piece's usage counts tokens of reasoning too. calls, errors: the completion's so far.
+    calls, errors: the completion's so far.
     """
 
     piece: Piece
-    events: tuple[Told, ...]
+    events: Sequence[Told]
     calls: int
     errors: tuple[str, ...]
 
@@ -44,8 +44,17 @@ class Replies:
     replies: list[Reply]
 
 
+@dataclass
+class _Reading:
+    """How far one completion was read."""
+
+    parser: ReplyParser
+    calls: int = 0
+    errors: tuple[str, ...] = ()
+
+
 class Turn:
-    """One turn: start() first, then heard() or replies(), and close() at the end.
+    """One turn: start() first, then hear() or replies(), and close() at the end.
 
     kind: what the request's id begins with.
     """
@@ -55,7 +64,9 @@ class Turn:
         self.body = body
         self.kind = kind
         self.run: Run
-        self._parsers: list[ReplyParser] = []
+        self._readings: list[_Reading] = []
+        self._reasoning = 0
+        self._meter: Meter
 
     @property
     def job(self) -> Job:
@@ -69,9 +80,10 @@ class Turn:
         place = f"{self.job.id}/{index}/{number}".encode()
         return f"call_{blake2b(place, digest_size=12).hexdigest()}"
 
-    async def start(self) -> None:
+    async def start(self, brief: bool) -> None:
         """Renders, tokenises and begins; raises what is wrong before anything is sent."""
-        self.run = await self.service.start(self.kind, self.body, 1, self._ask)
+        self.run = await self.service.start(self.kind, self.body, 1, self._ask, brief)
+        self._meter = Meter(self.job)
 
     def _ask(self) -> Asked:
         """What the body asks for; makes what reads the answer, too. Raises RequestError."""
@@ -81,8 +93,8 @@ class Turn:
         tools = body.callable_tools(processor)
         prompt = self.render()
         wanted = params.structured_outputs
-        self._parsers = [
-            processor.reply_parser(prompt.text, tools, wanted) for _ in range(params.n)
+        self._readings = [
+            _Reading(processor.reply_parser(prompt.text, tools, wanted)) for _ in range(params.n)
         ]
         return Asked([prompt], params, shown=processor.marker_ids(tools))
 
@@ -98,41 +110,47 @@ class Turn:
         """Aborts what still runs."""
         self.run.close()
 
-    async def heard(self) -> AsyncIterator[Heard]:
-        """The events as they come. They depend on the pieces before, not on when they are read."""
-        reasoning = 0
-        calls = [0] * len(self._parsers)
-        errors: list[tuple[str, ...]] = [()] * len(self._parsers)
-        async for piece in self.run:
-            index = piece.index
-            parser = self._parsers[index]
-            found: list[Event] = []
-            for number, text in enumerate(piece.text.texts):
+    @property
+    def usage(self) -> Usage:
+        """Tokens of what was heard so far, those of reasoning among them."""
+        return self._meter.usage(self._reasoning)
+
+    def hear(self, piece: Piece) -> Heard:
+        """A piece's text as events. They depend on the pieces before."""
+        self._meter.add(piece)
+        reading = self._readings[piece.index]
+        parser = reading.parser
+        new = piece.text
+        found: list[Event] = []
+        if parser.may_reason:  # its tokens are counted
+            for number, text in enumerate(new.texts):
                 found += parser.feed(text)
-                reasoning += parser.reasons and number < len(piece.text.token_ids)
-            if piece.text.finish_reason is not None:
-                found += parser.finish()
-            errors[index] += tuple(e.why for e in found if isinstance(e, CallError))
-            told = [event for event in found if not isinstance(event, CallError)]
-            events = tuple(event for event in merged(told) if self._asked_for(event))
-            calls[index] += sum(isinstance(event, CallStart) for event in events)
-            if reasoning:
-                piece = replace(piece, usage=replace(piece.usage, reasoning=reasoning))
-            yield Heard(piece, events, calls[index], errors[index])
+                self._reasoning += parser.reasons and number < len(new.token_ids)
+        else:
+            found += parser.feed(new.delta)
+        if new.finish_reason is not None:
+            found += parser.finish()
+        told: list[Told] = []
+        for event in found:
+            if isinstance(event, CallError):
+                reading.errors += (event.why,)
+            elif self._asked_for(event):
+                told.append(event)
+                reading.calls += isinstance(event, CallStart)
+        return Heard(piece, merged(told), reading.calls, reading.errors)
 
     async def replies(self) -> Replies:
         """The turn as a whole."""
-        events: list[list[Event]] = [[] for _ in self._parsers]
-        errors: dict[int, tuple[str, ...]] = {}
-
-        async def pieces() -> AsyncIterator[Piece]:
-            async for heard in self.heard():
-                events[heard.piece.index] += heard.events
-                errors[heard.piece.index] = heard.errors
-                yield heard.piece
-
-        answers = await gather(self.job, pieces())
-        replies = [Reply(errors=[*errors.get(i, ())]).add(own) for i, own in enumerate(events)]
+        answers = Answers(self.job)
+        replies = [Reply() for _ in self._readings]
+        events: list[list[Told]] = [[] for _ in self._readings]
+        async for pieces in self.run:
+            for piece in pieces:
+                events[piece.index] += self.hear(piece).events
+                answers.add(piece)
+        for reply, own, reading in zip(replies, events, self._readings, strict=True):
+            reply.add(own)
+            reply.errors += reading.errors
         return Replies(answers, replies)
 
     def _asked_for(self, event: Told) -> bool:

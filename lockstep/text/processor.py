@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.errors import RequestError, brief
 from lockstep.outputs import CompletionOutput, Logprob
@@ -41,8 +41,7 @@ Prompt = str | Sequence[int] | dict[str, Any] | Rendered
 Logprobs = list[dict[int, Logprob]]
 
 
-@dataclass(frozen=True)
-class TextUpdate:
+class TextUpdate(NamedTuple):
     """What one push settled; it never changes afterwards, however late it is read.
 
     `texts`, `token_ids` and `logprobs` are only what is new; `num_tokens` counts all tokens so far.
@@ -352,12 +351,11 @@ class Processor:
             raise RequestError("stop needs text; leave out stop or detokenize=False.", "stop")
         room = self.max_model_len - len(ids)
         seed = secrets.randbits(48) if params.seed is None else params.seed
-        single = replace(
-            params,
-            n=1,
-            max_tokens=min(params.max_tokens or room, room),
-            bad_words_ids=self._bad_words(params),
-        )
+        changes: dict[str, Any] = {
+            "n": 1,
+            "max_tokens": min(params.max_tokens or room, room),
+            "bad_words_ids": self._bad_words(params),
+        }
         grammars = self._grammars(params, prompt)
         requests = []
         for i in range(params.n):
@@ -366,7 +364,7 @@ class Processor:
                 Request(
                     id=request_id if params.n == 1 else f"{request_id}-{i}",
                     prompt_token_ids=ids,
-                    params=replace(single, seed=mine),
+                    params=replace(params, **changes, seed=mine),
                     priority=priority,
                     eos_token_ids=self.eos_ids,
                     seed=mine,

@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Iterable
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from tokenizers import Tokenizer as Fast
 from lockstep.errors import CheckpointError, brief
 from lockstep.sampling_params import MAX_EOS_IDS
 
+MOST_KNOWN = 1 << 16
+"""Tokens whose bytes are kept."""
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 _SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -119,6 +121,7 @@ class Tokenizer:
         self.byte_level = any(part.get("type") == "ByteLevel" for part in parts)
         self._byte_fallback = any(part.get("type") == "ByteFallback" for part in parts)
         self._byte_of_char = _byte_of_char()
+        self.token_bytes = lru_cache(MOST_KNOWN)(self._token_bytes)
 
     def _load(self, path: Path) -> Fast:
         if not path.is_file():
@@ -206,7 +209,7 @@ class Tokenizer:
         found = _BYTE.fullmatch(self.token(token_id)) if self._byte_fallback else None
         return int(found[1], 16) if found else None
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def _token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; b"" for an id outside the vocabulary."""
         token = self.token(token_id)
         if (byte := self.byte(token_id)) is not None:

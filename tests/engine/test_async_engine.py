@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import FrozenInstanceError
 from functools import partial
 from typing import Any
 
@@ -171,7 +170,7 @@ def test_an_update_stays_as_it_was_however_late_it_is_read(threaded: AsyncEngine
         shared = [request.output_token_ids, request.logprobs, request.prompt_logprobs]
         held = [x for u in updates for x in (u.token_ids, u.logprobs, u.prompt_logprobs)]
         assert not {id(x) for x in shared} & {id(x) for x in held}
-        with pytest.raises(FrozenInstanceError):
+        with pytest.raises(AttributeError):
             updates[0].finish_reason = "stop"  # type: ignore[misc]
         return [repr(update) for update in updates]
 

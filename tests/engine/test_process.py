@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 
-from lockstep.engine.async_engine import ENGINE_RESTARTED, AsyncEngine, Receiver, Stream
+from lockstep.engine.async_engine import (
+    ENGINE_RESTARTED,
+    NEWS_OF_A_TURN,
+    AsyncEngine,
+    Receiver,
+    Stream,
+)
 from lockstep.engine.loop import TokenUpdate
 from lockstep.engine.process import MOST_RESTARTS, ProcessTransport
 from lockstep.engine.stats import Stats
@@ -235,6 +241,46 @@ def test_a_request_is_queued_again_once() -> None:
 
     run(work())
     client.shutdown()
+
+
+def test_what_a_step_ended_is_told_first_and_the_rest_in_turns() -> None:
+    """A client that waits for its answer's end waits for no other; other work goes on between."""
+    transport = FakeTransport()
+    client = AsyncEngine(transport)
+    client.start()
+    names = [str(number) for number in range(3 * NEWS_OF_A_TURN)]
+    heard: list[tuple[str, int]] = []
+
+    def update(number: int, last: bool) -> TokenUpdate:
+        return TokenUpdate([number], None, "length" if last else None, None, RequestMetrics())
+
+    async def work() -> None:
+        for name in names:
+            client.submit(ask(name), lambda one, name=name: heard.append((name, one.token_ids[0])))
+        for number in range(2):
+            told = [(name, update(number, number == 1 and name == names[-1])) for name in names]
+            transport.receiver.deliver(told)
+        turns = 0
+        while len(heard) < 2 * len(names):
+            turns += 1
+            assert turns < 100
+            await asyncio.sleep(0)
+        assert turns >= 3
+
+    run(work())
+    first = heard[: len(names)]
+    second = heard[len(names) :]
+    assert first == [(name, 0) for name in names]
+    assert second == [(name, 1) for name in (names[-1], *names[:-1])]
+    client.shutdown()
+
+
+def test_an_update_is_the_same_behind_the_pipe() -> None:
+    fields = [float(number) for number in range(9)]
+    update = TokenUpdate([1], None, "length", 7, RequestMetrics(*fields), None, None, ("plain",))
+    assert pickle.loads(pickle.dumps(update)) == update
+    assert update.metrics.copy() == update.metrics
+    assert update.metrics.copy() is not update.metrics
 
 
 def test_an_open_id_is_refused() -> None:

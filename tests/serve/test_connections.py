@@ -6,11 +6,12 @@ import threading
 import time
 from collections.abc import Iterator
 
+import h11
 import pytest
 import uvicorn
 
 from lockstep.serve.app import create_app
-from lockstep.serve.connections import MOST_CHUNKS, BoundedProtocol
+from lockstep.serve.connections import MOST_CHUNKS, BoundedProtocol, _BoundedConnection
 from lockstep.serve.guard import Rules
 from lockstep.serve.service import Service
 
@@ -122,6 +123,38 @@ def test_a_slow_body(server, processor):
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n"
         client.sendall(head + b"Content-Type: application/json\r\n\r\n{")
         assert b" 408 " in closed_with(client)
+
+
+@pytest.mark.parametrize("method", [b"GET", b"HEAD"])
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+@pytest.mark.parametrize("headers", [[], [(b"content-length", b"13")]])
+def test_an_answer_is_written_as_h11_writes_it(method, version, headers):
+    """Chunks take a shorter way; what goes out is the same."""
+    found = []
+    for connection in (h11.Connection(h11.SERVER), _BoundedConnection()):
+        connection.receive_data(b"%b / HTTP/%b\r\nHost: x\r\n\r\n" % (method, version))
+        connection.next_event()
+        connection.next_event()
+        datas = [] if method == b"HEAD" else [b"one", b"", b"two\r\nthree"]
+        events = [h11.Response(status_code=200, headers=headers)]
+        events += [h11.Data(data=data) for data in datas]
+        events += [h11.EndOfMessage()]
+        found.append([connection.send(event) for event in events])
+        with pytest.raises(h11.LocalProtocolError):
+            connection.send(h11.Data(data=b"behind the end"))
+    own, other = found
+    assert own == other
+
+
+def test_nothing_is_written_into_a_broken_connection():
+    connection = _BoundedConnection()
+    connection.receive_data(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    connection.next_event()
+    connection.send(h11.Response(status_code=200, headers=[]))
+    assert connection.send(h11.Data(data=b"one")) == b"3\r\none\r\n"
+    connection.send_failed()
+    with pytest.raises(h11.LocalProtocolError):
+        connection.send(h11.Data(data=b"two"))
 
 
 def test_two_lengths(server, processor):

@@ -7,6 +7,7 @@ import pytest
 
 from lockstep.serve.app import create_app
 from lockstep.serve.held import Held, weight
+from lockstep.serve.problems import UnreadError
 from lockstep.serve.protocol import CompletionRequest
 from lockstep.serve.service import PIECES_OF_A_TURN, Asked, Limits, Run, Service
 from tests.serve.asking import TEXT_PATH, fetch
@@ -44,7 +45,7 @@ def service_of(server: Any, processor: Any, **limits: int) -> Service:
 async def started(service: Service, **fields: Any) -> Run:
     body = CompletionRequest(prompt="x", max_tokens=TOKENS, **fields)
     asked = Asked([[5]], body.params(service.processor))
-    return await service.start("cmpl-", body, 1, lambda: asked)
+    return await service.start("cmpl-", body, 1, lambda: asked, True)
 
 
 async def until_told(service: Service) -> None:
@@ -68,6 +69,41 @@ def test_a_stream_that_nobody_reads_is_given_up(server: Any, processor: Any) -> 
 
     asyncio.run(run())
     assert service.held.total == 0
+
+
+def test_an_answer_that_is_dropped_at_its_end_says_so(server: Any, processor: Any) -> None:
+    """All of it has come, but its last piece was one too many: nobody takes it for an empty one."""
+
+    async def held(**limits: int) -> tuple[Run, int]:
+        service = service_of(server, processor, **limits)
+        unread = await started(service, stream=True)
+        await until_told(service)
+        return unread, service.held.total
+
+    async def run() -> None:
+        whole, size = await held()
+        assert sum([len(pieces) async for pieces in whole]) > 1
+        dropped, rest = await held(held_bytes=size - 1)
+        assert rest == 0
+        with pytest.raises(UnreadError):
+            await anext(aiter(dropped))
+
+    asyncio.run(run())
+
+
+def test_an_end_behind_the_end_is_none(server: Any, processor: Any) -> None:
+    """What ends a service, or a deadline, does not break an answer that has come as a whole."""
+    service = service_of(server, processor)
+
+    async def run() -> None:
+        late = await started(service, stream=True)
+        await until_told(service)
+        service.end_all()
+        tokens = [token async for some in late for piece in some for token in piece.text.token_ids]
+        assert len(tokens) == TOKENS
+        late.close()
+
+    asyncio.run(run())
 
 
 def test_a_stream_that_is_read_holds_little(server: Any, processor: Any) -> None:
@@ -101,8 +137,8 @@ def test_who_holds_most_makes_room_for_others(server: Any, processor: Any) -> No
         assert service.held.total <= 100_000
         reader = await started(service, stream=True)
         tokens = 0
-        async for piece in reader:
-            tokens += len(piece.text.token_ids)
+        async for pieces in reader:
+            tokens += sum(len(piece.text.token_ids) for piece in pieces)
         assert tokens == TOKENS
         for one in (*unread, reader):
             one.close()
@@ -127,7 +163,7 @@ def test_a_long_wait_is_read_in_turns(server: Any, processor: Any) -> None:
                 await asyncio.sleep(0)
 
         task = asyncio.create_task(others())
-        pieces = [piece async for piece in late]
+        pieces = [piece async for some in late for piece in some]
         assert len(pieces) > TOKENS // 4
         assert turns >= len(pieces) // PIECES_OF_A_TURN
         task.cancel()

@@ -1,13 +1,16 @@
 """What clients may send: nulls, bounds, types, and fields that do not work yet."""
 
 import json
+import threading
 import time
 from typing import Any
 
 import pytest
 
 from lockstep.serve import answers
+from lockstep.serve.app import BRIEF_BYTES
 from lockstep.serve.refused import CHAT, COMPLETIONS, EVERYWHERE
+from lockstep.serve.service import Service
 from tests.serve.asking import BODIES, CHAT_PATH, TEXT_PATH, fetch, post
 
 USER = [{"role": "user", "content": "the fox"}]
@@ -302,3 +305,29 @@ def test_the_schema_promises_no_422(server):
     assert set(stream) == {"application/json", "text/event-stream"}
     names = set(schema["components"]["schemas"])
     assert {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]} <= names
+
+
+@pytest.mark.parametrize(
+    ("fields", "at_once"),
+    [
+        ({}, True),
+        ({"n": 2}, False),
+        ({"prompt": ["the fox", "a dog"]}, False),
+        ({"prompt": "the fox " * (BRIEF_BYTES // 8)}, False),
+        ({"guided_regex": "[a-z]+"}, False),
+    ],
+)
+def test_what_takes_long_to_read_is_read_beside_the_event_loop(
+    server, monkeypatch, fields, at_once
+):
+    threads = []
+    read = Service._requests
+
+    def noted(*args):
+        threads.append(threading.current_thread())
+        return read(*args)
+
+    monkeypatch.setattr(Service, "_requests", noted)
+    assert post(server, TEXT_PATH, **fields).status_code == 200
+    (thread,) = threads
+    assert (thread is threading.main_thread()) == at_once

@@ -28,7 +28,8 @@ def service_of(processor: Any, text: str, step: int) -> Service:
 
 
 async def events(answer: Any, delays: list[int]) -> list[Any]:
-    """The answer's chunks; before the i-th is read, everybody else has delays[i] turns."""
+    """The answer's chunks; before those behind the i-th are read, everybody else has delays[i]
+    turns."""
     await answer.start()
     found = []
     stream = answer.stream()
@@ -37,10 +38,10 @@ async def events(answer: Any, delays: list[int]) -> list[Any]:
         for _ in range(delays[len(found) % len(delays)] if anybody else 0):
             await asyncio.sleep(0)
         try:
-            chunk = await anext(stream)
+            chunks = await anext(stream)
         except StopAsyncIteration:
             break
-        found.append({**chunk, "id": "", "created": 0})
+        found += [{**chunk, "id": "", "created": 0} for chunk in chunks]
     answer.close()
     return json.loads(json.dumps(found), object_hook=_without_ids)
 
@@ -123,7 +124,8 @@ def test_streamed_and_whole_ids_do_not_change_while_read(processor):
         await answer.start()
         found = [
             call["id"]
-            async for chunk in answer.stream()
+            async for chunks in answer.stream()
+            for chunk in chunks
             for call in chunk["choices"][0]["delta"].get("tool_calls", ())
             if "id" in call
         ]
@@ -166,14 +168,14 @@ def test_pieces_do_not_change(processor):
     async def run() -> None:
         body = CompletionRequest(prompt="the", max_tokens=50)
         asked = Asked(["the"], body.params(processor))
-        run = await service.start("cmpl", body, 1, lambda: asked)
+        run = await service.start("cmpl", body, 1, lambda: asked, True)
         seen = []
-        async for piece in run:
-            seen.append((piece, repr(piece)))
+        async for pieces in run:
+            seen += [(piece, repr(piece)) for piece in pieces]
         run.close()
         assert len(seen) > 3
         assert all(repr(piece) == before for piece, before in seen)
-        assert [piece.usage.written for piece, _ in seen] == list(range(1, len(seen) + 1))
+        assert [piece.text.num_tokens for piece, _ in seen] == list(range(1, len(seen) + 1))
 
     asyncio.run(run())
 

@@ -66,6 +66,11 @@ class ReplyParser:
         """Whether the text so far ends inside of reasoning."""
         return self._reasoning is not None and self._reasoning.inside
 
+    @property
+    def may_reason(self) -> bool:
+        """Whether more text may stand inside of reasoning."""
+        return self._reasoning is not None and not self._reasoning.over
+
     def feed(self, text: str) -> list[Event]:
         """The events that more text settles."""
         if not text:

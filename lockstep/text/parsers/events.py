@@ -48,8 +48,10 @@ Told = Content | Reasoning | CallStart | CallArguments
 Event = Told | CallError
 
 
-def merged(events: Iterable[Told]) -> list[Told]:
+def merged(events: list[Told]) -> list[Told]:
     """The events with neighbours of one kind, and of one call, as one."""
+    if len(events) < 2:  # as it is with nearly every token
+        return events
     found: list[Told] = []
     for event in events:
         match (found[-1] if found else None), event:
@@ -82,6 +84,11 @@ class ReasoningParser(Parser, Protocol):
     @property
     def inside(self) -> bool:
         """Whether the text so far ends inside of reasoning."""
+        ...
+
+    @property
+    def over(self) -> bool:
+        """Whether no reasoning comes any more."""
         ...
 
 

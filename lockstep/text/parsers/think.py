@@ -43,6 +43,11 @@ class ThinkParser:
         """Whether the text so far ends inside of reasoning."""
         return self._state in ("lead", "reasoning") or (self._state == "begin" and self._begun)
 
+    @property
+    def over(self) -> bool:
+        """Whether no reasoning comes any more."""
+        return self._state in ("after", "content")
+
     def feed(self, text: str) -> list[Event]:
         """The events that more text settles."""
         events: list[Event] = []
