@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.kernels.sampling import ALLOWED, BIAS, FILTERS, NOISE, SamplingState, sample
+from lockstep.kernels.sampling import (
+    ALLOWED,
+    BIAS,
+    FILTERS,
+    MANY,
+    NOISE,
+    SamplingState,
+    sample,
+)
 from lockstep.kernels.sampling.cases import FAULTS, batch, faulty
 from tests.kernels.backends import Backend, backends, same_bits
 from tests.kernels.canaries import Canaries
@@ -190,3 +198,18 @@ def packed_bits(may_come: torch.Tensor) -> torch.Tensor:
     for token in may_come.nonzero().flatten().tolist():
         words[token // 32] |= 1 << token % 32
     return words.to(torch.uint32).view(torch.int32)
+
+
+@pytest.mark.parametrize("vocab", [MANY, MANY + 1])
+def test_the_first_of_the_largest_is_found_among_many(vocab):
+    arguments = batch(vocab, 1)
+    arguments["state"].flags[:] = 0
+    logits = arguments["logits"].round()
+    logits[1, 0, 5000:] = -torch.inf
+    logits[2, 0, 9000] = torch.nan
+    logits[3] = -torch.inf
+    found = ORACLE.run(sample, {**arguments, "logits": logits})
+    expected = logits.argmax(-1)
+    expected[2] = -1
+    expected[3] = -1
+    assert same_bits(found, expected)

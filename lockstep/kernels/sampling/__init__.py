@@ -19,6 +19,9 @@ from torch.nn.functional import pad
 from lockstep.kernels.registry import op
 
 MASK32 = 0xFFFFFFFF
+BLOCK = 512
+MANY = 32 * BLOCK
+"""Scores of which the largest is looked for in blocks."""
 Word = TypeVar("Word", int, Tensor)
 
 BIAS = 1
@@ -174,8 +177,20 @@ def sample(
 
 def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
     """[..., V] -> the place of the largest, and its value: NaN where there is one."""
+    if scores.shape[-1] >= MANY:
+        return _best_of_many(scores)
     best = scores.argmax(-1, keepdim=True)
     return best[..., 0], scores.gather(-1, best)[..., 0]
+
+
+def _best_of_many(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """See _best: by blocks, as on a CPU amax takes a tenth of the time of argmax."""
+    rest = -scores.shape[-1] % BLOCK
+    whole = pad(scores, (0, rest), value=-torch.inf) if rest else scores
+    blocks = whole.unflatten(-1, (-1, BLOCK))
+    first = blocks.amax(-1).argmax(-1, keepdim=True)
+    best, top = _best(blocks.take_along_dim(first[..., None], -2)[..., 0, :])
+    return first[..., 0] * BLOCK + best, top
 
 
 def _parts(
