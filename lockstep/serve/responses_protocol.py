@@ -227,9 +227,13 @@ def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
 
 
 def _chat_choice(choice: Any) -> Any:
-    """{"type": "function", "name": ...} as chat writes it."""
-    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
-        return {"type": "function", "function": {"name": choice["name"]}}
+    """A function, or those that are allowed, as chat writes them: a level deeper."""
+    match choice:
+        case {"type": "function", "name": name}:
+            return {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
+            allowed = {"mode": mode, "tools": [_chat_choice(tool) for tool in tools]}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
     return choice
 
 
