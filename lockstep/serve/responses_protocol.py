@@ -217,8 +217,12 @@ def _plain(content: Any) -> Any:
     """Parts of any of the types of text, as text."""
     if isinstance(content, str):
         return content
-    texts = [p if isinstance(p, str) else p.get("text", p.get("refusal")) for p in content]
-    return [{"type": "text", "text": text} for text in texts]
+    return [{"type": "text", "text": text} for text in plain_parts(content)]
+
+
+def plain_parts(content: Sequence[Any]) -> list[str]:
+    """The texts of a content's parts, of any of the types of text."""
+    return [p if isinstance(p, str) else p.get("text", p.get("refusal")) for p in content]
 
 
 def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
