@@ -72,13 +72,14 @@ def _told(item: Any) -> Json:
         case InputReasoning():
             content = [{"type": "reasoning_text", "text": part.text} for part in item.content or ()]
             return {"type": "reasoning", **done, "summary": [], "content": content}
-    content = _parts(item.content, "input_text")
     if item.role == "assistant":
-        content = [{**part, "type": "output_text", "annotations": []} for part in content]
+        content = _parts(item.content, "output_text", annotations=[])
+    else:
+        content = _parts(item.content, "input_text")
     return {"type": "message", **done, "role": item.role, "content": content}
 
 
-def _parts(content: Any, kind: str) -> list[Json]:
-    """Text, or parts of it, as parts of this type."""
+def _parts(content: Any, kind: str, **more: Any) -> list[Json]:
+    """Text, or parts of it, as parts of this type, with these fields besides."""
     texts = [content] if isinstance(content, str) else plain_parts(content)
-    return [{"type": kind, "text": text} for text in texts]
+    return [{"type": kind, "text": text, **more} for text in texts]
