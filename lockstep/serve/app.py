@@ -18,6 +18,7 @@ from lockstep import __version__
 from lockstep.errors import RequestError
 from lockstep.serve import answers, answers_messages, answers_responses, problems
 from lockstep.serve.answer import Answer
+from lockstep.serve.bodies import BodyReader, BodyRoute
 from lockstep.serve.chat import ChatAnswer
 from lockstep.serve.completions import CompletionAnswer
 from lockstep.serve.guard import Guard, Rules
@@ -78,6 +79,8 @@ def create_app(
     shown = {} if docs else {"openapi_url": None, "docs_url": None, "redoc_url": None}
     app = FastAPI(title="Lockstep", version=__version__, **shown)  # type: ignore[arg-type]
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
+    app.state.body_reader = BodyReader()
+    app.router.route_class = BodyRoute
     problems.add_handlers(app)
     _add_state(app, service, metrics or Metrics(service.model_name))
     _add_tokens(app, service)
