@@ -1,14 +1,16 @@
 """What grammars cost on this machine: ms of a step with and without them, and ms of masks.
 
-    python benchmarks/grammar.py steps [FOLDER] [--rows 1,8,64] [--k 0,3] [--kinds free,regex]
+    python benchmarks/grammar.py steps [FOLDER] [--rows 1,8,64] [--k 0,3] [--kinds json,regex]
     python benchmarks/grammar.py masks [--rows 1,8,64] [--k 0,3] [--vocab 248320]
 
 steps: decoding steps of the bundled model, or of FOLDER's config.json with random weights; all rows
 are held to a grammar of the kind, `free` to none. With drafts, MTP makes them, and then those of a
 first run's answer take their place, wrong at every fifth position: as random weights draft, nothing
-that a grammar allows would ever be drafted. ms is the median of engine steps by the clock,
-scheduling and reading included, and the median CPU time of one, which other work on the machine
-disturbs less; the least of RUNS runs in turn. Tokens: those of a row and step, on the mean.
+that a grammar allows would ever be drafted. A run's ms is the median of its engine steps by the
+clock, scheduling and reading included, and its CPU ms the median CPU time of one, which other work
+on the machine disturbs less. Kinds are run in turn, so many rounds: of each the least is printed,
+and the median over the rounds of what it adds to `free` in the same round. Tokens: those of a row
+and step, on the mean.
 masks: the masks of a step alone, as the runner makes them, at each place of a text: ms by the
 clock, and ms of CPU. The vocabulary is made up: the bundled one's tokens and pairs of them.
 """
@@ -17,6 +19,7 @@ import argparse
 import json
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 from typing import Any
@@ -42,8 +45,8 @@ PROMPT = "def read(path):"
 LENGTH = 1024
 """Tokens of a row, at most."""
 MOST_TOKENS = 900
-WARM = 8
-RUNS = 2
+WARM = 4
+FREE = "free"
 LONGEST = 24
 """Bytes of a token that is made up, at most."""
 SCHEMA: dict[str, Any] = {
@@ -80,7 +83,7 @@ TEXTS = {
 }
 LONG = {"type": "array", "items": {"type": "string"}, "minItems": 1000}
 KINDS: dict[str, dict[str, Any]] = {
-    "free": {},
+    FREE: {},
     "json": {"json": LONG},
     "regex": {"regex": "([a-z ]+(foo|bar)[0-9]{3,};){1000}"},
     "lark": {"grammar": LARK.replace("+\nsum", "{1000}\nsum")},
@@ -177,8 +180,9 @@ def timed(engine: Engine, requests: list[Request], steps: int) -> Timed:
 
 def steps(asked: argparse.Namespace) -> None:
     """Prints a line for each number of drafts and of rows, and each kind of grammar."""
-    print("| K | rows | held to | ms per step | CPU ms | tokens |", flush=True)
+    print("| K | rows | held to | ms per step | CPU ms | tokens |")
     print("|---|---|---|---|---|---|", flush=True)
+    kinds = [FREE, *(kind for kind in asked.kinds if kind != FREE)]
     for k in asked.k:
         drafting = {"method": "mtp", "num_speculative_tokens": k, "adaptive": False}
         config = EngineConfig.read(
@@ -195,35 +199,65 @@ def steps(asked: argparse.Namespace) -> None:
         vocab = engine.facts.vocab_size
         tokenizer = MadeUp(vocab)
         processor = Processor(tokenizer, None, LENGTH, tokenizer.eos_ids, vocab=vocab)
+        answers = known_answers(engine, processor, kinds, asked) if k else {}
         for rows in asked.rows:
-            for kind, found in runs(engine, processor, rows, asked).items():
-                clock = min(one.clock for one in found)
-                worked = min(one.worked for one in found)
-                line = f"| {k} | {rows} | {kind} | {clock:.2f} | {worked:.2f} |"
-                print(f"{line} {found[0].tokens:.2f} |", flush=True)
+            for kind, found in runs(engine, processor, rows, kinds, answers, asked).items():
+                print(f"| {k} | {rows} | {kind} | {' | '.join(found)} |", flush=True)
         del engine
 
 
-def runs(
-    engine: Engine, processor: Processor, rows: int, asked: argparse.Namespace
-) -> dict[str, list[Timed]]:
-    """The times of each kind of grammar, of RUNS runs in turn. With drafts a run goes before, whose
-    answers are told: K + 1 times its steps, so that they are long enough."""
+def known_answers(
+    engine: Engine, processor: Processor, kinds: Sequence[str], asked: argparse.Namespace
+) -> dict[str, list[list[int]]]:
+    """Per kind the texts of most rows, prompt and answer, long enough for runs that accept every
+    draft. They are those of fewer rows too, since a row's answer does not depend on the others."""
+    found = {}
+    for kind in kinds:
+        told(engine).tell([])
+        requests = asked_for(processor, max(asked.rows), KINDS[kind])
+        timed(engine, requests, engine.plan.query_len * (WARM + asked.steps))
+        found[kind] = [[*one.prompt_token_ids, *one.output_token_ids] for one in requests]
+    return found
+
+
+def told(engine: Engine) -> AnswerOracle:
+    """What a drafter of the engine is told answers by."""
     drafter = engine.runner.program.drafter
-    answers = {}
-    found: dict[str, list[Timed]] = {kind: [] for kind in asked.kinds}
-    for _ in range(RUNS):
-        for kind in asked.kinds:
-            if isinstance(drafter, Told):
-                if kind not in answers:
-                    drafter.oracle.tell([])
-                    requests = asked_for(processor, rows, KINDS[kind])
-                    timed(engine, requests, engine.plan.query_len * (WARM + asked.steps))
-                    answers[kind] = [[*r.prompt_token_ids, *r.output_token_ids] for r in requests]
-                drafter.oracle.tell(answers[kind])
+    assert isinstance(drafter, Told)
+    return drafter.oracle
+
+
+def runs(
+    engine: Engine,
+    processor: Processor,
+    rows: int,
+    kinds: Sequence[str],
+    answers: dict[str, list[list[int]]],
+    asked: argparse.Namespace,
+) -> dict[str, list[str]]:
+    """Per kind what is printed of its rounds: ms by the clock, of CPU, and tokens."""
+    found: dict[str, list[Timed]] = {kind: [] for kind in kinds}
+    for _ in range(asked.rounds):
+        for kind in kinds:
+            if answers:
+                told(engine).tell(answers[kind])
             requests = asked_for(processor, rows, KINDS[kind])
             found[kind].append(timed(engine, requests, asked.steps))
-    return found
+    free = found[FREE]
+    return {
+        kind: [
+            added([one.clock for one in rounds], [one.clock for one in free]),
+            added([one.worked for one in rounds], [one.worked for one in free]),
+            f"{rounds[0].tokens:.2f}",
+        ]
+        for kind, rounds in found.items()
+    }
+
+
+def added(held: list[float], free: list[float]) -> str:
+    """The least, and the median of what each round adds to its own round without a grammar."""
+    shares = [one / other - 1 for one, other in zip(held, free, strict=True)]
+    return f"{min(held):.2f}, {median(shares):+.1%}"
 
 
 def masks(asked: argparse.Namespace) -> None:
@@ -276,6 +310,7 @@ def main() -> None:
     parser.add_argument("--k", type=numbers, default=[0, 3])
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(KINDS))
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--vocab", type=int, default=248_320)
     asked = parser.parse_args()
     steps(asked) if asked.what == "steps" else masks(asked)

@@ -3,18 +3,21 @@
     python benchmarks/http_cost.py MODEL --streams 64 --input-len 128 --output-len 256 --rounds 3
 
 Starts one engine in its process, as `lockstep serve` does. Each round asks it for so many answers
-at once, first without HTTP, then through the server, by `lockstep bench serving`'s own client. The
-first round of both does not count: prompts of new shapes compile kernels. Prints a line of JSON:
-medians over the other rounds. Further options are the engine's, as JSON.
+at once, without HTTP and through the server, by `lockstep bench serving`'s own client; which of the
+two goes first changes with the round. The first round does not count: prompts of new shapes compile
+kernels. Prints a line of JSON: tokens/s of the rounds, and the share through HTTP, the median over
+the other rounds of the one divided by the other. Further options are the engine's, as JSON.
 """
 
 import argparse
 import asyncio
 import json
+import os
 import statistics
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -68,10 +71,8 @@ def wait_for(url: str) -> None:
     raise SystemExit(f"{url} does not answer")
 
 
-def through_http(
-    engine: AsyncEngine, transport: ProcessTransport, asked: argparse.Namespace, seeds: list[int]
-) -> list[float]:
-    """Tokens/s of each round through the server."""
+def serving(engine: AsyncEngine, transport: ProcessTransport) -> Server:
+    """Serves the engine over HTTP from now on."""
     facts = transport.facts
     address = Address(port=0)
     listener = address.bind()
@@ -89,9 +90,7 @@ def through_http(
     )
     threading.Thread(target=work, daemon=True).start()
     wait_for(url)
-    server = Server.at(url)
-    load = Load(concurrency=asked.streams)
-    return [run_load(server, bodies(asked, seed), load).tokens_per_s for seed in seeds]
+    return Server.at(url)
 
 
 def main() -> None:
@@ -111,15 +110,22 @@ def main() -> None:
     transport = ProcessTransport(make, STEP_SECONDS)
     engine = AsyncEngine(transport)
     engine.start()
-    own = [asyncio.run(without_http(engine, asked, seed)) for seed in range(asked.rounds)]
-    seeds = list(range(asked.rounds, 2 * asked.rounds))
-    served = through_http(engine, transport, asked, seeds)
+    server = serving(engine, transport)
+    load = Load(concurrency=asked.streams)
+    ways: dict[str, Callable[[int], float]] = {
+        "own": lambda seed: asyncio.run(without_http(engine, asked, seed)),
+        "served": lambda seed: run_load(server, bodies(asked, seed), load).tokens_per_s,
+    }
+    told: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(asked.rounds):
+        order = list(ways)[:: 1 if number % 2 else -1]
+        for place, name in enumerate(order):
+            told[name].append(round(ways[name](2 * number + place), 1))
     engine.shutdown()
-    alone = statistics.median(own[1:])
-    through = statistics.median(served[1:])
-    told = {"own": own, "served": served}
-    rounded = {name: [round(value, 1) for value in values] for name, values in told.items()}
-    print(json.dumps({"streams": asked.streams, **rounded, "share": round(through / alone, 4)}))
+    shares = [through / alone for alone, through in zip(*told.values(), strict=True)][1:]
+    share = round(statistics.median(shares), 4)
+    print(json.dumps({"streams": asked.streams, **told, "share": share}), flush=True)
+    os._exit(0)  # the server's thread does not outlive the interpreter
 
 
 if __name__ == "__main__":

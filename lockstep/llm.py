@@ -19,7 +19,7 @@ from lockstep.text.processor import CompletionText, Processor, Prompt
 from lockstep.text.settings import TextSettings
 from lockstep.text.template import check_kwargs
 from lockstep.text.tokenizer import Tokenizer
-from lockstep.text.tool_grammar import check_choice
+from lockstep.text.tool_grammar import ToolChoice
 
 
 def split_settings(settings: dict[str, Any]) -> tuple[TextSettings, dict[str, Any]]:
@@ -158,9 +158,9 @@ class LLM:
                 "or False. Send one of them.",
                 "parallel_tool_calls",
             )
-        check_choice(tool_choice)
+        choice = ToolChoice.read(tool_choice)
         processor = self.processor
-        tools = None if tool_choice == "none" else tools
+        tools = None if choice.mode == "none" else tools
         given = _params(sampling_params, len(several))
         rendered = [processor.conversation(m, tools=tools, **extra) for m in several]
         params = [

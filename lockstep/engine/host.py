@@ -8,9 +8,11 @@ import threading
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from lockstep.engine.ahead import Ahead
 from lockstep.engine.engine import Engine
 from lockstep.engine.loop import Delivery, EngineLoop, keep_from_collection
 from lockstep.engine.messages import (
@@ -25,6 +27,7 @@ from lockstep.engine.messages import (
     Submit,
     Updates,
 )
+from lockstep.engine.stats import Stats
 from lockstep.errors import LockstepError
 from lockstep.runner.rates import rates_of
 from lockstep.scheduling.grammar import Grammar
@@ -49,6 +52,7 @@ class _Host:
         self._ended = threading.Event()
         self._compiling: dict[str, Future[None]] = {}
         self._compilers = ThreadPoolExecutor(1, thread_name_prefix="lockstep-compile")
+        self._ahead: Ahead
         self._engine: Engine
         self._loop: EngineLoop
         self._make_grammar: MakeGrammar
@@ -63,6 +67,7 @@ class _Host:
                 error.add_note(f"in the engine's process:\n{traceback.format_exc()}")
             self._report(Failed(_portable(error)))
             return
+        self._ahead = Ahead(self._engine.plan.max_num_seqs)
         self._loop = EngineLoop(self._engine, self._deliver)
         keep_from_collection()
         self._report(Ready(self._engine.facts, rates_of(self._engine.plan.device)))
@@ -85,6 +90,8 @@ class _Host:
         self._report(Progress(what, done, of))
 
     def _deliver(self, news: Sequence[Delivery]) -> None:
+        for request_id, _ in news:
+            self._ahead.leave(request_id)
         sent = [(i, _portable(x) if isinstance(x, Exception) else x) for i, x in news]
         self._report(Updates(sent))
 
@@ -93,7 +100,12 @@ class _Host:
         over = False
         while not over:
             over = self._ended.wait(PULSE_SECONDS)
-            self._report(Pulse(self._engine.drain_stats(), self._loop.stalled_for))
+            self._report(Pulse(self._stats(), self._loop.stalled_for))
+
+    def _stats(self) -> Stats:
+        """The engine's. What waits for its grammar waits, too."""
+        found = self._engine.drain_stats()
+        return replace(found, num_waiting=found.num_waiting + len(self._compiling))
 
     def _read(self) -> None:
         """Takes commands; none comes before the engine stands. Nobody wants an engine whose server
@@ -114,7 +126,8 @@ class _Host:
             self._loop.stop()
 
     def _submit(self, command: Submit) -> None:
-        """A grammar is compiled beside the loop, so that neither a step nor others wait for it."""
+        """A grammar is compiled beside the loop, so that neither a step nor others wait for it, and
+        ahead for as many requests as there are rows."""
         request = command.request()
         if command.grammar is None:
             self._loop.submit(request)
@@ -124,6 +137,7 @@ class _Host:
         made.add_done_callback(lambda _: self._compiling.pop(request.id, None))
 
     def _compile(self, request: Request, recipe: object) -> None:
+        self._ahead.enter(request.id)
         try:
             request.grammar = self._make_grammar(recipe)
         except Exception as error:
@@ -135,9 +149,13 @@ class _Host:
         """Behind the request, wherever that is."""
         made = self._compiling.get(request_id)
         if made is None:
-            self._loop.abort(request_id)
-        else:
-            made.add_done_callback(lambda _: self._loop.abort(request_id))
+            self._end(request_id)
+        elif not made.cancel():
+            made.add_done_callback(lambda _: self._end(request_id))
+
+    def _end(self, request_id: str) -> None:
+        self._loop.abort(request_id)
+        self._ahead.leave(request_id)
 
 
 def _portable(error: Exception) -> Exception:

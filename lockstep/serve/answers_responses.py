@@ -138,6 +138,51 @@ class ResponseObject(Said):
     tool_call_parse_error: str | None
 
 
+class InputText(Said):
+    """Text that was sent."""
+
+    type: Literal["input_text"]
+    text: str
+
+
+class SpokenText(Said):
+    """Text that the model said."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[Any]
+
+
+class SentMessage(Said):
+    """A message of the input; an assistant's holds output_text."""
+
+    type: Literal["message"]
+    id: str
+    status: Status
+    role: Literal["user", "assistant", "system", "developer"]
+    content: list[InputText | SpokenText]
+
+
+class CallOutputItem(Said):
+    """What a call gave."""
+
+    type: Literal["function_call_output"]
+    id: str
+    status: Status
+    call_id: str
+    output: str | list[InputText]
+
+
+class ItemList(Said):
+    """A page of a response's input; the ids are null where it is empty."""
+
+    object: Literal["list"]
+    data: list[SentMessage | ReasoningItem | CallItem | CallOutputItem]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
 class DeletedResponse(Said):
     """The response is forgotten."""
 

@@ -4,9 +4,9 @@ import asyncio
 import re
 from collections.abc import Coroutine
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Query, Request
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
@@ -18,9 +18,11 @@ from lockstep import __version__
 from lockstep.errors import RequestError
 from lockstep.serve import answers, answers_messages, answers_responses, problems
 from lockstep.serve.answer import Answer
+from lockstep.serve.bodies import BodyReader, BodyRoute
 from lockstep.serve.chat import ChatAnswer
 from lockstep.serve.completions import CompletionAnswer
 from lockstep.serve.guard import Guard, Rules
+from lockstep.serve.input_items import MOST_ITEMS, USUAL_ITEMS, Order, page_of
 from lockstep.serve.messages import MessagesAnswer, count_tokens
 from lockstep.serve.messages_protocol import CountRequest, MessagesRequest
 from lockstep.serve.metrics import Metrics
@@ -80,6 +82,8 @@ def create_app(
     shown = {} if docs else {"openapi_url": None, "docs_url": None, "redoc_url": None}
     app = FastAPI(title="Lockstep", version=__version__, **shown)  # type: ignore[arg-type]
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
+    app.state.body_reader = BodyReader()
+    app.router.route_class = BodyRoute
     problems.add_handlers(app)
     _add_answers(app, service)  # first: routes are tried in their order
     _add_state(app, service, metrics or Metrics(service.model_name))
@@ -135,6 +139,19 @@ def _add_responses(app: FastAPI, service: Service) -> None:
                 "stream=true is not supported here: events are sent once. Leave it out.", "stream"
             )
         return JSONResponse(responses.get(response_id))
+
+    @app.get(
+        "/v1/responses/{response_id}/input_items",
+        responses=answers.openapi_responses(answers_responses.ItemList),
+    )
+    async def input_items(
+        response_id: str,
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=MOST_ITEMS)] = USUAL_ITEMS,
+        order: Order = "desc",
+    ) -> JSONResponse:
+        items = responses.input_items(response_id)
+        return JSONResponse(page_of(response_id, items, after, limit, order))
 
     @app.post("/v1/responses/{response_id}/cancel", responses=one)
     async def cancel(response_id: str) -> JSONResponse:

@@ -35,7 +35,7 @@ from lockstep.serve.problems import told
 from lockstep.serve.refused import CHAT, COMPLETIONS, Table, refuse, without_effect
 from lockstep.serve.structured import FORM_FIELDS, wanted
 from lockstep.text.processor import Processor
-from lockstep.text.tool_grammar import is_strict
+from lockstep.text.tool_grammar import ANY_CALL
 
 MAX_MESSAGES = 8192
 MAX_PARTS = 1024
@@ -371,6 +371,21 @@ _TOOL_CHOICE = {
             },
             "required": ["type", "function"],
         },
+        {
+            "type": "object",
+            "properties": {
+                "type": {"const": "allowed_tools"},
+                "allowed_tools": {
+                    "type": "object",
+                    "properties": {
+                        "mode": {"enum": ["auto", "required"]},
+                        "tools": {"type": "array", "items": {"type": "object"}, "minItems": 1},
+                    },
+                    "required": ["mode", "tools"],
+                },
+            },
+            "required": ["type", "allowed_tools"],
+        },
     ]
 }
 
@@ -405,7 +420,7 @@ class ChatRequest(SamplingFields, Conversation):
     def held(self) -> bool:
         """See SamplingFields; calls may be held to a grammar, too."""
         tools = self.shown_tools()
-        return super().held or self.tool_choice not in ("auto", "none") or is_strict(tools)
+        return super().held or self.tool_choice not in ("auto", "none") or ANY_CALL.strict(tools)
 
     def shown_messages(self) -> list[dict[str, Any]]:
         """The messages for the template."""

@@ -1,6 +1,6 @@
 """/v1/responses: items in, items out; answers are kept for a while, for a next one to go on."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lockstep.errors import RequestError
@@ -13,6 +13,7 @@ from lockstep.serve.responses_protocol import (
     InputCall,
     InputMessage,
     InputReasoning,
+    Item,
     ReasoningPart,
     ResponsesRequest,
 )
@@ -51,6 +52,11 @@ class Responses:
             )
         return found
 
+    def input_items(self, response_id: str) -> Sequence[Item]:
+        """What a response was made from, earlier turns included. Raises UnknownResponseError."""
+        running = self.running.get(response_id)
+        return running.items if running else self.stored(response_id, "response_id").inputs
+
     def cancel(self, response_id: str) -> Json:
         """Ends a response that runs. Raises RequestError for one that does not."""
         running = self.running.get(response_id)
@@ -81,6 +87,7 @@ class ResponsesAnswer(Answer):
         self.service = responses.service
         self.body = body
         self.turn: Turn
+        self.items: list[Item] = []
         self._before = Stored({}, (), (0, 0))
         self._blocks = Blocks()
         self._output: list[Json] = []
@@ -102,8 +109,8 @@ class ResponsesAnswer(Answer):
         if body.previous_response_id is not None:
             place = "previous_response_id"
             self._before = self.responses.stored(body.previous_response_id, place)
-        items = [*self._before.items, *body.input]
-        self.turn = Turn(self.service, body.chat(items), "resp_")
+        self.items = [*self._before.items, *body.input]
+        self.turn = Turn(self.service, body.chat(self.items), "resp_")
         with named_as(NAMES):
             await self.turn.start(brief and not self._before.items)
         self.responses.running[self.turn.job.id] = self

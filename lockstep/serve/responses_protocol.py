@@ -217,8 +217,12 @@ def _plain(content: Any) -> Any:
     """Parts of any of the types of text, as text."""
     if isinstance(content, str):
         return content
-    texts = [p if isinstance(p, str) else p.get("text", p.get("refusal")) for p in content]
-    return [{"type": "text", "text": text} for text in texts]
+    return [{"type": "text", "text": text} for text in plain_parts(content)]
+
+
+def plain_parts(content: Sequence[Any]) -> list[str]:
+    """The texts of a content's parts, of any of the types of text."""
+    return [p if isinstance(p, str) else p.get("text", p.get("refusal")) for p in content]
 
 
 def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
@@ -227,9 +231,13 @@ def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
 
 
 def _chat_choice(choice: Any) -> Any:
-    """{"type": "function", "name": ...} as chat writes it."""
-    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
-        return {"type": "function", "function": {"name": choice["name"]}}
+    """A function, or those that are allowed, as chat writes them: a level deeper."""
+    match choice:
+        case {"type": "function", "name": name}:
+            return {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
+            allowed = {"mode": mode, "tools": [_chat_choice(tool) for tool in tools]}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
     return choice
 
 

@@ -21,6 +21,11 @@ class Stored:
     weighed: tuple[int, int]
 
     @property
+    def inputs(self) -> tuple[Any, ...]:
+        """What the response was made from."""
+        return self.items[: len(self.items) - len(self.response["output"])]
+
+    @property
     def size(self) -> int:
         """What it counts for in the store, in bytes."""
         return sum(self.weighed)

@@ -21,7 +21,7 @@ from lockstep.text.settings import TextSettings, sampling_defaults
 from lockstep.text.structured import compile_wanted, json_form
 from lockstep.text.template import ChatTemplate, Message
 from lockstep.text.tokenizer import Tokenizer, damaged, eos_ids, read_json
-from lockstep.text.tool_grammar import CallParams, ToolSyntax, is_strict, named_tool
+from lockstep.text.tool_grammar import CallParams, ToolChoice, ToolSyntax
 
 EFFORT = "reasoning_effort"
 SWITCHES = ("enable_thinking", "thinking")
@@ -520,15 +520,16 @@ class Processor:
         them or a tool is strict. Where calls may come beside a form of JSON, the answer is one or
         the other; where they must, no content is left that a form could bind. choice: in OpenAI's
         words; several: whether more calls than one may come. Raises RequestError."""
-        if asked is None or not tools or choice != "auto":
-            return self._calls(tools, choice, several) or asked
+        wanted = ToolChoice.read(choice)
+        if asked is None or not tools or wanted.mode != "auto":
+            return self._calls(tools, wanted, several) or asked
         self.check_tools(tools)
         syntax = self._syntax()
-        strict = is_strict(tools)
+        strict = wanted.strict(tools)
         form = None if syntax.parser.BARE else json_form(asked)
         if form is not None:
             compile_wanted(asked, self._compiler())
-            grammar = syntax.calls_or_form(syntax.tools(tools, held=strict), several, form)
+            grammar = syntax.calls_or_form(syntax.tools(tools, wanted, held=strict), several, form)
             return CallParams(grammar=grammar, beside_form=True)
         if strict:
             raise RequestError(
@@ -540,20 +541,20 @@ class Processor:
         return asked
 
     def _calls(
-        self, tools: list[dict[str, Any]] | None, choice: Any, several: bool
+        self, tools: list[dict[str, Any]] | None, choice: ToolChoice, several: bool
     ) -> StructuredOutputsParams | None:
-        """What holds tool calls to the schemas of the tools; None where nothing does."""
-        if choice == "none" or (choice == "auto" and not is_strict(tools)):
+        """What holds tool calls to the tools that may be called, and to their schemas; None where
+        nothing does."""
+        auto = choice.mode == "auto"
+        held = not auto or choice.strict(tools)
+        if choice.mode == "none" or (choice.names is None and not held):
             return None
-        name = None if choice == "auto" else named_tool(choice)
         if not tools:
-            raise RequestError(
-                f"tool_choice={brief(choice)} needs tools; send some.", "tool_choice"
-            )
+            raise RequestError("tool_choice needs tools; send some.", "tool_choice")
         self.check_tools(tools)
         syntax = self._syntax()
-        write = syntax.text_and_calls if choice == "auto" else syntax.calls_only
-        return CallParams(grammar=write(syntax.tools(tools, name), several))
+        write = syntax.text_and_calls if auto else syntax.calls_only
+        return CallParams(grammar=write(syntax.tools(tools, choice, held), several))
 
     def _syntax(self) -> ToolSyntax:
         """How the model writes calls, which are understood."""

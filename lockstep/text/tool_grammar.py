@@ -48,6 +48,59 @@ class CallParams(StructuredOutputsParams):
 
 
 @dataclass(frozen=True)
+class ToolChoice:
+    """Which calls an answer may hold. mode: auto, none or required; names: of the functions that
+    may be called, None for all."""
+
+    mode: str
+    names: frozenset[str] | None = None
+
+    @classmethod
+    def read(cls, sent: Any) -> "ToolChoice":
+        """A tool_choice in the words of OpenAI's chat. Raises RequestError."""
+        match sent:
+            case "auto" | "none" | "required":
+                return cls(sent)
+            case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*tools]}}:
+                names = [_name(tool) for tool in tools]
+                if mode in ("auto", "required") and names and None not in names:
+                    return cls(mode, frozenset(name for name in names if name is not None))
+            case {"function": _}:
+                name = _name(sent)
+                if name is not None:
+                    return cls("required", frozenset({name}))
+        raise RequestError(
+            f"tool_choice={brief(sent)} is not allowed; allowed: auto, none, required, or an "
+            'object {"type": "function", "function": {"name": ...}} or {"type": "allowed_tools", '
+            '"allowed_tools": {"mode": "auto" or "required", "tools": [...]}}. Send one of them.',
+            "tool_choice",
+        )
+
+    def lets(self, name: str) -> bool:
+        """Whether the function of this name may be called."""
+        return self.names is None or name in self.names
+
+    def strict(self, tools: Sequence[Any] | None) -> bool:
+        """Whether one of the tools that may be called asks for calls that its schema allows."""
+        functions = [tool.get("function") for tool in tools or () if isinstance(tool, dict)]
+        return any(
+            isinstance(one, dict) and one.get("strict") is True and self.lets(one.get("name", ""))
+            for one in functions
+        )
+
+
+ANY_CALL = ToolChoice("auto")
+"""What is meant where nothing is said."""
+
+
+def _name(tool: Any) -> str | None:
+    """The name of a tool's function; None where it has none."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+@dataclass(frozen=True)
 class ToolSyntax:
     """How a model writes calls. parser: what reads them; tokens: its tags that are special tokens
     of the model -> their ids."""
@@ -110,8 +163,10 @@ class ToolSyntax:
     def _choices(self, tools: Sequence[Tool], rules: Rules) -> list[str]:
         return [rules.rule(self.parser.call(tool, rules)) for tool in tools]
 
-    def tools(self, sent: Sequence[Json], name: str | None = None, held: bool = True) -> list[Tool]:
-        """The tools that may be called: the one of this name, or all.
+    def tools(
+        self, sent: Sequence[Json], choice: ToolChoice = ANY_CALL, held: bool = True
+    ) -> list[Tool]:
+        """The tools that may be called.
 
         held: to their schemas; else any arguments may come.
         """
@@ -119,14 +174,15 @@ class ToolSyntax:
         for index, tool in enumerate(sent):
             field = f"tools[{index}]"
             function = _function(tool, field)
-            if name in (None, function["name"]) and function["name"] not in found:
+            if choice.lets(function["name"]) and function["name"] not in found:
                 found[function["name"]] = self._tool(function, f"{field}.function", held)
-        if not found:
-            raise RequestError(
-                f"tool_choice names {brief(name)}; allowed: the name of one of the tools. Send "
-                "it among tools, or choose another.",
-                "tool_choice",
-            )
+        for name in sorted(choice.names or ()):
+            if name not in found:
+                raise RequestError(
+                    f"tool_choice names {brief(name)}; allowed: the name of one of the tools. Send "
+                    "it among tools, or choose another.",
+                    "tool_choice",
+                )
         return list(found.values())
 
     def _tool(self, function: Json, field: str, held: bool) -> Tool:
@@ -148,37 +204,6 @@ class ToolSyntax:
                 field,
             )
         return Tool(name, without_notes(schema), field, strict)
-
-
-def is_strict(tools: Sequence[Json] | None) -> bool:
-    """Whether one of the tools asks for calls that its schema allows."""
-    functions = [tool.get("function") for tool in tools or () if isinstance(tool, dict)]
-    return any(isinstance(one, dict) and one.get("strict") is True for one in functions)
-
-
-def check_choice(choice: Any) -> None:
-    """Raises RequestError for a tool_choice of a type that none has."""
-    if not isinstance(choice, (str, dict)):
-        raise _no_choice(choice)
-
-
-def named_tool(choice: str | Json) -> str | None:
-    """The function that a tool_choice names; None for "required"."""
-    if choice == "required":
-        return None
-    function = choice.get("function") if isinstance(choice, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    if not isinstance(name, str):
-        raise _no_choice(choice)
-    return name
-
-
-def _no_choice(choice: Any) -> RequestError:
-    return RequestError(
-        f"tool_choice={brief(choice)} is not allowed; allowed: auto, none, required, or an "
-        'object {"type": "function", "function": {"name": ...}}. Send one of them.',
-        "tool_choice",
-    )
 
 
 def _function(tool: Any, field: str) -> Json:

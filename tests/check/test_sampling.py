@@ -77,12 +77,12 @@ def no_noise(seed: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     return UNIFORM(seed, positions, ids) * 0.01 + 0.5
 
 
-def stale_penalties(x: Tensor, drafts: Tensor, row: Tensor, state: Any, kept: Any) -> Tensor:
-    return PENALISE(x, drafts * 0 - 1, row, state, kept)
+def stale_penalties(x: Tensor, first: int, drafts: Tensor, *given: Any) -> Tensor:
+    return PENALISE(x, first, drafts * 0 - 1, *given)
 
 
-def no_top_p(x: Tensor, min_p: float, top_k: int, top_p: float) -> Tensor:
-    return FILTER(x, min_p, top_k, 1.0)
+def no_top_p(x: Tensor, min_p: float, top_k: int, top_p: float, vocab: int) -> Tensor:
+    return FILTER(x, min_p, top_k, 1.0, vocab)
 
 
 UNIFORM = engines.uniform

@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.kernels.sampling import FILTERS, NOISE, SamplingState, sample
+from lockstep.kernels.sampling import (
+    ALLOWED,
+    BIAS,
+    FILTERS,
+    MANY,
+    NOISE,
+    SamplingState,
+    sample,
+)
 from lockstep.kernels.sampling.cases import FAULTS, batch, faulty
 from tests.kernels.backends import Backend, backends, same_bits
 from tests.kernels.canaries import Canaries
@@ -162,3 +170,46 @@ def test_scores_that_leave_fp32_give_no_token(backend):
         assert (backend.run(sample, arguments) == -1).all()
     arguments["state"].flags[1:] = 0
     assert (backend.run(sample, arguments) == 7).all()
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 1.0])
+def test_a_mask_bans_as_an_infinite_bias_does(queries, share):
+    """The reference looks at what a mask allows alone, filters and penalties included."""
+    arguments = batch(900, queries, seed=queries)
+    state = arguments["state"]
+    generator = torch.Generator().manual_seed(queries)
+    may_come = torch.rand(len(state.flags), 900, generator=generator) < share
+    masks = [packed_bits(may_come[row]) for row in arguments["row_ids"]]
+    state.flags[1:] |= ALLOWED
+    arguments["allowed"] = torch.stack(masks)[:, None].expand(-1, queries, -1)
+    masked = ORACLE.run(sample, arguments)
+    state.bias[state.flags & BIAS == 0] = 0.0
+    state.bias.masked_fill_(~may_come, -torch.inf)
+    state.flags[1:] |= BIAS
+    banned = ORACLE.run(sample, {**arguments, "allowed": None})
+    assert same_bits(masked, banned)
+    assert len(set(masked.flatten().tolist())) > 1 or share == 0.0
+
+
+def packed_bits(may_come: torch.Tensor) -> torch.Tensor:
+    """[V] bool -> [ceil(V / 32)] int32, the first token's bit lowest."""
+    words = torch.zeros(-(-len(may_come) // 32), dtype=torch.int64)
+    for token in may_come.nonzero().flatten().tolist():
+        words[token // 32] |= 1 << token % 32
+    return words.to(torch.uint32).view(torch.int32)
+
+
+@pytest.mark.parametrize("vocab", [MANY, MANY + 1])
+def test_the_first_of_the_largest_is_found_among_many(vocab):
+    arguments = batch(vocab, 1)
+    arguments["state"].flags[:] = 0
+    logits = arguments["logits"].round()
+    logits[1, 0, 5000:] = -torch.inf
+    logits[2, 0, 9000] = torch.nan
+    logits[3] = -torch.inf
+    found = ORACLE.run(sample, {**arguments, "logits": logits})
+    expected = logits.argmax(-1)
+    expected[2] = -1
+    expected[3] = -1
+    assert same_bits(found, expected)

@@ -136,8 +136,8 @@ FAULTS = (
     ),
     Fault(
         "penalties count no drafts", "sampler", SAMPLING,
-        "counts[q + 1 :, draft] += 1",
-        "counts[q + 1 :, draft] += 0",
+        "counts[max(q + 1 - first, 0) :, draft] += 1",
+        "counts[max(q + 1 - first, 0) :, draft] += 0",
     ),
     Fault(
         "bad_words see no drafts", "sampler", SAMPLING,
@@ -152,8 +152,8 @@ FAULTS = (
     ),
     Fault(
         "high half of a seed dropped", "sampler", SAMPLING,
-        "key = _mix(key ^ ((seed >> 32) & MASK32))",
-        "key = _mix(key)",
+        "of_row = _mix(of_row ^ ((int(seed) >> 32) & MASK32))",
+        "of_row = _mix(of_row)",
     ),
     Fault(
         "top-p mass of the first row used for all", "sampler", SAMPLING,
@@ -323,8 +323,42 @@ FAULTS = (
     ),
     Fault(
         "noise of half the range", "sampler", SAMPLING,
-        "key[:, None] ^ ids) ^ key[:, None]) >> 9",
-        "key[:, None] ^ ids) ^ key[:, None]) >> 10",
+        "bits = _mix(_mix(key ^ ids) ^ key) >> 9",
+        "bits = _mix(_mix(key ^ ids) ^ key) >> 10",
+    ),
+    Fault(
+        "a grammar's tokens counted from what it allows", "sampler", SAMPLING,
+        "tokens[s, part] = best if kept is None else kept[best]",
+        "tokens[s, part] = best",
+    ),
+    Fault(
+        "a grammar's first mask holds at every position", "sampler", SAMPLING,
+        "for q, bits in enumerate(_bits(words, ids, logits.shape[1])):",
+        "for q, bits in enumerate(_bits(words[:1].expand(len(words), -1), ids, logits.shape[1])):",
+    ),
+    Fault(
+        "the largest is looked for in the first block", "sampler", SAMPLING,
+        "    return first[..., 0] * BLOCK + best, top\n",
+        "    return best, top\n",
+        test="tests/kernels/test_sampling.py::test_the_first_of_the_largest_is_found_among_many",
+    ),
+    Fault(
+        "a grammar is compiled whoever waits", "engine", "engine/ahead.py",
+        "self._changed.wait_for(lambda: len(self._ids) < self._most)",
+        "self._changed.wait_for(lambda: True)",
+        test="tests/engine/test_ahead.py::test_the_next_waits_for_room",
+    ),
+    Fault(
+        "tools that are shown may all be called", "text", "text/tool_grammar.py",
+        "return self.names is None or name in self.names",
+        "return True",
+        test="tests/text/test_tool_grammar.py::test_every_call_of_a_writer_fits",
+    ),
+    Fault(
+        "a large body is parsed at once", "request", "serve/bodies.py",
+        "if len(body) < LARGE:",
+        "if body:",
+        test="tests/serve/test_bodies.py::test_others_go_on_while_a_large_body_is_parsed",
     ),
     Fault(
         "bad_words match at the prompt's beginning", "sampler", SAMPLING,

@@ -68,7 +68,9 @@ def test_tool_choice(server):
     server.text = CALL
     plain = ask(server, tools=TOOLS, tool_choice="none").choices[0].message
     assert plain.tool_calls is None and "<function=get>" in plain.content
-    for choice in ("always", {"type": "function", "function": {"name": "absent"}}):
+    absent = {"type": "function", "function": {"name": "absent"}}
+    some = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [absent]}}
+    for choice in ("always", absent, some):
         with pytest.raises(openai.BadRequestError) as caught:
             ask(server, tools=TOOLS, tool_choice=choice)
         assert caught.value.param == "tool_choice"

@@ -18,6 +18,8 @@ from tests.serve.process import PATIENCE, engine_of, is_gone, served
 LONG = {"prompt": "1, 2,", "max_tokens": 1900, "ignore_eos": True, "stream": True}
 SHORT = {"prompt": "def read(path):", "max_tokens": 30, "seed": 5, "temperature": 1.0}
 HELD = {**SHORT, "structured_outputs": {"regex": "[a-f]{8}"}}
+BEHIND = {**SHORT, "structured_outputs": {"regex": "[g-k]{8}"}}
+"""Its grammar is compiled when the one before it has its row: there is one row."""
 
 
 @pytest.fixture
@@ -53,16 +55,18 @@ def wait_until(condition: Any) -> None:
 def test_an_engine_is_killed_under_load_and_the_group_is_interrupted(server: Any) -> None:
     """One start for both: what waits is answered as before, then Ctrl-C lets answers end."""
     running, client = server
-    expected = [said(client, SHORT), said(client, HELD)]
+    bodies = (SHORT, HELD, BEHIND)
+    expected = [said(client, body) for body in bodies]
     time.sleep(0.6)  # two pulses
     before = counters(client)
     engine = engine_of(running)
     waiting: list[Future[str]] = []
-    with ThreadPoolExecutor(2) as pool, client.stream("POST", "/v1/completions", json=LONG) as run:
+    pool = ThreadPoolExecutor(len(bodies))
+    with pool, client.stream("POST", "/v1/completions", json=LONG) as run:
         lines = run.iter_lines()
         next(lines)
-        waiting = [pool.submit(said, client, body) for body in (SHORT, HELD)]
-        wait_until(lambda: waits(client) == 2)
+        waiting = [pool.submit(said, client, body) for body in bodies]
+        wait_until(lambda: waits(client) == len(bodies))
         os.kill(engine, signal.SIGKILL)
         told = [line for line in lines if line]
         health = watch_restart(client)

@@ -335,6 +335,63 @@ def test_items_become_messages() -> None:
     assert [call["id"] for call in both["tool_calls"]] == ["1", "2"]
 
 
+def listed(server: Any, response_id: str, **asked: Any) -> list[Any]:
+    """The input items of a response, all pages."""
+
+    async def run() -> list[Any]:
+        async with server.openai() as client:
+            pages = client.responses.input_items.list(response_id, **asked)
+            return [item async for item in pages]
+
+    return asyncio.run(run())
+
+
+def test_input_items_are_given_again(server: Any) -> None:
+    server.text = THOUGHT + "Look:\n\n" + CALL
+    first = create(server, tools=TOOLS, extra_body=THINK)
+    (asked,) = listed(server, first.id)
+    assert (asked.type, asked.role, asked.content[0].type) == ("message", "user", "input_text")
+    assert asked.content[0].text == "the fox"
+    server.text = "done"
+    given = {"type": "function_call_output", "call_id": first.output[-1].call_id, "output": "warm"}
+    system = {"role": "system", "content": [{"type": "input_text", "text": "be brief"}]}
+    second = create(server, input=[given, system], previous_response_id=first.id, tools=TOOLS)
+    items = listed(server, second.id, order="asc", limit=2)
+    assert [item.type for item in items] == [
+        "message",
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call_output",
+        "message",
+    ]
+    assert items[1].content[0].text == "the fox"
+    assert (items[2].role, items[2].content[0].text) == ("assistant", "Look:")
+    assert (items[3].call_id, items[4].output) == (first.output[-1].call_id, "warm")
+    assert (items[5].role, items[5].content[0].text) == ("system", "be brief")
+    backwards = listed(server, second.id, limit=4)
+    assert [item.id for item in backwards] == [item.id for item in reversed(items)]
+    assert len({item.id for item in items}) == len(items)
+    (last,) = listed(server, second.id, order="asc", after=items[4].id)
+    assert last == items[5]
+
+
+def test_input_items_are_asked_for_with_bounds(server: Any) -> None:
+    kept = post(server, PATH, input=[]).json()["id"]
+    assert fetch(server, "GET", f"{PATH}/{kept}/input_items").json() == {
+        "object": "list",
+        "data": [],
+        "first_id": None,
+        "last_id": None,
+        "has_more": False,
+    }
+    assert fetch(server, "GET", f"{PATH}/resp_none/input_items").status_code == 404
+    for query in ("limit=0", "limit=101", "order=up", "after=item_x_0", "after=item_x_9999999999"):
+        found = fetch(server, "GET", f"{PATH}/{kept}/input_items?{query}")
+        named = query.partition("=")[0]
+        assert (found.status_code, found.json()["error"]["param"]) == (400, named), found.text
+
+
 def stored(size: int) -> Stored:
     return Stored({}, (), (0, size))
 

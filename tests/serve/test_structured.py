@@ -147,6 +147,32 @@ def test_a_named_tool_is_the_one_that_is_called(server: SimpleNamespace) -> None
     assert {call.function.name for call in found.choices[0].message.tool_calls} == {"ping"}
 
 
+@pytest.mark.parametrize("mode", ["required", "auto"])
+def test_of_the_tools_that_are_shown_some_may_be_called(server: SimpleNamespace, mode: str) -> None:
+    ping = {"type": "function", "function": {"name": "ping"}}
+    some = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [ping]}}
+    found = chat(server, CALL, tools=SEVERAL, tool_choice=some, max_tokens=200)
+    shown = chat(server, CALL, tools=SEVERAL, max_tokens=200)
+    assert found.usage.prompt_tokens == shown.usage.prompt_tokens
+    assert shown.choices[0].message.tool_calls[0].function.name != "ping"
+    called = {call.function.name for call in found.choices[0].message.tool_calls or ()}
+    assert called == {"ping"} if mode == "required" else called <= {"ping"}
+    answer = server.ask.responses.create(
+        model="lockstep",
+        input=CALL[-1]["content"],
+        tools=[{"type": "function", **tool["function"]} for tool in SEVERAL],
+        tool_choice={
+            "type": "allowed_tools",
+            "mode": mode,
+            "tools": [{"type": "function", "name": "ping"}],
+        },
+        temperature=0,
+        max_output_tokens=200,
+    )
+    calls = {item.name for item in answer.output if item.type == "function_call"}
+    assert calls == {"ping"} if mode == "required" else calls <= {"ping"}
+
+
 def test_strict_tools_bind_what_is_called(server: SimpleNamespace) -> None:
     for temperature in (0, 1):
         found = chat(server, CALL, tools=STRICT, temperature=temperature, seed=3)

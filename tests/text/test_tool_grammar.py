@@ -31,7 +31,7 @@ from lockstep.text.processor import Processor
 from lockstep.text.settings import TextSettings
 from lockstep.text.structured import MOST_RULES, compile_wanted, json_form
 from lockstep.text.tokenizer import Tokenizer
-from lockstep.text.tool_grammar import CallParams, ToolSyntax
+from lockstep.text.tool_grammar import CallParams, ToolChoice, ToolSyntax
 from tests.masks import masks_of
 from tests.text.test_conformance import WRITERS
 from tests.text.test_structured import matches, nested
@@ -269,6 +269,14 @@ def syntax_parts(syntax: ToolSyntax, text: str) -> list[str]:
     return [part for part in text.split("\x00") if part]
 
 
+PING = {"type": "function", "function": {"name": "ping"}}
+
+
+def allowed_tools(mode: Any, *tools: Any) -> dict[str, Any]:
+    """A tool_choice of this type."""
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": list(tools)}}
+
+
 WRITTEN = {writer.__name__: writer for writer in WRITERS}
 
 
@@ -309,9 +317,14 @@ def test_every_call_of_a_writer_fits(model: Model, name: str) -> None:
     for calls in (wrong, lacks, unknown):
         assert not says(several, writer(calls))
         assert not says(free, writer(calls))
-    named = syntax.calls_only(syntax.tools(SENT, "ping"), True)
+    named = syntax.calls_only(syntax.tools(SENT, ToolChoice.read(PING)), True)
     assert says(named, writer([("ping", {})]))
     assert not says(named, writer(one))
+    allowed = ToolChoice.read(allowed_tools("auto", PING))
+    some = syntax.text_and_calls(syntax.tools(SENT, allowed, held=False), True)
+    assert says(some, "no call at all")
+    assert says(some, writer([("ping", {})]))
+    assert not says(some, writer(one))
 
 
 TAGGED = [name for name in NAMES if not TOOL_PARSERS[name].BARE]
@@ -646,7 +659,44 @@ def test_usual_names_are_read(name: str, tool: str) -> None:
 def test_a_named_tool_must_be_sent() -> None:
     syntax = ToolSyntax(TOOL_PARSERS["hermes"], {})
     with pytest.raises(RequestError, match="tool_choice names 'pong'"):
-        syntax.tools(SENT, "pong")
+        syntax.tools(SENT, ToolChoice("required", frozenset({"pong"})))
+
+
+@pytest.mark.parametrize(
+    ("sent", "mode", "names"),
+    [
+        ("auto", "auto", None),
+        ("none", "none", None),
+        ("required", "required", None),
+        (PING, "required", {"ping"}),
+        (allowed_tools("required", PING), "required", {"ping"}),
+        (allowed_tools("auto", PING, PING), "auto", {"ping"}),
+    ],
+)
+def test_a_choice_of_tools_is_read(sent: Any, mode: str, names: set[str] | None) -> None:
+    assert ToolChoice.read(sent) == ToolChoice(mode, None if names is None else frozenset(names))
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        "any",
+        None,
+        5,
+        [],
+        {},
+        {"type": "function"},
+        {"type": "function", "function": {"name": 5}},
+        {"type": "allowed_tools"},
+        allowed_tools("auto"),
+        allowed_tools("none", PING),
+        allowed_tools(["auto"], PING),
+        allowed_tools("auto", PING, {"type": "custom", "name": "x"}),
+    ],
+)
+def test_a_choice_that_none_has_is_refused(sent: Any) -> None:
+    with pytest.raises(RequestError, match="tool_choice=.*allowed: auto, none, required"):
+        ToolChoice.read(sent)
 
 
 def test_tools_are_held_to_the_same_bounds() -> None:

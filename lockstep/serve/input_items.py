@@ -1,0 +1,85 @@
+"""The items that a response was made from, a page at a time: /v1/responses/{id}/input_items."""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from lockstep.errors import RequestError
+from lockstep.serve.answer import Json
+from lockstep.serve.responses_protocol import (
+    InputCall,
+    InputCallOutput,
+    InputReasoning,
+    Item,
+    plain_parts,
+)
+
+MOST_ITEMS = 100
+"""Items of a page."""
+USUAL_ITEMS = 20
+"""Where nobody says how many."""
+Order = Literal["asc", "desc"]
+
+
+def page_of(
+    response_id: str, items: Sequence[Item], after: str | None, limit: int, order: Order
+) -> Json:
+    """So many items behind the one with the id `after`, in OpenAI's form.
+
+    An item's id is of its response and its place. Raises RequestError for an id that none has.
+    """
+    prefix = f"item_{response_id.removeprefix('resp_')}_"
+    places = range(len(items)) if order == "asc" else range(len(items) - 1, -1, -1)
+    begin = 0
+    if after is not None:
+        begin = 1 + places.index(_place(after, prefix, len(items)))
+    shown = places[begin : begin + limit]
+    data = [{"id": f"{prefix}{place}", **_told(items[place])} for place in shown]
+    return {
+        "object": "list",
+        "data": data,
+        "first_id": data[0]["id"] if data else None,
+        "last_id": data[-1]["id"] if data else None,
+        "has_more": begin + len(shown) < len(items),
+    }
+
+
+def _place(item_id: str, prefix: str, count: int) -> int:
+    """The place of the item with this id."""
+    number = item_id.removeprefix(prefix)
+    known = item_id.startswith(prefix) and number.isascii() and number.isdigit()
+    place = int(number) if known and len(number) <= len(str(count)) else count
+    if place >= count:
+        raise RequestError(
+            f"after={item_id[:80]!r} is not known; allowed: the id of one of this response's input "
+            "items. Send one, or leave it out.",
+            "after",
+        )
+    return place
+
+
+def _told(item: Any) -> Json:
+    """An item as it is told again, without its id."""
+    done = {"status": "completed"}
+    match item:
+        case InputCall():
+            named = {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
+            return {"type": "function_call", **done, **named}
+        case InputCallOutput():
+            output = item.output
+            told = output if isinstance(output, str) else _parts(output, "input_text")
+            call_id = {"call_id": item.call_id}
+            return {"type": "function_call_output", **done, **call_id, "output": told}
+        case InputReasoning():
+            content = [{"type": "reasoning_text", "text": part.text} for part in item.content or ()]
+            return {"type": "reasoning", **done, "summary": [], "content": content}
+    if item.role == "assistant":
+        content = _parts(item.content, "output_text", annotations=[])
+    else:
+        content = _parts(item.content, "input_text")
+    return {"type": "message", **done, "role": item.role, "content": content}
+
+
+def _parts(content: Any, kind: str, **more: Any) -> list[Json]:
+    """Text, or parts of it, as parts of this type, with these fields besides."""
+    texts = [content] if isinstance(content, str) else plain_parts(content)
+    return [{"type": kind, "text": text, **more} for text in texts]
