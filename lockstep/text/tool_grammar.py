@@ -59,11 +59,14 @@ class ToolChoice:
     def read(cls, sent: Any) -> "ToolChoice":
         """A tool_choice in the words of OpenAI's chat. Raises RequestError."""
         match sent:
-            case "auto" | "none" | "required":
+            case str("auto" | "none" | "required"):
                 return cls(sent)
-            case {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": [*tools]}}:
+            case {
+                "type": str("allowed_tools"),
+                "allowed_tools": {"mode": str("auto" | "required" as mode), "tools": [*tools]},
+            }:
                 names = [_name(tool) for tool in tools]
-                if mode in ("auto", "required") and names and None not in names:
+                if names and None not in names:
                     return cls(mode, frozenset(name for name in names if name is not None))
             case {"function": _}:
                 name = _name(sent)
