@@ -192,6 +192,22 @@ def test_a_mask_bans_as_an_infinite_bias_does(queries, share):
     assert len(set(masked.flatten().tolist())) > 1 or share == 0.0
 
 
+@pytest.mark.parametrize("share", [0.1, 0.9])
+def test_a_greedy_row_takes_the_first_of_the_largest_that_may_come(share):
+    """Many logits are equal, so that the largest is allowed here and not there."""
+    arguments = batch(900, 3)
+    arguments["state"].flags[:] = ALLOWED
+    logits = arguments["logits"].round()
+    generator = torch.Generator().manual_seed(1)
+    may_come = torch.rand(logits.shape, generator=generator) < share
+    allowed = torch.stack([packed_bits(bits) for bits in may_come.flatten(0, 1)])
+    arguments |= {"logits": logits, "allowed": allowed.unflatten(0, logits.shape[:2])}
+    expected = logits.masked_fill(~may_come, -torch.inf).argmax(-1)
+    inside = may_come.gather(-1, logits.argmax(-1, keepdim=True))
+    assert inside.any() and not inside.all()
+    assert same_bits(ORACLE.run(sample, arguments), expected)
+
+
 def packed_bits(may_come: torch.Tensor) -> torch.Tensor:
     """[V] bool -> [ceil(V / 32)] int32, the first token's bit lowest."""
     words = torch.zeros(-(-len(may_come) // 32), dtype=torch.int64)

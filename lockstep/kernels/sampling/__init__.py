@@ -167,12 +167,20 @@ def sample(
         row = row_ids[s : s + 1]
         use = int(flags[s])
         words = allowed[s] if use & ALLOWED and allowed is not None else None
+        if words is not None and use == ALLOWED and _are_allowed(tokens[s], words):
+            continue
         top[s] = -torch.inf
         for part, x, kept in _parts(logits[s], words, ids):
             given = (part, positions[s], drafts[s], row, history, state, use, kept, logits.shape[2])
             best, top[s, part] = _best(_process(x, *given))
             tokens[s, part] = best if kept is None else kept[best]
     return torch.where(sound & top.isfinite(), tokens, -1)
+
+
+def _are_allowed(tokens: Tensor, words: Tensor) -> bool:
+    """Whether each of tokens [Q] has its bit in words [Q, N] int32."""
+    found = words.gather(1, (tokens >> 5)[:, None])[:, 0]
+    return bool((found >> (tokens & 31).int() & 1).all())
 
 
 def _best(scores: Tensor) -> tuple[Tensor, Tensor]:
