@@ -67,7 +67,7 @@ PAGES = 400
 DRAFTS = {"method": "mtp", "num_speculative_tokens": 3}
 COMMAND = """
 import asyncio, signal, sys, threading
-POOLS = ("asyncio_", "ThreadPoolExecutor", "lockstep-compile")
+POOLS = ("asyncio_", "ThreadPoolExecutor", "lockstep-compile", "lockstep-body")
 def told(*_):
     pooled = sum(thread.name.startswith(POOLS) for thread in threading.enumerate())
     print(f"tasks {len(asyncio.all_tasks())} pooled {pooled}", file=sys.stderr, flush=True)
@@ -76,8 +76,8 @@ from lockstep.__main__ import main
 main()
 """
 """The command, which tells how many tasks its event loop has when it is asked by a signal, and how
-many threads the pools of the loop, by asyncio's name or uvloop's, and of grammars: those are made
-as they are needed, up to a bound, and kept."""
+many threads the pools of the loop, by asyncio's name or uvloop's, of grammars and of large bodies:
+those are made as they are needed, up to a bound, and kept."""
 
 
 # What is asked.

@@ -121,7 +121,7 @@ class Tokenizer:
         self.byte_level = any(part.get("type") == "ByteLevel" for part in parts)
         self._byte_fallback = any(part.get("type") == "ByteFallback" for part in parts)
         self._byte_of_char = _byte_of_char()
-        self.token_bytes = lru_cache(MOST_KNOWN)(self._token_bytes)
+        self._known_bytes = lru_cache(MOST_KNOWN)(self._bytes_of)
 
     def _load(self, path: Path) -> Fast:
         if not path.is_file():
@@ -209,8 +209,11 @@ class Tokenizer:
         found = _BYTE.fullmatch(self.token(token_id)) if self._byte_fallback else None
         return int(found[1], 16) if found else None
 
-    def _token_bytes(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token stands for; b"" for an id outside the vocabulary."""
+        return self._known_bytes(token_id)
+
+    def _bytes_of(self, token_id: int) -> bytes:
         token = self.token(token_id)
         if (byte := self.byte(token_id)) is not None:
             return bytes([byte])

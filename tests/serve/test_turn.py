@@ -192,7 +192,7 @@ def kimi(processor: Processor, special: bool) -> Processor:
     tokenizer = copy.copy(processor.tokenizer)
     tags = sorted(KimiK2Parser.texts())
     tokenizer.fast = Fast.from_str(processor.tokenizer.fast.to_str())
-    tokenizer.token_bytes = tokenizer._token_bytes  # not what the other one has kept
+    tokenizer._known_bytes = tokenizer._bytes_of  # not what the other one has kept
     tokenizer.fast.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in tags])
     added = tokenizer.fast.get_added_tokens_decoder()
     tokenizer.special_ids = frozenset(i for i, token in added.items() if token.special)
