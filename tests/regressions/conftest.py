@@ -11,6 +11,7 @@ import torch
 from lockstep import LLM, EngineConfig, SamplingParams
 from lockstep.engine.engine import Engine
 from lockstep.engine.hooks import CheckHooks
+from lockstep.layers.latent_attention import LatentAttention
 from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec.drafter import DraftContext
 from lockstep.step import StepShape
@@ -85,6 +86,27 @@ def run_null_rows(llm: LLM, rows: int, window: int) -> None:
     assert not table.folded.any()
     assert (table.drafts[1:] == -1).all()
     assert ((verdict.tokens >= 0) & (verdict.tokens < llm.engine.vocab_size)).all()
+
+
+def poison_latents_behind(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """From here on, before every step, each of its rows' slots from the first that it writes on is
+    poisoned, in every layer and the draft module's. The pages that were, as they come."""
+    place = LatentAttention._place
+    poisoned: list[int] = []
+
+    def poisoning(self: LatentAttention, q: Any, kv: Any, step: Any) -> Any:
+        size = self.ropes.shape[1]
+        for start, pages in zip(step.starts.tolist(), step.page_table.tolist(), strict=False):
+            for j, page in enumerate(pages):
+                if page and (j + 1) * size > start:
+                    first = max(start - j * size, 0)
+                    for part in self.cache_tensors():
+                        part[page, first:] = torch.nan
+                    poisoned.append(page)
+        return place(self, q, kv, step)
+
+    monkeypatch.setattr(LatentAttention, "_place", poisoning)
+    return poisoned
 
 
 def replay_faults(replay: Callable[..., torch.Tensor]) -> list[Callable[..., torch.Tensor]]:

@@ -9,11 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from lockstep.layers.latent_attention import LatentAttention
 from lockstep.runner.capture import Captured
-from tests.regressions.conftest import PARAMS, PROMPTS, answers, engine_over, run_null_rows
+from tests.regressions.conftest import (
+    PARAMS,
+    PROMPTS,
+    answers,
+    engine_over,
+    poison_latents_behind,
+    run_null_rows,
+)
 from tests.tiny_model import DEEPSEEK, NEMOTRON_H, make_model
 
 pytestmark = pytest.mark.gpu
@@ -107,22 +112,7 @@ def test_what_stands_behind_a_tokens_own_key_is_never_seen(
 ) -> None:
     """Before every step, each of its rows' slots from the first that it writes on is poisoned, in
     every layer and the draft module's."""
-    place = LatentAttention._place
-    poisoned = 0
-
-    def poisoning(self: LatentAttention, q: Any, kv: Any, step: Any) -> Any:
-        nonlocal poisoned
-        size = self.ropes.shape[1]
-        for start, pages in zip(step.starts.tolist(), step.page_table.tolist(), strict=False):
-            for j, page in enumerate(pages):
-                if page and (j + 1) * size > start:
-                    first = max(start - j * size, 0)
-                    for part in self.cache_tensors():
-                        part[page, first:] = torch.nan
-                    poisoned += 1
-        return place(self, q, kv, step)
-
-    monkeypatch.setattr(LatentAttention, "_place", poisoning)
+    poisoned = poison_latents_behind(monkeypatch)
     settings: dict[str, Any] = {"cuda_graph_mode": "none", "enable_prefix_caching": False}
     llm = engine_over(folders[kind], METHODS[kind], WINDOW - 1, **settings, **MANY)
     assert answers(llm) == plain[kind]

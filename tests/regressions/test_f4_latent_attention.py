@@ -11,8 +11,7 @@ import torch
 from lockstep import LLM, EngineConfig
 from lockstep.engine.engine import Engine
 from lockstep.kernels.latent_attention import cpu
-from lockstep.layers.latent_attention import LatentAttention
-from tests.regressions.conftest import PARAMS, answers, run_null_rows
+from tests.regressions.conftest import PARAMS, answers, poison_latents_behind, run_null_rows
 from tests.tiny_model import DEEPSEEK, make_model
 
 SHORT = [[3, 1, 4, 1, 5, i] for i in range(4)]
@@ -83,22 +82,7 @@ def test_what_stands_behind_a_tokens_own_key_is_never_seen(
 ) -> None:
     """Before every step, each of its rows' slots from the first that it writes on is poisoned, in
     every layer and the draft module's: drafts that were rejected leave nothing."""
-    place = LatentAttention._place
-    poisoned = 0
-
-    def poisoning(self: LatentAttention, q: Any, kv: Any, step: Any) -> Any:
-        nonlocal poisoned
-        size = self.ropes.shape[1]
-        for s, start in enumerate(step.starts.tolist()):
-            for j, page in enumerate(step.page_table[s].tolist()):
-                if page and (j + 1) * size > start:
-                    first = max(start - j * size, 0)
-                    for part in self.cache_tensors():
-                        part[page, first:] = torch.nan
-                    poisoned += 1
-        return place(self, q, kv, step)
-
-    monkeypatch.setattr(LatentAttention, "_place", poisoning)
+    poisoned = poison_latents_behind(monkeypatch)
     assert answers(latent(True, enable_prefix_caching=False), LONG) == plain
     assert poisoned
 
