@@ -58,6 +58,7 @@ class CompletionAnswer(Answer):
         answers = Answers(self.run.job)
         async for pieces in self.run:
             for piece in pieces:
+                self._meter.add(piece)
                 answers.add(piece)
         if self.run.job.spells:
             return await asyncio.to_thread(self._whole, answers)
@@ -65,7 +66,7 @@ class CompletionAnswer(Answer):
 
     def _whole(self, answers: Answers) -> Json:
         choices = [self._choice(answers, index) for index in range(len(answers.completions))]
-        return {**self._head(), "choices": choices, "usage": answers.meter.usage().to_json()}
+        return {**self._head(), "choices": choices, "usage": self._meter.usage().to_json()}
 
     def begin(self) -> Iterable[Json]:
         """There are no chunks before the first text."""

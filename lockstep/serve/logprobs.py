@@ -1,5 +1,6 @@
 """Log-probabilities in OpenAI's two forms."""
 
+from math import isnan
 from typing import Any
 
 from lockstep.outputs import Logprob
@@ -9,6 +10,9 @@ FLOOR = -9999.0  # JSON knows no infinity
 
 
 def _number(value: float) -> float:
+    """A log-probability that JSON can hold. Raises ValueError where it is none."""
+    if isnan(value):
+        raise ValueError("a log-probability is not a number")
     return max(value, FLOOR)
 
 

@@ -646,7 +646,6 @@ class Answers:
 
     def __init__(self, job: Job) -> None:
         self.completions = [Whole() for _ in job.requests]
-        self.meter = Meter(job)
         self.prompt_logprobs: dict[int, PromptLogprobs] = {}  # by the prompt's index
         self._n = job.params.n
 
@@ -659,6 +658,5 @@ class Answers:
         whole.finish_reason = new.finish_reason
         whole.stop_reason = new.stop_reason
         whole.error = piece.error
-        self.meter.add(piece)
         if piece.prompt_logprobs is not None:
             self.prompt_logprobs.setdefault(piece.index // self._n, piece.prompt_logprobs)
