@@ -26,8 +26,13 @@ class Rules:
         self._cached: dict[str, dict[int, Key]] = {}
         self._host: dict[int, tuple[str, Key, int]] = {}
 
+    def begin(self) -> None:
+        """The next schedule is about to be made: what is cached now may leave by it."""
+        for group in self.scheduler.cache.groups:
+            self._cached[group.pool.host.name] = dict(group.pool.key_of)
+
     def hold(self, made: Schedule) -> None:
-        """Raises WorldError where this schedule, the next one, breaks a rule."""
+        """Raises WorldError where this schedule, made since begin(), breaks a rule."""
         self._place(made)
         for admission in made.admissions:
             self._admission(admission)
@@ -89,7 +94,6 @@ class Rules:
                 found = [self._host.get(page) for page in move.place]
                 if found != [(name, known[move.unit], index) for index in range(len(found))]:
                     raise WorldError(f"{name}: {move.unit} is fetched from where another thing is")
-            self._cached[name] = dict(known)
 
     def _snapshots(self, chunk: PromptChunk) -> None:
         """A chunk reads the state at its start, and writes that at the last grid point within."""
@@ -122,6 +126,7 @@ class RuledScheduler(Scheduler):
 
     def schedule(self) -> Schedule:
         """The next schedule. Raises WorldError where it breaks a rule."""
+        self.rules.begin()
         made = super().schedule()
         self.rules.hold(made)
         return made

@@ -10,12 +10,13 @@ from lockstep.cache.groups import CacheSeq, StateGroup
 from lockstep.cache.host import PAGES, Move
 from lockstep.check.harness import build, build_plain
 from lockstep.check.plain import PlainRuns
-from lockstep.check.rules import Rules, WorldError, shares_no_snapshot
+from lockstep.check.rules import RuledScheduler, Rules, WorldError, shares_no_snapshot
 from lockstep.check.stage import Stage
 from lockstep.check.world import Kind, Limits, World, WorldRequest
 from lockstep.runner.runner import Runner
+from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
-from lockstep.scheduling.schedule import PageGrant, PromptChunk, Schedule
+from lockstep.scheduling.schedule import PageGrant, PromptChunk, Results, RowResult, Schedule
 from lockstep.scheduling.scheduler import Entry, Scheduler
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
@@ -120,6 +121,7 @@ def test_what_comes_back_is_what_has_left() -> None:
     cache = rules.scheduler.cache
     rules.hold(made)
     page = cache.seqs.copy().pop().pages[0]
+    rules.begin()
     out = replace(made, evicted={PAGES: [Move(page, (3,))]})
     rules.hold(out)
     rules.hold(replace(made, fetched={PAGES: [Move(page, (3,))]}))
@@ -127,6 +129,24 @@ def test_what_comes_back_is_what_has_left() -> None:
         rules.hold(replace(made, fetched={PAGES: [Move(page, (2,))]}))
     with pytest.raises(WorldError, match="9 was not cached when it was evicted"):
         rules.hold(replace(made, evicted={PAGES: [Move(9, (2,))]}))
+
+
+def test_a_page_may_leave_by_the_schedule_behind_the_token_that_fills_it() -> None:
+    """The first answer ends where its page is full; the next prompt needs all pages at once."""
+    cache = Cache(CacheConfig(num_pages=4, num_state_slots=0, max_num_seqs=1, host_pages=4))
+    sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 192, "max_model_len": 180}
+    scheduler = RuledScheduler(cache, query_len=1, **sizes)
+    answered = Request("first", list(range(60)), SamplingParams(max_tokens=5, ignore_eos=True))
+    scheduler.add(answered)
+    scheduler.add(Request("second", list(range(170))))
+    evicted: list[Move] = []
+    while not evicted:
+        made = scheduler.schedule()
+        evicted = made.evicted.get(PAGES, [])
+        rows = {chunk.row for chunk in made.prompt} | set(made.decode)
+        scheduler.update(made, Results({row: RowResult([5]) for row in rows}))
+    assert answered.finish_reason == "length"
+    assert len(evicted) == 1
 
 
 def test_a_request_begins_with_pages_of_its_own_prompt_and_salt() -> None:

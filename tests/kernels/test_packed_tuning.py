@@ -30,21 +30,23 @@ from tests.kernels.test_linear import graded
 from tests.kernels.test_packed import whole_numbers
 
 TRITON = [backend for backend in backends() if backend.values[0].name == "triton"]
+TUNED = {"int4": 4, "int4 asymmetric": 4, "fp8 by blocks": 8, "nvfp4": 4}
+"""Layouts, and the bits of a weight in them."""
 CUTS = {
-    (tile.lanes, tile.ring, tile.sync, tile.m, tile.n, tile.k): tile
+    (tile.lanes, tile.ring, tile.sync, tile.m, tile.n, tile.k, bits): tile
     for tokens in TIMED
-    for tile in candidates(tokens, 2)
+    for bits in sorted(set(TUNED.values()))
+    for tile in candidates(tokens, 2, bits)
     if tile != UNPACK
 }
 """A tile of each kernel and size: warps, stages and registers are the compiler's alone."""
-TUNED = ("int4", "int4 asymmetric", "fp8 by blocks", "nvfp4")
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("cut", sorted(CUTS))
 @pytest.mark.parametrize("backend", TRITON)
 def test_no_tile_changes_a_bit(
-    cut: tuple[bool, bool, bool, int, int, int], backend: Backend
+    cut: tuple[bool, bool, bool, int, int, int, int], backend: Backend
 ) -> None:
     """Rows that no tile divides, two segments; a GPU takes all layouts, an interpreter one. In fp32
     the op takes no tile: the weight is unpacked ahead."""
@@ -54,8 +56,9 @@ def test_no_tile_changes_a_bit(
         weight = whole_numbers("int4", 40, 1024)
         assert tile_of(5, weight, 2, backend.dtype, HOPPER) == UNPACK
         backend = replace(backend, dtype=torch.float16)
-    few = sorted(CUTS).index(cut) % len(TUNED)
-    for name in TUNED if backend.on_gpu else TUNED[few : few + 1]:
+    names = [name for name, bits in TUNED.items() if bits == cut[-1]]
+    one = sorted(CUTS).index(cut) % len(names)
+    for name in names if backend.on_gpu else names[one : one + 1]:
         weight = backend.place(whole_numbers(name, 40, 1024))
         x = backend.place(graded(5, 1024, 2, 3).to(backend.dtype))
         want = linear.backends["triton"].run(x, weight.unpack(x.dtype), 2)
