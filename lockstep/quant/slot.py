@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.errors import CheckpointError
+from lockstep.kernels.to_device import joined_to_device, to_device
 
 PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of weights that are not packed."""
@@ -94,15 +95,16 @@ class Stack:
         if any(tensor.dtype != dtype for tensor in found):
             return None
         assert self.whole.shape is not None, "else there is no stack"
-        out = torch.empty(self.whole.shape, dtype=dtype, device=self.whole.device)
-        sizes = [tensor.shape[self.dim] for tensor in found]
-        for place, tensor in zip(out.split(sizes, self.dim), found, strict=True):
-            place.copy_(tensor)
-        return out
+        flat = joined_to_device(found, self.whole.device)
+        if self.dim == 0:
+            return flat.view(self.whole.shape)
+        sizes = [tensor.numel() for tensor in found]
+        parts = zip(flat.split(sizes), found, strict=True)
+        return torch.cat([part.view(tensor.shape) for part, tensor in parts], self.dim)
 
     def _apart(self, found: Sequence[Tensor]) -> None:
         for part, tensor in zip(self.parts, found, strict=True):
-            part.fill(tensor.to(part.device))
+            part.fill(to_device(tensor, part.device))
 
 
 def _joined_along(whole: Slot, parts: Sequence[Slot]) -> int | None:
