@@ -1,11 +1,12 @@
-"""EAGLE-3's draft head: one layer over the next token and the residual at three places of the
-target (Li et al., arXiv 2503.01840).
+"""EAGLE-3's draft head: a layer over the next token and the residual at three places of the target,
+and in some heads ordinary layers behind it (Li et al., arXiv 2503.01840).
 
 Tensors and settings are those of the authors' files and of SpecForge, vLLM and speculators, which
-call the layer `midlayer` or `layers.0`. A head knows a part of the target's vocabulary: d2t[i] + i
-is the target's token that its i-th is.
+call the first layer `midlayer` or `layers.0`. A head knows a part of the target's vocabulary:
+d2t[i] + i is the target's token that its i-th is.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,10 +23,14 @@ from lockstep.layers.latent_attention import LatentAttention
 from lockstep.layers.linear import Embedding, Head, Linear, Target
 from lockstep.layers.mlp import GatedMLP
 from lockstep.layers.norm import AddRMSNorm, RMSNorm
+from lockstep.layers.rotary import Rotary
 from lockstep.models.checkpoint import Checkpoint, opened, read_object, weight_files
 from lockstep.models.decoder import (
+    Block,
     Decoder,
     DecoderConfig,
+    Half,
+    mlp_half,
     read_attending_layers,
     read_common,
 )
@@ -36,7 +41,7 @@ from lockstep.quant import Slot
 from lockstep.step import Step
 
 LAYER = "layers.0"
-EXPERTS = f"{LAYER}.mlp.experts"
+EXPERTS = ".mlp.experts"
 OTHER_NAMES = {
     "midlayer.": f"{LAYER}.",
     "aux_norm_low.": "fc_norm.0.",
@@ -96,8 +101,9 @@ class HeadCheckpoint(Checkpoint):
 @dataclass(frozen=True)
 class Config(DecoderConfig):
     """The settings that decide the math. vocab_size: the target's; taps: as in Decoder; latents: of
-    a head with latent attention, else None."""
+    a head with latent attention, else None; logit_scale: a factor of its logits."""
 
+    layers: int
     draft_vocab_size: int
     target_hidden_size: int
     taps: tuple[int, ...]
@@ -108,6 +114,7 @@ class Config(DecoderConfig):
     norm_before_fc: bool
     norm_each_tap: bool
     norm_output: bool
+    logit_scale: float
 
     @classmethod
     def read(cls, head: HeadCheckpoint, target: Decoder, behind: bool = False) -> "Config":
@@ -115,9 +122,7 @@ class Config(DecoderConfig):
         Raises CheckpointError on what is missing, not built, or not of this target."""
         c = ConfigReader(head.raw, file=str(head.folder / "config.json"))
         c.only("speculators_model_type", "eagle3", None, default=None)
-        c.need(read_attending_layers(c) == 1, "num_hidden_layers", "1")
         c.only("tie_word_embeddings", False, None, default=False)
-        c.only("logit_scale", 1, 1.0, None, default=None)
         c.only("parallel_drafting", False, None, default=False)
         width = target.config.hidden_size
         vocab = target.config.vocab_size
@@ -129,7 +134,11 @@ class Config(DecoderConfig):
         c.need(count == len(taps), "num_aux_hidden_states", f"{len(taps)}, one for each tap")
         known = c.size("draft_vocab_size", vocab)
         c.need(known <= vocab, "draft_vocab_size", f"1 to vocab_size, {vocab}")
+        layers = read_attending_layers(c)
+        if layers > 1:
+            c.part("eagle_config").only("next_layer_regular", True, None, default=None)
         return cls(
+            layers=layers,
             draft_vocab_size=known,
             target_hidden_size=width,
             taps=taps,
@@ -141,6 +150,7 @@ class Config(DecoderConfig):
             norm_before_fc=c.get("norm_before_fc", bool, False),
             norm_each_tap=c.get("fc_norm", bool, c.get("use_aux_norm", bool, False)),
             norm_output=c.get("norm_output", bool, False),
+            logit_scale=c.positive("logit_scale", 1.0),
             **_attending(c),
         )
 
@@ -206,8 +216,38 @@ def draft_ids(checkpoint: HeadCheckpoint, config: Config) -> Tensor | None:
     return torch.tensor(ids)
 
 
+def attending(
+    build: Build, c: Config, widths: tuple[int, int], rotary: Rotary
+) -> Attention | LatentAttention:
+    """The mixer of a layer. widths: of what it reads and of what it gives."""
+    if c.latents is not None:
+        return c.latents.mixer(build, widths, rotary)
+    return Attention(
+        build,
+        widths,
+        c.heads,
+        c.kv_heads,
+        c.head_dim,
+        rotary=rotary,
+        qk_norm=bool(build.found("q_norm")),
+        eps=c.eps,
+        bias=c.attention_bias,
+        out_bias=c.attention_bias,
+    )
+
+
+def later_layers(build: Build, c: Config, rotary: Rotary) -> Iterator[tuple[Half, Half]]:
+    """The halves of the layers behind the first, which read the state alone."""
+    for index in range(1, c.layers):
+        at = build.at(build.layer, f"layers.{index}")
+        mixer = attending(at.within("self_attn"), c, (c.hidden_size, c.hidden_size), rotary)
+        mlp = mlp_half(at, c, bias=c.mlp_bias)
+        yield Half(at, c, "input_layernorm", "self_attn", mixer), mlp
+
+
 class Eagle3Head(nn.Module):
-    """The draft module: h = fc(taps), then one layer over [norm(embedding), norm(h)], and a head.
+    """The draft module: h = fc(taps), a layer over [norm(embedding), norm(h)], further ones over
+    what that leaves, and a head.
 
     checkpoint: the head's folder; its files are not read where the build has no tensors.
     """
@@ -220,10 +260,10 @@ class Eagle3Head(nn.Module):
         self.checkpoint = checkpoint
         self.taps = c.taps
         self.order: Tensor | None = None
-        if any(name.startswith(EXPERTS) for name in build.tensors or {}):
+        if any(EXPERTS in name for name in build.tensors or {}):
             raise CheckpointError(
-                f"{checkpoint.folder} has a mixture of experts ({EXPERTS}), which is not built for "
-                "a head; allowed: one MLP. Take a head with a dense MLP."
+                f"{checkpoint.folder} has a mixture of experts (mlp.experts), which is not built "
+                "for a head; allowed: one MLP. Take a head with a dense MLP."
             )
         self.ids = self._known(build, c)
         self.embed = target.embed
@@ -245,36 +285,20 @@ class Eagle3Head(nn.Module):
         )
         self.fc = Linear(top, width, {"fc": c.hidden_size}) if width != c.hidden_size else None
         at = build.at(build.layer, LAYER)
+        rotary = c.rope.rotary(build)
         self.embed_norm = RMSNorm(build, c.hidden_size, c.eps)
         self.hidden_norm = RMSNorm(build, c.hidden_size, c.eps)
-        self.attention = self._attending(at.within("self_attn"), c)
+        mixes = (2 * c.hidden_size, c.hidden_size)
+        self.attention = attending(at.within("self_attn"), c, mixes, rotary)
         self.mlp_norm = AddRMSNorm(build, c.hidden_size, c.eps)
         sizes = (c.hidden_size, c.intermediate_size)
         self.mlp = GatedMLP(at.within("mlp"), *sizes, bias=c.mlp_bias)
+        self.blocks = nn.ModuleList(Block(*halves) for halves in later_layers(build, c, rotary))
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps)
         whole = fits and c.draft_vocab_size == c.vocab_size
         self.own_head = not whole or build.tensors is None or "lm_head" in build.tensors
         stands = None if self.own_head else target.head.loaded
         self.head = Head(top, c.draft_vocab_size, c.hidden_size, stands)
-
-    def _attending(self, build: Build, c: Config) -> Attention | LatentAttention:
-        """The mixer."""
-        widths = (2 * c.hidden_size, c.hidden_size)
-        rotary = c.rope.rotary(build)
-        if c.latents is not None:
-            return c.latents.mixer(build, widths, rotary)
-        return Attention(
-            build,
-            widths,
-            c.heads,
-            c.kv_heads,
-            c.head_dim,
-            rotary=rotary,
-            qk_norm=bool(build.found("q_norm")),
-            eps=c.eps,
-            bias=c.attention_bias,
-            out_bias=c.attention_bias,
-        )
 
     def _known(self, build: Build, c: Config) -> Tensor | None:
         """The target's tokens that it knows, ascending; `order` is where its file has each."""
@@ -306,18 +330,25 @@ class Eagle3Head(nn.Module):
         """ids [T], state [T, H'] -> the next state [T, H']."""
         residual, mixed = self._mixed(ids, state)
         x, normed = self.mlp_norm(residual, self.attention(mixed, step))
-        left, out = self.norm(x, self.mlp(normed))
+        delta = self.mlp(normed)
+        for block in self.blocks:
+            x, delta, _ = block(x, delta, step)
+        left, out = self.norm(x, delta)
         return out if self.config.norm_output else left
 
     def logits(self, state: Tensor) -> Tensor:
         """state [S, H'] -> [S, V'] over `ids`."""
         if not self.config.norm_output:
             state = self.norm(state, None)[1]
-        return self.head(state)
+        logits = self.head(state)
+        return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
 
     def keep(self, ids: Tensor, state: Tensor, step: Step) -> None:
-        """Writes the keys and values of these tokens alone."""
-        self.attention.keep(self._mixed(ids, state)[1], step)
+        """Writes the keys and values of these tokens; a single layer makes nothing else."""
+        if self.blocks:
+            self(ids, state, step)
+        else:
+            self.attention.keep(self._mixed(ids, state)[1], step)
 
     def _mixed(self, ids: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
         """The residual [T, H'], and what the attention reads [T, 2 H'], the embedding first."""
@@ -338,6 +369,8 @@ class Eagle3Head(nn.Module):
         }
         for part, name in ((self.attention, "self_attn"), (self.mlp, "mlp")):
             table |= {f"{LAYER}.{name}.{inner}": slot for inner, slot in part.weights().items()}
+        for index, block in enumerate(self.blocks, 1):
+            table |= {f"layers.{index}.{n}": slot for n, slot in block.weights().items()}
         for index, norm in enumerate(self.of_taps):
             table[f"fc_norm.{index}.weight"] = norm.weight
         if self.before_fc is not None:

@@ -40,6 +40,7 @@ def make_head(
     """Writes a head for a target of `hidden` into the folder, and returns its tensors by name.
 
     width: of the head, `hidden` if 0; then it reads the target's embedding. changes: of its config.
+    The first layer is `midlayer`, as the authors name it; further ones are `layers.1` and so on.
     """
     folder.mkdir(exist_ok=True)
     width = width or hidden
@@ -66,6 +67,8 @@ def make_head(
     named = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids")
     taps = len(named or (1, 2, 3))
     tensors = random_head(vocab, hidden, width, known, taps)
+    for index in range(1, config["num_hidden_layers"]):
+        tensors |= later_layer(index, width)
     if "kv_lora_rank" in config:
         tensors = with_latents(tensors, width)
     if config.get("attention_bias"):
@@ -107,6 +110,24 @@ def random_head(vocab: int, hidden: int, width: int, known: int, taps: int) -> T
     return tensors
 
 
+def later_layer(index: int, width: int) -> Tensors:
+    """The tensors of a layer that reads the state alone."""
+    drawn = Drawn(seed=5 + index)
+    sizes = {
+        "self_attn.q_proj": (HEADS * DIM, width),
+        "self_attn.k_proj": (KV_HEADS * DIM, width),
+        "self_attn.v_proj": (KV_HEADS * DIM, width),
+        "self_attn.o_proj": (width, HEADS * DIM),
+        "mlp.gate_proj": (INNER, width),
+        "mlp.up_proj": (INNER, width),
+        "mlp.down_proj": (width, INNER),
+    }
+    found = {f"layers.{index}.{name}.weight": drawn.matrix(*size) for name, size in sizes.items()}
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        found[f"layers.{index}.{name}.weight"] = drawn.norm(width)
+    return found
+
+
 def biases(tensors: Tensors) -> Tensors:
     """Those of a head's attention."""
     found = {}
@@ -122,20 +143,23 @@ def with_latents(tensors: Tensors, width: int) -> Tensors:
     plain = LATENT["qk_nope_head_dim"]
     turned = LATENT["qk_rope_head_dim"]
     value = LATENT["v_head_dim"]
-    sizes = {
-        "q_a_proj": (LATENT["q_lora_rank"], 2 * width),
-        "q_b_proj": (HEADS * (plain + turned), LATENT["q_lora_rank"]),
-        "kv_a_proj_with_mqa": (LATENT["kv_lora_rank"] + turned, 2 * width),
-        "kv_b_proj": (HEADS * (plain + value), LATENT["kv_lora_rank"]),
-        "o_proj": (width, HEADS * value),
-    }
     kept = {name: t for name, t in tensors.items() if ".self_attn." not in name}
-    for name, (n, k) in sizes.items():
-        matrix = torch.randn(n, k, generator=generator) * 1.5 * k**-0.5
-        kept[f"midlayer.self_attn.{name}.weight"] = matrix
-    for name, size in (("q_a", LATENT["q_lora_rank"]), ("kv_a", LATENT["kv_lora_rank"])):
-        norm = torch.rand(size, generator=generator) + 0.5
-        kept[f"midlayer.self_attn.{name}_layernorm.weight"] = norm
+    mixers = {name.partition(".self_attn.")[0] for name in tensors if name not in kept}
+    for mixer in sorted(mixers, reverse=True):
+        inputs = 2 * width if mixer == "midlayer" else width
+        sizes = {
+            "q_a_proj": (LATENT["q_lora_rank"], inputs),
+            "q_b_proj": (HEADS * (plain + turned), LATENT["q_lora_rank"]),
+            "kv_a_proj_with_mqa": (LATENT["kv_lora_rank"] + turned, inputs),
+            "kv_b_proj": (HEADS * (plain + value), LATENT["kv_lora_rank"]),
+            "o_proj": (width, HEADS * value),
+        }
+        for name, (n, k) in sizes.items():
+            matrix = torch.randn(n, k, generator=generator) * 1.5 * k**-0.5
+            kept[f"{mixer}.self_attn.{name}.weight"] = matrix
+        for name, size in (("q_a", LATENT["q_lora_rank"]), ("kv_a", LATENT["kv_lora_rank"])):
+            norm = torch.rand(size, generator=generator) + 0.5
+            kept[f"{mixer}.self_attn.{name}_layernorm.weight"] = norm
     return kept
 
 
@@ -167,7 +191,7 @@ def drafts_of(
     given = tokens[1:]
     found: list[int] = []
     for _ in range(count):
-        left, normed = layer(head, embedding[torch.tensor(given)], states, flags)
+        left, normed = layers(head, embedding[torch.tensor(given)], states, flags)
         recycled = normed if flags.get("norm_output") else left
         best = int((normed[-1] @ head["lm_head.weight"].T).argmax())
         found.append(best + int(head["d2t"][best]) if "d2t" in head else best)
@@ -176,27 +200,40 @@ def drafts_of(
     return found
 
 
-def layer(
+def layers(
     head: Tensors, embedded: Tensor, states: Tensor, flags: dict[str, bool]
 ) -> tuple[Tensor, Tensor]:
-    """What the layer leaves, and its norm, both [N, W]."""
-    part = {name.removeprefix("midlayer."): tensor for name, tensor in head.items()}
+    """What the layers leave, and its norm, both [N, W]."""
+    part = part_of(head, "midlayer.")
     hidden = rms(states, part["hidden_norm.weight"])
     residual = hidden if flags.get("norm_before_residual") else states
     x = torch.cat([rms(embedded, part["input_layernorm.weight"]), hidden], -1)
+    left = layer(part, residual, x)
+    index = 1
+    while part := part_of(head, f"layers.{index}."):
+        left = layer(part, left, rms(left, part["input_layernorm.weight"]))
+        index += 1
+    return left, rms(left, head["norm.weight"])
 
+
+def part_of(head: Tensors, prefix: str) -> Tensors:
+    """The tensors of a layer, by their names in it."""
+    return {n.removeprefix(prefix): t for n, t in head.items() if n.startswith(prefix)}
+
+
+def layer(part: Tensors, residual: Tensor, x: Tensor) -> Tensor:
+    """What a layer leaves [N, W], whose attention reads x."""
     mixed = attended(part, x) if "self_attn.q_proj.weight" in part else latent_attended(part, x)
     out = "self_attn.o_proj"
     residual = residual + F.linear(mixed, part[f"{out}.weight"], part.get(f"{out}.bias"))
     y = rms(residual, part["post_attention_layernorm.weight"])
     gate = F.silu(F.linear(y, part["mlp.gate_proj.weight"]))
     up = F.linear(y, part["mlp.up_proj.weight"])
-    left = residual + F.linear(gate * up, part["mlp.down_proj.weight"])
-    return left, rms(left, head["norm.weight"])
+    return residual + F.linear(gate * up, part["mlp.down_proj.weight"])
 
 
 def attended(part: Tensors, x: Tensor) -> Tensor:
-    """What Llama's attention finds for x [N, 2 W], before o_proj."""
+    """What Llama's attention finds for x, [N, 2 W] or [N, W], before o_proj."""
 
     def heads(name: str) -> Tensor:
         at = f"self_attn.{name}_proj"

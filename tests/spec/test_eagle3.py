@@ -1,6 +1,7 @@
 """EAGLE-3: drafts against an independent forward, files as they are published, and the contract."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from lockstep import EngineConfig, SamplingParams
 from lockstep.engine.hooks import NO_HOOKS, CheckHooks
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.llm import LLM
+from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.spec.chain import ChainDrafter
 from tests.models.dense import VOCAB, make_llm, random_targets
 from tests.spec.heads import LATENT, drafts_of, make_head, save_head
@@ -115,7 +117,15 @@ FORMS: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 4, 6]}},
     ),
+    "two layers": ("Llama", {"num_hidden_layers": 2}),
+    "three layers with biases and a normed state": (
+        "Qwen3",
+        {"num_hidden_layers": 3, "attention_bias": True, "norm_output": True},
+    ),
+    "two layers of latent attention": ("DeepseekV3", {**LATENT, "num_hidden_layers": 2}),
 }
+CHANGING = ("llama", "latent attention for a latent target", "two layers")
+"""Forms that are tried with another number of drafts in every step."""
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -139,12 +149,49 @@ def test_drafts_are_those_of_the_paper(targets: dict[str, Any], tmp_path: Path, 
     assert len(seen.found) > 9
 
 
-def drafts_with(folder: Path, head: Path, **settings: Any) -> list[tuple[list[int], list[int]]]:
+@pytest.mark.parametrize("form", CHANGING)
+def test_steps_without_drafts_leave_no_gap(
+    targets: dict[str, Any], tmp_path: Path, form: str
+) -> None:
+    """Nor do rows that were moved to host memory and back."""
+    family, changes = FORMS[form]
+    folder, oracle = targets[family]
+    head = make_head(tmp_path / "head", VOCAB, HIDDEN, **changes)
+    seen = Seen(ChainDrafter)
+    hooks = CheckHooks(drafter=seen.create, draft_policy=RandomDraftLength, preempt_every=3)
+    llm = make_engine(folder, tmp_path / "head", hooks, options={"adaptive": True})
+    llm.generate([{"prompt_token_ids": p} for p in PROMPTS], replace(GREEDY, max_tokens=24))
+    embedding = oracle.get_input_embeddings().weight.detach()
+    for known, drafts in seen.found:
+        residuals = residuals_of(oracle, known[:-1], (2, LAYERS // 2, LAYERS - 3))
+        assert drafts == drafts_of(head, embedding, residuals, known, len(drafts)), len(known)
+    assert {len(drafts) for _, drafts in seen.found} >= {1, 3, K}
+
+
+def drafts_with(
+    folder: Path, head: Path, params: SamplingParams = GREEDY, **settings: Any
+) -> list[tuple[list[int], list[int]]]:
     """What an engine drafts behind the second prompt."""
     seen = Seen(ChainDrafter)
     llm = make_engine(folder, head, CheckHooks(drafter=seen.create), **settings)
-    llm.generate({"prompt_token_ids": PROMPTS[1]}, GREEDY)
+    llm.generate({"prompt_token_ids": PROMPTS[1]}, params)
     return seen.found
+
+
+def test_sampled_drafts_are_drawn_from_scaled_logits(
+    targets: dict[str, Any], tmp_path: Path
+) -> None:
+    """logit_scale is what a factor of lm_head would be."""
+    folder, _ = targets["Llama"]
+    drawn = replace(GREEDY, temperature=0.9, seed=3)
+    tensors = make_head(tmp_path / "plain", VOCAB, HIDDEN)
+    make_head(tmp_path / "scaled", VOCAB, HIDDEN, logit_scale=0.25)
+    due = make_head(tmp_path / "due", VOCAB, HIDDEN)
+    due["lm_head.weight"] = 0.25 * tensors["lm_head.weight"]
+    save_head(tmp_path / "due", due)
+    scaled = drafts_with(folder, tmp_path / "scaled", drawn)
+    assert scaled == drafts_with(folder, tmp_path / "due", drawn)
+    assert scaled != drafts_with(folder, tmp_path / "plain", drawn)
 
 
 def test_names_and_the_order_of_the_vocabulary_make_no_difference(
@@ -274,7 +321,12 @@ def test_a_damaged_head_is_refused(
     [
         ({"vocab_size": VOCAB + 1}, "the target's, 320"),
         ({"target_hidden_size": 64}, "the target's, 48"),
-        ({"num_hidden_layers": 2}, "num_hidden_layers"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        (
+            {"num_hidden_layers": 2, "eagle_config": {"next_layer_regular": False}},
+            "eagle_config.next_layer_regular=False",
+        ),
+        ({"logit_scale": 0}, "logit_scale=0.*finite numbers above 0"),
         ({"draft_vocab_size": VOCAB + 1}, "1 to vocab_size"),
         ({"parallel_drafting": True}, "parallel_drafting"),
         ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
