@@ -252,7 +252,7 @@ class SamplingParams:
     def _refusal(self, name: str, allowed: str) -> RequestError:
         return RequestError(
             f"{name}={brief(getattr(self, name))} is not allowed; allowed: {allowed}. "
-            f"Change {name} or leave it out.",
+            "Change it or leave it out.",
             name,
         )
 

@@ -102,7 +102,7 @@ def check_ids(request: Request, vocab: int) -> None:
     """Raises RequestError where the model lacks a token that is named, or none is left to emit."""
     p = request.params
     for name, ids in (
-        ("prompt_token_ids", request.prompt_token_ids),
+        ("prompt", request.prompt_token_ids),
         ("allowed_token_ids", p.allowed_token_ids or ()),
         ("logit_bias", p.logit_bias or ()),
         ("bad_words", [t for word in p.bad_words_ids or () for t in word]),

@@ -221,6 +221,8 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", responses=answers.openapi_responses(answers.Tokenized))
     async def tokenize(body: TokenizeRequest) -> JSONResponse:
         service.check_name(body.model)
+        if body.prompt is not None and body.messages is not None:
+            raise RequestError("prompt and messages are both there; send one of them.", "prompt")
         if body.messages is not None:
             messages = [message.sent for message in body.messages]
             tools = [tool.sent for tool in body.tools or ()] or None
@@ -240,7 +242,7 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize", responses=answers.openapi_responses(answers.Detokenized))
     async def detokenize(body: DetokenizeRequest) -> JSONResponse:
         service.check_name(body.model)
-        text = await asyncio.to_thread(processor.decode, body.tokens)
+        text = await asyncio.to_thread(processor.detokenize, body.tokens)
         return JSONResponse({"prompt": text})
 
 

@@ -166,6 +166,9 @@ def told(fault: Mapping[str, Any], place: Sequence[Any]) -> str:
 
 
 def _reason(fault: Mapping[str, Any]) -> str:
+    if fault["type"] == "union_tag_invalid":
+        known = fault["ctx"]
+        return f"type={brief(known['tag'])} is not allowed; allowed: {known['expected_tags']}"
     return str(fault["msg"]).removeprefix("Value error, ")[:SHOWN]
 
 

@@ -108,7 +108,10 @@ Origin = tuple[str, TokenSource]
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens read and written so far; a prompt with n completions counts once."""
+    """Tokens read and written so far; a prompt with n completions counts once.
+
+    accepted: drafts that stand in the answer; those behind its end, though verified, are none.
+    """
 
     prompt: int
     written: int = 0
@@ -216,10 +219,12 @@ class Meter:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._last: dict[int, Piece] = {}
+        self._accepted = 0
 
     def add(self, piece: Piece) -> None:
         """Counts a piece."""
         self._last[piece.index] = piece
+        self._accepted += piece.sources.count("draft")
 
     def written(self, index: int) -> int:
         """Tokens of one completion."""
@@ -234,7 +239,7 @@ class Meter:
             prompt=sum(map(len, job.prompts)),
             written=sum(map(self.written, metrics)),
             cached=sum(metrics[index].num_cached_tokens for index in firsts if index in metrics),
-            accepted=sum(one.num_accepted_tokens for one in metrics.values()),
+            accepted=self._accepted,
             drafted=sum(one.num_draft_tokens for one in metrics.values()),
             reasoning=reasoning,
         )

@@ -270,6 +270,20 @@ class Processor:
             )
         return tokenizer.decode(token_ids, skip_special_tokens)
 
+    def detokenize(self, tokens: Sequence[int]) -> str:
+        """The text of token ids that a client has sent. Raises RequestError as decode() does, and
+        for those that stand for nothing."""
+        text = self.decode(tokens)
+        tokenizer = self._text_side("tokens")
+        for token_id in tokens:
+            if not tokenizer.token(token_id):
+                raise RequestError(
+                    f"tokens has token id {token_id}; allowed: ids of the tokenizer's "
+                    f"{len(tokenizer)} tokens. Leave it out.",
+                    "tokens",
+                )
+        return text
+
     def spell(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token by itself."""
         tokenizer = self._text_side("tokens")

@@ -234,7 +234,7 @@ async def first_of(client: AsyncEngine, request: Request) -> TokenUpdate:
 BAD: list[tuple[Callable[[], Request], type[Exception], str]] = [
     (lambda: ask("bad", prompt=[1] * 4096), RequestError, "prompt has 4096 tokens"),
     (lambda: ask("bad", prompt=[1] * 3900), CapacityError, "59 pages of 64"),
-    (lambda: ask("bad", prompt=[10**6]), RequestError, "prompt_token_ids has token id 1000000"),
+    (lambda: ask("bad", prompt=[10**6]), RequestError, "prompt has token id 1000000"),
     (lambda: ask("bad", allowed_token_ids=[-1]), RequestError, "allowed_token_ids has token id -1"),
     (lambda: ask("bad", logit_bias={10**6: 1.0}), RequestError, "logit_bias"),
     (lambda: ask("busy"), RequestError, "request_id='busy'"),

@@ -111,7 +111,7 @@ def test_a_row_keeps_nothing_of_the_request_before() -> None:
 @pytest.mark.parametrize(
     ("name", "prompt", "params"),
     [
-        ("prompt_token_ids", [1, VOCAB], {}),
+        ("prompt", [1, VOCAB], {}),
         ("allowed_token_ids", [1], {"allowed_token_ids": [VOCAB]}),
         ("logit_bias", [1], {"logit_bias": {-1: 1.0}}),
         ("bad_words", [1], {"bad_words_ids": [[1, VOCAB]]}),

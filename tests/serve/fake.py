@@ -80,7 +80,7 @@ class FakeClient:
                 await asyncio.sleep(3600)
             taken = new[: request.append(new, [_scores(t) for t in new])]
             request.metrics.num_draft_tokens += 2
-            request.metrics.num_accepted_tokens += len(taken) - 1
+            request.metrics.num_accepted_tokens += len(new) - 1
             prompt = None
             if first and request.params.prompt_logprobs is not None:
                 prompt = [None, *(_scores(t) for t in request.prompt_token_ids[1:])]
@@ -96,7 +96,7 @@ class FakeClient:
                 replace(request.metrics),
                 prompt,
                 "the model gave NaN" if request.finish_reason == "error" else None,
-                _sources(len(taken), request.speculate),
+                _sources(len(new), request.speculate)[: len(taken)],
             )
 
 

@@ -165,6 +165,23 @@ def test_tokens_behind_a_stop_string_have_no_source(server):
     assert "".join(entry["text"] for entry in choice["token_sources"]) == "hello "
 
 
+@pytest.mark.parametrize("tokens", range(1, 7))
+def test_usage_counts_the_drafts_that_stand_in_the_answer(server, tokens):
+    """A step may verify more of them than the answer has room for."""
+    server.text = "hello lazy fox"
+    body = CHAT | {"return_token_sources": True, "max_tokens": tokens}
+    answer = fetch(server, "POST", "/v1/chat/completions", json=body).json()
+    sources = [entry["source"] for entry in answer["choices"][0]["token_sources"]]
+    details = answer["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] == sources.count("draft")
+    (request,) = server.client.requests
+    drafted = request.metrics.num_draft_tokens
+    assert details["rejected_prediction_tokens"] == drafted - sources.count("draft")
+    told = {"stream_options": {"include_usage": True}}
+    last = chunks(server, "/v1/chat/completions", body | told)[-1]
+    assert last["usage"] == answer["usage"]
+
+
 @pytest.mark.parametrize(
     ("path", "body"),
     [

@@ -262,9 +262,45 @@ def test_many_completions(server):
     assert mixed.status_code == 400 and "prompt[1]" in mixed.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("tokens", [[-1], [2**80], [1.5], "x", [None], 5])
+@pytest.mark.parametrize("tokens", [[-1], [2**80], [1.5], "x", [None], 5, [1, 2**20]])
 def test_detokenize_refuses(server, tokens):
-    assert post(server, "/detokenize", tokens=tokens).status_code == 400
+    found = post(server, "/detokenize", tokens=tokens)
+    assert found.status_code == 400
+    assert found.json()["error"]["param"] == "tokens"
+
+
+def test_tokenize_takes_a_prompt_or_messages(server):
+    messages = [{"role": "user", "content": "a"}]
+    for body in ({}, {"prompt": "a", "messages": messages}):
+        found = post(server, "/tokenize", **body)
+        assert found.status_code == 400
+        assert "send one of them" in found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "place"),
+    [
+        ("/v1/responses", {"input": [{"type": "image"}]}, "input[0]"),
+        (
+            "/v1/messages",
+            {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            "messages[0].content[0]",
+        ),
+    ],
+)
+def test_an_unknown_type_is_told_in_words(server, path, body, place):
+    found = fetch(server, "POST", path, json=body)
+    assert found.status_code == 400
+    message = found.json()["error"]["message"]
+    assert message.startswith(f"{place}: type='image' is not allowed; allowed: ")
+    assert "_" not in message.partition("allowed: ")[0]
+
+
+def test_remedies_name_the_field_that_was_sent(server):
+    found = fetch(server, "POST", "/v1/responses", json={"input": "a", "max_output_tokens": 0})
+    message = found.json()["error"]["message"]
+    assert message.startswith("max_output_tokens=0 is not allowed")
+    assert "max_tokens" not in message
 
 
 def test_answers_are_as_the_schema_says(server):
