@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from lockstep.text.detokenizer import Detokenizer
 from lockstep.text.parsers import TOOL_PARSERS, ReplyParser, choose
 from lockstep.text.parsers.events import CallArguments, Content, Event, Reasoning, Reply
 from lockstep.text.parsers.think import ThinkParser
+from lockstep.text.tokenizer import Tokenizer
+from tests.text.templates import FAMILIES
 
 Calls = list[tuple[str, dict[str, Any]]]
 
@@ -141,6 +144,14 @@ def parser_of(name: str, calls: Calls, thinks: bool) -> ReplyParser:
     return ReplyParser(ThinkParser(prompt, tools.ENDS_REASONING), tools(tools_of(calls)))
 
 
+def answer_of(
+    writer: Callable[[Calls], str], thought: str, content: str, calls: Calls
+) -> tuple[str, str]:
+    """What stands in front of an answer's calls, and the calls."""
+    lead = f"{thought}\n</think>\n\n" if thought else ""
+    return lead + content + ("\n\n" if content else ""), writer(calls)
+
+
 def streamed(parser: ReplyParser, pieces: list[str]) -> Reply:
     events = [event for piece in pieces for event in parser.feed(piece)]
     return Reply().add(events + parser.finish())
@@ -169,8 +180,8 @@ def test_sixty_answers(writer: Callable[[Calls], str], reasoning: tuple[str, str
     for thought, content, calls in CASES:
         if (thought, content) != reasoning:
             continue
-        lead = f"{thought}\n</think>\n\n" if thought else ""
-        text = lead + content + ("\n\n" if content else "") + writer(calls)
+        lead, called = answer_of(writer, thought, content, calls)
+        text = lead + called
 
         def make(calls: Calls = calls, thinks: bool = bool(thought)) -> ReplyParser:
             return parser_of(writer.__name__, calls, thinks)
@@ -180,7 +191,7 @@ def test_sixty_answers(writer: Callable[[Calls], str], reasoning: tuple[str, str
         assert (whole.reasoning, whole.content) == (thought, content)
         found = [(call.name, json.loads(call.arguments)) for call in whole.tool_calls]
         assert found == calls
-        last = len(lead) + len(content) + MOUTH if lead or content else len(text)
+        last = len(lead) + MOUTH if lead else len(text)
         for cut in range(min(last, len(text))):
             assert streamed(make(), [text[:cut], text[cut:]]) == whole, (text[:cut], text[cut:])
         finals = {"content": whole.content, "reasoning": whole.reasoning}
@@ -191,6 +202,31 @@ def test_sixty_answers(writer: Callable[[Calls], str], reasoning: tuple[str, str
             for place, piece in told(parser.feed(char)):
                 so_far[place] += piece
                 assert finals[place].startswith(so_far[place]), "a tag leaked"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """One that has a token for every byte."""
+    folder = tmp_path_factory.mktemp("bytes")
+    FAMILIES["mistral"].tokenizer().save(str(folder / "tokenizer.json"))
+    return Tokenizer(folder)
+
+
+@pytest.mark.parametrize("writer", WRITERS, ids=lambda w: w.__name__)
+def test_every_byte_may_be_a_token_of_its_own(
+    writer: Callable[[Calls], str], tokenizer: Tokenizer
+) -> None:
+    """As a model may write them: half a character makes no text, and no reply differs."""
+    tokens = [tokenizer.fast.token_to_id(f"<0x{byte:02X}>") for byte in range(256)]
+    for thought, content, calls in CASES:
+        text = "".join(answer_of(writer, thought, content, calls))
+        pieces = Detokenizer(tokenizer)
+        parts = [pieces.push(tokens[byte]) for byte in text.encode()]
+        assert "\ufffd" not in "".join(parts)
+        parts.append(pieces.flush())
+        name = writer.__name__
+        whole = parser_of(name, calls, bool(thought)).parse(text)
+        assert streamed(parser_of(name, calls, bool(thought)), parts) == whole, text
 
 
 BROKEN = {
