@@ -42,7 +42,13 @@ class Responses:
         return running.response() if running else self.stored(response_id, "response_id").response
 
     def stored(self, response_id: str, field: str) -> Stored:
-        """A response that is kept. Raises UnknownResponseError."""
+        """A response that is kept. Raises RequestError for one that runs, UnknownResponseError."""
+        if response_id in self.running:
+            raise RequestError(
+                f"{field}={response_id!r} is in progress; allowed: responses that have ended. Wait "
+                "for its end, or cancel it.",
+                field,
+            )
         found = self.store.get(response_id)
         if found is None:
             raise UnknownResponseError(
@@ -71,7 +77,7 @@ class Responses:
         return running.response()
 
     def delete(self, response_id: str) -> Json:
-        """Forgets a response that is kept. Raises UnknownResponseError."""
+        """Forgets a response that is kept. Raises as stored() does."""
         self.stored(response_id, "response_id")
         self.store.remove(response_id)
         return {"id": response_id, "object": "response", "deleted": True}

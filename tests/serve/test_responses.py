@@ -206,6 +206,11 @@ def test_cancelling(server: Any, stream: bool) -> None:
                 await asyncio.sleep(0.001)
             place = f"{PATH}/{server.client.requests[0].id}"
             assert (await client.get(place)).json()["status"] == "in_progress"
+            following = {"input": "y", "previous_response_id": server.client.requests[0].id}
+            early = (await client.delete(place), await client.post(PATH, json=following))
+            for answer in early:
+                assert answer.status_code == 400
+                assert "is in progress" in answer.json()["error"]["message"]
             assert (await client.post(f"{place}/cancel")).json()["status"] == "cancelled"
             text = (await asked).text
             assert (await client.post(f"{place}/cancel")).status_code == 400
