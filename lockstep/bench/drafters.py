@@ -143,26 +143,36 @@ def _measured(
 
 
 def plot(lines: Sequence[DrafterLine], path: Path, title: str) -> None:
-    """A PNG: acceptance by position, and speed, of every drafter."""
+    """A PNG: acceptance by position, cost and speed of every drafter."""
     need_plots()
+    draw(lines, title).savefig(path, dpi=120)
+
+
+def draw(lines: Sequence[DrafterLine], title: str) -> Any:
+    """The picture of it, a Figure of matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(13, 4), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title)
-    by_place, speeds = figure.subplots(1, 2)
+    by_place, costs, speeds = figure.subplots(1, 3)
     for line in lines:
         if line.accepted_at:
             places = range(1, len(line.accepted_at) + 1)
-            by_place.plot(places, line.accepted_at, marker="o", label=line.name)
+            by_place.plot(places, line.accepted_at, marker="o", label=line.name, clip_on=False)
     by_place.set_title("share of steps whose draft is accepted")
     by_place.set_xlabel("place of the draft")
+    by_place.set_xticks(range(1, max(len(line.accepted_at) for line in lines) + 1))
     by_place.set_ylim(0, 1)
     by_place.grid(alpha=0.3)
     if by_place.lines:
         by_place.legend()
     names = [line.name for line in lines]
+    costs.bar(names, [line.extra_ms for line in lines])
+    costs.set_title("ms of a step beyond one without drafts")
     speeds.bar(names, [line.decode_tokens_per_s for line in lines])
     speeds.set_title("decode tokens/s")
-    figure.savefig(path, dpi=120)
+    for bars in (costs, speeds):
+        bars.tick_params(axis="x", rotation=20)
+    return figure

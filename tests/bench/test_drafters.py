@@ -8,7 +8,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from lockstep.bench import drafters
-from lockstep.bench.drafters import CountedDraftLength, DrafterLine, compare_drafters, plot
+from lockstep.bench.drafters import (
+    CountedDraftLength,
+    DrafterLine,
+    compare_drafters,
+    draw,
+    plot,
+)
 from lockstep.cli import app
 from lockstep.errors import ConfigError
 from lockstep.sampling_params import SamplingParams
@@ -84,6 +90,17 @@ def test_a_drafter_that_is_wrong_is_told_first(
         patched.setattr(drafters, "compare_drafters", None)  # nothing is loaded before that
         with pytest.raises(ConfigError, match="speculative_config model='/nowhere' is no folder"):
             run(target, "--drafter", nowhere, *ONCE)
+
+
+def test_a_plot_shows_acceptance_cost_and_speed() -> None:
+    alone = DrafterLine("none", 0, [], 1.0, 4.0, 0.0, 10.0, 1.0, True)
+    other = DrafterLine("ngram", 2, [0.5, 0.25], 1.75, 5.0, 1.0, 14.0, 1.4, True)
+    by_place, costs, speeds = draw([alone, other], "title").axes
+    (shown,) = by_place.lines
+    assert (list(shown.get_xdata()), list(shown.get_ydata())) == ([1, 2], [0.5, 0.25])
+    assert list(by_place.get_xticks()) == [1, 2]
+    assert [bar.get_height() for bar in costs.patches] == [0.0, 1.0]
+    assert [bar.get_height() for bar in speeds.patches] == [10.0, 14.0]
 
 
 def test_a_plot_without_drafts_is_drawn(tmp_path: Path) -> None:
