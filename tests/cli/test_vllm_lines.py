@@ -255,6 +255,7 @@ def test_errors_are_one_line_before_anything_is_loaded(
     assert ended.value.code == 2 and said in shown and "Traceback" not in shown
 
 
+MODES = ("NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE")
 BUNDLED = ROOT / "lockstep" / "assets" / "model"
 BODY = {"prompt": "def main(", "max_tokens": 8, "temperature": 0}
 ONE_PROCESS = "--disable-frontend-multiprocessing"
@@ -332,3 +333,25 @@ def test_three_lines_serve(tmp_path: Path) -> None:
     assert len(of_eager["answer"]["choices"][0]["text"]) > 0
     assert "--attention-backend has no effect" in told
     assert "kv-fp8_e4m3" in told and "state-float32" in told
+
+
+@pytest.mark.gpu
+def test_every_graph_mode_serves_the_same_tokens() -> None:
+    """Drawn by the bundled model, with drafts."""
+    drafts = json.dumps({"method": "qwen3_next_mtp", "num_speculative_tokens": 2})
+    shared = ["--max-num-seqs", "2", "--max-model-len", "512", "--gpu-memory-utilization", "0.1"]
+    line = ["serve", str(BUNDLED), *shared, "--speculative-config", drafts, "--port", "0"]
+    given = [json.dumps({"cudagraph_mode": mode}) for mode in MODES]
+    lines = [[*line, ONE_PROCESS, "--compilation-config", mode] for mode in given]
+    drawn = {"prompt": [BODY["prompt"]] * 2, "max_tokens": 40, "temperature": 0.8, "seed": 3}
+    command = [sys.executable, "-c", IN_TURN, json.dumps(lines)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=ROOT) as server:
+        try:
+            found = [asked(server, {**drawn, "return_token_ids": True}) for _ in MODES]
+            assert server.wait(timeout=30) == 0
+        finally:
+            server.kill()
+    plain, *others = ([c["token_ids"] for c in one["answer"]["choices"]] for one in found)
+    assert all(len(tokens) == 40 for tokens in plain)
+    assert others == [plain] * len(others)
