@@ -1,5 +1,6 @@
 """kv_cache_dtype from the settings to the cache: by layer, for the draft module, from a file."""
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from lockstep.cli import app
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.kernels.kv import PackedKV, formats
 from lockstep.kernels.kv.fp8 import E4M3, Fp8
+from lockstep.layers.kv import StaticScales
+from lockstep.quant import TensorInfo
 from tests.models.filled import MTP, build, weights_of
 from tests.tiny_model import make_model
 
@@ -172,9 +175,12 @@ def test_a_format_from_a_temporary_folder(
     assert answer(drafting) == answer(llm)
 
 
-@pytest.mark.parametrize("where", ["self_attn.{}_scale", "self_attn.{0}_proj.{0}_scale"])
+@pytest.mark.parametrize(
+    "where",
+    ["self_attn.{}_scale", "self_attn.{0}_proj.{0}_scale", "self_attn.{}_proj.output_scale"],
+)
 def test_static_scales_of_a_checkpoint(folder: Path, tmp_path: Path, where: str) -> None:
-    """Read where the format is scaled by them, under either name."""
+    """Read where the format is scaled by them, under each of their names."""
     llm = build(folder, load_format="dummy", speculative_config=MTP)
     tensors = weights_of(llm)
     prefix = next(n for n in tensors if n.endswith("layers.3.self_attn.k_proj.weight"))
@@ -192,10 +198,33 @@ def test_static_scales_of_a_checkpoint(folder: Path, tmp_path: Path, where: str)
         {n: t for n, t in tensors.items() if "scale" not in n}, tmp_path / "model.safetensors"
     )
     assert answer(scaled) != answer(engine(tmp_path, load_format="auto", kv_cache_dtype="fp8_e4m3"))
-    tensors[prefix + where.format("k")] = torch.tensor(-1.0)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="k_scale=-1.0 is not allowed; allowed: a number"):
-        engine(tmp_path, load_format="auto", kv_cache_dtype="fp8_e4m3")
+    for wrong in (-1.0, 0.0, 1e-40, math.inf, math.nan):
+        tensors[prefix + where.format("k")] = torch.tensor(wrong)
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match="_scale=.* is not allowed; allowed: a finite"):
+            engine(tmp_path, load_format="auto", kv_cache_dtype="fp8_e4m3")
+
+
+def test_one_scale_for_both_sides_and_which_counts() -> None:
+    """AutoFP8 has a kv_scale; where a newer name stands beside an older one, the newer counts."""
+
+    def scales(**modules: dict[str, float]) -> dict[str, float]:
+        tensors = {
+            module.replace("own", ""): {name: TensorInfo(name, (1,), "F32") for name in found}
+            for module, found in modules.items()
+        }
+        static = StaticScales("layers.0.self_attn", E4M3, tensors)
+        for key, slot in static.slots.items():
+            (module, _, name) = key.rpartition(".")
+            slot.fill(torch.tensor([modules[module or "own"][name]]))
+        return static.scales
+
+    assert scales(own={"kv_scale": 0.5}) == {"k": 0.5, "v": 0.5}
+    assert scales(own={"kv_scale": 0.5, "k_scale": 2.0}) == {"k": 2.0, "v": 0.5}
+    assert scales(own={"k_scale": 2.0}, k_proj={"k_scale": 1.0, "output_scale": 4.0}) == {"k": 2.0}
+    assert scales(k_proj={"output_scale": 4.0}, v_proj={"v_scale": 8.0, "output_scale": 1.0}) == {
+        "k": 4.0, "v": 8.0,
+    }  # fmt: skip
 
 
 def test_check_takes_every_format_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -40,6 +40,8 @@ CHUNK = 1 << 24
 PLAIN_NAMES = ("F32", "BF16", "F16")
 """Dtypes of weights that are not packed, as safetensors spells them."""
 SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+SCALES_OF_KV = "--kv-cache-dtype chooses how keys and values lie, and fp8 takes the scales"
+"""What notes say of settings for the KV cache."""
 SIDECARS = (
     "weight_packed",
     "weight_scale",

@@ -424,6 +424,26 @@ def test_what_is_not_followed_is_said() -> None:
     assert "kv_cache_quant_algo" in read(modelopt("FP8", kv_cache_quant_algo="FP8")).notes[1]
 
 
+def test_checkpoints_that_pack_keys_and_values_alone() -> None:
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    dense = {"quant_method": "compressed-tensors", "format": "dense", "kv_cache_scheme": scheme}
+    attending = {"targets": ["LlamaAttention"], "weights": None, "input_activations": scheme}
+    settings: tuple[dict[str, Any], ...] = (
+        {**dense, "config_groups": {}},
+        {**dense, "config_groups": {"group_0": attending}},
+        modelopt(None, kv_cache_quant_algo="FP8"),
+    )
+    for one in settings:
+        packing = read(one)
+        assert packing.layout(module_of({"weight": torch.ones(192, 144)}, 192, 144)) is None
+        assert packing.notes[-1].endswith("and fp8 takes the scales")
+        with pytest.raises(CheckpointError, match="asks for a weight that is not packed"):
+            packing.layout(module_of(CASES["fp8 tensor"].write(192, 144, 2).tensors, 192, 144))
+    assert read(settings[2]).name == "modelopt"
+    with pytest.raises(CheckpointError, match=r"\['group_0'\].format='dense' is not allowed"):
+        read({**ints(), "format": "dense"})
+
+
 def test_names_of_formats() -> None:
     assert read(BLOCKS).name == "fp8-128x128"
     assert read(FP8).name == "fp8"
