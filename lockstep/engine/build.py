@@ -232,7 +232,7 @@ def _kv_name(config: EngineConfig, dtype: torch.dtype) -> str | None:
     format = formats.format_of(config.kv_cache_dtype, dtype)
     if format is None:
         return None
-    skipped = ".".join(config.kv_cache_dtype_skip_layers)
+    skipped = ".".join(sorted(set(config.kv_cache_dtype_skip_layers)))
     return f"{format.name}-skip-{skipped}" if skipped else format.name
 
 
