@@ -20,7 +20,7 @@ from lockstep.kernels.kv.fp8 import E4M3, Fp8
 from lockstep.layers.kv import StaticScales
 from lockstep.quant import TensorInfo
 from tests.models.filled import MTP, build, weights_of
-from tests.tiny_model import make_model
+from tests.tiny_model import QWEN3, make_model
 
 PROMPT = {"prompt_token_ids": list(range(5, 90))}
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1, detokenize=False)
@@ -117,6 +117,20 @@ def test_the_draft_modules_cache_may_differ_and_changes_no_answer(folder: Path) 
     assert "/kv-fp8_e4m3/" in same.engine.numerics
     plain = engine(folder, kv_cache_dtype="fp8")
     assert answer(same) == answer(other) == answer(own) == answer(plain)
+
+
+def test_a_draft_model_whose_heads_do_not_fit_names_its_own_setting(tmp_path: Path) -> None:
+    target = make_model(tmp_path / "target", QWEN3, head_dim=32)
+    small = make_model(tmp_path / "small", QWEN3, head_dim=24)
+    spec = {"method": "draft_model", "model": str(small), "num_speculative_tokens": 2}
+    for asked, own in (
+        ("turboquant_3bit_nc", {}),
+        ("fp8", {"kv_cache_dtype": "turboquant_3bit_nc"}),
+    ):
+        with pytest.raises(ConfigError, match="speculative_config kv_cache_dtype='turboquant_3bit"):
+            engine(target, kv_cache_dtype=asked, speculative_config=spec | own)
+    own = {"kv_cache_dtype": "fp8"}
+    engine(target, kv_cache_dtype="turboquant_3bit_nc", speculative_config=spec | own)
 
 
 def test_rotations_differ_by_layer_and_the_draft_module_has_its_own(folder: Path) -> None:

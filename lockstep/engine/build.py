@@ -308,7 +308,8 @@ def build_draft(
     inexact = build.at("draft")
     inexact.exact = False
     asked = getattr(options, "kv_cache_dtype", None)
-    inexact.kv = KVLayers(formats.format_of(asked or config.kv_cache_dtype, build.dtype))
+    format = formats.format_of(asked or config.kv_cache_dtype, build.dtype)
+    inexact.kv = KVLayers(format, setting="speculative_config kv_cache_dtype")
     draft = drafting.build(options, checkpoint, model, inexact)
     model.taps = draft.taps
     return draft

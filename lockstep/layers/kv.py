@@ -34,10 +34,12 @@ LEAST_SCALE = torch.finfo(torch.float32).tiny
 @dataclass(frozen=True)
 class KVLayers:
     """format: of the layers that attend, None for the model's dtype. skip: those that keep it in
-    the model's dtype all the same, by number, or first and last until settled()."""
+    the model's dtype all the same, by number, or first and last until settled(). setting: the one
+    that chose the format, for messages."""
 
     format: KVFormat | None = None
     skip: tuple[str, ...] = ()
+    setting: str = "kv_cache_dtype"
 
     def settled(self, attending: Sequence[int]) -> "KVLayers":
         """The same with numbers alone, of a model in which these layers attend. Raises
