@@ -104,7 +104,8 @@ def test_the_needle_ladder(kind: str, record_property: Callable[[str, object], N
     assert_needles_are_found(kind, SHORT, record_property)
 
 
-@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="32 K tokens take a CPU an hour")
 @KINDS
 def test_the_longest_rung(kind: str, record_property: Callable[[str, object], None]) -> None:
     assert_needles_are_found(kind, (32,), record_property)
