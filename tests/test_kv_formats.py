@@ -1,5 +1,6 @@
 """kv_cache_dtype from the settings to the cache: by layer, for the draft module, from a file."""
 
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +17,10 @@ from lockstep.cli import app
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.kernels.kv import PackedKV, formats
 from lockstep.kernels.kv.fp8 import E4M3, Fp8
+from lockstep.layers.kv import StaticScales
+from lockstep.quant import TensorInfo
 from tests.models.filled import MTP, build, weights_of
-from tests.tiny_model import make_model
+from tests.tiny_model import QWEN3, make_model
 
 PROMPT = {"prompt_token_ids": list(range(5, 90))}
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1, detokenize=False)
@@ -83,12 +86,14 @@ def test_layers_that_are_left_out_keep_the_models_dtype(folder: Path) -> None:
         (("first",), ["float32", "Int8()"]),
         ((7,), ["Int8()", "float32"]),
         (["first", "last"], ["float32", "float32"]),
+        ([3, 7, 3], ["float32", "float32"]),
+        ([7, 3], ["float32", "float32"]),
     ):
         llm = engine(
             folder, kv_cache_dtype="int8_per_token_head", kv_cache_dtype_skip_layers=skipped
         )
         assert list(names(llm).values()) == kinds
-        told = "-skip-" + ".".join(map(str, skipped)) if skipped else ""
+        told = "-skip-" + ".".join(sorted({str(one) for one in skipped})) if skipped else ""
         assert f"/kv-int8_per_token_head{told}/" in llm.engine.numerics
     assert answer(llm) == answer(engine(folder))
     with pytest.raises(ConfigError, match="'4' is not allowed; allowed: first, last, 3, 7"):
@@ -112,6 +117,20 @@ def test_the_draft_modules_cache_may_differ_and_changes_no_answer(folder: Path) 
     assert "/kv-fp8_e4m3/" in same.engine.numerics
     plain = engine(folder, kv_cache_dtype="fp8")
     assert answer(same) == answer(other) == answer(own) == answer(plain)
+
+
+def test_a_draft_model_whose_heads_do_not_fit_names_its_own_setting(tmp_path: Path) -> None:
+    target = make_model(tmp_path / "target", QWEN3, head_dim=32)
+    small = make_model(tmp_path / "small", QWEN3, head_dim=24)
+    spec = {"method": "draft_model", "model": str(small), "num_speculative_tokens": 2}
+    for asked, own in (
+        ("turboquant_3bit_nc", {}),
+        ("fp8", {"kv_cache_dtype": "turboquant_3bit_nc"}),
+    ):
+        with pytest.raises(ConfigError, match="speculative_config kv_cache_dtype='turboquant_3bit"):
+            engine(target, kv_cache_dtype=asked, speculative_config=spec | own)
+    own = {"kv_cache_dtype": "fp8"}
+    engine(target, kv_cache_dtype="turboquant_3bit_nc", speculative_config=spec | own)
 
 
 def test_rotations_differ_by_layer_and_the_draft_module_has_its_own(folder: Path) -> None:
@@ -172,9 +191,12 @@ def test_a_format_from_a_temporary_folder(
     assert answer(drafting) == answer(llm)
 
 
-@pytest.mark.parametrize("where", ["self_attn.{}_scale", "self_attn.{0}_proj.{0}_scale"])
+@pytest.mark.parametrize(
+    "where",
+    ["self_attn.{}_scale", "self_attn.{0}_proj.{0}_scale", "self_attn.{}_proj.output_scale"],
+)
 def test_static_scales_of_a_checkpoint(folder: Path, tmp_path: Path, where: str) -> None:
-    """Read where the format is scaled by them, under either name."""
+    """Read where the format is scaled by them, under each of their names."""
     llm = build(folder, load_format="dummy", speculative_config=MTP)
     tensors = weights_of(llm)
     prefix = next(n for n in tensors if n.endswith("layers.3.self_attn.k_proj.weight"))
@@ -192,10 +214,33 @@ def test_static_scales_of_a_checkpoint(folder: Path, tmp_path: Path, where: str)
         {n: t for n, t in tensors.items() if "scale" not in n}, tmp_path / "model.safetensors"
     )
     assert answer(scaled) != answer(engine(tmp_path, load_format="auto", kv_cache_dtype="fp8_e4m3"))
-    tensors[prefix + where.format("k")] = torch.tensor(-1.0)
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="k_scale=-1.0 is not allowed; allowed: a number"):
-        engine(tmp_path, load_format="auto", kv_cache_dtype="fp8_e4m3")
+    for wrong in (-1.0, 0.0, 1e-40, math.inf, math.nan):
+        tensors[prefix + where.format("k")] = torch.tensor(wrong)
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(CheckpointError, match="_scale=.* is not allowed; allowed: a finite"):
+            engine(tmp_path, load_format="auto", kv_cache_dtype="fp8_e4m3")
+
+
+def test_one_scale_for_both_sides_and_which_counts() -> None:
+    """AutoFP8 has a kv_scale; where a newer name stands beside an older one, the newer counts."""
+
+    def scales(**modules: dict[str, float]) -> dict[str, float]:
+        tensors = {
+            module.replace("own", ""): {name: TensorInfo(name, (1,), "F32") for name in found}
+            for module, found in modules.items()
+        }
+        static = StaticScales("layers.0.self_attn", E4M3, tensors)
+        for key, slot in static.slots.items():
+            (module, _, name) = key.rpartition(".")
+            slot.fill(torch.tensor([modules[module or "own"][name]]))
+        return static.scales
+
+    assert scales(own={"kv_scale": 0.5}) == {"k": 0.5, "v": 0.5}
+    assert scales(own={"kv_scale": 0.5, "k_scale": 2.0}) == {"k": 2.0, "v": 0.5}
+    assert scales(own={"k_scale": 2.0}, k_proj={"k_scale": 1.0, "output_scale": 4.0}) == {"k": 2.0}
+    assert scales(k_proj={"output_scale": 4.0}, v_proj={"v_scale": 8.0, "output_scale": 1.0}) == {
+        "k": 4.0, "v": 8.0,
+    }  # fmt: skip
 
 
 def test_check_takes_every_format_in_turn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ def _kv_name(config: EngineConfig, dtype: torch.dtype) -> str | None:
     format = formats.format_of(config.kv_cache_dtype, dtype)
     if format is None:
         return None
-    skipped = ".".join(config.kv_cache_dtype_skip_layers)
+    skipped = ".".join(sorted(set(config.kv_cache_dtype_skip_layers)))
     return f"{format.name}-skip-{skipped}" if skipped else format.name
 
 
@@ -308,7 +308,8 @@ def build_draft(
     inexact = build.at("draft")
     inexact.exact = False
     asked = getattr(options, "kv_cache_dtype", None)
-    inexact.kv = KVLayers(formats.format_of(asked or config.kv_cache_dtype, build.dtype))
+    format = formats.format_of(asked or config.kv_cache_dtype, build.dtype)
+    inexact.kv = KVLayers(format, setting="speculative_config kv_cache_dtype")
     draft = drafting.build(options, checkpoint, model, inexact)
     model.taps = draft.taps
     return draft

@@ -67,7 +67,8 @@ class Attention(nn.Module):
         self.k_norm = Norm(build, head_dim, eps, norm_offset) if qk_norm else None
         self.out = ResidualLinear(build, heads * head_dim, {"o_proj": outputs}, bias=out_bias)
         self.kv_format = build.kv.of(build.layer)
-        codecs = None if self.kv_format is None else self.kv_format.fitting(head_dim)
+        setting = build.kv.setting
+        codecs = None if self.kv_format is None else self.kv_format.fitting(head_dim, setting)
         self.static = StaticScales(build.path, self.kv_format, build.beside("k_proj", "v_proj"))
         self.rope = build.op(rope_and_cache, head_dim=head_dim, codecs=codecs)
         sizes = dict(heads=heads, kv_heads=kv_heads, head_dim=head_dim)

@@ -1,6 +1,6 @@
 """Which layers keep keys and values in which format, and the static scales of a checkpoint."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
 from typing import Any
@@ -15,15 +15,31 @@ from lockstep.quant.slot import PLAIN, Slot
 
 ENDS = {"first": 0, "last": -1}
 """Names of layers: the first and the last one that attends."""
+PLACES = (
+    ("", "k_scale", "k"),
+    ("", "v_scale", "v"),
+    ("k_proj", "k_scale", "k"),
+    ("v_proj", "v_scale", "v"),
+    ("k_proj", "output_scale", "k"),
+    ("v_proj", "output_scale", "v"),
+    ("", "kv_scale", "kv"),
+)
+"""Where a checkpoint may have a static scale, the newest way first: a module of the layer, "" for
+its own; the tensor; the sides that it is of. AutoFP8 has the last, compressed-tensors and ModelOpt
+the others."""
+LEAST_SCALE = torch.finfo(torch.float32).tiny
+"""Below it a scale is subnormal, and a quotient by it may overflow."""
 
 
 @dataclass(frozen=True)
 class KVLayers:
     """format: of the layers that attend, None for the model's dtype. skip: those that keep it in
-    the model's dtype all the same, by number, or first and last until settled()."""
+    the model's dtype all the same, by number, or first and last until settled(). setting: the one
+    that chose the format, for messages."""
 
     format: KVFormat | None = None
     skip: tuple[str, ...] = ()
+    setting: str = "kv_cache_dtype"
 
     def settled(self, attending: Sequence[int]) -> "KVLayers":
         """The same with numbers alone, of a model in which these layers attend. Raises
@@ -47,9 +63,7 @@ class KVLayers:
 
 class StaticScales:
     """k_scale and v_scale of one attention layer, where its checkpoint has them and its format is
-    scaled by them. A code times the scale is the number.
-
-    They stand beside the projections, or with k_proj and v_proj (ModelOpt).
+    scaled by them. A code times the scale is the number. PLACES says where they stand.
     """
 
     def __init__(
@@ -60,18 +74,25 @@ class StaticScales:
         self.slots: dict[str, Slot] = {}
         if format is None or not format.scaled:
             return
-        for side in "kv":
-            for key, info in _found(f"{side}_scale", f"{side}_proj", tensors):
-                if prod(info.shape) != 1:
-                    raise self._error(key, f"shape {list(info.shape)}", "one number")
-                self.slots[key] = Slot(None, PLAIN, torch.device("cpu"), self._taking(side, key))
+        told: set[str] = set()
+        for module, name, sides in PLACES:
+            info = tensors.get(module, {}).get(name)
+            own = set(sides) - told
+            if info is None or not own:
+                continue
+            told |= own
+            key = f"{module}.{name}".lstrip(".")
+            if prod(info.shape) != 1:
+                raise self._error(key, f"shape {list(info.shape)}", "one number")
+            self.slots[key] = Slot(None, PLAIN, torch.device("cpu"), self._taking(own, key))
 
-    def _taking(self, side: str, key: str) -> Any:
+    def _taking(self, sides: set[str], key: str) -> Any:
         def take(tensor: Tensor) -> None:
             scale = tensor.float().item()
-            if not 0 < scale < inf:
-                raise self._error(key, str(scale), "a number above 0")
-            self.scales[side] = scale
+            if not LEAST_SCALE <= scale < inf:
+                allowed = f"a finite number of {LEAST_SCALE:.2g} or more"
+                raise self._error(key, str(scale), allowed)
+            self.scales |= dict.fromkeys(sides, scale)
 
         return take
 
@@ -87,14 +108,3 @@ class StaticScales:
             return format
         sides = {s: replace(getattr(format, s), scale=x) for s, x in self.scales.items()}
         return replace(format, **sides)
-
-
-def _found(
-    name: str, projection: str, tensors: Mapping[str, Mapping[str, TensorInfo]]
-) -> Iterator[tuple[str, TensorInfo]]:
-    """The tensor of that name, by its name within the layer; "" is the layer's own module."""
-    for module in ("", projection):
-        info = tensors.get(module, {}).get(name)
-        if info is not None:
-            yield f"{module}.{name}".lstrip("."), info
-            return

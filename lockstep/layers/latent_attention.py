@@ -121,7 +121,7 @@ class LatentAttention(nn.Module):
         self.q_norm = None if q_rank is None else RMSNorm(build, q_rank, NORM_EPS)
         self.q_up = None if q_rank is None else Linear(build, q_rank, {"q_b_proj": queries})
         self.kv_norm = Norm(build, latent, NORM_EPS)
-        self.codec = latent_codec(build.kv.of(build.layer), latent)
+        self.codec = latent_codec(build.kv.of(build.layer), latent, build.kv.setting)
         turn = None if self.codec is None else self.codec.turn
         self.absorbed = AbsorbedHeads(build, heads, plain, latent, value, turn)
         self.out = ResidualLinear(build, heads * value, {"o_proj": outputs})

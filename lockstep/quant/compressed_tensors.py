@@ -5,9 +5,11 @@
     float-quantized         weight: e4m3fn; W = fp32(code) * scale
     naive-quantized         either of these two
     nvfp4-pack-quantized    W = (e2m1(code) * fp32(weight_scale)) * (1 / weight_global_scale)
+    dense                   no weights: scales of keys and values alone
 
-Only weights are taken as packed: activations are never rounded and the KV cache has a format of its
-own, so `input_activations`, `kv_cache_scheme` and the scales that belong to them are not used.
+Only weights are taken as packed: activations are never rounded, so `input_activations` and the
+scales that belong to them are not used. The KV cache has the format that the user chose, whatever
+`kv_cache_scheme` says; fp8 takes `k_scale` and `v_scale` (lockstep.layers.kv).
 """
 
 from collections.abc import Callable, Mapping
@@ -19,6 +21,7 @@ from lockstep.quant.reading import BUILT, MEND, WITHIN, SettingsReader
 from lockstep.quant.storage import (
     FP4_GROUP,
     FP8_BLOCK,
+    SCALES_OF_KV,
     Fp4Storage,
     Fp8Storage,
     IntStorage,
@@ -32,6 +35,7 @@ CLASS = "Linear"
 PATTERN = "re:"
 """In front of a target that is a regular expression; it is matched from the name's start."""
 MIXED = "mixed-precision"
+DENSE = "dense"
 MOST_GROUP = 1 << 20
 """Columns that may share a scale."""
 
@@ -99,7 +103,7 @@ class CompressedTensors(StoredPacking):
     )
 
     def __init__(self, settings: SettingsReader) -> None:
-        self.format = settings.only("format", *FORMATS, MIXED)
+        self.format = settings.only("format", *FORMATS, MIXED, DENSE)
         self.name = f"compressed-tensors-{self.format}"
         transforms = settings.get("transform_config", dict, {})
         if transforms:
@@ -107,7 +111,7 @@ class CompressedTensors(StoredPacking):
         part(settings, "sparsity_config").only("format", "dense", default="dense")
         self.left_out = targets(settings, "ignore")
         parts = settings.parts("config_groups")
-        if not parts:
+        if not parts and not settings.has("kv_cache_scheme"):
             told = "an object of groups of modules"
             raise settings.error("config_groups", settings.raw.get("config_groups"), told, MEND)
         found = [group(name, part, self.format) for name, part in parts.items()]
@@ -240,5 +244,5 @@ def notes(settings: SettingsReader, groups: dict[str, SettingsReader]) -> list[s
         if part.has(name)
     ]
     if settings.has("kv_cache_scheme"):
-        found.append(f"{WITHIN}kv_cache_scheme and its scales are not used")
+        found.append(f"{WITHIN}kv_cache_scheme is not followed: {SCALES_OF_KV}")
     return found

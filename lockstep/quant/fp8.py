@@ -31,7 +31,7 @@ def read(settings: Mapping[str, Any]) -> "Fp8":
 class Fp8(StoredPacking):
     """See the file's head. name: "fp8-128x128" for blocks, else "fp8"."""
 
-    unused = frozenset({"input_scale", "k_scale", "v_scale", "q_scale", "kv_scale"})
+    unused = frozenset({"input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "kv_scale"})
 
     def __init__(self, settings: SettingsReader) -> None:
         settings.only("fmt", "e4m3", default="e4m3")

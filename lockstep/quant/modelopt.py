@@ -2,8 +2,9 @@
 
 FP8: W = fp32(code) * weight_scale. NVFP4: W = (e2m1(code) * fp32(weight_scale)) * weight_scale_2.
 Settings stand in config.json (quant_method modelopt, modelopt_fp4 or modelopt_mixed) or in
-hf_quant_config.json. Only weights are taken as packed: activations are never rounded and the KV
-cache has a format of its own, so `input_scale`, `k_scale` and `v_scale` are not used.
+hf_quant_config.json. Only weights are taken as packed: activations are never rounded, so
+`input_scale` is not used. The KV cache has the format that the user chose; fp8 takes `k_scale` and
+`v_scale` (lockstep.layers.kv).
 """
 
 import re
@@ -15,6 +16,7 @@ from lockstep.quant.packing import Module
 from lockstep.quant.reading import MEND, WITHIN, SettingsReader
 from lockstep.quant.storage import (
     FP4_GROUP,
+    SCALES_OF_KV,
     Fp4Storage,
     Fp8Storage,
     Storage,
@@ -44,7 +46,7 @@ def read(settings: Mapping[str, Any]) -> "ModelOpt":
 
 
 class ModelOpt(StoredPacking):
-    """See the file's head. name: "modelopt-NVFP4" and so on, by quant_algo.
+    """See the file's head. name: "modelopt-NVFP4" and so on, by quant_algo; "modelopt" without.
 
     only_keys: quant_algo is null: only the KV cache was packed.
     """
@@ -54,7 +56,7 @@ class ModelOpt(StoredPacking):
     def __init__(self, settings: SettingsReader, only_keys: bool) -> None:
         allowed = (*STORAGES, MIXED, *([None] if only_keys else []))
         self.algorithm = settings.only("quant_algo", *allowed)
-        self.name = f"modelopt-{self.algorithm}"
+        self.name = "modelopt" if self.algorithm is None else f"modelopt-{self.algorithm}"
         self.left_out = {entry: name for name in LISTS for entry in settings.names(name)}
         self.layers: dict[str, SettingsReader] = {}
         if self.algorithm == MIXED:
@@ -127,5 +129,5 @@ def notes(settings: SettingsReader) -> list[str]:
     found = ["activations are not rounded, whatever quant_algo says of them"]
     for name in ("kv_cache_quant_algo", "kv_cache_scheme"):
         if settings.has(name):
-            found.append(f"{WITHIN}{name} and the scales of keys and values are not used")
+            found.append(f"{WITHIN}{name} is not followed: {SCALES_OF_KV}")
     return found

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lockstep.errors import brief
 from lockstep.kernels.packed import (
+    FP4_FACTORS,
     Fp4Weight,
     Fp8Weight,
     IntWeight,
@@ -40,6 +41,8 @@ CHUNK = 1 << 24
 PLAIN_NAMES = ("F32", "BF16", "F16")
 """Dtypes of weights that are not packed, as safetensors spells them."""
 SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+SCALES_OF_KV = "--kv-cache-dtype chooses how keys and values lie, and fp8 takes the scales"
+"""What notes say of settings for the KV cache."""
 SIDECARS = (
     "weight_packed",
     "weight_scale",
@@ -208,7 +211,11 @@ class Fp4Storage(Storage):
     def _factor(self, module: Module, weight: Fp4Weight, found: Tensor) -> None:
         if self.divides and not bool(found > 0):
             raise damaged(module, self.factor, f"is {float(found)}, expected more than 0")
-        weight.factors.copy_(found.reciprocal() if self.divides else found)
+        factor = found.reciprocal() if self.divides else found
+        if not bool(factor.abs() < FP4_FACTORS):
+            said = f"is {float(found)}, which multiplies by {float(factor)}, expected below 2^119"
+            raise damaged(module, self.factor, said)
+        weight.factors.copy_(factor)
 
 
 @dataclass(frozen=True)
@@ -284,14 +291,20 @@ class IntStorage(Storage):
         (n, groups) = zeros.shape
         packed = self.in_words and stored_as(module, "weight_zero_point", "I32")
         shapes: list[tuple[int, ...]] = [(-(-n * self.bits // 32), groups)] if packed else scales
-        return slot(
-            module, "weight_zero_point", shapes, (torch.int32 if packed else torch.int8,),
-            weight.device,
-            lambda x: zeros.copy_(
-                along_n(x, self.bits, n) if packed
-                else (x.short() + 2 ** (self.bits - 1)).view(-1, x.shape[-1] if x.dim() else 1)
-            ),
-        )  # fmt: skip
+        middle = 2 ** (self.bits - 1)
+
+        def fill(found: Tensor) -> None:
+            if packed:
+                zeros.copy_(along_n(found, self.bits, n))
+                return
+            codes = found.short() + middle
+            if not bool(((codes >= 0) & (codes < 2**self.bits)).all()):
+                said = f"has zero points other than {-middle} to {middle - 1}"
+                raise damaged(module, "weight_zero_point", said)
+            zeros.copy_(codes.view(-1, found.shape[-1] if found.dim() else 1))
+
+        dtype = torch.int32 if packed else torch.int8
+        return slot(module, "weight_zero_point", shapes, (dtype,), weight.device, fill)
 
 
 def slot(

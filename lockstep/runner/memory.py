@@ -120,7 +120,9 @@ def measured_size(
         snapshots = min(snapshots, most // cost.slot)
     slots = _slots(limits, cost, snapshots)
     useful = limits.max_num_seqs * limits.row_columns * GPU_PAGES_PER_ROW + 1
-    return CacheSize(count_pages(budget - slots * cost.slot, cost.page, useful, LEAST_PAGES), slots)
+    left = budget - slots * cost.slot
+    beside = f" beside {slots} slots of recurrent state ({cost.slot} bytes each)" if slots else ""
+    return CacheSize(count_pages(left, cost.page, useful, LEAST_PAGES, beside), slots)
 
 
 def _snapshots(config: EngineConfig) -> int:
@@ -207,14 +209,17 @@ def tensors(layers: dict[str, Cached], law: Law) -> list[Tensor]:
     return [t for m in layers.values() if m.cache_spec().law is law for t in m.cache_tensors()]
 
 
-def count_pages(budget: int, page_bytes: int, useful: int, least: int) -> int:
-    """Pages that `budget` bytes hold, at most `useful`. Raises CapacityError below `least`."""
+def count_pages(budget: int, page_bytes: int, useful: int, least: int, beside: str = "") -> int:
+    """Pages that `budget` bytes hold, at most `useful`. Raises CapacityError below `least`.
+
+    beside: what else the cache keeps, for the message.
+    """
     pages = min(budget // page_bytes, useful)
     if pages < least:
         raise CapacityError(
             f"the KV cache has room for {max(pages, 0)} pages of {PAGE_SIZE} tokens "
-            f"({page_bytes} bytes each); at least {least} are needed for one request of "
-            "max_model_len tokens. Lower max_model_len or max_num_seqs, or raise "
-            "gpu_memory_utilization."
+            f"({page_bytes} bytes each){beside}; at least {least} are needed: the null page, and "
+            "those of a request. Lower max_num_seqs, max_num_batched_tokens or max_model_len, "
+            "choose a kv_cache_dtype of fewer bytes, or raise gpu_memory_utilization."
         )
     return pages

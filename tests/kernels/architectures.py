@@ -168,18 +168,25 @@ def packed(tokens: int, dtype: torch.dtype, segments: int) -> Iterator[Call]:
         yield lambda weight=weight, x=x: linear_packed(x, weight, segments)
 
 
+def caches(dtype: torch.dtype) -> Iterator[Call]:
+    """Attention over keys and values: at real sizes over those that are not packed, and over each
+    format, the first and the last of TurboQuant with all heads."""
+    for heads, kv_heads, dim in ((32, 8, 128), (24, 4, 256), (16, 2, 256)):
+        for rows, query_len in ((1, 1), (1, 4), (8, 4), (64, 1), (64, 4), (1, 2048), (4, 512)):
+            yield attention(heads, kv_heads, dim, rows, query_len, dtype)
+    for format in {one.name: one for one in FORMATS.values()}.values():
+        yield attention(24, 4, 256, 64, 4, dtype, format)
+    for name, dim in product(("turboquant_k8v4", "turboquant_3bit_nc"), (64, 128, 256)):
+        for rows, query_len in ((1, 1), (64, 4), (1, 2048)):
+            yield attention(24, 4, dim, rows, query_len, dtype, FORMATS[name])
+
+
 def real_calls() -> Iterator[tuple[str, Call]]:
     """(op, a call of its Triton backend) at the sizes of real models, for every choice of a tile:
     each class of the number of tokens, each dtype of a model, K cut and uncut."""
     for dtype in (HALF, torch.float32):
-        for heads, kv_heads, dim in ((32, 8, 128), (24, 4, 256), (16, 2, 256)):
-            for rows, query_len in ((1, 1), (1, 4), (8, 4), (64, 1), (64, 4), (1, 2048), (4, 512)):
-                yield "paged_attention", attention(heads, kv_heads, dim, rows, query_len, dtype)
+        yield from (("paged_attention", call) for call in caches(dtype))
         yield from latents(dtype)
-        for name, dim in product(("turboquant_k8v4", "turboquant_3bit_nc"), (64, 128, 256)):
-            for rows, query_len in ((1, 1), (64, 4), (1, 2048)):
-                given = (24, 4, dim, rows, query_len, dtype)
-                yield "paged_attention", attention(*given, FORMATS[name])
         for tokens in (1, 4, 16, 64, 256, 640, 1536, 2048):
             for weights in expert_weights(dtype):
                 yield "experts", mixture(tokens, dtype, *weights)

@@ -43,7 +43,7 @@ def floats(strategy: str, kind: str = "float-quantized", **weights: Any) -> dict
     return tensors_of(kind, num_bits=8, type="float", strategy=strategy, **weights)
 
 
-def modelopt(algorithm: str, method: str = "modelopt", **more: Any) -> dict[str, Any]:
+def modelopt(algorithm: str | None, method: str = "modelopt", **more: Any) -> dict[str, Any]:
     """Those of ModelOpt."""
     return {"quant_method": method, "quant_algo": algorithm, **more}
 

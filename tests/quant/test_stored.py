@@ -234,6 +234,19 @@ DAMAGES = {
     ),
     "divisor 0": ("tensors nvfp4", "weight_global_scale", torch.zeros(1), "more than 0"),
     "divisor NaN": ("tensors nvfp4", "weight_global_scale", torch.full((1,), torch.nan), "finite"),
+    "factor huge": ("modelopt nvfp4", "weight_scale_2", torch.tensor(1e36), "below 2^119"),
+    "divisor tiny": (
+        "tensors nvfp4",
+        "weight_global_scale",
+        torch.full((1,), 1e-40),
+        "below 2^119",
+    ),
+    "zeros of more bits": (
+        "int4 old zeros",
+        "weight_zero_point",
+        torch.full((192, 5), 8).char(),
+        "-8 to 7",
+    ),
     "two factors": ("modelopt nvfp4", "weight_scale_2", torch.ones(2), "shape"),
     "other shape": ("int4", "weight_shape", torch.tensor([144, 192]), "144, 192"),
     "huge shape": ("int4", "weight_shape", torch.tensor([2**62, -1]), "192, 144"),
@@ -422,6 +435,26 @@ def test_what_is_not_followed_is_said() -> None:
     assert any("kv_cache_scheme" in note for note in told)
     assert "static" in read({**FP8, "activation_scheme": "static"}).notes[0]
     assert "kv_cache_quant_algo" in read(modelopt("FP8", kv_cache_quant_algo="FP8")).notes[1]
+
+
+def test_checkpoints_that_pack_keys_and_values_alone() -> None:
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    dense = {"quant_method": "compressed-tensors", "format": "dense", "kv_cache_scheme": scheme}
+    attending = {"targets": ["LlamaAttention"], "weights": None, "input_activations": scheme}
+    settings: tuple[dict[str, Any], ...] = (
+        {**dense, "config_groups": {}},
+        {**dense, "config_groups": {"group_0": attending}},
+        modelopt(None, kv_cache_quant_algo="FP8"),
+    )
+    for one in settings:
+        packing = read(one)
+        assert packing.layout(module_of({"weight": torch.ones(192, 144)}, 192, 144)) is None
+        assert packing.notes[-1].endswith("and fp8 takes the scales")
+        with pytest.raises(CheckpointError, match="asks for a weight that is not packed"):
+            packing.layout(module_of(CASES["fp8 tensor"].write(192, 144, 2).tensors, 192, 144))
+    assert read(settings[2]).name == "modelopt"
+    with pytest.raises(CheckpointError, match=r"\['group_0'\].format='dense' is not allowed"):
+        read({**ints(), "format": "dense"})
 
 
 def test_names_of_formats() -> None:

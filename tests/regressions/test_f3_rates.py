@@ -26,6 +26,7 @@ PAGES = 8 * 2048 // 64 + 1
 """Of a cache that holds every row: so that engines of several processes fit on one GPU."""
 POINTS: dict[str, float] = {
     "fp8_e4m3": 1,
+    "fp8_e5m2": 100,
     "int8_per_token_head": 1,
     "turboquant_k8v4": 1,
     "turboquant_4bit_nc": 3,

@@ -40,6 +40,15 @@ def test_snapshots_that_are_asked_for_are_given() -> None:
     assert size.pages == 61
 
 
+def test_a_budget_that_slots_take_says_so() -> None:
+    with pytest.raises(CapacityError) as caught:
+        measured_size(config(), LIMITS, COST, 2 * COST.slot + 2 * COST.page)
+    message = str(caught.value)
+    assert "room for 2 pages" in message and "beside 2 slots" in message
+    assert "at least 3 are needed: the null page" in message
+    assert "Lower max_num_seqs, max_num_batched_tokens" in message
+
+
 @pytest.mark.parametrize(
     ("size", "pages"), [(0.0, 0), (21_000 / GIB, 21), (21_999 / GIB, 21), (1.0, 1_073_741)]
 )

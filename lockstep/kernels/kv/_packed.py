@@ -150,12 +150,13 @@ class KVFormat:
     scaled: bool = False
     latent: Codec | None = None
 
-    def fitting(self, dim: int) -> tuple[Codec, Codec]:
-        """Both codecs. Raises ConfigError where heads of this dim cannot be stored."""
+    def fitting(self, dim: int, setting: str = "kv_cache_dtype") -> tuple[Codec, Codec]:
+        """Both codecs. Raises ConfigError, naming the setting that chose the format, where heads
+        of this dim cannot be stored."""
         for why_not in (self.k.refusal(dim), self.v.refusal(dim)):
             if why_not is not None:
                 raise ConfigError(
-                    f"kv_cache_dtype={self.name!r} is not allowed with this model: {why_not}. "
+                    f"{setting}={self.name!r} is not allowed with this model: {why_not}. "
                     "Choose another one."
                 )
         return self.k, self.v

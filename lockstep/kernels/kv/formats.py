@@ -38,8 +38,11 @@ def format_of(name: str, dtype: torch.dtype) -> KVFormat | None:
     return FORMATS[name]
 
 
-def latent_codec(format: KVFormat | None, dim: int) -> Codec | None:
-    """How latents of this dim are stored in a format. Raises ConfigError where they are not."""
+def latent_codec(
+    format: KVFormat | None, dim: int, setting: str = "kv_cache_dtype"
+) -> Codec | None:
+    """How latents of this dim are stored in a format. Raises ConfigError, naming the setting that
+    chose the format, where they are not."""
     if format is None:
         return None
     why_not = "a latent is key and value at once, and this format has no codec for it"
@@ -51,4 +54,4 @@ def latent_codec(format: KVFormat | None, dim: int) -> Codec | None:
     usable = [name for name, one in FORMATS.items() if one.latent and not one.latent.refusal(dim)]
     allowed = f"{', '.join(('auto', *usable))}, since {why_not}"
     remedy = "Choose one of them for multi-head latent attention."
-    raise choice_error(ConfigError, "kv_cache_dtype", format.name, allowed, remedy)
+    raise choice_error(ConfigError, setting, format.name, allowed, remedy)

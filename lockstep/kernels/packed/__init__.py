@@ -10,11 +10,18 @@ from torch import Tensor
 
 from lockstep.kernels.packed._order import BLOCK, codes_of, pack, words_per_row
 from lockstep.kernels.packed._quantise import quantise_fp8, quantise_int
-from lockstep.kernels.packed._weights import Fp4Weight, Fp8Weight, IntWeight, PackedWeight
+from lockstep.kernels.packed._weights import (
+    FP4_FACTORS,
+    Fp4Weight,
+    Fp8Weight,
+    IntWeight,
+    PackedWeight,
+)
 from lockstep.kernels.registry import op
 
 __all__ = [
     "BLOCK",
+    "FP4_FACTORS",
     "Fp4Weight",
     "Fp8Weight",
     "IntWeight",

@@ -21,6 +21,8 @@ CHUNK = 1 << 24
 """Numbers that are unpacked, quantised or drawn at once."""
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of the codes 0 .. 7 of e2m1; bit 3 is the sign."""
+FP4_FACTORS = 2.0**119
+"""The factors of Fp4Weight are below it in size: kernels take them 2^8 times larger."""
 FP4_GROUP = 16
 """Columns that share a scale of Fp4Weight."""
 
@@ -300,7 +302,7 @@ class Fp4Weight(PackedWeight):
     """NVFP4: e2m1 codes, an e4m3 scale per 16 columns, an fp32 factor per output.
 
     round((fp32(code) * fp32(scale)) * factor). scales [N, ceil(K / 16)] uint8: the codes of e4m3fn;
-    factors [N] fp32, below 2^119: multipliers (compressed-tensors stores the divisor).
+    factors [N] fp32, below FP4_FACTORS: multipliers (compressed-tensors stores the divisor).
     """
 
     scales: Tensor
