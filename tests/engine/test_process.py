@@ -19,6 +19,7 @@ from lockstep.engine.async_engine import (
     Receiver,
     Stream,
 )
+from lockstep.engine.host import STEPS_NICENESS, give_way
 from lockstep.engine.loop import TokenUpdate
 from lockstep.engine.process import MOST_RESTARTS, ProcessTransport
 from lockstep.engine.stats import Stats
@@ -33,6 +34,7 @@ from tests.tiny_model import make_model
 LONG = 3000
 STEP_SECONDS = 5.0
 ROWS = 2
+LEAST_PRIORITY = 19
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +155,19 @@ def test_a_step_that_hangs_is_noticed(client: AsyncEngine) -> None:
     assert only.error == ENGINE_RESTARTED and client.transport.pid != pid
     assert len(client.transport._starts) == 2
     assert len(answers(client, "c")["c"]) == 12
+
+
+def test_steps_on_the_cpu_run_behind_the_server(client: AsyncEngine) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    steps = os.getpriority(os.PRIO_PROCESS, client.transport.pid)
+    assert steps == min(own + STEPS_NICENESS, LEAST_PRIORITY)
+
+
+def test_steps_on_a_gpu_run_beside_it() -> None:
+    """The GPU would wait for the host's threads."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    give_way("cuda")
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
 def test_an_engine_that_is_lost_too_often_ends(settings: dict[str, Any]) -> None:
