@@ -98,7 +98,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Updates:
-    """What one step brought."""
+    """What a step brought to some of its requests."""
 
     news: Sequence[Delivery]
 
