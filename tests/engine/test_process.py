@@ -21,10 +21,11 @@ from lockstep.engine.async_engine import (
 )
 from lockstep.engine.host import STEPS_NICENESS, give_way
 from lockstep.engine.loop import TokenUpdate
+from lockstep.engine.messages import Updates
 from lockstep.engine.process import MOST_RESTARTS, ProcessTransport
 from lockstep.engine.stats import Stats
 from lockstep.errors import ConfigError, EngineDeadError, RequestError
-from lockstep.outputs import RequestMetrics
+from lockstep.outputs import Logprob, RequestMetrics
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from tests import served
@@ -286,12 +287,19 @@ def test_what_came_is_told_in_turns() -> None:
     client.shutdown()
 
 
-def test_an_update_is_the_same_behind_the_pipe() -> None:
+def test_what_a_step_brought_is_the_same_behind_the_pipe() -> None:
     fields = [float(number) for number in range(9)]
-    update = TokenUpdate([1], None, "length", 7, RequestMetrics(*fields), None, None, ("plain",))
-    assert pickle.loads(pickle.dumps(update)) == update
-    assert update.metrics.copy() == update.metrics
-    assert update.metrics.copy() is not update.metrics
+    metrics = RequestMetrics(*fields)
+    logprobs = [{1: Logprob(-0.5, 1)}]
+    update = TokenUpdate([1], logprobs, "length", 7, metrics, [None], "why", ("plain",))
+    refused = RequestError("too long", "prompt")
+    found = pickle.loads(pickle.dumps(Updates([("a", update), ("b", refused)])))
+    (first, (name, error)) = found.news
+    assert first == ("a", update)
+    assert type(first[1]) is TokenUpdate
+    assert (name, type(error), str(error)) == ("b", RequestError, "too long")
+    assert metrics.copy() == metrics
+    assert metrics.copy() is not metrics
 
 
 def test_an_open_id_is_refused() -> None:
