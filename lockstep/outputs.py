@@ -1,7 +1,7 @@
 """What a request gives back, shaped like vLLM's outputs."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 TokenSource = Literal["draft", "bonus", "plain"]
 """How a token came: as a draft that was accepted; as the target's own behind drafts that a step
@@ -33,10 +33,6 @@ class RequestMetrics:
     num_steps: int = 0
     num_preemptions: int = 0
     scheduled_time: float | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """By the fields' order: a step tells of every request, and names take longer to pickle."""
-        return RequestMetrics, tuple(vars(self).values())
 
     def copy(self) -> "RequestMetrics":
         """As it is now."""

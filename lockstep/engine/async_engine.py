@@ -75,9 +75,9 @@ class Transport(Protocol):
 Update = TokenUpdate | Exception
 """What comes of a request: an update, or what the engine raised, which is the last."""
 Listener = Callable[[Update], None]
-NEWS_OF_A_TURN = 8
+NEWS_OF_A_TURN = 2
 """Updates that listeners hear in one turn of their event loop: what they write for them goes out at
-its end, and what others ask is heard in between."""
+its end, and what others ask, which takes some turns, is heard in between."""
 
 
 class _Post:
@@ -229,10 +229,8 @@ class AsyncEngine:
         return EngineDeadError(f"the engine has stopped: {self._ended}. Restart the server.")
 
     def _deliver(self, news: Sequence[Delivery]) -> None:
-        """What a step brought, to the requests that are still open: first to those that it ended,
-        whose clients wait for nothing else."""
-        ended: list[tuple[_Open, Update]] = []
-        going: list[tuple[_Open, Update]] = []
+        """What came of requests, to those that are still open."""
+        heard: list[tuple[_Open, Update]] = []
         with self._door:
             for request_id, item in news:
                 opened = self._open.get(request_id)
@@ -240,12 +238,11 @@ class AsyncEngine:
                     continue
                 if isinstance(item, Exception) or item.finish_reason is not None:
                     del self._open[request_id]
-                    ended.append((opened, item))
                 else:
                     opened.is_final = True
                     opened.metrics = item.metrics
-                    going.append((opened, item))
-        _hand_out(ended + going)
+                heard.append((opened, item))
+        _hand_out(heard)
 
     def _lost(self, forget: Callable[[], None]) -> int:
         """The engine is gone: what had begun to answer ends with an error, all else waits again.

@@ -38,6 +38,9 @@ PULSE_SECONDS = 0.25
 IGNORED_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 """Those that a terminal or a supervisor sends to all of a group: the server decides what ends."""
 
+STEPS_NICENESS = 5
+"""What is added to the niceness of threads whose steps are a CPU's own work."""
+
 MakeGrammar = Callable[[Any], Grammar]
 MakeEngine = Callable[[Callable[[str, int, int], None]], tuple[Engine, MakeGrammar]]
 """Given a function that is told of progress: the engine, and what makes grammars of recipes."""
@@ -165,6 +168,17 @@ def _portable(error: Exception) -> Exception:
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error
+
+
+def give_way(device: str) -> None:
+    """Where the model runs on the CPU, lets the server have a core as soon as it wants one: this
+    thread, and those that it starts from now on, run behind it. A step takes as long as it takes;
+    whoever waits for an answer waits for the server. On a GPU, steps wait for these threads.
+
+    On Linux niceness is a thread's own, and weighs processes of one session or control group.
+    """
+    if device == "cpu":
+        os.nice(STEPS_NICENESS)
 
 
 def run_engine(connection: Connection, make: MakeEngine) -> None:

@@ -99,8 +99,14 @@ class EngineLoop:
     def _serve(self) -> None:
         while self._take_commands():
             touched = self._step()
-            if touched:
-                self._deliver([self._news(request) for request in touched])
+            self._tell([one for one in touched if one.finish_reason is not None])
+            self._tell([one for one in touched if one.finish_reason is None])
+
+    def _tell(self, requests: Sequence[Request]) -> None:
+        """What a step brought them. Those that it ended are told by themselves, before all others:
+        their clients wait for nothing else."""
+        if requests:
+            self._deliver([self._news(request) for request in requests])
 
     def _take_commands(self) -> bool:
         """Runs what callers asked for; sleeps while there is no work. False: stopped."""

@@ -257,7 +257,9 @@ def test_a_bad_request_is_told_so_and_nobody_else_notices(client: AsyncEngine) -
         return good, await read(busy)
 
     good, busy = run(work())
-    assert tokens_of(good) == expected and tokens_of(busy)[:12] == beginning
+    assert tokens_of(good) == expected
+    came = tokens_of(busy)[: len(beginning)]
+    assert came and came == beginning[: len(came)]
     assert busy[-1].finish_reason == "abort"
     assert_answers(client, expected)
 

@@ -54,6 +54,28 @@ def test_pages_are_free_within_two_steps_of_an_abort(engine: Engine) -> None:
         assert not engine.step()
 
 
+def test_what_a_step_ended_is_told_first(engine: Engine) -> None:
+    """By itself: a client that waits for its answer's end waits for no other's piece."""
+    told: list[list[tuple[str, str | None]]] = []
+
+    def deliver(news: Sequence[Delivery]) -> None:
+        told.append([(name, item.finish_reason) for name, item in news])
+        if told[-1] == [("c", "length")]:
+            loop.stop()
+
+    loop = EngineLoop(engine, deliver)
+    for name, count in (("a", 6), ("b", 3), ("c", 9)):
+        loop.submit(ask(name, count))
+    assert loop.run() is None
+    for name in "abc":
+        end = told.index([(name, "length")])
+        before = told[:end]
+        assert all(name in dict(news) for news in before[:1])
+        assert not any((name, "length") in news for news in before)
+    ended = told.index([("b", "length")])
+    assert [name for name, _ in told[ended + 1]] == ["a", "c"]
+
+
 def test_why_an_engine_ended(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise MemoryError

@@ -19,11 +19,13 @@ from lockstep.engine.async_engine import (
     Receiver,
     Stream,
 )
+from lockstep.engine.host import STEPS_NICENESS, give_way
 from lockstep.engine.loop import TokenUpdate
+from lockstep.engine.messages import Updates
 from lockstep.engine.process import MOST_RESTARTS, ProcessTransport
 from lockstep.engine.stats import Stats
 from lockstep.errors import ConfigError, EngineDeadError, RequestError
-from lockstep.outputs import RequestMetrics
+from lockstep.outputs import Logprob, RequestMetrics
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from tests import served
@@ -33,6 +35,7 @@ from tests.tiny_model import make_model
 LONG = 3000
 STEP_SECONDS = 5.0
 ROWS = 2
+LEAST_PRIORITY = 19
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +158,19 @@ def test_a_step_that_hangs_is_noticed(client: AsyncEngine) -> None:
     assert len(answers(client, "c")["c"]) == 12
 
 
+def test_steps_on_the_cpu_run_behind_the_server(client: AsyncEngine) -> None:
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    steps = os.getpriority(os.PRIO_PROCESS, client.transport.pid)
+    assert steps == min(own + STEPS_NICENESS, LEAST_PRIORITY)
+
+
+def test_steps_on_a_gpu_run_beside_it() -> None:
+    """The GPU would wait for the host's threads."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    give_way("cuda")
+    assert os.getpriority(os.PRIO_PROCESS, 0) == own
+
+
 def test_an_engine_that_is_lost_too_often_ends(settings: dict[str, Any]) -> None:
     told: list[str] = []
     client = AsyncEngine(ProcessTransport(partial(served.faulty, settings), STEP_SECONDS))
@@ -243,23 +259,22 @@ def test_a_request_is_queued_again_once() -> None:
     client.shutdown()
 
 
-def test_what_a_step_ended_is_told_first_and_the_rest_in_turns() -> None:
-    """A client that waits for its answer's end waits for no other; other work goes on between."""
+def test_what_came_is_told_in_turns() -> None:
+    """Other work goes on between."""
     transport = FakeTransport()
     client = AsyncEngine(transport)
     client.start()
     names = [str(number) for number in range(3 * NEWS_OF_A_TURN)]
     heard: list[tuple[str, int]] = []
 
-    def update(number: int, last: bool) -> TokenUpdate:
-        return TokenUpdate([number], None, "length" if last else None, None, RequestMetrics())
+    def update(number: int) -> TokenUpdate:
+        return TokenUpdate([number], None, None, None, RequestMetrics())
 
     async def work() -> None:
         for name in names:
             client.submit(ask(name), lambda one, name=name: heard.append((name, one.token_ids[0])))
         for number in range(2):
-            told = [(name, update(number, number == 1 and name == names[-1])) for name in names]
-            transport.receiver.deliver(told)
+            transport.receiver.deliver([(name, update(number)) for name in names])
         turns = 0
         while len(heard) < 2 * len(names):
             turns += 1
@@ -268,19 +283,23 @@ def test_what_a_step_ended_is_told_first_and_the_rest_in_turns() -> None:
         assert turns >= 3
 
     run(work())
-    first = heard[: len(names)]
-    second = heard[len(names) :]
-    assert first == [(name, 0) for name in names]
-    assert second == [(name, 1) for name in (names[-1], *names[:-1])]
+    assert heard == [(name, number) for number in range(2) for name in names]
     client.shutdown()
 
 
-def test_an_update_is_the_same_behind_the_pipe() -> None:
+def test_what_a_step_brought_is_the_same_behind_the_pipe() -> None:
     fields = [float(number) for number in range(9)]
-    update = TokenUpdate([1], None, "length", 7, RequestMetrics(*fields), None, None, ("plain",))
-    assert pickle.loads(pickle.dumps(update)) == update
-    assert update.metrics.copy() == update.metrics
-    assert update.metrics.copy() is not update.metrics
+    metrics = RequestMetrics(*fields)
+    logprobs = [{1: Logprob(-0.5, 1)}]
+    update = TokenUpdate([1], logprobs, "length", 7, metrics, [None], "why", ("plain",))
+    refused = RequestError("too long", "prompt")
+    found = pickle.loads(pickle.dumps(Updates([("a", update), ("b", refused)])))
+    (first, (name, error)) = found.news
+    assert first == ("a", update)
+    assert type(first[1]) is TokenUpdate
+    assert (name, type(error), str(error)) == ("b", RequestError, "too long")
+    assert metrics.copy() == metrics
+    assert metrics.copy() is not metrics
 
 
 def test_an_open_id_is_refused() -> None:
