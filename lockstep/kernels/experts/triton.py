@@ -9,7 +9,8 @@ sum over slots are a launch each.
 Weights are the left operand everywhere, so that wgmma serves any number of tokens and packed
 weights keep one K order (docs/kernels/experts.md). A kernel sees a weight as rows, row n of expert
 e at e * N + n, and reads it by lockstep.kernels.packed._device, packed or not. Packed weights are
-unpacked into memory first from UNPACK_FROM on, in fp32, and where their scales lie irregularly.
+unpacked into memory first from UNPACK_FROM on, in fp32, and where their scales lie irregularly. On
+Hopper a few tokens meet packed weights in kernels of their own (ring.py).
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from lockstep.kernels.activations import Act
 from lockstep.kernels.activations._device import relu2, sigmoid, silu_product
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.experts import experts, experts_in
+from lockstep.kernels.experts import experts, experts_in, ring
 from lockstep.kernels.experts._sort import FIELDS, clamped, sort_pairs
 from lockstep.kernels.experts.tiles import (
     UNPACK_FROM,
@@ -336,8 +337,17 @@ def launch_few(
     hidden = up.shape[-1]
     inner = down.shape[-1]
     count = experts_in(up, down)
-    read = _reading(up, tiles.up, tiles.packed_up, x)
-    act = _act(x, read, inner, count, ids, None, None, gated)
+    target = target_of(x.device)
+    tile = ring.up_tile(up, tokens, target) if ring.aligned(x) else None
+    if tile is not None:
+        act = ring.up(x, up, inner, count, ids, tile, target, gated)
+    else:
+        read = _reading(up, tiles.up, tiles.packed_up, x)
+        act = _act(x, read, inner, count, ids, None, None, gated)
+    of_shared = (shared, gate, _strides(shared, gate), _parts(shared))
+    tile = ring.down_tile(down, slots, target) if ring.aligned(act) else None
+    if tile is not None:
+        return ring.down(act, down, hidden, count, ids, weights, *of_shared, tile, target)
     places = triton.next_power_of_2(slots)
     read = _reading(down, tiles.down, tiles.packed_down, x)
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)

@@ -75,6 +75,12 @@ def words_layout(columns, bits, warps, rows):
 
 
 @gluon.constexpr_function
+def rows_layout(bits, warps, rows):
+    """How those lanes hold what belongs to a row."""
+    return gl.SliceLayout(1, words_layout(64, bits, warps, rows))
+
+
+@gluon.constexpr_function
 def sums_layout(warps, tokens, sync):
     """How warps hold sums [16 warps, tokens]: mma.sync's, else wgmma's."""
     if sync:
@@ -260,7 +266,7 @@ def _slot(
 
 
 @gluon.jit
-def _next(slot, phase, SLOTS: gl.constexpr):
+def next_slot(slot, phase, SLOTS: gl.constexpr):
     """The slot behind this one, and the phase of its barriers."""
     slot += 1
     last = slot == SLOTS
@@ -289,16 +295,17 @@ def _load(
             tma.async_copy_global_to_shared(x_map, [m, at * BLOCK], ready, low)
             high = x_ring.index(2 * place + 1)
             tma.async_copy_global_to_shared(x_map, [m, at * BLOCK + HALF], ready, high)
-        slot, phase = _next(slot, phase, SLOTS)
+        slot, phase = next_slot(slot, phase, SLOTS)
 
 
 @gluon.jit
-def _multiply(
-    scales, zeros, factors, out, x_ring, w_ring, full, empty, tokens, N, first, n, m, begin,
-    blocks, scale_stride, out_stride, FORM: gl.constexpr, COUNT: gl.constexpr, SYNC: gl.constexpr,
-    DTYPE: gl.constexpr,
+def chain(
+    rows, scales, zeros, factors, x_ring, w_ring, full, empty, first, begin, blocks, scale_stride,
+    FORM: gl.constexpr, COUNT: gl.constexpr, SYNC: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """The warps that unpack and multiply."""
+    """Rows of a weight times tokens, over the blocks from `begin` on that come through a ring:
+    [ROWS, TOKENS] fp32, in sums_layout. rows [ROWS] int64, in rows_layout: where scales lie. For
+    the warps that unpack and multiply."""
     SLOTS: gl.constexpr = full.shape[0]
     ROWS: gl.constexpr = w_ring.shape[1]
     TOKENS: gl.constexpr = x_ring.shape[1]
@@ -308,7 +315,6 @@ def _multiply(
     left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     whole: gl.constexpr = words_layout(BLOCK, FORM[1], WARPS, ROWS)
     half: gl.constexpr = words_layout(HALF, FORM[1], WARPS, ROWS)
-    rows = gl.minimum(n + gl.arange(0, ROWS, gl.SliceLayout(1, half)), N - 1).to(gl.int64)
     lines = rows
     if FORM[3] == 0:
         lines = rows * 0
@@ -337,11 +343,30 @@ def _multiply(
         else:
             mbarrier.arrive(empty.index(before), pred=i > 0)  # what multiplies is left: this slot
         before = slot
-        slot, phase = _next(slot, phase, SLOTS)
+        slot, phase = next_slot(slot, phase, SLOTS)
     # Behind the loop's end, what waits there does not keep ptxas from reading sums too early.
     total, found = _slot(
         acc, found, scales, zeros, factor, x_ring, w_ring, full, slot, phase,
         begin + blocks - COUNT, FORM, COUNT, DTYPE, whole, half, left, True,
+    )  # fmt: skip
+    return total
+
+
+@gluon.jit
+def _multiply(
+    scales, zeros, factors, out, x_ring, w_ring, full, empty, tokens, N, first, n, m, begin,
+    blocks, scale_stride, out_stride, FORM: gl.constexpr, COUNT: gl.constexpr, SYNC: gl.constexpr,
+    DTYPE: gl.constexpr,
+):  # fmt: skip
+    """The warps that unpack, multiply and store."""
+    ROWS: gl.constexpr = w_ring.shape[1]
+    TOKENS: gl.constexpr = x_ring.shape[1]
+    own_rows: gl.constexpr = rows_layout(FORM[1], gl.num_warps(), ROWS)
+    sums: gl.constexpr = sums_layout(gl.num_warps(), TOKENS, SYNC)
+    rows = gl.minimum(n + gl.arange(0, ROWS, own_rows), N - 1).to(gl.int64)
+    total = chain(
+        rows, scales, zeros, factors, x_ring, w_ring, full, empty, first, begin, blocks,
+        scale_stride, FORM, COUNT, SYNC, DTYPE,
     )  # fmt: skip
     own = n + gl.arange(0, ROWS, gl.SliceLayout(1, sums))
     token = m + gl.arange(0, TOKENS, gl.SliceLayout(0, sums))

@@ -279,6 +279,11 @@ def ring_serves(weight: PackedWeight, segments: int, arch: int) -> bool:
     each with one scale, or the eight of NVFP4 in two words."""
     if arch != HOPPER or weight.k % (segments * int(BLOCK)):
         return False
+    return ring_reads(weight)
+
+
+def ring_reads(weight: PackedWeight) -> bool:
+    """Whether words, scales and zeros lie as a ring reads them."""
     if not _begins_at(weight.words, 16) or weight.words.stride(0) % 4:
         return False
     if isinstance(weight, Fp4Weight):
