@@ -27,7 +27,7 @@ from lockstep.kernels.architecture import HOPPER, shared_of
 from lockstep.kernels.linear.packed import launch
 from lockstep.kernels.linear.packed_tuning import block_tile, candidates, cut, lookup
 from lockstep.kernels.packed._form import Target, multiplies_by_mma_sync, shared_by
-from lockstep.kernels.packed.cases import layouts
+from lockstep.kernels.packed.cases import layouts, random_weights
 from tests.kernels.compile_launches import OPTIONS, source_kind, type_of
 
 N = 256
@@ -158,7 +158,7 @@ def compile_ring(found: Mapping[str, tuple[int, ...]]) -> None:
     last product waited for at once: ptxas has all wait where registers are short."""
     compiled = Compiled(HOPPER)
     JITFunction.run = lambda kernel, *a, **given: compiled.compile(kernel, *a, **given)
-    for name, weight in layouts(N, K):
+    for name, weight in random_weights(N, K):
         for tokens in found.get(name, ()):
             x = torch.empty(tokens, K, dtype=torch.bfloat16)
             rings = [tile for tile in candidates(tokens, 1, weight.bits) if tile.ring]

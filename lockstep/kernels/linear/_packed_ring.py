@@ -25,8 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lockstep.kernels._gluon import barrier
 from lockstep.kernels.linear._packed_text import (
+    EVEN_AND_ODD_FP8,
     FP4_BF16,
     FP4_FP16,
+    FP4_IN_PARTS,
     FP8_BF16,
     FP8_FP16,
     INT4_BF16,
@@ -37,6 +39,7 @@ from lockstep.kernels.linear._packed_text import (
     PARTS,
     SPLIT_BF16,
     TAKES_FP4,
+    TAKES_FP4_IN_PARTS,
     TAKES_FP8,
     TAKES_INT4,
     TAKES_INT8,
@@ -46,10 +49,12 @@ from lockstep.kernels.linear._packed_text import (
     TWICE_FP16,
     WIDE_BF16,
     WIDE_FP16,
+    WRONG,
 )
 from lockstep.kernels.packed._codes import (
     FP4,
     FP8,
+    IN_PARTS,
     SPLIT,
     twice,
 )
@@ -127,15 +132,40 @@ def _twice(number, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def _nudged(factor, hi, lo, found, STEPS: gl.constexpr):
+    """lo so many steps of its last bit on, where it serves the factor, else `found`."""
+    tried = lo + STEPS * 0x10001
+    wrong = gl.inline_asm_elementwise(
+        WRONG, "=&r,f,r,r", [factor, hi, tried], dtype=gl.int32, is_pure=True, pack=1
+    )
+    return gl.where(wrong == 0, tried, found)
+
+
+@gluon.jit
+def _parts(factor, FORM: gl.constexpr):
+    """Factors as assembly takes them: hi and lo of bf16, each twice in a word; or one, twice."""
+    if FORM[6] == IN_PARTS:
+        factor = factor * 6.646139978924579e35  # 2^119
+        hi = _twice(factor, gl.bfloat16)
+        lo = _twice(factor - (hi & -65536).to(gl.float32, bitcast=True), gl.bfloat16)
+        found = lo
+        for i in gl.static_range(5):  # the last one that serves: -2, 2, -1, 1, 0
+            found = _nudged(factor, hi, lo, found, (2 - i // 2) * (i % 2 * 2 - 1))
+        return hi, found
+    else:
+        return factor * 64.0, factor * 64.0
+
+
+@gluon.jit
 def _ready(found, factor, PART: gl.constexpr, FORM: gl.constexpr, ZEROS: gl.constexpr,
            DTYPE: gl.constexpr):  # fmt: skip
     """What assembly takes of _fetch's numbers for one half of a block: [ROWS, 1] each."""
     if FORM[0] == FP4:
+        PAIRS: gl.constexpr = EVEN_AND_ODD_FP8 if FORM[6] == IN_PARTS else PAIRS_OF_FP8
         first, second = gl.inline_asm_elementwise(
-            PAIRS_OF_FP8, "=&r,=r,r", [found[PART]], dtype=(gl.int32, gl.int32), is_pure=True,
-            pack=1,
-        )  # fmt: skip
-        return first[:, None], second[:, None], factor[:, None]
+            PAIRS, "=&r,=&r,r", [found[PART]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        )
+        return first[:, None], second[:, None], factor[0][:, None], factor[1][:, None]
     elif FORM[0] == FP8:
         return (found[0][:, None],)
     elif FORM[6] == 0:
@@ -162,7 +192,12 @@ def _ready(found, factor, PART: gl.constexpr, FORM: gl.constexpr, ZEROS: gl.cons
 @gluon.jit
 def _of_4_bits(words, ready, FORM: gl.constexpr, DTYPE: gl.constexpr, layout: gl.constexpr):
     """Words of 64 columns, two for each lane and output, unpacked: [ROWS, 64]."""
-    if FORM[0] == FP4:
+    if FORM[6] == IN_PARTS:
+        v = gl.inline_asm_elementwise(
+            FP4_IN_PARTS, TAKES_FP4_IN_PARTS, [words, ready[0], ready[1], ready[2], ready[3]],
+            dtype=copies(DTYPE, 8), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif FORM[0] == FP4:
         TEXT: gl.constexpr = FP4_BF16 if DTYPE == gl.bfloat16 else FP4_FP16
         v = gl.inline_asm_elementwise(
             TEXT, TAKES_FP4, [words, ready[0], ready[1], ready[2]],
@@ -317,7 +352,7 @@ def _multiply(
     scales += lines * scale_stride
     factor = None
     if FORM[0] == FP4:
-        factor = gl.load(factors + rows) * 64.0
+        factor = _parts(gl.load(factors + rows), FORM)
     if ZEROS:
         zeros += lines * scale_stride
     acc = gl.zeros((ROWS, TOKENS), gl.float32, sums)

@@ -29,6 +29,7 @@ from lockstep.kernels.linear.tuning import Tile
 from lockstep.kernels.packed import Fp4Weight, PackedWeight
 from lockstep.kernels.packed._device import BLOCK
 from lockstep.kernels.packed._form import (
+    IN_PARTS,
     TYPES,
     Target,
     columns_of,
@@ -128,6 +129,8 @@ def _ring(
     if isinstance(weight, Fp4Weight):
         scales = scales.view(torch.int32)
         stride = scales.stride(0)
+        if x.dtype == torch.bfloat16 and weight.in_parts:
+            form = form._replace(fast=IN_PARTS)
     x_map = TensorDescriptor.from_tensor(x, [tile.m, HALF.value], X_LAYOUT)
     block = int(BLOCK)
     words = [tile.n, block * weight.bits // 32]

@@ -27,6 +27,7 @@ FAST = {
 """(dtype of the scales, of the model) -> how 4-bit integers are unpacked by inline assembly."""
 E4M3 = 3
 E2M1 = 4
+IN_PARTS = 5
 NATIVE_FP8 = 89
 """The first architecture with an instruction that reads e4m3."""
 ASYNC_MMA = 90
