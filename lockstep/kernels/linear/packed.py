@@ -135,10 +135,22 @@ def _ring(
     block = int(BLOCK)
     words = [tile.n, block * weight.bits // 32]
     w_map = TensorDescriptor.from_tensor(weight.words, words, W_LAYOUTS[weight.bits])
-    grid = (triton.cdiv(n, tile.n), triton.cdiv(tokens, tile.m), weight.k // length)
-    ring_kernel[grid](
-        x_map, w_map, scales, operand.zeros, operand.factors, out, tokens, n,
-        length // block, operand.first, stride, out.stride(-2), tuple(form), tile.stages,
+    tiles = triton.cdiv(n, tile.n)
+    high = triton.cdiv(tokens, tile.m)
+    parts = weight.k // length
+    slots = length // tile.k
+    programs = tile.share * target.processors // (high * parts)
+    sums = None
+    flags = None
+    if 0 < programs < tiles:
+        sums = x.new_empty(programs * high * parts * tile.n * tile.m, dtype=torch.float32)
+        flags = weight.flags
+    else:
+        programs = tiles
+    (each, more) = divmod(tiles * slots, programs)
+    ring_kernel[(programs, high, parts)](
+        x_map, w_map, scales, operand.zeros, operand.factors, out, sums, flags, tokens, n, each,
+        more, slots, operand.first, stride, out.stride(-2), tuple(form), tile.stages,
         tile.k // block, tile.sync, TYPES[x.dtype], num_warps=tile.warps,
         maxnreg=tile.registers or None, enable_fp_fusion=False,
     )  # fmt: skip

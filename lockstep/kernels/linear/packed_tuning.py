@@ -71,7 +71,8 @@ class PackedTile:
     a warp loads ahead, and each segment a program of its own. ring: the kernel whose blocks pass
     through a ring (_packed_ring.py): m a multiple of 8, n one of 16 x warps, warps one of 4, k 128
     or 256, stages its slots, registers of a thread on average, and segments as with lanes. sync: it
-    multiplies by mma.sync, else by wgmma.
+    multiplies by mma.sync, else by wgmma. share: programs for each multiprocessor, that share all
+    tiles evenly; 0: a program for each tile.
     """
 
     m: int
@@ -84,6 +85,7 @@ class PackedTile:
     lanes: bool = False
     ring: bool = False
     sync: bool = False
+    share: int = 0
 
     @property
     def laid_out(self) -> bool:

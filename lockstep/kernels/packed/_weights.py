@@ -20,6 +20,8 @@ DUMMY_SCALE = 0.7
 """Standard deviation of a dummy weight, times sqrt(K)."""
 CHUNK = 1 << 24
 """Numbers that are unpacked, quantised or drawn at once."""
+FLAGS = 1024
+"""Programs of a launch that share tiles, at most."""
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of the codes 0 .. 7 of e2m1; bit 3 is the sign."""
 FP4_GROUP = 16
@@ -60,6 +62,11 @@ class PackedWeight(ABC):
         """Its tensors, by field."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+    @cached_property
+    def flags(self) -> Tensor:
+        """[FLAGS] int32 zeros for programs of a launch that share tiles: zeros again behind it."""
+        return torch.zeros(FLAGS, dtype=torch.int32, device=self.device)
 
     @property
     def nbytes(self) -> int:
