@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.kernels.architecture import HOPPER, shared_of
+from lockstep.kernels.architecture import HOPPER, PROCESSORS, shared_of
 from lockstep.kernels.linear import segments as segments_of
 from lockstep.kernels.linear import tuning
 from lockstep.kernels.packed import Fp4Weight, Fp8Weight, IntWeight, PackedWeight
@@ -71,8 +71,8 @@ class PackedTile:
     a warp loads ahead, and each segment a program of its own. ring: the kernel whose blocks pass
     through a ring (_packed_ring.py): m a multiple of 8, n one of 16 x warps, warps one of 4, k 128
     or 256, stages its slots, registers of a thread on average, and segments as with lanes. sync: it
-    multiplies by mma.sync, else by wgmma. share: programs for each multiprocessor, that share all
-    tiles evenly; 0: a program for each tile.
+    multiplies by mma.sync, else by wgmma. share: programs for each multiprocessor, which share all
+    tiles of a ring evenly; 0: a program for each tile.
     """
 
     m: int
@@ -162,6 +162,8 @@ sync). Up to 64 tokens those that were never the fastest are gone
 (docs/decisions/0016-packed-ring.md); of 65 to 256 tokens, 0018-wide-rings.md."""
 
 
+RING_WARPS = 4
+"""Of a program through a ring, beside those that multiply: one is at work."""
 BARRIERS = 1024
 """Bytes of shared memory beside a ring's slots, at most."""
 
@@ -181,9 +183,16 @@ def _ring(tokens: int, segments: int, bits: int) -> list[PackedTile]:
         slots = max(2 if sync else 3, share)
         if slots * k // int(BLOCK) * _slot_bytes(m, n, bits) + BARRIERS > shared_of(HOPPER):
             continue
-        tile = PackedTile(m, n, k, warps, slots, segments, registers)
-        tiles.append(replace(tile, ring=True, sync=sync))
+        tile = PackedTile(m, n, k, warps, slots, segments, registers, ring=True, sync=sync)
+        tiles += [tile, replace(tile, share=_ring_held(tile, bits))]
     return tiles
+
+
+def _ring_held(tile: PackedTile, bits: int) -> int:
+    """How many programs through a ring a multiprocessor of Hopper holds."""
+    slots = tile.stages * tile.k // int(BLOCK) * _slot_bytes(tile.m, tile.n, bits)
+    threads = 32 * (tile.warps + RING_WARPS)
+    return min(shared_of(HOPPER) // (slots + BARRIERS), REGISTERS // (threads * tile.registers))
 
 
 def _few(tokens: int, segments: int, bits: int) -> list[PackedTile]:
@@ -320,7 +329,10 @@ def cut(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> Pac
     if tile.ring and ring_serves(weight, segments, arch):
         if weight.k // segments % tile.k:
             tile = replace(tile, k=int(BLOCK), stages=tile.stages * tile.k // int(BLOCK))
-        return tile if tile.split == segments else replace(tile, split=segments)
+        shared = min(tile.share, -(-weight.shape[0] // tile.n) * segments // PROCESSORS)
+        if (tile.split, tile.share) == (segments, shared):
+            return tile
+        return replace(tile, split=segments, share=shared)
     if tile.ring:
         return block_tile(tile, weight, segments, arch)
     k = columns_of(weight, tile.k, weight.k // segments)
