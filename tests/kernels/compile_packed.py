@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -173,6 +174,12 @@ def compile_ring(found: Mapping[str, tuple[int, ...]]) -> None:
             machine = said_of(made.asm["cubin"], knobs.nvidia.nvdisasm.path)
             assert tile.sync or machine.count(WAITS) == 1, (name, tile)
             print(HOPPER, name, tile, *spills_of(made.asm["cubin"]), flush=True)
+            if tile.sync:
+                few = Target(HOPPER, assembly=True, processors=2)
+                launch(x, weight, 1, replace(tile, share=1), few)
+                made = compiled.made[-1]
+                assert "atom.global.acquire" in made.asm["ptx"], (name, tile)
+                print(HOPPER, name, "shared", *spills_of(made.asm["cubin"]), flush=True)
 
 
 def said_of(cubin: bytes, *command: str) -> str:

@@ -259,6 +259,14 @@ def test_slots_are_cut_to_the_segments() -> None:
     assert (narrow.k, narrow.stages) == (128, 6)
 
 
+def test_shares_are_cut_to_the_tiles() -> None:
+    """As many programs for each multiprocessor as there are tiles for, at most; one is too few."""
+    shared = PackedTile(8, 64, 128, 4, 6, 1, 48, ring=True, sync=True, share=5)
+    for n, segments, share in ((34816, 1, 4), (5120, 4, 2), (12800, 1, 0), (1000000, 1, 5)):
+        weight = IntWeight.empty(n, 1024, device="meta")
+        assert cut(shared, weight, segments, HOPPER).share == share
+
+
 SERVED = ("int4", "int4 asymmetric", "int8", "fp8 by blocks", "fp8 by outputs", "fp8", "nvfp4")
 SIZES = ((5120, 6144, 4), (1000, 2048, 1), (33, 128, 1), (40, 1280, 2))
 """Outputs, inputs, segments: real ones; ends within a tile; one block; five."""
@@ -336,3 +344,40 @@ def test_no_slot_is_filled_before_it_was_read(name: str, tokens: int) -> None:
             for _ in range(20):
                 got = run_tile(1, False, x, weight, cut(tile, weight, 1, HOPPER))
                 assert same_bits(got, want), tile
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["nvfp4", "int4 asymmetric, fp16 scales", "fp8 by blocks"])
+def test_programs_that_share_tiles(name: str) -> None:
+    """Shares that end in the middle of tiles, with whole tiles between, in two segments and in one,
+    launch after launch: the bits of the weight unpacked ahead, and no flag is left."""
+    from lockstep.kernels.linear.packed import right_bits, run_tile
+    from lockstep.kernels.packed.bench import LAYOUTS
+
+    (tile, *_) = (tile for tile in candidates(3, 1, 8) if tile.share)
+    for n, segments in ((20000, 1), (9000, 2)):
+        weight = LAYOUTS[name](n, 2560, "cuda")
+        weight.dummy(torch.Generator("cuda").manual_seed(0))
+        x = torch.randn(3, 2560, dtype=torch.bfloat16, device="cuda")
+        want = right_bits(segments, x, weight)
+        shared = cut(tile, weight, segments, HOPPER)
+        assert shared.share
+        for _ in range(10):
+            assert same_bits(run_tile(segments, False, x, weight, shared), want), shared
+        assert not weight.flags.any()
+
+
+@pytest.mark.gpu
+def test_factors_that_are_not_in_parts() -> None:
+    from lockstep.kernels.linear.packed import right_bits, run_tile
+    from lockstep.kernels.packed.bench import LAYOUTS
+
+    weight = LAYOUTS["nvfp4"](1000, 1024, "cuda")
+    weight.dummy(torch.Generator("cuda").manual_seed(0))
+    weight.factors[7] = 1.7083332538604736
+    assert not weight.in_parts
+    x = torch.randn(8, 1024, dtype=torch.bfloat16, device="cuda")
+    for tile in candidates(8, 2, weight.bits):
+        if tile.ring:
+            got = run_tile(2, False, x, weight, cut(tile, weight, 2, HOPPER))
+            assert same_bits(got, right_bits(2, x, weight)), tile

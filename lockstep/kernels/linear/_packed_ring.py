@@ -105,7 +105,7 @@ def _halves(words, layout: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(scales, zeros, block, live, FORM: gl.constexpr):
+def fetch(scales, zeros, block, live, FORM: gl.constexpr):
     """Numbers of a block beside its words, per output, as they lie: two tensors, or one twice."""
     if FORM[0] == FP4:
         return (
@@ -142,7 +142,7 @@ def _nudged(factor, hi, lo, found, STEPS: gl.constexpr):
 
 
 @gluon.jit
-def _parts(factor, FORM: gl.constexpr):
+def parts_of(factor, FORM: gl.constexpr):
     """Factors as assembly takes them: hi and lo of bf16, each twice in a word; or one, twice."""
     if FORM[6] == IN_PARTS:
         factor = factor * 6.646139978924579e35  # 2^119
@@ -159,7 +159,7 @@ def _parts(factor, FORM: gl.constexpr):
 @gluon.jit
 def _ready(found, factor, PART: gl.constexpr, FORM: gl.constexpr, ZEROS: gl.constexpr,
            DTYPE: gl.constexpr):  # fmt: skip
-    """What assembly takes of _fetch's numbers for one half of a block: [ROWS, 1] each."""
+    """What assembly takes of fetch's numbers for one half of a block: [ROWS, 1] each."""
     if FORM[0] == FP4:
         PAIRS: gl.constexpr = EVEN_AND_ODD_FP8 if FORM[6] == IN_PARTS else PAIRS_OF_FP8
         first, second = gl.inline_asm_elementwise(
@@ -270,7 +270,7 @@ def _product(
 
 
 @gluon.jit
-def _slot(
+def multiply_slot(
     acc, found, scales, zeros, factor, x_ring, w_ring, full, slot, phase, block,
     FORM: gl.constexpr, COUNT: gl.constexpr, DTYPE: gl.constexpr,
     whole: gl.constexpr, half: gl.constexpr, left: gl.constexpr, LAST: gl.constexpr,
@@ -282,7 +282,7 @@ def _slot(
     for c in gl.static_range(COUNT):
         own = found
         if not LAST or c + 1 < COUNT:
-            found = _fetch(scales, zeros, block + c + 1, True, FORM)
+            found = fetch(scales, zeros, block + c + 1, True, FORM)
         low, high = _halves(w_ring.index(slot * COUNT + c).load(whole), half)
         x = x_ring.index(2 * (slot * COUNT + c))
         acc = _product(acc, low, own, factor, x, 0, FORM, ZEROS, DTYPE, left, 1)
@@ -295,7 +295,7 @@ def _slot(
 
 
 @gluon.jit
-def _next(slot, phase, SLOTS: gl.constexpr):
+def next_slot(slot, phase, SLOTS: gl.constexpr):
     """The slot behind this one, and the phase of its barriers."""
     slot += 1
     last = slot == SLOTS
@@ -303,160 +303,114 @@ def _next(slot, phase, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _share(each, more, slots):
-    """What a program has of the tiles of its tokens and segment, of so many slots each: (its first
-    slot, its last and one, its last tile, its tiles, whole or in part)."""
-    program = gl.program_id(0)
-    begin = program * each + gl.minimum(program, more)
-    end = begin + each + (program < more).to(gl.int32)
-    tile = (end - 1) // slots
-    return begin, end, tile, tile - begin // slots + 1
+def bring(
+    x_map, w_map, x_ring, w_ring, full, empty, slot, phase, n, m, first, COUNT: gl.constexpr,
+    STEP: gl.constexpr,
+):  # fmt: skip
+    """Has COUNT blocks brought into a slot, from block first * STEP on, once it is free."""
+    WORDS: gl.constexpr = w_ring.shape[2]
+    SIZE: gl.constexpr = COUNT * (w_ring.shape[1] * WORDS * 4 + x_ring.shape[1] * BLOCK * 2)
+    mbarrier.wait(empty.index(slot), phase)
+    ready = full.index(slot)
+    mbarrier.expect(ready, SIZE)
+    for c in gl.static_range(COUNT):
+        at = first * STEP + c
+        place = slot * COUNT + c
+        tma.async_copy_global_to_shared(w_map, [n, at * WORDS], ready, w_ring.index(place))
+        low = x_ring.index(2 * place)
+        tma.async_copy_global_to_shared(x_map, [m, at * BLOCK], ready, low)
+        high = x_ring.index(2 * place + 1)
+        tma.async_copy_global_to_shared(x_map, [m, at * BLOCK + HALF], ready, high)
 
 
 @gluon.jit
-def _piece(tile, begin, end, slots):
-    """The first slot of a tile that a program has, and its last and one."""
-    return gl.maximum(begin - tile * slots, 0), gl.minimum(end - tile * slots, slots)
+def beside(rows, first, stride, FORM: gl.constexpr):
+    """Where numbers beside the words of these rows begin."""
+    lines = rows
+    if FORM[3] == 0:
+        lines = rows * 0
+    elif FORM[3] > 1:
+        lines = (rows + first) // FORM[3]
+    return lines * stride
 
 
 @gluon.jit
 def _load(
-    x_map, w_map, x_ring, w_ring, full, empty, m, each, more, slots, COUNT: gl.constexpr
+    x_map, w_map, x_ring, w_ring, full, empty, n, m, begin, blocks, COUNT: gl.constexpr
 ):  # fmt: skip
     """The warp that has blocks brought, COUNT into each slot once that is free."""
     SLOTS: gl.constexpr = full.shape[0]
-    ROWS: gl.constexpr = w_ring.shape[1]
-    WORDS: gl.constexpr = w_ring.shape[2]
-    SIZE: gl.constexpr = COUNT * (ROWS * WORDS * 4 + x_ring.shape[1] * BLOCK * 2)
-    begin, end, top, tiles = _share(each, more, slots)
     slot = 0
     phase = 1
-    for i in range(tiles):
-        low, high = _piece(top - i, begin, end, slots)
-        n = (top - i) * ROWS
-        for j in range(low, high):
-            mbarrier.wait(empty.index(slot), phase)
-            ready = full.index(slot)
-            mbarrier.expect(ready, SIZE)
-            for c in gl.static_range(COUNT):
-                at = (gl.program_id(2) * slots + j) * COUNT + c
-                place = slot * COUNT + c
-                tma.async_copy_global_to_shared(w_map, [n, at * WORDS], ready, w_ring.index(place))
-                left = x_ring.index(2 * place)
-                tma.async_copy_global_to_shared(x_map, [m, at * BLOCK], ready, left)
-                right = x_ring.index(2 * place + 1)
-                tma.async_copy_global_to_shared(x_map, [m, at * BLOCK + HALF], ready, right)
-            slot, phase = _next(slot, phase, SLOTS)
-
-
-@gluon.jit
-def _entries(none, ROWS: gl.constexpr, TOKENS: gl.constexpr, layout: gl.constexpr):
-    """Where sums [ROWS, TOKENS] lie in a row. none: a 0 that is not known when compiled, so that
-    these are not held in registers around a loop."""
-    row = none + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    token = none + gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
-    return row[:, None] * TOKENS + token[None, :]
+    for i in range(0, blocks, COUNT):
+        bring(x_map, w_map, x_ring, w_ring, full, empty, slot, phase, n, m, begin + i, COUNT, 1)
+        slot, phase = next_slot(slot, phase, SLOTS)
 
 
 @gluon.jit
 def _multiply(
-    scales, zeros, factors, out, sums, flags, x_ring, w_ring, full, empty, tokens, N, first, m,
-    each, more, slots, scale_stride, out_stride, FORM: gl.constexpr, COUNT: gl.constexpr,
-    SYNC: gl.constexpr, DTYPE: gl.constexpr,
+    scales, zeros, factors, out, x_ring, w_ring, full, empty, tokens, N, first, n, m, begin,
+    blocks, scale_stride, out_stride, FORM: gl.constexpr, COUNT: gl.constexpr, SYNC: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """The warps that unpack and multiply: of a program's tiles the last one first, which another
-    program goes on with; then the first one, which another one began, does not wait for long."""
+    """The warps that unpack and multiply."""
     SLOTS: gl.constexpr = full.shape[0]
     ROWS: gl.constexpr = w_ring.shape[1]
     TOKENS: gl.constexpr = x_ring.shape[1]
     WARPS: gl.constexpr = gl.num_warps()
     ZEROS: gl.constexpr = zeros is not None
-    layout: gl.constexpr = sums_layout(WARPS, TOKENS, SYNC)
-    left: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    sums: gl.constexpr = sums_layout(WARPS, TOKENS, SYNC)
+    left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     whole: gl.constexpr = words_layout(BLOCK, FORM[1], WARPS, ROWS)
     half: gl.constexpr = words_layout(HALF, FORM[1], WARPS, ROWS)
-    program = gl.program_id(2) * gl.num_programs(1) + gl.program_id(1)
-    program = program * gl.num_programs(0) + gl.program_id(0)
-    begin, end, top, tiles = _share(each, more, slots)
+    rows = gl.minimum(n + gl.arange(0, ROWS, gl.SliceLayout(1, half)), N - 1).to(gl.int64)
+    numbers = beside(rows, first, scale_stride, FORM)
+    scales += numbers
+    factor = None
+    if FORM[0] == FP4:
+        factor = parts_of(gl.load(factors + rows), FORM)
+    if ZEROS:
+        zeros += numbers
+    acc = gl.zeros((ROWS, TOKENS), gl.float32, sums)
+    found = fetch(scales, zeros, begin, True, FORM)
     slot = 0
     phase = 0
-    for i in range(tiles):
-        low, high = _piece(top - i, begin, end, slots)
-        n = (top - i) * ROWS
-        rows = gl.minimum(n + gl.arange(0, ROWS, gl.SliceLayout(1, half)), N - 1).to(gl.int64)
-        lines = rows
-        if FORM[3] == 0:
-            lines = rows * 0
-        elif FORM[3] > 1:
-            lines = (rows + first) // FORM[3]
-        own_scales = scales + lines * scale_stride
-        own_zeros = zeros
-        if ZEROS:
-            own_zeros = zeros + lines * scale_stride
-        factor = None
-        if FORM[0] == FP4:
-            factor = _parts(gl.load(factors + rows), FORM)
-        block = (gl.program_id(2) * slots + low) * COUNT
-        found = _fetch(own_scales, own_zeros, block, True, FORM)
-        acc = gl.zeros((ROWS, TOKENS), gl.float32, layout)
-        if flags is not None:
-            if low > 0:
-                while gl.atomic_cas(flags + program - 1, 1, 0, sem="acquire") == 0:
-                    pass
-                entries = _entries(low >> 30, ROWS, TOKENS, layout)
-                entries += (program - 1) * (ROWS * TOKENS)
-                acc = gl.load(sums + entries, cache_modifier=".cg")
-        before = 0
-        for j in range(low, high - 1):
-            acc, found = _slot(
-                acc, found, own_scales, own_zeros, factor, x_ring, w_ring, full, slot, phase, block,
-                FORM, COUNT, DTYPE, whole, half, left, False,
-            )  # fmt: skip
-            fence_async_shared()  # loads of this slot are over
-            barrier()
-            if SYNC:
-                mbarrier.arrive(empty.index(slot))  # all warps have left it
-            else:
-                mbarrier.arrive(empty.index(before), pred=j > low)  # what multiplies is left: this
-            before = slot
-            slot, phase = _next(slot, phase, SLOTS)
-            block += COUNT
-        # Behind the loop's end, what waits there does not keep ptxas from reading sums too early.
-        total, found = _slot(
-            acc, found, own_scales, own_zeros, factor, x_ring, w_ring, full, slot, phase, block,
-            FORM, COUNT, DTYPE, whole, half, left, True,
+    before = 0
+    for i in range(0, blocks - COUNT, COUNT):
+        acc, found = multiply_slot(
+            acc, found, scales, zeros, factor, x_ring, w_ring, full, slot, phase, begin + i, FORM,
+            COUNT, DTYPE, whole, half, left, False,
         )  # fmt: skip
-        fence_async_shared()
+        fence_async_shared()  # loads of this slot are over
         barrier()
-        if not SYNC:
-            mbarrier.arrive(empty.index(before), pred=high > low + 1)
-        mbarrier.arrive(empty.index(slot))
-        slot, phase = _next(slot, phase, SLOTS)
-        if high == slots:
-            own = n + (high >> 30) + gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
-            token = m + (high >> 30) + gl.arange(0, TOKENS, gl.SliceLayout(0, layout))[None, :]
-            mask = (own < N) & (token < tokens)
-            place = gl.program_id(2).to(gl.int64) * tokens * N + token.to(gl.int64) * out_stride
-            gl.store(out + (place + own), total.to(out.dtype.element_ty), mask=mask)
-        elif flags is not None:
-            entries = _entries(high >> 30, ROWS, TOKENS, layout)
-            gl.store(sums + (entries + program * (ROWS * TOKENS)), total)
-            barrier()
-            gl.atomic_xchg(flags + program, 1, sem="release")
+        if SYNC:
+            mbarrier.arrive(empty.index(slot))  # all warps have left it
+        else:
+            mbarrier.arrive(empty.index(before), pred=i > 0)  # what multiplies is left: this slot
+        before = slot
+        slot, phase = next_slot(slot, phase, SLOTS)
+    # Behind the loop's end, what waits there does not keep ptxas from reading sums too early.
+    total, found = multiply_slot(
+        acc, found, scales, zeros, factor, x_ring, w_ring, full, slot, phase,
+        begin + blocks - COUNT, FORM, COUNT, DTYPE, whole, half, left, True,
+    )  # fmt: skip
+    own = n + gl.arange(0, ROWS, gl.SliceLayout(1, sums))
+    token = m + gl.arange(0, TOKENS, gl.SliceLayout(0, sums))
+    out += gl.program_id(2).to(gl.int64) * tokens * N
+    place = token.to(gl.int64)[None, :] * out_stride + own[:, None]
+    mask = (own < N)[:, None] & (token < tokens)[None, :]
+    gl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
 
 
-@gluon.jit(do_not_specialize=["tokens", "each", "more", "slots", "first", "scale_stride"])
+@gluon.jit(do_not_specialize=["tokens", "blocks", "first", "scale_stride"])
 def ring_kernel(
-    x_map, w_map, scales, zeros, factors, out, sums, flags, tokens, N, each, more, slots, first,
-    scale_stride, out_stride, FORM: gl.constexpr, SLOTS: gl.constexpr, COUNT: gl.constexpr,
-    SYNC: gl.constexpr, DTYPE: gl.constexpr,
+    x_map, w_map, scales, zeros, factors, out, tokens, N, blocks, first, scale_stride, out_stride,
+    FORM: gl.constexpr, SLOTS: gl.constexpr, COUNT: gl.constexpr, SYNC: gl.constexpr,
+    DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """A share of the tiles of some tokens and a segment, of out [parts, tokens, N], rows out_stride
-    apart: `each` slots, or one more in the first `more` programs, of `slots` in a tile, of COUNT
-    blocks each. zeros and scales have one stride; first: Fp8Weight's. sums [programs, ROWS, TOKENS]
-    fp32 and flags [programs], where programs share tiles: one leaves the sums of a tile's first
-    slots, its flag says so, and the next one goes on from there. Flags are 0 before and after. A
-    program waits for those of lower numbers alone, which a GPU starts first."""
+    """One segment of a tile of outputs and tokens: of out [parts, tokens, N], rows out_stride
+    apart. blocks: of a segment, a multiple of COUNT, those of a slot; zeros and scales have one
+    stride; first: Fp8Weight's."""
     ROWS: gl.constexpr = w_map.block_type.shape[0]
     TOKENS: gl.constexpr = x_map.block_type.shape[0]
     WORDS: gl.constexpr = w_map.block_type.shape[1]
@@ -469,14 +423,16 @@ def ring_kernel(
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
+    n = gl.program_id(0) * ROWS
     m = gl.program_id(1) * TOKENS
+    begin = gl.program_id(2) * blocks
     gl.warp_specialize(
         [
             (_multiply, (
-                scales, zeros, factors, out, sums, flags, x_ring, w_ring, full, empty, tokens, N,
-                first, m, each, more, slots, scale_stride, out_stride, FORM, COUNT, SYNC, DTYPE,
+                scales, zeros, factors, out, x_ring, w_ring, full, empty, tokens, N, first, n, m,
+                begin, blocks, scale_stride, out_stride, FORM, COUNT, SYNC, DTYPE,
             )),
-            (_load, (x_map, w_map, x_ring, w_ring, full, empty, m, each, more, slots, COUNT)),
+            (_load, (x_map, w_map, x_ring, w_ring, full, empty, n, m, begin, blocks, COUNT)),
         ],
         [1],
         [LOADING],

@@ -162,6 +162,9 @@ sync). Up to 64 tokens those that were never the fastest are gone
 (docs/decisions/0016-packed-ring.md); of 65 to 256 tokens, 0018-wide-rings.md."""
 
 
+MOST_SHARED = 8
+"""Tokens of a ring's tiles that programs may share: with 64 it was slower
+(docs/decisions/0026-shares-of-a-ring.md)."""
 RING_WARPS = 4
 """Of a program through a ring, beside those that multiply: one is at work."""
 BARRIERS = 1024
@@ -184,7 +187,9 @@ def _ring(tokens: int, segments: int, bits: int) -> list[PackedTile]:
         if slots * k // int(BLOCK) * _slot_bytes(m, n, bits) + BARRIERS > shared_of(HOPPER):
             continue
         tile = PackedTile(m, n, k, warps, slots, segments, registers, ring=True, sync=sync)
-        tiles += [tile, replace(tile, share=_ring_held(tile, bits))]
+        tiles.append(tile)
+        if m <= MOST_SHARED:
+            tiles.append(replace(tile, share=_ring_held(tile, bits)))
     return tiles
 
 
@@ -319,6 +324,14 @@ def _cut_lanes(tile: PackedTile, weight: PackedWeight, segments: int, arch: int)
     return replace(tile, stages=ahead, split=segments)
 
 
+def _shared(tile: PackedTile, weight: PackedWeight, segments: int) -> int:
+    """Programs for each multiprocessor that may share a weight's tiles: no more than there are
+    tiles. One alone has a warp for each scheduler, which is slower than shares that are uneven."""
+    tiles = -(-weight.shape[0] // tile.n) * segments
+    share = min(tile.share, tiles // PROCESSORS)
+    return share if share > 1 else 0
+
+
 def cut(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> PackedTile:
     """A tile as a launch takes it: columns that suit the weight, and as many of the stages as the
     architecture has shared memory for."""
@@ -329,7 +342,7 @@ def cut(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> Pac
     if tile.ring and ring_serves(weight, segments, arch):
         if weight.k // segments % tile.k:
             tile = replace(tile, k=int(BLOCK), stages=tile.stages * tile.k // int(BLOCK))
-        shared = min(tile.share, -(-weight.shape[0] // tile.n) * segments // PROCESSORS)
+        shared = _shared(tile, weight, segments)
         if (tile.split, tile.share) == (segments, shared):
             return tile
         return replace(tile, split=segments, share=shared)

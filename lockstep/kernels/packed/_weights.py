@@ -65,7 +65,8 @@ class PackedWeight(ABC):
 
     @cached_property
     def flags(self) -> Tensor:
-        """[FLAGS] int32 zeros for programs of a launch that share tiles: zeros again behind it."""
+        """[FLAGS] int32 zeros for programs of a launch that share tiles: zeros again behind it. So
+        a weight is in one launch at a time."""
         return torch.zeros(FLAGS, dtype=torch.int32, device=self.device)
 
     @property
