@@ -211,7 +211,6 @@ def _tiled(
     """(op, size, tokens -> tile) of what a module launches."""
     from lockstep.kernels.attention import SEGMENT
     from lockstep.kernels.attention.paged import partition
-    from lockstep.kernels.experts.tiles import are_few, fitting, packed_fitting, tiles_of
     from lockstep.kernels.linear.packed import tile_of as packed_tile
     from lockstep.kernels.linear.packed_tuning import UNPACK
     from lockstep.kernels.linear.tuning import lookup
@@ -230,20 +229,7 @@ def _tiled(
 
         yield "linear", f"{n}x{k}" + " packed" * packed, linear_tile
     elif isinstance(module, MoE):
-        count = module.experts
-        top_k = module.top_k
-
-        def expert_tile(name: str, weight: Tensor | PackedWeight, tokens: int) -> Any:
-            few = are_few(tokens, top_k, count, isinstance(module.down.stored, PackedWeight))
-            found = tiles_of(tokens * top_k, count, dtype, few)
-            if isinstance(weight, PackedWeight) and dtype != torch.float32:
-                return packed_fitting(getattr(found, f"packed_{name}"), weight, number)
-            return fitting(getattr(found, name), dtype, number)
-
-        for name, own in (("up", module.up), ("down", module.down)):
-            packed = " packed" * isinstance(own.stored, PackedWeight)
-            make = partial(expert_tile, name, own.stored)
-            yield "experts", f"{name} of {top_k} of {count}{packed}", make
+        yield from _expert_tiles(module, number, dtype)
     elif isinstance(module, Attention):
         heads = module.heads
         kv_heads = module.kv_heads
@@ -260,6 +246,33 @@ def _tiled(
         yield "paged_attention", f"{heads}/{kv_heads} heads of {dim}", attention_tile
     elif isinstance(module, LatentAttention):
         yield from _latent_tiles(module, number, limits, dtype)
+
+
+def _expert_tiles(layer: MoE, number: int, dtype: torch.dtype) -> Iterator[tuple[str, str, Any]]:
+    """_tiled of a mixture's experts."""
+    from lockstep.kernels.experts import ring
+    from lockstep.kernels.experts.tiles import are_few, fitting, packed_fitting, tiles_of
+    from lockstep.kernels.packed._form import Target
+
+    count = layer.experts
+    top_k = layer.top_k
+    target = Target(number, assembly=True)
+    rings = {
+        "up": lambda weight, tokens: ring.up_tile(weight, tokens, target),
+        "down": lambda weight, _: ring.down_tile(weight, top_k, target),
+    }
+
+    def tile(name: str, weight: Tensor | PackedWeight, tokens: int) -> Any:
+        few = are_few(tokens, top_k, count, isinstance(layer.down.stored, PackedWeight))
+        found = tiles_of(tokens * top_k, count, dtype, few)
+        if not isinstance(weight, PackedWeight) or dtype == torch.float32:
+            return fitting(getattr(found, name), dtype, number)
+        through = rings[name](weight, tokens) if few else None
+        return through or packed_fitting(getattr(found, f"packed_{name}"), weight, number)
+
+    for name, own in (("up", layer.up), ("down", layer.down)):
+        packed = " packed" * isinstance(own.stored, PackedWeight)
+        yield "experts", f"{name} of {top_k} of {count}{packed}", partial(tile, name, own.stored)
 
 
 def _latent_tiles(

@@ -70,6 +70,10 @@ def stages_within(stages: int, stage: int, fixed: int, number: int) -> int:
     return max(1, min(stages, 1 + (shared_of(number) - fixed) // stage))
 
 
+PROCESSORS = 132
+"""Multiprocessors of an H100 or H200, and of a GPU that is not there."""
+
+
 def number_of(device: torch.device | str) -> int:
     """The architecture of a GPU, e.g. 86; HOPPER for a device that is none, where the interpreter
     runs what Hopper's tiles say."""
@@ -81,3 +85,10 @@ def number_of(device: torch.device | str) -> int:
 def _capability(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
+
+
+def processors_of(device: torch.device) -> int:
+    """Multiprocessors of a GPU."""
+    if device.type != "cuda":
+        return PROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

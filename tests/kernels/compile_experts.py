@@ -1,7 +1,9 @@
 """Compiles the products of experts for a Hopper GPU, which needs none, at Qwen3.6-35B-A3B's sizes:
 whatever the number of tokens, packed weights or not, wgmma alone reads natural K order.
 
-Packed ones are its left operand with kWidth 2, made in registers out of their words.
+Packed ones are its left operand with kWidth 2, made in registers out of their words. At a few
+tokens they pass through a ring, and mma.sync multiplies: words come 16 bytes at a time, and nothing
+spills.
 
     python -m tests.kernels.compile_experts [--quick]
 
@@ -19,12 +21,13 @@ from triton.runtime.jit import JITFunction
 from lockstep.kernels.architecture import shared_of
 from lockstep.kernels.experts.triton import experts_triton
 from lockstep.kernels.packed import Fp4Weight, Fp8Weight, IntWeight, PackedWeight
-from tests.kernels.compile_packed import LEFT, Compiled
+from tests.kernels.compile_packed import LEFT, Compiled, spills_of
 
 ARCH = 90
 TOKENS = (1, 1024)
 """Of the form for few tokens, and of the other."""
-PRODUCTS = {"_up_kernel", "_down_sum_kernel", "_down_kernel"}
+RINGS = {"few_kernel", "down_kernel"}
+PRODUCTS = {"_up_kernel", "_down_sum_kernel", "_down_kernel", *RINGS}
 EXPERTS = 256
 HIDDEN = 2048
 INNER = 512
@@ -62,6 +65,8 @@ def main(quick: bool) -> None:
             ids = torch.empty(tokens, 8, dtype=torch.int32, device="meta")
             x = half(tokens, HIDDEN)
             experts_triton(x, up, down, ids, half(tokens, 8), half(tokens, HIDDEN))
+            found = {made.metadata.name for made in compiled.made}
+            assert found & RINGS == (RINGS if tokens == 1 and name != "plain" else set()), name
             for made in compiled.made:
                 check(name, made)
                 print(made.metadata.name, name, tokens, made.metadata.shared, flush=True)
@@ -71,9 +76,13 @@ def main(quick: bool) -> None:
 def check(name: str, made: Any) -> None:
     """What the matrix units are given."""
     ptx = made.asm["ptx"]
-    assert "wgmma.mma_async" in ptx and "mma.sync" not in ptx, name
+    ring = made.metadata.name in RINGS
+    assert ("wgmma.mma_async" in ptx) != ring and ("mma.sync" in ptx) == ring, name
     assert made.metadata.shared <= shared_of(ARCH), name
-    if name != "plain":
+    if ring:
+        assert "ld.shared.v4" in ptx, name
+        spills_of(made.asm["cubin"], most=0)
+    elif name != "plain":
         found = LEFT.findall(made.asm["ttgir"])
         assert found and set(found) == {"2"}, (name, set(found))
 

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from lockstep.kernels.architecture import HOPPER, shared_of
 from lockstep.kernels.linear.packed import launch
 from lockstep.kernels.linear.packed_tuning import block_tile, candidates, cut, lookup
 from lockstep.kernels.packed._form import Target, multiplies_by_mma_sync, shared_by
-from lockstep.kernels.packed.cases import layouts
+from lockstep.kernels.packed.cases import layouts, random_weights
 from tests.kernels.compile_launches import OPTIONS, source_kind, type_of
 
 N = 256
@@ -158,7 +159,7 @@ def compile_ring(found: Mapping[str, tuple[int, ...]]) -> None:
     last product waited for at once: ptxas has all wait where registers are short."""
     compiled = Compiled(HOPPER)
     JITFunction.run = lambda kernel, *a, **given: compiled.compile(kernel, *a, **given)
-    for name, weight in layouts(N, K):
+    for name, weight in random_weights(N, K):
         for tokens in found.get(name, ()):
             x = torch.empty(tokens, K, dtype=torch.bfloat16)
             rings = [tile for tile in candidates(tokens, 1, weight.bits) if tile.ring]
@@ -173,6 +174,12 @@ def compile_ring(found: Mapping[str, tuple[int, ...]]) -> None:
             machine = said_of(made.asm["cubin"], knobs.nvidia.nvdisasm.path)
             assert tile.sync or machine.count(WAITS) == 1, (name, tile)
             print(HOPPER, name, tile, *spills_of(made.asm["cubin"]), flush=True)
+            if tile.sync:
+                few = Target(HOPPER, assembly=True, processors=2)
+                launch(x, weight, 1, replace(tile, share=1), few)
+                made = compiled.made[-1]
+                assert "atom.global.acquire" in made.asm["ptx"], (name, tile)
+                print(HOPPER, name, "shared", *spills_of(made.asm["cubin"]), flush=True)
 
 
 def said_of(cubin: bytes, *command: str) -> str:

@@ -26,9 +26,19 @@ def halves(word: Numbers, kind: torch.dtype) -> Numbers:
     return torch.from_numpy(pairs.copy()).view(kind).double().numpy()
 
 
+def odd(numbers: Numbers) -> Numbers:
+    """fp64 -> fp32, rounded so that what is rounded again is rounded right: towards 0, with the
+    last bit set where anything is lost."""
+    found = numbers.astype(np.float32)
+    lost = np.isfinite(found) & (found.astype(np.float64) != numbers)
+    above = lost & (np.abs(found.astype(np.float64)) > np.abs(numbers))
+    bits = found.view(np.uint32) - above.astype(np.uint32)
+    return (bits | lost.astype(np.uint32)).view(np.float32)
+
+
 def joined(pairs: Numbers, kind: torch.dtype) -> Numbers:
-    """[threads, 2] -> words. fp64 passes through fp32: exact only where fp32 holds the numbers."""
-    rounded = torch.from_numpy(np.ascontiguousarray(pairs, np.float64)).to(kind)
+    """[threads, 2] of fp64 -> words, each number rounded once."""
+    rounded = torch.from_numpy(odd(np.ascontiguousarray(pairs, np.float64))).to(kind)
     return rounded.view(torch.int16).numpy().view(np.uint32).reshape(-1)
 
 
@@ -136,6 +146,9 @@ class Thread:
             word = self.read(source[0]).astype(np.uint32)
             self.registers[to[0]] = word & np.uint32(0xFFFF)
             self.registers[to[1]] = word >> np.uint32(16)
+        elif len(source) == 2:
+            (low, high) = (self.read(part).astype(np.uint32) for part in source)
+            self.registers[to[0]] = low | high << np.uint32(16)
         else:
             found = self.read(source[0])
             wanted = np.float32 if to[0] in self.floats else np.uint32

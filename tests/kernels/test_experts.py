@@ -25,7 +25,7 @@ from lockstep.kernels.experts.tiles import (
 )
 from lockstep.kernels.linear import linear, tree_sum
 from lockstep.kernels.packed import Fp8Weight, IntWeight
-from lockstep.kernels.packed._form import multiplies_by_mma_sync, shared_by
+from lockstep.kernels.packed._form import Target, multiplies_by_mma_sync, shared_by, target_of
 from lockstep.kernels.packed.cases import layouts, random_weights
 from lockstep.kernels.route import route
 from tests.kernels.backends import Backend, backends, same_bits
@@ -342,6 +342,70 @@ def test_packed_experts_in_both_forms(backend, name):
             want = launch(*(plain[part] for part in order), same)
             have = launch(*(packed[part] for part in order), tiles)
             assert same_bits(have, want), (tiles, launch.__name__)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("tokens", "slots", "act"),
+    [(1, 8, "silu_mul"), (8, 6, "relu2"), (9, 10, "silu_mul"), (16, 4, "relu2")],
+)
+def test_a_ring_has_the_bits_of_unpacked_weights(tokens, slots, act):
+    """Columns that fill no block, partials of the shared expert, ids of null rows."""
+    from lockstep.kernels.experts import ring
+    from lockstep.kernels.experts.triton import launch_few
+
+    device = torch.device("cuda")
+    count = 20
+    hidden = 1032
+    inner = 344
+    rows = 2 * inner if act == "silu_mul" else inner
+    up = Fp8Weight.empty(count * rows, hidden, 1, hidden, device=device)
+    down = Fp8Weight.empty(count * hidden, inner, 1, inner, device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    for weight in (up, down):
+        weight.dummy(generator)
+    x = torch.randn(tokens, hidden, dtype=torch.bfloat16, device=device)
+    ids = torch.rand(tokens, count, device=device).topk(slots, 1).indices.int()
+    ids[-1, :2] = torch.tensor([-7, 10**6])
+    shares = torch.rand(tokens, slots, device=device)
+    shared = torch.randn(2, tokens, hidden, device=device)
+    given = (ids, shares, shared, None, FEW, act == "silu_mul")
+    plain = (
+        up.unpack(x.dtype).view(count, rows, hidden),
+        down.unpack(x.dtype).view(count, hidden, inner),
+    )
+    assert ring.up_tile(up, tokens, target_of(device)) is not None
+    assert (ring.down_tile(down, slots, target_of(device)) is None) == (slots < ring.FEWEST)
+    want = launch_few(x, *plain, *given)
+    for _ in range(5):
+        assert same_bits(launch_few(x, up, down, *given), want)
+
+
+def test_where_experts_pass_through_a_ring():
+    from lockstep.kernels.experts import ring
+
+    weight = Fp8Weight.empty(128, 1856, 1, 1856, device="meta")
+    hopper = Target(HOPPER, assembly=True)
+    assert ring.up_tile(weight, 8, hopper) == Tile(64, 8, 128, 4, 6)
+    assert ring.up_tile(weight, 9, hopper) == Tile(64, 16, 128, 4, 5)
+    assert ring.down_tile(weight, 10, hopper) == Tile(128, 16, 128, 4, 3)
+    others = [replace(hopper, arch=arch) for arch in ARCHITECTURES if arch != HOPPER]
+    interpreter = replace(hopper, assembly=False)
+    assert not any(ring.up_tile(weight, 1, target) for target in (*others, interpreter))
+    small = IntWeight.empty(128, 1856, group=32, device="meta")
+    plain = torch.empty(128, 1856, device="meta")
+    assert not any(ring.up_tile(other, 1, hopper) for other in (small, plain))
+    assert ring.up_tile(weight, 17, hopper) is None
+    assert ring.down_tile(weight, 4, hopper) is None and ring.down_tile(weight, 17, hopper) is None
+
+
+def test_bulk_copies_are_for_hopper_alone():
+    """Elsewhere a tile of no more than 128 rows stands for one of 256."""
+    assert fitting(MANY.down, torch.bfloat16, HOPPER) == MANY.down
+    for arch in ARCHITECTURES:
+        if arch != HOPPER:
+            found = fitting(MANY.down, torch.bfloat16, arch)
+            assert (found.rows, found.tma) == (128, False)
 
 
 def test_tiles_for_packed_weights_hold_whole_blocks_of_their_order():

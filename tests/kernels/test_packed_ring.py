@@ -163,6 +163,71 @@ def test_every_code_and_scale_of_nvfp4(dtype: torch.dtype) -> None:
         assert same(pairs(got, dtype)[:, half], want), (word, pair, half)
 
 
+def parts_of(factors: Tensor) -> tuple[Any, Any]:
+    """2^119 times factors of fp32 in two parts, as the ring's kernel finds them."""
+    wide = factors * 2.0**119
+    hi = wide.bfloat16()
+    lo = (wide - hi.float()).bfloat16()
+    found = doubled(lo)
+    served = np.zeros(len(factors), bool)
+    for steps in (0, 1, -1, 2, -2):
+        tried = doubled((lo.view(torch.int16) + steps).view(torch.bfloat16))
+        wrong = run(str(texts.WRONG.value), 1, [wide.numpy(), doubled(hi), tried])[0].numpy() != 0
+        found = np.where(served | wrong, found, tried)
+        served |= ~wrong
+    assert served.all()
+    return doubled(hi), found
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_every_code_and_scale_of_nvfp4_in_parts() -> None:
+    """16 codes x 127 scales x factors, at each of the eight places: what the product in fp32 rounds
+    to, rounded to bf16. Some factors need other parts than the nearest."""
+    from lockstep.kernels.packed._weights import FP4_VALUES
+
+    some = torch.rand(100, generator=torch.Generator().manual_seed(1)) + 1e-3
+    nudged = torch.tensor([0x3F80A000, 0x3F81AA55]).int().view(torch.float32)
+    factors = torch.cat([torch.tensor([0.0, 1.0, -3.7e-5, 63.9, 2.0**-80]), nudged, some])
+    code, scale, place = all_codes(4, 127, torch.arange(len(factors)))
+    values = torch.cat([torch.tensor(FP4_VALUES), -torch.tensor(FP4_VALUES)])
+    wide = scale.to(torch.uint8).view(torch.float8_e4m3fn).float()
+    want = ((values[code] * wide) * factors[place]).bfloat16()
+    (hi, lo) = parts_of(factors)
+    for word, pair in product(range(2), range(4)):
+        both = (scale << 8 * (2 * word + pair // 2)).numpy().astype(np.uint32)
+        ready = [
+            part.numpy().view(np.uint32)
+            for part in run(str(texts.EVEN_AND_ODD_FP8.value), 2, [both])
+        ]
+        given = [part for part in (*ready, hi[place], lo[place]) for _ in range(2)]
+        for half in range(2):
+            words = [np.zeros(len(code), np.uint32)] * 2
+            words[word] = placed(code, 4 * pair + 16 * half, 0x5A3C9600)
+            got = run(str(texts.FP4_IN_PARTS.value), 8, [*words, *given])[4 * word + pair]
+            assert same(pairs(got, torch.bfloat16)[:, half], want), (word, pair, half)
+
+
+@pytest.mark.parametrize(
+    ("factor", "scale", "served"),
+    [
+        (1e-4, 0x38, True),
+        (0.0, 0x38, True),
+        (1e-30, 0x38, False),
+        (100.0, 0x38, False),
+        (1.7083332538604736, 0x38, False),
+        (1e-4, 0x7F, False),
+        (1e-4, 0xB8, False),
+    ],
+)
+def test_which_factors_and_scales_are_in_parts(factor: float, scale: int, served: bool) -> None:
+    weight = Fp4Weight.empty(4, 128)
+    weight.factors.fill_(1e-3)
+    weight.scales.fill_(0x30)
+    weight.factors[2] = factor
+    weight.scales[3, 5] = scale
+    assert weight.in_parts == served
+
+
 TILE = PackedTile(8, 64, 128, 4, 6, 1, 48, ring=True, sync=True)
 
 
@@ -192,6 +257,14 @@ def test_slots_are_cut_to_the_segments() -> None:
     assert cut(wide, IntWeight.empty(64, 1024, device="meta"), 2, HOPPER) == wide
     narrow = cut(wide, IntWeight.empty(64, 768, device="meta"), 2, HOPPER)
     assert (narrow.k, narrow.stages) == (128, 6)
+
+
+def test_shares_are_cut_to_the_tiles() -> None:
+    """As many programs for each multiprocessor as there are tiles for, at most; one is too few."""
+    shared = PackedTile(8, 64, 128, 4, 6, 1, 48, ring=True, sync=True, share=5)
+    for n, segments, share in ((34816, 1, 4), (5120, 4, 2), (12800, 1, 0), (1000000, 1, 5)):
+        weight = IntWeight.empty(n, 1024, device="meta")
+        assert cut(shared, weight, segments, HOPPER).share == share
 
 
 SERVED = ("int4", "int4 asymmetric", "int8", "fp8 by blocks", "fp8 by outputs", "fp8", "nvfp4")
@@ -271,3 +344,40 @@ def test_no_slot_is_filled_before_it_was_read(name: str, tokens: int) -> None:
             for _ in range(20):
                 got = run_tile(1, False, x, weight, cut(tile, weight, 1, HOPPER))
                 assert same_bits(got, want), tile
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["nvfp4", "int4 asymmetric, fp16 scales", "fp8 by blocks"])
+def test_programs_that_share_tiles(name: str) -> None:
+    """Shares that end in the middle of tiles, with whole tiles between, in two segments and in one,
+    launch after launch: the bits of the weight unpacked ahead, and no flag is left."""
+    from lockstep.kernels.linear.packed import right_bits, run_tile
+    from lockstep.kernels.packed.bench import LAYOUTS
+
+    (tile, *_) = (tile for tile in candidates(3, 1, 8) if tile.share)
+    for n, segments in ((20000, 1), (9000, 2)):
+        weight = LAYOUTS[name](n, 2560, "cuda")
+        weight.dummy(torch.Generator("cuda").manual_seed(0))
+        x = torch.randn(3, 2560, dtype=torch.bfloat16, device="cuda")
+        want = right_bits(segments, x, weight)
+        shared = cut(tile, weight, segments, HOPPER)
+        assert shared.share
+        for _ in range(10):
+            assert same_bits(run_tile(segments, False, x, weight, shared), want), shared
+        assert not weight.flags.any()
+
+
+@pytest.mark.gpu
+def test_factors_that_are_not_in_parts() -> None:
+    from lockstep.kernels.linear.packed import right_bits, run_tile
+    from lockstep.kernels.packed.bench import LAYOUTS
+
+    weight = LAYOUTS["nvfp4"](1000, 1024, "cuda")
+    weight.dummy(torch.Generator("cuda").manual_seed(0))
+    weight.factors[7] = 1.7083332538604736
+    assert not weight.in_parts
+    x = torch.randn(8, 1024, dtype=torch.bfloat16, device="cuda")
+    for tile in candidates(8, 2, weight.bits):
+        if tile.ring:
+            got = run_tile(2, False, x, weight, cut(tile, weight, 2, HOPPER))
+            assert same_bits(got, right_bits(2, x, weight)), tile

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from lockstep.kernels.architecture import stages_within
+from lockstep.kernels.architecture import HOPPER, stages_within
 from lockstep.kernels.packed import PackedWeight
 from lockstep.kernels.packed._form import columns_of, stages_of
 
@@ -28,7 +28,8 @@ tokens: 35B-A3B in FP8 42 and 44, 70 and 67, 117 and 103; Nano, 6 slots, 82 and 
 class Tile:
     """rows of the weight, tokens and columns of K per block; weights are the left operand.
 
-    64 rows of 4 warps are one wgmma, whatever the tokens.
+    64 rows of 4 warps are one wgmma, whatever the tokens. tma: the bulk copy engine loads act and a
+    plain weight of down, where it exists and rows are aligned.
     """
 
     rows: int
@@ -36,6 +37,7 @@ class Tile:
     k: int
     warps: int
     stages: int
+    tma: bool = False
 
 
 class Tiles(NamedTuple):
@@ -75,10 +77,17 @@ an expert gets, so that its weights are read once. Of Poisson's counts, 99.6 % a
 mean of 8, 99.5 % within 32 at 20, 98.9 % within 64 at 48. Each leaves room for two programs on a
 multiprocessor. Packed ones hold whole blocks of their order, of 128 columns. The first were timed
 on an H200, the others not: docs/kernels/experts.md."""
-MANY = Tiles(*[Tile(128, 128, 64, 8, 3)] * 2, *[Tile(128, 128, 128, 8, 3)] * 2)
+MANY = Tiles(
+    up=Tile(128, 128, 64, 8, 3),
+    down=Tile(256, 128, 64, 8, 4, tma=True),
+    packed_up=Tile(128, 128, 128, 8, 3),
+    packed_down=Tile(128, 128, 128, 8, 3),
+)
 """The tensor cores count: 64 accumulators a thread and 96 KB, so that one of two programs on a
 multiprocessor multiplies while the other begins or ends. K is short here (512 is 8 turns). Packed,
 with some 160 registers a thread, one program fits."""
+SQUARE = 128
+"""Rows of the tile that stands for one of more rows where these do not come by bulk copies."""
 UNPACK_FROM = 1024
 """Pairs per expert in the mean. From here on packed weights are unpacked into memory first.
 
@@ -107,10 +116,17 @@ def tiles_of(pairs: int, experts: int, dtype: torch.dtype, few: bool) -> Tiles:
     return next((tiles for mean, tiles in SORTED if pairs <= mean * experts), MANY)
 
 
+def without_tma(tile: Tile) -> Tile:
+    """The tile that stands for this one where the bulk copy engine cannot load."""
+    return replace(tile, rows=min(tile.rows, SQUARE), tma=False) if tile.tma else tile
+
+
 def fitting(tile: Tile, dtype: torch.dtype, arch: int) -> Tile:
     """The tile on an architecture, for a plain weight: with as many stages as fit."""
     if dtype == torch.float32:
         return tile
+    if tile.tma and arch != HOPPER:
+        tile = without_tma(tile)
     loaded = (tile.rows + tile.tokens) * tile.k * dtype.itemsize
     return replace(tile, stages=stages_within(tile.stages, loaded, 0, arch))
 

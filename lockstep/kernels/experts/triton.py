@@ -9,7 +9,8 @@ sum over slots are a launch each.
 Weights are the left operand everywhere, so that wgmma serves any number of tokens and packed
 weights keep one K order (docs/kernels/experts.md). A kernel sees a weight as rows, row n of expert
 e at e * N + n, and reads it by lockstep.kernels.packed._device, packed or not. Packed weights are
-unpacked into memory first from UNPACK_FROM on, in fp32, and where their scales lie irregularly.
+unpacked into memory first from UNPACK_FROM on, in fp32, and where their scales lie irregularly. On
+Hopper a few tokens meet packed weights in kernels of their own (ring.py).
 """
 
 from dataclasses import dataclass
@@ -19,11 +20,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lockstep.kernels.activations import Act
 from lockstep.kernels.activations._device import relu2, sigmoid, silu_product
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.experts import experts, experts_in
+from lockstep.kernels.experts import experts, experts_in, ring
 from lockstep.kernels.experts._sort import FIELDS, clamped, sort_pairs
 from lockstep.kernels.experts.tiles import (
     UNPACK_FROM,
@@ -33,8 +35,9 @@ from lockstep.kernels.experts.tiles import (
     fitting,
     packed_fitting,
     tiles_of,
+    without_tma,
 )
-from lockstep.kernels.linear.triton import tree_load
+from lockstep.kernels.linear.triton import aligned, segment_product, tree_load
 from lockstep.kernels.packed import PackedWeight
 from lockstep.kernels.packed._device import Form, Operand, chain
 from lockstep.kernels.packed._form import (
@@ -91,7 +94,9 @@ def _up_kernel(
     FORM: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """act [pairs, inner]: a tile's silu(gate) * up, or max(up, 0)^2 where there is no gate.
+    """act: a tile's silu(gate) * up, or max(up, 0)^2 where there is no gate.
+
+    It is [pairs, inner], and [tiles * BLOCK_M, inner] where they are SORTED: in the order of tiles.
 
     With one, rows of the weight's block are 8 of gate and the 8 of up beside them in turn, so that
     wgmma leaves both factors of a product in one thread: it holds rows r and r + 8. Those past the
@@ -127,6 +132,8 @@ def _up_kernel(
     else:
         product = relu2(total.to(dtype).to(tl.float32)).to(dtype)
     column = first + tl.arange(0, WIDTH)
+    if SORTED:
+        own = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     to = act + own.to(tl.int64)[None, :] * inner + column[:, None]
     mask = live[None, :] & (column < inner)[:, None]
     tl.store(to, tl.reshape(product, (WIDTH, BLOCK_M)), mask=mask)
@@ -135,25 +142,36 @@ def _up_kernel(
 @triton.jit(do_not_specialize=["pairs"])
 def _down_kernel(
     act, weight, y, order, table, pairs, experts, K, hidden,
-    FIELDS: tl.constexpr, FORM: tl.constexpr, EVEN: tl.constexpr,
+    FIELDS: tl.constexpr, FORM: tl.constexpr, EVEN: tl.constexpr, TMA: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """y [pairs, hidden]: a tile's outputs, each an expert's of one token."""
+    """y [pairs, hidden]: a tile's outputs, each an expert's of one token.
+
+    act: in the order of tiles; what lies behind a tile's pairs is multiplied and not stored. TMA:
+    act and weight are descriptors.
+    """
     blocks = tl.cdiv(hidden, BLOCK_N)
     tile = tl.program_id(0) // blocks
-    column = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = tl.program_id(0) % blocks * BLOCK_N
+    column = first + tl.arange(0, BLOCK_N)
     expert, own, live = _tile_of(None, order, table, tile, pairs, experts, True, 1, FIELDS, BLOCK_M)
     if expert < 0:
         return
-    rows = expert.to(tl.int64) * hidden + tl.minimum(column, hidden - 1)
-    own = own.to(tl.int64)
-    inputs = act + own[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
-    total = chain(
-        weight, rows, inputs, live[:, None], 0, K, FORM, EVEN, BLOCK_N, BLOCK_M, BLOCK_K,
-        act.dtype.element_ty,
-    )  # fmt: skip
-    to = y + own[None, :] * hidden + column[:, None]
-    tl.store(to, total.to(y.dtype.element_ty), mask=live[None, :] & (column < hidden)[:, None])
+    if TMA:
+        total = segment_product(
+            act, weight, None, tile * BLOCK_M, expert * hidden + first, 0, K,
+            True, True, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+    else:
+        rows = expert.to(tl.int64) * hidden + tl.minimum(column, hidden - 1)
+        place = (tile * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+        inputs = act + place[:, None] * K + tl.arange(0, BLOCK_K)[None, :]
+        total = chain(
+            weight, rows, inputs, live[:, None], 0, K, FORM, EVEN, BLOCK_N, BLOCK_M, BLOCK_K,
+            act.dtype.element_ty,
+        ).T  # fmt: skip
+    to = y + own.to(tl.int64)[:, None] * hidden + column[None, :]
+    tl.store(to, total.to(y.dtype.element_ty), mask=live[:, None] & (column < hidden)[None, :])
 
 
 @triton.jit
@@ -256,7 +274,7 @@ def _down_sum_kernel(
 class _Reading:
     """How a launch reads a weight of k columns: what the kernel is given of it, and the tile."""
 
-    operand: Operand
+    operand: Operand | TensorDescriptor
     form: Form
     tile: Tile
     k: int
@@ -284,18 +302,23 @@ def _reading(
             operand, form = operand_of(weight, x.dtype, fitted.k, target)
             return _Reading(operand, form, fitted, k)
         weight = in_memory(weight, x.dtype)
-    return _Reading(*plain_operand(weight), fitting(tile, x.dtype, target.arch), k)
+    fitted = fitting(tile, x.dtype, target.arch)
+    if fitted.tma and aligned(weight.view(-1, k)):
+        rows = TensorDescriptor.from_tensor(weight.view(-1, k), [fitted.rows, fitted.k])
+        return _Reading(rows, Form(), fitted, k)
+    return _Reading(*plain_operand(weight), without_tma(fitted), k)
 
 
 def _act(
     x: Tensor, up: _Reading, inner: int, experts: int, ids: Tensor, order: Tensor | None,
     table: Tensor | None, gated: bool,
 ) -> Tensor:  # fmt: skip
-    """What every pair's down is given: [T * k, I]."""
+    """What every pair's down is given: [T * k, I], or in the order of tiles [tiles * tokens, I]."""
     pairs = ids.numel()
     tiles = pairs if table is None else len(table)
     lanes = 1 if table is not None else triton.next_power_of_2(pairs)
-    act = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
+    lines = pairs if order is None else order.numel()
+    act = torch.empty(lines, inner, dtype=x.dtype, device=x.device)
     width = up.tile.rows // 2 if gated else up.tile.rows
     _up_kernel[(tiles * triton.cdiv(inner, width),)](
         x, up.operand, act, ids, order, table, pairs, x.stride(0), experts, up.k, inner,
@@ -314,8 +337,17 @@ def launch_few(
     hidden = up.shape[-1]
     inner = down.shape[-1]
     count = experts_in(up, down)
-    read = _reading(up, tiles.up, tiles.packed_up, x)
-    act = _act(x, read, inner, count, ids, None, None, gated)
+    target = target_of(x.device)
+    tile = ring.up_tile(up, tokens, target) if ring.aligned(x) else None
+    if tile is not None:
+        act = ring.up(x, up, inner, count, ids, tile, target, gated)
+    else:
+        read = _reading(up, tiles.up, tiles.packed_up, x)
+        act = _act(x, read, inner, count, ids, None, None, gated)
+    of_shared = (shared, gate, _strides(shared, gate), _parts(shared))
+    tile = ring.down_tile(down, slots, target) if ring.aligned(act) else None
+    if tile is not None:
+        return ring.down(act, down, hidden, count, ids, weights, *of_shared, tile, target)
     places = triton.next_power_of_2(slots)
     read = _reading(down, tiles.down, tiles.packed_down, x)
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
@@ -343,9 +375,12 @@ def launch_sorted(
     act = _act(x, read, inner, count, ids, order, table, gated)
     y = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
     read = _reading(down, tiles.down, tiles.packed_down, x, unpack)
-    _down_kernel[(len(table) * triton.cdiv(hidden, read.tile.rows),)](
-        act, read.operand, y, order, table, pairs, count, inner, hidden, FIELDS, **read.options()
-    )
+    tile = read.tile
+    lines = TensorDescriptor.from_tensor(act, [tile.tokens, tile.k]) if tile.tma else act
+    _down_kernel[(len(table) * triton.cdiv(hidden, tile.rows),)](
+        lines, read.operand, y, order, table, pairs, count, inner, hidden, FIELDS,
+        TMA=tile.tma, **read.options(),
+    )  # fmt: skip
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     _sum_kernel[(tokens, triton.cdiv(hidden, COLUMNS))](
         y, weights, out, shared, gate, hidden, *_strides(shared, gate),

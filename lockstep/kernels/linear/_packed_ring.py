@@ -25,8 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from lockstep.kernels._gluon import barrier
 from lockstep.kernels.linear._packed_text import (
+    EVEN_AND_ODD_FP8,
     FP4_BF16,
     FP4_FP16,
+    FP4_IN_PARTS,
     FP8_BF16,
     FP8_FP16,
     INT4_BF16,
@@ -37,6 +39,7 @@ from lockstep.kernels.linear._packed_text import (
     PARTS,
     SPLIT_BF16,
     TAKES_FP4,
+    TAKES_FP4_IN_PARTS,
     TAKES_FP8,
     TAKES_INT4,
     TAKES_INT8,
@@ -46,10 +49,12 @@ from lockstep.kernels.linear._packed_text import (
     TWICE_FP16,
     WIDE_BF16,
     WIDE_FP16,
+    WRONG,
 )
 from lockstep.kernels.packed._codes import (
     FP4,
     FP8,
+    IN_PARTS,
     SPLIT,
     twice,
 )
@@ -72,6 +77,12 @@ def words_layout(columns, bits, warps, rows):
     above = range(warps.bit_length() + 3, rows.bit_length() - 1)
     registers += [[1 << i, 0] for i in above]
     return gl.DistributedLinearLayout(registers, lanes, groups, [], [rows, 4 * each])
+
+
+@gluon.constexpr_function
+def rows_layout(bits, warps, rows):
+    """How those lanes hold what belongs to a row."""
+    return gl.SliceLayout(1, words_layout(64, bits, warps, rows))
 
 
 @gluon.constexpr_function
@@ -100,7 +111,7 @@ def _halves(words, layout: gl.constexpr):
 
 
 @gluon.jit
-def _fetch(scales, zeros, block, live, FORM: gl.constexpr):
+def fetch(scales, zeros, block, live, FORM: gl.constexpr):
     """Numbers of a block beside its words, per output, as they lie: two tensors, or one twice."""
     if FORM[0] == FP4:
         return (
@@ -127,15 +138,40 @@ def _twice(number, DTYPE: gl.constexpr):
 
 
 @gluon.jit
+def _nudged(factor, hi, lo, found, STEPS: gl.constexpr):
+    """lo so many steps of its last bit on, where it serves the factor, else `found`."""
+    tried = lo + STEPS * 0x10001
+    wrong = gl.inline_asm_elementwise(
+        WRONG, "=&r,f,r,r", [factor, hi, tried], dtype=gl.int32, is_pure=True, pack=1
+    )
+    return gl.where(wrong == 0, tried, found)
+
+
+@gluon.jit
+def parts_of(factor, FORM: gl.constexpr):
+    """Factors as assembly takes them: hi and lo of bf16, each twice in a word; or one, twice."""
+    if FORM[6] == IN_PARTS:
+        factor = factor * 6.646139978924579e35  # 2^119
+        hi = _twice(factor, gl.bfloat16)
+        lo = _twice(factor - (hi & -65536).to(gl.float32, bitcast=True), gl.bfloat16)
+        found = lo
+        for i in gl.static_range(5):  # the last one that serves: -2, 2, -1, 1, 0
+            found = _nudged(factor, hi, lo, found, (2 - i // 2) * (i % 2 * 2 - 1))
+        return hi, found
+    else:
+        return factor * 64.0, factor * 64.0
+
+
+@gluon.jit
 def _ready(found, factor, PART: gl.constexpr, FORM: gl.constexpr, ZEROS: gl.constexpr,
            DTYPE: gl.constexpr):  # fmt: skip
-    """What assembly takes of _fetch's numbers for one half of a block: [ROWS, 1] each."""
+    """What assembly takes of fetch's numbers for one half of a block: [ROWS, 1] each."""
     if FORM[0] == FP4:
+        PAIRS: gl.constexpr = EVEN_AND_ODD_FP8 if FORM[6] == IN_PARTS else PAIRS_OF_FP8
         first, second = gl.inline_asm_elementwise(
-            PAIRS_OF_FP8, "=&r,=r,r", [found[PART]], dtype=(gl.int32, gl.int32), is_pure=True,
-            pack=1,
-        )  # fmt: skip
-        return first[:, None], second[:, None], factor[:, None]
+            PAIRS, "=&r,=&r,r", [found[PART]], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
+        )
+        return first[:, None], second[:, None], factor[0][:, None], factor[1][:, None]
     elif FORM[0] == FP8:
         return (found[0][:, None],)
     elif FORM[6] == 0:
@@ -162,7 +198,12 @@ def _ready(found, factor, PART: gl.constexpr, FORM: gl.constexpr, ZEROS: gl.cons
 @gluon.jit
 def _of_4_bits(words, ready, FORM: gl.constexpr, DTYPE: gl.constexpr, layout: gl.constexpr):
     """Words of 64 columns, two for each lane and output, unpacked: [ROWS, 64]."""
-    if FORM[0] == FP4:
+    if FORM[6] == IN_PARTS:
+        v = gl.inline_asm_elementwise(
+            FP4_IN_PARTS, TAKES_FP4_IN_PARTS, [words, ready[0], ready[1], ready[2], ready[3]],
+            dtype=copies(DTYPE, 8), is_pure=True, pack=2,
+        )  # fmt: skip
+    elif FORM[0] == FP4:
         TEXT: gl.constexpr = FP4_BF16 if DTYPE == gl.bfloat16 else FP4_FP16
         v = gl.inline_asm_elementwise(
             TEXT, TAKES_FP4, [words, ready[0], ready[1], ready[2]],
@@ -235,7 +276,7 @@ def _product(
 
 
 @gluon.jit
-def _slot(
+def multiply_slot(
     acc, found, scales, zeros, factor, x_ring, w_ring, full, slot, phase, block,
     FORM: gl.constexpr, COUNT: gl.constexpr, DTYPE: gl.constexpr,
     whole: gl.constexpr, half: gl.constexpr, left: gl.constexpr, LAST: gl.constexpr,
@@ -247,7 +288,7 @@ def _slot(
     for c in gl.static_range(COUNT):
         own = found
         if not LAST or c + 1 < COUNT:
-            found = _fetch(scales, zeros, block + c + 1, True, FORM)
+            found = fetch(scales, zeros, block + c + 1, True, FORM)
         low, high = _halves(w_ring.index(slot * COUNT + c).load(whole), half)
         x = x_ring.index(2 * (slot * COUNT + c))
         acc = _product(acc, low, own, factor, x, 0, FORM, ZEROS, DTYPE, left, 1)
@@ -260,11 +301,43 @@ def _slot(
 
 
 @gluon.jit
-def _next(slot, phase, SLOTS: gl.constexpr):
+def next_slot(slot, phase, SLOTS: gl.constexpr):
     """The slot behind this one, and the phase of its barriers."""
     slot += 1
     last = slot == SLOTS
     return gl.where(last, 0, slot), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def bring(
+    x_map, w_map, x_ring, w_ring, full, empty, slot, phase, n, m, first, COUNT: gl.constexpr,
+    STEP: gl.constexpr,
+):  # fmt: skip
+    """Has COUNT blocks brought into a slot, from block first * STEP on, once it is free."""
+    WORDS: gl.constexpr = w_ring.shape[2]
+    SIZE: gl.constexpr = COUNT * (w_ring.shape[1] * WORDS * 4 + x_ring.shape[1] * BLOCK * 2)
+    mbarrier.wait(empty.index(slot), phase)
+    ready = full.index(slot)
+    mbarrier.expect(ready, SIZE)
+    for c in gl.static_range(COUNT):
+        at = first * STEP + c
+        place = slot * COUNT + c
+        tma.async_copy_global_to_shared(w_map, [n, at * WORDS], ready, w_ring.index(place))
+        low = x_ring.index(2 * place)
+        tma.async_copy_global_to_shared(x_map, [m, at * BLOCK], ready, low)
+        high = x_ring.index(2 * place + 1)
+        tma.async_copy_global_to_shared(x_map, [m, at * BLOCK + HALF], ready, high)
+
+
+@gluon.jit
+def beside(rows, first, stride, FORM: gl.constexpr):
+    """Where numbers beside the words of these rows begin."""
+    lines = rows
+    if FORM[3] == 0:
+        lines = rows * 0
+    elif FORM[3] > 1:
+        lines = (rows + first) // FORM[3]
+    return lines * stride
 
 
 @gluon.jit
@@ -273,32 +346,21 @@ def _load(
 ):  # fmt: skip
     """The warp that has blocks brought, COUNT into each slot once that is free."""
     SLOTS: gl.constexpr = full.shape[0]
-    WORDS: gl.constexpr = w_ring.shape[2]
-    SIZE: gl.constexpr = COUNT * (w_ring.shape[1] * WORDS * 4 + x_ring.shape[1] * BLOCK * 2)
     slot = 0
     phase = 1
     for i in range(0, blocks, COUNT):
-        mbarrier.wait(empty.index(slot), phase)
-        ready = full.index(slot)
-        mbarrier.expect(ready, SIZE)
-        for c in gl.static_range(COUNT):
-            at = begin + i + c
-            place = slot * COUNT + c
-            tma.async_copy_global_to_shared(w_map, [n, at * WORDS], ready, w_ring.index(place))
-            low = x_ring.index(2 * place)
-            tma.async_copy_global_to_shared(x_map, [m, at * BLOCK], ready, low)
-            high = x_ring.index(2 * place + 1)
-            tma.async_copy_global_to_shared(x_map, [m, at * BLOCK + HALF], ready, high)
-        slot, phase = _next(slot, phase, SLOTS)
+        bring(x_map, w_map, x_ring, w_ring, full, empty, slot, phase, n, m, begin + i, COUNT, 1)
+        slot, phase = next_slot(slot, phase, SLOTS)
 
 
 @gluon.jit
-def _multiply(
-    scales, zeros, factors, out, x_ring, w_ring, full, empty, tokens, N, first, n, m, begin,
-    blocks, scale_stride, out_stride, FORM: gl.constexpr, COUNT: gl.constexpr, SYNC: gl.constexpr,
-    DTYPE: gl.constexpr,
+def chain(
+    rows, scales, zeros, factors, x_ring, w_ring, full, empty, first, begin, blocks, scale_stride,
+    FORM: gl.constexpr, COUNT: gl.constexpr, SYNC: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
-    """The warps that unpack and multiply."""
+    """Rows of a weight times tokens, over the blocks from `begin` on that come through a ring:
+    [ROWS, TOKENS] fp32, in sums_layout. rows [ROWS] int64, in rows_layout: where scales lie. For
+    the warps that unpack and multiply."""
     SLOTS: gl.constexpr = full.shape[0]
     ROWS: gl.constexpr = w_ring.shape[1]
     TOKENS: gl.constexpr = x_ring.shape[1]
@@ -308,25 +370,20 @@ def _multiply(
     left: gl.constexpr = gl.DotOperandLayout(0, sums, 2)
     whole: gl.constexpr = words_layout(BLOCK, FORM[1], WARPS, ROWS)
     half: gl.constexpr = words_layout(HALF, FORM[1], WARPS, ROWS)
-    rows = gl.minimum(n + gl.arange(0, ROWS, gl.SliceLayout(1, half)), N - 1).to(gl.int64)
-    lines = rows
-    if FORM[3] == 0:
-        lines = rows * 0
-    elif FORM[3] > 1:
-        lines = (rows + first) // FORM[3]
-    scales += lines * scale_stride
+    numbers = beside(rows, first, scale_stride, FORM)
+    scales += numbers
     factor = None
     if FORM[0] == FP4:
-        factor = gl.load(factors + rows) * 64.0
+        factor = parts_of(gl.load(factors + rows), FORM)
     if ZEROS:
-        zeros += lines * scale_stride
+        zeros += numbers
     acc = gl.zeros((ROWS, TOKENS), gl.float32, sums)
-    found = _fetch(scales, zeros, begin, True, FORM)
+    found = fetch(scales, zeros, begin, True, FORM)
     slot = 0
     phase = 0
     before = 0
     for i in range(0, blocks - COUNT, COUNT):
-        acc, found = _slot(
+        acc, found = multiply_slot(
             acc, found, scales, zeros, factor, x_ring, w_ring, full, slot, phase, begin + i, FORM,
             COUNT, DTYPE, whole, half, left, False,
         )  # fmt: skip
@@ -337,11 +394,30 @@ def _multiply(
         else:
             mbarrier.arrive(empty.index(before), pred=i > 0)  # what multiplies is left: this slot
         before = slot
-        slot, phase = _next(slot, phase, SLOTS)
+        slot, phase = next_slot(slot, phase, SLOTS)
     # Behind the loop's end, what waits there does not keep ptxas from reading sums too early.
-    total, found = _slot(
+    total, found = multiply_slot(
         acc, found, scales, zeros, factor, x_ring, w_ring, full, slot, phase,
         begin + blocks - COUNT, FORM, COUNT, DTYPE, whole, half, left, True,
+    )  # fmt: skip
+    return total
+
+
+@gluon.jit
+def _multiply(
+    scales, zeros, factors, out, x_ring, w_ring, full, empty, tokens, N, first, n, m, begin,
+    blocks, scale_stride, out_stride, FORM: gl.constexpr, COUNT: gl.constexpr, SYNC: gl.constexpr,
+    DTYPE: gl.constexpr,
+):  # fmt: skip
+    """The warps that unpack, multiply and store."""
+    ROWS: gl.constexpr = w_ring.shape[1]
+    TOKENS: gl.constexpr = x_ring.shape[1]
+    own_rows: gl.constexpr = rows_layout(FORM[1], gl.num_warps(), ROWS)
+    sums: gl.constexpr = sums_layout(gl.num_warps(), TOKENS, SYNC)
+    rows = gl.minimum(n + gl.arange(0, ROWS, own_rows), N - 1).to(gl.int64)
+    total = chain(
+        rows, scales, zeros, factors, x_ring, w_ring, full, empty, first, begin, blocks,
+        scale_stride, FORM, COUNT, SYNC, DTYPE,
     )  # fmt: skip
     own = n + gl.arange(0, ROWS, gl.SliceLayout(1, sums))
     token = m + gl.arange(0, TOKENS, gl.SliceLayout(0, sums))

@@ -5,6 +5,7 @@ A result is two columns side by side of the model's dtype, in one register. Numb
 of an output, come as the kernel has prepared them, each once for both words.
 """
 
+import torch
 from triton.experimental.gluon import language as gl
 
 
@@ -154,6 +155,55 @@ def _fp4(kind: str) -> tuple[gl.constexpr, gl.constexpr]:
     return _text(8, "rrrrrrff", lines)
 
 
+def _fp4_in_parts() -> tuple[gl.constexpr, gl.constexpr]:
+    """Two words, 2^7 times the scales in bf16 of the first groups of columns of both, and of the
+    second ones, and the two parts of 2^119 times the factor (see WRONG) -> eight pairs of bf16.
+
+    A code of e2m1 whose sign is at bit 15 and whose size begins at bit 6 is one of bf16, 2^126
+    times smaller. Times a scale it is a multiple of 2^-129, of at most 6 bits, so it is exact.
+    """
+    lines = [".reg .b32 g, s, m, v, l;", ".reg .b16 x, y;"]
+    for word in range(2):
+        source = f"${8 + word}"
+        for pair in range(4):
+            if pair % 2 == 0:
+                lines.append(f"mov.b32 {{x, y}}, ${10 + pair};")
+                lines.append("mov.b32 g, {y, y};" if word else "mov.b32 g, {x, x};")
+            if pair < 3:
+                lines.append(f"shl.b32 s, {source}, {12 - 4 * pair};")
+            if pair < 2:
+                lines.append(f"shl.b32 m, {source}, {6 - 4 * pair};")
+            else:
+                lines.append(f"shr.u32 m, {source}, {4 * pair - 6};")
+            lines.append("and.b32 m, m, 0x01c001c0;")
+            lines.append(f"lop3.b32 v, {'s' if pair < 3 else source}, 0x80008000, m, 0xea;")
+            lines.append("mul.rn.bf16x2 v, v, g;")
+            lines.append("mul.rn.bf16x2 l, v, $16;")
+            lines.append(f"fma.rn.bf16x2 ${4 * word + pair}, v, $14, l;")
+    return _text(8, "r" * 10, lines)
+
+
+MANTISSAS = sorted({a * b for a in (1.0, 1.5) for b in (1 + i / 8 for i in range(8))})
+"""Of a product of a code of e2m1 and one of e4m3: 14."""
+
+
+def _wrong() -> gl.constexpr:
+    """A factor, and hi and lo in bf16, each twice -> 0 if fma(p, hi, p * lo), each rounded, is p
+    times the factor, rounded to fp32 and then to bf16, for all p of MANTISSAS, else another number.
+    """
+    lines = [".reg .b32 w, l, p;", ".reg .f32 f, g;", "mov.b32 $0, 0;"]
+    for low, high in zip(MANTISSAS[::2], MANTISSAS[1::2], strict=True):
+        (first, second) = (int(torch.tensor(x).view(torch.int32)) for x in (low, high))
+        lines.append(f"mov.b32 p, {first >> 16 | second:#010x};")
+        lines.append(f"mul.rn.f32 f, $1, 0f{first:08x};")
+        lines.append(f"mul.rn.f32 g, $1, 0f{second:08x};")
+        lines.append("cvt.rn.bf16x2.f32 w, g, f;")
+        lines.append("mul.rn.bf16x2 l, p, $3;")
+        lines.append("fma.rn.bf16x2 l, p, $2, l;")
+        lines.append("lop3.b32 $0, l, w, $0, 0xbe;")
+    return gl.constexpr("\n".join(["{", *lines, "}"]))
+
+
 WIDE_BF16, TAKES_WIDE = _wide_int4("bf16")
 WIDE_FP16, _ = _wide_int4("f16")
 INT4_BF16, TAKES_INT4 = _int4("bf16")
@@ -164,6 +214,8 @@ FP8_FP16, _ = _fp8("f16")
 INT8_BF16, TAKES_INT8 = _int8("bf16")
 INT8_FP16, _ = _int8("f16")
 FP4_BF16, TAKES_FP4 = _fp4("bf16")
+FP4_IN_PARTS, TAKES_FP4_IN_PARTS = _fp4_in_parts()
+WRONG = _wrong()
 FP4_FP16, _ = _fp4("f16")
 TWICE_BF16 = gl.constexpr("cvt.rn.bf16x2.f32 $0, $1, $1;")
 TWICE_FP16 = gl.constexpr("cvt.rn.f16x2.f32 $0, $1, $1;")
@@ -176,6 +228,20 @@ PAIRS_OF_FP8 = gl.constexpr("""
 }
 """)
 """Four codes of e4m3 in a word -> their values in fp16, two in a word."""
+EVEN_AND_ODD_FP8 = gl.constexpr("""
+{
+    .reg .b32 t, big;
+    mov.b32 big, 0x7f007f00;
+    shl.b32 t, $2, 4;
+    and.b32 t, t, 0x07f007f0;
+    mul.rn.bf16x2 $0, t, big;
+    shr.u32 t, $2, 4;
+    and.b32 t, t, 0x07f007f0;
+    mul.rn.bf16x2 $1, t, big;
+}
+""")
+"""Four codes of e4m3 in a word, of no sign and not NaN -> 2^7 times their values in bf16: the first
+and the third, the second and the fourth. Their bits are those of numbers 2^120 times smaller."""
 PARTS = gl.constexpr("""
 {
     .reg .b32 h;

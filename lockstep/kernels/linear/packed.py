@@ -22,6 +22,7 @@ from lockstep.kernels.linear import linear
 from lockstep.kernels.linear._packed_kernel import packed_kernel
 from lockstep.kernels.linear._packed_lanes import lanes_kernel
 from lockstep.kernels.linear._packed_ring import HALF, ring_kernel
+from lockstep.kernels.linear._packed_shares import shared_ring_kernel
 from lockstep.kernels.linear.packed_tuning import MOST, UNPACK, PackedTile, block_tile, lookup
 from lockstep.kernels.linear.triton import fold, linear_triton
 from lockstep.kernels.linear.triton import launch as dense_launch
@@ -29,6 +30,7 @@ from lockstep.kernels.linear.tuning import Tile
 from lockstep.kernels.packed import Fp4Weight, PackedWeight
 from lockstep.kernels.packed._device import BLOCK
 from lockstep.kernels.packed._form import (
+    IN_PARTS,
     TYPES,
     Target,
     columns_of,
@@ -128,17 +130,34 @@ def _ring(
     if isinstance(weight, Fp4Weight):
         scales = scales.view(torch.int32)
         stride = scales.stride(0)
+        if x.dtype == torch.bfloat16 and weight.in_parts:
+            form = form._replace(fast=IN_PARTS)
     x_map = TensorDescriptor.from_tensor(x, [tile.m, HALF.value], X_LAYOUT)
     block = int(BLOCK)
     words = [tile.n, block * weight.bits // 32]
     w_map = TensorDescriptor.from_tensor(weight.words, words, W_LAYOUTS[weight.bits])
-    grid = (triton.cdiv(n, tile.n), triton.cdiv(tokens, tile.m), weight.k // length)
-    ring_kernel[grid](
-        x_map, w_map, scales, operand.zeros, operand.factors, out, tokens, n,
-        length // block, operand.first, stride, out.stride(-2), tuple(form), tile.stages,
-        tile.k // block, tile.sync, TYPES[x.dtype], num_warps=tile.warps,
-        maxnreg=tile.registers or None, enable_fp_fusion=False,
+    tiles = triton.cdiv(n, tile.n)
+    high = triton.cdiv(tokens, tile.m)
+    parts = weight.k // length
+    numbers = (scales, operand.zeros, operand.factors)
+    lies = (operand.first, stride, out.stride(-2), tuple(form), tile.stages, tile.k // block,
+            tile.sync, TYPES[x.dtype])  # fmt: skip
+    options = dict(
+        num_warps=tile.warps, maxnreg=tile.registers or None, enable_fp_fusion=False
     )  # fmt: skip
+    programs = tile.share * target.processors // (high * parts)
+    if 0 < programs < tiles:
+        slots = length // tile.k
+        (each, more) = divmod(tiles * slots, programs)
+        sums = x.new_empty(programs * high * parts * tile.n * tile.m, dtype=torch.float32)
+        shared_ring_kernel[(programs, high, parts)](
+            x_map, w_map, *numbers, out, sums, weight.flags, tokens, n, each, more, slots, *lies,
+            **options,
+        )  # fmt: skip
+    else:
+        ring_kernel[(tiles, high, parts)](
+            x_map, w_map, *numbers, out, tokens, n, length // block, *lies, **options
+        )
 
 
 def tile_of(

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lockstep.kernels.architecture import HOPPER, shared_of
+from lockstep.kernels.architecture import HOPPER, PROCESSORS, shared_of
 from lockstep.kernels.linear import segments as segments_of
 from lockstep.kernels.linear import tuning
 from lockstep.kernels.packed import Fp4Weight, Fp8Weight, IntWeight, PackedWeight
@@ -71,7 +71,8 @@ class PackedTile:
     a warp loads ahead, and each segment a program of its own. ring: the kernel whose blocks pass
     through a ring (_packed_ring.py): m a multiple of 8, n one of 16 x warps, warps one of 4, k 128
     or 256, stages its slots, registers of a thread on average, and segments as with lanes. sync: it
-    multiplies by mma.sync, else by wgmma.
+    multiplies by mma.sync, else by wgmma. share: programs for each multiprocessor, which share all
+    tiles of a ring evenly; 0: a program for each tile.
     """
 
     m: int
@@ -84,6 +85,7 @@ class PackedTile:
     lanes: bool = False
     ring: bool = False
     sync: bool = False
+    share: int = 0
 
     @property
     def laid_out(self) -> bool:
@@ -160,6 +162,11 @@ sync). Up to 64 tokens those that were never the fastest are gone
 (docs/decisions/0016-packed-ring.md); of 65 to 256 tokens, 0018-wide-rings.md."""
 
 
+MOST_SHARED = 8
+"""Tokens of a ring's tiles that programs may share: with 64 it was slower
+(docs/decisions/0026-shares-of-a-ring.md)."""
+RING_WARPS = 4
+"""Of a program through a ring, beside those that multiply: one is at work."""
 BARRIERS = 1024
 """Bytes of shared memory beside a ring's slots, at most."""
 
@@ -179,9 +186,18 @@ def _ring(tokens: int, segments: int, bits: int) -> list[PackedTile]:
         slots = max(2 if sync else 3, share)
         if slots * k // int(BLOCK) * _slot_bytes(m, n, bits) + BARRIERS > shared_of(HOPPER):
             continue
-        tile = PackedTile(m, n, k, warps, slots, segments, registers)
-        tiles.append(replace(tile, ring=True, sync=sync))
+        tile = PackedTile(m, n, k, warps, slots, segments, registers, ring=True, sync=sync)
+        tiles.append(tile)
+        if m <= MOST_SHARED:
+            tiles.append(replace(tile, share=_ring_held(tile, bits)))
     return tiles
+
+
+def _ring_held(tile: PackedTile, bits: int) -> int:
+    """How many programs through a ring a multiprocessor of Hopper holds."""
+    slots = tile.stages * tile.k // int(BLOCK) * _slot_bytes(tile.m, tile.n, bits)
+    threads = 32 * (tile.warps + RING_WARPS)
+    return min(shared_of(HOPPER) // (slots + BARRIERS), REGISTERS // (threads * tile.registers))
 
 
 def _few(tokens: int, segments: int, bits: int) -> list[PackedTile]:
@@ -279,6 +295,11 @@ def ring_serves(weight: PackedWeight, segments: int, arch: int) -> bool:
     each with one scale, or the eight of NVFP4 in two words."""
     if arch != HOPPER or weight.k % (segments * int(BLOCK)):
         return False
+    return ring_reads(weight)
+
+
+def ring_reads(weight: PackedWeight) -> bool:
+    """Whether words, scales and zeros lie as a ring reads them."""
     if not _begins_at(weight.words, 16) or weight.words.stride(0) % 4:
         return False
     if isinstance(weight, Fp4Weight):
@@ -308,6 +329,14 @@ def _cut_lanes(tile: PackedTile, weight: PackedWeight, segments: int, arch: int)
     return replace(tile, stages=ahead, split=segments)
 
 
+def _shared(tile: PackedTile, weight: PackedWeight, segments: int) -> int:
+    """Programs for each multiprocessor that may share a weight's tiles: no more than there are
+    tiles. One alone has a warp for each scheduler, which is slower than shares that are uneven."""
+    tiles = -(-weight.shape[0] // tile.n) * segments
+    share = min(tile.share, tiles // PROCESSORS)
+    return share if share > 1 else 0
+
+
 def cut(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> PackedTile:
     """A tile as a launch takes it: columns that suit the weight, and as many of the stages as the
     architecture has shared memory for."""
@@ -318,7 +347,10 @@ def cut(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> Pac
     if tile.ring and ring_serves(weight, segments, arch):
         if weight.k // segments % tile.k:
             tile = replace(tile, k=int(BLOCK), stages=tile.stages * tile.k // int(BLOCK))
-        return tile if tile.split == segments else replace(tile, split=segments)
+        shared = _shared(tile, weight, segments)
+        if (tile.split, tile.share) == (segments, shared):
+            return tile
+        return replace(tile, split=segments, share=shared)
     if tile.ring:
         return block_tile(tile, weight, segments, arch)
     k = columns_of(weight, tile.k, weight.k // segments)

@@ -33,7 +33,7 @@ FOLD = 1024
 
 
 @triton.jit
-def _segment(
+def segment_product(
     x, weight, live, m, n, begin, end,
     SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -71,7 +71,7 @@ def _subtree(
 ):  # fmt: skip
     """COUNT segments of `length` columns from `begin` on, added pairwise in registers."""
     if COUNT == 1:
-        return _segment(
+        return segment_product(
             x, weight, live, m, n, begin, begin + length,
             SWAP, TMA, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
@@ -138,7 +138,7 @@ def _fold_kernel(parts, out, size, SPLIT: tl.constexpr, BLOCK: tl.constexpr):
     tl.store(out + at, total.to(out.dtype.element_ty), mask=at < size)
 
 
-def _aligned(x: Tensor) -> bool:
+def aligned(x: Tensor) -> bool:
     """Whether the bulk copy engine can read these rows: 16-byte strides and start."""
     return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
 
@@ -161,7 +161,7 @@ def launch(
         return weight.new_empty(0, n) if out is None else out
     length = k // segments
     whole = length % tile.k == 0 or segments == 1
-    tma = tile.tma and whole and _aligned(x) and _aligned(weight)
+    tma = tile.tma and whole and aligned(x) and aligned(weight)
     tile = _fitting(replace(tile, tma=tma), segments, out is None)
     split = tile.split
     count = segments // split

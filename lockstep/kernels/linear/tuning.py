@@ -152,7 +152,7 @@ def _hundreds() -> list[Tile]:
 
 
 def _many() -> list[Tile]:
-    """A prompt's tokens: the largest tiles that two warp groups hold."""
+    """A prompt's tokens: the largest tiles that two warp groups hold, one for narrow weights."""
     return [
         Tile(128, 256, 64, 8, 4, tma=True),
         Tile(128, 256, 64, 8, 3, tma=True),
@@ -162,6 +162,7 @@ def _many() -> list[Tile]:
         Tile(128, 128, 64, 8, 4, tma=True),
         Tile(128, 80, 64, 4, 4, tma=True),
         Tile(128, 192, 64, 8, 4, tma=True),
+        Tile(64, 64, 128, 4, 4, tma=True),
     ]
 
 

@@ -48,6 +48,7 @@ SAME = tl.constexpr(1)
 SPLIT = tl.constexpr(2)
 E4M3 = tl.constexpr(3)
 E2M1 = tl.constexpr(4)
+IN_PARTS = tl.constexpr(5)
 MINUS_136 = tl.constexpr(0xC308C308 - (1 << 32))
 """Two of -(128 + 8) in bf16."""
 MINUS_1032 = tl.constexpr(0xE408E408 - (1 << 32))

@@ -27,6 +27,7 @@ FAST = {
 """(dtype of the scales, of the model) -> how 4-bit integers are unpacked by inline assembly."""
 E4M3 = 3
 E2M1 = 4
+IN_PARTS = 5
 NATIVE_FP8 = 89
 """The first architecture with an instruction that reads e4m3."""
 ASYNC_MMA = 90
@@ -48,10 +49,12 @@ def multiplies_by_mma_sync(arch: int) -> bool:
 
 @dataclass(frozen=True)
 class Target:
-    """What a kernel is compiled for. assembly: whether it may hold any; arch: e.g. 90."""
+    """What a kernel is compiled for. assembly: whether it may hold any; arch: e.g. 90; processors:
+    multiprocessors of the GPU."""
 
     arch: int
     assembly: bool
+    processors: int = architecture.PROCESSORS
 
     @property
     def opaque(self) -> bool:
@@ -62,7 +65,8 @@ class Target:
 @cache
 def target_of(device: torch.device) -> Target:
     """What kernels are compiled for; under the interpreter nothing is."""
-    return Target(architecture.number_of(device), assembly=isinstance(load_tile, JITFunction))
+    compiled = isinstance(load_tile, JITFunction)
+    return Target(architecture.number_of(device), compiled, architecture.processors_of(device))
 
 
 def group_of(weight: PackedWeight) -> int:

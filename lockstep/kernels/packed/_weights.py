@@ -8,6 +8,7 @@ of these.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Self
 
 import torch
@@ -19,12 +20,22 @@ DUMMY_SCALE = 0.7
 """Standard deviation of a dummy weight, times sqrt(K)."""
 CHUNK = 1 << 24
 """Numbers that are unpacked, quantised or drawn at once."""
+FLAGS = 1024
+"""Programs of a launch that share tiles, at most."""
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of the codes 0 .. 7 of e2m1; bit 3 is the sign."""
 FP4_FACTORS = 2.0**119
 """The factors of Fp4Weight are below it in size: kernels take them 2^8 times larger."""
 FP4_GROUP = 16
 """Columns that share a scale of Fp4Weight."""
+
+E4M3_NAN = 0x7F
+"""The code of e4m3fn without a sign that is NaN; above it are those with a sign."""
+NO_PARTS = (0x5AAAAA, 0x655556)
+"""Mantissas, of 2^23, of the two factors for which no hi and lo of bf16 serve."""
+LEAST_IN_PARTS = 2.0**-80
+MOST_IN_PARTS = 2.0**6
+"""Factors outside are not multiplied in parts, whose products may be subnormal, or overflow."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,12 @@ class PackedWeight(ABC):
         """Its tensors, by field."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+
+    @cached_property
+    def flags(self) -> Tensor:
+        """[FLAGS] int32 zeros for programs of a launch that share tiles: zeros again behind it. So
+        a weight is in one launch at a time."""
+        return torch.zeros(FLAGS, dtype=torch.int32, device=self.device)
 
     @property
     def nbytes(self) -> int:
@@ -311,6 +328,16 @@ class Fp4Weight(PackedWeight):
     @property
     def bits(self) -> int:
         return 4
+
+    @cached_property
+    def in_parts(self) -> bool:
+        """Whether each factor has two parts in bf16 that multiply as it does, and no scale has a
+        sign or is NaN. Found once: both must not change behind it."""
+        size = self.factors.abs()
+        mantissa = self.factors.view(torch.int32) & 0x7FFFFF
+        odd = torch.isin(mantissa, torch.tensor(NO_PARTS, device=self.device))
+        fits = (size >= LEAST_IN_PARTS) & (size < MOST_IN_PARTS) & ~odd
+        return bool((fits | (size == 0)).all()) and int(self.scales.max()) < E4M3_NAN
 
     @classmethod
     def empty(cls, n: int, k: int, *, device: str | torch.device = "cpu") -> Self:
