@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.architecture import HOPPER, shared_of
+from lockstep.kernels.linear import run_length, tuning
 from lockstep.kernels.linear import segments as segments_of
-from lockstep.kernels.linear import tuning
 from lockstep.kernels.packed import Fp4Weight, Fp8Weight, IntWeight, PackedWeight
 from lockstep.kernels.packed._device import BLOCK
 from lockstep.kernels.packed._form import (
@@ -277,7 +277,7 @@ def lanes_serve(weight: PackedWeight, segments: int, arch: int) -> bool:
 def ring_serves(weight: PackedWeight, segments: int, arch: int) -> bool:
     """Whether a weight can pass through a ring: on Hopper, in whole blocks of columns per segment,
     each with one scale, or the eight of NVFP4 in two words."""
-    if arch != HOPPER or weight.k % (segments * int(BLOCK)):
+    if arch != HOPPER or weight.k % int(BLOCK) or run_length(weight.k, segments) % int(BLOCK):
         return False
     if not _begins_at(weight.words, 16) or weight.words.stride(0) % 4:
         return False
@@ -316,12 +316,12 @@ def cut(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> Pac
     if tile.lanes:
         return _cut_lanes(tile, weight, segments, arch)
     if tile.ring and ring_serves(weight, segments, arch):
-        if weight.k // segments % tile.k:
+        if weight.k % (segments * tile.k):
             tile = replace(tile, k=int(BLOCK), stages=tile.stages * tile.k // int(BLOCK))
         return tile if tile.split == segments else replace(tile, split=segments)
     if tile.ring:
         return block_tile(tile, weight, segments, arch)
-    k = columns_of(weight, tile.k, weight.k // segments)
+    k = columns_of(weight, tile.k, run_length(weight.k, segments))
     sync = not tile.warpgroup
     stages = stages_of(tile.stages, tile.n, tile.m, k, weight, arch, sync)
     split = min(tile.split, segments)
