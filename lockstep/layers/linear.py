@@ -161,10 +161,18 @@ def _named(runs: Sequence[Run], unpacked: bool) -> str:
 
 
 def runs_of(build: Build, modules: Sequence[Module]) -> list[Run]:
-    """How linear maps lie in the checkpoint, neighbours that lie alike together."""
+    """How linear maps lie in the checkpoint, neighbours together that lie alike, or do so once each
+    of their outputs has scales of its own."""
     parts = [(build.layout(module), module.outputs) for module in modules]
-    found = groupby(parts, lambda part: part[0])
-    return [(layout, sum(rows for _, rows in run)) for layout, run in found]
+    found = groupby(parts, lambda part: part[0] and part[0].by_rows())
+    return [_run(list(run), by_rows) for by_rows, run in found]
+
+
+def _run(parts: Sequence[Run], by_rows: Layout | None) -> Run:
+    """These parts as one: in their layout if it is one, else in that with scales by output."""
+    layouts = {layout for layout, _ in parts}
+    layout = parts[0][0] if len(layouts) == 1 else by_rows
+    return layout, sum(rows for _, rows in parts)
 
 
 def products_of(runs: Sequence[Run], k: int) -> list[list[Run]]:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -77,6 +77,14 @@ class Layout:
             if value is not False
         )
         return f"{self.kind.__name__}({options})"
+
+    def by_rows(self) -> "Layout":
+        """The same with scales of their own for every output, which rows of any blocks can lie in;
+        itself where no rows share any."""
+        options = dict(self.options)
+        if "block_n" in options:
+            options["block_n"] = 1
+        return replace(self, options=tuple(sorted(options.items())))
 
     def empty(self, n: int, k: int, device: str | torch.device) -> PackedWeight:
         """Room for a weight [n, k]."""

@@ -137,7 +137,7 @@ class Fp8Storage(Storage):
         return ("weight", self.scale)
 
     def layout(self, module: Module) -> Layout:
-        """A scale for every output where blocks end within a map: it can be fused all the same."""
+        """A scale for every output where blocks end within a map, so that it can be fused."""
         whole = module.outputs % FP8_BLOCK == 0
         if "block" not in self.grains:
             return Layout.of(Fp8Weight, block_n=1, block_k=module.inputs)

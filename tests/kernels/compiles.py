@@ -78,8 +78,10 @@ def walks(sizes: dict[str, int], rule: dict[str, Any]) -> Iterator[tuple[Any, in
     layout = walk.layout_of(sizes)
     warps = layout["WARPS"] // walk.PARTS or 1
     same = {**sizes, **layout, **rule, "WARPS": warps, "SECTOR": walk.SECTOR}
-    for grid, near in product((1, ROUNDED_EVERY), (walk.NEAR, 2 * walk.NEAR)):
-        yield walk.walk_kernel, warps, same | {"NEAR": near, "STATE_GRID": grid}
+    columns = warps * layout["COLUMNS"]
+    for (grid, size), near in product(((1, 4), (ROUNDED_EVERY, 2)), (walk.NEAR, 2 * walk.NEAR)):
+        beside = walk.beside_of(sizes["V"], columns, size)
+        yield walk.walk_kernel, warps, same | {"NEAR": near, "STATE_GRID": grid, "BESIDE": beside}
 
 
 def lanes_of_sums(code: str) -> set[tuple[bool, int]]:

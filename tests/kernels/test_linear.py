@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lockstep.kernels.linear import linear, segments
+from lockstep.kernels.linear import linear, run_length, segments
 from lockstep.kernels.linear.tuning import (
     BUCKETS,
     TIMED,
@@ -39,9 +39,9 @@ def graded(rows: int, k: int, count: int, seed: int) -> torch.Tensor:
     order of its own to test. Sums of segments round, so that their tree shows in the bits.
     """
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randint(-4, 5, (rows, count, k // count), generator=generator).float()
-    scales = torch.exp2(torch.tensor([12.0, 0.0, 1.0, 0.0])[:count])
-    return (x * scales[:, None]).flatten(1)
+    x = torch.randint(-4, 5, (rows, k), generator=generator).float()
+    scales = torch.exp2(torch.tensor([12.0, 0.0, 1.0, 0.0]))
+    return x * scales[torch.arange(k) // run_length(k, count)]
 
 
 def wild(rows: int, k: int, seed: int) -> torch.Tensor:
@@ -73,6 +73,19 @@ def test_reference_is_the_tree():
     assert same_bits(linear(x, weight, 2), left + right)
 
 
+def test_the_last_segment_has_what_is_left():
+    """9 blocks of 128 columns are 5 and 4; below 512 columns segments are of equal length."""
+    x = graded(5, 1152, 2, 0)
+    weight = graded(12, 1152, 2, 1)
+    left = linear(x[:, :640], weight[:, :640])
+    right = linear(x[:, 640:], weight[:, 640:])
+    assert same_bits(linear(x, weight, 2), left + right)
+    for k, count, length in ((2688, 4, 768), (3712, 4, 1024), (17408, 4, 4352), (1856, 1, 1856)):
+        assert run_length(k, count) == length
+        assert (count - 1) * length < k <= count * length
+    assert run_length(2688, 16) == 168
+
+
 def test_segments_belong_to_the_weight():
     for n, k in ((5120, 17408), (5120, 6144), (5120, 10240), (4096, 4096), (6144, 4096)):
         assert segments(n, k, "cuda:0") == 2
@@ -82,8 +95,12 @@ def test_segments_belong_to_the_weight():
     for n, k, cut in (
         (5120, 17408, 4),
         (2048, 2048, 4),
+        (2688, 3712, 4),
+        (3712, 2688, 4),
         (64, 1280, 2),
+        (64, 1152, 2),
         (64, 640, 1),
+        (64, 4100, 1),
         (8192, 4096, 1),
     ):
         assert segments(n, k, "cuda", packed=True) == cut

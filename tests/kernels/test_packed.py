@@ -27,8 +27,9 @@ NAMES = [name for name, _ in random_weights(8, 128)]
 EVERY_M = (1, 2, 7, 16, 64, 200)
 MANY = 2048
 """Tokens of a long prompt, for a GPU."""
-ODD = ((33, 200, 1), (40, 512, 2))
-"""Outputs, inputs, segments: no multiples of a tile, of a block of columns or of a group."""
+ODD = ((33, 200, 1), (40, 512, 2), (24, 1152, 2))
+"""Outputs, inputs, segments: no multiples of a tile, of a block of columns or of a group; and 9
+blocks in two."""
 
 
 def drawn(shape, high, seed=0):
@@ -205,7 +206,7 @@ def test_law(backend, name):
     if backend.interpreted:
         backend = replace(backend, dtype=torch.float16)
     for i, tokens in enumerate((*EVERY_M, MANY) if backend.on_gpu else EVERY_M):
-        for n, k, count in ODD if backend.on_gpu else ODD[i % 2 :][:1]:
+        for n, k, count in ODD if backend.on_gpu else ODD[i % len(ODD) :][:1]:
             assert_law(backend, name, tokens, n, k, count, out=tokens == 7 and name == "int4")
 
 

@@ -237,11 +237,12 @@ def test_other_tiles_stand_in() -> None:
     whole = IntWeight.empty(64, 1024, device="meta")
     assert ring_serves(whole, 2, HOPPER)
     assert cut(TILE, whole, 2, HOPPER).split == 2
+    assert ring_serves(IntWeight.empty(64, 1152, device="meta"), 2, HOPPER)
     for weight, segments, arch in (
         (whole, 1, 80),
         (whole, 1, 100),
         (IntWeight.empty(64, 1000, device="meta"), 1, HOPPER),
-        (IntWeight.empty(64, 1152, device="meta"), 2, HOPPER),
+        (IntWeight.empty(64, 1152, device="meta"), 4, HOPPER),
         (IntWeight.empty(64, 1024, group=32, device="meta"), 1, HOPPER),
         (Fp4Weight.empty(64, 1000, device="meta"), 1, HOPPER),
     ):
@@ -255,8 +256,9 @@ def test_slots_are_cut_to_the_segments() -> None:
     """Two blocks of a slot where they divide a segment, else twice as many slots of one."""
     wide = PackedTile(8, 64, 256, 4, 3, 2, 48, ring=True, sync=True)
     assert cut(wide, IntWeight.empty(64, 1024, device="meta"), 2, HOPPER) == wide
-    narrow = cut(wide, IntWeight.empty(64, 768, device="meta"), 2, HOPPER)
-    assert (narrow.k, narrow.stages) == (128, 6)
+    for k in (768, 1152, 1280):
+        narrow = cut(wide, IntWeight.empty(64, k, device="meta"), 2, HOPPER)
+        assert (narrow.k, narrow.stages) == (128, 6)
 
 
 def test_shares_are_cut_to_the_tiles() -> None:
@@ -268,8 +270,8 @@ def test_shares_are_cut_to_the_tiles() -> None:
 
 
 SERVED = ("int4", "int4 asymmetric", "int8", "fp8 by blocks", "fp8 by outputs", "fp8", "nvfp4")
-SIZES = ((5120, 6144, 4), (1000, 2048, 1), (33, 128, 1), (40, 1280, 2))
-"""Outputs, inputs, segments: real ones; ends within a tile; one block; five."""
+SIZES = ((5120, 6144, 4), (1000, 2048, 1), (33, 128, 1), (40, 1280, 2), (3712, 2688, 4))
+"""Outputs, inputs, segments: real ones; ends within a tile; one block; five; 6, 6, 6 and 3."""
 TOKENS = (1, 7, 8, 16, 31, 64, 65, 128, 200, 300)
 
 

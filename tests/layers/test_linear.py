@@ -13,7 +13,7 @@ from lockstep.kernels.linear.probe import Probed
 from lockstep.kernels.packed import quantise_int
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Head, Linear, Product, ResidualLinear, probe
-from lockstep.quant import Slot
+from lockstep.quant import Slot, fp8
 from tests.layers.rounding import Rounding
 
 
@@ -166,6 +166,28 @@ def test_packed_rows_have_the_bits_of_their_values_in_one_product_or_several(
         product.finish()
         assert not product.packed_parts
     x = torch.randn(5, 12)
+    assert torch.equal(layer(x), plain(x))
+    assert torch.equal(layer.from_part(1, x), plain.from_part(1, x))
+
+
+def test_blocks_that_end_within_a_map_are_one_product_with_those_that_do_not() -> None:
+    """FP8 in blocks of 128 rows: 256 of one map, 72 of the other, as DeepSeek-V3's latents have."""
+    sizes = {"a": 256, "b": 72}
+    packing = fp8.read({"weight_block_size": [128, 128]})
+    layer = Linear(Build("cpu", torch.float32, 1, 1, packing=packing), 256, sizes)
+    plain = Linear(Build("cpu", torch.float32, 1, 1), 256, sizes)
+    filled = layer.weights()
+    for name, target in plain.weights().items():
+        codes = torch.randn(target.shape).to(torch.float8_e4m3fn)
+        scales = torch.rand(-(-len(target) // 128), 2) + 0.5
+        Slot.of(filled[name]).fill(codes.clone())
+        Slot.of(filled[f"{name}_scale_inv"]).fill(scales.clone())
+        wide = scales.repeat_interleave(128, 0)[: len(target)].repeat_interleave(128, 1)
+        target.copy_(codes.float() * wide)
+    for product in layer.products:
+        product.finish()
+    x = torch.randn(5, 256)
+    assert len(layer.products) == 1
     assert torch.equal(layer(x), plain(x))
     assert torch.equal(layer.from_part(1, x), plain.from_part(1, x))
 

@@ -865,6 +865,13 @@ FAULTS = (
         f"{OF_PACKED}::test_segments_are_added_as_a_tree",
     ),
     Fault(
+        "the last segment of a packed linear runs past the columns", "packed",
+        "kernels/linear/_packed_kernel.py",
+        "tl.minimum(begin + length, K)",
+        "begin + length",
+        f"{OF_PACKED}::test_law",
+    ),
+    Fault(
         "a kernel reads a cut block's scales from its first line", "packed",
         "kernels/packed/_device.py",
         "        lines = (rows + weight[6]) // FORM[3]\n",

@@ -14,11 +14,11 @@ NARROW = 8192
 """Below so many outputs a tile per multiprocessor leaves some idle, unless K is cut too."""
 SEGMENT = 512
 """Columns. A plain weight is cut only where each segment is a multiple of this, so that no tile
-straddles a cut; a packed one's segments are at least as long."""
+straddles a cut; a packed one's segments are as long in the mean."""
 PACKED_BLOCK = 128
 """Columns that a packed weight keeps together: its segments are whole blocks."""
 PACKED_SEGMENTS = (4, 2)
-"""Cuts of a packed weight, the first that suits its columns. One row on an H200 (us in 1, 2, 4 and
+"""Cuts of a packed weight, the first that it has columns for. One row on an H200 (us in 1, 2, 4 and
 8 segments, int4): 5120 x 17408 44.1, 33.9, 21.8, 21.7; 5120 x 6144 16.9, 13.4, 9.8, 10.6."""
 FLOAT_SEGMENT = 128
 """Columns. A weight in fp32 is cut only into segments of as many or more."""
@@ -41,11 +41,31 @@ def segments(
     if device.partition(":")[0] == "cpu" or n >= NARROW:
         return 1
     if packed:
-        whole = (s for s in PACKED_SEGMENTS if k % (s * PACKED_BLOCK) == 0 and k >= s * SEGMENT)
-        return next(whole, 1)
+        long = (s for s in PACKED_SEGMENTS if k % PACKED_BLOCK == 0 and k >= s * SEGMENT)
+        return next(long, 1)
     if dtype == torch.float32:
         return next((s for s in FLOAT_SEGMENTS if k % s == 0 and k >= s * FLOAT_SEGMENT), 1)
     return 2 if k >= 4 * SEGMENT and k % (2 * SEGMENT) == 0 else 1
+
+
+def run_length(k: int, segments: int) -> int:
+    """Columns of each segment of K but the last, which has what is left: part of the op's
+    definition. Segments of SEGMENT columns or more are whole blocks of PACKED_BLOCK.
+    """
+    length = -(-k // segments)
+    if length >= SEGMENT:
+        length = -(-length // PACKED_BLOCK) * PACKED_BLOCK
+    return min(length, k)
+
+
+def whole_runs(x: Tensor, weight: Tensor, segments: int) -> tuple[Tensor, Tensor]:
+    """x [T, K] and weight [N, K], with columns of zeros behind where the last segment is shorter
+    than the others. Zeros are added to a sum that begins with one: they change no bit."""
+    k = x.shape[1]
+    missing = segments * run_length(k, segments) - k
+    if not missing:
+        return x, weight
+    return F.pad(x, (0, missing)), F.pad(weight, (0, missing))
 
 
 def tree_sum(parts: Sequence[Tensor] | Tensor) -> Tensor:
@@ -77,10 +97,10 @@ def linear(
 
     A weight in fp32 takes an x of any dtype, which is widened first: the result is fp32.
 
-    K is cut into `segments` (a power of two that divides it) runs of equal length. A run is one
-    fp32 accumulation in ascending order; runs are added pairwise, as a binary tree; the total is
-    rounded once. On a CPU a run is taken by tiles of rows (lockstep.kernels.row_tiles), so that a
-    row's bits do not depend on T.
+    K is cut into `segments` (a power of two) runs of run_length columns, the last of what is left.
+    A run is one fp32 accumulation in ascending order; runs are added pairwise, as a binary tree;
+    the total is rounded once. On a CPU a run is taken by tiles of rows
+    (lockstep.kernels.row_tiles), so that a row's bits do not depend on T.
 
     A packed weight is what it unpacks to: linear(x, packed) == linear(x, packed.unpack(x.dtype)).
 
@@ -91,7 +111,7 @@ def linear(
     so that it may be some columns of a wider result.
     """
     weight = unpacked(weight, x.dtype)
-    run = x.shape[1] // segments
+    run = run_length(x.shape[1], segments)
     parts = [
         tile_mm(x[:, begin : begin + run].float(), weight[:, begin : begin + run].float().t())
         for begin in range(0, x.shape[1], run)

@@ -10,31 +10,32 @@ from lockstep.kernels.packed._device import chain
 
 @triton.jit
 def _subtree(
-    x, weight, live, rows, begin, length, COUNT: tl.constexpr, FORM: tl.constexpr,
+    x, weight, live, rows, begin, length, K, COUNT: tl.constexpr, FORM: tl.constexpr,
     EVEN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """COUNT segments of `length` columns from `begin` on, added pairwise in registers."""
+    """COUNT segments of `length` columns from `begin` on, added pairwise in registers; the last one
+    of K may be shorter."""
     if COUNT == 1:
         return chain(
-            weight, rows, x, live, begin, begin + length, FORM, EVEN,
+            weight, rows, x, live, begin, tl.minimum(begin + length, K), FORM, EVEN,
             BLOCK_N, BLOCK_M, BLOCK_K, DTYPE, APART=False,
         )  # fmt: skip
     else:
         left = _subtree(
-            x, weight, live, rows, begin, length, COUNT // 2, FORM, EVEN,
+            x, weight, live, rows, begin, length, K, COUNT // 2, FORM, EVEN,
             BLOCK_M, BLOCK_N, BLOCK_K, DTYPE,
         )  # fmt: skip
         right = _subtree(
-            x, weight, live, rows, begin + COUNT // 2 * length, length, COUNT // 2, FORM, EVEN,
-            BLOCK_M, BLOCK_N, BLOCK_K, DTYPE,
+            x, weight, live, rows, begin + COUNT // 2 * length, length, K, COUNT // 2, FORM,
+            EVEN, BLOCK_M, BLOCK_N, BLOCK_K, DTYPE,
         )  # fmt: skip
         return left + right
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def packed_kernel(
-    x, weight, out, tokens, N, length, x_stride, out_stride,
+    x, weight, out, tokens, N, K, length, x_stride, out_stride,
     COUNT: tl.constexpr, GROUP: tl.constexpr, FORM: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +50,7 @@ def packed_kernel(
     rows = tl.minimum(n, N - 1).to(tl.int64)
     x += m.to(tl.int64)[:, None] * x_stride + tl.arange(0, BLOCK_K)[None, :]
     total = _subtree(
-        x, weight, live, rows, part * COUNT * length, length, COUNT, FORM, EVEN,
+        x, weight, live, rows, part * COUNT * length, length, K, COUNT, FORM, EVEN,
         BLOCK_M, BLOCK_N, BLOCK_K, DTYPE,
     )  # fmt: skip
     out += part.to(tl.int64) * tokens * N + m.to(tl.int64)[:, None] * out_stride + n[None, :]

@@ -427,15 +427,16 @@ def _multiply(
     gl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
 
 
-@gluon.jit(do_not_specialize=["tokens", "blocks", "first", "scale_stride"])
+@gluon.jit(do_not_specialize=["tokens", "all_blocks", "length", "first", "scale_stride"])
 def ring_kernel(
-    x_map, w_map, scales, zeros, factors, out, tokens, N, blocks, first, scale_stride, out_stride,
+    x_map, w_map, scales, zeros, factors, out, tokens, N, all_blocks, length, first, scale_stride,
+    out_stride,
     FORM: gl.constexpr, SLOTS: gl.constexpr, COUNT: gl.constexpr, SYNC: gl.constexpr,
     DTYPE: gl.constexpr,
 ):  # fmt: skip
     """One segment of a tile of outputs and tokens: of out [parts, tokens, N], rows out_stride
-    apart. blocks: of a segment, a multiple of COUNT, those of a slot; zeros and scales have one
-    stride; first: Fp8Weight's."""
+    apart. all_blocks: of K; length: blocks of a segment, the last one's may be fewer; multiples of
+    COUNT, those of a slot; zeros and scales have one stride; first: Fp8Weight's."""
     ROWS: gl.constexpr = w_map.block_type.shape[0]
     TOKENS: gl.constexpr = x_map.block_type.shape[0]
     WORDS: gl.constexpr = w_map.block_type.shape[1]
@@ -450,7 +451,8 @@ def ring_kernel(
     fence_async_shared()
     n = gl.program_id(0) * ROWS
     m = gl.program_id(1) * TOKENS
-    begin = gl.program_id(2) * blocks
+    begin = gl.program_id(2) * length
+    blocks = gl.minimum(length, all_blocks - begin)
     gl.warp_specialize(
         [
             (_multiply, (

@@ -11,10 +11,10 @@ from lockstep.kernels.packed import PackedWeight
 from lockstep.kernels.packed.cases import random_weights
 
 SIZES = ((0, 16, 16), (1, 33, 40), (3, 64, 128), (17, 96, 200), (70, 130, 72))
-CUT = ((2, 40, 1024, 2), (20, 48, 1024, 4))
+CUT = ((2, 40, 1024, 2), (20, 48, 1024, 4), (5, 24, 1152, 2))
 FLOAT = (19, 40, 336, 2)
-PACKED = ((3, 40, 256, 2), (20, 33, 200, 1))
-"""Tokens, outputs, inputs, segments."""
+PACKED = ((3, 40, 256, 2), (20, 33, 200, 1), (9, 24, 1152, 2))
+"""Tokens, outputs, inputs, segments: 1,152 columns are 9 blocks, of which 5 are the first run."""
 
 
 def linear_cases(dtype: torch.dtype) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -6,7 +6,7 @@ It is fast where the weight is a transposed view of [K, N] storage, as Build.mat
 from torch import Tensor
 
 from lockstep.kernels.backends import cpu_trait
-from lockstep.kernels.linear import linear, placed, tree_sum, unpacked
+from lockstep.kernels.linear import linear, placed, run_length, tree_sum, unpacked
 from lockstep.kernels.packed import PackedWeight
 from lockstep.kernels.row_tiles import tiled_mm
 
@@ -27,7 +27,7 @@ def linear_cpu(
     columns = weight.float().t()
     if segments == 1:
         return placed(tiled_mm(rows, columns).to(weight.dtype), out)
-    run = x.shape[1] // segments
+    run = run_length(x.shape[1], segments)
     pairs = zip(rows.split(run, dim=1), columns.split(run), strict=True)
     total = tree_sum([tiled_mm(a, b) for a, b in pairs])
     return placed(total.to(weight.dtype), out)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.linear import linear, placed
+from lockstep.kernels.linear import linear, placed, whole_runs
 from lockstep.kernels.linear.triton import fold
 
 UNCHOSEN = "its bits are known only where a probe compared them"
@@ -36,6 +36,7 @@ def linear_cublas(
     """See lockstep.kernels.linear.linear, for bf16 and fp16. x and weight are contiguous."""
     if segments == 1:
         return placed(torch.mm(x, weight.t()), out)
+    x, weight = whole_runs(x, weight, segments)
     runs = (segments, x.shape[1] // segments)
     left = x.unflatten(1, runs).transpose(0, 1)
     right = weight.unflatten(1, runs).permute(1, 2, 0)

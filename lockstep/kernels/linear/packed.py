@@ -18,7 +18,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.linear import linear
+from lockstep.kernels.linear import linear, run_length
 from lockstep.kernels.linear._packed_kernel import packed_kernel
 from lockstep.kernels.linear._packed_lanes import lanes_kernel
 from lockstep.kernels.linear._packed_ring import HALF, ring_kernel
@@ -65,7 +65,7 @@ def launch(
     if not (tile.laid_out or target.assembly):
         tile = block_tile(tile, weight, segments, target.arch)
     split = min(tile.split, segments)
-    length = k // segments
+    length = run_length(k, segments)
     found = x.new_empty(tokens, n) if out is None else out
     if split > 1:
         found = torch.empty(split, tokens, n, dtype=torch.float32, device=x.device)
@@ -79,9 +79,10 @@ def launch(
         if target.assembly and not tile.warpgroup:
             form = form._replace(opaque=True)
         grid = (triton.cdiv(tokens, tile.m) * triton.cdiv(n, tile.n) * split,)
+        even = length % columns == 0 and k % columns == 0
         packed_kernel[grid](
-            x, operand, found, tokens, n, length, x.stride(0), found.stride(-2),
-            segments // split, GROUP, tuple(form), length % columns == 0,
+            x, operand, found, tokens, n, k, length, x.stride(0), found.stride(-2),
+            segments // split, GROUP, tuple(form), even,
             tile.m, tile.n, columns, TYPES[x.dtype],
             num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers or None,
             enable_fp_fusion=False,
@@ -119,7 +120,8 @@ def _lanes(
 def _ring(
     x: Tensor, weight: PackedWeight, out: Tensor, length: int, tile: PackedTile, target: Target
 ) -> None:
-    """Fills out [T, N], or partials [P, T, N] fp32, a program for each part of `length` columns."""
+    """Fills out [T, N], or partials [P, T, N] fp32, a program for each part of `length` columns;
+    the last one may be shorter."""
     tokens = x.shape[0]
     n = weight.shape[0]
     if x.stride(0) % 8 or x.data_ptr() % 16:
@@ -138,7 +140,7 @@ def _ring(
     w_map = TensorDescriptor.from_tensor(weight.words, words, W_LAYOUTS[weight.bits])
     tiles = triton.cdiv(n, tile.n)
     high = triton.cdiv(tokens, tile.m)
-    parts = weight.k // length
+    parts = triton.cdiv(weight.k, length)
     numbers = (scales, operand.zeros, operand.factors)
     lies = (operand.first, stride, out.stride(-2), tuple(form), tile.stages, tile.k // block,
             tile.sync, TYPES[x.dtype])  # fmt: skip
@@ -146,7 +148,7 @@ def _ring(
         num_warps=tile.warps, maxnreg=tile.registers or None, enable_fp_fusion=False
     )  # fmt: skip
     programs = tile.share * target.processors // (high * parts)
-    if 0 < programs < tiles:
+    if 0 < programs < tiles and weight.k == parts * length:
         slots = length // tile.k
         (each, more) = divmod(tiles * slots, programs)
         sums = x.new_empty(programs * high * parts * tile.n * tile.m, dtype=torch.float32)
@@ -156,7 +158,16 @@ def _ring(
         )  # fmt: skip
     else:
         ring_kernel[(tiles, high, parts)](
-            x_map, w_map, *numbers, out, tokens, n, length // block, *lies, **options
+            x_map,
+            w_map,
+            *numbers,
+            out,
+            tokens,
+            n,
+            weight.k // block,
+            length // block,
+            *lies,
+            **options,
         )
 
 
@@ -164,7 +175,7 @@ def tile_of(
     tokens: int, weight: PackedWeight, segments: int, dtype: torch.dtype, arch: int
 ) -> PackedTile:
     """How x of this dtype meets a weight; UNPACK also where the kernel does not serve."""
-    whole = segments == 1 or weight.k // segments % int(BLOCK) == 0
+    whole = segments == 1 or run_length(weight.k, segments) % int(BLOCK) == 0
     served = tokens <= MOST and dtype != torch.float32
     if not (served and whole) or irregular(weight):
         return UNPACK

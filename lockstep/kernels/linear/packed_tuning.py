@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from lockstep.kernels.architecture import HOPPER, PROCESSORS, shared_of
+from lockstep.kernels.linear import run_length, tuning
 from lockstep.kernels.linear import segments as segments_of
-from lockstep.kernels.linear import tuning
 from lockstep.kernels.packed import Fp4Weight, Fp8Weight, IntWeight, PackedWeight
 from lockstep.kernels.packed._device import BLOCK
 from lockstep.kernels.packed._form import (
@@ -293,7 +293,7 @@ def lanes_serve(weight: PackedWeight, segments: int, arch: int) -> bool:
 def ring_serves(weight: PackedWeight, segments: int, arch: int) -> bool:
     """Whether a weight can pass through a ring: on Hopper, in whole blocks of columns per segment,
     each with one scale, or the eight of NVFP4 in two words."""
-    if arch != HOPPER or weight.k % (segments * int(BLOCK)):
+    if arch != HOPPER or weight.k % int(BLOCK) or run_length(weight.k, segments) % int(BLOCK):
         return False
     return ring_reads(weight)
 
@@ -331,7 +331,10 @@ def _cut_lanes(tile: PackedTile, weight: PackedWeight, segments: int, arch: int)
 
 def _shared(tile: PackedTile, weight: PackedWeight, segments: int) -> int:
     """Programs for each multiprocessor that may share a weight's tiles: no more than there are
-    tiles. One alone has a warp for each scheduler, which is slower than shares that are uneven."""
+    tiles, and only of segments that are equally long. One alone has a warp for each scheduler,
+    which is slower than shares that are uneven."""
+    if weight.k % (segments * int(BLOCK)):
+        return 0
     tiles = -(-weight.shape[0] // tile.n) * segments
     share = min(tile.share, tiles // PROCESSORS)
     return share if share > 1 else 0
@@ -345,7 +348,7 @@ def cut(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> Pac
     if tile.lanes:
         return _cut_lanes(tile, weight, segments, arch)
     if tile.ring and ring_serves(weight, segments, arch):
-        if weight.k // segments % tile.k:
+        if weight.k % (segments * tile.k):
             tile = replace(tile, k=int(BLOCK), stages=tile.stages * tile.k // int(BLOCK))
         shared = _shared(tile, weight, segments)
         if (tile.split, tile.share) == (segments, shared):
@@ -353,7 +356,7 @@ def cut(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> Pac
         return replace(tile, split=segments, share=shared)
     if tile.ring:
         return block_tile(tile, weight, segments, arch)
-    k = columns_of(weight, tile.k, weight.k // segments)
+    k = columns_of(weight, tile.k, run_length(weight.k, segments))
     sync = not tile.warpgroup
     stages = stages_of(tile.stages, tile.n, tile.m, k, weight, arch, sync)
     split = min(tile.split, segments)

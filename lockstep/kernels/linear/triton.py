@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lockstep.kernels import architecture
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.linear import linear, triton_uneven
+from lockstep.kernels.linear import linear, triton_uneven, whole_runs
 from lockstep.kernels.linear.triton_uneven import place, widths
 from lockstep.kernels.linear.tuning import Tile, lookup
 
@@ -155,11 +155,12 @@ def launch(
 
     Programs that fill `out` share no K: its rows may be strided, a second pass's may not.
     """
-    (tokens, k) = x.shape
+    tokens = x.shape[0]
     n = weight.shape[0]
     if not tokens:
         return weight.new_empty(0, n) if out is None else out
-    length = k // segments
+    x, weight = whole_runs(x, weight, segments)
+    length = x.shape[1] // segments
     whole = length % tile.k == 0 or segments == 1
     tma = tile.tma and whole and aligned(x) and aligned(weight)
     tile = _fitting(replace(tile, tma=tma), segments, out is None)

@@ -29,6 +29,10 @@ ALIGNED = 16
 PARTS = 4
 """Programs that share a head's columns. H200, 48 heads of 128 x 128, 64 rows of 1 and 4 tokens:
 86.4 and 142.2 us a layer, 89.7 and 142.5 with 2, 94.9 and 149.8 with 1."""
+LINE = 128
+"""Bytes of a line of memory. Parts of a head that share lines stand beside each other: Nano's heads
+of 128 x 64, H200, 64 rows of a token, 147 -> 103 us where the state is written, 58 -> 56 where it
+is not. Parts of whole lines stand apart: 64 rows of one token take 2 % longer otherwise."""
 NEAR = 4
 """Tokens that are brought into L1 early; twice as many for windows longer than this. H200, 64 rows
 of 1 and 4 tokens: 5 and 7 us less than into L2; of 8 tokens 205 us with 4 and 195 with 8."""
@@ -268,15 +272,18 @@ def walk_kernel(
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     SLICES: tl.constexpr, K_LANES: tl.constexpr, WARPS: tl.constexpr, COLUMNS: tl.constexpr,
     NEAR: tl.constexpr, SECTOR: tl.constexpr, STATE_GRID: tl.constexpr, CORRECTS: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):  # fmt: skip
     """One (row, value head, WARPS * COLUMNS values): replay, write, step, on inputs made before.
 
     heads [S * Q, 2 HK K + HV V + 2 HV]: all q, all k, all v, and (decay, beta) of each value head.
     CORRECTS: u is (v - k^T S) beta, else v beta. skip: D [HV], o is q^T S + D v; None: q^T S.
+    BESIDE: programs of a head, where they stand beside each other; 1 where the grid's second
+    dimension counts them.
     """
     C: tl.constexpr = 2 * HK * K + HV * V
-    program = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * (WARPS * COLUMNS)
+    program = (tl.program_id(0) // BESIDE).to(tl.int64)
+    first = (tl.program_id(0) % BESIDE + tl.program_id(1)) * (WARPS * COLUMNS)
     s = program // HV
     h = (program % HV).to(tl.int32)
     kh = h // (HV // HK)
@@ -343,6 +350,12 @@ def layout_of(sizes: dict[str, int]) -> dict[str, int]:
     return dict(SLICES=k // lanes, K_LANES=lanes, WARPS=warps, COLUMNS=columns)
 
 
+def beside_of(v: int, columns: int, itemsize: int) -> int:
+    """How many programs of a head, of so many of its v columns, stand beside each other: see LINE.
+    itemsize: of the state's numbers."""
+    return triton.cdiv(v, columns) if columns * itemsize < LINE else 1
+
+
 def flat(x: Tensor) -> Tensor:
     """[S, Q, ...] -> [S * Q, ...], tokens begun on whole vectors, so that one binary serves all."""
     tokens = x.flatten(0, 1)
@@ -369,9 +382,12 @@ def launch_walk(
     layout = layout_of(sizes)
     warps = layout["WARPS"] // PARTS or 1
     layout["WARPS"] = warps
-    walk_kernel[(rows * hv, triton.cdiv(v, warps * layout["COLUMNS"]))](
+    columns = warps * layout["COLUMNS"]
+    beside = beside_of(v, columns, state.recurrent.itemsize)
+    walk_kernel[(rows * hv * beside, triton.cdiv(v, columns) // beside)](
         state.recurrent, state.u, state.k, state.decay, slots, starts, folded, heads, o, skip,
         length, state.k.shape[1], flush, **sizes, **layout,
         NEAR=NEAR if length <= NEAR else 2 * NEAR, SECTOR=SECTOR, STATE_GRID=state.grid,
-        CORRECTS=corrects, num_warps=warps, maxnreg=MOST_REGISTERS, enable_fp_fusion=False,
+        CORRECTS=corrects, BESIDE=beside, num_warps=warps, maxnreg=MOST_REGISTERS,
+        enable_fp_fusion=False,
     )  # fmt: skip
