@@ -3,9 +3,9 @@
 rows go through hopper_few.py.
 
 A program owns the (token, head of a group) rows of one KV head and a run of segments. One group of
-warps unpacks keys and one unpacks values, tile by tile, into shared memory, while there is room; a
-warpgroup multiplies. So the instructions of unpacking run beside the products, not between them.
-Every segment is left as an entry for the second kernel of paged.py. See docs/kernels/attention.md.
+warps unpacks keys and one values, tile by tile, into shared memory, while there is room; one
+warpgroup weighs the keys and one adds the values: all four work at the same time. Every segment is
+left as an entry for the second kernel of paged.py. See docs/kernels/attention.md.
 """
 
 from typing import Any, NamedTuple
@@ -353,8 +353,8 @@ class Shape(NamedTuple):
     """How a step is divided, and what a program takes. Nothing here changes a bit.
 
     rows: of a program. parts: programs that share a row. slots: tiles of keys, and as many of
-    values, that stand unpacked. warps: of each group that unpacks. unpacking: registers of a thread
-    that does; registers: of a thread on average.
+    values, that stand unpacked. warps: of each group that unpacks. weighing, unpacking: registers
+    of a thread that does; registers: of a thread on average.
     """
 
     rows: int
