@@ -72,9 +72,9 @@ def test_places_of_bits():
     for code, value, word, bits in ((9, 5, 1, 5 << 4), (24, 4, 2, 1 << 3), (25, 3, 0, 1 << 7)):
         assert pack_bits(one.index_fill(0, torch.tensor(code), value), 3)[word] == bits
     one = one[:8]
-    for code, bits in ((0, 1 << 3), (1, 1 << 19), (6, 1 << 15)):
+    for code, bits in ((0, 1 << 7), (1, 1 << 15), (6, 1 << 19)):
         assert pack_bits(one.index_fill(0, torch.tensor(code), 8), 4)[0] == bits
-    assert pack_bits(one.index_fill(0, torch.tensor(7), 8), 4)[0] == -(1 << 31)
+    assert pack_bits(one.index_fill(0, torch.tensor(3), 8), 4)[0] == -(1 << 31)
 
 
 @pytest.mark.parametrize("preset", PRESETS.values(), ids=list(PRESETS))

@@ -59,9 +59,11 @@ def leave(
     used = (m < count * GROUP) & (segment * (TILES * 64) <= start + m // GROUP)
     to = (m // GROUP * entries + segment) * H + kv * GROUP + m % GROUP
     to = to.to(gl.int64)
-    d = PLACE(zero + gl.arange(0, D, gl.SliceLayout(1, layout)), D)
+    d = PLACE(gl.arange(0, D, gl.SliceLayout(1, layout)), D).to(gl.int64)
+    line = zero + gl.arange(0, norm.shape[0], gl.SliceLayout(1, layout))
     gl.store(tops + to, top, mask=used)
-    gl.store(norms + to, gl.max(norm, 0), mask=used)
+    first = (line == 0)[:, None] & used[None, :]
+    gl.store(norms + to[None, :] + line.to(gl.int64)[:, None], norm, mask=first)
     gl.store(parts + (to * D)[None, :] + d[:, None], total, mask=used[None, :])
 
 

@@ -3,9 +3,9 @@
 rows go through hopper_few.py.
 
 A program owns the (token, head of a group) rows of one KV head and a run of segments. One group of
-warps unpacks keys and one unpacks values, tile by tile, into shared memory, while there is room; a
-warpgroup multiplies. So the instructions of unpacking run beside the products, not between them.
-Every segment is left as an entry for the second kernel of paged.py. See docs/kernels/attention.md.
+warps unpacks keys and one values, tile by tile, into shared memory, while there is room; one
+warpgroup weighs the keys and one adds the values: all four work at the same time. Every segment is
+left as an entry for the second kernel of paged.py. See docs/kernels/attention.md.
 """
 
 from typing import Any, NamedTuple
@@ -62,11 +62,10 @@ def lanes_of(columns, share, warps):
 
 @gluon.jit
 def _fetched(
-    codes, numbers, page, at, keys, kv, P_STRIDE: gl.constexpr, T_STRIDE: gl.constexpr,
-    COUNT: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, SHARE: gl.constexpr,
-    FETCH: gl.constexpr,
+    codes, numbers, page, kv, P_STRIDE: gl.constexpr, T_STRIDE: gl.constexpr, COUNT: gl.constexpr,
+    HKV: gl.constexpr, D: gl.constexpr, SHARE: gl.constexpr, FETCH: gl.constexpr,
 ):  # fmt: skip
-    """What the codec's FETCH loads of the tile of keys or values from `at` on."""
+    """What the codec's FETCH loads of a page of keys or values, whatever stands behind the keys."""
     COLUMNS: gl.constexpr = D // SHARE
     layout: gl.constexpr = lanes_of(COLUMNS, SHARE, gl.num_warps())
     token = gl.arange(0, 64, gl.SliceLayout(1, layout))[:, None]
@@ -76,7 +75,42 @@ def _fetched(
     if COUNT > 0:
         numbers += (page * (64 * HKV) + kv) * COUNT
         numbers = numbers + token * (HKV * COUNT)
-    return FETCH(codes + token * T_STRIDE, numbers, column, at + token < keys, D)
+    return FETCH(codes + token.to(gl.int64) * T_STRIDE, numbers, column, token < 64, D)
+
+
+@gluon.jit
+def _put(
+    found, constant, ring, full, empty, t, live, SHARE: gl.constexpr, UNPACK: gl.constexpr,
+    ZEROS: gl.constexpr,
+):  # fmt: skip
+    """Unpacks the t-th tile into the ring. ZEROS: rows from `live` on are zeros."""
+    SLOTS: gl.constexpr = ring.shape[0]
+    D: gl.constexpr = ring.shape[2]
+    layout: gl.constexpr = lanes_of(D // SHARE, SHARE, gl.num_warps())
+    column = gl.arange(0, D // SHARE, gl.SliceLayout(0, layout))[None, :]
+    slot = ring.index(t % SLOTS)
+    mbarrier.wait(empty.index(t % SLOTS), (t // SLOTS & 1) ^ 1)
+    slot.store(UNPACK(found, column, constant, D).to(ring.dtype))
+    if ZEROS:
+        if live < 64:
+            barrier()
+            _zero_behind(slot, live)
+    fence_async_shared()
+    barrier()
+    mbarrier.arrive(full.index(t % SLOTS))
+
+
+@gluon.jit
+def _zero_behind(slot, live):
+    """Zeros in a tile [64, D] from row `live` on, some rows at a time."""
+    D: gl.constexpr = slot.shape[1]
+    ROWS: gl.constexpr = 4096 // D
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [gl.num_warps(), 1], [1, 0])
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
+    for part in gl.static_range(64 // ROWS):
+        rows = slot.slice(part * ROWS, ROWS)
+        values = rows.load(layout)
+        rows.store(gl.where(part * ROWS + row < live, values, gl.zeros_like(values)))
 
 
 @gluon.jit
@@ -84,32 +118,39 @@ def _unpack(
     codes, numbers, constant, ring, full, empty, pages, first, tiles, keys, kv,
     P_STRIDE: gl.constexpr, T_STRIDE: gl.constexpr, H_STRIDE: gl.constexpr, COUNT: gl.constexpr,
     HKV: gl.constexpr, SHARE: gl.constexpr, FETCH: gl.constexpr, UNPACK: gl.constexpr,
+    ZEROS: gl.constexpr,
 ):  # fmt: skip
-    """Tiles first .. first + tiles - 1 into the ring, the next one's codes loaded ahead."""
-    SLOTS: gl.constexpr = ring.shape[0]
+    """Tiles first .. first + tiles - 1 into the ring, the codes of two tiles on the way.
+
+    Two tiles a turn, so that codes are not moved from register to register, which would wait for
+    them.
+    """
     D: gl.constexpr = ring.shape[2]
-    layout: gl.constexpr = lanes_of(D // SHARE, SHARE, gl.num_warps())
-    column = gl.arange(0, D // SHARE, gl.SliceLayout(0, layout))[None, :]
     codes += kv * H_STRIDE
     pages += first
-    at = first * 64
-    page = gl.load(pages)
-    ahead = _fetched(
-        codes, numbers, page, at, keys, kv, P_STRIDE, T_STRIDE, COUNT, HKV, D, SHARE, FETCH
+    live = keys - first * 64
+    last = (live - 1) // 64
+    even = _fetched(
+        codes, numbers, gl.load(pages), kv, P_STRIDE, T_STRIDE, COUNT, HKV, D, SHARE, FETCH
     )
-    page = gl.load(pages + 1, mask=at + 64 < keys, other=0)
-    for t in range(tiles):
-        found = ahead
-        at += 64
-        ahead = _fetched(
-            codes, numbers, page, at, keys, kv, P_STRIDE, T_STRIDE, COUNT, HKV, D, SHARE, FETCH
+    odd = _fetched(
+        codes, numbers, gl.load(pages + 1, mask=1 <= last, other=0), kv, P_STRIDE, T_STRIDE, COUNT,
+        HKV, D, SHARE, FETCH,
+    )  # fmt: skip
+    page_even = gl.load(pages + 2, mask=2 <= last, other=0)
+    page_odd = gl.load(pages + 3, mask=3 <= last, other=0)
+    for t in range(0, tiles, 2):
+        _put(even, constant, ring, full, empty, t, live - t * 64, SHARE, UNPACK, ZEROS)
+        even = _fetched(
+            codes, numbers, page_even, kv, P_STRIDE, T_STRIDE, COUNT, HKV, D, SHARE, FETCH
         )
-        page = gl.load(pages + t + 2, mask=at + 64 < keys, other=0)
-        mbarrier.wait(empty.index(t % SLOTS), (t // SLOTS & 1) ^ 1)
-        ring.index(t % SLOTS).store(UNPACK(found, column, constant, D).to(ring.dtype))
-        fence_async_shared()
-        barrier()
-        mbarrier.arrive(full.index(t % SLOTS))
+        page_even = gl.load(pages + t + 4, mask=t + 4 <= last, other=0)
+        if t + 1 < tiles:
+            _put(odd, constant, ring, full, empty, t + 1, live - t * 64 - 64, SHARE, UNPACK, ZEROS)
+            odd = _fetched(
+                codes, numbers, page_odd, kv, P_STRIDE, T_STRIDE, COUNT, HKV, D, SHARE, FETCH
+            )
+            page_odd = gl.load(pages + t + 5, mask=t + 5 <= last, other=0)
 
 
 @gluon.jit
@@ -144,43 +185,65 @@ def _weigh(
 
 
 @gluon.jit
-def _attend(
-    queries, ones, weights, k_ring, k_full, k_empty, v_ring, v_full, v_empty, tops, norms, parts,
-    count, start, kv, first, tiles, entries, scale, H: gl.constexpr, GROUP: gl.constexpr,
+def _weigh_tiles(
+    queries, weights, fades, peaks, k_ring, k_full, k_empty, w_full, v_empty, start, first, tiles,
+    scale, GROUP: gl.constexpr,
 ):  # fmt: skip
-    """The warpgroup that multiplies: tiles first .. first + tiles - 1, every segment an entry."""
-    SLOTS: gl.constexpr = v_ring.shape[0]
-    D: gl.constexpr = v_ring.shape[2]
+    """The warpgroup that weighs tiles first .. first + tiles - 1, beside the next one's scores."""
+    SLOTS: gl.constexpr = k_ring.shape[0]
     ROWS: gl.constexpr = queries.shape[1]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     top = gl.full((ROWS,), NO_SCORE, gl.float32, gl.SliceLayout(0, layout))
-    norm = gl.zeros((64, ROWS), gl.float32, layout)
-    total = gl.zeros((D, ROWS), gl.float32, layout)
     scores = warpgroup_mma_wait(0, deps=(_scores(queries, k_ring, k_full, 0, layout),))
     barrier()
     mbarrier.arrive(k_empty.index(0))
     for t in range(tiles):
+        ahead = _scores(queries, k_ring, k_full, t + 1, layout)
         at = (first + t) * 64
         top, fade, mine = _weigh(scores, scale, top, start, at, k_ring.dtype, GROUP, layout)
-        weighing = weights.index(t >> 30)
-        weighing.store(mine)
+        mbarrier.wait(v_empty.index(t % SLOTS), (t // SLOTS & 1) ^ 1)
+        weights.index(t % SLOTS).store(mine)
+        fades.index(t % SLOTS).store(fade)
+        peaks.index(t % SLOTS).store(top)
         fence_async_shared()
-        fade = fade[None, :]
+        scores = warpgroup_mma_wait(0, deps=(ahead,))
+        barrier()
+        mbarrier.arrive(w_full.index(t % SLOTS))
+        mbarrier.arrive(k_empty.index((t + 1) % SLOTS))
+        if (t + 1) % TILES == 0:
+            top = gl.full((ROWS,), NO_SCORE, gl.float32, gl.SliceLayout(0, layout))
+
+
+@gluon.jit
+def _add_tiles(
+    ones, weights, fades, peaks, v_ring, w_full, v_full, v_empty, tops, norms, parts, count, start,
+    kv, first, tiles, entries, H: gl.constexpr, GROUP: gl.constexpr,
+):  # fmt: skip
+    """The warpgroup that adds weighed values: the same tiles, every segment an entry."""
+    SLOTS: gl.constexpr = v_ring.shape[0]
+    D: gl.constexpr = v_ring.shape[2]
+    ROWS: gl.constexpr = weights.shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    norm = gl.zeros((64, ROWS), gl.float32, layout)
+    total = gl.zeros((D, ROWS), gl.float32, layout)
+    for t in range(tiles):
+        mbarrier.wait(w_full.index(t % SLOTS), t // SLOTS & 1)
+        fade = fades.index(t % SLOTS).load(gl.SliceLayout(0, layout))[None, :]
+        weighing = weights.index(t % SLOTS)
         norm = warpgroup_mma(ones.index(t >> 30), weighing, norm * fade, is_async=True)
         mbarrier.wait(v_full.index(t % SLOTS), t // SLOTS & 1)
         values = v_ring.index(t % SLOTS).permute((1, 0))
         total = warpgroup_mma(values, weighing, total * fade, is_async=True)
-        ahead = _scores(queries, k_ring, k_full, t + 1, layout)
-        norm, total, scores = warpgroup_mma_wait(0, deps=(norm, total, ahead))
-        barrier()  # all warps have left both slots
+        norm, total = warpgroup_mma_wait(0, deps=(norm, total))
+        top = peaks.index(t % SLOTS).load(gl.SliceLayout(0, layout))
+        barrier()  # all warps have left the slot
         mbarrier.arrive(v_empty.index(t % SLOTS))
-        mbarrier.arrive(k_empty.index((t + 1) % SLOTS))
-        if ((first + t + 1) % TILES == 0) | (t + 1 == tiles):
+        if ((t + 1) % TILES == 0) | (t + 1 == tiles):
+            at = (first + t) * 64
             leave(
                 top, norm, total, tops, norms, parts, at, count, start, kv, entries, at >> 30, H,
                 GROUP, place_as_is, layout,
             )  # fmt: skip
-            top = gl.full((ROWS,), NO_SCORE, gl.float32, gl.SliceLayout(0, layout))
             norm = gl.zeros((64, ROWS), gl.float32, layout)
             total = gl.zeros((D, ROWS), gl.float32, layout)
 
@@ -208,7 +271,8 @@ def _segments_kernel(
     H: gl.constexpr, HKV: gl.constexpr, D: gl.constexpr, K_COUNT: gl.constexpr,
     V_COUNT: gl.constexpr, K_SHARE: gl.constexpr, V_SHARE: gl.constexpr,
     K_FETCH: gl.constexpr, K_UNPACK: gl.constexpr, V_FETCH: gl.constexpr, V_UNPACK: gl.constexpr,
-    ROWS: gl.constexpr, SLOTS: gl.constexpr, WARPS: gl.constexpr, REGISTERS: gl.constexpr,
+    ROWS: gl.constexpr, SLOTS: gl.constexpr, WARPS: gl.constexpr, WEIGHING: gl.constexpr,
+    REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """A KV head of a row, and the segments of one of num_programs(1) equal parts of its context."""
     GROUP: gl.constexpr = H // HKV
@@ -221,17 +285,22 @@ def _segments_kernel(
         narrow: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
         queries = gl.allocate_shared_memory(dtype, [1, ROWS, D], square)
         ones = gl.allocate_shared_memory(dtype, [1, 64, 64], square)
-        weights = gl.allocate_shared_memory(dtype, [1, 64, ROWS], narrow)
+        weights = gl.allocate_shared_memory(dtype, [SLOTS, 64, ROWS], narrow)
+        flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        fades = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], flat)
+        peaks = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], flat)
         k_ring = gl.allocate_shared_memory(dtype, [SLOTS, 64, D], square)
         v_ring = gl.allocate_shared_memory(dtype, [SLOTS, 64, D], square)
         barriers: gl.constexpr = mbarrier.MBarrierLayout()
         k_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barriers)
         k_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barriers)
+        w_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barriers)
         v_full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barriers)
         v_empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barriers)
         for i in gl.static_range(SLOTS):
             mbarrier.init(k_full.index(i), count=1)
             mbarrier.init(k_empty.index(i), count=1)
+            mbarrier.init(w_full.index(i), count=1)
             mbarrier.init(v_full.index(i), count=1)
             mbarrier.init(v_empty.index(i), count=1)
         one: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
@@ -242,23 +311,28 @@ def _segments_kernel(
         pages = page_table + s * table_stride
         gl.warp_specialize(
             [
-                (_attend, (
-                    queries, ones, weights, k_ring, k_full, k_empty, v_ring, v_full, v_empty,
-                    tops + skipped, norms + skipped, parts + skipped * D, count, start, kv, first,
-                    tiles, entries, scale, H, GROUP,
+                (_add_tiles, (
+                    ones, weights, fades, peaks, v_ring, w_full, v_full, v_empty, tops + skipped,
+                    norms + skipped, parts + skipped * D, count, start, kv, first, tiles, entries,
+                    H, GROUP,
+                )),
+                (_weigh_tiles, (
+                    queries, weights, fades, peaks, k_ring, k_full, k_empty, w_full, v_empty,
+                    start, first, tiles, scale, GROUP,
                 )),
                 (_unpack, (
                     k_codes, k_numbers, k_constant, k_ring, k_full, k_empty, pages, first,
                     tiles + 1, keys, kv, K_PAGE, K_TOKEN, K_HEAD, K_COUNT, HKV, K_SHARE, K_FETCH,
-                    K_UNPACK,
+                    K_UNPACK, False,
                 )),
                 (_unpack, (
                     v_codes, v_numbers, v_constant, v_ring, v_full, v_empty, pages, first, tiles,
                     keys, kv, V_PAGE, V_TOKEN, V_HEAD, V_COUNT, HKV, V_SHARE, V_FETCH, V_UNPACK,
+                    True,
                 )),
             ],
-            [WARPS, WARPS],
-            [REGISTERS, REGISTERS],
+            [4, WARPS, WARPS],
+            [WEIGHING, REGISTERS, REGISTERS],
         )  # fmt: skip
 
 
@@ -279,14 +353,15 @@ class Shape(NamedTuple):
     """How a step is divided, and what a program takes. Nothing here changes a bit.
 
     rows: of a program. parts: programs that share a row. slots: tiles of keys, and as many of
-    values, that stand unpacked. warps: of each group that unpacks. unpacking: registers of a thread
-    that does; registers: of a thread on average.
+    values, that stand unpacked. warps: of each group that unpacks. weighing, unpacking: registers
+    of a thread that does; registers: of a thread on average.
     """
 
     rows: int
     parts: int
     slots: int
     warps: int
+    weighing: int
     unpacking: int
     registers: int
 
@@ -301,7 +376,9 @@ def shape_of(rows: int, count: int, kv_heads: int, dim: int, segments: int) -> S
     two = dim == 128 and block == 16
     programs = 2 * MULTIPROCESSORS if two else MULTIPROCESSORS
     parts = max(1, min(segments, programs // (rows * kv_heads)))
-    return Shape(block, parts, 2, 4, 72 if two else 128, 80 if two else 168)
+    weighing = 96 if dim == 256 else 56 if two else 128
+    unpacking = 136 if dim == 256 else 72 if two else 96
+    return Shape(block, parts, 2, 4, weighing, unpacking, 64 if two else 128)
 
 
 @paged_attention.backend("hopper_packed", supports=_supports)
@@ -346,7 +423,7 @@ def paged_attention_hopper_packed(
         starts, *kept, scale * LOG2E, step.segments, page_table.stride(0), query_len,
         *k.codes.stride()[:3], *v.codes.stride()[:3], *step.layer(), k.beside, v.beside,
         k.share, v.share, k.fetch, k.unpack, v.fetch, v.unpack,
-        how.rows, how.slots, how.warps, how.unpacking,
+        how.rows, how.slots, how.warps, how.weighing, how.unpacking,
         num_warps=4, maxnreg=how.registers, enable_fp_fusion=False,
     )  # fmt: skip
     out = torch.empty_like(q)

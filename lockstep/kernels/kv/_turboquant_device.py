@@ -6,8 +6,8 @@ the correctly rounded ones. The launch forbids to contract multiplications with 
 
 A code is unpacked by a tree of selections, whose leaves are the points. In bf16 by assembly: eight
 selectors of three bits, four bits apart, are what prmt takes; it looks up the lower and the upper
-bytes of four points at once, and a second one pairs them. The product with the number beside the
-codes is rounded once in both.
+bytes of four points at once, on which signs are put, and a second one pairs them. The product with
+the number beside the codes is rounded once in both.
 """
 
 import torch
@@ -38,18 +38,17 @@ def _bytes_of(points, upper):
 
 
 def _eight_text(word, out, number, signs=None):
-    """PTX: the eight codes of a word -> four pairs, $out and the next three. signs: where the word
-    holds them too."""
+    """PTX: the eight codes of a word -> four pairs, $out and the next three. signs: where they are
+    apart from the selectors."""
     lines = [f"shr.u32 n, {word}, 16;"]
     for half, selectors in enumerate((word, "n")):
         lines += [f"prmt.b32 lo, l0, l1, {selectors};", f"prmt.b32 hi, h0, h1, {selectors};"]
+        if signs:
+            lines.append(f"shl.b32 s, {signs}, {4 * half};")
+            lines.append("lop3.b32 hi, s, 0x80808080, hi, 0x6a;")
         for pair, order in enumerate(("0x5140", "0x7362")):
-            place = 2 * half + pair
             lines.append(f"prmt.b32 t, lo, hi, {order};")
-            if signs:
-                lines.append(f"shl.b32 s, {signs}, {12 - 4 * place};")
-                lines.append("lop3.b32 t, s, 0x80008000, t, 0x6a;")
-            lines.append(f"fma.rn.bf16x2 ${out + place}, t, {number}, none;")
+            lines.append(f"fma.rn.bf16x2 ${out + 2 * half + pair}, t, {number}, none;")
     return lines
 
 
@@ -135,7 +134,7 @@ def _store_words(place, sign, codes, live, HEADS: tl.constexpr, D: tl.constexpr,
     slot = tl.arange(0, SLOTS)[None, :, None]
     lane = tl.arange(0, LANES)[None, None, :]
     if BITS == 4:
-        words = tl.sum((place << 4 * at) | (sign << (4 * (at // 2) + 3 + 16 * (at % 2))), 3)
+        words = tl.sum((place << 4 * at) | (sign << (8 * (at % 4) + 7 - 4 * (at // 4))), 3)
         tl.store(codes[:, :, None] + lane * SLOTS + slot, words, mask=live[:, :, None])
     else:
         code = place | (sign << 2)
@@ -180,7 +179,7 @@ def _signed(word, at: tl.constexpr, number, BITS: tl.constexpr):
     """Code `at` of a word, unpacked: fp32."""
     value = _point(word >> 4 * at, BITS) * number
     if BITS == 4:
-        negative = (word >> (4 * (at // 2) + 3 + 16 * (at % 2))) & 1
+        negative = (word >> (8 * (at % 4) + 7 - 4 * (at // 4))) & 1
     else:
         negative = (word >> (4 * at + 2)) & 1
     return flipped(value, negative << 31)

@@ -26,20 +26,18 @@ def _text(points, declared, lines):
     return gl.constexpr("\n".join(("{", *body, "}")))
 
 
-def _found(selectors):
-    """PTX: the bytes of four points."""
-    return [f"prmt.b32 lo, l0, l1, {selectors};", f"prmt.b32 hi, h0, h1, {selectors};"]
+def _found(selectors, signs=None, shift=0):
+    """PTX: the bytes of four points, with the signs of a register that is shifted first."""
+    lines = [f"prmt.b32 lo, l0, l1, {selectors};", f"prmt.b32 hi, h0, h1, {selectors};"]
+    if signs:
+        lines.append(f"shl.b32 s, {signs}, {shift};")
+        lines.append("lop3.b32 hi, s, 0x80808080, hi, 0x6a;")
+    return lines
 
 
-def _product(out, order, number, sign=None):
-    """PTX: a pair of points, with the signs of register `sign` [shifted by the second], times the
-    number beside it, twice in a word."""
-    lines = [f"prmt.b32 t, lo, hi, {order};"]
-    if sign:
-        (register, shift) = sign
-        lines.append(f"shl.b32 s, {register}, {shift};")
-        lines.append("lop3.b32 t, s, 0x80008000, t, 0x6a;")
-    return [*lines, f"fma.rn.bf16x2 ${out}, t, {number}, none;"]
+def _product(out, order, number):
+    """PTX: a pair of points times the number beside it, twice in a word."""
+    return [f"prmt.b32 t, lo, hi, {order};", f"fma.rn.bf16x2 ${out}, t, {number}, none;"]
 
 
 HALF_4 = _text(
@@ -48,13 +46,13 @@ HALF_4 = _text(
     [
         "shr.u32 u, $2, $4;",
         "and.b32 u, u, 0x7777;",
-        *_found("u"),
-        *_product(0, "0x5140", "$3", ("$2", "$5")),
-        *_product(1, "0x7362", "$3", ("$2", "$6")),
+        *_found("u", "$2", "$5"),
+        *_product(0, "0x5140", "$3"),
+        *_product(1, "0x7362", "$3"),
     ],
 )
 """A half of a word of 4-bit codes -> two pairs. $3: the number, twice in a word; $4: where the half
-begins, $5 and $6: how far its signs are from bits 15 and 31."""
+begins, $5: how far its signs are from the upper bits of bytes."""
 HALF_3 = _text(
     SIGNED,
     "u",
@@ -77,10 +75,9 @@ def _two_tokens(first, second, number, signs):
         lines.append("and.b32 u, u, 0x77777777;")
         for quarter in range(2):
             at = 4 * half + 2 * quarter
-            lines += _found("u")
-            shift = 12 - 2 * at
-            lines += _product(at, "0x6240", number, ("z0", shift) if signs else None)
-            lines += _product(at + 1, "0x7351", number, ("z1", shift) if signs else None)
+            lines += _found("u", f"z{quarter}", 4 * half) if signs else _found("u")
+            lines += _product(at, "0x6240", number)
+            lines += _product(at + 1, "0x7351", number)
             if quarter == 0:
                 lines.append("shr.u32 u, u, 16;")
     return lines
@@ -201,7 +198,7 @@ def _keys(codes, numbers, i: gl.constexpr, kv, HKV: gl.constexpr, D: gl.constexp
     half = gl.arange(0, 2, _without(layout, 2, 1, 0))[None, :][:, None, :][:, :, None, :]
     if BITS == 4:
         p0, p1 = gl.inline_asm_elementwise(
-            HALF_4, "=&r,=&r,r,r,r,r,r", [word, number, 16 * half, 12 - 8 * half, 8 - 8 * half],
+            HALF_4, "=&r,=&r,r,r,r,r", [word, number, 16 * half, 4 * half],
             dtype=(gl.int32, gl.int32), is_pure=True, pack=1,
         )  # fmt: skip
     else:

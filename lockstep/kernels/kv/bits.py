@@ -5,12 +5,12 @@ L = D / 32 (16 numbers: in their own). So a lane that loads the codes of 32 numb
 that are far apart, beside those of its neighbours: no two meet in a bank of shared memory.
 
 4 bits, 8 codes in a word: bits 4 j .. 4 j + 2 hold the lower three of code j; the upper one, a
-sign, of code 2 p + h stands in bit 4 p + 3 + 16 h.
+sign, of code 4 h + j stands in bit 8 j + 7 - 4 h.
 3 bits, 32 codes in three words: bits 4 j .. 4 j + 2 of word w hold code 8 w + j; bit 4 j + 3 holds
 bit w of code 24 + j. 16 codes are the first two words. First come all words 0, then all words 1.
 
 So a word and a mask gives eight selectors of three bits, four bits apart, as prmt takes them; and
-two signs of a pair stand 16 bits apart, as in a word of two 16-bit numbers.
+the signs of four codes stand 8 bits apart, as in a word of four upper bytes.
 """
 
 import torch
@@ -69,4 +69,4 @@ def _turned(codes: Tensor, rows: int) -> Tensor:
 def _sign_places(device: torch.device) -> Tensor:
     """The bit of a word in which the sign of each of its eight codes stands."""
     code = torch.arange(8, device=device)
-    return 4 * (code // 2) + 3 + 16 * (code % 2)
+    return 8 * (code % 4) + 7 - 4 * (code // 4)
