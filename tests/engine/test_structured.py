@@ -72,7 +72,7 @@ def params(temperature: float) -> list[SamplingParams]:
         SamplingParams(
             temperature=temperature,
             seed=index,
-            max_tokens=36,
+            max_tokens=24,
             logprobs=1,
             structured_outputs=StructuredOutputsParams(**wanted),
         )
