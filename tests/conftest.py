@@ -12,8 +12,8 @@ from lockstep import LLM
 from tests.asking import assert_idle, make_engine
 
 SEARCH = (10_000, 10, 1_000)
-"""gc's thresholds. Searching all objects, as often as Python does by itself, was a tenth of the time
-of the tests: what they import stays, and is as much as there is besides."""
+"""gc's thresholds. To search all objects as often as Python does by itself took a tenth of the time
+of all tests: what they import stays, and is as much as there is besides."""
 gc.disable()  # while tests are collected: it would look at all of them again and again
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any test imports Triton, which reads it then
