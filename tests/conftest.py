@@ -11,15 +11,30 @@ import torch
 from lockstep import LLM
 from tests.asking import assert_idle, make_engine
 
+SEARCH = (10_000, 10, 1_000)
+"""gc's thresholds. To search all objects as often as Python does by itself took a tenth of the time
+of all tests: what they import stays, and is as much as there is besides."""
 gc.disable()  # while tests are collected: it would look at all of them again and again
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before any test imports Triton, which reads it then
 
 
 def pytest_collection_finish() -> None:
-    """What collecting has made stays: no search for garbage need look at its million objects."""
+    """What collecting has made stays: no search for garbage need look at its million objects. All
+    others are searched behind each file's tests."""
     gc.freeze()
     gc.enable()
+    gc.set_threshold(*SEARCH)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Any:
+    """Behind a file's tests their engines go, and what is left, modules above all, stays."""
+    done = yield
+    if nextitem is None or nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return done
 
 
 @pytest.fixture(scope="module")

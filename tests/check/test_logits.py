@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from lockstep.check import logits_matrix, run_logits
 from lockstep.check.answer_oracle import AnswerOracle
@@ -14,7 +13,7 @@ from lockstep.check.logits_matrix import CHUNKS, SIZES, Size, batches, engines, 
 from lockstep.check.matrix import Setup
 from lockstep.check.report import Report
 from lockstep.errors import ConfigError
-from lockstep.layers.linear import Head
+from tests.check.faulty import off_by_a_bit
 
 GRAPHS = ("full", "piecewise", "none")
 SMALL = Size((1, 2, 7), (0, 3, 7), (), 1, 1, 300, 10)
@@ -62,16 +61,7 @@ def test_the_bundled_model_in_every_graph_mode_on_a_gpu() -> None:
 def test_one_bit_that_depends_on_the_rows_is_seen(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last logit of a step's last row is off by one bit where a step has several rows."""
-    forward = Head.forward
-
-    def faulty(self: Head, x: Tensor) -> Tensor:
-        out = forward(self, x).clone()
-        if out.shape[0] > 1:
-            out.view(torch.int32)[-1, -1] ^= 1
-        return out
-
-    monkeypatch.setattr(Head, "forward", faulty)
+    off_by_a_bit(monkeypatch)
     report = check(Size((1, 2), (0,), (), 0, 1, 300, 6))
     found = [f for f in report.failures if f.setup.drafter == "none"]
     assert {f.batch for f in found} == {"2 rows", "prefix hit"}

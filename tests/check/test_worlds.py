@@ -10,8 +10,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor
 from typer.testing import CliRunner
 
 from lockstep import spec
@@ -28,9 +26,9 @@ from lockstep.check.worlds import Examiner
 from lockstep.cli import app
 from lockstep.errors import ConfigError
 from lockstep.kernels.attention import SEGMENT
-from lockstep.layers.linear import Head
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.scheduler import Scheduler
+from tests.check.faulty import off_by_a_bit
 
 DRAFTERS = tuple(spec.DRAFTERS)
 WORLD = World(
@@ -134,19 +132,6 @@ def test_kinds_hold_every_drafter_and_a_checkpoint_without_mtp_has_others() -> N
     assert {k.graph for k in every} == {"full", "none"}
     without = [kind_of(0, group, ("ngram",), ("none",)) for group in turns]
     assert {k.drafter for k in without} == {"none", "told", "ngram"}
-
-
-def off_by_a_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One logit of a step's last row is off by one bit where a step has several rows."""
-    forward = Head.forward
-
-    def faulty(self: Head, x: Tensor) -> Tensor:
-        out = forward(self, x).clone()
-        if out.shape[0] > 1:
-            out.view(torch.int32)[-1, -1] ^= 1
-        return out
-
-    monkeypatch.setattr(Head, "forward", faulty)
 
 
 def test_a_fault_is_found_made_small_written_and_replayed(

@@ -14,7 +14,7 @@ from tests.regressions.conftest import answers, engine_over
 from tests.tiny_model import DEEPSEEK, NEMOTRON_H, QWEN3, THREE_LAYERS, make_model
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=1, detokenize=False)
-TALKS = 4
+TALKS = 3
 TURNS = 3
 FIRST = 140
 """Tokens of a conversation's first turn, and how many more each turn brings."""

@@ -176,6 +176,7 @@ def test_an_engine_that_is_lost_too_often_ends(settings: dict[str, Any]) -> None
     client = AsyncEngine(ProcessTransport(partial(served.faulty, settings), STEP_SECONDS))
     client.on_end = told.append
     client.transport._starts.extend([time.monotonic()] * (MOST_RESTARTS - 1))
+    assert client.transport._may_restart(), "this one is the last"
     client.start()
 
     async def work() -> None:

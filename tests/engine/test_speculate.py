@@ -11,7 +11,7 @@ from lockstep.scheduling.draft_length import RandomDraftLength
 from lockstep.scheduling.request import Request
 from tests.asking import DRAFTS, GREEDY, PROMPTS, SEEDED, make_engine
 
-PARAMS = [replace(GREEDY, max_tokens=16), replace(SEEDED, max_tokens=16)] * 2
+PARAMS = [replace(GREEDY, max_tokens=14), replace(SEEDED, max_tokens=14)] * 2
 WORLDS: dict[str, tuple[CheckHooks, dict[str, Any]]] = {
     "usual": (CheckHooks(), {}),
     "preempted": (CheckHooks(preempt_every=3), {"num_gpu_blocks": 24}),
@@ -36,8 +36,10 @@ def plain() -> list[list[int]]:
     return [request.output_token_ids for request in run(make_engine(None), [True] * 4)]
 
 
-@pytest.mark.parametrize("drafter", ["mtp", "ngram"])
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    ("world", "drafter"),
+    [*((world, "mtp") for world in WORLDS), ("preempted", "ngram")],
+)
 def test_no_token_depends_on_it(plain: list[list[int]], drafter: str, world: str) -> None:
     hooks, settings = WORLDS[world]
     wants = [True, False, True, False]
@@ -79,5 +81,5 @@ def test_steps_of_nobody_who_wants_drafts_bring_none() -> None:
 
     policy.observe = watched  # type: ignore[method-assign]
     run(llm, [False] * 4)
-    assert len(counts) >= 15
+    assert len(counts) >= 13
     assert set(counts) == {0}

@@ -72,7 +72,7 @@ def params(temperature: float) -> list[SamplingParams]:
         SamplingParams(
             temperature=temperature,
             seed=index,
-            max_tokens=36,
+            max_tokens=24,
             logprobs=1,
             structured_outputs=StructuredOutputsParams(**wanted),
         )
@@ -81,7 +81,7 @@ def params(temperature: float) -> list[SamplingParams]:
     return [*found[:3], replace(SEEDED, logprobs=1), *found[3:]]
 
 
-ASKED = [*params(0.0), *params(1.0)]
+ASKED = [*params(1.0), *params(0.0)[:3]]
 PROMPTS_OF = [PROMPTS[index % len(NAMES) % len(PROMPTS)] for index in range(len(ASKED))]
 
 
@@ -90,7 +90,7 @@ def plain() -> list[Any]:
     """Each of ASKED alone, without drafts, and judged."""
     llm = make_engine(None)
     found: list[Any] = []
-    for prompt, asked, name in zip(PROMPTS_OF, ASKED, 2 * NAMES, strict=True):
+    for prompt, asked, name in zip(PROMPTS_OF, ASKED, [*NAMES, *NAMES[:3]], strict=True):
         out = llm.generate(prompt, asked)[0]
         found.append(answer(out))
         one = out.outputs[0]

@@ -28,7 +28,8 @@ from tests.kernels.backends import Backend, left, same_bits
 REFERENCE = Backend("reference", "cpu", torch.float32)
 CPU = Backend("cpu", "cpu", torch.float32)
 OPS = [op for op in EVERY_OP if "cpu" in op.backends]
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NARROW = (torch.bfloat16, torch.float16)
+"""Of float32, test_backends.py asks the same."""
 
 
 def assert_same(op: Op, arguments: dict[str, Any], name: str) -> None:
@@ -47,7 +48,7 @@ def test_recurrence_and_attention_have_one() -> None:
     assert {op.name for op in OPS} >= {"paged_attention", "gated_delta_step", "gated_delta_chunk"}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
 def test_gives_the_references_bits(op: Op, dtype: torch.dtype) -> None:
     for name, arguments in cases_of(op)(dtype):

@@ -35,7 +35,7 @@ def of_dims(sizes: Any, at: int) -> Any:
 
 
 CACHES = ("k_cache", "v_cache")
-SIZES = ((4, 2, 64, 64), (3, 1, 80, 32), (2, 2, 32, 16), (2, 1, 16, 16))
+SIZES = ((4, 1, 64, 64), (3, 1, 80, 32), (2, 2, 32, 16), (2, 1, 16, 16))
 """(heads, KV heads, dim, page size)."""
 SMALL = (4, 3, 3, 128, 64, False, 1.0)
 """A layer of rope_and_cache with two blocks of values."""

@@ -8,6 +8,7 @@ from tests.models.trained import (
     ASSETS,
     LENGTH,
     MOST_BYTES,
+    answers_alone,
     answers_right_and_alike,
     cases,
     size_of,
@@ -33,7 +34,8 @@ def llm(request: pytest.FixtureRequest) -> LLM:
 
 def test_it_answers_right_and_alike(llm: LLM) -> None:
     alone = LLM(str(FOLDER), quantization=llm.engine.config.quantization, max_num_seqs=1, **LENGTH)
-    assert answers_right_and_alike(llm, alone, cases(2)) > 1
+    samples = cases(2)
+    assert answers_right_and_alike(llm, answers_alone(alone, samples), samples) > 1
 
 
 def test_formats_have_their_own_numerics(llm: LLM) -> None:

@@ -1159,9 +1159,6 @@ FAULTS = (
     ),
 )  # fmt: skip
 
-FAST = (
-    "page key without its parent",
-    "ties of experts go to the higher index",
-)
-"""The faults of the default tests; the others are marked slow. Of a seed's halves and of one bit in
-a row of several, tests/check puts in faults of its own."""
+FAST = ("ties of experts go to the higher index",)
+"""The faults of the default tests; the others are marked slow. The check itself is tried there on
+faults that tests/check puts in."""

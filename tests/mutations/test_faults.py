@@ -2,13 +2,17 @@
 
 import subprocess
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from lockstep.check import run_check
+from tests.check.faulty import off_by_a_bit
 from tests.mutations import suite
 from tests.mutations.faults import FAST, FAULTS, Fault
 from tests.mutations.suite import ROOT, SOURCE, copied, mutated, require_sound, try_fault
+from tests.tiny_model import TWO_LAYERS, make_model
 
 AREAS = {
     "table", "sampler", "cache", "scheduler", "runner", "drafter", "mixer", "numerics", "request",
@@ -85,6 +89,30 @@ def found(fault: Fault, folder: Path, size: str) -> None:
 @pytest.mark.parametrize("name", FAST)
 def test_quick_finds(name: str, folder: Path) -> None:
     found(next(f for f in FAULTS if f.name == name), folder, "quick")
+
+
+def test_the_check_of_a_fault_is_run_and_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its script, in this process, over a tiny model that is wrong by a bit."""
+    fault = next(fault for fault in FAULTS if not fault.test)
+    (tmp_path / "lockstep" / fault.file).parent.mkdir(parents=True)
+    model = str(make_model(tmp_path / "model", **TWO_LAYERS))
+
+    def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+        with monkeypatch.context() as patch:
+            off_by_a_bit(patch)
+            tiny = partial(run_check, model=model, load_format="dummy")
+            patch.setattr("lockstep.check.run_check", tiny)
+            patch.setattr("sys.argv", [arguments[0], *arguments[2:]])
+            exec(arguments[1], {})
+        return subprocess.CompletedProcess([], 0, capsys.readouterr().out, "")
+
+    monkeypatch.setattr(suite, "_python", run)
+    result = try_fault(fault, tmp_path, "quick", seed=3)
+    assert result.case.startswith("world ") and result.case.endswith(" of seed 3")
+    assert result.what == "the bits of the logits differ"
+    assert result.seconds > 0
 
 
 @pytest.fixture(scope="module")

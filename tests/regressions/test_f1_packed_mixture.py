@@ -99,7 +99,7 @@ def test_neighbours_without_drafts_change_no_bit(folder: Path, alone: list[Any])
 
 def test_the_command_line_of_the_report(tmp_path: Path, folder: Path) -> None:
     options = ["--max-model-len", "512", "--max-num-seqs", "8", "--cuda-graph-mode", "full"]
-    options += ["--speculative-config", json.dumps(MTP)]
+    options += ["--speculative-config", json.dumps(MTP), "--disable-frontend-multiprocessing"]
     prompt = PROMPTS[1]
     body = {"prompt": prompt, "temperature": 0, "max_tokens": COUNT, "ignore_eos": True}
     with served(tmp_path / "s", "--model", str(folder), *options) as (_, client):

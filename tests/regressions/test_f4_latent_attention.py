@@ -14,7 +14,7 @@ from lockstep.kernels.latent_attention import cpu
 from tests.regressions.conftest import PARAMS, answers, poison_latents_behind, run_null_rows
 from tests.tiny_model import DEEPSEEK, make_model
 
-SHORT = [[3, 1, 4, 1, 5, i] for i in range(4)]
+SHORT = [[3, 1, 4, 1, 5, i] for i in range(2)]
 """Prompts that fit into a pool of one page beside the null page, one at a time."""
 FEW = replace(PARAMS, max_tokens=6)
 LONG = [[(7 * i + i * i) % 250 for i in range(n)] for n in (250, 5, 65, 130)]
@@ -63,7 +63,7 @@ def test_every_bucket_runs_on_null_rows_with_a_pool_of_two_pages(
     assert [answers(llm, [prompt], FEW) for prompt in SHORT] == alone
 
 
-@pytest.mark.parametrize("bucket", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("bucket", [1, 3, 8])
 def test_padded_rows_leave_real_rows_alone(latent: Make, plain: list[Any], bucket: int) -> None:
     assert answers(latent(True, row_buckets=(bucket, 8)), LONG) == plain
 

@@ -13,7 +13,7 @@ from lockstep.runner.table import RowTable
 from lockstep.step import StepShape
 from tests.regressions.conftest import PARAMS, answers, run_null_rows
 
-SHORT = [[3, 1, 4, 1, 5, i] for i in range(4)]
+SHORT = [[3, 1, 4, 1, 5, i] for i in range(2)]
 """Prompts that fit into a pool of one page beside the null page, one at a time."""
 FEW = replace(PARAMS, max_tokens=4)
 

@@ -16,7 +16,7 @@ from lockstep.scheduling.request import NO_TOKEN, Request
 from tests.asking import GREEDY, PROMPTS, SEEDED, make_engine
 from tests.masks import allows
 
-MOST = 16
+MOST = 12
 
 
 class ByHistory:
@@ -69,11 +69,13 @@ class ByHistory:
         return bits.to_bytes(size, "little")
 
 
-def run(llm: LLM, ways: Sequence[int | None], fails_at: int | None = None) -> list[Request]:
+def run(
+    llm: LLM, ways: Sequence[int | None], fails_at: int | None = None, first: int = 0
+) -> list[Request]:
     """Requests one after the other prompt, some greedy and some drawn; a number: held to the
-    grammar of that seed."""
+    grammar of that seed. first: the number of the first request."""
     requests = []
-    for index, seed in enumerate(ways):
+    for index, seed in enumerate(ways, first):
         params = replace(SEEDED if index % 2 else GREEDY, max_tokens=MOST, logprobs=2)
         (request,) = llm.processor.requests(f"r{index}", PROMPTS[index % 4], params)
         if seed is not None:
@@ -95,31 +97,33 @@ WAYS = (1, None, 3, 4, None, 6)
 def plain() -> list[Any]:
     """Each request alone, without drafts."""
     llm = make_engine(None)
-    alone = []
-    for index in range(len(WAYS)):
-        ways = [None] * index + [WAYS[index]]
-        alone.append(told(run(llm, ways)[index]))
-    return alone
+    return [told(run(llm, [way], first=index)[0]) for index, way in enumerate(WAYS)]
 
 
 def changing(counts: tuple[int, ...]) -> RandomDraftLength:
     return RandomDraftLength(counts, random.Random(5))
 
 
-@pytest.mark.parametrize("drafter", [None, "ngram", "mtp"])
+BATCH: dict[str, Any] = {"max_num_seqs": 6}
+AHEAD = {**BATCH, "steps_in_flight": 2}
+PREEMPTED = CheckHooks(preempt_every=3)
+ANY_COUNT = CheckHooks(draft_policy=changing)
+BUCKETS = {"row_buckets": (3, 4)}
+
+
 @pytest.mark.parametrize(
-    ("hooks", "settings"),
+    ("drafter", "hooks", "settings"),
     [
-        (CheckHooks(), {"max_num_seqs": 6}),
-        (CheckHooks(preempt_every=3), {"max_num_seqs": 6, "steps_in_flight": 2}),
-        (CheckHooks(draft_policy=changing), {"row_buckets": (3, 4)}),
+        pytest.param(None, PREEMPTED, AHEAD, id="preempted, one step ahead"),
+        pytest.param("ngram", CheckHooks(), BATCH, id="ngram, batch"),
+        pytest.param("ngram", ANY_COUNT, BUCKETS, id="ngram, any number of drafts"),
+        pytest.param("mtp", PREEMPTED, AHEAD, id="mtp, preempted, one step ahead"),
+        pytest.param("mtp", ANY_COUNT, BUCKETS, id="mtp, any number of drafts"),
     ],
-    ids=["batch", "preempted, one step ahead", "any number of drafts"],
 )
 def test_masks_follow_their_own_row(
     plain: list[Any], drafter: str | None, hooks: CheckHooks, settings: dict[str, Any]
 ) -> None:
-    hooks = hooks if drafter else replace(hooks, draft_policy=None)
     requests = run(make_engine(drafter, hooks, **settings), WAYS)
     assert [told(request) for request in requests] == plain
     for request in requests:
@@ -172,7 +176,7 @@ def test_steps_without_a_grammar_do_nothing_between(monkeypatch: pytest.MonkeyPa
 def test_graphs_change_no_masked_token(graph: str, drafter: str | None) -> None:
     """A masked row beside free ones, on a GPU, where the host runs ahead: each as it is alone."""
     alone = make_engine(None, cuda_graph_mode="none", steps_in_flight=1)
-    due = [told(run(alone, [None] * i + [way])[i]) for i, way in enumerate(WAYS)]
+    due = [told(run(alone, [way], first=i)[0]) for i, way in enumerate(WAYS)]
     hooks = CheckHooks(preempt_every=5)
     for settings in ({}, {"max_num_batched_tokens": 64}):
         llm = make_engine(drafter, hooks, cuda_graph_mode=graph, **settings)

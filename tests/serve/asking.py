@@ -1,6 +1,7 @@
 """How the tests ask the server: through a client of OpenAI, or with a body for a path."""
 
 import asyncio
+from importlib import import_module
 from typing import Any
 
 CHAT_PATH = "/v1/chat/completions"
@@ -14,6 +15,11 @@ CALL = (
 )
 BODIES: dict[str, dict[str, Any]] = {CHAT_PATH: {"messages": USER}, TEXT_PATH: {"prompt": "the"}}
 """The least that a path takes."""
+
+
+def anthropic() -> Any:
+    """Anthropic's official library: slow to import, so not where tests are only collected."""
+    return import_module("anthropic")
 
 
 def ask(server, **options):

@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
-import anthropic
 import openai
 import pytest
 
 from lockstep import LLM, SamplingParams
+from tests.serve.asking import anthropic
 from tests.serve.live import (
     CALL,
     CODE,
@@ -86,7 +86,8 @@ def test_the_other_apis_make_the_same_call(server: SimpleNamespace) -> None:
     assert (item.name, item.arguments) == (call.function.name, call.function.arguments)
     tool = {"name": function["name"], "description": function["description"]}
     tool["input_schema"] = function["parameters"]
-    claude = anthropic.Anthropic(base_url=str(server.http.base_url), api_key="none", max_retries=0)
+    url = str(server.http.base_url)
+    claude = anthropic().Anthropic(base_url=url, api_key="none", max_retries=0)
     asked: Any = {"model": "lockstep", "max_tokens": 80, "messages": CALL, "tools": [tool]}
     asked["extra_body"] = {"temperature": 0}
     message = claude.messages.create(**asked)

@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import httpx2
 import pytest
 
@@ -14,7 +13,7 @@ from lockstep.serve.service import Service
 from lockstep.text.processor import Processor
 from lockstep.text.settings import TextSettings
 from lockstep.text.tokenizer import Tokenizer
-from tests.serve.asking import CALL, SCHEMA, post
+from tests.serve.asking import CALL, SCHEMA, anthropic, post
 from tests.text.tiny import make_folder
 
 PATH = "/v1/messages"
@@ -30,7 +29,7 @@ def run_with(server: Any, work: Any) -> Any:
     async def run() -> Any:
         transport = httpx2.ASGITransport(app=server.app, raise_app_exceptions=False)
         async with httpx2.AsyncClient(transport=transport) as http:
-            client = anthropic.AsyncAnthropic(
+            client = anthropic().AsyncAnthropic(
                 base_url="http://test", api_key="none", http_client=http, max_retries=0
             )
             return await work(client)
@@ -41,7 +40,7 @@ def run_with(server: Any, work: Any) -> Any:
 def create(server: Any, **options: Any) -> Any:
     """A message, or its events."""
 
-    async def work(client: anthropic.AsyncAnthropic) -> Any:
+    async def work(client: Any) -> Any:
         asked = {"model": "tiny", "max_tokens": 200, "messages": USER, **options}
         answer: Any = await client.messages.create(**asked)
         return [event async for event in answer] if options.get("stream") else answer
@@ -107,7 +106,7 @@ def test_events_come_in_the_published_order(server: Any, step: int) -> None:
 def test_a_stream_is_accumulated_by_the_client(server: Any) -> None:
     server.text = "Look:\n\n" + CALL
 
-    async def work(client: anthropic.AsyncAnthropic) -> Any:
+    async def work(client: Any) -> Any:
         async with client.messages.stream(
             model="tiny", max_tokens=200, messages=USER, tools=TOOLS
         ) as stream:
@@ -176,7 +175,7 @@ def test_thinking_is_switched(server: Any, processor: Any) -> None:
 
 
 def test_tokens_are_counted(server: Any) -> None:
-    async def work(client: anthropic.AsyncAnthropic) -> Any:
+    async def work(client: Any) -> Any:
         return await client.messages.count_tokens(
             model="tiny", messages=USER, system="be brief", tools=TOOLS
         )
@@ -289,13 +288,13 @@ def test_an_input_that_json_alone_can_say(server: Any, tmp_path: Path) -> None:
 
 
 def test_errors_are_anthropics(server: Any) -> None:
-    with pytest.raises(anthropic.NotFoundError) as caught:
+    with pytest.raises(anthropic().NotFoundError) as caught:
         create(server, model="other")
     assert caught.value.body["error"]["type"] == "not_found_error"
     server.client.error = KeyError(1)
-    with pytest.raises(anthropic.InternalServerError):
+    with pytest.raises(anthropic().InternalServerError):
         create(server)
-    with pytest.raises(anthropic.APIStatusError):
+    with pytest.raises(anthropic().APIStatusError):
         create(server, stream=True)
     text = post(server, PATH, messages=USER, max_tokens=9, stream=True).text
     *_, last = [event for event in text.split("\n\n") if event]
@@ -306,7 +305,7 @@ def test_errors_are_anthropics(server: Any) -> None:
 
 def test_a_row_that_failed(server: Any) -> None:
     server.client.nan_after = 3
-    with pytest.raises(anthropic.InternalServerError):
+    with pytest.raises(anthropic().InternalServerError):
         create(server)
 
 

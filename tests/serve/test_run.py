@@ -22,6 +22,7 @@ from lockstep.errors import ConfigError
 from lockstep.serve.app import create_app
 from lockstep.serve.run import Address, raise_descriptors
 from lockstep.serve.service import Service
+from tests.serve.collecting import PARENT, TRACE, TRACED, collecting, values
 from tests.serve.process import PATIENCE, served
 
 TLS = Path(__file__).parent / "tls"
@@ -132,10 +133,48 @@ def process(tmp_path: Path):
         yield start
 
 
-def test_sigterm_lets_a_short_answer_end_and_then_ends_streams_with_an_error(process: Any):
-    running, client = process("--shutdown-timeout", "1", "--api-key", "secret", "--no-playground")
-    client.headers["Authorization"] = "Bearer secret"
-    assert client.get("/").status_code == 404
+def test_a_server_sends_spans_writes_json_and_ends_at_sigterm(process: Any):
+    """One start for all of it, its engine in a process."""
+    options = ["--shutdown-timeout", "1", "--api-key", "secret", "--no-playground"]
+    options += ["--enable-log-requests", "--log-format", "json"]
+    body = {"prompt": "def read(path):", "max_tokens": 12, "ignore_eos": True, "temperature": 0}
+    with collecting() as collector:
+        running, client = process(*options, "--otlp-traces-endpoint", collector.url)
+        client.headers["Authorization"] = "Bearer secret"
+        assert client.get("/").status_code == 404
+        answer = client.post("/v1/completions", json=body, headers=TRACED)
+        refused = client.post("/v1/completions", json={**body, "best_of": 3}, headers=TRACED)
+        assert (answer.status_code, refused.status_code) == (200, 400)
+        assert_sigterm_lets_a_short_answer_end(running, client)
+        lines = running.stderr.read().splitlines()
+    assert set(collector.paths) == {"/v1/traces"}
+    assert len(collector.spans) == 3, "what is refused has none"
+    (mine,) = [pair for pair in collector.spans if int.from_bytes(pair[1].trace_id) == TRACE]
+    assert_latencies(*mine, answer.json()["id"])
+    told = [json.loads(line) for line in lines if line.startswith('{"time"')]
+    ended = [line for line in told if line["logger"] == "lockstep.requests"]
+    assert [line["message"].partition(":")[0] for line in ended] == ["ended"] * 2 + ["ended early"]
+    (line,) = [line for line in ended if line.get("request_id") == "mine"]
+    assert line["id"] == answer.json()["id"]
+
+
+def assert_latencies(resource: Any, span: Any, request_id: str) -> None:
+    """Those of the engine, and the ids of both sides."""
+    assert values(resource.attributes)["service.name"] == "lockstep"
+    assert int.from_bytes(span.parent_span_id) == PARENT
+    told = values(span.attributes)
+    assert told["gen_ai.request.id"] == request_id
+    assert told["gen_ai.usage.completion_tokens"] == 12
+    assert told["lockstep.usage.draft_tokens"] > 0
+    parts = [f"gen_ai.latency.time_in_{name}" for name in ("queue", "model_prefill")]
+    first = told["gen_ai.latency.time_to_first_token"]
+    assert sum(told[name] for name in parts) == pytest.approx(first)
+    assert 0 < first < first + told["gen_ai.latency.time_in_model_decode"]
+    assert first + told["gen_ai.latency.time_in_model_decode"] <= told["gen_ai.latency.e2e"]
+
+
+def assert_sigterm_lets_a_short_answer_end(running: Any, client: httpx.Client) -> None:
+    """And then ends streams with an error."""
     long = {"prompt": "1, 2,", "max_tokens": 2000, "ignore_eos": True, "stream": True}
     short = {**long, "max_tokens": 8}
     with client.stream("POST", "/v1/completions", json=long) as endless:

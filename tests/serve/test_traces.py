@@ -1,21 +1,15 @@
 """A span for every request, as collectors get it, and none that a request waits for."""
 
 import asyncio
-import json
-import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
@@ -25,11 +19,9 @@ from lockstep.serve.service import Service
 from lockstep.serve.settings import ServerSettings
 from lockstep.serve.traces import CLOSE_SECONDS, SPAN, Traces, otlp_exporter
 from tests.serve.asking import fetch
-from tests.serve.process import PATIENCE, served
+from tests.serve.collecting import PARENT, TRACE, TRACED
+from tests.serve.process import PATIENCE
 
-TRACE = 0x4BF92F3577B34DA6A3CE929D0E0E4736
-PARENT = 0x00F067AA0BA902B7
-TRACED = {"traceparent": f"00-{TRACE:032x}-{PARENT:016x}-01", "X-Request-Id": "mine"}
 ASKED = {"model": "tiny", "prompt": "hello", "max_tokens": 4, "n": 2, "temperature": 0.5, "seed": 1}
 
 
@@ -117,69 +109,6 @@ def test_a_request_whose_client_left_was_aborted(server: Any, spans: Any) -> Non
     (span,) = spans()
     assert span.attributes["gen_ai.response.finish_reasons"] == ("abort", "abort")
     assert span.status.status_code is StatusCode.UNSET
-
-
-@pytest.fixture
-def collector() -> Iterator[Any]:
-    """A collector: `url`, `paths` that were asked for, and `spans` that came."""
-    found = SimpleNamespace(spans=[], paths=[])
-
-    class Collect(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            sent = ExportTraceServiceRequest.FromString(body)
-            found.paths.append(self.path)
-            for resource in sent.resource_spans:
-                for scope in resource.scope_spans:
-                    found.spans += [(resource.resource, span) for span in scope.spans]
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: Any) -> None:
-            return
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Collect)
-    thread = threading.Thread(target=http.serve_forever)
-    thread.start()
-    found.url = f"http://127.0.0.1:{http.server_port}"
-    yield found
-    http.shutdown()
-    thread.join()
-    http.server_close()
-
-
-def values(attributes: Any) -> dict[str, Any]:
-    """OTLP's attributes as plain values."""
-    return {one.key: getattr(one.value, one.value.WhichOneof("value")) for one in attributes}
-
-
-def test_a_server_sends_spans_and_writes_json(collector: Any, tmp_path: Path) -> None:
-    """The command, its engine in a process: latencies of the engine, and the ids of both sides."""
-    options = ["--max-model-len", "512", "--max-num-seqs", "2", "--enable-log-requests"]
-    options += ["--log-format", "json", "--otlp-traces-endpoint", collector.url]
-    body = {"prompt": "def read(path):", "max_tokens": 12, "ignore_eos": True, "temperature": 0}
-    with served(tmp_path / "s", *options) as (running, client):
-        answer = client.post("/v1/completions", json=body, headers=TRACED)
-        refused = client.post("/v1/completions", json={**body, "best_of": 3}, headers=TRACED)
-        assert (answer.status_code, refused.status_code) == (200, 400)
-        running.send_signal(signal.SIGTERM)
-        lines = running.stderr.read().splitlines()
-    assert collector.paths == ["/v1/traces"]
-    ((resource, span),) = collector.spans
-    assert values(resource.attributes)["service.name"] == "lockstep"
-    assert int.from_bytes(span.trace_id) == TRACE and int.from_bytes(span.parent_span_id) == PARENT
-    told = values(span.attributes)
-    assert told["gen_ai.request.id"] == answer.json()["id"]
-    assert told["gen_ai.usage.completion_tokens"] == 12
-    assert told["lockstep.usage.draft_tokens"] > 0
-    parts = [f"gen_ai.latency.time_in_{name}" for name in ("queue", "model_prefill")]
-    first = told["gen_ai.latency.time_to_first_token"]
-    assert sum(told[name] for name in parts) == pytest.approx(first)
-    assert 0 < first < first + told["gen_ai.latency.time_in_model_decode"]
-    assert first + told["gen_ai.latency.time_in_model_decode"] <= told["gen_ai.latency.e2e"]
-    (line,) = [json.loads(line) for line in lines if line.startswith('{"time"')]
-    assert (line["logger"], line["message"]) == ("lockstep.requests", "ended")
-    assert (line["request_id"], line["id"]) == ("mine", answer.json()["id"])
 
 
 def test_nobody_waits_for_a_collector_that_is_gone(

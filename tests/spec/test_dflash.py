@@ -58,11 +58,15 @@ def test_drafts_are_those_of_the_paper(
     head = oracle.lm_head.weight.detach()
     assert len(seen.found) > 9
     assert max(len(drafts) for _, drafts in seen.found) == k
+
+    @torch.no_grad()
+    def tapped(tokens: list[int]) -> list[torch.Tensor]:
+        states = oracle.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states
+        return [states[tap + 1][0] for tap in TAPS]
+
+    every = seen.begun_with(tapped)
     for known, drafts in seen.found:
-        with torch.no_grad():
-            ids = torch.tensor([known[:-1]])
-            states = oracle.model(ids, output_hidden_states=True).hidden_states
-        residuals = [states[tap + 1][0] for tap in TAPS]
+        residuals = [states[: len(known) - 1] for states in every(known)]
         due = drafts_of(model, embedding, head, residuals, known[-1], len(drafts))
         assert drafts == due, len(known)
     plain = LLM(str(folder), skip_tokenizer_init=True, max_model_len=256)

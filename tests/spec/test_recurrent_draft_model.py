@@ -106,7 +106,7 @@ def test_no_draft_depends_on_when_a_state_of_16_bits_is_written(
         for user in (table, gated_delta_net, mamba2):
             monkeypatch.setattr(user, "flush_after", lambda device, flush=flush: flush)
         seen = Seen(create)
-        llm = make_engine(folder, folder, 15, seen, mamba_ssm_cache_dtype="bfloat16")
+        llm = make_engine(folder, folder, 7, seen, mamba_ssm_cache_dtype="bfloat16")
         resemble(seen.context.module.model, llm.engine.runner.model)
         llm.generate(ASKED, GREEDY)
         assert llm.engine.refresh_stats().accepted_tokens_total

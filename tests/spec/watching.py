@@ -16,6 +16,13 @@ class Seen:
     found: list[tuple[list[int], list[int]]] = field(default_factory=list)
     context: Any = None
 
+    def begun_with(self, of: Callable[[list[int]], Any]) -> Callable[[list[int]], Any]:
+        """Known tokens -> `of` the longest ones that begin with them, which is asked once."""
+        every = {tuple(known) for known, _ in self.found}
+        longest = [k for k in every if not any(o != k and o[: len(k)] == k for o in every)]
+        asked = [(list(text), of(list(text))) for text in longest]
+        return lambda known: next(told for text, told in asked if text[: len(known)] == known)
+
     def create(self, context: Any) -> Any:
         """The drafter, watched."""
         inner = self.make(context)

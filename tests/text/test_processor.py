@@ -381,24 +381,25 @@ def test_odd_conversations_raise_nothing_else(processor, messages, tools, kwargs
 MANY = 1_000_000
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        [1.5] * MANY,
-        ["x"] * MANY,
-        [1] * MANY,
-        "x" * 100 * MANY,
-        {"prompt": "x" * 100 * MANY},
-        {"prompt_token_ids": [None] * MANY},
-        {i: i for i in range(MANY)},
-        {"prompt": {"prompt": "x"}},
-        [10**400],
-        "\ud800",
-        b"x" * MANY,
-    ],
-    ids=lambda v: brief(v)[:30],
-)
-def test_prompts_are_bounded_before_they_are_looked_at(processor, prompt):
+LARGE = {
+    "fractions": lambda: [1.5] * MANY,
+    "a list of texts": lambda: ["x"] * MANY,
+    "ids": lambda: [1] * MANY,
+    "a text": lambda: "x" * 100 * MANY,
+    "a text by name": lambda: {"prompt": "x" * 100 * MANY},
+    "ids by name": lambda: {"prompt_token_ids": [None] * MANY},
+    "many names": lambda: {i: i for i in range(MANY)},
+    "a prompt of a prompt": lambda: {"prompt": {"prompt": "x"}},
+    "one large id": lambda: [10**400],
+    "half a character": lambda: "\ud800",
+    "bytes": lambda: b"x" * MANY,
+}
+"""Made by their test: every worker collects them, and would hold them to its end."""
+
+
+@pytest.mark.parametrize("make", LARGE.values(), ids=LARGE)
+def test_prompts_are_bounded_before_they_are_looked_at(processor, make):
+    prompt = make()
     began = time.process_time()
     try:
         processor.prompt_ids(prompt)

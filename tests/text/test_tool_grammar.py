@@ -209,7 +209,7 @@ def read(name: str, text: str) -> Reply:
     """What the parser makes of a text, whole, and cut anywhere."""
     parser = TOOL_PARSERS[name]
     whole = ReplyParser(None, parser(SENT)).parse(text)
-    for cut in range(0, len(text), max(1, len(text) // 20)):
+    for cut in range(0, len(text), max(1, len(text) // 12)):
         own = ReplyParser(None, parser(SENT))
         events = own.feed(text[:cut]) + own.feed(text[cut:]) + own.finish()
         assert Reply().add(events) == whole
@@ -232,7 +232,7 @@ def walks(model: Model, source: str, seeds: range) -> Iterator[str]:
 def test_what_comes_is_calls_and_nothing_else(model: Model, name: str, several: bool) -> None:
     syntax = model.syntax(name)
     source = syntax.calls_only(syntax.tools(SENT), several)
-    for text in walks(model, source, range(6)):
+    for text in walks(model, source, range(4)):
         reply = read(name, text)
         judge(text, reply, OF_SENT)
         assert reply.content.strip() == "", text
@@ -248,7 +248,7 @@ def test_what_is_taken_for_a_call_in_free_text_is_one(model: Model, name: str) -
     source = syntax.text_and_calls(syntax.tools(SENT), True)
     opener = parser.AROUND[0] or parser.TAGS[0] or parser.BARE
     called = 0
-    for seed in range(8):
+    for seed in range(6):
         walk = Walk(model, source, seed)
         if not parser.BARE:
             walk.snippet("I say: ")
