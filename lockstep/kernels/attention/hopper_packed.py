@@ -3,9 +3,10 @@
 rows go through hopper_few.py.
 
 A program owns the (token, head of a group) rows of one KV head and a run of segments. One group of
-warps unpacks keys and one values, tile by tile, into shared memory, while there is room; one
-warpgroup weighs the keys and one adds the values: all four work at the same time. Every segment is
-left as an entry for the second kernel of paged.py. See docs/kernels/attention.md.
+warps unpacks keys and one unpacks values, tile by tile, into shared memory, while there is room.
+One warpgroup weighs the keys, one adds the values. So unpacking, weighing and adding run beside
+each other. Every segment is left as an entry for the second kernel of paged.py. See
+docs/kernels/attention.md.
 """
 
 from typing import Any, NamedTuple
@@ -114,55 +115,48 @@ def _zero_behind(slot, live):
 
 
 @gluon.jit
+def _page_of(listed, t):
+    """The t-th page: listed holds 32 of them, one in a lane. A load here would be waited for."""
+    lane = gl.arange(0, 32, listed.type.layout)
+    return gl.max(gl.where(lane == t % 32, listed, 0), 0)
+
+
+@gluon.jit
 def _unpack(
     codes, numbers, constant, ring, full, empty, pages, first, tiles, keys, kv,
     P_STRIDE: gl.constexpr, T_STRIDE: gl.constexpr, H_STRIDE: gl.constexpr, COUNT: gl.constexpr,
     HKV: gl.constexpr, SHARE: gl.constexpr, FETCH: gl.constexpr, UNPACK: gl.constexpr,
     ZEROS: gl.constexpr,
 ):  # fmt: skip
-    """Tiles first .. first + tiles - 1 into the ring, the codes of two tiles on the way.
-
-    Two tiles a turn, so that codes are not moved from register to register, which would wait for
-    them.
-    """
+    """Tiles first .. first + tiles - 1 into the ring, the next one's codes loaded ahead."""
     D: gl.constexpr = ring.shape[2]
     codes += kv * H_STRIDE
     pages += first
     live = keys - first * 64
     last = (live - 1) // 64
-    even = _fetched(
-        codes, numbers, gl.load(pages), kv, P_STRIDE, T_STRIDE, COUNT, HKV, D, SHARE, FETCH
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    listed = gl.load(pages + lane, mask=lane <= last, other=0)
+    ahead = _fetched(
+        codes, numbers, _page_of(listed, 0), kv, P_STRIDE, T_STRIDE, COUNT, HKV, D, SHARE, FETCH
     )
-    odd = _fetched(
-        codes, numbers, gl.load(pages + 1, mask=1 <= last, other=0), kv, P_STRIDE, T_STRIDE, COUNT,
-        HKV, D, SHARE, FETCH,
-    )  # fmt: skip
-    page_even = gl.load(pages + 2, mask=2 <= last, other=0)
-    page_odd = gl.load(pages + 3, mask=3 <= last, other=0)
-    for t in range(0, tiles, 2):
-        _put(even, constant, ring, full, empty, t, live - t * 64, SHARE, UNPACK, ZEROS)
-        even = _fetched(
-            codes, numbers, page_even, kv, P_STRIDE, T_STRIDE, COUNT, HKV, D, SHARE, FETCH
-        )
-        page_even = gl.load(pages + t + 4, mask=t + 4 <= last, other=0)
-        if t + 1 < tiles:
-            _put(odd, constant, ring, full, empty, t + 1, live - t * 64 - 64, SHARE, UNPACK, ZEROS)
-            odd = _fetched(
-                codes, numbers, page_odd, kv, P_STRIDE, T_STRIDE, COUNT, HKV, D, SHARE, FETCH
-            )
-            page_odd = gl.load(pages + t + 5, mask=t + 5 <= last, other=0)
+    for t in range(tiles):
+        found = ahead
+        if (t + 1) % 32 == 0:
+            listed = gl.load(pages + t + 1 + lane, mask=t + 1 + lane <= last, other=0)
+        page = _page_of(listed, t + 1)
+        ahead = _fetched(codes, numbers, page, kv, P_STRIDE, T_STRIDE, COUNT, HKV, D, SHARE, FETCH)
+        _put(found, constant, ring, full, empty, t, live - t * 64, SHARE, UNPACK, ZEROS)
 
 
 @gluon.jit
 def _scores(queries, ring, full, t, layout: gl.constexpr):
-    """Starts k q of the t-th tile [64, ROWS]. t >> 30 is 0: what depends on t is not held in
+    """Starts q k of the t-th tile [64, 64]. t >> 30 is 0: what depends on t is not held in
     registers around the loop."""
     SLOTS: gl.constexpr = ring.shape[0]
     mbarrier.wait(full.index(t % SLOTS), t // SLOTS & 1)
-    ROWS: gl.constexpr = queries.shape[1]
-    scores = gl.zeros((64, ROWS), gl.float32, layout)
-    q = queries.index(t >> 30).permute((1, 0))
-    return warpgroup_mma(ring.index(t % SLOTS), q, scores, use_acc=False, is_async=True)
+    scores = gl.zeros((64, 64), gl.float32, layout)
+    keys = ring.index(t % SLOTS).permute((1, 0))
+    return warpgroup_mma(queries.index(t >> 30), keys, scores, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -174,14 +168,13 @@ def _weigh(
 
     at >> 30 is 0: what depends on it is not held in registers around the loop.
     """
-    ROWS: gl.constexpr = scores.shape[1]
     scores = scores * scale
     if at + 63 > start:
-        key = at + gl.arange(0, 64, gl.SliceLayout(1, layout))
-        m = (at >> 30) + gl.arange(0, ROWS, gl.SliceLayout(0, layout))
-        scores = gl.where(key[:, None] <= (start + m // GROUP)[None, :], scores, float("-inf"))
-    new_top = gl.maximum(top, gl.max(scores, 0))
-    return new_top, gl.exp2(top - new_top), gl.exp2(scores - new_top[None, :]).to(dtype)
+        key = at + gl.arange(0, 64, gl.SliceLayout(0, layout))
+        m = (at >> 30) + gl.arange(0, 64, gl.SliceLayout(1, layout))
+        scores = gl.where(key[None, :] <= (start + m // GROUP)[:, None], scores, float("-inf"))
+    new_top = gl.maximum(top, gl.max(scores, 1))
+    return new_top, gl.exp2(top - new_top), gl.exp2(scores - new_top[:, None]).to(dtype)
 
 
 @gluon.jit
@@ -191,9 +184,8 @@ def _weigh_tiles(
 ):  # fmt: skip
     """The warpgroup that weighs tiles first .. first + tiles - 1, beside the next one's scores."""
     SLOTS: gl.constexpr = k_ring.shape[0]
-    ROWS: gl.constexpr = queries.shape[1]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    top = gl.full((ROWS,), NO_SCORE, gl.float32, gl.SliceLayout(0, layout))
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    top = gl.full((64,), NO_SCORE, gl.float32, gl.SliceLayout(1, layout))
     scores = warpgroup_mma_wait(0, deps=(_scores(queries, k_ring, k_full, 0, layout),))
     barrier()
     mbarrier.arrive(k_empty.index(0))
@@ -211,31 +203,30 @@ def _weigh_tiles(
         mbarrier.arrive(w_full.index(t % SLOTS))
         mbarrier.arrive(k_empty.index((t + 1) % SLOTS))
         if (t + 1) % TILES == 0:
-            top = gl.full((ROWS,), NO_SCORE, gl.float32, gl.SliceLayout(0, layout))
+            top = gl.full((64,), NO_SCORE, gl.float32, gl.SliceLayout(1, layout))
 
 
 @gluon.jit
 def _add_tiles(
     ones, weights, fades, peaks, v_ring, w_full, v_full, v_empty, tops, norms, parts, count, start,
-    kv, first, tiles, entries, H: gl.constexpr, GROUP: gl.constexpr,
+    kv, first, tiles, entries, H: gl.constexpr, GROUP: gl.constexpr, ROWS: gl.constexpr,
 ):  # fmt: skip
     """The warpgroup that adds weighed values: the same tiles, every segment an entry."""
     SLOTS: gl.constexpr = v_ring.shape[0]
     D: gl.constexpr = v_ring.shape[2]
-    ROWS: gl.constexpr = weights.shape[2]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     norm = gl.zeros((64, ROWS), gl.float32, layout)
     total = gl.zeros((D, ROWS), gl.float32, layout)
     for t in range(tiles):
         mbarrier.wait(w_full.index(t % SLOTS), t // SLOTS & 1)
-        fade = fades.index(t % SLOTS).load(gl.SliceLayout(0, layout))[None, :]
-        weighing = weights.index(t % SLOTS)
+        fade = fades.index(t % SLOTS).slice(0, ROWS).load(gl.SliceLayout(0, layout))[None, :]
+        weighing = weights.index(t % SLOTS).slice(0, ROWS).permute((1, 0))
         norm = warpgroup_mma(ones.index(t >> 30), weighing, norm * fade, is_async=True)
         mbarrier.wait(v_full.index(t % SLOTS), t // SLOTS & 1)
         values = v_ring.index(t % SLOTS).permute((1, 0))
         total = warpgroup_mma(values, weighing, total * fade, is_async=True)
         norm, total = warpgroup_mma_wait(0, deps=(norm, total))
-        top = peaks.index(t % SLOTS).load(gl.SliceLayout(0, layout))
+        top = peaks.index(t % SLOTS).slice(0, ROWS).load(gl.SliceLayout(0, layout))
         barrier()  # all warps have left the slot
         mbarrier.arrive(v_empty.index(t % SLOTS))
         if ((t + 1) % TILES == 0) | (t + 1 == tiles):
@@ -282,13 +273,12 @@ def _segments_kernel(
     if (count > 0) & (first < tiles):
         tiles = gl.minimum(tiles - first, share)
         square: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
-        narrow: gl.constexpr = gl.NVMMASharedLayout(2 * ROWS, 16, 2)
-        queries = gl.allocate_shared_memory(dtype, [1, ROWS, D], square)
+        queries = gl.allocate_shared_memory(dtype, [1, 64, D], square)
         ones = gl.allocate_shared_memory(dtype, [1, 64, 64], square)
-        weights = gl.allocate_shared_memory(dtype, [SLOTS, 64, ROWS], narrow)
+        weights = gl.allocate_shared_memory(dtype, [SLOTS, 64, 64], square)
         flat: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        fades = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], flat)
-        peaks = gl.allocate_shared_memory(gl.float32, [SLOTS, ROWS], flat)
+        fades = gl.allocate_shared_memory(gl.float32, [SLOTS, 64], flat)
+        peaks = gl.allocate_shared_memory(gl.float32, [SLOTS, 64], flat)
         k_ring = gl.allocate_shared_memory(dtype, [SLOTS, 64, D], square)
         v_ring = gl.allocate_shared_memory(dtype, [SLOTS, 64, D], square)
         barriers: gl.constexpr = mbarrier.MBarrierLayout()
@@ -314,7 +304,7 @@ def _segments_kernel(
                 (_add_tiles, (
                     ones, weights, fades, peaks, v_ring, w_full, v_full, v_empty, tops + skipped,
                     norms + skipped, parts + skipped * D, count, start, kv, first, tiles, entries,
-                    H, GROUP,
+                    H, GROUP, ROWS,
                 )),
                 (_weigh_tiles, (
                     queries, weights, fades, peaks, k_ring, k_full, k_empty, w_full, v_empty,
@@ -370,15 +360,12 @@ def shape_of(rows: int, count: int, kv_heads: int, dim: int, segments: int) -> S
     """The shape for static sizes, by the times in docs/kernels/attention.md. count: (token, head of
     a group) rows of a KV head.
 
-    Programs fill the GPU once: two of a multiprocessor where heads of 128 and 16 rows leave room.
+    Programs fill the GPU once, one on a multiprocessor.
     """
     block = max(16, triton.next_power_of_2(count))
-    two = dim == 128 and block == 16
-    programs = 2 * MULTIPROCESSORS if two else MULTIPROCESSORS
-    parts = max(1, min(segments, programs // (rows * kv_heads)))
-    weighing = 96 if dim == 256 else 56 if two else 128
-    unpacking = 136 if dim == 256 else 72 if two else 96
-    return Shape(block, parts, 2, 4, weighing, unpacking, 64 if two else 128)
+    parts = max(1, min(segments, MULTIPROCESSORS // (rows * kv_heads)))
+    wide = dim == 256
+    return Shape(block, parts, 512 // dim, 4, 112 if wide else 128, 128 if wide else 96, 128)
 
 
 @paged_attention.backend("hopper_packed", supports=_supports)
