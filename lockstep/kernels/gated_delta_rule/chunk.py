@@ -22,7 +22,12 @@ from lockstep.kernels.gated_delta_rule import (
     gated_delta_chunk,
 )
 from lockstep.kernels.gated_delta_rule._shared import gates, head_channels, supports
-from lockstep.kernels.recurrent._chunks_triton import keep_raw_inputs, list_chunks, precision_of
+from lockstep.kernels.recurrent._chunks_triton import (
+    keep_raw_inputs,
+    list_chunks,
+    load_across,
+    precision_of,
+)
 from lockstep.kernels.recurrent._convolution_triton import convolve_chunk
 from lockstep.kernels.recurrent._walk_triton import SECTOR, WIDEST, blocks_of, sizes_of
 from lockstep.kernels.recurrent.state import RecurrentState
@@ -78,22 +83,6 @@ def _chunk_inputs_kernel(
         y = tl.where(unit < HK, y * K**-0.5, y)
     at = (begin + offset + lanes)[:, None] * channels + c[None, :]
     tl.store(heads + at, y, mask=(lanes < count)[:, None] & live[None, :])
-
-
-@triton.jit
-def _load_across(
-    base, stride, live, width, ROWS: tl.constexpr, BLOCK: tl.constexpr, SECTOR: tl.constexpr
-):
-    """[ROWS, BLOCK], the first `width` columns of rows `stride` apart; 0 where not live [ROWS].
-
-    A warp reads a sector of each of 16 rows. So where the numbers are a product's right operand,
-    which stands transposed in shared memory, no two of its lanes write to one bank.
-    """
-    row = tl.arange(0, ROWS)[:, None, None]
-    sector = tl.arange(0, BLOCK // SECTOR)[None, :, None]
-    column = sector * SECTOR + tl.arange(0, SECTOR)[None, None, :]
-    mask = live[:, None, None] & (column < width)
-    return tl.reshape(tl.load(base + row * stride + column, mask=mask, other=0.0), (ROWS, BLOCK))
 
 
 @triton.jit
@@ -170,10 +159,10 @@ def _chunk_inner_kernel(
     inner = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay * beta[:, None]
     inverse = _unit_inverse(tl.where(row > col, inner, 0.0), SIDE, GRID, PRECISION)
     first = heads + begin * channels
-    k = _load_across(first + (HK + kh) * K, channels, live, K, GRID, BLOCK_K, SECTOR)
+    k = load_across(first + (HK + kh) * K, channels, live, K, GRID, BLOCK_K, SECTOR)
     new_w = tl.dot(inverse, k * (beta * tl.exp(grown))[:, None], input_precision=PRECISION)
     tl.store(w + (token[:, None] * HV + h) * K + i[None, :], new_w, mask=mask_k)
-    v = _load_across(first + 2 * HK * K + h * V, channels, live, V, GRID, BLOCK_V, SECTOR)
+    v = load_across(first + 2 * HK * K + h * V, channels, live, V, GRID, BLOCK_V, SECTOR)
     new_u = tl.dot(inverse, v * beta[:, None], input_precision=PRECISION)
     tl.store(u + (token[:, None] * HV + h) * V + j[None, :], new_u, mask=mask_v)
 
@@ -265,11 +254,11 @@ def _chunk_out_kernel(
     grown = tl.load(growth + block * GRID + t)
     first = tl.program_id(2) * BLOCK_V
     before = states + block * K * V + first
-    state = _load_across(before, V, i < K, V - first, BLOCK_K, BLOCK_V, SECTOR).to(tl.float32)
+    state = load_across(before, V, i < K, V - first, BLOCK_K, BLOCK_V, SECTOR).to(tl.float32)
     o = tl.dot(q * tl.exp(grown)[:, None], state, input_precision=PRECISION)
     seen = tl.load(scores + (block * GRID + t[:, None]) * GRID + t[None, :])
     written = u + (begin * HV + h) * V + first
-    new = _load_across(written, HV * V, live, V - first, GRID, BLOCK_V, SECTOR)
+    new = load_across(written, HV * V, live, V - first, GRID, BLOCK_V, SECTOR)
     o += tl.dot(seen, new, input_precision=PRECISION)
     place = (token * HV + h) * V + j[None, :]
     tl.store(out + place, o, mask=mask_v)

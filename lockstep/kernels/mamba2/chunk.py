@@ -15,11 +15,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lockstep.kernels import architecture
 from lockstep.kernels.mamba2 import Mamba2Weights, mamba2_chunk
 from lockstep.kernels.mamba2._shared import supports, time_steps
-from lockstep.kernels.recurrent._chunks_triton import keep_raw_inputs, list_chunks, precision_of
+from lockstep.kernels.recurrent._chunks_triton import (
+    keep_raw_inputs,
+    list_chunks,
+    load_across,
+    precision_of,
+)
 from lockstep.kernels.recurrent._convolution_triton import convolve_chunk
-from lockstep.kernels.recurrent._walk_triton import WIDEST, blocks_of, sizes_of
+from lockstep.kernels.recurrent._walk_triton import SECTOR, WIDEST, blocks_of, sizes_of
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.step import GRID
 
@@ -34,6 +40,9 @@ INPUT_WARPS = 8
 """Warps of a program of the convolution."""
 WARPS = 4
 """Of every other program."""
+STATE_STAGES = 3
+"""Chunks of B and x in shared memory, of which two are under way while one is multiplied, where so
+many fit."""
 
 
 @triton.jit(do_not_specialize=["token_stride", "ring_slots"])
@@ -152,6 +161,7 @@ def _out_kernel(
     heads, steps, growth, scores, states, d, cu_seqlens, chunks, out,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
+    SECTOR: tl.constexpr,
 ):  # fmt: skip
     """One (chunk, head, block of P): outputs, from the state before it and its own tokens."""
     chunk = tl.program_id(0).to(tl.int64)
@@ -165,26 +175,28 @@ def _out_kernel(
     block = chunk * HV + h
     t = tl.arange(0, GRID)
     i = tl.arange(0, BLOCK_K)
-    j = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    live = (t < count)[:, None]
+    first = tl.program_id(2) * BLOCK_V
+    j = first + tl.arange(0, BLOCK_V)
+    live = t < count
     token = (begin + t)[:, None]
-    of_token = heads + token * (2 * HK * K + HV * V)
+    channels: tl.constexpr = 2 * HK * K + HV * V
+    of_token = heads + token * channels
     of_c = of_token + HV * V + (HK + g) * K + i[None, :]
-    c = tl.load(of_c, mask=live & (i < K)[None, :], other=0.0)
+    c = tl.load(of_c, mask=live[:, None] & (i < K)[None, :], other=0.0)
     grown = tl.load(growth + block * GRID + t)
-    inside = (i < K)[:, None] & (j < V)[None, :]
-    state = tl.load(states + block * K * V + i[:, None] * V + j[None, :], mask=inside, other=0.0)
-    state = state.to(tl.float32)
+    before = states + block * K * V + first
+    state = load_across(before, V, i < K, V - first, BLOCK_K, BLOCK_V, SECTOR).to(tl.float32)
     y = tl.dot(c * tl.exp(grown)[:, None], state, input_precision=PRECISION)
     row = t[:, None]
     col = t[None, :]
     decay = tl.exp(tl.where(row >= col, grown[:, None] - grown[None, :], float("-inf")))
     seen = tl.load(scores + ((chunk * HK + g) * GRID + row) * GRID + col) * decay
-    mask = live & (j < V)[None, :]
-    x = tl.load(of_token + h * V + j[None, :], mask=mask, other=0.0)
+    brought = heads + begin * channels + h * V + first
+    x = load_across(brought, channels, live, V - first, GRID, BLOCK_V, SECTOR)
     u = x * tl.load(steps + block * GRID + t)[:, None]
     y += tl.dot(seen, u, input_precision=PRECISION)
-    y += tl.load(d + h) * x
+    mask = live[:, None] & (j < V)[None, :]
+    y += tl.load(d + h) * tl.load(of_token + h * V + j[None, :], mask=mask, other=0.0)
     tl.store(out + (token * HV + h) * V + j[None, :], y, mask=mask)
 
 
@@ -230,15 +242,18 @@ def mamba2_chunk_triton(
         **products,
     )  # fmt: skip
     blocks = blocks_of(sizes, STATE_VALUES)
+    chunk = GRID * (blocks["BLOCK_K"] + blocks["BLOCK_V"] + 2) * heads.itemsize
+    arch = architecture.number_of(mixed.device)
+    stages = architecture.stages_within(STATE_STAGES, chunk, chunk, arch)
     _state_kernel[(rows * count, triton.cdiv(p, blocks["BLOCK_V"]))](
         heads, steps, growth, state.recurrent, states, cu_seqlens, starts, state_src, state_slots,
-        snapshot_slots, firsts, state.recurrent.stride(0), **sizes, **blocks, num_stages=1,
+        snapshot_slots, firsts, state.recurrent.stride(0), **sizes, **blocks, num_stages=stages,
         **products,
     )  # fmt: skip
     blocks = blocks_of(sizes, OUT_VALUES)
     _out_kernel[(most, count, triton.cdiv(p, blocks["BLOCK_V"]))](
         heads, steps, growth, scores, states, weights.d, cu_seqlens, chunks, out,
-        **sizes, **blocks, **products,
+        **sizes, **blocks, SECTOR=SECTOR, **products,
     )  # fmt: skip
     places = (cu_seqlens, starts, state_src, state_slots, snapshot_slots)
     keep_raw_inputs(mixed, state, history, *places)

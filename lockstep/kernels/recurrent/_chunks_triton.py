@@ -83,6 +83,22 @@ def _keep_kernel(
     tl.store(place, kept, mask=inside & (snapshot > 0))
 
 
+@triton.jit
+def load_across(
+    base, stride, live, width, ROWS: tl.constexpr, BLOCK: tl.constexpr, SECTOR: tl.constexpr
+):
+    """[ROWS, BLOCK], the first `width` columns of rows `stride` apart; 0 where not live [ROWS].
+
+    A warp reads a sector of each of 16 rows. So where the numbers are a product's right operand,
+    which stands transposed in shared memory, no two of its lanes write to one bank.
+    """
+    row = tl.arange(0, ROWS)[:, None, None]
+    sector = tl.arange(0, BLOCK // SECTOR)[None, :, None]
+    column = sector * SECTOR + tl.arange(0, SECTOR)[None, None, :]
+    mask = live[:, None, None] & (column < width)
+    return tl.reshape(tl.load(base + row * stride + column, mask=mask, other=0.0), (ROWS, BLOCK))
+
+
 def list_chunks(tokens: int, cu_seqlens: Tensor, state_slots: Tensor) -> tuple[Tensor, Tensor]:
     """chunks [as many as rows of so many tokens can have, 3], zero behind the last, and firsts [S]
     of _list_kernel. No length is read on the host."""
