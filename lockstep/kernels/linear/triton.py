@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lockstep.kernels import architecture
 from lockstep.kernels.backends import gpu_trait
-from lockstep.kernels.linear import linear, triton_uneven, whole_runs
+from lockstep.kernels.linear import linear, run_length, triton_uneven, whole_runs
 from lockstep.kernels.linear.triton_uneven import place, widths
 from lockstep.kernels.linear.tuning import Tile, lookup
 
@@ -65,23 +65,24 @@ def segment_product(
 
 @triton.jit
 def _subtree(
-    x, weight, live, m, n, begin, length, COUNT: tl.constexpr,
+    x, weight, live, m, n, begin, length, K, COUNT: tl.constexpr,
     SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """COUNT segments of `length` columns from `begin` on, added pairwise in registers."""
+    """COUNT segments of `length` columns from `begin` on, added pairwise in registers; the last one
+    of K may be shorter."""
     if COUNT == 1:
         return segment_product(
-            x, weight, live, m, n, begin, begin + length,
+            x, weight, live, m, n, begin, tl.minimum(begin + length, K),
             SWAP, TMA, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
     else:
         left = _subtree(
-            x, weight, live, m, n, begin, length, COUNT // 2,
+            x, weight, live, m, n, begin, length, K, COUNT // 2,
             SWAP, TMA, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         right = _subtree(
-            x, weight, live, m, n, begin + COUNT // 2 * length, length, COUNT // 2,
+            x, weight, live, m, n, begin + COUNT // 2 * length, length, K, COUNT // 2,
             SWAP, TMA, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         return left + right
@@ -89,7 +90,7 @@ def _subtree(
 
 @triton.jit(do_not_specialize=["tokens"])
 def _linear_kernel(
-    x, weight, x_map, w_map, out, tokens, N, length, x_stride, w_stride, out_stride,
+    x, weight, x_map, w_map, out, tokens, N, K, length, x_stride, w_stride, out_stride,
     COUNT: tl.constexpr, GROUP: tl.constexpr,
     SWAP: tl.constexpr, TMA: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -111,7 +112,7 @@ def _linear_kernel(
         x_map = to_m[:, None] + k
         w_map = to_n[:, None] + k
     total = _subtree(
-        x_map, w_map, live, row_m, row_n, begin, length, COUNT,
+        x_map, w_map, live, row_m, row_n, begin, length, K, COUNT,
         SWAP, TMA, EVEN, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     out += part.to(tl.int64) * tokens * N + m.to(tl.int64)[:, None] * out_stride + n[None, :]
@@ -159,10 +160,11 @@ def launch(
     n = weight.shape[0]
     if not tokens:
         return weight.new_empty(0, n) if out is None else out
-    x, weight = whole_runs(x, weight, segments)
-    length = x.shape[1] // segments
+    length = run_length(x.shape[1], segments)
     whole = length % tile.k == 0 or segments == 1
     tma = tile.tma and whole and aligned(x) and aligned(weight)
+    if not tma:  # its copies are zeros behind K
+        x, weight = whole_runs(x, weight, segments)
     tile = _fitting(replace(tile, tma=tma), segments, out is None)
     split = tile.split
     count = segments // split
@@ -206,7 +208,7 @@ def _launch_even(
     x: Tensor, weight: Tensor, out: Tensor, count: int, length: int, tile: Tile
 ) -> None:
     """Fills out [T, N], or partials [P, T, N] fp32."""
-    (tokens, _) = x.shape
+    (tokens, k) = x.shape
     n = weight.shape[0]
     programs = triton.cdiv(tokens, tile.m) * triton.cdiv(n, tile.n) * out.numel() // (tokens * n)
     maps: list[TensorDescriptor | None] = [None, None]
@@ -214,7 +216,7 @@ def _launch_even(
         blocks = ((x, tile.m), (weight, tile.n))
         maps = [TensorDescriptor.from_tensor(t, [rows, tile.k]) for t, rows in blocks]
     _linear_kernel[(programs,)](
-        x, weight, *maps, out, tokens, n, length, x.stride(0), weight.stride(0),
+        x, weight, *maps, out, tokens, n, k, length, x.stride(0), weight.stride(0),
         out.stride(-2), count, GROUP, tile.swap, tile.tma, length % tile.k == 0,
         tile.m, tile.n, tile.k,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,

@@ -62,22 +62,22 @@ def _segment(
 
 @triton.jit
 def _subtree(
-    x, w0, w1, w2, m, n, begin, length, COUNT: tl.constexpr,
+    x, w0, w1, w2, m, n, begin, length, K, COUNT: tl.constexpr,
     BLOCK_M: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
     BLOCK_K: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """COUNT segments of `length` columns from `begin` on, added pairwise in registers."""
+    """COUNT segments of `length` columns from `begin` on, added pairwise in registers; the last one
+    of K may be shorter."""
     if COUNT == 1:
-        return _segment(
-            x, w0, w1, w2, m, n, begin, begin + length, BLOCK_M, N0, N1, N2, BLOCK_K, LEAST
-        )
+        end = tl.minimum(begin + length, K)
+        return _segment(x, w0, w1, w2, m, n, begin, end, BLOCK_M, N0, N1, N2, BLOCK_K, LEAST)
     else:
         a, b, c = _subtree(
-            x, w0, w1, w2, m, n, begin, length, COUNT // 2,
+            x, w0, w1, w2, m, n, begin, length, K, COUNT // 2,
             BLOCK_M, N0, N1, N2, BLOCK_K, LEAST,
         )  # fmt: skip
         d, e, f = _subtree(
-            x, w0, w1, w2, m, n, begin + COUNT // 2 * length, length, COUNT // 2,
+            x, w0, w1, w2, m, n, begin + COUNT // 2 * length, length, K, COUNT // 2,
             BLOCK_M, N0, N1, N2, BLOCK_K, LEAST,
         )  # fmt: skip
         return a + d, b + e, c + f
@@ -95,14 +95,14 @@ def _store(out, total, m, n, tokens, N, stride, BLOCK_M: tl.constexpr, WIDTH: tl
 
 @triton.jit(do_not_specialize=["tokens"])
 def _uneven_kernel(
-    x, w0, w1, w2, out, tokens, N, length, out_stride, COUNT: tl.constexpr, GROUP: tl.constexpr,
+    x, w0, w1, w2, out, tokens, N, K, length, out_stride, COUNT: tl.constexpr, GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
     BLOCK_K: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """One tile of out [parts, tokens, N], N0 + N1 + N2 columns wide."""
     part, m, n = place(tl.program_id(0), tokens, N, GROUP, BLOCK_M, N0 + N1 + N2)
     a, b, c = _subtree(
-        x, w0, w1, w2, m, n, part * COUNT * length, length, COUNT,
+        x, w0, w1, w2, m, n, part * COUNT * length, length, K, COUNT,
         BLOCK_M, N0, N1, N2, BLOCK_K, LEAST,
     )  # fmt: skip
     out += part.to(tl.int64) * tokens * N
@@ -134,14 +134,14 @@ def launch(
     x: Tensor, weight: Tensor, out: Tensor, count: int, length: int, tile: Tile, group: int
 ) -> None:
     """Fills out [T, N], or partials [P, T, N] fp32, by a tile that fits."""
-    (tokens, _) = x.shape
+    (tokens, k) = x.shape
     n = weight.shape[0]
     n0, n1, n2 = (*widths(tile.n), 0)[:3]
     blocks = ((x, tile.m), (weight, n0), (weight, n1), (weight, n2 or LEAST))
     maps = [TensorDescriptor.from_tensor(t, [rows, tile.k]) for t, rows in blocks]
     programs = triton.cdiv(tokens, tile.m) * triton.cdiv(n, tile.n) * out.numel() // (tokens * n)
     _uneven_kernel[(programs,)](
-        *maps, out, tokens, n, length, out.stride(-2), count, group,
+        *maps, out, tokens, n, k, length, out.stride(-2), count, group,
         tile.m, n0, n1, n2, tile.k, LEAST,
         num_warps=tile.warps, num_stages=tile.stages, enable_fp_fusion=False,
     )  # fmt: skip

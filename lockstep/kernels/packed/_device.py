@@ -375,11 +375,10 @@ def chain(
 
     weight, rows, FORM, DTYPE: see load_tile. x [BLOCK_M, BLOCK_K]: pointers to the first columns of
     its rows; those that are not live [BLOCK_M, 1] count as zeros. EVEN: BLOCK_K divides the length.
-    APART: where it does not, the last columns stand behind the loop, so that no other value is
-    masked: of fp8 by rows with 16 tokens, which was compared on a GPU.
+    APART: where it does not, a packed weight's last columns stand behind the loop, so that no other
+    value is masked: what is masked passes through shared memory, and not from register to register.
     """
-    BY_ROWS: tl.constexpr = FORM[0] == FP8 and FORM[2] == 0
-    TAIL: tl.constexpr = APART and not EVEN and BY_ROWS and BLOCK_M == 16
+    TAIL: tl.constexpr = APART and not EVEN and FORM[0] != PLAIN
     total = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     whole = end
     if TAIL:
