@@ -116,12 +116,14 @@ def measured_size(
     snapshots = _snapshots(config)
     if config.num_snapshots is None and cost.slot:
         request = (limits.row_columns + 1) * cost.page + _slots(limits, cost, 0) * cost.slot
-        most = min(int(budget * GPU_SNAPSHOT_SHARE), max(budget - request, 0))
-        snapshots = min(snapshots, most // cost.slot)
+        most = min(int(budget * GPU_SNAPSHOT_SHARE), budget - request)
+        snapshots = min(snapshots, max(most, 0) // cost.slot)
     slots = _slots(limits, cost, snapshots)
     useful = limits.max_num_seqs * limits.row_columns * GPU_PAGES_PER_ROW + 1
     left = budget - slots * cost.slot
     beside = f" beside {slots} slots of recurrent state ({cost.slot} bytes each)" if slots else ""
+    if budget < 0:
+        beside += f", since {-budget} bytes more than the share are taken, by other programs too"
     return CacheSize(count_pages(left, cost.page, useful, LEAST_PAGES, beside), slots)
 
 

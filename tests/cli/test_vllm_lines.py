@@ -339,7 +339,7 @@ def test_three_lines_serve(tmp_path: Path) -> None:
 def test_every_graph_mode_serves_the_same_tokens() -> None:
     """Drawn by the bundled model, with drafts."""
     drafts = json.dumps({"method": "qwen3_next_mtp", "num_speculative_tokens": 2})
-    shared = ["--max-num-seqs", "2", "--max-model-len", "512", "--gpu-memory-utilization", "0.1"]
+    shared = ["--max-num-seqs", "2", "--max-model-len", "512", "--num-gpu-blocks", "64"]
     line = ["serve", str(BUNDLED), *shared, "--speculative-config", drafts, "--port", "0"]
     given = [json.dumps({"cudagraph_mode": mode}) for mode in MODES]
     lines = [[*line, ONE_PROCESS, "--compilation-config", mode] for mode in given]

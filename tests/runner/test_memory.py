@@ -49,6 +49,15 @@ def test_a_budget_that_slots_take_says_so() -> None:
     assert "Lower max_num_seqs, max_num_batched_tokens" in message
 
 
+def test_a_budget_below_zero_says_what_has_taken_it() -> None:
+    """As beside other programs that hold more than the share of gpu_memory_utilization."""
+    with pytest.raises(CapacityError) as caught:
+        measured_size(config(), LIMITS, COST, -(10**9))
+    message = str(caught.value)
+    assert "room for 0 pages" in message and "beside 2 slots" in message
+    assert "since 1000000000 bytes more than the share are taken" in message
+
+
 @pytest.mark.parametrize(
     ("size", "pages"), [(0.0, 0), (21_000 / GIB, 21), (21_999 / GIB, 21), (1.0, 1_073_741)]
 )

@@ -24,7 +24,6 @@ from lockstep.kernels.packed._codes import (
     E4M3_PAIRS,
     E4M3_WORD,
     FP4,
-    FP8,
     MINUS_136,
     MINUS_1032,
     PLAIN,
