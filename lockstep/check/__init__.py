@@ -2,7 +2,7 @@
 
 from lockstep.check.logits import run_logits
 from lockstep.check.matrix import SIZES
-from lockstep.check.report import Report
+from lockstep.check.report import Interrupted, Report
 from lockstep.check.run import run_check, run_replay
 from lockstep.check.shard import Shard
 from lockstep.check.world import read_world
@@ -11,6 +11,7 @@ from lockstep.check.worlds import Effort
 __all__ = [
     "SIZES",
     "Effort",
+    "Interrupted",
     "Report",
     "Shard",
     "read_world",

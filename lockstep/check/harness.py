@@ -187,12 +187,13 @@ class Comparison:
     """Runs batches of cases, and compares every answer with the plain one.
 
     expected: the plain answers by the names of their cases; difference: what of two answers is
-    compared.
+    compared; compared: how many answers were.
     """
 
     expected: dict[str, Answer]
     report: Report
     difference: Callable[[Answer, Answer], Mismatch | None]
+    compared: int = 0
 
     def run(
         self, engine: CheckEngine, setup: Setup, batch: Batch, digests: LogitDigests | None = None
@@ -204,4 +205,5 @@ class Comparison:
             found = self.difference(answer, self.expected[case.name])
             if found is not None:
                 self.report.fail(setup, batch.name, found[1], case.name, case.sampling, found[0])
+            self.compared += 1
         return answers

@@ -20,7 +20,7 @@ from lockstep.check.harness import CheckEngine, Comparison, build
 from lockstep.check.logits_matrix import SIZES, batches, engines, make_cases
 from lockstep.check.logits_matrix import settings as engine_settings
 from lockstep.check.matrix import COLD, PLAIN, PREFIX_HIT, Setup
-from lockstep.check.report import Report, Tally
+from lockstep.check.report import Report, Tally, running
 from lockstep.check.shard import WHOLE, Shard
 from lockstep.engine.build import find_model
 from lockstep.errors import ConfigError, choice_error
@@ -40,12 +40,25 @@ def run_logits(
     `settings` are LLM's, for all; the drafter of a speculative_config among them takes the place
     of the checkpoint's own.
 
-    Raises ConfigError on an unknown size. Differences are in the report, not raised.
+    Raises ConfigError on an unknown size, and Interrupted. Differences are in the report, not
+    raised.
     """
     if size not in SIZES:
         raise choice_error(ConfigError, "size", size, ", ".join(SIZES), "Choose one of them.")
-    started = time.monotonic()
-    chosen = SIZES[size]
+    report = Report(size, compared="logits", shard=shard)
+    with running(report):
+        _run_shard(report, model, progress, settings)
+    return report
+
+
+def _run_shard(
+    report: Report,
+    model: str | None,
+    progress: Callable[[str, int, int], None],
+    settings: dict[str, Any],
+) -> None:
+    """Runs the report's shard of the matrix of its size, and adds to it."""
+    chosen = SIZES[report.size]
     checkpoint = Checkpoint.read(find_model(model), settings.get("hf_overrides"))
     raw = checkpoint.raw
     room = raw.get("text_config", raw).get("max_position_embeddings", chosen.long)
@@ -59,25 +72,26 @@ def run_logits(
     plain = build_setup(PLAIN)
     cases = make_cases(plain.engine.vocab_size, long, chosen.max_tokens)
     expected = {case.name: plain.answers([case], LogitDigests())[0] for case in cases}
-    report = Report(size, plain.engine.numerics, compared="logits", shard=shard)
+    report.numerics = plain.engine.numerics
     comparison = Comparison(expected, report, Answer.first_logits_difference)
     asked = asked_drafter(settings)
     own = asked["method"] if asked else own_drafter(checkpoint)
-    every = list(engines(chosen, plain.graphs, own))
+    every = [
+        (setup, list(batches(cases, chosen, turn)))
+        for turn, setup in enumerate(engines(chosen, plain.graphs, own))
+        if report.shard.has(turn)
+    ]
+    report.cases_due = sum(len(batch.cases) for _, runs in every for batch in runs)
     del plain
-    for turn, setup in enumerate(every):
-        if not shard.has(turn):
-            continue
-        progress(f"{setup.drafting}, graph {setup.graph}", turn, len(every))
+    for done, (setup, runs) in enumerate(every):
+        progress(f"{setup.drafting}, graph {setup.graph}", done, len(every))
         engine = build_setup(setup)
         if setup.drafter == answer_oracle.NAME:
             engine.tell([[*case.prompt, *expected[case.name].tokens] for case in cases])
-        for batch in batches(cases, chosen, turn):
+        for batch in runs:
             _run_batch(engine, setup, batch, comparison)
         del engine
     progress("done", len(every), len(every))
-    report.seconds = time.monotonic() - started
-    return report
 
 
 def _run_batch(engine: CheckEngine, setup: Setup, batch: Batch, comparison: Comparison) -> None:

@@ -19,6 +19,8 @@ PREEMPTED = "preempted"
 PHASES = (COLD, PREFIX_HIT, PREEMPTED)
 SAMPLING = "sampling"
 ORACLE = "oracle"
+WORLD = "world"
+"""The phase of a world's setup: cold, hit and preempted as it comes."""
 TESTS = (SAMPLING, ORACLE)
 """Sections whose cases are tests, not answers: they stand where a setup has its phase."""
 BATCHES = ("alone", "batch of 7", "long prompt")
@@ -35,6 +37,12 @@ class Size:
     company: int
     worlds: int = 0
     draws: int = 0
+
+    @property
+    def answers(self) -> int:
+        """Of each engine: those of the cases alone, of the short ones at once, and of the long one
+        beside some."""
+        return self.alone + ROWS + self.company
 
 
 SIZES = {

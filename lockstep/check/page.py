@@ -25,6 +25,7 @@ body { margin: 0 auto; max-width: 60rem; padding: 1.25rem; background: var(--pag
 h1 { font-size: 1.5rem; margin: 0 0 .75rem; } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem; }
 .verdict { border-left: .4rem solid var(--good); background: var(--box); padding: .75rem 1rem;
   font-size: 1.1rem; } .verdict.bad { border-color: var(--bad); }
+  .verdict.early { border-color: var(--soft); }
 .figures { display: grid; grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr));
   gap: .5rem; } .figures div { background: var(--box); padding: .5rem .75rem; }
 .figures b { display: block; font-size: 1.3rem; font-variant-numeric: tabular-nums; }
@@ -61,10 +62,9 @@ DOT = 16
 
 def page(report: Report, command: Sequence[str]) -> str:
     """The whole page."""
-    bad = " bad" if report.failed else ""
-    title = "Differences found" if report.failed else "All answers equal"
+    title, kind = _title(report)
     parts = [
-        f'<h1>lockstep check: {title.lower()}</h1><p class="verdict{bad}">'
+        f'<h1>lockstep check: {title.lower()}</h1><p class="verdict{kind}">'
         f"{escape(report.verdict)}</p>",
         _figures(report),
         _failures(report),
@@ -85,6 +85,13 @@ def page(report: Report, command: Sequence[str]) -> str:
 def write_page(path: Path, report: Report, command: Sequence[str]) -> None:
     """The page as a file."""
     path.write_text(page(report, command), encoding="utf-8")
+
+
+def _title(report: Report) -> tuple[str, str]:
+    """The page's title, and the verdict's class in its style."""
+    if report.failed:
+        return "Differences found", " bad"
+    return ("Ended early", " early") if report.interrupted else ("All answers equal", "")
 
 
 def _section(name: str, body: str) -> str:

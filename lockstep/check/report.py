@@ -1,11 +1,14 @@
 """What a check found."""
 
+import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.check.exercised import Exercised
-from lockstep.check.matrix import TESTS, Setup
+from lockstep.check.matrix import PHASES, TESTS, WORLD, Setup
 from lockstep.check.shard import WHOLE, Shard
 
 
@@ -43,11 +46,13 @@ class Report:
     """All cases of a check. `exercised`: how often what was varied really took place; used: what
     it was run with.
 
-    compared: what of an answer is; seed: of the worlds; shard: which part of the check this is.
+    compared: what of an answer is; seed: of the worlds; shard: which part of the check this is;
+    numerics: empty until the plain engine stands; interrupted: ended from outside before its end.
+    worlds_due, cases_due: worlds and cases of the matrix that a whole run has, where that is known.
     """
 
     size: str
-    numerics: str
+    numerics: str = ""
     tallies: list[Tally] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     exercised: dict[str, int] = field(default_factory=dict)
@@ -57,6 +62,9 @@ class Report:
     seed: int = 0
     shard: Shard = WHOLE
     used: Exercised | None = None
+    interrupted: bool = False
+    worlds_due: int | None = None
+    cases_due: int | None = None
 
     def add(self, tally: Tally) -> None:
         """One engine's or one world's cases more."""
@@ -90,8 +98,24 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """One line; where the check was interrupted, that is said first."""
+        return f"{self._ending} {self._found}" if self.interrupted else self._found
+
+    @property
+    def _ending(self) -> str:
+        """How much was done of a check that was interrupted."""
+        worlds = sum(t.setup.phase == WORLD for t in self.tallies)
+        cases = sum(t.cases for t in self.tallies if t.setup.phase in PHASES)
+        due = {"worlds": (worlds, self.worlds_due), "cases of the matrix": (cases, self.cases_due)}
+        parts = [f"{done:,} of {of:,} {name}" for name, (done, of) in due.items() if of is not None]
+        return f"Ended early: {' and '.join(parts)} were done." if parts else "Ended early."
+
+    @property
+    def _found(self) -> str:
+        """What was compared, and how it came out."""
         tests = sum(t.cases for t in self.tallies if t.setup.phase in TESTS)
+        if self.interrupted and not (self.cases or self.failed):
+            return "Nothing was compared."
         if not self.failed:
             answers = f"{self.cases - tests} cases, all equal to the plain run"
             more = f" {tests} tests of distributions and logits passed." if tests else ""
@@ -111,6 +135,7 @@ class Report:
         return {
             "cases": self.cases,
             "failed": self.failed,
+            "interrupted": self.interrupted,
             "verdict": self.verdict,
             "size": self.size,
             "seed": self.seed,
@@ -123,3 +148,25 @@ class Report:
             "engines": [asdict(t) for t in self.tallies],
             "failures": [asdict(f) for f in self.failures],
         }
+
+
+class Interrupted(KeyboardInterrupt):
+    """A check was ended from outside; `report` is of what was done until then."""
+
+    def __init__(self, report: Report) -> None:
+        super().__init__(report.verdict)
+        self.report = report
+
+
+@contextmanager
+def running(report: Report) -> Iterator[None]:
+    """A check that adds to the report: how long it takes is noted. Raises Interrupted where a
+    KeyboardInterrupt ends it."""
+    started = time.monotonic()
+    try:
+        yield
+    except KeyboardInterrupt:
+        report.interrupted = True
+        raise Interrupted(report) from None
+    finally:
+        report.seconds = time.monotonic() - started

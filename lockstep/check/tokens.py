@@ -9,10 +9,11 @@ from typing import Any
 
 from lockstep.check.answers import Answer, took_place
 from lockstep.check.cases import Batch, Case, beginnings, in_turn, make_cases
-from lockstep.check.drafters import asked_drafter, drafters_of, settings_with
+from lockstep.check.drafters import settings_with
 from lockstep.check.harness import CheckEngine, Comparison, build
 from lockstep.check.matrix import BATCHES, PREEMPTED, PREFIX_HIT, SIZES, Setup, Size, setups
 from lockstep.check.report import Failure, Report, Tally
+from lockstep.check.shard import Shard
 from lockstep.check.trace import compare, traced
 from lockstep.check.worlds import Effort
 from lockstep.scheduling.request import Request
@@ -22,26 +23,31 @@ PHASE_AXES = {PREFIX_HIT: "cached tokens", PREEMPTED: "preemptions"}
 """What has to take place in a phase."""
 
 
+def turns(
+    size: str, drafters: tuple[str, ...], graphs: tuple[str, ...], shard: Shard
+) -> list[tuple[int, Setup]]:
+    """The shard's engines of a size's matrix, each behind its turn among all."""
+    every = enumerate(setups(size, drafters, graphs))
+    return [(turn, setup) for turn, setup in every if shard.has(turn)]
+
+
 def run_matrix(
     plain: CheckEngine,
+    engines: list[tuple[int, Setup]],
     report: Report,
     model: str | None,
     settings: dict[str, Any],
     progress: Progress,
     effort: Effort,
 ) -> None:
-    """Runs the effort's shard of the matrix of the report's size and adds to the report."""
+    """Runs engines of the matrix of the report's size, and adds to the report."""
     size = SIZES[report.size]
     cases = make_cases(plain.llm, size.max_tokens)
     expected = {case.name: plain.answers([case])[0] for case in cases}
     comparison = Comparison(expected, report, Answer.first_difference)
-    drafters, _ = drafters_of(plain.engine.checkpoint, asked_drafter(settings))
-    engines = setups(report.size, drafters, plain.graphs)
     before = len(report.failures)
-    for turn, setup in enumerate(engines):
-        if not effort.shard.has(turn):
-            continue
-        progress(f"{setup.drafting}, {setup.phase}", turn, len(engines))
+    for done, (turn, setup) in enumerate(engines):
+        progress(f"{setup.drafting}, {setup.phase}", done, len(engines))
         _run_engine(setup, batches(cases, size, turn), comparison, model, settings)
         gc.collect()
         if effort.fail_fast and len(report.failures) > before:
@@ -73,31 +79,32 @@ def _run_engine(
     model: str | None,
     settings: dict[str, Any],
 ) -> None:
-    """Builds an engine, runs everything, compares, and adds to the report."""
+    """Builds an engine, runs everything, compares, and adds to the report, interrupted or not."""
     started = time.monotonic()
     report = comparison.report
     before = len(report.failures)
-    compared = 0
+    done = comparison.compared
     try:
         engine = build(model, settings_with(setup.settings(), settings), setup.hooks())
-        compared = _run_batches(engine, setup, runs, comparison)
+        _run_batches(engine, setup, runs, comparison)
     except Exception as error:  # an engine that breaks has not given the plain answer
         report.fail(setup, "all", f"raised {type(error).__name__}: {error}")
-    failed = len(report.failures) - before
-    seconds = round(time.monotonic() - started, 2)
-    report.add(Tally(setup, max(compared, failed), failed, seconds))
+    finally:
+        failed = len(report.failures) - before
+        cases = max(comparison.compared - done, failed)
+        if cases:
+            report.add(Tally(setup, cases, failed, round(time.monotonic() - started, 2)))
 
 
 def _run_batches(
     engine: CheckEngine, setup: Setup, runs: list[Batch], comparison: Comparison
-) -> int:
-    """Every batch of an engine; returns how many answers were compared."""
+) -> None:
+    """Every batch of an engine."""
     if setup.phase == PREFIX_HIT:
         engine.cache(beginnings(tuple(case for batch in runs for case in batch.cases)))
     answers = [answer for batch in runs for answer in comparison.run(engine, setup, batch)]
     for name in _missing(setup, took_place(answers)):
         comparison.report.fail(setup, "all", f"no {name} at all")
-    return len(answers)
 
 
 def _missing(setup: Setup, seen: Counter[str]) -> list[str]:

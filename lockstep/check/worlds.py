@@ -12,7 +12,7 @@ from lockstep.check.answers import NO_ENDING
 from lockstep.check.drafters import NONE
 from lockstep.check.draw import EARLY, WORLDS_OF_A_KIND, Drawer
 from lockstep.check.harness import CheckEngine
-from lockstep.check.matrix import Setup
+from lockstep.check.matrix import WORLD, Setup
 from lockstep.check.plain import PlainRuns
 from lockstep.check.report import Failure, Report, Tally
 from lockstep.check.shard import WHOLE, Shard
@@ -24,8 +24,6 @@ from lockstep.errors import LockstepError
 
 Progress = Callable[[str, int, int], None]
 Build = Callable[[Kind], CheckEngine]
-WORLD = "world"
-"""The phase of a world's setup: cold, hit and preempted as it comes."""
 AXES = ("cached tokens", "preemptions", "drafted", "accepted")
 FROM_HOST = "pages from host memory"
 """What has to take place in worlds; the last, where some are made for it."""
@@ -126,6 +124,13 @@ class Effort:
     fail_fast: bool = False
     shard: Shard = WHOLE
 
+    @property
+    def worlds_due(self) -> int | None:
+        """Worlds of the shard; None where time decides."""
+        if self.seconds is not None:
+            return None
+        return sum(self.shard.has(index // WORLDS_OF_A_KIND) for index in range(self.worlds))
+
 
 def run_worlds(
     drawer: Drawer, examiner: Examiner, effort: Effort, report: Report, progress: Progress
@@ -153,19 +158,35 @@ def run_worlds(
         if report.used is not None:
             for given in world.requests:
                 report.used.params(given.sampling())
-        if found.difference is not None:
-            name = f"world {index} of seed {drawer.seed}"
-            first = not any(f.setup.phase == WORLD for f in report.failures)
-            file = f"lockstep-check-{drawer.seed}-{index}.json" if first else None
-            report.failures.append(explain(world, found.difference, examiner, effort, name, file))
         seconds = round(time.monotonic() - began, 2)
         failed = int(found.difference is not None)
         report.add(Tally(setup_of(world), found.answers, failed, seconds, f"world {index}"))
         report.count(found.seen)
+        if found.difference is not None:
+            name = f"world {index} of seed {drawer.seed}"
+            first = not any(f.setup.phase == WORLD for f in report.failures)
+            file = f"lockstep-check-{drawer.seed}-{index}.json" if first else None
+            _add_difference(report, world, found.difference, examiner, effort, name, file)
         if failed and effort.fail_fast:
             return
     if sum(tally.setup.phase == WORLD for tally in report.tallies) >= EARLY:
         _check_exercised(report, axes)
+
+
+def _add_difference(
+    report: Report,
+    world: World,
+    difference: Difference,
+    examiner: Examiner,
+    effort: Effort,
+    name: str,
+    file: str | None,
+) -> None:
+    """Adds a failure at once; where a file is named, it is explained then, which takes long."""
+    as_found = replace(effort, minimise=0.0)
+    report.failures.append(explain(world, difference, examiner, as_found, name, file))
+    if file is not None and effort.minimise > 0:
+        report.failures[-1] = explain(world, difference, examiner, effort, name, file)
 
 
 def _check_exercised(report: Report, axes: tuple[str, ...]) -> None:
@@ -239,11 +260,12 @@ def locate(world: World, difference: Difference, examiner: Examiner) -> str | No
 def replay(world: World, examiner: Examiner, report: Report) -> None:
     """Plays one world of a file, and adds to the report."""
     found = examiner.examine(world)
-    if found.difference is not None:
-        keep = Effort(worlds=1, minimise=0.0)
-        failure = explain(world, found.difference, examiner, keep, "replayed world", None)
-        where = locate(world, found.difference, examiner)
-        report.failures.append(replace(failure, where=where))
     failed = int(found.difference is not None)
     report.add(Tally(setup_of(world), found.answers, failed, 0.0, "replayed world"))
     report.exercised = dict(found.seen)
+    if found.difference is not None:
+        keep = Effort(worlds=1, minimise=0.0)
+        failure = explain(world, found.difference, examiner, keep, "replayed world", None)
+        report.failures.append(failure)
+        where = locate(world, found.difference, examiner)
+        report.failures[-1] = replace(failure, where=where)

@@ -1,7 +1,7 @@
 """lockstep check: that the answer never changes, on this machine."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from lockstep.cli.interrupt import sigterm_interrupts
 from lockstep.cli.options import AUTO_DRAFTS, engine_options
 from lockstep.cli.show import note, print_json
 from lockstep.config import EngineConfig
@@ -45,6 +46,8 @@ ALL = "all"
 """Of kv_cache_dtype: every format in turn."""
 OWN = "auto"
 """The first of them, which every model takes."""
+INTERRUPTED = 130
+"""The status of a check that was ended early without a difference."""
 
 
 @engine_options
@@ -86,6 +89,7 @@ def check(
     for 20 prompts at every number of rows, K, chunk size and graph mode. A world that differs is
     made small and written to a file for --replay. Status 1 if any differs. --kv-cache-dtype all
     checks every format of the KV cache in turn, and names those that the model does not take.
+    Ctrl-C and SIGTERM end it early: what was compared is reported, with status 130 if all is equal.
 
     Also: lockstep check quality, what a format of the cache costs in answers; it has its --help.
     """
@@ -100,23 +104,46 @@ def check(
         "oracle": oracle,
         "shard": shard,
     }
-    failed = False
     every = settings["kv_cache_dtype"] == ALL
-    for kind in _kv_formats(settings["kv_cache_dtype"]):
+    failed = False
+    interrupted = False
+    try:
+        with sigterm_interrupts():
+            for kind, report in _reports(size, settings, how, logits, replay, json):
+                failed |= bool(report.failed)
+                interrupted = report.interrupted
+                _show(report, logits, json)
+                if page is not None:
+                    _write(page.with_stem(f"{page.stem}-{kind}") if every else page, report)
+                if interrupted or (failed and fail_fast):
+                    break
+    except KeyboardInterrupt:
+        note("Ended early: no further report is made.")
+        interrupted = True
+    raise typer.Exit(1 if failed else INTERRUPTED if interrupted else 0)
+
+
+def _reports(
+    size: str,
+    settings: dict[str, Any],
+    how: dict[str, Any],
+    logits: bool,
+    replay: Path | None,
+    quiet: bool,
+) -> "Iterator[tuple[str, Report]]":
+    """Each format of the cache that is asked for, and the report of its check. Raises ConfigError
+    where the model does not take the only one, or its own dtype."""
+    asked = settings["kv_cache_dtype"]
+    for kind in _kv_formats(asked):
         chosen = settings | {"kv_cache_dtype": kind}
         try:
-            report = _reported(size, chosen, how, logits, replay, json)
+            report = _reported(size, chosen, how, logits, replay, quiet)
         except ConfigError as refused:
-            if not every or kind == OWN:
+            if asked != ALL or kind == OWN:
                 raise
             note(f"left out: {refused}")
             continue
-        if page is not None:
-            _write(page.with_stem(f"{page.stem}-{kind}") if every else page, report)
-        failed |= bool(report.failed)
-        if failed and fail_fast:
-            break
-    raise typer.Exit(1 if failed else 0)
+        yield kind, report
 
 
 def _kv_formats(asked: str) -> tuple[str, ...]:
@@ -157,17 +184,26 @@ def _reported(
     how: dict[str, Any],
     logits: bool,
     replay: Path | None,
-    json: bool,
+    quiet: bool,
 ) -> "Report":
-    """One check, printed."""
+    """The report of one check, also where it was interrupted."""
+    from lockstep.check import Interrupted
+
+    try:
+        if quiet:
+            return _run(size, settings, how, logits, replay, None)
+        with progress_bar() as show:
+            return _run(size, settings, how, logits, replay, show)
+    except Interrupted as ended:
+        return ended.report
+
+
+def _show(report: "Report", logits: bool, json: bool) -> None:
+    """The report on stdout."""
     if json:
-        report = _run(size, settings, how, logits, replay, None)
         print_json(report.to_json())
-        return report
-    with progress_bar() as show:
-        report = _run(size, settings, how, logits, replay, show)
-    _print(report, _logits_table(report) if logits else _table(report))
-    return report
+    else:
+        _print(report, _logits_table(report) if logits else _table(report))
 
 
 def _run(
@@ -249,12 +285,13 @@ def _cell(tallies: "list[Tally]") -> str:
 
 def _print(report: "Report", table: Table) -> None:
     console = Console(highlight=False)
-    console.print(table)
+    if report.tallies:
+        console.print(table)
     took = ", ".join(f"{count:,} {name}" for name, count in report.exercised.items())
     part = f"shard {report.shard}; " if report.shard.count > 1 else ""
-    about = f"{part}seed {report.seed}; {report.seconds:.0f} s; {report.numerics}"
-    console.print(f"{took}; {about}", soft_wrap=True)
+    about = f"{part}seed {report.seed}; {report.seconds:.0f} s"
+    console.print("; ".join(x for x in (took, about, report.numerics) if x), soft_wrap=True)
     for reason in report.skipped:
         console.print(f"left out: {reason}")
-    colour = "red" if report.failed else "green"
+    colour = "red" if report.failed else "yellow" if report.interrupted else "green"
     console.print(report.verdict, style=colour, markup=False, soft_wrap=True)

@@ -9,6 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from lockstep.cli.interrupt import sigterm_interrupts
 from lockstep.cli.options import engine_options
 from lockstep.cli.show import print_json
 from lockstep.config import EngineConfig
@@ -55,7 +56,8 @@ def quality(
     if plot is not None:
         check_writable("plot", plot)
     ways = ways_of(settings)
-    found = _run(ways, settings, text, (tokens, window), json)
+    with sigterm_interrupts():
+        found = _run(ways, settings, text, (tokens, window), json)
     if plot is not None:
         _draw(plot, found, window)
     if json:

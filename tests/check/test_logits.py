@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.check import logits_matrix, run_logits
+from lockstep.check import Interrupted, logits_matrix, run_logits
 from lockstep.check.answer_oracle import AnswerOracle
 from lockstep.check.digests import digest
 from lockstep.check.logits_matrix import CHUNKS, SIZES, Size, batches, engines, make_cases
@@ -46,6 +46,7 @@ def test_a_clean_engine_passes_and_exercises_what_it_varies(check: Check) -> Non
     report = check()
     assert report.failed == 0, report.verdict
     assert "logits bit for bit" in report.verdict
+    assert report.cases == report.cases_due and not report.interrupted
     hits = report.cases - 4 * (1 + 2 + 7) - sum(t.cases for t in report.tallies if "ch" in t.batch)
     assert hits == 4 * 7, "each of four engines, the MTP one included, ran seven prefix hits"
     assert all(report.exercised[name] > 0 for name in ("cached tokens", "drafted", "accepted"))
@@ -56,6 +57,25 @@ def test_the_bundled_model_in_every_graph_mode_on_a_gpu() -> None:
     report = run_logits("quick", device="cuda")
     assert report.failed == 0, report.verdict
     assert {t.setup.graph for t in report.tallies} == set(GRAPHS)
+
+
+def test_an_interruption_keeps_the_engines_that_were_done(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes as the second of two engines begins."""
+
+    def progress(what: str, done: int, of: int) -> None:
+        if done == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(SIZES, "quick", Size((1, 2), (0,), (), 0, 1, 300, 6))
+    with pytest.raises(Interrupted) as ended:
+        run_logits("quick", model, progress, load_format="dummy")
+    report = ended.value.report
+    assert report.interrupted and report.to_json()["interrupted"] is True
+    assert (report.failed, report.cases, report.cases_due) == (0, 1 + 2 + 7, 2 * (1 + 2 + 7))
+    assert report.verdict.startswith("Ended early: 10 of 20 cases of the matrix were done. 10 case")
+    assert report.seconds > 0 and {t.setup.drafting for t in report.tallies} == {"none"}
 
 
 def test_one_bit_that_depends_on_the_rows_is_seen(

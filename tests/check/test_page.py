@@ -81,6 +81,17 @@ def test_differences_are_listed_and_bounded() -> None:
     assert f"request {MOST_FAILURES + 1}," not in said
 
 
+@pytest.mark.parametrize(("failures", "title"), [(0, "Ended early"), (3, "Differences found")])
+def test_an_interruption_is_said(failures: int, title: str) -> None:
+    ended = report(failures)
+    ended.interrupted = True
+    ended.worlds_due = 60
+    ended.cases_due = 429
+    said = read(page(ended, ["lockstep"]))
+    assert title in said and "All answers equal" not in said
+    assert "Ended early: 40 of 60 worlds and 120 of 429 cases of the matrix were done." in said
+
+
 @pytest.mark.parametrize("failures", [0, 3])
 def test_it_is_self_contained_and_fits_a_phone_and_paper(failures: int) -> None:
     text = page(report(failures), ["lockstep"])

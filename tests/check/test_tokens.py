@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from lockstep.check import matrix, run_check, tokens
+from lockstep.check import Interrupted, matrix, run_check, tokens
+from lockstep.check.harness import Comparison
 from lockstep.check.matrix import Setup
 from lockstep.check.report import Report
 from lockstep.errors import ConfigError
@@ -35,7 +36,8 @@ def check(model: str, monkeypatch: pytest.MonkeyPatch) -> Check:
 def test_clean_engine_passes_and_exercises_what_it_varies(check: Check) -> None:
     report = check(Setup("mtp", 3, "prefix hit", "none"), Setup("ngram", 2, "preempted", "none"))
     assert report.failed == 0, report.verdict
-    assert report.cases == 2 * (8 + 7 + 5)
+    assert report.cases == report.cases_due == 2 * (8 + 7 + 5)
+    assert not report.interrupted
     assert all(report.exercised[n] > 0 for n in ("drafted", "cached tokens", "preemptions"))
 
 
@@ -88,6 +90,37 @@ def test_an_axis_that_never_takes_place_is_a_failure(
     monkeypatch.setattr(Scheduler, "__init__", idle)
     report = check(Setup("none", 0, "preempted", "none"))
     assert [f.what for f in report.failures] == ["no preemptions at all"]
+
+
+def test_an_interruption_keeps_the_batches_that_were_done(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes before the long prompt's batch of the first of two engines."""
+    run = Comparison.run
+
+    def interrupted(self: Comparison, engine: Any, setup: Setup, batch: Any) -> Any:
+        if batch.name == "long prompt":
+            raise KeyboardInterrupt
+        return run(self, engine, setup, batch)
+
+    monkeypatch.setattr(Comparison, "run", interrupted)
+    with pytest.raises(Interrupted) as ended:
+        check(Setup("none", 0, "cold", "none"), Setup("none", 0, "preempted", "none"))
+    report = ended.value.report
+    assert (report.interrupted, report.failed, report.cases) == (True, 0, 8 + 7)
+    assert "and 15 of 40 cases of the matrix were done. 15 cases, all equal" in report.verdict
+
+
+def test_an_interruption_before_anything_was_compared(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*settings: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lockstep.check.run.build_plain", interrupted)
+    with pytest.raises(Interrupted) as ended:
+        check(Setup("none", 0, "cold", "none"))
+    assert ended.value.report.verdict == "Ended early. Nothing was compared."
 
 
 def test_unknown_size_is_refused(model: str) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,15 @@ from typer.testing import CliRunner
 
 from lockstep import spec
 from lockstep.cache.cache import Cache
-from lockstep.check import SIZES, Effort, Shard, read_world, run_check, run_replay
+from lockstep.check import (
+    SIZES,
+    Effort,
+    Interrupted,
+    Shard,
+    read_world,
+    run_check,
+    run_replay,
+)
 from lockstep.check.draw import HOSTED, LONGER, PUSHED, SELDOM, Drawer, kind_of, kinds_of
 from lockstep.check.harness import CheckEngine, build, build_plain
 from lockstep.check.plain import PlainRuns
@@ -154,6 +163,27 @@ def test_a_fault_is_found_made_small_written_and_replayed(
     assert run_replay(world, model, load_format="dummy").failed == 0
 
 
+def test_a_difference_is_kept_where_making_it_small_is_interrupted(
+    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And its world, as it was found."""
+
+    def interrupted(*rest: Any) -> None:
+        raise KeyboardInterrupt
+
+    off_by_a_bit(monkeypatch)
+    monkeypatch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
+    monkeypatch.setattr("lockstep.check.worlds.minimise", interrupted)
+    with pytest.raises(Interrupted) as ended:
+        run_check("quick", model, seed=3, effort=Effort(3, folder=tmp_path), load_format="dummy")
+    report = ended.value.report
+    (failure,) = report.failures
+    assert failure.what == "the bits of the logits differ" and failure.where is None
+    assert failure.file is not None and read_world(Path(failure.file)).requests
+    assert sum(tally.failed for tally in report.tallies) == 1
+    assert re.match(r"Ended early: \d of 3 worlds .* 1 of \d+ cases differ", report.verdict)
+
+
 def test_an_engine_that_breaks_is_a_difference(
     plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +283,7 @@ def test_shards_are_the_whole_and_no_part_is_done_twice(
         effort = Effort(worlds=6, shard=Shard(index, 3))
         report = run_check("quick", model, effort=effort, load_format="dummy")
         batches += [tally.batch for tally in report.tallies]
+        assert report.worlds_due == len(report.tallies) == 2
         assert report.to_json()["shard"] == f"{index}/3"
     assert sorted(batches) == sorted(f"world {index}" for index in range(6))
     engines = [call.args[0] for call in ran.call_args_list]

@@ -1,0 +1,126 @@
+"""A check that is ended from outside reports what it has compared, and says that it is not all."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lockstep.check import Interrupted, matrix, tokens
+from lockstep.check.matrix import Setup
+from lockstep.check.report import Report, Tally
+from lockstep.cli import app
+
+SETUP = Setup("none", 0, "cold", "none")
+PATIENCE = 120.0
+
+
+def seen(terminal: int) -> bytes:
+    """What is written to a terminal; nothing once its other side is closed."""
+    try:
+        return os.read(terminal, 4096)
+    except OSError:
+        return b""
+
+
+def begun(terminal: int) -> str:
+    """What a check's bar shows until its second world begins: one is compared then."""
+    text = ""
+    while len(set(re.findall(r"world \d+", text))) < 2:
+        new = seen(terminal)
+        assert new, text
+        text += new.decode(errors="replace")
+    return text
+
+
+@pytest.mark.parametrize("sent", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)])
+def test_a_signal_ends_a_check_with_its_report(sent: tuple[int, ...], tmp_path: Path) -> None:
+    """timeout sends SIGTERM twice. The second shard has worlds from its beginning."""
+    page = tmp_path / "page.html"
+    terminal, side = pty.openpty()
+    command = [sys.executable, "-m", "lockstep", "check", "--quick", "--shard", "2/2"]
+    with subprocess.Popen(
+        [*command, "--report", str(page)],
+        stdout=subprocess.PIPE,
+        stderr=side,
+        text=True,
+        env={**os.environ, "TERM": "xterm"},
+    ) as running:
+        os.close(side)
+        shown = begun(terminal)
+        for number in sent:
+            running.send_signal(number)
+        out, _ = running.communicate(timeout=PATIENCE)
+    while new := seen(terminal):
+        shown += new.decode(errors="replace")
+    os.close(terminal)
+    assert running.returncode == 130 and "Traceback" not in shown + out
+    said = re.search(
+        r"Ended early: (\d+) of 4 worlds and 0 of 22 cases of the matrix were done", out
+    )
+    assert said is not None, out
+    assert 1 <= int(said[1]) <= 4
+    assert said[0] in page.read_text() and "All answers equal" not in page.read_text()
+
+
+def test_json_says_that_a_check_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal between two engines. No other format is begun, and its usual handler is back."""
+    usual = signal.getsignal(signal.SIGTERM)
+    run_engine = tokens._run_engine
+
+    def signalled(*rest: Any) -> None:
+        run_engine(*rest)
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setitem(matrix.SIZES, "quick", matrix.Size(max_tokens=4, alone=2, company=1))
+    monkeypatch.setattr(tokens, "setups", lambda size, drafters, graphs: [SETUP, SETUP])
+    monkeypatch.setattr(tokens, "_run_engine", signalled)
+    done = CliRunner().invoke(app, ["check", "--quick", "--kv-cache-dtype", "all", "--json"])
+    found = json.loads(done.stdout)
+    assert done.exit_code == 130 and found["interrupted"] is True
+    assert (found["cases"], found["failed"], len(found["engines"])) == (11, 0, 1)
+    assert "11 of 22 cases of the matrix were done" in found["verdict"]
+    assert signal.getsignal(signal.SIGTERM) == usual
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_formats_done_are_reported_and_no_other_is_begun(
+    monkeypatch: pytest.MonkeyPatch, differs: bool
+) -> None:
+    """The second is interrupted. A difference of the first decides the status."""
+    asked = []
+
+    def stand_in(size: str, settings: dict[str, Any], *rest: Any) -> Report:
+        asked.append(settings["kv_cache_dtype"])
+        report = Report(size, tallies=[Tally(SETUP, 5, 0, 1.0)])
+        if len(asked) == 2:
+            report.interrupted = True
+            raise Interrupted(report)
+        if differs:
+            report.fail(SETUP, "alone", "token 1 instead of 2")
+        return report
+
+    monkeypatch.setattr(sys.modules["lockstep.cli.check"], "_run", stand_in)
+    done = CliRunner().invoke(app, ["check", "--kv-cache-dtype", "all", "--json"])
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["interrupted"] for line in found] == [False, True]
+    assert done.exit_code == (1 if differs else 130) and len(asked) == 2
+
+
+@pytest.mark.parametrize("command", ["check.quality", "check"])
+def test_a_signal_before_there_is_a_report(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def signalled(*rest: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    module = sys.modules["lockstep.cli." + command.removeprefix("check.")]
+    monkeypatch.setattr(module, "_run", signalled)
+    given = ["--text", __file__, "--kv-cache-dtype", "fp8"] if "quality" in command else []
+    done = CliRunner().invoke(app, [*command.split("."), *given], catch_exceptions=False)
+    assert done.exit_code == 130 and "equal" not in done.output
