@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from lockstep.check import answer_oracle
@@ -82,16 +83,36 @@ def _run_shard(
         if report.shard.has(turn)
     ]
     report.cases_due = sum(len(batch.cases) for _, runs in every for batch in runs)
+    texts = [[*case.prompt, *expected[case.name].tokens] for case in cases]
     del plain
     for done, (setup, runs) in enumerate(every):
         progress(f"{setup.drafting}, graph {setup.graph}", done, len(every))
-        engine = build_setup(setup)
+        _run_engine(partial(build_setup, setup), setup, runs, comparison, texts)
+    progress("done", len(every), len(every))
+
+
+def _run_engine(
+    make: Callable[[], CheckEngine],
+    setup: Setup,
+    runs: list[Batch],
+    comparison: Comparison,
+    texts: list[list[int]],
+) -> None:
+    """Builds an engine and runs its batches. One that breaks is a failure, and the others follow.
+
+    texts: the prompts with their plain answers, for a drafter that is told them.
+    """
+    started = time.monotonic()
+    try:
+        engine = make()
         if setup.drafter == answer_oracle.NAME:
-            engine.tell([[*case.prompt, *expected[case.name].tokens] for case in cases])
+            engine.tell(texts)
         for batch in runs:
             _run_batch(engine, setup, batch, comparison)
-        del engine
-    progress("done", len(every), len(every))
+    except Exception as error:  # an engine that breaks has not given the plain answer
+        comparison.report.fail(setup, "all", f"raised {type(error).__name__}: {error}")
+        seconds = round(time.monotonic() - started, 2)
+        comparison.report.add(Tally(setup, 1, 1, seconds))
 
 
 def _run_batch(engine: CheckEngine, setup: Setup, batch: Batch, comparison: Comparison) -> None:

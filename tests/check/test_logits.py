@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.check import Interrupted, logits_matrix, run_logits
+from lockstep.check import Interrupted, logits, logits_matrix, run_logits
 from lockstep.check.answer_oracle import AnswerOracle
+from lockstep.check.cases import Batch
 from lockstep.check.digests import digest
+from lockstep.check.harness import CheckEngine
 from lockstep.check.logits_matrix import CHUNKS, SIZES, Size, batches, engines, make_cases
 from lockstep.check.matrix import Setup
 from lockstep.check.report import Report
@@ -87,6 +89,27 @@ def test_one_bit_that_depends_on_the_rows_is_seen(
     assert {f.batch for f in found} == {"2 rows", "prefix hit"}
     assert {f.what for f in found} == {"the bits of the logits differ"}
     assert report.to_json()["failed"] == len(report.failures)
+
+
+def test_an_engine_that_breaks_is_a_failure_and_the_others_follow(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of two engines that draft has no memory for its second batch."""
+    run = logits._run_batch
+    runs: list[str] = []
+
+    def broken(engine: CheckEngine, setup: Setup, batch: Batch, *rest: Any) -> None:
+        runs.append(setup.drafter)
+        if runs == [setup.drafter] * 2:
+            raise torch.OutOfMemoryError("no memory")
+        run(engine, setup, batch, *rest)
+
+    monkeypatch.setattr(logits, "_run_batch", broken)
+    report = check(Size((1, 2), (0,), (), 0, 1, 300, 6))
+    (failure,) = report.failures
+    assert failure.what == "raised OutOfMemoryError: no memory"
+    assert len(set(runs)) == 2, "the other engine ran"
+    assert report.cases == 1 + 1 + (1 + 2 + 7) and report.failed == 1
 
 
 def test_an_axis_that_never_takes_place_is_a_failure(
