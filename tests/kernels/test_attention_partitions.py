@@ -54,6 +54,47 @@ def test_partitions_agree(backend: Backend, gated: bool) -> None:
         assert same_bits(run(**arguments, divided=kernel.Partition(*sizes)), whole), sizes
 
 
+HEADS = [(6, 1, 64, 64), (3, 1, 32, 64), (32, 8, 128, 64), (24, 4, 256, 64)]
+PROMPTS = ((0, 600), (1022, 3), (0, 0), (255, 200))
+FORMATS = pytest.mark.parametrize("format", NAMED.values(), ids=list(NAMED))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@FORMATS
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("backend", TRITON)
+def test_partitions_of_packed_caches_agree(backend: Backend, gated: bool, format: KVFormat) -> None:
+    """Where values are rotated, programs that fold leave that to another kernel."""
+    kernel = importlib.import_module("lockstep.kernels.attention.paged")
+    run = kernel.paged_attention_triton
+    rows = ((250, 9), (0, 0), (5, 3)) if backend.interpreted else PROMPTS
+    partitions = [(16, 1, 2, False, 4, 2), (16, 1, 1, True, 4, 2)]
+    for layer in [SMALL] if backend.interpreted else HEADS:
+        batch = paged(rows, *layer, backend.dtype, format=format)
+        arguments = backend.place(batch | {"gates": gates_like(batch["q"]) if gated else None})
+        whole = run(**arguments, divided=kernel.Partition(16, 8, 1, False, 4, 2))
+        assert not whole.isnan().any()
+        for sizes in partitions + ([] if backend.interpreted else MORE):
+            found = run(**arguments, divided=kernel.Partition(*sizes))
+            assert same_bits(found, whole), (layer, sizes)
+
+
+@pytest.mark.gpu
+@FORMATS
+def test_a_long_prompt_is_the_same_each_time(format: KVFormat) -> None:
+    """As a step divides 1,100 tokens by itself."""
+    kernel = importlib.import_module("lockstep.kernels.attention.paged")
+    backend = Backend("triton", "cuda", torch.bfloat16)
+    for layer in HEADS:
+        batch = paged(((0, 1_100),), *layer, torch.bfloat16, format=format)
+        arguments = backend.place(batch | {"gates": gates_like(batch["q"])})
+        few = kernel.paged_attention_triton(
+            **arguments, divided=kernel.Partition(16, 8, 1, False, 4, 2)
+        )
+        for _ in range(3):
+            assert same_bits(kernel.paged_attention_triton(**arguments), few), layer
+
+
 LONG = ((0, 70), (12, 130), (250, 9), (64, 300), (1000, 257), (0, 0), (5, 1), (0, 512))
 
 
@@ -85,7 +126,7 @@ DECODING = ((0, 1), (1600, 4), (0, 0), (255, 2), (63, 4), (700, 3))
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("layer", [(24, 4, 256, 64), (32, 8, 128, 64), (5, 1, 128, 64)], ids=str)
-@pytest.mark.parametrize("format", NAMED.values(), ids=list(NAMED))
+@FORMATS
 def test_unpacking_warps_and_triton_agree(
     format: KVFormat, layer: tuple[int, ...], gated: bool
 ) -> None:
@@ -114,7 +155,7 @@ def test_unpacking_warps_and_triton_agree(
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 3])
 @pytest.mark.parametrize("layer", [(32, 8, 128, 64), (5, 1, 128, 64)], ids=str)
-@pytest.mark.parametrize("format", NAMED.values(), ids=list(NAMED))
+@FORMATS
 def test_one_warp_and_triton_agree(
     format: KVFormat, layer: tuple[int, ...], tokens: int, gated: bool
 ) -> None:

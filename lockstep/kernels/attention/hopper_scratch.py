@@ -2,8 +2,7 @@
 """paged_attention for long queries over packed caches on Hopper: pages are unpacked into a scratch,
 which hopper.py reads. By the law of packed caches no bit changes.
 
-Where the format leaves values rotated, hopper.py leaves its output in fp32, and a second kernel
-rotates it back, rounds it and applies the gate, as paged.py does at once.
+Where the format leaves values rotated, hopper.py leaves its output in fp32 (_output.py).
 """
 
 import torch
@@ -12,9 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lockstep.kernels._rows import row_of
+from lockstep.kernels.attention._output import finished
 from lockstep.kernels.attention._warpgroup import TILE
 from lockstep.kernels.attention.hopper import LONG, attend_prompts
-from lockstep.kernels.attention.paged import _store
 from lockstep.kernels.kv import PackedKV
 from lockstep.kernels.kv._launch import Opened, opened
 from lockstep.kernels.kv._tile_device import cache_tile
@@ -23,10 +22,6 @@ from lockstep.kernels.packed._form import target_of
 SCRATCH_BYTES = 160 << 20
 """Of keys and values unpacked at once, or of one row and KV head where that is more; rows, then KV
 heads, take turns. All heads of a row of 32,768 tokens of the 27B or the 8B, one of 125,000."""
-TOKENS = 16
-"""Of a program that rotates back."""
-COLUMNS = 64
-"""Of such a program: a block of values."""
 
 
 @triton.jit(do_not_specialize=["table_stride", "columns", "first", "constant"])
@@ -52,23 +47,6 @@ def _unpack_kernel(
         )  # fmt: skip
         token = ((s * columns + column) * TILE + tl.arange(0, TILE)) * HEADS + tl.program_id(1)
         tl.store(out + (token[:, None] * D + d[None, :]), tile)
-
-
-@triton.jit(do_not_specialize=["tokens", "gate_stride", "seed"])
-def _finish_kernel(
-    found, gates, out, tokens, gate_stride, seed, H: tl.constexpr, D: tl.constexpr,
-    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr, TURNED: tl.constexpr,
-):  # fmt: skip
-    """COLUMNS of TOKENS tokens and a head: rotated back, rounded, times their gate."""
-    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
-    head = tl.program_id(1)
-    d = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    mine = token < tokens
-    place = (token * H + head) * D
-    mask = mine[None, :] & (d < D)[:, None]
-    result = tl.load(found + (place[None, :] + d[:, None]), mask=mask, other=0.0)
-    gate_at = token * gate_stride + (head * 2 + 1) * D
-    _store(out, gates, place, gate_at, d, result, mine, seed, D, GATED, TURNED)
 
 
 def scratch_fits(q: Tensor, k_cache: PackedKV, query_len: int) -> bool:
@@ -117,17 +95,6 @@ def paged_attention_scratch(
                 q, *sides, table, *own[1:], query_len, scale, gates, found, first, kv_heads
             )
     return finished(found, gates, v, out) if v.block else out
-
-
-def finished(found: Tensor, gates: Tensor | None, v: Opened, out: Tensor) -> Tensor:
-    """found [T, H, D] fp32, rotated as values of v are -> out: rotated back, rounded, gated."""
-    tokens, heads, dim = found.shape
-    _finish_kernel[(triton.cdiv(tokens, TOKENS), heads, dim // COLUMNS)](
-        found, gates, out, tokens, 0 if gates is None else gates.stride(0), v.constant, heads,
-        dim, TOKENS, COLUMNS, gates is not None, v.block,
-        num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
-    return out
 
 
 def _unpacked(

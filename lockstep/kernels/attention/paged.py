@@ -20,14 +20,13 @@ from torch import Tensor
 
 from lockstep.kernels import architecture
 from lockstep.kernels._rows import row_of
-from lockstep.kernels.activations._device import sigmoid
 from lockstep.kernels.architecture import shared_of, stages_within
 from lockstep.kernels.attention import SEGMENT, paged_attention
+from lockstep.kernels.attention._output import finished, store_output
 from lockstep.kernels.backends import gpu_trait
 from lockstep.kernels.kv import KVCache
 from lockstep.kernels.kv._launch import Opened, opened, token_bytes, unserved
 from lockstep.kernels.kv._tile_device import cache_tile, pages_of
-from lockstep.kernels.kv._turn_device import turned_back
 from lockstep.kernels.packed._form import target_of
 
 LOG2E = 1.4426950408889634
@@ -94,34 +93,16 @@ def _queries(q, first, place, d, mine, H: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def _store(
-    out, gates, place, gate_at, d, result, mine, seed, D: tl.constexpr, GATED: tl.constexpr,
-    TURNED: tl.constexpr,
-):  # fmt: skip
-    """result [columns, ROWS] rounded, then times its rounded output gate where there is one.
-    TURNED: numbers of a value that are rotated together, and are rotated back first; 0: none."""
-    if TURNED > 0:
-        result = turned_back(result, seed, d, TURNED)
-    mask = mine[None, :] & (d < D)[:, None]
-    values = result.to(out.dtype.element_ty)
-    if GATED:
-        gate = tl.load(gates + (gate_at[None, :] + d[:, None]), mask=mask, other=0.0)
-        gate = sigmoid(gate.to(tl.float32)).to(gates.dtype.element_ty).to(tl.float32)
-        values = (values.to(tl.float32) * gate).to(out.dtype.element_ty)
-    tl.store(out + (place[None, :] + d[:, None]), values, mask=mask)
-
-
-@triton.jit
 def _store_folded(
-    out, gates, gates_from, place, gate_at, d, norms, sums, mine, seed, D: tl.constexpr,
-    GATED: tl.constexpr, TURNED: tl.constexpr,
+    out, gates, gates_from, place, gate_at, d, norms, sums, mine, D: tl.constexpr,
+    GATED: tl.constexpr,
 ):  # fmt: skip
     """sums [columns, ROWS] over norms [ONES, ROWS] of a whole fold; gates_from: the row's first."""
     if GATED:
         gates += gates_from
     inverse = tl.div_rn(tl.full((norms.shape[1],), 1.0, tl.float32), tl.max(norms, 0))
     result = sums * inverse[None, :]
-    _store(out, gates, place, gate_at, d, result, mine, seed, D, GATED, TURNED)
+    store_output(out, gates, place, gate_at, d, result, mine, None, D, GATED, 0)
 
 
 @triton.jit
@@ -168,13 +149,12 @@ def _attend_kernel(
     SEGMENT: tl.constexpr, GATED: tl.constexpr, LEAVES: tl.constexpr, FOLDS: tl.constexpr,
     k_numbers, v_numbers, k_constant, v_constant, K_COUNT: tl.constexpr, V_COUNT: tl.constexpr,
     K_SHARE: tl.constexpr, V_SHARE: tl.constexpr, K_FETCH: tl.constexpr, V_FETCH: tl.constexpr,
-    K_UNPACK: tl.constexpr, V_UNPACK: tl.constexpr, OPAQUE: tl.constexpr, TURNED: tl.constexpr,
+    K_UNPACK: tl.constexpr, V_UNPACK: tl.constexpr, OPAQUE: tl.constexpr,
 ):  # fmt: skip
     """A block of one row's (token, head of a group): every so many spans of SPAN segments.
 
     K_FETCH, K_UNPACK, V_..: how packed keys and values are read (lockstep.kernels.kv); None: they
     are not packed.
-    TURNED: numbers of a value that the packing rotates together, by the seed v_constant; 0: none.
 
     FOLDS: the first span is folded, and written where a token needs no other; else it is one entry
     for its FIRST segments. Any other segment is an entry: tops, norms [S Q, entries, H] and
@@ -238,7 +218,7 @@ def _attend_kernel(
         gate_at = token * gate_stride + (head * 2 + 1) * D
         _store_folded(
             out + first * (H * D), gates, first * gate_stride, place, gate_at, d, norms_all, sums,
-            mine, v_constant, D, GATED, TURNED,
+            mine, D, GATED,
         )  # fmt: skip
 
 
@@ -308,7 +288,7 @@ def _fold_kernel(
     place = (first + token + tl.zeros((1,), tl.int64)) * H * D + head * D
     gate_at = (first + token + tl.zeros((1,), tl.int64)) * gate_stride + (head * 2 + 1) * D
     ended = (used > FOLDS) & (token < count) & (place >= 0)
-    _store(out, gates, place, gate_at, d, result, ended, seed, D, GATED, TURNED)
+    store_output(out, gates, place, gate_at, d, result, ended, seed, D, GATED, TURNED)
 
 
 def supports(**traits: Any) -> str | None:
@@ -430,18 +410,23 @@ def paged_attention_triton(
     k = opened(k_cache, q.dtype, target)
     v = opened(v_cache, q.dtype, target)
     opaque = packed > 0 and not exact and target.assembly
+    apart = p.folds and v.block > 0
+    found = torch.empty_like(q, dtype=torch.float32) if apart else out
+    own_gates = None if apart else gates
     _attend_kernel[(rows * kv_heads, blocks, p.parallel_spans)](
-        q, k.codes, v.codes, page_table, cu_seqlens, starts, gates, out, *kept,
+        q, k.codes, v.codes, page_table, cu_seqlens, starts, own_gates, found, *kept,
         scale * LOG2E, entries, page_table.stride(0), gate_stride, p.span, first, query_len,
         *k.codes.stride()[:3], *v.codes.stride()[:3], page, heads, kv_heads, dim, block, width,
-        tile, 16 if exact else 64, SEGMENT, gates is not None, entries > 0, p.folds,
+        tile, 16 if exact else 64, SEGMENT, own_gates is not None, entries > 0, p.folds,
         k.numbers, v.numbers, k.constant, v.constant, k.beside, v.beside, k.share, v.share,
-        k.fetch, v.fetch, k.unpack, v.unpack, opaque, v.block,
+        k.fetch, v.fetch, k.unpack, v.unpack, opaque,
         num_warps=p.warps, num_stages=p.stages, enable_fp_fusion=False,
     )  # fmt: skip
     if entries:
-        fold_entries(kept, q, cu_seqlens, starts, query_len, entries, first, p.folds, gates, v, out)
-    return out
+        left = v._replace(block=0) if apart else v
+        sizes = (query_len, entries, first, p.folds)
+        fold_entries(kept, q, cu_seqlens, starts, *sizes, own_gates, left, found)
+    return finished(found, gates, v, out) if apart else out
 
 
 def empty_entries(count: int, dim: int, device: torch.device) -> list[Tensor]:
