@@ -55,8 +55,8 @@ ROWS = 8
 """Rows of an engine: all short cases and the long one."""
 SMALL_CHUNK = 128
 """Prompt tokens of a step, fewer than most prompts have."""
-LONG_PROMPT = 400
-"""Tokens of the long prompt, about."""
+LONG_PROMPT = 1300
+"""Tokens of the long prompt, about. From some 1,000 on, steps of a GPU are divided otherwise."""
 MAX_MODEL_LEN = 1536
 PAGES = 256
 SNAPSHOTS = 64

@@ -5,7 +5,8 @@ code where products are smallest, elsewhere down to their layouts.
 
     python -m tests.kernels.compile_kv [--quick] [86|90 ...]
 
---quick: those that go down to machine code, each for one of the two, and a format of latents.
+--quick: those that go down to machine code, each for one of the two, one that rotates, and a format
+of latents.
 """
 
 import re
@@ -32,10 +33,12 @@ from lockstep.kernels.packed._form import Target
 from tests.kernels import compile_launches
 
 ROWS = (16, 64)
-DIMS = (128, 256)
+DIMS = (64, 128, 256)
 ARCHES = (86, 90)
 WHOLE = (128, 16)
 """Head dim and rows of those that are compiled down to machine code."""
+ROTATED = "turboquant_k8v4 64 64"
+"""Whose sums lay across warps as Triton 3.6 does not add them (docs/kernels/attention.md)."""
 LAYOUTS = "layouts alone"
 """Names what is kept of the others in Triton's cache."""
 
@@ -111,7 +114,8 @@ def few(arch: int) -> list[tuple[str, Callable[[], object], bool]]:
     """Those of calls() that --quick names."""
     every = list(calls(arch))
     whole = [call for call in every if call[2]]
-    return whole[ARCHES.index(arch) :: len(ARCHES)] + every[-1:]
+    rotated = [call for call in every if call[0] == ROTATED]
+    return whole[ARCHES.index(arch) :: len(ARCHES)] + rotated + every[-1:]
 
 
 def compile_unpacking_warps() -> None:

@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 from lockstep.kernels.backends import cases_of, every_op, load, traits_of
 from lockstep.kernels.kv import PackedKV
 from lockstep.kernels.packed import PackedWeight
+from tests.kernels.layouts import lost_sums
 
 HOPPER = GPUTarget("cuda", 90, 32)
 COMPILED = ("triton", "packed")
@@ -69,6 +70,7 @@ class Launches:
             kind = source_kind(kernel)
             source = kind(fn=kernel, signature=types, constexprs=fixed, attrs=aligned)
             made = triton.compile(source, target=HOPPER, options=options)
+            assert not (lost := lost_sums(made.asm["ttgir"])), (kernel.__name__, lost)
             self.code.append((kernel.__name__, made.asm["ptx"]))
 
 

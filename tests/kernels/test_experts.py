@@ -386,9 +386,9 @@ def test_where_experts_pass_through_a_ring():
 
     weight = Fp8Weight.empty(128, 1856, 1, 1856, device="meta")
     hopper = Target(HOPPER, assembly=True)
-    assert ring.up_tile(weight, 8, hopper) == Tile(64, 8, 128, 4, 6)
-    assert ring.up_tile(weight, 9, hopper) == Tile(64, 16, 128, 4, 5)
-    assert ring.down_tile(weight, 10, hopper) == Tile(128, 16, 128, 4, 3)
+    assert ring.up_tile(weight, 8, hopper) == Tile(64, 8, 128, 4, 4)
+    assert ring.up_tile(weight, 9, hopper) == Tile(64, 16, 128, 4, 3)
+    assert ring.down_tile(weight, 10, hopper) == Tile(128, 16, 128, 4, 2)
     others = [replace(hopper, arch=arch) for arch in ARCHITECTURES if arch != HOPPER]
     interpreter = replace(hopper, assembly=False)
     assert not any(ring.up_tile(weight, 1, target) for target in (*others, interpreter))

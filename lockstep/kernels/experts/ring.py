@@ -22,8 +22,15 @@ WARPS = 4
 """That multiply."""
 REGISTERS = 64
 """Of a thread on average, so that four programs fit a multiprocessor."""
-BYTES = 60 << 10
-"""That a program's ring holds, so that three programs fit a multiprocessor's 227 KB."""
+BYTES = 40 << 10
+"""That a program's ring holds at most, so that four programs fit a multiprocessor's 227 KB.
+
+us of up and down on an H200 with 60 KB, which three fit, and with 40: DeepSeek-V3 in FP8 111.6 and
+94, 35B-A3B at 4 tokens in FP8 40.8 and 34.6, in int4 30.0 and 26.1. At one token of the 35B, where
+up has fewer programs than that, 15.4 and 15.2, 12.8 and 12.8.
+"""
+LEAST_SLOTS = 3
+"""Slots have 256 columns where so many of these fit, else 128: two of 256 took 4 % longer."""
 FEWEST = 5
 """Slots of a token. Rows of down's block are BOX for each of 8 or 16 slots: with fewer than these
 more than a third of them would be unpacked for nothing."""
@@ -53,8 +60,9 @@ def _tile(weight: Tensor | PackedWeight, rows: int, tokens: int, target: Target)
         return None
     block = int(BLOCK)
     blocks = triton.cdiv(weight.k, block)
-    k = block if blocks % 2 else 2 * block
-    held = max(2, BYTES // (k * (rows * weight.bits // 8 + 2 * tokens)))
+    column = rows * weight.bits // 8 + 2 * tokens
+    k = block if blocks % 2 or 2 * block * column * LEAST_SLOTS > BYTES else 2 * block
+    held = max(2, BYTES // (k * column))
     return Tile(rows, tokens, k, WARPS, min(held, blocks * block // k))
 
 
