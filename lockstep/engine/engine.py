@@ -177,13 +177,13 @@ class Engine:
         """Reads the oldest schedule's steps and gives their tokens to their requests."""
         schedule, launched = self._in_flight.popleft()
         results = self.runner.collect(launched)
-        now = time.monotonic()
         self._failures = 0
         with self._counting:
             if results.decode_ms is not None:
                 kind = (len(schedule.decode), schedule.num_drafts, self.scheduler.context(schedule))
                 self.stats.observe("decode_steps", DecodeStep(results.decode_ms / 1e3, *kind))
             touched = self.scheduler.update(schedule, results)
+            now = time.monotonic()
             for request in touched:
                 self._count(request, now)
         return touched

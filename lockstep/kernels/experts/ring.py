@@ -26,7 +26,7 @@ BYTES = 40 << 10
 """That a program's ring holds at most, so that four programs fit a multiprocessor's 227 KB.
 
 us of up and down on an H200 with 60 KB, which three fit, and with 40: DeepSeek-V3 in FP8 111.6 and
-94, 35B-A3B at 4 tokens in FP8 40.8 and 34.6, in int4 30.0 and 26.1. At one token of the 35B, where
+94, 35B-A3B at 4 tokens in FP8 40.8 and 35.2, in int4 30.0 and 26.1. At one token of the 35B, where
 up has fewer programs than that, 15.4 and 15.2, 12.8 and 12.8.
 """
 LEAST_SLOTS = 3
