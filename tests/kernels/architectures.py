@@ -21,7 +21,6 @@ from itertools import product
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -51,6 +50,7 @@ from lockstep.kernels.packed.cases import layouts
 from lockstep.kernels.recurrent.cases import Dims
 from tests.kernels.compile_launches import COMPILED, absent_of, empty
 from tests.kernels.compile_packed import source_of
+from tests.kernels.layouts import compile_held
 
 QUICK = (86, 120)
 """One architecture below Hopper and one above, of the least shared memory."""
@@ -266,7 +266,7 @@ def main(arguments: list[str]) -> None:
             continue
         for op, (kernel, source, options) in recorded(number, quick):
             target = GPUTarget("cuda", number, 32)
-            made = triton.compile(source, target=target, options=options)
+            made = compile_held(source, target=target, options=options)
             shared = made.metadata.shared
             label = f"sm_{number} {op} {kernel.__name__}"
             assert shared <= architecture.shared_of(number), (label, shared, options)

@@ -12,7 +12,6 @@ import sys
 from typing import Any
 
 import torch
-import triton
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
@@ -23,6 +22,7 @@ from lockstep.kernels.latent_attention.triton import Partition, tile_of
 from tests.kernels.compile_launches import HOPPER as TARGET
 from tests.kernels.compile_launches import OPTIONS, type_of
 from tests.kernels.compile_packed import spills_of
+from tests.kernels.layouts import compile_held
 
 SPILLED = {"segments": 64, "spans": 512, "whole": 1024}
 """Form -> bytes of a thread's stack that it may take: of a segment's end, none of a tile."""
@@ -41,7 +41,7 @@ def compiled(kernel: Any, *args: Any, **given: Any) -> Any:
         else:
             types[p.name] = type_of(value, (i,), fixed, aligned)
     source = GluonASTSource(fn=kernel, signature=types, constexprs=fixed, attrs=aligned)
-    return triton.compile(source, target=TARGET, options=options)
+    return compile_held(source, target=TARGET, options=options)
 
 
 def main(quick: bool) -> None:

@@ -18,7 +18,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -30,6 +29,7 @@ from lockstep.kernels.linear.packed_tuning import block_tile, candidates, cut, l
 from lockstep.kernels.packed._form import Target, multiplies_by_mma_sync, shared_by
 from lockstep.kernels.packed.cases import layouts, random_weights
 from tests.kernels.compile_launches import OPTIONS, source_kind, type_of
+from tests.kernels.layouts import compile_held
 
 N = 256
 K = 1024
@@ -69,7 +69,7 @@ class Compiled:
         """A launch of the kernel with these arguments."""
         source, options = source_of(kernel, args, given)
         target = GPUTarget("cuda", self.arch, 32)
-        self.made.append(triton.compile(source, target=target, options=options))
+        self.made.append(compile_held(source, target=target, options=options))
 
 
 def source_of(

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from itertools import product
 from typing import Any
 
-import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -21,6 +20,7 @@ from lockstep.kernels.gated_delta_rule import step
 from lockstep.kernels.gated_delta_rule._window_inputs import inputs_kernel
 from lockstep.kernels.recurrent import _walk_triton as walk
 from lockstep.kernels.recurrent.rings import ROUNDED_EVERY
+from tests.kernels.layouts import compile_held
 
 ODD = dict(HK=1, HV=3, K=24, V=40)
 LAYERS = (dict(HK=2, HV=4, K=64, V=16), ODD, dict(HK=16, HV=48, K=128, V=128))
@@ -106,7 +106,7 @@ def main(quick: bool) -> None:
         grid = constants.get("STATE_GRID", 1)
         types = {n: "constexpr" if n in fixed else type_of(n, name, grid) for n in own}
         aligned = [i for i, n in enumerate(own) if types[n].startswith("*") and n not in ANYWHERE]
-        compiled = triton.compile(
+        made = compile_held(
             ASTSource(
                 fn=kernel,
                 signature=types,
@@ -117,7 +117,7 @@ def main(quick: bool) -> None:
             options=dict(num_warps=warps, enable_fp_fusion=False),
         )
         if kernel is walk.walk_kernel:
-            lanes = lanes_of_sums(compiled.asm["ttgir"])
+            lanes = lanes_of_sums(made.asm["ttgir"])
             found.setdefault((fixed["K"], fixed["V"], grid), []).append(lanes)
         print(name, fixed)
     for sizes, (short, long) in found.items():

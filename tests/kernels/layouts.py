@@ -1,6 +1,9 @@
 """What a kernel's layouts, in its ttgir, must not be."""
 
 import re
+from typing import Any
+
+import triton
 
 LAYOUT = re.compile(r"^(#linear\d*) = #ttg\.linear<\{.*?warp = \[(.*?)\], block", re.MULTILINE)
 SUM = re.compile(
@@ -8,6 +11,13 @@ SUM = re.compile(
     re.DOTALL,
 )
 """A sum or a maximum: its axis, and the layout of what it takes, where numbers were reshaped."""
+
+
+def compile_held(source: Any, **how: Any) -> Any:
+    """triton.compile, of a kernel that adds what it is asked to."""
+    made = triton.compile(source, **how)
+    assert not (lost := lost_sums(made.asm["ttgir"])), (made.metadata.name, lost)
+    return made
 
 
 def lost_sums(ttgir: str) -> list[str]:
