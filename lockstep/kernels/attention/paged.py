@@ -410,7 +410,7 @@ def paged_attention_triton(
     k = opened(k_cache, q.dtype, target)
     v = opened(v_cache, q.dtype, target)
     opaque = packed > 0 and not exact and target.assembly
-    apart = p.folds and v.block > 0
+    apart = p.folds and v.block > 0  # what multiplies does not rotate back: _output.py says why
     found = torch.empty_like(q, dtype=torch.float32) if apart else out
     own_gates = None if apart else gates
     _attend_kernel[(rows * kv_heads, blocks, p.parallel_spans)](
