@@ -38,7 +38,8 @@ ARCHES = (86, 90)
 WHOLE = (128, 16)
 """Head dim and rows of those that are compiled down to machine code."""
 ROTATED = "turboquant_k8v4 64 64"
-"""Whose sums lay across warps as Triton 3.6 does not add them (docs/kernels/attention.md)."""
+"""Whose sums lay across warps as Triton 3.6 does not add them
+(docs/decisions/0032-sums-across-warps.md)."""
 LAYOUTS = "layouts alone"
 """Names what is kept of the others in Triton's cache."""
 

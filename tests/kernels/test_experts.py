@@ -24,7 +24,7 @@ from lockstep.kernels.experts.tiles import (
     tiles_of,
 )
 from lockstep.kernels.linear import linear, tree_sum
-from lockstep.kernels.packed import Fp8Weight, IntWeight
+from lockstep.kernels.packed import Fp4Weight, Fp8Weight, IntWeight
 from lockstep.kernels.packed._form import Target, multiplies_by_mma_sync, shared_by, target_of
 from lockstep.kernels.packed.cases import layouts, random_weights
 from lockstep.kernels.route import route
@@ -414,6 +414,16 @@ def test_tiles_for_packed_weights_hold_whole_blocks_of_their_order():
         for k, group, columns in ((2048, 128, tile.k), (200, 128, 128), (1536, 384, 128)):
             weight = IntWeight.empty(8, k, group=group, device="meta")
             assert packed_fitting(tile, weight, HOPPER) == replace(tile, k=columns)
+
+
+def test_tiles_of_nvfp4_are_narrow_where_products_read_them_from_shared_memory():
+    """Triton lays out no 128 rows for sm_100 (tests/kernels/architectures.py compiles them)."""
+    weight = Fp4Weight.empty(256, 2048, device="meta")
+    found = {arch: packed_fitting(MANY.packed_up, weight, arch).rows for arch in ARCHITECTURES}
+    assert found.pop(100) == 64
+    assert set(found.values()) == {MANY.packed_up.rows}
+    other = Fp8Weight.empty(256, 2048, 128, 128, device="meta")
+    assert packed_fitting(MANY.packed_up, other, 100).rows == MANY.packed_up.rows
 
 
 def test_tiles_fit_every_architecture():

@@ -200,6 +200,16 @@ def _out_kernel(
     tl.store(out + (token * HV + h) * V + j[None, :], y, mask=mask)
 
 
+def _state_stages(blocks: dict[str, int], precision: str, itemsize: int, arch: int) -> int:
+    """Stages of _state_kernel: beside its chunks, the factors of its product are in shared memory.
+
+    What Triton 3.6 asks for: B, once for one tf32 product; twice, and dt x once, for three.
+    """
+    b, x = GRID * blocks["BLOCK_K"] * itemsize, GRID * blocks["BLOCK_V"] * itemsize
+    factors = 2 * b + x if precision == "tf32x3" else b
+    return architecture.stages_within(STATE_STAGES, b + x + 2 * GRID * itemsize, factors, arch)
+
+
 @mamba2_chunk.backend("triton", supports=supports)
 def mamba2_chunk_triton(
     mixed: Tensor,
@@ -242,9 +252,8 @@ def mamba2_chunk_triton(
         **products,
     )  # fmt: skip
     blocks = blocks_of(sizes, STATE_VALUES)
-    chunk = GRID * (blocks["BLOCK_K"] + blocks["BLOCK_V"] + 2) * heads.itemsize
     arch = architecture.number_of(mixed.device)
-    stages = architecture.stages_within(STATE_STAGES, chunk, chunk, arch)
+    stages = _state_stages(blocks, products["PRECISION"], heads.itemsize, arch)
     _state_kernel[(rows * count, triton.cdiv(p, blocks["BLOCK_V"]))](
         heads, steps, growth, state.recurrent, states, cu_seqlens, starts, state_src, state_slots,
         snapshot_slots, firsts, state.recurrent.stride(0), **sizes, **blocks, num_stages=stages,
