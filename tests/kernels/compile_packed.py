@@ -154,32 +154,31 @@ def compile_alone(arch: int, names: tuple[str, ...]) -> None:
 
 
 def compile_ring(found: Mapping[str, tuple[int, ...]]) -> None:
-    """The kernel whose blocks pass through a ring, its largest candidate for each layout and number
-    of tokens: words 16 bytes at a time, no register of the loop in memory, and of wgmma only the
-    last product waited for at once: ptxas has all wait where registers are short."""
+    """The kernels whose blocks pass through a ring, their largest candidate for each layout and
+    number of tokens: words 16 bytes at a time, no register of the loop in memory, and of wgmma only
+    the last product waited for at once: ptxas has all wait where registers are short. Where tiles
+    are shared, their sums pass through memory two at a time."""
     compiled = Compiled(HOPPER)
     JITFunction.run = lambda kernel, *a, **given: compiled.compile(kernel, *a, **given)
-    for name, weight in random_weights(N, K):
+    few = Target(HOPPER, assembly=True, processors=1)
+    for name, weight in random_weights(2 * N, K):
         for tokens in found.get(name, ()):
             x = torch.empty(tokens, K, dtype=torch.bfloat16)
             rings = [tile for tile in candidates(tokens, 1, weight.bits) if tile.ring]
             largest = max(rings, key=lambda tile: (tile.m * tile.n, tile.m))
-            tile = cut(largest, weight, 1, HOPPER)
-            assert tile.ring, (name, tile)
-            launch(x, weight, 1, tile, Target(HOPPER, assembly=True))
-            made = compiled.made[-1]
-            code = made.asm["ptx"]
-            product = "mma.sync" if tile.sync else "wgmma.mma_async"
-            assert product in code and "ld.shared.v4" in code, (name, tile)
-            machine = said_of(made.asm["cubin"], knobs.nvidia.nvdisasm.path)
-            assert tile.sync or machine.count(WAITS) == 1, (name, tile)
-            print(HOPPER, name, tile, *spills_of(made.asm["cubin"]), flush=True)
-            if tile.sync:
-                few = Target(HOPPER, assembly=True, processors=2)
-                launch(x, weight, 1, replace(tile, share=1), few)
+            for share in (0, 1):
+                tile = replace(cut(largest, weight, 1, HOPPER), share=share)
+                assert tile.ring, (name, tile)
+                launch(x, weight, 1, tile, few)
                 made = compiled.made[-1]
-                assert "atom.global.acquire" in made.asm["ptx"], (name, tile)
-                print(HOPPER, name, "shared", *spills_of(made.asm["cubin"]), flush=True)
+                code = made.asm["ptx"]
+                product = "mma.sync" if tile.sync else "wgmma.mma_async"
+                assert product in code and "ld.shared.v4" in code, (name, tile)
+                assert ("atom.global.acquire" in code) == bool(share), (name, tile)
+                assert not share or "st.global.v2.b32" in code, (name, tile)
+                machine = said_of(made.asm["cubin"], knobs.nvidia.nvdisasm.path)
+                assert tile.sync or machine.count(WAITS) == 1, (name, tile)
+                print(HOPPER, name, tile, *spills_of(made.asm["cubin"]), flush=True)
 
 
 def said_of(cubin: bytes, *command: str) -> str:

@@ -1,5 +1,6 @@
 """Unpacking in the ring's assembly: every code, with every kind of scale, by the CPU."""
 
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -349,24 +350,26 @@ def test_no_slot_is_filled_before_it_was_read(name: str, tokens: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [3, 64, 100, 200, 600])
 @pytest.mark.parametrize("name", ["nvfp4", "int4 asymmetric, fp16 scales", "fp8 by blocks"])
-def test_programs_that_share_tiles(name: str) -> None:
+def test_programs_that_share_tiles(name: str, tokens: int) -> None:
     """Shares that end in the middle of tiles, with whole tiles between, in two segments and in one,
     launch after launch: the bits of the weight unpacked ahead, and no flag is left."""
-    from lockstep.kernels.linear.packed import right_bits, run_tile
+    from lockstep.kernels.linear.packed import launch, right_bits, target_of
     from lockstep.kernels.packed.bench import LAYOUTS
 
-    (tile, *_) = (tile for tile in candidates(3, 1, 8) if tile.share)
     for n, segments in ((20000, 1), (9000, 2)):
         weight = LAYOUTS[name](n, 2560, "cuda")
         weight.dummy(torch.Generator("cuda").manual_seed(0))
-        x = torch.randn(3, 2560, dtype=torch.bfloat16, device="cuda")
+        x = torch.randn(tokens, 2560, dtype=torch.bfloat16, device="cuda")
         want = right_bits(segments, x, weight)
-        shared = cut(tile, weight, segments, HOPPER)
-        assert shared.share
-        for _ in range(10):
-            assert same_bits(run_tile(segments, False, x, weight, shared), want), shared
-        assert not weight.flags.any()
+        target = target_of(x.device)
+        for tile in candidates(tokens, segments, weight.bits):
+            if tile.share:
+                few = replace(target, processors=40)
+                for _ in range(5):
+                    assert same_bits(launch(x, weight, segments, tile, few), want), tile
+                assert not weight.flags.any()
 
 
 @pytest.mark.gpu

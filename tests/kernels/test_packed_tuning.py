@@ -146,22 +146,36 @@ def test_a_bucket_serves_what_its_tile_holds(table: dict[str, dict[int, PackedTi
     assert [bucket(tokens) for tokens in TIMED] == list(BUCKETS)
 
 
-def test_hundreds_of_tokens_are_unpacked_ahead_unless_they_were_timed(
+def test_many_tokens_pass_through_a_ring_or_the_weight_is_unpacked_ahead(
     table: dict[str, dict[int, PackedTile]],
 ) -> None:
-    """A tile of fewer tokens does not stand for them."""
+    """A tile of fewer tokens does not stand for them, nor one that the compiler lays out."""
     weight = int4(8192, 4096)
     found = partial(lookup, weight=weight, segments=1, dtype=torch.bfloat16)
     row = table.setdefault(key(weight, torch.bfloat16, 90), {129: PackedTile(256, 64, 128)})
-    for arch in (80, 90, 120):
-        for tokens in (257, 400, 512):
-            assert found(tokens, arch=arch) == UNPACK
+    for tokens in (257, MOST_BY_RULE):
+        assert found(tokens, arch=90).ring
+        assert found(tokens, arch=80) == found(tokens, arch=120) == UNPACK
+        by_32 = IntWeight.empty(8192, 4096, group=32, device="meta")
+        assert found(tokens, weight=by_32, arch=90) == UNPACK
+    assert found(MOST_BY_RULE + 1, arch=90) == UNPACK
     for cached in (packed_tuning._tile, packed_tuning._measured):
         cached.cache_clear()
-    wide = PackedTile(256, 128, 128, 8, 3, 1, 168, ring=True)
-    row[257] = wide
-    assert found(300, arch=90) == wide
-    assert found(300, arch=80) == UNPACK
+    wide = PackedTile(128, 256, 128, 8, 3, 1, 168, ring=True)
+    row[513] = wide
+    assert found(600, arch=90) == wide
+    assert found(600, arch=80) == UNPACK
+
+
+def test_programs_share_tiles_where_two_warps_multiply_on_a_scheduler() -> None:
+    """One program of eight warps, or two of four; not where there are fewer tiles than programs."""
+    wide = PackedTile(128, 128, 128, 8, 4, 1, 120, ring=True, share=1)
+    narrow = replace(wide, n=64, warps=4, share=2)
+    assert cut(wide, int4(34816, 5120), 1, HOPPER).share == 1
+    assert cut(narrow, int4(34816, 5120), 1, HOPPER).share == 2
+    assert cut(replace(narrow, share=1), int4(34816, 5120), 1, HOPPER).share == 0
+    assert cut(wide, int4(16384, 5120), 1, HOPPER).share == 0
+    assert cut(wide, int4(5120, 6144), 4, HOPPER).share == 1
 
 
 def test_a_shape_that_was_not_timed_is_as_its_nearest(

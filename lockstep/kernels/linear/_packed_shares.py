@@ -66,12 +66,28 @@ def _load(
 
 
 @gluon.jit
-def _entries(none, ROWS: gl.constexpr, TOKENS: gl.constexpr, layout: gl.constexpr):
-    """Where sums [ROWS, TOKENS] lie in a row. none: a 0 that is not known when compiled, so that
-    these are not held in registers around a loop."""
-    row = none + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    token = none + gl.arange(0, TOKENS, gl.SliceLayout(0, layout))
-    return row[:, None] * TOKENS + token[None, :]
+def _in_line(sums):
+    """Sums [ROWS, TOKENS] in the order of memory that keeps what a warp has of 8 rows and 8 tokens
+    together: it loads and stores whole lines."""
+    ROWS: gl.constexpr = sums.shape[0]
+    TOKENS: gl.constexpr = sums.shape[1]
+    blocks = sums.reshape([ROWS // 8, 8, TOKENS // 8, 8]).permute((0, 2, 1, 3))
+    return blocks.reshape([ROWS * TOKENS])
+
+
+@gluon.jit
+def _from_line(line, ROWS: gl.constexpr, TOKENS: gl.constexpr, layout: gl.constexpr):
+    """Sums [ROWS, TOKENS] again."""
+    blocks = line.reshape([ROWS // 8, TOKENS // 8, 8, 8]).permute((0, 2, 1, 3))
+    return gl.convert_layout(blocks.reshape([ROWS, TOKENS]), layout, assert_trivial=True)
+
+
+@gluon.jit
+def _places(program, none, like):
+    """Where a program's sums lie, as _in_line has them. none: a 0 that is not known when compiled,
+    so that these are not held in registers around a loop."""
+    COUNT: gl.constexpr = like.shape[0]
+    return (program + none) * COUNT + gl.arange(0, COUNT, like.type.layout)
 
 
 @gluon.jit
@@ -83,9 +99,9 @@ def _begun(
     if low > 0:
         while gl.atomic_cas(flags + program - 1, 1, 0, sem="acquire") == 0:
             pass
-        entries = _entries(low >> 30, ROWS, TOKENS, layout)
-        entries += (program - 1) * (ROWS * TOKENS)
-        acc = gl.load(sums + entries, cache_modifier=".cg")
+        places = _places(program - 1, low >> 30, _in_line(acc))
+        line = gl.load(sums + places, cache_modifier=".cg")
+        acc = _from_line(line, ROWS, TOKENS, layout)
     return acc
 
 
@@ -104,8 +120,8 @@ def _leave(
         place = gl.program_id(2).to(gl.int64) * tokens * N + token.to(gl.int64) * out_stride
         gl.store(out + (place + own), total.to(out.dtype.element_ty), mask=mask)
     else:
-        entries = _entries(high >> 30, ROWS, TOKENS, layout)
-        gl.store(sums + (entries + program * (ROWS * TOKENS)), total)
+        line = _in_line(total)
+        gl.store(sums + _places(program, high >> 30, line), line)
         barrier()
         gl.atomic_xchg(flags + program, 1, sem="release")
 

@@ -28,14 +28,17 @@ from lockstep.kernels.packed._form import (
 )
 
 TABLE = Path(__file__).with_name("packed_tuning.json")
-BUCKETS = (1, 2, 5, 9, 17, 33, 65, 129, 257)
+BUCKETS = (1, 2, 5, 9, 17, 33, 65, 129, 257, 513, 1025)
 """The first token count of each bucket."""
-TIMED = (1, 4, 8, 16, 32, 64, 128, 256, 512)
+TIMED = (1, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 """The last token count of each bucket, which it is tuned at."""
 MOST = TIMED[-1]
-"""Tokens. More have the weight unpacked ahead; estimated, to be measured."""
-MOST_BY_RULE = 256
-"""The same where the table is silent."""
+"""Tokens. More have the weight unpacked ahead."""
+MOST_BY_RULE = 512
+"""The same through a ring where the table is silent
+(docs/decisions/0033-shares-of-many-tokens.md)."""
+MOST_LAID_OUT = 256
+"""The same for tiles that the compiler lays out; estimated."""
 MOST_WEIGHTS = 64
 """Of one layout and shape, for a measurement."""
 REGISTERS = 1 << 16
@@ -147,14 +150,14 @@ RING_CUTS = {
         (64, 128, 128, 8, 4, 80, False),
     ),
     128: (
-        (128, 64, 128, 4, 3, 96, False),
         (128, 128, 128, 8, 4, 120, False),
+        (128, 64, 128, 4, 3, 96, False),
         (128, 256, 128, 8, 4, 168, False),
     ),
     MOST: (
+        (256, 128, 128, 8, 3, 168, False),
         (128, 128, 128, 8, 4, 120, False),
         (128, 256, 128, 8, 4, 168, False),
-        (256, 128, 128, 8, 3, 168, False),
     ),
 }
 """By the most tokens: (tokens, outputs and columns of a block, warps, slots with 4 bits, registers,
@@ -162,9 +165,12 @@ sync). Up to 64 tokens those that were never the fastest are gone
 (docs/decisions/0016-packed-ring.md); of 65 to 256 tokens, 0018-wide-rings.md."""
 
 
-MOST_SHARED = 8
-"""Tokens of a ring's tiles that programs may share: with 64 it was slower
-(docs/decisions/0026-shares-of-a-ring.md)."""
+SHARING_WARPS = 8
+"""Warps that multiply on a multiprocessor whose programs share tiles, at least: two for each
+scheduler. With one, a multiprocessor is slower than with shares that are uneven."""
+SHARED_FIRST = 128
+"""Tokens of tiles from which on shares were the fastest nearly everywhere
+(docs/decisions/0033-shares-of-many-tokens.md)."""
 RING_WARPS = 4
 """Of a program through a ring, beside those that multiply: one is at work."""
 BARRIERS = 1024
@@ -187,9 +193,8 @@ def _ring(tokens: int, segments: int, bits: int) -> list[PackedTile]:
         if slots * k // int(BLOCK) * _slot_bytes(m, n, bits) + BARRIERS > shared_of(HOPPER):
             continue
         tile = PackedTile(m, n, k, warps, slots, segments, registers, ring=True, sync=sync)
-        tiles.append(tile)
-        if m <= MOST_SHARED:
-            tiles.append(replace(tile, share=_ring_held(tile, bits)))
+        shared = replace(tile, share=_ring_held(tile, bits))
+        tiles += [shared, tile] if m >= SHARED_FIRST else [tile, shared]
     return tiles
 
 
@@ -257,21 +262,21 @@ def _laid_out(tokens: int, segments: int) -> list[PackedTile]:
 
 def candidates(tokens: int, segments: int, bits: int = 4) -> list[PackedTile]:
     """Tiles worth timing on Hopper, at most sixteen, for weights of so many bits; the first serves
-    where nothing was timed: up to 64 tokens one through a ring, which was the fastest of nearly
-    every layout and shape (docs/decisions/0016-packed-ring.md), above MOST_BY_RULE UNPACK."""
+    where nothing was timed: one through a ring, which was the fastest of nearly every layout and
+    shape (docs/decisions/0016-packed-ring.md, 0033), above MOST_BY_RULE UNPACK."""
     ring = _ring(tokens, segments, bits)
     if tokens <= 32:
         return [*ring, *_few(tokens, segments, bits)]
     if tokens <= 64:
         return [*ring, *_some(segments)]
-    if tokens > MOST_BY_RULE:
-        return [UNPACK, *ring]
-    return [*_hundreds(tokens, segments), *ring, UNPACK]
+    if tokens <= MOST_LAID_OUT:
+        return [*ring, *_hundreds(tokens, segments), UNPACK]
+    return [*ring, UNPACK] if tokens <= MOST_BY_RULE else [UNPACK, *ring]
 
 
 def _modest(tokens: int) -> PackedTile:
-    """A tile for any GPU since Ampere, laid out by the compiler; above MOST_BY_RULE UNPACK."""
-    if tokens > MOST_BY_RULE:
+    """A tile for any GPU since Ampere, laid out by the compiler; above MOST_LAID_OUT UNPACK."""
+    if tokens > MOST_LAID_OUT:
         return UNPACK
     m = 16 if tokens <= 16 else 32 if tokens <= 32 else 64 if tokens <= 64 else 128
     return PackedTile(m, 64, 128, stages=3 if m <= 64 else 2)
@@ -331,13 +336,12 @@ def _cut_lanes(tile: PackedTile, weight: PackedWeight, segments: int, arch: int)
 
 def _shared(tile: PackedTile, weight: PackedWeight, segments: int) -> int:
     """Programs for each multiprocessor that may share a weight's tiles: no more than there are
-    tiles, and only of segments that are equally long. One alone has a warp for each scheduler,
-    which is slower than shares that are uneven."""
+    tiles, of SHARING_WARPS together, and only of segments that are equally long."""
     if weight.k % (segments * int(BLOCK)):
         return 0
     tiles = -(-weight.shape[0] // tile.n) * segments
     share = min(tile.share, tiles // PROCESSORS)
-    return share if share > 1 else 0
+    return share if share * tile.warps >= SHARING_WARPS else 0
 
 
 def cut(tile: PackedTile, weight: PackedWeight, segments: int, arch: int) -> PackedTile:
@@ -440,6 +444,8 @@ def lookup(
 ) -> PackedTile:
     """The tile for `tokens` rows against a packed weight on a GPU of this architecture."""
     tile = _tile(bucket(tokens), key(weight, dtype, arch), segments, arch, weight.bits)
+    if tokens > MOST_LAID_OUT and not ring_serves(weight, segments, arch):
+        return UNPACK
     return cut(tile, weight, segments, arch)
 
 
