@@ -160,8 +160,8 @@ def compile_ring(found: Mapping[str, tuple[int, ...]]) -> None:
     are shared, their sums pass through memory two at a time."""
     compiled = Compiled(HOPPER)
     JITFunction.run = lambda kernel, *a, **given: compiled.compile(kernel, *a, **given)
-    few = Target(HOPPER, assembly=True, processors=1)
-    for name, weight in random_weights(2 * N, K):
+    few = Target(HOPPER, assembly=True, processors=2)
+    for name, weight in random_weights(4 * N, K):
         for tokens in found.get(name, ()):
             x = torch.empty(tokens, K, dtype=torch.bfloat16)
             rings = [tile for tile in candidates(tokens, 1, weight.bits) if tile.ring]
