@@ -131,11 +131,20 @@ def test_buckets_and_defaults():
     for tokens in TIMED:
         for dtype in (torch.bfloat16, torch.float16, torch.float32):
             tiles = candidates(tokens, 999, 4096, dtype, segments=4)
-            assert len(set(tiles)) == len(tiles) <= 18
+            assert len(set(tiles)) == len(tiles) <= 26
             assert tiles[0].split == 1 or dtype == torch.float32
             assert lookup(tokens, 999, 4096, dtype, "sm90") == tiles[0]
             assert lookup(tokens, 999, 4096, dtype, "sm80").tma is False
             assert candidates(tokens, 999, 40, dtype)
+            assert candidates(tokens, 64, 40, dtype)
+
+
+def test_few_outputs_have_small_tiles_by_rule():
+    """More programs than 128 x 128 would make, of long blocks."""
+    for tokens in (32, 64, 128, 256, 512, 8192):
+        tile = lookup(tokens, 128, 2048, torch.bfloat16, "sm90")
+        assert tile.m * tile.n <= 2048 and tile.k == 256
+        assert lookup(tokens, 999, 2048, torch.bfloat16, "sm90").m >= min(tokens, 64)
 
 
 def test_table(tmp_path):

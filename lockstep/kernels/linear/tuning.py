@@ -166,6 +166,46 @@ def _many() -> list[Tile]:
     ]
 
 
+NARROW = 2048
+"""Outputs of a weight, at most, whose tiles are too few to keep a GPU busy."""
+NARROWER = 512
+"""The same, at most, for small tiles by rule: 96 x 5120 and 64 x 2048 are within 7 % of their best by
+it at 32 to 2,048 tokens, where wide tiles take twice as long (benchmarks/RESULTS.md)."""
+
+
+def _narrow(tokens: int) -> list[Tile]:
+    """More than 16 tokens and few outputs: small tiles, so that there are more of them, of long
+    blocks, so that a program's chain has few turns."""
+    few = [
+        Tile(16, 64, 256, 4, 3, swap=True, tma=True),
+        Tile(16, 64, 128, 4, 4, split=2, swap=True, tma=True),
+        Tile(16, 64, 256, 4, 3, split=2, swap=True, tma=True),
+        Tile(32, 16, 256, 4, 5, tma=True),
+        Tile(32, 64, 128, 4, 4, split=2, swap=True, tma=True),
+        Tile(32, 64, 256, 4, 3, swap=True, tma=True),
+        Tile(32, 64, 256, 4, 3, split=2, swap=True, tma=True),
+    ]
+    some = [
+        Tile(64, 16, 256, 4, 3, tma=True),
+        Tile(64, 16, 256, 4, 3, split=2, tma=True),
+        Tile(64, 64, 128, 4, 4, split=2, tma=True),
+        Tile(64, 64, 256, 4, 3, tma=True),
+        Tile(64, 128, 128, 4, 4, split=2, tma=True),
+    ]
+    many = [
+        Tile(64, 32, 256, 4, 3, tma=True),
+        Tile(64, 16, 256, 4, 3, tma=True),
+        Tile(64, 32, 128, 4, 4, tma=True),
+        Tile(64, 64, 128, 4, 4, split=2, tma=True),
+        Tile(64, 128, 64, 4, 5, swap=True, tma=True),
+        Tile(64, 128, 128, 4, 4, tma=True),
+        Tile(128, 64, 128, 4, 4, tma=True),
+    ]
+    if tokens <= 64:
+        return few
+    return some + few if tokens <= 256 else many
+
+
 def _modest(tokens: int, dtype: torch.dtype) -> Tile:
     """A tile for any GPU since Ampere, and for the interpreter."""
     if dtype == torch.float32:
@@ -176,7 +216,8 @@ def _modest(tokens: int, dtype: torch.dtype) -> Tile:
 
 
 def candidates(tokens: int, n: int, k: int, dtype: torch.dtype, segments: int = 1) -> list[Tile]:
-    """Tiles worth timing on Hopper, a dozen; the first serves where nothing was timed."""
+    """Tiles worth timing on Hopper, a dozen, or two for narrow weights; the first serves where
+    nothing was timed."""
     if dtype == torch.float32:
         return list(_floats(tokens))
     if tokens <= 32:
@@ -185,6 +226,10 @@ def candidates(tokens: int, n: int, k: int, dtype: torch.dtype, segments: int = 
         tiles = _some()
     else:
         tiles = _hundreds() if tokens <= 256 else _many()
+    if n <= NARROW and tokens > 16:
+        narrow = _narrow(tokens)
+        tiles = [*narrow, *tiles] if n <= NARROWER else [*tiles, *narrow]
+        tiles = list(dict.fromkeys(tiles))
     return [tile for tile in tiles if tile.split <= segments and tile.k <= max(k, 64)]
 
 

@@ -27,21 +27,21 @@ def _list_kernel(
     cu_seqlens, state_slots, chunks, firsts, rows, BLOCK: tl.constexpr, GRID: tl.constexpr
 ):
     """One row: the index of its first chunk into firsts [S]; for each of its chunks (row, first
-    token in the row, tokens) into chunks [chunks, 3]."""
+    token in the row, tokens) into chunks [chunks, 3], tokens below 0 where its state slot is 0."""
     s = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     live = lanes < rows
     begin = tl.load(cu_seqlens + lanes, mask=live, other=0).to(tl.int32)
     length = tl.load(cu_seqlens + lanes + 1, mask=live, other=0).to(tl.int32) - begin
-    length = tl.where(tl.load(state_slots + lanes, mask=live, other=0) != 0, length, 0)
     first = tl.sum(tl.where(lanes < s, tl.cdiv(length, GRID), 0), 0)
     mine = tl.sum(tl.where(lanes == s, length, 0), 0)
     tl.store(firsts + s, first)
+    sign = tl.where(tl.load(state_slots + s) != 0, 1, -1)
     for chunk in range(tl.cdiv(mine, GRID)):
         entry = chunks + (first + chunk) * 3
         tl.store(entry, s)
         tl.store(entry + 1, chunk * GRID)
-        tl.store(entry + 2, tl.minimum(mine - chunk * GRID, GRID))
+        tl.store(entry + 2, sign * tl.minimum(mine - chunk * GRID, GRID))
 
 
 @triton.jit(do_not_specialize=["token_stride", "ring_slots"])
