@@ -143,6 +143,9 @@ RING_CUTS = {
     ),
     32: (
         (32, 64, 128, 4, 4, 64, False),
+        (32, 64, 128, 4, 3, 64, False),
+        (32, 64, 128, 4, 5, 80, False),
+        (32, 64, 256, 4, 3, 64, False),
         (32, 64, 128, 4, 4, 64, True),
     ),
     64: (
@@ -261,7 +264,7 @@ def _laid_out(tokens: int, segments: int) -> list[PackedTile]:
 
 
 def candidates(tokens: int, segments: int, bits: int = 4) -> list[PackedTile]:
-    """Tiles worth timing on Hopper, at most sixteen, for weights of so many bits; the first serves
+    """Tiles worth timing on Hopper, at most twenty, for weights of so many bits; the first serves
     where nothing was timed: one through a ring, which was the fastest of nearly every layout and
     shape (docs/decisions/0016-packed-ring.md, 0033), above MOST_BY_RULE UNPACK."""
     ring = _ring(tokens, segments, bits)
