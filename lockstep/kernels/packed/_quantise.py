@@ -21,7 +21,8 @@ def quantise_int(weight: Tensor, bits: int = 4, group: int = 128) -> IntWeight:
     padded = F.pad(weight.float(), (0, -k % group)).view(n, -1, group)
     middle = 2 ** (bits - 1)
     scales = (padded.abs().amax(-1) / (middle - 1)).to(weight.dtype)
-    steps = (padded / scales.float().clamp(min=torch.finfo(weight.dtype).tiny)[..., None]).round()
+    wide = scales.float()
+    steps = (padded / wide.where(wide > 0, 1.0)[..., None]).round()
     codes = (steps.clamp(-middle, middle - 1) + middle).to(torch.uint8)
     return IntWeight.of(codes.view(n, -1)[:, :k], scales, group=group, bits=bits)
 
