@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -131,7 +131,7 @@ class ExpertWeight(Weight):
         if any(read.outputs % BLOCK for read in self.reads):
             return
         first = self.reads[0]
-        every = Module(first.path, first.names, weight.shape[0], first.inputs, None)
+        every = replace(first, outputs=weight.shape[0])
         whole = self.packing.slots(every, weight)
         for suffix in {name.rpartition(".")[2] for name in table}:
             names = [f"{name}.{suffix}" for name in self.names]

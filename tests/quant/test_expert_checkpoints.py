@@ -60,6 +60,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "hidden_size": 128,
         "moe_intermediate_size": 256,
     },
+    "packed draft": {
+        **HYBRID_MOE,
+        **THREE_LAYERS,
+        "hidden_size": 128,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+    },
 }
 """Widths of experts within a block of 128, past it, and of whole blocks."""
 SMALL = ("gate", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba", "lm_head", "fc")
@@ -116,8 +123,13 @@ def tensors_of(raw: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def write(folder: Path, family: str, chosen: Format) -> tuple[Path, Path, list[str]]:
-    """The folders of a packed checkpoint and of its plain weights; what is packed."""
+def write(
+    folder: Path, family: str, chosen: Format, left: tuple[str, ...] = ("mtp.",)
+) -> tuple[Path, Path, list[str]]:
+    """The folders of a packed checkpoint and of its plain weights; what is packed.
+
+    left: how names begin of modules that stay plain.
+    """
     settings, writer = chosen
     raw = {**FAMILIES[family], "vocab_size": VOCAB}
     plain = tensors_of(raw)
@@ -125,8 +137,8 @@ def write(folder: Path, family: str, chosen: Format) -> tuple[Path, Path, list[s
     done = []
     for seed, (name, tensor) in enumerate(sorted(plain.items())):
         module = name.removesuffix(".weight")
-        left = tensor.dim() != 2 or "embed" in name or module.rpartition(".")[2] in SMALL
-        if left or module.startswith("mtp."):
+        whole = tensor.dim() == 2 and "embed" not in name
+        if not whole or module.rpartition(".")[2] in SMALL or module.startswith(left):
             packed[name] = tensor
             continue
         stored = writer(*tensor.shape, seed)
@@ -144,9 +156,19 @@ def write(folder: Path, family: str, chosen: Format) -> tuple[Path, Path, list[s
     return folders[0], folders[1], done
 
 
+def drafts(folder: Path) -> Tensor:
+    """Every number of the draft module's linear maps, as `weights` has them."""
+    program = build(folder, speculative_config=MTP).engine.runner.program
+    return weights_in(program.drafter.context.module)
+
+
 def weights(llm: LLM) -> Tensor:
     """Every number of the target's linear maps, expert by expert and row by row."""
-    model: Any = llm.engine.runner.model
+    return weights_in(llm.engine.runner.model)
+
+
+def weights_in(model: Any) -> Tensor:
+    """Every number of a model's linear maps."""
     stored = [layer.weight for layer in model.modules() if isinstance(layer, Weight)]
     return torch.cat([x.flatten() for weight in stored for x in weight.flatten(0, -2)])
 
@@ -178,6 +200,16 @@ def test_experts_of_whole_blocks_are_taken_over_together(
     assert torch.equal(weights(build(packed)), weights(build(plain)))
     experts = FAMILIES["whole"]["num_experts"]
     assert {experts, 2 * experts} == set(joined)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "auto-round", "fp8 blocks", "compressed nvfp4"])
+def test_the_draft_modules_experts_may_be_packed(tmp_path: Path, name: str) -> None:
+    """Of whole blocks, which are taken over together."""
+    (packed, plain, done) = write(tmp_path, "packed draft", FORMATS[name], left=())
+    assert sum(module.startswith("mtp.layers.0.mlp.experts.") for module in done) == 18
+    right = answer(build(plain))
+    assert answer(build(packed, speculative_config=MTP)) == right
+    assert torch.equal(drafts(packed), drafts(plain))
 
 
 def test_a_damaged_expert_is_named(tmp_path: Path) -> None:
