@@ -32,6 +32,8 @@ from lockstep.quant.storage import (
 
 CLASS = "Linear"
 """The class of every linear map, as targets name it."""
+OF_ALL = 2
+"""The rank of a target that is a class."""
 PATTERN = "re:"
 """In front of a target that is a regular expression; it is matched from the name's start."""
 MIXED = "mixed-precision"
@@ -49,7 +51,8 @@ def read(settings: Mapping[str, Any]) -> "CompressedTensors":
 class Target:
     """What a list names: a module, a regular expression of modules, or all of a class.
 
-    rank: 0, 1 or 2 in this order, the most precise first.
+    rank: 0, 1 or OF_ALL in this order, the most precise first; of one rank the first by the
+    alphabet decides, and of one text the last group, as the library has it.
     """
 
     text: str
@@ -60,7 +63,7 @@ class Target:
     def read(cls, text: str, settings: SettingsReader, name: str) -> "Target":
         """Raises CheckpointError where it is a regular expression that cannot be read."""
         if text == CLASS:
-            return cls(text, 2, lambda module: True)
+            return cls(text, OF_ALL, lambda module: True)
         if not text.startswith(PATTERN):
             return cls(text, 0, lambda module: module == text)
         pattern = settings.pattern(name, text.removeprefix(PATTERN))
@@ -123,7 +126,7 @@ class CompressedTensors(StoredPacking):
         if entry is not None:
             return settle(module, None, f"{WITHIN}ignore ({entry.text!r})")
         ranked = [
-            (target.rank, index)
+            (target.rank, target.text, -index)
             for index, one in enumerate(self.groups)
             for target in one.targets
             if target.covers(module)
@@ -131,8 +134,10 @@ class CompressedTensors(StoredPacking):
         groups = f"{WITHIN}config_groups"
         if not ranked:
             return settle(module, None, f"{groups}, of which no target names it,")
-        chosen = self.groups[min(ranked)[1]]
-        return settle(module, chosen.storage, f"{groups}[{chosen.name!r}]")
+        (rank, _, index) = min(ranked)
+        chosen = self.groups[-index]
+        setting = f"{groups}[{chosen.name!r}]"
+        return settle(module, chosen.storage, setting, of_all=rank == OF_ALL)
 
 
 def targets(settings: SettingsReader, name: str) -> tuple[Target, ...]:

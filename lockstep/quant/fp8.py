@@ -58,7 +58,7 @@ class Fp8(StoredPacking):
             return settle(module, None, setting)
         if module.tensors is None and module.path == "lm_head":
             return None
-        return settle(module, self.storage_of_all, self._reason())
+        return settle(module, self.storage_of_all, self._reason(), of_all=True)
 
     def _reason(self) -> str:
         """The setting that packs what no list leaves out."""

@@ -89,7 +89,8 @@ class ModelOpt(StoredPacking):
         setting = f"{WITHIN}quant_algo={self.algorithm!r}"
         if self.algorithm is None:
             return settle(module, None, setting)
-        return settle(module, STORAGES[self.algorithm], f"{setting}, with no list to except it,")
+        setting += ", with no list to except it,"
+        return settle(module, STORAGES[self.algorithm], setting, of_all=True)
 
 
 def algorithm(settings: SettingsReader) -> str:

@@ -21,6 +21,7 @@ from lockstep.kernels.packed import (
     pack,
 )
 from lockstep.quant.packing import (
+    IN_A_MIXTURE,
     NO_LINEAR,
     Layout,
     Module,
@@ -89,12 +90,15 @@ class StoredPacking(Packing):
         return storage.slots(module, weight)
 
 
-def settle(module: Module, said: Storage | None, setting: str) -> Storage | None:
+def settle(
+    module: Module, said: Storage | None, setting: str, *, of_all: bool = False
+) -> Storage | None:
     """How the module is stored: what its settings say, where its tensors agree.
 
-    setting: the one that says so, for messages. Some maps may be plain without being listed, see
-    usually_plain; where there are no files NO_LINEAR are. Raises CheckpointError where tensors say
-    otherwise.
+    setting: the one that says so, for messages; of_all: it is of all linear layers, and names none.
+    Some maps may be plain without being listed: see usually_plain, and IN_A_MIXTURE where the
+    setting is of all. Where there are no files NO_LINEAR are. Raises CheckpointError where tensors
+    say otherwise.
     """
     if module.tensors is None:
         return None if module.path.rpartition(".")[2] in NO_LINEAR else said
@@ -107,7 +111,7 @@ def settle(module: Module, said: Storage | None, setting: str) -> Storage | None
         return None
     needed = ", ".join(said.needs(module))
     if not packed:
-        if weight is None or usually_plain(module):
+        if weight is None or usually_plain(module) or (of_all and IN_A_MIXTURE in module.path):
             return None
         raise contradiction(module, f"{setting} asks for {needed}")
     if not all(suffix in module.tensors for suffix in said.needs(module)):

@@ -22,8 +22,9 @@ from lockstep.quant import Slot
 from lockstep.quant.slot import Stack
 from tests.models.dense import VOCAB
 from tests.models.filled import MTP, answer, build
+from tests.models.test_mixtures import fused
 from tests.quant.cases import BLOCKS, FP8, NVFP4, ints, modelopt
-from tests.quant.disk import Codes, awq, draw, gptq
+from tests.quant.disk import Codes, awq, draw, gptq, names_in
 from tests.quant.stored import (
     MODELOPT_FP4,
     TENSORS_FP4,
@@ -128,7 +129,7 @@ def write(
 ) -> tuple[Path, Path, list[str]]:
     """The folders of a packed checkpoint and of its plain weights; what is packed.
 
-    left: how names begin of modules that stay plain.
+    left: what stands in the names of modules that stay plain.
     """
     settings, writer = chosen
     raw = {**FAMILIES[family], "vocab_size": VOCAB}
@@ -138,7 +139,7 @@ def write(
     for seed, (name, tensor) in enumerate(sorted(plain.items())):
         module = name.removesuffix(".weight")
         whole = tensor.dim() == 2 and "embed" not in name
-        if not whole or module.rpartition(".")[2] in SMALL or module.startswith(left):
+        if not whole or module.rpartition(".")[2] in SMALL or names_in(module, left):
             packed[name] = tensor
             continue
         stored = writer(*tensor.shape, seed)
@@ -210,6 +211,23 @@ def test_the_draft_modules_experts_may_be_packed(tmp_path: Path, name: str) -> N
     right = answer(build(plain))
     assert answer(build(packed, speculative_config=MTP)) == right
     assert torch.equal(drafts(packed), drafts(plain))
+
+
+PASSED_BY = ["gptq", "awq", "fp8 blocks", "fp8 channel", "compressed int4", "modelopt nvfp4"]
+
+
+@pytest.mark.parametrize("name", PASSED_BY)
+def test_experts_may_be_plain_beside_packed_layers(tmp_path: Path, name: str) -> None:
+    """Tools that pack linear layers pass experts by where they are one tensor, and list none of
+    them; they are written as one or one by one."""
+    (packed, plain, done) = write(tmp_path, "qwen3_5_moe", FORMATS[name], left=("mtp.", ".experts."))
+    assert any("self_attn" in module for module in done)
+    right = answer(build(plain))
+    assert answer(build(packed)) == right
+    together = fused(load_file(packed / "x.safetensors"))
+    save_file(together, packed / "x.safetensors")
+    assert "model.layers.0.mlp.experts.gate_up_proj" in together
+    assert answer(build(packed)) == right
 
 
 def test_a_damaged_expert_is_named(tmp_path: Path) -> None:
