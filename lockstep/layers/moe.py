@@ -315,12 +315,14 @@ def _one_layout(build: Build, reads: list[Module]) -> Layout | None:
     for layout, read in zip(layouts, reads, strict=True):
         if others and layout != usual:
             raise CheckpointError(
-                f"{read.path} is stored as {_named(layout)}, other experts of its layer as "
-                f"{_named(usual)}; allowed: one way for all of them. Serve a checkpoint whose "
-                "experts are packed alike."
+                f"{read.path} is stored as {_named(layout, read)}, other experts of its layer as "
+                f"{_named(usual, reads[layouts.index(usual)])}; allowed: one way for all of them. "
+                "Serve a checkpoint whose experts are all there and packed alike."
             )
     return usual
 
 
-def _named(layout: Layout | None) -> str:
-    return "a plain weight" if layout is None else str(layout)
+def _named(layout: Layout | None, read: Module) -> str:
+    if layout is None:
+        return "nothing: it has no tensors" if read.tensors == {} else "a plain weight"
+    return str(layout)

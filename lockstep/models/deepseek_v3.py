@@ -26,7 +26,6 @@ from lockstep.quant.slot import PLAIN
 
 PREFIXES = ("language_model.model.", "language_model.", "model.")
 IGNORED = ("vision_tower.", "mm_projector.")
-IGNORED_ENDS = (".rotary_emb.inv_freq",)
 DRAFT_SETTING = "num_nextn_predict_layers"
 TWINS = ("embed_tokens", "shared_head.head")
 """Copies of the target's embedding and head in the MTP module, which shares the target's own."""

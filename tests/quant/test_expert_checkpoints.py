@@ -220,7 +220,8 @@ PASSED_BY = ["gptq", "awq", "fp8 blocks", "fp8 channel", "compressed int4", "mod
 def test_experts_may_be_plain_beside_packed_layers(tmp_path: Path, name: str) -> None:
     """Tools that pack linear layers pass experts by where they are one tensor, and list none of
     them; they are written as one or one by one."""
-    (packed, plain, done) = write(tmp_path, "qwen3_5_moe", FORMATS[name], left=("mtp.", ".experts."))
+    left = ("mtp.", ".experts.")
+    (packed, plain, done) = write(tmp_path, "qwen3_5_moe", FORMATS[name], left)
     assert any("self_attn" in module for module in done)
     right = answer(build(plain))
     assert answer(build(packed)) == right
@@ -306,6 +307,21 @@ def test_experts_in_an_order_of_their_own_are_refused(tmp_path: Path) -> None:
     settings = {**GPTQ, "desc_act": True, "group_size": 32}
     (packed, _, _) = write(tmp_path, "qwen3_moe", (settings, integers(gptq, shuffle=True)))
     with pytest.raises(CheckpointError, match="experts.0.*desc_act"):
+        build(packed)
+
+
+def test_experts_in_groups_that_were_chosen_before_their_order(tmp_path: Path) -> None:
+    settings = {**GPTQ, "desc_act": True, "static_groups": True}
+    (packed, plain, _) = write(tmp_path, "qwen3_moe", (settings, FORMATS["gptq"][1]))
+    assert answer(build(packed)) == answer(build(plain))
+
+
+def test_an_expert_without_tensors_is_named(tmp_path: Path) -> None:
+    (packed, _, _) = write(tmp_path, "qwen3_moe", FORMATS["gptq"])
+    tensors = load_file(packed / "x.safetensors")
+    gone = "layers.0.mlp.experts.2."
+    save_file({n: x for n, x in tensors.items() if gone not in n}, packed / "x.safetensors")
+    with pytest.raises(CheckpointError, match=f"{gone}gate_proj is stored as nothing: it has no"):
         build(packed)
 
 
