@@ -130,15 +130,17 @@ def around(name: str) -> Iterator[str]:
 class Fp8Storage(Storage):
     """`weight` e4m3fn [N, K] and scales that multiply it.
 
-    scale: the scales' suffix. grains: what may share a scale: "tensor", "channel" or "block", of
-    FP8_BLOCK rows and columns. A block's scales are [R, C], or [R, 1, C, 1].
+    scale: the scales' suffix; also: another that they may have. grains: what may share a scale:
+    "tensor", "channel" or "block", of FP8_BLOCK rows and columns. A block's scales are [R, C], or
+    [R, 1, C, 1].
     """
 
     scale: str
     grains: tuple[str, ...]
+    also: str = ""
 
     def needs(self, module: Module) -> tuple[str, ...]:
-        return ("weight", self.scale)
+        return ("weight", self._suffix(module))
 
     def layout(self, module: Module) -> Layout:
         """A scale for every output where blocks end within a map, so that it can be fused."""
@@ -152,12 +154,18 @@ class Fp8Storage(Storage):
         (n, k) = weight.shape
         shapes = {"tensor": [(), (1,), (1, 1)], "channel": [(n, 1), (n,)], "block": blocks(n, k)}
         known = [shape for grain in self.grains for shape in shapes[grain]]
+        scale = self._suffix(module)
         return {
             "weight": Slot((n, k), (torch.float8_e4m3fn,), weight.device, eight_bits(weight)),
-            self.scale: slot(
-                module, self.scale, known, PLAIN, weight.device, lambda x: self._scale(weight, x)
+            scale: slot(
+                module, scale, known, PLAIN, weight.device, lambda x: self._scale(weight, x)
             ),
         }
+
+    def _suffix(self, module: Module) -> str:
+        """That of the module's scales."""
+        found = module.tensors or {}
+        return self.also if self.also in found and self.scale not in found else self.scale
 
     def _scale(self, weight: Fp8Weight, found: Tensor) -> None:
         (n, _) = weight.shape

@@ -511,6 +511,11 @@ def test_names_of_formats() -> None:
     assert read(FP8).name == "fp8"
     assert read(NVFP4).name == "compressed-tensors-nvfp4-pack-quantized"
     assert read(modelopt("FP8")).name == "modelopt-FP8"
+    assert read(modelopt("fp8_pb_wo")).name == "modelopt-FP8_PB_WO"
+    layers = {"a": {"quant_algo": "fp8_pb_wo"}}
+    assert read(modelopt("mixed_precision", quantized_layers=layers)).name.endswith(
+        "MIXED_PRECISION"
+    )
 
 
 def test_the_writers_agree_with_the_words_of_the_formats() -> None:
