@@ -368,6 +368,28 @@ def test_the_most_precise_target_decides() -> None:
     assert [(o["bits"], o["group"]) for o in options] == [(8, 144), (4, 32), (4, 16)]
 
 
+def test_fp8_lists_hold_regular_expressions() -> None:
+    """Of what a name begins with up to a dot, as transformers 5.24 reads them."""
+
+    def left(*entries: str, path: str = PATH) -> bool:
+        packing = read({**BLOCKS, "modules_to_not_convert": list(entries)})
+        return packing.layout(module_of(PLAIN if path == PATH else None, 192, 144, path)) is None
+
+    for entry in (
+        r"model.layers.*.mlp.down_proj",
+        "model.layers.*.mlp",
+        "re:.*down_proj",
+        ".*mlp.",
+    ):
+        assert left(entry)
+    gate = "layers.0.mlp.gate_proj"
+    assert left("model.layers.*.mlp.gate_proj", path=gate)
+    assert not left("model.layers.*.mlp.gate", path=gate)
+    assert not left("layers.[1-9].*", path=gate)
+    with pytest.raises(CheckpointError, match="modules_to_not_convert=.*regular expressions"):
+        left("*.mlp.(")
+
+
 @pytest.mark.parametrize(
     ("targets", "group"),
     [
