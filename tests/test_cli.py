@@ -163,6 +163,7 @@ def test_explain_of_a_gpu_that_is_not_there(model: str) -> None:
     roomy = run(*asked, "--gpu-memory-bytes", "24e9").stdout.splitlines()[-1]
     assert roomy == f"It fits: a cache of {plan['cache_tokens']:,} tokens."
     tight = run(*asked, "--gpu-memory-bytes", "1e9").stdout.splitlines()[-1]
+    assert "other programs" not in tight  # on a card that is not there are none
     assert tight.startswith("It does not fit: ") and small["why"] in tight
     shown = run(*asked)
     assert shown.exit_code == 0 and "needed_bytes" in shown.stdout

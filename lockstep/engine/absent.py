@@ -173,7 +173,7 @@ def plan(
         size = (
             memory.asked_size(config, limits, cost)
             if asked
-            else memory.measured_size(config, limits, cost, left)
+            else memory.measured_size(config, limits, cost, max(left, 0))
         )
     except CapacityError as error:
         return found | dict(num_pages=0, num_slots=0, fits=False, why=str(error))

@@ -1,5 +1,7 @@
 """The Gated DeltaNet mixer (Yang et al., 2024), in the layout of Qwen3.5 checkpoints."""
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -62,10 +64,10 @@ class GatedDeltaNet(nn.Module):
             }
             each = value_heads // key_heads
             orders = {
-                "in_proj_qkvz": grouped_rows(
-                    key_heads, (key_dim, key_dim, *[each * value_dim] * 2)
+                "in_proj_qkvz": partial(
+                    grouped_rows, key_heads, (key_dim, key_dim, *[each * value_dim] * 2)
                 ),
-                "in_proj_ba": grouped_rows(key_heads, (each, each)),
+                "in_proj_ba": partial(grouped_rows, key_heads, (each, each)),
             }
         self.in_proj = Linear(build, hidden, projections, orders=orders)
         taps = build.empty(kernel, 1, self.channels)  # the layout in which the op reads it

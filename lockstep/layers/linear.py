@@ -1,7 +1,7 @@
 """Linear layers: a weight, or several fused along their outputs, packed or not."""
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import cast
 
@@ -199,8 +199,8 @@ class Linear(nn.Module):
 
     outputs: name of each weight in the checkpoint, within the module that is built -> its rows.
     Some of them may be packed and others not: products_of says which are one Product.
-    orders: name -> for each row of the layer, the row of the checkpoint's weight that it is, where
-    they are not the same.
+    orders: name -> makes, for each row of the layer, the row of the checkpoint's weight that it is,
+    where they are not the same; called once the weights are known to fit.
     bias: y = round(round(x W^T) + b), both roundings to x's dtype: the op's result, then a sum in
     fp32 of two rounded numbers. It is elementwise, so it is the same for every backend of the
     product and every T. In fp32 the inner rounding is none.
@@ -215,13 +215,12 @@ class Linear(nn.Module):
         outputs: Mapping[str, int],
         *,
         bias: bool = False,
-        orders: Mapping[str, Tensor] | None = None,
+        orders: Mapping[str, Callable[[], Tensor]] | None = None,
     ) -> None:
         super().__init__()
         self.dtype = build.dtype
         self.names = tuple(outputs)
         self.outputs = tuple(outputs.values())
-        self.orders = dict(orders or {})
         self.packing = build.packing
         self.reads = [build.module(name, n, inputs) for name, n in outputs.items()]
         found = products_of(runs_of(build, self.reads), inputs)
@@ -229,6 +228,7 @@ class Linear(nn.Module):
         partial = self.partial and not bias and len(found) == 1
         products = [Product(build, inputs, runs, total=total, partial=partial) for runs in found]
         self.products = nn.ModuleList(products)
+        self.orders = {name: order() for name, order in (orders or {}).items()}
         self.firsts = tuple(accumulate((product.shape[0] for product in products), initial=0))
         self.bias = build.empty(total) if bias else None
 

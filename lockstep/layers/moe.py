@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -131,7 +131,7 @@ class ExpertWeight(Weight):
         if any(read.outputs % BLOCK for read in self.reads):
             return
         first = self.reads[0]
-        every = Module(first.path, first.names, weight.shape[0], first.inputs, None)
+        every = replace(first, outputs=weight.shape[0])
         whole = self.packing.slots(every, weight)
         for suffix in {name.rpartition(".")[2] for name in table}:
             names = [f"{name}.{suffix}" for name in self.names]
@@ -315,12 +315,14 @@ def _one_layout(build: Build, reads: list[Module]) -> Layout | None:
     for layout, read in zip(layouts, reads, strict=True):
         if others and layout != usual:
             raise CheckpointError(
-                f"{read.path} is stored as {_named(layout)}, other experts of its layer as "
-                f"{_named(usual)}; allowed: one way for all of them. Serve a checkpoint whose "
-                "experts are packed alike."
+                f"{read.path} is stored as {_named(layout, read)}, other experts of its layer as "
+                f"{_named(usual, reads[layouts.index(usual)])}; allowed: one way for all of them. "
+                "Serve a checkpoint whose experts are all there and packed alike."
             )
     return usual
 
 
-def _named(layout: Layout | None) -> str:
-    return "a plain weight" if layout is None else str(layout)
+def _named(layout: Layout | None, read: Module) -> str:
+    if layout is None:
+        return "nothing: it has no tensors" if read.tensors == {} else "a plain weight"
+    return str(layout)

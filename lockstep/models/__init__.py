@@ -31,8 +31,8 @@ def architecture(model_type: object) -> ModuleType:
     """The module that builds this model_type.
 
     It has Config, Model, PREFIXES (of checkpoint names) and IGNORED (tensors that the text model
-    does not use, by how their names begin; IGNORED_ENDS, by how they end); where it drafts, Draft
-    and DRAFT_PREFIX too, or draft_prefix(raw) where config.json decides it.
+    does not use, by how their names begin); where it drafts, Draft and DRAFT_PREFIX too, or
+    draft_prefix(raw) where config.json decides it.
     """
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise choice_error(

@@ -20,13 +20,12 @@ from lockstep.models.decoder import Decoder, DecoderConfig, Half, mlp_half
 from lockstep.models.latents import Latents, read_latent_common
 from lockstep.models.mixture import Mixture
 from lockstep.models.next_token import NextTokenModule
-from lockstep.models.reading import MOST_LAYERS, ConfigReader
+from lockstep.models.reading import MOST_EXPERTS, MOST_LAYERS, ConfigReader
 from lockstep.quant import Slot
 from lockstep.quant.slot import PLAIN
 
 PREFIXES = ("language_model.model.", "language_model.", "model.")
 IGNORED = ("vision_tower.", "mm_projector.")
-IGNORED_ENDS = (".rotary_emb.inv_freq",)
 DRAFT_SETTING = "num_nextn_predict_layers"
 TWINS = ("embed_tokens", "shared_head.head")
 """Copies of the target's embedding and head in the MTP module, which shares the target's own."""
@@ -67,7 +66,7 @@ def _read_mixture(c: ConfigReader, layers: int) -> Mixture:
     c.need(shared >= 0, "n_shared_experts", "0 or more")
     inner = c.size("moe_intermediate_size")
     routing = Routing(
-        c.size("n_routed_experts"),
+        c.size("n_routed_experts", most=MOST_EXPERTS),
         c.size("num_experts_per_tok"),
         scoring="sigmoid",
         renormalise=c.get("norm_topk_prob", bool, True),

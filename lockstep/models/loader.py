@@ -20,6 +20,8 @@ from lockstep.quant import Packing, Slot
 Progress = Callable[[int, int], None]
 """Called with the bytes that are loaded and those that are to be."""
 TIED_HEAD = "lm_head.weight"
+OF_SETTINGS = ".rotary_emb.inv_freq"
+"""How names end of tensors that older checkpoints have and config.json says: they are not read."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +190,7 @@ def _ignored(
 ) -> bool:
     """drafted: how names begin of a draft module that is not built; None: there is none."""
     module = checkpoint.architecture
-    if name.startswith(module.IGNORED) or name.endswith(getattr(module, "IGNORED_ENDS", ())):
+    if name.startswith(module.IGNORED) or name.endswith(OF_SETTINGS):
         return True
     if packing is not None and name.rpartition(".")[2] in packing.unused:
         return True

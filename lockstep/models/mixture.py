@@ -6,7 +6,7 @@ from typing import Any
 from lockstep.layers.build import Build
 from lockstep.layers.moe import MoE, Routing
 from lockstep.models.decoder import DecoderConfig, Half
-from lockstep.models.reading import ConfigReader
+from lockstep.models.reading import MOST_EXPERTS, ConfigReader
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def read_routing(c: ConfigReader, renormalise: bool = True) -> Routing:
     transformers 5.23 writes num_experts as num_local_experts in some families.
     """
     local = c.raw.get("num_experts") is None and "num_local_experts" in c.raw
-    experts = c.size("num_local_experts" if local else "num_experts")
+    experts = c.size("num_local_experts" if local else "num_experts", most=MOST_EXPERTS)
     top_k = c.size("num_experts_per_tok")
     c.need(top_k <= experts, "num_experts_per_tok", f"1 to {experts}, the number of experts")
     return Routing(experts, top_k, renormalise=renormalise)

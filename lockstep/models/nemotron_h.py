@@ -19,7 +19,7 @@ from lockstep.layers.mlp import ReluMLP
 from lockstep.layers.moe import RELU_MLP, MoE, Routing
 from lockstep.models.decoder import Decoder, Half, StackConfig
 from lockstep.models.next_token import NextTokenModule
-from lockstep.models.reading import MOST_LAYERS, ConfigReader
+from lockstep.models.reading import MOST_EXPERTS, MOST_LAYERS, ConfigReader
 
 PREFIXES = ("backbone.", "model.")
 IGNORED = ()
@@ -182,7 +182,7 @@ def _read_experts(c: ConfigReader) -> Experts:
     c.only("n_shared_experts", 1, default=1)
     local = "n_routed_experts" if "n_routed_experts" in c.raw else "num_local_experts"
     routing = Routing(
-        c.size(local),
+        c.size(local, most=MOST_EXPERTS),
         c.size("num_experts_per_tok"),
         scoring="sigmoid",
         renormalise=c.get("norm_topk_prob", bool),

@@ -67,8 +67,11 @@ def read_hybrid(c: ConfigReader, dense: bool = True) -> dict[str, Any]:
     key_heads = c.size("linear_num_key_heads")
     value_heads = c.size("linear_num_value_heads")
     c.need(value_heads % key_heads == 0, "linear_num_value_heads", "multiples of key heads")
+    types = c.layer_types(layers, {"linear_attention", "full_attention"}, kinds)
+    told = "layer_types" if c.raw.get("layer_types") is not None else "full_attention_interval"
+    c.need("full_attention" in types, told, "settings by which at least one layer attends")
     return dict(
-        layer_types=c.layer_types(layers, {"linear_attention", "full_attention"}, kinds),
+        layer_types=types,
         key_heads=key_heads,
         value_heads=value_heads,
         key_dim=c.size("linear_key_head_dim"),

@@ -9,6 +9,7 @@ T = TypeVar("T")
 _MISSING = object()
 MOST_SIZE = 1 << 24
 MOST_LAYERS = 1024
+MOST_EXPERTS = 4096
 MOST_NUMBER = 10**30
 """Bounds that no real model comes near; whether what is asked fits into memory is seen later."""
 

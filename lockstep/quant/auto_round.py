@@ -61,9 +61,7 @@ class AutoRound(IntPacking):
         )
         super().__init__("auto-round", scheme)
         c.only("data_type", "int", default="int")
-        c.only("super_bits", None)
-        for name in ROTATIONS:
-            c.only(name, None, [], {})
+        _check_plain(c)
         self.packing = _packing_format(c)
         self._check_bits(c, scheme)
         act_bits = c.get("act_bits", int, PLAIN_BITS)
@@ -82,9 +80,9 @@ class AutoRound(IntPacking):
 
     def _scheme(self, c: SettingsReader) -> Scheme | None:
         """What an entry of extra_config says: as a whole, but for what it leaves out."""
+        _check_plain(c)
         bits = c.get("bits", int, self.scheme.bits)
-        kind = c.only("data_type", "int", "fp", "float", default="int")
-        if bits >= PLAIN_BITS or kind != "int":
+        if bits >= PLAIN_BITS or c.only("data_type", "int", "fp", "float", default="int") != "int":
             return None
         found = replace(self.scheme.overridden(c), act_order=False)
         self._check_bits(c, found)
@@ -125,6 +123,13 @@ class AutoRound(IntPacking):
 def read(settings: Mapping[str, Any]) -> Packing:
     """The format of a checkpoint's settings. Raises CheckpointError on what is not built."""
     return AutoRound(SettingsReader(settings))
+
+
+def _check_plain(c: SettingsReader) -> None:
+    """Raises CheckpointError where more than integers, scales and zeros makes a weight."""
+    c.only("super_bits", None)
+    for name in ROTATIONS:
+        c.only(name, None, [], {})
 
 
 def _packing_format(c: SettingsReader) -> str:

@@ -12,6 +12,7 @@ scales that belong to them are not used. The KV cache has the format that the us
 `kv_cache_scheme` says; fp8 takes `k_scale` and `v_scale` (lockstep.layers.kv).
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,8 @@ from lockstep.quant.storage import (
 
 CLASS = "Linear"
 """The class of every linear map, as targets name it."""
+OF_ALL = 2
+"""How precise a class is: of what find() says, the least."""
 PATTERN = "re:"
 """In front of a target that is a regular expression; it is matched from the name's start."""
 MIXED = "mixed-precision"
@@ -46,29 +49,38 @@ def read(settings: Mapping[str, Any]) -> "CompressedTensors":
 
 
 @dataclass(frozen=True)
-class Target:
-    """What a list names: a module, a regular expression of modules, or all of a class.
+class Targets:
+    """What a list names: modules, regular expressions of modules (by their text), all of a class.
 
-    rank: 0, 1 or 2 in this order, the most precise first.
+    Of those that name a module the most precise decides, and of regular expressions the first by
+    the alphabet, as the library has it.
     """
 
-    text: str
-    rank: int
-    matches: Callable[[str], bool]
+    names: frozenset[str]
+    patterns: tuple[tuple[str, re.Pattern[str]], ...]
+    all: bool
 
     @classmethod
-    def read(cls, text: str, settings: SettingsReader, name: str) -> "Target":
-        """Raises CheckpointError where it is a regular expression that cannot be read."""
-        if text == CLASS:
-            return cls(text, 2, lambda module: True)
-        if not text.startswith(PATTERN):
-            return cls(text, 0, lambda module: module == text)
-        pattern = settings.pattern(name, text.removeprefix(PATTERN))
-        return cls(text, 1, lambda module: pattern.match(module) is not None)
+    def read(cls, settings: SettingsReader, name: str) -> "Targets":
+        """The setting of this name. Raises CheckpointError where it is no list of them."""
+        texts: list[str] = settings.get(name, list, [])
+        if not all(isinstance(text, str) for text in texts):
+            raise settings.error(name, texts, "a list of names", MEND)
+        spelled = sorted({text for text in texts if text.startswith(PATTERN)})
+        patterns = ((x, settings.pattern(name, x.removeprefix(PATTERN))) for x in spelled)
+        names = frozenset(texts) - {CLASS, *spelled}
+        return cls(names, tuple(patterns), CLASS in texts)
 
-    def covers(self, module: Module) -> bool:
-        """Whether it names the module, by one of the names that this may have."""
-        return any(self.matches(name) for name in module.names)
+    def find(self, module: Module) -> tuple[int, str] | None:
+        """What decides of a module, by one of the names that this may have: how precise it is, the
+        most precise first, and its text; None where nothing does."""
+        named = [name for name in module.names if name in self.names]
+        if named:
+            return 0, min(named)
+        for text, pattern in self.patterns:
+            if any(pattern.match(name) for name in module.names):
+                return 1, text
+        return (OF_ALL, CLASS) if self.all else None
 
 
 @dataclass(frozen=True)
@@ -76,7 +88,7 @@ class Group:
     """A part of config_groups: what it packs, and how."""
 
     name: str
-    targets: tuple[Target, ...]
+    targets: Targets
     storage: Storage
 
 
@@ -109,7 +121,7 @@ class CompressedTensors(StoredPacking):
         if transforms:
             raise settings.error("transform_config", transforms, "none", BUILT)
         part(settings, "sparsity_config").only("format", "dense", default="dense")
-        self.left_out = targets(settings, "ignore")
+        self.left_out = Targets.read(settings, "ignore")
         parts = settings.parts("config_groups")
         if not parts and not settings.has("kv_cache_scheme"):
             told = "an object of groups of modules"
@@ -119,33 +131,23 @@ class CompressedTensors(StoredPacking):
         self.notes = tuple(notes(settings, parts))
 
     def storage(self, module: Module) -> Storage | None:
-        entry = next((one for one in self.left_out if one.covers(module)), None)
+        entry = self.left_out.find(module)
         if entry is not None:
-            return settle(module, None, f"{WITHIN}ignore ({entry.text!r})")
-        ranked = [
-            (target.rank, index)
-            for index, one in enumerate(self.groups)
-            for target in one.targets
-            if target.covers(module)
-        ]
+            return settle(module, None, f"{WITHIN}ignore ({entry[1]!r})")
+        found = [(one.targets.find(module), -index) for index, one in enumerate(self.groups)]
+        ranked = [(target, index) for target, index in found if target is not None]
         groups = f"{WITHIN}config_groups"
         if not ranked:
             return settle(module, None, f"{groups}, of which no target names it,")
-        chosen = self.groups[min(ranked)[1]]
-        return settle(module, chosen.storage, f"{groups}[{chosen.name!r}]")
-
-
-def targets(settings: SettingsReader, name: str) -> tuple[Target, ...]:
-    """A list of targets, of names or regular expressions."""
-    texts: list[str] = settings.get(name, list, [])
-    if not all(isinstance(text, str) for text in texts):
-        raise settings.error(name, texts, "a list of names", MEND)
-    return tuple(Target.read(text, settings, name) for text in texts)
+        ((rank, _), index) = min(ranked)
+        chosen = self.groups[-index]
+        setting = f"{groups}[{chosen.name!r}]"
+        return settle(module, chosen.storage, setting, of_all=rank == OF_ALL)
 
 
 def group(name: str, settings: SettingsReader, default: str) -> Group | None:
     """A group by its settings; None where it packs no weights."""
-    named = targets(settings, "targets")
+    named = Targets.read(settings, "targets")
     weights = part(settings, "weights")
     if not settings.has("weights"):
         return None

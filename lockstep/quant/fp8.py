@@ -20,7 +20,11 @@ from lockstep.quant.storage import (
 )
 
 LISTS = ("modules_to_not_convert", "ignored_layers")
-"""Settings with modules that are not packed: themselves, one around them, or how names end."""
+"""Settings with modules that are not packed: themselves, one around them, how names end, or a
+regular expression, as transformers reads them, of what names begin with up to a dot."""
+SPECIAL = frozenset("*+?^$()[]{}|\\")
+"""An entry that holds one of these is a regular expression."""
+UP_TO_A_DOT = r"(?:(?<=\.)|(?=\.|$))"
 
 
 def read(settings: Mapping[str, Any]) -> "Fp8":
@@ -31,7 +35,10 @@ def read(settings: Mapping[str, Any]) -> "Fp8":
 class Fp8(StoredPacking):
     """See the file's head. name: "fp8-128x128" for blocks, else "fp8"."""
 
-    unused = frozenset({"input_scale", "output_scale", "k_scale", "v_scale", "q_scale", "kv_scale"})
+    unused = frozenset(
+        {"input_scale", "activation_scale", "output_scale", "k_scale", "v_scale", "q_scale",
+         "kv_scale"}
+    )  # fmt: skip
 
     def __init__(self, settings: SettingsReader) -> None:
         settings.only("fmt", "e4m3", default="e4m3")
@@ -39,7 +46,13 @@ class Fp8(StoredPacking):
         scheme = settings.only("activation_scheme", "dynamic", "static", default="dynamic")
         block = settings.only("weight_block_size", None, [FP8_BLOCK, FP8_BLOCK])
         self.settings = settings
-        self.left_out = {entry: name for name in LISTS for entry in settings.names(name)}
+        listed = {entry: name for name in LISTS for entry in settings.names(name)}
+        self.left_out = {x: name for x, name in listed.items() if SPECIAL.isdisjoint(x)}
+        self.patterns = [
+            (x, name, settings.pattern(name, f"(?:{x.removeprefix('re:')}){UP_TO_A_DOT}"))
+            for x, name in listed.items()
+            if x not in self.left_out
+        ]
         self.name = "fp8" if block is None else "fp8-128x128"
         self.storage_of_all = (
             Fp8Storage("weight_scale", ("tensor", "channel"))
@@ -51,14 +64,23 @@ class Fp8(StoredPacking):
         )
 
     def storage(self, module: Module) -> Storage | None:
-        parts = (part for name in module.names for part in (*around(name), *ends(name)))
-        entry = next((part for part in parts if part in self.left_out), None)
-        if entry is not None:
-            setting = f"{WITHIN}{self.left_out[entry]} ({entry!r})"
+        setting = self._left_out_by(module)
+        if setting is not None:
             return settle(module, None, setting)
         if module.tensors is None and module.path == "lm_head":
             return None
-        return settle(module, self.storage_of_all, self._reason())
+        return settle(module, self.storage_of_all, self._reason(), of_all=True)
+
+    def _left_out_by(self, module: Module) -> str | None:
+        """The setting and its entry by which a module is not packed, if there is one."""
+        for name in module.names:
+            for part in (*around(name), *ends(name)):
+                if part in self.left_out:
+                    return f"{WITHIN}{self.left_out[part]} ({part!r})"
+        for entry, setting, pattern in self.patterns:
+            if any(pattern.match(name) for name in module.names):
+                return f"{WITHIN}{setting} ({entry[:100]!r})"
+        return None
 
     def _reason(self) -> str:
         """The setting that packs what no list leaves out."""

@@ -60,6 +60,7 @@ class GPTQ(IntPacking):
             group=c.only("group_size", *GROUPS, default=-1),
             symmetric=c.get("sym", bool, False),
             act_order=c.get("desc_act", bool, False),
+            static=_static(c),
         )
         super().__init__("gptq", scheme)
         written = c.called("checkpoint_format", "format")
@@ -95,6 +96,13 @@ class GPTQ(IntPacking):
 def read(settings: Mapping[str, Any]) -> Packing:
     """The format of a checkpoint's settings. Raises CheckpointError on what is not built."""
     return GPTQ(SettingsReader(settings))
+
+
+def _static(c: SettingsReader) -> bool:
+    """static_groups, which GPTQModel writes into `meta`."""
+    meta = c.raw.get("meta")
+    own = SettingsReader(meta, f"{WITHIN}meta.") if isinstance(meta, dict) else c
+    return own.get("static_groups", bool, c.get("static_groups", bool, False))
 
 
 def _rule(c: SettingsReader, scheme: Scheme, text: str, options: SettingsReader) -> Rule:
@@ -157,7 +165,7 @@ def _fill_order(module: Module, weight: IntWeight, order: Tensor) -> None:
     plain = torch.arange(weight.k, device=order.device) // weight.group
     if weight.g_idx is None:
         if not bool((order == plain).all()) and bool(order.any()):
-            said = "moves columns between groups, but config.json does not say desc_act"
+            said = "moves columns between groups, but config.json has no desc_act, or static_groups"
             raise damaged(module, "g_idx", said)
         return
     if not torch.equal(order.long().sort().values, plain):

@@ -32,12 +32,19 @@ CHUNK = 1 << 24
 @dataclass(frozen=True)
 class Scheme:
     """How a weight is packed. group: columns that share a scale, -1 for all; symmetric: zeros are
-    all 2^(bits - 1); act_order: a tensor says of which group each column is."""
+    all 2^(bits - 1); act_order: columns were packed in the order of their activations; static: in
+    groups that were chosen before, so that each is of the group of its place."""
 
     bits: int
     group: int
     symmetric: bool
     act_order: bool = False
+    static: bool = False
+
+    @property
+    def in_order(self) -> bool:
+        """Whether column k is of group k // group; else a tensor says of which each is."""
+        return self.static or not self.act_order
 
     @property
     def name(self) -> str:
@@ -52,6 +59,7 @@ class Scheme:
             group=c.only(group_name, *GROUPS, default=self.group),
             symmetric=c.get("sym", bool, self.symmetric),
             act_order=c.get("desc_act", bool, self.act_order),
+            static=c.get("static_groups", bool, self.static),
         )
 
 
@@ -98,7 +106,7 @@ class IntPacking(Packing):
         scheme = self.scheme_of(module)
         if scheme is None:
             return None
-        ordered = scheme.act_order and 0 < scheme.group < module.inputs
+        ordered = not scheme.in_order and 0 < scheme.group < module.inputs
         found = Layout.of(
             IntWeight,
             bits=scheme.bits,

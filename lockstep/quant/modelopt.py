@@ -30,7 +30,7 @@ _NVFP4 = Fp4Storage("weight", "weight_scale_2", divides=False)
 STORAGES: Mapping[str, Storage] = {
     "FP8": Fp8Storage("weight_scale", ("tensor",)),
     "FP8_PER_CHANNEL_PER_TOKEN": Fp8Storage("weight_scale", ("channel",)),
-    "FP8_PB_WO": Fp8Storage("weight_scale", ("block",)),
+    "FP8_PB_WO": Fp8Storage("weight_scale", ("block",), also="weight_scale_inv"),
     "NVFP4": _NVFP4,
     "W4A16_NVFP4": _NVFP4,
 }
@@ -40,9 +40,12 @@ LISTS = ("exclude_modules", "ignore")
 
 
 def read(settings: Mapping[str, Any]) -> "ModelOpt":
-    """The format of these settings. Raises CheckpointError where they ask for what is not built."""
-    only_keys = settings.get("quant_algo", "") is None
-    return ModelOpt(SettingsReader(settings), only_keys)
+    """The format of these settings, which may lie within `quantization`. Raises CheckpointError
+    where they ask for what is not built."""
+    inner = settings.get("quantization")
+    found = {**settings, **inner} if isinstance(inner, dict) else settings
+    only_keys = found.get("quant_algo", "") is None
+    return ModelOpt(SettingsReader(found), only_keys)
 
 
 class ModelOpt(StoredPacking):
@@ -55,7 +58,7 @@ class ModelOpt(StoredPacking):
 
     def __init__(self, settings: SettingsReader, only_keys: bool) -> None:
         allowed = (*STORAGES, MIXED, *([None] if only_keys else []))
-        self.algorithm = settings.only("quant_algo", *allowed)
+        self.algorithm = in_capitals(settings).only("quant_algo", *allowed)
         self.name = "modelopt" if self.algorithm is None else f"modelopt-{self.algorithm}"
         self.left_out = {entry: name for name in LISTS for entry in settings.names(name)}
         self.layers: dict[str, SettingsReader] = {}
@@ -89,12 +92,20 @@ class ModelOpt(StoredPacking):
         setting = f"{WITHIN}quant_algo={self.algorithm!r}"
         if self.algorithm is None:
             return settle(module, None, setting)
-        return settle(module, STORAGES[self.algorithm], f"{setting}, with no list to except it,")
+        setting += ", with no list to except it,"
+        return settle(module, STORAGES[self.algorithm], setting, of_all=True)
+
+
+def in_capitals(settings: SettingsReader) -> SettingsReader:
+    """The settings with quant_algo in capitals: the tool itself writes fp8_pb_wo."""
+    kind = settings.raw.get("quant_algo")
+    told = {"quant_algo": kind.upper()} if isinstance(kind, str) else {}
+    return SettingsReader({**settings.raw, **told}, settings.within)
 
 
 def algorithm(settings: SettingsReader) -> str:
     """quant_algo of a module or of all. Raises CheckpointError where it is not built."""
-    kind = settings.only("quant_algo", *STORAGES)
+    kind: str = in_capitals(settings).only("quant_algo", *STORAGES)
     if isinstance(STORAGES[kind], Fp4Storage):
         settings.only("group_size", FP4_GROUP, default=FP4_GROUP)
     return kind

@@ -27,6 +27,10 @@ NO_LINEAR = ("gate", "eh_proj")
 """Maps that are no linear layers in the code that checkpoints are packed with: a rule for all
 linear layers does not mean them, and published checkpoints do not list them."""
 
+IN_A_MIXTURE = ".experts."
+"""In the names of experts. Tools that pack linear layers pass them by where all of a layer's are
+one tensor, and do not list them either."""
+
 
 @dataclass(frozen=True)
 class TensorInfo:

@@ -21,6 +21,7 @@ from lockstep.kernels.packed import (
     pack,
 )
 from lockstep.quant.packing import (
+    IN_A_MIXTURE,
     NO_LINEAR,
     Layout,
     Module,
@@ -89,12 +90,15 @@ class StoredPacking(Packing):
         return storage.slots(module, weight)
 
 
-def settle(module: Module, said: Storage | None, setting: str) -> Storage | None:
+def settle(
+    module: Module, said: Storage | None, setting: str, *, of_all: bool = False
+) -> Storage | None:
     """How the module is stored: what its settings say, where its tensors agree.
 
-    setting: the one that says so, for messages. Some maps may be plain without being listed, see
-    usually_plain; where there are no files NO_LINEAR are. Raises CheckpointError where tensors say
-    otherwise.
+    setting: the one that says so, for messages; of_all: it is of all linear layers, and names none.
+    Some maps may be plain without being listed: see usually_plain, and IN_A_MIXTURE where the
+    setting is of all. Where there are no files NO_LINEAR are. Raises CheckpointError where tensors
+    say otherwise.
     """
     if module.tensors is None:
         return None if module.path.rpartition(".")[2] in NO_LINEAR else said
@@ -107,7 +111,7 @@ def settle(module: Module, said: Storage | None, setting: str) -> Storage | None
         return None
     needed = ", ".join(said.needs(module))
     if not packed:
-        if weight is None or usually_plain(module):
+        if weight is None or usually_plain(module) or (of_all and IN_A_MIXTURE in module.path):
             return None
         raise contradiction(module, f"{setting} asks for {needed}")
     if not all(suffix in module.tensors for suffix in said.needs(module)):
@@ -126,15 +130,17 @@ def around(name: str) -> Iterator[str]:
 class Fp8Storage(Storage):
     """`weight` e4m3fn [N, K] and scales that multiply it.
 
-    scale: the scales' suffix. grains: what may share a scale: "tensor", "channel" or "block", of
-    FP8_BLOCK rows and columns. A block's scales are [R, C], or [R, 1, C, 1].
+    scale: the scales' suffix; also: another that they may have. grains: what may share a scale:
+    "tensor", "channel" or "block", of FP8_BLOCK rows and columns. A block's scales are [R, C], or
+    [R, 1, C, 1].
     """
 
     scale: str
     grains: tuple[str, ...]
+    also: str = ""
 
     def needs(self, module: Module) -> tuple[str, ...]:
-        return ("weight", self.scale)
+        return ("weight", self._suffix(module))
 
     def layout(self, module: Module) -> Layout:
         """A scale for every output where blocks end within a map, so that it can be fused."""
@@ -148,12 +154,18 @@ class Fp8Storage(Storage):
         (n, k) = weight.shape
         shapes = {"tensor": [(), (1,), (1, 1)], "channel": [(n, 1), (n,)], "block": blocks(n, k)}
         known = [shape for grain in self.grains for shape in shapes[grain]]
+        scale = self._suffix(module)
         return {
             "weight": Slot((n, k), (torch.float8_e4m3fn,), weight.device, eight_bits(weight)),
-            self.scale: slot(
-                module, self.scale, known, PLAIN, weight.device, lambda x: self._scale(weight, x)
+            scale: slot(
+                module, scale, known, PLAIN, weight.device, lambda x: self._scale(weight, x)
             ),
         }
+
+    def _suffix(self, module: Module) -> str:
+        """That of the module's scales."""
+        found = module.tensors or {}
+        return self.also if self.also in found and self.scale not in found else self.scale
 
     def _scale(self, weight: Fp8Weight, found: Tensor) -> None:
         (n, _) = weight.shape

@@ -136,6 +136,27 @@ def test_quantisers_round_to_nearest():
     assert not zero.any()
 
 
+def test_rows_of_subnormal_numbers_are_packed_to_fp8():
+    drawn = torch.rand(4, 128, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    weight = (drawn * 1e-36 * 0.1 ** torch.arange(4)[:, None]).bfloat16()
+    error = (quantise_fp8(weight).unpack(torch.float32) - weight.float()).abs().amax(1)
+    assert bool((error <= weight.float().abs().amax(1) / 16).all())
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_subnormal_scale_is_what_codes_are_made_with(bits):
+    """Rows of fp16 below 127 * 2^-14, 0.0078, have one with 8 bits."""
+    most = 2 ** (bits - 1) - 1
+    drawn = torch.rand(5, 128, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    weight = (drawn * most * 2.0**-14 * 0.25 ** torch.arange(5)[:, None]).half()
+    packed = quantise_int(weight, bits, -1)
+    scales = packed.scales.float()
+    assert bool(((0 < scales) & (scales < torch.finfo(torch.float16).tiny)).all())
+    steps = (packed.unpack(torch.float32) - weight.float()).abs() / scales
+    inside = weight.float().abs() <= scales * most
+    assert float(steps[inside].max()) <= 0.5
+
+
 def test_short_ways_round_as_the_definition():
     """Every 16-bit scale: (code - zero) * scale is exact in fp32, and a scale of fp16 is two of
     bf16 whose second product is exact in bf16."""

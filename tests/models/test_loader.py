@@ -83,6 +83,11 @@ def test_a_prefix_and_a_vision_tower_are_no_obstacle(tmp_path: Path) -> None:
     load(tmp_path, raw, tensors | {"model.visual.patch_embed.weight": torch.zeros(2)})
 
 
+def test_positions_that_older_files_have_are_those_of_config_json(tmp_path: Path) -> None:
+    inverse = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)}
+    load(tmp_path, CONFIGS["mixtral"], checkpoint(CONFIGS["mixtral"]) | inverse)
+
+
 def missing(t: Tensors) -> None:
     del t["model.layers.1.self_attn.q_norm.weight"]
 

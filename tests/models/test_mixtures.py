@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lockstep import LLM
-from lockstep.errors import CheckpointError
+from lockstep.errors import CapacityError, CheckpointError
 from lockstep.layers.build import Build
 from lockstep.models import architecture
 from lockstep.models.loader import build_model
@@ -183,6 +183,8 @@ def test_the_tensors_of_the_draft_module() -> None:
     [
         (QWEN3_MOE, {"num_experts_per_tok": 7}, "num_experts_per_tok=7.*1 to 6"),
         (QWEN3_MOE, {"num_experts": 0}, "num_experts=0.*1 or more"),
+        (QWEN3_MOE, {"num_experts": 2**24}, "num_experts=16777216.*1 or more, up to 4096"),
+        (MIXTRAL, {"num_local_experts": 5000}, "num_local_experts=5000.*up to 4096"),
         (QWEN3_MOE, {"norm_topk_prob": None}, "norm_topk_prob=None.*bool"),
         (QWEN3_MOE, {"mlp_only_layers": [3]}, r"mlp_only_layers=\[3\].*0 to 2"),
         (QWEN3_MOE, {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
@@ -213,6 +215,13 @@ def test_which_layers_have_experts() -> None:
     assert sparse(mlp_only_layers=[2, 5]) == [True, True, False, True, True, False]
     assert sparse(mlp_only_layers=[], decoder_sparse_step=2) == [False, True] * 3
     assert sparse(mlp_only_layers=[1], decoder_sparse_step=2) == [False, False, *[False, True] * 2]
+
+
+def test_the_rows_of_absurd_heads_are_not_counted_before_their_weights_fit() -> None:
+    wide = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2**20)
+    raw = {**NEXT, **wide, "vocab_size": VOCAB, "linear_key_head_dim": 2**24}
+    with pytest.raises(CapacityError, match="of layers.0 needs .* allowed: .* Mend the sizes"):
+        build_model(raw, Build("cpu", torch.float32, 1, 64))
 
 
 def test_the_rows_of_qwen3_nexts_projections() -> None:

@@ -70,6 +70,8 @@ def test_only_takes_no_look_alike(value: object) -> None:
         ({"layer_types": ["full_attention"] * 3}, "one for each of 4 layers"),
         ({"layer_types": ["full_attention"] * 3 + ["mamba"]}, "layer_types='mamba'"),
         ({"full_attention_interval": 0}, "full_attention_interval=0.*1 or more"),
+        ({"full_attention_interval": 7}, "full_attention_interval=7.*at least one layer attends"),
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types=.*at least one layer attends"),
         ({"linear_num_value_heads": 3}, "linear_num_value_heads=3.*multiples"),
         ({"num_key_value_heads": 4}, "num_attention_heads=6.*multiples"),
         ({"hidden_size": -48}, "hidden_size=-48.*1 or more"),

@@ -87,6 +87,11 @@ CASES = {
     "modelopt fp8": Case(modelopt("FP8"), fp8_weight("scalar"), (*STATIC, "k_scale")),
     "modelopt channel": Case(modelopt("FP8_PER_CHANNEL_PER_TOKEN"), fp8_weight("channel")),
     "modelopt blocks": Case(modelopt("FP8_PB_WO"), fp8_weight("block", four=True)),
+    "modelopt blocks, as written": Case(modelopt("fp8_pb_wo"), fp8_weight("block", four=True)),
+    "modelopt blocks, named as DeepSeek's": Case(
+        {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8_PB_WO"}},
+        fp8_weight("block", "weight_scale_inv"),
+    ),
     "modelopt nvfp4": Case(modelopt("NVFP4", "modelopt_fp4", group_size=16), MODELOPT_FP4, STATIC),
     "modelopt w4a16": Case(modelopt("W4A16_NVFP4"), MODELOPT_FP4),
 }

@@ -13,7 +13,7 @@ from tests.models.dense import VOCAB, ask, bits, make_llm, prompts
 from tests.models.oracle import RELATIVE, compare_greedy, logits_error
 from tests.quant.disk import Pair
 
-TOKENS = 20
+TOKENS = 64
 """Of each answer that is compared."""
 
 

@@ -22,8 +22,9 @@ from lockstep.quant import Slot
 from lockstep.quant.slot import Stack
 from tests.models.dense import VOCAB
 from tests.models.filled import MTP, answer, build
+from tests.models.test_mixtures import fused
 from tests.quant.cases import BLOCKS, FP8, NVFP4, ints, modelopt
-from tests.quant.disk import Codes, awq, draw, gptq
+from tests.quant.disk import Codes, awq, draw, gptq, names_in
 from tests.quant.stored import (
     MODELOPT_FP4,
     TENSORS_FP4,
@@ -59,6 +60,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [],
         "hidden_size": 128,
         "moe_intermediate_size": 256,
+    },
+    "packed draft": {
+        **HYBRID_MOE,
+        **THREE_LAYERS,
+        "hidden_size": 128,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
     },
 }
 """Widths of experts within a block of 128, past it, and of whole blocks."""
@@ -116,8 +124,13 @@ def tensors_of(raw: dict[str, Any]) -> dict[str, Tensor]:
     return found
 
 
-def write(folder: Path, family: str, chosen: Format) -> tuple[Path, Path, list[str]]:
-    """The folders of a packed checkpoint and of its plain weights; what is packed."""
+def write(
+    folder: Path, family: str, chosen: Format, left: tuple[str, ...] = ("mtp.",)
+) -> tuple[Path, Path, list[str]]:
+    """The folders of a packed checkpoint and of its plain weights; what is packed.
+
+    left: what stands in the names of modules that stay plain.
+    """
     settings, writer = chosen
     raw = {**FAMILIES[family], "vocab_size": VOCAB}
     plain = tensors_of(raw)
@@ -125,8 +138,8 @@ def write(folder: Path, family: str, chosen: Format) -> tuple[Path, Path, list[s
     done = []
     for seed, (name, tensor) in enumerate(sorted(plain.items())):
         module = name.removesuffix(".weight")
-        left = tensor.dim() != 2 or "embed" in name or module.rpartition(".")[2] in SMALL
-        if left or module.startswith("mtp."):
+        whole = tensor.dim() == 2 and "embed" not in name
+        if not whole or module.rpartition(".")[2] in SMALL or names_in(module, left):
             packed[name] = tensor
             continue
         stored = writer(*tensor.shape, seed)
@@ -144,9 +157,19 @@ def write(folder: Path, family: str, chosen: Format) -> tuple[Path, Path, list[s
     return folders[0], folders[1], done
 
 
+def drafts(folder: Path) -> Tensor:
+    """Every number of the draft module's linear maps, as `weights` has them."""
+    program = build(folder, speculative_config=MTP).engine.runner.program
+    return weights_in(program.drafter.context.module)
+
+
 def weights(llm: LLM) -> Tensor:
     """Every number of the target's linear maps, expert by expert and row by row."""
-    model: Any = llm.engine.runner.model
+    return weights_in(llm.engine.runner.model)
+
+
+def weights_in(model: Any) -> Tensor:
+    """Every number of a model's linear maps."""
     stored = [layer.weight for layer in model.modules() if isinstance(layer, Weight)]
     return torch.cat([x.flatten() for weight in stored for x in weight.flatten(0, -2)])
 
@@ -178,6 +201,34 @@ def test_experts_of_whole_blocks_are_taken_over_together(
     assert torch.equal(weights(build(packed)), weights(build(plain)))
     experts = FAMILIES["whole"]["num_experts"]
     assert {experts, 2 * experts} == set(joined)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "auto-round", "fp8 blocks", "compressed nvfp4"])
+def test_the_draft_modules_experts_may_be_packed(tmp_path: Path, name: str) -> None:
+    """Of whole blocks, which are taken over together."""
+    (packed, plain, done) = write(tmp_path, "packed draft", FORMATS[name], left=())
+    assert sum(module.startswith("mtp.layers.0.mlp.experts.") for module in done) == 18
+    right = answer(build(plain))
+    assert answer(build(packed, speculative_config=MTP)) == right
+    assert torch.equal(drafts(packed), drafts(plain))
+
+
+PASSED_BY = ["gptq", "awq", "fp8 blocks", "fp8 channel", "compressed int4", "modelopt nvfp4"]
+
+
+@pytest.mark.parametrize("name", PASSED_BY)
+def test_experts_may_be_plain_beside_packed_layers(tmp_path: Path, name: str) -> None:
+    """Tools that pack linear layers pass experts by where they are one tensor, and list none of
+    them; they are written as one or one by one."""
+    left = ("mtp.", ".experts.")
+    (packed, plain, done) = write(tmp_path, "qwen3_5_moe", FORMATS[name], left)
+    assert any("self_attn" in module for module in done)
+    right = answer(build(plain))
+    assert answer(build(packed)) == right
+    together = fused(load_file(packed / "x.safetensors"))
+    save_file(together, packed / "x.safetensors")
+    assert "model.layers.0.mlp.experts.gate_up_proj" in together
+    assert answer(build(packed)) == right
 
 
 def test_a_damaged_expert_is_named(tmp_path: Path) -> None:
@@ -256,6 +307,21 @@ def test_experts_in_an_order_of_their_own_are_refused(tmp_path: Path) -> None:
     settings = {**GPTQ, "desc_act": True, "group_size": 32}
     (packed, _, _) = write(tmp_path, "qwen3_moe", (settings, integers(gptq, shuffle=True)))
     with pytest.raises(CheckpointError, match="experts.0.*desc_act"):
+        build(packed)
+
+
+def test_experts_in_groups_that_were_chosen_before_their_order(tmp_path: Path) -> None:
+    settings = {**GPTQ, "desc_act": True, "static_groups": True}
+    (packed, plain, _) = write(tmp_path, "qwen3_moe", (settings, FORMATS["gptq"][1]))
+    assert answer(build(packed)) == answer(build(plain))
+
+
+def test_an_expert_without_tensors_is_named(tmp_path: Path) -> None:
+    (packed, _, _) = write(tmp_path, "qwen3_moe", FORMATS["gptq"])
+    tensors = load_file(packed / "x.safetensors")
+    gone = "layers.0.mlp.experts.2."
+    save_file({n: x for n, x in tensors.items() if gone not in n}, packed / "x.safetensors")
+    with pytest.raises(CheckpointError, match=f"{gone}gate_proj is stored as nothing: it has no"):
         build(packed)
 
 

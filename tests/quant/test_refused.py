@@ -73,6 +73,9 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (ROUND, {"rotation_config": {"algorithm": "hadamard"}}, "rotation_config="),
     (ROUND, {"rotation_configs": [{"algorithm": "hadamard"}]}, "rotation_configs="),
     (ROUND, {"act_bits": "8"}, "act_bits='8'"),
+    (ROUND, {"extra_config": {"a": {"super_bits": 6}}}, r"extra_config\['a'\].super_bits=6"),
+    (ROUND, {"extra_config": {"a": {"rotation_config": {"b": 1}}}}, r"\['a'\].rotation_config="),
+    (ROUND, {"extra_config": {"a": {"bits": 8, "data_type": "mx_fp"}}}, r"data_type='mx_fp'"),
     (ROUND, {"extra_config": {"a": {"bits": 3}}}, r"extra_config\['a'\].bits=3"),
     (ROUND, {"extra_config": {".*(": {"bits": 4}}}, "extra_config=.*regular expressions"),
     (ROUND, {"extra_config": [1]}, "extra_config="),
@@ -97,6 +100,7 @@ def test_settings_that_are_not_built(
 def test_settings_of_released_checkpoints_that_carry_no_meaning() -> None:
     common = {"autoround_version": "0.9", "iters": 1000, "nsamples": 512, "seqlen": 2048}
     packing(ROUND, **common, amp=True, low_gpu_mem_usage=True, enable_quanted_input=False)
+    packing(ROUND, extra_config={"a": {"bits": 16, "data_type": "bf16", "rotation_config": None}})
     packing(
         GPTQ, damp_percent=0.1, static_groups=False, true_sequential=True, model_name_or_path=None
     )

@@ -368,6 +368,77 @@ def test_the_most_precise_target_decides() -> None:
     assert [(o["bits"], o["group"]) for o in options] == [(8, 144), (4, 32), (4, 16)]
 
 
+def test_fp8_lists_hold_regular_expressions() -> None:
+    """Of what a name begins with up to a dot, as transformers 5.24 reads them."""
+
+    def left(*entries: str, path: str = PATH) -> bool:
+        packing = read({**BLOCKS, "modules_to_not_convert": list(entries)})
+        return packing.layout(module_of(PLAIN if path == PATH else None, 192, 144, path)) is None
+
+    for entry in (
+        r"model.layers.*.mlp.down_proj",
+        "model.layers.*.mlp",
+        "re:.*down_proj",
+        ".*mlp.",
+    ):
+        assert left(entry)
+    gate = "layers.0.mlp.gate_proj"
+    assert left("model.layers.*.mlp.gate_proj", path=gate)
+    assert not left("model.layers.*.mlp.gate", path=gate)
+    assert not left("layers.[1-9].*", path=gate)
+    with pytest.raises(CheckpointError, match="modules_to_not_convert=.*regular expressions"):
+        left("*.mlp.(")
+
+
+@pytest.mark.parametrize(
+    ("targets", "group"),
+    [
+        ((["re:.*mlp.*"], ["re:.*down.*"]), 16),
+        ((["re:.*down.*"], ["re:.*mlp.*"]), 32),
+        ((["re:.*mlp.*"], ["re:.*mlp.*"]), 16),
+        ((["Linear"], ["Linear", "re:.*q_proj"]), 16),
+    ],
+)
+def test_of_targets_as_precise_the_first_by_the_alphabet_decides(
+    targets: tuple[list[str], list[str]], group: int
+) -> None:
+    """And of equal ones the last group: as compressed-tensors 0.20.0 sorts and overwrites them."""
+    four = {"num_bits": 4, "type": "int", "strategy": "group"}
+    (first, second) = targets
+    groups = {
+        "first": {"targets": first, "weights": {**four, "group_size": 32}},
+        "second": {"targets": second, "weights": {**four, "group_size": 16}},
+    }
+    packing = read({**tensors_of("pack-quantized"), "config_groups": groups})
+    layout = packing.layout(module_of(None, 192, 144))
+    assert layout is not None and dict(layout.options)["group"] == group
+
+
+EXPERT = "layers.0.mlp.experts.3.down_proj"
+NAMING = {"targets": [r"re:.*experts\..*"], "weights": EIGHT}
+NAMED = {f"model.{EXPERT}": {"quant_algo": "FP8"}}
+
+
+@pytest.mark.parametrize("settings", [BLOCKS, FP8, ints(), NVFP4, modelopt("FP8")])
+def test_settings_of_all_layers_leave_plain_experts_as_they_are(settings: dict[str, Any]) -> None:
+    assert read(settings).layout(module_of(PLAIN, 192, 144, EXPERT)) is None
+    assert read(settings).layout(module_of(None, 192, 144, EXPERT)) is not None
+    with pytest.raises(CheckpointError, match="asks for"):
+        read(settings).layout(module_of(PLAIN, 192, 144, EXPERT.replace("experts", "shared")))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {**ints(), "config_groups": {"named": NAMING}},
+        modelopt("MIXED_PRECISION", quantized_layers=NAMED),
+    ],
+)
+def test_settings_that_name_experts_contradict_plain_ones(settings: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="experts.3.down_proj has the tensors .* asks for"):
+        read(settings).layout(module_of(PLAIN, 192, 144, EXPERT))
+
+
 REFUSED = {
     "fp8 fmt": ({**BLOCKS, "fmt": "e5m2"}, "fmt"),
     "fp8 block": ({**BLOCKS, "weight_block_size": [64, 64]}, "weight_block_size"),
@@ -462,6 +533,11 @@ def test_names_of_formats() -> None:
     assert read(FP8).name == "fp8"
     assert read(NVFP4).name == "compressed-tensors-nvfp4-pack-quantized"
     assert read(modelopt("FP8")).name == "modelopt-FP8"
+    assert read(modelopt("fp8_pb_wo")).name == "modelopt-FP8_PB_WO"
+    layers = {"a": {"quant_algo": "fp8_pb_wo"}}
+    assert read(modelopt("mixed_precision", quantized_layers=layers)).name.endswith(
+        "MIXED_PRECISION"
+    )
 
 
 def test_the_writers_agree_with_the_words_of_the_formats() -> None:

@@ -1,5 +1,7 @@
 """Test vectors of the disk layouts, and that slots bring them to the codes that they are."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -103,6 +105,21 @@ def test_gptq_with_its_columns_in_any_group(dtype: torch.dtype) -> None:
     weight = loaded(found, 24, 100, gptq(codes))
     same(weight, codes)
     assert weight.g_idx is not None and weight.scales.dtype == dtype
+
+
+@pytest.mark.parametrize("settings", [{"static_groups": True}, {"meta": {"static_groups": True}}])
+def test_groups_that_were_chosen_before_have_no_order(settings: dict[str, Any]) -> None:
+    """AutoGPTQ says so beside desc_act, GPTQModel in `meta`: a column's group is that of its place,
+    whatever came first."""
+    codes = draw(24, 100, 4, 32)
+    base = dict(bits=4, group_size=32, sym=True, desc_act=True)
+    weight = loaded(packing("gptq", **base, **settings), 24, 100, gptq(codes))
+    assert isinstance(weight, IntWeight) and weight.g_idx is None
+    same(weight, codes)
+    told = {"meta": {"static_groups": False}, "dynamic": {".*": {"static_groups": True}}}
+    for more, ordered in (({"meta": {"static_groups": False}}, True), (told, False)):
+        layout = packing("gptq", **base, **more).layout(module(24, 100, gptq(codes)))
+        assert layout is not None and dict(layout.options)["g_idx"] is ordered
 
 
 def test_all_columns_in_one_group_have_no_order() -> None:
@@ -261,12 +278,14 @@ def test_blocks_of_rows_move_whole_or_not_at_all() -> None:
     assert torch.equal(weight.unpack(torch.float32), values)
 
 
+STATIC = {"desc_act": True, "static_groups": True}
 DAMAGES = {
     "zeros": ("qzeros", lambda t: t.fill_(0x33333333), "symmetric", {}),
     "one zero": ("qzeros", lambda t: t[0].fill_(0), "holds zero points other than 8", {}),
     "infinite": ("scales", lambda t: t.fill_(torch.inf), "infinities or NaN", {}),
     "nan": ("scales", lambda t: t[1, 2].fill_(torch.nan), "infinities or NaN", {}),
-    "order": ("g_idx", lambda t: t[0].fill_(1), "does not say desc_act", {}),
+    "order": ("g_idx", lambda t: t[0].fill_(1), "has no desc_act, or static_groups", {}),
+    "static": ("g_idx", lambda t: t[0].fill_(1), "or static_groups", STATIC),
     "unfair order": ("g_idx", lambda t: t[0].fill_(1), "32 columns", {"desc_act": True}),
     "wild order": ("g_idx", lambda t: t[0].fill_(1 << 30), "32 columns", {"desc_act": True}),
     "negative": ("g_idx", lambda t: t[0].fill_(-1), "32 columns", {"desc_act": True}),
