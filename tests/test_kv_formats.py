@@ -152,7 +152,9 @@ def test_heads_of_other_dims_and_a_dim_that_is_refused(tmp_path: Path, dim: int)
     plain = answer(engine(folder, kv_cache_dtype=kind))
     assert answer(engine(folder, kv_cache_dtype=kind, max_num_batched_tokens=64)) == plain
     assert answer(engine(folder, kv_cache_dtype=kind, speculative_config=spec)) == plain
-    with pytest.raises(ConfigError, match="turboquant_3bit_nc.*rotates heads of 16, 32"):
+    usable = "auto, bfloat16, fp8, fp8_e4m3, fp8_e5m2, int8_per_token_head, since"
+    refused = f"turboquant_3bit_nc' is not allowed; allowed: {usable} TurboQuant rotates heads"
+    with pytest.raises(ConfigError, match=refused):
         engine(make_model(tmp_path / "odd", **sizes | {"head_dim": 24}), kv_cache_dtype=kind)
 
 
