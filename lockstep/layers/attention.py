@@ -69,7 +69,9 @@ class Attention(nn.Module):
         self.out = ResidualLinear(build, heads * head_dim, {"o_proj": outputs}, bias=out_bias)
         self.kv_format = build.kv.of(build.layer)
         codecs = head_codecs(self.kv_format, head_dim, build.kv.setting)
-        self.static = StaticScales(build.path, self.kv_format, build.beside("k_proj", "v_proj"))
+        beside = build.beside("k_proj", "v_proj")
+        other = None if build.packing is None else build.packing.other_kv
+        self.static = StaticScales(build.path, self.kv_format, beside, other)
         self.rope = build.op(rope_and_cache, head_dim=head_dim, codecs=codecs)
         sizes = dict(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
         self.attend = build.op(paged_attention, **sizes, codecs=codecs)
