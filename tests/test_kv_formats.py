@@ -1,5 +1,6 @@
 """kv_cache_dtype from the settings to the cache: by layer, for the draft module, from a file."""
 
+import json
 import math
 import sys
 from dataclasses import replace
@@ -152,7 +153,9 @@ def test_heads_of_other_dims_and_a_dim_that_is_refused(tmp_path: Path, dim: int)
     plain = answer(engine(folder, kv_cache_dtype=kind))
     assert answer(engine(folder, kv_cache_dtype=kind, max_num_batched_tokens=64)) == plain
     assert answer(engine(folder, kv_cache_dtype=kind, speculative_config=spec)) == plain
-    with pytest.raises(ConfigError, match="turboquant_3bit_nc.*rotates heads of 16, 32"):
+    usable = "auto, bfloat16, fp8, fp8_e4m3, fp8_e5m2, int8_per_token_head, since"
+    refused = f"turboquant_3bit_nc' is not allowed; allowed: {usable} TurboQuant rotates heads"
+    with pytest.raises(ConfigError, match=refused):
         engine(make_model(tmp_path / "odd", **sizes | {"head_dim": 24}), kv_cache_dtype=kind)
 
 
@@ -219,6 +222,39 @@ def test_static_scales_of_a_checkpoint(folder: Path, tmp_path: Path, where: str)
         save_file(tensors, tmp_path / "model.safetensors")
         with pytest.raises(CheckpointError, match="_scale=.* is not allowed; allowed: a finite"):
             engine(tmp_path, load_format="auto", kv_cache_dtype="fp8_e4m3")
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"kv_cache_quant_algo": "NVFP4"}, "kv_cache_quant_algo='NVFP4'"),
+        ({"kv_cache_scheme": {"num_bits": 4, "type": "float"}}, "kv_cache_scheme=.'num_bits': 4"),
+        ({"kv_cache_scheme": {"num_bits": 8, "type": "int"}}, "kv_cache_scheme="),
+        ({"kv_cache_quant_algo": "FP8"}, None),
+        ({"kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"}}, None),
+        ({"kv_cache_scheme": "fp8"}, None),
+    ],
+)
+def test_scales_of_another_format_are_refused_where_fp8_would_take_them(
+    folder: Path, tmp_path: Path, settings: dict[str, Any], said: str | None
+) -> None:
+    """ModelOpt's of NVFP4 are a sixth of what fp8 takes them for: numbers would be cut off."""
+    tensors = weights_of(build(folder, load_format="dummy", speculative_config=MTP))
+    prefix = next(n for n in tensors if n.endswith("layers.3.self_attn.k_proj.weight"))
+    tensors[prefix.replace("k_proj.weight", "k_proj.k_scale")] = torch.tensor(0.01)
+    tensors[prefix.replace("k_proj.weight", "v_proj.v_scale")] = torch.tensor(0.01)
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": None, **settings}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    engine(tmp_path, load_format="auto", kv_cache_dtype="int8_per_token_head")
+    if said is None:
+        engine(tmp_path, load_format="auto", kv_cache_dtype="fp8")
+        return
+    with pytest.raises(CheckpointError, match=f"k_scale=a scale under .*{said}.*scales of fp8"):
+        engine(tmp_path, load_format="auto", kv_cache_dtype="fp8")
 
 
 def test_one_scale_for_both_sides_and_which_counts() -> None:

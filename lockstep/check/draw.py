@@ -15,7 +15,7 @@ from lockstep.check import answer_oracle
 from lockstep.check.answers import Answer
 from lockstep.check.drafters import NONE
 from lockstep.check.plain import PlainRuns
-from lockstep.check.world import MOST_HOST, MOST_PAGES, Kind, Limits, World, WorldRequest
+from lockstep.check.world import MOST_HOST, MOST_PAGES, ROOM, Kind, Limits, World, WorldRequest
 from lockstep.errors import RequestError
 from lockstep.example_prompts import short_prompts
 from lockstep.runner.rows import check_ids
@@ -47,6 +47,21 @@ HOSTS = 24
 """Steps in which these come one after the other."""
 PUSHES = 12
 """Steps in which urgent requests push rows out."""
+ALSO = 7
+"""One world of so many has an answer that lasts, and one an answer that the engine's length
+ends."""
+LASTING = 4
+"""Which of them has the answer that lasts."""
+EDGE = 6
+"""Which of them has the answer that ends at the engine's length."""
+LAST = (70, 100, 130)
+"""Tokens of answers that last: past ends of pages, and past what rings of recent tokens hold."""
+LAST_BEHIND = (20, 47, 62, 100)
+"""Tokens of the prompts in front of them."""
+EDGE_ROOM = (1, 2, 5, 9)
+"""Tokens that an engine's length leaves the answers that it ends."""
+EDGE_TOKENS = 14
+"""Tokens that these ask for."""
 NO_DRAFTS = 0.1
 """Share of the requests that want no drafts."""
 BUCKETS = ((1, 2, 4, 6), (2, 6), (3, 5), (6,), (1, 2, 3, 4, 5, 6))
@@ -127,6 +142,8 @@ class Drawer:
         hosted = self.wants_host(index)
         if index % SELDOM == LONGER:
             requests += (self._long(index),)
+        if not (pushed or hosted):
+            requests += self._also(index)
         if pushed:
             requests = self._pushed(index, kind, requests)
         if hosted:
@@ -183,6 +200,23 @@ class Drawer:
         prompt = (*texts.trunk, *texts.other)[: rng.choice(LONG)]
         params = {"temperature": 0.0, "max_tokens": 7, "ignore_eos": True, "logprobs": 1}
         return WorldRequest(prompt, params, arrival=rng.randrange(3))
+
+    def _also(self, index: int) -> Requests:
+        """An answer that goes on for long, in a world where one is due, and one that ends where the
+        table of rows does."""
+        rng = random.Random(f"also {self.seed} {index}")
+        texts = self._family((EARLY + index) // 10)
+        params: Params = {"temperature": 0.0, "ignore_eos": True, "logprobs": 1}
+        if index % ALSO == LASTING:
+            sampled = {"temperature": rng.choice((0.0, 0.8)), "seed": rng.randrange(2**63)}
+            prompt = texts.trunk[: rng.choice(LAST_BEHIND)]
+            params |= {"max_tokens": rng.choice(LAST), **sampled}
+        elif index % ALSO == EDGE:
+            prompt = (*texts.trunk, *texts.other)[: ROOM - rng.choice(EDGE_ROOM)]
+            params |= {"max_tokens": EDGE_TOKENS}
+        else:
+            return ()
+        return (WorldRequest(prompt, params, arrival=rng.randrange(3)),)
 
     def _pushed(self, index: int, kind: Kind, requests: Requests) -> Requests:
         """Rows that are pushed out while they run. Two answers begin a page, and urgent requests

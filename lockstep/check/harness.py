@@ -157,6 +157,7 @@ class CheckEngine:
             "draft_policy": old.draft_policy,
             "policy": old.policy,
             "preempt_every": old.preempt_every,
+            "drafts_in_pages": old.drafts_in_pages,
         }
         engine.scheduler = scheduler(Cache(cache or old.cache.config), **{**own, **changed})
 

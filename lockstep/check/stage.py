@@ -144,7 +144,7 @@ def told_texts(world: World, plain: PlainRuns) -> list[list[int]]:
     return [
         [*given.prompt, *answer.tokens]
         for given in world.requests
-        for answer in plain.answers(given.prompt, given.sampling())
+        for answer in plain.answers(given.prompt, world.alone(given))
     ]
 
 

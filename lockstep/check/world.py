@@ -5,7 +5,7 @@ run it again. Every answer in it must be the one that its request gets alone.
 """
 
 import json
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,15 @@ class World:
     primed: tuple[tuple[int, ...], ...] = ()
     dirt: int = 0
     draws: int = 0
+
+    def alone(self, given: WorldRequest) -> SamplingParams:
+        """A request's parameters in its plain run, whose engine has room for longer rows: what the
+        length of this one ends, max_tokens ends there."""
+        params = given.sampling()
+        room = self.limits.length - len(given.prompt)
+        if params.max_tokens is None or params.max_tokens <= room:
+            return params
+        return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
 
     @property
     def drafting(self) -> str:

@@ -82,7 +82,7 @@ class Examiner:
             return Examined(Difference(None, 0, None, what, refused=refused), 1, Counter())
         count = sum(len(own) for own in played.answers)
         for index, (own, given) in enumerate(zip(played.answers, world.requests, strict=True)):
-            due = self.plain.answers(given.prompt, given.sampling())
+            due = self.plain.answers(given.prompt, world.alone(given))
             for completion, answer in enumerate(own):
                 begun = answer.ending == NO_ENDING
                 found_here = answer.first_difference(due[completion], begun)
@@ -99,7 +99,7 @@ class Examiner:
     def _wrong_plain(self, world: World) -> Difference | None:
         for index, given in enumerate(world.requests):
             try:
-                fault = self.plain.judged(given.prompt, given.sampling())
+                fault = self.plain.judged(given.prompt, world.alone(given))
             except Exception as error:
                 what = f"the plain run raised {type(error).__name__}: {error}"
                 refused = isinstance(error, LockstepError)
@@ -246,7 +246,7 @@ def locate(world: World, difference: Difference, examiner: Examiner) -> str | No
     eager = replace(world, kind=replace(world.kind, graph="none"))
     fresh = PlainRuns(examiner.plain.engine)
     with traced(fresh.engine, lambda request: request.id == plain_id) as due:
-        fresh.answers(given.prompt, given.sampling())
+        fresh.answers(given.prompt, world.alone(given))
     try:
         stage = examiner.stage(eager.kind)
         with traced(stage.engine, lambda request: request.id == own_id) as trace:

@@ -104,6 +104,7 @@ class Engine:
             draft_policy=self._parts.draft_policy,
             policy=config.scheduling_policy,
             preempt_every=hooks.preempt_every,
+            drafts_in_pages=plan.draft_vocab_size > 0,
         )
         self.stats = Stats()
         self._counting = threading.Lock()

@@ -6,6 +6,7 @@ from lockstep.cache.kv import kv_caches, kv_spec, kv_tensors
 from lockstep.cache.specs import Spec
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.kv import KVCache
+from lockstep.kernels.kv.formats import head_codecs
 from lockstep.kernels.rotary import rope_and_cache
 from lockstep.layers.build import Build
 from lockstep.layers.kv import StaticScales
@@ -67,9 +68,10 @@ class Attention(nn.Module):
         self.k_norm = Norm(build, head_dim, eps, norm_offset) if qk_norm else None
         self.out = ResidualLinear(build, heads * head_dim, {"o_proj": outputs}, bias=out_bias)
         self.kv_format = build.kv.of(build.layer)
-        setting = build.kv.setting
-        codecs = None if self.kv_format is None else self.kv_format.fitting(head_dim, setting)
-        self.static = StaticScales(build.path, self.kv_format, build.beside("k_proj", "v_proj"))
+        codecs = head_codecs(self.kv_format, head_dim, build.kv.setting)
+        beside = build.beside("k_proj", "v_proj")
+        other = None if build.packing is None else build.packing.other_kv
+        self.static = StaticScales(build.path, self.kv_format, beside, other)
         self.rope = build.op(rope_and_cache, head_dim=head_dim, codecs=codecs)
         sizes = dict(heads=heads, kv_heads=kv_heads, head_dim=head_dim)
         self.attend = build.op(paged_attention, **sizes, codecs=codecs)

@@ -64,10 +64,17 @@ class KVLayers:
 class StaticScales:
     """k_scale and v_scale of one attention layer, where its checkpoint has them and its format is
     scaled by them. A code times the scale is the number. PLACES says where they stand.
+
+    other: the setting by which the checkpoint's are of another format. Raises CheckpointError where
+    there are some all the same.
     """
 
     def __init__(
-        self, name: str, format: KVFormat | None, tensors: Mapping[str, Mapping[str, TensorInfo]]
+        self,
+        name: str,
+        format: KVFormat | None,
+        tensors: Mapping[str, Mapping[str, TensorInfo]],
+        other: str | None = None,
     ) -> None:
         self.name = name
         self.scales: dict[str, float] = {}
@@ -82,6 +89,8 @@ class StaticScales:
                 continue
             told |= own
             key = f"{module}.{name}".lstrip(".")
+            if other is not None:
+                raise self._error(key, f"a scale under {other}", "scales of fp8")
             if prod(info.shape) != 1:
                 raise self._error(key, f"shape {list(info.shape)}", "one number")
             self.slots[key] = Slot(None, PLAIN, torch.device("cpu"), self._taking(own, key))

@@ -56,13 +56,14 @@ class Config(DecoderConfig):
 
 
 def _read_mixture(c: ConfigReader, layers: int) -> Mixture:
-    """The mixture of all layers behind the first few."""
+    """The mixture of all layers behind the first few. The file must say how it chooses and scales:
+    where it does not, DeepSeek's code, Kimi's and transformers each assume something else."""
     c.only("scoring_func", "sigmoid", default="sigmoid")
     c.only("topk_method", "noaux_tc", default="noaux_tc")
     c.only("moe_layer_freq", 1, default=1)
-    dense = c.get("first_k_dense_replace", int, 0)
+    dense = c.get("first_k_dense_replace", int)
     c.need(0 <= dense <= layers, "first_k_dense_replace", f"0 to {layers}, the number of layers")
-    shared = c.get("n_shared_experts", int, 0)
+    shared = c.get("n_shared_experts", int)
     c.need(shared >= 0, "n_shared_experts", "0 or more")
     inner = c.size("moe_intermediate_size")
     routing = Routing(
@@ -70,10 +71,10 @@ def _read_mixture(c: ConfigReader, layers: int) -> Mixture:
         c.size("num_experts_per_tok"),
         scoring="sigmoid",
         renormalise=c.get("norm_topk_prob", bool, True),
-        scale=c.positive("routed_scaling_factor", 1.0),
+        scale=c.positive("routed_scaling_factor"),
         bias=True,
-        groups=c.size("n_group", 1),
-        top_groups=c.size("topk_group", 1),
+        groups=c.size("n_group"),
+        top_groups=c.size("topk_group"),
     )
     return Mixture(
         routing,

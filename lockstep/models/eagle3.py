@@ -122,7 +122,6 @@ class Config(DecoderConfig):
         Raises CheckpointError on what is missing, not built, or not of this target."""
         c = ConfigReader(head.raw, file=str(head.folder / "config.json"))
         c.only("speculators_model_type", "eagle3", None, default=None)
-        c.only("tie_word_embeddings", False, None, default=False)
         c.only("parallel_drafting", False, None, default=False)
         width = target.config.hidden_size
         vocab = target.config.vocab_size
@@ -297,6 +296,12 @@ class Eagle3Head(nn.Module):
         self.norm = AddRMSNorm(build, c.hidden_size, c.eps)
         whole = fits and c.draft_vocab_size == c.vocab_size
         self.own_head = not whole or build.tensors is None or "lm_head" in build.tensors
+        if c.tied and not self.own_head:
+            raise CheckpointError(
+                f"{checkpoint.folder} has no lm_head.weight, and its config.json has "
+                "tie_word_embeddings=True; allowed: False there, for the target's head. "
+                "Mend config.json, or fetch a whole head."
+            )
         stands = None if self.own_head else target.head.loaded
         self.head = Head(top, c.draft_vocab_size, c.hidden_size, stands)
 

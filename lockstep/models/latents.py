@@ -7,7 +7,7 @@ from lockstep.layers.build import Build
 from lockstep.layers.latent_attention import LatentAttention
 from lockstep.layers.rotary import Rotary
 from lockstep.models.reading import ConfigReader
-from lockstep.models.rope import Rope, read_rope
+from lockstep.models.rope import Rope, YarnRope, read_rope
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,10 @@ class Latents:
         plain = c.size("qk_nope_head_dim")
         turned = c.size("qk_rope_head_dim")
         rope = read_rope(c, turned, 1.0)
-        factor = getattr(rope, "score_factor", 1.0)
+        factor = rope.score_factor if isinstance(rope, YarnRope) else 1.0
+        if type(rope) not in (Rope, YarnRope):
+            for part in ("rope_scaling", "rope_parameters"):
+                c.part(part).only("mscale_all_dim", 0, 0.0, None, default=None)
         return cls(
             heads=c.size("num_attention_heads"),
             q_rank=None if c.raw.get("q_lora_rank") is None else c.size("q_lora_rank"),

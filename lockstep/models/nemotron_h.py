@@ -38,6 +38,14 @@ SNAPSHOT_EVERY = 256
 7,989 tokens (Nano), 8,762 (Nano 9B) or 20,780 (Super). Measured by benchmarks/snapshots.py:
 docs/cache.md."""
 EPS_NAMES = ("layer_norm_epsilon", "norm_eps", "rms_norm_eps")
+OLDER_NAMES = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_conv_bias": "use_conv_bias",
+    "mamba_dt_limit": "time_step_limit",
+}
+"""Settings of Mamba-2 as the first files called them, and transformers still reads them -> what
+they are called since."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +86,7 @@ class Config(StackConfig):
     @classmethod
     def read(cls, raw: dict[str, Any]) -> "Config":
         """From config.json. Raises CheckpointError on what is missing or not built."""
-        c = ConfigReader(raw)
+        c = _with_later_names(ConfigReader(raw))
         kinds = _read_kinds(c)
         draft_kinds = _read_draft_kinds(c)
         every = (*kinds, *draft_kinds)
@@ -107,11 +115,23 @@ class Config(StackConfig):
         )
 
 
+def _with_later_names(c: ConfigReader) -> ConfigReader:
+    """The same settings, none of them under an older name. Raises CheckpointError where one is
+    there under both names and differs."""
+    later = {name: value for name, value in c.raw.items() if name not in OLDER_NAMES}
+    for older, name in OLDER_NAMES.items():
+        if older not in c.raw:
+            continue
+        same = name not in later or later[name] == c.raw[older]
+        c.need(same, older, f"{later.get(name)!r}, as {name} has it")
+        later[name] = c.raw[older]
+    return ConfigReader(later)
+
+
 def _read_kinds(c: ConfigReader) -> tuple[str, ...]:
     """The kind of each block: of hybrid_override_pattern, layers_block_type or layer_types."""
     names = ("hybrid_override_pattern", "layers_block_type", "layer_types")
-    field = next((name for name in names if c.raw.get(name) is not None), names[0])
-    kinds = _kinds_of(c, field)
+    field, kinds = _one_voice(c, names)
     c.need("attention" in kinds, field, "patterns with a block of attention")
     layers = c.get("num_hidden_layers", int, len(kinds))
     c.need(layers == len(kinds), "num_hidden_layers", f"{len(kinds)}, the blocks of {field}")
@@ -123,11 +143,22 @@ def _read_draft_kinds(c: ConfigReader) -> tuple[str, ...]:
     if not c.only(DRAFT_SETTING, 0, 1, None, default=0):
         return ()
     names = ("mtp_hybrid_override_pattern", "mtp_layers_block_type")
-    field = next((name for name in names if c.raw.get(name) is not None), None)
-    kinds = DRAFT_KINDS if field is None else _kinds_of(c, field)
+    if all(c.raw.get(name) is None for name in names):
+        return DRAFT_KINDS
+    field, kinds = _one_voice(c, names)
     sound = kinds[0] == "attention" and not {"attention", "mamba"} & set(kinds[1:])
-    c.need(sound, field or names[0], "attention first, then blocks of mlp or moe alone")
+    c.need(sound, field, "attention first, then blocks of mlp or moe alone")
     return kinds
+
+
+def _one_voice(c: ConfigReader, names: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """The first of these settings that is there, or the first of all, and the kinds of blocks that
+    it names. Raises CheckpointError where another one names others."""
+    told = [name for name in names if c.raw.get(name) is not None] or [names[0]]
+    kinds = _kinds_of(c, told[0])
+    for other in told[1:]:
+        c.need(_kinds_of(c, other) == kinds, other, f"the blocks of {told[0]}")
+    return told[0], kinds
 
 
 def _kinds_of(c: ConfigReader, field: str) -> tuple[str, ...]:

@@ -22,12 +22,14 @@ from lockstep.quant.reading import BUILT, MEND, WITHIN, SettingsReader
 from lockstep.quant.storage import (
     FP4_GROUP,
     FP8_BLOCK,
+    KV_SCHEME,
     SCALES_OF_KV,
     Fp4Storage,
     Fp8Storage,
     IntStorage,
     Storage,
     StoredPacking,
+    other_kv_scales,
     settle,
 )
 
@@ -123,12 +125,13 @@ class CompressedTensors(StoredPacking):
         part(settings, "sparsity_config").only("format", "dense", default="dense")
         self.left_out = Targets.read(settings, "ignore")
         parts = settings.parts("config_groups")
-        if not parts and not settings.has("kv_cache_scheme"):
+        if not parts and not settings.has(KV_SCHEME):
             told = "an object of groups of modules"
             raise settings.error("config_groups", settings.raw.get("config_groups"), told, MEND)
         found = [group(name, part, self.format) for name, part in parts.items()]
         self.groups = [one for one in found if one is not None]
         self.notes = tuple(notes(settings, parts))
+        self.other_kv = other_kv_scales(settings)
 
     def storage(self, module: Module) -> Storage | None:
         entry = self.left_out.find(module)
@@ -245,6 +248,6 @@ def notes(settings: SettingsReader, groups: dict[str, SettingsReader]) -> list[s
         for name in ("input_activations", "output_activations")
         if part.has(name)
     ]
-    if settings.has("kv_cache_scheme"):
-        found.append(f"{WITHIN}kv_cache_scheme is not followed: {SCALES_OF_KV}")
+    if settings.has(KV_SCHEME):
+        found.append(f"{WITHIN}{KV_SCHEME} is not followed: {SCALES_OF_KV}")
     return found

@@ -16,12 +16,15 @@ from lockstep.quant.packing import Module
 from lockstep.quant.reading import MEND, WITHIN, SettingsReader
 from lockstep.quant.storage import (
     FP4_GROUP,
+    KV_ALGORITHM,
+    KV_SCHEME,
     SCALES_OF_KV,
     Fp4Storage,
     Fp8Storage,
     Storage,
     StoredPacking,
     around,
+    other_kv_scales,
     settle,
 )
 
@@ -75,6 +78,7 @@ class ModelOpt(StoredPacking):
         self.named = Entries(self.layers)
         self.excluded = Entries(self.left_out)
         self.notes = tuple(notes(settings))
+        self.other_kv = other_kv_scales(settings)
 
     def storage(self, module: Module) -> Storage | None:
         found = self.named.find(module)
@@ -138,7 +142,7 @@ class Entries:
 def notes(settings: SettingsReader) -> list[str]:
     """What the settings ask for and is not done."""
     found = ["activations are not rounded, whatever quant_algo says of them"]
-    for name in ("kv_cache_quant_algo", "kv_cache_scheme"):
+    for name in (KV_ALGORITHM, KV_SCHEME):
         if settings.has(name):
             found.append(f"{WITHIN}{name} is not followed: {SCALES_OF_KV}")
     return found

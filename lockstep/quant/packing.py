@@ -99,12 +99,14 @@ class Packing(ABC):
     """The weight format of a checkpoint, read from its settings. name: what numerics call it.
 
     unused: last parts of the names of tensors that it may have and that nothing here asks for.
-    notes: what its settings ask for and is not done, a line each.
+    notes: what its settings ask for and is not done, a line each. other_kv: the setting by which
+    its static scales of the KV cache are of another format than fp8; None: of fp8.
     """
 
     name: str
     unused: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
+    other_kv: str | None = None
 
     @abstractmethod
     def layout(self, module: Module) -> Layout | None:

@@ -31,6 +31,7 @@ from lockstep.quant.packing import (
     damaged,
     usually_plain,
 )
+from lockstep.quant.reading import SettingsReader
 from lockstep.quant.slot import PLAIN, Slot
 
 FP8_BLOCK = 128
@@ -44,6 +45,10 @@ PLAIN_NAMES = ("F32", "BF16", "F16")
 SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 SCALES_OF_KV = "--kv-cache-dtype chooses how keys and values lie, and fp8 takes the scales"
 """What notes say of settings for the KV cache."""
+KV_ALGORITHM = "kv_cache_quant_algo"
+"""ModelOpt's setting of what the KV cache's static scales are for."""
+KV_SCHEME = "kv_cache_scheme"
+"""That of compressed-tensors, and of later ModelOpt: an object."""
 SIDECARS = (
     "weight_packed",
     "weight_scale",
@@ -117,6 +122,20 @@ def settle(
     if not all(suffix in module.tensors for suffix in said.needs(module)):
         raise contradiction(module, f"{setting} asks for {needed}")
     return said
+
+
+def other_kv_scales(settings: SettingsReader) -> str | None:
+    """The setting by which static scales of the KV cache are of another format than fp8; None: they
+    are not, as far as it says."""
+    algorithm = settings.raw.get(KV_ALGORITHM, "FP8")
+    if algorithm != "FP8":
+        return f"{settings.within}{KV_ALGORITHM}={brief(algorithm)}"
+    scheme = settings.raw.get(KV_SCHEME, {})
+    if isinstance(scheme, dict):
+        fp8 = (scheme.get("num_bits", 8), scheme.get("type", "float")) == (8, "float")
+    else:
+        fp8 = str(scheme).lower() == "fp8"
+    return None if fp8 else f"{settings.within}{KV_SCHEME}={brief(scheme)}"
 
 
 def around(name: str) -> Iterator[str]:

@@ -65,9 +65,9 @@ class Entry:
         request = self.request
         return request.num_tokens + self.in_flight >= request.most_tokens
 
-    def need(self, query_len: int) -> int:
-        """Tokens that pages must cover before its next step."""
-        return min(max(self.max_committed, self.length) + query_len, self.request.most_tokens)
+    def need(self, reach: int) -> int:
+        """Tokens that pages must cover before its next step, which goes `reach` tokens on."""
+        return min(max(self.max_committed, self.length) + reach, self.request.most_tokens)
 
 
 class Scheduler:
@@ -75,7 +75,8 @@ class Scheduler:
 
     query_len: the most tokens that a decoding row brings to a step (K + 1). row_buckets: numbers of
     rows that decode steps are padded to, ascending; None pads nothing. draft_policy: how many
-    drafts a step brings; None: query_len - 1 in every one.
+    drafts a step brings; None: query_len - 1 in every one. drafts_in_pages: whether drafts are made
+    in the rows' pages, one window behind the step's own.
 
     Where layers recur, chunks of prompts end on the grid of the cache's pages.
     """
@@ -92,6 +93,7 @@ class Scheduler:
         draft_policy: DraftLengthPolicy | None = None,
         policy: str = "fcfs",
         preempt_every: int = 0,
+        drafts_in_pages: bool = False,
     ) -> None:
         if policy not in ("fcfs", "priority"):
             raise ConfigError(
@@ -111,6 +113,8 @@ class Scheduler:
         self.drafted_rows = 0  # rows of steps that brought drafts
         self.accepted_at = [0] * (query_len - 1)  # accepted drafts, by their place
         self.query_len = query_len
+        self.drafts_in_pages = drafts_in_pages
+        self.reach = 2 * query_len if drafts_in_pages else query_len
         self.row_buckets = row_buckets
         self.draft_policy = draft_policy or FixedDraftLength(query_len - 1)
         self.policy = policy
@@ -332,7 +336,7 @@ class Scheduler:
             if not entry.row or entry.in_prompt or entry.will_finish:
                 continue
             column = len(entry.seq.pages)
-            while not self.cache.reserve(entry.seq, entry.need(self.query_len)):
+            while not self.cache.reserve(entry.seq, entry.need(self.reach)):
                 victim = max(self.running, key=lambda e: e.key)
                 self._preempt(plan, victim)
                 if victim is entry:
@@ -360,7 +364,7 @@ class Scheduler:
             return False
         seq = entry.seq
         request = entry.request
-        need = entry.need(self.query_len)
+        need = entry.need(self.reach)
         spare = len(self.running)
         if entry.swapped:
             need = max(need, entry.saved * self.cache.config.page_size)

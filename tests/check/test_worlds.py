@@ -24,19 +24,30 @@ from lockstep.check import (
     run_check,
     run_replay,
 )
-from lockstep.check.draw import HOSTED, LONGER, PUSHED, SELDOM, Drawer, kind_of, kinds_of
+from lockstep.check.draw import (
+    EDGE,
+    HOSTED,
+    LASTING,
+    LONGER,
+    PUSHED,
+    SELDOM,
+    Drawer,
+    kind_of,
+    kinds_of,
+)
 from lockstep.check.harness import CheckEngine, build, build_plain
 from lockstep.check.plain import PlainRuns
 from lockstep.check.rules import WorldError
 from lockstep.check.shrink import minimise, smaller
 from lockstep.check.stage import Stage
-from lockstep.check.world import Kind, Limits, World, WorldRequest, write_world
+from lockstep.check.world import ROOM, Kind, Limits, World, WorldRequest, write_world
 from lockstep.check.worlds import Examiner
 from lockstep.cli import app
 from lockstep.errors import ConfigError
 from lockstep.kernels.attention import SEGMENT
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.scheduler import Scheduler
+from lockstep.step import PAGE_SIZE
 from tests.check.faulty import off_by_a_bit
 
 DRAFTERS = tuple(spec.DRAFTERS)
@@ -119,6 +130,31 @@ def test_some_worlds_have_a_long_prompt_and_some_have_rows_that_are_pushed_out(
             a for a in pushed.requests if a.priority == max(b.priority for b in pushed.requests)
         ]
         assert len(late) == 2 and [a.abort is None for a in late] == [True, False]
+
+
+def test_some_answers_last_and_some_end_at_the_engines_length(
+    plain: PlainRuns, build_kind: Callable[[Kind], CheckEngine]
+) -> None:
+    """Longer than a page and than rings of recent tokens are at any K; and where a row's line of
+    the table ends, while windows reach past it."""
+    drawer = Drawer(plain, 1, ("ngram", "mtp"), ("none",))
+    lasting = drawer.world(LASTING)
+    assert max(a.params["max_tokens"] for a in lasting.requests) > PAGE_SIZE
+    edge = drawer.world(EDGE)
+    (last,) = (a for a in edge.requests if len(a.prompt) + a.params["max_tokens"] > ROOM)
+    assert edge.alone(last).max_tokens == ROOM - len(last.prompt)
+    answer = plain.answers(last.prompt, edge.alone(last))[0]
+    assert answer.ending == ("length", None)
+    kind = replace(edge.kind, drafter="told", drafts=15)
+    assert Examiner(plain, build_kind).examine(replace(edge, kind=kind)).difference is None
+
+
+def test_room_in_a_plain_run_is_that_of_the_world() -> None:
+    given = WorldRequest(tuple(range(30)), {"max_tokens": 20, "min_tokens": 12})
+    world = replace(WORLD, requests=(given,), limits=Limits(length=38))
+    alone = world.alone(given)
+    assert (alone.max_tokens, alone.min_tokens) == (8, 8)
+    assert replace(world, limits=Limits()).alone(given) == given.sampling()
 
 
 def test_some_worlds_have_prompts_that_come_back_from_host_memory(

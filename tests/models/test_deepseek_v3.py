@@ -321,12 +321,28 @@ def test_the_scale_of_scores_follows_the_context(base: Base, factor: float, thet
         ({"kv_lora_rank": None}, "kv_lora_rank=None"),
         ({"qk_rope_head_dim": 11}, "partial_rotary_factor"),
         ({"rope_scaling": {"type": "ntk", "factor": 2.0}}, "rope_scaling.type='ntk'"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "mscale_all_dim": 1.0}},
+            "rope_scaling.mscale_all_dim=1.0",
+        ),
     ],
 )
 def test_what_is_not_built_is_refused(changes: Base, message: str) -> None:
     read: Callable[[Base], Config] = Config.read
     with pytest.raises(CheckpointError, match=message):
         read({**DEEPSEEK, "vocab_size": VOCAB, **changes})
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["first_k_dense_replace", "n_group", "n_shared_experts", "routed_scaling_factor", "topk_group"],
+)
+def test_what_the_mixture_does_is_not_assumed(name: str) -> None:
+    """transformers takes DeepSeek-V3's own value where a file lacks one, Kimi's code takes 1."""
+    raw = {**DEEPSEEK, "vocab_size": VOCAB}
+    del raw[name]
+    with pytest.raises(CheckpointError, match=f"config.json has no {name}"):
+        Config.read(raw)
 
 
 def test_experts_that_cannot_be_chosen_are_refused() -> None:

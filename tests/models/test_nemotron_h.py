@@ -115,12 +115,39 @@ def test_a_pattern_is_what_a_list_of_blocks_is() -> None:
         assert read(raw | {"layer_types": blocks}) == plain
 
 
+def test_older_names_are_read() -> None:
+    """As transformers reads them; where both names are there, they say the same."""
+    raw: Base = {**NEMOTRON_H, "vocab_size": VOCAB, "time_step_limit": [0.01, 0.5]}
+    read = architecture("nemotron_h").Config.read
+    later = {
+        "mamba_n_groups": "n_groups",
+        "mamba_d_conv": "conv_kernel",
+        "mamba_conv_bias": "use_conv_bias",
+        "mamba_dt_limit": "time_step_limit",
+    }
+    older = {name: value for name, value in raw.items() if name not in later.values()}
+    older |= {name: raw[new] for name, new in later.items()}
+    assert read(older) == read(raw) and read(raw).mamba.limits == (0.01, 0.5)
+    assert read(raw | older) == read(raw)
+    with pytest.raises(CheckpointError, match=r"mamba_dt_limit=\[0, 1\].*as time_step_limit has"):
+        read({**raw, "mamba_dt_limit": [0, 1]})
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"hybrid_override_pattern": "M*X"}, "hybrid_override_pattern='X'"),
         ({"hybrid_override_pattern": "MM-"}, "with a block of attention"),
         ({"hybrid_override_pattern": None}, "hybrid_override_pattern"),
+        ({"layers_block_type": ["mamba", "attention"]}, "layers_block_type.*the blocks of hybrid_"),
+        (
+            {
+                "num_nextn_predict_layers": 1,
+                "mtp_hybrid_override_pattern": "*E",
+                "mtp_layers_block_type": ["attention", "mlp"],
+            },
+            "mtp_layers_block_type.*the blocks of mtp_hybrid",
+        ),
         ({"num_hidden_layers": 4}, "num_hidden_layers=4.*9, the blocks"),
         ({"mlp_hidden_act": "silu"}, "mlp_hidden_act='silu'.*'relu2'"),
         ({"mamba_hidden_act": "relu"}, "mamba_hidden_act='relu'"),

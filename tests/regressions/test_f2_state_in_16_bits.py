@@ -3,6 +3,7 @@ exists for speed changes an answer. An engine that rounds wherever a step wrote 
 another answer with every window; each such fault, put in here, must show."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from lockstep.kernels.recurrent import _cpu, rings
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.layers import gated_delta_net
 from lockstep.runner import table
-from tests.regressions.conftest import PROMPTS, answers
+from tests.regressions.conftest import PARAMS, PROMPTS, answers
 
 HALF = "bfloat16"
 
@@ -65,6 +66,19 @@ def test_chunks_drafts_and_preemption_leave_the_answer_alone(
     assert answers(llm) == wanted, "with what is cached"
     assert llm.engine.refresh_stats().preemptions_total > 0
     assert llm.engine.scheduler.cache.hit_tokens > 0
+
+
+@pytest.mark.parametrize("k", [1, 3, 15])
+def test_answers_longer_than_the_rings_are_left_alone(make: Callable[..., LLM], k: int) -> None:
+    """A state lacks the most tokens, 15 and a window, only where an answer goes on for longer than
+    that; then rings have gone round, and none of their tokens may be missing."""
+    prompts = PROMPTS[1:3]
+    lasting = replace(PARAMS, max_tokens=100)
+    due = answers(make(mamba_ssm_cache_dtype=HALF), prompts, lasting)
+    known = [p + tokens for p, (tokens, _) in zip(prompts, due, strict=True)]
+    for changing in (False, True):
+        llm = make("ngram", k, changing, known=known, mamba_ssm_cache_dtype=HALF)
+        assert answers(llm, prompts, lasting) == due
 
 
 def test_numerics_slots_and_snapshots_say_so(make: Callable[..., LLM]) -> None:

@@ -246,9 +246,24 @@ def test_page_shortage_moves_the_last_row_and_computes_nothing_twice() -> None:
     assert len(first.output_token_ids) == len(last.output_token_ids) == 100
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_drafts_that_are_made_in_pages_have_pages_of_the_row(ahead: bool) -> None:
+    """Where all of a window is accepted, the next one's drafts are made behind it, before the host
+    knows."""
+    sched = make(query_len=8, drafts_in_pages=ahead)
+    ask(sched, "a", 49, most=1000)
+    assert len(step(sched).admissions[0].pages) == (2 if ahead else 1)
+    for _ in range(40):
+        before = sched.running[0].max_committed
+        plan = sched.schedule()
+        sched.update(plan, answer(plan, 8))
+        reach = before + (16 if ahead else 8)
+        assert len(sched.running[0].seq.pages) == -(-reach // 64)
+
+
 def test_a_lone_request_ends_with_length_where_the_pool_ends() -> None:
-    for query_len in (1, 4):
-        sched = make(pages=3, query_len=query_len)
+    for query_len, ahead in ((1, False), (4, False), (4, True)):
+        sched = make(pages=3, query_len=query_len, drafts_in_pages=ahead)
         request = ask(sched, "a", 60, most=1000)
         while sched.has_work():
             plan = sched.schedule()

@@ -239,6 +239,7 @@ def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead:
         query_len=query_len,
         policy=policy,
         preempt_every=rng.choice([0, 0, 1, 7]),
+        drafts_in_pages=bool(seed % 2),
     )
     device = Device(pages, max(slots, 1), query_len, rng)
     stems = [[rng.randrange(40) for _ in range(32)] for _ in range(3)]

@@ -98,6 +98,16 @@ def test_a_model_drafts_for_itself_without_a_miss(target: Path) -> None:
     assert out.metrics.num_cached_tokens == 64
 
 
+def test_rows_that_reach_a_page_together_draft_as_each_does_alone(target: Path) -> None:
+    """A chain of drafts goes on past the window: the page that it begins is the row's own by then,
+    not the null page, where rows would read each other's numbers."""
+    llm = make_engine(target, target)
+    prompts = [[(k * i + i * i) % 250 for i in range(59)] for k in (3, 7, 11, 13)]
+    longer = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, detokenize=False)
+    for out in llm.generate([{"prompt_token_ids": p} for p in prompts], longer):
+        assert out.metrics.num_draft_tokens == out.metrics.num_accepted_tokens > 60
+
+
 def test_another_tokenizer_is_refused(target: Path, tmp_path: Path) -> None:
     make_pair(tmp_path, "Llama", LLAMA, num_hidden_layers=1)
     path = tmp_path / "tokenizer.json"

@@ -250,6 +250,20 @@ def test_head_and_embedding_are_its_own_or_the_targets(
         assert drafts == drafts_of(head, embedding, residuals, known, K)
 
 
+def test_a_tied_head_is_the_one_in_its_file(targets: dict[str, Any], tmp_path: Path) -> None:
+    """As SpecForge's for Qwen3-4B, whose settings are copies of its target's: a reduced head is no
+    copy of an embedding."""
+    folder, _ = targets["Qwen3"]
+    make_head(tmp_path / "apart", VOCAB, HIDDEN)
+    make_head(tmp_path / "tied", VOCAB, HIDDEN, tie_word_embeddings=True)
+    assert drafts_with(folder, tmp_path / "tied") == drafts_with(folder, tmp_path / "apart")
+    make_engine(folder, tmp_path / "tied", load_format="dummy")
+    head = make_head(tmp_path / "whole", VOCAB, HIDDEN, known=VOCAB, tie_word_embeddings=True)
+    save_head(tmp_path / "whole", {n: t for n, t in head.items() if n != "lm_head.weight"})
+    with pytest.raises(CheckpointError, match="no lm_head.weight.*tie_word_embeddings=True"):
+        make_engine(folder, tmp_path / "whole")
+
+
 def test_layers_may_be_named_by_what_they_leave(targets: dict[str, Any], tmp_path: Path) -> None:
     folder, _ = targets["Qwen3"]
     ids = "eagle_aux_hidden_state_layer_ids"

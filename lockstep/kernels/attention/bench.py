@@ -9,6 +9,7 @@ from torch import Tensor
 from lockstep.kernels.attention import paged_attention
 from lockstep.kernels.bench_types import BenchEnv, Cost, Made, Model, OpBenchmark, kept_bytes
 from lockstep.kernels.kv import codecs_of
+from lockstep.kernels.kv.formats import head_codecs
 from lockstep.step import PAGE_SIZE
 
 
@@ -25,7 +26,7 @@ def _paged_attention(model: Model, env: BenchEnv, query_len: int) -> OpBenchmark
     context = model.context
     columns = -(-context // PAGE_SIZE)
     size = env.dtype.itemsize
-    sides = (None, None) if env.format is None else env.format.fitting(dim)
+    sides = head_codecs(env.format, dim) or (None, None)
     shape = (PAGE_SIZE, kv_heads, dim)
     line = kept_bytes(*(env.cache(codec, 1, *shape) for codec in sides))
     rows = env.enough(context * line)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from lockstep.errors import ConfigError
 from lockstep.kernels.kv._turn import Turn
 
 
@@ -150,16 +149,9 @@ class KVFormat:
     scaled: bool = False
     latent: Codec | None = None
 
-    def fitting(self, dim: int, setting: str = "kv_cache_dtype") -> tuple[Codec, Codec]:
-        """Both codecs. Raises ConfigError, naming the setting that chose the format, where heads
-        of this dim cannot be stored."""
-        for why_not in (self.k.refusal(dim), self.v.refusal(dim)):
-            if why_not is not None:
-                raise ConfigError(
-                    f"{setting}={self.name!r} is not allowed with this model: {why_not}. "
-                    "Choose another one."
-                )
-        return self.k, self.v
+    def refusal(self, dim: int) -> str | None:
+        """Why heads of this dim cannot be stored, or None."""
+        return self.v.refusal(dim) or self.k.refusal(dim)
 
     def of_layer(self, layer: str) -> "KVFormat":
         """The same for the layer of this name."""

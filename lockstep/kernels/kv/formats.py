@@ -38,6 +38,22 @@ def format_of(name: str, dtype: torch.dtype) -> KVFormat | None:
     return FORMATS[name]
 
 
+def head_codecs(
+    format: KVFormat | None, dim: int, setting: str = "kv_cache_dtype"
+) -> tuple[Codec, Codec] | None:
+    """How keys and values of heads of this dim are stored in a format. Raises ConfigError, naming
+    the setting that chose the format, where they are not."""
+    if format is None:
+        return None
+    why_not = format.refusal(dim)
+    if why_not is None:
+        return format.k, format.v
+    usable = [name for name, one in FORMATS.items() if one.refusal(dim) is None]
+    allowed = f"{', '.join(('auto', *usable))}, since {why_not}"
+    remedy = "Choose one of them for this model."
+    raise choice_error(ConfigError, setting, format.name, allowed, remedy)
+
+
 def latent_codec(
     format: KVFormat | None, dim: int, setting: str = "kv_cache_dtype"
 ) -> Codec | None:
