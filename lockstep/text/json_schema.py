@@ -9,6 +9,7 @@ from itertools import islice
 from typing import Any
 
 from lockstep.errors import RequestError, brief
+from lockstep.text.numbers import unheld
 from lockstep.text.parsers.schema import target
 
 MOST_DEPTH = 64
@@ -210,8 +211,12 @@ def without_void(schema: Any) -> Any:
 
 
 def without_refused(schema: Any) -> Any:
-    """The schema without keywords that are not supported."""
-    return rewritten(schema, lambda one: {k: v for k, v in one.items() if k not in REFUSED})
+    """The schema without keywords that are not supported, those of numbers among them."""
+
+    def held(key: str, value: Any) -> bool:
+        return key not in REFUSED and unheld(key, value) is None
+
+    return rewritten(schema, lambda one: {k: v for k, v in one.items() if held(k, v)})
 
 
 def without_notes(schema: Any) -> Any:

@@ -31,7 +31,8 @@ from lockstep.text.json_schema import (
     without_refused,
     without_void,
 )
-from lockstep.text.multiples import check_multiples
+from lockstep.text.multiples import check_multiples, objects_of_schemas
+from lockstep.text.numbers import check_numbers
 
 MOST_RULES = 1000
 """Rules and terminals of a grammar. llguidance follows one into the next on the stack of its
@@ -50,6 +51,8 @@ def compile_wanted(wanted: StructuredOutputsParams, compiler: Compiler) -> Match
     """The grammar that a request asks for. Raises RequestError, which names what is wrong."""
     field = wanted.field
     source = _SOURCES[wanted.kind](wanted, field)
+    for objects in objects_of_schemas(source):
+        check_numbers(objects, field)
     check_multiples(source, field)
     check_conjunctions(source, field)
     try:
