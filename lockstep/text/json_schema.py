@@ -50,16 +50,22 @@ Place = tuple[str, Any]
 
 def check_depth(value: Any, field: str) -> None:
     """Raises RequestError where objects and lists are nested too deeply."""
+    if is_deep(value):
+        raise RequestError(
+            f"{field} is nested in more than {MOST_DEPTH} levels; allowed: at most {MOST_DEPTH}. "
+            "Flatten it.",
+            field,
+        )
+
+
+def is_deep(value: Any) -> bool:
+    """Whether objects and lists are nested in more than MOST_DEPTH levels."""
     level = [value]
     for _ in range(MOST_DEPTH + 1):
         level = [part for one in level for part in _parts(one)]
         if not level:
-            return
-    raise RequestError(
-        f"{field} is nested in more than {MOST_DEPTH} levels; allowed: at most {MOST_DEPTH}. "
-        "Flatten it.",
-        field,
-    )
+            return False
+    return True
 
 
 def _parts(value: Any) -> list[Any]:
