@@ -48,6 +48,8 @@ MAX_COMPLETIONS = 1024
 """Completions of one request: prompts times n."""
 TAKEN = ("messages", "tools", "self", "continue_final_message")
 """Names that no chat_template_kwargs may have."""
+NEWER = "max_completion_tokens"
+"""OpenAI's newer name of max_tokens; it has the last word."""
 MAX_SECONDS = 86_400.0
 MAX_FIELDS = 1024
 """Of an object whose fields have names here, those that nobody knows among them."""
@@ -307,6 +309,10 @@ class SamplingFields(TurnFields):
         """The names, in order, of sent fields that have no effect."""
         return without_effect(self.model_extra or (), self.REFUSED)
 
+    def sent_names(self) -> dict[str, str]:
+        """A field of SamplingParams -> the one that it was made of, where they differ."""
+        return {}
+
     def sampling(
         self, processor: Processor, max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams:
@@ -358,6 +364,21 @@ def _token_id(key: str) -> int:
             "logit_bias",
         )
     return int(key)
+
+
+@contextmanager
+def named_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors name the fields that were sent, not those that they became."""
+    try:
+        yield
+    except RequestError as error:
+        became = error.field or ""
+        sent = names.get(became, became)
+        message = str(error)
+        if message.startswith(tuple(f"{became}{sign}" for sign in "= ,:.")):
+            error.args = (sent + message.removeprefix(became),)
+        error.field = sent or None
+        raise
 
 
 _TOOL_CHOICE = {
@@ -414,7 +435,14 @@ class ChatRequest(SamplingFields, Conversation):
             )
         most = self.max_completion_tokens
         most = self.max_tokens if most is None else most
-        return self.sampling(processor, most, (self.top_logprobs or 0) if self.logprobs else None)
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        with named_as(self.sent_names()):
+            return self.sampling(processor, most, logprobs)
+
+    def sent_names(self) -> dict[str, str]:
+        """See SamplingFields."""
+        newer = self.max_completion_tokens is not None
+        return {"logprobs": "top_logprobs"} | ({"max_tokens": NEWER} if newer else {})
 
     @property
     def held(self) -> bool:
@@ -456,21 +484,6 @@ def chat_request(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatReq
         first = error.errors(include_url=False)[0]
         field = str(first["loc"][0])
         raise RequestError(told(first, first["loc"]), names.get(field, field)) from None
-
-
-@contextmanager
-def named_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors name the fields that were sent, not those that they became."""
-    try:
-        yield
-    except RequestError as error:
-        became = error.field or ""
-        sent = names.get(became, became)
-        message = str(error)
-        if message.startswith(tuple(f"{became}{sign}" for sign in "= ,:.")):
-            error.args = (sent + message.removeprefix(became),)
-        error.field = sent or None
-        raise
 
 
 _PROMPT = {

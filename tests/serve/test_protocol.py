@@ -36,7 +36,6 @@ def test_what_does_not_work_yet_is_refused(server, path):
     [
         ("response_format", {"type": "grammar"}),
         ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}),
-        ("guided_decoding_backend", "outlines"),
         ("use_beam_search", True),
         ("best_of", 2),
         ("suffix", "end"),
@@ -59,6 +58,8 @@ def test_true_is_not_one(server):
 def test_fields_without_effect_are_let_through(server):
     extra = {"user": "u", "store": False, "metadata": {"a": "b"}, "service_tier": "auto", "x": 1}
     assert post(server, CHAT_PATH, **extra).status_code == 200
+    found = post(server, CHAT_PATH, guided_decoding_backend="xgrammar", guided_choice=["a"])
+    assert found.headers["x-lockstep-ignored-fields"] == "guided_decoding_backend"
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
