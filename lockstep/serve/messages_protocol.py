@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from lockstep.serve.protocol import (
     MAX_MESSAGES,
@@ -103,6 +103,12 @@ class ToolChoice(Body):
     type: Literal["auto", "none", "any", "tool"]
     name: str | None = Field(None, max_length=MAX_NAME)
     disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _names_a_tool(self) -> "ToolChoice":
+        if self.type == "tool" and not self.name:
+            raise ValueError("type tool needs a name; send that of one of the tools")
+        return self
 
 
 class Thinking(Body):

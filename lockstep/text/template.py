@@ -256,6 +256,12 @@ def _mark_end(messages: list[Message]) -> str:
             "it out.",
             "continue_final_message",
         )
+    if messages[-1].get("tool_calls"):
+        raise RequestError(
+            "the last message has tool calls, behind which no text goes on. Send their results, or "
+            "leave them out.",
+            "continue_final_message",
+        )
     word = secrets.token_hex(16)
     messages[-1]["content"] += word
     return word

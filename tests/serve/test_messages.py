@@ -20,6 +20,7 @@ PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
 USER: list[Any] = [{"role": "user", "content": "the fox"}]
 TOOLS: list[Any] = [{"name": "get", "description": "Get it", "input_schema": SCHEMA}]
+USED = {"type": "tool_use", "id": "t", "name": "get", "input": {}}
 THINK: Any = {"type": "enabled", "budget_tokens": 1024}
 THOUGHT = "the fox\n</think>\n\n"
 INPUT = {"city": 'Rio "x"', "n": 3}
@@ -198,6 +199,11 @@ def test_tokens_are_counted(server: Any) -> None:
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
             "output_config.format, at the root of the schema, cannot be obeyed: Invalid type: x.",
+        ),
+        ({"tool_choice": {"type": "tool"}, "tools": TOOLS}, "tool_choice: type tool needs a name"),
+        (
+            {"messages": [*USER, {"role": "assistant", "content": [USED]}], "tools": TOOLS},
+            "the last message has tool calls",
         ),
         ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
