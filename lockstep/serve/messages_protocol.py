@@ -15,6 +15,7 @@ from lockstep.serve.protocol import (
     Effort,
     TurnFields,
     chat_request,
+    one_system,
     own_kind,
 )
 from lockstep.serve.refused import MESSAGES, refuse, without_effect
@@ -157,7 +158,7 @@ class CountRequest(Body):
         config = self.output_config
         form = config.format if config else None
         fields = {
-            "messages": list(self._messages()),
+            "messages": one_system(list(self._messages())),
             "tools": [_chat_tool(tool) for tool in self.tools or ()],
             "tool_choice": _chat_choice(choice) if choice else "auto",
             "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),

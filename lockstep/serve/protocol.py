@@ -7,6 +7,7 @@ entry. Unknown fields are kept aside: `refused` says which of them would change 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -46,6 +47,7 @@ MAX_SALT = 256
 MAX_PROMPTS = 1024
 MAX_COMPLETIONS = 1024
 """Completions of one request: prompts times n."""
+SYSTEM_ROLES = ("system", "developer")
 TAKEN = ("messages", "tools", "self", "continue_final_message")
 """Names that no chat_template_kwargs may have."""
 NEWER = "max_completion_tokens"
@@ -364,6 +366,19 @@ def _token_id(key: str) -> int:
             "logit_bias",
         )
     return int(key)
+
+
+def one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, those of the system and of developers at their beginning as one.
+
+    Other APIs have a field for the system beside the messages, and templates take one message.
+    """
+    first = list(takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages))
+    if len(first) < 2:
+        return messages
+    contents = [message["content"] for message in first]
+    parts = [part for one in contents for part in (one if isinstance(one, list) else [one])]
+    return [{"role": "system", "content": parts}, *messages[len(first) :]]
 
 
 @contextmanager

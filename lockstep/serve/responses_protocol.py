@@ -17,6 +17,7 @@ from lockstep.serve.protocol import (
     Effort,
     TurnFields,
     chat_request,
+    one_system,
     own_kind,
 )
 from lockstep.serve.refused import RESPONSES, refuse, without_effect
@@ -161,6 +162,7 @@ class ResponsesRequest(TurnFields):
         messages = list(messages_of(items))
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
+        messages = one_system(messages)
         fields = {
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,

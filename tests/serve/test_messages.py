@@ -248,6 +248,13 @@ def test_the_system_speaks_in_between(server: Any, processor: Any) -> None:
     assert one.prompt_token_ids == two.prompt_token_ids
 
 
+def test_the_system_speaks_with_one_voice_at_first(server: Any, processor: Any) -> None:
+    said = [{"role": "system", "content": "no tests"}, *USER]
+    create(server, system=[{"type": "text", "text": "be brief"}], messages=said)
+    told = "<|im_start|>system\nbe brief\nno tests<|im_end|>\n<|im_start|>user\nthe fox"
+    assert last_prompt(server, processor).startswith(told)
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -163,6 +163,17 @@ def test_a_next_response_goes_on(server: Any, processor: Any) -> None:
     assert [item.type for item in second.output] == ["message"]
 
 
+def test_instructions_and_developers_are_one_system_message(server: Any, processor: Any) -> None:
+    """Clients send both, and templates take one message of the system."""
+    developer = {"role": "developer", "content": [{"type": "input_text", "text": "no tests"}]}
+    items = [developer, {"role": "user", "content": "the fox"}]
+    first = create(server, instructions="be brief", input=items)
+    told = "<|im_start|>system\nbe brief\nno tests<|im_end|>\n<|im_start|>user\nthe fox"
+    assert last_prompt(server, processor).startswith(told)
+    create(server, instructions="be kind", input="and?", previous_response_id=first.id)
+    assert last_prompt(server, processor).startswith("<|im_start|>system\nbe kind\nno tests<")
+
+
 def test_a_name_that_no_client_could_send_is_kept(server: Any) -> None:
     """The model writes what it likes; only a turn that shows it to the model again is refused."""
     name = "the fox" * 40
