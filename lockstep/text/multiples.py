@@ -42,10 +42,10 @@ def check_multiples(source: str, field: str) -> None:
 
 def objects_of_schemas(source: str) -> list[list[Json]]:
     """All objects of each JSON schema in a grammar in llguidance's Lark."""
-    return [list(_objects(schema)) for schema in _schemas(source)]
+    return [list(_objects(schema)) for schema in schemas_of(source)]
 
 
-def _schemas(source: str) -> Iterator[Json]:
+def schemas_of(source: str) -> Iterator[Json]:
     """The JSON schemas in a grammar; what is no JSON is left to llguidance, which says so."""
     decoder = json.JSONDecoder()
     for place in SCHEMA.finditer(source):
