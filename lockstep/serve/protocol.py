@@ -157,6 +157,13 @@ class SentCall(Sent):
     function: CalledFunction
 
 
+UNREAD_PARTS = {
+    "function_call": "it is OpenAI's old form; send tool_calls",
+    "audio": "this server reads text only; leave it out",
+}
+"""Of messages, what no template would show to the model."""
+
+
 class Message(Sent):
     """One message of a conversation."""
 
@@ -166,6 +173,13 @@ class Message(Sent):
     tool_calls: list[SentCall] | None = Field(None, fail_fast=True, max_length=MAX_CALLS)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+
+    @model_validator(mode="after")
+    def _is_all_read(self) -> "Message":
+        for name, remedy in UNREAD_PARTS.items():
+            if name in (self.model_extra or {}):
+                raise ValueError(f"{name} is not supported: {remedy}")
+        return self
 
 
 class Function(Sent):

@@ -153,6 +153,8 @@ WRONG_MESSAGES = [
     ),
     ([{"role": "assistant", "content": "x", "reasoning_content": 5}], "reasoning_content"),
     ([*USER, {"role": "tool", "content": None, "tool_call_id": 5}], "tool_call_id"),
+    ([{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}], "function_call"),
+    ([{"role": "assistant", "audio": {"id": "x"}}], "messages[0]: audio is not supported"),
 ]
 
 
@@ -162,6 +164,12 @@ def test_wrong_types_in_messages(server, messages, told):
     assert found.status_code == 400, found.text
     assert told in found.json()["error"]["message"]
     assert found.json()["error"]["param"] == "messages"
+
+
+def test_an_answer_of_the_client_may_be_sent_back_as_it_is(server):
+    """With all of its fields that are null."""
+    said = {"role": "assistant", "content": "fox", "function_call": None, "audio": None}
+    assert post(server, CHAT_PATH, messages=[*USER, said, *USER]).status_code == 200
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "self"])
