@@ -313,9 +313,7 @@ def _normal(message: Any, place: str) -> Message:
     normal = {key: value for key, value in message.items() if value is not None}
     normal["role"] = "system" if role == "developer" else role
     said = message.get("content")
-    normal["content"] = _text(
-        message.get("refusal") if said is None else said, f"{place}.content"
-    )
+    normal["content"] = _text(message.get("refusal") if said is None else said, f"{place}.content")
     for name in ("reasoning", "reasoning_content"):
         if not isinstance(normal.get(name, ""), str):
             raise _refusal(f"{place}.{name}", message[name], "a text")

@@ -210,8 +210,8 @@ class Tokenizer:
         return int(found[1], 16) if found else None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for in the midst of a text, a blank in front of a word among
-        them; b"" for an id outside the vocabulary."""
+        """The bytes that a token stands for in the midst of a text, with a blank in front where it
+        has one; b"" for an id outside the vocabulary."""
         return self._known_bytes(token_id)
 
     def _bytes_of(self, token_id: int) -> bytes:

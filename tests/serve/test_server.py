@@ -52,7 +52,13 @@ def test_offsets_are_places_in_the_text(server, step):
     """Of characters that are several tokens, of tokens that are held back, whole or streamed."""
     server.client.step = step
     server.text = "a 🦊 is é, stopp the fox"
-    asked = {"prompt": "naïve 🦊 dog", "echo": True, "logprobs": 0, "max_tokens": 90, "stop": "op q"}
+    asked = {
+        "prompt": "naïve 🦊 dog",
+        "echo": True,
+        "logprobs": 0,
+        "max_tokens": 90,
+        "stop": "op q",
+    }
     (whole,) = complete(server, **asked).choices
     text, told = whole.text, whole.logprobs
     assert text == "naïve 🦊 doga 🦊 is é, stopp the fox"

@@ -66,7 +66,10 @@ def test_a_property_of_such_a_name_is_no_keyword(compiler: Compiler, keyword: st
 @pytest.mark.parametrize(
     ("schema", "says"),
     [
-        ({"type": "object", "properties": {"a": {"type": "text"}}}, r"'type' at properties\.a .*text"),
+        (
+            {"type": "object", "properties": {"a": {"type": "text"}}},
+            r"'type' at properties\.a .*text",
+        ),
         (
             {"anyOf": [{"type": "string"}, {"title": "b", "pattern": "(?=a)", "maxLength": 3}]},
             r"'pattern' at anyOf\[1\] .*look-around",

@@ -730,7 +730,9 @@ def test_faults_of_tools_name_them(plain: Model) -> None:
     syntax = ToolSyntax(TOOL_PARSERS["hermes"], {})
     tools = syntax.tools(one_tool({"a": {"type": "string", "pattern": "("}}))
     held = CallParams(grammar=syntax.calls_only(tools, True))
-    with pytest.raises(RequestError, match="tools: the keyword 'pattern' at properties.a") as caught:
+    with pytest.raises(
+        RequestError, match="tools: the keyword 'pattern' at properties.a"
+    ) as caught:
         compile_wanted(held, plain.compiler)
     assert caught.value.field == "tools"
 
