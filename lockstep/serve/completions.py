@@ -5,7 +5,12 @@ from collections.abc import Iterable, Iterator
 
 from lockstep.outputs import Logprob
 from lockstep.serve.answer import Answer, Json
-from lockstep.serve.logprobs import completion_logprobs, prompt_logprobs
+from lockstep.serve.logprobs import (
+    Places,
+    completion_logprobs,
+    prompt_logprobs,
+    prompt_places,
+)
 from lockstep.serve.protocol import CompletionRequest
 from lockstep.serve.service import (
     Answers,
@@ -41,7 +46,7 @@ class CompletionAnswer(Answer):
         self._prompts = self.body.prompts()
         count = len(self._prompts)
         self._run = await self.service.start("cmpl-", self.body, count, self._ask, brief)
-        self._shown = [_Shown() for _ in self.run.job.requests]
+        self._shown = [_Shown(self._places(index)) for index in range(len(self.run.job.requests))]
         self._tells_tokens = self.run.job.tells_tokens(self.body)
         self._meter = Meter(self.run.job)
 
@@ -101,6 +106,11 @@ class CompletionAnswer(Answer):
         prompt = self._prompts[index // self.run.job.params.n]
         return prompt if isinstance(prompt, str) else self.service.processor.decode(prompt)
 
+    def _places(self, index: int) -> Places:
+        """Where a completion's tokens begin in its text."""
+        hides = self.run.job.params.skip_special_tokens
+        return Places(self.service.processor.tokenizer, hides, len(self._echo(index)))
+
     def _choice(self, answers: Answers, index: int) -> Json:
         done = answers.completions[index]
         asked = answers.prompt_logprobs.get(index // self.run.job.params.n)
@@ -108,7 +118,7 @@ class CompletionAnswer(Answer):
         choice = {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs(index, done, 0, True, asked),
+            "logprobs": self._logprobs(index, done, True, asked),
             **self.run.job.ending(index, done.finish_reason, done.stop_reason, done.error),
         }
         if self.body.prompt_logprobs is not None:
@@ -119,7 +129,7 @@ class CompletionAnswer(Answer):
         """A chunk's choice; None while the text is held back, and its tokens with it."""
         index = piece.index
         new = piece.text
-        first = shown.characters == 0
+        first = not shown.begun
         if self._tells_tokens:
             shown.tokens.add(piece)
         shown.asked = piece.prompt_logprobs or shown.asked
@@ -127,12 +137,11 @@ class CompletionAnswer(Answer):
         if not text and new.finish_reason is None:
             return None
         tokens = shown.tokens
-        offset = shown.characters
-        shown.characters += max(len(text), 1)
+        shown.begun = True
         choice = {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs(index, tokens, offset, first, shown.asked),
+            "logprobs": self._logprobs(index, tokens, first, shown.asked),
             **self.run.job.ending(index, new.finish_reason, new.stop_reason, piece.error),
             **tokens.told(self.body),
             **self._prompt_ids(index, first),
@@ -147,32 +156,29 @@ class CompletionAnswer(Answer):
         return {"prompt_token_ids": self.run.job.prompts[index // self.run.job.params.n]}
 
     def _logprobs(
-        self,
-        index: int,
-        tokens: Tokens,
-        offset: int,
-        first: bool,
-        asked: PromptLogprobs | None,
+        self, index: int, tokens: Tokens, first: bool, asked: PromptLogprobs | None
     ) -> Json | None:
-        """Those of the tokens; the prompt's go in front where it is echoed. offset: characters."""
+        """Those of the tokens; the prompt's go in front where it is echoed."""
         echoed = self.body.echo and first
         if self.body.logprobs is None or (tokens.logprobs is None and not echoed):
             return None
+        tokenizer = self.service.processor.tokenizer
         ids = list(tokens.token_ids)
         entries: list[dict[int, Logprob] | None] = [*(tokens.logprobs or ())]
+        places = self._shown[index].places.of(ids)
         if echoed:
             prompt = self.run.job.prompts[index // self.run.job.params.n]
             ids = prompt + ids
             entries = [*(asked or [None] * len(prompt)), *entries]
-        return completion_logprobs(
-            self.service.processor.tokenizer, ids, entries, self.body.logprobs, offset
-        )
+            places = prompt_places(tokenizer, prompt, self._echo(index)) + places
+        return completion_logprobs(tokenizer, ids, entries, self.body.logprobs, places)
 
 
 class _Shown:
-    """How much of one completion was sent, and what waits."""
+    """What of one completion waits to be sent, and where its tokens begin in its text."""
 
-    def __init__(self) -> None:
+    def __init__(self, places: Places) -> None:
         self.tokens = Tokens()
-        self.characters = 0
+        self.places = places
+        self.begun = False
         self.asked: PromptLogprobs | None = None

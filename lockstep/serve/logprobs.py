@@ -1,9 +1,11 @@
 """Log-probabilities in OpenAI's two forms."""
 
+from collections.abc import Sequence
 from math import isnan
 from typing import Any
 
 from lockstep.outputs import Logprob
+from lockstep.text.detokenizer import Detokenizer
 from lockstep.text.tokenizer import Tokenizer
 
 FLOOR = -9999.0  # JSON knows no infinity
@@ -40,25 +42,50 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
+class Places:
+    """Where tokens begin in the text that they are: characters in front of each. A character of
+    several tokens counts behind the last of them. hides_special: special tokens are no part of the
+    text. begin: characters in front of all of it."""
+
+    def __init__(self, tokenizer: Tokenizer | None, hides_special: bool, begin: int = 0) -> None:
+        self.characters = begin
+        self._text = None
+        if tokenizer is not None:
+            self._text = Detokenizer(tokenizer, skip_special_tokens=hides_special)
+
+    def of(self, token_ids: Sequence[int]) -> list[int]:
+        """Those of the next tokens."""
+        found = []
+        for token_id in token_ids:
+            found.append(self.characters)
+            self.characters += len(self._text.push(token_id)) if self._text else 0
+        return found
+
+
+def prompt_places(tokenizer: Tokenizer | None, token_ids: Sequence[int], text: str) -> list[int]:
+    """Where a prompt's tokens begin in its text. The tokenizer may have put some in front of it."""
+    places = Places(tokenizer, hides_special=False)
+    found = places.of(token_ids)
+    in_front = max(0, places.characters - len(text))
+    return [max(0, place - in_front) for place in found]
+
+
 def completion_logprobs(
     tokenizer: Tokenizer | None,
     token_ids: list[int],
     entries: list[dict[int, Logprob] | None],
     most: int,
-    offset: int = 0,
+    places: list[int],
 ) -> dict[str, Any]:
-    """The completions form: parallel lists. `offset` is the first token's place in the text."""
+    """The completions form: parallel lists. places: where each token begins in the text."""
     found: dict[str, Any] = {
         "tokens": [],
         "token_logprobs": [],
         "top_logprobs": [],
-        "text_offset": [],
+        "text_offset": places,
     }
     for token_id, entry in zip(token_ids, entries, strict=True):
-        text = _named(tokenizer, token_id, 0.0)["token"]
-        found["tokens"].append(text)
-        found["text_offset"].append(offset)
-        offset += len(text)
+        found["tokens"].append(_named(tokenizer, token_id, 0.0)["token"])
         chosen = entry.get(token_id) if entry else None
         found["token_logprobs"].append(_number(chosen.logprob) if chosen else None)
         top = {

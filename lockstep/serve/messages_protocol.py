@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
 from lockstep.serve.protocol import (
     MAX_MESSAGES,
@@ -15,6 +15,7 @@ from lockstep.serve.protocol import (
     Effort,
     TurnFields,
     chat_request,
+    one_system,
     own_kind,
 )
 from lockstep.serve.refused import MESSAGES, refuse, without_effect
@@ -104,6 +105,12 @@ class ToolChoice(Body):
     name: str | None = Field(None, max_length=MAX_NAME)
     disable_parallel_tool_use: bool = False
 
+    @model_validator(mode="after")
+    def _names_a_tool(self) -> "ToolChoice":
+        if self.type == "tool" and not self.name:
+            raise ValueError("type tool needs a name; send that of one of the tools")
+        return self
+
 
 class Thinking(Body):
     """Whether to reason; adaptive: as the model does by itself. The budget bounds nothing here."""
@@ -151,7 +158,7 @@ class CountRequest(Body):
         config = self.output_config
         form = config.format if config else None
         fields = {
-            "messages": list(self._messages()),
+            "messages": one_system(list(self._messages())),
             "tools": [_chat_tool(tool) for tool in self.tools or ()],
             "tool_choice": _chat_choice(choice) if choice else "auto",
             "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),

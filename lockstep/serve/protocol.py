@@ -7,6 +7,7 @@ entry. Unknown fields are kept aside: `refused` says which of them would change 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import takewhile
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -46,8 +47,11 @@ MAX_SALT = 256
 MAX_PROMPTS = 1024
 MAX_COMPLETIONS = 1024
 """Completions of one request: prompts times n."""
+SYSTEM_ROLES = ("system", "developer")
 TAKEN = ("messages", "tools", "self", "continue_final_message")
 """Names that no chat_template_kwargs may have."""
+NEWER = "max_completion_tokens"
+"""OpenAI's newer name of max_tokens; it has the last word."""
 MAX_SECONDS = 86_400.0
 MAX_FIELDS = 1024
 """Of an object whose fields have names here, those that nobody knows among them."""
@@ -153,6 +157,13 @@ class SentCall(Sent):
     function: CalledFunction
 
 
+UNREAD_PARTS = {
+    "function_call": "it is OpenAI's old form; send tool_calls",
+    "audio": "this server reads text only; leave it out",
+}
+"""Of messages, what no template would show to the model."""
+
+
 class Message(Sent):
     """One message of a conversation."""
 
@@ -162,6 +173,13 @@ class Message(Sent):
     tool_calls: list[SentCall] | None = Field(None, fail_fast=True, max_length=MAX_CALLS)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+
+    @model_validator(mode="after")
+    def _is_all_read(self) -> "Message":
+        for name, remedy in UNREAD_PARTS.items():
+            if name in (self.model_extra or {}):
+                raise ValueError(f"{name} is not supported: {remedy}")
+        return self
 
 
 class Function(Sent):
@@ -307,6 +325,10 @@ class SamplingFields(TurnFields):
         """The names, in order, of sent fields that have no effect."""
         return without_effect(self.model_extra or (), self.REFUSED)
 
+    def sent_names(self) -> dict[str, str]:
+        """A field of SamplingParams -> the one that it was made of, where they differ."""
+        return {}
+
     def sampling(
         self, processor: Processor, max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams:
@@ -358,6 +380,34 @@ def _token_id(key: str) -> int:
             "logit_bias",
         )
     return int(key)
+
+
+def one_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, those of the system and of developers at their beginning as one.
+
+    Other APIs have a field for the system beside the messages, and templates take one message.
+    """
+    first = list(takewhile(lambda message: message["role"] in SYSTEM_ROLES, messages))
+    if len(first) < 2:
+        return messages
+    contents = [message["content"] for message in first]
+    parts = [part for one in contents for part in (one if isinstance(one, list) else [one])]
+    return [{"role": "system", "content": parts}, *messages[len(first) :]]
+
+
+@contextmanager
+def named_as(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors name the fields that were sent, not those that they became."""
+    try:
+        yield
+    except RequestError as error:
+        became = error.field or ""
+        sent = names.get(became, became)
+        message = str(error)
+        if message.startswith(tuple(f"{became}{sign}" for sign in "= ,:.")):
+            error.args = (sent + message.removeprefix(became),)
+        error.field = sent or None
+        raise
 
 
 _TOOL_CHOICE = {
@@ -414,7 +464,14 @@ class ChatRequest(SamplingFields, Conversation):
             )
         most = self.max_completion_tokens
         most = self.max_tokens if most is None else most
-        return self.sampling(processor, most, (self.top_logprobs or 0) if self.logprobs else None)
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        with named_as(self.sent_names()):
+            return self.sampling(processor, most, logprobs)
+
+    def sent_names(self) -> dict[str, str]:
+        """See SamplingFields."""
+        newer = self.max_completion_tokens is not None
+        return {"logprobs": "top_logprobs"} | ({"max_tokens": NEWER} if newer else {})
 
     @property
     def held(self) -> bool:
@@ -456,21 +513,6 @@ def chat_request(fields: Mapping[str, Any], names: Mapping[str, str]) -> ChatReq
         first = error.errors(include_url=False)[0]
         field = str(first["loc"][0])
         raise RequestError(told(first, first["loc"]), names.get(field, field)) from None
-
-
-@contextmanager
-def named_as(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors name the fields that were sent, not those that they became."""
-    try:
-        yield
-    except RequestError as error:
-        became = error.field or ""
-        sent = names.get(became, became)
-        message = str(error)
-        if message.startswith(tuple(f"{became}{sign}" for sign in "= ,:.")):
-            error.args = (sent + message.removeprefix(became),)
-        error.field = sent or None
-        raise
 
 
 _PROMPT = {

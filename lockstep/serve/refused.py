@@ -21,7 +21,6 @@ Table = Mapping[str, tuple[tuple[Any, ...], str]]
 """name -> (values that change nothing, what to do)."""
 
 EVERYWHERE: Table = {
-    "guided_decoding_backend": (("auto", "guidance"), "there is one backend; leave it out."),
     "structural_tag": ((), "send it in structured_outputs, or as response_format."),
     "use_beam_search": ((False,), _BEAMS),
     "length_penalty": ((1, 1.0), _BEAMS),

@@ -17,9 +17,11 @@ from lockstep.serve.protocol import (
     Effort,
     TurnFields,
     chat_request,
+    one_system,
     own_kind,
 )
 from lockstep.serve.refused import RESPONSES, refuse, without_effect
+from lockstep.text.json_schema import MOST_DEPTH, is_deep
 
 MAX_ID = 128
 """Characters of a response's or a call's id."""
@@ -34,6 +36,17 @@ NAMES = {
     "response_format": "text.format",
 }
 """A ChatRequest's field -> the one that it was made of."""
+
+
+def _shallow(value: Any) -> Any:
+    """What answers tell again, as it was sent. Raises ValueError where no answer could hold it."""
+    if is_deep(value):
+        raise ValueError(f"more than {MOST_DEPTH} levels of nesting; allowed: at most {MOST_DEPTH}")
+    return value
+
+
+Echoed = BeforeValidator(_shallow)
+"""Of a field that answers tell again."""
 
 
 class InputMessage(Body):
@@ -126,11 +139,13 @@ class ResponsesRequest(TurnFields):
     previous_response_id: str | None = Field(None, max_length=MAX_ID)
     store: bool = True
     max_output_tokens: int | None = None
-    tools: list[FunctionTool] | None = Field(None, fail_fast=True, max_length=MAX_TOOLS)
-    tool_choice: Any = "auto"
+    tools: Annotated[list[FunctionTool] | None, Echoed] = Field(
+        None, fail_fast=True, max_length=MAX_TOOLS
+    )
+    tool_choice: Annotated[Any, Echoed] = "auto"
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions | None = None
-    text: TextOptions | None = None
+    text: Annotated[TextOptions | None, Echoed] = None
     metadata: dict[str, str] | None = Field(None, max_length=16)
     chat_template_kwargs: dict[str, Any] | None = None
     user: str | None = None
@@ -147,6 +162,7 @@ class ResponsesRequest(TurnFields):
         messages = list(messages_of(items))
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
+        messages = one_system(messages)
         fields = {
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,

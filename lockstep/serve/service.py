@@ -30,7 +30,7 @@ from lockstep.serve.problems import (
     UnknownModelError,
     UnreadError,
 )
-from lockstep.serve.protocol import MAX_COMPLETIONS, SamplingFields
+from lockstep.serve.protocol import MAX_COMPLETIONS, SamplingFields, named_as
 from lockstep.serve.record import Record
 from lockstep.text.processor import CompletionText, Processor, Prompt, TextUpdate, name_tokens
 
@@ -545,7 +545,8 @@ class Service:
     ) -> tuple[Asked, list[Request]]:
         """What a body asks for, and the engine's requests for it."""
         asked = ask()
-        self._check_logprobs(asked.params)
+        with named_as(body.sent_names()):
+            self._check_logprobs(asked.params)
         requests: list[Request] = []
         for i, prompt in enumerate(asked.prompts):
             own = name if len(asked.prompts) == 1 else f"{name}-p{i}"

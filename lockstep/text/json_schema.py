@@ -4,11 +4,12 @@ Unknown keywords mean nothing, as JSON Schema says. Those of REFUSED would chang
 llguidance does not hold answers to them.
 """
 
-from collections.abc import Callable, Iterator
-from itertools import islice
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from lockstep.errors import RequestError, brief
+from lockstep.text.numbers import unheld
 from lockstep.text.parsers.schema import target
 
 MOST_DEPTH = 64
@@ -17,6 +18,8 @@ MOST_REFERENCES = 500
 """Of a schema: a chain of them is followed on the stack."""
 MOST_SEARCHED = 64
 """Parts of a schema that are compiled by themselves to find a fault: 0.1 s each at most."""
+MOST_TRIED = 16
+"""Keywords of the part at fault that are left out in turn, to name the one."""
 REFUSED = (
     "not", "if", "then", "else", "contains", "minContains", "maxContains", "dependentRequired",
     "dependentSchemas", "dependencies", "propertyNames", "uniqueItems", "unevaluatedItems",
@@ -40,6 +43,13 @@ FORMATS = frozenset(
     )
 )  # fmt: skip
 """Those that JSON Schema (2020-12, Validation, 7.3) defines; others bind no value."""
+UNHELD_FORMATS = (
+    "idn-email", "idn-hostname", "iri", "iri-reference", "uri-reference", "uri-template",
+    "json-pointer", "relative-json-pointer", "regex",
+)  # fmt: skip
+"""Of these, what llguidance does not know."""
+UNHELD_PATTERN = re.compile(r"\(\?<?[=!]|\\[1-9bBck]")
+"""Look-around, back-references and other parts of regexes that llguidance does not know."""
 ANY_NAME: tuple[Any, ...] = ({}, {"type": "string"})
 """What propertyNames may say and means nothing."""
 Json = dict[str, Any]
@@ -49,16 +59,22 @@ Place = tuple[str, Any]
 
 def check_depth(value: Any, field: str) -> None:
     """Raises RequestError where objects and lists are nested too deeply."""
+    if is_deep(value):
+        raise RequestError(
+            f"{field} is nested in more than {MOST_DEPTH} levels; allowed: at most {MOST_DEPTH}. "
+            "Flatten it.",
+            field,
+        )
+
+
+def is_deep(value: Any) -> bool:
+    """Whether objects and lists are nested in more than MOST_DEPTH levels."""
     level = [value]
     for _ in range(MOST_DEPTH + 1):
         level = [part for one in level for part in _parts(one)]
         if not level:
-            return
-    raise RequestError(
-        f"{field} is nested in more than {MOST_DEPTH} levels; allowed: at most {MOST_DEPTH}. "
-        "Flatten it.",
-        field,
-    )
+            return False
+    return True
 
 
 def _parts(value: Any) -> list[Any]:
@@ -149,19 +165,40 @@ def _check_shapes(schema: Json, place: str, field: str) -> None:
             )
 
 
-def locate(schema: Any, fault_of: Callable[[Json], str | None]) -> tuple[str, str] | None:
+def locate(
+    schemas: Iterable[Any], fault: str, fault_of: Callable[[Json], str | None]
+) -> tuple[str, str] | None:
     """(where, why) of the innermost schema that fails without those inside of it, if any of the
-    first MOST_SEARCHED does.
+    first MOST_SEARCHED does, or of the reference that the fault names. Where one keyword is at
+    fault, it is named.
 
-    fault_of: why a schema cannot be compiled, or None.
+    fault: why all of them together cannot be compiled. fault_of: why one cannot be, or None.
     """
-    inner_first = reversed(list(schemas_in(schema)))
-    objects = ((place, one) for place, one in inner_first if isinstance(one, dict))
-    for place, one in islice(objects, MOST_SEARCHED):
+    inner_first = [part for schema in schemas for part in reversed(list(schemas_in(schema)))]
+    objects = [(place, one) for place, one in inner_first if isinstance(one, dict)]
+    for place, one in objects[:MOST_SEARCHED]:
         own = {key: one[key] for key in one if _stands_alone(key, one[key])}
-        fault = fault_of(own)
-        if fault is not None:
-            return place or "the root", fault
+        why = fault_of(own)
+        if why is not None:
+            return _named(_keyword_at_fault(own, fault_of), place), why
+    for place, one in objects:
+        reference = one.get("$ref")
+        if isinstance(reference, str) and reference.strip("#") and reference.strip("#") in fault:
+            return _named("$ref", place), fault
+    return None
+
+
+def _named(keyword: str | None, place: str) -> str:
+    where = f"at {place or 'the root'} of the schema"
+    return where if keyword is None else f"the keyword {keyword!r} {where}"
+
+
+def _keyword_at_fault(own: Json, fault_of: Callable[[Json], str | None]) -> str | None:
+    """The first keyword without which nothing is wrong, the type last: others may need it."""
+    others = sorted((key for key in own if key not in NOTES), key=lambda key: key == "type")
+    for key in others[:MOST_TRIED]:
+        if fault_of({other: own[other] for other in own if other != key}) is None:
+            return key
     return None
 
 
@@ -210,8 +247,16 @@ def without_void(schema: Any) -> Any:
 
 
 def without_refused(schema: Any) -> Any:
-    """The schema without keywords that are not supported."""
-    return rewritten(schema, lambda one: {k: v for k, v in one.items() if k not in REFUSED})
+    """The schema without keywords that are not supported, or whose value is not."""
+
+    def held(key: str, value: Any) -> bool:
+        if key == "pattern" and isinstance(value, str) and UNHELD_PATTERN.search(value):
+            return False
+        if key == "format" and value in UNHELD_FORMATS:
+            return False
+        return key not in REFUSED and unheld(key, value) is None
+
+    return rewritten(schema, lambda one: {k: v for k, v in one.items() if held(k, v)})
 
 
 def without_notes(schema: Any) -> Any:

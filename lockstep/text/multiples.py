@@ -7,13 +7,13 @@ memory; 50,000 take 0.13 s and 22 MB. No other limit of llguidance's counts thes
 import json
 import re
 from collections.abc import Iterator
-from decimal import Decimal
 from fractions import Fraction
 from math import lcm
 from typing import Any
 
 from lockstep.errors import RequestError
 from lockstep.text.json_schema import NOTES
+from lockstep.text.numbers import exact, significant
 
 MOST_REMAINDERS = 50_000
 """States for all multipleOf of a grammar together."""
@@ -42,10 +42,10 @@ def check_multiples(source: str, field: str) -> None:
 
 def objects_of_schemas(source: str) -> list[list[Json]]:
     """All objects of each JSON schema in a grammar in llguidance's Lark."""
-    return [list(_objects(schema)) for schema in _schemas(source)]
+    return [list(_objects(schema)) for schema in schemas_of(source)]
 
 
-def _schemas(source: str) -> Iterator[Json]:
+def schemas_of(source: str) -> Iterator[Json]:
     """The JSON schemas in a grammar; what is no JSON is left to llguidance, which says so."""
     decoder = json.JSONDecoder()
     for place in SCHEMA.finditer(source):
@@ -68,18 +68,12 @@ def _objects(value: Any) -> Iterator[Json]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and Decimal(value).is_finite()
-
-
-def _exact(value: float) -> Decimal:
-    """The number as JSON spells it."""
-    return Decimal(repr(value)) if isinstance(value, float) else Decimal(value)
+    return isinstance(value, (int, float)) and exact(value).is_finite()
 
 
 def _significant(value: float) -> int:
     """The digits of a number, without zeros at the end, as a whole number."""
-    digits = "".join(map(str, _exact(value).as_tuple().digits))
-    return int(digits.rstrip("0") or "0")
+    return int(significant(value) or "0")
 
 
 def combines(schema: Json) -> bool:
@@ -93,5 +87,5 @@ def combines(schema: Json) -> bool:
 
 def _common(divisors: list[float]) -> int:
     """The numerator of the least common multiple; each divisor's digits are bounded."""
-    parts = {Fraction(_exact(one)) for one in divisors}
+    parts = {Fraction(exact(one)) for one in divisors}
     return lcm(*(part.numerator for part in parts))

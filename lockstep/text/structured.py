@@ -31,7 +31,8 @@ from lockstep.text.json_schema import (
     without_refused,
     without_void,
 )
-from lockstep.text.multiples import check_multiples
+from lockstep.text.multiples import check_multiples, objects_of_schemas, schemas_of
+from lockstep.text.numbers import check_numbers
 
 MOST_RULES = 1000
 """Rules and terminals of a grammar. llguidance follows one into the next on the stack of its
@@ -50,26 +51,27 @@ def compile_wanted(wanted: StructuredOutputsParams, compiler: Compiler) -> Match
     """The grammar that a request asks for. Raises RequestError, which names what is wrong."""
     field = wanted.field
     source = _SOURCES[wanted.kind](wanted, field)
+    for objects in objects_of_schemas(source):
+        check_numbers(objects, field)
     check_multiples(source, field)
     check_conjunctions(source, field)
     try:
         return compiler.matcher(source, WRITTEN_ROW_ITEMS if wanted.written else ROW_ITEMS)
     except GrammarFault as fault:
-        found = _place_of(wanted, compiler, field) if wanted.kind == "json" else None
-        where, why = found or ("", str(fault))
+        where, why = _place_of(wanted, source, compiler, str(fault)) or ("", str(fault))
         raise RequestError(f"{field}{where} cannot be obeyed: {why}. Change it.", field) from None
 
 
 def _place_of(
-    wanted: StructuredOutputsParams, compiler: Compiler, field: str
+    wanted: StructuredOutputsParams, source: str, compiler: Compiler, fault: str
 ) -> tuple[str, str] | None:
-    """Where in the schema the fault is, and what it is, as far as that can be found."""
+    """Where in a schema the fault is, and what it is, as far as that can be found."""
 
     def fault_of(part: Any) -> str | None:
         return compiler.fault_of(f"start: {_spelled(part, wanted)}")
 
-    found = locate(schema_of(wanted.json, field), fault_of)
-    return None if found is None else (f", at {found[0]} of the schema,", found[1])
+    found = locate(schemas_of(source), fault, fault_of)
+    return None if found is None else (f": {found[0]}", found[1])
 
 
 def schema_of(value: Any, field: str, strict: bool = True) -> Any:

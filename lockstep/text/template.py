@@ -24,6 +24,8 @@ MAX_TEMPLATE = 1 << 17  # characters, which take up to 2 s to compile
 MARKED = 4  # times the characters of a text are at most those that a template writes, with marks
 _ROLE = re.compile(r"[\w. -]{1,64}")
 _TRUSTED = ("system", "assistant")  # may write added tokens that are not special
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""The types of text parts, and where each has its text."""
 _RESERVED = ("self", "messages", "tools", "continue_final_message")
 _REMEDY = "Change messages, tools or chat_template_kwargs."
 
@@ -256,6 +258,12 @@ def _mark_end(messages: list[Message]) -> str:
             "it out.",
             "continue_final_message",
         )
+    if messages[-1].get("tool_calls"):
+        raise RequestError(
+            "the last message has tool calls, behind which no text goes on. Send their results, or "
+            "leave them out.",
+            "continue_final_message",
+        )
     word = secrets.token_hex(16)
     messages[-1]["content"] += word
     return word
@@ -304,7 +312,8 @@ def _normal(message: Any, place: str) -> Message:
         )
     normal = {key: value for key, value in message.items() if value is not None}
     normal["role"] = "system" if role == "developer" else role
-    normal["content"] = _text(message.get("content"), f"{place}.content")
+    said = message.get("content")
+    normal["content"] = _text(message.get("refusal") if said is None else said, f"{place}.content")
     for name in ("reasoning", "reasoning_content"):
         if not isinstance(normal.get(name, ""), str):
             raise _refusal(f"{place}.{name}", message[name], "a text")
@@ -328,8 +337,9 @@ def _text(content: Any, place: str) -> str:
     texts = []
     for part in parts:
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
-        text = part.get("text") if isinstance(part, dict) else part
-        if not isinstance(kind, str) or kind != "text" or not isinstance(text, str):
+        known = isinstance(kind, str) and kind in _TEXTS
+        text = part.get(_TEXTS[kind]) if known and isinstance(part, dict) else part
+        if not known or not isinstance(text, str):
             raise RequestError(
                 f"{place} has a part of type {brief(kind)}: {brief(part)}; allowed: text. "
                 "Send text parts only.",

@@ -210,15 +210,18 @@ class Tokenizer:
         return int(found[1], 16) if found else None
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes that a token stands for; b"" for an id outside the vocabulary."""
+        """The bytes that a token stands for in the midst of a text, with a blank in front where it
+        has one; b"" for an id outside the vocabulary."""
         return self._known_bytes(token_id)
 
     def _bytes_of(self, token_id: int) -> bytes:
         token = self.token(token_id)
         if (byte := self.byte(token_id)) is not None:
             return bytes([byte])
-        if not self.byte_level:
-            return self.decode([token_id], skip_special_tokens=False).encode()
+        if not self.byte_level:  # decoders may take a text's own first blank away
+            first = self.decode([token_id], skip_special_tokens=False)
+            both = self.decode([token_id, token_id], skip_special_tokens=False)
+            return both[len(first) :].encode()
         codes = [self._byte_of_char.get(char) for char in token]
         known = [code for code in codes if code is not None]
         return bytes(known) if len(known) == len(codes) else token.encode()

@@ -20,6 +20,7 @@ PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
 USER: list[Any] = [{"role": "user", "content": "the fox"}]
 TOOLS: list[Any] = [{"name": "get", "description": "Get it", "input_schema": SCHEMA}]
+USED = {"type": "tool_use", "id": "t", "name": "get", "input": {}}
 THINK: Any = {"type": "enabled", "budget_tokens": 1024}
 THOUGHT = "the fox\n</think>\n\n"
 INPUT = {"city": 'Rio "x"', "n": 3}
@@ -197,7 +198,12 @@ def test_tokens_are_counted(server: Any) -> None:
         ),
         (
             {"output_config": {"format": {"type": "json_schema", "schema": {"type": "x"}}}},
-            "output_config.format, at the root of the schema, cannot be obeyed: Invalid type: x.",
+            "output_config.format: the keyword 'type' at the root of the schema cannot be obeyed",
+        ),
+        ({"tool_choice": {"type": "tool"}, "tools": TOOLS}, "tool_choice: type tool needs a name"),
+        (
+            {"messages": [*USER, {"role": "assistant", "content": [USED]}], "tools": TOOLS},
+            "the last message has tool calls",
         ),
         ({"context_management": {"edits": [{"type": "compact_20260112"}]}}, "context_management"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
@@ -240,6 +246,13 @@ def test_the_system_speaks_in_between(server: Any, processor: Any) -> None:
     assert post(server, "/v1/chat/completions", **asked).status_code == 200
     one, two = server.client.requests[-2:]
     assert one.prompt_token_ids == two.prompt_token_ids
+
+
+def test_the_system_speaks_with_one_voice_at_first(server: Any, processor: Any) -> None:
+    said = [{"role": "system", "content": "no tests"}, *USER]
+    create(server, system=[{"type": "text", "text": "be brief"}], messages=said)
+    told = "<|im_start|>system\nbe brief\nno tests<|im_end|>\n<|im_start|>user\nthe fox"
+    assert last_prompt(server, processor).startswith(told)
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,6 @@ def test_what_does_not_work_yet_is_refused(server, path):
     [
         ("response_format", {"type": "grammar"}),
         ("response_format", {"type": "json_schema", "json_schema": {"name": "x"}}),
-        ("guided_decoding_backend", "outlines"),
         ("use_beam_search", True),
         ("best_of", 2),
         ("suffix", "end"),
@@ -59,6 +58,8 @@ def test_true_is_not_one(server):
 def test_fields_without_effect_are_let_through(server):
     extra = {"user": "u", "store": False, "metadata": {"a": "b"}, "service_tier": "auto", "x": 1}
     assert post(server, CHAT_PATH, **extra).status_code == 200
+    found = post(server, CHAT_PATH, guided_decoding_backend="xgrammar", guided_choice=["a"])
+    assert found.headers["x-lockstep-ignored-fields"] == "guided_decoding_backend"
 
 
 @pytest.mark.parametrize("path", [CHAT_PATH, TEXT_PATH])
@@ -152,6 +153,8 @@ WRONG_MESSAGES = [
     ),
     ([{"role": "assistant", "content": "x", "reasoning_content": 5}], "reasoning_content"),
     ([*USER, {"role": "tool", "content": None, "tool_call_id": 5}], "tool_call_id"),
+    ([{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}], "function_call"),
+    ([{"role": "assistant", "audio": {"id": "x"}}], "messages[0]: audio is not supported"),
 ]
 
 
@@ -161,6 +164,12 @@ def test_wrong_types_in_messages(server, messages, told):
     assert found.status_code == 400, found.text
     assert told in found.json()["error"]["message"]
     assert found.json()["error"]["param"] == "messages"
+
+
+def test_an_answer_of_the_client_may_be_sent_back_as_it_is(server):
+    """With all of its fields that are null."""
+    said = {"role": "assistant", "content": "fox", "function_call": None, "audio": None}
+    assert post(server, CHAT_PATH, messages=[*USER, said, *USER]).status_code == 200
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "self"])

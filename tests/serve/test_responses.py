@@ -17,6 +17,7 @@ from tests.serve.asking import CALL, SCHEMA, fetch, post
 
 PATH = "/v1/responses"
 TOOLS: list[Any] = [{"type": "function", "name": "get", "parameters": SCHEMA, "strict": False}]
+NAMED = {"type": "function", "name": "get"}
 THINK = {"chat_template_kwargs": {"enable_thinking": True}}
 THOUGHT = "the fox\n</think>\n\n"
 
@@ -162,6 +163,17 @@ def test_a_next_response_goes_on(server: Any, processor: Any) -> None:
     assert [item.type for item in second.output] == ["message"]
 
 
+def test_instructions_and_developers_are_one_system_message(server: Any, processor: Any) -> None:
+    """Clients send both, and templates take one message of the system."""
+    developer = {"role": "developer", "content": [{"type": "input_text", "text": "no tests"}]}
+    items = [developer, {"role": "user", "content": "the fox"}]
+    first = create(server, instructions="be brief", input=items)
+    told = "<|im_start|>system\nbe brief\nno tests<|im_end|>\n<|im_start|>user\nthe fox"
+    assert last_prompt(server, processor).startswith(told)
+    create(server, instructions="be kind", input="and?", previous_response_id=first.id)
+    assert last_prompt(server, processor).startswith("<|im_start|>system\nbe kind\nno tests<")
+
+
 def test_a_name_that_no_client_could_send_is_kept(server: Any) -> None:
     """The model writes what it likes; only a turn that shows it to the model again is refused."""
     name = "the fox" * 40
@@ -283,6 +295,28 @@ def test_what_changes_nothing_is_taken(server: Any, body: dict[str, Any]) -> Non
     assert found.status_code == 200 and "x-lockstep-ignored-fields" not in found.headers
     ignored = post(server, PATH, input="x", service_tier="auto", **body)
     assert ignored.headers["x-lockstep-ignored-fields"] == "service_tier"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("levels", [65, 300, 900])
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("text", {"text": {"format": {"type": "text", "more": "DEEP"}}}),
+        ("text", {"text": {"format": {"type": "json_schema", "name": "DEEP", "schema": {}}}}),
+        ("tool_choice", {"tools": TOOLS, "tool_choice": {**NAMED, "more": "DEEP"}}),
+        ("tools", {"tools": [{**TOOLS[0], "parameters": {"more": "DEEP"}}], "tool_choice": "none"}),
+    ],
+)
+def test_what_answers_tell_again_is_not_deep(
+    server: Any, field: str, body: dict[str, Any], levels: int, stream: bool
+) -> None:
+    """Else its events could not be written, and the stream would break off."""
+    text = json.dumps({"input": "x", "stream": stream, **body})
+    sent = text.replace('"DEEP"', "[" * levels + "]" * levels)
+    headers = {"content-type": "application/json"}
+    found = fetch(server, "POST", PATH, content=sent, headers=headers)
+    assert (found.status_code, found.json()["error"]["param"]) == (400, field), found.text
 
 
 def test_another_model_and_no_stream_of_what_was(server: Any) -> None:

@@ -47,6 +47,32 @@ def test_echo_with_logprobs(server, processor, stream):
         assert "".join(tokens)[offset:].startswith(token)
 
 
+@pytest.mark.parametrize("step", [1, 3, 80])
+def test_offsets_are_places_in_the_text(server, step):
+    """Of characters that are several tokens, of tokens that are held back, whole or streamed."""
+    server.client.step = step
+    server.text = "a 🦊 is é, stopp the fox"
+    asked = {
+        "prompt": "naïve 🦊 dog",
+        "echo": True,
+        "logprobs": 0,
+        "max_tokens": 90,
+        "stop": "op q",
+    }
+    (whole,) = complete(server, **asked).choices
+    text, told = whole.text, whole.logprobs
+    assert text == "naïve 🦊 doga 🦊 is é, stopp the fox"
+    for place, token in zip(told.text_offset, told.tokens, strict=True):
+        if "\ufffd" not in token and token != "<|im_end|>":
+            assert text[place:].startswith(token), (place, token)
+    assert told.text_offset == sorted(told.text_offset)
+    assert told.text_offset[-1] == len(text), "of the token that ends it"
+    streamed = [chunk.choices[0] for chunk in complete(server, stream=True, **asked)]
+    assert "".join(choice.text for choice in streamed) == text
+    offsets = [place for choice in streamed for place in choice.logprobs.text_offset]
+    assert offsets == told.text_offset
+
+
 @pytest.mark.parametrize(
     ("body", "param", "status"),
     [

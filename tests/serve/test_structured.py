@@ -189,7 +189,8 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     (
         {"response_format": {**FORMAT, "json_schema": {"schema": {"items": {"type": "text"}}}}},
         "response_format",
-        "response_format, at items of the schema, cannot be obeyed: Invalid type: text. Change it.",
+        "response_format: the keyword 'type' at items of the schema cannot be obeyed: Invalid "
+        "type: text. Change it.",
     ),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
     ({"structured_outputs": {"grammar": "start: x"}}, "structured_outputs.grammar", "x"),

@@ -16,6 +16,7 @@ from lockstep.text.settings import TextSettings
 from tests.serve.asking import CALL, CHAT_PATH, TEXT_PATH, TOOLS, USER, ask, complete, fetch, post
 
 THINK = {"chat_template_kwargs": {"enable_thinking": True}}
+CALLS = [{"id": "c", "type": "function", "function": {"name": "get", "arguments": "{}"}}]
 
 
 def rendered(server: SimpleNamespace) -> str:
@@ -98,6 +99,10 @@ def test_a_final_message_goes_on(server):
     [
         ([*USER, {"role": "assistant", "content": "x"}], {"continue_final_message": True}),
         (USER, {"continue_final_message": True, "add_generation_prompt": False}),
+        (
+            [*USER, {"role": "assistant", "content": "x", "tool_calls": CALLS}],
+            {"continue_final_message": True, "add_generation_prompt": False},
+        ),
     ],
 )
 def test_final_messages_that_cannot_go_on(server, messages, body):

@@ -243,16 +243,20 @@ BROKEN = {
         '<tool_call>\n{"name": "get", "arguments": {"a": "cut',
         '<tool_call>\nget(city="Rio")\n</tool_call>',
         '<tool_call>\n{"arguments": {}}\n</tool_call>',
+        '<tool_call>\n{"name": "get", "args": {"a": 1}}\n</tool_call>',
+        '<tool_call>\n{"input": {"a": 1}, "name": "get", "id": 1}\n</tool_call>',
         "<tool_call>",
     ],
     "nemotron_json": [
         '<TOOLCALL>[{"name": "get", "arguments": {"a": nul}}]</TOOLCALL>',
         "<TOOLCALL>get</TOOLCALL>",
         '<TOOLCALL>[{"name": "get"',
+        '<TOOLCALL>[{"name": "get", "argument": {"a": 1}}]</TOOLCALL>',
     ],
     "llama3_json": [
         '{"city": "Rio"}',
         '{"name": "get", "parameters": {"a": 1',
+        '{"name": "Ada", "born": 1815}',
         "<|python_tag|>print(1)",
     ],
     "deepseek_v3": [
@@ -359,6 +363,7 @@ def test_kimis_ids_are_the_models_own() -> None:
         ('{"id": 3, "name": "get", "parameters": {"a": 1}, "x": [{}]}', {"a": 1}),
         ('{"name": "get", "arguments": null}', {}),
         ('{"name": "get"}', {}),
+        ('{"id": "c", "type": "function", "name": "get"}', {}),
         ('{"name": "get", "arguments": {"a": "1\n2"}}', {"a": "1\n2"}),
     ],
 )

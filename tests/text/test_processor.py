@@ -345,6 +345,22 @@ def test_template_variables_are_plain_values(processor):
     assert given == "<|im_start|>user\nx<|im_end|>\n"
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"content": [{"type": "refusal", "refusal": "fox"}]},
+        {"content": None, "refusal": "fox"},
+        {"content": "fox", "refusal": "dog"},
+        {"content": [{"type": "output_text", "text": "fox"}]},
+        {"content": [{"type": "input_text", "text": "fox"}]},
+    ],
+)
+def test_all_texts_of_an_answer_are_read(processor, said):
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", **said}]
+    plain = [messages[0], {"role": "assistant", "content": "fox"}]
+    assert processor.render_text(messages) == processor.render_text(plain)
+
+
 def test_developers_are_systems(processor):
     told = processor.conversation([{"role": "developer", "content": "x"}]).text
     assert told == processor.conversation([{"role": "system", "content": "x"}]).text

@@ -66,18 +66,27 @@ def test_a_property_of_such_a_name_is_no_keyword(compiler: Compiler, keyword: st
 @pytest.mark.parametrize(
     ("schema", "says"),
     [
-        ({"type": "object", "properties": {"a": {"type": "text"}}}, r"properties\.a .*text"),
-        ({"anyOf": [{"type": "string"}, {"pattern": "(?=a)"}]}, r"anyOf\[1\] .*look-around"),
-        ({"$defs": {"x": {"format": "iri", "type": "string"}}, "$ref": "#/$defs/x"}, "iri"),
+        (
+            {"type": "object", "properties": {"a": {"type": "text"}}},
+            r"'type' at properties\.a .*text",
+        ),
+        (
+            {"anyOf": [{"type": "string"}, {"title": "b", "pattern": "(?=a)", "maxLength": 3}]},
+            r"'pattern' at anyOf\[1\] .*look-around",
+        ),
+        (
+            {"$defs": {"x": {"format": "iri", "type": "string"}}, "$ref": "#/$defs/x"},
+            r"'format' at \$defs\.x .*iri",
+        ),
         ({"properties": 3}, "'properties' at the root"),
         ({"required": "a"}, "'required' at the root"),
         ({"items": 3}, "items is 3"),
-        ({"$ref": "#/$defs/none"}, "none"),
-        ({"$ref": "http://example.com/schema"}, "example.com"),
+        ({"items": {"$ref": "#/$defs/none"}}, r"'\$ref' at items .*none"),
+        ({"$ref": "http://example.com/schema"}, r"'\$ref' at the root .*example\.com"),
         ('{"type": ', "is no JSON"),
         ("[" * 5000, "JSON|levels"),
         ({"const": "x" * 70_000}, "more than 65536 characters"),
-        ({"type": "integer", "minimum": 5, "maximum": 4}, "structured_outputs.json"),
+        ({"type": "integer", "minimum": 5, "maximum": 4}, "'minimum' at the root"),
     ],
 )
 def test_faults_of_a_schema_say_where(compiler: Compiler, schema: Any, says: str) -> None:
@@ -327,7 +336,7 @@ def test_tags_that_are_refused(compiler: Compiler, tag: Any) -> None:
 def test_few_places_are_searched_for_a_fault() -> None:
     tried = []
     schema = {"properties": {f"p{number}": {} for number in range(5000)}}
-    assert locate(schema, tried.append) is None
+    assert locate([schema], "a fault", tried.append) is None
     assert len(tried) == MOST_SEARCHED
 
 

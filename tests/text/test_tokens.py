@@ -1,6 +1,8 @@
 """Tokenizer, detokenizer and scanning."""
 
 import json
+import random
+import re
 import time
 
 import pytest
@@ -9,8 +11,10 @@ from hypothesis import strategies as st
 
 from lockstep.errors import CheckpointError
 from lockstep.text.detokenizer import Detokenizer
+from lockstep.text.grammar import Compiler
 from lockstep.text.scan import Markers, Scan
 from lockstep.text.tokenizer import Tokenizer
+from tests.masks import masks_of
 from tests.text.templates import FAMILIES
 
 TEXT = "naïve 日本語 🦊🦊 <think> fox\r\n\t<|im_end|> end\u0301 \ufffd"
@@ -71,6 +75,44 @@ def test_pieces_join_to_the_whole_with_blanks_and_bytes(spaced):
         assert joined == spaced.decode(ids, skip_special_tokens=False)
 
     check()
+
+
+def test_a_tokens_bytes_hold_the_blank_in_front_of_it(spaced):
+    """A text's own first blank is what its tokenizer writes and takes away."""
+    assert spaced.token_bytes(spaced.fast.token_to_id("▁")) == b" "
+
+    @given(st.text())
+    @example("a  b \n the fox")
+    def check(text):
+        ids = spaced.encode(text, False)
+        joined = b"".join(map(spaced.token_bytes, ids)).decode()
+        assert joined.removeprefix(" ") == spaced.decode(ids, False).removeprefix(" ")
+
+    check()
+
+
+@pytest.mark.parametrize("regex", ["[a-z]+", "[a-z]+ [a-z]+", '"[a-z ]{0,3}"'])
+def test_a_grammar_counts_the_blanks_of_tokens(spaced, regex):
+    """Whatever tokens it lets come, their text is what it asks for."""
+    (end,) = spaced.fast.encode("</s>", add_special_tokens=False).ids
+    compiler = Compiler(spaced, len(spaced), frozenset({end}))
+    rng = random.Random(1)
+    ended = 0
+    for _ in range(40):
+        matcher = compiler.matcher(f"start: /{regex}/")
+        text = Detokenizer(spaced)
+        said = ""
+        for _ in range(12):
+            mask = masks_of(matcher)[0]
+            may = [i for i in range(len(spaced)) if mask[i // 8] >> i % 8 & 1]
+            chosen = end if end in may and rng.random() < 0.3 else rng.choice(may)
+            if chosen == end:
+                assert re.fullmatch(regex, said + text.flush()), said
+                ended += 1
+                break
+            matcher.accept([chosen])
+            said += text.push(chosen)
+    assert ended > 20
 
 
 def test_no_order_of_tokens_is_too_odd(spaced):

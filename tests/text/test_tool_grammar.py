@@ -730,6 +730,30 @@ def test_faults_of_tools_name_them(plain: Model) -> None:
     syntax = ToolSyntax(TOOL_PARSERS["hermes"], {})
     tools = syntax.tools(one_tool({"a": {"type": "string", "pattern": "("}}))
     held = CallParams(grammar=syntax.calls_only(tools, True))
-    with pytest.raises(RequestError, match="tools cannot be obeyed") as caught:
+    with pytest.raises(
+        RequestError, match="tools: the keyword 'pattern' at properties.a"
+    ) as caught:
         compile_wanted(held, plain.compiler)
     assert caught.value.field == "tools"
+
+
+UNREAD = ["(?=a)b", "(?!a).*", "(?<=a)b", "(?<!a)b", r"(a)\1", r"\bword\b", r"\cA", r"(?<n>a)\k<n>"]
+
+
+@pytest.mark.parametrize("bound", [{"pattern": p} for p in UNREAD] + [{"format": "iri"}])
+def test_a_tool_that_is_not_strict_is_not_held_to_what_is_not_known(
+    plain: Model, bound: dict[str, str]
+) -> None:
+    """Libraries write such patterns for addresses and dates; a tool that must be called may have
+    them."""
+    syntax = ToolSyntax(TOOL_PARSERS["hermes"], {})
+    schema = {"type": "object", "properties": {"a": {"type": "string", **bound}}}
+    for strict in (False, True):
+        function = {"name": "f", "parameters": schema, "strict": strict}
+        tools = syntax.tools([{"type": "function", "function": function}])
+        held = CallParams(grammar=syntax.calls_only(tools, True))
+        if strict:
+            with pytest.raises(RequestError, match=f"'{next(iter(bound))}' at properties.a"):
+                compile_wanted(held, plain.compiler)
+        else:
+            compile_wanted(held, plain.compiler)

@@ -18,6 +18,8 @@ MAX_DEPTH = 64
 MAX_WORD = 400
 """Characters of a number."""
 ARGUMENTS = ("arguments", "parameters")
+BESIDE = ("id", "type")
+"""Keys that a call may have though it has no arguments."""
 
 _BLANK = " \t\n\r"
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
@@ -229,7 +231,8 @@ class JsonCall:
     """Reads {"name": ..., "arguments": {...}} behind its first brace.
 
     The text that it gives is that of the arguments; none comes before `name` is known. Arguments
-    may be called parameters, be a text that holds the object, be null, or be left out.
+    may be called parameters, be a text that holds the object, be null, or be left out; but then no
+    other key may stand in their place.
     """
 
     def __init__(self) -> None:
@@ -345,5 +348,9 @@ class JsonCall:
         self._state = END
         if not self.name:
             self.fault = "no name"
-        elif "arguments" not in self._seen:
+        elif "arguments" in self._seen:
+            return
+        elif strange := sorted(self._seen.difference(("name", *BESIDE))):
+            self.fault = f"no arguments, but {strange[0][:40]!r}"
+        else:
             self._arguments.append("{}")
