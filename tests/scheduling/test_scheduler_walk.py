@@ -224,24 +224,32 @@ def leaves_nothing(sched: Scheduler, rows: int) -> None:
     assert cache.host.used == 0 and cache.paged.pool.available == cache.paged.pool.total
 
 
-def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead: int) -> Scheduler:
-    rng = random.Random(seed)
+def drawn_scheduler(
+    rng: random.Random, state: bool, query_len: int, policy: str, drafts_in_pages: bool
+) -> Scheduler:
+    """One with few rows, pages and slots."""
     rows = rng.choice([1, 3, 5])
     pages = rng.choice([9, 17, 30])
     slots = 1 + rows + rng.choice([0, 1, 6]) if state else 0
     host = rng.choice([0, 4, 40, 80])
-    cache = Cache(CacheConfig(pages, PAGE, slots, rows, host_pages=host, slot_host_pages=3))
-    sched = Scheduler(
-        cache,
+    return Scheduler(
+        Cache(CacheConfig(pages, PAGE, slots, rows, host_pages=host, slot_host_pages=3)),
         max_num_seqs=rows,
         max_num_batched_tokens=rng.choice([4, 9, 24] if state else [3, 9, 24]),
         max_model_len=60,
         query_len=query_len,
         policy=policy,
         preempt_every=rng.choice([0, 0, 1, 7]),
-        drafts_in_pages=bool(seed % 2),
+        drafts_in_pages=drafts_in_pages,
     )
-    device = Device(pages, max(slots, 1), query_len, rng)
+
+
+def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead: int) -> Scheduler:
+    rng = random.Random(seed)
+    sched = drawn_scheduler(rng, state, query_len, policy, bool(seed % 2))
+    cache = sched.cache
+    sizes = cache.config
+    device = Device(sizes.num_pages, max(sizes.num_state_slots, 1), query_len, rng)
     stems = [[rng.randrange(40) for _ in range(32)] for _ in range(3)]
     flights: deque[tuple[Schedule, Results]] = deque()
     finished = set()
@@ -283,7 +291,7 @@ def walk(seed: int, ticks: int, state: bool, query_len: int, policy: str, ahead:
     for request in made.values():
         full = expected(request, device.truth[request])
         assert request.output_token_ids == full[: len(request.output_token_ids)]
-    leaves_nothing(sched, rows)
+    leaves_nothing(sched, sizes.max_num_seqs)
     assert not device.saved
     return sched
 
