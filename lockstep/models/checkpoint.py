@@ -68,6 +68,12 @@ class Checkpoint:
                 return name[len(prefix) :]
         return name
 
+    def names(self) -> Iterator[str]:
+        """Of all its tensors, as they stand in its files. Raises CheckpointError as tensors()."""
+        for path in weight_files(self.folder):
+            with opened(path) as file:
+                yield from file.keys()
+
     def tensors(self) -> dict[str, dict[str, TensorInfo]]:
         """Module, less the architecture's prefix -> its tensors by what stands behind the last dot
         of their names ("weight"), from the files' headers.
