@@ -42,10 +42,12 @@ LISTS = ("exclude_modules", "ignore")
 
 
 def read(settings: Mapping[str, Any]) -> "ModelOpt":
-    """The format of these settings, which may lie within `quantization`. Raises CheckpointError
-    where they ask for what is not built."""
+    """The format of these settings, some of which may lie within `quantization`. Raises
+    CheckpointError where they ask for what is not built."""
     inner = settings.get("quantization")
-    found = {**settings, **inner} if isinstance(inner, dict) else settings
+    found = settings
+    if isinstance(inner, dict):
+        found = inner | {name: value for name, value in settings.items() if value is not None}
     only_keys = found.get("quant_algo", "") is None
     return ModelOpt(SettingsReader(found), only_keys)
 
