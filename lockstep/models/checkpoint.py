@@ -68,6 +68,12 @@ class Checkpoint:
                 return name[len(prefix) :]
         return name
 
+    def names(self) -> Iterator[str]:
+        """Of all its tensors, as they stand in its files. Raises CheckpointError as tensors()."""
+        for path in weight_files(self.folder):
+            with opened(path) as file:
+                yield from file.keys()
+
     def tensors(self) -> dict[str, dict[str, TensorInfo]]:
         """Module, less the architecture's prefix -> its tensors by what stands behind the last dot
         of their names ("weight"), from the files' headers.
@@ -100,9 +106,10 @@ class Checkpoint:
                 if not isinstance(found, dict):
                     field = f"config.json {name}"
                     raise choice_error(CheckpointError, field, found, OBJECT, "Mend config.json.")
-                if own is None or not one_format(own["quant_method"], found.get("quant_method")):
-                    return found
-                return own | {key: value for key, value in found.items() if value is not None}
+                told = _with_method(found)
+                if own is None or not one_format(own["quant_method"], told.get("quant_method")):
+                    return told
+                return own | {key: value for key, value in told.items() if value is not None}
         return own
 
     def _own_file(self) -> dict[str, Any] | None:
@@ -116,6 +123,13 @@ class Checkpoint:
                     raise choice_error(CheckpointError, field, inner, OBJECT, "Mend the file.")
                 return {"quant_method": method, **raw, **inner}
         return None
+
+
+def _with_method(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings with a quant_method: of older ones of ModelOpt `producer` alone says whose."""
+    producer = settings.get("producer")
+    known = isinstance(producer, dict) and producer.get("name") == "modelopt"
+    return {"quant_method": "modelopt", **settings} if known else settings
 
 
 def overridden(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

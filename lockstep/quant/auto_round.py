@@ -14,7 +14,6 @@ bits or more: it is not packed. Tensors that the exporter could not attach to it
 file of their own, model_extra_tensors.safetensors, which is read like any other.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -24,7 +23,7 @@ from lockstep.quant.awq import AWQ_BITS, awq_slots
 from lockstep.quant.gptq import gptq_slots
 from lockstep.quant.integers import BITS, GROUPS, Asked, IntPacking, Scheme
 from lockstep.quant.packing import Module, Packing, usually_plain
-from lockstep.quant.reading import BUILT, WITHIN, SettingsReader
+from lockstep.quant.reading import BUILT, WITHIN, NamePattern, SettingsReader
 from lockstep.quant.slot import Slot
 
 PLAIN_BITS = 16
@@ -70,7 +69,7 @@ class AutoRound(IntPacking):
             self.notes = (told,)
         self.blocks = c.names("block_name_to_quantize") or c.names("to_quant_block_names")
         self.extra: dict[str, Scheme | None] = {}
-        self.patterns: list[tuple[str, re.Pattern[str], Scheme | None]] = []
+        self.patterns: list[tuple[str, NamePattern, Scheme | None]] = []
         for name, options in c.parts("extra_config").items():
             found = self._scheme(options)
             if SPECIAL.isdisjoint(name):
@@ -102,7 +101,7 @@ class AutoRound(IntPacking):
             inside = any(name.startswith(self.blocks) for name in module.names)
             setting = "" if inside else f"{WITHIN}block_name_to_quantize"
         for text, pattern, scheme in self.patterns:
-            if any(pattern.search(name) for name in module.names):
+            if pattern.stands_in(module):
                 return self._said(text, scheme, exact=False)
         return Asked(self.scheme, inside, setting)
 

@@ -8,6 +8,7 @@
 The scaling of activations that AWQ searches is part of the weights before it already.
 """
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -40,7 +41,7 @@ SHIFTS = tuple(AWQ_BITS * ORDER.index(output) for output in range(CODES))
 
 
 class AWQ(IntPacking):
-    """See the module. left: parts of the names of modules that are not packed."""
+    """See the module. left: finds parts of the names of modules that are not packed."""
 
     def __init__(self, c: SettingsReader) -> None:
         scheme = Scheme(
@@ -52,14 +53,16 @@ class AWQ(IntPacking):
         version = c.called("version", "checkpoint_format", "format")
         c.only(version, "gemm", "GEMM", default="gemm")
         c.only("pack_dtype", "int32", default="int32")
-        self.left = c.names("modules_to_not_convert")
+        left = c.names("modules_to_not_convert")
+        self.left = re.compile("|".join(map(re.escape, left))) if left else None
         self.head = c.get("lm_head", bool, False)
 
     def asked(self, module: Module) -> Asked:
-        for part in self.left:
-            if any(part in name for name in module.names):
-                setting = f"{WITHIN}modules_to_not_convert[{part[:100]!r}]"
-                return Asked(self.scheme, False, setting)
+        parts = (self.left.search(name) for name in module.names if self.left is not None)
+        part = next((part[0] for part in parts if part is not None), None)
+        if part is not None:
+            setting = f"{WITHIN}modules_to_not_convert[{part[:100]!r}]"
+            return Asked(self.scheme, False, setting)
         head = module.path == "lm_head"
         return Asked(self.scheme, self.head if head else not usually_plain(module))
 

@@ -12,13 +12,12 @@ scales that belong to them are not used. The KV cache has the format that the us
 `kv_cache_scheme` says; fp8 takes `k_scale` and `v_scale` (lockstep.layers.kv).
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.quant.packing import Module
-from lockstep.quant.reading import BUILT, MEND, WITHIN, SettingsReader
+from lockstep.quant.reading import BUILT, MEND, WITHIN, NamePattern, SettingsReader
 from lockstep.quant.storage import (
     FP4_GROUP,
     FP8_BLOCK,
@@ -59,7 +58,7 @@ class Targets:
     """
 
     names: frozenset[str]
-    patterns: tuple[tuple[str, re.Pattern[str]], ...]
+    patterns: tuple[tuple[str, NamePattern], ...]
     all: bool
 
     @classmethod
@@ -80,7 +79,7 @@ class Targets:
         if named:
             return 0, min(named)
         for text, pattern in self.patterns:
-            if any(pattern.match(name) for name in module.names):
+            if pattern.begins(module):
                 return 1, text
         return (OF_ALL, CLASS) if self.all else None
 

@@ -78,7 +78,7 @@ class Fp8(StoredPacking):
                 if part in self.left_out:
                     return f"{WITHIN}{self.left_out[part]} ({part!r})"
         for entry, setting, pattern in self.patterns:
-            if any(pattern.match(name) for name in module.names):
+            if pattern.begins(module):
                 return f"{WITHIN}{setting} ({entry[:100]!r})"
         return None
 

@@ -10,7 +10,6 @@ Version 2 keeps the zero points. Version 1 takes 1 off each of a word's, as one 
 0x11111111 off words of 4 bits. So a zero point of 0 borrows from the next.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +33,7 @@ from lockstep.quant.integers import (
     unpacked_words,
 )
 from lockstep.quant.packing import Module, Packing, damaged, usually_plain
-from lockstep.quant.reading import WITHIN, SettingsReader
+from lockstep.quant.reading import WITHIN, NamePattern, SettingsReader
 from lockstep.quant.slot import Slot
 
 STORED_LESS = {"gptq": 1, "gptq_v2": 0}
@@ -47,7 +46,7 @@ class Rule:
     the modules are packed, None: they are not."""
 
     text: str
-    pattern: re.Pattern[str]
+    pattern: NamePattern
     scheme: Scheme | None
 
 
@@ -77,7 +76,7 @@ class GPTQ(IntPacking):
     def asked(self, module: Module) -> Asked:
         scheme = self.scheme
         for rule in self.rules:
-            if not any(rule.pattern.match(name) for name in module.names):
+            if not rule.pattern.begins(module):
                 continue
             if rule.scheme is None:
                 return Asked(scheme, False, f"{WITHIN}dynamic[{rule.text[:100]!r}]")

@@ -76,11 +76,15 @@ class Asked:
 
 
 class IntPacking(Packing):
-    """A format of integers: what IntWeight holds, in the checkpoint's own order."""
+    """A format of integers: what IntWeight holds, in the checkpoint's own order.
+
+    _asked: what the settings say of modules, by their names; each is asked for twice or more.
+    """
 
     def __init__(self, name: str, scheme: Scheme) -> None:
         self.name = f"{name}-{scheme.name}"
         self.scheme = scheme
+        self._asked: dict[tuple[str, ...], Asked] = {}
 
     @abstractmethod
     def asked(self, module: Module) -> Asked:
@@ -91,7 +95,9 @@ class IntPacking(Packing):
 
         Raises CheckpointError where tensors and settings contradict each other.
         """
-        asked = self.asked(module)
+        asked = self._asked.get(module.names)
+        if asked is None:
+            asked = self._asked[module.names] = self.asked(module)
         if module.tensors is None:
             return asked.scheme if asked.packed else None
         packed = SIDECARS & module.tensors.keys()

@@ -38,15 +38,19 @@ STORAGES: Mapping[str, Storage] = {
     "W4A16_NVFP4": _NVFP4,
 }
 """quant_algo -> how it stores a weight."""
+WILD = "*?["
+"""What a wildcard holds."""
 LISTS = ("exclude_modules", "ignore")
 """Settings with modules that are not packed."""
 
 
 def read(settings: Mapping[str, Any]) -> "ModelOpt":
-    """The format of these settings, which may lie within `quantization`. Raises CheckpointError
-    where they ask for what is not built."""
+    """The format of these settings, some of which may lie within `quantization`. Raises
+    CheckpointError where they ask for what is not built."""
     inner = settings.get("quantization")
-    found = {**settings, **inner} if isinstance(inner, dict) else settings
+    found = settings
+    if isinstance(inner, dict):
+        found = inner | {name: value for name, value in settings.items() if value is not None}
     only_keys = found.get("quant_algo", "") is None
     return ModelOpt(SettingsReader(found), only_keys)
 
@@ -116,15 +120,23 @@ def algorithm(settings: SettingsReader) -> str:
 
 
 class Entries:
-    """A list of modules, whose names may hold wildcards; it covers what is within them too."""
+    """A list of modules, whose names may hold wildcards; it covers what is within them too.
+
+    plain: names; begins: what a name begins with -> its entry, of those with one star at their end;
+    wild: the others, each with what it matches. There may be as many as there are layers, and tens
+    of thousands of experts to be held against them.
+    """
 
     def __init__(self, entries: Iterable[str]) -> None:
         known = tuple(entries)
-        self.plain = frozenset(entry for entry in known if not any(c in entry for c in "*?["))
+        self.plain = frozenset(entry for entry in known if not any(c in entry for c in WILD))
+        ends = [entry for entry in known if entry.endswith("*")]
+        self.begins = {x[:-1]: x for x in ends if not any(c in x[:-1] for c in WILD)}
+        self.prefixes = tuple(self.begins)
         self.wild = {
             entry: re.compile(f"{translate(entry)}|{translate(entry + '.*')}")
             for entry in known
-            if entry not in self.plain
+            if entry not in self.plain and entry not in self.begins.values()
         }
 
     def find(self, module: Module) -> str | None:
@@ -133,6 +145,8 @@ class Entries:
             for part in around(name):
                 if part in self.plain:
                     return part
+            if name.startswith(self.prefixes):
+                return next(entry for x, entry in self.begins.items() if name.startswith(x))
         for entry, pattern in self.wild.items():
             if any(pattern.match(name) for name in module.names):
                 return entry

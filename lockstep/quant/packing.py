@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -55,6 +56,11 @@ class Module:
     outputs: int
     inputs: int
     tensors: Mapping[str, TensorInfo] | None
+
+    @cached_property
+    def lines(self) -> str:
+        """Its names, a line each."""
+        return "\n".join(self.names)
 
 
 @dataclass(frozen=True)

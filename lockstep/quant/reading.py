@@ -5,11 +5,41 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from lockstep.errors import CheckpointError, LockstepError, choice_error
+from lockstep.quant.packing import Module
 
 T = TypeVar("T")
 WITHIN = "quantization_config."
 MEND = "Mend config.json, or serve a checkpoint that was packed otherwise."
 BUILT = "Weight formats are built for these only; serve a checkpoint that was packed otherwise."
+
+
+ANYWHERE = re.compile(r"\.\*((?:\\\W|[\w-])+)(?:\.\*)?")
+"""A regular expression that asks for a text, which stands in it escaped, anywhere in a name."""
+
+
+class NamePattern:
+    """A regular expression of modules' names. Tools write one for each of hundreds of layers, and
+    there are 30,000 experts: one that asks for a text anywhere is looked for as a text.
+
+    Raises what re.compile does.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.compiled = re.compile(text)
+        found = ANYWHERE.fullmatch(text)
+        self.inside = None if found is None else re.sub(r"\\(\W)", r"\1", found[1])
+
+    def begins(self, module: Module) -> bool:
+        """Whether it matches one of the module's names from its start."""
+        if self.inside is not None:
+            return self.inside in module.lines
+        return any(self.compiled.match(name) for name in module.names)
+
+    def stands_in(self, module: Module) -> bool:
+        """Whether it matches a part of one of the module's names."""
+        if self.inside is not None:
+            return self.inside in module.lines
+        return any(self.compiled.search(name) for name in module.names)
 
 
 class SettingsReader:
@@ -67,10 +97,10 @@ class SettingsReader:
             for key, part in value.items()
         }
 
-    def pattern(self, name: str, text: str) -> re.Pattern[str]:
+    def pattern(self, name: str, text: str) -> NamePattern:
         """A regular expression that stands in the setting."""
         try:
-            return re.compile(text)
+            return NamePattern(text)
         except (re.error, OverflowError, RecursionError) as error:
             raise self.error(name, text, f"regular expressions ({error})", MEND) from None
 

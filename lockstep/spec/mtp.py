@@ -44,19 +44,18 @@ def refusal(checkpoint: Checkpoint) -> str | None:
 
 
 def _has_module(checkpoint: Checkpoint) -> bool:
-    """As config.json says; where it says nothing, as the tensors do, if there are any.
+    """As config.json and the tensors say; where there are none of these, as the first says.
 
-    Under a DRAFT_SETTING both must: transformers writes it without the module's tensors.
+    Where it says nothing the tensors decide. Tools that save by transformers write the setting, but
+    none of the module's tensors.
     """
-    built = checkpoint.architecture
-    prefix = draft_prefix(built, checkpoint.raw)
+    prefix = draft_prefix(checkpoint.architecture, checkpoint.raw)
     if prefix is None:
         return False
     said = checkpoint.raw.get("text_config", checkpoint.raw).get(_setting(checkpoint))
-    sure = said is not None and not (said and hasattr(built, "DRAFT_SETTING"))
-    if sure or not any(checkpoint.folder.glob("*.safetensors")):
+    if said == 0 or not any(checkpoint.folder.glob("*.safetensors")):
         return bool(said)
-    return any(name.startswith(prefix) for name in checkpoint.tensors())
+    return any(checkpoint.key(name).startswith(prefix) for name in checkpoint.names())
 
 
 def _setting(checkpoint: Checkpoint) -> str:
@@ -70,7 +69,8 @@ def build(options: Options, checkpoint: Checkpoint, target: Any, build: Build) -
     if refusal(checkpoint) is not None:
         raise CheckpointError(
             "speculative_config method='mtp' needs a checkpoint with an MTP module, and this one "
-            f"has none ({_setting(checkpoint)}). Choose another method, e.g. ngram."
+            f"has none, by {_setting(checkpoint)} or by its tensors. Choose another method, e.g. "
+            "ngram."
         )
     vocab = target.config.vocab_size
     size = draft_vocab_size(options.draft_vocab_size, vocab)

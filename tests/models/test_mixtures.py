@@ -1,6 +1,7 @@
 """Families with a mixture of experts: against transformers, and in all forms of a checkpoint."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from lockstep import LLM
 from lockstep.errors import CapacityError, CheckpointError
 from lockstep.layers.build import Build
 from lockstep.models import architecture
+from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.loader import build_model
+from lockstep.spec import own_drafter
 from tests.models.dense import NGRAM, VOCAB, ask, bits, make_llm, prompts, random_oracle
 from tests.models.oracle import RELATIVE, compare_tokens, logits_error
 from tests.tiny_model import HYBRID_MOE, MIXTRAL, NEXT, QWEN3_MOE, THREE_LAYERS
@@ -145,6 +148,26 @@ def test_the_draft_module_may_have_a_dense_mlp(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="no intermediate_size, and mtp.layers.0.mlp is"):
         make_llm(tmp_path, speculative_config=MTP)
+
+
+@pytest.mark.parametrize("pair", ["qwen3_5_moe"], indirect=True)
+def test_no_draft_module_where_config_json_alone_has_one(pair, tmp_path: Path) -> None:
+    """What transformers saves of a checkpoint with a module, as tools that pack do: the setting
+    without the tensors. It is served, without drafts of its own."""
+    (_, folder, _) = pair
+    assert own_drafter(Checkpoint.read(folder)) == "mtp"
+    for path in folder.iterdir():
+        if path.name != "mtp.safetensors":
+            shutil.copy(path, tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["mtp_num_hidden_layers"] == 1
+    assert own_drafter(Checkpoint.read(tmp_path)) is None
+    (prompt,) = prompts(1, 40)
+    assert bits(ask(make_llm(tmp_path), prompt, 8)) == bits(ask(make_llm(folder), prompt, 8))
+    with pytest.raises(CheckpointError, match="none, by mtp_num_hidden_layers or by its tensors"):
+        make_llm(tmp_path, speculative_config=MTP)
+    for path in tmp_path.glob("*.safetensors"):
+        path.unlink()
+    assert own_drafter(Checkpoint.read(tmp_path)) == "mtp"
 
 
 def test_no_draft_module_where_neither_config_nor_tensors_have_one(tmp_path: Path) -> None:

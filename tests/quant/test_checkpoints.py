@@ -186,6 +186,20 @@ def test_a_file_adds_what_config_json_does_not_say(tmp_path: Path) -> None:
     assert packing_of(found) is not None
     other = {**inner, "quantized_layers": {"lm_head": {"quant_algo": "FP8"}}}
     assert settings_of(tmp_path, {"quantization_config": other})["quantized_layers"] != LAYERS
+    plain = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    packing = packing_of(settings_of(tmp_path, {"quantization_config": plain}))
+    assert packing is not None and packing.name == "modelopt-NVFP4"
+
+
+def test_older_settings_of_modelopt_name_their_producer_alone(tmp_path: Path) -> None:
+    inner = {"quant_algo": "FP8", "producer": {"name": "modelopt", "version": "0.29.0"}}
+    raw = {"quantization_config": inner}
+    assert settings_of(tmp_path, raw) == {"quant_method": "modelopt", **inner}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(FP8_ALL))
+    found = packing_of(settings_of(tmp_path, raw))
+    assert found is not None and found.name == "modelopt-FP8"
+    with pytest.raises(CheckpointError, match="quant_method=None"):
+        packing_of(settings_of(tmp_path, {"quantization_config": {"producer": "modelopt"}}))
 
 
 def test_a_file_says_which_version_of_zero_points_config_json_means(tmp_path: Path) -> None:

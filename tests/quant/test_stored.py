@@ -368,6 +368,28 @@ def test_the_most_precise_target_decides() -> None:
     assert [(o["bits"], o["group"]) for o in options] == [(8, 144), (4, 32), (4, 16)]
 
 
+@pytest.mark.parametrize(
+    ("entry", "covers"),
+    [
+        ("*", True),
+        ("model.layers.0.ml*", True),
+        ("model.layers.0.mlp.down_proj*", True),
+        ("model.layers.?.mlp", True),
+        ("*down_proj", True),
+        ("model.layers.[0-3]*", True),
+        ("model.layers.1*", False),
+        ("*mlp.down", False),
+        ("layer*", True),
+        ("?ayers.0.mlp.down_proj", True),
+        ("model.layers.0.m?", False),
+    ],
+)
+def test_wildcards_of_modelopt(entry: str, covers: bool) -> None:
+    for more in ([], ["model.layers.0.mx*"]):
+        packing = read(modelopt("NVFP4", exclude_modules=[*more, entry]))
+        assert (packing.layout(module_of(None, 192, 144)) is None) == covers
+
+
 def test_fp8_lists_hold_regular_expressions() -> None:
     """Of what a name begins with up to a dot, as transformers 5.24 reads them."""
 
