@@ -128,7 +128,7 @@ def other_kv_scales(settings: SettingsReader) -> str | None:
     """The setting by which static scales of the KV cache are of another format than fp8; None: they
     are not, as far as it says."""
     algorithm = settings.raw.get(KV_ALGORITHM, "FP8")
-    if algorithm != "FP8":
+    if not str(algorithm).upper().startswith("FP8"):
         return f"{settings.within}{KV_ALGORITHM}={brief(algorithm)}"
     scheme = settings.raw.get(KV_SCHEME, {})
     if isinstance(scheme, dict):
