@@ -51,8 +51,15 @@ class CompletionAnswer(Answer):
         self._meter = Meter(self.run.job)
 
     def _ask(self) -> Asked:
-        params = self.body.params(self.service.processor)
-        return Asked(self._prompts, params, self.body.only_prompt)
+        processor = self.service.processor
+        params = self.body.params(processor)
+        prompts = self._prompts
+        if not self.body.add_special_tokens:
+            prompts = [
+                processor.encode(prompt, False) if isinstance(prompt, str) else prompt
+                for prompt in prompts
+            ]
+        return Asked(prompts, params, self.body.only_prompt)
 
     def close(self) -> None:
         """Aborts what still runs."""

@@ -6,6 +6,7 @@ import shlex
 
 import openai
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from lockstep.engine.stats import Stats
 from lockstep.errors import RequestError
@@ -45,6 +46,21 @@ def test_echo_with_logprobs(server, processor, stream):
     offsets = [o for c in choices for o in c.logprobs.text_offset]
     for offset, token in zip(offsets, tokens, strict=True):
         assert "".join(tokens)[offset:].startswith(token)
+
+
+def test_a_prompt_without_the_tokens_that_the_tokenizer_adds(server, processor):
+    """As those send it who have rendered a chat template themselves."""
+    begin = processor.tokenizer.fast.token_to_id("<|im_start|>")
+    added = TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", begin)])
+    processor.tokenizer.fast.post_processor = added
+    try:
+        for options in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+            found = complete(server, prompt=["the", "a"], echo=True, extra_body=options)
+            assert [choice.text for choice in found.choices] == ["thehello fox", "ahello fox"]
+        first = [request.prompt_token_ids[0] == begin for request in server.client.requests]
+        assert first == [True, True, True, True, False, False]
+    finally:
+        processor.tokenizer.fast.post_processor = None
 
 
 @pytest.mark.parametrize("step", [1, 3, 80])
