@@ -89,6 +89,14 @@ def test_offsets_are_places_in_the_text(server, step):
     assert offsets == told.text_offset
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_that_cannot_be_echoed_begin_nothing(server, stream):
+    body = {"prompt": [[1, 2], [-1]], "echo": True, "stream": stream, "logprobs": 1}
+    found = fetch(server, "POST", "/v1/completions", json=body)
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "prompt")
+    assert server.client.requests == []
+
+
 @pytest.mark.parametrize(
     ("body", "param", "status"),
     [
