@@ -32,6 +32,7 @@ class CompletionAnswer(Answer):
         self.body = body
         self._run: Run
         self._prompts: list[str | list[int]] = []
+        self._echoes: list[str] = []
         self._shown: list[_Shown] = []
         self._meter: Meter
         self._tells_tokens = False
@@ -51,8 +52,16 @@ class CompletionAnswer(Answer):
         self._meter = Meter(self.run.job)
 
     def _ask(self) -> Asked:
-        params = self.body.params(self.service.processor)
-        return Asked(self._prompts, params, self.body.only_prompt)
+        processor = self.service.processor
+        params = self.body.params(processor)
+        prompts = self._prompts
+        self._echoes = [self._shown_prompt(prompt) for prompt in prompts]
+        if not self.body.add_special_tokens:
+            prompts = [
+                processor.encode(prompt, False) if isinstance(prompt, str) else prompt
+                for prompt in prompts
+            ]
+        return Asked(prompts, params, self.body.only_prompt)
 
     def close(self) -> None:
         """Aborts what still runs."""
@@ -99,12 +108,16 @@ class CompletionAnswer(Answer):
     def _head(self) -> Json:
         return self.service.head(self.run.job, "text_completion")
 
-    def _echo(self, index: int) -> str:
-        """The prompt's text where the client wants it in front of the answer."""
-        if not self.body.echo or self.service.processor.tokenizer is None:
+    def _shown_prompt(self, prompt: str | list[int]) -> str:
+        """A prompt's text where the client wants it in front of the answer. Raises RequestError."""
+        processor = self.service.processor
+        if not self.body.echo or processor.tokenizer is None:
             return ""
-        prompt = self._prompts[index // self.run.job.params.n]
-        return prompt if isinstance(prompt, str) else self.service.processor.decode(prompt)
+        return prompt if isinstance(prompt, str) else processor.decode(prompt, field="prompt")
+
+    def _echo(self, index: int) -> str:
+        """What stands in front of a completion."""
+        return self._echoes[index // self.run.job.params.n]
 
     def _places(self, index: int) -> Places:
         """Where a completion's tokens begin in its text."""

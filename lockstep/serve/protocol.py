@@ -531,6 +531,7 @@ class CompletionRequest(SamplingFields):
     REFUSED = COMPLETIONS
 
     prompt: Annotated[Any, WithJsonSchema(_PROMPT)]
+    add_special_tokens: StrictBool = True
     max_tokens: int = 16
     logprobs: int | None = None
     echo: bool = False

@@ -133,7 +133,6 @@ MESSAGES: Table = {
 COMPLETIONS: Table = {
     "suffix": (("",), "text is only written at the end of a prompt; leave it out."),
     "best_of": ((1,), "completions are not ranked; send n and choose."),
-    "add_special_tokens": ((True,), "send token ids for a prompt without them."),
     "tools": (([],), "they work with /v1/chat/completions only; leave them out."),
     "messages": ((), "they work with /v1/chat/completions only; send a prompt."),
     "max_completion_tokens": ((), "send max_tokens."),

@@ -6,6 +6,7 @@ import shlex
 
 import openai
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from lockstep.engine.stats import Stats
 from lockstep.errors import RequestError
@@ -47,6 +48,21 @@ def test_echo_with_logprobs(server, processor, stream):
         assert "".join(tokens)[offset:].startswith(token)
 
 
+def test_a_prompt_without_the_tokens_that_the_tokenizer_adds(server, processor):
+    """As those send it who have rendered a chat template themselves."""
+    begin = processor.tokenizer.fast.token_to_id("<|im_start|>")
+    added = TemplateProcessing("<|im_start|> $A", None, [("<|im_start|>", begin)])
+    processor.tokenizer.fast.post_processor = added
+    try:
+        for options in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+            found = complete(server, prompt=["the", "a"], echo=True, extra_body=options)
+            assert [choice.text for choice in found.choices] == ["thehello fox", "ahello fox"]
+        first = [request.prompt_token_ids[0] == begin for request in server.client.requests]
+        assert first == [True, True, True, True, False, False]
+    finally:
+        processor.tokenizer.fast.post_processor = None
+
+
 @pytest.mark.parametrize("step", [1, 3, 80])
 def test_offsets_are_places_in_the_text(server, step):
     """Of characters that are several tokens, of tokens that are held back, whole or streamed."""
@@ -71,6 +87,14 @@ def test_offsets_are_places_in_the_text(server, step):
     assert "".join(choice.text for choice in streamed) == text
     offsets = [place for choice in streamed for place in choice.logprobs.text_offset]
     assert offsets == told.text_offset
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_ids_that_cannot_be_echoed_begin_nothing(server, stream):
+    body = {"prompt": [[1, 2], [-1]], "echo": True, "stream": stream, "logprobs": 1}
+    found = fetch(server, "POST", "/v1/completions", json=body)
+    assert (found.status_code, found.json()["error"]["param"]) == (400, "prompt")
+    assert server.client.requests == []
 
 
 @pytest.mark.parametrize(
