@@ -120,9 +120,10 @@ class CompletionAnswer(Answer):
         return self._echoes[index // self.run.job.params.n]
 
     def _places(self, index: int) -> Places:
-        """Where a completion's tokens begin in its text."""
+        """Where a completion's tokens begin in its text, which log-probabilities tell."""
+        tokenizer = None if self.body.logprobs is None else self.service.processor.tokenizer
         hides = self.run.job.params.skip_special_tokens
-        return Places(self.service.processor.tokenizer, hides, len(self._echo(index)))
+        return Places(tokenizer, hides, len(self._echo(index)))
 
     def _choice(self, answers: Answers, index: int) -> Json:
         done = answers.completions[index]
