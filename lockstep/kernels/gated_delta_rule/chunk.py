@@ -64,7 +64,7 @@ def _chunk_inputs_kernel(
     chunk = tl.program_id(0).to(tl.int64)
     unit = tl.program_id(1)
     count = tl.load(chunks + chunk * 3 + 2)
-    if count <= 0:
+    if count == 0:
         return
     s = tl.load(chunks + chunk * 3)
     offset = tl.load(chunks + chunk * 3 + 1)
@@ -128,7 +128,7 @@ def _chunk_inner_kernel(
     chunk = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
     count = tl.load(chunks + chunk * 3 + 2)
-    if count <= 0:
+    if count == 0:
         return
     s = tl.load(chunks + chunk * 3)
     offset = tl.load(chunks + chunk * 3 + 1)
@@ -231,8 +231,7 @@ def _chunk_out_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
     SECTOR: tl.constexpr,
 ):  # fmt: skip
-    """One (chunk, value head, block of V): outputs, from the state before it and its own tokens;
-    zeros for a row that does nothing."""
+    """One (chunk, value head, block of V): outputs, from the state before it and its own tokens."""
     chunk = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
     count = tl.load(chunks + chunk * 3 + 2)
@@ -246,14 +245,10 @@ def _chunk_out_kernel(
     t = tl.arange(0, GRID)
     i = tl.arange(0, BLOCK_K)
     j = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
-    live = t < tl.abs(count)
+    live = t < count
     token = (begin + t)[:, None]
     mask_k = live[:, None] & (i < K)[None, :]
     mask_v = live[:, None] & (j < V)[None, :]
-    place = (token * HV + h) * V + j[None, :]
-    if count < 0:
-        tl.store(out + place, tl.zeros((GRID, BLOCK_V), tl.float32), mask=mask_v)
-        return
     of_q = heads + token * (2 * HK * K + HV * V) + kh * K + i[None, :]
     q = tl.load(of_q, mask=mask_k, other=0.0)
     grown = tl.load(growth + block * GRID + t)
@@ -265,6 +260,7 @@ def _chunk_out_kernel(
     written = u + (begin * HV + h) * V + first
     new = load_across(written, HV * V, live, V - first, GRID, BLOCK_V, SECTOR)
     o += tl.dot(seen, new, input_precision=PRECISION)
+    place = (token * HV + h) * V + j[None, :]
     tl.store(out + place, o, mask=mask_v)
 
 
@@ -293,7 +289,7 @@ def gated_delta_chunk_triton(
     out = torch.empty(tokens, hv, v, dtype=f32, device=mixed.device)
     if not out.numel() or not rows:
         return out
-    chunks, firsts = list_chunks(tokens, cu_seqlens, state_slots)
+    chunks, firsts = list_chunks(out, cu_seqlens, state_slots)
     most = len(chunks)
     shapes = ((tokens, channels), (tokens, hv, v), (tokens, hv, k), (most, hv, GRID, GRID))
     heads, u, w, scores = (torch.empty(n, dtype=f32, device=mixed.device) for n in shapes)

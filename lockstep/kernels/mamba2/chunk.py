@@ -53,7 +53,7 @@ def _inputs_kernel(
     """One (chunk, block of channels): convolution and SiLU of GRID tokens, into heads [T, C]."""
     chunk = tl.program_id(0).to(tl.int64)
     count = tl.load(chunks + chunk * 3 + 2)
-    if count <= 0:
+    if count == 0:
         return
     s = tl.load(chunks + chunk * 3)
     offset = tl.load(chunks + chunk * 3 + 1)
@@ -84,7 +84,7 @@ def _scores_kernel(
     chunk = tl.program_id(0).to(tl.int64)
     g = tl.program_id(1)
     count = tl.load(chunks + chunk * 3 + 2)
-    if count <= 0:
+    if count == 0:
         return
     s = tl.load(chunks + chunk * 3)
     begin = tl.load(cu_seqlens + s).to(tl.int64) + tl.load(chunks + chunk * 3 + 1)
@@ -163,8 +163,7 @@ def _out_kernel(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, GRID: tl.constexpr, PRECISION: tl.constexpr,
     SECTOR: tl.constexpr,
 ):  # fmt: skip
-    """One (chunk, head, block of P): outputs, from the state before it and its own tokens; zeros
-    for a row that does nothing."""
+    """One (chunk, head, block of P): outputs, from the state before it and its own tokens."""
     chunk = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1)
     count = tl.load(chunks + chunk * 3 + 2)
@@ -178,13 +177,8 @@ def _out_kernel(
     i = tl.arange(0, BLOCK_K)
     first = tl.program_id(2) * BLOCK_V
     j = first + tl.arange(0, BLOCK_V)
-    live = t < tl.abs(count)
+    live = t < count
     token = (begin + t)[:, None]
-    mask = live[:, None] & (j < V)[None, :]
-    place = (token * HV + h) * V + j[None, :]
-    if count < 0:
-        tl.store(out + place, tl.zeros((GRID, BLOCK_V), tl.float32), mask=mask)
-        return
     channels: tl.constexpr = 2 * HK * K + HV * V
     of_token = heads + token * channels
     of_c = of_token + HV * V + (HK + g) * K + i[None, :]
@@ -201,8 +195,9 @@ def _out_kernel(
     x = load_across(brought, channels, live, V - first, GRID, BLOCK_V, SECTOR)
     u = x * tl.load(steps + block * GRID + t)[:, None]
     y += tl.dot(seen, u, input_precision=PRECISION)
+    mask = live[:, None] & (j < V)[None, :]
     y += tl.load(d + h) * tl.load(of_token + h * V + j[None, :], mask=mask, other=0.0)
-    tl.store(out + place, y, mask=mask)
+    tl.store(out + (token * HV + h) * V + j[None, :], y, mask=mask)
 
 
 def _state_stages(blocks: dict[str, int], precision: str, itemsize: int, arch: int) -> int:
@@ -238,7 +233,7 @@ def mamba2_chunk_triton(
     out = torch.empty(tokens, count, p, **f32)
     if not out.numel() or not rows:
         return out
-    chunks, firsts = list_chunks(tokens, cu_seqlens, state_slots)
+    chunks, firsts = list_chunks(out, cu_seqlens, state_slots)
     most = len(chunks)
     heads = torch.empty(tokens, channels, **f32)
     scores = torch.empty(most, groups, GRID, GRID, **f32)

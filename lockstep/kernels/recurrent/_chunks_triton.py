@@ -9,6 +9,8 @@ from torch import Tensor
 from lockstep.kernels.recurrent.state import RecurrentState
 from lockstep.step import GRID
 
+ZEROS = 4096
+"""Numbers that a program fills with zeros at once."""
 CONV_CHANNELS = 512
 """Channels of a program that keeps raw inputs."""
 
@@ -24,24 +26,32 @@ def precision_of(dtype: torch.dtype) -> str:
 
 @triton.jit(do_not_specialize=["rows"])
 def _list_kernel(
-    cu_seqlens, state_slots, chunks, firsts, rows, BLOCK: tl.constexpr, GRID: tl.constexpr
-):
+    cu_seqlens, state_slots, chunks, firsts, out, rows,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, GRID: tl.constexpr, ZEROS: tl.constexpr,
+):  # fmt: skip
     """One row: the index of its first chunk into firsts [S]; for each of its chunks (row, first
-    token in the row, tokens) into chunks [chunks, 3], tokens below 0 where its state slot is 0."""
+    token in the row, tokens) into chunks [chunks, 3]. Zeros into out [T, WIDTH] for a row whose
+    state slot is 0, which has no chunks."""
     s = tl.program_id(0)
     lanes = tl.arange(0, BLOCK)
     live = lanes < rows
     begin = tl.load(cu_seqlens + lanes, mask=live, other=0).to(tl.int32)
     length = tl.load(cu_seqlens + lanes + 1, mask=live, other=0).to(tl.int32) - begin
+    length = tl.where(tl.load(state_slots + lanes, mask=live, other=0) != 0, length, 0)
     first = tl.sum(tl.where(lanes < s, tl.cdiv(length, GRID), 0), 0)
     mine = tl.sum(tl.where(lanes == s, length, 0), 0)
     tl.store(firsts + s, first)
-    sign = tl.where(tl.load(state_slots + s) != 0, 1, -1)
     for chunk in range(tl.cdiv(mine, GRID)):
         entry = chunks + (first + chunk) * 3
         tl.store(entry, s)
         tl.store(entry + 1, chunk * GRID)
-        tl.store(entry + 2, sign * tl.minimum(mine - chunk * GRID, GRID))
+        tl.store(entry + 2, tl.minimum(mine - chunk * GRID, GRID))
+    if tl.load(state_slots + s) == 0:
+        at = tl.load(cu_seqlens + s).to(tl.int64) * WIDTH
+        end = tl.load(cu_seqlens + s + 1).to(tl.int64) * WIDTH
+        numbers = tl.arange(0, ZEROS)
+        for place in range(at, end, ZEROS):
+            tl.store(out + place + numbers, 0.0, mask=place + numbers < end)
 
 
 @triton.jit(do_not_specialize=["token_stride", "ring_slots"])
@@ -99,16 +109,18 @@ def load_across(
     return tl.reshape(tl.load(base + row * stride + column, mask=mask, other=0.0), (ROWS, BLOCK))
 
 
-def list_chunks(tokens: int, cu_seqlens: Tensor, state_slots: Tensor) -> tuple[Tensor, Tensor]:
-    """chunks [as many as rows of so many tokens can have, 3], zero behind the last, and firsts [S]
-    of _list_kernel. No length is read on the host."""
+def list_chunks(out: Tensor, cu_seqlens: Tensor, state_slots: Tensor) -> tuple[Tensor, Tensor]:
+    """chunks [as many as rows of T tokens can have, 3], zero behind the last, and firsts [S] of
+    _list_kernel, which fills out [T, H, V] with zeros for rows that do nothing. No length is read
+    on the host."""
     rows = state_slots.shape[0]
-    most = tokens // GRID + rows
+    most = len(out) // GRID + rows
     chunks = torch.zeros(most, 3, dtype=torch.int32, device=cu_seqlens.device)
     firsts = torch.zeros(rows, dtype=torch.int32, device=cu_seqlens.device)
     _list_kernel[(rows,)](
-        cu_seqlens, state_slots, chunks, firsts, rows, triton.next_power_of_2(rows), GRID
-    )
+        cu_seqlens, state_slots, chunks, firsts, out, rows, out[0].numel(),
+        triton.next_power_of_2(rows), GRID, ZEROS,
+    )  # fmt: skip
     return chunks, firsts
 
 
