@@ -11,7 +11,7 @@ from functools import cache
 from os import PathLike
 from os.path import exists  # Path.exists raises where a name is too long
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 from pydantic import BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
@@ -71,7 +71,10 @@ def setting(
 
 @dataclass(frozen=True)
 class Settings:
-    """Base of settings: each field is checked, in their order, when an object is made."""
+    """Base of settings: each field is checked, in their order, when an object is made. within: the
+    setting that they are keys of, and a blank, for messages."""
+
+    within: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         """Raises ConfigError at the first field whose value is not allowed."""
@@ -83,7 +86,8 @@ class Settings:
             except (ValidationError, OverflowError, UnicodeError):
                 allowed = allowed_by(one) or describe(adapter.json_schema())
                 remedy = one.metadata["remedy"]
-                raise choice_error(ConfigError, one.name, value, allowed, remedy) from None
+                name = f"{self.within}{one.name}"
+                raise choice_error(ConfigError, name, value, allowed, remedy) from None
             object.__setattr__(self, one.name, checked)
 
     def adapter(self, name: str) -> TypeAdapter[Any]:

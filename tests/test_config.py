@@ -125,7 +125,7 @@ def test_a_bad_setting_of_the_drafter_is_refused(field: str, value: Any, allowed
     drafting = {"method": "ngram", "prompt_lookup_max": 4, field: value}
     with pytest.raises(ConfigError) as caught:
         EngineConfig.read(speculative_config=drafting)
-    assert_says_all(str(caught.value), field, value, allowed)
+    assert_says_all(str(caught.value), f"speculative_config {field}", value, allowed)
 
 
 @pytest.mark.parametrize("name", OLDER_NAMES)
@@ -174,7 +174,7 @@ def test_a_bad_size_of_a_draft_head_is_refused(value: Any) -> None:
     with pytest.raises(ConfigError) as caught:
         EngineConfig.read(speculative_config={"method": "mtp", "draft_vocab_size": value})
     allowed = "auto, full, or multiples of 64 from 64"
-    assert_says_all(str(caught.value), "draft_vocab_size", value, allowed)
+    assert_says_all(str(caught.value), "speculative_config draft_vocab_size", value, allowed)
 
 
 @pytest.mark.parametrize(

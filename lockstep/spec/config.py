@@ -1,7 +1,7 @@
 """speculative_config: the keys that every drafter has. A drafter's file adds its own."""
 
 from dataclasses import MISSING, dataclass
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -17,6 +17,8 @@ EXAMPLE = '{"method": "mtp", "num_speculative_tokens": 3}'
 @dataclass(frozen=True)
 class SpeculativeConfig(Settings):
     """How drafts are made, in vLLM's keys. lockstep.spec.read makes the class of its method."""
+
+    within: ClassVar[str] = "speculative_config "
 
     method: str = setting(
         MISSING,

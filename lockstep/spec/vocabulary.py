@@ -28,7 +28,8 @@ def draft_vocab_size(asked: int | str, vocab: int) -> int:
         return vocab
     if int(asked) > vocab:
         allowed = f"auto, full, or multiples of {HEAD_GRAIN} up to {vocab}, the model's vocabulary"
-        raise choice_error(ConfigError, "draft_vocab_size", asked, allowed, "Lower it.")
+        field = "speculative_config draft_vocab_size"
+        raise choice_error(ConfigError, field, asked, allowed, "Lower it.")
     return int(asked)
 
 
