@@ -115,6 +115,8 @@ class Weight(nn.Module):
             place = self.weight.data[begin // each : end // each]
             place.copy_(part.unpack(self.dtype).view(place.shape))
         self.unpacked = {}
+        if self.packed is not None:
+            self.packed.settle()
 
 
 class Product(Weight):

@@ -227,6 +227,7 @@ def test_which_factors_and_scales_are_in_parts(factor: float, scale: int, served
     weight.factors[2] = factor
     weight.scales[3, 5] = scale
     assert weight.in_parts == served
+    assert weight.rows(0, 2).in_parts == served, "rows are read as the whole weight is"
 
 
 TILE = PackedTile(8, 64, 128, 4, 6, 1, 48, ring=True, sync=True)

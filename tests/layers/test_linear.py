@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lockstep.kernels.backends import load
 from lockstep.kernels.linear import linear
 from lockstep.kernels.linear.probe import Probed
-from lockstep.kernels.packed import quantise_int
+from lockstep.kernels.packed import Fp4Weight, quantise_int
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Head, Linear, Product, ResidualLinear, probe
 from lockstep.quant import Slot, fp8
@@ -208,3 +208,14 @@ def test_what_is_packed_stays_so_on_a_gpu_unless_small_and_beside_what_is_not(
     assert said[0] == "IntWeight(bits=4, group=4, scale_dtype=float32)"
     assert said[1] == f"{said[0]}, 16 rows, unpacked when loaded"
     assert [product.packed is not None for product in larger] == [True, False]
+
+
+def test_launches_of_nvfp4_ask_nothing_of_the_device() -> None:
+    """A captured step may be the first to launch a weight: no number of it may be read then."""
+    weight = Fp4Weight.empty(4, 128)
+    weight.dummy(torch.Generator().manual_seed(0))
+    product = Product(Build("cpu", torch.bfloat16, 1, 1), 128, [(None, 4)], stands=weight)
+    product.finish()
+    weight.factors.fill_(float("nan"))
+    assert {"flags", "in_parts"} <= vars(weight).keys()
+    assert weight.in_parts and weight.rows(1, 3).in_parts

@@ -80,6 +80,11 @@ class PackedWeight(ABC):
     def rows(self, begin: int, end: int) -> Self:
         """The outputs begin .. end, 0 <= begin < end <= N, as views."""
 
+    def settle(self) -> None:
+        """To be called once, when it is filled: makes what launches need beside it. A captured step
+        may be the first to launch it, which neither waits for the device nor fills memory."""
+        _ = self.flags
+
     @abstractmethod
     def dummy(self, generator: torch.Generator) -> None:
         """Fills it: unpacked, random weights at the scale of trained ones. See DUMMY_SCALE."""
@@ -319,20 +324,28 @@ class Fp4Weight(PackedWeight):
     """NVFP4: e2m1 codes, an e4m3 scale per 16 columns, an fp32 factor per output.
 
     round((fp32(code) * fp32(scale)) * factor). scales [N, ceil(K / 16)] uint8: the codes of e4m3fn;
-    factors [N] fp32, below FP4_FACTORS: multipliers (compressed-tensors stores the divisor).
+    factors [N] fp32, below FP4_FACTORS: multipliers (compressed-tensors stores the divisor). whole:
+    the weight that these are rows of; None: its own.
     """
 
     scales: Tensor
     factors: Tensor
+    whole: Self | None = None
 
     @property
     def bits(self) -> int:
         return 4
 
+    def settle(self) -> None:
+        super().settle()
+        _ = self.in_parts
+
     @cached_property
     def in_parts(self) -> bool:
-        """Whether each factor has two parts in bf16 that multiply as it does, and no scale has a
-        sign or is NaN. Found once: both must not change behind it."""
+        """Whether each factor of the whole weight has two parts in bf16 that multiply as it does,
+        and no scale has a sign or is NaN. Found once: both must not change behind it."""
+        if self.whole is not None:
+            return self.whole.in_parts
         size = self.factors.abs()
         mantissa = self.factors.view(torch.int32) & 0x7FFFFF
         odd = torch.isin(mantissa, torch.tensor(NO_PARTS, device=self.device))
@@ -356,7 +369,7 @@ class Fp4Weight(PackedWeight):
 
     def rows(self, begin: int, end: int) -> Self:
         parts = (self.scales[begin:end], self.factors[begin:end])
-        return type(self)(self.words[begin:end], self.k, *parts)
+        return type(self)(self.words[begin:end], self.k, *parts, whole=self.whole or self)
 
     def dummy(self, generator: torch.Generator) -> None:
         self.words.random_(-(2**31), 2**31, generator=generator)
