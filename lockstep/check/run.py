@@ -76,7 +76,7 @@ def _sections(
         lambda: run_worlds(drawer, examiner, effort, report, progress),
         lambda: run_matrix(plain, engines, report, model, settings, progress, effort),
     ]
-    if effort.shard.has(0):
+    if effort.shard.index == 1:
         sections.insert(
             0, lambda: run_sampling(runs, examiner.build, size.draws, report, effort.fail_fast)
         )

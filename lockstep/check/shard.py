@@ -1,6 +1,8 @@
 """One of several equal parts of a check, each run by a process of its own."""
 
+import random
 from dataclasses import dataclass
+from functools import lru_cache
 
 from lockstep.errors import ConfigError
 
@@ -36,7 +38,17 @@ class Shard:
 
     def has(self, number: int) -> bool:
         """Whether this shard does the case of that number, from 0."""
-        return number % self.count == self.index - 1
+        (round_, place) = divmod(number, self.count)
+        return _dealt(round_, self.count)[place] == self.index
+
+
+@lru_cache(maxsize=1024)
+def _dealt(round_: int, count: int) -> tuple[int, ...]:
+    """Which shard gets which of the next `count` cases. Cases come in a cycle of drafters, phases
+    and graphs: dealt in order, a shard could get one of them each time, and never drafts."""
+    order = list(range(1, count + 1))
+    random.Random(f"shards {round_} of {count}").shuffle(order)
+    return tuple(order)
 
 
 WHOLE = Shard()

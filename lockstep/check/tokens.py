@@ -86,6 +86,7 @@ def _run_engine(
     done = comparison.compared
     try:
         engine = build(model, settings_with(setup.settings(), settings), setup.hooks())
+        _note_used(report, engine, setup, runs)
         _run_batches(engine, setup, runs, comparison)
     except Exception as error:  # an engine that breaks has not given the plain answer
         report.fail(setup, "all", f"raised {type(error).__name__}: {error}")
@@ -94,6 +95,16 @@ def _run_engine(
         cases = max(comparison.compared - done, failed)
         if cases:
             report.add(Tally(setup, cases, failed, round(time.monotonic() - started, 2)))
+
+
+def _note_used(report: Report, engine: CheckEngine, setup: Setup, runs: list[Batch]) -> None:
+    """Adds the engine and the parameters of its requests to what the report was run with."""
+    if report.used is None:
+        return
+    report.used.engine(engine.engine, setup.drafter)
+    for batch in runs:
+        for case in batch.cases:
+            report.used.params(case.params)
 
 
 def _run_batches(

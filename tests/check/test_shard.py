@@ -14,6 +14,17 @@ def test_every_part_is_in_one_shard() -> None:
     assert all(WHOLE.has(number) for number in range(40))
 
 
+@pytest.mark.parametrize("count", [3, 9, 10, 11, 20, 30, 40])
+def test_no_shard_has_one_kind_of_cases_alone(count: int) -> None:
+    """Cases come in a cycle of drafters, phases and graphs. A check --full has 120 pairs of worlds
+    at least, of 10 kinds; one shard of 20 had those without drafts alone."""
+    for cycle in (2, 3, 6, 9, 10):
+        for index in range(1, count + 1):
+            mine = [number for number in range(12 * count) if Shard(index, count).has(number)]
+            assert len(mine) == 12
+            assert len({number % cycle for number in mine}) > 1, (cycle, index)
+
+
 def test_a_text_names_a_shard() -> None:
     assert Shard.read("2/4") == Shard(2, 4)
     assert str(Shard.read("2/4")) == "2/4"

@@ -41,6 +41,16 @@ def test_clean_engine_passes_and_exercises_what_it_varies(check: Check) -> None:
     assert all(report.exercised[n] > 0 for n in ("drafted", "cached tokens", "preemptions"))
 
 
+def test_what_the_matrix_ran_is_not_missed(check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.check.run.run_worlds", lambda *rest: None)
+    monkeypatch.setattr("lockstep.check.run.run_sampling", lambda *rest: None)
+    monkeypatch.setitem(matrix.SIZES, "quick", FEW)
+    report = check(Setup("ngram", 2, "cold", "none"))
+    lacks = set(report.to_json()["not_exercised"])
+    assert not {"drafter ngram", "parameter min_p", "op sample"} & lacks
+    assert "drafter mtp" in lacks
+
+
 def test_a_fault_that_depends_on_drafting_is_named(
     check: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
