@@ -26,6 +26,21 @@ def plain(settings: dict[str, Any], progress: Progress) -> Made:
     return served_engine(EngineConfig.read(**settings), TextSettings(), "text", progress)
 
 
+def compile_nothing() -> None:
+    """A pass of Triton's compiler, as kernels of a GPU bring it."""
+    from triton._C.libtriton import ir
+
+    context = ir.context()
+    ir.load_dialects(context)
+    ir.pass_manager(context).run(ir.builder(context).create_module(), "empty")
+
+
+def compiling(settings: dict[str, Any], progress: Progress) -> Made:
+    """An engine for which kernels were compiled."""
+    compile_nothing()
+    return plain(settings, progress)
+
+
 def faulty(settings: dict[str, Any], progress: Progress) -> Made:
     """An engine whose step sleeps where a request is named "hang...", and that ends by itself where
     one is named "die..."."""

@@ -8,8 +8,8 @@ import pytest
 
 PROGRAM = """
 import ctypes, os, signal
-from triton._C.libtriton import ir
 from lockstep.cli.interrupt import sigterm_interrupts
+from tests.served import compile_nothing
 
 def handler(number):
     \"\"\"The address of what the kernel calls for a signal.\"\"\"
@@ -18,14 +18,9 @@ def handler(number):
     assert libc.sigaction(number, None, found) == 0
     return found[0]
 
-def compile_something():
-    context = ir.context()
-    ir.load_dialects(context)
-    ir.pass_manager(context).run(ir.builder(context).create_module(), "empty")
-
 python = handler(signal.SIGINT)
 with sigterm_interrupts():
-    compile_something()
+    compile_nothing()
     assert handler(signal.SIGTERM) == handler(signal.SIGINT) == python
     try:
         os.kill(os.getpid(), SENT)

@@ -171,6 +171,20 @@ def test_steps_on_a_gpu_run_beside_it() -> None:
     assert os.getpriority(os.PRIO_PROCESS, 0) == own
 
 
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="signals are read from /proc")
+def test_what_is_compiled_does_not_take_the_signals_of_a_group(settings: dict[str, Any]) -> None:
+    """LLVM takes them with the first pass, for one signal each; a second one would end it."""
+    pytest.importorskip("triton")
+    transport = ProcessTransport(partial(served.compiling, settings), STEP_SECONDS)
+    try:
+        with open(f"/proc/{transport.pid}/status") as file:
+            told = dict(line.split(":", 1) for line in file)
+        ignored = int(told["SigIgn"], 16)
+        assert all(ignored >> (number - 1) & 1 for number in (signal.SIGINT, signal.SIGTERM))
+    finally:
+        transport.stop()
+
+
 def test_an_engine_that_is_lost_too_often_ends(settings: dict[str, Any]) -> None:
     told: list[str] = []
     client = AsyncEngine(ProcessTransport(partial(served.faulty, settings), STEP_SECONDS))
