@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -55,7 +56,7 @@ class Checkpoint:
         """The module that builds it."""
         return architecture(self.raw["model_type"])
 
-    @property
+    @cached_property
     def prefixes(self) -> tuple[str, ...]:
         """What the names of its tensors may begin with."""
         found: tuple[str, ...] = self.architecture.PREFIXES

@@ -12,7 +12,7 @@ Version 2 keeps the zero points. Version 1 takes 1 off each of a word's, as one 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -159,9 +159,15 @@ def _fill_zeros(module: Module, weight: IntWeight, stored_less: int, words: Tens
     fill_zeros(module, weight, zeros[:, : module.outputs])
 
 
+@lru_cache(maxsize=16)
+def _in_order(k: int, group: int, device: torch.device) -> Tensor:
+    """The group of each of k columns in order. Experts ask for one again and again."""
+    return torch.arange(k, device=device) // group
+
+
 def _fill_order(module: Module, weight: IntWeight, order: Tensor) -> None:
     """order [K]: the group of each column. Each group has its columns, in whatever places."""
-    plain = torch.arange(weight.k, device=order.device) // weight.group
+    plain = _in_order(weight.k, weight.group, order.device)
     if weight.g_idx is None:
         if not bool((order == plain).all()) and bool(order.any()):
             said = "moves columns between groups, but config.json has no desc_act, or static_groups"

@@ -1,5 +1,6 @@
 """A slot: what takes over one tensor of a checkpoint. A stack: several, taken over as one."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -109,16 +110,16 @@ class Stack:
 
 def _joined_along(whole: Slot, parts: Sequence[Slot]) -> int | None:
     """The dimension along which the parts' tensors make up that of `whole`, if there is one."""
-    shapes = [part.shape for part in parts]
+    shapes = Counter(part.shape for part in parts)
     if whole.shape is None or any(part.dtypes != whole.dtypes for part in parts):
         return None
     for dim, size in enumerate(whole.shape):
         sums = 0
-        for shape in shapes:
+        for shape, count in shapes.items():
             if shape is None or len(shape) != len(whole.shape):
                 return None
             rest = shape[:dim] + whole.shape[dim : dim + 1] + shape[dim + 1 :]
-            sums += shape[dim] if rest == whole.shape else size + 1
+            sums += count * (shape[dim] if rest == whole.shape else size + 1)
         if sums == size:
             return dim
     return None
