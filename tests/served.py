@@ -13,6 +13,7 @@ from lockstep.engine.engine import Engine
 from lockstep.engine.host import PULSE_SECONDS
 from lockstep.engine.stats import Stats
 from lockstep.errors import ConfigError, EngineDeadError
+from lockstep.kernels.compiler_signals import run_empty_pass
 from lockstep.serve.hosted import served_engine
 from lockstep.text.settings import TextSettings
 
@@ -26,18 +27,9 @@ def plain(settings: dict[str, Any], progress: Progress) -> Made:
     return served_engine(EngineConfig.read(**settings), TextSettings(), "text", progress)
 
 
-def compile_nothing() -> None:
-    """A pass of Triton's compiler, as kernels of a GPU bring it."""
-    from triton._C.libtriton import ir
-
-    context = ir.context()
-    ir.load_dialects(context)
-    ir.pass_manager(context).run(ir.builder(context).create_module(), "empty")
-
-
 def compiling(settings: dict[str, Any], progress: Progress) -> Made:
     """An engine for which kernels were compiled."""
-    compile_nothing()
+    run_empty_pass()
     return plain(settings, progress)
 
 

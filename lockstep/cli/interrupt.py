@@ -4,7 +4,6 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from types import FrameType
 
 
@@ -17,28 +16,14 @@ def sigterm_interrupts() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _settle_compiler()
+    from lockstep.kernels.compiler_signals import settle_signals
+
+    settle_signals()
     usual = signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, usual)
-
-
-def _settle_compiler() -> None:
-    """Lets Triton's compiler take SIGINT and SIGTERM now, and takes SIGINT back.
-
-    LLVM does it once, with a process's first pass, by a handler for one signal: a second one that
-    comes before Python's is back ends the process without a word.
-    """
-    if find_spec("triton") is None:
-        return
-    from triton._C.libtriton import ir
-
-    context = ir.context()
-    ir.load_dialects(context)
-    ir.pass_manager(context).run(ir.builder(context).create_module(), "empty")
-    signal.signal(signal.SIGINT, signal.getsignal(signal.SIGINT))
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -29,6 +29,7 @@ from lockstep.engine.messages import (
 )
 from lockstep.engine.stats import Stats
 from lockstep.errors import LockstepError
+from lockstep.kernels.compiler_signals import settle_signals
 from lockstep.runner.rates import rates_of
 from lockstep.scheduling.grammar import Grammar
 from lockstep.scheduling.request import Request
@@ -70,7 +71,6 @@ class _Host:
                 error.add_note(f"in the engine's process:\n{traceback.format_exc()}")
             self._report(Failed(_portable(error)))
             return
-        ignore_signals()  # Triton's compiler takes them with its first pass
         self._ahead = Ahead(self._engine.plan.max_num_seqs)
         self._loop = EngineLoop(self._engine, self._deliver)
         keep_from_collection()
@@ -182,15 +182,11 @@ def give_way(device: str) -> None:
         os.nice(STEPS_NICENESS)
 
 
-def ignore_signals() -> None:
-    """Lets the server decide what ends. From the main thread of the engine's process."""
-    for one in IGNORED_SIGNALS:
-        signal.signal(one, signal.SIG_IGN)
-
-
 def run_engine(connection: Connection, make: MakeEngine) -> None:
     """All that an engine's process does. Its server's end of the pipe being closed ends it."""
-    ignore_signals()
+    settle_signals()
+    for one in IGNORED_SIGNALS:
+        signal.signal(one, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     _Host(connection).run(make)
     os._exit(0)  # all is said; taking the interpreter apart takes seconds, and gives nothing back

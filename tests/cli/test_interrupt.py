@@ -9,7 +9,7 @@ import pytest
 PROGRAM = """
 import ctypes, os, signal
 from lockstep.cli.interrupt import sigterm_interrupts
-from tests.served import compile_nothing
+from lockstep.kernels.compiler_signals import run_empty_pass
 
 def handler(number):
     \"\"\"The address of what the kernel calls for a signal.\"\"\"
@@ -20,7 +20,7 @@ def handler(number):
 
 python = handler(signal.SIGINT)
 with sigterm_interrupts():
-    compile_nothing()
+    run_empty_pass()
     assert handler(signal.SIGTERM) == handler(signal.SIGINT) == python
     try:
         os.kill(os.getpid(), SENT)
