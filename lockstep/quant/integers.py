@@ -5,13 +5,13 @@ against that, and decide alone where there are no tensors (dummy weights).
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lockstep.kernels.packed import IntWeight, PackedWeight, pack
+from lockstep.kernels.packed import IntWeight, PackedWeight, pack, pieces
 from lockstep.quant.packing import Layout, Module, Packing, contradiction, damaged
 from lockstep.quant.reading import SettingsReader
 from lockstep.quant.slot import Slot
@@ -25,8 +25,6 @@ SCALES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 """What scales may be, by their names in a file's header."""
 WORD = 32
 """Bits of a word."""
-CHUNK = 1 << 24
-"""Codes that are taken over at once."""
 
 
 @dataclass(frozen=True)
@@ -160,16 +158,9 @@ def ascending(bits: int) -> tuple[int, ...]:
     return tuple(range(0, WORD, bits))
 
 
-def pieces(shape: torch.Size, unit: int) -> Iterator[tuple[int, int]]:
-    """Rows of a weight [n, k] in pieces of about CHUNK codes, cut at multiples of `unit`."""
-    (n, k) = shape
-    step = max(CHUNK // max(k, 1) // unit, 1) * unit
-    return ((begin, min(begin + step, n)) for begin in range(0, n, step))
-
-
 def fill_words(weight: IntWeight, unit: int, codes: Callable[[int, int], Tensor]) -> None:
     """Fills the codes. codes(begin, end): those of these rows, [end - begin, K] uint8."""
-    for begin, end in pieces(weight.shape, unit):
+    for begin, end in pieces(*weight.shape, unit=unit):
         weight.words[begin:end].copy_(pack(codes(begin, end).contiguous(), weight.bits))
 
 

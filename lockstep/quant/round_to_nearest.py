@@ -10,8 +10,15 @@ and embeddings.
 
 from torch import Tensor
 
-from lockstep.kernels.packed import Fp8Weight, IntWeight, PackedWeight, quantise_fp8, quantise_int
-from lockstep.quant.integers import SCALES, Scheme, pieces
+from lockstep.kernels.packed import (
+    Fp8Weight,
+    IntWeight,
+    PackedWeight,
+    pieces,
+    quantise_fp8,
+    quantise_int,
+)
+from lockstep.quant.integers import SCALES, Scheme
 from lockstep.quant.packing import Layout, Module, Packing, damaged, usually_plain
 from lockstep.quant.slot import PLAIN, Slot
 
@@ -43,7 +50,7 @@ class RoundToNearest(Packing):
 
     def slots(self, module: Module, weight: PackedWeight) -> dict[str, Slot]:
         def fill(tensor: Tensor) -> None:
-            for begin, end in pieces(weight.shape, 1):
+            for begin, end in pieces(*weight.shape):
                 part = tensor[begin:end]
                 if not bool(part.isfinite().all()):
                     raise damaged(module, "weight", "holds infinities or NaN")

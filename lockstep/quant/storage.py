@@ -19,6 +19,7 @@ from lockstep.kernels.packed import (
     IntWeight,
     PackedWeight,
     pack,
+    pieces,
 )
 from lockstep.quant.packing import (
     IN_A_MIXTURE,
@@ -38,8 +39,6 @@ FP8_BLOCK = 128
 """Rows and columns that share a scale: DeepSeek-V3, arXiv 2412.19437, section 3.3.2."""
 FP4_GROUP = 16
 """Columns that share a scale in NVFP4."""
-CHUNK = 1 << 24
-"""Codes that are brought into their order at once."""
 PLAIN_NAMES = ("F32", "BF16", "F16")
 """Dtypes of weights that are not packed, as safetensors spells them."""
 SCALE_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -369,13 +368,6 @@ def scale_dtype(info: TensorInfo | None) -> torch.dtype:
     return torch.bfloat16 if info is None else SCALE_DTYPES.get(info.dtype, torch.float32)
 
 
-def pieces(n: int, k: int) -> Iterator[slice]:
-    """Rows of a weight [n, k] in pieces of CHUNK codes."""
-    step = max(CHUNK // max(k, 1), 1)
-    for begin in range(0, n, step):
-        yield slice(begin, min(begin + step, n))
-
-
 def by_row(scales: Tensor, n: int, block: int) -> Tensor:
     """Scales [R, C] of blocks of rows -> [n, C]."""
     return scales.repeat_interleave(block, 0)[:n]
@@ -391,9 +383,9 @@ def nibbled(weight: PackedWeight) -> Callable[[Tensor], None]:
 
     def fill(found: Tensor) -> None:
         (n, k) = weight.shape
-        for rows in pieces(n, k):
-            codes = nibbles(found[rows].view(torch.uint8))[:, :k]
-            weight.words[rows] = pack(codes, 4)
+        for begin, end in pieces(n, k):
+            codes = nibbles(found[begin:end].view(torch.uint8))[:, :k]
+            weight.words[begin:end] = pack(codes, 4)
 
     return fill
 
@@ -406,9 +398,9 @@ def eight_bits(weight: PackedWeight, offset: int = 0) -> Callable[[Tensor], None
 
     def fill(found: Tensor) -> None:
         (n, k) = weight.shape
-        for rows in pieces(n, k):
-            codes = found[rows].view(torch.uint8)[:, :k]
-            weight.words[rows] = pack(codes + offset if offset else codes, 8)
+        for begin, end in pieces(n, k):
+            codes = found[begin:end].view(torch.uint8)[:, :k]
+            weight.words[begin:end] = pack(codes + offset if offset else codes, 8)
 
     return fill
 

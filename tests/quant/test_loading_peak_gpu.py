@@ -30,8 +30,6 @@ FILE = 48 << 20
 PIECE = 1 << 19
 """Numbers that are repacked at once, of 12 million that the largest weight has. Each takes some 20
 bytes; of the usual 16 million at once that is 340 MB, less than a file of published weights."""
-CHUNKS = ("quant.integers", "quant.storage", "kernels.packed._weights")
-"""Where that is set."""
 
 
 def plain_weights() -> dict[str, Tensor]:
@@ -79,8 +77,7 @@ def test_the_peak_is_the_model_and_a_file(
     online: str | None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for place in CHUNKS:
-        monkeypatch.setattr(f"lockstep.{place}.CHUNK", PIECE)
+    monkeypatch.setattr("lockstep.kernels.packed._weights.CHUNK", PIECE)
     tensors = plain_weights()
     if settings is not None and lay is not None:
         (tmp_path / "config").mkdir()

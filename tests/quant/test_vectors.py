@@ -200,7 +200,7 @@ def test_rounded_activations_of_auto_round_are_a_note() -> None:
 
 
 def test_large_weights_are_taken_over_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.quant.integers.CHUNK", 1000)
+    monkeypatch.setattr("lockstep.kernels.packed._weights.CHUNK", 1000)
     codes = draw(53, 72, 4, 32, sym=False)
     same(loaded(packing("gptq", bits=4, group_size=32), 53, 72, gptq(codes)), codes)
     same(loaded(packing("awq", bits=4, group_size=32), 53, 72, awq(codes)), codes)

@@ -16,6 +16,7 @@ from lockstep.kernels.packed._weights import (
     Fp8Weight,
     IntWeight,
     PackedWeight,
+    pieces,
 )
 from lockstep.kernels.registry import op
 
@@ -28,6 +29,7 @@ __all__ = [
     "PackedWeight",
     "codes_of",
     "pack",
+    "pieces",
     "quantise_fp8",
     "quantise_int",
     "unpack_weight",

@@ -19,7 +19,7 @@ from lockstep.kernels.packed._order import codes_of, pack, words_per_row
 DUMMY_SCALE = 0.7
 """Standard deviation of a dummy weight, times sqrt(K)."""
 CHUNK = 1 << 24
-"""Numbers that are unpacked, quantised or drawn at once."""
+"""Numbers that are unpacked, repacked, quantised or drawn at once."""
 FLAGS = 1024
 """Programs of a launch that share tiles, at most."""
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -100,7 +100,7 @@ class PackedWeight(ABC):
     def unpack(self, dtype: torch.dtype) -> Tensor:
         """-> [N, K], each value computed in fp32 and rounded once to dtype."""
         out = torch.empty(self.shape, dtype=dtype, device=self.device)
-        for begin, end in _pieces(*self.shape):
+        for begin, end in pieces(*self.shape):
             part = self.rows(begin, end)
             out[begin:end] = part._values(part.codes())
         return out
@@ -284,7 +284,7 @@ class Fp8Weight(PackedWeight):
 
     def dummy(self, generator: torch.Generator) -> None:
         spread = 64.0  # e4m3 holds up to 448: 7 standard deviations
-        for begin, end in _pieces(*self.shape):
+        for begin, end in pieces(*self.shape):
             drawn = torch.empty(end - begin, self.k, device=self.device)
             drawn.normal_(0.0, spread, generator=generator).clamp_(-448, 448)
             self.words[begin:end] = pack(drawn.to(torch.float8_e4m3fn).view(torch.uint8), 8)
@@ -401,7 +401,7 @@ def e4m3(codes: Tensor) -> Tensor:
     return codes.view(torch.float8_e4m3fn).float()
 
 
-def _pieces(n: int, k: int) -> list[tuple[int, int]]:
-    """Rows of a weight [n, k] in pieces of CHUNK numbers."""
-    step = max(CHUNK // max(k, 1), 1)
+def pieces(n: int, k: int, unit: int = 1) -> list[tuple[int, int]]:
+    """Rows of a weight [n, k] in pieces of about CHUNK numbers, cut at multiples of `unit`."""
+    step = max(CHUNK // max(k, 1) // unit, 1) * unit
     return [(begin, min(begin + step, n)) for begin in range(0, n, step)]
