@@ -38,16 +38,16 @@ class Shard:
 
     def has(self, number: int) -> bool:
         """Whether this shard does the case of that number, from 0."""
-        (round_, place) = divmod(number, self.count)
-        return _dealt(round_, self.count)[place] == self.index
+        (turn, place) = divmod(number, self.count)
+        return _dealt(turn, self.count)[place] == self.index
 
 
 @lru_cache(maxsize=1024)
-def _dealt(round_: int, count: int) -> tuple[int, ...]:
-    """Which shard gets which of the next `count` cases. Cases come in a cycle of drafters, phases
+def _dealt(turn: int, count: int) -> tuple[int, ...]:
+    """Which shard gets which of the turn's `count` cases. Cases come in a cycle of drafters, phases
     and graphs: dealt in order, a shard could get one of them each time, and never drafts."""
     order = list(range(1, count + 1))
-    random.Random(f"shards {round_} of {count}").shuffle(order)
+    random.Random(f"shards {turn} of {count}").shuffle(order)
     return tuple(order)
 
 
