@@ -160,7 +160,8 @@ def ascending(bits: int) -> tuple[int, ...]:
 
 def fill_words(weight: IntWeight, unit: int, codes: Callable[[int, int], Tensor]) -> None:
     """Fills the codes. codes(begin, end): those of these rows, [end - begin, K] uint8."""
-    for begin, end in pieces(*weight.shape, unit=unit):
+    (n, k) = weight.shape
+    for begin, end in pieces(n, k, unit):
         weight.words[begin:end].copy_(pack(codes(begin, end).contiguous(), weight.bits))
 
 
