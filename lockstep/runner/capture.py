@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.errors import CaptureError
+from lockstep.kernels.epochs import launch_epochs
 from lockstep.runner.capture_checks import (
     Fault,
     capture_checks,
@@ -75,6 +76,7 @@ class Captured:
 
     def _record(self, key: Hashable, arguments: tuple[Any, ...]) -> Recording:
         mine = tuple(a.clone() if isinstance(a, Tensor) else a for a in arguments)
+        epochs = launch_epochs(torch.device("cuda", torch.cuda.current_device()))
         self._run_eagerly(key, mine)
         stream = torch.cuda.current_stream()
         graph = torch.cuda.CUDAGraph()
@@ -86,6 +88,7 @@ class Captured:
                 with torch.cuda.graph(graph, pool=self.pool):
                     try:
                         with capture_checks(self.pool):
+                            epochs.advance()  # each replay has epochs of its own
                             result = self.fn(*mine)
                     except RuntimeError as error:
                         fault = error

@@ -1,95 +1,273 @@
-"""compute-sanitizer over the kernels: every op's cases once, memcheck and racecheck, as a table.
+"""compute-sanitizer over the kernels: memcheck and racecheck of every op's backends, as a table.
 
     python -m tests.kernels.sanitize [--tool memcheck ...] [--op linear ...] [--dtype bfloat16 ...]
 
-Status 1 if a tool finds an error or an op was not run. Needs a CUDA device and compute-sanitizer.
+Each (op, backend, dtype) runs in a process of its own, as many at once as there are cores. Status 1
+if a tool reports anything that ALLOWED does not name, or if a process does not end in time. Needs a
+CUDA device and compute-sanitizer. docs/kernels/hazards.md explains the hazards.
 """
 
 import argparse
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-TOOLS = {"memcheck": ("--report-api-errors", "no"), "racecheck": ()}
-"""With the options of each: a call that CUDA refuses is the caller's business, and raises there."""
-HOME = Path("/usr/local/cuda/bin/compute-sanitizer")
-BEGIN = "cases of "
-END = "done with "
-FOUND = re.compile(r"========= (?!COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY)(\S.*)")
-MOST_CASES = 4
+import lockstep.kernels
+from lockstep.kernels.architecture import HOPPER
+
+TOOLS = {
+    "memcheck": ("--report-api-errors", "no"),
+    "racecheck": ("--racecheck-report", "analysis", "--num-cuda-barriers", "64"),
+}
+"""Options of each tool. A call that CUDA refuses is the caller's business, and raises there. A
+kernel of Gluon has more mbarriers than the tool reads off its code."""
+SANITIZER = "/usr/local/cuda/bin/compute-sanitizer"
+CASE = "case "
+DONE = "done with all cases"
+SECONDS = 480
+"""Time limit of all processes together: with the start, below nine minutes."""
+REPORT = re.compile(r"^========= (?!COMPUTE-SANITIZER|ERROR SUMMARY|RACECHECK SUMMARY)(\S.*)")
+DETAIL = re.compile(r"^========= {3,}(\S.*)")
+HOST = re.compile(r"Saved host backtrace|Host Frame")
+ACCESS = re.compile(r"(Read|Write) access at (\w+)\+0x[0-9a-f]+ in ([\w.]+):(\d+)")
+"""One access of a race: its kind, kernel, file and line."""
 
 
-def run(names: list[str], dtypes: list[str]) -> None:
-    """Every op's first cases once by each backend, between lines that name both."""
+@dataclass(frozen=True)
+class Allowed:
+    """Race of racecheck that is a false positive, explained in docs/kernels/hazards.md.
+
+    kernels: the kernels that it is reported in. reads, writes: how the source lines of the two
+    accesses begin, where {} is the kernel's name.
+    """
+
+    kernels: tuple[str, ...]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    reason: str
+
+
+DISPATCH = Allowed(
+    ("ring_kernel", "shared_ring_kernel", "_latent_kernel", "_prompt_kernel", "_segments_kernel"),
+    reads=("def {}(",),
+    writes=(
+        "def {}(",
+        "gl.warp_specialize(",
+        "if row < count * GROUP:",
+        "if (count > 0) & (first < tiles):",
+    ),
+    reason="warp_specialize hands partition numbers and arguments to its warps through shared "
+    "memory. bar.sync 1 of the whole CTA orders the write before the read; racecheck does not pair "
+    "that barrier, which the two sides reach at different instructions",
+)
+ALLOWED = (DISPATCH,)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One tool over the cases of one backend of an op in one dtype."""
+
+    tool: str
+    op: str
+    backend: str
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.backend} {self.dtype}"
+
+
+def chosen_cases(op: Any, backend: Any) -> Iterator[dict[str, Any]]:
+    """Yield the first case of each combination of kernels, of absent or quantized arguments, and
+    of switches (constants that are None, true or false). Launches are recorded to tell."""
+    from triton.runtime.jit import JITFunction
+
+    from tests.kernels.compile_launches import absent_of
+
+    launch = JITFunction.run
+    launched: list[tuple[str, tuple[tuple[str, Any], ...]]] = []
+
+    def record(kernel: Any, *args: Any, grid: Any, warmup: bool, **given: Any) -> None:
+        values = dict(zip(kernel.arg_names, args, strict=False)) | given
+        switches = [(name, x) for name, x in values.items() if x is None or isinstance(x, bool)]
+        launched.append((kernel.__name__, tuple(switches)))
+
+    seen = set()
+    for _, arguments in backend.cases(op):
+        launched.clear()
+        JITFunction.run = record
+        try:
+            backend.run(op, backend.fresh(arguments))
+        finally:
+            JITFunction.run = launch
+        key = (frozenset(launched), frozenset(absent_of(arguments)))
+        if launched and key not in seen:
+            seen.add(key)
+            yield arguments
+
+
+def run_shared_tiles() -> None:
+    """Launch the kernel whose CTAs share tiles, which takes more outputs than the cases have."""
     import torch
 
+    from lockstep.kernels.linear.packed import launch, target_of
+    from lockstep.kernels.linear.packed_tuning import candidates, cut
+    from lockstep.kernels.packed.cases import random_weights
+    from tests.kernels.backends import Backend
+
+    backend = Backend("packed", "cuda", torch.bfloat16)
+    weight = backend.place(dict(random_weights(1024, 1024))["int4 asymmetric"])
+    for tokens in (8, 64):
+        x = torch.randn(tokens, 1024, dtype=torch.bfloat16, device="cuda")
+        ring = next(tile for tile in candidates(tokens, 1, weight.bits) if tile.ring)
+        tile = replace(cut(ring, weight, 1, HOPPER), share=1)
+        launch(x, weight, 1, tile, replace(target_of(x.device), processors=3))
+    torch.cuda.synchronize()
+
+
+BEYOND_CASES = {("linear", "packed", "bfloat16"): run_shared_tiles}
+"""Further launches of a backend, for kernels that no case is large enough for."""
+
+
+def run_cases(op_name: str, backend_name: str, dtype: str) -> None:
+    """Run the chosen cases of one backend once."""
+    import torch
+
+    from tests.kernels.backends import OPS, Backend
+
+    op = next(op for op in OPS if op.name == op_name)
+    backend = Backend(backend_name, "cuda", getattr(torch, dtype))
+    count = 0
+    for arguments in chosen_cases(op, backend):
+        backend.run(op, backend.fresh(arguments))
+        torch.cuda.synchronize()
+        count += 1
+        print(f"{CASE}{count}", flush=True)
+    if more := BEYOND_CASES.get((op_name, backend_name, dtype)):
+        more()
+    print(DONE, flush=True)
+
+
+def jobs(tools: list[str], names: list[str], dtypes: list[str]) -> list[Job]:
+    """Return the jobs of the ops of these names (all where there are none), longest first."""
     from tests.kernels.backends import OPS, of_every_op
 
     chosen = [op for op in OPS if not names or op.name in names]
-    for op, backend in (param.values for param in of_every_op(chosen)):
-        if not backend.on_gpu or str(backend.dtype).removeprefix("torch.") not in dtypes:
-            continue
-        what = f"{op.name} {backend}"
-        print(f"{BEGIN}{what}", flush=True)
-        for _, arguments in backend.cases(op, MOST_CASES):
-            backend.run(op, backend.fresh(arguments))
-        torch.cuda.synchronize()
-        print(f"{END}{what}", flush=True)
+    pairs = [param.values for param in of_every_op(chosen, reference=False)]
+    kinds = [(op.name, b.name, str(b.dtype).removeprefix("torch.")) for op, b in pairs if b.on_gpu]
+    # Racecheck of the kernels of Hopper takes minutes: it begins before all others.
+    kinds.sort(key=lambda kind: not kind[1].startswith("hopper"))
+    order = [tool for tool in reversed(TOOLS) if tool in tools]
+    return [Job(tool, *kind) for tool in order for kind in kinds if kind[2] in dtypes]
 
 
-def sanitized(tool: str, rest: list[str]) -> dict[str, list[str]]:
-    """Op and backend -> what the tool found while it ran; "no end" where it did not get through."""
-    found = shutil.which("compute-sanitizer") or str(HOME)
-    own = [sys.executable, "-m", "tests.kernels.sanitize", "--run", *rest]
-    command = [found, "--tool", tool, *TOOLS[tool], "--target-processes", "application-only", *own]
+def sanitized(job: Job, deadline: float) -> tuple[str, float]:
+    """Run a job until it ends or the deadline comes -> (its output, seconds)."""
+    tool = shutil.which("compute-sanitizer") or SANITIZER
+    call = f"run_cases({job.op!r}, {job.backend!r}, {job.dtype!r})"
+    program = [sys.executable, "-c", f"from tests.kernels.sanitize import run_cases; {call}"]
+    command = [tool, "--tool", job.tool, *TOOLS[job.tool], "--target-processes", "application-only"]
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    errors: dict[str, list[str]] = {}
-    current = "start"
-    for line in (done.stdout + done.stderr).splitlines():
-        if line.startswith(BEGIN):
-            current = line.removeprefix(BEGIN)
-            errors[current] = ["no end"]
-        elif line.startswith(END):
-            errors[current].remove("no end")
-            current = "between ops"
-        elif match := FOUND.match(line):
-            errors.setdefault(current, []).append(match[1])
-    if not errors or done.returncode:
-        tail = "\n".join((done.stdout + done.stderr).splitlines()[-15:])
-        errors.setdefault("the tool", []).append(f"status {done.returncode}: {tail}")
-    return errors
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [*command, *program], env=environment, text=True, errors="replace",
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=max(1.0, deadline - began))
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # the tool and the program under it
+        output, _ = process.communicate()
+    return output, time.monotonic() - began
+
+
+def reports(output: str) -> list[str]:
+    """Return what a tool reports, a text each: its line and the accesses below it, without the
+    host's stack."""
+    texts: list[str] = []
+    for line in output.splitlines():
+        if HOST.search(line):
+            continue
+        if match := REPORT.match(line):
+            texts.append(match[1])
+        elif (match := DETAIL.match(line)) and texts:
+            texts[-1] += f"\n      {match[1]}"
+    return texts
+
+
+def allowed(report: str) -> Allowed | None:
+    """Return the false positive that a report is: an Allowed that fits all accesses, if any."""
+    accesses = ACCESS.findall(report)
+    if len(accesses) != report.count(" access at "):
+        return None  # an access whose place is not understood fits nothing
+
+    def fits(rule: Allowed, kind: str, kernel: str, file: str, line: str) -> bool:
+        begins = tuple(
+            text.format(kernel) for text in (rule.reads if kind == "Read" else rule.writes)
+        )
+        return kernel in rule.kernels and source_line(kernel, file, int(line)).startswith(begins)
+
+    if {kind for kind, *_ in accesses} != {"Read", "Write"}:
+        return None
+    return next((rule for rule in ALLOWED if all(fits(rule, *a) for a in accesses)), None)
+
+
+@cache
+def source_line(kernel: str, file: str, line: int) -> str:
+    """Return a line of the file of this name that defines the kernel; "" where there is none."""
+    for path in Path(lockstep.kernels.__path__[0]).rglob(file):
+        text = path.read_text()
+        if f"\ndef {kernel}(" in text:
+            return text.splitlines()[line - 1].strip()
+    return ""
+
+
+def problems(output: str) -> list[str]:
+    """Return what is wrong with a job's output: reports that are not allowed, and no end."""
+    wrong = [report for report in reports(output) if allowed(report) is None]
+    if DONE not in output.splitlines():
+        wrong.append("no end:\n      " + "\n      ".join(output.splitlines()[-12:]))
+    return wrong
+
+
+def row(job: Job, output: str, seconds: float) -> str:
+    """Return a job's line of the table."""
+    wrong = len(problems(output))
+    false = sum(allowed(report) is not None for report in reports(output))
+    verdict = (f"{wrong} problems" if wrong else "clean") + (f", {false} allowed" if false else "")
+    count = sum(line.startswith(CASE) for line in output.splitlines())
+    return f"{job.tool:<10} {job!s:<40} {count:>3} cases {seconds:>4.0f} s  {verdict}"
 
 
 def main() -> int:
-    """Parses the options, runs each tool, prints the table."""
+    """Run the tools side by side and print the table, then every report that is not allowed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--run", action="store_true", help="run the cases, unwatched")
     parser.add_argument("--tool", action="append", choices=list(TOOLS))
     parser.add_argument("--op", action="append", default=[])
     parser.add_argument("--dtype", action="append")
+    parser.add_argument("--seconds", type=int, default=SECONDS, help="time limit of all jobs")
     options = parser.parse_args()
-    dtypes = options.dtype or ["bfloat16", "float32"]
-    if options.run:
-        run(options.op, dtypes)
-        return 0
-    rest = [part for op in options.op for part in ("--op", op)]
-    rest += [part for dtype in dtypes for part in ("--dtype", dtype)]
-    results = {tool: sanitized(tool, rest) for tool in options.tool or TOOLS}
-    print("".join(f"{head:<34}" for head in ("op", *results)))
-    for name in dict.fromkeys(name for found in results.values() for name in found):
-        cells = []
-        for found in results.values():
-            errors = found.get(name, ["not run"])
-            cells.append(f"{len(errors)} lines of errors" if errors else "clean")
-        print("".join(f"{cell:<34}" for cell in (name, *cells)))
-    wrong = [(t, n, e) for t, found in results.items() for n, e in found.items() if e]
-    for tool, name, errors in wrong:
-        print(f"\n{tool}, {name}:", *errors[:12], sep="\n  ")
-    return 1 if wrong else 0
+    chosen = jobs(options.tool or list(TOOLS), options.op, options.dtype or ["bfloat16", "float32"])
+    deadline = time.monotonic() + options.seconds
+    wrong: dict[Job, list[str]] = {}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = pool.map(lambda job: sanitized(job, deadline), chosen)
+        for job, (output, seconds) in zip(chosen, results, strict=True):
+            wrong[job] = problems(output)
+            print(row(job, output, seconds), flush=True)
+    for job, texts in wrong.items():
+        if texts:
+            print(f"\n{job.tool}, {job}:", *texts[:12], sep="\n  ")
+    return 1 if any(wrong.values()) or not chosen else 0
 
 
 if __name__ == "__main__":

@@ -83,14 +83,20 @@ def load_queries(q, queries, row, count, kv, H: gl.constexpr, GROUP: gl.constexp
 
 
 @gluon.jit
-def zero_behind(slot, live):
-    """Zeros in a slot from row `live` on. Both warpgroups do it, to the same effect."""
-    for part in gl.static_range(8):
-        rows = slot.slice(part * 8, 8)
-        row = part * 8 + gl.arange(0, 8, gl.SliceLayout(1, WIDE))[:, None]
+def zero_behind(slot, live, zeroed, use, OWN: gl.constexpr):
+    """Zero the rows of a slot from row `live` on, together with the other warpgroup.
+
+    Each warpgroup takes 32 rows, its OWN half, and waits for the other one: no warpgroup multiplies
+    a row while the other one writes it. zeroed: mbarrier of both; use: number of earlier uses.
+    """
+    for part in gl.static_range(4):
+        rows = slot.slice(OWN * 32 + part * 8, 8)
+        row = OWN * 32 + part * 8 + gl.arange(0, 8, gl.SliceLayout(1, WIDE))[:, None]
         values = rows.load(WIDE)
         rows.store(gl.where(row < live, values, gl.zeros_like(values)))
-    fence_async_shared()
+    fence_async_shared()  # wgmma of both warpgroups reads these rows through the async proxy
+    mbarrier.arrive(zeroed)
+    mbarrier.wait(zeroed, use & 1)
 
 
 @gluon.jit
@@ -163,13 +169,18 @@ def segment_weights(
 
 
 @gluon.jit
-def segment_values(weights, fades, ring, full, empty, i, count, at, keys):
-    """The segment's output for the next 128 columns [64, 128]: a chain over its tiles."""
+def segment_values(
+    weights, fades, ring, full, empty, zeroed, i, count, at, keys, use, OWN: gl.constexpr
+):  # fmt: skip
+    """Return the segment's output for the next 128 columns [64, 128]: a chain over its tiles.
+
+    zeroed, use, OWN: see zero_behind.
+    """
     total = gl.zeros((64, 128), gl.float32, O_LAYOUT)
     for t in range(count):
         values = arrived(ring, full, i + t)
         if at + t * 64 + 64 > keys:
-            zero_behind(values, keys - at - t * 64)
+            zero_behind(values, keys - at - t * 64, zeroed, use, OWN)
         total = total * fades.index((t + 2) % 3).load(O_ROW)[:, None]  # at t = 0 total is 0
         total = warpgroup_mma(weights.index(t), values, total, is_async=True)
         total = warpgroup_mma_wait(0, deps=(total,))

@@ -92,7 +92,9 @@ def _fold(best, norms, top, norm):
 
 
 @gluon.jit
-def _narrow(queries, ones, ring, full, empty, tiles, keys, last, lowest, scale):
+def _narrow(
+    queries, ones, ring, full, empty, zeroed, tiles, keys, last, lowest, scale, OWN: gl.constexpr
+):  # fmt: skip
     """All tiles of 128 columns: weights stay in registers -> sums of weights, output."""
     dtype: gl.constexpr = ring.dtype
     best = gl.full((64,), NO_SCORE, gl.float32, S_ROW)
@@ -113,7 +115,7 @@ def _narrow(queries, ones, ring, full, empty, tiles, keys, last, lowest, scale):
         norm = warpgroup_mma(mine, ones.permute((1, 0)), norm, is_async=True)
         values = arrived(ring, full, i + 1)
         if t * 64 + 64 > keys:
-            zero_behind(values, keys - t * 64)
+            zero_behind(values, keys - t * 64, zeroed, 0, OWN)
         mine = gl.convert_layout(weights, gl.DotOperandLayout(0, O_LAYOUT, 2))
         total = warpgroup_mma(mine, values, total, is_async=True)
         norm, total, scores = warpgroup_mma_wait(0, deps=(norm, total, ahead))
@@ -129,7 +131,10 @@ def _narrow(queries, ones, ring, full, empty, tiles, keys, last, lowest, scale):
 
 
 @gluon.jit
-def _wide(queries, weights, fades, ones, ring, full, empty, tiles, keys, last, lowest, scale):
+def _wide(
+    queries, weights, fades, ones, ring, full, empty, zeroed, tiles, keys, last, lowest, scale,
+    OWN: gl.constexpr,
+):  # fmt: skip
     """All segments of 256 columns -> sums of weights, output left and right."""
     best = gl.full((64,), NO_SCORE, gl.float32, S_ROW)
     norms = gl.zeros((64,), gl.float32, S_ROW)
@@ -143,10 +148,14 @@ def _wide(queries, weights, fades, ones, ring, full, empty, tiles, keys, last, l
             queries, weights, fades, ones, ring, full, empty, i, count, last, lowest, at, scale, 2
         )
         best, norms, old, new = _fold(best, norms, top, norm)
-        total = segment_values(weights, fades, ring, full, empty, i, count, at, keys)
+        total = segment_values(
+            weights, fades, ring, full, empty, zeroed, i, count, at, keys, 0, OWN
+        )
         left = times(left, old, O_LAYOUT) + times(total, new, O_LAYOUT)
         left = warpgroup_mma_wait(0, deps=(left,))  # added before the next chain takes registers
-        total = segment_values(weights, fades, ring, full, empty, i + count, count, at, keys)
+        total = segment_values(
+            weights, fades, ring, full, empty, zeroed, i + count, count, at, keys, 1, OWN
+        )
         right = times(right, old, O_LAYOUT) + times(total, new, O_LAYOUT)
         right = warpgroup_mma_wait(0, deps=(right,))
         i += 2 * count
@@ -188,22 +197,24 @@ def _store_exact(
 
 @gluon.jit
 def _attend(
-    queries, weights, fades, ones, ring, full, empty, gates, out, count, start, row, tiles, kv,
-    scale, gate_stride, H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr,
-    GATED: gl.constexpr,
+    queries, weights, fades, ones, ring, full, empty, zeroed, gates, out, count, start, row, tiles,
+    kv, scale, gate_stride, OWN: gl.constexpr, H: gl.constexpr, GROUP: gl.constexpr,
+    D: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
-    """One warpgroup: rows row .. row + 63 of the (token, head of a group) of one KV head."""
+    """Attend with one warpgroup, number OWN of two: rows row .. row + 63 of the (token, head of a
+    group) of one KV head."""
     last = start + (row + gl.arange(0, 64, S_ROW)) // GROUP
     keys = start + count
     lowest = start + row // GROUP
     if D == 128:
         norms, left = _narrow(
-            queries, ones, ring, full, empty, tiles, keys, last, lowest, scale
+            queries, ones, ring, full, empty, zeroed, tiles, keys, last, lowest, scale, OWN
         )  # fmt: skip
     else:
         norms, left, right = _wide(
-            queries, weights, fades, ones, ring, full, empty, tiles, keys, last, lowest, scale
-        )
+            queries, weights, fades, ones, ring, full, empty, zeroed, tiles, keys, last, lowest,
+            scale, OWN,
+        )  # fmt: skip
     inverse = gl.div_rn(gl.full((64,), 1.0, gl.float32, S_ROW), norms)
     left = times(left, inverse, O_LAYOUT)
     if D > WIDTH:
@@ -259,6 +270,8 @@ def _prompt_kernel(
             fades2 = gl.allocate_shared_memory(gl.float32, [3, 64], flat)
         full = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
         empty = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+        zeroed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+        mbarrier.init(zeroed, count=2)
         for i in gl.static_range(SLOTS):
             mbarrier.init(full.index(i), count=1)
             mbarrier.init(empty.index(i), count=2)
@@ -273,12 +286,12 @@ def _prompt_kernel(
         gl.warp_specialize(
             [
                 (_attend, (
-                    queries, weights, fades, ones, ring, full, empty, gates, out, count, start, row,
-                    tiles, kv, scale, gate_stride, H, GROUP, D, GATED,
+                    queries, weights, fades, ones, ring, full, empty, zeroed, gates, out, count,
+                    start, row, tiles, kv, scale, gate_stride, 0, H, GROUP, D, GATED,
                 )),
                 (_attend, (
-                    queries2, weights2, fades2, ones, ring, full, empty, gates, out, count, start,
-                    row + 64, tiles, kv, scale, gate_stride, H, GROUP, D, GATED,
+                    queries2, weights2, fades2, ones, ring, full, empty, zeroed, gates, out, count,
+                    start, row + 64, tiles, kv, scale, gate_stride, 1, H, GROUP, D, GATED,
                 )),
                 (_fetch, (
                     k_map, v_map, ring, full, empty, page_table + s * table_stride, tiles, kv * D,

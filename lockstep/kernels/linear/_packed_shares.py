@@ -6,6 +6,9 @@ So each program has as many slots of tiles, one after the other: it may begin an
 What begins a tile comes first, and its sums are left for the next program, which goes on from them
 last, so that it hardly waits; the order of columns within a sum stays. A program waits for one of a
 lower number alone, which a GPU starts first.
+
+A CTA marks the partial sums that it leaves with the epoch of the launch (lockstep.kernels.epochs).
+Sums and marks of a launch that broke off have another epoch, so no later launch takes them.
 """
 
 from triton.experimental import gluon
@@ -27,6 +30,16 @@ from lockstep.kernels.linear._packed_ring import (
     words_layout,
 )
 from lockstep.kernels.packed._codes import FP4
+
+MIX = gl.constexpr(-7046029254386353131)
+"""An odd factor, 2^64 divided by the golden ratio: distinct epochs stay distinct, and none of them
+looks like a small number that other kernels left in the same memory."""
+
+
+@gluon.jit
+def _epoch(generation, serial):
+    """Return the epoch of this launch: int64, never 0, the same in all CTAs."""
+    return (gl.load(generation) + (serial.to(gl.int64) << 32)) * MIX
 
 
 @gluon.jit
@@ -92,12 +105,15 @@ def _places(program, none, like):
 
 @gluon.jit
 def _begun(
-    sums, flags, program, low, ROWS: gl.constexpr, TOKENS: gl.constexpr, layout: gl.constexpr
+    sums, flags, epoch, program, low, ROWS: gl.constexpr, TOKENS: gl.constexpr,
+    layout: gl.constexpr,
 ):  # fmt: skip
-    """Sums of a tile's slots before `low`, which the program before this one leaves."""
+    """Return the sums of a tile's slots before `low`, once the CTA before this one left them."""
     acc = gl.zeros((ROWS, TOKENS), gl.float32, layout)
     if low > 0:
-        while gl.atomic_cas(flags + program - 1, 1, 0, sem="acquire") == 0:
+        # Reset what was waited for: a graph without `advance` repeats the epoch when replayed.
+        none = epoch * 0
+        while gl.atomic_cas(flags + program - 1, epoch, none, sem="acquire") != epoch:
             pass
         places = _places(program - 1, low >> 30, _in_line(acc))
         line = gl.load(sums + places, cache_modifier=".cg")
@@ -107,10 +123,10 @@ def _begun(
 
 @gluon.jit
 def _leave(
-    total, out, sums, flags, program, high, slots, tokens, N, n, m, out_stride,
+    total, out, sums, flags, epoch, program, high, slots, tokens, N, n, m, out_stride,
     layout: gl.constexpr,
 ):  # fmt: skip
-    """Stores the sums of a tile: its results, or what the next program goes on from."""
+    """Store the sums of a tile: its results, or what the next program goes on from."""
     ROWS: gl.constexpr = total.shape[0]
     TOKENS: gl.constexpr = total.shape[1]
     if high == slots:
@@ -123,7 +139,7 @@ def _leave(
         line = _in_line(total)
         gl.store(sums + _places(program, high >> 30, line), line)
         barrier()
-        gl.atomic_xchg(flags + program, 1, sem="release")
+        gl.atomic_xchg(flags + program, epoch, sem="release")
 
 
 @gluon.jit
@@ -170,8 +186,8 @@ def _pass(
 
 @gluon.jit
 def _multiply(
-    scales, zeros, factors, out, sums, flags, x_ring, w_ring, full, empty, tokens, N, first, m,
-    each, more, slots, scale_stride, out_stride, FORM: gl.constexpr, COUNT: gl.constexpr,
+    scales, zeros, factors, out, sums, flags, epoch, x_ring, w_ring, full, empty, tokens, N, first,
+    m, each, more, slots, scale_stride, out_stride, FORM: gl.constexpr, COUNT: gl.constexpr,
     SYNC: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """The warps that unpack and multiply: of a program's tiles the last one first, which another
@@ -200,24 +216,30 @@ def _multiply(
             factor = parts_of(gl.load(factors + rows), FORM)
         block = (gl.program_id(2) * slots + low) * COUNT
         found = fetch(own_scales, own_zeros, block, True, FORM)
-        acc = _begun(sums, flags, program, low, ROWS, TOKENS, layout)
+        acc = _begun(sums, flags, epoch, program, low, ROWS, TOKENS, layout)
         total, slot, phase = _pass(
             acc, found, own_scales, own_zeros, factor, x_ring, w_ring, full, empty, slot, phase,
             block, low, high, FORM, COUNT, SYNC, DTYPE, layout,
         )  # fmt: skip
-        _leave(total, out, sums, flags, program, high, slots, tokens, N, n, m, out_stride, layout)
+        _leave(
+            total, out, sums, flags, epoch, program, high, slots, tokens, N, n, m, out_stride,
+            layout,
+        )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["tokens", "each", "more", "slots", "first", "scale_stride"])
+@gluon.jit(
+    do_not_specialize=["serial", "tokens", "each", "more", "slots", "first", "scale_stride"]
+)
 def shared_ring_kernel(
-    x_map, w_map, scales, zeros, factors, out, sums, flags, tokens, N, each, more, slots, first,
-    scale_stride, out_stride, FORM: gl.constexpr, SLOTS: gl.constexpr, COUNT: gl.constexpr,
-    SYNC: gl.constexpr, DTYPE: gl.constexpr,
+    x_map, w_map, scales, zeros, factors, out, sums, flags, generation, serial, tokens, N, each,
+    more, slots, first, scale_stride, out_stride, FORM: gl.constexpr, SLOTS: gl.constexpr,
+    COUNT: gl.constexpr, SYNC: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """A share of the tiles of some tokens and a segment, of out [parts, tokens, N], rows out_stride
     apart: `each` slots, or one more in the first `more` programs, of `slots` in a tile, of COUNT
-    blocks each. sums [programs, ROWS, TOKENS] fp32: what a program leaves of a tile's first slots;
-    flags [programs] int32 say so, 0 before a launch and behind it. The others: see ring_kernel."""
+    blocks each. sums [CTAs, ROWS, TOKENS] fp32: the partial sums that a CTA leaves of a tile's
+    first slots. flags [CTAs] int64: the epoch once they are there. Both may hold anything before
+    the launch. generation, serial: see lockstep.kernels.epochs. The others: see ring_kernel."""
     ROWS: gl.constexpr = w_map.block_type.shape[0]
     TOKENS: gl.constexpr = x_map.block_type.shape[0]
     WORDS: gl.constexpr = w_map.block_type.shape[1]
@@ -231,11 +253,13 @@ def shared_ring_kernel(
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
     m = gl.program_id(1) * TOKENS
+    epoch = _epoch(generation, serial)
     gl.warp_specialize(
         [
             (_multiply, (
-                scales, zeros, factors, out, sums, flags, x_ring, w_ring, full, empty, tokens, N,
-                first, m, each, more, slots, scale_stride, out_stride, FORM, COUNT, SYNC, DTYPE,
+                scales, zeros, factors, out, sums, flags, epoch, x_ring, w_ring, full, empty,
+                tokens, N, first, m, each, more, slots, scale_stride, out_stride, FORM, COUNT,
+                SYNC, DTYPE,
             )),
             (_load, (x_map, w_map, x_ring, w_ring, full, empty, m, each, more, slots, COUNT)),
         ],

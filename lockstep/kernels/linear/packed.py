@@ -18,6 +18,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lockstep.kernels.backends import gpu_trait
+from lockstep.kernels.epochs import launch_epochs
 from lockstep.kernels.linear import linear, run_length
 from lockstep.kernels.linear._packed_kernel import packed_kernel
 from lockstep.kernels.linear._packed_lanes import lanes_kernel
@@ -151,9 +152,10 @@ def _ring(
     if 0 < programs < tiles and weight.k == parts * length:
         slots = length // tile.k
         (each, more) = divmod(tiles * slots, programs)
-        sums = x.new_empty(programs * high * parts * tile.n * tile.m, dtype=torch.float32)
+        epochs = launch_epochs(x.device)
         shared_ring_kernel[(programs, high, parts)](
-            x_map, w_map, *numbers, out, sums, weight.flags, tokens, n, each, more, slots, *lies,
+            x_map, w_map, *numbers, out, *_hand_over(x, programs * high * parts, tile),
+            epochs.generation, epochs.next_serial(), tokens, n, each, more, slots, *lies,
             **options,
         )  # fmt: skip
     else:
@@ -169,6 +171,17 @@ def _ring(
             *lies,
             **options,
         )
+
+
+def _hand_over(x: Tensor, ctas: int, tile: PackedTile) -> tuple[Tensor, Tensor]:
+    """Return memory in which CTAs of one launch leave partial sums for the next CTA.
+
+    Returns: (sums [ctas * n * m] fp32, flags [ctas] int64), both uninitialized and of this launch
+        alone, so that a weight may be in several launches at once.
+    """
+    size = ctas * tile.n * tile.m
+    memory = x.new_empty(size + 2 * ctas, dtype=torch.float32)
+    return memory[:size], memory[size:].view(torch.int64)
 
 
 def tile_of(

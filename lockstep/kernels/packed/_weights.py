@@ -14,14 +14,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from lockstep.kernels.epochs import launch_epochs
 from lockstep.kernels.packed._order import codes_of, pack, words_per_row
 
 DUMMY_SCALE = 0.7
 """Standard deviation of a dummy weight, times sqrt(K)."""
 CHUNK = 1 << 24
 """Numbers that are unpacked, repacked, quantised or drawn at once."""
-FLAGS = 1024
-"""Programs of a launch that share tiles, at most."""
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Of the codes 0 .. 7 of e2m1; bit 3 is the sign."""
 FP4_FACTORS = 2.0**119
@@ -65,12 +64,6 @@ class PackedWeight(ABC):
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in found.items() if isinstance(value, Tensor)}
 
-    @cached_property
-    def flags(self) -> Tensor:
-        """[FLAGS] int32 zeros for programs of a launch that share tiles: zeros again behind it. So
-        a weight is in one launch at a time."""
-        return torch.zeros(FLAGS, dtype=torch.int32, device=self.device)
-
     @property
     def nbytes(self) -> int:
         """Bytes of its tensors."""
@@ -81,9 +74,12 @@ class PackedWeight(ABC):
         """The outputs begin .. end, 0 <= begin < end <= N, as views."""
 
     def settle(self) -> None:
-        """To be called once, when it is filled: makes what launches need beside it. A captured step
-        may be the first to launch it, which neither waits for the device nor fills memory."""
-        _ = self.flags
+        """Prepare what launches need, once, when the weight is filled.
+
+        A captured step may be the first to launch the weight, and a capture neither waits for the
+        device nor fills memory.
+        """
+        launch_epochs(self.device)
 
     @abstractmethod
     def dummy(self, generator: torch.Generator) -> None:
