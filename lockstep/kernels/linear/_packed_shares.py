@@ -186,9 +186,9 @@ def _pass(
 
 @gluon.jit
 def _multiply(
-    scales, zeros, factors, out, sums, flags, epoch, x_ring, w_ring, full, empty, tokens, N, first,
-    m, each, more, slots, scale_stride, out_stride, FORM: gl.constexpr, COUNT: gl.constexpr,
-    SYNC: gl.constexpr, DTYPE: gl.constexpr,
+    scales, zeros, factors, out, sums, flags, generation, serial, x_ring, w_ring, full, empty,
+    tokens, N, first, m, each, more, slots, scale_stride, out_stride, FORM: gl.constexpr,
+    COUNT: gl.constexpr, SYNC: gl.constexpr, DTYPE: gl.constexpr,
 ):  # fmt: skip
     """The warps that unpack and multiply: of a program's tiles the last one first, which another
     program goes on with; then the first one, which another one began, does not wait for long."""
@@ -200,6 +200,7 @@ def _multiply(
     program = gl.program_id(2) * gl.num_programs(1) + gl.program_id(1)
     program = program * gl.num_programs(0) + gl.program_id(0)
     begin, end, top, tiles = _share(each, more, slots)
+    epoch = _epoch(generation, serial)  # here, not before the partitions: copies need not wait
     slot = 0
     phase = 0
     for i in range(tiles):
@@ -253,13 +254,12 @@ def shared_ring_kernel(
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
     m = gl.program_id(1) * TOKENS
-    epoch = _epoch(generation, serial)
     gl.warp_specialize(
         [
             (_multiply, (
-                scales, zeros, factors, out, sums, flags, epoch, x_ring, w_ring, full, empty,
-                tokens, N, first, m, each, more, slots, scale_stride, out_stride, FORM, COUNT,
-                SYNC, DTYPE,
+                scales, zeros, factors, out, sums, flags, generation, serial, x_ring, w_ring, full,
+                empty, tokens, N, first, m, each, more, slots, scale_stride, out_stride, FORM,
+                COUNT, SYNC, DTYPE,
             )),
             (_load, (x_map, w_map, x_ring, w_ring, full, empty, m, each, more, slots, COUNT)),
         ],
