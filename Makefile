@@ -55,7 +55,9 @@ fmt: install
 test-gpu: install
 	$(BIN)/python -m pytest -q -m gpu
 
-# compute-sanitizer's memcheck and racecheck over the kernels' cases, on a GPU.
+# compute-sanitizer's memcheck and racecheck over the kernels, on a GPU: a process per op, backend and
+# dtype, all ended within nine minutes (105 s on 16 cores). Fails on any report but the false
+# positives that tests/kernels/sanitize.py lists and docs/kernels/hazards.md explains.
 sanitize: install
 	$(BIN)/python -m tests.kernels.sanitize
 

@@ -49,39 +49,44 @@ ACCESS = re.compile(r"(Read|Write) access at (\w+)\+0x[0-9a-f]+ in ([\w.]+):(\d+
 class Allowed:
     """Race of racecheck that is a false positive, explained in docs/kernels/hazards.md.
 
-    kernels: the kernels that it is reported in. reads, writes: how the source lines of the two
+    kernels: the kernels that it is reported in. read, writes: how the source lines of the two
     accesses begin, where {} is the kernel's name.
     """
 
     kernels: tuple[str, ...]
-    reads: tuple[str, ...]
+    read: str
     writes: tuple[str, ...]
     reason: str
 
 
-DISPATCH = Allowed(
-    ("ring_kernel", "shared_ring_kernel", "_latent_kernel", "_prompt_kernel", "_segments_kernel"),
-    reads=("def {}(",),
-    writes=(
+NAMED_BARRIER = (
+    "all warps of a warpgroup meet at a named barrier (bar.sync of 128 threads) before one thread "
+    "arrives at the mbarrier that the other warpgroup waits for, after the store and after the "
+    "load; racecheck orders the accesses of the arriving thread alone"
+)
+ALLOWED = (
+    Allowed(
+        ("ring_kernel", "shared_ring_kernel", "_latent_kernel", "_prompt_kernel")
+        + ("_segments_kernel",),
         "def {}(",
-        "gl.warp_specialize(",
-        "if row < count * GROUP:",
-        "if (count > 0) & (first < tiles):",
+        (
+            "def {}(",
+            "gl.warp_specialize(",
+            "if row < count * GROUP:",
+            "if (count > 0) & (first < tiles):",
+        ),
+        "warp_specialize hands partition numbers and arguments to its warps through shared memory, "
+        "and bar.sync 1 of the whole CTA orders the write before the read; racecheck does not pair "
+        "that barrier, which the two sides reach at different instructions",
     ),
-    reason="warp_specialize hands partition numbers and arguments to its warps through shared "
-    "memory. bar.sync 1 of the whole CTA orders the write before the read; racecheck does not pair "
-    "that barrier, which the two sides reach at different instructions",
+    Allowed(
+        ("_latent_kernel", "_segments_kernel"),
+        "fade = fades.index(",
+        ("fades.index(",),
+        NAMED_BARRIER,
+    ),
+    Allowed(("_segments_kernel",), "top = peaks.index(", ("peaks.index(",), NAMED_BARRIER),
 )
-HAND_OVER = Allowed(
-    ("_latent_kernel", "_segments_kernel"),
-    reads=("fade = fades.index(", "top = peaks.index("),
-    writes=("fades.index(", "peaks.index("),
-    reason="one warpgroup stores the factors and maxima of a tile, another one loads them. Either "
-    "way all warps of a warpgroup meet at a named barrier (bar.sync of 128 threads) before one "
-    "thread arrives at the mbarrier that the other warpgroup waits for; racecheck orders the "
-    "arriving thread's own accesses alone",
-)
-ALLOWED = (DISPATCH, HAND_OVER)
 
 
 @dataclass(frozen=True)
@@ -175,7 +180,7 @@ def jobs(tools: list[str], names: list[str], dtypes: list[str]) -> list[Job]:
     chosen = [op for op in OPS if not names or op.name in names]
     pairs = [param.values for param in of_every_op(chosen, reference=False)]
     kinds = [(op.name, b.name, str(b.dtype).removeprefix("torch.")) for op, b in pairs if b.on_gpu]
-    # Racecheck of the kernels of Hopper takes minutes: it begins before all others.
+    # Racecheck of Hopper's kernels takes longest: it begins before all others.
     kinds.sort(key=lambda kind: not kind[1].startswith("hopper"))
     order = [tool for tool in reversed(TOOLS) if tool in tools]
     return [Job(tool, *kind) for tool in order for kind in kinds if kind[2] in dtypes]
@@ -202,8 +207,7 @@ def sanitized(job: Job, deadline: float) -> tuple[str, float]:
 
 
 def reports(output: str) -> list[str]:
-    """Return what a tool reports, a text each: its line and the accesses below it, without the
-    host's stack."""
+    """Return the reports of a tool: a line and the accesses below it each, without host frames."""
     texts: list[str] = []
     for line in output.splitlines():
         if HOST.search(line):
@@ -222,9 +226,8 @@ def allowed(report: str) -> Allowed | None:
         return None  # an access whose place is not understood fits nothing
 
     def fits(rule: Allowed, kind: str, kernel: str, file: str, line: str) -> bool:
-        begins = tuple(
-            text.format(kernel) for text in (rule.reads if kind == "Read" else rule.writes)
-        )
+        texts = (rule.read,) if kind == "Read" else rule.writes
+        begins = tuple(text.format(kernel) for text in texts)
         return kernel in rule.kernels and source_line(kernel, file, int(line)).startswith(begins)
 
     if {kind for kind, *_ in accesses} != {"Read", "Write"}:

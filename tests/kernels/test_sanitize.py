@@ -1,35 +1,122 @@
-"""The sanitizer's table counts what the tool says, where it says it."""
+"""The sanitizer's table: reports belong to jobs, false positives are listed, time is limited."""
 
-import subprocess
+import re
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
+import lockstep.kernels
 from tests.kernels import sanitize
+from tests.kernels.sanitize import ALLOWED, DONE, Job, problems, reports
 
-OUTPUT = """========= COMPUTE-SANITIZER
-cases of linear bfloat16
-done with linear bfloat16
-cases of sample float32
-========= Invalid __global__ write of size 4 bytes
-=========     at _sample+0x4f0
-done with sample float32
-cases of rms_norm float32
-========= ERROR SUMMARY: 1 error
+JOB = Job("racecheck", "linear", "packed", "bfloat16")
+RACE = """========= COMPUTE-SANITIZER
+case 1
+========= Error: Race reported between Read access at {kernel}+0x130 in {file}:{read}
+=========     and Write access at {kernel}+0xca0 in {file}:{write} [5 hazards]
+=========     Saved host backtrace up to driver entry point at kernel launch time
+=========         Host Frame: launch in packed.py:75
+=========
+done with all cases
+========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)
 """
 
 
-def test_errors_belong_to_the_op_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = subprocess.CompletedProcess([], 0, OUTPUT, "")
-    monkeypatch.setattr(subprocess, "run", lambda *command, **options: done)
-    found = sanitize.sanitized("memcheck", [])
-    assert found["linear bfloat16"] == []
-    assert found["sample float32"][0] == "Invalid __global__ write of size 4 bytes"
-    assert found["rms_norm float32"] == ["no end"]
-    done.returncode = 3
-    assert "the tool" in sanitize.sanitized("memcheck", [])
+def file_of(kernel: str) -> Path:
+    """Return the file that defines a kernel."""
+    root = Path(lockstep.kernels.__path__[0])
+    return next(p for p in root.rglob("*.py") if f"\ndef {kernel}(" in p.read_text())
 
 
-def test_nothing_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    done = subprocess.CompletedProcess([], 0, "", "not found")
-    monkeypatch.setattr(subprocess, "run", lambda *command, **options: done)
-    assert list(sanitize.sanitized("racecheck", [])) == ["the tool"]
+def race(kernel: str, read: str, write: str) -> str:
+    """Return racecheck's output for accesses in the lines that begin so."""
+    path = file_of(kernel)
+    lines = [line.strip() for line in path.read_text().splitlines()]
+
+    def number(begin: str) -> int:
+        return next(i for i, line in enumerate(lines, 1) if line.startswith(begin))
+
+    return RACE.format(kernel=kernel, file=path.name, read=number(read), write=number(write))
+
+
+def test_a_report_has_both_accesses_and_no_host_frames() -> None:
+    output = race("ring_kernel", "slot = 0", "phase = 0")
+    (report,) = problems(output)
+    assert re.search(r"Read access at ring_kernel\+0x130 in _packed_ring.py:\d+", report)
+    assert re.search(r"and Write access at ring_kernel\+0xca0 in _packed_ring.py:\d+", report)
+    assert "Host Frame" not in report
+
+
+def test_false_positives_are_let_through_and_counted() -> None:
+    output = race("ring_kernel", "def ring_kernel(", "gl.warp_specialize(")
+    assert problems(output) == []
+    assert sanitize.row(JOB, output, 3.0).endswith("1 cases    3 s  clean, 1 allowed")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "read", "write"),
+    [
+        ("ring_kernel", "def ring_kernel(", "fence_async_shared()"),
+        ("ring_kernel", "slot = 0", "gl.warp_specialize("),
+        ("ring_kernel", "gl.warp_specialize(", "gl.warp_specialize("),
+        ("few_kernel", "def few_kernel(", "gl.warp_specialize("),
+        ("_latent_kernel", "fade = fades.index(", "factors.index(0).store("),
+        ("_segments_kernel", "fade = fades.index(", "peaks.index("),
+    ],
+)
+def test_neighbours_of_false_positives_fail(kernel: str, read: str, write: str) -> None:
+    assert len(problems(race(kernel, read, write))) == 1
+
+
+def test_a_hazard_of_two_writes_fails() -> None:
+    output = race("ring_kernel", "def ring_kernel(", "gl.warp_specialize(")
+    assert len(problems(output.replace("Read access", "Write access"))) == 1
+
+
+def test_an_access_without_a_line_fails() -> None:
+    output = race("ring_kernel", "def ring_kernel(", "gl.warp_specialize(")
+    assert len(problems(re.sub(r" in _packed_ring.py:\d+ \[", " [", output))) == 1
+
+
+def test_what_memcheck_and_the_tool_say_fails() -> None:
+    output = f"""========= Invalid __global__ write of size 4 bytes
+=========     at _sample+0x4f0
+{DONE}
+========= ERROR SUMMARY: 1 error
+"""
+    assert problems(output) == ["Invalid __global__ write of size 4 bytes\n      at _sample+0x4f0"]
+    overflow = "========= Warning: Detected overflow of tracked cuda::barrier structures.\n"
+    assert problems(overflow + DONE) == [overflow[10:-1]]
+
+
+def test_a_job_that_does_not_end_fails() -> None:
+    (problem,) = problems("========= COMPUTE-SANITIZER\ncase 1\n")
+    assert problem.startswith("no end")
+    assert reports("========= COMPUTE-SANITIZER\n") == []
+
+
+def test_a_job_ends_at_the_deadline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tool = tmp_path / "compute-sanitizer"
+    tool.write_text(
+        f"#!/bin/sh\necho case 1\nexec {sys.executable} -c 'import time; time.sleep(60)'\n"
+    )
+    tool.chmod(0o755)
+    monkeypatch.setattr(sanitize.shutil, "which", lambda name: str(tool))
+    began = time.monotonic()
+    output, _ = sanitize.sanitized(JOB, began)
+    assert time.monotonic() - began < 10
+    assert problems(output)
+
+
+def test_each_false_positive_names_lines_that_exist() -> None:
+    """A rule whose line was reworded would let nothing through, and one of no kernel is stale."""
+    for rule in ALLOWED:
+        assert rule.reason
+        texts = {kernel: file_of(kernel).read_text() for kernel in rule.kernels}
+        for begin in (rule.read, *rule.writes):
+            assert any(
+                any(line.strip().startswith(begin.format(kernel)) for line in text.splitlines())
+                for kernel, text in texts.items()
+            ), begin
