@@ -1,4 +1,4 @@
-"""Launch epochs: how the CTAs of one launch tell its data from what other launches left in memory.
+"""Epochs of launches. They separate the data of one launch from what others left in memory.
 
 A CTA that hands partial sums to another one marks them with the epoch of the launch, and the
 other one waits for that mark. The host gives each launch a serial number. A replay of a CUDA graph

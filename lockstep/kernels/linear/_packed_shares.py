@@ -32,8 +32,8 @@ from lockstep.kernels.linear._packed_ring import (
 from lockstep.kernels.packed._codes import FP4
 
 MIX = gl.constexpr(-7046029254386353131)
-"""An odd factor, 2^64 divided by the golden ratio: distinct epochs stay distinct, and none of them
-looks like a small number that other kernels left in the same memory."""
+"""Odd factor of the epochs (2^64 over the golden ratio). Distinct epochs stay distinct, and none of
+them is a small number, such as other kernels leave in the same memory."""
 
 
 @gluon.jit
@@ -228,9 +228,7 @@ def _multiply(
         )  # fmt: skip
 
 
-@gluon.jit(
-    do_not_specialize=["serial", "tokens", "each", "more", "slots", "first", "scale_stride"]
-)
+@gluon.jit(do_not_specialize=["serial", "tokens", "each", "more", "slots", "first", "scale_stride"])
 def shared_ring_kernel(
     x_map, w_map, scales, zeros, factors, out, sums, flags, generation, serial, tokens, N, each,
     more, slots, first, scale_stride, out_stride, FORM: gl.constexpr, SLOTS: gl.constexpr,
