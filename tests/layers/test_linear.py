@@ -217,5 +217,5 @@ def test_launches_of_nvfp4_ask_nothing_of_the_device() -> None:
     product = Product(Build("cpu", torch.bfloat16, 1, 1), 128, [(None, 4)], stands=weight)
     product.finish()
     weight.factors.fill_(float("nan"))
-    assert {"flags", "in_parts"} <= vars(weight).keys()
+    assert "in_parts" in vars(weight)
     assert weight.in_parts and weight.rows(1, 3).in_parts

@@ -9,12 +9,11 @@ of these.
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Self
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from lockstep.kernels.epochs import launch_epochs
 from lockstep.kernels.packed._order import codes_of, pack, words_per_row
 
 DUMMY_SCALE = 0.7
@@ -40,6 +39,9 @@ MOST_IN_PARTS = 2.0**6
 @dataclass(frozen=True)
 class PackedWeight(ABC):
     """A weight [N, K] in fewer bits. words [N, W] int32: its codes; k: K, the columns in use."""
+
+    derived: ClassVar[tuple[str, ...]] = ()
+    """Cached properties that launches read."""
 
     words: Tensor
     k: int
@@ -74,12 +76,13 @@ class PackedWeight(ABC):
         """The outputs begin .. end, 0 <= begin < end <= N, as views."""
 
     def settle(self) -> None:
-        """Prepare what launches need, once, when the weight is filled.
+        """Compute what launches need of the weight's numbers, once, when it is filled.
 
-        A captured step may be the first to launch the weight, and a capture neither waits for the
-        device nor fills memory.
+        A captured step may be the first to launch the weight, and a capture cannot wait for the
+        device.
         """
-        launch_epochs(self.device)
+        for name in self.derived:
+            getattr(self, name)
 
     @abstractmethod
     def dummy(self, generator: torch.Generator) -> None:
@@ -324,6 +327,8 @@ class Fp4Weight(PackedWeight):
     the weight that these are rows of; None: its own.
     """
 
+    derived = ("in_parts",)
+
     scales: Tensor
     factors: Tensor
     whole: Self | None = None
@@ -331,10 +336,6 @@ class Fp4Weight(PackedWeight):
     @property
     def bits(self) -> int:
         return 4
-
-    def settle(self) -> None:
-        super().settle()
-        _ = self.in_parts
 
     @cached_property
     def in_parts(self) -> bool:
