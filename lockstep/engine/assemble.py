@@ -98,9 +98,7 @@ def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) ->
     if planned is None:
         memory.check_table(build.room, limits, model.config.vocab_size)
         program = make_program(limits)
-        size = memory.asked_size(config, limits, cost)
-        if device == "cpu":
-            memory.check_cache(build.room, cost, size)
+        size = asked_cache(config, limits, build, cost)
         used = Used({}, ())
     else:
         weights = weight_bytes(model, draft)
@@ -147,6 +145,16 @@ class Used:
 
     parts: dict[str, int]
     notes: tuple[str, ...]
+
+
+def asked_cache(
+    config: EngineConfig, limits: StepLimits, build: Build, cost: memory.CacheBytes
+) -> memory.CacheSize:
+    """Return the cache as the config says, or as a CPU has room for. Raises CapacityError."""
+    size = memory.asked_size(config, limits, cost)
+    if limits.device == "cpu":
+        memory.check_cache(build.room, cost, size)
+    return size
 
 
 def _everything_typed(config: EngineConfig) -> bool:
