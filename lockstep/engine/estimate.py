@@ -6,13 +6,14 @@ largest steps are run dry.
 
 from copy import copy
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lockstep.cache.specs import is_cached
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.engine.build import (
     build_draft,
@@ -47,6 +48,8 @@ GRAPH_BYTES = 2 << 20
 
 class DryEngine:
     """A model and its steps on tensors without memory: the planner's Costs.
+
+    fixed: bytes that rows and prompts do not change, by name.
 
     weights_known: whether the checkpoint's files are there, which say what they pack.
     """
@@ -84,9 +87,14 @@ class DryEngine:
             self.build.room.bounded = False
             self.model = build_model(checkpoint.raw, self.build)
             self.draft = build_draft(config, checkpoint, self.model, self.build)
+            layers = memory.mixers(self.model, self.draft)
+            memory.allocate(layers, num_pages=2, num_slots=2, device=FAKE_GPU)
+        self.cache_bytes = memory.cache_bytes(layers)
+        staging = memory.staging_bytes(config)
+        self.fixed = {"weights": weight_bytes(self.model, self.draft), "overhead": OVERHEAD_BYTES}
+        self.fixed |= {"staging": staging} if staging else {}
         _assume_scales(self.model, self.draft)
-        self.layers = memory.mixers(self.model, self.draft)
-        self.cache_bytes = memory.cache_bytes(self.layers)
+        keep_distinct_blocks(self.model)
         self.working = cache(self._working)
 
     @property
@@ -99,13 +107,6 @@ class DryEngine:
         """Bytes of a slot of recurrent state over all layers, 0 where no layer recurs."""
         return self.cache_bytes.slot
 
-    @cached_property
-    def fixed(self) -> dict[str, int]:
-        """Bytes that rows and prompts do not change, by name."""
-        staging = memory.staging_bytes(self.config)
-        parts = {"weights": weight_bytes(self.model, self.draft), "overhead": OVERHEAD_BYTES}
-        return parts | ({"staging": staging} if staging else {})
-
     def program(self, limits: StepLimits, build: Build) -> Program:
         """The program of a step on tensors without memory."""
         placed = replace(limits, device=FAKE_GPU)
@@ -117,7 +118,6 @@ class DryEngine:
         build = copy(self.build)
         build.choices = []  # these are recorded for the final sizes alone
         with self.mode, dry(self.card):
-            memory.allocate(self.layers, num_pages=2, num_slots=2, device=FAKE_GPU)
             table = allocated(lambda: self.program(limits, build))
             program = self.program(limits, build)
             prompt, _ = step_bytes(program, largest_prompt_step(limits)[1])
@@ -137,6 +137,39 @@ def graph_bytes(limits: StepLimits, uniform: int, kept: int) -> int:
     results = kept * sum(limits.row_buckets) * widths // largest
     shapes = len(limits.row_buckets) * len(limits.draft_lengths)
     return uniform - kept + results + shapes * GRAPH_BYTES
+
+
+KEPT_BLOCKS = 2
+"""Blocks of one kind that are kept from the model's beginning; the first block of all has no sum to
+add. The last one of each kind is kept as well, since all taps are alive there."""
+
+
+def keep_distinct_blocks(model: Any) -> None:
+    """Drop the blocks of a model that allocate what others do: a dry run takes as long as a model
+    has blocks, and its peak is that of one block of each kind."""
+    kinds: dict[Any, list[int]] = {}
+    for index, block in enumerate(model.blocks):
+        kinds.setdefault(_kind_of(block), []).append(index)
+    kept = {place for same in kinds.values() for place in (*same[:KEPT_BLOCKS], same[-1])}
+    order = sorted(kept | {tap for tap in model.taps if tap < len(model.blocks)})
+    places = {index: place for place, index in enumerate(order)} | {len(model.blocks): len(order)}
+    model.taps = tuple(places[tap] for tap in model.taps)
+    model.blocks = nn.ModuleList(model.blocks[index] for index in order)
+
+
+def _kind_of(block: nn.Module) -> tuple[Any, ...]:
+    """What decides a block's allocations: its modules, the sizes of its weights, and its cache."""
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple((tensor.shape, tensor.dtype) for tensor in module.parameters(recurse=False)),
+            tuple(map(type, module.packed_parts)) if isinstance(module, Weight) else (),
+            getattr(module, "shape", None),
+            module.cache_spec() if is_cached(module) else None,
+        )
+        for name, module in block.named_modules()
+    )
 
 
 def _assume_scales(*roots: nn.Module | None) -> None:
