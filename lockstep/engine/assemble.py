@@ -199,7 +199,6 @@ class Fitting:
         with that much less. Raises CapacityError where nothing fits.
         """
         planner, plan = self.planned.planner, self.planned.plan
-        available = self.planned.available
         choices = len(self.build.choices)
         while True:
             entry = plan.entry
@@ -209,9 +208,9 @@ class Fitting:
             lacking = planner.lacking(entry, budget)
             if lacking <= 0:
                 break
-            available -= lacking
-            smaller = planner.plan(available)
-            if smaller.entry == entry or smaller.short:
+            # By estimates this entry needs its least bytes; it now must not fit by `lacking`.
+            smaller = planner.plan(sum(planner.least(entry).values()) - lacking)
+            if smaller.short:
                 raise shortage(self._measured_shortage(plan, parts, lacking))
             plan = smaller
             del program
@@ -258,7 +257,9 @@ class Fitting:
         least = self.planned.planner.least(plan.entry)
         cache = {name: least[name] for name in ("pages", "state") if name in least}
         parts = {name: size for name, size in (parts | cache).items() if size}
-        return replace(plan, parts=parts, available=sum(parts.values()) - lacking, short=lacking)
+        available = sum(parts.values()) - lacking
+        typed = self.planned.planner.typed.named()
+        return replace(plan, parts=parts, available=available, short=lacking, typed=typed)
 
 
 def peak_bytes(program: Program, shape: StepShape) -> tuple[int, int]:

@@ -38,6 +38,14 @@ SNAPSHOT_SHARE = 0.2
 """Share of the memory left over that goes to further snapshots; the rest goes to pages."""
 PAGES_PER_ROW = 4
 """Pages that are of use: so many times those of all rows at max_model_len."""
+NAMES = {
+    "rows": "max_num_seqs",
+    "tokens": "max_num_batched_tokens",
+    "snapshots": "num_snapshots",
+    "pages": "num_gpu_blocks",
+    "cache_bytes": "kv_cache_memory_bytes",
+}
+"""Field of Typed -> the setting that it comes from."""
 GB = 1e9
 
 
@@ -74,6 +82,12 @@ class Typed:
     pages: int | None = None
     cache_bytes: int | None = None
 
+    def named(self) -> tuple[str, ...]:
+        """The settings with their values, by the names that users type."""
+        return tuple(
+            f"{NAMES[name]}={value}" for name, value in vars(self).items() if value is not None
+        )
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -89,7 +103,8 @@ class MemoryPlan:
     """What was chosen, what each part takes, and what more memory would buy.
 
     parts: bytes by name, pages and state included; available: bytes for all parts together; notes:
-    sentences for people; short: bytes that are missing, 0 where the plan fits.
+    sentences for people; short: bytes that are missing, 0 where the plan fits; typed: what the user
+    typed, for the message.
     """
 
     entry: Entry
@@ -99,6 +114,7 @@ class MemoryPlan:
     available: int
     notes: tuple[str, ...] = ()
     short: int = 0
+    typed: tuple[str, ...] = ()
 
     @property
     def needed(self) -> int:
@@ -142,7 +158,9 @@ class Planner:
         short = sum(parts.values()) - available
         if self.typed.cache_bytes is not None:
             short = max(short, self._cache_of(parts) - self.typed.cache_bytes)
-        return MemoryPlan(entry, *self.least_size(entry), parts, available, short=max(short, 0))
+        size = self.least_size(entry)
+        typed = self.typed.named()
+        return MemoryPlan(entry, *size, parts, available, short=max(short, 0), typed=typed)
 
     def least(self, entry: Entry) -> dict[str, int]:
         """The fewest bytes of an entry, by part."""
@@ -289,12 +307,13 @@ def shortage(plan: MemoryPlan) -> CapacityError:
 
 
 def why_not(plan: MemoryPlan) -> str:
-    """Why a plan does not fit, in figures that add up."""
+    """Why a plan does not fit, in figures that add up, and what to change."""
+    entry = plan.entry
+    typed = f", or change {', '.join(plan.typed)}" if plan.typed else ""
     return (
-        f"the model does not fit even with max_num_seqs={plan.entry.rows} and "
-        f"max_num_batched_tokens={plan.entry.tokens}: {plan.needed / GB:.2f} GB are needed "
+        f"the model does not fit even with max_num_seqs={entry.rows} and "
+        f"max_num_batched_tokens={entry.tokens}: {plan.needed / GB:.2f} GB are needed "
         f"({describe_parts(plan.parts)}), {plan.available / GB:.2f} GB are available, "
         f"{plan.short / GB:.2f} GB are missing. Lower max_model_len, choose a kv_cache_dtype or "
-        "weights of fewer bytes, raise gpu_memory_utilization or kv_cache_memory_bytes, or lower "
-        "what was typed: max_num_seqs, max_num_batched_tokens, num_snapshots, num_gpu_blocks."
+        f"weights of fewer bytes, raise gpu_memory_utilization{typed}."
     )

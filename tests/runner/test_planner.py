@@ -121,6 +121,7 @@ def test_typed_pages_and_cache_bytes_bound_the_cache() -> None:
     plan = planner(cache_bytes=bound).plan(200 * GB)
     assert plan.parts["pages"] + plan.parts["state"] <= bound
     short = planner(cache_bytes=GB // 2).plan(200 * GB)
+    assert "or change kv_cache_memory_bytes=500000000." in why_not(short)
     assert short.short and f"{short.short / GB:.2f} GB are missing" in why_not(short)
 
 
