@@ -95,9 +95,9 @@ def _show_absent(settings: dict[str, Any], arch: str, total: int | None, json: b
         )
     elif total is not None:
         needed = decimal(found["plan"]["needed_bytes"])
-        said = f"It does not fit: a GPU of {needed} is needed, this has {decimal(total)}; "
-        said += verdict["why"]
-        console.print(said, style="red", soft_wrap=True)
+        message = f"It does not fit: a GPU of {needed} is needed, this has {decimal(total)}; "
+        message += verdict["why"]
+        console.print(message, style="red", soft_wrap=True)
     else:
         console.print("--gpu-memory-bytes, e.g. 24e9, tells whether it fits, and how many tokens.")
 

@@ -89,9 +89,9 @@ def plan(
     chosen = planner.plan(int((total or 0) * share)) if known else planner.unfilled(ladder[0])
     entry = chosen.entry
     limits = sized(limits, config, entry.rows, entry.tokens)
-    least = sum(planner.least(ladder[-1]).values())
+    smallest = sum(planner.least(ladder[-1]).values())
     parts = {f"{name}_bytes": size for name, size in chosen.parts.items()}
-    found: dict[str, Any] = dict(
+    report: dict[str, Any] = dict(
         dtype=limits.dtype,
         quantization=limits.quantization,
         state_dtype=str(state_dtype(config)).removeprefix("torch."),
@@ -103,20 +103,20 @@ def plan(
         page_bytes=dry_engine.page,
         slot_bytes=dry_engine.slot,
         host_pages=int(config.kv_offloading_size * memory.GIB) // dry_engine.page,
-        needed_bytes=int(least / share),
+        needed_bytes=int(smallest / share),
     )
     if total is None:
-        return limits, found
-    found |= dict(gpu_memory_bytes=total, available_bytes=chosen.available)
-    found["fits"] = not chosen.short
+        return limits, report
+    report |= dict(gpu_memory_bytes=total, available_bytes=chosen.available)
+    report["fits"] = not chosen.short
     if chosen.short:
-        return limits, found | dict(num_pages=0, num_slots=0, notes=(), why=why_not(chosen))
+        return limits, report | dict(num_pages=0, num_slots=0, notes=(), why=why_not(chosen))
     tokens = (chosen.pages - 1) * PAGE_SIZE
     size = dict(num_pages=chosen.pages, num_slots=chosen.slots, cache_tokens=tokens)
     if tokens < limits.max_model_len:  # pages that were typed hold less than one request
         why = f"pages hold {tokens} tokens; a request may have {limits.max_model_len}"
-        return limits, found | size | dict(fits=False, notes=(), why=why)
-    return limits, found | size | dict(notes=chosen.notes, why="")
+        return limits, report | size | dict(fits=False, notes=(), why=why)
+    return limits, report | size | dict(notes=chosen.notes, why="")
 
 
 def tiles(

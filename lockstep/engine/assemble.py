@@ -158,7 +158,7 @@ def asked_cache(
 
 
 def _everything_typed(config: EngineConfig) -> bool:
-    """Whether nothing is left to choose and nothing to measure."""
+    """Return whether nothing is left to choose and nothing to measure."""
     typed = (config.max_num_seqs, config.max_num_batched_tokens, config.num_gpu_blocks)
     return None not in typed
 
@@ -183,7 +183,7 @@ def plan_memory(
 
 @dataclass(frozen=True)
 class Fitting:
-    """Fits program and cache into the GPU beside a model that is loaded."""
+    """Fit of the program and the cache into the memory that a loaded model leaves."""
 
     config: EngineConfig
     build: Build
@@ -254,8 +254,8 @@ class Fitting:
         self, plan: MemoryPlan, parts: dict[str, int], lacking: int
     ) -> MemoryPlan:
         """The plan that does not fit, with measured bytes."""
-        least = self.planned.planner.least(plan.entry)
-        cache = {name: least[name] for name in ("pages", "state") if name in least}
+        estimated = self.planned.planner.least(plan.entry)
+        cache = {name: estimated[name] for name in ("pages", "state") if name in estimated}
         parts = {name: size for name, size in (parts | cache).items() if size}
         available = sum(parts.values()) - lacking
         typed = self.planned.planner.typed.named()
@@ -279,7 +279,7 @@ def peak_bytes(program: Program, shape: StepShape) -> tuple[int, int]:
 
 
 def host_room(build: Build) -> Room:
-    """The host's memory: on a CPU, the device's own."""
+    """Return the host's memory: on a CPU, the device's."""
     return build.room if build.device == "cpu" else Room("cpu")
 
 
@@ -289,7 +289,7 @@ def pick_policy(
     hooks: CheckHooks,
     step_ms: dict[tuple[int, int], float],
 ) -> DraftLengthPolicy:
-    """Who chooses the number of drafts. step_ms: (rows, drafts) -> ms of a step of null rows."""
+    """Return the policy of draft lengths. step_ms: (rows, drafts) -> ms of a step of null rows."""
     if hooks.draft_policy:
         return hooks.draft_policy(plan.draft_lengths)
     if config.speculative_config is None:

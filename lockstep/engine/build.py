@@ -116,7 +116,7 @@ def step_limits(
     packing: Packing | None,
     told: str | None = None,
 ) -> StepLimits:
-    """Return how large steps may be: as the user chose, else as a device with memory enough has
+    """Return the largest steps: as the user chose, else as a device with enough memory has
     them. told: the numerics of a device that is not there. Raises ConfigError or CheckpointError.
     """
     dtype = pick_dtype(config, checkpoint.raw, device)

@@ -41,7 +41,7 @@ FAKE_GPU = "cuda:0"
 """With its number: torch without CUDA would look for the current GPU otherwise."""
 OVERHEAD_BYTES = 1 << 30
 """CUDA's context, loaded kernels, cuBLAS' workspace and unused parts of the allocator's blocks. On
-an H200 they took 0.74 GiB beside an engine of Qwen3.6-27B."""
+an H200 they took 0.74 GiB with an engine of Qwen3.6-27B."""
 GRAPH_BYTES = 2 << 20
 """The driver's own bytes of the two graphs of a shape: parameters of about 1,000 kernels."""
 
@@ -128,7 +128,7 @@ class DryEngine:
 
 
 def graph_bytes(limits: StepLimits, uniform: int, kept: int) -> int:
-    """Bytes of all graphs: the largest's own memory, which the others share but for their results.
+    """Return the bytes of all graphs: the largest graph's, which the others share, and results.
 
     uniform: bytes of the largest uniform step at its peak; kept: bytes of its results.
     """
@@ -150,15 +150,15 @@ def keep_distinct_blocks(model: Any) -> None:
     kinds: dict[Any, list[int]] = {}
     for index, block in enumerate(model.blocks):
         kinds.setdefault(_kind_of(block), []).append(index)
-    kept = {place for same in kinds.values() for place in (*same[:KEPT_BLOCKS], same[-1])}
+    kept = {index for same in kinds.values() for index in (*same[:KEPT_BLOCKS], same[-1])}
     order = sorted(kept | {tap for tap in model.taps if tap < len(model.blocks)})
-    places = {index: place for place, index in enumerate(order)} | {len(model.blocks): len(order)}
-    model.taps = tuple(places[tap] for tap in model.taps)
+    new_index = {old: new for new, old in enumerate(order)} | {len(model.blocks): len(order)}
+    model.taps = tuple(new_index[tap] for tap in model.taps)
     model.blocks = nn.ModuleList(model.blocks[index] for index in order)
 
 
 def _kind_of(block: nn.Module) -> tuple[Any, ...]:
-    """What decides a block's allocations: its modules, the sizes of its weights, and its cache."""
+    """Return what decides a block's allocations: modules, sizes of weights, and cache."""
     return tuple(
         (
             name,
@@ -182,7 +182,7 @@ def _assume_scales(*roots: nn.Module | None) -> None:
 
 
 def planner_of(config: EngineConfig, limits: StepLimits, dry_engine: DryEngine) -> Planner:
-    """The planner of an engine's memory."""
+    """Return the planner of an engine's memory."""
     typed = Typed(
         rows=config.max_num_seqs,
         tokens=config.max_num_batched_tokens,
@@ -194,12 +194,13 @@ def planner_of(config: EngineConfig, limits: StepLimits, dry_engine: DryEngine) 
 
 
 def weight_bytes(*roots: nn.Module | None) -> int:
-    """Bytes of all weights and buffers, quantized or not, each storage counted once."""
-    found: dict[int, int] = {}
+    """Return the bytes of all weights and buffers, quantized or not, each storage once."""
+    sizes: dict[int, int] = {}
     for root in roots:
         for module in root.modules() if root is not None else ():
-            own: list[Any] = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+            tensors: list[Any] = [*module.parameters(recurse=False)]
+            tensors += module.buffers(recurse=False)
             if isinstance(module, Weight):
-                own.append(module.loaded)
-            found |= {id(weight): weight.nbytes for weight in own}
-    return sum(found.values())
+                tensors.append(module.loaded)
+            sizes |= {id(weight): weight.nbytes for weight in tensors}
+    return sum(sizes.values())

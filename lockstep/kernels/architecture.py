@@ -98,7 +98,7 @@ def planned_for(card: Architecture) -> Iterator[None]:
 
 
 def is_planned() -> bool:
-    """Whether GPUs are those of planned_for."""
+    """Return whether planned_for names the card of every GPU now."""
     return _PLANNED.get() is not None
 
 

@@ -121,12 +121,12 @@ def dry(card: Architecture) -> Iterator[None]:
 
 
 def allocated(make: Callable[[], Any]) -> int:
-    """Bytes of the tensors that exist because of what `make` returns."""
+    """Return the bytes of the tensors that exist because of what `make` returns."""
     counter = AllocationCounter()
     with counter:
-        made = make()
+        result = make()
         size = counter.live
-    del made
+    del result
     return size
 
 

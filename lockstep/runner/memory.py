@@ -105,7 +105,7 @@ def asked_size(config: EngineConfig, limits: StepLimits, cost: CacheBytes) -> Ca
 
 
 def _snapshots(config: EngineConfig, limits: StepLimits) -> int:
-    """Return the snapshots that are asked for, or as many as may be of use."""
+    """Return the number of snapshots: the config's, or as many as prefix hits may need."""
     if config.num_snapshots is not None:
         return config.num_snapshots
     return SNAPSHOTS_PER_ROW * limits.max_num_seqs if config.enable_prefix_caching else 0

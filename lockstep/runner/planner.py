@@ -37,7 +37,7 @@ MAX_SNAPSHOTS_PER_ROW = 2
 SNAPSHOT_SHARE = 0.2
 """Share of the memory left over that goes to further snapshots; the rest goes to pages."""
 PAGES_PER_ROW = 4
-"""Pages that are of use: so many times those of all rows at max_model_len."""
+"""Upper bound of pages, as a multiple of those of all rows at max_model_len."""
 NAMES = {
     "rows": "max_num_seqs",
     "tokens": "max_num_batched_tokens",
@@ -91,7 +91,7 @@ class Typed:
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of the ladder. snapshots: those of all rows that must fit."""
+    """Entry of the ladder. snapshots: those of all rows that must fit."""
 
     rows: int
     tokens: int
@@ -100,7 +100,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What was chosen, what each part takes, and what more memory would buy.
+    """Memory plan: the chosen entry, the bytes of each part, and what more memory would buy.
 
     parts: bytes by name, pages and state included; available: bytes for all parts together; notes:
     sentences for people; short: bytes that are missing, 0 where the plan fits; typed: what the user
@@ -124,7 +124,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Planner:
-    """Chooses for requests of up to `columns` pages each. prefix_caching: whether prefixes are
+    """Planner for requests of up to `columns` pages each. prefix_caching: whether prefixes are
     kept for reuse, for which recurrent layers need snapshots."""
 
     typed: Typed
@@ -217,8 +217,8 @@ class Planner:
         if self.typed.pages is not None:
             return self.typed.pages
         mean = min(-(-ASSUMED_CONTEXT // PAGE_SIZE), self.columns)
-        each = mean * rows if self.typed.rows is None else 0
-        return 1 + max(self.columns, each)
+        of_rows = mean * rows if self.typed.rows is None else 0
+        return 1 + max(self.columns, of_rows)
 
     def _slots(self, entry: Entry) -> int:
         """The null slot, one for each row, and the snapshots; none where no layer recurs."""
@@ -228,24 +228,24 @@ class Planner:
         """The plan of an entry, with what is left over given to snapshots and pages."""
         parts = self.least(entry)
         cached = self._cache_of(parts)
-        left = available - sum(parts.values())
+        spare = available - sum(parts.values())
         if self.typed.cache_bytes is not None:
-            left = min(left, self.typed.cache_bytes - cached)
-        size = self.fill(entry, left)
+            spare = min(spare, self.typed.cache_bytes - cached)
+        size = self.fill(entry, spare)
         parts |= self._cache(*size)
         return MemoryPlan(entry, *size, parts, available, notes)
 
-    def fill(self, entry: Entry, left: int) -> tuple[int, int]:
-        """Pages and slots of an entry with `left` bytes more than its least."""
+    def fill(self, entry: Entry, spare: int) -> tuple[int, int]:
+        """Pages and slots of an entry with `spare` bytes more than its least."""
         pages, slots = self.least_size(entry)
         if self._wants_snapshots and self.typed.snapshots is None:
-            most = MAX_SNAPSHOTS_PER_ROW * entry.rows - entry.snapshots
-            more = max(min(most, int(left * SNAPSHOT_SHARE) // self.costs.slot), 0)
+            max_more = MAX_SNAPSHOTS_PER_ROW * entry.rows - entry.snapshots
+            more = max(min(max_more, int(spare * SNAPSHOT_SHARE) // self.costs.slot), 0)
             slots += more
-            left -= more * self.costs.slot
+            spare -= more * self.costs.slot
         if self.typed.pages is None:
             useful = entry.rows * self.columns * PAGES_PER_ROW + 1
-            pages = max(min(pages + left // self.costs.page, useful), pages)
+            pages = max(min(pages + spare // self.costs.page, useful), pages)
         return pages, slots
 
     def _notes(self, entries: list[Entry], index: int, available: int) -> Iterator[str]:
@@ -285,7 +285,7 @@ def _pairs() -> Iterator[tuple[int, int]]:
 
 
 def _described(entry: Entry, better: Entry) -> str:
-    """What a better entry has more of."""
+    """Describe what a better entry has more of."""
     gains = []
     if better.rows > entry.rows:
         gains.append(f"max_num_seqs={better.rows}")
@@ -297,17 +297,17 @@ def _described(entry: Entry, better: Entry) -> str:
 
 
 def describe_parts(parts: dict[str, int]) -> str:
-    """Bytes by part, for people: "weights 19.24 GB, pages 1.90 GB"."""
+    """Write bytes by part for people: "weights 19.24 GB, pages 1.90 GB"."""
     return ", ".join(f"{name} {size / GB:.2f} GB" for name, size in parts.items())
 
 
 def shortage(plan: MemoryPlan) -> CapacityError:
-    """The error of a plan that does not fit: what it needs, what there is, what to change."""
+    """Return the error of a plan that does not fit."""
     return CapacityError(why_not(plan))
 
 
 def why_not(plan: MemoryPlan) -> str:
-    """Why a plan does not fit, in figures that add up, and what to change."""
+    """Say why a plan does not fit, in figures that add up, and what to change."""
     entry = plan.entry
     typed = f", or change {', '.join(plan.typed)}" if plan.typed else ""
     return (
