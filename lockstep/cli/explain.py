@@ -46,7 +46,9 @@ def explain(
     plan = found["plan"]
     cache = plan["num_pages"] * plan["page_bytes"]
     states = plan["num_slots"] * plan["slot_bytes"]
-    sizes = {"cache_bytes": cache, "state_bytes": states}
+    sizes = {f"{part}_bytes": size for part, size in plan.pop("memory").items()}
+    sizes |= {"cache_bytes": cache, "state_bytes": states}
+    del plan["memory_notes"]  # load() has printed them
     console.print(_plan({**plan, "fingerprint": found["fingerprint"], **sizes}))
     for note in found["notes"]:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
