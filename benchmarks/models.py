@@ -43,6 +43,79 @@ QWEN3_6_35B_A3B = {
     "shared_expert_intermediate_size": 512,
 }
 
+NEMOTRON_3_SUPER = {
+    "model_type": "nemotron_h",
+    "attention_bias": False,
+    "conv_kernel": 4,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "hybrid_override_pattern": "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*"
+    "EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+    "layer_norm_epsilon": 1e-5,
+    "mamba_head_dim": 64,
+    "mamba_hidden_act": "silu",
+    "mamba_num_heads": 128,
+    "max_position_embeddings": CONTEXT,
+    "mlp_hidden_act": "relu2",
+    "moe_intermediate_size": 2688,
+    "moe_latent_size": 1024,
+    "moe_shared_expert_intermediate_size": 5376,
+    "mtp_hybrid_override_pattern": "*E",
+    "n_groups": 8,
+    "n_routed_experts": 512,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts_per_tok": 22,
+    "num_key_value_heads": 2,
+    "num_nextn_predict_layers": 1,
+    "routed_scaling_factor": 5.0,
+    "ssm_state_size": 128,
+    "time_step_limit": [0.0, float("inf")],
+    "vocab_size": 131072,
+}
+KIMI_K2 = {
+    "model_type": "kimi_k2",
+    "attention_bias": False,
+    "first_k_dense_replace": 1,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 131072,
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 163840,
+}
+
 AWQ = {
     "quant_method": "awq",
     "bits": 4,
@@ -68,6 +141,16 @@ GPTQ = {
     },
 }
 """As Qwen3.5-35B-A3B-GPTQ-Int4: the routed experts alone are packed."""
+AUTO_ROUND = {
+    "quant_method": "auto-round",
+    "bits": 4,
+    "group_size": 128,
+    "sym": True,
+    "packing_format": "auto_round:auto_gptq",
+    "extra_config": {
+        ".*(lm_head|in_proj_a|in_proj_b|mtp|visual).*": {"bits": 16},
+    },
+}
 FP8 = {
     "quant_method": "fp8",
     "fmt": "e4m3",
@@ -80,6 +163,17 @@ NVFP4 = {
     "group_size": 16,
     "ignore": ["lm_head", "*in_proj_a", "*in_proj_b", "mtp*", "*visual*"],
 }
+EXPERTS_NVFP4 = {
+    **NVFP4,
+    "ignore": [
+        *("lm_head", "mtp*", "*shared_expert*", "*self_attn*", "*.gate", "*.mlp.gate_proj"),
+        *("*.mlp.up_proj", "*.mlp.down_proj", "*.in_proj", "*.out_proj", "*_latent_proj"),
+        *("*.mixer.q_proj", "*.mixer.k_proj", "*.mixer.v_proj", "*.mixer.o_proj"),
+    ],
+}
+"""The routed experts alone are quantized, which are most of a large mixture. Published files
+quantize some of the rest too, in lists of thousands of names."""
+NEMOTRON_AWQ = {**AWQ, "modules_to_not_convert": ["lm_head", "mtp", "conv1d", "mixer.gate"]}
 BLOCK_PLAIN = ("in_proj_a", "in_proj_b", "mlp.gate", "mlp.shared_expert_gate")
 """Modules of a layer that FP8 checkpoints leave in bf16: their full names are listed."""
 
@@ -140,11 +234,15 @@ def folders() -> dict[str, dict[str, Any]]:
     return {
         "27b": dense,
         "27b-int4": {**dense, "quantization_config": AWQ},
+        "27b-auto-round": {**dense, "quantization_config": AUTO_ROUND},
         "27b-fp8": {**dense, "quantization_config": blocks(dense)},
         "27b-nvfp4": {**dense, "quantization_config": NVFP4},
         "35b-a3b": sparse,
         "35b-a3b-int4": {**sparse, "quantization_config": GPTQ},
         "35b-a3b-fp8": {**sparse, "quantization_config": blocks(sparse)},
+        "nemotron-3-super-awq": {**NEMOTRON_3_SUPER, "quantization_config": NEMOTRON_AWQ},
+        "nemotron-3-super-nvfp4": {**NEMOTRON_3_SUPER, "quantization_config": EXPERTS_NVFP4},
+        "kimi-k2-nvfp4": {**KIMI_K2, "quantization_config": EXPERTS_NVFP4},
     }
 
 

@@ -24,6 +24,7 @@ from lockstep.config import EngineConfig, StepLimits
 from lockstep.engine.build import step_limits
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.runner import memory
+from lockstep.runner.planner import Planner, Typed
 from lockstep.sampling_params import SamplingParams
 from lockstep.scheduling.request import Request
 from lockstep.scheduling.schedule import Results, RowResult
@@ -72,7 +73,11 @@ def main() -> None:
     model = sketch(given.folder, torch.bfloat16, None).model
     cost = memory.cache_bytes(memory.mixers(model, None))
     limits = step_limits(config, Checkpoint.read(given.folder), "cpu", None)
-    size = memory.measured_size(config, limits, cost, int(given.gib * 2**30))
+    typed = Typed(given.rows, given.chunk, config.num_snapshots)
+    planner = Planner(typed, cost, limits.row_columns)
+    entry = planner.ladder()[0]
+    left = -planner.lacking(entry, int(given.gib * 2**30))
+    size = memory.CacheSize(*planner.fill(entry, left))
     print(json.dumps({"page_mib": cost.page / MIB, "slot_mib": cost.slot / MIB, **vars(size)}))
     for trace in (conversations, documents, instructions):
         for every in map(int, given.every.split(",")):

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from lockstep.config import EngineConfig
-from lockstep.engine.build import EngineParts, build_engine
+from lockstep.engine.assemble import EngineParts, build_engine
 from lockstep.engine.hooks import NO_HOOKS
 from lockstep.runner.rows import write_place
 from lockstep.runner.step_timer import StepTimer

@@ -1,6 +1,6 @@
 """What the user chose (EngineConfig) and what it implies (StepLimits, Plan). All are frozen."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -83,9 +83,13 @@ class EngineConfig(Settings):
     max_model_len: Annotated[int, Field(ge=2, le=1 << 24)] | None = setting(
         None, "most tokens of prompt and answer together"
     )
-    max_num_seqs: Rows = setting(16, "most requests that run at once")
-    max_num_batched_tokens: Annotated[int, Field(ge=64, le=1 << 20)] = setting(
-        2048, "most prompt tokens in one step"
+    max_num_seqs: Rows | None = setting(
+        None,
+        "most requests that run at once; left out: 16 on a CPU, on a GPU the most, up to 256, that "
+        "memory has room for",
+    )
+    max_num_batched_tokens: Annotated[int, Field(ge=64, le=1 << 20)] | None = setting(
+        None, "most prompt tokens in one step; left out: 2048, or fewer where a GPU lacks memory"
     )
     speculative_config: SpeculativeConfig | None = setting(
         None, f"drafting, e.g. {EXAMPLE}", allowed="None or a dict"
@@ -226,10 +230,11 @@ class Plan(StepLimits):
     """What a config implies on this machine, for this model: made once, and never changed.
 
     page_bytes and slot_bytes: of all layers, the draft module's included; num_slots: the null slot,
-    one for each row and the snapshots, 0 where no layer recurs; snapshot_every: pages of a prompt
-    between two of them; draft_vocab_size: tokens that a
-    draft module may propose, 0 without one; draft_head_bytes: its own copy of their rows of the
-    head, 0 where it shares the whole one. host_pages: pages that host memory has room for.
+    one for each row and the snapshots, 0 where no layer recurs; memory: bytes of a GPU by part,
+    pages and state included; memory_notes: what the memory planner chose; snapshot_every: pages of
+    a prompt between two of them; draft_vocab_size: tokens that a draft module may propose, 0
+    without one; draft_head_bytes: its own copy of their rows of the head, 0 where it shares the
+    whole one. host_pages: pages that host memory has room for.
     """
 
     num_pages: int
@@ -240,6 +245,8 @@ class Plan(StepLimits):
     snapshot_every: int = 1
     draft_vocab_size: int = 0
     draft_head_bytes: int = 0
+    memory: dict[str, int] = field(default_factory=dict)
+    memory_notes: tuple[str, ...] = ()
 
     @property
     def slot_host_pages(self) -> int:

@@ -82,7 +82,7 @@ def test_a_path_that_is_not_there_is_no_hub_id(tmp_path: Path) -> None:
 
 def test_no_bar_where_stderr_is_no_terminal(model: str) -> None:
     shown = run("generate", "hello", "--max-tokens", "2", *dummy(model))
-    assert shown.stderr.startswith(f"{model} on cpu, mtp K=3, cache of ")
+    assert shown.stderr.startswith(f"{model} on cpu, mtp K=3, max_num_seqs 4, cache of ")
 
 
 def test_the_page_of_settings_is_what_they_declare() -> None:
@@ -157,9 +157,9 @@ def test_explain_of_a_gpu_that_is_not_there(model: str) -> None:
     assert {"linear", "sample", "prepare_step"} <= chosen.keys()
     assert {"linear", "paged_attention"} == {one["op"] for one in found["tiles"]}
     plan = found["plan"]
-    assert plan["fits"] and plan["weight_bytes"] > 0 and plan["num_pages"] > 64
+    assert plan["fits"] and plan["weights_bytes"] > 0 and plan["num_pages"] > 64
     small = json.loads(run(*asked, "--json", "--gpu-memory-bytes", "1e9").stdout)["plan"]
-    assert not small["fits"] and small["why"] and small["weight_bytes"] == plan["weight_bytes"]
+    assert not small["fits"] and small["why"] and small["weights_bytes"] == plan["weights_bytes"]
     roomy = run(*asked, "--gpu-memory-bytes", "24e9").stdout.splitlines()[-1]
     assert roomy == f"It fits: a cache of {plan['cache_tokens']:,} tokens."
     tight = run(*asked, "--gpu-memory-bytes", "1e9").stdout.splitlines()[-1]
@@ -177,7 +177,7 @@ def test_explain_counts_a_draft_head_of_some_tokens(model: str) -> None:
     whole = json.loads(run(*asked, json.dumps(drafts)).stdout)["plan"]
     drafts["draft_vocab_size"] = 128
     some = json.loads(run(*asked, json.dumps(drafts)).stdout)["plan"]
-    assert some["weight_bytes"] > whole["weight_bytes"]
+    assert some["weights_bytes"] > whole["weights_bytes"]
 
 
 def test_explain_counts_a_state_of_16_bits(model: str) -> None:

@@ -47,7 +47,6 @@ BAD: list[tuple[str, Any, str]] = [
     ("max_num_seqs", 1025, "from 1 to 1024"),
     ("max_num_seqs", 1.5, "whole numbers from 1"),
     ("max_num_seqs", True, "whole numbers from 1"),
-    ("max_num_seqs", None, "whole numbers from 1"),
     ("max_num_batched_tokens", 63, "from 64 to 1048576"),
     ("max_num_batched_tokens", "many", "whole numbers from 64"),
     ("gpu_memory_utilization", 0.0, "from 0.05 to 0.98"),

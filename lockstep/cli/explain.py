@@ -46,7 +46,9 @@ def explain(
     plan = found["plan"]
     cache = plan["num_pages"] * plan["page_bytes"]
     states = plan["num_slots"] * plan["slot_bytes"]
-    sizes = {"cache_bytes": cache, "state_bytes": states}
+    sizes = {f"{part}_bytes": size for part, size in plan.pop("memory").items()}
+    sizes |= {"cache_bytes": cache, "state_bytes": states}
+    del plan["memory_notes"]  # load() has printed them
     console.print(_plan({**plan, "fingerprint": found["fingerprint"], **sizes}))
     for note in found["notes"]:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
@@ -83,18 +85,21 @@ def _show_absent(settings: dict[str, Any], arch: str, total: int | None, json: b
     console.print(_layers(found["layers"]))
     console.print(_tiles(found["tiles"]))
     card = {"architecture": f"{arch} ({found['cards']})", "shared_bytes": found["shared_bytes"]}
-    verdict = {name: found["plan"].pop(name, None) for name in ("fits", "why")}
+    verdict = {name: found["plan"].pop(name, None) for name in ("fits", "why", "notes")}
     console.print(_plan(card | found["plan"]))
     for note in found["notes"]:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
     if verdict["fits"]:
+        for line in verdict["notes"]:
+            console.print(line, markup=False, soft_wrap=True)
         console.print(
             f"It fits: a cache of {found['plan']['cache_tokens']:,} tokens.", style="green"
         )
     elif total is not None:
         needed = decimal(found["plan"]["needed_bytes"])
-        said = f"It does not fit: {needed} are needed, of {decimal(total)}; {verdict['why']}"
-        console.print(said, style="red", soft_wrap=True)
+        message = f"It does not fit: a GPU of {needed} is needed, this has {decimal(total)}; "
+        message += verdict["why"]
+        console.print(message, style="red", soft_wrap=True)
     else:
         console.print("--gpu-memory-bytes, e.g. 24e9, tells whether it fits, and how many tokens.")
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lockstep.cli.options import engine_options, server_options, settle_drafts, text_options
-from lockstep.cli.show import load, note, summary
+from lockstep.cli.show import load, note, show_start
 from lockstep.errors import ConfigError, brief
 from lockstep.progress import progress_bar
 from lockstep.serve.settings import ServerSettings
@@ -54,11 +54,10 @@ def serve(
             server.root_path,
         ),
         limits=Limits(
-            settings["max_num_seqs"],
-            server.max_queued_requests,
-            server.request_timeout,
-            server.step_timeout,
-            server.max_logprobs,
+            queued=server.max_queued_requests,
+            seconds=server.request_timeout,
+            step_seconds=server.step_timeout,
+            logprobs=server.max_logprobs,
         ),
         docs=not server.no_docs,
         playground=not server.no_playground,
@@ -118,6 +117,8 @@ def _run(
         listener.close()
         raise
     transport, processor, facts, rates = served
+    limits = replace(options.limits, running=facts.plan.max_num_seqs)
+    options = replace(options, limits=limits)
     client = AsyncEngine(transport)
     client.start()
     try:
@@ -157,7 +158,7 @@ def _in_process(settings: dict[str, Any], options: "Options") -> "Served":
     make = partial(served_engine, EngineConfig.read(**own), text, options.logs)
     with progress_bar() as show:
         transport = ProcessTransport(make, options.limits.step_seconds, show)
-    note(summary(transport.facts))
+    show_start(transport.facts)
     try:
         processor = processor_of(transport.facts, text)
     except BaseException:

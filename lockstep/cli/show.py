@@ -38,8 +38,14 @@ def load(settings: dict[str, Any], quiet: bool = False) -> "LLM":
         return LLM(**settled)
     with progress_bar() as show:
         llm = LLM(progress=show, **settled)
-    note(summary(llm.engine.facts))
+    show_start(llm.engine.facts)
     return llm
+
+
+def show_start(facts: "Facts") -> None:
+    """Print what an engine is, and what was chosen for the user."""
+    for line in (summary(facts), *facts.plan.memory_notes):
+        note(line)
 
 
 def summary(facts: "Facts") -> str:
@@ -59,7 +65,8 @@ def summary(facts: "Facts") -> str:
     if loaded:
         read = f"{loaded.bytes / 1e9:.2f} GB of weights at {loaded.speed / 1e9:.1f} GB/s"
     return (
-        f"{model_name(facts.config)} on {plan.device}, {drafting}, cache of {room:,} tokens "
+        f"{model_name(facts.config)} on {plan.device}, {drafting}, max_num_seqs "
+        f"{plan.max_num_seqs}, cache of {room:,} tokens "
         f"({memory / 2**20:,.0f} MiB), {read}, graph {plan.graph_mode}, "
         f"numerics {plan.numerics}"
     )

@@ -1,60 +1,46 @@
-"""A GPU that is not there: backends, tiles and memory of an engine on it, from config.json alone.
-
-The model is built as an engine builds it, on tensors that have no memory (FakeTensorMode).
-"""
+"""A GPU that is not there: backends, tiles and memory of an engine, from config.json alone."""
 
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lockstep.cache.kv import kv_spec
-from lockstep.cache.specs import Cached
 from lockstep.config import EngineConfig, StepLimits
 from lockstep.engine.build import (
-    build_draft,
-    build_program,
     find_model,
-    kv_layers,
     largest_prompts,
-    pick_dtype,
+    sized,
     state_dtype,
     step_limits,
 )
-from lockstep.engine.hooks import NO_HOOKS
-from lockstep.errors import CapacityError, ConfigError
+from lockstep.engine.estimate import DryEngine, planner_of
+from lockstep.errors import ConfigError
 from lockstep.kernels.architecture import Architecture, named
 from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.packed import PackedWeight
 from lockstep.layers.attention import Attention
-from lockstep.layers.build import Build
 from lockstep.layers.latent_attention import LatentAttention
-from lockstep.layers.linear import Product, Weight
+from lockstep.layers.linear import Product
 from lockstep.layers.moe import MoE
 from lockstep.models.checkpoint import Checkpoint
-from lockstep.models.loader import build_model
 from lockstep.quant import packing_of
 from lockstep.runner import memory
+from lockstep.runner.planner import why_not
 from lockstep.step import PAGE_SIZE
 
-PLACE = "cuda:0"
-"""With its number: torch without CUDA would look for the current GPU otherwise."""
-OVERHEAD_BYTES = 1 << 30
-"""CUDA's context, loaded kernels, graphs and cuBLAS' workspace: an estimate."""
-SCRATCH = 4
-"""Numbers in fp32 that a step keeps per token and output of the widest layer, at once: an estimate
-above what its projections, the recurrence of prompts and the partial sums take."""
 SHARED_NOTE = (
     "shared memory by kernel is not computed here: compiling them takes minutes; "
     "tests/kernels/architectures.py holds every tile to the architecture's"
 )
 PROBE_NOTE = "cuBLAS may serve some linears: only a probe on the GPU itself says where"
-STEP_NOTE = "the bytes of a step and the overhead are estimates; an engine measures them"
+STEP_NOTE = (
+    "steps were run dry, the overhead is an estimate; an engine measures both before it takes pages"
+)
 
 
 def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[str, Any]:
@@ -71,121 +57,66 @@ def explain_absent(config: EngineConfig, arch: str, total: int | None) -> dict[s
     load_backends()
     checkpoint = Checkpoint.read(find_model(config.model, weights=False), config.hf_overrides)
     packing = packing_of(checkpoint.quantization(), config.quantization)
-    dtype = pick_dtype(config, checkpoint.raw, "cuda")
     limits = step_limits(config, checkpoint, "cuda", packing, told=card.name)
     has_weights = any(checkpoint.folder.glob("*.safetensors"))
-    with FakeTensorMode(allow_non_fake_inputs=True):  # small tables that modules keep are real
-        build = Build(
-            device=PLACE,
-            dtype=dtype,
-            window=limits.query_len,
-            max_positions=limits.history_len,
-            max_model_len=limits.max_model_len,
-            tensors=checkpoint.tensors() if has_weights else None,
-            prefixes=checkpoint.prefixes,
-            packing=packing,
-            arch=card.number,
-            kv=kv_layers(config, dtype),
-            state_dtype=state_dtype(config),
-        )
-        build.room.bounded = False
-        model = build_model(checkpoint.raw, build)
-        draft = build_draft(config, checkpoint, model, build)
-        placed = replace(limits, device=PLACE)
-        program = build_program(config, placed, build, model, draft, NO_HOOKS)
-        held = [t for t in _tensors(program.table) if isinstance(t, Tensor)]
-        table = sum(t.numel() * t.itemsize for t in held)
-    layers = memory.mixers(model, draft)
+    dry_engine = DryEngine(config, checkpoint, limits, packing, card, has_weights)
+    limits, planned = plan(config, limits, dry_engine, total)
+    build = dry_engine.build
+    with dry_engine.mode:
+        dry_engine.program(limits, build)
     said = {"architecture": card.name, "cards": card.cards, "shared_bytes": card.shared}
     return {
         **said,
         "layers": [vars(choice) for choice in build.choices],
-        "tiles": list(tiles(card, limits, dtype, model)),
-        "plan": plan(config, limits, layers, weight_bytes(model, draft), table, model, total),
+        "tiles": list(tiles(card, limits, build.dtype, dry_engine.model)),
+        "plan": planned,
         "notes": [SHARED_NOTE, PROBE_NOTE, STEP_NOTE, *(packing.notes if packing else ())],
     }
 
 
-def _tensors(table: Any) -> Iterator[Tensor]:
-    """The tensors that a table of rows holds."""
-    yield from table.row_tensors()
-    yield from (table.page_table, table.state_slots, table.inputs.storage, table.allowed)
-
-
-def weight_bytes(*roots: nn.Module | None) -> int:
-    """Bytes of all weights and buffers, packed or not, each storage counted once."""
-    found: dict[int, int] = {}
-    for root in roots:
-        for module in root.modules() if root is not None else ():
-            own: list[Any] = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            if isinstance(module, Weight):
-                own.append(module.stored)
-            found |= {id(weight): weight.nbytes for weight in own}
-    return sum(found.values())
-
-
-def step_bytes(limits: StepLimits, model: nn.Module) -> int:
-    """An estimate of what the largest step takes beside weights and cache."""
-    tokens = sum(largest_prompts(limits))
-    widths = [m.shape[0] for m in model.modules() if isinstance(m, Product)]
-    vocab = int(model.config.vocab_size)
-    widest = max((width for width in widths if width != vocab), default=1)
-    logits = limits.max_num_seqs * limits.query_len * vocab
-    return SCRATCH * 4 * (tokens * widest + logits)
-
-
 def plan(
-    config: EngineConfig,
-    limits: StepLimits,
-    layers: dict[str, Cached],
-    weights: int,
-    table: int,
-    model: nn.Module,
-    total: int | None,
-) -> dict[str, Any]:
-    """The memory plan: bytes of each part and, of a GPU with `total` bytes, what fits."""
-    cost = memory.cache_bytes(layers)
-    step = step_bytes(limits, model)
-    before = weights + table + step + OVERHEAD_BYTES + memory.staging_bytes(config)
-    least = (limits.row_columns + 1) * cost.page + 2 * cost.slot
-    found: dict[str, Any] = dict(
+    config: EngineConfig, limits: StepLimits, dry_engine: DryEngine, total: int | None
+) -> tuple[StepLimits, dict[str, Any]]:
+    """Plan the memory of a GPU with `total` bytes -> the limits of its steps, and bytes by part.
+
+    total None: of any GPU; the plan is the preferred one then. needed_bytes: memory of the smallest
+    GPU on which anything fits.
+    """
+    planner = planner_of(config, limits, dry_engine)
+    share = 1.0 if config.kv_cache_memory_bytes else config.gpu_memory_utilization
+    ladder = planner.ladder()
+    known = total is not None
+    chosen = planner.plan(int((total or 0) * share)) if known else planner.unfilled(ladder[0])
+    entry = chosen.entry
+    limits = sized(limits, config, entry.rows, entry.tokens)
+    smallest = sum(planner.least(ladder[-1]).values())
+    parts = {f"{name}_bytes": size for name, size in chosen.parts.items()}
+    report: dict[str, Any] = dict(
         dtype=limits.dtype,
         quantization=limits.quantization,
         state_dtype=str(state_dtype(config)).removeprefix("torch."),
         max_model_len=limits.max_model_len,
-        max_num_seqs=limits.max_num_seqs,
-        weight_bytes=weights,
-        table_bytes=table,
-        step_bytes=step,
-        overhead_bytes=OVERHEAD_BYTES,
-        page_bytes=cost.page,
-        slot_bytes=cost.slot,
-        one_request_bytes=least,
-        host_pages=int(config.kv_offloading_size * memory.GIB) // cost.page,
-        needed_bytes=int((before + least) / config.gpu_memory_utilization),
+        max_num_seqs=entry.rows,
+        max_num_batched_tokens=entry.tokens,
+        row_buckets=limits.row_buckets,
+        **parts,
+        page_bytes=dry_engine.page,
+        slot_bytes=dry_engine.slot,
+        host_pages=int(config.kv_offloading_size * memory.GIB) // dry_engine.page,
+        needed_bytes=int(smallest / share),
     )
     if total is None:
-        return found
-    left = config.kv_cache_memory_bytes or int(total * config.gpu_memory_utilization) - before
-    found |= dict(gpu_memory_bytes=total, cache_bytes=max(left, 0))
-    try:
-        asked = config.num_gpu_blocks is not None
-        size = (
-            memory.asked_size(config, limits, cost)
-            if asked
-            else memory.measured_size(config, limits, cost, max(left, 0))
-        )
-    except CapacityError as error:
-        return found | dict(num_pages=0, num_slots=0, fits=False, why=str(error))
-    used = size.pages * cost.page + size.slots * cost.slot
-    tokens = (size.pages - 1) * PAGE_SIZE
-    found |= dict(num_pages=size.pages, num_slots=size.slots, cache_tokens=tokens)
-    if used > left:
-        return found | dict(fits=False, why=f"the cache as asked for takes {used:,} bytes")
-    if size.pages - 1 < limits.row_columns:
-        why = f"pages hold {tokens} tokens; a request of max_model_len needs {limits.history_len}"
-        return found | dict(fits=False, why=why)
-    return found | dict(fits=True, why="")
+        return limits, report
+    report |= dict(gpu_memory_bytes=total, available_bytes=chosen.available)
+    report["fits"] = not chosen.short
+    if chosen.short:
+        return limits, report | dict(num_pages=0, num_slots=0, notes=(), why=why_not(chosen))
+    tokens = (chosen.pages - 1) * PAGE_SIZE
+    size = dict(num_pages=chosen.pages, num_slots=chosen.slots, cache_tokens=tokens)
+    if tokens < limits.max_model_len:  # pages that were typed hold less than one request
+        why = f"pages hold {tokens} tokens; a request may have {limits.max_model_len}"
+        return limits, report | size | dict(fits=False, notes=(), why=why)
+    return limits, report | size | dict(notes=chosen.notes, why="")
 
 
 def tiles(

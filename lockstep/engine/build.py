@@ -1,8 +1,8 @@
-"""From what the user chose to a runner that stands: checkpoint, model, costs, plan, warm-up."""
+"""The parts of an engine: checkpoint, device, limits of a step, numerics, model and program."""
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
@@ -13,104 +13,39 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.cache.specs import Cached
-from lockstep.config import DTYPES, EngineConfig, Plan, StepLimits
+from lockstep.config import DTYPES, EngineConfig, StepLimits
 from lockstep.engine.hooks import CheckHooks
 from lockstep.errors import ConfigError
 from lockstep.kernels.backends import load as load_backends
 from lockstep.kernels.kv import formats
-from lockstep.layers.build import Build, Choice
+from lockstep.layers.build import Build
 from lockstep.layers.kv import KVLayers
 from lockstep.layers.linear import probe
-from lockstep.layers.room import Room
 from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.hub import folder_of
 from lockstep.models.loader import Loaded, build_model, fill_dummy, load_weights
 from lockstep.models.reading import ConfigReader
-from lockstep.quant import Packing, packing_of
+from lockstep.quant import Packing
 from lockstep.runner import memory
-from lockstep.runner.floor import StepCosts
 from lockstep.runner.program import Drafter, Program
-from lockstep.runner.runner import Runner
 from lockstep.runner.sampler import Sampler
 from lockstep.runner.synthetic import SyntheticSampler
 from lockstep.runner.table import RowTable
-from lockstep.scheduling.draft_length import (
-    DraftLengthPolicy,
-    FixedDraftLength,
-    draft_length_policy,
-)
-from lockstep.spec import drafter_module, passes_of
+from lockstep.spec import drafter_module
 from lockstep.spec.drafter import DraftContext, NoDrafter
 from lockstep.step import PAGE_SIZE, StepShape
 
 Progress = Callable[[str, int, int], None]
 GPU_ROW_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Rows that a GPU's steps are padded to: a graph for each and number of drafts."""
+CPU_ROWS = 16
+"""Rows of a CPU, where the user names no number: more make no step faster."""
+TOKENS = 2048
+"""Prompt tokens of a step, where the user names no number and memory suffices."""
+GPU_ROWS = 256
+"""Rows of a GPU, where the user names no number and memory suffices."""
 GPU_STEPS_IN_FLIGHT = 2
 """The host schedules a step while the device works on the one before."""
-
-
-@dataclass
-class EngineParts:
-    """All that an engine stands on. draft_policy: how many drafts each step brings; notes: what
-    the checkpoint's weight format asks for and is not done; loaded: None where weights are random;
-    costs: of its steps.
-    """
-
-    plan: Plan
-    runner: Runner
-    draft_policy: DraftLengthPolicy
-    checkpoint: Checkpoint
-    choices: list[Choice]
-    notes: tuple[str, ...]
-    loaded: Loaded | None
-    costs: StepCosts
-
-
-@torch.inference_mode()
-def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) -> EngineParts:
-    """Builds everything. Raises ConfigError, CheckpointError or CapacityError."""
-    device = pick_device(config)
-    checkpoint = Checkpoint.read(find_model(config.model), config.hf_overrides)
-    packing = packing_of(checkpoint.quantization(), config.quantization)
-    limits = step_limits(config, checkpoint, device, packing)
-    prepare_device(device)
-    build = Build(
-        device=device,
-        dtype=getattr(torch, limits.dtype),
-        window=limits.query_len,
-        max_positions=limits.history_len,
-        max_model_len=limits.max_model_len,
-        tensors=checkpoint.tensors() if config.load_format == "auto" else None,
-        prefixes=checkpoint.prefixes,
-        packing=packing,
-        kv=kv_layers(config, getattr(torch, limits.dtype)),
-        state_dtype=state_dtype(config),
-    )
-    model, draft, loaded = build_models(config, checkpoint, build, progress)
-    layers = memory.mixers(model, draft)
-    cost = memory.cache_bytes(layers)
-    memory.check_table(build.room, limits, model.config.vocab_size)
-    probe_linears(build, model, limits)
-    program = build_program(config, limits, build, model, draft, hooks)
-    size = cache_size(config, limits, build, layers, program)
-    plan = Plan(
-        **vars(limits),
-        num_pages=size.pages,
-        page_bytes=cost.page,
-        num_slots=size.slots,
-        slot_bytes=cost.slot,
-        host_pages=memory.host_pages(config, cost, host_room(build)),
-        snapshot_every=config.snapshot_every or memory.snapshot_every(model, draft),
-        **draft_costs(model, draft),
-    )
-    runner = Runner(plan, model, draft, program)
-    step_ms = runner.warm_up(lambda done, of: progress("warming up", done, of))
-    policy = pick_policy(config, plan, hooks, step_ms)
-    notes = () if build.packing is None else build.packing.notes
-    costs = StepCosts.of(model, draft, passes_of(config.speculative_config))
-    return EngineParts(plan, runner, policy, checkpoint, build.choices, notes, loaded, costs)
 
 
 # What is chosen before anything is built.
@@ -157,12 +92,21 @@ def pick_length(config: EngineConfig, raw: dict[str, Any]) -> int:
     return config.max_model_len or most
 
 
-def pick_row_buckets(config: EngineConfig, device: str) -> tuple[int, ...]:
-    """The row counts that steps are padded to, ascending: the last is max_num_seqs."""
-    most = config.max_num_seqs
-    usual = GPU_ROW_BUCKETS if device == "cuda" else tuple(range(1, most + 1))
+def pick_row_buckets(config: EngineConfig, device: str, rows: int) -> tuple[int, ...]:
+    """Return the row counts that steps are padded to, ascending: the last is max_num_seqs."""
+    usual = GPU_ROW_BUCKETS if device.startswith("cuda") else tuple(range(1, rows + 1))
     buckets = config.row_buckets or usual
-    return tuple(sorted({b for b in buckets if b < most} | {most}))
+    return tuple(sorted({bucket for bucket in buckets if bucket < rows} | {rows}))
+
+
+def sized(limits: StepLimits, config: EngineConfig, rows: int, tokens: int) -> StepLimits:
+    """Return the limits with these numbers of rows and of prompt tokens of a step."""
+    return replace(
+        limits,
+        max_num_seqs=rows,
+        max_num_batched_tokens=tokens,
+        row_buckets=pick_row_buckets(config, limits.device, rows),
+    )
 
 
 def step_limits(
@@ -172,21 +116,23 @@ def step_limits(
     packing: Packing | None,
     told: str | None = None,
 ) -> StepLimits:
-    """How large steps may be. told: the numerics of a device that is not there. Raises ConfigError
-    or CheckpointError."""
+    """Return the largest steps: as the user chose, else as a device with enough memory has
+    them. told: the numerics of a device that is not there. Raises ConfigError or CheckpointError.
+    """
     dtype = pick_dtype(config, checkpoint.raw, device)
     drafting = config.speculative_config
     cuda = device == "cuda"
+    rows = config.max_num_seqs or (GPU_ROWS if cuda else CPU_ROWS)
     return StepLimits(
         model_path=checkpoint.folder,
         device=device,
         dtype=str(dtype).removeprefix("torch."),
         max_model_len=pick_length(config, checkpoint.raw),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=rows,
+        max_num_batched_tokens=config.max_num_batched_tokens or TOKENS,
         query_len=config.num_drafts + 1,
         page_size=PAGE_SIZE,
-        row_buckets=pick_row_buckets(config, device),
+        row_buckets=pick_row_buckets(config, device, rows),
         draft_lengths=drafting.draft_lengths if drafting else (0,),
         graph_mode=config.cuda_graph_mode if cuda else "none",
         steps_in_flight=config.steps_in_flight or (GPU_STEPS_IN_FLIGHT if cuda else 1),
@@ -315,8 +261,8 @@ def build_draft(
     return draft
 
 
-def draft_costs(model: nn.Module, draft: Any) -> dict[str, int]:
-    """What a Plan says of the draft module."""
+def draft_costs(model: Any, draft: Any) -> dict[str, Any]:
+    """Return what a Plan says of the draft module."""
     if draft is None:
         return {}
     known = model.config.vocab_size if draft.ids is None else len(draft.ids)
@@ -364,70 +310,19 @@ def build_program(
     return Program(table, model, sampler, create(context), context.on_answer)
 
 
-# What is left for the cache, and who chooses the number of drafts.
+# The largest steps.
 
 
 def largest_prompts(limits: StepLimits) -> list[int]:
-    """The lengths of the prompts in the largest step: rows that are as long as rows may be."""
+    """Return the lengths of the prompts in the largest step: rows as long as rows may be."""
     most = limits.max_model_len
     tokens = limits.max_num_batched_tokens
     lengths = [min(most, tokens - at) for at in range(0, tokens, most)]
     return lengths[: limits.max_num_seqs]
 
 
-def cache_size(
-    config: EngineConfig,
-    limits: StepLimits,
-    build: Build,
-    layers: dict[str, Cached],
-    program: Program,
-) -> memory.CacheSize:
-    """Pages and slots: as asked for, or as many as are of use and fit. Raises CapacityError."""
-    cost = memory.cache_bytes(layers)
-    if limits.device == "cuda" and config.num_gpu_blocks is None:
-        budget = config.kv_cache_memory_bytes or free_bytes(config, limits, layers, program)
-        return memory.measured_size(config, limits, cost, budget)
-    size = memory.asked_size(config, limits, cost)
-    if limits.device == "cpu":
-        memory.check_cache(build.room, cost, size)
-    return size
-
-
-def free_bytes(
-    config: EngineConfig, limits: StepLimits, layers: dict[str, Cached], program: Program
-) -> int:
-    """Bytes of the GPU that are left beside weights, table and the largest steps, which run here on
-    null rows. Negative where those take more than gpu_memory_utilization allows."""
-    memory.allocate(layers, num_pages=2, num_slots=2, device=limits.device)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+def largest_prompt_step(limits: StepLimits) -> tuple[list[int], StepShape]:
+    """Return the largest prompts and the shape of the step that they are in."""
     lengths = largest_prompts(limits)
-    program.table.inputs.fill(query_lens=lengths)
     sizes = len(lengths), sum(lengths), max(lengths)
-    prompt = StepShape(*sizes, prompt=True, next_drafts=limits.query_len - 1)
-    for shape in (prompt, StepShape.uniform(limits.row_buckets[-1], limits.query_len)):
-        program.decide(program.forward(shape))
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated() - before
-    free, total = torch.cuda.mem_get_info()
-    taken = total - free + peak + memory.staging_bytes(config)
-    return int(total * config.gpu_memory_utilization) - taken
-
-
-def host_room(build: Build) -> Room:
-    """The host's memory: on a CPU, the device's own."""
-    return build.room if build.device == "cpu" else Room("cpu")
-
-
-def pick_policy(
-    config: EngineConfig,
-    plan: Plan,
-    hooks: CheckHooks,
-    step_ms: dict[tuple[int, int], float],
-) -> DraftLengthPolicy:
-    """Who chooses the number of drafts. step_ms: (rows, drafts) -> ms of a step of null rows."""
-    if hooks.draft_policy:
-        return hooks.draft_policy(plan.draft_lengths)
-    if config.speculative_config is None:
-        return FixedDraftLength(0)
-    return draft_length_policy(config.speculative_config.adaptive, plan.draft_lengths, step_ms)
+    return lengths, StepShape(*sizes, prompt=True, next_drafts=limits.query_len - 1)

@@ -14,7 +14,8 @@ from typing import Any
 from lockstep.cache.cache import Cache, CacheConfig
 from lockstep.cache.host import PAGES, SLOTS
 from lockstep.config import EngineConfig, Plan
-from lockstep.engine.build import Progress, build_engine
+from lockstep.engine.assemble import build_engine
+from lockstep.engine.build import Progress
 from lockstep.engine.hooks import NO_HOOKS, CheckHooks
 from lockstep.engine.stats import DecodeStep, Stats
 from lockstep.errors import EngineDeadError, RequestError

@@ -3,6 +3,9 @@
 docs/kernels/architectures.md has the rule by which tiles fall back.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 
@@ -74,11 +77,39 @@ PROCESSORS = 132
 """Multiprocessors of an H100 or H200, and of a GPU that is not there."""
 
 
+def card_of(device: torch.device | str) -> Architecture:
+    """Return the architecture of a GPU, listed here or not."""
+    number = number_of(device)
+    return ARCHITECTURES.get(number) or Architecture(number, shared_of(number), "this GPU")
+
+
+_PLANNED: ContextVar[Architecture | None] = ContextVar("planned", default=None)
+"""The card that planned_for names, in place of the device's own."""
+
+
+@contextmanager
+def planned_for(card: Architecture) -> Iterator[None]:
+    """Let every GPU be this card, which need not be there, for plans and dry runs."""
+    token = _PLANNED.set(card)
+    try:
+        yield
+    finally:
+        _PLANNED.reset(token)
+
+
+def is_planned() -> bool:
+    """Return whether planned_for names the card of every GPU now."""
+    return _PLANNED.get() is not None
+
+
 def number_of(device: torch.device | str) -> int:
-    """The architecture of a GPU, e.g. 86; HOPPER for a device that is none, where the interpreter
-    runs what Hopper's tiles say."""
+    """Return the architecture of a GPU, e.g. 86; HOPPER for a device that is none, where the
+    interpreter runs what Hopper's tiles say."""
     place = torch.device(device)
-    return _capability(place) if place.type == "cuda" else HOPPER
+    if place.type != "cuda":
+        return HOPPER
+    planned = _PLANNED.get()
+    return _capability(place) if planned is None else planned.number
 
 
 @cache
@@ -88,7 +119,12 @@ def _capability(device: torch.device) -> int:
 
 
 def processors_of(device: torch.device) -> int:
-    """Multiprocessors of a GPU."""
-    if device.type != "cuda":
+    """Return the multiprocessors of a GPU."""
+    if device.type != "cuda" or is_planned():
         return PROCESSORS
+    return _processors(device)
+
+
+@cache
+def _processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -17,12 +17,8 @@ from lockstep.step import PAGE_SIZE
 
 CPU_CACHE_BYTES = 1 << 30
 """Of pages on a CPU, where nobody says how many."""
-GPU_SNAPSHOT_SHARE = 0.2
-"""Of the memory that a GPU has left for the cache, the most that snapshots take unasked."""
 SNAPSHOTS_PER_ROW = 2
 """Snapshots of recurrent state, where nobody says how many."""
-GPU_PAGES_PER_ROW = 4
-"""Times the pages of its rows that a GPU's cache holds at most: the rest is for prefixes."""
 TOKEN_BYTES = 8
 """Of the table, per token of a row: its id."""
 VOCAB_BYTES = 9
@@ -105,33 +101,14 @@ def asked_size(config: EngineConfig, limits: StepLimits, cost: CacheBytes) -> Ca
         least = min(limits.row_columns, LEAST_PAGES - 1) + 1
         budget = config.kv_cache_memory_bytes or CPU_CACHE_BYTES
         pages = count_pages(budget, cost.page, useful, least)
-    return CacheSize(pages, _slots(limits, cost, _snapshots(config)))
+    return CacheSize(pages, _slots(limits, cost, _snapshots(config, limits)))
 
 
-def measured_size(
-    config: EngineConfig, limits: StepLimits, cost: CacheBytes, budget: int
-) -> CacheSize:
-    """The cache that `budget` bytes of a GPU hold: slots first, pages with the rest; but snapshots
-    that nobody asked for leave pages for one request of the whole length. Raises CapacityError."""
-    snapshots = _snapshots(config)
-    if config.num_snapshots is None and cost.slot:
-        request = (limits.row_columns + 1) * cost.page + _slots(limits, cost, 0) * cost.slot
-        most = min(int(budget * GPU_SNAPSHOT_SHARE), budget - request)
-        snapshots = min(snapshots, max(most, 0) // cost.slot)
-    slots = _slots(limits, cost, snapshots)
-    useful = limits.max_num_seqs * limits.row_columns * GPU_PAGES_PER_ROW + 1
-    left = budget - slots * cost.slot
-    beside = f" beside {slots} slots of recurrent state ({cost.slot} bytes each)" if slots else ""
-    if budget < 0:
-        beside += f", since {-budget} bytes more than the share are taken, by other programs too"
-    return CacheSize(count_pages(left, cost.page, useful, LEAST_PAGES, beside), slots)
-
-
-def _snapshots(config: EngineConfig) -> int:
-    """As many as are asked for, or may be of use."""
+def _snapshots(config: EngineConfig, limits: StepLimits) -> int:
+    """Return the number of snapshots: the config's, or as many as prefix hits may need."""
     if config.num_snapshots is not None:
         return config.num_snapshots
-    return SNAPSHOTS_PER_ROW * config.max_num_seqs if config.enable_prefix_caching else 0
+    return SNAPSHOTS_PER_ROW * limits.max_num_seqs if config.enable_prefix_caching else 0
 
 
 def _slots(limits: StepLimits, cost: CacheBytes, snapshots: int) -> int:
@@ -211,16 +188,14 @@ def tensors(layers: dict[str, Cached], law: Law) -> list[Tensor]:
     return [t for m in layers.values() if m.cache_spec().law is law for t in m.cache_tensors()]
 
 
-def count_pages(budget: int, page_bytes: int, useful: int, least: int, beside: str = "") -> int:
-    """Pages that `budget` bytes hold, at most `useful`. Raises CapacityError below `least`.
-
-    beside: what else the cache keeps, for the message.
-    """
+def count_pages(budget: int, page_bytes: int, useful: int, least: int) -> int:
+    """Return the pages that `budget` bytes hold, at most `useful`. Raises CapacityError below
+    `least`."""
     pages = min(budget // page_bytes, useful)
     if pages < least:
         raise CapacityError(
             f"the KV cache has room for {max(pages, 0)} pages of {PAGE_SIZE} tokens "
-            f"({page_bytes} bytes each){beside}; at least {least} are needed: the null page, and "
+            f"({page_bytes} bytes each); at least {least} are needed: the null page, and "
             "those of a request. Lower max_num_seqs, max_num_batched_tokens or max_model_len, "
             "choose a kv_cache_dtype of fewer bytes, or raise gpu_memory_utilization."
         )

@@ -1,4 +1,4 @@
-"""What a GPU's memory is given to: slots of rows, one whole request, snapshots, more pages."""
+"""Host memory of the cache: its size, its errors, and how it is taken."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,12 +8,9 @@ import pytest
 from lockstep.errors import CapacityError
 from lockstep.layers.room import Room
 from lockstep.runner import memory
-from lockstep.runner.memory import GIB, CacheBytes, host_memory, host_pages, measured_size
+from lockstep.runner.memory import GIB, CacheBytes, host_memory, host_pages
 
 COST = CacheBytes(page=1000, slot=20000)
-LIMITS: Any = SimpleNamespace(max_num_seqs=1, row_columns=100)
-REQUEST = 101 * COST.page + 2 * COST.slot
-"""Pages of a request of the whole length with the null page, the null slot and a row's."""
 
 
 def config(**settings: Any) -> Any:
@@ -21,41 +18,6 @@ def config(**settings: Any) -> Any:
     return SimpleNamespace(
         num_snapshots=None, enable_prefix_caching=True, max_num_seqs=1, **settings
     )
-
-
-@pytest.mark.parametrize(
-    ("spare", "slots"), [(0, 2), (19_999, 2), (20_000, 3), (200_000, 4)], ids=str
-)
-def test_snapshots_that_nobody_asked_for_leave_a_whole_request(spare: int, slots: int) -> None:
-    size = measured_size(config(), LIMITS, COST, REQUEST + spare)
-    assert size.slots == slots
-    assert size.pages >= 101
-
-
-def test_snapshots_that_are_asked_for_are_given() -> None:
-    asked = config()
-    asked.num_snapshots = 2
-    size = measured_size(asked, LIMITS, COST, REQUEST)
-    assert size.slots == 4
-    assert size.pages == 61
-
-
-def test_a_budget_that_slots_take_says_so() -> None:
-    with pytest.raises(CapacityError) as caught:
-        measured_size(config(), LIMITS, COST, 2 * COST.slot + 2 * COST.page)
-    message = str(caught.value)
-    assert "room for 2 pages" in message and "beside 2 slots" in message
-    assert "at least 3 are needed: the null page" in message
-    assert "Lower max_num_seqs, max_num_batched_tokens" in message
-
-
-def test_a_budget_below_zero_says_what_has_taken_it() -> None:
-    """As beside other programs that hold more than the share of gpu_memory_utilization."""
-    with pytest.raises(CapacityError) as caught:
-        measured_size(config(), LIMITS, COST, -(10**9))
-    message = str(caught.value)
-    assert "room for 0 pages" in message and "beside 2 slots" in message
-    assert "since 1000000000 bytes more than the share are taken" in message
 
 
 @pytest.mark.parametrize(

@@ -25,10 +25,11 @@ read like dashes, `--flag=value` like `--flag value`; `--no-flag` turns a switch
 command line has the last word. A misspelt flag is an error that names the nearest. All commands
 that load a model know the flags whose settings they have.
 
-Defaults that differ: `--host` is 127.0.0.1; `--max-num-seqs` is 16, where vLLM's server takes 256
-or more at once, so raise it for many clients; `--max-num-batched-tokens` is 2,048; a checkpoint's
-own draft module drafts unless `--speculative-config none` is given; with a key (`--api-key`), all
-but `/health`, `/ping` and the playground's page ask for it, `/metrics` too.
+Defaults that differ: `--host` is 127.0.0.1; `--max-num-seqs` is chosen from a GPU's
+memory, 256 where it fits, and is 16 on a CPU; `--max-num-batched-tokens` is 2,048, or fewer where
+memory is short ([how](models.md#how-memory-is-planned)); a checkpoint's own draft module drafts
+unless `--speculative-config none` is given; with a key (`--api-key`), all but `/health`, `/ping`
+and the playground's page ask for it, `/metrics` too.
 """
 
 

@@ -38,6 +38,16 @@ def format_of(name: str, dtype: torch.dtype) -> KVFormat | None:
     return FORMATS[name]
 
 
+def load_device_functions() -> None:
+    """Import the kernels' side of every format. Needs Triton."""
+    for format in FORMATS.values():
+        for codec in (format.k, format.v, format.latent):
+            if codec is not None and codec.device_at is not None:
+                codec.device()
+            if codec is not None and codec.fragments_at is not None:
+                codec.fragments()
+
+
 def head_codecs(
     format: KVFormat | None, dim: int, setting: str = "kv_cache_dtype"
 ) -> tuple[Codec, Codec] | None:

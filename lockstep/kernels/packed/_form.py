@@ -1,7 +1,6 @@
 """What a kernel is given of a packed weight: its tensors and its layout as constants."""
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton.language as tl
@@ -62,10 +61,10 @@ class Target:
         return self.assembly and multiplies_by_mma_sync(self.arch)
 
 
-@cache
 def target_of(device: torch.device) -> Target:
-    """What kernels are compiled for; under the interpreter nothing is."""
-    compiled = isinstance(load_tile, JITFunction)
+    """Return what kernels are compiled for; under the interpreter nothing is,
+    but what is planned for a GPU."""
+    compiled = isinstance(load_tile, JITFunction) or architecture.is_planned()
     return Target(architecture.number_of(device), compiled, architecture.processors_of(device))
 
 

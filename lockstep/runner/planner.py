@@ -1,0 +1,319 @@
+"""The memory planner: rows, prompt tokens of a step, snapshots and pages that fit into a GPU.
+
+The user's own settings are taken as they are. What he left out is the first entry of a fixed ladder
+whose bytes fit. So a plan follows from settings, bytes and costs alone, and more memory never gives
+less of anything that the ladder decides. No answer depends on any of it.
+
+The ladder shrinks in this order:
+
+1. rows, from 256 down to 16: requests beyond them wait, and steps of few rows are less efficient;
+2. prompt tokens of a step, from 2,048 to 512: long prompts take longer;
+3. rows, from 16 down to 4;
+4. prompt tokens, to 256;
+5. rows, from 4 down to 1;
+6. the snapshot of each row: a follow-up turn computes its whole prompt again;
+7. prompt tokens, to 64, the grid of recurrent layers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+from lockstep.errors import CapacityError
+from lockstep.step import PAGE_SIZE
+
+ROWS = (256, 192, 128, 96, 64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2, 1)
+"""Numbers of rows, the preferred one first."""
+TOKENS = (2048, 1024, 512, 256, 128, 64)
+"""Prompt tokens of a step, the preferred number first; the last is the grid of recurrent layers."""
+LADDER = ((16, 2048), (16, 512), (4, 512), (4, 256), (1, 256))
+"""The smallest (rows, tokens) of stages 1 to 5."""
+ASSUMED_CONTEXT = 1024
+"""Tokens that a running request has in the cache on average, as chats have: pages for as many are
+set aside for every row. Longer requests take the pages of others, which wait."""
+MAX_SNAPSHOTS_PER_ROW = 2
+"""Snapshots of recurrent state, where memory is left over."""
+SNAPSHOT_SHARE = 0.2
+"""Share of the memory left over that goes to further snapshots; the rest goes to pages."""
+PAGES_PER_ROW = 4
+"""Upper bound of pages, as a multiple of those of all rows at max_model_len."""
+NAMES = {
+    "rows": "max_num_seqs",
+    "tokens": "max_num_batched_tokens",
+    "snapshots": "num_snapshots",
+    "pages": "num_gpu_blocks",
+    "cache_bytes": "kv_cache_memory_bytes",
+}
+"""Field of Typed -> the setting that it comes from."""
+GB = 1e9
+
+
+class Costs(Protocol):
+    """Bytes of an engine, by what is chosen."""
+
+    @property
+    def fixed(self) -> dict[str, int]:
+        """Bytes that nothing chosen changes, by name: weights, the CUDA context."""
+        ...
+
+    @property
+    def page(self) -> int:
+        """Bytes of a page over all layers."""
+        ...
+
+    @property
+    def slot(self) -> int:
+        """Bytes of a slot of recurrent state over all layers, 0 where no layer recurs."""
+        ...
+
+    def working(self, rows: int, tokens: int) -> dict[str, int]:
+        """Bytes of the row table, the largest step and its graphs, by name."""
+        ...
+
+
+@dataclass(frozen=True)
+class Typed:
+    """Settings that the user typed; None where the planner chooses. snapshots: in total."""
+
+    rows: int | None = None
+    tokens: int | None = None
+    snapshots: int | None = None
+    pages: int | None = None
+    cache_bytes: int | None = None
+
+    def named(self) -> tuple[str, ...]:
+        """The settings with their values, by the names that users type."""
+        return tuple(
+            f"{NAMES[name]}={value}" for name, value in vars(self).items() if value is not None
+        )
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Entry of the ladder. snapshots: those of all rows that must fit."""
+
+    rows: int
+    tokens: int
+    snapshots: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Memory plan: the chosen entry, the bytes of each part, and what more memory would buy.
+
+    parts: bytes by name, pages and state included; available: bytes for all parts together; notes:
+    sentences for people; short: bytes that are missing, 0 where the plan fits; typed: what the user
+    typed, for the message.
+    """
+
+    entry: Entry
+    pages: int
+    slots: int
+    parts: dict[str, int]
+    available: int
+    notes: tuple[str, ...] = ()
+    short: int = 0
+    typed: tuple[str, ...] = ()
+
+    @property
+    def needed(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Planner for requests of up to `columns` pages each. prefix_caching: whether prefixes are
+    kept for reuse, for which recurrent layers need snapshots."""
+
+    typed: Typed
+    costs: Costs
+    columns: int
+    prefix_caching: bool = True
+
+    def ladder(self) -> list[Entry]:
+        """The entries in order, with the typed settings in place of their own."""
+        pairs = list(_pairs())
+        small = [(1, tokens) for tokens in TOKENS if tokens < LADDER[-1][1]]
+        entries = [self._entry(*pair, True) for pair in pairs]
+        entries += [self._entry(*pair, False) for pair in (pairs[-1], *small)]
+        return list(dict.fromkeys(entries))
+
+    def plan(self, available: int) -> MemoryPlan:
+        """Choose the first entry that fits into `available` bytes; the last one where none does.
+
+        The last one's plan then has `short` set, with its least bytes as parts.
+        """
+        entries = self.ladder()
+        index = self._first_fit(entries, available)
+        if index == len(entries):
+            return self.unfilled(entries[-1], available)
+        entry = entries[index]
+        return self._filled(entry, available, tuple(self._notes(entries, index, available)))
+
+    def unfilled(self, entry: Entry, available: int = 0) -> MemoryPlan:
+        """The least plan of an entry, whether it fits or not."""
+        parts = self.least(entry)
+        short = sum(parts.values()) - available
+        if self.typed.cache_bytes is not None:
+            short = max(short, self._cache_of(parts) - self.typed.cache_bytes)
+        size = self.least_size(entry)
+        typed = self.typed.named()
+        return MemoryPlan(entry, *size, parts, available, short=max(short, 0), typed=typed)
+
+    def least(self, entry: Entry) -> dict[str, int]:
+        """The fewest bytes of an entry, by part."""
+        parts = dict(self.costs.fixed) | self.costs.working(entry.rows, entry.tokens)
+        return parts | self._cache(*self.least_size(entry))
+
+    def least_size(self, entry: Entry) -> tuple[int, int]:
+        """The fewest pages and slots of an entry, the null ones included."""
+        return self._pages(entry.rows), self._slots(entry)
+
+    def lacking(self, entry: Entry, budget: int) -> int:
+        """Bytes that a cache of `budget` bytes lacks for an entry; negative where some are left."""
+        return sum(self._cache(*self.least_size(entry)).values()) - budget
+
+    def _entry(self, rows: int, tokens: int, snapshots: bool) -> Entry:
+        typed = self.typed
+        rows = rows if typed.rows is None else typed.rows
+        kept = rows if snapshots and self._wants_snapshots else 0
+        if typed.snapshots is not None:
+            kept = typed.snapshots
+        return Entry(rows, typed.tokens or tokens, kept if self.costs.slot else 0)
+
+    @property
+    def _wants_snapshots(self) -> bool:
+        return self.prefix_caching and self.costs.slot > 0
+
+    def _first_fit(self, entries: list[Entry], available: int) -> int:
+        """The index of the first entry that fits, by bisection: no entry takes more than the one
+        before it, and each costs a dry run of a step."""
+        low, high = 0, len(entries)
+        while low < high:
+            middle = (low + high) // 2
+            if self._fits(self.least(entries[middle]), available):
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def _fits(self, parts: dict[str, int], available: int) -> bool:
+        bound = self.typed.cache_bytes
+        cached = bound is None or self._cache_of(parts) <= bound
+        return cached and sum(parts.values()) <= available
+
+    def _cache(self, pages: int, slots: int) -> dict[str, int]:
+        state = {"state": slots * self.costs.slot} if self.costs.slot else {}
+        return {"pages": pages * self.costs.page} | state
+
+    def _cache_of(self, parts: dict[str, int]) -> int:
+        return parts["pages"] + parts.get("state", 0)
+
+    def _pages(self, rows: int) -> int:
+        """Pages that must fit: the null page, and one request of the whole length, or the assumed
+        context of every row where the planner chooses how many rows there are."""
+        if self.typed.pages is not None:
+            return self.typed.pages
+        mean = min(-(-ASSUMED_CONTEXT // PAGE_SIZE), self.columns)
+        of_rows = mean * rows if self.typed.rows is None else 0
+        return 1 + max(self.columns, of_rows)
+
+    def _slots(self, entry: Entry) -> int:
+        """The null slot, one for each row, and the snapshots; none where no layer recurs."""
+        return 1 + entry.rows + entry.snapshots if self.costs.slot else 0
+
+    def _filled(self, entry: Entry, available: int, notes: tuple[str, ...]) -> MemoryPlan:
+        """The plan of an entry, with what is left over given to snapshots and pages."""
+        parts = self.least(entry)
+        cached = self._cache_of(parts)
+        spare = available - sum(parts.values())
+        if self.typed.cache_bytes is not None:
+            spare = min(spare, self.typed.cache_bytes - cached)
+        size = self.fill(entry, spare)
+        parts |= self._cache(*size)
+        return MemoryPlan(entry, *size, parts, available, notes)
+
+    def fill(self, entry: Entry, spare: int) -> tuple[int, int]:
+        """Pages and slots of an entry with `spare` bytes more than its least."""
+        pages, slots = self.least_size(entry)
+        if self._wants_snapshots and self.typed.snapshots is None:
+            max_more = MAX_SNAPSHOTS_PER_ROW * entry.rows - entry.snapshots
+            more = max(min(max_more, int(spare * SNAPSHOT_SHARE) // self.costs.slot), 0)
+            slots += more
+            spare -= more * self.costs.slot
+        if self.typed.pages is None:
+            useful = entry.rows * self.columns * PAGES_PER_ROW + 1
+            pages = max(min(pages + spare // self.costs.page, useful), pages)
+        return pages, slots
+
+    def _notes(self, entries: list[Entry], index: int, available: int) -> Iterator[str]:
+        """Sentences that say what was chosen, and what more memory would buy."""
+        entry = entries[index]
+        chosen = [
+            f"{name}={value}"
+            for name, value, typed in (
+                ("max_num_seqs", entry.rows, self.typed.rows),
+                ("max_num_batched_tokens", entry.tokens, self.typed.tokens),
+            )
+            if typed is None
+        ]
+        if not chosen:
+            return
+        yield f"{' and '.join(chosen)} chosen for {available / GB:.2f} GB of memory"
+        if not index:
+            return
+        for target in dict.fromkeys((index - 1, 0)):
+            better = entries[target]
+            more = sum(self.least(better).values()) - available
+            if more > 0:
+                yield f"{more / GB:.2f} GB more would allow {_described(entry, better)}"
+
+
+def _pairs() -> Iterator[tuple[int, int]]:
+    """(rows, tokens) of stages 1 to 5."""
+    yield ROWS[0], TOKENS[0]
+    corners = ((ROWS[0], TOKENS[0]), *LADDER)
+    for (rows, tokens), (fewer, less) in pairwise(corners):
+        for count in ROWS:
+            if fewer <= count < rows:
+                yield count, tokens
+        for count in TOKENS:
+            if less <= count < tokens:
+                yield fewer, count
+
+
+def _described(entry: Entry, better: Entry) -> str:
+    """Describe what a better entry has more of."""
+    gains = []
+    if better.rows > entry.rows:
+        gains.append(f"max_num_seqs={better.rows}")
+    if better.tokens > entry.tokens:
+        gains.append(f"max_num_batched_tokens={better.tokens}")
+    if not gains:
+        gains.append("snapshots of recurrent state for prefix hits")
+    return " and ".join(gains)
+
+
+def describe_parts(parts: dict[str, int]) -> str:
+    """Write bytes by part for people: "weights 19.24 GB, pages 1.90 GB"."""
+    return ", ".join(f"{name} {size / GB:.2f} GB" for name, size in parts.items())
+
+
+def shortage(plan: MemoryPlan) -> CapacityError:
+    """Return the error of a plan that does not fit."""
+    return CapacityError(why_not(plan))
+
+
+def why_not(plan: MemoryPlan) -> str:
+    """Say why a plan does not fit, in figures that add up, and what to change."""
+    entry = plan.entry
+    typed = f", or change {', '.join(plan.typed)}" if plan.typed else ""
+    return (
+        f"the model does not fit even with max_num_seqs={entry.rows} and "
+        f"max_num_batched_tokens={entry.tokens}: {plan.needed / GB:.2f} GB are needed "
+        f"({describe_parts(plan.parts)}), {plan.available / GB:.2f} GB are available, "
+        f"{plan.short / GB:.2f} GB are missing. Lower max_model_len, choose a kv_cache_dtype or "
+        f"weights of fewer bytes, raise gpu_memory_utilization{typed}."
+    )
