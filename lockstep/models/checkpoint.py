@@ -10,6 +10,7 @@ from typing import Any
 from lockstep.errors import CheckpointError, choice_error
 from lockstep.models import architecture
 from lockstep.models.json_files import read_object
+from lockstep.models.overrides import overridden
 from lockstep.models.shards import Shard, shards
 from lockstep.quant import TensorInfo, one_format
 
@@ -136,13 +137,3 @@ def _with_method(settings: dict[str, Any]) -> dict[str, Any]:
     producer = settings.get("producer")
     known = isinstance(producer, dict) and producer.get("name") == "modelopt"
     return {"quant_method": "modelopt", **settings} if known else settings
-
-
-def overridden(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with changes: an object changes the keys that it names."""
-    found = dict(settings)
-    for name, value in changes.items():
-        inner = found.get(name)
-        nested = isinstance(inner, dict) and isinstance(value, dict)
-        found[name] = overridden(inner, value) if nested else value
-    return found
