@@ -225,6 +225,16 @@ KINDS: Mapping[str, type[Rope]] = {
 """By the rope_type that config.json names."""
 
 
+WITHOUT_EFFECT = {
+    "mrope_section": "all position rows of text are equal",
+    "mrope_interleaved": "all position rows of text are equal",
+    "original_max_position_embeddings": "the kinds that scale by it read it",
+    "mscale_all_dim": "of latent attention, which reads it",
+    "finetuned": "a note of how the model was trained",
+}
+"""Rotary settings that may be ignored -> why."""
+
+
 def read_rope(c: ConfigReader, head_dim: int, partial: float, theta: float | None = None) -> Rope:
     """The rotary settings of config.json.
 
@@ -240,7 +250,9 @@ def read_rope(c: ConfigReader, head_dim: int, partial: float, theta: float | Non
     rope.need(even, "partial_rotary_factor", f"shares of {head_dim} that are even and not 0")
     base = rope.positive("rope_theta")
     kind = KINDS[rope.get("rope_type", str, "default")]
-    return kind.read(rope, base, width, c.size("max_position_embeddings"))
+    built = kind.read(rope, base, width, c.size("max_position_embeddings"))
+    rope.refuse_unread(WITHOUT_EFFECT)
+    return built
 
 
 def longest_sequence(c: ConfigReader) -> int:
