@@ -1,4 +1,4 @@
-"""Settings that a user puts in the place of those of config.json (hf_overrides).
+"""Replacement of settings of config.json (hf_overrides).
 
 An override reaches a setting wherever the file has it: at the top level or in text_config, and
 rotary settings in rope_parameters (the newer style), rope_scaling or beside them (the older one).
@@ -12,7 +12,7 @@ NOT_OF_TEXT = ("model_type", "architectures", TEXT_CONFIG)
 """Settings of the top level that say what the file is; text_config has its own."""
 ROPE_OBJECTS = ("rope_scaling", "rope_parameters")
 ROPE_OUTSIDE = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-"""Rotary settings that older files have beside rope_scaling."""
+"""Rotary settings that older files have outside rope_scaling."""
 UNSCALED = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 """Rotary settings that stay where an override takes the scaling away."""
 FULL_ATTENTION = "full_attention"
@@ -38,7 +38,7 @@ def overridden(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[
 
 
 def _level(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return one object with changes, its rotary settings in one place where they change."""
+    """Return one object with changes, its rotary settings in rope_parameters where they change."""
     merged = _merged(settings, {n: v for n, v in changes.items() if n not in ROPE_OBJECTS})
     touched = [name for name in ROPE_OBJECTS if name in changes]
     outside = [name for name in ROPE_OUTSIDE if name in changes]

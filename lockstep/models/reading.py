@@ -108,7 +108,7 @@ class ConfigReader:
             raise self.error(name, self.raw.get(name), allowed)
 
     def refuse_unread(self, without_effect: Mapping[str, str]) -> None:
-        """Raise CheckpointError for a setting that nobody has asked for and that may matter.
+        """Raise CheckpointError for a setting that no code has read and that may matter.
 
         It may not matter where it is off, or where the shared list or the family's
         (without_effect: name -> reason) says why it changes no answer.

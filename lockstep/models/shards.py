@@ -24,7 +24,7 @@ SHARD_NAME = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 
 @dataclass(frozen=True)
 class Shard:
-    """One safetensors file.
+    """A safetensors file of a checkpoint.
 
     index: file name of each tensor that the checkpoint's index lists; expected: those in this file.
     """

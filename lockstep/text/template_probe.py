@@ -1,4 +1,4 @@
-"""What a chat template reads of a conversation, found by rendering small ones with marker words."""
+"""Probes of chat templates: which parts of a conversation reach the prompt, by marker words."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ Render = Callable[[list[Message], list[dict[str, Any]] | None], str]
 
 @dataclass(frozen=True)
 class Reading:
-    """What a template reads.
+    """Findings about a template.
 
     parts: roles whose content may be a list of text parts; only_parts: roles whose content must be
     one; lost: parts of a conversation that the template leaves out without an error.
