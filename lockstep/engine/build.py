@@ -25,6 +25,7 @@ from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.hub import folder_of
 from lockstep.models.loader import Loaded, build_model, fill_dummy, load_weights
 from lockstep.models.reading import ConfigReader
+from lockstep.models.rope import longest_sequence
 from lockstep.quant import Packing
 from lockstep.runner import memory
 from lockstep.runner.program import Drafter, Program
@@ -80,14 +81,13 @@ def pick_dtype(config: EngineConfig, raw: dict[str, Any], device: str) -> torch.
 
 
 def pick_length(config: EngineConfig, raw: dict[str, Any]) -> int:
-    """max_model_len, at most what the checkpoint's positions allow."""
-    reader = ConfigReader(raw)
-    most = reader.size("max_position_embeddings")
-    reader.need(most > 1, "max_position_embeddings", "2 or more")
+    """Return max_model_len, at most what the checkpoint's positions and their scaling allow."""
+    most = longest_sequence(ConfigReader(raw))
     if config.max_model_len is not None and config.max_model_len > most:
         raise ConfigError(
             f"max_model_len={config.max_model_len} is not allowed; allowed: 2 to {most} "
-            "(max_position_embeddings of the checkpoint). Lower it."
+            "(max_position_embeddings of the checkpoint, times the factor of its scaling). Lower "
+            "it, or scale positions by rope_parameters in hf_overrides."
         )
     return config.max_model_len or most
 

@@ -1,22 +1,18 @@
 """A checkpoint: a folder with a model, what its config.json says, and the tensors that it has."""
 
-import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from lockstep.errors import CheckpointError, choice_error
 from lockstep.models import architecture
+from lockstep.models.json_files import read_object
+from lockstep.models.overrides import overridden
+from lockstep.models.shards import Shard, shards
 from lockstep.quant import TensorInfo, one_format
-
-MOST_BYTES = 64 << 20
-"""Of a JSON file; the indices of the largest models are a tenth of it."""
 
 SETTINGS = ("quantization_config", "compression_config")
 """What config.json calls the settings of its weight format; compressed-tensors had the second."""
@@ -43,10 +39,13 @@ class Checkpoint:
     def read(cls, folder: Path, overrides: Mapping[str, Any] | None = None) -> "Checkpoint":
         """The checkpoint of a folder. overrides: settings that replace those of its config.json,
         objects key by key. Raises CheckpointError where its config.json is not read."""
-        raw = read_object(
-            folder / "config.json",
-            "Name a folder that holds a checkpoint: config.json and *.safetensors.",
-        )
+        remedy = "Name a folder that holds a checkpoint: config.json and *.safetensors."
+        if (folder / "adapter_config.json").exists():
+            remedy = (
+                "The folder holds an adapter: merge it into its base model, for example by PEFT's "
+                "merge_and_unload, and name the merged folder."
+            )
+        raw = read_object(folder / "config.json", remedy)
         raw = overridden(raw, overrides or {})
         architecture(raw.get("model_type"))
         return cls(folder, raw)
@@ -62,6 +61,11 @@ class Checkpoint:
         found: tuple[str, ...] = self.architecture.PREFIXES
         return found
 
+    @cached_property
+    def shards(self) -> list[Shard]:
+        """The files to read, found once. Raises CheckpointError where one is missing."""
+        return shards(self.folder)
+
     def key(self, name: str) -> str:
         """A tensor's name, less the prefix."""
         for prefix in self.prefixes:
@@ -70,26 +74,28 @@ class Checkpoint:
         return name
 
     def names(self) -> Iterator[str]:
-        """Of all its tensors, as they stand in its files. Raises CheckpointError as tensors()."""
-        for path in weight_files(self.folder):
-            with opened(path) as file:
-                yield from file.keys()
+        """Yield the names of all tensors as the files have them. Raise as tensors() does."""
+        for shard in self.shards:
+            with shard.open() as (_, names):
+                yield from names
 
     def tensors(self) -> dict[str, dict[str, TensorInfo]]:
-        """Module, less the architecture's prefix -> its tensors by what stands behind the last dot
-        of their names ("weight"), from the files' headers.
+        """Map each module (less the architecture's prefix) to its tensors, read from the headers.
 
-        Raises CheckpointError where a file is missing or cannot be read.
+        A module's tensors are keyed by the last part of their names ("weight").
+
+        Raises:
+            CheckpointError: a file is missing or cannot be read.
         """
-        found: dict[str, dict[str, TensorInfo]] = {}
-        for path in weight_files(self.folder):
-            with opened(path) as file:
-                for name in file.keys():
+        modules: dict[str, dict[str, TensorInfo]] = {}
+        for shard in self.shards:
+            with shard.open() as (file, names):
+                for name in names:
                     part = file.get_slice(name)
                     info = TensorInfo(name, tuple(part.get_shape()), part.get_dtype())
                     (module, _, suffix) = self.key(name).rpartition(".")
-                    found.setdefault(module, {})[suffix] = info
-        return found
+                    modules.setdefault(module, {})[suffix] = info
+        return modules
 
     def quantization(self) -> dict[str, Any] | None:
         """What the folder says of its weight format, as quantization_config; None: of none.
@@ -131,73 +137,3 @@ def _with_method(settings: dict[str, Any]) -> dict[str, Any]:
     producer = settings.get("producer")
     known = isinstance(producer, dict) and producer.get("name") == "modelopt"
     return {"quant_method": "modelopt", **settings} if known else settings
-
-
-def overridden(settings: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with changes: an object changes the keys that it names."""
-    found = dict(settings)
-    for name, value in changes.items():
-        inner = found.get(name)
-        nested = isinstance(inner, dict) and isinstance(value, dict)
-        found[name] = overridden(inner, value) if nested else value
-    return found
-
-
-def read_object(path: Path, remedy: str) -> dict[str, Any]:
-    """The object in a JSON file of at most MOST_BYTES. Raises CheckpointError."""
-    try:
-        with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise ValueError(f"it is longer than {MOST_BYTES} bytes")
-        raw = json.loads(data.decode("utf-8"))
-        if not isinstance(raw, dict) or not isinstance(raw.get("text_config", {}), dict):
-            raise ValueError("it holds no JSON object")
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}). {remedy}") from None
-    return raw
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The folder's *.safetensors. Raises CheckpointError if there is none, or not all of the index.
-
-    An index names files of the folder itself, and says which file holds which tensor.
-    """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(
-            f"{folder} holds no *.safetensors file. Name another model folder, or take random "
-            "weights with load_format='dummy'. Files of pickles (*.bin, *.pt) are not read, since "
-            "they may run code; one is converted by "
-            "safetensors.torch.save_file(torch.load(FILE, weights_only=True), 'model.safetensors')."
-        )
-    for path in sorted(folder.glob("*.safetensors.index.json")):
-        remedy = "Fetch the file again, or delete it: it is not needed."
-        places = read_object(path, remedy).get("weight_map")
-        if not isinstance(places, dict):
-            allowed = "an object of tensor names and files"
-            raise choice_error(CheckpointError, f"{path} weight_map", places, allowed, remedy)
-        known = {file.name for file in files}
-        for name, file in places.items():
-            if not isinstance(file, str) or file not in known:
-                allowed = f"files of the folder: {some(sorted(known))}"
-                field = f"{path} weight_map[{name[:100]!r}]"
-                raise choice_error(
-                    CheckpointError, field, file, allowed, "Fetch the missing file again."
-                )
-    return files
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[Any]:
-    """A safetensors file. Raises CheckpointError where it cannot be read."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Fetch the file again.") from None
-
-
-def some(names: list[str]) -> str:
-    """The first few of the names, for messages."""
-    return ", ".join(name[:200] for name in names[:5]) + (" ..." if len(names) > 5 else "")

@@ -27,6 +27,12 @@ from lockstep.quant.slot import PLAIN
 PREFIXES = ("language_model.model.", "language_model.", "model.")
 IGNORED = ("vision_tower.", "mm_projector.")
 DRAFT_SETTING = "num_nextn_predict_layers"
+WITHOUT_EFFECT = {
+    "num_key_value_heads": "latent attention has one key and value latent for all heads",
+    "head_dim": "derived: qk_rope_head_dim, as transformers writes it",
+    "qk_head_dim": "derived: qk_nope_head_dim + qk_rope_head_dim",
+}
+"""Settings that may be ignored -> why."""
 TWINS = ("embed_tokens", "shared_head.head")
 """Copies of the target's embedding and head in the MTP module, which shares the target's own."""
 
@@ -52,7 +58,9 @@ class Config(DecoderConfig):
         c.only("pretraining_tp", 1, None, default=1)
         c.only(DRAFT_SETTING, 0, 1, None, default=0)
         layers = c.size("num_hidden_layers", most=MOST_LAYERS)
-        return cls(layers=layers, mixture=_read_mixture(c, layers), **read_latent_common(c))
+        config = cls(layers=layers, mixture=_read_mixture(c, layers), **read_latent_common(c))
+        c.refuse_unread(WITHOUT_EFFECT)
+        return config
 
 
 def _read_mixture(c: ConfigReader, layers: int) -> Mixture:

@@ -18,7 +18,7 @@ from lockstep.layers.attention import Attention
 from lockstep.layers.build import Build
 from lockstep.layers.linear import Head, Linear, Target
 from lockstep.layers.norm import AddRMSNorm, RMSNorm
-from lockstep.models.checkpoint import Checkpoint, read_object
+from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.decoder import (
     Block,
     Decoder,
@@ -28,6 +28,7 @@ from lockstep.models.decoder import (
     read_attending_layers,
     read_common,
 )
+from lockstep.models.json_files import read_object
 from lockstep.models.loader import Source
 from lockstep.models.reading import MOST_LAYERS, ConfigReader
 from lockstep.quant import Slot

@@ -24,7 +24,7 @@ from lockstep.layers.linear import Embedding, Head, Linear, Target
 from lockstep.layers.mlp import GatedMLP
 from lockstep.layers.norm import AddRMSNorm, RMSNorm
 from lockstep.layers.rotary import Rotary
-from lockstep.models.checkpoint import Checkpoint, opened, read_object, weight_files
+from lockstep.models.checkpoint import Checkpoint
 from lockstep.models.decoder import (
     Block,
     Decoder,
@@ -34,6 +34,7 @@ from lockstep.models.decoder import (
     read_attending_layers,
     read_common,
 )
+from lockstep.models.json_files import read_object
 from lockstep.models.latents import Latents, read_latent_common
 from lockstep.models.loader import Source
 from lockstep.models.reading import MOST_LAYERS, ConfigReader
@@ -88,13 +89,13 @@ class HeadCheckpoint(Checkpoint):
         return name
 
     def array(self, name: str) -> Any:
-        """A tensor as an array of numpy; None where the files lack it."""
-        for path in weight_files(self.folder):
-            with opened(path) as file:
-                found = [given for given in file.keys() if self.key(given) == name]
-            if found:
-                with safe_open(path, framework="numpy") as file:
-                    return file.get_tensor(found[0])
+        """Return a tensor as a numpy array; None where the files lack it."""
+        for shard in self.shards:
+            with shard.open() as (_, names):
+                matches = [stored for stored in names if self.key(stored) == name]
+            if matches:
+                with safe_open(shard.path, framework="numpy") as file:
+                    return file.get_tensor(matches[0])
         return None
 
 

@@ -10,7 +10,8 @@ import threading
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.errors import ConfigError
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.models.shards import EXTRA_FILE, read_index
 
 PATIENCE = 3.0
 """Seconds that the hub has to answer, all tries together: its own client would take minutes."""
@@ -20,7 +21,10 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 REMEDY = (
     "Name a folder with config.json and *.safetensors, or a hub id that can be reached from here."
 )
-FILES = ["*.json", "*.safetensors", "*.jinja"]
+TEXT_FILES = ["*.json", "*.jinja"]
+WEIGHTS = ["*.safetensors"]
+SUBFOLDERS = ["*/*.safetensors"]
+"""Weights in other layouts and of other parts; a checkpoint's weights are in its main folder."""
 
 
 def folder_of(model: str, weights: bool = True, field: str = "model") -> Path:
@@ -50,14 +54,37 @@ def fetch(model: str, weights: bool = True, field: str = "model") -> Path:
     fault = _ask(model)
     try:
         cached = fault is not None
-        files = FILES if weights else SETTINGS
-        return Path(snapshot_download(model, allow_patterns=files, local_files_only=cached))
+        patterns = TEXT_FILES if weights else SETTINGS
+        folder = snapshot_download(model, allow_patterns=patterns, local_files_only=cached)
+        if not weights:
+            return Path(folder)
+        return Path(
+            snapshot_download(
+                model,
+                allow_patterns=_weight_patterns(Path(folder)),
+                ignore_patterns=SUBFOLDERS,
+                local_files_only=cached,
+            )
+        )
     except Exception as error:  # the hub's client passes on whatever its transport raises
         reason = _reason(fault or error)
     raise ConfigError(
         f"{field}={model[:200]!r} is neither a folder, nor a hub id that can be fetched "
         f"({reason}), nor one that was fetched before. {REMEDY}"
     )
+
+
+def _weight_patterns(folder: Path) -> list[str]:
+    """Return the names of the weight files to fetch.
+
+    They are those of the index, so that no second copy of the weights is fetched, or without an
+    index all *.safetensors. An index that cannot be read is reported when the folder is loaded.
+    """
+    with suppress(CheckpointError):
+        places = read_index(folder)
+        if places:
+            return sorted({*places.values(), EXTRA_FILE})
+    return [*WEIGHTS]
 
 
 def _ask(model: str) -> Exception | None:

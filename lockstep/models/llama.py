@@ -36,12 +36,14 @@ class Config(DecoderConfig):
         """From config.json. Raises CheckpointError on what is missing or not built."""
         c = ConfigReader(raw)
         c.only("pretraining_tp", 1, None, default=1)
-        return cls(
+        config = cls(
             layers=c.size("num_hidden_layers", most=MOST_LAYERS),
             attention_bias=c.get("attention_bias", bool, False),
             mlp_bias=c.get("mlp_bias", bool, False),
             **read_common(c),
         )
+        c.refuse_unread({})
+        return config
 
 
 class Model(Decoder):

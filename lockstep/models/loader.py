@@ -1,5 +1,6 @@
 """From a checkpoint folder to a filled model: every tensor used, every parameter filled."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,9 +14,13 @@ from lockstep.kernels.to_device import to_device
 from lockstep.layers.build import Build
 from lockstep.layers.norm import GatedGroupNorm, GatedRMSNorm, Norm
 from lockstep.models import architecture, draft_prefix
-from lockstep.models.checkpoint import Checkpoint, opened, some, weight_files
+from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.json_files import some
 from lockstep.models.reading import ConfigReader
+from lockstep.models.shards import files_left_out
 from lockstep.quant import Packing, Slot
+
+log = logging.getLogger(__name__)
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that are loaded and those that are to be."""
@@ -64,8 +69,15 @@ class Source:
 
     @property
     def bytes(self) -> int:
-        """Of all its files."""
-        return sum(path.stat().st_size for path in weight_files(self.checkpoint.folder))
+        """Size of all files that are read."""
+        return sum(shard.path.stat().st_size for shard in self.checkpoint.shards)
+
+    def warn_of_files_left_out(self) -> None:
+        """Log each safetensors file of the folder that is not read, and why."""
+        folder = self.checkpoint.folder
+        read = {shard.path.name for shard in self.checkpoint.shards}
+        for name, reason in files_left_out(folder, read).items():
+            log.warning("%s is not read: %s", folder / name, reason)
 
 
 def load_weights(
@@ -89,6 +101,7 @@ def load_weights(
     total = sum(source.bytes for source in sources)
     behind = 0
     for source in sources:
+        source.warn_of_files_left_out()
         _read(source, behind, total, progress)
         behind += source.bytes
     finish(*(root for root in (model, draft) if root is not None))
@@ -123,10 +136,10 @@ def _read(source: Source, behind: int, total: int, progress: Progress) -> None:
     filled: set[str] = set()
     twins: list[tuple[str, Tensor]] = []
     faults: dict[str, list[str]] = {"missing": [], "spare": [], "doubled": [], "unfit": []}
-    for path in weight_files(checkpoint.folder):
+    for shard in checkpoint.shards:
         done = behind
-        with opened(path) as file:
-            for name in file.keys():
+        with shard.open() as (file, names):
+            for name in names:
                 key = checkpoint.key(name)
                 if key in filled:
                     faults["doubled"].append(name)
@@ -140,7 +153,7 @@ def _read(source: Source, behind: int, total: int, progress: Progress) -> None:
                     twins.append((name, file.get_tensor(name)))
                 elif not source.ignored(name):
                     faults["spare"].append(name)
-        behind += path.stat().st_size
+        behind += shard.path.stat().st_size
         progress(behind, total)
     faults["missing"] = sorted(set(wanted) - filled)
     faults["unfit"] += [f for twin in twins for f in _differs(*twin, source.embedding)]

@@ -32,7 +32,9 @@ class Config(DecoderConfig):
         c.only("sliding_window", None, default=None)
         layers = c.size("num_hidden_layers", most=MOST_LAYERS)
         mixture = Mixture(read_routing(c), inner=c.size("intermediate_size"))
-        return cls(layers=layers, mixture=mixture, **read_common(c))
+        config = cls(layers=layers, mixture=mixture, **read_common(c))
+        c.refuse_unread({})
+        return config
 
 
 class Model(Decoder):

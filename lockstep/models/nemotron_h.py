@@ -37,6 +37,53 @@ SNAPSHOT_EVERY = 256
 """Pages of a prompt between two snapshots: 16,384 tokens. One is as large as the keys and values of
 7,989 tokens (Nano), 8,762 (Nano 9B) or 20,780 (Super). Measured by benchmarks/snapshots.py:
 docs/cache.md."""
+MAMBA_SETTINGS = (
+    "mamba_hidden_act",
+    "mamba_proj_bias",
+    "mamba_ssm_cache_dtype",
+    "mamba_num_heads",
+    "mamba_head_dim",
+    "n_groups",
+    "ssm_state_size",
+    "conv_kernel",
+    "use_bias",
+    "use_conv_bias",
+    "time_step_limit",
+)
+EXPERT_SETTINGS = (
+    "n_shared_experts",
+    "n_routed_experts",
+    "num_local_experts",
+    "num_experts_per_tok",
+    "norm_topk_prob",
+    "routed_scaling_factor",
+    "n_group",
+    "topk_group",
+    "moe_intermediate_size",
+    "moe_shared_expert_intermediate_size",
+    "moe_latent_size",
+)
+WITHOUT_EFFECT = {
+    **dict.fromkeys(
+        ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
+        "attention knows no positions",
+    ),
+    **dict.fromkeys(
+        ("time_step_min", "time_step_max", "time_step_floor", "rescale_prenorm_residual"),
+        "initial values of training",
+    ),
+    **dict.fromkeys(
+        ("expand", "mamba_expand", "head_dim", "attention_head_dim"), "other settings give the size"
+    ),
+    **dict.fromkeys(
+        ("chunk_size", "mamba_chunk_size", "use_mamba_kernels", "moe_shared_expert_overlap"),
+        "how transformers computes the same",
+    ),
+    **dict.fromkeys(
+        ("mtp_hybrid_override_pattern", "mtp_layers_block_type"), "there is no MTP module"
+    ),
+}
+"""Settings that may be ignored -> why."""
 EPS_NAMES = ("layer_norm_epsilon", "norm_eps", "rms_norm_eps")
 OLDER_NAMES = {
     "mamba_n_groups": "n_groups",
@@ -98,7 +145,9 @@ class Config(StackConfig):
         kv_heads = c.size("num_key_value_heads")
         c.need(heads % kv_heads == 0, "num_attention_heads", "multiples of num_key_value_heads")
         eps = next((name for name in EPS_NAMES if name in c.raw), EPS_NAMES[0])
-        return cls(
+        for name in EPS_NAMES:
+            c.need(c.raw.get(name, c.raw.get(eps)) == c.raw.get(eps), name, f"{eps}'s value")
+        config = cls(
             vocab_size=c.size("vocab_size"),
             hidden_size=c.size("hidden_size"),
             intermediate_size=c.size("intermediate_size") if "mlp" in every else 0,
@@ -113,6 +162,18 @@ class Config(StackConfig):
             mamba=_read_mamba(c) if "mamba" in kinds else None,
             experts=_read_experts(c) if "moe" in every else None,
         )
+        c.refuse_unread(_without_effect(every))
+        return config
+
+
+def _without_effect(kinds: tuple[str, ...]) -> dict[str, str]:
+    """Return the settings that may be ignored where the blocks are of these kinds -> why."""
+    absent = {"mamba": MAMBA_SETTINGS, "moe": EXPERT_SETTINGS, "mlp": ("intermediate_size",)}
+    reasons = dict(WITHOUT_EFFECT)
+    for kind, names in absent.items():
+        if kind not in kinds:
+            reasons |= dict.fromkeys(names, f"no block of {kind}")
+    return reasons
 
 
 def _with_later_names(c: ConfigReader) -> ConfigReader:

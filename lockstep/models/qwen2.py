@@ -22,6 +22,11 @@ from lockstep.models.reading import ConfigReader
 
 PREFIXES = ("model.",)
 IGNORED = ()
+WITHOUT_EFFECT = {
+    "sliding_window": "use_sliding_window is off",
+    "max_window_layers": "use_sliding_window is off",
+}
+"""Settings that may be ignored -> why."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +40,9 @@ class Config(DecoderConfig):
         """From config.json. Raises CheckpointError on what is missing or not built."""
         c = ConfigReader(raw)
         layers = read_attending_layers(c)
-        return cls(layers=layers, **read_common(c))
+        config = cls(layers=layers, **read_common(c))
+        c.refuse_unread(WITHOUT_EFFECT)
+        return config
 
 
 class Model(Decoder):

@@ -22,6 +22,11 @@ from lockstep.models.reading import ConfigReader
 
 PREFIXES = ("model.",)
 IGNORED = ()
+WITHOUT_EFFECT = {
+    "sliding_window": "use_sliding_window is off",
+    "max_window_layers": "use_sliding_window is off",
+}
+"""Settings that may be ignored -> why."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,9 @@ class Config(DecoderConfig):
         c = ConfigReader(raw)
         c.only("attention_bias", False, default=False)
         layers = read_attending_layers(c)
-        return cls(layers=layers, **read_common(c, head_dim=128))
+        config = cls(layers=layers, **read_common(c, head_dim=128))
+        c.refuse_unread(WITHOUT_EFFECT)
+        return config
 
 
 class Model(Decoder):

@@ -24,6 +24,12 @@ from lockstep.models.reading import MOST_LAYERS, ConfigReader
 PREFIXES = ("model.language_model.", "model.")
 IGNORED = ("model.visual.",)
 DRAFT_PREFIX = "mtp."
+WITHOUT_EFFECT = {
+    "sliding_window": "no layer has a window",
+    "max_window_layers": "no layer has a window",
+    "mlp_only_layers": "every layer of the dense models has a dense MLP",
+}
+"""Settings that may be ignored -> why."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +53,10 @@ class Config(DecoderConfig):
     @classmethod
     def read(cls, raw: dict[str, Any]) -> "Config":
         """From config.json. Raises CheckpointError on what is missing or not built."""
-        return cls(**read_hybrid(ConfigReader(raw)))
+        c = ConfigReader(raw)
+        config = cls(**read_hybrid(c))
+        c.refuse_unread(WITHOUT_EFFECT)
+        return config
 
 
 def read_hybrid(c: ConfigReader, dense: bool = True) -> dict[str, Any]:

@@ -35,7 +35,9 @@ class Config(qwen3_5.Config):
             inner=c.size("moe_intermediate_size"),
             shared_inner=c.size("shared_expert_intermediate_size"),
         )
-        return cls(mixture=mixture, **read_hybrid(c, dense=False))
+        config = cls(mixture=mixture, **read_hybrid(c, dense=False))
+        c.refuse_unread(qwen3_5.WITHOUT_EFFECT)
+        return config
 
 
 class Model(qwen3_5.Model):

@@ -22,6 +22,11 @@ from lockstep.models.reading import ConfigReader
 
 PREFIXES = ("model.",)
 IGNORED = ()
+WITHOUT_EFFECT = {
+    "sliding_window": "use_sliding_window is off",
+    "max_window_layers": "use_sliding_window is off",
+}
+"""Settings that may be ignored -> why."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,9 @@ class Config(DecoderConfig):
         """From config.json. Raises CheckpointError on what is missing or not built."""
         c = ConfigReader(raw)
         c.only("attention_bias", False, default=False)
+        c.only("qkv_bias", False, None, default=False)
+        c.only("use_qk_norm", True, None, default=True)
+        c.only("shared_expert_intermediate_size", 0, None, default=0)
         layers = read_attending_layers(c)
         mixture = Mixture(
             read_routing(c, c.get("norm_topk_prob", bool)),
@@ -43,7 +51,9 @@ class Config(DecoderConfig):
             dense_layers=read_dense_layers(c, layers),
         )
         dense = bool(mixture.dense_layers)
-        return cls(layers=layers, mixture=mixture, **read_common(c, head_dim=128, dense=dense))
+        config = cls(layers=layers, mixture=mixture, **read_common(c, head_dim=128, dense=dense))
+        c.refuse_unread(WITHOUT_EFFECT)
+        return config
 
 
 class Model(Decoder):

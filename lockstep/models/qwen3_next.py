@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from lockstep.models import qwen3_5_moe
 from lockstep.models.mixture import Mixture, read_dense_layers, read_routing
-from lockstep.models.qwen3_5 import DRAFT_PREFIX, Draft, read_hybrid
+from lockstep.models.qwen3_5 import DRAFT_PREFIX, WITHOUT_EFFECT, Draft, read_hybrid
 from lockstep.models.qwen3_5_moe import Model
 from lockstep.models.reading import MOST_LAYERS, ConfigReader
 
@@ -37,4 +37,6 @@ class Config(qwen3_5_moe.Config):
             shared_inner=c.size("shared_expert_intermediate_size"),
             dense_layers=dense,
         )
-        return cls(mixture=mixture, **read_hybrid(c, dense=bool(dense)))
+        config = cls(mixture=mixture, **read_hybrid(c, dense=bool(dense)))
+        c.refuse_unread(WITHOUT_EFFECT)
+        return config

@@ -1,9 +1,11 @@
 """Strict reading of a checkpoint's config.json: what matters must be there and be known."""
 
+from collections.abc import Mapping
 from math import isfinite
 from typing import Any, TypeVar
 
 from lockstep.errors import CheckpointError, LockstepError, choice_error
+from lockstep.models.ignored_settings import is_off, reason_of
 
 T = TypeVar("T")
 _MISSING = object()
@@ -16,6 +18,26 @@ MOST_NUMBER = 10**30
 BUILT_FOR = "This architecture is built for these only."
 
 
+class _Settings(dict[str, Any]):
+    """Settings that remember which of them were asked for."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        self.asked: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.asked.add(name)
+        return super().get(name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self.asked.add(str(name))
+        return super().__contains__(name)
+
+
 class ConfigReader:
     """Reads settings by name from config.json's dict (text_config unwrapped over the top level).
 
@@ -25,8 +47,8 @@ class ConfigReader:
     def __init__(self, raw: dict[str, Any], within: str = "", file: str = "config.json") -> None:
         self.within = within
         self.file = file
-        self.raw = raw
-        self.raw = {**raw, **self.get("text_config", dict, {})}
+        self.raw = _Settings(raw)
+        self.raw = _Settings({**raw, **self.get("text_config", dict, {})})
 
     def part(self, name: str) -> "ConfigReader":
         """The dict of a setting; empty where there is none."""
@@ -84,6 +106,23 @@ class ConfigReader:
         """Raises CheckpointError about a setting unless `holds`."""
         if not holds:
             raise self.error(name, self.raw.get(name), allowed)
+
+    def refuse_unread(self, without_effect: Mapping[str, str]) -> None:
+        """Raise CheckpointError for a setting that no code has read and that may matter.
+
+        It may not matter where it is off, or where the shared list or the family's
+        (without_effect: name -> reason) says why it changes no answer.
+        """
+        for name, value in self.raw.items():
+            known = name in self.raw.asked or reason_of(name, without_effect) is not None
+            if not known and not is_off(name, value):
+                raise self.error(
+                    name[:100],
+                    value,
+                    "settings that this architecture is built for, or null",
+                    "If it changes no answer of this model, set it to null "
+                    f"(hf_overrides: '{{\"{name[:100]}\": null}}'); else serve another checkpoint.",
+                )
 
     def layer_types(self, layers: int, known: set[str], default: list[str]) -> tuple[str, ...]:
         """The kind of each layer, all of them known."""

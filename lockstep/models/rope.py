@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lockstep.layers.build import Build
 from lockstep.layers.rotary import Rotary
-from lockstep.models.reading import ConfigReader
+from lockstep.models.overrides import FULL_ATTENTION, ROPE_OUTSIDE
+from lockstep.models.reading import MOST_SIZE, ConfigReader
 
 
 @dataclass(frozen=True)
@@ -224,6 +225,16 @@ KINDS: Mapping[str, type[Rope]] = {
 """By the rope_type that config.json names."""
 
 
+WITHOUT_EFFECT = {
+    "mrope_section": "all position rows of text are equal",
+    "mrope_interleaved": "all position rows of text are equal",
+    "original_max_position_embeddings": "the kinds that scale by it read it",
+    "mscale_all_dim": "of latent attention, which reads it",
+    "finetuned": "a note of how the model was trained",
+}
+"""Rotary settings that may be ignored -> why."""
+
+
 def read_rope(c: ConfigReader, head_dim: int, partial: float, theta: float | None = None) -> Rope:
     """The rotary settings of config.json.
 
@@ -239,7 +250,36 @@ def read_rope(c: ConfigReader, head_dim: int, partial: float, theta: float | Non
     rope.need(even, "partial_rotary_factor", f"shares of {head_dim} that are even and not 0")
     base = rope.positive("rope_theta")
     kind = KINDS[rope.get("rope_type", str, "default")]
-    return kind.read(rope, base, width, c.size("max_position_embeddings"))
+    built = kind.read(rope, base, width, c.size("max_position_embeddings"))
+    rope.refuse_unread(WITHOUT_EFFECT)
+    return built
+
+
+def longest_sequence(c: ConfigReader) -> int:
+    """Return the number of positions that the model serves, by max_position_embeddings and scaling.
+
+    YaRN reaches factor times the positions that the model was trained on; "linear" and "dynamic"
+    reach factor times max_position_embeddings, as in vLLM. Other kinds count them already.
+
+    Raises:
+        CheckpointError: a setting is missing or wrong.
+    """
+    positions = c.size("max_position_embeddings")
+    c.need(positions > 1, "max_position_embeddings", "2 or more")
+    rope = _settings(c, {})
+    kind = rope.get("rope_type", str, "default")
+    if kind == "yarn":
+        reach = _factor(rope, positions) * _trained(rope, positions)
+    elif kind in ("linear", "dynamic"):
+        reach = rope.positive("factor") * positions
+    else:
+        reach = positions
+    # A product such as 1.6 * 4096 is one token short where its float is rounded down.
+    longest = max(positions, int(reach + 1e-6))
+    rope.need(
+        longest <= MOST_SIZE, "factor", f"numbers that lead to {MOST_SIZE} positions or fewer"
+    )
+    return longest
 
 
 def _settings(c: ConfigReader, defaults: Mapping[str, Any]) -> ConfigReader:
@@ -248,10 +288,11 @@ def _settings(c: ConfigReader, defaults: Mapping[str, Any]) -> ConfigReader:
     defaults: what counts where no place says it. Raises CheckpointError where the kind of scaling
     is not built, or two places disagree.
     """
-    outer = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-    found: dict[str, Any] = {name: c.raw.get(name) for name in outer}
+    found: dict[str, Any] = {name: c.raw.get(name) for name in ROPE_OUTSIDE}
     for part in ("rope_scaling", "rope_parameters"):
         inner = c.part(part)
+        if FULL_ATTENTION in inner.raw:  # by the type of a layer; no other type here has positions
+            inner = inner.part(FULL_ATTENTION)
         for name in ("rope_type", "type"):
             inner.only(name, *KINDS, default="default")
         for name, value in inner.raw.items():

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from lockstep.errors import ConfigError
 from lockstep.layers.build import Build
-from lockstep.models.checkpoint import Checkpoint, read_object
+from lockstep.models.checkpoint import Checkpoint
+from lockstep.models.json_files import read_object
 from lockstep.models.loader import Source, build_model, target_source
 from lockstep.models.reading import ConfigReader
 from lockstep.quant import Packing, packing_of

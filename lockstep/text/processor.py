@@ -1,7 +1,8 @@
 """Between text and tokens: prompts become engine requests, tokens become completions."""
 
+import logging
 import secrets
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
@@ -15,13 +16,17 @@ from lockstep.scheduling.request import Request
 from lockstep.text.control import ControlTokens
 from lockstep.text.detokenizer import Detokenizer
 from lockstep.text.grammar import AfterReasoning, Compiled, Compiler, GrammarRecipe, Matcher
+from lockstep.text.json_files import damaged, read_json
 from lockstep.text.parsers import REASONING_PARSERS, TOOL_PARSERS, ReplyParser, choose
 from lockstep.text.parsers.calls import CallsOrForm
 from lockstep.text.settings import TextSettings, sampling_defaults
 from lockstep.text.structured import compile_wanted, json_form
-from lockstep.text.template import ChatTemplate, Message
-from lockstep.text.tokenizer import Tokenizer, damaged, eos_ids, read_json
+from lockstep.text.template import ChatTemplates, Message
+from lockstep.text.template_files import DEFAULT
+from lockstep.text.tokenizer import Tokenizer, eos_ids
 from lockstep.text.tool_grammar import CallParams, ToolChoice, ToolSyntax
+
+log = logging.getLogger(__name__)
 
 EFFORT = "reasoning_effort"
 SWITCHES = ("enable_thinking", "thinking")
@@ -183,14 +188,15 @@ class Processor:
     def __init__(
         self,
         tokenizer: Tokenizer | None,
-        chat_template: str | None,
+        chat_template: str | Mapping[str, str] | None,
         max_model_len: int,
         eos_ids: frozenset[int] = frozenset(),
         defaults: dict[str, Any] | None = None,
         settings: TextSettings | None = None,
         vocab: int | None = None,
     ) -> None:
-        """vocab: tokens that the model knows; the tokenizer's where nobody says."""
+        """vocab: number of tokens of the model; the tokenizer's by default. chat_template: one, or
+        several by name, as lockstep.text.template_files reads them."""
         self.tokenizer = tokenizer
         self.grammars = None
         if tokenizer is not None and eos_ids:
@@ -200,9 +206,11 @@ class Processor:
         # No text of more characters fits, whatever its tokens are.
         self.max_characters = max_model_len * (tokenizer.longest_token if tokenizer else 1)
         self.template = None
+        if isinstance(chat_template, str):
+            chat_template = {DEFAULT: chat_template}
         if chat_template and tokenizer:
             self._control = ControlTokens(tokenizer.fast)
-            self.template = ChatTemplate(
+            self.template = ChatTemplates(
                 chat_template,
                 tokenizer.special_tokens,
                 self._control,
@@ -214,11 +222,10 @@ class Processor:
         # The most tokens of an answer; a default of requests that ask for more, too.
         self.max_new_tokens: int | None = self.defaults.pop("max_tokens", None)
         self.template_defaults = settings.default_chat_template_kwargs or {}
-        self._tools = choose(
-            "tool_call_parser", TOOL_PARSERS, settings.tool_call_parser, chat_template
-        )
+        source = "\n".join((chat_template or {}).values())
+        self._tools = choose("tool_call_parser", TOOL_PARSERS, settings.tool_call_parser, source)
         self._reasoning = choose(
-            "reasoning_parser", REASONING_PARSERS, settings.reasoning_parser, chat_template
+            "reasoning_parser", REASONING_PARSERS, settings.reasoning_parser, source
         )
 
     @classmethod
@@ -234,8 +241,11 @@ class Processor:
         settings = settings or TextSettings()
         defaults = _defaults(settings, Path(folder))
         eos = tokenizer.eos_ids if tokenizer else eos_ids(Path(folder))
-        template = settings.template() or (tokenizer.chat_template if tokenizer else None)
-        return cls(tokenizer, template, max_model_len, eos, defaults, settings, vocab)
+        template = settings.template() or (tokenizer.chat_templates if tokenizer else None)
+        processor = cls(tokenizer, template, max_model_len, eos, defaults, settings, vocab)
+        for warning in processor.template.warnings() if processor.template else ():
+            log.warning("%s", warning)
+        return processor
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """Sampling parameters as the model's generation_config wants them, with changes."""
@@ -309,7 +319,8 @@ class Processor:
                 "messages",
             )
         variables = {**self.template_defaults, **kwargs}
-        marked = self.template.render_marked(messages, tools, continue_final_message, **variables)
+        template = self.template.choose(tools)
+        marked = template.render_marked(messages, tools, continue_final_message, **variables)
         text = self._control.unmark(marked)
         self._check_text(text, "messages")
         return Rendered(text, _encoded(self._control.encode, marked, "messages"))

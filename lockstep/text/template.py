@@ -4,18 +4,17 @@ import json
 import math
 import re
 import secrets
-from collections.abc import Iterable
-from datetime import datetime
-from functools import partial
-from typing import Any, NoReturn
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import jinja2
 import jinja2.meta
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from lockstep.errors import CheckpointError, RequestError, brief
+from lockstep.text import template_probe
 from lockstep.text.control import ControlTokens
+from lockstep.text.template_environment import template_environment
+from lockstep.text.template_files import DEFAULT, TOOL_USE
 
 Message = dict[str, Any]
 
@@ -27,6 +26,8 @@ _TRUSTED = ("system", "assistant")  # may write added tokens that are not specia
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """The types of text parts, and where each has its text."""
 _RESERVED = ("self", "messages", "tools", "continue_final_message")
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of a message's reasoning, as transformers ranks them."""
 _REMEDY = "Change messages, tools or chat_template_kwargs."
 
 
@@ -54,29 +55,6 @@ def check_kwargs(kwargs: Any) -> dict[str, Any]:
     return kwargs
 
 
-def _tojson(
-    control: ControlTokens | None,
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    plain = ensure_ascii and control is None
-    text = json.dumps(
-        value, ensure_ascii=plain, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-    return control.ascii_json(text) if ensure_ascii and control is not None else text
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
 class ChatTemplate:
     """A compiled template; `special_tokens` (bos_token, eos_token, ...) are its variables.
 
@@ -101,12 +79,7 @@ class ChatTemplate:
         self._special_tokens = special_tokens or {}
         self._control = control
         self._limit = limit
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        environment.filters["tojson"] = partial(_tojson, control)
-        environment.globals["raise_exception"] = _raise_exception
-        environment.globals["strftime_now"] = _strftime_now
+        environment = template_environment(control)
         try:
             parsed = environment.parse(source)
             read = jinja2.meta.find_undeclared_variables(parsed)
@@ -117,6 +90,7 @@ class ChatTemplate:
                 "download the file again."
             ) from None
         self.variables = frozenset(read)
+        self.reading = template_probe.probe(self._plain)
 
     def render(
         self, messages: list[Message], tools: list[dict[str, Any]] | None = None, **kwargs: Any
@@ -141,12 +115,12 @@ class ChatTemplate:
         variables = {
             **self._special_tokens,
             "add_generation_prompt": True,
+            "documents": None,
             **copy.of(check_kwargs(kwargs), "chat_template_kwargs"),
-            "messages": shown,
             "tools": copy.tools(tools),
         }
         try:
-            text = self._written(self._template.generate(**variables))
+            text = self._with_arguments(messages, self.reading.contents(shown), variables)
         except Exception as error:  # a template may do anything to what it is given
             why = self._unmark(_message_of(error)).rstrip(".")
             raise RequestError(
@@ -154,6 +128,62 @@ class ChatTemplate:
                 "messages",
             ) from error
         return _before(text, end) if end else text
+
+    def _with_arguments(
+        self, sent: list[Message], shown: list[Message], variables: dict[str, Any]
+    ) -> str:
+        """Return the text with the arguments of tool calls in the form that the template reads.
+
+        Arguments are objects first, as most templates read them. Text comes second: where the
+        template refuses objects, for example because it joins them to text, or where it writes an
+        object as Python does, which is no JSON.
+        """
+        objects = [call for message in shown for call in message.get("tool_calls", ())]
+        if not objects:
+            return self._write(messages=shown, **variables)
+        texts = self._argument_texts(sent, shown)
+        try:
+            text = self._write(messages=shown, **variables)
+        except Exception:
+            try:
+                return self._write(messages=texts, **variables)
+            except Exception:  # so the form of arguments is not what the template refuses
+                return self._write(messages=shown, **variables)
+        spelled = {repr(call["function"]["arguments"]) for call in objects} - {"{}"}
+        if not any(one in text for one in spelled):
+            return text
+        try:
+            other = self._write(messages=texts, **variables)
+        except Exception:
+            return text
+        quoted = {repr(call["function"]["arguments"]) for m in texts for call in _calls_of(m)}
+        # A template that prints the whole call as Python does would quote the text.
+        return text if any(one in other for one in spelled | quoted) else other
+
+    def _argument_texts(self, sent: list[Message], shown: list[Message]) -> list[Message]:
+        """Return the messages with the arguments of their calls as the client's text, marked."""
+        copies = []
+        for before, message in zip(sent, shown, strict=True):
+            calls = _calls_of(message)
+            texts = [text for text in map(_argument_text, _calls_of(before)) if text is not None]
+            if len(texts) != len(calls):
+                texts = [_json(call["function"]["arguments"]) for call in calls]
+            elif self._control:
+                texts = [self._control.mark(text, special_only=True) for text in texts]
+            renewed = [
+                {**call, "function": {**call["function"], "arguments": text}}
+                for call, text in zip(calls, texts, strict=True)
+            ]
+            copies.append({**message, "tool_calls": renewed} if renewed else message)
+        return copies
+
+    def _plain(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
+        """Render messages as they are, for probes. Raises whatever the template raises."""
+        given = {**self._special_tokens, "add_generation_prompt": True, "documents": None}
+        return self._with_arguments(messages, messages, {**given, "tools": tools})
+
+    def _write(self, **variables: Any) -> str:
+        return self._written(self._template.generate(**variables))
 
     def _written(self, parts: Iterable[str]) -> str:
         """All that a template writes; one that does not come to its end is stopped."""
@@ -168,6 +198,45 @@ class ChatTemplate:
 
     def _unmark(self, text: str) -> str:
         return self._control.unmark(text) if self._control else text
+
+
+class ChatTemplates:
+    """The templates of a model: one for all requests, or another one for requests with tools.
+
+    sources: by name, as lockstep.text.template_files reads them. options: as of ChatTemplate.
+    """
+
+    def __init__(self, sources: Mapping[str, str], *options: Any) -> None:
+        used = {name: sources[name] for name in (DEFAULT, TOOL_USE) if name in sources}
+        self._by_name = {name: ChatTemplate(text, *options) for name, text in used.items()}
+        self.source = "\n".join(used.values())
+        """Text of all templates, by which parsers are chosen."""
+        self.variables = frozenset().union(*(t.variables for t in self._by_name.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._by_name)
+
+    def choose(self, tools: Any) -> ChatTemplate:
+        """Return the template of a request. Raises RequestError where there is none for it."""
+        named = self._by_name.get(TOOL_USE) if tools else None
+        chosen = named or self._by_name.get(DEFAULT)
+        if chosen is None:
+            raise RequestError(
+                f"the model has a chat template for requests with tools ({TOOL_USE}) and none for "
+                "others. Send tools, or set chat_template (--chat-template).",
+                "messages",
+            )
+        return chosen
+
+    def warnings(self) -> list[str]:
+        """Return a line for each part of a conversation that a template leaves out."""
+        return [
+            f"the chat template {name!r} leaves out {part}: the model does not see them"
+            for name, template in self._by_name.items()
+            for part in template.reading.lost
+            # With a template for tools of its own, the default one is not asked about tools.
+            if name == TOOL_USE or TOOL_USE not in self._by_name or part != template_probe.TOOLS
+        ]
 
 
 class _Copy:
@@ -265,13 +334,23 @@ def _mark_end(messages: list[Message]) -> str:
             "continue_final_message",
         )
     word = secrets.token_hex(16)
-    messages[-1]["content"] += word
+    # The blank behind the word shows whether the template trims the end of the content.
+    end = word + " "
+    content = messages[-1]["content"]
+    if isinstance(content, str):
+        messages[-1]["content"] = content + end
+    elif content:
+        content[-1]["text"] += end
+    else:
+        messages[-1]["content"] = end
     return word
 
 
 def _before(text: str, word: str) -> str:
-    """The text up to the last place of the word."""
-    head, found, _ = text.rpartition(word)
+    """Return the text up to the last place of the word; trimmed where the template trims."""
+    head, found, rest = text.rpartition(word)
+    if found and not rest.startswith(" "):
+        return head.rstrip()
     if not found:
         raise RequestError(
             "continue_final_message=true is not possible: the chat template leaves the last "
@@ -313,12 +392,15 @@ def _normal(message: Any, place: str) -> Message:
     normal = {key: value for key, value in message.items() if value is not None}
     normal["role"] = "system" if role == "developer" else role
     said = message.get("content")
-    normal["content"] = _text(message.get("refusal") if said is None else said, f"{place}.content")
-    for name in ("reasoning", "reasoning_content"):
+    content = _texts(message.get("refusal") if said is None else said, f"{place}.content")
+    normal["content"] = content
+    for name in _REASONING:
         if not isinstance(normal.get(name, ""), str):
             raise _refusal(f"{place}.{name}", message[name], "a text")
-    if reasoning := message.get("reasoning_content") or message.get("reasoning"):
-        normal["reasoning_content"] = reasoning
+    thoughts = [normal[name] for name in _REASONING if name in normal]
+    if thoughts:
+        reasoning = next(filter(None, thoughts), "")
+        normal = {"thinking": reasoning, **normal, "reasoning_content": reasoning}
     calls = normal.pop("tool_calls", None)
     if not isinstance(calls, list | None):
         raise _refusal(f"{place}.tool_calls", calls, "a list of calls")
@@ -328,7 +410,8 @@ def _normal(message: Any, place: str) -> Message:
     return normal
 
 
-def _text(content: Any, place: str) -> str:
+def _texts(content: Any, place: str) -> str | list[dict[str, str]]:
+    """Return the content as text, or as text parts where it is a list."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list | dict):
@@ -345,8 +428,25 @@ def _text(content: Any, place: str) -> str:
                 "Send text parts only.",
                 "messages",
             )
-        texts.append(text)
-    return "\n".join(texts)
+        texts.append({"type": "text", "text": text})
+    return texts
+
+
+def _calls_of(message: Message) -> list[Any]:
+    calls = message.get("tool_calls")
+    return calls if isinstance(calls, list) else []
+
+
+def _argument_text(call: Any) -> str | None:
+    """Return the arguments of a client's call as text; None where they are no object."""
+    arguments = call.get("function", call).get("arguments")
+    if not isinstance(arguments, str):
+        return _json(arguments or {})
+    return (arguments or "{}") if isinstance(_object(arguments), dict) else None
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _call(call: Any, place: str) -> Message:

@@ -12,40 +12,23 @@ from tokenizers import Tokenizer as Fast
 
 from lockstep.errors import CheckpointError, brief
 from lockstep.sampling_params import MAX_EOS_IDS
+from lockstep.text.json_files import damaged, is_text, read_json
+from lockstep.text.template_files import DEFAULT, read_templates
 
 MOST_KNOWN = 1 << 16
 """Tokens whose bytes are kept."""
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
-_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
-
-
-def damaged(path: Path, reason: object) -> CheckpointError:
-    """The error of a file that cannot be read as what it should be."""
-    return CheckpointError(
-        f"{path} is damaged: {str(reason)[:300]}. Mend it, or download the file again."
-    )
-
-
-def read_text(path: Path) -> str:
-    """The text of a file of UTF-8. Raises CheckpointError."""
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise damaged(path, error) from None
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; {} if there is no such file. Raises CheckpointError."""
-    if not path.is_file():
-        return {}
-    text = read_text(path)
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise damaged(path, error) from None
-    if not isinstance(value, dict):
-        raise damaged(path, f"{brief(value)} stands where an object should")
-    return value
+_SPECIAL = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
+_EXTRA = "extra_special_tokens"
+"""Setting that gives further tokens names, which are variables of the chat template too."""
 
 
 def eos_ids(folder: Path, own: int | None = None) -> frozenset[int]:
@@ -84,11 +67,6 @@ def eos_ids(folder: Path, own: int | None = None) -> frozenset[int]:
     return frozenset(found)
 
 
-def _is_text(value: object) -> bool:
-    """Whether it is a string without halves of surrogate pairs, which JSON may hold."""
-    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
-
-
 def _byte_of_char() -> dict[str, int]:
     """The byte-level alphabet of GPT-2: each of 256 printable characters stands for a byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -114,8 +92,7 @@ class Tokenizer:
         self.special_tokens = self._special_tokens()
         own = self.fast.token_to_id(self.special_tokens.get("eos_token", ""))
         self.eos_ids = eos_ids(self._folder, own)
-        self.chat_template_path = self._folder / "chat_template.jinja"
-        self.chat_template = self._template()
+        self.chat_templates, self.chat_template_path = read_templates(self._folder)
         decoder = json.loads(self.fast.decoder.__getstate__()) if self.fast.decoder else {}
         parts = [decoder, *decoder.get("decoders", ())]
         self.byte_level = any(part.get("type") == "ByteLevel" for part in parts)
@@ -142,7 +119,7 @@ class Tokenizer:
             raise damaged(self._config_path, f"added_tokens_decoder={brief(decoder)}")
         for key, entry in decoder.items():
             known = key.isascii() and key.isdigit() and len(key) < 10 and isinstance(entry, dict)
-            if not known or not _is_text(entry.get("content")) or not entry["content"]:
+            if not known or not is_text(entry.get("content")) or not entry["content"]:
                 raise damaged(
                     self._config_path, f"added_tokens_decoder has {brief(key)}: {brief(entry)}"
                 )
@@ -155,29 +132,22 @@ class Tokenizer:
         path = self._folder / "special_tokens_map.json"
         more = read_json(path)
         found = {}
-        for name in _SPECIAL:
-            value = self.config.get(name) or more.get(name)
+        extra = self.config.get(_EXTRA)
+        named = extra if isinstance(extra, dict) else {}
+        for name in (*_SPECIAL, *named):
+            value = self.config.get(name) or named.get(name) or more.get(name)
             content = value.get("content") if isinstance(value, dict) else value
-            if content and not _is_text(content):
+            if content and not is_text(content):
                 place = self._config_path if self.config.get(name) else path
                 raise damaged(place, f"{name}={brief(value)}; allowed: a text")
             if content:
                 found[name] = content
         return found
 
-    def _template(self) -> str | None:
-        """The chat template; `chat_template_path` is the file that holds it."""
-        if self.chat_template_path.is_file():
-            return read_text(self.chat_template_path)
-        self.chat_template_path = self._config_path
-        template = self.config.get("chat_template")
-        if isinstance(template, list):
-            named = [entry for entry in template if isinstance(entry, dict)]
-            named = [entry for entry in named if entry.get("name") == "default"]
-            template = named[0].get("template") if named else None
-        if template is not None and not _is_text(template):
-            raise damaged(self._config_path, f"chat_template={brief(template)}; allowed: a text")
-        return template
+    @property
+    def chat_template(self) -> str | None:
+        """The template of requests without tools."""
+        return self.chat_templates.get(DEFAULT)
 
     def __len__(self) -> int:
         """Tokens of the vocabulary, added ones included."""

@@ -101,9 +101,105 @@ def test_shards_and_their_index_load(folder: Path, known: Any) -> None:
     (folder / "model-00002-of-00002.safetensors").unlink()
     message = refused(folder)
     assert "model-00002-of-00002.safetensors" in message and "Fetch" in message
-    (folder / "model.safetensors.index.json").unlink()
+
+
+INDEX = "model.safetensors.index.json"
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def store_shards(folder: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Write the tensors to two files with an index; return the index's weight_map."""
+    names = sorted(tensors)
+    places = {name: SHARDS[i % 2] for i, name in enumerate(names)}
+    for file in SHARDS:
+        own = {name: tensors[name] for name in names if places[name] == file}
+        save_file(own, folder / file)
+    write_index(folder, places)
+    return places
+
+
+def write_index(folder: Path, places: dict[str, str]) -> None:
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": places}))
+
+
+@pytest.mark.parametrize(
+    "stray", ["consolidated.safetensors", "model.safetensors", "x.safetensors"]
+)
+def test_a_file_that_the_index_does_not_name_is_not_read(
+    folder: Path, known: Any, stray: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store_shards(folder, known[0])
+    save_file({name: -x for name, x in known[0].items()}, folder / stray)
+    assert answer(build(folder, speculative_config=MTP)) == known[1]
+    assert f"{stray} is not read: {INDEX} does not name it" in caplog.text
+
+
+def test_the_index_decides_which_copy_of_a_tensor_is_read(folder: Path, known: Any) -> None:
+    places = store_shards(folder, known[0])
+    other = next(file for file in SHARDS if file != places[MLP])
+    extended = {**load_file(folder / other), MLP: -known[0][MLP]}
+    save_file(extended, folder / other)
+    assert answer(build(folder)) == known[1]
+    write_index(folder, {**places, MLP: other})
+    assert answer(build(folder)) != known[1]
+
+
+def test_a_tensor_that_the_index_does_not_list_is_read(folder: Path, known: Any) -> None:
+    places = store_shards(folder, known[0])
+    write_index(folder, {name: file for name, file in places.items() if name != MLP})
+    assert answer(build(folder)) == known[1]
+
+
+def test_a_tensor_that_its_file_lacks_is_named(folder: Path, known: Any) -> None:
+    places = store_shards(folder, known[0])
+    other = next(file for file in SHARDS if file != places[MLP])
+    write_index(folder, {**places, MLP: other})
     message = refused(folder)
-    assert "missing tensors" in message.lower() and names[1].removeprefix("model.") in message
+    assert f"{other} lacks tensors (1) that {INDEX} places in it: {MLP}" in message
+
+
+def test_the_extra_file_of_auto_round_is_read_though_no_index_names_it(
+    folder: Path, known: Any
+) -> None:
+    tensors = dict(known[0])
+    draft = {name: tensors.pop(name) for name in list(tensors) if name.startswith("mtp.")}
+    store_shards(folder, tensors)
+    save_file(draft, folder / "model_extra_tensors.safetensors")
+    assert answer(build(folder, speculative_config=MTP)) == known[1]
+
+
+def test_without_an_index_all_shards_of_one_set_must_be_there(folder: Path, known: Any) -> None:
+    store_shards(folder, known[0])
+    (folder / INDEX).unlink()
+    assert answer(build(folder)) == known[1]
+    (folder / SHARDS[1]).unlink()
+    message = refused(folder)
+    assert "1 of the 2 files model-*-of-00002.safetensors" in message and "no " + INDEX in message
+    store_shards(folder, known[0])
+    (folder / INDEX).unlink()
+    save_file(known[0], folder / "model-00001-of-00001.safetensors")
+    message = refused(folder)
+    assert "model-*-of-00001, model-*-of-00002" in message and "belong to another set" in message
+
+
+def test_without_an_index_adapters_and_other_layouts_are_left_out(
+    store: Store, known: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = store(known[0])
+    save_file({"base.lora_A.weight": torch.ones(2)}, folder / "adapter_model.safetensors")
+    save_file({"tok_embeddings.weight": torch.ones(2)}, folder / "consolidated.safetensors")
+    assert answer(build(folder)) == known[1]
+    assert "adapter_model.safetensors is not read: an adapter, which is not applied" in caplog.text
+    assert "consolidated.safetensors is not read: a copy of the weights" in caplog.text
+    (folder / "model.safetensors").unlink()
+    assert "holds an adapter (adapter_model.safetensors" in refused(folder)
+    (folder / "adapter_model.safetensors").unlink()
+    assert "in the layout of the publisher's own code" in refused(folder)
+
+
+def test_a_folder_of_an_adapter_alone_says_so(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    assert "The folder holds an adapter: merge it" in refused(tmp_path)
 
 
 def test_a_missing_tensor_is_named(store: Store, known: Any, tmp_path: Path) -> None:

@@ -142,3 +142,33 @@ def test_what_is_neither_a_folder_nor_an_id_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="Name a folder") as caught:
         find_model(name)
     assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("index", "wanted"),
+    [
+        (None, ["*.safetensors"]),
+        ('{"weight_map": {"a": 5}}', ["*.safetensors"]),
+        (
+            '{"weight_map": {"a": "m-2.safetensors", "b": "m-1.safetensors"}}',
+            ["m-1.safetensors", "m-2.safetensors", "model_extra_tensors.safetensors"],
+        ),
+    ],
+)
+def test_only_the_weights_that_the_index_names_are_fetched(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, index: str | None, wanted: list[str]
+) -> None:
+    calls: list[dict[str, Any]] = []
+
+    def download(model: str, **options: Any) -> str:
+        calls.append(options)
+        if index is not None:
+            (tmp_path / "model.safetensors.index.json").write_text(index)
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "_ask", lambda model: None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert hub.fetch("a/b") == tmp_path
+    assert calls[0]["allow_patterns"] == ["*.json", "*.jinja"]
+    assert calls[1]["allow_patterns"] == wanted
+    assert calls[1]["ignore_patterns"] == ["*/*.safetensors"]

@@ -719,8 +719,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             "enable-reasoning", "a known parser is all it needs", SWITCH, setting="", same=(True,)
         ),
         refused("task", NO_POOLING, same=("auto", "generate")),
-        refused("rope-scaling", "write rope_parameters into --hf-overrides.", JSON),
-        refused("rope-theta", "write rope_parameters into --hf-overrides.", NUMBER),
+        acts(
+            "rope-scaling", "scaling of rotary positions", JSON, setting="hf_overrides.rope_scaling"
+        ),
+        acts("rope-theta", "base of rotary positions", NUMBER, setting="hf_overrides.rope_theta"),
         noted(
             "swap-space",
             "a preempted row moves to host memory, as much as it takes; of what is cached, "

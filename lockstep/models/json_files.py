@@ -1,0 +1,30 @@
+"""JSON files of a checkpoint folder, read within a bound."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import CheckpointError
+
+MAX_BYTES = 64 << 20
+"""Size limit of a JSON file; the indices of the largest models are a tenth of it."""
+
+
+def read_object(path: Path, remedy: str) -> dict[str, Any]:
+    """Return the object in a JSON file of at most MAX_BYTES. Raise CheckpointError otherwise."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"it is longer than {MAX_BYTES} bytes")
+        raw = json.loads(data.decode("utf-8"))
+        if not isinstance(raw, dict) or not isinstance(raw.get("text_config", {}), dict):
+            raise ValueError("it holds no JSON object")
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}). {remedy}") from None
+    return raw
+
+
+def some(names: list[str]) -> str:
+    """Return the first few of the names, for messages."""
+    return ", ".join(name[:200] for name in names[:5]) + (" ..." if len(names) > 5 else "")

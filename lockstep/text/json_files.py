@@ -1,0 +1,41 @@
+"""Text and JSON files of a model folder."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from lockstep.errors import CheckpointError, brief
+
+
+def damaged(path: Path, reason: object) -> CheckpointError:
+    """Return the error of a file that cannot be read as what it should be."""
+    return CheckpointError(
+        f"{path} is damaged: {str(reason)[:300]}. Mend it, or download the file again."
+    )
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a UTF-8 file. Raise CheckpointError otherwise."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise damaged(path, error) from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file; {} if there is no such file. Raise CheckpointError."""
+    if not path.is_file():
+        return {}
+    text = read_text(path)
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, error) from None
+    if not isinstance(value, dict):
+        raise damaged(path, f"{brief(value)} stands where an object should")
+    return value
+
+
+def is_text(value: object) -> bool:
+    """Return whether it is a string without halves of surrogate pairs, which JSON may hold."""
+    return isinstance(value, str) and not any("\ud800" <= char <= "\udfff" for char in value)
