@@ -92,8 +92,11 @@ def create_app(
     _add_messages(app, service)
     if playground:
         add_playground(app)
-    app.build_middleware_stack = lambda: Named(FastAPI.build_middleware_stack(app))  # type: ignore[method-assign]
-    app.add_middleware(Guard, rules=rules or Rules())
+    rules = rules or Rules()
+    app.build_middleware_stack = lambda: Named(  # type: ignore[method-assign]
+        FastAPI.build_middleware_stack(app), rules.root_path
+    )
+    app.add_middleware(Guard, rules=rules)
     if pages and pages.allow_origins:
         app.add_middleware(CORSMiddleware, **asdict(pages))
     return app
