@@ -1,5 +1,8 @@
-"""Connections with bounds on time and size: a request's head, the reading of an answer, the rest of a
-body that nobody wants, and the number of connections, of which the longest idle one makes room."""
+"""Connections with bounds on time and size.
+
+Bounded are a request's head, the reading of an answer, the rest of a body that nobody wants, and
+the number of connections, of which the longest idle one makes room.
+"""
 
 import asyncio
 from typing import Any
@@ -64,7 +67,9 @@ class _BoundedConnection(h11.Connection):
             self._dropped_bytes = 0
             if not event.http_version.startswith(b"1."):
                 version = event.http_version.decode("ascii")
-                raise h11.RemoteProtocolError(f"HTTP of version {version}; allowed: 1.0 and 1.1", 505)
+                raise h11.RemoteProtocolError(
+                    f"HTTP of version {version}; allowed: 1.0 and 1.1", 505
+                )
             # h11 bounds incomplete heads only: one that comes in a single read may be larger.
             if _head_bytes(event) > MAX_HEAD_BYTES:
                 told = f"a head of more than {MAX_HEAD_BYTES} bytes; send fewer or shorter headers"
@@ -154,7 +159,8 @@ class BoundedProtocol(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.conn = _BoundedConnection()
+        self.conn: _BoundedConnection = _BoundedConnection()
+        self.transport: _Transport = None  # type: ignore[assignment]
         self._head_alarm: asyncio.TimerHandle | None = None
         self._write_alarm: asyncio.TimerHandle | None = None
         self._drop_alarm: asyncio.TimerHandle | None = None
@@ -192,7 +198,7 @@ class BoundedProtocol(H11Protocol):
     def handle_events(self) -> None:
         """Data came: from the moment that the head is complete, nobody waits for it."""
         super().handle_events()
-        if self._busy:
+        if self.is_busy:
             self._stop_waiting()
 
     def pause_writing(self) -> None:
@@ -211,7 +217,7 @@ class BoundedProtocol(H11Protocol):
         super().on_response_complete()
         if self.transport.is_closing():
             self._wait_for_reader()
-        elif not self._busy:
+        elif not self.is_busy:
             self._wait_for_head(self.head_seconds + self.timeout_keep_alive)
             self._is_resting = True
 
@@ -220,7 +226,7 @@ class BoundedProtocol(H11Protocol):
 
         Where an answer to this request has begun, none can follow it.
         """
-        if self._busy:
+        if self.is_busy:
             self.cycle.disconnected = True  # its application writes to nobody from here on
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
@@ -273,6 +279,15 @@ class BoundedProtocol(H11Protocol):
             self._drop_alarm.cancel()
             self._drop_alarm = None
 
+    def shutdown(self) -> None:
+        """Close an idle connection now, and a busy one after its answer."""
+        if self.is_busy:
+            self.cycle.keep_alive = False
+        else:
+            self._stop_dropping()
+            self.transport.close_now()
+            self._wait_for_reader()
+
     def timeout_keep_alive_handler(self) -> None:
         """Nothing came after an answer."""
         self._stop_waiting()
@@ -280,7 +295,8 @@ class BoundedProtocol(H11Protocol):
         self._wait_for_reader()
 
     @property
-    def _busy(self) -> bool:
+    def is_busy(self) -> bool:
+        """Whether a request is in progress."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _wait_for_head(self, seconds: float) -> None:

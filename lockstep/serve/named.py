@@ -41,7 +41,7 @@ class Named:
 
 
 def _headers(caller: Caller, scope: Scope) -> list[Header]:
-    """Return the headers with the request's id: OpenAI's and, for routes of its API, Anthropic's."""
+    """Return the headers with the request's id: OpenAI's, and Anthropic's for its routes."""
     value = caller.request_id.encode("ascii")
     headers = [(b"x-request-id", value)]
     return [*headers, (b"request-id", value)] if speaks_anthropic(scope) else headers

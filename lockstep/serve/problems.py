@@ -112,9 +112,7 @@ def speaks_anthropic(scope: Scope) -> bool:
     return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
 
 
-def response(
-    status: int, body: dict[str, Any], scope: Scope, close: bool = False
-) -> JSONResponse:
+def response(status: int, body: dict[str, Any], scope: Scope, close: bool = False) -> JSONResponse:
     """Return an error as a response, in the form of the request's API; `close` ends the connection
     too."""
     if speaks_anthropic(scope):
