@@ -206,6 +206,10 @@ def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
     async def version() -> JSONResponse:
         return JSONResponse({"version": __version__})
 
+    @app.get("/load", responses=answers.openapi_responses(answers.Load))
+    async def load() -> JSONResponse:
+        return JSONResponse({"server_load": service.num_running})
+
     @app.get("/ping", responses=answers.plain("ok", 503))
     @app.post("/ping", responses=answers.plain("ok", 503))
     @app.get("/health", responses=answers.plain("ok", 503))

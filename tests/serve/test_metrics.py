@@ -150,6 +150,10 @@ def test_the_cache_is_told_by_labels() -> None:
     assert 'block_size="64"' in line and 'num_gpu_blocks="10"' in line and line.endswith(" 1.0")
 
 
+def test_an_idle_server_has_no_load(server: Any) -> None:
+    assert fetch(server, "GET", "/load").json() == {"server_load": 0}
+
+
 def test_tokens_of_steps_are_a_histogram() -> None:
     counted = stats()
     counted.iteration_tokens = [1, 100]
