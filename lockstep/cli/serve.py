@@ -62,6 +62,7 @@ def serve(
         docs=not server.no_docs,
         playground=not server.no_playground,
         drain_seconds=server.shutdown_timeout,
+        keep_alive_seconds=server.timeout_keep_alive,
         connections=server.limit_concurrency,
         log_level=server.uvicorn_log_level,
         tls=_tls(server),
@@ -69,6 +70,7 @@ def serve(
         metrics=server.metrics_names,
         logs=server.log_format,
         log_requests=server.enable_log_requests,
+        log_stats=not server.disable_log_stats,
     )
     names = server.served_model_name or (settings["model"] or "lockstep",)
     address = Address(server.host, server.port, server.uds)
@@ -101,6 +103,7 @@ def _run(
     from lockstep.engine.async_engine import AsyncEngine
     from lockstep.runner.floor import StepFloors
     from lockstep.serve.guard import is_loopback
+    from lockstep.serve.metrics import cache_config
     from lockstep.serve.run import serve as run
 
     listener = address.bind()
@@ -131,6 +134,7 @@ def _run(
             address=address,
             options=options,
             floors=StepFloors(facts.costs, rates) if rates else None,
+            cache=cache_config(facts.config, facts.plan),
             traces=traces,
         )
     finally:

@@ -81,23 +81,32 @@ its end, and what others ask, which takes some turns, is heard in between."""
 
 
 class _Post:
-    """What is to be heard in one event loop, in order."""
+    """Updates that wait for the listeners of one event loop, in order."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._news: deque[tuple[_Open, Update]] = deque()
+        self._is_telling = False
 
     def put(self, news: Iterable[tuple["_Open", Update]]) -> None:
-        """From any thread. A loop that is closed has no listeners any more."""
+        """Queue updates, from any thread. A closed loop has no listeners any more."""
         self._news.extend(news)
         with contextlib.suppress(RuntimeError):
-            self.loop.call_soon_threadsafe(self._tell)
+            self.loop.call_soon_threadsafe(self._wake)
+
+    def _wake(self) -> None:
+        # A second chain of calls would let listeners hear twice as many updates in a turn.
+        if not self._is_telling:
+            self._tell()
 
     def _tell(self) -> None:
-        if len(self._news) > NEWS_OF_A_TURN:
+        """Call the listeners of the next NEWS_OF_A_TURN updates, then again in the next turn."""
+        batch = [self._news.popleft() for _ in range(min(len(self._news), NEWS_OF_A_TURN))]
+        # The chain ends in a turn of its own: a put() of this turn must not tell in it again.
+        self._is_telling = bool(batch)
+        if batch:
             self.loop.call_soon(self._tell)
-        for _ in range(min(len(self._news), NEWS_OF_A_TURN)):
-            opened, item = self._news.popleft()
+        for opened, item in batch:
             opened.context.run(opened.listener, item)
 
 
@@ -151,7 +160,7 @@ class AsyncEngine:
         self.transport = transport
         self.on_end = on_end
         self._open: dict[str, _Open] = {}
-        self._post: _Post | None = None
+        self._posts: dict[asyncio.AbstractEventLoop, _Post] = {}
         self._door = threading.Lock()
         self._ended: str | None = NOT_STARTED
 
@@ -192,8 +201,6 @@ class AsyncEngine:
         """
         loop = asyncio.get_running_loop()
         with self._door:
-            if self._post is None or self._post.loop is not loop:
-                self._post = _Post(loop)
             if self._ended is not None:
                 raise self._dead()
             if request.id in self._open:
@@ -202,7 +209,7 @@ class AsyncEngine:
                     "request. Choose another.",
                     "request_id",
                 )
-            self._open[request.id] = _Open(request, listener, self._post)
+            self._open[request.id] = _Open(request, listener, self._post_of(loop))
             self.transport.submit(request)
 
     def stream(self, request: Request) -> Stream:
@@ -224,6 +231,13 @@ class AsyncEngine:
     def stats(self) -> Stats:
         """A copy of the counters; histogram lists are handed over and start anew."""
         return self.transport.stats()
+
+    def _post_of(self, loop: asyncio.AbstractEventLoop) -> _Post:
+        """Return the one post of an event loop; the posts of closed loops are dropped."""
+        if loop not in self._posts:
+            self._posts = {one: post for one, post in self._posts.items() if not one.is_closed()}
+            self._posts[loop] = _Post(loop)
+        return self._posts[loop]
 
     def _dead(self) -> EngineDeadError:
         return EngineDeadError(f"the engine has stopped: {self._ended}. Restart the server.")

@@ -186,8 +186,12 @@ class Engine:
                 self.stats.observe("decode_steps", DecodeStep(results.decode_ms / 1e3, *kind))
             touched = self.scheduler.update(schedule, results)
             now = time.monotonic()
+            generated = self.stats.generation_tokens_total
             for request in touched:
                 self._count(request, now)
+            tokens = sum(chunk.length for chunk in schedule.prompt)
+            tokens += self.stats.generation_tokens_total - generated
+            self.stats.observe("iteration_tokens", tokens)
         return touched
 
     def _count(self, request: Request, now: float) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-HISTOGRAMS = ("ttft_seconds", "itl_seconds", "e2e_seconds", "decode_steps")
+HISTOGRAMS = ("ttft_seconds", "itl_seconds", "e2e_seconds", "iteration_tokens", "decode_steps")
 """Fields of Stats that list observations."""
 
 
@@ -26,6 +26,7 @@ class Stats:
     drafts_total: rows of steps that brought drafts; accepted_at: how often those at each place were
     accepted. restarts_total: engines that were lost and started again. host_pages: of host memory
     behind the cache. offloaded, fetched: pages and snapshots that were copied there, and back.
+    iteration_tokens: of each step, tokens of prompts and generated ones.
     host_hits_total: those of the prefix_hits_total tokens whose pages came back.
     """
 
@@ -57,6 +58,7 @@ class Stats:
     ttft_seconds: list[float] = field(default_factory=list)
     itl_seconds: list[float] = field(default_factory=list)
     e2e_seconds: list[float] = field(default_factory=list)
+    iteration_tokens: list[int] = field(default_factory=list)
     decode_steps: list[DecodeStep] = field(default_factory=list)
 
     KEEP = 10_000

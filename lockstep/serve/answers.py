@@ -280,6 +280,12 @@ class Detokenized(Said):
     prompt: str
 
 
+class Load(Said):
+    """Requests that run or wait now."""
+
+    server_load: int
+
+
 class Version(Said):
     """The release that serves."""
 

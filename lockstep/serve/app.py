@@ -92,8 +92,11 @@ def create_app(
     _add_messages(app, service)
     if playground:
         add_playground(app)
-    app.build_middleware_stack = lambda: Named(FastAPI.build_middleware_stack(app))  # type: ignore[method-assign]
-    app.add_middleware(Guard, rules=rules or Rules())
+    rules = rules or Rules()
+    app.build_middleware_stack = lambda: Named(  # type: ignore[method-assign]
+        FastAPI.build_middleware_stack(app), rules.root_path
+    )
+    app.add_middleware(Guard, rules=rules)
     if pages and pages.allow_origins:
         app.add_middleware(CORSMiddleware, **asdict(pages))
     return app
@@ -202,6 +205,10 @@ def _add_state(app: FastAPI, service: Service, metrics: Metrics) -> None:
     @app.get("/version", responses=answers.openapi_responses(answers.Version))
     async def version() -> JSONResponse:
         return JSONResponse({"version": __version__})
+
+    @app.get("/load", responses=answers.openapi_responses(answers.Load))
+    async def load() -> JSONResponse:
+        return JSONResponse({"server_load": service.num_running})
 
     @app.get("/ping", responses=answers.plain("ok", 503))
     @app.post("/ping", responses=answers.plain("ok", 503))

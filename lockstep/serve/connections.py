@@ -1,48 +1,92 @@
-"""Connections: no head may come slowly, no answer be read slowly, and when there are too many
-connections the idlest one makes room."""
+"""Connections with bounds on time and size.
+
+Bounded are a request's head, the reading of an answer, the rest of a body that nobody wants, and
+the number of connections, of which the longest idle one makes room.
+"""
 
 import asyncio
 from typing import Any
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from pydantic_core import to_json
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+from lockstep.serve.problems import error_object
 
 HEAD_SECONDS = 10.0
-"""How long a request's head may take to come, and a new connection may say nothing."""
+"""Time that a request's head may take to arrive, and that a new connection may stay silent."""
 WRITE_SECONDS = 60.0
-"""How long a client may take too little of an answer for more of it to be sent."""
-
-MOST_HEAD = 16_384
-"""Bytes of a head that is not complete, as h11 has it."""
-_CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
-MOST_CHUNKS = 16_384
+"""Time that a client may read so little of an answer that no more of it can be sent."""
+DROP_SECONDS = 30.0
+"""Time for which the rest of a body is read and dropped after the answer was sent."""
+DROP_IDLE_SECONDS = 5.0
+"""Silence after which the rest of a body is not waited for any longer."""
+MAX_DROPPED_BYTES = 64 << 20
+"""Bytes of a body's rest that are read and dropped after the answer was sent."""
+MAX_HEAD_BYTES = 16_384
+"""Bytes of a request's head."""
+MAX_CHUNKS = 16_384
 """Chunks of a body: each takes some 5 us, however short it is."""
+_CHUNKED = b"\r\ntransfer-encoding: chunked\r\n"
+_LINE_BYTES = 4
+"""Bytes of a header line besides its name and value: the colon, a space, CR and LF."""
 
 
 class _BoundedConnection(h11.Connection):
-    """h11's reader of requests, with a bound on the chunks of a body, and a short way out for the
-    chunks of an answer."""
+    """h11's reader of requests with bounds on heads and chunks, and a short path for the chunks of
+    an answer.
+
+    fault_status, fault: the status and the message that answer what the client did wrong.
+    """
 
     def __init__(self) -> None:
-        super().__init__(h11.SERVER, MOST_HEAD)
+        super().__init__(h11.SERVER, MAX_HEAD_BYTES)
+        self.fault_status = 400
+        self.fault = ""
         self._chunks = 0
+        self._dropped_bytes = 0
         self._in_chunks = False
 
     def next_event(self) -> Any:
-        """The next event. Raises RemoteProtocolError."""
-        event = super().next_event()
-        if isinstance(event, h11.Request):
-            self._chunks = 0
-        elif isinstance(event, h11.Data):
-            self._chunks += event.chunk_start
-            if self._chunks > MOST_CHUNKS:
-                raise h11.RemoteProtocolError(f"more than {MOST_CHUNKS} chunks")
+        """Return the next event. Raises RemoteProtocolError."""
+        in_head = self.their_state is h11.IDLE
+        try:
+            event = super().next_event()
+            self._check(event)
+        except h11.RemoteProtocolError as error:
+            # Only a head has statuses of its own: h11 calls an overlong chunk line 431 as well.
+            self.fault_status = error.error_status_hint if in_head else 400
+            self.fault = f"the request cannot be read: {error}."
+            raise
         return event
 
-    def send(self, event: Any) -> Any:
-        """The event as bytes. Raises LocalProtocolError.
+    def _check(self, event: Any) -> None:
+        """Raise RemoteProtocolError for a version, a head or a body that is not allowed."""
+        if isinstance(event, h11.Request):
+            self._chunks = 0
+            self._dropped_bytes = 0
+            if not event.http_version.startswith(b"1."):
+                version = event.http_version.decode("ascii")
+                raise h11.RemoteProtocolError(
+                    f"HTTP of version {version}; allowed: 1.0 and 1.1", 505
+                )
+            # h11 bounds incomplete heads only: one that comes in a single read may be larger.
+            if _head_bytes(event) > MAX_HEAD_BYTES:
+                told = f"a head of more than {MAX_HEAD_BYTES} bytes; send fewer or shorter headers"
+                raise h11.RemoteProtocolError(told, 431)
+        elif isinstance(event, h11.Data):
+            self._chunks += event.chunk_start
+            if self._chunks > MAX_CHUNKS:
+                raise h11.RemoteProtocolError(f"more than {MAX_CHUNKS} chunks")
+            if self.our_state is h11.DONE:  # answered already: uvicorn drops the data
+                self._dropped_bytes += len(event.data)
+                if self._dropped_bytes > MAX_DROPPED_BYTES:
+                    raise h11.RemoteProtocolError("too much of a body after its answer")
 
-        Within a body in chunks, data change no state of h11's: each becomes a chunk as it is.
+    def send(self, event: Any) -> Any:
+        """Return the event as bytes. Raises LocalProtocolError.
+
+        Data within a chunked body change no state of h11: each event becomes a chunk as it is.
         """
         if type(event) is h11.Data and self._in_chunks and self.our_state is h11.SEND_BODY:
             return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
@@ -51,44 +95,110 @@ class _BoundedConnection(h11.Connection):
             self._in_chunks = _CHUNKED in sent.lower()
         return sent
 
+    @property
+    def may_get_more(self) -> bool:
+        """Whether the client may still be sending: closing now could reset the connection, and the
+        client would lose the answer."""
+        unread = self.their_state in (h11.SEND_BODY, h11.ERROR)
+        return unread or bool(self.trailing_data[0])
+
+
+def _head_bytes(head: h11.Request) -> int:
+    """Return about the bytes that a head took on the wire."""
+    lines = sum(len(name) + len(value) + _LINE_BYTES for name, value in head.headers)
+    return len(head.method) + len(head.target) + lines
+
+
+class _Transport:
+    """A connection's transport whose close() lets the client read the answer first: what it still
+    sends is read and dropped for a while (see BoundedProtocol)."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: "BoundedProtocol") -> None:
+        self._transport = transport
+        self._protocol = protocol
+        self._closing = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        """Return whether nothing more is to be sent."""
+        return self._closing or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Close the connection once the client has sent what it is sending, or at once."""
+        if self.is_closing():
+            return
+        self._closing = True
+        if self._protocol.conn.may_get_more:
+            self._protocol.drop_rest()
+        else:
+            self._transport.close()
+
+    def close_now(self) -> None:
+        """Close the connection; what was written is still sent."""
+        self._closing = True
+        self._transport.close()
+
 
 class BoundedProtocol(H11Protocol):
-    """HTTP/1.1 with bounds on connections, on the time that a head takes, and on the time in which
-    nothing of an answer can be sent.
+    """HTTP/1.1 with bounds on connections, on the time that a head takes, on the time in which
+    nothing of an answer can be sent, and on what is read after an answer.
 
     A subclass sets `most`. A connection that has no request in progress is idle: it is closed when
-    its head is late, and, the longest idle first, where a new one finds no room.
+    its head is late, and, the longest idle first, where a new one finds no room. A connection that
+    closes while the client is still sending is half-closed, and the rest is read and dropped:
+    closing at once would reset it, and the client would see a reset instead of the answer.
     """
 
     most = 1000
     head_seconds = HEAD_SECONDS
     write_seconds = WRITE_SECONDS
+    drop_seconds = DROP_SECONDS
+    drop_idle_seconds = DROP_IDLE_SECONDS
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.conn = _BoundedConnection()
+        self.conn: _BoundedConnection = _BoundedConnection()
+        self.transport: _Transport = None  # type: ignore[assignment]
         self._head_alarm: asyncio.TimerHandle | None = None
         self._write_alarm: asyncio.TimerHandle | None = None
+        self._drop_alarm: asyncio.TimerHandle | None = None
+        self._heard_at = 0.0
+        self._dropped_bytes = 0
+        self._is_resting = False
         self.idle_since: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client is there: it gets a place, or is turned away."""
-        super().connection_made(transport)
+        """Give a new client a place, or turn it away."""
+        super().connection_made(_Transport(transport, self))  # type: ignore[arg-type]
         if len(self.connections) > self.most and not self._make_room():
             transport.abort()
             return
-        self._wait_for_head()
+        self._wait_for_head(self.head_seconds)
+
+    def data_received(self, data: bytes) -> None:
+        """Read what came, or drop it where the connection is closing."""
+        if self._drop_alarm is not None:
+            self._drop(data)
+            return
+        if self.transport.is_closing():
+            return
+        if self._is_resting:  # the first bytes of the next head: it gets a head's time from here
+            self._wait_for_head(self.head_seconds)
+        super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The client is gone."""
+        """Forget the client, which is gone."""
         self._stop_waiting()
         self._stop_write_alarm()
+        self._stop_dropping()
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
         """Data came: from the moment that the head is complete, nobody waits for it."""
         super().handle_events()
-        if self._busy:
+        if self.is_busy:
             self._stop_waiting()
 
     def pause_writing(self) -> None:
@@ -103,12 +213,80 @@ class BoundedProtocol(H11Protocol):
             self._stop_write_alarm()
 
     def on_response_complete(self) -> None:
-        """An answer was sent: the connection is idle until the next head, or closes."""
+        """Wait for the next head after an answer, or for the end of a connection that closes."""
         super().on_response_complete()
         if self.transport.is_closing():
             self._wait_for_reader()
-        elif not self._busy:
-            self._wait_for_head()
+        elif not self.is_busy:
+            self._wait_for_head(self.head_seconds + self.timeout_keep_alive)
+            self._is_resting = True
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is not HTTP as it is supported, and close.
+
+        Where an answer to this request has begun, none can follow it.
+        """
+        if self.is_busy:
+            self.cycle.disconnected = True  # its application writes to nobody from here on
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._send_error(self.conn.fault_status, self.conn.fault or msg)
+        self.transport.close()
+        self._wait_for_reader()
+
+    def _send_error(self, status: int, message: str) -> None:
+        body = to_json(error_object(message))
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+        ]
+        head = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
+        for event in (head, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event))
+
+    def drop_rest(self) -> None:
+        """Send no more, and read and drop what the client still sends, within bounds."""
+        now = self.loop.time()
+        self._stop_waiting()
+        self.idle_since = now  # it makes room for others
+        self._heard_at = now
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._watch_rest(now + self.drop_seconds)
+
+    def _watch_rest(self, deadline: float) -> None:
+        """Close when the rest takes too long as a whole, or when nothing of it comes any more."""
+        now = self.loop.time()
+        wait = min(self._heard_at + self.drop_idle_seconds, deadline) - now
+        if wait <= 0:
+            self._stop_dropping()
+            self.transport.close_now()
+            self._wait_for_reader()
+        else:
+            self._drop_alarm = self.loop.call_later(wait, self._watch_rest, deadline)
+
+    def _drop(self, data: bytes) -> None:
+        self._heard_at = self.loop.time()
+        self._dropped_bytes += len(data)
+        if self._dropped_bytes > MAX_DROPPED_BYTES:
+            self._stop_dropping()
+            self.transport.close_now()
+
+    def _stop_dropping(self) -> None:
+        if self._drop_alarm is not None:
+            self._drop_alarm.cancel()
+            self._drop_alarm = None
+
+    def shutdown(self) -> None:
+        """Close an idle connection now, and a busy one after its answer."""
+        if self.is_busy:
+            self.cycle.keep_alive = False
+        else:
+            self._stop_dropping()
+            self.transport.close_now()
+            self._wait_for_reader()
 
     def timeout_keep_alive_handler(self) -> None:
         """Nothing came after an answer."""
@@ -117,16 +295,17 @@ class BoundedProtocol(H11Protocol):
         self._wait_for_reader()
 
     @property
-    def _busy(self) -> bool:
+    def is_busy(self) -> bool:
+        """Whether a request is in progress."""
         return self.cycle is not None and not self.cycle.response_complete
 
-    def _wait_for_head(self) -> None:
+    def _wait_for_head(self, seconds: float) -> None:
         self._stop_waiting()
         self.idle_since = self.loop.time()
-        wait = self.head_seconds + self.timeout_keep_alive * (self.cycle is not None)
-        self._head_alarm = self.loop.call_later(wait, self._head_is_late)
+        self._head_alarm = self.loop.call_later(seconds, self._head_is_late)
 
     def _stop_waiting(self) -> None:
+        self._is_resting = False
         self.idle_since = None
         if self._head_alarm is not None:
             self._head_alarm.cancel()

@@ -10,7 +10,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lockstep.serve.problems import SHOWN, error_object, response
+from lockstep.serve.problems import SHOWN, error_object, response, route_path
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
 OPEN_PATHS = ("/health", "/ping", "/", "/playground/app.css", "/playground/app.js")
@@ -48,8 +48,6 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        if self.rules.root_path:
-            scope["root_path"] = self.rules.root_path
         refusal = self._refusal(scope)
         if refusal is not None:
             await refusal(scope, receive, send)
@@ -63,7 +61,7 @@ class Guard:
 
         def refuse(status: int, message: str, code: str | None = None) -> Any:
             body = error_object(message, code=code)
-            return response(status, body, close=True, path=scope["path"])
+            return response(status, body, scope, close=True)
 
         if lengths and _values(headers, b"transfer-encoding"):
             return refuse(
@@ -78,18 +76,12 @@ class Guard:
         if not self._known_host(headers):
             shown = b", ".join(_values(headers, b"host")).decode("latin-1")[:SHOWN]
             return refuse(400, f"Host {shown!r} is not served here; name it with --allowed-hosts.")
-        if self._keys and self._path(scope) not in OPEN_PATHS and not self._knows_key(headers):
+        if self._keys and route_path(scope) not in OPEN_PATHS and not self._knows_key(headers):
             told = "the API key is missing or wrong; send Authorization: Bearer KEY, or x-api-key."
             refusal = refuse(401, told, "invalid_api_key")
             refusal.headers["WWW-Authenticate"] = "Bearer"
             return refusal
         return None
-
-    def _path(self, scope: Scope) -> str:
-        """The path as routes have it."""
-        path: str = scope["path"]
-        root = self.rules.root_path
-        return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
     def _known_host(self, headers: Iterable[tuple[bytes, bytes]]) -> bool:
         if "*" in self._hosts:

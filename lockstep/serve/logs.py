@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from lockstep.serve.caller import CALLER
 from lockstep.serve.record import Record
+from lockstep.serve.throughput import THROUGHPUT
 
 LogFormat = Literal["text", "json"]
 
@@ -17,7 +18,7 @@ LOGGERS = ("lockstep", "uvicorn", "opentelemetry")
 """Those whose lines, and those of all below them, are written."""
 REQUESTS = "lockstep.requests"
 """The logger of requests that have ended, a line each."""
-EVERY_LINE = (REQUESTS, "uvicorn.access")
+EVERY_LINE = (REQUESTS, THROUGHPUT, "uvicorn.access")
 """Loggers of which the same line may come again and again."""
 SAME_SECONDS = 10.0
 """How long the same line of another logger is not written again."""
@@ -124,6 +125,7 @@ def write_logs(form: LogFormat = "text", requests: bool = False) -> None:
     for name in LOGGERS:
         logging.getLogger(name).handlers = [handler]
     logging.getLogger(REQUESTS).setLevel(logging.INFO if requests else logging.WARNING)
+    logging.getLogger(THROUGHPUT).setLevel(logging.INFO)
 
 
 def log_request(record: Record) -> None:

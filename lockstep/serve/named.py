@@ -3,7 +3,7 @@
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lockstep.serve.caller import CALLER, Caller, Header
-from lockstep.serve.problems import MESSAGES_PATH
+from lockstep.serve.problems import speaks_anthropic
 
 BODY = "lockstep.body"
 """What sends an answer's body on from here, in the scope: no layer further in changes bodies, and
@@ -11,20 +11,26 @@ each would cost time with every piece of a stream."""
 
 
 class Named:
-    """ASGI: every request has a caller, and every answer bears the request's id."""
+    """ASGI layer: every request has a caller, and every answer bears the request's id.
 
-    def __init__(self, app: ASGIApp) -> None:
+    root_path: the path under which a proxy shows the server.
+    """
+
+    def __init__(self, app: ASGIApp, root_path: str = "") -> None:
         self.app = app
+        self.root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes the request on."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if self.root_path:
+            scope["root_path"] = self.root_path
         caller = Caller.of(scope["headers"])
         CALLER.set(caller)
         scope[BODY] = send
-        own = _headers(caller, scope["path"])
+        own = _headers(caller, scope)
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -34,8 +40,8 @@ class Named:
         await self.app(scope, receive, named)
 
 
-def _headers(caller: Caller, path: str) -> list[Header]:
-    """As OpenAI names the header and, at its own paths, Anthropic."""
+def _headers(caller: Caller, scope: Scope) -> list[Header]:
+    """Return the headers with the request's id: OpenAI's, and Anthropic's for its routes."""
     value = caller.request_id.encode("ascii")
     headers = [(b"x-request-id", value)]
-    return [*headers, (b"request-id", value)] if MESSAGES_PATH in path else headers
+    return [*headers, (b"request-id", value)] if speaks_anthropic(scope) else headers

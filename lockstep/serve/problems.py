@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.types import Scope
 
 from lockstep.errors import CapacityError, EngineDeadError, LockstepError, RequestError, brief
 
@@ -98,11 +99,23 @@ def messages_error(status: int, body: dict[str, Any]) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
 
 
-def response(
-    status: int, body: dict[str, Any], close: bool = False, path: str = ""
-) -> JSONResponse:
-    """An error as a response, in the words of the path's API; `close` ends the connection too."""
-    if MESSAGES_PATH in path:
+def route_path(scope: Scope) -> str:
+    """Return the path of a request as routes have it, without a proxy's root path."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
+
+
+def speaks_anthropic(scope: Scope) -> bool:
+    """Return whether a request is for a route of Anthropic's API."""
+    path = route_path(scope)
+    return path == MESSAGES_PATH or path.startswith(f"{MESSAGES_PATH}/")
+
+
+def response(status: int, body: dict[str, Any], scope: Scope, close: bool = False) -> JSONResponse:
+    """Return an error as a response, in the form of the request's API; `close` ends the connection
+    too."""
+    if speaks_anthropic(scope):
         body = messages_error(status, body)
     headers = {"Retry-After": RETRY_AFTER[status]} if status in RETRY_AFTER else {}
     if close:
@@ -114,11 +127,11 @@ def add_handlers(app: FastAPI) -> None:
     """Every error of the application becomes an error object."""
 
     async def known(request: Request, error: Exception) -> Response:
-        return response(*status_and_body(error), path=request.url.path)
+        return response(*status_and_body(error), request.scope)
 
     async def invalid(request: Request, error: Exception) -> Response:
         found = error.errors() if isinstance(error, RequestValidationError) else []
-        return response(400, _validation(found), path=request.url.path)
+        return response(400, _validation(found), request.scope)
 
     async def http(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
@@ -127,7 +140,7 @@ def add_handlers(app: FastAPI) -> None:
         if isinstance(error.__cause__, (ValueError, RecursionError)):
             why = str(error.__cause__)[:SHOWN]
             message = f"the body is not JSON: {why}. Send one JSON object, in UTF-8."
-        found = response(status, error_object(message), path=request.url.path)
+        found = response(status, error_object(message), request.scope)
         found.headers.update(getattr(error, "headers", None) or {})
         return found
 

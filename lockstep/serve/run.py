@@ -27,6 +27,7 @@ from lockstep.serve.guard import Rules
 from lockstep.serve.logs import LogFormat, log_request, write_logs
 from lockstep.serve.metrics import Metrics, Prefix
 from lockstep.serve.service import Client, Limits, Service
+from lockstep.serve.throughput import Throughput
 from lockstep.serve.traces import Traces
 from lockstep.text.processor import Processor
 
@@ -38,6 +39,14 @@ SPARE_DESCRIPTORS = 64
 TLS_FILES = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
 END_SECONDS = 5.0
 """How long clients have to read the last event of a stream that was ended."""
+TICK_SECONDS = 0.05
+"""Time between two looks at what a server that is shutting down waits for."""
+STATS_SECONDS = 10.0
+"""Time between two lines of throughput."""
+KEEP_ALIVE_SECONDS = 75.0
+"""Longer than the 60 s for which most proxies keep an idle connection: a server that closes first
+lets a proxy send a request into a connection that is gone."""
+CLOSE = (b"connection", b"close")
 
 
 @dataclass(frozen=True)
@@ -114,9 +123,10 @@ class Options:
     """How the server runs.
 
     tls: uvicorn's ssl_* settings. drain_seconds: how long running requests may go on after SIGTERM.
-    connections: most connections at once; descriptors bound it too. pages: what web pages of other
-    origins may do. metrics: what stands in front of their names. logs: the form of the log's lines;
-    log_requests: it has one for every request.
+    keep_alive_seconds: how long an idle connection is kept. connections: most connections at once;
+    descriptors bound it too. pages: what web pages of other origins may do. metrics: what stands in
+    front of their names. logs: the form of the log's lines; log_requests: it has one for every
+    request; log_stats: one of throughput every STATS_SECONDS while there is work.
     """
 
     rules: Rules = field(default_factory=Rules)
@@ -124,6 +134,7 @@ class Options:
     docs: bool = True
     playground: bool = True
     drain_seconds: float = 30.0
+    keep_alive_seconds: float = KEEP_ALIVE_SECONDS
     connections: int = 4096
     log_level: str = "warning"
     tls: dict[str, Any] = field(default_factory=dict)
@@ -131,15 +142,20 @@ class Options:
     metrics: Prefix = "lockstep"
     logs: LogFormat = "text"
     log_requests: bool = False
+    log_stats: bool = True
 
 
 class _Server(uvicorn.Server):
     """uvicorn's server that lets requests end, and ends those that do not."""
 
-    def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: Service, metrics: Metrics, options: Options
+    ) -> None:
         super().__init__(config)
         self.service = service
-        self.drain_seconds = drain_seconds
+        self.metrics = metrics
+        self.drain_seconds = options.drain_seconds
+        self.log_stats = options.log_stats
         self.failure: str | None = None
 
     def fail(self, why: str) -> None:
@@ -162,11 +178,21 @@ class _Server(uvicorn.Server):
         if not client.is_alive:
             self.fail("it ended while the server started")
         serving = asyncio.create_task(self.serve(sockets=[listener]))
+        throughput = asyncio.create_task(self._log_throughput()) if self.log_stats else None
         while not (self.started or serving.done()):
             await asyncio.sleep(0.01)
         if self.started:
             on_start()
         await serving
+        if throughput is not None:
+            throughput.cancel()
+
+    async def _log_throughput(self) -> None:
+        """Write a line of throughput every STATS_SECONDS while there is work."""
+        lines = Throughput(self.metrics.read(self.service.client.stats()))
+        while True:
+            await asyncio.sleep(STATS_SECONDS)
+            lines.log(self.metrics.read(self.service.client.stats()), STATS_SECONDS)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -176,11 +202,62 @@ class _Server(uvicorn.Server):
             self._captured_signals.clear()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """No new requests; those that run may end in their time, then they are ended."""
+        """Let running requests end in their time, then end them, and close what is left.
+
+        Until they have ended, new connections are accepted: a balancer may still send requests
+        here, which get a 503 with Retry-After where a refused connection would be an error.
+        """
         self.service.close_doors()
-        alarm = asyncio.get_running_loop().call_later(self.drain_seconds, self.service.end_all)
-        await super().shutdown(sockets)
+        self._close_after_answers()
+        connections: set[Any] = self.server_state.connections
+        waited_for = [one.cycle for one in connections if one.is_busy]
+        loop = asyncio.get_running_loop()
+        alarm = loop.call_later(self.drain_seconds, self.service.end_all)
+        end = loop.time() + self.drain_seconds + END_SECONDS
+        self._tell_what_runs()
+        while not (
+            self.force_exit or all(c.response_complete or c.disconnected for c in waited_for)
+        ):
+            if loop.time() > end:
+                break
+            await asyncio.sleep(TICK_SECONDS)
         alarm.cancel()
+        await asyncio.sleep(TICK_SECONDS)  # what connected meanwhile is accepted and answered
+        if self.force_exit:
+            await self._abandon()
+        await super().shutdown(sockets)
+
+    def _close_after_answers(self) -> None:
+        """Announce with every answer from here on that its connection closes."""
+        headers = [*self.server_state.default_headers, CLOSE]
+        self.server_state.default_headers = headers
+        connections: set[Any] = self.server_state.connections
+        for one in connections:
+            if one.is_busy:
+                one.cycle.default_headers = headers
+                one.cycle.keep_alive = False
+
+    def _tell_what_runs(self) -> None:
+        count = self.service.num_running
+        if count:
+            log.warning(
+                "shutting down: %d request(s) may run for %g s more (--shutdown-timeout); "
+                "Ctrl-C ends them now",
+                count,
+                self.drain_seconds,
+            )
+
+    async def _abandon(self) -> None:
+        """End all requests and connections at once."""
+        log.warning("shutting down without waiting: %d request(s) ended", self.service.num_running)
+        self.service.end_all()
+        await asyncio.sleep(TICK_SECONDS)  # streams get their last event
+        for one in list(self.server_state.connections):
+            one.transport.abort()
+        # Applications end by themselves then; uvicorn logs a traceback of each it has to cancel.
+        deadline = asyncio.get_running_loop().time() + END_SECONDS
+        while self.server_state.tasks and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(TICK_SECONDS)
 
 
 def serve(
@@ -193,18 +270,20 @@ def serve(
     address: Address,
     options: Options,
     floors: StepFloors | None = None,
+    cache: Mapping[str, str] | None = None,
     traces: Traces | None = None,
     show: Callable[[str], Any] = print,
 ) -> None:
     """Serves until interrupted. `client` is started; the caller shuts it down afterwards.
     model_names: that clients may use; answers bear the first. floors: of the engine's steps, shown
-    beside their times. traces: where a span of every request goes.
+    beside their times. cache: its sizes and settings, as /metrics tells them. traces: where a span
+    of every request goes.
 
     Raises EngineDeadError if the engine ended by itself, and ConfigError where TLS cannot be had.
     """
     model_name, *aliases = model_names
     write_logs(options.logs, options.log_requests)
-    metrics = Metrics(model_name, options.metrics, floors)
+    metrics = Metrics(model_name, options.metrics, floors, cache)
     on_record = [metrics.observe, log_request, *([traces.record] if traces else ())]
     service = Service(
         client, processor, model_name, fingerprint, options.limits, aliases, on_record
@@ -218,7 +297,7 @@ def serve(
         options.playground,
     )
 
-    server = _Server(_config(app, options), service, options.drain_seconds)
+    server = _Server(_config(app, options), service, metrics, options)
 
     def announce() -> None:
         url = address.url(listener, bool(options.tls))
@@ -249,7 +328,8 @@ def _config(app: FastAPI, options: Options) -> uvicorn.Config:
         log_config=None,
         backlog=min(BACKLOG, Protocol.most // 2 + 1),  # all of them are taken in one go
         server_header=False,
-        timeout_graceful_shutdown=int(options.drain_seconds + END_SECONDS) + 1,
+        timeout_keep_alive=options.keep_alive_seconds,  # type: ignore[arg-type]
+        timeout_graceful_shutdown=int(END_SECONDS),
         **options.tls,
     )
     config.load()

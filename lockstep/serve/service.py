@@ -454,6 +454,9 @@ class Service:
         self.started = int(time.time())
         self.held: Held[Run] = Held(self.limits.held_bytes, self.limits.all_held_bytes)
         self._runs: set[Run] = set()
+        self._taken = (
+            0  # completions of these runs; counting them anew would cost each request more
+        )
         # Grammars that take long are waited for by grammars, and by no other request.
         self._compilers = ThreadPoolExecutor(COMPILERS, thread_name_prefix="lockstep-compile")
         self._closing = False
@@ -535,6 +538,7 @@ class Service:
         )
         run = Run(self, job)
         self._runs.add(run)
+        self._taken += len(requests)
         run.start()
         if ignored := body.ignored_fields():
             log.warning("fields were ignored: %s", ", ".join(ignored)[:SHOWN])
@@ -575,11 +579,10 @@ class Service:
                 f"{MAX_COMPLETIONS} in a request. Send several requests.",
                 "n",
             )
-        taken = sum(len(run.job.requests) for run in self._runs)
         room = self.limits.running + self.limits.queued
-        if taken + wanted > room:
+        if self._taken + wanted > room:
             raise BusyError(
-                f"the queue is full: {taken} completions run or wait, allowed: {room}. "
+                f"the queue is full: {self._taken} completions run or wait, allowed: {room}. "
                 "Try again later."
             )
 
@@ -588,10 +591,16 @@ class Service:
         if run not in self._runs:
             return
         self._runs.remove(run)
+        self._taken -= len(run.job.requests)
         self.held.forget(run)
         record = run.record()
         for told in self.on_record:
             told(record)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that run or wait."""
+        return len(self._runs)
 
     def close_doors(self) -> None:
         """No new requests from here on; those that run go on."""

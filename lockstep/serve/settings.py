@@ -93,6 +93,11 @@ class ServerSettings(Settings):
         "seconds that running requests may go on after SIGTERM",
         remedy="Change --shutdown-timeout.",
     )
+    timeout_keep_alive: Annotated[float, Field(ge=0.0, le=MOST_SECONDS)] = setting(
+        75.0,
+        "seconds that an idle connection is kept (keep-alive)",
+        remedy="Change --timeout-keep-alive.",
+    )
     max_body_size: Annotated[float, Field(ge=0.001, le=MOST_MEBIBYTES)] = setting(
         8.0, "largest request body, MiB", remedy="Change --max-body-size."
     )
@@ -108,6 +113,7 @@ class ServerSettings(Settings):
     enable_log_requests: bool = setting(
         False, "a line in the log for every request that has ended; no text of it"
     )
+    disable_log_stats: bool = setting(False, "no line of throughput every 10 s in the log")
     otlp_traces_endpoint: Collector | None = setting(
         None,
         "a collector of OpenTelemetry that gets a span of every request, by OTLP over HTTP, e.g. "

@@ -5,6 +5,7 @@ import os
 import pickle
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -299,6 +300,61 @@ def test_what_came_is_told_in_turns() -> None:
 
     run(work())
     assert heard == [(name, number) for number in range(2) for name in names]
+    client.shutdown()
+
+
+def test_a_turn_of_the_loop_tells_a_bounded_number_of_updates() -> None:
+    """However many deliveries wait, and from however many threads they came."""
+    transport = FakeTransport()
+    client = AsyncEngine(transport)
+    client.start()
+    names = [str(number) for number in range(40)]
+    turn = 0
+    by_turn: Counter[int] = Counter()
+    update = TokenUpdate([1], None, None, None, RequestMetrics())
+
+    async def work() -> None:
+        nonlocal turn
+        for name in names:
+            client.submit(ask(name), lambda _: by_turn.update([turn]))
+        for number in range(4):
+            for name in names:
+                transport.receiver.deliver([(name, update)])
+            while by_turn.total() < (number + 1) * len(names):
+                turn += 1
+                assert turn < 1000
+                await asyncio.sleep(0)
+
+    run(work())
+    assert by_turn.most_common(1)[0][1] == NEWS_OF_A_TURN
+    client.shutdown()
+
+
+def test_event_loops_that_take_turns_have_one_post_each() -> None:
+    transport = FakeTransport()
+    client = AsyncEngine(transport)
+    client.start()
+    heard: list[str] = []
+    update = TokenUpdate([1], None, "length", None, RequestMetrics())
+    loops = [asyncio.new_event_loop() for _ in range(2)]
+
+    async def submit(name: str) -> None:
+        client.submit(ask(name), lambda _: heard.append(name))
+
+    async def hear() -> None:
+        await asyncio.sleep(0)
+
+    names = [str(number) for number in range(4)]
+    for number, name in enumerate(names):
+        loops[number % 2].run_until_complete(submit(name))
+    transport.receiver.deliver([(name, update) for name in names])
+    for loop in loops:
+        loop.run_until_complete(hear())
+    assert sorted(heard) == names
+    for loop in loops:
+        loop.close()
+    run(submit("another loop"))
+    assert len(client._posts) == 1, "closed loops are dropped"
     client.shutdown()
 
 

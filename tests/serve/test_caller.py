@@ -71,6 +71,30 @@ def test_messages_name_it_as_anthropic_does(server: Any) -> None:
     assert "request-id" not in ask(server, "GET", "/health", headers).headers
 
 
+@pytest.mark.parametrize(
+    ("path", "is_theirs"),
+    [
+        ("/v1/messages", True),
+        ("/v1/messages/nothing", True),
+        ("/llm/v1/messages", True),
+        ("/v1/messagesx", False),
+        ("/other/v1/messages", False),
+        ("/v1/models/v1/messages", False),
+    ],
+)
+def test_a_route_decides_whose_errors_are_told(
+    server: Any, processor: Any, path: str, is_theirs: bool
+) -> None:
+    """Not any path that holds the route's name somewhere."""
+    service = Service(server.client, processor, "tiny", "ls-test")
+    server.app = create_app(service, Rules(root_path="/llm"))
+    for headers in ([("Host", "test")], [("Host", "test"), ("Content-Encoding", "gzip")]):
+        answer = ask(server, "POST", path, headers, {})
+        assert answer.status_code in (400, 404, 405, 415)
+        assert ("request-id" in answer.headers) == is_theirs
+        assert (answer.json().get("type") == "error") == is_theirs
+
+
 def test_the_official_client_finds_it(server: Any) -> None:
     async def work() -> Any:
         async with server.openai() as client:

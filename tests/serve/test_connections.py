@@ -10,8 +10,9 @@ import h11
 import pytest
 import uvicorn
 
+from lockstep.serve import connections
 from lockstep.serve.app import create_app
-from lockstep.serve.connections import MOST_CHUNKS, BoundedProtocol, _BoundedConnection
+from lockstep.serve.connections import MAX_CHUNKS, BoundedProtocol, _BoundedConnection
 from lockstep.serve.guard import Rules
 from lockstep.serve.service import Service
 
@@ -21,13 +22,25 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 @contextlib.contextmanager
 def serving(
-    server, processor, *, most=100, head=0.4, keep_alive=1, write=PATIENCE, gone=None
+    server,
+    processor,
+    *,
+    most=100,
+    head=0.4,
+    keep_alive=1,
+    write=PATIENCE,
+    drop=PATIENCE,
+    gone=None,
+    rules=None,
+    limits=None,
 ) -> Iterator[tuple[str, int]]:
-    """gone: an event that tells that a connection has ended."""
+    """gone: an event that tells that a connection has ended. drop: seconds of silence after which
+    a body's rest is not waited for."""
 
     class Protocol(BoundedProtocol):
         head_seconds = head
         write_seconds = write
+        drop_idle_seconds = drop
 
         def connection_lost(self, exc):
             super().connection_lost(exc)
@@ -35,7 +48,8 @@ def serving(
                 gone.set()
 
     Protocol.most = most
-    app = create_app(Service(server.client, processor, "tiny", "ls-test"), Rules(body_seconds=0.3))
+    service = Service(server.client, processor, "tiny", "ls-test", limits)
+    app = create_app(service, rules or Rules(body_seconds=0.3))
     config = uvicorn.Config(
         app, http=Protocol, log_level="critical", lifespan="off", timeout_keep_alive=keep_alive
     )
@@ -157,6 +171,152 @@ def test_nothing_is_written_into_a_broken_connection():
         connection.send(h11.Data(data=b"two"))
 
 
+@pytest.mark.parametrize("version", [b"9.9", b"0.9", b"2.0"])
+def test_another_version_of_http_is_a_505(server, processor, version):
+    with serving(server, processor) as address, connect(address) as client:
+        client.sendall(b"GET /health HTTP/%b\r\nHost: localhost\r\n\r\n" % version)
+        found = closed_with(client)
+        assert found.startswith(b"HTTP/1.1 505 ") and b"allowed: 1.0 and 1.1" in found
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * 100_000,
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"X-Many: x\r\n" * 10_000 + b"X: x",
+        b"GET /" + b"x" * 100_000 + b" HTTP/1.1\r\nHost: localhost",
+    ],
+    ids=["one header", "many headers", "target"],
+)
+def test_a_head_that_is_too_large_is_a_431(server, processor, head):
+    """Also where all of it comes in one read."""
+    with serving(server, processor) as address, connect(address) as client:
+        with contextlib.suppress(OSError):
+            client.sendall(head + b"\r\n\r\n")
+        found = closed_with(client)
+        assert found.startswith(b"HTTP/1.1 431 ") and b"connection: close" in found
+
+
+def test_a_large_head_within_the_bound_is_read(server, processor):
+    with serving(server, processor) as address, connect(address) as client:
+        client.sendall(HEALTH[:-2] + b"X-Long: " + b"x" * 15_000 + b"\r\n\r\n")
+        assert client.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
+LARGE = 10 << 20
+
+
+def send_large(client: socket.socket, *headers: bytes, path: bytes = b"/v1/completions") -> bytes:
+    """Send a body of 10 MiB whole, then read the answer."""
+    lines = [b"POST " + path + b" HTTP/1.1", b"Host: x", b"Content-Type: application/json"]
+    head = b"\r\n".join([*lines, b"Content-Length: %d" % LARGE, *headers])
+    client.sendall(head + b"\r\n\r\n")
+    client.sendall(b" " * LARGE)
+    return closed_with(client)
+
+
+@pytest.mark.parametrize(
+    ("rules", "status"),
+    [
+        (Rules(), b"413"),
+        (Rules(hosts=("localhost",)), b"413"),
+        (Rules(body_bytes=2 * LARGE, keys=("key",)), b"401"),
+        (Rules(body_bytes=2 * LARGE, hosts=("localhost",)), b"400"),
+    ],
+)
+def test_a_large_body_that_is_refused_gets_its_answer(server, processor, rules, status):
+    """The client sends all of it before it reads: a reset would cost it the answer."""
+    with serving(server, processor, rules=rules) as address, connect(address) as client:
+        found = send_large(client)
+        assert found.startswith(b"HTTP/1.1 " + status) and found.endswith(b"}")
+
+
+def test_a_large_body_in_chunks_is_a_413(server, processor):
+    with serving(server, processor) as address, connect(address) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        client.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n")
+        for _ in range(10):
+            client.sendall(b"100000\r\n" + b" " * (1 << 20) + b"\r\n")
+        client.sendall(b"0\r\n\r\n")
+        assert b" 413 " in closed_with(client)
+
+
+def test_a_body_for_no_route_is_dropped_and_the_connection_goes_on(server, processor):
+    rules = Rules(body_bytes=2 * LARGE)
+    with serving(server, processor, rules=rules) as address, connect(address) as client:
+        head = b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n" % LARGE
+        client.sendall(head + b" " * LARGE)
+        assert client.recv(65536).startswith(b"HTTP/1.1 404 ")
+        assert healthy(client)
+
+
+def test_a_rest_without_end_is_not_read_for_ever(server, processor, monkeypatch):
+    monkeypatch.setattr(connections, "MAX_DROPPED_BYTES", 1 << 20)
+    gone = threading.Event()
+    with serving(server, processor, gone=gone) as address, connect(address) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999\r\n\r\n"
+        client.sendall(head)
+        with pytest.raises(OSError):
+            for _ in range(2000):
+                client.sendall(b" " * (1 << 20))
+        assert gone.wait(PATIENCE)
+
+
+@pytest.mark.parametrize("path", [b"/nothing", b"/v1/completions"])
+def test_a_rest_that_does_not_come_is_not_waited_for(server, processor, path):
+    gone = threading.Event()
+    bounds = {"drop": 0.2, "head": 0.2, "keep_alive": 0.1, "gone": gone}
+    with serving(server, processor, **bounds) as address, connect(address) as client:
+        lines = b"Host: x\r\nExpect: 100-continue\r\nContent-Length: 999999999\r\n\r\n"
+        client.sendall(b"POST " + path + b" HTTP/1.1\r\n" + lines)
+        assert client.recv(65536).startswith(b"HTTP/1.1 413 ")
+        assert gone.wait(PATIENCE)
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [b"zz\r\nabc\r\n", b"-1\r\n", b"ffffffffffffffffffffffff\r\n", b"3\r\nabcdef\r\n0\r\n\r\n"],
+)
+@pytest.mark.parametrize("path", [b"/v1/completions", b"/nothing"])
+def test_chunks_of_bad_sizes(server, processor, rest, path, caplog):
+    """Before the answer they are a 400; after it they end the connection."""
+    with serving(server, processor) as address, connect(address) as client:
+        head = b"POST " + path + b" HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        client.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + rest)
+        client.shutdown(socket.SHUT_WR)
+        found = closed_with(client)
+        assert found.count(b"HTTP/1.1 ") == 1 and (b" 400 " in found or b" 404 " in found)
+        with connect(address) as other:
+            assert healthy(other)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize("lengths", [b"4, 5", b"4\r\nContent-Length: 5", b"-4", b"4x", b"+4"])
+def test_lengths_that_are_none(server, processor, lengths):
+    with serving(server, processor) as address, connect(address) as client:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: "
+        client.sendall(head + lengths + b"\r\n\r\n{}   ")
+        assert closed_with(client).startswith(b"HTTP/1.1 400 ")
+
+
+def test_pipelined_requests_are_answered_in_their_order(server, processor):
+    with serving(server, processor) as address, connect(address) as client:
+        last = b"GET /version HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
+        client.sendall(HEALTH * 50 + last + HEALTH * 500)
+        found = closed_with(client)
+        assert found.count(b"HTTP/1.1 200") == 51 and found.endswith(b"}")
+
+
+def test_a_kept_connection_does_not_get_longer_for_a_head(server, processor):
+    """The keep-alive time is for silence: from its first byte a head has its own time."""
+    with serving(server, processor, head=0.2, keep_alive=60) as address, connect(address) as client:
+        assert healthy(client)
+        client.sendall(b"GET /health HT")
+        begun = time.monotonic()
+        assert closed_with(client).startswith(b"HTTP/1.1 408")
+        assert time.monotonic() - begun < PATIENCE / 2
+
+
 def test_two_lengths(server, processor):
     with serving(server, processor) as address, connect(address) as client:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n"
@@ -164,7 +324,7 @@ def test_two_lengths(server, processor):
         assert b" 400 " in closed_with(client)
 
 
-@pytest.mark.parametrize(("chunks", "status"), [(1000, b" 200 "), (MOST_CHUNKS + 10, b" 400 ")])
+@pytest.mark.parametrize(("chunks", "status"), [(1000, b" 200 "), (MAX_CHUNKS + 10, b" 400 ")])
 def test_a_body_in_many_chunks(server, processor, chunks, status):
     """Each costs time, however short it is."""
     with serving(server, processor) as address, connect(address) as client:

@@ -135,7 +135,30 @@ def test_names_differ_by_what_stands_in_front(server: Any, processor: Any, prefi
     text = fetch(server, "GET", "/metrics").text
     assert f'{prefix}:num_requests_running{{model_name="tiny"}} 0.0' in text
     own = Metrics("m").render(stats()).decode()
-    assert samples(text) == {name.replace("lockstep:", f"{prefix}:") for name in samples(own)}
+    same = {name.replace("lockstep:", f"{prefix}:") for name in samples(own)}
+    more = samples(text) - same
+    assert same <= samples(text)
+    assert bool(more) == (prefix == "vllm"), "what only readers of vLLM's names know"
+    front = ("vllm:gpu_cache_usage_perc", "vllm:time_per_output_token_", "vllm:lora_requests_info")
+    assert all(name.startswith(front) for name in more)
+
+
+def test_the_cache_is_told_by_labels() -> None:
+    sizes = {"block_size": "64", "num_gpu_blocks": "10"}
+    text = Metrics("m", "vllm", cache=sizes).render(stats()).decode()
+    (line,) = [x for x in text.splitlines() if x.startswith("vllm:cache_config_info{")]
+    assert 'block_size="64"' in line and 'num_gpu_blocks="10"' in line and line.endswith(" 1.0")
+
+
+def test_an_idle_server_has_no_load(server: Any) -> None:
+    assert fetch(server, "GET", "/load").json() == {"server_load": 0}
+
+
+def test_tokens_of_steps_are_a_histogram() -> None:
+    counted = stats()
+    counted.iteration_tokens = [1, 100]
+    text = Metrics("m").render(counted).decode()
+    assert 'lockstep:iteration_tokens_total_sum{model_name="m"} 101.0' in text
 
 
 def test_requests_that_have_ended() -> None:
@@ -150,7 +173,7 @@ def test_requests_that_have_ended() -> None:
     for name, seconds in (("queue", 0.5), ("prefill", 0.5), ("decode", 1.25), ("inference", 1.75)):
         assert f"lockstep:request_{name}_time_seconds_count{label} 1.0" in found
         assert f"lockstep:request_{name}_time_seconds_sum{label} {seconds}" in found
-    (line,) = [x for x in found.splitlines() if "per_output_token_seconds_sum" in x]
+    (line,) = [x for x in found.splitlines() if "request_time_per_output_token_seconds_sum" in x]
     assert float(line.rpartition(" ")[2]) == pytest.approx(1.25 / 3)
 
 

@@ -8,6 +8,7 @@ import signal
 import socket
 import ssl
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +136,7 @@ def process(tmp_path: Path):
 
 def test_a_server_sends_spans_writes_json_and_ends_at_sigterm(process: Any):
     """One start for all of it, its engine in a process."""
-    options = ["--shutdown-timeout", "1", "--api-key", "secret", "--no-playground"]
+    options = ["--shutdown-timeout", "3", "--api-key", "secret", "--no-playground"]
     options += ["--enable-log-requests", "--log-format", "json"]
     body = {"prompt": "def read(path):", "max_tokens": 12, "ignore_eos": True, "temperature": 0}
     with collecting() as collector:
@@ -182,6 +183,7 @@ def assert_sigterm_lets_a_short_answer_end(running: Any, client: httpx.Client) -
         with client.stream("POST", "/v1/completions", json=short) as answer:
             next(rest := answer.iter_lines())
             running.send_signal(signal.SIGTERM)
+            assert_new_connections_are_answered(running, client)
             ended = [json.loads(line[6:]) for line in rest if line.startswith("data: {")]
         found = [line for line in lines if line]
     assert ended[-1]["choices"][0]["finish_reason"] == "length"
@@ -189,6 +191,17 @@ def assert_sigterm_lets_a_short_answer_end(running: Any, client: httpx.Client) -
     error = json.loads(found[-2].removeprefix("data: "))["error"]
     assert "shutting down" in error["message"] and error["code"] == "engine_unavailable"
     assert running.wait(PATIENCE) == 0, "a server that was asked to end has not failed"
+
+
+def assert_new_connections_are_answered(running: Any, client: httpx.Client) -> None:
+    """While requests run after SIGTERM, none is refused a connection: it is told to come again."""
+    deadline = time.monotonic() + PATIENCE
+    while client.get("/health").status_code == 200 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    found = client.post("/v1/completions", json={"prompt": "x"})
+    assert (found.status_code, found.headers["retry-after"]) == (503, "5")
+    assert "close" in found.headers["connection"]
+    assert running.poll() is None
 
 
 DYING = """

@@ -631,10 +631,8 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         acts(
             "disable-log-stats",
-            "no lines of figures are logged; /metrics has them",
+            "no line of throughput every ten seconds",
             SWITCH,
-            setting="",
-            same=(True,),
         ),
         acts(
             "disable-uvicorn-access-log",
