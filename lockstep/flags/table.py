@@ -3,7 +3,7 @@
 `read` parses by it, `--help` is grouped by it, and docs/vllm_flags.md is made from it.
 """
 
-from lockstep.cli.vllm.flag import Flag, Form, acts, noted, refused
+from lockstep.flags.flag import Flag, Form, acts, noted, refused
 
 SWITCH = Form.SWITCH
 SIZE = Form.SIZE
