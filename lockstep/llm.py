@@ -5,7 +5,6 @@ import uuid
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
 from functools import partial
 from numbers import Number
 from types import TracebackType
@@ -13,8 +12,11 @@ from typing import Any, NoReturn, Self
 
 from lockstep.config import EngineConfig
 from lockstep.engine.async_engine import AsyncEngine, Inbox, Update
+from lockstep.engine.build import pick_device
 from lockstep.engine.engine import Engine, Facts
+from lockstep.engine.host import MakeGrammar, give_way
 from lockstep.engine.in_thread import ThreadTransport
+from lockstep.engine_args import EngineArgs
 from lockstep.errors import EngineDeadError, RequestError, brief
 from lockstep.keywords import CALL, CHAT, check_keywords
 from lockstep.outputs import RequestOutput
@@ -41,13 +43,6 @@ CHATS = (
 )
 
 
-def split_settings(settings: dict[str, Any]) -> tuple[TextSettings, dict[str, Any]]:
-    """Those of the text side among an LLM's settings, and all others."""
-    names = [one.name for one in fields(TextSettings) if one.name in settings]
-    text = TextSettings(**{name: settings[name] for name in names})
-    return text, {name: value for name, value in settings.items() if name not in names}
-
-
 def processor_of(facts: Facts, text: TextSettings) -> Processor:
     """The text side of an engine: the tokenizer and the chat template of its checkpoint."""
     plan = facts.plan
@@ -55,6 +50,23 @@ def processor_of(facts: Facts, text: TextSettings) -> Processor:
     return Processor.for_model(
         tokenizer, plan.model_path, plan.max_model_len, text, facts.vocab_size
     )
+
+
+def hosted_engine(
+    config: EngineConfig, text: TextSettings, progress: Progress
+) -> tuple[Engine, MakeGrammar]:
+    """Return the engine of these settings, and what makes grammars of recipes; for a process of its
+    own, whose threads give way to the client's.
+
+    What the first grammar would have to wait for is made here, so that no step shares the
+    interpreter with that.
+    """
+    give_way(pick_device(config))
+    engine = Engine(config, progress)
+    processor = processor_of(engine.facts, text)
+    if processor.grammars is not None:
+        processor.grammars.prepare()
+    return engine, processor.grammar_of
 
 
 def _unseen(what: str, done: int, of: int) -> None:
@@ -67,7 +79,9 @@ class LLM:
         llm = LLM()
         print(llm.generate("def main(", SamplingParams(max_tokens=20))[0].outputs[0].text)
 
-    Settings are EngineConfig's and TextSettings', and the flags of `vllm serve` by their names.
+    Settings are EngineConfig's and TextSettings', and the flags of `vllm serve` by their names:
+    those that have no effect here are warnings, others errors with a remedy. Where
+    speculative_config is left out, a draft module that the checkpoint has drafts ("auto").
     `progress(what, done, of)` is called while loading, in bytes, and while warming up, in shapes.
 
     Any thread may call generate() and chat(): one thread of the LLM's own runs the engine, which
@@ -81,8 +95,8 @@ class LLM:
         progress: Progress = _unseen,
         **settings: Any,
     ) -> None:
-        text, own = split_settings(settings)
-        self._adopt(Engine(EngineConfig.read(model=model, **own), progress), text)
+        config, text = EngineArgs(model, **settings).read()
+        self._adopt(Engine(config, progress), text)
 
     @classmethod
     def over(cls, engine: Engine) -> "LLM":

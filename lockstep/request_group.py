@@ -1,7 +1,7 @@
 """The requests of one prompt, and the RequestOutput that the engine's updates make of them."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,18 +106,18 @@ class RequestGroup:
         """Return the output as it is now; later updates do not change it."""
         return replace(self.output, outputs=[_copy(one) for one in self.output.outputs])
 
-    def delta(self, index: int, settled: TextUpdate) -> CompletionOutput:
-        """Return what one update settled, as a completion of its own."""
+    def delta(self, news: Mapping[int, Sequence[TextUpdate]]) -> RequestOutput:
+        """Return an output of what these updates settled alone, by the completions' indices."""
+        return replace(self.output, outputs=[self._delta(i, news[i]) for i in sorted(news)])
+
+    def _delta(self, index: int, news: Sequence[TextUpdate]) -> CompletionOutput:
         done = self._texts[index].output
-        ended = settled.finish_reason is not None
+        scores = [entry for settled in news for entry in settled.logprobs or ()]
         return replace(
             done,
-            text=settled.delta,
-            token_ids=list(settled.token_ids),
-            logprobs=None if settled.logprobs is None else list(settled.logprobs),
-            finish_reason=settled.finish_reason,
-            stop_reason=settled.stop_reason,
-            tool_calls=list(done.tool_calls) if ended else [],
+            text="".join(settled.delta for settled in news),
+            token_ids=[token for settled in news for token in settled.token_ids],
+            logprobs=None if done.logprobs is None else scores,
         )
 
 

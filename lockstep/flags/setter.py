@@ -93,7 +93,9 @@ class FlagSetter:
 
 
 def _alike(value: Any, other: Any) -> bool:
-    """Equal, and both a switch's or neither."""
+    """Equal, and both a switch's or neither. Other types, such as arrays, equal no value here."""
+    if not isinstance(value, (bool, int, float, str, list, dict)):
+        return False
     return isinstance(value, bool) is isinstance(other, bool) and bool(value == other)
 
 
