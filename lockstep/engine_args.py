@@ -19,7 +19,7 @@ from lockstep.spec.config import AUTO, AUTO_DRAFTS
 from lockstep.text.settings import TextSettings
 
 DRAFTING = "speculative_config"
-CALL_DEPTH = 4
+CALL_DEPTH = 7
 """Frames between warnings.warn and the line that made an LLM."""
 
 
