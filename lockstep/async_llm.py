@@ -28,7 +28,7 @@ from lockstep.text.settings import TextSettings
 from lockstep.text.tokenizer import Tokenizer
 
 STEP_SECONDS = 120.0
-"""How long a step may run before its process is ended and started again."""
+"""Time limit of a step; the engine's process is restarted after it."""
 MAX_ID = 256
 """Characters of a request's id."""
 REMEDY = "Make a new AsyncLLM."
@@ -36,7 +36,7 @@ GENERATE = ("prompt", "sampling_params", "request_id", "priority")
 
 
 def _unseen(what: str, done: int, of: int) -> None:
-    """Progress that nobody watches."""
+    """Ignore progress."""
 
 
 class AsyncLLM:
@@ -83,6 +83,7 @@ class AsyncLLM:
         self._client = AsyncEngine(transport, remedy=REMEDY)
         self._client.start()
         self._groups: dict[str, RequestGroup] = {}
+        # Where this object goes without shutdown(), the engine ends with it.
         self._stop = weakref.finalize(self, self._client.shutdown)
 
     @classmethod
@@ -97,7 +98,7 @@ class AsyncLLM:
 
     @property
     def config(self) -> EngineConfig:
-        """What the engine was built from."""
+        """Settings that the engine was built from."""
         return self._facts.config
 
     @property
@@ -107,12 +108,12 @@ class AsyncLLM:
 
     @property
     def is_running(self) -> bool:
-        """Whether requests are served."""
+        """True while requests are served."""
         return self._client.is_alive and not self._client.restarting
 
     @property
     def errored(self) -> bool:
-        """Whether the engine has ended."""
+        """True once the engine has ended."""
         return not self._client.is_alive
 
     async def check_health(self) -> None:

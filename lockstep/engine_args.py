@@ -24,7 +24,7 @@ CALL_DEPTH = 7
 
 
 class EngineArgs:
-    """What LLM(...) and AsyncLLM(...) take as keywords, kept for later.
+    """Keywords of LLM(...) and AsyncLLM(...), kept for later.
 
     AsyncLLM.from_engine_args(EngineArgs(model="...", max_num_seqs=64))
     """

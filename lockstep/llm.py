@@ -70,7 +70,7 @@ def hosted_engine(
 
 
 def _unseen(what: str, done: int, of: int) -> None:
-    """Progress that nobody watches."""
+    """Ignore progress."""
 
 
 class LLM:
@@ -315,7 +315,7 @@ class LLM:
 
 
 class _Call:
-    """One call of generate() or chat(), in the thread that made it.
+    """Call of generate() or chat(), in the thread that made it.
 
     show: takes how many prompts are answered, and of how many.
     """

@@ -151,7 +151,7 @@ class StructuredOutputsParams:
 
 
 class RequestOutputKind(Enum):
-    """What an output of AsyncLLM.generate holds: all so far, what is new, or the whole answer."""
+    """Content of an output of AsyncLLM.generate: all so far, what is new, or the whole answer."""
 
     CUMULATIVE = 0
     DELTA = 1

@@ -12,7 +12,7 @@ from lockstep.scheduling.request import Request
 STOP_SECONDS = 30.0
 """How long stop() waits for the step that runs."""
 DEAD_THREAD_SECONDS = 0.1
-"""How often settle() looks whether the engine's thread still runs."""
+"""Interval at which settle() checks that the engine's thread still runs."""
 
 
 class ThreadTransport:

@@ -109,7 +109,7 @@ def _named(flag: Flag, value: Any) -> Any:
 
 
 def _meant(flag: Flag, value: Any) -> Any:
-    """What the setting gets for a value."""
+    """Return what the setting gets for a value."""
     known = isinstance(value, (str, int)) and value in flag.means
     return flag.means[value] if known else value
 
