@@ -4,7 +4,22 @@ import os
 
 __version__ = "0.1.0"
 
-__all__ = ["LLM", "EngineConfig", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = [
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
+    "CompletionOutput",
+    "EngineArgs",
+    "EngineConfig",
+    "LLM",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+]
 
 # libgomp reads it once, when torch is imported: threads that wait give their core away.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -16,9 +31,18 @@ def __getattr__(name: str) -> object:
 
     homes = {
         "LLM": "llm",
+        "AsyncLLM": "async_llm",
+        "AsyncLLMEngine": "async_llm",
+        "AsyncEngineArgs": "engine_args",
+        "EngineArgs": "engine_args",
         "EngineConfig": "config",
+        "RequestOutput": "outputs",
+        "CompletionOutput": "outputs",
+        "RequestOutputKind": "sampling_params",
         "SamplingParams": "sampling_params",
         "StructuredOutputsParams": "sampling_params",
+        "TextPrompt": "inputs",
+        "TokensPrompt": "inputs",
     }
     if name not in homes:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")

@@ -6,6 +6,7 @@ LockstepError
 +-- RequestError      one request is wrong; the engine and all other requests go on
 +-- CapacityError     memory does not suffice for what was asked
 +-- CaptureError      something inside a captured step compiled, allocated or waited
++-- ComputeError      a step of one request failed; the request ended, others go on
 +-- EngineDeadError   the engine loop ended with an error; requests cannot be served any more
 """
 
@@ -38,6 +39,10 @@ class CapacityError(LockstepError, RuntimeError):
 
 class CaptureError(LockstepError, RuntimeError):
     """Something inside a captured step compiled, allocated or waited for the device."""
+
+
+class ComputeError(LockstepError, RuntimeError):
+    """A step of the request failed; it ended, others go on."""
 
 
 class EngineDeadError(LockstepError, RuntimeError):

@@ -1,32 +1,46 @@
 """LLM: the engine for programs that have all their prompts at hand."""
 
-import time
+import threading
 import uuid
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from functools import partial
 from numbers import Number
-from typing import Any
+from types import TracebackType
+from typing import Any, NoReturn, Self
 
 from lockstep.config import EngineConfig
+from lockstep.engine.async_engine import AsyncEngine, Inbox, Update
+from lockstep.engine.build import pick_device
 from lockstep.engine.engine import Engine, Facts
-from lockstep.errors import RequestError, brief
+from lockstep.engine.host import MakeGrammar, give_way
+from lockstep.engine.in_thread import ThreadTransport
+from lockstep.engine_args import EngineArgs
+from lockstep.errors import EngineDeadError, RequestError, brief
+from lockstep.keywords import CALL, CHAT, check_keywords
 from lockstep.outputs import RequestOutput
 from lockstep.progress import Progress, progress_bar
+from lockstep.request_group import ReplyReader, RequestGroup
 from lockstep.sampling_params import SamplingParams
-from lockstep.scheduling.request import Request
-from lockstep.text.processor import CompletionText, Processor, Prompt
+from lockstep.text.processor import Processor, Prompt
 from lockstep.text.settings import TextSettings
 from lockstep.text.template import check_kwargs
 from lockstep.text.tokenizer import Tokenizer
 from lockstep.text.tool_grammar import ToolChoice
 
-
-def split_settings(settings: dict[str, Any]) -> tuple[TextSettings, dict[str, Any]]:
-    """Those of the text side among an LLM's settings, and all others."""
-    names = [one.name for one in fields(TextSettings) if one.name in settings]
-    text = TextSettings(**{name: settings[name] for name in names})
-    return text, {name: value for name, value in settings.items() if name not in names}
+GENERATE = ("prompts", "sampling_params", "priority", "on_progress", "use_tqdm")
+CHATS = (
+    "messages",
+    "sampling_params",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    *GENERATE[2:],
+)
 
 
 def processor_of(facts: Facts, text: TextSettings) -> Processor:
@@ -38,8 +52,25 @@ def processor_of(facts: Facts, text: TextSettings) -> Processor:
     )
 
 
+def hosted_engine(
+    config: EngineConfig, text: TextSettings, progress: Progress
+) -> tuple[Engine, MakeGrammar]:
+    """Return the engine of these settings, and what makes grammars of recipes; for a process of its
+    own, whose threads give way to the client's.
+
+    What the first grammar would have to wait for is made here, so that no step shares the
+    interpreter with that.
+    """
+    give_way(pick_device(config))
+    engine = Engine(config, progress)
+    processor = processor_of(engine.facts, text)
+    if processor.grammars is not None:
+        processor.grammars.prepare()
+    return engine, processor.grammar_of
+
+
 def _unseen(what: str, done: int, of: int) -> None:
-    """Progress that nobody watches."""
+    """Ignore progress."""
 
 
 class LLM:
@@ -48,8 +79,13 @@ class LLM:
         llm = LLM()
         print(llm.generate("def main(", SamplingParams(max_tokens=20))[0].outputs[0].text)
 
-    Settings are EngineConfig's and TextSettings'. `progress(what, done, of)` is called while
-    loading, in bytes, and while warming up, in shapes.
+    Settings are EngineConfig's and TextSettings', and the flags of `vllm serve` by their names:
+    those that have no effect here are warnings, others errors with a remedy. Where
+    speculative_config is left out, a draft module that the checkpoint has drafts ("auto").
+    `progress(what, done, of)` is called while loading, in bytes, and while warming up, in shapes.
+
+    Any thread may call generate() and chat(): one thread of the LLM's own runs the engine, which
+    batches the requests of all callers. close(), or the end of a `with` block, ends it.
     """
 
     def __init__(
@@ -59,79 +95,102 @@ class LLM:
         progress: Progress = _unseen,
         **settings: Any,
     ) -> None:
-        text, own = split_settings(settings)
-        self._stand_over(Engine(EngineConfig.read(model=model, **own), progress), text)
+        config, text = EngineArgs(model, **settings).read()
+        self._adopt(Engine(config, progress), text)
 
     @classmethod
     def over(cls, engine: Engine) -> "LLM":
-        """An LLM around an engine that stands."""
+        """Return an LLM around an engine that is built."""
         llm = cls.__new__(cls)
-        llm._stand_over(engine, TextSettings())
+        llm._adopt(engine, TextSettings())
         return llm
 
-    def _stand_over(self, engine: Engine, text: TextSettings) -> None:
-        """Takes the engine, and reads the tokenizer and chat template of its checkpoint."""
-        self.engine = engine
+    def _adopt(self, engine: Engine, text: TextSettings) -> None:
+        """Take the engine, and read the tokenizer and chat template of its checkpoint."""
+        self._engine: Engine | None = engine
+        self._client: AsyncEngine | None = None
+        self._stop: Callable[[], Any] | None = None
+        self._starting = threading.Lock()
         self.processor = processor_of(engine.facts, text)
         self.tokenizer = self.processor.tokenizer
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. Its methods may be called while no generate() or chat() runs.
+
+        Raises EngineDeadError once the LLM is closed.
+        """
+        if self._engine is None:
+            raise EngineDeadError("the LLM was closed. Make a new one.")
+        return self._engine
+
+    @property
+    def llm_engine(self) -> Engine:
+        """The engine, by vLLM's name."""
+        return self.engine
+
+    def get_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Raises RequestError where skip_tokenizer_init left it out."""
+        return self.processor.text_side("get_tokenizer")
+
+    def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
+        """Return what requests get that name no sampling parameters, as over HTTP: the checkpoint's
+        generation_config, and max_tokens as /v1/completions has it. Raises RequestError."""
+        return self.processor.bounded_params({"max_tokens": SamplingParams.max_tokens, **changes})
 
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        priority: int | Sequence[int] = 0,
+        priority: int | Sequence[int] | None = 0,
         on_progress: Callable[[RequestOutput], None] | None = None,
         use_tqdm: bool = True,
+        **others: Any,
     ) -> list[RequestOutput]:
-        """Answers prompts (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}).
+        """Answer prompts (text, token ids, or {"prompt": ...} / {"prompt_token_ids": ...}).
 
-        Outputs come in the order of the prompts. `on_progress` sees each output as it grows.
-        use_tqdm: where stderr is a terminal, a bar there counts the prompts that are answered.
+        Outputs come in the order of the prompts. `on_progress` sees each output as it grows, in
+        the calling thread. use_tqdm: where stderr is a terminal, a bar there counts the prompts
+        that are answered.
+
+        An exception in the caller, such as KeyboardInterrupt, aborts this call's requests alone.
+
         Raises RequestError naming the parameter where a request is wrong; then none is run.
+        ComputeError where a step of one failed, EngineDeadError where the engine has ended.
         """
+        check_keywords(others, GENERATE, CALL)
         many = _as_list(prompts)
-        params = _params(sampling_params, len(many))
+        params = self._params(sampling_params, len(many), self.get_default_sampling_params)
         return self._answer(many, params, priority, on_progress, use_tqdm)
 
     def _answer(
         self,
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams],
-        priority: int | Sequence[int] = 0,
+        priority: int | Sequence[int] | None = 0,
         on_progress: Callable[[RequestOutput], None] | None = None,
         use_tqdm: bool = True,
         shown: Collection[int] = (),
+        readers: Sequence[ReplyReader | None] = (),
     ) -> list[RequestOutput]:
-        """Answers prompts, each with its parameters. shown: special tokens that give text."""
-        if not isinstance(use_tqdm, bool):
-            raise RequestError(
-                f"use_tqdm={brief(use_tqdm)} is not allowed; allowed: True or False. Send one of "
-                "them.",
-                "use_tqdm",
+        """Answer prompts, each with its parameters. shown: special tokens that give text."""
+        _check_switch("use_tqdm", use_tqdm)
+        count = len(prompts)
+        ranks = _per_prompt("priority", priority or 0, count, int, "a whole number")
+        groups = [
+            RequestGroup(self.processor, uuid.uuid4().hex, prompt, p, rank, shown, reader)
+            for prompt, p, rank, reader in zip(
+                prompts, params, ranks, readers or (None,) * count, strict=True
             )
-        ranks = _per_prompt("priority", priority, len(prompts), int, "a whole number")
-        jobs = [
-            _Job(self.processor, prompt, p, rank, shown)
-            for prompt, p, rank in zip(prompts, params, ranks, strict=True)
         ]
-        owner = {request.id: job for job in jobs for request in job.requests}
+        engine = self.engine
+        for group in groups:
+            for request in group.requests:
+                engine.check(request)
         with progress_bar() if use_tqdm else nullcontext(_unseen) as show:
-            done = set[str]()
-            show("answers", 0, len(jobs))
-
-            def update(request: Request) -> None:
-                job = owner[request.id]
-                if job.push(request):
-                    self.engine.abort(request.id)
-                if on_progress:
-                    on_progress(job.output)
-                if job.output.finished:
-                    done.add(job.output.request_id)
-                    show("answers", len(done), len(jobs))
-
-            self.engine.run([r for job in jobs for r in job.requests], update)
-        return [job.output for job in jobs]
+            _Call(self._started(), groups, on_progress, partial(show, "answers")).run()
+        return [group.output for group in groups]
 
     def chat(
         self,
@@ -142,82 +201,173 @@ class LLM:
         tool_choice: Any = "auto",
         parallel_tool_calls: bool = True,
         chat_template_kwargs: dict[str, Any] | None = None,
-        **options: Any,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        priority: int | Sequence[int] | None = 0,
+        on_progress: Callable[[RequestOutput], None] | None = None,
+        use_tqdm: bool = True,
+        **others: Any,
     ) -> list[RequestOutput]:
-        """Answers one conversation or several, rendered with the checkpoint's chat template.
+        """Answer one conversation or several, rendered with the checkpoint's chat template.
 
-        tools, tool_choice and parallel_tool_calls mean what they do over HTTP; the text holds the
-        calls as the model writes them, tags that are special tokens too. Raises RequestError.
+        tools, tool_choice and parallel_tool_calls mean what they do over HTTP. Once a completion
+        has ended, its `content`, `reasoning` and `tool_calls` hold what the parsers read in it;
+        `text` holds all as the model wrote it, tags that are special tokens too. Without
+        sampling_params an answer may fill the context, as over HTTP. Raises what generate() does.
         """
+        check_keywords(others, CHATS, CHAT)
         many = isinstance(messages, list) and messages and isinstance(messages[0], list)
         several: list[Any] = list(messages) if many else [messages]
-        extra = check_kwargs({} if chat_template_kwargs is None else chat_template_kwargs)
-        if not isinstance(parallel_tool_calls, bool):
-            raise RequestError(
-                f"parallel_tool_calls={brief(parallel_tool_calls)} is not allowed; allowed: True "
-                "or False. Send one of them.",
-                "parallel_tool_calls",
-            )
+        variables = self._variables(
+            chat_template_kwargs, add_generation_prompt, continue_final_message
+        )
+        _check_switch("parallel_tool_calls", parallel_tool_calls)
         choice = ToolChoice.read(tool_choice)
         processor = self.processor
         tools = None if choice.mode == "none" else tools
-        given = _params(sampling_params, len(several))
-        rendered = [processor.conversation(m, tools=tools, **extra) for m in several]
-        params = [
-            replace(
-                own,
-                structured_outputs=processor.form(
-                    own.structured_outputs, tools, tool_choice, parallel_tool_calls
-                ),
+        params = self._params(
+            sampling_params, len(several), lambda: processor.bounded_params({"max_tokens": None})
+        )
+        rendered = [processor.conversation(m, tools=tools, **variables) for m in several]
+        for own in params:
+            own.structured_outputs = processor.form(
+                own.structured_outputs, tools, tool_choice, parallel_tool_calls
             )
-            for own in given
+        readers = [
+            ReplyReader(processor, prompt, tools, own.structured_outputs, parallel_tool_calls)
+            for prompt, own in zip(rendered, params, strict=True)
         ]
-        return self._answer(rendered, params, shown=processor.marker_ids(tools), **options)
+        shown = processor.marker_ids(tools)
+        return self._answer(rendered, params, priority, on_progress, use_tqdm, shown, readers)
+
+    def beam_search(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse: no other parameter of a request makes its answer depend on other answers.
+
+        Raises RequestError, always.
+        """
+        raise RequestError(
+            "beam_search is not supported: a beam's answer depends on the others, and drafts do "
+            "not apply. Call generate() with temperature=0, or with n and logprobs, and choose by "
+            "cumulative_logprob."
+        )
+
+    def close(self) -> None:
+        """End the engine after its present step and release its memory.
+
+        Calls that run in other threads end with EngineDeadError, as do calls after this one.
+        """
+        with self._starting:
+            self._engine = None
+            self._client = None
+            stop, self._stop = self._stop, None
+        if stop is not None:
+            stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _started(self) -> AsyncEngine:
+        """Return the client of the engine's thread, which the first call starts."""
+        with self._starting:
+            if self._client is None:
+                client = AsyncEngine(ThreadTransport(self.engine), remedy="Make a new LLM.")
+                client.start()
+                self._client = client
+                # The thread refers to the engine, not to this object: where this object goes
+                # without close(), the thread ends and the engine's memory is free again.
+                self._stop = weakref.finalize(self, client.shutdown)
+            return self._client
+
+    def _params(
+        self,
+        given: SamplingParams | Sequence[SamplingParams] | None,
+        count: int,
+        default: Callable[[], SamplingParams],
+    ) -> list[SamplingParams]:
+        """Return the sampling parameters of each prompt, checked copies of what was given."""
+        chosen = default() if given is None else given
+        params = _per_prompt("sampling_params", chosen, count, SamplingParams, "SamplingParams")
+        return [own.clone() for own in params]
+
+    def _variables(self, given: Any, add_prompt: bool, continues: bool) -> dict[str, Any]:
+        """Return the chat template's variables. Raises RequestError."""
+        _check_switch("add_generation_prompt", add_prompt)
+        _check_switch("continue_final_message", continues)
+        if continues and add_prompt:
+            raise RequestError(
+                "continue_final_message=True needs add_generation_prompt=False; set it.",
+                "continue_final_message",
+            )
+        variables = {} if given is None else check_kwargs(given)
+        return {
+            "add_generation_prompt": add_prompt,
+            "continue_final_message": continues,
+            **variables,
+        }
 
 
-class _Job:
-    """One prompt: its requests (n of them) and what has come of them."""
+class _Call:
+    """Call of generate() or chat(), in the thread that made it.
+
+    show: takes how many prompts are answered, and of how many.
+    """
 
     def __init__(
         self,
-        processor: Processor,
-        prompt: Prompt,
-        params: SamplingParams,
-        priority: int,
-        shown: Collection[int],
+        client: AsyncEngine,
+        groups: Sequence[RequestGroup],
+        on_progress: Callable[[RequestOutput], None] | None,
+        show: Callable[[int, int], None],
     ) -> None:
-        self.requests = processor.requests(uuid.uuid4().hex, prompt, params, priority=priority)
-        now = time.monotonic()
-        for request in self.requests:
-            request.metrics.arrival_time = now
-        self.texts: dict[str, CompletionText] = {
-            r.id: processor.completion(r, i, shown) for i, r in enumerate(self.requests)
-        }
-        self.seen = dict.fromkeys(self.texts, 0)
-        first = self.requests[0]
-        self.output = RequestOutput(
-            request_id=first.id,
-            prompt=prompt if isinstance(prompt, str) else None,
-            prompt_token_ids=list(first.prompt_token_ids),
-            outputs=[text.output for text in self.texts.values()],
-            metrics=first.metrics,
-        )
+        self._client = client
+        self._groups = groups
+        self._on_progress = on_progress
+        self._show = show
+        self._inbox = Inbox()
+        self._open: dict[str, None] = {}
+        self._num_finished = 0
 
-    def push(self, request: Request) -> bool:
-        """Takes the request's new tokens; True if it ended on a stop string: abort it."""
-        text = self.texts[request.id]
-        seen = self.seen[request.id]
-        if text.finished:
-            return False
-        new = request.output_token_ids[seen:]
-        self.seen[request.id] += len(new)
-        scores = request.logprobs[seen:] if request.params.logprobs is not None else None
-        if request.params.prompt_logprobs is not None and self.output.prompt_logprobs is None:
-            self.output.prompt_logprobs = [None, *request.prompt_logprobs]
-        text.push(new, scores, request.finish_reason, request.stop_reason)
-        text.output.error = request.error
-        self.output.finished = all(t.finished for t in self.texts.values())
-        return text.finished and request.finish_reason is None
+    def run(self) -> None:
+        """Serve all requests to their ends; an exception aborts those that are left."""
+        self._show(0, len(self._groups))
+        try:
+            for group in self._groups:
+                for index, request in enumerate(group.requests):
+                    self._open[request.id] = None
+                    self._client.submit(request, partial(self._take, group, index), self._inbox)
+            while self._open:
+                self._inbox.deliver()
+        finally:
+            for request_id in self._open:
+                self._client.abort(request_id)
+            # Who calls the engine's own methods next must find it at rest.
+            transport = self._client.transport
+            assert isinstance(transport, ThreadTransport)
+            transport.settle()
+
+    def _take(self, group: RequestGroup, index: int, update: Update) -> None:
+        """Take an update of one completion. Raises what ended the request."""
+        request_id = group.requests[index].id
+        if request_id not in self._open:  # it was delivered before the abort took effect
+            return
+        group.push(index, update)
+        if group.output.outputs[index].finished():
+            del self._open[request_id]
+            if not isinstance(update, Exception) and update.finish_reason is None:
+                self._client.abort(request_id)  # a stop string ended it, unseen by the engine
+        if self._on_progress is not None:
+            self._on_progress(group.output)
+        if group.output.finished:
+            self._num_finished += 1
+            self._show(self._num_finished, len(self._groups))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -229,12 +379,12 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _params(
-    given: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    """The sampling parameters of each of so many prompts."""
-    chosen = SamplingParams() if given is None else given
-    return _per_prompt("sampling_params", chosen, count, SamplingParams, "SamplingParams")
+def _check_switch(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise RequestError(
+            f"{name}={brief(value)} is not allowed; allowed: True or False. Send one of them.",
+            name,
+        )
 
 
 def _per_prompt(name: str, value: Any, count: int, kind: type, allowed: str) -> list[Any]:

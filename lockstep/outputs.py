@@ -45,10 +45,23 @@ class RequestMetrics:
 
 
 @dataclass
+class ToolCall:
+    """A whole tool call; `arguments` is JSON text. id: the model's own, or one made for it."""
+
+    name: str
+    arguments: str = ""
+    id: str | None = None
+
+
+@dataclass
 class CompletionOutput:
     """One of a request's `n` completions.
 
     finish_reason: stop, length, abort, or error, and then `error` says what went wrong.
+    cumulative_logprob: sum over the tokens so far, None where no log-probabilities were asked for.
+    content, reasoning, tool_calls: what the parsers read in the text of a chat's answer, once it
+    has ended; None and empty before that, and for answers that belong to no chat. parser_errors:
+    why what looked like a call was none.
     """
 
     index: int = 0
@@ -59,6 +72,15 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     seed: int = 0
     error: str | None = None
+    cumulative_logprob: float | None = None
+    content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    parser_errors: list[str] = field(default_factory=list)
+
+    def finished(self) -> bool:
+        """Return whether the completion has ended."""
+        return self.finish_reason is not None
 
 
 @dataclass
@@ -72,3 +94,8 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that the prefix cache held."""
+        return self.metrics.num_cached_tokens

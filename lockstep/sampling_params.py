@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from enum import Enum
 from numbers import Integral
 from typing import Any, TypeGuard
 
 from lockstep.errors import RequestError, brief
+from lockstep.keywords import SAMPLING, explains
 
 MAX_LOGPROBS = 20
 MAX_BAD_WORDS = 32
@@ -148,14 +150,27 @@ class StructuredOutputsParams:
         return f"structured_outputs.{name}"
 
 
-@dataclass(frozen=True)
+class RequestOutputKind(Enum):
+    """Content of an output of AsyncLLM.generate: all so far, what is new, or the whole answer."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+@explains(SAMPLING)
+@dataclass
 class SamplingParams:
     """Sampling parameters of one request; `seed=None` draws one, which the output returns.
+
+    Values are checked when the object is made, and again when a request is made of it.
 
     temperature 0 (or below 1e-5) is greedy. top_k 0 or -1 and top_p 1 switch off. `bad_words` are
     strings (`bad_words_ids` once tokenized). `logprobs` N: the chosen token and the N likeliest at
     every generated position, of the raw logits. `prompt_logprobs`: the same for the prompt.
     `structured_outputs`: what the answer must match (a dict of its fields will do).
+    `truncate_prompt_tokens` N: only the last N tokens of the prompt are read; -1: as many as leave
+    room for max_tokens. `output_kind`: what AsyncLLM yields; LLM returns whole answers.
     """
 
     n: int = 1
@@ -182,6 +197,8 @@ class SamplingParams:
     detokenize: bool = True
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
+    truncate_prompt_tokens: int | None = None
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
 
     def __post_init__(self) -> None:
         for name, low, high in (
@@ -198,12 +215,18 @@ class SamplingParams:
             ("logprobs", 0, MAX_LOGPROBS),
             ("prompt_logprobs", 0, MAX_LOGPROBS),
             ("seed", -(2**63), 2**63 - 1),
+            ("truncate_prompt_tokens", -1, 2**31 - 1),
         ):
             self._check_range(name, low, high)
         self._check_sizes()
         self._check_kinds()
         self._check_entries()
         self._check_structure()
+
+    def clone(self, **changes: Any) -> "SamplingParams":
+        """Return a checked copy with these changes. Raises RequestError."""
+        given = {name: getattr(self, name) for name in self.names()}
+        return type(self)(**{**given, **changes})
 
     def _check_range(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)
@@ -248,6 +271,8 @@ class SamplingParams:
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise self._refusal(name, "True or False")
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise self._refusal("output_kind", "a RequestOutputKind")
 
     def _refusal(self, name: str, allowed: str) -> RequestError:
         return RequestError(
@@ -263,6 +288,8 @@ class SamplingParams:
                 "lower min_tokens or raise max_tokens.",
                 "min_tokens",
             )
+        if self.truncate_prompt_tokens == 0:
+            raise self._refusal("truncate_prompt_tokens", "-1, or a whole number from 1")
         if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
             raise RequestError(
                 "allowed_token_ids=[] leaves no token to emit; name at least one or leave it out.",

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lockstep import LLM, progress
+from lockstep import LLM, TextPrompt, TokensPrompt, progress
 from lockstep.engine.build import find_model
 from lockstep.errors import RequestError
 from lockstep.outputs import CompletionOutput, RequestOutput
@@ -289,3 +289,72 @@ def test_bad_prompts_are_refused_and_the_engine_lives_on(llm: LLM, wrong: Any, t
     assert caught.value.field == "prompt"
     assert_idle(llm)
     assert len(one(llm, max_tokens=3).token_ids) == 3
+
+
+def test_log_probabilities_have_text_and_a_sum(llm: LLM) -> None:
+    (out,) = llm.generate(TEXT, replace(GREEDY, logprobs=1, prompt_logprobs=1))
+    done = out.outputs[0]
+    assert done.logprobs is not None and out.prompt_logprobs is not None
+    chosen = [entry[i].logprob for i, entry in zip(done.token_ids, done.logprobs, strict=True)]
+    assert done.cumulative_logprob == sum(chosen) and done.finished()
+    spelled = [entry for entry in (*done.logprobs, *out.prompt_logprobs) if entry is not None]
+    assert all(isinstance(one.decoded_token, str) for entry in spelled for one in entry.values())
+    assert one(llm).cumulative_logprob is None
+
+
+def test_a_chat_is_read_as_over_http(llm: LLM) -> None:
+    (must,) = llm.chat(QUESTION, ENDS, tools=TOOLS, tool_choice="required")
+    done = must.outputs[0]
+    assert [(c.name, json.loads(c.arguments)) for c in done.tool_calls] == calls_of(llm, must)
+    assert all(call.id for call in done.tool_calls) and not done.parser_errors
+    assert llm.generate(TEXT, GREEDY)[0].outputs[0].content is None
+
+
+def test_prompts_as_vllm_has_them(llm: LLM) -> None:
+    ids = llm.get_tokenizer().encode(TEXT)
+    for prompt in (TokensPrompt(prompt_token_ids=ids, prompt=TEXT), TextPrompt(prompt=TEXT)):
+        (out,) = llm.generate(prompt, GREEDY)
+        assert answer(out) == answer(llm.generate(TEXT, GREEDY)[0]) and out.prompt == TEXT
+    salted = TextPrompt(prompt="path " * 100, cache_salt="a")
+    hits = [llm.generate(p, GREEDY)[0].num_cached_tokens for p in (salted, salted)]
+    assert hits[0] == 0 and hits[1] > 0
+    for wrong in ({"prompt": TEXT, "prompt_embeds": [1.0]}, {"prompt": TEXT, "salt": "a"}):
+        with pytest.raises(RequestError) as caught:
+            llm.generate(wrong, GREEDY)
+        assert caught.value.field == "prompt" and next(iter(set(wrong) - {"prompt"})) in str(
+            caught.value
+        )
+    with pytest.raises(RequestError, match="cache_salt=''"):
+        llm.generate({"prompt": TEXT, "cache_salt": ""}, GREEDY)
+
+
+def test_the_end_of_a_prompt_is_read_where_that_is_asked_for(llm: LLM) -> None:
+    ids = [5 + i % 90 for i in range(700)]
+    for asked, left in ((7, 7), (-1, 512 - 16)):
+        (out,) = llm.generate([ids], replace(GREEDY, truncate_prompt_tokens=asked))
+        assert out.prompt_token_ids == ids[-left:]
+        assert answer(out) == answer(llm.generate([ids[-left:]], GREEDY)[0])
+
+
+def test_keywords_that_are_none_are_explained(llm: LLM) -> None:
+    for call, said, name in (
+        (lambda: llm.generate(TEXT, lora_request="x"), "merge the adapter", "lora_request"),
+        (lambda: llm.generate(TEXT, priorty=1), "Did you mean priority", "priorty"),
+        (lambda: llm.chat(QUESTION, chat_template="x"), r"give chat_template to LLM", None),
+        (lambda: llm.chat(QUESTION, continue_final_message=True), "set it", None),
+        (lambda: llm.beam_search(TEXT, beam_width=2), "temperature=0", None),
+    ):
+        with pytest.raises(RequestError, match=said) as caught:
+            call()
+        assert "_answer" not in str(caught.value) and name in (None, caught.value.field)
+    assert llm.generate(TEXT, GREEDY, lora_request=None, priority=None)[0].finished
+    assert llm.llm_engine is llm.engine
+
+
+def test_parameters_may_be_changed_and_are_checked_when_they_are_used(llm: LLM) -> None:
+    params = llm.get_default_sampling_params()
+    params.temperature = 0
+    assert llm.generate(TEXT, params)[0].finished
+    params.temperature = -1
+    with pytest.raises(RequestError, match="temperature=-1"):
+        llm.generate(TEXT, params)

@@ -292,3 +292,38 @@ def test_huge_parameters_are_refused_at_once(name: str, make: Callable[[], Any])
     assert time.process_time() - began < 0.2
     assert name.startswith(str(caught.value.field))
     assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "said"),
+    [
+        ({"best_of": 3}, "best_of", "ask for n and choose"),
+        ({"logits_processors": [print]}, "logits_processors", "use logit_bias"),
+        ({"guided_decoding": {"regex": "a"}}, "guided_decoding", "StructuredOutputsParams"),
+        ({"max_new_tokens": 3}, "max_new_tokens", "it is max_tokens here"),
+        ({"use_beam_search": True}, "use_beam_search", "beam search is not supported"),
+        ({"temprature": 1}, "temprature", "Did you mean temperature"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "-1, or a whole number from 1"),
+        ({"output_kind": "delta"}, "output_kind", "RequestOutputKind"),
+    ],
+    ids=str,
+)
+def test_keywords_of_other_engines_are_explained(
+    given: dict[str, Any], field: str, said: str
+) -> None:
+    with pytest.raises(RequestError, match=said) as caught:
+        SamplingParams(**given)
+    assert caught.value.field == field
+
+
+def test_keywords_that_ask_for_what_is_done_anyway_pass() -> None:
+    harmless = {"best_of": 1, "early_stopping": False, "logits_processors": None, "extra_args": {}}
+    assert SamplingParams(**harmless) == SamplingParams()
+
+
+def test_a_clone_is_a_checked_copy() -> None:
+    params = SamplingParams(temperature=0.5, stop=["a"])
+    assert params.clone() == params and params.clone() is not params
+    assert params.clone(n=2) == SamplingParams(temperature=0.5, stop=["a"], n=2)
+    with pytest.raises(RequestError, match="top_p=2"):
+        params.clone(top_p=2)

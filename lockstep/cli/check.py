@@ -11,12 +11,13 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep.cli.interrupt import sigterm_interrupts
-from lockstep.cli.options import AUTO_DRAFTS, engine_options
+from lockstep.cli.options import engine_options
 from lockstep.cli.show import note, print_json
 from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.progress import progress_bar
 from lockstep.settings import check_writable
+from lockstep.spec.config import AUTO
 
 if TYPE_CHECKING:
     from lockstep.check.report import Report, Tally
@@ -218,7 +219,7 @@ def _run(
 
     model = settings["model"]
     chosen: dict[str, Any] = {name: settings[name] for name in SHARED}
-    if chosen["speculative_config"] == AUTO_DRAFTS:
+    if chosen["speculative_config"] == AUTO:
         chosen["speculative_config"] = None
     shown: dict[str, Any] = {} if show is None else {"progress": show}
     part = Shard() if how["shard"] is None else Shard.read(how["shard"])
@@ -238,7 +239,7 @@ def _run(
 
 
 def _refuse_varied(settings: dict[str, Any]) -> None:
-    usual = {f.name: f.default for f in fields(EngineConfig)} | {"speculative_config": AUTO_DRAFTS}
+    usual = {f.name: f.default for f in fields(EngineConfig)} | {"speculative_config": AUTO}
     for name, value in settings.items():
         if name not in (*SHARED, "model") and value != usual[name]:
             flag = "--" + name.replace("_", "-")

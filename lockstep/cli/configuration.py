@@ -18,8 +18,10 @@ setting is an argument of `LLM(...)` and `EngineConfig.read(...)`, and an option
 `--no-enable-prefix-caching`. An unknown name is an error, and so is a value that is not allowed:
 the error says what is. There are no environment variables.
 
-On the command line `row_buckets` is `1,2,4,8`, a dict is JSON, and `speculative_config` is JSON,
-`none`, or `auto`, which is the default there: the checkpoint's own draft module if it has one.
+`speculative_config` is `"auto"` where `LLM(...)`, `AsyncLLM(...)` and commands leave it out: the
+draft module that comes with the checkpoint, with 3 drafts, or none. `EngineConfig`, which they
+make, holds what that has come to. `None`, on the command line `none`, is no drafts; a draft changes
+no answer. On the command line `row_buckets` is `1,2,4,8` and a dict is JSON.
 [vllm_flags.md](vllm_flags.md) has the flags of `vllm serve` that are read besides.
 """
 SERVING = """

@@ -8,7 +8,7 @@ from rich.filesize import decimal
 from rich.table import Column, Table
 from rich.text import Text
 
-from lockstep.cli.options import engine_options, settle_drafts
+from lockstep.cli.options import engine_options
 from lockstep.cli.show import load, print_json
 from lockstep.errors import ConfigError, choice_error
 
@@ -73,6 +73,7 @@ def _show_absent(settings: dict[str, Any], arch: str, total: int | None, json: b
     """Prints what an engine would be on a GPU that is not there."""
     from lockstep.config import EngineConfig
     from lockstep.engine.absent import explain_absent
+    from lockstep.engine_args import settle_drafts
     from lockstep.kernels.architecture import named
 
     named(arch)  # before anything is fetched

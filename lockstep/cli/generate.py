@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from lockstep.cli.options import engine_options, sampling_options, settle_drafts, text_options
+from lockstep.cli.options import engine_options, sampling_options, text_options
 from lockstep.cli.show import load, note, print_json, print_text
 from lockstep.errors import ConfigError
 from lockstep.outputs import RequestOutput
@@ -119,6 +119,7 @@ def _compare(
     prompt: str | None, chat: bool, json: bool, settings: dict[str, Any], sampling: dict[str, Any]
 ) -> None:
     from lockstep.bench import compare
+    from lockstep.engine_args import settle_drafts
 
     settled = settle_drafts({**settings, "enable_prefix_caching": False})
     if settled["speculative_config"] is None:

@@ -16,7 +16,7 @@ from lockstep.errors import ConfigError, brief, choice_error
 from lockstep.sampling_params import SamplingParams
 from lockstep.serve.settings import ServerSettings
 from lockstep.settings import Settings, allowed_by
-from lockstep.spec.config import EXAMPLE, SpeculativeConfig
+from lockstep.spec.config import AUTO, AUTO_DRAFTS, EXAMPLE
 from lockstep.text.settings import TextSettings
 
 SAMPLING_HELP = {
@@ -30,11 +30,8 @@ SAMPLING_HELP = {
     "max_tokens": "most tokens to generate",
     "seed": "the same seed gives the same answer; drawn if left out",
 }
-AUTO_DRAFTS = "auto"
-DEFAULT_DRAFTS = SpeculativeConfig.num_speculative_tokens
 SPEC_HELP = (
-    f"; auto: the checkpoint's own draft module with K={DEFAULT_DRAFTS} if it has one; "
-    "none: no drafts"
+    f"; auto: the checkpoint's own draft module with K={AUTO_DRAFTS} if it has one; none: no drafts"
 )
 
 Command = Callable[..., Any]
@@ -129,7 +126,7 @@ def _flag(name: str, help: str) -> Any:
 def _typed(field: Field[Any], hint: Any) -> tuple[Any, Any]:
     """The option's type and default: JSON and lists are strings on the command line."""
     if field.name == "speculative_config":
-        return str, AUTO_DRAFTS
+        return str, AUTO
     if field.name == "row_buckets":
         return str | None, None
     if field.name == "kv_cache_dtype_skip_layers":
@@ -227,8 +224,8 @@ def read_row_buckets(value: str | None) -> tuple[int, ...] | None:
 
 def read_speculative_config(value: str) -> dict[str, Any] | str | None:
     """JSON, "none" -> None, or "auto" as it is. Raises ConfigError."""
-    if value in (AUTO_DRAFTS, "none"):
-        return value if value == AUTO_DRAFTS else None
+    if value in (AUTO, "none"):
+        return value if value == AUTO else None
     found = _object(value)
     if found is None:
         allowed = f"auto, none, or a JSON object, e.g. '{EXAMPLE}'"
@@ -246,17 +243,3 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "row_buckets": read_row_buckets,
     "speculative_config": read_speculative_config,
 }
-
-
-def settle_drafts(settings: dict[str, Any], weights: bool = True) -> dict[str, Any]:
-    """The settings with "auto" drafting decided by the checkpoint. weights: as in find_model()."""
-    if settings["speculative_config"] != AUTO_DRAFTS:
-        return settings
-    from lockstep.engine.build import find_model
-    from lockstep.models.checkpoint import Checkpoint
-    from lockstep.spec import own_drafter
-
-    folder = find_model(settings["model"], weights)
-    method = own_drafter(Checkpoint.read(folder, settings["hf_overrides"]))
-    spec = {"method": method, "num_speculative_tokens": DEFAULT_DRAFTS} if method else None
-    return {**settings, "speculative_config": spec}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from lockstep.cli.options import engine_options, server_options, settle_drafts, text_options
+from lockstep.cli.options import engine_options, server_options, text_options
 from lockstep.cli.show import load, note, show_start
 from lockstep.errors import ConfigError, brief
 from lockstep.progress import progress_bar
@@ -153,13 +153,13 @@ def _in_thread(settings: dict[str, Any]) -> "Served":
 
 def _in_process(settings: dict[str, Any], options: "Options") -> "Served":
     """An engine in a process of its own; here is only its text side."""
-    from lockstep.config import EngineConfig
     from lockstep.engine.process import ProcessTransport
-    from lockstep.llm import processor_of, split_settings
+    from lockstep.engine_args import EngineArgs
+    from lockstep.llm import processor_of
     from lockstep.serve.hosted import served_engine
 
-    text, own = split_settings(settle_drafts(settings))
-    make = partial(served_engine, EngineConfig.read(**own), text, options.logs)
+    config, text = EngineArgs(**settings).read()
+    make = partial(served_engine, config, text, options.logs)
     with progress_bar() as show:
         transport = ProcessTransport(make, options.limits.step_seconds, show)
     show_start(transport.facts)

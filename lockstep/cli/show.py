@@ -30,14 +30,12 @@ BUNDLED = "the bundled model"
 
 def load(settings: dict[str, Any], quiet: bool = False) -> "LLM":
     """The LLM of a command's settings, with a progress bar and one line about what came of them."""
-    from lockstep.cli.options import settle_drafts
     from lockstep.llm import LLM
 
-    settled = settle_drafts(settings)
     if quiet:
-        return LLM(**settled)
+        return LLM(**settings)
     with progress_bar() as show:
-        llm = LLM(progress=show, **settled)
+        llm = LLM(progress=show, **settings)
     show_start(llm.engine.facts)
     return llm
 

@@ -7,6 +7,7 @@ from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Protocol
 
 from lockstep.engine.loop import Deliver, Delivery, TokenUpdate
@@ -110,6 +111,22 @@ class _Post:
             opened.context.run(opened.listener, item)
 
 
+class Inbox:
+    """Updates that wait for one thread, in order; that thread calls deliver()."""
+
+    def __init__(self) -> None:
+        self._batches: SimpleQueue[list[tuple[_Open, Update]]] = SimpleQueue()
+
+    def put(self, news: Iterable[tuple["_Open", Update]]) -> None:
+        """Queue the updates of one step, from any thread."""
+        self._batches.put(list(news))
+
+    def deliver(self) -> None:
+        """Wait for the updates of one step and call their listeners; a signal ends the wait."""
+        for opened, item in self._batches.get():
+            opened.listener(item)
+
+
 @dataclass
 class _Open:
     """A request that has not ended, and who hears of it, by which post and in which context.
@@ -119,7 +136,7 @@ class _Open:
 
     request: Request
     listener: Listener
-    post: _Post
+    post: _Post | Inbox
     is_final: bool = False
     metrics: RequestMetrics = field(init=False)
     context: Context = field(default_factory=copy_context)
@@ -146,19 +163,25 @@ class Stream:
 
 
 class AsyncEngine:
-    """Serves from start() to shutdown(). abort and stats may come from any thread, submit and
-    stream from within an event loop.
+    """Client of one engine, from start() to shutdown(). abort and stats may come from any thread,
+    and so may submit with an inbox; without one, submit and stream belong to an event loop.
 
     A step that raises ends the requests that it worked on, and the engine goes on. Where an engine
     is lost and another follows, requests that had given no token yet are queued again, once, in
     their order; the same seed gives the same answer. Where none follows, all streams end, and then
     `on_end` is called, once, in the transport's thread, with the reason in plain words; not after
-    shutdown().
+    shutdown(). remedy: what the error of an engine that has stopped advises.
     """
 
-    def __init__(self, transport: Transport, on_end: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        on_end: Callable[[str], None] | None = None,
+        remedy: str = "Restart the server.",
+    ) -> None:
         self.transport = transport
         self.on_end = on_end
+        self._remedy = remedy
         self._open: dict[str, _Open] = {}
         self._posts: dict[asyncio.AbstractEventLoop, _Post] = {}
         self._door = threading.Lock()
@@ -193,14 +216,14 @@ class AsyncEngine:
         """Requests that have not ended."""
         return len(self._open)
 
-    def submit(self, request: Request, listener: Listener) -> None:
-        """Queues a request. The listener is called with what comes of it, in the event loop and the
-        context of this call.
+    def submit(self, request: Request, listener: Listener, inbox: Inbox | None = None) -> None:
+        """Queue a request. The listener is called with its updates: in the event loop and the
+        context of this call, or by the thread that calls deliver() of the inbox.
 
         Raises EngineDeadError, and RequestError where a request of the same id is open.
         """
-        loop = asyncio.get_running_loop()
         with self._door:
+            post = inbox or self._post_of(asyncio.get_running_loop())
             if self._ended is not None:
                 raise self._dead()
             if request.id in self._open:
@@ -209,7 +232,7 @@ class AsyncEngine:
                     "request. Choose another.",
                     "request_id",
                 )
-            self._open[request.id] = _Open(request, listener, self._post_of(loop))
+            self._open[request.id] = _Open(request, listener, post)
             self.transport.submit(request)
 
     def stream(self, request: Request) -> Stream:
@@ -240,7 +263,7 @@ class AsyncEngine:
         return self._posts[loop]
 
     def _dead(self) -> EngineDeadError:
-        return EngineDeadError(f"the engine has stopped: {self._ended}. Restart the server.")
+        return EngineDeadError(f"the engine has stopped: {self._ended}. {self._remedy}")
 
     def _deliver(self, news: Sequence[Delivery]) -> None:
         """What came of requests, to those that are still open."""
@@ -291,7 +314,7 @@ def _restarted(opened: _Open) -> TokenUpdate:
 
 def _hand_out(news: Sequence[tuple[_Open, Update]]) -> None:
     """Wakes each event loop once."""
-    by_post: dict[_Post, list[tuple[_Open, Update]]] = defaultdict(list)
+    by_post: dict[_Post | Inbox, list[tuple[_Open, Update]]] = defaultdict(list)
     for opened, item in news:
         by_post[opened.post].append((opened, item))
     for post, items in by_post.items():

@@ -130,8 +130,9 @@ class Engine:
             self._parts.costs,
         )
 
-    def add(self, request: Request) -> None:
-        """Queues a request. Raises RequestError or CapacityError if it can never be served."""
+    def check(self, request: Request) -> None:
+        """Raise RequestError or CapacityError if the request can never be served. Any thread may
+        call it."""
         check_ids(request, self.vocab_size)
         drafting = self.config.speculative_config
         if request.grammar and drafting and drafting.synthetic_acceptance is not None:
@@ -140,6 +141,11 @@ class Engine:
                 "not the model's. Leave one of them out.",
                 "structured_outputs",
             )
+        self.scheduler.check(request)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises what check() raises, and RequestError for an id that is taken."""
+        self.check(request)
         with self._counting:
             self.scheduler.add(request)
             self.stats.prompt_tokens_total += len(request.prompt_token_ids)

@@ -11,6 +11,8 @@ from lockstep.scheduling.request import Request
 
 STOP_SECONDS = 30.0
 """How long stop() waits for the step that runs."""
+DEAD_THREAD_SECONDS = 0.1
+"""Interval at which settle() checks that the engine's thread still runs."""
 
 
 class ThreadTransport:
@@ -37,8 +39,16 @@ class ThreadTransport:
     def stop(self) -> None:
         """See Transport."""
         self.loop.stop()
-        if self._thread.is_alive():
+        # A garbage collection may run in the engine's own thread and end the owner of this object.
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(STOP_SECONDS)
+
+    def settle(self) -> None:
+        """Wait until all submits and aborts so far took effect and, where no request is left, until
+        no step is in flight."""
+        settled = self.loop.settle()
+        while self._thread.is_alive() and not settled.wait(DEAD_THREAD_SECONDS):
+            continue
 
     def submit(self, request: Request) -> None:
         """See Transport."""

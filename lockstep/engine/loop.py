@@ -3,6 +3,7 @@
 import gc
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -61,6 +62,7 @@ class EngineLoop:
         self._deliver = deliver
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._sent: dict[str, int] = {}
+        self._settling: list[threading.Event] = []
         self._began: float | None = None
 
     @property
@@ -76,6 +78,13 @@ class EngineLoop:
     def abort(self, request_id: str) -> None:
         """Ends a request. Nothing is delivered of it from then on."""
         self._commands.put(lambda: self._abort(request_id))
+
+    def settle(self) -> threading.Event:
+        """Return an event that is set once all commands before this call took effect and no step
+        is in flight, or another request keeps the engine busy."""
+        settled = threading.Event()
+        self._commands.put(lambda: self._settling.append(settled))
+        return settled
 
     def stop(self) -> None:
         """Lets run() return after the present step."""
@@ -94,6 +103,8 @@ class EngineLoop:
         except BaseException:
             log.exception("the engine cannot go on")
             return "it failed outside of a step"
+        finally:
+            self._tell_settled()
         return None
 
     def _serve(self) -> None:
@@ -111,13 +122,20 @@ class EngineLoop:
     def _take_commands(self) -> bool:
         """Runs what callers asked for; sleeps while there is no work. False: stopped."""
         while True:
+            is_idle = not self.engine.has_work()
+            if is_idle or self._sent:
+                self._tell_settled()
             try:
-                command = self._commands.get(block=not self.engine.has_work())
+                command = self._commands.get(block=is_idle)
             except queue.Empty:
                 return True
             if command is None:
                 return False
             command()
+
+    def _tell_settled(self) -> None:
+        while self._settling:
+            self._settling.pop().set()
 
     def _add(self, request: Request) -> None:
         try:

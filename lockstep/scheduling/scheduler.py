@@ -149,17 +149,11 @@ class Scheduler:
         """Preempted requests, in host memory."""
         return len(self.preempted)
 
-    def add(self, request: Request) -> None:
-        """Queues a request. RequestError or CapacityError if it can never be served."""
+    def check(self, request: Request) -> None:
+        """Raise RequestError or CapacityError if the request can never be served. Reads nothing
+        that changes, so any thread may call it."""
         length = len(request.prompt_token_ids)
         capacity = self.cache.capacity
-        most = min(self.max_model_len, capacity)
-        if request.id in self.entries:
-            raise RequestError(
-                f"request_id={request.id!r} is not allowed; allowed: ids of no running request. "
-                "Choose another.",
-                "request_id",
-            )
         if not 1 <= length < self.max_model_len:
             raise RequestError(
                 f"prompt has {length} tokens; allowed: 1 to {self.max_model_len - 1} "
@@ -172,7 +166,17 @@ class Scheduler:
                 f"{self.cache.paged.pool.total} pages of {self.cache.config.page_size} tokens. "
                 "Shorten the prompt or give the cache more pages."
             )
-        request.max_len = most
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises what check() raises, and RequestError for an id that is taken."""
+        if request.id in self.entries:
+            raise RequestError(
+                f"request_id={request.id!r} is not allowed; allowed: ids of no running request. "
+                "Choose another.",
+                "request_id",
+            )
+        self.check(request)
+        request.max_len = min(self.max_model_len, self.cache.capacity)
         self.arrivals += 1
         rank = request.priority if self.policy == "priority" else 0
         reuse = request.params.prompt_logprobs is None

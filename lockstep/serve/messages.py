@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator
 from math import isfinite
 from typing import Any
 
+from lockstep.errors import ComputeError
 from lockstep.serve.answer import Answer, Json
 from lockstep.serve.blocks import Block, Blocks, Change
 from lockstep.serve.messages_protocol import NAMES, CountRequest, MessagesRequest
-from lockstep.serve.problems import ComputeError, messages_error, status_and_body
+from lockstep.serve.problems import messages_error, status_and_body
 from lockstep.serve.protocol import named_as
 from lockstep.serve.service import Piece, Run, Service, Usage
 from lockstep.serve.turn import Turn

@@ -11,7 +11,14 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.types import Scope
 
-from lockstep.errors import CapacityError, EngineDeadError, LockstepError, RequestError, brief
+from lockstep.errors import (
+    CapacityError,
+    ComputeError,
+    EngineDeadError,
+    LockstepError,
+    RequestError,
+    brief,
+)
 
 log = logging.getLogger("lockstep.serve")
 
@@ -41,10 +48,6 @@ class DeadlineError(LockstepError, TimeoutError):
 
 class UnreadError(LockstepError, RuntimeError):
     """More of the answer waited for its reader than may."""
-
-
-class ComputeError(LockstepError, RuntimeError):
-    """A step of the request failed; it ends, others go on."""
 
 
 _STATUSES: tuple[tuple[type[Exception], int, str, str | None], ...] = (

@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from lockstep.errors import RequestError
+from lockstep.inputs import MAX_SALT
 from lockstep.sampling_params import (
     MAX_BAD_WORDS,
     MAX_CHOICES,
@@ -43,7 +44,6 @@ MAX_PARTS = 1024
 MAX_TOOLS = 512
 MAX_CALLS = 256
 MAX_NAME = 256
-MAX_SALT = 256
 MAX_PROMPTS = 1024
 MAX_COMPLETIONS = 1024
 """Completions of one request: prompts times n."""
@@ -343,17 +343,16 @@ class SamplingFields(TurnFields):
                 "one of them out.",
                 "prompt_logprobs",
             )
-        most = processor.max_new_tokens
-        if most is not None:
-            max_tokens = most if max_tokens is None else min(max_tokens, most)
         sent = {name: getattr(self, name) for name in self.SHARED}
         changes = {name: value for name, value in sent.items() if value is not None}
-        return processor.default_params(
-            **changes,
-            logit_bias=self._bias(processor),
-            max_tokens=max_tokens,
-            logprobs=logprobs,
-            structured_outputs=self.structured(processor),
+        return processor.bounded_params(
+            {
+                **changes,
+                "logit_bias": self._bias(processor),
+                "max_tokens": max_tokens,
+                "logprobs": logprobs,
+                "structured_outputs": self.structured(processor),
+            }
         )
 
     def structured(self, processor: Processor) -> StructuredOutputsParams | None:

@@ -16,7 +16,7 @@ from lockstep.engine.async_engine import ENGINE_RESTARTED, Listener, Update
 from lockstep.engine.engine import STEP_FAILED
 from lockstep.engine.loop import TokenUpdate
 from lockstep.engine.stats import Stats
-from lockstep.errors import EngineDeadError, RequestError
+from lockstep.errors import ComputeError, EngineDeadError, RequestError
 from lockstep.outputs import Logprob, RequestMetrics, TokenSource
 from lockstep.sampling_params import MAX_LOGPROBS, SamplingParams
 from lockstep.scheduling.request import Request
@@ -25,7 +25,6 @@ from lockstep.serve.held import Held, weight
 from lockstep.serve.problems import (
     SHOWN,
     BusyError,
-    ComputeError,
     DeadlineError,
     UnknownModelError,
     UnreadError,

@@ -5,7 +5,6 @@ Every API of conversations turns its body into a ChatRequest and reads what is h
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import NamedTuple
 
 from lockstep.serve.protocol import ChatRequest
@@ -19,6 +18,7 @@ from lockstep.text.parsers.events import (
     Reasoning,
     Reply,
     Told,
+    call_id,
     merged,
 )
 from lockstep.text.processor import Rendered
@@ -75,10 +75,7 @@ class Turn:
 
     def call_id(self, index: int, number: int, own: str | None) -> str:
         """The id of a completion's tool call: the model's own, or one made of its place."""
-        if own is not None:
-            return own
-        place = f"{self.job.id}/{index}/{number}".encode()
-        return f"call_{blake2b(place, digest_size=12).hexdigest()}"
+        return call_id(self.job.id, index, number, own)
 
     async def start(self, brief: bool) -> None:
         """Renders, tokenises and begins; raises what is wrong before anything is sent."""

@@ -9,6 +9,10 @@ from lockstep.settings import Settings, setting
 
 MAX_DRAFTS = 15
 """Most drafts of a row and step: with the token before them, a window of 16."""
+AUTO = "auto"
+"""speculative_config: the draft module that comes with the checkpoint, if it has one."""
+AUTO_DRAFTS = 3
+"""K of such a module."""
 LENGTHS = (0, 1, 3, 7)
 """The numbers of drafts, below K, that an adaptive step may bring."""
 EXAMPLE = '{"method": "mtp", "num_speculative_tokens": 3}'

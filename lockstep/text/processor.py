@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.errors import RequestError, brief
+from lockstep.inputs import MAX_SALT, PROMPT_KEYS
+from lockstep.keywords import PROMPT, check_keywords
 from lockstep.outputs import CompletionOutput, Logprob
 from lockstep.sampling_params import SamplingParams, StructuredOutputsParams, is_ids, is_list
 from lockstep.scheduling.grammar import Grammar
@@ -137,12 +139,17 @@ class CompletionText:
         token_ids: tuple[int, ...],
         logprobs: tuple[dict[int, Logprob], ...] | None,
     ) -> None:
-        self.output.text += "".join(texts)
-        self.output.token_ids += token_ids
+        output = self.output
+        output.text += "".join(texts)
+        output.token_ids += token_ids
         if logprobs is not None:
             name_tokens(self._tokenizer, logprobs)
-            self.output.logprobs = self.output.logprobs or []
-            self.output.logprobs += logprobs
+            output.logprobs = output.logprobs or []
+            output.logprobs += logprobs
+            total = output.cumulative_logprob or 0.0
+            for token_id, entry in zip(token_ids, logprobs, strict=True):
+                total += entry[token_id].logprob
+            output.cumulative_logprob = total
 
     def _update(
         self,
@@ -251,12 +258,21 @@ class Processor:
         """Sampling parameters as the model's generation_config wants them, with changes."""
         return SamplingParams(**{**self.defaults, **changes})
 
+    def bounded_params(self, changes: dict[str, Any]) -> SamplingParams:
+        """Return default_params(), with max_tokens within the generation_config's max_new_tokens.
+        Raises RequestError."""
+        asked = changes.get("max_tokens")
+        most = self.max_new_tokens
+        if most is not None and (asked is None or asked > most):
+            changes = {**changes, "max_tokens": most}
+        return self.default_params(**changes)
+
     def encode(
         self, text: str, add_special_tokens: bool = True, field: str = "prompt"
     ) -> list[int]:
         """Token ids of a text. Raises RequestError without a tokenizer, for text that is too long,
         and on lone surrogates."""
-        tokenizer = self._text_side(field)
+        tokenizer = self.text_side(field)
         self._check_text(text, field)
         return _encoded(tokenizer.encode, text, field, add_special_tokens=add_special_tokens)
 
@@ -264,7 +280,7 @@ class Processor:
         self, token_ids: Sequence[int], skip_special_tokens: bool = False, field: str = "tokens"
     ) -> str:
         """The text of token ids. Raises RequestError for what are none, or too many."""
-        tokenizer = self._text_side(field)
+        tokenizer = self.text_side(field)
         sized = is_list(token_ids)
         if sized and len(token_ids) > self.max_model_len:
             raise RequestError(
@@ -284,7 +300,7 @@ class Processor:
         """The text of token ids that a client has sent. Raises RequestError as decode() does, and
         for those that stand for nothing."""
         text = self.decode(tokens)
-        tokenizer = self._text_side("tokens")
+        tokenizer = self.text_side("tokens")
         for token_id in tokens:
             if not tokenizer.token(token_id):
                 raise RequestError(
@@ -296,7 +312,7 @@ class Processor:
 
     def spell(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token by itself."""
-        tokenizer = self._text_side("tokens")
+        tokenizer = self.text_side("tokens")
         return [tokenizer.decode([token], skip_special_tokens=False) for token in token_ids]
 
     def conversation(
@@ -337,21 +353,27 @@ class Processor:
         """The token ids of a conversation, ready for the next answer."""
         return self.conversation(messages, tools, **kwargs).ids
 
-    def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt: text, ids, {"prompt": text} or {"prompt_token_ids": ids}."""
+    def prompt_ids(self, prompt: Prompt, params: SamplingParams | None = None) -> list[int]:
+        """Return the token ids of a prompt: text, ids, {"prompt": text} or {"prompt_token_ids":
+        ids}. params: may ask for the last tokens alone."""
         if isinstance(prompt, dict):
-            found = prompt.get("prompt_token_ids", prompt.get("prompt"))
+            found = prompt.get("prompt_token_ids")
+            found = prompt.get("prompt") if found is None else found
             if found is None or isinstance(found, dict):
                 raise RequestError(
                     f"prompt has the keys {brief(list(prompt))}; allowed: prompt (text) or "
                     "prompt_token_ids (ids). Send one of them.",
                     "prompt",
                 )
+            others = {name: value for name, value in prompt.items() if name not in PROMPT_KEYS}
+            check_keywords(others, PROMPT_KEYS, PROMPT, field="prompt")
             prompt = found
         if isinstance(prompt, Rendered):
             prompt = prompt.ids
         ids: Any = self.encode(prompt) if isinstance(prompt, str) else prompt
         sized = is_list(ids)
+        if sized and params is not None and params.truncate_prompt_tokens is not None:
+            ids = ids[-self._most_prompt_tokens(params) :]
         if not sized or (len(ids) < self.max_model_len and not is_ids(ids)):
             raise RequestError(
                 f"prompt={brief(prompt)} is not allowed; allowed: a text, or a list of token ids. "
@@ -367,11 +389,19 @@ class Processor:
             )
         return list(ids)
 
+    def _most_prompt_tokens(self, params: SamplingParams) -> int:
+        """Return how many tokens truncate_prompt_tokens leaves of a prompt."""
+        asked = params.truncate_prompt_tokens
+        if asked is None or asked < 0:
+            return max(1, self.max_model_len - (params.max_tokens or 1))
+        return asked
+
     def requests(
         self, request_id: str, prompt: Prompt, params: SamplingParams, priority: int = 0
     ) -> list[Request]:
         """`params.n` engine requests: seeds seed, seed + 1, ...; max_tokens is made to fit."""
-        ids = self.prompt_ids(prompt)
+        ids = self.prompt_ids(prompt, params)
+        salt = _salt_of(prompt)
         if params.stop_strings and (self.tokenizer is None or not params.detokenize):
             raise RequestError("stop needs text; leave out stop or detokenize=False.", "stop")
         room = self.max_model_len - len(ids)
@@ -393,6 +423,7 @@ class Processor:
                     priority=priority,
                     eos_token_ids=self.eos_ids,
                     seed=mine,
+                    cache_salt=salt,
                     grammar=next(grammars),
                 )
             )
@@ -458,7 +489,8 @@ class Processor:
                 "tools",
             )
 
-    def _text_side(self, field: str) -> Tokenizer:
+    def text_side(self, field: str) -> Tokenizer:
+        """Return the tokenizer. Raises RequestError, naming the field, where there is none."""
         if self.tokenizer is None:
             raise RequestError(
                 f"{field} needs the tokenizer, but skip_tokenizer_init is set; send token ids.",
@@ -583,7 +615,7 @@ class Processor:
 
     def _syntax(self) -> ToolSyntax:
         """How the model writes calls, which are understood."""
-        tokenizer = self._text_side("tools")
+        tokenizer = self.text_side("tools")
         tags = self._tools.texts()
         special = tokenizer.special_ids - self.eos_ids
         tokens = {tokenizer.token(i): i for i in special if tokenizer.token(i) in tags}
@@ -605,6 +637,20 @@ class Processor:
             if spaced[-len(plain) :] != plain:  # else it ends with what is banned already
                 found.append(spaced)
         return found
+
+
+def _salt_of(prompt: Prompt) -> str:
+    """Return the cache_salt of a prompt that is a dict. Raises RequestError."""
+    salt = prompt.get("cache_salt") if isinstance(prompt, dict) else None
+    if salt is None:
+        return ""
+    if not isinstance(salt, str) or not 1 <= len(salt) <= MAX_SALT:
+        raise RequestError(
+            f"cache_salt={brief(salt)} is not allowed; allowed: a text of 1 to {MAX_SALT} "
+            "characters. Change it or leave it out.",
+            "cache_salt",
+        )
+    return salt
 
 
 def _encoded(encode: Callable[..., list[int]], text: str, field: str, **options: Any) -> list[int]:

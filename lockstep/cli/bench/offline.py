@@ -11,7 +11,7 @@ from rich.console import Console
 from lockstep.cli.bench.floor import floors_of_run, has_weights, show_floor_alone
 from lockstep.cli.bench.shared import MOST_CONTEXT, MOST_RUNS, Json, Temperature, short
 from lockstep.cli.bench.tables import figures_table, floor_table, over_floor, trace_table
-from lockstep.cli.options import engine_options, settle_drafts
+from lockstep.cli.options import engine_options
 from lockstep.cli.show import load, model_name, note, print_result
 from lockstep.errors import ConfigError
 from lockstep.progress import progress_bar
@@ -115,6 +115,8 @@ def _choose_drafts(
     settings: dict[str, Any], count: int | None, acceptance: float | None = None
 ) -> None:
     """Settles "auto" drafting, K and synthetic acceptance. Raises ConfigError without a drafter."""
+    from lockstep.engine_args import settle_drafts
+
     settings.update(settle_drafts(settings))
     spec = settings["speculative_config"]
     if acceptance is not None:

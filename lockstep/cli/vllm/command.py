@@ -5,9 +5,9 @@ from typing import Any
 
 from lockstep.cli.command import PlainCommand
 from lockstep.cli.show import note
-from lockstep.cli.vllm.flag import Kind
 from lockstep.cli.vllm.read import Option, Reader
-from lockstep.cli.vllm.table import GROUPS, all_flags
+from lockstep.flags.flag import Kind
+from lockstep.flags.table import GROUPS, all_flags
 
 OWN_GROUP = "Lockstep's own"
 """Of options whose settings no flag of vLLM sets."""

@@ -4,13 +4,13 @@ import sys
 from collections.abc import Iterator
 from itertools import groupby
 
-from lockstep.cli.vllm.flag import Flag, Form, Kind
-from lockstep.cli.vllm.table import GROUPS
+from lockstep.flags.flag import Flag, Form, Kind
+from lockstep.flags.table import GROUPS
 
 HEAD = """# The flags of vllm serve
 
 Made by `lockstep vllm-flags` from the table that the command line is read by
-([cli/vllm/table.py](../lockstep/cli/vllm/table.py)). A command line of `vllm serve` works with
+([flags/table.py](../lockstep/flags/table.py)). A command line of `vllm serve` works with
 `lockstep serve` in its place: every flag is one of these.
 
 - **acts**: it has a meaning here; a wrong value is an error that names the allowed ones.

@@ -5,18 +5,18 @@ earlier one, but for options that may be given again; the command line's take th
 """
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any
 
 from lockstep.cli.vllm.config_file import read_config
-from lockstep.cli.vllm.flag import SWITCHED, Flag, Form, Kind, acts, read_value
-from lockstep.cli.vllm.table import all_flags
 from lockstep.errors import ConfigError, brief, choice_error
+from lockstep.flags.flag import SWITCHED, Flag, Form, Kind, acts, read_value
+from lockstep.flags.setter import FlagSetter
+from lockstep.flags.table import all_flags
 
 CONFIG = "config"
 """The option that names a file of flags; the command itself has no use for it."""
-LEFT_OUT = "Leave it out."
 
 
 class Option:
@@ -58,13 +58,12 @@ class Reader:
 
     def __init__(self, options: Iterable[Option], note: Callable[[str], Any]) -> None:
         self._options = {option.name.replace("-", "_"): option for option in options}
-        self._note = note
+        several = [name for name, option in self._options.items() if option.several]
+        self._setter = FlagSetter(several, note)
         own = [option.flag() for option in self._options.values()]
         known = [flag for flag in all_flags() if self._knows(flag)]
         self._flags = {flag.name: flag for flag in (*own, *known)}
         self._short = {short: flag for flag in (*known, *own) for short in flag.short}
-        self._set: dict[str, Any] = {}
-        self._fresh: set[str] = set()
         self._lists: dict[tuple[str, ...], list[Any]] = {}
 
     def line(self, words: list[str]) -> list[str]:
@@ -73,10 +72,10 @@ class Reader:
         for name, written in given:
             if self._find(name)[0].name == CONFIG and written:
                 self._read_file(written[0])
-        self._fresh.clear()
+        self._setter.start_source()
         for name, written in given:
             self._take(name, written)
-        own = [self._options[name].words(value) for name, value in self._set.items()]
+        own = [self._options[name].words(value) for name, value in self._setter.values.items()]
         return [word for part in own for word in part] + rest
 
     def _knows(self, flag: Flag) -> bool:
@@ -161,7 +160,7 @@ class Reader:
             self._take_key(flag, path, read_value(_JSON, shown, written))
             return
         value = read_value(flag, shown, written)
-        self._do(flag, shown, not value if negated else value)
+        self._setter.apply(flag, shown, not value if negated else value)
 
     def _take_key(self, flag: Flag, path: list[str], value: Any) -> None:
         """--flag.key.deeper value."""
@@ -173,7 +172,7 @@ class Reader:
             value = self._longer(flag, path, value)
         for key in reversed(path[1:]):
             value = {key: value}
-        self._do_key(flag, path[0], value)
+        self._setter.apply_key(flag, shown, path[0], value)
 
     def _longer(self, flag: Flag, path: list[str], value: Any) -> list[Any]:
         """--flag.key+ value: what was written of the list before, and this."""
@@ -184,71 +183,6 @@ class Reader:
         ]
         self._lists[place] = [*self._lists.get(place, []), *read]
         return self._lists[place]
-
-    def _do(self, flag: Flag, shown: str, value: Any) -> None:
-        """Checks a value and does what it asks for."""
-        value = _named(flag, value)
-        if any(_alike(value, one) for one in flag.same):
-            self._undo(flag)
-            return
-        if not flag.takes(value):
-            raise _refusal(flag, shown, value)
-        if flag.kind is Kind.NOTED:
-            self._note(f"{shown} has no effect: {flag.says}.")
-        elif flag.form is Form.JSON and flag.keys:
-            self._do_object(flag, shown, value)
-        elif flag.setting:
-            self._assign(flag.setting, _meant(flag, value))
-
-    def _do_object(self, flag: Flag, shown: str, value: Any) -> None:
-        """A JSON object, key by key; what is none is left to the setting."""
-        if not isinstance(value, dict):
-            if not flag.setting:
-                allowed = f"a JSON object with the keys {', '.join(k.name for k in flag.keys)}"
-                raise choice_error(ConfigError, shown, value, allowed, "Write one.")
-            self._assign(flag.setting, value)
-            return
-        if flag.setting:
-            self._assign(flag.setting, {})
-        for key, inner in value.items():
-            self._do_key(flag, key, inner)
-
-    def _do_key(self, flag: Flag, key: str, value: Any) -> None:
-        """A key that the table knows, or one for the setting to judge."""
-        shown = f"--{flag.name}.{key}"
-        known = {one.name: one for one in flag.keys}
-        if key in known:
-            self._do(known[key], shown, value)
-        elif flag.kind is not Kind.ACTS:
-            self._do(flag, shown, {key: value})
-        elif flag.setting:
-            self._assign(f"{flag.setting}.{key}", value)
-        else:
-            near = get_close_matches(key, known, n=1)
-            meant = f" Did you mean {near[0]}?" if near else ""
-            allowed = ", ".join(known)
-            raise choice_error(ConfigError, f"--{flag.name} key", key, allowed, LEFT_OUT + meant)
-
-    def _assign(self, setting: str, value: Any) -> None:
-        """Sets one of the command's own options, or a key of it; None: it is as if left out."""
-        name, _, key = setting.partition(".")
-        if value is None and not key:
-            self._set.pop(name, None)
-        elif key:
-            found = self._set.get(name)
-            self._set[name] = found if isinstance(found, dict) else {}
-            _merge(self._set[name], {key: value})
-        elif self._options[name].several and name in self._fresh:
-            self._set[name] += value if isinstance(value, list) else [value]
-        else:
-            several = self._options[name].several and not isinstance(value, list)
-            self._set[name] = [value] if several else value
-            self._fresh.add(name)
-
-    def _undo(self, flag: Flag) -> None:
-        """Takes back what the flag itself has set before, such as in a file."""
-        if flag.setting in self._set and self._set[flag.setting] in flag.means.values():
-            del self._set[flag.setting]
 
     def _read_file(self, path: str) -> None:
         """Takes the flags of a YAML file: by name, one mapping. Raises ConfigError."""
@@ -263,47 +197,6 @@ class Reader:
 
 _JSON = Flag("", Kind.ACTS, "", Form.JSON)
 """How the value of a key is written: JSON, or text."""
-
-
-def _alike(value: Any, other: Any) -> bool:
-    """Equal, and both a switch's or neither."""
-    return isinstance(value, bool) is isinstance(other, bool) and bool(value == other)
-
-
-def _named(flag: Flag, value: Any) -> Any:
-    """A text in the spelling of the table where only capitals differ."""
-    if not isinstance(value, str):
-        return value
-    names = [n for n in (*flag.means, *flag.allowed, *flag.same) if isinstance(n, str)]
-    alike = [name for name in names if name.lower() == value.lower()]
-    return value if value in names or not alike else alike[0]
-
-
-def _meant(flag: Flag, value: Any) -> Any:
-    """What the setting gets for a value."""
-    known = isinstance(value, (str, int)) and value in flag.means
-    return flag.means[value] if known else value
-
-
-def _refusal(flag: Flag, shown: str, value: Any) -> Exception:
-    """The error of a value that is not taken."""
-    if flag.form is Form.SWITCH:
-        written = shown if value else shown.replace("--", "--no-", 1)
-        return ConfigError(f"{written} is not supported: {flag.says.removesuffix('.')}.")
-    allowed = ", ".join(name or '""' for name in flag.values) or "none, it is not supported"
-    remedy = "Choose one of them."
-    if flag.kind is Kind.REFUSED:
-        remedy = flag.says[0].upper() + flag.says[1:]
-    return choice_error(ConfigError, shown, value, allowed, remedy)
-
-
-def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
-    """Keys of `more` over those of `into`, objects within likewise."""
-    for key, value in more.items():
-        if isinstance(value, dict) and isinstance(into.get(key), dict):
-            _merge(into[key], value)
-        else:
-            into[key] = value
 
 
 def _written(value: Any) -> list[str]:

@@ -2,7 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Protocol
+
+from lockstep.outputs import ToolCall as ToolCall
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,14 @@ Told = Content | Reasoning | CallStart | CallArguments
 Event = Told | CallError
 
 
+def call_id(request_id: str, completion: int, number: int, own: str | None) -> str:
+    """Return the id of a tool call: the model's own, or one made of the call's place."""
+    if own is not None:
+        return own
+    place = f"{request_id}/{completion}/{number}".encode()
+    return f"call_{blake2b(place, digest_size=12).hexdigest()}"
+
+
 def merged(events: list[Told]) -> list[Told]:
     """The events with neighbours of one kind, and of one call, as one."""
     if len(events) < 2:  # as it is with nearly every token
@@ -90,15 +101,6 @@ class ReasoningParser(Parser, Protocol):
     def over(self) -> bool:
         """Whether no reasoning comes any more."""
         ...
-
-
-@dataclass
-class ToolCall:
-    """A whole tool call; `arguments` is JSON text. id: the model's own."""
-
-    name: str
-    arguments: str = ""
-    id: str | None = None
 
 
 @dataclass

@@ -1,9 +1,10 @@
 """The table: every flag of `vllm serve`, by group, and what it is here.
 
-`read` parses by it, `--help` is grouped by it, and docs/vllm_flags.md is made from it.
+The command line and the keywords of LLM are read by it, `--help` is grouped by it, and
+docs/vllm_flags.md is made from it.
 """
 
-from lockstep.cli.vllm.flag import Flag, Form, acts, noted, refused
+from lockstep.flags.flag import Flag, Form, acts, noted, refused
 
 SWITCH = Form.SWITCH
 SIZE = Form.SIZE
@@ -749,3 +750,20 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
 def all_flags() -> list[Flag]:
     """Every flag of the table, in its order."""
     return [flag for flags in GROUPS.values() for flag in flags]
+
+
+SERVER_OPTIONS = (
+    "allowed_hosts",
+    "api_key_file",
+    "limit_concurrency",
+    "log_format",
+    "max_body_size",
+    "max_queued_requests",
+    "metrics_names",
+    "no_docs",
+    "no_playground",
+    "request_timeout",
+    "ssl_keyfile_password",
+    "step_timeout",
+)
+"""Options of `lockstep serve` alone that no flag of vLLM sets, as keywords."""

@@ -1,0 +1,320 @@
+"""AsyncLLM: the engine for programs with an event loop, over the server's process machinery."""
+
+import asyncio
+import uuid
+import weakref
+from collections.abc import AsyncIterator, Iterable
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+from lockstep.config import EngineConfig
+from lockstep.engine.async_engine import AsyncEngine, Update
+from lockstep.engine.engine import Engine, Facts
+from lockstep.engine.in_thread import ThreadTransport
+from lockstep.engine.loop import TokenUpdate
+from lockstep.engine.process import ProcessTransport
+from lockstep.engine.stats import Stats
+from lockstep.engine_args import EngineArgs
+from lockstep.errors import EngineDeadError, RequestError, brief
+from lockstep.keywords import CALL, check_keywords
+from lockstep.llm import hosted_engine, processor_of
+from lockstep.outputs import RequestOutput
+from lockstep.progress import Progress
+from lockstep.request_group import RequestGroup
+from lockstep.sampling_params import RequestOutputKind, SamplingParams
+from lockstep.text.processor import Prompt, TextUpdate
+from lockstep.text.settings import TextSettings
+from lockstep.text.tokenizer import Tokenizer
+
+STEP_SECONDS = 120.0
+"""Time limit of a step; the engine's process is restarted after it."""
+MAX_ID = 256
+"""Characters of a request's id."""
+REMEDY = "Make a new AsyncLLM."
+GENERATE = ("prompt", "sampling_params", "request_id", "priority")
+
+
+def _unseen(what: str, done: int, of: int) -> None:
+    """Ignore progress."""
+
+
+class AsyncLLM:
+    """A model and its tokenizer, for many coroutines of one event loop.
+
+        async with AsyncLLM() as llm:
+            async for output in llm.generate("def main(", SamplingParams(), "request-1"):
+                print(output.outputs[0].text)
+
+    Keywords are LLM's. The engine runs in a process of its own, which is started again where it is
+    lost, as the server's is; disable_frontend_multiprocessing: in a thread of this process.
+    `progress(what, done, of)` is called while loading. shutdown() ends the engine.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        disable_frontend_multiprocessing: bool = False,
+        progress: Progress = _unseen,
+        **settings: Any,
+    ) -> None:
+        config, text = EngineArgs(model, **settings).read()
+        transport: ThreadTransport | ProcessTransport
+        if disable_frontend_multiprocessing:
+            transport = ThreadTransport(Engine(config, progress))
+            facts = transport.engine.facts
+        else:
+            make = partial(hosted_engine, config, text)
+            transport = ProcessTransport(make, STEP_SECONDS, progress)
+            facts = transport.facts
+        self._adopt(transport, facts, text)
+
+    def _adopt(
+        self, transport: ThreadTransport | ProcessTransport, facts: Facts, text: TextSettings
+    ) -> None:
+        """Read the text side, and begin to serve."""
+        try:
+            self.processor = processor_of(facts, text)
+        except BaseException:
+            transport.stop()
+            raise
+        self._facts = facts
+        self._client = AsyncEngine(transport, remedy=REMEDY)
+        self._client.start()
+        self._groups: dict[str, RequestGroup] = {}
+        # Where this object goes without shutdown(), the engine ends with it.
+        self._stop = weakref.finalize(self, self._client.shutdown)
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs, **others: Any) -> "AsyncLLM":
+        """Return the AsyncLLM of EngineArgs; `others` are keywords besides."""
+        if not isinstance(engine_args, EngineArgs):
+            raise RequestError(
+                f"engine_args={brief(engine_args)} is not allowed; allowed: EngineArgs(...). "
+                "Make one of the keywords."
+            )
+        return cls(engine_args.model, **{**engine_args.settings, **others})
+
+    @property
+    def config(self) -> EngineConfig:
+        """Settings that the engine was built from."""
+        return self._facts.config
+
+    @property
+    def fingerprint(self) -> str:
+        """The numerics that answers depend on, as the server's system_fingerprint."""
+        return self._facts.fingerprint
+
+    @property
+    def is_running(self) -> bool:
+        """True while requests are served."""
+        return self._client.is_alive and not self._client.restarting
+
+    @property
+    def errored(self) -> bool:
+        """True once the engine has ended."""
+        return not self._client.is_alive
+
+    async def check_health(self) -> None:
+        """Raise EngineDeadError where the engine has ended."""
+        if self.errored:
+            raise EngineDeadError(f"the engine has stopped. {REMEDY}")
+
+    async def get_tokenizer(self) -> Tokenizer:
+        """Return the tokenizer. Raises RequestError where skip_tokenizer_init left it out."""
+        return self.processor.text_side("get_tokenizer")
+
+    def get_default_sampling_params(self, **changes: Any) -> SamplingParams:
+        """Return what LLM.get_default_sampling_params() returns."""
+        return self.processor.bounded_params({"max_tokens": SamplingParams.max_tokens, **changes})
+
+    def stats(self) -> Stats:
+        """Return a copy of the engine's counters; histogram lists start anew."""
+        return self._client.stats()
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        **others: Any,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yield the answer as it grows; the last output is `finished`.
+
+        An output holds what sampling_params.output_kind says: all so far, what is new since the
+        last one (completions without news are left out), or, once, the whole answer. What comes
+        while the caller is busy is one output. A caller that stops iterating aborts the request.
+
+        Raises RequestError where the request is wrong or its id is taken, ComputeError where a
+        step of it failed, EngineDeadError where the engine has ended.
+        """
+        outputs = await self.add_request(
+            uuid.uuid4().hex if request_id is None else request_id,
+            prompt,
+            sampling_params,
+            priority=priority,
+            **others,
+        )
+        try:
+            async for output in outputs:
+                yield output
+        finally:
+            await outputs.aclose()
+
+    async def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        **others: Any,
+    ) -> "OutputStream":
+        """Queue a request and return the stream of its outputs, which generate() reads.
+
+        Raises RequestError where the request is wrong or its id is taken.
+        """
+        check_keywords(others, GENERATE, CALL)
+        if not isinstance(request_id, str) or not 1 <= len(request_id) <= MAX_ID:
+            raise RequestError(
+                f"request_id={brief(request_id)} is not allowed; allowed: a text of 1 to {MAX_ID} "
+                "characters. Change it.",
+                "request_id",
+            )
+        if params is not None and not isinstance(params, SamplingParams):
+            raise RequestError(
+                f"sampling_params={brief(params)} is not allowed; allowed: SamplingParams. Make "
+                "one.",
+                "sampling_params",
+            )
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise RequestError(
+                f"priority={brief(priority)} is not allowed; allowed: a whole number. Send one.",
+                "priority",
+            )
+        chosen = self.get_default_sampling_params() if params is None else params.clone()
+        # Tokenizing a long prompt or compiling a grammar would hold up the event loop.
+        group = await asyncio.to_thread(
+            RequestGroup, self.processor, request_id, prompt, chosen, priority
+        )
+        if request_id in self._groups:
+            raise RequestError(
+                f"request_id={request_id!r} is not allowed; allowed: ids of no running request. "
+                "Choose another.",
+                "request_id",
+            )
+        return OutputStream(self._client, group, chosen.output_kind, self._groups)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Abort requests; the last output then has finish_reason "abort". Unknown ids pass."""
+        for one in [request_id] if isinstance(request_id, str) else request_id:
+            group = self._groups.get(one)
+            for request in group.requests if group is not None else ():
+                self._client.abort(request.id)
+
+    def shutdown(self) -> None:
+        """End the engine after its present step; open requests end with EngineDeadError."""
+        self._stop()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
+
+AsyncLLMEngine = AsyncLLM
+"""vLLM's older name."""
+
+
+class OutputStream:
+    """The outputs of one request, for one reader. It ends with the output that is finished.
+
+    groups: where the request is known by its id while it is open.
+    """
+
+    def __init__(
+        self,
+        client: AsyncEngine,
+        group: RequestGroup,
+        kind: RequestOutputKind,
+        groups: dict[str, RequestGroup],
+    ) -> None:
+        self._client = client
+        self._group = group
+        self._kind = kind
+        self._groups = groups
+        self._updates: asyncio.Queue[tuple[int, Update]] = asyncio.Queue()
+        self._open = dict.fromkeys(range(len(group.requests)))
+        groups[group.id] = group
+        try:
+            for index, request in enumerate(group.requests):
+                client.submit(request, partial(self._put, index))
+        except BaseException:
+            self._close()
+            raise
+
+    def _put(self, index: int, update: Update) -> None:
+        self._updates.put_nowait((index, update))
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """Return the next output, of all updates that wait."""
+        while self._open:
+            news: dict[int, list[TextUpdate]] = {}
+            self._push(*await self._updates.get(), news)
+            while not self._updates.empty():
+                self._push(*self._updates.get_nowait(), news)
+            output = self._output(news)
+            if output is not None:
+                return output
+        self._close()
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Abort the request if it has not ended."""
+        self._close()
+
+    def _push(self, index: int, update: Update, news: dict[int, list[TextUpdate]]) -> None:
+        """Take an update. Raises what ended the request."""
+        try:
+            settled = self._group.push(index, update)
+        except Exception:
+            self._close()
+            raise
+        if settled is None:
+            return
+        news.setdefault(index, []).append(settled)
+        if settled.finish_reason is not None and index in self._open:
+            del self._open[index]
+            if isinstance(update, TokenUpdate) and update.finish_reason is None:
+                self._client.abort(self._group.requests[index].id)  # a stop string ended it
+        if not self._open:
+            self._groups.pop(self._group.id, None)
+
+    def _output(self, news: dict[int, list[TextUpdate]]) -> RequestOutput | None:
+        """Return what the reader wants to see after these updates; None: nothing yet."""
+        if self._kind is RequestOutputKind.FINAL_ONLY:
+            return self._group.output if self._group.output.finished else None
+        if not news:
+            return None
+        if self._kind is RequestOutputKind.CUMULATIVE:
+            return self._group.snapshot()
+        return self._group.delta(news)
+
+    def _close(self) -> None:
+        """Abort what still runs, and forget the request."""
+        self._groups.pop(self._group.id, None)
+        for index in self._open:
+            self._client.abort(self._group.requests[index].id)
+        self._open.clear()

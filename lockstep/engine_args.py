@@ -1,0 +1,118 @@
+"""The keywords of LLM and AsyncLLM: settings by their names, and vllm serve's flags by theirs."""
+
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from typing import Any
+
+from lockstep.config import EngineConfig
+from lockstep.engine.build import find_model
+from lockstep.errors import ConfigError, choice_error
+from lockstep.flags.flag import Flag, Kind
+from lockstep.flags.setter import FlagSetter
+from lockstep.flags.table import SERVER_OPTIONS, all_flags
+from lockstep.models.checkpoint import Checkpoint
+from lockstep.spec import own_drafter
+from lockstep.spec.config import AUTO, AUTO_DRAFTS
+from lockstep.text.settings import TextSettings
+
+DRAFTING = "speculative_config"
+CALL_DEPTH = 7
+"""Frames between warnings.warn and the line that made an LLM."""
+
+
+class EngineArgs:
+    """Keywords of LLM(...) and AsyncLLM(...), kept for later.
+
+    AsyncLLM.from_engine_args(EngineArgs(model="...", max_num_seqs=64))
+    """
+
+    def __init__(self, model: str | None = None, **settings: Any) -> None:
+        self.model = model
+        self.settings = settings
+
+    def read(self) -> tuple[EngineConfig, TextSettings]:
+        """Return the settings of the engine and of its text side; "auto" drafting is decided by
+        the checkpoint. Raises ConfigError or CheckpointError, before a model is loaded."""
+        values = keyword_values(self.settings)
+        names = [one.name for one in fields(TextSettings) if one.name in values]
+        text = TextSettings(**{name: values.pop(name) for name in names})
+        chosen = {DRAFTING: AUTO, "hf_overrides": None, **values, "model": self.model}
+        return EngineConfig.read(**settle_drafts(chosen)), text
+
+
+AsyncEngineArgs = EngineArgs
+"""vLLM's name for the keywords of its asynchronous engine."""
+
+
+def settle_drafts(settings: dict[str, Any], weights: bool = True) -> dict[str, Any]:
+    """Return the settings with "auto" drafting decided by the checkpoint: its own draft module
+    with AUTO_DRAFTS drafts, or none. weights: as in find_model()."""
+    if settings[DRAFTING] != AUTO:
+        return settings
+    folder = find_model(settings["model"], weights)
+    method = own_drafter(Checkpoint.read(folder, settings["hf_overrides"]))
+    drafting = {"method": method, "num_speculative_tokens": AUTO_DRAFTS} if method else None
+    return {**settings, DRAFTING: drafting}
+
+
+def keyword_values(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that keywords ask for. None is as if left out, but for
+    speculative_config, where it is no drafts.
+
+    A flag that has no effect here is a warning. Raises ConfigError for one that is refused, that
+    belongs to the server, or that nobody knows.
+    """
+    known = [one.name for cls in (EngineConfig, TextSettings) for one in fields(cls)]
+    flags = {flag.name.replace("-", "_"): flag for flag in all_flags()}
+    setter = FlagSetter((), _warn)
+    for name, value in given.items():
+        flag = flags.get(name)
+        if name == DRAFTING and value is None:
+            setter.values[name] = None
+        elif value is None and (name in known or flag is not None):
+            continue
+        elif flag is not None and _applies(flag, known):
+            _apply(setter, flag, name, value)
+        elif name in known:
+            setter.values[name] = value
+        else:
+            raise _unknown(name, known, flags)
+    return setter.values
+
+
+def _applies(flag: Flag, known: list[str]) -> bool:
+    """Return whether Python has what the flag sets, or the flag sets nothing."""
+    return flag.kind is not Kind.ACTS or flag.setting.partition(".")[0] in ("", *known)
+
+
+def _apply(setter: FlagSetter, flag: Flag, name: str, value: Any) -> None:
+    try:
+        setter.apply(flag, name, value)
+    except ConfigError as error:
+        raise ConfigError(_in_python(str(error))) from None
+
+
+def _warn(line: str) -> None:
+    warnings.warn(_in_python(line), stacklevel=CALL_DEPTH)
+
+
+def _in_python(text: str) -> str:
+    """Return a text about flags with the names that they have as keywords."""
+    return re.sub(r"--([a-z][a-z-]*)", lambda flag: flag[1].replace("-", "_"), text)
+
+
+def _unknown(name: str, known: list[str], flags: Mapping[str, Flag]) -> Exception:
+    """Return the error of a keyword that is no setting: the server's, or nobody's."""
+    if name in flags or name in SERVER_OPTIONS:
+        return ConfigError(
+            f"{name} is a setting of the HTTP server; allowed: as --{name.replace('_', '-')} of "
+            "lockstep serve. Leave it out."
+        )
+    near = get_close_matches(name, [*known, *flags], n=1)
+    meant = f"Did you mean {near[0]}? " if near else ""
+    return choice_error(
+        ConfigError, "setting", name, ", ".join(known), f"{meant}Remove or rename it."
+    )

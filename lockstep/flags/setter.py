@@ -1,0 +1,137 @@
+"""Values of flags become values of settings, whether a command line or Python names the flags."""
+
+from collections.abc import Callable, Collection, Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from lockstep.errors import ConfigError, choice_error
+from lockstep.flags.flag import Flag, Form, Kind
+
+LEFT_OUT = "Leave it out."
+
+
+class FlagSetter:
+    """Settings that flags have set so far. several: settings that may be given again.
+
+    note: takes the line that says why a flag has no effect.
+    """
+
+    def __init__(self, several: Collection[str], note: Callable[[str], Any]) -> None:
+        self.values: dict[str, Any] = {}
+        self._several = several
+        self._note = note
+        self._fresh: set[str] = set()
+
+    def start_source(self) -> None:
+        """Begin another source of flags: its values replace those of the sources before."""
+        self._fresh.clear()
+
+    def apply(self, flag: Flag, shown: str, value: Any) -> None:
+        """Check a value and set what it asks for. shown: the flag, for errors. ConfigError."""
+        value = _named(flag, value)
+        if any(_alike(value, one) for one in flag.same):
+            self._undo(flag)
+            return
+        if not flag.takes(value):
+            raise _refusal(flag, shown, value)
+        if flag.kind is Kind.NOTED:
+            self._note(f"{shown} has no effect: {flag.says}.")
+        elif flag.form is Form.JSON and flag.keys:
+            self._apply_object(flag, shown, value)
+        elif flag.setting:
+            self._assign(flag.setting, _meant(flag, value))
+
+    def apply_key(self, flag: Flag, shown: str, key: str, value: Any) -> None:
+        """Apply a key of a flag that takes an object: one of the table, or one for the setting to
+        judge. shown: the flag and the key, for errors. Raises ConfigError."""
+        known = {one.name: one for one in flag.keys}
+        if key in known:
+            self.apply(known[key], shown, value)
+        elif flag.kind is not Kind.ACTS:
+            self.apply(flag, shown, {key: value})
+        elif flag.setting:
+            self._assign(f"{flag.setting}.{key}", value)
+        else:
+            near = get_close_matches(key, known, n=1)
+            meant = f" Did you mean {near[0]}?" if near else ""
+            what = f"{shown.removesuffix(f'.{key}')} key"
+            raise choice_error(ConfigError, what, key, ", ".join(known), LEFT_OUT + meant)
+
+    def _apply_object(self, flag: Flag, shown: str, value: Any) -> None:
+        """Apply an object key by key; what is none is left to the setting."""
+        if not isinstance(value, dict):
+            if not flag.setting:
+                allowed = f"a JSON object with the keys {', '.join(k.name for k in flag.keys)}"
+                raise choice_error(ConfigError, shown, value, allowed, "Write one.")
+            self._assign(flag.setting, value)
+            return
+        if flag.setting:
+            self._assign(flag.setting, {})
+        for key, inner in value.items():
+            self.apply_key(flag, f"{shown}.{key}", key, inner)
+
+    def _assign(self, setting: str, value: Any) -> None:
+        """Set a setting, or a key of it; None: it is as if left out."""
+        name, _, key = setting.partition(".")
+        if value is None and not key:
+            self.values.pop(name, None)
+        elif key:
+            before = self.values.get(name)
+            self.values[name] = before if isinstance(before, dict) else {}
+            _merge(self.values[name], {key: value})
+        elif name in self._several and name in self._fresh:
+            self.values[name] += value if isinstance(value, list) else [value]
+        else:
+            several = name in self._several and not isinstance(value, list)
+            self.values[name] = [value] if several else value
+            self._fresh.add(name)
+
+    def _undo(self, flag: Flag) -> None:
+        """Take back what the flag itself has set before, such as in a file."""
+        if flag.setting in self.values and self.values[flag.setting] in flag.means.values():
+            del self.values[flag.setting]
+
+
+def _alike(value: Any, other: Any) -> bool:
+    """Equal, and both a switch's or neither. Other types, such as arrays, equal no value here."""
+    if not isinstance(value, (bool, int, float, str, list, dict)):
+        return False
+    return isinstance(value, bool) is isinstance(other, bool) and bool(value == other)
+
+
+def _named(flag: Flag, value: Any) -> Any:
+    """A text in the spelling of the table where only capitals differ."""
+    if not isinstance(value, str):
+        return value
+    names = [n for n in (*flag.means, *flag.allowed, *flag.same) if isinstance(n, str)]
+    alike = [name for name in names if name.lower() == value.lower()]
+    return value if value in names or not alike else alike[0]
+
+
+def _meant(flag: Flag, value: Any) -> Any:
+    """Return what the setting gets for a value."""
+    known = isinstance(value, (str, int)) and value in flag.means
+    return flag.means[value] if known else value
+
+
+def _refusal(flag: Flag, shown: str, value: Any) -> Exception:
+    """The error of a value that is not taken."""
+    if flag.form is Form.SWITCH:
+        written = shown if value else shown.replace("--", "--no-", 1)
+        if not shown.startswith("--"):
+            written = f"{shown}={value}"
+        return ConfigError(f"{written} is not supported: {flag.says.removesuffix('.')}.")
+    allowed = ", ".join(name or '""' for name in flag.values) or "none, it is not supported"
+    remedy = "Choose one of them."
+    if flag.kind is Kind.REFUSED:
+        remedy = flag.says[0].upper() + flag.says[1:]
+    return choice_error(ConfigError, shown, value, allowed, remedy)
+
+
+def _merge(into: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Keys of `more` over those of `into`, objects within likewise."""
+    for key, value in more.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value

@@ -1,0 +1,162 @@
+"""Keyword arguments that users of other engines know and that are no parameters here."""
+
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from functools import wraps
+from inspect import signature
+from typing import Any, TypeVar
+
+from lockstep.errors import LockstepError, RequestError, brief
+
+Kind = TypeVar("Kind")
+Foreign = Mapping[str, tuple[tuple[Any, ...], str]]
+"""Keyword -> (values that ask for what is done anyway, what to do instead)."""
+
+
+def check_keywords(
+    given: Mapping[str, Any],
+    known: Sequence[str],
+    foreign: Foreign,
+    error: type[LockstepError] = RequestError,
+    field: str | None = None,
+) -> None:
+    """Check keywords that are no parameters; None and the listed values of a foreign one pass.
+
+    Raises `error` for any other: with the remedy for a foreign keyword, with the nearest known
+    name for one that nobody knows. field: what a RequestError calls the parameter, instead of
+    the keyword itself.
+    """
+    for name, value in given.items():
+        if name not in foreign:
+            near = get_close_matches(name, [*known, *foreign], n=1)
+            meant = f"Did you mean {near[0]}? " if near else ""
+            raise _named(
+                error,
+                field or name,
+                f"{brief(name)[1:-1]} is no parameter; allowed: {', '.join(known)}. "
+                f"{meant}Remove or rename it.",
+            )
+        harmless, remedy = foreign[name]
+        if value is not None and not any(_equal(value, other) for other in harmless):
+            raise _named(error, field or name, f"{name}={brief(value)} is not supported: {remedy}")
+
+
+def _equal(value: Any, other: Any) -> bool:
+    """Compare by type first: True is not 1, and an array's comparison has no truth value."""
+    return type(value) is type(other) and bool(value == other)
+
+
+def _named(error: type[LockstepError], name: str, message: str) -> LockstepError:
+    return RequestError(message, name) if issubclass(error, RequestError) else error(message)
+
+
+def explains(foreign: Foreign) -> Callable[[type[Kind]], type[Kind]]:
+    """Return a class decorator: keywords that the constructor lacks go through check_keywords."""
+
+    def decorate(cls: type[Kind]) -> type[Kind]:
+        construct = cls.__init__
+        known = tuple(signature(construct).parameters)[1:]
+
+        @wraps(construct)
+        def init(self: Kind, *values: Any, **given: Any) -> None:
+            unknown = {name: given.pop(name) for name in list(given) if name not in known}
+            check_keywords(unknown, known, foreign)
+            construct(self, *values, **given)
+
+        setattr(cls, "__init__", init)  # noqa: B010  (mypy takes no assignment to it)
+        return cls
+
+    return decorate
+
+
+_FORM = "write structured_outputs=StructuredOutputsParams(...)."
+_BEAMS = "beam search is not supported: drafts and batches would change its answer. Leave it out."
+_UNSUPPORTED = "leave it out."
+_NO_ADAPTERS = "merge the adapter into the weights and load those, or leave it out."
+_NO_MEDIA = "text alone is read; leave it out."
+
+SAMPLING: Foreign = {
+    "best_of": ((1,), "completions are not ranked; ask for n and choose."),
+    "logits_processors": (
+        ([],),
+        "code of a request does not run inside a step; use logit_bias, allowed_token_ids, "
+        "bad_words or structured_outputs.",
+    ),
+    "use_beam_search": ((False,), _BEAMS),
+    "num_beams": ((1,), _BEAMS),
+    "length_penalty": ((1, 1.0), _BEAMS),
+    "early_stopping": ((False,), _BEAMS),
+    **dict.fromkeys(
+        (
+            "guided_decoding",
+            "guided_json",
+            "guided_regex",
+            "guided_choice",
+            "guided_grammar",
+            "guided_json_object",
+            "response_format",
+            "json_schema",
+            "regex",
+            "ebnf",
+            "grammar",
+            "structural_tag",
+        ),
+        ((), _FORM),
+    ),
+    "spaces_between_special_tokens": (
+        (True,),
+        "text is decoded as the tokenizer writes it; leave it out.",
+    ),
+    # A cached prefix gives the bits of a computed one, so either value has the same answer.
+    "skip_reading_prefix_cache": ((True, False), _UNSUPPORTED),
+    "extra_args": (({},), "no code reads it; leave it out."),
+    "flat_logprobs": ((False,), "log-probabilities are one dict a token; leave it out."),
+    "logprob_token_ids": ((), "ask for logprobs, the likeliest tokens, or leave it out."),
+    "thinking_token_budget": ((), "reasoning has no budget of its own; set max_tokens."),
+    "repetition_detection": ((), "set repetition_penalty, or leave it out."),
+    "stop_regex": ((), "stop takes plain strings; write those, or leave it out."),
+    "max_new_tokens": ((), "it is max_tokens here."),
+    "max_completion_tokens": ((), "it is max_tokens here."),
+    "min_new_tokens": ((), "it is min_tokens here."),
+    "num_return_sequences": ((), "it is n here."),
+    "stop_sequences": ((), "it is stop here."),
+    "repeat_penalty": ((1, 1.0), "it is repetition_penalty here."),
+    "no_stop_trim": ((False,), "it is include_stop_str_in_output here."),
+    "do_sample": ((True,), "temperature=0 is greedy; set that."),
+    "typical_p": ((1, 1.0), "choose top_p or min_p, or leave it out."),
+    "no_repeat_ngram_size": ((0,), "set repetition_penalty, or leave it out."),
+}
+"""Keywords of SamplingParams elsewhere: in vLLM, SGLang, transformers and the OpenAI API."""
+
+PROMPT: Foreign = {
+    "prompt_embeds": ((), "prompts are text or token ids; send one of them."),
+    "multi_modal_data": (({},), _NO_MEDIA),
+    "multi_modal_uuids": (({},), _NO_MEDIA),
+    "mm_processor_kwargs": (({},), _NO_MEDIA),
+    "token_type_ids": ((), "models here read no token types; leave it out."),
+    "encoder_prompt": ((), "models here have no encoder; send prompt."),
+    "decoder_prompt": ((), "models here have no encoder; send prompt."),
+}
+"""Keys of a prompt in vLLM."""
+
+CALL: Foreign = {
+    "lora_request": ((), _NO_ADAPTERS),
+    "prompt_adapter_request": ((), _NO_ADAPTERS),
+    "mm_processor_kwargs": (({},), _NO_MEDIA),
+    "tokenization_kwargs": (({},), "send token ids, or leave it out."),
+    "prompt_token_ids": ((), 'send [{"prompt_token_ids": ids}] as prompts.'),
+    "guided_options_request": ((), "set structured_outputs of the SamplingParams."),
+    "trace_headers": (({},), "the server sends traces; leave it out."),
+    "data_parallel_rank": ((0,), "there is one replica; leave it out."),
+    "prompt_text": ((), "the prompt is text or token ids; send one of them as the prompt."),
+}
+"""Keywords of generate() in vLLM."""
+
+CHAT: Foreign = {
+    **CALL,
+    "chat_template": ((), "give chat_template to LLM(...)."),
+    "chat_template_content_format": (("auto", "string"), "content is text; leave it out."),
+    "documents": (([],), "put them into chat_template_kwargs, if the template reads them."),
+    "response_format": ((), "set structured_outputs of the SamplingParams."),
+}
+"""Keywords of chat() in vLLM."""

@@ -1,0 +1,136 @@
+"""The requests of one prompt, and the RequestOutput that the engine's updates make of them."""
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lockstep.engine.async_engine import ENGINE_RESTARTED, Update
+from lockstep.engine.engine import STEP_FAILED
+from lockstep.errors import ComputeError
+from lockstep.outputs import CompletionOutput, RequestOutput
+from lockstep.sampling_params import SamplingParams, StructuredOutputsParams
+from lockstep.text.parsers import ReplyParser
+from lockstep.text.parsers.events import call_id
+from lockstep.text.processor import Processor, Prompt, Rendered, TextUpdate, name_tokens
+
+
+@dataclass(frozen=True)
+class ReplyReader:
+    """Reads a chat's answer: reasoning and tool calls are taken out of the text.
+
+    tools: those that the model may call. several: whether calls after the first one count.
+    """
+
+    processor: Processor
+    prompt: Rendered
+    tools: list[dict[str, Any]] | None
+    form: StructuredOutputsParams | None
+    several: bool = True
+
+    def read(self, request_id: str, done: CompletionOutput) -> None:
+        """Fill in what the parsers find in the text of a completion that has ended."""
+        parser: ReplyParser = self.processor.reply_parser(self.prompt.text, self.tools, self.form)
+        reply = parser.parse(done.text)
+        done.content = reply.content
+        done.reasoning = reply.reasoning or None
+        done.tool_calls = reply.tool_calls if self.several else reply.tool_calls[:1]
+        done.parser_errors = reply.errors
+        for number, call in enumerate(done.tool_calls):
+            call.id = call_id(request_id, done.index, number, call.id)
+
+
+class RequestGroup:
+    """The n requests of one prompt. `output` holds all that has come of them so far.
+
+    shown: special tokens that give text. reader: reads completions that have ended, for a chat.
+    """
+
+    def __init__(
+        self,
+        processor: Processor,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        priority: int = 0,
+        shown: Collection[int] = (),
+        reader: ReplyReader | None = None,
+    ) -> None:
+        self.id = request_id
+        self.requests = processor.requests(request_id, prompt, params, priority=priority)
+        now = time.monotonic()
+        for request in self.requests:
+            request.metrics.arrival_time = now
+        self._tokenizer = processor.tokenizer
+        self._reader = reader
+        self._texts = [processor.completion(r, i, shown) for i, r in enumerate(self.requests)]
+        self._num_open = len(self._texts)
+        first = self.requests[0]
+        self.output = RequestOutput(
+            request_id=request_id,
+            prompt=_text_of(prompt),
+            prompt_token_ids=list(first.prompt_token_ids),
+            outputs=[text.output for text in self._texts],
+            metrics=first.metrics.copy(),
+        )
+
+    def push(self, index: int, update: Update) -> TextUpdate | None:
+        """Take an update of one completion; returns what it settles, None once that has ended.
+
+        Raises what ended the request: ComputeError where a step of it failed, or the engine's own.
+        """
+        if isinstance(update, Exception):
+            raise update
+        if update.error in (STEP_FAILED, ENGINE_RESTARTED):
+            raise ComputeError(update.error)
+        text = self._texts[index]
+        if text.finished:
+            return None
+        if index == 0:
+            self.output.metrics = update.metrics
+        if update.prompt_logprobs is not None and self.output.prompt_logprobs is None:
+            name_tokens(self._tokenizer, update.prompt_logprobs)
+            self.output.prompt_logprobs = update.prompt_logprobs
+        settled = text.push(
+            update.token_ids, update.logprobs, update.finish_reason, update.stop_reason
+        )
+        text.output.error = update.error
+        if text.finished:
+            self._num_open -= 1
+            self.output.finished = self._num_open == 0
+            if self._reader is not None:
+                self._reader.read(self.id, text.output)
+        return settled
+
+    def snapshot(self) -> RequestOutput:
+        """Return the output as it is now; later updates do not change it."""
+        return replace(self.output, outputs=[_copy(one) for one in self.output.outputs])
+
+    def delta(self, news: Mapping[int, Sequence[TextUpdate]]) -> RequestOutput:
+        """Return an output of what these updates settled alone, by the completions' indices."""
+        return replace(self.output, outputs=[self._delta(i, news[i]) for i in sorted(news)])
+
+    def _delta(self, index: int, news: Sequence[TextUpdate]) -> CompletionOutput:
+        done = self._texts[index].output
+        scores = [entry for settled in news for entry in settled.logprobs or ()]
+        return replace(
+            done,
+            text="".join(settled.delta for settled in news),
+            token_ids=[token for settled in news for token in settled.token_ids],
+            logprobs=None if done.logprobs is None else scores,
+        )
+
+
+def _copy(done: CompletionOutput) -> CompletionOutput:
+    scores = done.logprobs
+    copied = None if scores is None else list(scores)
+    return replace(done, token_ids=list(done.token_ids), logprobs=copied)
+
+
+def _text_of(prompt: Prompt) -> str | None:
+    """Return the text of a prompt that is one."""
+    if isinstance(prompt, dict):
+        prompt = prompt.get("prompt", "")
+    if isinstance(prompt, Rendered):
+        return prompt.text
+    return prompt if isinstance(prompt, str) and prompt else None

@@ -1,0 +1,135 @@
+"""AsyncLLM gives the answers of LLM, as they grow, and ends them when it is told to."""
+
+import asyncio
+from collections.abc import Coroutine, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep import LLM, AsyncLLM, EngineArgs, RequestOutput, RequestOutputKind
+from lockstep.errors import EngineDeadError, RequestError
+from tests.asking import GREEDY, PROMPTS, SEEDED, TEXT, answer
+from tests.tiny_model import make_model
+
+PATIENCE = 90
+SETTINGS: dict[str, Any] = {"max_model_len": 512, "max_num_seqs": 4}
+LONG = replace(GREEDY, max_tokens=400)
+IDS = {"prompt_token_ids": [5, 6, 7, 8]}
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[AsyncLLM]:
+    """The bundled model in a thread."""
+    llm = AsyncLLM(disable_frontend_multiprocessing=True, **SETTINGS)
+    yield llm
+    llm.shutdown()
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of a coroutine; one that hangs fails."""
+    return asyncio.run(asyncio.wait_for(work, PATIENCE))
+
+
+async def read(llm: AsyncLLM, *asked: Any, **options: Any) -> list[RequestOutput]:
+    """All outputs of a request."""
+    return [output async for output in llm.generate(*asked, **options)]
+
+
+def test_many_requests_at_once_get_the_answers_of_llm(client: AsyncLLM, plain: LLM) -> None:
+    params = [replace(SEEDED, n=2), GREEDY, replace(GREEDY, logprobs=2, prompt_logprobs=1), SEEDED]
+    expected = [answer(out) for out in plain.generate(PROMPTS, params)]
+
+    async def work() -> list[list[RequestOutput]]:
+        asked = enumerate(zip(PROMPTS, params, strict=True))
+        return await asyncio.gather(*(read(client, *one, f"r{i}") for i, one in asked))
+
+    came = run(work())
+    assert [answer(outs[-1]) for outs in came] == expected
+    assert [outs[-1].request_id for outs in came] == ["r0", "r1", "r2", "r3"]
+    for outs in came:
+        assert [out.finished for out in outs] == [*[False] * (len(outs) - 1), True]
+        lengths = [len(out.outputs[0].token_ids) for out in outs]
+        assert lengths == sorted(lengths) and len(outs) > 1, "an output changed after it was given"
+
+
+def test_an_output_holds_what_its_kind_says(client: AsyncLLM, plain: LLM) -> None:
+    params = replace(SEEDED, n=2, logprobs=0)
+    expected = answer(plain.generate(TEXT, params)[0])[0]
+    deltas = run(read(client, TEXT, replace(params, output_kind=RequestOutputKind.DELTA)))
+    for index in range(2):
+        parts = [one for out in deltas for one in out.outputs if one.index == index]
+        assert "".join(one.text for one in parts) == expected[index][1]
+        assert [token for one in parts for token in one.token_ids] == expected[index][2]
+        assert len([entry for one in parts for entry in one.logprobs or ()]) == 16
+    (only,) = run(read(client, TEXT, replace(params, output_kind=RequestOutputKind.FINAL_ONLY)))
+    assert answer(only)[0] == expected and only.finished
+
+
+def test_abort_and_leaving_end_a_request(client: AsyncLLM) -> None:
+    async def aborted() -> list[RequestOutput]:
+        outputs = []
+        async for output in client.generate(TEXT, LONG, "long"):
+            outputs.append(output)
+            await client.abort("long")
+        await client.abort(["long", "unknown"])
+        return outputs
+
+    last = run(aborted())[-1]
+    assert last.finished and last.outputs[0].finish_reason == "abort"
+
+    async def left() -> None:
+        outputs = client.generate(TEXT, LONG, "left")
+        await anext(outputs)
+        await outputs.aclose()  # type: ignore[attr-defined]
+        assert len(await read(client, TEXT, GREEDY, "left")) > 1, "the id is free again"
+
+    run(left())
+    assert client._client.num_open == 0 and not client._groups
+
+
+def test_what_is_wrong_is_told_and_harms_nobody(client: AsyncLLM) -> None:
+    async def twice() -> None:
+        stream = await client.add_request("same", TEXT, LONG)
+        with pytest.raises(RequestError, match="request_id='same' is not allowed"):
+            await client.add_request("same", TEXT, LONG)
+        await stream.aclose()
+
+    run(twice())
+    for asked, options, field in (
+        ((TEXT, GREEDY, ""), {}, "request_id"),
+        ((TEXT, GREEDY, 7), {}, "request_id"),
+        ((TEXT, {"n": 1}, "x"), {}, "sampling_params"),
+        (([4096], GREEDY, "x"), {}, "prompt"),
+        ((TEXT, GREEDY, "x"), {"priority": "high"}, "priority"),
+        ((TEXT, GREEDY, "x"), {"lora_request": "adapter"}, "lora_request"),
+        ((TEXT, GREEDY, "x"), {"prority": 1}, "prority"),
+    ):
+        with pytest.raises(RequestError) as caught:
+            run(read(client, *asked, **options))
+        assert caught.value.field == field
+    assert run(read(client, TEXT, GREEDY))[-1].finished
+
+
+def test_an_engine_in_a_process_of_its_own(tmp_path: Path) -> None:
+    args = EngineArgs(
+        str(make_model(tmp_path)), load_format="dummy", skip_tokenizer_init=True, **SETTINGS
+    )
+
+    async def work() -> None:
+        async with AsyncLLM.from_engine_args(args, speculative_config=None) as llm:
+            assert llm.is_running and llm.config.speculative_config is None
+            await llm.check_health()
+            outs = await asyncio.gather(*(read(llm, IDS, GREEDY) for _ in range(5)))
+            assert len({str(answer(one[-1])) for one in outs}) == 1
+            stream = await llm.add_request("long", IDS, LONG)
+            await anext(stream)
+        assert llm.errored
+        with pytest.raises(EngineDeadError, match="Make a new AsyncLLM"):
+            async for _ in stream:
+                continue
+        with pytest.raises(EngineDeadError, match="Make a new AsyncLLM"):
+            await read(llm, IDS, GREEDY)
+
+    run(work())

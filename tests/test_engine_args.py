@@ -1,0 +1,97 @@
+"""Keywords of LLM: settings, vLLM's flags by their names, and what is said of all others."""
+
+import warnings
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep import EngineArgs
+from lockstep.engine_args import keyword_values
+from lockstep.errors import ConfigError
+from lockstep.flags.flag import Kind
+from lockstep.flags.table import SERVER_OPTIONS, all_flags
+from lockstep.serve.settings import ServerSettings
+from tests.tiny_model import make_model
+
+
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        ({"enforce_eager": True}, {"cuda_graph_mode": "none"}),
+        ({"enforce_eager": False}, {}),
+        ({"dtype": "half", "max_model_len": None}, {"dtype": "float16"}),
+        ({"num_gpu_blocks_override": 64}, {"num_gpu_blocks": 64}),
+        ({"compilation_config": {"cudagraph_mode": "PIECEWISE"}}, {"cuda_graph_mode": "piecewise"}),
+        ({"speculative_config": None}, {"speculative_config": None}),
+        ({"speculative_config": "auto"}, {"speculative_config": "auto"}),
+        ({"enable_prefix_caching": False}, {"enable_prefix_caching": False}),
+        ({"tokenizer_mode": "auto", "cpu_offload_gb": 0, "task": "generate"}, {}),
+        ({"reasoning_parser": "qwen3", "num_snapshots": 3}, None),
+    ],
+    ids=str,
+)
+def test_what_a_keyword_sets(given: dict[str, Any], settings: dict[str, Any] | None) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert keyword_values(given) == (given if settings is None else settings)
+
+
+def test_a_flag_without_effect_is_a_warning_in_pythons_words() -> None:
+    with pytest.warns(UserWarning) as told:
+        assert (
+            keyword_values({"max_seq_len_to_capture": 8192, "enable_chunked_prefill": False}) == {}
+        )
+    lines = [str(one.message) for one in told]
+    assert lines[0].startswith("max_seq_len_to_capture has no effect: graphs")
+    assert "cut at max_num_batched_tokens" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not.*tensor_parallel_size"),
+        ({"enable_lora": True}, "enable_lora=True is not supported: merge the adapter"),
+        ({"tokenizer": "other"}, "tokenizer='other' is not allowed.*another tokenizer.json"),
+        ({"api_key": "k"}, "api_key is a setting of the HTTP server.*--api-key of lockstep serve"),
+        ({"request_timeout": 3.0}, "request_timeout is a setting of the HTTP server"),
+        ({"gpu_memory_utilisation": 0.5}, "Did you mean gpu_memory_utilization"),
+        ({"max_num_seq": 4}, "setting='max_num_seq' is not allowed.*Did you mean max_num_seqs"),
+        ({"compilation_config": {"cudagraf_mode": 1}}, "compilation_config key='cudagraf_mode'"),
+    ],
+    ids=str,
+)
+def test_a_keyword_that_is_refused_says_what_to_do(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        keyword_values(given)
+    assert "_" not in str(caught.value).split()[0][:1]
+
+
+def test_each_flag_of_serve_is_taken_or_explained() -> None:
+    """A value of no type that a flag expects: no flag fails in another way."""
+    for flag in all_flags():
+        name = flag.name.replace("-", "_")
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            try:
+                taken = keyword_values({name: "sonder"})
+            except ConfigError as error:
+                assert str(error).startswith(name) and len(str(error)) > len(name) + 20
+                continue
+        assert bool(taken) != bool(told) or (flag.kind is Kind.ACTS and not flag.setting), name
+
+
+def test_options_of_the_server_are_known() -> None:
+    flags = {flag.name.replace("-", "_") for flag in all_flags()}
+    assert {one.name for one in fields(ServerSettings)} <= {*flags, *SERVER_OPTIONS}
+
+
+def test_drafts_are_those_of_the_checkpoint_unless_told_otherwise(tmp_path: Path) -> None:
+    model = str(make_model(tmp_path))
+    for asked, method in (({}, "mtp"), ({"speculative_config": "auto"}, "mtp")):
+        config, _ = EngineArgs(model, load_format="dummy", **asked).read()
+        assert config.speculative_config is not None and config.speculative_config.method == method
+        assert config.num_drafts == 3
+    config, _ = EngineArgs(model, load_format="dummy", speculative_config=None).read()
+    assert config.speculative_config is None
