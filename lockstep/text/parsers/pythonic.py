@@ -171,6 +171,7 @@ class PythonicParser(CallParser):
             self._enter("after")
         elif marker == "open" and _NAME.fullmatch(name):
             self._call(name)
+            self._arguments("{")  # at once: empty arguments of a call that is cut would look whole
             self._keys = 0
             self._look_for_key()
         elif marker is not None:
@@ -204,7 +205,7 @@ class PythonicParser(CallParser):
         if marker == FAULT:
             self._fail(self._value.fault)
         elif marker == END:
-            head = ", " if self._keys else "{"
+            head = ", " if self._keys else ""
             self._arguments(f"{head}{to_json(self._key)}: {self._value.value}")
             self._keys += 1
             if self._value.closer == ",":
@@ -213,7 +214,7 @@ class PythonicParser(CallParser):
                 self._end_call()
 
     def _end_call(self) -> None:
-        self._arguments("}" if self._keys else "{}")
+        self._arguments("}")
         self._closed()
         self._look_for_name()
 
