@@ -33,6 +33,8 @@ from lockstep.text.json_schema import (
 )
 from lockstep.text.multiples import check_multiples, objects_of_schemas, schemas_of
 from lockstep.text.numbers import check_numbers
+from lockstep.text.parsers.writing import escapes_of
+from lockstep.text.references import canonical
 
 MOST_RULES = 1000
 """Rules and terminals of a grammar. llguidance follows one into the next on the stack of its
@@ -83,7 +85,11 @@ def schema_of(value: Any, field: str, strict: bool = True) -> Any:
     _check_size(schema, field)
     schema = without_void(schema) if strict else without_refused(without_void(schema))
     check_keywords(schema, field)
-    return schema
+    found = canonical(schema)
+    if found != schema:
+        _check_size(found, field)
+        check_keywords(found, field)
+    return found
 
 
 def _check_size(value: Any, field: str) -> None:
@@ -131,6 +137,7 @@ def _spelled(schema: Any, wanted: StructuredOutputsParams) -> str:
     options: Json = {"whitespace_flexible": not wanted.disable_any_whitespace}
     if wanted.whitespace_pattern is not None:
         options["whitespace_pattern"] = wanted.whitespace_pattern
+    options["json_allowed_escapes"] = escapes_of(schema)
     spelled = schema if isinstance(schema, dict) else {"allOf": [schema]}
     return "%json " + json.dumps({**spelled, "x-guidance": options})
 
@@ -249,7 +256,9 @@ def _tag(one: Json, triggers: Sequence[str], field: str) -> StructTag:
             field,
         )
     schema = schema_of(one.get("schema", ANY_OBJECT), field)
-    return StructTag(trigger=trigger, begin=begin, grammar=json.dumps(schema), end=one["end"])
+    spelled = schema if isinstance(schema, dict) else {"allOf": [schema]}
+    spelled = {**spelled, "x-guidance": {"json_allowed_escapes": escapes_of(schema)}}
+    return StructTag(trigger=trigger, begin=begin, grammar=json.dumps(spelled), end=one["end"])
 
 
 def tags(structures: list[StructTag]) -> str:

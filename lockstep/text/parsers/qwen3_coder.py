@@ -76,7 +76,7 @@ class Qwen3CoderParser(CallParser):
             one = sequence(literal(head), values.value(key, schema))
             parts.append(one if required else f"({one})?")
         if tool.is_open:
-            parts.append(f"(/<parameter=[^\\s<>]+>\\n/ {values.text()})*")
+            parts.append(f"(/<parameter=[^\\s<>]+>\\n/ {values.value('*', tool.more)})*")
         return sequence(rules.text(cls.head(tool.name)), *parts, rules.text(_FUNCTION_END))
 
     def __init__(self, tools: Any) -> None:
