@@ -468,6 +468,16 @@ def test_a_malformed_parameter_is_noted_and_is_no_key(bad: str) -> None:
             assert streamed(parser, [text[:cut], text[cut:]]) == found
 
 
+def test_no_key_comes_twice() -> None:
+    body = "<parameter=n>\n1\n</parameter>\n<parameter=n>\n2\n</parameter>\n"
+    text = f"<tool_call>\n<function=get>\n{body}</function>\n</tool_call>"
+    found = parser_of("qwen3_coder", [("get", {"n": 1})], False).parse(text)
+    assert found.tool_calls[0].arguments == '{"n": 1}'
+    assert found.errors == ["a parameter that came before"]
+    found = parser_of("pythonic", [], False).parse("[get(n=1, n=2)]")
+    assert found.errors == ["an argument that came before"] and not found.tool_calls[0].complete
+
+
 def test_a_function_without_its_bracket_is_no_call() -> None:
     text = (
         "<tool_call>\n<function=get\n<parameter=city>\nRio\n</parameter>\n</function>\n</tool_call>"

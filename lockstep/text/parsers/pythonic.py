@@ -137,7 +137,7 @@ class PythonicParser(CallParser):
     def __init__(self, tools: Any) -> None:
         super().__init__(tools)
         self._text: list[str] = []  # of a name or a key
-        self._keys = 0
+        self._keys: set[str] = set()  # of the call's arguments
 
     def _bare(self) -> None:
         self._look_for_name()
@@ -168,7 +168,7 @@ class PythonicParser(CallParser):
         elif marker == "open" and _NAME.fullmatch(name):
             self._call(name)
             self._arguments("{")  # at once: empty arguments of a call that is cut would look whole
-            self._keys = 0
+            self._keys.clear()
             self._look_for_key()
         elif marker is not None:
             self._no_call(text, marker)
@@ -190,6 +190,8 @@ class PythonicParser(CallParser):
         key = whole.strip()
         if marker == "close" and not key:
             self._end_call()
+        elif marker == "equals" and key in self._keys:
+            self._fail("an argument that came before")
         elif marker == "equals" and _KEY.fullmatch(key):
             self._key = key
             self._value = PythonValue()
@@ -203,7 +205,7 @@ class PythonicParser(CallParser):
         elif marker == END:
             head = ", " if self._keys else ""
             self._arguments(f"{head}{to_json(self._key)}: {self._value.value}")
-            self._keys += 1
+            self._keys.add(self._key)
             if self._value.closer == ",":
                 self._look_for_key()
             else:

@@ -21,6 +21,7 @@ _FUNCTION = "<function="
 _FUNCTION_END = "</function>"
 _PARAMETER = "<parameter="
 _PARAMETER_END = "</parameter>"
+UNNAMED = "a parameter's tag without its name or its >"
 _CLOSERS = {"function_end": _FUNCTION_END, "call_end": _CALL_END}
 _OPENERS = {"call": _CALL, "function": _FUNCTION}
 _NAME_ENDS = {"end": ">", **_OPENERS, **_CLOSERS}
@@ -85,7 +86,7 @@ class Qwen3CoderParser(CallParser):
         self._types_of: dict[tuple[str, str], set[str]] = {}
         self._inside = False  # text stands inside <tool_call>
         self._name = ""
-        self._keys = 0
+        self._keys: set[str] = set()  # of the function's parameters: JSON has each of them once
         self._text: list[str] = []  # of a name, a key, or a value that does not stream
         self._types: set[str] = set()
         self._streams = False
@@ -137,7 +138,7 @@ class Qwen3CoderParser(CallParser):
             why = "a function's tag without its >" if self._name else "a function without a name"
             self._fail(why, "", marker)
             return
-        self._keys = 0
+        self._keys.clear()
         self._strayed = False
         self._call(self._name)
         self._arguments("{")  # at once: empty arguments of a call that is cut would look whole
@@ -158,10 +159,9 @@ class Qwen3CoderParser(CallParser):
         if marker is None:
             return
         key = self._whole()
-        if marker != "end" or not _is_name(key):
-            self._stray(
-                key + ">" * (marker == "end"), "a parameter's tag without its name or its >"
-            )
+        if marker != "end" or not _is_name(key) or key in self._keys:
+            why = "a parameter that came before" if key in self._keys else UNNAMED
+            self._stray(key + ">" * (marker == "end"), why)
             self._leave_parameter("skipped" if marker == "end" else marker)
             return
         self._types = self._allowed(key)
@@ -172,7 +172,7 @@ class Qwen3CoderParser(CallParser):
         head = ", " if self._keys else ""
         quote = '"' if self._streams else ""
         self._arguments(f"{head}{to_json(key)}: {quote}")
-        self._keys += 1
+        self._keys.add(key)
         self._enter("value")
 
     def _in_skipped(self, text: str, marker: str | None) -> None:
