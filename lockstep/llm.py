@@ -234,7 +234,7 @@ class LLM:
                 own.structured_outputs, tools, tool_choice, parallel_tool_calls
             )
         readers = [
-            ReplyReader(processor, prompt, tools, own.structured_outputs, parallel_tool_calls)
+            ReplyReader(processor, prompt, tools, own, parallel_tool_calls)
             for prompt, own in zip(rendered, params, strict=True)
         ]
         shown = processor.marker_ids(tools)

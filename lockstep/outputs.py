@@ -46,11 +46,15 @@ class RequestMetrics:
 
 @dataclass
 class ToolCall:
-    """A whole tool call; `arguments` is JSON text. id: the model's own, or one made for it."""
+    """A tool call; `arguments` is JSON text where the call is complete, else the beginning of one.
+
+    id: the model's own, or one made for it. complete: False where the text was cut within the call.
+    """
 
     name: str
     arguments: str = ""
     id: str | None = None
+    complete: bool = True
 
 
 @dataclass

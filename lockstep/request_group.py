@@ -9,7 +9,7 @@ from lockstep.engine.async_engine import ENGINE_RESTARTED, Update
 from lockstep.engine.engine import STEP_FAILED
 from lockstep.errors import ComputeError
 from lockstep.outputs import CompletionOutput, RequestOutput
-from lockstep.sampling_params import SamplingParams, StructuredOutputsParams
+from lockstep.sampling_params import SamplingParams
 from lockstep.text.parsers import ReplyParser
 from lockstep.text.parsers.events import call_id
 from lockstep.text.processor import Processor, Prompt, Rendered, TextUpdate, name_tokens
@@ -25,13 +25,15 @@ class ReplyReader:
     processor: Processor
     prompt: Rendered
     tools: list[dict[str, Any]] | None
-    form: StructuredOutputsParams | None
+    params: SamplingParams
     several: bool = True
 
     def read(self, request_id: str, done: CompletionOutput) -> None:
         """Fill in what the parsers find in the text of a completion that has ended."""
-        parser: ReplyParser = self.processor.reply_parser(self.prompt.text, self.tools, self.form)
-        reply = parser.parse(done.text)
+        form = self.params.structured_outputs
+        parser: ReplyParser = self.processor.reply_parser(self.prompt.text, self.tools, form)
+        end = self.processor.text_end(done.finish_reason, done.stop_reason, self.params)
+        reply = parser.parse(done.text, end)
         done.content = reply.content
         done.reasoning = reply.reasoning or None
         done.tool_calls = reply.tool_calls if self.several else reply.tool_calls[:1]

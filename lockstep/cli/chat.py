@@ -1,7 +1,6 @@
 """lockstep chat: a conversation in the terminal, with tools if you bring them."""
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -103,17 +102,24 @@ def _answer(
         f"{m.num_cached_tokens} prompt tokens from the cache"
     )
     prompt = llm.processor.render_text(messages, tools)
-    reply = llm.processor.reply_parser(prompt, tools).parse(output.outputs[0].text)
+    done = output.outputs[0]
+    end = llm.processor.text_end(done.finish_reason, done.stop_reason, params)
+    reply = llm.processor.reply_parser(prompt, tools).parse(done.text, end)
     return _message(reply)
 
 
 def _message(reply: Reply) -> dict[str, Any]:
     """The assistant's message, as the template wants it back in the next turn."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.content}
-    if reply.tool_calls:
+    calls = [call for call in reply.tool_calls if call.complete]
+    if calls:
         message["tool_calls"] = [
-            {"id": f"call-{i}", "type": "function", "function": asdict(call)}
-            for i, call in enumerate(reply.tool_calls)
+            {
+                "id": f"call-{i}",
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for i, call in enumerate(calls)
         ]
     return message
 

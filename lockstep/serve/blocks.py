@@ -4,20 +4,24 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from lockstep.text.parsers.events import CallStart, Content, Reasoning, Told
+from lockstep.text.parsers.events import CallEnd, CallStart, Content, Reasoning, Told
 
 Kind = Literal["reasoning", "text", "call"]
 
 
 @dataclass
 class Block:
-    """A part of an answer. text: what it holds so far; a call's arguments. name, id: a call's."""
+    """A part of an answer. text: what it holds so far; a call's arguments. name, id: a call's.
+
+    complete: whether a call has ended; others were cut, or broke their grammar.
+    """
 
     kind: Kind
     text: str = ""
     name: str = ""
     id: str | None = None
     number: int = 0
+    complete: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,9 @@ class Blocks:
                     yield from self._grow("text", text)
                 case Reasoning(text):
                     yield from self._grow("reasoning", text)
+                case CallEnd():
+                    self.blocks[-1].complete = True
+                    yield from self.close()
                 case _:
                     yield from self._grow("call", event.text)
 

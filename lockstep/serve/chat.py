@@ -10,10 +10,10 @@ from lockstep.serve.service import Piece, Run, Service, Tokens
 from lockstep.serve.turn import Replies, Turn
 from lockstep.text.parsers.events import (
     CallArguments,
+    CallEnd,
     CallStart,
     Content,
     Reasoning,
-    Told,
     ToolCall,
 )
 
@@ -78,7 +78,8 @@ class ChatAnswer(Answer):
         if self._tells_tokens:
             waiting.add(piece)
         for event in heard.events:
-            yield self._chunk(index, self._delta(index, event), waiting)
+            if not isinstance(event, CallEnd):
+                yield self._chunk(index, self._delta(index, event), waiting)
         if text.finish_reason is not None:
             chunk = self._chunk(index, {}, waiting)
             reason = _reason(text.finish_reason, heard.calls)
@@ -111,12 +112,11 @@ class ChatAnswer(Answer):
             ]
         if reply.reasoning:
             message |= _thought(reply.reasoning)
+        reason = _reason(done.finish_reason, sum(call.complete for call in calls))
         return {
             "index": index,
             "message": message,
-            **self.turn.job.ending(
-                index, _reason(done.finish_reason, len(calls)), done.stop_reason, done.error
-            ),
+            **self.turn.job.ending(index, reason, done.stop_reason, done.error),
             **self._tokens(done),
             **_errors(reply.errors),
         }
@@ -132,7 +132,7 @@ class ChatAnswer(Answer):
             chunk["usage"] = self.turn.usage.to_json() if each else None
         return chunk
 
-    def _delta(self, index: int, event: Told) -> Json:
+    def _delta(self, index: int, event: Content | Reasoning | CallStart | CallArguments) -> Json:
         """What a chunk says of an event."""
         match event:
             case Content(text):
@@ -174,4 +174,5 @@ def _errors(errors: Sequence[str]) -> Json:
 
 
 def _reason(finish_reason: str | None, calls: int) -> str | None:
+    """Return "tool_calls" for an answer that ended naturally with complete calls."""
     return "tool_calls" if calls and finish_reason == "stop" else finish_reason

@@ -94,7 +94,7 @@ class MessagesAnswer(Answer):
 
     def _message(self) -> Json:
         """The message as it stands."""
-        blocks = [self._block(block) for block in self._blocks.blocks]
+        blocks = [self._whole(block) for block in self._blocks.blocks]
         return {
             "id": self.turn.job.id,
             "type": "message",
@@ -122,22 +122,31 @@ class MessagesAnswer(Answer):
                 return {"type": "content_block_delta", **place, "delta": delta}
         return {"type": "content_block_stop", **place}
 
-    def _block(self, block: Block) -> Json | None:
-        """A block as Anthropic writes it; None for a call whose input broke off."""
+    def _whole(self, block: Block) -> Json | None:
+        """Return a block of a message that is sent as one object.
+
+        A call that is not complete has no input that could be sent as an object. Where it was cut
+        it is text, so that it is not lost; where it broke its grammar its text follows it anyway.
+        """
+        if block.kind != "call" or block.complete:
+            return self._block(block)
+        if block is self._blocks.blocks[-1]:
+            return {"type": "text", "text": f"{block.name} {block.text}"}
+        return None
+
+    def _block(self, block: Block) -> Json:
+        """A block as Anthropic writes it, or a call at its beginning."""
         if block.kind == "text":
             return {"type": "text", "text": block.text}
         if block.kind == "reasoning":
             return {"type": "thinking", "thinking": block.text, "signature": ""}
-        try:
-            arguments = _input(block.text or "{}")
-        except ValueError:
-            return None
+        arguments = _input(block.text) if block.complete else {}
         call_id = self.turn.call_id(0, block.number, block.id)
         return {"type": "tool_use", "id": call_id, "name": block.name, "input": arguments}
 
 
 def _input(arguments: str) -> Any:
-    """A call's arguments as an object that can be sent. Raises ValueError where they broke off.
+    """A call's arguments as an object that can be sent.
 
     JSON text may say what no answer can: half a surrogate pair becomes U+FFFD, and a number beyond
     all floats (1e999) a text.

@@ -232,7 +232,8 @@ class ResponsesAnswer(Answer):
         else:
             yield from self._said(change, {**inside, "content_index": 0})
         if change.what == "close":
-            ended = status if status in ("completed", "incomplete") else "incomplete"
+            complete = block.complete if block.kind == "call" else status == "completed"
+            ended = "completed" if complete else "incomplete"
             self._output[-1] = self._item(change.index, block, ended)
             yield self._event("response.output_item.done", **place, item=self._output[-1])
 
@@ -240,7 +241,7 @@ class ResponsesAnswer(Answer):
         name = "response.function_call_arguments"
         if change.what == "grow":
             yield self._event(f"{name}.delta", **inside, delta=change.text)
-        elif change.what == "close":
+        elif change.what == "close" and change.block.complete:
             block = change.block
             yield self._event(f"{name}.done", **inside, name=block.name, arguments=block.text)
 
@@ -293,7 +294,9 @@ class ResponsesAnswer(Answer):
         if not self.body.store:
             return
         before = self._before
-        new = (*self.body.input, *map(self._said_again, self._blocks.blocks))
+        # A call that was cut has no result, and arguments that no template can render.
+        said = [one for one in self._blocks.blocks if one.kind != "call" or one.complete]
+        new = (*self.body.input, *map(self._said_again, said))
         weighed = (weight(response), before.weighed[1] + weight(new))
         self.responses.store.put(response["id"], Stored(response, (*before.items, *new), weighed))
 

@@ -12,6 +12,7 @@ from lockstep.serve.service import Answers, Asked, Job, Meter, Piece, Run, Servi
 from lockstep.text.parsers import ReplyParser
 from lockstep.text.parsers.events import (
     CallArguments,
+    CallEnd,
     CallError,
     CallStart,
     Event,
@@ -27,7 +28,7 @@ from lockstep.text.processor import Rendered
 class Heard(NamedTuple):
     """What one update of one completion said: the piece, and its text as events.
 
-    calls, errors: the completion's so far.
+    calls: the completion's complete calls so far. errors: its parse errors so far.
     """
 
     piece: Piece
@@ -126,14 +127,17 @@ class Turn:
         else:
             found += parser.feed(new.delta)
         if new.finish_reason is not None:
-            found += parser.finish()
+            processor = self.service.processor
+            found += parser.finish(
+                processor.text_end(new.finish_reason, new.stop_reason, self.job.params)
+            )
         told: list[Told] = []
         for event in found:
             if isinstance(event, CallError):
                 reading.errors += (event.why,)
             elif self._asked_for(event):
                 told.append(event)
-                reading.calls += isinstance(event, CallStart)
+                reading.calls += isinstance(event, CallEnd)
         return Heard(piece, merged(told), reading.calls, reading.errors)
 
     async def replies(self) -> Replies:
@@ -155,6 +159,6 @@ class Turn:
         match event:
             case Reasoning():
                 return self.body.include_reasoning
-            case CallStart() | CallArguments():
+            case CallStart() | CallArguments() | CallEnd():
                 return self.body.parallel_tool_calls or event.index == 0
         return True

@@ -52,6 +52,10 @@ UNHELD_PATTERN = re.compile(r"\(\?<?[=!]|\\[1-9bBck]")
 """Look-around, back-references and other parts of regexes that llguidance does not know."""
 ANY_NAME: tuple[Any, ...] = ({}, {"type": "string"})
 """What propertyNames may say and means nothing."""
+OVERLAP = (
+    "a value may match several of its cases. Write anyOf, or give each case a property with a "
+    "const of its own and require it"
+)
 Json = dict[str, Any]
 Place = tuple[str, Any]
 """Where a schema stands, and the schema."""
@@ -174,6 +178,7 @@ def locate(
 
     fault: why all of them together cannot be compiled. fault_of: why one cannot be, or None.
     """
+    schemas = list(schemas)
     inner_first = [part for schema in schemas for part in reversed(list(schemas_in(schema)))]
     objects = [(place, one) for place, one in inner_first if isinstance(one, dict)]
     for place, one in objects[:MOST_SEARCHED]:
@@ -181,11 +186,27 @@ def locate(
         why = fault_of(own)
         if why is not None:
             return _named(_keyword_at_fault(own, fault_of), place), why
+    for place, one in objects[:MOST_SEARCHED] if "oneOf" in fault else ():
+        if "oneOf" in one:
+            own = {**definitions_of(schemas), "oneOf": one["oneOf"]}
+            if "oneOf" in (fault_of(own) or ""):
+                return _named("oneOf", place), OVERLAP
     for place, one in objects:
         reference = one.get("$ref")
         if isinstance(reference, str) and reference.strip("#") and reference.strip("#") in fault:
             return _named("$ref", place), fault
     return None
+
+
+def definitions_of(schemas: Iterable[Any]) -> Json:
+    """Return the definitions that schemas bear at their roots."""
+    found: Json = {}
+    for schema in schemas:
+        for name in ("$defs", "definitions"):
+            part = schema.get(name) if isinstance(schema, dict) else None
+            if isinstance(part, dict):
+                found[name] = {**found.get(name, {}), **part}
+    return found
 
 
 def _named(keyword: str | None, place: str) -> str:

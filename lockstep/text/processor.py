@@ -21,6 +21,7 @@ from lockstep.text.grammar import AfterReasoning, Compiled, Compiler, GrammarRec
 from lockstep.text.json_files import damaged, read_json
 from lockstep.text.parsers import REASONING_PARSERS, TOOL_PARSERS, ReplyParser, choose
 from lockstep.text.parsers.calls import CallsOrForm
+from lockstep.text.parsers.events import NATURAL_END, TextEnd
 from lockstep.text.settings import TextSettings, sampling_defaults
 from lockstep.text.structured import compile_wanted, json_form
 from lockstep.text.template import ChatTemplates, Message
@@ -462,6 +463,22 @@ class Processor:
         if parser is not None and isinstance(wanted, CallParams) and wanted.beside_form:
             parser = CallsOrForm(parser)
         return ReplyParser(self._reasoning(prompt, openers) if self._reasoning else None, parser)
+
+    def text_end(
+        self, finish_reason: str | None, stop_reason: int | str | None, params: SamplingParams
+    ) -> TextEnd:
+        """Return why the text of a completion ended, as the parsers of replies need it."""
+        if finish_reason == "stop" and (stop_reason is None or stop_reason in self.eos_ids):
+            return NATURAL_END
+        if finish_reason != "stop" or params.include_stop_str_in_output or stop_reason is None:
+            return TextEnd(cut=True)
+        if isinstance(stop_reason, str):
+            return TextEnd(cut=True, stop=stop_reason)
+        tokenizer = self.tokenizer
+        stop = (
+            "" if tokenizer is None else tokenizer.decode([stop_reason], skip_special_tokens=False)
+        )
+        return TextEnd(cut=True, stop=stop)
 
     def effort_kwargs(self, effort: str) -> dict[str, Any]:
         """The template's variables that say how much to reason. Raises RequestError where it has

@@ -13,7 +13,11 @@ from llguidance import StructTag, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from lockstep.errors import RequestError, brief
-from lockstep.sampling_params import MAX_GRAMMAR_CHARACTERS, StructuredOutputsParams
+from lockstep.sampling_params import (
+    MAX_GRAMMAR_CHARACTERS,
+    MAX_REGEX_CHARACTERS,
+    StructuredOutputsParams,
+)
 from lockstep.text.conjunctions import LITERAL, check_conjunctions, check_operators
 from lockstep.text.grammar import (
     ROW_ITEMS,
@@ -33,6 +37,8 @@ from lockstep.text.json_schema import (
 )
 from lockstep.text.multiples import check_multiples, objects_of_schemas, schemas_of
 from lockstep.text.numbers import check_numbers
+from lockstep.text.parsers.writing import Rules, either, escapes_of, literal, sequence
+from lockstep.text.references import canonical
 
 MOST_RULES = 1000
 """Rules and terminals of a grammar. llguidance follows one into the next on the stack of its
@@ -83,7 +89,11 @@ def schema_of(value: Any, field: str, strict: bool = True) -> Any:
     _check_size(schema, field)
     schema = without_void(schema) if strict else without_refused(without_void(schema))
     check_keywords(schema, field)
-    return schema
+    found = canonical(schema)
+    if found != schema:
+        _check_size(found, field)
+        check_keywords(found, field)
+    return found
 
 
 def _check_size(value: Any, field: str) -> None:
@@ -131,6 +141,7 @@ def _spelled(schema: Any, wanted: StructuredOutputsParams) -> str:
     options: Json = {"whitespace_flexible": not wanted.disable_any_whitespace}
     if wanted.whitespace_pattern is not None:
         options["whitespace_pattern"] = wanted.whitespace_pattern
+    options["json_allowed_escapes"] = escapes_of(schema)
     spelled = schema if isinstance(schema, dict) else {"allOf": [schema]}
     return "%json " + json.dumps({**spelled, "x-guidance": options})
 
@@ -179,7 +190,11 @@ def _structural_tag(wanted: StructuredOutputsParams, field: str) -> str:
     sent = _from_json(tag, field) if isinstance(tag, str) else tag
     _check_size(sent, field)
     if isinstance(sent, dict) and "format" in sent:
-        sent = _of_triggered(sent["format"], field)
+        form = sent["format"]
+        if isinstance(form, dict) and form.get("type") in _FORMS:
+            rules = Rules({})
+            return rules.source(_form(form, rules, field))
+        sent = _of_triggered(form, field)
     structures = sent.get("structures") if isinstance(sent, dict) else None
     triggers = sent.get("triggers") if isinstance(sent, dict) else None
     if not _are_structures(structures) or not _are_texts(triggers):
@@ -192,6 +207,83 @@ def _structural_tag(wanted: StructuredOutputsParams, field: str) -> str:
     return tags([_tag(one, triggers, field) for one in structures])
 
 
+def _form(form: Any, rules: Rules, field: str) -> str:
+    """Return a format of fixed parts as an expression of a grammar; its depth is bounded."""
+    make = _FORMS.get(str(form.get("type"))) if isinstance(form, dict) else None
+    if make is None:
+        kind = form.get("type") if isinstance(form, dict) else form
+        raise RequestError(
+            f"{field}: the format {brief(kind)} is not supported there; allowed: "
+            f"{', '.join(_FORMS)}, and 'triggered_tags' alone. Use one of them.",
+            field,
+        )
+    found = make(form, rules, field)
+    if found is None or len(rules) > MOST_RULES - 1:
+        raise RequestError(
+            f"{field}: the format {brief(form)} is not complete, or the tag has more than "
+            f"{MOST_RULES} parts. Change it.",
+            field,
+        )
+    return rules.rule(found)
+
+
+def _json_form(form: Json, rules: Rules, field: str) -> str | None:
+    if "json_schema" not in form:
+        return None
+    schema = schema_of(form["json_schema"], field)
+    return _spelled(schema, StructuredOutputsParams(json_object=True))
+
+
+def _text_form(form: Json, rules: Rules, field: str) -> str | None:
+    value = form.get("value")
+    return literal(value) if isinstance(value, str) and value else None
+
+
+def _regex_form(form: Json, rules: Rules, field: str) -> str | None:
+    pattern = form.get("pattern")
+    if not isinstance(pattern, str) or len(pattern) > MAX_REGEX_CHARACTERS:
+        return None
+    return rules.terminal(f"/{regex_to_lark(pattern, use_ascii='')}/")
+
+
+def _tag_form(form: Json, rules: Rules, field: str) -> str | None:
+    begin, end = form.get("begin"), form.get("end")
+    if not isinstance(begin, str) or not isinstance(end, str):
+        return None
+    return sequence(
+        literal(begin) if begin else "",
+        _form(form.get("content"), rules, field),
+        literal(end) if end else "",
+    )
+
+
+def _parts_of_form(form: Json, rules: Rules, field: str) -> list[str]:
+    elements = form.get("elements")
+    if not isinstance(elements, list) or len(elements) > MOST_STRUCTURES:
+        return []
+    return [_form(one, rules, field) for one in elements]
+
+
+def _sequence_form(form: Json, rules: Rules, field: str) -> str | None:
+    return sequence(*_parts_of_form(form, rules, field)) or None
+
+
+def _or_form(form: Json, rules: Rules, field: str) -> str | None:
+    parts = _parts_of_form(form, rules, field)
+    return either(parts) if parts else None
+
+
+_FORMS: dict[str, Callable[[Json, Rules, str], str | None]] = {
+    "json_schema": _json_form,
+    "const_string": _text_form,
+    "regex": _regex_form,
+    "tag": _tag_form,
+    "sequence": _sequence_form,
+    "or": _or_form,
+}
+"""Formats of structural tags that have no free text -> what makes an expression of one."""
+
+
 def _of_triggered(form: Any, field: str) -> Json:
     """Structures and triggers of a `format`, as xgrammar writes structural tags now."""
     kind = form.get("type") if isinstance(form, dict) else None
@@ -199,8 +291,9 @@ def _of_triggered(form: Any, field: str) -> Json:
     bound = [name for name in UNHELD if isinstance(form, dict) and form.get(name)]
     if kind != "triggered_tags" or bound or not _are_tags(tags):
         raise RequestError(
-            f"{field}: format={brief(form)} is not supported; allowed: triggered_tags whose tags "
-            f"have a json_schema as content, without {', '.join(UNHELD)}. Change it.",
+            f"{field}: the format {brief(kind)} is not supported as sent ({brief(form)}); allowed: "
+            "'triggered_tags' whose tags have a json_schema as content, without "
+            f"{', '.join(UNHELD)}; or {', '.join(_FORMS)}. Use one of them.",
             field,
         )
     assert tags is not None
@@ -249,7 +342,9 @@ def _tag(one: Json, triggers: Sequence[str], field: str) -> StructTag:
             field,
         )
     schema = schema_of(one.get("schema", ANY_OBJECT), field)
-    return StructTag(trigger=trigger, begin=begin, grammar=json.dumps(schema), end=one["end"])
+    spelled = schema if isinstance(schema, dict) else {"allOf": [schema]}
+    spelled = {**spelled, "x-guidance": {"json_allowed_escapes": escapes_of(schema)}}
+    return StructTag(trigger=trigger, begin=begin, grammar=json.dumps(spelled), end=one["end"])
 
 
 def tags(structures: list[StructTag]) -> str:

@@ -1,6 +1,7 @@
 """Fields of a conversation's turn: reasoning, token ids, messages that go on, ignored fields."""
 
 import copy
+import json
 from types import SimpleNamespace
 
 import openai
@@ -230,6 +231,49 @@ def test_tags_are_read_though_they_are_special_tokens(server, processor, special
         assert (call.id, call.function.name, content) == ("functions.get:7", "get", "Look:")
     plain = ask(server, max_tokens=300).choices[0].message.content
     assert ("<|tool_call_begin|>" in plain) != special
+
+
+@pytest.mark.parametrize("length", [8, 20, 40, 60])
+def test_a_call_that_max_tokens_cuts_looks_complete_in_no_api(server, length):
+    server.text = CALL
+    body = {"tools": TOOLS, "max_tokens": length}
+    whole = ask(server, **body).choices[0]
+    assert whole.finish_reason == "length"
+    calls = whole.message.tool_calls or []
+    for call in calls:
+        with pytest.raises(ValueError):
+            json.loads(call.function.arguments)
+    chunks = ask(server, stream=True, **body)
+    streamed = [call for c in chunks for call in c.choices[0].delta.tool_calls or []]
+    joined = "".join(call.function.arguments for call in streamed)
+    assert joined == "".join(call.function.arguments for call in calls)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    tool = {"name": "get", "input_schema": TOOLS[0]["function"]["parameters"]}
+    sent = {"model": "tiny", "messages": USER, "tools": [tool], "max_tokens": length}
+    message = fetch(server, "POST", "/v1/messages", json=sent).json()
+    assert message["stop_reason"] == "max_tokens"
+    assert [block["type"] for block in message["content"]] == ["text"]
+    tool = {"type": "function", **TOOLS[0]["function"]}
+    sent = {"input": "x", "tools": [tool], "max_output_tokens": length}
+    response = fetch(server, "POST", "/v1/responses", json=sent).json()
+    assert response["status"] == "incomplete"
+    assert all(item["status"] == "incomplete" for item in response["output"])
+    server.text = "hello"
+    sent = {"input": "go on", "previous_response_id": response["id"]}
+    assert fetch(server, "POST", "/v1/responses", json=sent).json()["status"] == "completed"
+    assert "Rio" not in rendered(server)
+
+
+@pytest.mark.parametrize("stop", ["</tool_call>", "Rio"])
+def test_a_stop_string_completes_a_call_or_cuts_it(server, stop):
+    server.text = CALL
+    choice = ask(server, tools=TOOLS, stop=stop).choices[0]
+    (call,) = choice.message.tool_calls
+    if stop == "Rio":
+        assert choice.finish_reason == "stop" and call.function.arguments == '{"city": "'
+    else:
+        assert choice.finish_reason == "tool_calls"
+        assert json.loads(call.function.arguments) == {"city": 'Rio "x"', "n": 3}
 
 
 def test_a_call_in_reasoning_counts_where_nothing_holds_it(server):

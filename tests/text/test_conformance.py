@@ -11,7 +11,15 @@ import pytest
 
 from lockstep.text.detokenizer import Detokenizer
 from lockstep.text.parsers import TOOL_PARSERS, ReplyParser, choose
-from lockstep.text.parsers.events import CallArguments, Content, Event, Reasoning, Reply
+from lockstep.text.parsers.events import (
+    CallArguments,
+    CallStart,
+    Content,
+    Event,
+    Reasoning,
+    Reply,
+    TextEnd,
+)
 from lockstep.text.parsers.think import ThinkParser
 from lockstep.text.tokenizer import Tokenizer
 from tests.text.templates import FAMILIES
@@ -294,6 +302,188 @@ def test_broken_calls_come_back_as_text_with_a_note(name: str) -> None:
         for cut in range(len(text)):
             assert streamed(parser_of(name, [], False), [text[:cut], text[cut:]]) == whole
         assert streamed(parser_of(name, [], False), list(text)) == whole
+
+
+CUT = TextEnd(cut=True)
+
+
+def is_json(text: str) -> bool:
+    """Whether a client would read these arguments."""
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("writer", WRITERS, ids=lambda w: w.__name__)
+def test_a_call_that_is_cut_never_looks_complete(writer: Callable[[Calls], str]) -> None:
+    """At every character, fed whole and by characters: neither complete, nor JSON."""
+    for calls in (calls for calls in CALLS if len(calls) == 1):
+        name = writer.__name__
+        parser = TOOL_PARSERS[name]
+        text = writer(calls).removesuffix(parser.AROUND[1])
+        if name == "pythonic":
+            text = text.removesuffix("]<|python_end|>")
+        for cut in range(len(text)):
+            found = parser_of(name, calls, False).parse(text[:cut], CUT)
+            for call in found.tool_calls:
+                assert not call.complete and not is_json(call.arguments), text[:cut]
+                assert call.arguments and found.errors
+            assert len(found.content) <= cut
+            if cut % 7 == 0:  # streaming each beginning anew takes quadratic time
+                parts = parser_of(name, calls, False)
+                events = [event for char in text[:cut] for event in parts.feed(char)]
+                assert Reply().add(events + parts.finish(CUT)) == found
+
+
+@pytest.mark.parametrize("writer", WRITERS, ids=lambda w: w.__name__)
+def test_calls_before_a_cut_stay_complete(writer: Callable[[Calls], str]) -> None:
+    calls: Calls = [("get", {"city": "Rio"}), ("set", {"where": {"a": [1]}})]
+    whole = parser_of(writer.__name__, calls, False).parse(writer(calls))
+    assert all(call.complete for call in whole.tool_calls)
+    text = writer(calls)
+    for cut in range(text.index("set") + 3, len(text)):
+        found = parser_of(writer.__name__, calls, False).parse(text[:cut], CUT)
+        assert found.tool_calls[0] == whole.tool_calls[0]
+        for call in found.tool_calls[1:]:
+            assert call.complete == is_json(call.arguments)
+            assert not call.complete or call == whole.tool_calls[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "stop"),
+    [
+        ("hermes", "</tool_call>"),
+        ("hermes", "\n</tool_call>"),
+        ("qwen3_coder", "</tool_call>"),
+        ("qwen3_coder", "</function>\n</tool_call>"),
+        ("kimi_k2", "<|tool_call_end|>"),
+        ("deepseek_v31", "<｜tool▁call▁end｜>"),
+        ("nemotron_json", "</TOOLCALL>"),
+        ("pythonic", "]"),
+    ],
+)
+def test_a_stop_string_that_closes_a_call_completes_it(name: str, stop: str) -> None:
+    """The stop string is not in the text, but the model wrote it."""
+    writer = next(w for w in WRITERS if w.__name__ == name)
+    calls: Calls = [("get", {"city": "Rio"})]
+    text = writer(calls)
+    before = text[: text.index(stop)]
+    found = parser_of(name, calls, False).parse(before, TextEnd(cut=True, stop=stop))
+    assert [(c.name, json.loads(c.arguments)) for c in found.tool_calls] == calls
+    assert found.tool_calls[0].complete
+    assert (found.content, found.errors) == ("", [])
+    inside = text[: text.index("Rio") + 3]
+    found = parser_of(name, calls, False).parse(inside, TextEnd(cut=True, stop=" \n"))
+    assert not any(c.complete or is_json(c.arguments) for c in found.tool_calls)
+    assert all(" \n" not in c.arguments for c in found.tool_calls)
+
+
+def test_a_call_that_begins_is_told_with_a_brace() -> None:
+    """Clients read empty arguments as none: a call that is cut may not have them."""
+    calls: Calls = [("get", {"city": "x"})]
+    for writer in WRITERS:
+        parser = parser_of(writer.__name__, calls, False)
+        events = [event for char in writer(calls) for event in parser.feed(char)]
+        begun = next(i for i, event in enumerate(events) if isinstance(event, CallStart))
+        assert events[begun + 1] == CallArguments(0, "{")
+
+
+THOUGHTS = {
+    "qwen3_coder": [
+        "a <tool_call> tag",
+        "<tool_call>\n<function=NAME>\n",
+        "<function=x> <tool_call>",
+    ],
+    "hermes": [
+        "<tool_call>{json}</tool_call>, but",
+        '<tool_call>{"name": "none", "arguments": {}}',
+    ],
+    "nemotron_json": ["<TOOLCALL>[...]</TOOLCALL>", "a <TOOLCALL>"],
+    "deepseek_v3": [
+        "<｜tool▁calls▁begin｜> comes first",
+        "<｜tool▁call▁begin｜>x<｜tool▁call▁end｜>",
+    ],
+    "deepseek_v31": ["<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>no<｜tool▁sep｜>{}"],
+    "kimi_k2": [
+        "<|tool_calls_section_begin|> comes first",
+        "<|tool_call_begin|>x<|tool_call_end|>",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", THOUGHTS)
+def test_a_thought_that_names_a_tag_is_a_thought(name: str) -> None:
+    calls: Calls = [("get", {"city": "Rio"})]
+    written = next(w for w in WRITERS if w.__name__ == name)(calls)
+    for thought in THOUGHTS[name]:
+        for text, content, count in (
+            (f"{thought} so.\n</think>\n\nHello!", "Hello!", 0),
+            (f"{thought} so.\n</think>\n\n{written}", "", 1),
+            (f"{thought} so.\n{written}", "", 1),
+            (f"{thought} so.\n{written}\n</think>\n\nDone", "\nDone", 1),
+        ):
+            found = parser_of(name, calls, True).parse(text)
+            assert found.reasoning == f"{thought} so.", text
+            assert found.content == content and found.errors == []
+            assert [(c.name, json.loads(c.arguments)) for c in found.tool_calls] == calls[:count]
+            for cut in range(0, len(text), 3):
+                assert streamed(parser_of(name, calls, True), [text[:cut], text[cut:]]) == found
+            assert streamed(parser_of(name, calls, True), list(text)) == found
+
+
+def test_kimis_section_may_be_in_the_singular() -> None:
+    calls: Calls = [("get", {"city": "Rio"}), ("get", {"city": "Rome"})]
+    text = "Look." + kimi_k2(calls).replace("tool_calls_section", "tool_call_section")
+    found = parser_of("kimi_k2", calls, False).parse(text)
+    assert (found.content, found.errors) == ("Look.", [])
+    assert [(c.name, json.loads(c.arguments)) for c in found.tool_calls] == calls
+    assert found == streamed(parser_of("kimi_k2", calls, False), list(text))
+
+
+MALFORMED = [
+    "<parameter=\nexport A=$B; env\n</parameter>",
+    "<parameter=n: [1, 2]\n</parameter>",
+    "<parameter=n=\n</parameter>",
+    "<parameter=n\nls > out.txt\n</parameter>",
+    "<parameter=>\n1\n</parameter>",
+    "<parameter=n\n<parameter=m>\n1\n</parameter>",
+]
+
+
+@pytest.mark.parametrize("bad", MALFORMED)
+def test_a_malformed_parameter_is_noted_and_is_no_key(bad: str) -> None:
+    calls: Calls = [("get", {"city": "Rio", "n": 1, "m": 1})]
+    good = "<parameter=city>\nRio\n</parameter>\n"
+    for body in (good + bad, bad + good):
+        text = f"<tool_call>\n<function=get>\n{body}\n</function>\n</tool_call>"
+        found = parser_of("qwen3_coder", calls, False).parse(text)
+        (call,) = found.tool_calls
+        due = {"city": "Rio", "m": 1} if "=m>" in bad else {"city": "Rio"}
+        assert json.loads(call.arguments) == due
+        assert found.errors == ["a parameter's tag without its name or its >"]
+        for cut in range(len(text)):
+            parser = parser_of("qwen3_coder", calls, False)
+            assert streamed(parser, [text[:cut], text[cut:]]) == found
+
+
+def test_no_key_comes_twice() -> None:
+    body = "<parameter=n>\n1\n</parameter>\n<parameter=n>\n2\n</parameter>\n"
+    text = f"<tool_call>\n<function=get>\n{body}</function>\n</tool_call>"
+    found = parser_of("qwen3_coder", [("get", {"n": 1})], False).parse(text)
+    assert found.tool_calls[0].arguments == '{"n": 1}'
+    assert found.errors == ["a parameter that came before"]
+    found = parser_of("pythonic", [], False).parse("[get(n=1, n=2)]")
+    assert found.errors == ["an argument that came before"] and not found.tool_calls[0].complete
+
+
+def test_a_function_without_its_bracket_is_no_call() -> None:
+    text = (
+        "<tool_call>\n<function=get\n<parameter=city>\nRio\n</parameter>\n</function>\n</tool_call>"
+    )
+    found = parser_of("qwen3_coder", [], False).parse(text)
+    assert found.errors and not found.tool_calls and found.content == text
 
 
 def test_what_breaks_behind_a_call_leaves_the_call() -> None:

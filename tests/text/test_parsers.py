@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from lockstep.errors import ConfigError
 from lockstep.text.parsers import REASONING_PARSERS, TOOL_PARSERS, ReplyParser, choose
 from lockstep.text.parsers.deepseek_v3 import DeepSeekV3Parser
-from lockstep.text.parsers.events import CallArguments, Content, Reasoning, Reply, ToolCall
+from lockstep.text.parsers.events import (
+    CallArguments,
+    Content,
+    Reasoning,
+    Reply,
+    TextEnd,
+    ToolCall,
+)
 from lockstep.text.parsers.hermes import HermesParser
 from lockstep.text.parsers.kimi_k2 import KimiK2Parser
 from lockstep.text.parsers.llama3 import Llama3Parser
@@ -115,7 +122,29 @@ def test_any_text_in_any_cut_gives_one_reply_and_no_empty_event(text, cuts, end,
         assert not isinstance(event, Content | Reasoning | CallArguments) or event.text
     for call in whole.tool_calls:
         assert call.name.strip()
-        assert whole.errors or isinstance(json.loads(call.arguments), dict)
+        assert call.complete == is_object(call.arguments)
+        assert whole.errors or call.complete
+
+
+def is_object(text):
+    """Whether these are arguments of a complete call."""
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+@given(
+    TEXTS, st.sampled_from(["<think>\n", "</think>"]), st.sampled_from(list(TOOL_PARSERS.values()))
+)
+def test_any_text_that_is_cut_has_no_call_that_looks_complete_and_is_not(text, end, tools):
+    """Complete calls of a text that was cut are those that its natural end gives, too."""
+    cut = parser_of(end, tools).parse(text, TextEnd(cut=True))
+    whole = reply(text, end, tools)
+    for call, same in zip(cut.tool_calls, whole.tool_calls, strict=True):
+        assert call.complete == is_object(call.arguments)
+        assert not call.complete or call == same
+    assert all(call.complete for call in cut.tool_calls) or cut.errors
 
 
 # What opens each state that a parser can be in.

@@ -333,6 +333,30 @@ def test_tags_that_are_refused(compiler: Compiler, tag: Any) -> None:
     assert caught.value.field == "structured_outputs.structural_tag"
 
 
+def test_formats_of_fixed_parts_are_the_whole_answer(compiler: Compiler) -> None:
+    content = {"type": "json_schema", "json_schema": {"type": "integer"}}
+    tag = {"type": "tag", "begin": "<n>", "content": content, "end": "</n>"}
+    word = {"type": "or", "elements": [{"type": "const_string", "value": "a"}, content]}
+    parts = [tag, word, {"type": "regex", "pattern": "[x-z]+"}]
+    form = {"type": "structural_tag", "format": {"type": "sequence", "elements": parts}}
+    for text, fits in (
+        ("<n>5</n>azz", True),
+        ("<n>5</n>7x", True),
+        ("<n>x</n>", False),
+        ("a", False),
+    ):
+        matcher = wanted(compiler, structural_tag=form)
+        matcher.accept(compiler.tokenizer.encode(text, add_special_tokens=False))
+        assert (matcher.fault is None) == fits, text
+
+
+@pytest.mark.parametrize("kind", ["any_text", "grammar", "tags_with_separator", "triggered_tags"])
+def test_formats_that_are_not_supported_are_named(compiler: Compiler, kind: str) -> None:
+    for form in ({"type": kind}, {"type": "sequence", "elements": [{"type": kind}]}):
+        with pytest.raises(RequestError, match=kind):
+            wanted(compiler, structural_tag={"type": "structural_tag", "format": form})
+
+
 def test_few_places_are_searched_for_a_fault() -> None:
     tried = []
     schema = {"properties": {f"p{number}": {} for number in range(5000)}}

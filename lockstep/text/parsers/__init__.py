@@ -3,9 +3,18 @@
 from typing import Any
 
 from lockstep.errors import ConfigError, choice_error
+from lockstep.text.parsers.calls import CallParser
 from lockstep.text.parsers.deepseek_v3 import DeepSeekV3Parser
 from lockstep.text.parsers.deepseek_v31 import DeepSeekV31Parser
-from lockstep.text.parsers.events import Content, Event, Parser, ReasoningParser, Reply
+from lockstep.text.parsers.events import (
+    NATURAL_END,
+    Content,
+    Event,
+    Parser,
+    ReasoningParser,
+    Reply,
+    TextEnd,
+)
 from lockstep.text.parsers.hermes import HermesParser
 from lockstep.text.parsers.kimi_k2 import KimiK2Parser
 from lockstep.text.parsers.llama3 import Llama3Parser
@@ -13,6 +22,7 @@ from lockstep.text.parsers.nemotron import NemotronParser
 from lockstep.text.parsers.pythonic import PythonicParser
 from lockstep.text.parsers.qwen3_coder import Qwen3CoderParser
 from lockstep.text.parsers.think import ThinkParser
+from lockstep.text.scan import Markers, Scan
 
 # A parser is one file and one line here; auto takes the first whose SIGNS the template holds. Names
 # are vLLM's and those that model cards give, several for one form.
@@ -60,6 +70,13 @@ class ReplyParser:
     def __init__(self, reasoning: ReasoningParser | None, tools: Parser | None) -> None:
         self._reasoning = reasoning
         self._tools = tools
+        if reasoning is not None and isinstance(tools, CallParser):
+            reasoning.use_calls(tools.new)
+        # Looks for the end of reasoning that a call ended before; None where it came.
+        self._late_end: Scan | None = None
+        if reasoning is not None:
+            self._late_end = Scan(Markers({"end": reasoning.TAGS[1]}))
+        self._skips_newlines = False
 
     @property
     def reasons(self) -> bool:
@@ -77,19 +94,58 @@ class ReplyParser:
             return []
         return self._calls(self._reasoning.feed(text) if self._reasoning else [Content(text)])
 
-    def finish(self) -> list[Event]:
-        """What was held back, once no more text comes."""
-        events = self._calls(self._reasoning.finish() if self._reasoning else [])
-        return events + (self._tools.finish() if self._tools else [])
+    def finish(self, end: TextEnd = NATURAL_END) -> list[Event]:
+        """Return the events that were held back, once no more text comes."""
+        events = self._calls(self._reasoning.finish(end) if self._reasoning else [])
+        events += self._without_late_end(self._tools.finish(end)) if self._tools else []
+        if self._ended_by_call and self._late_end is not None:
+            rest = self._late_end.flush()
+            events += [Content(rest)] if rest else []
+        return events
 
     def _calls(self, events: list[Event]) -> list[Event]:
         if self._tools is None:
             return events
         found: list[Event] = []
         for event in events:
-            found += self._tools.feed(event.text) if isinstance(event, Content) else [event]
+            if isinstance(event, Content):
+                found += self._without_late_end(self._tools.feed(event.text))
+            else:
+                found.append(event)
         return found
 
-    def parse(self, text: str) -> Reply:
-        """A whole answer at once."""
-        return Reply().add(self.feed(text) + self.finish())
+    @property
+    def _ended_by_call(self) -> bool:
+        return self._reasoning is not None and self._reasoning.ended_by_call
+
+    def _without_late_end(self, events: list[Event]) -> list[Event]:
+        """Drop the first closing tag of reasoning that comes after a call has ended reasoning."""
+        if not self._ended_by_call:
+            return events
+        found: list[Event] = []
+        for event in events:
+            if not isinstance(event, Content):
+                found.append(event)
+            elif text := self._shown(event.text):
+                found.append(Content(text))
+        return found
+
+    def _shown(self, text: str) -> str:
+        """Return the part of content that is shown: no late closing tag, no line ends after it."""
+        before = ""
+        if self._late_end is not None:
+            taken = self._late_end.take(text)
+            before = taken.text
+            if taken.marker is None:
+                return before
+            self._late_end = None
+            self._skips_newlines = True
+            text = text[taken.end :]
+        if self._skips_newlines:
+            text = text.lstrip("\n")
+            self._skips_newlines = not text
+        return before + text
+
+    def parse(self, text: str, end: TextEnd = NATURAL_END) -> Reply:
+        """Parse a whole answer at once. end: why the text ended."""
+        return Reply().add(self.feed(text) + self.finish(end))

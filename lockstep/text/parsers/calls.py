@@ -8,15 +8,28 @@ what the reader settled. Text of a call that breaks its grammar comes back as co
 event that says why.
 """
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
-from lockstep.text.parsers.events import CallArguments, CallError, CallStart, Content, Event
+from lockstep.text.parsers.events import (
+    NATURAL_END,
+    CallArguments,
+    CallEnd,
+    CallError,
+    CallStart,
+    Content,
+    Event,
+    TextEnd,
+)
+from lockstep.text.parsers.schema import parameters_by_name
 from lockstep.text.parsers.writing import Rules, Tool
 from lockstep.text.scan import Markers, Scan, Tail, Taken
 
 ENDED = "the text ended inside of a call"
+CUT = "the text was cut inside of a call"
 
 
 class Reader(Protocol):
@@ -64,7 +77,10 @@ class CallParser(ABC):
         self._blank = Tail()  # whitespace around calls belongs to the grammar
         self._raw: list[str] = []  # all text since the call began
         self._index = -1
-        self._open = False  # a call was told, and its arguments go on
+        self._open = False  # a CallStart was emitted, and its arguments go on
+        self._brace = ""  # the arguments' last brace, held back until the call is complete
+        self._unclosed = False  # arguments are complete, the call's closing tag has not come
+        self._tools = tools
         self._written = ""  # the last marker as it came
         self._state = ""
         self._reader: Reader
@@ -100,30 +116,68 @@ class CallParser(ABC):
         events = cls([]).feed(written)
         return [event.name for event in events if isinstance(event, CallStart)] == [name]
 
+    @cached_property
+    def tool_names(self) -> Collection[str]:
+        """Names of the tools that were sent."""
+        return parameters_by_name(self._tools).keys()
+
+    def new(self) -> "CallParser":
+        """Return a parser of the same tools that has read nothing."""
+        return type(self)(self._tools)
+
     def feed(self, text: str) -> list[Event]:
         """The events that more text settles."""
         self._run(text)
         return self._told()
 
-    def finish(self) -> list[Event]:
-        """What was held back, once no more text comes."""
+    def finish(self, end: TextEnd = NATURAL_END) -> list[Event]:
+        """Return the events that were held back, once no more text comes.
+
+        A call that lacks only its closing tag counts where the model ended the text itself, or
+        where the stop string holds that tag. It never counts where the text was cut.
+        """
+        if end.cut and not self._stop_closes(end.stop) and (self._open or self._unclosed):
+            self._cut()
+        if not end.cut:
+            self._complete()
         if self._state not in self.OUTSIDE:
-            self._finish()
+            self._finish(CUT if end.cut else ENDED)
         self._content(self._reader.flush())
         blank = self._blank.flush()
         if blank and self._index < 0:
             self._events.append(Content(blank))
         return self._told()
 
-    def _finish(self) -> None:
-        """The text ends; a call that lacks only its closing tag is complete."""
+    def _stop_closes(self, stop: str) -> bool:
+        """Whether the stop string completes the call. If so, emit what completes it."""
+        if not stop or not (self._open or self._unclosed):
+            return False
+        # On a copy, since the stop string is no part of the text. The tools are shared with it.
+        trial = copy.deepcopy(self, {id(self._tools): self._tools})
+        trial._events.clear()
+        trial._run(stop)
+        if trial._open or trial._unclosed or any(isinstance(e, CallError) for e in trial._events):
+            return False
+        self._events += [e for e in trial._events if isinstance(e, CallArguments | CallEnd)]
+        self._abandon()
+        self._enter("content")
+        return True
+
+    def _cut(self) -> None:
+        """End a call that was cut. Its arguments were sent as far as they came."""
+        self._events.append(CallError(CUT))
+        self._abandon()
+        self._enter("content")
+
+    def _finish(self, why: str) -> None:
+        """End a text that ends inside of the grammar. why: what CallError says."""
         held = self._reader.flush()
         kept = "".join(self._raw).removesuffix(held)
         if self._state == self.AFTER and not kept.strip(self.FILLER):
             self._enter("content")
             self._content(held)
         else:
-            self._fail(ENDED)
+            self._fail(why)
 
     def _run(self, text: str) -> None:
         place = 0
@@ -132,6 +186,8 @@ class CallParser(ABC):
             found = self._reader.take(text, place)
             end = found.end
             self._written = found.written
+            if self._unclosed and (found.marker or found.text.strip(self.FILLER)):
+                self._complete()
             if state not in self.OUTSIDE:
                 self._raw.append(text[place:end])
             getattr(self, f"_in_{state}")(found.text, found.marker)
@@ -203,12 +259,35 @@ class CallParser(ABC):
         self._events.append(CallStart(self._index, name, call_id))
 
     def _arguments(self, text: str) -> None:
-        if text and self._open:
-            self._events.append(CallArguments(self._index, text))
+        """Emit arguments, all but a last brace: without it no beginning of them is JSON."""
+        if not text or not self._open:
+            return
+        text = self._brace + text
+        self._brace = "}" if text.endswith("}") else ""
+        if shown := text.removesuffix("}"):
+            self._events.append(CallArguments(self._index, shown))
 
     def _closed(self) -> None:
-        """The call is complete."""
+        """Arguments are complete. The call is, too, once its closing tag or other text comes."""
         self._open = False
+        self._unclosed = True
+        self._raw.clear()
+        if not self.OVER:
+            self._complete()
+
+    def _complete(self) -> None:
+        """Emit the end of a call whose arguments are complete."""
+        if self._unclosed:
+            self._events += [CallArguments(self._index, self._brace)] if self._brace else []
+            self._events.append(CallEnd(self._index))
+        self._unclosed = False
+        self._brace = ""
+
+    def _abandon(self) -> None:
+        """Forget the call that was being read. What was emitted of it stays incomplete."""
+        self._open = False
+        self._unclosed = False
+        self._brace = ""
         self._raw.clear()
 
     def _fail(self, why: str, text: str = "", marker: str | None = None) -> None:
@@ -223,7 +302,7 @@ class CallParser(ABC):
         else:
             text += self._spelling(marker)
         kept = "".join(self._raw).removesuffix(text)
-        self._closed()
+        self._abandon()
         self._enter(state)
         self._content(kept)
         self._run(text)
@@ -249,6 +328,6 @@ class CallsOrForm:
         self._is_text = shown[0] not in self._openings
         return [*self._calls.finish(), Content(text)] if self._is_text else self._calls.feed(text)
 
-    def finish(self) -> list[Event]:
-        """What was held back, once no more text comes."""
-        return [] if self._is_text else self._calls.finish()
+    def finish(self, end: TextEnd = NATURAL_END) -> list[Event]:
+        """Return the events that were held back, once no more text comes."""
+        return [] if self._is_text else self._calls.finish(end)

@@ -1,6 +1,6 @@
 """Tool calls as DeepSeek-V3 and R1 write them: a kind, NAME, and JSON in a code block, in tags."""
 
-from lockstep.text.parsers.deepseek_v31 import AROUND, CALLS, OPENERS, OVER, SEPARATOR, TAGS
+from lockstep.text.parsers.deepseek_v31 import AROUND, CALL, CALLS, OPENERS, OVER, SEPARATOR, TAGS
 from lockstep.text.parsers.named_calls import NamedCalls
 
 _BLOCK = "```json"
@@ -13,7 +13,7 @@ class DeepSeekV3Parser(NamedCalls):
     SIGNS = (SEPARATOR, _BLOCK)
     OPENERS = OPENERS
     OVER = OVER
-    ENDS_REASONING = (CALLS,)
+    ENDS_REASONING = (CALLS, CALL)
     SEPARATOR = _BLOCK
     FILLER = "` \t\r\n"
     AROUND = AROUND

@@ -1,9 +1,9 @@
 """What parsers make of a model's text, in the order in which it was written."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from lockstep.outputs import ToolCall as ToolCall
 
@@ -40,13 +40,21 @@ class CallArguments:
 
 
 @dataclass(frozen=True)
+class CallEnd:
+    """Call `index` is complete. A call without this event was cut, or broke its grammar: its
+    arguments are then no JSON."""
+
+    index: int
+
+
+@dataclass(frozen=True)
 class CallError:
-    """What looked like a call broke its grammar; its text comes as content."""
+    """A call broke its grammar, or the text was cut inside of it."""
 
     why: str
 
 
-Told = Content | Reasoning | CallStart | CallArguments
+Told = Content | Reasoning | CallStart | CallArguments | CallEnd
 """Events that are parts of the answer."""
 Event = Told | CallError
 
@@ -77,6 +85,19 @@ def merged(events: list[Told]) -> list[Told]:
     return found
 
 
+@dataclass(frozen=True)
+class TextEnd:
+    """Why a text ended. cut: by something other than the model's end-of-text token. stop: text of
+    the stop string or stop token that cut it, where the text itself does not hold it."""
+
+    cut: bool = False
+    stop: str = ""
+
+
+NATURAL_END = TextEnd()
+"""The model ended the text itself."""
+
+
 class Parser(Protocol):
     """Text in pieces, events out. How the text was cut changes no joined result."""
 
@@ -84,13 +105,25 @@ class Parser(Protocol):
         """The events that more text settles."""
         ...
 
-    def finish(self) -> list[Event]:
-        """What was held back, once no more text comes."""
+    def finish(self, end: TextEnd = NATURAL_END) -> list[Event]:
+        """Return the events that were held back, once no more text comes."""
         ...
 
 
 class ReasoningParser(Parser, Protocol):
-    """A parser that knows where it stands."""
+    """A parser that separates reasoning from the rest of a text. TAGS: its opening and closing
+    tag."""
+
+    TAGS: ClassVar[tuple[str, str]]
+
+    @property
+    def ended_by_call(self) -> bool:
+        """Whether a tool call ended reasoning, so that the closing tag may still come."""
+        ...
+
+    def use_calls(self, new_parser: "Callable[[], CallReader]") -> None:
+        """Set the factory of parsers that decide whether a call opener begins a call."""
+        ...
 
     @property
     def inside(self) -> bool:
@@ -100,6 +133,15 @@ class ReasoningParser(Parser, Protocol):
     @property
     def over(self) -> bool:
         """Whether no reasoning comes any more."""
+        ...
+
+
+class CallReader(Parser, Protocol):
+    """A parser of calls that knows the tools of the request."""
+
+    @property
+    def tool_names(self) -> Collection[str]:
+        """Names of the tools that were sent."""
         ...
 
 
@@ -124,7 +166,9 @@ class Reply:
                 case Reasoning(text):
                     reasoning.append(text)
                 case CallStart(_, name, call_id):
-                    self.tool_calls.append(ToolCall(name, id=call_id))
+                    self.tool_calls.append(ToolCall(name, id=call_id, complete=False))
+                case CallEnd(index):
+                    self.tool_calls[index].complete = True
                 case CallError(why):
                     self.errors.append(why)
                 case CallArguments(index, text):

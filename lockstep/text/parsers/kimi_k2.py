@@ -8,6 +8,8 @@ from lockstep.text.parsers.writing import Rules, Tool, sequence
 
 _CALLS = "<|tool_calls_section_begin|>"
 _CALLS_END = "<|tool_calls_section_end|>"
+_SINGULAR = "<|tool_call_section_begin|>"
+_SINGULAR_END = "<|tool_call_section_end|>"
 _CALL = "<|tool_call_begin|>"
 _CALL_END = "<|tool_call_end|>"
 _SEPARATOR = "<|tool_call_argument_begin|>"
@@ -22,10 +24,13 @@ class KimiK2Parser(NamedCalls):
         "calls": _CALLS,
         "call": _CALL,
         "calls_end": _CALLS_END,
+        # The model writes the section's tags in the singular at times.
+        "singular": _SINGULAR,
+        "singular_end": _SINGULAR_END,
     }
     SEPARATOR = _SEPARATOR
     OVER = {"end": _CALL_END}
-    ENDS_REASONING = (_CALLS,)
+    ENDS_REASONING = (_CALLS, _SINGULAR, _CALL)
     AROUND = (_CALLS, _CALLS_END)
     TAGS = (_CALL, _CALL_END)
     BETWEEN = ""

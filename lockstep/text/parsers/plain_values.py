@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.text.parsers.schema import coerce, property_types, target
+from lockstep.text.parsers.schema import coerce, target, types_of
 from lockstep.text.parsers.writing import BLANK, Json, Rules, Tool, containing, either, literal
 
 BOUNDS = ("minLength", "maxLength", "pattern", "format")
@@ -53,7 +53,7 @@ class PlainValues:
 
     def value(self, key: str, schema: Any) -> str:
         """A parameter's value and its end, as one expression."""
-        types = property_types(self.tool.schema, key)
+        types = types_of(schema, self.tool.schema)
         if types and "string" not in types and not self._is_open(schema):
             return f"{self.rules.json(schema, self.tool)} {literal(self.end)}"
         leaves = list(self._leaves(key, schema))

@@ -1,12 +1,12 @@
 """Tool calls as Llama 3.2 and 4 write them in Python: the answer is [name(key=value, ...), ...]."""
 
-import ast
 import re
 from typing import Any
 
 from lockstep.text.parsers.calls import CallParser
 from lockstep.text.parsers.json_reader import END, FAULT, MAX_DEPTH
-from lockstep.text.parsers.schema import finite, to_json
+from lockstep.text.parsers.literals import literal_value
+from lockstep.text.parsers.schema import to_json
 from lockstep.text.parsers.writing import Rules, Tool, either, literal, sequence
 from lockstep.text.scan import Markers, Taken
 
@@ -19,12 +19,9 @@ _KEY_SO_FAR = re.compile(r"\s*([A-Za-z_]\w*\s*)?", re.ASCII)
 _CLOSERS = {"(": ")", "[": "]", "{": "}"}
 MAX_NAME = 512
 """Characters of a name, and of a key, with the blanks around them."""
-_WORDS = {"true": True, "false": False, "null": None}
 _BOOLEAN = '("True" | "False")'
 _QUOTED = r"""/'([^'\\\x00-\x1f]|\\['"\\bfnrt])*'/"""
 """A string as Python prints it."""
-_ESCAPES = '"\\bfnrtu'
-"""Escapes of JSON that mean the same in Python: all but one of a slash."""
 
 
 class PythonValue:
@@ -85,9 +82,8 @@ class PythonValue:
 
     def _read(self) -> None:
         try:
-            tree = ast.parse("".join(self._kept).strip(), mode="eval")
-            self.value = to_json(_value(tree.body))
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            self.value = to_json(literal_value("".join(self._kept)))
+        except ValueError:
             self.fault = "a value that is no literal"
 
 
@@ -134,14 +130,14 @@ class PythonicParser(CallParser):
             first = rules.rule(alone if required else either([alone, first or '""']))
             later = rules.rule(behind if required else either([behind, later or '""']))
         if tool.is_open:
-            one = sequence("/[A-Za-z_][A-Za-z0-9_]{0,63}=/", _written({}, tool, rules))
+            one = sequence("/[A-Za-z_][A-Za-z0-9_]{0,63}=/", _written(tool.more, tool, rules))
             first = f"({one} ({literal(', ')} {one})*)?"
         return sequence(rules.text(cls.head(tool.name)), first, literal(")"))
 
     def __init__(self, tools: Any) -> None:
         super().__init__(tools)
         self._text: list[str] = []  # of a name or a key
-        self._keys = 0
+        self._keys: set[str] = set()  # of the call's arguments
 
     def _bare(self) -> None:
         self._look_for_name()
@@ -171,7 +167,8 @@ class PythonicParser(CallParser):
             self._enter("after")
         elif marker == "open" and _NAME.fullmatch(name):
             self._call(name)
-            self._keys = 0
+            self._arguments("{")  # at once: empty arguments of a call that is cut would look whole
+            self._keys.clear()
             self._look_for_key()
         elif marker is not None:
             self._no_call(text, marker)
@@ -193,6 +190,8 @@ class PythonicParser(CallParser):
         key = whole.strip()
         if marker == "close" and not key:
             self._end_call()
+        elif marker == "equals" and key in self._keys:
+            self._fail("an argument that came before")
         elif marker == "equals" and _KEY.fullmatch(key):
             self._key = key
             self._value = PythonValue()
@@ -204,16 +203,16 @@ class PythonicParser(CallParser):
         if marker == FAULT:
             self._fail(self._value.fault)
         elif marker == END:
-            head = ", " if self._keys else "{"
+            head = ", " if self._keys else ""
             self._arguments(f"{head}{to_json(self._key)}: {self._value.value}")
-            self._keys += 1
+            self._keys.add(self._key)
             if self._value.closer == ",":
                 self._look_for_key()
             else:
                 self._end_call()
 
     def _end_call(self) -> None:
-        self._arguments("}" if self._keys else "{}")
+        self._arguments("}")
         self._closed()
         self._look_for_name()
 
@@ -231,33 +230,9 @@ def _written(schema: Any, tool: Tool, rules: Rules) -> str:
     """A value as the grammar writes it: Python's words alone, JSON's inside of lists and dicts."""
     if schema == {"type": "boolean"}:
         return rules.terminal(_BOOLEAN)
-    written = rules.json(schema, tool, json_allowed_escapes=_ESCAPES)
+    written = rules.json(schema, tool)
     return either([written, rules.terminal(_QUOTED)]) if schema == {"type": "string"} else written
 
 
 def _so_far(pattern: re.Pattern[str], text: str) -> bool:
     return len(text) <= MAX_NAME and pattern.fullmatch(text) is not None
-
-
-def _value(node: ast.AST) -> Any:
-    """A literal's value; JSON's words count too. Raises ValueError."""
-    match node:
-        case ast.Constant(value=float() as value):
-            return finite(value)
-        case ast.Constant(value=str() | int() | None as value):
-            return value
-        case ast.Name(id=name) if name in _WORDS:
-            return _WORDS[name]
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
-            return -finite(value) if isinstance(value, float) else -value
-        case ast.List(elts=entries) | ast.Tuple(elts=entries):
-            return [_value(entry) for entry in entries]
-        case ast.Dict(keys=keys, values=values):
-            return {_key(key): _value(entry) for key, entry in zip(keys, values, strict=True)}
-    raise ValueError("no literal")
-
-
-def _key(node: ast.AST | None) -> str:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
-    raise ValueError("a key that is no text")

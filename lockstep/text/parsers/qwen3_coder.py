@@ -21,6 +21,7 @@ _FUNCTION = "<function="
 _FUNCTION_END = "</function>"
 _PARAMETER = "<parameter="
 _PARAMETER_END = "</parameter>"
+UNNAMED = "a parameter's tag without its name or its >"
 _CLOSERS = {"function_end": _FUNCTION_END, "call_end": _CALL_END}
 _OPENERS = {"call": _CALL, "function": _FUNCTION}
 _NAME_ENDS = {"end": ">", **_OPENERS, **_CLOSERS}
@@ -30,7 +31,10 @@ _MARKERS = {
     "call": Markers({**_OPENERS, "call_end": _CALL_END}),
     "name": Markers(_NAME_ENDS),
     "function": Markers({"parameter": "< parameter =", **_OPENERS, **_CLOSERS}, loose=True),
-    "key": Markers(_NAME_ENDS),
+    "key": Markers({"parameter": _PARAMETER, "parameter_end": _PARAMETER_END, **_NAME_ENDS}),
+    "skipped": Markers(
+        {"parameter": _PARAMETER, "parameter_end": _PARAMETER_END, **_OPENERS, **_CLOSERS}
+    ),
     # A value may be code: `a < parameter == b` is text, so is </function> with no </tool_call>.
     "value": Markers(
         {
@@ -50,7 +54,7 @@ class Qwen3CoderParser(CallParser):
     SIGNS = (_FUNCTION,)
     OPENERS = _OPENERS
     OVER = {"call_end": _CALL_END}
-    ENDS_REASONING = (_CALL,)
+    ENDS_REASONING = (_CALL, _FUNCTION)
     MARKERS = _MARKERS
     TAGS = (f"{_CALL}\n", f"\n{_CALL_END}")
 
@@ -67,13 +71,13 @@ class Qwen3CoderParser(CallParser):
         parts = []
         for key, schema, required in tool.properties():
             head = f"{_PARAMETER}{key}>\n"
-            if key != key.strip() or not key or any(m in key for m in _NAME_ENDS.values()):
+            if not _is_name(key) or key != key.strip():
                 why = "no parameter of this name can be written in this model's tool calls"
                 tool.refuse(key, "properties", why, "Rename it.")
             one = sequence(literal(head), values.value(key, schema))
             parts.append(one if required else f"({one})?")
         if tool.is_open:
-            parts.append(f"(/<parameter=[^\\s<>]+>\\n/ {values.text()})*")
+            parts.append(f"(/<parameter=[^\\s<>]+>\\n/ {values.value('*', tool.more)})*")
         return sequence(rules.text(cls.head(tool.name)), *parts, rules.text(_FUNCTION_END))
 
     def __init__(self, tools: Any) -> None:
@@ -82,7 +86,7 @@ class Qwen3CoderParser(CallParser):
         self._types_of: dict[tuple[str, str], set[str]] = {}
         self._inside = False  # text stands inside <tool_call>
         self._name = ""
-        self._keys = 0
+        self._keys: set[str] = set()  # of the function's parameters: JSON has each of them once
         self._text: list[str] = []  # of a name, a key, or a value that does not stream
         self._types: set[str] = set()
         self._streams = False
@@ -91,11 +95,11 @@ class Qwen3CoderParser(CallParser):
         self._strayed = False  # text came where no text of a function stands
         self._newline = False  # a value's last newline waits, since the end of it belongs to a tag
 
-    def _finish(self) -> None:
-        """A function that is not closed counts, with the arguments that it has."""
+    def _finish(self, why: str) -> None:
+        """A function that the model itself ended without a tag counts with its arguments."""
         if not self._open:
             if "".join(self._raw).strip():
-                self._fail(ENDED)
+                self._fail(why)
             else:
                 self._enter("content")
             return
@@ -109,6 +113,7 @@ class Qwen3CoderParser(CallParser):
         else:
             self._stray(held)
         self._close()
+        self._complete()
         self._enter("content")
 
     def _opened(self, marker: str) -> None:
@@ -129,12 +134,14 @@ class Qwen3CoderParser(CallParser):
         if marker is None:
             return
         self._name = self._whole()
-        if not self._name:
-            self._fail("a function without a name", "", marker)
+        if not _is_name(self._name):
+            why = "a function's tag without its >" if self._name else "a function without a name"
+            self._fail(why, "", marker)
             return
-        self._keys = 0
+        self._keys.clear()
         self._strayed = False
         self._call(self._name)
+        self._arguments("{")  # at once: empty arguments of a call that is cut would look whole
         self._enter("function")
         if marker != "end":
             self._end_function(marker)
@@ -152,20 +159,39 @@ class Qwen3CoderParser(CallParser):
         if marker is None:
             return
         key = self._whole()
-        if marker != "end":
-            self._stray(key)
-            self._end_function(marker)
+        if marker != "end" or not _is_name(key) or key in self._keys:
+            why = "a parameter that came before" if key in self._keys else UNNAMED
+            self._stray(key + ">" * (marker == "end"), why)
+            self._leave_parameter("skipped" if marker == "end" else marker)
             return
         self._types = self._allowed(key)
         self._streams = self._types <= {"string"}
         self._quotes = Quotes()
         self._started = False
         self._newline = False
-        head = "{" if self._keys == 0 else ", "
+        head = ", " if self._keys else ""
         quote = '"' if self._streams else ""
         self._arguments(f"{head}{to_json(key)}: {quote}")
-        self._keys += 1
+        self._keys.add(key)
         self._enter("value")
+
+    def _in_skipped(self, text: str, marker: str | None) -> None:
+        """Text of a parameter whose tag is malformed, up to the next tag."""
+        self._stray(text)
+        if marker is not None:
+            self._leave_parameter(marker)
+
+    def _leave_parameter(self, marker: str) -> None:
+        """Enter the state that follows a malformed parameter."""
+        if marker == "parameter":
+            self._text.clear()
+            self._enter("key")
+        elif marker == "skipped":
+            self._enter("skipped")
+        elif marker == "parameter_end":
+            self._enter("function")
+        else:
+            self._end_function(marker)
 
     def _in_value(self, text: str, marker: str | None) -> None:
         if not self._streams:
@@ -206,14 +232,14 @@ class Qwen3CoderParser(CallParser):
         self._text.clear()
         self._arguments(to_json(value))
 
-    def _stray(self, text: str) -> None:
-        """Text of a function that stands in no parameter."""
+    def _stray(self, text: str, why: str = "text beside a function's parameters") -> None:
+        """Give text of a function that belongs to no parameter as content, with one note."""
         if not self._strayed:
             text = text.lstrip()
             if not text:
                 return
             self._strayed = True
-            self._events.append(CallError("text beside a function's parameters"))
+            self._events.append(CallError(why))
         self._content(text)
 
     def _end_function(self, marker: str) -> None:
@@ -240,8 +266,10 @@ class Qwen3CoderParser(CallParser):
 
     def _close(self) -> None:
         if self._open:
-            self._arguments("}" if self._keys else "{}")
-        self._closed()
+            self._arguments("}")
+            self._closed()
+        if not self._inside:
+            self._complete()
 
     def _whole(self) -> str:
         """The name or key that was collected."""
@@ -254,3 +282,9 @@ class Qwen3CoderParser(CallParser):
         if place not in self._types_of:
             self._types_of[place] = property_types(self._parameters.get(self._name), key)
         return self._types_of[place]
+
+
+def _is_name(text: str) -> bool:
+    """Whether a tag may hold this name: it has one line and no tag."""
+    ends = (*_NAME_ENDS.values(), _PARAMETER, _PARAMETER_END, "\n")
+    return bool(text) and not any(end in text for end in ends)

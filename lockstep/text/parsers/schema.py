@@ -5,11 +5,32 @@ Schemas come from clients and may hold anything: what has the wrong type counts 
 
 import json
 import math
-import sys
+import re
+from decimal import Decimal
 from itertools import islice
 from typing import Any
+from urllib.parse import unquote
+
+from lockstep.text.parsers.literals import finite, literal_value
 
 MAX_PARTS = 256  # parts of a schema that are looked at for one parameter; entries of one list
+MAX_DIGITS = 400
+"""Digits of a whole number."""
+MAX_SEARCHED = 10_000
+"""Parts of a schema that are searched for an anchor."""
+_INDEX = re.compile("0|[1-9][0-9]{0,5}")
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+TYPE_NAMES = {
+    **dict.fromkeys(("str", "string"), "string"),
+    **dict.fromkeys(("int", "integer", "int32", "int64", "uint", "long", "short"), "integer"),
+    **dict.fromkeys(("float", "float32", "float64", "double", "num", "number"), "number"),
+    **dict.fromkeys(("bool", "boolean"), "boolean"),
+    **dict.fromkeys(("dict", "map", "mapping", "object"), "object"),
+    **dict.fromkeys(("list", "arr", "array", "tuple", "set", "sequence"), "array"),
+    **dict.fromkeys(("none", "nonetype", "null"), "null"),
+    **dict.fromkeys(("any",), ""),
+}
+"""Names of types in lower case, of programs and of other schema languages -> JSON Schema's."""
 
 
 def parameters_by_name(tools: Any) -> dict[str, dict[str, Any]]:
@@ -23,12 +44,22 @@ def parameters_by_name(tools: Any) -> dict[str, dict[str, Any]]:
     return found
 
 
-def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
-    """The JSON types that a schema allows, through anyOf, oneOf, allOf, enum, const and $ref.
+def json_type(name: str) -> str:
+    """Return JSON Schema's name of a type; "" for a name of any type.
 
-    Each part is visited once; a schema of more than MAX_PARTS parts counts as {}.
+    Schemas made from signatures of programs have other names, such as int, float and list[str].
     """
-    types: set[str] = set()
+    if name in TYPES:
+        return name
+    return TYPE_NAMES.get(name.partition("[")[0].strip().lower(), name)
+
+
+def parts_of(schema: Any, root: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a schema and those that it combines, through anyOf, oneOf, allOf and $ref.
+
+    Each part is visited once; a schema of more than MAX_PARTS parts has none.
+    """
+    parts: list[dict[str, Any]] = []
     visited: set[int] = set()
     waiting = [schema]
     while waiting:
@@ -37,25 +68,37 @@ def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
             continue
         visited.add(id(part))
         if len(visited) > MAX_PARTS:
-            return set()
+            return []
+        parts.append(part)
         waiting += [o for key in ("anyOf", "oneOf", "allOf") for o in _list(part.get(key))]
         waiting.append(target(part.get("$ref"), root))
+    return parts
+
+
+def types_of(schema: Any, root: dict[str, Any]) -> set[str]:
+    """Return the JSON types that a schema allows, by type, enum and const of all its parts."""
+    types: set[str] = set()
+    for part in parts_of(schema, root):
         named = part.get("type")
-        types.update(t for t in [named, *_list(named)] if isinstance(t, str))
+        types.update(json_type(t) for t in [named, *_list(named)] if isinstance(t, str))
         values = [*_list(part.get("enum")), *([part["const"]] if "const" in part else [])]
         types.update(_type_of(value) for value in values)
-    return types
+    return types - {""}
 
 
 def property_types(schema: Any, name: str) -> set[str]:
-    """The JSON types that an object's schema allows for one of its properties."""
+    """Return the JSON types that an object's schema allows for one of its properties."""
     root = _object(schema)
-    return types_of(_object(root.get("properties")).get(name), root)
+    parts = parts_of(root, root)
+    named = [part for part in parts if name in _object(part.get("properties"))]
+    if named:
+        return set().union(*(types_of(part["properties"][name], root) for part in named))
+    return set().union(*(types_of(part.get("additionalProperties"), root) for part in parts))
 
 
 def coerce(text: str, types: set[str]) -> Any:
-    """The value that the text means: the first type that fits, else the text itself."""
-    for name, read in _READERS:
+    """Return the value that the text means: the first type that fits, else the text itself."""
+    for name, read in _READERS if "string" in types else (*_READERS, ("null", _none)):
         if name in types:
             try:
                 return read(text)
@@ -86,11 +129,6 @@ def from_json(text: str) -> Any:
     return value
 
 
-def finite(value: float) -> float:
-    """A number as written; one beyond what a double holds is the largest."""
-    return math.copysign(sys.float_info.max, value) if math.isinf(value) else value
-
-
 def _object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
@@ -100,13 +138,43 @@ def _list(value: Any) -> list[Any]:
 
 
 def target(ref: Any, root: dict[str, Any]) -> Any:
-    """The schema that a reference within this one stands for; None where there is none."""
-    if not isinstance(ref, str) or not ref.startswith("#"):
+    """Return the schema that a reference within `root` names; None where there is none.
+
+    The fragment is a JSON Pointer or an anchor, percent-encoded as in any URI (RFC 6901, 6). In
+    front of it only the root's own $id may come.
+    """
+    if not isinstance(ref, str):
         return None
-    target: Any = root
-    for key in ref.split("/", MAX_PARTS)[1:]:
-        target = _object(target).get(key)
-    return target
+    document, _, fragment = ref.partition("#")
+    if document and document != str(root.get("$id", "")).rstrip("#"):
+        return None
+    fragment = unquote(fragment)
+    if fragment and not fragment.startswith("/"):
+        return _anchored(fragment, root)
+    part: Any = root
+    for token in fragment.split("/", MAX_PARTS)[1:]:
+        key = token.replace("~1", "/").replace("~0", "~")
+        if isinstance(part, list) and _INDEX.fullmatch(key):
+            part = part[int(key)] if int(key) < len(part) else None
+        else:
+            part = _object(part).get(key)
+    return part
+
+
+def _anchored(name: str, root: dict[str, Any]) -> Any:
+    """Return the part of a schema that bears an anchor, looking at MAX_SEARCHED parts."""
+    waiting: list[Any] = [root]
+    for _ in range(MAX_SEARCHED):
+        if not waiting:
+            break
+        part = waiting.pop()
+        if isinstance(part, dict):
+            if part.get("$anchor") == name:
+                return part
+            waiting += part.values()
+        elif isinstance(part, list):
+            waiting += part
+    return None
 
 
 def _type_of(value: Any) -> str:
@@ -117,6 +185,23 @@ def _type_of(value: Any) -> str:
 def _null(text: str) -> None:
     if text.strip().lower() != "null":
         raise ValueError(text)
+
+
+def _none(text: str) -> None:
+    """Read Python's None, which counts where no text may come."""
+    if text.strip() != "None":
+        raise ValueError(text)
+
+
+def _integer(text: str) -> int:
+    """Read a whole number, also one with a fraction of zeros or an exponent."""
+    try:
+        value = Decimal(text.strip())
+    except ArithmeticError:
+        raise ValueError(text) from None
+    if not value.is_finite() or value.adjusted() > MAX_DIGITS or value != value.to_integral_value():
+        raise ValueError(text)
+    return int(value)
 
 
 def _number(text: str) -> int | float:
@@ -140,7 +225,11 @@ def _boolean(text: str) -> bool:
 
 def _json(kind: type) -> Any:
     def read(text: str) -> Any:
-        value = from_json(text)
+        try:
+            value = from_json(text)
+        except ValueError:
+            value = literal_value(text)  # as in {'a': True}
+            to_json(value)
         if not isinstance(value, kind):
             raise ValueError(text)
         return value
@@ -150,7 +239,7 @@ def _json(kind: type) -> Any:
 
 _READERS: tuple[tuple[str, Any], ...] = (
     ("null", _null),
-    ("integer", int),
+    ("integer", _integer),
     ("number", _number),
     ("boolean", _boolean),
     ("object", _json(dict)),

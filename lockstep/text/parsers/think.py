@@ -4,10 +4,18 @@ The prompt's end says where the answer begins: inside of reasoning (after "<thin
 (after "</think>"), or open, where an answer that starts with "<think>" reasons first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from lockstep.text.parsers.events import Content, Event, Reasoning
-from lockstep.text.scan import Markers, Scan, Tail
+from lockstep.text.parsers.events import (
+    NATURAL_END,
+    CallReader,
+    CallStart,
+    Content,
+    Event,
+    Reasoning,
+    TextEnd,
+)
+from lockstep.text.scan import Markers, Scan, Tail, Taken
 
 _THINK = "<think>"
 _THINK_END = "</think>"
@@ -16,7 +24,8 @@ _THINK_END = "</think>"
 class ThinkParser:
     """Splits an answer into reasoning and content; without </think> all of it is reasoning.
 
-    openers: what begins a tool call, and ends reasoning as well.
+    openers: what begins a tool call. A call of one of the tools ends reasoning as well; an opener
+    that begins no such call is a part of the reasoning, as where the model thinks about the tag.
     """
 
     TAGS = (_THINK, _THINK_END)
@@ -32,6 +41,11 @@ class ThinkParser:
         self._word = ""  # the first word, as long as it may become <think>
         self._scan = Scan(Markers({"end": _THINK_END, **{opener: opener for opener in openers}}))
         self._newlines = Tail("\n")
+        self._new_parser: Callable[[], CallReader] | None = None
+        self._trial: CallReader | None = None  # reads what follows an opener, until it is decided
+        self._kept: list[str] = []  # the opener and what followed it
+        self._is_thought = False  # what the trial reads is no call
+        self.ended_by_call = False
 
     @classmethod
     def texts(cls) -> set[str]:
@@ -47,6 +61,10 @@ class ThinkParser:
     def over(self) -> bool:
         """Whether no reasoning comes any more."""
         return self._state in ("after", "content")
+
+    def use_calls(self, new_parser: Callable[[], CallReader]) -> None:
+        """Set the factory of parsers that decide whether a call opener begins a call."""
+        self._new_parser = new_parser
 
     def feed(self, text: str) -> list[Event]:
         """The events that more text settles."""
@@ -65,11 +83,18 @@ class ThinkParser:
             events.append(Content(text))
         return events
 
-    def finish(self) -> list[Event]:
-        """What was held back, once no more text comes."""
+    def finish(self, end: TextEnd = NATURAL_END) -> list[Event]:
+        """Return the events that were held back, once no more text comes."""
         events = self.feed(self._decide()) if self._state == "begin" else []
         if self._state == "reasoning":
-            self._think(events, self._scan.flush())
+            text = self._scan.flush()
+            if self._trial is None:
+                self._think(events, text)
+            elif self._begins_call(self._trial, text):
+                self._end_by_call()
+                events.append(Content("".join(self._kept)))
+            else:
+                self._think(events, "".join(self._kept))
         return events
 
     def _begin(self, text: str) -> str:
@@ -90,13 +115,67 @@ class ThinkParser:
         return "".join(self._blank) + self._word
 
     def _reason(self, events: list[Event], text: str) -> str:
-        """Takes reasoning; returns the text behind it once it has ended."""
-        found = self._scan.take(text)
-        self._think(events, found.text)
-        if found.marker is None:
-            return ""
+        """Take reasoning. Return the text after it once it has ended."""
+        at = 0
+        while at < len(text):
+            found = self._scan.take(text, at)
+            at = found.end
+            if self._trial is None:
+                self._think(events, found.text)
+            elif self._begins_call(self._trial, found.text):
+                self._end_by_call()
+                # The scan holds back what may become a marker; it belongs to the call.
+                rest = self._scan.flush() if found.marker is None else found.written
+                return "".join([*self._kept, rest, text[at:]])
+            elif self._goes_on(self._trial, found):
+                continue
+            else:
+                self._trial = None
+                self._think(events, "".join(self._kept))
+            if found.marker == "end":
+                self._state = "after"
+                return text[at:]
+            if found.marker is not None:
+                if self._new_parser is None:
+                    self._end_by_call()
+                    return found.written + text[at:]
+                self._begin_trial(self._new_parser(), found.written)
+        return ""
+
+    def _begin_trial(self, trial: CallReader, opener: str) -> None:
+        """Let a parser decide whether this opener begins a call."""
+        trial.feed(opener)
+        self._trial = trial
+        self._kept = [opener]
+        self._is_thought = False
+
+    def _begins_call(self, trial: CallReader, text: str) -> bool:
+        """Whether this text after an opener begins a call of a tool that was sent.
+
+        Set `_is_thought` where it certainly begins none.
+        """
+        self._kept.append(text)
+        events = trial.feed(text)
+        if not events:
+            return False
+        first = events[0]
+        names = trial.tool_names
+        is_call = isinstance(first, CallStart) and (not names or first.name in names)
+        self._is_thought = not is_call
+        return is_call
+
+    def _goes_on(self, trial: CallReader, found: Taken) -> bool:
+        """Whether it is still open what the trial reads; a second opener may belong to it."""
+        if self._is_thought or found.marker is None or found.marker == "end":
+            return not self._is_thought and found.marker is None
+        if trial.feed(found.written):
+            return False
+        self._kept.append(found.written)
+        return True
+
+    def _end_by_call(self) -> None:
         self._state = "after"
-        return ("" if found.marker == "end" else found.marker) + text[found.end :]
+        self.ended_by_call = True
 
     def _think(self, events: list[Event], text: str) -> None:
         if shown := self._newlines.take(text):

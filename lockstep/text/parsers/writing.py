@@ -23,6 +23,8 @@ UNKEYED = (
     "enum", "const",
 )  # fmt: skip
 """Of a tool's parameters, what is not obeyed where a call writes them one by one."""
+ESCAPES = '"\\bfnrt'
+"""Characters that may come after a backslash in JSON."""
 SPACING: Json = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as json.dumps writes it."""
 
@@ -55,9 +57,6 @@ class Tool:
         named: Json = self.schema.get("properties") or {}
         required = self.schema.get("required") or []
         more = self.schema.get("additionalProperties", True)
-        if not named and not isinstance(more, bool):
-            why = "this model's tool calls write parameters one by one"
-            self.refuse("additionalProperties", "the root", why, "Name the parameters.")
         unnamed = [key for key in required if key not in named]
         if unnamed and more is False:
             self.refuse("required", "the root", f"{unnamed[0][:60]!r} is no property", "Add it.")
@@ -66,6 +65,12 @@ class Tool:
                 why = "a parameter that never comes is none"
                 self.refuse(key, "properties", why)
             yield key, schema, key in required
+
+    @property
+    def more(self) -> Any:
+        """The schema of parameters that are not named, where any may come: see is_open."""
+        more = self.schema.get("additionalProperties", True)
+        return {} if more is True else more
 
     @property
     def is_open(self) -> bool:
@@ -115,7 +120,8 @@ class Rules:
         """A rule of JSON of a part of the tool's schema."""
         spelled = dict(schema) if isinstance(schema, dict) else {}
         own = {name: tool.schema[name] for name in NAMED if name in tool.schema}
-        written = json.dumps({**own, **spelled, "x-guidance": {**SPACING, **options}})
+        options = {"json_allowed_escapes": escapes_of([own, spelled]), **SPACING, **options}
+        written = json.dumps({**own, **spelled, "x-guidance": options})
         return self.rule(f"%json {written}")
 
     def arguments(self, tool: Tool) -> str:
@@ -131,6 +137,16 @@ class Rules:
         """The grammar."""
         lines = [f"{name}: {body}\n" for body, name in self._names.items()]
         return f"start: {start}\n{''.join(lines)}"
+
+
+def escapes_of(schema: Any) -> str:
+    """Return the escapes that JSON of a schema may hold, for llguidance.
+
+    An escape by number is one of them only where the schema names a control character: it could
+    spell a key that the schema names, of which llguidance then knows nothing.
+    """
+    text = json.dumps(schema, ensure_ascii=False)
+    return ESCAPES + ("u" if "\\u00" in text or "\x7f" in text else "")
 
 
 def literal(text: str) -> str:
