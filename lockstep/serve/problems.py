@@ -10,7 +10,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from lockstep.errors import CapacityError, EngineDeadError, LockstepError, RequestError, brief
+from lockstep.errors import (
+    CapacityError,
+    ContextLengthError,
+    EngineDeadError,
+    LockstepError,
+    RequestError,
+    brief,
+)
 
 log = logging.getLogger("lockstep.serve")
 
@@ -49,6 +56,7 @@ class ComputeError(LockstepError, RuntimeError):
 _STATUSES: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (UnknownModelError, 404, "invalid_request_error", "model_not_found"),
     (UnknownResponseError, 404, "invalid_request_error", "response_not_found"),
+    (ContextLengthError, 400, "invalid_request_error", "context_length_exceeded"),
     (RequestError, 400, "invalid_request_error", None),
     (CapacityError, 400, "invalid_request_error", "context_length_exceeded"),
     (BusyError, 429, "rate_limit_error", "queue_full"),

@@ -14,7 +14,7 @@ import jinja2.meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from lockstep.errors import CheckpointError, RequestError, brief
+from lockstep.errors import CheckpointError, RequestError, brief, context_length_error
 from lockstep.text.control import ControlTokens
 
 Message = dict[str, Any]
@@ -81,7 +81,8 @@ class ChatTemplate:
     """A compiled template; `special_tokens` (bos_token, eos_token, ...) are its variables.
 
     `control`: the control tokens that strings must not spell. `limit`: most characters of messages,
-    tools and variables together. `origin` names the file in errors. Raises CheckpointError.
+    tools and variables together, which are more than `max_model_len` tokens could be. `origin` names
+    the file in errors. Raises CheckpointError.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class ChatTemplate:
         control: ControlTokens | None = None,
         limit: float = math.inf,
         origin: object = "chat_template",
+        max_model_len: int = 0,
     ) -> None:
         if len(source) > MAX_TEMPLATE:
             raise CheckpointError(
@@ -101,6 +103,7 @@ class ChatTemplate:
         self._special_tokens = special_tokens or {}
         self._control = control
         self._limit = limit
+        self._max_model_len = max_model_len
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
         )
@@ -135,7 +138,7 @@ class ChatTemplate:
 
         continue_final_message: the text ends where the last message's content does.
         """
-        copy = _Copy(self._control, self._limit)
+        copy = _Copy(self._control, self._limit, self._max_model_len)
         shown = copy.messages(messages)
         end = _mark_end(shown) if continue_final_message else ""
         variables = {
@@ -173,9 +176,10 @@ class ChatTemplate:
 class _Copy:
     """Copies what a client sent, with control tokens broken; refuses what is no plain JSON."""
 
-    def __init__(self, control: ControlTokens | None, limit: float) -> None:
+    def __init__(self, control: ControlTokens | None, limit: float, max_model_len: int) -> None:
         self._control = control
         self._limit = limit
+        self._max_model_len = max_model_len
         self._left = limit
 
     def messages(self, messages: Any) -> list[Message]:
@@ -243,10 +247,11 @@ class _Copy:
     def _spend(self, characters: int, path: tuple[Any, ...]) -> None:
         self._left -= characters
         if self._left < 0:
-            raise RequestError(
-                f"messages, tools and chat_template_kwargs hold more than {self._limit} "
-                "characters, more than the model's context could. Shorten them.",
+            raise context_length_error(
+                self._max_model_len + 1,
+                self._max_model_len,
                 str(path[0]).partition("[")[0],
+                f"messages, tools and chat_template_kwargs hold more than {self._limit} characters",
             )
 
 
@@ -322,10 +327,25 @@ def _normal(message: Any, place: str) -> Message:
     calls = normal.pop("tool_calls", None)
     if not isinstance(calls, list | None):
         raise _refusal(f"{place}.tool_calls", calls, "a list of calls")
-    if calls:
-        places = (f"{place}.tool_calls[{i}]" for i in range(len(calls)))
-        normal["tool_calls"] = [_call(c, at) for c, at in zip(calls, places, strict=False)]
+    for i, call in enumerate(calls or ()):
+        whole = _call(call, f"{place}.tool_calls[{i}]")
+        if isinstance(whole["function"]["arguments"], str):
+            # A template could not write this call, and a conversation that holds it must go on.
+            normal["content"] = _with_call_text(normal["content"], whole["function"])
+        else:
+            normal.setdefault("tool_calls", []).append(whole)
     return normal
+
+
+def _with_call_text(content: str, function: Message) -> str:
+    """Return the content, and behind it a call whose arguments are no JSON object, as text.
+
+    Answers repeat the text of such a call in their content, where it is not added again.
+    """
+    if function["arguments"] in content:
+        return content
+    call = f"{function['name']} {function['arguments']}"
+    return f"{content}\n{call}" if content else call
 
 
 def _text(content: Any, place: str) -> str:
@@ -350,15 +370,20 @@ def _text(content: Any, place: str) -> str:
 
 
 def _call(call: Any, place: str) -> Message:
+    """Return a call with its arguments as an object, or as text where they are no JSON object.
+
+    Raises RequestError.
+    """
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise _refusal(place, call, "an object with a function that has a name")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = _object(arguments)
-    if not isinstance(arguments, dict | None):
+        read = _object(arguments)
+        arguments = read if isinstance(read, dict) else arguments
+    if not isinstance(arguments, dict | str | None):
         raise RequestError(
-            f"{place} has arguments that are no JSON object: {brief(function['arguments'])}. "
+            f"{place} has arguments that are neither text nor an object: {brief(arguments)}. "
             "Send back the arguments as they were received.",
             "messages",
         )
