@@ -166,8 +166,8 @@ class Scheduler:
             )
         if length >= capacity:
             raise CapacityError(
-                f"prompt is too long: {length} tokens > {capacity - 1} maximum, since the cache has "
-                f"{self.cache.paged.pool.total} pages of {self.cache.config.page_size} tokens. "
+                f"prompt is too long: {length} tokens > {capacity - 1} maximum, since the cache "
+                f"has {self.cache.paged.pool.total} pages of {self.cache.config.page_size} tokens. "
                 "Shorten the prompt or give the cache more pages."
             )
         request.max_len = most

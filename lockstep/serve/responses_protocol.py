@@ -134,6 +134,7 @@ class TextOptions(Body):
 class ResponsesRequest(TurnFields):
     """The body of /v1/responses."""
 
+    OWN_NAMES = {"max_tokens": "max_output_tokens"}
     input: Annotated[Items, BeforeValidator(_listed, json_schema_input_type=str | Items)]
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=MAX_ID)

@@ -81,8 +81,8 @@ class ChatTemplate:
     """A compiled template; `special_tokens` (bos_token, eos_token, ...) are its variables.
 
     `control`: the control tokens that strings must not spell. `limit`: most characters of messages,
-    tools and variables together, which are more than `max_model_len` tokens could be. `origin` names
-    the file in errors. Raises CheckpointError.
+    tools and variables together; no more fit into `max_model_len` tokens. `origin` names the file
+    in errors. Raises CheckpointError.
     """
 
     def __init__(
