@@ -43,11 +43,23 @@ class TextBlock(Body):
     text: str
 
 
+def _only_text(kind: Any) -> Any:
+    if kind != "text":
+        raise ValueError("this server reads text only; allowed: text. Send text in its place")
+    return kind
+
+
+class PlainText(TextBlock):
+    """Text, where no other block may come: in the system, and in a tool's result."""
+
+    type: Annotated[Literal["text"], BeforeValidator(_only_text)]
+
+
 def _blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-TextList = Annotated[list[TextBlock], Field(fail_fast=True, max_length=MAX_PARTS)]
+TextList = Annotated[list[PlainText], Field(fail_fast=True, max_length=MAX_PARTS)]
 Texts = Annotated[TextList, BeforeValidator(_blocks, json_schema_input_type=str | TextList)]
 
 
@@ -223,7 +235,7 @@ class MessagesRequest(TurnFields, CountRequest):
         return {**same, "max_completion_tokens": self.max_tokens, "stop": self.stop_sequences}
 
 
-def _without_billing(system: list[TextBlock]) -> list[TextBlock]:
+def _without_billing(system: Sequence[TextBlock]) -> Sequence[TextBlock]:
     """Return the system's blocks without a first line for Anthropic's billing.
 
     Claude Code changes that line with every request, so no later token could be a prefix hit.

@@ -125,7 +125,7 @@ def add_handlers(app: FastAPI) -> None:
         return response(*status_and_body(error), path=request.url.path)
 
     async def invalid(request: Request, error: Exception) -> Response:
-        found = error.errors() if isinstance(error, RequestValidationError) else []
+        found = _faults(error) if isinstance(error, RequestValidationError) else []
         return response(400, _validation(found), path=request.url.path)
 
     async def http(request: Request, error: Exception) -> Response:
@@ -143,6 +143,32 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, http)
     for kind in (LockstepError, Exception):
         app.add_exception_handler(kind, known)
+
+
+def _faults(error: RequestValidationError) -> list[dict[str, Any]]:
+    """Return what is wrong with a body, the first fault under its path in what the client sent."""
+    first, *rest = error.errors()
+    return [{**first, "loc": _sent_path(first["loc"], error.body)}, *rest]
+
+
+def _sent_path(place: Sequence[Any], body: Any) -> list[Any]:
+    """Return a path without the types that pydantic adds to it where an object may be of several.
+
+    place: "body", and then the path.
+    """
+    path = [*place[:1]]
+    value = body
+    for part in place[1:]:
+        tags = isinstance(value, dict) and part not in value and part == value.get("type")
+        if tags:
+            continue
+        path.append(part)
+        inside = isinstance(value, dict) or (isinstance(value, list) and isinstance(part, int))
+        try:
+            value = value[part] if inside else None
+        except (KeyError, IndexError):
+            value = None
+    return path
 
 
 def _validation(found: Sequence[Any]) -> dict[str, Any]:

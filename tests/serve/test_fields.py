@@ -118,3 +118,16 @@ def test_redacted_thinking_is_left_out(server: Any) -> None:
     found = ask(server, MESSAGES, messages=[*USER, *said])
     assert found.status_code == 200
     assert found.headers["x-lockstep-ignored-fields"] == "redacted_thinking"
+
+
+@pytest.mark.parametrize("kind", ["image", "document", "search_result"])
+def test_an_image_in_a_result_is_told_by_the_clients_path(server: Any, kind: str) -> None:
+    call = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+    content = [{"type": "text", "text": "seen"}, {"type": kind, "source": {}}]
+    result = {"type": "tool_result", "tool_use_id": "a", "content": content}
+    turns = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    for path in (MESSAGES, COUNT):
+        found = ask(server, path, messages=[*USER, *turns])
+        assert found.status_code == 400
+        place = f"messages[2].content[0].content[1].type='{kind}': this server reads text only"
+        assert found.json()["error"]["message"].startswith(place)
