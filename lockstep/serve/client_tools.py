@@ -86,7 +86,7 @@ def function_name(name: str, namespace: str | None) -> str:
 
 @dataclass(frozen=True)
 class Callee:
-    """A tool that a function of the model stands for."""
+    """Tool of the client, called by the model as a function."""
 
     tool: FunctionTool | CustomTool
     namespace: NamespaceTool | None = None
@@ -98,7 +98,7 @@ class Callee:
 
     @property
     def is_custom(self) -> bool:
-        """Whether its input is text."""
+        """True for a tool whose input is text."""
         return isinstance(self.tool, CustomTool)
 
     def function(self) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class InputText:
         self._begun = False
 
     def feed(self, arguments: str) -> str:
-        """Return the text that more of the arguments holds; half an escape waits for the rest."""
+        """Return the text that more arguments hold; an incomplete escape waits for the rest."""
         self._left += arguments
         if not self._begun:
             begin = _BEGIN.match(self._left)

@@ -338,7 +338,7 @@ def _normal(message: Any, place: str) -> Message:
 
 
 def _with_call_text(content: str, function: Message) -> str:
-    """Return the content, and behind it a call whose arguments are no JSON object, as text.
+    """Return the content followed by the text of a call whose arguments are no JSON object.
 
     Answers repeat the text of such a call in their content, where it is not added again.
     """
