@@ -4,6 +4,7 @@ LockstepError
 +-- ConfigError       a setting of the engine is wrong, alone or together with another
 +-- CheckpointError   a checkpoint lacks a tensor, has a spare one, or asks for what we do not build
 +-- RequestError      one request is wrong; the engine and all other requests go on
+|   +-- ContextLengthError   its prompt is longer than the context
 +-- CapacityError     memory does not suffice for what was asked
 +-- CaptureError      something inside a captured step compiled, allocated or waited
 +-- ComputeError      a step of one request failed; the request ended, others go on
@@ -33,6 +34,10 @@ class RequestError(LockstepError, ValueError):
         self.field = field
 
 
+class ContextLengthError(RequestError):
+    """The prompt of one request is longer than the model's context."""
+
+
 class CapacityError(LockstepError, RuntimeError):
     """Memory does not suffice for what was asked."""
 
@@ -47,6 +52,25 @@ class ComputeError(LockstepError, RuntimeError):
 
 class EngineDeadError(LockstepError, RuntimeError):
     """The engine loop ended with an error."""
+
+
+def context_length_error(
+    tokens: int, max_model_len: int, field: str, at_least: str = ""
+) -> ContextLengthError:
+    """Return the error of a prompt that does not fit into the context.
+
+    Agents compact a conversation where they recognise the message: by Anthropic's phrase, with
+    which it begins, or by OpenAI's "maximum context length".
+
+    at_least: why the prompt has at least that many tokens, where they were not counted.
+    """
+    counted = f" (at least, since {at_least})" if at_least else ""
+    return ContextLengthError(
+        f"prompt is too long: {tokens} tokens > {max_model_len - 1} maximum{counted}: the maximum "
+        f"context length is {max_model_len} tokens (max_model_len), one of them for the answer. "
+        "Shorten it.",
+        field,
+    )
 
 
 def choice_error(

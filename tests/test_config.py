@@ -281,7 +281,7 @@ def test_a_pool_of_pages_too_small_for_one_prompt(folder: str) -> None:
     with pytest.raises(CapacityError) as caught:
         llm.generate({"prompt_token_ids": [1] * 64}, params)
     message = str(caught.value)
-    assert "prompt has 64 tokens; allowed: 1 to 63" in message
+    assert "prompt is too long: 64 tokens > 63 maximum" in message
     assert "1 pages of 64" in message and "more pages" in message
     out = llm.generate({"prompt_token_ids": [1] * 63}, params)[0].outputs[0]
     assert (len(out.token_ids), out.finish_reason) == (1, "length")

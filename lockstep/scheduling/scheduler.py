@@ -162,8 +162,8 @@ class Scheduler:
             )
         if length >= capacity:
             raise CapacityError(
-                f"prompt has {length} tokens; allowed: 1 to {capacity - 1}, since the cache has "
-                f"{self.cache.paged.pool.total} pages of {self.cache.config.page_size} tokens. "
+                f"prompt is too long: {length} tokens > {capacity - 1} maximum, since the cache "
+                f"has {self.cache.paged.pool.total} pages of {self.cache.config.page_size} tokens. "
                 "Shorten the prompt or give the cache more pages."
             )
 

@@ -44,7 +44,9 @@ class AnsweredToolUse(Said):
 
 
 AnsweredBlock = AnsweredText | AnsweredThinking | AnsweredToolUse
-StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+StopReason = Literal[
+    "end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"
+]
 
 
 class MessagesUsage(Said):

@@ -51,10 +51,23 @@ class CallItem(Said):
     status: Status
     call_id: str
     name: str
+    namespace: str = ""
     arguments: str
 
 
-OutputItem = MessageItem | ReasoningItem | CallItem
+class CustomCallItem(Said):
+    """A call of a custom tool, whose input is text."""
+
+    type: Literal["custom_tool_call"]
+    id: str
+    status: Status
+    call_id: str
+    name: str
+    namespace: str = ""
+    input: str
+
+
+OutputItem = MessageItem | ReasoningItem | CallItem | CustomCallItem
 
 
 class InputDetails(Said):
@@ -166,7 +179,7 @@ class SentMessage(Said):
 class CallOutputItem(Said):
     """What a call gave."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     id: str
     status: Status
     call_id: str
@@ -177,7 +190,7 @@ class ItemList(Said):
     """A page of a response's input; the ids are null where it is empty."""
 
     object: Literal["list"]
-    data: list[SentMessage | ReasoningItem | CallItem | CallOutputItem]
+    data: list[SentMessage | ReasoningItem | CallItem | CustomCallItem | CallOutputItem]
     first_id: str | None
     last_id: str | None
     has_more: bool
@@ -282,6 +295,20 @@ class ArgumentsDone(InItem):
     arguments: str
 
 
+class InputDelta(InItem):
+    """More of a custom tool's input."""
+
+    type: Literal["response.custom_tool_call_input.delta"]
+    delta: str
+
+
+class InputDone(InItem):
+    """A custom tool's input, complete."""
+
+    type: Literal["response.custom_tool_call_input.done"]
+    input: str
+
+
 class ErrorEvent(Numbered):
     """What ended the stream early."""
 
@@ -301,5 +328,7 @@ EVENTS: tuple[type[Said], ...] = (
     ReasoningDone,
     ArgumentsDelta,
     ArgumentsDone,
+    InputDelta,
+    InputDone,
     ErrorEvent,
 )

@@ -8,6 +8,8 @@ from lockstep.serve.answer import Json
 from lockstep.serve.responses_protocol import (
     InputCall,
     InputCallOutput,
+    InputCustomCall,
+    InputCustomCallOutput,
     InputReasoning,
     Item,
     plain_parts,
@@ -62,13 +64,14 @@ def _told(item: Any) -> Json:
     done = {"status": "completed"}
     match item:
         case InputCall():
-            named = {"call_id": item.call_id, "name": item.name, "arguments": item.arguments}
-            return {"type": "function_call", **done, **named}
-        case InputCallOutput():
+            return {"type": item.type, **done, **_named(item), "arguments": item.arguments}
+        case InputCustomCall():
+            return {"type": item.type, **done, **_named(item), "input": item.input}
+        case InputCallOutput() | InputCustomCallOutput():
             output = item.output
             told = output if isinstance(output, str) else _parts(output, "input_text")
             call_id = {"call_id": item.call_id}
-            return {"type": "function_call_output", **done, **call_id, "output": told}
+            return {"type": item.type, **done, **call_id, "output": told}
         case InputReasoning():
             content = [{"type": "reasoning_text", "text": part.text} for part in item.content or ()]
             return {"type": "reasoning", **done, "summary": [], "content": content}
@@ -77,6 +80,12 @@ def _told(item: Any) -> Json:
     else:
         content = _parts(item.content, "input_text")
     return {"type": "message", **done, "role": item.role, "content": content}
+
+
+def _named(item: InputCall | InputCustomCall) -> Json:
+    """Return the fields that say which tool was called."""
+    namespace = {"namespace": item.namespace} if item.namespace else {}
+    return {"call_id": item.call_id, "name": item.name, **namespace}
 
 
 def _parts(content: Any, kind: str, **more: Any) -> list[Json]:

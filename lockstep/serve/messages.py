@@ -74,7 +74,7 @@ class MessagesAnswer(Answer):
         self._notes = heard.errors
         for change in self._blocks.push(heard.events):
             yield self._changed(change)
-        self._end = _ending(piece, heard.calls)
+        self._end = _ending(piece, heard.calls, self.turn.job.params.max_tokens or 0)
 
     def end(self) -> Iterator[Json]:
         """The events behind all pieces."""
@@ -161,14 +161,19 @@ def _number(text: str) -> float | str:
     return value if isfinite(value) else text
 
 
-def _ending(piece: Piece, calls: int) -> Json:
-    """Why a message ended, or nothing. Raises ComputeError for one that failed."""
+def _ending(piece: Piece, calls: int, max_tokens: int) -> Json:
+    """Return why a message ended, or nothing. Raises ComputeError for one that failed.
+
+    max_tokens: limit of the request; the model's context may have ended the message earlier.
+    """
     reason = piece.text.finish_reason
     stopped = piece.text.stop_reason
     if reason in ("error", "abort"):
         raise ComputeError(piece.error or "the request was aborted.")
     if reason == "length":
-        return {"stop_reason": "max_tokens", "stop_sequence": None}
+        full = piece.text.num_tokens < max_tokens
+        limit = "model_context_window_exceeded" if full else "max_tokens"
+        return {"stop_reason": limit, "stop_sequence": None}
     if reason == "stop" and calls:
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if reason == "stop" and isinstance(stopped, str):

@@ -32,6 +32,8 @@ NAMES = {
     "continue_final_message": "messages",
 }
 """A ChatRequest's field -> the one that it was made of."""
+BILLING_MARK = "x-anthropic-billing-header:"
+"""Beginning of a first line of the system that is metadata for Anthropic's billing."""
 
 
 class TextBlock(Body):
@@ -41,11 +43,23 @@ class TextBlock(Body):
     text: str
 
 
+def _only_text(kind: Any) -> Any:
+    if kind != "text":
+        raise ValueError("this server reads text only; allowed: text. Send text in its place")
+    return kind
+
+
+class PlainText(TextBlock):
+    """Text, where no other block may come: in the system, and in a tool's result."""
+
+    type: Annotated[Literal["text"], BeforeValidator(_only_text)]
+
+
 def _blocks(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-TextList = Annotated[list[TextBlock], Field(fail_fast=True, max_length=MAX_PARTS)]
+TextList = Annotated[list[PlainText], Field(fail_fast=True, max_length=MAX_PARTS)]
 Texts = Annotated[TextList, BeforeValidator(_blocks, json_schema_input_type=str | TextList)]
 
 
@@ -67,6 +81,12 @@ class ToolResultBlock(Body):
     is_error: bool = False
 
 
+class RedactedThinkingBlock(Body):
+    """Reasoning that another server encrypted: nobody else can read it, so no prompt shows it."""
+
+    type: Literal["redacted_thinking"]
+
+
 class ThinkingBlock(Body):
     """Reasoning of an earlier answer."""
 
@@ -76,7 +96,8 @@ class ThinkingBlock(Body):
 
 
 Block = Annotated[
-    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock, Field(discriminator="type")
+    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock,
+    Field(discriminator="type"),
 ]
 BlockList = Annotated[list[Block], Field(fail_fast=True, max_length=MAX_PARTS)]
 
@@ -129,6 +150,7 @@ class OutputConfig(Body):
 class CountRequest(Body):
     """The body of /v1/messages/count_tokens."""
 
+    OWN_NAMES = {}
     messages: list[SentMessage] = Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)
     model: str | None = None
     system: Texts | None = None
@@ -144,6 +166,10 @@ class CountRequest(Body):
         blocks = [block for message in self.messages for block in message.content]
         if any(isinstance(block, ToolResultBlock) and block.is_error for block in blocks):
             found.append("tool_result.is_error")
+        if any(isinstance(block, RedactedThinkingBlock) for block in blocks):
+            found.append("redacted_thinking")
+        if self.system and self.system[0].text.startswith(BILLING_MARK):
+            found.append("system.x-anthropic-billing-header")
         if self.thinking is not None and self.thinking.budget_tokens is not None:
             found.append("thinking.budget_tokens")
         return sorted(found)
@@ -187,8 +213,9 @@ class CountRequest(Body):
         return asked or ("high" if kind == "enabled" else None)
 
     def _messages(self) -> Iterator[dict[str, Any]]:
-        if self.system:
-            yield {"role": "system", "content": _parts(self.system)}
+        system = _without_billing(self.system or [])
+        if system:
+            yield {"role": "system", "content": _parts(system)}
         for message in self.messages:
             if message.role == "assistant":
                 yield _assistants(message.content)
@@ -206,6 +233,18 @@ class MessagesRequest(TurnFields, CountRequest):
     def _more(self) -> dict[str, Any]:
         same = {name: getattr(self, name) for name in SAME}
         return {**same, "max_completion_tokens": self.max_tokens, "stop": self.stop_sequences}
+
+
+def _without_billing(system: Sequence[TextBlock]) -> Sequence[TextBlock]:
+    """Return the system's blocks without a first line for Anthropic's billing.
+
+    Claude Code changes that line with every request, so no later token could be a prefix hit.
+    """
+    if not system or not system[0].text.startswith(BILLING_MARK):
+        return system
+    rest = system[0].text.partition("\n")[2]
+    first = [TextBlock(type="text", text=rest)] if rest.strip() else []
+    return [*first, *system[1:]]
 
 
 def _parts(blocks: Sequence[TextBlock]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from starlette.types import Scope
 from lockstep.errors import (
     CapacityError,
     ComputeError,
+    ContextLengthError,
     EngineDeadError,
     LockstepError,
     RequestError,
@@ -53,6 +54,7 @@ class UnreadError(LockstepError, RuntimeError):
 _STATUSES: tuple[tuple[type[Exception], int, str, str | None], ...] = (
     (UnknownModelError, 404, "invalid_request_error", "model_not_found"),
     (UnknownResponseError, 404, "invalid_request_error", "response_not_found"),
+    (ContextLengthError, 400, "invalid_request_error", "context_length_exceeded"),
     (RequestError, 400, "invalid_request_error", None),
     (CapacityError, 400, "invalid_request_error", "context_length_exceeded"),
     (BusyError, 429, "rate_limit_error", "queue_full"),
@@ -133,7 +135,7 @@ def add_handlers(app: FastAPI) -> None:
         return response(*status_and_body(error), request.scope)
 
     async def invalid(request: Request, error: Exception) -> Response:
-        found = error.errors() if isinstance(error, RequestValidationError) else []
+        found = _faults(error) if isinstance(error, RequestValidationError) else []
         return response(400, _validation(found), request.scope)
 
     async def http(request: Request, error: Exception) -> Response:
@@ -151,6 +153,32 @@ def add_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, http)
     for kind in (LockstepError, Exception):
         app.add_exception_handler(kind, known)
+
+
+def _faults(error: RequestValidationError) -> list[dict[str, Any]]:
+    """Return what is wrong with a body, the first fault under its path in what the client sent."""
+    first, *rest = error.errors()
+    return [{**first, "loc": _sent_path(first["loc"], error.body)}, *rest]
+
+
+def _sent_path(place: Sequence[Any], body: Any) -> list[Any]:
+    """Return a path without the types that pydantic adds to it where an object may be of several.
+
+    place: "body", and then the path.
+    """
+    path = [*place[:1]]
+    value = body
+    for part in place[1:]:
+        tags = isinstance(value, dict) and part not in value and part == value.get("type")
+        if tags:
+            continue
+        path.append(part)
+        inside = isinstance(value, dict) or (isinstance(value, list) and isinstance(part, int))
+        try:
+            value = value[part] if inside else None
+        except (KeyError, IndexError):
+            value = None
+    return path
 
 
 def _validation(found: Sequence[Any]) -> dict[str, Any]:

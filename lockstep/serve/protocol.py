@@ -34,7 +34,14 @@ from lockstep.sampling_params import (
     StructuredOutputsParams,
 )
 from lockstep.serve.problems import told
-from lockstep.serve.refused import CHAT, COMPLETIONS, Table, refuse, without_effect
+from lockstep.serve.refused import (
+    CHAT,
+    COMPLETIONS,
+    Table,
+    refuse,
+    with_own_names,
+    without_effect,
+)
 from lockstep.serve.structured import FORM_FIELDS, wanted
 from lockstep.text.processor import Processor
 from lockstep.text.tool_grammar import ANY_CALL
@@ -68,6 +75,9 @@ _IDS = {"type": "array", "items": {"type": "integer"}}
 class Body(BaseModel):
     """An object of a request: null fields count as absent, unknown ones are kept aside."""
 
+    OWN_NAMES: ClassVar[Mapping[str, str] | None] = None
+    """Fields of a request that are named otherwise here than in refused.ALIASES; None: the object
+    has no aliases."""
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     @model_validator(mode="before")
@@ -77,7 +87,8 @@ class Body(BaseModel):
             return value
         if len(value) > MAX_FIELDS:
             raise ValueError(f"has {len(value)} fields; allowed: at most {MAX_FIELDS}")
-        return {key: entry for key, entry in value.items() if entry is not None}
+        sent = {key: entry for key, entry in value.items() if entry is not None}
+        return sent if cls.OWN_NAMES is None else with_own_names(sent, cls.OWN_NAMES)
 
 
 class Sent(Body):
@@ -252,6 +263,7 @@ Bias = Annotated[
 class TurnFields(Body):
     """Fields that every endpoint which answers has. None means: the model's own default."""
 
+    OWN_NAMES = {}
     model: str | None = None
     stream: bool = False
     temperature: float | None = None

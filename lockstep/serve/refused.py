@@ -14,6 +14,8 @@ from lockstep.serve.problems import SHOWN
 _BEAMS = "beam search is not supported; leave it out."
 _TEMPLATE = "the server's own chat template is used; leave it out."
 _TOKENS = "it is not supported; leave it out."
+_PENALTIES = "of the penalties, send presence_, frequency_ or repetition_penalty."
+_WHOLE = "no conversation is kept here; send all of its messages, and leave it out."
 _FUNCTIONS = "it is OpenAI's old form; send tools and tool_choice."
 _ELSEWHERE = "this endpoint has no such field; leave it out, or use /v1/chat/completions."
 _CHAT_ONLY = "it works with /v1/chat/completions only; leave it out."
@@ -35,6 +37,48 @@ EVERYWHERE: Table = {
     "kv_transfer_params": ((), _TOKENS),
     "repetition_detection": ((), _TOKENS),
     "mm_processor_kwargs": (({},), "this server takes text only; leave it out."),
+    # Names of other servers and clients.
+    "response_schema": ((), "send response_format with a JSON schema."),
+    "format": ((), "send response_format."),
+    "reasoning": ((), "send reasoning_effort."),
+    "thinking": ((), "send reasoning_effort."),
+    "think": ((), "send reasoning_effort."),
+    "thinking_budget": ((), _TOKENS),
+    "reasoning_format": (("auto", "deepseek"), "reasoning has a field of its own; leave it out."),
+    "separate_reasoning": ((True,), "reasoning has a field of its own; leave it out."),
+    "stop_regex": ((), "send stop, whose texts are no patterns."),
+    "return_hidden_states": ((False,), _TOKENS),
+    "return_logprob": ((False,), "send logprobs."),
+    "n_probs": ((0,), "send logprobs."),
+    "custom_logit_processor": ((), _TOKENS),
+    "sampling_params": ((), "send its fields in the body itself."),
+    "options": ((), "send its fields in the body itself."),
+    "extra_body": ((), "send its fields in the body itself."),
+    "session_params": ((), _WHOLE),
+    "thread": ((), _WHOLE),
+    "lora_path": ((), _TOKENS),
+    "do_sample": ((True,), "send temperature 0 for the likeliest tokens."),
+    "num_beams": ((1,), _BEAMS),
+    "truncate": ((), "prompts are not cut; shorten the prompt and leave it out."),
+    "transforms": (([],), "conversations are not cut; leave it out."),
+    "num_ctx": ((), "the context is set when the server starts, by --max-model-len."),
+    "max_length": ((), "send max_tokens."),
+    "min_length": ((0,), "send min_tokens."),
+    "no_repeat_ngram_size": ((0,), _PENALTIES),
+    "repeat_last_n": ((-1,), "penalties look at the whole answer; leave it out."),
+    "dry_multiplier": ((0, 0.0), _PENALTIES),
+    "xtc_probability": ((0, 0.0), "send min_p or top_p."),
+    "typical_p": ((1, 1.0), "send min_p or top_p."),
+    "top_a": ((0, 0.0), "send min_p or top_p."),
+    "tfs_z": ((1, 1.0), "send min_p or top_p."),
+    "top_n_sigma": ((-1, -1.0), "send min_p or top_p."),
+    "mirostat": ((0,), "send temperature and top_p."),
+    "dynatemp_range": ((0, 0.0), "send temperature."),
+    "samplers": ((), _TOKENS),
+    "safe_prompt": ((False,), "send a message of the system."),
+    "search_parameters": ((), "this server does not search; leave it out."),
+    "enable_search": ((False,), "this server does not search; leave it out."),
+    "moderation": ((), "nothing is moderated here; leave it out."),
 }
 """What no endpoint has."""
 
@@ -119,6 +163,7 @@ _ALL_KEPT: tuple[Any, ...] = ({}, {"edits": []}, {"edits": [_ALL_THOUGHTS]})
 """Context management that keeps all of a conversation, as Claude Code asks for."""
 _SERVER_TOOLS = "this server runs no tools; send tools of your own."
 MESSAGES: Table = {
+    "compaction": ((), "ask for a summary in a message."),
     "container": ((), _SERVER_TOOLS),
     "mcp_servers": (([],), _SERVER_TOOLS),
     "context_management": (_ALL_KEPT, "send the messages that count."),
@@ -140,6 +185,55 @@ COMPLETIONS: Table = {
     "chat_template_kwargs": (({},), _CHAT_ONLY),
     "tool_choice": (("none", "auto"), _CHAT_ONLY),
 }
+
+
+ALIASES: Mapping[str, tuple[str, ...]] = {
+    "n_predict": ("max_tokens",),
+    "num_predict": ("max_tokens",),
+    "max_new_tokens": ("max_tokens",),
+    "min_new_tokens": ("min_tokens",),
+    "repeat_penalty": ("repetition_penalty",),
+    "random_seed": ("seed",),
+    "sampling_seed": ("seed",),
+    "num_return_sequences": ("n",),
+    "no_stop_trim": ("include_stop_str_in_output",),
+    "regex": ("structured_outputs", "regex"),
+    "ebnf": ("structured_outputs", "grammar"),
+    "grammar": ("structured_outputs", "grammar"),
+    "json_schema": ("structured_outputs", "json"),
+    "enable_thinking": ("chat_template_kwargs", "enable_thinking"),
+}
+"""Names of SGLang, llama.cpp and others -> the path of the field here that means the same."""
+
+
+def with_own_names(sent: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the fields of a request with every alias under the name that it has here.
+
+    names: an endpoint's own name of a field, by the name in ALIASES. Raises ValueError where an
+    alias and the field that means the same are both there and differ.
+    """
+    found = dict(sent)
+    for alias in [name for name in sent if name in ALIASES]:
+        first, *rest = ALIASES[alias]
+        field = names.get(first, first)
+        value = found.pop(alias)
+        if not rest:
+            _check_same(found, field, alias, value, field)
+            found[field] = value
+            continue
+        (key,) = rest
+        inner = found.get(field, {})
+        if isinstance(inner, Mapping):
+            _check_same(inner, key, alias, value, f"{field}.{key}")
+            found[field] = {**inner, key: value}
+    return found
+
+
+def _check_same(fields: Mapping[str, Any], key: str, alias: str, value: Any, field: str) -> None:
+    if key in fields and fields[key] != value:
+        raise ValueError(
+            f"has {alias} and {field}, which mean the same and differ; send {field} alone"
+        )
 
 
 def without_effect(extra: Iterable[str], table: Table) -> list[str]:

@@ -6,11 +6,13 @@ from typing import Any
 from lockstep.errors import RequestError
 from lockstep.serve.answer import Answer, Json
 from lockstep.serve.blocks import Block, Blocks, Change
+from lockstep.serve.client_tools import ClientEvents, Toolbox
 from lockstep.serve.problems import CancelledRequestError, UnknownResponseError, status_and_body
 from lockstep.serve.protocol import named_as
 from lockstep.serve.responses_protocol import (
     NAMES,
     InputCall,
+    InputCustomCall,
     InputMessage,
     InputReasoning,
     Item,
@@ -94,6 +96,8 @@ class ResponsesAnswer(Answer):
         self.body = body
         self.turn: Turn
         self.items: list[Item] = []
+        self._tools: Toolbox
+        self._events: ClientEvents
         self._before = Stored({}, (), (0, 0))
         self._blocks = Blocks()
         self._output: list[Json] = []
@@ -116,6 +120,8 @@ class ResponsesAnswer(Answer):
             place = "previous_response_id"
             self._before = self.responses.stored(body.previous_response_id, place)
         self.items = [*self._before.items, *body.input]
+        self._tools = body.toolbox()
+        self._events = ClientEvents(self._tools)
         self.turn = Turn(self.service, body.chat(self.items), "resp_")
         with named_as(NAMES):
             await self.turn.start(brief and not self._before.items)
@@ -150,7 +156,7 @@ class ResponsesAnswer(Answer):
         heard = self.turn.hear(piece)
         self._heard = True
         self._notes = heard.errors
-        for change in self._blocks.push(heard.events):
+        for change in self._blocks.push(self._events.read(heard.events)):
             yield from self._changed(change)
         self._reached = _STATUSES[piece.text.finish_reason or "stop"]
         if piece.error:
@@ -238,12 +244,18 @@ class ResponsesAnswer(Answer):
             yield self._event("response.output_item.done", **place, item=self._output[-1])
 
     def _called(self, change: Change, inside: Json) -> Iterator[Json]:
-        name = "response.function_call_arguments"
+        custom = self._tools.is_custom(change.block.name)
+        kind = "custom_tool_call_input" if custom else "function_call_arguments"
+        name = f"response.{kind}"
         if change.what == "grow":
             yield self._event(f"{name}.delta", **inside, delta=change.text)
         elif change.what == "close" and change.block.complete:
             block = change.block
-            yield self._event(f"{name}.done", **inside, name=block.name, arguments=block.text)
+            if custom:
+                yield self._event(f"{name}.done", **inside, input=block.text)
+                return
+            called = self._tools.named(block.name)["name"]
+            yield self._event(f"{name}.done", **inside, name=called, arguments=block.text)
 
     def _said(self, change: Change, inside: Json) -> Iterator[Json]:
         block = change.block
@@ -260,7 +272,9 @@ class ResponsesAnswer(Answer):
 
     def _item(self, index: int, block: Block, status: str) -> Json:
         """A block as an item of the output."""
-        item = {"id": f"{_PREFIXES[block.kind]}_{self.turn.job.id[5:]}_{index}", "status": status}
+        custom = block.kind == "call" and self._tools.is_custom(block.name)
+        prefix = "ctc" if custom else _PREFIXES[block.kind]
+        item = {"id": f"{prefix}_{self.turn.job.id[5:]}_{index}", "status": status}
         opened = status == "in_progress"
         match block.kind:
             case "reasoning":
@@ -269,9 +283,13 @@ class ResponsesAnswer(Answer):
             case "text":
                 content = [] if opened else [_part(block)]
                 return {"type": "message", **item, "role": "assistant", "content": content}
-        call = {"name": block.name, "arguments": block.text}
-        call_id = self.turn.call_id(0, block.number, block.id)
-        return {"type": "function_call", **item, "call_id": call_id, **call}
+        call = {
+            "call_id": self.turn.call_id(0, block.number, block.id),
+            **self._tools.named(block.name),
+        }
+        if custom:
+            return {"type": "custom_tool_call", **item, **call, "input": block.text}
+        return {"type": "function_call", **item, **call, "arguments": block.text}
 
     def _said_again(self, block: Block) -> Any:
         """A block as an item of a next input. The model's own words have no bounds of clients'."""
@@ -281,9 +299,12 @@ class ResponsesAnswer(Answer):
             case "text":
                 return InputMessage(role="assistant", content=block.text)
         call_id = self.turn.call_id(0, block.number, block.id)
-        return InputCall.model_construct(
-            type="function_call", call_id=call_id, name=block.name, arguments=block.text
-        )
+        call = {"namespace": None, "call_id": call_id, **self._tools.named(block.name)}
+        if self._tools.is_custom(block.name):
+            return InputCustomCall.model_construct(
+                type="custom_tool_call", **call, input=block.text
+            )
+        return InputCall.model_construct(type="function_call", **call, arguments=block.text)
 
     def _keep(self, response: Json) -> None:
         """Keeps the response and its conversation, if the client wants it.

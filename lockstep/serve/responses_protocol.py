@@ -1,11 +1,13 @@
 """What clients may send to /v1/responses, and how it becomes a ChatRequest."""
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from lockstep.errors import RequestError
+from lockstep.serve.client_tools import Tool, Toolbox, function_name
 from lockstep.serve.protocol import (
     MAX_MESSAGES,
     MAX_NAME,
@@ -18,7 +20,6 @@ from lockstep.serve.protocol import (
     TurnFields,
     chat_request,
     one_system,
-    own_kind,
 )
 from lockstep.serve.refused import RESPONSES, refuse, without_effect
 from lockstep.text.json_schema import MOST_DEPTH, is_deep
@@ -63,7 +64,26 @@ class InputCall(Body):
     type: Literal["function_call"]
     call_id: str = Field(max_length=MAX_ID)
     name: str = Field(min_length=1, max_length=MAX_NAME)
+    namespace: str | None = Field(None, max_length=MAX_NAME)
     arguments: str
+
+
+class InputCustomCall(Body):
+    """A call of a custom tool that the model made."""
+
+    type: Literal["custom_tool_call"]
+    call_id: str = Field(max_length=MAX_ID)
+    name: str = Field(min_length=1, max_length=MAX_NAME)
+    namespace: str | None = Field(None, max_length=MAX_NAME)
+    input: str
+
+
+class InputCustomCallOutput(Body):
+    """Result of a call of a custom tool."""
+
+    type: Literal["custom_tool_call_output"]
+    call_id: str = Field(max_length=MAX_ID)
+    output: Content
 
 
 class InputCallOutput(Body):
@@ -97,6 +117,8 @@ Item = Annotated[
     Annotated[InputMessage, Tag("message")]
     | Annotated[InputCall, Tag("function_call")]
     | Annotated[InputCallOutput, Tag("function_call_output")]
+    | Annotated[InputCustomCall, Tag("custom_tool_call")]
+    | Annotated[InputCustomCallOutput, Tag("custom_tool_call_output")]
     | Annotated[InputReasoning, Tag("reasoning")],
     Discriminator(_kind),
 ]
@@ -105,16 +127,6 @@ Items = Annotated[list[Item], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 def _listed(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
-
-
-class FunctionTool(Body):
-    """A function that the model may call; `parameters` is a JSON schema."""
-
-    type: Annotated[Literal["function"], own_kind("function")]
-    name: str = Field(min_length=1, max_length=MAX_NAME)
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
 
 
 class ReasoningOptions(Body):
@@ -134,14 +146,13 @@ class TextOptions(Body):
 class ResponsesRequest(TurnFields):
     """The body of /v1/responses."""
 
+    OWN_NAMES = {"max_tokens": "max_output_tokens"}
     input: Annotated[Items, BeforeValidator(_listed, json_schema_input_type=str | Items)]
     instructions: str | None = None
     previous_response_id: str | None = Field(None, max_length=MAX_ID)
     store: bool = True
     max_output_tokens: int | None = None
-    tools: Annotated[list[FunctionTool] | None, Echoed] = Field(
-        None, fail_fast=True, max_length=MAX_TOOLS
-    )
+    tools: Annotated[list[Tool] | None, Echoed] = Field(None, fail_fast=True, max_length=MAX_TOOLS)
     tool_choice: Annotated[Any, Echoed] = "auto"
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions | None = None
@@ -153,7 +164,12 @@ class ResponsesRequest(TurnFields):
 
     def ignored_fields(self) -> list[str]:
         """The names, in order, of sent fields that have no effect."""
-        return without_effect(self.model_extra or (), RESPONSES)
+        unread = without_effect(self.model_extra or (), RESPONSES)
+        return sorted([*unread, *self.toolbox().ignored_fields()])
+
+    def toolbox(self) -> Toolbox:
+        """Return the tools by the names of their functions. Raises RequestError."""
+        return Toolbox(self.tools or ())
 
     def chat(self, items: Sequence[Any]) -> ChatRequest:
         """The turn that is asked for; items: the conversation. Raises RequestError."""
@@ -163,11 +179,12 @@ class ResponsesRequest(TurnFields):
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
         messages = one_system(messages)
+        toolbox = self.toolbox()
         fields = {
             "messages": messages,
             "max_completion_tokens": self.max_output_tokens,
-            "tools": [_chat_tool(tool) for tool in self.tools or ()],
-            "tool_choice": _chat_choice(self.tool_choice),
+            "tools": toolbox.functions(),
+            "tool_choice": _chat_choice(self.tool_choice, toolbox),
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "response_format": _chat_format(self.text.format) if self.text else None,
             "verbosity": self.text.verbosity if self.text else None,
@@ -216,15 +233,21 @@ def _assistants(item: Any) -> dict[str, Any] | None:
         case InputReasoning():
             return {"reasoning_content": "".join(part.text for part in item.content or ())}
         case InputCall():
-            function = {"name": item.name, "arguments": item.arguments}
-            return {"tool_calls": [{"id": item.call_id, "type": "function", "function": function}]}
+            return _called(item, item.arguments)
+        case InputCustomCall():
+            return _called(item, json.dumps({"input": item.input}, ensure_ascii=False))
         case InputMessage(role="assistant"):
             return {"content": _plain(item.content)}
     return None
 
 
+def _called(item: InputCall | InputCustomCall, arguments: str) -> dict[str, Any]:
+    function = {"name": function_name(item.name, item.namespace), "arguments": arguments}
+    return {"tool_calls": [{"id": item.call_id, "type": "function", "function": function}]}
+
+
 def _message(item: Any) -> dict[str, Any]:
-    if isinstance(item, InputCallOutput):
+    if isinstance(item, (InputCallOutput, InputCustomCallOutput)):
         return {"role": "tool", "tool_call_id": item.call_id, "content": _plain(item.output)}
     return {"role": item.role, "content": _plain(item.content)}
 
@@ -241,18 +264,13 @@ def plain_parts(content: Sequence[Any]) -> list[str]:
     return [p if isinstance(p, str) else p.get("text", p.get("refusal")) for p in content]
 
 
-def _chat_tool(tool: FunctionTool) -> dict[str, Any]:
-    function = tool.model_dump(exclude={"type"}, exclude_none=True)
-    return {"type": "function", "function": function}
-
-
-def _chat_choice(choice: Any) -> Any:
+def _chat_choice(choice: Any, toolbox: Toolbox) -> Any:
     """A function, or those that are allowed, as chat writes them: a level deeper."""
     match choice:
-        case {"type": "function", "name": name}:
-            return {"type": "function", "function": {"name": name}}
+        case {"type": "function" | "custom", "name": str()}:
+            return {"type": "function", "function": {"name": toolbox.chosen_name(choice)}}
         case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
-            allowed = {"mode": mode, "tools": [_chat_choice(tool) for tool in tools]}
+            allowed = {"mode": mode, "tools": [_chat_choice(tool, toolbox) for tool in tools]}
             return {"type": "allowed_tools", "allowed_tools": allowed}
     return choice
 

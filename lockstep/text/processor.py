@@ -8,7 +8,7 @@ from itertools import repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.errors import RequestError, brief
+from lockstep.errors import RequestError, brief, context_length_error
 from lockstep.inputs import MAX_SALT, PROMPT_KEYS
 from lockstep.keywords import PROMPT, check_keywords
 from lockstep.outputs import CompletionOutput, Logprob
@@ -224,6 +224,7 @@ class Processor:
                 self._control,
                 self.max_characters,
                 tokenizer.chat_template_path,
+                max_model_len,
             )
         settings = settings or TextSettings()
         self.defaults = dict(defaults or {})
@@ -369,8 +370,10 @@ class Processor:
             others = {name: value for name, value in prompt.items() if name not in PROMPT_KEYS}
             check_keywords(others, PROMPT_KEYS, PROMPT, field="prompt")
             prompt = found
+        field = "prompt"
         if isinstance(prompt, Rendered):
             prompt = prompt.ids
+            field = "messages"
         ids: Any = self.encode(prompt) if isinstance(prompt, str) else prompt
         sized = is_list(ids)
         if sized and params is not None and params.truncate_prompt_tokens is not None:
@@ -381,13 +384,15 @@ class Processor:
                 "Send one of them.",
                 "prompt",
             )
-        if not 1 <= len(ids) < self.max_model_len:
+        if not ids:
             raise RequestError(
-                f"the prompt has {len(ids)} tokens; allowed: 1 to {self.max_model_len - 1} "
+                f"the prompt has 0 tokens; allowed: 1 to {self.max_model_len - 1} "
                 f"(max_model_len={self.max_model_len}, one of them for the answer). "
-                "Shorten the prompt.",
+                "Send a longer prompt.",
                 "prompt",
             )
+        if len(ids) >= self.max_model_len:
+            raise context_length_error(len(ids), self.max_model_len, field)
         return list(ids)
 
     def _most_prompt_tokens(self, params: SamplingParams) -> int:
@@ -519,11 +524,10 @@ class Processor:
         if not isinstance(text, str):
             raise RequestError(f"{field}={brief(text)} is not allowed; send a text.", field)
         if len(text) > self.max_characters:
-            raise RequestError(
-                f"{field} has {len(text)} characters; allowed: at most {self.max_characters} "
-                f"(max_model_len={self.max_model_len} times the longest token's). Shorten it.",
-                field,
-            )
+            # A token has at most as many characters as the longest one.
+            tokens = -(-len(text) * self.max_model_len // self.max_characters)
+            why = f"{field} has {len(text)} characters"
+            raise context_length_error(tokens, self.max_model_len, field, why)
         try:
             text.encode()
         except UnicodeEncodeError as error:

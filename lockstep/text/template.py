@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 import jinja2.meta
 
-from lockstep.errors import CheckpointError, RequestError, brief
+from lockstep.errors import CheckpointError, RequestError, brief, context_length_error
 from lockstep.text import template_probe
 from lockstep.text.control import ControlTokens
 from lockstep.text.template_environment import template_environment
@@ -59,7 +59,8 @@ class ChatTemplate:
     """A compiled template; `special_tokens` (bos_token, eos_token, ...) are its variables.
 
     `control`: the control tokens that strings must not spell. `limit`: most characters of messages,
-    tools and variables together. `origin` names the file in errors. Raises CheckpointError.
+    tools and variables together; no more fit into `max_model_len` tokens. `origin` names the file
+    in errors. Raises CheckpointError.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class ChatTemplate:
         control: ControlTokens | None = None,
         limit: float = math.inf,
         origin: object = "chat_template",
+        max_model_len: int = 0,
     ) -> None:
         if len(source) > MAX_TEMPLATE:
             raise CheckpointError(
@@ -79,6 +81,7 @@ class ChatTemplate:
         self._special_tokens = special_tokens or {}
         self._control = control
         self._limit = limit
+        self._max_model_len = max_model_len
         environment = template_environment(control)
         try:
             parsed = environment.parse(source)
@@ -109,7 +112,7 @@ class ChatTemplate:
 
         continue_final_message: the text ends where the last message's content does.
         """
-        copy = _Copy(self._control, self._limit)
+        copy = _Copy(self._control, self._limit, self._max_model_len)
         shown = copy.messages(messages)
         end = _mark_end(shown) if continue_final_message else ""
         variables = {
@@ -242,9 +245,10 @@ class ChatTemplates:
 class _Copy:
     """Copies what a client sent, with control tokens broken; refuses what is no plain JSON."""
 
-    def __init__(self, control: ControlTokens | None, limit: float) -> None:
+    def __init__(self, control: ControlTokens | None, limit: float, max_model_len: int) -> None:
         self._control = control
         self._limit = limit
+        self._max_model_len = max_model_len
         self._left = limit
 
     def messages(self, messages: Any) -> list[Message]:
@@ -312,10 +316,11 @@ class _Copy:
     def _spend(self, characters: int, path: tuple[Any, ...]) -> None:
         self._left -= characters
         if self._left < 0:
-            raise RequestError(
-                f"messages, tools and chat_template_kwargs hold more than {self._limit} "
-                "characters, more than the model's context could. Shorten them.",
+            raise context_length_error(
+                self._max_model_len + 1,
+                self._max_model_len,
                 str(path[0]).partition("[")[0],
+                f"messages, tools and chat_template_kwargs hold more than {self._limit} characters",
             )
 
 
@@ -404,10 +409,30 @@ def _normal(message: Any, place: str) -> Message:
     calls = normal.pop("tool_calls", None)
     if not isinstance(calls, list | None):
         raise _refusal(f"{place}.tool_calls", calls, "a list of calls")
-    if calls:
-        places = (f"{place}.tool_calls[{i}]" for i in range(len(calls)))
-        normal["tool_calls"] = [_call(c, at) for c, at in zip(calls, places, strict=False)]
+    for i, call in enumerate(calls or ()):
+        whole = _call(call, f"{place}.tool_calls[{i}]")
+        if isinstance(whole["function"]["arguments"], str):
+            # A template could not write this call, and a conversation that holds it must go on.
+            normal["content"] = _with_call_text(normal["content"], whole["function"])
+        else:
+            normal.setdefault("tool_calls", []).append(whole)
     return normal
+
+
+def _with_call_text(
+    content: str | list[dict[str, str]], function: Message
+) -> str | list[dict[str, str]]:
+    """Return the content followed by the text of a call whose arguments are no JSON object.
+
+    Answers repeat the text of such a call in their content, where it is not added again.
+    """
+    said = content if isinstance(content, str) else "\n".join(part["text"] for part in content)
+    if function["arguments"] in said:
+        return content
+    call = f"{function['name']} {function['arguments']}"
+    if isinstance(content, list):
+        return [*content, {"type": "text", "text": call}]
+    return f"{content}\n{call}" if content else call
 
 
 def _texts(content: Any, place: str) -> str | list[dict[str, str]]:
@@ -450,15 +475,20 @@ def _json(value: Any) -> str:
 
 
 def _call(call: Any, place: str) -> Message:
+    """Return a call with its arguments as an object, or as text where they are no JSON object.
+
+    Raises RequestError.
+    """
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise _refusal(place, call, "an object with a function that has a name")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        arguments = _object(arguments)
-    if not isinstance(arguments, dict | None):
+        read = _object(arguments)
+        arguments = read if isinstance(read, dict) else arguments
+    if not isinstance(arguments, dict | str | None):
         raise RequestError(
-            f"{place} has arguments that are no JSON object: {brief(function['arguments'])}. "
+            f"{place} has arguments that are neither text nor an object: {brief(arguments)}. "
             "Send back the arguments as they were received.",
             "messages",
         )

@@ -333,7 +333,7 @@ def test_prefixes_are_found_under_the_same_salt_only() -> None:
 
 def test_what_can_never_fit_is_refused_and_named() -> None:
     sched = make(pages=3)
-    with pytest.raises(CapacityError, match="prompt has 128 tokens; allowed: 1 to 127"):
+    with pytest.raises(CapacityError, match="prompt is too long: 128 tokens > 127 maximum"):
         ask(sched, "a", 128)
     with pytest.raises(RequestError, match="allowed: 1 to 4095"):
         ask(sched, "a", 4096)

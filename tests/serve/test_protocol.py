@@ -147,10 +147,6 @@ WRONG_MESSAGES = [
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}],
         "arguments",
     ),
-    (
-        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "["}}]}],
-        "arguments",
-    ),
     ([{"role": "assistant", "content": "x", "reasoning_content": 5}], "reasoning_content"),
     ([*USER, {"role": "tool", "content": None, "tool_call_id": 5}], "tool_call_id"),
     ([{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}], "function_call"),

@@ -1,0 +1,72 @@
+"""A prompt that does not fit is refused in words and with fields by which agents compact."""
+
+import re
+from typing import Any
+
+import pytest
+
+from tests.serve.asking import CHAT_PATH, TEXT_PATH, post
+
+LONG = "the fox " * 600
+"""More tokens than the context has, and fewer characters than are counted before tokens are."""
+ENDLESS = "x" * 1_000_000
+MESSAGES = "/v1/messages"
+ANTHROPICS = re.compile(r"prompt is too long: (\d+) tokens > (\d+) maximum")
+OPENAIS = "maximum context length is 512 tokens"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("text", [LONG, ENDLESS], ids=["tokens", "characters"])
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (CHAT_PATH, lambda text: {"messages": [{"role": "user", "content": text}]}, "messages"),
+        (TEXT_PATH, lambda text: {"prompt": text}, "prompt"),
+        (TEXT_PATH, lambda text: {"prompt": [7] * len(text)}, "prompt"),
+        ("/v1/responses", lambda text: {"input": text}, "input"),
+    ],
+)
+def test_openais_clients_see_the_code(
+    server: Any, path: str, body: Any, param: str, text: str, stream: bool
+) -> None:
+    found = post(server, path, stream=stream, **body(text))
+    error = found.json()["error"]
+    assert (found.status_code, error["code"]) == (400, "context_length_exceeded"), found.text
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert OPENAIS in error["message"]
+    assert not server.client.requests
+
+
+@pytest.mark.parametrize("text", [LONG, ENDLESS], ids=["tokens", "characters"])
+@pytest.mark.parametrize("path", [MESSAGES, f"{MESSAGES}/count_tokens"])
+def test_anthropics_clients_see_the_phrase(server: Any, path: str, text: str) -> None:
+    counting = path.endswith("count_tokens")
+    extra = {} if counting else {"max_tokens": 9, "stream": True}
+    found = post(server, path, messages=[{"role": "user", "content": text}], **extra)
+    if counting and text is LONG:
+        assert found.json()["input_tokens"] > 512, "a prompt that is too long can be counted"
+        return
+    error = found.json()["error"]
+    assert (found.status_code, error["type"]) == (400, "invalid_request_error")
+    phrase = ANTHROPICS.match(error["message"])
+    assert phrase is not None, error["message"]
+    assert int(phrase[1]) > int(phrase[2]) == 511
+
+
+def test_max_tokens_are_made_to_fit(server: Any) -> None:
+    """A client that asks for more than there is room for gets what the context holds."""
+    server.text = "fox " * 700
+    whole = post(server, CHAT_PATH, messages=[{"role": "user", "content": "x"}], max_tokens=5000)
+    assert whole.json()["choices"][0]["finish_reason"] == "length"
+    usage = whole.json()["usage"]
+    assert usage["total_tokens"] == 512
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "reason"), [(5000, "model_context_window_exceeded"), (9, "max_tokens")]
+)
+def test_a_message_says_which_limit_ended_it(server: Any, max_tokens: int, reason: str) -> None:
+    server.text = "fox " * 700
+    body = {"messages": [{"role": "user", "content": "x"}], "max_tokens": max_tokens}
+    assert post(server, MESSAGES, **body).json()["stop_reason"] == reason
+    assert f'"stop_reason":"{reason}"' in post(server, MESSAGES, stream=True, **body).text
