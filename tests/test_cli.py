@@ -21,6 +21,7 @@ from lockstep.cli.chat import _take_turn
 from lockstep.cli.explain import spans
 from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError, RequestError
+from lockstep.example_prompts import CONVERSATIONS
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
 from tests.tiny_model import DEEPSEEK, TWO_LAYERS, make_model
@@ -81,7 +82,7 @@ def test_a_path_that_is_not_there_is_no_hub_id(tmp_path: Path) -> None:
 
 
 def test_no_bar_where_stderr_is_no_terminal(model: str) -> None:
-    shown = run("generate", "hello", "--max-tokens", "2", *dummy(model))
+    shown = run("generate", "-p", "hello", "--max-tokens", "2", *dummy(model))
     assert shown.stderr.startswith(f"{model} on cpu, mtp K=3, cache of ")
 
 
@@ -91,7 +92,16 @@ def test_the_page_of_settings_is_what_they_declare() -> None:
 
 
 def test_generate_prints_the_text_it_streams(model: str) -> None:
-    asked = ("generate", "hello fox", "--max-tokens", "12", "--temperature", "0", *dummy(model))
+    asked = (
+        "generate",
+        "-p",
+        "hello fox",
+        "--max-tokens",
+        "12",
+        "--temperature",
+        "0",
+        *dummy(model),
+    )
     streamed = run(*asked)
     whole = run(*asked, "--json")
     assert streamed.exit_code == whole.exit_code == 0
@@ -104,12 +114,12 @@ def test_generate_prints_the_text_it_streams(model: str) -> None:
 def test_generate_takes_its_prompt_from_a_pipe_and_the_seed_from_the_flag(model: str) -> None:
     asked = ("generate", "--seed", "7", "--max-tokens", "8", "--json", *dummy(model))
     piped = json.loads(run(*asked, input="hello fox").stdout)
-    given = json.loads(run(*asked[:1], "hello fox", *asked[1:]).stdout)
+    given = json.loads(run(*asked, "-p", "hello fox").stdout)
     assert piped["token_ids"] == given["token_ids"] and piped["seed"] == 7
 
 
 def test_compare_shows_both_and_that_they_agree(model: str) -> None:
-    asked = ("generate", "the quick", "--compare", "--max-tokens", "8", *dummy(model))
+    asked = ("generate", "-p", "the quick", "--compare", "--max-tokens", "8", *dummy(model))
     shown = run(*asked)
     assert shown.exit_code == 0 and "the tokens agree" in shown.stdout
     found = json.loads(run(*asked, "--json").stdout)
@@ -127,7 +137,7 @@ def test_compare_fails_where_tokens_differ(model: str, monkeypatch: pytest.Monke
         return figures, outputs
 
     monkeypatch.setattr(offline, "measure", tampered)
-    shown = run("generate", "the quick", "--compare", "--max-tokens", "8", *dummy(model))
+    shown = run("generate", "-p", "the quick", "--compare", "--max-tokens", "8", *dummy(model))
     assert shown.exit_code == 1 and "the tokens differ" in shown.stdout
 
 
@@ -257,7 +267,28 @@ def test_a_piped_prompt_is_bounded(model: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_parameter_is_refused_before_a_model_is_looked_for() -> None:
     with pytest.raises(RequestError, match="temperature=-1.0 is not allowed"):
-        run("generate", "a", "--temperature", "-1", "--model", "/nowhere")
+        run("generate", "/nowhere", "-p", "a", "--temperature", "-1")
+
+
+def test_generate_takes_its_argument_as_the_model(model: str) -> None:
+    options = ("--prompt", "hello fox", "--temperature", "0", "--json", *dummy(model)[2:])
+    named = json.loads(run("generate", model, *options).stdout)
+    flagged = json.loads(run("generate", "--model", model, *options).stdout)
+    assert named["token_ids"] == flagged["token_ids"] and named["prompt"] == "hello fox"
+
+
+def test_a_prompt_in_the_place_of_the_model_is_told_where_it_belongs() -> None:
+    with pytest.raises(ConfigError, match="model='What is a fox.*Write a prompt after -p"):
+        run("generate", "What is a fox?")
+
+
+def test_generate_without_a_prompt_shows_question_and_answer(model: str) -> None:
+    asked = ("generate", "--max-tokens", "4", "--temperature", "0", *dummy(model))
+    shown = run(*asked)
+    found = json.loads(run(*asked, "--json").stdout)
+    assert found["prompt"] == CONVERSATIONS[0][0][-1]
+    assert f"question: {found['prompt']}" in shown.stderr
+    assert shown.stdout == found["text"] + "\n"
 
 
 def test_chat_keeps_the_conversation(model: str) -> None:
