@@ -63,6 +63,36 @@ def test_help_is_whole_on_a_narrow_terminal(command: str) -> None:
     assert help == narrow.invoke(app, [command, "-h"]).output
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("foo",), "command 'foo' is not known; allowed: serve, generate.*lockstep --help"),
+        (("serv",), "Did you mean serve"),
+        (("top", "a", "b"), r"extra argument.*\(b\).*lockstep top --help"),
+        (("check", "a", "b"), r"extra argument.*\(b\).*lockstep check all --help"),
+        (("bench", "kernels", "--modl", "x"), "--modl is no option .*Did you mean --model"),
+        (("--nope",), "--nope is no option"),
+        (("bench", "serve", "--rates", "x"), "Did you mean --rate"),
+    ],
+)
+def test_errors_of_usage_are_one_line(words: tuple[str, ...], told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as raised:
+        app(list(words), prog_name="lockstep", standalone_mode=False)
+    assert "\n" not in str(raised.value)
+
+
+def test_help_names_every_command() -> None:
+    """Those below others too, and their other names."""
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, []).output
+    for words in ("serve", "generate", "chat", "explain", "top", "configuration", "vllm-flags",
+                  "check quality", "bench drafters", "bench kernels", "bench serving",
+                  "bench serve", "bench latency", "bench throughput"):  # fmt: skip
+        assert re.search(rf"\b{words}\b", shown), words
+    below = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["bench", "--help"]).output
+    assert "bench [OPTIONS] [model]" in below
+    assert "bench kernels" in below
+
+
 def test_the_release_is_shown() -> None:
     assert run("--version").stdout == f"lockstep {lockstep.__version__}\n"
 
@@ -170,6 +200,8 @@ def test_explain_of_a_gpu_that_is_not_there(model: str) -> None:
     assert plan["fits"] and plan["weight_bytes"] > 0 and plan["num_pages"] > 64
     small = json.loads(run(*asked, "--json", "--gpu-memory-bytes", "1e9").stdout)["plan"]
     assert not small["fits"] and small["why"] and small["weight_bytes"] == plan["weight_bytes"]
+    same = json.loads(run(*asked, "--json", "--gpu-memory-bytes", "24GB").stdout)
+    assert same["plan"] == plan
     roomy = run(*asked, "--gpu-memory-bytes", "24e9").stdout.splitlines()[-1]
     assert roomy == f"It fits: a cache of {plan['cache_tokens']:,} tokens."
     tight = run(*asked, "--gpu-memory-bytes", "1e9").stdout.splitlines()[-1]
@@ -217,6 +249,8 @@ def test_explain_names_the_architectures_that_it_knows(model: str) -> None:
         run("explain", "--arch", "sm_75", "--model", model)
     with pytest.raises(ConfigError, match="gpu_memory_bytes"):
         run("explain", "--gpu-memory-bytes", "24e9", "--model", model)
+    with pytest.raises(ConfigError, match="gpu_memory_bytes='24Q' is not allowed; .*24GiB"):
+        run("explain", "--arch", "sm_86", "--gpu-memory-bytes", "24Q", "--model", model)
 
 
 def test_bench_ends_with_one_line_of_json(model: str) -> None:

@@ -16,7 +16,7 @@ from lockstep.cli.show import note, print_json
 from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.progress import progress_bar
-from lockstep.settings import check_writable
+from lockstep.settings import check_writable, why_unread
 
 if TYPE_CHECKING:
     from lockstep.check.report import Report, Tally
@@ -162,7 +162,9 @@ def _write(path: Path, report: "Report") -> None:
     try:
         write_page(path, report, ["lockstep", *sys.argv[1:]])
     except OSError as error:
-        raise ConfigError(f"--report {path} cannot be written: {error}. Name a file.") from None
+        raise ConfigError(
+            f"--report {path} cannot be written: {why_unread(error)}. Name a file."
+        ) from None
 
 
 def _size(quick: bool, full: bool, logits: bool, replay: Path | None, shard: str | None) -> str:

@@ -128,6 +128,8 @@ def _flag(name: str, help: str) -> Any:
 
 def _typed(field: Field[Any], hint: Any) -> tuple[Any, Any]:
     """The option's type and default: JSON and lists are strings on the command line."""
+    if field.metadata.get("is_size"):
+        return (str | None, None) if field.default is None else (str, f"{field.default:g}")
     if field.name == "speculative_config":
         return str, AUTO_DRAFTS
     if field.name == "row_buckets":

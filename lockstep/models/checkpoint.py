@@ -14,6 +14,7 @@ from safetensors import SafetensorError, safe_open
 from lockstep.errors import CheckpointError, choice_error
 from lockstep.models import architecture
 from lockstep.quant import TensorInfo, one_format
+from lockstep.settings import why_unread
 
 MOST_BYTES = 64 << 20
 """Of a JSON file; the indices of the largest models are a tenth of it."""
@@ -154,7 +155,7 @@ def read_object(path: Path, remedy: str) -> dict[str, Any]:
         if not isinstance(raw, dict) or not isinstance(raw.get("text_config", {}), dict):
             raise ValueError("it holds no JSON object")
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}). {remedy}") from None
+        raise CheckpointError(f"{path} cannot be read ({why_unread(error)}). {remedy}") from None
     return raw
 
 
@@ -163,7 +164,13 @@ def weight_files(folder: Path) -> list[Path]:
 
     An index names files of the folder itself, and says which file holds which tensor.
     """
-    files = sorted(folder.glob("*.safetensors"))
+    try:
+        files = sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be read: {why_unread(error)}. Change its permissions, or name "
+            "another model folder."
+        ) from None
     if not files:
         raise CheckpointError(
             f"{folder} holds no *.safetensors file. Name another model folder, or take random "
@@ -192,10 +199,14 @@ def weight_files(folder: Path) -> list[Path]:
 def opened(path: Path) -> Iterator[Any]:
     """A safetensors file. Raises CheckpointError where it cannot be read."""
     try:
+        path.open("rb").close()  # safe_open calls a file without permission missing
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Fetch the file again.") from None
+        remedy = "Fetch the file again."
+        if isinstance(error, PermissionError):
+            remedy = "Change its permissions, or run as a user who may read it."
+        raise CheckpointError(f"{path} cannot be read: {why_unread(error)}. {remedy}") from None
 
 
 def some(names: list[str]) -> str:

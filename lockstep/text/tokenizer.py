@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Fast
 
 from lockstep.errors import CheckpointError, brief
 from lockstep.sampling_params import MAX_EOS_IDS
+from lockstep.settings import why_unread
 
 MOST_KNOWN = 1 << 16
 """Tokens whose bytes are kept."""
@@ -30,7 +31,12 @@ def read_text(path: Path) -> str:
     """The text of a file of UTF-8. Raises CheckpointError."""
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {why_unread(error)}. Change its permissions, or name another "
+            "folder."
+        ) from None
+    except ValueError as error:
         raise damaged(path, error) from None
 
 
@@ -130,7 +136,9 @@ class Tokenizer:
                 "Add it, or set skip_tokenizer_init to work with token ids."
             )
         try:
-            fast = Fast.from_file(str(path))
+            fast = Fast.from_str(read_text(path))
+        except CheckpointError:
+            raise
         except Exception as error:  # tokenizers raises no other kind
             raise damaged(path, error) from None
         fast.no_truncation()
