@@ -17,7 +17,8 @@ from lockstep.bench import offline
 from lockstep.check import cases, matrix, tokens
 from lockstep.check.matrix import Setup
 from lockstep.cli import app
-from lockstep.cli.chat import _take_turn
+from lockstep.cli.chat import take_turn
+from lockstep.cli.conversation import LocalModel
 from lockstep.cli.explain import spans
 from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError, RequestError
@@ -352,7 +353,8 @@ def test_chat_asks_for_the_result_of_a_tool_call(
     monkeypatch.setattr(llm, "chat", answer)
     monkeypatch.setattr("builtins.input", lambda sign: f"blue ({sign})")
     messages: list[dict[str, object]] = [{"role": "user", "content": "Look."}]
-    _take_turn(llm, messages, [tool], SamplingParams(max_tokens=4, temperature=0.0))
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    take_turn(LocalModel(llm, params, [tool]), messages)
     assert [m["role"] for m in messages] == ["user", "assistant", "tool", "assistant"]
     assert messages[2]["content"] == "blue (result of look> )"
 

@@ -216,6 +216,15 @@ def _extended(
     return run
 
 
+def changed_settings(settings: dict[str, Any], except_for: tuple[str, ...]) -> list[str]:
+    """Return the names of engine settings that are not at their defaults, but for some."""
+    usual = {f.name: _typed(f, None)[1] for f in fields(EngineConfig)}
+    usual |= {name: read(usual[name]) for name, read in READERS.items()}
+    return [
+        name for name, value in settings.items() if name not in except_for and value != usual[name]
+    ]
+
+
 def read_row_buckets(value: str | None) -> tuple[int, ...] | None:
     """1,2,4 -> (1, 2, 4). Raises ConfigError."""
     if value is None:
