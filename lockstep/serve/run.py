@@ -319,8 +319,8 @@ def how_to_ask(
     url: str, model_name: str, chats: bool = True, uds: str | None = None, keys: bool = False
 ) -> str:
     """The model, the URL, and a curl line that works as pasted; `keys`: with KEY replaced."""
-    question = "What is the capital of France?"
-    body: dict[str, Any] = {"model": model_name}
+    question = "List the first 12 primes."  # the bundled model knows them, and little of the world
+    body: dict[str, Any] = {"model": model_name, "temperature": 0}
     if chats:
         address = f"{url}/v1/chat/completions"
         body["messages"] = [{"role": "user", "content": question}]
