@@ -58,10 +58,13 @@ def test_sdist_and_wheel_hold_every_file(built: tuple[Path, Path]) -> None:
     assert not package_files() - names
 
 
-def test_the_wheel_answers_in_an_environment_of_its_own(
-    built: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """Its dependencies are those of this environment, so that nothing is downloaded."""
+@pytest.fixture(scope="module")
+def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of a new environment with the wheel.
+
+    Its dependencies are those of this environment, so that nothing is downloaded.
+    """
+    tmp_path = tmp_path_factory.mktemp("installed")
     python = tmp_path / "env/bin/python"
     venv.create(tmp_path / "env", with_pip=False, symlinks=True)
     quiet = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-index")
@@ -69,8 +72,18 @@ def test_the_wheel_answers_in_an_environment_of_its_own(
     run(*pip, built[1], cwd=tmp_path)
     (packages,) = (tmp_path / "env/lib").glob("python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    command = tmp_path / "env/bin/lockstep"
-    assert run(command, "--version", cwd=tmp_path) == f"lockstep {lockstep.__version__}\n"
-    assert str(packages) in run(python, "-c", "import lockstep; print(lockstep)", cwd=tmp_path)
+    return python.parent
+
+
+def test_the_wheel_runs_in_an_environment_of_its_own(installed: Path, tmp_path: Path) -> None:
+    shown = run(installed / "lockstep", "--version", cwd=tmp_path)
+    assert shown == f"lockstep {lockstep.__version__}\n"
+    where = run(installed / "python", "-c", "import lockstep; print(lockstep)", cwd=tmp_path)
+    assert str(installed.parent) in where
+
+
+@pytest.mark.slow
+def test_the_wheel_answers(installed: Path, tmp_path: Path) -> None:
     words = ("generate", "-p", "List the first 12 primes.", "--chat", "--temperature", "0")
-    assert run(command, *words, cwd=tmp_path).startswith("2, 3, 5, 7, 11")
+    answer = run(installed / "lockstep", *words, cwd=tmp_path)
+    assert answer.startswith("2, 3, 5, 7, 11")
