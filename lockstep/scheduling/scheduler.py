@@ -1,7 +1,8 @@
 """The scheduler: who runs, who waits, who moves to the host. Torch-free; runs ahead of results.
 
-Waiting and preempted requests stand in one queue, by priority and then by arrival. Its head is
-served or everybody behind it waits, so nobody is overtaken forever. When memory runs short, the row
+Waiting and preempted requests are in one queue, by priority and then by arrival. Its head is served
+or all others wait, so nobody is overtaken forever. The cost of a schedule depends on the rows that
+run, not on the length of the queue. When memory runs short, the row
 that would be last in that queue moves to host memory; nothing is ever computed twice.
 
 A request ends with "length" at max_model_len tokens, at max_tokens, or when it alone would fill the
@@ -10,7 +11,6 @@ no deadlock, and where a request ends does not depend on how many tokens are dra
 written past that length goes to the null page and is never read for a token that counts.
 """
 
-from bisect import insort
 from dataclasses import dataclass, field
 
 from lockstep.cache.cache import Cache
@@ -28,13 +28,15 @@ from lockstep.scheduling.schedule import (
     Schedule,
     Swap,
 )
+from lockstep.scheduling.waiting_queue import WaitingQueue
 
 
 @dataclass(eq=False)
 class Entry:
     """The scheduler's side of a request.
 
-    key: its place in the queue, and among victims. row: 0 while it waits. max_committed: the most
+    key: (priority, arrival number), the order of service; victims of preemption are chosen from its
+    end. row: 0 while it waits. max_committed: the most
     tokens that the device may have committed after all launched steps. in_flight: launched steps
     that emit and are not read yet. saved: pages in host memory. last_chunk_tick: the schedule that
     gave it its latest chunk of the prompt, -1 before any.
@@ -46,7 +48,6 @@ class Entry:
     row: int = 0
     max_committed: int = 0
     in_flight: int = 0
-    swapped: bool = False
     saved: int = 0
     last_chunk_tick: int = -1
     length: int = field(init=False)
@@ -124,7 +125,8 @@ class Scheduler:
         self.free_rows = list(range(max_num_seqs, 0, -1))
         self.entries: dict[str, Entry] = {}
         self.running: list[Entry] = []
-        self.queue: list[Entry] = []
+        self.queue: WaitingQueue[Entry] = WaitingQueue()
+        self.preempted: dict[str, Entry] = {}  # those of the queue whose state is in host memory
         self.forced: set[str] = set()
         self.launched: dict[int, dict[int, Entry]] = {}
         self.drafts_ready = 0
@@ -140,12 +142,12 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Requests that have not begun."""
-        return len(self.queue) - self.num_swapped
+        return len(self.queue) - len(self.preempted)
 
     @property
     def num_swapped(self) -> int:
         """Preempted requests, in host memory."""
-        return sum(entry.swapped for entry in self.queue)
+        return len(self.preempted)
 
     def add(self, request: Request) -> None:
         """Queues a request. RequestError or CapacityError if it can never be served."""
@@ -177,7 +179,7 @@ class Scheduler:
         salt = salt_of(request.cache_salt)
         seq = CacheSeq(request.prompt_token_ids, request.output_token_ids, salt, reuse)
         entry = Entry(request, seq, (rank, self.arrivals))
-        self._enqueue(entry)
+        self.queue.push(entry)
         self.entries[request.id] = entry
 
     def abort(self, request_id: str, reason: str = "abort") -> Request | None:
@@ -190,8 +192,9 @@ class Scheduler:
         return entry.request
 
     def begun(self) -> list[str]:
-        """The requests that have a row, or had one and are in host memory."""
-        return [i for i, entry in self.entries.items() if entry.row or entry.swapped]
+        """Return the ids of requests that have a row, or had one and are in host memory."""
+        begun = [*self.running, *self.preempted.values()]
+        return [entry.request.id for entry in sorted(begun, key=lambda e: e.key)]
 
     def force_preempt(self, request_id: str) -> None:
         """Preempts a request at the next schedule, if it runs then. One that is over stays over."""
@@ -290,9 +293,6 @@ class Scheduler:
         plan.drafts_ready = min(plan.num_drafts, self.drafts_ready)
         self.drafts_ready = plan.num_drafts
 
-    def _enqueue(self, entry: Entry) -> None:
-        insort(self.queue, entry, key=lambda e: e.key)
-
     def _leave_row(self, entry: Entry) -> None:
         self.cache.release(entry.seq)
         self.running.remove(entry)
@@ -302,6 +302,7 @@ class Scheduler:
     def _finish(self, entry: Entry) -> None:
         del self.entries[entry.request.id]
         self.forced.discard(entry.request.id)
+        self.preempted.pop(entry.request.id, None)
         if entry.row:
             self._leave_row(entry)
         else:
@@ -314,11 +315,11 @@ class Scheduler:
         plan.swap_out.append(Swap(entry.row, entry.request.id, pages, entry.seq.slot))
         plan.grants = [grant for grant in plan.grants if grant.row != entry.row]
         self._leave_row(entry)
-        entry.swapped = True
         entry.saved = used
         entry.request.metrics.num_preemptions += 1
         self.preemptions += 1
-        self._enqueue(entry)
+        self.preempted[entry.request.id] = entry
+        self.queue.push(entry)
 
     def _preempt_forced(self, plan: Schedule) -> None:
         """Preempts for tests' sake: what was asked for, and every Nth time one row in turn."""
@@ -345,18 +346,39 @@ class Scheduler:
                 plan.grants.append(PageGrant(entry.row, column, entry.seq.pages[column:]))
 
     def _serve_queue(self, plan: Schedule) -> None:
-        """Serves the queue from its head until one does not fit."""
+        """Start requests from the head of the queue until one does not fit.
+
+        The cost depends on the rows that run and start, never on how many requests wait.
+        """
         overdue = sum(e.in_prompt and e.last_chunk_tick < self.ticks - 1 for e in self.running)
         fresh = self.budget // self.grain - overdue
-        for entry in [e for e in self.queue if not e.will_finish]:
-            if not entry.swapped and fresh <= 0:
-                return
-            while not self._start(plan, entry):
-                victim = max(self.running, key=lambda e: e.key, default=None)
-                if victim is None or victim.key[0] <= entry.key[0]:
-                    return
-                self._preempt(plan, victim)
-            fresh -= entry.max_committed < entry.length
+        passed_over: list[Entry] = []
+        victims: list[Entry] = []
+        while (entry := self.queue.head()) is not None:
+            # A victim of this schedule does not return in it; the pages that it gave are taken.
+            if entry.will_finish or entry in victims:
+                self.queue.remove(entry)
+                passed_over.append(entry)
+                continue
+            is_new = entry.request.id not in self.preempted
+            if (is_new and fresh <= 0) or not self._make_room_and_start(plan, entry, victims):
+                break
+            fresh -= entry.in_prompt
+        for entry in passed_over:
+            self.queue.push(entry)
+
+    def _make_room_and_start(self, plan: Schedule, entry: Entry, victims: list[Entry]) -> bool:
+        """Start a request, preempting rows of lower priority for it; whether it has a row now.
+
+        victims: extended by the rows that were preempted, even where that was not enough.
+        """
+        while not self._start(plan, entry):
+            victim = max(self.running, key=lambda e: e.key, default=None)
+            if victim is None or victim.key[0] <= entry.key[0]:
+                return False
+            self._preempt(plan, victim)
+            victims.append(victim)
+        return True
 
     def _start(self, plan: Schedule, entry: Entry) -> bool:
         """Gives the head a row, pages and a slot; one page per running row stays spare."""
@@ -366,7 +388,8 @@ class Scheduler:
         request = entry.request
         need = entry.need(self.reach)
         spare = len(self.running)
-        if entry.swapped:
+        returns = request.id in self.preempted
+        if returns:
             need = max(need, entry.saved * self.cache.config.page_size)
             if not self.cache.readmit(seq, need, spare):
                 return False
@@ -380,13 +403,13 @@ class Scheduler:
         entry.row = self.free_rows.pop()
         self.running.append(entry)
         pages = list(seq.pages)
-        if entry.swapped:
+        if returns:
+            del self.preempted[request.id]
             plan.swap_in.append(Swap(entry.row, request.id, pages, seq.slot))
         else:
             plan.admissions.append(
                 Admission(entry.row, request, pages, seq.slot, entry.max_committed, seq.source)
             )
-        entry.swapped = False
         return True
 
     def _plan_prompt(self, plan: Schedule) -> dict[int, Entry]:
