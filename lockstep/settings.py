@@ -40,7 +40,7 @@ def read_named(path: str | Path, most: int = MOST_CHARACTERS) -> str:
 
 
 def why_unread(error: Exception) -> str:
-    """Return why a path cannot be read, without its name, which may be of any length.
+    """Return the reason that a path cannot be read, without the path, which may be long.
 
     A path without permission is told from one that is missing.
     """
@@ -82,7 +82,7 @@ def read_bytes(text: str, unit: int = 1) -> float:
 
 
 def size_in(unit: int) -> BeforeValidator:
-    """Return the validator that reads texts as sizes, in units of so many bytes."""
+    """Return the validator that reads texts as sizes. unit: bytes of one, e.g. 2^30 for GiB."""
 
     def read(value: Any) -> Any:
         if not isinstance(value, str):

@@ -25,7 +25,7 @@ class PlainCommand(TyperCommand):
         formatter.write_usage(path, " ".join(self.collect_usage_pieces(ctx)))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write a section for each group of options, then the commands beside this one."""
+        """Write a section for each group of options, then the other commands of the group."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)

@@ -28,7 +28,7 @@ CUT = "the answer was cut: it reached max_tokens, or the model's context is full
 
 @dataclass
 class Answer:
-    """One assistant message, filled while it is streamed, so that Ctrl-C keeps what has come."""
+    """Assistant message, filled while it is streamed, so that Ctrl-C keeps what has come."""
 
     content: str = ""
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
@@ -82,7 +82,7 @@ class LocalModel:
         reply = llm.processor.reply_parser(prompt, self._tools).parse(completion.text)
         answer.content = reply.content or ""
         answer.tool_calls = _calls(reply)
-        answer.finish_reason = completion.finish_reason
+        answer.finish_reason = completion.finish_reason  # set last: until then Ctrl-C drops calls
 
 
 def _calls(reply: "Reply") -> list[dict[str, Any]]:
@@ -198,6 +198,7 @@ def _take(choice: dict[str, Any], answer: Answer, show: Callable[[str], None]) -
     text = delta.get("content") or ""
     show(text)
     answer.content += text
+    # A call comes in parts: its id and name in the first, its arguments over several.
     for part in delta.get("tool_calls") or ():
         function = part.get("function") or {}
         if part.get("index", 0) >= len(answer.tool_calls):

@@ -122,8 +122,8 @@ def _q_typed() -> Iterator[Wait]:
 
     def wait(seconds: float) -> bool:
         end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            ready, _, _ = select.select([keyboard], [], [], left)
+        while (remaining := end - time.monotonic()) > 0:
+            ready, _, _ = select.select([keyboard], [], [], remaining)
             if ready and os.read(keyboard, 1) in (b"q", b"Q", b""):
                 return True
         return False
