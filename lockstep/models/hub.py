@@ -43,8 +43,8 @@ def folder_of(model: str, weights: bool = True, field: str = "model") -> Path:
             ) from None
     if not HUB_ID.fullmatch(model):
         raise ConfigError(
-            f"{field}={model[:200]!r} is no folder that is there ({reason}), and no hub id, such "
-            f"as Qwen/Qwen3-8B. {REMEDY}"
+            f"{field}={model[:200]!r} is no folder that is there, and no hub id, such as "
+            f"Qwen/Qwen3-8B ({reason}). {REMEDY}"
         )
     return fetch(model, weights, field)
 
