@@ -13,7 +13,7 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):  # what a terminal cannot encode ends no command
             stream.reconfigure(errors=errors)
     try:
-        app()
+        app(prog_name="lockstep")
     except LockstepError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)

@@ -8,7 +8,15 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from lockstep import spec
 from lockstep.errors import ConfigError
-from lockstep.settings import TEXT_OF_PATH, TUPLE_OF_LIST, Settings, check_names, setting
+from lockstep.settings import (
+    SIZES,
+    TEXT_OF_PATH,
+    TUPLE_OF_LIST,
+    Settings,
+    check_names,
+    setting,
+    size_in,
+)
 from lockstep.spec.config import EXAMPLE, SpeculativeConfig
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -117,8 +125,11 @@ class EngineConfig(Settings):
     gpu_memory_utilization: Annotated[float, Field(ge=0.05, le=0.98)] = setting(
         0.9, "share of the GPU's memory to use"
     )
-    kv_cache_memory_bytes: Annotated[int, Field(ge=1, le=1 << 50)] | None = setting(
-        None, "bytes of the cache, instead of measuring memory"
+    kv_cache_memory_bytes: Annotated[int, Field(ge=1, le=1 << 50), size_in(1)] | None = setting(
+        None,
+        "bytes of the cache, e.g. 24G or 25.3e9, instead of measuring memory",
+        allowed=f"bytes from 1 to {1 << 50}, such as {SIZES}",
+        is_size=True,
     )
     num_gpu_blocks: Annotated[int, Field(ge=2, le=1 << 30)] | None = setting(
         None, "pages of KV cache, instead of measuring memory"
@@ -132,8 +143,12 @@ class EngineConfig(Settings):
     enable_prefix_caching: bool = setting(
         True, "reuse the cache of common prompt prefixes", remedy=_ONE
     )
-    kv_offloading_size: Annotated[float, Field(ge=0, le=1 << 20)] = setting(
-        0.0, "GiB of host memory for prefixes that the cache has no room for; 0: they are dropped"
+    kv_offloading_size: Annotated[float, Field(ge=0, le=1 << 20), size_in(1 << 30)] = setting(
+        0.0,
+        "GiB of host memory, or a size such as 64GB, for prefixes that the cache has no room for; "
+        "0: they are dropped",
+        allowed=f"numbers from 0 to {1 << 20}, in GiB, or sizes such as 24G or 24GB",
+        is_size=True,
     )
     scheduling_policy: Literal["fcfs", "priority"] = setting(
         "fcfs", "fcfs, or priority (lower runs sooner)", remedy=_ONE

@@ -80,6 +80,11 @@ def choice_error(
     return kind(f"{field}={brief(value)} is not allowed; allowed: {allowed}. {remedy}")
 
 
+def install_extra(name: str) -> str:
+    """Return the command that installs an extra. The package is on no index, so a checkout is."""
+    return f"in Lockstep's checkout, pip install '.[{name}]'"
+
+
 def brief(value: object, depth: int = 2) -> str:
     """A value for a message, short however large it is: plain types are spelled, others named."""
     if isinstance(value, str):

@@ -4,6 +4,7 @@ A declaration is a field's type, with its bounds, and its setting(): default, he
 command line, the errors and the page of settings in docs/ are all made from it.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from difflib import get_close_matches
@@ -39,8 +40,57 @@ def read_named(path: str | Path, most: int = MOST_CHARACTERS) -> str:
 
 
 def why_unread(error: Exception) -> str:
-    """What read_named raised, without the file's name, which may be of any length."""
+    """Return the reason that a path cannot be read, without the path, which may be long.
+
+    A path without permission is told from one that is missing.
+    """
+    if isinstance(error, PermissionError):
+        return "Permission denied: this user may not use it, or not enter a folder above it"
     return getattr(error, "strerror", None) or str(error)[:200]
+
+
+FACTORS = {
+    letter: (1000 if letter.islower() else 1024) ** power
+    for power, pair in enumerate(("kK", "mM", "gG", "tT"), 1)
+    for letter in pair
+}
+"""Factors of suffixes: small letters count in thousands, as vLLM has them."""
+_SIZE = re.compile(
+    r"(\d{1,20}(?:\.\d{1,20})?(?:[eE][+-]?\d{1,2})?)\s*([kKmMgGtT](?:i?[bB])?|[bB]|)"
+)
+SIZES = "24G or 24GiB (2^30 bytes each), 24GB (10^9) or 25.3e9"
+"""Examples of sizes, for messages."""
+
+
+def read_bytes(text: str, unit: int = 1) -> float:
+    """Return the number of units of a size such as 24G, 24GB, 24GiB, 25.3e9 or 512.
+
+    unit: bytes of one; a number without a suffix counts units. Raises ValueError.
+    """
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text[:60]!r} is no size")
+    number = float(match[1])
+    if not match[2]:
+        return number
+    letter, of_bytes = match[2][:1], match[2][1:].lower()
+    if letter in "bB":
+        return number / unit
+    if of_bytes:
+        letter = letter.upper() if of_bytes == "ib" else letter.lower()
+    return number * FACTORS[letter] / unit
+
+
+def size_in(unit: int) -> BeforeValidator:
+    """Return the validator that reads texts as sizes. unit: bytes of one, e.g. 2^30 for GiB."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        number = read_bytes(value, unit)
+        return int(number) if unit == 1 else number
+
+    return BeforeValidator(read)
 
 
 def check_writable(name: str, path: Path) -> None:
@@ -49,7 +99,7 @@ def check_writable(name: str, path: Path) -> None:
     try:
         path.open("ab").close()
     except OSError as error:
-        allowed = f"a file that can be written ({error.strerror})"
+        allowed = f"a file that can be written ({why_unread(error)})"
         wrong = choice_error(ConfigError, name, str(path), allowed, "Name another file.")
         raise wrong from None
     if not known:
@@ -62,11 +112,16 @@ def setting(
     *,
     allowed: str | Callable[[], str] | None = None,
     remedy: str = "Choose a value in that range.",
+    is_size: bool = False,
 ) -> Any:
-    """A field of a Settings class. default: MISSING where there is none; allowed: what an error
-    says is allowed, where the type's bounds do not say it well, or what finds it out when it is
-    needed; remedy: what the error advises."""
-    return field(default=default, metadata={"help": help, "allowed": allowed, "remedy": remedy})
+    """Return a field of a Settings class.
+
+    default: MISSING where there is none; allowed: what an error says is allowed, where the type's
+    bounds do not say it well, or what finds it out when it is needed; remedy: what the error
+    advises; is_size: whether its values may be texts that size_in() reads.
+    """
+    about = {"help": help, "allowed": allowed, "remedy": remedy, "is_size": is_size}
+    return field(default=default, metadata=about)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,12 @@ from lockstep.bench import offline
 from lockstep.check import cases, matrix, tokens
 from lockstep.check.matrix import Setup
 from lockstep.cli import app
-from lockstep.cli.chat import _take_turn
+from lockstep.cli.chat import take_turn
+from lockstep.cli.conversation import LocalModel
 from lockstep.cli.explain import spans
 from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError, RequestError
+from lockstep.example_prompts import CONVERSATIONS
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
 from tests.tiny_model import DEEPSEEK, TWO_LAYERS, make_model
@@ -62,6 +64,36 @@ def test_help_is_whole_on_a_narrow_terminal(command: str) -> None:
     assert help == narrow.invoke(app, [command, "-h"]).output
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("foo",), "command 'foo' is not known; allowed: serve, generate.*lockstep --help"),
+        (("serv",), "Did you mean serve"),
+        (("top", "a", "b"), r"extra argument.*\(b\).*lockstep top --help"),
+        (("check", "a", "b"), r"extra argument.*\(b\).*lockstep check all --help"),
+        (("bench", "kernels", "--modl", "x"), "--modl is no option .*Did you mean --model"),
+        (("--nope",), "--nope is no option"),
+        (("bench", "serve", "--rates", "x"), "Did you mean --rate"),
+    ],
+)
+def test_errors_of_usage_are_one_line(words: tuple[str, ...], told: str) -> None:
+    with pytest.raises(ConfigError, match=told) as raised:
+        app(list(words), prog_name="lockstep", standalone_mode=False)
+    assert "\n" not in str(raised.value)
+
+
+def test_help_names_every_command() -> None:
+    """Those below others too, and their other names."""
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, []).output
+    for words in ("serve", "generate", "chat", "explain", "top", "configuration", "vllm-flags",
+                  "check quality", "bench drafters", "bench kernels", "bench serving",
+                  "bench serve", "bench latency", "bench throughput"):  # fmt: skip
+        assert re.search(rf"\b{words}\b", shown), words
+    below = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["bench", "--help"]).output
+    assert "bench [OPTIONS] [model]" in below
+    assert "bench kernels" in below
+
+
 def test_the_release_is_shown() -> None:
     assert run("--version").stdout == f"lockstep {lockstep.__version__}\n"
 
@@ -81,7 +113,7 @@ def test_a_path_that_is_not_there_is_no_hub_id(tmp_path: Path) -> None:
 
 
 def test_no_bar_where_stderr_is_no_terminal(model: str) -> None:
-    shown = run("generate", "hello", "--max-tokens", "2", *dummy(model))
+    shown = run("generate", "-p", "hello", "--max-tokens", "2", *dummy(model))
     assert shown.stderr.startswith(f"{model} on cpu, mtp K=3, max_num_seqs 4, cache of ")
 
 
@@ -91,7 +123,16 @@ def test_the_page_of_settings_is_what_they_declare() -> None:
 
 
 def test_generate_prints_the_text_it_streams(model: str) -> None:
-    asked = ("generate", "hello fox", "--max-tokens", "12", "--temperature", "0", *dummy(model))
+    asked = (
+        "generate",
+        "-p",
+        "hello fox",
+        "--max-tokens",
+        "12",
+        "--temperature",
+        "0",
+        *dummy(model),
+    )
     streamed = run(*asked)
     whole = run(*asked, "--json")
     assert streamed.exit_code == whole.exit_code == 0
@@ -104,12 +145,12 @@ def test_generate_prints_the_text_it_streams(model: str) -> None:
 def test_generate_takes_its_prompt_from_a_pipe_and_the_seed_from_the_flag(model: str) -> None:
     asked = ("generate", "--seed", "7", "--max-tokens", "8", "--json", *dummy(model))
     piped = json.loads(run(*asked, input="hello fox").stdout)
-    given = json.loads(run(*asked[:1], "hello fox", *asked[1:]).stdout)
+    given = json.loads(run(*asked, "-p", "hello fox").stdout)
     assert piped["token_ids"] == given["token_ids"] and piped["seed"] == 7
 
 
 def test_compare_shows_both_and_that_they_agree(model: str) -> None:
-    asked = ("generate", "the quick", "--compare", "--max-tokens", "8", *dummy(model))
+    asked = ("generate", "-p", "the quick", "--compare", "--max-tokens", "8", *dummy(model))
     shown = run(*asked)
     assert shown.exit_code == 0 and "the tokens agree" in shown.stdout
     found = json.loads(run(*asked, "--json").stdout)
@@ -127,7 +168,7 @@ def test_compare_fails_where_tokens_differ(model: str, monkeypatch: pytest.Monke
         return figures, outputs
 
     monkeypatch.setattr(offline, "measure", tampered)
-    shown = run("generate", "the quick", "--compare", "--max-tokens", "8", *dummy(model))
+    shown = run("generate", "-p", "the quick", "--compare", "--max-tokens", "8", *dummy(model))
     assert shown.exit_code == 1 and "the tokens differ" in shown.stdout
 
 
@@ -160,6 +201,8 @@ def test_explain_of_a_gpu_that_is_not_there(model: str) -> None:
     assert plan["fits"] and plan["weights_bytes"] > 0 and plan["num_pages"] > 64
     small = json.loads(run(*asked, "--json", "--gpu-memory-bytes", "1e9").stdout)["plan"]
     assert not small["fits"] and small["why"] and small["weights_bytes"] == plan["weights_bytes"]
+    same = json.loads(run(*asked, "--json", "--gpu-memory-bytes", "24GB").stdout)
+    assert same["plan"] == plan
     roomy = run(*asked, "--gpu-memory-bytes", "24e9").stdout.splitlines()[-1]
     assert roomy == f"It fits: a cache of {plan['cache_tokens']:,} tokens."
     tight = run(*asked, "--gpu-memory-bytes", "1e9").stdout.splitlines()[-1]
@@ -207,6 +250,8 @@ def test_explain_names_the_architectures_that_it_knows(model: str) -> None:
         run("explain", "--arch", "sm_75", "--model", model)
     with pytest.raises(ConfigError, match="gpu_memory_bytes"):
         run("explain", "--gpu-memory-bytes", "24e9", "--model", model)
+    with pytest.raises(ConfigError, match="gpu_memory_bytes='24Q' is not allowed; .*24GiB"):
+        run("explain", "--arch", "sm_86", "--gpu-memory-bytes", "24Q", "--model", model)
 
 
 def test_bench_ends_with_one_line_of_json(model: str) -> None:
@@ -257,7 +302,28 @@ def test_a_piped_prompt_is_bounded(model: str, monkeypatch: pytest.MonkeyPatch) 
 
 def test_a_parameter_is_refused_before_a_model_is_looked_for() -> None:
     with pytest.raises(RequestError, match="temperature=-1.0 is not allowed"):
-        run("generate", "a", "--temperature", "-1", "--model", "/nowhere")
+        run("generate", "/nowhere", "-p", "a", "--temperature", "-1")
+
+
+def test_generate_takes_its_argument_as_the_model(model: str) -> None:
+    options = ("--prompt", "hello fox", "--temperature", "0", "--json", *dummy(model)[2:])
+    named = json.loads(run("generate", model, *options).stdout)
+    flagged = json.loads(run("generate", "--model", model, *options).stdout)
+    assert named["token_ids"] == flagged["token_ids"] and named["prompt"] == "hello fox"
+
+
+def test_a_prompt_in_the_place_of_the_model_is_told_where_it_belongs() -> None:
+    with pytest.raises(ConfigError, match="model='What is a fox.*Write a prompt after -p"):
+        run("generate", "What is a fox?")
+
+
+def test_generate_without_a_prompt_shows_question_and_answer(model: str) -> None:
+    asked = ("generate", "--max-tokens", "4", "--temperature", "0", *dummy(model))
+    shown = run(*asked)
+    found = json.loads(run(*asked, "--json").stdout)
+    assert found["prompt"] == CONVERSATIONS[0][0][-1]
+    assert f"question: {found['prompt']}" in shown.stderr
+    assert shown.stdout == found["text"] + "\n"
 
 
 def test_chat_keeps_the_conversation(model: str) -> None:
@@ -287,7 +353,8 @@ def test_chat_asks_for_the_result_of_a_tool_call(
     monkeypatch.setattr(llm, "chat", answer)
     monkeypatch.setattr("builtins.input", lambda sign: f"blue ({sign})")
     messages: list[dict[str, object]] = [{"role": "user", "content": "Look."}]
-    _take_turn(llm, messages, [tool], SamplingParams(max_tokens=4, temperature=0.0))
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    take_turn(LocalModel(llm, params, [tool]), messages)
     assert [m["role"] for m in messages] == ["user", "assistant", "tool", "assistant"]
     assert messages[2]["content"] == "blue (result of look> )"
 

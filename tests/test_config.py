@@ -58,7 +58,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("num_snapshots", -1, "from 0 to 1048576"),
     ("kv_offloading_size", -0.5, "numbers from 0 to 1048576"),
     ("kv_offloading_size", math.inf, "numbers from 0 to 1048576"),
-    ("kv_offloading_size", "4GiB", "numbers from 0 to 1048576"),
+    ("kv_offloading_size", "4GX", "numbers from 0 to 1048576"),
     ("snapshot_every", 0, "from 1 to 1048576"),
     ("enable_prefix_caching", "no", "True, False"),
     ("skip_tokenizer_init", None, "True, False"),

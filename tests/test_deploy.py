@@ -5,17 +5,22 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from packaging.requirements import Requirement
 from typer.main import get_command
 
 from lockstep.cli import app
+from lockstep.engine.stats import Stats
 from lockstep.serve.guard import OPEN_PATHS
+from lockstep.serve.metrics import Metrics
 from lockstep.serve.settings import ServerSettings
 
 DEPLOY = Path(__file__).parent.parent / "deploy"
@@ -34,10 +39,17 @@ def read(name: str) -> Any:
 
 
 COMPOSE = read("compose.yaml")
-OBJECTS = {
-    found["kind"]: found
-    for found in yaml.safe_load_all((DEPLOY / "kubernetes/lockstep.yaml").read_text())
-}
+
+
+def objects(*names: str) -> dict[str, Any]:
+    """The objects of files of deploy/kubernetes, by kind."""
+    texts = [(DEPLOY / "kubernetes" / name).read_text() for name in names]
+    return {one["kind"]: one for text in texts for one in yaml.safe_load_all(text)}
+
+
+OBJECTS = objects("lockstep.yaml", "ingress.yaml")
+CUSTOM = objects("monitoring.yaml")
+ALERTS = read("prometheus/alerts.yml")
 POD = OBJECTS["Deployment"]["spec"]["template"]["spec"]
 (CONTAINER,) = POD["containers"]
 
@@ -84,6 +96,132 @@ def test_kubernetes_knows_every_field(kind: str) -> None:
     kubernetes_validate.validate(OBJECTS[kind], "1.30", strict=True)
 
 
+def closed(required: str = "", **properties: Any) -> dict[str, Any]:
+    """A JSON schema of an object with these properties and no other."""
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": required.split(),
+        "additionalProperties": False,
+    }
+
+
+TEXT = {"type": "string", "minLength": 1}
+LABELS = {"type": "object", "additionalProperties": TEXT}
+TIME = {"type": "string", "pattern": "^[0-9]+(ms|s|m|h)$"}
+METADATA = closed("name labels", name=TEXT, labels=LABELS)
+HEAD = {"apiVersion": {"const": "monitoring.coreos.com/v1"}, "kind": TEXT, "metadata": METADATA}
+ALERT = closed(
+    "alert expr labels annotations",
+    alert={"type": "string", "pattern": "^Lockstep[A-Za-z]+$"},
+    expr=TEXT,
+    labels=LABELS,
+    annotations=LABELS,
+    **{"for": TIME},
+)
+GROUPS = {
+    "type": "array",
+    "items": closed("name rules", name=TEXT, rules={"type": "array", "items": ALERT}),
+    "minItems": 1,
+}
+CREDENTIALS = closed("name key", name=TEXT, key=TEXT)
+AUTHORIZATION = closed("type credentials", type={"const": "Bearer"}, credentials=CREDENTIALS)
+ENDPOINT = closed(
+    "port path", port=TEXT, path={"const": "/metrics"}, interval=TIME, authorization=AUTHORIZATION
+)
+CUSTOM_SPECS = {
+    "ServiceMonitor": closed(
+        "selector endpoints",
+        selector=closed("matchLabels", matchLabels=LABELS),
+        jobLabel=TEXT,
+        endpoints={"type": "array", "items": ENDPOINT, "minItems": 1},
+    ),
+    "PrometheusRule": closed("groups", groups=GROUPS),
+}
+"""Of the operator's kinds, what is used of them: Kubernetes' own schemas do not know these."""
+
+
+@pytest.mark.parametrize("kind", CUSTOM_SPECS)
+def test_the_operator_knows_every_field(kind: str) -> None:
+    schema = closed("apiVersion kind metadata spec", spec=CUSTOM_SPECS[kind], **HEAD)
+    jsonschema.validate(CUSTOM[kind], schema)
+    wrong = CUSTOM[kind] | {"spec": CUSTOM[kind]["spec"] | {"endpoint": []}}
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(wrong, schema)
+
+
+def test_alerts_ask_for_metrics_that_are_there() -> None:
+    assert CUSTOM["PrometheusRule"]["spec"]["groups"] == ALERTS["groups"]
+    assert read("prometheus/prometheus.yml")["rule_files"] == ["alerts.yml"]
+    stats = Stats(pages=10)
+    stats.requests_success_total["error"] = 1
+    for name in ("ttft_seconds",):
+        stats.observe(name, 0.1)
+    served = Metrics("m").render(stats).decode()
+    (rules,) = [group["rules"] for group in ALERTS["groups"]]
+    for rule in rules:
+        for name in re.findall(r"lockstep:\w+", rule["expr"]):
+            assert f"\n{name}{{" in served, name
+        for label, value in re.findall(r"(\w+)=\"(\w+)\"", rule["expr"]):
+            assert label == "job" or f'{label}="{value}"' in served
+
+
+def test_what_the_monitor_reads() -> None:
+    """The service's port, with a key of the secret that the pod mounts."""
+    (endpoint,) = CUSTOM["ServiceMonitor"]["spec"]["endpoints"]
+    (port,) = OBJECTS["Service"]["spec"]["ports"]
+    assert endpoint["port"] == port["name"]
+    assert (
+        CUSTOM["ServiceMonitor"]["spec"]["selector"]["matchLabels"]
+        == (OBJECTS["Service"]["metadata"]["labels"])
+    )
+    secrets = [v["secret"]["secretName"] for v in POD["volumes"] if "secret" in v]
+    assert endpoint["authorization"]["credentials"]["name"] in secrets
+
+
+def test_policy_budget_and_ingress_mean_the_pod() -> None:
+    labels = OBJECTS["Deployment"]["spec"]["template"]["metadata"]["labels"]
+    policy = OBJECTS["NetworkPolicy"]["spec"]
+    assert policy["podSelector"]["matchLabels"] == labels
+    assert policy["ingress"][0]["ports"] == [{"protocol": "TCP", "port": "http"}]
+    assert OBJECTS["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] == labels
+    ((path,),) = [rule["http"]["paths"] for rule in OBJECTS["Ingress"]["spec"]["rules"]]
+    service = path["backend"]["service"]
+    assert service == {"name": OBJECTS["Service"]["metadata"]["name"], "port": {"name": "http"}}
+
+
+def test_the_ingress_buffers_no_stream() -> None:
+    prefix = "nginx.ingress.kubernetes.io/"
+    chosen = OBJECTS["Ingress"]["metadata"]["annotations"]
+    assert chosen[f"{prefix}proxy-buffering"] == "off"
+    assert int(chosen[f"{prefix}proxy-read-timeout"]) >= 600
+    assert chosen[f"{prefix}proxy-body-size"] == f"{ServerSettings().max_body_size:g}m"
+
+
+def test_tokens_of_the_hub_come_from_outside() -> None:
+    (token,) = CONTAINER["env"]
+    assert token["name"] == "HF_TOKEN" and token["valueFrom"]["secretKeyRef"]["optional"] is True
+    assert COMPOSE["services"]["lockstep"]["environment"] == {"HF_TOKEN": "${HF_TOKEN:-}"}
+    assert unit()["Service"]["EnvironmentFile"] == ["-/etc/lockstep/environment"]
+
+
+def test_the_pod_goes_to_a_gpu() -> None:
+    assert CONTAINER["resources"]["limits"]["nvidia.com/gpu"] == 1
+    assert POD["nodeSelector"] == {"nvidia.com/gpu.present": "true"}
+    assert [t["key"] for t in POD["tolerations"]] == ["nvidia.com/gpu"]
+
+
+def test_constraints_fix_every_dependency() -> None:
+    """Each within its range, torch above all: another build of it may give other bits."""
+    lines = (DEPLOY / "constraints.txt").read_text().splitlines()
+    fixed = dict(line.split("==") for line in lines if not line.startswith("#"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for line in project["dependencies"]:
+        needed = Requirement(line)
+        assert fixed[needed.name] in needed.specifier, line
+    assert "--constraint constraints.txt" in DOCKERFILE
+
+
 def test_a_wrong_field_is_seen() -> None:
     """The judge is no rubber stamp."""
     wrong = OBJECTS["Deployment"] | {"spec": OBJECTS["Deployment"]["spec"] | {"replica": 1}}
@@ -127,7 +265,9 @@ def test_running_requests_may_end() -> None:
     assert ServerSettings().shutdown_timeout == DRAIN_SECONDS
     (stop,) = unit()["Service"]["TimeoutStopSec"]
     grace = COMPOSE["services"]["lockstep"]["stop_grace_period"]
-    for seconds in (int(stop), int(grace.removesuffix("s")), POD["terminationGracePeriodSeconds"]):
+    sleeps = CONTAINER["lifecycle"]["preStop"]["sleep"]["seconds"]
+    pod = POD["terminationGracePeriodSeconds"] - sleeps
+    for seconds in (int(stop), int(grace.removesuffix("s")), pod):
         assert seconds > DRAIN_SECONDS
 
 

@@ -262,14 +262,29 @@ def test_the_drafter_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert sum(o.metrics.num_accepted_tokens for o in found) > 0
 
 
+def script(name: str) -> ModuleType:
+    """A script of docs/."""
+    found = spec_from_file_location(name, DOCS / f"{name}.py")
+    assert found is not None and found.loader is not None
+    module = module_from_spec(found)
+    sys.modules[name] = module
+    found.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture(scope="module")
 def plots() -> ModuleType:
     """docs/plots.py."""
-    found = spec_from_file_location("plots", DOCS / "plots.py")
-    assert found is not None and found.loader is not None
-    module = module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
+    return script("plots")
+
+
+def test_counts_are_those_of_the_code_and_the_results() -> None:
+    """Or else: python docs/counts.py."""
+    counts = script("counts")
+    assert not list(counts.stale())
+    wrong = counts.Count("README.md", "lockstep check --quick, ", " cases", lambda: "7")
+    counts.COUNTS = (wrong, counts.Count("README.md", "no such text", "", lambda: "7"))
+    assert [said for _, said, _ in counts.stale()] == [counts.QUICK(), "nothing"]
 
 
 def test_the_plot_shows_the_results(plots: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

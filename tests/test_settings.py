@@ -1,11 +1,40 @@
 """Files that settings name."""
 
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from lockstep.errors import ConfigError
-from lockstep.settings import check_writable, why_unread
+from lockstep.config import EngineConfig
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.models.checkpoint import Checkpoint, opened, weight_files
+from lockstep.models.hub import folder_of
+from lockstep.serve.run import check_tls
+from lockstep.serve.settings import ServerSettings
+from lockstep.settings import check_writable, read_bytes, read_named, why_unread
+
+NOBODY = 65_534
+
+
+@pytest.fixture
+def unprivileged() -> Iterator[Path]:
+    """A folder of a user whom permissions bind, which they do not bind root."""
+    is_root = os.geteuid() == 0
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if is_root:
+            os.chown(folder, NOBODY, NOBODY)
+            os.seteuid(NOBODY)
+        try:
+            yield folder
+        finally:
+            if is_root:
+                os.seteuid(0)
+            for path in folder.rglob("*"):
+                path.chmod(stat.S_IRWXU)
 
 
 def test_a_file_that_is_tried_stays_as_it_was(tmp_path: Path) -> None:
@@ -26,3 +55,76 @@ def test_a_file_that_cannot_be_is_named(tmp_path: Path) -> None:
 def test_reasons_are_short() -> None:
     assert why_unread(FileNotFoundError(2, "No such file", "x" * 9_999)) == "No such file"
     assert len(why_unread(ValueError("x" * 9_999))) == 200
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("24G", 24 * 2**30), ("24GiB", 24 * 2**30), ("24gib", 24 * 2**30), ("24GB", 24 * 10**9),
+        ("24g", 24 * 10**9), ("24 GB", 24 * 10**9), ("25.3e9", 25.3e9), ("512", 512), ("8B", 8),
+        ("1.5MiB", 1.5 * 2**20), ("2T", 2 * 2**40),
+    ],
+)  # fmt: skip
+def test_sizes_of_memory(text: str, size: float) -> None:
+    assert read_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "G", "24X", "-1G", "1e999", "24GG", "nan", "1" * 40, "0x10"])
+def test_texts_that_are_no_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="is no size"):
+        read_bytes(text)
+
+
+def test_settings_of_memory_take_sizes() -> None:
+    assert EngineConfig(kv_cache_memory_bytes="24GB").kv_cache_memory_bytes == 24 * 10**9
+    assert EngineConfig(kv_offloading_size="4GiB").kv_offloading_size == 4
+    assert ServerSettings(max_body_size="512K").max_body_size == 0.5
+    with pytest.raises(ConfigError, match=r"kv_cache_memory_bytes='9' .*|.*24GiB"):
+        EngineConfig(kv_cache_memory_bytes="24Q")
+
+
+def test_paths_tell_missing_from_forbidden(unprivileged: Path) -> None:
+    """One reason for each: Permission denied, a folder, a file on the way, nothing there."""
+    file = unprivileged / "secret"
+    file.write_text("x")
+    file.chmod(0)
+    reasons = {
+        file: "Permission denied",
+        unprivileged: "Is a directory",
+        file / "below": "Not a directory",
+        unprivileged / "none": "No such file",
+    }
+    for path, reason in reasons.items():
+        with pytest.raises(OSError) as raised:
+            read_named(path)
+        assert reason in why_unread(raised.value)
+
+
+def test_a_model_without_permission_is_not_missing(unprivileged: Path) -> None:
+    model = unprivileged / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    (model / "config.json").chmod(0)
+    with pytest.raises(CheckpointError, match="config.json cannot be read .*Permission denied"):
+        Checkpoint.read(folder_of(str(model)))
+    (model / "model.safetensors").write_bytes(b"")
+    (model / "model.safetensors").chmod(0)
+    with (
+        pytest.raises(CheckpointError, match="read: Permission denied.*Change its"),
+        opened(model / "model.safetensors"),
+    ):
+        pass
+    model.chmod(0)
+    with pytest.raises(ConfigError, match="model=.* cannot be read: Permission denied"):
+        folder_of(str(model / "inner"))
+    with pytest.raises(CheckpointError, match="Permission denied"):
+        weight_files(model)
+    model.chmod(0o700)
+
+
+def test_certificates_and_keys_without_permission(unprivileged: Path) -> None:
+    file = unprivileged / "key.pem"
+    file.write_text("x")
+    file.chmod(0)
+    with pytest.raises(ConfigError, match="ssl_certfile: Permission denied"):
+        check_tls({"ssl_certfile": str(file), "ssl_keyfile": None, "ssl_keyfile_password": None})

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from lockstep.errors import ConfigError, choice_error
+from lockstep.errors import ConfigError, choice_error, install_extra
 
 if TYPE_CHECKING:
     import httpx
@@ -23,7 +23,7 @@ def need_httpx() -> None:
         import httpx  # noqa: F401
     except ImportError:
         raise ConfigError(
-            "bench serving needs httpx, which is not installed: pip install 'lockstep-llm[bench]'."
+            f"bench serving needs httpx, which is not installed: {install_extra('bench')}."
         ) from None
 
 

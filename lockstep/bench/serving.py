@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.bench.http_client import Answer, Ask, Server, ask
-from lockstep.errors import ConfigError, choice_error
+from lockstep.errors import ConfigError, choice_error, install_extra
 from lockstep.example_prompts import CONVERSATIONS
 
 PERCENTILES = (50, 90, 99)
@@ -201,7 +201,7 @@ def need_plots() -> None:
         import matplotlib  # noqa: F401
     except ImportError:
         raise ConfigError(
-            "plot needs matplotlib, which is not installed: pip install 'lockstep-llm[bench]', or "
+            f"plot needs matplotlib, which is not installed: {install_extra('bench')}, or "
             "leave --plot out."
         ) from None
 

@@ -17,6 +17,7 @@ import torch
 from lockstep.errors import ConfigError
 from lockstep.llm import LLM
 from lockstep.sampling_params import SamplingParams
+from lockstep.settings import why_unread
 
 BYTES_PER_TOKEN = 16
 """Of the file, so many are read for each token that is wanted: more than any text has."""
@@ -93,7 +94,9 @@ def read_text(path: Path, tokens: int) -> str:
         with path.open("rb") as file:
             data = file.read(tokens * BYTES_PER_TOKEN)
     except OSError as error:
-        raise ConfigError(f"--text {path} cannot be read: {error}. Name a text file.") from None
+        raise ConfigError(
+            f"--text {path} cannot be read: {why_unread(error)}. Name a text file."
+        ) from None
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -13,6 +13,7 @@ from lockstep.check.drafters import NONE, hooks_of, speculative_config
 from lockstep.engine.hooks import CheckHooks
 from lockstep.errors import ConfigError, choice_error
 from lockstep.sampling_params import SamplingParams
+from lockstep.settings import why_unread
 
 VERSION = 1
 ROOM = 640
@@ -197,7 +198,9 @@ def read_world(path: Path) -> World:
             raise ValueError(f"it has {size} bytes, at most {MOST_BYTES} are allowed")
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}. Name a file of a world.") from None
+        raise ConfigError(
+            f"{path} cannot be read: {why_unread(error)}. Name a file of a world."
+        ) from None
     return World.from_json(data.get("world") if isinstance(data, dict) else data)
 
 

@@ -8,11 +8,10 @@ from lockstep import __version__
 from lockstep.cli.bench import bench
 from lockstep.cli.chat import chat
 from lockstep.cli.check import check as run_check
-from lockstep.cli.command import PlainCommand
+from lockstep.cli.command import PlainCommand, PlainGroup, group_with_default
 from lockstep.cli.configuration import configuration
 from lockstep.cli.explain import explain
 from lockstep.cli.generate import generate
-from lockstep.cli.groups import usual
 from lockstep.cli.quality import quality
 from lockstep.cli.serve import serve
 from lockstep.cli.top import top
@@ -21,7 +20,7 @@ from lockstep.cli.vllm.page import vllm_flags
 
 app = typer.Typer(
     name="lockstep",
-    no_args_is_help=True,
+    cls=PlainGroup,
     pretty_exceptions_enable=False,
     add_completion=False,
     rich_markup_mode=None,
@@ -48,7 +47,9 @@ def lockstep(
 
 
 check = typer.Typer(
-    cls=usual("all"), rich_markup_mode=None, help="Prove on this machine that no answer changes."
+    cls=group_with_default("all"),
+    rich_markup_mode=None,
+    help="Prove on this machine that no answer changes.",
 )
 check.command("all", cls=FlagCommand, epilog=epilog())(run_check)
 check.command(cls=FlagCommand, epilog=epilog())(quality)
@@ -56,6 +57,6 @@ for command in (serve, generate, chat, explain):
     app.command(cls=FlagCommand, epilog=epilog())(command)
 app.command(cls=PlainCommand)(top)
 app.add_typer(check, name="check")
-app.command(hidden=True)(configuration)
-app.command("vllm-flags", hidden=True)(vllm_flags)
 app.add_typer(bench, name="bench")
+app.command(cls=PlainCommand)(configuration)
+app.command("vllm-flags", cls=PlainCommand)(vllm_flags)

@@ -1,23 +1,27 @@
 """lockstep chat: a conversation in the terminal, with tools if you bring them."""
 
 import json
+from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from lockstep.cli.options import engine_options, sampling_options, text_options
+from lockstep.cli.conversation import CUT, Answer, Conversation, LocalModel, Message, Server
+from lockstep.cli.options import changed_settings, engine_options, sampling_options, text_options
 from lockstep.cli.show import load, note, print_text
 from lockstep.errors import ConfigError, RequestError, brief
-from lockstep.outputs import RequestOutput
-from lockstep.sampling_params import SamplingParams
 from lockstep.settings import read_named, why_unread
-from lockstep.text.parsers.events import Reply
-
-if TYPE_CHECKING:
-    from lockstep.llm import LLM
+from lockstep.text.settings import TextSettings
 
 ENDINGS = ("/exit", "/quit")
+HELP = """\
+/new    start over, with the system message if there is one
+/help   show these lines
+/exit   end the chat; so does Ctrl-D
+Ctrl-C  end the answer, and keep what has come of it
+Arrow keys edit the line and bring earlier ones back."""
 
 
 @engine_options
@@ -29,108 +33,127 @@ def chat(
     tools: Annotated[
         Path | None, typer.Option(help="JSON file with a list of tools, in OpenAI's form")
     ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="chat with this running server; MODEL is a name that it serves"),
+    ] = None,
+    api_key: Annotated[str | None, typer.Option(help="the server's key, with --url")] = None,
+    api_key_file: Annotated[
+        str | None, typer.Option(help="file whose first line is that key")
+    ] = None,
     *,
     settings: dict[str, Any],
     text: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
-    """Chat in the terminal.
+    """Chat in the terminal, with a model or with a running server.
 
-    /new starts over, /exit ends; a tool call asks you for the tool's result.
+    /help lists what may be typed besides messages. Ctrl-C ends an answer, /exit the chat. A tool
+    call asks you for the tool's result.
     """
     known = _read_tools(tools)
+    chosen = {"max_tokens": 1024, **sampling}
+    if url is not None:
+        _refuse_settings(settings, text)
+        key = _key(api_key, api_key_file)
+        server = Server(url, key, settings["model"], chosen, known)
+        note(f"chatting with {server.model} at {server.url}; /help lists commands")
+        converse(server, system)
+        return
+    if api_key is not None or api_key_file is not None:
+        raise ConfigError(
+            "api_key is not allowed without url; allowed: with --url, for a running server. Name "
+            "the server with --url, or leave the key out."
+        )
     llm = load(settings | text)
-    params = llm.processor.default_params(**{"max_tokens": 1024, **sampling})
-    start = [{"role": "system", "content": system}] if system else []
-    messages: list[dict[str, Any]] = list(start)
+    note("/help lists commands")
+    converse(LocalModel(llm, llm.processor.default_params(**chosen), known), system)
+
+
+def _key(key: str | None, path: str | None) -> str | None:
+    """Return the server's key, from its option or the first line of its file."""
+    from lockstep.cli.serve import read_keys
+
+    return read_keys(path)[0] if path is not None else key
+
+
+def _refuse_settings(settings: dict[str, Any], text: dict[str, Any]) -> None:
+    """Raise ConfigError for options of a model that a running server has loaded already."""
+    usual = {one.name: one.default for one in fields(TextSettings)}
+    changed = changed_settings(settings, ("model",))
+    changed += [name for name, value in text.items() if value != usual[name]]
+    if changed:
+        flag = "--" + changed[0].replace("_", "-")
+        raise ConfigError(
+            f"{flag} is not allowed with --url: the server has its own. Allowed: MODEL, --system, "
+            f"--tools and sampling parameters. Leave {flag} out."
+        )
+
+
+def converse(side: Conversation, system: str | None) -> None:
+    """Read messages and show answers, until /exit or the end of input."""
+    with suppress(ImportError):  # not everywhere; input() edits lines and keeps them with it
+        import readline  # noqa: F401
+    start: list[Message] = [{"role": "system", "content": system}] if system else []
+    messages = list(start)
     while (line := _ask("> ")) is not None and line.strip() not in ENDINGS:
         if line.strip() == "/new":
             messages = list(start)
-            continue
-        if not line.strip():
-            continue
-        before = len(messages)
-        messages.append({"role": "user", "content": line})
-        try:
-            _take_turn(llm, messages, known, params)
-        except RequestError as error:
-            del messages[before:]
-            note(str(error), "red")
+        elif line.strip() == "/help":
+            note(HELP)
+        elif line.strip().startswith("/") and " " not in line.strip():
+            note(f"{brief(line.strip())} is no command. /help lists them.", "red")
+        elif line.strip():
+            before = len(messages)
+            messages.append({"role": "user", "content": line})
+            try:
+                take_turn(side, messages)
+            except EOFError:
+                return
+            except RequestError as error:
+                del messages[before:]
+                note(str(error), "red")
 
 
-def _take_turn(
-    llm: "LLM",
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
-    params: SamplingParams,
-) -> None:
-    """Answers until no tool is called any more; tool results are asked of the user."""
+def take_turn(side: Conversation, messages: list[Message]) -> None:
+    """Answer until no tool is called any more; the user types the tools' results.
+
+    Raises EOFError at the end of input.
+    """
     while True:
-        reply = _answer(llm, messages, tools, params)
-        messages.append(reply)
-        calls = reply.get("tool_calls", [])
-        if not calls:
-            return
-        for call in calls:
+        answer = Answer()
+        try:
+            side.answer(messages, answer, print_text)
+        except KeyboardInterrupt:
+            answer.notes = ["the answer was ended by Ctrl-C; what has come of it is kept"]
+            answer.finish_reason = None
+        print_text("\n")
+        if answer.finish_reason == "length":
+            answer.notes.append(CUT)
+        for line in answer.notes:
+            note(line)
+        message = answer.message()
+        messages.append(message)
+        for call in message.get("tool_calls", []):
             result = _ask(f"result of {call['function']['name']}> ")
-            message = {"role": "tool", "tool_call_id": call["id"], "content": result or ""}
-            messages.append(message)
-
-
-def _answer(
-    llm: "LLM",
-    messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
-    params: SamplingParams,
-) -> dict[str, Any]:
-    shown = 0
-
-    def stream(output: RequestOutput) -> None:
-        nonlocal shown
-        text = output.outputs[0].text
-        print_text(text[shown:])
-        shown = len(text)
-
-    output = llm.chat(messages, params, tools=tools, on_progress=stream, use_tqdm=False)[0]
-    print_text("\n")
-    m = output.metrics
-    error = output.outputs[0].error
-    if error:
-        note(error, "red")
-    note(
-        f"{len(output.outputs[0].token_ids)} tokens, acceptance length {m.acceptance_length:.2f}, "
-        f"{m.num_cached_tokens} prompt tokens from the cache"
-    )
-    prompt = llm.processor.render_text(messages, tools)
-    done = output.outputs[0]
-    end = llm.processor.text_end(done.finish_reason, done.stop_reason, params)
-    reply = llm.processor.reply_parser(prompt, tools).parse(done.text, end)
-    return _message(reply)
-
-
-def _message(reply: Reply) -> dict[str, Any]:
-    """The assistant's message, as the template wants it back in the next turn."""
-    message: dict[str, Any] = {"role": "assistant", "content": reply.content}
-    calls = [call for call in reply.tool_calls if call.complete]
-    if calls:
-        message["tool_calls"] = [
-            {
-                "id": f"call-{i}",
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for i, call in enumerate(calls)
-        ]
-    return message
+            if result is None:
+                raise EOFError  # a model that calls tools again and again would never end
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result})
+        if "tool_calls" not in message:
+            return
 
 
 def _ask(sign: str) -> str | None:
-    """A line of the user's; None at the end of input."""
+    """Return a line of the user's, "" after Ctrl-C, None at the end of input."""
     try:
         return input(sign)
-    except (EOFError, KeyboardInterrupt):
+    except EOFError:
         print_text("\n")
         return None
+    except KeyboardInterrupt:
+        print_text("\n")
+        note("/exit or Ctrl-D ends the chat")
+        return ""
 
 
 def _read_tools(path: Path | None) -> list[dict[str, Any]] | None:

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,12 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from lockstep.cli.interrupt import sigterm_interrupts
-from lockstep.cli.options import engine_options
+from lockstep.cli.options import changed_settings, engine_options
 from lockstep.cli.show import note, print_json
-from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.progress import progress_bar
-from lockstep.settings import check_writable
+from lockstep.settings import check_writable, why_unread
 from lockstep.spec.config import AUTO
 
 if TYPE_CHECKING:
@@ -163,7 +161,9 @@ def _write(path: Path, report: "Report") -> None:
     try:
         write_page(path, report, ["lockstep", *sys.argv[1:]])
     except OSError as error:
-        raise ConfigError(f"--report {path} cannot be written: {error}. Name a file.") from None
+        raise ConfigError(
+            f"--report {path} cannot be written: {why_unread(error)}. Name a file."
+        ) from None
 
 
 def _size(quick: bool, full: bool, logits: bool, replay: Path | None, shard: str | None) -> str:
@@ -239,14 +239,12 @@ def _run(
 
 
 def _refuse_varied(settings: dict[str, Any]) -> None:
-    usual = {f.name: f.default for f in fields(EngineConfig)} | {"speculative_config": AUTO}
-    for name, value in settings.items():
-        if name not in (*SHARED, "model") and value != usual[name]:
-            flag = "--" + name.replace("_", "-")
-            raise ConfigError(
-                f"{flag} is not allowed here: check varies it itself. Allowed: --model and "
-                f"{', '.join(SHARED)}. Leave {flag} out."
-            )
+    for name in changed_settings(settings, (*SHARED, "model")):
+        flag = "--" + name.replace("_", "-")
+        raise ConfigError(
+            f"{flag} is not allowed here: check varies it itself. Allowed: --model and "
+            f"{', '.join(SHARED)}. Leave {flag} out."
+        )
 
 
 def _table(report: "Report") -> Table:

@@ -1,18 +1,31 @@
-"""What every command has: help in plain lines, whole at any width, and errors of one form."""
+"""The form of every command: help in plain lines, whole at any width, and errors in one line."""
 
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any, cast
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from lockstep.errors import ConfigError, brief
 
+USAGE_ERROR = cast(type[Exception], typer.BadParameter.__mro__[1])
+"""Base of the errors of a command line. Typer's older releases use click, newer ones their own."""
+
 
 class PlainCommand(TyperCommand):
-    """Its help shows options by their groups; a value that is not allowed is a ConfigError."""
+    """Command whose help shows options by their groups, and whose usage errors are ConfigErrors."""
+
+    def format_usage(self, ctx: Any, formatter: Any) -> None:
+        """Write the usage line, without the name of a default command that need not be typed."""
+        path = ctx.command_path
+        if ctx.parent is not None and ctx.info_name == getattr(ctx.parent.command, "default", None):
+            path = ctx.parent.command_path
+        formatter.write_usage(path, " ".join(self.collect_usage_pieces(ctx)))
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """A section for each group, in the order of the options."""
+        """Write a section for each group of options, then the other commands of the group."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx)
@@ -23,19 +36,114 @@ class PlainCommand(TyperCommand):
         for group, records in groups.items():
             with formatter.section(group):
                 formatter.write_dl(records)
+        if getattr(ctx.parent and ctx.parent.command, "default", None) == ctx.info_name:
+            write_commands(ctx.parent.command, ctx.parent.command_path, formatter)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """As click's. Raises ConfigError at the first value that is not allowed."""
-        given = list(args)
-        try:
+        """Parse the command line. Raises ConfigError at the first word that is not allowed."""
+        with plain_errors(ctx, list(args)):
             return super().parse_args(ctx, args)
-        except typer.BadParameter as error:
-            names = getattr(error.param, "opts", [])
-            raise _refusal(names, given, error.message) from None
+
+
+class PlainGroup(TyperGroup):
+    """Group whose help lists the commands at every depth, and whose errors are ConfigErrors."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write one line for each command, those of groups below included."""
+        write_commands(self, "", formatter)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Parse the words up to the command's name; without any, show the help."""
+        with plain_errors(ctx, list(args)):
+            return super().parse_args(ctx, args or ["--help"])
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that the first word names. Raises ConfigError where none does."""
+        if self.get_command(ctx, args[0]) is None:
+            near = get_close_matches(args[0], self.commands, n=1)
+            meant = f" Did you mean {near[0]}?" if near else ""
+            raise ConfigError(
+                f"command {brief(args[0])} is not known; allowed: {', '.join(self.commands)}."
+                f"{meant} {ctx.command_path} --help says what each does."
+            )
+        return super().resolve_command(ctx, args)
+
+
+def group_with_default(name: str, aliases: dict[str, str] | None = None) -> type[PlainGroup]:
+    """Return a class of groups that run the command `name` where the first word names none.
+
+    aliases: other names of commands -> the command.
+    """
+    other_names = aliases or {}
+
+    class DefaultGroup(PlainGroup):
+        """Group whose arguments are those of the default command where they name no command."""
+
+        default = name
+        aliases = other_names
+
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            """Put the default command's name before words that begin with no command's name."""
+            first = args[0] if args else ""
+            if first in self.aliases:
+                return super().parse_args(ctx, [self.aliases[first], *args[1:]])
+            return super().parse_args(ctx, args if first in self.commands else [name, *args])
+
+    return DefaultGroup
+
+
+def write_commands(group: Any, path: str, formatter: Any) -> None:
+    """Write a section with a line for each command of a group, at every depth."""
+    with formatter.section("Commands"):
+        formatter.write_dl(list(_rows(group, path)))
+
+
+def _rows(group: Any, path: str) -> Iterator[tuple[str, str]]:
+    """Yield (words to type, what they do) of the commands below a group."""
+    other_names: dict[str, list[str]] = {}
+    for alias, name in getattr(group, "aliases", {}).items():
+        other_names.setdefault(name, []).append(" ".join(filter(None, (path, alias))))
+    for name, command in group.commands.items():
+        is_default = name == getattr(group, "default", None)
+        typed = path if is_default else " ".join(filter(None, (path, name)))
+        if hasattr(command, "commands"):
+            yield from _rows(command, typed)
+            continue
+        about = " ".join((command.help or "").partition("\n\n")[0].split())
+        also = f" Also: {', '.join(other_names[name])}." if name in other_names else ""
+        yield typed, about + also
+
+
+@contextmanager
+def plain_errors(ctx: Any, words: list[str]) -> Iterator[None]:
+    """Raise ConfigError, in one line, for what typer raises about the words of a command line."""
+    try:
+        yield
+    except USAGE_ERROR as error:
+        message = getattr(error, "message", str(error))
+        param = getattr(error, "param", None)
+        if param is not None:
+            raise _refusal(param.opts, words, message) from None
+        unknown = getattr(error, "option_name", None)
+        if unknown is not None and "No such option" in message:
+            known = [name for param in ctx.command.get_params(ctx) for name in param.opts]
+            raise unknown_option(unknown, known) from None
+        raise ConfigError(
+            f"{message.rstrip('.')}. {ctx.command_path} --help says what is allowed."
+        ) from None
+
+
+def unknown_option(name: str, known: Iterable[str], more: str = "") -> ConfigError:
+    """Return the error of an option that the command does not have. more: a remedy besides."""
+    near = get_close_matches(name, known, n=1)
+    meant = f" Did you mean {near[0]}?" if near else ""
+    return ConfigError(
+        f"{brief(name)[1:-1]} is no option of this command.{meant} --help names all{more}."
+    )
 
 
 def _refusal(names: list[str], words: list[str], why: str) -> ConfigError:
-    """The error of an option, or of an argument, where no name of it is written."""
+    """Return the error of an option, or of an argument, where its name is not written."""
     shown = [text for name in names for text in _written(name, words)]
     what = shown[-1] if shown else "/".join(names)
     return ConfigError(
@@ -45,10 +153,10 @@ def _refusal(names: list[str], words: list[str], why: str) -> ConfigError:
 
 
 def _written(name: str, words: list[str]) -> list[str]:
-    """What is written for an option: --name='value', for each time that it stands there."""
-    found = []
-    for word, behind in zip(words, [*words[1:], ""], strict=True):
+    """Return each occurrence of an option on a command line, as --name='value'."""
+    occurrences = []
+    for word, following in zip(words, [*words[1:], ""], strict=True):
         head, equals, value = word.partition("=")
         if head == name:
-            found.append(f"{name}={brief(value if equals else behind)}")
-    return found
+            occurrences.append(f"{name}={brief(value if equals else following)}")
+    return occurrences

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from lockstep.cli.options import engine_options
 from lockstep.cli.show import load, print_json
-from lockstep.errors import ConfigError, choice_error
+from lockstep.errors import ConfigError, brief, choice_error
+from lockstep.settings import SIZES, read_bytes
 
 MOST_BYTES = 1e15
 """Of a GPU's memory: far above any."""
@@ -24,7 +25,7 @@ def explain(
         str | None, typer.Option("--arch", help="a GPU that is not there, e.g. sm_86")
     ] = None,
     gpu_memory_bytes: Annotated[
-        float | None, typer.Option("--gpu-memory-bytes", help="its memory, e.g. 24e9")
+        str | None, typer.Option("--gpu-memory-bytes", help="its memory, e.g. 24G or 25.3e9")
     ] = None,
     *,
     settings: dict[str, Any],
@@ -54,19 +55,24 @@ def explain(
         console.print(f"note: {note}", markup=False, soft_wrap=True)
 
 
-def _total(arch: str | None, given: float | None) -> int | None:
-    """Bytes of a GPU that is not there. Raises ConfigError."""
+def _total(arch: str | None, given: str | None) -> int | None:
+    """Return the bytes of a GPU that is not there. Raises ConfigError."""
     if given is None:
         return None
     if arch is None:
         raise ConfigError(
-            f"gpu_memory_bytes={given:g} is not allowed without arch; allowed: with --arch, for a "
-            "GPU that is not there. Name its architecture, or leave it out."
+            f"gpu_memory_bytes={brief(given)} is not allowed without arch; allowed: with --arch, "
+            "for a GPU that is not there. Name its architecture, or leave it out."
         )
-    if not 1 <= given <= MOST_BYTES:
-        allowed = f"1 to {MOST_BYTES:g}"
-        raise choice_error(ConfigError, "gpu_memory_bytes", given, allowed, "Change it.")
-    return int(given)
+    try:
+        total = read_bytes(given)
+        if not 1 <= total <= MOST_BYTES:
+            raise ValueError
+    except ValueError:
+        allowed = f"1 to {MOST_BYTES:g} bytes, such as {SIZES}"
+        wrong = choice_error(ConfigError, "gpu_memory_bytes", given, allowed, "Change it.")
+        raise wrong from None
+    return int(total)
 
 
 def _show_absent(settings: dict[str, Any], arch: str, total: int | None, json: bool) -> None:

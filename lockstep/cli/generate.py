@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import asdict
+from os.path import exists
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,7 +11,7 @@ from rich.table import Table
 
 from lockstep.cli.options import engine_options, sampling_options, text_options
 from lockstep.cli.show import load, note, print_json, print_text
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, brief
 from lockstep.outputs import RequestOutput
 
 if TYPE_CHECKING:
@@ -25,8 +26,10 @@ MOST_PIPED = 1 << 26
 @text_options
 @sampling_options
 def generate(
+    model: Annotated[str | None, typer.Argument(help="model folder or hub id")] = None,
     prompt: Annotated[
-        str | None, typer.Argument(help="the prompt; stdin if it is piped, or a sample question")
+        str | None,
+        typer.Option("--prompt", "-p", help="the prompt; stdin if piped, or a sample question"),
     ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="ask it as a chat message")] = False,
     compare: Annotated[
@@ -38,7 +41,11 @@ def generate(
     text: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
-    """Complete a prompt, printing the text as it comes."""
+    """Complete a prompt, printing the text as it comes.
+
+    Without a prompt, a sample question is shown and answered. Text goes to stdout, notes to stderr.
+    """
+    _refuse_prompt_as_model(settings["model"])
     if prompt is None and not sys.stdin.isatty():
         prompt = _piped()
     if compare:
@@ -55,15 +62,45 @@ def generate(
         shown = len(whole)
 
     see = None if json else stream
+    if not json:
+        _note_question(prompt)
     (output,) = llm.generate(_prompt(llm, prompt, chat), params, on_progress=see, use_tqdm=False)
     if json:
-        print_json(_answer(output) | {"system_fingerprint": llm.engine.fingerprint})
+        print_json(_answer(output, prompt) | {"system_fingerprint": llm.engine.fingerprint})
     else:
         print_text("\n")
         note(_closing(output))
     if output.outputs[0].error:
         note(output.outputs[0].error, "red")
         raise typer.Exit(1)
+
+
+def _refuse_prompt_as_model(model: str | None) -> None:
+    """Raise ConfigError where the model argument can only be meant as a prompt."""
+    if model is not None and any(char.isspace() for char in model) and not exists(model):
+        raise ConfigError(
+            f"model={brief(model)} is not allowed; allowed: a folder or a hub id, and neither is "
+            "there under this name. Write a prompt after -p, as in: lockstep generate MODEL "
+            "-p PROMPT."
+        )
+
+
+def _question() -> str:
+    """Return the sample question: the last user message of the first example conversation."""
+    from lockstep.example_prompts import CONVERSATIONS
+
+    turns, _ = CONVERSATIONS[0]
+    return turns[-1]
+
+
+def _note_question(prompt: str | None) -> None:
+    """Show the sample question and its tools on stderr; a prompt of the user's is not repeated."""
+    if prompt is None:
+        from lockstep.example_prompts import CONVERSATIONS
+
+        _, tools = CONVERSATIONS[0]
+        names = ", ".join(tool["function"]["name"] for tool in tools)
+        note(f"question: {_question()} (a sample, with the tools {names}; write your own after -p)")
 
 
 def _piped() -> str | None:
@@ -88,10 +125,11 @@ def _prompt(llm: "LLM", prompt: str | None, chat: bool) -> dict[str, Any]:
     return {"prompt": prompt}
 
 
-def _answer(output: RequestOutput) -> dict[str, Any]:
+def _answer(output: RequestOutput, prompt: str | None) -> dict[str, Any]:
     done = output.outputs[0]
     metrics = output.metrics
     return {
+        "prompt": _question() if prompt is None else prompt,
         "text": done.text,
         "token_ids": done.token_ids,
         "finish_reason": done.finish_reason,
@@ -131,10 +169,13 @@ def _compare(
     plain = load({**settled, "speculative_config": None}, quiet=json)
     drafted = load(settled, quiet=json)
     params = plain.processor.default_params(**{"max_tokens": 256, "seed": 0, **sampling})
+    if not json:
+        _note_question(prompt)
     found, outputs = compare(plain, drafted, [_prompt(plain, prompt, chat)], params)
     agree = found.disagreement is None
     if json:
-        print_json(asdict(found) | {"agree": agree, "speedup": found.speedup} | _answer(outputs[0]))
+        answer = _answer(outputs[0], prompt)
+        print_json(asdict(found) | {"agree": agree, "speedup": found.speedup} | answer)
     else:
         print_text(outputs[0].outputs[0].text + "\n")
         _show(found, agree)

@@ -125,6 +125,8 @@ def _flag(name: str, help: str) -> Any:
 
 def _typed(field: Field[Any], hint: Any) -> tuple[Any, Any]:
     """The option's type and default: JSON and lists are strings on the command line."""
+    if field.metadata.get("is_size"):
+        return (str | None, None) if field.default is None else (str, f"{field.default:g}")
     if field.name == "speculative_config":
         return str, AUTO
     if field.name == "row_buckets":
@@ -209,6 +211,15 @@ def _extended(
     run.__name__ = command.__name__
     run.__doc__ = command.__doc__
     return run
+
+
+def changed_settings(settings: dict[str, Any], except_for: tuple[str, ...]) -> list[str]:
+    """Return the names of engine settings that are not at their defaults, but for some."""
+    usual = {f.name: _typed(f, None)[1] for f in fields(EngineConfig)}
+    usual |= {name: read(usual[name]) for name, read in READERS.items()}
+    return [
+        name for name, value in settings.items() if name not in except_for and value != usual[name]
+    ]
 
 
 def read_row_buckets(value: str | None) -> tuple[int, ...] | None:

@@ -15,7 +15,7 @@ from lockstep.cli.show import print_json
 from lockstep.config import EngineConfig
 from lockstep.errors import ConfigError
 from lockstep.progress import progress_bar
-from lockstep.settings import check_writable
+from lockstep.settings import check_writable, why_unread
 
 if TYPE_CHECKING:
     from lockstep.check.quality import Kept, Quality
@@ -119,7 +119,9 @@ def _draw(path: Path, found: "list[Quality]", window: int) -> None:
     try:
         path.write_text(plot(found, min(window, longest + 1)), encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--plot {path} cannot be written: {error}. Name a file.") from None
+        raise ConfigError(
+            f"--plot {path} cannot be written: {why_unread(error)}. Name a file."
+        ) from None
 
 
 def table(found: "list[Quality]") -> Table:

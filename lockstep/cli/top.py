@@ -1,8 +1,13 @@
 """lockstep top: a running server's figures, live."""
 
+import os
+import select
 import sys
+import termios
 import time
-from collections.abc import Callable
+import tty
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,17 +19,22 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.cli.show import print_json
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, brief
 
 if TYPE_CHECKING:
     from lockstep.serve.watch import Frame, Period, Source
 
+Wait = Callable[[float], bool]
+USUAL_URL = "http://127.0.0.1:8000"
 NONE = "–"
 """Shown where nothing happened that a figure could be made of."""
 
 
 def top(
-    url: Annotated[str, typer.Argument(help="the server's address")] = "http://127.0.0.1:8000",
+    address: Annotated[
+        str | None, typer.Argument(metavar="[URL]", help=f"the server's address; {USUAL_URL}")
+    ] = None,
+    url: Annotated[str | None, typer.Option(help="the same, as an option")] = None,
     interval: Annotated[
         float, typer.Option(min=0.1, max=3600.0, help="seconds between two readings of /metrics")
     ] = 1.0,
@@ -39,7 +49,7 @@ def top(
 ) -> None:
     """Watch a running server's figures.
 
-    Reads its /metrics. Ctrl+C ends it.
+    Reads its /metrics. q or Ctrl-C ends it.
     """
     from lockstep.cli.serve import read_keys
     from lockstep.serve.watch import Source
@@ -50,7 +60,12 @@ def top(
             "Add one of them."
         )
     key = read_keys(api_key_file)[0] if api_key_file is not None else api_key
-    source = Source(url, key)
+    if address is not None and url is not None and address != url:
+        raise ConfigError(
+            f"URL={brief(address)} and --url={brief(url)} are two servers; allowed: one. Leave one "
+            "of them out."
+        )
+    source = Source(address or url or USUAL_URL, key)
     try:
         if json or once:
             _print(source, interval, once, json)
@@ -74,35 +89,71 @@ def _print(source: "Source", interval: float, once: bool, json: bool) -> None:
 
 
 def watch(source: "Source", interval: float) -> None:
-    """Frames one over the other. While the server does not answer, the view says so.
+    """Show frames one over the other until q is typed; while there is no answer, say so.
 
-    Raises ConfigError where it does not answer at all.
+    Raises ConfigError where the server does not answer at all.
     """
     source.read()
-    with Live(screen=True, auto_refresh=False) as live:
+    with _q_typed() as q_typed, Live(screen=True, auto_refresh=False) as live:
 
         def show(frame: "Frame") -> bool:
             live.update(view(frame, source.url), refresh=True)
             return True
 
-        while True:
+        ended = False
+        while not ended:
             try:
-                _follow(source, interval, show)
+                _follow(source, interval, show, q_typed)
+                ended = True
             except ConfigError as error:
                 live.update(Text(str(error), style="yellow"), refresh=True)
-                time.sleep(interval)
+                ended = q_typed(interval)
 
 
-def _follow(source: "Source", interval: float, show: Callable[["Frame"], bool]) -> None:
-    """Shows a frame per interval, as long as `show` wants more. Raises ConfigError."""
+@contextmanager
+def _q_typed() -> Iterator[Wait]:
+    """Yield a function that waits some seconds, and returns True as soon as q is typed."""
+    if not sys.stdin.isatty():
+        yield _pause
+        return
+    keyboard = sys.stdin.fileno()
+    before = termios.tcgetattr(keyboard)
+    tty.setcbreak(keyboard)  # keys arrive without Enter; Ctrl-C still interrupts
+
+    def wait(seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while (remaining := end - time.monotonic()) > 0:
+            ready, _, _ = select.select([keyboard], [], [], remaining)
+            if ready and os.read(keyboard, 1) in (b"q", b"Q", b""):
+                return True
+        return False
+
+    try:
+        yield wait
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSADRAIN, before)
+
+
+def _pause(seconds: float) -> bool:
+    """Wait, without a keyboard that could end it."""
+    time.sleep(seconds)
+    return False
+
+
+def _follow(
+    source: "Source",
+    interval: float,
+    show: Callable[["Frame"], bool],
+    wait: Wait = _pause,
+) -> None:
+    """Show a frame per interval, until `show` wants no more or `wait` ends. Raises ConfigError."""
     from lockstep.serve.watch import frame
 
     before = source.read()
-    wanted = True
-    while wanted:
-        time.sleep(interval)
+    while not wait(interval):
         after = source.read()
-        wanted = show(frame(before, after))
+        if not show(frame(before, after)):
+            return
         before = after
 
 

@@ -8,9 +8,8 @@ from enum import Enum
 from typing import Any
 
 from lockstep.errors import ConfigError, choice_error
+from lockstep.settings import FACTORS
 
-SIZES = {"k": 10**3, "K": 2**10, "m": 10**6, "M": 2**20, "g": 10**9, "G": 2**30}
-"""Suffixes of human-readable sizes; small letters count in thousands."""
 SWITCHED: Mapping[str, bool] = {"true": True, "false": False}
 
 
@@ -118,7 +117,7 @@ def read_value(flag: Flag, shown: str, written: list[str]) -> Any:
 def read_size(shown: str, text: str) -> int:
     """8192, 8k (8,000), 8K (8,192), 1.5k (1,500). Raises ConfigError."""
     found = re.fullmatch(r"(-?\d+)(\.\d+)?([kKmMgG]?)", text.strip())
-    factor = SIZES.get(found[3], 1) if found else 0
+    factor = FACTORS.get(found[3], 1) if found else 0
     whole = found is not None and (not found[2] or (factor > 1 and found[3].islower()))
     if found is None or not whole or len(text) > 20:
         remedy = "Write such a number."

@@ -289,7 +289,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         acts("max-num-seqs", "requests that run at once", SIZE),
         acts("max-num-batched-tokens", "prompt tokens of a step", SIZE),
         acts("gpu-memory-utilization", "the share of the GPU's memory to use"),
-        acts("kv-cache-memory-bytes", "the cache's own bytes, instead of that share", SIZE),
+        acts("kv-cache-memory-bytes", "the cache's own bytes, instead of that share"),
         acts(
             "num-gpu-blocks-override",
             "pages of the cache, of 64 tokens each",
@@ -350,7 +350,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             SWITCH,
         ),
         noted("kv-sharing-fast-prefill", "a prompt's rows all run through all layers", SWITCH),
-        acts("kv-offloading-size", "GiB of host memory for prefixes that the cache evicts", NUMBER),
+        acts("kv-offloading-size", "GiB of host memory for prefixes that the cache evicts"),
         noted("kv-offloading-backend", "pages are moved by Lockstep itself", same=("native",)),
         noted("max-num-partial-prefills", ALL_PROMPTS, NUMBER),
         noted("max-long-partial-prefills", ALL_PROMPTS, NUMBER),

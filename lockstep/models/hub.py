@@ -4,14 +4,17 @@ A download that has begun and stalls is given up by the hub's client: after six 
 HF_HUB_DOWNLOAD_TIMEOUT (10 seconds) without a byte. What has come is kept.
 """
 
+import os
 import queue
 import re
+import stat
 import threading
 from contextlib import suppress
 from pathlib import Path
 
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.models.shards import EXTRA_FILE, read_index
+from lockstep.settings import why_unread
 
 PATIENCE = 3.0
 """Seconds that the hub has to answer, all tries together: its own client would take minutes."""
@@ -32,13 +35,21 @@ def folder_of(model: str, weights: bool = True, field: str = "model") -> Path:
 
     Raises ConfigError.
     """
-    with suppress(OSError, ValueError):  # a name that no folder can have
-        if Path(model).is_dir():
+    try:
+        if stat.S_ISDIR(os.stat(model).st_mode):
             return Path(model)
+        reason = "it is a file"
+    except (OSError, ValueError) as error:  # ValueError: a name that no folder can have
+        reason = why_unread(error)
+        if isinstance(error, PermissionError):
+            raise ConfigError(
+                f"{field}={model[:200]!r} cannot be read: {reason}. Change its permissions, or run "
+                "as a user who may read it."
+            ) from None
     if not HUB_ID.fullmatch(model):
         raise ConfigError(
             f"{field}={model[:200]!r} is no folder that is there, and no hub id, such as "
-            f"Qwen/Qwen3-8B. {REMEDY}"
+            f"Qwen/Qwen3-8B ({reason}). {REMEDY}"
         )
     return fetch(model, weights, field)
 

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from lockstep.errors import CheckpointError, choice_error
 from lockstep.models.json_files import read_object, some
+from lockstep.settings import why_unread
 
 INDEX = "model.safetensors.index.json"
 EXTRA_FILE = "model_extra_tensors.safetensors"
@@ -44,14 +45,17 @@ class Shard:
         """
         own = self.path.name
         try:
+            self.path.open("rb").close()  # safe_open calls a file without permission missing
             with safe_open(self.path, framework="pt") as file:
                 stored = file.keys()
                 self._check_listed(set(stored))
                 yield file, [name for name in stored if self.index.get(name, own) == own]
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{self.path} cannot be read: {error}. Fetch the file again."
-            ) from None
+            remedy = "Fetch the file again."
+            if isinstance(error, PermissionError):
+                remedy = "Change its permissions, or run as a user who may read it."
+            reason = why_unread(error)
+            raise CheckpointError(f"{self.path} cannot be read: {reason}. {remedy}") from None
 
     def _check_listed(self, stored: set[str]) -> None:
         """Raise CheckpointError where the file lacks tensors that the index places in it."""
@@ -63,6 +67,17 @@ class Shard:
             )
 
 
+def _safetensors(folder: Path) -> list[Path]:
+    """Return the sorted *.safetensors of a folder. Raise CheckpointError if it is unreadable."""
+    try:
+        return sorted(path for path in folder.iterdir() if path.suffix == ".safetensors")
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} cannot be read: {why_unread(error)}. Change its permissions, or name "
+            "another model folder."
+        ) from None
+
+
 def shards(folder: Path) -> list[Shard]:
     """Return the files to read, in the order of their names.
 
@@ -72,7 +87,7 @@ def shards(folder: Path) -> list[Shard]:
     Raises:
         CheckpointError: no file is there, or one that the index or a file name announces is not.
     """
-    files = {path.name: path for path in sorted(folder.glob("*.safetensors"))}
+    files = {path.name: path for path in _safetensors(folder)}
     index = read_index(folder)
     _check_index(folder, index, files)
     if index:

@@ -13,7 +13,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from lockstep.serve.problems import SHOWN, error_object, response, route_path
 
 LOOPBACK = ("localhost", "127.0.0.1", "[::1]")
-OPEN_PATHS = ("/health", "/ping", "/", "/playground/app.css", "/playground/app.js")
+OPEN_PATHS = (
+    "/health",
+    "/ping",
+    "/",
+    "/playground/app.css",
+    "/playground/app.js",
+    "/playground/markdown.js",
+)
 """What answers without a key: probes have none, nor has a browser that opens the playground."""
 MEBIBYTE = 1 << 20
 

@@ -12,6 +12,7 @@ import ssl
 import stat
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -29,6 +30,7 @@ from lockstep.serve.metrics import Metrics, Prefix
 from lockstep.serve.service import Client, Limits, Service
 from lockstep.serve.throughput import Throughput
 from lockstep.serve.traces import Traces
+from lockstep.settings import why_unread
 from lockstep.text.processor import Processor
 
 log = logging.getLogger("lockstep.serve")
@@ -352,8 +354,20 @@ def check_tls(tls: Mapping[str, Any]) -> None:
     except (OSError, ValueError) as error:
         named = ", ".join(f"{name}={tls[name]!r}" for name in TLS_FILES if tls.get(name))
         raise ConfigError(
-            f"{named} cannot be used: {error}. Name files in PEM form that belong together."
+            f"{named} cannot be used: {_why_unusable(tls, error)}. Name files in PEM form that "
+            "belong together."
         ) from None
+
+
+def _why_unusable(tls: Mapping[str, Any], error: Exception) -> str:
+    """Return which TLS file cannot be read, and why; else what OpenSSL says of all of them."""
+    for name in TLS_FILES:
+        if tls.get(name):
+            try:
+                Path(tls[name]).open("rb").close()
+            except OSError as unread:
+                return f"{name}: {why_unread(unread)}"
+    return str(error)
 
 
 def raise_descriptors() -> int:
@@ -385,8 +399,8 @@ def how_to_ask(
     url: str, model_name: str, chats: bool = True, uds: str | None = None, keys: bool = False
 ) -> str:
     """The model, the URL, and a curl line that works as pasted; `keys`: with KEY replaced."""
-    question = "What is the capital of France?"
-    body: dict[str, Any] = {"model": model_name}
+    question = "List the first 12 primes."  # the bundled model knows them, and little of the world
+    body: dict[str, Any] = {"model": model_name, "temperature": 0}
     if chats:
         address = f"{url}/v1/chat/completions"
         body["messages"] = [{"role": "user", "content": question}]

@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, Field
 
 from lockstep.sampling_params import MAX_LOGPROBS
 from lockstep.serve.logs import LogFormat
-from lockstep.settings import TUPLE_OF_LIST, Settings, setting
+from lockstep.settings import TUPLE_OF_LIST, Settings, setting, size_in
 
 MOST_SECONDS = 86_400.0
 MOST_MEBIBYTES = 1024.0
@@ -98,8 +98,13 @@ class ServerSettings(Settings):
         "seconds that an idle connection is kept (keep-alive)",
         remedy="Change --timeout-keep-alive.",
     )
-    max_body_size: Annotated[float, Field(ge=0.001, le=MOST_MEBIBYTES)] = setting(
-        8.0, "largest request body, MiB", remedy="Change --max-body-size."
+    max_body_size: Annotated[float, Field(ge=0.001, le=MOST_MEBIBYTES), size_in(1 << 20)] = setting(
+        8.0,
+        "largest request body, in MiB, or a size such as 512k",
+        allowed=f"numbers from 0.001 to {MOST_MEBIBYTES:g}, in MiB, or sizes with their unit, such "
+        "as 512k or 16MB",
+        remedy="Change --max-body-size.",
+        is_size=True,
     )
     limit_concurrency: Annotated[int, Field(ge=1, le=MOST_CONNECTIONS)] = setting(
         4096, "most connections at once", remedy="Change --limit-concurrency."

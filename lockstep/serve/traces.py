@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from lockstep import __version__
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, install_extra
 from lockstep.serve.record import Record
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def otlp_exporter(endpoint: str) -> "SpanExporter":
     except ImportError:
         raise ConfigError(
             f"otlp_traces_endpoint={endpoint!r} needs OpenTelemetry, which is not installed: "
-            "pip install 'lockstep-llm[otel]', or leave --otlp-traces-endpoint out."
+            f"{install_extra('otel')}, or leave --otlp-traces-endpoint out."
         ) from None
     path = urlsplit(endpoint).path.strip("/")
     return OTLPSpanExporter(endpoint if path else endpoint.rstrip("/") + OTLP_PATH)

@@ -73,6 +73,22 @@ class Frame:
     since_start: Period
 
 
+def server_address(url: str) -> str:
+    """Return a server's URL as users write it, without /v1 at its end. Raises ConfigError."""
+    address = url if "//" in url else f"http://{url}"
+    try:
+        parts = urlsplit(address)
+        known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        known = False
+    if not known:
+        raise ConfigError(
+            f"url={brief(url)} is not allowed; allowed: http://HOST:PORT or https. Name the "
+            "server's address."
+        )
+    return address.rstrip("/").removesuffix("/v1")
+
+
 class Source:
     """A server's /metrics. Raises ConfigError for what is no address of one, or no answer of one.
 
@@ -80,18 +96,7 @@ class Source:
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        address = url if "//" in url else f"http://{url}"
-        try:
-            parts = urlsplit(address)
-            known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:
-            known = False
-        if not known:
-            raise ConfigError(
-                f"url={brief(url)} is not allowed; allowed: http://HOST:PORT or https. Name the "
-                "server's address."
-            )
-        self.url = f"{address.rstrip('/').removesuffix('/v1')}/metrics"
+        self.url = f"{server_address(url)}/metrics"
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         # Without proxies: what is watched is a machine of one's own.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import CheckpointError, brief
+from lockstep.settings import why_unread
 
 
 def damaged(path: Path, reason: object) -> CheckpointError:
@@ -18,7 +19,12 @@ def read_text(path: Path) -> str:
     """Return the text of a UTF-8 file. Raise CheckpointError otherwise."""
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {why_unread(error)}. Change its permissions, or name another "
+            "folder."
+        ) from None
+    except ValueError as error:
         raise damaged(path, error) from None
 
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Fast
 
 from lockstep.errors import CheckpointError, brief
 from lockstep.sampling_params import MAX_EOS_IDS
-from lockstep.text.json_files import damaged, is_text, read_json
+from lockstep.text.json_files import damaged, is_text, read_json, read_text
 from lockstep.text.template_files import DEFAULT, read_templates
 
 MOST_KNOWN = 1 << 16
@@ -107,7 +107,9 @@ class Tokenizer:
                 "Add it, or set skip_tokenizer_init to work with token ids."
             )
         try:
-            fast = Fast.from_file(str(path))
+            fast = Fast.from_str(read_text(path))
+        except CheckpointError:
+            raise
         except Exception as error:  # tokenizers raises no other kind
             raise damaged(path, error) from None
         fast.no_truncation()

@@ -199,11 +199,11 @@ def test_plot_is_a_png(tmp_path: Path) -> None:
 
 def test_without_matplotlib_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"pip install 'lockstep-llm\[bench\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '.\[bench\]'"):
         need_plots()
 
 
 def test_without_httpx_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "httpx", None)
-    with pytest.raises(ConfigError, match=r"pip install 'lockstep-llm\[bench\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '.\[bench\]'"):
         Server.at("http://127.0.0.1:8000")

@@ -1,6 +1,8 @@
 """lockstep top against a server that tells what it is told to."""
 
 import json
+import os
+import termios
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -130,6 +132,27 @@ def test_the_live_view_outlives_its_server(
     with pytest.raises(KeyboardInterrupt):
         TOP.watch(Source(server.url), 0.01)
     assert seen == ["frame", "error", "frame"]
+
+
+def test_the_server_is_an_argument_or_an_option(server: SimpleNamespace, run: Any) -> None:
+    quick = ("--once", "--interval", "0.1")
+    assert run("--url", server.url, *quick)[0] == 0
+    status, _, err = run(server.url, "--url", "http://other", *quick)
+    assert status == 2 and "are two servers" in err
+
+
+def test_q_ends_the_live_view(server: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and the terminal is as it was."""
+    keyboard, terminal = os.openpty()
+    with open(terminal, "rb", buffering=0) as stdin:
+        before = termios.tcgetattr(stdin)
+        monkeypatch.setattr("sys.stdin", stdin)
+        typing = threading.Timer(0.3, os.write, (keyboard, b"xq"))
+        typing.start()
+        TOP.watch(Source(server.url), 60.0)
+        typing.join(10)
+        assert termios.tcgetattr(stdin) == before
+    os.close(keyboard)
 
 
 def test_keys(server: SimpleNamespace, run: Any, tmp_path: Any) -> None:

@@ -18,6 +18,7 @@ TYPES = {
     "/": "text/html",
     "/playground/app.css": "text/css",
     "/playground/app.js": "text/javascript",
+    "/playground/markdown.js": "text/javascript",
 }
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import shutil
 import socket
 import threading
@@ -252,7 +253,8 @@ def test_a_key_is_asked_for(page: Page, server: SimpleNamespace, processor: Any)
         expect(page.locator("#model")).to_have_text("tiny")
         ask(page, "the fox")
         expect(page.locator("#status")).to_contain_text("Done: ")
-        assert page.evaluate("localStorage.length + sessionStorage.length") == 0
+        assert page.evaluate("localStorage.length") == 0
+        assert "secret" not in page.evaluate("JSON.stringify(sessionStorage)")
         assert page.evaluate("document.cookie") == ""
 
 
@@ -263,6 +265,116 @@ def test_text_of_the_model_is_never_markup(page: Page, url: str, server: SimpleN
     expect(page.locator("#status")).to_contain_text("Done: ")
     assert page.locator(".answer").text_content() == server.text
     assert page.locator(".message img, .message b, .message script").count() == 0
+
+
+def test_markdown_keeps_tokens_and_no_markup(page: Page, url: str, server: SimpleNamespace) -> None:
+    server.text = (
+        "# A *head*\n\n- one **two**\n- `a*b*c` <b>\n\n```py\nx = [1]\n```\n"
+        "[ok](https://a.example/) [no](javascript:alert(1)) ![i](data:x)"
+    )
+    page.goto(url)
+    ask(page, "the fox")
+    expect(page.locator("#status")).to_contain_text("Done: ")
+    answer = page.locator(".answer")
+    assert answer.locator(".heading em").text_content() == "head"
+    assert answer.locator("li").all_text_contents() == ["one two", "a*b*c <b>"]
+    assert answer.locator("pre code").text_content() == "x = [1]"
+    links = answer.locator("a")
+    assert [links.nth(i).get_attribute("href") for i in range(links.count())] == [
+        "https://a.example/"
+    ]
+    assert answer.locator("b, img, script").count() == 0
+    assert answer.locator(".token.draft").count() > 0
+    page.get_by_label("Render Markdown").uncheck()
+    page.keyboard.press("Alt+r")
+    expect(page.locator("#status")).to_contain_text("Done: ")
+    assert page.locator(".answer").text_content() == server.text
+
+
+def test_examples_are_asked_with_a_click(page: Page, url: str, server: SimpleNamespace) -> None:
+    page.goto(url)
+    examples = page.locator(".example")
+    assert examples.count() == 3
+    examples.nth(2).click()
+    expect(page.locator("#status")).to_contain_text("Done: ")
+    expect(page.locator(".user .text")).to_have_text(examples.nth(2).text_content() or "")
+    assert "get_weather" in page.get_by_label("Tools, a JSON list").input_value()
+
+
+def test_a_chat_outlives_a_reload(
+    page: Page, url: str, server: SimpleNamespace, processor: Any
+) -> None:
+    server.text = "hello **lazy** fox"
+    page.goto(url)
+    ask(page, "the fox")
+    expect(page.locator("#status")).to_contain_text("Done: ")
+    page.reload()
+    expect(page.locator(".user .text")).to_have_text("the fox")
+    expect(page.locator(".answer strong")).to_have_text("lazy")
+    ask(page, "the dog")
+    expect(page.locator("#status")).to_contain_text("Done: ")
+    prompt = processor.decode(server.client.requests[-1].prompt_token_ids)
+    assert "the fox" in prompt and "hello **lazy** fox" in prompt
+    page.keyboard.press("Alt+n")
+    page.reload()
+    expect(page.locator(".message")).to_have_count(0)
+    expect(page.locator("#cache-share")).to_have_text("0.0 %")
+
+
+def test_a_refused_message_leaves_the_chat(page: Page, url: str, server: SimpleNamespace) -> None:
+    page.goto(url)
+    page.get_by_label("Most tokens").fill("100000000000")
+    ask(page, "the fox")
+    refused = page.locator(".refused .problem")
+    expect(refused).to_contain_text("Not part of the chat: max_tokens=100000000000")
+    expect(page.get_by_label("Message", exact=True)).to_have_value("the fox")
+    page.get_by_label("Most tokens").fill("")
+    page.get_by_label("Message", exact=True).fill("the dog")
+    page.get_by_role("button", name="Send", exact=True).click()
+    expect(page.locator("#status")).to_contain_text("Done: ")
+    assert page.evaluate("JSON.parse(sessionStorage['lockstep-chat']).messages.length") == 2
+
+
+def test_an_answer_that_was_cut_says_so(page: Page, url: str, server: SimpleNamespace) -> None:
+    server.text = "hello lazy fox"
+    page.goto(url)
+    page.get_by_label("Most tokens").fill("2")
+    ask(page, "the fox")
+    expect(page.locator("#status")).to_contain_text("Done: ")
+    expect(page.locator(".cut")).to_contain_text("Cut: the answer reached its most tokens")
+
+
+def test_a_request_is_copied_as_curl(page: Page, url: str, server: SimpleNamespace) -> None:
+    """The line as a shell splits it asks the same again."""
+    page.goto(url)
+    page.evaluate("void (navigator.clipboard.writeText = () => Promise.reject())")
+    page.get_by_label("API key").fill("secret")
+    ask(page, "the fox's")
+    expect(page.locator("#status")).to_contain_text("Done: ")
+    page.get_by_role("button", name="Copy as curl").click()
+    words = shlex.split(page.get_by_label("The request as curl").input_value())
+    assert words[:3] == ["curl", "-s", f"{url}/v1/chat/completions"]
+    assert words[words.index("-H", 5) + 1] == "Authorization: Bearer KEY"
+    body = json.loads(words[-1])
+    assert body == {"messages": [{"role": "user", "content": "the fox's"}]}
+
+
+def test_the_page_fits_320_pixels(browser: Any, url: str, server: SimpleNamespace) -> None:
+    server.text = "hello " + "x" * 300 + "\n\n```\n" + "y" * 300 + "\n```"
+    context = browser.new_context(viewport={"width": 320, "height": 640})
+    page = context.new_page()
+    page.goto(url)
+    expect(page.locator("#settings")).to_be_hidden()
+    page.get_by_label("Compare without speculation").check()
+    ask(page, "the fox")
+    expect(page.locator(".agreement.good")).to_be_visible()
+    for shown in (None, "Alt+s"):
+        if shown:
+            page.keyboard.press(shown)
+        wide = "[...document.querySelectorAll('body *')].filter(e => e.getClientRects().length"
+        wide += " && e.getBoundingClientRect().right > 321 && !e.closest('pre, .skip'))"
+        assert page.evaluate(f"{wide}.map(e => e.outerHTML.slice(0, 80))") == []
+    context.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

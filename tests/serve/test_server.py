@@ -199,6 +199,7 @@ def test_shown_lines_work(processor):
     assert ready == f"Ready: the model 'tiny' at {url}/v1 (base_url of OpenAI clients)"
     words = shlex.split(curl)
     assert words[2] == f"{url}/v1/chat/completions" and json.loads(words[-1])["model"] == "tiny"
+    assert json.loads(words[-1])["messages"][0]["content"] == "List the first 12 primes."
     assert f"{url}/v1/completions" in how_to_ask(url, "tiny", chats=False)
     _, curl = how_to_ask(url, "tiny", keys=True).splitlines()
     assert "Authorization: Bearer KEY" in shlex.split(curl)

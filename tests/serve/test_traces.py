@@ -160,5 +160,5 @@ def test_what_is_no_endpoint(given: str) -> None:
 def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     name = "opentelemetry.exporter.otlp.proto.http.trace_exporter"
     monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=r"pip install 'lockstep-llm\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '.\[otel\]'"):
         otlp_exporter("http://host:4318")

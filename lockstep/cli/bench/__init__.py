@@ -6,12 +6,14 @@ from lockstep.cli.bench.drafters import drafters
 from lockstep.cli.bench.kernels import kernels
 from lockstep.cli.bench.offline import offline
 from lockstep.cli.bench.serving import serving
-from lockstep.cli.command import PlainCommand
-from lockstep.cli.groups import usual
+from lockstep.cli.command import PlainCommand, group_with_default
 from lockstep.cli.vllm.command import FlagCommand, epilog
 
+VLLM_NAMES = {"latency": "offline", "throughput": "offline", "serve": "serving"}
+"""Names that vllm bench has for these commands."""
+
 bench = typer.Typer(
-    cls=usual("offline"),
+    cls=group_with_default("offline", VLLM_NAMES),
     rich_markup_mode=None,
     help="Measure answers, drafters, kernels or servers.",
 )

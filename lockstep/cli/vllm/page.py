@@ -19,7 +19,8 @@ Made by `lockstep vllm-flags` from the table that the command line is read by
 
 Values that ask for what is done anyway are taken in silence, whatever the flag is. Underscores are
 read like dashes, `--flag=value` like `--flag value`; `--no-flag` turns a switch off. Sizes may be
-`8k` (8,000) or `8K` (8,192). A flag that takes JSON takes a key as well:
+`8k` (8,000) or `8K` (8,192), and those of memory `24G`, `24GiB`, `24GB` or
+`25.3e9`. A flag that takes JSON takes a key as well:
 `-cc.cudagraph_mode=NONE`. `--config file.yaml` holds flags by their names without dashes, such as
 `max-model-len: 8192`, in at most 65,536 characters of plain values, without aliases and tags; the
 command line has the last word. A misspelt flag is an error that names the nearest. All commands

@@ -6,11 +6,11 @@ earlier one, but for options that may be given again; the command line's take th
 
 import json
 from collections.abc import Callable, Iterable
-from difflib import get_close_matches
 from typing import Any
 
+from lockstep.cli.command import unknown_option
 from lockstep.cli.vllm.config_file import read_config
-from lockstep.errors import ConfigError, brief, choice_error
+from lockstep.errors import ConfigError, choice_error
 from lockstep.flags.flag import SWITCHED, Flag, Form, Kind, acts, read_value
 from lockstep.flags.setter import FlagSetter
 from lockstep.flags.table import all_flags
@@ -143,12 +143,9 @@ class Reader:
             positive = self._flags.get(plain.removeprefix("no-"))
             if plain.startswith("no-") and positive and positive.form is Form.SWITCH:
                 return positive, True, path
-        near = get_close_matches(plain, self._flags, n=1)
-        meant = f" Did you mean --{near[0]}?" if near else ""
-        raise ConfigError(
-            f"{brief(head)[1:-1]} is no option of this command.{meant} --help names all; "
-            "docs/vllm_flags.md says what became of vLLM's."
-        )
+        known = [f"--{name}" for name in self._flags]
+        more = "; docs/vllm_flags.md says what became of vLLM's"
+        raise unknown_option(head if head.startswith("-") else f"--{head}", known, more)
 
     def _take(self, name: str, written: list[str]) -> None:
         """Does what a flag asks for. Raises ConfigError."""

@@ -41,6 +41,7 @@ FILES = (
     PageFile("/", "index.html", "text/html"),
     PageFile("/playground/app.css", "app.css", "text/css"),
     PageFile("/playground/app.js", "app.js", "text/javascript"),
+    PageFile("/playground/markdown.js", "markdown.js", "text/javascript"),
 )
 
 

@@ -1,5 +1,7 @@
 // The playground: a chat over /v1/chat/completions that shows how every token came.
-// Nothing is stored; the API key lives in its input element alone.
+// The chat is kept for reloads in this tab's session storage; the API key lives in its input alone.
+
+import { renderMarkdown } from "./markdown.js";
 
 const $ = (id) => document.getElementById(id);
 
@@ -10,11 +12,12 @@ function make(tag, properties = {}, ...children) {
   return element;
 }
 
-/** Something wrong that the reader can mend; field: the element to mend it in. */
+/** Something wrong that the reader can mend; field: the element to mend it in; refused: by the server. */
 class Problem extends Error {
-  constructor(message, field = null) {
+  constructor(message, field = null, refused = false) {
     super(message);
     this.field = field;
+    this.refused = refused;
   }
 }
 
@@ -48,7 +51,8 @@ async function call(path, body, signal) {
   if (response.ok) return response;
   const said = await response.json().catch(() => ({}));
   const message = said.error?.message ?? `The server answered ${response.status}.`;
-  throw new Problem(message, response.status === 401 ? $("key") : fieldNamed(said.error?.param));
+  const field = response.status === 401 ? $("key") : fieldNamed(said.error?.param);
+  throw new Problem(message, field, response.status < 500);
 }
 
 /** The chunks of a streamed answer. */
@@ -241,6 +245,8 @@ class Written {
   }
 }
 
+const CUT = "Cut: the answer reached its most tokens, or the model\u2019s context is full. Raise Most tokens, or ask for the rest.";
+
 /** A request on its way, and the element that shows its answer. other: token ids to agree with. */
 class Run {
   constructor(body, title, other = null) {
@@ -257,6 +263,7 @@ class Run {
     this.thoughts = make("div", { className: "text" });
     this.thinking = make("details", { className: "reasoning", hidden: true, open: true },
       make("summary", {}, "Reasoning"), this.thoughts);
+    this.shown = [];
     this.text = make("div", { className: "text answer" });
     this.told = make("p", { className: "figures" });
     this.element = make("div", { className: "run" }, this.thinking, this.text, this.told);
@@ -286,8 +293,12 @@ class Run {
       this.show(reasoning, this.thoughts);
     }
     if (content) {
-      this.content += content;
-      this.show(content, this.text);
+      for (const [piece, token] of this.written.pieces(content)) {
+        const start = this.content.length;
+        this.content += piece;
+        this.shown.push({ start, end: this.content.length, token });
+        this.text.append(this.span(piece, token));
+      }
     }
     for (const call of calls ?? []) this.addCall(call);
     if (choice.error) throw new Problem(choice.error);
@@ -308,6 +319,24 @@ class Run {
       span.classList.toggle("other", Boolean(differs));
     }
     return span;
+  }
+
+  /** Shows the whole answer as Markdown, its tokens tinted as before, and says where it was cut. */
+  end() {
+    if ($("markdown").checked) {
+      this.text.classList.add("markdown");
+      renderMarkdown(this.text, this.content, (start, end) => this.leaf(start, end));
+    }
+    if (this.finish === "length") this.element.append(make("p", { className: "cut" }, CUT));
+  }
+
+  /** The spans of a range of the content. */
+  leaf(start, end) {
+    const parts = this.shown.filter((part) => part.end > start && part.start < end);
+    return parts.map((part) => {
+      const piece = this.content.slice(Math.max(part.start, start), Math.min(part.end, end));
+      return this.span(piece, part.token);
+    });
   }
 
   /** All that the model wrote, the markup of calls and reasoning too. */
@@ -363,6 +392,33 @@ class Conversation {
 
   add(message, element) {
     this.entries.push({ message, element });
+    this.keep();
+  }
+
+  /** Keeps the messages for a reload, in this tab alone; a chat that is too large is not kept. */
+  keep() {
+    const messages = this.entries.map((entry) => entry.message);
+    try {
+      sessionStorage.setItem(KEPT, JSON.stringify({ system: $("system").value, messages }));
+    } catch {
+      sessionStorage.removeItem(KEPT);
+    }
+  }
+
+  /** Takes out the latest messages that are no answer, since the server refused them. */
+  forgetRefused(reason) {
+    while (this.entries.length && this.entries.at(-1).message.role !== "assistant") {
+      const { message, element } = this.entries.pop();
+      element.classList.add("refused");
+      element.append(make("p", { className: "problem" }, `Not part of the chat: ${reason}`));
+      if (message.role === "user") {
+        if (!$("ask").value) $("ask").value = message.content;
+        break;
+      }
+    }
+    const send = this.entries.at(-1)?.element.querySelector(".send");
+    if (send) send.disabled = false;
+    this.keep();
   }
 
   /** The calls of the latest message that wait for their results. */
@@ -373,9 +429,11 @@ class Conversation {
   /** Takes the latest answer away, so that it can be asked for again. */
   forgetAnswer() {
     while (this.entries.at(-1)?.message.role === "assistant") this.entries.pop().element.remove();
+    this.keep();
   }
 }
 
+const KEPT = "lockstep-chat";
 let conversation = new Conversation();
 let running = null;
 
@@ -443,15 +501,21 @@ async function ask() {
     else say(`Done: ${first.figures}.`);
   } catch (error) {
     if (error.name === "AbortError") say(`Stopped after ${first.figures.tokens} tokens.`);
-    else report(error);
+    else {
+      if (error.refused && !first.ids.length) here.forgetRefused(error.message);
+      report(error);
+    }
   } finally {
     clearInterval(polling);
     running = null;
-    if (first.ids.length) here.add(first.message(), element);
-    else element.remove();
+    if (first.ids.length) {
+      first.end();
+      element.append(copyButton(first.body));
+      if (here === conversation) here.add(first.message(), element);
+    } else element.remove();
     setBusy(false);
     showCache();
-    addCalls(first, element);
+    addCalls(first.wholeCalls, element, first.asWritten());
   }
 }
 
@@ -467,6 +531,7 @@ async function compare(first, element, runs) {
     verdict.textContent = agreement(first.ids, run.ids);
     scroll(false);
   });
+  second.end();
   const same = String(first.ids) === String(second.ids);
   verdict.classList.add(same ? "good" : "bad");
   const all = `All ${first.ids.length} tokens agree, one by one.`;
@@ -480,9 +545,59 @@ function agreement(ids, others) {
   return `${others.length} of ${ids.length} tokens agree.`;
 }
 
+/** The request as a line for a shell; a key is replaced, since what is copied is often shared. */
+function shellLine(body) {
+  const { stream, stream_options, return_token_ids, return_token_sources, ...sent } = body;
+  const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
+  const parts = ["curl", "-s", quoted(new URL("v1/chat/completions", document.baseURI).href)];
+  parts.push("-H", quoted("Content-Type: application/json"));
+  if ($("key").value.trim()) parts.push("-H", quoted("Authorization: Bearer KEY"));
+  return [...parts, "-d", quoted(JSON.stringify(sent))].join(" ");
+}
+
+/** A button that copies a request; where the browser forbids that, it shows what to copy. */
+function copyButton(body) {
+  const button = make("button", { type: "button", className: "copy", textContent: "Copy as curl" });
+  button.addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(shellLine(body));
+      say("Copied.");
+    } catch {
+      const field = make("textarea", { readOnly: true, rows: 4, className: "code", value: shellLine(body) });
+      button.replaceWith(make("label", {}, "The request as curl", field));
+      field.select();
+    }
+  });
+  return button;
+}
+
+/** Shows the chat that was kept before a reload. */
+function restore() {
+  let kept;
+  try {
+    kept = JSON.parse(sessionStorage.getItem(KEPT));
+  } catch {
+    return;
+  }
+  if (!kept?.messages?.length) return;
+  $("system").value = kept.system ?? "";
+  for (const message of kept.messages) {
+    const text = make("div", { className: "text", textContent: message.content });
+    const answers = message.role === "assistant";
+    if (answers && $("markdown").checked) {
+      text.classList.add("answer", "markdown");
+      renderMarkdown(text, message.content, (start, end) => [message.content.slice(start, end)]);
+    }
+    const who = answers ? "Model" : message.role === "user" ? "You" : "Result";
+    conversation.add(message, shownMessage(who, message.role, text));
+  }
+  const { message, element } = conversation.entries.at(-1);
+  addCalls(message.tool_calls ?? [], element);
+  $("retry").disabled = false;
+}
+
 /** A card for each tool call, with a field for its result. */
-function addCalls(run, element) {
-  const calls = run.wholeCalls;
+function addCalls(calls, element, written = "") {
   if (!calls.length) return;
   const fields = calls.map((called) => {
     const { name, arguments: text } = called.function;
@@ -511,7 +626,7 @@ function addCalls(run, element) {
       if (event.key === "Enter" && event.ctrlKey) submit();
     });
   }
-  element.append(send, run.asWritten());
+  element.append(send, written);
   fields[0].focus();
   say("The model calls tools: type their results in.");
   scroll();
@@ -611,6 +726,7 @@ function begin() {
   stop();
   for (const message of document.querySelectorAll(".message")) message.remove();
   conversation = new Conversation();
+  conversation.keep();
   $("welcome").hidden = false;
   $("retry").disabled = true;
   say("");
@@ -689,5 +805,16 @@ $("show-settings").addEventListener("click", () => showSettings());
 $("tint").addEventListener("change", showTints);
 $("key").addEventListener("change", showServer);
 
+for (const example of document.querySelectorAll(".example")) {
+  example.addEventListener("click", () => {
+    $("ask").value = example.textContent;
+    $("tools").value = example.dataset.tools ?? "";
+    send();
+  });
+}
+$("system").addEventListener("change", () => conversation.keep());
+
 showTints();
+showSettings(window.innerWidth > 800);
+restore();
 showServer();

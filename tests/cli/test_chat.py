@@ -1,0 +1,193 @@
+"""lockstep chat, with a model that answers from a script and with a server that does."""
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lockstep.cli import app
+from lockstep.cli.conversation import CUT, Answer
+from lockstep.errors import ConfigError, RequestError
+
+CHAT = import_module("lockstep.cli.chat")
+
+
+class Scripted:
+    """Conversation that runs one function per answer, and keeps what it was sent."""
+
+    def __init__(self, *steps: Callable[[Answer, Callable[[str], None]], None]) -> None:
+        self.steps = list(steps)
+        self.sent: list[list[dict[str, Any]]] = []
+
+    def answer(
+        self, messages: list[dict[str, Any]], answer: Answer, show: Callable[[str], None]
+    ) -> None:
+        self.sent.append([dict(message) for message in messages])
+        self.steps.pop(0)(answer, show)
+
+
+def saying(text: str, reason: str = "stop") -> Callable[[Answer, Callable[[str], None]], None]:
+    def step(answer: Answer, show: Callable[[str], None]) -> None:
+        show(text)
+        answer.content = text
+        answer.finish_reason = reason
+
+    return step
+
+
+def interrupted(answer: Answer, show: Callable[[str], None]) -> None:
+    answer.content = "half of"
+    answer.tool_calls = [{"id": "1", "function": {"name": "f", "arguments": "{"}}]
+    raise KeyboardInterrupt
+
+
+def refused(answer: Answer, show: Callable[[str], None]) -> None:
+    raise RequestError("too long")
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes input() return these lines, or raise what is no text, then end."""
+
+    def lines(*given: Any) -> None:
+        left = list(given)
+
+        def read(sign: str) -> str:
+            if not left:
+                raise EOFError
+            line = left.pop(0)
+            if isinstance(line, str):
+                return line
+            raise line
+
+        monkeypatch.setattr("builtins.input", read)
+
+    return lines
+
+
+def test_ctrl_c_ends_the_answer_and_not_the_chat(typed: Any, capsys: Any) -> None:
+    """What has come is kept without its half of a tool call, and the chat goes on."""
+    side = Scripted(interrupted, saying("again"))
+    typed("one", KeyboardInterrupt(), "two")
+    CHAT.converse(side, "be brief")
+    assert [message["role"] for message in side.sent[1]] == ["system", "user", "assistant", "user"]
+    assert side.sent[1][2] == {"role": "assistant", "content": "half of"}
+    shown = capsys.readouterr()
+    assert "ended by Ctrl-C" in shown.err and "/exit or Ctrl-D" in shown.err
+    assert "again" in shown.out
+
+
+def test_commands_of_the_chat(typed: Any, capsys: Any) -> None:
+    side = Scripted(saying("a"), saying("b", "length"))
+    typed("/help", "/nwe", "one", "/new", "two", "/exit", "three")
+    CHAT.converse(side, None)
+    assert [len(sent) for sent in side.sent] == [1, 1]
+    said = capsys.readouterr().err
+    assert "/new    start over" in said and "'/nwe' is no command" in said and CUT in said
+
+
+def test_a_refused_message_is_taken_back(typed: Any, capsys: Any) -> None:
+    side = Scripted(refused, saying("fine"))
+    typed("one", "two")
+    CHAT.converse(side, None)
+    assert side.sent[1] == [{"role": "user", "content": "two"}]
+    assert "too long" in capsys.readouterr().err
+
+
+@pytest.fixture
+def server() -> Iterator[SimpleNamespace]:
+    """Answers chat completions with `events`, or with `status`; `bodies` and `keys` were sent."""
+    found = SimpleNamespace(events=[], status=200, bodies=[], keys=[])
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.reply(200, b'{"data": [{"id": "served"}]}')
+
+        def do_POST(self) -> None:
+            size = int(self.headers["Content-Length"])
+            found.bodies.append(json.loads(self.rfile.read(size)))
+            found.keys.append(self.headers["Authorization"])
+            lines = [f"data: {json.dumps(event)}\n\n" for event in found.events]
+            error = b'{"error": {"message": "no room"}}'
+            self.reply(found.status, "".join(lines).encode() if found.status == 200 else error)
+
+        def reply(self, status: int, body: bytes) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *what: Any) -> None:
+            """Nothing is logged."""
+
+    listening = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
+    thread.start()
+    found.url = f"http://127.0.0.1:{listening.server_port}"
+    yield found
+    listening.shutdown()
+    thread.join(10)
+    listening.server_close()
+
+
+def run(*words: str, input: str = "") -> Any:
+    return CliRunner().invoke(app, ["chat", *words], input=input, catch_exceptions=False)
+
+
+def delta(reason: str | None = None, **parts: Any) -> dict[str, Any]:
+    return {"choices": [{"delta": parts, "finish_reason": reason}]}
+
+
+def test_chat_with_a_server(server: SimpleNamespace) -> None:
+    server.events = [
+        delta(content="Hel"), delta(content="lo"), delta("stop"),
+        {"choices": [], "usage": {"completion_tokens": 2}},
+    ]  # fmt: skip
+    words = ("--url", f"{server.url}/v1", "--api-key", "k", "--temperature", "0", "--system", "s")
+    shown = run(*words, input="hi\nmore\n")
+    assert shown.exit_code == 0 and "Hello\n" in shown.stdout and "2 tokens" in shown.stderr
+    first, second = server.bodies
+    assert first["model"] == "served" and first["temperature"] == 0 and first["max_tokens"] == 1024
+    assert second["messages"][1:] == [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "more"},
+    ]
+    assert server.keys == ["Bearer k"] * 2
+
+
+def test_a_server_that_refuses_or_breaks_off(server: SimpleNamespace) -> None:
+    server.events = [delta(content="Hel")]
+    shown = run("--url", server.url, "named", input="hi\n")
+    assert "ended the answer early" in shown.stderr and server.bodies[0]["model"] == "named"
+    server.status = 400
+    assert "answered 400: no room" in run("--url", server.url, input="hi\n").stderr
+
+
+def test_tool_calls_of_a_server(server: SimpleNamespace) -> None:
+    """Their parts are put together, and the result goes back under the call's id."""
+    call = {"index": 0, "id": "c", "function": {"name": "look", "arguments": '{"a"'}}
+    more = {"index": 0, "function": {"arguments": ": 1}"}}
+    server.events = [delta(tool_calls=[call]), delta("tool_calls", tool_calls=[more])]
+    run("--url", server.url, input="hi\n")
+    shown = run("--url", server.url, input="hi\nblue\n")
+    reply, result = server.bodies[2]["messages"][1:]
+    assert reply["tool_calls"][0]["function"] == {"name": "look", "arguments": '{"a": 1}'}
+    assert result == {"role": "tool", "tool_call_id": "c", "content": "blue"}
+    assert "result of look> " in shown.stdout
+
+
+def test_options_that_a_server_has_no_use_for() -> None:
+    with pytest.raises(ConfigError, match="--max-num-seqs is not allowed with --url"):
+        run("--url", "http://127.0.0.1:1", "--max-num-seqs", "4")
+    with pytest.raises(ConfigError, match="api_key is not allowed without url"):
+        run("--api-key", "k")
+    with pytest.raises(ConfigError, match="cannot be reached"):
+        run("--url", "http://127.0.0.1:1")
+    with pytest.raises(ConfigError, match="url=.ftp://a. is not allowed"):
+        run("--url", "ftp://a")

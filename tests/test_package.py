@@ -1,0 +1,89 @@
+"""The package as users install it: an sdist and a wheel, built and run away from the checkout."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import lockstep
+
+ROOT = Path(__file__).parent.parent
+BUILD = "import sys; from setuptools import build_meta as b; print(b.{}(sys.argv[1]))"
+
+
+def run(*words: object, cwd: Path) -> str:
+    """Run a command outside of the checkout, without its path; return its stdout."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    command = [str(word) for word in words]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(sdist, wheel), made of a copy of what an installation needs."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "lockstep", source / "lockstep", ignore=ignored)
+    made = []
+    for kind in ("build_sdist", "build_wheel"):
+        words = (sys.executable, "-c", BUILD.format(kind), source / "dist")
+        made.append(source / "dist" / run(*words, cwd=source).splitlines()[-1])
+    return made[0], made[1]
+
+
+def package_files() -> set[str]:
+    """Files of the package in the checkout."""
+    found = (path for path in (ROOT / "lockstep").rglob("*") if path.is_file())
+    return {str(path.relative_to(ROOT)) for path in found if "__pycache__" not in path.parts}
+
+
+def test_sdist_and_wheel_hold_every_file(built: tuple[Path, Path]) -> None:
+    """Weights, tables, the playground and py.typed too."""
+    sdist, wheel = built
+    with zipfile.ZipFile(wheel) as archive:
+        assert not package_files() - set(archive.namelist())
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert not package_files() - names
+
+
+@pytest.fixture(scope="module")
+def installed(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of a new environment with the wheel.
+
+    Its dependencies are those of this environment, so that nothing is downloaded.
+    """
+    tmp_path = tmp_path_factory.mktemp("installed")
+    python = tmp_path / "env/bin/python"
+    venv.create(tmp_path / "env", with_pip=False, symlinks=True)
+    quiet = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-index")
+    pip = (sys.executable, "-m", "pip", "--python", python, "install", *quiet)
+    run(*pip, built[1], cwd=tmp_path)
+    (packages,) = (tmp_path / "env/lib").glob("python*/site-packages")
+    (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return python.parent
+
+
+def test_the_wheel_runs_in_an_environment_of_its_own(installed: Path, tmp_path: Path) -> None:
+    shown = run(installed / "lockstep", "--version", cwd=tmp_path)
+    assert shown == f"lockstep {lockstep.__version__}\n"
+    where = run(installed / "python", "-c", "import lockstep; print(lockstep)", cwd=tmp_path)
+    assert str(installed.parent) in where
+
+
+@pytest.mark.slow
+def test_the_wheel_answers(installed: Path, tmp_path: Path) -> None:
+    words = ("generate", "-p", "List the first 12 primes.", "--chat", "--temperature", "0")
+    answer = run(installed / "lockstep", *words, cwd=tmp_path)
+    assert answer.startswith("2, 3, 5, 7, 11")
