@@ -1,0 +1,1 @@
+"""Programs of other people's clients, run against a server of the bundled model."""
