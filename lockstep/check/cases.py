@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from lockstep.check.matrix import LONG_PROMPT
@@ -19,12 +19,15 @@ PREFIX_TAIL = 5
 
 @dataclass(frozen=True)
 class Case:
-    """One request of the check. name: prompt and sampling; sampling: the name of its parameters."""
+    """One request of the check. name: prompt and sampling; sampling: the name of its parameters.
+
+    params: no part of the hash, since sampling parameters are mutable; the name says them.
+    """
 
     name: str
     sampling: str
     prompt: tuple[int, ...]
-    params: SamplingParams
+    params: SamplingParams = field(hash=False)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,15 @@ from lockstep.spec import DRAFTERS
 EVERY_DRAFTER = (*DRAFTERS, answer_oracle.NAME)
 
 
+OUTSIDE_THE_ENGINE = frozenset({"truncate_prompt_tokens", "output_kind"})
+"""Sampling parameters that act on the prompt before the engine, or on how answers are handed on."""
+
+
+def engine_parameters() -> set[str]:
+    """Return the names of the sampling parameters that reach the engine."""
+    return set(SamplingParams.names()) - OUTSIDE_THE_ENGINE
+
+
 @dataclass
 class Exercised:
     """What engines of a check were built from, and what they were given. backends: by op's name;
@@ -43,8 +52,8 @@ class Exercised:
     def lacks(self) -> list[str]:
         """What was not exercised, and why where that is known."""
         found = [f"drafter {name}" for name in EVERY_DRAFTER if name not in self.drafters]
-        names = SamplingParams.names()
-        found += [f"parameter {name}" for name in names if name not in self.parameters]
+        absent = engine_parameters() - self.parameters
+        found += [f"parameter {name}" for name in SamplingParams.names() if name in absent]
         for name, op in every_op().items():
             served = self.backends.get(name, set())
             if not served:

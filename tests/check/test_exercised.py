@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep.check import SIZES, Report, run_check
-from lockstep.check.exercised import EVERY_DRAFTER, Exercised
+from lockstep.check.exercised import EVERY_DRAFTER, Exercised, engine_parameters
 from lockstep.check.worlds import Effort
 from lockstep.kernels.backends import every_op, load
 from lockstep.sampling_params import SamplingParams
@@ -101,7 +101,7 @@ def test_every_drafter_drafts(report: Report) -> None:
 
 
 def test_every_parameter_is_used(report: Report) -> None:
-    assert report.used is not None and report.used.parameters == set(SamplingParams.names())
+    assert report.used is not None and report.used.parameters == engine_parameters()
 
 
 def test_what_is_left_out_is_named() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import lockstep.kernels.sampling as engines
 from lockstep.check import sampling
+from lockstep.check.exercised import OUTSIDE_THE_ENGINE
 from lockstep.check.harness import CheckEngine, build, build_plain
 from lockstep.check.plain import PlainRuns
 from lockstep.check.report import Report
@@ -142,7 +143,7 @@ def fields_of_the_sampler() -> Iterator[str]:
     beside the sampler, and bind it as allowed_token_ids do."""
     told = {"n", "seed", "max_tokens", "stop", "stop_token_ids", "include_stop_str_in_output"}
     told |= {"ignore_eos", "logprobs", "prompt_logprobs", "detokenize", "skip_special_tokens"}
-    told |= {"structured_outputs"}
+    told |= {"structured_outputs", *OUTSIDE_THE_ENGINE}
     params = next(iter(cases(context()).values()))
     return (f.name for f in fields(params) if f.name not in told)
 
