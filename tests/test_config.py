@@ -251,7 +251,7 @@ def test_a_model_that_is_nowhere(tmp_path: Path) -> None:
 
 
 def test_a_cache_too_small_for_one_request(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "CPU_CACHE_BYTES", 20_000)
+    monkeypatch.setattr(memory, "CPU_CACHE_BYTES", 40_000)
     with pytest.raises(CapacityError) as caught:
         build(folder)
     message = str(caught.value)

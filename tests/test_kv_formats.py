@@ -62,7 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(folder: Path, **settings: Any) -> LLM:
     """An engine of the tiny hybrid."""
     settings = {"load_format": "dummy", "max_model_len": 256, "max_num_seqs": 2} | settings
-    return LLM(str(folder), skip_tokenizer_init=True, **settings)
+    return LLM(str(folder), **{"skip_tokenizer_init": True, "speculative_config": None, **settings})
 
 
 def answer(llm: LLM) -> Any:

@@ -263,7 +263,7 @@ def test_without_a_tokenizer_ids_go_in_and_out(plain: LLM) -> None:
         ("", "the prompt has 0 tokens; allowed: 1 to 511"),
         ([[]], "the prompt has 0 tokens; allowed: 1 to 511"),
         ([[5] * 512], "prompt is too long: 512 tokens > 511 maximum"),
-        ("path " * 600, "max_model_len=512"),
+        ("path " * 600, "context length is 512"),
         ({"text": "x"}, "the keys ['text']; allowed: prompt (text) or prompt_token_ids"),
         ([[4096]], "token id 4096; allowed: 0 to 4095"),
         ([[-1]], "token id -1; allowed: 0 to 4095"),

@@ -327,7 +327,7 @@ def test_a_stop_string_ends_the_request_in_the_engine(
     ("options", "param", "told"),
     [
         ({"temperature": 3e9}, "temperature", "from 0.0 to 100.0"),
-        ({"prompt": "path " * 2000}, "prompt", "max_model_len=1024"),
+        ({"prompt": "path " * 2000}, "prompt", "context length is 1024"),
         ({"prompt": [99999]}, "prompt", "0 to 4095"),
         ({"prompt": []}, "prompt", "empty"),
         ({"logit_bias": {"4096": 1}}, "logit_bias", "0 to 4095"),

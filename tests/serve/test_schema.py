@@ -63,6 +63,7 @@ OPERATIONS = [
     ("GET", "/health"),
     ("GET", "/ping"),
     ("POST", "/ping"),
+    ("GET", "/load"),
     ("GET", "/version"),
     ("GET", "/metrics"),
 ]

@@ -117,7 +117,7 @@ def test_errors_are_objects(server, body, param, status):
 
 def test_too_long_names_the_limit(server):
     answer = fetch(server, "POST", "/v1/completions", json={"prompt": [1] * 600})
-    assert "600 tokens" in answer.text and "max_model_len=512" in answer.text
+    assert "600 tokens" in answer.text and "context length is 512" in answer.text
 
 
 def test_no_json_and_no_route(server):

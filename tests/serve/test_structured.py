@@ -204,7 +204,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"guided_regex": ".*" * 2000 + "x"}, "guided_regex", "cannot be obeyed"),
     ({"guided_regex": "a" * 5000}, "guided_regex", "at most 4096"),
     ({"response_format": {"type": "structural_tag", "format": {}}},
-     "response_format", "allowed: triggered_tags"),
+     "response_format", "is not supported"),
     ({"guided_json": {}, "guided_whitespace_pattern": "x" * 5000}, "guided_whitespace_pattern",
      "at most 4096"),
     ({"structured_outputs": {"grammar": "start: a\na: &"}}, "structured_outputs.grammar", "2("),
