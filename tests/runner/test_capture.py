@@ -160,7 +160,8 @@ def test_all_but_the_mixers_is_in_pieces(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(kind, "forward", run)
 
     folder = make_model(tmp_path / "model")
-    llm = LLM(str(folder), load_format="dummy", skip_tokenizer_init=True, max_model_len=128)
+    settings = {"load_format": "dummy", "skip_tokenizer_init": True, "max_model_len": 128}
+    llm = LLM(str(folder), speculative_config=None, **settings)
     params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     prompt = {"prompt_token_ids": list(range(9))}
     expected = llm.generate(prompt, params)[0].outputs[0].token_ids
