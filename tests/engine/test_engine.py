@@ -115,7 +115,8 @@ def test_the_engine_tells_of_its_decode_steps(engines: dict[str, LLM]) -> None:
     assert {step.drafts for step in steps} == {DRAFTS}
     prompts = sum(len(out.prompt_token_ids) for out in outs)
     contexts = [step.context for step in together]
-    assert contexts[0] == prompts and contexts == sorted(set(contexts))
+    # The first row may decode alone for a step or two, until the second request arrives.
+    assert contexts[0] >= prompts and contexts == sorted(set(contexts))
     assert contexts[-1] < prompts + 2 * 16
 
 
@@ -170,7 +171,7 @@ def test_a_step_that_fails_leaves_no_cached_page_that_was_never_written(
 
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine.runner, "launch", fail)
-        with pytest.raises(RuntimeError, match="out of memory"):
+        with pytest.raises(RuntimeError, match="the engine failed in a step"):
             llm.generate([ids, TEXT], GREEDY)
     assert_idle(llm)
     out = llm.generate(ids, replace(GREEDY, max_tokens=4, logprobs=1))[0]
