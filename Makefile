@@ -6,7 +6,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install serve test pytest lint types layers check bench fmt test-gpu sanitize eval docs clean
+.PHONY: install serve test test-clients pytest lint types layers check bench fmt test-gpu sanitize eval docs clean
 .DEFAULT_GOAL := install
 
 install: $(STAMP)
@@ -44,6 +44,13 @@ layers: install
 
 check: install
 	$(BIN)/python -m lockstep check
+
+# Basic loops of other people's clients against a server of the bundled model; needs Node.js.
+test-clients: install
+	@test -x build/clients/venv/bin/python || $(PYTHON) -m venv build/clients/venv
+	build/clients/venv/bin/python -m pip install --quiet -r tests/clients/requirements.txt
+	cp tests/clients/package.json build/clients/ && npm --prefix build/clients install --silent
+	$(BIN)/python -m pytest -q -m slow tests/clients
 
 bench: install
 	$(BIN)/python -m lockstep bench
