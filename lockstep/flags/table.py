@@ -765,5 +765,6 @@ SERVER_OPTIONS = (
     "request_timeout",
     "ssl_keyfile_password",
     "step_timeout",
+    "timeout_keep_alive",
 )
 """Options of `lockstep serve` alone that no flag of vLLM sets, as keywords."""

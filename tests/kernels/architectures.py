@@ -45,7 +45,6 @@ from lockstep.kernels.latent_attention.triton import latent_attention_triton
 from lockstep.kernels.linear.packed import linear_packed
 from lockstep.kernels.linear.triton import linear_triton
 from lockstep.kernels.mamba2.cases import mamba2_chunk_cases, mamba2_step_cases
-from lockstep.kernels.packed._form import target_of
 from lockstep.kernels.packed.bench import LAYOUTS
 from lockstep.kernels.packed.cases import layouts
 from lockstep.kernels.recurrent.cases import Dims
@@ -248,7 +247,6 @@ def recorded(number: int, quick: bool) -> Iterator[tuple[str, Any]]:
     """(op, launch) of every launch of an architecture."""
     launches = Launches()
     architecture.number_of = lambda device: number
-    target_of.cache_clear()
     JITFunction.run = lambda kernel, *args, **given: launches.keep(kernel, *args, **given)
     parts = [shared_calls(quick)] if quick else [shared_calls(False), real_calls()]
     for op, call in (pair for part in parts for pair in part):
