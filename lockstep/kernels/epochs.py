@@ -11,6 +11,8 @@ from functools import cache
 
 import torch
 
+from lockstep.kernels import architecture
+
 SERIALS = 2**31 - 1
 """Serial numbers before they repeat: each of them is a positive int32, as a kernel takes it."""
 
@@ -34,10 +36,16 @@ class LaunchEpochs:
         self.generation.add_(1)
 
 
-@cache
 def launch_epochs(device: torch.device) -> LaunchEpochs:
     """Return the source of epochs of a device, one for all launches on it.
 
     The first call allocates the counter: it must come before a capture.
     """
+    if architecture.is_planned():
+        return LaunchEpochs(device)  # a dry run's counter has no memory, so no launch may use it
+    return _of_device(device)
+
+
+@cache
+def _of_device(device: torch.device) -> LaunchEpochs:
     return LaunchEpochs(device)
