@@ -256,9 +256,11 @@ class OutputStream:
         self._open = dict.fromkeys(range(len(group.requests)))
         groups[group.id] = group
         try:
-            for index, request in enumerate(group.requests):
-                client.submit(request, partial(self._put, index))
+            client.submit(
+                [(request, partial(self._put, i)) for i, request in enumerate(group.requests)]
+            )
         except BaseException:
+            self._open.clear()  # none was queued: an abort would end another request of this id
             self._close()
             raise
 
