@@ -259,7 +259,8 @@ class LLM:
         with self._starting:
             self._engine = None
             self._client = None
-            stop, self._stop = self._stop, None
+            stop = self._stop
+            self._stop = None
         if stop is not None:
             stop()
 
