@@ -46,7 +46,7 @@ class AsyncLLM:
             async for output in llm.generate("def main(", SamplingParams(), "request-1"):
                 print(output.outputs[0].text)
 
-    Keywords are LLM's. The engine runs in a process of its own, which is started again where it is
+    Keywords are LLM's. The engine runs in a separate process, which is started again where it is
     lost, as the server's is; disable_frontend_multiprocessing: in a thread of this process.
     `progress(what, done, of)` is called while loading. shutdown() ends the engine.
     """
@@ -87,14 +87,14 @@ class AsyncLLM:
         self._stop = weakref.finalize(self, self._client.shutdown)
 
     @classmethod
-    def from_engine_args(cls, engine_args: EngineArgs, **others: Any) -> "AsyncLLM":
-        """Return the AsyncLLM of EngineArgs; `others` are keywords besides."""
+    def from_engine_args(cls, engine_args: EngineArgs, **keywords: Any) -> "AsyncLLM":
+        """Return the AsyncLLM of EngineArgs. keywords: replace or add settings."""
         if not isinstance(engine_args, EngineArgs):
             raise RequestError(
                 f"engine_args={brief(engine_args)} is not allowed; allowed: EngineArgs(...). "
                 "Make one of the keywords."
             )
-        return cls(engine_args.model, **{**engine_args.settings, **others})
+        return cls(engine_args.model, **{**engine_args.settings, **keywords})
 
     @property
     def config(self) -> EngineConfig:
@@ -140,11 +140,11 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
-        **others: Any,
+        **unknown: Any,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the answer as it grows; the last output is `finished`.
 
-        An output holds what sampling_params.output_kind says: all so far, what is new since the
+        An output contains what sampling_params.output_kind says: all so far, what is new since the
         last one (completions without news are left out), or, once, the whole answer. What comes
         while the caller is busy is one output. A caller that stops iterating aborts the request.
 
@@ -156,7 +156,7 @@ class AsyncLLM:
             prompt,
             sampling_params,
             priority=priority,
-            **others,
+            **unknown,
         )
         try:
             async for output in outputs:
@@ -171,13 +171,13 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         priority: int = 0,
-        **others: Any,
+        **unknown: Any,
     ) -> "OutputStream":
         """Queue a request and return the stream of its outputs, which generate() reads.
 
         Raises RequestError where the request is wrong or its id is taken.
         """
-        check_keywords(others, GENERATE, CALL)
+        check_keywords(unknown, GENERATE, CALL)
         if not isinstance(request_id, str) or not 1 <= len(request_id) <= MAX_ID:
             raise RequestError(
                 f"request_id={brief(request_id)} is not allowed; allowed: a text of 1 to {MAX_ID} "
@@ -256,9 +256,11 @@ class OutputStream:
         self._open = dict.fromkeys(range(len(group.requests)))
         groups[group.id] = group
         try:
-            for index, request in enumerate(group.requests):
-                client.submit(request, partial(self._put, index))
+            client.submit(
+                [(request, partial(self._put, i)) for i, request in enumerate(group.requests)]
+            )
         except BaseException:
+            self._open.clear()  # none was queued: an abort would end another request of this id
             self._close()
             raise
 

@@ -58,17 +58,17 @@ def settle_drafts(settings: dict[str, Any], weights: bool = True) -> dict[str, A
     return {**settings, DRAFTING: drafting}
 
 
-def keyword_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that keywords ask for. None is as if left out, but for
-    speculative_config, where it is no drafts.
+def keyword_values(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that keywords ask for.
 
-    A flag that has no effect here is a warning. Raises ConfigError for one that is refused, that
-    belongs to the server, or that nobody knows.
+    None counts as left out; for speculative_config it means no drafts. A flag that has no effect
+    here is a warning. Raises ConfigError for a flag that is refused or belongs to the server, and
+    for an unknown keyword.
     """
     known = [one.name for cls in (EngineConfig, TextSettings) for one in fields(cls)]
     flags = {flag.name.replace("-", "_"): flag for flag in all_flags()}
     setter = FlagSetter((), _warn)
-    for name, value in given.items():
+    for name, value in keywords.items():
         flag = flags.get(name)
         if name == DRAFTING and value is None:
             setter.values[name] = None
@@ -105,7 +105,7 @@ def _in_python(text: str) -> str:
 
 
 def _unknown(name: str, known: list[str], flags: Mapping[str, Flag]) -> Exception:
-    """Return the error of a keyword that is no setting: the server's, or nobody's."""
+    """Return the error of a keyword that is no setting here: a server's option, or unknown."""
     if name in flags or name in SERVER_OPTIONS:
         return ConfigError(
             f"{name} is a setting of the HTTP server; allowed: as --{name.replace('_', '-')} of "

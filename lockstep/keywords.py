@@ -14,7 +14,7 @@ Foreign = Mapping[str, tuple[tuple[Any, ...], str]]
 
 
 def check_keywords(
-    given: Mapping[str, Any],
+    keywords: Mapping[str, Any],
     known: Sequence[str],
     foreign: Foreign,
     error: type[LockstepError] = RequestError,
@@ -23,10 +23,10 @@ def check_keywords(
     """Check keywords that are no parameters; None and the listed values of a foreign one pass.
 
     Raises `error` for any other: with the remedy for a foreign keyword, with the nearest known
-    name for one that nobody knows. field: what a RequestError calls the parameter, instead of
-    the keyword itself.
+    name for an unknown one. field: what a RequestError calls the parameter, instead of the keyword
+    itself.
     """
-    for name, value in given.items():
+    for name, value in keywords.items():
         if name not in foreign:
             near = get_close_matches(name, [*known, *foreign], n=1)
             meant = f"Did you mean {near[0]}? " if near else ""
@@ -58,10 +58,11 @@ def explains(foreign: Foreign) -> Callable[[type[Kind]], type[Kind]]:
         known = tuple(signature(construct).parameters)[1:]
 
         @wraps(construct)
-        def init(self: Kind, *values: Any, **given: Any) -> None:
-            unknown = {name: given.pop(name) for name in list(given) if name not in known}
+        def init(self: Kind, *values: Any, **keywords: Any) -> None:
+            unknown = {name: keywords[name] for name in keywords if name not in known}
             check_keywords(unknown, known, foreign)
-            construct(self, *values, **given)
+            accepted = {name: value for name, value in keywords.items() if name not in unknown}
+            construct(self, *values, **accepted)
 
         setattr(cls, "__init__", init)  # noqa: B010  (mypy takes no assignment to it)
         return cls

@@ -259,7 +259,8 @@ class LLM:
         with self._starting:
             self._engine = None
             self._client = None
-            stop, self._stop = self._stop, None
+            stop = self._stop
+            self._stop = None
         if stop is not None:
             stop()
 
@@ -339,10 +340,13 @@ class _Call:
         """Serve all requests to their ends; an exception aborts those that are left."""
         self._show(0, len(self._groups))
         try:
-            for group in self._groups:
-                for index, request in enumerate(group.requests):
-                    self._open[request.id] = None
-                    self._client.submit(request, partial(self._take, group, index), self._inbox)
+            requests = [
+                (request, partial(self._take, group, index))
+                for group in self._groups
+                for index, request in enumerate(group.requests)
+            ]
+            self._open = {request.id: None for request, _ in requests}
+            self._client.submit(requests, self._inbox)
             while self._open:
                 self._inbox.deliver()
         finally:

@@ -19,14 +19,14 @@ from lockstep.text.processor import Processor, Prompt, Rendered, TextUpdate, nam
 class ReplyReader:
     """Reads a chat's answer: reasoning and tool calls are taken out of the text.
 
-    tools: those that the model may call. several: whether calls after the first one count.
+    tools: those that the model may call. parallel_calls: whether calls after the first one count.
     """
 
     processor: Processor
     prompt: Rendered
     tools: list[dict[str, Any]] | None
     params: SamplingParams
-    several: bool = True
+    parallel_calls: bool = True
 
     def read(self, request_id: str, done: CompletionOutput) -> None:
         """Fill in what the parsers find in the text of a completion that has ended."""
@@ -36,14 +36,14 @@ class ReplyReader:
         reply = parser.parse(done.text, end)
         done.content = reply.content
         done.reasoning = reply.reasoning or None
-        done.tool_calls = reply.tool_calls if self.several else reply.tool_calls[:1]
+        done.tool_calls = reply.tool_calls if self.parallel_calls else reply.tool_calls[:1]
         done.parser_errors = reply.errors
         for number, call in enumerate(done.tool_calls):
             call.id = call_id(request_id, done.index, number, call.id)
 
 
 class RequestGroup:
-    """The n requests of one prompt. `output` holds all that has come of them so far.
+    """The n requests of one prompt. `output` is what they have generated so far.
 
     shown: special tokens that give text. reader: reads completions that have ended, for a chat.
     """

@@ -73,11 +73,12 @@ def read_bytes(text: str, unit: int = 1) -> float:
     number = float(match[1])
     if not match[2]:
         return number
-    letter, of_bytes = match[2][:1], match[2][1:].lower()
+    letter = match[2][:1]
+    suffix = match[2][1:].lower()
     if letter in "bB":
         return number / unit
-    if of_bytes:
-        letter = letter.upper() if of_bytes == "ib" else letter.lower()
+    if suffix:
+        letter = letter.upper() if suffix == "ib" else letter.lower()
     return number * FACTORS[letter] / unit
 
 

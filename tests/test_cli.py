@@ -306,7 +306,8 @@ def test_a_parameter_is_refused_before_a_model_is_looked_for() -> None:
 
 
 def test_generate_takes_its_argument_as_the_model(model: str) -> None:
-    options = ("--prompt", "hello fox", "--temperature", "0", "--json", *dummy(model)[2:])
+    short = ("--max-tokens", "4", "--temperature", "0")
+    options = ("--prompt", "hello fox", *short, "--json", *dummy(model)[2:])
     named = json.loads(run("generate", model, *options).stdout)
     flagged = json.loads(run("generate", "--model", model, *options).stdout)
     assert named["token_ids"] == flagged["token_ids"] and named["prompt"] == "hello fox"

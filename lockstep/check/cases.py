@@ -19,7 +19,7 @@ PREFIX_TAIL = 5
 
 @dataclass(frozen=True)
 class Case:
-    """One request of the check. name: prompt and sampling; sampling: the name of its parameters.
+    """A request of the check. name: prompt and sampling; sampling: the name of its parameters.
 
     params: no part of the hash, since sampling parameters are mutable; the name says them.
     """

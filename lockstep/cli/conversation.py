@@ -70,7 +70,8 @@ class LocalModel:
         output = llm.chat(
             messages, self._params, tools=self._tools, on_progress=stream, use_tqdm=False
         )[0]
-        completion, metrics = output.outputs[0], output.metrics
+        completion = output.outputs[0]
+        metrics = output.metrics
         if completion.error:
             answer.notes.append(completion.error)
         answer.notes.append(

@@ -106,7 +106,7 @@ def build_engine(config: EngineConfig, progress: Progress, hooks: CheckHooks) ->
         limits, program, size, used = fitting.fit(limits)
     probe_linears(build, model, limits)
     if device == "cuda":
-        torch.cuda.empty_cache()  # a probe leaves copies of weights behind
+        torch.cuda.empty_cache()  # a probe does not free its copies of weights
     plan = Plan(
         **vars(limits),
         num_pages=size.pages,
@@ -198,7 +198,8 @@ class Fitting:
         Where the measured steps take more than the estimate allowed for, the planner chooses again
         with that much less. Raises CapacityError where nothing fits.
         """
-        planner, plan = self.planned.planner, self.planned.plan
+        planner = self.planned.planner
+        plan = self.planned.plan
         choices = len(self.build.choices)
         while True:
             entry = plan.entry

@@ -60,8 +60,8 @@ class Transport(Protocol):
         """Ends after the present step, and returns when the receiver was told."""
         ...
 
-    def submit(self, request: Request) -> None:
-        """Queues a request."""
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests. Those without a grammar are added between the same two steps."""
         ...
 
     def abort(self, request_id: str) -> None:
@@ -216,29 +216,37 @@ class AsyncEngine:
         """Requests that have not ended."""
         return len(self._open)
 
-    def submit(self, request: Request, listener: Listener, inbox: Inbox | None = None) -> None:
-        """Queue a request. The listener is called with its updates: in the event loop and the
-        context of this call, or by the thread that calls deliver() of the inbox.
+    def submit(
+        self, requests: Sequence[tuple[Request, Listener]], inbox: Inbox | None = None
+    ) -> None:
+        """Queue requests, all of them before the next step begins.
 
-        Raises EngineDeadError, and RequestError where a request of the same id is open.
+        A listener is called with the updates of its request: in the event loop and the context of
+        this call, or by the thread that calls deliver() of the inbox.
+
+        Raises EngineDeadError, and RequestError where a request of the same id is open; then none
+        is queued.
         """
         with self._door:
             post = inbox or self._post_of(asyncio.get_running_loop())
             if self._ended is not None:
                 raise self._dead()
-            if request.id in self._open:
-                raise RequestError(
-                    f"request_id={request.id!r} is not allowed; allowed: ids of no running "
-                    "request. Choose another.",
-                    "request_id",
-                )
-            self._open[request.id] = _Open(request, listener, post)
-            self.transport.submit(request)
+            opened: dict[str, _Open] = {}
+            for request, listener in requests:
+                if request.id in self._open or request.id in opened:
+                    raise RequestError(
+                        f"request_id={request.id!r} is not allowed; allowed: ids of no running "
+                        "request. Choose another.",
+                        "request_id",
+                    )
+                opened[request.id] = _Open(request, listener, post)
+            self._open.update(opened)
+            self.transport.submit([request for request, _ in requests])
 
     def stream(self, request: Request) -> Stream:
-        """submit, for those who wait for what comes."""
+        """Queue a request and return the stream of its updates."""
         stream = Stream()
-        self.submit(request, stream.put)
+        self.submit([(request, stream.put)])
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -293,7 +301,7 @@ class AsyncEngine:
                 del self._open[opened.request.id]
             for opened in self._open.values():
                 opened.is_final = True
-                self.transport.submit(opened.request)
+            self.transport.submit([opened.request for opened in self._open.values()])
         _hand_out([(opened, _restarted(opened)) for opened in ended])
         return len(ended)
 

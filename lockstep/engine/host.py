@@ -20,6 +20,7 @@ from lockstep.engine.messages import (
     Command,
     Ended,
     Failed,
+    PlainRequest,
     Progress,
     Pulse,
     Ready,
@@ -123,22 +124,28 @@ class _Host:
 
     def _take(self, command: Command) -> None:
         if isinstance(command, Submit):
-            self._submit(command)
+            self._submit(command.requests)
         elif isinstance(command, Abort):
             self._abort(command.id)
         else:
             self._loop.stop()
 
-    def _submit(self, command: Submit) -> None:
-        """A grammar is compiled beside the loop, so that neither a step nor others wait for it, and
-        ahead for as many requests as there are rows."""
-        request = command.request()
-        if command.grammar is None:
-            self._loop.submit(request)
-            return
-        made = self._compilers.submit(self._compile, request, command.grammar)
-        self._compiling[request.id] = made
-        made.add_done_callback(lambda _: self._compiling.pop(request.id, None))
+    def _submit(self, messages: Sequence[PlainRequest]) -> None:
+        """Queue the requests without a grammar at once, the others once theirs is compiled.
+
+        Grammars are compiled in another thread, so that neither a step nor other requests wait for
+        them, and in advance for as many requests as there are rows.
+        """
+        self._loop.submit([plain.request() for plain in messages if plain.grammar is None])
+        for plain in messages:
+            if plain.grammar is not None:
+                self._submit_compiled(plain.request(), plain.grammar)
+
+    def _submit_compiled(self, request: Request, recipe: object) -> None:
+        """Queue a request once its grammar is compiled."""
+        compilation = self._compilers.submit(self._compile, request, recipe)
+        self._compiling[request.id] = compilation
+        compilation.add_done_callback(lambda _: self._compiling.pop(request.id, None))
 
     def _compile(self, request: Request, recipe: object) -> None:
         self._ahead.enter(request.id)
@@ -147,7 +154,7 @@ class _Host:
         except Exception as error:
             self._deliver([(request.id, error)])
             return
-        self._loop.submit(request)
+        self._loop.submit([request])
 
     def _abort(self, request_id: str) -> None:
         """Behind the request, wherever that is."""

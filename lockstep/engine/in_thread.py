@@ -50,9 +50,9 @@ class ThreadTransport:
         while self._thread.is_alive() and not settled.wait(DEAD_THREAD_SECONDS):
             continue
 
-    def submit(self, request: Request) -> None:
+    def submit(self, requests: Sequence[Request]) -> None:
         """See Transport."""
-        self.loop.submit(request)
+        self.loop.submit(requests)
 
     def abort(self, request_id: str) -> None:
         """See Transport."""

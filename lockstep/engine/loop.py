@@ -71,9 +71,12 @@ class EngineLoop:
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 
-    def submit(self, request: Request) -> None:
-        """Queues a request; if the engine refuses it, the error is delivered."""
-        self._commands.put(lambda: self._add(request))
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queue requests, which are added between the same two steps.
+
+        The error of a request that the engine refuses is delivered.
+        """
+        self._commands.put(lambda: self._add(requests))
 
     def abort(self, request_id: str) -> None:
         """Ends a request. Nothing is delivered of it from then on."""
@@ -137,13 +140,15 @@ class EngineLoop:
         while self._settling:
             self._settling.pop().set()
 
-    def _add(self, request: Request) -> None:
-        try:
-            self.engine.add(request)
-        except Exception as error:  # a request that add() refuses has changed nothing
-            self._deliver([(request.id, error)])
-            return
-        self._sent[request.id] = 0
+    def _add(self, requests: Sequence[Request]) -> None:
+        """Add requests to the engine."""
+        for request in requests:
+            try:
+                self.engine.add(request)
+            except Exception as error:  # a request that add() refuses has changed nothing
+                self._deliver([(request.id, error)])
+            else:
+                self._sent[request.id] = 0
 
     def _abort(self, request_id: str) -> None:
         self.engine.abort(request_id)

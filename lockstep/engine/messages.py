@@ -14,8 +14,8 @@ from lockstep.scheduling.request import Request
 
 
 @dataclass(frozen=True)
-class Submit:
-    """A request. grammar: the recipe of its grammar, None without one."""
+class PlainRequest:
+    """A request as plain data. grammar: the recipe of its grammar, None without one."""
 
     id: str
     prompt_token_ids: list[int]
@@ -29,8 +29,8 @@ class Submit:
     grammar: object
 
     @classmethod
-    def of(cls, request: Request) -> "Submit":
-        """The message that queues a request."""
+    def of(cls, request: Request) -> "PlainRequest":
+        """Return the plain data of a request."""
         return cls(
             request.id,
             request.prompt_token_ids,
@@ -45,7 +45,7 @@ class Submit:
         )
 
     def request(self) -> Request:
-        """The request, without its grammar."""
+        """Return the request, without its grammar."""
         return Request(
             id=self.id,
             prompt_token_ids=self.prompt_token_ids,
@@ -57,6 +57,18 @@ class Submit:
             cache_salt=self.cache_salt,
             speculate=self.speculate,
         )
+
+
+@dataclass(frozen=True)
+class Submit:
+    """Queues requests, which are added between the same two steps."""
+
+    requests: tuple[PlainRequest, ...]
+
+    @classmethod
+    def of(cls, requests: Sequence[Request]) -> "Submit":
+        """Return the message that queues requests."""
+        return cls(tuple(map(PlainRequest.of, requests)))
 
 
 _METRICS = TokenUpdate._fields.index("metrics")

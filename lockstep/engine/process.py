@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing import get_context, resource_tracker
 from multiprocessing.connection import Connection
@@ -204,9 +204,9 @@ class ProcessTransport:
             self._child.kill()
             self._thread.join()
 
-    def submit(self, request: Request) -> None:
+    def submit(self, requests: Sequence[Request]) -> None:
         """See Transport."""
-        self._commands.put(Submit.of(request))
+        self._commands.put(Submit.of(requests))
 
     def abort(self, request_id: str) -> None:
         """See Transport."""

@@ -11,14 +11,14 @@ LEFT_OUT = "Leave it out."
 
 
 class FlagSetter:
-    """Settings that flags have set so far. several: settings that may be given again.
+    """Settings that flags have set so far. repeatable: settings that a flag may add to.
 
     note: takes the line that says why a flag has no effect.
     """
 
-    def __init__(self, several: Collection[str], note: Callable[[str], Any]) -> None:
+    def __init__(self, repeatable: Collection[str], note: Callable[[str], Any]) -> None:
         self.values: dict[str, Any] = {}
-        self._several = several
+        self._repeatable = repeatable
         self._note = note
         self._fresh: set[str] = set()
 
@@ -79,11 +79,11 @@ class FlagSetter:
             before = self.values.get(name)
             self.values[name] = before if isinstance(before, dict) else {}
             _merge(self.values[name], {key: value})
-        elif name in self._several and name in self._fresh:
+        elif name in self._repeatable and name in self._fresh:
             self.values[name] += value if isinstance(value, list) else [value]
         else:
-            several = name in self._several and not isinstance(value, list)
-            self.values[name] = [value] if several else value
+            starts_list = name in self._repeatable and not isinstance(value, list)
+            self.values[name] = [value] if starts_list else value
             self._fresh.add(name)
 
     def _undo(self, flag: Flag) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 _WRITER = "notes of the library that wrote the file"
 _TRAINING = "training alone: dropout, losses, initial values"
-_OUTPUT = "what transformers returns beside the logits"
+_OUTPUT = "what transformers returns besides the logits"
 _TEXT_SIDE = "ids of tokens, which the text side reads"
 _OTHER_MODALITY = "images, audio or video, which are not served"
 _ELSEWHERE = "read by other code: dtype, length, weight format, draft module"
@@ -58,7 +58,7 @@ WITHOUT_EFFECT: Mapping[str, str] = {
 }  # fmt: skip
 
 TOKEN_ID = "_token_id"
-"""End of the names of token ids, which the text side reads or which stand for images."""
+"""End of the names of token ids, which the text side reads or which mark images."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     # Scales of other families at the value with which they change nothing.

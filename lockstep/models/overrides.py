@@ -1,7 +1,7 @@
 """Replacement of settings of config.json (hf_overrides).
 
 An override reaches a setting wherever the file has it: at the top level or in text_config, and
-rotary settings in rope_parameters (the newer style), rope_scaling or beside them (the older one).
+rotary settings in rope_parameters (the newer style), rope_scaling or next to it (the older one).
 """
 
 from collections.abc import Mapping

@@ -43,13 +43,14 @@ class Shard:
         Raises:
             CheckpointError: the file cannot be read, or lacks a tensor that the index lists for it.
         """
-        own = self.path.name
+        file_name = self.path.name
         try:
             self.path.open("rb").close()  # safe_open calls a file without permission missing
             with safe_open(self.path, framework="pt") as file:
                 stored = file.keys()
                 self._check_listed(set(stored))
-                yield file, [name for name in stored if self.index.get(name, own) == own]
+                listed = (name for name in stored if self.index.get(name, file_name) == file_name)
+                yield file, list(listed)
         except (SafetensorError, OSError) as error:
             remedy = "Fetch the file again."
             if isinstance(error, PermissionError):
@@ -138,12 +139,12 @@ def read_index(folder: Path) -> dict[str, str]:
     if not path.exists():
         return {}
     remedy = "Fetch the file again, or delete it where the folder's files are the whole model."
-    places = read_object(path, remedy).get("weight_map")
-    sound = isinstance(places, dict) and places
-    if not sound or not all(isinstance(file, str) for file in places.values()):
+    weight_map = read_object(path, remedy).get("weight_map")
+    sound = isinstance(weight_map, dict) and weight_map
+    if not sound or not all(isinstance(file, str) for file in weight_map.values()):
         allowed = "an object of tensor names and file names"
-        raise choice_error(CheckpointError, f"{path} weight_map", places, allowed, remedy)
-    return dict(places)
+        raise choice_error(CheckpointError, f"{path} weight_map", weight_map, allowed, remedy)
+    return dict(weight_map)
 
 
 def _check_index(folder: Path, index: Mapping[str, str], files: Mapping[str, Path]) -> None:
@@ -173,16 +174,16 @@ def _check_numbering(folder: Path, names: set[str]) -> None:
             )
 
 
-def _no_weights(folder: Path, others: list[str]) -> CheckpointError:
-    """Return the error of a folder without weights; others: its *.safetensors all the same."""
-    if any(name.startswith("adapter_") for name in others):
+def _no_weights(folder: Path, unusable: list[str]) -> CheckpointError:
+    """Return the error of a folder without weights. unusable: *.safetensors files in it."""
+    if any(name.startswith("adapter_") for name in unusable):
         return CheckpointError(
-            f"{folder} holds an adapter ({some(others)}) and no model. Merge it into its base "
+            f"{folder} holds an adapter ({some(unusable)}) and no model. Merge it into its base "
             "model, for example by PEFT's merge_and_unload, and name the merged folder."
         )
-    if others:
+    if unusable:
         return CheckpointError(
-            f"{folder} holds {some(others)}, in the layout of the publisher's own code; allowed: "
+            f"{folder} holds {some(unusable)}, in the layout of the publisher's own code; allowed: "
             "the layout of transformers. Fetch the checkpoint's model*.safetensors."
         )
     return CheckpointError(

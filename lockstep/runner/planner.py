@@ -188,9 +188,15 @@ class Planner:
         return self.prefix_caching and self.costs.slot > 0
 
     def _first_fit(self, entries: list[Entry], available: int) -> int:
-        """The index of the first entry that fits, by bisection: no entry takes more than the one
-        before it, and each costs a dry run of a step."""
-        low, high = 0, len(entries)
+        """Return the index of the first entry that fits, len(entries) where none does.
+
+        The first entry is tried first: most GPUs have room for it. Then a bisection, since each
+        entry costs a dry run of a step, and no entry takes more than the one before it.
+        """
+        if self._fits(self.least(entries[0]), available):
+            return 0
+        low = 1
+        high = len(entries)
         while low < high:
             middle = (low + high) // 2
             if self._fits(self.least(entries[middle]), available):

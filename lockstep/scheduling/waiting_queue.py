@@ -23,8 +23,8 @@ MIN_STALE_KEYS = 64
 class WaitingQueue(Generic[EntryT]):
     """A priority queue whose push, pop and remove take O(log n) time, amortized.
 
-    The heap holds keys only. The key of a removed entry stays in it until it comes to the top, or
-    until removed keys outnumber the others; `_entries` says which keys count.
+    The heap contains keys only. The key of a removed entry stays in it until it reaches the top,
+    or until removed keys outnumber the rest; `_entries` says which keys count.
     """
 
     def __init__(self) -> None:

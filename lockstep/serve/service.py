@@ -63,8 +63,8 @@ class Client(Protocol):
         """Seconds since the step that runs now began; 0 between steps."""
         ...
 
-    def submit(self, request: Request, listener: Listener) -> None:
-        """Queues a request; the listener is called in the event loop with what comes of it."""
+    def submit(self, requests: Sequence[tuple[Request, Listener]]) -> None:
+        """Queue requests; a listener is called in the event loop with its request's updates."""
         ...
 
     def abort(self, request_id: str) -> None:
@@ -266,13 +266,16 @@ class Run:
         if self.job.deadline is not None:
             loop = asyncio.get_running_loop()
             self._alarm = loop.call_at(self.job.deadline, self._expire)
-        for index, request in enumerate(self.job.requests):
+        requests = self.job.requests
+        for index, request in enumerate(requests):
             self._open[index] = self.service.processor.completion(request, index, self.job.shown)
-            try:
-                self.service.client.submit(request, partial(self._hear, index))
-            except Exception as error:
-                self._fail(index, error)
-                return
+        try:
+            self.service.client.submit(
+                [(request, partial(self._hear, i)) for i, request in enumerate(requests)]
+            )
+        except Exception as error:
+            self._open.clear()  # none was queued: there is nothing to abort
+            self._fail(0, error)
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
         """The pieces: at once those that wait, but no more than PIECES_OF_A_TURN."""

@@ -1,4 +1,4 @@
-"""Lines of the log that tell a server's throughput, as users of vLLM know them."""
+"""Log lines of a server's throughput, as users of vLLM know them."""
 
 import logging
 
@@ -11,7 +11,7 @@ THROUGHPUT = "lockstep.throughput"
 class Throughput:
     """Figures between two readings of an engine's counters.
 
-    An idle engine is told of once, then nothing is written until there is work again.
+    An idle engine gets one line, then nothing is written until there is work again.
     """
 
     def __init__(self, stats: Stats) -> None:

@@ -1,9 +1,7 @@
 """lockstep chat, with a model that answers from a script and with a server that does."""
 
 import json
-import threading
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +12,7 @@ from typer.testing import CliRunner
 from lockstep.cli import app
 from lockstep.cli.conversation import CUT, Answer
 from lockstep.errors import ConfigError, RequestError
+from tests.http_server import QuietHandler, http_server
 
 CHAT = import_module("lockstep.cli.chat")
 
@@ -105,7 +104,7 @@ def server() -> Iterator[SimpleNamespace]:
     """Answers chat completions with `events`, or with `status`; `bodies` and `keys` were sent."""
     found = SimpleNamespace(events=[], status=200, bodies=[], keys=[])
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             self.reply(200, b'{"data": [{"id": "served"}]}')
 
@@ -122,17 +121,8 @@ def server() -> Iterator[SimpleNamespace]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *what: Any) -> None:
-            """Nothing is logged."""
-
-    listening = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
-    thread.start()
-    found.url = f"http://127.0.0.1:{listening.server_port}"
-    yield found
-    listening.shutdown()
-    thread.join(10)
-    listening.server_close()
+    with http_server(Handler) as found.url:
+        yield found
 
 
 def run(*words: str, input: str = "") -> Any:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,28 @@ SETUP = Setup("none", 0, "cold", "none")
 PATIENCE = 120.0
 
 
-def seen(terminal: int) -> bytes:
-    """What is written to a terminal; nothing once its other side is closed."""
-    try:
-        return os.read(terminal, 4096)
-    except OSError:
-        return b""
+class TerminalReader(threading.Thread):
+    """Reads a terminal until its other side is closed, so that nobody waits for room to write."""
 
+    def __init__(self, terminal: int) -> None:
+        super().__init__(daemon=True)
+        self._terminal = terminal
+        self.text = ""
+        self.second_world = threading.Event()
+        self.start()
 
-def begun(terminal: int) -> str:
-    """What a check's bar shows until its second world begins: one is compared then."""
-    text = ""
-    while len(set(re.findall(r"world \d+", text))) < 2:
-        new = seen(terminal)
-        assert new, text
-        text += new.decode(errors="replace")
-    return text
+    def run(self) -> None:
+        """Collect the text; one world is compared once the bar shows a second one."""
+        while new := self._read():
+            self.text += new.decode(errors="replace")
+            if len(set(re.findall(r"world \d+", self.text))) == 2:
+                self.second_world.set()
+
+    def _read(self) -> bytes:
+        try:
+            return os.read(self._terminal, 4096)
+        except OSError:
+            return b""
 
 
 @pytest.mark.parametrize("sent", [(signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)])
@@ -54,14 +61,14 @@ def test_a_signal_ends_a_check_with_its_report(sent: tuple[int, ...], tmp_path: 
         env={**os.environ, "TERM": "xterm"},
     ) as running:
         os.close(side)
-        shown = begun(terminal)
+        reader = TerminalReader(terminal)
+        assert reader.second_world.wait(PATIENCE), reader.text
         for number in sent:
             running.send_signal(number)
         out, _ = running.communicate(timeout=PATIENCE)
-    while new := seen(terminal):
-        shown += new.decode(errors="replace")
+    reader.join(PATIENCE)
     os.close(terminal)
-    assert running.returncode == 130 and "Traceback" not in shown + out
+    assert running.returncode == 130 and "Traceback" not in reader.text + out
     said = re.search(
         r"Ended early: (\d+) of 4 worlds and 0 of 22 cases of the matrix were done", out
     )

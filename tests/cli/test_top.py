@@ -5,7 +5,6 @@ import os
 import termios
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +15,7 @@ from lockstep import __main__ as command
 from lockstep.engine.stats import Stats
 from lockstep.serve.metrics import Metrics
 from lockstep.serve.watch import MOST_BYTES, Source
+from tests.http_server import QuietHandler, http_server
 
 TOP = import_module("lockstep.cli.top")
 
@@ -29,7 +29,7 @@ def server() -> Iterator[SimpleNamespace]:
     )
     metrics = Metrics("watched")
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
             found.asked += 1
             found.stats.generation_tokens_total += found.tokens
@@ -39,17 +39,8 @@ def server() -> Iterator[SimpleNamespace]:
             self.end_headers()
             self.wfile.write(text if self.path == "/metrics" else b"")
 
-        def log_message(self, *what: Any) -> None:
-            """Nothing is logged."""
-
-    listening = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
-    thread.start()
-    found.url = f"http://127.0.0.1:{listening.server_port}"
-    yield found
-    listening.shutdown()
-    thread.join(10)
-    listening.server_close()
+    with http_server(Handler) as found.url:
+        yield found
 
 
 @pytest.fixture

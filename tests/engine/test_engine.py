@@ -115,8 +115,7 @@ def test_the_engine_tells_of_its_decode_steps(engines: dict[str, LLM]) -> None:
     assert {step.drafts for step in steps} == {DRAFTS}
     prompts = sum(len(out.prompt_token_ids) for out in outs)
     contexts = [step.context for step in together]
-    # The first row may decode alone for a step or two, until the second request arrives.
-    assert contexts[0] >= prompts and contexts == sorted(set(contexts))
+    assert contexts[0] == prompts and contexts == sorted(set(contexts))
     assert contexts[-1] < prompts + 2 * 16
 
 

@@ -45,7 +45,7 @@ def test_pages_are_free_within_two_steps_of_an_abort(engine: Engine) -> None:
             loop.stop()
 
     loop = EngineLoop(engine, deliver)
-    loop.submit(ask("long", 1000))
+    loop.submit([ask("long", 1000)])
     assert loop.run() is None
     assert len(got) == 5 and pool.used == 0
     assert engine.scheduler.ticks - aborted_at[0] <= 2
@@ -64,8 +64,7 @@ def test_what_a_step_ended_is_told_first(engine: Engine) -> None:
             loop.stop()
 
     loop = EngineLoop(engine, deliver)
-    for name, count in (("a", 6), ("b", 3), ("c", 9)):
-        loop.submit(ask(name, count))
+    loop.submit([ask("a", 6), ask("b", 3), ask("c", 9)])
     assert loop.run() is None
     for name in "abc":
         end = told.index([(name, "length")])
@@ -81,6 +80,6 @@ def test_why_an_engine_ended(engine: Engine, monkeypatch: pytest.MonkeyPatch) ->
         raise MemoryError
 
     loop = EngineLoop(engine, fail)
-    loop.submit(ask("a", 5))
+    loop.submit([ask("a", 5)])
     assert loop.run() == "it failed outside of a step"
     engine.clear()

@@ -6,7 +6,7 @@ import pickle
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -237,8 +237,8 @@ class FakeTransport:
     def stop(self) -> None:
         self.receiver.ended("it was shut down", False)
 
-    def submit(self, request: Request) -> None:
-        self.asked.append(request.id)
+    def submit(self, requests: Sequence[Request]) -> None:
+        self.asked.extend(request.id for request in requests)
 
     def abort(self, request_id: str) -> None:
         self.asked.append(f"abort {request_id}")
@@ -288,7 +288,8 @@ def test_what_came_is_told_in_turns() -> None:
 
     async def work() -> None:
         for name in names:
-            client.submit(ask(name), lambda one, name=name: heard.append((name, one.token_ids[0])))
+            hear = lambda one, name=name: heard.append((name, one.token_ids[0]))  # noqa: E731
+            client.submit([(ask(name), hear)])
         for number in range(2):
             transport.receiver.deliver([(name, update(number)) for name in names])
         turns = 0
@@ -316,7 +317,7 @@ def test_a_turn_of_the_loop_tells_a_bounded_number_of_updates() -> None:
     async def work() -> None:
         nonlocal turn
         for name in names:
-            client.submit(ask(name), lambda _: by_turn.update([turn]))
+            client.submit([(ask(name), lambda _: by_turn.update([turn]))])
         for number in range(4):
             for name in names:
                 transport.receiver.deliver([(name, update)])
@@ -339,7 +340,7 @@ def test_event_loops_that_take_turns_have_one_post_each() -> None:
     loops = [asyncio.new_event_loop() for _ in range(2)]
 
     async def submit(name: str) -> None:
-        client.submit(ask(name), lambda _: heard.append(name))
+        client.submit([(ask(name), lambda _: heard.append(name))])
 
     async def hear() -> None:
         await asyncio.sleep(0)
@@ -374,15 +375,19 @@ def test_what_a_step_brought_is_the_same_behind_the_pipe() -> None:
 
 
 def test_an_open_id_is_refused() -> None:
-    client = AsyncEngine(FakeTransport())
+    transport = FakeTransport()
+    client = AsyncEngine(transport)
     client.start()
 
     async def work() -> None:
         client.stream(ask("a"))
         with pytest.raises(RequestError, match="request_id='a'"):
             client.stream(ask("a"))
+        with pytest.raises(RequestError, match="request_id='b'"):
+            client.submit([(ask("b"), print), (ask("b"), print)])
 
     run(work())
+    assert transport.asked == ["a"] and client.num_open == 1, "none of a refused call is queued"
 
 
 def test_what_goes_through_the_pipe_is_the_request() -> None:
@@ -393,8 +398,10 @@ def test_what_goes_through_the_pipe_is_the_request() -> None:
     request.speculate = False
     request.priority = 3
     request.eos_token_ids = frozenset({5})
-    got = pickle.loads(pickle.dumps(Submit.of(request))).request()
-    assert got is not request and vars(got) == vars(request)
+    message = pickle.loads(pickle.dumps(Submit.of([request, ask("b")])))
+    first, second = (plain.request() for plain in message.requests)
+    assert first is not request and vars(first) == vars(request)
+    assert second.id == "b"
 
 
 def test_counters_go_on_where_those_of_a_lost_engine_ended() -> None:

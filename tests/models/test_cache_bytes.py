@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.models import KIMI_K2
 from lockstep.cache.specs import Law, unit_bytes
 from lockstep.layers.build import Build
 from lockstep.models import architecture
 from lockstep.runner.memory import mixers
 from tests.bench.test_floor import LARGE, MIXTURE
-from tests.models.test_deepseek_v3 import KIMI_K2, REAL
+from tests.models.test_deepseek_v3 import REAL
 from tests.models.test_llama import LLAMA_8B
 from tests.models.test_nemotron_h import NANO_9B, SUPER
 from tests.models.test_qwen2 import QWEN2_7B

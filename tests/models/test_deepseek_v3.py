@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from benchmarks.models import KIMI_K2
 from lockstep import LLM
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.kernels.kv import KVFormat, Turn, formats
@@ -64,31 +65,6 @@ REAL = {
     "vocab_size": 129280,
 }
 """config.json of DeepSeek-V3."""
-KIMI_K2 = {
-    **REAL,
-    "model_type": "kimi_k2",
-    "first_k_dense_replace": 1,
-    "max_position_embeddings": 131072,
-    "n_group": 1,
-    "n_routed_experts": 384,
-    "num_attention_heads": 64,
-    "num_key_value_heads": 64,
-    "num_nextn_predict_layers": 0,
-    "rope_scaling": {
-        "type": "yarn",
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "beta_fast": 1.0,
-        "beta_slow": 1.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-    },
-    "rope_theta": 50000.0,
-    "routed_scaling_factor": 2.827,
-    "topk_group": 1,
-    "vocab_size": 163840,
-}
-"""config.json of Kimi-K2."""
 
 
 def oracle_of(folder: Path, base: Base) -> Any:

@@ -1,13 +1,13 @@
 """A collector of spans, and a request that bears a trace."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
 from typing import Any
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from tests.http_server import QuietHandler, http_server
 
 TRACE = 0x4BF92F3577B34DA6A3CE929D0E0E4736
 PARENT = 0x00F067AA0BA902B7
@@ -20,7 +20,7 @@ def collecting() -> Iterator[SimpleNamespace]:
     of."""
     found = SimpleNamespace(spans=[], paths=[])
 
-    class Collect(BaseHTTPRequestHandler):
+    class Collect(QuietHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             sent = ExportTraceServiceRequest.FromString(body)
@@ -31,19 +31,8 @@ def collecting() -> Iterator[SimpleNamespace]:
             self.send_response(200)
             self.end_headers()
 
-        def log_message(self, format: str, *args: Any) -> None:
-            return
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Collect)
-    thread = threading.Thread(target=http.serve_forever)
-    thread.start()
-    found.url = f"http://127.0.0.1:{http.server_port}"
-    try:
+    with http_server(Collect) as found.url:
         yield found
-    finally:
-        http.shutdown()
-        thread.join()
-        http.server_close()
 
 
 def values(attributes: Any) -> dict[str, Any]:

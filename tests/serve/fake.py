@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -44,11 +44,12 @@ class FakeClient:
     def is_alive(self) -> bool:
         return self.alive
 
-    def submit(self, request: Request, listener: Listener) -> None:
+    def submit(self, requests: Sequence[tuple[Request, Listener]]) -> None:
         if not self.alive:
             raise EngineDeadError("the engine has stopped")
-        self.requests.append(request)
-        self._tasks[request.id] = asyncio.create_task(self._tell(request, listener))
+        for request, listener in requests:
+            self.requests.append(request)
+            self._tasks[request.id] = asyncio.create_task(self._tell(request, listener))
 
     def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)

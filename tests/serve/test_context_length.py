@@ -22,7 +22,7 @@ OPENAIS = "maximum context length is 512 tokens"
     [
         (CHAT_PATH, lambda text: {"messages": [{"role": "user", "content": text}]}, "messages"),
         (TEXT_PATH, lambda text: {"prompt": text}, "prompt"),
-        (TEXT_PATH, lambda text: {"prompt": [7] * len(text)}, "prompt"),
+        (TEXT_PATH, lambda text: {"prompt": [7] * min(len(text), 100_000)}, "prompt"),
         ("/v1/responses", lambda text: {"input": text}, "input"),
     ],
 )
