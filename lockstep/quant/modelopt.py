@@ -52,7 +52,10 @@ def read(settings: Mapping[str, Any]) -> "ModelOpt":
     if isinstance(inner, dict):
         found = inner | {name: value for name, value in settings.items() if value is not None}
     only_keys = found.get("quant_algo", "") is None
-    return ModelOpt(SettingsReader(found), only_keys)
+    reader = SettingsReader(found)
+    packing = ModelOpt(reader, only_keys)
+    reader.refuse_unread()
+    return packing
 
 
 class ModelOpt(StoredPacking):
@@ -107,8 +110,7 @@ class ModelOpt(StoredPacking):
 def in_capitals(settings: SettingsReader) -> SettingsReader:
     """The settings with quant_algo in capitals: the tool itself writes fp8_pb_wo."""
     kind = settings.raw.get("quant_algo")
-    told = {"quant_algo": kind.upper()} if isinstance(kind, str) else {}
-    return SettingsReader({**settings.raw, **told}, settings.within)
+    return settings.replaced("quant_algo", kind.upper()) if isinstance(kind, str) else settings
 
 
 def algorithm(settings: SettingsReader) -> str:
