@@ -84,6 +84,8 @@ class ModelOpt(StoredPacking):
             algorithm(settings)
         self.named = Entries(self.layers)
         self.excluded = Entries(self.left_out)
+        # The tool repeats in config_groups what quant_algo says of the weights.
+        settings.ignore("config_groups")
         self.notes = tuple(notes(settings))
         self.other_kv = other_kv_scales(settings)
 
@@ -118,6 +120,7 @@ def algorithm(settings: SettingsReader) -> str:
     kind: str = in_capitals(settings).only("quant_algo", *STORAGES)
     if isinstance(STORAGES[kind], Fp4Storage):
         settings.only("group_size", FP4_GROUP, default=FP4_GROUP)
+    settings.ignore("group_size")  # FP8 formats have none, whatever the tool wrote
     return kind
 
 

@@ -136,6 +136,16 @@ def test_a_setting_that_no_format_code_reads_is_refused(settings: dict[str, Any]
     packing(settings, **dict.fromkeys(WITHOUT_EFFECT.keys() - READ_BY_SOME, "x"))
 
 
+def test_modelopt_may_repeat_its_format_in_config_groups() -> None:
+    weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+    groups = {"group_0": {"weights": weights, "input_activations": weights, "targets": ["Linear"]}}
+    scheme = {"dynamic": False, "num_bits": 8, "type": "float"}
+    producer = {"name": "modelopt", "version": "0.29.0"}
+    settings = {"config_groups": groups, "kv_cache_scheme": scheme, "producer": producer}
+    assert packing(MODELOPT, **settings).name == "modelopt-NVFP4"
+    packing(MODELOPT, quant_algo="FP8", group_size=128, config_groups=groups)
+
+
 def test_unread_settings_within_objects_are_refused() -> None:
     weights = {**GROUP["weights"], "smooth": 0.5}
     groups = {"group_0": {**GROUP, "weights": weights}}
