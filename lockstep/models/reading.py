@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 from lockstep.errors import CheckpointError, LockstepError, choice_error
 from lockstep.models.ignored_settings import is_off, reason_of
+from lockstep.quant.reading import RecordedSettings
 
 T = TypeVar("T")
 _MISSING = object()
@@ -18,26 +19,6 @@ MOST_NUMBER = 10**30
 BUILT_FOR = "This architecture is built for these only."
 
 
-class _Settings(dict[str, Any]):
-    """Settings that remember which of them were asked for."""
-
-    def __init__(self, settings: Mapping[str, Any]) -> None:
-        super().__init__(settings)
-        self.asked: set[str] = set()
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self.asked.add(name)
-        return super().get(name, default)
-
-    def __getitem__(self, name: str) -> Any:
-        self.asked.add(name)
-        return super().__getitem__(name)
-
-    def __contains__(self, name: object) -> bool:
-        self.asked.add(str(name))
-        return super().__contains__(name)
-
-
 class ConfigReader:
     """Reads settings by name from config.json's dict (text_config unwrapped over the top level).
 
@@ -47,8 +28,8 @@ class ConfigReader:
     def __init__(self, raw: dict[str, Any], within: str = "", file: str = "config.json") -> None:
         self.within = within
         self.file = file
-        self.raw = _Settings(raw)
-        self.raw = _Settings({**raw, **self.get("text_config", dict, {})})
+        self.raw = RecordedSettings(raw)
+        self.raw = RecordedSettings({**raw, **self.get("text_config", dict, {})})
 
     def part(self, name: str) -> "ConfigReader":
         """The dict of a setting; empty where there is none."""

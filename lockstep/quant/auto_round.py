@@ -81,7 +81,11 @@ class AutoRound(IntPacking):
         """What an entry of extra_config says: as a whole, but for what it leaves out."""
         _check_plain(c)
         bits = c.get("bits", int, self.scheme.bits)
-        if bits >= PLAIN_BITS or c.only("data_type", "int", "fp", "float", default="int") != "int":
+        if bits >= PLAIN_BITS:
+            c.ignore("data_type", "group_size", "sym", "packing_format")
+            return None
+        if c.only("data_type", "int", "fp", "float", default="int") != "int":
+            c.ignore("group_size", "sym", "packing_format")
             return None
         found = replace(self.scheme.overridden(c), act_order=False)
         self._check_bits(c, found)
@@ -121,7 +125,10 @@ class AutoRound(IntPacking):
 
 def read(settings: Mapping[str, Any]) -> Packing:
     """The format of a checkpoint's settings. Raises CheckpointError on what is not built."""
-    return AutoRound(SettingsReader(settings))
+    reader = SettingsReader(settings)
+    found = AutoRound(reader)
+    reader.refuse_unread()
+    return found
 
 
 def _check_plain(c: SettingsReader) -> None:

@@ -72,7 +72,10 @@ class AWQ(IntPacking):
 
 def read(settings: Mapping[str, Any]) -> Packing:
     """The format of a checkpoint's settings. Raises CheckpointError on what is not built."""
-    return AWQ(SettingsReader(settings))
+    reader = SettingsReader(settings)
+    found = AWQ(reader)
+    reader.refuse_unread()
+    return found
 
 
 def awq_slots(module: Module, weight: IntWeight) -> dict[str, Slot]:

@@ -46,7 +46,10 @@ MOST_GROUP = 1 << 20
 
 def read(settings: Mapping[str, Any]) -> "CompressedTensors":
     """The format of these settings. Raises CheckpointError where they ask for what is not built."""
-    return CompressedTensors(SettingsReader(settings))
+    reader = SettingsReader(settings)
+    found = CompressedTensors(reader)
+    reader.refuse_unread()
+    return found
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class CompressedTensors(StoredPacking):
         transforms = settings.get("transform_config", dict, {})
         if transforms:
             raise settings.error("transform_config", transforms, "none", BUILT)
-        part(settings, "sparsity_config").only("format", "dense", default="dense")
+        settings.part("sparsity_config").only("format", "dense", default="dense")
         self.left_out = Targets.read(settings, "ignore")
         parts = settings.parts("config_groups")
         if not parts and not settings.has(KV_SCHEME):
@@ -150,7 +153,7 @@ class CompressedTensors(StoredPacking):
 def group(name: str, settings: SettingsReader, default: str) -> Group | None:
     """A group by its settings; None where it packs no weights."""
     named = Targets.read(settings, "targets")
-    weights = part(settings, "weights")
+    weights = settings.part("weights")
     if not settings.has("weights"):
         return None
     kind = settings.only("format", *FORMATS, MIXED, default=default)
@@ -158,12 +161,6 @@ def group(name: str, settings: SettingsReader, default: str) -> Group | None:
         kind = inferred(weights)
     weights.only("dynamic", False, default=False)
     return Group(name, named, FORMATS[kind](weights))
-
-
-def part(settings: SettingsReader, name: str) -> SettingsReader:
-    """An object within the settings; empty where it is absent."""
-    found: dict[str, Any] = settings.get(name, dict, {})
-    return SettingsReader(found, f"{settings.within}{name}.")
 
 
 def inferred(weights: SettingsReader) -> str:

@@ -29,7 +29,10 @@ UP_TO_A_DOT = r"(?:(?<=\.)|(?=\.|$))"
 
 def read(settings: Mapping[str, Any]) -> "Fp8":
     """The format of these settings. Raises CheckpointError where they ask for what is not built."""
-    return Fp8(SettingsReader(settings))
+    reader = SettingsReader(settings)
+    found = Fp8(reader)
+    reader.refuse_unread()
+    return found
 
 
 class Fp8(StoredPacking):

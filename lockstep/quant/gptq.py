@@ -94,7 +94,10 @@ class GPTQ(IntPacking):
 
 def read(settings: Mapping[str, Any]) -> Packing:
     """The format of a checkpoint's settings. Raises CheckpointError on what is not built."""
-    return GPTQ(SettingsReader(settings))
+    reader = SettingsReader(settings)
+    found = GPTQ(reader)
+    reader.refuse_unread()
+    return found
 
 
 def _static(c: SettingsReader) -> bool:

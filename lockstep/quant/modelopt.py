@@ -52,7 +52,10 @@ def read(settings: Mapping[str, Any]) -> "ModelOpt":
     if isinstance(inner, dict):
         found = inner | {name: value for name, value in settings.items() if value is not None}
     only_keys = found.get("quant_algo", "") is None
-    return ModelOpt(SettingsReader(found), only_keys)
+    reader = SettingsReader(found)
+    packing = ModelOpt(reader, only_keys)
+    reader.refuse_unread()
+    return packing
 
 
 class ModelOpt(StoredPacking):
@@ -81,6 +84,8 @@ class ModelOpt(StoredPacking):
             algorithm(settings)
         self.named = Entries(self.layers)
         self.excluded = Entries(self.left_out)
+        # The tool repeats in config_groups what quant_algo says of the weights.
+        settings.ignore("config_groups")
         self.notes = tuple(notes(settings))
         self.other_kv = other_kv_scales(settings)
 
@@ -107,8 +112,7 @@ class ModelOpt(StoredPacking):
 def in_capitals(settings: SettingsReader) -> SettingsReader:
     """The settings with quant_algo in capitals: the tool itself writes fp8_pb_wo."""
     kind = settings.raw.get("quant_algo")
-    told = {"quant_algo": kind.upper()} if isinstance(kind, str) else {}
-    return SettingsReader({**settings.raw, **told}, settings.within)
+    return settings.replaced("quant_algo", kind.upper()) if isinstance(kind, str) else settings
 
 
 def algorithm(settings: SettingsReader) -> str:
@@ -116,6 +120,7 @@ def algorithm(settings: SettingsReader) -> str:
     kind: str = in_capitals(settings).only("quant_algo", *STORAGES)
     if isinstance(STORAGES[kind], Fp4Storage):
         settings.only("group_size", FP4_GROUP, default=FP4_GROUP)
+    settings.ignore("group_size")  # FP8 formats have none, whatever the tool wrote
     return kind
 
 

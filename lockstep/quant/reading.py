@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from lockstep.errors import CheckpointError, LockstepError, choice_error
+from lockstep.quant.ignored_settings import WITHOUT_EFFECT
 from lockstep.quant.packing import Module
 
 T = TypeVar("T")
@@ -42,15 +43,36 @@ class NamePattern:
         return any(self.compiled.search(name) for name in module.names)
 
 
+class RecordedSettings(dict[str, Any]):
+    """Settings that remember which of them were asked for."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        super().__init__(settings)
+        self.asked: set[str] = set()
+
+    def get(self, name: str, default: Any = None) -> Any:
+        self.asked.add(name)
+        return super().get(name, default)
+
+    def __getitem__(self, name: str) -> Any:
+        self.asked.add(name)
+        return super().__getitem__(name)
+
+    def __contains__(self, name: object) -> bool:
+        self.asked.add(str(name))
+        return super().__contains__(name)
+
+
 class SettingsReader:
     """Reads settings by name. within: the part of config.json that they are, for messages.
 
-    null counts as absent. Settings that nobody asks for carry no meaning, and are not looked at.
+    null counts as absent. refuse_unread() refuses settings that no code has asked for.
     """
 
     def __init__(self, raw: Mapping[str, Any], within: str = WITHIN) -> None:
-        self.raw = {name: value for name, value in raw.items() if value is not None}
+        self.raw = RecordedSettings({n: value for n, value in raw.items() if value is not None})
         self.within = within
+        self._inner: list[SettingsReader] = []
 
     def has(self, name: str) -> bool:
         """Whether the setting is there."""
@@ -92,10 +114,48 @@ class SettingsReader:
         for key, part in value.items():
             if not isinstance(part, dict | None):
                 raise self.error(f"{name}[{key[:100]!r}]", part, "an object", MEND)
-        return {
+        readers = {
             key: SettingsReader(part or {}, f"{self.within}{name}[{key[:100]!r}].")
             for key, part in value.items()
         }
+        self._inner += readers.values()
+        return readers
+
+    def part(self, name: str) -> "SettingsReader":
+        """Return the reader of an object within the settings; it is empty where that is absent."""
+        found: dict[str, Any] = self.get(name, dict, {})
+        reader = SettingsReader(found, f"{self.within}{name}.")
+        self._inner.append(reader)
+        return reader
+
+    def replaced(self, name: str, value: Any) -> "SettingsReader":
+        """Return a reader of the same settings, but for one value."""
+        reader = SettingsReader({**self.raw, name: value}, self.within)
+        reader.raw.asked = self.raw.asked
+        return reader
+
+    def ignore(self, *names: str) -> None:
+        """Mark settings as read that other settings of the same object leave without effect."""
+        self.raw.asked.update(names)
+
+    def refuse_unread(self) -> None:
+        """Raise CheckpointError for a setting that no code has asked for and that may matter.
+
+        Settings within the objects that part() and parts() returned are checked too.
+        """
+        for name, value in self.raw.items():
+            harmless = name in self.raw.asked or name in WITHOUT_EFFECT or name.startswith("_")
+            if harmless or value is False or value in ([], {}):
+                continue
+            raise self.error(
+                name[:100],
+                value,
+                "settings that this weight format is built for, or null",
+                "If it changes no weight of this checkpoint, set it to null in config.json; else "
+                "serve a checkpoint that was packed otherwise.",
+            )
+        for reader in self._inner:
+            reader.refuse_unread()
 
     def pattern(self, name: str, text: str) -> NamePattern:
         """A regular expression that stands in the setting."""

@@ -17,12 +17,13 @@ from lockstep.scheduling.grammar import Grammar
 from lockstep.scheduling.request import Request
 from lockstep.text.control import ControlTokens
 from lockstep.text.detokenizer import Detokenizer
+from lockstep.text.generation_config import check_generation_config
 from lockstep.text.grammar import AfterReasoning, Compiled, Compiler, GrammarRecipe, Matcher
 from lockstep.text.json_files import damaged, read_json
 from lockstep.text.parsers import REASONING_PARSERS, TOOL_PARSERS, ReplyParser, choose
 from lockstep.text.parsers.calls import CallsOrForm
 from lockstep.text.parsers.events import NATURAL_END, TextEnd
-from lockstep.text.settings import TextSettings, sampling_defaults
+from lockstep.text.settings import READ_SETTINGS, TextSettings, sampling_defaults
 from lockstep.text.structured import compile_wanted, json_form
 from lockstep.text.template import ChatTemplates, Message
 from lockstep.text.template_files import DEFAULT
@@ -175,8 +176,10 @@ def _defaults(settings: TextSettings, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if chosen is not None:
         path = chosen / "generation_config.json"
+        raw = read_json(path)
+        check_generation_config(path, raw, READ_SETTINGS)
         try:
-            found = sampling_defaults(read_json(path))
+            found = sampling_defaults(raw)
         except RequestError as error:
             raise damaged(path, error) from None
     return found | sampling_defaults(settings.override_generation_config or {})

@@ -17,10 +17,15 @@ CHECKPOINTS = "auto"
 """generation_config: the checkpoint's own."""
 NEUTRAL = "vllm"
 """generation_config: none."""
-SAMPLING_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+SAMPLING_DEFAULTS = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty",
+)  # fmt: skip
 MOST_NEW = "max_new_tokens"
 OVERRIDABLE = (*SAMPLING_DEFAULTS, MOST_NEW, "do_sample")
 """What of a generation_config.json bears on sampling."""
+READ_SETTINGS = frozenset((*OVERRIDABLE, "eos_token_id"))
+"""Settings of generation_config.json that some code reads; the tokenizer reads eos_token_id."""
 PARSER_REMEDY = "Choose one of them, or leave it out."
 OBJECT_REMEDY = "Write it as a dict, or leave it out."
 

@@ -7,11 +7,17 @@ import torch
 
 from lockstep.errors import CheckpointError
 from lockstep.quant import Layout, Module, Packing, TensorInfo, packing_of
+from lockstep.quant.ignored_settings import WITHOUT_EFFECT
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128}
 ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 128, "sym": True}
 PACKED = ("qweight", "qzeros", "scales")
+READ_BY_SOME = {
+    "quant_method", "version", "meta", "backend", "act_bits", "activation_scheme", "quantization",
+    "block_name_to_quantize", "to_quant_block_names",
+}  # fmt: skip
+"""Settings without effect for some formats that the code of another reads."""
 
 
 def packing(settings: dict[str, Any], **changes: Any) -> Packing:
@@ -108,6 +114,49 @@ def test_settings_of_released_checkpoints_that_carry_no_meaning() -> None:
         GPTQ, meta={}, exllama_config={"version": 1}, format="gptq", method="gptq", dynamic=None
     )
     packing(AWQ, backend="autoawq", do_fuse=False, modules_to_not_convert=None, version="GEMM")
+
+
+FP8 = {"quant_method": "fp8"}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+GROUP = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
+INT8 = {
+    "quant_method": "compressed-tensors",
+    "format": "int-quantized",
+    "config_groups": {"group_0": GROUP},
+}
+
+
+@pytest.mark.parametrize("settings", [GPTQ, AWQ, ROUND, FP8, MODELOPT, INT8])
+def test_a_setting_that_no_format_code_reads_is_refused(settings: dict[str, Any]) -> None:
+    said = "quantization_config.unheard_of='hadamard' is not allowed; .* null"
+    with pytest.raises(CheckpointError, match=said):
+        packing(settings, unheard_of="hadamard")
+    for off in (None, False, [], {}):
+        packing(settings, unheard_of=off)
+    packing(settings, **dict.fromkeys(WITHOUT_EFFECT.keys() - READ_BY_SOME, "x"))
+
+
+def test_modelopt_may_repeat_its_format_in_config_groups() -> None:
+    weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+    groups = {"group_0": {"weights": weights, "input_activations": weights, "targets": ["Linear"]}}
+    scheme = {"dynamic": False, "num_bits": 8, "type": "float"}
+    producer = {"name": "modelopt", "version": "0.29.0"}
+    settings = {"config_groups": groups, "kv_cache_scheme": scheme, "producer": producer}
+    assert packing(MODELOPT, **settings).name == "modelopt-NVFP4"
+    packing(MODELOPT, quant_algo="FP8", group_size=128, config_groups=groups)
+
+
+def test_unread_settings_within_objects_are_refused() -> None:
+    weights = {**GROUP["weights"], "smooth": 0.5}
+    groups = {"group_0": {**GROUP, "weights": weights}}
+    with pytest.raises(CheckpointError, match=r"config_groups\['group_0'\].weights.smooth=0.5"):
+        packing(INT8, config_groups=groups)
+    with pytest.raises(CheckpointError, match=r"config_groups\['group_0'\].smooth=0.5"):
+        packing(INT8, config_groups={"group_0": {**GROUP, "smooth": 0.5}})
+    with pytest.raises(CheckpointError, match=r"dynamic\['a'\].smooth=0.5"):
+        packing(GPTQ, dynamic={"a": {"smooth": 0.5}})
+    with pytest.raises(CheckpointError, match=r"extra_config\['a'\].smooth=0.5"):
+        packing(ROUND, extra_config={"a": {"smooth": 0.5}})
 
 
 DOWN = "layers.0.mlp.down_proj"

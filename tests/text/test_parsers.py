@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 import time
 
 import pytest
@@ -67,10 +68,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("text", CASES)
-@pytest.mark.parametrize("end", ["<think>\n", "<think>\n\n</think>\n\n", "assistant\n"])
-@pytest.mark.parametrize("tools", list(TOOL_PARSERS.values()))
-def test_every_cut_gives_the_same_reply(text, end, tools):
+def check_cuts(text, end, tools, cuts):
+    """Assert that one character at a time, and each of these cuts, give the reply of the whole."""
     whole = reply(text, end, tools)
 
     def streamed(pieces):
@@ -79,11 +78,33 @@ def test_every_cut_gives_the_same_reply(text, end, tools):
         return Reply().add(events + parser.finish())
 
     assert streamed(list(text)) == whole
-    for cut in range(len(text)):
+    for cut in cuts:
         assert streamed([text[:cut], text[cut:]]) == whole
     if tools is Qwen3CoderParser:
         for call in whole.tool_calls:
             assert isinstance(json.loads(call.arguments), dict)
+
+
+ENDS = ["<think>\n", "<think>\n\n</think>\n\n", "assistant\n"]
+CUTS_PER_CASE = 6
+"""Cuts of a text that the default run tries, beside one character at a time."""
+
+
+@pytest.mark.parametrize("text", CASES)
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("tools", list(TOOL_PARSERS.values()))
+def test_cuts_give_the_same_reply(text, end, tools):
+    sample = random.Random(f"{text}{end}{tools.__name__}")
+    cuts = sample.sample(range(len(text)), min(CUTS_PER_CASE, len(text)))
+    check_cuts(text, end, tools, cuts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", CASES)
+@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("tools", list(TOOL_PARSERS.values()))
+def test_every_cut_gives_the_same_reply(text, end, tools):
+    check_cuts(text, end, tools, range(len(text)))
 
 
 PARTS = [

@@ -9,6 +9,7 @@ import pytest
 from lockstep import LLM
 from lockstep.errors import CheckpointError, ConfigError, RequestError
 from lockstep.settings import MOST_CHARACTERS
+from lockstep.text.generation_config import NEUTRAL, WITHOUT_EFFECT
 from lockstep.text.processor import Processor
 from lockstep.text.settings import TextSettings
 from lockstep.text.tokenizer import Tokenizer
@@ -81,6 +82,72 @@ def test_a_damaged_generation_config_is_named(
     (tmp_path / "generation_config.json").write_text('{"top_p": "high"}')
     with pytest.raises(CheckpointError, match="generation_config.json is damaged: top_p='high'"):
         processor(folder, tokenizer, generation_config=str(tmp_path))
+
+
+UNSUPPORTED: dict[str, Any] = {
+    "typical_p": 0.9,
+    "epsilon_cutoff": 3e-4,
+    "eta_cutoff": 2e-3,
+    "penalty_alpha": 0.6,
+    "num_beams": 4,
+    "num_beam_groups": 2,
+    "num_return_sequences": 2,
+    "diversity_penalty": 0.5,
+    "no_repeat_ngram_size": 3,
+    "encoder_no_repeat_ngram_size": 2,
+    "encoder_repetition_penalty": 1.2,
+    "guidance_scale": 1.5,
+    "min_length": 5,
+    "min_new_tokens": 5,
+    "suppress_tokens": [5],
+    "begin_suppress_tokens": [5],
+    "forced_bos_token_id": 1,
+    "forced_eos_token_id": 1,
+    "forced_decoder_ids": [[1, 5]],
+    "bad_words_ids": [[5]],
+    "force_words_ids": [[5]],
+    "sequence_bias": [[[5], 2.0]],
+    "exponential_decay_length_penalty": [10, 1.1],
+    "watermarking_config": {"greenlist_ratio": 0.25},
+    "dola_layers": "high",
+    "stop_strings": ["x"],
+    "max_time": 2.0,
+    "token_healing": True,
+    "unheard_of": 1,
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_generation_setting_that_no_code_reads_is_refused(
+    name: str, folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps({name: UNSUPPORTED[name]}))
+    chosen = {"generation_config": str(tmp_path)}
+    with pytest.raises(CheckpointError, match=f"{name}=.*allowed: .*null.*vllm"):
+        processor(folder, tokenizer, **chosen)
+    for off in (None, False, [], *NEUTRAL.get(name, ())):
+        path.write_text(json.dumps({name: off}))
+        assert processor(folder, tokenizer, **chosen).defaults == {}
+
+
+def test_generation_settings_without_effect_are_ignored(
+    folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    ignored = {**dict.fromkeys(WITHOUT_EFFECT, 7), "_from_model_config": True, "eos_token_id": [1]}
+    read = {"top_k": 20, "presence_penalty": 1.5, "frequency_penalty": 0.5}
+    (tmp_path / "generation_config.json").write_text(json.dumps(ignored | read))
+    own = processor(folder, tokenizer, generation_config=str(tmp_path))
+    assert own.defaults == read and own.default_params().presence_penalty == 1.5
+
+
+def test_the_generation_defaults_of_transformers_are_accepted(
+    folder: Path, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    path = tmp_path / "generation_config.json"
+    path.write_text(json.dumps(transformers.GenerationConfig().to_dict()))
+    processor(folder, tokenizer, generation_config=str(tmp_path))
 
 
 @pytest.mark.parametrize(
