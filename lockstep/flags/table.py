@@ -590,7 +590,7 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
         ),
         refused(
             "return-tokens-as-token-ids",
-            "/tokenize gives a token's id; leave it out.",
+            "send return_tokens_as_token_ids with a request; leave it out.",
             SWITCH,
             same=(False,),
         ),

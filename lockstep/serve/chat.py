@@ -159,7 +159,8 @@ class ChatAnswer(Answer):
         if tokens.logprobs and self.body.logprobs:
             most = self.body.top_logprobs or 0
             tokenizer = self.service.processor.tokenizer
-            logprobs = chat_logprobs(tokenizer, tokens.token_ids, tokens.logprobs, most)
+            as_ids = self.body.return_tokens_as_token_ids
+            logprobs = chat_logprobs(tokenizer, tokens.token_ids, tokens.logprobs, most, as_ids)
         return {"logprobs": logprobs, **tokens.told(self.body)}
 
 

@@ -55,12 +55,16 @@ class CompletionAnswer(Answer):
         processor = self.service.processor
         params = self.body.params(processor)
         prompts = self._prompts
-        self._echoes = [self._shown_prompt(prompt) for prompt in prompts]
         if not self.body.add_special_tokens:
             prompts = [
                 processor.encode(prompt, False) if isinstance(prompt, str) else prompt
                 for prompt in prompts
             ]
+        echoed = self._prompts
+        if params.truncate_prompt_tokens is not None:
+            # An echo shows the tokens that the model read, not those that were cut.
+            echoed = prompts = [processor.prompt_ids(prompt, params) for prompt in prompts]
+        self._echoes = [self._shown_prompt(prompt) for prompt in echoed]
         return Asked(prompts, params, self.body.only_prompt)
 
     def close(self) -> None:
@@ -185,7 +189,8 @@ class CompletionAnswer(Answer):
             ids = prompt + ids
             entries = [*(asked or [None] * len(prompt)), *entries]
             places = prompt_places(tokenizer, prompt, self._echo(index)) + places
-        return completion_logprobs(tokenizer, ids, entries, self.body.logprobs, places)
+        as_ids = self.body.return_tokens_as_token_ids
+        return completion_logprobs(tokenizer, ids, entries, self.body.logprobs, places, as_ids)
 
 
 class _Shown:

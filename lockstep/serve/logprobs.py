@@ -18,9 +18,13 @@ def _number(value: float) -> float:
     return max(value, FLOOR)
 
 
-def _named(tokenizer: Tokenizer | None, token_id: int, logprob: float) -> dict[str, Any]:
+def _named(
+    tokenizer: Tokenizer | None, token_id: int, logprob: float, as_ids: bool
+) -> dict[str, Any]:
+    """Return one token's entry. as_ids: write `token_id:N`, since several tokens may share a
+    text."""
     raw = tokenizer.token_bytes(token_id) if tokenizer else b""
-    text = raw.decode("utf-8", "replace") if tokenizer else f"token_id:{token_id}"
+    text = f"token_id:{token_id}" if as_ids or not tokenizer else raw.decode("utf-8", "replace")
     return {"token": text, "logprob": _number(logprob), "bytes": list(raw)}
 
 
@@ -31,13 +35,20 @@ def _ranked(entry: dict[int, Logprob], most: int) -> list[tuple[int, Logprob]]:
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer | None, token_ids: list[int], entries: list[dict[int, Logprob]], most: int
+    tokenizer: Tokenizer | None,
+    token_ids: list[int],
+    entries: list[dict[int, Logprob]],
+    most: int,
+    as_ids: bool = False,
 ) -> dict[str, Any]:
-    """The chat form: {"content": [{token, logprob, bytes, top_logprobs}, ...]}."""
+    """Return the chat form: {"content": [{token, logprob, bytes, top_logprobs}, ...]}.
+
+    as_ids: tokens are written as `token_id:N`.
+    """
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
-        top = [_named(tokenizer, i, p.logprob) for i, p in _ranked(entry, most)]
-        named = _named(tokenizer, token_id, entry[token_id].logprob)
+        top = [_named(tokenizer, i, p.logprob, as_ids) for i, p in _ranked(entry, most)]
+        named = _named(tokenizer, token_id, entry[token_id].logprob, as_ids)
         content.append({**named, "top_logprobs": top})
     return {"content": content, "refusal": None}
 
@@ -76,8 +87,12 @@ def completion_logprobs(
     entries: list[dict[int, Logprob] | None],
     most: int,
     places: list[int],
+    as_ids: bool = False,
 ) -> dict[str, Any]:
-    """The completions form: parallel lists. places: where each token begins in the text."""
+    """Return the completions form: parallel lists. places: where each token begins in the text.
+
+    as_ids: tokens are written as `token_id:N`.
+    """
     found: dict[str, Any] = {
         "tokens": [],
         "token_logprobs": [],
@@ -85,11 +100,11 @@ def completion_logprobs(
         "text_offset": places,
     }
     for token_id, entry in zip(token_ids, entries, strict=True):
-        found["tokens"].append(_named(tokenizer, token_id, 0.0)["token"])
+        found["tokens"].append(_named(tokenizer, token_id, 0.0, as_ids)["token"])
         chosen = entry.get(token_id) if entry else None
         found["token_logprobs"].append(_number(chosen.logprob) if chosen else None)
         top = {
-            _named(tokenizer, i, 0.0)["token"]: _number(p.logprob)
+            _named(tokenizer, i, 0.0, as_ids)["token"]: _number(p.logprob)
             for i, p in (entry or {}).items()
             if p.rank <= most or i == token_id
         }

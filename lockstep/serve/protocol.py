@@ -297,6 +297,7 @@ class SamplingFields(TurnFields):
         "skip_special_tokens",
         "include_stop_str_in_output",
         "prompt_logprobs",
+        "truncate_prompt_tokens",
     )
     REFUSED: ClassVar[Table] = {}
 
@@ -316,8 +317,10 @@ class SamplingFields(TurnFields):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     user: str | None = None
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     return_token_sources: bool = False
     speculate: bool = True
     response_format: dict[str, Any] | None = None

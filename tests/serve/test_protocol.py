@@ -39,7 +39,7 @@ def test_what_does_not_work_yet_is_refused(server, path):
         ("use_beam_search", True),
         ("best_of", 2),
         ("suffix", "end"),
-        ("truncate_prompt_tokens", 5),
+        ("truncation_side", "right"),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
