@@ -4,14 +4,15 @@ import sys
 
 import instructor
 from openai import OpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 URL = sys.argv[1]
 
 
+# Bounds keep a small model from a value without an end.
 class Person(BaseModel):
-    name: str
-    age: int
+    name: str = Field(max_length=20)
+    age: int = Field(ge=0, le=150)
 
 
 request = {
