@@ -4,15 +4,16 @@ import sys
 
 import instructor
 from openai import OpenAI
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict
 
 URL = sys.argv[1]
 
 
-# Bounds keep a small model from a value without an end.
 class Person(BaseModel):
-    name: str = Field(max_length=20)
-    age: int = Field(ge=0, le=150)
+    # An open object lets a small model add a key without an end.
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    age: int
 
 
 request = {
