@@ -3,12 +3,17 @@ import assert from "node:assert";
 import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { generateObject, generateText, stepCountIs, streamText, tool } from "ai";
+import { generateText, isStepCount, Output, streamText, tool } from "ai";
 import { z } from "zod";
 
 const url = `${process.argv[2]}/v1`;
 const openai = createOpenAI({ baseURL: url, apiKey: "none" });
-const compatible = createOpenAICompatible({ name: "lockstep", baseURL: url, supportsStructuredOutputs: true });
+const compatible = createOpenAICompatible({
+  name: "lockstep",
+  baseURL: url,
+  supportsStructuredOutputs: true,
+  includeUsage: true, // without it this provider does not ask for a stream's usage
+});
 const anthropic = createAnthropic({ baseURL: url, apiKey: "none" });
 const base = { temperature: 0, maxOutputTokens: 120, maxRetries: 0 };
 const Person = z.object({ name: z.string(), age: z.number().int() });
@@ -33,10 +38,15 @@ for (const model of [openai("lockstep"), openai.chat("lockstep"), compatible("lo
     model,
     prompt: "What is the weather in Rome?",
     tools: { get_weather: weather },
-    stopWhen: stepCountIs(4),
+    stopWhen: isStepCount(4),
   });
   assert.ok(cities.length >= 1, `${model.provider}: no call in ${JSON.stringify(reply.content)}`);
 
-  const { object } = await generateObject({ ...base, model, schema: Person, prompt: "Ann is 31 years old." });
-  assert.ok(Person.safeParse(object).success);
+  const person = await generateText({
+    ...base,
+    model,
+    prompt: "Ann is 31 years old.",
+    output: Output.object({ schema: Person }),
+  });
+  assert.ok(Person.safeParse(person.output).success);
 }

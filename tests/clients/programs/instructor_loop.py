@@ -4,12 +4,14 @@ import sys
 
 import instructor
 from openai import OpenAI
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 URL = sys.argv[1]
 
 
 class Person(BaseModel):
+    # An open object lets a small model add a key without an end.
+    model_config = ConfigDict(extra="forbid")
     name: str
     age: int
 
