@@ -13,7 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from lockstep.errors import RequestError, brief
-from lockstep.serve.protocol import MAX_NAME, MAX_TOOLS, Body
+from lockstep.serve.objects import Nested
+from lockstep.serve.protocol import MAX_NAME, MAX_TOOLS, TOOL_DEFAULTS, TOOL_NOTES
 from lockstep.text.parsers.events import CallArguments, CallStart, Told
 
 JOINT = "__"
@@ -29,8 +30,11 @@ _ESCAPED = re.compile(
 """Part of a JSON string that can be decoded by itself: no half of an escape or of a pair."""
 
 
-class FunctionTool(Body):
+class FunctionTool(Nested):
     """A function that the model may call; `parameters` is a JSON schema."""
+
+    WITHOUT_EFFECT = TOOL_NOTES
+    ONLY_DEFAULTS = TOOL_DEFAULTS
 
     type: Literal["function"]
     name: str = Field(min_length=1, max_length=MAX_NAME)
@@ -39,13 +43,13 @@ class FunctionTool(Body):
     strict: bool | None = None
 
 
-class TextFormat(Body):
+class TextFormat(Nested):
     """Free text."""
 
     type: Literal["text"]
 
 
-class GrammarFormat(Body):
+class GrammarFormat(Nested):
     """Text of a grammar. A regex binds the model; Lark is shown to it."""
 
     type: Literal["grammar"]
@@ -53,8 +57,11 @@ class GrammarFormat(Body):
     definition: str
 
 
-class CustomTool(Body):
+class CustomTool(Nested):
     """A tool whose input is text."""
+
+    WITHOUT_EFFECT = TOOL_NOTES
+    ONLY_DEFAULTS = TOOL_DEFAULTS
 
     type: Literal["custom"]
     name: str = Field(min_length=1, max_length=MAX_NAME)
@@ -65,8 +72,10 @@ class CustomTool(Body):
 Called = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
 
 
-class NamespaceTool(Body):
+class NamespaceTool(Nested):
     """Tools under one name, such as those of one MCP server."""
+
+    WITHOUT_EFFECT = TOOL_NOTES
 
     type: Literal["namespace"]
     name: str = Field(min_length=1, max_length=MAX_NAME)

@@ -4,16 +4,16 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from lockstep.errors import RequestError
 from lockstep.serve.client_tools import Tool, Toolbox, function_name
+from lockstep.serve.objects import NOTES, Nested, Shape, check_shape
 from lockstep.serve.protocol import (
     MAX_MESSAGES,
     MAX_NAME,
     MAX_PARTS,
     MAX_TOOLS,
-    Body,
     ChatRequest,
     Content,
     Effort,
@@ -35,6 +35,7 @@ NAMES = {
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning",
     "response_format": "text.format",
+    "verbosity": "text.verbosity",
 }
 """A ChatRequest's field -> the one that it was made of."""
 
@@ -50,16 +51,25 @@ Echoed = BeforeValidator(_shallow)
 """Of a field that answers tell again."""
 
 
-class InputMessage(Body):
+CALL_NOTES = NOTES | {"caller", "created_by", "parsed_arguments"}
+OUTPUT_NOTES = CALL_NOTES | {"name", "namespace"}
+"""Fields of a call's output without effect: its call_id says which tool was called."""
+
+
+class InputMessage(Nested):
     """A message."""
+
+    WITHOUT_EFFECT = NOTES
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
 
 
-class InputCall(Body):
+class InputCall(Nested):
     """A call that the model made."""
+
+    WITHOUT_EFFECT = CALL_NOTES
 
     type: Literal["function_call"]
     call_id: str = Field(max_length=MAX_ID)
@@ -68,8 +78,10 @@ class InputCall(Body):
     arguments: str
 
 
-class InputCustomCall(Body):
+class InputCustomCall(Nested):
     """A call of a custom tool that the model made."""
+
+    WITHOUT_EFFECT = CALL_NOTES
 
     type: Literal["custom_tool_call"]
     call_id: str = Field(max_length=MAX_ID)
@@ -78,31 +90,39 @@ class InputCustomCall(Body):
     input: str
 
 
-class InputCustomCallOutput(Body):
+class InputCustomCallOutput(Nested):
     """Result of a call of a custom tool."""
+
+    WITHOUT_EFFECT = OUTPUT_NOTES
 
     type: Literal["custom_tool_call_output"]
     call_id: str = Field(max_length=MAX_ID)
     output: Content
 
 
-class InputCallOutput(Body):
+class InputCallOutput(Nested):
     """What a call gave."""
+
+    WITHOUT_EFFECT = OUTPUT_NOTES
 
     type: Literal["function_call_output"]
     call_id: str = Field(max_length=MAX_ID)
     output: Content
 
 
-class ReasoningPart(Body):
+class ReasoningPart(Nested):
     """A piece of reasoning."""
+
+    WITHOUT_EFFECT = NOTES
 
     type: Literal["reasoning_text"] = "reasoning_text"
     text: str
 
 
-class InputReasoning(Body):
+class InputReasoning(Nested):
     """Reasoning of an earlier answer."""
+
+    WITHOUT_EFFECT = NOTES | {"encrypted_content", "summary"}
 
     type: Literal["reasoning"]
     content: list[ReasoningPart] | None = Field(None, fail_fast=True, max_length=MAX_PARTS)
@@ -129,17 +149,36 @@ def _listed(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class ReasoningOptions(Body):
+class ReasoningOptions(Nested):
     """How much to reason. Reasoning comes as it is, whatever summary is asked for."""
+
+    WITHOUT_EFFECT = frozenset({"generate_summary"})
+    ONLY_DEFAULTS = {"context": ("auto", "all_turns"), "mode": ("standard",)}
 
     effort: Effort | None = None
     summary: str | None = None
 
 
-class TextOptions(Body):
+FORMAT_SHAPE: Shape = dict.fromkeys(("type", "name", "description", "schema", "strict"))
+"""Fields of `text.format`."""
+CHOICE_SHAPE: Shape = dict.fromkeys(("type", "name", "namespace", "mode", "tools"))
+"""Fields of a tool_choice that is an object."""
+
+
+def _format_fields(form: Any) -> Any:
+    """Return a `text.format` whose fields are known; a structural tag has fields of its own."""
+    return form if form.get("type") == "structural_tag" else check_shape(form, FORMAT_SHAPE)
+
+
+def _choice_fields(choice: Any) -> Any:
+    """Return a tool_choice whose fields are known."""
+    return check_shape(choice, CHOICE_SHAPE)
+
+
+class TextOptions(Nested):
     """The answer's form."""
 
-    format: dict[str, Any] | None = None
+    format: Annotated[dict[str, Any], AfterValidator(_format_fields)] | None = None
     verbosity: str | None = None
 
 
@@ -153,7 +192,7 @@ class ResponsesRequest(TurnFields):
     store: bool = True
     max_output_tokens: int | None = None
     tools: Annotated[list[Tool] | None, Echoed] = Field(None, fail_fast=True, max_length=MAX_TOOLS)
-    tool_choice: Annotated[Any, Echoed] = "auto"
+    tool_choice: Annotated[Any, Echoed, AfterValidator(_choice_fields)] = "auto"
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions | None = None
     text: Annotated[TextOptions | None, Echoed] = None
