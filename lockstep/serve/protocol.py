@@ -103,9 +103,14 @@ def _content(value: Any) -> Any:
 
 
 def own_kind(kind: str) -> BeforeValidator:
-    """Of a tool's type: clients run all tools here, and call them by a JSON schema."""
+    """Return the check of a tool's type: clients run all tools, and call them by a JSON schema."""
 
     def check(value: Any) -> Any:
+        if value == "custom" != kind:
+            raise ValueError(
+                "custom tools work with /v1/responses only; allowed: function. Send it as a "
+                "function of one text, or use /v1/responses"
+            )
         if value != kind:
             raise ValueError(
                 "tools are run by clients, and called with JSON of a schema; allowed: "

@@ -123,8 +123,12 @@ class ResponsesAnswer(Answer):
         self._tools = body.toolbox()
         self._events = ClientEvents(self._tools)
         self.turn = Turn(self.service, body.chat(self.items), "resp_")
-        with named_as(NAMES):
-            await self.turn.start(brief and not self._before.items)
+        try:
+            with named_as(NAMES):
+                await self.turn.start(brief and not self._before.items)
+        except RequestError as error:
+            error.args = (self._tools.sent_path(str(error)),)
+            raise
         self.responses.running[self.turn.job.id] = self
 
     def close(self) -> None:

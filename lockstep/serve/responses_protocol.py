@@ -203,8 +203,7 @@ class ResponsesRequest(TurnFields):
 
     def ignored_fields(self) -> list[str]:
         """The names, in order, of sent fields that have no effect."""
-        unread = without_effect(self.model_extra or (), RESPONSES)
-        return sorted([*unread, *self.toolbox().ignored_fields()])
+        return without_effect(self.model_extra or (), RESPONSES)
 
     def toolbox(self) -> Toolbox:
         """Return the tools by the names of their functions. Raises RequestError."""

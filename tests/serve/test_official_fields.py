@@ -146,7 +146,6 @@ def is_required(kind: Any, field: Any) -> bool:
     return origin is typing.Required or (kind.__total__ and origin is not typing.NotRequired)
 
 
-
 class Walk:
     """Asks a server about every field of one API's parameters."""
 
@@ -256,7 +255,7 @@ def documented(path: str) -> set[str]:
 def test_every_field_is_honoured_or_refused_or_listed(server: Any, path: str) -> None:
     walk = Walk(server, path)
     asyncio.run(walk.run())
-    print('FIELDS', path, sorted(walk.without_effect))
+    print("FIELDS", path, sorted(walk.without_effect))
     assert not walk.faults, "\n".join(walk.faults)
     assert walk.count > 15
     assert walk.without_effect == documented(path)
