@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterable, Iterator
 
 from lockstep.outputs import Logprob
+from lockstep.sampling_params import SamplingParams
 from lockstep.serve.answer import Answer, Json
 from lockstep.serve.logprobs import (
     Places,
@@ -55,7 +56,7 @@ class CompletionAnswer(Answer):
         processor = self.service.processor
         params = self.body.params(processor)
         prompts = self._prompts
-        self._echoes = [self._shown_prompt(prompt) for prompt in prompts]
+        self._echoes = [self._shown_prompt(prompt, params) for prompt in prompts]
         if not self.body.add_special_tokens:
             prompts = [
                 processor.encode(prompt, False) if isinstance(prompt, str) else prompt
@@ -108,12 +109,18 @@ class CompletionAnswer(Answer):
     def _head(self) -> Json:
         return self.service.head(self.run.job, "text_completion")
 
-    def _shown_prompt(self, prompt: str | list[int]) -> str:
-        """A prompt's text where the client wants it in front of the answer. Raises RequestError."""
+    def _shown_prompt(self, prompt: str | list[int], params: SamplingParams) -> str:
+        """Return a prompt's text where the client wants it in front of the answer.
+
+        Raises RequestError.
+        """
         processor = self.service.processor
         if not self.body.echo or processor.tokenizer is None:
             return ""
-        return prompt if isinstance(prompt, str) else processor.decode(prompt, field="prompt")
+        if isinstance(prompt, str):
+            return prompt
+        # A prompt that does not fit is refused in the same words with and without echo.
+        return processor.decode(processor.prompt_ids(prompt, params), field="prompt")
 
     def _echo(self, index: int) -> str:
         """What stands in front of a completion."""

@@ -332,7 +332,27 @@ class TurnFields(Body):
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT)
 
 
-class SamplingFields(TurnFields):
+class SamplerFields(TurnFields):
+    """Fields that say which tokens may come. None means: the model's own default."""
+
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop: Stop = None
+    stop_token_ids: list[int] | None = Field(None, fail_fast=True, max_length=MAX_STOP_IDS)
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    allowed_token_ids: list[int] | None = Field(None, fail_fast=True, max_length=MAX_IDS)
+    bad_words: list[str] | None = Field(None, fail_fast=True, max_length=MAX_BAD_WORDS)
+    logit_bias: Bias | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    speculate: bool = True
+
+
+class SamplingFields(SamplerFields):
     """Fields that both kinds of completion share. None means: the model's own default."""
 
     SHARED: ClassVar[tuple[str, ...]] = (
@@ -358,27 +378,12 @@ class SamplingFields(TurnFields):
     REFUSED: ClassVar[Table] = {}
 
     stream_options: StreamOptions | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     n: int | None = None
-    stop: Stop = None
-    stop_token_ids: list[int] | None = Field(None, fail_fast=True, max_length=MAX_STOP_IDS)
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    allowed_token_ids: list[int] | None = Field(None, fail_fast=True, max_length=MAX_IDS)
-    bad_words: list[str] | None = Field(None, fail_fast=True, max_length=MAX_BAD_WORDS)
-    logit_bias: Bias | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
     user: str | None = None
     return_token_ids: bool = False
     return_token_sources: bool = False
-    speculate: bool = True
     response_format: ResponseFormat | None = None
-    structured_outputs: dict[str, Any] | None = None
     guided_json: Schema = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = Field(None, fail_fast=True, max_length=MAX_CHOICES)

@@ -17,7 +17,7 @@ from lockstep.serve.protocol import (
     ChatRequest,
     Content,
     Effort,
-    TurnFields,
+    SamplerFields,
     chat_request,
     one_system,
 )
@@ -27,7 +27,8 @@ from lockstep.text.json_schema import MOST_DEPTH, is_deep
 MAX_ID = 128
 """Characters of a response's or a call's id."""
 ENCRYPTED = "reasoning.encrypted_content"
-SAME = (*TurnFields.model_fields, "parallel_tool_calls", "chat_template_kwargs", "user")
+LOGPROBS = "message.output_text.logprobs"
+SAME = (*SamplerFields.model_fields, "parallel_tool_calls", "chat_template_kwargs", "user")
 """Fields that are called so in a ChatRequest too."""
 NAMES = {
     "messages": "input",
@@ -182,7 +183,13 @@ class TextOptions(Nested):
     verbosity: str | None = None
 
 
-class ResponsesRequest(TurnFields):
+class StreamOptions(Nested):
+    """Options of a stream. Events are never padded."""
+
+    WITHOUT_EFFECT = frozenset({"include_obfuscation"})
+
+
+class ResponsesRequest(SamplerFields):
     """The body of /v1/responses."""
 
     OWN_NAMES = {"max_tokens": "max_output_tokens"}
@@ -200,6 +207,14 @@ class ResponsesRequest(TurnFields):
     chat_template_kwargs: dict[str, Any] | None = None
     user: str | None = None
     include: list[str] | None = Field(None, fail_fast=True, max_length=MAX_PARTS)
+    top_logprobs: int | None = None
+    background: bool = False
+    stream_options: StreamOptions | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the text of messages comes with the log-probabilities of its tokens."""
+        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
 
     def ignored_fields(self) -> list[str]:
         """The names, in order, of sent fields that have no effect."""
@@ -213,6 +228,12 @@ class ResponsesRequest(TurnFields):
         """The turn that is asked for; items: the conversation. Raises RequestError."""
         refuse(self.model_extra or {}, RESPONSES)
         _check_include(self.include or [])
+        if self.background and not self.store:
+            raise RequestError(
+                "background=true needs store=true, since a response that is not kept cannot be "
+                "asked for. Leave store out.",
+                "background",
+            )
         messages = list(messages_of(items))
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
@@ -226,7 +247,10 @@ class ResponsesRequest(TurnFields):
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "response_format": _chat_format(self.text.format) if self.text else None,
             "verbosity": self.text.verbosity if self.text else None,
+            "logprobs": self.wants_logprobs,
+            "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
             **{name: getattr(self, name) for name in SAME},
+            "stream": self.stream and not self.background,
         }
         return chat_request(fields, NAMES)
 
@@ -324,9 +348,9 @@ def _chat_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
 def _check_include(include: list[str]) -> None:
     """Raises RequestError for parts of answers that do not exist here."""
     for name in include:
-        if name != ENCRYPTED:
+        if name not in (ENCRYPTED, LOGPROBS):
             raise RequestError(
-                f"include has {name[:40]!r}, which is not supported; allowed: {ENCRYPTED}, "
-                "instead of which reasoning comes as text. Leave it out.",
+                f"include has {name[:40]!r}, which is not supported; allowed: {LOGPROBS}, and "
+                f"{ENCRYPTED}, instead of which reasoning comes as text. Leave it out.",
                 "include",
             )
