@@ -70,15 +70,14 @@ NEEDS: dict[tuple[str, str], dict[str, Any]] = {
     (RESPONSES, "background"): {"background": True},
 }
 """Fields beside which others are needed."""
-Path_ = tuple[str, ...]
+DECLARED = {(CHAT_PATH, "user"), (TEXT_PATH, "user"), (MESSAGES, "metadata")}
+"""Fields of the published schema that have no effect."""
 
 
 def plain(kind: Any) -> Any:
-    """Return a type without Required, Annotated and the like."""
+    """Return a type without Required, NotRequired and Annotated."""
     while get_origin(kind) in (typing.Required, typing.NotRequired, Annotated):
         kind = get_args(kind)[0]
-    if isinstance(kind, typing.TypeAliasType if hasattr(typing, "TypeAliasType") else ()):
-        return plain(kind.__value__)
     return kind
 
 
@@ -211,7 +210,7 @@ class Walk:
         if found.status_code != 200:
             self.faults.append(f"{spot}: {found.status_code} {found.text[:200]}")
             return False
-        if not self._is_known(spot):
+        if not self._is_known(spot) or (self.path, spot) in DECLARED:
             self.without_effect.add(spot)
             return False
         return True
@@ -231,8 +230,10 @@ class Walk:
     def _step(self, schema: Any, step: str) -> list[Any]:
         if step == "[]":
             return [schema["items"]] if "items" in schema else []
-        properties = schema.get("properties", {})
-        return [properties[step]] if step in properties else []
+        properties = schema.get("properties")
+        if properties is None and schema.get("type", "object") == "object":
+            return [] if {"anyOf", "oneOf", "$ref"} & schema.keys() else [schema]
+        return [properties[step]] if properties and step in properties else []
 
     def _parts(self, schema: Any) -> Iterator[Any]:
         if "$ref" in schema:
