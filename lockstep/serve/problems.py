@@ -169,7 +169,9 @@ def _sent_path(place: Sequence[Any], body: Any) -> list[Any]:
     path = [*place[:1]]
     value = body
     for part in place[1:]:
-        tags = isinstance(value, dict) and part not in value and part == value.get("type")
+        # An item of /v1/responses without a type is a message.
+        tag = value.get("type", "message") if isinstance(value, dict) else None
+        tags = isinstance(value, dict) and part not in value and part == tag
         if tags:
             continue
         path.append(part)

@@ -61,6 +61,8 @@ EVERYWHERE: Table = {
     "num_beams": ((1,), _BEAMS),
     "truncate": ((), "prompts are not cut; shorten the prompt and leave it out."),
     "transforms": (([],), "conversations are not cut; leave it out."),
+    "n_keep": ((0,), "prompts are not cut; leave it out."),
+    "top_logprobs_num": ((0,), "send logprobs and top_logprobs."),
     "num_ctx": ((), "the context is set when the server starts, by --max-model-len."),
     "max_length": ((), "send max_tokens."),
     "min_length": ((0,), "send min_tokens."),
