@@ -279,7 +279,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 async def _answer(answer: Answer, stream: bool, request: Request) -> Response:
     await answer.start(len(await request.body()) <= BRIEF_BYTES)
     if stream:
-        return EventStream(answer.stream(), answer.NAMED, answer.close, _ignored(answer.body))
+        return EventStream.of(answer)
     try:
         whole = await _unless_gone(answer.whole(), request.receive)
     finally:
@@ -323,6 +323,11 @@ class EventStream(StreamingResponse):
         self._events = events
         self._named = named
         self._close = close
+
+    @classmethod
+    def of(cls, answer: Answer) -> "EventStream":
+        """Return the stream of an answer, which is closed at the stream's end."""
+        return cls(answer.stream(), answer.NAMED, answer.close, _ignored(answer.body))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events."""

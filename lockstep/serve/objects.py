@@ -19,11 +19,11 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from lockstep.errors import RequestError
-from lockstep.serve.problems import UNKNOWN_FIELD, remedy_of
+from lockstep.serve.problems import SHOWN, UNKNOWN_FIELD, remedy_of
 from lockstep.serve.refused import with_own_names
 
 MAX_FIELDS = 1024
-"""Of an object whose fields have names here, those that nobody knows among them."""
+"""Maximum number of fields of an object, unknown ones included."""
 NOTES = frozenset(
     {
         "annotations",
@@ -136,4 +136,4 @@ def check_extra_fields(
     for i, one in enumerate(objects or ()):
         for name, path in one.extra_fields(f"{field}[{i}]"):
             if not reads(name):
-                raise RequestError(f"{path} {remedy_of(name)}", field)
+                raise RequestError(f"{path[:SHOWN]} {remedy_of(name)}", field)

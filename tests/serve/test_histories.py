@@ -156,3 +156,10 @@ def test_a_misspelt_field_is_named_by_its_path(
     assert found.status_code == 400, found.text
     assert found.json()["error"]["message"].startswith(f"{place} is not known here"), found.text
     assert not server.client.requests
+
+
+def test_a_long_name_is_cut(server: Any) -> None:
+    """Of a field that a template might read, too."""
+    for message in ({**USER[0], "x" * 3000: 1}, {"role": "user", "content": [{"y" * 3000: 1}]}):
+        found = post(server, CHAT_PATH, messages=[message])
+        assert found.status_code == 400 and len(found.json()["error"]["message"]) < 400
