@@ -127,8 +127,8 @@ class ResponseObject(Said):
     created_at: int
     model: str
     system_fingerprint: str
-    status: Literal["in_progress", "completed", "incomplete", "cancelled", "failed"]
-    background: Literal[False]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "cancelled", "failed"]
+    background: bool
     error: ResponseFault | None
     incomplete_details: IncompleteDetails | None
     instructions: str | None
@@ -142,12 +142,13 @@ class ResponseObject(Said):
     text: TextAsked
     tool_choice: Any
     tools: list[Any]
+    top_logprobs: int
     top_p: float
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
     user: str | None
     metadata: dict[str, str]
-    seed: int
+    seed: int | None
     tool_call_parse_error: str | None
 
 
@@ -215,6 +216,7 @@ class ResponseEvent(Numbered):
 
     type: Literal[
         "response.created",
+        "response.queued",
         "response.in_progress",
         "response.completed",
         "response.incomplete",

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any, TypeVar
 
@@ -133,13 +133,22 @@ def _add_responses(app: FastAPI, service: Service) -> None:
         ),
     )
     async def create(body: ResponsesRequest, request: Request) -> Response:
+        if body.background:
+            return await _background(responses, body)
         return await _answer(ResponsesAnswer(responses, body), body.stream, request)
 
     @app.get("/v1/responses/{response_id}", responses=one)
-    async def retrieve(response_id: str, stream: bool = False) -> JSONResponse:
+    async def retrieve(
+        response_id: str,
+        stream: bool = False,
+        starting_after: Annotated[int | None, Query(ge=0, lt=2**31)] = None,
+    ) -> Response:
         if stream:
+            begin = 0 if starting_after is None else starting_after + 1
+            return EventStream(responses.recording(response_id).read(begin), named=True)
+        if starting_after is not None:
             raise RequestError(
-                "stream=true is not supported here: events are sent once. Leave it out.", "stream"
+                "starting_after needs stream=true; set it, or leave this out.", "starting_after"
             )
         return JSONResponse(responses.get(response_id))
 
@@ -270,7 +279,7 @@ def _model(service: Service, name: str) -> dict[str, Any]:
 async def _answer(answer: Answer, stream: bool, request: Request) -> Response:
     await answer.start(len(await request.body()) <= BRIEF_BYTES)
     if stream:
-        return EventStream(answer)
+        return EventStream.of(answer)
     try:
         whole = await _unless_gone(answer.whole(), request.receive)
     finally:
@@ -280,6 +289,16 @@ async def _answer(answer: Answer, stream: bool, request: Request) -> Response:
     return JSONResponse(whole, headers=_ignored(answer.body))
 
 
+async def _background(responses: Responses, body: ResponsesRequest) -> Response:
+    """Begin a response that is made whether or not its client waits for it."""
+    answer = ResponsesAnswer(responses, body)
+    await answer.start()
+    recording = responses.run_in_background(answer)
+    if body.stream:
+        return EventStream(recording.read(0), named=True, headers=_ignored(body))
+    return JSONResponse(answer.response(), headers=_ignored(body))
+
+
 def _ignored(body: Any) -> dict[str, str]:
     """The header that names fields without effect; names that a header cannot hold are left out."""
     named = ", ".join(name for name in body.ignored_fields() if _NAME.fullmatch(name))
@@ -287,37 +306,52 @@ def _ignored(body: Any) -> dict[str, str]:
 
 
 class EventStream(StreamingResponse):
-    """An answer's chunks as server-sent events. However it ends, the answer is closed."""
+    """Events as server-sent events. close: called at the end, however it comes.
 
-    def __init__(self, answer: Answer) -> None:
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        headers |= _ignored(answer.body)
-        super().__init__((), media_type="text/event-stream", headers=headers)
-        self.answer = answer
+    named: whether events bear their type as their name; others end with [DONE].
+    """
+
+    def __init__(
+        self,
+        events: AsyncIterator[list[dict[str, Any]]],
+        named: bool,
+        close: Callable[[], None] = lambda: None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        fixed = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__((), media_type="text/event-stream", headers={**fixed, **(headers or {})})
+        self._events = events
+        self._named = named
+        self._close = close
+
+    @classmethod
+    def of(cls, answer: Answer) -> "EventStream":
+        """Return the stream of an answer, which is closed at the stream's end."""
+        return cls(answer.stream(), answer.NAMED, answer.close, _ignored(answer.body))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events."""
         try:
             await _unless_gone(self._send(send, scope.get(BODY, send)), receive)
         finally:
-            self.answer.close()
+            self._close()
 
     async def _send(self, send: Send, send_body: Send) -> None:
         """The head, then the events, together what comes at once."""
         head = {"status": self.status_code, "headers": self.raw_headers}
         await send({"type": "http.response.start", **head})
         message = {"type": "http.response.body", "more_body": True}
-        async for events in self.answer.stream():
+        async for events in self._events:
             if events:
-                body = b"".join([_event(self.answer, event) for event in events])
+                body = b"".join([_event(event, self._named) for event in events])
                 await send_body({**message, "body": body})
-        done = b"" if self.answer.NAMED else b"data: [DONE]\n\n"
+        done = b"" if self._named else b"data: [DONE]\n\n"
         await send_body({**message, "body": done, "more_body": False})
 
 
-def _event(answer: Answer, event: dict[str, Any]) -> bytes:
+def _event(event: dict[str, Any], named: bool) -> bytes:
     data = b"data: %b\n\n" % to_json(event, inf_nan_mode="null")
-    return b"event: %b\n%b" % (event["type"].encode(), data) if answer.NAMED else data
+    return b"event: %b\n%b" % (event["type"].encode(), data) if named else data
 
 
 async def _unless_gone(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:

@@ -1,8 +1,8 @@
 """Events as blocks of one kind, which open, grow and close: reasoning, text, and tool calls."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from lockstep.text.parsers.events import CallEnd, CallStart, Content, Reasoning, Told
 
@@ -13,7 +13,8 @@ Kind = Literal["reasoning", "text", "call"]
 class Block:
     """A part of an answer. text: what it holds so far; a call's arguments. name, id: a call's.
 
-    complete: whether a call has ended; others were cut, or broke their grammar.
+    complete: whether a call has ended; others were cut, or broke their grammar. logprobs: of the
+    tokens of a text, where they are asked for.
     """
 
     kind: Kind
@@ -22,6 +23,7 @@ class Block:
     id: str | None = None
     number: int = 0
     complete: bool = False
+    logprobs: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

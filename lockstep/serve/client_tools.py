@@ -13,8 +13,11 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from lockstep.errors import RequestError, brief
-from lockstep.serve.protocol import MAX_NAME, MAX_TOOLS, Body
+from lockstep.sampling_params import MAX_GRAMMAR_CHARACTERS
+from lockstep.serve.objects import Nested
+from lockstep.serve.protocol import MAX_NAME, MAX_TOOLS, TOOL_DEFAULTS, TOOL_NOTES
 from lockstep.text.parsers.events import CallArguments, CallStart, Told
+from lockstep.text.parsers.writing import LARK
 
 JOINT = "__"
 """Separator of a namespace and a name in a function's name, as clients of MCP servers join them."""
@@ -29,8 +32,11 @@ _ESCAPED = re.compile(
 """Part of a JSON string that can be decoded by itself: no half of an escape or of a pair."""
 
 
-class FunctionTool(Body):
+class FunctionTool(Nested):
     """A function that the model may call; `parameters` is a JSON schema."""
+
+    WITHOUT_EFFECT = TOOL_NOTES
+    ONLY_DEFAULTS = TOOL_DEFAULTS
 
     type: Literal["function"]
     name: str = Field(min_length=1, max_length=MAX_NAME)
@@ -39,22 +45,25 @@ class FunctionTool(Body):
     strict: bool | None = None
 
 
-class TextFormat(Body):
+class TextFormat(Nested):
     """Free text."""
 
     type: Literal["text"]
 
 
-class GrammarFormat(Body):
-    """Text of a grammar. A regex binds the model; Lark is shown to it."""
+class GrammarFormat(Nested):
+    """Text of a grammar, which binds the model."""
 
     type: Literal["grammar"]
     syntax: Literal["lark", "regex"]
-    definition: str
+    definition: str = Field(min_length=1, max_length=MAX_GRAMMAR_CHARACTERS)
 
 
-class CustomTool(Body):
+class CustomTool(Nested):
     """A tool whose input is text."""
+
+    WITHOUT_EFFECT = TOOL_NOTES
+    ONLY_DEFAULTS = TOOL_DEFAULTS
 
     type: Literal["custom"]
     name: str = Field(min_length=1, max_length=MAX_NAME)
@@ -65,8 +74,10 @@ class CustomTool(Body):
 Called = Annotated[FunctionTool | CustomTool, Field(discriminator="type")]
 
 
-class NamespaceTool(Body):
+class NamespaceTool(Nested):
     """Tools under one name, such as those of one MCP server."""
+
+    WITHOUT_EFFECT = TOOL_NOTES
 
     type: Literal["namespace"]
     name: str = Field(min_length=1, max_length=MAX_NAME)
@@ -86,9 +97,10 @@ def function_name(name: str, namespace: str | None) -> str:
 
 @dataclass(frozen=True)
 class Callee:
-    """Tool of the client, called by the model as a function."""
+    """Tool of the client, called by the model as a function. path: its place in the request."""
 
     tool: FunctionTool | CustomTool
+    path: str
     namespace: NamespaceTool | None = None
 
     @property
@@ -114,6 +126,8 @@ class Callee:
                 text["pattern"] = f"^(?:{form.definition})$"
                 fields = {"strict": True}
             elif isinstance(form, GrammarFormat):
+                text[LARK] = form.definition
+                fields = {"strict": True}
                 about.append(f"The input matches this grammar, in Lark:\n{form.definition}")
             fields["parameters"] = input_schema(text)
         else:
@@ -163,11 +177,13 @@ class Toolbox:
         """Return the functions as chat completions declare them."""
         return [callee.function() for callee in self._callees.values()]
 
-    def ignored_fields(self) -> list[str]:
-        """Return the names of fields of the tools that bind nothing."""
-        forms = [getattr(callee.tool, "format", None) for callee in self._callees.values()]
-        lark = any(isinstance(form, GrammarFormat) and form.syntax == "lark" for form in forms)
-        return ["tools.format.definition"] if lark else []
+    def sent_path(self, message: str) -> str:
+        """Return an error's message with the path of the client's tool for that of a function."""
+        for index, callee in enumerate(self._callees.values()):
+            begin = f"tools[{index}].function"
+            if message.startswith(begin):
+                return callee.path + message.removeprefix(begin)
+        return message
 
     def chosen_name(self, choice: Mapping[str, Any]) -> str:
         """Return the function's name of a tool that a tool_choice names."""
@@ -191,11 +207,13 @@ class Toolbox:
 
 
 def _callees(tools: Iterable[Any]) -> Iterator[Callee]:
-    for tool in tools:
+    for i, tool in enumerate(tools):
+        path = f"tools[{i}]"
         if isinstance(tool, NamespaceTool):
-            yield from (Callee(one, tool) for one in tool.tools)
+            for j, one in enumerate(tool.tools):
+                yield Callee(one, f"{path}.tools[{j}]", tool)
         else:
-            yield Callee(tool)
+            yield Callee(tool, path)
 
 
 class InputText:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterable, Iterator
 
 from lockstep.outputs import Logprob
+from lockstep.sampling_params import SamplingParams
 from lockstep.serve.answer import Answer, Json
 from lockstep.serve.logprobs import (
     Places,
@@ -64,7 +65,7 @@ class CompletionAnswer(Answer):
         if params.truncate_prompt_tokens is not None:
             # An echo shows the tokens that the model read, not those that were cut.
             echoed = prompts = [processor.prompt_ids(prompt, params) for prompt in prompts]
-        self._echoes = [self._shown_prompt(prompt) for prompt in echoed]
+        self._echoes = [self._shown_prompt(prompt, params) for prompt in echoed]
         return Asked(prompts, params, self.body.only_prompt)
 
     def close(self) -> None:
@@ -112,12 +113,18 @@ class CompletionAnswer(Answer):
     def _head(self) -> Json:
         return self.service.head(self.run.job, "text_completion")
 
-    def _shown_prompt(self, prompt: str | list[int]) -> str:
-        """A prompt's text where the client wants it in front of the answer. Raises RequestError."""
+    def _shown_prompt(self, prompt: str | list[int], params: SamplingParams) -> str:
+        """Return a prompt's text where the client wants it in front of the answer.
+
+        Raises RequestError.
+        """
         processor = self.service.processor
         if not self.body.echo or processor.tokenizer is None:
             return ""
-        return prompt if isinstance(prompt, str) else processor.decode(prompt, field="prompt")
+        if isinstance(prompt, str):
+            return prompt
+        # A prompt that does not fit is refused in the same words with and without echo.
+        return processor.decode(processor.prompt_ids(prompt, params), field="prompt")
 
     def _echo(self, index: int) -> str:
         """What stands in front of a completion."""

@@ -5,12 +5,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from lockstep.serve.objects import NOTES, Body, Nested
 from lockstep.serve.protocol import (
     MAX_MESSAGES,
     MAX_NAME,
     MAX_PARTS,
     MAX_TOOLS,
-    Body,
+    TOOL_DEFAULTS,
+    TOOL_NOTES,
     ChatRequest,
     Effort,
     TurnFields,
@@ -36,8 +38,10 @@ BILLING_MARK = "x-anthropic-billing-header:"
 """Beginning of a first line of the system that is metadata for Anthropic's billing."""
 
 
-class TextBlock(Body):
+class TextBlock(Nested):
     """Text."""
+
+    WITHOUT_EFFECT = NOTES
 
     type: Literal["text"]
     text: str
@@ -63,8 +67,10 @@ TextList = Annotated[list[PlainText], Field(fail_fast=True, max_length=MAX_PARTS
 Texts = Annotated[TextList, BeforeValidator(_blocks, json_schema_input_type=str | TextList)]
 
 
-class ToolUseBlock(Body):
+class ToolUseBlock(Nested):
     """A call that the model made."""
+
+    WITHOUT_EFFECT = (NOTES - {"id"}) | {"caller", "partial_json"}
 
     type: Literal["tool_use"]
     id: str = Field(max_length=MAX_ID)
@@ -72,8 +78,10 @@ class ToolUseBlock(Body):
     input: dict[str, Any]
 
 
-class ToolResultBlock(Body):
+class ToolResultBlock(Nested):
     """What a call gave. Chat templates have no word for is_error."""
+
+    WITHOUT_EFFECT = NOTES | {"caller"}
 
     type: Literal["tool_result"]
     tool_use_id: str = Field(max_length=MAX_ID)
@@ -81,14 +89,18 @@ class ToolResultBlock(Body):
     is_error: bool = False
 
 
-class RedactedThinkingBlock(Body):
+class RedactedThinkingBlock(Nested):
     """Reasoning that another server encrypted: nobody else can read it, so no prompt shows it."""
+
+    WITHOUT_EFFECT = NOTES | {"data"}
 
     type: Literal["redacted_thinking"]
 
 
-class ThinkingBlock(Body):
+class ThinkingBlock(Nested):
     """Reasoning of an earlier answer."""
+
+    WITHOUT_EFFECT = NOTES
 
     type: Literal["thinking"]
     thinking: str
@@ -102,15 +114,33 @@ Block = Annotated[
 BlockList = Annotated[list[Block], Field(fail_fast=True, max_length=MAX_PARTS)]
 
 
-class SentMessage(Body):
+class SentMessage(Nested):
     """A message of the user, of the assistant, or of the system in between."""
+
+    WITHOUT_EFFECT = NOTES | {
+        "container",
+        "context_management",
+        "diagnostics",
+        "model",
+        "parsed_output",
+        "stop_details",
+        "stop_reason",
+        "stop_sequence",
+        "system_fingerprint",
+        "tool_call_parse_error",
+        "type",
+        "usage",
+    }
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[BlockList, BeforeValidator(_blocks, json_schema_input_type=str | BlockList)]
 
 
-class SentTool(Body):
+class SentTool(Nested):
     """A tool of the client; `input_schema` is a JSON schema."""
+
+    WITHOUT_EFFECT = TOOL_NOTES
+    ONLY_DEFAULTS = TOOL_DEFAULTS
 
     type: Annotated[Literal["custom"], own_kind("custom")] = "custom"
     name: str = Field(min_length=1, max_length=MAX_NAME)
@@ -119,7 +149,7 @@ class SentTool(Body):
     strict: bool | None = None
 
 
-class ToolChoice(Body):
+class ToolChoice(Nested):
     """Which tools the model may call, or must."""
 
     type: Literal["auto", "none", "any", "tool"]
@@ -133,18 +163,27 @@ class ToolChoice(Body):
         return self
 
 
-class Thinking(Body):
+class Thinking(Nested):
     """Whether to reason; adaptive: as the model does by itself. The budget bounds nothing here."""
+
+    WITHOUT_EFFECT = frozenset({"display"})
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: int | None = None
 
 
-class OutputConfig(Body):
+class OutputFormat(Nested):
+    """The answer's form: JSON of a schema."""
+
+    type: str
+    schema_: Any = Field(None, alias="schema")
+
+
+class OutputConfig(Nested):
     """How much to reason, and the answer's form."""
 
     effort: Effort | None = None
-    format: dict[str, Any] | None = None
+    format: OutputFormat | None = None
 
 
 class CountRequest(Body):
@@ -298,11 +337,11 @@ def _chat_tool(tool: SentTool) -> dict[str, Any]:
     return {"type": "function", "function": known}
 
 
-def _chat_format(form: dict[str, Any]) -> dict[str, Any]:
-    """`output_config.format` as `response_format`, which wants a name."""
-    if form.get("type") != "json_schema":
-        return form
-    schema = {"name": "output", "schema": form.get("schema")}
+def _chat_format(form: OutputFormat) -> dict[str, Any]:
+    """Return `output_config.format` as `response_format`, which wants a name."""
+    if form.type != "json_schema":
+        return {"type": form.type}
+    schema = {"name": "output", "schema": form.schema_}
     return {"type": "json_schema", "json_schema": schema}
 
 

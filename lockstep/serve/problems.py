@@ -169,7 +169,9 @@ def _sent_path(place: Sequence[Any], body: Any) -> list[Any]:
     path = [*place[:1]]
     value = body
     for part in place[1:]:
-        tags = isinstance(value, dict) and part not in value and part == value.get("type")
+        # An item of /v1/responses without a type is a message.
+        tag = value.get("type", "message") if isinstance(value, dict) else None
+        tags = isinstance(value, dict) and part not in value and part == tag
         if tags:
             continue
         path.append(part)
@@ -202,14 +204,44 @@ def _validation(found: Sequence[Any]) -> dict[str, Any]:
     return error_object(told(first, place), param=str(place[0]))
 
 
+UNKNOWN_FIELD = "extra_forbidden"
+"""Pydantic's name of the fault that an object has a field which it may not have."""
+_REMEDIES = {
+    "audio": "this server reads text only; leave it out",
+    "function_call": "it is OpenAI's old form; send tool_calls",
+    "prefix": "send continue_final_message=true and add_generation_prompt=false",
+    "partial": "send continue_final_message=true and add_generation_prompt=false",
+    "defer_loading": "no tools are searched for here; send the tools that may be called",
+    "allowed_callers": "tools are called by the model alone; leave it out",
+    "input_examples": "write the examples into the description",
+    "output_schema": "write into the description what the tool gives",
+    "toolset_name": "this server runs no tools; send tools of your own",
+    "context": "send the items that count as input",
+    "mode": "the model has one mode; leave it out",
+    "task_budget": "send max_tokens",
+}
+"""Fields inside of objects that would change the answer -> what to do."""
+
+
+def remedy_of(name: str) -> str:
+    """Return what to say of a field inside of an object that is not known there."""
+    if name in _REMEDIES:
+        return f"is not supported: {_REMEDIES[name]}."
+    return "is not known here. Check its name, or leave it out."
+
+
 def told(fault: Mapping[str, Any], place: Sequence[Any]) -> str:
-    """What pydantic says is wrong with a field: where, its value where that is short, and why."""
+    """Return what pydantic says is wrong with a field: where, its value if it is short, and why."""
+    place = (*place, *fault.get("ctx", {}).get("inside", ()))
+    if fault["type"] == UNKNOWN_FIELD:
+        return f"{path_of(place)} {remedy_of(str(place[-1]))}"
     sent = fault.get("input")
     shown = f"={brief(sent)}" if isinstance(sent, (str, int, float)) else ""
     return f"{path_of(place)}{shown}: {_reason(fault)}"
 
 
 def _reason(fault: Mapping[str, Any]) -> str:
+    """Return why a value is wrong."""
     if fault["type"] == "union_tag_invalid":
         known = fault["ctx"]
         return f"type={brief(known['tag'])} is not allowed; allowed: {known['expected_tags']}"

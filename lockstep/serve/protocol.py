@@ -12,17 +12,13 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
-    PrivateAttr,
     StrictBool,
     ValidationError,
-    ValidatorFunctionWrapHandler,
     WithJsonSchema,
-    model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from lockstep.errors import RequestError
 from lockstep.inputs import MAX_SALT
@@ -33,13 +29,13 @@ from lockstep.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from lockstep.serve.problems import told
+from lockstep.serve.objects import NOTES, Body, Nested, Sent, Shape, check_extra_fields, check_shape
+from lockstep.serve.problems import UNKNOWN_FIELD, told
 from lockstep.serve.refused import (
     CHAT,
     COMPLETIONS,
     Table,
     refuse,
-    with_own_names,
     without_effect,
 )
 from lockstep.serve.structured import FORM_FIELDS, wanted
@@ -60,58 +56,33 @@ TAKEN = ("messages", "tools", "self", "continue_final_message")
 NEWER = "max_completion_tokens"
 """OpenAI's newer name of max_tokens; it has the last word."""
 MAX_SECONDS = 86_400.0
-MAX_FIELDS = 1024
-"""Of an object whose fields have names here, those that nobody knows among them."""
 MAX_IDS = 1 << 20
 """Token ids in a list, where the model's vocabulary is not known."""
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """How much to reason, in OpenAI's words."""
 
+FORMAT_SHAPE: Shape = {
+    "type": None,
+    "schema": None,
+    "json_schema": {"name": None, "description": None, "schema": None, "strict": None},
+}
+"""Fields of a response_format."""
+CHOICE_SHAPE: Shape = {
+    "type": None,
+    "function": {"name": None},
+    "allowed_tools": {"mode": None, "tools": None},
+}
+"""Fields of a tool_choice that is an object."""
 _TEXT = {"type": "string"}
 _IDS = {"type": "array", "items": {"type": "integer"}}
 
 
-class Body(BaseModel):
-    """An object of a request: null fields count as absent, unknown ones are kept aside."""
-
-    OWN_NAMES: ClassVar[Mapping[str, str] | None] = None
-    """Fields of a request that are named otherwise here than in refused.ALIASES; None: the object
-    has no aliases."""
-    model_config = ConfigDict(extra="allow", protected_namespaces=())
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        if len(value) > MAX_FIELDS:
-            raise ValueError(f"has {len(value)} fields; allowed: at most {MAX_FIELDS}")
-        sent = {key: entry for key, entry in value.items() if entry is not None}
-        return sent if cls.OWN_NAMES is None else with_own_names(sent, cls.OWN_NAMES)
-
-
-class Sent(Body):
-    """An object that the chat template reads just as it was sent."""
-
-    _sent: dict[str, Any] = PrivateAttr(default_factory=dict)
-
-    @model_validator(mode="wrap")
-    @classmethod
-    def _keep(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        found = handler(value)
-        if isinstance(value, dict):
-            found._sent = value
-        return found
-
-    @property
-    def sent(self) -> dict[str, Any]:
-        """The object with its keys in the client's order."""
-        return self._sent
+PART_FIELDS = frozenset({"type", "text", "refusal", *NOTES})
 
 
 def _content(value: Any) -> Any:
-    """Text, or a list of text parts. Raises ValueError naming the part at fault."""
+    """Return text, or a list of text parts. Raises ValueError naming the part at fault."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or len(value) > MAX_PARTS:
@@ -124,13 +95,22 @@ def _content(value: Any) -> Any:
             raise ValueError(f"part {i} is of type {str(kind)[:40]!r}; allowed: text")
         if not isinstance(part.get("text", part.get("refusal")), str):
             raise ValueError(f'part {i} has no text; send {{"type": "text", "text": ...}}')
+        unknown = next((name for name in part if name not in PART_FIELDS), None)
+        if unknown is not None and part[unknown] is not None:
+            # The path of the error goes on inside of the list.
+            raise PydanticCustomError(UNKNOWN_FIELD, "unknown field", {"inside": (i, unknown)})
     return value
 
 
 def own_kind(kind: str) -> BeforeValidator:
-    """Of a tool's type: clients run all tools here, and call them by a JSON schema."""
+    """Return the check of a tool's type: clients run all tools, and call them by a JSON schema."""
 
     def check(value: Any) -> Any:
+        if value == "custom" != kind:
+            raise ValueError(
+                "custom tools work with /v1/responses only; allowed: function. Send it as a "
+                "function of one text, or use /v1/responses"
+            )
         if value != kind:
             raise ValueError(
                 "tools are run by clients, and called with JSON of a schema; allowed: "
@@ -143,7 +123,7 @@ def own_kind(kind: str) -> BeforeValidator:
 
 _PART = {
     "type": "object",
-    "properties": {"type": {"const": "text"}, "text": _TEXT},
+    "properties": {"type": {"const": "text"}, "text": _TEXT, "refusal": _TEXT},
     "required": ["type", "text"],
 }
 Content = Annotated[
@@ -156,6 +136,7 @@ Content = Annotated[
 class CalledFunction(Sent):
     """The function of a tool call: `arguments` is JSON text, as the model wrote it."""
 
+    WITHOUT_EFFECT = NOTES | {"parsed_arguments"}
     name: str = Field(min_length=1, max_length=MAX_NAME)
     arguments: Annotated[Any, WithJsonSchema({"anyOf": [_TEXT, {"type": "object"}]})] = "{}"
 
@@ -163,20 +144,37 @@ class CalledFunction(Sent):
 class SentCall(Sent):
     """A tool call in an assistant's message."""
 
+    WITHOUT_EFFECT = (NOTES - {"id"}) | {"extra_content"}
+    ONLY_DEFAULTS = {"custom": ({},)}
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
-
-UNREAD_PARTS = {
-    "function_call": "it is OpenAI's old form; send tool_calls",
-    "audio": "this server reads text only; leave it out",
-}
-"""Of messages, what no template would show to the model."""
+    def extra_fields(self, path: str) -> Iterator[tuple[str, str]]:
+        """See Sent."""
+        yield from super().extra_fields(path)
+        yield from self.function.extra_fields(f"{path}.function")
 
 
 class Message(Sent):
     """One message of a conversation."""
+
+    WITHOUT_EFFECT = NOTES | {
+        "finish_reason",
+        "metadata",
+        "parsed",
+        "reasoning_details",
+        "stop_reason",
+        "thinking_blocks",
+        "token_ids",
+        "tool_call_parse_error",
+    }
+    ONLY_DEFAULTS = {
+        "audio": ({},),
+        "function_call": ({},),
+        "prefix": (False,),
+        "partial": (False,),
+    }
 
     role: str = Field(min_length=1, max_length=MAX_NAME)
     content: Content = None
@@ -184,13 +182,25 @@ class Message(Sent):
     tool_calls: list[SentCall] | None = Field(None, fail_fast=True, max_length=MAX_CALLS)
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    thinking: str | None = None
+    refusal: str | None = None
 
-    @model_validator(mode="after")
-    def _is_all_read(self) -> "Message":
-        for name, remedy in UNREAD_PARTS.items():
-            if name in (self.model_extra or {}):
-                raise ValueError(f"{name} is not supported: {remedy}")
-        return self
+    def extra_fields(self, path: str) -> Iterator[tuple[str, str]]:
+        """See Sent."""
+        yield from super().extra_fields(path)
+        for i, call in enumerate(self.tool_calls or ()):
+            yield from call.extra_fields(f"{path}.tool_calls[{i}]")
+
+
+TOOL_NOTES = frozenset({"cache_control", "eager_input_streaming", "provider_specific_fields"})
+"""Fields of a tool that change no answer."""
+TOOL_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
+    "defer_loading": (False,),
+    "allowed_callers": (["direct"],),
+    "input_examples": ([],),
+}
+"""Fields of a tool with the values that say what happens anyway."""
 
 
 class Function(Sent):
@@ -200,35 +210,51 @@ class Function(Sent):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: StrictBool | None = None
+    WITHOUT_EFFECT = TOOL_NOTES
+    ONLY_DEFAULTS = TOOL_DEFAULTS
 
 
 class Tool(Sent):
     """A tool that the model may call."""
 
+    WITHOUT_EFFECT = TOOL_NOTES
+    ONLY_DEFAULTS = TOOL_DEFAULTS
     type: Annotated[Literal["function"], own_kind("function")] = "function"
     function: Function
 
+    def extra_fields(self, path: str) -> Iterator[tuple[str, str]]:
+        """See Sent."""
+        yield from super().extra_fields(path)
+        yield from self.function.extra_fields(f"{path}.function")
 
-class StreamOptions(Body):
+
+class StreamOptions(Nested):
     """`stream_options`: whether a last chunk, or every chunk, tells the usage."""
+
+    WITHOUT_EFFECT = frozenset({"include_obfuscation"})
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class Conversation(Body):
-    """What of a conversation goes to the chat template besides messages and tools."""
+    """A conversation, and what goes to the chat template besides messages and tools."""
 
+    messages: list[Message] | None = Field(None, fail_fast=True, max_length=MAX_MESSAGES)
+    tools: list[Tool] | None = Field(None, fail_fast=True, max_length=MAX_TOOLS)
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     reasoning_effort: Effort | None = None
 
     def template_kwargs(self, processor: Processor) -> dict[str, Any]:
-        """What rendering takes besides messages and tools; chat_template_kwargs have the last word.
+        """Return the template's variables; chat_template_kwargs override all others.
 
-        Raises RequestError where they hide the messages, or fields exclude each other.
+        Raises RequestError where they hide the messages, where fields exclude each other, and for a
+        field of a message or a tool that the template does not read.
         """
+        check_extra_fields(self.messages, "messages", processor.template_reads)
+        check_extra_fields(self.tools, "tools", processor.template_prints)
         if self.continue_final_message and self.add_generation_prompt:
             raise RequestError(
                 "continue_final_message=true needs add_generation_prompt=false; set it.",
@@ -260,6 +286,37 @@ Bias = Annotated[
 ]
 
 
+def _format_fields(form: Any) -> Any:
+    """Return a response_format whose fields are known; a structural tag has fields of its own."""
+    return form if form.get("type") == "structural_tag" else check_shape(form, FORMAT_SHAPE)
+
+
+ResponseFormat = Annotated[
+    dict[str, Any],
+    AfterValidator(_format_fields),
+    WithJsonSchema(
+        {
+            "type": "object",
+            "properties": {
+                "type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]},
+                "schema": {"type": "object"},
+                "json_schema": {
+                    "type": "object",
+                    "properties": {
+                        "name": _TEXT,
+                        "description": _TEXT,
+                        "schema": {"type": "object"},
+                        "strict": {"type": "boolean"},
+                    },
+                    "required": ["schema"],
+                },
+            },
+            "required": ["type"],
+        }
+    ),
+]
+
+
 class TurnFields(Body):
     """Fields that every endpoint which answers has. None means: the model's own default."""
 
@@ -275,7 +332,27 @@ class TurnFields(Body):
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT)
 
 
-class SamplingFields(TurnFields):
+class SamplerFields(TurnFields):
+    """Fields that say which tokens may come. None means: the model's own default."""
+
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    stop: Stop = None
+    stop_token_ids: list[int] | None = Field(None, fail_fast=True, max_length=MAX_STOP_IDS)
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    allowed_token_ids: list[int] | None = Field(None, fail_fast=True, max_length=MAX_IDS)
+    bad_words: list[str] | None = Field(None, fail_fast=True, max_length=MAX_BAD_WORDS)
+    logit_bias: Bias | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    structured_outputs: dict[str, Any] | None = None
+    speculate: bool = True
+
+
+class SamplingFields(SamplerFields):
     """Fields that both kinds of completion share. None means: the model's own default."""
 
     SHARED: ClassVar[tuple[str, ...]] = (
@@ -302,29 +379,14 @@ class SamplingFields(TurnFields):
     REFUSED: ClassVar[Table] = {}
 
     stream_options: StreamOptions | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     n: int | None = None
-    stop: Stop = None
-    stop_token_ids: list[int] | None = Field(None, fail_fast=True, max_length=MAX_STOP_IDS)
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    allowed_token_ids: list[int] | None = Field(None, fail_fast=True, max_length=MAX_IDS)
-    bad_words: list[str] | None = Field(None, fail_fast=True, max_length=MAX_BAD_WORDS)
-    logit_bias: Bias | None = None
-    skip_special_tokens: bool | None = None
-    include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     user: str | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     return_token_sources: bool = False
-    speculate: bool = True
-    response_format: dict[str, Any] | None = None
-    structured_outputs: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
     guided_json: Schema = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = Field(None, fail_fast=True, max_length=MAX_CHOICES)
@@ -424,6 +486,11 @@ def named_as(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
+def _choice_fields(choice: Any) -> Any:
+    """Return a tool_choice whose fields are known."""
+    return check_shape(choice, CHOICE_SHAPE)
+
+
 _TOOL_CHOICE = {
     "anyOf": [
         {"enum": ["auto", "none", "required"], "type": "string"},
@@ -464,8 +531,9 @@ class ChatRequest(SamplingFields, Conversation):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: list[Tool] | None = Field(None, fail_fast=True, max_length=MAX_TOOLS)
-    tool_choice: Annotated[Any, WithJsonSchema(_TOOL_CHOICE)] = "auto"
+    tool_choice: Annotated[Any, AfterValidator(_choice_fields), WithJsonSchema(_TOOL_CHOICE)] = (
+        "auto"
+    )
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
 
@@ -607,8 +675,6 @@ class TokenizeRequest(Conversation):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, fail_fast=True, max_length=MAX_MESSAGES)
-    tools: list[Tool] | None = Field(None, fail_fast=True, max_length=MAX_TOOLS)
     add_special_tokens: bool = True
     return_token_strs: bool = False
 

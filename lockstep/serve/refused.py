@@ -59,6 +59,8 @@ EVERYWHERE: Table = {
     "num_beams": ((1,), _BEAMS),
     "truncate": ((), "prompts are not cut; shorten the prompt and leave it out."),
     "transforms": (([],), "conversations are not cut; leave it out."),
+    "n_keep": ((0,), "prompts are not cut; leave it out."),
+    "top_logprobs_num": ((0,), "send logprobs and top_logprobs."),
     "num_ctx": ((), "the context is set when the server starts, by --max-model-len."),
     "max_length": ((), "send max_tokens."),
     "min_length": ((0,), "send min_tokens."),
@@ -143,13 +145,12 @@ CHAT: Table = {
     "best_of": ((1,), "completions are not ranked; send n and choose."),
 }
 RESPONSES: Table = {
-    "background": ((False,), "an answer is made while its client waits; leave it out."),
     "conversation": ((), "send previous_response_id, or all items as input."),
     "prompt": ((), "no prompts are kept here; send instructions and input."),
     "prompt_template": ((), "no prompts are kept here; send instructions and input."),
     "context_management": ((), "send the items that count."),
     "truncation": (("disabled",), "prompts are not cut; leave it out."),
-    "top_logprobs": ((0,), "log-probabilities come with /v1/chat/completions only."),
+    "logprobs": ((False,), "send top_logprobs, or include message.output_text.logprobs."),
     "n": ((1,), "a response is one; send several requests."),
     "max_tokens": ((), "send max_output_tokens."),
     "max_completion_tokens": ((), "send max_output_tokens."),

@@ -1,14 +1,20 @@
 """/v1/responses: items in, items out; answers are kept for a while, for a next one to go on."""
 
-from collections.abc import Iterator, Sequence
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from lockstep.errors import RequestError
+from lockstep.errors import CapacityError, ContextLengthError, RequestError
+from lockstep.sampling_params import SamplingParams
 from lockstep.serve.answer import Answer, Json
 from lockstep.serve.blocks import Block, Blocks, Change
 from lockstep.serve.client_tools import ClientEvents, Toolbox
+from lockstep.serve.logprobs import chat_logprobs
 from lockstep.serve.problems import CancelledRequestError, UnknownResponseError, status_and_body
 from lockstep.serve.protocol import named_as
+from lockstep.serve.recording import Recording
 from lockstep.serve.responses_protocol import (
     NAMES,
     InputCall,
@@ -21,7 +27,7 @@ from lockstep.serve.responses_protocol import (
 )
 from lockstep.serve.service import Piece, Run, Service, Usage
 from lockstep.serve.store import ResponseStore, Stored, weight
-from lockstep.serve.turn import Turn
+from lockstep.serve.turn import Scores, Turn
 
 _PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
 _STATUSES = {"stop": "completed", "length": "incomplete", "abort": "cancelled", "error": "failed"}
@@ -35,7 +41,10 @@ class Responses:
     def __init__(self, service: Service) -> None:
         limits = service.limits
         self.service = service
-        self.store = ResponseStore(limits.stored_responses, limits.stored_bytes)
+        self.store = ResponseStore(
+            limits.stored_responses, limits.stored_bytes, limits.stored_seconds
+        )
+        self._tasks: set[asyncio.Task[None]] = set()
         self.running: dict[str, ResponsesAnswer] = {}
 
     def get(self, response_id: str) -> Json:
@@ -66,10 +75,15 @@ class Responses:
         return running.items if running else self.stored(response_id, "response_id").inputs
 
     def cancel(self, response_id: str) -> Json:
-        """Ends a response that runs. Raises RequestError for one that does not."""
+        """End a response that runs, and return it; one in the background may have ended.
+
+        Raises RequestError for another one that has ended.
+        """
         running = self.running.get(response_id)
         if running is None:
-            self.stored(response_id, "response_id")
+            stored = self.stored(response_id, "response_id")
+            if stored.recording is not None:
+                return stored.response
             raise RequestError(
                 f"response_id={response_id[:80]!r} has ended; allowed: responses in progress. "
                 "Leave it be.",
@@ -77,6 +91,28 @@ class Responses:
             )
         running.cancel()
         return running.response()
+
+    def run_in_background(self, answer: "ResponsesAnswer") -> Recording:
+        """Make a response that has begun, whoever reads it, and record its events."""
+        recording = answer.recording = Recording()
+        task = asyncio.create_task(recording.run(answer))
+        # The event loop keeps weak references to tasks only.
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return recording
+
+    def recording(self, response_id: str) -> Recording:
+        """Return the events of a response of the background. Raises RequestError for another."""
+        running = self.running.get(response_id)
+        stored = None if running else self.stored(response_id, "response_id")
+        found = running.recording if running else stored.recording if stored else None
+        if not isinstance(found, Recording):
+            raise RequestError(
+                "stream=true is not supported for this response; allowed: responses that were made "
+                "with background=true. Leave it out.",
+                "stream",
+            )
+        return found
 
     def delete(self, response_id: str) -> Json:
         """Forgets a response that is kept. Raises as stored() does."""
@@ -107,6 +143,12 @@ class ResponsesAnswer(Answer):
         self._error: Json | None = None
         self._notes: tuple[str, ...] = ()
         self._number = 0
+        self._refusal: ContextLengthError | CapacityError | None = None
+        self._params: SamplingParams
+        self._seed: int | None = body.seed
+        self._id = f"resp_{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self.recording: Recording | None = None
 
     @property
     def run(self) -> Run:
@@ -123,12 +165,29 @@ class ResponsesAnswer(Answer):
         self._tools = body.toolbox()
         self._events = ClientEvents(self._tools)
         self.turn = Turn(self.service, body.chat(self.items), "resp_")
-        with named_as(NAMES):
-            await self.turn.start(brief and not self._before.items)
+        try:
+            with named_as(NAMES):
+                await self.turn.start(brief and not self._before.items)
+        except (ContextLengthError, CapacityError) as error:
+            # Codex compacts a conversation only where a stream tells it, as OpenAI's does.
+            if not body.stream or body.background:
+                raise
+            self._params = self.turn.body.params(self.service.processor)
+            self._refusal = error
+            return
+        except RequestError as error:
+            error.args = (self._tools.sent_path(str(error)),)
+            raise
+        job = self.turn.job
+        self._id, self._created, self._params = job.id, job.created, job.params
+        self._seed = job.requests[0].seed
+        self._status = "queued" if body.background else "in_progress"
         self.responses.running[self.turn.job.id] = self
 
     def close(self) -> None:
         """Aborts what still runs."""
+        if self._refusal is not None:
+            return
         self.responses.running.pop(self.turn.job.id, None)
         self.turn.close()
 
@@ -149,15 +208,35 @@ class ResponsesAnswer(Answer):
     def begin(self) -> Iterator[Json]:
         """The events before anything has come."""
         yield self._event("response.created", response=self.response())
-        yield self._event("response.in_progress", response=self.response())
+        name = "queued" if self._status == "queued" else "in_progress"
+        yield self._event(f"response.{name}", response=self.response())
+
+    async def stream(self) -> AsyncIterator[list[Json]]:
+        """The response as events; one whose prompt does not fit fails at once."""
+        if self._refusal is None:
+            async for events in super().stream():
+                yield events
+            return
+        created = self._event("response.created", response=self.response())
+        yield [created, *self._failed(status_and_body(self._refusal)[1]["error"])]
 
     def hear(self, piece: Piece) -> Iterator[Json]:
         """The events of a piece, in OpenAI's order."""
-        heard = self.turn.hear(piece)
+        if self._status == "queued":
+            self._status = "in_progress"
+            yield self._event("response.in_progress", response=self.response())
+        scored = self.body.wants_logprobs
+        heard = self.turn.hear_scored(piece) if scored else self.turn.hear(piece)
         self._heard = True
         self._notes = heard.errors
-        for change in self._blocks.push(self._events.read(heard.events)):
-            yield from self._changed(change)
+        if scored:
+            for event, tokens in zip(heard.events, heard.scores, strict=True):
+                scores = self._scores(tokens)
+                for change in self._blocks.push(self._events.read([event])):
+                    yield from self._changed(change, scores=scores)
+        else:
+            for change in self._blocks.push(self._events.read(heard.events)):
+                yield from self._changed(change)
         self._reached = _STATUSES[piece.text.finish_reason or "stop"]
         if piece.error:
             self._error = {"code": "server_error", "message": piece.error}
@@ -181,19 +260,41 @@ class ResponsesAnswer(Answer):
             return
         told = status_and_body(error)[1]["error"]
         yield self._event("error", **{name: told[name] for name in ("code", "message", "param")})
+        yield from self._failed(told)
+
+    def _failed(self, error: Json) -> Iterator[Json]:
+        """Yield the last event of a response that an error ended; the background's is kept."""
+        self._status = "failed"
+        self._error = {"code": error["code"] or "server_error", "message": error["message"]}
+        response = self.response()
+        if self.recording is not None:
+            self._keep(response)
+        yield self._event("response.failed", response=response)
+
+    def _scores(self, tokens: Scores) -> list[Json]:
+        """Return the log-probabilities of tokens in OpenAI's form."""
+        ids = [token_id for token_id, _ in tokens]
+        entries = [entry for _, entry in tokens]
+        most = self.body.top_logprobs or 0
+        found = chat_logprobs(self.service.processor.tokenizer, ids, entries, most)
+        scores: list[Json] = found["content"]
+        return scores
 
     def response(self) -> Json:
         """The response as it stands."""
         body = self.body
-        job = self.turn.job
+        params = self._params
         reasoning = body.reasoning
         form = body.text.format if body.text else None
         reason = {"incomplete": "max_output_tokens"}.get(self._status)
-        found = {
-            **self.service.head(job, "response"),
-            "created_at": job.created,
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "model": self.service.model_name,
+            "system_fingerprint": self.service.fingerprint,
             "status": self._status,
-            "background": False,
+            "background": body.background,
             "error": self._error,
             "incomplete_details": {"reason": reason} if reason else None,
             "instructions": body.instructions,
@@ -206,27 +307,28 @@ class ResponsesAnswer(Answer):
                 "summary": reasoning.summary if reasoning else None,
             },
             "store": body.store,
-            "temperature": job.params.temperature,
+            "temperature": params.temperature,
             "text": {"format": form or {"type": "text"}},
             "tool_choice": body.tool_choice,
             "tools": [tool.model_dump() for tool in body.tools or ()],
-            "top_p": job.params.top_p,
+            "top_logprobs": body.top_logprobs or 0,
+            "top_p": params.top_p,
             "truncation": "disabled",
             "usage": _usage(self.turn.usage) if self._heard else None,
             "user": body.user,
             "metadata": body.metadata or {},
-            "seed": job.requests[0].seed,
+            "seed": self._seed,
             "tool_call_parse_error": "; ".join(self._notes) or None,
         }
-        del found["created"]
-        return found
 
     def _event(self, kind: str, **fields: Any) -> Json:
         self._number += 1
         return {"type": kind, "sequence_number": self._number - 1, **fields}
 
-    def _changed(self, change: Change, status: str = "completed") -> Iterator[Json]:
-        """The events of a block's change."""
+    def _changed(
+        self, change: Change, status: str = "completed", scores: Sequence[Json] = ()
+    ) -> Iterator[Json]:
+        """Yield the events of a block's change; scores: log-probabilities of what it grew by."""
         block = change.block
         place = {"output_index": change.index}
         if change.what == "open":
@@ -236,7 +338,7 @@ class ResponsesAnswer(Answer):
         if block.kind == "call":
             yield from self._called(change, inside)
         else:
-            yield from self._said(change, {**inside, "content_index": 0})
+            yield from self._said(change, {**inside, "content_index": 0}, scores)
         if change.what == "close":
             complete = block.complete if block.kind == "call" else status == "completed"
             ended = "completed" if complete else "incomplete"
@@ -257,24 +359,26 @@ class ResponsesAnswer(Answer):
             called = self._tools.named(block.name)["name"]
             yield self._event(f"{name}.done", **inside, name=called, arguments=block.text)
 
-    def _said(self, change: Change, inside: Json) -> Iterator[Json]:
+    def _said(self, change: Change, inside: Json, scores: Sequence[Json]) -> Iterator[Json]:
         block = change.block
         thought = block.kind == "reasoning"
         name = "response.reasoning_text" if thought else "response.output_text"
-        scores: Json = {} if thought else {"logprobs": []}
         if change.what == "open":
             yield self._event("response.content_part.added", **inside, part=_part(block))
         elif change.what == "grow":
-            yield self._event(f"{name}.delta", **inside, delta=change.text, **scores)
+            block.logprobs += scores
+            more: Json = {} if thought else {"logprobs": [*scores]}
+            yield self._event(f"{name}.delta", **inside, delta=change.text, **more)
         else:
-            yield self._event(f"{name}.done", **inside, text=block.text, **scores)
+            more = {} if thought else {"logprobs": [*block.logprobs]}
+            yield self._event(f"{name}.done", **inside, text=block.text, **more)
             yield self._event("response.content_part.done", **inside, part=_part(block))
 
     def _item(self, index: int, block: Block, status: str) -> Json:
         """A block as an item of the output."""
         custom = block.kind == "call" and self._tools.is_custom(block.name)
         prefix = "ctc" if custom else _PREFIXES[block.kind]
-        item = {"id": f"{prefix}_{self.turn.job.id[5:]}_{index}", "status": status}
+        item = {"id": f"{prefix}_{self._id[5:]}_{index}", "status": status}
         opened = status == "in_progress"
         match block.kind:
             case "reasoning":
@@ -318,14 +422,22 @@ class ResponsesAnswer(Answer):
         # A call that was cut has no result, and arguments that no template can render.
         said = [one for one in self._blocks.blocks if one.kind != "call" or one.complete]
         new = (*self.body.input, *map(self._said_again, said))
-        weighed = (weight(response), before.weighed[1] + weight(new))
-        self.responses.store.put(response["id"], Stored(response, (*before.items, *new), weighed))
+        recording = self.recording
+        own = weight(response) + (recording.size if recording else 0)
+        weighed = (own, before.weighed[1] + weight(new))
+        stored = Stored(response, (*before.items, *new), weighed, recording)
+        self.responses.store.put(response["id"], stored)
 
 
 def _part(block: Block) -> Json:
     if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": block.text}
-    return {"type": "output_text", "text": block.text, "annotations": [], "logprobs": []}
+    return {
+        "type": "output_text",
+        "text": block.text,
+        "annotations": [],
+        "logprobs": [*block.logprobs],
+    }
 
 
 def _usage(usage: Usage) -> Json:

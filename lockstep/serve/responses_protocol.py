@@ -4,20 +4,20 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from lockstep.errors import RequestError
 from lockstep.serve.client_tools import Tool, Toolbox, function_name
+from lockstep.serve.objects import NOTES, Nested, Shape, check_shape
 from lockstep.serve.protocol import (
     MAX_MESSAGES,
     MAX_NAME,
     MAX_PARTS,
     MAX_TOOLS,
-    Body,
     ChatRequest,
     Content,
     Effort,
-    TurnFields,
+    SamplerFields,
     chat_request,
     one_system,
 )
@@ -27,7 +27,8 @@ from lockstep.text.json_schema import MOST_DEPTH, is_deep
 MAX_ID = 128
 """Characters of a response's or a call's id."""
 ENCRYPTED = "reasoning.encrypted_content"
-SAME = (*TurnFields.model_fields, "parallel_tool_calls", "chat_template_kwargs", "user")
+LOGPROBS = "message.output_text.logprobs"
+SAME = (*SamplerFields.model_fields, "parallel_tool_calls", "chat_template_kwargs", "user")
 """Fields that are called so in a ChatRequest too."""
 NAMES = {
     "messages": "input",
@@ -35,6 +36,7 @@ NAMES = {
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning",
     "response_format": "text.format",
+    "verbosity": "text.verbosity",
 }
 """A ChatRequest's field -> the one that it was made of."""
 
@@ -50,16 +52,25 @@ Echoed = BeforeValidator(_shallow)
 """Of a field that answers tell again."""
 
 
-class InputMessage(Body):
+CALL_NOTES = NOTES | {"caller", "created_by", "parsed_arguments"}
+OUTPUT_NOTES = CALL_NOTES | {"name", "namespace"}
+"""Fields of a call's output without effect: its call_id says which tool was called."""
+
+
+class InputMessage(Nested):
     """A message."""
+
+    WITHOUT_EFFECT = NOTES
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Content
 
 
-class InputCall(Body):
+class InputCall(Nested):
     """A call that the model made."""
+
+    WITHOUT_EFFECT = CALL_NOTES
 
     type: Literal["function_call"]
     call_id: str = Field(max_length=MAX_ID)
@@ -68,8 +79,10 @@ class InputCall(Body):
     arguments: str
 
 
-class InputCustomCall(Body):
+class InputCustomCall(Nested):
     """A call of a custom tool that the model made."""
+
+    WITHOUT_EFFECT = CALL_NOTES
 
     type: Literal["custom_tool_call"]
     call_id: str = Field(max_length=MAX_ID)
@@ -78,31 +91,39 @@ class InputCustomCall(Body):
     input: str
 
 
-class InputCustomCallOutput(Body):
+class InputCustomCallOutput(Nested):
     """Result of a call of a custom tool."""
+
+    WITHOUT_EFFECT = OUTPUT_NOTES
 
     type: Literal["custom_tool_call_output"]
     call_id: str = Field(max_length=MAX_ID)
     output: Content
 
 
-class InputCallOutput(Body):
+class InputCallOutput(Nested):
     """What a call gave."""
+
+    WITHOUT_EFFECT = OUTPUT_NOTES
 
     type: Literal["function_call_output"]
     call_id: str = Field(max_length=MAX_ID)
     output: Content
 
 
-class ReasoningPart(Body):
+class ReasoningPart(Nested):
     """A piece of reasoning."""
+
+    WITHOUT_EFFECT = NOTES
 
     type: Literal["reasoning_text"] = "reasoning_text"
     text: str
 
 
-class InputReasoning(Body):
+class InputReasoning(Nested):
     """Reasoning of an earlier answer."""
+
+    WITHOUT_EFFECT = NOTES | {"encrypted_content", "summary"}
 
     type: Literal["reasoning"]
     content: list[ReasoningPart] | None = Field(None, fail_fast=True, max_length=MAX_PARTS)
@@ -129,21 +150,46 @@ def _listed(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class ReasoningOptions(Body):
+class ReasoningOptions(Nested):
     """How much to reason. Reasoning comes as it is, whatever summary is asked for."""
+
+    WITHOUT_EFFECT = frozenset({"generate_summary"})
+    ONLY_DEFAULTS = {"context": ("auto", "all_turns"), "mode": ("standard",)}
 
     effort: Effort | None = None
     summary: str | None = None
 
 
-class TextOptions(Body):
+FORMAT_SHAPE: Shape = dict.fromkeys(("type", "name", "description", "schema", "strict"))
+"""Fields of `text.format`."""
+CHOICE_SHAPE: Shape = dict.fromkeys(("type", "name", "namespace", "mode", "tools"))
+"""Fields of a tool_choice that is an object."""
+
+
+def _format_fields(form: Any) -> Any:
+    """Return a `text.format` whose fields are known; a structural tag has fields of its own."""
+    return form if form.get("type") == "structural_tag" else check_shape(form, FORMAT_SHAPE)
+
+
+def _choice_fields(choice: Any) -> Any:
+    """Return a tool_choice whose fields are known."""
+    return check_shape(choice, CHOICE_SHAPE)
+
+
+class TextOptions(Nested):
     """The answer's form."""
 
-    format: dict[str, Any] | None = None
+    format: Annotated[dict[str, Any], AfterValidator(_format_fields)] | None = None
     verbosity: str | None = None
 
 
-class ResponsesRequest(TurnFields):
+class StreamOptions(Nested):
+    """Options of a stream. Events are never padded."""
+
+    WITHOUT_EFFECT = frozenset({"include_obfuscation"})
+
+
+class ResponsesRequest(SamplerFields):
     """The body of /v1/responses."""
 
     OWN_NAMES = {"max_tokens": "max_output_tokens"}
@@ -153,7 +199,7 @@ class ResponsesRequest(TurnFields):
     store: bool = True
     max_output_tokens: int | None = None
     tools: Annotated[list[Tool] | None, Echoed] = Field(None, fail_fast=True, max_length=MAX_TOOLS)
-    tool_choice: Annotated[Any, Echoed] = "auto"
+    tool_choice: Annotated[Any, Echoed, AfterValidator(_choice_fields)] = "auto"
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions | None = None
     text: Annotated[TextOptions | None, Echoed] = None
@@ -161,11 +207,18 @@ class ResponsesRequest(TurnFields):
     chat_template_kwargs: dict[str, Any] | None = None
     user: str | None = None
     include: list[str] | None = Field(None, fail_fast=True, max_length=MAX_PARTS)
+    top_logprobs: int | None = None
+    background: bool = False
+    stream_options: StreamOptions | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the text of messages comes with the log-probabilities of its tokens."""
+        return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
 
     def ignored_fields(self) -> list[str]:
         """The names, in order, of sent fields that have no effect."""
-        unread = without_effect(self.model_extra or (), RESPONSES)
-        return sorted([*unread, *self.toolbox().ignored_fields()])
+        return without_effect(self.model_extra or (), RESPONSES)
 
     def toolbox(self) -> Toolbox:
         """Return the tools by the names of their functions. Raises RequestError."""
@@ -175,6 +228,12 @@ class ResponsesRequest(TurnFields):
         """The turn that is asked for; items: the conversation. Raises RequestError."""
         refuse(self.model_extra or {}, RESPONSES)
         _check_include(self.include or [])
+        if self.background and not self.store:
+            raise RequestError(
+                "background=true needs store=true, since a response that is not kept cannot be "
+                "asked for. Leave store out.",
+                "background",
+            )
         messages = list(messages_of(items))
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
@@ -188,7 +247,10 @@ class ResponsesRequest(TurnFields):
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "response_format": _chat_format(self.text.format) if self.text else None,
             "verbosity": self.text.verbosity if self.text else None,
+            "logprobs": self.wants_logprobs,
+            "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
             **{name: getattr(self, name) for name in SAME},
+            "stream": self.stream and not self.background,
         }
         return chat_request(fields, NAMES)
 
@@ -286,9 +348,9 @@ def _chat_format(form: dict[str, Any] | None) -> dict[str, Any] | None:
 def _check_include(include: list[str]) -> None:
     """Raises RequestError for parts of answers that do not exist here."""
     for name in include:
-        if name != ENCRYPTED:
+        if name not in (ENCRYPTED, LOGPROBS):
             raise RequestError(
-                f"include has {name[:40]!r}, which is not supported; allowed: {ENCRYPTED}, "
-                "instead of which reasoning comes as text. Leave it out.",
+                f"include has {name[:40]!r}, which is not supported; allowed: {LOGPROBS}, and "
+                f"{ENCRYPTED}, instead of which reasoning comes as text. Leave it out.",
                 "include",
             )

@@ -83,7 +83,8 @@ class Limits:
     running: completions that the engine runs at once. queued: completions that may wait behind
     them. seconds: the longest that any request may take, None for no bound. step_seconds: how long
     a step may run before the service counts as unhealthy. logprobs: most of a token.
-    stored_responses, stored_bytes: most of what /v1/responses keeps. held_bytes: about what an
+    stored_responses, stored_bytes: most of what /v1/responses keeps; stored_seconds: for how long
+    after it was last asked for. held_bytes: about what an
     answer may hold for its reader, who reads slowly or wants it as a whole; all_held_bytes: all
     answers together.
     """
@@ -95,6 +96,7 @@ class Limits:
     logprobs: int = MAX_LOGPROBS
     stored_responses: int = 1000
     stored_bytes: int = 64 << 20
+    stored_seconds: float = 86_400.0
     held_bytes: int = 128 << 20
     all_held_bytes: int = 1 << 30
 

@@ -1,7 +1,9 @@
-"""Responses that clients may ask for again, in memory, bounded in number and in bytes."""
+"""Responses that clients may ask for again, in memory, bounded in number, bytes and age."""
 
+import time
 from collections import OrderedDict
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from pydantic import BaseModel
@@ -14,11 +16,15 @@ WIDE = 4
 
 @dataclass(frozen=True)
 class Stored:
-    """A response as sent, and the conversation up to its end; weighed: the weights of both."""
+    """A response as sent, and the conversation up to its end; weighed: the weights of both.
+
+    recording: events of a response that was made in the background; part of the first weight.
+    """
 
     response: dict[str, Any]
     items: tuple[Any, ...]
     weighed: tuple[int, int]
+    recording: Any = None
 
     @property
     def inputs(self) -> tuple[Any, ...]:
@@ -56,10 +62,15 @@ def weight(value: Any) -> int:
 
 
 class ResponseStore:
-    """The latest responses by id. The one that was asked for longest ago goes first."""
+    """The latest responses by id, bounded in number, in bytes and in seconds since the last use.
 
-    def __init__(self, most: int, most_bytes: int) -> None:
+    The one that was asked for longest ago goes first.
+    """
+
+    def __init__(self, most: int, most_bytes: int, max_age: float = inf) -> None:
         self.most = most
+        self.max_age = max_age
+        self._used: dict[str, float] = {}
         self.most_bytes = most_bytes
         self.size = 0
         self._kept: OrderedDict[str, Stored] = OrderedDict()
@@ -73,19 +84,30 @@ class ResponseStore:
             return
         self.remove(response_id)
         self._kept[response_id] = stored
+        self._used[response_id] = time.monotonic()
         self.size += stored.size
         while len(self._kept) > self.most or self.size > self.most_bytes:
             self.remove(next(iter(self._kept)))
+        self._remove_old()
 
     def get(self, response_id: str) -> Stored | None:
-        """A response; None if it is not kept, or is no more."""
+        """Return a response; None if it is not kept, or is no more."""
+        self._remove_old()
         found = self._kept.get(response_id)
         if found is not None:
             self._kept.move_to_end(response_id)
+            self._used[response_id] = time.monotonic()
         return found
+
+    def _remove_old(self) -> None:
+        """Forget the responses that nobody asked for since max_age seconds."""
+        oldest = time.monotonic() - self.max_age
+        while self._kept and self._used[next(iter(self._kept))] < oldest:
+            self.remove(next(iter(self._kept)))
 
     def remove(self, response_id: str) -> bool:
         """Forgets a response; whether it was kept."""
         found = self._kept.pop(response_id, None)
+        self._used.pop(response_id, None)
         self.size -= found.size if found else 0
         return found is not None

@@ -79,16 +79,17 @@ def _format(sent: Mapping[str, Any]) -> dict[str, Any] | None:
         )
     if kind == "text":
         return None
-    if kind == "json_object":
+    if kind == "json_object" and "schema" not in sent:
         return {"json_object": True}
     if kind == "structural_tag":
         return {"structural_tag": dict(sent)}
-    named = sent.get("json_schema")
+    # llama.cpp and others put the schema into the format itself.
+    named = sent.get("json_schema") or sent
     schema = named.get("schema") if isinstance(named, Mapping) else None
     if not isinstance(schema, Mapping):
         raise RequestError(
-            f"response_format.json_schema={brief(named)} is not allowed; allowed: an object with "
-            "name and schema. Send a schema.",
+            f"response_format.json_schema={brief(sent.get('json_schema'))} is not allowed; "
+            "allowed: an object with name and schema. Send a schema.",
             "response_format",
         )
     return {"json": dict(schema)}

@@ -4,9 +4,10 @@ Every API of conversations turns its body into a ChatRequest and reads what is h
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from lockstep.outputs import Logprob
 from lockstep.serve.protocol import ChatRequest
 from lockstep.serve.service import Answers, Asked, Job, Meter, Piece, Run, Service, Usage
 from lockstep.text.parsers import ReplyParser
@@ -15,26 +16,33 @@ from lockstep.text.parsers.events import (
     CallEnd,
     CallError,
     CallStart,
+    Content,
     Event,
     Reasoning,
     Reply,
+    TextEnd,
     Told,
     call_id,
     merged,
 )
-from lockstep.text.processor import Rendered
+from lockstep.text.processor import Rendered, TextUpdate
+
+Scores = tuple[tuple[int, dict[int, Logprob]], ...]
+"""Ids of tokens, each with the log-probabilities at its position."""
 
 
 class Heard(NamedTuple):
     """What one update of one completion said: the piece, and its text as events.
 
-    calls: the completion's complete calls so far. errors: its parse errors so far.
+    calls: the completion's complete calls so far. errors: its parse errors so far. scores: of each
+    event, the tokens of its content, where log-probabilities are asked for.
     """
 
     piece: Piece
     events: Sequence[Told]
     calls: int
     errors: tuple[str, ...]
+    scores: Sequence[Scores] = ()
 
 
 @dataclass
@@ -50,6 +58,8 @@ class _Reading:
     """How far one completion was read."""
 
     parser: ReplyParser
+    waiting: list[tuple[int, dict[int, Logprob]]] = field(default_factory=list)
+    """Tokens with log-probabilities whose text is held back."""
     calls: int = 0
     errors: tuple[str, ...] = ()
 
@@ -127,10 +137,11 @@ class Turn:
         else:
             found += parser.feed(new.delta)
         if new.finish_reason is not None:
-            processor = self.service.processor
-            found += parser.finish(
-                processor.text_end(new.finish_reason, new.stop_reason, self.job.params)
-            )
+            found += parser.finish(self._end_of(new))
+        return Heard(piece, merged(self._told(found, reading)), reading.calls, reading.errors)
+
+    def _told(self, found: Sequence[Event], reading: _Reading) -> list[Told]:
+        """Return the events that are parts of the answer; count the calls, keep the errors."""
         told: list[Told] = []
         for event in found:
             if isinstance(event, CallError):
@@ -138,7 +149,50 @@ class Turn:
             elif self._asked_for(event):
                 told.append(event)
                 reading.calls += isinstance(event, CallEnd)
-        return Heard(piece, merged(told), reading.calls, reading.errors)
+        return told
+
+    def hear_scored(self, piece: Piece) -> Heard:
+        """Return a piece's events with the tokens of each content, for log-probabilities.
+
+        Content has the tokens since the last event. Tokens of reasoning and calls belong to none.
+        """
+        self._meter.add(piece)
+        reading = self._readings[piece.index]
+        new = piece.text
+        parser = reading.parser
+        events: list[Told] = []
+        scores: list[Scores] = []
+        entries = new.logprobs or ()
+        for number, text in enumerate(new.texts):
+            inside = parser.reasons
+            found = parser.feed(text)
+            inside |= parser.reasons
+            self._reasoning += parser.reasons and number < len(new.token_ids)
+            if inside:
+                reading.waiting.clear()
+            elif number < len(entries):
+                reading.waiting.append((new.token_ids[number], entries[number]))
+            self._share(found, reading, events, scores)
+        if new.finish_reason is not None:
+            self._share(parser.finish(self._end_of(new)), reading, events, scores)
+        return Heard(piece, events, reading.calls, reading.errors, scores)
+
+    def _share(
+        self,
+        found: Sequence[Event],
+        reading: _Reading,
+        events: list[Told],
+        scores: list[Scores],
+    ) -> None:
+        """Append the events, and to the scores the waiting tokens of each content."""
+        for event in self._told(found, reading):
+            events.append(event)
+            scores.append(tuple(reading.waiting) if isinstance(event, Content) else ())
+            reading.waiting.clear()
+
+    def _end_of(self, new: TextUpdate) -> TextEnd:
+        """Return why a completion's text ended, as its parser needs it."""
+        return self.service.processor.text_end(new.finish_reason, new.stop_reason, self.job.params)
 
     async def replies(self) -> Replies:
         """The turn as a whole."""

@@ -488,6 +488,15 @@ class Processor:
         )
         return TextEnd(cut=True, stop=stop)
 
+    def template_reads(self, name: str) -> bool:
+        """Return whether the chat template may read a field of this name."""
+        return self.template is not None and name in self.template.names
+
+    def template_prints(self, name: str) -> bool:
+        """Return whether the chat template may show a tool's field of this name to the model, by
+        reading it or by printing whole objects."""
+        return self.template_reads(name) or bool(self.template and self.template.prints_objects)
+
     def effort_kwargs(self, effort: str) -> dict[str, Any]:
         """The template's variables that say how much to reason. Raises RequestError where it has
         none: `reasoning_effort` takes the degree, a switch only whether to reason at all. A model

@@ -167,6 +167,14 @@ def _grammar(wanted: StructuredOutputsParams, field: str) -> str:
             f"{field} cannot be read: {first_line(str(error))}; allowed: Lark or GBNF. Change it.",
             field,
         ) from None
+    check_lark(source, field)
+    if wanted.written:
+        check_operators(source, field)
+    return source
+
+
+def check_lark(source: str, field: str) -> None:
+    """Raise RequestError for a grammar of too many rules, or of rules that drafts would change."""
     attribute = ATTRIBUTE.search(LITERAL.sub("", source))
     if attribute is not None:
         raise RequestError(
@@ -174,15 +182,12 @@ def _grammar(wanted: StructuredOutputsParams, field: str) -> str:
             "would depend on drafts. Leave it out.",
             field,
         )
-    if wanted.written:
-        check_operators(source, field)
     rules = sum(1 for _ in RULE.finditer(source))
     if rules > MOST_RULES:
         raise RequestError(
             f"{field} has {rules} rules; allowed: at most {MOST_RULES}. Write fewer, longer ones.",
             field,
         )
-    return source
 
 
 def _structural_tag(wanted: StructuredOutputsParams, field: str) -> str:

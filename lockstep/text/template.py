@@ -9,6 +9,7 @@ from typing import Any
 
 import jinja2
 import jinja2.meta
+import jinja2.nodes
 
 from lockstep.errors import CheckpointError, RequestError, brief, context_length_error
 from lockstep.text import template_probe
@@ -93,6 +94,11 @@ class ChatTemplate:
                 "download the file again."
             ) from None
         self.variables = frozenset(read)
+        self.names = _names_in(parsed)
+        """Names of fields that the template may read: attributes, and constant keys."""
+        self.prints_objects = any(
+            node.name == "tojson" for node in parsed.find_all(jinja2.nodes.Filter)
+        )
         self.reading = template_probe.probe(self._plain)
 
     def render(
@@ -203,6 +209,13 @@ class ChatTemplate:
         return self._control.unmark(text) if self._control else text
 
 
+def _names_in(parsed: jinja2.nodes.Template) -> frozenset[str]:
+    """Return the attributes that a template reads, and its string constants."""
+    attributes = {node.attr for node in parsed.find_all(jinja2.nodes.Getattr)}
+    constants = [node.value for node in parsed.find_all(jinja2.nodes.Const)]
+    return frozenset(attributes | {value for value in constants if isinstance(value, str)})
+
+
 class ChatTemplates:
     """The templates of a model: one for all requests, or another one for requests with tools.
 
@@ -215,6 +228,8 @@ class ChatTemplates:
         self.source = "\n".join(used.values())
         """Text of all templates, by which parsers are chosen."""
         self.variables = frozenset().union(*(t.variables for t in self._by_name.values()))
+        self.names = frozenset().union(*(t.names for t in self._by_name.values()))
+        self.prints_objects = any(t.prints_objects for t in self._by_name.values())
 
     def __bool__(self) -> bool:
         return bool(self._by_name)

@@ -14,6 +14,7 @@ from lockstep.text.json_schema import without_notes
 from lockstep.text.parsers.calls import CallParser
 from lockstep.text.parsers.writing import (
     BLANK,
+    LARK,
     Rules,
     Tool,
     alternatives,
@@ -21,7 +22,7 @@ from lockstep.text.parsers.writing import (
     either,
     sequence,
 )
-from lockstep.text.structured import ANY_OBJECT, MOST_RULES, schema_of
+from lockstep.text.structured import ANY_OBJECT, MOST_RULES, check_lark, schema_of
 
 LEADING = r"/\n{0,2}/"
 """What may stand in front of an answer's calls: line ends behind the reasoning."""
@@ -197,6 +198,7 @@ class ToolSyntax:
                 f"{field}.name",
             )
         given = function.get("parameters") if held else None
+        self._check_grammars(given, name)
         strict = function.get("strict") is True
         field = f"{field}.parameters"
         schema = schema_of(ANY_OBJECT if given is None else given, field, strict)
@@ -207,6 +209,28 @@ class ToolSyntax:
                 field,
             )
         return Tool(name, without_notes(schema), field, strict)
+
+    def _check_grammars(self, parameters: Any, name: str) -> None:
+        """Raise RequestError for grammars of a tool's texts that its calls cannot be held to."""
+        properties = parameters.get("properties") if isinstance(parameters, dict) else None
+        for schema in properties.values() if isinstance(properties, dict) else ():
+            source = schema.get(LARK) if isinstance(schema, dict) else None
+            if source is None:
+                continue
+            if not self.parser.PLAIN_VALUES:
+                raise RequestError(
+                    f"tools: the Lark grammar of {brief(name)} cannot be obeyed, since this model "
+                    "writes calls as JSON, where texts have escapes. Leave the tool's format out, "
+                    "or send a regex.",
+                    "tools",
+                )
+            if not isinstance(source, str) or len(source) > MAX_GRAMMAR_CHARACTERS:
+                raise RequestError(
+                    f"tools: the grammar of {brief(name)} is not allowed; allowed: a text of at "
+                    f"most {MAX_GRAMMAR_CHARACTERS} characters. Shorten it.",
+                    "tools",
+                )
+            check_lark(source, "tools")
 
 
 def _function(tool: Any, field: str) -> Json:

@@ -14,6 +14,7 @@ from lockstep.text.settings import TextSettings
 from lockstep.text.tokenizer import Tokenizer
 from tests.serve.asking import SCHEMA, fetch, post
 from tests.serve.test_responses import create, last_prompt
+from tests.text.test_structured import matches
 from tests.text.tiny import make_folder
 
 PATH = "/v1/responses"
@@ -89,23 +90,94 @@ def test_a_session_goes_on_with_its_items(server: Any, processor: Any) -> None:
 
 
 def test_the_model_sees_functions(server: Any, processor: Any) -> None:
-    found = post(server, PATH, input="x", tools=[NOTES, {**PATCH, "format": LARK}])
+    post(server, PATH, input="x", tools=[NOTES, {**PATCH, "format": LARK}])
     prompt = last_prompt(server, processor)
     assert '"mcp__notes__find"' in prompt and "Notes of the user" in prompt
     assert '"patch"' in prompt and LARK["definition"].replace('"', '\\"') in prompt
-    assert found.headers["x-lockstep-ignored-fields"] == "tools.format.definition"
 
 
-def test_a_regex_binds_the_input(server: Any, tmp_path: Path) -> None:
-    """Where calls are JSON; where they hold text as it is, the pattern is refused."""
-    body = {"input": "x", "tools": [{**PATCH, "format": REGEX}]}
-    assert "'pattern'" in post(server, PATH, **body).json()["error"]["message"]
+def written(text: str) -> str:
+    """Return a call of the custom tool with this input."""
+    return WRITE.replace(TEXT, text)
+
+
+@pytest.mark.parametrize(
+    ("form", "right", "wrong"),
+    [
+        (REGEX, ["a", "zebra"], ["", "A", "a1", "a\n"]),
+        ({**REGEX, "definition": "a|b+"}, ["a", "bb"], ["ab", "aa"]),
+        ({**REGEX, "definition": r"\d{2}"}, ["42"], ["4", "421"]),
+        (LARK, ["x"], ["", "y", "xx"]),
+        (
+            {
+                **LARK,
+                "definition": """start: begin line+
+begin: "*** Begin" LF
+line: "+" /(.*)/ LF
+%import common.LF""",
+            },
+            ["*** Begin\n+a{b}\n+\n"],
+            ["*** Begin\n", "+a\n", "*** Begin\n-a\n"],
+        ),
+    ],
+)
+def test_a_grammar_binds_the_input(
+    server: Any, processor: Any, form: Any, right: list[str], wrong: list[str]
+) -> None:
+    """Where calls hold texts as they are."""
+    found = post(server, PATH, input="x", tools=[{**PATCH, "format": form}])
+    assert found.status_code == 200, found.text
+    assert "x-lockstep-ignored-fields" not in found.headers
+    source = server.client.requests[-1].params.structured_outputs.grammar
+    for text in right:
+        assert matches(processor.grammars, source, written(text)), text
+    for text in wrong:
+        assert not matches(processor.grammars, source, written(text)), text
+    assert matches(processor.grammars, source, "an answer without a call")
+
+
+def test_a_grammar_of_a_model_that_writes_json(server: Any, tmp_path: Path) -> None:
+    """A regex binds the text behind the escapes; Lark is refused, and says what to do."""
     folder = make_folder(tmp_path)
     settings = TextSettings(tool_call_parser="hermes")
     hermes = Processor.for_model(Tokenizer(folder), folder, 512, settings)
     server.app = create_app(Service(server.client, hermes, "tiny", "ls-test"))
-    assert post(server, PATH, **body).status_code == 200
+    assert post(server, PATH, input="x", tools=[{**PATCH, "format": REGEX}]).status_code == 200
     assert server.client.requests[-1].grammar is not None
+    found = post(server, PATH, input="x", tools=[{**PATCH, "format": LARK}])
+    assert found.status_code == 400
+    assert "the Lark grammar of 'patch' cannot be obeyed" in found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {**LARK, "definition": "start: ("},
+        {**LARK, "definition": 'start: "x" }\nr9: "y"'},
+        {**LARK, "definition": "start: a[max_tokens=3]\na: /x+/"},
+        {**LARK, "definition": "x" * 70_000},
+        {**LARK, "definition": ""},
+        {**REGEX, "definition": "a)|(?:b"},
+        {**REGEX, "definition": "("},
+    ],
+)
+def test_a_grammar_that_cannot_be_obeyed(server: Any, form: Any) -> None:
+    found = post(server, PATH, input="x", tools=[{**PATCH, "format": form}])
+    error = found.json()["error"]
+    assert (found.status_code, error["param"]) == (400, "tools"), found.text
+
+
+def test_an_error_names_the_clients_path(server: Any) -> None:
+    """The function that a tool becomes has another place."""
+    wrong = {"type": "object", "properties": {"a": {"type": "string", "pattern": "b"}}}
+    bad = {"type": "function", "name": "find", "parameters": wrong, "strict": True}
+    for tools, path in (
+        ([PATCH, bad], "tools[1].parameters: "),
+        ([PATCH, {**NOTES, "tools": [PATCH, bad]}], "tools[1].tools[1].parameters: "),
+    ):
+        found = post(server, PATH, input="x", tools=tools)
+        assert found.status_code == 400
+        assert found.json()["error"]["message"].startswith(path), found.text
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 
 from tests.serve.asking import CHAT_PATH, TEXT_PATH, post
+from tests.serve.test_responses import create
 
 LONG = "the fox " * 600
 """More tokens than the context has, and fewer characters than are counted before tokens are."""
 ENDLESS = "x" * 1_000_000
 MESSAGES = "/v1/messages"
+RESPONSES = "/v1/responses"
 ANTHROPICS = re.compile(r"prompt is too long: (\d+) tokens > (\d+) maximum")
 OPENAIS = "maximum context length is 512 tokens"
 
@@ -23,18 +25,41 @@ OPENAIS = "maximum context length is 512 tokens"
         (CHAT_PATH, lambda text: {"messages": [{"role": "user", "content": text}]}, "messages"),
         (TEXT_PATH, lambda text: {"prompt": text}, "prompt"),
         (TEXT_PATH, lambda text: {"prompt": [7] * min(len(text), 100_000)}, "prompt"),
-        ("/v1/responses", lambda text: {"input": text}, "input"),
+        (RESPONSES, lambda text: {"input": text}, "input"),
     ],
 )
 def test_openais_clients_see_the_code(
     server: Any, path: str, body: Any, param: str, text: str, stream: bool
 ) -> None:
     found = post(server, path, stream=stream, **body(text))
+    if path == RESPONSES and stream:
+        return  # see the next test
     error = found.json()["error"]
     assert (found.status_code, error["code"]) == (400, "context_length_exceeded"), found.text
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert OPENAIS in error["message"]
     assert not server.client.requests
+
+
+@pytest.mark.parametrize("text", [LONG, ENDLESS], ids=["tokens", "characters"])
+def test_a_stream_of_responses_fails_by_the_code(server: Any, text: str) -> None:
+    """As OpenAI's: Codex compacts where it reads the code in response.failed, and not at a 400."""
+    created, failed = create(server, input=text, stream=True)
+    assert (created.type, failed.type) == ("response.created", "response.failed")
+    assert [created.sequence_number, failed.sequence_number] == [0, 1]
+    response = failed.response
+    assert (response.status, response.error.code) == ("failed", "context_length_exceeded")
+    assert OPENAIS in response.error.message and created.response.id == response.id
+    assert not server.client.requests
+
+
+@pytest.mark.parametrize("echo", [False, True])
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_token_ids_that_are_echoed_are_told_alike(server: Any, echo: bool, logprobs: Any) -> None:
+    found = post(server, TEXT_PATH, prompt=[7] * 4000, echo=echo, logprobs=logprobs, max_tokens=1)
+    error = found.json()["error"]
+    assert (found.status_code, error["code"]) == (400, "context_length_exceeded"), found.text
+    assert error["message"].startswith("prompt is too long: 4000 tokens > 511 maximum")
 
 
 @pytest.mark.parametrize("text", [LONG, ENDLESS], ids=["tokens", "characters"])

@@ -8,7 +8,7 @@ import pytest
 
 from lockstep.serve.app import create_app
 from lockstep.serve.guard import Rules
-from lockstep.serve.protocol import MAX_FIELDS
+from lockstep.serve.objects import MAX_FIELDS
 from lockstep.serve.service import Limits, Service
 from lockstep.text.structured import compile_wanted
 from tests.serve.asking import fetch

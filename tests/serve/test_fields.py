@@ -69,6 +69,28 @@ def test_an_alias_and_its_field_may_not_differ(server: Any) -> None:
     assert two.status_code == 400 and "structured_outputs.regex" in two.text
 
 
+@pytest.mark.parametrize("path", BASES)
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("n_keep", "prompts are not cut"), ("top_logprobs_num", "top_logprobs")]
+)
+def test_what_other_servers_decide_by_is_refused(
+    server: Any, path: str, name: str, remedy: str
+) -> None:
+    found = ask(server, path, **{name: 3})
+    message = found.json()["error"]["message"]
+    assert found.status_code == 400 and message.startswith(f"{name}=3 is not supported")
+    assert remedy in message
+    assert ask(server, path, **{name: 0}).status_code == 200
+
+
+def test_a_schema_may_be_part_of_the_format_itself(server: Any) -> None:
+    """As llama.cpp and others take it."""
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    for kind in ("json_object", "json_schema"):
+        assert ask(server, CHAT_PATH, response_format={"type": kind, "schema": schema}).is_success
+        assert server.client.requests[-1].params.structured_outputs.json == schema
+
+
 def test_enable_thinking_reaches_the_template(server: Any, processor: Any) -> None:
     for path in (CHAT_PATH, RESPONSES, MESSAGES):
         assert ask(server, path, enable_thinking=True).status_code == 200

@@ -150,7 +150,7 @@ WRONG_MESSAGES = [
     ([{"role": "assistant", "content": "x", "reasoning_content": 5}], "reasoning_content"),
     ([*USER, {"role": "tool", "content": None, "tool_call_id": 5}], "tool_call_id"),
     ([{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}], "function_call"),
-    ([{"role": "assistant", "audio": {"id": "x"}}], "messages[0]: audio is not supported"),
+    ([{"role": "assistant", "audio": {"id": "x"}}], "messages[0].audio is not supported"),
 ]
 
 

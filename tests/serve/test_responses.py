@@ -238,10 +238,11 @@ def test_cancelling(server: Any, stream: bool) -> None:
 @pytest.mark.parametrize(
     ("body", "field"),
     [
-        ({"background": True}, "background"),
         ({"conversation": "c"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),
-        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"top_logprobs": -1}, "top_logprobs"),
+        ({"logprobs": True}, "logprobs"),
         ({"include": ["file_search_call.results"]}, "include"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -330,10 +331,12 @@ def test_another_model_and_no_stream_of_what_was(server: Any) -> None:
 def test_a_stream_that_breaks_off_says_why(server: Any) -> None:
     server.client.error = KeyError(1)
     found = post(server, PATH, input="x", stream=True).text
-    *_, last = [event for event in found.split("\n\n") if event]
-    name, data = last.split("\n")
-    error = json.loads(data.removeprefix("data: "))
-    assert name == "event: error" and "internal error" in error["message"]
+    *_, told, last = [event.split("\n") for event in found.split("\n\n") if event]
+    error = json.loads(told[1].removeprefix("data: "))
+    assert told[0] == "event: error" and "internal error" in error["message"]
+    failed = json.loads(last[1].removeprefix("data: "))["response"]
+    assert last[0] == "event: response.failed" and failed["status"] == "failed"
+    assert failed["error"] == {"code": "server_error", "message": error["message"]}
     assert post(server, PATH, input="x").status_code == 500
 
 
@@ -472,3 +475,61 @@ def test_what_is_kept_is_counted(server: Any, processor: Any) -> None:
     ids = [post(server, PATH, input="x" * 100).json()["id"] for _ in range(5)]
     known = [fetch(server, "GET", f"{PATH}/{i}").status_code for i in ids]
     assert known[0] == 404 and known[-1] == 200
+
+
+@pytest.mark.parametrize("step", [1, 3, 80])
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_are_those_of_the_texts_tokens(
+    server: Any, processor: Any, step: int, stream: bool
+) -> None:
+    """Tokens of reasoning and of calls have none."""
+    server.client.step = step
+    server.text = THOUGHT + "hello fox\n\n" + CALL
+    options: dict[str, Any] = {"tools": TOOLS, "extra_body": THINK, "stream": stream}
+    found = create(server, include=["message.output_text.logprobs"], top_logprobs=1, **options)
+    response = found[-1].response if stream else found
+    (message,) = [item for item in response.output if item.type == "message"]
+    scores = message.content[0].logprobs
+    assert "".join(score.token for score in scores).strip() == "hello fox"
+    assert all(score.logprob == -0.5 for score in scores)
+    assert [[top.token for top in score.top_logprobs] for score in scores] == [
+        [score.token] for score in scores
+    ]
+    params = server.client.requests[-1].params
+    assert params.logprobs == 1
+    if stream:
+        told = [e for e in found if e.type == "response.output_text.delta"]
+        assert [one.token for e in told for one in e.logprobs] == [one.token for one in scores]
+        (done,) = [e for e in found if e.type == "response.output_text.done"]
+        assert [one.token for one in done.logprobs] == [one.token for one in scores]
+
+
+def test_a_text_without_logprobs(server: Any) -> None:
+    assert create(server).output[0].content[0].logprobs == []
+    assert server.client.requests[-1].params.logprobs is None
+
+
+def test_sampling_fields_of_chat_work_here(server: Any) -> None:
+    sent = {
+        "top_k": 3,
+        "min_p": 0.25,
+        "seed": 7,
+        "stop": ["zebra"],
+        "stop_token_ids": [9],
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "repetition_penalty": 1.5,
+        "min_tokens": 1,
+        "bad_words": ["ox"],
+        "skip_special_tokens": False,
+        "include_stop_str_in_output": True,
+        "ignore_eos": False,
+    }
+    found = create(server, extra_body={**sent, "logit_bias": {"5": 1.5}})
+    params = server.client.requests[-1].params
+    assert {name: getattr(params, name) for name in sent} == {**sent}
+    assert params.logit_bias == {5: 1.5} and found.model_extra["seed"] == 7
+    server.text = "one two"
+    assert create(server, extra_body={"stop": "two"}).output_text == "one "
+    held = create(server, extra_body={"structured_outputs": {"choice": ["one", "two"]}})
+    assert held.status and server.client.requests[-1].grammar is not None

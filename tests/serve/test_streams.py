@@ -154,7 +154,7 @@ def test_a_stream_nobody_reads_is_closed(processor):
 
         scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
         with pytest.raises((OSError, ExceptionGroup)):
-            await EventStream(answer)(scope, receive, send)
+            await EventStream.of(answer)(scope, receive, send)
 
     asyncio.run(run())
     assert service.client.aborted == [r.id for r in service.client.requests]

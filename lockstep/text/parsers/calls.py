@@ -54,7 +54,8 @@ class CallParser(ABC):
 
     How calls are written: AROUND: what stands in front of all calls of an answer, and behind them.
     TAGS: around each of them. BETWEEN: between two. BARE: what begins a call at an answer's
-    beginning without an opener.
+    beginning without an opener. PLAIN_VALUES: whether texts among the arguments have
+    no quotes and escapes.
     """
 
     SIGNS: ClassVar[tuple[str, ...]] = ()
@@ -62,6 +63,7 @@ class CallParser(ABC):
     OVER: ClassVar[Mapping[str, str]] = {}
     ENDS_REASONING: ClassVar[tuple[str, ...]] = ()
     MARKERS: ClassVar[Mapping[str, Markers]] = {}
+    PLAIN_VALUES: ClassVar[bool] = False
     FIRST: ClassVar[str] = "content"
     AFTER: ClassVar[str] = ""
     FILLER: ClassVar[str] = " \t\r\n"

@@ -9,8 +9,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llguidance import regex_to_lark
+
 from lockstep.text.parsers.schema import coerce, target, types_of
-from lockstep.text.parsers.writing import BLANK, Json, Rules, Tool, containing, either, literal
+from lockstep.text.parsers.writing import (
+    BLANK,
+    LARK,
+    WHOLE,
+    Json,
+    Rules,
+    Tool,
+    containing,
+    either,
+    literal,
+)
 
 BOUNDS = ("minLength", "maxLength", "pattern", "format")
 """What a schema may ask of texts and is not obeyed."""
@@ -53,6 +65,9 @@ class PlainValues:
 
     def value(self, key: str, schema: Any) -> str:
         """A parameter's value and its end, as one expression."""
+        bound = self._bound_text(schema) if isinstance(schema, dict) else None
+        if bound is not None:
+            return bound
         types = types_of(schema, self.tool.schema)
         if types and "string" not in types and not self._is_open(schema):
             return f"{self.rules.json(schema, self.tool)} {literal(self.end)}"
@@ -73,6 +88,23 @@ class PlainValues:
         """Any text, and the end of it, but for texts that match these regexes."""
         plain = self.rules.plain(containing(self.marks), *without)
         return self.rules.terminal(f"{plain} {literal(self.end)}")
+
+    def _bound_text(self, schema: Json) -> str | None:
+        """Return a text that matches its schema's grammar or pattern, and the end of it.
+
+        None for a schema without a grammar, and for one that allows other values than texts.
+        """
+        if LARK in schema:
+            return f"{self.rules.lark(schema[LARK])} {literal(self.end)}"
+        pattern = WHOLE.fullmatch(str(schema.get("pattern")))
+        if pattern is None or schema.keys() - {"type", "pattern", "description", "title"}:
+            return None
+        if schema.get("type") != "string":
+            return None
+        regex = self.rules.terminal(f"/{regex_to_lark(pattern[1], use_ascii='')}/")
+        plain = self.rules.plain(containing(self.marks))
+        both = self.rules.terminal(f"{plain} & {regex}")
+        return self.rules.terminal(f"{both} {literal(self.end)}")
 
     def _is_open(self, schema: Any) -> bool:
         """Whether one of the schemas that a value may match says nothing of its type."""

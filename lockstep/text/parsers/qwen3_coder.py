@@ -63,6 +63,8 @@ class Qwen3CoderParser(CallParser):
         """The function's tag."""
         return f"{_FUNCTION}{name}>\n"
 
+    PLAIN_VALUES = True
+
     @classmethod
     def call(cls, tool: Tool, rules: Rules) -> str:
         """Required parameters come, the others may; all of them in the schema's order."""

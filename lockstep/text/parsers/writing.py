@@ -25,6 +25,11 @@ UNKEYED = (
 """Of a tool's parameters, what is not obeyed where a call writes them one by one."""
 ESCAPES = '"\\bfnrt'
 """Characters that may come after a backslash in JSON."""
+LARK = "x-lark"
+"""Keyword of a schema: a grammar in Lark that a text matches. Only calls whose values are written
+as they are, without quotes, can be held to it."""
+WHOLE = re.compile(r"\^\(\?:(.*)\)\$", re.DOTALL)
+"""Pattern that a whole text matches."""
 SPACING: Json = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as json.dumps writes it."""
 
@@ -115,6 +120,10 @@ class Rules:
         """A terminal of any text that matches none of these regexes as a whole."""
         body = " & ".join([ANY, *(f"~/{regex}/" for regex in without)])
         return self.terminal(body)
+
+    def lark(self, source: str) -> str:
+        """Return a rule of a grammar with rules of its own."""
+        return self.rule(f"%lark {{\n{source}\n}}")
 
     def json(self, schema: Any, tool: Tool, **options: Any) -> str:
         """A rule of JSON of a part of the tool's schema."""
