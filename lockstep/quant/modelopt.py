@@ -80,8 +80,10 @@ class ModelOpt(StoredPacking):
                 raise settings.error(name, value, "an object of modules and their formats", MEND)
             for layer in self.layers.values():
                 algorithm(layer)
-        elif self.algorithm is not None:
-            algorithm(settings)
+        else:
+            settings.ignore("quantized_layers")  # only a mixed checkpoint has formats by layer
+            if self.algorithm is not None:
+                algorithm(settings)
         self.named = Entries(self.layers)
         self.excluded = Entries(self.left_out)
         # The tool repeats in config_groups what quant_algo says of the weights.

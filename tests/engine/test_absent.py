@@ -1,9 +1,11 @@
 """The memory plan of a GPU that is not there: its figures agree, and the table is what it says."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._subclasses.fake_tensor import FakeTensor
 
 from benchmarks.founding import table
 from lockstep.config import EngineConfig
@@ -43,6 +45,18 @@ def test_a_roomy_gpu_gets_the_preferred_sizes(folder: Path) -> None:
     plan = planned(folder, 24 * 10**9)
     assert (plan["max_num_seqs"], plan["max_num_batched_tokens"]) == (256, 2048)
     assert plan["row_buckets"][-1] == 256 and plan["notes"][0].startswith("max_num_seqs=256")
+
+
+def test_nothing_of_a_dry_run_stays_behind(tmp_path: Path) -> None:
+    """A tensor without memory that a cache keeps would be read by the kernels of the real model.
+
+    Launches of packed weights keep a counter on the GPU, see lockstep.kernels.epochs.
+    """
+    folder = make_model(tmp_path, hidden_size=5120, intermediate_size=17408)
+    config = EngineConfig.read(model=str(folder), load_format="dummy", quantization="int4")
+    explain_absent(config, "sm_90", 24 * 10**9)
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is FakeTensor]
 
 
 def test_typed_sizes_are_taken_or_refused(folder: Path) -> None:
