@@ -36,7 +36,7 @@ from lockstep.runner import memory
 from lockstep.runner.floor import StepCosts
 from lockstep.runner.planner import MemoryPlan, Planner, shortage
 from lockstep.runner.program import Program
-from lockstep.runner.runner import Runner
+from lockstep.runner.runner import Runner, uniform_shapes
 from lockstep.scheduling.draft_length import (
     DraftLengthPolicy,
     FixedDraftLength,
@@ -231,6 +231,10 @@ class Fitting:
         The second is negative where the parts take more than the share of the GPU.
         """
         memory.allocate(self.layers, num_pages=2, num_slots=2, device=limits.device)
+        program.table.inputs.fill()
+        for shape in uniform_shapes(limits):
+            # A kernel takes memory of the GPU when it is loaded, its threads' stacks included.
+            program.decide(program.forward(shape))
         lengths, prompt = largest_prompt_step(limits)
         program.table.inputs.fill(query_lens=lengths)
         uniform = StepShape.uniform(limits.row_buckets[-1], limits.query_len)

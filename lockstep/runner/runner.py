@@ -1,14 +1,14 @@
 """The runner: launches schedules, one step ahead of the host, and reads results one step late."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isnan
 
 import torch
 from torch import Tensor, nn
 
 from lockstep.cache.specs import Law
-from lockstep.config import Plan
+from lockstep.config import Plan, StepLimits
 from lockstep.kernels.copy_to_device import copy_to_host
 from lockstep.outputs import Logprob
 from lockstep.runner import memory, rows
@@ -26,6 +26,15 @@ from lockstep.step import PAGE_SIZE, StepShape
 
 PROMPT_LOGPROB_TILE = 64
 """Positions whose logits are made at once where a prompt's log-probabilities are wanted."""
+
+
+def uniform_shapes(limits: StepLimits) -> list[StepShape]:
+    """Return the shapes of steps without prompt tokens, the largest first: a graph for each."""
+    return [
+        StepShape.uniform(rows, drafts + 1)
+        for rows in reversed(limits.row_buckets)
+        for drafts in reversed(limits.draft_lengths)
+    ]
 
 
 @dataclass(frozen=True)
@@ -128,12 +137,11 @@ class Runner:
         self.run_step(shape)[-1].results.tolist()
 
     def _uniform_shapes(self) -> list[StepShape]:
-        """The largest first."""
+        if self.plan.device == "cuda":
+            return uniform_shapes(self.plan)
         buckets = self.plan.row_buckets
-        counts = self.plan.draft_lengths
-        if self.plan.device != "cuda":
-            buckets = tuple(sorted({buckets[0], buckets[-1 if len(counts) > 1 else 0]}))
-        return [StepShape.uniform(r, k + 1) for r in reversed(buckets) for k in reversed(counts)]
+        ends = {buckets[0], buckets[-1 if len(self.plan.draft_lengths) > 1 else 0]}
+        return uniform_shapes(replace(self.plan, row_buckets=tuple(sorted(ends))))
 
     @torch.inference_mode()
     def launch(self, schedule: Schedule) -> list[InFlightStep]:
