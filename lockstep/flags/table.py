@@ -600,11 +600,10 @@ GROUPS: dict[str, tuple[Flag, ...]] = {
             SWITCH,
             same=(False,),
         ),
-        refused(
+        acts(
             "enable-tokenizer-info-endpoint",
-            "/tokenize and /detokenize are there; leave it out.",
+            "/tokenizer_info tells tokenizer_config.json and the chat template",
             SWITCH,
-            same=(False,),
         ),
         refused(
             "tokens-only",

@@ -280,6 +280,17 @@ class Detokenized(Said):
     prompt: str
 
 
+class TokenizerInfo(Said):
+    """tokenizer_config.json, whatever it holds, with the text of the chat template in use."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+    chat_template: str | None = None
+    bos_token: str | None = None
+    eos_token: str | None = None
+    pad_token: str | None = None
+
+
 class Load(Said):
     """Requests that run or wait now."""
 

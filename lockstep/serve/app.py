@@ -73,11 +73,13 @@ def create_app(
     pages: Pages | None = None,
     metrics: Metrics | None = None,
     playground: bool = True,
+    tokenizer_info: bool = False,
 ) -> FastAPI:
     """The application that serves one model, behind a door with these rules.
 
     pages: what web pages of other origins may do. metrics: what /metrics shows; by default, without
-    floors. playground: whether there is a page at /.
+    floors. playground: whether there is a page at /. tokenizer_info: whether /tokenizer_info tells
+    the tokenizer's settings and the chat template.
     """
     shown = {} if docs else {"openapi_url": None, "docs_url": None, "redoc_url": None}
     app = FastAPI(title="Lockstep", version=__version__, **shown)  # type: ignore[arg-type]
@@ -88,6 +90,8 @@ def create_app(
     _add_answers(app, service)  # first: routes are tried in their order
     _add_state(app, service, metrics or Metrics(service.model_name))
     _add_tokens(app, service)
+    if tokenizer_info:
+        _add_tokenizer_info(app, service)
     _add_responses(app, service)
     _add_messages(app, service)
     if playground:
@@ -260,6 +264,12 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         service.check_name(body.model)
         text = await asyncio.to_thread(processor.detokenize, body.tokens)
         return JSONResponse({"prompt": text})
+
+
+def _add_tokenizer_info(app: FastAPI, service: Service) -> None:
+    @app.get("/tokenizer_info", responses=answers.openapi_responses(answers.TokenizerInfo))
+    async def tokenizer_info() -> JSONResponse:
+        return JSONResponse(service.processor.tokenizer_info())
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

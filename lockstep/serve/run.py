@@ -135,6 +135,7 @@ class Options:
     limits: Limits = field(default_factory=Limits)
     docs: bool = True
     playground: bool = True
+    tokenizer_info: bool = False
     drain_seconds: float = 30.0
     keep_alive_seconds: float = KEEP_ALIVE_SECONDS
     connections: int = 4096
@@ -297,6 +298,7 @@ def serve(
         options.pages,
         metrics,
         options.playground,
+        options.tokenizer_info,
     )
 
     server = _Server(_config(app, options), service, metrics, options)

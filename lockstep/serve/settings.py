@@ -70,6 +70,9 @@ class ServerSettings(Settings):
     allow_credentials: bool = setting(False, "they may send cookies and other credentials")
     no_docs: bool = setting(False, "no /docs, /redoc and /openapi.json")
     no_playground: bool = setting(False, "no page at /")
+    enable_tokenizer_info_endpoint: bool = setting(
+        False, "/tokenizer_info tells tokenizer_config.json and the chat template"
+    )
     max_queued_requests: Annotated[int, Field(ge=0, le=MOST_QUEUED)] = setting(
         2048,
         "completions that may wait; more get a 429",

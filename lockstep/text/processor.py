@@ -219,6 +219,8 @@ class Processor:
         self.template = None
         if isinstance(chat_template, str):
             chat_template = {DEFAULT: chat_template}
+        templates = dict(chat_template or {})
+        self._template_text = {"chat_template": templates[DEFAULT]} if DEFAULT in templates else {}
         if chat_template and tokenizer:
             self._control = ControlTokens(tokenizer.fast)
             self.template = ChatTemplates(
@@ -234,7 +236,7 @@ class Processor:
         # The most tokens of an answer; a default of requests that ask for more, too.
         self.max_new_tokens: int | None = self.defaults.pop("max_tokens", None)
         self.template_defaults = settings.default_chat_template_kwargs or {}
-        source = "\n".join((chat_template or {}).values())
+        source = "\n".join(templates.values())
         self._tools = choose("tool_call_parser", TOOL_PARSERS, settings.tool_call_parser, source)
         self._reasoning = choose(
             "reasoning_parser", REASONING_PARSERS, settings.reasoning_parser, source
@@ -258,6 +260,17 @@ class Processor:
         for warning in processor.template.warnings() if processor.template else ():
             log.warning("%s", warning)
         return processor
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """Return tokenizer_config.json as clients with a tokenizer of their own need it.
+
+        Special tokens are texts, whichever file has them, and chat_template is the text of the
+        template in use, absent without one. Raises RequestError without a tokenizer.
+        """
+        tokenizer = self.text_side("/tokenizer_info")
+        info = {**tokenizer.config, **tokenizer.special_tokens}
+        info.pop("chat_template", None)
+        return info | self._template_text
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """Sampling parameters as the model's generation_config wants them, with changes."""

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """A server of the bundled model on a free port."""
-    with serve() as address:
+    with serve("--enable-tokenizer-info-endpoint") as address:
         yield address
 
 

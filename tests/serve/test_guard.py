@@ -12,8 +12,9 @@ from lockstep.serve.service import Service
 from tests.serve.asking import TEXT_PATH
 
 
-def ask(server, processor, rules, method="GET", path="/health", docs=True, **options):
-    app = create_app(Service(server.client, processor, "tiny", "ls-test"), rules, docs)
+def ask(server, processor, rules, method="GET", path="/health", docs=True, info=False, **options):
+    service = Service(server.client, processor, "tiny", "ls-test")
+    app = create_app(service, rules, docs, tokenizer_info=info)
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
 
     async def run():
@@ -52,6 +53,17 @@ def test_keys(server, processor, sent, status):
 def test_no_docs(server, processor):
     for path in ("/docs", "/redoc", "/openapi.json"):
         assert ask(server, processor, Rules(), path=path, docs=False).status_code == 404
+
+
+def test_the_tokenizers_settings_are_told_where_the_operator_allows_it(server, processor):
+    path = "/tokenizer_info"
+    assert ask(server, processor, Rules(), path=path).status_code == 404
+    info = ask(server, processor, Rules(), path=path, info=True).json()
+    tokenizer = processor.tokenizer
+    assert info["chat_template"] == tokenizer.chat_template
+    assert info["eos_token"] == tokenizer.special_tokens["eos_token"]
+    assert len(tokenizer.encode(info["eos_token"], False)) == 1
+    assert info.keys() >= tokenizer.config.keys()
 
 
 @pytest.mark.parametrize(
