@@ -4,8 +4,9 @@
         --max-model-len 125000 --k 3 --kv-cache-dtype turboquant_3bit_nc
 
 FOLDER holds a config.json; weights are random. torch may take no more than --memory-gib of the GPU,
-and the engine plans with as much: what does not fit fails. A JSON line once the engine stands, and
-one behind the answer.
+and the engine plans with as much: what does not fit fails. Prints a JSON line when the engine is
+built and another after the answer, which compares the memory in use with the sum of the parts that
+`lockstep explain` estimates.
 """
 
 import argparse
@@ -15,6 +16,9 @@ import time
 import torch
 
 from lockstep import LLM, SamplingParams
+from lockstep.config import EngineConfig
+from lockstep.engine.absent import explain_absent
+from lockstep.kernels.architecture import number_of
 from lockstep.outputs import RequestOutput
 
 GIB = 1 << 30
@@ -30,24 +34,26 @@ def main() -> None:
     ask.add_argument("--output-len", type=int, default=64, help="tokens of the answer")
     ask.add_argument("--k", type=int, default=3, help="MTP drafts verified and made in a step")
     ask.add_argument("--kv-cache-dtype", default="auto", help="format of keys and values")
-    ask.add_argument("--max-num-seqs", type=int, default=1)
-    ask.add_argument("--max-num-batched-tokens", type=int, default=256, help="of a prompt's chunk")
+    ask.add_argument("--max-num-seqs", type=int, help="chosen if left out")
+    ask.add_argument("--max-num-batched-tokens", type=int, help="chosen if left out")
     given = ask.parse_args()
     share = given.memory_gib * GIB / torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(share)
     spec = {"method": "mtp", "num_speculative_tokens": given.k}
+    settings = {
+        "model": given.model,
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": given.max_model_len,
+        "max_num_seqs": given.max_num_seqs,
+        "max_num_batched_tokens": given.max_num_batched_tokens,
+        "gpu_memory_utilization": share,
+        "kv_cache_dtype": given.kv_cache_dtype,
+        "speculative_config": spec if given.k else None,
+    }
+    estimated = _estimated(EngineConfig.read(**settings))
     began = time.perf_counter()
-    llm = LLM(
-        model=given.model,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        max_model_len=given.max_model_len,
-        max_num_seqs=given.max_num_seqs,
-        max_num_batched_tokens=given.max_num_batched_tokens,
-        gpu_memory_utilization=share,
-        kv_cache_dtype=given.kv_cache_dtype,
-        speculative_config=spec if given.k else None,
-    )
+    llm = LLM(**settings)
     line = {"build_s": _since(began), "built_gib": _gib(torch.cuda.max_memory_allocated())}
     print(json.dumps(line), flush=True)
     torch.cuda.reset_peak_memory_stats()
@@ -71,10 +77,21 @@ def main() -> None:
         "reserved_gib": _gib(torch.cuda.max_memory_reserved()),
         "taken_gib": _gib(total - free),
         "allowed_gib": given.memory_gib,
-        "pages": llm.engine.facts.plan.num_pages,
+        "estimated_over_taken": round(estimated / (total - free), 4),
+        "rows": llm.engine.plan.max_num_seqs,
+        "chunk": llm.engine.plan.max_num_batched_tokens,
+        "pages": llm.engine.plan.num_pages,
         "kv": given.kv_cache_dtype,
     }
     print(json.dumps(line), flush=True)
+
+
+def _estimated(config: EngineConfig) -> int:
+    """Return the sum of the bytes that explain estimates for this GPU, part by part."""
+    total = torch.cuda.get_device_properties(0).total_memory
+    plan = explain_absent(config, f"sm_{number_of('cuda')}", total)["plan"]
+    parts = ("weights", "overhead", "table", "step", "graphs", "pages", "state")
+    return sum(plan.get(f"{part}_bytes", 0) for part in parts)
 
 
 def _since(began: float) -> float:
