@@ -215,6 +215,11 @@ class AsyncLLM:
             for request in group.requests if group is not None else ():
                 self._client.abort(request.id)
 
+    async def reset_prefix_cache(self) -> bool:
+        """Drop all cached prefixes; requests added later find none. Running ones go on -> True."""
+        self._client.reset_prefix_cache()
+        return True
+
     def shutdown(self) -> None:
         """End the engine after its present step; open requests end with EngineDeadError."""
         self._stop()

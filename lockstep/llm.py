@@ -192,6 +192,11 @@ class LLM:
             _Call(self._started(), groups, on_progress, partial(show, "answers")).run()
         return [group.output for group in groups]
 
+    def reset_prefix_cache(self) -> bool:
+        """Drop all cached prefixes; later calls find none. Calls of other threads go on -> True."""
+        self._started().reset_prefix_cache()
+        return True
+
     def chat(
         self,
         messages: list[dict[str, Any]] | list[list[dict[str, Any]]],

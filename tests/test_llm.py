@@ -318,6 +318,8 @@ def test_prompts_as_vllm_has_them(llm: LLM) -> None:
     salted = TextPrompt(prompt="path " * 100, cache_salt="a")
     hits = [llm.generate(p, GREEDY)[0].num_cached_tokens for p in (salted, salted)]
     assert hits[0] == 0 and hits[1] > 0
+    assert llm.reset_prefix_cache()
+    assert llm.generate(salted, GREEDY)[0].num_cached_tokens == 0
     for wrong in ({"prompt": TEXT, "prompt_embeds": [1.0]}, {"prompt": TEXT, "salt": "a"}):
         with pytest.raises(RequestError) as caught:
             llm.generate(wrong, GREEDY)

@@ -62,6 +62,7 @@ def serve(
         docs=not server.no_docs,
         playground=not server.no_playground,
         tokenizer_info=server.enable_tokenizer_info_endpoint,
+        cache_reset=server.enable_reset_prefix_cache,
         drain_seconds=server.shutdown_timeout,
         keep_alive_seconds=server.timeout_keep_alive,
         connections=server.limit_concurrency,

@@ -68,6 +68,10 @@ class Transport(Protocol):
         """Ends a request; one that is not known is no matter."""
         ...
 
+    def reset_prefix_cache(self) -> None:
+        """Drop all cached prefixes, after the commands before this one."""
+        ...
+
     def stats(self) -> Stats:
         """A copy of the counters; histogram lists are handed over and start anew."""
         ...
@@ -258,6 +262,13 @@ class AsyncEngine:
             self.transport.abort(request_id)
         last = TokenUpdate([], None, "abort", None, ended.metrics.copy())
         _hand_out([(ended, last)])
+
+    def reset_prefix_cache(self) -> None:
+        """Drop all cached prefixes, those in host memory too, before requests submitted later.
+
+        Running requests keep their pages.
+        """
+        self.transport.reset_prefix_cache()
 
     def stats(self) -> Stats:
         """A copy of the counters; histogram lists are handed over and start anew."""

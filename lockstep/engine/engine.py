@@ -154,6 +154,11 @@ class Engine:
         """Ends a request wherever it is; what it has emitted stays. None if it is not known."""
         return self._end(request_id, "abort")
 
+    def reset_prefix_cache(self) -> None:
+        """Drop all cached prefixes, those in host memory too. Running requests keep their pages."""
+        with self._counting:
+            self.scheduler.cache.forget()
+
     def _end(self, request_id: str, reason: str) -> Request | None:
         with self._counting:
             request = self.scheduler.abort(request_id, reason)

@@ -25,6 +25,7 @@ from lockstep.engine.messages import (
     Pulse,
     Ready,
     Report,
+    ResetPrefixCache,
     Submit,
     Updates,
 )
@@ -127,6 +128,8 @@ class _Host:
             self._submit(command.requests)
         elif isinstance(command, Abort):
             self._abort(command.id)
+        elif isinstance(command, ResetPrefixCache):
+            self._loop.reset_prefix_cache()
         else:
             self._loop.stop()
 

@@ -58,6 +58,10 @@ class ThreadTransport:
         """See Transport."""
         self.loop.abort(request_id)
 
+    def reset_prefix_cache(self) -> None:
+        """See Transport."""
+        self.loop.reset_prefix_cache()
+
     def stats(self) -> Stats:
         """See Transport."""
         return self.engine.drain_stats()

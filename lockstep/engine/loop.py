@@ -82,6 +82,10 @@ class EngineLoop:
         """Ends a request. Nothing is delivered of it from then on."""
         self._commands.put(lambda: self._abort(request_id))
 
+    def reset_prefix_cache(self) -> None:
+        """Drop all cached prefixes before the next step. Requests submitted later find none."""
+        self._commands.put(self.engine.reset_prefix_cache)
+
     def settle(self) -> threading.Event:
         """Return an event that is set once all commands before this call took effect and no step
         is in flight, or another request keeps the engine busy."""

@@ -82,11 +82,16 @@ class Abort:
 
 
 @dataclass(frozen=True)
+class ResetPrefixCache:
+    """Drops all cached prefixes."""
+
+
+@dataclass(frozen=True)
 class Stop:
     """Ends the engine after its present step."""
 
 
-Command = Submit | Abort | Stop
+Command = Submit | Abort | ResetPrefixCache | Stop
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from lockstep.engine.messages import (
     Pulse,
     Ready,
     Report,
+    ResetPrefixCache,
     Stop,
     Submit,
     Updates,
@@ -211,6 +212,10 @@ class ProcessTransport:
     def abort(self, request_id: str) -> None:
         """See Transport."""
         self._commands.put(Abort(request_id))
+
+    def reset_prefix_cache(self) -> None:
+        """See Transport."""
+        self._commands.put(ResetPrefixCache())
 
     def stats(self) -> Stats:
         """See Transport; as of the last pulse, all engines together."""

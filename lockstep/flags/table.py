@@ -754,6 +754,7 @@ def all_flags() -> list[Flag]:
 SERVER_OPTIONS = (
     "allowed_hosts",
     "api_key_file",
+    "enable_reset_prefix_cache",
     "limit_concurrency",
     "log_format",
     "max_body_size",

@@ -74,12 +74,14 @@ def create_app(
     metrics: Metrics | None = None,
     playground: bool = True,
     tokenizer_info: bool = False,
+    cache_reset: bool = False,
 ) -> FastAPI:
     """The application that serves one model, behind a door with these rules.
 
     pages: what web pages of other origins may do. metrics: what /metrics shows; by default, without
     floors. playground: whether there is a page at /. tokenizer_info: whether /tokenizer_info tells
-    the tokenizer's settings and the chat template.
+    the tokenizer's settings and the chat template. cache_reset: whether POST /reset_prefix_cache
+    drops all cached prefixes.
     """
     shown = {} if docs else {"openapi_url": None, "docs_url": None, "redoc_url": None}
     app = FastAPI(title="Lockstep", version=__version__, **shown)  # type: ignore[arg-type]
@@ -92,6 +94,8 @@ def create_app(
     _add_tokens(app, service)
     if tokenizer_info:
         _add_tokenizer_info(app, service)
+    if cache_reset:
+        _add_cache_reset(app, service)
     _add_responses(app, service)
     _add_messages(app, service)
     if playground:
@@ -270,6 +274,13 @@ def _add_tokenizer_info(app: FastAPI, service: Service) -> None:
     @app.get("/tokenizer_info", responses=answers.openapi_responses(answers.TokenizerInfo))
     async def tokenizer_info() -> JSONResponse:
         return JSONResponse(service.processor.tokenizer_info())
+
+
+def _add_cache_reset(app: FastAPI, service: Service) -> None:
+    @app.post("/reset_prefix_cache", response_class=Response)
+    async def reset_prefix_cache() -> Response:
+        service.client.reset_prefix_cache()
+        return Response()
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

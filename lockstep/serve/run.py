@@ -136,6 +136,7 @@ class Options:
     docs: bool = True
     playground: bool = True
     tokenizer_info: bool = False
+    cache_reset: bool = False
     drain_seconds: float = 30.0
     keep_alive_seconds: float = KEEP_ALIVE_SECONDS
     connections: int = 4096
@@ -299,6 +300,7 @@ def serve(
         metrics,
         options.playground,
         options.tokenizer_info,
+        options.cache_reset,
     )
 
     server = _Server(_config(app, options), service, metrics, options)

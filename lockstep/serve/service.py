@@ -71,6 +71,10 @@ class Client(Protocol):
         """Ends a request."""
         ...
 
+    def reset_prefix_cache(self) -> None:
+        """Drop all cached prefixes, before requests that are submitted later."""
+        ...
+
     def stats(self) -> Stats:
         """The engine's counters."""
         ...

@@ -73,6 +73,9 @@ class ServerSettings(Settings):
     enable_tokenizer_info_endpoint: bool = setting(
         False, "/tokenizer_info tells tokenizer_config.json and the chat template"
     )
+    enable_reset_prefix_cache: bool = setting(
+        False, "POST /reset_prefix_cache drops all cached prefixes"
+    )
     max_queued_requests: Annotated[int, Field(ge=0, le=MOST_QUEUED)] = setting(
         2048,
         "completions that may wait; more get a 429",

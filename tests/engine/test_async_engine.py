@@ -127,6 +127,26 @@ def test_many_callers_get_each_their_own_tokens_as_they_come(client: AsyncEngine
         assert updates[-1].metrics.num_steps >= len(updates) - 1
 
 
+def test_a_reset_drops_prefixes_and_running_requests_go_on(client: AsyncEngine) -> None:
+    prompt = [i * 7 % 90 for i in range(400)]
+    expected = alone(client, ask("r alone", 200, prompt))
+
+    async def work() -> tuple[list[int], list[int | None]]:
+        running = client.stream(ask("r running", 200, prompt))
+        told = [await first(running)]
+        hits = []
+        for name in ("r cached", "r new", "r again"):
+            if name == "r new":
+                client.reset_prefix_cache()
+            updates = await read(client.stream(ask(name, 2, prompt)))
+            hits.append(updates[-1].metrics.num_cached_tokens)
+        return tokens_of(told + await read(running)), hits
+
+    tokens, hits = run(work())
+    assert tokens == expected
+    assert hits[1] == 0 < min(hits[0], hits[2])
+
+
 def test_logprobs_come_with_their_tokens_and_the_prompts_once(client: AsyncEngine) -> None:
     request = ask("a", logprobs=1, prompt_logprobs=0)
 

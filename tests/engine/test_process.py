@@ -243,6 +243,9 @@ class FakeTransport:
     def abort(self, request_id: str) -> None:
         self.asked.append(f"abort {request_id}")
 
+    def reset_prefix_cache(self) -> None:
+        self.asked.append("reset")
+
     def stats(self) -> Stats:
         return Stats()
 

@@ -33,6 +33,7 @@ class FakeClient:
         self.requests: list[Request] = []
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self.aborted: list[str] = []
+        self.resets = 0
         self.counts = Stats(pages=10)
         self.error: Exception | None = None
         self.stalled_for = 0.0
@@ -55,6 +56,9 @@ class FakeClient:
         self.aborted.append(request_id)
         if request_id in self._tasks:
             self._tasks.pop(request_id).cancel()
+
+    def reset_prefix_cache(self) -> None:
+        self.resets += 1
 
     def stats(self) -> Stats:
         return self.counts

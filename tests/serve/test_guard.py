@@ -12,9 +12,9 @@ from lockstep.serve.service import Service
 from tests.serve.asking import TEXT_PATH
 
 
-def ask(server, processor, rules, method="GET", path="/health", docs=True, info=False, **options):
+def ask(server, processor, rules, method="GET", path="/health", docs=True, more=None, **options):
     service = Service(server.client, processor, "tiny", "ls-test")
-    app = create_app(service, rules, docs, tokenizer_info=info)
+    app = create_app(service, rules, docs, **(more or {}))
     transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
 
     async def run():
@@ -58,12 +58,19 @@ def test_no_docs(server, processor):
 def test_the_tokenizers_settings_are_told_where_the_operator_allows_it(server, processor):
     path = "/tokenizer_info"
     assert ask(server, processor, Rules(), path=path).status_code == 404
-    info = ask(server, processor, Rules(), path=path, info=True).json()
+    info = ask(server, processor, Rules(), path=path, more={"tokenizer_info": True}).json()
     tokenizer = processor.tokenizer
     assert info["chat_template"] == tokenizer.chat_template
     assert info["eos_token"] == tokenizer.special_tokens["eos_token"]
     assert len(tokenizer.encode(info["eos_token"], False)) == 1
     assert info.keys() >= tokenizer.config.keys()
+
+
+def test_the_prefix_cache_is_reset_where_the_operator_allows_it(server, processor):
+    path = "/reset_prefix_cache"
+    assert ask(server, processor, Rules(), "POST", path).status_code == 404
+    found = ask(server, processor, Rules(), "POST", path, more={"cache_reset": True})
+    assert (found.status_code, server.client.resets) == (200, 1)
 
 
 @pytest.mark.parametrize(
