@@ -331,6 +331,10 @@ class TurnFields(Body):
     timeout: float | None = Field(None, gt=0, le=MAX_SECONDS)
     cache_salt: str | None = Field(None, min_length=1, max_length=MAX_SALT)
 
+    def answer_id(self, kind: str, unique: str) -> str:
+        """Return the id that the answer shows, of an id of this kind that no other request has."""
+        return unique
+
 
 class SamplerFields(TurnFields):
     """Fields that say which tokens may come. None means: the model's own default."""
@@ -382,6 +386,7 @@ class SamplingFields(SamplerFields):
     n: int | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
+    request_id: str | None = Field(None, pattern=r"^[A-Za-z0-9._:-]{1,128}$")
     user: str | None = None
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
@@ -392,6 +397,10 @@ class SamplingFields(SamplerFields):
     guided_choice: list[str] | None = Field(None, fail_fast=True, max_length=MAX_CHOICES)
     guided_grammar: str | None = None
     guided_whitespace_pattern: str | None = None
+
+    def answer_id(self, kind: str, unique: str) -> str:
+        """Return the client's own request_id, which need not be unique, where it sent one."""
+        return unique if self.request_id is None else f"{kind}{self.request_id}"
 
     @property
     def held(self) -> bool:

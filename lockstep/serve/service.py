@@ -534,7 +534,7 @@ class Service:
         given = [body.timeout, self.limits.seconds]
         seconds = min((s for s in given if s is not None), default=None)
         job = Job(
-            id=name,
+            id=body.answer_id(kind, name),
             params=asked.params,
             prompts=tuple(r.prompt_token_ids for r in requests[:: asked.params.n]),
             requests=tuple(requests),

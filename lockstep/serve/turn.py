@@ -86,7 +86,7 @@ class Turn:
 
     def call_id(self, index: int, number: int, own: str | None) -> str:
         """The id of a completion's tool call: the model's own, or one made of its place."""
-        return call_id(self.job.id, index, number, own)
+        return call_id(self.job.requests[0].id, index, number, own)
 
     async def start(self, brief: bool) -> None:
         """Renders, tokenises and begins; raises what is wrong before anything is sent."""

@@ -1,4 +1,4 @@
-"""Request fields that cut a prompt and that name tokens by their ids."""
+"""Request fields that cut a prompt, and that name tokens by their ids and the answer."""
 
 from typing import Any
 
@@ -65,3 +65,14 @@ def test_completion_logprobs_name_tokens_by_their_ids(server: Any) -> None:
     assert named and named == [f"token_id:{i}" for i in choice["token_ids"]]
     for token, top in zip(named, choice["logprobs"]["top_logprobs"], strict=True):
         assert token in top
+
+
+@pytest.mark.parametrize(("path", "kind"), [(CHAT_PATH, "chatcmpl-"), (TEXT_PATH, "cmpl-")])
+def test_an_answer_has_the_name_that_the_client_sent(server: Any, path: str, kind: str) -> None:
+    for _ in range(2):
+        assert post(server, path, request_id="job-7:a").json()["id"] == f"{kind}job-7:a"
+    first, second = server.client.requests[-2:]
+    assert first.id != second.id
+    for wrong in ("", "a b", "é", "x" * 129):
+        found = post(server, path, request_id=wrong)
+        assert found.status_code == 400 and found.json()["error"]["param"] == "request_id"
