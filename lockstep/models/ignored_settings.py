@@ -6,6 +6,8 @@ A family adds its own in its file. Every other setting that no code has read is 
 from collections.abc import Mapping
 from typing import Any
 
+from lockstep.quant.ignored_settings import is_switched_off
+
 _WRITER = "notes of the library that wrote the file"
 _TRAINING = "training alone: dropout, losses, initial values"
 _OUTPUT = "what transformers returns besides the logits"
@@ -93,9 +95,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 
 def is_off(name: str, value: Any) -> bool:
     """Return whether a setting that no code has read changes nothing with this value."""
-    if value is None or value is False or value in ([], {}):
-        return True
-    return any(type(value) is type(one) and value == one for one in NEUTRAL.get(name, ()))
+    return is_switched_off(value) or any(
+        type(value) is type(one) and value == one for one in NEUTRAL.get(name, ())
+    )
 
 
 def reason_of(name: str, of_family: Mapping[str, str]) -> str | None:

@@ -23,7 +23,7 @@ from lockstep.quant.awq import AWQ_BITS, awq_slots
 from lockstep.quant.gptq import gptq_slots
 from lockstep.quant.integers import BITS, GROUPS, Asked, IntPacking, Scheme
 from lockstep.quant.packing import Module, Packing, usually_plain
-from lockstep.quant.reading import BUILT, WITHIN, NamePattern, SettingsReader
+from lockstep.quant.reading import BUILT, WITHIN, NamePattern, SettingsReader, read_strictly
 from lockstep.quant.slot import Slot
 
 PLAIN_BITS = 16
@@ -125,10 +125,7 @@ class AutoRound(IntPacking):
 
 def read(settings: Mapping[str, Any]) -> Packing:
     """The format of a checkpoint's settings. Raises CheckpointError on what is not built."""
-    reader = SettingsReader(settings)
-    found = AutoRound(reader)
-    reader.refuse_unread()
-    return found
+    return read_strictly(settings, AutoRound)
 
 
 def _check_plain(c: SettingsReader) -> None:

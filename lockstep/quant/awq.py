@@ -29,7 +29,7 @@ from lockstep.quant.integers import (
     unpacked_words,
 )
 from lockstep.quant.packing import Module, Packing, usually_plain
-from lockstep.quant.reading import WITHIN, SettingsReader
+from lockstep.quant.reading import WITHIN, SettingsReader, read_strictly
 from lockstep.quant.slot import Slot
 
 AWQ_BITS = 4
@@ -72,10 +72,7 @@ class AWQ(IntPacking):
 
 def read(settings: Mapping[str, Any]) -> Packing:
     """The format of a checkpoint's settings. Raises CheckpointError on what is not built."""
-    reader = SettingsReader(settings)
-    found = AWQ(reader)
-    reader.refuse_unread()
-    return found
+    return read_strictly(settings, AWQ)
 
 
 def awq_slots(module: Module, weight: IntWeight) -> dict[str, Slot]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.quant.packing import Module
-from lockstep.quant.reading import BUILT, MEND, WITHIN, NamePattern, SettingsReader
+from lockstep.quant.reading import BUILT, MEND, WITHIN, NamePattern, SettingsReader, read_strictly
 from lockstep.quant.storage import (
     FP4_GROUP,
     FP8_BLOCK,
@@ -46,10 +46,7 @@ MOST_GROUP = 1 << 20
 
 def read(settings: Mapping[str, Any]) -> "CompressedTensors":
     """The format of these settings. Raises CheckpointError where they ask for what is not built."""
-    reader = SettingsReader(settings)
-    found = CompressedTensors(reader)
-    reader.refuse_unread()
-    return found
+    return read_strictly(settings, CompressedTensors)
 
 
 @dataclass(frozen=True)

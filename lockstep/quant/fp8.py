@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep.quant.packing import Module
-from lockstep.quant.reading import WITHIN, SettingsReader
+from lockstep.quant.reading import WITHIN, SettingsReader, read_strictly
 from lockstep.quant.storage import (
     FP8_BLOCK,
     Fp8Storage,
@@ -29,10 +29,7 @@ UP_TO_A_DOT = r"(?:(?<=\.)|(?=\.|$))"
 
 def read(settings: Mapping[str, Any]) -> "Fp8":
     """The format of these settings. Raises CheckpointError where they ask for what is not built."""
-    reader = SettingsReader(settings)
-    found = Fp8(reader)
-    reader.refuse_unread()
-    return found
+    return read_strictly(settings, Fp8)
 
 
 class Fp8(StoredPacking):

@@ -33,7 +33,7 @@ from lockstep.quant.integers import (
     unpacked_words,
 )
 from lockstep.quant.packing import Module, Packing, damaged, usually_plain
-from lockstep.quant.reading import WITHIN, NamePattern, SettingsReader
+from lockstep.quant.reading import WITHIN, NamePattern, SettingsReader, read_strictly
 from lockstep.quant.slot import Slot
 
 STORED_LESS = {"gptq": 1, "gptq_v2": 0}
@@ -94,10 +94,7 @@ class GPTQ(IntPacking):
 
 def read(settings: Mapping[str, Any]) -> Packing:
     """The format of a checkpoint's settings. Raises CheckpointError on what is not built."""
-    reader = SettingsReader(settings)
-    found = GPTQ(reader)
-    reader.refuse_unread()
-    return found
+    return read_strictly(settings, GPTQ)
 
 
 def _static(c: SettingsReader) -> bool:

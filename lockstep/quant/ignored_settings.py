@@ -61,3 +61,8 @@ WITHOUT_EFFECT: Mapping[str, str] = {
         _BLOCKS,
     ),
 }  # fmt: skip
+
+
+def is_switched_off(value: object) -> bool:
+    """Return whether a setting of this value changes nothing, whatever the setting is."""
+    return value is None or value is False or value in ([], {})

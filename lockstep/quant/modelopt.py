@@ -10,10 +10,11 @@ hf_quant_config.json. Only weights are taken as packed: activations are never ro
 import re
 from collections.abc import Iterable, Mapping
 from fnmatch import translate
+from functools import partial
 from typing import Any
 
 from lockstep.quant.packing import Module
-from lockstep.quant.reading import MEND, WITHIN, SettingsReader
+from lockstep.quant.reading import MEND, WITHIN, SettingsReader, read_strictly
 from lockstep.quant.storage import (
     FP4_GROUP,
     KV_ALGORITHM,
@@ -52,10 +53,7 @@ def read(settings: Mapping[str, Any]) -> "ModelOpt":
     if isinstance(inner, dict):
         found = inner | {name: value for name, value in settings.items() if value is not None}
     only_keys = found.get("quant_algo", "") is None
-    reader = SettingsReader(found)
-    packing = ModelOpt(reader, only_keys)
-    reader.refuse_unread()
-    return packing
+    return read_strictly(found, partial(ModelOpt, only_keys=only_keys))
 
 
 class ModelOpt(StoredPacking):

@@ -1,11 +1,11 @@
 """Strict reading of a checkpoint's quantization_config: what matters must be known."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from lockstep.errors import CheckpointError, LockstepError, choice_error
-from lockstep.quant.ignored_settings import WITHOUT_EFFECT
+from lockstep.quant.ignored_settings import WITHOUT_EFFECT, is_switched_off
 from lockstep.quant.packing import Module
 
 T = TypeVar("T")
@@ -123,8 +123,8 @@ class SettingsReader:
 
     def part(self, name: str) -> "SettingsReader":
         """Return the reader of an object within the settings; it is empty where that is absent."""
-        found: dict[str, Any] = self.get(name, dict, {})
-        reader = SettingsReader(found, f"{self.within}{name}.")
+        raw: dict[str, Any] = self.get(name, dict, {})
+        reader = SettingsReader(raw, f"{self.within}{name}.")
         self._inner.append(reader)
         return reader
 
@@ -145,7 +145,7 @@ class SettingsReader:
         """
         for name, value in self.raw.items():
             harmless = name in self.raw.asked or name in WITHOUT_EFFECT or name.startswith("_")
-            if harmless or value is False or value in ([], {}):
+            if harmless or is_switched_off(value):
                 continue
             raise self.error(
                 name[:100],
@@ -168,3 +168,14 @@ class SettingsReader:
         """The CheckpointError that says what a setting is and what it may be."""
         field = f"config.json {self.within}{name}"
         return choice_error(CheckpointError, field, value, allowed, remedy)
+
+
+def read_strictly(settings: Mapping[str, Any], build: Callable[[SettingsReader], T]) -> T:
+    """Return what `build` makes of the settings.
+
+    Raises CheckpointError for a setting that may matter and that `build` has not asked for.
+    """
+    reader = SettingsReader(settings)
+    packing = build(reader)
+    reader.refuse_unread()
+    return packing

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import CheckpointError, choice_error
+from lockstep.quant.ignored_settings import is_switched_off
 
 _WRITER = "notes of the library that wrote the file"
 _OUTPUT = "what transformers returns beside the tokens"
@@ -81,7 +82,7 @@ def check_generation_config(path: Path, settings: Mapping[str, Any], read: froze
     """
     for name, value in settings.items():
         harmless = name in read or name in WITHOUT_EFFECT or name.startswith("_")
-        if harmless or value is None or value is False or value in ([], {}):
+        if harmless or is_switched_off(value):
             continue
         neutral = NEUTRAL.get(name, ())
         if not isinstance(value, bool) and value in neutral:
