@@ -281,7 +281,7 @@ class Detokenized(Said):
 
 
 class TokenizerInfo(Said):
-    """tokenizer_config.json, whatever it holds, with the text of the chat template in use."""
+    """tokenizer_config.json with all its settings, and the text of the chat template in use."""
 
     model_config = ConfigDict(extra="allow", protected_namespaces=())
 

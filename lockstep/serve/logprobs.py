@@ -28,17 +28,17 @@ def _named(
     return {"token": text, "logprob": _number(logprob), "bytes": list(raw)}
 
 
-def _ranked(entry: dict[int, Logprob], most: int) -> list[tuple[int, Logprob]]:
+def _ranked(entry: dict[int, Logprob], num_top: int) -> list[tuple[int, Logprob]]:
     """The likeliest tokens; the chosen one may stand below them."""
     ranked = sorted(entry.items(), key=lambda item: item[1].rank)
-    return [item for item in ranked if item[1].rank <= most]
+    return [item for item in ranked if item[1].rank <= num_top]
 
 
 def chat_logprobs(
     tokenizer: Tokenizer | None,
     token_ids: list[int],
     entries: list[dict[int, Logprob]],
-    most: int,
+    num_top: int,
     as_ids: bool = False,
 ) -> dict[str, Any]:
     """Return the chat form: {"content": [{token, logprob, bytes, top_logprobs}, ...]}.
@@ -47,7 +47,7 @@ def chat_logprobs(
     """
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
-        top = [_named(tokenizer, i, p.logprob, as_ids) for i, p in _ranked(entry, most)]
+        top = [_named(tokenizer, i, p.logprob, as_ids) for i, p in _ranked(entry, num_top)]
         named = _named(tokenizer, token_id, entry[token_id].logprob, as_ids)
         content.append({**named, "top_logprobs": top})
     return {"content": content, "refusal": None}
@@ -85,7 +85,7 @@ def completion_logprobs(
     tokenizer: Tokenizer | None,
     token_ids: list[int],
     entries: list[dict[int, Logprob] | None],
-    most: int,
+    num_top: int,
     places: list[int],
     as_ids: bool = False,
 ) -> dict[str, Any]:
@@ -106,7 +106,7 @@ def completion_logprobs(
         top = {
             _named(tokenizer, i, 0.0, as_ids)["token"]: _number(p.logprob)
             for i, p in (entry or {}).items()
-            if p.rank <= most or i == token_id
+            if p.rank <= num_top or i == token_id
         }
         found["top_logprobs"].append(top if entry else None)
     return found

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     PrivateAttr,
@@ -84,10 +85,10 @@ class Sent(Body):
     @model_validator(mode="wrap")
     @classmethod
     def _keep(cls, value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        found = handler(value)
+        parsed = handler(value)
         if isinstance(value, dict):
-            found._sent = value
-        return found
+            parsed._sent = value
+        return parsed
 
     @property
     def sent(self) -> dict[str, Any]:
@@ -106,7 +107,20 @@ def is_one_of(value: Any, values: Iterable[Any]) -> bool:
 
 
 Shape = Mapping[str, "Shape | None"]
-"""Fields of an object -> those of the object that a field holds, or None for any value."""
+"""Names of an object's fields -> the Shape of an object in that field, or None for any value."""
+
+
+def known_fields(shape: Shape, *open_types: str) -> AfterValidator:
+    """Return the check that an object has only the fields of a shape.
+
+    open_types: values of the field `type` whose objects have other fields, checked elsewhere.
+    """
+
+    def check(value: Any) -> Any:
+        is_open = isinstance(value, dict) and value.get("type") in open_types
+        return value if is_open else check_shape(value, shape)
+
+    return AfterValidator(check)
 
 
 def check_shape(value: Any, shape: Shape, path: tuple[str, ...] = ()) -> Any:

@@ -230,14 +230,14 @@ def remedy_of(name: str) -> str:
     return "is not known here. Check its name, or leave it out."
 
 
-def told(fault: Mapping[str, Any], place: Sequence[Any]) -> str:
+def told(fault: Mapping[str, Any], path: Sequence[Any]) -> str:
     """Return what pydantic says is wrong with a field: where, its value if it is short, and why."""
-    place = (*place, *fault.get("ctx", {}).get("inside", ()))
+    path = (*path, *fault.get("ctx", {}).get("inside", ()))
     if fault["type"] == UNKNOWN_FIELD:
-        return f"{path_of(place)} {remedy_of(str(place[-1]))}"
+        return f"{path_of(path)} {remedy_of(str(path[-1]))}"
     sent = fault.get("input")
     shown = f"={brief(sent)}" if isinstance(sent, (str, int, float)) else ""
-    return f"{path_of(place)}{shown}: {_reason(fault)}"
+    return f"{path_of(path)}{shown}: {_reason(fault)}"
 
 
 def _reason(fault: Mapping[str, Any]) -> str:

@@ -29,7 +29,15 @@ from lockstep.sampling_params import (
     SamplingParams,
     StructuredOutputsParams,
 )
-from lockstep.serve.objects import NOTES, Body, Nested, Sent, Shape, check_extra_fields, check_shape
+from lockstep.serve.objects import (
+    NOTES,
+    Body,
+    Nested,
+    Sent,
+    Shape,
+    check_extra_fields,
+    known_fields,
+)
 from lockstep.serve.problems import UNKNOWN_FIELD, told
 from lockstep.serve.refused import (
     CHAT,
@@ -79,6 +87,7 @@ _IDS = {"type": "array", "items": {"type": "integer"}}
 
 
 PART_FIELDS = frozenset({"type", "text", "refusal", *NOTES})
+"""Fields of a part of a message's content."""
 
 
 def _content(value: Any) -> Any:
@@ -286,14 +295,9 @@ Bias = Annotated[
 ]
 
 
-def _format_fields(form: Any) -> Any:
-    """Return a response_format whose fields are known; a structural tag has fields of its own."""
-    return form if form.get("type") == "structural_tag" else check_shape(form, FORMAT_SHAPE)
-
-
 ResponseFormat = Annotated[
     dict[str, Any],
-    AfterValidator(_format_fields),
+    known_fields(FORMAT_SHAPE, "structural_tag"),
     WithJsonSchema(
         {
             "type": "object",
@@ -495,11 +499,6 @@ def named_as(names: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-def _choice_fields(choice: Any) -> Any:
-    """Return a tool_choice whose fields are known."""
-    return check_shape(choice, CHOICE_SHAPE)
-
-
 _TOOL_CHOICE = {
     "anyOf": [
         {"enum": ["auto", "none", "required"], "type": "string"},
@@ -540,9 +539,7 @@ class ChatRequest(SamplingFields, Conversation):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tool_choice: Annotated[Any, AfterValidator(_choice_fields), WithJsonSchema(_TOOL_CHOICE)] = (
-        "auto"
-    )
+    tool_choice: Annotated[Any, known_fields(CHOICE_SHAPE), WithJsonSchema(_TOOL_CHOICE)] = "auto"
     parallel_tool_calls: bool = True
     include_reasoning: bool = True
 

@@ -8,7 +8,7 @@ from lockstep.serve.store import weight
 
 
 class Recording:
-    """Events of an answer, from the first one on. The answer goes on without any reader.
+    """The events of an answer, which is generated whether anybody reads it or not.
 
     size: about the bytes of the events. Their number is bounded by the answer's tokens, and the
     service ends an answer that holds too much (Limits.held_bytes).

@@ -4,6 +4,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator, Sequence
+from itertools import repeat
 from typing import Any
 
 from lockstep.errors import CapacityError, ContextLengthError, RequestError
@@ -104,15 +105,17 @@ class Responses:
     def recording(self, response_id: str) -> Recording:
         """Return the events of a response of the background. Raises RequestError for another."""
         running = self.running.get(response_id)
-        stored = None if running else self.stored(response_id, "response_id")
-        found = running.recording if running else stored.recording if stored else None
-        if not isinstance(found, Recording):
+        if running is not None:
+            recording = running.recording
+        else:
+            recording = self.stored(response_id, "response_id").recording
+        if not isinstance(recording, Recording):
             raise RequestError(
                 "stream=true is not supported for this response; allowed: responses that were made "
                 "with background=true. Leave it out.",
                 "stream",
             )
-        return found
+        return recording
 
     def delete(self, response_id: str) -> Json:
         """Forgets a response that is kept. Raises as stored() does."""
@@ -179,10 +182,12 @@ class ResponsesAnswer(Answer):
             error.args = (self._tools.sent_path(str(error)),)
             raise
         job = self.turn.job
-        self._id, self._created, self._params = job.id, job.created, job.params
+        self._id = job.id
+        self._created = job.created
+        self._params = job.params
         self._seed = job.requests[0].seed
         self._status = "queued" if body.background else "in_progress"
-        self.responses.running[self.turn.job.id] = self
+        self.responses.running[self._id] = self
 
     def close(self) -> None:
         """Aborts what still runs."""
@@ -225,18 +230,13 @@ class ResponsesAnswer(Answer):
         if self._status == "queued":
             self._status = "in_progress"
             yield self._event("response.in_progress", response=self.response())
-        scored = self.body.wants_logprobs
-        heard = self.turn.hear_scored(piece) if scored else self.turn.hear(piece)
+        update = self.turn.hear_scored(piece) if self.body.wants_logprobs else self.turn.hear(piece)
         self._heard = True
-        self._notes = heard.errors
-        if scored:
-            for event, tokens in zip(heard.events, heard.scores, strict=True):
-                scores = self._scores(tokens)
-                for change in self._blocks.push(self._events.read([event])):
-                    yield from self._changed(change, scores=scores)
-        else:
-            for change in self._blocks.push(self._events.read(heard.events)):
-                yield from self._changed(change)
+        self._notes = update.errors
+        for event, tokens in zip(update.events, update.scores or repeat(()), strict=False):
+            scores = self._scores(tokens) if tokens else ()
+            for change in self._blocks.push(self._events.read([event])):
+                yield from self._changed(change, scores=scores)
         self._reached = _STATUSES[piece.text.finish_reason or "stop"]
         if piece.error:
             self._error = {"code": "server_error", "message": piece.error}
@@ -275,9 +275,9 @@ class ResponsesAnswer(Answer):
         """Return the log-probabilities of tokens in OpenAI's form."""
         ids = [token_id for token_id, _ in tokens]
         entries = [entry for _, entry in tokens]
-        most = self.body.top_logprobs or 0
-        found = chat_logprobs(self.service.processor.tokenizer, ids, entries, most)
-        scores: list[Json] = found["content"]
+        tokenizer = self.service.processor.tokenizer
+        logprobs = chat_logprobs(tokenizer, ids, entries, self.body.top_logprobs or 0)
+        scores: list[Json] = logprobs["content"]
         return scores
 
     def response(self) -> Json:
@@ -423,8 +423,8 @@ class ResponsesAnswer(Answer):
         said = [one for one in self._blocks.blocks if one.kind != "call" or one.complete]
         new = (*self.body.input, *map(self._said_again, said))
         recording = self.recording
-        own = weight(response) + (recording.size if recording else 0)
-        weighed = (own, before.weighed[1] + weight(new))
+        of_response = weight(response) + (recording.size if recording else 0)
+        weighed = (of_response, before.weighed[1] + weight(new))
         stored = Stored(response, (*before.items, *new), weighed, recording)
         self.responses.store.put(response["id"], stored)
 

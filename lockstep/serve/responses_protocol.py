@@ -4,11 +4,11 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from lockstep.errors import RequestError
 from lockstep.serve.client_tools import Tool, Toolbox, function_name
-from lockstep.serve.objects import NOTES, Nested, Shape, check_shape
+from lockstep.serve.objects import NOTES, Nested, Shape, known_fields
 from lockstep.serve.protocol import (
     MAX_MESSAGES,
     MAX_NAME,
@@ -53,6 +53,7 @@ Echoed = BeforeValidator(_shallow)
 
 
 CALL_NOTES = NOTES | {"caller", "created_by", "parsed_arguments"}
+"""Fields of a call without effect."""
 OUTPUT_NOTES = CALL_NOTES | {"name", "namespace"}
 """Fields of a call's output without effect: its call_id says which tool was called."""
 
@@ -166,20 +167,10 @@ CHOICE_SHAPE: Shape = dict.fromkeys(("type", "name", "namespace", "mode", "tools
 """Fields of a tool_choice that is an object."""
 
 
-def _format_fields(form: Any) -> Any:
-    """Return a `text.format` whose fields are known; a structural tag has fields of its own."""
-    return form if form.get("type") == "structural_tag" else check_shape(form, FORMAT_SHAPE)
-
-
-def _choice_fields(choice: Any) -> Any:
-    """Return a tool_choice whose fields are known."""
-    return check_shape(choice, CHOICE_SHAPE)
-
-
 class TextOptions(Nested):
     """The answer's form."""
 
-    format: Annotated[dict[str, Any], AfterValidator(_format_fields)] | None = None
+    format: Annotated[dict[str, Any], known_fields(FORMAT_SHAPE, "structural_tag")] | None = None
     verbosity: str | None = None
 
 
@@ -199,7 +190,7 @@ class ResponsesRequest(SamplerFields):
     store: bool = True
     max_output_tokens: int | None = None
     tools: Annotated[list[Tool] | None, Echoed] = Field(None, fail_fast=True, max_length=MAX_TOOLS)
-    tool_choice: Annotated[Any, Echoed, AfterValidator(_choice_fields)] = "auto"
+    tool_choice: Annotated[Any, Echoed, known_fields(CHOICE_SHAPE)] = "auto"
     parallel_tool_calls: bool = True
     reasoning: ReasoningOptions | None = None
     text: Annotated[TextOptions | None, Echoed] = None
@@ -213,7 +204,7 @@ class ResponsesRequest(SamplerFields):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the text of messages comes with the log-probabilities of its tokens."""
+        """True where messages come with the log-probabilities of their tokens."""
         return bool(self.top_logprobs) or LOGPROBS in (self.include or ())
 
     def ignored_fields(self) -> list[str]:

@@ -87,10 +87,9 @@ class Limits:
     running: completions that the engine runs at once. queued: completions that may wait behind
     them. seconds: the longest that any request may take, None for no bound. step_seconds: how long
     a step may run before the service counts as unhealthy. logprobs: most of a token.
-    stored_responses, stored_bytes: most of what /v1/responses keeps; stored_seconds: for how long
-    after it was last asked for. held_bytes: about what an
-    answer may hold for its reader, who reads slowly or wants it as a whole; all_held_bytes: all
-    answers together.
+    stored_responses, stored_bytes: maximum of what /v1/responses keeps; stored_seconds: how long
+    after its last use. held_bytes: about what an answer may hold for its reader, who reads slowly
+    or wants it as a whole; all_held_bytes: all answers together.
     """
 
     running: int = 16

@@ -18,7 +18,8 @@ WIDE = 4
 class Stored:
     """A response as sent, and the conversation up to its end; weighed: the weights of both.
 
-    recording: events of a response that was made in the background; part of the first weight.
+    recording: the Recording of a response that was made in the background, counted in the first
+    weight; None for others.
     """
 
     response: dict[str, Any]
@@ -61,53 +62,61 @@ def weight(value: Any) -> int:
     return found
 
 
+@dataclass
+class _Entry:
+    """A kept response, and when it was last used, by time.monotonic()."""
+
+    stored: Stored
+    used: float
+
+
 class ResponseStore:
     """The latest responses by id, bounded in number, in bytes and in seconds since the last use.
 
     The one that was asked for longest ago goes first.
     """
 
-    def __init__(self, most: int, most_bytes: int, max_age: float = inf) -> None:
-        self.most = most
+    def __init__(self, max_responses: int, max_bytes: int, max_age: float = inf) -> None:
+        self.max_responses = max_responses
+        self.max_bytes = max_bytes
         self.max_age = max_age
-        self._used: dict[str, float] = {}
-        self.most_bytes = most_bytes
         self.size = 0
-        self._kept: OrderedDict[str, Stored] = OrderedDict()
+        self._kept: OrderedDict[str, _Entry] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
 
     def put(self, response_id: str, stored: Stored) -> None:
-        """Keeps a response, if it fits at all; others make room."""
-        if stored.size > self.most_bytes or self.most < 1:
+        """Keep a response if it fits at all, and remove others to make room."""
+        if stored.size > self.max_bytes or self.max_responses < 1:
             return
         self.remove(response_id)
-        self._kept[response_id] = stored
-        self._used[response_id] = time.monotonic()
+        self._kept[response_id] = _Entry(stored, time.monotonic())
         self.size += stored.size
-        while len(self._kept) > self.most or self.size > self.most_bytes:
+        while len(self._kept) > self.max_responses or self.size > self.max_bytes:
             self.remove(next(iter(self._kept)))
         self._remove_old()
 
     def get(self, response_id: str) -> Stored | None:
         """Return a response; None if it is not kept, or is no more."""
         self._remove_old()
-        found = self._kept.get(response_id)
-        if found is not None:
-            self._kept.move_to_end(response_id)
-            self._used[response_id] = time.monotonic()
-        return found
+        entry = self._kept.get(response_id)
+        if entry is None:
+            return None
+        self._kept.move_to_end(response_id)
+        entry.used = time.monotonic()
+        return entry.stored
 
     def _remove_old(self) -> None:
-        """Forget the responses that nobody asked for since max_age seconds."""
+        """Remove responses that were last used more than max_age seconds ago."""
         oldest = time.monotonic() - self.max_age
-        while self._kept and self._used[next(iter(self._kept))] < oldest:
+        while self._kept and next(iter(self._kept.values())).used < oldest:
             self.remove(next(iter(self._kept)))
 
     def remove(self, response_id: str) -> bool:
-        """Forgets a response; whether it was kept."""
-        found = self._kept.pop(response_id, None)
-        self._used.pop(response_id, None)
-        self.size -= found.size if found else 0
-        return found is not None
+        """Remove a response -> whether it was kept."""
+        entry = self._kept.pop(response_id, None)
+        if entry is None:
+            return False
+        self.size -= entry.stored.size
+        return True

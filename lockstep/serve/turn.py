@@ -59,7 +59,7 @@ class _Reading:
 
     parser: ReplyParser
     waiting: list[tuple[int, dict[int, Logprob]]] = field(default_factory=list)
-    """Tokens with log-probabilities whose text is held back."""
+    """Tokens with log-probabilities, whose text the parser has not passed on yet."""
     calls: int = 0
     errors: tuple[str, ...] = ()
 
@@ -129,27 +129,29 @@ class Turn:
         reading = self._readings[piece.index]
         parser = reading.parser
         new = piece.text
-        found: list[Event] = []
+        parsed: list[Event] = []
         if parser.may_reason:  # its tokens are counted
             for number, text in enumerate(new.texts):
-                found += parser.feed(text)
+                parsed += parser.feed(text)
                 self._reasoning += parser.reasons and number < len(new.token_ids)
         else:
-            found += parser.feed(new.delta)
+            parsed += parser.feed(new.delta)
         if new.finish_reason is not None:
-            found += parser.finish(self._end_of(new))
-        return Heard(piece, merged(self._told(found, reading)), reading.calls, reading.errors)
+            parsed += parser.finish(self._end_of(new))
+        return Heard(
+            piece, merged(self._answer_events(parsed, reading)), reading.calls, reading.errors
+        )
 
-    def _told(self, found: Sequence[Event], reading: _Reading) -> list[Told]:
+    def _answer_events(self, parsed: Sequence[Event], reading: _Reading) -> list[Told]:
         """Return the events that are parts of the answer; count the calls, keep the errors."""
-        told: list[Told] = []
-        for event in found:
+        events: list[Told] = []
+        for event in parsed:
             if isinstance(event, CallError):
                 reading.errors += (event.why,)
             elif self._asked_for(event):
-                told.append(event)
+                events.append(event)
                 reading.calls += isinstance(event, CallEnd)
-        return told
+        return events
 
     def hear_scored(self, piece: Piece) -> Heard:
         """Return a piece's events with the tokens of each content, for log-probabilities.
@@ -165,27 +167,27 @@ class Turn:
         entries = new.logprobs or ()
         for number, text in enumerate(new.texts):
             inside = parser.reasons
-            found = parser.feed(text)
+            parsed = parser.feed(text)
             inside |= parser.reasons
             self._reasoning += parser.reasons and number < len(new.token_ids)
             if inside:
                 reading.waiting.clear()
             elif number < len(entries):
                 reading.waiting.append((new.token_ids[number], entries[number]))
-            self._share(found, reading, events, scores)
+            self._share(parsed, reading, events, scores)
         if new.finish_reason is not None:
             self._share(parser.finish(self._end_of(new)), reading, events, scores)
         return Heard(piece, events, reading.calls, reading.errors, scores)
 
     def _share(
         self,
-        found: Sequence[Event],
+        parsed: Sequence[Event],
         reading: _Reading,
         events: list[Told],
         scores: list[Scores],
     ) -> None:
         """Append the events, and to the scores the waiting tokens of each content."""
-        for event in self._told(found, reading):
+        for event in self._answer_events(parsed, reading):
             events.append(event)
             scores.append(tuple(reading.waiting) if isinstance(event, Content) else ())
             reading.waiting.clear()

@@ -262,7 +262,7 @@ class Processor:
         return processor
 
     def tokenizer_info(self) -> dict[str, Any]:
-        """Return tokenizer_config.json as clients with a tokenizer of their own need it.
+        """Return tokenizer_config.json as clients need it that run the tokenizer themselves.
 
         Special tokens are texts, whichever file has them, and chat_template is the text of the
         template in use, absent without one. Raises RequestError without a tokenizer.

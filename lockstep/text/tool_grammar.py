@@ -211,7 +211,7 @@ class ToolSyntax:
         return Tool(name, without_notes(schema), field, strict)
 
     def _check_grammars(self, parameters: Any, name: str) -> None:
-        """Raise RequestError for grammars of a tool's texts that its calls cannot be held to."""
+        """Raise RequestError for a grammar of a tool's text that cannot constrain its calls."""
         properties = parameters.get("properties") if isinstance(parameters, dict) else None
         for schema in properties.values() if isinstance(properties, dict) else ():
             source = schema.get(LARK) if isinstance(schema, dict) else None

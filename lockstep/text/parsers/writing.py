@@ -26,8 +26,8 @@ UNKEYED = (
 ESCAPES = '"\\bfnrt'
 """Characters that may come after a backslash in JSON."""
 LARK = "x-lark"
-"""Keyword of a schema: a grammar in Lark that a text matches. Only calls whose values are written
-as they are, without quotes, can be held to it."""
+"""Keyword of a schema: the Lark grammar that a text must match. It constrains a call only in
+families that write texts without quotes."""
 WHOLE = re.compile(r"\^\(\?:(.*)\)\$", re.DOTALL)
 """Pattern that a whole text matches."""
 SPACING: Json = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -122,7 +122,7 @@ class Rules:
         return self.terminal(body)
 
     def lark(self, source: str) -> str:
-        """Return a rule of a grammar with rules of its own."""
+        """Return a rule that matches what a complete Lark grammar matches."""
         return self.rule(f"%lark {{\n{source}\n}}")
 
     def json(self, schema: Any, tool: Tool, **options: Any) -> str:
