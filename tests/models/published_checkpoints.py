@@ -133,6 +133,8 @@ class Published:
         sizes |= {name: size for name, size in WIDTHS.items() if text.get(name)}
         if self.config["model_type"] in HEAD_DIM_FROM_WIDTH and not text.get("head_dim"):
             sizes["head_dim"] = text["hidden_size"] // text["num_attention_heads"]
+        if text.get("kv_lora_rank"):  # a CPU would take minutes for products of 128 heads
+            sizes |= {"num_attention_heads": 16, "num_key_value_heads": 16}
         chosen = text.get("num_experts_per_tok")
         sizes |= {"num_experts_per_tok": min(chosen, experts // 2)} if chosen else {}
         return self._with(sizes | {"vocab_size": vocabulary, "eos_token_id": vocabulary - 1})
