@@ -11,7 +11,7 @@ from lockstep.quant import packing_of
 
 DEFAULT_REVISION = "main"
 DTYPE_NAMES = ("dtype", "torch_dtype")
-"""What config.json calls the dtype of weights, now and before transformers 5."""
+"""Settings of config.json that name the dtype of weights, since transformers 5 and before."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ def cached_checkpoints() -> list[CachedCheckpoint]:
         repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
     except CacheNotFound:  # nothing was ever downloaded
         return []
-    found = [
+    snapshots = [
         _described(repository, revision)
         for repository in repositories
         if repository.repo_type == "model"
         for revision in repository.revisions
     ]
-    return sorted(found, key=lambda one: (-one.used, one.name))
+    return sorted(snapshots, key=lambda one: (-one.used, one.name))
 
 
 def _described(repository: Any, revision: Any) -> CachedCheckpoint:

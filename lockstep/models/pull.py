@@ -32,7 +32,7 @@ SPARE_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Request:
-    """What to download. model: a hub id; files: the only files, as patterns, or none for a whole
+    """Files to download. model: a hub id; files: the only files, as patterns, or none for a whole
     checkpoint; include: patterns of the weights instead of all *.safetensors."""
 
     model: str
@@ -176,14 +176,15 @@ def _weights(request: Request, sizes: Mapping[str, int], folder: Path | None) ->
     weights = _matching(sizes, patterns)
     if weights:
         return weights
-    others = [name for name in sizes if name.endswith((GGUF, ".safetensors"))]
+    readable = [name for name in sizes if name.endswith((GGUF, ".safetensors"))]
     if chosen:
-        reason = f"has no file {some(list(chosen))}; it has {some(others) or 'no weights'}"
+        reason = f"has no file {some(list(chosen))}; it has {some(readable) or 'no weights'}"
         raise ConfigError(f"{request.model} {reason}. Change the name of the file.")
-    if any(name.endswith(GGUF) for name in others):
+    ggufs = [name for name in readable if name.endswith(GGUF)]
+    if ggufs:
         raise ConfigError(
-            f"{request.model} has no *.safetensors, but {some(others)}. Name one of them: lockstep "
-            f"pull {request.model}:{next(name for name in others if name.endswith(GGUF))}"
+            f"{request.model} has no *.safetensors, but {some(ggufs)}. Name one of them: "
+            f"lockstep pull {request.model}:{ggufs[0]}"
         )
     raise ConfigError(
         f"{request.model} has no *.safetensors and no *{GGUF} file, which are all that is read. "
@@ -217,14 +218,14 @@ def _has_size(path: Path, size: int) -> bool:
     return False
 
 
-def _check_room(missing: Mapping[str, int], place: Path) -> None:
+def _check_room(missing: Mapping[str, int], target: Path) -> None:
     """Raise ConfigError where the disk has no room for the files that are missing."""
-    existing = next(one for one in (place, *place.absolute().parents) if one.exists())
+    existing = next(one for one in (target, *target.absolute().parents) if one.exists())
     needed = sum(missing.values())
     free = shutil.disk_usage(existing).free
     if missing and needed + SPARE_BYTES > free:
         raise ConfigError(
-            f"the download needs {needed / 1e9:.2f} GB in {place}, where {free / 1e9:.2f} GB are "
+            f"the download needs {needed / 1e9:.2f} GB in {target}, where {free / 1e9:.2f} GB are "
             "free. Free some, or name a folder on another disk: --local-dir DIR for this model, "
             "HF_HOME for all."
         )
@@ -265,7 +266,7 @@ def _partial_folder(request: Request) -> Path:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the hub's client from drawing bars of its own."""
+    """Keep the hub's client from drawing bars."""
     from huggingface_hub.utils import (
         are_progress_bars_disabled,
         disable_progress_bars,
@@ -289,7 +290,7 @@ def _plain_errors(request: Request) -> Iterator[None]:
     except (ConfigError, CheckpointError):
         raise
     except Exception as error:  # the client passes on whatever its transport raises
-        line = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
+        line = (str(error).strip() or type(error).__name__).splitlines()[0][:300].rstrip(". ")
         message = f"{request.model} cannot be fetched: {line}. {_remedy(request, error)}"
         raise ConfigError(message) from None
 
