@@ -319,7 +319,10 @@ def _remedy(request: Request, error: Exception) -> str:
     if status is not None:
         return "The hub is at fault or busy: run the same command again later."
     if isinstance(error, OSError) and error.errno is not None:
-        return "Change the permissions of the folder, or name another by --local-dir or HF_HOME."
+        return (
+            "Free room on the disk or change the permissions of the folder, or name another folder "
+            "by --local-dir or HF_HOME."
+        )
     return (
         "Run the same command again: the files that are whole are kept. Where the hub is out of "
         f"reach: {elsewhere(request)}"
