@@ -28,7 +28,7 @@ from lockstep.models.decoder import (
     read_attending_layers,
     read_common,
 )
-from lockstep.models.json_files import read_object
+from lockstep.models.json_files import read_config
 from lockstep.models.loader import Source
 from lockstep.models.reading import MOST_LAYERS, ConfigReader
 from lockstep.quant import Slot
@@ -49,7 +49,7 @@ class BlockCheckpoint(Checkpoint):
     def at(cls, folder: Path) -> "BlockCheckpoint":
         """Raises CheckpointError where its config.json is not read."""
         remedy = "Name the folder of a DFlash draft model: config.json and *.safetensors."
-        return cls(folder, read_object(folder / "config.json", remedy))
+        return cls(folder, read_config(folder, remedy))
 
 
 @dataclass(frozen=True)

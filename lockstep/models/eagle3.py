@@ -34,7 +34,7 @@ from lockstep.models.decoder import (
     read_attending_layers,
     read_common,
 )
-from lockstep.models.json_files import read_object
+from lockstep.models.json_files import read_config
 from lockstep.models.latents import Latents, read_latent_common
 from lockstep.models.loader import Source
 from lockstep.models.reading import MOST_LAYERS, ConfigReader
@@ -76,7 +76,7 @@ class HeadCheckpoint(Checkpoint):
     def at(cls, folder: Path) -> "HeadCheckpoint":
         """Raises CheckpointError where its config.json is not read."""
         remedy = "Name the folder of an EAGLE-3 head: config.json and *.safetensors."
-        raw = read_object(folder / "config.json", remedy)
+        raw = read_config(folder, remedy)
         layer = ConfigReader(raw).get("transformer_layer_config", dict, {})
         return cls(folder, {**layer, **raw})
 
