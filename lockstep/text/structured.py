@@ -27,6 +27,7 @@ from lockstep.text.grammar import (
     Matcher,
     first_line,
 )
+from lockstep.text.integers import with_bounded_integers
 from lockstep.text.json_schema import (
     check_depth,
     check_keywords,
@@ -142,7 +143,7 @@ def _spelled(schema: Any, wanted: StructuredOutputsParams) -> str:
     if wanted.whitespace_pattern is not None:
         options["whitespace_pattern"] = wanted.whitespace_pattern
     options["json_allowed_escapes"] = escapes_of(schema)
-    spelled = schema if isinstance(schema, dict) else {"allOf": [schema]}
+    spelled = with_bounded_integers(schema) if isinstance(schema, dict) else {"allOf": [schema]}
     return "%json " + json.dumps({**spelled, "x-guidance": options})
 
 
@@ -347,7 +348,7 @@ def _tag(one: Json, triggers: Sequence[str], field: str) -> StructTag:
             field,
         )
     schema = schema_of(one.get("schema", ANY_OBJECT), field)
-    spelled = schema if isinstance(schema, dict) else {"allOf": [schema]}
+    spelled = with_bounded_integers(schema) if isinstance(schema, dict) else {"allOf": [schema]}
     spelled = {**spelled, "x-guidance": {"json_allowed_escapes": escapes_of(schema)}}
     return StructTag(trigger=trigger, begin=begin, grammar=json.dumps(spelled), end=one["end"])
 
