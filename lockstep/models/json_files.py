@@ -33,7 +33,7 @@ def read_config(folder: Path, remedy: str) -> dict[str, Any]:
     """Return the object in the config.json of a folder. Raise CheckpointError otherwise.
 
     A folder with the settings of an adapter is refused, since transformers applies that adapter to
-    the weights beside it and Lockstep would not.
+    the weights in the same folder and Lockstep would not.
     """
     if (folder / ADAPTER).exists():
         raise CheckpointError(

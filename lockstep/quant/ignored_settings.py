@@ -66,7 +66,7 @@ _OF_AWQ: Mapping[str, str] = {
     ),
 }  # fmt: skip
 _OF_GPTQMODEL_AWQ: Mapping[str, str] = {**_OF_GPTQ, **_OF_AWQ}
-"""GPTQModel writes AWQ too, with the settings of its own."""
+"""GPTQModel writes AWQ too, with its usual settings."""
 _OF_AUTO_ROUND: Mapping[str, str] = {
     **dict.fromkeys(("autoround_version", "model_free"), _WRITER),
     **dict.fromkeys(

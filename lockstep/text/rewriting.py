@@ -11,7 +11,7 @@ NOTES = (
     "title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly",
     "$comment",
 )  # fmt: skip
-"""Keywords that tell a reader something, and bind no value."""
+"""Keywords that tell a reader something, and restrict no value."""
 Json = dict[str, Any]
 
 

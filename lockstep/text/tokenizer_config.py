@@ -1,4 +1,4 @@
-"""Settings of tokenizer_config.json: read, harmless, held against tokenizer.json, or refused.
+"""Settings of tokenizer_config.json: read, harmless, compared with tokenizer.json, or refused.
 
 tokenizer.json holds the whole tokenizer. Other settings either repeat what it says, serve other
 libraries alone, or would change token ids or text, and then they are refused by name.
@@ -68,12 +68,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {"errors": ("replace",)}
 """Settings that are not supported, at the value with which they change nothing."""
 
 CLEAN_UP = "clean_up_tokenization_spaces"
-"""Whether decoding removes blanks in front of punctuation; transformers does so unless the model
-is BPE."""
+"""Setting that removes blanks before punctuation when decoding. It has no effect on BPE, as in
+transformers."""
 PREFIX = "add_prefix_space"
-"""Whether a text gets a blank in front."""
+"""Setting that puts a blank before each text."""
 ADDED = ("add_bos_token", "add_eos_token")
-"""Whether a raw text gets the bos_token in front, and the eos_token at its end."""
+"""Settings that add the bos_token before a raw text and the eos_token after it."""
 REMEDY = (
     "Where tokenizer.json is right, set it to null in a copy of the folder's file; else save the "
     "tokenizer again with the library that wrote it."
@@ -98,9 +98,12 @@ def check_tokenizer_config(path: Path, settings: Mapping[str, Any], fast: Fast) 
 
 def _token_names(settings: Mapping[str, Any]) -> set[str]:
     """Return the settings that name a token, or the id of one."""
-    names = (name for name in settings if name.endswith(("_token", "_token_id")))
-    return {name for name in names if isinstance(settings[name], str | dict | int | list)} - {
-        name for name in settings if name.startswith(("add_", "use_", "split_", "strip_"))
+    return {
+        name
+        for name in settings
+        if name.endswith(("_token", "_token_id"))
+        # Switches such as add_sep_token change ids, and are no names.
+        and not name.startswith(("add_", "use_", "split_", "strip_"))
     }
 
 
@@ -109,6 +112,7 @@ def _check_prefix(path: Path, wanted: object, fast: Fast) -> None:
     if wanted is None:
         return
     text = fast.normalizer.normalize_str("a") if fast.normalizer else "a"
+    # The first piece of "a" shows whether any step writes a blank before it.
     pieces = fast.pre_tokenizer.pre_tokenize_str(text) if fast.pre_tokenizer else [(text, (0, 1))]
     prefixed = bool(pieces) and pieces[0][0] != "a"
     if wanted is not prefixed:
