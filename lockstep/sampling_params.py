@@ -135,6 +135,11 @@ class StructuredOutputsParams:
         """The name of what is set."""
         return next(name for name in STRUCTURES if _is_set(getattr(self, name)))
 
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields that were set, as JSON values."""
+        known = [f.name for f in fields(StructuredOutputsParams)]
+        return {name: getattr(self, name) for name in known if _is_set(getattr(self, name))}
+
     @property
     def written(self) -> bool:
         """Whether its rules are as a client wrote them."""
@@ -227,6 +232,12 @@ class SamplingParams:
         """Return a checked copy with these changes. Raises RequestError."""
         given = {name: getattr(self, name) for name in self.names()}
         return type(self)(**{**given, **changes})
+
+    def to_json(self) -> dict[str, Any]:
+        """Return all fields but output_kind as JSON values, with what was asked for of a form."""
+        found = {name: getattr(self, name) for name in self.names() if name != "output_kind"}
+        form = self.structured_outputs
+        return {**found, "structured_outputs": None if form is None else form.to_json()}
 
     def _check_range(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)

@@ -52,6 +52,11 @@ class CompletionAnswer(Answer):
         self._tells_tokens = self.run.job.tells_tokens(self.body)
         self._meter = Meter(self.run.job)
 
+    async def rendered(self) -> list[Json]:
+        """Return each prompt's token ids and what would be generated with. Raises RequestError."""
+        self._prompts = self.body.prompts()
+        return await self.service.render("cmpl-", self.body, len(self._prompts), self._ask)
+
     def _ask(self) -> Asked:
         processor = self.service.processor
         params = self.body.params(processor)
