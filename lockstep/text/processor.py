@@ -42,6 +42,9 @@ from lockstep.text.tool_grammar import CallParams, ToolChoice, ToolSyntax
 log = logging.getLogger(__name__)
 
 EFFORT = "reasoning_effort"
+MAX_CUT_CHARACTERS = 8 << 20
+"""Characters of a text prompt of which truncate_prompt_tokens reads the end, at least: as many as
+the default body of a request holds. Encoding them takes seconds."""
 SWITCHES = ("enable_thinking", "thinking")
 """Variables of chat templates that turn reasoning on and off."""
 
@@ -296,12 +299,22 @@ class Processor:
         return self.default_params(**changes)
 
     def encode(
-        self, text: str, add_special_tokens: bool = True, field: str = "prompt"
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        field: str = "prompt",
+        is_cut: bool = False,
     ) -> list[int]:
         """Token ids of a text. Raises RequestError without a tokenizer, for text that is too long,
-        and on lone surrogates."""
+        and on lone surrogates. is_cut: tokens are cut off afterwards, so more text is allowed."""
         tokenizer = self.text_side(field)
-        self._check_text(text, field)
+        if is_cut and isinstance(text, str) and len(text) > self._max_cut_characters:
+            raise RequestError(
+                f"{field} has {len(text)} characters; allowed with truncate_prompt_tokens: at most "
+                f"{self._max_cut_characters}. Shorten it.",
+                field,
+            )
+        self._check_text(text, field, self._max_cut_characters if is_cut else self.max_characters)
         return _encoded(tokenizer.encode, text, field, add_special_tokens=add_special_tokens)
 
     def decode(
@@ -366,7 +379,7 @@ class Processor:
         template = self.template.choose(tools)
         marked = template.render_marked(messages, tools, continue_final_message, **variables)
         text = self._control.unmark(marked)
-        self._check_text(text, "messages")
+        self._check_text(text, "messages", self.max_characters)
         ids = _encoded(self._control.encode, marked, "messages")
         return Rendered(text, ids, tuple(parameters_by_name(tools)))
 
@@ -382,9 +395,15 @@ class Processor:
         """The token ids of a conversation, ready for the next answer."""
         return self.conversation(messages, tools, **kwargs).ids
 
-    def prompt_ids(self, prompt: Prompt, params: SamplingParams | None = None) -> list[int]:
+    def prompt_ids(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        add_special_tokens: bool = True,
+    ) -> list[int]:
         """Return the token ids of a prompt: text, ids, {"prompt": text} or {"prompt_token_ids":
-        ids}. params: may ask for the last tokens alone."""
+        ids}. params: may ask for the last tokens alone. add_special_tokens: those that the
+        tokenizer puts around a text."""
         if isinstance(prompt, dict):
             found = prompt.get("prompt_token_ids")
             found = prompt.get("prompt") if found is None else found
@@ -401,9 +420,12 @@ class Processor:
         if isinstance(prompt, Rendered):
             prompt = prompt.ids
             field = "messages"
-        ids: Any = self.encode(prompt) if isinstance(prompt, str) else prompt
+        cut = params is not None and params.truncate_prompt_tokens is not None
+        ids: Any = prompt
+        if isinstance(prompt, str):
+            ids = self.encode(prompt, add_special_tokens, is_cut=cut)
         sized = is_list(ids)
-        if sized and params is not None and params.truncate_prompt_tokens is not None:
+        if sized and params is not None and cut:
             ids = ids[-self._most_prompt_tokens(params) :]
         if not sized or (len(ids) < self.max_model_len and not is_ids(ids)):
             raise RequestError(
@@ -556,10 +578,15 @@ class Processor:
             )
         return self.tokenizer
 
-    def _check_text(self, text: str, field: str) -> None:
+    @property
+    def _max_cut_characters(self) -> int:
+        """Maximum characters of a text of which only the last tokens are read."""
+        return max(self.max_characters, MAX_CUT_CHARACTERS)
+
+    def _check_text(self, text: str, field: str, max_characters: int) -> None:
         if not isinstance(text, str):
             raise RequestError(f"{field}={brief(text)} is not allowed; send a text.", field)
-        if len(text) > self.max_characters:
+        if len(text) > max_characters:
             # A token has at most as many characters as the longest one.
             tokens = -(-len(text) * self.max_model_len // self.max_characters)
             why = f"{field} has {len(text)} characters"
