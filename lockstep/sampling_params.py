@@ -239,9 +239,9 @@ class SamplingParams:
 
     def to_json(self) -> dict[str, Any]:
         """Return all fields but output_kind as JSON values, with what was asked for of a form."""
-        found = {name: getattr(self, name) for name in self.names() if name != "output_kind"}
+        values = {name: getattr(self, name) for name in self.names() if name != "output_kind"}
         form = self.structured_outputs
-        return {**found, "structured_outputs": None if form is None else form.to_json()}
+        return {**values, "structured_outputs": None if form is None else form.to_json()}
 
     def _check_range(self, name: str, low: float, high: float) -> None:
         value = getattr(self, name)

@@ -20,18 +20,18 @@ def interrupted_imports() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came = False
+    interrupts = 0
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal came
-        came = True
+        nonlocal interrupts
+        interrupts += 1
         raise KeyboardInterrupt
 
     usual = signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     except ImportError as error:
-        if came:
+        if interrupts:
             raise KeyboardInterrupt from error
         raise
     finally:

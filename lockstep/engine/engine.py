@@ -136,8 +136,8 @@ class Engine:
         check_ids(request, self.vocab_size)
         drafting = self.config.speculative_config
         if request.grammar and drafting and drafting.synthetic_acceptance is not None:
-            held = request.params.structured_outputs is not None
-            field = "structured_outputs" if held else "thinking_token_budget"
+            has_form = request.params.structured_outputs is not None
+            field = "structured_outputs" if has_form else "thinking_token_budget"
             raise RequestError(
                 f"{field} is not allowed with synthetic_acceptance, whose tokens are not the "
                 "model's. Leave one of them out.",

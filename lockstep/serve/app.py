@@ -151,7 +151,7 @@ def _add_rendered(app: FastAPI, service: Service) -> None:
 
 
 def _add_invocations(app: FastAPI, service: Service) -> None:
-    """Add the one path that SageMaker posts to, beside /ping."""
+    """Add the path to which SageMaker posts every request."""
     bodies = [answers.schema_path(kind) for kind in (ChatRequest, CompletionRequest)]
     schema = {"content": {"application/json": {"schema": {"anyOf": bodies}}}}
 

@@ -165,7 +165,7 @@ class ToolChoice(Nested):
 
 
 class Thinking(Nested):
-    """Whether to reason, and in how many tokens at most; adaptive: as the model does by itself."""
+    """Switch of reasoning and its maximum number of tokens; adaptive: the template decides."""
 
     WITHOUT_EFFECT = frozenset({"display"})
 

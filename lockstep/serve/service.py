@@ -584,7 +584,7 @@ class Service:
     async def _in_thread(
         self, body: SamplingFields, work: Callable[..., Result], *values: Any
     ) -> Result:
-        """Return work(*values), done beside the event loop; by a compiler where a grammar binds.
+        """Return work(*values), called in another thread; a compiler's where a grammar binds.
 
         One hop to a thread and back: with many streams, each costs milliseconds.
         """

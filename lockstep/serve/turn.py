@@ -116,8 +116,8 @@ class Turn:
 
     async def rendered(self) -> dict[str, Any]:
         """Return the prompt's token ids and what would be generated with. Raises RequestError."""
-        (found,) = await self.service.render(self.kind, self.body, 1, self._ask)
-        return found
+        (prompt,) = await self.service.render(self.kind, self.body, 1, self._ask)
+        return prompt
 
     def close(self) -> None:
         """Aborts what still runs."""

@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 
 EFFORT = "reasoning_effort"
 MAX_CUT_CHARACTERS = 8 << 20
-"""Characters of a text prompt of which truncate_prompt_tokens reads the end, at least: as many as
-the default body of a request holds. Encoding them takes seconds."""
+"""Lower limit of the longest text that truncate_prompt_tokens may cut, in characters: the default
+size of a request's body. Encoding that much takes seconds."""
 SWITCHES = ("enable_thinking", "thinking")
 """Variables of chat templates that turn reasoning on and off."""
 
@@ -603,7 +603,7 @@ class Processor:
     def _grammars(
         self, params: SamplingParams, prompt: Prompt, ids: Sequence[int]
     ) -> Iterator[Compiled | None]:
-        """What each answer of a request is held to, one object each."""
+        """Yield the grammar of each answer of a request, one object each."""
         first = self._grammar(params, prompt, ids)
         yield first
         while True:
@@ -619,15 +619,15 @@ class Processor:
         if budget is None or budget < 0:
             return form
         self._check_budget(params)
-        room = min(params.max_tokens or self.max_model_len, self.max_model_len - len(ids))
+        max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - len(ids))
         # A form without AfterReasoning binds the answer's first token: there is no thought.
-        if budget >= room or (form is not None and not isinstance(form, AfterReasoning)):
+        if budget >= max_tokens or (form is not None and not isinstance(form, AfterReasoning)):
             return form
-        made = self._thinking_budget(self._budget_recipe(budget, prompt, ids, form))
-        return form if made.over else made
+        bounded = self._thinking_budget(self._budget_recipe(budget, prompt, ids, form))
+        return form if bounded.over else bounded
 
     def _form(self, wanted: StructuredOutputsParams, prompt: Prompt) -> Matcher | AfterReasoning:
-        """What an answer's content, not its reasoning, is held to."""
+        """Return the grammar of an answer's content, which does not bind its reasoning."""
         grammars = self._compiler()
         matcher = compile_wanted(wanted, grammars)
         if self._reasoning is None or not isinstance(prompt, Rendered):

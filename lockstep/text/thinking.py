@@ -49,7 +49,7 @@ class ClosingTag:
 
     @property
     def tokens(self) -> list[int]:
-        """All tokens that may have to come."""
+        """Return every token that may be forced."""
         return [*self._next.values()] if self._whole is None else [self._whole]
 
     def next_token(self, written: str) -> int:
@@ -91,7 +91,7 @@ class Thought:
 
     @property
     def over(self) -> bool:
-        """Whether no token of a thought comes any more."""
+        """Return whether the thought has ended, or will never begin."""
         return not self._parser.may_reason
 
     @property
@@ -140,7 +140,7 @@ class ThinkingBudget:
 
     @property
     def over(self) -> bool:
-        """Whether no token of a thought comes any more."""
+        """Return whether the thought has ended, or will never begin."""
         return self._thought.over
 
     def prepare(self) -> None:
