@@ -50,6 +50,18 @@ ATTRIBUTE = re.compile(r"\b(max_tokens|stop|stop_capture|temperature)\s*=")
 MOST_STRUCTURES = 256
 UNHELD = ("at_least_one", "stop_after_first", "excludes")
 """Of triggered_tags, what is not supported."""
+FORM_FIELDS = {
+    "json_schema": ("type", "json_schema"),
+    "const_string": ("type", "value"),
+    "regex": ("type", "pattern"),
+    "tag": ("type", "begin", "content", "end"),
+    "sequence": ("type", "elements"),
+    "or": ("type", "elements"),
+    "triggered_tags": ("type", "triggers", "tags", "at_least_one", "stop_after_first", "excludes"),
+}
+"""Fields of each format of a structural tag."""
+UNCHANGED = {"style": "json"}
+"""Further fields with the value that says what happens anyway."""
 ANY_OBJECT = {"type": "object"}
 Json = dict[str, Any]
 
@@ -223,6 +235,7 @@ def _form(form: Any, rules: Rules, field: str) -> str:
             f"{', '.join(_FORMS)}, and 'triggered_tags' alone. Use one of them.",
             field,
         )
+    _check_fields(form, form["type"], field)
     found = make(form, rules, field)
     if found is None or len(rules) > MOST_RULES - 1:
         raise RequestError(
@@ -231,6 +244,18 @@ def _form(form: Any, rules: Rules, field: str) -> str:
             field,
         )
     return rules.rule(found)
+
+
+def _check_fields(form: Json, kind: str, field: str) -> None:
+    """Raise RequestError for a field of a format that would be dropped and asks for something."""
+    allowed = FORM_FIELDS[kind]
+    for name, value in form.items():
+        if name not in allowed and value not in (None, False, [], UNCHANGED.get(name)):
+            raise RequestError(
+                f"{field}: {brief(name)[1:-1]}={brief(value)} of the format {kind!r} is not "
+                f"supported; allowed: {', '.join(allowed)}. Leave it out.",
+                field,
+            )
 
 
 def _json_form(form: Json, rules: Rules, field: str) -> str | None:
@@ -303,6 +328,10 @@ def _of_triggered(form: Any, field: str) -> Json:
             field,
         )
     assert tags is not None
+    _check_fields(form, "triggered_tags", field)
+    for one in tags:
+        _check_fields(one, "tag", field)
+        _check_fields(one["content"], "json_schema", field)
     structures = [
         {"begin": tag.get("begin"), "schema": tag["content"]["json_schema"], "end": tag.get("end")}
         for tag in tags
