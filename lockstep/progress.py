@@ -18,8 +18,8 @@ from rich.text import Text
 
 Progress = Callable[[str, int, int], None]
 """Called with what is done, how much of it, and of how much."""
-BYTES = "loading"
-"""The work whose progress is told in bytes; that of all other is told in numbers of things."""
+BYTES = ("loading", "downloading")
+"""Work whose progress is counted in bytes; that of all other is counted in things."""
 
 
 class _Amount(ProgressColumn):
@@ -31,7 +31,7 @@ class _Amount(ProgressColumn):
         self._things = MofNCompleteColumn()
 
     def render(self, task: Task) -> Text:
-        column = self._bytes if task.description == BYTES else self._things
+        column = self._bytes if task.description in BYTES else self._things
         return column.render(task)
 
 
