@@ -22,7 +22,7 @@ DROP_SECONDS = 30.0
 DROP_IDLE_SECONDS = 5.0
 """Silence after which the rest of a body is not waited for any longer."""
 MAX_DROPPED_BYTES = 64 << 20
-"""Bytes of a body's rest that are read and dropped after the answer was sent."""
+"""Bytes of a body's rest that are read and dropped after the answer was sent, at least."""
 MAX_HEAD_BYTES = 16_384
 """Bytes of a request's head."""
 MAX_CHUNKS = 16_384
@@ -39,8 +39,9 @@ class _BoundedConnection(h11.Connection):
     fault_status, fault: the status and the message that answer what the client did wrong.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_dropped_bytes: int = MAX_DROPPED_BYTES) -> None:
         super().__init__(h11.SERVER, MAX_HEAD_BYTES)
+        self._max_dropped_bytes = max_dropped_bytes
         self.fault_status = 400
         self.fault = ""
         self._chunks = 0
@@ -80,7 +81,7 @@ class _BoundedConnection(h11.Connection):
                 raise h11.RemoteProtocolError(f"more than {MAX_CHUNKS} chunks")
             if self.our_state is h11.DONE:  # answered already: uvicorn drops the data
                 self._dropped_bytes += len(event.data)
-                if self._dropped_bytes > MAX_DROPPED_BYTES:
+                if self._dropped_bytes > self._max_dropped_bytes:
                     raise h11.RemoteProtocolError("too much of a body after its answer")
 
     def send(self, event: Any) -> Any:
@@ -145,10 +146,11 @@ class BoundedProtocol(H11Protocol):
     """HTTP/1.1 with bounds on connections, on the time that a head takes, on the time in which
     nothing of an answer can be sent, and on what is read after an answer.
 
-    A subclass sets `most`. A connection that has no request in progress is idle: it is closed when
-    its head is late, and, the longest idle first, where a new one finds no room. A connection that
-    closes while the client is still sending is half-closed, and the rest is read and dropped:
-    closing at once would reset it, and the client would see a reset instead of the answer.
+    A subclass sets `most`, and `max_dropped_bytes` where larger bodies are allowed. A connection
+    that has no request in progress is idle: it is closed when its head is late, and, the longest
+    idle first, where a new one finds no room. A connection that closes while the client is still
+    sending is half-closed, and the rest is read and dropped: closing at once would reset it, and
+    the client would see a reset instead of the answer.
     """
 
     most = 1000
@@ -156,10 +158,11 @@ class BoundedProtocol(H11Protocol):
     write_seconds = WRITE_SECONDS
     drop_seconds = DROP_SECONDS
     drop_idle_seconds = DROP_IDLE_SECONDS
+    max_dropped_bytes = MAX_DROPPED_BYTES
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.conn: _BoundedConnection = _BoundedConnection()
+        self.conn: _BoundedConnection = _BoundedConnection(self.max_dropped_bytes)
         self.transport: _Transport = None  # type: ignore[assignment]
         self._head_alarm: asyncio.TimerHandle | None = None
         self._write_alarm: asyncio.TimerHandle | None = None
@@ -270,7 +273,7 @@ class BoundedProtocol(H11Protocol):
     def _drop(self, data: bytes) -> None:
         self._heard_at = self.loop.time()
         self._dropped_bytes += len(data)
-        if self._dropped_bytes > MAX_DROPPED_BYTES:
+        if self._dropped_bytes > self.max_dropped_bytes:
             self._stop_dropping()
             self.transport.close_now()
 

@@ -30,6 +30,7 @@ NAMES = {
     "max_completion_tokens": "max_tokens",
     "stop": "stop_sequences",
     "reasoning_effort": "thinking",
+    "thinking_token_budget": "thinking.budget_tokens",
     "response_format": "output_config.format",
     "continue_final_message": "messages",
 }
@@ -164,12 +165,12 @@ class ToolChoice(Nested):
 
 
 class Thinking(Nested):
-    """Whether to reason; adaptive: as the model does by itself. The budget bounds nothing here."""
+    """Switch of reasoning and its maximum number of tokens; adaptive: the template decides."""
 
     WITHOUT_EFFECT = frozenset({"display"})
 
     type: Literal["enabled", "disabled", "adaptive"]
-    budget_tokens: int | None = None
+    budget_tokens: int | None = Field(None, ge=0, lt=2**31)
 
 
 class OutputFormat(Nested):
@@ -209,8 +210,6 @@ class CountRequest(Body):
             found.append("redacted_thinking")
         if self.system and self.system[0].text.startswith(BILLING_MARK):
             found.append("system.x-anthropic-billing-header")
-        if self.thinking is not None and self.thinking.budget_tokens is not None:
-            found.append("thinking.budget_tokens")
         return sorted(found)
 
     def chat(self) -> ChatRequest:
@@ -230,6 +229,7 @@ class CountRequest(Body):
             "continue_final_message": goes_on,
             "add_generation_prompt": not goes_on,
             "reasoning_effort": self._effort(),
+            "thinking_token_budget": self.thinking.budget_tokens if self.thinking else None,
             "response_format": _chat_format(form) if form else None,
             **self._more(),
         }

@@ -357,6 +357,7 @@ class SamplerFields(TurnFields):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     structured_outputs: dict[str, Any] | None = None
+    thinking_token_budget: int | None = None
     speculate: bool = True
 
 
@@ -383,6 +384,7 @@ class SamplingFields(SamplerFields):
         "include_stop_str_in_output",
         "prompt_logprobs",
         "truncate_prompt_tokens",
+        "thinking_token_budget",
     )
     REFUSED: ClassVar[Table] = {}
 

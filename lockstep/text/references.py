@@ -8,8 +8,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lockstep.text.json_schema import NOTES, rewritten
 from lockstep.text.parsers.schema import json_type, target
+from lockstep.text.rewriting import NOTES, rewritten
 
 Json = dict[str, Any]
 PLAIN = re.compile(r"#/(\$defs|definitions)/[A-Za-z_][A-Za-z0-9_.-]*")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from lockstep.errors import RequestError
+from lockstep.text.integers import with_bounded_integers
 
 Json = dict[str, Any]
 BLANK = r"[\s\x1c-\x1f]"
@@ -130,7 +131,8 @@ class Rules:
         spelled = dict(schema) if isinstance(schema, dict) else {}
         own = {name: tool.schema[name] for name in NAMED if name in tool.schema}
         options = {"json_allowed_escapes": escapes_of([own, spelled]), **SPACING, **options}
-        written = json.dumps({**own, **spelled, "x-guidance": options})
+        limited = with_bounded_integers({**own, **spelled})
+        written = json.dumps({**limited, "x-guidance": options})
         return self.rule(f"%json {written}")
 
     def arguments(self, tool: Tool) -> str:
