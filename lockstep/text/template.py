@@ -56,6 +56,10 @@ def check_kwargs(kwargs: Any) -> dict[str, Any]:
     return kwargs
 
 
+class TemplateRefusalError(RequestError):
+    """The chat template raised an error about the messages."""
+
+
 class ChatTemplate:
     """A compiled template; `special_tokens` (bos_token, eos_token, ...) are its variables.
 
@@ -132,7 +136,7 @@ class ChatTemplate:
             text = self._with_arguments(messages, self.reading.contents(shown), variables)
         except Exception as error:  # a template may do anything to what it is given
             why = self._unmark(_message_of(error)).rstrip(".")
-            raise RequestError(
+            raise TemplateRefusalError(
                 f"the chat template refuses these messages: {why}. {_REMEDY}",
                 "messages",
             ) from error
