@@ -9,7 +9,7 @@ from lockstep.text.scan import Markers
 
 
 class NamedCalls(CallParser):
-    """The grammar without its tags: subclasses name them, and say where the name stands.
+    """Grammar without its tags: subclasses define them and the position of the name.
 
     OPENERS: "call" begins a call; others stand around calls and say nothing. SEPARATOR: what stands
     between a name and its arguments. LEAD, TRAIL: what is written in front of the name, and behind
@@ -75,7 +75,7 @@ class NamedCalls(CallParser):
             self._fail(self._value.fault)
 
     def _in_tail(self, text: str, marker: str | None) -> None:
-        """Behind arguments."""
+        """Read text after arguments."""
         if text.strip(self.FILLER):
             self._fail("text behind arguments", text, marker)
         elif marker in self.OVER:
