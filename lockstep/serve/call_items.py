@@ -181,6 +181,7 @@ class ShellAction(Nested):
 class InputShellCall(InputItem):
     """Commands that the client's shell ran."""
 
+    # The environment says where the commands ran; the model knows their output.
     WITHOUT_EFFECT = CALL_NOTES | {"environment"}
 
     type: Literal["shell_call"]
@@ -299,6 +300,7 @@ class InputToolSearchCall(InputItem):
 
     def call(self) -> Call:
         """See InputItem."""
+        # OpenAI's API has an object here, and some clients return it as the text of one.
         arguments = self.arguments
         text = arguments if isinstance(arguments, str) else as_json(arguments)
         return Call(self.call_id or self.id, "tool_search", text)
@@ -336,6 +338,7 @@ class InputToolSearchOutput(InputItem):
 
     def result(self) -> Result:
         """See InputItem."""
+        # The prompt declares the tools, so their names are enough here.
         names = [callee.function_name for callee in callees(self.tools, "input")]
         return Result(self.call_id or self.id, as_json({"tools": names}))
 

@@ -45,6 +45,7 @@ def _strict(description: str, required: Sequence[str], **properties: Any) -> dic
         "required": [*required],
         "additionalProperties": False,
     }
+    # Strict, since clients reject a call's item that does not have the fields of its type.
     return {"description": description, "parameters": parameters, "strict": True}
 
 
@@ -80,6 +81,7 @@ class LocalShellTool(Nested):
 
     def item(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of a call's item. arguments: {} while the model writes them."""
+        # Clients require command and env, also while the model still writes the call.
         action = {"type": "exec", "command": [], "env": {}, **arguments}
         return {"type": "local_shell_call", "action": action}
 
@@ -136,6 +138,7 @@ class PatchTool(Nested):
     def item(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """See LocalShellTool."""
         operation = {"type": "update_file", "path": "", "diff": "", **arguments}
+        # The grammar requires a diff of every operation, and the item of a deletion has none.
         if operation["type"] == "delete_file":
             del operation["diff"]
         return {"type": "apply_patch_call", "operation": operation}

@@ -124,6 +124,23 @@ def _without_encrypted(value: Any) -> Any:
     }
 
 
+_LISTS = ("content", "tool_references", "lines")
+_VALUES = (
+    *("type", "url", "title", "text", "page_age", "retrieved_at", "error_code", "error_message"),
+    *("stdout", "stderr", "return_code", "file_type", "is_file_update", "num_lines", "start_line"),
+    *("total_lines", "new_lines", "new_start", "old_lines", "old_start"),
+)
+_FIELDS = {**dict.fromkeys(_VALUES, {}), **dict.fromkeys(_LISTS, {"items": {}})}
+RESULT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "object", "properties": _FIELDS},
+        {"type": "array", "items": {"type": "object", "properties": _FIELDS}},
+    ]
+}
+"""Results of tools of other servers, with the fields that Anthropic's API publishes."""
+
+
 class ServerResultBlock(Nested):
     """Result of a call that another server ran. The model reads it as JSON."""
 
@@ -139,7 +156,7 @@ class ServerResultBlock(Nested):
         "web_search_tool_result",
     ]
     tool_use_id: str = Field(max_length=MAX_ID)
-    content: Annotated[Any, BeforeValidator(_readable), WithJsonSchema({"items": {}})]
+    content: Annotated[Any, BeforeValidator(_readable), WithJsonSchema(RESULT_SCHEMA)]
     is_error: bool = False
 
 
@@ -362,6 +379,7 @@ def _assistants(blocks: Sequence[Any]) -> Iterator[dict[str, Any]]:
     """Yield an assistant's blocks as messages: one, or several around results of other servers."""
     begin = 0
     for i, block in enumerate(blocks):
+        # Templates have results in messages of the role tool, after the message with the call.
         if isinstance(block, ServerResultBlock):
             if blocks[begin:i]:
                 yield _assistant(blocks[begin:i])

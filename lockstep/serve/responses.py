@@ -452,6 +452,7 @@ class ResponsesAnswer(Answer):
         call = {"namespace": None, "call_id": call_id, **self._tools.named(block.name)}
         tool = self._tools.item_tool(block.name)
         if tool is not None:
+            # An item of the tool's own type, so that a later listing shows it as the answer did.
             item = call_item({"call_id": call_id, **tool.item(arguments_of(block.text))})
             if item is not None:
                 return item
@@ -478,8 +479,9 @@ class ResponsesAnswer(Answer):
         recording = self.recording
         of_response = weight(response) + (recording.size if recording else 0)
         ids = [item["id"] for item in response["output"]]
-        own = {one: item for one, item in zip(ids, outputs, strict=True) if item is not None}
-        named = {**self._named, **own}
+        new = {one: item for one, item in zip(ids, outputs, strict=True) if item is not None}
+        # Items of earlier turns stay known by their ids when the responses of those turns are gone.
+        named = {**self._named, **new}
         weighed = (
             of_response + weight(list(named)),
             before.weighed[1] + weight((*self._given, *outputs)),

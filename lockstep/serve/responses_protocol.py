@@ -114,6 +114,7 @@ def _with_type(value: Any) -> Any:
     """Return an item with its type, which messages and references may leave out."""
     if not isinstance(value, dict) or value.get("type"):
         return value
+    # OpenAI's schema makes the type of these two optional.
     alone = "id" in value and "role" not in value
     return {**value, "type": "item_reference" if alone else "message"}
 

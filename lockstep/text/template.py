@@ -199,7 +199,7 @@ class ChatTemplate:
         return self._written(self._template.generate(**variables))
 
     def _written(self, parts: Iterable[str]) -> str:
-        """Return all that a template writes; stop one that does not come to its end."""
+        """Return all that a template writes. Raise TemplateError where that is too much."""
         written: list[str] = []
         left = MARKED * self._limit
         for part in parts:

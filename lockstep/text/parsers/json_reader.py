@@ -230,9 +230,8 @@ class Quotes:
 class JsonCall:
     """Reader of {"name": ..., "arguments": {...}} after its first brace.
 
-    The text that it gives is that of the arguments; none comes before `name` is known. Arguments
-    may be called parameters, be a text that holds the object, be null, or be left out; but then no
-    other key may stand in their place.
+    It returns the text of the arguments, once `name` is known. Arguments may be called parameters,
+    be a text that contains the object, be null, or be left out; then no other key is allowed.
     """
 
     def __init__(self) -> None:

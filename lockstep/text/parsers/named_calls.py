@@ -11,9 +11,9 @@ from lockstep.text.scan import Markers
 class NamedCalls(CallParser):
     """Grammar without its tags: subclasses define them and the position of the name.
 
-    OPENERS: "call" begins a call; others stand around calls and say nothing. SEPARATOR: what stands
-    between a name and its arguments. LEAD, TRAIL: what is written in front of the name, and behind
-    it; LAST: behind the arguments.
+    OPENERS: "call" begins a call; others surround calls and mean nothing. SEPARATOR: text between a
+    name and its arguments. LEAD, TRAIL: text before and after the name. LAST: text after the
+    arguments.
     """
 
     SEPARATOR: ClassVar[str]

@@ -1,4 +1,4 @@
-"""Forms of written tool calls, for grammars of them: what parsers declare beside what they read.
+"""Forms of written tool calls, as parsers declare them for grammars.
 
 Rules are text of llguidance's Lark. Raises RequestError, which names the tool, for what would not
 be obeyed.
