@@ -130,7 +130,7 @@ _VALUES = (
     *("stdout", "stderr", "return_code", "file_type", "is_file_update", "num_lines", "start_line"),
     *("total_lines", "new_lines", "new_start", "old_lines", "old_start"),
 )
-_FIELDS = {**dict.fromkeys(_VALUES, {}), **dict.fromkeys(_LISTS, {"items": {}})}
+_FIELDS: dict[str, Any] = {**dict.fromkeys(_VALUES, {}), **dict.fromkeys(_LISTS, {"items": {}})}
 RESULT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
