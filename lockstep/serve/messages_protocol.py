@@ -116,11 +116,11 @@ def _without_encrypted(value: Any) -> Any:
         return value
     if value.get("type") in ("base64", "image"):
         raise ValueError("this server reads text only; allowed: text. Send text in its place")
-    known = {key: one for key, one in value.items() if one is not None}
+    # Clients move their cache marks with every turn, which would cost the prefix hit.
     return {
         key: _without_encrypted(one)
-        for key, one in known.items()
-        if not key.startswith("encrypted_")
+        for key, one in value.items()
+        if one is not None and key != "cache_control" and not key.startswith("encrypted_")
     }
 
 
