@@ -1,7 +1,7 @@
 """Connections with bounds on time and size.
 
-Bounded are a request's head, the reading of an answer, the rest of a body that nobody wants, and
-the number of connections, of which the longest idle one makes room.
+The bounds hold for a request's head, for the reading of an answer, for the rest of a refused body,
+and for the number of connections: the longest idle one is closed for a new one.
 """
 
 import asyncio
@@ -73,8 +73,10 @@ class _BoundedConnection(h11.Connection):
                 )
             # h11 bounds incomplete heads only: one that comes in a single read may be larger.
             if _head_bytes(event) > MAX_HEAD_BYTES:
-                told = f"a head of more than {MAX_HEAD_BYTES} bytes; send fewer or shorter headers"
-                raise h11.RemoteProtocolError(told, 431)
+                message = (
+                    f"a head of more than {MAX_HEAD_BYTES} bytes; send fewer or shorter headers"
+                )
+                raise h11.RemoteProtocolError(message, 431)
         elif isinstance(event, h11.Data):
             self._chunks += event.chunk_start
             if self._chunks > MAX_CHUNKS:
@@ -98,8 +100,10 @@ class _BoundedConnection(h11.Connection):
 
     @property
     def may_get_more(self) -> bool:
-        """Whether the client may still be sending: closing now could reset the connection, and the
-        client would lose the answer."""
+        """Return whether the client may still be sending.
+
+        Closing now could reset the connection, and the client would lose the answer.
+        """
         unread = self.their_state in (h11.SEND_BODY, h11.ERROR)
         return unread or bool(self.trailing_data[0])
 
@@ -199,13 +203,13 @@ class BoundedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        """Data came: from the moment that the head is complete, nobody waits for it."""
+        """Read data; stop the timer of the head once the head is complete."""
         super().handle_events()
         if self.is_busy:
             self._stop_waiting()
 
     def pause_writing(self) -> None:
-        """The client is behind: what was sent waits to be read."""
+        """Start the timer of a client that reads more slowly than the answer is sent."""
         super().pause_writing()
         self._wait_for_reader()
 
@@ -292,14 +296,14 @@ class BoundedProtocol(H11Protocol):
             self._wait_for_reader()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Nothing came after an answer."""
+        """Close a connection that was idle for too long after an answer."""
         self._stop_waiting()
         super().timeout_keep_alive_handler()
         self._wait_for_reader()
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is in progress."""
+        """Return whether a request is in progress."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _wait_for_head(self, seconds: float) -> None:
@@ -315,7 +319,7 @@ class BoundedProtocol(H11Protocol):
             self._head_alarm = None
 
     def _wait_for_reader(self) -> None:
-        """What was written may still be read, for a while."""
+        """Give the client a while to read what was written."""
         self._stop_write_alarm()
         self._write_alarm = self.loop.call_later(self.write_seconds, self.transport.abort)
 

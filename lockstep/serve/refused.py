@@ -139,7 +139,7 @@ CHAT: Table = {
     "modalities": ((["text"],), "this server writes text only; leave it out."),
     "audio": ((), "this server writes text only; leave it out."),
     "web_search_options": ((), "this server does not search; leave it out."),
-    "verbosity": (("medium",), "ask for it in words, and leave it out."),
+    "verbosity": (("medium",), "ask for it in words, and leave it out (Codex: model_verbosity)."),
     "suffix": (("",), "it belongs to /v1/completions; leave it out."),
     "best_of": ((1,), "completions are not ranked; send n and choose."),
 }

@@ -10,11 +10,11 @@ from lockstep.text.scan import Markers
 
 
 class NamedCalls(CallParser):
-    """The grammar without its tags: subclasses name them, and say where the name stands.
+    """Grammar without its tags: subclasses define them and the position of the name.
 
     OPENERS: "call" begins a call; names that end in "_end" end a section of calls, others begin
-    one. SEPARATOR: what stands between a name and its arguments. LEAD, TRAIL: what is written in
-    front of the name, and behind it; LAST: behind the arguments.
+    one. SEPARATOR: text between a name and its arguments. LEAD, TRAIL: text before and after the
+    name. LAST: text after the arguments.
 
     In a section a call may lack its own tags: a name of one word and the separator begin it too.
     """

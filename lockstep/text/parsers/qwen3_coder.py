@@ -253,7 +253,7 @@ class Qwen3CoderParser(CallParser):
         self._content(text)
 
     def _end_function(self, marker: str) -> None:
-        """The function ended, by its own tag or by one that cannot stand inside it."""
+        """End the function, at its closing tag or at a tag that cannot be inside of it."""
         self._close()
         self._enter("call" if self._inside else "content")
         if marker == "call_end":
@@ -295,6 +295,6 @@ class Qwen3CoderParser(CallParser):
 
 
 def _is_name(text: str) -> bool:
-    """Whether a tag may hold this name: it has one line and no tag."""
+    """Return whether a tag may contain this name: one line without a tag."""
     ends = (*_NAME_ENDS.values(), _PARAMETER, _PARAMETER_END, "\n")
     return bool(text) and not any(end in text for end in ends)
