@@ -91,7 +91,7 @@ def pull(request: Request, progress: Progress, note: Callable[[str], None]) -> P
 
     if constants.HF_HUB_OFFLINE:
         return _offline(request)
-    with _plain_errors(request):
+    with _plain_errors(request), _quiet():
         sizes = _listing(request)
         # Settings come first: the index among them says which files hold the weights.
         texts = [] if request.files else _matching(sizes, TEXT_FILES)
@@ -105,7 +105,7 @@ def pull(request: Request, progress: Progress, note: Callable[[str], None]) -> P
             f"{request.model}: {len(wanted)} files, {sum(wanted.values()) / 1e9:.2f} GB, of which "
             f"{here / 1e9:.2f} GB are here"
         )
-        with _shown(request, wanted, progress), _quiet():
+        with _shown(request, wanted, progress):
             folder = request.fetch([*wanted])
     lost = [name for name, size in wanted.items() if not _has_size(folder / name, size)]
     if lost:
