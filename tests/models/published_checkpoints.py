@@ -48,9 +48,9 @@ class Published:
     """A published checkpoint.
 
     result: LOADS, or a part of the error that refuses it; refused_on_gpu: a part of the error by
-    which GPUs refuse what a CPU serves, None where they serve it; drafter: of a draft model, the method and
-    the name of its target; files: name of a JSON file -> its content; shapes: name of a tensor ->
-    its dtype and shape ("BF16 [4096, 128]"), None where only the name is known.
+    which GPUs refuse what a CPU serves, None where they serve it; drafter: of a draft model, the
+    method and the name of its target; files: name of a JSON file -> its content; shapes: name of a
+    tensor -> its dtype and shape ("BF16 [4096, 128]"), None where only the name is known.
     """
 
     checkpoint: str
