@@ -323,7 +323,8 @@ def _config(app: FastAPI, options: Options) -> uvicorn.Config:
     """uvicorn's settings, loaded."""
 
     class Protocol(BoundedProtocol):
-        most = max(1, min(options.connections, raise_descriptors() - SPARE_DESCRIPTORS))
+        # A quarter more may be open for a moment: those that are refused.
+        most = max(1, min(options.connections, (raise_descriptors() - SPARE_DESCRIPTORS) * 4 // 5))
 
     config = uvicorn.Config(
         app,
