@@ -107,8 +107,8 @@ def _warn(line: str) -> None:
 
 
 def _in_python(text: str) -> str:
-    """Return a text about flags with the names that they have as keywords; commands, which
-    stand in backquotes, keep theirs."""
+    """Return a text about flags with the names that they have as keywords. Commands in
+    backquotes keep their flags."""
     return re.sub(
         r"`[^`]*`|--([a-z][a-z-]*)",
         lambda match: match[1].replace("-", "_") if match[1] else match[0],

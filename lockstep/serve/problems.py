@@ -164,11 +164,12 @@ def add_handlers(app: FastAPI) -> None:
 def _methods_of_path(request: Request) -> str:
     """Return the methods that the path of a request takes; an error of the router names those of
     the first of its routes alone."""
-    found: set[str] = set()
+    methods: set[str] = set()
+    # Routes are tried in their order, and each names its own methods in a 405.
     for route in request.app.routes:
         if isinstance(route, Route) and route.matches(request.scope)[0] is not Match.NONE:
-            found |= route.methods or set()
-    return ", ".join(sorted(found))
+            methods |= route.methods or set()
+    return ", ".join(sorted(methods))
 
 
 def _faults(error: RequestValidationError) -> list[dict[str, Any]]:
