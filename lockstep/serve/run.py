@@ -35,7 +35,8 @@ from lockstep.text.processor import Processor
 
 log = logging.getLogger("lockstep.serve")
 
-BACKLOG = 128
+BACKLOG = 2048
+"""Connections that wait to be taken, uvicorn's default: a longer queue is the kernel's to refuse."""
 SPARE_DESCRIPTORS = 64
 """Descriptors that are not for connections: files, the engine, logs."""
 TLS_FILES = ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")
