@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.errors import CheckpointError, ConfigError
+from lockstep.models.gguf.folder import SUFFIX, gguf_files, holds_gguf, translated
 from lockstep.models.shards import EXTRA_FILE, read_index
 from lockstep.settings import why_unread
 
@@ -31,13 +32,18 @@ SUBFOLDERS = ["*/*.safetensors"]
 
 
 def folder_of(model: str, weights: bool = True, field: str = "model") -> Path:
-    """The checkpoint folder of a path or a hub id. weights, field: as in fetch().
+    """Return the checkpoint folder of a path or a hub id. weights, field: as in fetch().
 
-    Raises ConfigError.
+    Of a GGUF file, or a folder that holds one, it is the folder that the file stands for.
+    Raises ConfigError, or CheckpointError for a GGUF file that cannot be read.
     """
+    path = Path(model)
     try:
-        if stat.S_ISDIR(os.stat(model).st_mode):
-            return Path(model)
+        folder = stat.S_ISDIR(os.stat(model).st_mode)
+        if folder and not holds_gguf(path):
+            return path
+        if folder or path.suffix == SUFFIX:
+            return translated(gguf_files(path))
         reason = "it is a file"
     except (OSError, ValueError) as error:  # ValueError: a name that no folder can have
         reason = why_unread(error)
