@@ -191,8 +191,7 @@ class Mixtral(Settings):
 
     def settings(self) -> dict[str, Any]:
         """The width of an expert is that of the feed-forward layers."""
-        found = super().settings() | mixture(self.c)
-        return {**found, "num_local_experts": found.pop("num_experts")}
+        return super().settings() | mixture(self.c)
 
 
 class Qwen2(Settings):
