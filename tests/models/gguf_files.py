@@ -1,5 +1,5 @@
-"""GGUF files of small models of transformers, written by the gguf package as llama.cpp's converter
-lays them out: its own names of tensors, its orders of rows, and the values that its kernels need."""
+"""GGUF files of small models of transformers, by the gguf package, as llama.cpp's converter writes
+them: its names of tensors, its orders of rows, and the values that its kernels need."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -79,7 +79,9 @@ def write_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 def load_weights(folder: Path) -> dict[str, Array]:
     """Return all tensors of a folder."""
-    return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+    return {
+        k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()
+    }
 
 
 def write_settings(w: gguf.GGUFWriter, c: dict[str, Any]) -> None:
@@ -144,6 +146,10 @@ def converted(
             yield f"blk.{block}.attn_qkv.weight", qkv
             yield f"blk.{block}.attn_gate.weight", z
             continue
+        # The gguf package 0.19 does not list a draft module's tensors for these architectures.
+        if ".nextn." in name:
+            yield name, weight
+            continue
         found = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert found is not None, name
         yield found, weight
@@ -155,17 +161,17 @@ def converted(
 def named_as_layers(weights: dict[str, Array], layers: int) -> dict[str, Array]:
     """Give the tensors of an MTP module the names of a layer after the last."""
     modules = {
-        "mtp.fc.": "eh_proj.",
-        "mtp.pre_fc_norm_embedding.": "enorm.",
-        "mtp.pre_fc_norm_hidden.": "hnorm.",
-        "mtp.norm.": "shared_head.norm.",
-        "mtp.layers.0.": "",
+        "mtp.fc.": f"blk.{layers}.nextn.eh_proj.",
+        "mtp.pre_fc_norm_embedding.": f"blk.{layers}.nextn.enorm.",
+        "mtp.pre_fc_norm_hidden.": f"blk.{layers}.nextn.hnorm.",
+        "mtp.norm.": f"blk.{layers}.nextn.shared_head_norm.",
+        "mtp.layers.0.": f"model.layers.{layers}.",
     }
     found = {}
     for name, weight in weights.items():
-        for begin, short in modules.items():
+        for begin, other in modules.items():
             if name.startswith(begin):
-                name = f"model.layers.{layers}.{short}{name.removeprefix(begin)}"
+                name = other + name.removeprefix(begin)
         found[name] = weight
     return found
 
@@ -209,7 +215,9 @@ def divisors(c: dict[str, Any], rope: dict[str, Any]) -> Array:
     width = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
     waves = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, width, 2) / width)
     turns = rope["original_max_position_embeddings"] / waves
-    smooth = (turns - rope["low_freq_factor"]) / (rope["high_freq_factor"] - rope["low_freq_factor"])
+    smooth = (turns - rope["low_freq_factor"]) / (
+        rope["high_freq_factor"] - rope["low_freq_factor"]
+    )
     smooth = smooth.clip(0, 1)
     return (1 / ((1 - smooth) / rope["factor"] + smooth)).astype(np.float32)
 
