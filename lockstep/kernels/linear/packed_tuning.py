@@ -17,7 +17,7 @@ from torch import Tensor
 from lockstep.kernels.architecture import HOPPER, PROCESSORS, shared_of
 from lockstep.kernels.linear import run_length, tuning
 from lockstep.kernels.linear import segments as segments_of
-from lockstep.kernels.packed import Fp4Weight, Fp8Weight, IntWeight, PackedWeight
+from lockstep.kernels.packed import Fp4Weight, Fp8Weight, GgufWeight, IntWeight, PackedWeight
 from lockstep.kernels.packed._device import BLOCK
 from lockstep.kernels.packed._form import (
     columns_of,
@@ -291,7 +291,7 @@ def lanes_serve(weight: PackedWeight, segments: int, arch: int) -> bool:
     columns; and where the scales of NVFP4 can be read eight at a time."""
     same = arch == HOPPER or multiplies_by_mma_sync(arch)
     whole = weight.k % (segments * int(BLOCK)) == 0
-    if not (same and whole):
+    if not (same and whole) or isinstance(weight, GgufWeight):
         return False
     if isinstance(weight, Fp4Weight):
         return weight.scales.stride(0) % 8 == 0 and _begins_at(weight.scales, 8)
@@ -379,6 +379,8 @@ def layout_of(weight: PackedWeight) -> str:
         return "nvfp4"
     if isinstance(weight, Fp8Weight):
         return f"fp8-{group}"
+    if isinstance(weight, GgufWeight):
+        return weight.kind
     assert isinstance(weight, IntWeight)
     kind = "asymmetric" if weight.zeros is not None else "symmetric"
     scales = str(weight.scales.dtype).removeprefix("torch.")
