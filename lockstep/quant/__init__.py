@@ -36,6 +36,7 @@ FORMATS: dict[str, str] = {
     "modelopt": "lockstep.quant.modelopt",
     "modelopt_fp4": "lockstep.quant.modelopt",
     "modelopt_mixed": "lockstep.quant.modelopt",
+    "gguf": "lockstep.quant.gguf_packing",
 }
 OTHER_NAMES: dict[str, tuple[str, ...]] = {
     "gptq_marlin": ("gptq",),

@@ -36,8 +36,8 @@ K = 1024
 LEFT = re.compile(r"opIdx = 0, parent = [^>]*?kWidth = (\d+)")
 """The layout of a product's left operand in registers."""
 COMPILED = {
-    90: ("int4", "int4 asymmetric", "int8", "fp8 by blocks", "nvfp4"),
-    86: ("int4", "fp8 by blocks"),
+    90: ("int4", "int4 asymmetric", "int8", "fp8 by blocks", "nvfp4", "Q3_K", "Q4_K", "Q6_K"),
+    86: ("int4", "fp8 by blocks", "Q4_K"),
 }
 """Architecture -> layouts; each is compiled in bf16 for 16 tokens."""
 ALONE = {

@@ -380,7 +380,7 @@ def layout_of(weight: PackedWeight) -> str:
     if isinstance(weight, Fp8Weight):
         return f"fp8-{group}"
     if isinstance(weight, GgufWeight):
-        return weight.kind
+        return weight.type_name
     assert isinstance(weight, IntWeight)
     kind = "asymmetric" if weight.zeros is not None else "symmetric"
     scales = str(weight.scales.dtype).removeprefix("torch.")

@@ -213,11 +213,14 @@ def decode(word, BIT: tl.constexpr, scale, zero, factor, FORM: tl.constexpr, DTY
 @triton.jit
 def decode_gguf(word, high, BIT: tl.constexpr, scale, minimum, FORM: tl.constexpr,
                 DTYPE: tl.constexpr):  # fmt: skip
-    """Dequantize the code at bit BIT of a word. high: the word's codes above four bits."""
-    code = (word >> BIT) & 15
+    """Dequantize one of the eight codes of a word, that at bit BIT if a code has four bits.
+
+    word, high: codes in the first and in the second plane, from bit 0 on."""
+    BITS: tl.constexpr = FORM[1]
+    code = (word >> (BIT // 4 * BITS)) & ((1 << BITS) - 1)
     if FORM[HIGH] > 0:
         upper = (high >> (BIT // 4 * FORM[HIGH])) & ((1 << FORM[HIGH]) - 1)
-        code = code | (upper << 4)
+        code = code | (upper << BITS)
     if FORM[TABLE_LOW] != 0:
         # Eight bytes in each half of the table: a shift is a lookup in registers.
         entries = tl.where(code < 8, FORM[TABLE_LOW], FORM[TABLE_HIGH])

@@ -321,18 +321,20 @@ def _decode(word, scales, zeros, FORM: tl.constexpr, COLUMNS: tl.constexpr, DTYP
 
 
 @triton.jit
-def _high(weight, rows, at, end, FORM: tl.constexpr, COLUMNS: tl.constexpr, EVEN: tl.constexpr):
-    """Load the high plane of a tile, shifted so that each word's codes begin at bit 0: [R, W]."""
-    BITS: tl.constexpr = FORM[HIGH]
+def _plane(words, stride, rows, at, end, BITS: tl.constexpr, COLUMNS: tl.constexpr,
+           EVEN: tl.constexpr):  # fmt: skip
+    """Load a plane of a tile, its words shifted so that eight codes begin at bit 0: [R, W]."""
     BLOCKS: tl.constexpr = COLUMNS // BLOCK
     ROWS: tl.constexpr = rows.shape[0]
-    found = _words(weight[7], weight[8], rows, at, end, BITS, COLUMNS * BITS // 32, EVEN)
-    parts = found.reshape(ROWS, BLOCKS, 4, BITS)
-    if BITS == 1:
-        split = tl.join(tl.join(parts, parts >> 16), tl.join(parts >> 8, parts >> 24))
-    else:
-        split = tl.join(parts, parts >> 16)
-    return split.reshape(ROWS, BLOCKS * 16)
+    found = _words(words, stride, rows, at, end, BITS, COLUMNS * BITS // 32, EVEN)
+    if BITS < 4:
+        parts = found.reshape(ROWS, BLOCKS, 4, BITS)
+        if BITS == 1:
+            split = tl.join(tl.join(parts, parts >> 16), tl.join(parts >> 8, parts >> 24))
+        else:
+            split = tl.join(parts, parts >> 16)
+        found = split.reshape(ROWS, BLOCKS * 16)
+    return found
 
 
 @triton.jit
@@ -355,7 +357,7 @@ def _decode_gguf(word, scales, minima, weight, rows, at, end, FORM: tl.constexpr
     """Dequantize the words of a GgufWeight: [R, W, 2, 2, 2]. minima: None for none."""
     high = word
     if FORM[HIGH] > 0:
-        high = _high(weight, rows, at, end, FORM, COLUMNS, EVEN)
+        high = _plane(weight[7], weight[8], rows, at, end, FORM[HIGH], COLUMNS, EVEN)
     if FORM[STEPS]:
         scales = _times_base(scales, weight[9], weight[11], rows, at, end, COLUMNS, EVEN)
     s0, s1 = _spread(scales.to(tl.float32), 4, word.shape[1], COLUMNS)
@@ -378,26 +380,38 @@ def _decode_gguf(word, scales, minima, weight, rows, at, end, FORM: tl.constexpr
 
 
 @triton.jit
+def _decode_words(word, scales, zeros, weight, rows, FORM: tl.constexpr, COLUMNS: tl.constexpr,
+                  DTYPE: tl.constexpr):  # fmt: skip
+    """Dequantize words by the fastest way for the layout: [R, W, (2,) 2, 2]."""
+    if FORM[6] == SAME or FORM[6] == SPLIT:
+        return _fast_int4(word, scales, zeros, FORM, COLUMNS, DTYPE)
+    elif FORM[0] == FP4:
+        return _decode_fp4(word, scales, weight[3] + rows, FORM, COLUMNS, DTYPE)
+    else:
+        return _decode(word, scales, zeros, FORM, COLUMNS, DTYPE)
+
+
+@triton.jit
 def _unpacked(weight, rows, at, end, FORM: tl.constexpr, COLUMNS: tl.constexpr,
               EVEN: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
     """load_tile of a packed weight. A block has 4 lanes' words, BITS each."""
     BITS: tl.constexpr = FORM[1]
-    word = _words(weight[0], weight[4], rows, at, end, BITS, COLUMNS * BITS // 32, EVEN)
+    SPANS: tl.constexpr = 4 if FORM[0] == GGUF else BITS
+    if FORM[0] == GGUF:
+        word = _plane(weight[0], weight[4], rows, at, end, BITS, COLUMNS, EVEN)
+    else:
+        word = _words(weight[0], weight[4], rows, at, end, BITS, COLUMNS * BITS // 32, EVEN)
     scales = _per_group(weight[1], weight, rows, at, end, FORM, COLUMNS, EVEN)
     zeros = None
     if weight[2] is not None:
         zeros = _per_group(weight[2], weight, rows, at, end, FORM, COLUMNS, EVEN)
-    if FORM[6] == SAME or FORM[6] == SPLIT:
-        values = _fast_int4(word, scales, zeros, FORM, COLUMNS, DTYPE)
-    elif FORM[0] == FP4:
-        values = _decode_fp4(word, scales, weight[3] + rows, FORM, COLUMNS, DTYPE)
-    elif FORM[0] == GGUF:
+    if FORM[0] == GGUF:
         values = _decode_gguf(
             word, scales, zeros, weight, rows, at, end, FORM, COLUMNS, EVEN, DTYPE
-        )
+        )  # fmt: skip
     else:
-        values = _decode(word, scales, zeros, FORM, COLUMNS, DTYPE)
-    tile = _ordered(values, BITS, COLUMNS)
+        values = _decode_words(word, scales, zeros, weight, rows, FORM, COLUMNS, DTYPE)
+    tile = _ordered(values, SPANS, COLUMNS)
     if FORM[7]:
         tile = tl.inline_asm_elementwise(
             "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2

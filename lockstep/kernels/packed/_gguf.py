@@ -8,19 +8,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lockstep.kernels.packed._order import (
-    codes_of,
-    high_codes_of,
-    pack,
-    pack_high,
-    words_per_row,
-)
+from lockstep.kernels.packed._order import pack_plane, plane_of, words_per_row
 from lockstep.kernels.packed._weights import DUMMY_SCALE, PackedWeight
 
 SUPERBLOCK = 256
 """Columns that share a base scale."""
-LOW_BITS = 4
-"""Bits of a code in `words`; the others are in `high`."""
 IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 """Values of the 16 codes of IQ4_NL and IQ4_XS."""
 MXFP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -55,9 +47,14 @@ class GgufType:
         return torch.bfloat16 if self.exponents else torch.float16
 
     @property
+    def low_bits(self) -> int:
+        """Bits of a code in the first plane: a power of two."""
+        return 4 if self.bits >= 4 else 2
+
+    @property
     def high_bits(self) -> int:
-        """Bits of a code above the lowest four."""
-        return max(self.bits - LOW_BITS, 0)
+        """Bits of a code in the second plane."""
+        return self.bits - self.low_bits
 
     def values(self, codes: Tensor) -> Tensor:
         """Return value(code) of uint8 codes, in fp32."""
@@ -97,8 +94,8 @@ GGUF_TYPES: dict[str, GgufType] = {
 class GgufWeight(PackedWeight):
     """Codes of 2 to 6 bits in groups along K: round(fp32(scale) * value(code) - fp32(minimum)).
 
-    words: the codes' lowest four bits (codes of 2 and 3 bits take four too). high [N, W] int32:
-    the fifth bit, or the fifth and the sixth, in the order of pack_high. scales, minima [N, G] of
+    words: the codes' lowest four bits, or of types with 2 and 3 bits the lowest two. high [N, W]
+    int32: the one or two bits above. Both are in the order of pack_plane. scales, minima [N, G] of
     type.scale_dtype; bases, min_bases [N, S] fp16 where scales are base * step. The product of
     scale and value is exact in fp32 wherever there are minima, so an fma rounds as a subtraction.
     """
@@ -108,16 +105,17 @@ class GgufWeight(PackedWeight):
     bases: Tensor | None
     min_bases: Tensor | None
     high: Tensor | None
-    kind: str
+    type_name: str
 
     @property
     def type(self) -> GgufType:
         """Arithmetic of the codes."""
-        return GGUF_TYPES[self.kind]
+        return GGUF_TYPES[self.type_name]
 
     @property
     def bits(self) -> int:
-        return LOW_BITS
+        """Bits of a code in `words`."""
+        return self.type.low_bits
 
     @property
     def group(self) -> int:
@@ -125,16 +123,16 @@ class GgufWeight(PackedWeight):
         return self.type.group
 
     @classmethod
-    def empty(cls, n: int, k: int, kind: str, *, device: str | torch.device = "cpu") -> Self:
+    def empty(cls, n: int, k: int, type_name: str, *, device: str | torch.device = "cpu") -> Self:
         """Allocate a weight [n, k] of a type of GGUF_TYPES with 6 bits at most."""
-        type = GGUF_TYPES[kind]
+        type = GGUF_TYPES[type_name]
 
         def room(count: int, dtype: torch.dtype, there: bool = True) -> Tensor | None:
             return torch.empty(n, count, dtype=dtype, device=device) if there else None
 
         groups = -(-k // type.group)
         superblocks = -(-k // SUPERBLOCK)
-        words = torch.empty(n, words_per_row(k, LOW_BITS), dtype=torch.int32, device=device)
+        words = torch.empty(n, words_per_row(k, type.low_bits), dtype=torch.int32, device=device)
         scales = torch.empty(n, groups, dtype=type.scale_dtype, device=device)
         high_bits = type.high_bits
         return cls(
@@ -145,20 +143,21 @@ class GgufWeight(PackedWeight):
             bases=room(superblocks, torch.float16, type.steps),
             min_bases=room(superblocks, torch.float16, type.steps and type.minima),
             high=room(words_per_row(k, high_bits), torch.int32, high_bits > 0),
-            kind=kind,
+            type_name=type_name,
         )
 
     def fill_codes(self, codes: Tensor) -> None:
         """Store codes [N, K] uint8 of type.bits bits."""
-        self.words.copy_(pack(codes & 15, LOW_BITS))
+        bits = self.bits
+        self.words.copy_(pack_plane(codes & (2**bits - 1), bits))
         if self.high is not None:
-            self.high.copy_(pack_high(codes >> LOW_BITS, self.type.high_bits))
+            self.high.copy_(pack_plane(codes >> bits, self.type.high_bits))
 
     def codes(self) -> Tensor:
-        low = codes_of(self.words, LOW_BITS, self.k)
+        low = plane_of(self.words, self.bits, self.k)
         if self.high is None:
             return low
-        return low | high_codes_of(self.high, self.type.high_bits, self.k) << LOW_BITS
+        return low | plane_of(self.high, self.type.high_bits, self.k) << self.bits
 
     def _by_column(self, numbers: Tensor, bases: Tensor | None) -> Tensor:
         """Return the scales or minima of all columns: [N, K] fp32."""

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 
 from lockstep.kernels.packed import (
-    GGUF_TYPES,
     Fp4Weight,
     Fp8Weight,
     GgufWeight,
@@ -16,9 +15,9 @@ from lockstep.kernels.packed import (
 
 SIZES = ((40, 256), (33, 200))
 """(N, K); the second fills neither a block of columns nor a group."""
-GGUF_NAMES = tuple(name for name, kind in GGUF_TYPES.items() if kind.bits <= 6)
-"""Types of GGUF that GgufWeight stores; the others are integers as of any format."""
-WHOLE = ("int4", "fp8 by blocks", "nvfp4", "Q4_K", "Q6_K", "IQ4_NL")
+GGUF = ("Q2_K", "Q3_K", "Q4_1", "Q4_K", "Q5_1", "Q6_K", "IQ4_XS", "MXFP4")
+"""Types of GGUF that differ in how they are stored."""
+WHOLE = ("int4", "fp8 by blocks", "nvfp4", "Q4_K", "Q6_K")
 """Layouts of the first size; all have the second."""
 
 
@@ -37,7 +36,7 @@ def layouts(n: int, k: int) -> Iterator[tuple[str, PackedWeight]]:
     yield "fp8 by outputs", Fp8Weight.empty(n, k, 1, k)
     yield "fp8", Fp8Weight.empty(n, k, n, k)
     yield "nvfp4", Fp4Weight.empty(n, k)
-    for kind in GGUF_NAMES:
+    for kind in GGUF:
         yield kind, GgufWeight.empty(n, k, kind)
 
 
